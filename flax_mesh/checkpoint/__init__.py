@@ -1,0 +1,1 @@
+from flax_mesh.checkpoint.manager import Checkpointer as Checkpointer

@@ -1,0 +1,13 @@
+from flax_mesh.sharding.constrain import constrain as constrain
+from flax_mesh.sharding.constrain import with_sharding_constraint as with_sharding_constraint
+from flax_mesh.sharding.place import abstract_model as abstract_model
+from flax_mesh.sharding.place import abstract_state as abstract_state
+from flax_mesh.sharding.place import gather as gather
+from flax_mesh.sharding.place import init_model as init_model
+from flax_mesh.sharding.place import init_state as init_state
+from flax_mesh.sharding.place import make_shard_and_gather_fns as make_shard_and_gather_fns
+from flax_mesh.sharding.place import partition_rules as partition_rules
+from flax_mesh.sharding.place import partitioned as partitioned
+from flax_mesh.sharding.place import shard as shard
+from flax_mesh.sharding.rules import PartitionRules as PartitionRules
+from flax_mesh.sharding.rules import match_partition_rules as match_partition_rules

@@ -1,0 +1,209 @@
+"""PartitionAxis: which mesh axes each logical axis (batch, heads, vocab, experts ...) is split over."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from flax_mesh.errors import ShardingError
+
+AxisName = str | tuple[str, ...] | None  # one mesh axis, several that split one dim together, or none
+Mode = Literal["train", "prefill", "decode"]
+
+
+class _Follow:
+    """Default of a field that takes its value from the field of its mesh axis."""
+
+    def __repr__(self) -> str:
+        return "<follows its mesh axis>"
+
+
+FOLLOW: Any = _Follow()
+
+# Field left out -> the mesh-axis fields it follows.
+_FOLLOWS = {
+    "batch_axis": ("fully_sharded_data_parallel_axis", "data_parallel_axis"),
+    "sequence_axis": ("sequence_parallel_axis",),
+    "query_sequence_axis": ("sequence_parallel_axis",),
+    "key_sequence_axis": ("sequence_parallel_axis",),
+    "head_axis": ("tensor_parallel_axis",),
+    "hidden_state_axis": ("tensor_parallel_axis",),
+    "mlp_intermediate_axis": ("tensor_parallel_axis",),
+    "vocab_axis": ("tensor_parallel_axis",),
+    "expert_axis": ("expert_parallel_axis",),
+    "generation_head_axis": ("tensor_parallel_axis",),
+    "generation_key_sequence_axis": ("sequence_parallel_axis",),
+}
+
+# Logical axis -> field; `layers` (the leading dim of a scanned stack) is never split.
+LOGICAL_AXES = {
+    "batch": "batch_axis",
+    "sequence": "sequence_axis",
+    "query_sequence": "query_sequence_axis",
+    "key_sequence": "key_sequence_axis",
+    "hidden": "hidden_state_axis",
+    "embed": "fully_sharded_data_parallel_axis",
+    "heads": "head_axis",
+    "kv_heads": "head_axis",
+    "head_dim": "attention_dim_axis",
+    "mlp": "mlp_intermediate_axis",
+    "vocab": "vocab_axis",
+    "experts": "expert_axis",
+    "expert_gate": "expert_gate_axis",
+    "layers": None,
+}
+
+_IN_DECODE = {
+    "batch": "generation_batch_axis",
+    "query_sequence": "generation_query_sequence_axis",
+    "heads": "generation_head_axis",
+    "kv_heads": "generation_head_axis",
+    "key_sequence": "generation_key_sequence_axis",
+    "head_dim": "generation_attention_dim_axis",
+}
+
+
+class Lost(NamedTuple):
+    """A mesh axis that `dim` asked for and an earlier dim of the same array already had."""
+
+    dim: int
+    logical: str
+    mesh_axis: str
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class PartitionAxis:
+    """Maps logical axes onto mesh axes; a value, hashable, without arrays.
+
+    A field left out follows its mesh axis: `PartitionAxis(tensor_parallel_axis="model").head_axis == "model"`.
+    `extra` names further logical axes, and overrides the built-in ones: `extra={"kv_heads": None}`.
+    """
+
+    data_parallel_axis: AxisName = "dp"
+    fully_sharded_data_parallel_axis: AxisName = "fsdp"
+    tensor_parallel_axis: AxisName = "tp"
+    sequence_parallel_axis: AxisName = "sp"
+    expert_parallel_axis: AxisName = "ep"
+    batch_axis: AxisName = FOLLOW
+    sequence_axis: AxisName = FOLLOW
+    query_sequence_axis: AxisName = FOLLOW
+    key_sequence_axis: AxisName = FOLLOW
+    head_axis: AxisName = FOLLOW
+    hidden_state_axis: AxisName = FOLLOW
+    mlp_intermediate_axis: AxisName = FOLLOW
+    vocab_axis: AxisName = FOLLOW
+    expert_axis: AxisName = FOLLOW
+    expert_gate_axis: AxisName = None
+    attention_dim_axis: AxisName = None
+    bias_head_sequence_axis: AxisName = None
+    bias_key_sequence_axis: AxisName = None
+    generation_batch_axis: AxisName = None
+    generation_query_sequence_axis: AxisName = None
+    generation_attention_dim_axis: AxisName = None
+    generation_head_axis: AxisName = FOLLOW
+    generation_key_sequence_axis: AxisName = FOLLOW
+    extra: Mapping[str, AxisName] | tuple[tuple[str, AxisName], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, sources in _FOLLOWS.items():
+            if getattr(self, name) is FOLLOW:
+                object.__setattr__(self, name, _join(getattr(self, source) for source in sources))
+        for field in dataclasses.fields(self):
+            if field.name != "extra":
+                object.__setattr__(self, field.name, _axis_name(field.name, getattr(self, field.name)))
+        extra = sorted(dict(self.extra).items())
+        object.__setattr__(self, "extra", tuple((k, _axis_name(f"extra[{k!r}]", v)) for k, v in extra))
+
+    def mesh_axes(self, logical: str | None, mode: Mode = "train") -> tuple[str, ...]:
+        """Mesh axes of one logical axis, () for None and for an axis that is not split."""
+        if mode not in ("train", "prefill", "decode"):
+            raise ValueError(f"mode must be 'train', 'prefill' or 'decode', got {mode!r}.")
+        if logical is None:
+            return ()
+        extra = dict(self.extra)
+        if logical in extra:
+            return as_tuple(extra[logical])
+        if logical not in LOGICAL_AXES:
+            raise ShardingError(
+                f"unknown logical axis {logical!r}. Known: {', '.join([*LOGICAL_AXES, *extra])}. "
+                f"Add it with PartitionAxis(extra={{{logical!r}: MESH_AXIS_OR_NONE}})."
+            )
+        field = _IN_DECODE.get(logical) if mode == "decode" else None
+        field = field or LOGICAL_AXES[logical]
+        return as_tuple(getattr(self, field)) if field else ()
+
+    def resolve_and_report(
+        self, logical_axes: Iterable[str | None], mode: Mode = "train"
+    ) -> tuple[PartitionSpec, tuple[Lost, ...]]:
+        """The spec of an array whose dims carry `logical_axes`, and what later dims lost to earlier ones."""
+        taken: set[str] = set()
+        dims: list[AxisName] = []
+        lost: list[Lost] = []
+        for dim, logical in enumerate(logical_axes):
+            mine = []
+            for axis in self.mesh_axes(logical, mode):
+                if axis in taken:
+                    lost.append(Lost(dim, str(logical), axis))
+                else:
+                    taken.add(axis)
+                    mine.append(axis)
+            dims.append(_join(mine))
+        return PartitionSpec(*dims), tuple(lost)
+
+    def resolve(
+        self,
+        logical_axes: Iterable[str | None],
+        mode: Mode = "train",
+        *,
+        on_duplicate: Literal["keep_first", "error"] = "keep_first",
+    ) -> PartitionSpec:
+        """The spec of an array whose dims carry `logical_axes`.
+
+        No mesh axis stands in it twice: the earlier dim keeps it, and `resolve_and_report` tells what the later
+        one lost; with `on_duplicate="error"` that is a ShardingError.
+
+        >>> PartitionAxis().resolve(("batch", "sequence", "heads", None))
+        PartitionSpec(('fsdp', 'dp'), 'sp', 'tp', None)
+        """
+        logical_axes = tuple(logical_axes)
+        spec, lost = self.resolve_and_report(logical_axes, mode)
+        if lost and on_duplicate == "error":
+            each = "; ".join(f"dim {d} ({name!r}) wants mesh axis {axis!r}" for d, name, axis in lost)
+            raise ShardingError(f"{logical_axes} uses a mesh axis twice: {each}, which an earlier dim has already.")
+        return spec
+
+    def validate(self, mesh: Mesh | AbstractMesh) -> None:
+        """Raise one ShardingError naming every field whose mesh axis `mesh` lacks."""
+        named = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "extra"}
+        named |= {f"extra[{name!r}]": axis for name, axis in self.extra}
+        missing = [(k, axis) for k, value in named.items() for axis in as_tuple(value) if axis not in mesh.axis_names]
+        if missing:
+            each = ", ".join(f"{k}={axis!r}" for k, axis in missing)
+            raise ShardingError(
+                f"PartitionAxis names mesh axes that the mesh {dict(mesh.shape)} lacks: {each}. "
+                "Add them to the mesh with size 1, or set these fields to None."
+            )
+
+
+def as_tuple(axis: AxisName) -> tuple[str, ...]:
+    """Mesh axes of one entry of a PartitionSpec."""
+    if axis is None:
+        return ()
+    return (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def _join(axes: Iterable[AxisName]) -> AxisName:
+    flat = tuple(name for axis in axes for name in as_tuple(axis))
+    return flat[0] if len(flat) == 1 else flat or None
+
+
+def _axis_name(field: str, value: Any) -> AxisName:
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value):
+        return _join(value)
+    raise TypeError(f"PartitionAxis.{field} must be a mesh axis name, a tuple of them or None, got {value!r}.")

@@ -1,0 +1,195 @@
+"""Checkpointer: asynchronous, atomic checkpoints of one layout-free state, over Orbax.
+
+On disk every parameter stands under its own global path, one array a layer, whatever the mesh and whether the layers
+were a list or one scanned stack: "model/layers/3/attention/q/kernel". Plain Orbax reads it.
+"""
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from flax_mesh.errors import ConfigError
+from flax_mesh.tree import in_stack, layer_path, named_leaves, nest, owner_of
+
+STATE, METADATA = "state", "metadata"  # the two items of a step
+
+
+class Checkpointer:
+    """Checkpoints below `folder`, one a step; the newest `keep` stay, all with `keep=None`.
+
+    `layers` are the paths of layer lists (`PartitionRules.layers`): scanned stacks there are saved layer by layer.
+    Use it as a context manager: a save is durable only once `wait` or the end of the block has been passed.
+    """
+
+    def __init__(self, folder: str | Path, *, keep: int | None = 3, layers: Iterable[str] = ()):
+        import orbax.checkpoint as ocp
+
+        self.folder = Path(folder).absolute()
+        self.layers = tuple(layers)
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+        handlers = {STATE: ocp.StandardCheckpointHandler(), METADATA: ocp.JsonCheckpointHandler()}
+        self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def steps(self) -> list[int]:
+        """Committed steps, oldest first."""
+        return sorted(self._manager.all_steps(read=True))
+
+    def latest_step(self) -> int | None:
+        """The newest committed step; None: there is none yet."""
+        return max(self.steps(), default=None)
+
+    def save(self, step: int, state: nnx.State, metadata: Mapping[str, Any]) -> None:
+        """Start saving `state`; returns once the arrays are copied to the host, so that they may be donated.
+
+        `metadata` is JSON. An error of the previous save is raised here. A step that exists is an error.
+        """
+        import orbax.checkpoint as ocp
+
+        if step in self.steps():
+            raise ConfigError(f"{self.folder} already holds a checkpoint of step {step}; nothing was overwritten.")
+        args = ocp.args.Composite(
+            **{STATE: ocp.args.StandardSave(to_disk(state, self.layers)), METADATA: ocp.args.JsonSave(dict(metadata))}
+        )
+        if not self._manager.save(step, args=args, force=True):
+            raise RuntimeError(f"Orbax declined to save step {step} in {self.folder}.")
+
+    def wait(self) -> None:
+        """Return once every save is durable; raise what went wrong in the background."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """As `wait`, and end the background threads."""
+        self._manager.close()
+
+    def metadata(self, step: int) -> dict[str, Any]:
+        """What was saved beside the state."""
+        import orbax.checkpoint as ocp
+
+        return self._manager.restore(step, args=ocp.args.Composite(**{METADATA: ocp.args.JsonRestore()}))[METADATA]
+
+    def restore(self, abstract: nnx.State, step: int | None = None) -> nnx.State:
+        """The state of `step` (default: the newest) laid out as `abstract` says, from whatever layout it was saved.
+
+        Raises one ConfigError that lists every path that is missing, left over, or of another shape or dtype.
+        """
+        import orbax.checkpoint as ocp
+
+        step = self.latest_step() if step is None else step
+        if step is None:
+            raise ConfigError(f"{self.folder} holds no checkpoint.")
+        target = disk_target(abstract, self.layers)
+        stored = self._manager.item_metadata(step)[STATE].tree
+        check_same(target, dict(named_leaves(stored)), f"checkpoint {self.folder / str(step)}")
+        args = ocp.args.Composite(**{STATE: ocp.args.StandardRestore(nest(target.items()))})
+        return from_disk(self._manager.restore(step, args=args)[STATE], abstract, self.layers)
+
+
+def to_disk(state: nnx.State, layers: Sequence[str]) -> dict[str, Any]:
+    """Nested dict of arrays with string keys, stacks taken apart into their layers."""
+    named = named_leaves(state)
+    stacks = _stacks(named, layers)
+    stacked = [leaf for path, leaf in named if path in stacks]
+    split = dict(zip(stacks, _unstack(tuple(_layer_shardings(x) for x in stacked))(stacked), strict=True))
+    return nest(
+        pair
+        for path, leaf in named
+        for pair in (zip(stacks[path], split[path], strict=True) if path in stacks else [(path, leaf)])
+    )
+
+
+def disk_target(abstract: nnx.State, layers: Sequence[str]) -> dict[str, jax.ShapeDtypeStruct]:
+    """path on disk -> shape, dtype and concrete sharding to restore into."""
+    named = named_leaves(abstract)
+    stacks = _stacks(named, layers)
+    target = {}
+    for path, leaf in named:
+        for layer, sharding in zip(stacks.get(path, [path]), _layer_shardings(leaf), strict=False):
+            shape = leaf.shape[1:] if path in stacks else leaf.shape
+            sharding = sharding if path in stacks else leaf.sharding
+            target[layer] = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+    return target
+
+
+def from_disk(restored: Mapping[str, Any], abstract: nnx.State, layers: Sequence[str]) -> nnx.State:
+    """The restored arrays as the state that `abstract` describes, stacks put together again."""
+    arrays = dict(named_leaves(restored))
+    named = named_leaves(abstract)
+    stacks = _stacks(named, layers)
+    shardings = tuple(leaf.sharding for path, leaf in named if path in stacks)
+    split = [[arrays[layer] for layer in paths] for paths in stacks.values()]
+    whole = dict(zip(stacks, _stack(shardings)(split), strict=True))
+    leaves = [whole[path] if path in stacks else arrays[path] for path, _ in named]
+    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+
+
+def check_same(target: Mapping[str, Any], stored: Mapping[str, Any], what: str) -> None:
+    """Raise one ConfigError with every path on which two trees of arrays differ."""
+    problems = [f"  {path}: only in the model, {_text(target[path])}" for path in target.keys() - stored.keys()]
+    problems += [f"  {path}: only in the checkpoint, {_text(stored[path])}" for path in stored.keys() - target.keys()]
+    for path in target.keys() & stored.keys():
+        if _text(target[path]) != _text(stored[path]):
+            problems.append(f"  {path}: checkpoint {_text(stored[path])}, model {_text(target[path])}")
+    if problems:
+        head = f"{what} is of another model ({len(problems)} of {len(target.keys() | stored.keys())} leaves differ):"
+        tail = "  Restore it into the model it was saved from, or start another run (another folder, or --restart)."
+        raise ConfigError([head, *sorted(problems), tail])
+
+
+def _stacks(named: Sequence[tuple[str, Any]], layers: Sequence[str]) -> dict[str, list[str]]:
+    """Path of every leaf of a scanned stack -> its paths on disk, one a layer; optimizer leaves follow their owner."""
+    has_parts = all(path.startswith(("model/", "optimizer/")) for path, _ in named)
+    parameters = {path.removeprefix("model/") for path, _ in named if path.startswith("model/") or not has_parts}
+    found = {}
+    for path, leaf in named:
+        owner = owner_of(path, parameters)
+        stack = in_stack(owner, layers) if owner else None
+        if owner and stack and leaf.shape:
+            head = path[: len(path) - len(owner)]
+            found[path] = [head + layer_path(owner, stack, i) for i in range(leaf.shape[0])]
+    return found
+
+
+def _layer_shardings(leaf: Any) -> list[Any]:
+    """Sharding of each layer of a stack: that of the stack without its leading dim."""
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(sharding, NamedSharding):
+        spec = PartitionSpec(*sharding.spec[1:])
+        sharding = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+    return [sharding] * max(1, *leaf.shape[:1])
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled_unstack(shardings: tuple[tuple[Any, ...], ...]):
+    def unstack(stacked):
+        return [[x[i] for i in range(len(each))] for x, each in zip(stacked, shardings, strict=True)]
+
+    return jax.jit(unstack, out_shardings=[list(each) for each in shardings])
+
+
+def _unstack(shardings: tuple[list[Any], ...]):
+    return _compiled_unstack(tuple(map(tuple, shardings))) if shardings else lambda stacked: []
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled_stack(shardings: tuple[Any, ...]):
+    return jax.jit(lambda split: [jnp.stack(x) for x in split], out_shardings=list(shardings))
+
+
+def _stack(shardings: tuple[Any, ...]):
+    return _compiled_stack(shardings) if shardings else lambda split: []
+
+
+def _text(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}"

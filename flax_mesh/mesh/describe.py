@@ -1,0 +1,250 @@
+"""What a mesh got: physical axes, rings or lines, what crosses the slow network. Read from its devices alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from flax_mesh.mesh.cost import (
+    DEFAULT_BYTES,
+    assignment_cost,
+    axis_phases,
+    gather_seconds,
+    is_better,
+    strides_of,
+)
+from flax_mesh.mesh.shape import format_shape
+from flax_mesh.mesh.topology import (
+    Assignment,
+    Torus,
+    arrange,
+    known_assignment,
+    mean_hops,
+    physical_mesh,
+    read_device,
+)
+
+PICTURE_LIMIT = 64  # devices of a slice up to which the text draws all planes
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the devices of a mesh lie. `cuts` granules along each axis; `block` is the part of one granule.
+
+    `torus`, `points` (coordinates of the block, [..., physical axis]) and `hops` are None off a torus, with the reason
+    in `why_no_torus`; `assignment` is None where the block is in a ring order, or in none that an assignment makes.
+    """
+
+    granule: str
+    cuts: tuple[int, ...]
+    block: np.ndarray
+    torus: Torus | None = None
+    points: np.ndarray | None = None
+    hops: tuple[float, ...] | None = None
+    assignment: Assignment | None = None
+    why_no_torus: str = ""
+
+
+def read_layout(mesh: Mesh) -> Layout:
+    """The layout of a mesh, however it was made."""
+    devices = np.asarray(mesh.devices)
+    granule, cuts = _granules(devices)
+    block = devices[tuple(slice(size // cut) for size, cut in zip(devices.shape, cuts, strict=True))]
+    flat = list(block.flat)
+    if flat[0].platform != "tpu":
+        return Layout(
+            granule, cuts, block, why_no_torus=f"{flat[0].platform} devices form no torus: all links count alike"
+        )
+    try:
+        physical, torus = physical_mesh(flat)
+    except ValueError as error:
+        return Layout(granule, cuts, block, why_no_torus=str(error))
+    place = {id(device): where for where, device in np.ndenumerate(physical)}
+    points = np.array([place[id(device)] for device in flat]).reshape(*block.shape, len(torus.shape))
+    assignment = _assignment_of(points, torus)
+    if assignment is not None and not np.array_equal(_ids(arrange(physical, assignment)), _ids(block)):
+        assignment = None
+    return Layout(granule, cuts, block, torus, points, mean_hops(points, torus), assignment)
+
+
+def describe_mesh(mesh: Mesh | AbstractMesh) -> str:
+    """Text for a terminal: per mesh axis its physical axes (ring or line), mean hops between neighbours, and what a gather
+    of 64 MiB would take by the model of `cost`; what crosses the slow network; and a picture of the devices.
+
+    An AbstractMesh has no devices: its shape and axis types are all there is to say.
+    """
+    types = sorted({str(kind).removeprefix("AxisType.").lower() for kind in mesh.axis_types})
+    sizes = tuple(mesh.shape.values())
+    head = f"mesh {format_shape(mesh.axis_names, sizes)}, {mesh.size} devices, axis types {', '.join(types)}"
+    if isinstance(mesh, AbstractMesh):
+        return f"{head}\nan abstract mesh: no devices, so no layout"
+    layout = read_layout(mesh)
+    lines = [head, _where(mesh, layout), "", *_table(mesh, layout)]
+    if layout.torus is not None:
+        lines += ["", _verdict(layout, mesh.axis_names)]
+    return "\n".join([*lines, "", *_picture(mesh, layout)])
+
+
+def place_texts(layout: Layout) -> list[str]:
+    """Per mesh axis where it lies: `2 slices over DCN, x 4 ring, y 2 of 4`; "-" for an axis of one device."""
+    texts = []
+    for axis, cut in enumerate(layout.cuts):
+        parts = [f"{cut} {_plural(layout.granule, cut)} over DCN"] if cut > 1 else []
+        if layout.assignment is not None and layout.torus is not None:
+            parts += _factor_texts(layout.torus, layout.assignment, axis)
+        elif layout.block.shape[axis] > 1:
+            parts.append(f"{layout.block.shape[axis]} {'in ring order' if layout.torus else 'devices'}")
+        texts.append(", ".join(parts) or "-")
+    return texts
+
+
+def _granules(devices: np.ndarray) -> tuple[str, tuple[int, ...]]:
+    """What a granule is, and how many of them each axis spans: the cuts of the finest grid with one granule per cell."""
+    records = [read_device(device) for device in devices.flat]
+    by_slice = None not in {record.slice for record in records} and len({record.slice for record in records}) > 1
+    joined = records[0].platform == "tpu"
+    keys = [record.slice if by_slice else 0 if joined else record.process for record in records]
+    grid = np.array(keys).reshape(devices.shape)
+    cuts = []
+    for axis, size in enumerate(devices.shape):
+        line = np.moveaxis(grid, axis, 0).reshape(size, -1)
+        cuts.append(1 + int(sum((line[i] != line[i - 1]).any() for i in range(1, size))))
+    even = all(size % cut == 0 for size, cut in zip(devices.shape, cuts, strict=True))
+    return ("slice" if by_slice or joined else "process"), tuple(cuts) if even else devices.shape
+
+
+def _assignment_of(points: np.ndarray, torus: Torus) -> Assignment | None:
+    """The factors seen along each mesh axis, if they multiply to both shapes."""
+    columns = []
+    for axis, size in enumerate(points.shape[:-1]):
+        line = np.moveaxis(points, axis, 0).reshape(size, -1, len(torus.shape))[:, 0]
+        columns.append([len(set(line[:, p].tolist())) for p in range(len(torus.shape))])
+    matrix = np.array(columns).T
+    fits = (matrix.prod(axis=1) == torus.shape).all() and (matrix.prod(axis=0) == points.shape[:-1]).all()
+    return tuple(tuple(int(factor) for factor in row) for row in matrix) if fits else None
+
+
+def _factor_texts(torus: Torus, assignment: Assignment, axis: int) -> list[str]:
+    texts = []
+    for p, row in enumerate(assignment):
+        factor, stride = row[axis], strides_of(assignment)[p][axis]
+        if factor == 1:
+            continue
+        if factor < torus.shape[p]:
+            every = f", every {stride}." if stride > 1 else ""
+            texts.append(f"{torus.axes[p]} {factor} of {torus.shape[p]}{every}")
+        elif torus.axes[p] == "core" or factor == 2:
+            texts.append(f"{torus.axes[p]} {factor}")
+        else:
+            texts.append(f"{torus.axes[p]} {factor} {'ring' if torus.wraps[p] else 'line'}")
+    return texts
+
+
+def _table(mesh: Mesh, layout: Layout) -> list[str]:
+    rows = [("axis", "size", "where", "hops", "gather 64 MiB", "GB/s")]
+    for axis, (name, place) in enumerate(zip(mesh.axis_names, place_texts(layout), strict=True)):
+        size = mesh.devices.shape[axis]
+        hops = "" if layout.hops is None or layout.block.shape[axis] == 1 else f"{layout.hops[axis]:.3g}"
+        seconds = _seconds(layout, axis)
+        rate = DEFAULT_BYTES * (size - 1) / size / seconds / 1e9 if seconds else None
+        rows.append(
+            (name, str(size), place, hops, f"{seconds * 1e3:.3g} ms" if seconds else "", f"{rate:.3g}" if rate else "")
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    keep = [column for column in range(len(widths)) if any(row[column] for row in rows[1:])]
+    return ["  ".join(row[column].ljust(widths[column]) for column in keep).rstrip() for row in rows]
+
+
+def _seconds(layout: Layout, axis: int) -> float:
+    if layout.torus is None or layout.assignment is None:
+        return 0.0
+    factors = [row[axis] for row in layout.assignment]
+    strides = [row[axis] for row in strides_of(layout.assignment)]
+    return gather_seconds(axis_phases(layout.torus, factors, strides, layout.cuts[axis]))
+
+
+def _where(mesh: Mesh, layout: Layout) -> str:
+    num_granules = int(np.prod(layout.cuts))
+    processes = len({device.process_index for device in mesh.devices.flat})
+    hosts = f"{processes} {_plural('process', processes)}"
+    if layout.torus is not None:
+        return f"{num_granules} {_plural('slice', num_granules)} of {layout.torus}; {hosts}"
+    return f"{layout.block.size} devices in each of {num_granules} {_plural(layout.granule, num_granules)}; " + (
+        layout.why_no_torus
+    )
+
+
+def _verdict(layout: Layout, names: Sequence[str]) -> str:
+    """Whose assignment it is, and what it gains."""
+    if layout.torus is None or layout.assignment is None:
+        return "order: the ring order of this kind of device, as in JAX, or one that no assignment of axes makes"
+    shape, ours = layout.block.shape, assignment_cost(layout.torus, layout.assignment)
+    known = []
+    for allow_split in (False, True):
+        try:
+            known.append(known_assignment(layout.torus.shape, shape, allow_split=allow_split))
+        except NotImplementedError:
+            continue
+    if layout.assignment in known:
+        return "assignment: JAX's own"
+    theirs = assignment_cost(layout.torus, known[-1])
+    pairs = zip(names, ours, theirs, strict=True)
+    changes = [
+        f"{name} gathers at {old.seconds / new.seconds:.2f} times the speed, hops {new.hops:.3g} for {old.hops:.3g}"
+        for name, new, old in pairs
+        if new.seconds and not np.allclose((new.seconds, new.hops), (old.seconds, old.hops))
+    ]
+    word = "better than JAX's" if is_better(ours, theirs) else "not JAX's"
+    return f"assignment: {word}: {'; '.join(changes) or 'of equal cost'}"
+
+
+def _picture(mesh: Mesh, layout: Layout) -> list[str]:
+    """Mesh indices at the place of each device: planes of y (down) and x (across), or a table off the torus."""
+    shown = [axis for axis, size in enumerate(mesh.devices.shape) if size > 1] or [0]
+    title = f"({', '.join(mesh.axis_names[axis] for axis in shown)})"
+    label = {device: ",".join(str(index[axis]) for axis in shown) for index, device in np.ndenumerate(mesh.devices)}
+    lines = []
+    panels = list(device_panels(mesh, layout))
+    first = [panel for panel in panels if panel[0] == panels[0][0]]
+    planes = first if layout.block.size <= PICTURE_LIMIT else first[:1]
+    for granule, plane, grid in planes:
+        lines.append(f"{title} at {plane or granule}")
+        cells = [["" if device is None else label[device] for device in row] for row in grid]
+        width = max(len(cell) for row in cells for cell in row)
+        lines += ["  " + "  ".join(cell.ljust(width) for cell in row).rstrip() for row in cells]
+    if len(planes) < len(panels):
+        lines.append(f"and {len(panels) - len(planes)} more planes; draw_mesh_svg draws all")
+    return lines
+
+
+def device_panels(mesh: Mesh, layout: Layout) -> list[tuple[str, str, list[list[Any]]]]:
+    """(granule, plane, rows of devices) for every plane of every granule: rows run along y, columns along x.
+
+    Off the torus a granule is one plane: the last axis longer than 1 runs across, the axes before it down.
+    """
+    panels = []
+    inner = layout.block.shape
+    for index in np.ndindex(*layout.cuts):
+        part = mesh.devices[tuple(slice(i * n, (i + 1) * n) for i, n in zip(index, inner, strict=True))]
+        number = int(np.ravel_multi_index(index, layout.cuts))
+        granule = f"{layout.granule} {number}"
+        if layout.torus is None:
+            columns = next((size for size in reversed(inner) if size > 1), 1)
+            panels.append((granule, "", part.reshape(-1, columns).tolist()))
+            continue
+        physical, torus = physical_mesh(list(part.flat))
+        for rest in np.ndindex(*physical.shape[2:]):
+            plane = physical[(slice(None), slice(None), *rest)]
+            name = ", ".join(f"{axis} {at}" for axis, at in zip(torus.axes[2:], rest, strict=True))
+            panels.append((granule, name, plane.T.tolist()))
+    return panels
+
+
+def _ids(devices: np.ndarray) -> np.ndarray:
+    return np.array([device.id for device in devices.flat]).reshape(devices.shape)
+
+
+def _plural(word: str, count: int) -> str:
+    return word if count == 1 else f"{word}es" if word.endswith("s") else f"{word}s"

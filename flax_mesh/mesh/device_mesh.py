@@ -1,0 +1,156 @@
+"""Arrays of devices in mesh order: within one slice, and over several slices or processes."""
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from flax_mesh.mesh.cost import choose_assignment
+from flax_mesh.mesh.rings import ring_order
+from flax_mesh.mesh.topology import arrange, known_assignment, physical_mesh, read_device
+
+# Mesh shapes (axes of 1 left out) for which a permutation of the physical axes gives every process of 2x2x1 chips a
+# contiguous block of the mesh, by slice. These and no others: jax.experimental.mesh_utils knows the same.
+CONTIGUOUS: dict[tuple[int, ...], dict[tuple[int, ...], tuple[int, ...]]] = {
+    (2, 2, 1): {(2, 2): (0, 1, 2)},
+    (2, 2, 4): {(4, 4): (0, 1, 2)},
+    (4, 4, 4): {(16, 4): (0, 2, 1)},
+    (4, 8, 8): {(64, 4): (0, 2, 1), (4, 64): (0, 2, 1)},
+    (8, 8, 8): {(64, 8): (0, 2, 1)},
+    (8, 16, 16): {(256, 8): (0, 2, 1), (8, 256): (0, 2, 1)},
+}
+
+
+def create_device_mesh(
+    mesh_shape: Sequence[int],
+    devices: Sequence[Any] | None = None,
+    *,
+    contiguous_submeshes: bool = False,
+    allow_split_physical_axes: bool = False,
+) -> np.ndarray:
+    """The devices of one slice as an array of shape `mesh_shape`, its axes ordered by rising traffic.
+
+    TPUs are laid out along the physical axes of their torus (`cost.choose_assignment`), or in the ring order of their
+    kind; other devices stand in the order of JAX. The order in which `devices` are given does not matter.
+    `contiguous_submeshes` gives every process a contiguous block, for the few slices and shapes that allow it.
+
+    ValueError: wrong number of devices, devices that fill no cuboid, a slice without contiguous sub-meshes.
+    NotImplementedError: a physical axis would have to be split, and `allow_split_physical_axes` is False.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    shape = tuple(int(size) for size in mesh_shape)
+    if not devices or math.prod(shape) != len(devices):
+        raise ValueError(
+            f"The number of devices {len(devices)} must equal the product {math.prod(shape)} of mesh shape {shape}."
+        )
+    devices = in_jax_order(devices)
+    if (ring := ring_order(devices, shape)) is not None:
+        return _as_array(ring).reshape(shape)
+    if devices[0].platform != "tpu":
+        return _as_array(devices).reshape(shape)
+    physical, torus = physical_mesh(devices)
+    if contiguous_submeshes:
+        physical = physical.transpose(_contiguous_order(torus.shape, shape))
+        known = known_assignment(physical.shape, shape, allow_split=allow_split_physical_axes)
+        return arrange(physical, known)
+    return arrange(physical, choose_assignment(torus, shape, allow_split=allow_split_physical_axes))
+
+
+def create_hybrid_device_mesh(
+    mesh_shape: Sequence[int],
+    dcn_mesh_shape: Sequence[int],
+    devices: Sequence[Any] | None = None,
+    *,
+    process_is_granule: bool = False,
+    should_sort_granules_by_key: bool = True,
+    allow_split_physical_axes: bool = False,
+) -> np.ndarray:
+    """Devices of several slices as an array of shape `mesh_shape * dcn_mesh_shape`, axis by axis.
+
+    Slices (or processes, with `process_is_granule`) form the outer mesh `dcn_mesh_shape`, joined by the slow network;
+    within each, the devices form the inner mesh `mesh_shape`, the same coordinates at the same place in every slice.
+    Slices stand in the order of their index, or of their first device where `should_sort_granules_by_key` is False.
+
+    ValueError: devices without a slice index, a number of slices that `dcn_mesh_shape` does not hold, slices of
+    different size, and all that `create_device_mesh` raises.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    keys = [read_device(device).process if process_is_granule else read_device(device).slice for device in devices]
+    if None in keys:
+        without = [device.id for device, key in zip(devices, keys, strict=True) if key is None]
+        raise ValueError(
+            f"{len(without)} of {len(devices)} devices have no slice_index (the first is id {without[0]}). "
+            "Pass process_is_granule=True to make each process a granule."
+        )
+    granules = group_by_key(devices, keys, sort=should_sort_granules_by_key)
+    return hybrid_mesh_of(granules, mesh_shape, dcn_mesh_shape, allow_split_physical_axes=allow_split_physical_axes)
+
+
+def hybrid_mesh_of(
+    granules: Sequence[Sequence[Any]],
+    mesh_shape: Sequence[int],
+    dcn_mesh_shape: Sequence[int],
+    *,
+    allow_split_physical_axes: bool,
+) -> np.ndarray:
+    """As `create_hybrid_device_mesh`, for devices that are grouped already."""
+    inner, outer = tuple(mesh_shape), tuple(dcn_mesh_shape)
+    if len(inner) != len(outer):
+        raise ValueError(f"mesh_shape {inner} and dcn_mesh_shape {outer} must have one size for each mesh axis.")
+    if math.prod(outer) != len(granules):
+        raise ValueError(
+            f"dcn_mesh_shape {outer} multiplies to {math.prod(outer)}, but the devices form {len(granules)} granules "
+            "(slices or processes). The two must be equal."
+        )
+    uneven = {i: len(granule) for i, granule in enumerate(granules) if len(granule) != math.prod(inner)}
+    if uneven:
+        raise ValueError(
+            f"mesh_shape {inner} needs {math.prod(inner)} devices in each granule (slice or process); "
+            f"found {', '.join(f'{count} in granule {i}' for i, count in uneven.items())}."
+        )
+    blocks = [
+        create_device_mesh(inner, granule, allow_split_physical_axes=allow_split_physical_axes) for granule in granules
+    ]
+    stacked = np.stack(blocks).reshape(outer + inner)
+    interleaved = [axis for i in range(len(outer)) for axis in (i, len(outer) + i)]
+    return stacked.transpose(interleaved).reshape([slow * fast for slow, fast in zip(outer, inner, strict=True)])
+
+
+def in_jax_order(devices: Sequence[Any]) -> list[Any]:
+    """By process, then id, as `jax.devices()` lists them; GPUs by id alone, which XLA numbers by their topology."""
+    return sorted(devices, key=lambda d: (0 if d.platform == "gpu" else d.process_index, d.id))
+
+
+def group_by_key(devices: Sequence[Any], keys: Sequence[Hashable], *, sort: bool) -> list[list[Any]]:
+    """The devices of each key; groups in the order of their keys, or of their first device."""
+    groups: dict[Any, list[Any]] = {}
+    for device, key in zip(devices, keys, strict=True):
+        groups.setdefault(key, []).append(device)
+    return [groups[key] for key in (sorted(groups) if sort else groups)]
+
+
+def _contiguous_order(topology: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    known = CONTIGUOUS.get(topology)
+    sides = "x".join(map(str, topology))
+    if known is None:
+        slices = ", ".join("x".join(map(str, sizes)) for sizes in CONTIGUOUS)
+        raise ValueError(
+            f"No contiguous sub-meshes are known for the physical topology {sides}; they are for {slices}. "
+            "Pass contiguous_submeshes=False."
+        )
+    order = known.get(tuple(size for size in shape if size != 1))
+    if order is None:
+        raise ValueError(
+            f"No contiguous sub-meshes are known for mesh shape {shape} on the physical topology {sides}; there the "
+            f"shapes are {', '.join(map(str, known))}, with any axes of 1. Pass contiguous_submeshes=False."
+        )
+    return order
+
+
+def _as_array(devices: Sequence[Any]) -> np.ndarray:
+    """A one-dimensional object array; `np.array` would look for sequences inside the devices."""
+    array = np.empty(len(devices), dtype=object)
+    array[:] = devices
+    return array

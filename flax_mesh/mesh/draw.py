@@ -1,0 +1,122 @@
+"""A mesh as a picture: every device at its place on the torus, coloured by the group it talks to most."""
+
+from html import escape
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from flax_mesh.mesh.describe import Layout, device_panels, place_texts, read_layout
+from flax_mesh.mesh.shape import format_shape
+
+CELL, GAP, PANEL_GAP, MARGIN, LINE = 44, 12, 36, 24, 18  # pixels
+PANELS_PER_ROW = 4
+FONT = 'font-family="Helvetica, Arial, sans-serif"'
+
+
+def draw_mesh_svg(mesh: Mesh) -> str:
+    """The mesh as an SVG document.
+
+    One panel per plane of each slice, x across and y down; off a torus one panel per process. A device shows its index
+    along the mesh axes longer than 1. Devices that differ only along the busiest axis (the last one longer than 1)
+    share a colour, and lines join neighbours along it; a stub at a panel's edge is the wrap-around link of a ring.
+    """
+    layout = read_layout(mesh)
+    panels = device_panels(mesh, layout)
+    rows, columns = len(panels[0][2]), len(panels[0][2][0])
+    width = columns * (CELL + GAP) - GAP
+    height = rows * (CELL + GAP) - GAP
+    per_row = min(PANELS_PER_ROW, len(panels))
+    texts = _legend(mesh, layout)
+    top = MARGIN + LINE * (len(texts) + 1)
+    body, spots = [], {}
+    for number, (granule, plane, grid) in enumerate(panels):
+        left = MARGIN + (number % per_row) * (width + PANEL_GAP)
+        upper = top + (number // per_row) * (height + PANEL_GAP + LINE)
+        title = f"{granule}, {plane}" if plane else granule
+        body.append(_text(left, upper, title, size=12))
+        for y, row in enumerate(grid):
+            for x, device in enumerate(row):
+                spots[device] = (number, x, y, left + x * (CELL + GAP), upper + 8 + y * (CELL + GAP))
+    body += _links(mesh, layout, spots, columns, rows)
+    body += [_device(mesh, index, device, spots) for index, device in np.ndenumerate(mesh.devices)]
+    body += [_text(MARGIN, MARGIN + LINE * i, text, size=13 if i == 0 else 12) for i, text in enumerate(texts)]
+    total_width = max(2 * MARGIN + per_row * (width + PANEL_GAP) - PANEL_GAP, 2 * MARGIN + 7 * max(map(len, texts)))
+    total_height = top + -(-len(panels) // per_row) * (height + PANEL_GAP + LINE)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total_width} {total_height}" '
+        f'width="{total_width}" height="{total_height}" role="img">\n'
+        f'<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(body) + "\n</svg>\n"
+    )
+
+
+def _busiest(mesh: Mesh) -> int:
+    return next((axis for axis in reversed(range(mesh.devices.ndim)) if mesh.devices.shape[axis] > 1), 0)
+
+
+def _legend(mesh: Mesh, layout: Layout) -> list[str]:
+    where = str(layout.torus) if layout.torus is not None else f"{mesh.devices.flat[0].platform}, no torus"
+    places = [f"{name}: {text}" for name, text in zip(mesh.axis_names, place_texts(layout), strict=True) if text != "-"]
+    title = f"{format_shape(mesh.axis_names, mesh.devices.shape)} on {where}"
+    return [title, *places, f"colour and lines: groups along {mesh.axis_names[_busiest(mesh)]}"]
+
+
+def _device(mesh: Mesh, index: tuple[int, ...], device: Any, spots: dict[Any, tuple[int, ...]]) -> str:
+    busiest = _busiest(mesh)
+    others = [
+        (i, size) for axis, (i, size) in enumerate(zip(index, mesh.devices.shape, strict=True)) if axis != busiest
+    ]
+    group = 0
+    for i, size in others:
+        group = group * size + i
+    hue = group * 137.508 % 360  # the golden angle: consecutive groups get distant colours
+    _, _, _, left, upper = spots[device]
+    label = ",".join(str(i) for i, size in zip(index, mesh.devices.shape, strict=True) if size > 1) or "0"
+    return (
+        f'<rect x="{left}" y="{upper}" width="{CELL}" height="{CELL}" rx="6" fill="hsl({hue:.0f}, 65%, 82%)" '
+        f'stroke="#444"/>' + _text(left + CELL / 2, upper + CELL / 2 + 4, label, size=11, anchor="middle")
+    )
+
+
+def _links(mesh: Mesh, layout: Layout, spots: dict[Any, tuple[int, ...]], columns: int, rows: int) -> list[str]:
+    """Lines between neighbours along the busiest axis that lie in one panel; stubs where the link wraps around."""
+    lines = []
+    devices = np.moveaxis(mesh.devices, _busiest(mesh), -1)
+    size = devices.shape[-1]
+    for group in devices.reshape(-1, size):
+        for i in range(size if size > 2 else size - 1):
+            start, end = spots[group[i]], spots[group[(i + 1) % size]]
+            if start[0] != end[0]:
+                continue
+            step = (end[1] - start[1], end[2] - start[2])
+            if layout.torus is None or abs(step[0]) + abs(step[1]) == 1:
+                if layout.torus is not None or i + 1 < size:
+                    lines.append(_line(start, end))
+            elif _wraps(layout, step, (columns, rows)):
+                sign = (np.sign(step[0]), np.sign(step[1]))
+                lines += [_stub(start, -sign[0], -sign[1]), _stub(end, sign[0], sign[1])]
+    return lines
+
+
+def _wraps(layout: Layout, step: tuple[int, int], extent: tuple[int, int]) -> bool:
+    assert layout.torus is not None
+    along = [axis for axis in (0, 1) if step[axis]]
+    return len(along) == 1 and layout.torus.wraps[along[0]] and abs(step[along[0]]) == extent[along[0]] - 1
+
+
+def _line(start: tuple[int, ...], end: tuple[int, ...]) -> str:
+    half = CELL / 2
+    return (
+        f'<line x1="{start[3] + half}" y1="{start[4] + half}" x2="{end[3] + half}" y2="{end[4] + half}" '
+        'stroke="#444" stroke-width="3"/>'
+    )
+
+
+def _stub(spot: tuple[int, ...], dx: int, dy: int) -> str:
+    x, y = spot[3] + CELL / 2, spot[4] + CELL / 2
+    reach = CELL / 2 + 10
+    return f'<line x1="{x}" y1="{y}" x2="{x + dx * reach}" y2="{y + dy * reach}" stroke="#444" stroke-width="3"/>'
+
+
+def _text(x: float, y: float, text: str, *, size: int, anchor: str = "start") -> str:
+    return f'<text x="{x}" y="{y}" font-size="{size}" text-anchor="{anchor}" {FONT}>{escape(text)}</text>'

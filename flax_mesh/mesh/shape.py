@@ -1,0 +1,180 @@
+"""Sizes and names of mesh axes: checked, inferred, read from a string, split between hosts. No devices, no jax."""
+
+import math
+from collections.abc import Sequence
+
+DEFAULT_AXIS_DIMS = (1, -1, 1, 1, 1)
+DEFAULT_AXIS_NAMES = ("dp", "fsdp", "ep", "tp", "sp")
+
+
+def format_shape(names: Sequence[str], sizes: Sequence[int]) -> str:
+    """`dp:2,tp:4`, the notation that `parse_mesh_shape` reads and every message of this floor prints."""
+    return ",".join(f"{name}:{size}" for name, size in zip(names, sizes, strict=True))
+
+
+def check_axis_names(names: Sequence[str]) -> tuple[str, ...]:
+    """The names as a tuple; ValueError unless they are non-empty strings, each used once."""
+    if isinstance(names, str):
+        raise ValueError(f"axis_names must be a sequence of names, got the string {names!r}. Write ({names!r},).")
+    names = tuple(names)
+    wrong = [repr(name) for name in names if not isinstance(name, str) or not name]
+    if wrong:
+        raise ValueError(f"Axis names must be non-empty strings, got {', '.join(wrong)} in {names}.")
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"Axis names must differ, but {names} holds {', '.join(twice)} more than once. Rename them.")
+    if not names:
+        raise ValueError("A mesh needs at least one axis; for one device write axis_dims=(1,), axis_names=('dp',).")
+    return names
+
+
+def resolve_dims(
+    dims: Sequence[int],
+    names: Sequence[str],
+    total: int,
+    *,
+    what: str = "axis_dims",
+    unit: str = "devices",
+    advice: str = "",
+) -> tuple[int, ...]:
+    """`dims` with its single -1 filled in, so that the product is `total`.
+
+    `what` and `unit` name the argument and the thing counted in messages; `advice` is added where the product is wrong.
+
+    >>> resolve_dims((1, -1, 2), ("dp", "fsdp", "tp"), 8)
+    (1, 4, 2)
+    """
+    sizes = _integers(dims, what)
+    if len(sizes) != len(names):
+        raise ValueError(
+            f"{what} has {len(sizes)} sizes {sizes} for {len(names)} axes {tuple(names)}. Give one size per axis."
+        )
+    text = format_shape(names, sizes)
+    problems = [f"{name}:{size}" for name, size in zip(names, sizes, strict=True) if size == 0 or size < -1]
+    if problems:
+        raise ValueError(f"{what} {text}: sizes must be positive, or -1 for one of them; found {', '.join(problems)}.")
+    free = [i for i, size in enumerate(sizes) if size == -1]
+    if len(free) > 1:
+        both = ", ".join(names[i] for i in free)
+        raise ValueError(f"{what} {text}: only one size can be -1, found {len(free)} ({both}). Fix all but one.")
+    known = math.prod(size for size in sizes if size != -1)
+    if free:
+        if total % known:
+            raise ValueError(
+                f"{what} {text}: the given sizes multiply to {known}, which does not divide {total} {unit}, so "
+                f"{names[free[0]]} cannot be inferred. {_repair(sizes, names, total)} {advice}".rstrip()
+            )
+        return tuple(total // known if size == -1 else size for size in sizes)
+    if known != total:
+        raise ValueError(
+            f"{what} {text}: the sizes multiply to {known}, but there are {total} {unit}. "
+            f"{_repair(sizes, names, total)} {advice}".rstrip()
+        )
+    return sizes
+
+
+def parse_mesh_shape(text: str, names: Sequence[str], *, omitted: int | None = None) -> dict[str, int]:
+    """Axis sizes from `"dp:2,tp:4"` (in the order of the string) or `"2,4"` (in the order of `names`).
+
+    Spaces and `=` are allowed, and one -1. Every axis of `names` must appear, unless `omitted` gives the size of
+    those that do not; they then follow the named ones. All mistakes of a string are reported in one ValueError.
+
+    >>> parse_mesh_shape("tp = 4, dp: -1", ("dp", "tp"))
+    {'tp': 4, 'dp': -1}
+    """
+    names = check_axis_names(names)
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"A mesh string must hold axis sizes, got {text!r}. {_example(names)}")
+    items = [item.strip() for item in text.split(",")]
+    if not any(":" in item or "=" in item for item in items):
+        return _positional(text, items, names)
+    sizes: dict[str, int] = {}
+    problems: list[str] = []
+    malformed: set[str] = set()
+    for item in items:
+        name, colon, size = (part.strip() for part in item.replace("=", ":").partition(":"))
+        if not colon or not name or not _is_int(size):
+            problems.append(f"{item!r} is malformed: write name:size with an integer size")
+            malformed.add(name)
+            continue
+        if name not in names:
+            problems.append(f"unknown axis {name!r}: the axes are {', '.join(names)}")
+        if name in sizes:
+            problems.append(f"duplicate axis {name!r}: it is {sizes[name]} and then {int(size)}")
+        sizes.setdefault(name, int(size))
+    left = [name for name in names if name not in sizes and name not in malformed]
+    if left and omitted is None:
+        problems.append(f"missing axis {', '.join(map(repr, left))}: add {','.join(f'{name}:1' for name in left)}")
+    return _checked(text, sizes | dict.fromkeys(left, omitted or 1), problems, names)
+
+
+def split_between_hosts(shape: Sequence[int], num_hosts: int) -> tuple[int, ...] | None:
+    """How many ways each axis is cut so that `num_hosts` hosts hold equal blocks, leading axes first; None if it fails.
+
+    Taking gcd(what is left, size) from each axis in turn is a complete search: every prime of `num_hosts` is taken as
+    early as any split could take it, so the result is the lexicographically largest split, and none exists
+    exactly where something is left over.
+
+    >>> split_between_hosts((4, 6), 6)
+    (2, 3)
+    """
+    left, cuts = num_hosts, []
+    for size in shape:
+        cuts.append(math.gcd(left, size))
+        left //= cuts[-1]
+    return tuple(cuts) if left == 1 else None
+
+
+def _integers(dims: Sequence[int], what: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(dims)
+    except TypeError:
+        raise ValueError(f"{what} must be a sequence of integers, got {dims!r}.") from None
+    wrong = [repr(size) for size in sizes if not hasattr(size, "__index__") or isinstance(size, bool)]
+    if wrong:
+        raise ValueError(f"{what} must hold integers, got {', '.join(wrong)} in {sizes}.")
+    return tuple(int(size) for size in sizes)
+
+
+def _repair(sizes: Sequence[int], names: Sequence[str], total: int) -> str:
+    """The changes of one size that would make the product right."""
+    works = []
+    free = next((i for i, size in enumerate(sizes) if size == -1), None)
+    for i, size in enumerate(sizes):
+        others = math.prod(other for j, other in enumerate(sizes) if j not in (i, free))
+        if size == -1:
+            continue
+        if free is None and total % others == 0:
+            works.append(f"{names[i]}:{total // others}")
+        elif free is not None and size > 1:
+            works += [f"{names[i]}:{d}" for d in range(size - 1, 0, -1) if total % (others * d) == 0][:1]
+    return f"What works, one at a time: {', '.join(works)}." if works else f"Sizes must multiply to {total}."
+
+
+def _positional(text: str, items: list[str], names: tuple[str, ...]) -> dict[str, int]:
+    problems = [f"{item!r} is malformed: write an integer" for item in items if not _is_int(item)]
+    if len(items) != len(names):
+        problems.append(f"{len(items)} sizes for {len(names)} axes {', '.join(names)}")
+    sizes = {name: int(item) for name, item in zip(names, items, strict=False) if _is_int(item)}
+    return _checked(text, sizes, problems, names)
+
+
+def _checked(text: str, sizes: dict[str, int], problems: list[str], names: tuple[str, ...]) -> dict[str, int]:
+    problems += [
+        f"{name} has size {size}: sizes are positive, or -1" for name, size in sizes.items() if size == 0 or size < -1
+    ]
+    free = [name for name, size in sizes.items() if size == -1]
+    if len(free) > 1:
+        problems.append(f"only one size can be -1, found {len(free)} ({', '.join(free)})")
+    if problems:
+        raise ValueError(f"Mesh string {text!r}: {'; '.join(problems)}. {_example(names)}")
+    return sizes
+
+
+def _example(names: Sequence[str]) -> str:
+    sizes = [-1] + [1] * (len(names) - 1)
+    return f"For example {format_shape(names, sizes)!r} or {','.join(map(str, sizes))!r}."
+
+
+def _is_int(text: str) -> bool:
+    return text.removeprefix("-").isdecimal()

@@ -1,0 +1,250 @@
+"""A decoder-only language model in plain NNX: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+Shape letters: B batch, S sequence, D hidden, H query heads, K key-value heads, C head dim, F mlp, V vocab.
+Architecture: Llama (Touvron et al. 2023), grouped queries (Ainslie et al. 2023), SwiGLU (Shazeer 2020).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from flax_mesh.axes import Mode, PartitionAxis
+from flax_mesh.errors import ConfigError
+from flax_mesh.sharding import constrain, partitioned
+
+SAME_RESULT = {"changes_result": False}  # fields that change how it is computed, not what
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes and choices of a decoder. `dtype` is that of the computation, `param_dtype` that of the parameters.
+
+    `remat` is "none", "full" (recompute every layer in the backward pass), or the name of a policy in
+    `jax.checkpoint_policies` for what is kept. With `scan` the layers are one stack, run by one loop: shorter to
+    compile; the numbers and the checkpoints are those of the unrolled list.
+    """
+
+    vocab_size: int = 256
+    hidden_size: int = 256
+    num_layers: int = 4
+    num_heads: int = 8
+    num_kv_heads: int = 4
+    head_dim: int = 32
+    mlp_size: int = 768
+    rope_theta: float = 10_000.0
+    norm_epsilon: float = 1e-6
+    tied: bool = True
+    dtype: str = "float32"
+    param_dtype: str = "float32"
+    attention: str = field(default="xla", metadata=SAME_RESULT)
+    remat: str = field(default="none", metadata=SAME_RESULT)
+    scan: bool = field(default=False, metadata=SAME_RESULT)
+    # Activations between the layers are whole on every tp device (Megatron's layout). Split over tp as well, they cost
+    # an all-gather before each projection: five times the step time for recipes/tiny.py on 8 CPU devices.
+    axes: PartitionAxis = field(default=PartitionAxis(hidden_state_axis=None), metadata=SAME_RESULT)
+
+    def problems(self) -> list[str]:
+        """What is wrong with the values, one line each."""
+        found = [
+            f"model.{name} must be at least 1, got {getattr(self, name)}"
+            for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_size")
+            if getattr(self, name) < 1
+        ]
+        if not found and self.num_heads % self.num_kv_heads:
+            found.append(
+                f"model.num_heads={self.num_heads} must be a multiple of model.num_kv_heads={self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            found.append(f"model.head_dim must be even for rotary positions, got {self.head_dim}")
+        for name in ("dtype", "param_dtype"):
+            if getattr(self, name) not in ("float32", "bfloat16", "float16"):
+                found.append(f"model.{name} must be float32, bfloat16 or float16, got {getattr(self, name)!r}")
+        if self.attention not in ("xla", "cudnn"):
+            found.append(f"model.attention must be 'xla' or 'cudnn', got {self.attention!r}")
+        if self.remat not in ("none", "full") and not hasattr(jax.checkpoint_policies, self.remat):
+            names = ", ".join(n for n in dir(jax.checkpoint_policies) if n.endswith("saveable"))
+            found.append(f"model.remat must be none, full or a policy of jax ({names}), got {self.remat!r}")
+        return found
+
+
+class Attention(nnx.Module):
+    """Causal grouped-query attention, (B, S, D) -> (B, S, D)."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
+        kinds: dict[str, Any] = _kinds(config) | {"rngs": rngs}
+        self.q = nnx.LinearGeneral(config.hidden_size, (heads, width), **kinds)
+        self.k = nnx.LinearGeneral(config.hidden_size, (kv_heads, width), **kinds)
+        self.v = nnx.LinearGeneral(config.hidden_size, (kv_heads, width), **kinds)
+        self.o = nnx.LinearGeneral((heads, width), config.hidden_size, axis=(-2, -1), **kinds)
+
+    def __call__(self, x_BSD: jax.Array, mode: Mode = "train") -> jax.Array:
+        axes = self.config.axes
+        q_BSHC = rotate(self.q(x_BSD), self.config.rope_theta)
+        k_BSKC = rotate(self.k(x_BSD), self.config.rope_theta)
+        q_BSHC = constrain(q_BSHC, ("batch", "query_sequence", "heads", "head_dim"), axes=axes, mode=mode)
+        # Each shard of the queries meets all keys: under sequence parallelism keys and values are gathered here.
+        k_BSKC = constrain(k_BSKC, ("batch", None, "kv_heads", "head_dim"), axes=axes, mode=mode)
+        v_BSKC = constrain(self.v(x_BSD), ("batch", None, "kv_heads", "head_dim"), axes=axes, mode=mode)
+        implementation: Any = self.config.attention
+        y_BSHC = jax.nn.dot_product_attention(q_BSHC, k_BSKC, v_BSKC, is_causal=True, implementation=implementation)
+        y_BSHC = constrain(y_BSHC, ("batch", "query_sequence", "heads", "head_dim"), axes=axes, mode=mode)
+        return self.o(y_BSHC)
+
+
+class MLP(nnx.Module):
+    """SwiGLU, (B, S, D) -> (B, S, D)."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        kinds: dict[str, Any] = _kinds(config) | {"rngs": rngs}
+        self.gate = nnx.LinearGeneral(config.hidden_size, config.mlp_size, **kinds)
+        self.up = nnx.LinearGeneral(config.hidden_size, config.mlp_size, **kinds)
+        self.down = nnx.LinearGeneral(config.mlp_size, config.hidden_size, **kinds)
+
+    def __call__(self, x_BSD: jax.Array, mode: Mode = "train") -> jax.Array:
+        h_BSF = jax.nn.silu(self.gate(x_BSD)) * self.up(x_BSD)
+        return self.down(constrain(h_BSF, ("batch", "sequence", "mlp"), axes=self.config.axes, mode=mode))
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-norm residual layer, (B, S, D) -> (B, S, D)."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.attention_norm = _norm(config, rngs)
+        self.attention = Attention(config, rngs=rngs)
+        self.mlp_norm = _norm(config, rngs)
+        self.mlp = MLP(config, rngs=rngs)
+
+    def __call__(self, x_BSD: jax.Array, mode: Mode = "train") -> jax.Array:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), mode)
+        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD), mode)
+        return constrain(x_BSD, ("batch", "sequence", "hidden"), axes=self.config.axes, mode=mode)
+
+
+@partitioned(
+    rules=[
+        (r"embed/embedding$", ("vocab", "embed")),
+        (r"attention/q/kernel$", ("embed", "heads", "head_dim")),
+        (r"attention/(k|v)/kernel$", ("embed", "kv_heads", "head_dim")),
+        (r"attention/o/kernel$", ("heads", "head_dim", "embed")),
+        (r"mlp/(gate|up)/kernel$", ("embed", "mlp")),
+        (r"mlp/down/kernel$", ("mlp", "embed")),
+        (r"head/kernel$", ("embed", "vocab")),
+        (r"norm/scale$", ()),
+    ],
+    layers="layers",
+)
+class Decoder(nnx.Module):
+    """Token ids (B, S) int32 -> logits (B, S, V) float32."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        if problems := config.problems():
+            raise ConfigError(problems)
+        self.config = config
+        self.axes = config.axes
+        self.embed = nnx.Embed(config.vocab_size, config.hidden_size, rngs=rngs, **_dtypes(config))
+        # One key a layer, so that a list and a stack of layers start from the same bits.
+        keys = jax.random.split(rngs.params(), config.num_layers)
+        make_layer = lambda key: DecoderLayer(config, rngs=nnx.Rngs(params=key))  # noqa: E731
+        self.layers = nnx.vmap(make_layer)(keys) if config.scan else nnx.List([make_layer(key) for key in keys])
+        self.norm = _norm(config, rngs)
+        if not config.tied:
+            kinds: dict[str, Any] = _kinds(config) | {"rngs": rngs}
+            self.head = nnx.LinearGeneral(config.hidden_size, config.vocab_size, **kinds)
+
+    def __call__(self, tokens_BS: jax.Array, mode: Mode = "train") -> jax.Array:
+        axes = self.config.axes
+        # The table stays split over the vocabulary: each shard looks up its own rows, and the sum is the lookup.
+        table_VD = self.embed.embedding[...].astype(self.config.dtype)
+        table_VD = constrain(table_VD, ("vocab", None), axes=axes, mode=mode)
+        x_BSD = jnp.take(table_VD, tokens_BS, axis=0)
+        x_BSD = constrain(x_BSD, ("batch", "sequence", "hidden"), axes=axes, mode=mode)
+        run_layer = _with_remat(lambda layer, x: layer(x, mode), self.config.remat)
+        if self.config.scan:
+            x_BSD, _ = jax.lax.scan(lambda x, layer: (run_layer(layer, x), None), x_BSD, self.layers)
+        else:
+            for layer in self.layers:
+                x_BSD = run_layer(layer, x_BSD)
+        x_BSD = self.norm(x_BSD)
+        weights_DV = table_VD.T if self.config.tied else self.head.kernel[...].astype(x_BSD.dtype)
+        logits_BSV = jnp.einsum("bsd,dv->bsv", x_BSD, weights_DV, preferred_element_type=jnp.float32)
+        return constrain(logits_BSV, ("batch", "sequence", "vocab"), axes=axes, mode=mode)
+
+
+def make_decoder(config: DecoderConfig, rngs: nnx.Rngs) -> Decoder:
+    """The `make_model` of a recipe."""
+    return Decoder(config, rngs=rngs)
+
+
+def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """(summed cross-entropy in nats, number of tokens) of targets (B, S); targets below 0 do not count."""
+    logits_BSV = model(batch["inputs"])
+    targets_BS = batch["targets"]
+    counts_BS = targets_BS >= 0
+    # A masked sum, not a gather: it stays on the shards of a vocabulary that is split over tp.
+    is_target_BSV = jnp.arange(logits_BSV.shape[-1]) == targets_BS[..., None]
+    picked_BS = jnp.sum(logits_BSV, axis=-1, where=is_target_BSV)
+    loss_BS = jax.nn.logsumexp(logits_BSV, axis=-1) - picked_BS
+    return jnp.sum(loss_BS, where=counts_BS), jnp.sum(counts_BS, dtype=jnp.float32)
+
+
+def sample(model: Decoder, prompt: jax.Array, num_tokens: int, key: jax.Array, temperature: float = 0.8) -> jax.Array:
+    """`prompt` (P,) int32 continued by `num_tokens` sampled ids: (P + num_tokens,).
+
+    Runs the whole model again for every token: meant for a short look at what a run has learned.
+    """
+    start = prompt.shape[0]
+    tokens = jnp.zeros(-(-(start + num_tokens) // 128) * 128, jnp.int32).at[:start].set(prompt)
+
+    def add_token(i: jax.Array, tokens: jax.Array) -> jax.Array:
+        logits_V = model(tokens[None], mode="decode")[0, i - 1]
+        token = jax.random.categorical(jax.random.fold_in(key, i), logits_V / temperature)
+        return tokens.at[i].set(token.astype(jnp.int32))
+
+    return jax.lax.fori_loop(start, start + num_tokens, add_token, tokens)[: start + num_tokens]
+
+
+def flops_per_token(config: DecoderConfig, num_parameters: int, sequence_length: int) -> float:
+    """FLOPs of forward and backward for one token: 6 (N - N_lookup) + 6 L D S, attention counted causally.
+
+    N_lookup is the embedding where a head of its own does the output; S the sequence length; D = heads * head_dim.
+    Recomputation is not counted, so this is the numerator of MFU, not of hardware utilisation (PaLM, appendix B).
+    """
+    lookup = 0 if config.tied else config.vocab_size * config.hidden_size
+    attention = 6 * config.num_layers * config.num_heads * config.head_dim * sequence_length
+    return 6.0 * (num_parameters - lookup) + attention
+
+
+def rotate(x_BSHC: jax.Array, theta: float) -> jax.Array:
+    """Rotary position embedding (Su et al. 2021) on halves of the last dim; angles in float32."""
+    half = x_BSHC.shape[-1] // 2
+    frequency_C = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle_SC = jnp.arange(x_BSHC.shape[1], dtype=jnp.float32)[:, None] * frequency_C
+    cos, sin = jnp.cos(angle_SC)[:, None, :], jnp.sin(angle_SC)[:, None, :]
+    a, b = jnp.split(x_BSHC.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BSHC.dtype)
+
+
+def _with_remat(fn: Callable[..., jax.Array], remat: str) -> Callable[..., jax.Array]:
+    if remat == "none":
+        return fn
+    return jax.checkpoint(fn, policy=None if remat == "full" else getattr(jax.checkpoint_policies, remat))
+
+
+def _norm(config: DecoderConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    return nnx.RMSNorm(config.hidden_size, epsilon=config.norm_epsilon, rngs=rngs, **_dtypes(config))
+
+
+def _kinds(config: DecoderConfig) -> dict[str, Any]:
+    return {"use_bias": False, **_dtypes(config)}
+
+
+def _dtypes(config: DecoderConfig) -> dict[str, Any]:
+    return {"dtype": jnp.dtype(config.dtype), "param_dtype": jnp.dtype(config.param_dtype)}

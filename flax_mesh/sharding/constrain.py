@@ -1,0 +1,59 @@
+"""Sharding constraints on activations, by mesh axes or by logical axes."""
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from flax_mesh.axes import Mode, PartitionAxis, as_tuple
+from flax_mesh.mesh.context import current_mesh, get_incontext_mesh
+from flax_mesh.sharding.rules import Policy, apply_policy, fit_spec
+
+Array = TypeVar("Array")
+
+
+def with_sharding_constraint(x: Array, spec: PartitionSpec, *, on_mismatch: Policy = "error") -> Array:
+    """`x` laid out as `spec` on the mesh in context, inside jit or outside; `P()` replicates.
+
+    Axes of type Auto are constrained, Explicit ones resharded; Manual ones (inside `shard_map`) are left alone, since
+    there the array is one shard already. A spec that does not fit `x` and the mesh is a ShardingError, or what
+    `on_mismatch` says. Without a mesh in context: the error of `get_incontext_mesh`.
+    """
+    mesh: Any = get_incontext_mesh()
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    local = PartitionSpec(*(_only(entry, types, AxisType.Auto, AxisType.Explicit, None) for entry in spec))
+    fitting, findings = fit_spec("with_sharding_constraint", getattr(x, "shape", ()), local, mesh)
+    apply_policy(findings, on_mismatch)
+    if all(kind == AxisType.Manual for kind in types.values()):
+        return x
+    explicit = PartitionSpec(*(_only(entry, types, AxisType.Explicit) for entry in fitting))
+    auto = PartitionSpec(*(_only(entry, types, AxisType.Auto) for entry in fitting))
+    if AxisType.Explicit in types.values():
+        x = jax.sharding.reshard(x, _target(mesh, explicit))
+    if AxisType.Auto in types.values():
+        x = jax.lax.with_sharding_constraint(x, _target(mesh, auto))
+    return x
+
+
+def constrain(x: Array, logical_axes: Iterable[str | None], *, axes: PartitionAxis, mode: Mode = "train") -> Array:
+    """`x` with its dims laid out as its logical axes say: `constrain(x, ("batch", "sequence", "hidden"), axes=axes)`.
+
+    The line that lets one model run on any mesh: where no mesh is in context, as on a single device, `x` comes back
+    as it is. A mesh axis that two dims map to stays with the earlier one.
+    """
+    if current_mesh() is None:
+        return x
+    return with_sharding_constraint(x, axes.resolve(logical_axes, mode))
+
+
+def _only(entry: Any, types: dict[str, AxisType], *kinds: AxisType | None) -> Any:
+    """The axes of one entry whose type is one of `kinds`; an axis the mesh lacks has type None."""
+    if entry is PartitionSpec.UNCONSTRAINED:
+        return entry
+    kept = tuple(axis for axis in as_tuple(entry) if types.get(axis) in kinds)
+    return kept[0] if len(kept) == 1 else kept or None
+
+
+def _target(mesh: Any, spec: PartitionSpec) -> Any:
+    return NamedSharding(mesh, spec) if isinstance(mesh, jax.sharding.Mesh) else spec

@@ -1,0 +1,192 @@
+"""Placement: from a model and a rule table to the sharded abstract state, and from there to arrays and back."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from flax_mesh.axes import PartitionAxis
+from flax_mesh.errors import ShardingError
+from flax_mesh.mesh.context import get_incontext_mesh
+from flax_mesh.sharding.rules import PartitionRules, Policy, apply_policy, as_rules, fit_spec, match_leaves
+from flax_mesh.tree import map_named, named_leaves, owner_of
+
+Model = TypeVar("Model", bound=type[nnx.Module])
+Make = Callable[[], Any]  # returns a model, or (model, nnx.Optimizer)
+
+
+def partitioned(
+    rules: Iterable[tuple[str, Any]],
+    layers: str | Iterable[str] = (),
+    axes: PartitionAxis = PartitionAxis(),  # noqa: B008 (a frozen value)
+) -> Callable[[Model], Model]:
+    """Class decorator: the model carries its own rule table and the paths of its layer lists.
+
+    The class stays an ordinary nnx.Module. An instance whose attribute `axes` is a PartitionAxis has its table
+    resolved through that one.
+    """
+    table = PartitionRules(rules, axes, layers if isinstance(layers, str) else tuple(layers))
+
+    def decorate(cls: Model) -> Model:
+        cls.partition_rules = table
+        return cls
+
+    return decorate
+
+
+def partition_rules(model: Any) -> PartitionRules:
+    """The table a model carries by `@partitioned`, through the model's own `axes`."""
+    rules = getattr(model, "partition_rules", None)
+    if rules is None:
+        raise ShardingError(
+            f"{type(model).__name__} carries no rules. Pass rules=PartitionRules([...]), or decorate the class with "
+            "@partitioned(rules=[...])."
+        )
+    axes = getattr(model, "axes", None)
+    return as_rules(rules, axes if isinstance(axes, PartitionAxis) else None)
+
+
+def abstract_state(
+    make: Make,
+    mesh: Mesh | AbstractMesh,
+    rules: PartitionRules | Iterable[tuple[str, Any]] | None = None,
+    *,
+    on_mismatch: Policy = "error",
+    min_size: int = 0,
+) -> nnx.State:
+    """The state of the model that `make()` returns, as `ShapeDtypeStruct(shape, dtype, sharding)`; nothing is allocated.
+
+    `make` may return (model, optimizer): the state then has the parts "model" and "optimizer". Parameters follow
+    `rules` (default: the table the model carries); an optimizer leaf follows the parameter whose path ends its own
+    and whose shape it has, or else the table. Raises one ShardingError that lists every leaf that does not fit.
+    """
+    made = abstract_model(make)
+    model = made["model"] if isinstance(made, dict) else made
+    table = as_rules(rules) if rules is not None else partition_rules(model)
+    leaves = named_leaves(nnx.state(model))
+    match = match_leaves(table, leaves, mesh=mesh, min_size=min_size)
+    findings, specs = match.findings, match.specs
+    if isinstance(made, dict):
+        rest = match_optimizer(table, leaves, specs, named_leaves(nnx.state(made["optimizer"])), mesh, min_size)
+        findings, specs = findings + rest.findings, specs + rest.specs
+    apply_policy(findings, on_mismatch)
+    state = nnx.state(made)
+    shaped = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+        for leaf, spec in zip(jax.tree.leaves(state), specs, strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(state), shaped)
+
+
+def match_optimizer(table, parameters, parameter_specs, leaves, mesh, min_size):
+    """Specs of an optimizer's leaves: those of the parameters they belong to, by structure; the rest by the table."""
+    owners = {path: (leaf.shape, spec) for (path, leaf), spec in zip(parameters, parameter_specs, strict=True)}
+    owned = [owner_of(path, owners) for path, _ in leaves]
+    follows = [o is not None and owners[o][0] == leaf.shape for o, (_, leaf) in zip(owned, leaves, strict=True)]
+    others = [pair for pair, follow in zip(leaves, follows, strict=True) if not follow]
+    match = match_leaves(table, others, mesh=mesh, min_size=min_size)
+    by_table = iter(match.specs)
+    specs = [owners[o][1] if follow else next(by_table) for o, follow in zip(owned, follows, strict=True)]
+    return match._replace(specs=specs)
+
+
+def abstract_model(make: Make) -> Any:
+    """The module that `make()` returns, or {"model": ..., "optimizer": ...}, without allocating anything."""
+    return nnx.eval_shape(lambda: _made(make))
+
+
+def init_state(make: Make, abstract: nnx.State) -> nnx.State:
+    """The state of `make()` as arrays, born with the shardings of `abstract`: one compilation, optimizer included.
+
+    No device ever holds more than its own shards and what initialises them. Random initialisers give the same bits
+    on every mesh (JAX's threefry is partitionable).
+    """
+    _check_same(abstract, nnx.state(abstract_model(make)))
+    shardings = [leaf.sharding for leaf in jax.tree.leaves(abstract)]
+    if any(isinstance(s.mesh, AbstractMesh) for s in shardings):
+        raise ShardingError("init_state needs devices, and the abstract state was made for an AbstractMesh.")
+    leaves = jax.jit(lambda: jax.tree.leaves(nnx.state(_made(make))), out_shardings=shardings)()
+    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+
+
+def init_model(make: Make, abstract: nnx.State) -> Any:
+    """As `init_state`, but merged: the model, or (model, optimizer)."""
+    graphdef = nnx.graphdef(abstract_model(make))
+    made = nnx.merge(graphdef, init_state(make, abstract))
+    return (made["model"], made["optimizer"]) if isinstance(made, dict) else made
+
+
+def shard(tree: Any, specs: Any, mesh: Mesh | None = None, *, dtype: Any = None) -> Any:
+    """`tree` with every leaf laid out as its spec says; `specs` has PartitionSpecs or shardings for leaves.
+
+    `dtype` casts floating leaves. Leaves come from numpy or from any device; nothing is compiled for numpy leaves
+    and for leaves that lie as asked.
+    """
+    shardings = _shardings(specs, mesh)
+    findings = []
+    for (path, leaf), sharding in zip(named_leaves(tree), jax.tree.leaves(shardings), strict=True):
+        findings += fit_spec(path, np.shape(leaf), sharding.spec, sharding.mesh)[1]
+    apply_policy(findings, "error")
+    return jax.device_put(jax.tree.map(lambda x: _cast(x, dtype), tree), shardings)
+
+
+def gather(tree: Any) -> Any:
+    """`tree` with every array as numpy, whole; nothing is replicated on devices first. PRNG keys stay keys."""
+    remote = [path for path, x in named_leaves(tree) if isinstance(x, jax.Array) and not x.is_fully_addressable]
+    if remote:
+        raise ShardingError(
+            f"gather: {', '.join(remote)} have shards on devices of other processes. Use "
+            "jax.experimental.multihost_utils.process_allgather for them, or save a checkpoint."
+        )
+    return jax.device_get(tree)
+
+
+def make_shard_and_gather_fns(specs: Any, mesh: Mesh | None = None, *, dtype: Any = None) -> tuple[Any, Any]:
+    """Two trees of functions, one function a leaf: x -> x laid out as its spec says, and back to numpy.
+
+    `specs` is a tree of PartitionSpec, for `mesh` or the mesh in context, or of shardings. For a whole tree at once
+    `shard` and `gather` do the same.
+    """
+    shardings = _shardings(specs, mesh)
+    shard_fns = map_named(lambda _, sharding: lambda x: shard(x, sharding, dtype=dtype), shardings)
+    gather_fns = map_named(lambda _, sharding: lambda x: gather(_cast(x, dtype)), shardings)
+    return shard_fns, gather_fns
+
+
+def _made(make: Make) -> Any:
+    # Flax shards annotated variables as they are made, which needs a mesh and fails on names it does not map.
+    with nnx.use_eager_sharding(False):
+        made = make()
+    if isinstance(made, tuple):
+        model, optimizer = made
+        return {"model": model, "optimizer": optimizer}
+    return made
+
+
+def _shardings(specs: Any, mesh: Mesh | None) -> Any:
+    def sharding(spec: Any) -> NamedSharding:
+        return NamedSharding(mesh or get_incontext_mesh(), spec) if isinstance(spec, PartitionSpec) else spec
+
+    return jax.tree.map(sharding, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+def _cast(x: Any, dtype: Any) -> Any:
+    if dtype is None or not jnp.issubdtype(getattr(x, "dtype", np.result_type(x)), jnp.floating):
+        return x
+    return x.astype(dtype) if hasattr(x, "astype") else np.asarray(x, dtype)
+
+
+def _check_same(abstract: nnx.State, made: nnx.State) -> None:
+    want, have = dict(named_leaves(abstract)), dict(named_leaves(made))
+    problems = [f"{p}: make() does not give it" for p in want if p not in have]
+    problems += [f"{p}: the abstract state lacks it" for p in have if p not in want]
+    for path in want.keys() & have.keys():
+        a, b = want[path], have[path]
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            problems.append(f"{path}: abstract {a.dtype}{list(a.shape)}, make() gives {b.dtype}{list(b.shape)}")
+    if problems:
+        raise ShardingError("make() and the abstract state differ:\n" + "\n".join(sorted(problems)))

@@ -1,0 +1,234 @@
+"""Rule tables: the first pattern found in a leaf's path says how its dims are split."""
+
+import re
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from flax_mesh.axes import PartitionAxis, as_tuple
+from flax_mesh.errors import ShardingError
+from flax_mesh.tree import in_stack, named_leaves
+
+Dims = PartitionSpec | tuple[str | None, ...] | None  # mesh axes, or logical axes, or whole
+Policy = Literal["error", "warn", "drop"]
+
+
+@dataclass(frozen=True)
+class PartitionRules:
+    """A table of (pattern, dims); for each leaf the first pattern that `re.search` finds in its path counts.
+
+    dims are logical axes, `("embed", "heads")`, resolved through `axes`; or a `PartitionSpec` of mesh axes; or None
+    or () for a leaf that stays whole. `layers` holds the paths of layer lists: in a scanned stack of layers the leaf
+    has one more dim, in front, which the table need not know of.
+
+    Raises one ShardingError that names every bad rule.
+    """
+
+    table: tuple[tuple[str, Dims], ...]
+    axes: PartitionAxis = PartitionAxis()
+    layers: tuple[str, ...] = ()
+    _compiled: tuple[tuple[re.Pattern[str], PartitionSpec, str], ...] = field(init=False, repr=False, compare=False)
+
+    def __init__(
+        self,
+        table: Iterable[tuple[str, Any]],
+        axes: PartitionAxis = PartitionAxis(),  # noqa: B008 (a frozen value)
+        layers: str | Sequence[str] = (),
+    ):
+        object.__setattr__(self, "table", tuple((pattern, _frozen(dims)) for pattern, dims in table))
+        object.__setattr__(self, "axes", axes)
+        object.__setattr__(self, "layers", (layers,) if isinstance(layers, str) else tuple(layers))
+        object.__setattr__(self, "_compiled", _compile(self.table, axes))
+
+    def find(self, path: str) -> int | None:
+        """Index of the rule that decides `path`, None where no pattern is found in it."""
+        return next((i for i, (pattern, _, _) in enumerate(self._compiled) if pattern.search(path)), None)
+
+    def spec(self, index: int, path: str) -> PartitionSpec:
+        """Spec of rule `index` for the leaf at `path`: in a scanned stack with the layer dim in front."""
+        spec = self._compiled[index][1]
+        dims = self.table[index][1]
+        names_the_stack = not isinstance(dims, PartitionSpec) and bool(dims) and dims[0] == "layers"
+        return PartitionSpec(None, *spec) if self.stack(path) and not names_the_stack else spec
+
+    def stack(self, path: str) -> str | None:
+        """The scanned stack that holds the leaf, also below an optimizer's prefix: "0/mu/layers/q" lies in "layers"."""
+        parts = path.split("/")
+        for start in range(len(parts)):
+            tail = "/".join(parts[start:])
+            if any(tail.startswith(stack + "/") for stack in self.layers):
+                return in_stack(tail, self.layers)
+        return None
+
+    def explain(self, path: str) -> str:
+        """Which rule decides `path`, what it became, and why."""
+        index = self.find(path)
+        if index is None:
+            return f"{path}: no rule matches; add one, or end the table with ('.*', ())"
+        pattern, dims = self.table[index]
+        later = [p.pattern for p, _, _ in self._compiled[index + 1 :] if p.search(path)]
+        text = f"{path}: rule {index + 1} of {len(self.table)}, {pattern!r} -> {dims!r} -> {self.spec(index, path)}"
+        if note := self._compiled[index][2]:
+            text += f"; {note}"
+        if stack := self.stack(path):
+            text += f"; the leading dim counts the layers of the stack {stack!r}"
+        return text + (f"; later rules that match too: {', '.join(map(repr, later))}" if later else "")
+
+
+class Finding(NamedTuple):
+    """One thing about one leaf that does not fit, and how to repair it."""
+
+    path: str
+    problem: str
+    repair: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.problem}. {self.repair}"
+
+
+class RuleMatch(NamedTuple):
+    """Specs of the leaves in the order of `jax.tree.leaves`, and what does not fit."""
+
+    specs: list[PartitionSpec]
+    findings: list[Finding]
+    unused: list[str]  # patterns of the rules that decided no leaf
+
+
+def match_partition_rules(
+    rules: PartitionRules | Iterable[tuple[str, Any]],
+    tree: Any,
+    *,
+    mesh: Mesh | AbstractMesh | None = None,
+    axes: PartitionAxis | None = None,
+    min_size: int = 0,
+    on_mismatch: Policy = "error",
+) -> Any:
+    """A tree of PartitionSpec of the same structure as `tree` (nnx.State, pure dict, optax state; arrays or abstract).
+
+    Scalars, leaves of one element or of fewer than `min_size`, and leaves that are no arrays get `P()`.
+    A leaf without a rule is a ShardingError. So is, by default, a spec that does not fit: longer than the rank, a mesh
+    axis twice and, where `mesh` is given, an axis it lacks or a dim that does not divide. All leaves stand in one
+    error. `on_mismatch="warn"` and "drop" leave out the axes that do not fit instead, with or without one warning.
+    """
+    rules = as_rules(rules, axes)
+    match = match_leaves(rules, named_leaves(tree), mesh=mesh, min_size=min_size)
+    apply_policy(match.findings, on_mismatch)
+    return jax.tree.unflatten(jax.tree.structure(tree), match.specs)
+
+
+def as_rules(rules: PartitionRules | Iterable[tuple[str, Any]], axes: PartitionAxis | None = None) -> PartitionRules:
+    """The table as PartitionRules, resolved through `axes` where given."""
+    if isinstance(rules, PartitionRules):
+        return rules if axes is None else PartitionRules(rules.table, axes, rules.layers)
+    return PartitionRules(rules, axes or PartitionAxis())
+
+
+def match_leaves(
+    rules: PartitionRules,
+    leaves: Sequence[tuple[str, Any]],
+    *,
+    mesh: Mesh | AbstractMesh | None = None,
+    min_size: int = 0,
+) -> RuleMatch:
+    """Specs for (path, leaf) pairs. Unmatched leaves raise; what else does not fit is left out and listed."""
+    specs, findings, unmatched, used = [], [], [], set()
+    for path, leaf in leaves:
+        shape = getattr(leaf, "shape", None)
+        in_layer = None if shape is None else shape[1:] if rules.stack(path) else shape
+        if shape is None or in_layer is None or prod(in_layer) == 1 or prod(shape) < min_size:
+            specs.append(PartitionSpec())
+            continue
+        index = rules.find(path)
+        if index is None:
+            unmatched.append(f"Partition rule not found for param: {path} {tuple(shape)}")
+            continue
+        used.add(index)
+        spec, problems = fit_spec(path, shape, rules.spec(index, path), mesh, rule=rules.table[index])
+        if note := rules._compiled[index][2]:
+            problems.append(Finding(path, note, f"Map one of the dims of rule {rules.table[index]} to None"))
+        specs.append(spec)
+        findings += problems
+    if unmatched:
+        raise ShardingError("\n".join([*unmatched, "Add rules for them, or end the table with ('.*', ())."]))
+    return RuleMatch(specs, findings, [p for i, (p, _) in enumerate(rules.table) if i not in used])
+
+
+def fit_spec(
+    path: str,
+    shape: Sequence[int],
+    spec: PartitionSpec,
+    mesh: Mesh | AbstractMesh | None,
+    rule: tuple[str, Dims] | None = None,
+) -> tuple[PartitionSpec, list[Finding]]:
+    """The part of `spec` that fits an array of `shape` on `mesh`, and a finding for everything that does not."""
+    where = f" of rule {rule[0]!r}" if rule else ""
+    findings, dims, taken = [], [], set()
+    if len(spec) > len(shape):
+        problem = f"spec {spec}{where} has {len(spec)} dims, the array {tuple(shape)} has {len(shape)}"
+        findings.append(Finding(path, problem, "Give the spec at most as many dims as the array"))
+    for dim, (size, entry) in enumerate(zip(shape, spec, strict=False)):
+        if entry is PartitionSpec.UNCONSTRAINED:
+            dims.append(entry)
+            continue
+        kept = []
+        for axis in as_tuple(entry):
+            if axis in taken:
+                problem = f"dim {dim}{where} uses mesh axis {axis!r}, which an earlier dim has already"
+                findings.append(Finding(path, problem, f"Map dim {dim} to another axis or to None"))
+            elif mesh is not None and axis not in mesh.axis_names:
+                problem = f"dim {dim}{where} names mesh axis {axis!r}, which the mesh {dict(mesh.shape)} lacks"
+                findings.append(Finding(path, problem, f"Add {axis!r} to the mesh, with size 1 if need be"))
+            else:
+                kept.append(axis)
+        taken.update(kept)
+        ways = prod(mesh.shape[a] for a in kept) if mesh is not None else 1
+        if size % ways:
+            problem = f"dim {dim} has size {size}, not divisible by {ways} (axes {tuple(kept)} of {_sizes(mesh, kept)})"
+            repair = f"Use a mesh where {'*'.join(kept)} divides {size}, or map dim {dim}{where} to None"
+            findings.append(Finding(path, problem, repair))
+            kept = []
+        dims.append(kept[0] if len(kept) == 1 else tuple(kept) or None)
+    return PartitionSpec(*dims), findings
+
+
+def apply_policy(findings: Sequence[Finding], on_mismatch: Policy) -> None:
+    """Raise, warn of, or accept what does not fit; all of it at once."""
+    if on_mismatch not in ("error", "warn", "drop"):
+        raise ValueError(f"on_mismatch must be 'error', 'warn' or 'drop', got {on_mismatch!r}.")
+    text = "\n".join(f"{finding}." for finding in findings)
+    if findings and on_mismatch == "error":
+        raise ShardingError(text)
+    if findings and on_mismatch == "warn":
+        warnings.warn(f"left out of the sharding:\n{text}", stacklevel=3)
+
+
+def _compile(
+    table: tuple[tuple[str, Dims], ...], axes: PartitionAxis
+) -> tuple[tuple[re.Pattern[str], PartitionSpec, str], ...]:
+    """(pattern, spec, note) of every rule; the note tells what a dim lost because an earlier one had its axis."""
+    compiled, problems = [], []
+    for number, (pattern, dims) in enumerate(table, start=1):
+        try:
+            spec, lost = (dims, ()) if isinstance(dims, PartitionSpec) else axes.resolve_and_report(dims or ())
+            note = "; ".join(f"dim {d} ({name!r}) wants mesh axis {a!r}, which an earlier dim has" for d, name, a in lost)
+            compiled.append((re.compile(pattern), spec, note))
+        except re.error as error:
+            problems.append(f"rule {number}: {pattern!r} is no regular expression: {error}.")
+        except ShardingError as error:
+            problems.append(f"rule {number}, {pattern!r} -> {dims!r}: {error}")
+    if problems:
+        raise ShardingError("\n".join(problems))
+    return tuple(compiled)
+
+
+def _frozen(dims: Any) -> Dims:
+    return dims if dims is None or isinstance(dims, (PartitionSpec, str)) else tuple(dims)  # a str: refused by _compile
+
+
+def _sizes(mesh: Mesh | AbstractMesh | None, axes: Iterable[str]) -> str:
+    return ", ".join(f"{a}={mesh.shape[a]}" for a in axes) if mesh is not None else ""

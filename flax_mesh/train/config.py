@@ -1,0 +1,254 @@
+"""TrainConfig: everything that defines a run, as a value that is printed whole, read back and compared."""
+
+import dataclasses
+import difflib
+import importlib.util
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from flax_mesh.errors import ConfigError
+from flax_mesh.train.data import DataConfig
+
+SAME_RESULT = {"changes_result": False}  # fields that may differ when a run is resumed
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """`shape` is "dp:2,fsdp:-1,tp:2"; one size may be -1 (what is left); axes not named have size 1."""
+
+    shape: str = field(default="fsdp:-1", metadata=SAME_RESULT)
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """`microbatches`: the batch is cut into this many, whose gradients are summed. `schedule` and `cut` need pp > 1."""
+
+    microbatches: int = 1
+    schedule: str = field(default="1f1b", metadata=SAME_RESULT)
+    cut: str = field(default="flops", metadata=SAME_RESULT)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW behind a global-norm clip. The rate rises linearly for `warmup_steps` to `learning_rate`, then falls by a
+    cosine to `end_learning_rate` at step `decay_steps` and stays there: when a run ends does not change its steps."""
+
+    learning_rate: float = 3e-4
+    end_learning_rate: float = 3e-5
+    warmup_steps: int = 100
+    decay_steps: int = 1000
+    b1: float = 0.9
+    b2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """A checkpoint every `every` steps and at the end; the newest `keep` of them stay."""
+
+    every: int = field(default=100, metadata=SAME_RESULT)
+    keep: int = field(default=3, metadata=SAME_RESULT)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """`steps`: where to stop. `platform`: "auto" (the devices that are there), "cpu", "cpu:8" (virtual devices), "gpu",
+    "tpu". `eval_every`: steps between evaluations, 0 for none. `sample_tokens`: length of the text sample at the end."""
+
+    steps: int = field(default=1000, metadata=SAME_RESULT)
+    folder: str = field(default="runs/default", metadata=SAME_RESULT)
+    seed: int = 0
+    platform: str = field(default="auto", metadata=SAME_RESULT)
+    eval_every: int = field(default=100, metadata=SAME_RESULT)
+    sample_tokens: int = field(default=200, metadata=SAME_RESULT)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What a recipe returns. The functions come from the recipe alone; the sections can be overridden by text.
+
+    make_model(model, rngs) -> nnx.Module
+    loss_fn(module, batch) -> (loss_sum, weight) or (loss_sum, weight, metrics): see `train.step`
+    sample(module, prompt (P,), num_tokens, key) -> (P + num_tokens,) token ids, or None for no sample
+    flops_per_token(model, num_parameters, sequence_length) -> float, or None for no MFU
+    rules: the rule table, None for the one the model carries
+    """
+
+    make_model: Callable[[Any, nnx.Rngs], nnx.Module]
+    loss_fn: Callable[..., Any]
+    model: Any
+    mesh: MeshConfig = MeshConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    run: RunConfig = RunConfig()
+    sample: Callable[..., jax.Array] | None = None
+    flops_per_token: Callable[[Any, int, int], float] | None = None
+    rules: Any = None
+
+
+SECTIONS = ("model", "mesh", "pipeline", "data", "optimizer", "checkpoint", "run")
+
+
+def flat_fields(config: TrainConfig) -> dict[str, tuple[Any, Any, bool]]:
+    """"section.key" -> (value, type, whether another value changes the result of the run)."""
+    return {k: v for section in SECTIONS for k, v in _flatten(getattr(config, section), section, True).items()}
+
+
+def to_lines(config: TrainConfig) -> list[str]:
+    """The whole config, one `section.key=value` a line: what `override` reads back."""
+    return [f"{key}={value_to_text(value)}" for key, (value, _, _) in flat_fields(config).items()]
+
+
+def override(config: TrainConfig, overrides: Iterable[str]) -> TrainConfig:
+    """`config` with `section.key=value` strings applied. Raises one ConfigError with a line for every mistake."""
+    fields, problems, values = flat_fields(config), [], {}
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals:
+            problems.append(f"{text!r} is no override; write section.key=value, such as run.steps=20")
+        elif key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]}?" if near else f"; sections are {', '.join(SECTIONS)}"
+            problems.append(f"{key} is no setting{hint}")
+        elif key in values:
+            problems.append(f"{key} is set twice")
+        else:
+            try:
+                values[key] = parse_value(value, fields[key][1])
+            except ValueError as error:
+                problems.append(f"{key} must be {error}, got {value!r}")
+    if problems:
+        raise ConfigError(problems)
+    for key, value in values.items():
+        config = _replace(config, key.split("."), value)
+    return config
+
+
+class Change(typing.NamedTuple):
+    """A setting that differs between a saved run and now."""
+
+    key: str
+    saved: str
+    now: str
+    changes_result: bool
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.saved} -> {self.now}" + (" (changes the result)" if self.changes_result else "")
+
+
+def changes(saved: Mapping[str, str], config: TrainConfig) -> list[Change]:
+    """What differs between `config` and the text values saved with a checkpoint (`dict` of the lines)."""
+    fields = flat_fields(config)
+    now = {key: value_to_text(value) for key, (value, _, _) in fields.items()}
+    keys = [*now, *(key for key in saved if key not in now)]
+    return [
+        Change(key, saved.get(key, "(absent)"), now.get(key, "(absent)"), key not in fields or fields[key][2])
+        for key in keys
+        if saved.get(key) != now.get(key)
+    ]
+
+
+def load_recipe(name: str) -> TrainConfig:
+    """The config that a recipe returns; `name` is "FILE.py" (its function `recipe`) or "FILE.py:function"."""
+    file, _, function = name.partition(":")
+    function = function or "recipe"
+    path = Path(file)
+    if not path.is_file():
+        beside = sorted(str(p) for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
+        raise ConfigError(f"recipe {file}: no such file" + (f"; there are {', '.join(beside)}" if beside else ""))
+    spec = importlib.util.spec_from_file_location(f"flax_mesh_recipe_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"recipe {file}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    make = getattr(module, function, None)
+    if not callable(make):
+        own = [k for k, v in vars(module).items() if isinstance(v, types.FunctionType) and v.__module__ == spec.name]
+        raise ConfigError(f"recipe {file} has no function {function!r}; it has {', '.join(own) or 'none'}")
+    config = make()
+    if not isinstance(config, TrainConfig):
+        raise ConfigError(f"recipe {name}: {function}() must return a TrainConfig, got {type(config).__name__}")
+    return config
+
+
+def parse_value(text: str, kind: Any) -> Any:
+    """`text` as a value of the annotated type; a ValueError says what it must be."""
+    kinds = _kinds(kind)
+    if type(None) in kinds and text.lower() == "none":
+        return None
+    parsers = [parser for name, parser in _PARSERS.items() if name in kinds]
+    for parse, _ in parsers:
+        if (value := parse(text)) is not None:
+            return value
+    names = [name for _, name in parsers] + ["none"] * (type(None) in kinds)
+    raise ValueError(" or ".join(names))
+
+
+def value_to_text(value: Any) -> str:
+    """Text of one value, as `parse_value` reads it."""
+    if isinstance(value, tuple) and len(value) == 1:
+        return f"{value[0]},"
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+def _parse_int(text: str) -> int | None:
+    try:
+        return int(text)
+    except ValueError:
+        return None
+
+
+def _parse_float(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+# Tried in this order; None means "not one of these". A tuple needs a comma, a str takes anything.
+_PARSERS: dict[Any, tuple[Callable[[str], Any], str]] = {
+    int: (_parse_int, "a whole number"),
+    float: (_parse_float, "a number"),
+    bool: (lambda text: {"true": True, "false": False}.get(text.lower()), "true or false"),
+    tuple: (lambda text: tuple(filter(None, text.split(","))) if "," in text else None, "names joined by commas"),
+    str: (lambda text: text, "text"),
+}
+
+
+def _kinds(hint: Any) -> set[Any]:
+    """Plain types of an annotation: `str | tuple[str, ...] | None` -> {str, tuple, NoneType}."""
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    return {typing.get_origin(option) or option for option in options}
+
+
+def _flatten(section: Any, prefix: str, changes_result: bool) -> dict[str, tuple[Any, Any, bool]]:
+    hints = typing.get_type_hints(type(section))
+    found = {}
+    for item in dataclasses.fields(section):
+        key, value = f"{prefix}.{item.name}", getattr(section, item.name)
+        matters = changes_result and item.metadata.get("changes_result", True)
+        if dataclasses.is_dataclass(value):
+            found |= _flatten(value, key, matters)
+        elif _kinds(hints[item.name]) <= {*_PARSERS, type(None)}:  # what text cannot say stays with the recipe
+            found[key] = (value, hints[item.name], matters)
+    return found
+
+
+def _replace(node: Any, keys: Sequence[str], value: Any) -> Any:
+    head, *rest = keys
+    return dataclasses.replace(node, **{head: _replace(getattr(node, head), rest, value) if rest else value})

@@ -1,0 +1,361 @@
+"""From files to tokens: what a run reads, what it holds out, and a hash that tells whether that has changed.
+
+Text is read as bytes, one token each (UTF-8, 256 ids). Token files are memory-mapped: `.npy` (1-D, integers) and `.bin`
+(little-endian uint16, no header). How tokens become batches is in batches.py.
+"""
+
+import codecs
+import difflib
+import glob
+import hashlib
+import itertools
+import os
+import platform
+import sysconfig
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from flax_mesh.errors import ConfigError
+
+STDLIB = "stdlib"
+TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst", ".json", ".csv")
+TOKEN_SUFFIXES = (".npy", ".bin")
+NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+TEXT_PROBE_BYTES = 64 * 1024
+MAPPED_BYTES = 64 * 1024**2
+FULL_HASH_BYTES = 1024**3
+HASH_BLOCK_BYTES = 64 * 1024
+NUM_HASH_BLOCKS = 256
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The `data` section of a recipe.
+
+    `source` is `stdlib` (the source of Python's own standard library) or a path:
+      a file             text, or tokens by its suffix (.npy, .bin)
+      a folder           its text files, at any depth: suffix .txt .md .py .rst .json .csv, or no suffix and UTF-8;
+                         hidden files and folders are left out
+      a glob             every file it matches ("**" for any depth): all text, or all token files
+    """
+
+    source: str = STDLIB
+    sequence_length: int = 128  # tokens per row
+    batch_size: int = 16  # rows of the whole batch, over all devices and processes
+    held_out: float = 0.05  # share of the files; of a single file, its tail
+    seed: int | None = None  # order of the windows; None: the run's seed
+    eval_batches: int = 4  # held-out batches per evaluation, at most
+
+
+@dataclass(frozen=True, eq=False)
+class TokenFiles:
+    """Several memory-mapped token files of one dtype, behind one another; a slice reads only what it covers."""
+
+    pieces: tuple[np.ndarray, ...]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.pieces[0].dtype
+
+    def __len__(self) -> int:
+        return sum(len(piece) for piece in self.pieces)
+
+    def __getitem__(self, window: slice) -> np.ndarray:
+        start, stop, _ = window.indices(len(self))
+        found, offset = [np.empty(0, self.dtype)], 0
+        for piece in self.pieces:
+            if offset < stop and start < offset + len(piece):
+                found.append(piece[max(start - offset, 0) : stop - offset])
+            offset += len(piece)
+        return np.concatenate(found)
+
+
+Tokens = np.ndarray | TokenFiles
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Tokens to train on and tokens held out. No file is in both, but a corpus of one file is cut in two."""
+
+    train: Tokens  # 1-D integers, at least one window
+    held_out: Tokens
+    description: str  # one line for people
+    content_hash: str  # SHA-256 of both parts, sampled above 1 GiB
+    vocab_size: int | None  # 256 for text; None for token files, which are not scanned
+    bytes_per_token: float | None  # 1.0 for text; None for token files
+
+
+def check_data_config(config: DataConfig) -> list[str]:
+    """One line per mistake; touches no file."""
+    problems = []
+    if not config.source:
+        problems.append(f"data.source must be {STDLIB!r}, a file, a folder or a glob; it is empty.")
+    for key in ("sequence_length", "batch_size", "eval_batches"):
+        value = getattr(config, key)
+        if not _is_int(value) or value < 1:
+            problems.append(f"data.{key} must be an integer of at least 1, is {value!r}.")
+    if isinstance(config.held_out, bool) or not isinstance(config.held_out, int | float) or not 0 < config.held_out < 1:
+        problems.append(f"data.held_out must be a share above 0 and below 1, such as 0.05, is {config.held_out!r}.")
+    if config.seed is not None and (not _is_int(config.seed) or config.seed < 0):
+        problems.append(f"data.seed must be None (the run's seed) or an integer of at least 0, is {config.seed!r}.")
+    return problems
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def load_corpus(config: DataConfig) -> Corpus:
+    """Find, read or map, split and hash what `config.source` names.
+
+    Text files are joined, in the order of their relative paths, by a zero byte; empty ones are left out. Token files
+    follow each other as they are. Token files, and a single text file of 64 MiB or more, stay memory-mapped.
+
+    A single file holds out its tail. Among several, a file is held out if the hash of its path, relative to the folder
+    or to the fixed part of the glob, falls below `held_out`; the lowest hash always is and the highest never. So
+    `held_out` is then a share of files, not of tokens.
+
+    Raises ConfigError: nothing there, not text, not tokens, unreadable, or a part shorter than one window.
+    """
+    problems = check_data_config(config)
+    if problems:
+        raise ConfigError(problems)
+    try:
+        files = _stdlib_files() if config.source == STDLIB else _find_files(config.source)
+        corpus = _read_corpus(files, config)
+    except OSError as error:
+        raise _unreadable(error.filename or config.source, error) from error
+    window = config.sequence_length + 1
+    for name, part in (("training", corpus.train), ("held-out", corpus.held_out)):
+        if len(part) < window:
+            problems.append(
+                f"data.source: the {name} part of {config.source} has {len(part)} tokens, one window needs {window}. "
+                f"Give more text, change data.held_out ({config.held_out}) or lower data.sequence_length."
+            )
+    if problems:
+        raise ConfigError(problems)
+    return corpus
+
+
+def _read_corpus(files: dict[str, Path], config: DataConfig) -> Corpus:
+    tokenized = [path.suffix.lower() in TOKEN_SUFFIXES for path in files.values()]
+    if any(tokenized) and not all(tokenized):
+        raise ConfigError(
+            f"data.source: {config.source} matches {sum(tokenized)} token files ({', '.join(TOKEN_SUFFIXES)}) and "
+            f"{tokenized.count(False)} others. Use a pattern that matches one kind."
+        )
+    is_text = not any(tokenized)
+    opened = {name: _open(path, is_text) for name, path in files.items()}
+    documents = {name: tokens for name, tokens in opened.items() if len(tokens)}
+    if not documents:
+        raise ConfigError(f"data.source: {config.source} is empty: {_count(files, 'file')} without content.")
+    train, held_out, split = _split(documents, config.held_out, _join_text if is_text else _join_tokens)
+
+    label = f"standard library of Python {platform.python_version()}" if config.source == STDLIB else config.source
+    size = f"{sum(map(len, documents.values())):,} {'bytes' if is_text else 'tokens'}"
+    return Corpus(
+        train=train,
+        held_out=held_out,
+        description=f"{label}: {_count(documents, 'file')}, {size}; {split}",
+        content_hash=_hash_tokens([train, held_out]),
+        vocab_size=256 if is_text else None,
+        bytes_per_token=1.0 if is_text else None,
+    )
+
+
+def _split(
+    documents: dict[str, np.ndarray], share: float, join: Callable[[list[np.ndarray]], Tokens]
+) -> tuple[Tokens, Tokens, str]:
+    """(train, held-out, how it was split, in words)."""
+    if len(documents) == 1:
+        (tokens,) = documents.values()
+        cut = len(tokens) - round(len(tokens) * share)
+        return tokens[:cut], tokens[cut:], f"trains on the first {cut:,}, holds out the last {len(tokens) - cut:,}"
+    names = _held_out_names(documents, share)
+    train = [tokens for name, tokens in documents.items() if name not in names]
+    held_out = [tokens for name, tokens in documents.items() if name in names]
+    parts = join(train), join(held_out)
+    trains, holds_out = (
+        f"{_count(files, 'file')} ({len(part):,})" for files, part in zip((train, held_out), parts, strict=True)
+    )
+    return *parts, f"trains on {trains}, holds out {holds_out}, by a hash of their paths"
+
+
+def _held_out_names(names: Sequence[str] | dict[str, np.ndarray], share: float) -> set[str]:
+    """Which of two or more files are held out: the same on every machine and in every process."""
+    score = {n: int.from_bytes(hashlib.blake2b(os.fsencode(n), digest_size=8).digest(), "big") / 2**64 for n in names}
+    ranked = sorted(names, key=lambda name: (score[name], name))
+    return {ranked[0]} | {name for name in ranked[:-1] if score[name] < share}
+
+
+def _hash_tokens(parts: Sequence[Tokens]) -> str:
+    """SHA-256 over each part's type, length and bytes, as hex.
+
+    Above 1 GiB in all, each part gives 256 blocks of 64 KiB, evenly spaced from its first to its last byte, in place of
+    all its bytes: a change of size is always seen, a change between the blocks is not.
+    """
+    digest = hashlib.sha256()
+    sampled = sum(len(part) * part.dtype.itemsize for part in parts) > FULL_HASH_BYTES
+    for part in parts:
+        digest.update(f"{part.dtype.str} {len(part)}\n".encode())
+        block = HASH_BLOCK_BYTES // part.dtype.itemsize
+        last = max(len(part) - block, 0)
+        starts = np.linspace(0, last, NUM_HASH_BLOCKS).astype(int) if sampled else range(0, len(part), block)
+        for start in starts:
+            digest.update(part[start : start + block].tobytes())
+    return digest.hexdigest()
+
+
+def encode(text: str) -> np.ndarray:
+    """UTF-8 bytes of `text`, shape (bytes,), uint8; a lone surrogate becomes "?"."""
+    return np.frombuffer(text.encode("utf-8", errors="replace"), np.uint8)
+
+
+def decode(tokens: np.ndarray) -> str:
+    """Text of byte tokens (any integer type); bytes that are not UTF-8, and ids that are no byte, become U+FFFD."""
+    tokens = np.asarray(tokens)
+    no_byte = (tokens < 0) | (tokens > 255)
+    return np.where(no_byte, 0xFF, tokens).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+
+# --- finding files: relative posix path -> path, sorted ---
+
+
+def _stdlib_files() -> dict[str, Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    files = {name: path for name, path in _walk(root, NOT_STDLIB).items() if path.suffix == ".py"}
+    if not files:
+        raise ConfigError(
+            f"data.source: {root} holds no .py files (a Python without sources). Name a text file instead."
+        )
+    return files
+
+
+def _find_files(source: str) -> dict[str, Path]:
+    path = Path(source).expanduser()
+    if os.path.isfile(path):
+        return {path.name: path}
+    if os.path.isdir(path):
+        return _text_files(path)
+    fixed = Path(*itertools.takewhile(lambda part: glob.escape(part) == part, path.parts))
+    if fixed == path or not os.path.isdir(fixed):
+        raise _missing(fixed)
+    matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True) if os.path.isfile(match))
+    if not matches:
+        raise ConfigError(f"data.source: no file below {fixed.absolute()} matches {source}.")
+    return _distinct({match.relative_to(fixed).as_posix(): match for match in matches})
+
+
+def _text_files(root: Path) -> dict[str, Path]:
+    found = _walk(root, excluded=set())
+    texts = {
+        name: path
+        for name, path in found.items()
+        if path.suffix.lower() in TEXT_SUFFIXES or (not path.suffix and _decodes(path))
+    }
+    if not texts:
+        tokens = {path.suffix.lower() for path in found.values()} & set(TOKEN_SUFFIXES)
+        hint = "".join(f" For its token files write {root / '**' / ('*' + suffix)}." for suffix in sorted(tokens))
+        raise ConfigError(
+            f"data.source: {root} holds no text files (suffix {' '.join(TEXT_SUFFIXES)}, or none and UTF-8) "
+            f"among its {_count(found, 'file')}.{hint}"
+        )
+    return texts
+
+
+def _walk(root: Path, excluded: set[str]) -> dict[str, Path]:
+    def fail(error: OSError) -> None:  # os.walk would pass over a folder that cannot be read
+        raise error
+
+    found = {}
+    for folder, folders, names in os.walk(root, onerror=fail):
+        folders[:] = [name for name in folders if name not in excluded and not name.startswith(".")]
+        paths = [Path(folder, name) for name in names if not name.startswith(".")]
+        found |= {path.relative_to(root).as_posix(): path for path in paths if os.path.isfile(path)}
+    return _distinct(found)
+
+
+def _distinct(files: dict[str, Path]) -> dict[str, Path]:
+    """Sorted by name; a file that links reach under several names is kept once, so it cannot be on both sides."""
+    by_target = {os.path.realpath(files[name]): name for name in sorted(files, reverse=True)}
+    return {name: files[name] for name in sorted(by_target.values())}
+
+
+def _missing(path: Path) -> ConfigError:
+    path = path.absolute()
+    folder = next(parent for parent in path.parents if os.path.isdir(parent))
+    first_missing = path.relative_to(folder).parts[0]
+    similar = difflib.get_close_matches(first_missing, os.listdir(folder), n=3)
+    hint = f"; did you mean {' or '.join(similar)}?" if similar else "."
+    return ConfigError(f"data.source: {path} does not exist; the nearest folder that does is {folder}{hint}")
+
+
+def _count(things: Sequence | dict, noun: str) -> str:
+    return f"{len(things):,} {noun}{'' if len(things) == 1 else 's'}"
+
+
+# --- reading one file, and joining several ---
+
+
+def _decodes(path: Path) -> bool:
+    """Whether the first 64 KiB are UTF-8; a character cut at their end counts as whole."""
+    with path.open("rb") as file:
+        head = file.read(TEXT_PROBE_BYTES)
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _open(path: Path, is_text: bool) -> np.ndarray:
+    try:
+        return _open_text(path) if is_text else _open_tokens(path)
+    except OSError as error:  # a failing disk names no file
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(what: object, error: OSError) -> ConfigError:
+    return ConfigError(f"data.source: {what} cannot be read: {error.strerror or error}.")
+
+
+def _open_text(path: Path) -> np.ndarray:
+    if path.suffix.lower() not in TEXT_SUFFIXES and not _decodes(path):
+        raise ConfigError(
+            f"data.source: {path} is not UTF-8 text. Convert it, or give tokens: .npy (1-D integers) or .bin (uint16)."
+        )
+    if path.stat().st_size >= MAPPED_BYTES:
+        return np.memmap(path, np.uint8, mode="r")
+    return np.frombuffer(path.read_bytes(), np.uint8)
+
+
+def _open_tokens(path: Path) -> np.ndarray:
+    size = path.stat().st_size
+    if path.suffix.lower() == ".bin":
+        if size % 2:
+            raise ConfigError(f"data.source: {path} has {size} bytes, not a whole number of uint16 tokens.")
+        return np.memmap(path, "<u2", mode="r") if size else np.empty(0, "<u2")
+    try:
+        tokens = np.lib.format.open_memmap(path, mode="r")
+    except (ValueError, EOFError) as error:
+        raise ConfigError(f"data.source: {path} is not a readable .npy file: {' '.join(str(error).split())}") from error
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise ConfigError(
+            f"data.source: {path} must hold token ids as a 1-D array of integers, "
+            f"holds shape {tokens.shape} of {tokens.dtype}."
+        )
+    return tokens
+
+
+def _join_text(documents: list[np.ndarray]) -> np.ndarray:
+    return np.frombuffer(b"\0".join(tokens.data for tokens in documents), np.uint8)
+
+
+def _join_tokens(documents: list[np.ndarray]) -> TokenFiles:
+    dtypes = sorted({str(tokens.dtype) for tokens in documents})
+    if len(dtypes) > 1:
+        raise ConfigError(f"data.source: the token files must share one integer type, found {', '.join(dtypes)}.")
+    return TokenFiles(tuple(documents))

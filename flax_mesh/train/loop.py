@@ -1,0 +1,282 @@
+"""The loop: from a TrainConfig to a trained, saved state, or on from where an earlier run stopped."""
+
+import importlib.metadata
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from flax_mesh.checkpoint import Checkpointer
+from flax_mesh.errors import ConfigError
+from flax_mesh.sharding import PartitionRules, abstract_state
+from flax_mesh.train.batches import make_batch_fn, make_eval_fn, num_eval_batches, prefetch
+from flax_mesh.train.config import TrainConfig, to_lines
+from flax_mesh.train.data import Corpus, decode, load_corpus
+from flax_mesh.train.folder import CHECKPOINTS, METRICS, check_resume, next_free, run_folder
+from flax_mesh.train.metrics import MetricsFile, Row, step_row
+from flax_mesh.train.setup import (
+    batch_sharding,
+    check_config,
+    check_on_mesh,
+    make_mesh,
+    make_optimizer,
+    make_schedule,
+    run_rules,
+)
+from flax_mesh.train.state import TrainState, abstract_train_state, init_train_state
+from flax_mesh.train.step import in_mesh, make_eval_step, make_train_step
+from flax_mesh.tree import named_leaves
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended: after `step` steps, with its files in `folder`."""
+
+    status: Literal["finished", "already finished", "stopped"]
+    step: int
+    folder: Path
+    last_row: Row = field(default_factory=dict)
+    sample: str = ""
+
+
+def train(
+    config: TrainConfig,
+    *,
+    recipe: str = "",
+    restart: bool = False,
+    allow_changes: bool = False,
+    say: Say = lambda text: None,
+    hooks: Sequence[Callable[[Row], None]] = (),
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Result:
+    """Train as `config` says; if `run.folder` holds a checkpoint of this run, go on from there.
+
+    `restart` starts over in a new folder beside it. `hooks` get every row of metrics, `say` every line for people.
+    Once `should_stop()` is true the step at hand is finished and saved. Raises ConfigError, before anything compiles,
+    for settings that are wrong or that differ from the checkpoint's in what changes the result (`allow_changes`).
+    """
+    if problems := check_config(config):
+        raise ConfigError(problems)
+    mesh = make_mesh(config, say)
+    rules = run_rules(config)
+    if problems := check_on_mesh(config, mesh, rules.axes):
+        raise ConfigError(problems)
+    make = _maker(config)
+    abstract = abstract_state(make, mesh, rules)
+    corpus = load_corpus(config.data)
+    wanted = Path(config.run.folder)
+    folder = next_free(wanted) if restart else wanted
+    with run_folder(folder, to_lines(config)):
+        run = _Run(config, recipe, mesh, rules, abstract, corpus, folder, say, hooks, should_stop)
+        _describe(run)
+        with Checkpointer(folder / CHECKPOINTS, keep=config.checkpoint.keep, layers=rules.layers) as checkpointer:
+            step = checkpointer.latest_step()
+            if step is None:
+                say(f"run: {folder} is new, {config.run.steps} steps")
+                return _steps(run, checkpointer, init_train_state(make, abstract), 0)
+            saved = checkpointer.metadata(step)
+            for change in check_resume(saved, config, corpus.content_hash, allow_changes=allow_changes):
+                say(f"changed since the checkpoint: {change}")
+            if step >= config.run.steps:
+                say(f"run: {folder} is finished: step {step} of {config.run.steps}. Nothing to do.")
+                return Result("already finished", step, folder)
+            say(f"run: found {folder} at step {step}; resuming, {config.run.steps - step} steps to go")
+            definition = abstract_train_state(make, abstract).definition
+            leaves = tuple(jax.tree.leaves(checkpointer.restore(abstract, step)))
+            return _steps(run, checkpointer, TrainState(leaves, definition), step)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What stays the same from the first step to the last."""
+
+    config: TrainConfig
+    recipe: str
+    mesh: Mesh
+    rules: PartitionRules
+    abstract: nnx.State
+    corpus: Corpus
+    folder: Path
+    say: Say
+    hooks: Sequence[Callable[[Row], None]]
+    should_stop: Callable[[], bool]
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(x.shape) for x in jax.tree.leaves(self.abstract["model"]))
+
+
+def _steps(run: _Run, checkpointer: Checkpointer, state: TrainState, start: int) -> Result:
+    """Train from `start` completed steps to `run.steps`; every step's row is written before its state is saved."""
+    config = run.config
+    step_fn, evaluate, batch_fn = _functions(run)
+    rows = _Rows(run, start)
+    step, status = start, "finished"
+    with ExitStack() as stack:
+        stack.callback(rows.close)
+        batches = stack.enter_context(closing(prefetch(batch_fn, start, config.run.steps)))
+        for index, batch, waited in batches:
+            state, metrics = step_fn(state, batch)
+            step = index + 1
+            rows.finish()  # of the step before: the device is busy with this one meanwhile
+            rows.begin(step, metrics, waited)
+            last = step == config.run.steps
+            stop = run.should_stop()
+            if config.run.eval_every and (last or step % config.run.eval_every == 0):
+                rows.add(evaluate(state))
+            if last or stop or step % config.checkpoint.every == 0:
+                rows.finish()
+                checkpointer.save(step, state.to_nnx(), _metadata(run, step))
+            if stop and not last:
+                status = "stopped"
+                break
+        rows.finish()
+        sample = _sample(run, state) if status == "finished" else ""
+    checkpointer.wait()
+    return Result(status, step, run.folder, rows.last, sample)
+
+
+class _Rows:
+    """Rows of metrics, read from the device one step late, so that the host never waits before it dispatches."""
+
+    def __init__(self, run: _Run, start: int):
+        self.run = run
+        self.file = MetricsFile(run.folder / METRICS)
+        self.last: Row = {}
+        self._pending: tuple[int, Any, float] | None = None
+        self._extra: Row = {"resumed_from": start} if start else {}
+        self._since = time.perf_counter()
+        config = run.config
+        self._tokens = config.data.batch_size * config.data.sequence_length
+        count = config.flops_per_token
+        self._flops = count and count(config.model, run.num_parameters, config.data.sequence_length)
+
+    def begin(self, step: int, metrics: Any, waited: float) -> None:
+        self._pending = (step, metrics, waited)
+
+    def add(self, values: Row) -> None:
+        self._extra |= values
+
+    def finish(self) -> None:
+        if self._pending is None:
+            return
+        step, metrics, waited = self._pending
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        now = time.perf_counter()
+        row = step_row(
+            step,
+            values,
+            tokens=self._tokens,
+            seconds=now - self._since,
+            data_wait=waited,
+            devices=list(self.run.mesh.devices.flat),
+            flops_per_token=self._flops,
+        )
+        self.last = row | self._extra
+        self._pending, self._extra, self._since = None, {}, now
+        self.file.write(self.last)
+        for hook in self.run.hooks:
+            hook(self.last)
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def _functions(run: _Run):
+    """(train step, evaluation of a state -> row, step -> batch), jitted for this run's mesh."""
+    config, axes = run.config, run.rules.axes
+    step_fn = make_train_step(
+        config.loss_fn,
+        mesh=run.mesh,
+        seed=config.run.seed,
+        microbatches=config.pipeline.microbatches,
+        layers=run.rules.layers,
+        axes=axes,
+        learning_rate=make_schedule(config.optimizer),
+    )
+    eval_step = make_eval_step(config.loss_fn, mesh=run.mesh)
+    sharding = batch_sharding(run.mesh, axes)
+    vocab = getattr(config.model, "vocab_size", None)
+    seed = config.run.seed if config.data.seed is None else config.data.seed
+    batch_fn = make_batch_fn(run.corpus.train, seed=seed, config=config.data, sharding=sharding, vocab_size=vocab)
+    eval_fn = make_eval_fn(run.corpus.held_out, config=config.data, sharding=sharding, vocab_size=vocab)
+    batches = num_eval_batches(run.corpus.held_out, config.data)
+
+    def evaluate(state: TrainState) -> Row:
+        sums = [jax.device_get(eval_step(state, eval_fn(k))) for k in range(batches)]
+        loss = float(sum(s["loss"] for s in sums) / sum(s["weight"] for s in sums))
+        per_token = run.corpus.bytes_per_token
+        return {"eval_loss": loss, "bits_per_byte": loss / math.log(2) / per_token if per_token else None}
+
+    return step_fn, evaluate, batch_fn
+
+
+def _maker(config: TrainConfig) -> Callable[[], tuple[nnx.Module, nnx.Optimizer]]:
+    def make() -> tuple[nnx.Module, nnx.Optimizer]:
+        model = config.make_model(config.model, nnx.Rngs(config.run.seed))
+        return model, nnx.Optimizer(model, make_optimizer(config.optimizer), wrt=nnx.Param)
+
+    return make
+
+
+def _metadata(run: _Run, step: int) -> dict[str, Any]:
+    packages = ("flax-mesh", "jax", "flax", "optax", "orbax-checkpoint", "numpy")
+    return {
+        "step": step,
+        "recipe": run.recipe,
+        "config": dict(line.split("=", 1) for line in to_lines(run.config)),
+        "mesh": {"axis_names": list(run.mesh.axis_names), "shape": list(run.mesh.devices.shape)},
+        "data": {"description": run.corpus.description, "content_hash": run.corpus.content_hash},
+        "versions": {name: importlib.metadata.version(name) for name in packages},
+    }
+
+
+def _describe(run: _Run) -> None:
+    devices = run.mesh.devices.flat
+    sizes = ",".join(f"{name}:{size}" for name, size in run.mesh.shape.items() if size > 1) or "one device"
+    leaves = jax.tree.leaves(run.abstract)
+    shard = sum(math.prod(x.sharding.shard_shape(x.shape)) * _itemsize(x) for x in leaves)
+    whole = sum(math.prod(x.shape) * _itemsize(x) for x in leaves)
+    run.say(f"mesh: {sizes} on {len(list(devices))} x {run.mesh.devices.flat[0].device_kind}")
+    run.say(f"data: {run.corpus.description}")
+    run.say(
+        f"model: {run.num_parameters / 1e6:.2f}M parameters in {len(named_leaves(run.abstract['model']))} arrays; "
+        f"with the optimizer {whole / 2**20:.1f} MiB, {shard / 2**20:.1f} MiB a device"
+    )
+    config = run.config
+    if config.run.steps > config.optimizer.decay_steps:
+        run.say(
+            f"note: the learning rate stays at {config.optimizer.end_learning_rate} from step "
+            f"{config.optimizer.decay_steps} on (optimizer.decay_steps); the run has {config.run.steps} steps"
+        )
+
+
+def _itemsize(x: Any) -> int:
+    return 8 if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x.dtype.itemsize
+
+
+def _sample(run: _Run, state: TrainState) -> str:
+    """Text that the model writes after the first words of the held-out part; "" where the tokens are no bytes."""
+    num_tokens, sample = run.config.run.sample_tokens, run.config.sample
+    if not num_tokens or sample is None or run.corpus.bytes_per_token != 1:
+        return ""
+    prompt = np.asarray(run.corpus.held_out[:64], np.int32)
+
+    def continue_text(state: TrainState, prompt: jax.Array, key: jax.Array) -> jax.Array:
+        with in_mesh(run.mesh):
+            model, _ = state.merge()
+            model.eval()
+            return sample(model, prompt, num_tokens, key)
+
+    tokens = jax.jit(continue_text)(state, prompt, jax.random.key(run.config.run.seed))
+    return decode(np.asarray(tokens))

@@ -1,0 +1,82 @@
+"""What a step reports: a row of numbers, kept in RUN_FOLDER/metrics.jsonl."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+
+Row = dict[str, Any]
+
+# Dense bf16 peak of one device (FLOP/s), from the vendors' datasheets, by a part of `device_kind`; first hit counts.
+PEAK_FLOPS = (
+    ("H100 PCIe", 756e12),
+    ("H100", 989e12),
+    ("H200", 989e12),
+    ("GH200", 989e12),
+    ("B200", 2250e12),
+    ("A100", 312e12),
+    ("TPU v6", 918e12),
+    ("TPU v5p", 459e12),
+    ("TPU v5 lite", 197e12),
+    ("TPU v5e", 197e12),
+    ("TPU v5", 459e12),
+    ("TPU v4", 275e12),
+)
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Dense bf16 FLOP/s of one device; None where it is not known (a CPU)."""
+    return next((peak for part, peak in PEAK_FLOPS if part in device_kind), None)
+
+
+def step_row(
+    step: int,
+    metrics: dict[str, float],
+    *,
+    tokens: int,
+    seconds: float,
+    data_wait: float,
+    devices: list[jax.Device],
+    flops_per_token: float | None,
+) -> Row:
+    """One row: the metrics of the step, its speed, and what the devices hold.
+
+    mfu = tokens/s * flops_per_token / (devices * peak FLOP/s of a device), null where the peak is unknown.
+    device_bytes is the largest peak over the local devices, null where the backend does not tell.
+    """
+    peak = peak_flops(devices[0].device_kind)
+    known = peak is not None and flops_per_token is not None
+    return {
+        "step": step,
+        **metrics,
+        "tokens_per_s": tokens / seconds,
+        "tokens_per_s_per_device": tokens / seconds / len(devices),
+        "mfu": tokens / seconds * flops_per_token / (len(devices) * peak) if known else None,
+        "device_bytes": peak_memory(devices),
+        "seconds": seconds,
+        "data_wait_seconds": data_wait,
+    }
+
+
+def peak_memory(devices: list[jax.Device]) -> int | None:
+    """Largest peak of bytes in use over the devices of this process, None where the backend does not tell."""
+    stats = [d.memory_stats() for d in devices if d.process_index == jax.process_index()]
+    peaks = [s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s]
+    return max(peaks, default=None)
+
+
+class MetricsFile:
+    """Appends rows to a jsonl file; a row is on disk when `write` returns. Not a number becomes null."""
+
+    def __init__(self, path: Path):
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, row: Row) -> None:
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+        self._file.write(json.dumps(clean) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,173 @@
+"""From a TrainConfig to what a run needs, every mistake found before anything compiles."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from flax_mesh.axes import PartitionAxis
+from flax_mesh.errors import ConfigError
+from flax_mesh.mesh import create_mesh, parse_mesh_shape
+from flax_mesh.sharding import PartitionRules, abstract_model, partition_rules
+from flax_mesh.sharding.rules import as_rules
+from flax_mesh.train.config import OptimizerConfig, TrainConfig
+from flax_mesh.train.data import check_data_config
+from flax_mesh.tree import map_named
+
+AXIS_NAMES = ("pp", "dp", "fsdp", "ep", "tp", "sp")
+SHRINK_ORDER = ("dp", "fsdp", "sp", "ep", "tp")  # copies and shards of the batch first, splits of layers last
+
+
+def check_config(config: TrainConfig) -> list[str]:
+    """One line per mistake that shows without devices, files or tracing."""
+    found = [*check_data_config(config.data), *getattr(config.model, "problems", list)()]
+    optimizer, run = config.optimizer, config.run
+    at_least_one = {
+        "pipeline.microbatches": config.pipeline.microbatches,
+        "optimizer.decay_steps": optimizer.decay_steps,
+        "checkpoint.every": config.checkpoint.every,
+        "checkpoint.keep": config.checkpoint.keep,
+        "run.steps": run.steps,
+    }
+    not_negative = {
+        "optimizer.learning_rate": optimizer.learning_rate,
+        "optimizer.end_learning_rate": optimizer.end_learning_rate,
+        "optimizer.warmup_steps": optimizer.warmup_steps,
+        "optimizer.weight_decay": optimizer.weight_decay,
+        "run.eval_every": run.eval_every,
+        "run.sample_tokens": run.sample_tokens,
+        "run.seed": run.seed,
+    }
+    found += [f"{key} must be at least 1, got {value}" for key, value in at_least_one.items() if value < 1]
+    found += [f"{key} must not be negative, got {value}" for key, value in not_negative.items() if not value >= 0]
+    if not optimizer.clip_norm > 0:
+        found.append(f"optimizer.clip_norm must be above 0 (inf for no clipping), got {optimizer.clip_norm}")
+    if run.seed >= 2**32:
+        found.append(f"run.seed must be below 2**32, got {run.seed}")
+    if optimizer.warmup_steps >= optimizer.decay_steps:
+        found.append(
+            f"optimizer.warmup_steps={optimizer.warmup_steps} must be below "
+            f"optimizer.decay_steps={optimizer.decay_steps}, which counts the warm-up too"
+        )
+    batch, parts = config.data.batch_size, config.pipeline.microbatches
+    if parts >= 1 and batch % parts:
+        found.append(f"data.batch_size={batch} is not divisible by pipeline.microbatches={parts}")
+    vocab = getattr(config.model, "vocab_size", None)
+    if isinstance(vocab, int) and config.data.source == "stdlib" and vocab < 256:
+        found.append(f"model.vocab_size={vocab} is too small for bytes: text needs 256")
+    try:
+        if mesh_shape(config).get("pp", 1) != 1:
+            found.append(f"mesh.shape={config.mesh.shape} has pp > 1: this version has no pipelines yet; use pp:1")
+    except ValueError as error:
+        found.append(f"mesh.shape: {error}")
+    if run.folder == "":
+        found.append("run.folder is empty")
+    return found
+
+
+def mesh_shape(config: TrainConfig) -> dict[str, int]:
+    """Axis sizes of `mesh.shape` in its order, then the axes it leaves out with size 1; one may be -1."""
+    return parse_mesh_shape(config.mesh.shape, AXIS_NAMES, omitted=1)
+
+
+def make_mesh(config: TrainConfig, say: Callable[[str], None]) -> Mesh:
+    """The mesh of the run. `run.platform=auto` shrinks it to the devices that are there and says so."""
+    shape = mesh_shape(config)
+    shape.pop("pp")
+    devices = jax.devices()
+    if config.run.platform == "auto":
+        fitted = fit_mesh(shape, len(devices))
+        if fitted != {k: v for k, v in shape.items() if v != -1} | {k: fitted[k] for k, v in shape.items() if v == -1}:
+            say(f"mesh: {_text(shape)} needs more than the {len(devices)} devices here; shrunk to {_text(fitted)}")
+        shape = fitted
+        used = math.prod(shape.values())
+        if used < len(devices):
+            say(f"mesh: uses {used} of the {len(devices)} devices here")
+            devices = devices[:used]
+    try:
+        return create_mesh(tuple(shape.values()), tuple(shape), devices=devices)
+    except ValueError as error:
+        raise ConfigError(f"mesh.shape={config.mesh.shape}: {error}") from error
+
+
+def fit_mesh(shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
+    """`shape` with axes divided by their smallest factors until it fits `num_devices`; -1 takes what is left."""
+    fitted = dict(shape)
+    free = [name for name, size in shape.items() if size == -1]
+    fitted |= dict.fromkeys(free, 1)
+    while math.prod(fitted.values()) > num_devices:
+        name = next(axis for axis in SHRINK_ORDER if fitted.get(axis, 1) > 1)
+        size = fitted[name]
+        fitted[name] = size // next(factor for factor in range(2, size + 1) if size % factor == 0)
+    for name in free:
+        fitted[name] = num_devices // math.prod(fitted.values())
+    return fitted
+
+
+def run_rules(config: TrainConfig) -> PartitionRules:
+    """The rule table of the run: the recipe's, or the one the model carries."""
+    if config.rules is not None:
+        return as_rules(config.rules)
+    return partition_rules(abstract_model(lambda: config.make_model(config.model, nnx.Rngs(config.run.seed))))
+
+
+def check_on_mesh(config: TrainConfig, mesh: Mesh, axes: PartitionAxis) -> list[str]:
+    """Dims of the batch that do not divide over the mesh, one line each."""
+    found = []
+    rows = config.data.batch_size // config.pipeline.microbatches
+    dims = (
+        ("data.batch_size", "batch", rows, config.pipeline.microbatches),
+        ("data.sequence_length", "sequence", config.data.sequence_length, 1),
+    )
+    for key, logical, size, parts in dims:
+        names = [name for name in axes.mesh_axes(logical) if name in mesh.axis_names]
+        ways = math.prod(mesh.shape[name] for name in names)
+        if size % ways:
+            over = " * ".join(f"{name}={mesh.shape[name]}" for name in names)
+            cut = f" / pipeline.microbatches={parts}" if parts > 1 else ""
+            value = getattr(config.data, key.split(".")[1])
+            found.append(f"{key}={value}{cut} is not divisible by {ways} ({over}); use a multiple, or another mesh.shape")
+    return found
+
+
+def batch_sharding(mesh: Mesh, axes: PartitionAxis) -> NamedSharding:
+    """Layout of inputs and targets, (batch, sequence)."""
+    return NamedSharding(mesh, axes.resolve(("batch", "sequence")))
+
+
+def make_schedule(config: OptimizerConfig) -> optax.Schedule:
+    """Linear warm-up, cosine to `end_learning_rate` at `decay_steps`, constant from there. Step 0 already learns."""
+    return optax.warmup_cosine_decay_schedule(
+        init_value=config.learning_rate / (config.warmup_steps + 1),
+        peak_value=config.learning_rate,
+        warmup_steps=config.warmup_steps,
+        decay_steps=config.decay_steps,
+        end_value=config.end_learning_rate,
+    )
+
+
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+    """AdamW (Loshchilov and Hutter 2019) behind a clip of the global norm; scales and biases are not decayed."""
+
+    def decayed(params: Any) -> Any:
+        return map_named(lambda path, _: path.rsplit("/", 1)[-1] not in ("scale", "bias"), params)
+
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(
+            make_schedule(config),
+            b1=config.b1,
+            b2=config.b2,
+            eps=config.epsilon,
+            weight_decay=config.weight_decay,
+            mask=decayed,
+        ),
+    )
+
+
+def _text(shape: Mapping[str, int]) -> str:
+    return ",".join(f"{name}:{size}" for name, size in shape.items() if size != 1) or "one device"

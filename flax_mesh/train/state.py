@@ -1,0 +1,67 @@
+"""The train state: a tuple of leaves and a static tree definition, merged into modules only inside a trace."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from flax import nnx
+
+from flax_mesh.sharding import abstract_model, init_state
+from flax_mesh.tree import named_leaves
+
+
+@dataclass(frozen=True)
+class TreeDefinition:
+    """How the leaves make up the nnx.State of {"model", "optimizer"}, and that state the two modules."""
+
+    graphdef: Any
+    treedef: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Model and optimizer as flat leaves: what a jitted step takes and gives back at the cost of a plain tuple.
+
+    Arrays, shardings or ShapeDtypeStructs may stand as leaves.
+    """
+
+    leaves: tuple[Any, ...]
+    definition: TreeDefinition = field(metadata={"static": True})
+
+    def to_nnx(self) -> nnx.State:
+        """The leaves as the nnx.State {"model": ..., "optimizer": ...}."""
+        return jax.tree.unflatten(self.definition.treedef, self.leaves)
+
+    def merge(self) -> tuple[nnx.Module, nnx.Optimizer]:
+        """Model and optimizer. Outside a trace: modules that share the arrays of this state."""
+        both = nnx.merge(self.definition.graphdef, self.to_nnx())
+        return both["model"], both["optimizer"]
+
+    def replace(self, model: nnx.Module, optimizer: nnx.Optimizer) -> "TrainState":
+        """The state of modules that came from `merge`, after their variables have changed."""
+        graphdef, state = nnx.split({"model": model, "optimizer": optimizer})
+        leaves, treedef = jax.tree.flatten(state)
+        if TreeDefinition(graphdef, treedef) != self.definition:
+            before, after = {p for p, _ in named_leaves(self.to_nnx())}, {p for p, _ in named_leaves(state)}
+            raise ValueError(
+                "the step changed the structure of the model: "
+                f"gone {sorted(before - after) or 'nothing'}, new {sorted(after - before) or 'nothing'}. "
+                "Variables and static attributes must be the same before and after the call of the model."
+            )
+        # The same object as before, not an equal one: comparing it at every dispatch is then free.
+        return TrainState(tuple(leaves), self.definition)
+
+
+def abstract_train_state(make: Callable[[], Any], abstract: nnx.State) -> TrainState:
+    """The train state of `make() -> (model, optimizer)` with the leaves of `abstract_state(make, ...)`."""
+    graphdef = nnx.graphdef(abstract_model(make))
+    leaves, treedef = jax.tree.flatten(abstract)
+    return TrainState(tuple(leaves), TreeDefinition(graphdef, treedef))
+
+
+def init_train_state(make: Callable[[], Any], abstract: nnx.State) -> TrainState:
+    """The initial train state, born sharded as `abstract` says."""
+    state = abstract_train_state(make, abstract)
+    return TrainState(tuple(jax.tree.leaves(init_state(make, abstract))), state.definition)

@@ -1,0 +1,91 @@
+import pickle
+
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from flax_mesh.axes import LOGICAL_AXES, Lost, PartitionAxis, as_tuple
+from flax_mesh.errors import ShardingError
+
+
+def test_defaults_follow_the_mesh_names():
+    axes = PartitionAxis()
+    assert axes.batch_axis == ("fsdp", "dp")
+    assert (axes.sequence_axis, axes.head_axis, axes.expert_axis) == ("sp", "tp", "ep")
+    assert axes.expert_gate_axis is None and axes.generation_batch_axis is None
+    assert axes.generation_head_axis == "tp" and axes.generation_key_sequence_axis == "sp"
+
+
+def test_a_field_left_out_follows_a_renamed_axis():
+    axes = PartitionAxis(tensor_parallel_axis="model", data_parallel_axis=None)
+    assert axes.head_axis == axes.mlp_intermediate_axis == axes.generation_head_axis == "model"
+    assert axes.batch_axis == "fsdp"
+    assert PartitionAxis(tensor_parallel_axis="model", head_axis=None).head_axis is None
+
+
+def test_it_is_a_hashable_static_value():
+    assert PartitionAxis() == PartitionAxis() and hash(PartitionAxis()) == hash(PartitionAxis())
+    assert PartitionAxis(extra={"a": "tp", "b": None}) == PartitionAxis(extra={"b": None, "a": "tp"})
+    assert jax.tree.leaves(PartitionAxis()) == []
+    assert pickle.loads(pickle.dumps(PartitionAxis(head_axis=None))) == PartitionAxis(head_axis=None)
+
+
+def test_resolve_gives_the_table_of_the_contract():
+    axes = PartitionAxis()
+    assert axes.resolve(("batch", "sequence", "hidden")) == PartitionSpec(("fsdp", "dp"), "sp", "tp")
+    assert axes.resolve(("embed", "kv_heads", "head_dim")) == PartitionSpec("fsdp", "tp", None)
+    assert axes.resolve(("experts", "embed", "mlp")) == PartitionSpec("ep", "fsdp", "tp")
+    assert axes.resolve(("layers", None, "vocab")) == PartitionSpec(None, None, "tp")
+
+
+def test_decode_takes_the_generation_fields():
+    axes = PartitionAxis(generation_batch_axis="dp", generation_head_axis=None)
+    logical = ("batch", "query_sequence", "heads", "head_dim")
+    assert axes.resolve(logical, mode="decode") == PartitionSpec("dp", None, None, None)
+    assert axes.resolve(logical, mode="prefill") == axes.resolve(logical) == PartitionSpec(
+        ("fsdp", "dp"), "sp", "tp", None
+    )
+    with pytest.raises(ValueError, match="mode must be 'train', 'prefill' or 'decode', got 'generate'"):
+        axes.resolve(logical, mode="generate")  # pyright: ignore[reportArgumentType]
+
+
+def test_the_earlier_dim_keeps_an_axis_and_the_loss_is_reported():
+    spec, lost = PartitionAxis().resolve_and_report(("heads", "mlp"))
+    assert spec == PartitionSpec("tp", None)
+    assert lost == (Lost(1, "mlp", "tp"),)
+    with pytest.raises(ShardingError, match=r"uses a mesh axis twice: dim 1 \('mlp'\) wants mesh axis 'tp'"):
+        PartitionAxis().resolve(("heads", "mlp"), on_duplicate="error")
+
+
+def test_extra_names_add_and_override():
+    axes = PartitionAxis(extra={"patches": ("dp", "sp"), "kv_heads": None})
+    assert axes.resolve(("patches", "kv_heads", "heads")) == PartitionSpec(("dp", "sp"), None, "tp")
+    with pytest.raises(ShardingError, match=r"unknown logical axis 'patch'.*Add it with PartitionAxis\(extra="):
+        axes.resolve(("patch",))
+
+
+def test_validate_lists_every_missing_axis():
+    PartitionAxis().validate(AbstractMesh((1,) * 5, ("dp", "fsdp", "ep", "tp", "sp")))
+    with pytest.raises(ShardingError, match=r"lacks: expert_parallel_axis='ep', expert_axis='ep', extra\['x'\]='y'"):
+        PartitionAxis(extra={"x": "y"}).validate(AbstractMesh((1,) * 4, ("dp", "fsdp", "tp", "sp")))
+
+
+def test_a_wrong_type_is_a_type_error():
+    with pytest.raises(TypeError, match=r"PartitionAxis.head_axis must be a mesh axis name.*got 3"):
+        PartitionAxis(head_axis=3)  # pyright: ignore[reportArgumentType]
+
+
+names = st.sampled_from([*LOGICAL_AXES, None])
+
+
+@given(st.lists(names, max_size=6), st.sampled_from(["train", "prefill", "decode"]))
+def test_no_mesh_axis_stands_twice_and_nothing_is_lost_unreported(logical, mode):
+    axes = PartitionAxis()
+    spec, lost = axes.resolve_and_report(logical, mode)
+    assert len(spec) == len(logical)
+    used = [a for entry in spec for a in as_tuple(entry)]
+    assert len(used) == len(set(used))
+    wanted = sorted(a for name in logical for a in axes.mesh_axes(name, mode))
+    assert wanted == sorted(used + [entry.mesh_axis for entry in lost])

@@ -1,0 +1,81 @@
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from flax_mesh.tree import in_stack, layer_path, map_named, named_leaves, nest, owner_of, path_of
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)])
+        self.drop = nnx.Dropout(0.1, rngs=rngs)
+
+
+MODEL_PATHS = {
+    "layers/0/kernel",
+    "layers/0/bias",
+    "layers/1/scale",
+    "layers/1/bias",
+    "layers/1/mean",
+    "layers/1/var",
+    "drop/rngs/key",
+    "drop/rngs/count",
+}
+
+
+def test_all_formats_of_one_model_give_the_same_paths():
+    state = nnx.state(Net(nnx.Rngs(0)))
+    by_jax = {path_of(kp) for kp, _ in jax.tree_util.tree_flatten_with_path(state)[0]}
+    by_nnx = {path_of(p) for p, _ in nnx.to_flat_state(state)}
+    pure = {path for path, _ in named_leaves(nnx.to_pure_dict(state))}
+    module = {path for path, _ in named_leaves(Net(nnx.Rngs(0)))}
+    assert MODEL_PATHS == by_jax == by_nnx == pure == module == {path for path, _ in named_leaves(state)}
+
+
+def test_named_leaves_stand_in_the_order_of_jax():
+    for tree in (nnx.state(Net(nnx.Rngs(0))), {"b": 1, "a": [2, {"value": 3}]}):
+        leaves = [leaf for _, leaf in named_leaves(tree)]
+        assert all(a is b for a, b in zip(leaves, jax.tree.leaves(tree), strict=True))
+
+
+def test_optax_states_are_walked_and_a_field_called_value_is_kept():
+    params = {"layers": [{"kernel": jnp.ones(3)}]}
+    state = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)).init(params)
+    assert {p for p, _ in named_leaves(state)} == {
+        "1/0/count",
+        "1/0/mu/layers/0/kernel",
+        "1/0/nu/layers/0/kernel",
+    }
+    assert [p for p, _ in named_leaves({"value": 1.0})] == ["value"]
+    linesearch = optax.scale_by_backtracking_linesearch(max_backtracking_steps=3, store_grad=True).init(params)
+    assert "value" in {p for p, _ in named_leaves(linesearch)}
+
+
+def test_map_named_keeps_the_structure():
+    state = nnx.state(Net(nnx.Rngs(0)))
+    mapped = map_named(lambda path, leaf: path, state)
+    assert jax.tree.structure(mapped) == jax.tree.structure(state)
+    assert mapped["layers"][0]["kernel"].get_value() == "layers/0/kernel"
+
+
+def test_nest_undoes_named_leaves_of_a_dict():
+    tree = {"a": {"0": 1, "b": 2}, "c": 3}
+    assert nest(named_leaves(tree)) == tree
+
+
+def test_an_optimizer_leaf_finds_its_parameter():
+    parameters = {"layers/0/q/kernel", "q/kernel"}
+    assert owner_of("opt_state/0/mu/layers/0/q/kernel", parameters) == "layers/0/q/kernel"
+    assert owner_of("opt_state/0/mu/head/q/kernel", parameters) == "q/kernel"
+    assert owner_of("opt_state/0/count", parameters) is None
+    assert owner_of("xlayers/0/q", {"layers/0/q"}) is None
+
+
+def test_stacks_are_told_from_lists():
+    assert in_stack("layers/q/kernel", ["layers"]) == "layers"
+    assert in_stack("layers/0/q/kernel", ["layers"]) is None
+    assert in_stack("layers/0/mlp/layers/kernel", ["layers"]) is None
+    assert in_stack("encoder/layers/q", ["layers", "encoder/layers"]) == "encoder/layers"
+    assert in_stack("layers_norm/scale", ["layers"]) is None
+    assert layer_path("layers/q/kernel", "layers", 3) == "layers/3/q/kernel"
