@@ -167,7 +167,7 @@ class PartitionAxis:
         one lost; with `on_duplicate="error"` that is a ShardingError.
 
         >>> PartitionAxis().resolve(("batch", "sequence", "heads", None))
-        PartitionSpec(('fsdp', 'dp'), 'sp', 'tp', None)
+        P(("fsdp", "dp"), "sp", "tp", None)
         """
         logical_axes = tuple(logical_axes)
         spec, lost = self.resolve_and_report(logical_axes, mode)

@@ -1,4 +1,7 @@
-"""flax-mesh: the command line. Exit codes: 0 done, 1 anything unexpected, 2 bad input, 4 stopped by a signal after saving."""
+"""flax-mesh: the command line.
+
+Exit codes: 0 done, 1 anything unexpected, 2 bad input, 4 stopped by a signal after saving.
+"""
 
 import argparse
 import logging
@@ -6,15 +9,17 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import jax
 
 from flax_mesh.errors import ConfigError, ShardingError
 from flax_mesh.train import Result, load_recipe, override, to_lines, train
 from flax_mesh.train.metrics import Row
+from flax_mesh.train.setup import check_config
 
 DONE, BAD_INPUT, STOPPED = 0, 2, 4
 
@@ -22,9 +27,9 @@ DONE, BAD_INPUT, STOPPED = 0, 2, 4
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    arguments = _parser().parse_args(argv)
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells of every file it writes
     try:
+        arguments = _parse(argv)
         return arguments.command(arguments, argv)
     except (ConfigError, ShardingError) as error:
         for line in str(error).splitlines():
@@ -33,10 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train_command(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    config = override(load_recipe(arguments.recipe), arguments.overrides)
+    config = override(load_recipe(arguments.recipe), _with_files(arguments.overrides))
     if arguments.print_config:
         print("\n".join([f"# flax-mesh train {arguments.recipe} @THIS_FILE", *to_lines(config)]))
         return DONE
+    if problems := check_config(config):
+        raise ConfigError(problems)
     use_platform(config.run.platform)
     with _display(config.run.steps) as display, _signals(display.say) as should_stop:
         result = train(
@@ -54,44 +61,70 @@ def train_command(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 
 def use_platform(platform: str) -> None:
     """Choose the JAX backend before any device is touched: "auto", "cpu", "cpu:8", "gpu", "tpu"."""
-    name, colon, count = platform.partition(":")
-    if name not in ("auto", "cpu", "gpu", "cuda", "tpu") or (colon and (name != "cpu" or not count.isdecimal())):
-        raise ConfigError(f"run.platform must be auto, cpu, cpu:N, gpu or tpu, got {platform!r}")
-    if colon and int(count) < 1:
-        raise ConfigError(f"run.platform={platform} asks for no device; use cpu:1 or more")
-    if name != "auto":
-        jax.config.update("jax_platforms", {"gpu": "cuda"}.get(name, name))
-    if count:
-        jax.config.update("jax_num_cpu_devices", int(count))
+    name, _, count = platform.partition(":")
     try:
+        if name != "auto":
+            jax.config.update("jax_platforms", "cuda" if name == "gpu" else name)
+        if count:
+            jax.config.update("jax_num_cpu_devices", int(count))
         jax.devices()
-    except RuntimeError as error:
-        raise ConfigError(f"run.platform={platform} is not to be had here: {error}") from error
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that cuda has devices
+        reason = f" ({' '.join(str(error).split())})" if str(error) else ""
+        raise ConfigError(
+            f"run.platform={platform} has no devices here{reason}; use auto for those that are here"
+        ) from error
 
 
 class _ArgumentParser(argparse.ArgumentParser):
-    """Reads arguments from @FILE too, one a line; lines that start with # are remarks."""
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
 
-    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
-        return [] if not arg_line.strip() or arg_line.startswith("#") else [arg_line]
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command and its arguments; settings may stand before, between and after options."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if options := [text for text in rest if text.startswith("-")]:
+        parser.error(f"no such option: {' '.join(options)}")
+    arguments.overrides += rest  # argparse takes one unbroken run of them only
+    return arguments
+
+
+def _with_files(overrides: Iterable[str]) -> list[str]:
+    """The settings with every @FILE replaced by its lines; a setting given beside a file wins over the file's."""
+    given = [text for text in overrides if not text.startswith("@")]
+    keys = {text.partition("=")[0] for text in given}
+    lines = [line for text in overrides if text.startswith("@") for line in _settings_file(text[1:])]
+    return [*(line for line in lines if line.partition("=")[0] not in keys), *given]
+
+
+def _settings_file(name: str) -> list[str]:
+    """Lines of a file that are neither empty nor a remark (#)."""
+    try:
+        text = Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"@{name} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}") from error
+    return [line for line in text.split("\n") if line.strip() and not line.startswith("#")]
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _ArgumentParser(
-        prog="flax-mesh", description="Any Flax NNX model on any mesh.", fromfile_prefix_chars="@"
-    )
+    parser = _ArgumentParser(prog="flax-mesh", description="Any Flax NNX model on any mesh.", allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser(
         "train",
         help="train from a recipe, or resume where it stopped",
         description="Train from a recipe. Run again, the same command resumes.",
         epilog="Exit codes: 0 done, 1 unexpected error, 2 bad input, 4 stopped by a signal after saving.",
-        fromfile_prefix_chars="@",
+        allow_abbrev=False,
     )
     command.set_defaults(command=train_command)
     command.add_argument("recipe", metavar="RECIPE", help="FILE.py or FILE.py:function")
     command.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="settings such as run.steps=20; @FILE reads them"
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="section.key=value",
+        help="settings such as run.steps=20; @FILE reads them from a file",
     )
     command.add_argument("--print-config", action="store_true", help="print the whole config, as @FILE reads it")
     command.add_argument("--restart", action="store_true", help="start over in a new folder beside run.folder")
@@ -144,12 +177,11 @@ def _display(steps: int) -> Iterator[_Display]:
 
 @contextmanager
 def _signals(say: Any) -> Iterator[Any]:
-    """SIGTERM and the first SIGINT ask the run to save and stop; a second SIGINT interrupts it at once."""
+    """SIGTERM and the first SIGINT ask the run to save and stop; a SIGINT after that ends the process at once."""
     received: list[int] = []
 
     def on_signal(number: int, frame: object) -> None:
-        if received and number == signal.SIGINT:
-            raise KeyboardInterrupt
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the kernel's: a handler in Python waits for compiled code
         received.append(number)
         os.write(2, f"\n{signal.Signals(number).name}: saving after this step\n".encode())  # safe in a handler
 

@@ -44,8 +44,10 @@ def test_decode_takes_the_generation_fields():
     axes = PartitionAxis(generation_batch_axis="dp", generation_head_axis=None)
     logical = ("batch", "query_sequence", "heads", "head_dim")
     assert axes.resolve(logical, mode="decode") == PartitionSpec("dp", None, None, None)
-    assert axes.resolve(logical, mode="prefill") == axes.resolve(logical) == PartitionSpec(
-        ("fsdp", "dp"), "sp", "tp", None
+    assert (
+        axes.resolve(logical, mode="prefill")
+        == axes.resolve(logical)
+        == PartitionSpec(("fsdp", "dp"), "sp", "tp", None)
     )
     with pytest.raises(ValueError, match="mode must be 'train', 'prefill' or 'decode', got 'generate'"):
         axes.resolve(logical, mode="generate")  # pyright: ignore[reportArgumentType]

@@ -119,5 +119,6 @@ def _as_names(axis_names: str | Sequence[str]) -> tuple[str, ...]:
 def _legacy_mesh() -> Mesh | None:
     with warnings.catch_warnings():  # reading the legacy context warns that it is deprecated, which its user knows
         warnings.simplefilter("ignore", DeprecationWarning)
-        mesh = pxla.thread_resources.env.physical_mesh
-    return None if mesh.empty else mesh
+        resources = getattr(pxla, "thread_resources", None)  # a JAX that has dropped it has no legacy context
+    mesh = None if resources is None else resources.env.physical_mesh
+    return None if mesh is None or mesh.empty else mesh

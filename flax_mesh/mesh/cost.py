@@ -29,7 +29,6 @@ from flax_mesh.mesh.topology import Assignment, Torus, factorings, known_assignm
 
 # Bytes per second, one way. ICI per link, DCN per chip: jax-ml.github.io/scaling-book/tpus, "TPU specs".
 ICI_BANDWIDTH = {
-    "TPU v2": 6.25e10,  # half of v3: 496 against 656 Gbit/s per link were published; no measured figure
     "TPU v3": 1.0e11,
     "TPU v4": 4.5e10,
     "TPU v5": 9.0e10,

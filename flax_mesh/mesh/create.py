@@ -2,10 +2,11 @@
 
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from jax.extend.backend import get_backend
@@ -22,7 +23,7 @@ from flax_mesh.mesh.shape import (
     split_between_hosts,
 )
 
-AxisTypes = AxisType | str | Sequence[AxisType | str] | None
+AxisTypes: TypeAlias = AxisType | str | Sequence[AxisType | str] | None
 NUM_SLICES_VARIABLE = "MEGASCALE_NUM_SLICES"  # set by multislice TPU runs; the one variable that the library reads
 _AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit, "manual": AxisType.Manual}
 
@@ -58,7 +59,14 @@ def create_mesh(
     >>> create_mesh((2, -1), ("dp", "tp")).shape  # 8 devices
     OrderedDict({'dp': 2, 'tp': 4})
     """
-    source = _client(backend) if devices is None else tuple(devices)
+    if devices is None:
+        client = _client(backend)
+        # The number of a client is a quick key, and a safe one: the cached mesh keeps its client alive.
+        source = id(client)
+        environment = _slices_in_environment(client.devices()) if _is_tpu(client) else None
+    else:
+        source = tuple(devices)
+        environment = _slices_in_environment(source)
     # Tuples make the key hashable and a list equal to a tuple; what is in them is checked once, in _cached_mesh.
     return _cached_mesh(
         axis_dims if type(axis_dims) is tuple else _as_tuple(axis_dims),
@@ -68,10 +76,10 @@ def create_mesh(
         allow_split_physical_axes,
         backend,
         use_jax,
-        _as_tuple(axis_types) if isinstance(axis_types, list) else axis_types,
+        _as_tuple(axis_types) if type(axis_types) is list else axis_types,
         source,
         num_slices,
-        _slices_in_environment(source) if num_slices is None else None,
+        environment if num_slices is None else None,
     )
 
 
@@ -85,13 +93,13 @@ def _cached_mesh(
     backend: str | None,
     use_jax: bool,
     axis_types: AxisTypes,
-    source: Any,
+    source: int | tuple[Any, ...],
     num_slices: int | None,
     environment: str | None,
 ) -> Mesh:
     names = check_axis_names(axis_names)
     types = normalize_axis_types(axis_types, names)
-    devices = _checked_devices(source, backend)
+    devices = _checked(source, backend) if isinstance(source, tuple) else get_backend(backend).devices()
     advice = "" if isinstance(source, tuple) else "Or pass devices= to use some of them."
     dims = resolve_dims(axis_dims, names, len(devices), advice=advice)
     origin = "num_slices"
@@ -172,7 +180,7 @@ def create_cpu_mesh(
 
 
 @contextmanager
-def force_cpu() -> Iterator[jax.Device]:
+def force_cpu() -> Iterator[Any]:
     """New arrays and uncommitted computations go to the first local CPU device, which is yielded."""
     device = jax.local_devices(backend="cpu")[0]
     with jax.default_device(device):
@@ -194,17 +202,20 @@ def _client(backend: str | None) -> Any:
         raise ValueError(f"backend={backend!r} has no devices here: {error}") from error
 
 
+@lru_cache(maxsize=8)
+def _is_tpu(client: Any) -> bool:
+    return client.platform == "tpu"  # asking the client each time costs a fifth of a cached create_mesh
+
+
 def _as_tuple(values: Any) -> Any:
     """A tuple of a sequence; a string or what is no sequence stays, for the checks to name it."""
     return tuple(values) if hasattr(values, "__iter__") and not isinstance(values, str) else values
 
 
-def _slices_in_environment(source: Any) -> str | None:
+def _slices_in_environment(devices: Sequence[Any]) -> str | None:
     """MEGASCALE_NUM_SLICES where the devices are TPUs that do not know their slice, else None."""
-    devices = source if isinstance(source, tuple) else (source,)
     if not devices or devices[0].platform != "tpu":
         return None
-    devices = devices if isinstance(source, tuple) else source.devices()
     if all(getattr(device, "slice_index", None) is not None for device in devices):
         return None
     return os.environ.get(NUM_SLICES_VARIABLE)
@@ -216,20 +227,18 @@ def _parse_environment(text: str) -> int:
     return int(text)
 
 
-def _checked_devices(source: Any, backend: str | None) -> list[Any]:
-    if not isinstance(source, tuple):
-        return source.devices()
-    if not source:
+def _checked(devices: tuple[Any, ...], backend: str | None) -> list[Any]:
+    if not devices:
         raise ValueError("devices is empty. Leave it out to use all devices.")
-    twice = sorted({str(device) for device in source if source.count(device) > 1})
+    twice = [str(device) for device, count in Counter(devices).items() if count > 1]
     if twice:
         raise ValueError(f"devices must differ, but it holds {', '.join(twice)} more than once.")
-    platforms = {device.platform for device in source}
-    wanted = {_client(backend).platform} if backend is not None else platforms
-    if len(platforms) > 1 or platforms != wanted:
+    platforms = sorted({device.platform for device in devices})
+    wanted = platforms[:1] if backend is None else [_client(backend).platform]
+    if platforms != wanted:
+        asked = "" if backend is None else f", but backend={backend!r}"
         raise ValueError(
-            f"devices are of platform {', '.join(sorted(platforms))}"
-            + (f", but backend={backend!r}" if backend is not None else "")
-            + ". A mesh holds devices of one platform: pass those, without backend."
+            f"devices are of platform {', '.join(platforms)}{asked}. "
+            "A mesh holds devices of one platform: pass those, without backend."
         )
-    return list(source)
+    return list(devices)

@@ -15,6 +15,7 @@ from flax_mesh.mesh.cost import (
     is_better,
     strides_of,
 )
+from flax_mesh.mesh.granules import find_granules
 from flax_mesh.mesh.shape import format_shape
 from flax_mesh.mesh.topology import (
     Assignment,
@@ -23,7 +24,6 @@ from flax_mesh.mesh.topology import (
     known_assignment,
     mean_hops,
     physical_mesh,
-    read_device,
 )
 
 PICTURE_LIMIT = 64  # devices of a slice up to which the text draws all planes
@@ -55,7 +55,7 @@ def read_layout(mesh: Mesh) -> Layout:
     flat = list(block.flat)
     if flat[0].platform != "tpu":
         return Layout(
-            granule, cuts, block, why_no_torus=f"{flat[0].platform} devices form no torus: all links count alike"
+            granule, cuts, block, why_no_torus=f"{flat[0].platform} devices form no torus, all links count alike"
         )
     try:
         physical, torus = physical_mesh(flat)
@@ -70,8 +70,9 @@ def read_layout(mesh: Mesh) -> Layout:
 
 
 def describe_mesh(mesh: Mesh | AbstractMesh) -> str:
-    """Text for a terminal: per mesh axis its physical axes (ring or line), mean hops between neighbours, and what a gather
-    of 64 MiB would take by the model of `cost`; what crosses the slow network; and a picture of the devices.
+    """Text for a terminal: where each mesh axis lies (ring or line, slices), whose assignment it is, and a picture.
+
+    hops: mean ICI hops between ring neighbours. gather, GB/s: a gather of 64 MiB along the axis by the model of `cost`.
 
     An AbstractMesh has no devices: its shape and axis types are all there is to say.
     """
@@ -101,18 +102,16 @@ def place_texts(layout: Layout) -> list[str]:
 
 
 def _granules(devices: np.ndarray) -> tuple[str, tuple[int, ...]]:
-    """What a granule is, and how many of them each axis spans: the cuts of the finest grid with one granule per cell."""
-    records = [read_device(device) for device in devices.flat]
-    by_slice = None not in {record.slice for record in records} and len({record.slice for record in records}) > 1
-    joined = records[0].platform == "tpu"
-    keys = [record.slice if by_slice else 0 if joined else record.process for record in records]
-    grid = np.array(keys).reshape(devices.shape)
+    """What a granule is, and how many of them each axis spans: 1 + its changes along the axis."""
+    groups, granule = find_granules(list(devices.flat))
+    number = {device: i for i, group in enumerate(groups) for device in group}
+    grid = np.array([number[device] for device in devices.flat]).reshape(devices.shape)
     cuts = []
     for axis, size in enumerate(devices.shape):
         line = np.moveaxis(grid, axis, 0).reshape(size, -1)
         cuts.append(1 + int(sum((line[i] != line[i - 1]).any() for i in range(1, size))))
     even = all(size % cut == 0 for size, cut in zip(devices.shape, cuts, strict=True))
-    return ("slice" if by_slice or joined else "process"), tuple(cuts) if even else devices.shape
+    return granule, tuple(cuts) if even else devices.shape
 
 
 def _assignment_of(points: np.ndarray, torus: Torus) -> Assignment | None:
@@ -133,7 +132,7 @@ def _factor_texts(torus: Torus, assignment: Assignment, axis: int) -> list[str]:
         if factor == 1:
             continue
         if factor < torus.shape[p]:
-            every = f", every {stride}." if stride > 1 else ""
+            every = f" (stride {stride})" if stride > 1 else ""
             texts.append(f"{torus.axes[p]} {factor} of {torus.shape[p]}{every}")
         elif torus.axes[p] == "core" or factor == 2:
             texts.append(f"{torus.axes[p]} {factor}")

@@ -151,6 +151,4 @@ def _contiguous_order(topology: tuple[int, ...], shape: tuple[int, ...]) -> tupl
 
 def _as_array(devices: Sequence[Any]) -> np.ndarray:
     """A one-dimensional object array; `np.array` would look for sequences inside the devices."""
-    array = np.empty(len(devices), dtype=object)
-    array[:] = devices
-    return array
+    return np.fromiter(devices, object, len(devices))

@@ -1,5 +1,6 @@
 """A mesh as a picture: every device at its place on the torus, coloured by the group it talks to most."""
 
+from colorsys import hls_to_rgb
 from html import escape
 from typing import Any
 
@@ -63,18 +64,15 @@ def _legend(mesh: Mesh, layout: Layout) -> list[str]:
 
 def _device(mesh: Mesh, index: tuple[int, ...], device: Any, spots: dict[Any, tuple[int, ...]]) -> str:
     busiest = _busiest(mesh)
-    others = [
-        (i, size) for axis, (i, size) in enumerate(zip(index, mesh.devices.shape, strict=True)) if axis != busiest
-    ]
     group = 0
-    for i, size in others:
-        group = group * size + i
-    hue = group * 137.508 % 360  # the golden angle: consecutive groups get distant colours
+    for axis, (i, size) in enumerate(zip(index, mesh.devices.shape, strict=True)):
+        group = group if axis == busiest else group * size + i
+    hue = group * 0.381966 % 1  # the golden angle: consecutive groups get distant colours
+    fill = "".join(f"{round(255 * part):02x}" for part in hls_to_rgb(hue, 0.82, 0.65))
     _, _, _, left, upper = spots[device]
     label = ",".join(str(i) for i, size in zip(index, mesh.devices.shape, strict=True) if size > 1) or "0"
-    return (
-        f'<rect x="{left}" y="{upper}" width="{CELL}" height="{CELL}" rx="6" fill="hsl({hue:.0f}, 65%, 82%)" '
-        f'stroke="#444"/>' + _text(left + CELL / 2, upper + CELL / 2 + 4, label, size=11, anchor="middle")
+    return f'<rect x="{left}" y="{upper}" width="{CELL}" height="{CELL}" rx="6" fill="#{fill}" stroke="#444"/>' + _text(
+        left + CELL / 2, upper + CELL / 2 + 4, label, size=11, anchor="middle"
     )
 
 

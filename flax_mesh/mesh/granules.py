@@ -34,20 +34,21 @@ def find_granules(
     processes is one granule where a fast network is known to join them: the torus of a TPU, a slice index that GPUs
     share. Elsewhere, or where `dcn_mesh_dims` multiplies to the number of processes, each process is a granule.
     """
-    records = [read_device(device) for device in devices]
-    slices = [record.slice for record in records]
-    processes = [record.process for record in records]
+    if num_slices is not None and (isinstance(num_slices, bool) or not isinstance(num_slices, int)):
+        raise ValueError(f"{source} must be an integer, got {num_slices!r}.")
+    slices = [getattr(device, "slice_index", None) for device in devices]
+    processes = [device.process_index for device in devices]
     known = None not in slices
     if num_slices is not None and not (known and len(set(slices)) == num_slices):
         return _equal_runs(devices, num_slices, source), "slice"
     if known and len(set(slices)) > 1:
         return group_by_key(devices, slices, sort=sort), "slice"
     num_processes = len(set(processes))
-    joined = records[0].platform == "tpu" or (known and records[0].platform == "gpu") or num_slices == 1
+    joined = devices[0].platform == "tpu" or (known and devices[0].platform == "gpu") or num_slices == 1
     asked = _product(dcn_mesh_dims) == num_processes
     if num_processes > 1 and (asked or not joined):
         return group_by_key(devices, processes, sort=sort), "process"
-    return [list(devices)], "slice"
+    return [list(devices)], "slice" if joined or known else "process"
 
 
 def resolve_dcn_dims(
@@ -144,5 +145,5 @@ def _warn_slow(slow: list[str], mesh: str, cuts: str, num_granules: int, granule
         f"{', '.join(slow)} crosses the slow network inside every layer, at {cost}. Give pp, dp or fsdp a size "
         f"that takes the {num_granules}, or pass dcn_mesh_dims to say that it is meant.",
         SlowNetworkWarning,
-        stacklevel=4,
+        stacklevel=5,  # the call of create_mesh
     )

@@ -61,13 +61,13 @@ def resolve_dims(
     if free:
         if total % known:
             raise ValueError(
-                f"{what} {text}: the given sizes multiply to {known}, which does not divide {total} {unit}, so "
-                f"{names[free[0]]} cannot be inferred. {_repair(sizes, names, total)} {advice}".rstrip()
+                f"{what} {text}: the given sizes multiply to {known}, which does not divide {total}, the number of "
+                f"{unit}, so {names[free[0]]} cannot be inferred. {_repair(sizes, names, total)} {advice}".rstrip()
             )
         return tuple(total // known if size == -1 else size for size in sizes)
     if known != total:
         raise ValueError(
-            f"{what} {text}: the sizes multiply to {known}, but there are {total} {unit}. "
+            f"{what} {text}: the sizes multiply to {known}, not to {total}, the number of {unit}. "
             f"{_repair(sizes, names, total)} {advice}".rstrip()
         )
     return sizes

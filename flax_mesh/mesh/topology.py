@@ -7,6 +7,7 @@ factors: the product over a row is the size of that physical axis, the product o
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,9 +21,10 @@ POD_SIDE = {"TPU v2": 16, "TPU v3": 32, "TPU v5 lite": 16, "TPU v5e": 16, "TPU v
 # Slices of these kinds are built from cubes of 4x4x4 chips joined by optical switches: whole cubes wrap on every side.
 CUBE_SIDE = 4
 CUBE_KINDS = ("TPU v4", "TPU v5", "TPU v5p", "TPU7x", "TPU7")
-# Kinds whose chips may show two devices; their mesh has a fourth physical axis "core". v2 and v3 have x, y, core.
-TWO_CORE_KINDS = ("TPU7x", "TPU7", "TPU8i", "TPU v5p")
+# Where a chip is more than one device the physical axes are x, y, core (v2, v3: flat slices) or x, y, z, core.
 FLAT_KINDS = ("TPU v2", "TPU v3")
+CORE_KINDS = ("TPU7x", "TPU7", "TPU8i")
+EITHER_KINDS = ("TPU v5p",)  # one device per chip with megacore, else two
 
 
 class Device(NamedTuple):
@@ -98,7 +100,7 @@ def physical_mesh(devices: Sequence[Any]) -> tuple[np.ndarray, Torus]:
         raise ValueError(f"{kind} devices need coords (x, y, z); these ids have none: {_few(without)}.")
     cores = max(record.core for record in records) - min(record.core for record in records) + 1
     second = [record.id for record in records if record.core != 0]
-    if second and kind not in FLAT_KINDS + TWO_CORE_KINDS:
+    if second and kind not in FLAT_KINDS + CORE_KINDS + EITHER_KINDS:
         raise ValueError(
             f"A mesh of {kind} needs one device per chip, but these ids are a second core: {_few(second)}. "
             "Run with megacore, so that a chip is one device."
@@ -107,7 +109,7 @@ def physical_mesh(devices: Sequence[Any]) -> tuple[np.ndarray, Torus]:
     points = [record.coords for record in records]
     if kind in FLAT_KINDS:
         axes, points = ("x", "y", "core"), [(*record.coords[:2], record.core) for record in records if record.coords]
-    elif cores > 1 or kind in TWO_CORE_KINDS[:3]:
+    elif cores > 1 or kind in CORE_KINDS:
         axes, points = (*axes, "core"), [(*record.coords, record.core) for record in records if record.coords]
     grid = _fill_cuboid(devices, np.array(points), kind, axes)
     return grid, Torus(kind, axes, grid.shape, wraps_around(kind, grid.shape))
@@ -171,25 +173,28 @@ def mean_hops(points: np.ndarray, torus: Torus) -> tuple[float, ...]:
 
 def _fill_cuboid(devices: Sequence[Any], points: np.ndarray, kind: str, axes: tuple[str, ...]) -> np.ndarray:
     origin = points.min(axis=0)
+    places = [tuple(place) for place in (points - origin).tolist()]
     grid = np.full(tuple(points.max(axis=0) - origin + 1), None, dtype=object)
-    shared = []
-    for device, point in zip(devices, points - origin, strict=True):
-        place = tuple(point)
-        if grid[place] is not None:
-            shared.append(tuple(int(c) for c in point + origin))
+    for device, place in zip(devices, places, strict=True):
         grid[place] = device
+    taken = Counter(places)
+    shared = [_add(place, origin) for place, count in taken.items() if count > 1]
     if shared:
         raise ValueError(
             f"Two {kind} devices stand at the same ({', '.join(axes)}): {_few(shared)}. "
-            "They belong to different slices: pass dcn_mesh_dims or num_slices, or devices= of one slice."
+            "They belong to different slices: pass num_slices, or devices= of one slice."
         )
-    holes = [tuple(int(c) for c in np.array(hole) + origin) for hole in np.argwhere(grid == None)]  # noqa: E711
+    holes = [_add(place, origin) for place in np.ndindex(grid.shape) if place not in taken]
     if holes:
         raise ValueError(
             f"{len(devices)} {kind} devices do not fill their cuboid {'x'.join(map(str, grid.shape))}: there is a hole "
             f"at ({', '.join(axes)}) = {_few(holes)}. Pass devices= that form a full cuboid."
         )
     return grid
+
+
+def _add(place: Sequence[int], origin: np.ndarray) -> tuple[int, ...]:
+    return tuple(int(a + b) for a, b in zip(place, origin, strict=True))
 
 
 def _whole_axes(shape: Sequence[int], mesh_shape: Sequence[int]) -> Assignment:

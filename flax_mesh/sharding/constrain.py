@@ -7,6 +7,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flax_mesh.axes import Mode, PartitionAxis, as_tuple
+from flax_mesh.errors import ShardingError
 from flax_mesh.mesh.context import current_mesh, get_incontext_mesh
 from flax_mesh.sharding.rules import Policy, apply_policy, fit_spec
 
@@ -27,12 +28,19 @@ def with_sharding_constraint(x: Array, spec: PartitionSpec, *, on_mismatch: Poli
     apply_policy(findings, on_mismatch)
     if all(kind == AxisType.Manual for kind in types.values()):
         return x
-    explicit = PartitionSpec(*(_only(entry, types, AxisType.Explicit) for entry in fitting))
-    auto = PartitionSpec(*(_only(entry, types, AxisType.Auto) for entry in fitting))
+    explicit = [_only(entry, types, AxisType.Explicit) for entry in fitting]
+    auto = [_only(entry, types, AxisType.Auto) for entry in fitting]
+    if both := [dim for dim, (a, b) in enumerate(zip(explicit, auto, strict=True)) if a and b]:
+        raise ShardingError(
+            f"{spec} splits dim {both[0]} over Explicit and Auto axes together, for which JAX has no operation. "
+            "Split it over axes of one type, or give both axes the same type in create_mesh(axis_types=...)."
+        )
     if AxisType.Explicit in types.values():
-        x = jax.sharding.reshard(x, _target(mesh, explicit))
+        x = jax.sharding.reshard(x, _target(mesh, PartitionSpec(*explicit)))
+        # The constraint on the Auto axes that follows must not undo this.
+        auto = [PartitionSpec.UNCONSTRAINED if split else entry for split, entry in zip(explicit, auto, strict=True)]
     if AxisType.Auto in types.values():
-        x = jax.lax.with_sharding_constraint(x, _target(mesh, auto))
+        x = jax.lax.with_sharding_constraint(x, _target(mesh, PartitionSpec(*auto)))
     return x
 
 

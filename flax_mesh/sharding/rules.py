@@ -215,7 +215,9 @@ def _compile(
     for number, (pattern, dims) in enumerate(table, start=1):
         try:
             spec, lost = (dims, ()) if isinstance(dims, PartitionSpec) else axes.resolve_and_report(dims or ())
-            note = "; ".join(f"dim {d} ({name!r}) wants mesh axis {a!r}, which an earlier dim has" for d, name, a in lost)
+            note = "; ".join(
+                f"dim {d} ({name!r}) wants mesh axis {a!r}, which an earlier dim has" for d, name, a in lost
+            )
             compiled.append((re.compile(pattern), spec, note))
         except re.error as error:
             problems.append(f"rule {number}: {pattern!r} is no regular expression: {error}.")

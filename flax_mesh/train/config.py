@@ -3,9 +3,10 @@
 import dataclasses
 import difflib
 import importlib.util
+import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ class CheckpointConfig:
 @dataclass(frozen=True)
 class RunConfig:
     """`steps`: where to stop. `platform`: "auto" (the devices that are there), "cpu", "cpu:8" (virtual devices), "gpu",
-    "tpu". `eval_every`: steps between evaluations, 0 for none. `sample_tokens`: length of the text sample at the end."""
+    "tpu". `eval_every`: steps between evaluations, 0 for none. `sample_tokens`: length of the text at the end."""
 
     steps: int = field(default=1000, metadata=SAME_RESULT)
     folder: str = field(default="runs/default", metadata=SAME_RESULT)
@@ -88,7 +89,7 @@ class TrainConfig:
     model: Any
     mesh: MeshConfig = MeshConfig()
     pipeline: PipelineConfig = PipelineConfig()
-    data: DataConfig = DataConfig()
+    data: DataConfig = DataConfig()  # noqa: RUF009 (a frozen value)
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     run: RunConfig = RunConfig()
@@ -101,8 +102,12 @@ SECTIONS = ("model", "mesh", "pipeline", "data", "optimizer", "checkpoint", "run
 
 
 def flat_fields(config: TrainConfig) -> dict[str, tuple[Any, Any, bool]]:
-    """"section.key" -> (value, type, whether another value changes the result of the run)."""
-    return {k: v for section in SECTIONS for k, v in _flatten(getattr(config, section), section, True).items()}
+    """ "section.key" -> (value, type, whether another value changes the result of the run)."""
+    sections = {name: getattr(config, name) for name in SECTIONS}
+    dataclass_sections = {name: node for name, node in sections.items() if dataclasses.is_dataclass(node)}
+    return {
+        key: field for name, node in dataclass_sections.items() for key, field in _flatten(node, name, True).items()
+    }
 
 
 def to_lines(config: TrainConfig) -> list[str]:
@@ -130,9 +135,10 @@ def override(config: TrainConfig, overrides: Iterable[str]) -> TrainConfig:
                 problems.append(f"{key} must be {error}, got {value!r}")
     if problems:
         raise ConfigError(problems)
-    for key, value in values.items():
-        config = _replace(config, key.split("."), value)
-    return config
+    try:
+        return _replace(config, values)
+    except ValueError as error:  # of a __post_init__
+        raise ConfigError(f"{', '.join(values)}: {error}") from error
 
 
 class Change(typing.NamedTuple):
@@ -171,6 +177,7 @@ def load_recipe(name: str) -> TrainConfig:
     if spec is None or spec.loader is None:
         raise ConfigError(f"recipe {file}: not a Python file")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look up the annotations of a recipe's own config
     spec.loader.exec_module(module)
     make = getattr(module, function, None)
     if not callable(make):
@@ -187,53 +194,61 @@ def parse_value(text: str, kind: Any) -> Any:
     kinds = _kinds(kind)
     if type(None) in kinds and text.lower() == "none":
         return None
-    parsers = [parser for name, parser in _PARSERS.items() if name in kinds]
-    for parse, _ in parsers:
-        if (value := parse(text)) is not None:
+    parsers = [(kinds[plain], *parser) for plain, parser in _PARSERS.items() if plain in kinds]
+    for annotation, parse, _ in parsers:
+        if (value := parse(text, annotation)) is not None:
             return value
-    names = [name for _, name in parsers] + ["none"] * (type(None) in kinds)
+    names = [name for _, _, name in parsers] + ["none"] * (type(None) in kinds)
     raise ValueError(" or ".join(names))
 
 
 def value_to_text(value: Any) -> str:
     """Text of one value, as `parse_value` reads it."""
-    if isinstance(value, tuple) and len(value) == 1:
-        return f"{value[0]},"
+    if isinstance(value, tuple):
+        return ",".join(map(value_to_text, value)) + ("," if len(value) < 2 else "")
     if value is None or isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
     return repr(value) if isinstance(value, float) else str(value)
 
 
-def _parse_int(text: str) -> int | None:
+def _parse_number(text: str, kind: type) -> int | float | None:
     try:
-        return int(text)
+        return kind(text)
     except ValueError:
         return None
 
 
-def _parse_float(text: str) -> float | None:
+def _parse_tuple(text: str, kind: Any) -> tuple[Any, ...] | None:
     try:
-        return float(text)
+        return tuple(parse_value(part, typing.get_args(kind)[0]) for part in text.split(",") if part)
     except ValueError:
         return None
 
 
 # Tried in this order; None means "not one of these". A tuple needs a comma, a str takes anything.
-_PARSERS: dict[Any, tuple[Callable[[str], Any], str]] = {
-    int: (_parse_int, "a whole number"),
-    float: (_parse_float, "a number"),
-    bool: (lambda text: {"true": True, "false": False}.get(text.lower()), "true or false"),
-    tuple: (lambda text: tuple(filter(None, text.split(","))) if "," in text else None, "names joined by commas"),
-    str: (lambda text: text, "text"),
+_PARSERS: dict[Any, tuple[Callable[[str, Any], Any], str]] = {
+    int: (_parse_number, "a whole number"),
+    float: (_parse_number, "a number"),
+    bool: (lambda text, _: {"true": True, "false": False}.get(text.lower()), "true or false"),
+    tuple: (lambda text, kind: _parse_tuple(text, kind) if "," in text else None, "values joined by commas"),
+    str: (lambda text, _: text, "text"),
 }
 
 
-def _kinds(hint: Any) -> set[Any]:
-    """Plain types of an annotation: `str | tuple[str, ...] | None` -> {str, tuple, NoneType}."""
+def _kinds(hint: Any) -> dict[Any, Any]:
+    """Plain type -> annotation: `str | tuple[int, ...] | None` -> {str: str, tuple: tuple[int, ...], NoneType: ...}."""
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    return {typing.get_origin(option) or option for option in options}
+    return {typing.get_origin(option) or option: option for option in options}
+
+
+def _has_text(hint: Any) -> bool:
+    """Whether text can say every value of the annotation."""
+    kinds = _kinds(hint)
+    if tuple in kinds:
+        item, *rest = typing.get_args(kinds[tuple]) or (Any,)
+        if rest != [...] or not _has_text(item):
+            return False
+    return kinds.keys() <= {*_PARSERS, type(None)}
 
 
 def _flatten(section: Any, prefix: str, changes_result: bool) -> dict[str, tuple[Any, Any, bool]]:
@@ -244,11 +259,19 @@ def _flatten(section: Any, prefix: str, changes_result: bool) -> dict[str, tuple
         matters = changes_result and item.metadata.get("changes_result", True)
         if dataclasses.is_dataclass(value):
             found |= _flatten(value, key, matters)
-        elif _kinds(hints[item.name]) <= {*_PARSERS, type(None)}:  # what text cannot say stays with the recipe
+        elif _has_text(hints[item.name]):  # the rest stays with the recipe
             found[key] = (value, hints[item.name], matters)
     return found
 
 
-def _replace(node: Any, keys: Sequence[str], value: Any) -> Any:
-    head, *rest = keys
-    return dataclasses.replace(node, **{head: _replace(getattr(node, head), rest, value) if rest else value})
+def _replace(node: Any, values: Mapping[str, Any]) -> Any:
+    """`node` with dotted keys replaced, those of one dataclass at once: its __post_init__ sees them together."""
+    own, nested = {}, {}
+    for key, value in values.items():
+        head, dot, rest = key.partition(".")
+        if dot:
+            nested.setdefault(head, {})[rest] = value
+        else:
+            own[head] = value
+    own |= {head: _replace(getattr(node, head), inner) for head, inner in nested.items()}
+    return dataclasses.replace(node, **own)

@@ -2,13 +2,13 @@
 
 import fcntl
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.train.config import Change, TrainConfig, changes
+from flax_mesh.train.config import Change, TrainConfig, changes, to_lines
 
 CHECKPOINTS, METRICS, CONFIG, LOCK = "checkpoints", "metrics.jsonl", "config.txt", ".lock"
 
@@ -20,22 +20,26 @@ def next_free(folder: Path) -> Path:
 
 
 @contextmanager
-def run_folder(folder: Path, lines: Iterable[str]) -> Iterator[Path]:
+def run_folder(folder: Path) -> Iterator[None]:
     """The folder, made if need be and locked against a second writer. A ConfigError says why it cannot be had."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / LOCK).open("a")
     except OSError as error:
-        raise ConfigError(f"run.folder={folder} cannot be written: {error.strerror}") from error
+        raise ConfigError(f"run.folder={folder} cannot be written ({error.strerror}); use another folder") from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the kernel, however this process ends
         except BlockingIOError:
-            raise ConfigError(f"run.folder={folder} is in use by another run") from None
-        partial = folder / (CONFIG + ".new")
-        partial.write_text("\n".join(lines) + "\n")
-        os.replace(partial, folder / CONFIG)
-        yield folder
+            raise ConfigError(f"run.folder={folder} is in use by another run; stop that one, or use another") from None
+        yield
+
+
+def write_config(folder: Path, config: TrainConfig) -> None:
+    """config.txt as `@FILE` reads it: whole, or as it was."""
+    partial = folder / (CONFIG + ".new")
+    partial.write_text("\n".join(to_lines(config)) + "\n", encoding="utf-8")
+    os.replace(partial, folder / CONFIG)
 
 
 def check_resume(

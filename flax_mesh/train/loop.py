@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -17,14 +19,15 @@ from jax.sharding import Mesh
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.errors import ConfigError
 from flax_mesh.sharding import PartitionRules, abstract_state
-from flax_mesh.train.batches import make_batch_fn, make_eval_fn, num_eval_batches, prefetch
-from flax_mesh.train.config import TrainConfig, to_lines
+from flax_mesh.train.batches import BatchFn, make_batch_fn, make_eval_fn, num_eval_batches, prefetch
+from flax_mesh.train.config import Change, TrainConfig, to_lines
 from flax_mesh.train.data import Corpus, decode, load_corpus
-from flax_mesh.train.folder import CHECKPOINTS, METRICS, check_resume, next_free, run_folder
+from flax_mesh.train.folder import CHECKPOINTS, METRICS, check_resume, next_free, run_folder, write_config
 from flax_mesh.train.metrics import MetricsFile, Row, step_row
 from flax_mesh.train.setup import (
     batch_sharding,
     check_config,
+    check_on_corpus,
     check_on_mesh,
     make_mesh,
     make_optimizer,
@@ -32,7 +35,7 @@ from flax_mesh.train.setup import (
     run_rules,
 )
 from flax_mesh.train.state import TrainState, abstract_train_state, init_train_state
-from flax_mesh.train.step import in_mesh, make_eval_step, make_train_step
+from flax_mesh.train.step import Step, in_mesh, make_eval_step, make_train_step, mesh_of
 from flax_mesh.tree import named_leaves
 
 Say = Callable[[str], None]
@@ -74,26 +77,30 @@ def train(
     make = _maker(config)
     abstract = abstract_state(make, mesh, rules)
     corpus = load_corpus(config.data)
-    wanted = Path(config.run.folder)
+    if problems := check_on_corpus(config, corpus):
+        raise ConfigError(problems)
+    layout = abstract_train_state(make, abstract)
+    functions = _functions(config, layout, rules, corpus)
+    wanted = Path(config.run.folder).expanduser()
     folder = next_free(wanted) if restart else wanted
-    with run_folder(folder, to_lines(config)):
-        run = _Run(config, recipe, mesh, rules, abstract, corpus, folder, say, hooks, should_stop)
+    with run_folder(folder):
+        run = _Run(config, recipe, mesh, rules, abstract, corpus, functions, folder, say, hooks, should_stop)
         _describe(run)
         with Checkpointer(folder / CHECKPOINTS, keep=config.checkpoint.keep, layers=rules.layers) as checkpointer:
             step = checkpointer.latest_step()
             if step is None:
                 say(f"run: {folder} is new, {config.run.steps} steps")
+                write_config(folder, config)
                 return _steps(run, checkpointer, init_train_state(make, abstract), 0)
-            saved = checkpointer.metadata(step)
-            for change in check_resume(saved, config, corpus.content_hash, allow_changes=allow_changes):
+            for change in _changes(run, checkpointer, step, allow_changes):
                 say(f"changed since the checkpoint: {change}")
             if step >= config.run.steps:
                 say(f"run: {folder} is finished: step {step} of {config.run.steps}. Nothing to do.")
                 return Result("already finished", step, folder)
             say(f"run: found {folder} at step {step}; resuming, {config.run.steps - step} steps to go")
-            definition = abstract_train_state(make, abstract).definition
+            write_config(folder, config)
             leaves = tuple(jax.tree.leaves(checkpointer.restore(abstract, step)))
-            return _steps(run, checkpointer, TrainState(leaves, definition), step)
+            return _steps(run, checkpointer, TrainState(leaves, layout.definition), step)
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,7 @@ class _Run:
     rules: PartitionRules
     abstract: nnx.State
     corpus: Corpus
+    functions: "_Functions"
     folder: Path
     say: Say
     hooks: Sequence[Callable[[Row], None]]
@@ -116,10 +124,29 @@ class _Run:
         return sum(math.prod(x.shape) for x in jax.tree.leaves(self.abstract["model"]))
 
 
+class _Functions(NamedTuple):
+    """Jitted for the mesh of the run; nothing is compiled before the first call."""
+
+    step: Step
+    batch: BatchFn
+    evaluate: Callable[[TrainState], Row] | None  # None: run.eval_every=0
+
+
+def _changes(run: _Run, checkpointer: Checkpointer, step: int, allow_changes: bool) -> list[Change]:
+    """Settings that differ from those of the checkpoint. ConfigError where that is refused."""
+    saved = checkpointer.metadata(step)
+    try:
+        return check_resume(saved, run.config, run.corpus.content_hash, allow_changes=allow_changes)
+    except ConfigError:
+        # Of another model no setting can be allowed: `restore` then raises, and names every array that differs.
+        checkpointer.restore(run.abstract, step)
+        raise
+
+
 def _steps(run: _Run, checkpointer: Checkpointer, state: TrainState, start: int) -> Result:
     """Train from `start` completed steps to `run.steps`; every step's row is written before its state is saved."""
     config = run.config
-    step_fn, evaluate, batch_fn = _functions(run)
+    step_fn, batch_fn, evaluate = run.functions
     rows = _Rows(run, start)
     step, status = start, "finished"
     with ExitStack() as stack:
@@ -132,8 +159,8 @@ def _steps(run: _Run, checkpointer: Checkpointer, state: TrainState, start: int)
             rows.begin(step, metrics, waited)
             last = step == config.run.steps
             stop = run.should_stop()
-            if config.run.eval_every and (last or step % config.run.eval_every == 0):
-                rows.add(evaluate(state))
+            if evaluate and (last or step % config.run.eval_every == 0):
+                rows.finish(partial(evaluate, state))
             if last or stop or step % config.checkpoint.every == 0:
                 rows.finish()
                 checkpointer.save(step, state.to_nnx(), _metadata(run, step))
@@ -164,10 +191,8 @@ class _Rows:
     def begin(self, step: int, metrics: Any, waited: float) -> None:
         self._pending = (step, metrics, waited)
 
-    def add(self, values: Row) -> None:
-        self._extra |= values
-
-    def finish(self) -> None:
+    def finish(self, more: Callable[[], Row] = dict) -> None:
+        """Write the row begun last, with what `more()` gives; the time that takes counts for no row."""
         if self._pending is None:
             return
         step, metrics, waited = self._pending
@@ -182,8 +207,8 @@ class _Rows:
             devices=list(self.run.mesh.devices.flat),
             flops_per_token=self._flops,
         )
-        self.last = row | self._extra
-        self._pending, self._extra, self._since = None, {}, now
+        self.last = row | self._extra | more()
+        self._pending, self._extra, self._since = None, {}, time.perf_counter()
         self.file.write(self.last)
         for hook in self.run.hooks:
             hook(self.last)
@@ -192,33 +217,33 @@ class _Rows:
         self.file.close()
 
 
-def _functions(run: _Run):
-    """(train step, evaluation of a state -> row, step -> batch), jitted for this run's mesh."""
-    config, axes = run.config, run.rules.axes
+def _functions(config: TrainConfig, layout: TrainState, rules: PartitionRules, corpus: Corpus) -> _Functions:
     step_fn = make_train_step(
         config.loss_fn,
-        mesh=run.mesh,
+        layout,
         seed=config.run.seed,
         microbatches=config.pipeline.microbatches,
-        layers=run.rules.layers,
-        axes=axes,
+        layers=rules.layers,
+        axes=rules.axes,
         learning_rate=make_schedule(config.optimizer),
     )
-    eval_step = make_eval_step(config.loss_fn, mesh=run.mesh)
-    sharding = batch_sharding(run.mesh, axes)
+    sharding = batch_sharding(mesh_of(layout), rules.axes)
     vocab = getattr(config.model, "vocab_size", None)
     seed = config.run.seed if config.data.seed is None else config.data.seed
-    batch_fn = make_batch_fn(run.corpus.train, seed=seed, config=config.data, sharding=sharding, vocab_size=vocab)
-    eval_fn = make_eval_fn(run.corpus.held_out, config=config.data, sharding=sharding, vocab_size=vocab)
-    batches = num_eval_batches(run.corpus.held_out, config.data)
+    batch_fn = make_batch_fn(corpus.train, seed=seed, config=config.data, sharding=sharding, vocab_size=vocab)
+    if not config.run.eval_every:
+        return _Functions(step_fn, batch_fn, None)
+    eval_step = make_eval_step(config.loss_fn, layout)
+    eval_fn = make_eval_fn(corpus.held_out, config=config.data, sharding=sharding, vocab_size=vocab)
+    batches = num_eval_batches(corpus.held_out, config.data)
 
     def evaluate(state: TrainState) -> Row:
         sums = [jax.device_get(eval_step(state, eval_fn(k))) for k in range(batches)]
         loss = float(sum(s["loss"] for s in sums) / sum(s["weight"] for s in sums))
-        per_token = run.corpus.bytes_per_token
+        per_token = corpus.bytes_per_token
         return {"eval_loss": loss, "bits_per_byte": loss / math.log(2) / per_token if per_token else None}
 
-    return step_fn, evaluate, batch_fn
+    return _Functions(step_fn, batch_fn, evaluate)
 
 
 def _maker(config: TrainConfig) -> Callable[[], tuple[nnx.Module, nnx.Optimizer]]:
@@ -262,7 +287,7 @@ def _describe(run: _Run) -> None:
 
 
 def _itemsize(x: Any) -> int:
-    return 8 if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x.dtype.itemsize
+    return 8 if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.dtype.itemsize
 
 
 def _sample(run: _Run, state: TrainState) -> str:

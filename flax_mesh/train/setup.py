@@ -1,6 +1,7 @@
 """From a TrainConfig to what a run needs, every mistake found before anything compiles."""
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,9 +16,10 @@ from flax_mesh.mesh import create_mesh, parse_mesh_shape
 from flax_mesh.sharding import PartitionRules, abstract_model, partition_rules
 from flax_mesh.sharding.rules import as_rules
 from flax_mesh.train.config import OptimizerConfig, TrainConfig
-from flax_mesh.train.data import check_data_config
+from flax_mesh.train.data import Corpus, check_data_config
 from flax_mesh.tree import map_named
 
+PLATFORM = re.compile(r"auto|cpu(:[1-9][0-9]*)?|gpu|cuda|tpu")
 AXIS_NAMES = ("pp", "dp", "fsdp", "ep", "tp", "sp")
 SHRINK_ORDER = ("dp", "fsdp", "sp", "ep", "tp")  # copies and shards of the batch first, splits of layers last
 
@@ -56,17 +58,24 @@ def check_config(config: TrainConfig) -> list[str]:
     batch, parts = config.data.batch_size, config.pipeline.microbatches
     if parts >= 1 and batch % parts:
         found.append(f"data.batch_size={batch} is not divisible by pipeline.microbatches={parts}")
-    vocab = getattr(config.model, "vocab_size", None)
-    if isinstance(vocab, int) and config.data.source == "stdlib" and vocab < 256:
-        found.append(f"model.vocab_size={vocab} is too small for bytes: text needs 256")
+    if not PLATFORM.fullmatch(run.platform):
+        found.append(f"run.platform must be auto, cpu, cpu:N (N devices), gpu or tpu, got {run.platform!r}")
     try:
         if mesh_shape(config).get("pp", 1) != 1:
             found.append(f"mesh.shape={config.mesh.shape} has pp > 1: this version has no pipelines yet; use pp:1")
     except ValueError as error:
         found.append(f"mesh.shape: {error}")
     if run.folder == "":
-        found.append("run.folder is empty")
+        found.append("run.folder is empty; name a folder, such as runs/default")
     return found
+
+
+def check_on_corpus(config: TrainConfig, corpus: Corpus) -> list[str]:
+    """One line if the model has fewer token ids than the text."""
+    ids, found = getattr(config.model, "vocab_size", None), corpus.vocab_size
+    if isinstance(ids, int) and found is not None and ids < found:
+        return [f"model.vocab_size={ids} is too small for data.source={config.data.source}: text needs {found}"]
+    return []
 
 
 def mesh_shape(config: TrainConfig) -> dict[str, int]:
@@ -116,21 +125,27 @@ def run_rules(config: TrainConfig) -> PartitionRules:
 
 
 def check_on_mesh(config: TrainConfig, mesh: Mesh, axes: PartitionAxis) -> list[str]:
-    """Dims of the batch that do not divide over the mesh, one line each."""
+    """Dims of the batch and of the model that do not divide over the mesh, one line each.
+
+    A model config tells of its own by a method `dims() -> [(setting, logical axis, size)]`: one line about the number
+    of heads is clearer than the error of `abstract_state`, which has a line for every array.
+    """
+    data, parts = config.data, config.pipeline.microbatches
+    cut = f" / pipeline.microbatches={parts}" if parts > 1 else ""
+    dims = [
+        (f"data.batch_size={data.batch_size}{cut}", "batch", data.batch_size // parts),
+        (f"data.sequence_length={data.sequence_length}", "sequence", data.sequence_length),
+    ]
+    if config.rules is None:  # the model's own table; another one may leave these dims whole
+        model_dims = getattr(config.model, "dims", list)()
+        dims += [(f"{setting}={size}", logical, size) for setting, logical, size in model_dims]
     found = []
-    rows = config.data.batch_size // config.pipeline.microbatches
-    dims = (
-        ("data.batch_size", "batch", rows, config.pipeline.microbatches),
-        ("data.sequence_length", "sequence", config.data.sequence_length, 1),
-    )
-    for key, logical, size, parts in dims:
+    for text, logical, size in dims:
         names = [name for name in axes.mesh_axes(logical) if name in mesh.axis_names]
         ways = math.prod(mesh.shape[name] for name in names)
         if size % ways:
-            over = " * ".join(f"{name}={mesh.shape[name]}" for name in names)
-            cut = f" / pipeline.microbatches={parts}" if parts > 1 else ""
-            value = getattr(config.data, key.split(".")[1])
-            found.append(f"{key}={value}{cut} is not divisible by {ways} ({over}); use a multiple, or another mesh.shape")
+            over = " * ".join(f"{name}={mesh.shape[name]}" for name in names if mesh.shape[name] > 1)
+            found.append(f"{text} is not divisible by {ways} ({over}); use a multiple, or another mesh.shape")
     return found
 
 

@@ -42,16 +42,21 @@ class TrainState:
     def replace(self, model: nnx.Module, optimizer: nnx.Optimizer) -> "TrainState":
         """The state of modules that came from `merge`, after their variables have changed."""
         graphdef, state = nnx.split({"model": model, "optimizer": optimizer})
-        leaves, treedef = jax.tree.flatten(state)
-        if TreeDefinition(graphdef, treedef) != self.definition:
-            before, after = {p for p, _ in named_leaves(self.to_nnx())}, {p for p, _ in named_leaves(state)}
-            raise ValueError(
-                "the step changed the structure of the model: "
-                f"gone {sorted(before - after) or 'nothing'}, new {sorted(after - before) or 'nothing'}. "
-                "Variables and static attributes must be the same before and after the call of the model."
-            )
+        check_same_structure(self.definition.graphdef, self.to_nnx(), graphdef, state)
+        leaves = jax.tree.leaves(state)
         # The same object as before, not an equal one: comparing it at every dispatch is then free.
         return TrainState(tuple(leaves), self.definition)
+
+
+def check_same_structure(graphdef_before: Any, before: Any, graphdef_after: Any, after: Any) -> None:
+    """Raise a ValueError that names the variables that came or went; `before` and `after` are trees of States."""
+    was, now = ({path for path, _ in named_leaves(tree)} for tree in (before, after))
+    if was != now or graphdef_before != graphdef_after:
+        raise ValueError(
+            f"the step changed the structure of the model: gone {sorted(was - now) or 'nothing'}, "
+            f"new {sorted(now - was) or 'nothing'}. Variables and static attributes must be the same before and after "
+            "the call of the model."
+        )
 
 
 def abstract_train_state(make: Callable[[], Any], abstract: nnx.State) -> TrainState:

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from flax_mesh.axes import PartitionAxis
-from flax_mesh.sharding import constrain
-from flax_mesh.train.state import TrainState
+from flax_mesh.mesh import current_mesh
+from flax_mesh.sharding import with_sharding_constraint
+from flax_mesh.train.state import TrainState, check_same_structure
 from flax_mesh.tree import in_stack, layer_path, map_named, path_of
 
 Batch = Any  # a pytree of arrays whose first dim is the batch
@@ -35,8 +36,8 @@ Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 def make_train_step(
     loss_fn: LossFn,
+    state: TrainState,
     *,
-    mesh: Mesh | None = None,
     seed: int = 0,
     microbatches: int = 1,
     layers: Iterable[str] = (),
@@ -45,13 +46,13 @@ def make_train_step(
 ) -> Step:
     """A jitted step that donates its state; metrics are loss, weight, grad_norm (before clipping) and the loss's own.
 
-    `mesh` is the mesh that constraints inside the model see; the step carries it, whatever the caller's context.
-    The batch is cut into `microbatches` equal parts, run one after another. Every random stream of the model is keyed
+    `state` shows the layout, as arrays or abstractly: the state comes back in that same layout, and constraints inside
+    the model see its mesh, whatever mesh the caller has in context. The batch is cut into `microbatches` equal parts, run one after another. Every random stream of the model is keyed
     by (seed, step, microbatch, path of the stream), `layers` naming the paths of layer lists, so that neither mesh,
     remat nor scan changes a mask. Only variables of the optimizer's `wrt` are trained; all others are threaded
     through the microbatches and come back updated.
     """
-    layers = tuple(layers)
+    layers, mesh = tuple(layers), mesh_of(state)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         with in_mesh(mesh):
@@ -64,10 +65,12 @@ def make_train_step(
 
         def loss_of(params: nnx.State, others: nnx.State, part: Batch, index: Any):
             keyed = reseed(streams, (seed, count, index), layers)
-            model = nnx.merge(graphdef, params, keyed, others)
+            here = jax.tree.map(lambda x: x, others)  # Variables may be changed only in the trace that made them
+            model = nnx.merge(graphdef, params, keyed, here)
             loss_sum, weight, metrics = sums_of(loss_fn(model, part))
-            others = nnx.split(model, optimizer.wrt, nnx.RngState, ...)[3]
-            return loss_sum, (weight, metrics, others)
+            after, *parts = nnx.split(model, optimizer.wrt, nnx.RngState, ...)
+            check_same_structure(graphdef, (params, keyed, others), after, parts)
+            return loss_sum, (weight, metrics, parts[2])
 
         def run(others: nnx.State, part: Batch, index: Any):
             grads_of = jax.value_and_grad(loss_of, has_aux=True)
@@ -78,18 +81,21 @@ def make_train_step(
         divisor = jnp.where(weight == 0, 1.0, weight)  # a batch without a single target: no gradient, not NaN
         grads = jax.tree.map(lambda g: (g / divisor).astype(g.dtype), grads)
         metrics = {name: total / divisor for name, total in sums.items()}
-        metrics |= {"weight": weight, "grad_norm": optax.global_norm(grads)}
+        metrics |= {"weight": weight, "grad_norm": optax.tree.norm(grads)}
         if learning_rate is not None:
             metrics["learning_rate"] = jnp.asarray(learning_rate(count), jnp.float32)
         model = nnx.merge(graphdef, params, streams, others)
         optimizer.update(model, grads)
         return state.replace(model, optimizer), metrics
 
-    return jax.jit(step, donate_argnums=0)
+    # Left to itself, the compiler may return a leaf in another layout than it came in.
+    layout = jax.tree.map(lambda x: x.sharding, state) if mesh else None
+    return jax.jit(step, donate_argnums=0, out_shardings=(layout, None))
 
 
-def make_eval_step(loss_fn: LossFn, *, mesh: Mesh | None = None) -> Callable[[TrainState, Batch], Metrics]:
+def make_eval_step(loss_fn: LossFn, state: TrainState) -> Callable[[TrainState, Batch], Metrics]:
     """A jitted function: the sums "loss", "weight" and the loss's own metrics, with the model in `eval()` mode."""
+    mesh = mesh_of(state)
 
     def evaluate(state: TrainState, batch: Batch) -> Metrics:
         with in_mesh(mesh):
@@ -155,7 +161,10 @@ def _accumulate(run: Callable[..., Any], others: Any, batch: Batch, microbatches
 
     def cut(x: jax.Array) -> jax.Array:
         x = x.reshape(microbatches, x.shape[0] // microbatches, *x.shape[1:])
-        return constrain(x, (None, "batch", *[None] * (x.ndim - 2)), axes=axes)
+        if current_mesh() is None:
+            return x
+        # A hint where the rows should lie, so what does not fit this mesh is left out.
+        return with_sharding_constraint(x, axes.resolve((None, "batch")), on_mismatch="drop")
 
     def body(carry: Any, indexed: Any):
         others, total = carry
@@ -166,6 +175,12 @@ def _accumulate(run: Callable[..., Any], others: Any, batch: Batch, microbatches
     first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parts)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run, others, *first)[1])
     return jax.lax.scan(body, (others, zeros), parts)[0]
+
+
+def mesh_of(state: TrainState) -> Mesh | None:
+    """The mesh that the leaves are laid out on, None for a state on a single device without one."""
+    shardings = [getattr(leaf, "sharding", None) for leaf in state.leaves]
+    return next((s.mesh for s in shardings if isinstance(s, NamedSharding)), None)
 
 
 def in_mesh(mesh: Mesh | None):

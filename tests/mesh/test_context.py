@@ -1,0 +1,157 @@
+"""Which mesh is in context, seen from everywhere a user may ask."""
+
+import threading
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+
+from flax_mesh.mesh import (
+    NoMeshError,
+    create_mesh,
+    current_mesh,
+    get_axes_size_in_mesh,
+    get_incontext_mesh,
+    get_mesh_axis_names,
+    get_mesh_axis_size,
+    get_submesh_device_index,
+    names_in_current_mesh,
+)
+
+P = PartitionSpec
+
+
+@pytest.fixture
+def mesh():
+    return create_mesh((2, 4), ("dp", "tp"))
+
+
+@pytest.fixture
+def legacy(mesh):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # `with mesh:` is deprecated; seeing it is the subject
+        with mesh:
+            yield mesh
+
+
+def seen_inside_jit():
+    seen = []
+    jax.jit(lambda x: (seen.append(current_mesh()), x)[1])(1.0)
+    return seen[0]
+
+
+def test_no_mesh():
+    assert current_mesh() is None
+    assert not names_in_current_mesh("dp")
+    assert names_in_current_mesh()
+    with pytest.raises(AssertionError, match=r"with jax.set_mesh\(mesh\)"):
+        get_incontext_mesh()
+    with pytest.raises(NoMeshError):
+        get_axes_size_in_mesh("dp")
+    assert seen_inside_jit() is None
+
+
+def test_set_mesh(mesh):
+    with jax.set_mesh(mesh):
+        assert current_mesh() is mesh
+        assert get_incontext_mesh() is mesh
+        inside = seen_inside_jit()
+    assert isinstance(inside, AbstractMesh) and inside == mesh.abstract_mesh
+    assert current_mesh() is None
+
+
+def test_legacy_context(legacy):
+    assert current_mesh() is legacy
+    assert get_mesh_axis_names() == ["dp", "tp"]
+    assert isinstance(seen_inside_jit(), Mesh)
+
+
+def test_set_mesh_goes_before_the_legacy_context(legacy):
+    other = create_mesh((8,), ("fsdp",))
+    with jax.set_mesh(other):
+        assert current_mesh() is other
+    assert current_mesh() is legacy
+
+
+def test_an_abstract_mesh_in_context(mesh):
+    other = AbstractMesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh), jax.sharding.use_abstract_mesh(other):
+        assert current_mesh() == other
+        assert get_mesh_axis_size("fsdp") == 8
+
+
+def test_eval_shape_and_grad_see_the_mesh(mesh):
+    with jax.set_mesh(mesh):
+        jax.eval_shape(lambda x: x * get_axes_size_in_mesh("tp"), jnp.ones(2))
+        gradient = jax.grad(lambda x: x * get_axes_size_in_mesh(("dp", "tp")))(1.0)
+    assert gradient == 8
+
+
+def test_shard_map_shows_manual_axes(mesh):
+    seen = []
+
+    def body(x):
+        seen.append(current_mesh())
+        return x
+
+    with jax.set_mesh(mesh):
+        jax.jit(jax.shard_map(body, in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"}))(jnp.zeros(4))
+    assert seen[0].axis_types == (AxisType.Manual, AxisType.Auto)
+
+
+def test_another_thread_starts_without_a_mesh(mesh):
+    seen = []
+
+    def work():
+        seen.append(current_mesh())
+        with jax.set_mesh(mesh):
+            seen.append(current_mesh())
+
+    with jax.set_mesh(mesh):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert seen == [None, mesh]
+
+
+def test_names_and_sizes(mesh):
+    assert get_mesh_axis_names(mesh) == ["dp", "tp"]
+    assert get_axes_size_in_mesh("tp", mesh) == 4
+    assert get_axes_size_in_mesh(["dp", "tp"], mesh) == 8
+    assert get_axes_size_in_mesh((), mesh) == 1
+    assert get_axes_size_in_mesh("tp", mesh.abstract_mesh) == 4
+    with jax.set_mesh(mesh):
+        assert names_in_current_mesh("dp", "tp") and not names_in_current_mesh("dp", "sp")
+        assert get_mesh_axis_size(("dp", "tp")) == 8
+    with pytest.raises(KeyError, match=r"No axis 'sp', 'ep' .*'dp': 2"):
+        get_axes_size_in_mesh(("dp", "sp", "ep"), mesh)
+    with pytest.raises(TypeError, match="string or a list or tuple of strings, got 3"):
+        get_axes_size_in_mesh(3, mesh)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [("tp", [0, 1, 2, 3] * 2), (("dp", "tp"), list(range(8))), (("tp", "dp"), [0, 2, 4, 6, 1, 3, 5, 7]), ((), [0] * 8)],
+)
+def test_device_indices_count_the_first_name_as_the_slowest(mesh, names, expected):
+    def body(x):
+        return x + get_submesh_device_index(names)
+
+    index = jax.shard_map(body, mesh=mesh, in_specs=P(("dp", "tp")), out_specs=P(("dp", "tp")))(jnp.zeros(8, int))
+    assert np.array(index).tolist() == expected
+
+
+def test_mapped_axes_win_over_the_mesh(mesh):
+    with jax.set_mesh(mesh):
+        sizes = jax.vmap(lambda x: x * get_mesh_axis_size("rows"), axis_name="rows")(jnp.ones(3))
+    assert sizes.tolist() == [3, 3, 3]
+
+
+def test_a_device_index_needs_a_mapped_axis(mesh):
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"'tp' is not mapped here.*shard_map"):
+        get_submesh_device_index("tp")
+    with pytest.raises(TypeError, match="got 3"):
+        get_submesh_device_index(3)  # pyright: ignore[reportArgumentType]

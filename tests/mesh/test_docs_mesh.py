@@ -1,0 +1,52 @@
+"""docs/mesh.md: the printed texts, the pictures and the table of gains are what the code says today."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flax_mesh.mesh import draw_mesh_svg
+from tests.mesh.test_cost import FAMILY, changes
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "mesh.md").read_text()
+PICTURES = {"cube": "mesh-cube.svg", "pair": "mesh-slices.svg"}  # variable of the page -> picture
+
+
+def run_page():
+    """The namespace after all python blocks, and what each printed."""
+    namespace: dict[str, Any] = {"__name__": "mesh_page"}
+    printed = []
+    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile(block, "docs/mesh.md", "exec"), namespace)
+        if out.getvalue():
+            printed.append(out.getvalue().strip())
+    return namespace, printed
+
+
+def test_blocks_print_what_the_page_shows():
+    namespace, printed = run_page()
+    assert printed == [text.strip() for text in re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)]
+    for variable, name in PICTURES.items():
+        assert name in PAGE
+        assert (DOCS / name).read_text() == draw_mesh_svg(namespace[variable])
+
+
+@pytest.mark.slow
+def test_the_table_of_gains_is_complete():
+    listed = set()
+    for kind, sides, shapes in re.findall(r"^\| (v4|v5e) \| ([\dx]+) \| ([\dx, ]+) \|", PAGE, re.MULTILINE):
+        listed |= {(kind, sides, shape) for shape in shapes.split(", ")}
+    found = {
+        (
+            "v5e" if torus.kind == "TPU v5 lite" else "v4",
+            "x".join(map(str, torus.shape[:2] if torus.kind == "TPU v5 lite" else torus.shape)),
+            "x".join(map(str, mesh_shape)),
+        )
+        for torus, mesh_shape, _, _ in changes(FAMILY)
+    }
+    assert listed == found

@@ -1,0 +1,74 @@
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from flax_mesh import PartitionAxis, ShardingError, constrain, create_mesh, with_sharding_constraint
+
+P = PartitionSpec
+X = jnp.arange(64.0).reshape(8, 8)
+
+
+@pytest.fixture(params=["auto", "explicit", "mixed"])
+def mesh(request):
+    kinds = {"auto": "auto", "explicit": "explicit", "mixed": ("explicit", "auto")}
+    return create_mesh((2, 4), ("a", "b"), axis_types=kinds[request.param])
+
+
+@pytest.mark.parametrize("spec", [P("a", "b"), P(None, "b"), P("b"), P(("a", "b")), P()], ids=str)
+def test_values_stay_and_the_layout_is_as_asked_inside_and_outside_jit(mesh, spec):
+    if spec == P(("a", "b")) and len(set(mesh.axis_types)) == 2:
+        with (
+            jax.set_mesh(mesh),
+            pytest.raises(ShardingError, match="splits dim 0 over Explicit and Auto axes together"),
+        ):
+            with_sharding_constraint(X, spec)
+        return
+    with jax.set_mesh(mesh):
+        for y in (
+            with_sharding_constraint(X, spec),
+            jax.jit(lambda x: with_sharding_constraint(x, spec))(X),
+        ):
+            assert (y == X).all()
+            assert y.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+
+
+def test_manual_axes_are_left_alone():
+    mesh = create_mesh((2, 4), ("a", "b"))
+    with jax.set_mesh(mesh):
+        both = jax.shard_map(lambda x: with_sharding_constraint(x, P("a", "b")) * 2, in_specs=P("a"), out_specs=P("a"))
+        assert (jax.jit(both)(X) == X * 2).all()
+
+        def inside(x):  # b is still Auto here
+            return with_sharding_constraint(x, P("a", "b")) * 2
+
+        some = jax.shard_map(inside, in_specs=P("a"), out_specs=P("a"), axis_names={"a"})
+        assert (jax.jit(some)(X) == X * 2).all()
+
+
+def test_what_does_not_fit_is_an_error_or_left_out_as_asked():
+    mesh = create_mesh((2, 4), ("a", "b"))
+    with jax.set_mesh(mesh):
+        with pytest.raises(ShardingError, match=r"dim 1 has size 6, not divisible by 4 \(axes \('b',\) of b=4\)"):
+            jax.jit(lambda x: with_sharding_constraint(x, P("a", "b")))(jnp.ones((8, 6)))
+        with pytest.raises(ShardingError, match="names mesh axis 'c', which the mesh .* lacks"):
+            with_sharding_constraint(X, P("c"))
+        kept = with_sharding_constraint(jnp.ones((8, 6)), P("a", "b"), on_mismatch="drop")
+        assert kept.sharding.is_equivalent_to(NamedSharding(mesh, P("a")), 2)
+
+
+def test_without_a_mesh_a_spec_is_an_error_and_logical_axes_do_nothing():
+    with pytest.raises(AssertionError, match="No mesh is in context"):
+        with_sharding_constraint(X, P())
+    assert constrain(X, ("batch", "hidden"), axes=PartitionAxis()) is X
+
+
+def test_logical_axes_follow_partition_axis_and_mode():
+    mesh = create_mesh((1, 2, 1, 2, 2))
+    axes = PartitionAxis(generation_batch_axis="dp")
+    x = jnp.ones((4, 4, 4))
+    with jax.set_mesh(mesh):
+        train = constrain(x, ("batch", "sequence", "hidden"), axes=axes)
+        decode = constrain(x, ("batch", "query_sequence", "hidden"), axes=axes, mode="decode")
+    assert train.sharding.is_equivalent_to(NamedSharding(mesh, P("fsdp", "sp", "tp")), 3)
+    assert decode.sharding.is_equivalent_to(NamedSharding(mesh, P(None, None, "tp")), 3)

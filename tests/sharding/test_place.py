@@ -1,0 +1,232 @@
+import hashlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+import flax_mesh as fm
+
+P = PartitionSpec
+RULES = [("kernel$", ("embed", "mlp")), (".*", ())]
+
+
+class MLP(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.layers = nnx.List([nnx.Linear(8, 16, rngs=rngs), nnx.BatchNorm(16, rngs=rngs)])
+        self.out = nnx.Linear(16, 8, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+
+def make():
+    return MLP(nnx.Rngs(0))
+
+
+def make_both():
+    model = make()
+    return model, nnx.Optimizer(model, optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), wrt=nnx.Param)
+
+
+def meshes():
+    return {
+        "one": fm.create_mesh((1, 1, 1, 1, 1), devices=jax.devices()[:1]),
+        "fsdp8": fm.create_mesh(),
+        "dp2fsdp2tp2": fm.create_mesh((2, 2, 1, 2, 1)),
+        "tp8": fm.create_mesh((1, 1, 1, 8, 1)),
+    }
+
+
+def digest(state) -> str:
+    data = [np.asarray(x if x.dtype != jax.random.key(0).dtype else jax.random.key_data(x)) for x in state]
+    return hashlib.sha256(b"".join(x.tobytes() for x in data)).hexdigest()
+
+
+def test_the_abstract_state_allocates_nothing_and_needs_no_devices():
+    mesh = AbstractMesh((512, 8), ("fsdp", "tp"))
+    big = lambda: nnx.Linear(2**17, 2**20, rngs=nnx.Rngs(0))  # noqa: E731  (half a terabyte)
+    abstract = fm.abstract_state(big, mesh, RULES)
+    kernel = abstract["kernel"].get_value()
+    assert isinstance(kernel, jax.ShapeDtypeStruct)
+    assert kernel.sharding.spec == P("fsdp", "tp")
+    assert kernel.sharding.shard_shape(kernel.shape) == (256, 131072)
+    with pytest.raises(fm.ShardingError, match="made for an AbstractMesh"):
+        fm.init_state(big, abstract)
+
+
+def test_optimizer_leaves_follow_their_parameters():
+    abstract = fm.abstract_state(make_both, meshes()["dp2fsdp2tp2"], RULES)
+    specs = {path: leaf.sharding.spec for path, leaf in fm.named_leaves(abstract)}
+    assert specs["model/out/kernel"] == P("fsdp", "tp")
+    assert specs["optimizer/opt_state/1/0/mu/out/kernel"] == P("fsdp", "tp")
+    assert specs["optimizer/opt_state/1/0/nu/layers/0/kernel"] == P("fsdp", "tp")
+    assert specs["optimizer/opt_state/1/0/count"] == specs["optimizer/step"] == P()
+
+
+def test_moments_follow_by_structure_even_where_the_pattern_is_anchored():
+    rules = [("^out/kernel$", ("embed", "mlp")), ("^layers/", ()), ("^(out/bias|drop)", ())]
+    abstract = fm.abstract_state(make_both, meshes()["fsdp8"], rules)
+    specs = {path: leaf.sharding.spec for path, leaf in fm.named_leaves(abstract)}
+    assert specs["optimizer/opt_state/1/0/mu/out/kernel"] == P("fsdp", "tp")
+
+
+@pytest.mark.parametrize("maker", [make, make_both])
+def test_the_state_is_born_sharded_with_the_same_bits_on_every_mesh(maker):
+    reference = None
+    for mesh in meshes().values():
+        abstract = fm.abstract_state(maker, mesh, RULES)
+        state = fm.init_state(maker, abstract)
+        for want, have in zip(jax.tree.leaves(abstract), jax.tree.leaves(state), strict=True):
+            assert have.sharding == want.sharding and have.shape == want.shape and have.dtype == want.dtype
+        leaves = jax.tree.leaves(fm.gather(state))
+        reference = reference or digest(leaves)
+        assert digest(leaves) == reference
+    eager = nnx.state(make()) if maker is make else None
+    if eager:
+        for a, b in zip(jax.tree.leaves(eager), leaves, strict=True):
+            if not jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+                np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_initialisation_never_holds_a_full_copy_on_one_device():
+    class Wide(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List([nnx.Linear(1024, 1024, rngs=rngs) for _ in range(4)])
+
+    abstract = fm.abstract_state(lambda: Wide(nnx.Rngs(0)), fm.create_mesh(), RULES)
+    shardings = [x.sharding for x in jax.tree.leaves(abstract)]
+    init = jax.jit(lambda: jax.tree.leaves(nnx.state(Wide(nnx.Rngs(0)))), out_shardings=shardings)
+    memory = init.lower().compile().memory_analysis()
+    whole = sum(x.size * 4 for x in jax.tree.leaves(abstract))
+    assert memory.output_size_in_bytes < whole / 7
+    assert memory.output_size_in_bytes + memory.temp_size_in_bytes < whole / 2
+
+
+def test_init_model_gives_modules_that_run():
+    mesh = meshes()["fsdp8"]
+    model, optimizer = fm.init_model(make_both, fm.abstract_state(make_both, mesh, RULES))
+    assert isinstance(model, MLP) and isinstance(optimizer, nnx.Optimizer)
+    assert model.out.kernel.get_value().sharding == NamedSharding(mesh, P("fsdp", "tp"))
+    model = fm.init_model(make, fm.abstract_state(make, mesh, RULES))
+    assert model.out(jnp.ones((2, 16))).shape == (2, 8)
+
+
+def test_another_make_than_the_abstract_state_is_refused():
+    abstract = fm.abstract_state(make, meshes()["fsdp8"], RULES)
+    with pytest.raises(fm.ShardingError, match="make\\(\\) and the abstract state differ") as error:
+        fm.init_state(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), abstract)
+    assert "out/kernel: make() does not give it" in str(error.value)
+    assert "kernel: the abstract state lacks it" in str(error.value)
+
+
+def test_all_bad_leaves_of_model_and_optimizer_stand_in_one_error():
+    mesh = fm.create_mesh((1, 1, 1, 8, 1))
+
+    def make_odd():
+        model = nnx.List([nnx.Linear(8, 12, rngs=nnx.Rngs(0)), nnx.Linear(8, 20, rngs=nnx.Rngs(0))])
+        return model
+
+    with pytest.raises(fm.ShardingError, match="0/kernel: dim 1 has size 12, not divisible by 8") as error:
+        fm.abstract_state(make_odd, mesh, RULES)
+    assert "1/kernel: dim 1 has size 20, not divisible by 8" in str(error.value)
+
+
+def test_annotated_models_of_others_are_traced_without_a_mesh():
+    def annotated():
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("nowhere", "model"))
+        return nnx.Linear(8, 8, kernel_init=init, rngs=nnx.Rngs(0))
+
+    abstract = fm.abstract_state(annotated, meshes()["fsdp8"], RULES)
+    state = fm.init_state(annotated, abstract)
+    assert state["kernel"].get_value().sharding.spec == P("fsdp", "tp")
+
+
+def test_a_class_may_carry_its_rules_and_its_axes():
+    @fm.partitioned(rules=[("kernel", ("embed", "mlp")), (".*", ())], layers="layers")
+    class Own(nnx.Module):
+        def __init__(self, axes):
+            self.linear = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+            self.axes = axes
+
+    mesh = fm.create_mesh((4, 2), ("x", "y"))
+    axes = fm.PartitionAxis(fully_sharded_data_parallel_axis="x", tensor_parallel_axis="y")
+    abstract = fm.abstract_state(lambda: Own(axes), mesh)
+    assert abstract["linear"]["kernel"].get_value().sharding.spec == P("x", "y")
+    assert fm.partition_rules(Own(axes)).layers == ("layers",)
+    with pytest.raises(fm.ShardingError, match="Linear carries no rules. Pass rules=.*@partitioned"):
+        fm.abstract_state(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh)
+
+
+# --- shard and gather ---
+
+
+def host_tree():
+    rng = np.random.default_rng(0)
+    return {
+        "a": rng.normal(size=(8, 16)).astype(np.float32),
+        "b": {"c": jnp.asarray(rng.normal(size=(16,)), jnp.bfloat16), "n": np.arange(8, dtype=np.int32)},
+        "whole": np.float32(3.0),
+    }
+
+
+SPECS = {"a": P("fsdp", "tp"), "b": {"c": P(("dp", "fsdp")), "n": P("tp")}, "whole": P()}
+
+
+@pytest.mark.parametrize("classic", [False, True])
+def test_shard_then_gather_gives_the_tree_back(classic):
+    mesh, tree = meshes()["dp2fsdp2tp2"], host_tree()
+    if classic:
+        shard_fns, gather_fns = fm.make_shard_and_gather_fns(SPECS, mesh)
+        apply = lambda fns, tree: jax.tree.map(lambda f, x: f(x), fns, tree)  # noqa: E731
+        sharded = apply(shard_fns, tree)
+        gathered = apply(gather_fns, sharded)
+    else:
+        sharded = fm.shard(tree, SPECS, mesh)
+        gathered = fm.gather(sharded)
+    for x, spec in zip(
+        jax.tree.leaves(sharded), jax.tree.leaves(SPECS, is_leaf=lambda x: isinstance(x, P)), strict=True
+    ):
+        assert x.sharding == NamedSharding(mesh, spec)
+    for before, after in zip(jax.tree.leaves(tree), jax.tree.leaves(gathered), strict=True):
+        assert isinstance(after, np.ndarray)
+        assert after.dtype == before.dtype and np.array_equal(np.asarray(before), after)
+
+
+def test_shard_takes_the_mesh_in_context_and_casts_floating_leaves():
+    mesh = meshes()["fsdp8"]
+    with jax.set_mesh(mesh):
+        sharded = fm.shard(
+            {"a": np.ones(8, np.float32), "n": np.ones(8, np.int32)}, {"a": P("fsdp"), "n": P()}, dtype="bfloat16"
+        )
+    assert (sharded["a"].dtype, sharded["n"].dtype) == (jnp.bfloat16, jnp.int32)
+    with pytest.raises(AssertionError, match="No mesh is in context"):
+        fm.make_shard_and_gather_fns({"a": P("fsdp")})
+
+
+def test_shard_lists_what_does_not_divide():
+    with pytest.raises(fm.ShardingError, match="a: dim 0 has size 6, not divisible by 8") as error:
+        fm.shard({"a": np.ones(6), "b": np.ones(9)}, {"a": P("fsdp"), "b": P("fsdp")}, meshes()["fsdp8"])
+    assert "b: dim 0 has size 9" in str(error.value)
+
+
+def test_nothing_is_compiled_for_numpy_and_sharded_leaves_also_after_a_rebuild():
+    mesh = meshes()["dp2fsdp2tp2"]
+    tree = jax.tree.map(np.asarray, host_tree())
+    sharded = fm.shard(tree, SPECS, mesh)
+    compiled = []
+    listen = lambda name, seconds, **_: compiled.append(name) if "backend_compile" in name else None  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for _ in range(2):
+            shard_fns, gather_fns = fm.make_shard_and_gather_fns(SPECS, mesh)
+            for given in (tree, sharded):
+                out = jax.tree.map(lambda f, x: f(x), shard_fns, given)
+                jax.tree.map(lambda f, x: f(x), gather_fns, out)
+        fm.gather(fm.shard(tree, SPECS, mesh))
+        assert not compiled
+        jax.jit(lambda x: x * 17.25)(np.ones(3))  # the listener does hear
+        assert compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)

@@ -1,0 +1,162 @@
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from flax_mesh import PartitionAxis, PartitionRules, ShardingError, match_partition_rules
+from flax_mesh.axes import as_tuple
+from flax_mesh.sharding.rules import fit_spec
+
+P = PartitionSpec
+MESH = AbstractMesh((1, 2, 1, 2, 2), ("dp", "fsdp", "ep", "tp", "sp"))
+
+
+def tree(**shapes):
+    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+
+
+def test_the_first_rule_found_anywhere_in_the_path_counts():
+    rules = [("q/kernel", ("embed", "heads")), ("kernel$", P(None, "sp")), (".*", ())]
+    params = {"layers": [{"q": {"kernel": jnp.ones((4, 4))}, "o": {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}}]}
+    specs = match_partition_rules(rules, params)
+    assert specs == {"layers": [{"q": {"kernel": P("fsdp", "tp")}, "o": {"kernel": P(None, "sp"), "bias": P()}}]}
+
+
+def test_nnx_paths_have_no_value_suffix_and_the_structure_is_kept():
+    state = nnx.state(nnx.Linear(4, 8, rngs=nnx.Rngs(0)))
+    specs = match_partition_rules([("kernel$", ("embed", "mlp")), ("bias$", ("mlp",))], state, mesh=MESH)
+    assert jax.tree.structure(specs) == jax.tree.structure(state)
+    assert (specs["kernel"].get_value(), specs["bias"].get_value()) == (P("fsdp", "tp"), P("tp"))
+
+
+def test_moments_follow_their_parameter_by_path():
+    params = {"layers": {"kernel": jnp.ones((4, 8)), "bias": jnp.ones(8)}}
+    specs = match_partition_rules([("kernel$", ("embed", "mlp")), ("bias$", ("mlp",))], optax.adamw(1e-3).init(params))
+    assert specs[0].mu == specs[0].nu == {"layers": {"kernel": P("fsdp", "tp"), "bias": P("tp")}}
+    assert specs[0].count == P()
+
+
+def test_scalars_small_leaves_and_non_arrays_stay_whole_without_a_rule():
+    leaves = {"scalar": jnp.ones(()), "one": jnp.ones((1, 1)), "text": "no array", "number": 3, "w": jnp.ones((4, 4))}
+    specs = match_partition_rules([("w", ("embed", None))], leaves)
+    assert specs == {"scalar": P(), "one": P(), "text": P(), "number": P(), "w": P("fsdp", None)}
+    assert match_partition_rules([("w", ("embed", None))], {"w": jnp.ones((4, 4))}, min_size=17) == {"w": P()}
+
+
+def test_all_unmatched_leaves_stand_in_one_error():
+    with pytest.raises(ShardingError, match="Partition rule not found for param: a ") as error:
+        match_partition_rules([("kernel", ())], tree(a=(2, 2), kernel=(2, 2), b=(3, 3)))
+    assert "Partition rule not found for param: b (3, 3)" in str(error.value)
+    assert "kernel" not in str(error.value)
+    assert isinstance(error.value, ValueError)
+
+
+def test_everything_that_does_not_fit_stands_in_one_error():
+    rules = [
+        ("long", ("embed", "heads", None)),
+        ("unknown", P("model")),
+        ("uneven", ("embed", "heads")),
+        ("twice", P("tp", "tp")),
+        ("lost", ("heads", "mlp")),
+    ]
+    with pytest.raises(ShardingError) as error:
+        match_partition_rules(
+            rules, tree(long=(4, 4), unknown=(4,), uneven=(4, 7), twice=(4, 4), lost=(4, 4)), mesh=MESH
+        )
+    text = str(error.value)
+    assert f"long: spec {P('fsdp', 'tp', None)} of rule 'long' has 3 dims, the array (4, 4) has 2" in text
+    assert "unknown: dim 0 of rule 'unknown' names mesh axis 'model', which the mesh" in text
+    assert "uneven: dim 1 has size 7, not divisible by 2 (axes ('tp',) of tp=2)" in text
+    assert "Use a mesh where tp divides 7, or map dim 1 of rule 'uneven' to None" in text
+    assert "twice: dim 1 of rule 'twice' uses mesh axis 'tp', which an earlier dim has already" in text
+    assert "lost: dim 1 ('mlp') wants mesh axis 'tp', which an earlier dim has" in text
+
+
+def test_drop_and_warn_leave_out_only_what_does_not_fit():
+    rules = [("w", ("embed", "heads"))]
+    assert match_partition_rules(rules, tree(w=(4, 7)), mesh=MESH, on_mismatch="drop") == {"w": P("fsdp", None)}
+    with pytest.warns(UserWarning, match="left out of the sharding:\nw: dim 1 has size 7"):
+        assert match_partition_rules(rules, tree(w=(4, 7)), mesh=MESH, on_mismatch="warn") == {"w": P("fsdp", None)}
+    with pytest.raises(ValueError, match="on_mismatch must be 'error', 'warn' or 'drop', got 'trim'"):
+        match_partition_rules(rules, tree(w=(4, 4)), on_mismatch="trim")  # pyright: ignore[reportArgumentType]
+
+
+def test_without_a_mesh_sizes_and_axis_names_are_not_judged():
+    assert match_partition_rules([("w", P("model", "x"))], tree(w=(3, 7))) == {"w": P("model", "x")}
+
+
+def test_the_layer_dim_of_a_scanned_stack_comes_before_the_rule():
+    rules = PartitionRules([("q", ("embed", "heads")), ("/s$", ()), ("/t$", ("layers", "mlp"))], layers="layers")
+    specs = match_partition_rules(
+        rules, {"layers": tree(q=(3, 4, 4), s=(3,), t=(3, 4)), "q": jnp.ones((4, 4))}, mesh=MESH
+    )
+    assert specs["layers"] == {"q": P(None, "fsdp", "tp"), "s": P(), "t": P(None, "tp")}
+    assert specs["q"] == P("fsdp", "tp")
+    moments = match_partition_rules(rules, {"mu": {"layers": tree(q=(3, 4, 4))}})
+    assert moments["mu"]["layers"]["q"] == P(None, "fsdp", "tp")
+
+
+def test_bad_rules_are_named_at_once():
+    with pytest.raises(ShardingError, match=r"rule 1: '\(q' is no regular expression") as error:
+        PartitionRules([("(q", ()), ("k", ("embd",))])
+    assert "rule 2, 'k' -> ('embd',): unknown logical axis 'embd'" in str(error.value)
+
+
+def test_explain_tells_the_rule_the_spec_and_what_shadows():
+    rules = PartitionRules([("q/kernel", ("embed", "heads")), ("kernel", ())], layers="layers")
+    text = rules.explain("layers/q/kernel")
+    assert f"rule 1 of 2, 'q/kernel' -> ('embed', 'heads') -> {P(None, 'fsdp', 'tp')}" in text
+    assert "the leading dim counts the layers of the stack 'layers'" in text
+    assert "later rules that match too: 'kernel'" in text
+    assert "no rule matches" in rules.explain("bias")
+
+
+def test_axes_override_those_of_the_rules():
+    rules = PartitionRules([("w", ("embed", "heads"))])
+    axes = PartitionAxis(tensor_parallel_axis="model")
+    assert match_partition_rules(rules, tree(w=(4, 4)), axes=axes) == {"w": P("fsdp", "model")}
+
+
+def test_rules_are_hashable_values():
+    a, b = (PartitionRules([("w", ["embed", "heads"])], layers=["layers"]) for _ in range(2))
+    assert a == b and hash(a) == hash(b)
+
+
+def test_the_result_does_not_depend_on_the_hash_seed():
+    code = (
+        "import jax.numpy as jnp; from flax_mesh import match_partition_rules as m;"
+        "print(m([('a|b', ('batch', 'vocab')), ('.*', ())], {k: jnp.ones((4, 4)) for k in 'cab'}))"
+    )
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"}, capture_output=True
+        )
+        for seed in ("1", "2")
+    ]
+    assert runs[0].returncode == 0, runs[0].stderr
+    assert b"(('fsdp', 'dp'), 'tp')" in runs[0].stdout
+    assert runs[0].stdout == runs[1].stdout
+
+
+entries = st.sampled_from([None, "dp", "fsdp", "tp", "sp", ("fsdp", "tp"), ("dp", "sp"), "nowhere"])
+
+
+@given(st.lists(entries, max_size=4), st.lists(st.integers(1, 12), max_size=4))
+def test_what_is_kept_fits_and_what_is_dropped_is_reported(spec, shape):
+    kept, findings = fit_spec("w", shape, P(*spec), MESH)
+    again, none = fit_spec("w", shape, kept, MESH)
+    assert again == kept and not none
+    used = [a for e in kept for a in as_tuple(e)]
+    assert len(used) == len(set(used)) and len(kept) <= len(shape)
+    for size, entry in zip(shape, kept, strict=False):
+        assert size % np.prod([MESH.shape[a] for a in as_tuple(entry)], dtype=int) == 0
+    wanted = [a for e in spec for a in as_tuple(e)]
+    assert bool(findings) == (used != wanted or len(spec) > len(shape))

@@ -1,0 +1,145 @@
+"""The oracle of the whole walk: every mesh trains as one device does, and mistakes that look plausible are noticed."""
+
+import dataclasses
+import hashlib
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from flax_mesh.mesh import create_mesh
+from flax_mesh.models import DecoderConfig, decoder, make_decoder, next_token_loss
+from flax_mesh.sharding import abstract_state, partition_rules
+from flax_mesh.sharding.place import abstract_model
+from flax_mesh.train import DataConfig, OptimizerConfig, abstract_train_state, init_train_state, make_train_step
+from flax_mesh.train.batches import make_batch_fn
+from flax_mesh.train.data import load_corpus
+from flax_mesh.train.setup import batch_sharding, make_optimizer
+
+MESHES = {
+    "one": {"dp": 1, "fsdp": 1, "ep": 1, "tp": 1, "sp": 1},
+    "dp2fsdp2tp2": {"dp": 2, "fsdp": 2, "ep": 1, "tp": 2, "sp": 1},
+    "fsdp8": {"dp": 1, "fsdp": 8, "ep": 1, "tp": 1, "sp": 1},
+    "tp4sp2": {"dp": 1, "fsdp": 1, "ep": 1, "tp": 4, "sp": 2},
+}
+SMALL = DecoderConfig(hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=16, mlp_size=128)
+FIVE_MILLION = DecoderConfig(hidden_size=256, num_layers=6, num_heads=8, num_kv_heads=4, head_dim=32, mlp_size=768)
+OPTIMIZER = OptimizerConfig(learning_rate=1e-3, warmup_steps=20, decay_steps=1000)
+SMALL_DATA = DataConfig(sequence_length=32, batch_size=8)
+DATA = DataConfig(sequence_length=128, batch_size=8)
+FP32, BF16 = 5e-5, 2e-3  # largest difference of a loss over the run
+
+
+def losses(mesh, model, steps, data, *, make_model=make_decoder, loss_fn=next_token_loss, microbatches=1, initial=None):
+    """(losses of `steps` steps on real text, SHA-256 of the initial parameters, these leaves); `initial` leaves save
+    the time to initialise."""
+    sizes = MESHES[mesh]
+    device_mesh = create_mesh(tuple(sizes.values()), devices=jax.devices()[: math.prod(sizes.values())])
+
+    def make():
+        module = make_model(model, nnx.Rngs(0))
+        return module, nnx.Optimizer(module, make_optimizer(OPTIMIZER), wrt=nnx.Param)
+
+    rules = partition_rules(abstract_model(make)["model"])
+    abstract = abstract_state(make, device_mesh, rules)
+    if initial is None:
+        state = init_train_state(make, abstract)
+    else:
+        state = abstract_train_state(make, abstract)
+        put = [jax.device_put(x, leaf.sharding) for x, leaf in zip(initial, state.leaves, strict=True)]
+        state = dataclasses.replace(state, leaves=tuple(put))
+    parameters = [np.asarray(x) for x in jax.tree.leaves(state.to_nnx()["model"])]
+    digest = hashlib.sha256(b"".join(x.tobytes() for x in parameters)).hexdigest()
+    initial = [np.asarray(x) for x in state.leaves]
+    sharding = batch_sharding(device_mesh, rules.axes)
+    batch = make_batch_fn(load_corpus(data).train, seed=0, config=data, sharding=sharding)
+    step = make_train_step(loss_fn, state, layers=rules.layers, microbatches=microbatches)
+    found = []
+    for i in range(steps):
+        state, metrics = step(state, batch(i))
+        found.append(float(metrics["loss"]))
+    return np.array(found), digest, initial
+
+
+def check_parity(got, reference, tolerance):
+    assert got[1] == reference[1], "initial parameters differ"
+    assert np.max(np.abs(got[0] - reference[0])) <= tolerance
+    assert reference[0][-1] < reference[0][0] - 0.5  # something was learned, so that equality says something
+
+
+@pytest.fixture(scope="module")
+def small_reference():
+    return losses("one", SMALL, 12, SMALL_DATA)
+
+
+@pytest.mark.parametrize("mesh", ["dp2fsdp2tp2", "tp4sp2"])
+def test_a_mesh_trains_as_one_device_does(mesh, small_reference):
+    check_parity(losses(mesh, SMALL, 12, SMALL_DATA), small_reference, FP32)
+
+
+@pytest.mark.parametrize("change", [{"remat": "full", "scan": True}, {"remat": "dots_saveable"}], ids=str)
+def test_scan_and_remat_change_nothing(change, small_reference):
+    model = dataclasses.replace(SMALL, **change)
+    initial = None if model.scan else small_reference[2]
+    got = losses("one", model, 12, SMALL_DATA, initial=initial)
+    check_parity((got[0], small_reference[1]), small_reference, FP32)
+
+
+def test_microbatches_change_nothing(small_reference):
+    got = losses("dp2fsdp2tp2", SMALL, 12, SMALL_DATA, microbatches=2, initial=small_reference[2])
+    check_parity(got, small_reference, FP32)
+
+
+def without_gradient_reduction(model, batch):
+    """The loss of all rows with the gradient of the first data shard's rows alone."""
+    loss, weight = next_token_loss(model, batch)
+    local, _ = next_token_loss(model, jax.tree.map(lambda x: x[: x.shape[0] // 4], batch))
+    return jax.lax.stop_gradient(loss - 4 * local) + 4 * local, weight
+
+
+def with_layers_swapped(config, rngs):
+    model = make_decoder(config, rngs)
+    model.layers = nnx.List([model.layers[1], model.layers[0], *model.layers[2:]])
+    return model
+
+
+def attention_that_sees_one_token_ahead(self, x, mode="train"):
+    q, k = (decoder.rotate(part(x), self.config.rope_theta) for part in (self.q, self.k))
+    mask = jnp.tril(jnp.ones((1, 1, x.shape[1], x.shape[1]), bool), k=1)
+    return self.o(jax.nn.dot_product_attention(q, k, self.v(x), mask=mask))
+
+
+@pytest.mark.parametrize("mutation", ["gradient", "mask", "layers"])
+def test_a_mistake_is_noticed(mutation, small_reference, monkeypatch):
+    changed = {}
+    if mutation == "gradient":
+        changed["loss_fn"] = without_gradient_reduction
+    elif mutation == "mask":
+        monkeypatch.setattr(decoder.Attention, "__call__", attention_that_sees_one_token_ahead)
+    else:
+        changed["make_model"] = with_layers_swapped
+    got = losses("one", SMALL, 12, SMALL_DATA, initial=small_reference[2], **changed)
+    with pytest.raises(AssertionError):
+        check_parity(got, small_reference, FP32)
+    assert np.isfinite(got[0]).all()  # wrong, not broken
+
+
+@pytest.fixture(scope="module")
+def references():
+    models = {"float32": FIVE_MILLION, "bfloat16": dataclasses.replace(FIVE_MILLION, dtype="bfloat16")}
+    return {dtype: (model, losses("one", model, 40, DATA)) for dtype, model in models.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["dp2fsdp2tp2", "fsdp8", "tp4sp2"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", FP32), ("bfloat16", BF16)])
+def test_five_million_parameters_train_the_same_on_every_mesh(mesh, dtype, tolerance, references):
+    model, reference = references[dtype]
+    count = sum(x.size for x in jax.tree.leaves(nnx.state(abstract_model(lambda: make_decoder(model, nnx.Rngs(0))))))
+    assert 4.5e6 < count < 5.5e6
+    got = losses(mesh, model, 40, DATA)
+    print(f"{dtype} {mesh}: largest difference {np.max(np.abs(got[0] - reference[0])):.2e}")
+    check_parity(got, reference, tolerance)
