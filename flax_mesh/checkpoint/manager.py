@@ -43,8 +43,8 @@ class Checkpointer:
         self.close()
 
     def steps(self) -> list[int]:
-        """Committed steps, oldest first."""
-        return sorted(self._manager.all_steps(read=True))
+        """Steps that are committed or, after `save`, on their way; oldest first."""
+        return sorted(self._manager.all_steps())
 
     def latest_step(self) -> int | None:
         """The newest committed step; None: there is none yet."""
@@ -98,10 +98,11 @@ class Checkpointer:
 
 def to_disk(state: nnx.State, layers: Sequence[str]) -> dict[str, Any]:
     """Nested dict of arrays with string keys, stacks taken apart into their layers."""
-    named = named_leaves(state)
+    named = [(path, jax.random.key_data(x) if _is_key(x) else x) for path, x in named_leaves(state)]
     stacks = _stacks(named, layers)
     stacked = [leaf for path, leaf in named if path in stacks]
-    split = dict(zip(stacks, _unstack(tuple(_layer_shardings(x) for x in stacked))(stacked), strict=True))
+    unstack = _compiled_unstack(tuple((leaf.shape[0], _layer_sharding(leaf)) for leaf in stacked))
+    split = dict(zip(stacks, unstack(stacked) if stacked else [], strict=True))
     return nest(
         pair
         for path, leaf in named
@@ -111,14 +112,15 @@ def to_disk(state: nnx.State, layers: Sequence[str]) -> dict[str, Any]:
 
 def disk_target(abstract: nnx.State, layers: Sequence[str]) -> dict[str, jax.ShapeDtypeStruct]:
     """path on disk -> shape, dtype and concrete sharding to restore into."""
-    named = named_leaves(abstract)
+    named = [(path, _as_key_data(x)) for path, x in named_leaves(abstract)]
     stacks = _stacks(named, layers)
     target = {}
     for path, leaf in named:
-        for layer, sharding in zip(stacks.get(path, [path]), _layer_shardings(leaf), strict=False):
-            shape = leaf.shape[1:] if path in stacks else leaf.shape
-            sharding = sharding if path in stacks else leaf.sharding
-            target[layer] = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+        if path in stacks:
+            layer = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=_layer_sharding(leaf))
+            target |= dict.fromkeys(stacks[path], layer)
+        else:
+            target[path] = leaf
     return target
 
 
@@ -127,10 +129,10 @@ def from_disk(restored: Mapping[str, Any], abstract: nnx.State, layers: Sequence
     arrays = dict(named_leaves(restored))
     named = named_leaves(abstract)
     stacks = _stacks(named, layers)
-    shardings = tuple(leaf.sharding for path, leaf in named if path in stacks)
+    shardings = tuple(_as_key_data(leaf).sharding for path, leaf in named if path in stacks)
     split = [[arrays[layer] for layer in paths] for paths in stacks.values()]
-    whole = dict(zip(stacks, _stack(shardings)(split), strict=True))
-    leaves = [whole[path] if path in stacks else arrays[path] for path, _ in named]
+    whole = dict(zip(stacks, _compiled_stack(shardings)(split) if split else [], strict=True))
+    leaves = [_as_key(whole[path] if path in stacks else arrays[path], leaf) for path, leaf in named]
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
 
@@ -161,25 +163,20 @@ def _stacks(named: Sequence[tuple[str, Any]], layers: Sequence[str]) -> dict[str
     return found
 
 
-def _layer_shardings(leaf: Any) -> list[Any]:
-    """Sharding of each layer of a stack: that of the stack without its leading dim."""
+def _layer_sharding(leaf: Any) -> Any:
+    """Sharding of one layer of a stack: that of the stack without its leading dim."""
     sharding = getattr(leaf, "sharding", None)
-    if isinstance(sharding, NamedSharding):
-        spec = PartitionSpec(*sharding.spec[1:])
-        sharding = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
-    return [sharding] * max(1, *leaf.shape[:1])
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]), memory_kind=sharding.memory_kind)
 
 
 @functools.lru_cache(maxsize=8)
-def _compiled_unstack(shardings: tuple[tuple[Any, ...], ...]):
+def _compiled_unstack(layers: tuple[tuple[int, Any], ...]):
     def unstack(stacked):
-        return [[x[i] for i in range(len(each))] for x, each in zip(stacked, shardings, strict=True)]
+        return [[x[i] for i in range(count)] for x, (count, _) in zip(stacked, layers, strict=True)]
 
-    return jax.jit(unstack, out_shardings=[list(each) for each in shardings])
-
-
-def _unstack(shardings: tuple[list[Any], ...]):
-    return _compiled_unstack(tuple(map(tuple, shardings))) if shardings else lambda stacked: []
+    return jax.jit(unstack, out_shardings=[[sharding] * count for count, sharding in layers])
 
 
 @functools.lru_cache(maxsize=8)
@@ -187,8 +184,25 @@ def _compiled_stack(shardings: tuple[Any, ...]):
     return jax.jit(lambda split: [jnp.stack(x) for x in split], out_shardings=list(shardings))
 
 
-def _stack(shardings: tuple[Any, ...]):
-    return _compiled_stack(shardings) if shardings else lambda split: []
+def _is_key(leaf: Any) -> bool:
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _as_key_data(abstract: Any) -> Any:
+    """Random keys lie on disk as the numbers they are made of: uint32, with one more dim."""
+    if not _is_key(abstract):
+        return abstract
+    data, sharding = jax.eval_shape(jax.random.key_data, abstract), abstract.sharding
+    spec = PartitionSpec(*sharding.spec, *[None] * (data.ndim - len(sharding.spec)))
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=NamedSharding(sharding.mesh, spec))
+
+
+def _as_key(data: jax.Array, abstract: Any) -> jax.Array:
+    if not _is_key(abstract):
+        return data
+    name = str(abstract.dtype).removeprefix("key<").removesuffix(">")  # as JAX prints a key type: key<fry>
+    impl = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}[name]
+    return jax.device_put(jax.random.wrap_key_data(data, impl=impl), abstract.sharding)
 
 
 def _text(leaf: Any) -> str:

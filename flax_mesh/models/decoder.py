@@ -1,7 +1,8 @@
-"""A decoder-only language model in plain NNX: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""A decoder-only language model in plain NNX: RMSNorm, rotary positions, grouped-query attention, SwiGLU or experts.
 
 Shape letters: B batch, S sequence, D hidden, H query heads, K key-value heads, C head dim, F mlp, V vocab.
-Architecture: Llama (Touvron et al. 2023), grouped queries (Ainslie et al. 2023), SwiGLU (Shazeer 2020).
+Architecture: Llama (Touvron et al. 2023), grouped queries (Ainslie et al. 2023), SwiGLU (Shazeer 2020); with experts
+that of Mixtral (Jiang et al. 2024).
 """
 
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from flax import nnx
 
 from flax_mesh.axes import Mode, PartitionAxis
 from flax_mesh.errors import ConfigError
+from flax_mesh.models.moe import Aux, MoE, router_losses
 from flax_mesh.sharding import constrain, partitioned
 
 SAME_RESULT = {"changes_result": False}  # fields that change how it is computed, not what
@@ -26,6 +28,9 @@ class DecoderConfig:
     `remat` is "none", "full" (recompute every layer in the backward pass), or the name of a policy in
     `jax.checkpoint_policies` for what is kept. With `scan` the layers are one stack, run by one loop: shorter to
     compile; the numbers and the checkpoints are those of the unrolled list.
+
+    With `num_experts` above 0 every layer has that many MLPs of `mlp_size`, of which each token takes
+    `experts_per_token`. `load_balance_loss` and `router_z_loss` are the coefficients of these losses (`models.moe`).
     """
 
     vocab_size: int = 256
@@ -35,6 +40,10 @@ class DecoderConfig:
     num_kv_heads: int = 4
     head_dim: int = 32
     mlp_size: int = 768
+    num_experts: int = 0
+    experts_per_token: int = 2
+    load_balance_loss: float = 0.01
+    router_z_loss: float = 0.001
     rope_theta: float = 10_000.0
     norm_epsilon: float = 1e-6
     tied: bool = True
@@ -60,6 +69,16 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             found.append(f"model.head_dim must be even for rotary positions, got {self.head_dim}")
+        if self.num_experts < 0:
+            found.append(f"model.num_experts must not be negative (0: no experts), got {self.num_experts}")
+        if self.num_experts > 0 and not 1 <= self.experts_per_token <= self.num_experts:
+            found.append(
+                f"model.experts_per_token={self.experts_per_token} must be between 1 and "
+                f"model.num_experts={self.num_experts}"
+            )
+        for name in ("load_balance_loss", "router_z_loss"):
+            if not getattr(self, name) >= 0:
+                found.append(f"model.{name} must not be negative, got {getattr(self, name)}")
         for name in ("dtype", "param_dtype"):
             if getattr(self, name) not in ("float32", "bfloat16", "float16"):
                 found.append(f"model.{name} must be float32, bfloat16 or float16, got {getattr(self, name)!r}")
@@ -113,19 +132,24 @@ class MLP(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm residual layer, (B, S, D) -> (B, S, D)."""
+    """Pre-norm residual layer, (B, S, D) -> (B, S, D) and what its router did: {} without experts."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.config = config
         self.attention_norm = _norm(config, rngs)
         self.attention = Attention(config, rngs=rngs)
         self.mlp_norm = _norm(config, rngs)
-        self.mlp = MLP(config, rngs=rngs)
+        if config.num_experts:
+            sizes = (config.hidden_size, config.mlp_size, config.num_experts, config.experts_per_token)
+            self.moe = MoE(*sizes, axes=config.axes, rngs=rngs, **_dtypes(config))
+        else:
+            self.mlp = MLP(config, rngs=rngs)
 
-    def __call__(self, x_BSD: jax.Array, mode: Mode = "train") -> jax.Array:
+    def __call__(self, x_BSD: jax.Array, mode: Mode = "train") -> tuple[jax.Array, Aux]:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), mode)
-        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD), mode)
-        return constrain(x_BSD, ("batch", "sequence", "hidden"), axes=self.config.axes, mode=mode)
+        h_BSD = self.mlp_norm(x_BSD)
+        y_BSD, aux = self.moe(h_BSD, mode) if self.config.num_experts else (self.mlp(h_BSD, mode), {})
+        return constrain(x_BSD + y_BSD, ("batch", "sequence", "hidden"), axes=self.config.axes, mode=mode), aux
 
 
 @partitioned(
@@ -136,6 +160,9 @@ class DecoderLayer(nnx.Module):
         (r"attention/o/kernel$", ("heads", "head_dim", "embed")),
         (r"mlp/(gate|up)/kernel$", ("embed", "mlp")),
         (r"mlp/down/kernel$", ("mlp", "embed")),
+        (r"moe/router/kernel$", ("embed", "expert_gate")),
+        (r"moe/(gate|up)/kernel$", ("experts", "embed", "mlp")),
+        (r"moe/down/kernel$", ("experts", "mlp", "embed")),
         (r"head/kernel$", ("embed", "vocab")),
         (r"norm/scale$", ()),
     ],
@@ -160,6 +187,10 @@ class Decoder(nnx.Module):
             self.head = nnx.LinearGeneral(config.hidden_size, config.vocab_size, **kinds)
 
     def __call__(self, tokens_BS: jax.Array, mode: Mode = "train") -> jax.Array:
+        return self.forward(tokens_BS, mode)[0]
+
+    def forward(self, tokens_BS: jax.Array, mode: Mode = "train") -> tuple[jax.Array, Aux]:
+        """Logits, and what the routers did: the dict of `MoE` with a leading layer dim, {} without experts."""
         axes = self.config.axes
         # The table stays split over the vocabulary: each shard looks up its own rows, and the sum is the lookup.
         table_VD = self.embed.embedding[...].astype(self.config.dtype)
@@ -168,14 +199,17 @@ class Decoder(nnx.Module):
         x_BSD = constrain(x_BSD, ("batch", "sequence", "hidden"), axes=axes, mode=mode)
         run_layer = _with_remat(lambda layer, x: layer(x, mode), self.config.remat)
         if self.config.scan:
-            x_BSD, _ = jax.lax.scan(lambda x, layer: (run_layer(layer, x), None), x_BSD, self.layers)
+            x_BSD, aux = jax.lax.scan(lambda x, layer: run_layer(layer, x), x_BSD, self.layers)
         else:
+            each = []
             for layer in self.layers:
-                x_BSD = run_layer(layer, x_BSD)
+                x_BSD, found = run_layer(layer, x_BSD)
+                each.append(found)
+            aux = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
         x_BSD = self.norm(x_BSD)
         weights_DV = table_VD.T if self.config.tied else self.head.kernel[...].astype(x_BSD.dtype)
         logits_BSV = jnp.einsum("bsd,dv->bsv", x_BSD, weights_DV, preferred_element_type=jnp.float32)
-        return constrain(logits_BSV, ("batch", "sequence", "vocab"), axes=axes, mode=mode)
+        return constrain(logits_BSV, ("batch", "sequence", "vocab"), axes=axes, mode=mode), aux
 
 
 def make_decoder(config: DecoderConfig, rngs: nnx.Rngs) -> Decoder:
@@ -183,16 +217,32 @@ def make_decoder(config: DecoderConfig, rngs: nnx.Rngs) -> Decoder:
     return Decoder(config, rngs=rngs)
 
 
-def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """(summed cross-entropy in nats, number of tokens) of targets (B, S); targets below 0 do not count."""
-    logits_BSV = model(batch["inputs"])
+def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[Any, ...]:
+    """(summed cross-entropy in nats, number of tokens) of targets (B, S); targets below 0 do not count.
+
+    With experts (loss_sum, weight, metrics):
+
+        loss_sum = cross-entropy sum + weight (a * load_balance_loss + z * router_z_loss)
+
+    with the coefficients of the config and the values of `router_losses`, and metrics are those values, and the
+    cross-entropy alone, times weight. Divided by the summed weight of all microbatches, each is the mean over
+    microbatches by tokens. Of a microbatch all tokens are routed and count for the router, also those without target.
+    """
+    logits_BSV, aux = model.forward(batch["inputs"])
     targets_BS = batch["targets"]
     counts_BS = targets_BS >= 0
     # A masked sum, not a gather: it stays on the shards of a vocabulary that is split over tp.
     is_target_BSV = jnp.arange(logits_BSV.shape[-1]) == targets_BS[..., None]
     picked_BS = jnp.sum(logits_BSV, axis=-1, where=is_target_BSV)
     loss_BS = jax.nn.logsumexp(logits_BSV, axis=-1) - picked_BS
-    return jnp.sum(loss_BS, where=counts_BS), jnp.sum(counts_BS, dtype=jnp.float32)
+    loss, weight = jnp.sum(loss_BS, where=counts_BS), jnp.sum(counts_BS, dtype=jnp.float32)
+    if not aux:
+        return loss, weight
+    found, config = router_losses(aux), model.config
+    metrics = {"cross_entropy": loss} | {name: weight * value for name, value in found.items()}
+    for name in ("load_balance_loss", "router_z_loss"):
+        loss = loss + getattr(config, name) * metrics[name]
+    return loss, weight, metrics
 
 
 def sample(model: Decoder, prompt: jax.Array, num_tokens: int, key: jax.Array, temperature: float = 0.8) -> jax.Array:
@@ -212,14 +262,18 @@ def sample(model: Decoder, prompt: jax.Array, num_tokens: int, key: jax.Array, t
 
 
 def flops_per_token(config: DecoderConfig, num_parameters: int, sequence_length: int) -> float:
-    """FLOPs of forward and backward for one token: 6 (N - N_lookup) + 6 L D S, attention counted causally.
+    """FLOPs of forward and backward for one token: 6 (N - N_idle) + 6 L D S, attention counted causally.
 
-    N_lookup is the embedding where a head of its own does the output; S the sequence length; D = heads * head_dim.
+    N_idle is the embedding where a head of its own does the output, and the experts that a token does not take;
+    S the sequence length; D = heads * head_dim.
     Recomputation is not counted, so this is the numerator of MFU, not of hardware utilisation (PaLM, appendix B).
     """
-    lookup = 0 if config.tied else config.vocab_size * config.hidden_size
+    idle = 0 if config.tied else config.vocab_size * config.hidden_size
+    if config.num_experts:
+        expert = 3 * config.hidden_size * config.mlp_size
+        idle += config.num_layers * (config.num_experts - config.experts_per_token) * expert
     attention = 6 * config.num_layers * config.num_heads * config.head_dim * sequence_length
-    return 6.0 * (num_parameters - lookup) + attention
+    return 6.0 * (num_parameters - idle) + attention
 
 
 def rotate(x_BSHC: jax.Array, theta: float) -> jax.Array:
@@ -232,7 +286,7 @@ def rotate(x_BSHC: jax.Array, theta: float) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BSHC.dtype)
 
 
-def _with_remat(fn: Callable[..., jax.Array], remat: str) -> Callable[..., jax.Array]:
+def _with_remat(fn: Callable[..., tuple[jax.Array, Aux]], remat: str) -> Callable[..., tuple[jax.Array, Aux]]:
     if remat == "none":
         return fn
     return jax.checkpoint(fn, policy=None if remat == "full" else getattr(jax.checkpoint_policies, remat))

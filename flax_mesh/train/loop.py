@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.errors import ConfigError
-from flax_mesh.sharding import PartitionRules, abstract_state
+from flax_mesh.sharding import PartitionRules, abstract_state, init_state
 from flax_mesh.train.batches import BatchFn, make_batch_fn, make_eval_fn, num_eval_batches, prefetch
 from flax_mesh.train.config import Change, TrainConfig, to_lines
 from flax_mesh.train.data import Corpus, decode, load_corpus
@@ -34,9 +34,8 @@ from flax_mesh.train.setup import (
     make_schedule,
     run_rules,
 )
-from flax_mesh.train.state import TrainState, abstract_train_state, init_train_state
+from flax_mesh.train.state import TrainState, abstract_train_state
 from flax_mesh.train.step import Step, in_mesh, make_eval_step, make_train_step, mesh_of
-from flax_mesh.tree import named_leaves
 
 Say = Callable[[str], None]
 
@@ -91,7 +90,8 @@ def train(
             if step is None:
                 say(f"run: {folder} is new, {config.run.steps} steps")
                 write_config(folder, config)
-                return _steps(run, checkpointer, init_train_state(make, abstract), 0)
+                leaves = tuple(jax.tree.leaves(init_state(make, abstract)))
+                return _steps(run, checkpointer, TrainState(leaves, layout.definition), 0)
             for change in _changes(run, checkpointer, step, allow_changes):
                 say(f"changed since the checkpoint: {change}")
             if step >= config.run.steps:
@@ -120,8 +120,13 @@ class _Run:
     should_stop: Callable[[], bool]
 
     @property
+    def parameters(self) -> list[Any]:
+        """What is trained; statistics and random keys are state, but no parameters."""
+        return jax.tree.leaves(nnx.filter_state(self.abstract["model"], nnx.Param))
+
+    @property
     def num_parameters(self) -> int:
-        return sum(math.prod(x.shape) for x in jax.tree.leaves(self.abstract["model"]))
+        return sum(math.prod(x.shape) for x in self.parameters)
 
 
 class _Functions(NamedTuple):
@@ -275,7 +280,7 @@ def _describe(run: _Run) -> None:
     run.say(f"mesh: {sizes} on {len(list(devices))} x {run.mesh.devices.flat[0].device_kind}")
     run.say(f"data: {run.corpus.description}")
     run.say(
-        f"model: {run.num_parameters / 1e6:.2f}M parameters in {len(named_leaves(run.abstract['model']))} arrays; "
+        f"model: {run.num_parameters / 1e6:.2f}M parameters in {len(run.parameters)} arrays; "
         f"with the optimizer {whole / 2**20:.1f} MiB, {shard / 2**20:.1f} MiB a device"
     )
     config = run.config

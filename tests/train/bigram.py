@@ -1,4 +1,4 @@
-"""The recipe of these tests: a model that compiles in a second and has something of everything a resume must bring back.
+"""The recipe of these tests: a small model with something of everything that a resume must bring back.
 
 Weights, their moments, a running mean that the loss depends on, and dropout, whose masks follow seed and step.
 `count_compilations` and `snapshot` are here because every test of the loop needs them.
@@ -7,13 +7,15 @@ Weights, their moments, a running mean that the loss depends on, and dropout, wh
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
 
 from flax_mesh import partitioned
 from flax_mesh.train import CheckpointConfig, DataConfig, MeshConfig, OptimizerConfig, RunConfig, TrainConfig
@@ -59,14 +61,17 @@ def loss_fn(model: Bigram, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.
     return losses.sum(), jnp.float32(losses.size)
 
 
+# The next two sleep without working, on one device: devices that wait for each other must not wait for Python too.
+
+
 def loss_with_slow_evaluation(model: Bigram, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
     if model.dropout.deterministic:
-        jax.debug.callback(time.sleep, 2.0)
+        jax.debug.callback(lambda: time.sleep(2))
     return loss_fn(model, batch)
 
 
 def slow_loss(model: Bigram, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    jax.debug.callback(time.sleep, 1.5)
+    jax.debug.callback(lambda: time.sleep(1.5))
     return loss_fn(model, batch)
 
 
@@ -91,8 +96,8 @@ def recipe() -> TrainConfig:
 
 
 def slow_recipe() -> TrainConfig:
-    """Every step takes seconds without working: time for a signal to arrive in."""
-    return TrainConfig(make_model=make_bigram, loss_fn=slow_loss, model=BigramConfig(), data=recipe().data)
+    """Every step takes a second and more: time for a signal to arrive in."""
+    return replace(recipe(), loss_fn=slow_loss, mesh=MeshConfig(shape="dp:1"))
 
 
 def write_text(folder: Path) -> Path:
@@ -108,8 +113,30 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 
 @contextmanager
+def compile_once(folder: Path) -> Iterator[None]:
+    """Programs compiled before are read back from `folder`: most runs of these tests are of the same three."""
+    settings = {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": 0,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    _set(settings)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()  # JAX decides once whether there is a cache
+
+
+@contextmanager
 def count_compilations() -> Iterator[list[str]]:
-    """A list that grows by one with every program that XLA compiles in this process."""
+    """A list that grows by one with every program that this process has XLA compile, or finds compiled."""
     found: list[str] = []
 
     def listen(event: str, seconds: float, **_: object) -> None:

@@ -1,0 +1,297 @@
+"""Mixture of experts: a router picks K of E SwiGLU experts for every token; the experts may lie on different devices.
+
+Shape letters: B batch, S sequence, D hidden, F mlp, E experts, K experts per token. On one device: T tokens, P devices
+that share the experts, L experts held here, C rows sent to each of the P, R rows to compute, A assignments of a row to
+an expert.
+
+Router and sparsity: Shazeer et al. 2017. Losses: `router_losses`. Nothing is ever dropped (no capacity factor).
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AxisType, PartitionSpec
+
+from flax_mesh.axes import Mode, PartitionAxis, as_tuple
+from flax_mesh.errors import ShardingError
+from flax_mesh.mesh import current_mesh
+
+Aux = dict[str, jax.Array]
+
+
+class MoE(nnx.Module):
+    """(B, S, D) -> (B, S, D) and what the router did; every token goes through `experts_per_token` of the experts.
+
+    Router, in float32: softmax over all experts, the K largest, their probabilities divided by their sum.
+    The second result is a dict: "experts" (B, S, K) int32, and sums over all tokens, "expert_tokens" (E,) int32,
+    "router_probability" (E,) and "router_z" (); `router_losses` makes losses of it.
+
+    On a mesh the layer runs in a `jax.shard_map` of its own. The experts are split over the axes of the logical axis
+    "experts", and tokens travel to them and back by all-to-all. A batch that is split over those axes too,
+    `PartitionAxis(batch_axis=("fsdp", "dp", "ep"))`, is the natural layout: nothing around the layer is then computed
+    twice. Any other batch is cut over them for this layer, along B where that divides, else along S, else a
+    ShardingError; its result is gathered again.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        mlp_size: int,
+        num_experts: int,
+        experts_per_token: int,
+        *,
+        axes: PartitionAxis = PartitionAxis(),  # noqa: B008 (a frozen value)
+        dtype: Any = jnp.float32,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        if not 1 <= experts_per_token <= num_experts:
+            raise ValueError(f"experts_per_token={experts_per_token} must be between 1 and num_experts={num_experts}.")
+        self.num_experts, self.experts_per_token = num_experts, experts_per_token
+        self.axes, self.dtype = axes, jnp.dtype(dtype)
+        kernel = lambda *shape: Kernel(shape, param_dtype, rngs=rngs)  # noqa: E731
+        self.router = kernel(hidden_size, num_experts)
+        self.gate = kernel(num_experts, hidden_size, mlp_size)
+        self.up = kernel(num_experts, hidden_size, mlp_size)
+        self.down = kernel(num_experts, mlp_size, hidden_size)
+
+    def __call__(self, x_BSD: jax.Array, mode: Mode = "train") -> tuple[jax.Array, Aux]:
+        kernels = Kernels(*(k.kernel[...].astype(self.dtype) for k in (self.gate, self.up, self.down)))
+        layout = find_layout(self.axes, x_BSD.shape, self.num_experts, mode)
+
+        def run(x_BSD: jax.Array, router_DE: jax.Array, kernels: Kernels) -> tuple[jax.Array, Aux]:
+            return _run_on_device(x_BSD, router_DE, kernels, self.experts_per_token, layout)
+
+        router_DE = self.router.kernel[...].astype(jnp.float32)
+        if layout.mesh is None:
+            return run(x_BSD, router_DE, kernels)
+        tokens = PartitionSpec(layout.batch, layout.sequence, None)
+        wide = PartitionSpec(layout.experts, layout.embed, layout.mlp)
+        tall = PartitionSpec(layout.experts, layout.mlp, layout.embed)
+        sums = PartitionSpec()
+        aux = {"experts": tokens, "expert_tokens": sums, "router_probability": sums, "router_z": sums}
+        return jax.shard_map(
+            run,
+            mesh=layout.mesh,
+            in_specs=(tokens, PartitionSpec(layout.embed, None), Kernels(wide, wide, tall)),
+            out_specs=(tokens, aux),
+            axis_names=layout.manual,
+        )(x_BSD, router_DE, kernels)
+
+
+class Kernel(nnx.Module):
+    """The parameter `kernel`: one matrix, or one per expert. LeCun normal in the matrix's own rows."""
+
+    def __init__(self, shape: tuple[int, ...], param_dtype: Any, *, rngs: nnx.Rngs):
+        init = nnx.initializers.lecun_normal(batch_axis=tuple(range(len(shape) - 2)))
+        self.kernel = nnx.Param(init(rngs.params(), shape, jnp.dtype(param_dtype)))
+
+
+class Kernels(NamedTuple):
+    """Of all experts: gate and up (E, D, F), down (E, F, D)."""
+
+    gate: Any
+    up: Any
+    down: Any
+
+
+class Layout(NamedTuple):
+    """Mesh axes, those of size 1 left out: how one call lies on the mesh. Without a mesh all are empty."""
+
+    mesh: Any = None
+    manual: frozenset[str] = frozenset()
+    batch: tuple[str, ...] = ()
+    sequence: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
+    embed: tuple[str, ...] = ()
+    mlp: tuple[str, ...] = ()
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        return self.batch + self.sequence
+
+
+def find_layout(axes: PartitionAxis, shape: tuple[int, ...], num_experts: int, mode: Mode = "train") -> Layout:
+    """How tokens (B, S, ...) and experts lie on the mesh in context; every axis of the experts splits tokens too."""
+    mesh = current_mesh()
+    if mesh is None:
+        return Layout()
+    manual = {a for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual}
+    if inside := sorted(manual.intersection(axes.mesh_axes("experts"))):
+        raise ShardingError(
+            f"MoE inside a shard_map over {', '.join(inside)}: it exchanges tokens over the axes of the experts in a "
+            "shard_map of its own. Leave them out of the outer axis_names."
+        )
+    sizes = {axis: size for axis, size in mesh.shape.items() if size > 1 and axis not in manual}
+    if not sizes:
+        return Layout()
+
+    def resolve(*logical: str, mode: Mode = "train") -> list[tuple[str, ...]]:
+        return [tuple(a for a in as_tuple(entry) if a in sizes) for entry in axes.resolve(logical, mode)]
+
+    experts, embed, mlp = resolve("experts", "embed", "mlp")
+    batch, sequence = resolve("batch", "sequence", mode=mode)
+    rest = tuple(axis for axis in experts if axis not in batch + sequence)
+
+    def divides(size: int, over: tuple[str, ...]) -> bool:
+        return size % math.prod(sizes[axis] for axis in over) == 0
+
+    if not divides(num_experts, experts):
+        raise ShardingError(f"num_experts={num_experts} is not divisible over {_sizes(sizes, experts)} of the mesh.")
+    if divides(shape[0], batch + rest) and divides(shape[1], sequence):
+        batch += rest
+    elif divides(shape[0], batch) and divides(shape[1], sequence + rest):
+        sequence += rest
+    else:
+        raise ShardingError(
+            f"MoE gives every device of {_sizes(sizes, batch + sequence + rest)} a part of the tokens, but neither "
+            f"batch {shape[0]} nor sequence {shape[1]} can be cut so. Use a batch that is a multiple of "
+            f"{math.prod(sizes[a] for a in batch + rest)}, with PartitionAxis(batch_axis={batch + rest}), or less of "
+            f"{', '.join(rest or batch + sequence)} in the mesh."
+        )
+    # Where the embed axes split no tokens, as in decode, gathering inside would compute the same on each of them, and
+    # shard_map could not know that the results are equal: there the kernels come in whole.
+    embed = tuple(axis for axis in embed if axis in batch + sequence)
+    return Layout(mesh, frozenset(mesh.axis_names) - manual, batch, sequence, experts, embed, mlp)
+
+
+def route(x_TD: jax.Array, router_DE: jax.Array, k: int) -> tuple[jax.Array, jax.Array, Aux]:
+    """Weights (T, K) float32 that sum to 1, experts (T, K) int32 by falling weight, and the sums over these tokens."""
+    # In full float32 on every backend: one bit decides which expert a token goes to.
+    logits_TE = jnp.dot(x_TD.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST)
+    probability_TE = jax.nn.softmax(logits_TE)
+    top_TK, experts_TK = jax.lax.top_k(probability_TE, k)
+    sums = {
+        "expert_tokens": jnp.bincount(experts_TK.reshape(-1), length=router_DE.shape[1]),
+        "router_probability": jnp.sum(probability_TE, axis=0),
+        "router_z": jnp.sum(jax.nn.logsumexp(logits_TE, axis=-1) ** 2),
+    }
+    return top_TK / jnp.sum(top_TK, axis=-1, keepdims=True), experts_TK, sums
+
+
+def router_losses(aux: Aux) -> dict[str, jax.Array]:
+    """What the routers of some layers (each leaf of `aux` with a leading layer dim) have to answer for, as scalars.
+
+    With f the share of all assignments that an expert got, and P its mean probability over the T tokens:
+
+    load_balance_loss  E sum_e f_e P_e, mean over layers; 1 where even, E where one expert has all
+                       (Fedus et al. 2022, equations 4 to 6; f counts assignments, as K may be above 1)
+    router_z_loss      mean over tokens of logsumexp(logits)^2, mean over layers (Zoph et al. 2022, equation 5)
+    expert_load_max    E max_e f_e, of the worst layer; 1 where even
+    """
+    _, batch, sequence, k = aux["experts"].shape
+    num_tokens, num_experts = batch * sequence, aux["expert_tokens"].shape[-1]
+    share_LE = aux["expert_tokens"] / (num_tokens * k)
+    mean_LE = aux["router_probability"] / num_tokens
+    return {
+        "load_balance_loss": num_experts * jnp.mean(jnp.sum(share_LE * mean_LE, axis=-1)),
+        "router_z_loss": jnp.mean(aux["router_z"]) / num_tokens,
+        "expert_load_max": num_experts * jnp.max(share_LE),
+    }
+
+
+def _run_on_device(
+    x_BSD: jax.Array, router_DE: jax.Array, kernels: Kernels, k: int, layout: Layout
+) -> tuple[jax.Array, Aux]:
+    """The layer for the tokens of one device: B and S, D and F of the kernels, and E of them are this device's."""
+    x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
+    # Gathered in here and not by in_specs, because the gradient is then reduce-scattered, not all-reduced.
+    router_DE, gate, up = (_gather(w, layout.embed, -2) for w in (router_DE, kernels.gate, kernels.up))
+    down = _gather(kernels.down, layout.embed, -1)
+    shared = tuple(axis for axis in layout.mlp if axis in layout.tokens)  # an odd choice, but not a wrong one
+    kernels = Kernels(_gather(gate, shared, -1), _gather(up, shared, -1), _gather(down, shared, -2))
+
+    weights_TK, experts_TK, sums = route(x_TD, router_DE, k)
+    if layout.experts:
+        y_TD = _exchange(x_TD, weights_TK, experts_TK, kernels, layout)
+    else:
+        y_TD = apply_experts(x_TD, weights_TK, experts_TK, kernels)
+    y_TD = _psum(y_TD, tuple(axis for axis in layout.mlp if axis not in shared))
+    aux = {name: _psum(total, layout.tokens) for name, total in sums.items()}
+    return y_TD.reshape(x_BSD.shape), aux | {"experts": experts_TK.reshape(*x_BSD.shape[:2], k)}
+
+
+def apply_experts(x_RD: jax.Array, weights_RK: jax.Array, experts_RK: jax.Array, kernels: Kernels) -> jax.Array:
+    """Weighted sums (R, D) of what these experts make of the rows; an expert id of L or more stands for none."""
+    k, num_experts = experts_RK.shape[1], kernels.gate.shape[0]
+    order_A = jnp.argsort(experts_RK.reshape(-1), stable=True)
+    sizes_L = jnp.bincount(experts_RK.reshape(-1), length=num_experts + 1)[:num_experts]
+    # What ragged_dot gives for rows beyond the groups is up to the backend: masked here and, for gradients, there.
+    live_A1 = (jnp.arange(order_A.size) < jnp.sum(sizes_L))[:, None]
+    x_AD = jnp.where(live_A1, x_RD[order_A // k], 0)
+    gate_AF, up_AF = (jax.lax.ragged_dot(x_AD, w, sizes_L) for w in (kernels.gate, kernels.up))
+    y_AD = jax.lax.ragged_dot(jax.nn.silu(gate_AF) * up_AF, kernels.down, sizes_L)
+    y_AD = jnp.where(live_A1, y_AD, 0)
+    y_RKD = y_AD[jnp.argsort(order_A)].reshape(*experts_RK.shape, -1)
+    return jnp.einsum("rkd,rk->rd", y_RKD, weights_RK.astype(y_RKD.dtype))
+
+
+def _exchange(
+    x_TD: jax.Array, weights_TK: jax.Array, experts_TK: jax.Array, kernels: Kernels, layout: Layout
+) -> jax.Array:
+    """As `apply_experts`, the experts being split over P devices: tokens go there and weighted sums come back.
+
+    A token goes at most once to a device, however many of its experts are there. Rows are padded to C for each pair of
+    devices: enough for every token where C = T. Routers that are about even leave most of that empty, so a smaller C
+    is tried first; the devices choose together, in every step, and nothing is dropped. Not `ragged_all_to_all`, which
+    sends exact counts: XLA has it for TPU and GPU alone, so what would run there would not be what is tested.
+    """
+    num_tokens, k = experts_TK.shape
+    per_device = kernels.gate.shape[0]
+    num_devices = jax.lax.axis_size(layout.experts)
+    rank = jnp.arange(num_devices)
+    wants_TP = jnp.any((experts_TK // per_device)[:, None] == rank[:, None], axis=-1)
+    # Row p: first the tokens that go to device p, in their order.
+    slots_PT = jnp.argsort(~wants_TP, axis=0, stable=True).T
+
+    def travel(x_PC: jax.Array) -> jax.Array:
+        return jax.lax.all_to_all(x_PC, layout.experts, split_axis=0, concat_axis=0)
+
+    def run(capacity: int) -> jax.Array:
+        slots_PC = slots_PT[:, :capacity]
+        local_PCK = experts_TK[slots_PC] - per_device * rank[:, None, None]
+        mine_PCK = (local_PCK >= 0) & (local_PCK < per_device)  # nowhere true in padding
+        local_PCK = jnp.where(mine_PCK, local_PCK, per_device)
+        x_RD, local_RK, weights_RK = (
+            travel(sent).reshape(num_devices * capacity, -1) for sent in (x_TD[slots_PC], local_PCK, weights_TK[slots_PC])
+        )
+        if k > per_device:  # more choices than experts here: those of other devices stand last and are cut off
+            local_RK, which = jax.lax.sort_key_val(local_RK, jnp.broadcast_to(jnp.arange(k), local_RK.shape))
+            weights_RK = jnp.take_along_axis(weights_RK, which, axis=1)[:, :per_device]
+            local_RK = local_RK[:, :per_device]
+        y_RD = apply_experts(x_RD, weights_RK, local_RK, kernels)
+        back_PCD = travel(y_RD.reshape(num_devices, capacity, -1))
+        return jnp.zeros_like(x_TD).at[slots_PC].add(back_PCD)
+
+    capacity = _balanced_capacity(num_tokens, k, per_device, num_devices)
+    if capacity is None:
+        return run(num_tokens)
+    largest = jax.lax.pmax(jnp.max(jnp.sum(wants_TP, axis=0)), layout.tokens)
+    return jax.lax.cond(largest <= capacity, lambda: run(capacity), lambda: run(num_tokens))
+
+
+def _balanced_capacity(num_tokens: int, k: int, per_device: int, num_devices: int) -> int | None:
+    """Rows for one device where the router is about even, None where that saves less than a quarter of all tokens.
+
+    A token whose K experts are drawn evenly has none on a device with probability C(E - L, K) / C(E, K). A quarter
+    more than expected: the slack that capacity factors of 1.25 give (Fedus et al. 2022).
+    """
+    num_experts = per_device * num_devices
+    share = 1 - math.comb(num_experts - per_device, k) / math.comb(num_experts, k)
+    capacity = math.ceil(1.25 * share * num_tokens)
+    return capacity if capacity <= 0.75 * num_tokens else None
+
+
+def _gather(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+    return jax.lax.all_gather(x, axes, axis=dim % x.ndim, tiled=True) if axes else x
+
+
+def _psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    return jax.lax.psum(x, axes) if axes else x
+
+
+def _sizes(sizes: dict[str, int], axes: tuple[str, ...]) -> str:
+    return ", ".join(f"{axis}={sizes[axis]}" for axis in axes)

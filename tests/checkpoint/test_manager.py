@@ -1,0 +1,180 @@
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from flax_mesh import ConfigError, abstract_state, create_mesh, init_state, named_leaves
+from flax_mesh.checkpoint import Checkpointer
+from flax_mesh.models import Decoder, DecoderConfig
+
+SIZES = {"vocab_size": 32, "hidden_size": 16, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4}
+LISTED, SCANNED = DecoderConfig(**SIZES, mlp_size=32), DecoderConfig(**SIZES, mlp_size=32, scan=True)
+LAYOUTS = {
+    "one": ((1, 1, 1, 1, 1), LISTED),
+    "fsdp8": ((1, 8, 1, 1, 1), LISTED),
+    "dp2fsdp2tp2": ((2, 2, 1, 2, 1), LISTED),
+    "scanned": ((1, 4, 1, 2, 1), SCANNED),
+    "scanned on one": ((1, 1, 1, 1, 1), SCANNED),
+}
+
+
+def maker(config):
+    def make():
+        model = Decoder(config, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+
+    return make
+
+
+def abstract_of(layout):
+    dims, config = LAYOUTS[layout]
+    return abstract_state(maker(config), create_mesh(dims, devices=jax.devices()[: np.prod(dims)]))
+
+
+def state_of(layout):
+    state = init_state(maker(LAYOUTS[layout][1]), abstract_of(layout))
+    leaves = [  # moments that are not all zero, and differ from path to path and from row to row
+        jax.device_put(_moment(path, x), x.sharding) if "/mu/" in path else x for path, x in named_leaves(state)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(state), leaves)
+
+
+def _moment(path, x):
+    return (np.arange(x.size, dtype=np.float32) + len(path)).reshape(x.shape)
+
+
+def by_layer(state):
+    """path on disk -> array, with stacks taken apart by numpy."""
+    found = {}
+    for path, leaf in named_leaves(state):
+        head, layers, tail = path.partition("layers/")
+        if layers and not tail[0].isdigit():
+            found |= {f"{head}layers/{i}/{tail}": part for i, part in enumerate(np.asarray(leaf))}
+        else:
+            found[path] = np.asarray(leaf)
+    return found
+
+
+def save(folder, state, step=1, **kinds):
+    with Checkpointer(folder, layers=["layers"], **kinds) as checkpointer:
+        checkpointer.save(step, state, {"step": step, "text": "ä"})
+
+
+def check_same(a, b):
+    a, b = by_layer(a), by_layer(b)
+    assert a.keys() == b.keys()
+    for path in a:
+        assert a[path].dtype == b[path].dtype and np.array_equal(a[path], b[path]), path
+
+
+@pytest.mark.parametrize(
+    ("saved", "restored"),
+    [("fsdp8", "dp2fsdp2tp2"), ("one", "scanned"), ("scanned", "one"), ("scanned", "scanned on one")],
+)
+def test_restore_gives_what_was_saved_in_the_layout_asked_for(saved, restored, tmp_path):
+    state, abstract = state_of(saved), abstract_of(restored)
+    save(tmp_path, state)
+    with Checkpointer(tmp_path, layers=["layers"]) as checkpointer:
+        got = checkpointer.restore(abstract)
+        assert checkpointer.metadata(1) == {"step": 1, "text": "ä"}
+    for want, leaf in zip(jax.tree.leaves(abstract), jax.tree.leaves(got), strict=True):
+        assert leaf.sharding.is_equivalent_to(want.sharding, leaf.ndim)
+    check_same(state, got)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saved", LAYOUTS)
+def test_every_layout_restores_into_every_other(saved, tmp_path):
+    state = state_of(saved)
+    save(tmp_path, state)
+    for restored in LAYOUTS:
+        with Checkpointer(tmp_path, layers=["layers"]) as checkpointer:
+            check_same(state, checkpointer.restore(abstract_of(restored)))
+
+
+@pytest.mark.parametrize("layout", ["one", "scanned"])
+def test_plain_orbax_reads_the_global_paths(layout, tmp_path):
+    state = state_of(layout)
+    save(tmp_path, state)
+    code = f"""
+import sys, jax, orbax.checkpoint as ocp, numpy as np
+tree = ocp.StandardCheckpointer().restore({str(tmp_path / "1" / "state")!r})
+assert "flax_mesh" not in sys.modules and "flax.nnx" not in sys.modules
+q = tree["model"]["layers"]["2"]["attention"]["q"]["kernel"]
+print(sorted(tree), sorted(tree["model"]["layers"]), q.shape, repr(float(np.asarray(q).sum())))
+"""
+    env = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
+    assert run.returncode == 0, run.stderr
+    kernel = by_layer(state)["model/layers/2/attention/q/kernel"]
+    total = repr(float(np.asarray(kernel).sum()))
+    assert run.stdout.split("\n")[0] == f"['model', 'optimizer'] ['0', '1', '2'] (16, 4, 4) {total}"
+
+
+def test_another_model_is_refused_with_every_path_and_both_shapes(tmp_path):
+    save(tmp_path, state_of("one"))
+    other = DecoderConfig(**SIZES | {"num_layers": 2, "num_kv_heads": 4}, mlp_size=32, tied=False)
+    abstract = abstract_state(maker(other), create_mesh())
+    with Checkpointer(tmp_path, layers=["layers"]) as checkpointer, pytest.raises(ConfigError) as error:
+        checkpointer.restore(abstract)
+    text = str(error.value)
+    assert "is of another model" in text and "--restart" in text
+    assert "model/layers/1/attention/k/kernel: checkpoint float32[16, 2, 4], model float32[16, 4, 4]" in text
+    assert "model/layers/2/mlp/up/kernel: only in the checkpoint, float32[16, 32]" in text
+    assert "model/head/kernel: only in the model, float32[16, 32]" in text
+    assert "optimizer/opt_state/0/nu/head/kernel: only in the model" in text
+    assert "layers/0/mlp/up" not in text
+
+
+def test_random_keys_and_statistics_are_part_of_it(tmp_path):
+    def make():
+        stack = nnx.vmap(lambda k: nnx.Dropout(0.5, rngs=nnx.Rngs(k)))(jax.random.split(jax.random.key(1), 3))
+        other = nnx.Dropout(0.5, rngs=nnx.Rngs(jax.random.key(2, impl="rbg")))
+        drop = nnx.Dropout(0.5, rngs=nnx.Rngs(3))
+        return nnx.Dict(drop=drop, other=other, layers=stack, norm=nnx.BatchNorm(8, rngs=nnx.Rngs(0)))
+
+    abstract = abstract_state(make, create_mesh(), [(".*", ())])
+    state = init_state(make, abstract)
+    with Checkpointer(tmp_path, layers=["layers"]) as checkpointer:
+        checkpointer.save(1, state, {})
+        checkpointer.wait()
+        got = checkpointer.restore(abstract)
+    assert sum(jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) for x in jax.tree.leaves(got)) == 3
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(got), strict=True):
+        assert a.dtype == b.dtype and bool((a == b).all())
+
+
+def test_the_newest_stay_and_steps_survive_reopening(tmp_path):
+    state = state_of("one")
+    with Checkpointer(tmp_path, keep=2) as checkpointer:
+        assert checkpointer.latest_step() is None
+        for step in (1, 2, 3):
+            checkpointer.save(step, state, {"step": step})
+        checkpointer.wait()
+        with pytest.raises(ConfigError, match="already holds a checkpoint of step 3; nothing was overwritten"):
+            checkpointer.save(3, state, {})
+    with Checkpointer(tmp_path, keep=2) as checkpointer:
+        assert checkpointer.steps() == [2, 3]
+        assert checkpointer.latest_step() == 3
+        assert checkpointer.metadata(2) == {"step": 2}
+
+
+def test_the_arrays_may_be_donated_once_save_has_returned(tmp_path):
+    state, abstract = state_of("scanned"), abstract_of("scanned")
+    before = by_layer(state)
+    overwrite = jax.jit(lambda x: jax.tree.map(lambda y: y * 0 + 1, x), donate_argnums=0)
+    with Checkpointer(tmp_path, layers=["layers"]) as checkpointer:
+        checkpointer.save(1, state, {})
+        overwrite(jax.tree.leaves(state))
+        checkpointer.wait()
+        got = by_layer(checkpointer.restore(abstract))
+    assert all(np.array_equal(before[path], got[path]) for path in before)
+
+
+def test_an_empty_folder_says_so(tmp_path):
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(ConfigError, match="holds no checkpoint"):
+        checkpointer.restore(abstract_of("one"))

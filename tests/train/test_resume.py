@@ -1,0 +1,247 @@
+"""Runs that are killed or told to stop, as processes of their own, and what the same command does afterwards.
+
+Every comparison is with an undisturbed run, bit by bit: losses are written with all their digits.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from flax_mesh.cli import BAD_INPUT, DONE, STOPPED, main
+from tests.train.bigram import write_text
+
+RECIPE = Path(__file__).with_name("bigram.py")
+STEPS = 60
+PATIENCE = 120  # seconds for anything a process is waited for
+SMALL = ("model.hidden_size=64",)  # 0.4 MB of state
+LARGE = ("model.hidden_size=2048",)  # 12 MB: a save takes long enough to be met at work
+
+
+@dataclass
+class Run:
+    """One process that trains in `folder`."""
+
+    process: subprocess.Popen
+    folder: Path
+    output: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def rows(self) -> list[dict]:
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []  # whole lines only: it may be writing
+        return [json.loads(line) for line in lines]
+
+    def committed(self) -> list[int]:
+        names = os.listdir(self.checkpoints) if self.checkpoints.exists() else []
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def unfinished(self) -> list[str]:
+        names = os.listdir(self.checkpoints) if self.checkpoints.exists() else []
+        return [name for name in names if name.endswith(".orbax-checkpoint-tmp")]
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        """Return as soon as the condition holds; fail if the process ends or time runs out before."""
+        end = time.monotonic() + PATIENCE
+        while not condition():
+            assert self.process.poll() is None, f"ended with {self.process.returncode} too early:\n{self.text()}"
+            assert time.monotonic() < end, f"waited in vain:\n{self.text()}"
+            time.sleep(0.0005)
+
+    def ended(self) -> int:
+        return self.process.wait(PATIENCE)
+
+
+Start = Callable[..., Run]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> dict[str, str]:
+    """Environment in which the processes share what they compiled: each is then up in seconds."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+    }
+
+
+@pytest.fixture(scope="module")
+def start(text, compiled) -> Iterator[Start]:
+    """`start(folder, *settings)` starts the command; whatever still runs in the end is killed."""
+    runs: list[Run] = []
+
+    def start(folder: Path, *settings: str, recipe: str = str(RECIPE), cached: bool = True) -> Run:
+        output = folder.with_name(f"{folder.name}-output-{len(runs)}.txt")
+        defaults = [f"run.steps={STEPS}", "run.eval_every=0", "checkpoint.every=2", "run.platform=cpu:2"]
+        given = {setting.split("=")[0] for setting in settings}
+        argv = [f"data.source={text}", f"run.folder={folder}", *settings]
+        argv += [setting for setting in defaults if setting.split("=")[0] not in given]
+        with output.open("w") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "flax_mesh.cli", "train", recipe, *argv],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=os.environ | (compiled if cached else {}),
+            )
+        runs.append(Run(process, folder, output))
+        return runs[-1]
+
+    try:
+        yield start
+    finally:
+        for run in runs:
+            if run.process.poll() is None:
+                run.process.kill()
+            run.process.wait(PATIENCE)
+
+
+def final_losses(rows: list[dict]) -> dict[int, float]:
+    """Loss of every step; where a step was run twice the later row counts."""
+    return {row["step"]: row["loss"] for row in rows}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(start, tmp_path_factory) -> Callable[[tuple[str, ...]], dict[int, float]]:
+    """The losses of a run that nothing happened to, for the given size of model."""
+    found: dict[tuple[str, ...], dict[int, float]] = {}
+
+    def losses(size: tuple[str, ...]) -> dict[int, float]:
+        if size not in found:
+            run = start(tmp_path_factory.mktemp("undisturbed") / "run", "checkpoint.every=20", *size)
+            assert run.ended() == DONE, run.text()
+            assert [row["step"] for row in run.rows()] == list(range(1, STEPS + 1))
+            found[size] = final_losses(run.rows())
+        return found[size]
+
+    return losses
+
+
+def check_resumed(run: Run, committed: int, reached: int, expected: dict[int, float]) -> None:
+    """The run went on after step `committed`, ran the steps up to `reached` again, and ended as if undisturbed."""
+    assert run.ended() == DONE, run.text()
+    rows = run.rows()
+    assert f"run: found {run.folder} at step {committed}; resuming, {STEPS - committed} steps to go" in run.text()
+    assert [(row["step"], row["resumed_from"]) for row in rows if "resumed_from" in row] == [(committed + 1, committed)]
+    counts = Counter(row["step"] for row in rows)
+    assert [step for step in counts if counts[step] == 2] == list(range(committed + 1, reached + 1))
+    assert list(counts) == list(range(1, STEPS + 1)) and max(counts.values()) <= 2
+    assert final_losses(rows) == expected
+    assert len(set(expected.values())) > STEPS // 2, "losses that hardly differ prove nothing"
+    assert run.committed()[-1] == STEPS and not run.unfinished()
+
+
+def killed_after_a_save(start: Start, folder: Path, at_least: int, **kinds: bool) -> tuple[int, int]:
+    """Kill a run whose newest step lies beyond its newest checkpoint: (newest checkpoint, newest step)."""
+    run = start(folder, *SMALL, **kinds)
+    run.wait_for(lambda: (done := run.committed()) and done[-1] >= at_least and run.rows()[-1]["step"] > done[-1])
+    run.process.kill()
+    assert run.ended() == -signal.SIGKILL
+    return run.committed()[-1], run.rows()[-1]["step"]
+
+
+def killed_during_a_save(start: Start, folder: Path, at_least: int, **kinds: bool) -> tuple[int, int]:
+    """Kill a run while a save is on its way: (newest checkpoint, newest step)."""
+    run = start(folder, *LARGE, **kinds)
+    run.wait_for(lambda: (done := run.committed()) and done[-1] >= at_least)
+    run.wait_for(run.unfinished)
+    run.process.kill()
+    assert run.ended() == -signal.SIGKILL
+    assert run.unfinished(), "the kill came too late to interrupt a save"
+    return run.committed()[-1], run.rows()[-1]["step"]
+
+
+KILLS = {"after a save": (killed_after_a_save, SMALL), "during a save": (killed_during_a_save, LARGE)}
+
+
+@pytest.mark.parametrize("moment", KILLS)
+def test_a_killed_run_resumes_bit_for_bit(start, undisturbed, tmp_path, moment):
+    kill, size = KILLS[moment]
+    expected = undisturbed(size)
+    committed, reached = kill(start, tmp_path / "run", at_least=4)
+    assert 4 <= committed < reached < STEPS
+    check_resumed(start(tmp_path / "run", *size), committed, reached, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at_least", [2, 20, 40])
+@pytest.mark.parametrize("moment", KILLS)
+def test_a_run_killed_anywhere_resumes_bit_for_bit_though_compiled_anew(start, undisturbed, tmp_path, moment, at_least):
+    kill, size = KILLS[moment]
+    committed, reached = kill(start, tmp_path / "run", at_least, cached=False)
+    check_resumed(start(tmp_path / "run", *size, cached=False), committed, reached, undisturbed(size))
+
+
+@pytest.mark.slow
+def test_a_run_killed_again_and_again_ends_as_if_undisturbed(start, undisturbed, tmp_path):
+    expected = undisturbed(SMALL)
+    for at_least in (4, 16, 28):
+        killed_after_a_save(start, tmp_path / "run", at_least)
+    run = start(tmp_path / "run", *SMALL)
+    assert run.ended() == DONE, run.text()
+    assert len([row for row in run.rows() if "resumed_from" in row]) == 3
+    assert final_losses(run.rows()) == expected
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_the_step_at_hand_and_the_same_command_goes_on(start, undisturbed, tmp_path, number):
+    expected = undisturbed(SMALL)
+    run = start(tmp_path / "run", *SMALL, "checkpoint.every=1000")
+    run.wait_for(run.rows)
+    run.process.send_signal(number)
+    assert run.ended() == STOPPED
+    last = run.rows()[-1]["step"]
+    assert last < STEPS and run.committed() == [last]
+    assert f"{number.name}: saving after this step" in run.text()
+    assert re.search(rf"^stopped at step {last}; metrics and checkpoints: {run.folder}$", run.text(), re.M)
+    assert re.search(rf"^resume: flax-mesh train .* run\.folder={run.folder} run\.steps={STEPS}$", run.text(), re.M)
+    assert "Traceback" not in run.text()
+    check_resumed(start(tmp_path / "run", *SMALL), last, last, expected)
+
+
+def test_a_second_interrupt_ends_the_run_at_once(start, tmp_path):
+    run = start(tmp_path / "run", "run.platform=cpu:1", recipe=f"{RECIPE}:slow_recipe")  # 1.5 s a step
+    run.wait_for(run.rows)
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for(lambda: "SIGINT: saving after this step" in run.text())
+    began = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    assert run.ended() == -signal.SIGINT
+    assert time.monotonic() - began < 1
+    assert "stopped at step" not in run.text() and "Traceback" not in run.text()
+
+
+def test_a_second_process_on_the_same_folder_is_refused(start, text, tmp_path, capsys):
+    folder = tmp_path / "run"
+    first = start(folder, "run.platform=cpu:1", recipe=f"{RECIPE}:slow_recipe")
+    first.wait_for(first.rows)
+    command = ["train", str(RECIPE), f"data.source={text}", f"run.folder={folder}"]
+    before = (folder / "config.txt").read_bytes()
+    assert main(command) == BAD_INPUT
+    assert capsys.readouterr().err == (
+        f"flax-mesh: run.folder={folder} is in use by another run; stop that one, or use another\n"
+    )
+    assert (folder / "config.txt").read_bytes() == before
+    first.process.kill()
+    first.ended()
+    assert main([*command, "run.steps=0"]) == BAD_INPUT  # by its own mistake: the lock went with the process
+    assert "run.steps" in capsys.readouterr().err
