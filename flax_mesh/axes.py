@@ -189,6 +189,9 @@ class PartitionAxis:
             )
 
 
+DEFAULT_AXES = PartitionAxis()
+
+
 def as_tuple(axis: AxisName) -> tuple[str, ...]:
     """Mesh axes of one entry of a PartitionSpec."""
     if axis is None:

@@ -1,5 +1,7 @@
 """Every test sees 8 CPU devices, unless `--platform` asks for the devices of another backend."""
 
+from collections.abc import Iterator
+
 import jax
 import pytest
 
@@ -13,3 +15,17 @@ def pytest_configure(config: pytest.Config) -> None:
     if platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", 8)
+
+
+@pytest.fixture
+def compilations() -> Iterator[list[str]]:
+    """Grows by an event for everything XLA compiles during the test."""
+    events: list[str] = []
+
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if "backend_compile" in event:
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(listen)

@@ -185,7 +185,7 @@ def _compiled_stack(shardings: tuple[Any, ...]):
 
 
 def _is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _as_key_data(abstract: Any) -> Any:

@@ -222,11 +222,12 @@ def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[Any, .
 
     With experts (loss_sum, weight, metrics):
 
-        loss_sum = cross-entropy sum + weight (a * load_balance_loss + z * router_z_loss)
+        loss_sum = cross-entropy sum + weight * sum over layers of (a load_balance_loss + z router_z_loss)
 
-    with the coefficients of the config and the values of `router_losses`, and metrics are those values, and the
-    cross-entropy alone, times weight. Divided by the summed weight of all microbatches, each is the mean over
-    microbatches by tokens. Of a microbatch all tokens are routed and count for the router, also those without target.
+    with a and z the coefficients of that name in the config, and the values of `router_losses`. Divided by the summed
+    weight of all microbatches it is the mean over microbatches by number of targets, and so are the metrics: the
+    cross-entropy alone, both losses as means over layers, and expert_load_max of the worst layer. Every token is
+    routed and counts for the router, also one without target.
     """
     logits_BSV, aux = model.forward(batch["inputs"])
     targets_BS = batch["targets"]
@@ -239,9 +240,11 @@ def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[Any, .
     if not aux:
         return loss, weight
     found, config = router_losses(aux), model.config
-    metrics = {"cross_entropy": loss} | {name: weight * value for name, value in found.items()}
+    metrics = {"cross_entropy": loss}
+    for name, combine in (("load_balance_loss", jnp.mean), ("router_z_loss", jnp.mean), ("expert_load_max", jnp.max)):
+        metrics[name] = weight * combine(found[name])
     for name in ("load_balance_loss", "router_z_loss"):
-        loss = loss + getattr(config, name) * metrics[name]
+        loss = loss + weight * getattr(config, name) * jnp.sum(found[name])
     return loss, weight, metrics
 
 

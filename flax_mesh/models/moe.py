@@ -20,6 +20,7 @@ from flax_mesh.errors import ShardingError
 from flax_mesh.mesh import current_mesh
 
 Aux = dict[str, jax.Array]
+NOT_SPLIT = PartitionSpec()
 
 
 class MoE(nnx.Module):
@@ -69,14 +70,11 @@ class MoE(nnx.Module):
         if layout.mesh is None:
             return run(x_BSD, router_DE, kernels)
         tokens = PartitionSpec(layout.batch, layout.sequence, None)
-        wide = PartitionSpec(layout.experts, layout.embed, layout.mlp)
-        tall = PartitionSpec(layout.experts, layout.mlp, layout.embed)
-        sums = PartitionSpec()
-        aux = {"experts": tokens, "expert_tokens": sums, "router_probability": sums, "router_z": sums}
+        aux = {"experts": tokens} | dict.fromkeys(("expert_tokens", "router_probability", "router_z"), NOT_SPLIT)
         return jax.shard_map(
             run,
             mesh=layout.mesh,
-            in_specs=(tokens, PartitionSpec(layout.embed, None), Kernels(wide, wide, tall)),
+            in_specs=(tokens, layout.router, layout.kernels),
             out_specs=(tokens, aux),
             axis_names=layout.manual,
         )(x_BSD, router_DE, kernels)
@@ -112,6 +110,15 @@ class Layout(NamedTuple):
     @property
     def tokens(self) -> tuple[str, ...]:
         return self.batch + self.sequence
+
+    @property
+    def router(self) -> PartitionSpec:
+        return PartitionSpec(self.embed, None)
+
+    @property
+    def kernels(self) -> Kernels:
+        wide, tall = (self.experts, self.embed, self.mlp), (self.experts, self.mlp, self.embed)
+        return Kernels(PartitionSpec(*wide), PartitionSpec(*wide), PartitionSpec(*tall))
 
 
 def find_layout(axes: PartitionAxis, shape: tuple[int, ...], num_experts: int, mode: Mode = "train") -> Layout:
@@ -173,23 +180,23 @@ def route(x_TD: jax.Array, router_DE: jax.Array, k: int) -> tuple[jax.Array, jax
 
 
 def router_losses(aux: Aux) -> dict[str, jax.Array]:
-    """What the routers of some layers (each leaf of `aux` with a leading layer dim) have to answer for, as scalars.
+    """What the router of each layer has to answer for, (layers,) each; `aux` has leaves with a leading layer dim.
 
     With f the share of all assignments that an expert got, and P its mean probability over the T tokens:
 
-    load_balance_loss  E sum_e f_e P_e, mean over layers; 1 where even, E where one expert has all
+    load_balance_loss  E sum_e f_e P_e; 1 where even, E / K where K experts have all
                        (Fedus et al. 2022, equations 4 to 6; f counts assignments, as K may be above 1)
-    router_z_loss      mean over tokens of logsumexp(logits)^2, mean over layers (Zoph et al. 2022, equation 5)
-    expert_load_max    E max_e f_e, of the worst layer; 1 where even
+    router_z_loss      mean over tokens of logsumexp(logits)^2 (Zoph et al. 2022, equation 5)
+    expert_load_max    E max_e f_e; 1 where even, E / K where one expert serves every token
     """
     _, batch, sequence, k = aux["experts"].shape
     num_tokens, num_experts = batch * sequence, aux["expert_tokens"].shape[-1]
     share_LE = aux["expert_tokens"] / (num_tokens * k)
     mean_LE = aux["router_probability"] / num_tokens
     return {
-        "load_balance_loss": num_experts * jnp.mean(jnp.sum(share_LE * mean_LE, axis=-1)),
-        "router_z_loss": jnp.mean(aux["router_z"]) / num_tokens,
-        "expert_load_max": num_experts * jnp.max(share_LE),
+        "load_balance_loss": num_experts * jnp.sum(share_LE * mean_LE, axis=-1),
+        "router_z_loss": aux["router_z"] / num_tokens,
+        "expert_load_max": num_experts * jnp.max(share_LE, axis=-1),
     }
 
 
@@ -198,18 +205,14 @@ def _run_on_device(
 ) -> tuple[jax.Array, Aux]:
     """The layer for the tokens of one device: B and S, D and F of the kernels, and E of them are this device's."""
     x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
-    # Gathered in here and not by in_specs, because the gradient is then reduce-scattered, not all-reduced.
-    router_DE, gate, up = (_gather(w, layout.embed, -2) for w in (router_DE, kernels.gate, kernels.up))
-    down = _gather(kernels.down, layout.embed, -1)
-    shared = tuple(axis for axis in layout.mlp if axis in layout.tokens)  # an odd choice, but not a wrong one
-    kernels = Kernels(_gather(gate, shared, -1), _gather(up, shared, -1), _gather(down, shared, -2))
-
+    shared = tuple(axis for axis in layout.mlp if axis in layout.tokens)  # an odd choice of axes, but not a wrong one
+    split = tuple(axis for axis in layout.mlp if axis not in shared)
+    router_DE = _gather(router_DE, layout.router, layout)
+    kernels = Kernels(*(_gather(w, dims, layout) for w, dims in zip(kernels, layout.kernels, strict=True)))
     weights_TK, experts_TK, sums = route(x_TD, router_DE, k)
-    if layout.experts:
-        y_TD = _exchange(x_TD, weights_TK, experts_TK, kernels, layout)
-    else:
-        y_TD = apply_experts(x_TD, weights_TK, experts_TK, kernels)
-    y_TD = _psum(y_TD, tuple(axis for axis in layout.mlp if axis not in shared))
+    # Each device has a part of F, so cotangents of what goes in are partial too: summed once, here, for T rows.
+    inputs = _vary(x_TD, split), _vary(weights_TK, split), experts_TK, kernels
+    y_TD = _psum(_exchange(*inputs, layout) if layout.experts else apply_experts(*inputs), split)
     aux = {name: _psum(total, layout.tokens) for name, total in sums.items()}
     return y_TD.reshape(x_BSD.shape), aux | {"experts": experts_TK.reshape(*x_BSD.shape[:2], k)}
 
@@ -255,9 +258,10 @@ def _exchange(
         local_PCK = experts_TK[slots_PC] - per_device * rank[:, None, None]
         mine_PCK = (local_PCK >= 0) & (local_PCK < per_device)  # nowhere true in padding
         local_PCK = jnp.where(mine_PCK, local_PCK, per_device)
-        x_RD, local_RK, weights_RK = (
-            travel(sent).reshape(num_devices * capacity, -1) for sent in (x_TD[slots_PC], local_PCK, weights_TK[slots_PC])
-        )
+        # Expert ids travel as floats beside the weights: one all-to-all less.
+        routing_PC = jnp.concatenate([weights_TK[slots_PC], local_PCK.astype(jnp.float32)], axis=-1)
+        x_RD, routing_R = (travel(x).reshape(num_devices * capacity, -1) for x in (x_TD[slots_PC], routing_PC))
+        weights_RK, local_RK = routing_R[:, :k], routing_R[:, k:].astype(jnp.int32)
         if k > per_device:  # more choices than experts here: those of other devices stand last and are cut off
             local_RK, which = jax.lax.sort_key_val(local_RK, jnp.broadcast_to(jnp.arange(k), local_RK.shape))
             weights_RK = jnp.take_along_axis(weights_RK, which, axis=1)[:, :per_device]
@@ -285,8 +289,24 @@ def _balanced_capacity(num_tokens: int, k: int, per_device: int, num_devices: in
     return capacity if capacity <= 0.75 * num_tokens else None
 
 
-def _gather(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    return jax.lax.all_gather(x, axes, axis=dim % x.ndim, tiled=True) if axes else x
+def _gather(kernel: jax.Array, dims: PartitionSpec, layout: Layout) -> jax.Array:
+    """The kernel, split as `dims` says, made whole over the axes that split tokens too, save those of the experts.
+
+    In here and not by in_specs: the gradient is then reduce-scattered and after that, a shard only, all-reduced over
+    the token axes that remain.
+    """
+    kernel = _vary(kernel, layout.tokens, known=dims)
+    for dim, axes in enumerate(dims):
+        over = tuple(axis for axis in as_tuple(axes) if axis in layout.tokens and axis not in layout.experts)
+        if over:
+            kernel = jax.lax.all_gather(kernel, over, axis=dim, tiled=True)
+    return kernel
+
+
+def _vary(x: jax.Array, axes: tuple[str, ...], known: PartitionSpec = NOT_SPLIT) -> jax.Array:
+    """`x`, free to differ along `axes` from here on: the place where its cotangent is summed over them."""
+    new = tuple(axis for axis in axes if axis not in [a for entry in known for a in as_tuple(entry)])
+    return jax.lax.pcast(x, new, to="varying") if new else x
 
 
 def _psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from flax_mesh.axes import PartitionAxis
+from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
 from flax_mesh.errors import ShardingError
 from flax_mesh.mesh.context import get_incontext_mesh
 from flax_mesh.sharding.rules import PartitionRules, Policy, apply_policy, as_rules, fit_spec, match_leaves
@@ -22,7 +22,7 @@ Make = Callable[[], Any]  # returns a model, or (model, nnx.Optimizer)
 def partitioned(
     rules: Iterable[tuple[str, Any]],
     layers: str | Iterable[str] = (),
-    axes: PartitionAxis = PartitionAxis(),  # noqa: B008 (a frozen value)
+    axes: PartitionAxis = DEFAULT_AXES,
 ) -> Callable[[Model], Model]:
     """Class decorator: the model carries its own rule table and the paths of its layer lists.
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from flax_mesh.axes import PartitionAxis, as_tuple
+from flax_mesh.axes import DEFAULT_AXES, PartitionAxis, as_tuple
 from flax_mesh.errors import ShardingError
 from flax_mesh.tree import in_stack, named_leaves
 
@@ -30,14 +30,14 @@ class PartitionRules:
     """
 
     table: tuple[tuple[str, Dims], ...]
-    axes: PartitionAxis = PartitionAxis()
+    axes: PartitionAxis = DEFAULT_AXES
     layers: tuple[str, ...] = ()
     _compiled: tuple[tuple[re.Pattern[str], PartitionSpec, str], ...] = field(init=False, repr=False, compare=False)
 
     def __init__(
         self,
         table: Iterable[tuple[str, Any]],
-        axes: PartitionAxis = PartitionAxis(),  # noqa: B008 (a frozen value)
+        axes: PartitionAxis = DEFAULT_AXES,
         layers: str | Sequence[str] = (),
     ):
         object.__setattr__(self, "table", tuple((pattern, _frozen(dims)) for pattern, dims in table))
@@ -125,7 +125,7 @@ def as_rules(rules: PartitionRules | Iterable[tuple[str, Any]], axes: PartitionA
     """The table as PartitionRules, resolved through `axes` where given."""
     if isinstance(rules, PartitionRules):
         return rules if axes is None else PartitionRules(rules.table, axes, rules.layers)
-    return PartitionRules(rules, axes or PartitionAxis())
+    return PartitionRules(rules, axes or DEFAULT_AXES)
 
 
 def match_leaves(
@@ -229,7 +229,11 @@ def _compile(
 
 
 def _frozen(dims: Any) -> Dims:
-    return dims if dims is None or isinstance(dims, (PartitionSpec, str)) else tuple(dims)  # a str: refused by _compile
+    if isinstance(dims, str):
+        raise TypeError(
+            f"the dims of a rule are a tuple of logical axes or a PartitionSpec, got {dims!r}: write ({dims!r},)."
+        )
+    return dims if dims is None or isinstance(dims, PartitionSpec) else tuple(dims)
 
 
 def _sizes(mesh: Mesh | AbstractMesh | None, axes: Iterable[str]) -> str:

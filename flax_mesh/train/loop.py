@@ -35,7 +35,7 @@ from flax_mesh.train.setup import (
     run_rules,
 )
 from flax_mesh.train.state import TrainState, abstract_train_state
-from flax_mesh.train.step import Step, in_mesh, make_eval_step, make_train_step, mesh_of
+from flax_mesh.train.step import Step, in_mesh, make_eval_step, make_train_step
 
 Say = Callable[[str], None]
 
@@ -79,7 +79,7 @@ def train(
     if problems := check_on_corpus(config, corpus):
         raise ConfigError(problems)
     layout = abstract_train_state(make, abstract)
-    functions = _functions(config, layout, rules, corpus)
+    functions = _functions(config, mesh, layout, rules, corpus)
     wanted = Path(config.run.folder).expanduser()
     folder = next_free(wanted) if restart else wanted
     with run_folder(folder):
@@ -222,7 +222,9 @@ class _Rows:
         self.file.close()
 
 
-def _functions(config: TrainConfig, layout: TrainState, rules: PartitionRules, corpus: Corpus) -> _Functions:
+def _functions(
+    config: TrainConfig, mesh: Mesh, layout: TrainState, rules: PartitionRules, corpus: Corpus
+) -> _Functions:
     step_fn = make_train_step(
         config.loss_fn,
         layout,
@@ -232,7 +234,7 @@ def _functions(config: TrainConfig, layout: TrainState, rules: PartitionRules, c
         axes=rules.axes,
         learning_rate=make_schedule(config.optimizer),
     )
-    sharding = batch_sharding(mesh_of(layout), rules.axes)
+    sharding = batch_sharding(mesh, rules.axes)
     vocab = getattr(config.model, "vocab_size", None)
     seed = config.run.seed if config.data.seed is None else config.data.seed
     batch_fn = make_batch_fn(corpus.train, seed=seed, config=config.data, sharding=sharding, vocab_size=vocab)

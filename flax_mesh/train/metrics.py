@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def step_row(
     tokens: int,
     seconds: float,
     data_wait: float,
-    devices: list[jax.Device],
+    devices: Sequence[Any],
     flops_per_token: float | None,
 ) -> Row:
     """One row: the metrics of the step, its speed, and what the devices hold.
@@ -47,20 +48,22 @@ def step_row(
     device_bytes is the largest peak over the local devices, null where the backend does not tell.
     """
     peak = peak_flops(devices[0].device_kind)
-    known = peak is not None and flops_per_token is not None
+    mfu = None
+    if peak is not None and flops_per_token is not None:
+        mfu = tokens / seconds * flops_per_token / (len(devices) * peak)
     return {
         "step": step,
         **metrics,
         "tokens_per_s": tokens / seconds,
         "tokens_per_s_per_device": tokens / seconds / len(devices),
-        "mfu": tokens / seconds * flops_per_token / (len(devices) * peak) if known else None,
+        "mfu": mfu,
         "device_bytes": peak_memory(devices),
         "seconds": seconds,
         "data_wait_seconds": data_wait,
     }
 
 
-def peak_memory(devices: list[jax.Device]) -> int | None:
+def peak_memory(devices: Sequence[Any]) -> int | None:
     """Largest peak of bytes in use over the devices of this process, None where the backend does not tell."""
     stats = [d.memory_stats() for d in devices if d.process_index == jax.process_index()]
     peaks = [s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s]

@@ -34,7 +34,7 @@ class TrainState:
         """The leaves as the nnx.State {"model": ..., "optimizer": ...}."""
         return jax.tree.unflatten(self.definition.treedef, self.leaves)
 
-    def merge(self) -> tuple[nnx.Module, nnx.Optimizer]:
+    def merge(self) -> tuple[Any, nnx.Optimizer]:
         """Model and optimizer. Outside a trace: modules that share the arrays of this state."""
         both = nnx.merge(self.definition.graphdef, self.to_nnx())
         return both["model"], both["optimizer"]

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from flax_mesh.axes import PartitionAxis
+from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
 from flax_mesh.mesh import current_mesh
 from flax_mesh.sharding import with_sharding_constraint
 from flax_mesh.train.state import TrainState, check_same_structure
@@ -41,16 +41,16 @@ def make_train_step(
     seed: int = 0,
     microbatches: int = 1,
     layers: Iterable[str] = (),
-    axes: PartitionAxis = PartitionAxis(),  # noqa: B008 (a frozen value)
+    axes: PartitionAxis = DEFAULT_AXES,
     learning_rate: optax.Schedule | None = None,
 ) -> Step:
     """A jitted step that donates its state; metrics are loss, weight, grad_norm (before clipping) and the loss's own.
 
     `state` shows the layout, as arrays or abstractly: the state comes back in that same layout, and constraints inside
-    the model see its mesh, whatever mesh the caller has in context. The batch is cut into `microbatches` equal parts, run one after another. Every random stream of the model is keyed
-    by (seed, step, microbatch, path of the stream), `layers` naming the paths of layer lists, so that neither mesh,
-    remat nor scan changes a mask. Only variables of the optimizer's `wrt` are trained; all others are threaded
-    through the microbatches and come back updated.
+    the model see its mesh, whatever mesh the caller has in context. The batch is cut into `microbatches` equal parts,
+    run one after another. Every random stream of the model is keyed by (seed, step, microbatch, path of the stream),
+    `layers` naming the paths of layer lists, so that neither mesh, remat nor scan changes a mask. Only variables of the
+    optimizer's `wrt` are trained; all others are threaded through the microbatches and come back updated.
     """
     layers, mesh = tuple(layers), mesh_of(state)
 
@@ -89,7 +89,7 @@ def make_train_step(
         return state.replace(model, optimizer), metrics
 
     # Left to itself, the compiler may return a leaf in another layout than it came in.
-    layout = jax.tree.map(lambda x: x.sharding, state) if mesh else None
+    layout = jax.tree.map(lambda x: x.sharding, state) if mesh is not None else None
     return jax.jit(step, donate_argnums=0, out_shardings=(layout, None))
 
 
@@ -177,13 +177,13 @@ def _accumulate(run: Callable[..., Any], others: Any, batch: Batch, microbatches
     return jax.lax.scan(body, (others, zeros), parts)[0]
 
 
-def mesh_of(state: TrainState) -> Mesh | None:
+def mesh_of(state: TrainState) -> Mesh | AbstractMesh | None:
     """The mesh that the leaves are laid out on, None for a state on a single device without one."""
     shardings = [getattr(leaf, "sharding", None) for leaf in state.leaves]
     return next((s.mesh for s in shardings if isinstance(s, NamedSharding)), None)
 
 
-def in_mesh(mesh: Mesh | None):
+def in_mesh(mesh: Mesh | AbstractMesh | None):
     """Context, inside a trace, in which constraints see `mesh`."""
     # Inside a trace only the abstract mesh may be set; it is all that constraints need.
-    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh if mesh else jax.sharding.get_abstract_mesh())
+    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh if mesh is not None else jax.sharding.get_abstract_mesh())

@@ -1,7 +1,9 @@
+import dataclasses
 import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -11,8 +13,10 @@ from flax_mesh import ConfigError, abstract_state, create_mesh, init_state, name
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.models import Decoder, DecoderConfig
 
-SIZES = {"vocab_size": 32, "hidden_size": 16, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4}
-LISTED, SCANNED = DecoderConfig(**SIZES, mlp_size=32), DecoderConfig(**SIZES, mlp_size=32, scan=True)
+LISTED = DecoderConfig(
+    vocab_size=32, hidden_size=16, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=4, mlp_size=32
+)
+SCANNED = dataclasses.replace(LISTED, scan=True)
 LAYOUTS = {
     "one": ((1, 1, 1, 1, 1), LISTED),
     "fsdp8": ((1, 8, 1, 1, 1), LISTED),
@@ -117,7 +121,7 @@ print(sorted(tree), sorted(tree["model"]["layers"]), q.shape, repr(float(np.asar
 
 def test_another_model_is_refused_with_every_path_and_both_shapes(tmp_path):
     save(tmp_path, state_of("one"))
-    other = DecoderConfig(**SIZES | {"num_layers": 2, "num_kv_heads": 4}, mlp_size=32, tied=False)
+    other = dataclasses.replace(LISTED, num_layers=2, num_kv_heads=4, tied=False)
     abstract = abstract_state(maker(other), create_mesh())
     with Checkpointer(tmp_path, layers=["layers"]) as checkpointer, pytest.raises(ConfigError) as error:
         checkpointer.restore(abstract)
@@ -143,7 +147,7 @@ def test_random_keys_and_statistics_are_part_of_it(tmp_path):
         checkpointer.save(1, state, {})
         checkpointer.wait()
         got = checkpointer.restore(abstract)
-    assert sum(jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) for x in jax.tree.leaves(got)) == 3
+    assert sum(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in jax.tree.leaves(got)) == 3
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(got), strict=True):
         assert a.dtype == b.dtype and bool((a == b).all())
 

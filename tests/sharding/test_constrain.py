@@ -51,7 +51,7 @@ def test_what_does_not_fit_is_an_error_or_left_out_as_asked():
     with jax.set_mesh(mesh):
         with pytest.raises(ShardingError, match=r"dim 1 has size 6, not divisible by 4 \(axes \('b',\) of b=4\)"):
             jax.jit(lambda x: with_sharding_constraint(x, P("a", "b")))(jnp.ones((8, 6)))
-        with pytest.raises(ShardingError, match="names mesh axis 'c', which the mesh .* lacks"):
+        with pytest.raises(ShardingError, match=r"names mesh axis 'c', which the mesh .* lacks"):
             with_sharding_constraint(X, P("c"))
         kept = with_sharding_constraint(jnp.ones((8, 6)), P("a", "b"), on_mismatch="drop")
         assert kept.sharding.is_equivalent_to(NamedSharding(mesh, P("a")), 2)

@@ -110,6 +110,11 @@ def test_bad_rules_are_named_at_once():
     assert "rule 2, 'k' -> ('embd',): unknown logical axis 'embd'" in str(error.value)
 
 
+def test_a_bare_string_is_no_dims():
+    with pytest.raises(TypeError, match=r"the dims of a rule are a tuple .* write \('embed',\)"):
+        PartitionRules([("w", "embed")])
+
+
 def test_explain_tells_the_rule_the_spec_and_what_shadows():
     rules = PartitionRules([("q/kernel", ("embed", "heads")), ("kernel", ())], layers="layers")
     text = rules.explain("layers/q/kernel")

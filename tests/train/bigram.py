@@ -139,7 +139,7 @@ def count_compilations() -> Iterator[list[str]]:
     """A list that grows by one with every program that this process has XLA compile, or finds compiled."""
     found: list[str] = []
 
-    def listen(event: str, seconds: float, **_: object) -> None:
+    def listen(event: str, duration_secs: float, **_: object) -> None:
         if event == COMPILED:
             found.append(event)
 

@@ -102,7 +102,8 @@ def without_gradient_reduction(model, batch):
 
 def with_layers_swapped(config, rngs):
     model = make_decoder(config, rngs)
-    model.layers = nnx.List([model.layers[1], model.layers[0], *model.layers[2:]])
+    first, second, *others = jax.tree.leaves(model.layers, is_leaf=lambda x: isinstance(x, decoder.DecoderLayer))
+    model.layers = nnx.List([second, first, *others])
     return model
 
 

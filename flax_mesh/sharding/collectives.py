@@ -1,0 +1,268 @@
+"""The collectives of a compiled step: which mesh axes carry them, how often a step runs them, how many bytes move.
+
+Read from the text of the optimised program (`compiled.as_text()`), for `cost_analysis` has nothing of it and counts
+the body of a loop once. **Payload** is what one device ends up with (all-gather), starts from (reduce-scatter), or both
+(the others), in bytes. **Sent** is what one device of n sends for it by the usual ring algorithms: payload * (n - 1) / n,
+twice that for an all-reduce, and the whole payload for a permute (Patarasuk and Yuan 2009).
+"""
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from flax_mesh.errors import ShardingError
+
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "ragged-all-to-all",
+    "reduce-scatter",
+)
+BITS = {"pred": 8, "token": 0, "opaque": 0, "s4": 4, "u4": 4, "s2": 2, "u2": 2}  # the others end in their bits: bf16
+
+_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)")
+_OPCODE = re.compile(r" ?([\w\-]+)\(")
+_ARRAY = re.compile(r"\b(pred|token|opaque|[a-z]+\d+\w*)\[([\d,<= ]*)\]")
+_CALLS = re.compile(r"\b(body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_GROUPS = re.compile(
+    r"replica_groups=(?P<list>\{(?:\{[\d,]*\},?)*\})"
+    r"|replica_groups=\[(?P<shape>[\d,]+)\]<=\[(?P<iota>[\d,]+)\](?:T\((?P<perm>[\d,]+)\))?"
+    r"|replica_groups=mesh\[(?P<mesh>[^\]]*)\](?:, device_ids=\((?P<ids>[^()]*(?:\([\d,]*\))?)\))? \{(?P<axes>[^}]*)\}"
+)
+_PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
+_SOURCE = re.compile(r'op_name="([^"]*)"')
+
+
+class Collective(NamedTuple):
+    """One collective instruction. Bytes are per device and per execution; see the head of this file."""
+
+    kind: str
+    axes: tuple[str, ...]  # along which the devices that talk to each other differ, in mesh order
+    group_size: int
+    payload_bytes: int
+    times: int  # executions per step
+    times_known: bool  # False inside a loop of unknown length, which is counted once
+    source: str  # the operation of the traced function, "jit(step)/while/body/dot_general"
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes one device sends per execution, ring algorithms."""
+        if self.kind in ("collective-permute", "collective-broadcast"):
+            return self.payload_bytes
+        once = self.payload_bytes * (self.group_size - 1) // self.group_size
+        return 2 * once if self.kind == "all-reduce" else once
+
+
+class Traffic(NamedTuple):
+    """All collectives of one kind over the same mesh axes, per device and step."""
+
+    axes: tuple[str, ...]
+    kind: str
+    times: int
+    payload_bytes: int
+    sent_bytes: int
+    times_known: bool
+
+
+def read_collectives(compiled: Any, mesh: Mesh | AbstractMesh) -> list[Collective]:
+    """Every collective of a compiled step (`jax.stages.Compiled`, or its `as_text()`), which must run on `mesh`.
+
+    The ids in the program number the devices in the order of `mesh.devices.flat`. Groups of one device are left out:
+    they move nothing. A form of device groups that is not known here is a ShardingError, not a guess.
+    """
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    partitions = re.search(r"num_partitions=(\d+)", text.partition("\n")[0])
+    if int(partitions[1] if partitions else 1) != mesh.size:
+        raise ShardingError(
+            f"the compiled step runs on {partitions[1] if partitions else 1} devices, the mesh {dict(mesh.shape)} has "
+            f"{mesh.size}. Pass the mesh of its shardings."
+        )
+    computations, entry = _computations(text)
+    executions = _executions(computations, entry)
+    found = []
+    for name, instructions in computations.items():
+        times, known = executions.get(name, (0, True))
+        for kind, result, attributes in filter(None, map(_collective, instructions)) if times else ():
+            ids = _pairs(attributes) if kind == "collective-permute" else _groups(attributes, mesh.size)
+            axes = _axes_of(ids, mesh)
+            if not axes:
+                continue
+            size = ids.shape[1]
+            payload = result * size if kind == "reduce-scatter" else result
+            source = _SOURCE.search(attributes)
+            found.append(Collective(kind, axes, size, payload, times, known, source[1] if source else ""))
+    return found
+
+
+def sum_traffic(collectives: Iterable[Collective]) -> list[Traffic]:
+    """Per mesh axes and kind, the most bytes first. What several axes carry together stands under all of them."""
+    sums: dict[tuple[tuple[str, ...], str], Traffic] = {}
+    for one in collectives:
+        before = sums.get((one.axes, one.kind), Traffic(one.axes, one.kind, 0, 0, 0, True))
+        sums[one.axes, one.kind] = Traffic(
+            one.axes,
+            one.kind,
+            before.times + one.times,
+            before.payload_bytes + one.payload_bytes * one.times,
+            before.sent_bytes + one.sent_bytes * one.times,
+            before.times_known and one.times_known,
+        )
+    return sorted(sums.values(), key=lambda traffic: (-traffic.sent_bytes, traffic.axes, traffic.kind))
+
+
+def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """Computation -> its instructions without their names, and the name of the entry computation."""
+    computations: dict[str, list[str]] = {}
+    entry, current = "", []
+    for line in text.splitlines():
+        if line[:1] not in ("", " ", "}"):
+            if header := _HEADER.match(line):
+                current = computations.setdefault(header[2], [])
+                entry = header[2] if header[1] else entry
+        elif instruction := _INSTRUCTION.match(line):
+            current.append(instruction[2])
+    if not entry:
+        raise ShardingError("the text holds no ENTRY computation; pass jax.jit(f).lower(...).compile().as_text().")
+    return computations, entry
+
+
+def _executions(computations: dict[str, list[str]], entry: str) -> dict[str, tuple[int, bool]]:
+    """Computation -> how often one step runs it, and whether that is certain. Each branch of a conditional counts."""
+    calls = {name: list(_calls(instructions)) for name, instructions in computations.items()}
+    counts = dict.fromkeys(computations, 0)
+    certain = dict.fromkeys(computations, True)
+
+    def run(name: str, times: int, known: bool) -> None:
+        counts[name] += times
+        certain[name] &= known
+        for callee, trips in calls[name]:
+            if callee in counts:
+                run(callee, times * (trips or 1), known and trips is not None)
+
+    run(entry, 1, True)
+    return {name: (count, certain[name]) for name, count in counts.items()}
+
+
+def _calls(instructions: Iterable[str]) -> Iterator[tuple[str, int | None]]:
+    """(computation, times) of every call; None for the body of a loop whose length the compiler does not know."""
+    for instruction in instructions:
+        trips = _TRIPS.search(instruction)
+        for role, callee in _CALLS.findall(instruction):
+            if role != "body":
+                yield callee, 1  # of a loop's condition: it holds no collectives, so its count does not matter
+            else:
+                yield callee, int(trips[1]) if trips else None
+        for branches in _BRANCHES.findall(instruction):
+            yield from ((name.strip().lstrip("%"), 1) for name in branches.split(","))
+
+
+def _collective(instruction: str) -> tuple[str, int, str] | None:
+    """(kind, bytes of the result, attributes) of a collective; None for other instructions and the `-done` halves."""
+    result, rest = _cut_tuple(instruction) if instruction.startswith("(") else instruction.split(" ", 1)
+    opcode = _OPCODE.match(rest)
+    if not opcode:
+        return None
+    kind = opcode[1].removesuffix("-start")
+    if kind not in KINDS:
+        return None
+    sizes = [_bytes(*found) for found in _ARRAY.findall(result)]
+    if opcode[1].endswith("-start"):  # the tuple holds the operands, the results, and for a permute two u32 contexts
+        if kind == "collective-permute":
+            sizes = sizes[:2]
+        if kind != "all-reduce" and len(sizes) > 1:
+            sizes = sizes[len(sizes) // 2 :]
+    return kind, sum(sizes), rest
+
+
+def _cut_tuple(text: str) -> list[str]:
+    """The balanced parentheses that `text` starts with, and what follows."""
+    depth = 0
+    for i, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0:
+            return [text[: i + 1], text[i + 1 :]]
+    return [text, ""]
+
+
+def _bytes(dtype: str, dims: str) -> int:
+    bits = BITS.get(dtype)
+    if bits is None:
+        bits = int(re.findall(r"\d+", dtype)[0])
+    size = math.prod(int(d.replace("<=", "")) for d in dims.split(",") if d.strip())
+    return -(-size * bits // 8)
+
+
+def _groups(attributes: str, num_devices: int) -> np.ndarray:
+    """Device ids [group, member], from any of the three notations of XLA."""
+    match = _GROUPS.search(attributes)
+    if match is None:
+        raise ShardingError(f"replica_groups in a form that is not known: {attributes[:200]}")
+    if match["list"] is not None:
+        groups = [_integers(group) for group in re.findall(r"\{([\d,]*)\}", match["list"][1:-1])]
+        return np.array(groups or [list(range(num_devices))])  # {}: all devices in one group
+    if match["iota"] is not None:
+        return _iota(match["iota"], match["perm"]).reshape(_integers(match["shape"]))
+    return _mesh_groups(match)
+
+
+def _mesh_groups(match: re.Match[str]) -> np.ndarray:
+    """Groups written as axes of a mesh of the compiler's own: `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}`."""
+    shape = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", match["mesh"])}
+    ids = match["ids"]
+    if ids is None:
+        devices = np.arange(math.prod(shape.values()))
+    elif iota := re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", ids):
+        devices = _iota(iota[1], iota[2])
+    else:
+        devices = np.array(_integers(ids))
+    # An axis that is split further, 'a':(2)4, stands for its middle factor: 2 before it, 4 of it, the rest after it.
+    dims: list[tuple[str, int]] = list(shape.items())
+    wanted = []
+    for name, before, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", match["axes"]):
+        if size:
+            at = next(i for i, (known, _) in enumerate(dims) if known == name)
+            rest = dims[at][1] // (int(before) * int(size))
+            label = f"{name}:({before}){size}"
+            dims[at : at + 1] = [(f"{label}<", int(before)), (label, int(size)), (f"{label}>", rest)]
+            name = label
+        wanted.append(name)
+    names = [name for name, _ in dims]
+    inner = [names.index(name) for name in wanted]
+    outer = [i for i in range(len(names)) if i not in inner]
+    sizes = [size for _, size in dims]
+    return devices.reshape(sizes).transpose(*outer, *inner).reshape(-1, math.prod(sizes[i] for i in inner))
+
+
+def _pairs(attributes: str) -> np.ndarray:
+    """(source, target) of every pair that moves data."""
+    match = _PAIRS.search(attributes)
+    if match is None:
+        raise ShardingError(f"a collective-permute without source_target_pairs: {attributes[:200]}")
+    pairs = [_integers(pair) for pair in re.findall(r"\{([\d,]*)\}", match[1])]
+    return np.array([pair for pair in pairs if pair[0] != pair[1]], int).reshape(-1, 2)
+
+
+def _axes_of(ids: np.ndarray, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """Mesh axes along which the members of a group differ."""
+    places = np.stack(np.unravel_index(ids, tuple(mesh.shape.values())), axis=-1)
+    differ = (places != places[:, :1]).any(axis=(0, 1))
+    return tuple(name for name, yes in zip(mesh.axis_names, differ, strict=True) if yes)
+
+
+def _iota(shape: str, permutation: str | None) -> np.ndarray:
+    dims = _integers(shape)
+    return np.arange(math.prod(dims)).reshape(dims).transpose(_integers(permutation) if permutation else None).ravel()
+
+
+def _integers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]

@@ -1,0 +1,217 @@
+"""What a rule table makes of a model on a mesh: every array with its rule, and everything that looks wrong at once."""
+
+import math
+import re
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from flax_mesh.errors import ShardingError
+from flax_mesh.sharding.place import abstract_state, partition_rules
+from flax_mesh.sharding.report import Leaf, ShardingReport, analyze_sharding_strategy
+from flax_mesh.sharding.rules import Finding, PartitionRules, as_rules, match_leaves
+from flax_mesh.sharding.tracing import short_tracer_errors
+from flax_mesh.tree import named_leaves
+
+LARGE = 2**24  # bytes from which a parameter that stays whole on every device is a finding
+
+
+class RuleUse(NamedTuple):
+    """One rule of the table and how many arrays of the model it decides."""
+
+    pattern: str
+    dims: Any  # as written: logical axes, a PartitionSpec, or None
+    arrays: int
+    shadowed_by: int | None = None  # it decides nothing, because this earlier rule matches wherever it does
+
+
+class Explanation(NamedTuple):
+    """`report` covers model and optimizer; `carried`: the table is the model's own."""
+
+    report: ShardingReport
+    rules: tuple[RuleUse, ...]
+    carried: bool
+    findings: tuple[Finding, ...]
+
+
+def explain_sharding(
+    make: Callable[[], Any],
+    mesh: Mesh | AbstractMesh,
+    rules: PartitionRules | Iterable[tuple[str, Any]] | None = None,
+    *,
+    large: int = LARGE,
+) -> Explanation:
+    """As `abstract_state(make, mesh, rules)` and its report, but what does not fit is listed, not raised.
+
+    Findings: parameters without a rule; specs that are too long, name an axis twice or one that the mesh lacks; dims
+    that do not divide; rules that match nothing or only what earlier rules have; parameters of `large` bytes or more
+    (of one layer, in a scanned stack) that stay whole while the mesh splits others. Rules that match nothing are no
+    finding in a table that the model carries, which serves all its variants. In the figures, arrays lie as far as
+    their rules fit, and are whole for the rest. Nothing is allocated, no backend is initialised for an AbstractMesh.
+    """
+    carried = rules is None
+    table, state = _abstract(make, mesh, None if rules is None else as_rules(rules))
+    model = state["model"] if "optimizer" in state and "model" in state else state
+    parameters = named_leaves(model)
+    report = analyze_sharding_strategy({"model": model} | _optimizer(state, model))
+    report = _with_rules(report, table)
+    findings = [
+        *_unmatched(table, parameters),
+        *match_leaves(_complete(table), parameters, mesh=mesh).findings,
+        *_large_whole(report, table, large),
+    ]
+    uses = _uses(table, [path for path, _ in parameters])
+    findings = [*_grouped(findings), *_rule_findings(uses, carried)]
+    return Explanation(report, tuple(uses), carried, tuple(findings))
+
+
+def group_paths(paths: Sequence[str], keys: Sequence[Hashable]) -> list[tuple[str, list[int]]]:
+    """(pattern, indices) of paths that differ in numbers alone and have equal keys: `layers/{0..125}/q/kernel`.
+
+    In the order of the first of each group. Numbers that form no product of ranges are left ungrouped.
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for i, (path, key) in enumerate(zip(paths, keys, strict=True)):
+        groups.setdefault((re.sub(r"(?<![^/])\d+(?![^/])", "*", path), key), []).append(i)
+    found = []
+    for indices in groups.values():
+        columns = zip(*(paths[i].split("/") for i in indices), strict=True)
+        choices = [sorted(set(column), key=lambda part: (len(part), part)) for column in columns]
+        texts = [_range_text(choice) for choice in choices]
+        if math.prod(map(len, choices)) == len(indices) and None not in texts:
+            found.append(("/".join(str(text) for text in texts), indices))
+        else:
+            found += [(paths[i], [i]) for i in indices]
+    return sorted(found, key=lambda group: group[1][0])
+
+
+def group_leaves(leaves: Sequence[Leaf]) -> list[tuple[str, list[int]]]:
+    """`group_paths` of leaves that are alike in all but their path."""
+    return group_paths([leaf.path for leaf in leaves], [leaf._replace(path="") for leaf in leaves])
+
+
+def _range_text(parts: list[str]) -> str | None:
+    """One part as it is, consecutive numbers as {0..3}; None for other sets."""
+    if len(parts) == 1:
+        return parts[0]
+    first, last = int(parts[0]), int(parts[-1])
+    return f"{{{first}..{last}}}" if last - first + 1 == len(parts) else None
+
+
+def _abstract(make: Callable[[], Any], mesh: Any, rules: PartitionRules | None) -> tuple[PartitionRules, nnx.State]:
+    """The table and the abstract state; in the common case, a complete table, by one trace of the model."""
+    seen: list[PartitionRules] = [] if rules is None else [rules]
+
+    def recorded() -> Any:
+        made = make()
+        if not seen:
+            seen.append(partition_rules(made[0] if isinstance(made, tuple) else made))
+        return made
+
+    with short_tracer_errors():
+        try:
+            state = abstract_state(recorded, mesh, rules, on_mismatch="drop")
+        except ShardingError:
+            if not seen:
+                raise
+            # Some leaf has no rule. With one added for it the rest is known as well.
+            state = abstract_state(make, mesh, _complete(seen[0]), on_mismatch="drop")
+    return seen[0], state
+
+
+def _complete(rules: PartitionRules) -> PartitionRules:
+    return PartitionRules((*rules.table, (".*", ())), rules.axes, rules.layers)
+
+
+def _optimizer(state: Any, model: Any) -> dict[str, Any]:
+    return {} if model is state else {"optimizer": state["optimizer"]}
+
+
+def _with_rules(report: ShardingReport, table: PartitionRules) -> ShardingReport:
+    """The report whose leaves of the model, now without "model/" in their paths, know their rules."""
+    leaves = []
+    for leaf in report.leaves:
+        if leaf.path.startswith("model/"):
+            path = leaf.path.removeprefix("model/")
+            rule = table.find(path) if math.prod(leaf.shape) > 1 else None
+            logical = _logical(table, rule, path) if rule is not None else None
+            leaf = leaf._replace(path=path, rule=rule, logical=logical)
+        leaves.append(leaf)
+    return replace(report, leaves=tuple(leaves))
+
+
+def _logical(table: PartitionRules, rule: int, path: str) -> tuple[str | None, ...] | None:
+    dims = table.table[rule][1]
+    if dims is None or isinstance(dims, PartitionSpec):
+        return None
+    in_front = ("layers",) if table.stack(path) and dims[:1] != ("layers",) else ()
+    return (*in_front, *dims)
+
+
+def _unmatched(table: PartitionRules, parameters: Sequence[tuple[str, Any]]) -> list[Finding]:
+    found = []
+    for path, leaf in parameters:
+        if table.find(path) is None:
+            try:
+                match_leaves(table, [(path, leaf)])  # scalars need no rule
+            except ShardingError:
+                problem = f"no rule matches this array {tuple(leaf.shape)}, counted as whole"
+                found.append(Finding(path, problem, "Add a rule for it, or end the table with ('.*', ())"))
+    return found
+
+
+def _large_whole(report: ShardingReport, table: PartitionRules, large: int) -> list[Finding]:
+    parameters = [leaf for leaf in report.leaves if leaf.kind == "parameter"]
+    if all(math.prod(leaf.pieces) == 1 for leaf in parameters):
+        return []  # plain data parallelism: copies are what was asked for
+    found = []
+    for leaf in parameters:
+        per_layer = leaf.total_bytes // (leaf.shape[0] if leaf.shape and table.stack(leaf.path) else 1)
+        if math.prod(leaf.pieces) == 1 and per_layer >= large:
+            problem = f"{bytes_text(per_layer)} stay whole on each of {leaf.num_devices} devices"
+            repair = f"Split a dim in its rule, if that is not meant (a finding from {bytes_text(large)} on)"
+            found.append(Finding(leaf.path, problem, repair))
+    return found
+
+
+def _uses(table: PartitionRules, paths: Sequence[str]) -> list[RuleUse]:
+    decided = [table.find(path) for path in paths]
+    uses = []
+    for index, (pattern, dims) in enumerate(table.table):
+        arrays = decided.count(index)
+        regex = re.compile(pattern)
+        earlier = [d for d, path in zip(decided, paths, strict=True) if d is not None and regex.search(path)]
+        uses.append(RuleUse(pattern, dims, arrays, min(earlier) if earlier and not arrays else None))
+    return uses
+
+
+def _rule_findings(uses: Sequence[RuleUse], carried: bool) -> list[Finding]:
+    found = []
+    for number, use in enumerate(uses, start=1):
+        if use.arrays:
+            continue
+        where = f"rule {number}, {use.pattern!r}"
+        if use.shadowed_by is not None:
+            problem = f"decides no array: rule {use.shadowed_by + 1}, {uses[use.shadowed_by].pattern!r}, comes first"
+            found.append(Finding(where, problem, "Move it before that rule, or delete it"))
+        elif not carried:
+            found.append(Finding(where, "matches no array of the model", "Correct its pattern, or delete it"))
+    return found
+
+
+def _grouped(findings: Sequence[Finding]) -> list[Finding]:
+    """Findings that differ only in the number of a layer as one, in the order of the first."""
+    groups = group_paths([finding.path for finding in findings], [finding[1:] for finding in findings])
+    return [findings[indices[0]]._replace(path=pattern) for pattern, indices in groups]
+
+
+def bytes_text(count: float) -> str:
+    """`1.50 GiB`: three figures, binary units."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if count < 1000 or unit == "TiB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.{max(0, 2 - len(str(int(count))) + 1)}f} {unit}"
+        count /= 1024
+    raise AssertionError

@@ -1,0 +1,182 @@
+"""Shardings and specs read back from trees; specs from short patterns."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from flax_mesh.errors import ShardingError
+from flax_mesh.mesh.context import current_mesh, get_incontext_mesh
+from flax_mesh.sharding.rules import fit_spec
+from flax_mesh.tree import map_named, named_leaves
+
+
+def extract_sharding_structure(tree: Any) -> Any:
+    """A tree of the same structure: each leaf's NamedSharding, None where it has none.
+
+    Leaves are arrays or ShapeDtypeStructs. None stands for numpy arrays, numbers, abstract leaves without a layout,
+    and for arrays on one device that were never placed on a mesh (committed or not). `None` being no leaf for
+    `jax.tree`, walk the result with `is_leaf=lambda x: x is None`.
+    """
+    return map_named(lambda _, leaf: _named(getattr(leaf, "sharding", None)), tree)
+
+
+get_shardings_with_structure = extract_sharding_structure  # both names are known
+
+
+def extract_shardings(tree: Any, mesh: Mesh | AbstractMesh | None = None) -> Any:
+    """As `extract_sharding_structure`, where leaves may also be PartitionSpecs, or carry one as their `sharding`.
+
+    A PartitionSpec becomes a NamedSharding of `mesh`, or of the mesh in context; without either: NoMeshError. A tree
+    without PartitionSpecs needs no mesh. One ShardingError names all specs that do not fit the mesh.
+    """
+    findings = []
+
+    def sharding(path: str, leaf: Any) -> NamedSharding | None:
+        found = leaf if isinstance(leaf, PartitionSpec) else getattr(leaf, "sharding", None)
+        if not isinstance(found, PartitionSpec):
+            return _named(found)
+        where = mesh if mesh is not None else get_incontext_mesh()
+        shape = getattr(leaf, "shape", (0,) * len(found))  # a bare spec has no sizes: zeros divide by anything
+        spec, problems = fit_spec(path, shape, found, where)
+        findings.extend(problems)
+        return NamedSharding(where, spec)
+
+    shardings = map_named(sharding, tree)
+    if findings:
+        raise ShardingError("\n".join(f"{finding}." for finding in findings))
+    return shardings
+
+
+def get_partition_spec(tree: Any) -> Any:
+    """A tree of the same structure: each leaf's PartitionSpec.
+
+    Numbers, numpy arrays, and jax arrays on one device without a mesh give `P()`: each is whole wherever it is. One
+    ShardingError names the leaves without an answer: abstract ones without a sharding, arrays spread over devices
+    by a sharding that has no spec, and leaves that are no arrays.
+    """
+    problems = []
+
+    def spec(path: str, leaf: Any) -> PartitionSpec | None:
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            return sharding.spec
+        if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1:
+            problems.append(f"{path}: {type(leaf.sharding).__name__} has no spec; place it with a NamedSharding")
+        elif isinstance(leaf, jax.ShapeDtypeStruct):
+            problems.append(f"{path}: an abstract leaf without a sharding; make it by abstract_state")
+        elif not hasattr(leaf, "dtype") and not isinstance(leaf, bool | int | float | complex):
+            problems.append(f"{path}: {type(leaf).__name__} is no array and no number")
+        return PartitionSpec()
+
+    specs = map_named(spec, tree)
+    if problems:
+        raise ShardingError("no PartitionSpec for\n" + "\n".join(problems))
+    return specs
+
+
+def get_names_from_partition_spec(specs: Any) -> list[str]:
+    """Mesh axes named in a PartitionSpec, in a sequence or a mapping of them, or in a tree: by first use, each once.
+
+    >>> get_names_from_partition_spec(P(("dp", "fsdp"), None, "tp"))
+    ['dp', 'fsdp', 'tp']
+    """
+    names: dict[str, None] = {}
+
+    def visit(node: Any) -> None:
+        if isinstance(node, str):
+            names.setdefault(node)
+        elif isinstance(node, Mapping):
+            for child in node.values():
+                visit(child)
+        elif isinstance(node, PartitionSpec | list | tuple | set | frozenset):
+            for child in sorted(node) if isinstance(node, set | frozenset) else node:
+                visit(child)
+        elif node is not None and node is not PartitionSpec.UNCONSTRAINED:
+            children = named_leaves(node)
+            if len(children) == 1 and children[0][1] is node:
+                raise TypeError(f"expected PartitionSpecs, mesh axis names or a tree of them, got {node!r}.")
+            for _, child in children:
+                visit(child)
+
+    visit(specs)
+    return list(names)
+
+
+def create_pattern_based_partition_spec(
+    pattern: str,
+    mesh: Mesh | AbstractMesh | None = None,
+    default_spec: PartitionSpec = PartitionSpec(),  # noqa: B008 (a frozen value)
+) -> Callable[[str, Any], PartitionSpec]:
+    r"""A function (path, array) -> PartitionSpec from text: `"attention|mlp->data,hidden->model"`.
+
+    Entries are separated by commas; each is patterns separated by `|`, an arrow, and a spec: `.` joins dims, `+` joins
+    the axes of one dim, `_`, `None` or nothing is a whole dim. `kernel->fsdp+dp._.tp` gives `P(("fsdp", "dp"), None,
+    "tp")`. The first pattern that `re.search` finds in the path counts, `default_spec` where there is none. In a
+    pattern a backslash keeps the next `,`, `|` or `->` from separating: `a{1\,2}` is the regular expression `a{1,2}`,
+    `(q\|k)` is `(q|k)`; other backslashes stay, so that `\.` and `\d` mean what they mean in `re`.
+
+    `mesh`, or the mesh in context if there is one, checks the axis names; the array is not looked at. One ShardingError
+    names every entry that cannot be read.
+    """
+    rules: list[tuple[re.Pattern[str], PartitionSpec]] = []
+    problems: list[str] = []
+    mesh = mesh if mesh is not None else current_mesh()
+    for entry in _split(pattern, ","):
+        sides = _split(entry, "->")
+        if len(sides) != 2:
+            problems.append(f"{entry.strip()!r}: write PATTERN|PATTERN->AXIS.AXIS, with one arrow")
+            continue
+        spec = PartitionSpec(*map(_dim, sides[1].strip().split("."))) if sides[1].strip() else PartitionSpec()
+        findings = fit_spec(repr(entry.strip()), (0,) * len(spec), spec, mesh)[1]
+        problems += [f"{finding}" for finding in findings]
+        for text in _split(sides[0], "|"):
+            try:
+                rules.append((re.compile(_unescape(text.strip())), spec))
+            except re.error as error:
+                problems.append(f"{text.strip()!r} is no regular expression: {error}")
+            if not text.strip():
+                problems.append(f"{entry.strip()!r}: an empty pattern would match every path; write .* to mean that")
+    if problems:
+        raise ShardingError("\n".join(problems))
+
+    def spec_of(path: str, array: Any = None) -> PartitionSpec:
+        return next((spec for regex, spec in rules if regex.search(path)), default_spec)
+
+    return spec_of
+
+
+def _named(sharding: Any) -> NamedSharding | None:
+    return sharding if isinstance(sharding, NamedSharding) else None
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """`text` cut at every separator that no backslash precedes. A pair of backslashes escapes itself, as in `re`."""
+    parts, current, i = [], "", 0
+    while i < len(text):
+        if text[i] == "\\" and i + 1 < len(text):
+            length = 1 + (len("->") if text.startswith("->", i + 1) else 1)
+            current += text[i : i + length]
+            i += length
+        elif text.startswith(separator, i):
+            parts.append(current)
+            current = ""
+            i += len(separator)
+        else:
+            current += text[i]
+            i += 1
+    return [*parts, current]
+
+
+def _unescape(pattern: str) -> str:
+    r"""Without the backslashes that kept `,`, `|` and `->` from separating."""
+    return re.sub(r"\\(->|.)", lambda m: m[1] if m[1] in (",", "|", "->") else m[0], pattern, flags=re.DOTALL)
+
+
+def _dim(text: str) -> str | tuple[str, ...] | None:
+    axes = tuple(name.strip() for name in text.split("+"))
+    if text.strip() in ("", "_", "None"):
+        return None
+    return axes[0] if len(axes) == 1 else axes

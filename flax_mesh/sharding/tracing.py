@@ -1,0 +1,41 @@
+"""Tracing of large models in time that grows with their size, not with its square."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from jax.interpreters import partial_eval
+
+_lock = threading.Lock()
+_depth = 0
+
+
+@contextmanager
+def short_tracer_errors() -> Iterator[None]:
+    """Within it, JAX errors about traced values do not tell which operations the value came from.
+
+    Flax asks every new count of a random stream for its `sharding`; on a traced value JAX answers with an
+    AttributeError, for whose text it walks all operations traced so far: 97 of the 103 s of tracing a decoder of 126
+    layers. Nobody reads that text. A JAX that has moved this method keeps its own behaviour.
+    """
+    global _depth
+    tracer: Any = getattr(partial_eval, "DynamicJaxprTracer", None)
+    if tracer is None or "_origin_msg" not in vars(tracer):
+        yield
+        return
+    with _lock:  # threads may overlap: the first one in replaces the method, the last one out puts it back
+        _depth += 1
+        if _depth == 1:
+            _saved.append(tracer._origin_msg)
+            tracer._origin_msg = lambda self: ""
+    try:
+        yield
+    finally:
+        with _lock:
+            _depth -= 1
+            if _depth == 0:
+                tracer._origin_msg = _saved.pop()
+
+
+_saved: list[Any] = []

@@ -1,0 +1,441 @@
+"""The mixture of experts against a plain loop over all experts, on one device and on meshes that split them."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from flax_mesh import PartitionAxis, ShardingError, abstract_state, create_mesh, partition_rules
+from flax_mesh.models import DecoderConfig, MoE, make_decoder, moe, next_token_loss, router_losses
+from flax_mesh.sharding.place import abstract_model
+from flax_mesh.train import DataConfig, OptimizerConfig, abstract_train_state, init_train_state, make_train_step
+from flax_mesh.train.batches import make_batch_fn
+from flax_mesh.train.data import load_corpus
+from flax_mesh.train.setup import batch_sharding, make_optimizer
+from flax_mesh.tree import named_leaves
+
+D, F, E, K = 16, 24, 8, 2
+NATURAL = PartitionAxis(batch_axis=("fsdp", "dp", "ep"), hidden_state_axis=None)
+REPLICATED = PartitionAxis(hidden_state_axis=None)  # the batch is whole on the devices that share the experts
+CONFIG = DecoderConfig(
+    hidden_size=32,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=16,
+    mlp_size=32,
+    num_experts=E,
+    scan=True,
+    axes=NATURAL,
+)
+
+
+def make_mesh(**sizes):
+    shape = [sizes.get(name, 1) for name in ("dp", "fsdp", "ep", "tp", "sp")]
+    return create_mesh(tuple(shape), devices=jax.devices()[: math.prod(shape)])
+
+
+def make_moe(axes=NATURAL, experts=E, k=K):
+    return MoE(D, F, experts, k, axes=axes, rngs=nnx.Rngs(0))
+
+
+def random_tokens(batch=8, seq=8):
+    return np.random.default_rng(0).normal(size=(batch, seq, D)).astype(np.float32)
+
+
+def even_tokens(batch=8, seq=8):
+    """With the router of `steer`: token t of a row goes to the experts t and t + 1, in turn."""
+    x = 0.01 * random_tokens(batch, seq)
+    for t in range(seq):
+        x[:, t, t % E] += 2
+        x[:, t, (t + 1) % E] += 1
+    return x
+
+
+def one_sided_tokens(batch=8, seq=8):
+    """With the router of `steer`: all tokens go to the experts 3 and 2."""
+    x = 0.01 * random_tokens(batch, seq)
+    x[..., 3] += 2
+    x[..., 2] += 1
+    return x
+
+
+def steer(layer):
+    """The router takes the first E hidden dims for its logits."""
+    layer.router.kernel[...] = 10 * jnp.eye(D, E)
+    return layer
+
+
+def plain_loop(kernels, x, k):
+    """(y, summed losses): every expert runs on every token, and counts where it is among the token's k."""
+    router, gate, up, down = kernels
+    x = x.reshape(-1, D)
+    logits = x @ router
+    p = jnp.exp(logits) / jnp.sum(jnp.exp(logits), axis=1, keepdims=True)
+    chosen = jnp.argsort(jnp.argsort(-p, axis=1, stable=True), axis=1) < k
+    weight = jnp.where(chosen, p, 0) / jnp.sum(jnp.where(chosen, p, 0), axis=1, keepdims=True)
+    y = 0
+    for e in range(len(gate)):
+        h = x @ gate[e]
+        y += weight[:, e, None] * (((h / (1 + jnp.exp(-h))) * (x @ up[e])) @ down[e])
+    balance = len(gate) * jnp.sum(jnp.mean(chosen, axis=0) / k * jnp.mean(p, axis=0))
+    return y, balance + jnp.mean(jnp.log(jnp.sum(jnp.exp(logits), axis=1)) ** 2), chosen
+
+
+def kernels_of(layer):
+    return tuple(part.kernel[...] for part in (layer.router, layer.gate, layer.up, layer.down))
+
+
+def expected(layer, x, k):
+    probe = np.random.default_rng(1).normal(size=x.shape).astype(np.float32)
+
+    def objective(kernels, x):
+        y, losses, chosen = plain_loop(kernels, x, k)
+        return jnp.sum(y.reshape(x.shape) * probe) + losses, (y.reshape(x.shape), chosen)
+
+    (_, (y, chosen)), grads = jax.value_and_grad(objective, (0, 1), has_aux=True)(kernels_of(layer), x)
+    return y, np.asarray(chosen), (*grads[0], grads[1])
+
+
+def make_run(layer):
+    """A jitted (state, x, probe) -> (y, aux, gradients), the same objective through the layer itself."""
+    graphdef, _ = nnx.split(layer)
+
+    def run(state, x, probe):
+        def objective(state, x):
+            y, aux = nnx.merge(graphdef, state)(x)
+            losses = router_losses(jax.tree.map(lambda leaf: leaf[None], aux))
+            return jnp.sum(y * probe) + jnp.sum(losses["load_balance_loss"] + losses["router_z_loss"]), (y, aux)
+
+        (_, (y, aux)), (grads, dx) = jax.value_and_grad(objective, (0, 1), has_aux=True)(state, x)
+        return y, aux, (*kernels_of(nnx.merge(graphdef, grads)), dx)
+
+    return jax.jit(run)
+
+
+def check(layer, x, *, mesh=None, k=K):
+    """The layer gives what the plain loop gives: result, choices, sums, gradients. Returns the compiled text."""
+    y, chosen, grads = expected(layer, jnp.asarray(x), k)
+    probe = np.random.default_rng(1).normal(size=x.shape).astype(np.float32)
+    state, text = nnx.state(layer), ""
+    if mesh is None:
+        got = make_run(layer)(state, x, probe)
+    else:
+        rules = [
+            ("router", ("embed", "expert_gate")),
+            ("gate|up", ("experts", "embed", "mlp")),
+            ("down", ("experts", "mlp", "embed")),
+        ]
+        layout = abstract_state(lambda: layer, mesh, rules)
+        state = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, layout))
+        x = jax.device_put(x, NamedSharding(mesh, layer.axes.resolve(("batch", "sequence"))))
+        with jax.set_mesh(mesh):
+            compiled = make_run(layer).lower(state, x, probe).compile()
+            got, text = compiled(state, x, probe), compiled.as_text()
+    found = np.asarray(jax.nn.one_hot(got[1]["experts"].reshape(-1, k), len(grads[1])).sum(1) > 0)
+    assert (found == chosen).all(), "routing differs"
+    assert (np.asarray(got[1]["expert_tokens"]) == chosen.sum(0)).all()
+    np.testing.assert_allclose(got[0], y, atol=1e-5)
+    for name, a, b in zip(("router", "gate", "up", "down", "x"), got[2], grads, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * max(1, np.max(np.abs(b))), err_msg=name)
+    return text
+
+
+@pytest.mark.parametrize(("experts", "k"), [(8, 2), (4, 1), (3, 3)])
+def test_it_is_the_plain_loop_over_experts(experts, k):
+    check(make_moe(experts=experts, k=k), random_tokens(), k=k)
+
+
+MESHES = {
+    "fsdp2ep2tp2": ({"fsdp": 2, "ep": 2, "tp": 2}, NATURAL),
+    "ep4 and a replicated batch": ({"ep": 4, "tp": 2}, REPLICATED),
+    "sp2ep2fsdp2": ({"sp": 2, "ep": 2, "fsdp": 2}, NATURAL),
+    "dp2fsdp2tp2, no ep": ({"dp": 2, "fsdp": 2, "tp": 2}, NATURAL),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_a_mesh_computes_the_same(name):
+    sizes, axes = MESHES[name]
+    text = check(make_moe(axes), random_tokens(), mesh=make_mesh(**sizes))
+    assert (" all-to-all(" in text) == ("ep" in sizes)
+    assert (" reduce-scatter(" in text) == ("fsdp" in sizes)
+
+
+def test_more_choices_than_experts_on_a_device():
+    check(make_moe(k=3), random_tokens(), mesh=make_mesh(ep=4, dp=2), k=3)
+
+
+@pytest.mark.parametrize(("tokens", "fits"), [(even_tokens, True), (one_sided_tokens, False)])
+def test_no_token_is_dropped_whether_routers_are_even_or_not(tokens, fits):
+    layer, x = steer(make_moe()), tokens()
+    ep, per_device = 4, E // 4
+    chosen = expected(layer, jnp.asarray(x), K)[1]
+    wants = chosen.reshape(8, 8, ep, per_device).any(-1).sum(1)  # a device has one row of 8 tokens
+    capacity = moe._balanced_capacity(8, K, per_device, ep)
+    assert (wants.max() <= capacity) == fits  # so both sizes of the exchange are seen
+    text = check(layer, x, mesh=make_mesh(dp=2, ep=4))
+    assert " conditional(" in text
+
+
+def test_the_padding_that_is_tried_first():
+    assert moe._balanced_capacity(1000, 1, 1, 8) == math.ceil(1250 / 8)
+    assert moe._balanced_capacity(1000, 2, 2, 4) == math.ceil(1250 * (1 - 6 * 5 / (8 * 7)))
+    assert moe._balanced_capacity(1000, 8, 16, 2) is None  # nearly every token goes to both devices
+
+
+def test_a_batch_that_does_not_divide_is_cut_along_the_sequence():
+    x = random_tokens(batch=2)
+    check(make_moe(REPLICATED), x, mesh=make_mesh(dp=2, ep=4))
+    with jax.set_mesh(make_mesh(dp=2, ep=4)):
+        assert moe.find_layout(REPLICATED, (2, 8, D), E).sequence == ("ep",)
+        assert moe.find_layout(REPLICATED, (8, 8, D), E).batch == ("dp", "ep")
+        assert moe.find_layout(NATURAL, (1, 8, D), E, "decode").tokens == ("ep",)
+
+
+def test_decoding_one_sequence_on_a_mesh():
+    layer, x = make_moe(), random_tokens(batch=1)
+    with jax.set_mesh(make_mesh(fsdp=2, ep=2, tp=2)):
+        y, _ = jax.jit(lambda layer, x: layer(x, "decode"))(layer, x)
+    np.testing.assert_allclose(y, expected(layer, jnp.asarray(x), K)[0], atol=1e-5)
+
+
+def test_tokens_that_cannot_be_cut_are_refused():
+    with jax.set_mesh(make_mesh(dp=2, ep=4)):
+        message = r"dp=2, ep=4 a part of the tokens, but neither batch 2 nor sequence 7 .*multiple of 8, with Partition"
+        with pytest.raises(ShardingError, match=message):
+            make_moe(REPLICATED)(jnp.zeros((2, 7, D)))
+        with pytest.raises(ShardingError, match="num_experts=6 is not divisible over ep=4"):
+            make_moe(experts=6)(jnp.zeros((8, 8, D)))
+
+
+def test_a_shard_map_around_it_over_the_axis_of_the_experts_is_refused():
+    layer = make_moe()
+    inside = jax.shard_map(lambda x: layer(x)[0], in_specs=PartitionSpec("ep"), out_specs=PartitionSpec("ep"))
+    with jax.set_mesh(make_mesh(ep=2)), pytest.raises(ShardingError, match="inside a shard_map over ep.*outer axis_n"):
+        inside(jnp.zeros((8, 8, D)))
+
+
+@pytest.mark.parametrize("k", [0, 9])
+def test_an_impossible_number_of_experts_per_token_is_refused(k):
+    with pytest.raises(ValueError, match=f"experts_per_token={k} must be between 1 and num_experts=8"):
+        make_moe(k=k)
+
+
+def test_parameters_lie_on_the_devices_of_their_experts():
+    mesh = make_mesh(fsdp=2, ep=2, tp=2)
+    state = abstract_state(lambda: make_decoder(CONFIG, nnx.Rngs(0)), mesh)
+    specs = {path: leaf.sharding.spec for path, leaf in named_leaves(state) if "/moe/" in path}
+    assert specs == {
+        "layers/moe/router/kernel": PartitionSpec(None, "fsdp", None),
+        "layers/moe/gate/kernel": PartitionSpec(None, "ep", "fsdp", "tp"),
+        "layers/moe/up/kernel": PartitionSpec(None, "ep", "fsdp", "tp"),
+        "layers/moe/down/kernel": PartitionSpec(None, "ep", "tp", "fsdp"),
+    }
+
+
+def test_each_expert_starts_with_the_variance_of_a_layer_of_its_own():
+    kernel = MoE(256, 64, 4, 2, rngs=nnx.Rngs(0)).gate.kernel[...]
+    np.testing.assert_allclose(jnp.std(kernel, axis=(1, 2)), 256**-0.5, rtol=0.05)
+
+
+def test_router_losses_have_their_analytic_values():
+    layer = make_moe()
+    layer.router.kernel[...] = jnp.zeros((D, E))  # all experts equally probable: the K first get every token
+    _, aux = layer(jnp.asarray(random_tokens()))
+    found = router_losses(jax.tree.map(lambda leaf: leaf[None], aux))
+    np.testing.assert_allclose(found["load_balance_loss"], [1.0], rtol=1e-6)
+    np.testing.assert_allclose(found["router_z_loss"], [math.log(E) ** 2], rtol=1e-6)
+    np.testing.assert_allclose(found["expert_load_max"], [E / K])
+
+    experts = jnp.zeros((2, 5, 20, 1), jnp.int32)  # layers, 100 tokens, one expert each
+    tokens = jnp.array([[100, 0, 0, 0], [40, 30, 20, 10]])
+    found = router_losses(
+        {"experts": experts, "expert_tokens": tokens, "router_probability": 1.0 * tokens, "router_z": jnp.array([9, 4])}
+    )
+    np.testing.assert_allclose(found["load_balance_loss"], [4.0, 4 * (0.16 + 0.09 + 0.04 + 0.01)], rtol=1e-6)
+    np.testing.assert_allclose(found["router_z_loss"], [0.09, 0.04], rtol=1e-6)
+    np.testing.assert_allclose(found["expert_load_max"], [4.0, 1.6], rtol=1e-6)
+
+
+def batch_of(rows=4, seq=8, seed=0):
+    ids = np.random.default_rng(seed).integers(0, 256, (rows, seq + 1)).astype(np.int32)
+    return {"inputs": ids[:, :-1], "targets": ids[:, 1:]}
+
+
+def test_the_loss_adds_what_its_docstring_says():
+    config = dataclasses.replace(CONFIG, scan=False, load_balance_loss=0.5, router_z_loss=0.25)
+    model, batch = make_decoder(config, nnx.Rngs(0)), batch_of()
+    batch["targets"][0, :5] = -1
+    loss, weight, metrics = next_token_loss(model, batch)
+    logits, aux = model.forward(batch["inputs"])
+    p = jax.nn.log_softmax(logits)
+    entropy = -sum(p[i, j, t] for (i, j), t in np.ndenumerate(batch["targets"]) if t >= 0)
+    found = router_losses(aux)
+    assert weight == 27 and found["load_balance_loss"].shape == (2,)
+    np.testing.assert_allclose(metrics["cross_entropy"], entropy, rtol=1e-5)
+    added = 27 * (0.5 * sum(found["load_balance_loss"]) + 0.25 * sum(found["router_z_loss"]))
+    np.testing.assert_allclose(loss, entropy + added, rtol=1e-5)
+    for name in ("load_balance_loss", "router_z_loss"):
+        np.testing.assert_allclose(metrics[name], 27 * np.mean(found[name]), rtol=1e-6)
+    np.testing.assert_allclose(metrics["expert_load_max"], 27 * max(found["expert_load_max"]), rtol=1e-6)
+
+
+def test_microbatches_count_by_their_targets():
+    config = dataclasses.replace(CONFIG, load_balance_loss=0.5)
+
+    def make():
+        model = make_decoder(config, nnx.Rngs(0))
+        return model, nnx.Optimizer(model, make_optimizer(OptimizerConfig()), wrt=nnx.Param)
+
+    state = init_train_state(make, abstract_state(make, make_mesh()))
+    batch = batch_of()
+    batch["targets"][:2, 1:] = -1  # 2 targets in the first microbatch, 16 in the second
+    parts = [jax.tree.map(lambda x, i=i: x[2 * i : 2 * i + 2], batch) for i in (0, 1)]
+    model, _ = state.merge()
+    each = [next_token_loss(model, part) for part in parts]
+    _, got = make_train_step(next_token_loss, state, microbatches=2, layers=("layers",))(state, batch)
+    assert got["weight"] == 18
+    np.testing.assert_allclose(got["loss"], sum(loss for loss, _, _ in each) / 18, rtol=1e-6)
+    for name in ("cross_entropy", "load_balance_loss", "router_z_loss", "expert_load_max"):
+        np.testing.assert_allclose(got[name], sum(found[name] for _, _, found in each) / 18, rtol=1e-6)
+
+
+def test_scan_and_remat_change_nothing():
+    def run(**change):
+        model = make_decoder(dataclasses.replace(CONFIG, **change), nnx.Rngs(0))
+        graphdef, state = nnx.split(model)
+        loss = lambda state: next_token_loss(nnx.merge(graphdef, state), batch_of())[0]  # noqa: E731
+        value, grads = jax.jit(jax.value_and_grad(loss))(state)
+        named = dict(named_leaves(grads))
+        gate = named.get("layers/moe/gate/kernel")
+        if gate is None:
+            gate = jnp.stack([named[f"layers/{i}/moe/gate/kernel"] for i in range(2)])
+        return value, gate, jax.jit(model.forward)(batch_of()["inputs"])[1]
+
+    loss, gate, aux = run(scan=False)
+    assert aux["experts"].shape == (2, 4, 8, K)
+    for other in (run(scan=True), run(scan=True, remat="full")):
+        np.testing.assert_allclose(other[0], loss, rtol=1e-6)
+        np.testing.assert_allclose(other[1], gate, atol=1e-5)
+        assert all((a == b).all() for a, b in zip(other[2]["experts"], aux["experts"], strict=True))
+        np.testing.assert_allclose(other[2]["router_probability"], aux["router_probability"], rtol=1e-5)
+
+
+class Watched:
+    """A decoder that keeps what its routers did."""
+
+    def __init__(self, model):
+        self.model, self.config = model, model.config
+
+    def forward(self, tokens):
+        logits, self.aux = self.model.forward(tokens)
+        return logits, self.aux
+
+
+def loss_and_choices(model, batch):
+    watched = Watched(model)
+    loss, weight, metrics = next_token_loss(watched, batch)
+    return loss, weight, metrics | {"experts": weight * jnp.sort(watched.aux["experts"], axis=-1)}
+
+
+def train(steps, config, data, initial=None, **sizes):
+    """(losses, experts of every token at every step, initial leaves) of a run on real text."""
+    mesh = make_mesh(**sizes)
+
+    def make():
+        model = make_decoder(config, nnx.Rngs(0))
+        optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-3, warmup_steps=20, decay_steps=1000))
+        return model, nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+
+    rules = partition_rules(abstract_model(make)["model"])
+    abstract = abstract_state(make, mesh, rules)
+    if initial is None:
+        state = init_train_state(make, abstract)
+    else:
+        state = abstract_train_state(make, abstract)
+        put = [jax.device_put(x, leaf.sharding) for x, leaf in zip(initial, state.leaves, strict=True)]
+        state = dataclasses.replace(state, leaves=tuple(put))
+    initial = [np.asarray(x) for x in state.leaves]
+    batch = make_batch_fn(load_corpus(data).train, seed=0, config=data, sharding=batch_sharding(mesh, rules.axes))
+    step = make_train_step(loss_and_choices, state, layers=rules.layers)
+    losses, experts = [], []
+    for i in range(steps):
+        state, metrics = step(state, batch(i))
+        losses.append(float(metrics["loss"]))
+        experts.append(np.rint(np.asarray(metrics["experts"])))
+    return np.array(losses), np.array(experts), initial
+
+
+def check_parity(got, reference):
+    """Routing first: a token whose two best experts are nearly tied may flip by rounding, which is no mistake of ours."""
+    flipped = [int((a != b).any(-1).sum()) for a, b in zip(got[1], reference[1], strict=True)]
+    assert not any(flipped), f"tokens routed differently, by step: {flipped} of {reference[1][0][..., 0].size}"
+    assert np.max(np.abs(got[0] - reference[0])) <= 5e-5
+    assert reference[0][-1] < reference[0][0] - 0.1  # something was learned, so that equality says something
+
+
+DATA = DataConfig(sequence_length=16, batch_size=8)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return train(6, CONFIG, DATA)
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 2, "ep": 2, "tp": 2}, {"dp": 2, "ep": 4}], ids=str)
+def test_experts_on_several_devices_train_as_on_one(sizes, reference):
+    check_parity(train(6, CONFIG, DATA, reference[2], **sizes), reference)
+
+
+def experts_permuted_on_one_device(x, weights, experts, kernels, apply=moe.apply_experts):
+    here = jax.lax.axis_index("ep") == 1
+    return apply(x, weights, experts, moe.Kernels(*(jnp.where(here, jnp.roll(w, 1, axis=0), w) for w in kernels)))
+
+
+def combine_weights_dropped(x, weights, experts, kernels, apply=moe.apply_experts):
+    return apply(x, jnp.ones_like(weights) / weights.shape[1], experts, kernels)
+
+
+@pytest.mark.parametrize("mutation", [experts_permuted_on_one_device, combine_weights_dropped])
+def test_a_mistake_is_noticed(mutation, reference, monkeypatch):
+    monkeypatch.setattr(moe, "apply_experts", mutation)
+    got = train(6, CONFIG, DATA, reference[2], ep=2)
+    with pytest.raises(AssertionError):
+        check_parity(got, reference)
+    with pytest.raises(AssertionError):  # by the losses too, not by the routing alone
+        check_parity((got[0], reference[1]), reference)
+    assert np.isfinite(got[0]).all()  # wrong, not broken
+
+
+LARGER = dataclasses.replace(CONFIG, hidden_size=64, num_heads=4, num_kv_heads=4, mlp_size=64)
+LARGER_DATA = DataConfig(sequence_length=64, batch_size=8)
+
+
+@pytest.fixture(scope="module")
+def larger_reference():
+    return train(40, LARGER, LARGER_DATA)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "axes"),
+    [
+        ({"fsdp": 2, "ep": 2, "tp": 2}, NATURAL),
+        ({"dp": 2, "ep": 4}, NATURAL),
+        ({"fsdp": 2, "ep": 4}, NATURAL),
+        ({"ep": 4, "tp": 2}, REPLICATED),
+        ({"ep": 8}, NATURAL),
+    ],
+    ids=str,
+)
+def test_forty_steps_on_every_mesh(sizes, axes, larger_reference):
+    config = dataclasses.replace(LARGER, axes=axes)
+    got = train(40, config, LARGER_DATA, larger_reference[2], **sizes)
+    print(f"{sizes}: largest difference {np.max(np.abs(got[0] - larger_reference[0])):.2e}")
+    check_parity(got, larger_reference)

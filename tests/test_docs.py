@@ -1,0 +1,69 @@
+"""The code of README and docs runs, its commands parse, and its list of public names is complete."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import flax_mesh
+import flax_mesh.checkpoint
+import flax_mesh.mesh
+import flax_mesh.train
+from flax_mesh.cli import main
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: p.name)
+def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {"__name__": "__page__"}
+    for number, code in enumerate(blocks(page, "python"), start=1):
+        exec(compile(code, f"{page.name}, block {number}", "exec"), namespace)
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    lines = [(p.name, line) for p in PAGES for block in blocks(p, "sh") for line in block.splitlines()]
+    found = [(page, line[line.index("flax-mesh ") :]) for page, line in lines if "flax-mesh " in line]
+    return [(page, shlex.split(line, comments=True)[1:]) for page, line in found]
+
+
+def test_the_commands_of_the_docs_are_accepted(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    trains = [(page, words) for page, words in commands() if words[0] == "train"]
+    assert len(trains) > 5
+    for page, words in trains:
+        assert main([*words, "--print-config"]) == 0, f"{page}: {words}"
+    assert main(["train", "recipes/tiny.py", "--no-such-flag"]) == 2  # this test can fail
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("module", [flax_mesh, flax_mesh.mesh, flax_mesh.train, flax_mesh.checkpoint])
+def test_every_public_name_stands_in_the_api_page(module):
+    page = (ROOT / "docs" / "api.md").read_text()
+    names = getattr(module, "__all__", None) or [
+        name for name, value in vars(module).items() if not name.startswith("_") and type(value).__name__ != "module"
+    ]
+    missing = [name for name in names if f"`{name}" not in page]
+    assert not missing, f"docs/api.md lacks {missing} of {module.__name__}"
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_readme_names_every_file_of_the_package():
+    text = (ROOT / "README.md").read_text()
+    for path in (ROOT / "flax_mesh").rglob("*.py"):
+        relative = path.relative_to(ROOT).as_posix()
+        folders = [f"`{parent.as_posix()}/`" for parent in Path(relative).parents]
+        assert path.name == "__init__.py" or f"`{relative}`" in text or any(f in text for f in folders), relative
