@@ -189,9 +189,6 @@ class PartitionAxis:
             )
 
 
-DEFAULT_AXES = PartitionAxis()
-
-
 def as_tuple(axis: AxisName) -> tuple[str, ...]:
     """Mesh axes of one entry of a PartitionSpec."""
     if axis is None:
@@ -210,3 +207,6 @@ def _axis_name(field: str, value: Any) -> AxisName:
     if isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value):
         return _join(value)
     raise TypeError(f"PartitionAxis.{field} must be a mesh axis name, a tuple of them or None, got {value!r}.")
+
+
+DEFAULT_AXES = PartitionAxis()

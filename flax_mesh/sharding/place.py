@@ -16,6 +16,7 @@ from flax_mesh.sharding.rules import PartitionRules, Policy, apply_policy, as_ru
 from flax_mesh.tree import map_named, named_leaves, owner_of
 
 Model = TypeVar("Model", bound=type[nnx.Module])
+ATTRIBUTE = "partition_rules"  # where a class carries its table
 Make = Callable[[], Any]  # returns a model, or (model, nnx.Optimizer)
 
 
@@ -32,7 +33,7 @@ def partitioned(
     table = PartitionRules(rules, axes, layers if isinstance(layers, str) else tuple(layers))
 
     def decorate(cls: Model) -> Model:
-        cls.partition_rules = table
+        setattr(cls, ATTRIBUTE, table)
         return cls
 
     return decorate
@@ -40,7 +41,7 @@ def partitioned(
 
 def partition_rules(model: Any) -> PartitionRules:
     """The table a model carries by `@partitioned`, through the model's own `axes`."""
-    rules = getattr(model, "partition_rules", None)
+    rules = getattr(model, ATTRIBUTE, None)
     if rules is None:
         raise ShardingError(
             f"{type(model).__name__} carries no rules. Pass rules=PartitionRules([...]), or decorate the class with "
@@ -58,7 +59,7 @@ def abstract_state(
     on_mismatch: Policy = "error",
     min_size: int = 0,
 ) -> nnx.State:
-    """The state of the model that `make()` returns, as `ShapeDtypeStruct(shape, dtype, sharding)`; nothing is allocated.
+    """The state of what `make()` returns, as `ShapeDtypeStruct(shape, dtype, sharding)`; nothing is allocated.
 
     `make` may return (model, optimizer): the state then has the parts "model" and "optimizer". Parameters follow
     `rules` (default: the table the model carries); an optimizer leaf follows the parameter whose path ends its own
