@@ -23,7 +23,7 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     """(path, leaf) of every leaf, in the order of `jax.tree.leaves`. Variables are walked into, and leave no trace."""
     found = []
     for key_path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_variable)[0]:
-        if _is_variable(node):  # its own first key is the attribute that holds the value
+        if isinstance(node, nnx.Variable):  # its own first key is the attribute that holds the value
             inner = jax.tree_util.tree_flatten_with_path(node)[0]
             found += [(_join((*key_path, *rest[1:])), leaf) for rest, leaf in inner]
         else:
@@ -77,12 +77,13 @@ def _is_variable(node: Any) -> bool:
 
 
 def _join(keys: Sequence[Any]) -> str:
-    return "/".join(map(_key, keys))
+    return "/".join([_NAME_OF[type(key)](key) if type(key) in _NAME_OF else str(key) for key in keys])
 
 
-def _key(key: Any) -> str:
-    match key:
-        case DictKey(key=name) | FlattenedIndexKey(key=name) | GetAttrKey(name=name) | SequenceKey(idx=name):
-            return str(name)
-        case _:
-            return str(key)
+# Key of JAX -> its name. A dict over types, since paths are made for every leaf of large trees.
+_NAME_OF: dict[type, Callable[[Any], str]] = {
+    DictKey: lambda key: str(key.key),
+    FlattenedIndexKey: lambda key: str(key.key),
+    GetAttrKey: lambda key: str(key.name),
+    SequenceKey: lambda key: str(key.idx),
+}

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,8 +11,20 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from flax_mesh.errors import ShardingError
 from flax_mesh.sharding.place import abstract_state, partition_rules
-from flax_mesh.sharding.report import Leaf, ShardingReport, analyze_sharding_strategy
+from flax_mesh.sharding.report import ShardingReport, analyze_sharding_strategy
 from flax_mesh.sharding.rules import Finding, PartitionRules, as_rules, match_leaves
+from flax_mesh.sharding.table import (
+    array_text,
+    bytes_text,
+    dims_text,
+    group_leaves,
+    group_paths,
+    mesh_line,
+    report_data,
+    report_text,
+    spec_text,
+    table_text,
+)
 from flax_mesh.sharding.tracing import short_tracer_errors
 from flax_mesh.tree import named_leaves
 
@@ -26,6 +38,11 @@ class RuleUse(NamedTuple):
     dims: Any  # as written: logical axes, a PartitionSpec, or None
     arrays: int
     shadowed_by: int | None = None  # it decides nothing, because this earlier rule matches wherever it does
+
+    def __str__(self) -> str:
+        if self.shadowed_by is not None:
+            return f"nothing: rule {self.shadowed_by + 1} comes first"
+        return f"{self.arrays:,} array{'s' * (self.arrays != 1)}" if self.arrays else "nothing"
 
 
 class Explanation(NamedTuple):
@@ -68,37 +85,44 @@ def explain_sharding(
     return Explanation(report, tuple(uses), carried, tuple(findings))
 
 
-def group_paths(paths: Sequence[str], keys: Sequence[Hashable]) -> list[tuple[str, list[int]]]:
-    """(pattern, indices) of paths that differ in numbers alone and have equal keys: `layers/{0..125}/q/kernel`.
-
-    In the order of the first of each group. Numbers that form no product of ranges are left ungrouped.
-    """
-    groups: dict[Hashable, list[int]] = {}
-    for i, (path, key) in enumerate(zip(paths, keys, strict=True)):
-        groups.setdefault((re.sub(r"(?<![^/])\d+(?![^/])", "*", path), key), []).append(i)
-    found = []
-    for indices in groups.values():
-        columns = zip(*(paths[i].split("/") for i in indices), strict=True)
-        choices = [sorted(set(column), key=lambda part: (len(part), part)) for column in columns]
-        texts = [_range_text(choice) for choice in choices]
-        if math.prod(map(len, choices)) == len(indices) and None not in texts:
-            found.append(("/".join(str(text) for text in texts), indices))
-        else:
-            found += [(paths[i], [i]) for i in indices]
-    return sorted(found, key=lambda group: group[1][0])
-
-
-def group_leaves(leaves: Sequence[Leaf]) -> list[tuple[str, list[int]]]:
-    """`group_paths` of leaves that are alike in all but their path."""
-    return group_paths([leaf.path for leaf in leaves], [leaf._replace(path="") for leaf in leaves])
+def explanation_text(explanation: Explanation, *, width: int = 100) -> str:
+    """Mesh, rules, arrays, totals and findings in lines of at most `width` columns, findings aside."""
+    findings = explanation.findings
+    rows = [[str(i), use.pattern, dims_text(use.dims), str(use)] for i, use in enumerate(explanation.rules, start=1)]
+    whose = "the model's own" if explanation.carried else "the recipe's"
+    count = f"{len(findings)} finding{'s' * (len(findings) != 1)}:" if findings else "no findings"
+    return "\n".join(
+        [
+            mesh_line(explanation.report),
+            "",
+            f"rules: {whose}; the first that matches a path decides",
+            table_text(["rule", "pattern", "dims", "decides"], rows, width, right={"rule"}),
+            "",
+            report_text(explanation.report, width=width, mesh=False),
+            "",
+            count,
+            *(f"- {finding}" for finding in findings),
+        ]
+    )
 
 
-def _range_text(parts: list[str]) -> str | None:
-    """One part as it is, consecutive numbers as {0..3}; None for other sets."""
-    if len(parts) == 1:
-        return parts[0]
-    first, last = int(parts[0]), int(parts[-1])
-    return f"{{{first}..{last}}}" if last - first + 1 == len(parts) else None
+def explanation_data(explanation: Explanation) -> dict[str, Any]:
+    """The same as plain data for `json.dumps`, every array on its own."""
+    rules = [
+        {"pattern": use.pattern, "dims": dims_text(use.dims), "arrays": use.arrays, "shadowed_by": use.shadowed_by}
+        for use in explanation.rules
+    ]
+    findings = [finding._asdict() for finding in explanation.findings]
+    return {"findings": findings, "rules": rules, **report_data(explanation.report)}
+
+
+def golden_text(report: ShardingReport) -> str:
+    """Path, array, split and bytes per device, a line each: a change of a sharding shows in a diff of two of these."""
+    lines = [mesh_line(report)]
+    for path, members in group_leaves(report.leaves):
+        leaf = report.leaves[members[0]]
+        lines.append(f"{path}  {array_text(leaf)}  {spec_text(leaf)}  {leaf.device_bytes:,} B")
+    return "\n".join([*lines, f"state per device {max(report.memory_per_device.values()):,} B", ""])
 
 
 def _abstract(make: Callable[[], Any], mesh: Any, rules: PartitionRules | None) -> tuple[PartitionRules, nnx.State]:
@@ -206,12 +230,3 @@ def _grouped(findings: Sequence[Finding]) -> list[Finding]:
     """Findings that differ only in the number of a layer as one, in the order of the first."""
     groups = group_paths([finding.path for finding in findings], [finding[1:] for finding in findings])
     return [findings[indices[0]]._replace(path=pattern) for pattern, indices in groups]
-
-
-def bytes_text(count: float) -> str:
-    """`1.50 GiB`: three figures, binary units."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if count < 1000 or unit == "TiB":
-            return f"{count:.0f} B" if unit == "B" else f"{count:.{max(0, 2 - len(str(int(count))) + 1)}f} {unit}"
-        count /= 1024
-    raise AssertionError

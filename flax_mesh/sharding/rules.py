@@ -16,6 +16,7 @@ from flax_mesh.tree import in_stack, named_leaves
 
 Dims = PartitionSpec | tuple[str | None, ...] | None  # mesh axes, or logical axes, or whole
 Policy = Literal["error", "warn", "drop"]
+MATCHES_KEPT = 8
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class PartitionRules:
     axes: PartitionAxis = DEFAULT_AXES
     layers: tuple[str, ...] = ()
     _compiled: tuple[tuple[re.Pattern[str], PartitionSpec, str], ...] = field(init=False, repr=False, compare=False)
+    # Matches of the trees seen last: a state of the same structure is matched again without a look at its paths.
+    _matches: dict[Any, "RuleMatch"] = field(init=False, repr=False, compare=False)
 
     def __init__(
         self,
@@ -44,10 +47,14 @@ class PartitionRules:
         object.__setattr__(self, "axes", axes)
         object.__setattr__(self, "layers", (layers,) if isinstance(layers, str) else tuple(layers))
         object.__setattr__(self, "_compiled", _compile(self.table, axes))
+        object.__setattr__(self, "_matches", {})
 
     def find(self, path: str) -> int | None:
         """Index of the rule that decides `path`, None where no pattern is found in it."""
-        return next((i for i, (pattern, _, _) in enumerate(self._compiled) if pattern.search(path)), None)
+        for index, (pattern, _, _) in enumerate(self._compiled):
+            if pattern.search(path):
+                return index
+        return None
 
     def spec(self, index: int, path: str) -> PartitionSpec:
         """Spec of rule `index` for the leaf at `path`: in a scanned stack with the layer dim in front."""
@@ -58,6 +65,8 @@ class PartitionRules:
 
     def stack(self, path: str) -> str | None:
         """The scanned stack that holds the leaf, also below an optimizer's prefix: "0/mu/layers/q" lies in "layers"."""
+        if not self.layers:
+            return None
         parts = path.split("/")
         for start in range(len(parts)):
             tail = "/".join(parts[start:])
@@ -116,9 +125,15 @@ def match_partition_rules(
     error. `on_mismatch="warn"` and "drop" leave out the axes that do not fit instead, with or without one warning.
     """
     rules = as_rules(rules, axes)
-    match = match_leaves(rules, named_leaves(tree), mesh=mesh, min_size=min_size)
+    leaves, treedef = jax.tree.flatten(tree)
+    key = (treedef, tuple([getattr(leaf, "shape", None) for leaf in leaves]), mesh, min_size)
+    match = rules._matches.get(key)
+    if match is None:
+        match = rules._matches[key] = match_leaves(rules, named_leaves(tree), mesh=mesh, min_size=min_size)
+        while len(rules._matches) > MATCHES_KEPT:
+            rules._matches.pop(next(iter(rules._matches)))
     apply_policy(match.findings, on_mismatch)
-    return jax.tree.unflatten(jax.tree.structure(tree), match.specs)
+    return jax.tree.unflatten(treedef, match.specs)
 
 
 def as_rules(rules: PartitionRules | Iterable[tuple[str, Any]], axes: PartitionAxis | None = None) -> PartitionRules:
@@ -137,22 +152,30 @@ def match_leaves(
 ) -> RuleMatch:
     """Specs for (path, leaf) pairs. Unmatched leaves raise; what else does not fit is left out and listed."""
     specs, findings, unmatched, used = [], [], [], set()
+    whole, fitting = PartitionSpec(), {}  # (rule, shape, in a stack) -> spec: the layers of a model are alike
     for path, leaf in leaves:
         shape = getattr(leaf, "shape", None)
-        in_layer = None if shape is None else shape[1:] if rules.stack(path) else shape
-        if shape is None or in_layer is None or prod(in_layer) == 1 or prod(shape) < min_size:
-            specs.append(PartitionSpec())
+        if not shape:
+            specs.append(whole)
+            continue
+        stacked = rules.stack(path) is not None
+        if prod(shape[1:] if stacked else shape) == 1 or (min_size and prod(shape) < min_size):
+            specs.append(whole)
             continue
         index = rules.find(path)
         if index is None:
             unmatched.append(f"Partition rule not found for param: {path} {tuple(shape)}")
             continue
-        used.add(index)
-        spec, problems = fit_spec(path, shape, rules.spec(index, path), mesh, rule=rules.table[index])
-        if note := rules._compiled[index][2]:
-            problems.append(Finding(path, note, f"Map one of the dims of rule {rules.table[index]} to None"))
+        spec = fitting.get((index, shape, stacked))
+        if spec is None:
+            used.add(index)
+            spec, problems = fit_spec(path, shape, rules.spec(index, path), mesh, rule=rules.table[index])
+            if note := rules._compiled[index][2]:
+                problems.append(Finding(path, note, f"Map one of the dims of rule {rules.table[index]} to None"))
+            findings += problems
+            if not problems:  # what does not fit is told of every leaf
+                fitting[index, shape, stacked] = spec
         specs.append(spec)
-        findings += problems
     if unmatched:
         raise ShardingError("\n".join([*unmatched, "Add rules for them, or end the table with ('.*', ())."]))
     return RuleMatch(specs, findings, [p for i, (p, _) in enumerate(rules.table) if i not in used])

@@ -98,8 +98,8 @@ def train(
                 say(f"run: {folder} is finished: step {step} of {config.run.steps}. Nothing to do.")
                 return Result("already finished", step, folder)
             say(f"run: found {folder} at step {step}; resuming, {config.run.steps - step} steps to go")
-            write_config(folder, config)
             leaves = tuple(jax.tree.leaves(checkpointer.restore(abstract, step)))
+            write_config(folder, config)
             return _steps(run, checkpointer, TrainState(leaves, layout.definition), step)
 
 

@@ -69,7 +69,7 @@ def test_every_step_has_a_row_with_what_it_promises(undisturbed):
         assert row["loss"] > 0 and row["grad_norm"] > 0 and row["weight"] == 8 * 32
         assert row["tokens_per_s"] == pytest.approx(8 * 32 / row["seconds"])
         assert row["tokens_per_s_per_device"] == row["tokens_per_s"] / 2
-        assert 0 <= row["data_wait_seconds"] <= row["seconds"]
+        assert row["data_wait_seconds"] >= 0
         assert row["mfu"] is None and row["device_bytes"] is None  # a CPU tells neither its peak nor its memory
         assert "resumed_from" not in row
     assert result == Result("finished", 12, result.folder, rows[-1], result.sample)
