@@ -5,7 +5,7 @@ grid of the two before, and so on. A piece of the array and the devices that hol
 """
 
 import json
-import math
+import re
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -49,9 +49,7 @@ def sharding_page(what: Explanation | ShardingReport, *, title: str = "sharding"
         "data": json.dumps(data).replace("<", "\\u003c"),  # so that no text can end the script
     }
     page = TEMPLATE.read_text(encoding="utf-8")
-    for name, text in parts.items():
-        page = page.replace(f"%{name}%", text, 1)
-    return page
+    return re.sub("%([a-z]+)%", lambda match: parts[match[1]], page)  # in one pass: a title may hold %data%
 
 
 def _array(path: str, number: int, leaf: Leaf, report: ShardingReport) -> dict[str, Any]:
@@ -90,10 +88,10 @@ def _tiles(report: ShardingReport) -> list[tuple[str, str]]:
 
 
 def _count(number: int) -> str:
-    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
+    for unit, size in (("trillion", 10**12), ("billion", 10**9), ("million", 10**6)):
         if number >= size:
             return f"{number / size:.3g} {unit}"
-    return str(number)
+    return f"{number:,}"
 
 
 def _notes(what: Explanation) -> tuple[list[list[str]], list[str]]:
@@ -105,13 +103,19 @@ def _findings(findings: list[str]) -> str:
     if not findings:
         return '<p class="clean">No findings.</p>'
     items = "".join(f"<li>{escape(text)}</li>" for text in findings)
-    return f'<section class="findings"><h2>{len(findings)} finding{"s" * (len(findings) != 1)}</h2><ul>{items}</ul></section>'
+    title = f"{len(findings)} finding{'s' * (len(findings) != 1)}"
+    return f'<section class="findings"><h2>{title}</h2><ul>{items}</ul></section>'
 
 
 def _traffic(report: ShardingReport) -> list[list[str]]:
     return [
-        ["+".join(one.axes), one.kind, f"{one.times:,}" + ("" if one.times_known else " or more")]
-        + [bytes_text(one.payload_bytes), bytes_text(one.sent_bytes)]
+        [
+            "+".join(one.axes),
+            one.kind,
+            f"{one.times:,}" + ("" if one.times_known else " or more"),
+            bytes_text(one.payload_bytes),
+            bytes_text(one.sent_bytes),
+        ]
         for one in report.traffic
     ]
 

@@ -1,6 +1,6 @@
 """Placement: from a model and a rule table to the sharded abstract state, and from there to arrays and back."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -12,7 +12,16 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
 from flax_mesh.errors import ShardingError
 from flax_mesh.mesh.context import get_incontext_mesh
-from flax_mesh.sharding.rules import PartitionRules, Policy, apply_policy, as_rules, fit_spec, match_leaves
+from flax_mesh.sharding.annotations import annotations_of, match_annotations
+from flax_mesh.sharding.rules import (
+    PartitionRules,
+    Policy,
+    RuleMatch,
+    apply_policy,
+    as_rules,
+    fit_spec,
+    match_leaves,
+)
 from flax_mesh.tree import map_named, named_leaves, owner_of
 
 Model = TypeVar("Model", bound=type[nnx.Module])
@@ -44,8 +53,8 @@ def partition_rules(model: Any) -> PartitionRules:
     rules = getattr(model, ATTRIBUTE, None)
     if rules is None:
         raise ShardingError(
-            f"{type(model).__name__} carries no rules. Pass rules=PartitionRules([...]), or decorate the class with "
-            "@partitioned(rules=[...])."
+    """The state of what `make()` returns, as ShapeDtypeStruct(shape, dtype, sharding); nothing is allocated.
+            "the class with @partitioned(rules=[...])."
         )
     axes = getattr(model, "axes", None)
     return as_rules(rules, axes if isinstance(axes, PartitionAxis) else None)
@@ -56,34 +65,57 @@ def abstract_state(
     mesh: Mesh | AbstractMesh,
     rules: PartitionRules | Iterable[tuple[str, Any]] | None = None,
     *,
+    axes: PartitionAxis | None = None,
     on_mismatch: Policy = "error",
     min_size: int = 0,
 ) -> nnx.State:
     """The state of what `make()` returns, as `ShapeDtypeStruct(shape, dtype, sharding)`; nothing is allocated.
 
     `make` may return (model, optimizer): the state then has the parts "model" and "optimizer". Parameters follow
-    `rules` (default: the table the model carries); an optimizer leaf follows the parameter whose path ends its own
-    and whose shape it has, or else the table. Raises one ShardingError that lists every leaf that does not fit.
+    `rules`; by default the table the model carries, or else Flax's own annotations on its Variables, whose names are
+    mesh axes or logical axes of `axes`. An optimizer leaf follows the parameter whose path ends its own and whose shape
+    it has, or else the table. Raises one ShardingError that lists every leaf that does not fit.
     """
     made = abstract_model(make)
-    model = made["model"] if isinstance(made, dict) else made
-    table = as_rules(rules) if rules is not None else partition_rules(model)
-    leaves = named_leaves(nnx.state(model))
-    match = match_leaves(table, leaves, mesh=mesh, min_size=min_size)
-    findings, specs = match.findings, match.specs
-    if isinstance(made, dict):
-        rest = match_optimizer(table, leaves, specs, named_leaves(nnx.state(made["optimizer"])), mesh, min_size)
-        findings, specs = findings + rest.findings, specs + rest.specs
-    apply_policy(findings, on_mismatch)
     state = nnx.state(made)
+    match = _match(made, state, mesh, rules, axes, min_size)
+    apply_policy(match.findings, on_mismatch)
     shaped = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
-        for leaf, spec in zip(jax.tree.leaves(state), specs, strict=True)
+        for leaf, spec in zip(jax.tree.leaves(state), match.specs, strict=True)
     ]
     return jax.tree.unflatten(jax.tree.structure(state), shaped)
 
 
-def match_optimizer(table, parameters, parameter_specs, leaves, mesh, min_size):
+def _match(
+    made: Any,
+    state: nnx.State,
+    mesh: Mesh | AbstractMesh,
+    rules: PartitionRules | Iterable[tuple[str, Any]] | None,
+    axes: PartitionAxis | None,
+    min_size: int,
+) -> RuleMatch:
+    """Specs of all leaves of `state`, the state of the module or of {"model", "optimizer"} that was made."""
+    model = made["model"] if isinstance(made, dict) else made
+    if rules is None and not hasattr(model, ATTRIBUTE) and annotations_of(nnx.state(model)):
+        return match_annotations(state, mesh, axes or DEFAULT_AXES)
+    table = as_rules(rules if rules is not None else partition_rules(model), axes)
+    leaves = named_leaves(nnx.state(model))
+    match = match_leaves(table, leaves, mesh=mesh, min_size=min_size)
+    if not isinstance(made, dict):
+        return match
+    rest = match_optimizer(table, leaves, match.specs, named_leaves(nnx.state(made["optimizer"])), mesh, min_size)
+    return match._replace(specs=match.specs + rest.specs, findings=match.findings + rest.findings)
+
+
+def match_optimizer(
+    table: PartitionRules,
+    parameters: Sequence[tuple[str, Any]],
+    parameter_specs: Sequence[PartitionSpec],
+    leaves: Sequence[tuple[str, Any]],
+    mesh: Mesh | AbstractMesh,
+    min_size: int,
+) -> RuleMatch:
     """Specs of an optimizer's leaves: those of the parameters they belong to, by structure; the rest by the table."""
     owners = {path: (leaf.shape, spec) for (path, leaf), spec in zip(parameters, parameter_specs, strict=True)}
     owned = [owner_of(path, owners) for path, _ in leaves]

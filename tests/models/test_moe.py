@@ -2,10 +2,12 @@
 
 import dataclasses
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -79,11 +81,14 @@ def plain_loop(kernels, x, k):
     p = jnp.exp(logits) / jnp.sum(jnp.exp(logits), axis=1, keepdims=True)
     chosen = jnp.argsort(jnp.argsort(-p, axis=1, stable=True), axis=1) < k
     weight = jnp.where(chosen, p, 0) / jnp.sum(jnp.where(chosen, p, 0), axis=1, keepdims=True)
-    y = 0
-    for e in range(len(gate)):
-        h = x @ gate[e]
-        y += weight[:, e, None] * (((h / (1 + jnp.exp(-h))) * (x @ up[e])) @ down[e])
-    balance = len(gate) * jnp.sum(jnp.mean(chosen, axis=0) / k * jnp.mean(p, axis=0))
+
+    def add_expert(y, expert):
+        weight_of, gate, up, down = expert
+        h = x @ gate
+        return y + weight_of[:, None] * (((h / (1 + jnp.exp(-h))) * (x @ up)) @ down), None
+
+    y, _ = jax.lax.scan(add_expert, jnp.zeros_like(x), (weight.T, gate, up, down))
+    balance = gate.shape[0] * jnp.sum(jnp.mean(chosen, axis=0) / k * jnp.mean(p, axis=0))
     return y, balance + jnp.mean(jnp.log(jnp.sum(jnp.exp(logits), axis=1)) ** 2), chosen
 
 
@@ -91,40 +96,42 @@ def kernels_of(layer):
     return tuple(part.kernel[...] for part in (layer.router, layer.gate, layer.up, layer.down))
 
 
+def probe_of(x):
+    return np.random.default_rng(1).normal(size=x.shape).astype(np.float32)
+
+
 def expected(layer, x, k):
-    probe = np.random.default_rng(1).normal(size=x.shape).astype(np.float32)
-
-    def objective(kernels, x):
-        y, losses, chosen = plain_loop(kernels, x, k)
-        return jnp.sum(y.reshape(x.shape) * probe) + losses, (y.reshape(x.shape), chosen)
-
-    (_, (y, chosen)), grads = jax.value_and_grad(objective, (0, 1), has_aux=True)(kernels_of(layer), x)
+    (_, (y, chosen)), grads = plain_value_and_grad(kernels_of(layer), x, probe_of(x), k)
     return y, np.asarray(chosen), (*grads[0], grads[1])
 
 
-def make_run(layer):
-    """A jitted (state, x, probe) -> (y, aux, gradients), the same objective through the layer itself."""
-    graphdef, _ = nnx.split(layer)
+@partial(jax.jit, static_argnums=3)
+@partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
+def plain_value_and_grad(kernels, x, probe, k):
+    y, losses, chosen = plain_loop(kernels, x, k)
+    return jnp.sum(y.reshape(x.shape) * probe) + losses, (y.reshape(x.shape), chosen)
 
-    def run(state, x, probe):
-        def objective(state, x):
-            y, aux = nnx.merge(graphdef, state)(x)
-            losses = router_losses(jax.tree.map(lambda leaf: leaf[None], aux))
-            return jnp.sum(y * probe) + jnp.sum(losses["load_balance_loss"] + losses["router_z_loss"]), (y, aux)
 
-        (_, (y, aux)), (grads, dx) = jax.value_and_grad(objective, (0, 1), has_aux=True)(state, x)
-        return y, aux, (*kernels_of(nnx.merge(graphdef, grads)), dx)
+@partial(jax.jit, static_argnums=0)
+def run(graphdef, state, x, probe):
+    """(y, aux, gradients): the same objective through the layer itself."""
 
-    return jax.jit(run)
+    def objective(state, x):
+        y, aux = nnx.merge(graphdef, state)(x)
+        losses = router_losses(jax.tree.map(lambda leaf: leaf[None], aux))
+        return jnp.sum(y * probe) + jnp.sum(losses["load_balance_loss"] + losses["router_z_loss"]), (y, aux)
+
+    (_, (y, aux)), (grads, dx) = jax.value_and_grad(objective, (0, 1), has_aux=True)(state, x)
+    return y, aux, (*kernels_of(nnx.merge(graphdef, grads)), dx)
 
 
 def check(layer, x, *, mesh=None, k=K):
     """The layer gives what the plain loop gives: result, choices, sums, gradients. Returns the compiled text."""
     y, chosen, grads = expected(layer, jnp.asarray(x), k)
-    probe = np.random.default_rng(1).normal(size=x.shape).astype(np.float32)
-    state, text = nnx.state(layer), ""
+    graphdef, state = nnx.split(layer)
+    probe, text = probe_of(x), ""
     if mesh is None:
-        got = make_run(layer)(state, x, probe)
+        got = run(graphdef, state, x, probe)
     else:
         rules = [
             ("router", ("embed", "expert_gate")),
@@ -135,7 +142,7 @@ def check(layer, x, *, mesh=None, k=K):
         state = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, layout))
         x = jax.device_put(x, NamedSharding(mesh, layer.axes.resolve(("batch", "sequence"))))
         with jax.set_mesh(mesh):
-            compiled = make_run(layer).lower(state, x, probe).compile()
+            compiled = run.lower(graphdef, state, x, probe).compile()
             got, text = compiled(state, x, probe), compiled.as_text()
     found = np.asarray(jax.nn.one_hot(got[1]["experts"].reshape(-1, k), len(grads[1])).sum(1) > 0)
     assert (found == chosen).all(), "routing differs"
@@ -151,27 +158,37 @@ def test_it_is_the_plain_loop_over_experts(experts, k):
     check(make_moe(experts=experts, k=k), random_tokens(), k=k)
 
 
-MESHES = {
-    "fsdp2ep2tp2": ({"fsdp": 2, "ep": 2, "tp": 2}, NATURAL),
-    "ep4 and a replicated batch": ({"ep": 4, "tp": 2}, REPLICATED),
-    "sp2ep2fsdp2": ({"sp": 2, "ep": 2, "fsdp": 2}, NATURAL),
-    "dp2fsdp2tp2, no ep": ({"dp": 2, "fsdp": 2, "tp": 2}, NATURAL),
-}
-
-
-@pytest.mark.parametrize("name", MESHES)
-def test_a_mesh_computes_the_same(name):
-    sizes, axes = MESHES[name]
+@pytest.mark.parametrize(
+    ("sizes", "axes"),
+    [
+        ({"fsdp": 2, "ep": 2, "tp": 2}, NATURAL),
+        ({"dp": 2, "fsdp": 2, "tp": 2}, NATURAL),
+        pytest.param({"ep": 4, "tp": 2}, REPLICATED, marks=pytest.mark.slow),
+        pytest.param({"sp": 2, "ep": 2, "fsdp": 2}, NATURAL, marks=pytest.mark.slow),
+        pytest.param({"ep": 8}, NATURAL, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_mesh_computes_the_same(sizes, axes):
     text = check(make_moe(axes), random_tokens(), mesh=make_mesh(**sizes))
     assert (" all-to-all(" in text) == ("ep" in sizes)
     assert (" reduce-scatter(" in text) == ("fsdp" in sizes)
 
 
+@pytest.mark.slow
+def test_axes_in_unusual_places():
+    """Two mesh axes hold the experts; F is split over an axis that splits tokens too."""
+    axes = dataclasses.replace(NATURAL, expert_axis=("ep", "tp"))
+    check(make_moe(axes), random_tokens(), mesh=make_mesh(fsdp=2, ep=2, tp=2))
+    axes = dataclasses.replace(NATURAL, mlp_intermediate_axis=("tp", "dp"))
+    check(make_moe(axes), random_tokens(), mesh=make_mesh(dp=2, ep=2, tp=2))
+
+
+@pytest.mark.slow
 def test_more_choices_than_experts_on_a_device():
     check(make_moe(k=3), random_tokens(), mesh=make_mesh(ep=4, dp=2), k=3)
 
 
-@pytest.mark.parametrize(("tokens", "fits"), [(even_tokens, True), (one_sided_tokens, False)])
 def test_no_token_is_dropped_whether_routers_are_even_or_not(tokens, fits):
     layer, x = steer(make_moe()), tokens()
     ep, per_device = 4, E // 4
@@ -191,7 +208,7 @@ def test_the_padding_that_is_tried_first():
 
 def test_a_batch_that_does_not_divide_is_cut_along_the_sequence():
     x = random_tokens(batch=2)
-    check(make_moe(REPLICATED), x, mesh=make_mesh(dp=2, ep=4))
+    check(make_moe(REPLICATED), x, mesh=make_mesh(dp=2, ep=2))
     with jax.set_mesh(make_mesh(dp=2, ep=4)):
         assert moe.find_layout(REPLICATED, (2, 8, D), E).sequence == ("ep",)
         assert moe.find_layout(REPLICATED, (8, 8, D), E).batch == ("dp", "ep")
@@ -268,13 +285,17 @@ def batch_of(rows=4, seq=8, seed=0):
     return {"inputs": ids[:, :-1], "targets": ids[:, 1:]}
 
 
+@jax.jit
+def loss_and_aux(model, batch):
+    return next_token_loss(model, batch), model.forward(batch["inputs"])
+
+
 def test_the_loss_adds_what_its_docstring_says():
-    config = dataclasses.replace(CONFIG, scan=False, load_balance_loss=0.5, router_z_loss=0.25)
+    config = dataclasses.replace(CONFIG, load_balance_loss=0.5, router_z_loss=0.25)
     model, batch = make_decoder(config, nnx.Rngs(0)), batch_of()
     batch["targets"][0, :5] = -1
-    loss, weight, metrics = next_token_loss(model, batch)
-    logits, aux = model.forward(batch["inputs"])
-    p = jax.nn.log_softmax(logits)
+    (loss, weight, metrics), (logits, aux) = loss_and_aux(model, batch)
+    p = np.asarray(logits) - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
     entropy = -sum(p[i, j, t] for (i, j), t in np.ndenumerate(batch["targets"]) if t >= 0)
     found = router_losses(aux)
     assert weight == 27 and found["load_balance_loss"].shape == (2,)
@@ -286,19 +307,20 @@ def test_the_loss_adds_what_its_docstring_says():
     np.testing.assert_allclose(metrics["expert_load_max"], 27 * max(found["expert_load_max"]), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_microbatches_count_by_their_targets():
     config = dataclasses.replace(CONFIG, load_balance_loss=0.5)
 
     def make():
         model = make_decoder(config, nnx.Rngs(0))
-        return model, nnx.Optimizer(model, make_optimizer(OptimizerConfig()), wrt=nnx.Param)
+        return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
 
     state = init_train_state(make, abstract_state(make, make_mesh()))
     batch = batch_of()
     batch["targets"][:2, 1:] = -1  # 2 targets in the first microbatch, 16 in the second
     parts = [jax.tree.map(lambda x, i=i: x[2 * i : 2 * i + 2], batch) for i in (0, 1)]
     model, _ = state.merge()
-    each = [next_token_loss(model, part) for part in parts]
+    each = [loss_and_aux(model, part)[0] for part in parts]
     _, got = make_train_step(next_token_loss, state, microbatches=2, layers=("layers",))(state, batch)
     assert got["weight"] == 18
     np.testing.assert_allclose(got["loss"], sum(loss for loss, _, _ in each) / 18, rtol=1e-6)
@@ -307,24 +329,27 @@ def test_microbatches_count_by_their_targets():
 
 
 def test_scan_and_remat_change_nothing():
-    def run(**change):
+    def gradient(**change):
         model = make_decoder(dataclasses.replace(CONFIG, **change), nnx.Rngs(0))
         graphdef, state = nnx.split(model)
-        loss = lambda state: next_token_loss(nnx.merge(graphdef, state), batch_of())[0]  # noqa: E731
-        value, grads = jax.jit(jax.value_and_grad(loss))(state)
-        named = dict(named_leaves(grads))
-        gate = named.get("layers/moe/gate/kernel")
-        if gate is None:
-            gate = jnp.stack([named[f"layers/{i}/moe/gate/kernel"] for i in range(2)])
-        return value, gate, jax.jit(model.forward)(batch_of()["inputs"])[1]
 
-    loss, gate, aux = run(scan=False)
+        @jax.jit
+        def of(state):
+            watched = Watched(nnx.merge(graphdef, state))
+            return next_token_loss(watched, batch_of())[0], watched.aux
+
+        (loss, aux), grads = jax.jit(jax.value_and_grad(of, has_aux=True))(state)
+        return loss, aux, dict(named_leaves(grads))
+
+    loss, aux, grads = gradient(scan=False)
     assert aux["experts"].shape == (2, 4, 8, K)
-    for other in (run(scan=True), run(scan=True, remat="full")):
-        np.testing.assert_allclose(other[0], loss, rtol=1e-6)
-        np.testing.assert_allclose(other[1], gate, atol=1e-5)
-        assert all((a == b).all() for a, b in zip(other[2]["experts"], aux["experts"], strict=True))
-        np.testing.assert_allclose(other[2]["router_probability"], aux["router_probability"], rtol=1e-5)
+    scanned_loss, scanned_aux, scanned = gradient(scan=True, remat="full")
+    np.testing.assert_allclose(scanned_loss, loss, rtol=1e-6)
+    assert (np.asarray(scanned_aux["experts"]) == np.asarray(aux["experts"])).all()
+    np.testing.assert_allclose(scanned_aux["router_probability"], aux["router_probability"], rtol=1e-5)
+    for name in ("router", "gate", "down"):
+        listed = np.stack([grads[f"layers/{i}/moe/{name}/kernel"] for i in range(2)])
+        np.testing.assert_allclose(scanned[f"layers/moe/{name}/kernel"], listed, atol=1e-5, err_msg=name)
 
 
 class Watched:
@@ -344,13 +369,12 @@ def loss_and_choices(model, batch):
     return loss, weight, metrics | {"experts": weight * jnp.sort(watched.aux["experts"], axis=-1)}
 
 
-def train(steps, config, data, initial=None, **sizes):
+def train(steps, config, data, optimizer, initial=None, **sizes):
     """(losses, experts of every token at every step, initial leaves) of a run on real text."""
     mesh = make_mesh(**sizes)
 
     def make():
         model = make_decoder(config, nnx.Rngs(0))
-        optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-3, warmup_steps=20, decay_steps=1000))
         return model, nnx.Optimizer(model, optimizer, wrt=nnx.Param)
 
     rules = partition_rules(abstract_model(make)["model"])
@@ -381,16 +405,18 @@ def check_parity(got, reference):
 
 
 DATA = DataConfig(sequence_length=16, batch_size=8)
+SGD = optax.sgd(0.5)  # half the time to compile
+ADAM = make_optimizer(OptimizerConfig(learning_rate=1e-3, warmup_steps=20, decay_steps=1000))
 
 
 @pytest.fixture(scope="module")
 def reference():
-    return train(6, CONFIG, DATA)
+    return train(6, CONFIG, DATA, SGD)
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": 2, "ep": 2, "tp": 2}, {"dp": 2, "ep": 4}], ids=str)
+@pytest.mark.parametrize("sizes", [{"fsdp": 2, "ep": 2, "tp": 2}, pytest.param({"dp": 2, "ep": 4}, marks=pytest.mark.slow)], ids=str)
 def test_experts_on_several_devices_train_as_on_one(sizes, reference):
-    check_parity(train(6, CONFIG, DATA, reference[2], **sizes), reference)
+    check_parity(train(6, CONFIG, DATA, SGD, reference[2], **sizes), reference)
 
 
 def experts_permuted_on_one_device(x, weights, experts, kernels, apply=moe.apply_experts):
@@ -405,7 +431,7 @@ def combine_weights_dropped(x, weights, experts, kernels, apply=moe.apply_expert
 @pytest.mark.parametrize("mutation", [experts_permuted_on_one_device, combine_weights_dropped])
 def test_a_mistake_is_noticed(mutation, reference, monkeypatch):
     monkeypatch.setattr(moe, "apply_experts", mutation)
-    got = train(6, CONFIG, DATA, reference[2], ep=2)
+    got = train(6, CONFIG, DATA, SGD, reference[2], ep=2)
     with pytest.raises(AssertionError):
         check_parity(got, reference)
     with pytest.raises(AssertionError):  # by the losses too, not by the routing alone
@@ -419,7 +445,7 @@ LARGER_DATA = DataConfig(sequence_length=64, batch_size=8)
 
 @pytest.fixture(scope="module")
 def larger_reference():
-    return train(40, LARGER, LARGER_DATA)
+    return train(40, LARGER, LARGER_DATA, ADAM)
 
 
 @pytest.mark.slow
@@ -427,7 +453,6 @@ def larger_reference():
     ("sizes", "axes"),
     [
         ({"fsdp": 2, "ep": 2, "tp": 2}, NATURAL),
-        ({"dp": 2, "ep": 4}, NATURAL),
         ({"fsdp": 2, "ep": 4}, NATURAL),
         ({"ep": 4, "tp": 2}, REPLICATED),
         ({"ep": 8}, NATURAL),
@@ -436,6 +461,6 @@ def larger_reference():
 )
 def test_forty_steps_on_every_mesh(sizes, axes, larger_reference):
     config = dataclasses.replace(LARGER, axes=axes)
-    got = train(40, config, LARGER_DATA, larger_reference[2], **sizes)
+    got = train(40, config, LARGER_DATA, ADAM, larger_reference[2], **sizes)
     print(f"{sizes}: largest difference {np.max(np.abs(got[0] - larger_reference[0])):.2e}")
     check_parity(got, larger_reference)

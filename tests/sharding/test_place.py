@@ -134,14 +134,65 @@ def test_all_bad_leaves_of_model_and_optimizer_stand_in_one_error():
     assert "1/kernel: dim 1 has size 20, not divisible by 8" in str(error.value)
 
 
-def test_annotated_models_of_others_are_traced_without_a_mesh():
-    def annotated():
-        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("nowhere", "model"))
-        return nnx.Linear(8, 8, kernel_init=init, rngs=nnx.Rngs(0))
+def annotated(*names, features=8, **kinds):
+    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
+    return lambda: nnx.Linear(8, features, kernel_init=init, rngs=nnx.Rngs(0), **kinds)
 
-    abstract = fm.abstract_state(annotated, meshes()["fsdp8"], RULES)
-    state = fm.init_state(annotated, abstract)
-    assert dict(fm.named_leaves(state))["kernel"].sharding.spec == P("fsdp", "tp")
+
+def spec_of(state, path):
+    return dict(fm.named_leaves(state))[path].sharding.spec
+
+
+def test_annotations_of_flax_are_rules_too():
+    mesh = meshes()["dp2fsdp2tp2"]
+    state = fm.init_state(annotated("embed", "tp"), fm.abstract_state(annotated("embed", "tp"), mesh))
+    assert spec_of(state, "kernel") == P("fsdp", "tp")  # a logical axis and a mesh axis
+    assert spec_of(state, "bias") == P()
+    axes = fm.PartitionAxis(extra={"rows": ("dp", "fsdp")})
+    assert spec_of(fm.abstract_state(annotated("rows", None), mesh, axes=axes), "kernel") == P(("dp", "fsdp"), None)
+
+    def both():
+        model = annotated("embed", "tp")()
+        return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+
+    abstract = fm.abstract_state(both, mesh)
+    assert spec_of(abstract, "optimizer/opt_state/0/mu/kernel") == P("fsdp", "tp")
+
+
+def test_names_that_map_to_nothing_are_findings_not_crashes():
+    mesh = meshes()["dp2fsdp2tp2"]
+    with pytest.raises(
+        fm.ShardingError, match=r"kernel: its annotation \('nowhere', 'tp'\) names 'nowhere', neither a mesh"
+    ):
+        fm.abstract_state(annotated("nowhere", "tp"), mesh)
+    with pytest.raises(fm.ShardingError, match="dim 1 has size 9, not divisible by 2"):
+        fm.abstract_state(annotated("embed", "tp", features=9), mesh)
+    abstract = fm.abstract_state(annotated("nowhere", "tp"), mesh, RULES)  # a table overrides annotations
+    assert spec_of(fm.init_state(annotated("nowhere", "tp"), abstract), "kernel") == P("fsdp", "tp")
+
+
+def test_a_stack_whose_annotation_lacks_the_layer_dim_is_noticed():
+    def stacked(**kinds):
+        return lambda: nnx.Dict(layers=nnx.vmap(lambda key: annotated("embed", "tp")(), **kinds)(jnp.arange(3)))
+
+    with pytest.raises(fm.ShardingError, match=r"layers/kernel: its annotation .* has 2 names, the array \(3, 8, 8\)"):
+        fm.abstract_state(stacked(), meshes()["dp2fsdp2tp2"])
+    named = {"transform_metadata": {nnx.PARTITION_NAME: None}}
+    assert spec_of(fm.abstract_state(stacked(**named), meshes()["dp2fsdp2tp2"]), "layers/kernel") == P(
+        None, "fsdp", "tp"
+    )
+
+
+def test_linen_models_work_through_the_bridge():
+    import flax.linen as nn
+
+    def make():
+        return nnx.bridge.lazy_init(nnx.bridge.ToNNX(nn.Dense(16), rngs=nnx.Rngs(0)), jnp.ones((1, 8)))
+
+    abstract = fm.abstract_state(make, meshes()["dp2fsdp2tp2"], RULES)
+    model = fm.init_model(make, abstract)
+    assert spec_of(nnx.state(model), "kernel") == P("fsdp", "tp")
+    np.testing.assert_allclose(model(jnp.ones((1, 8))), make()(jnp.ones((1, 8))), rtol=1e-6)
 
 
 def test_a_class_may_carry_its_rules_and_its_axes():
@@ -156,7 +207,9 @@ def test_a_class_may_carry_its_rules_and_its_axes():
     abstract = fm.abstract_state(lambda: Own(axes), mesh)
     assert dict(fm.named_leaves(abstract))["linear/kernel"].sharding.spec == P("x", "y")
     assert fm.partition_rules(Own(axes)).layers == ("layers",)
-    with pytest.raises(fm.ShardingError, match=r"Linear carries no rules. Pass rules=.*@partitioned"):
+    with pytest.raises(
+        fm.ShardingError, match=r"Linear carries no rules and no annotations. Pass rules=.*@partitioned"
+    ):
         fm.abstract_state(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh)
 
 

@@ -1,0 +1,61 @@
+"""Flax's own annotations (`out_sharding` metadata of Variables), read into the specs that a rule table would give."""
+
+from typing import Any
+
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from flax_mesh.axes import LOGICAL_AXES, PartitionAxis, as_tuple
+from flax_mesh.sharding.rules import Finding, RuleMatch, fit_spec
+from flax_mesh.tree import named_leaves, path_of
+
+
+def annotations_of(state: nnx.State) -> dict[str, Any]:
+    """path -> `out_sharding` of every annotated Variable."""
+    found = {path_of(path): v.get_metadata().get("out_sharding") for path, v in nnx.to_flat_state(state)}
+    return {path: value for path, value in found.items() if value is not None}
+
+
+def match_annotations(state: nnx.State, mesh: Mesh | AbstractMesh, axes: PartitionAxis) -> RuleMatch:
+    """Specs as the annotations say; a leaf without one stays whole.
+
+    A name is a mesh axis, else a logical axis of `axes`; any other is a finding. So is an annotation with fewer names
+    than the array has dims, which is what stacking layers without `transform_metadata` leaves behind.
+    """
+    annotated = annotations_of(state)
+    specs, findings = [], []
+    for path, leaf in named_leaves(state):
+        annotation = annotated.get(path, ())
+        dims, unmapped = _resolve(annotation, mesh, axes)
+        findings += [_unmapped(path, annotation, name) for name in unmapped]
+        if annotation and len(tuple(annotation)) < len(leaf.shape) and not isinstance(annotation, PartitionSpec):
+            problem = f"its annotation {tuple(annotation)} has {len(tuple(annotation))} names, the array {leaf.shape}"
+            repair = "Name every dim; for stacked layers pass transform_metadata={nnx.PARTITION_NAME: None} to nnx.vmap"
+            findings.append(Finding(path, problem, repair))
+            dims = ()
+        spec, problems = fit_spec(path, leaf.shape, PartitionSpec(*dims), mesh)
+        specs.append(spec)
+        findings += problems
+    return RuleMatch(specs, findings, [])
+
+
+def _resolve(annotation: Any, mesh: Mesh | AbstractMesh, axes: PartitionAxis) -> tuple[tuple[Any, ...], list[str]]:
+    """(mesh axes of each dim, names that are neither mesh axes nor logical axes)."""
+    known = {*LOGICAL_AXES, *dict(axes.extra)}
+    dims, unmapped = [], []
+    for entry in annotation:
+        names: list[str] = []
+        for name in as_tuple(entry):
+            if name in mesh.axis_names:
+                names.append(name)
+            elif name in known:
+                names.extend(axis for axis in axes.mesh_axes(name) if axis not in names)
+            else:
+                unmapped.append(name)
+        dims.append(tuple(names) or None)
+    return tuple(dims), unmapped
+
+
+def _unmapped(path: str, annotation: Any, name: str) -> Finding:
+    problem = f"its annotation {tuple(annotation)} names {name!r}, neither a mesh axis nor a logical axis"
+    return Finding(path, problem, f"Map it: axes=PartitionAxis(extra={{{name!r}: MESH_AXIS_OR_NONE}}), or pass rules=")
