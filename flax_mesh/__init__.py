@@ -12,9 +12,18 @@ from flax_mesh.mesh import force_cpu as force_cpu
 from flax_mesh.mesh import get_incontext_mesh as get_incontext_mesh
 from flax_mesh.mesh import parse_mesh_from_string as parse_mesh_from_string
 from flax_mesh.sharding import PartitionRules as PartitionRules
+from flax_mesh.sharding import ShardingReport as ShardingReport
 from flax_mesh.sharding import abstract_state as abstract_state
+from flax_mesh.sharding import analyze_sharding_strategy as analyze_sharding_strategy
 from flax_mesh.sharding import constrain as constrain
+from flax_mesh.sharding import create_pattern_based_partition_spec as create_pattern_based_partition_spec
+from flax_mesh.sharding import explain_sharding as explain_sharding
+from flax_mesh.sharding import extract_sharding_structure as extract_sharding_structure
+from flax_mesh.sharding import extract_shardings as extract_shardings
 from flax_mesh.sharding import gather as gather
+from flax_mesh.sharding import get_names_from_partition_spec as get_names_from_partition_spec
+from flax_mesh.sharding import get_partition_spec as get_partition_spec
+from flax_mesh.sharding import get_shardings_with_structure as get_shardings_with_structure
 from flax_mesh.sharding import init_model as init_model
 from flax_mesh.sharding import init_state as init_state
 from flax_mesh.sharding import make_shard_and_gather_fns as make_shard_and_gather_fns
@@ -22,6 +31,7 @@ from flax_mesh.sharding import match_partition_rules as match_partition_rules
 from flax_mesh.sharding import partition_rules as partition_rules
 from flax_mesh.sharding import partitioned as partitioned
 from flax_mesh.sharding import shard as shard
+from flax_mesh.sharding import sharding_page as sharding_page
 from flax_mesh.sharding import with_sharding_constraint as with_sharding_constraint
 from flax_mesh.tree import map_named as map_named
 from flax_mesh.tree import named_leaves as named_leaves

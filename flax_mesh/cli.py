@@ -1,12 +1,14 @@
 """flax-mesh: the command line.
 
-Exit codes: 0 done, 1 anything unexpected, 2 bad input, 4 stopped by a signal after saving.
+Exit codes: 0 done, 1 anything unexpected, 2 bad input, 3 findings, 4 stopped by a signal after saving.
 """
 
 import argparse
+import json
 import logging
 import os
 import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,11 +19,14 @@ from typing import Any, NoReturn
 import jax
 
 from flax_mesh.errors import ConfigError, ShardingError
+from flax_mesh.sharding import explanation_data, explanation_text, sharding_page
 from flax_mesh.train import Result, load_recipe, override, to_lines, train
+from flax_mesh.train.explain import explain
 from flax_mesh.train.metrics import Row
 from flax_mesh.train.setup import check_config
 
-DONE, BAD_INPUT, STOPPED = 0, 2, 4
+DONE, BAD_INPUT, FINDINGS, STOPPED = 0, 2, 3, 4
+PIPED_WIDTH = 200  # columns of tables that go into a file or another program
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,6 +62,19 @@ def train_command(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         )
     _print_result(result, argv, config.run.steps)
     return STOPPED if result.status == "stopped" else DONE
+
+
+def explain_command(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    explanation = explain(override(load_recipe(arguments.recipe), _with_files(arguments.overrides)))
+    if arguments.json:
+        print(json.dumps(explanation_data(explanation), indent=1))
+    elif arguments.html:
+        _write(arguments.html, sharding_page(explanation, title=f"{arguments.recipe} {' '.join(arguments.overrides)}"))
+        print(f"{arguments.html}: {len(explanation.findings)} findings")
+    else:
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPED_WIDTH
+        print(explanation_text(explanation, width=width))
+    return FINDINGS if explanation.findings else DONE
 
 
 def use_platform(platform: str) -> None:
@@ -98,6 +116,13 @@ def _with_files(overrides: Iterable[str]) -> list[str]:
     return [*(line for line in lines if line.partition("=")[0] not in keys), *given]
 
 
+def _write(name: str, text: str) -> None:
+    try:
+        Path(name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--html {name} cannot be written: {error.strerror}") from error
+
+
 def _settings_file(name: str) -> list[str]:
     """Lines of a file that are neither empty nor a remark (#)."""
     try:
@@ -118,6 +143,28 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     command.set_defaults(command=train_command)
+    _add_recipe(command)
+    command.add_argument("--print-config", action="store_true", help="print the whole config, as @FILE reads it")
+    command.add_argument("--restart", action="store_true", help="start over in a new folder beside run.folder")
+    command.add_argument(
+        "--allow-changes", action="store_true", help="resume although settings that change the result differ"
+    )
+    command = commands.add_parser(
+        "explain",
+        help="show what the sharding rules make of a recipe, without devices",
+        description="Mesh, every array with its rule and bytes per device, and all that looks wrong. Needs no devices.",
+        epilog="Exit codes: 0 clean, 1 unexpected error, 2 bad input, 3 findings.",
+        allow_abbrev=False,
+    )
+    command.set_defaults(command=explain_command)
+    _add_recipe(command)
+    output = command.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print JSON")
+    output.add_argument("--html", metavar="FILE", help="write one HTML page with a picture of who holds what")
+    return parser
+
+
+def _add_recipe(command: argparse.ArgumentParser) -> None:
     command.add_argument("recipe", metavar="RECIPE", help="FILE.py or FILE.py:function")
     command.add_argument(
         "overrides",
@@ -126,12 +173,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="section.key=value",
         help="settings such as run.steps=20; @FILE reads them from a file",
     )
-    command.add_argument("--print-config", action="store_true", help="print the whole config, as @FILE reads it")
-    command.add_argument("--restart", action="store_true", help="start over in a new folder beside run.folder")
-    command.add_argument(
-        "--allow-changes", action="store_true", help="resume although settings that change the result differ"
-    )
-    return parser
 
 
 class _Display:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
 from flax_mesh.errors import ShardingError
+from flax_mesh.sharding.annotations import annotations_of, match_annotations
 from flax_mesh.sharding.place import abstract_state, partition_rules
-from flax_mesh.sharding.report import ShardingReport, analyze_sharding_strategy
+from flax_mesh.sharding.report import Leaf, ShardingReport, analyze_sharding_strategy
 from flax_mesh.sharding.rules import Finding, PartitionRules, as_rules, match_leaves
 from flax_mesh.sharding.table import (
     array_text,
@@ -59,9 +60,10 @@ def explain_sharding(
     mesh: Mesh | AbstractMesh,
     rules: PartitionRules | Iterable[tuple[str, Any]] | None = None,
     *,
+    axes: PartitionAxis | None = None,
     large: int = LARGE,
 ) -> Explanation:
-    """As `abstract_state(make, mesh, rules)` and its report, but what does not fit is listed, not raised.
+    """As `abstract_state(make, mesh, rules, axes=axes)` and its report, but what does not fit is listed, not raised.
 
     Findings: parameters without a rule; specs that are too long, name an axis twice or one that the mesh lacks; dims
     that do not divide; rules that match nothing or only what earlier rules have; parameters of `large` bytes or more
@@ -69,20 +71,26 @@ def explain_sharding(
     finding in a table that the model carries, which serves all its variants. In the figures, arrays lie as far as
     their rules fit, and are whole for the rest. Nothing is allocated, no backend is initialised for an AbstractMesh.
     """
-    carried = rules is None
-    table, state = _abstract(make, mesh, None if rules is None else as_rules(rules))
+    table, state = _abstract(make, mesh, None if rules is None else as_rules(rules, axes), axes)
     model = state["model"] if "optimizer" in state and "model" in state else state
+    parts = {"model": model} | ({} if model is state else {"optimizer": state["optimizer"]})
+    report = analyze_sharding_strategy(parts)
+    if table is None:
+        names = {path: tuple(dims) for path, dims in annotations_of(model).items()}
+        report = _with_rules(report, lambda path, leaf: (None, names.get(path)))
+        findings = match_annotations(model, mesh, axes or DEFAULT_AXES).findings
+        findings += _large_whole(report, None, large)
+        return Explanation(report, (), True, tuple(_grouped(findings)))
     parameters = named_leaves(model)
-    report = analyze_sharding_strategy({"model": model} | _optimizer(state, model))
-    report = _with_rules(report, table)
+    report = _with_rules(report, lambda path, leaf: _rule_of(table, path, leaf))
     findings = [
         *_unmatched(table, parameters),
         *match_leaves(_complete(table), parameters, mesh=mesh).findings,
         *_large_whole(report, table, large),
     ]
     uses = _uses(table, [path for path, _ in parameters])
-    findings = [*_grouped(findings), *_rule_findings(uses, carried)]
-    return Explanation(report, tuple(uses), carried, tuple(findings))
+    findings = [*_grouped(findings), *_rule_findings(uses, carried=rules is None)]
+    return Explanation(report, tuple(uses), rules is None, tuple(findings))
 
 
 def explanation_text(explanation: Explanation, *, width: int = 100) -> str:
@@ -95,8 +103,8 @@ def explanation_text(explanation: Explanation, *, width: int = 100) -> str:
         [
             mesh_line(explanation.report),
             "",
-            f"rules: {whose}; the first that matches a path decides",
-            table_text(["rule", "pattern", "dims", "decides"], rows, width, right={"rule"}),
+            f"rules: {whose}; the first that matches a path decides" if rows else "no table: the model is annotated",
+            *([table_text(["rule", "pattern", "dims", "decides"], rows, width, right={"rule"})] if rows else []),
             "",
             report_text(explanation.report, width=width, mesh=False),
             "",
@@ -125,54 +133,53 @@ def golden_text(report: ShardingReport) -> str:
     return "\n".join([*lines, f"state per device {max(report.memory_per_device.values()):,} B", ""])
 
 
-def _abstract(make: Callable[[], Any], mesh: Any, rules: PartitionRules | None) -> tuple[PartitionRules, nnx.State]:
-    """The table and the abstract state; in the common case, a complete table, by one trace of the model."""
+def _abstract(
+    make: Callable[[], Any], mesh: Any, rules: PartitionRules | None, axes: PartitionAxis | None
+) -> tuple[PartitionRules | None, Any]:
+    """The table, None for a model that is annotated instead, and the abstract state; by one trace if all is well."""
     seen: list[PartitionRules] = [] if rules is None else [rules]
 
     def recorded() -> Any:
         made = make()
-        if not seen:
-            seen.append(partition_rules(made[0] if isinstance(made, tuple) else made))
+        model = made[0] if isinstance(made, tuple) else made
+        if not seen and hasattr(model, "partition_rules"):
+            seen.append(as_rules(partition_rules(model), axes))
         return made
 
     with short_tracer_errors():
         try:
-            state = abstract_state(recorded, mesh, rules, on_mismatch="drop")
+            state = abstract_state(recorded, mesh, rules, axes=axes, on_mismatch="drop")
         except ShardingError:
             if not seen:
                 raise
             # Some leaf has no rule. With one added for it the rest is known as well.
             state = abstract_state(make, mesh, _complete(seen[0]), on_mismatch="drop")
-    return seen[0], state
+    return (seen[0] if seen else None), state
 
 
 def _complete(rules: PartitionRules) -> PartitionRules:
     return PartitionRules((*rules.table, (".*", ())), rules.axes, rules.layers)
 
 
-def _optimizer(state: Any, model: Any) -> dict[str, Any]:
-    return {} if model is state else {"optimizer": state["optimizer"]}
-
-
-def _with_rules(report: ShardingReport, table: PartitionRules) -> ShardingReport:
-    """The report whose leaves of the model, now without "model/" in their paths, know their rules."""
+def _with_rules(report: ShardingReport, rule_of: Callable[[str, Leaf], tuple[int | None, Any]]) -> ShardingReport:
+    """The report with rule and logical axes of the model's leaves, and without "model/" in their paths."""
     leaves = []
     for leaf in report.leaves:
         if leaf.path.startswith("model/"):
             path = leaf.path.removeprefix("model/")
-            rule = table.find(path) if math.prod(leaf.shape) > 1 else None
-            logical = _logical(table, rule, path) if rule is not None else None
+            rule, logical = rule_of(path, leaf)
             leaf = leaf._replace(path=path, rule=rule, logical=logical)
         leaves.append(leaf)
     return replace(report, leaves=tuple(leaves))
 
 
-def _logical(table: PartitionRules, rule: int, path: str) -> tuple[str | None, ...] | None:
-    dims = table.table[rule][1]
+def _rule_of(table: PartitionRules, path: str, leaf: Leaf) -> tuple[int | None, tuple[str | None, ...] | None]:
+    rule = table.find(path) if math.prod(leaf.shape) > 1 else None
+    dims = table.table[rule][1] if rule is not None else None
     if dims is None or isinstance(dims, PartitionSpec):
-        return None
+        return rule, None
     in_front = ("layers",) if table.stack(path) and dims[:1] != ("layers",) else ()
-    return (*in_front, *dims)
+    return rule, (*in_front, *dims)
 
 
 def _unmatched(table: PartitionRules, parameters: Sequence[tuple[str, Any]]) -> list[Finding]:
@@ -187,13 +194,13 @@ def _unmatched(table: PartitionRules, parameters: Sequence[tuple[str, Any]]) -> 
     return found
 
 
-def _large_whole(report: ShardingReport, table: PartitionRules, large: int) -> list[Finding]:
+def _large_whole(report: ShardingReport, table: PartitionRules | None, large: int) -> list[Finding]:
     parameters = [leaf for leaf in report.leaves if leaf.kind == "parameter"]
     if all(math.prod(leaf.pieces) == 1 for leaf in parameters):
         return []  # plain data parallelism: copies are what was asked for
     found = []
     for leaf in parameters:
-        per_layer = leaf.total_bytes // (leaf.shape[0] if leaf.shape and table.stack(leaf.path) else 1)
+        per_layer = leaf.total_bytes // (leaf.shape[0] if table is not None and table.stack(leaf.path) else 1)
         if math.prod(leaf.pieces) == 1 and per_layer >= large:
             problem = f"{bytes_text(per_layer)} stay whole on each of {leaf.num_devices} devices"
             repair = f"Split a dim in its rule, if that is not meant (a finding from {bytes_text(large)} on)"

@@ -53,8 +53,8 @@ def partition_rules(model: Any) -> PartitionRules:
     rules = getattr(model, ATTRIBUTE, None)
     if rules is None:
         raise ShardingError(
-    """The state of what `make()` returns, as ShapeDtypeStruct(shape, dtype, sharding); nothing is allocated.
-            "the class with @partitioned(rules=[...])."
+            f"{type(model).__name__} carries no rules and no annotations. Pass rules=PartitionRules([...]), or "
+            "decorate the class with @partitioned(rules=[...])."
         )
     axes = getattr(model, "axes", None)
     return as_rules(rules, axes if isinstance(axes, PartitionAxis) else None)
