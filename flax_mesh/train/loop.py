@@ -262,15 +262,23 @@ def _maker(config: TrainConfig) -> Callable[[], tuple[nnx.Module, nnx.Optimizer]
 
 
 def _metadata(run: _Run, step: int) -> dict[str, Any]:
-    packages = ("flax-mesh", "jax", "flax", "optax", "orbax-checkpoint", "numpy")
     return {
         "step": step,
         "recipe": run.recipe,
         "config": dict(line.split("=", 1) for line in to_lines(run.config)),
         "mesh": {"axis_names": list(run.mesh.axis_names), "shape": list(run.mesh.devices.shape)},
         "data": {"description": run.corpus.description, "content_hash": run.corpus.content_hash},
-        "versions": {name: importlib.metadata.version(name) for name in packages},
+        "versions": {
+            name: _version(name) for name in ("flax-mesh", "jax", "flax", "optax", "orbax-checkpoint", "numpy")
+        },
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+        return "not installed"
 
 
 def _describe(run: _Run) -> None:
