@@ -19,11 +19,12 @@ from typing import Any, NoReturn
 import jax
 
 from flax_mesh.errors import ConfigError, ShardingError
+from flax_mesh.mesh import create_mesh, describe_mesh, draw_mesh_svg, parse_mesh_shape
 from flax_mesh.sharding import explanation_data, explanation_text, sharding_page
 from flax_mesh.train import Result, load_recipe, override, to_lines, train
 from flax_mesh.train.explain import explain
 from flax_mesh.train.metrics import Row
-from flax_mesh.train.setup import check_config
+from flax_mesh.train.setup import AXIS_NAMES, PLATFORM, check_config
 
 DONE, BAD_INPUT, FINDINGS, STOPPED = 0, 2, 3, 4
 PIPED_WIDTH = 200  # columns of tables that go into a file or another program
@@ -77,6 +78,22 @@ def explain_command(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     return FINDINGS if explanation.findings else DONE
 
 
+def mesh_command(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    if not PLATFORM.fullmatch(arguments.platform):
+        raise ConfigError(f"--platform must be auto, cpu, cpu:N (N devices), gpu or tpu, got {arguments.platform!r}")
+    use_platform(arguments.platform)
+    try:
+        shape = parse_mesh_shape(arguments.shape, AXIS_NAMES, omitted=1)
+        shape = {name: size for name, size in shape.items() if size != 1} or {"dp": 1}
+        mesh = create_mesh(tuple(shape.values()), tuple(shape))
+    except (ValueError, NotImplementedError) as error:
+        raise ConfigError(f"{arguments.shape}: {error}") from error
+    print(describe_mesh(mesh))
+    if arguments.svg:
+        _write(arguments.svg, draw_mesh_svg(mesh))
+    return DONE
+
+
 def use_platform(platform: str) -> None:
     """Choose the JAX backend before any device is touched: "auto", "cpu", "cpu:8", "gpu", "tpu"."""
     name, _, count = platform.partition(":")
@@ -104,7 +121,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     arguments, rest = parser.parse_known_args(argv)
     if options := [text for text in rest if text.startswith("-")]:
         parser.error(f"no such option: {' '.join(options)}")
-    arguments.overrides += rest  # argparse takes one unbroken run of them only
+    if rest and not hasattr(arguments, "overrides"):
+        parser.error(f"too many arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides += rest  # argparse takes one unbroken run of them only
     return arguments
 
 
@@ -120,7 +140,7 @@ def _write(name: str, text: str) -> None:
     try:
         Path(name).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--html {name} cannot be written: {error.strerror}") from error
+        raise ConfigError(f"{name} cannot be written: {error.strerror}") from error
 
 
 def _settings_file(name: str) -> list[str]:
@@ -161,6 +181,17 @@ def _parser() -> argparse.ArgumentParser:
     output = command.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print JSON")
     output.add_argument("--html", metavar="FILE", help="write one HTML page with a picture of who holds what")
+    command = commands.add_parser(
+        "mesh",
+        help="show how a mesh lies on the devices that are here",
+        description="What each axis got: links, rings, what crosses slices.",
+        epilog="Exit codes: 0 done, 1 unexpected error, 2 bad input.",
+        allow_abbrev=False,
+    )
+    command.set_defaults(command=mesh_command)
+    command.add_argument("shape", metavar="SHAPE", help='such as "dp:2,fsdp:-1,tp:2"')
+    command.add_argument("--platform", default="auto", help="auto, cpu, cpu:N, gpu or tpu")
+    command.add_argument("--svg", metavar="FILE", help="write a picture too")
     return parser
 
 

@@ -26,8 +26,8 @@ def recipe() -> TrainConfig:
         mesh=MeshConfig(shape="dp:2,fsdp:2,tp:2"),
         data=DataConfig(source="stdlib", sequence_length=128, batch_size=16),
         optimizer=OptimizerConfig(
-            learning_rate=3e-3, end_learning_rate=3e-4, warmup_steps=20, decay_steps=200, weight_decay=0.1
+            learning_rate=3e-3, end_learning_rate=3e-4, warmup_steps=20, decay_steps=150, weight_decay=0.1
         ),
         checkpoint=CheckpointConfig(every=50, keep=3),
-        run=RunConfig(steps=200, folder="runs/tiny", platform="cpu:8", eval_every=50, sample_tokens=200),
+        run=RunConfig(steps=150, folder="runs/tiny", platform="cpu:8", eval_every=50, sample_tokens=120),
     )

@@ -35,7 +35,7 @@ def recipe() -> TrainConfig:
             axes=PartitionAxis(batch_axis=("fsdp", "dp", "ep"), hidden_state_axis=None),
         ),
         mesh=MeshConfig(shape="fsdp:2,ep:2,tp:2"),
-        data=DataConfig(source="stdlib", sequence_length=128, batch_size=16),
+        data=DataConfig(source="stdlib", sequence_length=128, batch_size=8),
         optimizer=OptimizerConfig(
             learning_rate=3e-3, end_learning_rate=3e-4, warmup_steps=20, decay_steps=150, weight_decay=0.1
         ),

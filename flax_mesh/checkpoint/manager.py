@@ -79,6 +79,13 @@ class Checkpointer:
 
         return self._manager.restore(step, args=ocp.args.Composite(**{METADATA: ocp.args.JsonRestore()}))[METADATA]
 
+    def check(self, abstract: nnx.State, step: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Raise what `restore` would raise about another model; reads no array. path on disk -> what is restored."""
+        target = disk_target(abstract, self.layers)
+        stored = self._manager.item_metadata(step)[STATE].tree
+        check_same(target, dict(named_leaves(stored)), f"checkpoint {self.folder / str(step)}")
+        return target
+
     def restore(self, abstract: nnx.State, step: int | None = None) -> nnx.State:
         """The state of `step` (default: the newest) laid out as `abstract` says, from whatever layout it was saved.
 
@@ -89,9 +96,7 @@ class Checkpointer:
         step = self.latest_step() if step is None else step
         if step is None:
             raise ConfigError(f"{self.folder} holds no checkpoint.")
-        target = disk_target(abstract, self.layers)
-        stored = self._manager.item_metadata(step)[STATE].tree
-        check_same(target, dict(named_leaves(stored)), f"checkpoint {self.folder / str(step)}")
+        target = self.check(abstract, step)
         args = ocp.args.Composite(**{STATE: ocp.args.StandardRestore(nest(target.items()))})
         return from_disk(self._manager.restore(step, args=args)[STATE], abstract, self.layers)
 

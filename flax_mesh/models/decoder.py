@@ -5,6 +5,7 @@ Architecture: Llama (Touvron et al. 2023), grouped queries (Ainslie et al. 2023)
 that of Mixtral (Jiang et al. 2024).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from flax import nnx
 
 from flax_mesh.axes import Mode, PartitionAxis
 from flax_mesh.errors import ConfigError
+from flax_mesh.mesh import current_mesh
 from flax_mesh.models.moe import Aux, MoE, router_losses
 from flax_mesh.sharding import constrain, partitioned
 
@@ -55,6 +57,17 @@ class DecoderConfig:
     # Activations between the layers are whole on every tp device (Megatron's layout). Split over tp as well, they cost
     # an all-gather before each projection: five times the step time for recipes/tiny.py on 8 CPU devices.
     axes: PartitionAxis = field(default=PartitionAxis(hidden_state_axis=None), metadata=SAME_RESULT)
+
+    def dims(self) -> list[tuple[str, str, int]]:
+        """(setting, logical axis, size) of every dim that a mesh may split."""
+        found = [
+            ("model.vocab_size", "vocab", self.vocab_size),
+            ("model.hidden_size", "embed", self.hidden_size),
+            ("model.num_heads", "heads", self.num_heads),
+            ("model.num_kv_heads", "kv_heads", self.num_kv_heads),
+            ("model.mlp_size", "mlp", self.mlp_size),
+        ]
+        return [*found, ("model.num_experts", "experts", self.num_experts)] if self.num_experts else found
 
     def problems(self) -> list[str]:
         """What is wrong with the values, one line each."""
@@ -254,7 +267,10 @@ def sample(model: Decoder, prompt: jax.Array, num_tokens: int, key: jax.Array, t
     Runs the whole model again for every token: meant for a short look at what a run has learned.
     """
     start = prompt.shape[0]
-    tokens = jnp.zeros(-(-(start + num_tokens) // 128) * 128, jnp.int32).at[:start].set(prompt)
+    mesh = current_mesh()
+    ways = math.prod(mesh.shape.get(name, 1) for name in model.axes.mesh_axes("sequence")) if mesh is not None else 1
+    unit = math.lcm(32, ways)  # the window is split over sp like any sequence
+    tokens = jnp.zeros(-(-(start + num_tokens) // unit) * unit, jnp.int32).at[:start].set(prompt)
 
     def add_token(i: jax.Array, tokens: jax.Array) -> jax.Array:
         logits_V = model(tokens[None], mode="decode")[0, i - 1]

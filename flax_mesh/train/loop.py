@@ -143,8 +143,7 @@ def _changes(run: _Run, checkpointer: Checkpointer, step: int, allow_changes: bo
     try:
         return check_resume(saved, run.config, run.corpus.content_hash, allow_changes=allow_changes)
     except ConfigError:
-        # Of another model no setting can be allowed: `restore` then raises, and names every array that differs.
-        checkpointer.restore(run.abstract, step)
+        checkpointer.check(run.abstract, step)  # of another model no setting can be allowed: name the arrays instead
         raise
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from flax_mesh.cli import main
 from flax_mesh.mesh import create_mesh, describe_mesh, draw_mesh_svg
 from flax_mesh.mesh.cost import assignment_cost
 from flax_mesh.mesh.describe import read_layout
@@ -100,3 +101,19 @@ def test_wrap_around_links_are_stubs():
     line = draw_mesh_svg(create_mesh((1, 8), ("dp", "tp"), devices=tpu_slice("TPU v6e", (8, 1))))
     assert ring.count("<line") == 15 + 2
     assert line.count("<line") == 7
+
+
+def test_the_command_prints_and_draws_a_mesh(tmp_path, capsys):
+    svg = tmp_path / "mesh.svg"
+    assert main(["mesh", "dp:2,tp:-1", "--svg", str(svg)]) == 0
+    assert "mesh dp:2,tp:4, 8 devices" in capsys.readouterr().out
+    assert svg.read_text().startswith("<svg")
+    for words, message in [
+        (["mesh", "dp:3"], "flax-mesh: dp:3: "),
+        (["mesh", "dq:2"], "unknown axis 'dq'"),
+        (["mesh", "dp:8", "more"], "too many arguments: more"),
+        (["mesh", "dp:8", "--platform", "abacus"], "--platform must be auto, cpu"),
+        (["mesh", "dp:8", "--svg", str(tmp_path / "no" / "file.svg")], "cannot be written"),
+    ]:
+        assert main(words) == 2, words
+        assert message in capsys.readouterr().err
