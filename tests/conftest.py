@@ -8,6 +8,7 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--platform", default="cpu", help="JAX backend of the tests: cpu (8 virtual devices), gpu, tpu")
+    parser.addoption("--update-golden", action="store_true", help="write tests/golden anew from what the recipes give")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -40,6 +40,8 @@ def test_the_commands_of_the_docs_are_accepted(monkeypatch, capsys):
     assert len(trains) > 5
     for page, words in trains:
         assert main([*words, "--print-config"]) == 0, f"{page}: {words}"
+    explains = [words for _, words in commands() if words[0] == "explain" and "--html" not in words]
+    assert explains and all(main(words) in (0, 3) for words in explains)
     assert main(["train", "recipes/tiny.py", "--no-such-flag"]) == 2  # this test can fail
     capsys.readouterr()
 

@@ -193,7 +193,7 @@ class Decoder(nnx.Module):
         # One key a layer, so that a list and a stack of layers start from the same bits.
         keys = jax.random.split(rngs.params(), config.num_layers)
         make_layer = lambda key: DecoderLayer(config, rngs=nnx.Rngs(params=key))  # noqa: E731
-        self.layers = nnx.vmap(make_layer)(keys) if config.scan else nnx.List([make_layer(key) for key in keys])
+        self.layers: Any = nnx.vmap(make_layer)(keys) if config.scan else nnx.List([make_layer(key) for key in keys])
         self.norm = _norm(config, rngs)
         if not config.tied:
             kinds: dict[str, Any] = _kinds(config) | {"rngs": rngs}

@@ -1,14 +1,15 @@
 """The collectives of a compiled step: which mesh axes carry them, how often a step runs them, how many bytes move.
 
 Read from the text of the optimised program (`compiled.as_text()`), for `cost_analysis` has nothing of it and counts
-the body of a loop once. **Payload** is what one device ends up with (all-gather), starts from (reduce-scatter), or both
-(the others), in bytes. **Sent** is what one device of n sends for it by the usual ring algorithms: payload * (n - 1) / n,
-twice that for an all-reduce, and the whole payload for a permute (Patarasuk and Yuan 2009).
+the body of a loop once. **Payload** is what one device ends up with (all-gather), starts from (reduce-scatter), or
+both (the others), in bytes. **Sent** is what one device of n sends for it by the usual ring algorithms:
+payload * (n - 1) / n, twice that for an all-reduce, the whole payload for a permute (Patarasuk and Yuan 2009).
 """
 
 import math
 import re
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -226,20 +227,24 @@ def _mesh_groups(match: re.Match[str]) -> np.ndarray:
     else:
         devices = np.array(_integers(ids))
     # An axis that is split further, 'a':(2)4, stands for its middle factor: 2 before it, 4 of it, the rest after it.
-    dims: list[tuple[str, int]] = list(shape.items())
-    wanted = []
+    cuts: dict[str, set[int]] = {name: {1, size} for name, size in shape.items()}
+    wanted: list[tuple[str, int, int]] = []
     for name, before, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", match["axes"]):
-        if size:
-            at = next(i for i, (known, _) in enumerate(dims) if known == name)
-            rest = dims[at][1] // (int(before) * int(size))
-            label = f"{name}:({before}){size}"
-            dims[at : at + 1] = [(f"{label}<", int(before)), (label, int(size)), (f"{label}>", rest)]
-            name = label
-        wanted.append(name)
-    names = [name for name, _ in dims]
-    inner = [names.index(name) for name in wanted]
-    outer = [i for i in range(len(names)) if i not in inner]
-    sizes = [size for _, size in dims]
+        if name not in shape:
+            raise ShardingError(f"replica_groups names no axis of its mesh by {name!r}: {match[0]}")
+        first, last = (int(before), int(before) * int(size)) if size else (1, shape[name])
+        cuts[name] |= {first, last}
+        wanted.append((name, first, last))
+    # Every axis as its factors between cuts; a wanted part is all factors that lie within it.
+    factors = [(name, a, b) for name in shape for a, b in pairwise(sorted(cuts[name]))]
+    sizes = [b // a for _, a, b in factors]
+    inner = [
+        i
+        for part, first, last in wanted
+        for i, (name, a, b) in enumerate(factors)
+        if name == part and first <= a and b <= last
+    ]
+    outer = [i for i in range(len(factors)) if i not in inner]
     return devices.reshape(sizes).transpose(*outer, *inner).reshape(-1, math.prod(sizes[i] for i in inner))
 
 

@@ -109,7 +109,7 @@ def create_pattern_based_partition_spec(
     pattern: str,
     mesh: Mesh | AbstractMesh | None = None,
     default_spec: PartitionSpec = PartitionSpec(),  # noqa: B008 (a frozen value)
-) -> Callable[[str, Any], PartitionSpec]:
+) -> Callable[..., PartitionSpec]:
     r"""A function (path, array) -> PartitionSpec from text: `"attention|mlp->data,hidden->model"`.
 
     Entries are separated by commas; each is patterns separated by `|`, an arrow, and a spec: `.` joins dims, `+` joins

@@ -28,7 +28,7 @@ TEMPLATE = Path(__file__).with_name("page.html")
 
 def sharding_page(what: Explanation | ShardingReport, *, title: str = "sharding") -> str:
     """The HTML document, of an explanation or of a report alone."""
-    report, rules, findings = (what, (), ()) if isinstance(what, ShardingReport) else (what.report, *_notes(what))
+    report, rules, findings = (what, [], []) if isinstance(what, ShardingReport) else (what.report, *_notes(what))
     leaves = [leaf for leaf in report.leaves if leaf.kind != "optimizer"]
     arrays = [_array(path, len(members), leaves[members[0]], report) for path, members in group_leaves(leaves)]
     shown = {name: size for name, size in report.mesh.items() if size > 1} or {"device": 1}

@@ -22,6 +22,7 @@ from flax_mesh.sharding.rules import (
     fit_spec,
     match_leaves,
 )
+from flax_mesh.sharding.tracing import short_tracer_errors
 from flax_mesh.tree import map_named, named_leaves, owner_of
 
 Model = TypeVar("Model", bound=type[nnx.Module])
@@ -118,18 +119,19 @@ def match_optimizer(
 ) -> RuleMatch:
     """Specs of an optimizer's leaves: those of the parameters they belong to, by structure; the rest by the table."""
     owners = {path: (leaf.shape, spec) for (path, leaf), spec in zip(parameters, parameter_specs, strict=True)}
-    owned = [owner_of(path, owners) for path, _ in leaves]
-    follows = [o is not None and owners[o][0] == leaf.shape for o, (_, leaf) in zip(owned, leaves, strict=True)]
+    followed = [owners.get(owner_of(path, owners) or "") for path, _ in leaves]
+    follows = [owner is not None and owner[0] == leaf.shape for owner, (_, leaf) in zip(followed, leaves, strict=True)]
     others = [pair for pair, follow in zip(leaves, follows, strict=True) if not follow]
     match = match_leaves(table, others, mesh=mesh, min_size=min_size)
     by_table = iter(match.specs)
-    specs = [owners[o][1] if follow else next(by_table) for o, follow in zip(owned, follows, strict=True)]
+    specs = [o[1] if o and follow else next(by_table) for o, follow in zip(followed, follows, strict=True)]
     return match._replace(specs=specs)
 
 
 def abstract_model(make: Make) -> Any:
     """The module that `make()` returns, or {"model": ..., "optimizer": ...}, without allocating anything."""
-    return nnx.eval_shape(lambda: _made(make))
+    with short_tracer_errors():
+        return nnx.eval_shape(lambda: _made(make))
 
 
 def init_state(make: Make, abstract: nnx.State) -> nnx.State:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
 
@@ -16,6 +15,7 @@ from flax_mesh.errors import ShardingError
 from flax_mesh.mesh.context import AnyMesh, get_incontext_mesh
 from flax_mesh.sharding.collectives import Traffic, read_collectives, sum_traffic
 from flax_mesh.sharding.rules import fit_spec
+from flax_mesh.sharding.table import report_text
 from flax_mesh.tree import named_leaves, path_of
 
 Kind = Literal["parameter", "optimizer", "variable"]
@@ -54,7 +54,7 @@ class AxisStats(NamedTuple):
     traffic: tuple[Traffic, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ShardingReport(Mapping[str, Any]):
     """Readable by attribute and by key: `report["balance_score"]`. Bytes are those of arrays at rest, not activations.
 
@@ -96,8 +96,6 @@ class ShardingReport(Mapping[str, Any]):
         return len(fields(self))
 
     def __str__(self) -> str:
-        from flax_mesh.sharding.table import report_text
-
         return report_text(self)
 
 
@@ -143,7 +141,7 @@ def _report(leaves: list[Leaf], holders: list[Holder], mesh: AnyMesh | None, tra
             host_bytes += leaf.device_bytes * leaf.num_devices
         else:
             per_holder.setdefault(where, Counter())[leaf.kind] += leaf.device_bytes
-            if leaf.kind == "parameter" and jnp.issubdtype(leaf.dtype, jnp.inexact):
+            if leaf.kind == "parameter" and leaf.dtype.startswith(("float", "bfloat", "complex")):
                 per_holder[where]["gradient"] += leaf.device_bytes
     devices = _devices(per_holder)
     held = {device: _state_bytes(parts) for device, parts in devices.items()}
@@ -175,8 +173,9 @@ def _place(path: str, kind: Kind, leaf: Any, layout: Any, mesh: AnyMesh | None) 
         raise ShardingError(
             f"{path}: {type(leaf).__name__} {shape} has no sharding. Pass specs, or shard the tree first."
         )
-    spec = layout if isinstance(layout, PartitionSpec) else getattr(layout, "spec", None)
-    mesh = mesh if isinstance(layout, PartitionSpec) else getattr(layout, "mesh", None)
+    spec = layout
+    if isinstance(layout, Sharding):
+        spec, mesh = getattr(layout, "spec", None), getattr(layout, "mesh", None)
     if isinstance(spec, PartitionSpec) and mesh is not None:
         pieces = _pieces(path, shape, spec, mesh)
         where, num_devices = mesh, mesh.size
@@ -226,19 +225,21 @@ def _layouts(tree: Any, specs: Any) -> list[Any]:
 
 
 def _kinds(tree: Any) -> list[Kind]:
-    """What each leaf is, by its Variable; a plain array is a parameter unless it lies below an optimizer."""
+    """The kind of each leaf, in the order of `jax.tree.leaves`."""
+    nodes = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, nnx.Variable))[0]
     kinds: list[Kind] = []
-    is_variable = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
-    for key_path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_variable)[0]:
-        kind: Kind
-        if isinstance(node, nnx.optimizer.OptState):
-            kind = "optimizer"
-        elif isinstance(node, nnx.Variable):
-            kind = "parameter" if isinstance(node, nnx.Param) else "variable"
-        else:
-            kind = "optimizer" if {"optimizer", "opt_state"} & set(path_of(key_path).split("/")) else "parameter"
-        kinds += [kind] * len(jax.tree.leaves(node))
+    for path, node in nodes:
+        kinds.extend(_kind(path, node) for _ in jax.tree.leaves(node))
     return kinds
+
+
+def _kind(key_path: Any, node: Any) -> Kind:
+    """What a leaf is, by its Variable; a plain array is a parameter unless it lies below an optimizer."""
+    if isinstance(node, nnx.optimizer.OptState):
+        return "optimizer"
+    if isinstance(node, nnx.Variable):
+        return "parameter" if isinstance(node, nnx.Param) else "variable"
+    return "optimizer" if {"optimizer", "opt_state"} & set(path_of(key_path).split("/")) else "parameter"
 
 
 def _devices(per_holder: dict[Any, Counter[str]]) -> dict[Any, Counter[str]]:

@@ -1,15 +1,19 @@
 """A sharding report as text for a terminal, and as plain data for JSON."""
 
+from __future__ import annotations
+
 import io
 import math
 import re
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jax.sharding import PartitionSpec
 
 from flax_mesh.axes import as_tuple
-from flax_mesh.sharding.report import Leaf, ShardingReport
+
+if TYPE_CHECKING:  # a report prints itself by this file
+    from flax_mesh.sharding.report import Leaf, ShardingReport
 
 SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}  # as JAX prints types: f32[8,128]
 

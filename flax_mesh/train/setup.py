@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from flax_mesh.axes import PartitionAxis
 from flax_mesh.errors import ConfigError
@@ -124,7 +124,7 @@ def run_rules(config: TrainConfig) -> PartitionRules:
     return partition_rules(abstract_model(lambda: config.make_model(config.model, nnx.Rngs(config.run.seed))))
 
 
-def check_on_mesh(config: TrainConfig, mesh: Mesh, axes: PartitionAxis) -> list[str]:
+def check_on_mesh(config: TrainConfig, mesh: Mesh | AbstractMesh, axes: PartitionAxis) -> list[str]:
     """Dims of the batch and of the model that do not divide over the mesh, one line each.
 
     A model config tells of its own by a method `dims() -> [(setting, logical axis, size)]`: one line about the number

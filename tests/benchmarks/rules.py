@@ -33,11 +33,9 @@ def state_of(layers: int) -> nnx.State:
     """A state of 24 leaves a layer and one table."""
     layer = {name: {"kernel": np.ones((2, 2)), "bias": np.ones(2)} for name in NAMES}
     tree = {"layers": dict.fromkeys(range(layers), layer), "embed": {"table": np.ones((2, 2))}}
-    flat = [
-        (tuple(getattr(key, "key", None) for key in path), nnx.Param(leaf))
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
-    ]
-    return nnx.from_flat_state(flat)
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    named: Any = [(tuple(getattr(key, "key", None) for key in path), nnx.Param(leaf)) for path, leaf in flat]
+    return nnx.from_flat_state(named)
 
 
 def seconds(fn) -> float:
@@ -71,7 +69,7 @@ def measure(layers: int, kind: str) -> dict[str, Any]:
 
 def eformer_match() -> Callable[..., Any] | None:
     try:
-        from eformer.escale import match_partition_rules as match
+        from eformer.escale import match_partition_rules as match  # pyright: ignore[reportMissingImports]
     except ImportError:
         return None
     return match

@@ -5,6 +5,7 @@ import math
 import re
 import zlib
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flax_mesh import PartitionAxis, ShardingError, abstract_state, create_mesh, partition_rules
+from flax_mesh import PartitionAxis, PartitionRules, ShardingError, abstract_state, create_mesh, partition_rules
 from flax_mesh.models import DecoderConfig, MoE, make_decoder, moe, next_token_loss, router_losses
 from flax_mesh.sharding.place import abstract_model
 from flax_mesh.train import DataConfig, OptimizerConfig, abstract_train_state, init_train_state, make_train_step
@@ -22,6 +23,7 @@ from flax_mesh.train.batches import make_batch_fn
 from flax_mesh.train.data import load_corpus
 from flax_mesh.train.setup import batch_sharding, make_optimizer
 from flax_mesh.tree import map_named, named_leaves
+from tests.models.test_decoder import filled, normal
 
 D, F, E, K = 16, 24, 8, 2
 NATURAL = PartitionAxis(batch_axis=("fsdp", "dp", "ep"), hidden_state_axis=None)
@@ -42,16 +44,6 @@ CONFIG = DecoderConfig(
 def make_mesh(**sizes):
     shape = [sizes.get(name, 1) for name in ("dp", "fsdp", "ep", "tp", "sp")]
     return create_mesh(tuple(shape), devices=jax.devices()[: math.prod(shape)])
-
-
-def filled(make):
-    """The module that `make()` returns, with normal parameters: no initialiser has to be compiled."""
-    graphdef, abstract = nnx.split(nnx.eval_shape(make))
-    return nnx.merge(graphdef, jax.tree.map(normal, abstract))
-
-
-def normal(leaf):
-    return jnp.asarray(np.random.default_rng(leaf.size).normal(size=leaf.shape).astype(np.float32) * 0.2)
 
 
 def make_moe(axes=NATURAL, experts=E, k=K):
@@ -125,7 +117,7 @@ def plain_value_and_grad(kernels, x, probe, k):
 
 
 @partial(jax.jit, static_argnums=0)
-def run(graphdef, state, x, probe):
+def run(graphdef, state: Any, x, probe):
     """(y, aux, gradients): the same objective through the layer itself."""
 
     def objective(state, x):
@@ -137,6 +129,18 @@ def run(graphdef, state, x, probe):
     return y, aux, (*kernels_of(nnx.merge(graphdef, grads)), dx)
 
 
+COMPILED = {}  # of `run` on meshes, whose text `check` returns
+
+
+def layout_of(layer, mesh):
+    rules = [
+        ("router", ("embed", "expert_gate")),
+        ("gate|up", ("experts", "embed", "mlp")),
+        ("down", ("experts", "mlp", "embed")),
+    ]
+    return abstract_state(lambda: layer, mesh, PartitionRules(rules, layer.axes))
+
+
 def check(layer, x, *, mesh=None, k=K):
     """The layer gives what the plain loop gives: result, choices, sums, gradients. Returns the compiled text."""
     y, chosen, grads = expected(layer, jnp.asarray(x), k)
@@ -145,16 +149,13 @@ def check(layer, x, *, mesh=None, k=K):
     if mesh is None:
         got = run(graphdef, state, x, probe)
     else:
-        rules = [
-            ("router", ("embed", "expert_gate")),
-            ("gate|up", ("experts", "embed", "mlp")),
-            ("down", ("experts", "mlp", "embed")),
-        ]
-        layout = abstract_state(lambda: layer, mesh, rules)
-        state = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, layout))
+        state = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, layout_of(layer, mesh)))
         x = jax.device_put(x, NamedSharding(mesh, layer.axes.resolve(("batch", "sequence"))))
         with jax.set_mesh(mesh):
-            compiled = run.lower(graphdef, state, x, probe).compile()
+            key = (graphdef, mesh, x.shape)
+            if key not in COMPILED:
+                COMPILED[key] = run.lower(graphdef, state, x, probe).compile()
+            compiled = COMPILED[key]
             got, text = compiled(state, x, probe), compiled.as_text()
     found = np.asarray(jax.nn.one_hot(got[1]["experts"].reshape(-1, k), len(grads[1])).sum(1) > 0)
     assert (found == chosen).all(), "routing differs"
@@ -247,7 +248,7 @@ def test_tokens_that_cannot_be_cut_are_refused():
 def test_a_shard_map_around_it_over_the_axis_of_the_experts_is_refused():
     layer = make_moe()
     inside = jax.shard_map(lambda x: layer(x)[0], in_specs=PartitionSpec("ep"), out_specs=PartitionSpec("ep"))
-    with jax.set_mesh(make_mesh(ep=2)), pytest.raises(ShardingError, match="inside a shard_map over ep.*outer axis_n"):
+    with jax.set_mesh(make_mesh(ep=2)), pytest.raises(ShardingError, match=r"inside a shard_map over ep.*outer axis_n"):
         jax.eval_shape(inside, jax.ShapeDtypeStruct((8, 8, D), jnp.float32))
 
 
@@ -278,7 +279,8 @@ def test_router_losses_have_their_analytic_values():
     layer = make_moe()
     # All experts are equally probable: the K first get every token.
     layer.router.kernel[...] = jnp.asarray(np.zeros((D, E), np.float32))
-    _, aux, _ = run(*nnx.split(layer), random_tokens(), probe_of(random_tokens()))
+    graphdef, state = nnx.split(layer)
+    _, aux, _ = run(graphdef, state, random_tokens(), probe_of(random_tokens()))
     found = router_losses(jax.tree.map(lambda leaf: leaf[None], aux))
     np.testing.assert_allclose(found["load_balance_loss"], [1.0], rtol=1e-6)
     np.testing.assert_allclose(found["router_z_loss"], [math.log(E) ** 2], rtol=1e-6)
@@ -294,7 +296,7 @@ def test_router_losses_have_their_analytic_values():
     np.testing.assert_allclose(found["expert_load_max"], [4.0, 1.6], rtol=1e-6)
 
 
-def batch_of(rows=4, seq=8, seed=0):
+def batch_of(rows=4, seq=8, seed=0) -> Any:
     ids = np.random.default_rng(seed).integers(0, 256, (rows, seq + 1)).astype(np.int32)
     return {"inputs": ids[:, :-1], "targets": ids[:, 1:]}
 
@@ -349,7 +351,7 @@ def test_scan_and_remat_change_nothing():
         state = same_layers(state, config.scan)
 
         def of(state):
-            watched = Watched(nnx.merge(graphdef, state))
+            watched: Any = Watched(nnx.merge(graphdef, state))
             return next_token_loss(watched, batch_of())[0], watched.aux
 
         (loss, aux), grads = jax.jit(jax.value_and_grad(of, has_aux=True))(state)
@@ -391,7 +393,7 @@ class Watched:
 
 
 def loss_and_choices(model, batch):
-    watched = Watched(model)
+    watched: Any = Watched(model)
     loss, weight, metrics = next_token_loss(watched, batch)
     return loss, weight, metrics | {"experts": weight * jnp.sort(watched.aux["experts"], axis=-1)}
 
@@ -423,26 +425,38 @@ def train(steps, config, data, optimizer, initial=None, **sizes):
 
 
 def check_parity(got, reference):
-    """Routing first: a token whose two best experts are nearly tied may flip by rounding, which is no mistake of ours."""
+    """Routing first: a token whose best experts are nearly tied may flip by rounding, which is no mistake of ours."""
     flipped = [int((a != b).any(-1).sum()) for a, b in zip(got[1], reference[1], strict=True)]
     assert not any(flipped), f"tokens routed differently, by step: {flipped} of {reference[1][0][..., 0].size}"
     assert np.max(np.abs(got[0] - reference[0])) <= 5e-5
     assert reference[0][-1] < reference[0][0] - 0.1  # something was learned, so that equality says something
 
 
-DATA = DataConfig(sequence_length=16, batch_size=8)
-SGD = optax.sgd(0.5)  # half the time to compile
-ADAM = make_optimizer(OptimizerConfig(learning_rate=1e-3, warmup_steps=20, decay_steps=1000))
+def train_layer(steps, **sizes):
+    """As `train`, of a layer alone that learns a random map by gradient descent: seconds to compile."""
+    mesh = make_mesh(**sizes)
+    graphdef, state = nnx.split(make_moe())
+    state = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, layout_of(make_moe(), mesh)))
+    place = NamedSharding(mesh, NATURAL.resolve(("batch", "sequence")))
+    x, target = (jax.device_put(value, place) for value in (random_tokens(), probe_of(random_tokens())))
 
+    @jax.jit
+    def step(state):
+        def objective(state):
+            y, aux = nnx.merge(graphdef, state)(x)
+            losses = router_losses(jax.tree.map(lambda leaf: leaf[None], aux))
+            return jnp.mean((y - target) ** 2) + 0.01 * losses["load_balance_loss"][0], aux
 
-@pytest.fixture(scope="module")
-def reference():
-    return train(6, CONFIG, DATA, SGD)
+        (loss, aux), grads = jax.value_and_grad(objective, has_aux=True)(state)
+        return jax.tree.map(lambda w, g: w - 5 * g, state, grads), loss, jnp.sort(aux["experts"], axis=-1)
 
-
-@pytest.mark.parametrize("sizes", [{"fsdp": 2, "ep": 2, "tp": 2}, pytest.param({"dp": 2, "ep": 4}, marks=pytest.mark.slow)], ids=str)
-def test_experts_on_several_devices_train_as_on_one(sizes, reference):
-    check_parity(train(6, CONFIG, DATA, SGD, reference[2], **sizes), reference)
+    losses, experts = [], []
+    with jax.set_mesh(mesh):
+        for _ in range(steps):
+            state, loss, chosen = step(state)
+            losses.append(float(loss))
+            experts.append(np.asarray(chosen))
+    return np.array(losses), np.array(experts)
 
 
 def experts_permuted_on_one_device(x, weights, experts, kernels, apply=moe.apply_experts):
@@ -454,19 +468,32 @@ def combine_weights_dropped(x, weights, experts, kernels, apply=moe.apply_expert
     return apply(x, jnp.ones_like(weights) / weights.shape[1], experts, kernels)
 
 
+def check_that_mistake_is_noticed(got, reference):
+    with pytest.raises(AssertionError):
+        check_parity(got, reference)
+    assert np.max(np.abs(got[0] - reference[0])) > 5e-4  # by the losses too, not by the routing alone
+    assert np.isfinite(got[0]).all()  # wrong, not broken
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return train_layer(40)
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 2, "ep": 2, "tp": 2}, {"dp": 2, "ep": 4}], ids=str)
+def test_experts_on_several_devices_train_as_on_one(sizes, reference):
+    check_parity(train_layer(40, **sizes), reference)
+
+
 @pytest.mark.parametrize("mutation", [experts_permuted_on_one_device, combine_weights_dropped])
 def test_a_mistake_is_noticed(mutation, reference, monkeypatch):
     monkeypatch.setattr(moe, "apply_experts", mutation)
-    got = train(6, CONFIG, DATA, SGD, reference[2], ep=2)
-    with pytest.raises(AssertionError):
-        check_parity(got, reference)
-    with pytest.raises(AssertionError):  # by the losses too, not by the routing alone
-        check_parity((got[0], reference[1]), reference)
-    assert np.isfinite(got[0]).all()  # wrong, not broken
+    check_that_mistake_is_noticed(train_layer(40, ep=2), reference)
 
 
 LARGER = dataclasses.replace(CONFIG, hidden_size=64, num_heads=4, num_kv_heads=4, mlp_size=64)
 LARGER_DATA = DataConfig(sequence_length=64, batch_size=8)
+ADAM = make_optimizer(OptimizerConfig(learning_rate=1e-3, warmup_steps=20, decay_steps=1000))
 
 
 @pytest.fixture(scope="module")
@@ -490,3 +517,12 @@ def test_forty_steps_on_every_mesh(sizes, axes, larger_reference):
     got = train(40, config, LARGER_DATA, ADAM, larger_reference[2], **sizes)
     print(f"{sizes}: largest difference {np.max(np.abs(got[0] - larger_reference[0])):.2e}")
     check_parity(got, larger_reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutation", [experts_permuted_on_one_device, combine_weights_dropped])
+def test_a_mistake_is_noticed_in_a_decoder(mutation, larger_reference, monkeypatch):
+    monkeypatch.setattr(moe, "apply_experts", mutation)
+    check_that_mistake_is_noticed(
+        train(40, LARGER, LARGER_DATA, ADAM, larger_reference[2], fsdp=2, ep=2, tp=2), larger_reference
+    )

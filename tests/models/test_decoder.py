@@ -1,0 +1,227 @@
+"""The dense decoder against an independent one in numpy, and what must not depend on how it is run."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from flax_mesh.errors import ConfigError
+from flax_mesh.models import Decoder, DecoderConfig, flops_per_token, make_decoder, next_token_loss, sample
+from flax_mesh.models.decoder import rotate
+from flax_mesh.tree import named_leaves
+
+SMALL = DecoderConfig(vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_size=48)
+
+
+def filled(make):
+    """The module that `make()` returns, with normal parameters: no initialiser has to be compiled."""
+    graphdef, abstract = nnx.split(nnx.eval_shape(make))
+    return nnx.merge(graphdef, jax.tree.map(normal, abstract))
+
+
+def normal(leaf):
+    return jnp.asarray(np.random.default_rng(leaf.size).normal(size=leaf.shape).astype(np.float32) * 0.2)
+
+
+def small(**change):
+    return filled(lambda: make_decoder(dataclasses.replace(SMALL, **change), nnx.Rngs(0)))
+
+
+def tokens_of(batch=2, seq=12, seed=0):
+    return np.random.default_rng(seed).integers(0, SMALL.vocab_size, (batch, seq)).astype(np.int32)
+
+
+logits_of = jax.jit(lambda model, tokens: model(tokens))
+loss_of = jax.jit(next_token_loss)
+
+
+def numpy_decoder(model, tokens):
+    """Logits in float64, one sequence, one head and one pair of positions at a time."""
+    config = model.config
+    p = {path: np.asarray(leaf, np.float64) for path, leaf in named_leaves(nnx.state(model))}
+
+    def norm(x, path):
+        return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + config.norm_epsilon) * p[f"{path}/scale"]
+
+    def turned(x, position):  # pairs (i, i + C/2) as complex numbers, turned by position * theta^(-2i/C)
+        half = len(x) // 2
+        turn = np.exp(1j * position * config.rope_theta ** (-2 * np.arange(half) / len(x)))
+        z = (x[:half] + 1j * x[half:]) * turn
+        return np.concatenate([z.real, z.imag])
+
+    def attention(x, path):
+        out = np.zeros_like(x)
+        for h in range(config.num_heads):
+            group = h // (config.num_heads // config.num_kv_heads)
+            q, k, v = x @ p[f"{path}/q/kernel"][:, h], *(x @ p[f"{path}/{n}/kernel"][:, group] for n in "kv")
+            for i in range(len(x)):
+                scores = [turned(q[i], i) @ turned(k[j], j) / np.sqrt(config.head_dim) for j in range(i + 1)]
+                weights = np.exp(scores) / np.sum(np.exp(scores))
+                out[i] += weights @ v[: i + 1] @ p[f"{path}/o/kernel"][h]
+        return out
+
+    logits = []
+    for row in tokens:
+        x = p["embed/embedding"][row]
+        for i in range(config.num_layers):
+            layer = f"layers/{i}"
+            x = x + attention(norm(x, f"{layer}/attention_norm"), f"{layer}/attention")
+            h = norm(x, f"{layer}/mlp_norm")
+            gate, up = (h @ p[f"{layer}/mlp/{n}/kernel"] for n in ("gate", "up"))
+            x = x + (gate / (1 + np.exp(-gate)) * up) @ p[f"{layer}/mlp/down/kernel"]
+        head = p["embed/embedding"].T if config.tied else p["head/kernel"]
+        logits.append(norm(x, "norm") @ head)
+    return np.array(logits)
+
+
+@pytest.mark.parametrize("change", [{}, {"tied": False, "num_kv_heads": 4}, {"num_kv_heads": 1}], ids=str)
+def test_it_is_the_decoder_written_in_numpy(change):
+    model, tokens = small(**change), tokens_of()
+    logits = logits_of(model, tokens)
+    assert logits.dtype == jnp.float32 and logits.shape == (2, 12, 64)
+    np.testing.assert_allclose(logits, numpy_decoder(model, tokens), atol=2e-5, rtol=1e-4)
+
+
+def test_a_token_changes_nothing_before_it():
+    model, tokens = small(), tokens_of()
+    changed = tokens.copy()
+    changed[:, 7] = (changed[:, 7] + 1) % SMALL.vocab_size
+    a, b = logits_of(model, tokens), logits_of(model, changed)
+    assert (a[:, :7] == b[:, :7]).all()
+    assert (abs(a[:, 7:] - b[:, 7:]).max(axis=-1) > 1e-3).all()
+
+
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters():
+    model = small(dtype="bfloat16")
+    assert {leaf.dtype for _, leaf in named_leaves(nnx.state(model))} == {jnp.dtype("float32")}
+    logits, exact = logits_of(model, tokens_of()), logits_of(small(), tokens_of())
+    assert logits.dtype == jnp.float32
+    difference = np.max(np.abs(logits - exact)) / np.std(exact)
+    assert 1e-3 < difference < 0.2
+
+
+def test_scanned_layers_start_from_the_bits_of_the_list_and_give_its_logits():
+    made = jax.jit(lambda: [nnx.state(make_decoder(dataclasses.replace(SMALL, scan=s), nnx.Rngs(0))) for s in (0, 1)])()
+    listed, stacked = (dict(named_leaves(state)) for state in made)
+    for path, leaf in stacked.items():
+        if path.startswith("layers/"):
+            rest = path.removeprefix("layers/")
+            leaf, other = np.asarray(leaf), np.stack([listed[f"layers/{i}/{rest}"] for i in range(2)])
+            assert not path.endswith("kernel") or not (leaf[0] == leaf[1]).all(), "two layers alike"
+        else:
+            other = listed[path]
+        assert (leaf == other).all(), path
+    models = [
+        nnx.merge(
+            nnx.graphdef(nnx.eval_shape(lambda s=s: Decoder(dataclasses.replace(SMALL, scan=s), rngs=nnx.Rngs(0)))),
+            state,
+        )
+        for s, state in zip((0, 1), made, strict=True)
+    ]
+    a, b = (logits_of(model, tokens_of()) for model in models)
+    np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_recomputation_changes_no_gradient_and_keeps_less():
+    def of(remat):
+        graphdef, state = nnx.split(small(remat=remat))
+        batch: Any = {"inputs": tokens_of(), "targets": tokens_of(seed=1)}
+        loss = lambda state: next_token_loss(nnx.merge(graphdef, state), batch)[0]  # noqa: E731
+        kept = sum(x.size for x in jax.tree.leaves(jax.eval_shape(lambda s: jax.vjp(loss, s)[1], state)))
+        return jax.jit(jax.grad(loss))(state), kept
+
+    found = {remat: of(remat) for remat in ("none", "dots_saveable", "full")}
+    for remat in ("dots_saveable", "full"):
+        for (path, a), (_, b) in zip(named_leaves(found["none"][0]), named_leaves(found[remat][0]), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-4, err_msg=f"{remat} {path}")
+    assert found["none"][1] > found["dots_saveable"][1] > found["full"][1]
+
+
+def test_rotary_positions_are_relative_and_keep_lengths():
+    x = np.random.default_rng(0).normal(size=(1, 1, 1, 8)).astype(np.float32)
+    y = np.asarray(rotate(jnp.asarray(np.repeat(x, 10, axis=1)), 100.0))[0, :, 0]
+    np.testing.assert_allclose(y[0], x[0, 0, 0], rtol=1e-6)
+    np.testing.assert_allclose(np.linalg.norm(y, axis=-1), np.linalg.norm(x), rtol=1e-5)
+    products = y @ y.T
+    for distance in range(1, 9):
+        np.testing.assert_allclose(np.diag(products, distance), products[0, distance], atol=1e-5)
+    assert np.std(products[0]) > 0.1
+
+
+def test_loss_is_the_cross_entropy_of_the_targets_that_count():
+    model, batch = small(), {"inputs": tokens_of(), "targets": tokens_of(seed=1)}
+    batch["targets"][0, 3:] = -1
+    logits = numpy_decoder(model, batch["inputs"])
+    p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    by_hand = -sum(np.log(p[i, j, t]) for (i, j), t in np.ndenumerate(batch["targets"]) if t >= 0)
+    loss, weight = loss_of(model, batch)
+    assert weight == 3 + 12
+    np.testing.assert_allclose(loss, by_hand, rtol=1e-5)
+    loss, weight = loss_of(model, batch | {"targets": np.full_like(batch["targets"], -1)})
+    assert loss == weight == 0
+
+
+def test_samples_are_those_of_the_key_and_keep_the_prompt():
+    model, prompt = small(), jnp.asarray(tokens_of(1, 5)[0])
+    draw = jax.jit(sample, static_argnums=2)
+    a, again, other = (draw(model, prompt, 20, jax.random.key(seed)) for seed in (0, 0, 1))
+    assert a.shape == (25,) and (a == again).all() and not (a == other).all()
+    for drawn in (a, other):
+        assert (drawn[:5] == prompt).all() and (drawn >= 0).all() and (drawn < SMALL.vocab_size).all()
+
+
+def test_a_cold_sample_is_the_most_probable_token_each_time():
+    model, prompt = small(), tokens_of(1, 5)[0]
+    drawn = np.asarray(jax.jit(sample, static_argnums=2)(model, jnp.asarray(prompt), 4, jax.random.key(0), 1e-6))
+    for i in range(5, 9):
+        assert drawn[i] == np.argmax(numpy_decoder(model, drawn[None, :i])[0, -1])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        *(
+            ({name: 0}, f"model.{name} must be at least 1, got 0")
+            for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_size")
+        ),
+        ({"num_heads": 6, "num_kv_heads": 4}, "num_heads=6 must be a multiple of model.num_kv_heads=4"),
+        ({"head_dim": 7}, "head_dim must be even for rotary positions, got 7"),
+        ({"num_experts": -1}, r"num_experts must not be negative \(0: no experts\), got -1"),
+        ({"num_experts": 4, "experts_per_token": 5}, "experts_per_token=5 must be between 1 and model.num_experts=4"),
+        ({"num_experts": 4, "experts_per_token": 0}, "experts_per_token=0 must be between 1"),
+        ({"load_balance_loss": -0.1}, "load_balance_loss must not be negative, got -0.1"),
+        ({"router_z_loss": float("nan")}, "router_z_loss must not be negative, got nan"),
+        ({"dtype": "float64"}, "dtype must be float32, bfloat16 or float16, got 'float64'"),
+        ({"param_dtype": "int8"}, "param_dtype must be float32, bfloat16 or float16, got 'int8'"),
+        ({"attention": "flash"}, "attention must be 'xla' or 'cudnn', got 'flash'"),
+        ({"remat": "some"}, r"remat must be none, full or a policy of jax \(.*dots_saveable.*\), got 'some'"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else str(value),
+)
+def test_a_config_that_cannot_be_is_refused(change, message):
+    config = dataclasses.replace(SMALL, **change)
+    with pytest.raises(ConfigError, match=message):
+        Decoder(config, rngs=nnx.Rngs(0))
+    assert not SMALL.problems()
+
+
+def test_all_problems_stand_in_one_error():
+    with pytest.raises(ConfigError, match=r"(?s)num_layers must.*head_dim must.*model.dtype must"):
+        Decoder(dataclasses.replace(SMALL, num_layers=0, head_dim=3, dtype="?"), rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("change", [{}, {"tied": False}, {"num_experts": 4, "experts_per_token": 1}], ids=str)
+def test_flops_are_those_counted_by_hand(change):
+    config = dataclasses.replace(SMALL, **change)
+    model = nnx.eval_shape(lambda: make_decoder(config, nnx.Rngs(0)))
+    num_parameters = sum(leaf.size for _, leaf in named_leaves(nnx.state(model)))
+    projections = 32 * (4 * 8) * 2 + 32 * (2 * 8) * 2  # q and o, k and v
+    mlp = 3 * 32 * 48 * config.experts_per_token + 32 * 4 if config.num_experts else 3 * 32 * 48  # and the router
+    used = 2 * (projections + mlp + 2 * 32) + 32 + 32 * 64  # layers with two norms, a norm, the output head
+    # Scores and their use: a query meets (S + 1) / 2 keys, about S / 2; 2 FLOPs a product; backward costs twice that.
+    attention = 3 * 2 * (2 * 2 * (4 * 8) * 100 / 2)
+    assert flops_per_token(config, num_parameters, 100) == 6 * used + attention

@@ -1,0 +1,220 @@
+"""Collectives read from compiled programs whose traffic is known by construction, and from each notation of XLA."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+import flax_mesh as fm
+from flax_mesh.sharding import read_collectives, sum_traffic
+
+P = PartitionSpec
+SIZES = {"a": 2, "b": 2, "c": 2}
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return fm.create_mesh((2, 2, 2), ("a", "b", "c"))
+
+
+def compiled(mesh, fn, *shapes, specs):
+    """`fn` inside shard_map over the whole mesh, compiled: one collective written is one collective read."""
+    mapped = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+    arrays = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip(shapes, specs, strict=True)
+    ]
+    return jax.jit(mapped).lower(*arrays).compile()
+
+
+# The local piece is f32[4, 4] = 64 bytes. (operation, axes) -> kind, payload, bytes one device sends
+LOCAL = 64
+CASES = {
+    "psum": (lambda x, axes: jax.lax.psum(x, axes), "all-reduce", lambda n: LOCAL, lambda n: 2 * LOCAL * (n - 1) // n),
+    "gather": (
+        lambda x, axes: jax.lax.all_gather(x, axes, tiled=True),
+        "all-gather",
+        lambda n: LOCAL * n,
+        lambda n: LOCAL * (n - 1),
+    ),
+    "scatter": (
+        lambda x, axes: jax.lax.psum_scatter(x, axes, tiled=True),
+        "reduce-scatter",
+        lambda n: LOCAL,
+        lambda n: LOCAL * (n - 1) // n,
+    ),
+    "to_all": (
+        lambda x, axes: jax.lax.all_to_all(x, axes, 0, 0, tiled=True),
+        "all-to-all",
+        lambda n: LOCAL,
+        lambda n: LOCAL * (n - 1) // n,
+    ),
+}
+
+
+@pytest.mark.parametrize("axes", [("a",), ("b",), ("c",), ("a", "c"), ("b", "c")], ids="+".join)
+@pytest.mark.parametrize("name", CASES)
+def test_kind_axes_and_bytes_of_one_collective(mesh, name, axes):
+    operation, kind, payload, sent = CASES[name]
+    program = compiled(mesh, lambda x: operation(x, axes), (32, 4), specs=(P(("a", "b", "c")),))
+    (one,) = read_collectives(program, mesh)
+    n = 2 ** len(axes)
+    assert (one.kind, one.axes, one.group_size) == (kind, axes, n)
+    assert (one.payload_bytes, one.sent_bytes) == (payload(n), sent(n))
+    assert (one.times, one.times_known) == (1, True)
+    assert "shard_map" in one.source
+    assert read_collectives(program.as_text(), mesh) == read_collectives(program, mesh.abstract_mesh) == [one]
+
+
+def test_a_permute_names_the_axes_it_crosses(mesh):
+    shift = lambda x: jax.lax.ppermute(x, ("b", "c"), [(i, (i + 1) % 4) for i in range(4)])  # noqa: E731
+    (one,) = read_collectives(compiled(mesh, shift, (32, 4), specs=(P(("a", "b", "c")),)), mesh)
+    assert (one.kind, one.axes, one.sent_bytes) == ("collective-permute", ("b", "c"), LOCAL)
+
+
+def test_what_a_loop_runs_counts_once_per_turn(mesh):
+    def nested(x, w):
+        def layer(x, w):
+            inner = lambda i, x: jax.lax.psum(x @ w, "c") / 2  # noqa: E731
+            return jax.lax.fori_loop(0, 3, inner, x), None
+
+        return jax.lax.scan(layer, x, w)[0]
+
+    program = compiled(mesh, nested, (4, 4), (5, 4, 4), specs=(P(), P()))
+    (one,) = sum_traffic(read_collectives(program, mesh))
+    assert (one.axes, one.kind, one.times, one.times_known) == (("c",), "all-reduce", 15, True)
+    assert one.payload_bytes == 15 * LOCAL
+
+
+def test_a_loop_of_unknown_length_counts_once_and_says_so(mesh):
+    def until(x):
+        return jax.lax.while_loop(lambda x: jnp.sum(x) < 1e3, lambda x: jax.lax.psum(x, "a"), x)
+
+    (one,) = read_collectives(compiled(mesh, until, (4, 4), specs=(P(),)), mesh)
+    assert (one.times, one.times_known) == (1, False)
+
+
+def test_both_branches_of_a_conditional_are_read(mesh):
+    def either(x):
+        add = lambda axis: partial(jax.lax.psum, axis_name=axis)  # noqa: E731
+        return jax.lax.cond(jnp.sum(x) > 0, add("a"), add("b"), x)
+
+    assert {one.axes for one in read_collectives(compiled(mesh, either, (4, 4), specs=(P(),)), mesh)} == {
+        ("a",),
+        ("b",),
+    }
+
+
+def test_a_training_step_reports_its_traffic_by_axis(mesh):
+    """Data parallel over a, columns over c: gradients are summed over a alone, activations over c alone."""
+    w = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=NamedSharding(mesh, P(None, "c")))
+    v = jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=NamedSharding(mesh, P("c", None)))
+    x = jax.ShapeDtypeStruct((32, 8), jnp.float32, sharding=NamedSharding(mesh, P("a")))
+
+    def step(params, x):
+        loss = lambda p: jnp.mean((jnp.tanh(x @ p["w"]) @ p["v"]) ** 2)  # noqa: E731
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    params = {"w": w, "v": v}
+    out = jax.tree.map(lambda p: p.sharding, params)
+    program = jax.jit(step, out_shardings=out).lower(params, x).compile()
+    report = fm.analyze_sharding_strategy(params, compiled=program)
+    assert {one.axes for one in report.traffic} == {("a",), ("c",)}
+    over_a = [one for one in report.partition_stats["a"].traffic if one.kind == "all-reduce"]
+    assert sum(one.payload_bytes for one in over_a) == 2 * 8 * 16 * 4 // 2  # both gradients, their columns only
+    assert report.partition_stats["b"].traffic == ()
+    assert "all-reduce" in str(report)
+
+
+HEAD = "HloModule m, num_partitions=8\n\nENTRY %main (p: f32[4]) -> f32[4] {\n"
+
+
+def read_line(line: str, mesh=AbstractMesh((2, 2, 2), ("a", "b", "c"))):  # noqa: B008
+    return read_collectives(f"{HEAD}  {line}\n}}\n", mesh)
+
+
+@pytest.mark.parametrize(
+    ("groups", "axes"),
+    [
+        ("{{0,1},{2,3},{4,5},{6,7}}", ("c",)),
+        ("{{0,4},{1,5},{2,6},{3,7}}", ("a",)),
+        ("{}", ("a", "b", "c")),
+        ("[4,2]<=[8]", ("c",)),
+        ("[4,2]<=[2,4]T(1,0)", ("a",)),
+        ("[2,4]<=[2,2,2]T(1,0,2)", ("a", "c")),
+        ("mesh['x'=4,'y'=2] {'y'}", ("c",)),
+        ("mesh['x'=4,'y'=2] {'x'}", ("a", "b")),
+        ("mesh['x'=2,'y'=2,'z'=2], device_ids=([2,2,2]T(2,1,0)) {'x'}", ("c",)),
+        ("mesh['x'=2,'y'=4], device_ids=(0,1,4,5,2,3,6,7) {'x'}", ("b",)),
+        ("mesh['x'=8] {'x':(2)2}", ("b",)),
+        ("mesh['x'=8] {'x':(1)2,'x':(4)2}", ("a", "c")),
+    ],
+)
+def test_every_notation_of_groups(groups, axes):
+    (one,) = read_line(f"%r = f32[4]{{0}} all-reduce(%p), channel_id=1, replica_groups={groups}, to_apply=%add")
+    assert one.axes == axes and one.group_size == 2 ** len(axes)
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "payload"),
+    [
+        ("%s = (f32[4]{0}, f32[8]{0}) all-gather-start(%p), replica_groups=[4,2]<=[8]", "all-gather", 32),
+        (
+            "%s = ((f32[4], bf16[2]), (f32[8], bf16[4])) all-gather-start(%p, %q), replica_groups=[4,2]<=[8]",
+            "all-gather",
+            40,
+        ),
+        ("%s = f32[4]{0} all-reduce-start(%p), replica_groups=[4,2]<=[8]", "all-reduce", 16),
+        ("%s = (f32[4]{0}, f32[6]{0}) all-reduce-start(%p, %q), replica_groups=[4,2]<=[8]", "all-reduce", 40),
+        (
+            "%s = (f32[4]{0}, f32[4]{0}, u32[], u32[]) collective-permute-start(%p), source_target_pairs={{0,1},{1,0}}",
+            "collective-permute",
+            16,
+        ),
+        ("ROOT %s = (f32[4]{0}, /*index=1*/s4[8]{0:E(4)}) all-reduce(%p), replica_groups=[4,2]<=[8]", "all-reduce", 20),
+        ("%s = bf16[8,128]{1,0:T(8,128)(2,1)} reduce-scatter(%p), replica_groups=[4,2]<=[8]", "reduce-scatter", 4096),
+        ("%s = f8e4m3fn[16]{0} all-gather(%p), replica_groups=[4,2]<=[8]", "all-gather", 16),
+    ],
+)
+def test_results_of_asynchronous_and_joint_collectives(line, kind, payload):
+    (one,) = read_line(line)
+    assert (one.kind, one.payload_bytes) == (kind, payload)
+
+
+def test_halves_and_groups_of_one_are_not_counted():
+    assert not read_line("%d = f32[8]{0} all-gather-done(%s)")
+    assert not read_line("%d = f32[8]{0} all-reduce(%s), replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}")
+    assert not read_line("%d = f32[8]{0} collective-permute(%s), source_target_pairs={{0,0},{1,1}}")
+
+
+def test_what_cannot_be_read_is_an_error():
+    with pytest.raises(fm.ShardingError, match=r"replica_groups in a form that is not known: .*=@new"):
+        read_line("%r = f32[4]{0} all-reduce(%p), replica_groups=@new<x>, to_apply=%add")
+    with pytest.raises(fm.ShardingError, match="names no axis of its mesh"):
+        read_line("%r = f32[4]{0} all-reduce(%p), replica_groups=mesh['x'=8] {'w'}")
+    with pytest.raises(fm.ShardingError, match=r"runs on 8 devices, the mesh \{'a': 4\} has 4"):
+        read_line("%r = f32[4]{0} all-reduce(%p), replica_groups={}", AbstractMesh((4,), ("a",)))
+    with pytest.raises(fm.ShardingError, match="holds no ENTRY computation"):
+        read_collectives("HloModule m\n", AbstractMesh((1,), ("a",)))
+
+
+@given(st.permutations(["a", "b", "c"]), st.integers(1, 3), st.randoms())
+def test_groups_written_by_hand_name_their_axes(order, count, random):
+    """The devices that differ along some axes, grouped and shuffled: those axes come back, in mesh order."""
+    shape = (2, 3, 4)
+    chosen = sorted(order[:count])
+    inner = ["abc".index(axis) for axis in chosen]
+    outer = [i for i in range(3) if i not in inner]
+    ids = np.arange(24).reshape(shape).transpose(*outer, *inner).reshape(-1, np.prod([shape[i] for i in inner]))
+    groups = [list(map(int, group)) for group in ids]
+    for group in groups:
+        random.shuffle(group)
+    text = ",".join("{" + ",".join(map(str, group)) + "}" for group in groups)
+    program = HEAD.replace("=8", "=24") + f"  %r = f32[4]{{0}} all-reduce(%p), replica_groups={{{text}}}\n}}\n"
+    (one,) = read_collectives(program, AbstractMesh(shape, ("a", "b", "c")))
+    assert one.axes == tuple(chosen) and one.group_size == ids.shape[1]

@@ -1,0 +1,124 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+import flax_mesh as fm
+
+P = PartitionSpec
+
+
+@pytest.fixture
+def mesh():
+    return fm.create_mesh((2, 4), ("data", "model"))
+
+
+@pytest.fixture
+def tree(mesh):
+    return {
+        "placed": jax.device_put(np.zeros((8, 8)), NamedSharding(mesh, P("data", "model"))),
+        "uncommitted": jnp.zeros(3),
+        "committed": jax.device_put(np.zeros(3), jax.devices()[1]),
+        "numpy": np.zeros(3),
+        "number": 2.0,
+    }
+
+
+def test_the_structure_is_kept_and_what_has_no_named_sharding_is_none(mesh, tree):
+    found = fm.extract_sharding_structure(tree)
+    assert found == dict.fromkeys(tree) | {"placed": NamedSharding(mesh, P("data", "model"))}
+    assert fm.get_shardings_with_structure(tree) == found
+    state = nnx.state(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+    assert fm.extract_sharding_structure(state)["kernel"].get_value() is None
+
+
+def test_specs_become_shardings_of_the_mesh_given_or_in_context(mesh):
+    specs = {"a": P("data"), "b": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(mesh, P("model")))}
+    want = {"a": NamedSharding(mesh, P("data")), "b": NamedSharding(mesh, P("model"))}
+    assert fm.extract_shardings(specs, mesh) == want
+    with jax.set_mesh(mesh):
+        assert fm.extract_shardings(specs) == want
+    with pytest.raises(AssertionError, match="No mesh is in context"):
+        fm.extract_shardings(specs)
+    assert fm.extract_shardings({"b": specs["b"]}) == {"b": want["b"]}  # nothing to resolve: no mesh needed
+    with pytest.raises(fm.ShardingError, match="a: dim 0 names mesh axis 'x'") as error:
+        fm.extract_shardings({"a": P("x"), "b": P("data", "data")}, mesh)
+    assert "b: dim 1 uses mesh axis 'data'" in str(error.value)
+
+
+def test_specs_of_arrays_numbers_and_numpy(tree):
+    whole = {k: P() for k in tree}
+    assert fm.get_partition_spec(tree) == whole | {"placed": P("data", "model")}
+
+
+def test_leaves_without_a_spec_stand_in_one_error():
+    tree = {"abstract": jax.ShapeDtypeStruct((2,), jnp.float32), "text": "x", "fine": np.zeros(2)}
+    with pytest.raises(fm.ShardingError, match="abstract: an abstract leaf without a sharding") as error:
+        fm.get_partition_spec(tree)
+    assert "text: str is no array and no number" in str(error.value) and "fine" not in str(error.value)
+
+
+def test_names_come_in_order_of_first_use_each_once():
+    names = fm.get_names_from_partition_spec
+    assert names(P(("dp", "fsdp"), None, "tp")) == ["dp", "fsdp", "tp"]
+    assert names({"a": P("tp"), "b": {"c": P(("dp", "tp")), "d": P()}, "e": P(P.UNCONSTRAINED, "sp")}) == [
+        "tp", "dp", "sp"
+    ]  # fmt: skip
+    assert names([P("b"), P("a"), None]) == ["b", "a"]
+    state = nnx.state(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+    specs = fm.match_partition_rules([("kernel", P("x", "y")), ("bias", P("y"))], state)
+    assert names(specs) == ["y", "x"]  # bias comes first
+    assert names(P()) == []
+    with pytest.raises(TypeError, match="expected PartitionSpecs, mesh axis names or a tree of them, got 3"):
+        names([3])
+
+
+@pytest.mark.parametrize(
+    ("path", "spec"),
+    [
+        ("layers/0/attention/kernel", P("data")),
+        ("mlp/kernel", P("data")),
+        ("hidden/kernel", P("model")),
+        ("other", P()),
+    ],
+)
+def test_the_known_pattern_language(path, spec):
+    of = fm.create_pattern_based_partition_spec("attention|mlp->data,hidden->model")
+    assert of(path, np.zeros(2)) == of(path) == spec
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "spec"),
+    [
+        ("kernel->data+model._.tp", "kernel", P(("data", "model"), None, "tp")),
+        ("kernel -> data . model", "kernel", P("data", "model")),
+        ("kernel->", "kernel", P()),
+        ("kernel->None.tp", "kernel", P(None, "tp")),
+        (r"a{1\,2}b->tp", "aab", P("tp")),
+        (r"(q\|k)/kernel->tp", "k/kernel", P("tp")),
+        (r"(q\|k)/kernel->tp", "k", P("default")),
+        (r"layers/\d+/w->tp", "layers/12/w", P("tp")),
+        (r"a\.b->tp", "a.b", P("tp")),
+        (r"a\.b->tp", "axb", P("default")),
+        (r"x\->y->tp", "x->y", P("tp")),
+    ],
+)
+def test_dims_joint_axes_and_escapes(pattern, path, spec):
+    assert fm.create_pattern_based_partition_spec(pattern, default_spec=P("default"))(path) == spec
+
+
+def test_an_escaped_backslash_does_not_escape_what_follows():
+    of = fm.create_pattern_based_partition_spec(r"a\\->tp,b->sp")
+    assert of("a\\") == P("tp") and of("b") == P("sp") and of("a") == P()
+
+
+def test_every_bad_entry_stands_in_one_error(mesh):
+    with pytest.raises(fm.ShardingError, match=r"'attention': write PATTERN\|PATTERN->AXIS.AXIS") as error:
+        fm.create_pattern_based_partition_spec("attention,(x->data,w->nowhere,v->data.data,|k->model", mesh)
+    text = str(error.value)
+    assert "'(x' is no regular expression" in text
+    assert "'w->nowhere': dim 0 names mesh axis 'nowhere', which the mesh" in text
+    assert "'v->data.data': dim 1 uses mesh axis 'data'" in text
+    assert "'|k->model': an empty pattern would match every path" in text
