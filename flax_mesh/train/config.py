@@ -78,7 +78,8 @@ class TrainConfig:
     """What a recipe returns. The functions come from the recipe alone; the sections can be overridden by text.
 
     make_model(model, rngs) -> nnx.Module
-    loss_fn(module, batch) -> (loss_sum, weight) or (loss_sum, weight, metrics): see `train.step`
+    loss_fn(module, batch) -> (loss_sum, weight) or (loss_sum, weight, metrics): see `train.step`; a metric
+        "cross_entropy", where the loss has more in it, is what counts as held-out loss
     sample(module, prompt (P,), num_tokens, key) -> (P + num_tokens,) token ids, or None for no sample
     flops_per_token(model, num_parameters, sequence_length) -> float, or None for no MFU
     rules: the rule table, None for the one the model carries

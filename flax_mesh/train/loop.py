@@ -245,7 +245,8 @@ def _functions(
 
     def evaluate(state: TrainState) -> Row:
         sums = [jax.device_get(eval_step(state, eval_fn(k))) for k in range(batches)]
-        loss = float(sum(s["loss"] for s in sums) / sum(s["weight"] for s in sums))
+        # The training loss of a mixture of experts has the router's losses in it; bits per byte must not.
+        loss = float(sum(s.get("cross_entropy", s["loss"]) for s in sums) / sum(s["weight"] for s in sums))
         per_token = corpus.bytes_per_token
         return {"eval_loss": loss, "bits_per_byte": loss / math.log(2) / per_token if per_token else None}
 
