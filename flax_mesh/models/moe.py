@@ -211,7 +211,7 @@ def _run_on_device(
     kernels = Kernels(*(_gather(w, dims, layout) for w, dims in zip(kernels, layout.kernels, strict=True)))
     weights_TK, experts_TK, sums = route(x_TD, router_DE, k)
     # Each device has a part of F, so cotangents of what goes in are partial too: summed once, here, for T rows.
-    inputs = _vary(x_TD, split), _vary(weights_TK, split), experts_TK, kernels
+    inputs = _vary(x_TD.astype(kernels.gate.dtype), split), _vary(weights_TK, split), experts_TK, kernels
     y_TD = _psum(_exchange(*inputs, layout) if layout.experts else apply_experts(*inputs), split)
     aux = {name: _psum(total, layout.tokens) for name, total in sums.items()}
     return y_TD.reshape(x_BSD.shape), aux | {"experts": experts_TK.reshape(*x_BSD.shape[:2], k)}

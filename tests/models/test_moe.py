@@ -171,6 +171,17 @@ def test_it_is_the_plain_loop_over_experts(experts, k):
     check(make_moe(experts=experts, k=k), random_tokens(), k=k)
 
 
+def test_bfloat16_experts_have_a_float32_router():
+    layer, x = make_moe(), random_tokens()
+    low = filled(lambda: MoE(D, F, E, K, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    y, aux = jax.jit(lambda layer, x: layer(x))(low, x)
+    exact, chosen, _ = expected(layer, x, K)
+    assert y.dtype == jnp.bfloat16
+    assert (np.asarray(aux["expert_tokens"]) == chosen.sum(0)).all()
+    difference = np.std(y.astype(jnp.float32) - exact) / np.std(exact)
+    assert 1e-4 < difference < 0.02
+
+
 @pytest.mark.parametrize(
     ("sizes", "axes"),
     [
@@ -191,7 +202,7 @@ def test_a_mesh_computes_the_same(sizes, axes):
 @pytest.mark.slow
 def test_axes_in_unusual_places():
     """Two mesh axes hold the experts; F is split over an axis that splits tokens too."""
-    axes = dataclasses.replace(NATURAL, expert_axis=("ep", "tp"))
+    axes = dataclasses.replace(NATURAL, expert_axis=("ep", "tp"), mlp_intermediate_axis=None)
     check(make_moe(axes), random_tokens(), mesh=make_mesh(fsdp=2, ep=2, tp=2))
     axes = dataclasses.replace(NATURAL, mlp_intermediate_axis=("tp", "dp"))
     check(make_moe(axes), random_tokens(), mesh=make_mesh(dp=2, ep=2, tp=2))
