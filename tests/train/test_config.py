@@ -322,7 +322,7 @@ def test_a_recipe_must_be_python(tmp_path):
         ("run.seed=4294967296", r"run.seed must be below 2\*\*32, got 4294967296"),
         ("optimizer.learning_rate=nan", "optimizer.learning_rate must not be negative, got nan"),
         ("optimizer.clip_norm=0", r"optimizer.clip_norm must be above 0 \(inf for no clipping\), got 0.0"),
-        ("optimizer.warmup_steps=200", "optimizer.warmup_steps=200 must be below optimizer.decay_steps=200"),
+        ("optimizer.warmup_steps=200", "optimizer.warmup_steps=200 must be below optimizer.decay_steps=150"),
         ("pipeline.microbatches=3", "data.batch_size=16 is not divisible by pipeline.microbatches=3"),
         ("data.batch_size=0", "data.batch_size must be an integer of at least 1, is 0"),
         ("mesh.shape=pp:2,dp:4", "mesh.shape=pp:2,dp:4 has pp > 1: this version has no pipelines yet; use pp:1"),
