@@ -70,7 +70,11 @@ def explain_command(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     if arguments.json:
         print(json.dumps(explanation_data(explanation), indent=1))
     elif arguments.html:
-        _write(arguments.html, sharding_page(explanation, title=f"{arguments.recipe} {' '.join(arguments.overrides)}"))
+        _write(
+            "--html",
+            arguments.html,
+            sharding_page(explanation, title=f"{arguments.recipe} {' '.join(arguments.overrides)}"),
+        )
         print(f"{arguments.html}: {len(explanation.findings)} findings")
     else:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPED_WIDTH
@@ -90,7 +94,7 @@ def mesh_command(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         raise ConfigError(f"{arguments.shape}: {error}") from error
     print(describe_mesh(mesh))
     if arguments.svg:
-        _write(arguments.svg, draw_mesh_svg(mesh))
+        _write("--svg", arguments.svg, draw_mesh_svg(mesh))
     return DONE
 
 
@@ -136,11 +140,11 @@ def _with_files(overrides: Iterable[str]) -> list[str]:
     return [*(line for line in lines if line.partition("=")[0] not in keys), *given]
 
 
-def _write(name: str, text: str) -> None:
+def _write(option: str, name: str, text: str) -> None:
     try:
         Path(name).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{name} cannot be written: {error.strerror}") from error
+        raise ConfigError(f"{option} {name} cannot be written: {error.strerror}") from error
 
 
 def _settings_file(name: str) -> list[str]:

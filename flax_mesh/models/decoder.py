@@ -113,6 +113,7 @@ class Attention(nnx.Module):
         self.q = nnx.LinearGeneral(config.hidden_size, (heads, width), **kinds)
         self.k = nnx.LinearGeneral(config.hidden_size, (kv_heads, width), **kinds)
         self.v = nnx.LinearGeneral(config.hidden_size, (kv_heads, width), **kinds)
+        kinds["preferred_element_type"] = jnp.float32  # of the sum over heads, before it is rounded
         self.o = nnx.LinearGeneral((heads, width), config.hidden_size, axis=(-2, -1), **kinds)
 
     def __call__(self, x_BSD: jax.Array, mode: Mode = "train") -> jax.Array:
@@ -137,7 +138,7 @@ class MLP(nnx.Module):
         kinds: dict[str, Any] = _kinds(config) | {"rngs": rngs}
         self.gate = nnx.LinearGeneral(config.hidden_size, config.mlp_size, **kinds)
         self.up = nnx.LinearGeneral(config.hidden_size, config.mlp_size, **kinds)
-        self.down = nnx.LinearGeneral(config.mlp_size, config.hidden_size, **kinds)
+        self.down = nnx.LinearGeneral(config.mlp_size, config.hidden_size, preferred_element_type=jnp.float32, **kinds)
 
     def __call__(self, x_BSD: jax.Array, mode: Mode = "train") -> jax.Array:
         h_BSF = jax.nn.silu(self.gate(x_BSD)) * self.up(x_BSD)
@@ -159,10 +160,12 @@ class DecoderLayer(nnx.Module):
             self.mlp = MLP(config, rngs=rngs)
 
     def __call__(self, x_BSD: jax.Array, mode: Mode = "train") -> tuple[jax.Array, Aux]:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), mode)
+        # What the parts give is summed over tp in float32 and rounded here, once: the same on every mesh.
+        x_BSD = (x_BSD + self.attention(self.attention_norm(x_BSD), mode)).astype(x_BSD.dtype)
         h_BSD = self.mlp_norm(x_BSD)
         y_BSD, aux = self.moe(h_BSD, mode) if self.config.num_experts else (self.mlp(h_BSD, mode), {})
-        return constrain(x_BSD + y_BSD, ("batch", "sequence", "hidden"), axes=self.config.axes, mode=mode), aux
+        x_BSD = (x_BSD + y_BSD).astype(x_BSD.dtype)
+        return constrain(x_BSD, ("batch", "sequence", "hidden"), axes=self.config.axes, mode=mode), aux
 
 
 @partitioned(

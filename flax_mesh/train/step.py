@@ -1,7 +1,7 @@
 """The training step: (state, batch) -> (state, metrics), for any loss function of any NNX model."""
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -43,6 +43,7 @@ def make_train_step(
     layers: Iterable[str] = (),
     axes: PartitionAxis = DEFAULT_AXES,
     learning_rate: optax.Schedule | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> Step:
     """A jitted step that donates its state; metrics are loss, weight, grad_norm (before clipping) and the loss's own.
 
@@ -51,6 +52,7 @@ def make_train_step(
     run one after another. Every random stream of the model is keyed by (seed, step, microbatch, path of the stream),
     `layers` naming the paths of layer lists, so that neither mesh, remat nor scan changes a mask. Only variables of the
     optimizer's `wrt` are trained; all others are threaded through the microbatches and come back updated.
+    `compiler_options` go to XLA, as in `jax.jit`.
     """
     layers, mesh = tuple(layers), mesh_of(state)
 
@@ -90,7 +92,8 @@ def make_train_step(
 
     # Left to itself, the compiler may return a leaf in another layout than it came in.
     layout = jax.tree.map(lambda x: x.sharding, state) if mesh is not None else None
-    return jax.jit(step, donate_argnums=0, out_shardings=(layout, None))
+    options = dict(compiler_options) if compiler_options else None
+    return jax.jit(step, donate_argnums=0, out_shardings=(layout, None), compiler_options=options)
 
 
 def make_eval_step(loss_fn: LossFn, state: TrainState) -> Callable[[TrainState, Batch], Metrics]:

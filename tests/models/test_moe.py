@@ -355,6 +355,7 @@ def test_microbatches_count_by_their_targets():
         np.testing.assert_allclose(got[name], sum(found[name] for _, _, found in each) / 18, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_scan_and_remat_change_nothing():
     def gradient(**change):
         config = dataclasses.replace(CONFIG, **change)

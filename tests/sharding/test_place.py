@@ -72,7 +72,7 @@ def test_moments_follow_by_structure_even_where_the_pattern_is_anchored():
     assert specs["optimizer/opt_state/1/0/mu/out/kernel"] == P("fsdp", "tp")
 
 
-@pytest.mark.parametrize("maker", [make, make_both])
+@pytest.mark.parametrize("maker", [pytest.param(make, marks=pytest.mark.slow), make_both])
 def test_the_state_is_born_sharded_with_the_same_bits_on_every_mesh(maker):
     reference = None
     for mesh in meshes().values():

@@ -140,6 +140,7 @@ def test_a_slice_of_token_files_equals_the_slice_of_their_concatenation():
             np.testing.assert_array_equal(joined[start:stop], whole[start:stop])
 
 
+@pytest.mark.slow
 def test_large_files_are_mapped_not_read(tmp_path):
     for name in ("text.txt", "tokens.bin"):
         with (tmp_path / name).open("wb") as file:
@@ -202,6 +203,7 @@ def test_content_hash_changes_with_one_byte_and_not_otherwise(folder):
     assert load(folder).content_hash != before
 
 
+@pytest.mark.slow
 def test_content_hash_of_a_huge_file_samples_its_ends_and_its_size(tmp_path):
     path = tmp_path / "tokens.bin"
     hashes = []
