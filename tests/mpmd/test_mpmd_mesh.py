@@ -1,0 +1,264 @@
+"""MpmdMesh: groups, submeshes, what belongs to which process."""
+
+import copy
+import itertools
+import threading
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from flax_mesh.mesh import create_mesh
+from flax_mesh.mpmd import MpmdMesh, current_mpmd_mesh
+from flax_mesh.mpmd.mesh import groups_of_processes
+
+P = PartitionSpec
+
+
+@pytest.fixture
+def mpmd_mesh():
+    return MpmdMesh(create_mesh((2, 2, 2), ("dp", "pp", "tp")), "pp")
+
+
+@dataclass(frozen=True)
+class FakeClient:
+    process: int
+
+    def process_index(self):
+        return self.process
+
+
+@dataclass(frozen=True)
+class FakeDevice:
+    """A device as one of several processes sees it: what Mesh and MpmdMesh read of one, and no more."""
+
+    id: int
+    process_index: int
+    client: FakeClient
+    platform: str = "cpu"
+    device_kind: str = "cpu"
+
+    def __repr__(self):
+        return f"device {self.id}"
+
+
+def seen_from(process, owners, shape=None, names=("pp", "fsdp")):
+    """A mesh over devices of the processes `owners`, as the process `process` sees it."""
+    devices = np.array([FakeDevice(i, owner, FakeClient(process)) for i, owner in enumerate(owners)])
+    return Mesh(devices.reshape(shape or (len(owners), 1)), names)
+
+
+def test_groups_are_the_slices_along_the_axis(mpmd_mesh):
+    devices = mpmd_mesh.jax_mesh.devices
+    assert (mpmd_mesh.mpmd_axis, mpmd_mesh.mpmd_dim) == (1, 2)
+    for index, group in enumerate(mpmd_mesh.unstack):
+        assert isinstance(group, Mesh)
+        assert dict(group.shape) == {"dp": 2, "pp": 1, "tp": 2}
+        assert np.array_equal(group.devices[:, 0], devices[:, index])
+        assert mpmd_mesh.mpmd_idx_for_mesh[group] == index
+    assert isinstance(mpmd_mesh.unstack, list)
+    assert mpmd_mesh.mpmd_idx_for_mesh is mpmd_mesh.mpmd_idx_for_mesh
+
+
+def test_a_changed_list_of_groups_changes_no_mesh(mpmd_mesh):
+    mpmd_mesh.unstack.clear()
+    assert len(mpmd_mesh.unstack) == 2
+
+
+def test_devices_know_their_place(mpmd_mesh):
+    devices = mpmd_mesh.jax_mesh.devices
+    assert len(mpmd_mesh.device_coords) == 8
+    for coords in itertools.product(range(2), repeat=3):
+        assert mpmd_mesh.device_coords[devices[coords]] == coords
+        assert mpmd_mesh.device_mpmd_idx[devices[coords]] == coords[1]
+    with pytest.raises(TypeError):
+        mpmd_mesh.device_mpmd_idx[devices[0, 0, 0]] = 1
+
+
+def test_axis_types_are_kept():
+    types = (AxisType.Auto, AxisType.Explicit)
+    mpmd_mesh = MpmdMesh(create_mesh((4, 2), ("pp", "tp"), axis_types=types), "pp")
+    assert all(group.axis_types == types for group in mpmd_mesh.unstack)
+    assert mpmd_mesh.mpmd_submesh([0]).jax_mesh.axis_types == types
+    assert mpmd_mesh.lowering_mesh().axis_types == types
+    one = jax.device_put(jnp.arange(4.0), NamedSharding(mpmd_mesh.unstack[1], P("tp")))
+    assert jax.typeof(one).sharding.spec == P("tp")  # Explicit: the type of a real array knows its axes
+
+
+def test_one_spec_serves_every_group(mpmd_mesh):
+    for group in mpmd_mesh.unstack:
+        array = jax.device_put(jnp.arange(8.0).reshape(4, 2), NamedSharding(group, P(("pp", "dp"), "tp")))
+        assert array.sharding.device_set == set(group.devices.flat)
+        assert array.sharding.shard_shape(array.shape) == (2, 1)
+
+
+def test_a_group_mesh_is_the_same_object_for_equal_mpmd_meshes(mpmd_mesh):
+    again = MpmdMesh(mpmd_mesh.jax_mesh, "pp")
+    assert again == mpmd_mesh and hash(again) == hash(mpmd_mesh)
+    assert [id(group) for group in again.unstack] == [id(group) for group in mpmd_mesh.unstack]
+    assert mpmd_mesh != MpmdMesh(mpmd_mesh.jax_mesh, "dp")
+    assert len({mpmd_mesh, again, MpmdMesh(mpmd_mesh.jax_mesh, "dp")}) == 2
+
+
+def test_it_is_frozen(mpmd_mesh):
+    with pytest.raises(AttributeError):
+        mpmd_mesh.mpmd_axis_name = "dp"
+
+
+def test_it_survives_a_copy(mpmd_mesh):
+    mpmd_mesh.unstack  # noqa: B018 - filled caches must not hinder a copy
+    assert copy.copy(mpmd_mesh) == mpmd_mesh
+
+
+def test_repr_names_axes_and_groups(mpmd_mesh):
+    assert repr(mpmd_mesh) == "MpmdMesh(dp:2,pp:2,tp:2, groups along pp)"
+
+
+def test_an_unknown_axis_is_refused_at_once(mpmd_mesh):
+    with pytest.raises(ValueError, match=r"'stage' is no axis of the mesh dp:2,pp:2,tp:2\. Name one"):
+        MpmdMesh(mpmd_mesh.jax_mesh, "stage")
+    with pytest.raises(ValueError, match=r"must be a jax.sharding.Mesh, which holds devices; got AbstractMesh"):
+        MpmdMesh(mpmd_mesh.jax_mesh.abstract_mesh, "pp")
+
+
+def test_submeshes_take_groups_in_the_order_asked_for():
+    mpmd_mesh = MpmdMesh(create_mesh((4, 2), ("pp", "tp")), "pp")
+    for indices in ([2, 0], (2, 0), (np.int64(2), 0)):
+        part = mpmd_mesh.mpmd_submesh(indices)
+        assert (part.mpmd_axis_name, part.mpmd_dim) == ("pp", 2)
+        assert part.unstack == [mpmd_mesh.unstack[2], mpmd_mesh.unstack[0]]
+    assert mpmd_mesh.mpmd_submesh((3,)).jax_mesh is mpmd_mesh.unstack[3]
+
+
+@pytest.mark.parametrize(
+    ("indices", "message"),
+    [
+        ((), r"indices is empty.*0\.\.1"),
+        ((0, 0), "found 0 more than once"),
+        ((0, 2, -1), r"found -1, 2 not in 0\.\.1"),
+        ((0, 0, 2), r"found 2 not in 0\.\.1 and 0 more than once"),
+        (0, "list or tuple of integers, got 0"),
+        ({0, 1}, "list or tuple of integers"),
+        (("0",), "list or tuple of integers"),
+    ],
+)
+def test_submeshes_of_wrong_indices(mpmd_mesh, indices, message):
+    with pytest.raises(ValueError, match=message):
+        mpmd_mesh.mpmd_submesh(indices)
+
+
+def test_one_process_owns_all_groups(mpmd_mesh):
+    assert mpmd_mesh.my_mpmd_axis_indices == (0, 1)
+    assert mpmd_mesh.lowering_mesh() is mpmd_mesh.unstack[0]
+    with pytest.raises(ValueError, match="one process, so none is its own"):
+        mpmd_mesh.my_mpmd_axis_index  # noqa: B018
+    with pytest.raises(ValueError, match=r"Use unstack\[i\]"):
+        mpmd_mesh.my_mpmd_group_mesh  # noqa: B018
+
+
+def test_the_context_is_a_stack(mpmd_mesh):
+    other = MpmdMesh(mpmd_mesh.jax_mesh, "dp")
+    assert current_mpmd_mesh() is None
+    with mpmd_mesh as entered:
+        assert entered is mpmd_mesh
+        with other, other:
+            assert current_mpmd_mesh() is other
+        assert current_mpmd_mesh() is mpmd_mesh
+        with pytest.raises(ZeroDivisionError), other:
+            raise ZeroDivisionError
+        assert current_mpmd_mesh() is mpmd_mesh
+    assert current_mpmd_mesh() is None
+
+
+def test_the_context_belongs_to_a_thread(mpmd_mesh):
+    other, seen = MpmdMesh(mpmd_mesh.jax_mesh, "dp"), []
+
+    def work():
+        seen.append(current_mpmd_mesh())
+        with other:
+            seen.append(current_mpmd_mesh())
+            both_inside.wait(timeout=30)
+
+    both_inside = threading.Barrier(2)
+    thread = threading.Thread(target=work)
+    with mpmd_mesh:
+        thread.start()
+        both_inside.wait(timeout=30)
+        assert current_mpmd_mesh() is mpmd_mesh
+        thread.join()
+    assert seen == [None, other]
+
+
+def test_a_process_with_one_group():
+    mpmd_mesh = MpmdMesh(seen_from(1, [0, 0, 1, 1], (2, 2)), "pp")
+    assert mpmd_mesh.my_mpmd_axis_indices == (1,)
+    assert mpmd_mesh.my_mpmd_axis_index == 1
+    assert mpmd_mesh.my_mpmd_group_mesh is mpmd_mesh.unstack[1]
+    assert mpmd_mesh.lowering_mesh() is mpmd_mesh.unstack[1]
+
+
+def test_processes_that_share_a_group():
+    for process, group in ((0, 0), (1, 0), (2, 1)):
+        mpmd_mesh = MpmdMesh(seen_from(process, [0, 1, 2, 2], (2, 2)), "pp")
+        assert mpmd_mesh.my_mpmd_axis_index == group
+
+
+def test_a_process_with_several_groups():
+    mpmd_mesh = MpmdMesh(seen_from(1, [0, 0, 1, 1]), "pp")
+    assert mpmd_mesh.my_mpmd_axis_indices == (2, 3)
+    assert mpmd_mesh.lowering_mesh() is mpmd_mesh.unstack[2]
+    with pytest.raises(ValueError, match=r"the groups 2, 3 of .*my_mpmd_axis_indices, here \(2, 3\)"):
+        mpmd_mesh.my_mpmd_axis_index  # noqa: B018
+
+
+def test_a_process_with_no_group():
+    mpmd_mesh = MpmdMesh(seen_from(7, [0, 1]), "pp")
+    assert mpmd_mesh.my_mpmd_axis_indices == ()
+    with pytest.raises(ValueError, match="has no device of"):
+        mpmd_mesh.my_mpmd_group_mesh  # noqa: B018
+    with pytest.raises(ValueError, match="nothing to lower"):
+        mpmd_mesh.lowering_mesh()
+
+
+def test_a_process_must_not_hold_parts_of_groups():
+    message = (
+        r"process 1 has device 1 of group 0, which processes 0, 1 share, device 2 of group 1, which processes 1, 2 "
+        r"share\. Choose the sizes"
+    )
+    with pytest.raises(ValueError, match=message):
+        MpmdMesh(seen_from(0, [0, 1, 1, 2], (2, 2)), "pp")
+    with pytest.raises(ValueError, match=r"process 0 has .* share; process 1 has device 1 of group 0"):
+        MpmdMesh(seen_from(0, [0, 1, 0, 1], (2, 2)), "pp")
+    with pytest.raises(ValueError, match=r"process 1 has device 1 of group 0, which processes 0, 1 share, device 2,"):
+        MpmdMesh(seen_from(0, [0, 1, 1, 1], (2, 2)), "pp")
+
+
+@dataclass(frozen=True)
+class Owned:
+    process_index: int
+    id: int = field(default=0)
+
+
+@given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4), min_size=1, max_size=5))
+@settings(max_examples=60, deadline=None)
+def test_ownership_is_refused_exactly_where_a_sharer_has_more(owners):
+    """The rule, process by process, in the words of the contract."""
+    fits = all(
+        all(set(group) == {process} for group in mine) or len(mine) == 1
+        for process in {owner for group in owners for owner in group}
+        for mine in [[group for group in owners if process in group]]
+    )
+    groups = [[Owned(owner) for owner in group] for group in owners]
+    if not fits:
+        with pytest.raises(ValueError, match="owns one or more whole groups"):
+            groups_of_processes(groups)
+        return
+    found = groups_of_processes(groups)
+    for process, indices in found.items():
+        assert indices == tuple(i for i, group in enumerate(owners) if process in group)
+    assert set(found) == {owner for group in owners for owner in group}
