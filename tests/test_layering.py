@@ -8,6 +8,8 @@ FLOORS = (
     ("axes", "errors", "tree"),
     ("mesh",),
     ("sharding",),
+    ("state",),
+    ("loss",),
     ("mpmd",),
     ("checkpoint",),
     ("models", "train"),

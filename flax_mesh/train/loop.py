@@ -34,7 +34,7 @@ from flax_mesh.train.setup import (
     make_schedule,
     run_rules,
 )
-from flax_mesh.train.state import TrainState, abstract_train_state
+from flax_mesh.state import TrainState, abstract_train_state
 from flax_mesh.train.step import Step, in_mesh, make_eval_step, make_train_step
 
 Say = Callable[[str], None]

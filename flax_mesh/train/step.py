@@ -1,8 +1,7 @@
 """The training step: (state, batch) -> (state, metrics), for any loss function of any NNX model."""
 
-import zlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,25 +10,11 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
+from flax_mesh.loss import Batch, LossFn, Metrics, apply_gradients, run_loss, sums_of
 from flax_mesh.mesh import current_mesh
 from flax_mesh.sharding import with_sharding_constraint
-from flax_mesh.train.state import TrainState, check_same_structure
-from flax_mesh.tree import in_stack, layer_path, map_named, path_of
-
-Batch = Any  # a pytree of arrays whose first dim is the batch
-Metrics = dict[str, jax.Array]
-
-
-class LossFn(Protocol):
-    """loss_fn(model, batch) -> (loss_sum, weight) or (loss_sum, weight, metrics), or a bare scalar.
-
-    loss_sum is summed over the tokens (or examples) of the batch and not normalised; weight is their number. Sums and
-    weights of microbatches add up, and are divided once, so that microbatches of unequal weight are right. metrics is
-    a dict of further sums, divided by the same weight. A bare scalar counts with weight 1 per microbatch.
-    """
-
-    def __call__(self, model: Any, batch: Any, /) -> Any: ...
-
+from flax_mesh.state import TrainState
+from flax_mesh.tree import path_of
 
 Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
@@ -62,33 +47,18 @@ def make_train_step(
 
     def train(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         model, optimizer = state.merge()
-        count = optimizer.step[...]
-        graphdef, params, streams, others = nnx.split(model, optimizer.wrt, nnx.RngState, ...)
-
-        def loss_of(params: nnx.State, others: nnx.State, part: Batch, index: Any):
-            keyed = reseed(streams, (seed, count, index), layers)
-            here = jax.tree.map(lambda x: x, others)  # Variables may be changed only in the trace that made them
-            model = nnx.merge(graphdef, params, keyed, here)
-            loss_sum, weight, metrics = sums_of(loss_fn(model, part))
-            after, *parts = nnx.split(model, optimizer.wrt, nnx.RngState, ...)
-            check_same_structure(graphdef, (params, keyed, others), after, parts)
-            return loss_sum, (weight, metrics, parts[2])
+        count, wrt = optimizer.step[...], optimizer.wrt
+        params, _, others = nnx.state(model, wrt, nnx.RngState, ...)
 
         def run(others: nnx.State, part: Batch, index: Any):
-            grads_of = jax.value_and_grad(loss_of, has_aux=True)
-            (loss_sum, (weight, metrics, others)), grads = grads_of(params, others, part, index)
-            return others, (grads, {"loss": loss_sum, **metrics}, weight)
+            def loss_of(params: nnx.State):
+                return run_loss(loss_fn, model, wrt, params, others, part, (seed, count, index), layers)
+
+            (loss_sum, (weight, metrics, after)), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
+            return after, (grads, {"loss": loss_sum, **metrics}, weight)
 
         others, (grads, sums, weight) = _accumulate(run, others, batch, microbatches, axes)
-        divisor = jnp.where(weight == 0, 1.0, weight)  # a batch without a single target: no gradient, not NaN
-        grads = jax.tree.map(lambda g: (g / divisor).astype(g.dtype), grads)
-        metrics = {name: total / divisor for name, total in sums.items()}
-        metrics |= {"weight": weight, "grad_norm": optax.tree.norm(grads)}
-        if learning_rate is not None:
-            metrics["learning_rate"] = jnp.asarray(learning_rate(count), jnp.float32)
-        model = nnx.merge(graphdef, params, streams, others)
-        optimizer.update(model, grads)
-        return state.replace(model, optimizer), metrics
+        return apply_gradients(state, others, grads, sums, weight, learning_rate)
 
     # Left to itself, the compiler may return a leaf in another layout than it came in.
     layout = jax.tree.map(lambda x: x.sharding, state) if mesh is not None else None
@@ -108,50 +78,6 @@ def make_eval_step(loss_fn: LossFn, state: TrainState) -> Callable[[TrainState, 
             return {"loss": loss_sum, "weight": weight, **metrics}
 
     return jax.jit(evaluate)
-
-
-def sums_of(result: Any) -> tuple[jax.Array, jax.Array, Metrics]:
-    """(loss_sum, weight, metrics) of what a loss function returned, in the forms that LossFn allows."""
-    parts = result if isinstance(result, tuple) else (result, 1.0)
-    if len(parts) not in (2, 3):
-        raise ValueError(
-            f"loss_fn returned a tuple of {len(parts)}; it must return (loss_sum, weight), "
-            "(loss_sum, weight, metrics) or a scalar."
-        )
-    loss_sum, weight = (jnp.asarray(x, jnp.promote_types(jnp.result_type(x), jnp.float32)) for x in parts[:2])
-    if loss_sum.shape or weight.shape:
-        raise ValueError(f"loss_fn must return scalars, got loss {loss_sum.shape} and weight {weight.shape}.")
-    metrics = dict(parts[2]) if len(parts) == 3 else {}
-    if taken := metrics.keys() & {"loss", "weight", "grad_norm", "learning_rate"}:
-        raise ValueError(f"metrics of loss_fn must not be called {', '.join(sorted(taken))}: the step gives these.")
-    return loss_sum, weight, metrics
-
-
-def reseed(streams: nnx.State, parts: Iterable[Any], layers: Iterable[str] = ()) -> nnx.State:
-    """Random streams keyed by `parts` and by their own path, counters at 0. A scanned stack has one key a layer."""
-
-    def new(path: str, leaf: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return jnp.zeros_like(leaf)
-        key = jax.random.key(0, impl=jax.random.key_impl(leaf))
-        for part in parts:
-            key = jax.random.fold_in(key, part)
-        stack = in_stack(path, layers)
-        if stack is None and leaf.ndim == 0:
-            return jax.random.fold_in(key, _number(path))
-        paths = [layer_path(path, stack, i) if stack else f"{path}/{i}" for i in range(leaf.shape[0])]
-        keys = jax.vmap(lambda n: jax.random.fold_in(key, n))(jnp.array([_number(p) for p in paths], jnp.uint32))
-        if leaf.ndim == 1:
-            return keys
-        rest = leaf.shape[1:]
-        return jax.vmap(lambda k: jax.random.split(k, rest))(keys)
-
-    parts = tuple(parts)
-    return map_named(new, streams)
-
-
-def _number(path: str) -> int:
-    return zlib.crc32(path.encode())  # the same in every process, unlike hash()
 
 
 def _accumulate(run: Callable[..., Any], others: Any, batch: Batch, microbatches: int, axes: PartitionAxis):
@@ -176,7 +102,9 @@ def _accumulate(run: Callable[..., Any], others: Any, batch: Batch, microbatches
 
     parts = (jax.tree.map(cut, batch), jnp.arange(microbatches))
     first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parts)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run, others, *first)[1])
+    # Sums in float32 at least, whatever the parameters are: what is small must not get lost in what is large.
+    wide = lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))  # noqa: E731
+    zeros = jax.tree.map(wide, jax.eval_shape(run, others, *first)[1])
     return jax.lax.scan(body, (others, zeros), parts)[0]
 
 
