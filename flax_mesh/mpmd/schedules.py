@@ -1,0 +1,309 @@
+"""Pipeline schedules as data: who does what, in which order. Pure Python.
+
+A schedule has one row of actions per group. An action prints as `2F0`: stage 2, forward, microbatch 0; B is the
+backward (to the input only, where the schedule splits it) and W the backward to the weights.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from re import fullmatch
+from typing import NamedTuple
+
+
+class Action(NamedTuple):
+    """One piece of work of one stage for one microbatch; `str` gives `2F0`."""
+
+    kind: str  # "F", "B" or "W"
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @staticmethod
+    def parse(text: str) -> "Action":
+        """The action that prints as `text`."""
+        match = fullmatch(r"(\d+)([FBW])(\d+)", text)
+        if match is None:
+            raise ValueError(f"{text!r} is no action; write stage, F, B or W, microbatch, such as 2F0")
+        return Action(match[2], int(match[1]), int(match[3]))
+
+
+def dependencies(action: Action, num_stages: int) -> list[Action]:
+    """The actions whose results `action` takes: of the neighbouring stage first, of its own stage last."""
+    kind, stage, microbatch = action
+    if kind == "F":
+        return [Action("F", stage - 1, microbatch)] if stage else []
+    if kind == "W":
+        return [Action("B", stage, microbatch)]
+    later = [Action("B", stage + 1, microbatch)] if stage + 1 < num_stages else []
+    return [*later, Action("F", stage, microbatch)]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One row of actions per group; the checker, the simulator, the picture and the executor take the same object.
+
+    `stage_to_group[s]` is the group that stage s runs on. Nothing is checked here: see `check_schedule`.
+    """
+
+    name: str
+    rows: tuple[tuple[Action, ...], ...]
+    stage_to_group: tuple[int, ...]
+    splits_backward: bool  # weights have actions of their own
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stage_to_group)
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_microbatches(self) -> int:
+        return 1 + max((action.microbatch for row in self.rows for action in row), default=-1)
+
+    def times(
+        self, duration: Callable[[Action], float], delay: Callable[[int, int], float] = lambda sender, receiver: 0.0
+    ) -> dict[Action, tuple[float, float]]:
+        """{action: (start, end)}, every action as early as its row and its dependencies let it be, sorted by start.
+
+        `delay(sender, receiver)` is the time that a value takes between two stages; it is not asked of stages that
+        share a group. ValueError where the rows wait for each other for ever, with what every stuck group waits for.
+        """
+        times: dict[Action, tuple[float, float]] = {}
+        position, free = [0] * self.num_groups, [0.0] * self.num_groups
+        waiting: dict[Action, list[int]] = {}
+        queue = deque(range(self.num_groups))
+        while queue:
+            group = queue.popleft()
+            for action in self.rows[group][position[group] :]:
+                needed = dependencies(action, self.num_stages)
+                missing = next((other for other in needed if other not in times), None)
+                if missing is not None:
+                    waiting.setdefault(missing, []).append(group)
+                    break
+                start = free[group]
+                for other in needed:
+                    apart = self.stage_to_group[other.stage] != group
+                    start = max(start, times[other][1] + (delay(other.stage, action.stage) if apart else 0.0))
+                times[action] = (start, start + duration(action))
+                free[group] = times[action][1]
+                position[group] += 1
+                queue.extend(waiting.pop(action, ()))
+        if waiting:
+            stuck = [(self.rows[g][position[g]], missing, g) for missing, groups in waiting.items() for g in groups]
+            lines = [f"group {g} stands at {action}, which needs {missing}" for action, missing, g in sorted(stuck)]
+            raise ValueError(f"{self.name}: the rows wait for each other for ever: " + "; ".join(lines))
+        return dict(sorted(times.items(), key=lambda item: item[1][0]))  # stable: dependencies stay in front
+
+    def order(self) -> list[Action]:
+        """All actions in one order in which a single controller may dispatch them: every action after those it needs.
+
+        They stand by their start where F takes 1, B and W 1 each, and an unsplit B 2.
+        """
+        backward = 1.0 if self.splits_backward else 2.0
+        return list(self.times(lambda action: backward if action.kind == "B" else 1.0))
+
+    def __str__(self) -> str:
+        """Name and groups of the stages in the first line, then a row per line; `Schedule.parse` reads it back."""
+        head = f"{self.name} {','.join(map(str, self.stage_to_group))}"
+        return "\n".join([head, *(" ".join(map(str, row)) for row in self.rows)])
+
+    @staticmethod
+    def parse(text: str) -> "Schedule":
+        """The schedule that prints as `text`; ValueError with every word that is no action."""
+        head, *lines = text.rstrip("\n").split("\n")
+        match = fullmatch(r"(\S+) (\d+(?:,\d+)*)", head.strip())
+        if match is None:
+            raise ValueError(f"line 1: want a name and the group of every stage, such as '1f1b 0,1,2,3', got {head!r}")
+        rows, problems = [], []
+        for number, line in enumerate(lines, start=2):
+            rows.append([])
+            for word in line.split():
+                try:
+                    rows[-1].append(Action.parse(word))
+                except ValueError as error:
+                    problems.append(f"line {number}: {error}")
+        stage_to_group = tuple(int(group) for group in match[2].split(","))
+        if max(stage_to_group) >= len(rows):
+            problems.append(f"stages stand on groups up to {max(stage_to_group)}, but there are {len(rows)} rows")
+        if problems:
+            raise ValueError("\n".join(problems))
+        splits = any(action.kind == "W" for row in rows for action in row)
+        return Schedule(match[1], tuple(map(tuple, rows)), stage_to_group, splits)
+
+
+def make_schedule(name: str, *, num_groups: int, num_microbatches: int, virtual: int | None = None) -> Schedule:
+    """The schedule of one of SCHEDULE_NAMES. Sources, formulas, memory: docs/schedules.md.
+
+    `virtual`: stages per group; None takes what the schedule is made for: 1, or 2 for interleaved-1f1b, zb-v and
+    dualpipe-v. Stage s runs on group s % num_groups; in zb-v and dualpipe-v the second half folds back, so that the
+    last stage shares group 0 with the first. ValueError where the schedule is not defined, with the nearest valid
+    number of microbatches.
+    """
+    if name not in _KINDS:
+        close = get_close_matches(name, _KINDS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ValueError(f"{name!r} is no schedule{hint} (there are {', '.join(_KINDS)})")
+    kind = _KINDS[name]
+    virtual = kind.virtual if virtual is None else virtual
+    numbers = {"groups": num_groups, "microbatches": num_microbatches, "stages on a group": virtual}
+    problems = [f"the number of {what} must be at least 1, got {value}" for what, value in numbers.items() if value < 1]
+    if kind.fixed and virtual != kind.virtual and virtual >= 1:
+        problems.append(f"{name} puts {kind.virtual} on each group, not {virtual} stages; interleaved-1f1b takes any")
+    if not problems and (nearest := kind.nearest(num_groups, num_microbatches)) != num_microbatches:
+        problems.append(
+            f"{name} on {num_groups} groups needs a number of microbatches that is {kind.needs.format(num_groups)}, "
+            f"got {num_microbatches}; the nearest is {nearest}"
+        )
+    if problems:
+        raise ValueError("; ".join(problems))
+    stage_to_group = tuple(range(num_groups)) * virtual
+    if kind.folded:
+        stage_to_group = (*range(num_groups), *reversed(range(num_groups)))
+    rows = []
+    for group in range(num_groups):
+        stages = [stage for stage, owner in enumerate(stage_to_group) if owner == group]
+        rows.append(_numbered(kind.pattern(num_groups, group, num_microbatches, virtual), stages, num_microbatches))
+    return Schedule(name, tuple(rows), stage_to_group, any(action.kind == "W" for action in rows[0]))
+
+
+def forward_schedule(num_groups: int, num_microbatches: int, stage_to_group: Sequence[int]) -> Schedule:
+    """Forward actions only, for evaluation: each group runs the deepest of its stages that has its input."""
+    rows: list[list[Action]] = [[] for _ in range(num_groups)]
+    done = [0] * len(stage_to_group)  # microbatches that have left each stage
+    while done[-1] < num_microbatches:
+        chosen = {}
+        for stage, group in enumerate(stage_to_group):
+            if done[stage] < (done[stage - 1] if stage else num_microbatches):
+                chosen[group] = stage
+        for group, stage in chosen.items():
+            rows[group].append(Action("F", stage, done[stage]))
+            done[stage] += 1
+    return Schedule("forward", tuple(map(tuple, rows)), tuple(stage_to_group), splits_backward=False)
+
+
+def _numbered(pattern: Iterable[str], stages: Sequence[int], num_microbatches: int) -> tuple[Action, ...]:
+    """Actions from words such as F1 (forward of the group's second stage): each word's microbatches count up from 0.
+
+    Words past the last microbatch are left out.
+    """
+    counts: dict[str, int] = {}
+    row = []
+    for word in pattern:
+        microbatch = counts.get(word, 0)
+        counts[word] = microbatch + 1
+        if microbatch < num_microbatches:
+            row.append(Action(word[0], stages[int(word[1:])], microbatch))
+    return tuple(row)
+
+
+# --- patterns: (number of groups, group, number of microbatches, stages per group) -> words ---
+
+
+def _after_warmup(warmup: int, num_microbatches: int) -> list[str]:
+    """`warmup` forwards, then one backward, one forward."""
+    warmup = min(warmup, num_microbatches)
+    return ["F0"] * warmup + ["B0", "F0"] * (num_microbatches - warmup) + ["B0"] * warmup
+
+
+def _gpipe(groups: int, group: int, microbatches: int, virtual: int) -> list[str]:
+    return _after_warmup(microbatches, microbatches)
+
+
+def _one_f_one_b(groups: int, group: int, microbatches: int, virtual: int) -> list[str]:
+    return _after_warmup(groups - group, microbatches)
+
+
+def _eager_one_f_one_b(groups: int, group: int, microbatches: int, virtual: int) -> list[str]:
+    return _after_warmup(2 * (groups - group) - 1, microbatches)  # a forward more per transfer to the last group
+
+
+def _interleaved(groups: int, group: int, microbatches: int, virtual: int) -> list[str]:
+    """Every stage of a group takes `groups` microbatches in turn, the backward the stages in reverse."""
+    turns = [chunk for _ in range(microbatches // groups) for chunk in range(virtual) for _ in range(groups)]
+    forward = [f"F{chunk}" for chunk in turns]
+    backward = [f"B{virtual - 1 - chunk}" for chunk in turns]
+    warmup = min(2 * (groups - group - 1) + (virtual - 1) * groups, len(turns))
+    steady = [word for pair in zip(forward[warmup:], backward, strict=False) for word in pair]
+    return forward[:warmup] + steady + backward[len(turns) - warmup :]
+
+
+def _zb_h1(groups: int, group: int, microbatches: int, virtual: int) -> list[str]:
+    """1F1B, in which group g puts each W off by g microbatches: as much memory as 1F1B leaves free there."""
+    warmup = min(groups - group, microbatches)
+    words = ["F0"] * warmup
+    for microbatch in range(microbatches):
+        words.append("B0")
+        words += ["W0"] * (microbatch >= group) + ["F0"] * (microbatch + warmup < microbatches)
+    return words + ["W0"] * min(group, microbatches)
+
+
+def _zb_v(groups: int, group: int, microbatches: int, virtual: int) -> list[str]:
+    after = groups - group  # groups from this one to the fold, itself included
+    rounds = max(microbatches, 2 * groups - 1)  # with fewer, the words of missing microbatches fall out
+    ahead = after - 1  # forwards of the first stage that the warmup runs ahead of the second's
+    return [
+        *["F0"] * (2 * after - 1),  # to the fold and back: until the first microbatch returns
+        *["F1", "F0"] * group,
+        *["F1", "B1", "W1"] * after,
+        *["F0", "B0", "W0", "F1", "B1", "W1"] * (rounds - groups - ahead),
+        *["B0", "W0", "F1", "B1", "W1"] * ahead,
+        *["B0", "B1"] * group,
+        *["B0", "W0"] * after,
+        *["W1"] * group,
+        *["W0"] * group,
+    ]
+
+
+def _dualpipe_v(groups: int, group: int, microbatches: int, virtual: int) -> list[str]:
+    after = groups - group - 1  # groups from the next one to the fold
+    last = ["B1", "B0"] * (group + 1)
+    done, late = last[: group + 1], last[group + 1 :]  # the W of the late ones fills the gaps at the end
+    put_off = [word.replace("B", "W") for word in late] + ["W0"] * after
+    return [
+        *["F0"] * (2 * after),
+        *["F0", "F1"] * (group + 1),
+        *["B1", "W1", "F1"] * after,
+        *["F0", "B1", "W1", "F1", "B0", "W0"] * (microbatches - groups - after),
+        *["B1", "W1", "F1", "B0", "W0"] * after,
+        *(word for backward in done for word in (backward, backward.replace("B", "W"))),
+        *late,
+        *(word for weights in put_off[:after] for word in (weights, "B0")),
+        *put_off[after:],
+    ]
+
+
+class _Kind(NamedTuple):
+    pattern: Callable[[int, int, int, int], list[str]]
+    virtual: int = 1
+    fixed: bool = True  # no other number of stages on a group
+    folded: bool = False
+    needs: str = ""
+    nearest: Callable[[int, int], int] = lambda groups, microbatches: microbatches
+
+
+def _multiple(groups: int, microbatches: int) -> int:
+    return max(1, (microbatches + groups // 2) // groups) * groups
+
+
+_KINDS = {
+    "gpipe": _Kind(_gpipe),
+    "1f1b": _Kind(_one_f_one_b),
+    "eager-1f1b": _Kind(_eager_one_f_one_b),
+    "interleaved-1f1b": _Kind(_interleaved, 2, fixed=False, needs="a multiple of {}", nearest=_multiple),
+    "zb-h1": _Kind(_zb_h1),
+    "zb-v": _Kind(_zb_v, 2, folded=True),
+    "dualpipe-v": _Kind(
+        _dualpipe_v,
+        2,
+        folded=True,
+        needs="at least 2 * {}",
+        nearest=lambda groups, microbatches: max(microbatches, 2 * groups),
+    ),
+}
+SCHEDULE_NAMES = tuple(_KINDS)
