@@ -1,6 +1,6 @@
 """Placement: from a model and a rule table to the sharded abstract state, and from there to arrays and back."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -9,10 +9,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
+from flax_mesh.axes import DEFAULT_AXES, PartitionAxis, as_tuple
 from flax_mesh.errors import ShardingError
 from flax_mesh.mesh.context import get_incontext_mesh
 from flax_mesh.sharding.annotations import annotations_of, match_annotations
+from flax_mesh.sharding.optimizer import match_optimizer
 from flax_mesh.sharding.rules import (
     PartitionRules,
     Policy,
@@ -23,7 +24,7 @@ from flax_mesh.sharding.rules import (
     match_leaves,
 )
 from flax_mesh.sharding.tracing import short_tracer_errors
-from flax_mesh.tree import map_named, named_leaves, owner_of
+from flax_mesh.tree import map_named, named_leaves
 
 Model = TypeVar("Model", bound=type[nnx.Module])
 ATTRIBUTE = "partition_rules"  # where a class carries its table
@@ -69,17 +70,20 @@ def abstract_state(
     axes: PartitionAxis | None = None,
     on_mismatch: Policy = "error",
     min_size: int = 0,
+    shard_optimizer_over: str | tuple[str, ...] = (),
 ) -> nnx.State:
     """The state of what `make()` returns, as `ShapeDtypeStruct(shape, dtype, sharding)`; nothing is allocated.
 
     `make` may return (model, optimizer): the state then has the parts "model" and "optimizer". Parameters follow
     `rules`; by default the table the model carries, or else Flax's own annotations on its Variables, whose names are
-    mesh axes or logical axes of `axes`. An optimizer leaf follows the parameter whose path ends its own and whose shape
-    it has, or else the table. Raises one ShardingError that lists every leaf that does not fit.
+    mesh axes or logical axes of `axes`. An optimizer leaf follows the parameter whose path ends its own, dim by dim
+    where it has another shape (`match_optimizer`), or else the table. `shard_optimizer_over="dp"` splits the
+    optimizer's arrays over that mesh axis as well, on which parameters are copies: ZeRO stage 1 (`split_over`).
+    Raises one ShardingError that lists every leaf that does not fit.
     """
     made = abstract_model(make)
     state = nnx.state(made)
-    match = _match(made, state, mesh, rules, axes, min_size)
+    match = _match(made, mesh, rules, axes, min_size, as_tuple(shard_optimizer_over))
     apply_policy(match.findings, on_mismatch)
     shaped = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
@@ -90,42 +94,24 @@ def abstract_state(
 
 def _match(
     made: Any,
-    state: nnx.State,
     mesh: Mesh | AbstractMesh,
     rules: PartitionRules | Iterable[tuple[str, Any]] | None,
     axes: PartitionAxis | None,
     min_size: int,
+    over: tuple[str, ...],
 ) -> RuleMatch:
-    """Specs of all leaves of `state`, the state of the module or of {"model", "optimizer"} that was made."""
+    """Specs of all leaves of `nnx.state(made)`: the module's, or those of {"model", "optimizer"}."""
     model = made["model"] if isinstance(made, dict) else made
     if rules is None and not hasattr(model, ATTRIBUTE) and annotations_of(nnx.state(model)):
-        return match_annotations(state, mesh, axes or DEFAULT_AXES)
-    table = as_rules(rules if rules is not None else partition_rules(model), axes)
-    leaves = named_leaves(nnx.state(model))
-    match = match_leaves(table, leaves, mesh=mesh, min_size=min_size)
+        table = PartitionRules([])
+        match = match_annotations(nnx.state(model), mesh, axes or DEFAULT_AXES)
+    else:
+        table = as_rules(rules if rules is not None else partition_rules(model), axes)
+        match = match_leaves(table, named_leaves(nnx.state(model)), mesh=mesh, min_size=min_size)
     if not isinstance(made, dict):
         return match
-    rest = match_optimizer(table, leaves, match.specs, named_leaves(nnx.state(made["optimizer"])), mesh, min_size)
+    rest = match_optimizer(made["optimizer"], model, match.specs, table, mesh, min_size=min_size, over=over)
     return match._replace(specs=match.specs + rest.specs, findings=match.findings + rest.findings)
-
-
-def match_optimizer(
-    table: PartitionRules,
-    parameters: Sequence[tuple[str, Any]],
-    parameter_specs: Sequence[PartitionSpec],
-    leaves: Sequence[tuple[str, Any]],
-    mesh: Mesh | AbstractMesh,
-    min_size: int,
-) -> RuleMatch:
-    """Specs of an optimizer's leaves: those of the parameters they belong to, by structure; the rest by the table."""
-    owners = {path: (leaf.shape, spec) for (path, leaf), spec in zip(parameters, parameter_specs, strict=True)}
-    followed = [owners.get(owner_of(path, owners) or "") for path, _ in leaves]
-    follows = [owner is not None and owner[0] == leaf.shape for owner, (_, leaf) in zip(followed, leaves, strict=True)]
-    others = [pair for pair, follow in zip(leaves, follows, strict=True) if not follow]
-    match = match_leaves(table, others, mesh=mesh, min_size=min_size)
-    by_table = iter(match.specs)
-    specs = [o[1] if o and follow else next(by_table) for o, follow in zip(followed, follows, strict=True)]
-    return match._replace(specs=specs)
 
 
 def abstract_model(make: Make) -> Any:

@@ -1,0 +1,224 @@
+"""Optimizer states lie as their parameters do, for any optax transformation, and the step does not change for it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, PartitionSpec
+
+import flax_mesh as fm
+from flax_mesh.sharding.optimizer import split_over
+from flax_mesh.train import init_train_state, make_train_step
+
+P = PartitionSpec
+RULES = [("kernel$", ("embed", "mlp")), ("bias$", ("mlp",))]  # none that an optimizer's own leaf would match
+SPEC = {"square/kernel": P("fsdp", "tp"), "out/kernel": P("fsdp", "tp"), "square/bias": P("tp"), "out/bias": P("tp")}
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.square, self.out = nnx.Linear(16, 16, rngs=rngs), nnx.Linear(16, 32, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(jnp.tanh(self.square(x)))
+
+
+def loss_fn(model, batch):
+    return jnp.sum((model(batch) - 1.0) ** 2), jnp.float32(batch.shape[0])
+
+
+def of_kernels(params):
+    return fm.map_named(lambda path, _: path.endswith("kernel"), params)
+
+
+def label(params):
+    return fm.map_named(lambda path, _: "matrices" if path.endswith("kernel") else "vectors", params)
+
+
+# Each has the state that its name says; all learn fast enough for a wrong update to show.
+OPTIMIZERS = {
+    "adam": lambda: optax.adamw(1e-2),
+    "chained": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2), optax.ema(0.9)),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8, momentum=0.9),
+    "muon": lambda: optax.contrib.muon(1e-2),
+    "masked": lambda: optax.chain(optax.masked(optax.trace(0.9), of_kernels), optax.sgd(1e-2)),
+    "multi_steps": lambda: optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
+    "partition": lambda: optax.partition({"matrices": optax.adamw(1e-2), "vectors": optax.sgd(1e-2, 0.9)}, label),
+    "schedule_free": lambda: optax.contrib.schedule_free_adamw(1e-2),
+    "sm3": lambda: optax.sm3(1e-2),
+}
+
+
+def maker(name):
+    def make():
+        model = Net(nnx.Rngs(0))
+        return model, nnx.Optimizer(model, OPTIMIZERS[name](), wrt=nnx.Param)
+
+    return make
+
+
+def specs_of(state):
+    return {path: leaf.sharding.spec for path, leaf in fm.named_leaves(state)}
+
+
+def after_steps(name, mesh, **kinds):
+    """(abstract state, train state after three steps)."""
+    abstract = fm.abstract_state(maker(name), mesh, RULES, **kinds)
+    state = init_train_state(maker(name), abstract)
+    step = make_train_step(loss_fn, state)
+    batch = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+    for _ in range(3):
+        state, _ = step(state, batch)
+    return abstract, state
+
+
+def assert_close(a, b):
+    for (path, x), (_, y) in zip(fm.named_leaves(a), fm.named_leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6, err_msg=path)
+
+
+RARE = {"adam", "schedule_free", "sm3"}  # adam is in "chained" and below
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in RARE)) for n in OPTIMIZERS])
+def test_every_moment_lies_as_its_parameter_and_the_step_is_that_of_one_device(name):
+    mesh = fm.create_mesh((2, 2, 1, 2, 1))
+    abstract, state = after_steps(name, mesh)
+    big = []
+    for path, leaf in fm.named_leaves(state.to_nnx()["optimizer"]):
+        owner = next((p for p in SPEC if path.endswith(p)), None)
+        whole = dict(fm.named_leaves(abstract["model"]))
+        if owner and leaf.shape == whole[owner].shape:
+            assert leaf.sharding.spec == SPEC[owner], path
+        if leaf.size >= 16:
+            big.append(path)
+            assert not leaf.is_fully_replicated, path
+    assert big  # of every optimizer here
+    _, alone = after_steps(name, fm.create_mesh((1, 1, 1, 1, 1), devices=jax.devices()[:1]))
+    start = fm.gather(fm.init_state(maker(name), abstract))
+    assert np.abs(start["model"]["out"]["kernel"][...] - state.merge()[0].out.kernel[...]).max() > 1e-3  # it did learn
+    assert_close(fm.gather(state.to_nnx()), fm.gather(alone.to_nnx()))
+
+
+def test_factored_moments_take_the_dims_that_they_are():
+    abstract = fm.abstract_state(maker("adafactor"), fm.create_mesh((2, 2, 1, 2, 1)), RULES)
+    specs = specs_of(abstract["optimizer"]["opt_state"])
+    # Rows and columns of the square kernel have the same shape, and differ in what they are.
+    assert specs["0/v_row/square/kernel"] == specs["0/v_row/out/kernel"] == P("fsdp")
+    assert specs["0/v_col/square/kernel"] == specs["0/v_col/out/kernel"] == P("tp")
+    assert specs["0/v/square/kernel"] == P() and specs["0/v/square/bias"] == P("tp")
+    sm3 = specs_of(fm.abstract_state(maker("sm3"), fm.create_mesh((2, 2, 1, 2, 1)), RULES)["optimizer"]["opt_state"])
+    assert (sm3["0/mu/square/kernel/0"], sm3["0/mu/square/kernel/1"]) == (P("fsdp"), P("tp"))
+
+
+def transformation(init):
+    """An optax transformation that only has a state."""
+    return optax.GradientTransformation(
+        lambda params: init(params), lambda updates, state, params=None: (updates, state)
+    )
+
+
+def abstract_of(init, mesh=None, rules=RULES, **kinds):
+    def make():
+        model = Net(nnx.Rngs(0))
+        return model, nnx.Optimizer(model, transformation(init), wrt=nnx.Param)
+
+    return fm.abstract_state(make, mesh or fm.create_mesh((2, 2, 1, 2, 1)), rules, **kinds)["optimizer"]["opt_state"]
+
+
+def test_dims_are_told_by_structure_not_by_size():
+    def gram(x):  # Shampoo's statistics, and one that is no dim of the parameter but of its size
+        first, last = x.shape[0], x.shape[-1]
+        return {
+            "left": jnp.zeros((first, first)),
+            "right": jnp.zeros((last, last)),
+            "history": jnp.zeros((16, 3, last)),
+        }
+
+    specs = specs_of(abstract_of(lambda params: jax.tree.map(gram, params)))
+    assert specs["out/kernel/left"] == P("fsdp") and specs["out/kernel/right"] == P("tp")
+    assert specs["out/kernel/history"] == P(None, None, "tp")
+    assert specs["square/kernel/left"] == P("fsdp", "tp")  # of the parameter's shape: split as far as it
+
+
+def test_what_is_as_large_as_its_parameter_and_would_stay_whole_is_a_finding():
+    flat = lambda params: jax.tree.map(lambda x: jnp.zeros(x.size), params)  # noqa: E731
+    with pytest.raises(fm.ShardingError, match=r"opt_state/square/kernel: \(256,\) would stay whole: none") as error:
+        abstract_of(flat)
+    assert "opt_state/out/kernel: (512,)" in str(error.value)
+    with pytest.warns(UserWarning, match="would stay whole"):
+        abstract_of(flat, on_mismatch="warn")
+
+
+def test_leaves_of_no_parameter_follow_the_table_and_need_no_rule_while_they_are_small():
+    state = lambda params: {"table": jnp.zeros((8, 4)), "list": jnp.zeros(3)}  # noqa: E731
+    assert specs_of(abstract_of(state)) == {"list": P(), "table": P()}
+    assert specs_of(abstract_of(state, rules=[*RULES, ("opt_state/table", P("tp"))]))["table"] == P("tp")
+    with pytest.raises(fm.ShardingError, match="Partition rule not found for param: opt_state/large"):
+        abstract_of(lambda params: {"large": jnp.zeros((4096, 1024))})
+
+
+def test_annotated_models_have_factored_moments_too():
+    def make():
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "tp"))
+        model = nnx.Linear(16, 16, kernel_init=init, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adafactor(1e-2, min_dim_size_to_factor=8), wrt=nnx.Param)
+
+    specs = specs_of(fm.abstract_state(make, fm.create_mesh((2, 2, 1, 2, 1))))
+    assert specs["optimizer/opt_state/0/v_row/kernel"] == P("fsdp")
+    assert specs["optimizer/opt_state/0/v_col/kernel"] == P("tp")
+
+
+# --- ZeRO-1 ---
+
+
+def bytes_per_device(state):
+    moments = [leaf for path, leaf in fm.named_leaves(state) if "opt_state" in path and leaf.size > 1]
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in moments)
+
+
+@pytest.mark.parametrize(
+    "name", ["adam", *[pytest.param(n, marks=pytest.mark.slow) for n in ("adafactor", "multi_steps")]]
+)
+def test_moments_split_over_dp_take_that_factor_less_and_the_step_stays(name):
+    mesh = fm.create_mesh((4, 2, 1, 1, 1))
+    _, plain = after_steps(name, mesh)
+    abstract, zero = after_steps(name, mesh, shard_optimizer_over="dp")
+    assert bytes_per_device(plain.to_nnx()) == 4 * bytes_per_device(zero.to_nnx()) > 0
+    for want, have in zip(jax.tree.leaves(abstract), zero.leaves, strict=True):
+        assert have.sharding == want.sharding  # also after the step
+    assert specs_of(zero.to_nnx()["model"]) == specs_of(plain.to_nnx()["model"])
+    _, alone = after_steps(name, fm.create_mesh((1, 1, 1, 1, 1), devices=jax.devices()[:1]))
+    assert_close(fm.gather(zero.to_nnx()), fm.gather(alone.to_nnx()))
+
+
+def test_the_first_dim_that_divides_is_split_further():
+    mesh = AbstractMesh((4, 2, 2), ("dp", "fsdp", "tp"))
+
+    def split(*shape, spec=None):
+        return split_over("x", shape, spec or P(), mesh, ("dp",))
+
+    assert split(16, 8, spec=P("fsdp", "tp")) == (P(("fsdp", "dp"), "tp"), [])
+    assert split(6, 8, spec=P("fsdp", "tp")) == (P("fsdp", ("tp", "dp")), [])
+    assert split(3, 5, 8) == (P(None, None, "dp"), [])
+    assert split(8, spec=P("dp")) == (P("dp"), [])  # already
+    assert split(3) == split() == (P(), [])  # fewer elements than devices
+    assert split_over("x", (8,), P(), mesh, ("dp", "fsdp")) == (P(("dp", "fsdp")), [])
+    assert split_over("x", (6,), P(), mesh, ("dp",), min_size=7) == (P(), [])
+
+
+def test_moments_that_cannot_be_split_further_are_findings():
+    def make():
+        model = nnx.Linear(6, 10, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    mesh = fm.create_mesh((8, 1, 1, 1, 1))
+    with pytest.raises(fm.ShardingError, match=r"mu/kernel: no dim of \(6, 10\), laid out as .*divides by 8") as error:
+        fm.abstract_state(make, mesh, RULES, shard_optimizer_over="dp")
+    assert "nu/bias: no dim of (10,)" in str(error.value) and "min_size=61" in str(error.value)
+    small = fm.abstract_state(make, mesh, RULES, shard_optimizer_over="dp", min_size=61)
+    assert set(specs_of(small).values()) == {P()}
+    with pytest.raises(fm.ShardingError, match=r"to be split over \['data'\], which the mesh"):
+        fm.abstract_state(make, mesh, RULES, shard_optimizer_over="data")
