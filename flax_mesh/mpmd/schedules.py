@@ -31,6 +31,15 @@ class Action(NamedTuple):
         return Action(match[2], int(match[1]), int(match[3]))
 
 
+class Deadlock(ValueError):
+    """Rows wait for each other for ever; `stuck` has (group, its next action, what that needs) of every stuck group."""
+
+    def __init__(self, name: str, stuck: list[tuple[int, Action, Action]]):
+        self.stuck = stuck
+        lines = [f"group {group} stands at {action}, which needs {missing}" for group, action, missing in stuck]
+        super().__init__(f"{name}: the rows wait for each other for ever: " + "; ".join(lines))
+
+
 def dependencies(action: Action, num_stages: int) -> list[Action]:
     """The actions whose results `action` takes: of the neighbouring stage first, of its own stage last."""
     kind, stage, microbatch = action
@@ -72,7 +81,7 @@ class Schedule:
         """{action: (start, end)}, every action as early as its row and its dependencies let it be, sorted by start.
 
         `delay(sender, receiver)` is the time that a value takes between two stages; it is not asked of stages that
-        share a group. ValueError where the rows wait for each other for ever, with what every stuck group waits for.
+        share a group. Deadlock where the rows wait for each other for ever.
         """
         times: dict[Action, tuple[float, float]] = {}
         position, free = [0] * self.num_groups, [0.0] * self.num_groups
@@ -95,9 +104,8 @@ class Schedule:
                 position[group] += 1
                 queue.extend(waiting.pop(action, ()))
         if waiting:
-            stuck = [(self.rows[g][position[g]], missing, g) for missing, groups in waiting.items() for g in groups]
-            lines = [f"group {g} stands at {action}, which needs {missing}" for action, missing, g in sorted(stuck)]
-            raise ValueError(f"{self.name}: the rows wait for each other for ever: " + "; ".join(lines))
+            stuck = [(g, self.rows[g][position[g]], missing) for missing, groups in waiting.items() for g in groups]
+            raise Deadlock(self.name, sorted(stuck))
         return dict(sorted(times.items(), key=lambda item: item[1][0]))  # stable: dependencies stay in front
 
     def order(self) -> list[Action]:
