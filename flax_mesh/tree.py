@@ -21,13 +21,11 @@ def path_of(key_path: Sequence[Any]) -> str:
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     """(path, leaf) of every leaf, in the order of `jax.tree.leaves`. Variables are walked into, and leave no trace."""
-    found = []
-    for key_path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_variable)[0]:
-        if isinstance(node, nnx.Variable):  # its own first key is the attribute that holds the value
-            inner = jax.tree_util.tree_flatten_with_path(node)[0]
-            found += [(_join((*key_path, *rest[1:])), leaf) for rest, leaf in inner]
-        else:
-            found.append((_join(key_path), node))
+    found: list[tuple[str, Any]] = []
+    root = tree.get_raw_value() if isinstance(tree, nnx.Variable) else tree
+    if jax.tree_util.all_leaves([root]):
+        return [("", root)]
+    _walk("", _CHILDREN.get(type(root), _one_level)(root), dict(_CHILDREN), found)
     return found
 
 
@@ -72,18 +70,53 @@ def layer_path(path: str, stack: str, index: int) -> str:
     return f"{stack}/{index}/{path[len(stack) + 1 :]}"
 
 
-def _is_variable(node: Any) -> bool:
-    return isinstance(node, nnx.Variable)
+Children = Callable[[Any], Iterable[tuple[Any, Any]]]  # (name, child) pairs of a node
+
+
+def _walk(
+    prefix: str, pairs: Iterable[tuple[Any, Any]], children: dict[type, Children], found: list[tuple[str, Any]]
+) -> None:
+    """Append the leaves at and below `pairs`. Ours, for JAX's own walk with key paths takes five times as long."""
+    for name, node in pairs:
+        kind = type(node)
+        if issubclass(kind, nnx.Variable):
+            node = node.get_raw_value()
+            kind = type(node)
+        if kind not in children:  # JAX tells nodes from leaves by their type
+            children[kind] = _none if jax.tree_util.all_leaves([node]) else _one_level
+        path = f"{prefix}{name}"
+        if children[kind] is _none:
+            found.append((path, node))
+        else:
+            _walk(path + "/", children[kind](node), children, found)
+
+
+def _one_level(node: Any) -> list[tuple[str, Any]]:
+    """Children of any node that JAX knows."""
+    pairs = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)[0]
+    return [(_join(keys), child) for keys, child in pairs]
+
+
+def _none(leaf: Any) -> list[tuple[str, Any]]:
+    return []
 
 
 def _join(keys: Sequence[Any]) -> str:
     return "/".join([_NAME_OF[type(key)](key) if type(key) in _NAME_OF else str(key) for key in keys])
 
 
-# Key of JAX -> its name. A dict over types, since paths are made for every leaf of large trees.
+# Key of JAX -> its name.
 _NAME_OF: dict[type, Callable[[Any], str]] = {
     DictKey: lambda key: str(key.key),
     FlattenedIndexKey: lambda key: str(key.key),
     GetAttrKey: lambda key: str(key.name),
     SequenceKey: lambda key: str(key.idx),
+}
+
+# Children of the nodes that large trees consist of, in JAX's order.
+_CHILDREN: dict[type, Children] = {
+    dict: lambda node: [(key, node[key]) for key in sorted(node)],
+    list: enumerate,
+    tuple: enumerate,
+    nnx.State: lambda node: sorted(node.raw_mapping.items()),
 }

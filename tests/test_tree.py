@@ -1,5 +1,8 @@
+import collections
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
@@ -37,6 +40,43 @@ def test_named_leaves_stand_in_the_order_of_jax():
     for tree in (nnx.state(Net(nnx.Rngs(0))), {"b": 1, "a": [2, {"value": 3}]}):
         leaves = [leaf for _, leaf in named_leaves(tree)]
         assert all(a is b for a, b in zip(leaves, jax.tree.leaves(tree), strict=True))
+
+
+def test_every_kind_of_node_has_the_paths_of_jax():
+    Pair = collections.namedtuple("Pair", "left right")
+    x = np.ones(2)
+    trees = [
+        {"b": [x, (x, None)], "a": {}, "": {"c": x}, "ordered": collections.OrderedDict(z=x, y=x)},
+        [
+            Pair(x, {"value": 3, "k": jax.ShapeDtypeStruct((2,), jnp.float32)}),
+            "text",
+            None,
+            jax.sharding.PartitionSpec(),
+        ],
+        {1: x, 0: {10: x, 2: x}},
+        Net(nnx.Rngs(0)),
+        nnx.List([nnx.Param({"v": x, "u": [x, x]}), nnx.Param(None)]),
+        optax.chain(optax.adamw(1e-3), optax.scale(2.0)).init({"w": x}),
+        x,
+        None,
+        {},
+    ]
+    for tree in trees:
+        keyed = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, nnx.Variable))[0]
+        want = [(path_of(keys), node) for keys, node in keyed if not isinstance(node, nnx.Variable)]
+        for keys, variable in keyed:
+            if isinstance(variable, nnx.Variable):
+                inner = jax.tree_util.tree_flatten_with_path(variable.get_raw_value())[0]
+                want += [(path_of((*keys, *rest)), leaf) for rest, leaf in inner]
+        found = named_leaves(tree)
+        assert sorted(path for path, _ in found) == sorted(path for path, _ in want)
+        assert all(dict(want)[path] is leaf for path, leaf in found)
+        assert all(a is b for (_, a), b in zip(found, jax.tree.leaves(tree), strict=True))
+
+
+def test_a_leaf_and_a_variable_alone_have_the_empty_path():
+    assert named_leaves(3) == named_leaves(nnx.Variable(3)) == [("", 3)]
+    assert named_leaves(nnx.Variable({"a": [1, 2]})) == [("a/0", 1), ("a/1", 2)]
 
 
 def test_optax_states_are_walked_and_a_field_called_value_is_kept():

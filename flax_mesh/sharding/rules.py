@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis, as_tuple
 from flax_mesh.errors import ShardingError
+from flax_mesh.sharding.patterns import ignore_numbers, without_numbers
 from flax_mesh.tree import in_stack, named_leaves
 
 Dims = PartitionSpec | tuple[str | None, ...] | None  # mesh axes, or logical axes, or whole
@@ -152,33 +153,41 @@ def match_leaves(
 ) -> RuleMatch:
     """Specs for (path, leaf) pairs. Unmatched leaves raise; what else does not fit is left out and listed."""
     specs, findings, unmatched, used = [], [], [], set()
-    whole, fitting = PartitionSpec(), {}  # (rule, shape, in a stack) -> spec: the layers of a model are alike
+    whole, decided = PartitionSpec(), {}  # (path but for numbers, shape) -> spec: the layers of a model are alike
+    alike = without_numbers if ignore_numbers([p for p, _ in rules.table], rules.layers) else str
     for path, leaf in leaves:
         shape = getattr(leaf, "shape", None)
         if not shape:
             specs.append(whole)
             continue
-        stacked = rules.stack(path) is not None
-        if prod(shape[1:] if stacked else shape) == 1 or (min_size and prod(shape) < min_size):
+        key = (alike(path), shape)
+        if key in decided:
+            specs.append(decided[key])
+            continue
+        if needs_no_rule(rules, path, shape, min_size):
+            decided[key] = whole
             specs.append(whole)
             continue
         index = rules.find(path)
         if index is None:
             unmatched.append(f"Partition rule not found for param: {path} {tuple(shape)}")
             continue
-        spec = fitting.get((index, shape, stacked))
-        if spec is None:
-            used.add(index)
-            spec, problems = fit_spec(path, shape, rules.spec(index, path), mesh, rule=rules.table[index])
-            if note := rules._compiled[index][2]:
-                problems.append(Finding(path, note, f"Map one of the dims of rule {rules.table[index]} to None"))
-            findings += problems
-            if not problems:  # what does not fit is told of every leaf
-                fitting[index, shape, stacked] = spec
+        used.add(index)
+        spec, problems = fit_spec(path, shape, rules.spec(index, path), mesh, rule=rules.table[index])
+        if note := rules._compiled[index][2]:
+            problems.append(Finding(path, note, f"Map one of the dims of rule {rules.table[index]} to None"))
+        findings += problems
+        if not problems:  # what does not fit is told of every leaf
+            decided[key] = spec
         specs.append(spec)
     if unmatched:
         raise ShardingError("\n".join([*unmatched, "Add rules for them, or end the table with ('.*', ())."]))
     return RuleMatch(specs, findings, [p for i, (p, _) in enumerate(rules.table) if i not in used])
+
+
+def needs_no_rule(rules: PartitionRules, path: str, shape: Sequence[int], min_size: int = 0) -> bool:
+    """Whether the array at `path` stays whole without a rule: of one element (a layer, in a stack), or too small."""
+    return prod(shape[1:] if rules.stack(path) else shape) <= 1 or prod(shape) < min_size
 
 
 def fit_spec(

@@ -1,0 +1,119 @@
+"""Layers are matched once only where no pattern can tell them apart; everywhere else the plain loop decides."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
+
+from flax_mesh import PartitionRules, match_partition_rules
+from flax_mesh.sharding.patterns import ignore_numbers, without_numbers
+from flax_mesh.tree import nest
+
+P = PartitionSpec
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "q/kernel$",
+        r"layers/\d+/(q|k)/kernel",
+        r"layers/\d\d/q",
+        "layers/./q",
+        "layers/[0-9]+/q",
+        r"^(?:decoder/)?layers/[^/]+/mlp",
+        "block_0/kernel",
+        "conv1|conv2(?=/bias)",
+        r"(?i)KERNEL",
+        r"(?<!bias)/scale",
+        ".*",
+    ],
+)
+def test_patterns_without_an_eye_for_numbers(pattern):
+    assert ignore_numbers([pattern])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "sees", "misses"),
+    [
+        ("layers/1/q", "layers/1/q", "layers/2/q"),
+        ("[1-3]/q", "layers/1/q", "layers/4/q"),
+        (r"(\d)\1/q", "layers/11/q", "layers/12/q"),
+        (r"(?P<n>\d)(?P=n)/q", "layers/11/q", "layers/12/q"),
+        (r"\x31/q", "layers/1/q", "layers/2/q"),
+        (r"\N{DIGIT ONE}/q", "layers/1/q", "layers/2/q"),
+        ("a?1/q", "layers/1/q", "layers/2/q"),
+        ("[a1]/q", "layers/1/q", "layers/2/q"),
+        ("a|1/q", "1/q", "2/q"),
+        (r"\w1/q", "layers/11/q", "layers/12/q"),
+        (r"\b1/q", "layers/1/q", "layers/2/q"),
+        (r"\[0-9]|1/q", "1/q", "2/q"),
+        ("(?<=1)/q", "layers/1/q", "layers/2/q"),
+        (r"layers(?!/1)/\d", "layers/2", "layers/1"),
+    ],
+)
+def test_patterns_that_tell_numbers_apart(pattern, sees, misses):
+    assert re.search(pattern, sees) and not re.search(pattern, misses)
+    assert without_numbers(sees) == without_numbers(misses)
+    assert not ignore_numbers([".*", pattern])
+
+
+def test_numbers_are_whole_parts_of_ascii_digits():
+    assert without_numbers("layers/12/block_0/3x/²/7") == "layers/00/block_0/3x/²/0"
+    assert ignore_numbers(["q"], ["layers", "block_0/layers"]) and not ignore_numbers(["q"], ["blocks/0/layers"])
+
+
+CHARACTERS = "019.^$|/+*?()"
+CLASSES = [
+    "a",
+    "_",
+    "ab",
+    "a0",
+    "b_1",
+    r"\d",
+    r"\w",
+    r"\1",
+    r"\b",
+    r"\/",
+    "[^/]",
+    "[0-9]",
+    "[a0-4]",
+    r"\x30",
+    r"\[0-9]",
+]
+GROUPS = ["(?=1)", "(?!a0)", "(?<=/)", "(?<!1)", "(?i:A)", "(?:a|0)", "(?P<n>.)", "(?P=n)", "{2}"]
+pieces = st.sampled_from([*CHARACTERS, *CLASSES, *GROUPS])
+
+
+def compiles(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True
+
+
+patterns = st.lists(pieces, min_size=1, max_size=5).map("".join).filter(compiles)
+parts = st.sampled_from(["a", "ab", "a0", "a1", "b_1", "A", "0", "1", "9", "00", "10", "19", "q"])
+paths = st.lists(parts, min_size=1, max_size=4).map("/".join)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(patterns, min_size=1, max_size=4), st.lists(paths, min_size=1, max_size=8, unique=True))
+def test_every_leaf_gets_the_first_rule_that_is_found(patterns, paths):
+    table = [*((pattern, P(f"axis_{i}")) for i, pattern in enumerate(patterns)), ("", P("rest"))]
+    tree = nest((f"{path}/w", jax.ShapeDtypeStruct((4,), jnp.float32)) for path in paths)
+    specs = match_partition_rules(PartitionRules(table), tree)
+    first = lambda path: next(spec for pattern, spec in table if re.search(pattern, path))  # noqa: E731
+    assert specs == nest((f"{path}/w", first(f"{path}/w")) for path in paths)
+
+
+@settings(max_examples=300, deadline=None)
+@given(patterns, paths)
+def test_a_search_that_ignores_numbers_ends_the_same_without_them(pattern, path):
+    if ignore_numbers([pattern]):
+        found, again = re.search(pattern, path), re.search(pattern, without_numbers(path))
+        assert (found and found.span()) == (again and again.span())
