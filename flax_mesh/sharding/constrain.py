@@ -9,23 +9,26 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from flax_mesh.axes import Mode, PartitionAxis, as_tuple
 from flax_mesh.errors import ShardingError
 from flax_mesh.mesh.context import current_mesh, get_incontext_mesh
-from flax_mesh.sharding.rules import Policy, apply_policy, fit_spec
+from flax_mesh.sharding.rules import Finding, Policy, apply_policy, fit_spec, lost_finding
 
 Array = TypeVar("Array")
 
 
-def with_sharding_constraint(x: Array, spec: PartitionSpec, *, on_mismatch: Policy = "error") -> Array:
+def with_sharding_constraint(
+    x: Array, spec: PartitionSpec, *, on_mismatch: Policy = "error", dropped: list[Finding] | None = None
+) -> Array:
     """`x` laid out as `spec` on the mesh in context, inside jit or outside; `P()` replicates.
 
     Axes of type Auto are constrained, Explicit ones resharded; Manual ones (inside `shard_map`) are left alone, since
-    there the array is one shard already. A spec that does not fit `x` and the mesh is a ShardingError, or what
-    `on_mismatch` says. Without a mesh in context: the error of `get_incontext_mesh`.
+    there the array is one shard already. A spec that does not fit `x` and the mesh follows `on_mismatch` as in
+    `match_partition_rules`: a ShardingError, or left out, with or without a warning, and added to `dropped`; inside
+    jit once a trace. Without a mesh in context: the error of `get_incontext_mesh`.
     """
     mesh: Any = get_incontext_mesh()
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     local = PartitionSpec(*(_only(entry, types, AxisType.Auto, AxisType.Explicit, None) for entry in spec))
     fitting, findings = fit_spec("with_sharding_constraint", getattr(x, "shape", ()), local, mesh)
-    apply_policy(findings, on_mismatch)
+    apply_policy(findings, on_mismatch, dropped)
     if all(kind == AxisType.Manual for kind in types.values()):
         return x
     explicit = [_only(entry, types, AxisType.Explicit) for entry in fitting]
@@ -44,15 +47,26 @@ def with_sharding_constraint(x: Array, spec: PartitionSpec, *, on_mismatch: Poli
     return x
 
 
-def constrain(x: Array, logical_axes: Iterable[str | None], *, axes: PartitionAxis, mode: Mode = "train") -> Array:
+def constrain(
+    x: Array,
+    logical_axes: Iterable[str | None],
+    *,
+    axes: PartitionAxis,
+    mode: Mode = "train",
+    on_mismatch: Policy = "error",
+    dropped: list[Finding] | None = None,
+) -> Array:
     """`x` with its dims laid out as its logical axes say: `constrain(x, ("batch", "sequence", "hidden"), axes=axes)`.
 
     The line that lets one model run on any mesh: where no mesh is in context, as on a single device, `x` comes back
-    as it is. A mesh axis that two dims map to stays with the earlier one.
+    as it is. What does not fit follows `on_mismatch`: also a mesh axis that two dims map to, which the earlier one has.
     """
     if current_mesh() is None:
         return x
-    return with_sharding_constraint(x, axes.resolve(logical_axes, mode))
+    logical_axes = tuple(logical_axes)
+    spec, lost = axes.resolve_and_report(logical_axes, mode)
+    apply_policy([lost_finding(f"constrain{logical_axes}", one) for one in lost], on_mismatch, dropped)
+    return with_sharding_constraint(x, spec, on_mismatch=on_mismatch, dropped=dropped)
 
 
 def _only(entry: Any, types: dict[str, AxisType], *kinds: AxisType | None) -> Any:

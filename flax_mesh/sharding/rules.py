@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from flax_mesh.axes import DEFAULT_AXES, PartitionAxis, as_tuple
+from flax_mesh.axes import DEFAULT_AXES, Lost, PartitionAxis, as_tuple
 from flax_mesh.errors import ShardingError
 from flax_mesh.sharding.patterns import ignore_numbers, without_numbers
 from flax_mesh.tree import in_stack, named_leaves
@@ -34,7 +34,9 @@ class PartitionRules:
     table: tuple[tuple[str, Dims], ...]
     axes: PartitionAxis = DEFAULT_AXES
     layers: tuple[str, ...] = ()
-    _compiled: tuple[tuple[re.Pattern[str], PartitionSpec, str], ...] = field(init=False, repr=False, compare=False)
+    _compiled: tuple[tuple[re.Pattern[str], PartitionSpec, tuple[Lost, ...]], ...] = field(
+        init=False, repr=False, compare=False
+    )
     # Matches of the trees seen last: a state of the same structure is matched again without a look at its paths.
     _matches: dict[Any, "RuleMatch"] = field(init=False, repr=False, compare=False)
 
@@ -83,8 +85,8 @@ class PartitionRules:
         pattern, dims = self.table[index]
         later = [p.pattern for p, _, _ in self._compiled[index + 1 :] if p.search(path)]
         text = f"{path}: rule {index + 1} of {len(self.table)}, {pattern!r} -> {dims!r} -> {self.spec(index, path)}"
-        if note := self._compiled[index][2]:
-            text += f"; {note}"
+        for lost in self._compiled[index][2]:
+            text += f"; {lost_finding(path, lost).problem}"
         if stack := self.stack(path):
             text += f"; the leading dim counts the layers of the stack {stack!r}"
         return text + (f"; later rules that match too: {', '.join(map(repr, later))}" if later else "")
@@ -117,13 +119,15 @@ def match_partition_rules(
     axes: PartitionAxis | None = None,
     min_size: int = 0,
     on_mismatch: Policy = "error",
+    dropped: list[Finding] | None = None,
 ) -> Any:
     """A tree of PartitionSpec of the same structure as `tree` (nnx.State, pure dict, optax state; arrays or abstract).
 
     Scalars, leaves of one element or of fewer than `min_size`, and leaves that are no arrays get `P()`.
     A leaf without a rule is a ShardingError. So is, by default, a spec that does not fit: longer than the rank, a mesh
     axis twice and, where `mesh` is given, an axis it lacks or a dim that does not divide. All leaves stand in one
-    error. `on_mismatch="warn"` and "drop" leave out the axes that do not fit instead, with or without one warning.
+    error. `on_mismatch="warn"` and "drop" leave out the axes that do not fit instead, with or without one warning;
+    what they left out is added to `dropped`.
     """
     rules = as_rules(rules, axes)
     leaves, treedef = jax.tree.flatten(tree)
@@ -133,7 +137,7 @@ def match_partition_rules(
         match = rules._matches[key] = match_leaves(rules, named_leaves(tree), mesh=mesh, min_size=min_size)
         while len(rules._matches) > MATCHES_KEPT:
             rules._matches.pop(next(iter(rules._matches)))
-    apply_policy(match.findings, on_mismatch)
+    apply_policy(match.findings, on_mismatch, dropped)
     return jax.tree.unflatten(treedef, match.specs)
 
 
@@ -173,15 +177,14 @@ def match_leaves(
             unmatched.append(f"Partition rule not found for param: {path} {tuple(shape)}")
             continue
         used.add(index)
-        spec, problems = fit_spec(path, shape, rules.spec(index, path), mesh, rule=rules.table[index])
-        if note := rules._compiled[index][2]:
-            problems.append(Finding(path, note, f"Map one of the dims of rule {rules.table[index]} to None"))
+        spec, problems = fit_rule(rules, index, path, shape, mesh)
         findings += problems
         if not problems:  # what does not fit is told of every leaf
             decided[key] = spec
         specs.append(spec)
     if unmatched:
-        raise ShardingError("\n".join([*unmatched, "Add rules for them, or end the table with ('.*', ())."]))
+        repair = "Add rules for them, or end the table with ('.*', ())."
+        raise ShardingError("\n".join([*unmatched, repair, *(f"{finding}." for finding in findings)]))
     return RuleMatch(specs, findings, [p for i, (p, _) in enumerate(rules.table) if i not in used])
 
 
@@ -190,67 +193,98 @@ def needs_no_rule(rules: PartitionRules, path: str, shape: Sequence[int], min_si
     return prod(shape[1:] if rules.stack(path) else shape) <= 1 or prod(shape) < min_size
 
 
+def fit_rule(
+    rules: PartitionRules, index: int, path: str, shape: Sequence[int], mesh: Mesh | AbstractMesh | None
+) -> tuple[PartitionSpec, list[Finding]]:
+    """`fit_spec` of rule `index`, and a finding for each axis that one of its dims lost to an earlier one."""
+    _, written, lost = rules._compiled[index]
+    spec = rules.spec(index, path)
+    layer_dims = len(spec) - len(written)
+    fitting, findings = fit_spec(path, shape, spec, mesh, rules.table[index], layer_dims)
+    return fitting, [*findings, *(lost_finding(path, one) for one in lost)]
+
+
 def fit_spec(
     path: str,
     shape: Sequence[int],
     spec: PartitionSpec,
     mesh: Mesh | AbstractMesh | None,
     rule: tuple[str, Dims] | None = None,
+    layer_dims: int = 0,
 ) -> tuple[PartitionSpec, list[Finding]]:
-    """The part of `spec` that fits an array of `shape` on `mesh`, and a finding for everything that does not."""
-    where = f" of rule {rule[0]!r}" if rule else ""
+    """The part of `spec` that fits an array of `shape` on `mesh`, and a finding for everything that does not.
+
+    `rule`, where the spec comes from one, is named in the findings, and its dims are counted as it has them: without
+    the `layer_dims` that a stack of layers puts in front.
+    """
+    of_rule = f" of rule {rule[0]!r}" if rule else ""
     findings, dims, taken = [], [], set()
     if len(spec) > len(shape):
-        problem = f"spec {spec}{where} has {len(spec)} dims, the array {tuple(shape)} has {len(shape)}"
+        what = "one layer of the array" if layer_dims else "the array"
+        written, rank = PartitionSpec(*spec[layer_dims:]), len(shape) - layer_dims
+        problem = f"spec {written}{of_rule} has {len(written)} dims, {what} {tuple(shape)} has {rank}"
         findings.append(Finding(path, problem, "Give the spec at most as many dims as the array"))
     for dim, (size, entry) in enumerate(zip(shape, spec, strict=False)):
         if entry is PartitionSpec.UNCONSTRAINED:
             dims.append(entry)
             continue
-        kept = []
+        kept, in_rule = [], f"dim {dim - layer_dims}{of_rule}"
         for axis in as_tuple(entry):
             if axis in taken:
-                problem = f"dim {dim}{where} uses mesh axis {axis!r}, which an earlier dim has already"
-                findings.append(Finding(path, problem, f"Map dim {dim} to another axis or to None"))
+                problem = f"{in_rule} uses mesh axis {axis!r}" + (
+                    " twice" if axis in kept else ", which an earlier dim has already"
+                )
+                findings.append(Finding(path, problem, f"Map {in_rule} to another axis or to None"))
             elif mesh is not None and axis not in mesh.axis_names:
-                problem = f"dim {dim}{where} names mesh axis {axis!r}, which the mesh {dict(mesh.shape)} lacks"
+                problem = f"{in_rule} names mesh axis {axis!r}, which the mesh {dict(mesh.shape)} lacks"
                 findings.append(Finding(path, problem, f"Add {axis!r} to the mesh, with size 1 if need be"))
             else:
                 kept.append(axis)
-        taken.update(kept)
+                taken.add(axis)
         ways = prod(mesh.shape[a] for a in kept) if mesh is not None else 1
         if size % ways:
-            problem = f"dim {dim} has size {size}, not divisible by {ways} (axes {tuple(kept)} of {_sizes(mesh, kept)})"
-            repair = f"Use a mesh where {'*'.join(kept)} divides {size}, or map dim {dim}{where} to None"
+            counted = f"dim {dim}" + (f" (dim {dim - layer_dims} of a layer)" if layer_dims else "")
+            problem = f"{counted} has size {size}, not divisible by {ways} (axes {tuple(kept)} of {_sizes(mesh, kept)})"
+            repair = f"Use a mesh where {'*'.join(kept)} divides {size}, or map {in_rule} to None"
             findings.append(Finding(path, problem, repair))
             kept = []
         dims.append(kept[0] if len(kept) == 1 else tuple(kept) or None)
     return PartitionSpec(*dims), findings
 
 
-def apply_policy(findings: Sequence[Finding], on_mismatch: Policy) -> None:
-    """Raise, warn of, or accept what does not fit; all of it at once."""
+def apply_policy(findings: Iterable[Finding], on_mismatch: Policy, dropped: list[Finding] | None = None) -> None:
+    """Raise for what does not fit, all of it at once, or warn of it, or accept that it is left out.
+
+    The one meaning of `on_mismatch` wherever specs meet arrays. With "warn" and "drop" the findings, each of which
+    tells what was left out of which array, are added to `dropped`.
+    """
     if on_mismatch not in ("error", "warn", "drop"):
         raise ValueError(f"on_mismatch must be 'error', 'warn' or 'drop', got {on_mismatch!r}.")
+    findings = list(findings)
     text = "\n".join(f"{finding}." for finding in findings)
     if findings and on_mismatch == "error":
         raise ShardingError(text)
     if findings and on_mismatch == "warn":
         warnings.warn(f"left out of the sharding:\n{text}", stacklevel=3)
+    if dropped is not None:
+        dropped += findings
+
+
+def lost_finding(path: str, lost: Lost) -> Finding:
+    """Two dims of one array map to one mesh axis."""
+    problem = f"dim {lost.dim} ({lost.logical!r}) wants mesh axis {lost.mesh_axis!r}, which an earlier dim has"
+    return Finding(path, problem, f"Map one of the two to None, or {lost.logical!r} to another axis")
 
 
 def _compile(
     table: tuple[tuple[str, Dims], ...], axes: PartitionAxis
-) -> tuple[tuple[re.Pattern[str], PartitionSpec, str], ...]:
-    """(pattern, spec, note) of every rule; the note tells what a dim lost because an earlier one had its axis."""
+) -> tuple[tuple[re.Pattern[str], PartitionSpec, tuple[Lost, ...]], ...]:
+    """(pattern, spec, what dims lost because earlier ones had their axes) of every rule."""
     compiled, problems = [], []
     for number, (pattern, dims) in enumerate(table, start=1):
         try:
             spec, lost = (dims, ()) if isinstance(dims, PartitionSpec) else axes.resolve_and_report(dims or ())
-            note = "; ".join(
-                f"dim {d} ({name!r}) wants mesh axis {a!r}, which an earlier dim has" for d, name, a in lost
-            )
-            compiled.append((re.compile(pattern), spec, note))
+            compiled.append((re.compile(pattern), spec, lost))
         except re.error as error:
             problems.append(f"rule {number}: {pattern!r} is no regular expression: {error}.")
         except ShardingError as error:

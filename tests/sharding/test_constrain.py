@@ -53,8 +53,22 @@ def test_what_does_not_fit_is_an_error_or_left_out_as_asked():
             jax.jit(lambda x: with_sharding_constraint(x, P("a", "b")))(jnp.ones((8, 6)))
         with pytest.raises(ShardingError, match=r"names mesh axis 'c', which the mesh .* lacks"):
             with_sharding_constraint(X, P("c"))
-        kept = with_sharding_constraint(jnp.ones((8, 6)), P("a", "b"), on_mismatch="drop")
+        dropped = []
+        kept = with_sharding_constraint(jnp.ones((8, 6)), P("a", "b"), on_mismatch="drop", dropped=dropped)
         assert kept.sharding.is_equivalent_to(NamedSharding(mesh, P("a")), 2)
+        assert len(dropped) == 1 and "dim 1 has size 6, not divisible by 4" in str(dropped[0])
+        with pytest.warns(UserWarning, match="left out of the sharding:\nwith_sharding_constraint: dim 1 has size 6"):
+            with_sharding_constraint(jnp.ones((8, 6)), P("a", "b"), on_mismatch="warn")
+
+
+def test_an_axis_that_two_logical_axes_map_to_is_an_error_or_left_out_as_asked():
+    axes = PartitionAxis(extra={"channels": "tp"})
+    with jax.set_mesh(create_mesh((1, 2, 1, 2, 2))):
+        with pytest.raises(ShardingError, match=r"\('hidden', 'channels'\): dim 1 \('channels'\) wants mesh axis 'tp'"):
+            constrain(X, ("hidden", "channels"), axes=axes)
+        dropped = []
+        kept = constrain(X, ("hidden", "channels"), axes=axes, on_mismatch="drop", dropped=dropped)
+        assert kept.sharding.is_equivalent_to(NamedSharding(jax.sharding.get_mesh(), P("tp")), 2) and len(dropped) == 1
 
 
 def test_without_a_mesh_a_spec_is_an_error_and_logical_axes_do_nothing():

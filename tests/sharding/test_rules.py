@@ -1,5 +1,6 @@
 import subprocess
 import sys
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -89,6 +90,47 @@ def test_drop_and_warn_leave_out_only_what_does_not_fit():
         match_partition_rules(rules, tree(w=(4, 4)), on_mismatch="trim")  # pyright: ignore[reportArgumentType]
 
 
+def test_what_is_left_out_comes_back_as_the_findings_of_the_error():
+    rules = [("w", ("embed", "heads")), ("v", P("tp", "tp"))]
+    with pytest.raises(ShardingError) as error:
+        match_partition_rules(rules, tree(w=(4, 7), v=(4, 4)), mesh=MESH)
+    for policy in ("warn", "drop"):
+        dropped = []
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            specs = match_partition_rules(
+                rules, tree(w=(4, 7), v=(4, 4)), mesh=MESH, on_mismatch=policy, dropped=dropped
+            )
+        assert specs == {"w": P("fsdp", None), "v": P("tp", None)}
+        assert [f"{finding}." for finding in dropped] == str(error.value).splitlines()
+        assert len(caught) == (policy == "warn") and all(str(error.value) in str(one.message) for one in caught)
+
+
+def test_leaves_without_a_rule_stand_beside_what_does_not_fit():
+    with pytest.raises(ShardingError, match=r"rule not found for param: a \(2, 2\)\n.*\nw: dim 1 has size 7"):
+        match_partition_rules([("w", ("embed", "heads"))], tree(a=(2, 2), w=(4, 7)), mesh=MESH, on_mismatch="drop")
+
+
+def test_the_dims_of_a_stack_are_counted_as_the_rule_has_them():
+    rules = PartitionRules(
+        [
+            ("long", (None, "mlp", None)),
+            ("twice", P("tp", "tp")),
+            ("odd", ("embed", "heads")),
+            ("s", ("layers", "mlp")),
+        ],
+        layers="layers",
+    )
+    stack = tree(long=(3, 4, 4), twice=(3, 4, 4), odd=(3, 4, 7), s=(3, 7))
+    with pytest.raises(ShardingError) as error:
+        match_partition_rules(rules, {"layers": stack}, mesh=MESH)
+    long, odd, s, twice = str(error.value).splitlines()
+    assert f"spec {P(None, 'tp', None)} of rule 'long' has 3 dims, one layer of the array (3, 4, 4) has 2" in long
+    assert "dim 2 (dim 1 of a layer) has size 7, not divisible by 2" in odd
+    assert odd.endswith("or map dim 1 of rule 'odd' to None.")
+    assert "layers/s: dim 1 has size 7" in s and s.endswith("or map dim 1 of rule 's' to None.")  # it names the layers
+    assert "dim 1 of rule 'twice' uses mesh axis 'tp', which an earlier dim has already" in twice
+
+
 def test_without_a_mesh_sizes_and_axis_names_are_not_judged():
     assert match_partition_rules([("w", P("model", "x"))], tree(w=(3, 7))) == {"w": P("model", "x")}
 
@@ -151,7 +193,7 @@ def test_the_result_does_not_depend_on_the_hash_seed():
     assert runs[0].stdout == runs[1].stdout
 
 
-entries = st.sampled_from([None, "dp", "fsdp", "tp", "sp", ("fsdp", "tp"), ("dp", "sp"), "nowhere"])
+entries = st.sampled_from([None, "dp", "fsdp", "tp", "sp", ("fsdp", "tp"), ("dp", "sp"), ("tp", "tp"), "nowhere"])
 
 
 @given(st.lists(entries, max_size=4), st.lists(st.integers(1, 12), max_size=4))
