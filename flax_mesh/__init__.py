@@ -30,6 +30,7 @@ from flax_mesh.sharding import make_shard_and_gather_fns as make_shard_and_gathe
 from flax_mesh.sharding import match_partition_rules as match_partition_rules
 from flax_mesh.sharding import partition_rules as partition_rules
 from flax_mesh.sharding import partitioned as partitioned
+from flax_mesh.sharding import reshard as reshard
 from flax_mesh.sharding import shard as shard
 from flax_mesh.sharding import sharding_page as sharding_page
 from flax_mesh.sharding import with_sharding_constraint as with_sharding_constraint

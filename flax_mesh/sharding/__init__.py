@@ -7,6 +7,7 @@ from flax_mesh.sharding.explain import explain_sharding as explain_sharding
 from flax_mesh.sharding.explain import explanation_data as explanation_data
 from flax_mesh.sharding.explain import explanation_text as explanation_text
 from flax_mesh.sharding.explain import golden_text as golden_text
+from flax_mesh.sharding.gather import gather as gather
 from flax_mesh.sharding.inspect import create_pattern_based_partition_spec as create_pattern_based_partition_spec
 from flax_mesh.sharding.inspect import extract_sharding_structure as extract_sharding_structure
 from flax_mesh.sharding.inspect import extract_shardings as extract_shardings
@@ -16,16 +17,16 @@ from flax_mesh.sharding.inspect import get_shardings_with_structure as get_shard
 from flax_mesh.sharding.page import sharding_page as sharding_page
 from flax_mesh.sharding.place import abstract_model as abstract_model
 from flax_mesh.sharding.place import abstract_state as abstract_state
-from flax_mesh.sharding.place import gather as gather
 from flax_mesh.sharding.place import init_model as init_model
 from flax_mesh.sharding.place import init_state as init_state
-from flax_mesh.sharding.place import make_shard_and_gather_fns as make_shard_and_gather_fns
 from flax_mesh.sharding.place import partition_rules as partition_rules
 from flax_mesh.sharding.place import partitioned as partitioned
-from flax_mesh.sharding.place import shard as shard
 from flax_mesh.sharding.report import ShardingReport as ShardingReport
 from flax_mesh.sharding.report import analyze_sharding_strategy as analyze_sharding_strategy
 from flax_mesh.sharding.rules import PartitionRules as PartitionRules
 from flax_mesh.sharding.rules import match_partition_rules as match_partition_rules
 from flax_mesh.sharding.table import report_data as report_data
 from flax_mesh.sharding.table import report_text as report_text
+from flax_mesh.sharding.transfer import make_shard_and_gather_fns as make_shard_and_gather_fns
+from flax_mesh.sharding.transfer import reshard as reshard
+from flax_mesh.sharding.transfer import shard as shard

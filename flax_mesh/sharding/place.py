@@ -1,17 +1,14 @@
-"""Placement: from a model and a rule table to the sharded abstract state, and from there to arrays and back."""
+"""From a model and a rule table to the sharded abstract state, and from there to arrays that are born sharded."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis, as_tuple
 from flax_mesh.errors import ShardingError
-from flax_mesh.mesh.context import get_incontext_mesh
 from flax_mesh.sharding.annotations import annotations_of, match_annotations
 from flax_mesh.sharding.optimizer import match_optimizer
 from flax_mesh.sharding.rules import (
@@ -20,11 +17,10 @@ from flax_mesh.sharding.rules import (
     RuleMatch,
     apply_policy,
     as_rules,
-    fit_spec,
     match_leaves,
 )
 from flax_mesh.sharding.tracing import short_tracer_errors
-from flax_mesh.tree import map_named, named_leaves
+from flax_mesh.tree import named_leaves
 
 Model = TypeVar("Model", bound=type[nnx.Module])
 ATTRIBUTE = "partition_rules"  # where a class carries its table
@@ -141,43 +137,6 @@ def init_model(make: Make, abstract: nnx.State) -> Any:
     return (made["model"], made["optimizer"]) if isinstance(made, dict) else made
 
 
-def shard(tree: Any, specs: Any, mesh: Mesh | None = None, *, dtype: Any = None) -> Any:
-    """`tree` with every leaf laid out as its spec says; `specs` has PartitionSpecs or shardings for leaves.
-
-    `dtype` casts floating leaves. Leaves come from numpy or from any device; nothing is compiled for numpy leaves
-    and for leaves that lie as asked.
-    """
-    shardings = _shardings(specs, mesh)
-    findings = []
-    for (path, leaf), sharding in zip(named_leaves(tree), jax.tree.leaves(shardings), strict=True):
-        findings += fit_spec(path, np.shape(leaf), sharding.spec, sharding.mesh)[1]
-    apply_policy(findings, "error")
-    return jax.device_put(jax.tree.map(lambda x: _cast(x, dtype), tree), shardings)
-
-
-def gather(tree: Any) -> Any:
-    """`tree` with every array as numpy, whole; nothing is replicated on devices first. PRNG keys stay keys."""
-    remote = [path for path, x in named_leaves(tree) if isinstance(x, jax.Array) and not x.is_fully_addressable]
-    if remote:
-        raise ShardingError(
-            f"gather: {', '.join(remote)} have shards on devices of other processes. Use "
-            "jax.experimental.multihost_utils.process_allgather for them, or save a checkpoint."
-        )
-    return jax.device_get(tree)
-
-
-def make_shard_and_gather_fns(specs: Any, mesh: Mesh | None = None, *, dtype: Any = None) -> tuple[Any, Any]:
-    """Two trees of functions, one function a leaf: x -> x laid out as its spec says, and back to numpy.
-
-    `specs` is a tree of PartitionSpec, for `mesh` or the mesh in context, or of shardings. For a whole tree at once
-    `shard` and `gather` do the same.
-    """
-    shardings = _shardings(specs, mesh)
-    shard_fns = map_named(lambda _, sharding: lambda x: shard(x, sharding, dtype=dtype), shardings)
-    gather_fns = map_named(lambda _, sharding: lambda x: gather(_cast(x, dtype)), shardings)
-    return shard_fns, gather_fns
-
-
 def _made(make: Make) -> Any:
     # Flax shards annotated variables as they are made, which needs a mesh and fails on names it does not map.
     with nnx.use_eager_sharding(False):
@@ -186,19 +145,6 @@ def _made(make: Make) -> Any:
         model, optimizer = made
         return {"model": model, "optimizer": optimizer}
     return made
-
-
-def _shardings(specs: Any, mesh: Mesh | None) -> Any:
-    def sharding(spec: Any) -> NamedSharding:
-        return NamedSharding(mesh or get_incontext_mesh(), spec) if isinstance(spec, PartitionSpec) else spec
-
-    return jax.tree.map(sharding, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-
-
-def _cast(x: Any, dtype: Any) -> Any:
-    if dtype is None or not jnp.issubdtype(getattr(x, "dtype", np.result_type(x)), jnp.floating):
-        return x
-    return x.astype(dtype) if hasattr(x, "astype") else np.asarray(x, dtype)
 
 
 def _check_same(abstract: nnx.State, made: nnx.State) -> None:

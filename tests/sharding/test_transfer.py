@@ -1,0 +1,324 @@
+"""Whole trees between host and devices: what comes back, what is compiled, what is held meanwhile."""
+
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+import flax_mesh as fm
+from flax_mesh.sharding.gather import in_turn
+
+P = PartitionSpec
+
+
+def meshes():
+    return {
+        "fsdp8": fm.create_mesh(),
+        "dp2fsdp2tp2": fm.create_mesh((2, 2, 1, 2, 1)),
+    }
+
+
+def host_tree():
+    rng = np.random.default_rng(0)
+    return {
+        "a": rng.normal(size=(8, 16)).astype(np.float32),
+        "b": {"c": jnp.asarray(rng.normal(size=(16,)), jnp.bfloat16), "n": np.arange(8, dtype=np.int32)},
+        "whole": np.float32(3.0),
+    }
+
+
+SPECS = {"a": P("fsdp", "tp"), "b": {"c": P(("dp", "fsdp")), "n": P("tp")}, "whole": P()}
+
+
+@pytest.mark.parametrize("classic", [False, True])
+def test_shard_then_gather_gives_the_tree_back(classic):
+    mesh, tree = meshes()["dp2fsdp2tp2"], host_tree()
+    if classic:
+        shard_fns, gather_fns = fm.make_shard_and_gather_fns(SPECS, mesh)
+        apply = lambda fns, tree: jax.tree.map(lambda f, x: f(x), fns, tree)  # noqa: E731
+        sharded = apply(shard_fns, tree)
+        gathered = apply(gather_fns, sharded)
+    else:
+        sharded = fm.shard(tree, SPECS, mesh)
+        gathered = fm.gather(sharded)
+    for x, spec in zip(
+        jax.tree.leaves(sharded), jax.tree.leaves(SPECS, is_leaf=lambda x: isinstance(x, P)), strict=True
+    ):
+        assert x.sharding == NamedSharding(mesh, spec)
+    for before, after in zip(jax.tree.leaves(tree), jax.tree.leaves(gathered), strict=True):
+        assert isinstance(after, np.ndarray)
+        assert after.dtype == before.dtype and np.array_equal(np.asarray(before), after)
+
+
+def test_shard_takes_the_mesh_in_context_and_casts_floating_leaves():
+    mesh = meshes()["fsdp8"]
+    with jax.set_mesh(mesh):
+        sharded = fm.shard(
+            {"a": np.ones(8, np.float32), "n": np.ones(8, np.int32)}, {"a": P("fsdp"), "n": P()}, dtype="bfloat16"
+        )
+    assert (sharded["a"].dtype, sharded["n"].dtype) == (jnp.bfloat16, jnp.int32)
+    with pytest.raises(AssertionError, match="No mesh is in context"):
+        fm.make_shard_and_gather_fns({"a": P("fsdp")})
+
+
+def test_shard_lists_what_does_not_divide():
+    with pytest.raises(fm.ShardingError, match="a: dim 0 has size 6, not divisible by 8") as error:
+        fm.shard({"a": np.ones(6), "b": np.ones(9)}, {"a": P("fsdp"), "b": P("fsdp")}, meshes()["fsdp8"])
+    assert "b: dim 0 has size 9" in str(error.value)
+
+
+def test_nothing_is_compiled_for_numpy_and_sharded_leaves_also_after_a_rebuild(compilations):
+    mesh = meshes()["dp2fsdp2tp2"]
+    tree = jax.tree.map(np.asarray, host_tree())
+    sharded = fm.shard(tree, SPECS, mesh)
+    compilations.clear()
+    for _ in range(2):
+        shard_fns, gather_fns = fm.make_shard_and_gather_fns(SPECS, mesh)
+        for source in (tree, sharded):
+            out = jax.tree.map(lambda f, x: f(x), shard_fns, source)
+            jax.tree.map(lambda f, x: f(x), gather_fns, out)
+    fm.gather(fm.shard(tree, SPECS, mesh))
+    assert not compilations
+    jax.jit(lambda x: x * 17.25)(np.ones(3))
+    assert compilations  # it does hear
+
+
+def test_one_device_inputs_compile_at_most_once_a_shape_also_after_a_rebuild(compilations):
+    mesh = meshes()["dp2fsdp2tp2"]
+    tree = [
+        jax.device_put(np.full(shape, i, np.float32), jax.devices()[2])
+        for i, shape in enumerate([(8, 16)] * 3 + [(16,)])
+    ]
+    specs = [P("fsdp", "tp")] * 3 + [P(("dp", "fsdp"))]
+    compilations.clear()
+    for _ in range(2):
+        shard_fns, gather_fns = fm.make_shard_and_gather_fns(specs, mesh)
+        placed = [f(x) for f, x in zip(shard_fns, tree, strict=True)]
+        assert [f(x)[0].max() for f, x in zip(gather_fns, placed, strict=True)] == [0, 1, 2, 3]
+        fm.gather(fm.shard(tree, specs, mesh))
+    assert 0 < len(compilations) <= 2
+
+
+def test_casts_happen_on_the_host_and_compile_nothing(compilations):
+    mesh = meshes()["fsdp8"]
+    one = jax.device_put(np.full((8, 2), 1 / 3, np.float32), jax.devices()[3])
+    keys = jax.device_put(jax.random.split(jax.random.key(0), 8), NamedSharding(mesh, P("fsdp")))
+    compilations.clear()
+    tree = {
+        "numpy": np.full((8, 2), 1 / 3),
+        "one": one,
+        "ints": np.arange(8),
+        "flag": np.array([True] * 8),
+        "keys": keys,
+    }
+    placed = fm.shard(tree, P("fsdp"), mesh, dtype=jnp.bfloat16)
+    assert [x.dtype for x in jax.tree.leaves(placed)] == [jnp.bool_, jnp.int32, keys.dtype, jnp.bfloat16, jnp.bfloat16]
+    back = fm.gather(placed, dtype=np.float32)
+    assert back["numpy"].dtype == np.float32 and back["ints"].dtype == np.int32 and back["flag"].dtype == np.bool_
+    np.testing.assert_array_equal(back["one"], np.full((8, 2), 1 / 3, jnp.bfloat16).astype(np.float32))
+    assert not compilations
+    again = fm.shard(placed, P("fsdp"), mesh, dtype=np.float32)  # on several devices: one for each array
+    assert again["one"].dtype == np.float32 and again["one"].sharding == NamedSharding(mesh, P("fsdp"))
+
+
+def test_specs_may_be_a_spec_for_all_shardings_or_an_abstract_state():
+    mesh = meshes()["dp2fsdp2tp2"]
+    make = lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0))  # noqa: E731
+    abstract = fm.abstract_state(make, mesh, [("kernel", P("fsdp", "tp")), ("bias", P("tp"))])
+    state = nnx.state(make())
+    want = {"kernel": NamedSharding(mesh, P("fsdp", "tp")), "bias": NamedSharding(mesh, P("tp"))}
+    layouts = {"abstract": abstract, "shardings": want, "of arrays": fm.init_state(make, abstract)}
+    for name, specs in layouts.items():
+        placed = fm.shard(state, specs)
+        assert {path: x.sharding for path, x in fm.named_leaves(placed)} == want, name
+        assert isinstance(placed, nnx.State)
+    assert all(
+        x.is_fully_replicated and len(x.sharding.device_set) == 8 for x in jax.tree.leaves(fm.shard(state, P(), mesh))
+    )
+    with pytest.raises(
+        fm.ShardingError, match="specs must be a tree of the same structure:\nbias: no spec\nbeta: a spec"
+    ):
+        fm.shard(state, {"kernel": P(), "beta": P()}, mesh)
+    with pytest.raises(fm.ShardingError, match="no sharding for kernel in specs"):
+        fm.shard(state, {"kernel": 3, "bias": P()}, mesh)
+    with pytest.raises(fm.ShardingError, match="arrays need devices, and the specs are for an AbstractMesh"):
+        fm.shard(state, P(), AbstractMesh((2,), ("a",)))  # pyright: ignore[reportArgumentType]
+
+
+def test_what_does_not_fit_follows_the_policy():
+    mesh = meshes()["fsdp8"]
+    tree, specs = (
+        {"a": np.ones((6, 8)), "b": np.ones(8), "c": np.ones(8)},
+        {"a": P("fsdp", "tp"), "b": P("x"), "c": P("fsdp")},
+    )
+    with pytest.raises(fm.ShardingError, match="a: dim 0 has size 6, not divisible by 8") as error:
+        fm.shard(tree, specs, mesh)
+    assert "b: dim 0 names mesh axis 'x', which the mesh" in str(error.value)
+    with pytest.warns(UserWarning, match="left out of the sharding:\na: dim 0 has size 6"):
+        placed = fm.shard(tree, specs, mesh, on_mismatch="warn")
+    dropped = fm.shard(tree, specs, mesh, on_mismatch="drop")
+    for found in (placed, dropped):
+        assert {k: x.sharding.spec for k, x in found.items()} == {"a": P(None, "tp"), "b": P(None), "c": P("fsdp")}
+    shard_fns, _ = fm.make_shard_and_gather_fns(specs, mesh)
+    with pytest.raises(fm.ShardingError, match="a: dim 0 has size 6"):
+        shard_fns["a"](tree["a"])
+    shard_fns, _ = fm.make_shard_and_gather_fns(specs, mesh, on_mismatch="drop")
+    assert shard_fns["a"](tree["a"]).sharding.spec == P(None, "tp")
+
+
+# --- memory kinds, other layouts, donation ---
+
+
+def test_a_tree_goes_to_the_memory_of_the_host_and_back(compilations):
+    mesh, tree = meshes()["dp2fsdp2tp2"], {"a": np.arange(128.0, dtype=np.float32).reshape(8, 16), "n": np.arange(8)}
+    specs = {"a": P("fsdp", "tp"), "n": P("tp")}
+    direct = fm.shard(tree, specs, mesh, memory_kind="pinned_host")
+    moved = fm.reshard(fm.shard(tree, specs, mesh), memory_kind="pinned_host")
+    back = fm.reshard(moved, {"a": P("tp"), "n": P()}, memory_kind="device")
+    stays = fm.reshard(moved, {"a": P("tp"), "n": P()})
+    for found, kind in ((direct, "pinned_host"), (moved, "pinned_host"), (back, "device"), (stays, "pinned_host")):
+        assert {x.sharding.memory_kind for x in found.values()} == {kind}
+        for name, x in fm.gather(found).items():
+            np.testing.assert_array_equal(x, tree[name])
+    assert direct["a"].sharding.spec == P("fsdp", "tp") and back["a"].sharding.spec == P("tp")
+    assert not compilations
+
+
+def test_reshard_changes_what_is_asked_and_nothing_else():
+    meshes_ = meshes()
+    half = fm.create_mesh((4,), ("fsdp",), devices=jax.devices()[4:])
+    values = np.arange(128.0, dtype=np.float32).reshape(8, 16)
+    x = fm.shard({"a": values, "b": values}, {"a": P("fsdp", "tp"), "b": P("tp")}, meshes_["dp2fsdp2tp2"])
+    cases = [
+        (fm.reshard(x, {"a": P("tp"), "b": P("tp")}), ("dp2fsdp2tp2", P("tp"))),
+        (fm.reshard(x, P("fsdp"), meshes_["fsdp8"]), ("fsdp8", P("fsdp"))),
+        (fm.reshard(x, P("fsdp"), half), (half, P("fsdp"))),
+        (fm.reshard(x, P("fsdp"), dtype=jnp.bfloat16), ("dp2fsdp2tp2", P("fsdp"))),
+    ]
+    for number, (found, (mesh, spec)) in enumerate(cases):
+        mesh = meshes_[mesh] if isinstance(mesh, str) else mesh
+        assert {leaf.sharding for leaf in found.values()} == {NamedSharding(mesh, spec)}, number
+        np.testing.assert_array_equal(fm.gather(found)["a"].astype(np.float32), values)
+    assert cases[-1][0]["a"].dtype == jnp.bfloat16
+    assert fm.reshard(x)["a"] is x["a"]
+    with pytest.raises(fm.ShardingError, match=r"reshard: n, one lie on no mesh. Place them with shard\(tree"):
+        fm.reshard({"a": x["a"], "n": np.ones(3), "one": jnp.ones(3)}, P())
+
+
+class Counted(np.ndarray):
+    """Notes at every read how many arrays of its kind are alive."""
+
+    alive: "list[weakref.ref[Counted]]" = []  # noqa: RUF012
+    seen: "list[int]" = []  # noqa: RUF012
+
+    def __getitem__(self, index):
+        Counted.seen.append(sum(one() is not None for one in Counted.alive))
+        return np.asarray(self)[index]
+
+
+def counted_tree():
+    leaves = [np.full((8, 4), float(i), np.float32).view(Counted) for i in range(4)]
+    Counted.alive, Counted.seen = [weakref.ref(x) for x in leaves], []
+    return leaves
+
+
+def test_donated_numpy_leaves_are_let_go_one_by_one():
+    mesh = meshes()["fsdp8"]
+    placed = fm.shard(counted_tree(), P("fsdp"), mesh, donate=True)
+    assert sorted(set(Counted.seen), reverse=True) == [4, 3, 2, 1] and Counted.seen[0] == 4
+    np.testing.assert_array_equal(fm.gather(placed)[3], np.full((8, 4), 3.0))
+    kept = counted_tree()
+    fm.shard(kept, P("fsdp"), mesh, donate=True)
+    assert set(Counted.seen) == {4}  # the caller has them still
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+def test_donating_arrays_is_safe_on_cpu(dtype):
+    mesh = meshes()["dp2fsdp2tp2"]
+    x = fm.shard({"a": np.ones((8, 8), np.float32), "b": np.ones((8, 8), np.float32)}, P("fsdp"), mesh)
+    for specs in (P("fsdp"), P("tp", "fsdp"), P()):
+        y = fm.reshard(x, specs, dtype=dtype, donate=True)
+        assert y["a"].sharding.spec == specs and fm.gather(y)["b"].sum() == 64
+        assert not x["a"].is_deleted() and fm.gather(x)["a"].sum() == 64
+
+
+# --- gathering in a stream ---
+
+
+def layouts():
+    """Arrays whose shards lie in many ways."""
+    mesh = meshes()["dp2fsdp2tp2"]
+    values = np.random.default_rng(0).normal(size=(8, 16, 4)).astype(np.float32)
+    specs = [P(), P("fsdp"), P(None, ("tp", "dp")), P("dp", "fsdp", "tp"), P(("dp", "fsdp", "tp"))]
+    tree = {f"{spec}": fm.shard(values + i, spec, mesh) for i, spec in enumerate(specs)}
+    tree |= {
+        "one": jnp.arange(5),
+        "bf16": fm.shard(values.astype(jnp.bfloat16), P("tp"), mesh),
+        "scalar": jnp.float32(2),
+    }
+    offloaded = fm.shard(values, P("tp"), mesh, memory_kind="pinned_host")
+    return tree | {
+        "empty": fm.shard(np.zeros((0, 4)), P(None, "tp"), mesh),
+        "host": offloaded,
+        "numpy": values,
+        "number": 3,
+    }
+
+
+@pytest.mark.parametrize("limit", [1, 200, 10**9])
+def test_a_stream_gives_what_gathering_at_once_gives(limit, compilations):
+    tree = layouts()
+    at_once = fm.gather(tree)
+    compilations.clear()
+    streamed = fm.gather(tree, bytes_in_flight=limit)
+    assert not compilations
+    assert streamed.pop("number") == at_once.pop("number") == 3
+    for name, x in streamed.items():
+        assert isinstance(x, np.ndarray) and x.dtype == at_once[name].dtype, name
+        np.testing.assert_array_equal(x, at_once[name])
+    streamed["P()"][:] = 0  # its own memory, no copy that JAX keeps
+    assert fm.gather(tree["P()"]).any()
+    assert fm.gather(tree["one"], bytes_in_flight=limit, dtype=np.float16).dtype == np.int32
+    assert fm.gather(tree["bf16"], bytes_in_flight=limit, dtype=np.float32).dtype == np.float32
+
+
+class Piece:
+    """A shard on its way: counts the bytes of all that have started and not landed."""
+
+    flying = 0
+    most = 0
+
+    def __init__(self, nbytes):
+        self.nbytes = nbytes
+
+    def copy_to_host_async(self):
+        Piece.flying += self.nbytes
+        Piece.most = max(Piece.most, Piece.flying)
+
+    def __array__(self, dtype=None, copy=None):
+        Piece.flying -= self.nbytes
+        return np.array(self.nbytes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 120))
+def test_no_more_than_the_limit_is_in_flight_and_no_room_is_left_unused(sizes, limit):
+    Piece.flying = Piece.most = 0
+    landed = [(name, int(data)) for name, data in in_turn(((i, Piece(n)) for i, n in enumerate(sizes)), limit)]
+    assert landed == list(enumerate(sizes)) and Piece.flying == 0
+    assert Piece.most <= max([limit, *sizes])
+    if sum(sizes) <= limit:
+        assert Piece.most == sum(sizes)  # all at once
+
+
+def test_bad_arguments_of_gather_are_named():
+    with pytest.raises(ValueError, match="bytes_in_flight must be at least 1, got 0"):
+        fm.gather(jnp.ones(3), bytes_in_flight=0)
+    with pytest.raises(ValueError, match="remote must be 'error', 'leave' or 'collect', got 'all'"):
+        fm.gather(jnp.ones(3), remote="all")  # pyright: ignore[reportArgumentType]
