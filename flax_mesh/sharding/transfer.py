@@ -190,14 +190,16 @@ def _place(leaves: list[Any], shardings: Sequence[Sharding], dtype: Any, donate:
 
 def _place_and_free(leaves: list[Any], number: int, sharding: Sharding, dtype: Any) -> jax.Array:
     leaf, leaves[number] = leaves[number], None
-    on_cpu = isinstance(leaf, jax.Array) and next(iter(leaf.sharding.device_set)).platform == "cpu"
-    if on_cpu or not isinstance(leaf, jax.Array):
+    device = next(iter(leaf.sharding.device_set)) if isinstance(leaf, jax.Array) else None
+    if device is None or device.platform == "cpu":
         return jax.block_until_ready(_place([leaf], [sharding], dtype)[0])
-    if dtype is not None:
-        leaf, source = cast(leaf, dtype), leaf
-        if leaf is not source:
-            source.delete()
-    return jax.block_until_ready(jax.device_put(leaf, sharding, donate=True))
+    source, leaf = leaf, cast(leaf, dtype)
+    memory, before = (x.memory_kind or device.default_memory().kind for x in (sharding, source.sharding))
+    if leaf is source and memory == before:
+        return jax.block_until_ready(jax.device_put(leaf, sharding, donate=True))
+    placed = jax.block_until_ready(jax.device_put(leaf, sharding))  # JAX donates within one memory only
+    source.delete()
+    return placed
 
 
 def cast(x: Any, dtype: Any) -> Any:

@@ -1,0 +1,49 @@
+"""One of two processes with 4 CPU devices each: `python -m tests.sharding.process_worker PORT RANK`."""
+
+import sys
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import flax_mesh as fm
+
+
+def main(port: str, rank: int) -> None:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 4)
+    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=rank)
+    # Granules are not the point here: the devices of process 0 come first.
+    mesh = fm.create_mesh((2, 4), ("dp", "tp"), devices=jax.devices(), use_jax=False)
+    values = np.arange(8 * 16, dtype=np.float32).reshape(8, 16)
+    other = values if rank == 0 else values.copy()
+    if rank == 1:
+        other[:4] = -1  # rows that only process 0 holds: each process gives what its own devices hold
+    tree = {"split": other, "copies": values, "both": values.astype(np.int32), "bf16": values.astype("bfloat16")}
+    specs = {"split": P("dp", "tp"), "copies": P("tp"), "both": P(("dp", "tp")), "bf16": P(None, "dp")}
+    placed = fm.shard(tree, specs, mesh)
+    check_errors(placed, rank)
+    left = fm.gather(placed, remote="leave")
+    assert isinstance(left["split"], jax.Array) and isinstance(left["copies"], np.ndarray)
+    for found in (fm.gather(placed, remote="collect"), fm.gather(placed, remote="collect", bytes_in_flight=64)):
+        for name, x in found.items():
+            want = values.astype(x.dtype)
+            assert x.dtype == placed[name].dtype and np.array_equal(x, want), name
+    np.testing.assert_array_equal(fm.gather(placed["copies"]), values)  # every element is here too
+    print(f"process {rank} is done")
+
+
+def check_errors(placed: dict[str, jax.Array], rank: int) -> None:
+    try:
+        fm.gather(placed)
+    except fm.ShardingError as error:
+        text = str(error)
+        assert f"not all is on devices of process {rank}" in text, text
+        assert f"split (8, 16): 64 of 128 elements lie on processes [{1 - rank}]" in text, text
+        assert "both (8, 16): 64 of 128" in text and "copies" not in text, text
+    else:
+        raise AssertionError("gather gave arrays of which a half is elsewhere")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
