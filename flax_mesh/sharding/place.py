@@ -12,6 +12,7 @@ from flax_mesh.errors import ShardingError
 from flax_mesh.sharding.annotations import annotations_of, match_annotations
 from flax_mesh.sharding.optimizer import match_optimizer
 from flax_mesh.sharding.rules import (
+    Finding,
     PartitionRules,
     Policy,
     RuleMatch,
@@ -67,6 +68,7 @@ def abstract_state(
     on_mismatch: Policy = "error",
     min_size: int = 0,
     shard_optimizer_over: str | tuple[str, ...] = (),
+    dropped: list[Finding] | None = None,
 ) -> nnx.State:
     """The state of what `make()` returns, as `ShapeDtypeStruct(shape, dtype, sharding)`; nothing is allocated.
 
@@ -75,12 +77,12 @@ def abstract_state(
     mesh axes or logical axes of `axes`. An optimizer leaf follows the parameter whose path ends its own, dim by dim
     where it has another shape (`match_optimizer`), or else the table. `shard_optimizer_over="dp"` splits the
     optimizer's arrays over that mesh axis as well, on which parameters are copies: ZeRO stage 1 (`split_over`).
-    Raises one ShardingError that lists every leaf that does not fit.
+    Whatever does not fit, of all leaves, follows `on_mismatch` and adds to `dropped`, as in `match_partition_rules`.
     """
     made = abstract_model(make)
     state = nnx.state(made)
     match = _match(made, mesh, rules, axes, min_size, as_tuple(shard_optimizer_over))
-    apply_policy(match.findings, on_mismatch)
+    apply_policy(match.findings, on_mismatch, dropped)
     shaped = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
         for leaf, spec in zip(jax.tree.leaves(state), match.specs, strict=True)

@@ -32,6 +32,7 @@ def shard(
     memory_kind: str | None = None,
     donate: bool = False,
     on_mismatch: Policy = "error",
+    dropped: list[Finding] | None = None,
 ) -> Any:
     """`tree` with every leaf laid out as its spec says; leaves are numpy arrays, numbers, or jax arrays anywhere.
 
@@ -45,12 +46,13 @@ def shard(
 
     Nothing is compiled for numpy leaves and for leaves that lie as asked, and at most once a shape for arrays on one
     device. In several processes each copies what its own devices hold. On CPU the arrays may share the memory of numpy
-    leaves, as after `jax.device_put`: do not change these afterwards. Where a spec does not fit, `on_mismatch` says
-    what happens, as in `match_partition_rules`; one ShardingError names every leaf.
+    leaves, as after `jax.device_put`: do not change these afterwards. A spec that does not fit its leaf follows
+    `on_mismatch`, and adds to `dropped`, as in `match_partition_rules`.
     """
     leaves, treedef = jax.tree.flatten(tree)
     layouts = [_layout(x, mesh, memory_kind) for x in _aligned(tree, leaves, treedef, specs)]
-    shardings = _fitting(tree, leaves, layouts, on_mismatch)
+    shardings, findings = _fitting(tree, leaves, layouts)
+    apply_policy(findings, on_mismatch, dropped)
     del tree
     return jax.tree.unflatten(treedef, _place(leaves, shardings, dtype, donate))
 
@@ -64,6 +66,7 @@ def reshard(
     memory_kind: str | None = None,
     donate: bool = False,
     on_mismatch: Policy = "error",
+    dropped: list[Finding] | None = None,
 ) -> Any:
     """As `shard`, for a tree that lies on a mesh: in another layout, on another mesh, in another memory, or cast.
 
@@ -80,18 +83,24 @@ def reshard(
         )
     given = homes if specs is None else _aligned(tree, leaves, treedef, specs)
     layouts = [_layout(x, mesh, memory_kind, home) for x, home in zip(given, homes, strict=True)]
-    shardings = _fitting(tree, leaves, layouts, on_mismatch)
+    shardings, findings = _fitting(tree, leaves, layouts)
+    apply_policy(findings, on_mismatch, dropped)
     del tree
     return jax.tree.unflatten(treedef, _place(leaves, shardings, dtype, donate))
 
 
 def make_shard_and_gather_fns(
-    specs: Any, mesh: Mesh | None = None, *, dtype: Any = None, on_mismatch: Policy = "error"
+    specs: Any,
+    mesh: Mesh | None = None,
+    *,
+    dtype: Any = None,
+    on_mismatch: Policy = "error",
+    dropped: list[Finding] | None = None,
 ) -> tuple[Any, Any]:
     """Two trees of functions, one function a leaf: x -> x laid out as its spec says, and back to numpy.
 
-    Arguments as in `shard`; `dtype` casts floating leaves on either way. For a whole tree at once `shard` and `gather`
-    do the same.
+    Arguments as in `shard`; `dtype` casts floating leaves on either way. `on_mismatch` is followed at the first array
+    of each shape. For a whole tree at once `shard` and `gather` do the same.
     """
 
     def shard_fn(path: str, spec: Any) -> Callable[[Any], jax.Array]:
@@ -101,7 +110,9 @@ def make_shard_and_gather_fns(
         def place(x: Any) -> jax.Array:
             shape = np.shape(x)
             if shape not in fitting:
-                fitting[shape] = _fitting({path: x} if path else x, [x], [layout], on_mismatch)
+                sharding, findings = _sharding(path, shape, layout)
+                apply_policy(findings, on_mismatch, dropped)
+                fitting[shape] = [sharding]
             return _place([x], fitting[shape], dtype)[0]
 
         return place
@@ -140,33 +151,33 @@ def _layout(spec: Any, mesh: Any, memory_kind: str | None, home: NamedSharding |
 
 
 def _fitting(
-    tree: Any, leaves: Sequence[Any], layouts: Sequence[Layout | Sharding], on_mismatch: Policy
-) -> list[Sharding]:
-    """The shardings; what does not fit of the layouts is left out, as far as `on_mismatch` lets it."""
+    tree: Any, leaves: Sequence[Any], layouts: Sequence[Layout | Sharding]
+) -> tuple[list[Sharding], list[Finding]]:
+    """What fits of the layouts, and a finding for everything that does not."""
     made: dict[Any, Sharding] = {}
     shardings: list[Sharding] = []
     findings: list[Finding] = []
+    paths: list[str] = []
     for number, (leaf, layout) in enumerate(zip(leaves, layouts, strict=True)):
         shape = getattr(leaf, "shape", ())
         sharding = made.get((shape, layout))
         if sharding is None:
-            sharding, problems = _sharding(shape, layout)
-            if problems:
-                path = named_leaves(tree)[number][0]
-                findings += [problem._replace(path=path) for problem in problems]
+            sharding, problems = _sharding("", shape, layout)
+            if problems:  # only now are the paths made, which takes longer than all the rest
+                paths = paths or [path for path, _ in named_leaves(tree)]
+                findings += [problem._replace(path=paths[number]) for problem in problems]
             else:
                 made[shape, layout] = sharding
         shardings.append(sharding)
-    apply_policy(findings, on_mismatch)
-    return shardings
+    return shardings, findings
 
 
-def _sharding(shape: tuple[int, ...], layout: Layout | Sharding) -> tuple[Sharding, list[Finding]]:
+def _sharding(path: str, shape: tuple[int, ...], layout: Layout | Sharding) -> tuple[Sharding, list[Finding]]:
     if not isinstance(layout, Layout):
         return layout, []
     if isinstance(layout.mesh, AbstractMesh):
         raise ShardingError("arrays need devices, and the specs are for an AbstractMesh. Pass mesh=.")
-    spec, findings = fit_spec("", shape, layout.spec, layout.mesh)
+    spec, findings = fit_spec(path, shape, layout.spec, layout.mesh)
     return NamedSharding(layout.mesh, spec, memory_kind=layout.memory_kind), findings
 
 

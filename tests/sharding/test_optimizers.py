@@ -218,6 +218,12 @@ def test_moments_that_cannot_be_split_further_are_findings():
     with pytest.raises(fm.ShardingError, match=r"mu/kernel: no dim of \(6, 10\), laid out as .*divides by 8") as error:
         fm.abstract_state(make, mesh, RULES, shard_optimizer_over="dp")
     assert "nu/bias: no dim of (10,)" in str(error.value) and "min_size=61" in str(error.value)
+    findings = []
+    odd = fm.abstract_state(make, mesh, RULES, shard_optimizer_over="dp", on_mismatch="drop", dropped=findings)
+    assert [finding.path.rsplit("/", 2)[-2:] for finding in findings] == [
+        [m, p] for m in ("mu", "nu") for p in ("bias", "kernel")
+    ]
+    assert specs_of(odd)["optimizer/opt_state/0/mu/kernel"] == P("fsdp", "tp")  # as its parameter
     small = fm.abstract_state(make, mesh, RULES, shard_optimizer_over="dp", min_size=61)
     assert set(specs_of(small).values()) == {P()}
     with pytest.raises(fm.ShardingError, match=r"to be split over \['data'\], which the mesh"):

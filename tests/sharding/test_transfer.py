@@ -162,14 +162,18 @@ def test_what_does_not_fit_follows_the_policy():
     assert "b: dim 0 names mesh axis 'x', which the mesh" in str(error.value)
     with pytest.warns(UserWarning, match="left out of the sharding:\na: dim 0 has size 6"):
         placed = fm.shard(tree, specs, mesh, on_mismatch="warn")
-    dropped = fm.shard(tree, specs, mesh, on_mismatch="drop")
-    for found in (placed, dropped):
+    findings = []
+    bare = fm.shard(tree, specs, mesh, on_mismatch="drop", dropped=findings)
+    assert [f.path for f in findings] == ["a", "b"] and "names mesh axis 'x'" in findings[1].problem
+    for found in (placed, bare, fm.reshard(bare, specs, on_mismatch="drop")):
         assert {k: x.sharding.spec for k, x in found.items()} == {"a": P(None, "tp"), "b": P(None), "c": P("fsdp")}
     shard_fns, _ = fm.make_shard_and_gather_fns(specs, mesh)
     with pytest.raises(fm.ShardingError, match="a: dim 0 has size 6"):
         shard_fns["a"](tree["a"])
-    shard_fns, _ = fm.make_shard_and_gather_fns(specs, mesh, on_mismatch="drop")
-    assert shard_fns["a"](tree["a"]).sharding.spec == P(None, "tp")
+    shard_fns, _ = fm.make_shard_and_gather_fns(specs, mesh, on_mismatch="drop", dropped=findings)
+    for _ in range(2):
+        assert shard_fns["a"](tree["a"]).sharding.spec == P(None, "tp")
+    assert [f.path for f in findings] == ["a", "b", "a"]  # once
 
 
 # --- memory kinds, other layouts, donation ---
