@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from flax_mesh.mesh import create_mesh
 from flax_mesh.mpmd import MpmdMesh, current_mpmd_mesh
 from flax_mesh.mpmd.mesh import groups_of_processes
+from tests.mpmd.fakes import seen_from
 
 P = PartitionSpec
 
@@ -23,34 +24,6 @@ P = PartitionSpec
 @pytest.fixture
 def mpmd_mesh():
     return MpmdMesh(create_mesh((2, 2, 2), ("dp", "pp", "tp")), "pp")
-
-
-@dataclass(frozen=True)
-class FakeClient:
-    process: int
-
-    def process_index(self):
-        return self.process
-
-
-@dataclass(frozen=True)
-class FakeDevice:
-    """A device as one of several processes sees it: what Mesh and MpmdMesh read of one, and no more."""
-
-    id: int
-    process_index: int
-    client: FakeClient
-    platform: str = "cpu"
-    device_kind: str = "cpu"
-
-    def __repr__(self):
-        return f"device {self.id}"
-
-
-def seen_from(process, owners, shape=None, names=("pp", "fsdp")):
-    """A mesh over devices of the processes `owners`, as the process `process` sees it."""
-    devices = np.array([FakeDevice(i, owner, FakeClient(process)) for i, owner in enumerate(owners)])
-    return Mesh(devices.reshape(shape or (len(owners), 1)), names)
 
 
 def test_groups_are_the_slices_along_the_axis(mpmd_mesh):
@@ -227,14 +200,16 @@ def test_a_process_with_no_group():
 
 def test_a_process_must_not_hold_parts_of_groups():
     message = (
-        r"process 1 has device 1 of group 0, which processes 0, 1 share, device 2 of group 1, which processes 1, 2 "
+        r"process 1 has device 101 of group 0, which processes 0, 1 share, device 102 of group 1, which processes 1, 2 "
         r"share\. Choose the sizes"
     )
     with pytest.raises(ValueError, match=message):
         MpmdMesh(seen_from(0, [0, 1, 1, 2], (2, 2)), "pp")
-    with pytest.raises(ValueError, match=r"process 0 has .* share; process 1 has device 1 of group 0"):
+    with pytest.raises(ValueError, match=r"process 0 has .* share; process 1 has device 101 of group 0"):
         MpmdMesh(seen_from(0, [0, 1, 0, 1], (2, 2)), "pp")
-    with pytest.raises(ValueError, match=r"process 1 has device 1 of group 0, which processes 0, 1 share, device 2,"):
+    with pytest.raises(
+        ValueError, match=r"process 1 has device 101 of group 0, which processes 0, 1 share, device 102,"
+    ):
         MpmdMesh(seen_from(0, [0, 1, 1, 1], (2, 2)), "pp")
 
 

@@ -1,0 +1,145 @@
+"""Single-device arrays between processes, by JAX's transfer server: non-blocking, matched by name, in any order."""
+
+import hashlib
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax._src import distributed
+from jax.experimental import transfer
+
+ADDRESS_TIMEOUT_S = 300  # how long a first receive waits for the sender's first transfer of all
+
+
+class Transport:
+    """What this process sends to others and receives from them.
+
+    `publish(process, address)` tells the others where this process listens, `look_up(process)` gives another's
+    address, waiting for it if need be. A process publishes its own before it looks up any, so no two wait for each
+    other. Arrays of different sizes or dtypes than those asked for would arrive as garbage without an error: callers
+    derive both sides from the same shapes and shardings.
+    """
+
+    def __init__(self, client: Any, host: str, publish: Callable[[int, str], None], look_up: Callable[[int], str]):
+        self.process: int = client.process_index()
+        here = f"[{host}]:0" if ":" in host else f"{host}:0"
+        # Without its own list of addresses for the data the server fails at the first pull and aborts the peer.
+        self._server = transfer.start_transfer_server(client, here, [here])
+        self._look_up = look_up
+        self._peers: dict[int, Any] = {}
+        self._calls: Counter[Hashable] = Counter()
+        self._lock = threading.Lock()
+        publish(self.process, self._server.address())
+
+    def name_call(self, source: Sequence[int], target: Sequence[int], key: Hashable) -> tuple[Any, ...]:
+        """A name for this call that other processes give it too: devices, key, number of calls with these."""
+        check_key(key)
+        call = (tuple(source), tuple(target), key)
+        with self._lock:
+            self._calls[call] += 1
+            return (*call, self._calls[call])
+
+    def send(self, name: tuple[Any, ...], process: int, arrays: Sequence[jax.Array]) -> None:
+        """Offers `arrays`, which may still be computing, for `process` to receive under the same name; returns at once.
+
+        The server keeps them until then.
+        """
+        full = [_numbers(array) for array in arrays if array.size]
+        if full:
+            self._server.await_pull(_uuid(name, self.process, process), full)
+
+    def receive(self, name: tuple[Any, ...], process: int, shapes: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+        """What `process` sends under `name`; returns at once with arrays that become ready when they have arrived.
+
+        Every shape has a sharding of one device of this process.
+        """
+        # The server never delivers an array without elements: both sides leave it out.
+        full = [_numbers_like(shape) for shape in shapes if shape.size]
+        arrived = iter(self._peer(process).pull(_uuid(name, process, self.process), full) if full else ())
+        return [
+            _as_asked(
+                next(arrived) if shape.size else jnp.zeros(shape.shape, shape.dtype, device=shape.sharding), shape
+            )
+            for shape in shapes
+        ]
+
+    def _peer(self, process: int) -> Any:
+        with self._lock:
+            if process not in self._peers:
+                self._peers[process] = self._server.connect(self._look_up(process))
+            return self._peers[process]
+
+
+@lru_cache(maxsize=8)
+def transport_of(client: Any) -> Transport:
+    """The transport of this process for the devices of `client`, which the processes of `jax.distributed` share."""
+    state = distributed.global_state  # JAX has no public name for the key-value store of its processes
+    if state.client is None or state.coordinator_address is None:
+        raise ValueError(
+            "A transfer between processes needs jax.distributed, through which they find each other. "
+            "Call jax.distributed.initialize() before the first use of JAX."
+        )
+    folder, store = f"flax_mesh/transfer/{client.platform}", state.client
+
+    def look_up(process: int) -> str:
+        try:
+            return store.blocking_key_value_get(f"{folder}/{process}", ADDRESS_TIMEOUT_S * 1000)
+        except jax.errors.JaxRuntimeError as error:
+            raise TimeoutError(
+                f"Process {client.process_index()} waited {ADDRESS_TIMEOUT_S} s for process {process} to come to its "
+                f"first transfer; every process must make the same calls of mpmd.device_put. ({error})"
+            ) from error
+
+    return Transport(
+        client,
+        _address_towards(state.coordinator_address),
+        lambda process, address: store.key_value_set(f"{folder}/{process}", address),
+        look_up,
+    )
+
+
+def check_key(key: Hashable) -> None:
+    """ValueError unless `key` is the same in every process: a string, an integer, None or a tuple of these."""
+    parts = key if isinstance(key, tuple) else (key,)
+    if not all(part is None or isinstance(part, str | int) for part in parts):
+        raise ValueError(f"key must be a string, an integer, None or a tuple of these, got {key!r}.")
+
+
+def _uuid(name: tuple[Any, ...], sender: int, receiver: int) -> int:
+    """63 bits, as many as the server takes."""
+    digest = hashlib.blake2b(repr((name, sender, receiver)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def _address_towards(coordinator: str) -> str:
+    """The address under which the others, who all reach the coordinator, reach this process."""
+    host, _, port = coordinator.rpartition(":")
+    family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # a datagram socket: this asks for the route and sends nothing
+        return probe.getsockname()[0]
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _numbers(array: jax.Array) -> jax.Array:
+    return jax.random.key_data(array) if _is_key(array) else array
+
+
+def _numbers_like(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    numbers = jax.eval_shape(jax.random.key_data, shape) if _is_key(shape) else shape
+    return jax.ShapeDtypeStruct(numbers.shape, numbers.dtype, sharding=shape.sharding)
+
+
+def _as_asked(array: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+    if not _is_key(shape):
+        return array
+    keys: Any = shape  # key_impl reads the dtype alone
+    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(keys))

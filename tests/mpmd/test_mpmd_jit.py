@@ -1,0 +1,281 @@
+"""mpmd.jit: where a program runs, what the other processes get, and what it refuses."""
+
+import functools
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from flax_mesh import mpmd
+from flax_mesh.mesh import create_mesh
+from flax_mesh.mpmd import MpmdArray, MpmdMesh
+from tests.mpmd.fakes import seen_from
+
+P = PartitionSpec
+
+
+@pytest.fixture
+def mpmd_mesh():
+    return MpmdMesh(create_mesh((2, 4), ("pp", "fsdp")), "pp")
+
+
+@pytest.fixture
+def here(mpmd_mesh):
+    return NamedSharding(mpmd_mesh.unstack[1], P("fsdp"))
+
+
+@pytest.fixture
+def there():
+    """On two devices of process 1, as process 0 sees it."""
+    return NamedSharding(seen_from(0, [1, 1], (1, 2)), P("fsdp"))
+
+
+@pytest.fixture
+def x(here):
+    return mpmd.device_put(np.arange(8, dtype=np.float32), here)
+
+
+def remote(sharding, shape=(8,), dtype=jnp.float32):
+    return MpmdArray(shape, dtype, sharding)
+
+
+def test_it_runs_where_its_inputs_live(mpmd_mesh, here, x):
+    whole = NamedSharding(here.mesh, P())
+    step = mpmd.jit(lambda x, w: (x * w, jnp.sum(x)), out_shardings=(here, whole))
+    with mpmd_mesh:
+        scaled, total = step(x, jax.device_put(jnp.full(8, 2.0), here))
+    assert isinstance(scaled, MpmdArray) and isinstance(total, MpmdArray)
+    assert scaled.jax_array.devices() == set(mpmd_mesh.unstack[1].devices.flat)
+    assert (scaled.sharding, total.sharding, scaled.groups) == (here, whole, (1,))
+    assert np.array_equal(scaled, 2 * np.arange(8)) and np.asarray(total) == 28
+
+
+def test_groups_come_from_the_inputs_or_the_context(mpmd_mesh, here, x):
+    step = mpmd.jit(lambda x: x + 1, out_shardings=here)
+    with mpmd_mesh:
+        y = mpmd.device_put(x, here)
+        assert step(x).groups == (1,)
+    assert step(y).groups == (1,)
+    with pytest.raises(ValueError, match="No MpmdMesh numbers"):
+        step(x).groups  # noqa: B018
+
+
+def test_inputs_of_every_kind(here, x):
+    step = mpmd.jit(lambda a, b, c: a + b["p"] + b["q"] + c, out_shardings=here)
+    inputs = {"p": np.ones(8, np.float32), "q": jax.device_put(jnp.ones(8), here)}
+    assert np.array_equal(step(x, inputs, 3), np.arange(8) + 5)
+    assert np.array_equal(step(jnp.zeros(8), {"p": 1.0, "q": True}, c=1), [3] * 8)  # nothing committed: where it goes
+
+
+def test_without_inputs_it_runs_where_its_outputs_live(here, there):
+    make = functools.partial(mpmd.jit, lambda: jnp.arange(8.0))
+    assert np.array_equal(make(out_shardings=here)(), np.arange(8))
+    assert make(out_shardings=there)().is_fully_remote
+
+
+def test_keyword_static_and_donated_arguments(here, x):
+    def step(x, power, *, shift, scale=1.0):
+        return scale * x**power + shift
+
+    program = mpmd.jit(step, out_shardings=here, static_argnums=1, static_argnames="scale", donate_argnums=0)
+    kept = mpmd.device_put(np.arange(8, dtype=np.float32), here)
+    first = program(x, 2, shift=kept)
+    assert np.array_equal(first, np.arange(8) ** 2 + np.arange(8))
+    assert x.jax_array.is_deleted() and not kept.jax_array.is_deleted()
+    second = program(first, 1, shift=kept, scale=10.0)
+    assert np.array_equal(second, 10 * (np.arange(8) ** 2 + np.arange(8)) + np.arange(8))
+    assert first.jax_array.is_deleted()
+    by_name = mpmd.jit(step, out_shardings=here, static_argnames=("power", "scale"), donate_argnames="shift")
+    last = by_name(kept, power=3, shift=mpmd.device_put(np.zeros(8, np.float32), here))
+    assert np.array_equal(last, np.arange(8) ** 3)
+
+
+def test_static_arguments_reach_the_function_as_they_are(here, there):
+    class Config(tuple):
+        __slots__ = ()
+
+    seen = []
+
+    def step(x, config):
+        seen.append(config)
+        return x * config[0]
+
+    config = Config((3,))
+    for sharding in (here, there):
+        x = mpmd.device_put(np.arange(8, dtype=np.float32), sharding)
+        mpmd.jit(step, out_shardings=sharding, static_argnums=1)(x, config)
+    assert len(seen) == 2 and all(given is config for given in seen)
+
+
+def test_out_shardings_may_be_a_prefix(here, there):
+    def step(x):
+        return {"a": [x, x + 1, None], "b": (jnp.sum(x), {})}
+
+    for home in (here, there):
+        x = mpmd.device_put(np.arange(8, dtype=np.float32), home)
+        whole = NamedSharding(home.mesh, P())
+        full = {"a": [home, whole, None], "b": (whole, {})}
+        for prefix in (whole, {"a": whole, "b": (whole, {})}, {"a": [home, whole, None], "b": whole}, full):
+            got = mpmd.jit(step, out_shardings=prefix)(x)
+            assert jax.tree.structure(got) == jax.tree.structure(step(jnp.ones(8)))
+            expected = home if isinstance(prefix, dict) and isinstance(prefix["a"], list) else whole
+            assert got["a"][0].sharding == expected
+            assert [array.sharding for array in (got["a"][1], got["b"][0])] == [whole, whole]
+            assert [array.shape for array in jax.tree.leaves(got)] == [(8,), (8,), ()]
+
+
+def test_out_shardings_that_are_no_prefix(here, there):
+    for home in (here, there):
+        x = mpmd.device_put(np.arange(8, dtype=np.float32), home)
+        with pytest.raises(ValueError, match=r"out_shardings.*"):
+            mpmd.jit(lambda x: {"a": x}, out_shardings=(home,))(x)
+        with pytest.raises(ValueError, match=r"out_shardings has None for output \[1\]\['b'\], \[2\]"):
+            mpmd.jit(lambda x: (x, {"a": None, "b": x}, x), out_shardings=(home, None, None))(x)
+
+
+def test_a_missing_sharding_is_found_before_anything_is_donated(here, x):
+    with pytest.raises(ValueError, match="None for output"):
+        mpmd.jit(lambda x: (x, x + 1), out_shardings=(here, None), donate_argnums=0)(x)
+    assert not x.jax_array.is_deleted()
+
+
+@pytest.mark.parametrize(
+    "nothing", [{}, {"out_shardings": None}, {"out_shardings": ()}, {"out_shardings": {"a": None}}]
+)
+def test_missing_out_shardings(nothing):
+    with pytest.raises(ValueError, match=r"mpmd.jit\(step\): out_shardings is missing\..*where the outputs live"):
+
+        def step(x):
+            return x
+
+        mpmd.jit(step, **nothing)
+
+
+def test_out_shardings_of_another_type(here):
+    with pytest.raises(ValueError, match=r"out_shardings\['a'\] is P\('fsdp',\), out_shardings\['b'\] is 'fsdp'\. For"):
+        mpmd.jit(lambda x: x, out_shardings={"a": P("fsdp"), "b": "fsdp", "c": here})
+
+
+def test_out_shardings_in_two_places(mpmd_mesh, here):
+    other = NamedSharding(mpmd_mesh.unstack[0], P("fsdp"))
+    message = r"out_shardings\[0\] on devices 4, 5, 6, 7 of process 0; out_shardings\[1\] on devices 0, 1, 2, 3 of"
+    with pytest.raises(ValueError, match=message):
+        mpmd.jit(lambda x: (x, x), out_shardings=(here, other))
+
+
+def test_all_remote_inputs_are_named(here, there, x):
+    def step(params, batch, *rest, scale, **more):
+        return batch
+
+    params = {"w": remote(there), "b": [remote(there), x]}
+    program = mpmd.jit(step, out_shardings=here)
+    found = (
+        "found params['b'][0], params['w'], rest[1], scale, more['extra'] on remote devices 100, 101 of process 1; "
+        "params['b'][1], batch, out_shardings on devices 4, 5, 6, 7 of process 0. Bring the inputs"
+    )
+    with pytest.raises(ValueError, match=r"mpmd.jit\(step\): .*" + re.escape(found)):
+        program(params, x, 1.0, remote(there), scale=remote(there), extra=remote(there))
+
+
+def test_remote_inputs_for_local_outputs_and_back(here, there, x):
+    with pytest.raises(ValueError, match=r"found x on remote devices .*; out_shardings on devices 4"):
+        mpmd.jit(lambda x: x, out_shardings=here)(remote(there))
+    with pytest.raises(ValueError, match=r"found out_shardings on remote devices .*; x on devices 4"):
+        mpmd.jit(lambda x: x, out_shardings=there)(x)
+
+
+def test_inputs_of_two_groups_of_one_process(mpmd_mesh, here, x):
+    elsewhere = mpmd.device_put(x, NamedSharding(mpmd_mesh.unstack[0], P("fsdp")))
+    with pytest.raises(
+        ValueError, match=r"found x, out_shardings on devices 4.*; y\[0\], y\[1\] on devices 0, 1, 2, 3"
+    ):
+        mpmd.jit(lambda x, y: x, out_shardings=here)(x, [elsewhere, elsewhere.jax_array])
+
+
+def test_remote_outputs_know_shape_dtype_and_sharding(there):
+    whole = NamedSharding(there.mesh, P())
+    mpmd_mesh = MpmdMesh(seen_from(0, [0, 0, 1, 1], (2, 2)), "pp")
+    with mpmd_mesh:
+        x = mpmd.device_put(np.zeros((8, 2), np.float32), NamedSharding(mpmd_mesh.unstack[1], P("fsdp")))
+    there, whole = x.sharding, NamedSharding(mpmd_mesh.unstack[1], P())
+    y, loss, n = mpmd.jit(
+        lambda x, k: (x.astype(jnp.bfloat16).T, jnp.sum(x), k), out_shardings=(whole, whole, whole), static_argnums=1
+    )(x, 7)
+    assert (y.shape, y.dtype, y.sharding, y.groups) == ((2, 8), jnp.bfloat16, whole, (1,))
+    assert (loss.shape, loss.dtype, n.dtype, n.weak_type) == ((), jnp.float32, jnp.int32, True)
+    assert all(array.is_fully_remote and array.block_until_ready() is array for array in (y, loss, n))
+
+
+def test_both_sides_agree_on_dtypes_of_weakly_typed_arrays(here, there):
+    """A process that only traces must find the dtype that the others compute."""
+    dtypes = []
+    for home in (here, there):
+        whole = NamedSharding(home.mesh, P())
+        weak = mpmd.jit(lambda: 2.0, out_shardings=whole)()
+        half = mpmd.device_put(np.ones(8, jnp.bfloat16), home)
+        product = mpmd.jit(lambda a, b: a * b, out_shardings=whole)(weak, half)
+        dtypes.append((weak.weak_type, product.dtype, product.weak_type))
+    assert dtypes[0] == dtypes[1] == (True, jnp.bfloat16, False)
+
+
+def test_a_remote_program_is_traced_once_and_never_compiled(there, compilations):
+    traces = []
+
+    def step(x, y):
+        traces.append(x.shape)
+        return x + y
+
+    program = mpmd.jit(step, out_shardings=there, donate_argnums=0)
+    array = remote(there)
+    for _ in range(4):
+        array = program(array, np.ones(8, np.float32))
+    assert traces == [(8,)] and array.is_fully_remote
+    assert not compilations
+    program(remote(there, (16,)), 1.0)
+    assert traces == [(8,), (16,)]
+
+
+def test_a_local_program_is_traced_and_compiled_once(here, x, compilations):
+    traces = []
+
+    def step(x):
+        traces.append(x.shape)
+        return x + 1
+
+    program = mpmd.jit(step, out_shardings=here)
+    before = len(compilations)
+    for _ in range(4):
+        x = program(x)
+    assert len(traces) == 1 and len(compilations) == before + 1
+    assert np.array_equal(x, np.arange(8) + 4)
+
+
+def test_the_function_keeps_its_face(here):
+    def step(x: int) -> int:
+        """Steps."""
+        return x
+
+    program = mpmd.jit(step, out_shardings=here)
+    assert (program.__name__, program.__doc__) == ("step", "Steps.")
+    assert inspect.signature(program) == inspect.signature(step)
+    assert mpmd.jit(functools.partial(step), out_shardings=here)(np.ones(8)).shape == (8,)
+
+
+def test_errors_of_the_function_pass_through(here, x):
+    def step(x):
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match=r"^mine\b"):
+        mpmd.jit(step, out_shardings=here)(x)
+    with pytest.raises(TypeError, match="missing"):
+        mpmd.jit(lambda x, y: x, out_shardings=here)(x)
+
+
+def test_not_inside_a_trace(here):
+    program = mpmd.jit(lambda x: x, out_shardings=here)
+    with pytest.raises(ValueError, match=r"inside a trace.*inside a trace call the function itself"):
+        jax.jit(program)(jnp.ones(8))
