@@ -1,0 +1,166 @@
+"""The optimizer's update over groups: traced as for one device, then cut into a program for every group."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from flax_mesh.errors import ConfigError
+from flax_mesh.loss import Metrics, apply_gradients
+from flax_mesh.mpmd.jaxprs import Chunks, Program, inline, interpret, is_var, trace
+from flax_mesh.mpmd.mesh import MpmdMesh
+from flax_mesh.mpmd.placement import Placement, chunked, on_all_groups
+from flax_mesh.mpmd.programs import compile_part
+from flax_mesh.mpmd.stage import StagedModel
+from flax_mesh.mpmd.update import SHARED, MixedGroups, cut_by_group
+from flax_mesh.state import TrainState
+
+
+class Update:
+    """new leaves, metrics = update(leaves, grads, sums, shared), all in the layout of `placement`.
+
+    `grads` has the summed gradients by (group, leaf of the staged model), `sums` those of the loss function by name,
+    which lie on `sum_groups`. `shared` has the copy of every SHARED leaf on every group.
+    """
+
+    def __init__(
+        self,
+        staged: StagedModel,
+        mesh: MpmdMesh,
+        placement: Placement,
+        grads: Sequence[tuple[int, int]],
+        sum_groups: Mapping[str, int],
+        learning_rate: optax.Schedule | None,
+    ):
+        self.placement, self.meshes, self.grads, self.names = placement, mesh.unstack, list(grads), list(sum_groups)
+        homes = placement.homes
+        self.sum_groups = list(sum_groups.values())
+        self.replicated = [NamedSharding(mesh, PartitionSpec()) for mesh in self.meshes]
+        program, self.metrics = _trace(staged, placement, self.grads, self.names, learning_rate)
+        self.owner = {home.leaf: home for home in homes if home.leaf is not None}
+        every = tuple(range(len(self.meshes)))
+        groups = [home.group for home in homes]
+        groups += [self.owner[leaf].group for _, leaf in self.grads] + [sum_groups[name] for name in self.names]
+        wanted = [every if home.group == SHARED else (home.group,) for home in homes] + [()] * len(self.metrics)
+        try:
+            parts, self.held = cut_by_group(program, groups, wanted)
+        except MixedGroups as error:
+            paths = [homes[at].path for at in error.inputs if at < len(homes)]
+            raise ConfigError(
+                f"the optimizer computes {error.primitive} over arrays of several pipeline groups: {', '.join(paths)}. "
+                "It may look at other leaves through scalars only, such as norms. Use another optimizer, or pp:1."
+            ) from error
+        self.program = program
+        shardings = {v: h.sharding for v, h in zip(program.outputs, homes, strict=False) if is_var(v) and h.group != SHARED}
+        packs = {(part.group, part.phase): part.packs for part in parts if part.packs}
+        self.parts = [compile_part(part, packs, shardings) for part in parts]
+        self.readers = {key: {p.group for p in parts if key in p.receives} for key in packs}
+
+    def __call__(
+        self,
+        leaves: Sequence[Any],
+        grads: Mapping[tuple[int, int], Any],
+        sums: Mapping[str, Any],
+        shared: Mapping[tuple[int, int], Any],
+    ) -> tuple[tuple[Any, ...], Metrics]:
+        env = self._inputs(leaves, grads, sums, shared)
+        packs: dict[tuple[int, int, int], Any] = {}
+        for part, donated, kept, call in self.parts:
+            here = env[part.group]
+            received = [packs[(*key, part.group)] for key in part.receives]
+            gives, packed = call([here.pop(v) for v in donated], [here[v] for v in kept], received)
+            here.update(zip(part.gives, gives, strict=True))
+            for reader in self.readers.get((part.group, part.phase), ()):
+                there = self.replicated[reader]
+                packs[part.group, part.phase, reader] = jax.device_put(packed, there) if packed else packed
+        homes = self.placement.homes
+        new = []
+        for at, (home, v) in enumerate(zip(homes, self.program.outputs, strict=False)):
+            if v is self.program.inputs[at]:
+                new.append(leaves[at])
+            elif not is_var(v):
+                new.append(jax.device_put(np.asarray(v.val), home.sharding))
+            elif home.group == SHARED:
+                new.append(on_all_groups([env[g][v] for g in self.held[at]], home.sharding))
+            else:
+                new.append(env[home.group][v])
+        first = len(homes)
+        metrics = {name: env[self.held[first + i][0]][self.program.outputs[first + i]] for i, name in enumerate(self.metrics)}
+        return tuple(new), metrics
+
+    def _inputs(self, leaves, grads, sums, shared) -> list[dict[Any, Any]]:
+        env: list[dict[Any, Any]] = [{} for _ in self.meshes]
+        names = iter(self.program.inputs)
+        for at, home in enumerate(self.placement.homes):
+            v = next(names)
+            if home.group != SHARED:
+                env[home.group][v] = leaves[at]
+                continue
+            for group in range(len(env)):
+                env[group][v] = shared[at, group]
+        for group, leaf in self.grads:
+            home = self.owner[leaf]
+            value = grads[group, leaf]
+            env[home.group][next(names)] = value if group == home.group else jax.device_put(value, home.sharding)
+        for name, group in zip(self.names, self.sum_groups, strict=True):
+            env[group][next(names)] = sums[name]
+        return env
+
+
+def _trace(
+    staged: StagedModel,
+    placement: Placement,
+    grads: Sequence[tuple[int, int]],
+    names: Sequence[str],
+    learning_rate: optax.Schedule | None,
+) -> tuple[Program, list[str]]:
+    """(leaves, grads, sums) -> new leaves, metrics; and the names of the metrics."""
+    plain, metric_names = placement.plain, []
+
+    def update(leaves: list[Any], trained: list[Any], sums: list[Any]):
+        state = TrainState(tuple(leaves), plain.definition)
+        model, optimizer = state.merge()
+        params, _, others = nnx.state(model, optimizer.wrt, nnx.RngState, ...)
+        named = dict(zip(names, sums, strict=True))
+        weight = named.pop("weight")
+        tree = jax.tree.unflatten(jax.tree.structure(params), trained)
+        after, metrics = apply_gradients(state, others, tree, named, weight, learning_rate)
+        metric_names[:] = list(metrics)
+        return [*after.leaves, *metrics.values()]
+
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in plain.leaves]
+    trained = list(dict.fromkeys(leaf.source for leaf in staged.leaves if leaf.trained))
+    wide = [_wide(plain.leaves[source]) for source in trained]
+    scalars = [jax.ShapeDtypeStruct((), "float32") for _ in names]
+    whole, _ = trace(update, shapes, wide, scalars)
+
+    def again(leaves: list[Any], parts: list[Any], sums: list[Any]) -> list[Any]:
+        found: dict[int, Any] = {}
+        for (_, leaf), value in zip(grads, parts, strict=True):
+            found[leaf] = found[leaf] + value if leaf in found else value
+        zero = lambda at: jnp.zeros(_wide(staged.leaves[at]).shape, _wide(staged.leaves[at]).dtype)  # noqa: E731
+        model = [home for home in placement.homes if home.leaf is not None]
+        gradients = chunked(model, [found.get(h.leaf, zero(h.leaf)) for h in model])  # zero: the loss does not use it
+        args = [*chunked(placement.homes, leaves), *(gradients[source] for source in trained), *sums]
+        outs = interpret(whole, args, lambda eqn: True)
+        flat = []
+        for source, out in enumerate(outs[: len(plain.leaves)]):
+            rows = [home.rows for home in placement.homes if home.source == source]
+            if isinstance(out, Chunks):
+                flat += out.parts
+            else:
+                flat += [out[slice(*r)] if r else out for r in rows]
+        return [*flat, *(out.whole() if isinstance(out, Chunks) else out for out in outs[len(plain.leaves) :])]
+
+    leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in placement.abstract.leaves]
+    parts = [_wide(staged.leaves[leaf]) for _, leaf in grads]
+    return inline(trace(again, leaves, parts, scalars)[0]), metric_names
+
+
+def _wide(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, jnp.promote_types(leaf.dtype, "float32"))

@@ -1,0 +1,246 @@
+"""The cut of a forward pass into pipeline stages, by forward labels.
+
+A parameter of the layer called r-th carries rank r; an equation carries the largest rank among what it depends on, so
+that nothing can flow backwards. Stages are ranges of ranks.
+"""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend import core as jex
+
+from flax_mesh.mpmd.jaxprs import Eqn, Program, Var, flops, is_var, variables
+
+DATA, OUTSIDE = -2, -1  # depends on no variable of the model; on some, but on none of a layer
+# Never made twice to save a transfer.
+EXPENSIVE = {"dot_general", "conv_general_dilated", "scan", "while", "cond", "checkpoint", "sort", "shard_map", "top_k"}
+
+mark_p = jex.Primitive("layer_mark")  # identity on the outputs of the call number `call` of a layer
+mark_p.multiple_results = True
+mark_p.def_abstract_eval(lambda *avals, call: list(avals))
+mark_p.def_impl(lambda *values, call: list(values))
+
+
+class CutError(ValueError):
+    """The model cannot be cut as asked."""
+
+
+class Piece(NamedTuple):
+    """One stage of a program."""
+
+    eqns: tuple[Eqn, ...]
+    inputs: tuple[int, ...]  # positions among the inputs of the program
+    received: tuple[Var, ...]  # made by earlier stages
+    sent: tuple[Var, ...]  # made here for later stages
+    outputs: tuple[int, ...]  # positions among the outputs of the program that are made here
+
+
+def layer_order(program: Program, layer_of: Mapping[Var, Hashable], data: Iterable[Var]) -> list[Hashable]:
+    """Layers in the order of their first use: the first equation that mixes a layer with anything but itself."""
+    mixed, nothing = object(), object()
+    source: dict[Var, Hashable] = dict.fromkeys(program.inputs, mixed)  # parameters outside the layers, and data
+    source |= dict.fromkeys(data, mixed) | dict(layer_of)
+    order: dict[Hashable, None] = {}
+    for eqn in program.eqns:
+        sources = {source.get(v, nothing) for v in variables(eqn.invars)} - {nothing}
+        if len(sources) > 1:
+            order |= dict.fromkeys(sorted((s for s in sources if s is not mixed), key=str))
+            sources = {mixed}
+        source |= dict.fromkeys(eqn.outvars, next(iter(sources), nothing))
+    return list(order)
+
+
+def label(program: Program, rank_of: Mapping[Var, int], num_ranks: int) -> list[int]:
+    """The rank of every equation, DATA or OUTSIDE. `rank_of` holds that of every input."""
+    known, labels = dict(rank_of), []
+    for eqn in program.eqns:
+        rank = max((known.get(v, DATA) for v in variables(eqn.invars)), default=DATA)
+        if eqn.primitive is mark_p:
+            rank = max(rank, eqn.params["call"])
+        labels.append(rank)
+        after = min(rank + 1, num_ranks - 1) if eqn.primitive is mark_p else rank
+        known |= dict.fromkeys(eqn.outvars, after)
+    return labels
+
+
+def costs(program: Program, labels: Sequence[int], num_ranks: int) -> list[int]:
+    """FLOPs of the forward pass by rank; what stands before the first layer counts with it, so does what follows the
+    last."""
+    found = [0] * num_ranks
+    for eqn, rank in zip(program.eqns, labels, strict=True):
+        found[max(rank, 0)] += flops(eqn)
+    return found
+
+
+def balance(weights: Sequence[int], num_stages: int) -> list[int]:
+    """Boundaries [0, ..., len(weights)] of `num_stages` ranges, none empty, whose heaviest is as light as can be.
+
+    Exact, by dynamic programming over (stages, layers). Of equal cuts the one whose early stages are longer.
+    """
+    total = [0]
+    for weight in weights:
+        total.append(total[-1] + weight)
+    best = {0: (0, [0])}
+    for stage in range(1, num_stages + 1):
+        # The stages that follow need a layer each; behind the last nothing may be left.
+        ends = range(stage, len(weights) - (num_stages - stage) + 1) if stage < num_stages else [len(weights)]
+        best = {
+            end: min(
+                (max(worst, total[end] - total[start]), [*cut, end])
+                for start, (worst, cut) in best.items()
+                if start < end
+            )
+            for end in ends
+        }
+    return best[len(weights)][1]
+
+
+def drop_marks(program: Program, labels: Sequence[int]) -> tuple[Program, list[int]]:
+    """The program and its labels without the marks."""
+    alias: dict[Any, Any] = {}
+    eqns, kept = [], []
+    for eqn, rank in zip(program.eqns, labels, strict=True):
+        eqn = eqn.replace(invars=[_aliased(alias, atom) for atom in eqn.invars])
+        if eqn.primitive is mark_p:
+            alias |= dict(zip(eqn.outvars, eqn.invars, strict=True))
+        else:
+            eqns.append(eqn)
+            kept.append(rank)
+    outputs = tuple(_aliased(alias, atom) for atom in program.outputs)
+    return program._replace(eqns=tuple(eqns), outputs=outputs), kept
+
+
+def settle(
+    program: Program, stages: Sequence[int], num_stages: int, updates: Mapping[int, int]
+) -> tuple[list[int], list[int | None]]:
+    """(stage of every equation, stage that makes every output).
+
+    OUTSIDE equations go to their first user, and so do DATA equations that are expensive or have effects; cheap DATA
+    equations stay DATA: whoever needs them makes them. Output 0, the loss, is made by the last stage. `updates` maps
+    the position of an output to that of the input whose new value it is. None: an output that is an input or a literal.
+    """
+    homes = _output_homes(program, stages, num_stages, {})
+    use = _first_uses(program, stages, num_stages, homes)[1]
+    # The new value of a variable is best made where the variable is used.
+    preferred = {out: use.get(program.inputs[at], 0) for out, at in updates.items()}
+    homes = _output_homes(program, stages, num_stages, preferred)
+    settled, _ = _first_uses(program, stages, num_stages, homes)
+    makers = {v: stage for eqn, stage in zip(program.eqns, settled, strict=True) for v in eqn.outvars}
+    return settled, [
+        None if home is None else home if makers.get(atom, DATA) < 0 or at == 0 else makers[atom]
+        for at, (atom, home) in enumerate(zip(program.outputs, homes, strict=True))
+    ]
+
+
+def pieces(
+    program: Program, stages: Sequence[int], makers: Sequence[int | None], num_stages: int, is_data: Sequence[bool]
+) -> list[Piece]:
+    """The stages of a settled program. `is_data` tells of every input whether it belongs to the batch."""
+    producer = {v: i for i, eqn in enumerate(program.eqns) for v in eqn.outvars}
+    position = {v: i for i, v in enumerate(program.inputs)}
+    found = []
+    for stage in range(num_stages):
+        own = [i for i, s in enumerate(stages) if s == stage]
+        outputs = [at for at, maker in enumerate(makers) if maker == stage]
+        wanted = [v for i in own for v in program.eqns[i].invars] + [program.outputs[at] for at in outputs]
+        copies, received = _gather(program, wanted, stages, stage, producer, position)
+        # What can be made again from what crosses anyway, without parameters or matrix products, does not cross.
+        for v in sorted(received, key=lambda v: producer[v], reverse=True):
+            cone = _cheap_cone(program, v, set(received) - {v}, producer, position, is_data)
+            if cone is not None:
+                received.remove(v)
+                copies |= cone
+        indices = sorted({*own, *copies})
+        used = {v for i in indices for v in variables(program.eqns[i].invars)}
+        used |= set(variables(program.outputs[at] for at in outputs))
+        inputs = tuple(sorted(position[v] for v in used if v in position))
+        found.append(Piece(tuple(program.eqns[i] for i in indices), inputs, tuple(received), (), tuple(outputs)))
+    sent: list[dict[Var, None]] = [{} for _ in range(num_stages)]
+    for piece in found:
+        for v in piece.received:
+            sent[stages[producer[v]]][v] = None
+    return [piece._replace(sent=tuple(sent[k])) for k, piece in enumerate(found)]
+
+
+def _output_homes(
+    program: Program, stages: Sequence[int], num_stages: int, preferred: Mapping[int, int]
+) -> list[int | None]:
+    """The stage in which every output is wanted, None where no equation makes it; the loss is made in every case."""
+    made = {v for eqn in program.eqns for v in eqn.outvars}
+    return [
+        preferred.get(at, num_stages - 1) if at == 0 or (is_var(atom) and atom in made) else None
+        for at, atom in enumerate(program.outputs)
+    ]
+
+
+def _first_uses(
+    program: Program, stages: Sequence[int], num_stages: int, homes: Sequence[int | None]
+) -> tuple[list[int], dict[Var, int]]:
+    """Stages with every OUTSIDE or expensive DATA equation at its first user, and the first user of every variable."""
+    settled, use = list(stages), {}
+    for atom, home in zip(program.outputs, homes, strict=True):
+        if is_var(atom) and home is not None:
+            use[atom] = min(use.get(atom, num_stages), home)
+    for i in reversed(range(len(settled))):
+        eqn = program.eqns[i]
+        first = min((use[v] for v in eqn.outvars if v in use), default=None)
+        movable = settled[i] == OUTSIDE or (settled[i] == DATA and (_is_expensive(eqn) or eqn.effects))
+        if movable:
+            settled[i] = num_stages - 1 if first is None else first
+        here = settled[i] if settled[i] >= 0 else first
+        if here is not None:
+            for v in variables(eqn.invars):
+                use[v] = min(use.get(v, num_stages), here)
+    return settled, use
+
+
+def _gather(program, wanted, stages, stage, producer, position) -> tuple[set[int], list[Var]]:
+    """DATA equations that a stage makes for itself, and what it receives from earlier ones."""
+    copies: set[int] = set()
+    received: list[Var] = []
+    seen: set[Var] = set()
+    todo = list(wanted)
+    while todo:
+        v = todo.pop()
+        if not is_var(v) or v in seen or v in position or v not in producer:
+            continue
+        seen.add(v)
+        i = producer[v]
+        if stages[i] == DATA:
+            copies.add(i)
+            todo.extend(program.eqns[i].invars)
+        elif stages[i] != stage:
+            if stages[i] > stage:
+                raise CutError(f"{v.aval} is made in stage {stages[i]} and used in stage {stage}, before it.")
+            received.append(v)
+    return copies, received
+
+
+def _cheap_cone(program, v, have, producer, position, is_data) -> set[int] | None:
+    """Equations that make `v` from the variables `have` and the batch alone, all of them cheap; None: there are none
+    such."""
+    cone: set[int] = set()
+    todo = [v]
+    while todo:
+        atom = todo.pop()
+        if not is_var(atom) or atom in have or atom in program.consts:
+            continue
+        if atom in position:
+            if not is_data[position[atom]]:
+                return None
+            continue
+        eqn = program.eqns[producer[atom]]
+        if _is_expensive(eqn) or eqn.effects:
+            return None
+        if producer[atom] not in cone:
+            cone.add(producer[atom])
+            todo.extend(eqn.invars)
+    return cone
+
+
+def _is_expensive(eqn: Eqn) -> bool:
+    return eqn.primitive.name in EXPENSIVE
+
+
+def _aliased(alias: Mapping[Any, Any], atom: Any) -> Any:
+    return alias.get(atom, atom) if is_var(atom) else atom

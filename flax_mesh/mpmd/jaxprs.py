@@ -1,0 +1,254 @@
+"""Jaxprs as material: every call into JAX's half-public interpreter that the pipeline needs stands in this file."""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex
+from jax.tree_util import DictKey
+
+Var, Eqn = jex.Var, jex.JaxprEqn
+JIT = ("jit", "pjit", "closed_call", "core_call")
+REMAT = ("checkpoint", "remat", "remat2")
+# Work on every element by itself, so also on every chunk of a stack.
+ELEMENTWISE = frozenset(
+    "abs add add_any and atan2 cbrt ceil clamp convert_element_type copy cos cosh div eq erf exp exp2 expm1 floor ge gt "
+    "integer_pow is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow real reduce_precision rem "
+    "round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh xor".split()
+)
+REDUCE = {"reduce_sum": jnp.add, "reduce_max": jnp.maximum, "reduce_min": jnp.minimum}
+REDUCE |= {"reduce_and": jnp.logical_and, "reduce_or": jnp.logical_or}
+
+
+class Program(NamedTuple):
+    """A traced function: equations from `inputs` to `outputs`; `consts` are the arrays that it closed over."""
+
+    eqns: tuple[Eqn, ...]
+    inputs: tuple[Var, ...]
+    outputs: tuple[Any, ...]  # Var or Literal
+    consts: Mapping[Var, Any]
+
+    def call(self, *args: Any) -> list[Any]:
+        """The outputs for `args`, one an input; inside a trace the equations become part of it."""
+        names = tuple(self.consts)
+        jaxpr = jex.Jaxpr(names, self.inputs, self.outputs, self.eqns)
+        return jax.core.eval_jaxpr(jaxpr, tuple(self.consts.values()), *args)
+
+
+def is_var(atom: Any) -> bool:
+    """Whether an atom of a jaxpr is a variable; a literal carries its value."""
+    return isinstance(atom, jex.Var)
+
+
+def variables(atoms: Iterable[Any]) -> list[Var]:
+    """The variables among `atoms`, each once, in order."""
+    return list(dict.fromkeys(atom for atom in atoms if is_var(atom)))
+
+
+def trace(fn: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
+    """The program of `fn` on arrays or ShapeDtypeStructs, and the tree of ShapeDtypeStructs that it returns."""
+    closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
+    # A constant lies on one device, and the program is to run on others: numpy goes anywhere.
+    consts = [np.asarray(c) if isinstance(c, jax.Array) and not _is_key(c) else c for c in closed.consts]
+    jaxpr = closed.jaxpr
+    return Program(
+        tuple(jaxpr.eqns),
+        tuple(jaxpr.invars),
+        tuple(jaxpr.outvars),
+        dict(zip(jaxpr.constvars, consts, strict=True)),
+    ), shape
+
+
+def bodies(eqn: Eqn) -> list[Any]:
+    """The jaxprs inside an equation."""
+    found = []
+    for value in eqn.params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, jex.ClosedJaxpr):
+                found.append(item.jaxpr)
+            elif isinstance(item, jex.Jaxpr):
+                found.append(item)
+    return found
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Chunks:
+    """A leaf of a scanned stack, cut along its leading layer dim into `parts`; part i starts at layer `starts[i]`.
+
+    `whole` is traced only where something wants it.
+    """
+
+    def __init__(self, parts: Iterable[Any], starts: Iterable[int]):
+        self.parts, self.starts = tuple(parts), tuple(starts)
+
+    def whole(self) -> Any:
+        """The stack in one piece."""
+        return jnp.concatenate(self.parts, 0)
+
+    def tree_flatten_with_keys(self):
+        return [(DictKey(f"from {s}"), part) for s, part in zip(self.starts, self.parts, strict=True)], self.starts
+
+    def tree_flatten(self):
+        return self.parts, self.starts
+
+    @classmethod
+    def tree_unflatten(cls, starts: tuple[int, ...], parts: Iterable[Any]) -> "Chunks":
+        return cls(parts, starts)
+
+
+def interpret(
+    program: Program, args: Sequence[Any], opens: Callable[[Eqn], bool] = lambda eqn: False
+) -> list[Any]:
+    """The outputs of `program`, traced anew with jit inlined, and remat and cond too where `opens` says so.
+
+    Chunks may come as arguments and go as outputs: scans over them become one scan a chunk, elementwise equations one
+    a chunk. An opened cond makes both sides and selects.
+    """
+    env = dict(program.consts) | dict(zip(program.inputs, args, strict=True))
+    for eqn in program.eqns:
+        values = [env[atom] if is_var(atom) else atom.val for atom in eqn.invars]
+        name = eqn.primitive.name
+        if name in JIT or (name in REMAT and opens(eqn)):
+            outs = interpret(body(eqn), values, opens)
+        elif name == "cond" and opens(eqn):
+            sides = [interpret(_closed(branch), values[1:], opens) for branch in eqn.params["branches"]]
+            outs = [_select(values[0], each) for each in zip(*sides, strict=True)]
+        elif any(isinstance(value, Chunks) for value in values):
+            outs = _on_chunks(eqn, values)
+        else:
+            outs = evaluate(eqn, values)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [env[atom] if is_var(atom) else atom.val for atom in program.outputs]
+
+
+def inline(program: Program) -> Program:
+    """The same program without nested jits."""
+    if not any(eqn.primitive.name in JIT for eqn in program.eqns):
+        return program
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.inputs]
+    return trace(lambda *args: interpret(program, args), *shapes)[0]
+
+
+def evaluate(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
+    """What one equation gives for the values of its inputs."""
+    # eval_jaxpr knows how to bind primitives that carry functions, such as custom_jvp.
+    known = {atom: value for atom, value in zip(eqn.invars, values, strict=True) if is_var(atom)}
+    jaxpr = jex.Jaxpr((), tuple(known), eqn.outvars, [eqn])
+    return jax.core.eval_jaxpr(jaxpr, (), *known.values())
+
+
+def needed(eqns: Sequence[Eqn], wanted: Iterable[Any], effects: bool = True) -> tuple[list[int], list[Var]]:
+    """Indices of the equations that `wanted` depends on, and the variables that they and `wanted` mention.
+
+    With `effects`, equations that have some are needed in any case.
+    """
+    live, kept = dict.fromkeys(variables(wanted)), []
+    for index in reversed(range(len(eqns))):
+        eqn = eqns[index]
+        if (effects and eqn.effects) or any(out in live for out in eqn.outvars):
+            kept.append(index)
+            live |= dict.fromkeys(variables(eqn.invars))
+    return kept[::-1], list(live)
+
+
+def num_bytes(aval: Any) -> int:
+    """Bytes of an array; a random key counts the numbers it is made of."""
+    itemsize = 8 if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) else aval.dtype.itemsize
+    return math.prod(aval.shape) * itemsize
+
+
+def flops(eqn: Eqn) -> int:
+    """Floating-point operations of an equation: 2 a multiply-add; elementwise ones count 1 an element of the result.
+
+    A scan counts its body once an iteration. A while loop, whose trips are unknown, counts once.
+    """
+    name = eqn.primitive.name
+    size = math.prod(eqn.outvars[0].aval.shape) if eqn.outvars else 0
+    if name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        return 2 * size * math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
+    if name == "conv_general_dilated":
+        kernel = eqn.invars[1].aval.shape
+        out_features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+        return 2 * size * math.prod(kernel) // out_features
+    inner = [sum(flops(e) for e in body.eqns) for body in bodies(eqn)]
+    if inner:
+        return max(inner) * eqn.params.get("length", 1) if name in ("scan", "cond") else sum(inner)
+    return size
+
+
+def body(eqn: Eqn) -> Program:
+    """What a jit or remat equation runs."""
+    return _closed(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"])
+
+
+def whole(value: Any) -> Any:
+    """The value itself, Chunks put together."""
+    return value.whole() if isinstance(value, Chunks) else value
+
+
+def _closed(inner: Any) -> Program:
+    jaxpr, consts = (inner.jaxpr, inner.consts) if isinstance(inner, jex.ClosedJaxpr) else (inner, ())
+    consts = dict(zip(jaxpr.constvars, consts, strict=True))
+    return Program(tuple(jaxpr.eqns), tuple(jaxpr.invars), tuple(jaxpr.outvars), consts)
+
+
+def _select(index: Any, values: Sequence[Any]) -> Any:
+    chunks = next((v for v in values if isinstance(v, Chunks)), None)
+    if chunks is None:
+        return jax.lax.select_n(index, *values)
+    rows = [_rows(v, chunks) for v in values]
+    return Chunks((jax.lax.select_n(index, *part) for part in zip(*rows, strict=True)), chunks.starts)
+
+
+def _on_chunks(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
+    """One equation that has Chunks among its inputs; put together only where nothing better is known."""
+    name, chunks = eqn.primitive.name, next(v for v in values if isinstance(v, Chunks))
+    if name == "scan":
+        return _scan_chunks(eqn, values)
+    if name in REDUCE and 0 in eqn.params["axes"]:
+        parts = [evaluate(eqn, [part])[0] for part in chunks.parts]
+        return [functools.reduce(REDUCE[name], parts)]
+    if name in ELEMENTWISE or name in REDUCE:
+        if name in REDUCE:  # of every layer by itself
+            return [Chunks((evaluate(eqn, [part])[0] for part in chunks.parts), chunks.starts)]
+        rows = [_rows(v, chunks) for v in values]
+        return [Chunks((evaluate(eqn, part)[0] for part in zip(*rows, strict=True)), chunks.starts)]
+    return evaluate(eqn, [whole(value) for value in values])
+
+
+def _rows(value: Any, like: Chunks) -> list[Any]:
+    """`value` for every chunk of `like`; scalars go to each."""
+    if isinstance(value, Chunks):
+        return list(value.parts)
+    if not jnp.shape(value):
+        return [value] * len(like.parts)
+    return [value[s : s + part.shape[0]] for s, part in zip(like.starts, like.parts, strict=True)]
+
+
+def _scan_chunks(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
+    """One scan for each chunk, the carry handed on; what is scanned over and is not in chunks is sliced."""
+    params = dict(eqn.params)
+    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    consts = [whole(value) for value in values[:num_consts]]
+    carry = [whole(value) for value in values[num_consts : num_consts + num_carry]]
+    xs = values[num_consts + num_carry :]
+    chunks = next((x for x in xs if isinstance(x, Chunks)), None)
+    if chunks is None:
+        return evaluate(eqn, [*consts, *carry, *xs])
+    cut = [_rows(x, chunks) for x in xs]
+    order = range(len(chunks.parts))
+    ys: list[Any] = [None] * len(order)
+    for k in reversed(order) if params["reverse"] else order:
+        length = chunks.parts[k].shape[0]
+        outs = eqn.primitive.bind(*consts, *carry, *(rows[k] for rows in cut), **{**params, "length": length})
+        carry, ys[k] = outs[:num_carry], outs[num_carry:]
+    return [*carry, *(Chunks(parts, chunks.starts) for parts in zip(*ys, strict=True))]
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

@@ -1,0 +1,195 @@
+"""Pipeline: a schedule carried out on the groups of a mesh, with the same step as without a pipeline."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
+from flax_mesh.errors import ConfigError
+from flax_mesh.loss import Batch, Metrics
+from flax_mesh.mpmd.apply import Update
+from flax_mesh.mpmd.execute import Run, moved
+from flax_mesh.mpmd.mesh import MpmdMesh
+from flax_mesh.mpmd.placement import Home, init_leaves, place
+from flax_mesh.mpmd.programs import StageFunctions, compile_stages
+from flax_mesh.mpmd.schedules import Action, Schedule, forward_schedule
+from flax_mesh.mpmd.stage import StagedModel
+from flax_mesh.sharding import PartitionRules
+from flax_mesh.sharding.rules import fit_spec
+from flax_mesh.state import TrainState
+
+
+class Pipeline:
+    """Trains a `StagedModel` on the groups of `mesh` in the order of `schedule`.
+
+        pipeline = Pipeline(split_stages(...), mesh, make_schedule("1f1b", ...), optax.adamw(1e-3))
+        state = pipeline.init_state()
+        state, metrics = pipeline.step(state, batch)
+
+    The numbers are those of `make_train_step` with as many microbatches. Every leaf of the state lies on the group of
+    the first stage that uses it, laid out there as `rules` say (by default the table that the model carries, or its
+    annotations); other groups that use it are sent its value in every step. The optimizer runs on these groups, one
+    part each; it may look at other leaves through scalars, as the clip of the global norm does.
+
+    `residuals`: "store" what the backward pass needs of the forward pass, or "recompute" it from the inputs of the
+    stage. Gradients are summed in float32 at least.
+    """
+
+    def __init__(
+        self,
+        staged: StagedModel,
+        mesh: MpmdMesh,
+        schedule: Schedule,
+        optimizer: optax.GradientTransformation,
+        *,
+        rules: PartitionRules | Iterable[tuple[str, Any]] | None = None,
+        axes: PartitionAxis | None = None,
+        seed: int = 0,
+        learning_rate: optax.Schedule | None = None,
+        residuals: Literal["store", "recompute"] = "store",
+    ):
+        _check(staged, mesh, schedule, residuals)
+        self.staged, self.mesh, self.schedule, self.optimizer = staged, mesh, schedule, optimizer
+        self.seed, self.learning_rate = seed, learning_rate
+        self.recompute = residuals == "recompute" or staged.recompute
+        self.groups = mesh.unstack
+        self.group_of = schedule.stage_to_group
+        if rules is None and math.prod(mesh.jax_mesh.devices.shape) == mesh.mpmd_dim:
+            rules = [(".*", ())]  # groups of one device: nothing is to be split
+        self.axes = axes or getattr(rules, "axes", None) or getattr(staged.model, "axes", DEFAULT_AXES)
+        self.placement = place(self._make, staged, mesh, self.group_of, rules, axes)
+        self.num_transfers = 0  # of activations and gradients between groups, in the last step
+        self.on_action: Callable[[Action, dict[Any, Any]], None] | None = None  # for tests and tools
+        self._built: dict[Any, Any] = {}
+
+    @property
+    def abstract(self) -> TrainState:
+        """The state as ShapeDtypeStructs with their shardings, on the meshes of several groups."""
+        return self.placement.abstract
+
+    def init_state(self) -> TrainState:
+        """The initial state, every leaf born on its group; the same bits as without a pipeline."""
+        return TrainState(init_leaves(self._make, self.placement), self.abstract.definition)
+
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """One optimizer step over a batch of `schedule.num_microbatches` equal parts; donates `state`."""
+        run = Run(self, state, batch, self.schedule.num_microbatches, train=True)
+        for action in self._order:
+            run.do(action)
+            if self.on_action is not None:
+                self.on_action(action, run.saved)
+        self.num_transfers = run.num_transfers
+        return self._update(state, run)
+
+    def evaluate(self, state: TrainState, batch: Batch, num_microbatches: int | None = None) -> Metrics:
+        """The sums "loss", "weight" and the loss's own metrics over a batch, with the model in `eval()` mode."""
+        count = num_microbatches or self.schedule.num_microbatches
+        run = Run(self, state, batch, count, train=False)
+        for action in forward_schedule(len(self.groups), count, self.group_of).order():
+            run.do(action)
+        return {name: value for name, (_, value) in run.named_sums().items()}
+
+    def _make(self) -> tuple[Any, nnx.Optimizer]:
+        model = self.staged.make()
+        return model, nnx.Optimizer(model, self.optimizer, wrt=self.staged.wrt)
+
+    @cached_property
+    def _order(self) -> list[Action]:
+        return self.schedule.order()
+
+    @cached_property
+    def leaf_homes(self) -> dict[int, int]:
+        """Leaf of the staged model -> its place in the state."""
+        return {home.leaf: at for at, home in enumerate(self.placement.homes) if home.leaf is not None}
+
+    def functions(self, microbatch: Batch, train: bool) -> list[StageFunctions]:
+        """The jitted functions of every stage for microbatches of these shapes."""
+        cut = self.staged.cut(microbatch, seed=self.seed, train=train)
+        if id(cut) not in self._built:
+            shardings = [self.placement.homes[self.leaf_homes[at]].sharding for at in range(len(self.staged.leaves))]
+            self._built[id(cut)] = compile_stages(
+                cut,
+                [self.groups[g] for g in self.group_of],
+                shardings,
+                [leaf.trained for leaf in self.staged.leaves],
+                train=train,
+                recompute=self.recompute,
+                split=self.schedule.splits_backward,
+            )
+        return self._built[id(cut)]
+
+    def zeros(self, group: int, trained: tuple[int, ...], num_sums: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
+        """Sums to start from: of the gradients of leaves, as they lie, and of scalars; lists of scalars."""
+        key = ("zeros", group, trained, num_sums)
+        if key not in self._built:
+            leaves = [self.staged.leaves[at] for at in trained]
+            there = [moved(self.leaf_home(at).sharding, self.groups[group]) for at in trained]
+            scalar = NamedSharding(self.groups[group], PartitionSpec())
+
+            def zeros() -> Any:
+                wide = [jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in leaves]
+                return wide, [[jnp.zeros((), jnp.float32)] * count for count in num_sums]
+
+            self._built[key] = jax.jit(zeros, out_shardings=(there, [[scalar] * count for count in num_sums]))
+        return self._built[key]()
+
+    def microbatch_index(self, group: int, microbatch: int) -> jax.Array:
+        """The number of a microbatch as an array on a group, made once."""
+        key = ("index", group, microbatch)
+        if key not in self._built:
+            there = NamedSharding(self.groups[group], PartitionSpec())
+            self._built[key] = jax.device_put(np.int32(microbatch), there)
+        return self._built[key]
+
+    def batch_sharding(self, shape: Sequence[int], group: int) -> NamedSharding:
+        """Layout of an array (microbatch, row, ...) on a group; of two dims a row the second is the sequence."""
+        key = ("batch", tuple(shape), group)
+        if key not in self._built:
+            logical = (None, "batch", "sequence") if len(shape) == 3 else (None, "batch")
+            # A hint where the rows should lie: what does not divide is left out.
+            spec, _ = fit_spec("batch", shape, self.axes.resolve(logical), self.groups[group])
+            self._built[key] = NamedSharding(self.groups[group], spec)
+        return self._built[key]
+
+    def leaf_home(self, leaf: int) -> Home:
+        """Where a leaf of the staged model lies."""
+        return self.placement.homes[self.leaf_homes[leaf]]
+
+    def _update(self, state: TrainState, run: Run) -> tuple[TrainState, Metrics]:
+        sums = run.named_sums()
+        groups = {name: group for name, (group, _) in sums.items()}
+        key = ("update", tuple(sorted(run.grads)), tuple(groups.items()))
+        if key not in self._built:
+            self._built[key] = Update(self.staged, self.mesh, self.placement, sorted(run.grads), groups, self.learning_rate)
+        leaves = list(state.leaves)
+        for leaf, value in run.changed.items():
+            leaves[self.leaf_homes[leaf]] = value
+        values = {name: value for name, (_, value) in sums.items()}
+        new, metrics = self._built[key](leaves, run.grads, values, run.shared)
+        return TrainState(new, self.abstract.definition), metrics
+
+
+def _check(staged: StagedModel, mesh: MpmdMesh, schedule: Schedule, residuals: str) -> None:
+    problems = []
+    if schedule.num_groups != mesh.mpmd_dim:
+        problems.append(
+            f"schedule {schedule.name} has {schedule.num_groups} groups, the mesh has {mesh.mpmd_dim} along "
+            f"{mesh.mpmd_axis_name!r}; make both the same"
+        )
+    if schedule.num_stages != staged.num_stages:
+        problems.append(
+            f"schedule {schedule.name} has {schedule.num_stages} stages, the model is cut into {staged.num_stages}; "
+            f"use split_stages(num_stages={schedule.num_stages})"
+        )
+    if residuals not in ("store", "recompute"):
+        problems.append(f"residuals must be 'store' or 'recompute', got {residuals!r}")
+    if problems:
+        raise ConfigError(problems)
