@@ -1,3 +1,5 @@
+from flax_mesh.sharding.audit import Audit as Audit
+from flax_mesh.sharding.audit import audit_rules as audit_rules
 from flax_mesh.sharding.collectives import read_collectives as read_collectives
 from flax_mesh.sharding.collectives import sum_traffic as sum_traffic
 from flax_mesh.sharding.constrain import constrain as constrain

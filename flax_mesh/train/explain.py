@@ -5,9 +5,8 @@ from jax.sharding import AbstractMesh
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.mesh.shape import resolve_dims
-from flax_mesh.sharding import PartitionRules, partition_rules
 from flax_mesh.sharding.explain import Explanation, explain_sharding
-from flax_mesh.sharding.rules import Finding, as_rules
+from flax_mesh.sharding.rules import Finding
 from flax_mesh.train.config import TrainConfig
 from flax_mesh.train.setup import check_config, check_on_mesh, make_optimizer, mesh_shape
 
@@ -21,16 +20,13 @@ def explain(config: TrainConfig) -> Explanation:
     if problems := check_config(config):
         raise ConfigError(problems)
     mesh = abstract_mesh(config)
-    seen: list[PartitionRules] = [] if config.rules is None else [as_rules(config.rules)]
 
     def make() -> tuple[nnx.Module, nnx.Optimizer]:
         model = config.make_model(config.model, nnx.Rngs(config.run.seed))
-        if config.rules is None:
-            seen.append(partition_rules(model))
         return model, nnx.Optimizer(model, make_optimizer(config.optimizer), wrt=nnx.Param)
 
     explanation = explain_sharding(make, mesh, config.rules)
-    settings = [_setting_finding(line) for line in check_on_mesh(config, mesh, seen[0].axes)]
+    settings = [_setting_finding(line) for line in check_on_mesh(config, mesh, explanation.axes)]
     return explanation._replace(findings=(*settings, *explanation.findings))
 
 

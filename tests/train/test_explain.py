@@ -228,6 +228,19 @@ def test_a_recipe_that_does_not_fit_its_mesh_has_findings_for_settings_and_array
     assert any("matches no array" in str(finding) for finding in explain(with_rules).findings)
 
 
+def test_a_recipe_may_hold_an_annotated_model():
+    class Annotated(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "strange"))
+            self.up = nnx.Linear(8, 8, kernel_init=init, rngs=rngs)
+
+    config = dataclasses.replace(load_recipe(TINY), make_model=lambda config, rngs: Annotated(rngs))
+    explanation = explain(config)
+    (finding,) = explanation.findings
+    assert finding.path == "up/kernel" and "'strange', neither a mesh axis nor a logical axis" in finding.problem
+    assert explanation.axes == fm.PartitionAxis()
+
+
 def test_data_and_text_hold_every_finding_and_array():
     explanation = explain_sharding(Net, MESH, RULES)
     data = json.loads(json.dumps(explanation_data(explanation)))
