@@ -24,7 +24,7 @@ from flax_mesh.mpmd.array import (
     is_weakly_typed,
 )
 from flax_mesh.mpmd.mesh import current_mpmd_mesh
-from flax_mesh.mpmd.transport import transport_of
+from flax_mesh.mpmd.transport import check_key, transport_of
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ def device_put(x: Any, sharding: Sharding, key: Any = None) -> MpmdArray:
     ValueError, in every process, where `sharding` does not fit the shape.
     """
     _check(x, sharding)
+    check_key(key)
     if not (isinstance(x, MpmdArray) or (isinstance(x, jax.Array) and x.committed)):
         x = x if isinstance(x, jax.Array) else np.asarray(x)
         moved = _put_everywhere(x, sharding)
@@ -108,7 +109,10 @@ def _check(x: Any, sharding: Sharding) -> None:
             f"sharding must be a Sharding, got {sharding!r}. For a PartitionSpec write "
             "NamedSharding(mpmd_mesh.unstack[i], spec)."
         )
-    sharding.shard_shape(np.shape(x) if not hasattr(x, "shape") else x.shape)  # ValueError where it does not fit
+    shape = x.shape if hasattr(x, "shape") else np.shape(x)
+    if isinstance(sharding, NamedSharding) and len(sharding.spec) > len(shape):
+        raise ValueError(f"The array has shape {shape}, but {sharding.spec} lays out {len(sharding.spec)} dims.")
+    sharding.shard_shape(shape)  # ValueError where a dim does not divide
 
 
 def _put_everywhere(x: Any, sharding: Sharding) -> jax.Array | None:
@@ -144,7 +148,7 @@ def _exchange(x: Any, sharding: Sharding, key: Any) -> jax.Array | None:
         elif to in pieces:
             receivers.setdefault(to.process_index, []).append(to)
     transport = transport_of(_local_client(x.sharding, sharding))
-    name = transport.name_call(_ids(x.sharding, x.shape), _ids(sharding, x.shape), key)
+    name = transport.calls.name(_ids(x.sharding, x.shape), _ids(sharding, x.shape), key)
     for process, devices in receivers.items():
         transport.send(name, process, [pieces[to] for to in devices])
     shards = jax.device_put([pieces[to] for to in near], near)

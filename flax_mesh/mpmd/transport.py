@@ -1,6 +1,7 @@
 """Single-device arrays between processes, by JAX's transfer server: non-blocking, matched by name, in any order."""
 
 import hashlib
+import importlib
 import socket
 import threading
 from collections import Counter
@@ -11,9 +12,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax._src import distributed
-from jax.experimental import transfer
 
 ADDRESS_TIMEOUT_S = 300  # how long a first receive waits for the sender's first transfer of all
+
+
+Name = tuple[tuple[int, ...], tuple[int, ...], Hashable, int]
+
+
+class CallNames:
+    """Names for transfers that every process gives alike: it counts calls between the same devices with equal keys."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def name(self, source: Sequence[int], target: Sequence[int], key: Hashable) -> Name:
+        """(ids of the source's devices, ids of the target's, key, number of this call among those)."""
+        call = (tuple(source), tuple(target), key)
+        with self._lock:
+            self._counts[repr(call)] += 1  # by text: 1 and True are equal
+            return (*call, self._counts[repr(call)])
 
 
 class Transport:
@@ -27,24 +45,17 @@ class Transport:
 
     def __init__(self, client: Any, host: str, publish: Callable[[int, str], None], look_up: Callable[[int], str]):
         self.process: int = client.process_index()
+        self.calls = CallNames()
         here = f"[{host}]:0" if ":" in host else f"{host}:0"
+        transfer = importlib.import_module("jax.experimental.transfer")  # jaxlib has its server on Linux alone
         # Without its own list of addresses for the data the server fails at the first pull and aborts the peer.
         self._server = transfer.start_transfer_server(client, here, [here])
         self._look_up = look_up
         self._peers: dict[int, Any] = {}
-        self._calls: Counter[Hashable] = Counter()
         self._lock = threading.Lock()
         publish(self.process, self._server.address())
 
-    def name_call(self, source: Sequence[int], target: Sequence[int], key: Hashable) -> tuple[Any, ...]:
-        """A name for this call that other processes give it too: devices, key, number of calls with these."""
-        check_key(key)
-        call = (tuple(source), tuple(target), key)
-        with self._lock:
-            self._calls[call] += 1
-            return (*call, self._calls[call])
-
-    def send(self, name: tuple[Any, ...], process: int, arrays: Sequence[jax.Array]) -> None:
+    def send(self, name: Name, process: int, arrays: Sequence[jax.Array]) -> None:
         """Offers `arrays`, which may still be computing, for `process` to receive under the same name; returns at once.
 
         The server keeps them until then.
@@ -53,7 +64,7 @@ class Transport:
         if full:
             self._server.await_pull(_uuid(name, self.process, process), full)
 
-    def receive(self, name: tuple[Any, ...], process: int, shapes: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    def receive(self, name: Name, process: int, shapes: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
         """What `process` sends under `name`; returns at once with arrays that become ready when they have arrived.
 
         Every shape has a sharding of one device of this process.
@@ -104,13 +115,16 @@ def transport_of(client: Any) -> Transport:
 
 
 def check_key(key: Hashable) -> None:
-    """ValueError unless `key` is the same in every process: a string, an integer, None or a tuple of these."""
-    parts = key if isinstance(key, tuple) else (key,)
-    if not all(part is None or isinstance(part, str | int) for part in parts):
+    """ValueError unless every process writes `key` alike: strings, integers, None, or tuples of these."""
+    if not _is_plain(key):
         raise ValueError(f"key must be a string, an integer, None or a tuple of these, got {key!r}.")
 
 
-def _uuid(name: tuple[Any, ...], sender: int, receiver: int) -> int:
+def _is_plain(key: Hashable) -> bool:
+    return all(map(_is_plain, key)) if isinstance(key, tuple) else key is None or isinstance(key, str | int)
+
+
+def _uuid(name: Name, sender: int, receiver: int) -> int:
     """63 bits, as many as the server takes."""
     digest = hashlib.blake2b(repr((name, sender, receiver)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
@@ -141,5 +155,6 @@ def _numbers_like(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 def _as_asked(array: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
     if not _is_key(shape):
         return array
-    keys: Any = shape  # key_impl reads the dtype alone
-    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(keys))
+    impls: list[Any] = []
+    jax.eval_shape(lambda keys: impls.append(jax.random.key_impl(keys)), shape)
+    return jax.random.wrap_key_data(array, impl=impls[0])
