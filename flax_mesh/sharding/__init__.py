@@ -9,6 +9,8 @@ from flax_mesh.sharding.explain import explain_sharding as explain_sharding
 from flax_mesh.sharding.explain import explanation_data as explanation_data
 from flax_mesh.sharding.explain import explanation_text as explanation_text
 from flax_mesh.sharding.explain import golden_text as golden_text
+from flax_mesh.sharding.fingerprint import check_same_on_all_processes as check_same_on_all_processes
+from flax_mesh.sharding.fingerprint import sharding_fingerprint as sharding_fingerprint
 from flax_mesh.sharding.gather import gather as gather
 from flax_mesh.sharding.inspect import create_pattern_based_partition_spec as create_pattern_based_partition_spec
 from flax_mesh.sharding.inspect import extract_sharding_structure as extract_sharding_structure

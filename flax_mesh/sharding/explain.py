@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis, as_tuple
 from flax_mesh.sharding.annotations import annotations_of, match_annotations
 from flax_mesh.sharding.audit import LARGE, Audit, RuleUse, audit_rules, complete, group_findings, large_whole
+from flax_mesh.sharding.fingerprint import sharding_fingerprint
 from flax_mesh.sharding.optimizer import match_optimizer
 from flax_mesh.sharding.place import ATTRIBUTE, abstract_model, partition_rules
 from flax_mesh.sharding.report import Leaf, ShardingReport, analyze_sharding_strategy
@@ -36,6 +37,7 @@ class Explanation(NamedTuple):
     carried: bool
     findings: tuple[Finding, ...]
     axes: PartitionAxis
+    fingerprint: str  # of model and optimizer, see `sharding_fingerprint`
 
 
 def explain_sharding(
@@ -71,7 +73,8 @@ def explain_sharding(
         findings += group_findings([*match.findings, *nobodys])
     report = _with_rules(analyze_sharding_strategy(state), table, nnx.state(model))
     used_axes = table.axes if table else axes or DEFAULT_AXES
-    return Explanation(report, tuple(audit.uses), rules is None, tuple(findings), used_axes)
+    fingerprint = sharding_fingerprint(nnx.State(state) if optimizer is not None else state["model"])
+    return Explanation(report, tuple(audit.uses), rules is None, tuple(findings), used_axes, fingerprint)
 
 
 def explanation_text(explanation: Explanation, *, width: int = 100) -> str:
@@ -82,7 +85,7 @@ def explanation_text(explanation: Explanation, *, width: int = 100) -> str:
     count = f"{len(findings)} finding{'s' * (len(findings) != 1)}:" if findings else "no findings"
     return "\n".join(
         [
-            mesh_line(explanation.report),
+            f"{mesh_line(explanation.report)}; fingerprint {explanation.fingerprint[:12]}",
             "",
             f"rules: {whose}; the first that matches a path decides" if rows else "no table: the model is annotated",
             *([table_text(["rule", "pattern", "dims", "decides"], rows, width, right={"rule"})] if rows else []),
@@ -102,7 +105,12 @@ def explanation_data(explanation: Explanation) -> dict[str, Any]:
         for use in explanation.rules
     ]
     findings = [finding._asdict() for finding in explanation.findings]
-    return {"findings": findings, "rules": rules, **report_data(explanation.report)}
+    return {
+        "findings": findings,
+        "fingerprint": explanation.fingerprint,
+        "rules": rules,
+        **report_data(explanation.report),
+    }
 
 
 def golden_text(report: ShardingReport) -> str:

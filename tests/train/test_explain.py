@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 import flax_mesh as fm
 from flax_mesh.cli import BAD_INPUT, DONE, FINDINGS, main
-from flax_mesh.sharding import explain_sharding, explanation_data, explanation_text, golden_text
+from flax_mesh.sharding import explain_sharding, explanation_data, explanation_text, golden_text, sharding_fingerprint
 from flax_mesh.sharding.tracing import short_tracer_errors
 from flax_mesh.train import load_recipe, override
 from flax_mesh.train.explain import abstract_mesh, explain
@@ -75,6 +75,7 @@ def test_the_figures_are_those_of_the_arrays_that_are_placed():
     place = lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)  # noqa: E731
     state = jax.tree.map(place, fm.abstract_state(make, mesh))
     report = explain(config).report
+    assert explain(config).fingerprint == sharding_fingerprint(state)
     held = [sum(leaf.addressable_shards[i].data.nbytes for leaf in jax.tree.leaves(state)) for i in range(8)]
     assert held == list(report.memory_per_device.values())
     model = [sum(x.addressable_shards[i].data.nbytes for x in jax.tree.leaves(state["model"])) for i in range(8)]
@@ -248,7 +249,8 @@ def test_data_and_text_hold_every_finding_and_array():
     assert data["rules"][1] == {"pattern": "first/kernel$", "dims": "mlp, embed", "arrays": 0, "shadowed_by": 0}
     assert {leaf["path"] for leaf in data["leaves"]} >= {"tables/0", "tables/2", "scale"}
     text = explanation_text(explanation)
-    assert text.startswith("mesh dp:2,fsdp:2,tp:2, 8 devices\n") and f"{len(explanation.findings)} findings:" in text
+    assert text.startswith(f"mesh dp:2,fsdp:2,tp:2, 8 devices; fingerprint {data['fingerprint'][:12]}\n")
+    assert f"{len(explanation.findings)} findings:" in text
     assert all(f"- {finding}" in text for finding in explanation.findings)
 
 

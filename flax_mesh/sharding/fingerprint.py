@@ -1,0 +1,70 @@
+"""One short text for a whole layout, and the check that all processes of a run have the same one."""
+
+import hashlib
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+
+from flax_mesh.axes import as_tuple
+from flax_mesh.errors import ShardingError
+from flax_mesh.tree import named_leaves
+
+
+def sharding_fingerprint(tree: Any) -> str:
+    """SHA-256, in hex, of path, shape, dtype, spec and mesh axes with their sizes of every array of `tree`.
+
+    `tree` is an abstract state or a live one, all arrays with a sharding; on the same mesh both give the same. Which
+    devices the mesh consists of does not count, nor do axes of size 1, nor how a spec is written: `P("fsdp")` is
+    `P(("fsdp",), None)`. The same in every process, whatever its hash seed. One ShardingError names the arrays without a sharding.
+    """
+    lines, missing = [], []
+    for path, leaf in named_leaves(tree):
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            continue  # numbers and text lie nowhere
+        sharding = getattr(leaf, "sharding", None)
+        if sharding is None:
+            missing.append(f"{path}: {type(leaf).__name__} {tuple(leaf.shape)} has no sharding")
+        else:
+            lines.append(f"{path} {leaf.dtype}{list(leaf.shape)} {_layout_text(sharding)}")
+    if missing:
+        raise ShardingError(
+            "\n".join([*missing, "Take the fingerprint of an abstract_state, or shard the tree first."])
+        )
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+
+
+def check_same_on_all_processes(text: str, what: str = "sharding") -> None:
+    """Raise a ShardingError unless all processes of the run call this with the same `text`, such as a fingerprint.
+
+    Processes that disagree on a layout compile different programs and hang, or compute nonsense. Every process has to
+    call it; in a run of one process it does nothing.
+    """
+    if jax.process_count() == 1:
+        return
+    mine = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
+    groups: dict[bytes, list[int]] = {}
+    for process, digest in enumerate(np.asarray(multihost_utils.process_allgather(mine))):
+        groups.setdefault(digest.tobytes(), []).append(process)
+    if len(groups) > 1:
+        each = "; ".join(f"{digest.hex()[:12]} on {_processes_text(them)}" for digest, them in groups.items())
+        raise ShardingError(
+            f"the processes of this run must have the same {what}, and have {len(groups)} different ones: {each}. "
+            "Start all of them with the same code, recipe and settings."
+        )
+
+
+def _layout_text(sharding: Any) -> str:
+    if not isinstance(sharding, NamedSharding):
+        return "one device" if len(sharding.device_set) == 1 else repr(sharding)
+    sizes = {name: size for name, size in sharding.mesh.shape.items() if size > 1}
+    entries = ["+".join(axis for axis in as_tuple(entry) if axis in sizes) or "-" for entry in sharding.spec]
+    while entries and entries[-1] == "-":
+        entries.pop()
+    return f"({', '.join(entries)}) on {','.join(f'{name}:{size}' for name, size in sizes.items())}"
+
+
+def _processes_text(processes: list[int]) -> str:
+    return f"process{'es' * (len(processes) > 1)} {', '.join(map(str, processes))}"
