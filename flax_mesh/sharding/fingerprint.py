@@ -18,7 +18,8 @@ def sharding_fingerprint(tree: Any) -> str:
 
     `tree` is an abstract state or a live one, all arrays with a sharding; on the same mesh both give the same. Which
     devices the mesh consists of does not count, nor do axes of size 1, nor how a spec is written: `P("fsdp")` is
-    `P(("fsdp",), None)`. The same in every process, whatever its hash seed. One ShardingError names the arrays without a sharding.
+    `P(("fsdp",), None)`. The same in every process, whatever its hash seed. One ShardingError names the arrays without
+    a sharding.
     """
     lines, missing = [], []
     for path, leaf in named_leaves(tree):
