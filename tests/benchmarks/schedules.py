@@ -1,0 +1,86 @@
+"""Schedules found for uneven stages: `python -m tests.benchmarks.schedules [--seconds N] [--cases N]`.
+
+100 seeded cost sets: 2 to 8 stages, 1 to 32 microbatches, memory for 1 microbatch up to twice as many as there are
+stages, transfers of up to half a forward. Prints how far each schedule is from a lower bound (flax_mesh.mpmd.bounds)
+and how much faster it is than the best named schedule that fits the memory. A last line of JSON has the medians.
+"""
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import time
+from typing import NamedTuple
+
+from flax_mesh.mpmd.check import check_schedule
+from flax_mesh.mpmd.search import search_schedule
+from flax_mesh.mpmd.simulate import StageCost
+
+
+class Case(NamedTuple):
+    seed: int
+    costs: tuple[StageCost, ...]
+    num_microbatches: int
+    memory: int
+
+    def __str__(self) -> str:
+        return f"{self.seed}: S={len(self.costs)} M={self.num_microbatches} K={self.memory}"
+
+
+def cases(count: int = 100) -> list[Case]:
+    return [_case(seed) for seed in range(count)]
+
+
+def _case(seed: int) -> Case:
+    draw = random.Random(seed)
+    num_stages = draw.choice((2, 3, 4, 5, 6, 7, 8, 8))
+    unevenness = draw.uniform(0, 0.7)
+    transfer = draw.choice((0, 0, 0.1, 0.5))
+    costs = []
+    for _ in range(num_stages):
+        forward = draw.uniform(1 - unevenness, 1 + unevenness)
+        halves = draw.uniform(0.8, 1.5), draw.uniform(0.5, 1.2)
+        costs.append(StageCost(forward, forward * halves[0], forward * halves[1], transfer * draw.uniform(0.5, 1)))
+    memory = draw.randint(1, 2 * num_stages)
+    return Case(seed, tuple(costs), draw.choice((32, draw.randint(1, 32))), memory)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.schedules")
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--cases", type=int, default=100)
+    arguments = parser.parse_args()
+    gaps, gains, times, slower = [], [], [], []
+    print(f"{'case':>24} {'makespan':>9} {'gap':>7} {'faster':>7} than best named  seconds")
+    for case in cases(arguments.cases):
+        start = time.perf_counter()
+        found = search_schedule(
+            case.costs, case.memory, num_microbatches=case.num_microbatches, seconds=arguments.seconds
+        )
+        times.append(time.perf_counter() - start)
+        check_schedule(found.schedule, case.memory)
+        gaps.append(found.gap)
+        gain = None
+        if found.best_named_makespan is not None:
+            gain = found.best_named_makespan / found.makespan - 1
+            gains.append(gain)
+            slower += [case.seed] if gain < 0 else []
+        named = f"{gain:7.1%} {found.best_named}" if gain is not None else "      - none fits"
+        print(f"{case!s:>24} {found.makespan:9.3f} {found.gap:7.2%} {named:26} {times[-1]:7.1f}", flush=True)
+    proven = sum(gap < 1e-9 for gap in gaps)
+    print(
+        f"gap to the lower bound: median {statistics.median(gaps):.2%}, mean {statistics.mean(gaps):.2%}, "
+        f"largest {max(gaps):.2%}; {proven} of {len(gaps)} proven optimal"
+    )
+    print(
+        f"faster than the best named schedule that fits: median {statistics.median(gains):.2%}, mean "
+        f"{statistics.mean(gains):.2%}, largest {max(gains):.2%} ({len(gains)} cases); slower: {slower or 'none'}"
+    )
+    figures = {"median_gap": statistics.median(gaps), "median_gain": statistics.median(gains), "proven": proven}
+    figures |= {"longest_seconds": max(times), "slower": slower, "python": platform.python_version()}
+    print(json.dumps({"benchmark": "schedules", **figures}))
+
+
+if __name__ == "__main__":
+    main()
