@@ -46,7 +46,7 @@ class PartitionRules:
         axes: PartitionAxis = DEFAULT_AXES,
         layers: str | Sequence[str] = (),
     ):
-        object.__setattr__(self, "table", tuple((pattern, _frozen(dims)) for pattern, dims in table))
+        object.__setattr__(self, "table", _frozen(table))
         object.__setattr__(self, "axes", axes)
         object.__setattr__(self, "layers", (layers,) if isinstance(layers, str) else tuple(layers))
         object.__setattr__(self, "_compiled", _compile(self.table, axes))
@@ -294,12 +294,25 @@ def _compile(
     return tuple(compiled)
 
 
-def _frozen(dims: Any) -> Dims:
-    if isinstance(dims, str):
-        raise TypeError(
-            f"the dims of a rule are a tuple of logical axes or a PartitionSpec, got {dims!r}: write ({dims!r},)."
-        )
-    return dims if dims is None or isinstance(dims, PartitionSpec) else tuple(dims)
+def _frozen(table: Iterable[Any]) -> tuple[tuple[str, Dims], ...]:
+    """The table as tuples, which are hashable."""
+    rules, problems = [], []
+    for number, rule in enumerate(table, start=1):
+        pattern, dims = rule if isinstance(rule, tuple | list) and len(rule) == 2 else (None, None)
+        if not isinstance(pattern, str):
+            problems.append(f"rule {number} is {rule!r}: write (pattern, dims).")
+        elif not isinstance(dims, PartitionSpec | tuple | list | None):
+            problems.append(f"rule {number}, {pattern!r}: dims are a tuple or a PartitionSpec, got {dims!r}.")
+        elif not isinstance(dims, PartitionSpec) and any(not isinstance(d, str | None) for d in dims or ()):
+            problems.append(
+                f"rule {number}, {pattern!r} -> {dims!r}: each dim is one logical axis or None. Write "
+                f"P(...) for mesh axes, several of which may split one dim."
+            )
+        else:
+            rules.append((pattern, tuple(dims) if isinstance(dims, list) else dims))
+    if problems:
+        raise ShardingError("\n".join(problems))
+    return tuple(rules)
 
 
 def _sizes(mesh: Mesh | AbstractMesh | None, axes: Iterable[str]) -> str:

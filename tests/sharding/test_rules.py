@@ -152,9 +152,17 @@ def test_bad_rules_are_named_at_once():
     assert "rule 2, 'k' -> ('embd',): unknown logical axis 'embd'" in str(error.value)
 
 
-def test_a_bare_string_is_no_dims():
-    with pytest.raises(TypeError, match=r"the dims of a rule are a tuple .* write \('embed',\)"):
-        PartitionRules([("w", "embed")])
+def test_rules_of_another_form_are_named_at_once():
+    with pytest.raises(ShardingError) as error:
+        PartitionRules([("a", "embed"), ("b",), (P(), "b"), ("c", ("embed", ("fsdp", "tp"))), ("d", None), ("e", 3)])  # pyright: ignore
+    assert str(error.value).splitlines() == [
+        "rule 1, 'a': dims are a tuple or a PartitionSpec, got 'embed'.",
+        "rule 2 is ('b',): write (pattern, dims).",
+        f"rule 3 is {(P(), 'b')}: write (pattern, dims).",
+        "rule 4, 'c' -> ('embed', ('fsdp', 'tp')): each dim is one logical axis or None. "
+        "Write P(...) for mesh axes, several of which may split one dim.",
+        "rule 6, 'e': dims are a tuple or a PartitionSpec, got 3.",
+    ]
 
 
 def test_explain_tells_the_rule_the_spec_and_what_shadows():
