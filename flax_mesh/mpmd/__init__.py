@@ -24,3 +24,11 @@ __all__ = [
     "is_local_device",
     "jit",
 ]
+from flax_mesh.mpmd.cut import CutError as CutError
+from flax_mesh.mpmd.pipeline import Pipeline as Pipeline
+from flax_mesh.mpmd.schedules import Action as Action
+from flax_mesh.mpmd.schedules import Schedule as Schedule
+from flax_mesh.mpmd.schedules import forward_schedule as forward_schedule
+from flax_mesh.mpmd.schedules import make_schedule as make_schedule
+from flax_mesh.mpmd.stage import StagedModel as StagedModel
+from flax_mesh.mpmd.stage import split_stages as split_stages

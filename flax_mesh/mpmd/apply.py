@@ -56,7 +56,9 @@ class Update:
                 "It may look at other leaves through scalars only, such as norms. Use another optimizer, or pp:1."
             ) from error
         self.program = program
-        shardings = {v: h.sharding for v, h in zip(program.outputs, homes, strict=False) if is_var(v) and h.group != SHARED}
+        shardings = {
+            v: h.sharding for v, h in zip(program.outputs, homes, strict=False) if is_var(v) and h.group != SHARED
+        }
         packs = {(part.group, part.phase): part.packs for part in parts if part.packs}
         self.parts = [compile_part(part, packs, shardings) for part in parts]
         self.readers = {key: {p.group for p in parts if key in p.receives} for key in packs}
@@ -90,7 +92,9 @@ class Update:
             else:
                 new.append(env[home.group][v])
         first = len(homes)
-        metrics = {name: env[self.held[first + i][0]][self.program.outputs[first + i]] for i, name in enumerate(self.metrics)}
+        metrics = {
+            name: env[self.held[first + i][0]][self.program.outputs[first + i]] for i, name in enumerate(self.metrics)
+        }
         return tuple(new), metrics
 
     def _inputs(self, leaves, grads, sums, shared) -> list[dict[Any, Any]]:
@@ -145,7 +149,9 @@ def _trace(
             found[leaf] = found[leaf] + value if leaf in found else value
         zero = lambda at: jnp.zeros(_wide(staged.leaves[at]).shape, _wide(staged.leaves[at]).dtype)  # noqa: E731
         model = [home for home in placement.homes if home.leaf is not None]
-        gradients = chunked(model, [found.get(h.leaf, zero(h.leaf)) for h in model])  # zero: the loss does not use it
+        gradients = chunked(
+            model, [found[h.leaf] if h.leaf in found else zero(h.leaf) for h in model]
+        )  # zero: the loss does not use it
         args = [*chunked(placement.homes, leaves), *(gradients[source] for source in trained), *sums]
         outs = interpret(whole, args, lambda eqn: True)
         flat = []

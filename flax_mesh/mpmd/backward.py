@@ -6,13 +6,14 @@ Parallelism"). What a later slice needs of an earlier one is handed over: residu
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from flax_mesh.mpmd.cut import EXPENSIVE, Piece
-from flax_mesh.mpmd.jaxprs import Program, Var, inline, is_var, needed, trace, variables
+from flax_mesh.mpmd.jaxprs import Program, Var, inline, needed, trace, variables
 
 # Never computed a second time to save a residual.
 STORED = EXPENSIVE | {"random_bits", "threefry2x32"}
@@ -38,7 +39,7 @@ class StageProgram(NamedTuple):
     floats_in: tuple[int, ...]  # indices into piece.received of what is differentiated
     floats_out: tuple[int, ...]  # indices into piece.sent of what has a cotangent
     forward: Slice  # -> sent, outputs, residuals
-    backward: Slice  # -> gradients of floats_in, those of trained unless there is a W, carry
+    backward: Slice | None  # -> gradients of floats_in, those of trained unless there is a W, carry; None: F alone
     weights: Slice | None  # -> gradients of trained
 
 
@@ -61,7 +62,7 @@ def differentiate(
     residuals = variables(v for later in handed[1:] for v in later[0])
     carry = variables(handed[2][1]) if split else []
     bounds = (0, len(piece.inputs), len(piece.inputs) + len(piece.received), len(whole.inputs))
-    groups = [*(whole.inputs[a:b] for a, b in zip(bounds, bounds[1:], strict=False)), residuals, carry]
+    groups = [*(whole.inputs[a:b] for a, b in pairwise(bounds)), residuals, carry]
     backward = _slice(whole, parts[1], [*wanted[1], *carry], groups)
     return StageProgram(
         piece=piece,
@@ -74,8 +75,12 @@ def differentiate(
     )
 
 
-def forward_only(program: Program, piece: Piece) -> Slice:
-    """F -> sent, outputs."""
+def forward_only(program: Program, piece: Piece) -> StageProgram:
+    """F alone, without residuals."""
+    return StageProgram(piece, (), (), (), _stage(program, piece), None, None)
+
+
+def _stage(program: Program, piece: Piece) -> Slice:
     inputs = (*(program.inputs[at] for at in piece.inputs), *piece.received)
     outputs = (*piece.sent, *(program.outputs[at] for at in piece.outputs))
     stage = Program(piece.eqns, inputs, outputs, program.consts)
@@ -84,7 +89,7 @@ def forward_only(program: Program, piece: Piece) -> Slice:
 
 def _joint(program: Program, piece: Piece, trained, floats_in, floats_out) -> Program:
     """(inputs, received, cotangents) -> sent, outputs, gradients of floats_in, gradients of trained."""
-    stage = forward_only(program, piece).program
+    stage = _stage(program, piece).program
     num_inputs, num_sent = len(piece.inputs), len(piece.sent)
     at_input = [piece.inputs.index(at) for at in trained]
     at_received = [num_inputs + i for i in floats_in]

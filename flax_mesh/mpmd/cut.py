@@ -11,7 +11,8 @@ from jax.extend import core as jex
 
 from flax_mesh.mpmd.jaxprs import Eqn, Program, Var, flops, is_var, variables
 
-DATA, OUTSIDE = -2, -1  # depends on no variable of the model; on some, but on none of a layer
+# Labels of what depends on no layer: on nothing at all, on variables of the model alone, on the batch alone, on both.
+CONSTANT, VARIABLES, DATA, OUTSIDE = -4, -3, -2, -1
 # Never made twice to save a transfer.
 EXPENSIVE = {"dot_general", "conv_general_dilated", "scan", "while", "cond", "checkpoint", "sort", "shard_map", "top_k"}
 
@@ -51,10 +52,11 @@ def layer_order(program: Program, layer_of: Mapping[Var, Hashable], data: Iterab
 
 
 def label(program: Program, rank_of: Mapping[Var, int], num_ranks: int) -> list[int]:
-    """The rank of every equation, DATA or OUTSIDE. `rank_of` holds that of every input."""
+    """The rank of every equation, or its label below 0. `rank_of` holds that of every input."""
     known, labels = dict(rank_of), []
     for eqn in program.eqns:
-        rank = max((known.get(v, DATA) for v in variables(eqn.invars)), default=DATA)
+        among = {known.get(v, CONSTANT) for v in variables(eqn.invars)}
+        rank = OUTSIDE if max(among, default=CONSTANT) == DATA and VARIABLES in among else max(among, default=CONSTANT)
         if eqn.primitive is mark_p:
             rank = max(rank, eqn.params["call"])
         labels.append(rank)
@@ -115,9 +117,10 @@ def settle(
 ) -> tuple[list[int], list[int | None]]:
     """(stage of every equation, stage that makes every output).
 
-    OUTSIDE equations go to their first user, and so do DATA equations that are expensive or have effects; cheap DATA
-    equations stay DATA: whoever needs them makes them. Output 0, the loss, is made by the last stage. `updates` maps
-    the position of an output to that of the input whose new value it is. None: an output that is an input or a literal.
+    OUTSIDE equations go to their first user, and so do expensive ones and those with effects of the labels below. What
+    is cheap keeps its label: whoever needs it makes it, be it a mask or the cast of a tied weight. Output 0, the loss,
+    is made by the last stage. `updates` maps the position of an output to that of the input whose new value it is.
+    None: an output that is an input or a literal.
     """
     homes = _output_homes(program, stages, num_stages, {})
     use = _first_uses(program, stages, num_stages, homes)[1]
@@ -127,7 +130,7 @@ def settle(
     settled, _ = _first_uses(program, stages, num_stages, homes)
     makers = {v: stage for eqn, stage in zip(program.eqns, settled, strict=True) for v in eqn.outvars}
     return settled, [
-        None if home is None else home if makers.get(atom, DATA) < 0 or at == 0 else makers[atom]
+        None if home is None else home if makers.get(atom, CONSTANT) < 0 or at == 0 else makers[atom]
         for at, (atom, home) in enumerate(zip(program.outputs, homes, strict=True))
     ]
 
@@ -184,7 +187,7 @@ def _first_uses(
     for i in reversed(range(len(settled))):
         eqn = program.eqns[i]
         first = min((use[v] for v in eqn.outvars if v in use), default=None)
-        movable = settled[i] == OUTSIDE or (settled[i] == DATA and (_is_expensive(eqn) or eqn.effects))
+        movable = settled[i] == OUTSIDE or (settled[i] < OUTSIDE and (_is_expensive(eqn) or eqn.effects))
         if movable:
             settled[i] = num_stages - 1 if first is None else first
         here = settled[i] if settled[i] >= 0 else first
@@ -195,7 +198,7 @@ def _first_uses(
 
 
 def _gather(program, wanted, stages, stage, producer, position) -> tuple[set[int], list[Var]]:
-    """DATA equations that a stage makes for itself, and what it receives from earlier ones."""
+    """Cheap equations that a stage makes for itself, and what it receives from earlier ones."""
     copies: set[int] = set()
     received: list[Var] = []
     seen: set[Var] = set()
@@ -206,7 +209,7 @@ def _gather(program, wanted, stages, stage, producer, position) -> tuple[set[int
             continue
         seen.add(v)
         i = producer[v]
-        if stages[i] == DATA:
+        if stages[i] < OUTSIDE:
             copies.add(i)
             todo.extend(program.eqns[i].invars)
         elif stages[i] != stage:

@@ -4,11 +4,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.loss import Batch
-from flax_mesh.mpmd.placement import on_group
+from flax_mesh.mpmd.placement import moved, on_group
 from flax_mesh.mpmd.programs import StageFunctions
 from flax_mesh.mpmd.schedules import Action
 from flax_mesh.mpmd.update import SHARED
@@ -69,9 +68,9 @@ class Run:
         cotangents = [self.cotangents.pop((stage.sent[i], microbatch)) for i in stage.floats_out]
         leaves = [old.get(at, self.held[group, at]) for at in stage.leaves]
         data, slot = self.data[k], self._slot(group, microbatch)
-        grads = [self.grads[group, at] for at in stage.trained] if stage.weights is None else []
+        grads = [self.grads[group, at] for at in stage.trained] if not stage.has_weights else []
         to_inputs, grads, carry = stage.backward(leaves, data, slot, received, residuals, cotangents, grads)
-        if stage.weights is None:
+        if not stage.has_weights:
             self.grads |= {(group, at): g for at, g in zip(stage.trained, grads, strict=True)}
         else:
             self.saved[k, microbatch] = (received, residuals, old, (cotangents, carry))
@@ -143,20 +142,18 @@ class Run:
                 self.sums[s.stage] = zeros
 
 
-def moved(sharding: Any, mesh: Mesh) -> NamedSharding:
-    """The same layout on another group."""
-    spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
-    return NamedSharding(mesh, spec)
-
-
 def check_batch(batch: Batch, count: int) -> Batch:
     """Shapes of one of `count` equal microbatches; ConfigError where the batch cannot be cut so."""
     sizes = {path_of(path): np.shape(x)[:1] for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]}
     if count < 1:
         raise ConfigError(f"the number of microbatches must be at least 1, got {count}")
-    problems = [f"batch {path!r} is a scalar; its first dim must be the rows" for path, size in sizes.items() if not size]
+    problems = [
+        f"batch {path!r} is a scalar; its first dim must be the rows" for path, size in sizes.items() if not size
+    ]
     if len({size for size in sizes.values() if size}) > 1:
-        problems.append(f"the arrays of the batch have different numbers of rows: { {p: s[0] for p, s in sizes.items() if s} }")
+        problems.append(
+            f"the arrays of the batch have different numbers of rows: { {p: s[0] for p, s in sizes.items() if s} }"
+        )
     for path, size in sizes.items():
         if size and size[0] % count:
             problems.append(f"batch {path!r} has {size[0]} rows, not divisible into {count} microbatches")

@@ -205,4 +205,3 @@ def _spanning_remats(forward: Forward, leaves: Sequence[Leaf], layers: Sequence[
 
     walk(forward.program.eqns, layers_of)
     return found
-

@@ -3,22 +3,24 @@
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core
 from jax.extend import core as jex
 from jax.tree_util import DictKey
 
-Var, Eqn = jex.Var, jex.JaxprEqn
+Var: TypeAlias = Any  # jex.Var; JAX tells a type checker nothing of shapes and dtypes of its avals
+Eqn: TypeAlias = Any  # jex.JaxprEqn
 JIT = ("jit", "pjit", "closed_call", "core_call")
 REMAT = ("checkpoint", "remat", "remat2")
 # Work on every element by itself, so also on every chunk of a stack.
 ELEMENTWISE = frozenset(
-    "abs add add_any and atan2 cbrt ceil clamp convert_element_type copy cos cosh div eq erf exp exp2 expm1 floor ge gt "
-    "integer_pow is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow real reduce_precision rem "
-    "round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh xor".split()
+    """abs add add_any and atan2 cbrt ceil clamp convert_element_type copy cos cosh div eq erf exp exp2 expm1 floor ge
+    gt integer_pow is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow real reduce_precision rem
+    round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh xor""".split()  # noqa: SIM905
 )
 REDUCE = {"reduce_sum": jnp.add, "reduce_max": jnp.maximum, "reduce_min": jnp.minimum}
 REDUCE |= {"reduce_and": jnp.logical_and, "reduce_or": jnp.logical_or}
@@ -36,7 +38,7 @@ class Program(NamedTuple):
         """The outputs for `args`, one an input; inside a trace the equations become part of it."""
         names = tuple(self.consts)
         jaxpr = jex.Jaxpr(names, self.inputs, self.outputs, self.eqns)
-        return jax.core.eval_jaxpr(jaxpr, tuple(self.consts.values()), *args)
+        return core.eval_jaxpr(jaxpr, tuple(self.consts.values()), *args)
 
 
 def is_var(atom: Any) -> bool:
@@ -100,9 +102,7 @@ class Chunks:
         return cls(parts, starts)
 
 
-def interpret(
-    program: Program, args: Sequence[Any], opens: Callable[[Eqn], bool] = lambda eqn: False
-) -> list[Any]:
+def interpret(program: Program, args: Sequence[Any], opens: Callable[[Eqn], bool] = lambda eqn: False) -> list[Any]:
     """The outputs of `program`, traced anew with jit inlined, and remat and cond too where `opens` says so.
 
     Chunks may come as arguments and go as outputs: scans over them become one scan a chunk, elementwise equations one
@@ -138,7 +138,7 @@ def evaluate(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
     # eval_jaxpr knows how to bind primitives that carry functions, such as custom_jvp.
     known = {atom: value for atom, value in zip(eqn.invars, values, strict=True) if is_var(atom)}
     jaxpr = jex.Jaxpr((), tuple(known), eqn.outvars, [eqn])
-    return jax.core.eval_jaxpr(jaxpr, (), *known.values())
+    return core.eval_jaxpr(jaxpr, (), *known.values())
 
 
 def needed(eqns: Sequence[Eqn], wanted: Iterable[Any], effects: bool = True) -> tuple[list[int], list[Var]]:

@@ -16,9 +16,9 @@ from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
 from flax_mesh.errors import ConfigError
 from flax_mesh.loss import Batch, Metrics
 from flax_mesh.mpmd.apply import Update
-from flax_mesh.mpmd.execute import Run, moved
+from flax_mesh.mpmd.execute import Run
 from flax_mesh.mpmd.mesh import MpmdMesh
-from flax_mesh.mpmd.placement import Home, init_leaves, place
+from flax_mesh.mpmd.placement import Home, init_leaves, moved, place
 from flax_mesh.mpmd.programs import StageFunctions, compile_stages
 from flax_mesh.mpmd.schedules import Action, Schedule, forward_schedule
 from flax_mesh.mpmd.stage import StagedModel
@@ -168,7 +168,9 @@ class Pipeline:
         groups = {name: group for name, (group, _) in sums.items()}
         key = ("update", tuple(sorted(run.grads)), tuple(groups.items()))
         if key not in self._built:
-            self._built[key] = Update(self.staged, self.mesh, self.placement, sorted(run.grads), groups, self.learning_rate)
+            self._built[key] = Update(
+                self.staged, self.mesh, self.placement, sorted(run.grads), groups, self.learning_rate
+            )
         leaves = list(state.leaves)
         for leaf, value in run.changed.items():
             leaves[self.leaf_homes[leaf]] = value

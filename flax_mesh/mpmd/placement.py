@@ -68,10 +68,10 @@ def place(
         for rows, group, at in _homes_of(path, leaf, staged, stage_to_group, model_paths, model_parts):
             sharding = NamedSharding(mesh.jax_mesh if group == SHARED else groups[group], spec)
             homes.append(Home(path, source, rows, group, at, sharding))
-    leaves = [
-        jax.ShapeDtypeStruct(_shape(plain.leaves[h.source].shape, h.rows), plain.leaves[h.source].dtype, sharding=h.sharding)
-        for h in homes
-    ]  # fmt: skip
+    leaves = []
+    for home in homes:
+        leaf = plain.leaves[home.source]
+        leaves.append(jax.ShapeDtypeStruct(_shape(leaf.shape, home.rows), leaf.dtype, sharding=home.sharding))
     tree = jax.tree.unflatten(plain.definition.treedef, chunked(homes, leaves))
     definition = TreeDefinition(plain.definition.graphdef, jax.tree.structure(tree))
     return Placement(tuple(homes), TrainState(tuple(leaves), definition), plain)
@@ -109,6 +109,12 @@ def init_leaves(make: Callable[[], Any], placement: Placement) -> tuple[jax.Arra
 def cut_rows(value: Any, rows: tuple[int, int] | None) -> Any:
     """Layers `rows` of a stack, or all of a leaf."""
     return value if rows is None else value[slice(*rows)]
+
+
+def moved(sharding: Any, mesh: Mesh) -> NamedSharding:
+    """The same layout on another group."""
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+    return NamedSharding(mesh, spec)
 
 
 def on_group(x: jax.Array, mesh: Mesh) -> jax.Array:

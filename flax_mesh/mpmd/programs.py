@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from flax_mesh.mpmd.backward import Slice, StageProgram, differentiate, forward_only
+from flax_mesh.mpmd.placement import moved
 from flax_mesh.mpmd.stage import StageCut
 from flax_mesh.mpmd.update import Part, pack, unpack
 
@@ -35,8 +36,9 @@ class StageFunctions(NamedTuple):
     floats_in: tuple[int, ...]
     floats_out: tuple[int, ...]
     forward: Jitted
-    backward: Jitted | None
-    weights: Jitted | None
+    backward: Jitted  # not to be called where there is none: F alone, or B gives all gradients
+    weights: Jitted
+    has_weights: bool
 
 
 def compile_stages(
@@ -58,8 +60,9 @@ def compile_stages(
         built = (
             differentiate(cut.program, piece, wrt, recompute=recompute, split=split)
             if train
-            else StageProgram(piece, (), (), (), forward_only(cut.program, piece), None, None)
+            else forward_only(cut.program, piece)
         )
+        grads = [moved(shardings[at], mesh) for at in built.trained]
         stage_of = _Layout(cut, built, num_leaves, len(cut.program.inputs) - 2, mesh)
         found.append(
             StageFunctions(
@@ -73,9 +76,10 @@ def compile_stages(
                 sent=piece.sent,
                 floats_in=built.floats_in,
                 floats_out=built.floats_out,
-                forward=stage_of.forward([shardings[at] for at in changed]),
-                backward=stage_of.backward([shardings[at] for at in built.trained]) if train else None,
-                weights=stage_of.weights([shardings[at] for at in built.trained]) if train and split else None,
+                forward=stage_of.forward([moved(shardings[at], mesh) for at in changed]),
+                backward=stage_of.backward(grads),
+                weights=stage_of.weights(grads),
+                has_weights=built.weights is not None,
             )
         )
     return found
@@ -99,7 +103,8 @@ class _Layout:
             known[at] = jax.lax.dynamic_index_in_dim(array, microbatch, keepdims=False)
         return [known[at] for at in self.built.piece.inputs]
 
-    def call(self, part: Slice, *groups: Sequence[Any]) -> list[Any]:
+    def call(self, part: Slice | None, *groups: Sequence[Any]) -> list[Any]:
+        assert part is not None
         picks = (part.inputs, part.received, part.cotangents, part.residuals, part.carry)
         values = [group[i] for pick, group in zip(picks, groups, strict=False) for i in pick]
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
@@ -160,7 +165,9 @@ class PartFunction(NamedTuple):
     call: Jitted
 
 
-def compile_part(part: Part, packs: Mapping[tuple[int, int], Sequence[Any]], shardings: Mapping[Any, Any]) -> PartFunction:
+def compile_part(
+    part: Part, packs: Mapping[tuple[int, int], Sequence[Any]], shardings: Mapping[Any, Any]
+) -> PartFunction:
     """Jit one part of the update; `shardings` holds that of every output of the update that is an array of a leaf.
 
     What dies here is donated as far as something of its shape takes its place.
@@ -177,9 +184,7 @@ def compile_part(part: Part, packs: Mapping[tuple[int, int], Sequence[Any]], sha
     def update(donated, kept, received):
         values = [*donated, *kept]
         scalars = [
-            value
-            for key, packed in zip(part.receives, received, strict=True)
-            for value in unpack(packed, packs[key])
+            value for key, packed in zip(part.receives, received, strict=True) for value in unpack(packed, packs[key])
         ]
         outs = part.program.call(*(values[order[v]] for v in part.takes), *scalars)
         num = len(part.gives)

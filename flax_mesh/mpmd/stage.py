@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.loss import Batch, LossFn
 from flax_mesh.mpmd import cut
-from flax_mesh.mpmd.cut import DATA, OUTSIDE, CutError, Piece
+from flax_mesh.mpmd.cut import DATA, VARIABLES, CutError, Piece
 from flax_mesh.mpmd.forward import (
     Layer,
     Leaf,
@@ -80,7 +81,7 @@ class StagedModel:
         found = []
         for at, leaf in enumerate(self.leaves):
             layer = leaf.layer(self.layers)
-            home = self.stage_of(layer) if layer in self.ranks else 0
+            home = self.stage_of(layer) if layer is not None and layer in self.ranks else 0
             found.append(tuple(k for k, piece in enumerate(pieces) if at in piece.inputs) or (home,))
         return tuple(found)
 
@@ -138,8 +139,20 @@ def split_stages(
     bounds = _bounds(costs, num_stages, cuts, balance)
     leaves = split_leaves(forward, layers, {layer: _stage(bounds, at) for layer, at in ranks.items()})
     staged = StagedModel(
-        loss_fn, make, abstract, wrt, layers, around, num_stages, ranks, bounds, tuple(costs), leaves, opened.opened_remat, shapes
-    )  # fmt: skip
+        loss_fn=loss_fn,
+        make=make,
+        model=abstract,
+        wrt=wrt,
+        layers=layers,
+        mesh=around,
+        num_stages=num_stages,
+        ranks=ranks,
+        bounds=bounds,
+        costs=tuple(costs),
+        leaves=leaves,
+        recompute=opened.opened_remat,
+        example=shapes,
+    )
     _check_states(staged)
     return staged
 
@@ -168,11 +181,11 @@ def _stage(bounds: Sequence[int], rank: int) -> int:
 def _input_ranks(
     program: Program, leaves: Sequence[Leaf], layers: Sequence[str], ranks: Mapping[Layer, int]
 ) -> dict[Var, int]:
-    """Rank of every input; a leaf of a layer that is never called, or of a shared one, is OUTSIDE."""
+    """Rank of every input; a layer that is never called, or stands in the list several times, has none."""
     found = dict.fromkeys(program.inputs, DATA)
     for leaf, v in zip(leaves, program.inputs, strict=False):
         layer = leaf.layer(layers)
-        found[v] = ranks.get(layer, OUTSIDE) if layer else OUTSIDE
+        found[v] = ranks.get(layer, VARIABLES) if layer else VARIABLES
     return found
 
 
@@ -232,10 +245,10 @@ def _bounds(costs: Sequence[int], num_stages: int, cuts: Sequence[int] | None, b
             raise CutError(f"balance must be 'flops' or 'count', got {balance!r}.")
         return tuple(cut.balance(costs if balance == "flops" else [1] * len(costs), num_stages))
     bounds = (0, *cuts, len(costs))
-    if len(cuts) != num_stages - 1 or any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
+    if len(cuts) != num_stages - 1 or any(a >= b for a, b in pairwise(bounds)):
         raise CutError(
-            f"cuts={list(cuts)} must be {num_stages - 1} rising numbers between 1 and {len(costs) - 1}: the first layer "
-            f"of every stage but the first, of {len(costs)} layers."
+            f"cuts={list(cuts)} must be {num_stages - 1} rising numbers between 1 and {len(costs) - 1}: the first "
+            f"layer of every stage but the first, of {len(costs)} layers."
         )
     return bounds
 

@@ -1,8 +1,8 @@
 """One program over the leaves of all groups, the optimizer's update, cut into programs of one group each.
 
-Arrays stay where they are. Only scalars cross: the norm of all gradients is made of one partial sum a leaf. So any optax
-transformation works that looks at other leaves through scalars alone; the global-norm clip is one. What depends on
-scalars of other groups waits for them: equations have a phase, the number of exchanges before it.
+Arrays stay where they are. Only scalars cross: the norm of all gradients is made of one partial sum a leaf. So any
+optax transformation works that looks at other leaves through scalars alone; the global-norm clip is one. What depends
+on scalars of other groups waits for them: equations have a phase, the number of exchanges before it.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class MixedGroups(ValueError):
 
 
 class Part(NamedTuple):
-    """What one group runs in one phase. Inputs of the program: `takes`, then the scalars of every pack in `receives`."""
+    """What one group runs in one phase. Inputs of the program: `takes`, then the scalars of the packs in `receives`."""
 
     group: int
     phase: int
