@@ -12,7 +12,7 @@ from typing import NamedTuple
 from flax_mesh.mpmd.bounds import Problem, tails
 
 NEVER = float("inf")
-TOLERANCE = 1e-9  # of sums of the same numbers in another order
+TOLERANCE = 1e-9  # relative, of sums of the same numbers in another order
 
 
 class Partial(NamedTuple):
@@ -56,12 +56,13 @@ class BeamSearch:
         at `most_work` of them.
         """
         beam, complete, work = [self._empty()], True, 0
+        too_long = better_than * (1 - TOLERANCE)
         for _ in range(self.problem.num_microbatches * len(self.problem.lanes)):
             offers = []
             for partial in beam:
                 for lane, start in self._choices(partial):
                     bound = self._bound(partial, lane, start)
-                    if bound < better_than - TOLERANCE:
+                    if bound < too_long:
                         idle = partial.idle + start - partial.free[self.problem.group[lane]]
                         offers.append((bound + weight * idle, idle, len(offers), bound, lane, start, partial))
             work += len(offers)

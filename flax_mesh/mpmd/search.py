@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from flax_mesh.mpmd.beam import NEVER, TOLERANCE, BeamSearch
+from flax_mesh.mpmd.beam import TOLERANCE, BeamSearch
 from flax_mesh.mpmd.bounds import Problem, lower_bound, make_problem, reverse
 from flax_mesh.mpmd.check import limits_of
 from flax_mesh.mpmd.schedules import SCHEDULE_NAMES, Action, Schedule, make_schedule
@@ -78,12 +78,13 @@ def search_schedule(
         results.append(_search_placement(problem, stages, stage_to_group, work, seed))
     best = min(results, key=lambda result: result.makespan)
     bound = min(result.lower_bound for result in results)
-    named = min(results, key=lambda result: result.best_named_makespan or NEVER)
+    with_named = [result for result in results if result.best_named is not None]
+    named = min(with_named, key=lambda result: result.best_named_makespan or 0.0, default=best)
     return SearchResult(
         schedule=best.schedule,
         makespan=best.makespan,
         lower_bound=bound,
-        optimal=best.makespan <= bound + TOLERANCE,
+        optimal=best.makespan <= bound * (1 + TOLERANCE),
         best_named=named.best_named,
         best_named_makespan=named.best_named_makespan,
     )
@@ -105,7 +106,7 @@ def _search_placement(
     makespan, bound = simulate(best, stages).makespan, lower_bound(problem)
     searches = {False: BeamSearch(problem), True: BeamSearch(reverse(problem))}
     for backwards, width, weight in _plans(seed):
-        if makespan <= bound + TOLERANCE or most_work <= 0:
+        if makespan <= bound * (1 + TOLERANCE) or most_work <= 0:
             break
         found = searches[backwards].run(width, weight=weight, better_than=makespan, most_work=most_work)
         most_work -= found.work
@@ -115,7 +116,12 @@ def _search_placement(
         if found.complete and len(stages) == problem.num_groups:
             bound = makespan  # all was looked at: see BeamSearch
     return SearchResult(
-        best, makespan, bound, makespan <= bound + TOLERANCE, named and named.name, times[named] if named else None
+        best,
+        makespan,
+        bound,
+        makespan <= bound * (1 + TOLERANCE),
+        named and named.name,
+        times[named] if named else None,
     )
 
 

@@ -75,7 +75,7 @@ def test_the_search_finds_the_optimum_without_splitting_the_backward(num_stages,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize(("num_stages", "num_microbatches", "memory"), [(2, 4, 2), (2, 4, 4), (3, 3, 2), (3, 3, 3)])
+@pytest.mark.parametrize(("num_stages", "num_microbatches", "memory"), [(2, 4, 2), (3, 3, 2), (3, 3, 3)])
 def test_the_search_finds_the_optimum_of_larger_pipelines(num_stages, num_microbatches, memory, seed):
     costs = random_costs(seed, num_stages)
     found = search_schedule(costs, memory, num_microbatches=num_microbatches)
@@ -177,6 +177,16 @@ def test_the_same_seed_gives_the_same_schedule_and_another_seed_may_not():
     ]
     assert found[0] == found[1]
     assert len({str(result.schedule) for result in found}) > 1
+
+
+@pytest.mark.parametrize("unit", [1e-12, 1e9])
+def test_the_unit_of_time_does_not_matter(unit):
+    costs = random_costs(3, 4)
+    scaled = [StageCost(*(unit * number for number in cost)) for cost in costs]
+    found = [search_schedule(c, 2, num_microbatches=6) for c in (costs, scaled)]
+    assert found[0].optimal and found[1].optimal
+    assert found[1].makespan == pytest.approx(unit * found[0].makespan)
+    assert search_schedule([(0, 0, 0)] * 3, 2, num_microbatches=2).makespan == 0
 
 
 @pytest.mark.parametrize("memory", [2, 3, 8, None])
