@@ -1,0 +1,105 @@
+"""`on_mismatch` means the same wherever specs meet arrays, and what was left out comes back the same."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+import flax_mesh as fm
+
+P = PartitionSpec
+SHAPES = {"odd": (8, 6), "unknown": (8, 8), "twice": (8, 8), "long": (8, 8), "fits": (8, 8)}
+SPECS = {
+    "odd": P("a", "b"),
+    "unknown": P("a", "c"),
+    "twice": P("b", "b"),
+    "long": P("a", "b", None),
+    "fits": P("b", "a"),
+}
+LEFT = {"odd": P("a"), "unknown": P("a"), "twice": P("b"), "long": P("a", "b"), "fits": P("b", "a")}
+MESH = fm.create_mesh((2, 4), ("a", "b"))
+TREE = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
+PLACED = jax.device_put(TREE, jax.sharding.NamedSharding(MESH, P()))
+RULES = list(SPECS.items())
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        for name, shape in SHAPES.items():
+            setattr(self, name, nnx.Param(jnp.ones(shape)))
+
+
+def specs_of(arrays):
+    return jax.tree.map(lambda x: x.sharding.spec, arrays)
+
+
+def match(**policy):
+    return fm.match_partition_rules(RULES, TREE, mesh=MESH, **policy)
+
+
+def constraints(on_mismatch, dropped):
+    with jax.set_mesh(MESH):
+        policy = {"on_mismatch": on_mismatch, "dropped": dropped}
+        return specs_of({name: fm.with_sharding_constraint(TREE[name], SPECS[name], **policy) for name in SPECS})
+
+
+def optimizer(**policy):
+    def make():
+        model = Net()
+        return model, nnx.Optimizer(model, optax.sgd(1e-3, momentum=0.9), wrt=nnx.Param)
+
+    state = fm.abstract_state(make, MESH, RULES, **policy)
+    model, momenta = specs_of(nnx.to_pure_dict(state["model"])), specs_of(nnx.to_pure_dict(state["optimizer"]))
+    assert momenta["opt_state"][0]["trace"] == model
+    return model
+
+
+def callables(**policy):
+    return specs_of(jax.tree.map(lambda fn, x: fn(x), fm.make_shard_and_gather_fns(SPECS, MESH, **policy)[0], TREE))
+
+
+PLACES = {
+    "match": match,
+    "constraints": constraints,
+    "optimizer": optimizer,
+    "shard": lambda **policy: specs_of(fm.shard(TREE, SPECS, MESH, **policy)),
+    "reshard": lambda **policy: specs_of(fm.reshard(PLACED, SPECS, **policy)),
+    "callables": callables,
+}
+
+
+def short(spec):
+    entries = list(spec)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return tuple(entries)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("policy", ["warn", "drop"])
+def test_what_does_not_fit_is_left_out_and_told_alike(place, policy):
+    dropped = []
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        specs = PLACES[place](on_mismatch=policy, dropped=dropped)
+    assert {name: short(spec) for name, spec in specs.items()} == {name: tuple(spec) for name, spec in LEFT.items()}
+    problems = sorted(finding.problem.replace(f" of rule {finding.path!r}", "") for finding in dropped)
+    assert problems == [
+        "dim 1 has size 6, not divisible by 4 (axes ('b',) of b=4)",
+        "dim 1 names mesh axis 'c', which the mesh {'a': 2, 'b': 4} lacks",
+        "dim 1 uses mesh axis 'b', which an earlier dim has already",
+        f"spec {SPECS['long']} has 3 dims, the array (8, 8) has 2",
+    ]
+    texts = [str(warning.message) for warning in caught if "left out of the sharding" in str(warning.message)]
+    assert bool(texts) == (policy == "warn")
+    assert all(any(str(finding) in text for text in texts) for finding in dropped if policy == "warn")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_by_default_it_is_an_error(place):
+    with pytest.raises(fm.ShardingError, match=r"dim 1 |has 3 dims"):
+        PLACES[place](on_mismatch="error", dropped=[])
