@@ -5,11 +5,13 @@ layout, changes in a program on the source's devices, so that the host waits for
 changes the layout itself goes through the host, and blocks until the array is computed.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
@@ -58,10 +60,10 @@ def device_put(x: Any, sharding: Sharding, key: Any = None) -> MpmdArray:
     Where `x` and `sharding` have different numbers of devices, all of `x` is first gathered on each of its devices.
     ValueError, in every process, where `sharding` does not fit the shape.
     """
-    _check(x, sharding)
+    x = _as_array(x)
+    _check_fit(x.shape, sharding)
     check_key(key)
     if not (isinstance(x, MpmdArray) or (isinstance(x, jax.Array) and x.committed)):
-        x = x if isinstance(x, jax.Array) else np.asarray(x)
         moved = _put_everywhere(x, sharding)
     elif is_fully_remote_sharding(x.sharding) and is_fully_remote_sharding(sharding):
         moved = None
@@ -72,9 +74,7 @@ def device_put(x: Any, sharding: Sharding, key: Any = None) -> MpmdArray:
     else:
         moved = _exchange(x, sharding, key)
     mpmd_mesh = find_mpmd_mesh(sharding, getattr(x, "mpmd_mesh", None), current_mpmd_mesh())
-    return MpmdArray(
-        x.shape, jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True), sharding, moved, mpmd_mesh
-    )
+    return MpmdArray(x.shape, x.dtype, sharding, moved, mpmd_mesh)
 
 
 @lru_cache(maxsize=4096)
@@ -98,18 +98,25 @@ def find_route(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> Ro
     return Route(whole, tuple(pairs))
 
 
-def _check(x: Any, sharding: Sharding) -> None:
+def _as_array(x: Any) -> Any:
+    """`x` if it is of JAX, else a numpy array of the dtype that JAX would give it."""
     if isinstance(x, Tracer):
         raise ValueError(
             "mpmd.device_put was called inside a trace, such as that of jax.jit or jax.grad. It moves arrays between "
             "programs: call it from plain Python. Inside a program write with_sharding_constraint."
         )
+    if isinstance(x, MpmdArray | jax.Array):
+        return x
+    dtype = jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)
+    return np.asarray(x, dtype)  # of the number itself, so that one too large for int32 is an OverflowError
+
+
+def _check_fit(shape: tuple[int, ...], sharding: Sharding) -> None:
     if not isinstance(sharding, Sharding):
         raise ValueError(
             f"sharding must be a Sharding, got {sharding!r}. For a PartitionSpec write "
             "NamedSharding(mpmd_mesh.unstack[i], spec)."
         )
-    shape = x.shape if hasattr(x, "shape") else np.shape(x)
     if isinstance(sharding, NamedSharding) and len(sharding.spec) > len(shape):
         raise ValueError(f"The array has shape {shape}, but {sharding.spec} lays out {len(sharding.spec)} dims.")
     sharding.shard_shape(shape)  # ValueError where a dim does not divide
@@ -119,11 +126,12 @@ def _put_everywhere(x: Any, sharding: Sharding) -> jax.Array | None:
     """The part of this process, from its own `x`."""
     if is_fully_remote_sharding(sharding):
         return None
+    x = _strong(x)
     if is_fully_local_sharding(sharding):
-        return jax.device_put(_strong(x), sharding)
+        return jax.device_put(x, sharding)
     # jax.device_put would first compare x over all processes, also with those that never come here.
     parts = sharding.addressable_devices_indices_map(x.shape)
-    return _assemble(x, sharding, jax.device_put([_strong(x)[part] for part in parts.values()], list(parts)))
+    return _assemble(x, sharding, jax.device_put([x[part] for part in parts.values()], list(parts)))
 
 
 def _move(value: jax.Array, sharding: Sharding) -> jax.Array:
@@ -131,14 +139,17 @@ def _move(value: jax.Array, sharding: Sharding) -> jax.Array:
     route = find_route(value.sharding, sharding, value.shape)
     if not route.cuts:
         return jax.device_put(_relayout(value, route.layout), sharding)
-    pieces = _pieces(value, route)
+    pieces = _pieces(_relayout(value, route.layout), route)
     return _assemble(value, sharding, jax.device_put(list(pieces.values()), list(pieces)))
 
 
 def _exchange(x: Any, sharding: Sharding, key: Any) -> jax.Array | None:
     """The part of this process, of which other processes have or get a part too."""
     route = find_route(x.sharding, sharding, x.shape)
-    pieces = {} if is_fully_remote_sharding(x.sharding) else _pieces(_strong(as_jax_array(x)), route)
+    pieces: dict[Any, jax.Array] = {}
+    if not is_fully_remote_sharding(x.sharding):
+        # A copy in any case: what is sent is read later, when a next program may have taken the buffer by donation.
+        pieces = _pieces(_copy_to(route.layout)(_strong(as_jax_array(x))), route)
     near: list[Any] = []
     senders: dict[int, list[Any]] = {}  # another process -> devices of this one, whose shards it sends
     receivers: dict[int, list[Any]] = {}  # another process -> its devices, which get shards from here
@@ -159,9 +170,9 @@ def _exchange(x: Any, sharding: Sharding, key: Any) -> jax.Array | None:
     return _assemble(x, sharding, shards) if shards else None
 
 
-def _pieces(value: jax.Array, route: Route) -> dict[Any, jax.Array]:
+def _pieces(laid_out: jax.Array, route: Route) -> dict[Any, jax.Array]:
     """For every device of the target that gets its shard from a device of this process: the shard, still there."""
-    shards = {shard.device: shard.data for shard in _relayout(value, route.layout).addressable_shards}
+    shards = {shard.device: shard.data for shard in laid_out.addressable_shards}
     return {
         to: shards[device] if part is None else shards[device][part]
         for device, to, part in route.pairs
@@ -170,12 +181,12 @@ def _pieces(value: jax.Array, route: Route) -> dict[Any, jax.Array]:
 
 
 def _relayout(value: jax.Array, layout: Sharding) -> jax.Array:
-    return value if value.sharding == layout else _copier(layout)(value)
+    return value if value.sharding == layout else _copy_to(layout)(value)
 
 
 @lru_cache(maxsize=4096)
-def _copier(layout: Sharding) -> Any:
-    return jax.jit(lambda x: x, out_shardings=layout)
+def _copy_to(layout: Sharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(jnp.copy, out_shardings=layout)
 
 
 def _strong(x: Any) -> Any:
@@ -190,8 +201,9 @@ def _assemble(x: Any, sharding: Sharding, shards: list[jax.Array]) -> jax.Array:
     return array if sharding.memory_kind == memory else jax.device_put(array, sharding)
 
 
-def _ids(sharding: Sharding, shape: tuple[int, ...]) -> list[int]:
-    return [device.id for device in sharding.devices_indices_map(shape)]
+@lru_cache(maxsize=4096)
+def _ids(sharding: Sharding, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(device.id for device in sharding.devices_indices_map(shape))
 
 
 def _local_client(*shardings: Sharding) -> Any:

@@ -15,7 +15,7 @@ from jax._src import distributed
 
 ADDRESS_TIMEOUT_S = 300  # how long a first receive waits for the sender's first transfer of all
 
-
+_starting = threading.Lock()
 Name = tuple[tuple[int, ...], tuple[int, ...], Hashable, int]
 
 
@@ -39,8 +39,8 @@ class Transport:
 
     `publish(process, address)` tells the others where this process listens, `look_up(process)` gives another's
     address, waiting for it if need be. A process publishes its own before it looks up any, so no two wait for each
-    other. Arrays of different sizes or dtypes than those asked for would arrive as garbage without an error: callers
-    derive both sides from the same shapes and shardings.
+    other. What is asked for with other shapes or dtypes than it was sent with never arrives; the server by itself
+    would deliver it as garbage.
     """
 
     def __init__(self, client: Any, host: str, publish: Callable[[int, str], None], look_up: Callable[[int], str]):
@@ -62,7 +62,7 @@ class Transport:
         """
         full = [_numbers(array) for array in arrays if array.size]
         if full:
-            self._server.await_pull(_uuid(name, self.process, process), full)
+            self._server.await_pull(_uuid(name, self.process, process, full), full)
 
     def receive(self, name: Name, process: int, shapes: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
         """What `process` sends under `name`; returns at once with arrays that become ready when they have arrived.
@@ -71,7 +71,8 @@ class Transport:
         """
         # The server never delivers an array without elements: both sides leave it out.
         full = [_numbers_like(shape) for shape in shapes if shape.size]
-        arrived = iter(self._peer(process).pull(_uuid(name, process, self.process), full) if full else ())
+        uuid = _uuid(name, process, self.process, full)
+        arrived = iter(self._peer(process).pull(uuid, full) if full else ())
         return [
             _as_asked(
                 next(arrived) if shape.size else jnp.zeros(shape.shape, shape.dtype, device=shape.sharding), shape
@@ -86,9 +87,14 @@ class Transport:
             return self._peers[process]
 
 
-@lru_cache(maxsize=8)
 def transport_of(client: Any) -> Transport:
-    """The transport of this process for the devices of `client`, which the processes of `jax.distributed` share."""
+    """The transport of this process for the devices of `client`; there is one, as there is one jax.distributed."""
+    with _starting:
+        return _start(client)
+
+
+@lru_cache(maxsize=8)
+def _start(client: Any) -> Transport:
     state = distributed.global_state  # JAX has no public name for the key-value store of its processes
     if state.client is None or state.coordinator_address is None:
         raise ValueError(
@@ -108,7 +114,7 @@ def transport_of(client: Any) -> Transport:
 
     return Transport(
         client,
-        _address_towards(state.coordinator_address),
+        address_towards(state.coordinator_address),
         lambda process, address: store.key_value_set(f"{folder}/{process}", address),
         look_up,
     )
@@ -124,13 +130,14 @@ def _is_plain(key: Hashable) -> bool:
     return all(map(_is_plain, key)) if isinstance(key, tuple) else key is None or isinstance(key, str | int)
 
 
-def _uuid(name: Name, sender: int, receiver: int) -> int:
+def _uuid(name: Name, sender: int, receiver: int, arrays: Sequence[Any]) -> int:
     """63 bits, as many as the server takes."""
-    digest = hashlib.blake2b(repr((name, sender, receiver)).encode(), digest_size=8).digest()
+    shapes = [(array.shape, str(array.dtype)) for array in arrays]
+    digest = hashlib.blake2b(repr((name, sender, receiver, shapes)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
-def _address_towards(coordinator: str) -> str:
+def address_towards(coordinator: str) -> str:
     """The address under which the others, who all reach the coordinator, reach this process."""
     host, _, port = coordinator.rpartition(":")
     family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]

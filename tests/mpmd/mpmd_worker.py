@@ -5,6 +5,7 @@ Every process runs the same case; each holds one part of what the others only kn
 
 import faulthandler
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +80,21 @@ def two_groups(process: int) -> None:
     crossed = {i: mpmd.device_put(*both[i]) for i in ((1, 0) if process == 0 else (0, 1))}
     check(crossed[0], X)
     check(crossed[1], -X)
+
+    fill = mpmd.jit(lambda x: x * 0 - 7, out_shardings=first, donate_argnums=0)
+    given = mpmd.device_put(X, first)
+    orders = {
+        "early": lambda: mpmd.device_put(given, second, "early"),
+        "late": lambda: mpmd.device_put(x, second, "late"),
+    }
+    if process == 0:
+        orders["early"]()
+        fill(given).block_until_ready()  # takes the buffer of what was sent, before it is read
+        assert given.jax_array.is_deleted()
+        orders["late"]()
+    else:
+        check(orders["late"](), X)
+        check(orders["early"](), X)
 
     for value in (np.zeros((0, 4), np.float32), np.bool_(True), jnp.bfloat16(1.5)):
         array = mpmd.device_put(mpmd.device_put(value, NamedSharding(mpmd_mesh.unstack[0], P())), second_of(mpmd_mesh))
@@ -171,6 +187,16 @@ def several_groups(process: int) -> None:
         check(x, X)
     tied = mpmd.device_put(x, NamedSharding(mpmd_mesh.mpmd_submesh([0, 2, 3]).jax_mesh, P()))
     check(tied, X)
+
+
+def late(process: int) -> None:
+    """The sender is done with its program before the receiver asks; jax.distributed ends them together."""
+    mpmd_mesh = groups((2, 1))
+    first, second = (NamedSharding(mesh, P()) for mesh in mpmd_mesh.unstack)
+    x = mpmd.device_put(X, first)
+    if process == 1:
+        time.sleep(3)
+    check(mpmd.device_put(x, second), X)
 
 
 def ownership(process: int) -> None:

@@ -173,6 +173,10 @@ def test_local_and_remote_devices_and_shardings(value):
         assert is_fully_local_sharding(sharding) == fully_local
         assert is_fully_remote_sharding(sharding) == fully_remote
     assert not is_fully_remote_array(value)
+    nowhere = NamedSharding(create_mesh().abstract_mesh, P())
+    for question in (is_fully_local_sharding, is_fully_remote_sharding):
+        with pytest.raises(ValueError, match="AbstractMesh"):
+            question(nowhere)
 
 
 def test_as_jax_array_takes_what_jax_takes(value):

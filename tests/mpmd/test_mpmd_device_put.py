@@ -17,7 +17,7 @@ from flax_mesh import mpmd
 from flax_mesh.mesh import create_mesh
 from flax_mesh.mpmd import MpmdArray, MpmdMesh
 from flax_mesh.mpmd.transfer import find_route
-from flax_mesh.mpmd.transport import CallNames, Transport, check_key
+from flax_mesh.mpmd.transport import CallNames, Transport, address_towards, check_key, transport_of
 from tests.mpmd.fakes import seen_from
 
 P = PartitionSpec
@@ -44,6 +44,7 @@ def targets(mpmd_mesh):
         "same group": on(mpmd_mesh, 0, "tp"),
         "same sharding": on(mpmd_mesh, 0, "fsdp", "tp"),
         "host memory": on(mpmd_mesh, 1, "fsdp", memory_kind="pinned_host"),
+        "same group's host memory": on(mpmd_mesh, 0, "tp", memory_kind="pinned_host"),
         "all devices": NamedSharding(mpmd_mesh.jax_mesh, P(("pp", "tp"), "fsdp")),
         "both groups": NamedSharding(mpmd_mesh.jax_mesh, P("fsdp", "tp")),
         "some of each": NamedSharding(mixed, P("all")),
@@ -61,6 +62,7 @@ CASES = [
     "same group",
     "same sharding",
     "host memory",
+    "same group's host memory",
     "all devices",
     "both groups",
     "some of each",
@@ -163,6 +165,8 @@ def test_what_is_no_sharding_and_no_array(mpmd_mesh):
         jax.jit(lambda x: mpmd.device_put(x, on(mpmd_mesh, 0)))(1.0)
     with pytest.raises(TypeError, match="not a valid JAX array type"):
         mpmd.device_put("text", on(mpmd_mesh, 0))
+    with pytest.raises(OverflowError, match="out of bounds for int32"):
+        mpmd.device_put(2**40, on(mpmd_mesh, 0))
 
 
 def busy(sharding):
@@ -296,6 +300,18 @@ def test_receives_may_come_first_and_in_any_order(transport):
     assert [int(received[key][1][0]) for key in ("a", "b", ("c", 1))] == [1, 2, 3]
 
 
+def test_another_shape_or_dtype_than_was_sent_never_arrives(transport):
+    """Left to the server alone, other bytes would arrive, and no error."""
+    source, target = jax.devices()[:2]
+    name = transport.calls.name([0], [1], "mismatch")
+    transport.send(name, 0, [jax.device_put(jnp.ones(4), source)])
+    asked = [specs((2, 2), jnp.float32, [target]), specs((4,), jnp.int32, [target])]
+    wrong = [transport.receive(name, 0, shapes)[0] for shapes in asked]
+    (right,) = transport.receive(name, 0, specs((4,), jnp.float32, [target]))
+    assert np.array_equal(right, [1] * 4)
+    assert not any(array.is_ready() for array in wrong)
+
+
 def test_what_is_sent_may_still_be_computing(mpmd_mesh, transport):
     work = busy(on(mpmd_mesh, 0, ("fsdp", "tp")))
     small = mpmd.device_put(np.ones(4, np.float32), on(mpmd_mesh, 0, ("fsdp", "tp"))).jax_array
@@ -306,6 +322,16 @@ def test_what_is_sent_may_still_be_computing(mpmd_mesh, transport):
     (got,) = transport.receive(name, 0, specs((1,), jnp.float32, [jax.devices()[5]]))
     assert not array.is_ready() and not got.is_ready()
     assert np.array_equal(got, array[:1])
+
+
+def test_processes_find_each_other_through_jax_distributed():
+    with pytest.raises(ValueError, match=r"needs jax\.distributed.*initialize\(\) before the first use of JAX"):
+        transport_of(jax.devices()[0].client)
+
+
+def test_a_process_is_reached_on_the_way_it_reaches_the_coordinator():
+    assert address_towards("127.0.0.1:1234") == "127.0.0.1"
+    assert address_towards("localhost:1234") in ("127.0.0.1", "::1")
 
 
 GROUPS = st.sampled_from([(0, 1), (2, 3), (4, 5)])

@@ -43,7 +43,14 @@ def run_processes(case: str, processes: int, devices: int) -> list[tuple[int, st
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "processes", "devices"),
-    [("two_groups", 2, 2), ("shared_groups", 4, 1), ("chain", 3, 1), ("several_groups", 2, 2), ("ownership", 3, 2)],
+    [
+        ("two_groups", 2, 2),
+        ("shared_groups", 4, 1),
+        ("chain", 3, 1),
+        ("several_groups", 2, 2),
+        ("late", 2, 1),
+        ("ownership", 3, 2),
+    ],
 )
 def test_between_processes(case, processes, devices):
     results = run_processes(case, processes, devices)
