@@ -81,7 +81,7 @@ def explanation_text(explanation: Explanation, *, width: int = 100) -> str:
     """Mesh, rules, arrays, totals and findings in lines of at most `width` columns, findings aside."""
     findings = explanation.findings
     rows = [[str(i), use.pattern, dims_text(use.dims), str(use)] for i, use in enumerate(explanation.rules, start=1)]
-    whose = "the model's own" if explanation.carried else "the recipe's"
+    whose = "the model's own" if explanation.carried else "as given"
     count = f"{len(findings)} finding{'s' * (len(findings) != 1)}:" if findings else "no findings"
     return "\n".join(
         [
