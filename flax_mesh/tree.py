@@ -65,6 +65,13 @@ def in_stack(path: str, layers: Iterable[str]) -> str | None:
     return None
 
 
+def path_and_start(path: str) -> tuple[str, int]:
+    """Path of a leaf and the number of its first layer: ("layers/q", 2) for "layers/q/from 2", the path of a chunk of a
+    scanned stack in a pipeline; 0 for any other."""
+    head, _, tail = path.rpartition("/")
+    return (head, int(tail.removeprefix("from "))) if tail.startswith("from ") else (path, 0)
+
+
 def layer_path(path: str, stack: str, index: int) -> str:
     """Path that layer `index` of a scanned stack would have in a list: ("layers/q", "layers", 3) -> "layers/3/q"."""
     return f"{stack}/{index}/{path[len(stack) + 1 :]}"

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.tree import in_stack, layer_path, named_leaves, nest, owner_of
+from flax_mesh.tree import in_stack, layer_path, named_leaves, nest, owner_of, path_and_start
 
 STATE, METADATA = "state", "metadata"  # the two items of a step
 
@@ -157,14 +157,15 @@ def check_same(target: Mapping[str, Any], stored: Mapping[str, Any], what: str) 
 def _stacks(named: Sequence[tuple[str, Any]], layers: Sequence[str]) -> dict[str, list[str]]:
     """Path of every leaf of a scanned stack -> its paths on disk, one a layer; optimizer leaves follow their owner."""
     has_parts = all(path.startswith(("model/", "optimizer/")) for path, _ in named)
-    parameters = {path.removeprefix("model/") for path, _ in named if path.startswith("model/") or not has_parts}
+    whole = [path_and_start(path) for path, _ in named]
+    parameters = {path.removeprefix("model/") for path, _ in whole if path.startswith("model/") or not has_parts}
     found = {}
-    for path, leaf in named:
-        owner = owner_of(path, parameters)
+    for (path, leaf), (base, start) in zip(named, whole, strict=True):
+        owner = owner_of(base, parameters)
         stack = in_stack(owner, layers) if owner else None
         if owner and stack and leaf.shape:
-            head = path[: len(path) - len(owner)]
-            found[path] = [head + layer_path(owner, stack, i) for i in range(leaf.shape[0])]
+            head = base[: len(base) - len(owner)]
+            found[path] = [head + layer_path(owner, stack, start + i) for i in range(leaf.shape[0])]
     return found
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from jax.extend import core as jex
 
+from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd.jaxprs import Eqn, Program, Var, flops, is_var, variables
 
 # Labels of what depends on no layer: on nothing at all, on variables of the model alone, on the batch alone, on both.
@@ -22,7 +23,7 @@ mark_p.def_abstract_eval(lambda *avals, call: list(avals))
 mark_p.def_impl(lambda *values, call: list(values))
 
 
-class CutError(ValueError):
+class CutError(ConfigError):
     """The model cannot be cut as asked."""
 
 

@@ -117,16 +117,14 @@ class Run:
     def _place_batch(self, batch: Batch, count: int) -> None:
         """The batch as (microbatch, row, ...) on every group that reads it."""
         pipeline, first = self.pipeline, len(self.pipeline.staged.leaves)
-        arrays = [np.asarray(x) for x in jax.tree.leaves(batch)]
+        arrays = jax.tree.leaves(batch)
         placed: dict[tuple[int, int], Any] = {}
         self.data: list[list[Any]] = []
         for stage in self.stages:
             group = pipeline.group_of[stage.stage]
             for at in stage.data:
                 if (group, at) not in placed:
-                    x = arrays[at - first]
-                    x = x.reshape(count, x.shape[0] // count, *x.shape[1:])
-                    placed[group, at] = jax.device_put(x, pipeline.batch_sharding(x.shape, group))
+                    placed[group, at] = pipeline.place_array(arrays[at - first], count, group)
             self.data.append([placed[group, at] for at in stage.data])
 
     def _zeros(self) -> None:

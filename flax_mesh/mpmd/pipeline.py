@@ -17,8 +17,9 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.loss import Batch, Metrics
 from flax_mesh.mpmd.apply import Update
 from flax_mesh.mpmd.execute import Run
+from flax_mesh.mpmd.jaxprs import whole
 from flax_mesh.mpmd.mesh import MpmdMesh
-from flax_mesh.mpmd.placement import Home, init_leaves, moved, place
+from flax_mesh.mpmd.placement import MODEL, Home, chunked, init_leaves, moved, on_group, place
 from flax_mesh.mpmd.programs import StageFunctions, compile_stages
 from flax_mesh.mpmd.schedules import Action, Schedule, forward_schedule
 from flax_mesh.mpmd.stage import StagedModel
@@ -97,6 +98,17 @@ class Pipeline:
             run.do(action)
         return {name: value for name, (_, value) in run.named_sums().items()}
 
+    def model(self, state: TrainState) -> Any:
+        """The model as one module, every leaf on all devices: laid out as on its group, and the same on every group."""
+        homes = [home for home in self.placement.homes if home.path.startswith(MODEL)]
+        parts = [state.leaves[at] for at, home in enumerate(self.placement.homes) if home.path.startswith(MODEL)]
+        values = []
+        for at, value in enumerate(chunked(homes, parts)):
+            there = NamedSharding(self.mesh.jax_mesh, self.placement.plain.leaves[at].sharding.spec)
+            values.append(whole(jax.tree.map(lambda x, there=there: jax.device_put(x, there), value)))
+        graphdef, abstract = nnx.split(self.staged.model)
+        return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(abstract), values))
+
     def _make(self) -> tuple[Any, nnx.Optimizer]:
         model = self.staged.make()
         return model, nnx.Optimizer(model, self.optimizer, wrt=self.staged.wrt)
@@ -148,6 +160,18 @@ class Pipeline:
             there = NamedSharding(self.groups[group], PartitionSpec())
             self._built[key] = jax.device_put(np.int32(microbatch), there)
         return self._built[key]
+
+    def place_array(self, x: Any, count: int, group: int) -> jax.Array:
+        """An array of the batch as (microbatch, row, ...) on a group. What lies on the whole mesh, the same on every
+        group, is there already; anything else goes through the host."""
+        shape = (count, x.shape[0] // count, *x.shape[1:])
+        there = self.batch_sharding(shape, group)
+        if not isinstance(getattr(x, "sharding", None), NamedSharding) or x.sharding.mesh != self.mesh.jax_mesh:
+            return jax.device_put(np.asarray(x).reshape(shape), there)
+        key = ("cut", shape, x.dtype, group)
+        if key not in self._built:
+            self._built[key] = jax.jit(lambda x: x.reshape(shape), out_shardings=there)
+        return self._built[key](on_group(x, self.groups[group]))
 
     def batch_sharding(self, shape: Sequence[int], group: int) -> NamedSharding:
         """Layout of an array (microbatch, row, ...) on a group; of two dims a row the second is the sequence."""

@@ -121,7 +121,7 @@ def on_group(x: jax.Array, mesh: Mesh) -> jax.Array:
     """The part of an array, replicated over groups, that lies on one group; nothing is copied."""
     here = set(mesh.devices.flat)
     shards = [shard.data for shard in x.addressable_shards if shard.device in here]
-    return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(mesh, PartitionSpec()), shards)
+    return jax.make_array_from_single_device_arrays(x.shape, moved(x.sharding, mesh), shards)
 
 
 def on_all_groups(parts: Iterable[jax.Array], sharding: NamedSharding) -> jax.Array:

@@ -29,11 +29,18 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """`microbatches`: the batch is cut into this many, whose gradients are summed. `schedule` and `cut` need pp > 1."""
+    """`microbatches`: the batch is cut into this many, whose gradients are summed.
+
+    The rest is for pp > 1. `schedule`: a name of docs/schedules.md. `cut`: "flops" (the heaviest stage is as light as
+    can be), "count" (of layers), or the first layer of every stage but the first, "2,5". `virtual`: stages a group,
+    none for what the schedule is made for. `residuals`: "store" what the backward pass needs, or "recompute" it.
+    """
 
     microbatches: int = 1
     schedule: str = field(default="1f1b", metadata=SAME_RESULT)
     cut: str = field(default="flops", metadata=SAME_RESULT)
+    virtual: int | None = field(default=None, metadata=SAME_RESULT)
+    residuals: str = field(default="store", metadata=SAME_RESULT)
 
 
 @dataclass(frozen=True)

@@ -18,24 +18,23 @@ from jax.sharding import Mesh
 
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.errors import ConfigError
-from flax_mesh.sharding import PartitionRules, abstract_state, init_state
+from flax_mesh.sharding import PartitionRules
+from flax_mesh.state import TrainState
 from flax_mesh.train.batches import BatchFn, make_batch_fn, make_eval_fn, num_eval_batches, prefetch
 from flax_mesh.train.config import Change, TrainConfig, to_lines
 from flax_mesh.train.data import Corpus, decode, load_corpus
 from flax_mesh.train.folder import CHECKPOINTS, METRICS, check_resume, next_free, run_folder, write_config
 from flax_mesh.train.metrics import MetricsFile, Row, step_row
+from flax_mesh.train.program import TrainProgram, train_program
 from flax_mesh.train.setup import (
     batch_sharding,
     check_config,
     check_on_corpus,
     check_on_mesh,
     make_mesh,
-    make_optimizer,
-    make_schedule,
     run_rules,
 )
-from flax_mesh.state import TrainState, abstract_train_state
-from flax_mesh.train.step import Step, in_mesh, make_eval_step, make_train_step
+from flax_mesh.train.step import Step, in_mesh
 
 Say = Callable[[str], None]
 
@@ -73,34 +72,31 @@ def train(
     rules = run_rules(config)
     if problems := check_on_mesh(config, mesh, rules.axes):
         raise ConfigError(problems)
-    make = _maker(config)
-    abstract = abstract_state(make, mesh, rules)
+    program = train_program(config, mesh, rules)
     corpus = load_corpus(config.data)
     if problems := check_on_corpus(config, corpus):
         raise ConfigError(problems)
-    layout = abstract_train_state(make, abstract)
-    functions = _functions(config, mesh, layout, rules, corpus)
+    functions = _functions(config, mesh, program, rules, corpus)
     wanted = Path(config.run.folder).expanduser()
     folder = next_free(wanted) if restart else wanted
     with run_folder(folder):
-        run = _Run(config, recipe, mesh, rules, abstract, corpus, functions, folder, say, hooks, should_stop)
+        run = _Run(config, recipe, mesh, rules, program, corpus, functions, folder, say, hooks, should_stop)
         _describe(run)
         with Checkpointer(folder / CHECKPOINTS, keep=config.checkpoint.keep, layers=rules.layers) as checkpointer:
             step = checkpointer.latest_step()
             if step is None:
                 say(f"run: {folder} is new, {config.run.steps} steps")
                 write_config(folder, config)
-                leaves = tuple(jax.tree.leaves(init_state(make, abstract)))
-                return _steps(run, checkpointer, TrainState(leaves, layout.definition), 0)
+                return _steps(run, checkpointer, program.init(), 0)
             for change in _changes(run, checkpointer, step, allow_changes):
                 say(f"changed since the checkpoint: {change}")
             if step >= config.run.steps:
                 say(f"run: {folder} is finished: step {step} of {config.run.steps}. Nothing to do.")
                 return Result("already finished", step, folder)
             say(f"run: found {folder} at step {step}; resuming, {config.run.steps - step} steps to go")
-            leaves = tuple(jax.tree.leaves(checkpointer.restore(abstract, step)))
+            leaves = tuple(jax.tree.leaves(checkpointer.restore(program.layout.to_nnx(), step)))
             write_config(folder, config)
-            return _steps(run, checkpointer, TrainState(leaves, layout.definition), step)
+            return _steps(run, checkpointer, TrainState(leaves, program.layout.definition), step)
 
 
 @dataclass(frozen=True)
@@ -111,7 +107,7 @@ class _Run:
     recipe: str
     mesh: Mesh
     rules: PartitionRules
-    abstract: nnx.State
+    program: TrainProgram
     corpus: Corpus
     functions: "_Functions"
     folder: Path
@@ -122,7 +118,7 @@ class _Run:
     @property
     def parameters(self) -> list[Any]:
         """What is trained; statistics and random keys are state, but no parameters."""
-        return jax.tree.leaves(nnx.filter_state(self.abstract["model"], nnx.Param))
+        return jax.tree.leaves(nnx.filter_state(self.program.layout.to_nnx()["model"], nnx.Param))
 
     @property
     def num_parameters(self) -> int:
@@ -143,7 +139,9 @@ def _changes(run: _Run, checkpointer: Checkpointer, step: int, allow_changes: bo
     try:
         return check_resume(saved, run.config, run.corpus.content_hash, allow_changes=allow_changes)
     except ConfigError:
-        checkpointer.check(run.abstract, step)  # of another model no setting can be allowed: name the arrays instead
+        checkpointer.check(
+            run.program.layout.to_nnx(), step
+        )  # of another model no setting can be allowed: name the arrays instead
         raise
 
 
@@ -222,43 +220,25 @@ class _Rows:
 
 
 def _functions(
-    config: TrainConfig, mesh: Mesh, layout: TrainState, rules: PartitionRules, corpus: Corpus
+    config: TrainConfig, mesh: Mesh, program: TrainProgram, rules: PartitionRules, corpus: Corpus
 ) -> _Functions:
-    step_fn = make_train_step(
-        config.loss_fn,
-        layout,
-        seed=config.run.seed,
-        microbatches=config.pipeline.microbatches,
-        layers=rules.layers,
-        axes=rules.axes,
-        learning_rate=make_schedule(config.optimizer),
-    )
     sharding = batch_sharding(mesh, rules.axes)
     vocab = getattr(config.model, "vocab_size", None)
     seed = config.run.seed if config.data.seed is None else config.data.seed
     batch_fn = make_batch_fn(corpus.train, seed=seed, config=config.data, sharding=sharding, vocab_size=vocab)
     if not config.run.eval_every:
-        return _Functions(step_fn, batch_fn, None)
-    eval_step = make_eval_step(config.loss_fn, layout)
+        return _Functions(program.step, batch_fn, None)
     eval_fn = make_eval_fn(corpus.held_out, config=config.data, sharding=sharding, vocab_size=vocab)
     batches = num_eval_batches(corpus.held_out, config.data)
 
     def evaluate(state: TrainState) -> Row:
-        sums = [jax.device_get(eval_step(state, eval_fn(k))) for k in range(batches)]
+        sums = [jax.device_get(program.evaluate(state, eval_fn(k))) for k in range(batches)]
         # The training loss of a mixture of experts has the router's losses in it; bits per byte must not.
         loss = float(sum(s.get("cross_entropy", s["loss"]) for s in sums) / sum(s["weight"] for s in sums))
         per_token = corpus.bytes_per_token
         return {"eval_loss": loss, "bits_per_byte": loss / math.log(2) / per_token if per_token else None}
 
-    return _Functions(step_fn, batch_fn, evaluate)
-
-
-def _maker(config: TrainConfig) -> Callable[[], tuple[nnx.Module, nnx.Optimizer]]:
-    def make() -> tuple[nnx.Module, nnx.Optimizer]:
-        model = config.make_model(config.model, nnx.Rngs(config.run.seed))
-        return model, nnx.Optimizer(model, make_optimizer(config.optimizer), wrt=nnx.Param)
-
-    return make
+    return _Functions(program.step, batch_fn, evaluate)
 
 
 def _metadata(run: _Run, step: int) -> dict[str, Any]:
@@ -284,8 +264,8 @@ def _version(package: str) -> str:
 def _describe(run: _Run) -> None:
     devices = run.mesh.devices.flat
     sizes = ",".join(f"{name}:{size}" for name, size in run.mesh.shape.items() if size > 1) or "one device"
-    leaves = jax.tree.leaves(run.abstract)
-    shard = sum(math.prod(x.sharding.shard_shape(x.shape)) * _itemsize(x) for x in leaves)
+    leaves = run.program.layout.leaves
+    shard = max(_bytes_by_device(leaves).values())
     whole = sum(math.prod(x.shape) * _itemsize(x) for x in leaves)
     run.say(f"mesh: {sizes} on {len(list(devices))} x {run.mesh.devices.flat[0].device_kind}")
     run.say(f"data: {run.corpus.description}")
@@ -293,12 +273,24 @@ def _describe(run: _Run) -> None:
         f"model: {run.num_parameters / 1e6:.2f}M parameters in {len(run.parameters)} arrays; "
         f"with the optimizer {whole / 2**20:.1f} MiB, {shard / 2**20:.1f} MiB a device"
     )
+    for line in run.program.text.splitlines():
+        run.say(line)
     config = run.config
     if config.run.steps > config.optimizer.decay_steps:
         run.say(
             f"note: the learning rate stays at {config.optimizer.end_learning_rate} from step "
             f"{config.optimizer.decay_steps} on (optimizer.decay_steps); the run has {config.run.steps} steps"
         )
+
+
+def _bytes_by_device(leaves: Sequence[Any]) -> dict[Any, int]:
+    """Device -> bytes of the shards that it will hold."""
+    found: dict[Any, int] = {}
+    for leaf in leaves:
+        size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * _itemsize(leaf)
+        for device in leaf.sharding.device_set:
+            found[device] = found.get(device, 0) + size
+    return found
 
 
 def _itemsize(x: Any) -> int:
@@ -312,11 +304,13 @@ def _sample(run: _Run, state: TrainState) -> str:
         return ""
     prompt = np.asarray(run.corpus.held_out[:64], np.int32)
 
-    def continue_text(state: TrainState, prompt: jax.Array, key: jax.Array) -> jax.Array:
+    graphdef, leaves = nnx.split(run.program.model(state))
+
+    def continue_text(leaves: nnx.State, prompt: jax.Array, key: jax.Array) -> jax.Array:
         with in_mesh(run.mesh):
-            model, _ = state.merge()
+            model = nnx.merge(graphdef, leaves)
             model.eval()
             return sample(model, prompt, num_tokens, key)
 
-    tokens = jax.jit(continue_text)(state, prompt, jax.random.key(run.config.run.seed))
+    tokens = jax.jit(continue_text)(leaves, prompt, jax.random.key(run.config.run.seed))
     return decode(np.asarray(tokens))

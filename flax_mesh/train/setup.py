@@ -16,12 +16,13 @@ from flax_mesh.mesh import create_mesh, parse_mesh_shape
 from flax_mesh.sharding import PartitionRules, abstract_model, partition_rules
 from flax_mesh.sharding.rules import as_rules
 from flax_mesh.train.config import OptimizerConfig, TrainConfig
+from flax_mesh.train.cut import check_pipeline
 from flax_mesh.train.data import Corpus, check_data_config
 from flax_mesh.tree import map_named
 
 PLATFORM = re.compile(r"auto|cpu(:[1-9][0-9]*)?|gpu|cuda|tpu")
 AXIS_NAMES = ("pp", "dp", "fsdp", "ep", "tp", "sp")
-SHRINK_ORDER = ("dp", "fsdp", "sp", "ep", "tp")  # copies and shards of the batch first, splits of layers last
+SHRINK_ORDER = ("pp", "dp", "fsdp", "sp", "ep", "tp")  # stages first, then copies and shards of the batch
 
 
 def check_config(config: TrainConfig) -> list[str]:
@@ -61,8 +62,9 @@ def check_config(config: TrainConfig) -> list[str]:
     if not PLATFORM.fullmatch(run.platform):
         found.append(f"run.platform must be auto, cpu, cpu:N (N devices), gpu or tpu, got {run.platform!r}")
     try:
-        if mesh_shape(config).get("pp", 1) != 1:
-            found.append(f"mesh.shape={config.mesh.shape} has pp > 1: this version has no pipelines yet; use pp:1")
+        if (num_groups := mesh_shape(config)["pp"]) == -1:
+            found.append(f"mesh.shape={config.mesh.shape} leaves pp to the number of devices; give it a size")
+        found += check_pipeline(config.pipeline, num_groups)
     except ValueError as error:
         found.append(f"mesh.shape: {error}")
     if run.folder == "":
@@ -86,19 +88,21 @@ def mesh_shape(config: TrainConfig) -> dict[str, int]:
 def make_mesh(config: TrainConfig, say: Callable[[str], None]) -> Mesh:
     """The mesh of the run. `run.platform=auto` shrinks it to the devices that are there and says so."""
     shape = mesh_shape(config)
-    shape.pop("pp")
+    if shape["pp"] == 1:
+        del shape["pp"]
     devices = jax.devices()
     if config.run.platform == "auto":
         fitted = fit_mesh(shape, len(devices))
         if fitted != {k: v for k, v in shape.items() if v != -1} | {k: fitted[k] for k, v in shape.items() if v == -1}:
             say(f"mesh: {_text(shape)} needs more than the {len(devices)} devices here; shrunk to {_text(fitted)}")
-        shape = fitted
+        shape = {name: size for name, size in fitted.items() if (name, size) != ("pp", 1)}
         used = math.prod(shape.values())
         if used < len(devices):
             say(f"mesh: uses {used} of the {len(devices)} devices here")
             devices = devices[:used]
+    names = sorted(shape, key=lambda name: name != "pp")  # the groups of a pipeline are far from each other
     try:
-        return create_mesh(tuple(shape.values()), tuple(shape), devices=devices)
+        return create_mesh(tuple(shape[name] for name in names), tuple(names), devices=devices)
     except ValueError as error:
         raise ConfigError(f"mesh.shape={config.mesh.shape}: {error}") from error
 

@@ -1,0 +1,92 @@
+"""What a run computes: the layout of its state, its initial state, its step and its evaluation, pipelined or not."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from flax_mesh.loss import Metrics
+from flax_mesh.mpmd import MpmdMesh, Pipeline, make_schedule, split_stages
+from flax_mesh.sharding import PartitionRules, abstract_state, init_state
+from flax_mesh.state import TrainState, abstract_train_state
+from flax_mesh.train.config import TrainConfig
+from flax_mesh.train.cut import parse_cut
+from flax_mesh.train.setup import make_optimizer
+from flax_mesh.train.setup import make_schedule as make_learning_rate
+from flax_mesh.train.step import Step, make_eval_step, make_train_step
+
+
+class TrainProgram(NamedTuple):
+    """Nothing is compiled before the first call."""
+
+    layout: TrainState  # leaves are ShapeDtypeStructs with their shardings
+    init: Callable[[], TrainState]
+    step: Step
+    evaluate: Callable[[TrainState, Any], Metrics]  # sums over a batch
+    model: Callable[[TrainState], nnx.Module]  # the model on the whole mesh, for sampling
+    text: str  # how the model is cut into stages, "" where it is not
+
+
+def train_program(config: TrainConfig, mesh: Mesh, rules: PartitionRules) -> TrainProgram:
+    """The program of the run: a pipeline where the mesh has an axis pp, else one jitted step."""
+
+    def make() -> tuple[nnx.Module, nnx.Optimizer]:
+        model = config.make_model(config.model, nnx.Rngs(config.run.seed))
+        return model, nnx.Optimizer(model, make_optimizer(config.optimizer), wrt=nnx.Param)
+
+    build = _pipelined if "pp" in mesh.axis_names else _plain
+    return build(config, mesh, rules, make)
+
+
+def _plain(config: TrainConfig, mesh: Mesh, rules: PartitionRules, make: Callable[[], Any]) -> TrainProgram:
+    abstract = abstract_state(make, mesh, rules)
+    layout = abstract_train_state(make, abstract)
+    step = make_train_step(
+        config.loss_fn,
+        layout,
+        seed=config.run.seed,
+        microbatches=config.pipeline.microbatches,
+        layers=rules.layers,
+        axes=rules.axes,
+        learning_rate=make_learning_rate(config.optimizer),
+    )
+
+    def init() -> TrainState:
+        return TrainState(tuple(jax.tree.leaves(init_state(make, abstract))), layout.definition)
+
+    return TrainProgram(layout, init, step, make_eval_step(config.loss_fn, layout), lambda state: state.merge()[0], "")
+
+
+def _pipelined(config: TrainConfig, mesh: Mesh, rules: PartitionRules, make: Callable[[], Any]) -> TrainProgram:
+    groups, wanted = MpmdMesh(mesh, "pp"), config.pipeline
+    schedule = make_schedule(
+        wanted.schedule, num_groups=groups.mpmd_dim, num_microbatches=wanted.microbatches, virtual=wanted.virtual
+    )
+    rows = jax.ShapeDtypeStruct(
+        (config.data.batch_size // wanted.microbatches, config.data.sequence_length), np.dtype("int32")
+    )
+    staged = split_stages(
+        config.loss_fn,
+        lambda: make()[0],
+        {"inputs": rows, "targets": rows},
+        layers=rules.layers or "layers",
+        num_stages=schedule.num_stages,
+        mesh=groups.unstack[0],
+        **parse_cut(wanted.cut),
+    )
+    pipeline = Pipeline(
+        staged,
+        groups,
+        schedule,
+        make_optimizer(config.optimizer),
+        rules=rules,
+        seed=config.run.seed,
+        learning_rate=make_learning_rate(config.optimizer),
+        residuals=wanted.residuals,  # pyright: ignore[reportArgumentType] (checked with the config)
+    )
+    return TrainProgram(
+        pipeline.abstract, pipeline.init_state, pipeline.step, pipeline.evaluate, pipeline.model, str(staged)
+    )
