@@ -20,6 +20,8 @@ import jax
 
 from flax_mesh.errors import ConfigError, ShardingError
 from flax_mesh.mesh import create_mesh, describe_mesh, draw_mesh_svg, parse_mesh_shape
+from flax_mesh.mpmd.command import add_schedule_arguments, schedule_answer
+from flax_mesh.mpmd.picture import draw_schedule_svg
 from flax_mesh.sharding import explanation_data, explanation_text, sharding_page
 from flax_mesh.train import Result, load_recipe, override, to_lines, train
 from flax_mesh.train.explain import explain
@@ -95,6 +97,15 @@ def mesh_command(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     print(describe_mesh(mesh))
     if arguments.svg:
         _write("--svg", arguments.svg, draw_mesh_svg(mesh))
+    return DONE
+
+
+def schedule_command(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    found = schedule_answer(arguments)
+    if arguments.svg:
+        _write("--svg", arguments.svg, draw_schedule_svg(found.schedule, found.costs))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPED_WIDTH
+    print(json.dumps(found.data()) if arguments.json else found.text(width))
     return DONE
 
 
@@ -196,6 +207,15 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("shape", metavar="SHAPE", help='such as "dp:2,fsdp:-1,tp:2"')
     command.add_argument("--platform", default="auto", help="auto, cpu, cpu:N, gpu or tpu")
     command.add_argument("--svg", metavar="FILE", help="write a picture too")
+    command = commands.add_parser(
+        "schedule",
+        help="show a pipeline schedule in time, or search for one",
+        description="Makespan, bubble, memory and order of a pipeline schedule. Needs no devices.",
+        epilog="Exit codes: 0 done, 1 unexpected error, 2 bad input.",
+        allow_abbrev=False,
+    )
+    command.set_defaults(command=schedule_command)
+    add_schedule_arguments(command)
     return parser
 
 
