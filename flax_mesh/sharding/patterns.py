@@ -1,7 +1,6 @@
 """Patterns that cannot tell one layer from another, so that the layers of a model are matched once."""
 
 import re
-from collections.abc import Iterable
 
 # What a pattern needs to tell digits apart: a digit, a character by its name, or a back-reference.
 _TELLS_DIGITS = re.compile(r"[0-9]|\\N|\(\?P=")
@@ -9,18 +8,19 @@ _TELLS_DIGITS = re.compile(r"[0-9]|\\N|\(\?P=")
 _WORDS = re.compile(r"(?:[A-Za-z_]\w*+|\((?:\?[:=!]|(?!\?))|[)|/$^.*+?-]|\\[.dw]|\[\^/\]|\[0-9\])*+", re.ASCII)
 
 
-def ignore_numbers(patterns: Iterable[str], layers: Iterable[str] = ()) -> bool:
-    """Whether all of these find the same in any two paths with the same `without_numbers`; False where unsure.
+def ignores_numbers(pattern: str) -> bool:
+    """Whether `pattern` finds the same in any two paths with the same `without_numbers`; False where unsure.
 
     A search sees the characters of a path through literals, sets and back-references. Without a digit, a `\\N{...}`
     and a back-reference in its text a pattern treats all digits alike. Nor is a number seen by a digit that belongs
     to a word, as in `block_0/kernel`: what it is compared to stands behind a letter, and in a number none does.
-    `layers` are paths, compared part by part.
     """
-    parts = [part for path in layers for part in path.split("/")]
-    return not any(map(_is_number, parts)) and all(
-        not _TELLS_DIGITS.search(pattern) or _WORDS.fullmatch(pattern) for pattern in patterns
-    )
+    return not _TELLS_DIGITS.search(pattern) or _WORDS.fullmatch(pattern) is not None
+
+
+def has_numbers(path: str) -> bool:
+    """Whether a part of `path` is a number."""
+    return any(map(_is_number, path.split("/")))
 
 
 def without_numbers(path: str) -> str:

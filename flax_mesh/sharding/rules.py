@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from flax_mesh.axes import DEFAULT_AXES, Lost, PartitionAxis, as_tuple
 from flax_mesh.errors import ShardingError
-from flax_mesh.sharding.patterns import ignore_numbers, without_numbers
+from flax_mesh.sharding.patterns import has_numbers, ignores_numbers, without_numbers
 from flax_mesh.tree import in_stack, named_leaves
 
 Dims = PartitionSpec | tuple[str | None, ...] | None  # mesh axes, or logical axes, or whole
@@ -157,14 +157,17 @@ def match_leaves(
 ) -> RuleMatch:
     """Specs for (path, leaf) pairs. Unmatched leaves raise; what else does not fit is left out and listed."""
     specs, findings, unmatched, used = [], [], [], set()
-    whole, decided = PartitionSpec(), {}  # (path but for numbers, shape) -> spec: the layers of a model are alike
-    alike = without_numbers if ignore_numbers([p for p, _ in rules.table], rules.layers) else str
+    # The layers of a model are alike: same path but for numbers, same shape, same first rule of those that can tell
+    # numbers apart -> same spec.
+    whole, decided = PartitionSpec(), {}
+    alike = str if any(map(has_numbers, rules.layers)) else without_numbers
+    telling = [(i, p) for i, (p, _, _) in enumerate(rules._compiled) if not ignores_numbers(p.pattern)]
     for path, leaf in leaves:
         shape = getattr(leaf, "shape", None)
         if not shape:
             specs.append(whole)
             continue
-        key = (alike(path), shape)
+        key = (alike(path), shape, next((i for i, p in telling if p.search(path)), None) if telling else None)
         if key in decided:
             specs.append(decided[key])
             continue
