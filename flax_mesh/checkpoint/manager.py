@@ -105,9 +105,11 @@ def to_disk(state: nnx.State, layers: Sequence[str]) -> dict[str, Any]:
     """Nested dict of arrays with string keys, stacks taken apart into their layers."""
     named = [(path, jax.random.key_data(x) if _is_key(x) else x) for path, x in named_leaves(state)]
     stacks = _stacks(named, layers)
-    stacked = [leaf for path, leaf in named if path in stacks]
-    unstack = _compiled_unstack(tuple((leaf.shape[0], _layer_sharding(leaf)) for leaf in stacked))
-    split = dict(zip(stacks, unstack(stacked) if stacked else [], strict=True))
+    split = {}
+    for paths in _by_mesh({path: leaf.sharding for path, leaf in named if path in stacks}):
+        stacked = [leaf for path, leaf in named if path in paths]
+        unstack = _compiled_unstack(tuple((leaf.shape[0], _layer_sharding(leaf)) for leaf in stacked))
+        split |= dict(zip(paths, unstack(stacked), strict=True))
     return nest(
         pair
         for path, leaf in named
@@ -134,9 +136,11 @@ def from_disk(restored: Mapping[str, Any], abstract: nnx.State, layers: Sequence
     arrays = dict(named_leaves(restored))
     named = named_leaves(abstract)
     stacks = _stacks(named, layers)
-    shardings = tuple(_as_key_data(leaf).sharding for path, leaf in named if path in stacks)
-    split = [[arrays[layer] for layer in paths] for paths in stacks.values()]
-    whole = dict(zip(stacks, _compiled_stack(shardings)(split) if split else [], strict=True))
+    shardings = {path: _as_key_data(leaf).sharding for path, leaf in named if path in stacks}
+    whole = {}
+    for paths in _by_mesh(shardings):
+        split = [[arrays[layer] for layer in stacks[path]] for path in paths]
+        whole |= dict(zip(paths, _compiled_stack(tuple(shardings[path] for path in paths))(split), strict=True))
     leaves = [_as_key(whole[path] if path in stacks else arrays[path], leaf) for path, leaf in named]
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
@@ -167,6 +171,14 @@ def _stacks(named: Sequence[tuple[str, Any]], layers: Sequence[str]) -> dict[str
             head = base[: len(base) - len(owner)]
             found[path] = [head + layer_path(owner, stack, start + i) for i in range(leaf.shape[0])]
     return found
+
+
+def _by_mesh(shardings: Mapping[str, Any]) -> list[list[str]]:
+    """Paths by mesh, in order: no program runs on the meshes of several pipeline groups."""
+    found: dict[Any, list[str]] = {}
+    for path, sharding in shardings.items():
+        found.setdefault(getattr(sharding, "mesh", None), []).append(path)
+    return list(found.values())
 
 
 def _layer_sharding(leaf: Any) -> Any:

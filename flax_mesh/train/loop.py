@@ -139,9 +139,8 @@ def _changes(run: _Run, checkpointer: Checkpointer, step: int, allow_changes: bo
     try:
         return check_resume(saved, run.config, run.corpus.content_hash, allow_changes=allow_changes)
     except ConfigError:
-        checkpointer.check(
-            run.program.layout.to_nnx(), step
-        )  # of another model no setting can be allowed: name the arrays instead
+        # Of another model no setting can be allowed: name the arrays instead.
+        checkpointer.check(run.program.layout.to_nnx(), step)
         raise
 
 
