@@ -172,7 +172,7 @@ def test_what_is_no_sharding_and_no_array(mpmd_mesh):
 def busy(sharding):
     """A program whose result is far from ready when it has been dispatched."""
     return jax.jit(
-        lambda x: jax.lax.fori_loop(0, 3_000_000, lambda i, c: jnp.sin(c) + i * 1e-9, x), out_shardings=sharding
+        lambda x: jax.lax.fori_loop(0, 6_000_000, lambda i, c: jnp.sin(c) + i * 1e-9, x), out_shardings=sharding
     )
 
 
