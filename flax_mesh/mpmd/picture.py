@@ -11,7 +11,7 @@ Event = tuple[int, Action, float, float]  # group, action, start, end
 
 BAR, HELD, GAP, LINE, MARGIN = 24, 14, 10, 18, 20  # heights of a row's parts; pixels
 NAME_WIDTH, SIDE_WIDTH = 64, 132
-LEAST_BOX, LEAST_WIDTH, MOST_WIDTH = 15, 560, 2400
+LEAST_BOX, LEAST_WIDTH, MOST_WIDTH = 17, 560, 2400
 # Told apart with every kind of colour vision, both shades of each (tests/mpmd/test_picture.py). W is lower, too.
 COLOURS = {"F": (51, 34, 136), "B": (230, 159, 0), "W": (0, 158, 115)}
 KINDS = {"F": "forward", "B": "backward", "W": "backward to weights"}
