@@ -99,12 +99,20 @@ def _pieces(x: jax.Array) -> Iterator[tuple[Index, jax.Array]]:
     """(index, shard) of the shards that make up the array, copies left out."""
     seen = set()
     for shard in x.addressable_shards:
-        bounds = _bounds(shard.index, x.shape)
-        if bounds not in seen:
+        if x.is_fully_addressable:
+            copy = shard.replica_id > 0
+        else:  # the first replica may lie elsewhere
+            bounds = _bounds(shard.index, x.shape)
+            copy = bounds in seen
             seen.add(bounds)
-            # An array of its own: what JAX copies to the host is kept with the array that was asked.
-            data = shard.data
-            yield shard.index, jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data])
+        if not copy:
+            yield shard.index, shard.data if shard.device.platform == "cpu" else _apart(shard.data)
+
+
+def _apart(x: jax.Array) -> jax.Array:
+    """The same shard as an array of its own: a copy on the host is kept with the array that was asked for it. (On CPU
+    there is no such copy.)"""
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, [x])
 
 
 def is_here(x: jax.Array) -> bool:
