@@ -36,7 +36,7 @@ def match_annotations(state: nnx.State, mesh: Mesh | AbstractMesh, axes: Partiti
         spec, problems = fit_spec(path, leaf.shape, PartitionSpec(*dims), mesh)
         specs.append(spec)
         findings += problems
-    return RuleMatch(specs, findings, [])
+    return RuleMatch(specs, findings)
 
 
 def _resolve(annotation: Any, mesh: Mesh | AbstractMesh, axes: PartitionAxis) -> tuple[tuple[Any, ...], list[str]]:

@@ -108,7 +108,6 @@ class RuleMatch(NamedTuple):
 
     specs: list[PartitionSpec]
     findings: list[Finding]
-    unused: list[str]  # patterns of the rules that decided no leaf
 
 
 def match_partition_rules(
@@ -156,7 +155,7 @@ def match_leaves(
     min_size: int = 0,
 ) -> RuleMatch:
     """Specs for (path, leaf) pairs. Unmatched leaves raise; what else does not fit is left out and listed."""
-    specs, findings, unmatched, used = [], [], [], set()
+    specs, findings, unmatched = [], [], []
     # The layers of a model are alike: same path but for numbers, same shape, same first rule of those that can tell
     # numbers apart -> same spec.
     whole, decided = PartitionSpec(), {}
@@ -179,7 +178,6 @@ def match_leaves(
         if index is None:
             unmatched.append(f"Partition rule not found for param: {path} {tuple(shape)}")
             continue
-        used.add(index)
         spec, problems = fit_rule(rules, index, path, shape, mesh)
         findings += problems
         if not problems:  # what does not fit is told of every leaf
@@ -188,7 +186,7 @@ def match_leaves(
     if unmatched:
         repair = "Add rules for them, or end the table with ('.*', ())."
         raise ShardingError("\n".join([*unmatched, repair, *(f"{finding}." for finding in findings)]))
-    return RuleMatch(specs, findings, [p for i, (p, _) in enumerate(rules.table) if i not in used])
+    return RuleMatch(specs, findings)
 
 
 def needs_no_rule(rules: PartitionRules, path: str, shape: Sequence[int], min_size: int = 0) -> bool:
