@@ -45,6 +45,8 @@ class BeamSearch:
         self.problem = problem
         self.tails = tails(problem)
         self.users = problem.users()
+        group = problem.group
+        self.crossings = [(i, user) for i, users in enumerate(self.users) for user in users if group[user] != group[i]]
         self.lanes_of = [[i for i, g in enumerate(problem.group) if g == group] for group in range(problem.num_groups)]
         self.room = _room(problem)
         self.edge_of = _shared_edges(problem)
@@ -172,10 +174,8 @@ class BeamSearch:
     def _dominated(self, partial: Partial, kept: dict[tuple, list[tuple[float, ...]]]) -> bool:
         """Whether another partial schedule of the same actions has every time that matters no later; kept if not."""
         times = list(partial.free)
-        for lane, users in enumerate(self.users):
-            for user in users:
-                if self.problem.group[user] != self.problem.group[lane]:
-                    times += partial.ends[lane][partial.counts[user] :]
+        for lane, user in self.crossings:
+            times += partial.ends[lane][partial.counts[user] :]
         others = kept.setdefault((partial.counts, partial.queues), [])
         if any(all(a <= b for a, b in zip(other, times, strict=True)) for other in others):
             return True

@@ -1,6 +1,7 @@
 """The simulator and the checker: the table of known schedules, formulas, and a mutation of each kind of mistake."""
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flax_mesh.mpmd.check import check_schedule
-from flax_mesh.mpmd.schedules import Action, Schedule, dependencies, forward_schedule, make_schedule
+from flax_mesh.mpmd.schedules import SCHEDULE_NAMES, Action, Schedule, dependencies, forward_schedule, make_schedule
 from flax_mesh.mpmd.simulate import StageCost, simulate, stage_costs
 from tests.mpmd.test_schedules import schedules
 
@@ -234,3 +235,17 @@ def test_any_swap_of_dependent_actions_or_of_messages_is_caught(schedule, data):
     if partner != action:
         with pytest.raises(ValueError, match=rf"(?s)wrong schedule.*\[({action}|{partner})\]"):
             check_schedule(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
+def test_every_size_up_to_8_groups_32_microbatches_and_4_stages_on_a_group(name):
+    defined = 0
+    for groups, microbatches, virtual in itertools.product(range(1, 9), range(1, 33), range(1, 5)):
+        try:
+            schedule = make(name, groups, microbatches, virtual)
+        except ValueError:
+            continue
+        defined += 1
+        check_schedule(schedule, simulate(schedule).peak_activations)
+    assert defined == {"interleaved-1f1b": 340, "dualpipe-v": 192}.get(name, 256)
