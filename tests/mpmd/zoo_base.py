@@ -21,7 +21,7 @@ from flax_mesh.tree import named_leaves
 VOCAB, WIDTH, LENGTH = 32, 16, 6
 FAST = {"xla_backend_optimization_level": 0}  # half the time to compile
 # A large epsilon: where a gradient is nearly zero, Adam would make full steps out of rounding errors.
-OPTIMIZER = optax.adamw(1e-2, eps=1e-3, weight_decay=1e-2)
+OPTIMIZER = optax.adamw(1e-2, eps=1e-2, weight_decay=1e-2)
 
 
 class Case(NamedTuple):

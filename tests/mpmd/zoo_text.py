@@ -122,21 +122,23 @@ class CrossLayer(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.attend_self = nnx.MultiHeadAttention(HEADS, WIDTH, use_bias=False, decode=False, rngs=rngs)
         self.attend_other = nnx.MultiHeadAttention(HEADS, WIDTH, use_bias=False, decode=False, rngs=rngs)
-        self.norm, self.mlp = nnx.LayerNorm(WIDTH, rngs=rngs), MLP(rngs)
+        self.norms = nnx.List([nnx.LayerNorm(WIDTH, rngs=rngs) for _ in range(3)])
+        self.mlp = MLP(rngs)
 
     def __call__(self, x, memory, memory_mask):
-        x = x + self.attend_self(self.norm(x), mask=causal())
-        x = x + self.attend_other(x, memory, mask=memory_mask)
-        return x + self.mlp(x)
+        x = x + self.attend_self(self.norms[0](x), mask=causal())
+        x = x + self.attend_other(self.norms[1](x), memory, mask=memory_mask)
+        return x + self.mlp(self.norms[2](x))
 
 
 class SelfLayer(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
-        self.attention, self.norm, self.mlp = Attention(rngs), nnx.LayerNorm(WIDTH, rngs=rngs), MLP(rngs)
+        self.attention, self.mlp = Attention(rngs), MLP(rngs)
+        self.norm1, self.norm2 = nnx.LayerNorm(WIDTH, rngs=rngs), nnx.LayerNorm(WIDTH, rngs=rngs)
 
     def __call__(self, x, mask=None):
-        x = x + self.attention(self.norm(x), mask=mask)[0]
-        return x + self.mlp(x)
+        x = x + self.attention(self.norm1(x), mask=mask)[0]
+        return x + self.mlp(self.norm2(x))
 
 
 class Half(nnx.Module):
