@@ -41,9 +41,9 @@ def mesh_line(report: ShardingReport) -> str:
 
 
 def arrays_text(report: ShardingReport, width: int) -> str:
-    """The table of arrays, without its rule columns where no rules are known."""
+    """The table of arrays, without its rule columns where no rules and no annotations are known."""
     leaves = [leaf for leaf in report.leaves if leaf.kind != "optimizer"]
-    with_rules = any(leaf.rule is not None for leaf in leaves)
+    with_rules = any(leaf.rule is not None or leaf.logical for leaf in leaves)
     groups = group_leaves(leaves)
     prefixes = [_prefix(path) for path, _ in groups]
     rows: list[list[str]] = []

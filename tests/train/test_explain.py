@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -213,7 +214,9 @@ def test_annotated_models_are_explained_by_their_annotations():
     assert leaves["a/kernel"].spec == P("fsdp", "tp") and leaves["a/kernel"].logical == ("embed", "tp")
     (finding,) = explanation.findings
     assert finding.path == "b/kernel" and "'strange'" in finding.problem
-    assert "no table: the model is annotated" in explanation_text(explanation)
+    text = explanation_text(explanation)
+    assert "no table: the model is annotated" in text
+    assert re.search(r"^ *a?/?kernel +f32\[8,8\] +- +embed, tp +fsdp, tp ", text, re.MULTILINE), text
     with pytest.raises(fm.ShardingError, match="Net carries no rules"):
         explain_sharding(Net, MESH)
 
