@@ -1,5 +1,9 @@
 """Schedules as data: what every named schedule holds, whatever its size, and the text form."""
 
+import ast
+import sys
+from pathlib import Path
+
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -12,6 +16,9 @@ from flax_mesh.mpmd.schedules import (
     forward_schedule,
     make_schedule,
 )
+
+PACKAGE = Path(__file__).parents[2] / "flax_mesh"
+PURE = ("schedules", "simulate", "check", "bounds", "beam", "search", "table", "picture")
 
 SIZES = {"num_groups": st.integers(1, 8), "num_microbatches": st.integers(1, 32)}
 
@@ -153,3 +160,17 @@ def test_a_forward_schedule_takes_no_longer_than_its_busiest_group_and_the_way_t
     assert sorted(times) == [("F", s, m) for s in range(len(stage_to_group)) for m in range(num_microbatches)]
     busiest = max(map(len, schedule.rows))
     assert max(end for _, end in times.values()) <= busiest + len(stage_to_group) - 1
+
+
+# --- floors ---
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_everything_but_the_executor_needs_the_standard_library_alone(name):
+    tree = ast.parse((PACKAGE / "mpmd" / f"{name}.py").read_text())
+    modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    modules += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    assert modules
+    for module in filter(None, modules):
+        known = module.split(".")[0] in sys.stdlib_module_names
+        assert known or module.removeprefix("flax_mesh.mpmd.") in PURE, f"{name}.py imports {module}"
