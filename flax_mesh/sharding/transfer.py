@@ -117,7 +117,8 @@ def make_shard_and_gather_fns(
 
         return place
 
-    shard_fns = map_named(shard_fn, specs)
+    given = iter(_aligned(specs, *jax.tree.flatten(specs), specs))
+    shard_fns = map_named(lambda path, _: shard_fn(path, next(given)), specs)
     return shard_fns, map_named(lambda path, spec: lambda x: gather_leaf(x, dtype), specs)
 
 

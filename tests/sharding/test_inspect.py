@@ -1,3 +1,5 @@
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -122,3 +124,72 @@ def test_every_bad_entry_stands_in_one_error(mesh):
     assert "'w->nowhere': dim 0 names mesh axis 'nowhere', which the mesh" in text
     assert "'v->data.data': dim 1 uses mesh axis 'data'" in text
     assert "'|k->model': an empty pattern would match every path" in text
+
+
+CONTRACT = [
+    "create_mesh",
+    "calculate_host_mesh_shape",
+    "parse_mesh_from_string",
+    "create_cpu_mesh",
+    "force_cpu",
+    "cpu_context",
+    "create_device_mesh",
+    "create_hybrid_device_mesh",
+    "PartitionAxis",
+    "PartitionRules",
+    "match_partition_rules",
+    "make_shard_and_gather_fns",
+    "shard",
+    "gather",
+    "with_sharding_constraint",
+    "analyze_sharding_strategy",
+    "ShardingReport",
+    "create_pattern_based_partition_spec",
+    "extract_sharding_structure",
+    "get_shardings_with_structure",
+    "extract_shardings",
+    "get_partition_spec",
+    "get_names_from_partition_spec",
+    "names_in_current_mesh",
+    "get_incontext_mesh",
+    "get_axes_size_in_mesh",
+    "get_mesh_axis_names",
+    "get_mesh_axis_size",
+    "get_submesh_device_index",
+]
+
+
+def test_the_names_that_this_field_knows_are_importable_from_the_package():
+    assert not [name for name in CONTRACT if not hasattr(fm, name)]
+
+
+def test_specs_find_the_mesh_of_the_legacy_context_too(mesh):
+    specs, tree = {"a": P("data"), "b": P(None, "model")}, {"a": np.ones(8), "b": np.ones((2, 8))}
+    want = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # `with mesh:` is deprecated; seeing it is the subject
+        with mesh:
+            assert fm.extract_shardings(specs) == want
+            assert {k: x.sharding for k, x in fm.shard(tree, specs).items()} == want
+            shard_fns, gather_fns = fm.make_shard_and_gather_fns(specs)
+            report = fm.analyze_sharding_strategy(tree, specs)
+            with pytest.raises(fm.ShardingError, match="'w->nowhere'"):
+                fm.create_pattern_based_partition_spec("w->nowhere")
+    assert set(report.memory_per_device) == set(jax.devices())
+    placed = {name: shard_fns[name](x) for name, x in tree.items()}  # the mesh was that of when they were made
+    assert {k: x.sharding for k, x in placed.items()} == want and gather_fns["b"](placed["b"]).sum() == 16
+
+
+def test_shardings_are_read_inside_shard_map_and_jit(mesh):
+    """Values there are traced: what they say of their sharding is about the mesh of the trace, without devices."""
+    seen = {}
+
+    def local(x):
+        seen["names"] = fm.names_in_current_mesh("data", "model"), fm.get_axes_size_in_mesh(("data", "model"))
+        seen["specs"] = fm.extract_shardings({"x": P("data"), "y": P()})
+        return x
+
+    with jax.set_mesh(mesh):
+        jax.jit(jax.shard_map(local, in_specs=P("data"), out_specs=P("data")))(jnp.zeros(8))
+    assert seen["names"] == (True, 8)
+    assert seen["specs"]["x"].spec == P("data") and seen["specs"]["x"].mesh.axis_names == ("data", "model")

@@ -189,6 +189,10 @@ def test_moments_split_over_dp_take_that_factor_less_and_the_step_stays(name):
     assert bytes_per_device(plain.to_nnx()) == 4 * bytes_per_device(zero.to_nnx()) > 0
     for want, have in zip(jax.tree.leaves(abstract), zero.leaves, strict=True):
         assert have.sharding == want.sharding  # also after the step
+    report, held = fm.analyze_sharding_strategy(abstract), {}
+    for shard in (shard for leaf in zero.leaves for shard in leaf.addressable_shards):
+        held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
+    assert report.memory_per_device == held and report.optimizer_bytes < report.parameter_bytes
     assert specs_of(zero.to_nnx()["model"]) == specs_of(plain.to_nnx()["model"])
     _, alone = after_steps(name, fm.create_mesh((1, 1, 1, 1, 1), devices=jax.devices()[:1]))
     assert_close(fm.gather(zero.to_nnx()), fm.gather(alone.to_nnx()))

@@ -1,6 +1,7 @@
 """Whole trees between host and devices: what comes back, what is compiled, what is held meanwhile."""
 
 import weakref
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -290,6 +291,28 @@ def test_a_stream_gives_what_gathering_at_once_gives(limit, compilations):
     assert fm.gather(tree["P()"]).any()
     assert fm.gather(tree["one"], bytes_in_flight=limit, dtype=np.float16).dtype == np.int32
     assert fm.gather(tree["bf16"], bytes_in_flight=limit, dtype=np.float32).dtype == np.float32
+
+
+def peak_of(fn) -> int:
+    """Bytes by which the resident memory of this process rises at most while `fn` runs."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = status_bytes("VmRSS")
+    fn()
+    return status_bytes("VmHWM") - before
+
+
+def status_bytes(name) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs the peak of resident memory, as in Linux")
+def test_gathering_replicates_nothing_on_devices():
+    mesh, size = meshes()["fsdp8"], 32 * 2**20
+    x, y, z = (fm.shard(np.ones((8, size // 32), np.float32), P("fsdp"), mesh) for _ in range(3))
+    assert peak_of(lambda: fm.gather(x)) < 2 * size
+    assert peak_of(lambda: fm.gather(y, bytes_in_flight=2**20)) < 2 * size
+    assert peak_of(lambda: jax.block_until_ready(fm.reshard(z, P()))) > 4 * size  # what it would be
 
 
 class Piece:

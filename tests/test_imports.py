@@ -1,0 +1,23 @@
+"""What importing flax_mesh brings with it, in a fresh process."""
+
+import json
+import subprocess
+import sys
+
+CODE = """
+import json, sys
+import jax, flax.nnx
+before, settings = set(sys.modules), dict(jax.config.values)
+import flax_mesh
+changed = [name for name, value in jax.config.values.items() if settings[name] != value]
+print(json.dumps([sorted(set(sys.modules) - before), changed]))
+"""
+
+
+def test_importing_adds_only_its_own_modules_and_sets_nothing():
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
+    modules, changed = json.loads(done.stdout.splitlines()[-1])
+    packages = {name.split(".")[0] for name in modules}
+    assert "flax_mesh.sharding.transfer" in modules and not changed
+    assert not packages & {"orbax", "tensorstore", "rich"}
+    assert packages <= {"flax_mesh", "jax", *sys.stdlib_module_names}, packages
