@@ -36,6 +36,7 @@ class Update:
         grads: Sequence[tuple[int, int]],
         sum_groups: Mapping[str, int],
         learning_rate: optax.Schedule | None,
+        options: Mapping[str, Any] | None,
     ):
         self.placement, self.meshes, self.grads, self.names = placement, mesh.unstack, list(grads), list(sum_groups)
         homes = placement.homes
@@ -60,7 +61,7 @@ class Update:
             v: h.sharding for v, h in zip(program.outputs, homes, strict=False) if is_var(v) and h.group != SHARED
         }
         packs = {(part.group, part.phase): part.packs for part in parts if part.packs}
-        self.parts = [compile_part(part, packs, shardings) for part in parts]
+        self.parts = [compile_part(part, packs, shardings, options) for part in parts]
         self.readers = {key: {p.group for p in parts if key in p.receives} for key in packs}
 
     def __call__(
@@ -147,11 +148,13 @@ def _trace(
         found: dict[int, Any] = {}
         for (_, leaf), value in zip(grads, parts, strict=True):
             found[leaf] = found[leaf] + value if leaf in found else value
-        zero = lambda at: jnp.zeros(_wide(staged.leaves[at]).shape, _wide(staged.leaves[at]).dtype)  # noqa: E731
+        for at, leaf in enumerate(staged.leaves):
+            if leaf.trained and at not in found:  # the loss does not use it
+                found[at] = jnp.zeros(leaf.shape, _wide(leaf).dtype)
         model = [home for home in placement.homes if home.leaf is not None]
         gradients = chunked(
-            model, [found[h.leaf] if h.leaf in found else zero(h.leaf) for h in model]
-        )  # zero: the loss does not use it
+            model, [None if home.leaf is None else found.get(home.leaf) for home in model]
+        )  # None: not trained, such as a key
         args = [*chunked(placement.homes, leaves), *(gradients[source] for source in trained), *sums]
         outs = interpret(whole, args, lambda eqn: True)
         flat = []

@@ -63,7 +63,21 @@ def label(program: Program, rank_of: Mapping[Var, int], num_ranks: int) -> list[
         labels.append(rank)
         after = min(rank + 1, num_ranks - 1) if eqn.primitive is mark_p else rank
         known |= dict.fromkeys(eqn.outvars, after)
-    return labels
+    return _with_marked(program, labels)
+
+
+def _with_marked(program: Program, labels: Sequence[int]) -> list[int]:
+    """What is OUTSIDE and feeds marks belongs to the first of these calls: shared parameters carry no rank."""
+    found, feeds = list(labels), {}
+    for i in reversed(range(len(found))):
+        eqn = program.eqns[i]
+        calls = [feeds[v] for v in eqn.outvars if v in feeds]
+        call = eqn.params["call"] if eqn.primitive is mark_p else min(calls, default=None)
+        if call is None:
+            continue
+        found[i] = call if found[i] == OUTSIDE else found[i]
+        feeds |= {v: min(feeds.get(v, call), call) for v in variables(eqn.invars)}
+    return found
 
 
 def costs(program: Program, labels: Sequence[int], num_ranks: int) -> list[int]:
@@ -123,11 +137,7 @@ def settle(
     is made by the last stage. `updates` maps the position of an output to that of the input whose new value it is.
     None: an output that is an input or a literal.
     """
-    homes = _output_homes(program, stages, num_stages, {})
-    use = _first_uses(program, stages, num_stages, homes)[1]
-    # The new value of a variable is best made where the variable is used.
-    preferred = {out: use.get(program.inputs[at], 0) for out, at in updates.items()}
-    homes = _output_homes(program, stages, num_stages, preferred)
+    homes = _output_homes(program, num_stages, _update_homes(program, stages, num_stages, updates))
     settled, _ = _first_uses(program, stages, num_stages, homes)
     makers = {v: stage for eqn, stage in zip(program.eqns, settled, strict=True) for v in eqn.outvars}
     return settled, [
@@ -166,13 +176,44 @@ def pieces(
     return [piece._replace(sent=tuple(sent[k])) for k, piece in enumerate(found)]
 
 
-def _output_homes(
-    program: Program, stages: Sequence[int], num_stages: int, preferred: Mapping[int, int]
-) -> list[int | None]:
-    """The stage in which every output is wanted, None where no equation makes it; the loss is made in every case."""
+def _update_homes(
+    program: Program, stages: Sequence[int], num_stages: int, updates: Mapping[int, int]
+) -> dict[int, int | None]:
+    """The stage in which every variable changes: where something else reads it, else where the new value is made of."""
+    homes: dict[int, int | None] = dict.fromkeys(updates)
+    while True:  # the new value of one may read another
+        settled, use = _first_uses(program, stages, num_stages, _output_homes(program, num_stages, homes))
+        read = {out: use.get(program.inputs[at]) for out, at in updates.items() if homes[out] is None}
+        homes |= read
+        if not any(home is not None for home in read.values()):
+            break
+    made = {
+        v: settled[i]
+        for i, eqn in enumerate(program.eqns)
+        if stages[i] >= 0 or any(out in use for out in eqn.outvars)
+        for v in eqn.outvars
+    }
+    producer = {v: eqn for eqn in program.eqns for v in eqn.outvars}
+    for out in (out for out, home in homes.items() if home is None):
+        homes[out], todo, seen = 0, [program.outputs[out]], set()
+        while todo:
+            v = todo.pop()
+            if not is_var(v) or v in seen:
+                continue
+            seen.add(v)
+            if v in made:
+                homes[out] = max(homes[out] or 0, made[v])
+            elif v in producer:
+                todo += producer[v].invars
+    return homes
+
+
+def _output_homes(program: Program, num_stages: int, homes: Mapping[int, int | None]) -> list[int | None]:
+    """The stage in which every output is wanted, that of `homes` or the last; None where no equation makes it. The loss
+    is made in every case."""
     made = {v for eqn in program.eqns for v in eqn.outvars}
     return [
-        preferred.get(at, num_stages - 1) if at == 0 or (is_var(atom) and atom in made) else None
+        homes.get(at, num_stages - 1) if at == 0 or (is_var(atom) and atom in made) else None
         for at, atom in enumerate(program.outputs)
     ]
 
@@ -191,7 +232,7 @@ def _first_uses(
         movable = settled[i] == OUTSIDE or (settled[i] < OUTSIDE and (_is_expensive(eqn) or eqn.effects))
         if movable:
             settled[i] = num_stages - 1 if first is None else first
-        here = settled[i] if settled[i] >= 0 else first
+        here = first if movable else settled[i] if settled[i] >= 0 else first
         if here is not None:
             for v in variables(eqn.invars):
                 use[v] = min(use.get(v, num_stages), here)

@@ -159,17 +159,18 @@ def marked_calls(model: Any, path: str) -> Iterator[None]:
         calls += 1
         return jax.tree.unflatten(tree, mark_p.bind(*leaves, call=calls - 1))
 
+    # Past nnx's own __setattr__, which would write the class down as a new attribute.
     for layer in layer_list(model, path):
-        if id(layer) not in before:
+        if isinstance(layer, nnx.Module) and id(layer) not in before:
             cls = type(layer)
             before[id(layer)] = (layer, cls)
             call = lambda self, *args, cls=cls, **kwargs: mark(cls.__call__(self, *args, **kwargs))  # noqa: E731
-            layer.__class__ = type(cls.__name__, (cls,), {"__call__": call})
+            object.__setattr__(layer, "__class__", type(cls.__name__, (cls,), {"__call__": call}))
     try:
         yield
     finally:
         for layer, cls in before.values():
-            layer.__class__ = cls
+            object.__setattr__(layer, "__class__", cls)
 
 
 def layer_list(model: Any, path: str) -> Any:

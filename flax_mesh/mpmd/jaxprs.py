@@ -37,7 +37,7 @@ class Program(NamedTuple):
     def call(self, *args: Any) -> list[Any]:
         """The outputs for `args`, one an input; inside a trace the equations become part of it."""
         names = tuple(self.consts)
-        jaxpr = jex.Jaxpr(names, self.inputs, self.outputs, self.eqns)
+        jaxpr = _jaxpr(names, self.inputs, self.outputs, self.eqns)
         return core.eval_jaxpr(jaxpr, tuple(self.consts.values()), *args)
 
 
@@ -137,7 +137,7 @@ def evaluate(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
     """What one equation gives for the values of its inputs."""
     # eval_jaxpr knows how to bind primitives that carry functions, such as custom_jvp.
     known = {atom: value for atom, value in zip(eqn.invars, values, strict=True) if is_var(atom)}
-    jaxpr = jex.Jaxpr((), tuple(known), eqn.outvars, [eqn])
+    jaxpr = _jaxpr((), tuple(known), eqn.outvars, [eqn])
     return core.eval_jaxpr(jaxpr, (), *known.values())
 
 
@@ -189,6 +189,15 @@ def body(eqn: Eqn) -> Program:
 def whole(value: Any) -> Any:
     """The value itself, Chunks put together."""
     return value.whole() if isinstance(value, Chunks) else value
+
+
+@functools.cache
+def _no_names() -> Any:
+    return jax.make_jaxpr(lambda: ())().jaxpr.debug_info.with_unknown_names()
+
+
+def _jaxpr(consts: Sequence[Var], inputs: Sequence[Var], outputs: Sequence[Any], eqns: Sequence[Eqn]) -> jex.Jaxpr:
+    return jex.Jaxpr(consts, inputs, outputs, eqns, debug_info=_no_names())
 
 
 def _closed(inner: Any) -> Program:

@@ -1,7 +1,7 @@
 """Pipeline: a schedule carried out on the groups of a mesh, with the same step as without a pipeline."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
@@ -41,7 +41,7 @@ class Pipeline:
     part each; it may look at other leaves through scalars, as the clip of the global norm does.
 
     `residuals`: "store" what the backward pass needs of the forward pass, or "recompute" it from the inputs of the
-    stage. Gradients are summed in float32 at least.
+    stage. Gradients are summed in float32 at least. `compiler_options` go to XLA, as in `jax.jit`.
     """
 
     def __init__(
@@ -56,10 +56,12 @@ class Pipeline:
         seed: int = 0,
         learning_rate: optax.Schedule | None = None,
         residuals: Literal["store", "recompute"] = "store",
+        compiler_options: Mapping[str, Any] | None = None,
     ):
         _check(staged, mesh, schedule, residuals)
         self.staged, self.mesh, self.schedule, self.optimizer = staged, mesh, schedule, optimizer
         self.seed, self.learning_rate = seed, learning_rate
+        self.options = dict(compiler_options) if compiler_options else None
         self.recompute = residuals == "recompute" or staged.recompute
         self.groups = mesh.unstack
         self.group_of = schedule.stage_to_group
@@ -135,6 +137,7 @@ class Pipeline:
                 train=train,
                 recompute=self.recompute,
                 split=self.schedule.splits_backward,
+                options=self.options,
             )
         return self._built[id(cut)]
 
@@ -192,9 +195,8 @@ class Pipeline:
         groups = {name: group for name, (group, _) in sums.items()}
         key = ("update", tuple(sorted(run.grads)), tuple(groups.items()))
         if key not in self._built:
-            self._built[key] = Update(
-                self.staged, self.mesh, self.placement, sorted(run.grads), groups, self.learning_rate
-            )
+            grads, rate = sorted(run.grads), self.learning_rate
+            self._built[key] = Update(self.staged, self.mesh, self.placement, grads, groups, rate, self.options)
         leaves = list(state.leaves)
         for leaf, value in run.changed.items():
             leaves[self.leaf_homes[leaf]] = value

@@ -50,6 +50,7 @@ def compile_stages(
     train: bool,
     recompute: bool,
     split: bool,
+    options: Mapping[str, Any] | None = None,
 ) -> list[StageFunctions]:
     """The functions of every stage; `meshes` are those of their groups, `shardings` those of the leaves."""
     wrt = [at for at, is_trained in enumerate(trained) if is_trained]
@@ -63,7 +64,7 @@ def compile_stages(
             else forward_only(cut.program, piece)
         )
         grads = [moved(shardings[at], mesh) for at in built.trained]
-        stage_of = _Layout(cut, built, num_leaves, len(cut.program.inputs) - 2, mesh)
+        stage_of = _Layout(cut, built, num_leaves, len(cut.program.inputs) - 2, mesh, options)
         found.append(
             StageFunctions(
                 stage=stage,
@@ -88,8 +89,8 @@ def compile_stages(
 class _Layout:
     """How the arguments of the functions of one stage make up the inputs of its programs."""
 
-    def __init__(self, cut: StageCut, built: StageProgram, num_leaves: int, num_arrays: int, mesh: Mesh):
-        self.cut, self.built, self.mesh = cut, built, mesh
+    def __init__(self, cut: StageCut, built: StageProgram, num_leaves: int, num_arrays: int, mesh: Mesh, options: Any):
+        self.cut, self.built, self.mesh, self.options = cut, built, mesh, options
         piece = built.piece
         self.leaves = tuple(at for at in piece.inputs if at < num_leaves)
         self.data = tuple(at for at in piece.inputs if num_leaves <= at < num_arrays)
@@ -123,7 +124,7 @@ class _Layout:
             return outs[:num_sent], outs[num_sent + num_outputs :], new, sums
 
         name = f"stage{self.stage_name}_forward"
-        return _jit(forward, name, donate=(4,), out_shardings=(None, None, list(changed), None))
+        return _jit(forward, name, (4,), (None, None, list(changed), None), self.options)
 
     def backward(self, trained: Sequence[NamedSharding]) -> Jitted:
         built = self.built
@@ -140,7 +141,7 @@ class _Layout:
             return to_inputs, [g + x for g, x in zip(grads, rest, strict=True)], []
 
         name = f"stage{self.stage_name}_backward"
-        return _jit(backward, name, donate=(6,), out_shardings=(None, list(trained) if whole else None, None))
+        return _jit(backward, name, (6,), (None, list(trained) if whole else None, None), self.options)
 
     def weights(self, trained: Sequence[NamedSharding]) -> Jitted:
         def weights(leaves, data, slot, received, residuals, cotangents, carry, grads):
@@ -149,7 +150,7 @@ class _Layout:
             outs = self.call(self.built.weights, inputs, received, summed, residuals, carry)
             return [g + x for g, x in zip(grads, outs, strict=True)]
 
-        return _jit(weights, f"stage{self.stage_name}_weights", donate=(7,), out_shardings=list(trained))
+        return _jit(weights, f"stage{self.stage_name}_weights", (7,), list(trained), self.options)
 
     @property
     def stage_name(self) -> int:
@@ -166,7 +167,10 @@ class PartFunction(NamedTuple):
 
 
 def compile_part(
-    part: Part, packs: Mapping[tuple[int, int], Sequence[Any]], shardings: Mapping[Any, Any]
+    part: Part,
+    packs: Mapping[tuple[int, int], Sequence[Any]],
+    shardings: Mapping[Any, Any],
+    options: Mapping[str, Any] | None = None,
 ) -> PartFunction:
     """Jit one part of the update; `shardings` holds that of every output of the update that is an array of a leaf.
 
@@ -191,14 +195,13 @@ def compile_part(
         return outs[:num], pack([jnp.asarray(x) for x in outs[num:]])
 
     out = [shardings.get(v) for v in part.gives]
-    return PartFunction(
-        part, tuple(donated), tuple(kept), _jit(update, f"update{part.phase}", donate=(0,), out_shardings=(out, None))
-    )
+    call = _jit(update, f"update{part.phase}", (0,), (out, None), options)
+    return PartFunction(part, tuple(donated), tuple(kept), call)
 
 
-def _jit(fn: Jitted, name: str, *, donate: tuple[int, ...], out_shardings: Any) -> Jitted:
+def _jit(fn: Jitted, name: str, donate: tuple[int, ...], out_shardings: Any, options: Any) -> Jitted:
     fn.__name__ = name  # as which it shows in profiles
-    return jax.jit(fn, donate_argnums=donate, out_shardings=out_shardings)
+    return jax.jit(fn, donate_argnums=donate, out_shardings=out_shardings, compiler_options=options)
 
 
 def _add(parts: Sequence[Any]) -> Any:

@@ -218,10 +218,11 @@ def _calls_of_shared(model: Any, layers: Sequence[str]) -> int:
                 f"layers={path!r}: {type(model).__name__} has nothing there. "
                 f"It has lists at {', '.join(map(repr, lists)) or 'no path'}."
             ) from None
-        if isinstance(found, nnx.List) and len({id(layer) for layer in found}) < len(found):
+        modules = [id(item) for item in found if isinstance(item, nnx.Module)] if isinstance(found, nnx.List) else []
+        if len(set(modules)) < len(modules):
             if len(layers) > 1:
                 raise CutError(f"layers={path!r} holds one layer several times; cut it as the only list, not {layers}.")
-            return len(found)
+            return len(modules)
     return 0
 
 

@@ -1,0 +1,416 @@
+"""A pipeline against the plain step of one device: the same numbers, whatever the schedule, stages and microbatches."""
+
+import math
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from flax_mesh import abstract_state, create_mesh
+from flax_mesh.errors import ConfigError, ShardingError
+from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
+from flax_mesh.mpmd import Action, CutError, MpmdMesh, Pipeline, make_schedule, split_stages
+from flax_mesh.mpmd.placement import chunked
+from flax_mesh.mpmd.update import SHARED
+from flax_mesh.train import init_train_state, make_train_step
+from flax_mesh.tree import named_leaves
+
+AXES = ("pp", "dp", "fsdp", "ep", "tp", "sp")
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+CONFIG = DecoderConfig(**SIZES, mlp_size=64)
+PLAIN_SGD = optax.sgd(1.0)  # the step is then the gradient itself
+FAST = {"xla_backend_optimization_level": 0}  # less time in the compiler, for both sides of a comparison
+
+
+class Net(nnx.Module):
+    """Four residual blocks, a table in front and the same table behind."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(16, 8, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(4)])
+
+    def __call__(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = x + jnp.tanh(layer(x))
+        return self.embed.attend(x)
+
+
+def net_loss(model, batch):
+    """Cross-entropy over the targets that are not negative; weights of microbatches differ."""
+    scores = jax.nn.log_softmax(model(batch["x"]))
+    live = batch["y"] >= 0
+    picked = jnp.take_along_axis(scores, jnp.maximum(batch["y"], 0)[..., None], -1)[..., 0]
+    return -jnp.sum(picked, where=live), jnp.sum(live, dtype=jnp.float32), {"seen": jnp.sum(live)}
+
+
+def make_net():
+    return Net(nnx.Rngs(0))
+
+
+def net_batch(rows, seed=0, length=3):
+    rng = np.random.default_rng(seed)
+    y = rng.integers(-1, 16, (rows, length)).astype(np.int32)
+    y[-1] = -1  # a row of padding
+    return {"x": rng.integers(0, 16, (rows, length)).astype(np.int32), "y": y}
+
+
+def decoder_batch(rows, seed=0):
+    rng = np.random.default_rng(seed)
+    inputs = rng.integers(0, 64, (rows, 16)).astype(np.int32)
+    return {"inputs": inputs, "targets": rng.integers(-1, 64, (rows, 16)).astype(np.int32)}
+
+
+def groups(**sizes):
+    shape = [sizes.get(name, 1) for name in AXES]
+    return MpmdMesh(create_mesh(tuple(shape), AXES, devices=jax.devices()[: math.prod(shape)]), "pp")
+
+
+def build(make, loss_fn, batch, count, optimizer, *, name="1f1b", mesh=None, split=None, **kinds):
+    mesh = mesh or groups(pp=2)
+    schedule = make_schedule(name, num_groups=mesh.mpmd_dim, num_microbatches=count)
+    rows = jax.tree.leaves(batch)[0].shape[0] // count
+    micro = jax.tree.map(lambda x: x[:rows], batch)
+    staged = split_stages(
+        loss_fn, make, micro, num_stages=schedule.num_stages, mesh=mesh.unstack[0], **(split or {})
+    )  # fmt: skip
+    return Pipeline(staged, mesh, schedule, optimizer, compiler_options=FAST, **kinds)
+
+
+def plain(make, loss_fn, optimizer, count, layers=("layers",), **kinds):
+    """(state, step) on one device."""
+    mesh = create_mesh((1,) * 5, AXES[1:], devices=jax.devices()[:1])
+
+    def both():
+        model = make()
+        return model, nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+
+    state = init_train_state(both, abstract_state(both, mesh, [(".*", ())]))
+    return state, make_train_step(loss_fn, state, microbatches=count, layers=layers, **kinds)
+
+
+def whole(pipeline, state):
+    """path -> numpy, chunks put together."""
+    host = [
+        np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x) for x in state.leaves
+    ]
+    values = [np.concatenate(x.parts) if hasattr(x, "parts") else x for x in chunked(pipeline.placement.homes, host)]
+    paths = [path for path, _ in named_leaves(pipeline.placement.plain.to_nnx())]
+    return dict(zip(paths, values, strict=True))
+
+
+def assert_same(pipeline, state, metrics, plain_state, plain_metrics, rtol=1e-5):
+    have = whole(pipeline, state)
+    for path, want in named_leaves(plain_state.to_nnx()):
+        want = np.asarray(jax.random.key_data(want) if jnp.issubdtype(want.dtype, jax.dtypes.prng_key) else want)
+        np.testing.assert_allclose(have[path], want, rtol=rtol, atol=rtol * np.abs(want).max(initial=0), err_msg=path)
+    assert metrics.keys() == plain_metrics.keys()
+    for name, value in plain_metrics.items():
+        np.testing.assert_allclose(float(metrics[name]), float(value), rtol=rtol, err_msg=name)
+
+
+def compare(make, loss_fn, batches, count, optimizer, rtol=1e-5, layers=("layers",), **kinds):
+    pipeline = build(make, loss_fn, batches[0], count, optimizer, **kinds)
+    state = pipeline.init_state()
+    want, step = plain(make, loss_fn, optimizer, count, layers, compiler_options=FAST)
+    for batch in batches:
+        state, metrics = pipeline.step(state, batch)
+        want, wanted = step(want, batch)
+        assert_same(pipeline, state, metrics, want, wanted, rtol)
+    return pipeline, state
+
+
+def net_case(stages, count, name, **kinds):
+    return compare(
+        make_net, net_loss, [net_batch(2 * count, s) for s in range(2)], count, PLAIN_SGD, name=name,
+        mesh=groups(pp=stages), **kinds,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stages", "count", "name"),
+    [(1, 2, "1f1b"), (2, 1, "gpipe"), (2, 7, "1f1b"), (4, 4, "1f1b"), (2, 4, "interleaved-1f1b"), (2, 3, "zb-h1")],
+)
+def test_loss_gradients_and_parameters_are_those_of_one_device(stages, count, name):
+    pipeline, _ = net_case(stages, count, name)
+    assert len(pipeline.staged.cut(pipeline.staged.example).pieces) == pipeline.schedule.num_stages
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v"])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_every_schedule_stage_and_microbatch(stages, name):
+    ran = 0
+    for count in sorted({1, 2, stages, 2 * stages, 3 * stages + 1}):
+        try:
+            schedule = make_schedule(name, num_groups=stages, num_microbatches=count)
+        except ValueError:
+            continue  # the schedule is not defined there
+        if schedule.num_stages > 4:
+            continue  # the net has four layers
+        net_case(stages, count, name)
+        ran += 1
+    assert ran or make_schedule(name, num_groups=stages, num_microbatches=4 * stages).num_stages > 4
+
+
+@pytest.mark.parametrize("sizes", [{"pp": 2, "fsdp": 2, "tp": 2}])
+def test_groups_of_several_devices(sizes):
+    compare(lambda: make_decoder(CONFIG, nnx.Rngs(0)), next_token_loss, [decoder_batch(8)], 4, PLAIN_SGD,
+            mesh=groups(**sizes))  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"pp": 2, "fsdp": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "dp": 2, "sp": 2}])
+def test_groups_of_every_kind(sizes):
+    compare(lambda: make_decoder(CONFIG, nnx.Rngs(0)), next_token_loss, [decoder_batch(8)], 4, PLAIN_SGD,
+            mesh=groups(**sizes))  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kinds", [{"scan": True}, {"remat": "full"}, {"num_experts": 4, "scan": True}, {"tied": False}]
+)
+def test_decoders_of_every_kind(kinds):
+    config = DecoderConfig(**SIZES, mlp_size=64, **kinds)
+    compare(lambda: make_decoder(config, nnx.Rngs(0)), next_token_loss, [decoder_batch(8)], 4, PLAIN_SGD)
+
+
+def test_a_scanned_stack_is_held_as_one_chunk_a_group():
+    config = DecoderConfig(**SIZES, mlp_size=64, scan=True)
+    pipeline, state = compare(
+        lambda: make_decoder(config, nnx.Rngs(0)), next_token_loss, [decoder_batch(4)], 2, optax.adam(1e-2, eps=1.0),
+        split={"cuts": [1]},
+    )  # fmt: skip
+    chunks = {
+        home.path: [] for home in pipeline.placement.homes if home.path.endswith("layers/attention/q/kernel")
+    }  # fmt: skip
+    for home, leaf in zip(pipeline.placement.homes, state.leaves, strict=True):
+        if home.path in chunks:
+            chunks[home.path].append((home.rows, home.group, leaf.shape[0]))
+    assert len(chunks) == 3  # the parameter and its two moments
+    assert all(found == [((0, 1), 0, 1), ((1, 4), 1, 3)] for found in chunks.values())
+
+
+def test_twenty_steps_of_adamw():
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    pipeline = build(make_net, net_loss, net_batch(8), 4, optimizer, name="1f1b")
+    state = pipeline.init_state()
+    want, step = plain(make_net, net_loss, optimizer, 4)
+    for seed in range(20):
+        state, metrics = pipeline.step(state, net_batch(8, seed))
+        want, wanted = step(want, net_batch(8, seed))
+        np.testing.assert_allclose(float(metrics["loss"]), float(wanted["loss"]), rtol=1e-5)
+    assert int(state.leaves[[h.path for h in pipeline.placement.homes].index("optimizer/step")]) == 20
+
+
+@pytest.mark.parametrize("norm", [0.1, 1e3])
+def test_the_clip_of_the_global_norm_sees_every_group_once(norm):
+    optimizer = optax.chain(optax.clip_by_global_norm(norm), PLAIN_SGD)
+    compare(make_net, net_loss, [net_batch(4)], 2, optimizer, rtol=1e-6)
+
+
+def test_a_step_that_is_not_finite_is_skipped_on_every_group():
+    optimizer = optax.apply_if_finite(optax.adam(1e-2, eps=1e-3), max_consecutive_errors=5)
+    pipeline = build(make_net, scaled_loss, net_batch(4) | {"scale": np.ones(4, np.float32)}, 2, optimizer)
+    state = pipeline.init_state()
+    before = whole(pipeline, state)
+    broken = net_batch(4) | {"scale": np.array([1, 1, 1, np.inf], np.float32)}
+    state, metrics = pipeline.step(state, broken)
+    after = whole(pipeline, state)
+    assert not np.isfinite(float(metrics["loss"]))
+    for path in before:
+        if path.startswith("model/"):
+            np.testing.assert_array_equal(after[path], before[path])
+    assert int(after["optimizer/opt_state/total_notfinite"]) == 1
+    state, metrics = pipeline.step(state, net_batch(4) | {"scale": np.ones(4, np.float32)})
+    assert any((whole(pipeline, state)[path] != before[path]).any() for path in before if path.startswith("model/"))
+
+
+def scaled_loss(model, batch):
+    loss, weight, _ = net_loss(model, batch)
+    return loss * jnp.mean(batch["scale"]), weight
+
+
+def test_adafactor_and_muon_run_on_groups():
+    for optimizer in (optax.adafactor(1e-2, min_dim_size_to_factor=4), optax.contrib.muon(1e-2)):
+        compare(make_net, net_loss, [net_batch(4)], 2, optimizer, rtol=1e-4)
+
+
+def test_an_optimizer_over_arrays_of_several_groups_is_refused():
+    joined = optax.GradientTransformation(
+        lambda params: optax.EmptyState(),
+        lambda updates, state, params=None: (
+            jax.tree.map(lambda u: u * jnp.concatenate([x.ravel() for x in jax.tree.leaves(updates)]).max(), updates),
+            state,
+        ),
+    )
+    pipeline = build(make_net, net_loss, net_batch(4), 2, joined)
+    with pytest.raises(ConfigError, match=r"concatenate over arrays of several pipeline groups.*scalars only"):
+        pipeline.step(pipeline.init_state(), net_batch(4))
+
+
+def test_parameters_and_moments_live_on_their_group_alone():
+    mesh = groups(pp=2, dp=2)
+    pipeline = build(make_net, net_loss, net_batch(4), 2, optax.adam(1e-2), mesh=mesh, rules=[(".*", ())])
+    state = pipeline.init_state()
+    state, _ = pipeline.step(state, net_batch(4))
+    staged, meshes = pipeline.staged, pipeline.groups
+    held = {device: 0 for mesh in meshes for device in mesh.devices.flat}
+    for home, leaf in zip(pipeline.placement.homes, state.leaves, strict=True):
+        where = {shard.device for shard in leaf.addressable_shards}
+        expected = pipeline.mesh.jax_mesh if home.group == SHARED else meshes[home.group]
+        assert where == set(expected.devices.flat), home.path
+        if home.group != SHARED:
+            for shard in leaf.addressable_shards:
+                held[shard.device] += shard.data.nbytes
+    for group, mesh in enumerate(meshes):
+        mine = [leaf for leaf, users in zip(staged.leaves, staged.users, strict=True) if users[0] == group]
+        size = 3 * sum(math.prod(leaf.shape) * 4 for leaf in mine)  # the leaf and its two moments
+        assert all(held[device] == size for device in mesh.devices.flat)
+
+
+@pytest.mark.parametrize(("name", "most"), [("1f1b", lambda s, m: min(4 - s, m)), ("gpipe", lambda s, m: m)])
+def test_residuals_alive_at_once(name, most):
+    count = 6
+    pipeline = build(make_net, net_loss, net_batch(2 * count), count, PLAIN_SGD, name=name, mesh=groups(pp=4))
+    alive = {stage: [] for stage in range(4)}
+    peak = dict.fromkeys(alive, 0)
+
+    def watch(action: Action, saved) -> None:
+        if action.kind == "F":
+            received, residuals, *_ = saved[action.stage, action.microbatch]
+            buffers = [weakref.ref(x) for x in jax.tree.leaves((received, residuals))]
+            assert buffers
+            alive[action.stage].append((action.microbatch, buffers))
+        for stage, entries in alive.items():
+            live = {m for m, buffers in entries if any(ref() is not None for ref in buffers)}
+            peak[stage] = max(peak[stage], len(live))
+
+    pipeline.on_action = watch
+    pipeline.step(pipeline.init_state(), net_batch(2 * count))
+    assert peak == {stage: most(stage, count) for stage in range(4)}
+
+
+def test_one_transfer_each_way_per_cut_and_microbatch():
+    pipeline, _ = net_case(4, 5, "1f1b")
+    assert pipeline.num_transfers == 2 * (4 - 1) * 5
+
+
+def test_nothing_compiles_after_the_second_step(compilations):
+    pipeline = build(make_net, net_loss, net_batch(8), 4, optax.adamw(1e-3))
+    state = pipeline.init_state()
+    for _ in range(2):
+        state, _ = pipeline.step(state, net_batch(8))
+    before = len(compilations)
+    for seed in range(3):
+        state, _ = pipeline.step(state, net_batch(8, seed))
+    assert len(compilations) == before
+    for _ in range(2):
+        state, metrics = pipeline.step(state, net_batch(16))  # longer microbatches just work
+    assert np.isfinite(float(metrics["loss"]))
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_evaluate_gives_the_sums_of_one_device(count):
+    pipeline = build(make_net, net_loss, net_batch(4), 2, PLAIN_SGD)
+    state = pipeline.init_state()
+    batch = net_batch(8, 3)
+    sums = pipeline.evaluate(state, batch, count)
+    loss, weight, more = net_loss(make_net(), batch)
+    np.testing.assert_allclose(
+        [float(sums["loss"]), float(sums["weight"]), float(sums["seen"])], [loss, weight, more["seen"]], rtol=1e-5
+    )
+
+
+def test_recomputation_keeps_no_residuals():
+    store = build(make_net, net_loss, net_batch(4), 2, PLAIN_SGD)
+    again = build(make_net, net_loss, net_batch(4), 2, PLAIN_SGD, residuals="recompute")
+    kept = {}
+    for name, pipeline in (("store", store), ("recompute", again)):
+        sizes = kept[name] = []
+        pipeline.on_action = lambda action, saved, sizes=sizes: sizes.extend(len(entry[1]) for entry in saved.values())
+        pipeline.step(pipeline.init_state(), net_batch(4))
+    assert max(kept["recompute"]) == 0 < max(kept["store"])
+    compare(make_net, net_loss, [net_batch(4)], 2, PLAIN_SGD, residuals="recompute")
+
+
+def test_weights_are_no_residuals():
+    pipeline = build(make_net, net_loss, net_batch(4), 2, PLAIN_SGD)
+    shapes = []
+    pipeline.on_action = lambda action, saved: shapes.extend(x.shape for entry in saved.values() for x in entry[1])
+    pipeline.step(pipeline.init_state(), net_batch(4))
+    assert shapes
+    assert (8, 8) not in shapes and (16, 8) not in shapes
+
+
+BAD = {
+    "rows": (lambda p: p.step(p.init_state(), net_batch(3)), ConfigError, "'x' has 3 rows, not divisible into 2"),
+    "ragged": (
+        lambda p: p.step(p.init_state(), net_batch(4) | {"y": net_batch(2)["y"]}),
+        ConfigError,
+        r"different numbers of rows, \[2, 4\]",
+    ),
+    "count": (lambda p: p.evaluate(p.init_state(), net_batch(4), -1), ConfigError, "at least 1, got -1"),
+    "groups": (
+        lambda p: Pipeline(p.staged, groups(pp=4), p.schedule, PLAIN_SGD),
+        ConfigError,
+        "has 2 groups, the mesh has 4 along 'pp'",
+    ),
+    "stages": (
+        lambda p: Pipeline(p.staged, p.mesh, make_schedule("zb-v", num_groups=2, num_microbatches=4), PLAIN_SGD),
+        ConfigError,
+        r"has 4 stages, the model is cut into 2; use split_stages\(num_stages=4\)",
+    ),
+    "residuals": (
+        lambda p: Pipeline(p.staged, p.mesh, p.schedule, PLAIN_SGD, residuals="keep"),
+        ConfigError,
+        "residuals must be 'store' or 'recompute', got 'keep'",
+    ),
+    "pp in a spec": (
+        lambda p: Pipeline(p.staged, p.mesh, p.schedule, PLAIN_SGD, rules=[(".*", jax.sharding.PartitionSpec("pp"))]),
+        ShardingError,
+        r"model/layers/0/kernel: .*'pp'.*\n[^$]*must not mention 'pp'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
+    call, error, message = BAD[name]
+    pipeline = build(make_net, net_loss, net_batch(4), 2, PLAIN_SGD)
+    with pytest.raises(error, match=message):
+        call(pipeline)
+
+
+def test_an_unknown_schedule():
+    with pytest.raises(ValueError, match="'1f1c' is no schedule; did you mean 1f1b"):
+        make_schedule("1f1c", num_groups=2, num_microbatches=2)
+
+
+CUTS = {
+    "no list": ({"layers": "blocks"}, r"layers='blocks': Net has nothing there. It has lists at 'layers'."),
+    "too many": ({"num_stages": 5}, r"has 4 layers, of which the loss calls 4: too few for 5 stages"),
+    "no stage": ({"num_stages": 0}, "num_stages must be at least 1, got 0"),
+    "cuts": ({"num_stages": 3, "cuts": [3, 2]}, r"cuts=\[3, 2\] must be 2 rising numbers between 1 and 3"),
+    "balance": ({"num_stages": 2, "balance": "bytes"}, "balance must be 'flops' or 'count', got 'bytes'"),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_what_cannot_be_cut(name):
+    kinds, message = CUTS[name]
+    with pytest.raises(CutError, match=message):
+        split_stages(net_loss, make_net, net_batch(2), **({"num_stages": 2} | kinds))
+
+
+def test_the_stages_print():
+    staged = split_stages(net_loss, make_net, net_batch(2), num_stages=2, cuts=[3])
+    assert [line.split(";")[0] for line in str(staged).splitlines()] == [
+        "stage 0: layers/0 .. layers/2",
+        "stage 1: layers/3",
+        "  receives float32[2,3,8], 192 bytes",
+    ]
