@@ -48,21 +48,23 @@ class BeamSearch:
         group = problem.group
         self.crossings = [(i, user) for i, users in enumerate(self.users) for user in users if group[user] != group[i]]
         self.lanes_of = [[i for i, g in enumerate(problem.group) if g == group] for group in range(problem.num_groups)]
-        self.room = _room(problem)
+        self.rooms = {reserve: _room(problem, reserve) for reserve in (False, True)}
+        self.pairs_of = [_pairs(problem, group) for group in range(problem.num_groups)]
+        self.one_stage_each = all(len(pairs) == 1 for pairs in self.pairs_of)
         self.edge_of = _shared_edges(problem)
 
-    def run(self, width: int, *, weight: float, better_than: float, most_work: int) -> Found:
+    def run(self, width: int, *, weight: float, better_than: float, most_work: int, reserve: bool = False) -> Found:
         """The best schedule found while keeping `width` partial schedules of each length.
 
         They are ranked by their bound plus `weight` times the time for which groups have waited. Gives up after looking
-        at `most_work` of them.
+        at `most_work` of them. With `reserve`, a group of several stages keeps memory free for the later ones.
         """
         beam, complete, work = [self._empty()], True, 0
         too_long = better_than * (1 - TOLERANCE)
         for _ in range(self.problem.num_microbatches * len(self.problem.lanes)):
             offers = []
             for partial in beam:
-                for lane, start in self._choices(partial):
+                for lane, start in self._choices(partial, self.rooms[reserve]):
                     bound = self._bound(partial, lane, start)
                     if bound < too_long:
                         idle = partial.idle + start - partial.free[self.problem.group[lane]]
@@ -94,7 +96,7 @@ class BeamSearch:
             (0,) * lanes, ((),) * lanes, ready, (0.0,) * groups, (0,) * groups, queues, tuple(left), 0.0, 0.0, None
         )
 
-    def _choices(self, partial: Partial) -> list[tuple[int, float]]:
+    def _choices(self, partial: Partial, room: Sequence[float]) -> list[tuple[int, float]]:
         """(lane, start) of the action that could end first, and of those that could start before that on its group."""
         free, ready, held, duration = partial.free, partial.ready, partial.held, self.problem.duration
         first_end, first, choices = NEVER, -1, []
@@ -102,7 +104,7 @@ class BeamSearch:
             since, in_use, found, before = free[group], held[group], [], first_end
             for lane in lanes:
                 start = ready[lane]
-                if start < NEVER and in_use < self.room[lane] and self._is_next(partial, lane):
+                if start < NEVER and in_use < room[lane] and (self.one_stage_each or self._may(partial, lane)):
                     start = max(start, since)
                     found.append((lane, start))
                     if start + duration[lane] < first_end:
@@ -111,10 +113,25 @@ class BeamSearch:
                 choices = found
         return [(lane, start) for lane, start in choices if start < first_end or lane == first]
 
-    def _is_next(self, partial: Partial, lane: int) -> bool:
-        """Whether no other lane's input was sent before on the same edge."""
+    def _may(self, partial: Partial, lane: int) -> bool:
+        """Whether a group of several stages can serve this lane without breaking an order or blocking itself.
+
+        No other lane's input was sent before on the same edge; and with what this action takes of the memory, the
+        microbatches under way can still be finished, the oldest one first (Dijkstra's banker).
+        """
         edge = self.edge_of.get(lane)
-        return edge is None or partial.queues[edge][0] == lane
+        if edge is not None and partial.queues[edge][0] != lane:
+            return False
+        if self.problem.holds[lane] <= 0:
+            return True
+        group, counts = self.problem.group[lane], _with(partial.counts, lane, partial.counts[lane] + 1)
+        pairs = [(counts[take], counts[give]) for take, give in self.pairs_of[group]]
+        unused = self.problem.limits[group] - sum(taken - given for taken, given in pairs)
+        for microbatch in range(min(given for _, given in pairs), max(taken for taken, _ in pairs)):
+            if sum(taken <= microbatch for taken, _ in pairs) > unused:
+                return False
+            unused += sum(given <= microbatch < taken for taken, given in pairs)
+        return True
 
     def _bound(self, partial: Partial, lane: int, start: float) -> float:
         """No completion of `partial` that goes on with `lane` has a smaller makespan."""
@@ -211,16 +228,18 @@ def _shared_edges(problem: Problem) -> dict[int, int]:
     return {lane: edge for edge, receiving in enumerate(shared) for lane in receiving}
 
 
-def _room(problem: Problem) -> list[float]:
-    """Per lane: it may go on while its group holds less than this.
+def _pairs(problem: Problem, group: int) -> list[tuple[int, int]]:
+    """Of every stage of a group: the lane that takes memory and the lane that gives it back."""
+    lanes = [lane for lane, of in enumerate(problem.group) if of == group]
+    taking = [lane for lane in lanes if problem.holds[lane] > 0]
+    return [(lane, next(i for i in problem.chain(lane) if problem.holds[i] < 0)) for lane in taking]
 
-    Where a group has several stages, the last one on the way keeps one place, so that what came in can go out.
-    """
+
+def _room(problem: Problem, reserve: bool) -> list[float]:
+    """Per lane: it may go on while its group holds less than this."""
     room: list[float] = [NEVER] * len(problem.lanes)
     for group, limit in enumerate(problem.limits):
-        taking = [
-            i for i, (g, hold) in enumerate(zip(problem.group, problem.holds, strict=True)) if g == group and hold > 0
-        ]
+        taking = [take for take, _ in _pairs(problem, group)]
         for later, lane in enumerate(reversed(taking)):
-            room[lane] = limit - later
+            room[lane] = limit - later if reserve else limit
     return room

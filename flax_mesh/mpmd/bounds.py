@@ -39,11 +39,6 @@ class Problem:
         """The lanes of the same stage, in the order in which a microbatch passes through them."""
         return [other for other, (_, stage) in enumerate(self.lanes) if stage == self.lanes[lane][1]]
 
-    def memory_of(self, lane: int) -> int:
-        """Microbatches that the lane's stage can hold; no bound where it shares its group with another stage."""
-        stages = {stage for (_, stage), group in zip(self.lanes, self.group, strict=True) if group == self.group[lane]}
-        return self.limits[self.group[lane]] if len(stages) == 1 else self.num_microbatches
-
 
 def make_problem(
     stages: Sequence[StageCost],
@@ -111,7 +106,7 @@ def heads(problem: Problem) -> list[list[float]]:
     microbatches = range(problem.num_microbatches)
     found = [[0.0 for _ in microbatches] for _ in problem.lanes]
     chains = [problem.chain(lane) for lane in range(len(problem.lanes))]
-    memory = [problem.memory_of(lane) for lane in range(len(problem.lanes))]
+    memory = [problem.limits[group] for group in problem.group]  # of each stage alone; others may take some of it
     for m in microbatches:
         for lane, needs in enumerate(problem.needs):
             chain, freed = chains[lane], max(0, m + 1 - memory[lane])

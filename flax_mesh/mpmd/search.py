@@ -105,10 +105,12 @@ def _search_placement(
     best = named or _one_by_one(problem, stage_to_group)
     makespan, bound = simulate(best, stages).makespan, lower_bound(problem)
     searches = {False: BeamSearch(problem), True: BeamSearch(reverse(problem))}
-    for backwards, width, weight in _plans(seed):
+    for width, backwards, weight, reserve in _plans(seed, several=len(stages) > problem.num_groups):
         if makespan <= bound * (1 + TOLERANCE) or most_work <= 0:
             break
-        found = searches[backwards].run(width, weight=weight, better_than=makespan, most_work=most_work)
+        found = searches[backwards].run(
+            width, weight=weight, better_than=makespan, most_work=most_work, reserve=reserve
+        )
         most_work -= found.work
         if found.served:
             best = _schedule(problem, stage_to_group, found.served, backwards)
@@ -125,12 +127,16 @@ def _search_placement(
     )
 
 
-def _plans(seed: int) -> Iterator[tuple[bool, int, float]]:
-    """(backwards, width, weight of idle time) of one beam search after another, wider and wider."""
+def _plans(seed: int, several: bool) -> Iterator[tuple[int, bool, float, bool]]:
+    """(width, backwards, weight of idle time, reserve) of one beam search after another, wider and wider.
+
+    `several`: groups have several stages, so that keeping memory for the later ones makes a difference.
+    """
     choose = random.Random(seed)
     for width in WIDTHS:
         for backwards, least in itertools.product((False, True), (0.01, 0.1)):
-            yield backwards, width, least * 3 ** choose.random()
+            for reserve in (True, False) if several else (False,):
+                yield width, backwards, least * 3 ** choose.random(), reserve
 
 
 def _named(problem: Problem, stage_to_group: Sequence[int]) -> list[Schedule]:
