@@ -6,10 +6,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, PartitionSpec
 
 import flax_mesh as fm
-from flax_mesh.sharding.optimizer import split_over
+from flax_mesh.sharding.optimizer import _dims, _grown, split_over
 from flax_mesh.train import init_train_state, make_train_step
 
 P = PartitionSpec
@@ -79,7 +81,18 @@ def assert_close(a, b):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6, err_msg=path)
 
 
-RARE = {"adam", "schedule_free", "sm3"}  # adam is in "chained" and below
+RARE = {"adam", "schedule_free", "sm3", "masked", "partition"}  # muon is masked and partitioned, adam is in "chained"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_no_array_of_an_optimizer_is_a_copy_on_every_device(name):
+    mesh = AbstractMesh((2, 2, 2), ("dp", "fsdp", "tp"))
+    report = fm.analyze_sharding_strategy(fm.abstract_state(maker(name), mesh, RULES))
+    sizable = [leaf for leaf in report.leaves if leaf.kind == "optimizer" and max(leaf.shape, default=0) >= 16]
+    assert sizable and all(leaf.copies < 8 for leaf in sizable)
+    for leaf in sizable:
+        owner = next(path for path in SPEC if path in leaf.path)
+        assert leaf.spec == SPEC[owner] or (leaf.shape[0] in (16, 32) and len(leaf.shape) < 2), leaf
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in RARE)) for n in OPTIMIZERS])
@@ -111,6 +124,33 @@ def test_factored_moments_take_the_dims_that_they_are():
     assert specs["0/v/square/kernel"] == P() and specs["0/v/square/bias"] == P("tp")
     sm3 = specs_of(fm.abstract_state(maker("sm3"), fm.create_mesh((2, 2, 1, 2, 1)), RULES)["optimizer"]["opt_state"])
     assert (sm3["0/mu/square/kernel/0"], sm3["0/mu/square/kernel/1"]) == (P("fsdp"), P("tp"))
+
+
+def test_factored_moments_of_a_stack_of_layers_keep_its_dim_in_front():
+    def make():
+        stack = nnx.vmap(lambda key: nnx.Linear(16, 16, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 3))
+        model = nnx.Dict(layers=stack)
+        return model, nnx.Optimizer(model, optax.adafactor(1e-2, min_dim_size_to_factor=8), wrt=nnx.Param)
+
+    rules = fm.PartitionRules([*RULES], layers="layers")
+    specs = specs_of(fm.abstract_state(make, AbstractMesh((2, 2), ("fsdp", "tp")), rules)["optimizer"]["opt_state"])
+    assert specs["0/v_row/layers/kernel"] == P(None, "fsdp") and specs["0/v_col/layers/kernel"] == P(None, "tp")
+    assert specs["0/v/layers/bias"] == P(None, "tp")
+
+
+shapes = st.lists(st.integers(1, 9), max_size=5).map(tuple)
+
+
+@settings(max_examples=100, deadline=None)
+@given(shapes, st.data())
+def test_any_choice_of_dims_is_told_from_the_sizes_after_growing(shape, data):
+    grown = _grown(shape)
+    assert len(set(grown)) == len(grown) and all(a < b for a, b in zip(shape, grown, strict=True))
+    assert np.argsort(shape, kind="stable").tolist() == np.argsort(grown).tolist()
+    chosen = data.draw(st.lists(st.sampled_from([None, *range(len(shape))]), max_size=4))  # None: no dim of it
+    before, after = ([7 if dim is None else sizes[dim] for dim in chosen] for sizes in (shape, grown))
+    assert _dims(tuple(before), tuple(after), shape) == tuple(chosen)
+    assert _dims(tuple(before), (*after, 1), shape) == (None,) * len(chosen)  # another rank: nothing is known
 
 
 def transformation(init):
