@@ -18,6 +18,7 @@ def schedule_table(schedule: Schedule, costs: Costs = StageCost(), *, width: int
     lines = [heading(schedule, costs), summary(result), "", *_groups(schedule, result), ""]
     name = len(f"group {schedule.num_groups - 1}")
     per_block = max(width - name - 2, 20)
+    per_block -= per_block % (_label(result) + 1)  # no name is cut where every action takes one unit
     bars = _bars(schedule, result, per_block)
     for first in range(0, max(map(len, bars), default=0), per_block):
         for group, bar in enumerate(bars):
@@ -63,8 +64,7 @@ def _bars(schedule: Schedule, result: Simulation, per_block: int) -> list[str]:
     spans = [end - start for start, end in result.times.values() if end > start]
     if not spans:
         return [" ".join(map(str, row)) for row in schedule.rows]
-    label = max(len(str(action)) for action in result.times)
-    scale = min((label + 1) / min(spans), MOST_BLOCKS * per_block / result.makespan)
+    scale = min((_label(result) + 1) / min(spans), MOST_BLOCKS * per_block / result.makespan)
     bars = []
     for row in schedule.rows:
         bar = ["."] * round(result.makespan * scale)
@@ -74,6 +74,10 @@ def _bars(schedule: Schedule, result: Simulation, per_block: int) -> list[str]:
             bar[first:last] = list(f"{text:-<{max(last - first - 1, 0)}} ")[: last - first]
         bars.append("".join(bar))
     return bars
+
+
+def _label(result: Simulation) -> int:
+    return max((len(str(action)) for action in result.times), default=1)
 
 
 def _fit(action: Sequence[object], width: int) -> str:
