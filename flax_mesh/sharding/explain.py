@@ -38,6 +38,7 @@ class Explanation(NamedTuple):
     findings: tuple[Finding, ...]
     axes: PartitionAxis
     fingerprint: str  # of model and optimizer, see `sharding_fingerprint`
+    note: str = ""  # on the mesh
 
 
 def explain_sharding(
@@ -86,6 +87,7 @@ def explanation_text(explanation: Explanation, *, width: int = 100) -> str:
     return "\n".join(
         [
             f"{mesh_line(explanation.report)}; fingerprint {explanation.fingerprint[:12]}",
+            *([explanation.note] if explanation.note else []),
             "",
             f"rules: {whose}; the first that matches a path decides" if rows else "no table: the model is annotated",
             *([table_text(["rule", "pattern", "dims", "decides"], rows, width, right={"rule"})] if rows else []),

@@ -35,7 +35,7 @@ def sharding_page(what: Explanation | ShardingReport, *, title: str = "sharding"
     data = {"mesh": [{"name": name, "size": size} for name, size in shown.items()], "arrays": arrays}
     parts = {
         "title": escape(title),
-        "mesh": escape(mesh_line(report)),
+        "mesh": escape("; ".join(filter(None, [mesh_line(report), getattr(what, "note", "")]))),
         "tiles": "".join(
             f"<li><b>{escape(value)}</b><span>{escape(label)}</span></li>" for label, value in _tiles(report)
         ),

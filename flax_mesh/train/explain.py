@@ -1,5 +1,7 @@
 """`flax-mesh explain`: what a recipe's sharding would be, from its config alone; no devices, nothing allocated."""
 
+from collections.abc import Mapping
+
 from flax import nnx
 from jax.sharding import AbstractMesh
 
@@ -14,6 +16,7 @@ from flax_mesh.train.setup import check_config, check_on_mesh, make_optimizer, m
 def explain(config: TrainConfig) -> Explanation:
     """Every array of the recipe's model and optimizer on `mesh.shape`, and all findings.
 
+    With pp > 1 the mesh is that of one group, as if it held the arrays of all stages, and the note says so.
     `run.platform` does not matter, but for `cpu:N` where `mesh.shape` has a -1: N devices then. Raises ConfigError for
     settings that are wrong by themselves; dims that do not divide over the mesh are findings.
     """
@@ -27,11 +30,11 @@ def explain(config: TrainConfig) -> Explanation:
 
     explanation = explain_sharding(make, mesh, config.rules)
     settings = [_setting_finding(line) for line in check_on_mesh(config, mesh, explanation.axes)]
-    return explanation._replace(findings=(*settings, *explanation.findings))
+    return explanation._replace(findings=(*settings, *explanation.findings), note=_note(mesh_shape(config)))
 
 
 def abstract_mesh(config: TrainConfig) -> AbstractMesh:
-    """The mesh of `mesh.shape` as it is written, never shrunk to the devices that are here."""
+    """The mesh of `mesh.shape` as it is written, never shrunk to the devices that are here; of one group, with pp."""
     shape = mesh_shape(config)
     shape.pop("pp", None)
     sizes = tuple(shape.values())
@@ -47,6 +50,13 @@ def abstract_mesh(config: TrainConfig) -> AbstractMesh:
         except ValueError as error:
             raise ConfigError(str(error)) from error
     return AbstractMesh(sizes, tuple(shape))
+
+
+def _note(shape: Mapping[str, int]) -> str:
+    if shape["pp"] == 1:
+        return ""
+    count = "" if shape["pp"] == -1 else f"{shape['pp']} "
+    return f"one of {count}groups (pp): each holds the arrays of its own stages, bytes are as if this one held all"
 
 
 def _setting_finding(line: str) -> Finding:

@@ -245,6 +245,19 @@ def test_a_recipe_may_hold_an_annotated_model():
     assert explanation.axes == fm.PartitionAxis()
 
 
+def test_a_pipeline_is_explained_as_one_of_its_groups(capsys, tmp_path):
+    page = tmp_path / "page.html"
+    settings = ["mesh.shape=pp:2,fsdp:2,tp:2", "pipeline.microbatches=4"]
+    note = "one of 2 groups (pp): each holds the arrays of its own stages"
+    assert main(["explain", TINY, *settings]) == DONE
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert first.startswith("mesh fsdp:2,tp:2, 4 devices;") and second.startswith(note)
+    assert main(["explain", TINY, *settings, "--html", str(page)]) == DONE
+    assert note in page.read_text(encoding="utf-8")
+    assert note in explain(override(load_recipe(TINY), settings)).note
+    assert not explain(load_recipe(TINY)).note
+
+
 def test_data_and_text_hold_every_finding_and_array():
     explanation = explain_sharding(Net, MESH, RULES)
     data = json.loads(json.dumps(explanation_data(explanation)))
