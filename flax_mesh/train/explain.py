@@ -36,7 +36,6 @@ def explain(config: TrainConfig) -> Explanation:
 def abstract_mesh(config: TrainConfig) -> AbstractMesh:
     """The mesh of `mesh.shape` as it is written, never shrunk to the devices that are here; of one group, with pp."""
     shape = mesh_shape(config)
-    shape.pop("pp", None)
     sizes = tuple(shape.values())
     if -1 in sizes:
         platform, _, count = config.run.platform.partition(":")
@@ -49,14 +48,16 @@ def abstract_mesh(config: TrainConfig) -> AbstractMesh:
             sizes = resolve_dims(sizes, tuple(shape), int(count), what="mesh.shape")
         except ValueError as error:
             raise ConfigError(str(error)) from error
-    return AbstractMesh(sizes, tuple(shape))
+    of_group = {name: size for name, size in zip(shape, sizes, strict=True) if name != "pp"}
+    return AbstractMesh(tuple(of_group.values()), tuple(of_group))
 
 
 def _note(shape: Mapping[str, int]) -> str:
     if shape["pp"] == 1:
         return ""
-    count = "" if shape["pp"] == -1 else f"{shape['pp']} "
-    return f"one of {count}groups (pp): each holds the arrays of its own stages, bytes are as if this one held all"
+    return (
+        f"one of {shape['pp']} groups (pp): each holds the arrays of its own stages, bytes are as if this one held all"
+    )
 
 
 def _setting_finding(line: str) -> Finding:

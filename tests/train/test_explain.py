@@ -278,6 +278,7 @@ def test_data_and_text_hold_every_finding_and_array():
     [
         (["mesh.shape=dp:4,fsdp:128,tp:8", "run.platform=auto"], {"dp": 4, "fsdp": 128, "tp": 8}),
         (["mesh.shape=fsdp:-1,tp:2", "run.platform=cpu:64"], {"fsdp": 32, "tp": 2}),
+        (["mesh.shape=pp:4,fsdp:-1,tp:2", "run.platform=cpu:64"], {"fsdp": 8, "tp": 2}),
         (["mesh.shape=tp:64", "run.platform=cpu:8"], {"tp": 64}),  # as written: nothing is shrunk
     ],
 )
