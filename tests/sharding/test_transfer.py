@@ -310,9 +310,9 @@ def status_bytes(name) -> int:
 def test_gathering_replicates_nothing_on_devices():
     mesh, size = meshes()["fsdp8"], 32 * 2**20
     x, y, z = (fm.shard(np.ones((8, size // 32), np.float32), P("fsdp"), mesh) for _ in range(3))
-    assert peak_of(lambda: fm.gather(x)) < 2 * size
-    assert peak_of(lambda: fm.gather(y, bytes_in_flight=2**20)) < 2 * size
-    assert peak_of(lambda: jax.block_until_ready(fm.reshard(z, P()))) > 4 * size  # what it would be
+    assert peak_of(lambda: fm.gather(x)) < 4 * size
+    assert peak_of(lambda: fm.gather(y, bytes_in_flight=2**20)) < 4 * size
+    assert peak_of(lambda: jax.block_until_ready(fm.reshard(z, P()))) > 5 * size  # what it would be: 8
 
 
 class Piece:
