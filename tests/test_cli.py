@@ -61,7 +61,14 @@ def small(tmp_path):
         (["run.steps=3", "run.steps=4"], r"run\.steps is set twice"),
         (["mesh.shape=dp:3"], r"mesh\.shape=dp:3: .*multiply to 3.* 8.*dp:8.*"),
         (["mesh.shape=dp:2,foo:4"], r"mesh\.shape: .*unknown axis 'foo': the axes are pp, dp, fsdp, ep, tp, sp.*"),
-        (["mesh.shape=pp:2,dp:4"], r"mesh\.shape=pp:2,dp:4 has pp > 1: this version has no pipelines yet; use pp:1"),
+        (
+            ["mesh.shape=pp:2,dp:4", "pipeline.schedule=1f1c"],
+            r"pipeline\.schedule=1f1c: '1f1c' is no schedule; did you mean 1f1b\?.*",
+        ),
+        (
+            ["mesh.shape=pp:8", "pipeline.microbatches=8"],
+            r"layers=layers has 4 layers, of which the loss calls 4: too few for 8 stages\. Use at most 4 stages.*",
+        ),
         (
             ["model.num_heads=6", "model.num_kv_heads=3"],
             r"model\.num_kv_heads=3 is not divisible by 2 \(tp=2\); use a multiple, or another mesh\.shape",

@@ -8,6 +8,7 @@ from flax_mesh.mpmd.array import (
     is_fully_remote_sharding,
     is_local_device,
 )
+from flax_mesh.mpmd.chain import chain_stages
 from flax_mesh.mpmd.cut import CutError
 from flax_mesh.mpmd.jit import jit
 from flax_mesh.mpmd.mesh import MpmdMesh, current_mpmd_mesh
@@ -25,6 +26,7 @@ __all__ = [
     "Schedule",
     "StagedModel",
     "as_jax_array",
+    "chain_stages",
     "current_mpmd_mesh",
     "device_put",
     "forward_schedule",

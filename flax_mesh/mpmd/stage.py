@@ -131,6 +131,7 @@ def split_stages(
     forward = trace_forward(loss_fn, abstract, wrt, layers, around, shapes)
     single = split_leaves(forward, layers)
     opened = open_forward(forward, single, layers)
+    _check_effects(opened.program)
     order = _calls_in_order(opened.program, single, layers) if not num_calls else [("", i) for i in range(num_calls)]
     _check_layers(single, layers, order, num_stages)
     ranks = {layer: at for at, layer in enumerate(order)}
@@ -252,6 +253,16 @@ def _bounds(costs: Sequence[int], num_stages: int, cuts: Sequence[int] | None, b
             f"layer of every stage but the first, of {len(costs)} layers."
         )
     return bounds
+
+
+def _check_effects(program: Program) -> None:
+    """CutError for what must happen in one order over all stages: nothing keeps programs of several groups in step."""
+    ordered = sorted({eqn.primitive.name for eqn in program.eqns if any("Ordered" in str(e) for e in eqn.effects)})
+    if ordered:
+        raise CutError(
+            f"the model has ordered effects ({', '.join(ordered)}), and the stages of a pipeline run at the same time. "
+            "Use ordered=False, or take the callback out of the model."
+        )
 
 
 def _check_layers(leaves: Sequence[Leaf], layers: Sequence[str], order: Sequence[Layer], num_stages: int) -> None:

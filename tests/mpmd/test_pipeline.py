@@ -13,7 +13,7 @@ from flax import nnx
 from flax_mesh import abstract_state, create_mesh
 from flax_mesh.errors import ConfigError, ShardingError
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
-from flax_mesh.mpmd import Action, CutError, MpmdMesh, Pipeline, make_schedule, split_stages
+from flax_mesh.mpmd import Action, CutError, MpmdMesh, Pipeline, chain_stages, make_schedule, split_stages
 from flax_mesh.mpmd.placement import chunked
 from flax_mesh.mpmd.update import SHARED
 from flax_mesh.train import init_train_state, make_train_step
@@ -405,6 +405,51 @@ def test_what_cannot_be_cut(name):
     kinds, message = CUTS[name]
     with pytest.raises(CutError, match=message):
         split_stages(net_loss, make_net, net_batch(2), **({"num_stages": 2} | kinds))
+
+
+class Front(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(16, 8, rngs=rngs)
+
+    def __call__(self, batch):
+        return {"h": self.embed(batch["x"]), "mask": None}
+
+
+class Back(nnx.Module):
+    def __init__(self, rngs, width=8):
+        self.head = nnx.Linear(width, 16, rngs=rngs)
+
+    def __call__(self, given):
+        return self.head(jnp.tanh(given["h"]))
+
+
+def test_explicit_stages_run_in_the_same_pipeline():
+    def stages():
+        rngs = nnx.Rngs(0)
+        return [Front(rngs), Back(rngs)]
+
+    def loss_of(scores, batch):
+        return net_loss(lambda x: scores, batch)
+
+    mesh, batch = groups(pp=2), net_batch(4)
+    staged = chain_stages(loss_of, stages, net_batch(2))
+    pipeline = Pipeline(staged, mesh, make_schedule("1f1b", num_groups=2, num_microbatches=2), PLAIN_SGD)
+    state, metrics = pipeline.step(pipeline.init_state(), batch)
+    want, step = plain(staged.make, staged.loss_fn, PLAIN_SGD, 2, ("stages",))
+    assert_same(pipeline, state, metrics, *step(want, batch))
+    with pytest.raises(CutError, match=r"stage 1, Back, cannot take .*float32\[2, 3, 8\].*dot_general"):
+        chain_stages(loss_of, lambda: [Front(nnx.Rngs(0)), Back(nnx.Rngs(0), width=5)], net_batch(2))
+    with pytest.raises(CutError, match="stages is empty"):
+        chain_stages(loss_of, list, net_batch(2))
+
+
+def test_ordered_effects_are_refused():
+    def loss_of(model, batch):
+        jax.debug.print("{}", batch["x"].sum(), ordered=True)
+        return net_loss(model, batch)
+
+    with pytest.raises(CutError, match=r"ordered effects .* Use ordered=False"):
+        split_stages(loss_of, make_net, net_batch(2), num_stages=2)
 
 
 def test_the_stages_print():

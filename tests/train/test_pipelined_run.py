@@ -1,0 +1,69 @@
+"""A recipe whose mesh has pp: it trains, evaluates and saves, and any other mesh goes on from there."""
+
+import numpy as np
+import pytest
+
+from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss, sample
+from flax_mesh.train import CheckpointConfig, DataConfig, OptimizerConfig, RunConfig, TrainConfig, override, train
+
+SIZES = {"hidden_size": 16, "num_layers": 4, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8, "mlp_size": 32}
+
+
+def config_of(folder, text, *settings, **kinds):
+    config = TrainConfig(
+        make_model=make_decoder,
+        loss_fn=next_token_loss,
+        sample=sample,
+        model=DecoderConfig(vocab_size=256, **SIZES, **kinds),
+        data=DataConfig(source=str(text), sequence_length=16, batch_size=16, held_out=0.2, eval_batches=2),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1, decay_steps=10),
+        checkpoint=CheckpointConfig(every=2),
+        run=RunConfig(steps=2, folder=str(folder), platform="cpu", eval_every=2, sample_tokens=4),
+    )
+    return override(config, ["pipeline.microbatches=4", *settings])
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"{i} squared is {i * i}, and its neighbour {i + 1}.\n" for i in range(400)))
+    return path
+
+
+def losses(config):
+    rows = []
+    result = train(config, hooks=[rows.append])
+    return [row["loss"] for row in rows], [row["eval_loss"] for row in rows if "eval_loss" in row], result.sample
+
+
+def test_a_pipelined_run_is_the_plain_run_and_either_goes_on_from_the_other(tmp_path, text):
+    plain = "mesh.shape=fsdp:2,tp:2,dp:2"
+    want = losses(config_of(tmp_path / "plain", text, plain, "run.steps=4"))
+    first = losses(config_of(tmp_path / "pp", text, "mesh.shape=pp:2,fsdp:2,tp:2"))
+    then = losses(config_of(tmp_path / "pp", text, plain, "run.steps=4"))
+    np.testing.assert_allclose(first[0] + then[0], want[0], rtol=1e-5)
+    np.testing.assert_allclose(first[1] + then[1], want[1], rtol=1e-5)
+    assert len(first[2]) > 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("mesh.shape=pp:4,fsdp:2", "pipeline.schedule=zb-h1"),
+        ("mesh.shape=pp:2,fsdp:2", "pipeline.schedule=interleaved-1f1b"),
+        ("mesh.shape=pp:2,dp:2,tp:2", "model.scan=true"),
+        ("mesh.shape=pp:2,fsdp:2,sp:2", "pipeline.cut=1", "pipeline.residuals=recompute"),
+        ("mesh.shape=pp:2,ep:2,fsdp:2", "model.num_experts=4", "model.scan=true"),
+    ],
+)
+def test_every_kind_of_pipeline_goes_on_from_a_plain_run_and_back(tmp_path, text, settings):
+    experts = [s for s in settings if "experts" in s]
+    plain = ("mesh.shape=fsdp:4,tp:2", *experts)
+    want = losses(config_of(tmp_path / "plain", text, *plain, "run.steps=6"))
+    parts = [
+        losses(config_of(tmp_path / "mixed", text, *kind, f"run.steps={stop}"))
+        for kind, stop in ((plain, 2), (settings, 4), (plain, 6))
+    ]
+    np.testing.assert_allclose([x for part in parts for x in part[0]], want[0], rtol=5e-5)
+    np.testing.assert_allclose([x for part in parts for x in part[1]], want[1], rtol=5e-5)
