@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from flax_mesh.axes import as_tuple
+from flax_mesh.sharding.annotations import annotations_of
 from flax_mesh.sharding.rules import Finding, PartitionRules, RuleMatch, match_leaves
 from flax_mesh.tree import named_leaves, owner_of
 
@@ -26,13 +27,16 @@ def match_optimizer(
     *,
     min_size: int = 0,
     over: Iterable[str] = (),
+    own: RuleMatch | None = None,
 ) -> RuleMatch:
     """Specs of an nnx.Optimizer's leaves, from those of the model's, in the order of `named_leaves(nnx.state(model))`.
 
     A leaf whose path ends in a parameter's path, or goes through it, is that parameter's. Of its shape, it takes its
     spec; otherwise each of its dims takes the axes of the parameter's dim that it is, as the row and column statistics
     of Adafactor do. Leaves of no parameter follow `table`, and are whole where it has no rule. `over` are mesh axes to
-    split the parameters' leaves over besides, see `split_over`. What does not fit is a finding.
+    split the parameters' leaves over besides, see `split_over`. `own` is the match of Flax's annotations on the
+    optimizer, and goes before the parameter's spec where they differ from the parameter's: a Variable with the
+    metadata `optimizer_sharding`. What does not fit is a finding.
     """
     parameters = named_leaves(nnx.state(model))
     owners = {path: (leaf.shape, spec) for (path, leaf), spec in zip(parameters, parameter_specs, strict=True)}
@@ -40,9 +44,12 @@ def match_optimizer(
     owner_paths = [_owner(path, owners) for path, _ in leaves]
     pairs = [(path, leaf, owner) for (path, leaf), owner in zip(leaves, owner_paths, strict=True) if owner]
     dims = dims_of_parameters(optimizer, model, {p: owner for p, x, owner in pairs if x.shape != owners[owner][0]})
-    specs, findings = {}, []
+    differing = _differing(own, optimizer, model, {path: owner for path, _, owner in pairs}) if own else {}
+    specs, findings = {}, [finding for finding in own.findings if finding.path in differing] if own else []
     for path, leaf, owner in pairs:
         shape, spec = owners[owner]
+        if leaf.shape == shape and path in differing:
+            spec = differing[path]
         if leaf.shape != shape:
             spec = _spec_of_dims(dims[path], spec)
             findings += _check_whole(path, leaf.shape, spec, owner, *owners[owner])
@@ -102,6 +109,19 @@ def split_over(
     problem = f"no dim of {shape}, laid out as {spec}, divides by {ways} more (axes {further})"
     repair = f"Keep arrays of its size as they are with min_size={math.prod(shape) + 1}, or on_mismatch='warn'"
     return spec, [Finding(path, problem, repair)]
+
+
+def _differing(
+    own: RuleMatch, optimizer: Any, model: Any, owner_of_leaf: Mapping[str, str]
+) -> dict[str, PartitionSpec]:
+    """Specs of the leaves whose annotation is another than that of their parameter."""
+    state = nnx.state(optimizer)
+    said, of_parameters = annotations_of(state), annotations_of(nnx.state(model))
+    return {
+        path: spec
+        for (path, _), spec in zip(named_leaves(state), own.specs, strict=True)
+        if path in owner_of_leaf and path in said and said[path] != of_parameters.get(owner_of_leaf[path])
+    }
 
 
 def _owner(path: str, parameters: Mapping[str, Any]) -> str | None:

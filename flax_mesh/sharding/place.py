@@ -99,16 +99,18 @@ def _match(
     over: tuple[str, ...],
 ) -> RuleMatch:
     """Specs of all leaves of `nnx.state(made)`: the module's, or those of {"model", "optimizer"}."""
-    model = made["model"] if isinstance(made, dict) else made
+    model, own = made["model"] if isinstance(made, dict) else made, None
     if rules is None and not hasattr(model, ATTRIBUTE) and annotations_of(nnx.state(model)):
         table = PartitionRules([])
         match = match_annotations(nnx.state(model), mesh, axes or DEFAULT_AXES)
+        if isinstance(made, dict):
+            own = match_annotations(nnx.state(made["optimizer"]), mesh, axes or DEFAULT_AXES)
     else:
         table = as_rules(rules if rules is not None else partition_rules(model), axes)
         match = match_leaves(table, named_leaves(nnx.state(model)), mesh=mesh, min_size=min_size)
     if not isinstance(made, dict):
         return match
-    rest = match_optimizer(made["optimizer"], model, match.specs, table, mesh, min_size=min_size, over=over)
+    rest = match_optimizer(made["optimizer"], model, match.specs, table, mesh, min_size=min_size, over=over, own=own)
     return match._replace(specs=match.specs + rest.specs, findings=match.findings + rest.findings)
 
 

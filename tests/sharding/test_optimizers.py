@@ -211,6 +211,27 @@ def test_annotated_models_have_factored_moments_too():
     assert specs["optimizer/opt_state/0/v_col/kernel"] == P("tp")
 
 
+def test_an_optimizer_may_be_annotated_otherwise_than_its_parameters():
+    def make_with(names):
+        def make():
+            model = Net(nnx.Rngs(0))
+            model.out.kernel.set_metadata(out_sharding=("embed", "tp"), optimizer_sharding=names)
+            return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+        return make
+
+    mesh = fm.create_mesh((2, 2, 1, 2, 1))
+    specs = specs_of(fm.abstract_state(make_with(("tp", "dp")), mesh))
+    assert specs["model/out/kernel"] == P("fsdp", "tp")
+    assert specs["optimizer/opt_state/0/mu/out/kernel"] == P("tp", "dp")
+    split = fm.abstract_state(make_with(("tp", None)), mesh, shard_optimizer_over="dp")
+    assert specs_of(split)["optimizer/opt_state/0/nu/out/kernel"] == P(("tp", "dp"), None)
+    with pytest.raises(fm.ShardingError, match=r"opt_state/0/mu/out/kernel: its annotation .* names 'nowhere'"):
+        fm.abstract_state(make_with(("nowhere", None)), mesh)
+    by_table = specs_of(fm.abstract_state(make_with(("tp", "dp")), mesh, RULES))  # which goes before annotations
+    assert by_table["optimizer/opt_state/0/mu/out/kernel"] == P("fsdp", "tp")
+
+
 # --- ZeRO-1 ---
 
 
