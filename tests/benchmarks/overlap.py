@@ -1,0 +1,169 @@
+"""Do the groups of a pipeline work at the same time? The step time against the makespan of its schedule.
+
+The layers sleep: a small native op, so that the time of a stage does not depend on the cores that are free. A layer
+sleeps for F in the forward, and for B and for W in the two halves of its backward. One device a stage group, four
+groups, eight microbatches. Prints the median step over the makespan that `simulate` gives for these costs; without a
+C++ compiler it says so. A loaded machine wakes sleepers late, which the first line tells: what one sleep really takes.
+
+    python -m tests.benchmarks overlap [--ms 50] [--steps 7]
+"""
+
+import argparse
+import ctypes
+import json
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from flax_mesh import create_mesh
+from flax_mesh.mpmd import MpmdMesh, Pipeline, make_schedule, split_stages
+from flax_mesh.mpmd.simulate import StageCost, simulate
+
+GROUPS, MICROBATCHES, WIDTH, ROWS = 4, 8, 256, 8
+SCHEDULES = {"gpipe": 4, "1f1b": 4, "interleaved-1f1b": 8, "zb-h1": 4}  # name -> layers, one a stage
+SOURCE = Path(__file__).with_name("sleep_op.cc")
+
+
+def load_nap() -> str | None:
+    """Build and register the op; the reason where that cannot be done."""
+    compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    if compiler is None:
+        return "no C++ compiler (c++, g++, clang++)"
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "libnap.so"
+        command = [compiler, "-O2", "-std=c++17", "-fPIC", "-shared", f"-I{jax.ffi.include_dir()}", str(SOURCE)]
+        built = subprocess.run([*command, "-o", str(library)], capture_output=True, text=True)
+        if built.returncode:
+            return f"{compiler} does not build {SOURCE.name}: {built.stderr.strip().splitlines()[-1]}"
+        handler = ctypes.cdll.LoadLibrary(str(library)).NapHandler
+    jax.ffi.register_ffi_target("nap", jax.ffi.pycapsule(handler), platform="cpu")
+    return None
+
+
+def nap(x: jax.Array, us: int, after: jax.Array) -> jax.Array:
+    """`x`, `us` microseconds after both are there."""
+    return jax.ffi.ffi_call("nap", jax.ShapeDtypeStruct(x.shape, x.dtype))(x, after, us=np.int64(us))
+
+
+def sleepy_product(forward: int, backward: int, weights: int):
+    """tanh(x @ w) that takes so many microseconds forward, to the gradient of x, and to that of w."""
+
+    @jax.custom_vjp
+    def product(x, w):
+        return keep(x, w)[0]
+
+    def keep(x, w):
+        y = nap(jnp.tanh(x @ w), forward, x)
+        return y, (x, w, y)
+
+    def pull(kept, cotangent):
+        x, w, y = kept
+        inner = cotangent * (1 - y * y)
+        to_x = nap(inner @ w.T, backward, inner)
+        return to_x, nap(x.T @ inner, weights, to_x)  # after the other: one device does one thing at a time
+
+    product.defvjp(keep, pull)
+    return product
+
+
+class Net(nnx.Module):
+    def __init__(self, num_layers: int, product, rngs: nnx.Rngs):
+        self.embed = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)  # so that stage 0 has a B, too
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs) for _ in range(num_layers)])
+        self.product = product
+
+    def __call__(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = x + self.product(x, layer.kernel[...])
+        return x
+
+
+def loss_fn(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def nap_alone(ms: float) -> float:
+    """What one sleep of `ms` milliseconds takes, with nothing else going on: the median of nine."""
+    x = jnp.ones((WIDTH, WIDTH))
+    once = jax.jit(lambda x: nap(x @ x, round(ms * 1000), x))
+    took = []
+    for _ in range(10):
+        start = time.perf_counter()
+        jax.block_until_ready(once(x))
+        took.append(time.perf_counter() - start)
+    return statistics.median(took[1:]) * 1e3
+
+
+def measure(name: str, num_layers: int, ms: float, steps: int) -> dict[str, float]:
+    """The median step, the makespan, their ratio, and the host's time until the step returned, in milliseconds."""
+    micros = round(ms * 1000)
+    groups = MpmdMesh(create_mesh((GROUPS, 1), ("pp", "dp"), devices=jax.devices()[:GROUPS]), "pp")
+    product = sleepy_product(micros, micros, micros)
+    rng = np.random.default_rng(0)
+    batch = {key: rng.normal(size=(MICROBATCHES * ROWS, WIDTH)).astype(np.float32) for key in "xy"}
+    micro = {key: x[:ROWS] for key, x in batch.items()}
+    schedule = make_schedule(name, num_groups=GROUPS, num_microbatches=MICROBATCHES)
+    staged = split_stages(
+        loss_fn,
+        lambda: Net(num_layers, product, nnx.Rngs(0)),
+        micro,
+        num_stages=num_layers,
+        balance="count",
+        mesh=groups.unstack[0],
+    )
+    pipeline = Pipeline(staged, groups, schedule, optax.sgd(1e-3))
+    state = pipeline.init_state()
+    costs = [StageCost(ms, ms, ms)] * num_layers
+    if schedule.splits_backward:
+        costs[0] = StageCost(ms, 0, 2 * ms)  # nobody waits for the gradient of its input: all of it is W
+    took, returned = [], []
+    for _ in range(steps + 2):  # the first two compile
+        start = time.perf_counter()
+        state, metrics = pipeline.step(state, batch)
+        returned.append(time.perf_counter() - start)
+        jax.block_until_ready((state.leaves, metrics))
+        took.append(time.perf_counter() - start)
+    makespan = simulate(schedule, costs).makespan / 1e3
+    step = statistics.median(took[2:])
+    return {
+        "step_ms": step * 1e3,
+        "makespan_ms": makespan * 1e3,
+        "ratio": step / makespan,
+        "best_ratio": min(took[2:]) / makespan,
+        "dispatched_ms": statistics.median(returned[2:]) * 1e3,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks overlap")
+    parser.add_argument("--ms", type=float, default=50.0, help="what a layer sleeps for F, for B and for W")
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--schedules", default=",".join(SCHEDULES), help="which of them, joined by commas")
+    arguments = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    if reason := load_nap():
+        print(f"skipped: {reason}")
+        return 0
+    print(f"a sleep of {arguments.ms:g} ms takes {nap_alone(arguments.ms):.1f} ms")
+    rows = {}
+    for name in arguments.schedules.split(","):
+        rows[name] = measure(name, SCHEDULES[name], arguments.ms, arguments.steps)
+        row = rows[name]
+        print(
+            f"{name:<17} step {row['step_ms']:7.1f} ms, makespan {row['makespan_ms']:7.1f} ms: {row['ratio']:.3f}"
+            f" (best {row['best_ratio']:.3f}; returned after {row['dispatched_ms']:.1f} ms)",
+            flush=True,
+        )
+    print(json.dumps({"ms": arguments.ms, "steps": arguments.steps, "schedules": rows}))
+    return 0
