@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from flax_mesh.mpmd.cut import EXPENSIVE, Piece
-from flax_mesh.mpmd.jaxprs import Program, Var, inline, needed, trace, variables
+from flax_mesh.mpmd.jaxprs import REMAT, Program, Var, inline, needed, trace, variables
+from flax_mesh.mpmd.unzip import unzip_scans
 
 # Never computed a second time to save a residual.
 STORED = EXPENSIVE | {"random_bits", "threefry2x32"}
@@ -56,6 +57,10 @@ def differentiate(
     floats_out = tuple(i for i, v in enumerate(piece.sent) if _is_float(v))
     whole = _joint(program, piece, trained, floats_in, floats_out)
     num_made = len(piece.sent) + len(piece.outputs)
+    if split:
+        # A remat, too, would give both kinds of gradients at once; what it computes again stays in B all the same.
+        whole = inline(whole, lambda eqn: eqn.primitive.name in REMAT)
+        whole = unzip_scans(whole, whole.outputs[: num_made + len(floats_in)])
     made, grads = whole.outputs[:num_made], whole.outputs[num_made:]
     wanted = [made, grads[: len(floats_in)], grads[len(floats_in) :]] if split else [made, grads]
     parts, handed = _slices(whole, wanted, recompute, num_given=len(piece.inputs))

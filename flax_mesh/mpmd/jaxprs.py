@@ -125,12 +125,12 @@ def interpret(program: Program, args: Sequence[Any], opens: Callable[[Eqn], bool
     return [env[atom] if is_var(atom) else atom.val for atom in program.outputs]
 
 
-def inline(program: Program) -> Program:
-    """The same program without nested jits."""
-    if not any(eqn.primitive.name in JIT for eqn in program.eqns):
+def inline(program: Program, opens: Callable[[Eqn], bool] = lambda eqn: False) -> Program:
+    """The same program without nested jits, and without remats that `opens` says to open."""
+    if not any(eqn.primitive.name in JIT or opens(eqn) for eqn in program.eqns):
         return program
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.inputs]
-    return trace(lambda *args: interpret(program, args), *shapes)[0]
+    return trace(lambda *args: interpret(program, args, opens), *shapes)[0]
 
 
 def evaluate(eqn: Eqn, values: Sequence[Any]) -> list[Any]:

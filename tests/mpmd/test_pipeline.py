@@ -171,12 +171,13 @@ def test_groups_of_every_kind(sizes):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize(
     "kinds", [{"scan": True}, {"remat": "full"}, {"num_experts": 4, "scan": True}, {"tied": False}]
 )
-def test_decoders_of_every_kind(kinds):
+def test_decoders_of_every_kind(kinds, name):
     config = DecoderConfig(**SIZES, mlp_size=64, **kinds)
-    compare(lambda: make_decoder(config, nnx.Rngs(0)), next_token_loss, [decoder_batch(8)], 4, PLAIN_SGD)
+    compare(lambda: make_decoder(config, nnx.Rngs(0)), next_token_loss, [decoder_batch(8)], 4, PLAIN_SGD, name=name)
 
 
 def test_a_scanned_stack_is_held_as_one_chunk_a_group():

@@ -6,7 +6,7 @@ import pytest
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss, sample
 from flax_mesh.train import CheckpointConfig, DataConfig, OptimizerConfig, RunConfig, TrainConfig, override, train
 
-SIZES = {"hidden_size": 16, "num_layers": 4, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8, "mlp_size": 32}
+SIZES = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8, "mlp_size": 32}
 
 
 def config_of(folder, text, *settings, **kinds):
@@ -18,7 +18,7 @@ def config_of(folder, text, *settings, **kinds):
         data=DataConfig(source=str(text), sequence_length=16, batch_size=16, held_out=0.2, eval_batches=2),
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1, decay_steps=10),
         checkpoint=CheckpointConfig(every=2),
-        run=RunConfig(steps=2, folder=str(folder), platform="cpu", eval_every=2, sample_tokens=4),
+        run=RunConfig(steps=2, folder=str(folder), platform="cpu", eval_every=2, sample_tokens=0),
     )
     return override(config, ["pipeline.microbatches=4", *settings])
 
@@ -43,22 +43,29 @@ def test_a_pipelined_run_is_the_plain_run_and_either_goes_on_from_the_other(tmp_
     then = losses(config_of(tmp_path / "pp", text, plain, "run.steps=4"))
     np.testing.assert_allclose(first[0] + then[0], want[0], rtol=1e-5)
     np.testing.assert_allclose(first[1] + then[1], want[1], rtol=1e-5)
-    assert len(first[2]) > 4
+
+
+@pytest.mark.slow
+def test_a_pipelined_run_writes_a_sample(tmp_path, text):
+    settings = ("mesh.shape=pp:2,fsdp:2,tp:2", "run.steps=1", "run.eval_every=0", "run.sample_tokens=4")
+    pipelined = losses(config_of(tmp_path / "pp", text, *settings))
+    plain = losses(config_of(tmp_path / "plain", text, "mesh.shape=fsdp:2,tp:4", *settings[1:]))
+    assert pipelined[2] == plain[2] and len(plain[2]) > 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
-        ("mesh.shape=pp:4,fsdp:2", "pipeline.schedule=zb-h1"),
-        ("mesh.shape=pp:2,fsdp:2", "pipeline.schedule=interleaved-1f1b"),
+        ("mesh.shape=pp:2,fsdp:4", "pipeline.schedule=zb-h1"),
+        ("mesh.shape=pp:2,fsdp:2,tp:2", "pipeline.schedule=interleaved-1f1b", "model.num_layers=4"),
         ("mesh.shape=pp:2,dp:2,tp:2", "model.scan=true"),
         ("mesh.shape=pp:2,fsdp:2,sp:2", "pipeline.cut=1", "pipeline.residuals=recompute"),
         ("mesh.shape=pp:2,ep:2,fsdp:2", "model.num_experts=4", "model.scan=true"),
     ],
 )
 def test_every_kind_of_pipeline_goes_on_from_a_plain_run_and_back(tmp_path, text, settings):
-    experts = [s for s in settings if "experts" in s]
+    experts = [s for s in settings if "experts" in s or "num_layers" in s]
     plain = ("mesh.shape=fsdp:4,tp:2", *experts)
     want = losses(config_of(tmp_path / "plain", text, *plain, "run.steps=6"))
     parts = [
