@@ -41,7 +41,8 @@ class Pipeline:
     part each; it may look at other leaves through scalars, as the clip of the global norm does.
 
     `residuals`: "store" what the backward pass needs of the forward pass, or "recompute" it from the inputs of the
-    stage. Gradients are summed in float32 at least. `compiler_options` go to XLA, as in `jax.jit`.
+    stage. Gradients are summed in float32 at least. `shard_optimizer_over` as in `abstract_state`; `compiler_options`
+    go to XLA, as in `jax.jit`.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Pipeline:
         seed: int = 0,
         learning_rate: optax.Schedule | None = None,
         residuals: Literal["store", "recompute"] = "store",
+        shard_optimizer_over: str | tuple[str, ...] = (),
         compiler_options: Mapping[str, Any] | None = None,
     ):
         _check(staged, mesh, schedule, residuals)
@@ -68,7 +70,7 @@ class Pipeline:
         if rules is None and math.prod(mesh.jax_mesh.devices.shape) == mesh.mpmd_dim:
             rules = [(".*", ())]  # groups of one device: nothing is to be split
         self.axes = axes or getattr(rules, "axes", None) or getattr(staged.model, "axes", DEFAULT_AXES)
-        self.placement = place(self._make, staged, mesh, self.group_of, rules, axes)
+        self.placement = place(self._make, staged, mesh, self.group_of, rules, axes, shard_optimizer_over)
         self.num_transfers = 0  # of activations and gradients between groups, in the last step
         self.on_action: Callable[[Action, dict[Any, Any]], None] | None = None  # for tests and tools
         self._built: dict[Any, Any] = {}

@@ -52,11 +52,12 @@ def place(
     stage_to_group: Sequence[int],
     rules: PartitionRules | Iterable[tuple[str, Any]] | None,
     axes: PartitionAxis | None,
+    shard_optimizer_over: str | tuple[str, ...] = (),
 ) -> Placement:
     """The placement of the state of `make() -> (model, optimizer)`. A leaf lies on the group of the first stage that
     uses it, an optimizer leaf on that of its parameter, both laid out there as the rules say."""
     groups = mesh.unstack
-    laid_out = abstract_state(make, groups[0], rules, axes=axes)
+    laid_out = abstract_state(make, groups[0], rules, axes=axes, shard_optimizer_over=shard_optimizer_over)
     plain = abstract_train_state(make, laid_out)
     named = named_leaves(laid_out)
     check_specs([(path, leaf.sharding.spec) for path, leaf in named], mesh)

@@ -74,7 +74,10 @@ def _place(program: Program, groups: Sequence[int]) -> tuple[dict[Var, int], dic
         arrays = {place[v] for v in inputs if prod(v.aval.shape) > 1} - {SHARED}
         if len(arrays) > 1:
             raise MixedGroups(eqn.primitive.name, _roots(program, inputs))
-        here = next(iter(arrays or among), SHARED) if len(arrays) == 1 or len(among) == 1 else SHARED
+        # An array made of scalars, such as the gradient of a leaf that the loss does not use, is made where wanted.
+        grows = not arrays and any(prod(v.aval.shape) > 1 for v in eqn.outvars)
+        alone = (len(arrays) == 1 or len(among) == 1) and not grows
+        here = next(iter(arrays or among), SHARED) if alone else SHARED
         phase = max((ready[v] + (place[v] not in (SHARED, here)) for v in inputs), default=0)
         phases.append(phase)
         place |= dict.fromkeys(eqn.outvars, here)

@@ -46,7 +46,11 @@ class PipelineConfig:
 @dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW behind a global-norm clip. The rate rises linearly for `warmup_steps` to `learning_rate`, then falls by a
-    cosine to `end_learning_rate` at step `decay_steps` and stays there: when a run ends does not change its steps."""
+    cosine to `end_learning_rate` at step `decay_steps` and stays there: when a run ends does not change its steps.
+
+    `shard_over`: a mesh axis, or several joined by commas, over which the moments are split although the parameters are
+    copies there, such as dp (ZeRO stage 1); "" for none.
+    """
 
     learning_rate: float = 3e-4
     end_learning_rate: float = 3e-5
@@ -57,6 +61,7 @@ class OptimizerConfig:
     epsilon: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float = 1.0
+    shard_over: str = field(default="", metadata=SAME_RESULT)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The loop: from a TrainConfig to a trained, saved state, or on from where an earlier run stopped."""
 
+import functools
 import importlib.metadata
 import math
 import time
@@ -18,7 +19,7 @@ from jax.sharding import Mesh
 
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.errors import ConfigError
-from flax_mesh.sharding import PartitionRules
+from flax_mesh.sharding import PartitionRules, check_same_on_all_processes, sharding_fingerprint
 from flax_mesh.state import TrainState
 from flax_mesh.train.batches import BatchFn, make_batch_fn, make_eval_fn, num_eval_batches, prefetch
 from flax_mesh.train.config import Change, TrainConfig, to_lines
@@ -81,6 +82,7 @@ def train(
     folder = next_free(wanted) if restart else wanted
     with run_folder(folder):
         run = _Run(config, recipe, mesh, rules, program, corpus, functions, folder, say, hooks, should_stop)
+        check_same_on_all_processes(run.fingerprint, "sharding (recipe, settings, code)")
         _describe(run)
         with Checkpointer(folder / CHECKPOINTS, keep=config.checkpoint.keep, layers=rules.layers) as checkpointer:
             step = checkpointer.latest_step()
@@ -114,6 +116,11 @@ class _Run:
     say: Say
     hooks: Sequence[Callable[[Row], None]]
     should_stop: Callable[[], bool]
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Of the layout of the whole state."""
+        return sharding_fingerprint(self.program.layout.to_nnx())
 
     @property
     def parameters(self) -> list[Any]:
@@ -245,6 +252,7 @@ def _metadata(run: _Run, step: int) -> dict[str, Any]:
         "step": step,
         "recipe": run.recipe,
         "config": dict(line.split("=", 1) for line in to_lines(run.config)),
+        "sharding": run.fingerprint,
         "mesh": {"axis_names": list(run.mesh.axis_names), "shape": list(run.mesh.devices.shape)},
         "data": {"description": run.corpus.description, "content_hash": run.corpus.content_hash},
         "versions": {

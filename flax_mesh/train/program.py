@@ -14,7 +14,7 @@ from flax_mesh.sharding import PartitionRules, abstract_state, init_state
 from flax_mesh.state import TrainState, abstract_train_state
 from flax_mesh.train.config import TrainConfig
 from flax_mesh.train.cut import parse_cut
-from flax_mesh.train.setup import make_optimizer
+from flax_mesh.train.setup import make_optimizer, shard_over
 from flax_mesh.train.setup import make_schedule as make_learning_rate
 from flax_mesh.train.step import Step, make_eval_step, make_train_step
 
@@ -42,7 +42,7 @@ def train_program(config: TrainConfig, mesh: Mesh, rules: PartitionRules) -> Tra
 
 
 def _plain(config: TrainConfig, mesh: Mesh, rules: PartitionRules, make: Callable[[], Any]) -> TrainProgram:
-    abstract = abstract_state(make, mesh, rules)
+    abstract = abstract_state(make, mesh, rules, shard_optimizer_over=shard_over(config))
     layout = abstract_train_state(make, abstract)
     step = make_train_step(
         config.loss_fn,
@@ -85,6 +85,7 @@ def _pipelined(config: TrainConfig, mesh: Mesh, rules: PartitionRules, make: Cal
         rules=rules,
         seed=config.run.seed,
         learning_rate=make_learning_rate(config.optimizer),
+        shard_optimizer_over=shard_over(config),
         residuals=wanted.residuals,  # pyright: ignore[reportArgumentType] (checked with the config)
     )
     return TrainProgram(

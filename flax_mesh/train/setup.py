@@ -47,6 +47,9 @@ def check_config(config: TrainConfig) -> list[str]:
     }
     found += [f"{key} must be at least 1, got {value}" for key, value in at_least_one.items() if value < 1]
     found += [f"{key} must not be negative, got {value}" for key, value in not_negative.items() if not value >= 0]
+    if unknown := [name for name in shard_over(config) if name not in AXIS_NAMES[1:]]:
+        names = ", ".join(AXIS_NAMES[1:])
+        found.append(f"optimizer.shard_over: {', '.join(map(repr, unknown))} is no mesh axis; use some of {names}")
     if not optimizer.clip_norm > 0:
         found.append(f"optimizer.clip_norm must be above 0 (inf for no clipping), got {optimizer.clip_norm}")
     if run.seed >= 2**32:
@@ -156,6 +159,11 @@ def check_on_mesh(config: TrainConfig, mesh: Mesh | AbstractMesh, axes: Partitio
 def batch_sharding(mesh: Mesh, axes: PartitionAxis) -> NamedSharding:
     """Layout of inputs and targets, (batch, sequence)."""
     return NamedSharding(mesh, axes.resolve(("batch", "sequence")))
+
+
+def shard_over(config: TrainConfig) -> tuple[str, ...]:
+    """Mesh axes of `optimizer.shard_over`."""
+    return tuple(name.strip() for name in config.optimizer.shard_over.split(",") if name.strip())
 
 
 def make_schedule(config: OptimizerConfig) -> optax.Schedule:

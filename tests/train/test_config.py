@@ -325,6 +325,7 @@ def test_a_recipe_must_be_python(tmp_path):
         ("optimizer.warmup_steps=200", "optimizer.warmup_steps=200 must be below optimizer.decay_steps=150"),
         ("pipeline.microbatches=3", "data.batch_size=16 is not divisible by pipeline.microbatches=3"),
         ("data.batch_size=0", "data.batch_size must be an integer of at least 1, is 0"),
+        ("optimizer.shard_over=dp,data", "optimizer.shard_over: 'data' is no mesh axis; use some of dp, fsdp, ep"),
         ("mesh.shape=pp:-1", "mesh.shape=pp:-1 leaves pp to the number of devices; give it a size"),
         ("pipeline.cut=2;3", "pipeline.cut must be flops, count, or the first layer of every stage but the first"),
         ("pipeline.residuals=keep", "pipeline.residuals must be store or recompute, got 'keep'"),
