@@ -76,6 +76,7 @@ def test_every_kind_of_pipeline_goes_on_from_a_plain_run_and_back(tmp_path, text
     np.testing.assert_allclose([x for part in parts for x in part[1]], want[1], rtol=5e-5)
 
 
+@pytest.mark.slow
 def test_moments_split_further_train_the_same(tmp_path, text):
     settings = ("mesh.shape=dp:4,tp:2", "run.eval_every=0", "model.num_layers=1")
     plain = losses(config_of(tmp_path / "plain", text, *settings))
