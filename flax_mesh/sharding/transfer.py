@@ -41,8 +41,8 @@ def shard(
     dtype: floating leaves are cast to it; on the host, but for leaves that lie on several devices
     memory_kind: "device" or "pinned_host"; by default that of the sharding
     donate: one leaf after another, each source let go once it is copied. On devices it is freed, and the caller's
-        array with it. Not on CPU, where donation to `jax.device_put` frees nothing and has been seen to crash: there, as
-        for numpy leaves, memory is free if the caller holds no reference: `shard(load(), ..., donate=True)`
+        array with it. Not on CPU, where donation to `jax.device_put` frees nothing and has been seen to crash: there,
+        as for numpy leaves, memory is free if the caller holds no reference: `shard(load(), ..., donate=True)`
 
     Nothing is compiled for numpy leaves and for leaves that lie as asked, and at most once a shape for arrays on one
     device. In several processes each copies what its own devices hold. On CPU the arrays may share the memory of numpy
