@@ -78,6 +78,22 @@ def place(
     return Placement(tuple(homes), TrainState(tuple(leaves), definition), plain)
 
 
+def bytes_of_groups(
+    staged: StagedModel, stage_to_group: Sequence[int], leaves: Iterable[tuple[str, Any, int]]
+) -> list[int]:
+    """Bytes that a device of every group holds, of the (path, leaf, bytes a device) of a state of all leaves."""
+    leaves = list(leaves)
+    found = [0] * (max(stage_to_group) + 1)
+    model_paths = [path.removeprefix(MODEL) for path, *_ in leaves if path.startswith(MODEL)]
+    model_parts = _parts_by_source(staged)
+    for path, leaf, size in leaves:
+        for rows, group, _ in _homes_of(path, leaf, staged, stage_to_group, model_paths, model_parts):
+            share = size if rows is None else size * (rows[1] - rows[0]) // leaf.shape[0]
+            for held in range(len(found)) if group == SHARED else (group,):
+                found[held] += share
+    return found
+
+
 def chunked(homes: Sequence[Home], values: Sequence[Any]) -> list[Any]:
     """One value for every leaf of the plain state, those of stacks as Chunks, from one for every home."""
     found: dict[int, Any] = {}

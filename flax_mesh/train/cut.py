@@ -1,10 +1,37 @@
 """The settings of a pipeline: how the layers are cut, and in which order the pieces run."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
+
 from flax_mesh.errors import ConfigError
-from flax_mesh.mpmd import make_schedule
-from flax_mesh.train.config import PipelineConfig
+from flax_mesh.mpmd import Schedule, StagedModel, make_schedule, split_stages
+from flax_mesh.train.config import PipelineConfig, TrainConfig
+
+
+def cut_model(
+    config: TrainConfig, layers: Sequence[str], num_groups: int, mesh: Mesh | AbstractMesh
+) -> tuple[StagedModel, Schedule]:
+    """The stages of the recipe's model and their schedule on `num_groups` groups; `mesh` is that of one group."""
+    wanted = config.pipeline
+    schedule = make_schedule(
+        wanted.schedule, num_groups=num_groups, num_microbatches=wanted.microbatches, virtual=wanted.virtual
+    )
+    rows = jax.ShapeDtypeStruct((config.data.batch_size // wanted.microbatches, config.data.sequence_length), jnp.int32)
+    staged = split_stages(
+        config.loss_fn,
+        lambda: config.make_model(config.model, nnx.Rngs(config.run.seed)),
+        {"inputs": rows, "targets": rows},
+        layers=layers or "layers",
+        num_stages=schedule.num_stages,
+        mesh=mesh,
+        **parse_cut(wanted.cut),
+    )
+    return staged, schedule
 
 
 def parse_cut(text: str) -> dict[str, Any]:

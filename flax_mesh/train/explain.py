@@ -1,22 +1,24 @@
 """`flax-mesh explain`: what a recipe's sharding would be, from its config alone; no devices, nothing allocated."""
 
-from collections.abc import Mapping
-
 from flax import nnx
 from jax.sharding import AbstractMesh
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.mesh.shape import resolve_dims
+from flax_mesh.mpmd import CutError
+from flax_mesh.mpmd.placement import bytes_of_groups
 from flax_mesh.sharding.explain import Explanation, explain_sharding
-from flax_mesh.sharding.rules import Finding
+from flax_mesh.sharding.rules import Finding, PartitionRules
 from flax_mesh.train.config import TrainConfig
-from flax_mesh.train.setup import check_config, check_on_mesh, make_optimizer, mesh_shape
+from flax_mesh.train.cut import cut_model
+from flax_mesh.train.setup import check_config, check_on_mesh, make_optimizer, mesh_shape, run_rules, shard_over
 
 
 def explain(config: TrainConfig) -> Explanation:
     """Every array of the recipe's model and optimizer on `mesh.shape`, and all findings.
 
-    With pp > 1 the mesh is that of one group, as if it held the arrays of all stages, and the note says so.
+    With pp > 1 the mesh is that of one group, as if it held the arrays of all stages; the note tells the stages, and
+    what each group holds.
     `run.platform` does not matter, but for `cpu:N` where `mesh.shape` has a -1: N devices then. Raises ConfigError for
     settings that are wrong by themselves; dims that do not divide over the mesh are findings.
     """
@@ -28,9 +30,10 @@ def explain(config: TrainConfig) -> Explanation:
         model = config.make_model(config.model, nnx.Rngs(config.run.seed))
         return model, nnx.Optimizer(model, make_optimizer(config.optimizer), wrt=nnx.Param)
 
-    explanation = explain_sharding(make, mesh, config.rules)
+    explanation = explain_sharding(make, mesh, config.rules, shard_optimizer_over=shard_over(config))
     settings = [_setting_finding(line) for line in check_on_mesh(config, mesh, explanation.axes)]
-    return explanation._replace(findings=(*settings, *explanation.findings), note=_note(mesh_shape(config)))
+    note, uncut = ("", []) if settings else _stages(config, explanation, mesh)
+    return explanation._replace(findings=(*settings, *uncut, *explanation.findings), note=note)
 
 
 def abstract_mesh(config: TrainConfig) -> AbstractMesh:
@@ -52,12 +55,29 @@ def abstract_mesh(config: TrainConfig) -> AbstractMesh:
     return AbstractMesh(tuple(of_group.values()), tuple(of_group))
 
 
-def _note(shape: Mapping[str, int]) -> str:
-    if shape["pp"] == 1:
-        return ""
-    return (
-        f"one of {shape['pp']} groups (pp): each holds the arrays of its own stages, bytes are as if this one held all"
-    )
+def _stages(config: TrainConfig, explanation: Explanation, mesh: AbstractMesh) -> tuple[str, list[Finding]]:
+    """What each group of the pipeline holds and does, and why the model cannot be cut so."""
+    num_groups = mesh_shape(config)["pp"]
+    if num_groups == 1:
+        return "", []
+    table = config.rules if isinstance(config.rules, PartitionRules) else None
+    layers = table.layers if table else run_rules(config).layers
+    try:
+        staged, schedule = cut_model(config, layers, num_groups, mesh)
+    except CutError as error:
+        return "", [Finding("pipeline", str(error).rstrip("."), "Cut it otherwise, or use another mesh.shape")]
+    part = {"optimizer": "optimizer/"}
+    leaves = [(part.get(x.kind, "model/") + x.path, x, x.device_bytes) for x in explanation.report.leaves]
+    sizes = bytes_of_groups(staged, schedule.stage_to_group, leaves)
+    stages = str(staged).splitlines()
+    return "\n".join(
+        [
+            f"pipeline: {schedule.name} over {num_groups} groups of this mesh (pp), {schedule.num_microbatches} "
+            "microbatches; what follows is for one group, as if it held all arrays",
+            *(f"group {group} holds {size / 2**20:,.2f} MiB a device" for group, size in enumerate(sizes)),
+            *stages,
+        ]
+    ), []
 
 
 def _setting_finding(line: str) -> Finding:

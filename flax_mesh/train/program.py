@@ -4,16 +4,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
 from flax_mesh.loss import Metrics
-from flax_mesh.mpmd import MpmdMesh, Pipeline, make_schedule, split_stages
+from flax_mesh.mpmd import MpmdMesh, Pipeline
 from flax_mesh.sharding import PartitionRules, abstract_state, init_state
 from flax_mesh.state import TrainState, abstract_train_state
 from flax_mesh.train.config import TrainConfig
-from flax_mesh.train.cut import parse_cut
+from flax_mesh.train.cut import cut_model
 from flax_mesh.train.setup import make_optimizer, shard_over
 from flax_mesh.train.setup import make_schedule as make_learning_rate
 from flax_mesh.train.step import Step, make_eval_step, make_train_step
@@ -62,21 +61,7 @@ def _plain(config: TrainConfig, mesh: Mesh, rules: PartitionRules, make: Callabl
 
 def _pipelined(config: TrainConfig, mesh: Mesh, rules: PartitionRules, make: Callable[[], Any]) -> TrainProgram:
     groups, wanted = MpmdMesh(mesh, "pp"), config.pipeline
-    schedule = make_schedule(
-        wanted.schedule, num_groups=groups.mpmd_dim, num_microbatches=wanted.microbatches, virtual=wanted.virtual
-    )
-    rows = jax.ShapeDtypeStruct(
-        (config.data.batch_size // wanted.microbatches, config.data.sequence_length), np.dtype("int32")
-    )
-    staged = split_stages(
-        config.loss_fn,
-        lambda: make()[0],
-        {"inputs": rows, "targets": rows},
-        layers=rules.layers or "layers",
-        num_stages=schedule.num_stages,
-        mesh=groups.unstack[0],
-        **parse_cut(wanted.cut),
-    )
+    staged, schedule = cut_model(config, rules.layers, groups.mpmd_dim, groups.unstack[0])
     pipeline = Pipeline(
         staged,
         groups,

@@ -248,10 +248,19 @@ def test_a_recipe_may_hold_an_annotated_model():
 def test_a_pipeline_is_explained_as_one_of_its_groups(capsys, tmp_path):
     page = tmp_path / "page.html"
     settings = ["mesh.shape=pp:2,fsdp:2,tp:2", "pipeline.microbatches=4"]
-    note = "one of 2 groups (pp): each holds the arrays of its own stages"
+    note = "pipeline: 1f1b over 2 groups of this mesh (pp), 4 microbatches"
     assert main(["explain", TINY, *settings]) == DONE
-    first, second = capsys.readouterr().out.splitlines()[:2]
+    first, second, *lines = capsys.readouterr().out.splitlines()[:7]
     assert first.startswith("mesh fsdp:2,tp:2, 4 devices;") and second.startswith(note)
+    held = [float(re.fullmatch(rf"group {k} holds (.*) MiB a device", line)[1]) for k, line in enumerate(lines[:2])]
+    whole = explain(override(load_recipe(TINY), ["mesh.shape=fsdp:2,tp:2"])).report
+    assert sum(held) == pytest.approx(max(whole.memory_per_device.values()) / 2**20, abs=0.02)
+    assert [line.split(";")[0] for line in lines[2:4]] == [
+        "stage 0: layers/0 .. layers/1",
+        "stage 1: layers/2 .. layers/3",
+    ]
+    assert main(["explain", TINY, "mesh.shape=pp:8"]) == FINDINGS
+    assert "too few for 8 stages" in capsys.readouterr().out
     assert main(["explain", TINY, *settings, "--html", str(page)]) == DONE
     assert note in page.read_text(encoding="utf-8")
     assert note in explain(override(load_recipe(TINY), settings)).note
