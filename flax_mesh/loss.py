@@ -46,7 +46,8 @@ def run_loss(
     keyed = reseed(streams, seeds, layers)
     here = jax.tree.map(lambda x: x, others)  # Variables may be changed only in the trace that made them
     called = nnx.merge(graphdef, params, keyed, here)
-    loss_sum, weight, metrics = sums_of(loss_fn(called, batch))
+    with nnx.use_eager_sharding(False):  # as the model was made: what it makes anew must come out the same
+        loss_sum, weight, metrics = sums_of(loss_fn(called, batch))
     after, *parts = nnx.split(called, wrt, nnx.RngState, ...)
     check_same_structure(graphdef, (params, keyed, others), after, parts)
     return loss_sum, (weight, metrics, parts[2])

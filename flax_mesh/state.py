@@ -52,10 +52,12 @@ def check_same_structure(graphdef_before: Any, before: Any, graphdef_after: Any,
     """Raise a ValueError that names the variables that came or went; `before` and `after` are trees of States."""
     was, now = ({path for path, _ in named_leaves(tree)} for tree in (before, after))
     if was != now or graphdef_before != graphdef_after:
+        what = f"gone {sorted(was - now) or 'nothing'}, new {sorted(now - was) or 'nothing'}"
+        if was == now:
+            what = "the variables are the same, but a static attribute or the metadata of a variable is not"
         raise ValueError(
-            f"the step changed the structure of the model: gone {sorted(was - now) or 'nothing'}, "
-            f"new {sorted(now - was) or 'nothing'}. Variables and static attributes must be the same before and after "
-            "the call of the model."
+            f"the step changed the structure of the model: {what}. Variables and static attributes must be the same "
+            "before and after the call of the model."
         )
 
 

@@ -232,8 +232,7 @@ def run(name, state, steps=3):
     layout, before, losses = {p: x.sharding for p, x in fm.named_leaves(state.to_nnx())}, values(state.to_nnx()), []
     batch = fm.shard(batch, P(("fsdp", "dp")), next(iter(layout.values())).mesh, dtype=np.float32)
     for _ in range(steps):
-        with nnx.use_eager_sharding(False):  # Flax's bridge makes its statistics anew in each call, as they were made
-            state, metrics = step(state, batch)
+        state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
     assert {path: x.sharding for path, x in fm.named_leaves(state.to_nnx())} == layout
     return Run(layout, before, values(state.to_nnx()), losses)

@@ -9,8 +9,8 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh import abstract_state, create_mesh
-from flax_mesh.train import init_train_state, make_eval_step, make_train_step
 from flax_mesh.loss import reseed
+from flax_mesh.train import init_train_state, make_eval_step, make_train_step
 from flax_mesh.tree import named_leaves
 
 RULES = [("kernel$", ("embed", "mlp")), (".*", ())]
