@@ -114,7 +114,7 @@ def test_heads_that_tp_does_not_divide_are_a_line_each_setting(complaint):
 def test_all_mistakes_are_told_at_once(complaint):
     lines = complaint("train", TINY, "run.stps=3", "run.seed=x", "nonsense", "model.scan=maybe")
     assert [line.split()[0] for line in lines] == ["run.stps", "run.seed", "'nonsense'", "model.scan"]
-    lines = complaint("train", TINY, "run.steps=0", "run.platform=npu", "mesh.shape=pp:2", "model.head_dim=3")
+    lines = complaint("train", TINY, "run.steps=0", "run.platform=npu", "mesh.shape=pp:-1", "model.head_dim=3")
     assert sorted(line.split()[0].split("=")[0] for line in lines) == [
         "mesh.shape",
         "model.head_dim",

@@ -41,7 +41,7 @@ def train_program(config: TrainConfig, mesh: Mesh, rules: PartitionRules) -> Tra
 
 
 def _plain(config: TrainConfig, mesh: Mesh, rules: PartitionRules, make: Callable[[], Any]) -> TrainProgram:
-    abstract = abstract_state(make, mesh, rules, shard_optimizer_over=shard_over(config))
+    abstract = abstract_state(make, mesh, rules if rules.table else None, shard_optimizer_over=shard_over(config))
     layout = abstract_train_state(make, abstract)
     step = make_train_step(
         config.loss_fn,
@@ -67,7 +67,8 @@ def _pipelined(config: TrainConfig, mesh: Mesh, rules: PartitionRules, make: Cal
         groups,
         schedule,
         make_optimizer(config.optimizer),
-        rules=rules,
+        rules=rules if rules.table else None,  # None: the model is annotated
+        axes=rules.axes,
         seed=config.run.seed,
         learning_rate=make_learning_rate(config.optimizer),
         shard_optimizer_over=shard_over(config),

@@ -10,10 +10,12 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from flax_mesh.axes import PartitionAxis
+from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
 from flax_mesh.errors import ConfigError
 from flax_mesh.mesh import create_mesh, parse_mesh_shape
 from flax_mesh.sharding import PartitionRules, abstract_model, partition_rules
+from flax_mesh.sharding.annotations import annotations_of
+from flax_mesh.sharding.place import ATTRIBUTE
 from flax_mesh.sharding.rules import as_rules
 from flax_mesh.train.config import OptimizerConfig, TrainConfig
 from flax_mesh.train.cut import check_pipeline
@@ -125,10 +127,13 @@ def fit_mesh(shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
 
 
 def run_rules(config: TrainConfig) -> PartitionRules:
-    """The rule table of the run: the recipe's, or the one the model carries."""
+    """The rule table of the run: the recipe's, or the one the model carries; an empty one for an annotated model."""
     if config.rules is not None:
         return as_rules(config.rules)
-    return partition_rules(abstract_model(lambda: config.make_model(config.model, nnx.Rngs(config.run.seed))))
+    model = abstract_model(lambda: config.make_model(config.model, nnx.Rngs(config.run.seed)))
+    if not hasattr(model, ATTRIBUTE) and annotations_of(nnx.state(model)):
+        return PartitionRules([], getattr(model, "axes", DEFAULT_AXES))
+    return partition_rules(model)
 
 
 def check_on_mesh(config: TrainConfig, mesh: Mesh | AbstractMesh, axes: PartitionAxis) -> list[str]:
