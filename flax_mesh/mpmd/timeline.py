@@ -61,8 +61,7 @@ def trace_step(pipeline: Pipeline, state: TrainState, batch: Batch) -> tuple[Tra
     one. The update of the parameters follows when all actions are done, and is no part of the timeline.
     """
     run = Run(pipeline, state, batch, pipeline.schedule.num_microbatches, train=True)
-    for last in jax.tree.leaves((run.sums, run.grads)):
-        _marks(last)  # compiled before the clock runs
+    _compile_marks(run, pipeline.group_of)
     gc.collect()  # a collection during the step would stop the threads that look at the clock, for 0.1 s and more
     with ExitStack() as stack:
         workers = [stack.enter_context(ThreadPoolExecutor(1)) for _ in pipeline.groups]
@@ -195,6 +194,14 @@ def _lasting(outs: Any, kind: str) -> Any:
 def _marks(x: jax.Array) -> list[jax.Array]:
     """A number from each device, there when `x` is."""
     return [_first(shard.data) for shard in x.addressable_shards]
+
+
+def _compile_marks(run: Run, group_of: Sequence[int]) -> None:
+    """Compile what `_lasting` may call, before the clock runs."""
+    for stage in run.stages:
+        grads = [run.grads[group_of[stage.stage], at] for at in stage.trained[:1]]
+        for x in [*run.sums[stage.stage][:1], *grads]:
+            _marks(x)
 
 
 @jax.jit

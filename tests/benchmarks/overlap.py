@@ -1,11 +1,10 @@
 """Do the groups of a pipeline work at the same time? The step time against the makespan of its schedule.
 
 The layers sleep: a small native op, so that the time of a stage does not depend on the cores that are free. A layer
-sleeps for F in the forward, and for B and for W in the two halves of its backward. One device a stage group, four
-groups, eight microbatches. Prints the median step over the makespan that `simulate` gives for these costs; without a
+sleeps for F in the forward, and for B and for W in the two halves of its backward. Four groups of one device. Prints the median step over the makespan that `simulate` gives for these costs; without a
 C++ compiler it says so. A loaded machine wakes sleepers late, which the first line tells: what one sleep really takes.
 
-    python -m tests.benchmarks overlap [--ms 50] [--steps 7]
+    python -m tests.benchmarks overlap [--ms 50] [--microbatches 8] [--steps 7]
 """
 
 import argparse
@@ -28,7 +27,7 @@ from flax_mesh import create_mesh
 from flax_mesh.mpmd import MpmdMesh, Pipeline, Schedule, make_schedule, split_stages
 from flax_mesh.mpmd.simulate import StageCost, simulate
 
-GROUPS, MICROBATCHES, WIDTH, ROWS = 4, 8, 256, 8
+GROUPS, WIDTH, ROWS = 4, 256, 8
 SCHEDULES = {"gpipe": 4, "1f1b": 4, "interleaved-1f1b": 8, "zb-h1": 4}  # name -> layers, one a stage
 SOURCE = Path(__file__).with_name("sleep_op.cc")
 
@@ -104,13 +103,13 @@ def nap_alone(ms: float) -> float:
     return statistics.median(took[1:]) * 1e3
 
 
-def sleepy_pipeline(name: str, ms: float) -> tuple[Pipeline, dict[str, np.ndarray]]:
-    """A pipeline whose stages sleep, and a batch for it; `load_nap` comes first."""
+def sleepy_pipeline(name: str, ms: float, count: int) -> tuple[Pipeline, dict[str, np.ndarray]]:
+    """A pipeline whose stages sleep, and a batch of `count` microbatches for it; `load_nap` comes first."""
     num_layers, micros = SCHEDULES[name], round(ms * 1000)
     groups = MpmdMesh(create_mesh((GROUPS, 1), ("pp", "dp"), devices=jax.devices()[:GROUPS]), "pp")
     product = sleepy_product(micros, micros, micros)
     rng = np.random.default_rng(0)
-    batch = {key: rng.normal(size=(MICROBATCHES * ROWS, WIDTH)).astype(np.float32) for key in "xy"}
+    batch = {key: rng.normal(size=(count * ROWS, WIDTH)).astype(np.float32) for key in "xy"}
     staged = split_stages(
         loss_fn,
         lambda: Net(num_layers, product, nnx.Rngs(0)),
@@ -119,7 +118,7 @@ def sleepy_pipeline(name: str, ms: float) -> tuple[Pipeline, dict[str, np.ndarra
         balance="count",
         mesh=groups.unstack[0],
     )
-    schedule = make_schedule(name, num_groups=GROUPS, num_microbatches=MICROBATCHES)
+    schedule = make_schedule(name, num_groups=GROUPS, num_microbatches=count)
     return Pipeline(staged, groups, schedule, optax.sgd(1e-3)), batch
 
 
@@ -130,9 +129,9 @@ def costs_of_sleep(schedule: Schedule, ms: float) -> list[StageCost]:
     return [first] + [StageCost(ms, ms, ms)] * (schedule.num_stages - 1)
 
 
-def measure(name: str, ms: float, steps: int) -> dict[str, float]:
+def measure(name: str, ms: float, count: int, steps: int) -> dict[str, float]:
     """The median step, the makespan, their ratio, and the host's time until the step returned, in milliseconds."""
-    pipeline, batch = sleepy_pipeline(name, ms)
+    pipeline, batch = sleepy_pipeline(name, ms, count)
     state = pipeline.init_state()
     took, returned = [], []
     for _ in range(steps + 2):  # the first two compile
@@ -155,6 +154,7 @@ def measure(name: str, ms: float, steps: int) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks overlap")
     parser.add_argument("--ms", type=float, default=50.0, help="what a layer sleeps for F, for B and for W")
+    parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--schedules", default=",".join(SCHEDULES), help="which of them, joined by commas")
     arguments = parser.parse_args()
@@ -166,12 +166,12 @@ def main() -> int:
     print(f"a sleep of {arguments.ms:g} ms takes {nap_alone(arguments.ms):.1f} ms")
     rows = {}
     for name in arguments.schedules.split(","):
-        rows[name] = measure(name, arguments.ms, arguments.steps)
+        rows[name] = measure(name, arguments.ms, arguments.microbatches, arguments.steps)
         row = rows[name]
         print(
             f"{name:<17} step {row['step_ms']:7.1f} ms, makespan {row['makespan_ms']:7.1f} ms: {row['ratio']:.3f}"
             f" (best {row['best_ratio']:.3f}; returned after {row['returned_ms']:.1f} ms)",
             flush=True,
         )
-    print(json.dumps({"ms": arguments.ms, "steps": arguments.steps, "schedules": rows}))
+    print(json.dumps(vars(arguments) | {"schedules": rows}))
     return 0

@@ -158,7 +158,7 @@ def test_a_backward_is_split_without_changing_what_is_done(name):
 def test_all_groups_work_at_the_same_time():
     if reason := load_nap():
         pytest.skip(reason)
-    pipeline, batch = sleepy_pipeline("1f1b", 50.0)
+    pipeline, batch = sleepy_pipeline("1f1b", 50.0, 8)
     state = pipeline.init_state()
     for _ in range(2):
         state, _ = pipeline.step(state, batch)
