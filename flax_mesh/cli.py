@@ -20,11 +20,12 @@ import jax
 
 from flax_mesh.errors import ConfigError, ShardingError
 from flax_mesh.mesh import create_mesh, describe_mesh, draw_mesh_svg, parse_mesh_shape
-from flax_mesh.mpmd.command import add_schedule_arguments, schedule_answer
+from flax_mesh.mpmd.command import add_schedule_arguments, give_measured, schedule_answer
 from flax_mesh.mpmd.picture import draw_schedule_svg
 from flax_mesh.sharding import explanation_data, explanation_text, sharding_page
 from flax_mesh.train import Result, load_recipe, override, to_lines, train
 from flax_mesh.train.explain import explain
+from flax_mesh.train.measure import measure_recipe
 from flax_mesh.train.metrics import Row
 from flax_mesh.train.setup import AXIS_NAMES, PLATFORM, check_config
 
@@ -62,6 +63,7 @@ def train_command(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             say=display.say,
             hooks=[display.row],
             should_stop=should_stop,
+            trace=arguments.trace,
         )
     _print_result(result, argv, config.run.steps)
     return STOPPED if result.status == "stopped" else DONE
@@ -101,6 +103,12 @@ def mesh_command(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def schedule_command(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    if arguments.measure:
+        recipe, *overrides = arguments.measure
+        config = override(load_recipe(recipe), _with_files(overrides))
+        use_platform(config.run.platform)
+        unit = give_measured(arguments, measure_recipe(config))
+        print(f"measured: --costs {arguments.costs}, in units of {unit:.3g} ms", file=sys.stderr)
     found = schedule_answer(arguments)
     if arguments.svg:
         _write("--svg", arguments.svg, draw_schedule_svg(found.schedule, found.costs))
@@ -183,6 +191,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--restart", action="store_true", help="start over in a new folder beside run.folder")
     command.add_argument(
         "--allow-changes", action="store_true", help="resume although settings that change the result differ"
+    )
+    command.add_argument(
+        "--trace", metavar="FILE.json", help="of a pipeline: when each action of the third step ran, and a picture"
     )
     command = commands.add_parser(
         "explain",

@@ -55,8 +55,8 @@ def add_schedule_arguments(command: argparse.ArgumentParser) -> None:
     """The arguments of `flax-mesh schedule`."""
     add = command.add_argument
     add("name", metavar="NAME", help=f"{', '.join(SCHEDULE_NAMES)}; or search: the best for these costs and memory")
-    add("--stages", metavar="S", type=int, required=True, help="groups of devices; each has V stages")
-    add("--microbatches", metavar="M", type=int, required=True)
+    add("--stages", metavar="S", type=int, help="groups of devices; each has V stages")
+    add("--microbatches", metavar="M", type=int)
     add("--virtual", metavar="V", type=int, help="stages on each group (default: what the schedule is made for)")
     costs = (
         "time of forward, backward to input, backward to weights, transfer (default 1,1,1); one per stage: joined by /"
@@ -66,13 +66,36 @@ def add_schedule_arguments(command: argparse.ArgumentParser) -> None:
     add("--seconds", metavar="N", type=float, help=f"search: how long, about (default {DEFAULT_SECONDS:g})")
     add("--seed", metavar="N", type=int, help="search: another seed may find another schedule (default 0)")
     add("--whole-backward", action="store_true", help="search: do not split the backward")
+    measure = "take stages, microbatches and costs (in ms) from a recipe, run on the devices that are here"
+    add("--measure", metavar="RECIPE section.key=value", nargs="+", help=measure)
     add("--svg", metavar="FILE", help="write a picture")
     add("--json", action="store_true", help="print JSON")
+
+
+def give_measured(arguments: argparse.Namespace, measured: Any) -> float:
+    """Put what was measured (`costs`, `num_groups`, `num_microbatches`) where the options would have put it.
+
+    Costs become multiples of the shortest forward, so that time is drawn as for costs of 1; gives that one, in ms.
+    """
+    given = {"--stages": arguments.stages, "--virtual": arguments.virtual}
+    if taken := [option for option, value in given.items() if value is not None]:
+        raise ConfigError(f"{' '.join(taken)}: --measure takes this from the recipe; leave it out")
+    arguments.stages = measured.num_groups
+    arguments.virtual = len(measured.costs) // measured.num_groups
+    arguments.microbatches = arguments.microbatches or measured.num_microbatches
+    unit = min(cost[0] for cost in measured.costs)
+    arguments.costs = "/".join(",".join(f"{time / unit:.2g}" for time in cost) for cost in measured.costs)
+    return unit
 
 
 def schedule_answer(arguments: argparse.Namespace) -> Answer:
     """The schedule that the arguments ask for; ConfigError, in one line, where there is none."""
     try:
+        sizes = {"--stages": arguments.stages, "--microbatches": arguments.microbatches}
+        if missing := [option for option, value in sizes.items() if value is None]:
+            raise ConfigError(
+                f"{' and '.join(missing)} must be given, or --measure RECIPE; see flax-mesh schedule --help"
+            )
         _check_search_options(arguments)
         memory = None if arguments.memory is None else _numbers("--memory", arguments.memory, int)
         if memory is not None:

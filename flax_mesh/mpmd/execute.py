@@ -101,12 +101,12 @@ class Run:
         """Every leaf on every group that uses it, and the number of the step on all."""
         pipeline = self.pipeline
         self.held: dict[tuple[int, int], Any] = {}
-        for at, users in enumerate(pipeline.staged.users):
-            home = pipeline.placement.homes[pipeline.leaf_homes[at]]
+        # Of these stages, not of those in training: in `eval()` mode a model may read a variable elsewhere.
+        for group, at in sorted({(pipeline.group_of[s.stage], at) for s in self.stages for at in s.leaves}):
+            home = pipeline.leaf_home(at)
             value = state.leaves[pipeline.leaf_homes[at]]
-            for group in {pipeline.group_of[k] for k in users}:
-                there = moved(home.sharding, pipeline.groups[group])
-                self.held[group, at] = value if group == home.group else jax.device_put(value, there)
+            there = moved(home.sharding, pipeline.groups[group])
+            self.held[group, at] = value if group == home.group else jax.device_put(value, there)
         for at, home in enumerate(pipeline.placement.homes):
             if home.group == SHARED:
                 for group, mesh in enumerate(pipeline.groups):

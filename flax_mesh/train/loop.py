@@ -19,6 +19,8 @@ from jax.sharding import Mesh
 
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.errors import ConfigError
+from flax_mesh.mpmd.simulate import simulate
+from flax_mesh.mpmd.timeline import costs_of, trace_step, write_timeline
 from flax_mesh.sharding import PartitionRules, check_same_on_all_processes, sharding_fingerprint
 from flax_mesh.state import TrainState
 from flax_mesh.train.batches import BatchFn, make_batch_fn, make_eval_fn, num_eval_batches, prefetch
@@ -60,11 +62,13 @@ def train(
     say: Say = lambda text: None,
     hooks: Sequence[Callable[[Row], None]] = (),
     should_stop: Callable[[], bool] = lambda: False,
+    trace: str | Path | None = None,
 ) -> Result:
     """Train as `config` says; if `run.folder` holds a checkpoint of this run, go on from there.
 
     `restart` starts over in a new folder beside it. `hooks` get every row of metrics, `say` every line for people.
-    Once `should_stop()` is true the step at hand is finished and saved. Raises ConfigError, before anything compiles,
+    Once `should_stop()` is true the step at hand is finished and saved. `trace`: a file for the times of all actions of
+    a pipeline's third step, with a picture beside it. Raises ConfigError, before anything compiles,
     for settings that are wrong or that differ from the checkpoint's in what changes the result (`allow_changes`).
     """
     if problems := check_config(config):
@@ -74,6 +78,10 @@ def train(
     if problems := check_on_mesh(config, mesh, rules.axes):
         raise ConfigError(problems)
     program = train_program(config, mesh, rules)
+    if trace is not None and program.pipeline is None:
+        raise ConfigError(
+            f"--trace {trace}: only a pipeline has actions to show; add pp to mesh.shape={config.mesh.shape}"
+        )
     corpus = load_corpus(config.data)
     if problems := check_on_corpus(config, corpus):
         raise ConfigError(problems)
@@ -81,7 +89,7 @@ def train(
     wanted = Path(config.run.folder).expanduser()
     folder = next_free(wanted) if restart else wanted
     with run_folder(folder):
-        run = _Run(config, recipe, mesh, rules, program, corpus, functions, folder, say, hooks, should_stop)
+        run = _Run(config, recipe, mesh, rules, program, corpus, functions, folder, say, hooks, should_stop, trace)
         check_same_on_all_processes(run.fingerprint, "sharding (recipe, settings, code)")
         _describe(run)
         with Checkpointer(folder / CHECKPOINTS, keep=config.checkpoint.keep, layers=rules.layers) as checkpointer:
@@ -116,6 +124,7 @@ class _Run:
     say: Say
     hooks: Sequence[Callable[[Row], None]]
     should_stop: Callable[[], bool]
+    trace: str | Path | None
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -161,7 +170,10 @@ def _steps(run: _Run, checkpointer: Checkpointer, state: TrainState, start: int)
         stack.callback(rows.close)
         batches = stack.enter_context(closing(prefetch(batch_fn, start, config.run.steps)))
         for index, batch, waited in batches:
-            state, metrics = step_fn(state, batch)
+            if run.trace is not None and index == start + 2:  # two steps compile
+                state, metrics = _traced_step(run, state, batch)
+            else:
+                state, metrics = step_fn(state, batch)
             step = index + 1
             rows.finish()  # of the step before: the device is busy with this one meanwhile
             rows.begin(step, metrics, waited)
@@ -179,6 +191,22 @@ def _steps(run: _Run, checkpointer: Checkpointer, state: TrainState, start: int)
         sample = _sample(run, state) if status == "finished" else ""
     checkpointer.wait()
     return Result(status, step, run.folder, rows.last, sample)
+
+
+def _traced_step(run: _Run, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+    assert run.program.pipeline is not None and run.trace is not None
+    state, metrics, timeline = trace_step(run.program.pipeline, state, batch)
+    try:
+        trace, picture = write_timeline(timeline, run.trace)
+    except (OSError, ValueError) as error:
+        run.say(f"trace: {run.trace} cannot be written: {error}")
+        return state, metrics
+    simulated = simulate(timeline.schedule, costs_of(timeline))
+    run.say(
+        f"trace: {trace} and {picture}; bubble {timeline.bubble:.0%} (simulated {simulated.bubble:.0%}), "
+        f"{timeline.overlap:.1f} of {timeline.schedule.num_groups} groups at work on average"
+    )
+    return state, metrics
 
 
 class _Rows:
@@ -280,8 +308,9 @@ def _describe(run: _Run) -> None:
         f"model: {run.num_parameters / 1e6:.2f}M parameters in {len(run.parameters)} arrays; "
         f"with the optimizer {whole / 2**20:.1f} MiB, {shard / 2**20:.1f} MiB a device"
     )
-    for line in run.program.text.splitlines():
-        run.say(line)
+    if run.program.pipeline is not None:
+        for line in str(run.program.pipeline.staged).splitlines():
+            run.say(line)
     config = run.config
     if config.run.steps > config.optimizer.decay_steps:
         run.say(

@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from flax_mesh.loss import Metrics
-from flax_mesh.mpmd import MpmdMesh, Pipeline
+from flax_mesh.mpmd import MpmdMesh, Pipeline, Schedule
 from flax_mesh.sharding import PartitionRules, abstract_state, init_state
 from flax_mesh.state import TrainState, abstract_train_state
 from flax_mesh.train.config import TrainConfig
@@ -26,7 +26,7 @@ class TrainProgram(NamedTuple):
     step: Step
     evaluate: Callable[[TrainState, Any], Metrics]  # sums over a batch
     model: Callable[[TrainState], nnx.Module]  # the model on the whole mesh, for sampling
-    text: str  # how the model is cut into stages, "" where it is not
+    pipeline: Pipeline | None
 
 
 def train_program(config: TrainConfig, mesh: Mesh, rules: PartitionRules) -> TrainProgram:
@@ -56,24 +56,36 @@ def _plain(config: TrainConfig, mesh: Mesh, rules: PartitionRules, make: Callabl
     def init() -> TrainState:
         return TrainState(tuple(jax.tree.leaves(init_state(make, abstract))), layout.definition)
 
-    return TrainProgram(layout, init, step, make_eval_step(config.loss_fn, layout), lambda state: state.merge()[0], "")
+    return TrainProgram(
+        layout, init, step, make_eval_step(config.loss_fn, layout), lambda state: state.merge()[0], None
+    )
 
 
 def _pipelined(config: TrainConfig, mesh: Mesh, rules: PartitionRules, make: Callable[[], Any]) -> TrainProgram:
-    groups, wanted = MpmdMesh(mesh, "pp"), config.pipeline
+    pipeline = recipe_pipeline(config, mesh, rules)
+    return TrainProgram(
+        pipeline.abstract, pipeline.init_state, pipeline.step, pipeline.evaluate, pipeline.model, pipeline
+    )
+
+
+def recipe_pipeline(
+    config: TrainConfig,
+    mesh: Mesh,
+    rules: PartitionRules,
+    change: Callable[[Schedule], Schedule] = lambda schedule: schedule,
+) -> Pipeline:
+    """The pipeline of a recipe on a mesh with an axis pp; `change` may put another schedule in the place of its own."""
+    groups = MpmdMesh(mesh, "pp")
     staged, schedule = cut_model(config, rules.layers, groups.mpmd_dim, groups.unstack[0])
-    pipeline = Pipeline(
+    return Pipeline(
         staged,
         groups,
-        schedule,
+        change(schedule),
         make_optimizer(config.optimizer),
         rules=rules if rules.table else None,  # None: the model is annotated
         axes=rules.axes,
         seed=config.run.seed,
         learning_rate=make_learning_rate(config.optimizer),
         shard_optimizer_over=shard_over(config),
-        residuals=wanted.residuals,  # pyright: ignore[reportArgumentType] (checked with the config)
-    )
-    return TrainProgram(
-        pipeline.abstract, pipeline.init_state, pipeline.step, pipeline.evaluate, pipeline.model, str(staged)
+        residuals=config.pipeline.residuals,  # pyright: ignore[reportArgumentType] (checked with the config)
     )
