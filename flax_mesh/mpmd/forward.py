@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh
 
 from flax_mesh.loss import Batch, LossFn, run_loss, sums_of
 from flax_mesh.mpmd.cut import mark_p
-from flax_mesh.mpmd.jaxprs import JIT, REMAT, Chunks, Eqn, Program, inline, interpret, is_var, trace, whole
+from flax_mesh.mpmd.jaxprs import JIT, REMAT, Chunks, Eqn, Program, inline, interpret, is_var, needed, trace, whole
 from flax_mesh.tree import in_stack, named_leaves
 
 Layer = tuple[str, int]  # path of the list or stack, and the number of the layer in it
@@ -141,7 +141,9 @@ def open_forward(forward: Forward, leaves: Sequence[Leaf], layers: Sequence[str]
 
     data = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in forward.program.inputs[len(forward.named) :]]
     arrays = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-    return Opened(inline(trace(again, arrays, data)[0]), updates, bool(spanning))
+    program = inline(trace(again, arrays, data)[0])
+    kept, _ = needed(program.eqns, program.outputs)  # what nothing depends on would sit in the last stage
+    return Opened(program._replace(eqns=tuple(program.eqns[at] for at in kept)), updates, bool(spanning))
 
 
 @contextlib.contextmanager

@@ -1,10 +1,14 @@
 """A recipe whose mesh has pp: it trains, evaluates and saves, and any other mesh goes on from there."""
 
+import json
+
 import numpy as np
 import pytest
 
+from flax_mesh.errors import ConfigError
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss, sample
 from flax_mesh.train import CheckpointConfig, DataConfig, OptimizerConfig, RunConfig, TrainConfig, override, train
+from flax_mesh.train.measure import measure_recipe
 
 SIZES = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8, "mlp_size": 32}
 
@@ -82,3 +86,33 @@ def test_moments_split_further_train_the_same(tmp_path, text):
     plain = losses(config_of(tmp_path / "plain", text, *settings))
     split = losses(config_of(tmp_path / "split", text, *settings, "optimizer.shard_over=dp"))
     np.testing.assert_allclose(split[0], plain[0], rtol=1e-6)
+
+
+def test_what_needs_a_pipeline_says_so(tmp_path, text):
+    plain = config_of(tmp_path / "run", text, "mesh.shape=fsdp:4,tp:2")
+    with pytest.raises(ConfigError, match=r"--trace t.json: only a pipeline has actions.* mesh.shape=fsdp:4,tp:2"):
+        train(plain, trace="t.json")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match=r"mesh.shape=fsdp:4,tp:2 has no pp"):
+        measure_recipe(plain)
+
+
+@pytest.mark.slow
+def test_the_third_step_is_traced(tmp_path, text):
+    settings = ("mesh.shape=pp:2,fsdp:4", "run.steps=4", "run.eval_every=0")
+    said, trace = [], tmp_path / "trace.json"
+    result = train(config_of(tmp_path / "run", text, *settings), say=said.append, trace=trace)
+    plain = losses(config_of(tmp_path / "plain", text, *settings))
+    assert result.last_row["loss"] == pytest.approx(plain[0][-1], rel=1e-6)
+    names = [e["name"] for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X" and e["pid"] == 0]
+    assert sorted(names) == sorted(f"{stage}{kind}{m}" for stage in range(2) for kind in "FB" for m in range(4))
+    assert trace.with_suffix(".svg").read_text().startswith("<svg")
+    assert any("groups at work on average" in line for line in said)
+
+
+@pytest.mark.slow
+def test_costs_of_a_recipe_are_measured(tmp_path, text):
+    measured = measure_recipe(config_of(tmp_path, text, "mesh.shape=pp:2,fsdp:4", "pipeline.schedule=interleaved-1f1b",
+                                        "model.num_layers=4"))  # fmt: skip
+    assert (measured.num_groups, measured.num_microbatches, len(measured.costs)) == (2, 4, 4)
+    assert all(cost.forward > 0 and cost.weights > 0 for cost in measured.costs)
