@@ -1,8 +1,9 @@
 """Do the groups of a pipeline work at the same time? The step time against the makespan of its schedule.
 
 The layers sleep: a small native op, so that the time of a stage does not depend on the cores that are free. A layer
-sleeps for F in the forward, and for B and for W in the two halves of its backward. Four groups of one device. Prints the median step over the makespan that `simulate` gives for these costs; without a
-C++ compiler it says so. A loaded machine wakes sleepers late, which the first line tells: what one sleep really takes.
+sleeps for F in the forward, and for B and for W in the two halves of its backward. Four groups of one device. Prints
+the median step over the makespan that `simulate` gives for these costs; without a C++ compiler it says so. A loaded
+machine wakes sleepers late, which the first line tells: what one sleep really takes.
 
     python -m tests.benchmarks overlap [--ms 50] [--microbatches 8] [--steps 7]
 """

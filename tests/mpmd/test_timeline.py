@@ -11,7 +11,7 @@ import pytest
 
 from flax_mesh.mpmd import Action, make_schedule
 from flax_mesh.mpmd.check import check_schedule
-from flax_mesh.mpmd.schedules import SCHEDULE_NAMES
+from flax_mesh.mpmd.schedules import SCHEDULE_NAMES, dependencies
 from flax_mesh.mpmd.search import search_schedule
 from flax_mesh.mpmd.simulate import StageCost, simulate
 from flax_mesh.mpmd.timeline import (
@@ -167,5 +167,7 @@ def test_all_groups_work_at_the_same_time():
     moments = [(start + end) / 2 for _, _, start, end in timeline.events]
     at_work = [{group for group, _, start, end in timeline.events if start < moment < end} for moment in moments]
     assert {0, 1, 2, 3} in at_work
+    middle = {action: (start + end) / 2 for _, action, start, end in timeline.events}
     for group, action, start, end in timeline.events:
+        assert all(middle[other] < start for other in dependencies(action, 4)), action
         assert end - start >= 0.5 * (50.0 if action.kind == "F" else 100.0), (group, action)
