@@ -277,7 +277,7 @@ def test_frozen_leaves_get_no_gradient():
 def updates(draw):
     """(groups of the leaves, a function of the leaves and a shared count): elementwise, and norms over all of them."""
     groups = draw(st.lists(st.integers(0, 2), min_size=1, max_size=5))
-    kinds = ("clip", "decay", "max", "count", "own norm", "scalar leaf")
+    kinds = ("clip", "decay", "max", "count", "own norm", "scalar leaf", "noise")
     ops = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=4))
 
     def update(leaves, count):
@@ -294,6 +294,8 @@ def updates(draw):
                 leaves = [x / (1 + jnp.linalg.norm(x)) for x in leaves]
             elif op == "scalar leaf":
                 leaves = [x * (1 + leaves[0].ravel()[0]) for x in leaves]
+            elif op == "noise":  # arrays made of scalars alone
+                leaves = [x + jnp.full(x.shape, 0.1 * norm) for x in leaves]
             else:
                 leaves = [x - 0.1 * x if op == "decay" else x * count for x in leaves]
         return leaves, count + 1, metrics
@@ -309,7 +311,7 @@ def test_the_parts_of_an_update_one_after_the_other_give_the_whole(case):
     values = [rng.normal(size=(2, 3) if i % 2 else (1,)).astype(np.float32) for i in range(len(groups))]
     program, _ = trace(update, values, np.float32(2))
     homes = [*groups, SHARED]
-    every = tuple(sorted(set(groups)))
+    every = (0, 1, 2)
     wanted = [*((g,) for g in groups), every, *[()] * (len(program.outputs) - len(groups) - 1)]
     parts, held = cut_by_group(program, homes, wanted)
     env = {g: {} for g in every}
