@@ -15,6 +15,7 @@ from flax_mesh.mpmd.mesh import MpmdMesh, current_mpmd_mesh
 from flax_mesh.mpmd.pipeline import Pipeline
 from flax_mesh.mpmd.schedules import Action, Schedule, forward_schedule, make_schedule
 from flax_mesh.mpmd.stage import StagedModel, split_stages
+from flax_mesh.mpmd.timeline import Timeline, measure_costs, trace_step, write_timeline
 from flax_mesh.mpmd.transfer import device_put
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Pipeline",
     "Schedule",
     "StagedModel",
+    "Timeline",
     "as_jax_array",
     "chain_stages",
     "current_mpmd_mesh",
@@ -36,5 +38,8 @@ __all__ = [
     "is_local_device",
     "jit",
     "make_schedule",
+    "measure_costs",
     "split_stages",
+    "trace_step",
+    "write_timeline",
 ]

@@ -58,7 +58,9 @@ def _simulated(schedule: Schedule, costs: Costs, result: Simulation) -> Panel:
 
 def _document(panels: Sequence[Panel], result: Simulation, schedule: Schedule) -> str:
     span = max((end for _, events in panels for *_, end in events), default=0.0)
-    shortest = min((end - start for _, events in panels for *_, start, end in events if end > start), default=1.0)
+    # What takes next to no time, as the empty B of a first stage, does not set the scale.
+    lengths = [end - start for _, events in panels for *_, start, end in events]
+    shortest = min((length for length in lengths if length > span / 500), default=1.0)
     wide = min(max(span * LEAST_BOX / shortest, LEAST_WIDTH), MOST_WIDTH) if span else LEAST_WIDTH
     scale = wide / span if span else 1.0
     height = schedule.num_groups * (BAR + HELD + GAP)

@@ -92,7 +92,7 @@ class Pipeline:
             if self.on_action is not None:
                 self.on_action(action, run.saved)
         self.num_transfers = run.num_transfers
-        return self._update(state, run)
+        return self.update(state, run)
 
     def evaluate(self, state: TrainState, batch: Batch, num_microbatches: int | None = None) -> Metrics:
         """The sums "loss", "weight" and the loss's own metrics over a batch, with the model in `eval()` mode."""
@@ -192,7 +192,8 @@ class Pipeline:
         """Where a leaf of the staged model lies."""
         return self.placement.homes[self.leaf_homes[leaf]]
 
-    def _update(self, state: TrainState, run: Run) -> tuple[TrainState, Metrics]:
+    def update(self, state: TrainState, run: Run) -> tuple[TrainState, Metrics]:
+        """The optimizer step from what a run over the whole schedule has summed up; donates `state`."""
         sums = run.named_sums()
         groups = {name: group for name, (group, _) in sums.items()}
         key = ("update", tuple(sorted(run.grads)), tuple(groups.items()))

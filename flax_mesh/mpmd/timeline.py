@@ -71,7 +71,7 @@ def trace_step(pipeline: Pipeline, state: TrainState, batch: Batch) -> tuple[Tra
             watch.action = action
             run.do(action)
         times = {action: (begun.result(), ended.result()) for action, (begun, ended) in watch.times.items()}
-    new, metrics = pipeline._update(state, run)
+    new, metrics = pipeline.update(state, run)
     return new, metrics, _timeline(pipeline.schedule, times)
 
 
