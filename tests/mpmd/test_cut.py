@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from flax_mesh.mpmd import cut
 from flax_mesh.mpmd.backward import differentiate, forward_only
 from flax_mesh.mpmd.cut import CONSTANT, DATA, OUTSIDE, VARIABLES
-from flax_mesh.mpmd.jaxprs import Program, is_var, trace, variables
+from flax_mesh.mpmd.jaxprs import Program, bodies, is_var, trace, variables
 from flax_mesh.mpmd.update import SHARED, MixedGroups, cut_by_group
 
 ROWS, WIDTH = 2, 3
@@ -259,6 +259,44 @@ def test_the_half_to_the_input_multiplies_nothing_for_the_weights(recompute, aga
     assert dots(first.forward) == 4
     assert dots(first.backward) == 0
     assert dots(first.weights) == 4 + 3 + (4 if recompute else 0)
+
+
+def all_dots(part):
+    """As `dots`, with those inside scans and remats."""
+
+    def count(eqns):
+        inner = [(eqn.params.get("length", 1), body.eqns) for eqn in eqns for body in bodies(eqn)]
+        return sum(eqn.primitive.name == "dot_general" for eqn in eqns) + sum(n * count(body) for n, body in inner)
+
+    return count(part.program.eqns)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(("remat", "again"), [(False, 0), (True, 4)])
+def test_a_scan_over_layers_is_cut_into_both_halves(remat, again, reverse):
+    def loss(leaves, x):
+        def layer(h, w):
+            h = jnp.tanh(h @ w)
+            return h, h.sum()
+
+        layer = jax.checkpoint(layer) if remat else layer
+        h, sums = jax.lax.scan(layer, jnp.tanh(x @ leaves[0]), leaves[1], reverse=reverse)
+        return h.sum() + sums.sum(), x.sum()
+
+    rng = np.random.default_rng(0)
+    values = [rng.normal(size=s).astype(np.float32) for s in ((WIDTH, WIDTH), (4, WIDTH, WIDTH), (ROWS, WIDTH))]
+    program, _ = trace(loss, values[:2], values[2])
+    ranks = dict(zip(program.inputs, [0, 1, DATA], strict=True))
+    model = Traced(Net((0, 1), ()), program, ranks, values)
+    halves = halves_of(model, 2)
+    last = halves[1]
+    assert last.backward is not None and last.weights is not None
+    assert [all_dots(part) for part in (last.forward, last.backward, last.weights)] == [4, 4 + again, 4]
+    value, grads = run_backward(model, halves, recompute=False, split=True)
+    (want, _), wanted = jax.value_and_grad(loss, has_aux=True)(values[:2], values[2])
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    for at, grad in enumerate(wanted):
+        np.testing.assert_allclose(grads[at], grad, rtol=1e-4, atol=1e-5)
 
 
 def test_frozen_leaves_get_no_gradient():
