@@ -83,10 +83,10 @@ def apply_gradients(
 def sums_of(result: Any) -> tuple[jax.Array, jax.Array, Metrics]:
     """(loss_sum, weight, metrics) of what a loss function returned, in the forms that LossFn allows."""
     parts = result if isinstance(result, tuple) else (result, 1.0)
-    if len(parts) not in (2, 3):
+    if len(parts) not in (2, 3) or result is None:
+        what = "None" if result is None else f"a tuple of {len(parts)}"
         raise ValueError(
-            f"loss_fn returned a tuple of {len(parts)}; it must return (loss_sum, weight), "
-            "(loss_sum, weight, metrics) or a scalar."
+            f"loss_fn returned {what}; it must return (loss_sum, weight), (loss_sum, weight, metrics) or a scalar."
         )
     loss_sum, weight = (jnp.asarray(x, jnp.promote_types(jnp.result_type(x), jnp.float32)) for x in parts[:2])
     if loss_sum.shape or weight.shape:

@@ -51,7 +51,9 @@ class Update:
         try:
             parts, self.held = cut_by_group(program, groups, wanted)
         except MixedGroups as error:
-            paths = [homes[at].path for at in error.inputs if at < len(homes)]
+            named = [home.path for home in homes]
+            named += [f"the gradient of {staged.leaves[leaf].path}" for _, leaf in self.grads]
+            paths = dict.fromkeys(named[at] for at in error.inputs if at < len(named) and groups[at] != SHARED)
             raise ConfigError(
                 f"the optimizer computes {error.primitive} over arrays of several pipeline groups: {', '.join(paths)}. "
                 "It may look at other leaves through scalars only, such as norms. Use another optimizer, or pp:1."

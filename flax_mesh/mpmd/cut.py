@@ -38,18 +38,29 @@ class Piece(NamedTuple):
 
 
 def layer_order(program: Program, layer_of: Mapping[Var, Hashable], data: Iterable[Var]) -> list[Hashable]:
-    """Layers in the order of their first use: the first equation that mixes a layer with anything but itself."""
-    mixed, nothing = object(), object()
-    source: dict[Var, Hashable] = dict.fromkeys(program.inputs, mixed)  # parameters outside the layers, and data
-    source |= dict.fromkeys(data, mixed) | dict(layer_of)
+    """Layers in the order of their first use: the first equation that mixes a layer with the batch.
+
+    A loss may add up the weights of all layers before it calls the model: these sums are no use. Layers that never meet
+    the batch come last.
+    """
+    mixed = set(data)
+    layers: dict[Var, frozenset[Hashable]] = {v: frozenset([layer]) for v, layer in layer_of.items()}
     order: dict[Hashable, None] = {}
     for eqn in program.eqns:
-        sources = {source.get(v, nothing) for v in variables(eqn.invars)} - {nothing}
-        if len(sources) > 1:
-            order |= dict.fromkeys(sorted((s for s in sources if s is not mixed), key=str))
-            sources = {mixed}
-        source |= dict.fromkeys(eqn.outvars, next(iter(sources), nothing))
-    return list(order)
+        inputs = variables(eqn.invars)
+        among = frozenset().union(*(layers.get(v, ()) for v in inputs))
+        if mixed.isdisjoint(inputs):
+            layers |= dict.fromkeys(eqn.outvars, among)
+        else:
+            order |= dict.fromkeys(sorted(among, key=_natural))
+            mixed |= set(eqn.outvars)
+    used = {layers[v] for eqn in program.eqns for v in eqn.invars if is_var(v) and v in layer_of}
+    return list(order | dict.fromkeys(sorted(frozenset().union(*used), key=_natural)))
+
+
+def _natural(layer: Any) -> Any:
+    """Layers sort as what they are, numbers by size."""
+    return layer
 
 
 def label(program: Program, rank_of: Mapping[Var, int], num_ranks: int) -> list[int]:
@@ -92,7 +103,7 @@ def costs(program: Program, labels: Sequence[int], num_ranks: int) -> list[int]:
 def balance(weights: Sequence[int], num_stages: int) -> list[int]:
     """Boundaries [0, ..., len(weights)] of `num_stages` ranges, none empty, whose heaviest is as light as can be.
 
-    Exact, by dynamic programming over (stages, layers). Of equal cuts the one whose early stages are longer.
+    Exact, by dynamic programming over (stages, layers).
     """
     total = [0]
     for weight in weights:

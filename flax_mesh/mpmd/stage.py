@@ -122,6 +122,8 @@ def split_stages(
     Raises CutError where the model has no such layers, fewer than stages, or cannot be cut there.
     """
     layers = (layers,) if isinstance(layers, str) else tuple(layers)
+    if not layers:
+        raise CutError("layers is empty; name the list or the stack to cut, such as layers='layers'.")
     make, abstract = _abstract(model)
     num_calls = _calls_of_shared(abstract, layers)
     if num_calls:
@@ -132,6 +134,7 @@ def split_stages(
     single = split_leaves(forward, layers)
     opened = open_forward(forward, single, layers)
     _check_effects(opened.program)
+    _check_trained(single, wrt)
     order = _calls_in_order(opened.program, single, layers) if not num_calls else [("", i) for i in range(num_calls)]
     _check_layers(single, layers, order, num_stages)
     ranks = {layer: at for at, layer in enumerate(order)}
@@ -265,6 +268,13 @@ def _check_effects(program: Program) -> None:
         )
 
 
+def _check_trained(leaves: Sequence[Leaf], wrt: Any) -> None:
+    if not any(leaf.trained for leaf in leaves):
+        raise CutError(
+            f"wrt={getattr(wrt, '__name__', wrt)} matches no variable of the model: nothing would be trained."
+        )
+
+
 def _check_layers(leaves: Sequence[Leaf], layers: Sequence[str], order: Sequence[Layer], num_stages: int) -> None:
     if num_stages < 1:
         raise CutError(f"num_stages must be at least 1, got {num_stages}.")
@@ -277,7 +287,7 @@ def _check_layers(leaves: Sequence[Leaf], layers: Sequence[str], order: Sequence
 
 
 def _check_states(staged: StagedModel) -> None:
-    """Every layer in one stage alone, and every variable that changes used only where it changes."""
+    """Something to do in every stage, and every variable that changes used only where it changes."""
     pieces = staged.cut(staged.example).pieces
     updates = staged.cut(staged.example).updates
     makers = {updates[at]: k for k, piece in enumerate(pieces) for at in piece.outputs if at in updates}
@@ -291,6 +301,9 @@ def _check_states(staged: StagedModel) -> None:
             )
     for k in range(staged.num_stages):
         if not pieces[k].eqns:
-            problems.append(f"stage {k} has nothing to do: no result depends on its layers.")
+            problems.append(
+                f"stage {k} has nothing to do: no result depends on its layers. Name a list of layers that the model "
+                "calls, or a stack that it scans (layers=)."
+            )
     if problems:
         raise CutError("\n".join(problems))

@@ -76,7 +76,10 @@ def _place(program: Program, groups: Sequence[int]) -> tuple[dict[Var, int], dic
             raise MixedGroups(eqn.primitive.name, _roots(program, inputs))
         # An array made of scalars, such as the gradient of a leaf that the loss does not use, is made where wanted.
         grows = not arrays and any(prod(v.aval.shape) > 1 for v in eqn.outvars)
-        alone = (len(arrays) == 1 or len(among) == 1) and not grows
+        # What is made of several groups' scalars is each group's own: else a sum over leaves that alternate between
+        # groups would cross to and fro.
+        mixed = any(place[v] == SHARED and ready[v] for v in inputs)
+        alone = (arrays or (len(among) == 1 and not mixed)) and not grows
         here = next(iter(arrays or among), SHARED) if alone else SHARED
         phase = max((ready[v] + (place[v] not in (SHARED, here)) for v in inputs), default=0)
         phases.append(phase)

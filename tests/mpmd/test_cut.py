@@ -111,6 +111,19 @@ def test_layers_are_ordered_by_their_calls(net):
     assert cut.layer_order(program, layer_of, program.inputs[-1:]) == list(net.order)
 
 
+def test_weights_added_up_before_the_call_are_no_use():
+    def loss(leaves, x):
+        decay = sum(jnp.sum(p * p) for p in leaves)
+        for p in (leaves[2], leaves[0], leaves[1]):
+            x = jnp.tanh(x @ p)
+        return jnp.sum(x) + decay
+
+    matrix = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
+    program, _ = trace(loss, [matrix] * 4, jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32))
+    layer_of = dict(zip(program.inputs, range(4), strict=False))
+    assert cut.layer_order(program, layer_of, program.inputs[-1:]) == [2, 0, 1, 3]  # the last is never called
+
+
 @few
 @given(nets())
 def test_a_label_is_the_largest_rank_among_all_that_an_equation_depends_on(net):
@@ -370,6 +383,17 @@ def test_the_parts_of_an_update_one_after_the_other_give_the_whole(case):
     for v, groups_, want in zip(program.outputs, held, program.call(*values, np.float32(2)), strict=True):
         for group in groups_:
             np.testing.assert_array_equal(env[group][v] if is_var(v) else v.val, want)
+
+
+@pytest.mark.parametrize("groups", [[0, 0, 1, 1], [0, 1] * 4, [0, 1, 2] * 3])
+def test_a_norm_takes_one_exchange(groups):
+    def clip(leaves):
+        norm = jnp.sqrt(sum(jnp.sum(x * x) for x in leaves))
+        return [x / norm for x in leaves]
+
+    program, _ = trace(clip, [jax.ShapeDtypeStruct((3,), jnp.float32)] * len(groups))
+    parts, _ = cut_by_group(program, groups, [(g,) for g in groups])
+    assert [(part.phase, part.group) for part in parts] == [(p, g) for p in (0, 1) for g in sorted(set(groups))]
 
 
 def test_groups_keep_to_their_leaves_and_donate_them_last():

@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,14 @@ from flax_mesh.train import init_train_state, make_train_step
 from flax_mesh.tree import named_leaves
 
 AXES = ("pp", "dp", "fsdp", "ep", "tp", "sp")
-SIZES = {"vocab_size": 64, "hidden_size": 32, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_layers": 4,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+}
 CONFIG = DecoderConfig(**SIZES, mlp_size=64)
 PLAIN_SGD = optax.sgd(1.0)  # the step is then the gradient itself
 FAST = {"xla_backend_optimization_level": 0}  # less time in the compiler, for both sides of a comparison
@@ -251,7 +259,7 @@ def test_an_optimizer_over_arrays_of_several_groups_is_refused():
         ),
     )
     pipeline = build(make_net, net_loss, net_batch(4), 2, joined)
-    with pytest.raises(ConfigError, match=r"concatenate over arrays of several pipeline groups.*scalars only"):
+    with pytest.raises(ConfigError, match=r"several pipeline groups: the gradient of embed/embedding, .*scalars only"):
         pipeline.step(pipeline.init_state(), net_batch(4))
 
 
@@ -373,7 +381,7 @@ BAD = {
         r"has 4 stages, the model is cut into 2; use split_stages\(num_stages=4\)",
     ),
     "residuals": (
-        lambda p: Pipeline(p.staged, p.mesh, p.schedule, PLAIN_SGD, residuals="keep"),
+        lambda p: Pipeline(p.staged, p.mesh, p.schedule, PLAIN_SGD, residuals="keep"),  # pyright: ignore[reportArgumentType]
         ConfigError,
         "residuals must be 'store' or 'recompute', got 'keep'",
     ),
@@ -399,10 +407,13 @@ def test_an_unknown_schedule():
 
 
 CUTS = {
-    "no list": ({"layers": "blocks"}, r"layers='blocks': Net has nothing there. It has lists at 'layers'."),
+    "nothing there": ({"layers": "blocks"}, r"layers='blocks': Net has nothing there. It has lists at 'layers'."),
     "too many": ({"num_stages": 5}, r"has 4 layers, of which the loss calls 4: too few for 5 stages"),
     "no stage": ({"num_stages": 0}, "num_stages must be at least 1, got 0"),
     "cuts": ({"num_stages": 3, "cuts": [3, 2]}, r"cuts=\[3, 2\] must be 2 rising numbers between 1 and 3"),
+    "no layers": ({"layers": ()}, "layers is empty; name the list or the stack to cut"),
+    "nothing trained": ({"wrt": nnx.LoRAParam}, "wrt=LoRAParam matches no variable of the model"),
+    "no list": ({"layers": "embed"}, r"stage 0 has nothing to do.* Name a list of layers"),
     "balance": ({"num_stages": 2, "balance": "bytes"}, "balance must be 'flops' or 'count', got 'bytes'"),
 }
 

@@ -1,6 +1,7 @@
 """A recipe whose mesh has pp: it trains, evaluates and saves, and any other mesh goes on from there."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,14 @@ from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss, sampl
 from flax_mesh.train import CheckpointConfig, DataConfig, OptimizerConfig, RunConfig, TrainConfig, override, train
 from flax_mesh.train.measure import measure_recipe
 
-SIZES = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8, "mlp_size": 32}
+SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_layers": 2,
+    "num_heads": 2,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "mlp_size": 32,
+}
 
 
 def config_of(folder, text, *settings, **kinds):
