@@ -24,7 +24,13 @@ SENDING_MORE |= {"encoder_decoder", "experts", "u_net", "dense_skips", "two_towe
 SENDING_MORE |= {"position_tables", "regularised", "early_exits"}
 
 ignore_sow = pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
-two_and_four = pytest.mark.parametrize("num_stages", [2, pytest.param(4, marks=pytest.mark.slow)])
+# Every model in two stages; in four those whose stages have more to say to each other than one activation.
+RUNS = [pytest.param(*p.values, 2, marks=p.marks, id=f"{p.id}-2") for p in PARAMETERS]
+RUNS += [
+    pytest.param(case, 4, marks=pytest.mark.slow, id=f"{case.name}-4")
+    for case in CASES
+    if case.name in SHARING | SENDING_MORE
+]
 
 
 @pytest.fixture(autouse=True)
@@ -90,8 +96,7 @@ def _close(a: np.ndarray | None, b: np.ndarray | None, rtol: float) -> bool:
 
 
 @ignore_sow
-@two_and_four
-@pytest.mark.parametrize("case", PARAMETERS)
+@pytest.mark.parametrize(("case", "num_stages"), RUNS)
 def test_a_pipeline_computes_what_the_plain_step_computes(case: Case, num_stages: int):
     assert differences(plain_run(case), piped_run(pipeline_of(case, num_stages), case)) == []
 
