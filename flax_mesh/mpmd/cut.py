@@ -4,7 +4,7 @@ A parameter of the layer called r-th carries rank r; an equation carries the lar
 that nothing can flow backwards. Stages are ranges of ranks.
 """
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend import core as jex
@@ -37,30 +37,25 @@ class Piece(NamedTuple):
     outputs: tuple[int, ...]  # positions among the outputs of the program that are made here
 
 
-def layer_order(program: Program, layer_of: Mapping[Var, Hashable], data: Iterable[Var]) -> list[Hashable]:
-    """Layers in the order of their first use: the first equation that mixes a layer with the batch.
+def layer_order(program: Program, layer_of: Mapping[Var, Any], data: Iterable[Var]) -> list[Any]:
+    """Layers, anything that sorts, in the order of their first use: the first equation that mixes one with the batch.
 
     A loss may add up the weights of all layers before it calls the model: these sums are no use. Layers that never meet
     the batch come last.
     """
     mixed = set(data)
-    layers: dict[Var, frozenset[Hashable]] = {v: frozenset([layer]) for v, layer in layer_of.items()}
-    order: dict[Hashable, None] = {}
+    layers: dict[Var, frozenset[Any]] = {v: frozenset([layer]) for v, layer in layer_of.items()}
+    order: dict[Any, None] = {}
     for eqn in program.eqns:
         inputs = variables(eqn.invars)
         among = frozenset().union(*(layers.get(v, ()) for v in inputs))
         if mixed.isdisjoint(inputs):
             layers |= dict.fromkeys(eqn.outvars, among)
         else:
-            order |= dict.fromkeys(sorted(among, key=_natural))
+            order |= dict.fromkeys(sorted(among))
             mixed |= set(eqn.outvars)
     used = {layers[v] for eqn in program.eqns for v in eqn.invars if is_var(v) and v in layer_of}
-    return list(order | dict.fromkeys(sorted(frozenset().union(*used), key=_natural)))
-
-
-def _natural(layer: Any) -> Any:
-    """Layers sort as what they are, numbers by size."""
-    return layer
+    return list(order | dict.fromkeys(sorted(frozenset().union(*used))))
 
 
 def label(program: Program, rank_of: Mapping[Var, int], num_ranks: int) -> list[int]:
