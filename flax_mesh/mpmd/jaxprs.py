@@ -232,8 +232,9 @@ def _on_chunks(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
 
 def _rows(value: Any, like: Chunks) -> list[Any]:
     """`value` for every chunk of `like`; scalars go to each."""
-    if isinstance(value, Chunks):
+    if isinstance(value, Chunks) and value.starts == like.starts:
         return list(value.parts)
+    value = whole(value)  # a stack that is cut elsewhere
     if not jnp.shape(value):
         return [value] * len(like.parts)
     return [value[s : s + part.shape[0]] for s, part in zip(like.starts, like.parts, strict=True)]

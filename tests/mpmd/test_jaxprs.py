@@ -184,6 +184,13 @@ def test_chunks_give_what_the_whole_stack_gives(name, cuts, seed):
         np.testing.assert_allclose(whole(have), want, rtol=2e-6, atol=1e-6)
 
 
+def test_stacks_cut_at_different_places_meet():
+    program, _ = trace(lambda a, b: a + b, f32(4, 2), f32(4, 2))
+    a, b = normal(0, 4, 2), normal(1, 4, 2)
+    out = interpret(program, [Chunks(np.split(a, [1]), (0, 1)), Chunks(np.split(b, [3]), (0, 3))])[0]
+    np.testing.assert_array_equal(whole(out), a + b)
+
+
 def test_a_scan_over_chunks_becomes_one_scan_a_chunk():
     program, _ = trace(STACKED["scan"], f32(4, 3, 3), f32(2, 3))
     cut, _ = trace(
