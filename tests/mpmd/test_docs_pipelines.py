@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import pytest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "pipelines.md").read_text()
 
 
+@pytest.mark.slow
 def test_blocks_print_what_the_page_shows(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # the page saves a checkpoint
     namespace: dict[str, Any] = {"__name__": "pipelines_page"}

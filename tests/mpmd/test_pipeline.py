@@ -164,14 +164,20 @@ def test_every_schedule_stage_and_microbatch(stages, name):
     assert ran
 
 
-@pytest.mark.parametrize("sizes", [{"pp": 2, "fsdp": 2, "tp": 2}])
-def test_groups_of_several_devices(sizes):
-    compare(lambda: make_decoder(CONFIG, nnx.Rngs(0)), next_token_loss, [decoder_batch(8)], 4, PLAIN_SGD,
-            mesh=groups(**sizes))  # fmt: skip
+RULES = [("kernel", ("embed", "mlp")), ("embedding", ("vocab", "embed")), ("bias", ("mlp",))]
+
+
+def test_groups_of_several_devices():
+    mesh = groups(pp=2, fsdp=2, tp=2)
+    pipeline, state = compare(make_net, net_loss, [net_batch(8)], 2, PLAIN_SGD, mesh=mesh, rules=RULES)
+    kernels = [x for home, x in zip(pipeline.placement.homes, state.leaves, strict=True) if "kernel" in home.path]
+    assert kernels and all(x.addressable_shards[0].data.shape == (4, 4) for x in kernels)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{"pp": 2, "fsdp": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "dp": 2, "sp": 2}])
+@pytest.mark.parametrize(
+    "sizes", [{"pp": 2, "fsdp": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "dp": 2, "sp": 2}, {"pp": 2, "fsdp": 2, "tp": 2}]
+)
 def test_groups_of_every_kind(sizes):
     compare(lambda: make_decoder(CONFIG, nnx.Rngs(0)), next_token_loss, [decoder_batch(8)], 4, PLAIN_SGD,
             mesh=groups(**sizes))  # fmt: skip
@@ -187,15 +193,23 @@ def test_decoders_of_every_kind(kinds, name):
     compare(lambda: make_decoder(config, nnx.Rngs(0)), next_token_loss, [decoder_batch(8)], 4, PLAIN_SGD, name=name)
 
 
+class Stack(Net):
+    """The blocks as one stack, run by one loop."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.layers = nnx.vmap(lambda key: nnx.Linear(8, 8, rngs=nnx.Rngs(key)))(jax.random.split(rngs.params(), 4))
+
+    def __call__(self, x):
+        x, _ = jax.lax.scan(lambda x, layer: (x + jnp.tanh(layer(x)), None), self.embed(x), self.layers)
+        return self.embed.attend(x)
+
+
 def test_a_scanned_stack_is_held_as_one_chunk_a_group():
-    config = DecoderConfig(**SIZES, mlp_size=64, scan=True)
     pipeline, state = compare(
-        lambda: make_decoder(config, nnx.Rngs(0)), next_token_loss, [decoder_batch(4)], 2, optax.adam(1e-2, eps=1.0),
-        split={"cuts": [1]},
-    )  # fmt: skip
-    chunks = {
-        home.path: [] for home in pipeline.placement.homes if home.path.endswith("layers/attention/q/kernel")
-    }  # fmt: skip
+        lambda: Stack(nnx.Rngs(0)), net_loss, [net_batch(4)], 2, optax.adam(1e-2, eps=1.0), split={"cuts": [1]}
+    )
+    chunks = {home.path: [] for home in pipeline.placement.homes if home.path.endswith("layers/kernel")}
     for home, leaf in zip(pipeline.placement.homes, state.leaves, strict=True):
         if home.path in chunks:
             chunks[home.path].append((home.rows, home.group, leaf.shape[0]))
@@ -243,6 +257,7 @@ def scaled_loss(model, batch):
     return loss * jnp.mean(batch["scale"]), weight
 
 
+@pytest.mark.slow
 def test_adafactor_and_muon_run_on_groups():
     for optimizer in (optax.adafactor(1e-2, min_dim_size_to_factor=4), optax.contrib.muon(1e-2)):
         compare(make_net, net_loss, [net_batch(4)], 2, optimizer, rtol=1e-4)

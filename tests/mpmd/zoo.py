@@ -10,15 +10,12 @@ BY_NAME = {case.name: case for case in CASES}
 
 # What the default suite compiles. All others are marked slow; that all are cut is tested in any case.
 SAMPLE = (
-    "residual",
-    "listed_twice",
     "dicts",
     "scanned_noisy",
     "caching_decoder",
     "conv_batch_norm",
     "shared_gate",
     "unused_parameters",
-    "averages",
 )
 
 PARAMETERS = [pytest.param(c, id=c.name, marks=() if c.name in SAMPLE else pytest.mark.slow) for c in CASES]

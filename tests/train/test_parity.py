@@ -89,7 +89,7 @@ def small_reference():
     return losses("one", SMALL, 12, SMALL_DATA)
 
 
-@pytest.mark.parametrize("mesh", ["dp2fsdp2tp2", "tp4sp2"])
+@pytest.mark.parametrize("mesh", ["dp2fsdp2tp2", pytest.param("tp4sp2", marks=pytest.mark.slow)])
 def test_a_mesh_trains_as_one_device_does(mesh, small_reference):
     check_parity(losses(mesh, SMALL, 12, SMALL_DATA), small_reference, FP32)
 
