@@ -142,7 +142,7 @@ def net_case(stages, count, name, depth=4):
 
 @pytest.mark.parametrize(
     ("stages", "count", "name"),
-    [(1, 2, "1f1b"), (2, 1, "gpipe"), (2, 7, "1f1b"), (4, 4, "1f1b"), (2, 4, "interleaved-1f1b"), (2, 3, "zb-h1")],
+    [(1, 2, "1f1b"), (2, 1, "gpipe"), (4, 4, "1f1b"), (2, 4, "interleaved-1f1b"), (2, 3, "zb-h1")],
 )
 def test_loss_gradients_and_parameters_are_those_of_one_device(stages, count, name):
     pipeline, _ = net_case(stages, count, name)

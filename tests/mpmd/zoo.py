@@ -10,9 +10,7 @@ BY_NAME = {case.name: case for case in CASES}
 
 # What the default suite compiles. All others are marked slow; that all are cut is tested in any case.
 SAMPLE = (
-    "dicts",
     "scanned_noisy",
-    "caching_decoder",
     "conv_batch_norm",
     "shared_gate",
     "unused_parameters",
