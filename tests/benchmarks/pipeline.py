@@ -123,5 +123,7 @@ def run(count: int, steps: int) -> None:
 
 
 def main() -> None:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
     for count in (8, 32):
         run(count, 200)
