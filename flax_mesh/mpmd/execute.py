@@ -20,18 +20,21 @@ class Run:
 
     def __init__(self, pipeline: Any, state: TrainState, batch: Batch, count: int, train: bool):
         self.pipeline, self.train = pipeline, train
-        self.stages = pipeline.functions(check_batch(batch, count), train)
-        self.cut = pipeline.staged.cut(check_batch(batch, count), seed=pipeline.seed, train=train)
+        microbatch = check_batch(batch, count)
+        self.stages = pipeline.functions(microbatch, train)
+        self.cut = pipeline.staged.cut(microbatch, seed=pipeline.seed, train=train)
         self.saved: dict[tuple[int, int], Any] = {}  # (stage, microbatch) -> what B or W will need
         self.values: dict[Any, Any] = {}  # (variable, microbatch, receiving stage) -> activation there
         self.cotangents: dict[Any, list[Any]] = {}
         self.num_transfers = 0
+        self.layouts = pipeline.layouts  # (sharding, receiving group) -> the same there
         self.changed: dict[int, Any] = {}  # leaf -> new value
         self.shared: dict[tuple[int, int], Any] = {}  # (leaf of the state, group) -> its copy there
         self._place_leaves(state)
         self._place_batch(batch, count)
         self._zeros()
         self.receivers = {v: [s.stage for s in self.stages if v in s.received] for s in self.stages for v in s.sent}
+        self.sender = {v: pipeline.group_of[s.stage] for s in self.stages for v in s.sent}
 
     def do(self, action: Action) -> None:
         """Dispatch one action."""
@@ -76,8 +79,7 @@ class Run:
             self.saved[k, microbatch] = (received, residuals, old, (cotangents, carry))
         for i, gradient in zip(stage.floats_in, to_inputs, strict=True):
             v = stage.received[i]
-            sender = next(self.pipeline.group_of[s.stage] for s in self.stages if v in s.sent)
-            self.cotangents.setdefault((v, microbatch), []).append(self._send(gradient, group, sender))
+            self.cotangents.setdefault((v, microbatch), []).append(self._send(gradient, group, self.sender[v]))
 
     def _weights(self, stage: StageFunctions, microbatch: int) -> None:
         k, group = stage.stage, self.pipeline.group_of[stage.stage]
@@ -92,7 +94,10 @@ class Run:
         if sender == receiver:
             return value
         self.num_transfers += 1
-        return jax.device_put(value, moved(value.sharding, self.pipeline.groups[receiver]))
+        key = value.sharding, receiver
+        if key not in self.layouts:
+            self.layouts[key] = moved(value.sharding, self.pipeline.groups[receiver])
+        return jax.device_put(value, self.layouts[key])
 
     def _slot(self, group: int, microbatch: int) -> tuple[Any, Any]:
         return self.counts[group], self.pipeline.microbatch_index(group, microbatch)

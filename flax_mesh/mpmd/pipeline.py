@@ -73,6 +73,7 @@ class Pipeline:
         self.placement = place(self._make, staged, mesh, self.group_of, rules, axes, shard_optimizer_over)
         self.num_transfers = 0  # of activations and gradients between groups, in the last step
         self.on_action: Callable[[Action, dict[Any, Any]], None] | None = None  # for tests and tools
+        self.layouts: dict[Any, NamedSharding] = {}
         self._built: dict[Any, Any] = {}
 
     @property
