@@ -6,7 +6,7 @@ from jax.sharding import AbstractMesh
 from flax_mesh.errors import ConfigError
 from flax_mesh.mesh.shape import resolve_dims
 from flax_mesh.mpmd import CutError
-from flax_mesh.mpmd.placement import bytes_of_groups
+from flax_mesh.mpmd.placement import MODEL, OPTIMIZER, bytes_of_groups
 from flax_mesh.sharding.explain import Explanation, explain_sharding
 from flax_mesh.sharding.rules import Finding, PartitionRules
 from flax_mesh.train.config import TrainConfig
@@ -66,8 +66,8 @@ def _stages(config: TrainConfig, explanation: Explanation, mesh: AbstractMesh) -
         staged, schedule = cut_model(config, layers, num_groups, mesh)
     except CutError as error:
         return "", [Finding("pipeline", str(error).rstrip("."), "Cut it otherwise, or use another mesh.shape")]
-    part = {"optimizer": "optimizer/"}
-    leaves = [(part.get(x.kind, "model/") + x.path, x, x.device_bytes) for x in explanation.report.leaves]
+    parts = [OPTIMIZER if leaf.kind == "optimizer" else MODEL for leaf in explanation.report.leaves]
+    leaves = [(part + x.path, x, x.device_bytes) for part, x in zip(parts, explanation.report.leaves, strict=True)]
     sizes = bytes_of_groups(staged, schedule.stage_to_group, leaves)
     stages = str(staged).splitlines()
     return "\n".join(
