@@ -40,6 +40,7 @@ from flax_mesh.train.setup import (
 from flax_mesh.train.step import Step, in_mesh
 
 Say = Callable[[str], None]
+TRACED = 2  # steps before the one that --trace shows: they compile
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,8 @@ def train(
     if problems := check_on_mesh(config, mesh, rules.axes):
         raise ConfigError(problems)
     program = train_program(config, mesh, rules)
-    if trace is not None and program.pipeline is None:
-        raise ConfigError(
-            f"--trace {trace}: only a pipeline has actions to show; add pp to mesh.shape={config.mesh.shape}"
-        )
+    if trace is not None:
+        _check_trace(config, Path(trace), program)
     corpus = load_corpus(config.data)
     if problems := check_on_corpus(config, corpus):
         raise ConfigError(problems)
@@ -163,6 +162,11 @@ def _changes(run: _Run, checkpointer: Checkpointer, step: int, allow_changes: bo
 def _steps(run: _Run, checkpointer: Checkpointer, state: TrainState, start: int) -> Result:
     """Train from `start` completed steps to `run.steps`; every step's row is written before its state is saved."""
     config = run.config
+    if run.trace is not None and config.run.steps - start <= TRACED:
+        raise ConfigError(
+            f"--trace {run.trace} shows step {start + TRACED + 1}, the third from here, and "
+            f"run.steps={config.run.steps} ends before it; raise run.steps"
+        )
     step_fn, batch_fn, evaluate = run.functions
     rows = _Rows(run, start)
     step, status = start, "finished"
@@ -170,7 +174,7 @@ def _steps(run: _Run, checkpointer: Checkpointer, state: TrainState, start: int)
         stack.callback(rows.close)
         batches = stack.enter_context(closing(prefetch(batch_fn, start, config.run.steps)))
         for index, batch, waited in batches:
-            if run.trace is not None and index == start + 2:  # two steps compile
+            if run.trace is not None and index == start + TRACED:
                 state, metrics = _traced_step(run, state, batch)
             else:
                 state, metrics = step_fn(state, batch)
@@ -191,6 +195,21 @@ def _steps(run: _Run, checkpointer: Checkpointer, state: TrainState, start: int)
         sample = _sample(run, state) if status == "finished" else ""
     checkpointer.wait()
     return Result(status, step, run.folder, rows.last, sample)
+
+
+def _check_trace(config: TrainConfig, path: Path, program: TrainProgram) -> None:
+    """Raise, before anything compiles, what would keep a trace from being written."""
+    problems = []
+    if program.pipeline is None:
+        problems.append(
+            f"--trace {path}: only a pipeline has actions to show; add pp to mesh.shape={config.mesh.shape}"
+        )
+    if path.suffix == ".svg":
+        problems.append(f"--trace {path}: the picture goes there; name the trace, such as {path.with_suffix('.json')}")
+    if not path.parent.is_dir():
+        problems.append(f"--trace {path}: there is no folder {path.parent}; make it first")
+    if problems:
+        raise ConfigError(problems)
 
 
 def _traced_step(run: _Run, state: TrainState, batch: Any) -> tuple[TrainState, Any]:

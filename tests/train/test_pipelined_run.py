@@ -108,7 +108,12 @@ def test_what_needs_a_pipeline_says_so(tmp_path, text):
     plain = config_of(tmp_path / "run", text, "mesh.shape=fsdp:4,tp:2")
     with pytest.raises(ConfigError, match=r"--trace t.json: only a pipeline has actions.* mesh.shape=fsdp:4,tp:2"):
         train(plain, trace="t.json")
+    with pytest.raises(ConfigError, match=r"t.svg: the picture goes there(.|\n)*there is no folder /nowhere"):
+        train(plain, trace="/nowhere/t.svg")
     assert not (tmp_path / "run").exists()
+    short = config_of(tmp_path / "run", text, "mesh.shape=pp:2,fsdp:4", "run.steps=2")
+    with pytest.raises(ConfigError, match=r"--trace .*t.json shows step 3, .* and run.steps=2 ends before it"):
+        train(short, trace=tmp_path / "t.json")
     with pytest.raises(ConfigError, match=r"mesh.shape=fsdp:4,tp:2 has no pp"):
         measure_recipe(plain)
 
