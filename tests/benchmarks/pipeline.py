@@ -118,7 +118,8 @@ def run(count: int, steps: int) -> None:
         ratio = statistics.median(ours[5:]) / statistics.median(theirs[5:])
         mine, by_hand_cpu = (statistics.median(column) for column in zip(*busy[5:], strict=True))
         print(
-            f"M={count:<3} residuals={residuals:<10} pipeline / by hand: CPU time {mine / by_hand_cpu:.2f}, time {ratio:.2f}"
+            f"M={count:<3} residuals={residuals:<10} pipeline / by hand: "
+            f"CPU time {mine / by_hand_cpu:.2f}, time {ratio:.2f}"
             f"  (best {min(ours) / min(theirs):.2f}; {statistics.median(ours[5:]) * 1e3:.1f} ms)"
             f"  second half / first {late / early:.2f}  loss differs by {error:.1e}"
         )
