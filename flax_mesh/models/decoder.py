@@ -8,7 +8,7 @@ that of Mixtral (Jiang et al. 2024).
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,7 @@ from flax_mesh.sharding import constrain, partitioned
 SAME_RESULT = {"changes_result": False}  # fields that change how it is computed, not what
 
 
-@dataclass(frozen=True)
-class RopeScaling:
+class RopeScaling(NamedTuple):
     """Rotary frequencies for contexts longer than those trained on, as of Llama 3.1; `factor` 1 changes nothing.
 
     A wave that turns fewer than `low_frequency_factor` times in `original_length` positions is made `factor` times
@@ -50,7 +49,8 @@ class DecoderConfig:
     `experts_per_token`. `load_balance_loss` and `router_z_loss` are the coefficients of these losses (`models.moe`).
 
     `qkv_bias`: queries, keys and values have a bias (Qwen2). `qk_norm`: queries and keys pass an RMSNorm over the head
-    dim, one scale for all heads, before they are rotated (Qwen3).
+    dim, one scale for all heads, before they are rotated (Qwen3). `rope_factor` above 1, with the three settings below
+    it: see `RopeScaling` (Llama 3.1).
     """
 
     vocab_size: int = 256
@@ -67,7 +67,10 @@ class DecoderConfig:
     qkv_bias: bool = False
     qk_norm: bool = False
     rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling = RopeScaling()
+    rope_factor: float = 1.0
+    rope_low_frequency_factor: float = 1.0
+    rope_high_frequency_factor: float = 4.0
+    rope_original_length: int = 8192
     norm_epsilon: float = 1e-6
     tied: bool = True
     dtype: str = "float32"
@@ -78,6 +81,11 @@ class DecoderConfig:
     # Activations between the layers are whole on every tp device (Megatron's layout). Split over tp as well, they cost
     # an all-gather before each projection: five times the step time for recipes/tiny.py on 8 CPU devices.
     axes: PartitionAxis = field(default=PartitionAxis(hidden_state_axis=None), metadata=SAME_RESULT)
+
+    @property
+    def rope_scaling(self) -> RopeScaling:
+        frequency_factors = self.rope_low_frequency_factor, self.rope_high_frequency_factor
+        return RopeScaling(self.rope_factor, *frequency_factors, self.rope_original_length)
 
     def dims(self) -> list[tuple[str, str, int]]:
         """(setting, logical axis, size) of every dim that a mesh may split."""
@@ -329,7 +337,7 @@ def flops_per_token(config: DecoderConfig, num_parameters: int, sequence_length:
     return 6.0 * (num_parameters - idle) + attention
 
 
-def rotate(x_BSHC: jax.Array, theta: float, scaling: RopeScaling = RopeScaling()) -> jax.Array:
+def rotate(x_BSHC: jax.Array, theta: float, scaling: RopeScaling = RopeScaling()) -> jax.Array:  # noqa: B008
     """Rotary position embedding (Su et al. 2021) on halves of the last dim; angles in float32."""
     half = x_BSHC.shape[-1] // 2
     frequency_C = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
@@ -355,16 +363,17 @@ def _norm(config: DecoderConfig, rngs: nnx.Rngs, size: int | None = None) -> nnx
 
 
 def _scaling_problems(scaling: RopeScaling) -> list[str]:
+    factor, low, high, length = scaling
     found = []
-    if not scaling.factor >= 1:
-        found.append(f"model.rope_scaling.factor must be at least 1 (1: no scaling), got {scaling.factor}")
-    if not 0 < scaling.low_frequency_factor < scaling.high_frequency_factor:
+    if not factor >= 1:
+        found.append(f"model.rope_factor must be at least 1 (1: no scaling), got {factor}")
+    if not 0 < low < high:
         found.append(
-            "model.rope_scaling.low_frequency_factor must be above 0 and below high_frequency_factor, got "
-            f"{scaling.low_frequency_factor} and {scaling.high_frequency_factor}"
+            "model.rope_low_frequency_factor must be above 0 and below model.rope_high_frequency_factor, "
+            f"got {low} and {high}"
         )
-    if scaling.original_length < 1:
-        found.append(f"model.rope_scaling.original_length must be at least 1, got {scaling.original_length}")
+    if length < 1:
+        found.append(f"model.rope_original_length must be at least 1, got {length}")
     return found
 
 

@@ -17,8 +17,8 @@ from flax_mesh.tree import named_leaves
 SMALL = DecoderConfig(vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_size=48)
 # Of the four waves of a head, 6, 20, 63 and 199 positions long, the first stays, the second is interpolated, the last
 # two are stretched.
-SCALING = RopeScaling(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=40)
-SCALED = {"rope_theta": 100.0, "rope_scaling": SCALING}
+SCALING = RopeScaling(factor=8.0, original_length=40)
+SCALED = {"rope_theta": 100.0, "rope_factor": 8.0, "rope_original_length": 40}
 
 
 def filled(make):
@@ -131,7 +131,7 @@ def test_biases_norms_and_scaling_each_change_the_logits(change):
 
 def test_a_factor_of_one_leaves_the_frequencies_as_they_are():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 10, 2, 8)).astype(np.float32))
-    scaled = rotate(x, 100.0, dataclasses.replace(SCALING, factor=1.0))
+    scaled = rotate(x, 100.0, SCALING._replace(factor=1.0))
     assert (np.asarray(scaled) == np.asarray(rotate(x, 100.0))).all()
     assert (np.asarray(rotate(x, 100.0, SCALING)) != np.asarray(scaled)).any()
 
@@ -240,12 +240,12 @@ def test_a_cold_sample_is_the_most_probable_token_each_time():
         ),
         ({"num_heads": 6, "num_kv_heads": 4}, "num_heads=6 must be a multiple of model.num_kv_heads=4"),
         ({"head_dim": 7}, "head_dim must be even for rotary positions, got 7"),
-        ({"rope_scaling": RopeScaling(factor=0.5)}, r"rope_scaling.factor must be at least 1 .*, got 0.5"),
+        ({"rope_factor": 0.5}, r"rope_factor must be at least 1 \(1: no scaling\), got 0.5"),
         (
-            {"rope_scaling": RopeScaling(low_frequency_factor=4.0)},
-            "low_frequency_factor must be above 0 and below high_frequency_factor, got 4.0 and 4.0",
+            {"rope_low_frequency_factor": 4.0},
+            "rope_low_frequency_factor must be above 0 and below model.rope_high_frequency_factor, got 4.0 and 4.0",
         ),
-        ({"rope_scaling": RopeScaling(original_length=0)}, "original_length must be at least 1, got 0"),
+        ({"rope_original_length": 0}, "rope_original_length must be at least 1, got 0"),
         ({"num_experts": -1}, r"num_experts must not be negative \(0: no experts\), got -1"),
         ({"num_experts": 4, "experts_per_token": 5}, "experts_per_token=5 must be between 1 and model.num_experts=4"),
         ({"num_experts": 4, "experts_per_token": 0}, "experts_per_token=0 must be between 1"),
