@@ -43,6 +43,8 @@ def check_config(config: TrainConfig) -> list[str]:
         "optimizer.end_learning_rate": optimizer.end_learning_rate,
         "optimizer.warmup_steps": optimizer.warmup_steps,
         "optimizer.weight_decay": optimizer.weight_decay,
+        "checkpoint.keep_best": config.checkpoint.keep_best,
+        "checkpoint.keep_every": config.checkpoint.keep_every,
         "run.eval_every": run.eval_every,
         "run.sample_tokens": run.sample_tokens,
         "run.seed": run.seed,
@@ -52,6 +54,8 @@ def check_config(config: TrainConfig) -> list[str]:
     if unknown := [name for name in shard_over(config) if name not in AXIS_NAMES[1:]]:
         names = ", ".join(AXIS_NAMES[1:])
         found.append(f"optimizer.shard_over: {', '.join(map(repr, unknown))} is no mesh axis; use some of {names}")
+    if config.checkpoint.on_failure not in ("stop", "continue"):
+        found.append(f"checkpoint.on_failure must be 'stop' or 'continue', got {config.checkpoint.on_failure!r}")
     if not optimizer.clip_norm > 0:
         found.append(f"optimizer.clip_norm must be above 0 (inf for no clipping), got {optimizer.clip_norm}")
     if run.seed >= 2**32:
