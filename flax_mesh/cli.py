@@ -123,7 +123,8 @@ def use_platform(platform: str) -> None:
     name, _, count = platform.partition(":")
     try:
         if name != "auto":
-            jax.config.update("jax_platforms", "cuda" if name == "gpu" else name)
+            # The first is the default; checkpoints are cut into layers on the CPU.
+            jax.config.update("jax_platforms", {"gpu": "cuda,cpu", "cpu": "cpu"}.get(name, f"{name},cpu"))
         if count:
             jax.config.update("jax_num_cpu_devices", int(count))
         jax.devices()

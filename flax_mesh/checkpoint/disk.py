@@ -56,6 +56,7 @@ def to_disk(state: Any, layers: Sequence[str], *, on_host: bool = True) -> Itera
     """
     named = [(path, jax.random.key_data(x) if is_key(x) else x) for path, x in named_leaves(state)]
     stacks = stacked_paths(named, layers)
+    on_host = on_host and _host() is not None
     if on_host:
         for path, leaf in named:
             for shard in _written_shards(leaf) if path in stacks else ():
@@ -187,7 +188,15 @@ def _layers(stack: Any, on_host: bool) -> Iterator[Pieces]:
 
 def _cut(data: Any, i: int) -> Any:
     """Layer `i` of one shard of a stack, on the host if the shard is."""
-    return jax.device_put(data[i], jax.local_devices(backend="cpu")[0]) if isinstance(data, np.ndarray) else data[i]
+    return jax.device_put(data[i], _host()) if isinstance(data, np.ndarray) else data[i]
+
+
+def _host() -> Any:
+    """A CPU device, as which Orbax takes what is on the host; None where JAX was started without any."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
 
 
 def _layer_sharding(leaf: Any) -> Any:

@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from flax_mesh.checkpoint import Checkpointer, Keep
+from flax_mesh.checkpoint.find import CHECKPOINTS
 from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.mpmd.simulate import simulate
 from flax_mesh.mpmd.timeline import costs_of, trace_step, write_timeline
@@ -25,7 +26,7 @@ from flax_mesh.state import TrainState
 from flax_mesh.train.batches import BatchFn, make_batch_fn, make_eval_fn, num_eval_batches, prefetch
 from flax_mesh.train.config import Change, CheckpointConfig, TrainConfig
 from flax_mesh.train.data import Corpus, decode, load_corpus
-from flax_mesh.train.folder import CHECKPOINTS, METRICS, check_resume, next_free, run_folder, write_config
+from flax_mesh.train.folder import METRICS, check_resume, next_free, run_folder, write_config
 from flax_mesh.train.metrics import MetricsFile, Row, step_row
 from flax_mesh.train.program import TrainProgram, train_program
 from flax_mesh.train.record import layout_changes, layout_of, record
@@ -37,6 +38,7 @@ from flax_mesh.train.setup import (
     make_mesh,
     run_rules,
 )
+from flax_mesh.train.start import start_from
 from flax_mesh.train.step import Step, in_mesh
 
 Say = Callable[[str], None]
@@ -102,7 +104,7 @@ def train(
             if step is None:
                 say(f"run: {folder} is new, {config.run.steps} steps")
                 write_config(folder, config)
-                return _steps(run, checkpointer, program.init(), 0)
+                return _steps(run, checkpointer, _initial(run), 0)
             for change in _changes(run, checkpointer, step, allow_changes):
                 say(f"changed since the checkpoint: {change}")
             if step >= config.run.steps:
@@ -209,6 +211,14 @@ def _steps(run: _Run, checkpointer: Checkpointer, state: TrainState, start: int)
         sample = _sample(run, state) if status == "finished" else ""
     checkpointer.wait()
     return Result(status, step, run.folder, rows.last, sample)
+
+
+def _initial(run: _Run) -> TrainState:
+    state, folder = run.program.init(), run.config.checkpoint.start_from
+    if folder:
+        state, text = start_from(folder, state, run.rules.layers)
+        run.say(f"start: {folder}: {text}")
+    return state
 
 
 def _checkpointer(config: CheckpointConfig, folder: Path, layers: Sequence[str]) -> Checkpointer:
