@@ -24,28 +24,33 @@ def write_checksums(folder: Path) -> None:
     """Write checksums.json over all files below `folder`."""
     names = sorted(set(_files(folder)) - {CHECKSUMS, *MARKERS})
     sizes = [(folder / name).stat().st_size for name in names]
-    blocks = [(folder / name, at) for name, size in zip(names, sizes, strict=True) for at in _starts(size)]
-    sums = iter(_map(blocks))
-    files = {name: [size, [next(sums) for _ in _starts(size)]] for name, size in zip(names, sizes, strict=True)}
-    (folder / CHECKSUMS).write_bytes(_encode(files))
+    blocks = [(folder / name, at) for name, size in zip(names, sizes, strict=True) for at in range(0, size, BLOCK)]
+    found = _map(blocks, BLOCK)
+    if unreadable := [
+        f"{path}: {value}" for (path, _), value in zip(blocks, found, strict=True) if isinstance(value, str)
+    ]:
+        raise OSError("; ".join(unreadable))
+    sums = iter(found)
+    files = {name: [size, [next(sums) for _ in range(0, size, BLOCK)]] for name, size in zip(names, sizes, strict=True)}
+    (folder / CHECKSUMS).write_bytes(_encode(BLOCK, files))
 
 
 def find_damage(folder: Path) -> list[str]:
     """What is wrong with the files below `folder`, one line a file: missing, of another size, or damaged where."""
     try:
-        files = _decode((folder / CHECKSUMS).read_bytes())
+        block, files = _decode((folder / CHECKSUMS).read_bytes())
     except FileNotFoundError:
         return [f"{CHECKSUMS} is missing: nothing says what the other files must hold"]
     except (OSError, ValueError) as error:
         return [f"{CHECKSUMS} is damaged: {error}"]
     found = {name: _size_problem(folder / name, size) for name, (size, _) in files.items()}
     whole = [(name, sums) for name, (_, sums) in files.items() if not found[name]]
-    blocks = [(folder / name, i * BLOCK) for name, sums in whole for i in range(len(sums))]
-    expected = [(name, i, value) for name, sums in whole for i, value in enumerate(sums)]
-    for (name, i, value), got in zip(expected, _map(blocks), strict=True):
+    expected = [(name, i * block, value) for name, sums in whole for i, value in enumerate(sums)]
+    for (name, start, value), got in zip(
+        expected, _map([(folder / n, at) for n, at, _ in expected], block), strict=True
+    ):
         if got != value:
-            last = min(files[name][0], (i + 1) * BLOCK)
-            where = f"within bytes {i * BLOCK} to {last}: CRC-32 {got}, saved with {value}"
+            where = f"within bytes {start} to {min(files[name][0], start + block)}: CRC-32 {got}, saved with {value}"
             found[name] = f"{found[name]}, and {where}" if found[name] else f"damaged {where}"
     problems = [f"{name}: {problem}" for name, problem in found.items() if problem]
     return problems + _marker_problems(folder)
@@ -58,24 +63,30 @@ def _marker_problems(folder: Path) -> list[str]:
         json.loads(path.read_bytes())
     except FileNotFoundError:
         return [f"{path.name}: missing"]
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         return [f"{path.name}: damaged: {error}"]
     return []
 
 
-def _encode(files: dict[str, Any]) -> bytes:
+def _encode(block: int, files: dict[str, Any]) -> bytes:
     text = json.dumps(files, separators=(",", ":"), sort_keys=True)
-    return f'{{"block":{BLOCK},"crc32":{zlib.crc32(text.encode())},"files":{text}}}'.encode()
+    return f'{{"block":{block},"crc32":{zlib.crc32(f"{block},{text}".encode())},"files":{text}}}'.encode()
 
 
-def _decode(data: bytes) -> dict[str, tuple[int, list[int]]]:
-    """path -> (bytes, checksums); a ValueError says why it cannot be believed."""
-    files = json.loads(data)["files"] if data.startswith(b'{"block":') else None
-    if not isinstance(files, dict) or _encode(files) != data:
+def _decode(data: bytes) -> tuple[int, dict[str, tuple[int, list[int]]]]:
+    """Bytes of a block, and path -> (bytes, checksums); a ValueError says why they cannot be believed."""
+    try:
+        content = json.loads(data)
+        block, files = content["block"], content["files"]
+        believed = isinstance(block, int) and block > 0 and _encode(block, files) == data
+        believed = believed and all(len(sums) == len(range(0, size, block)) for size, sums in files.values())
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+        believed = False
+    if not believed:
         raise ValueError("its own checksum does not fit")
     if outside := [name for name in files if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts]:
         raise ValueError(f"it names files outside the checkpoint: {', '.join(outside)}")
-    return files
+    return block, files
 
 
 def _size_problem(path: Path, size: int) -> str:
@@ -94,18 +105,14 @@ def _files(folder: Path) -> Iterator[str]:
             yield (Path(parent) / name).relative_to(folder).as_posix()
 
 
-def _starts(size: int) -> range:
-    return range(0, size, BLOCK)
-
-
-def _map(blocks: list[tuple[Path, int]]) -> list[int | str]:
+def _map(blocks: list[tuple[Path, int]], size: int) -> list[int | str]:
     """Checksum of every (file, first byte), or why it cannot be read; in threads, as zlib lets others run."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return list(pool.map(lambda block: _checksum(*block), blocks))
+        return list(pool.map(lambda block: _checksum(block[0], block[1], size), blocks))
 
 
-def _checksum(path: Path, start: int) -> int | str:
-    value, left = 0, BLOCK
+def _checksum(path: Path, start: int, size: int) -> int | str:
+    value, left = 0, size
     buffer = memoryview(bytearray(READ))
     try:
         with path.open("rb", buffering=0) as file:
