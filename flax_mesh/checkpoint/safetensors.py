@@ -11,6 +11,7 @@ import math
 import os
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -22,7 +23,7 @@ from flax_mesh.errors import ConfigError
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER = 100_000_000  # bytes; the limit that the format sets
-MAX_DIMS = 32  # of numpy before 2.0
+MAX_DIMS, MAX_SIZE = 32, 2**50  # what numpy can shape, with room
 # Dtype in a file -> numpy's. Those below a byte are left out: no array of JAX has them packed.
 DTYPES = {
     **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool"},
@@ -181,8 +182,8 @@ def _entry(entry: Any) -> Stored | str:
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(code, str) or code not in DTYPES:
         return f"dtype must be one of {', '.join(DTYPES)}, got {_short(code)}"
-    if not _are_sizes(shape) or len(shape) > MAX_DIMS:
-        return f"shape must be at most {MAX_DIMS} whole numbers, got {_short(shape)}"
+    if not _are_sizes(shape) or len(shape) > MAX_DIMS or math.prod(max(size, 1) for size in shape) > MAX_SIZE:
+        return f"shape must be at most {MAX_DIMS} whole numbers and {MAX_SIZE} elements, got {_short(shape)}"
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         return f"data_offsets must be two rising whole numbers, got {_short(offsets)}"
     dtype = jnp.dtype(DTYPES[code])
@@ -208,7 +209,7 @@ def _layout_problems(entries: Mapping[str, Stored], data_size: int) -> list[str]
 
 
 def _are_sizes(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**48 for value in values)
+    return isinstance(values, list) and all(type(value) is int and 0 <= value <= MAX_SIZE for value in values)
 
 
 def _short(value: Any) -> str:
@@ -220,8 +221,8 @@ def _parse_json(path: Path, text: bytes) -> Any:
     def no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            twins = sorted({key for key, _ in pairs if [k for k, _ in pairs].count(key) > 1})
-            raise ValueError(f"these keys stand there twice: {', '.join(twins)}")
+            twins = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+            raise ValueError(f"these keys stand there more than once: {', '.join(twins)}")
         return found
 
     try:
@@ -242,10 +243,13 @@ def _plan(arrays: Mapping[str, Any], max_file_bytes: int) -> dict[str, dict[str,
     if wrong:
         raise ConfigError(["safetensors cannot hold:", *wrong])
     groups: list[list[str]] = [[]]
+    held = 0
     for name in sorted(arrays, key=_natural):
-        if groups[-1] and sum(sizes[other] for other in groups[-1]) + sizes[name] > max_file_bytes:
+        if groups[-1] and held + sizes[name] > max_file_bytes:
             groups.append([])
+            held = 0
         groups[-1].append(name)
+        held += sizes[name]
     planned = {}
     for number, names in enumerate(groups, 1):
         end, entries = 0, {}
@@ -288,7 +292,7 @@ def _write_pieces(places: Mapping[str, tuple[Path, int, Stored]], pieces: Iterab
             raise ValueError(f"{name}: announced {stored.dtype}{stored.shape}, came {array.dtype}{array.shape}")
         with file.open("r+b") as out:
             out.seek(start + stored.begin)
-            out.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+            out.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     if missing:
         raise ValueError(f"announced and never came: {', '.join(missing)}")
 
