@@ -49,8 +49,8 @@ LENGTH = 24
 
 def write_reference(case: str, folder: Path, dtype: str = "float32", seed: int = 0) -> None:
     """A random checkpoint of transformers in `folder`, and reference.npz: tokens (1, S) and their logits (1, S, V)."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import torch  # pyright: ignore[reportMissingImports]
+    from transformers import AutoConfig, AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
 
     torch.manual_seed(seed)
     config = AutoConfig.for_model(**{**SMALL, **CASES[case]})
