@@ -66,14 +66,12 @@ class Storage:
 
 def read_metadata(step: Path) -> dict[str, Any]:
     """What was saved beside the state."""
-    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as orbax:
-        return orbax.restore(step / METADATA)
+    return ocp.JsonCheckpointHandler().restore(step / METADATA)
 
 
 def stored_arrays(step: Path) -> dict[str, Any]:
     """path on disk -> shape and dtype; reads no array."""
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
-        return dict(named_leaves(orbax.metadata(step / STATE).item_metadata.tree))
+    return dict(named_leaves(ocp.PyTreeCheckpointHandler().metadata(step / STATE).tree))
 
 
 def read_arrays(step: Path, target: dict[str, Any]) -> dict[str, Any]:
@@ -82,8 +80,7 @@ def read_arrays(step: Path, target: dict[str, Any]) -> dict[str, Any]:
     args = ocp.args.PyTreeRestore(
         item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
     )
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
-        return dict(named_leaves(orbax.restore(step / STATE, args=args)))
+    return dict(named_leaves(ocp.PyTreeCheckpointHandler().restore(step / STATE, args=args)))
 
 
 def _type_handlers() -> Any:
