@@ -57,7 +57,7 @@ def check_config(config: TrainConfig) -> list[str]:
         found.append(f"optimizer.shard_over: {', '.join(map(repr, unknown))} is no mesh axis; use some of {names}")
     if config.checkpoint.on_failure not in ("stop", "continue"):
         found.append(f"checkpoint.on_failure must be 'stop' or 'continue', got {config.checkpoint.on_failure!r}")
-    found += check_start(config.checkpoint.start_from)
+    found += check_start(config.checkpoint.start_from, config.model)
     if not optimizer.clip_norm > 0:
         found.append(f"optimizer.clip_norm must be above 0 (inf for no clipping), got {optimizer.clip_norm}")
     if run.seed >= 2**32:
