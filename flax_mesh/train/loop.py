@@ -244,9 +244,13 @@ def _save(run: _Run, checkpointer: Checkpointer, step: int, state: TrainState, r
         try:
             call()
         except SaveError as error:
-            if run.config.checkpoint.on_failure == "stop":
-                raise
-            run.say(f"warning: {error}; training goes on (checkpoint.on_failure)")
+            _go_on_or_raise(run, error)
+
+
+def _go_on_or_raise(run: _Run, error: SaveError) -> None:
+    if run.config.checkpoint.on_failure == "stop":
+        raise error
+    run.say(f"warning: {error}; training goes on (checkpoint.on_failure)")
 
 
 def _check_trace(config: TrainConfig, path: Path, program: TrainProgram) -> None:
@@ -287,6 +291,7 @@ class _Rows:
         self.run = run
         self.file = MetricsFile(run.folder / METRICS)
         self.last: Row = {}
+        self._lost = 0  # rows in a row that could not be written
         self._pending: tuple[int, Any, float] | None = None
         self._extra: Row = {"resumed_from": start} if start else {}
         self._since = time.perf_counter()
@@ -316,9 +321,21 @@ class _Rows:
         )
         self.last = row | self._extra | more()
         self._pending, self._extra, self._since = None, {}, time.perf_counter()
-        self.file.write(self.last)
+        self._write()
         for hook in self.run.hooks:
             hook(self.last)
+
+    def _write(self) -> None:
+        try:
+            self.file.write(self.last)
+        except SaveError as error:
+            if not self._lost:
+                _go_on_or_raise(self.run, error)
+            self._lost += 1
+            return
+        if self._lost:
+            self.run.say(f"metrics are written again from step {self.last['step']} on; rows lost: {self._lost}")
+            self._lost = 0
 
     def close(self) -> None:
         self.file.close()
