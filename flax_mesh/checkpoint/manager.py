@@ -56,7 +56,8 @@ class Checkpointer:
         self.keep = keep if isinstance(keep, Keep) else Keep(keep)
         self.best_metric, self.host_bytes, self.compress = best_metric, host_bytes, compress
         self.damaged: dict[int, list[str]] = {}  # step -> what `latest_step` found wrong with it
-        self._storage: Any = None  # for writing; made by the first save
+        self._storage: Any = None  # for writing; made by the first save, and by the first after one that failed
+        self._found = False  # the folder, by the first save
         self._saving: int | None = None  # the step on its way
         self._deleting: threading.Thread | None = None
 
@@ -213,6 +214,7 @@ class Checkpointer:
             yield
         # Tensorstore raises ValueError for most of what goes wrong with files, Orbax RuntimeError and TimeoutError.
         except (OSError, RuntimeError, TypeError, ValueError) as error:
+            self._give_up()
             left = [step for step in self.steps() if step != but]
             newest = f"the newest there is of step {left[-1]}" if left else "there is none yet"
             raise SaveError(f"{what} in {self.folder}: {_reason(error)}; {newest}") from error
@@ -220,15 +222,26 @@ class Checkpointer:
     def _open(self) -> Any:
         from flax_mesh.checkpoint.handler import Storage
 
-        if self._storage is not None and not self.folder.is_dir():
+        if self._found and not self.folder.is_dir():
             raise OSError("the folder is gone")  # one made anew could lie on another disk than the one unmounted
         if self._storage is None:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self._found = True
+            if self._deleting is not None:
+                self._deleting.join()
             for name in os.listdir(self.folder):
                 if LEFTOVER.fullmatch(name):
                     shutil.rmtree(self.folder / name)
             self._storage = Storage(compress=self.compress, host_bytes=self.host_bytes)
         return self._storage
+
+    def _give_up(self) -> None:
+        """Leave nothing of a save that failed: neither its errors nor, on a disk that may be full, its files."""
+        if self._storage is not None:
+            self._storage.abandon()
+            self._storage = None
+        for path in self.folder.glob("*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def _set_aside(self) -> None:
         """Give damaged steps another name, under which they stay until somebody has looked at them."""
