@@ -216,7 +216,7 @@ class Checkpointer:
         except (OSError, RuntimeError, TypeError, ValueError) as error:
             self._give_up()
             left = [step for step in self.steps() if step != but]
-            newest = f"the newest there is of step {left[-1]}" if left else "there is none yet"
+            newest = f"the newest there is of step {left[-1]}" if left else "there is none"
             raise SaveError(f"{what} in {self.folder}: {_reason(error)}; {newest}") from error
 
     def _open(self) -> Any:
@@ -274,9 +274,11 @@ class Checkpointer:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of an error, without the places in C++ that tensorstore adds."""
+    """What an error says, in a line; of tensorstore's, which tell of layer below layer, what the system said."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return re.sub(r" \[(source locations|tensorstore_spillover)=.*", "", text)[:300]
+    if code := re.search(r"\[os_error_code='(\d+)'\]", text):
+        return os.strerror(int(code[1]))
+    return re.sub(r" \[\w+=.*", "", text)[:300]
 
 
 def _damage_text(folder: Path, problems: list[str]) -> list[str]:
