@@ -8,7 +8,9 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +24,7 @@ from flax_mesh.errors import ConfigError, DamageError
 CHECKPOINTS = "checkpoints"  # below a run folder
 STEP, SET_ASIDE = re.compile(r"0|[1-9][0-9]*"), re.compile(r"([0-9]+)\.damaged(-[0-9]+)?")
 PARTS = (CHECKSUMS, MARKERS[0], "state", "metadata")  # one of them is there, however damaged the step is
+MOST = sys.float_info.max
 UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)  # what bad JSON leads to
 
 
@@ -84,10 +87,10 @@ def find_whole(path: str | Path, step: int | None = None) -> tuple[Path, dict[Pa
     older = [one for one in find_steps(path) if STEP.fullmatch(one.name) and step_number(one) < step_number(chosen)]
     damaged: dict[Path, list[str]] = {}
     for one in [chosen, *reversed(older if step is None else [])]:
-        if problems := find_damage(one):
-            damaged[one] = problems
-        else:
+        if not (problems := find_damage(one)):
             return one, damaged
+        if one.is_dir():  # else a run has deleted it meanwhile
+            damaged[one] = problems
     raise DamageError(_damage_lines(damaged))
 
 
@@ -108,7 +111,7 @@ def step_number(step: Path) -> int:
 
 
 def step_data(step: Path, *, verify: bool) -> dict[str, Any]:
-    """Name, size, date, metrics and mesh of a step; `problems` is what is wrong with its files, None if unread."""
+    """Name, size, date, metrics and mesh of a step (None: unknown), and the problems of its files (None: unread)."""
     record = read_record(step)
     count, size = folder_size(step)
     return {
@@ -120,7 +123,7 @@ def step_data(step: Path, *, verify: bool) -> dict[str, Any]:
         "saved": saved_at(step),
         "problems": find_damage(step) if verify else None,
         "metrics": record["metrics"],
-        "mesh": mesh_of(record),
+        "mesh": mesh_of(record) if record["mesh"] else None,
     }
 
 
@@ -177,8 +180,11 @@ def saved_at(step: Path) -> str | None:
 
 def folder_size(folder: Path) -> tuple[int, int]:
     """(number of files, bytes) below a folder; links count for themselves."""
-    files = [Path(parent) / name for parent, _, names in os.walk(folder) for name in names]
-    sizes = [path.lstat().st_size for path in files if os.path.lexists(path)]  # a save under way moves its own
+    sizes = []
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):  # a run may be at work there
+                sizes.append((Path(parent) / name).lstat().st_size)
     return len(sizes), sum(sizes)
 
 
@@ -188,12 +194,12 @@ def plain(text: str) -> str:
 
 
 def finite(value: Any) -> Any:
-    """`value` as JSON has it: numbers that are not finite are null."""
+    """`value` as all readers of JSON know it: numbers that no float can hold are null."""
     if isinstance(value, dict):
         return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list):
         return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return None if isinstance(value, int | float) and not abs(value) <= MOST else value
 
 
 def _is_step(path: Path) -> bool:

@@ -88,7 +88,8 @@ def add_checkpoint_arguments(command: argparse.ArgumentParser) -> None:
         *(folder, out, ("--to", to), whole, ("--dtype", dtype)),
         fails=damage,
     )
-    ignore = {"metavar": "NAME", "action": "append", "default": [], "help": "a key or an array without effect"}
+    ignored = "without effect on the model: a key of config.json, or a pattern of names of arrays; may be repeated"
+    ignore = {"metavar": "NAME", "action": "append", "default": [], "help": ignored}
     kind(
         "import",
         "a folder of safetensors as a checkpoint of step 0, for checkpoint.start_from",
@@ -142,6 +143,7 @@ def _list(path: str, *, verify: bool) -> Answer:
     found = [
         describe.step_data(step, verify=verify and describe.STEP.fullmatch(step.name) is not None) for step in steps
     ]
+    found = [data for step, data in zip(steps, found, strict=True) if step.is_dir()]  # a run may delete old ones
     data = {
         "folder": str(steps[0].parent),
         "checkpoints": found,
@@ -182,7 +184,9 @@ def _verify(path: str, number: int | None) -> Answer:
     found = []
     for step in chosen:
         files, size = describe.folder_size(step)
-        found.append({"name": step.name, "files": files, "bytes": size, "problems": find_damage(step)})
+        problems = find_damage(step)
+        if step.is_dir():  # a run may delete old ones
+            found.append({"name": step.name, "files": files, "bytes": size, "problems": problems})
     aside = [step.name for step in steps if step not in chosen and not describe.STEP.fullmatch(step.name)]
     data = {"folder": str(steps[0].parent), "checkpoints": found, "set_aside": aside}
     return Answer(data, lambda width: text.verify_text(data), any(step["problems"] for step in found))

@@ -5,6 +5,7 @@ import dataclasses
 import importlib.metadata
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -56,19 +57,16 @@ def import_huggingface(folder: str, out: str, ignore: Sequence[str], model: Impo
     They are on the host meanwhile, all of them.
     """
     described = read_config(folder)
-    config = model(decoder_settings(described, ignore=ignore))
-    problems = getattr(config.model, "problems", list)()
-    layers, experts = config.model.num_layers, max(1, config.model.num_experts)
-    if layers * experts > (stored := len(open_safetensors(folder))):
-        problems.append(f"{folder}: config.json has {layers} layers with {experts} MLPs, more than the {stored} arrays")
-    if problems:
-        raise ConfigError(problems)
+    with _told_of_option():
+        config = model(decoder_settings(described, ignore=ignore))
+    _check_import(folder, config, ignore)
     mesh = create_mesh((1, 1, 1, 1, 1), devices=jax.devices()[:1])
     abstract = abstract_state(lambda: config.make_model(config.model, nnx.Rngs(0)), mesh, run_rules(config))
     # A head that is tied to the embedding may lie there once more.
-    without_effect = [*ignore, *WITHOUT_EFFECT, *(["^lm_head.weight$"] if config.model.tied else [])]
+    without_effect = [*ignore, *WITHOUT_EFFECT, *([r"^lm_head\.weight$"] if config.model.tied else [])]
     names = DECODER_NAMES[described["model_type"]]
-    state = {"model": load_safetensors(folder, abstract, names, ignore=without_effect)}
+    with _told_of_option():
+        state = {"model": load_safetensors(folder, abstract, names, ignore=without_effect)}
     record = {
         "format": FORMAT,
         "step": 0,
@@ -114,6 +112,30 @@ def reshard(folder: str, out: str, config: TrainConfig, step: int | None) -> dic
         | {"to": "checkpoint", "mesh": after, "before": before, "notes": notes}
         | sizes
     )
+
+
+def _check_import(folder: str, config: TrainConfig, ignore: Sequence[str]) -> None:
+    problems = getattr(config.model, "problems", list)()
+    layers, experts = config.model.num_layers, max(1, config.model.num_experts)
+    if layers * experts > (stored := len(open_safetensors(folder))):  # before anything of that size is made
+        problems.append(f"{folder}: config.json has {layers} layers with {experts} MLPs, more than the {stored} arrays")
+    for pattern in ignore:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            problems.append(f"--ignore {pattern} is no regular expression: {error}")
+    if problems:
+        raise ConfigError(problems)
+
+
+@contextmanager
+def _told_of_option() -> Iterator[None]:
+    """Errors that speak of `ignore` say what it is called on the command line."""
+    try:
+        yield
+    except ConfigError as error:
+        lines = [] if "ignore=" not in str(error) else ["  ignore= is --ignore NAME on the command line."]
+        raise ConfigError([*error.problems, *lines]) from error
 
 
 def layout_record(sizes: Mapping[str, int], rules: PartitionRules, layout: Mapping[str, str]) -> dict[str, Any]:
@@ -204,8 +226,13 @@ def _export_orbax(
     """As arrays of numpy, all of them on the host meanwhile: whatever devices another machine has, it can read them."""
     import orbax.checkpoint as ocp
 
-    with ocp.StandardCheckpointer() as orbax:
-        orbax.save(work, nest(read_values(step, tree)))
+    values = nest(read_values(step, tree))
+    try:
+        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as orbax:
+            orbax.save(work, args=ocp.args.StandardSave(values))
+    # Tensorstore raises ValueError for most of what goes wrong with files, Orbax RuntimeError.
+    except (OSError, RuntimeError, ValueError) as error:
+        raise SaveError(f"{work.name} could not be written: {' '.join(str(error).split())[:300]}") from error
     return {}
 
 

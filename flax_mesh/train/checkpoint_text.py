@@ -26,7 +26,7 @@ def list_text(data: Mapping[str, Any], width: int) -> str:
             date_text(step["saved"]),
             _state(step, data["verified"]),
             *(_number(step["metrics"].get(name)) for name in SHOWN_METRICS),
-            plain(mesh_text(step["mesh"])),
+            _mesh(step["mesh"]),
         ]
         for step in steps
     ]
@@ -131,7 +131,7 @@ def _facts(data: Mapping[str, Any], width: int) -> Iterator[str]:
     facts = {
         "saved": f"{date_text(data['saved'])}, {files}",
         "recipe": str(data["recipe"] or ""),
-        "mesh": mesh_text(data["mesh"]),
+        "mesh": _mesh(data["mesh"]),
         "sharding": str(data["sharding"] or ""),
         "data": str(data["data"].get("description", "")),
         "metrics": ", ".join(metrics),
@@ -212,6 +212,10 @@ def _array(array: Array) -> str:
 
 def _side(text: str | None) -> str:
     return "(absent)" if text is None else plain(text) or '""'
+
+
+def _mesh(shape: Mapping[str, int] | None) -> str:
+    return "?" if shape is None else plain(mesh_text(shape))
 
 
 def _number(value: Any) -> str:
