@@ -239,7 +239,7 @@ def test_what_a_config_leaves_out_means_what_it_means_to_its_family():
         LLAMA_3_2, "num_key_value_heads", "head_dim", "rope_scaling", "rope_theta", "rms_norm_eps", "torch_dtype"
     )
     assert (old["num_kv_heads"], old["head_dim"], old["rope_theta"]) == (32, 64, 10_000.0)
-    assert (old["norm_epsilon"], old["dtype"]) == (1e-6, "float32") and "rope_factor" not in old
+    assert (old["norm_epsilon"], old["dtype"], old["rope_factor"]) == (1e-6, "float32", 1.0)
     assert without(LLAMA_3_2, "tie_word_embeddings")["tied"] is False
     qwen3 = {key: value for key, value in QWEN_2.items() if key != "architectures"} | {"model_type": "qwen3"}
     assert decoder_settings(qwen3)["head_dim"] == 128 and decoder_settings(qwen3)["qk_norm"]
@@ -332,6 +332,13 @@ def test_a_decoder_of_no_family_is_refused():
         huggingface_config(vars(config))
     scaled = huggingface_config(vars(dataclasses.replace(DecoderConfig(), rope_factor=8.0)))
     assert scaled["max_position_embeddings"] == 65536 and scaled["rope_scaling"]["rope_type"] == "llama3"
+
+
+def test_settings_from_before_a_choice_was_there_mean_that_it_is_off():
+    settings = vars(DecoderConfig())
+    older = {key: value for key, value in settings.items() if not key.startswith(("q", "rope_factor", "num_experts"))}
+    assert len(older) == len(settings) - 4
+    assert huggingface_config(older) == huggingface_config(settings)
 
 
 def test_every_family_has_its_table_and_a_case():
