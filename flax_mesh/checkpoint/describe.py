@@ -139,7 +139,8 @@ def read_record(step: Path) -> dict[str, Any]:
     sections = {name: found.get(name) for name in ("config", "mesh", "axes", "layout", "data", "metrics", "versions")}
     rules = found.get("rules")
     record = found | {name: value if isinstance(value, dict) else {} for name, value in sections.items()}
-    return record | {"rules": rules if isinstance(rules, list) else []}
+    pairs = [rule for rule in rules if isinstance(rule, list) and len(rule) == 2] if isinstance(rules, list) else []
+    return record | {"rules": pairs}
 
 
 def read_tree(step: Path, record: Mapping[str, Any]) -> dict[str, Array]:

@@ -88,8 +88,7 @@ def _section(name: str, record: Mapping[str, Any]) -> dict[str, str]:
     if name == "mesh":  # "" stands for a record that has none
         return {"mesh": mesh_text(mesh_of(record))} if record["mesh"] else {}
     if name == "rules":
-        pairs = [rule for rule in record["rules"] if isinstance(rule, list) and len(rule) == 2]
-        return {str(pattern): str(dims) for pattern, dims in pairs}
+        return {str(pattern): str(dims) for pattern, dims in record["rules"]}
     pairs = record["config" if name == "settings" else name].items()
     # The position in the data follows the number of the step.
     return {str(key): _text(value) for key, value in pairs if (name, key) != ("data", "position")}
