@@ -202,7 +202,8 @@ def test_a_part_of_a_leaf_reads_a_part_of_a_file(folders):
 
 def test_values_are_cast_on_either_way(tmp_path):
     abstract, state = plain(SCANNED, 1, 2, 1, 2, 1), fill(plain(SCANNED, 1, 2, 1, 2, 1))
-    save_safetensors(tmp_path / "out", state, NAMES, dtype="bfloat16")
+    save_safetensors(tmp_path / "out", state, NAMES, dtype="bfloat16", config={"torch_dtype": "float32", "x": 1})
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"torch_dtype": "bfloat16", "x": 1}
     assert {array.dtype for array in open_safetensors(tmp_path / "out").values()} == {jnp.dtype("bfloat16")}
     got = load_safetensors(tmp_path / "out", abstract, NAMES)
     check_same(got, jax.tree.map(lambda x: jax.device_put(x.astype("bfloat16").astype("float32"), x.sharding), state))
