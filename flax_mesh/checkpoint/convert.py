@@ -235,14 +235,22 @@ def read_slice(
 
 def copy_slice(out: np.ndarray, values: np.ndarray) -> None:
     """`out[...] = values`, whatever the order of their dims and their dtypes."""
-    if out.dtype == values.dtype and out.itemsize <= 8:  # as integers: numpy is slow at copying dtypes not its own
-        out, values = (x.view(f"u{x.itemsize}") for x in (out, values))
     if values.ndim < 2 or values.strides[-1] == values.itemsize:
         np.copyto(out, values, casting="unsafe")
-        return
+    elif out.dtype == values.dtype:
+        _copy_across(out, values)
+    else:  # put into order first, for numpy is slow at casting what lies across
+        ordered = np.empty(values.shape, values.dtype)
+        _copy_across(ordered, values)
+        np.copyto(out, ordered, casting="unsafe")
+
+
+def _copy_across(out: np.ndarray, values: np.ndarray) -> None:
+    if out.itemsize <= 8:  # as integers, for numpy is slow at copying dtypes not its own
+        out, values = (x.view(f"u{x.itemsize}") for x in (out, values))
     for start in range(0, out.shape[-1], COLUMNS):
         columns = (..., slice(start, start + COLUMNS))
-        np.copyto(out[columns], values[columns], casting="unsafe")
+        np.copyto(out[columns], values[columns])
 
 
 def _pieces(leaves: Iterable[Leaf], dtype: Any) -> Iterator[tuple[str, np.ndarray]]:
