@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from flax_mesh.checkpoint.describe import Array, mesh_of
 from flax_mesh.checkpoint.disk import text_of
 
-READ_BYTES = 2**28  # of arrays of each of two checkpoints that are in memory at a time, or the largest array
+READ_BYTES = 2**27  # of arrays of each of two checkpoints that are in memory at a time, or the largest array
 COMPARED = 2**22  # elements of two arrays that are compared at a time, as float64
 SECTIONS = ("settings", "mesh", "axes", "rules", "data", "versions", "tree", "layout")
 
@@ -53,18 +54,22 @@ def value_differences(a: Path, b: Path, arrays: Sequence[Array]) -> dict[str, fl
 
     Arrays are compared bit for bit, and read a few at a time: at most READ_BYTES of each step, or one array.
     """
+    found: dict[str, float] = {}
+    for batch in batches(arrays):
+        old, new = (read_batch(step, batch) for step in (a, b))
+        largest = {path: _largest_difference(old[path].reshape(-1), new[path].reshape(-1)) for path in old}
+        found |= {path: value for path, value in largest.items() if value is not None}
+        del old, new  # before the next are read
+    return found
+
+
+def read_batch(step: Path, batch: Sequence[Array]) -> dict[str, np.ndarray]:
+    """path -> value of some arrays of a step, of the dtypes that `batch` says."""
     from flax_mesh.checkpoint.handler import read_arrays
 
     host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    found = {}
-    for batch in batches(arrays):
-        target = {one.path: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=host) for one in batch}
-        values = [read_arrays(step, target) for step in (a, b)]
-        for path in target:
-            largest = _largest_difference(*(np.asarray(value[path]).reshape(-1) for value in values))
-            if largest is not None:
-                found[path] = largest
-    return found
+    target = {one.path: jax.ShapeDtypeStruct(one.shape, jnp.dtype(one.dtype), sharding=host) for one in batch}
+    return {path: np.asarray(value) for path, value in read_arrays(step, target).items()}
 
 
 def batches(arrays: Sequence[Array]) -> Iterator[list[Array]]:

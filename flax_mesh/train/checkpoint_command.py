@@ -96,6 +96,7 @@ def add_checkpoint_arguments(command: argparse.ArgumentParser) -> None:
         ("folder", {"metavar": "HF_FOLDER", "help": "with config.json and safetensors"}),
         out,
         ("--ignore", ignore),
+        fails=damage,
     )
     kind(
         "reshard",

@@ -20,7 +20,7 @@ from flax import nnx
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.convert import Leaf, copy_slice, load_safetensors, plan_leaves
 from flax_mesh.checkpoint.describe import STEP, Array, find_whole, mesh_of, read_record, read_tree, step_number
-from flax_mesh.checkpoint.diff import batches, mesh_text
+from flax_mesh.checkpoint.diff import batches, mesh_text, read_batch
 from flax_mesh.checkpoint.huggingface import DECODER_NAMES, decoder_settings, huggingface_config, read_config
 from flax_mesh.checkpoint.safetensors import open_safetensors, write_safetensors
 from flax_mesh.errors import ConfigError, SaveError
@@ -193,7 +193,8 @@ def _export_safetensors(
 ) -> dict[str, Any]:
     config = _huggingface_config(record["config"], dtype)
     leaves = plan_leaves(
-        nest((path, _abstract(array)) for path, array in tree.items()), DECODER_NAMES[config["model_type"]]
+        nest((path, jax.ShapeDtypeStruct(array.shape, array.dtype)) for path, array in tree.items()),
+        DECODER_NAMES[config["model_type"]],
     )  # pyright: ignore
     shapes = {part.name: jax.ShapeDtypeStruct(part.shape, leaf.value.dtype) for leaf in leaves for part in leaf.parts}
     pieces = _pieces({leaf.path: leaf for leaf in leaves}, step, tree)
@@ -212,12 +213,9 @@ def _pieces(leaves: Mapping[str, Leaf], step: Path, tree: Mapping[str, Array]) -
 
 def read_values(step: Path, tree: Mapping[str, Array]) -> Iterator[tuple[str, np.ndarray]]:
     """(name in `tree`, value) of its arrays, read and cast a few at a time."""
-    from flax_mesh.checkpoint.handler import read_arrays
-
     names = {array.path: name for name, array in tree.items()}
     for batch in batches(list(tree.values())):
-        found = read_arrays(step, {array.path: _abstract(array) for array in batch})
-        yield from ((names[array.path], np.asarray(found[array.path])) for array in batch)
+        yield from ((names[path], value) for path, value in read_batch(step, batch).items())
 
 
 def _export_orbax(
@@ -251,11 +249,6 @@ def _huggingface_config(lines: Mapping[str, Any], dtype: str | None) -> dict[str
             f"the checkpoint is of no decoder that Hugging Face's names are known for (its settings: {error}); "
             "--to orbax exports any model"
         ) from error
-
-
-def _abstract(array: Array) -> jax.ShapeDtypeStruct:
-    host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    return jax.ShapeDtypeStruct(array.shape, jnp.dtype(array.dtype), sharding=host)
 
 
 def _cast(stored: str, dtype: str | None) -> str:
