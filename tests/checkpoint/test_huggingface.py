@@ -62,12 +62,13 @@ def test_logits_are_those_of_transformers(case):
     assert difference(decoder_of(DATA / case), DATA / case) < TOLERANCE
 
 
-def test_logits_are_those_of_transformers_on_a_mesh_with_scanned_layers():
+@pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3"])
+def test_logits_are_those_of_transformers_on_a_mesh_with_scanned_layers(case):
     mesh = create_mesh((1, 2, 1, 2, 1), devices=jax.devices()[:4])
     with jax.set_mesh(mesh):
-        model = decoder_of(DATA / "llama", mesh=mesh, scan=True)
+        model = decoder_of(DATA / case, mesh=mesh, scan=True)
         assert model.layers.attention.q.kernel.sharding.spec == jax.P(None, "fsdp", "tp", None)
-        reference = np.load(DATA / "llama" / "reference.npz")
+        reference = np.load(DATA / case / "reference.npz")
         logits = logits_of(model, np.repeat(reference["tokens"], 2, axis=0))
     want = reference["logits"]
     assert np.abs(np.asarray(logits) - want).max() < TOLERANCE * np.abs(want).max()
