@@ -26,7 +26,7 @@ from flax_mesh.train.data import Corpus
 from flax_mesh.train.program import train_program
 from flax_mesh.train.record import layout_of, record
 from flax_mesh.train.setup import make_mesh, run_rules
-from tests.train.bigram import snapshot
+from tests.train.bigram import snapshot, write_text
 
 RECIPE = str(Path(__file__).with_name("small_decoder.py"))
 QWEN = Path(__file__).parent / "data" / "qwen2"
@@ -248,7 +248,8 @@ def test_diff_with_another_recipe_tells_settings_mesh_tree_and_layout(command, s
     assert by_section["tree"]["model/layers/0/attention/q/kernel"] == ("float32[16, 4, 4]", "float32[16, 4, 8]")
     assert by_section["tree"]["model/layers/2/mlp/up/kernel"] == ("float32[16, 32]", None)
     assert "model/layers/1/mlp/up/kernel" not in by_section["tree"]
-    assert command("diff", *argv)[1].count("only in A") > 3
+    out = command("diff", *argv)[1]
+    assert "  model/layers/2/mlp/up/kernel: only in A, float32[16, 32]" in out and "arrays likewise" in out
 
 
 def test_diff_tells_how_a_mesh_without_an_axis_splits_otherwise(command, saved):
@@ -327,7 +328,28 @@ def test_reshard_writes_the_same_values_in_the_layout_of_the_recipe(command, sav
     _, _, rules, program = program_of(*argv)
     with Checkpointer(out, layers=rules.layers) as checkpointer:
         assert checkpointer.latest_step() == 10 and checkpointer.metadata(10)["metrics"]["eval_loss"] == 2.25
+        target, stored = checkpointer.check(program.layout.to_nnx(), 10), checkpointer.arrays(10)
+        for path, x in target.items():  # what lies on the disk fits the new layout
+            assert stored[path].storage.chunk_shape == x.sharding.shard_shape(x.shape), path
         checkpointer.restore(program.layout.to_nnx(), 10)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_what_was_resharded(command, capsys, tmp_path):
+    text = write_text(tmp_path)
+    argv = [RECIPE, f"data.source={text}", "run.eval_every=0", "run.sample_tokens=0", "model.vocab_size=256"]
+    assert main(["train", *argv, f"run.folder={tmp_path / 'a'}", "run.steps=2"]) == DONE
+    other = ["mesh.shape=fsdp:4,tp:2"]
+    assert command("reshard", tmp_path / "a", tmp_path / "b" / "checkpoints", *argv, *other)[0] == DONE
+    assert main(["train", *argv, f"run.folder={tmp_path / 'a'}", "run.steps=4"]) == DONE
+    capsys.readouterr()
+    assert main(["train", *argv, *other, f"run.folder={tmp_path / 'b'}", "run.steps=4"]) == DONE
+    out = capsys.readouterr().out
+    assert "at step 2; resuming, 2 steps to go" in out and "layout: saved on another" not in out
+    rows = [[json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()] for run in "ab"]
+    losses = [{row["step"]: row["loss"] for row in of_run if row["step"] > 2} for of_run in rows]
+    assert losses[0].keys() == losses[1].keys() == {3, 4}
+    assert all(abs(losses[0][step] - losses[1][step]) < 5e-6 for step in (3, 4))
 
 
 def test_a_damaged_step_is_passed_over_or_refused(command, copy, tmp_path):
