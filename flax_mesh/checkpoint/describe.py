@@ -91,6 +91,8 @@ def find_whole(path: str | Path, step: int | None = None) -> tuple[Path, dict[Pa
             return one, damaged
         if one.is_dir():  # else a run has deleted it meanwhile
             damaged[one] = problems
+    if not damaged:
+        raise ConfigError(f"{path} holds no checkpoint any more")
     raise DamageError(_damage_lines(damaged))
 
 

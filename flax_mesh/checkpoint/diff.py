@@ -90,7 +90,7 @@ def mesh_text(shape: Mapping[str, int]) -> str:
 
 
 def _section(name: str, record: Mapping[str, Any]) -> dict[str, str]:
-    if name == "mesh":  # "" stands for a record that has none
+    if name == "mesh":
         return {"mesh": mesh_text(mesh_of(record))} if record["mesh"] else {}
     if name == "rules":
         return {str(pattern): str(dims) for pattern, dims in record["rules"]}

@@ -80,11 +80,11 @@ def add_checkpoint_arguments(command: argparse.ArgumentParser) -> None:
         ("--values", {"action": "store_true", "help": "compare the arrays too, a few at a time"}),
         fails=", 3 something differs or is damaged",
     )
-    dtype = {"metavar": "DTYPE", "choices": ("float32", "bfloat16", "float16"), "help": "cast floating arrays to it"}
+    dtype = {"choices": ("float32", "bfloat16", "float16"), "help": "cast floating arrays to it"}
     to = {"choices": ("safetensors", "orbax"), "required": True, "help": "Hugging Face's names, or a plain Orbax tree"}
     kind(
         "export",
-        "the parameters as safetensors, or as a tree of Orbax on one device",
+        "the parameters, as safetensors or as a plain tree of Orbax",
         *(folder, out, ("--to", to), whole, ("--dtype", dtype)),
         fails=damage,
     )

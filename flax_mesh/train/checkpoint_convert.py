@@ -107,11 +107,8 @@ def reshard(folder: str, out: str, config: TrainConfig, step: int | None) -> dic
         _save(work, number, state, rules.layers, record)
     named = named_leaves(state)
     sizes = {"arrays": len(named), "bytes": sum(leaf.nbytes for _, leaf in named)}
-    return (
-        _written(found, out, passed_over)
-        | {"to": "checkpoint", "mesh": after, "before": before, "notes": notes}
-        | sizes
-    )
+    more = {"to": "checkpoint", "mesh": after, "before": before, "notes": notes}
+    return _written(found, out, passed_over) | more | sizes
 
 
 def _check_import(folder: str, config: TrainConfig, ignore: Sequence[str]) -> None:
@@ -192,10 +189,8 @@ def _export_safetensors(
     step: Path, work: Path, tree: Mapping[str, Array], record: Mapping[str, Any], dtype: str | None
 ) -> dict[str, Any]:
     config = _huggingface_config(record["config"], dtype)
-    leaves = plan_leaves(
-        nest((path, jax.ShapeDtypeStruct(array.shape, array.dtype)) for path, array in tree.items()),
-        DECODER_NAMES[config["model_type"]],
-    )  # pyright: ignore
+    abstract = nest((path, jax.ShapeDtypeStruct(array.shape, array.dtype)) for path, array in tree.items())
+    leaves = plan_leaves(abstract, DECODER_NAMES[config["model_type"]])
     shapes = {part.name: jax.ShapeDtypeStruct(part.shape, leaf.value.dtype) for leaf in leaves for part in leaf.parts}
     pieces = _pieces({leaf.path: leaf for leaf in leaves}, step, tree)
     write_safetensors(work, shapes, pieces, json_files={"config.json": config}, max_file_bytes=FILE_BYTES)
