@@ -49,6 +49,11 @@ def in_both(section: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     return section == "tree" or bool(_section(section, a) and _section(section, b))
 
 
+def in_one(section: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether one record has something in a section, and the other nothing."""
+    return section != "tree" and bool(_section(section, a)) != bool(_section(section, b))
+
+
 def value_differences(a: Path, b: Path, arrays: Sequence[Array]) -> dict[str, float]:
     """path -> largest absolute difference (NaN where one is not a number), of those `arrays` of two steps that differ.
 

@@ -11,7 +11,7 @@ from typing import Any
 from flax import nnx
 
 from flax_mesh.checkpoint import describe
-from flax_mesh.checkpoint.diff import SECTIONS, differences, in_both, value_differences
+from flax_mesh.checkpoint.diff import SECTIONS, differences, in_both, in_one, value_differences
 from flax_mesh.checkpoint.disk import disk_target, stacked_paths, text_of
 from flax_mesh.checkpoint.integrity import find_damage
 from flax_mesh.errors import ConfigError
@@ -207,9 +207,15 @@ def _diff(a: str, b: str, config: TrainConfig | None, overrides: Sequence[str], 
         new, name = None, " ".join([b, *overrides])
         other, other_tree = _recipe_record(config)
     found = differences(record, other, tree, other_tree)
-    compared = [section for section in SECTIONS if in_both(section, record, other)]
-    data: dict[str, Any] = {"a": str(old), "b": name, "recipe": new is None, "compared": compared, "values": None}
-    data["differences"] = [one._asdict() for one in found]
+    data: dict[str, Any] = {
+        "a": str(old),
+        "b": name,
+        "recipe": new is None,
+        "compared": [section for section in SECTIONS if in_both(section, record, other)],
+        "not_compared": [section for section in SECTIONS if in_one(section, record, other)],
+        "differences": [one._asdict() for one in found],
+        "values": None,
+    }
     differs = bool(found)
     if values and new is not None:
         for step in (old, new):

@@ -96,6 +96,8 @@ def diff_text(data: Mapping[str, Any], found: Sequence[Difference]) -> str:
             lines += ["", section if section in GROUPED else f"{section}, A -> B", *_difference_lines(here)]
     if same := [section for section in data["compared"] if not any(one.section == section for one in found)]:
         lines += ["", f"the same: {', '.join(same)}"]
+    if data["not_compared"]:
+        lines += ["", f"only in one, and not compared: {', '.join(data['not_compared'])}"]
     if data["values"] is not None:
         lines += ["", *_value_lines(data["values"])]
     elif not data["recipe"]:

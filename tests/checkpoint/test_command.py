@@ -233,6 +233,7 @@ def test_diff_of_values_finds_the_one_array_and_how_far_apart(command, saved):
 def test_diff_with_the_recipe_that_saved_it_is_empty_also_for_a_scan(command, saved):
     code, out, _ = command("diff", saved, RECIPE)
     assert code == DONE and "the same: settings, mesh, axes, rules, tree, layout" in out
+    assert "only in one, and not compared: data, versions" in out  # a recipe has neither
     found = as_json(command, "diff", saved, RECIPE, "model.scan=true", code=FINDINGS)["differences"]
     assert [(one["name"], one["a"], one["b"]) for one in found] == [("model.scan", "false", "true")]
 
