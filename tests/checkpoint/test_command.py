@@ -1,5 +1,7 @@
 """`flax-mesh checkpoint`, run as from the command line: what it prints, what it writes, and that it changes nothing."""
 
+import contextlib
+import io
 import json
 import resource
 import shutil
@@ -11,7 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flax_mesh import named_leaves
@@ -488,3 +490,23 @@ json_like = st.recursive(
 @given(json_like)
 def test_finite_is_json_for_everyone(value):
     assert json.loads(json.dumps(finite(value), allow_nan=False)) == finite(value)
+
+
+@pytest.fixture(scope="module")
+def strange(saved, tmp_path_factory) -> Path:
+    return Path(shutil.copytree(saved / "checkpoints" / "5", tmp_path_factory.mktemp("strange") / "5"))
+
+
+SECTIONS = ("config", "mesh", "axes", "rules", "layout", "data", "metrics", "versions", "recipe", "sharding")
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.dictionaries(st.sampled_from(SECTIONS), json_like) | json_like)
+def test_any_json_as_metadata_is_told_as_far_as_it_goes(saved, strange, metadata):
+    file = strange / "metadata" / "metadata"
+    whole = json.loads((saved / "checkpoints" / "5" / "metadata" / "metadata").read_text())
+    file.write_text(json.dumps(whole | metadata if isinstance(metadata, dict) else metadata))
+    for argv in (["list", "--quick"], ["inspect"], ["diff", str(saved)]):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            assert main(["checkpoint", argv[0], str(strange), *argv[1:]]) in (DONE, FINDINGS)
+        assert all(char.isprintable() or char == "\n" for char in out.getvalue())
