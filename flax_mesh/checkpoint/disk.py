@@ -49,7 +49,7 @@ class Pieces:
 
 
 def to_disk(state: Any, layers: Sequence[str], *, on_host: bool = True) -> Iterator[tuple[str, Any]]:
-    """(path on disk, what to write) of every leaf; random keys as the numbers they are made of.
+    """(path on disk, what to write) of every leaf that has a size; random keys as the numbers they are made of.
 
     `on_host`: the shards of a stack are copied to the host whole, before any is cut; otherwise every layer is cut on
     its device when it is read.
@@ -62,6 +62,8 @@ def to_disk(state: Any, layers: Sequence[str], *, on_host: bool = True) -> Itera
             for shard in _written_shards(leaf) if path in stacks else ():
                 shard.data.copy_to_host_async()
     for path, leaf in named:
+        if 0 in leaf.shape:
+            continue  # holds nothing, and Orbax refuses it
         if path in stacks:
             yield from zip(stacks[path], _layers(leaf, on_host), strict=True)
         elif hasattr(leaf, "sharding"):
@@ -75,6 +77,8 @@ def disk_target(named: Sequence[tuple[str, Any]], stacks: Mapping[str, list[str]
     """path on disk -> shape, dtype and concrete sharding to restore into, of (path, abstract leaf) pairs."""
     target = {}
     for path, leaf in named:
+        if 0 in leaf.shape:
+            continue
         leaf = as_key_data(leaf)
         shape, sharding = leaf.shape, getattr(leaf, "sharding", None)
         if path in stacks:
@@ -90,8 +94,9 @@ def from_disk(
 
     Stacks are put together a few at a time, so that no second copy of all of them ever lies on the devices.
     """
-    stacked = {path: as_key_data(leaf) for path, leaf in named if path in stacks}
-    whole = dict(read([path for path, _ in named if path not in stacks]))
+    empty = {path: _empty(as_key_data(leaf)) for path, leaf in named if 0 in leaf.shape}
+    stacked = {path: as_key_data(leaf) for path, leaf in named if path in stacks and path not in empty}
+    whole = empty | dict(read([path for path, _ in named if path not in stacks and path not in empty]))
     for paths in _batches(stacked):
         found = read([layer for path in paths for layer in stacks[path]])
         split = [[found[layer] for layer in stacks[path]] for path in paths]
@@ -161,6 +166,15 @@ def as_key(data: Any, abstract: Any) -> Any:
     name = str(abstract.dtype).removeprefix("key<").removesuffix(">")  # as JAX prints a key type: key<fry>
     impl = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}[name]
     return jax.device_put(jax.random.wrap_key_data(data, impl=impl), abstract.sharding)
+
+
+def _empty(abstract: Any) -> Any:
+    """The array of no size that `abstract` describes; none lies on disk."""
+    sharding = getattr(abstract, "sharding", None)
+    if sharding is None:
+        return jnp.zeros(abstract.shape, abstract.dtype)
+    shard = np.zeros(sharding.shard_shape(abstract.shape), abstract.dtype)
+    return jax.make_array_from_callback(abstract.shape, sharding, lambda _: shard, dtype=abstract.dtype)
 
 
 def _written_shards(leaf: Any) -> list[Any]:
