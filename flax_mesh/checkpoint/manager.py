@@ -18,13 +18,13 @@ from flax import nnx
 
 from flax_mesh.checkpoint.disk import check_same, disk_target, from_disk, stacked_paths, to_disk
 from flax_mesh.checkpoint.fill import Filled, fill
+from flax_mesh.checkpoint.find import LEFTOVER, STEP
 from flax_mesh.checkpoint.integrity import find_damage
 from flax_mesh.checkpoint.keep import Keep
 from flax_mesh.errors import ConfigError, DamageError, SaveError
 from flax_mesh.tree import named_leaves
 
 METRICS = "metrics"  # in the metadata of a step: name -> number
-LEFTOVER = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|deleted)")  # of a save or a deletion that was cut off
 REPAIR = "Restore it into the model it was saved from, or start another run (another folder, or --restart)."
 
 
@@ -75,7 +75,7 @@ class Checkpointer:
     def steps(self) -> list[int]:
         """Committed steps, whole or damaged; oldest first."""
         names = os.listdir(self.folder) if self.folder.is_dir() else []
-        return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
+        return sorted(int(name) for name in names if STEP.fullmatch(name))
 
     def latest_step(self) -> int | None:
         """The newest step whose files are whole, every byte compared with its checksum. None: there is none at all.

@@ -1,9 +1,6 @@
 """Checkpoints in other forms: safetensors, a plain tree of Orbax, another layout. What is written appears whole or not
 at all, in a folder that did not exist."""
 
-import dataclasses
-import importlib.metadata
-import json
 import os
 import re
 import tempfile
@@ -19,16 +16,17 @@ from flax import nnx
 
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.convert import Leaf, copy_slice, load_safetensors, plan_leaves
-from flax_mesh.checkpoint.describe import STEP, Array, find_whole, mesh_of, read_record, read_tree, step_number
+from flax_mesh.checkpoint.describe import Array, mesh_of, read_record, read_tree
 from flax_mesh.checkpoint.diff import batches, mesh_text, read_batch
+from flax_mesh.checkpoint.find import STEP, find_whole, step_number
 from flax_mesh.checkpoint.huggingface import DECODER_NAMES, decoder_settings, huggingface_config, read_config
 from flax_mesh.checkpoint.safetensors import open_safetensors, write_safetensors
 from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.mesh import create_mesh
-from flax_mesh.sharding import PartitionRules, abstract_state, sharding_fingerprint
+from flax_mesh.sharding import abstract_state, sharding_fingerprint
 from flax_mesh.train.config import TrainConfig, parse_value, to_lines
 from flax_mesh.train.program import train_program
-from flax_mesh.train.record import FORMAT, PACKAGES, layout_of
+from flax_mesh.train.record import FORMAT, layout_of, layout_record, versions
 from flax_mesh.train.setup import check_config, check_on_mesh, make_mesh, run_rules
 from flax_mesh.tree import named_leaves, nest
 
@@ -133,24 +131,6 @@ def _told_of_option() -> Iterator[None]:
     except ConfigError as error:
         lines = [] if "ignore=" not in str(error) else ["  ignore= is --ignore NAME on the command line."]
         raise ConfigError([*error.problems, *lines]) from error
-
-
-def layout_record(sizes: Mapping[str, int], rules: PartitionRules, layout: Mapping[str, str]) -> dict[str, Any]:
-    """What a checkpoint tells of its layout, as JSON has it."""
-    axes = {field.name: getattr(rules.axes, field.name) for field in dataclasses.fields(rules.axes)}
-    found = {
-        "mesh": {"axis_names": list(sizes), "shape": list(sizes.values())},
-        "axes": axes,
-        "rules": [[pattern, str(dims)] for pattern, dims in rules.table],
-        "layout": dict(layout),
-    }
-    return json.loads(json.dumps(found, default=dict))
-
-
-def versions() -> dict[str, str]:
-    """Of the packages that write checkpoints and run models."""
-    installed = {found.metadata["Name"] for found in importlib.metadata.distributions()}
-    return {name: importlib.metadata.version(name) if name in installed else "not installed" for name in PACKAGES}
 
 
 @contextmanager

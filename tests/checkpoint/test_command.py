@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from flax_mesh import named_leaves
 from flax_mesh.checkpoint import Checkpointer
-from flax_mesh.checkpoint.describe import find_whole, finite, plain
+from flax_mesh.checkpoint.describe import finite, plain
+from flax_mesh.checkpoint.find import find_whole
 from flax_mesh.checkpoint.safetensors import open_safetensors
 from flax_mesh.cli import BAD_INPUT, DONE, FAILED, FINDINGS, main
 from flax_mesh.errors import DamageError
