@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint._src.serialization import types
 
 from flax_mesh.checkpoint.disk import Pieces
 from flax_mesh.checkpoint.integrity import write_checksums
@@ -36,7 +37,8 @@ class _StepArgs(ocp.args.Composite):
 class Storage:
     """Steps written and read by Orbax; each is one ordinary checkpoint of Orbax, of an item "state" and one of JSON.
 
-    `host_bytes`: how much of the state may be on the host at a time; None for no limit.
+    `host_bytes`: how much of the state may be on the host at a time; None for no limit. Orbax goes array by array, and
+    has one lot on the host while the next one comes: each gets half.
     """
 
     def __init__(self, *, compress: bool, host_bytes: int | None):
@@ -44,8 +46,8 @@ class Storage:
         together = ocp.options.MultiprocessingOptions(primary_host=0, active_processes=processes)
         state = ocp.PyTreeCheckpointHandler(
             use_compression=compress,
-            save_device_host_concurrent_gb=None if host_bytes is None else host_bytes / 1e9,  # pyright: ignore
-            type_handler_registry=_type_handlers(),
+            save_device_host_concurrent_gb=None if host_bytes is None else host_bytes / 2e9,  # pyright: ignore
+            type_handler_registry=_type_handlers(in_turn=host_bytes is not None),
             multiprocessing_options=together,
         )
         metadata = ocp.JsonCheckpointHandler(multiprocessing_options=together)
@@ -78,12 +80,12 @@ class Storage:
 
 def read_metadata(step: Path) -> dict[str, Any]:
     """What was saved beside the state."""
-    return ocp.JsonCheckpointHandler().restore(step / METADATA)
+    return dict(ocp.JsonCheckpointHandler().restore(_path(step / METADATA)))
 
 
 def stored_arrays(step: Path) -> dict[str, Any]:
     """path on disk -> shape and dtype; reads no array."""
-    return dict(named_leaves(ocp.PyTreeCheckpointHandler().metadata(step / STATE).tree))
+    return dict(named_leaves(ocp.PyTreeCheckpointHandler().metadata(_path(step / STATE)).tree))
 
 
 def read_arrays(step: Path, target: dict[str, Any]) -> dict[str, Any]:
@@ -92,13 +94,27 @@ def read_arrays(step: Path, target: dict[str, Any]) -> dict[str, Any]:
     args = ocp.args.PyTreeRestore(
         item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
     )
-    return dict(named_leaves(ocp.PyTreeCheckpointHandler().restore(step / STATE, args=args)))
+    return dict(named_leaves(ocp.PyTreeCheckpointHandler().restore(_path(step / STATE), args=args)))
 
 
-def _type_handlers() -> Any:
+def _path(path: Path) -> Any:
+    return path  # Orbax asks for a class of its own, and takes this
+
+
+class _InTurn(types.DefaultSerializationStatusCallback):
+    """Arrays are brought to the host in turn, as `save_device_host_concurrent_gb` allows.
+
+    Orbax limits only the arrays that it is told to defer, and does nothing with its own `is_prioritized_key_fn`.
+    """
+
+    def key_priority(self, *_: Any, **__: Any) -> types.TransferPriority:
+        return types.TransferPriority.ASYNCHRONOUS_DEPRIORITIZED
+
+
+def _type_handlers(*, in_turn: bool) -> Any:
     handlers = ocp.type_handlers
     # Each part is written by one device only: `Pieces` know no others.
-    arrays = handlers.ArrayHandler(use_replica_parallel=False)
+    arrays = handlers.ArrayHandler(use_replica_parallel=False, callback=_InTurn() if in_turn else None)
     kinds = [
         (kind, arrays if kind is jax.Array else handlers.get_type_handler(kind)) for kind in handlers.supported_types()
     ]

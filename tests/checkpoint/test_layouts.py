@@ -4,6 +4,7 @@ A layout's programs are built and compiled once for the module; a pair costs a r
 """
 
 import functools
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from flax_mesh.train.batches import make_batch_fn
 from flax_mesh.train.data import load_corpus
 from flax_mesh.train.program import TrainProgram, train_program
 from flax_mesh.train.setup import batch_sharding, make_mesh, run_rules
-from tests.checkpoint.test_manager import check_same
+from flax_mesh.tree import named_leaves
 
 LAYOUTS = {
     "one": ("mesh.shape=dp:1",),
@@ -98,6 +99,27 @@ def losses(program: TrainProgram, batch: Any, state: TrainState) -> np.ndarray:
         state, metrics = program.step(state, batch(i))
         found.append(float(metrics["loss"]))
     return np.array(found)
+
+
+def by_layer(state: Any) -> dict[str, np.ndarray]:
+    """path on disk -> array, with stacks, and a stage's part of one, taken apart by numpy."""
+    found = {}
+    for path, leaf in named_leaves(state):
+        head, layers, tail = path.partition("layers/")
+        start = re.fullmatch(r"(.*)/from (\d+)", tail)
+        if layers and not tail[0].isdigit():
+            name, first = (start[1], int(start[2])) if start else (tail, 0)
+            found |= {f"{head}layers/{i}/{name}": part for i, part in enumerate(np.asarray(leaf), first)}
+        else:
+            found[path] = np.asarray(leaf)
+    return found
+
+
+def check_same(a: Any, b: Any) -> None:
+    a, b = by_layer(a), by_layer(b)
+    assert a.keys() == b.keys() and any("/layers/3/" in path for path in a)
+    for path in a:
+        assert a[path].dtype == b[path].dtype and np.array_equal(a[path], b[path]), path
 
 
 def check_pair(setup, saved, before: str, after: str) -> None:

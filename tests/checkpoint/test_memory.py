@@ -1,0 +1,102 @@
+"""Extra memory of saves, as the high-water mark of a process of its own.
+
+On the CPU the devices' memory is the host's: what lies on the host already is referred to, not copied. What is counted
+here are the layers that are cut from stacks, copies on their way, buffers of files and threads. Memory that is freed is
+given back at once (MALLOC_MMAP_THRESHOLD_), so that the mark is what was held at a time.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+MIB = 2**20
+STATE, LARGEST = 256 * MIB, 16 * MIB  # as in the program below
+# What a save holds beside arrays: buffers of files, threads, the record of the tree.
+BESIDE = 32 * MIB
+
+SAVE = """
+import json, resource, sys, threading, time
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 2)
+import jax.numpy as jnp, numpy as np
+from flax import nnx
+from flax_mesh.checkpoint import Checkpointer
+
+folder, kind, host_bytes = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+MIB = 2**20
+rng = np.random.default_rng(0)
+
+def put(shape, spec):
+    return jax.device_put(rng.standard_normal(shape, np.float32), jax.NamedSharding(mesh, spec))
+
+if kind == "list":  # 16 arrays of 16 MiB
+    state = nnx.State({f"w{i}": put((4096, 1024), jax.P("fsdp")) for i in range(16)})
+else:  # two stacks of 8 layers of 16 MiB
+    state = nnx.State({"layers": {name: put((8, 4096, 1024), jax.P(None, "fsdp")) for name in "ab"}})
+
+def rss():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+
+peak, done = [0], threading.Event()
+
+def watch():
+    while not done.is_set():
+        peak[0] = max(peak[0], rss())
+        time.sleep(0.001)
+
+with Checkpointer(folder, layers=["layers"], host_bytes=host_bytes, compress=False) as checkpointer:
+    checkpointer.save(1, nnx.State({"small": put((4, 4), jax.P())}), {})  # imports, threads
+    checkpointer.wait()
+    for leaf in jax.tree.leaves(state):  # compiles how layers are cut
+        jax.block_until_ready([shard.data[0] for shard in leaf.addressable_shards])
+    before = rss()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    checkpointer.save(2, state, {})
+    checkpointer.wait()
+    done.set()
+    watcher.join()
+    print(json.dumps({"before": before, "extra": peak[0] - before}))
+"""
+
+
+def extra_bytes(folder, kind: str, host_bytes: int | None) -> int:
+    run = subprocess.run(
+        [sys.executable, "-c", SAVE, str(folder), kind, json.dumps(host_bytes)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": str(MIB)},  # what is freed is given back at once
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)["extra"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "host_bytes"),
+    [
+        ("stack", 4 * MIB),
+        *(
+            pytest.param(kind, limit, marks=pytest.mark.slow)
+            for kind, limit in (("stack", 64 * MIB), ("list", 4 * MIB), ("list", 64 * MIB))
+        ),
+    ],
+)
+def test_a_limit_holds_or_two_of_the_largest_arrays(kind, host_bytes, tmp_path):
+    extra = extra_bytes(tmp_path, kind, host_bytes)
+    print(f"{kind}, host_bytes={host_bytes / MIB:.0f} MiB: {extra / MIB:.1f} MiB")
+    assert extra <= max(host_bytes, 2 * LARGEST) + BESIDE < STATE / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["list", "stack"])
+def test_in_the_background_at_most_one_copy(kind, tmp_path):
+    extra = extra_bytes(tmp_path, kind, None)
+    print(f"{kind}, in the background: {extra / MIB:.1f} MiB")
+    assert extra <= STATE + BESIDE
