@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax tells of every file it writes, and of errors twice
-    sys.unraisablehook = _unraisable
+    if sys.unraisablehook is sys.__unraisablehook__:  # where another program has its own, as pytest does, it stays
+        sys.unraisablehook = _unraisable
     try:
         arguments = _parse(argv)
         return arguments.command(arguments, argv)

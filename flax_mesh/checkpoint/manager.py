@@ -35,8 +35,8 @@ class Checkpointer:
     `keep` says which checkpoints stay, by the metric `best_metric` among others; an int is `Keep(newest=...)`.
 
     `host_bytes=None` saves in the background: `save` returns once this process's shards are copied to the host, one
-    copy of them. A number saves before `save` returns, with at most so many bytes on the host at a time, or the largest
-    array. `compress`: with zstd, as Orbax does by default; without it saves are faster and larger.
+    copy of them. A number saves before `save` returns, with at most so many bytes on the host at a time, or two of the
+    largest arrays. `compress`: with zstd, as Orbax does by default; without it saves are faster and larger.
 
     Use it as a context manager: a save is durable only once `wait` or the end of the block has been passed.
     """
