@@ -1,0 +1,40 @@
+"""The key-value store that the processes of jax.distributed share: short texts, each written once."""
+
+from typing import Any
+
+import jax
+from jax._src import distributed  # JAX has no public name for the store
+
+ROOT = "flax_mesh"
+
+
+def put_text(key: str, text: str) -> None:
+    """Write what every process can read. A key that is written already is an error."""
+    _client().key_value_set(f"{ROOT}/{key}", text)
+
+
+def get_text(key: str, timeout_s: float) -> str:
+    """What some process writes under `key`, waiting for it; TimeoutError after `timeout_s`."""
+    try:
+        return _client().blocking_key_value_get(f"{ROOT}/{key}", int(1000 * timeout_s))
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+        raise TimeoutError(f"nobody has written {key} within {timeout_s:.0f} s") from error
+
+
+def try_get_text(key: str) -> str | None:
+    """What stands under `key` now, None: nothing."""
+    try:
+        return _client().key_value_try_get(f"{ROOT}/{key}")
+    except jax.errors.JaxRuntimeError as error:
+        if "NOT_FOUND" not in str(error):
+            raise
+        return None
+
+
+def _client() -> Any:
+    client = distributed.global_state.client
+    if client is None:
+        raise RuntimeError("jax.distributed is not initialised: this process has nobody to share anything with.")
+    return client
