@@ -7,6 +7,7 @@ the key-value store of jax.distributed, and nobody receives anything before it h
 
 import hashlib
 import json
+import threading
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -59,8 +60,10 @@ class Channel:
         self.num_runs = 0
         self._layouts: dict[Hashable, NamedSharding] = {}
         self._places: dict[Hashable, list[tuple[int, list[jax.ShapeDtypeStruct]]]] = {}
+        self.watched = False  # whether somebody asks `waiting`, and so keeps `_pending` short
         self._pending: deque[Pending] = deque()
         self._asked: str | None = None
+        self._lock = threading.Lock()
 
     def next_run(self) -> int:
         """The number of this pass over a schedule, the same in all processes."""
@@ -97,9 +100,9 @@ class Channel:
             for array in self.transport.receive(name, process, places)
         ]
         value = jax.make_array_from_single_device_arrays(tuple(shape), sharding, shards)
-        self.forget_arrived()
-        if hasattr(value, "is_ready"):  # arrays of random keys do not tell
-            self._pending.append(Pending(key, sender, receiver, value))
+        if self.watched and hasattr(value, "is_ready"):  # arrays of random keys do not tell
+            with self._lock:
+                self._pending.append(Pending(key, sender, receiver, value))
         return value
 
     def publish_layout(self, key: Hashable, value: jax.Array, sender: int) -> jax.Array:
@@ -108,8 +111,9 @@ class Channel:
         layout = self._layouts.get(key)
         if layout is None:
             chosen = value.sharding
-            same = isinstance(chosen, NamedSharding) and chosen.mesh == mesh and mesh.size > 1
-            layout = chosen if same else NamedSharding(mesh, PartitionSpec())
+            layout = NamedSharding(mesh, PartitionSpec())
+            if isinstance(chosen, NamedSharding) and chosen.mesh == mesh and mesh.size > 1:
+                layout = chosen
             self._layouts[key] = layout
             # Of a shared group one process speaks. A group of one device has nothing to tell.
             if mesh.size > 1 and mesh.devices.flat[0].process_index == self.process:
@@ -139,19 +143,21 @@ class Channel:
             layout = self._layouts[key, receiver] = NamedSharding(mesh, spec)
         return layout
 
-    def forget_arrived(self) -> None:
-        """Let go of what has arrived; the watch calls this too, so that nothing is held longer than needed."""
-        while self._pending and _is_there(self._pending[0].array):
-            self._pending.popleft()
-
     def waiting(self) -> list[str]:
-        """What this process is waiting for, in the order in which it will be used; [] for nothing."""
+        """What this process is waiting for, in the order in which it will be used; [] for nothing.
+
+        Set `watched` and call it often: what has arrived is held until the next call.
+        """
+        with self._lock:
+            while self._pending and _is_there(self._pending[0].array):
+                self._pending.popleft()
+            pending = [one for one in self._pending if not _is_there(one.array)]
         found = [self._asked] if self._asked else []
-        for key, sender, receiver, array in list(self._pending):
-            if not _is_there(array):
-                kind, _, *rest = key
-                what = WHAT[kind].format(*rest)
-                found.append(f"group {receiver} for {what}, from group {sender} ({self._owners(sender)})")
+        for key, sender, receiver, _ in pending:
+            kind, _, *rest = key
+            found.append(
+                f"group {receiver} for {WHAT[kind].format(*rest)}, from group {sender} ({self._owners(sender)})"
+            )
         return found
 
     def _places_of(

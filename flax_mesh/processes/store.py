@@ -8,9 +8,9 @@ from jax._src import distributed  # JAX has no public name for the store
 ROOT = "flax_mesh"
 
 
-def put_text(key: str, text: str) -> None:
-    """Write what every process can read. A key that is written already is an error."""
-    _client().key_value_set(f"{ROOT}/{key}", text)
+def put_text(key: str, text: str, *, overwrite: bool = False) -> None:
+    """Write what every process can read. A key that is written already is an error, unless `overwrite`."""
+    _client().key_value_set(f"{ROOT}/{key}", text, allow_overwrite=overwrite)
 
 
 def get_text(key: str, timeout_s: float) -> str:
