@@ -2,6 +2,8 @@
 
 from flax_mesh.axes import PartitionAxis as PartitionAxis
 from flax_mesh.errors import ConfigError as ConfigError
+from flax_mesh.errors import DamageError as DamageError
+from flax_mesh.errors import SaveError as SaveError
 from flax_mesh.errors import ShardingError as ShardingError
 from flax_mesh.mesh import NoMeshError as NoMeshError
 from flax_mesh.mesh import SlowNetworkWarning as SlowNetworkWarning

@@ -1,6 +1,6 @@
 """flax-mesh: the command line.
 
-Exit codes: 0 done, 1 anything unexpected, 2 bad input, 3 findings, 4 stopped by a signal after saving.
+Exit codes: 0 done, 1 anything unexpected, 2 bad input, 3 findings or damage, 4 stopped by a signal after saving.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from flax_mesh.errors import ConfigError, ShardingError
+from flax_mesh.errors import ConfigError, DamageError, SaveError, ShardingError
 from flax_mesh.mesh import create_mesh, describe_mesh, draw_mesh_svg, parse_mesh_shape
 from flax_mesh.mpmd.command import add_schedule_arguments, give_measured, schedule_answer
 from flax_mesh.mpmd.picture import draw_schedule_svg
@@ -29,7 +29,8 @@ from flax_mesh.train.measure import measure_recipe
 from flax_mesh.train.metrics import Row
 from flax_mesh.train.setup import AXIS_NAMES, PLATFORM, check_config
 
-DONE, BAD_INPUT, FINDINGS, STOPPED = 0, 2, 3, 4
+DONE, FAILED, BAD_INPUT, FINDINGS, STOPPED = 0, 1, 2, 3, 4
+EXIT_CODES = {DamageError: FINDINGS, ConfigError: BAD_INPUT, ShardingError: BAD_INPUT, SaveError: FAILED}
 PIPED_WIDTH = 200  # columns of tables that go into a file or another program
 
 
@@ -40,10 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parse(argv)
         return arguments.command(arguments, argv)
-    except (ConfigError, ShardingError) as error:
+    except tuple(EXIT_CODES) as error:
         for line in str(error).splitlines():
             print(f"flax-mesh: {line}", file=sys.stderr)
-        return BAD_INPUT
+        return next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
 
 
 def train_command(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -122,7 +123,8 @@ def use_platform(platform: str) -> None:
     name, _, count = platform.partition(":")
     try:
         if name != "auto":
-            jax.config.update("jax_platforms", "cuda" if name == "gpu" else name)
+            # The first is the default; checkpoints are cut into layers on the CPU.
+            jax.config.update("jax_platforms", {"gpu": "cuda,cpu", "cpu": "cpu"}.get(name, f"{name},cpu"))
         if count:
             jax.config.update("jax_num_cpu_devices", int(count))
         jax.devices()
@@ -182,7 +184,8 @@ def _parser() -> argparse.ArgumentParser:
         "train",
         help="train from a recipe, or resume where it stopped",
         description="Train from a recipe. Run again, the same command resumes.",
-        epilog="Exit codes: 0 done, 1 unexpected error, 2 bad input, 4 stopped by a signal after saving.",
+        epilog="Exit codes: 0 done, 1 unexpected error or a checkpoint that could not be written, 2 bad input, "
+        "3 no checkpoint is whole, 4 stopped by a signal after saving.",
         allow_abbrev=False,
     )
     command.set_defaults(command=train_command)

@@ -1,4 +1,4 @@
-"""The errors a user can make; all are ValueErrors, so that one `except` catches them."""
+"""The errors a user can meet; those that a user made are ValueErrors, so that one `except` catches them."""
 
 from collections.abc import Sequence
 
@@ -13,3 +13,11 @@ class ConfigError(ValueError):
     def __init__(self, problems: Sequence[str] | str):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(self.problems))
+
+
+class DamageError(ConfigError):
+    """Files of a checkpoint are missing or are not what was written; `problems` names them."""
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written; those before it are whole."""

@@ -1,5 +1,7 @@
 """The code of README and docs runs, its commands parse, and its list of public names is complete."""
 
+import contextlib
+import io
 import re
 import shlex
 from pathlib import Path
@@ -22,11 +24,20 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: p.name)
-def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
+def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(page, tmp_path, monkeypatch):
+    """From top to bottom; a text block right behind one of code is what that prints."""
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "__page__"}
-    for number, code in enumerate(blocks(page, "python"), start=1):
-        exec(compile(code, f"{page.name}, block {number}", "exec"), namespace)
+    shown, printed = [], []
+    pairs = re.findall(r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", page.read_text(), re.DOTALL | re.MULTILINE)
+    for number, (code, text) in enumerate(pairs, start=1):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile(code, f"{page.name}, block {number}", "exec"), namespace)
+        if text:
+            shown.append(text.strip())
+            printed.append(out.getvalue().strip())
+    assert len(shown) == len(blocks(page, "text"))
+    assert printed == shown
 
 
 def commands() -> list[tuple[str, list[str]]]:

@@ -19,6 +19,7 @@ FLOORS = (
 RANK = {name: rank for rank, names in enumerate(FLOORS) for name in names}
 WITHOUT_JAX = ("mesh/topology.py", "mpmd/schedules.py", "mpmd/simulate.py")
 WHERE_USED = {"orbax", "tensorstore", "rich"}  # heavy or optional: imported inside functions
+HEAVY = "flax_mesh.checkpoint.handler"  # subclasses of Orbax's: imports it at its head, and is itself such an import
 JAX_WORLD = {"jax", "jaxlib", "flax", "optax"}
 
 
@@ -44,6 +45,10 @@ def floor_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+
+
 def test_every_file_imports_only_from_its_own_floor_or_below():
     wrong = []
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -63,7 +68,7 @@ def test_imports_stand_at_the_head_of_the_file():
         f"{path.relative_to(PACKAGE)}: {name}"
         for path in sorted(PACKAGE.rglob("*.py"))
         for name, at_head in imports(path)
-        if at_head == (name.split(".")[0] in WHERE_USED)
+        if at_head == (name.split(".")[0] in WHERE_USED or name.startswith(HEAVY)) and module_of(path) != HEAVY
     ]
     assert not wrong, "\n".join(wrong)
 

@@ -1,40 +1,64 @@
-"""Checkpointer: asynchronous, atomic checkpoints of one layout-free state, over Orbax.
+"""Checkpointer: checkpoints of one layout-free state that is written atomically and read only if it is whole.
 
 On disk every parameter stands under its own global path, one array a layer, whatever the mesh and whether the layers
-were a list or one scanned stack: "model/layers/3/attention/q/kernel". Plain Orbax reads it.
+were a list, one scanned stack or the stages of a pipeline: "model/layers/3/attention/q/kernel". Plain Orbax reads it.
 """
 
-import functools
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
-from flax_mesh.errors import ConfigError
-from flax_mesh.tree import in_stack, layer_path, named_leaves, nest, owner_of, path_and_start
+from flax_mesh.checkpoint.disk import check_same, disk_target, from_disk, stacked_paths, to_disk
+from flax_mesh.checkpoint.fill import Filled, fill
+from flax_mesh.checkpoint.integrity import find_damage
+from flax_mesh.checkpoint.keep import Keep
+from flax_mesh.errors import ConfigError, DamageError, SaveError
+from flax_mesh.tree import named_leaves
 
-STATE, METADATA = "state", "metadata"  # the two items of a step
+METRICS = "metrics"  # in the metadata of a step: name -> number
+LEFTOVER = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|deleted)")  # of a save or a deletion that was cut off
+REPAIR = "Restore it into the model it was saved from, or start another run (another folder, or --restart)."
 
 
 class Checkpointer:
-    """Checkpoints below `folder`, one a step; the newest `keep` stay, all with `keep=None`.
+    """Checkpoints below `folder`, one a step. Reading changes nothing there; saving clears leftovers away first.
 
     `layers` are the paths of layer lists (`PartitionRules.layers`): scanned stacks there are saved layer by layer.
+    `keep` says which checkpoints stay, by the metric `best_metric` among others; an int is `Keep(newest=...)`.
+
+    `host_bytes=None` saves in the background: `save` returns once this process's shards are copied to the host, one
+    copy of them. A number saves before `save` returns, with at most so many bytes on the host at a time, or the largest
+    array. `compress`: with zstd, as Orbax does by default; without it saves are faster and larger.
+
     Use it as a context manager: a save is durable only once `wait` or the end of the block has been passed.
     """
 
-    def __init__(self, folder: str | Path, *, keep: int | None = 3, layers: Iterable[str] = ()):
-        import orbax.checkpoint as ocp
-
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        keep: Keep | int | None = 3,
+        layers: Iterable[str] = (),
+        best_metric: str = "eval_loss",
+        host_bytes: int | None = None,
+        compress: bool = True,
+    ):
         self.folder = Path(folder).absolute()
         self.layers = tuple(layers)
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
-        handlers = {STATE: ocp.StandardCheckpointHandler(), METADATA: ocp.JsonCheckpointHandler()}
-        self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
+        self.keep = keep if isinstance(keep, Keep) else Keep(keep)
+        self.best_metric, self.host_bytes, self.compress = best_metric, host_bytes, compress
+        self.damaged: dict[int, list[str]] = {}  # step -> what `latest_step` found wrong with it
+        self._storage: Any = None  # for writing; made by the first save
+        self._saving: int | None = None  # the step on its way
+        self._deleting: threading.Thread | None = None
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -43,185 +67,204 @@ class Checkpointer:
         self.close()
 
     def steps(self) -> list[int]:
-        """Steps that are committed or, after `save`, on their way; oldest first."""
-        return sorted(self._manager.all_steps())
+        """Committed steps, whole or damaged; oldest first."""
+        names = os.listdir(self.folder) if self.folder.is_dir() else []
+        return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
 
     def latest_step(self) -> int | None:
-        """The newest committed step; None: there is none yet."""
-        return max(self.steps(), default=None)
+        """The newest step whose files are whole, every byte compared with its checksum. None: there is none at all.
+
+        Newer ones that are damaged stand in `damaged` afterwards, and the next save sets them aside. A DamageError
+        where there are checkpoints, and not one is whole.
+        """
+        self.damaged = {}
+        for step in reversed(self.steps()):
+            if problems := self.verify(step):
+                self.damaged[step] = problems
+            else:
+                return step
+        if self.damaged:
+            raise DamageError(_none_whole(self.folder, self.damaged))
+        return None
+
+    def verify(self, step: int) -> list[str]:
+        """What is wrong with the files of a step, one line each; reads all of them. Empty: it is whole."""
+        return find_damage(self._step(step))
 
     def save(self, step: int, state: nnx.State, metadata: Mapping[str, Any]) -> None:
-        """Start saving `state`; returns once the arrays are copied to the host, so that they may be donated.
+        """Start saving `state`, or save it (`host_bytes`); when this returns, its arrays may be donated.
 
-        `metadata` is JSON. An error of the previous save is raised here. A step that exists is an error.
+        `metadata` is JSON. A SaveError says what went wrong here, or with the save before. A step that exists is an
+        error.
         """
-        import orbax.checkpoint as ocp
-
-        if step in self.steps():
+        if step in self.steps() and step not in self.damaged:
             raise ConfigError(f"{self.folder} already holds a checkpoint of step {step}; nothing was overwritten.")
-        args = ocp.args.Composite(
-            **{STATE: ocp.args.StandardSave(to_disk(state, self.layers)), METADATA: ocp.args.JsonSave(dict(metadata))}
-        )
-        if not self._manager.save(step, args=args, force=True):
-            raise RuntimeError(f"Orbax declined to save step {step} in {self.folder}.")
+        self.wait()
+        with _as_save_error(self, step):
+            storage = self._open()
+            self._set_aside()
+            arrays = to_disk(state, self.layers, on_host=self.host_bytes is None)
+            storage.save(self._step(step), arrays, dict(metadata))
+            self._saving = step
+        if self.host_bytes is not None:
+            self.wait()
 
     def wait(self) -> None:
-        """Return once every save is durable; raise what went wrong in the background."""
-        self._manager.wait_until_finished()
+        """Return once every save is durable, and what `keep` leaves out on its way out; SaveError if one is not."""
+        if self._saving is not None:
+            step, self._saving = self._saving, None
+            with _as_save_error(self, step):
+                self._storage.wait()
+                if not self._step(step).is_dir():
+                    raise OSError("its folder is gone")
+                staying = self._staying()
+                self._delete([old for old in self.steps() if old not in staying])
 
     def close(self) -> None:
         """As `wait`, and end the background threads."""
-        self._manager.close()
+        try:
+            self.wait()
+        finally:
+            if self._deleting is not None:
+                self._deleting.join()
+            if self._storage is not None:
+                self._storage.close()
+                self._storage = None
 
     def metadata(self, step: int) -> dict[str, Any]:
         """What was saved beside the state."""
-        import orbax.checkpoint as ocp
+        from flax_mesh.checkpoint.handler import read_metadata
 
-        return self._manager.restore(step, args=ocp.args.Composite(**{METADATA: ocp.args.JsonRestore()}))[METADATA]
+        return read_metadata(self._step(step))
 
-    def check(self, abstract: nnx.State, step: int) -> dict[str, jax.ShapeDtypeStruct]:
+    def arrays(self, step: int) -> dict[str, Any]:
+        """path on disk -> shape and dtype; reads no array."""
+        from flax_mesh.checkpoint.handler import stored_arrays
+
+        return stored_arrays(self._step(step))
+
+    def check(self, abstract: Any, step: int, *, include: str = "", cast: bool = False) -> dict[str, Any]:
         """Raise what `restore` would raise about another model; reads no array. path on disk -> what is restored."""
-        target = disk_target(abstract, self.layers)
-        stored = self._manager.item_metadata(step)[STATE].tree
-        check_same(target, dict(named_leaves(stored)), f"checkpoint {self.folder / str(step)}")
+        named = named_leaves(abstract)
+        target = disk_target(named, stacked_paths(named, self.layers))
+        stored = {path: leaf for path, leaf in self.arrays(step).items() if re.match(include, path)}
+        check_same(target, stored, f"checkpoint {self._step(step)}", cast=cast, repair=REPAIR)
         return target
 
-    def restore(self, abstract: nnx.State, step: int | None = None) -> nnx.State:
-        """The state of `step` (default: the newest) laid out as `abstract` says, from whatever layout it was saved.
+    def restore(
+        self, abstract: Any, step: int | None = None, *, include: str = "", cast: bool = False, verify: bool = True
+    ) -> Any:
+        """The state of `step` (default: the newest whole one) laid out as `abstract` says, whatever layout it had.
 
         Raises one ConfigError that lists every path that is missing, left over, or of another shape or dtype.
+        `include`: a regular expression; only paths that start with a match are looked at, as in
+        `restore({"model": abstract["model"]}, include="model/")`. `cast`: float dtypes may differ, and become those of
+        `abstract`. `verify=False` leaves the checksums out; otherwise damage is a DamageError.
         """
-        import orbax.checkpoint as ocp
+        step = self._whole_step(step, verify)
+        target = self.check(abstract, step, include=include, cast=cast)
+        named = named_leaves(abstract)
+        leaves = from_disk(self._reader(step, target), named, stacked_paths(named, self.layers))
+        return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
-        step = self.latest_step() if step is None else step
+    def fill(
+        self, state: Any, step: int | None = None, *, include: str = "", cast: bool = True, verify: bool = True
+    ) -> tuple[Any, Filled]:
+        """`state` with every leaf that the checkpoint holds in the same shape, and what was and was not filled.
+
+        For a warm start from a model that is not quite the same. `include` as in `restore`, on the paths of both.
+        """
+        step = self._whole_step(step, verify)
+        return fill(state, self.arrays(step), lambda target: self._reader(step, target), self.layers, include, cast)
+
+    def _whole_step(self, step: int | None, verify: bool) -> int:
         if step is None:
-            raise ConfigError(f"{self.folder} holds no checkpoint.")
-        target = self.check(abstract, step)
-        args = ocp.args.Composite(**{STATE: ocp.args.StandardRestore(nest(target.items()))})
-        return from_disk(self._manager.restore(step, args=args)[STATE], abstract, self.layers)
+            step = self.latest_step() if verify else max(self.steps(), default=None)
+            if step is None:
+                raise ConfigError(f"{self.folder} holds no checkpoint.")
+        elif verify and (problems := self.verify(step)):
+            raise DamageError(_damage_text(self._step(step), problems))
+        return step
+
+    def _reader(self, step: int, target: Mapping[str, Any]) -> Any:
+        from flax_mesh.checkpoint.handler import read_arrays
+
+        return lambda paths: read_arrays(self._step(step), {path: target[path] for path in paths}) if paths else {}
+
+    def _step(self, step: int) -> Path:
+        return self.folder / str(step)
+
+    def _open(self) -> Any:
+        from flax_mesh.checkpoint.handler import Storage
+
+        if self._storage is not None and not self.folder.is_dir():
+            raise OSError("the folder is gone")  # one made anew could lie on another disk than the one unmounted
+        if self._storage is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for name in os.listdir(self.folder):
+                if LEFTOVER.fullmatch(name):
+                    shutil.rmtree(self.folder / name)
+            self._storage = Storage(compress=self.compress, host_bytes=self.host_bytes)
+        return self._storage
+
+    def _set_aside(self) -> None:
+        """Give damaged steps another name, under which they stay until somebody has looked at them."""
+        for step in self.damaged:
+            names = (f"{step}.damaged" + (f"-{i}" if i > 1 else "") for i in range(1, 10_000))
+            os.rename(self._step(step), next(self.folder / name for name in names if not (self.folder / name).exists()))
+        self.damaged = {}
+
+    def _staying(self) -> set[int]:
+        steps = self.steps()
+        metrics = {}
+        for step in steps if self.keep.best else ():
+            try:
+                value = self.metadata(step).get(METRICS, {}).get(self.best_metric)
+            except (OSError, ValueError):  # damaged: it is no candidate for the best
+                continue
+            metrics |= {} if value is None else {step: float(value)}
+        return self.keep.steps(steps, metrics)
+
+    def _delete(self, steps: Iterable[int]) -> None:
+        """Rename at once, so that no half of a checkpoint is ever seen, and delete in the background."""
+        doomed = [self.folder / f"{step}.deleted" for step in steps]
+        for path in doomed:
+            os.rename(path.with_suffix(""), path)
+        if self._deleting is not None:
+            self._deleting.join()
+        # What cannot be deleted is a leftover, which the next run tries again.
+        self._deleting = threading.Thread(target=lambda: [shutil.rmtree(path, ignore_errors=True) for path in doomed])
+        self._deleting.start()
 
 
-def to_disk(state: nnx.State, layers: Sequence[str]) -> dict[str, Any]:
-    """Nested dict of arrays with string keys, stacks taken apart into their layers."""
-    named = [(path, jax.random.key_data(x) if _is_key(x) else x) for path, x in named_leaves(state)]
-    stacks = _stacks(named, layers)
-    split = {}
-    for paths in _by_mesh({path: leaf.sharding for path, leaf in named if path in stacks}):
-        stacked = [leaf for path, leaf in named if path in paths]
-        unstack = _compiled_unstack(tuple((leaf.shape[0], _layer_sharding(leaf)) for leaf in stacked))
-        split |= dict(zip(paths, unstack(stacked), strict=True))
-    return nest(
-        pair
-        for path, leaf in named
-        for pair in (zip(stacks[path], split[path], strict=True) if path in stacks else [(path, leaf)])
-    )
+@contextmanager
+def _as_save_error(checkpointer: Checkpointer, step: int) -> Iterator[None]:
+    """Turns what storage libraries raise when they cannot write into one line."""
+    try:
+        yield
+    # Tensorstore raises ValueError for most of what goes wrong with files, Orbax RuntimeError and TimeoutError.
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        before = [other for other in checkpointer.steps() if other != step]
+        left = f"the newest there is of step {before[-1]}" if before else "there is none yet"
+        raise SaveError(
+            f"the checkpoint of step {step} could not be saved in {checkpointer.folder}: {_reason(error)}; {left}"
+        ) from error
 
 
-def disk_target(abstract: nnx.State, layers: Sequence[str]) -> dict[str, jax.ShapeDtypeStruct]:
-    """path on disk -> shape, dtype and concrete sharding to restore into."""
-    named = [(path, _as_key_data(x)) for path, x in named_leaves(abstract)]
-    stacks = _stacks(named, layers)
-    target = {}
-    for path, leaf in named:
-        if path in stacks:
-            layer = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=_layer_sharding(leaf))
-            target |= dict.fromkeys(stacks[path], layer)
-        else:
-            target[path] = leaf
-    return target
+def _reason(error: BaseException) -> str:
+    """The first line of an error, without the places in C++ that tensorstore adds."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return re.sub(r" \[(source locations|tensorstore_spillover)=.*", "", text)[:300]
 
 
-def from_disk(restored: Mapping[str, Any], abstract: nnx.State, layers: Sequence[str]) -> nnx.State:
-    """The restored arrays as the state that `abstract` describes, stacks put together again."""
-    arrays = dict(named_leaves(restored))
-    named = named_leaves(abstract)
-    stacks = _stacks(named, layers)
-    shardings = {path: _as_key_data(leaf).sharding for path, leaf in named if path in stacks}
-    whole = {}
-    for paths in _by_mesh(shardings):
-        split = [[arrays[layer] for layer in stacks[path]] for path in paths]
-        whole |= dict(zip(paths, _compiled_stack(tuple(shardings[path] for path in paths))(split), strict=True))
-    leaves = [_as_key(whole[path] if path in stacks else arrays[path], leaf) for path, leaf in named]
-    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+def _damage_text(folder: Path, problems: list[str]) -> list[str]:
+    return [f"checkpoint {folder} is damaged:", *(f"  {problem}" for problem in problems)]
 
 
-def check_same(target: Mapping[str, Any], stored: Mapping[str, Any], what: str) -> None:
-    """Raise one ConfigError with every path on which two trees of arrays differ."""
-    problems = [f"  {path}: only in the model, {_text(target[path])}" for path in target.keys() - stored.keys()]
-    problems += [f"  {path}: only in the checkpoint, {_text(stored[path])}" for path in stored.keys() - target.keys()]
-    for path in target.keys() & stored.keys():
-        if _text(target[path]) != _text(stored[path]):
-            problems.append(f"  {path}: checkpoint {_text(stored[path])}, model {_text(target[path])}")
-    if problems:
-        head = f"{what} is of another model ({len(problems)} of {len(target.keys() | stored.keys())} leaves differ):"
-        tail = "  Restore it into the model it was saved from, or start another run (another folder, or --restart)."
-        raise ConfigError([head, *sorted(problems), tail])
-
-
-def _stacks(named: Sequence[tuple[str, Any]], layers: Sequence[str]) -> dict[str, list[str]]:
-    """Path of every leaf of a scanned stack -> its paths on disk, one a layer; optimizer leaves follow their owner."""
-    has_parts = all(path.startswith(("model/", "optimizer/")) for path, _ in named)
-    whole = [path_and_start(path) for path, _ in named]
-    parameters = {path.removeprefix("model/") for path, _ in whole if path.startswith("model/") or not has_parts}
-    found = {}
-    for (path, leaf), (base, start) in zip(named, whole, strict=True):
-        owner = owner_of(base, parameters)
-        stack = in_stack(owner, layers) if owner else None
-        if owner and stack and leaf.shape:
-            head = base[: len(base) - len(owner)]
-            found[path] = [head + layer_path(owner, stack, start + i) for i in range(leaf.shape[0])]
-    return found
-
-
-def _by_mesh(shardings: Mapping[str, Any]) -> list[list[str]]:
-    """Paths by mesh, in order: no program runs on the meshes of several pipeline groups."""
-    found: dict[Any, list[str]] = {}
-    for path, sharding in shardings.items():
-        found.setdefault(getattr(sharding, "mesh", None), []).append(path)
-    return list(found.values())
-
-
-def _layer_sharding(leaf: Any) -> Any:
-    """Sharding of one layer of a stack: that of the stack without its leading dim."""
-    sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        return sharding
-    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]), memory_kind=sharding.memory_kind)
-
-
-@functools.lru_cache(maxsize=8)
-def _compiled_unstack(layers: tuple[tuple[int, Any], ...]):
-    def unstack(stacked):
-        return [[x[i] for i in range(count)] for x, (count, _) in zip(stacked, layers, strict=True)]
-
-    return jax.jit(unstack, out_shardings=[[sharding] * count for count, sharding in layers])
-
-
-@functools.lru_cache(maxsize=8)
-def _compiled_stack(shardings: tuple[Any, ...]):
-    return jax.jit(lambda split: [jnp.stack(x) for x in split], out_shardings=list(shardings))
-
-
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _as_key_data(abstract: Any) -> Any:
-    """Random keys lie on disk as the numbers they are made of: uint32, with one more dim."""
-    if not _is_key(abstract):
-        return abstract
-    data, sharding = jax.eval_shape(jax.random.key_data, abstract), abstract.sharding
-    spec = PartitionSpec(*sharding.spec, *[None] * (data.ndim - len(sharding.spec)))
-    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=NamedSharding(sharding.mesh, spec))
-
-
-def _as_key(data: jax.Array, abstract: Any) -> jax.Array:
-    if not _is_key(abstract):
-        return data
-    name = str(abstract.dtype).removeprefix("key<").removesuffix(">")  # as JAX prints a key type: key<fry>
-    impl = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}[name]
-    return jax.device_put(jax.random.wrap_key_data(data, impl=impl), abstract.sharding)
-
-
-def _text(leaf: Any) -> str:
-    return f"{leaf.dtype}{list(leaf.shape)}"
+def _none_whole(folder: Path, damaged: Mapping[int, list[str]]) -> list[str]:
+    each = [line for step, problems in damaged.items() for line in _damage_text(folder / str(step), problems)]
+    return [
+        f"{folder} holds {len(damaged)} checkpoint{'s' * (len(damaged) > 1)}, and none is whole:",
+        *(f"  {line}" for line in each),
+        "  Bring one back from a copy, or start another run (another folder, or --restart).",
+    ]

@@ -8,7 +8,7 @@ that of Mixtral (Jiang et al. 2024).
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,20 @@ from flax_mesh.sharding import constrain, partitioned
 SAME_RESULT = {"changes_result": False}  # fields that change how it is computed, not what
 
 
+class RopeScaling(NamedTuple):
+    """Rotary frequencies for contexts longer than those trained on, as of Llama 3.1; `factor` 1 changes nothing.
+
+    A wave that turns fewer than `low_frequency_factor` times in `original_length` positions is made `factor` times
+    longer, one that turns more than `high_frequency_factor` times stays; between them the frequency is interpolated
+    by the number of turns (`apply_scaling` in Meta's reference code of Llama 3.1; "llama3" in transformers).
+    """
+
+    factor: float = 1.0
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    original_length: int = 8192
+
+
 @dataclass(frozen=True)
 class DecoderConfig:
     """Sizes and choices of a decoder. `dtype` is that of the computation, `param_dtype` that of the parameters.
@@ -33,6 +47,10 @@ class DecoderConfig:
 
     With `num_experts` above 0 every layer has that many MLPs of `mlp_size`, of which each token takes
     `experts_per_token`. `load_balance_loss` and `router_z_loss` are the coefficients of these losses (`models.moe`).
+
+    `qkv_bias`: queries, keys and values have a bias (Qwen2). `qk_norm`: queries and keys pass an RMSNorm over the head
+    dim, one scale for all heads, before they are rotated (Qwen3). `rope_factor` above 1, with the three settings below
+    it: see `RopeScaling` (Llama 3.1).
     """
 
     vocab_size: int = 256
@@ -46,7 +64,13 @@ class DecoderConfig:
     experts_per_token: int = 2
     load_balance_loss: float = 0.01
     router_z_loss: float = 0.001
+    qkv_bias: bool = False
+    qk_norm: bool = False
     rope_theta: float = 10_000.0
+    rope_factor: float = 1.0
+    rope_low_frequency_factor: float = 1.0
+    rope_high_frequency_factor: float = 4.0
+    rope_original_length: int = 8192
     norm_epsilon: float = 1e-6
     tied: bool = True
     dtype: str = "float32"
@@ -57,6 +81,11 @@ class DecoderConfig:
     # Activations between the layers are whole on every tp device (Megatron's layout). Split over tp as well, they cost
     # an all-gather before each projection: five times the step time for recipes/tiny.py on 8 CPU devices.
     axes: PartitionAxis = field(default=PartitionAxis(hidden_state_axis=None), metadata=SAME_RESULT)
+
+    @property
+    def rope_scaling(self) -> RopeScaling:
+        frequency_factors = self.rope_low_frequency_factor, self.rope_high_frequency_factor
+        return RopeScaling(self.rope_factor, *frequency_factors, self.rope_original_length)
 
     def dims(self) -> list[tuple[str, str, int]]:
         """(setting, logical axis, size) of every dim that a mesh may split."""
@@ -82,6 +111,7 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             found.append(f"model.head_dim must be even for rotary positions, got {self.head_dim}")
+        found += _scaling_problems(self.rope_scaling)
         if self.num_experts < 0:
             found.append(f"model.num_experts must not be negative (0: no experts), got {self.num_experts}")
         if self.num_experts > 0 and not 1 <= self.experts_per_token <= self.num_experts:
@@ -110,16 +140,23 @@ class Attention(nnx.Module):
         self.config = config
         heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
         kinds: dict[str, Any] = _kinds(config) | {"rngs": rngs}
-        self.q = nnx.LinearGeneral(config.hidden_size, (heads, width), **kinds)
-        self.k = nnx.LinearGeneral(config.hidden_size, (kv_heads, width), **kinds)
-        self.v = nnx.LinearGeneral(config.hidden_size, (kv_heads, width), **kinds)
+        biased: dict[str, Any] = kinds | {"use_bias": config.qkv_bias}
+        self.q = nnx.LinearGeneral(config.hidden_size, (heads, width), **biased)
+        self.k = nnx.LinearGeneral(config.hidden_size, (kv_heads, width), **biased)
+        self.v = nnx.LinearGeneral(config.hidden_size, (kv_heads, width), **biased)
+        if config.qk_norm:
+            self.q_norm = _norm(config, rngs, width)
+            self.k_norm = _norm(config, rngs, width)
         kinds["preferred_element_type"] = jnp.float32  # of the sum over heads, before it is rounded
         self.o = nnx.LinearGeneral((heads, width), config.hidden_size, axis=(-2, -1), **kinds)
 
     def __call__(self, x_BSD: jax.Array, mode: Mode = "train") -> jax.Array:
         axes = self.config.axes
-        q_BSHC = rotate(self.q(x_BSD), self.config.rope_theta)
-        k_BSKC = rotate(self.k(x_BSD), self.config.rope_theta)
+        q_BSHC, k_BSKC = self.q(x_BSD), self.k(x_BSD)
+        if self.config.qk_norm:
+            q_BSHC, k_BSKC = self.q_norm(q_BSHC), self.k_norm(k_BSKC)
+        q_BSHC = rotate(q_BSHC, self.config.rope_theta, self.config.rope_scaling)
+        k_BSKC = rotate(k_BSKC, self.config.rope_theta, self.config.rope_scaling)
         q_BSHC = constrain(q_BSHC, ("batch", "query_sequence", "heads", "head_dim"), axes=axes, mode=mode)
         # Each shard of the queries meets all keys: under sequence parallelism keys and values are gathered here.
         k_BSKC = constrain(k_BSKC, ("batch", None, "kv_heads", "head_dim"), axes=axes, mode=mode)
@@ -173,6 +210,8 @@ class DecoderLayer(nnx.Module):
         (r"embed/embedding$", ("vocab", "embed")),
         (r"attention/q/kernel$", ("embed", "heads", "head_dim")),
         (r"attention/(k|v)/kernel$", ("embed", "kv_heads", "head_dim")),
+        (r"attention/q/bias$", ("heads", "head_dim")),
+        (r"attention/(k|v)/bias$", ("kv_heads", "head_dim")),
         (r"attention/o/kernel$", ("heads", "head_dim", "embed")),
         (r"mlp/(gate|up)/kernel$", ("embed", "mlp")),
         (r"mlp/down/kernel$", ("mlp", "embed")),
@@ -298,10 +337,15 @@ def flops_per_token(config: DecoderConfig, num_parameters: int, sequence_length:
     return 6.0 * (num_parameters - idle) + attention
 
 
-def rotate(x_BSHC: jax.Array, theta: float) -> jax.Array:
+def rotate(x_BSHC: jax.Array, theta: float, scaling: RopeScaling = RopeScaling()) -> jax.Array:  # noqa: B008
     """Rotary position embedding (Su et al. 2021) on halves of the last dim; angles in float32."""
     half = x_BSHC.shape[-1] // 2
     frequency_C = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if scaling.factor != 1:
+        turns_C = scaling.original_length * frequency_C / (2 * jnp.pi)
+        low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+        kept_C = jnp.clip((turns_C - low) / (high - low), 0, 1)  # 1: the frequency stays
+        frequency_C = frequency_C * (kept_C + (1 - kept_C) / scaling.factor)
     angle_SC = jnp.arange(x_BSHC.shape[1], dtype=jnp.float32)[:, None] * frequency_C
     cos, sin = jnp.cos(angle_SC)[:, None, :], jnp.sin(angle_SC)[:, None, :]
     a, b = jnp.split(x_BSHC.astype(jnp.float32), 2, axis=-1)
@@ -314,8 +358,23 @@ def _with_remat(fn: Callable[..., tuple[jax.Array, Aux]], remat: str) -> Callabl
     return jax.checkpoint(fn, policy=None if remat == "full" else getattr(jax.checkpoint_policies, remat))
 
 
-def _norm(config: DecoderConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    return nnx.RMSNorm(config.hidden_size, epsilon=config.norm_epsilon, rngs=rngs, **_dtypes(config))
+def _norm(config: DecoderConfig, rngs: nnx.Rngs, size: int | None = None) -> nnx.RMSNorm:
+    return nnx.RMSNorm(size or config.hidden_size, epsilon=config.norm_epsilon, rngs=rngs, **_dtypes(config))
+
+
+def _scaling_problems(scaling: RopeScaling) -> list[str]:
+    factor, low, high, length = scaling
+    found = []
+    if not factor >= 1:
+        found.append(f"model.rope_factor must be at least 1 (1: no scaling), got {factor}")
+    if not 0 < low < high:
+        found.append(
+            "model.rope_low_frequency_factor must be above 0 and below model.rope_high_frequency_factor, "
+            f"got {low} and {high}"
+        )
+    if length < 1:
+        found.append(f"model.rope_original_length must be at least 1, got {length}")
+    return found
 
 
 def _kinds(config: DecoderConfig) -> dict[str, Any]:

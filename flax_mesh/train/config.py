@@ -66,10 +66,22 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """A checkpoint every `every` steps and at the end; the newest `keep` of them stay."""
+    """A checkpoint every `every` steps and at the end.
+
+    Those stay that are among the newest `keep`, or the best `keep_best` by `best_metric` of a row of metrics (lower is
+    better), or whose step `keep_every` divides (0: none). `on_failure`: "stop" when a checkpoint cannot be written, or
+    "continue" without it. `compress`: smaller files, slower saves. `start_from`: a run folder, a checkpoint or a folder
+    of safetensors whose parameters a new run begins with, as far as they fit; "" for none.
+    """
 
     every: int = field(default=100, metadata=SAME_RESULT)
     keep: int = field(default=3, metadata=SAME_RESULT)
+    keep_best: int = field(default=0, metadata=SAME_RESULT)
+    best_metric: str = field(default="eval_loss", metadata=SAME_RESULT)
+    keep_every: int = field(default=0, metadata=SAME_RESULT)
+    compress: bool = field(default=True, metadata=SAME_RESULT)
+    on_failure: str = field(default="stop", metadata=SAME_RESULT)
+    start_from: str = ""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 from flax_mesh.errors import ConfigError
 from flax_mesh.train.config import Change, TrainConfig, changes, to_lines
 
-CHECKPOINTS, METRICS, CONFIG, LOCK = "checkpoints", "metrics.jsonl", "config.txt", ".lock"
+METRICS, CONFIG, LOCK = "metrics.jsonl", "config.txt", ".lock"
 
 
 def next_free(folder: Path) -> Path:

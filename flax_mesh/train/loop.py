@@ -1,7 +1,6 @@
 """The loop: from a TrainConfig to a trained, saved state, or on from where an earlier run stopped."""
 
 import functools
-import importlib.metadata
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -17,18 +16,20 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from flax_mesh.checkpoint import Checkpointer
-from flax_mesh.errors import ConfigError
+from flax_mesh.checkpoint import Checkpointer, Keep
+from flax_mesh.checkpoint.find import CHECKPOINTS
+from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.mpmd.simulate import simulate
 from flax_mesh.mpmd.timeline import costs_of, trace_step, write_timeline
 from flax_mesh.sharding import PartitionRules, check_same_on_all_processes, sharding_fingerprint
 from flax_mesh.state import TrainState
 from flax_mesh.train.batches import BatchFn, make_batch_fn, make_eval_fn, num_eval_batches, prefetch
-from flax_mesh.train.config import Change, TrainConfig, to_lines
+from flax_mesh.train.config import Change, CheckpointConfig, TrainConfig
 from flax_mesh.train.data import Corpus, decode, load_corpus
-from flax_mesh.train.folder import CHECKPOINTS, METRICS, check_resume, next_free, run_folder, write_config
+from flax_mesh.train.folder import METRICS, check_resume, next_free, run_folder, write_config
 from flax_mesh.train.metrics import MetricsFile, Row, step_row
 from flax_mesh.train.program import TrainProgram, train_program
+from flax_mesh.train.record import layout_changes, layout_of, record
 from flax_mesh.train.setup import (
     batch_sharding,
     check_config,
@@ -37,6 +38,7 @@ from flax_mesh.train.setup import (
     make_mesh,
     run_rules,
 )
+from flax_mesh.train.start import start_from
 from flax_mesh.train.step import Step, in_mesh
 
 Say = Callable[[str], None]
@@ -91,19 +93,28 @@ def train(
         run = _Run(config, recipe, mesh, rules, program, corpus, functions, folder, say, hooks, should_stop, trace)
         check_same_on_all_processes(run.fingerprint, "sharding (recipe, settings, code)")
         _describe(run)
-        with Checkpointer(folder / CHECKPOINTS, keep=config.checkpoint.keep, layers=rules.layers) as checkpointer:
+        with _checkpointer(config.checkpoint, folder / CHECKPOINTS, rules.layers) as checkpointer:
             step = checkpointer.latest_step()
+            for damaged, problems in checkpointer.damaged.items():
+                more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+                say(
+                    f"warning: the checkpoint of step {damaged} is damaged and passed over ({problems[0]}{more}); the "
+                    f"next save keeps it as {damaged}.damaged"
+                )
             if step is None:
                 say(f"run: {folder} is new, {config.run.steps} steps")
                 write_config(folder, config)
-                return _steps(run, checkpointer, program.init(), 0)
+                return _steps(run, checkpointer, _initial(run), 0)
             for change in _changes(run, checkpointer, step, allow_changes):
                 say(f"changed since the checkpoint: {change}")
             if step >= config.run.steps:
                 say(f"run: {folder} is finished: step {step} of {config.run.steps}. Nothing to do.")
                 return Result("already finished", step, folder)
             say(f"run: found {folder} at step {step}; resuming, {config.run.steps - step} steps to go")
-            leaves = tuple(jax.tree.leaves(checkpointer.restore(program.layout.to_nnx(), step)))
+            if moved := layout_changes(checkpointer.metadata(step), mesh, run.layout):
+                say(f"layout: saved on another, {moved[0]}" + f"; {len(moved) - 1} more lines" * (len(moved) > 1))
+            restored = checkpointer.restore(program.layout.to_nnx(), step, verify=False)  # latest_step has
+            leaves = tuple(jax.tree.leaves(restored))
             write_config(folder, config)
             return _steps(run, checkpointer, TrainState(leaves, program.layout.definition), step)
 
@@ -129,6 +140,11 @@ class _Run:
     def fingerprint(self) -> str:
         """Of the layout of the whole state."""
         return sharding_fingerprint(self.program.layout.to_nnx())
+
+    @functools.cached_property
+    def layout(self) -> dict[str, str]:
+        """path on disk -> how the array is split."""
+        return layout_of(self.program.layout.to_nnx(), self.rules.layers)
 
     @property
     def parameters(self) -> list[Any]:
@@ -187,7 +203,7 @@ def _steps(run: _Run, checkpointer: Checkpointer, state: TrainState, start: int)
                 rows.finish(partial(evaluate, state))
             if last or stop or step % config.checkpoint.every == 0:
                 rows.finish()
-                checkpointer.save(step, state.to_nnx(), _metadata(run, step))
+                _save(run, checkpointer, step, state, rows.last)
             if stop and not last:
                 status = "stopped"
                 break
@@ -195,6 +211,42 @@ def _steps(run: _Run, checkpointer: Checkpointer, state: TrainState, start: int)
         sample = _sample(run, state) if status == "finished" else ""
     checkpointer.wait()
     return Result(status, step, run.folder, rows.last, sample)
+
+
+def _initial(run: _Run) -> TrainState:
+    state, folder = run.program.init(), run.config.checkpoint.start_from
+    if folder:
+        state, text = start_from(folder, state, run.rules.layers)
+        run.say(f"start: {folder}: {text}")
+    return state
+
+
+def _checkpointer(config: CheckpointConfig, folder: Path, layers: Sequence[str]) -> Checkpointer:
+    keep = Keep(config.keep, best=config.keep_best, every=config.keep_every or None)
+    return Checkpointer(folder, keep=keep, layers=layers, best_metric=config.best_metric, compress=config.compress)
+
+
+def _save(run: _Run, checkpointer: Checkpointer, step: int, state: TrainState, row: Row) -> None:
+    """Start to save; a save that fails, this one or the one before, ends the run or is told, as the config says."""
+    metadata = record(
+        step,
+        recipe=run.recipe,
+        config=run.config,
+        mesh=run.mesh,
+        rules=run.rules,
+        layout=run.layout,
+        fingerprint=run.fingerprint,
+        corpus=run.corpus,
+        row=row,
+    )
+    save = partial(checkpointer.save, step, state.to_nnx(), metadata)
+    for call in (checkpointer.wait, save):  # if the save before has failed, this one is begun all the same
+        try:
+            call()
+        except SaveError as error:
+            if run.config.checkpoint.on_failure == "stop":
+                raise
+            run.say(f"warning: {error}; training goes on (checkpoint.on_failure)")
 
 
 def _check_trace(config: TrainConfig, path: Path, program: TrainProgram) -> None:
@@ -292,27 +344,6 @@ def _functions(
         return {"eval_loss": loss, "bits_per_byte": loss / math.log(2) / per_token if per_token else None}
 
     return _Functions(program.step, batch_fn, evaluate)
-
-
-def _metadata(run: _Run, step: int) -> dict[str, Any]:
-    return {
-        "step": step,
-        "recipe": run.recipe,
-        "config": dict(line.split("=", 1) for line in to_lines(run.config)),
-        "sharding": run.fingerprint,
-        "mesh": {"axis_names": list(run.mesh.axis_names), "shape": list(run.mesh.devices.shape)},
-        "data": {"description": run.corpus.description, "content_hash": run.corpus.content_hash},
-        "versions": {
-            name: _version(name) for name in ("flax-mesh", "jax", "flax", "optax", "orbax-checkpoint", "numpy")
-        },
-    }
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout
-        return "not installed"
 
 
 def _describe(run: _Run) -> None:

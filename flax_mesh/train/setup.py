@@ -20,6 +20,7 @@ from flax_mesh.sharding.rules import as_rules
 from flax_mesh.train.config import OptimizerConfig, TrainConfig
 from flax_mesh.train.cut import check_pipeline
 from flax_mesh.train.data import Corpus, check_data_config
+from flax_mesh.train.start import check_start
 from flax_mesh.tree import map_named
 
 PLATFORM = re.compile(r"auto|cpu(:[1-9][0-9]*)?|gpu|cuda|tpu")
@@ -43,6 +44,8 @@ def check_config(config: TrainConfig) -> list[str]:
         "optimizer.end_learning_rate": optimizer.end_learning_rate,
         "optimizer.warmup_steps": optimizer.warmup_steps,
         "optimizer.weight_decay": optimizer.weight_decay,
+        "checkpoint.keep_best": config.checkpoint.keep_best,
+        "checkpoint.keep_every": config.checkpoint.keep_every,
         "run.eval_every": run.eval_every,
         "run.sample_tokens": run.sample_tokens,
         "run.seed": run.seed,
@@ -52,6 +55,9 @@ def check_config(config: TrainConfig) -> list[str]:
     if unknown := [name for name in shard_over(config) if name not in AXIS_NAMES[1:]]:
         names = ", ".join(AXIS_NAMES[1:])
         found.append(f"optimizer.shard_over: {', '.join(map(repr, unknown))} is no mesh axis; use some of {names}")
+    if config.checkpoint.on_failure not in ("stop", "continue"):
+        found.append(f"checkpoint.on_failure must be 'stop' or 'continue', got {config.checkpoint.on_failure!r}")
+    found += check_start(config.checkpoint.start_from, config.model)
     if not optimizer.clip_norm > 0:
         found.append(f"optimizer.clip_norm must be above 0 (inf for no clipping), got {optimizer.clip_norm}")
     if run.seed >= 2**32:

@@ -10,11 +10,15 @@ import pytest
 from flax import nnx
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.models import Decoder, DecoderConfig, flops_per_token, make_decoder, next_token_loss, sample
+from flax_mesh.models import Decoder, DecoderConfig, RopeScaling, flops_per_token, make_decoder, next_token_loss, sample
 from flax_mesh.models.decoder import rotate
 from flax_mesh.tree import named_leaves
 
 SMALL = DecoderConfig(vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_size=48)
+# Of the four waves of a head, 6, 20, 63 and 199 positions long, the first stays, the second is interpolated, the last
+# two are stretched.
+SCALING = RopeScaling(factor=8.0, original_length=40)
+SCALED = {"rope_theta": 100.0, "rope_factor": 8.0, "rope_original_length": 40}
 
 
 def filled(make):
@@ -47,17 +51,37 @@ def numpy_decoder(model, tokens):
     def norm(x, path):
         return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + config.norm_epsilon) * p[f"{path}/scale"]
 
+    def stretched(length):  # of a wave, in positions
+        scaling = config.rope_scaling
+        longest = scaling.original_length / scaling.low_frequency_factor
+        shortest = scaling.original_length / scaling.high_frequency_factor
+        if length <= shortest:
+            return length
+        if length >= longest:
+            return length * scaling.factor
+        share = (scaling.original_length / length - scaling.low_frequency_factor) / (
+            scaling.high_frequency_factor - scaling.low_frequency_factor
+        )
+        return 1 / (share / length + (1 - share) / (scaling.factor * length))
+
     def turned(x, position):  # pairs (i, i + C/2) as complex numbers, turned by position * theta^(-2i/C)
         half = len(x) // 2
-        turn = np.exp(1j * position * config.rope_theta ** (-2 * np.arange(half) / len(x)))
+        lengths = 2 * np.pi * config.rope_theta ** (2 * np.arange(half) / len(x))
+        turn = np.exp(2j * np.pi * position / np.array([stretched(length) for length in lengths]))
         z = (x[:half] + 1j * x[half:]) * turn
         return np.concatenate([z.real, z.imag])
+
+    def project(x, path, head):
+        y = x @ p[f"{path}/kernel"][:, head]
+        if config.qkv_bias:
+            y = y + p[f"{path}/bias"][head]
+        return norm(y, f"{path}_norm") if config.qk_norm and not path.endswith("v") else y
 
     def attention(x, path):
         out = np.zeros_like(x)
         for h in range(config.num_heads):
             group = h // (config.num_heads // config.num_kv_heads)
-            q, k, v = x @ p[f"{path}/q/kernel"][:, h], *(x @ p[f"{path}/{n}/kernel"][:, group] for n in "kv")
+            q, k, v = project(x, f"{path}/q", h), *(project(x, f"{path}/{n}", group) for n in "kv")
             for i in range(len(x)):
                 scores = [turned(q[i], i) @ turned(k[j], j) / np.sqrt(config.head_dim) for j in range(i + 1)]
                 weights = np.exp(scores) / np.sum(np.exp(scores))
@@ -78,12 +102,38 @@ def numpy_decoder(model, tokens):
     return np.array(logits)
 
 
-@pytest.mark.parametrize("change", [{}, {"tied": False, "num_kv_heads": 4}, {"num_kv_heads": 1}], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"tied": False, "num_kv_heads": 4},
+        {"num_kv_heads": 1},
+        {"qkv_bias": True},
+        {"qk_norm": True},
+        SCALED,
+        {"qkv_bias": True, "qk_norm": True} | SCALED,
+    ],
+    ids=lambda change: ",".join(change) or "plain",
+)
 def test_it_is_the_decoder_written_in_numpy(change):
     model, tokens = small(**change), tokens_of()
     logits = logits_of(model, tokens)
     assert logits.dtype == jnp.float32 and logits.shape == (2, 12, 64)
     np.testing.assert_allclose(logits, numpy_decoder(model, tokens), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("change", [{"qkv_bias": True}, {"qk_norm": True}, SCALED], ids=lambda change: ",".join(change))
+def test_biases_norms_and_scaling_each_change_the_logits(change):
+    plain = {key: value for key, value in change.items() if key == "rope_theta"}
+    a, b = (np.asarray(logits_of(small(**settings), tokens_of())) for settings in (change, plain))
+    assert np.abs(a - b).max() > 1e-3  # far more than the decoder in numpy may differ
+
+
+def test_a_factor_of_one_leaves_the_frequencies_as_they_are():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 10, 2, 8)).astype(np.float32))
+    scaled = rotate(x, 100.0, SCALING._replace(factor=1.0))
+    assert (np.asarray(scaled) == np.asarray(rotate(x, 100.0))).all()
+    assert (np.asarray(rotate(x, 100.0, SCALING)) != np.asarray(scaled)).any()
 
 
 def test_a_token_changes_nothing_before_it():
@@ -190,6 +240,12 @@ def test_a_cold_sample_is_the_most_probable_token_each_time():
         ),
         ({"num_heads": 6, "num_kv_heads": 4}, "num_heads=6 must be a multiple of model.num_kv_heads=4"),
         ({"head_dim": 7}, "head_dim must be even for rotary positions, got 7"),
+        ({"rope_factor": 0.5}, r"rope_factor must be at least 1 \(1: no scaling\), got 0.5"),
+        (
+            {"rope_low_frequency_factor": 4.0},
+            "rope_low_frequency_factor must be above 0 and below model.rope_high_frequency_factor, got 4.0 and 4.0",
+        ),
+        ({"rope_original_length": 0}, "rope_original_length must be at least 1, got 0"),
         ({"num_experts": -1}, r"num_experts must not be negative \(0: no experts\), got -1"),
         ({"num_experts": 4, "experts_per_token": 5}, "experts_per_token=5 must be between 1 and model.num_experts=4"),
         ({"num_experts": 4, "experts_per_token": 0}, "experts_per_token=0 must be between 1"),

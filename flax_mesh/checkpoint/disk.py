@@ -1,0 +1,229 @@
+"""The tree on disk: every leaf under its own global path, one array a layer, whatever holds it in memory."""
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from flax_mesh.errors import ConfigError
+from flax_mesh.tree import in_stack, layer_path, named_leaves, owner_of, path_and_start
+
+BATCH_BYTES = 2**30  # of stacks that are put together at a time: what restoring them takes beside the state
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One shard of an array, read when it is needed; `index` and `replica_id` as in `jax.Shard`."""
+
+    index: tuple[slice, ...]
+    replica_id: int
+    device: Any
+    read: Callable[[], Any]
+
+    @property
+    def data(self) -> Any:
+        return self.read()
+
+
+class Pieces:
+    """An array as the shards that this process writes of it: each part of the array once, over all processes.
+
+    It stands for an array where one is saved. The layer of a stack is never made as an array over its devices: its
+    pieces are cut from the shards of the stack.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any, sharding: Any, pieces: Sequence[Piece]):
+        self.shape, self.dtype, self.sharding = shape, dtype, sharding
+        self.ndim, self.size, self.itemsize = len(shape), math.prod(shape), dtype.itemsize
+        self.global_shards = list(pieces)
+        # A process that writes nothing of it has to tell the shape of a shard all the same.
+        shard = jax.ShapeDtypeStruct(sharding.shard_shape(shape), dtype)
+        self.addressable_shards = list(pieces) or [Piece((), sys.maxsize, None, lambda: shard)]
+
+
+def to_disk(state: Any, layers: Sequence[str], *, on_host: bool = True) -> Iterator[tuple[str, Any]]:
+    """(path on disk, what to write) of every leaf; random keys as the numbers they are made of.
+
+    `on_host`: the shards of a stack are copied to the host whole, before any is cut; otherwise every layer is cut on
+    its device when it is read.
+    """
+    named = [(path, jax.random.key_data(x) if is_key(x) else x) for path, x in named_leaves(state)]
+    stacks = stacked_paths(named, layers)
+    on_host = on_host and _host() is not None
+    if on_host:
+        for path, leaf in named:
+            for shard in _written_shards(leaf) if path in stacks else ():
+                shard.data.copy_to_host_async()
+    for path, leaf in named:
+        if path in stacks:
+            yield from zip(stacks[path], _layers(leaf, on_host), strict=True)
+        elif hasattr(leaf, "sharding"):
+            pieces = [_piece(shard, shard.index) for shard in _written_shards(leaf)]
+            yield path, Pieces(leaf.shape, leaf.dtype, leaf.sharding, pieces)
+        else:
+            yield path, leaf
+
+
+def disk_target(named: Sequence[tuple[str, Any]], stacks: Mapping[str, list[str]]) -> dict[str, Any]:
+    """path on disk -> shape, dtype and concrete sharding to restore into, of (path, abstract leaf) pairs."""
+    target = {}
+    for path, leaf in named:
+        leaf = as_key_data(leaf)
+        shape, sharding = leaf.shape, getattr(leaf, "sharding", None)
+        if path in stacks:
+            shape, sharding = shape[1:], _layer_sharding(leaf)
+        target |= dict.fromkeys(stacks.get(path, [path]), jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding))
+    return target
+
+
+def from_disk(
+    read: Callable[[list[str]], Mapping[str, Any]], named: Sequence[tuple[str, Any]], stacks: Mapping[str, list[str]]
+) -> list[Any]:
+    """The arrays that (path, abstract leaf) pairs describe; `read` gives those of some paths on disk.
+
+    Stacks are put together a few at a time, so that no second copy of all of them ever lies on the devices.
+    """
+    stacked = {path: as_key_data(leaf) for path, leaf in named if path in stacks}
+    whole = dict(read([path for path, _ in named if path not in stacks]))
+    for paths in _batches(stacked):
+        found = read([layer for path in paths for layer in stacks[path]])
+        split = [[found[layer] for layer in stacks[path]] for path in paths]
+        whole |= zip(paths, _compiled_stack(tuple(stacked[path].sharding for path in paths))(split), strict=True)
+    return [as_key(whole[path], leaf) for path, leaf in named]
+
+
+def stacked_paths(named: Sequence[tuple[str, Any]], layers: Sequence[str]) -> dict[str, list[str]]:
+    """Path of every leaf of a scanned stack -> its paths on disk, one a layer; optimizer leaves follow their owner."""
+    has_parts = all(path.startswith(("model/", "optimizer/")) for path, _ in named)
+    whole = [path_and_start(path) for path, _ in named]
+    parameters = {path.removeprefix("model/") for path, _ in whole if path.startswith("model/") or not has_parts}
+    found = {}
+    for (path, leaf), (base, start) in zip(named, whole, strict=True):
+        owner = owner_of(base, parameters)
+        stack = in_stack(owner, layers) if owner else None
+        if owner and stack and leaf.shape:
+            head = base[: len(base) - len(owner)]
+            found[path] = [head + layer_path(owner, stack, start + i) for i in range(leaf.shape[0])]
+    return found
+
+
+def check_same(
+    target: Mapping[str, Any], stored: Mapping[str, Any], what: str, *, cast: bool = False, repair: str = ""
+) -> None:
+    """Raise one ConfigError with every path on which two trees of arrays differ; `cast`: float dtypes may."""
+    problems = [f"  {path}: only in the model, {text_of(target[path])}" for path in target.keys() - stored.keys()]
+    problems += [f"  {path}: only in the checkpoint, {text_of(stored[path])}" for path in stored.keys() - target.keys()]
+    for path in target.keys() & stored.keys():
+        if not fits(stored[path], target[path], cast=cast):
+            problems.append(f"  {path}: checkpoint {text_of(stored[path])}, model {text_of(target[path])}")
+    if problems:
+        head = f"{what} is of another model ({len(problems)} of {len(target.keys() | stored.keys())} leaves differ):"
+        raise ConfigError([head, *sorted(problems), *([f"  {repair}"] if repair else [])])
+
+
+def fits(stored: Any, target: Any, *, cast: bool) -> bool:
+    """Whether `stored` can be restored as `target`: the same shape, and the same dtype, or with `cast` two floats."""
+    if tuple(stored.shape) != tuple(target.shape):
+        return False
+    floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (stored, target))
+    return stored.dtype == target.dtype or (cast and floats)
+
+
+def text_of(leaf: Any) -> str:
+    """As "float32[16, 2, 4]"."""
+    return f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def as_key_data(abstract: Any) -> Any:
+    """Random keys lie on disk as the numbers they are made of: uint32, with one more dim."""
+    if not is_key(abstract):
+        return abstract
+    data, sharding = jax.eval_shape(jax.random.key_data, abstract), abstract.sharding
+    spec = PartitionSpec(*sharding.spec, *[None] * (data.ndim - len(sharding.spec)))
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=NamedSharding(sharding.mesh, spec))
+
+
+def as_key(data: Any, abstract: Any) -> Any:
+    """`data` as the random keys that `abstract` describes; anything else as it is."""
+    if not is_key(abstract):
+        return data
+    name = str(abstract.dtype).removeprefix("key<").removesuffix(">")  # as JAX prints a key type: key<fry>
+    impl = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}[name]
+    return jax.device_put(jax.random.wrap_key_data(data, impl=impl), abstract.sharding)
+
+
+def _written_shards(leaf: Any) -> list[Any]:
+    """The shards of this process that it writes: of equal ones, on several devices, the first."""
+    return [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
+
+
+def _piece(shard: Any, index: tuple[slice, ...]) -> Piece:
+    return Piece(index, 0, shard.device, lambda: shard.data)
+
+
+def _layers(stack: Any, on_host: bool) -> Iterator[Pieces]:
+    """The layers of a stack, the leading dim of `stack`."""
+    sharding = _layer_sharding(stack)
+    shards = [(shard, np.asarray(shard.data) if on_host else shard.data) for shard in _written_shards(stack)]
+    for i in range(stack.shape[0]):
+        pieces = []
+        for shard, data in shards:
+            start, stop, _ = shard.index[0].indices(stack.shape[0])
+            if start <= i < stop:
+                read = functools.partial(_cut, data, i - start)
+                pieces.append(Piece(shard.index[1:], 0, shard.device, read))
+        yield Pieces(stack.shape[1:], stack.dtype, sharding, pieces)
+
+
+def _cut(data: Any, i: int) -> Any:
+    """Layer `i` of one shard of a stack, on the host if the shard is."""
+    return jax.device_put(data[i], _host()) if isinstance(data, np.ndarray) else data[i]
+
+
+def _host() -> Any:
+    """A CPU device, as which Orbax takes what is on the host; None where JAX was started without any."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
+
+
+def _layer_sharding(leaf: Any) -> Any:
+    """Sharding of one layer of a stack: that of the stack without its leading dim."""
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]), memory_kind=sharding.memory_kind)
+
+
+def _batches(stacks: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Paths in groups of one mesh, no program running on those of several pipeline groups, and of limited bytes."""
+    groups: dict[Any, list[str]] = {}
+    for path, leaf in stacks.items():
+        groups.setdefault(getattr(leaf.sharding, "mesh", None), []).append(path)
+    for paths in groups.values():
+        batch, size = [], 0
+        for path in paths:
+            leaf = stacks[path]
+            shard = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            if batch and size + shard > BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+            batch, size = [*batch, path], size + shard
+        yield batch
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled_stack(shardings: tuple[Any, ...]) -> Any:
+    return jax.jit(lambda split: [jnp.stack(x) for x in split], out_shardings=list(shardings))

@@ -1,0 +1,38 @@
+"""Which checkpoints stay."""
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Keep:
+    """The `newest` checkpoints, the `best` by a metric (lower is better), and those whose step `every` divides.
+
+    A checkpoint that any of the three asks for stays, and so does the newest. `newest=None` keeps all.
+    """
+
+    newest: int | None = 3
+    best: int = 0
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        least = {"newest": 1, "best": 0, "every": 1}
+        problems = [
+            f"{name} must be at least {low}, got {getattr(self, name)}"
+            for name, low in least.items()
+            if getattr(self, name) is not None and getattr(self, name) < low
+        ]
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    def steps(self, steps: Collection[int], metrics: Mapping[int, float]) -> set[int]:
+        """Those of `steps` that stay; steps without a metric, or with NaN, are no candidates for the best."""
+        if self.newest is None or not steps:
+            return set(steps)
+        order = sorted(steps)
+        ranked = [step for step in order if not math.isnan(metrics.get(step, math.nan))]
+        # Of equally good ones the later: it has been trained for longer.
+        ranked.sort(key=lambda step: (metrics[step], -step))
+        stay = {*order[-self.newest :], *ranked[: self.best]}
+        return stay | {step for step in order if self.every and step % self.every == 0}

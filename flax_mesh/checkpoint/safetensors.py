@@ -1,0 +1,306 @@
+"""The safetensors file format: arrays that are read where they lie, folders that appear whole or not at all.
+
+A file is the length N of its header (8 bytes, little-endian), N bytes of JSON, which give dtype, shape and place of
+every array, and the data, without gaps (github.com/huggingface/safetensors, "Format"). A folder holds
+model.safetensors, or several files and model.safetensors.index.json, which says what lies where. Nothing read from
+either is trusted. The package of that name is not used: it wants all arrays of a file in memory to write it.
+"""
+
+import json
+import math
+import os
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import jax.numpy as jnp
+import numpy as np
+
+from flax_mesh.errors import ConfigError
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_HEADER = 100_000_000  # bytes; the limit that the format sets
+MAX_DIMS, MAX_SIZE = 32, 2**50  # what numpy can shape, with room
+# Dtype in a file -> numpy's. Those below a byte are left out: no array of JAX has them packed.
+DTYPES = {
+    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool"},
+    **{"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8"},
+    **{"U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8"},
+    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"},
+}
+CODES = {jnp.dtype(name): code for code, name in DTYPES.items()}
+
+
+class Stored(NamedTuple):
+    """Where an array lies: bytes `begin` to `end` of the data of its file."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def open_safetensors(path: str | Path) -> dict[str, np.ndarray]:
+    """Every array of a file or a folder by its name, read-only and not read yet: a slice reads its own pages.
+
+    Raises one ConfigError with everything that is wrong with the headers and the index.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        return _open_file(path)
+    whole, index = path / WHOLE, path / INDEX
+    if whole.exists() == index.exists():
+        found = ", ".join(sorted(file.name for file in path.glob("*.safetensors"))) or "no safetensors files"
+        raise ConfigError(f"{path} must hold either {WHOLE} or {INDEX}, not both; it holds {found}.")
+    return _open_file(whole) if whole.exists() else _open_sharded(path)
+
+
+def write_safetensors(
+    folder: str | Path,
+    arrays: Mapping[str, Any],
+    pieces: Iterable[tuple[str, np.ndarray]],
+    *,
+    json_files: Mapping[str, Any] | None = None,
+    max_file_bytes: int = 5_000_000_000,
+) -> None:
+    """Write `folder`, which appears whole at the end, with the data synced to disk; it must not exist, or be empty.
+
+    arrays: name -> anything with the shape and dtype of the array
+    pieces: (name, array) of every one of them, once, in any order. One at a time is in memory
+    json_files: further files, such as {"config.json": {...}}
+    max_file_bytes: of data in a file, unless a single array is larger
+
+    After an error the folder is as before. A process that is killed leaves a hidden folder beside it.
+    """
+    folder = Path(folder).absolute()
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ConfigError(f"{folder} exists; nothing was overwritten. Name a folder that does not, or remove it.")
+    if max_file_bytes < 1:
+        raise ConfigError(f"max_file_bytes must be at least 1, got {max_file_bytes}.")
+    files = _plan(arrays, max_file_bytes)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
+        work = Path(temporary) / folder.name
+        work.mkdir()
+        places = {}
+        for file, entries in files.items():
+            header = _header(entries)
+            (work / file).write_bytes(header)
+            places |= {name: (work / file, len(header), stored) for name, stored in entries.items()}
+        _write_pieces(places, pieces)
+        for file, data in {**_index(files), **(json_files or {})}.items():
+            (work / file).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        for file in [*work.iterdir(), work]:
+            _sync(file)
+        work.rename(folder)
+    _sync(folder.parent)
+
+
+def read_json(path: Path) -> Any:
+    """The value in a JSON file of a folder that someone else wrote; ConfigError where it is none."""
+    return _parse_json(path, path.read_bytes())
+
+
+def _open_sharded(folder: Path) -> dict[str, np.ndarray]:
+    index = read_json(folder / INDEX)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        _refuse(folder / INDEX, ['it must be an object with a "weight_map" from names to files'])
+    strange = sorted({repr(file) for file in weight_map.values() if not _is_file_name(file)})
+    if strange:
+        _refuse(folder / INDEX, [f"{file} must be the name of a .safetensors file in the folder" for file in strange])
+    found: dict[str, np.ndarray] = {}
+    problems = []
+    for file in sorted(set(weight_map.values())):
+        try:
+            arrays = _open_file(folder / file)
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        wanted = {name for name, where in weight_map.items() if where == file}
+        problems += [f"  {name}: the index has it in {file}, which does not" for name in wanted - arrays.keys()]
+        problems += [f"  {name}: {file} has it, the index does not" for name in arrays.keys() - wanted]
+        found |= arrays
+    if problems:
+        raise ConfigError([f"{folder / INDEX} and its files:", *sorted(problems)])
+    return found
+
+
+def _is_file_name(file: Any) -> bool:
+    """Whether it names a file directly in the folder: no path, nothing hidden, nothing above."""
+    return isinstance(file, str) and bool(re.fullmatch(r"[\w-][\w.-]*\.safetensors", file, re.ASCII))
+
+
+def _open_file(path: Path) -> dict[str, np.ndarray]:
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file")
+    header_size, entries = _read_header(path)
+    data = np.memmap(path, mode="r")[8 + header_size :]
+    return {
+        # asarray: slices of a memmap are arrays of a class of their own, slow and with no use here
+        name: np.asarray(data)[stored.begin : stored.end].view(stored.dtype).reshape(stored.shape)
+        for name, stored in entries.items()
+    }
+
+
+def _read_header(path: Path) -> tuple[int, dict[str, Stored]]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(8)
+        length = int.from_bytes(head, "little")
+        if len(head) < 8 or length > min(size - 8, MAX_HEADER):
+            _refuse(path, [f"its header should have {length} bytes, the file has {size} (limit {MAX_HEADER})"])
+        header = _parse_json(path, file.read(length))
+    if not isinstance(header, dict):
+        _refuse(path, ["its header must be a JSON object"])
+    metadata = header.pop("__metadata__", {})
+    problems = []
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        problems.append("__metadata__ must map strings to strings")
+    entries = {}
+    for name, entry in header.items():
+        stored = _entry(entry)
+        if isinstance(stored, str):
+            problems.append(f"{name!r}: {stored}")
+        elif not name or not name.isprintable():
+            problems.append(f"{name!r}: a name must be printable text")
+        else:
+            entries[name] = stored
+    problems = problems or _layout_problems(entries, size - 8 - length)
+    if problems:
+        _refuse(path, problems)
+    return length, entries
+
+
+def _entry(entry: Any) -> Stored | str:
+    """One entry of a header, or what is wrong with it."""
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        return f"must have dtype, shape and data_offsets, got {_short(entry)}"
+    code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(code, str) or code not in DTYPES:
+        return f"dtype must be one of {', '.join(DTYPES)}, got {_short(code)}"
+    if not _are_sizes(shape) or len(shape) > MAX_DIMS or math.prod(max(size, 1) for size in shape) > MAX_SIZE:
+        return f"shape must be at most {MAX_DIMS} whole numbers and {MAX_SIZE} elements, got {_short(shape)}"
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        return f"data_offsets must be two rising whole numbers, got {_short(offsets)}"
+    dtype = jnp.dtype(DTYPES[code])
+    size = math.prod(shape) * dtype.itemsize
+    if offsets[1] - offsets[0] != size:
+        return f"{code} {shape} takes {size} bytes, but data_offsets are {offsets}"
+    return Stored(dtype, tuple(shape), *offsets)
+
+
+def _layout_problems(entries: Mapping[str, Stored], data_size: int) -> list[str]:
+    """Arrays must lie side by side and fill the file, as the format wants it: nothing shared, nothing hidden."""
+    problems, end, before = [], 0, "the header"
+    for name, stored in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if stored.end > data_size:
+            problems.append(f"{name!r}: ends at byte {stored.end} of the data, which has {data_size}")
+        elif stored.begin != end:
+            what = "overlaps" if stored.begin < end else "leaves a gap after"
+            problems.append(f"{name!r}: begins at byte {stored.begin}, which {what} {before} (it ends at {end})")
+        end, before = max(end, stored.end), repr(name)
+    if not problems and end != data_size:
+        problems.append(f"{data_size - end} bytes after {before} belong to no array")
+    return problems
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value <= MAX_SIZE for value in values)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 100 else text[:100] + "..."
+
+
+def _parse_json(path: Path, text: bytes) -> Any:
+    def no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twins = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+            raise ValueError(f"these keys stand there more than once: {', '.join(twins)}")
+        return found
+
+    try:
+        return json.loads(text.decode("utf-8"), object_pairs_hook=no_twins)
+    except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, numbers without end, nesting without end
+        _refuse(path, [f"no JSON that can be used: {error}"])
+
+
+def _refuse(path: Path, problems: Sequence[str]) -> NoReturn:
+    raise ConfigError([f"{path} is damaged, or no safetensors:", *(f"  {problem}" for problem in problems)])
+
+
+def _plan(arrays: Mapping[str, Any], max_file_bytes: int) -> dict[str, dict[str, Stored]]:
+    """file -> its entries: names in natural order, a new file where the next array would pass the limit."""
+    sizes = {name: math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for name, x in arrays.items()}
+    wrong = [f"  {name}: {x.dtype}" for name, x in arrays.items() if jnp.dtype(x.dtype) not in CODES]
+    wrong += [f"  {name!r}: a name must be printable text" for name in arrays if not name or not name.isprintable()]
+    if wrong:
+        raise ConfigError(["safetensors cannot hold:", *wrong])
+    groups: list[list[str]] = [[]]
+    held = 0
+    for name in sorted(arrays, key=_natural):
+        if groups[-1] and held + sizes[name] > max_file_bytes:
+            groups.append([])
+            held = 0
+        groups[-1].append(name)
+        held += sizes[name]
+    planned = {}
+    for number, names in enumerate(groups, 1):
+        end, entries = 0, {}
+        # Wide dtypes first: then every array is aligned.
+        for name in sorted(names, key=lambda name: -jnp.dtype(arrays[name].dtype).itemsize):
+            begin, end = end, end + sizes[name]
+            entries[name] = Stored(jnp.dtype(arrays[name].dtype), tuple(arrays[name].shape), begin, end)
+        planned[WHOLE if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"] = entries
+    return planned
+
+
+def _natural(name: str) -> list[Any]:
+    """Sort key by which layer 2 comes before layer 10."""
+    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]
+
+
+def _header(entries: Mapping[str, Stored]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers reads no file without it
+    for name, stored in entries.items():
+        place = [stored.begin, stored.end]
+        header[name] = {"dtype": CODES[stored.dtype], "shape": list(stored.shape), "data_offsets": place}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the data is aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def _index(files: Mapping[str, Mapping[str, Stored]]) -> dict[str, Any]:
+    if len(files) == 1:
+        return {}
+    total = sum(stored.end - stored.begin for entries in files.values() for stored in entries.values())
+    weight_map = {name: file for file, entries in files.items() for name in entries}
+    return {INDEX: {"metadata": {"total_size": total}, "weight_map": weight_map}}
+
+
+def _write_pieces(places: Mapping[str, tuple[Path, int, Stored]], pieces: Iterable[tuple[str, np.ndarray]]) -> None:
+    missing = dict(places)
+    for name, array in pieces:
+        file, start, stored = missing.pop(name)
+        if (array.shape, array.dtype) != (stored.shape, stored.dtype):
+            raise ValueError(f"{name}: announced {stored.dtype}{stored.shape}, came {array.dtype}{array.shape}")
+        with file.open("r+b") as out:
+            out.seek(start + stored.begin)
+            out.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    if missing:
+        raise ValueError(f"announced and never came: {', '.join(missing)}")
+
+
+def _sync(path: Path) -> None:
+    """Have the disk hold what was written; of a folder, its names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,191 @@
+"""Saving and restoring 1 GiB (64 arrays of 16 MiB), against plain Orbax and against tensorstore alone.
+
+flax_mesh: `Checkpointer`, with checksums written and every byte verified before it is restored. orbax: its
+AsyncCheckpointer (v0) with the PyTree handler and the same compression. tensorstore: one zarr3 array a leaf, no record
+of the tree, no commit; "blocked" is all but the wait for the last writes. The arrays are random, over 8 CPU devices,
+restored into the same layout; every round saves new steps, so that nothing is cached but the files just written. All
+take turns; the best of three rounds counts, of the time and, because a busy machine spoils that, of the CPU time of all
+threads.
+
+Targets: save at least 0.9x Orbax's speed; restore at most 1.5x its time; the caller blocked at most 1.2x as long.
+Options: --folder (on the disk to measure; default: a temporary one), --mib, --rounds.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+ARRAYS, DEVICES = 64, 8
+COLUMNS: tuple[str, ...] = ("save", "save_cpu", "blocked", "restore", "restore_cpu")
+TARGETS = {"save": 1 / 0.9, "blocked": 1.2, "restore": 1.5}  # of Orbax's time
+
+
+def make_arrays(mib: int) -> dict[str, jax.Array]:
+    """Float32 of a normal distribution, as weights are: zstd takes about a sixth off."""
+    mesh = jax.make_mesh((DEVICES,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
+    rng = np.random.default_rng(0)
+    shape = (mib * 2**20 // ARRAYS // 4 // 1024, 1024)
+    return {f"w{i}": jax.device_put(rng.standard_normal(shape, np.float32), sharding) for i in range(ARRAYS)}
+
+
+def layout(arrays: dict[str, jax.Array]) -> dict[str, Any]:
+    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in arrays.items()}
+
+
+def save_by_flax_mesh(folder: Path, arrays: dict[str, jax.Array], compress: bool) -> dict[str, float]:
+    from flax_mesh.checkpoint import Checkpointer
+
+    with Checkpointer(folder, compress=compress) as checkpointer:
+        checkpointer.save(0, nnx.State({"first": arrays["w0"]}), {})  # the folder, the threads
+        checkpointer.wait()
+        state = nnx.State(arrays)
+        return timed(lambda: checkpointer.save(1, state, {}), checkpointer.wait)
+
+
+def restore_by_flax_mesh(folder: Path, target: dict[str, Any]) -> Any:
+    from flax_mesh.checkpoint import Checkpointer
+
+    with Checkpointer(folder) as checkpointer:
+        return checkpointer.restore(nnx.State(target), 1)
+
+
+def save_by_orbax(folder: Path, arrays: dict[str, jax.Array], compress: bool) -> dict[str, float]:
+    import orbax.checkpoint as ocp
+
+    with closing(ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=compress))) as checkpointer:
+        checkpointer.save(folder / "0", args=ocp.args.PyTreeSave({"first": arrays["w0"]}))
+        checkpointer.wait_until_finished()
+        save = ocp.args.PyTreeSave(arrays)
+        return timed(lambda: checkpointer.save(folder / "1", args=save), checkpointer.wait_until_finished)
+
+
+def restore_by_orbax(folder: Path, target: dict[str, Any]) -> Any:
+    import orbax.checkpoint as ocp
+
+    args = ocp.args.PyTreeRestore(item=target, restore_args=ocp.checkpoint_utils.construct_restore_args(target))
+    with closing(ocp.Checkpointer(ocp.PyTreeCheckpointHandler())) as checkpointer:
+        return checkpointer.restore(folder / "1", args=args)
+
+
+def save_by_tensorstore(folder: Path, arrays: dict[str, jax.Array], compress: bool) -> dict[str, float]:
+    import tensorstore as ts
+
+    codecs = [{"name": "bytes"}, *([{"name": "zstd", "configuration": {"level": 1}}] if compress else [])]
+    written = []
+
+    def start() -> None:
+        for name, x in arrays.items():
+            chunk = {"name": "regular", "configuration": {"chunk_shape": list(x.addressable_shards[0].data.shape)}}
+            metadata = {"shape": list(x.shape), "data_type": "float32", "chunk_grid": chunk, "codecs": codecs}
+            spec = {"driver": "zarr3", "kvstore": f"file://{folder / name}/", "metadata": metadata, "create": True}
+            store = ts.open(spec).result()
+            for shard in x.addressable_shards:
+                # A view of the array on the host, as both others have of a CPU's arrays; nothing changes it here.
+                written.append(
+                    store[shard.index].write(np.asarray(shard.data), can_reference_source_data_indefinitely=True)
+                )
+
+    return timed(start, lambda: [write.result() for write in written])
+
+
+def restore_by_tensorstore(folder: Path, target: dict[str, Any]) -> Any:
+    import tensorstore as ts
+
+    async def one(name: str, x: Any) -> jax.Array:
+        store = await ts.open({"driver": "zarr3", "kvstore": f"file://{folder / name}/"})
+        parts = x.sharding.addressable_devices_indices_map(x.shape)
+        read = await asyncio.gather(*(store[index].read() for index in parts.values()))
+        shards = [jax.device_put(part, device) for part, device in zip(read, parts, strict=True)]
+        return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
+
+    async def every() -> dict[str, jax.Array]:
+        found = await asyncio.gather(*(one(name, x) for name, x in target.items()))
+        return dict(zip(target, found, strict=True))
+
+    return asyncio.run(every())
+
+
+LIBRARIES = {
+    "flax_mesh": (save_by_flax_mesh, restore_by_flax_mesh),
+    "orbax": (save_by_orbax, restore_by_orbax),
+    "tensorstore": (save_by_tensorstore, restore_by_tensorstore),
+}
+
+
+def timed(start: Callable[[], Any], finish: Callable[[], Any]) -> dict[str, float]:
+    """Seconds until the arrays may change, until the save is durable, and of the CPU."""
+    began, cpu = time.perf_counter(), time.process_time()
+    start()
+    blocked = time.perf_counter() - began
+    finish()
+    return {"blocked": blocked, "save": time.perf_counter() - began, "save_cpu": time.process_time() - cpu}
+
+
+def measure(folder: Path, arrays: dict[str, jax.Array], compress: bool, rounds: int) -> dict[str, dict[str, float]]:
+    """library -> best seconds of save, blocked and restore, and MiB on disk."""
+    best: dict[str, dict[str, float]] = {name: dict.fromkeys(COLUMNS, float("inf")) for name in LIBRARIES}
+    for number in range(rounds):
+        names = list(LIBRARIES)
+        for name in names[number % 3 :] + names[: number % 3]:  # each is first, second and last in turn
+            save, restore = LIBRARIES[name]
+            place = folder / name
+            place.mkdir()
+            os.sync()  # what the one before left to write
+            seconds = save(place, arrays, compress)
+            os.sync()
+            began, cpu = time.perf_counter(), time.process_time()
+            restored = jax.block_until_ready(restore(place, layout(arrays)))
+            seconds |= {"restore": time.perf_counter() - began, "restore_cpu": time.process_time() - cpu}
+            same = [
+                bool((x == y).all()) for x, y in zip(jax.tree.leaves(restored), jax.tree.leaves(arrays), strict=True)
+            ]
+            assert all(same), name
+            best[name] |= {what: min(best[name][what], value) for what, value in seconds.items()}
+            best[name]["mib"] = sum(f.stat().st_size for f in place.rglob("*") if f.is_file()) / 2**20
+            shutil.rmtree(place)
+    return best
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks checkpoints")
+    parser.add_argument("--folder", help="where to write; default: a temporary folder")
+    parser.add_argument("--mib", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells of files that it does without
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    arrays = make_arrays(arguments.mib)
+    rows = []
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        for compress in (False, True):
+            found = measure(Path(folder), arrays, compress, arguments.rounds)
+            print(f"{arguments.mib} MiB in {ARRAYS} arrays, {'zstd' if compress else 'not compressed'}; seconds")
+            print(" " * 14 + "".join(f"{what.replace('_cpu', ', CPU'):>16}" for what in COLUMNS))
+            for name, seconds in found.items():
+                ratios = {what: seconds[what] / found["orbax"][what] for what in COLUMNS}
+                text = "".join(f"{seconds[what]:7.3f} ({ratios[what]:5.2f}x)" for what in COLUMNS)
+                print(f"  {name:12}{text} {seconds['mib']:6.0f} MiB")
+                rows.append({"library": name, "compress": compress, **seconds, "of_orbax": ratios})
+    print("targets, of Orbax's time: " + ", ".join(f"{what} {limit:.2f}x" for what, limit in TARGETS.items()))
+    print(json.dumps({"benchmark": "checkpoints", "jax": jax.__version__, "mib": arguments.mib, "rows": rows}))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
