@@ -6,16 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.processes.store import get_text, put_text, try_get_text
+from flax_mesh.processes.store import call_number, get_text, put_text, try_get_text
 
 TIMEOUT_S = 600  # for the slowest process to come here: it may have a model to trace first
 
 
 def agree(name: str, facts: Mapping[str, str]) -> None:
     """Every process calls it with its own `facts`. ConfigError in all of them, naming fields and processes, unless all
-    have the same. `name` is used once in a run."""
+    have the same."""
     if jax.process_count() == 1:
         return
+    name = f"{name}/{call_number(f'agree {name}')}"
     put_text(f"agree/{name}/{jax.process_index()}", json.dumps(dict(facts)))
 
     def differences() -> str:
@@ -28,9 +29,10 @@ def agree(name: str, facts: Mapping[str, str]) -> None:
 
 
 def from_first(name: str, decide: Callable[[], str]) -> str:
-    """What `decide()` gives in process 0, in every process; so does its ConfigError. `name` is used once in a run."""
+    """What `decide()` gives in process 0, in every process; its ConfigError is raised in all."""
     if jax.process_count() == 1:
         return decide()
+    name = f"{name}/{call_number(f'from_first {name}')}"
     if jax.process_index() != 0:
         answer = json.loads(_wait(f"first/{name}", 0))
         if "problems" in answer:
@@ -54,6 +56,7 @@ def stop_together(should_stop: Callable[[], bool], name: str = "stop") -> Callab
     """
     if jax.process_count() == 1:
         return should_stop
+    name = f"{name}/{call_number(name)}"
     first, calls, last = jax.process_index() == 0, 0, 0
 
     def stop() -> bool:

@@ -4,7 +4,7 @@ import re
 from typing import NamedTuple
 
 import jax
-from jax._src import xla_bridge  # no public name for the question that jax.distributed.initialize asks
+from jax._src import distributed, xla_bridge  # no public name for what is asked of them here
 
 from flax_mesh.errors import ConfigError
 
@@ -28,8 +28,9 @@ def parse_processes(text: str) -> Processes:
     return Processes(int(match[1]), int(match[2]), match[3])
 
 
-def start_processes(given: Processes | None) -> None:
+def start_processes(given: Processes | None) -> int:
     """Start jax.distributed, before the first use of a device; without a cluster and `given` there is nothing to start.
+    Gives the number of processes.
 
     What JAX detects by itself: SLURM, Open MPI, Kubernetes, Cloud TPU. A process that JAX was used in before, such as a
     notebook, stays alone.
@@ -49,6 +50,7 @@ def start_processes(given: Processes | None) -> None:
         except ValueError as error:
             if NO_CLUSTER not in str(error):
                 raise
+    return distributed.global_state.num_processes or 1
 
 
 def _in_use() -> bool:

@@ -1,5 +1,7 @@
 """The key-value store that the processes of jax.distributed share: short texts, each written once."""
 
+from collections import Counter
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -31,6 +33,19 @@ def try_get_text(key: str) -> str | None:
         if "NOT_FOUND" not in str(error):
             raise
         return None
+
+
+def call_number(name: str) -> int:
+    """How often this process has asked for it: equal in all processes that make the same calls, so that a key that is
+    written once can be used again under another number."""
+    counts = _counts()
+    counts[name] += 1
+    return counts[name]
+
+
+@lru_cache(maxsize=1)
+def _counts() -> Counter[str]:
+    return Counter()  # one, as there is one jax.distributed in a process
 
 
 def _client() -> Any:

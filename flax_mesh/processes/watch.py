@@ -24,7 +24,7 @@ from typing import Any
 import jax
 from jax._src import distributed  # JAX has no public name for the address of its coordinator
 
-from flax_mesh.processes.store import get_text, put_text
+from flax_mesh.processes.store import call_number, get_text, put_text
 
 PEER_TIMEOUT_S = 12.0  # silence after which a process counts as stopped; what is noticed is noticed within 15 s
 HEARTBEAT_S = 1.0
@@ -98,7 +98,10 @@ class Watch:
         address, family = _address_here()
         server = socket.create_server((address, 0), family=family)
         token = secrets.token_hex(16)
-        put_text("watch", json.dumps({"address": address, "port": server.getsockname()[1], "token": token}))
+        put_text(
+            f"watch/{call_number('watch')}",
+            json.dumps({"address": address, "port": server.getsockname()[1], "token": token}),
+        )
         server.settimeout(JOIN_TIMEOUT_S)
         while len(self._peers) < self._count - 1:
             connection, _ = server.accept()
@@ -115,7 +118,7 @@ class Watch:
         server.close()
 
     def _join(self) -> None:
-        hub = json.loads(get_text("watch", JOIN_TIMEOUT_S))
+        hub = json.loads(get_text(f"watch/{call_number('watch')}", JOIN_TIMEOUT_S))
         connection = socket.create_connection((hub["address"], hub["port"]), timeout=JOIN_TIMEOUT_S)
         connection.sendall(_encoded({"token": hub["token"], "process": self._index}))
         self._add(connection, 0)
