@@ -13,7 +13,7 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,6 +22,7 @@ import jax
 
 from flax_mesh.errors import ConfigError, DamageError, SaveError, ShardingError
 from flax_mesh.mesh import create_mesh, describe_mesh, draw_mesh_svg, parse_mesh_shape
+from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.mpmd.command import add_schedule_arguments, give_measured, schedule_answer
 from flax_mesh.mpmd.picture import draw_schedule_svg
 from flax_mesh.processes import Watch, parse_processes, start_processes
@@ -34,7 +35,8 @@ from flax_mesh.processes.command import (
     same_command,
 )
 from flax_mesh.sharding import explanation_data, explanation_text, sharding_page
-from flax_mesh.train import Result, load_recipe, override, to_lines, train
+from flax_mesh.train import Result, TrainConfig, load_recipe, override, to_lines, train
+from flax_mesh.train.checkpoint_command import add_checkpoint_arguments, checkpoint_answer, recipe_of
 from flax_mesh.train.explain import explain
 from flax_mesh.train.measure import measure_recipe
 from flax_mesh.train.metrics import Row
@@ -48,7 +50,7 @@ PIPED_WIDTH = 200  # columns of tables that go into a file or another program
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells of every file it writes
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax tells of every file it writes, and of errors twice
     try:
         arguments = _parse(argv)
         return arguments.command(arguments, argv)
@@ -146,6 +148,17 @@ def schedule_command(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     return DONE
 
 
+def checkpoint_command(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    recipe = recipe_of(arguments)
+    config = override(load_recipe(recipe), _with_files(arguments.overrides)) if recipe else None
+    # What only looks at a checkpoint, or writes it in another form, needs no accelerator, and takes none.
+    use_platform(config.run.platform if config and arguments.what == "reshard" else "cpu")
+    answer = checkpoint_answer(arguments, config, _imported)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPED_WIDTH
+    print(json.dumps(answer.data, indent=1) if arguments.json else answer.text(width))
+    return FINDINGS if answer.findings else DONE
+
+
 def use_platform(platform: str) -> None:
     """Choose the JAX backend before any device is touched: "auto", "cpu", "cpu:8", "gpu", "tpu"."""
     name, _, count = platform.partition(":")
@@ -187,6 +200,11 @@ def _with_files(overrides: Iterable[str]) -> list[str]:
     keys = {text.partition("=")[0] for text in given}
     lines = [line for text in overrides if text.startswith("@") for line in _settings_file(text[1:])]
     return [*(line for line in lines if line.partition("=")[0] not in keys), *given]
+
+
+def _imported(settings: Mapping[str, Any]) -> TrainConfig:
+    """The decoder that a config.json of Hugging Face describes."""
+    return TrainConfig(make_model=make_decoder, loss_fn=next_token_loss, model=DecoderConfig(**settings))
 
 
 def _write(option: str, name: str, text: str) -> None:
@@ -269,6 +287,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(command=schedule_command)
     add_schedule_arguments(command)
+    command = commands.add_parser(
+        "checkpoint",
+        help="list, inspect, verify, compare, export, import and reshard checkpoints",
+        description="What lies in a folder of checkpoints, and other forms of it. No checkpoint is ever changed.",
+        epilog="Exit codes: 0 fine, 1 unexpected error, 2 bad input, 3 damage or differences found.",
+        allow_abbrev=False,
+    )
+    command.set_defaults(command=checkpoint_command)
+    add_checkpoint_arguments(command)
     return parser
 
 

@@ -9,13 +9,13 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
 
 from flax_mesh.checkpoint.safetensors import open_safetensors, write_safetensors
@@ -23,7 +23,9 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.sharding import gather
 from flax_mesh.tree import named_leaves, path_and_start
 
+Tree = TypeVar("Tree")
 BYTES_IN_FLIGHT = 1 << 28  # from devices to the host
+COLUMNS = 8  # of a transposed copy at a time: three to eight times as fast as all at once (1 to 4 byte elements)
 
 
 class Name(NamedTuple):
@@ -60,13 +62,15 @@ class Leaf(NamedTuple):
 
 
 def load_safetensors(
-    folder: str | Path, abstract: nnx.State, names: Iterable[Name], *, ignore: Iterable[str] = ()
-) -> nnx.State:
+    folder: str | Path, abstract: Tree, names: Iterable[Name], *, ignore: Iterable[str] = (), threads: int = 4
+) -> Tree:
     """The parameters in `folder` (or one file), laid out and cast as `abstract` says; every device gets its own slices.
 
-    `abstract` is of parameters alone, such as `abstract_state(make, mesh)["model"]`. No more than the arrays of one
-    leaf that this process needs are on the host at a time. `ignore`: patterns of names in the folder that have no place
-    in the model. Raises one ConfigError that lists every array that is missing, left over or of another shape.
+    abstract: an nnx.State, or another tree, of parameters alone: without those of an optimizer
+    ignore: patterns of names in the folder that have no place in the model
+    threads: so many leaves are read at a time; of each, what this process needs is on the host
+
+    Raises one ConfigError that lists every array that is missing, left over or of another shape.
     """
     leaves = plan_leaves(abstract, names)
     stored = open_safetensors(folder)
@@ -76,12 +80,14 @@ def load_safetensors(
             "  Use the config and the table of the model that was saved; ignore= takes names that have no place here."
         )
         raise ConfigError([f"{folder} is of another model ({len(problems)} differences):", *problems, tail])
-    return jax.tree.unflatten(jax.tree.structure(abstract), [_load(leaf, stored) for leaf in leaves])
+    with ThreadPoolExecutor(threads) as pool:
+        arrays = list(pool.map(lambda leaf: _load(leaf, stored), leaves))
+    return jax.tree.unflatten(jax.tree.structure(abstract), arrays)
 
 
 def save_safetensors(
     folder: str | Path,
-    state: nnx.State,
+    state: Any,
     names: Iterable[Name],
     *,
     config: Mapping[str, Any] | None = None,
@@ -106,7 +112,7 @@ def save_safetensors(
     write_safetensors(folder, arrays, _pieces(leaves, dtype), json_files=files, max_file_bytes=max_file_bytes)
 
 
-def plan_leaves(state: nnx.State, names: Iterable[Name]) -> list[Leaf]:
+def plan_leaves(state: Any, names: Iterable[Name]) -> list[Leaf]:
     """Every leaf with the arrays that make it up; one ConfigError lists those that do not fit the table."""
     table, leaves, problems = tuple(names), [], []
     for path, value in named_leaves(state):
@@ -225,11 +231,16 @@ def read_slice(
     return out
 
 
-def copy_slice(out: np.ndarray, stored: np.ndarray) -> None:
-    """The one place where data is read: `stored` is a view of a file."""
-    if out.dtype == stored.dtype and out.itemsize <= 8:  # as integers: numpy is slow at copying dtypes not its own
-        out, stored = (x.view(f"u{x.itemsize}") for x in (out, stored))
-    np.copyto(out, stored, casting="unsafe")
+def copy_slice(out: np.ndarray, values: np.ndarray) -> None:
+    """`out[...] = values`, whatever the order of their dims and their dtypes."""
+    if out.dtype == values.dtype and out.itemsize <= 8:  # as integers: numpy is slow at copying dtypes not its own
+        out, values = (x.view(f"u{x.itemsize}") for x in (out, values))
+    if values.ndim < 2 or values.strides[-1] == values.itemsize:
+        np.copyto(out, values, casting="unsafe")
+        return
+    for start in range(0, out.shape[-1], COLUMNS):
+        columns = (..., slice(start, start + COLUMNS))
+        np.copyto(out[columns], values[columns], casting="unsafe")
 
 
 def _pieces(leaves: Iterable[Leaf], dtype: Any) -> Iterator[tuple[str, np.ndarray]]:
@@ -243,8 +254,9 @@ def _pieces(leaves: Iterable[Leaf], dtype: Any) -> Iterator[tuple[str, np.ndarra
             whole = gather(taken, dtype=dtype, bytes_in_flight=BYTES_IN_FLIGHT)
             for part in parts:
                 piece = whole[part.at[1:] if leaf.stacked else part.at]
-                back = tuple(np.argsort(part.order).tolist())
-                yield part.name, np.asarray(piece).transpose(back).reshape(part.shape)
+                out = np.empty(part.split, whole.dtype)
+                copy_slice(out, np.asarray(piece).transpose(np.argsort(part.order)))
+                yield part.name, out.reshape(part.shape)
 
 
 def _take(stack: Any, layer: int) -> Any:

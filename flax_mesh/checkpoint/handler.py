@@ -5,6 +5,7 @@ gets its checksums before it is committed; and processes meet through the coordi
 on their devices, which would mix with those of a pipeline.
 """
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from flax_mesh.checkpoint.integrity import write_checksums
 from flax_mesh.tree import named_leaves, nest
 
 STATE, METADATA = "state", "metadata"  # the two items of a step
+STEP_FILES = 10  # more than Orbax writes beside the two items
+# Tensorstore raises ValueError for most of what goes wrong with files, Orbax RuntimeError and TimeoutError.
+STORAGE_ERRORS = (OSError, RuntimeError, TypeError, ValueError)
 
 
 class _Step(ocp.CompositeCheckpointHandler):
@@ -62,6 +66,12 @@ class Storage:
 
     def close(self) -> None:
         self._orbax.close()
+
+    def abandon(self) -> None:
+        """As `close`, after a save that failed: its error has been told, and Orbax has one more for every file."""
+        for _ in range(STEP_FILES):
+            with contextlib.suppress(*STORAGE_ERRORS):
+                return self._orbax.close()
 
 
 def read_metadata(step: Path) -> dict[str, Any]:

@@ -56,15 +56,21 @@ class Checkpointer:
         self.keep = keep if isinstance(keep, Keep) else Keep(keep)
         self.best_metric, self.host_bytes, self.compress = best_metric, host_bytes, compress
         self.damaged: dict[int, list[str]] = {}  # step -> what `latest_step` found wrong with it
-        self._storage: Any = None  # for writing; made by the first save
+        self._storage: Any = None  # for writing; made by the first save, and by the first after one that failed
+        self._found = False  # the folder, by the first save
         self._saving: int | None = None  # the step on its way
         self._deleting: threading.Thread | None = None
 
     def __enter__(self) -> "Checkpointer":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except SaveError as failure:
+            if error is None:
+                raise
+            error.add_note(str(failure))  # what ended the block is what the caller must see
 
     def steps(self) -> list[int]:
         """Committed steps, whole or damaged; oldest first."""
@@ -97,14 +103,14 @@ class Checkpointer:
         `metadata` is JSON. A SaveError says what went wrong here, or with the save before. A step that exists is an
         error.
         """
+        self.wait()
         if step in self.steps() and step not in self.damaged:
             raise ConfigError(f"{self.folder} already holds a checkpoint of step {step}; nothing was overwritten.")
-        self.wait()
-        with _as_save_error(self, step):
+        with self._as_save_error(f"the checkpoint of step {step} could not be saved", but=step):
             storage = self._open()
             self._set_aside()
             arrays = to_disk(state, self.layers, on_host=self.host_bytes is None)
-            storage.save(self._step(step), arrays, dict(metadata))
+            storage.save(self._path(step), arrays, dict(metadata))
             self._saving = step
         if self.host_bytes is not None:
             self.wait()
@@ -113,12 +119,13 @@ class Checkpointer:
         """Return once every save is durable, and what `keep` leaves out on its way out; SaveError if one is not."""
         if self._saving is not None:
             step, self._saving = self._saving, None
-            with _as_save_error(self, step):
+            with self._as_save_error(f"the checkpoint of step {step} could not be saved", but=step):
                 self._storage.wait()
-                if not self._step(step).is_dir():
+                if not self._path(step).is_dir():
                     raise OSError("its folder is gone")
+            with self._as_save_error("checkpoints that are not to stay could not be removed"):
                 staying = self._staying()
-                self._delete([old for old in self.steps() if old not in staying])
+                self._delete([old for old in self.steps() if old not in staying] if self._clears else [])
 
     def close(self) -> None:
         """As `wait`, and end the background threads."""
@@ -191,27 +198,61 @@ class Checkpointer:
 
         return lambda paths: read_arrays(self._step(step), {path: target[path] for path in paths}) if paths else {}
 
-    def _step(self, step: int) -> Path:
+    def _path(self, step: int) -> Path:
         return self.folder / str(step)
+
+    def _step(self, step: int) -> Path:
+        """The folder of a step that is there."""
+        if step not in (steps := self.steps()):
+            raise ConfigError(f"{self.folder} holds no checkpoint of step {step}; it holds {steps or 'none'}.")
+        return self._path(step)
+
+    @contextmanager
+    def _as_save_error(self, what: str, but: int | None = None) -> Iterator[None]:
+        """Turns what storage libraries raise when they cannot write into one line; `but`: the step it is about."""
+        try:
+            yield
+        # Tensorstore raises ValueError for most of what goes wrong with files, Orbax RuntimeError and TimeoutError.
+        except (OSError, RuntimeError, TypeError, ValueError) as error:
+            self._give_up()
+            left = [step for step in self.steps() if step != but]
+            newest = f"the newest there is of step {left[-1]}" if left else "there is none"
+            raise SaveError(f"{what} in {self.folder}: {_reason(error)}; {newest}") from error
+
+    @property
+    def _clears(self) -> bool:
+        """Whether this process renames and deletes: of several, process 0 alone. Saves begin with a barrier."""
+        return jax.process_index() == 0
 
     def _open(self) -> Any:
         from flax_mesh.checkpoint.handler import Storage
 
-        if self._storage is not None and not self.folder.is_dir():
+        if self._found and not self.folder.is_dir():
             raise OSError("the folder is gone")  # one made anew could lie on another disk than the one unmounted
         if self._storage is None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for name in os.listdir(self.folder):
+            self._found = True
+            if self._deleting is not None:
+                self._deleting.join()
+            for name in os.listdir(self.folder) if self._clears else ():
                 if LEFTOVER.fullmatch(name):
                     shutil.rmtree(self.folder / name)
             self._storage = Storage(compress=self.compress, host_bytes=self.host_bytes)
         return self._storage
 
+    def _give_up(self) -> None:
+        """Leave nothing of a save that failed: neither its errors nor, on a disk that may be full, its files."""
+        if self._storage is not None:
+            self._storage.abandon()
+            self._storage = None
+        for path in self.folder.glob("*.orbax-checkpoint-tmp*") if self._clears else ():
+            shutil.rmtree(path, ignore_errors=True)
+
     def _set_aside(self) -> None:
         """Give damaged steps another name, under which they stay until somebody has looked at them."""
-        for step in self.damaged:
+        for step in self.damaged if self._clears else ():
             names = (f"{step}.damaged" + (f"-{i}" if i > 1 else "") for i in range(1, 10_000))
-            os.rename(self._step(step), next(self.folder / name for name in names if not (self.folder / name).exists()))
+            os.rename(self._path(step), next(self.folder / name for name in names if not (self.folder / name).exists()))
         self.damaged = {}
 
     def _staying(self) -> set[int]:
@@ -237,24 +278,12 @@ class Checkpointer:
         self._deleting.start()
 
 
-@contextmanager
-def _as_save_error(checkpointer: Checkpointer, step: int) -> Iterator[None]:
-    """Turns what storage libraries raise when they cannot write into one line."""
-    try:
-        yield
-    # Tensorstore raises ValueError for most of what goes wrong with files, Orbax RuntimeError and TimeoutError.
-    except (OSError, RuntimeError, TypeError, ValueError) as error:
-        before = [other for other in checkpointer.steps() if other != step]
-        left = f"the newest there is of step {before[-1]}" if before else "there is none yet"
-        raise SaveError(
-            f"the checkpoint of step {step} could not be saved in {checkpointer.folder}: {_reason(error)}; {left}"
-        ) from error
-
-
 def _reason(error: BaseException) -> str:
-    """The first line of an error, without the places in C++ that tensorstore adds."""
+    """What an error says, in a line; of tensorstore's, which tell of layer below layer, what the system said."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return re.sub(r" \[(source locations|tensorstore_spillover)=.*", "", text)[:300]
+    if code := re.search(r"\[os_error_code='(\d+)'\]", text):
+        return os.strerror(int(code[1]))
+    return re.sub(r" \[\w+=.*", "", text)[:300]
 
 
 def _damage_text(folder: Path, problems: list[str]) -> list[str]:

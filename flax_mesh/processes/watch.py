@@ -29,6 +29,7 @@ from flax_mesh.processes.store import call_number, get_text, put_text
 PEER_TIMEOUT_S = 12.0  # silence after which a process counts as stopped; what is noticed is noticed within 15 s
 HEARTBEAT_S = 1.0
 TICK_S = 0.25
+LINGER_S = 4.0
 GRACE_S = 2.0  # after another's failure, for this process to come to the same by itself and say it better
 JOIN_TIMEOUT_S = 300
 LOST = 5  # exit code
@@ -60,6 +61,7 @@ class Watch:
     _since: float = field(default_factory=time.monotonic)
     _peers: dict[socket.socket, _Peer] = field(default_factory=dict)
     _stop: threading.Event = field(default_factory=threading.Event)
+    _ending: threading.Event = field(default_factory=threading.Event)  # with an error
     _finished: threading.Event = field(default_factory=threading.Event)  # here
     _all_done: threading.Event = field(default_factory=threading.Event)
 
@@ -77,7 +79,10 @@ class Watch:
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None and self._count > 1:
             code = self.tell_failure(error)
-            self._say({"failed": _first_line(error)})
+            text = f"process {self._index} has failed: {_first_line(error)}"
+            self._ending.set()
+            self._say({"failed": text})
+            self._linger()
             _end(code)
         if self._count > 1:
             # Until the others are done too: one that dies on the last metres is noticed still.
@@ -157,22 +162,26 @@ class Watch:
         except OSError:
             data = b""
         if not data:
-            if not (peer.done or self._stop.is_set()):
+            self._forget(connection)
+            if not (peer.done or self._stop.is_set() or self._ending.is_set()):
                 self._lost(f"process {peer.process} is gone: its connection is closed")
-            self._selector.unregister(connection)
-            del self._peers[connection]
             return
         peer.heard = time.monotonic()
         *lines, peer.unread = (peer.unread + data).split(b"\n")
         for line in lines:
             self._hear(peer, json.loads(line))
 
+    def _forget(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        del self._peers[connection]
+
     def _hear(self, peer: _Peer, message: dict[str, Any]) -> None:
+        if self._ending.is_set():
+            return
         if "failed" in message:
-            text = message.get("text") or f"process {peer.process} has failed: {message['failed']}"
-            self._tell_others(message | {"text": text}, but=peer.process)
+            self._tell_others(message, but=peer.process)
             time.sleep(GRACE_S)
-            self._end(text)
+            self._end(message["failed"])
         if "lost" in message:
             self._end(message["lost"])
         if "done" in message:
@@ -181,8 +190,11 @@ class Watch:
                 self._all_done.set()
 
     def _judge(self, now: float) -> None:
-        for peer in list(self._peers.values()):
+        if self._ending.is_set():
+            return
+        for connection, peer in list(self._peers.items()):
             if now - peer.heard > self.peer_timeout_s and not peer.done:
+                self._forget(connection)
                 self._lost(f"process {peer.process} has said nothing for {now - peer.heard:.0f} s: stopped, or stuck")
         if self._finished.is_set():
             if self._index == 0 and not self._all_done.is_set() and all(peer.done for peer in self._peers.values()):
@@ -192,7 +204,7 @@ class Watch:
             text = f"no step has ended within {self.step_timeout_s:.0f} s, after {self._step} of this start"
             sys.stderr.flush()
             faulthandler.dump_traceback(all_threads=True)
-            self._say({"failed": text})
+            self._say({"failed": f"process {self._index}: {text}"})
             self._end(text)
 
     def _lost(self, text: str) -> None:
@@ -218,7 +230,19 @@ class Watch:
             lines.append(f"flax-mesh: ... and for {len(waited) - 4} arrays more")
         lines.append(f"flax-mesh: process {self._index} ends with exit code {LOST}; the last checkpoint is whole")
         os.write(2, ("\n".join(lines) + "\n").encode())  # at once: JAX may be about to abort
+        self._ending.set()
+        self._linger()
         _end(LOST)
+
+    def _linger(self) -> None:
+        """Process 0 goes last: JAX aborts the others as soon as its coordinator is gone."""
+        until = time.monotonic() + LINGER_S
+        while self._index == 0 and self._peers and time.monotonic() < until:
+            if threading.current_thread() is not self._thread:
+                time.sleep(TICK_S)  # the other thread reads
+                continue
+            for key, _ in self._selector.select(TICK_S):
+                self._read(key.fileobj)  # pyright: ignore[reportArgumentType]
 
 
 def _address_here() -> tuple[str, socket.AddressFamily]:

@@ -38,8 +38,11 @@ def run_folder(folder: Path) -> Iterator[None]:
 def write_config(folder: Path, config: TrainConfig) -> None:
     """config.txt as `@FILE` reads it: whole, or as it was."""
     partial = folder / (CONFIG + ".new")
-    partial.write_text("\n".join(to_lines(config)) + "\n", encoding="utf-8")
-    os.replace(partial, folder / CONFIG)
+    try:
+        partial.write_text("\n".join(to_lines(config)) + "\n", encoding="utf-8")
+        os.replace(partial, folder / CONFIG)
+    except OSError as error:
+        raise ConfigError(f"run.folder={folder} cannot be written ({error.strerror}); use another folder") from error
 
 
 def check_resume(

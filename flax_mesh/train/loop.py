@@ -41,7 +41,14 @@ from flax_mesh.train.setup import (
 )
 from flax_mesh.train.start import start_from
 from flax_mesh.train.step import Step, in_mesh
-from flax_mesh.train.together import check_agreement, folder_of_run, is_first, watch_pipeline, write_config_once
+from flax_mesh.train.together import (
+    check_agreement,
+    folder_of_run,
+    is_first,
+    latest_step,
+    watch_pipeline,
+    write_config_once,
+)
 
 Say = Callable[[str], None]
 TRACED = 2  # steps before the one that --trace shows: they compile
@@ -101,7 +108,7 @@ def train(
         check_agreement(run.record(0, {}))
         _describe(run)
         with _checkpointer(config.checkpoint, folder / CHECKPOINTS, rules.layers) as checkpointer:
-            step = checkpointer.latest_step()
+            step = latest_step(checkpointer)
             for damaged, problems in checkpointer.damaged.items():
                 more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
                 say(
@@ -254,9 +261,13 @@ def _save(run: _Run, checkpointer: Checkpointer, step: int, state: TrainState, r
         try:
             call()
         except SaveError as error:
-            if run.config.checkpoint.on_failure == "stop":
-                raise
-            run.say(f"warning: {error}; training goes on (checkpoint.on_failure)")
+            _go_on_or_raise(run, error)
+
+
+def _go_on_or_raise(run: _Run, error: SaveError) -> None:
+    if run.config.checkpoint.on_failure == "stop":
+        raise error
+    run.say(f"warning: {error}; training goes on (checkpoint.on_failure)")
 
 
 def _check_trace(config: TrainConfig, path: Path, program: TrainProgram) -> None:
@@ -299,6 +310,7 @@ class _Rows:
         self.run = run
         self.file = MetricsFile(run.folder / METRICS) if is_first() else None
         self.last: Row = {}
+        self._lost = 0  # rows in a row that could not be written
         self._pending: tuple[int, Any, float] | None = None
         self._extra: Row = {"resumed_from": start} if start else {}
         self._since = time.perf_counter()
@@ -328,10 +340,23 @@ class _Rows:
         )
         self.last = row | self._extra | more()
         self._pending, self._extra, self._since = None, {}, time.perf_counter()
-        if self.file is not None:
-            self.file.write(self.last)
+        self._write()
         for hook in self.run.hooks:
             hook(self.last)
+
+    def _write(self) -> None:
+        if self.file is None:
+            return
+        try:
+            self.file.write(self.last)
+        except SaveError as error:
+            if not self._lost:
+                _go_on_or_raise(self.run, error)
+            self._lost += 1
+            return
+        if self._lost:
+            self.run.say(f"metrics are written again from step {self.last['step']} on; rows lost: {self._lost}")
+            self._lost = 0
 
     def close(self) -> None:
         if self.file is not None:

@@ -1,12 +1,16 @@
 """What a step reports: a row of numbers, kept in RUN_FOLDER/metrics.jsonl."""
 
+import errno
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+
+from flax_mesh.errors import SaveError
 
 Row = dict[str, Any]
 
@@ -74,12 +78,20 @@ class MetricsFile:
     """Appends rows to a jsonl file; a row is on disk when `write` returns. Not a number becomes null."""
 
     def __init__(self, path: Path):
-        self._file = path.open("a", encoding="utf-8")
+        self._path, self._file = path, path.open("ab", buffering=0)
 
     def write(self, row: Row) -> None:
+        """Append the whole row, or nothing and raise SaveError."""
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        self._file.write(json.dumps(clean) + "\n")
-        self._file.flush()
+        line = (json.dumps(clean) + "\n").encode()
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            written = self._file.write(line)
+            if written < len(line):  # the next attempt would say why; on a full disk it is this
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self._file.truncate(end)
+            raise SaveError(f"the row of step {row['step']} could not be written to {self._path}: {error}") from error
 
     def close(self) -> None:
         self._file.close()

@@ -1,5 +1,6 @@
 """A run of several processes: what must be the same in all, and what process 0 does for all."""
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import jax
 
+from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.processes import Watch, agree, from_first
 from flax_mesh.train.config import TrainConfig
 from flax_mesh.train.folder import next_free, run_folder, write_config
@@ -29,6 +31,18 @@ def folder_of_run(wanted: Path, restart: bool) -> Iterator[Path]:
             return str(folder)
 
         yield Path(from_first("folder", choose))
+
+
+def latest_step(checkpointer: Checkpointer) -> int | None:
+    """The newest whole step; process 0 alone reads all the bytes and tells the others what it has found."""
+
+    def look() -> str:
+        step = checkpointer.latest_step()
+        return json.dumps([step, list(checkpointer.damaged.items())])
+
+    step, damaged = json.loads(from_first("latest step", look))
+    checkpointer.damaged = {number: problems for number, problems in damaged}
+    return step
 
 
 def write_config_once(folder: Path, config: TrainConfig) -> None:

@@ -48,7 +48,8 @@ LENGTH = 24
 
 
 def write_reference(case: str, folder: Path, dtype: str = "float32", seed: int = 0) -> None:
-    """A random checkpoint of transformers in `folder`, and reference.npz: tokens (1, S) and their logits (1, S, V)."""
+    """A random checkpoint of transformers in `folder`, stored as `dtype`, and reference.npz: tokens (1, S) and their
+    logits (1, S, V), computed in float32."""
     import torch  # pyright: ignore[reportMissingImports]
     from transformers import AutoConfig, AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
 
@@ -59,14 +60,15 @@ def write_reference(case: str, folder: Path, dtype: str = "float32", seed: int =
         for name, parameter in model.named_parameters():
             # Large enough that attention is far from even and no part is lost in the others.
             spread = 0.2 if "norm" in name else 0.4
-            parameter.copy_(torch.randn(parameter.shape) * spread + ("norm" in name))
-    model = model.to(getattr(torch, dtype))
-    model.save_pretrained(folder, max_shard_size=SHARDED.get(case, "5GB"))
-    (folder / "generation_config.json").unlink(missing_ok=True)
+            value = torch.randn(parameter.shape) * spread + ("norm" in name)
+            parameter.copy_(value.to(getattr(torch, dtype)))
     tokens = np.random.default_rng(seed).integers(0, SMALL["vocab_size"], (1, LENGTH)).astype(np.int32)
     with torch.no_grad():
-        logits = model.float()(torch.from_numpy(tokens).long()).logits.numpy()
+        logits = model(torch.from_numpy(tokens).long()).logits.numpy()
     np.savez(folder / "reference.npz", tokens=tokens, logits=logits)
+    # Only now: the cast rounds the rotary frequencies too, which are no parameters.
+    model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=SHARDED.get(case, "5GB"))
+    (folder / "generation_config.json").unlink(missing_ok=True)
 
 
 def main() -> None:

@@ -1,0 +1,122 @@
+"""What differs between two checkpoints, or a checkpoint and what a recipe would save: records, trees, values."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from flax_mesh.checkpoint.describe import Array, mesh_of
+from flax_mesh.checkpoint.disk import text_of
+
+READ_BYTES = 2**28  # of arrays of each of two checkpoints that are in memory at a time, or the largest array
+COMPARED = 2**22  # elements of two arrays that are compared at a time, as float64
+SECTIONS = ("settings", "mesh", "axes", "rules", "data", "versions", "tree", "layout")
+
+
+class Difference(NamedTuple):
+    """Something of a section that is not the same in both; None: it is not there."""
+
+    section: str
+    name: str
+    a: str | None
+    b: str | None
+
+
+def differences(
+    a: Mapping[str, Any], b: Mapping[str, Any], a_tree: Mapping[str, Array], b_tree: Mapping[str, Array]
+) -> list[Difference]:
+    """All of two records (`read_record`) and trees (`read_tree`), in the order of SECTIONS.
+
+    A section that one record leaves empty is not compared: a recipe has neither data nor versions.
+    """
+    records = [section for section in SECTIONS[:-2] if in_both(section, a, b)]
+    found = [one for name in records for one in _mapping_differences(name, _section(name, a), _section(name, b))]
+    if not any(one.section == "rules" for one in found) and a["rules"] != b["rules"] and a["rules"] and b["rules"]:
+        found.append(Difference("rules", "order", "as saved", "another; the first rule that fits decides"))
+    texts = [{path: text_of(array) for path, array in tree.items()} for tree in (a_tree, b_tree)]
+    found += _mapping_differences("tree", *texts)
+    split = [{path: array.split for path, array in tree.items()} for tree in (a_tree, b_tree)]
+    shared = [path for path in split[0] if split[0][path] and split[1].get(path)]
+    return found + _mapping_differences("layout", *({path: one[path] for path in shared} for one in split))
+
+
+def in_both(section: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether both records have something in a section; trees always have."""
+    return section == "tree" or bool(_section(section, a) and _section(section, b))
+
+
+def value_differences(a: Path, b: Path, arrays: Sequence[Array]) -> dict[str, float]:
+    """path -> largest absolute difference (NaN where one is not a number), of those `arrays` of two steps that differ.
+
+    Arrays are compared bit for bit, and read a few at a time: at most READ_BYTES of each step, or one array.
+    """
+    from flax_mesh.checkpoint.handler import read_arrays
+
+    host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    found = {}
+    for batch in batches(arrays):
+        target = {one.path: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=host) for one in batch}
+        values = [read_arrays(step, target) for step in (a, b)]
+        for path in target:
+            largest = _largest_difference(*(np.asarray(value[path]).reshape(-1) for value in values))
+            if largest is not None:
+                found[path] = largest
+    return found
+
+
+def batches(arrays: Sequence[Array]) -> Iterator[list[Array]]:
+    """Arrays in groups of at most READ_BYTES, or of one."""
+    batch: list[Array] = []
+    for array in arrays:
+        if batch and sum(one.nbytes for one in batch) + array.nbytes > READ_BYTES:
+            yield batch
+            batch = []
+        batch.append(array)
+    if batch:
+        yield batch
+
+
+def mesh_text(shape: Mapping[str, int]) -> str:
+    """As mesh.shape has it: "pp:2,fsdp:2"."""
+    return ",".join(f"{name}:{size}" for name, size in shape.items() if size > 1) or "one device"
+
+
+def _section(name: str, record: Mapping[str, Any]) -> dict[str, str]:
+    if name == "mesh":  # "" stands for a record that has none
+        return {"mesh": mesh_text(mesh_of(record))} if record["mesh"] else {}
+    if name == "rules":
+        pairs = [rule for rule in record["rules"] if isinstance(rule, list) and len(rule) == 2]
+        return {str(pattern): str(dims) for pattern, dims in pairs}
+    pairs = record["config" if name == "settings" else name].items()
+    # The position in the data follows the number of the step.
+    return {str(key): _text(value) for key, value in pairs if (name, key) != ("data", "position")}
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return "+".join(map(_text, value))
+    return "none" if value is None else str(value)
+
+
+def _mapping_differences(section: str, a: Mapping[str, str], b: Mapping[str, str]) -> list[Difference]:
+    names = [*a, *(name for name in b if name not in a)]
+    return [Difference(section, name, a.get(name), b.get(name)) for name in names if a.get(name) != b.get(name)]
+
+
+def _largest_difference(a: np.ndarray, b: np.ndarray) -> float | None:
+    """None where two flat arrays are the same bit for bit."""
+    largest = None
+    for start in range(0, a.size, COMPARED):
+        parts = a[start : start + COMPARED], b[start : start + COMPARED]
+        same = np.equal(*(part.view(np.uint8).reshape(len(part), -1) for part in parts)).all(axis=1)
+        if same.all():
+            continue
+        wide = np.complex128 if np.issubdtype(a.dtype, np.complexfloating) else np.float64
+        old, new = (part[~same].astype(wide) for part in parts)
+        with np.errstate(invalid="ignore"):  # inf - inf
+            here = float(np.abs(old - new).max())
+        largest = here if largest is None or math.isnan(here) else max(largest, here)
+    return largest
