@@ -193,7 +193,13 @@ def processes_text(processes: Iterable[int]) -> str:
 
 
 def _is_there(array: Any) -> bool:
-    return array.is_deleted() or array.is_ready()
+    """Whether it has arrived; what never will, its sender being dead, is ready too, as an error."""
+    if array.is_deleted():
+        return True
+    try:
+        return array.is_ready() and array.block_until_ready() is array
+    except jax.errors.JaxRuntimeError:
+        return False
 
 
 def _layout_text(shape: Sequence[int], dtype: Any, spec: PartitionSpec, mesh: Mesh) -> str:

@@ -30,6 +30,8 @@ PEER_TIMEOUT_S = 12.0  # silence after which a process counts as stopped; what i
 HEARTBEAT_S = 1.0
 TICK_S = 0.25
 LINGER_S = 4.0
+NOTICE_S = 2.0  # after an error of JAX, which may come before its cause is noticed here
+SETTLE_S = 0.5  # until this process has come to where it waits for the one that is lost, so that it can say so
 GRACE_S = 2.0  # after another's failure, for this process to come to the same by itself and say it better
 JOIN_TIMEOUT_S = 300
 LOST = 5  # exit code
@@ -61,6 +63,7 @@ class Watch:
     _since: float = field(default_factory=time.monotonic)
     _peers: dict[socket.socket, _Peer] = field(default_factory=dict)
     _stop: threading.Event = field(default_factory=threading.Event)
+    _noticed: threading.Event = field(default_factory=threading.Event)  # that another is lost or has failed
     _ending: threading.Event = field(default_factory=threading.Event)  # with an error
     _finished: threading.Event = field(default_factory=threading.Event)  # here
     _all_done: threading.Event = field(default_factory=threading.Event)
@@ -78,6 +81,8 @@ class Watch:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None and self._count > 1:
+            if isinstance(error, jax.errors.JaxRuntimeError) and self._noticed.wait(NOTICE_S):
+                self._thread.join()  # what came of a lost process is told and ended there
             code = self.tell_failure(error)
             text = f"process {self._index} has failed: {_first_line(error)}"
             self._ending.set()
@@ -179,10 +184,13 @@ class Watch:
         if self._ending.is_set():
             return
         if "failed" in message:
+            self._noticed.set()
             self._tell_others(message, but=peer.process)
             time.sleep(GRACE_S)
             self._end(message["failed"])
         if "lost" in message:
+            self._noticed.set()
+            time.sleep(SETTLE_S)
             self._end(message["lost"])
         if "done" in message:
             peer.done = True
@@ -208,7 +216,10 @@ class Watch:
             self._end(text)
 
     def _lost(self, text: str) -> None:
+        self._noticed.set()
         self._tell_others({"lost": text}, but=-1)
+        if self._index == 0:
+            time.sleep(SETTLE_S)
         self._end(text)
 
     def _tell_others(self, message: dict[str, Any], but: int) -> None:

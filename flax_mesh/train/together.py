@@ -41,7 +41,7 @@ def latest_step(checkpointer: Checkpointer) -> int | None:
         return json.dumps([step, list(checkpointer.damaged.items())])
 
     step, damaged = json.loads(from_first("latest step", look))
-    checkpointer.damaged = {number: problems for number, problems in damaged}
+    checkpointer.damaged = dict(damaged)
     return step
 
 
