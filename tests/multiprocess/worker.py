@@ -2,13 +2,19 @@
 
 import faulthandler
 import json
+import os
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
+from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd import Pipeline
+from flax_mesh.processes import Watch, agree, from_first, get_text, put_text, stop_together
 from tests.multiprocess import cases
 from tests.multiprocess.processes import TIME_LIMIT_S
 
@@ -25,6 +31,78 @@ def train(model: str, schedule: str, sizes: str, folder: str, steps: str) -> Non
     np.savez(Path(folder) / f"shards{here}.npz", **shards)  # pyright: ignore[reportArgumentType]
     report = {"rows": rows, "sums": sums, "transfers": pipeline.num_transfers, "compiled": compiled}
     (Path(folder) / f"report{here}.json").write_text(json.dumps(report))
+
+
+def agreement() -> None:
+    """Facts, decisions of process 0 and its errors are the same everywhere."""
+    here = jax.process_index()
+    agree("same", {"seed": "0", "mesh": "pp:2"})
+    differing = error_of(
+        lambda: agree("other", {"seed": str(here % 2), "mesh": "pp:2", **({"odd": "x"} if here else {})})
+    )
+    assert "seed: 0 on processes 0, 2; 1 on process 1" in differing, differing
+    assert "odd: (nothing) on process 0; x on processes 1, 2" in differing, differing
+    assert "mesh" not in differing
+    assert [from_first("number", lambda: f"of {here}") for _ in range(2)] == ["of 0", "of 0"]
+
+    def wrong() -> str:
+        raise ConfigError("the folder is locked")
+
+    assert ("process 0: " if here else "") + "the folder is locked" == error_of(lambda: from_first("folder", wrong))
+
+    stop = stop_together(lambda: here == 2 and step == 3)  # one process is asked to stop, in step 3
+    for step in range(1, 20):
+        from_first(f"step {step}", lambda: "ended")  # as metrics, which come when all have dispatched the step
+        if stop():
+            break
+    assert 3 <= step <= 7, step
+    last = put_and_get_all("stopped", str(step))
+    assert len(set(last)) == 1, last
+
+
+def error_of(function: Callable[[], object]) -> str:
+    try:
+        function()
+    except ConfigError as error:
+        return str(error)
+    raise AssertionError("no error")
+
+
+def put_and_get_all(name: str, text: str) -> list[str]:
+    put_text(f"{name}/{jax.process_index()}", text)
+    return [get_text(f"{name}/{process}", 60) for process in range(jax.process_count())]
+
+
+def watched(what: str) -> None:
+    """Train under a watch; in the fifth step process 1 fails, is stuck, or ends."""
+
+    def tell(error: BaseException) -> int:
+        print(f"told: {error}", flush=True)
+        return 1
+
+    pipeline = cases.make_pipeline("net", "1f1b", {"pp": 2})
+    channel = pipeline.channel
+    assert channel is not None
+    channel.watched = True
+    with Watch(tell, waiting=channel.waiting) as watch:
+        state = pipeline.init_state()
+        for number, batch in enumerate(cases.batches("net", 30)):
+            if jax.process_index() == 1 and number == 4:
+                if what == "fails":
+                    pipeline.on_action = raise_in_stage
+                if what == "stuck":
+                    time.sleep(TIME_LIMIT_S)
+                if what == "ends":
+                    os._exit(7)
+            state, metrics = pipeline.step(state, batch)
+            print(f"step {number} loss {float(np.asarray(metrics['loss']))}", flush=True)
+            watch.step_ended()
+            if what == "stuck" and number == 3:  # all is compiled
+                watch.step_timeout_s = 4
+
+
+def raise_in_stage(action: Any, saved: Any) -> None:
+    raise RuntimeError(f"something in {action}")
 
 
 def compiled_stages(pipeline: Pipeline) -> list[int]:
