@@ -83,9 +83,9 @@ class Watch:
         if error is not None and self._count > 1:
             if isinstance(error, jax.errors.JaxRuntimeError) and self._noticed.wait(NOTICE_S):
                 self._thread.join()  # what came of a lost process is told and ended there
+            self._ending.set()
             code = self.tell_failure(error)
             text = f"process {self._index} has failed: {_first_line(error)}"
-            self._ending.set()
             self._say({"failed": text})
             self._linger()
             _end(code)
@@ -234,6 +234,8 @@ class Watch:
             _send(connection, message)
 
     def _end(self, text: str) -> None:
+        if self._ending.is_set():  # by an error of its own
+            return
         waited = self.waiting()
         lines = [f"flax-mesh: {text}"]
         lines += [f"flax-mesh: process {self._index} was waiting: {what}" for what in waited[:4]]

@@ -22,7 +22,7 @@ SETTINGS = (
     "model.hidden_size=32",
     "model.mlp_size=64",
     "data.sequence_length=16",
-    "data.batch_size=8",
+    "data.batch_size=16",  # four rows a microbatch, for fsdp:4
     "pipeline.microbatches=4",
     "run.eval_every=0",
     "run.sample_tokens=0",
@@ -65,7 +65,9 @@ def losses(folder: Path) -> dict[int, list[float]]:
 
 def stored(folder: Path, step: int) -> dict[str, np.ndarray]:
     """The state of a step as plain Orbax reads it, in this process."""
-    tree = ocp.PyTreeCheckpointHandler().restore(folder / "checkpoints" / str(step) / "state")
+    path, plain = folder / "checkpoints" / str(step) / "state", ocp.PyTreeCheckpointer()
+    numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), plain.metadata(path).item_metadata.tree)
+    tree = plain.restore(path, args=ocp.args.PyTreeRestore(restore_args=numpy))
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
@@ -79,7 +81,7 @@ def children(running: Running) -> dict[int, int]:
     """Number of each process of a launch that still runs -> its process id."""
     found = {}
     listed = subprocess.run(
-        ["ps", "-o", "pid=,args=", "--ppid", str(running.process.pid)], capture_output=True, text=True
+        ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(running.process.pid)], capture_output=True, text=True
     )
     for line in listed.stdout.splitlines():
         pid, _, arguments = line.strip().partition(" ")
