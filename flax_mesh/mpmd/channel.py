@@ -112,14 +112,17 @@ class Channel:
         if layout is None:
             chosen = value.sharding
             layout = NamedSharding(mesh, PartitionSpec())
-            if isinstance(chosen, NamedSharding) and chosen.mesh == mesh and mesh.size > 1:
+            if isinstance(chosen, NamedSharding) and chosen.mesh == mesh:
                 layout = chosen
-            self._layouts[key] = layout
-            # Of a shared group one process speaks. A group of one device has nothing to tell.
-            if mesh.size > 1 and mesh.devices.flat[0].process_index == self.process:
-                put_text(self._store_key(key), _layout_text(value.shape, value.dtype, layout.spec, mesh))
+            self.announce(key, value.shape, value.dtype, layout, sender)
         at_home = mesh.size == 1 or value.sharding == layout
         return value if at_home else copy_to(layout)(value)
+
+    def announce(self, key: Hashable, shape: Sequence[int], dtype: Any, layout: NamedSharding, sender: int) -> None:
+        """Tell the others in which layout group `sender` will send what has this key."""
+        self._layouts[key] = layout
+        if self.groups[sender].devices.flat[0].process_index == self.process:  # of a shared group one process speaks
+            put_text(self._store_key(key), _layout_text(shape, dtype, layout.spec, self.groups[sender]))
 
     def learn_layout(
         self, key: Hashable, shape: Sequence[int], dtype: Any, sender: int, receiver: int
@@ -128,18 +131,17 @@ class Channel:
         are not those that are expected here."""
         layout = self._layouts.get((key, receiver))
         if layout is None:
-            mesh, spec = self.groups[receiver], PartitionSpec()
-            if mesh.size > 1:
-                self._asked = f"the layout of {key!r} from group {sender}, which compiles ({self._owners(sender)})"
-                text = get_text(self._store_key(key), LAYOUT_TIMEOUT_S)
-                self._asked = None
-                spec = _spec_of(text)
-                expected = _layout_text(shape, dtype, spec, mesh)
-                if text != expected:
-                    raise ShardingError(
-                        f"group {sender} ({self._owners(sender)}) sends {text}, group {receiver} expects {expected}. "
-                        "All processes must run the same code, recipe, settings and versions."
-                    )
+            mesh = self.groups[receiver]
+            self._asked = f"the layout of {key!r} from group {sender}, which compiles ({self._owners(sender)})"
+            text = get_text(self._store_key(key), LAYOUT_TIMEOUT_S)
+            self._asked = None
+            spec = _spec_of(text)
+            expected = _layout_text(shape, dtype, spec, mesh)
+            if text != expected:
+                raise ShardingError(
+                    f"group {sender} ({self._owners(sender)}) sends {text}, group {receiver} expects {expected}. "
+                    "All processes must run the same code, recipe, settings and versions."
+                )
             layout = self._layouts[key, receiver] = NamedSharding(mesh, spec)
         return layout
 

@@ -40,7 +40,9 @@ class Run:
         self.shared: dict[tuple[int, int], Any] = {}  # (leaf of the state, group) -> its copy there
         self.sender = {v: (s.stage, i) for s in self.stages for i, v in enumerate(s.sent)}
         self.receivers = {v: [s.stage for s in self.stages if v in s.received] for v in self.sender}
-        self.program = (train, tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(microbatch)))  # names layouts
+        self.program, is_new = pipeline.program_number(microbatch, train)  # names layouts
+        if is_new and self.channel is not None:
+            self._announce()
         self._place_leaves(state)
         self._place_batch(batch, count)
         self._zeros()
@@ -118,10 +120,31 @@ class Run:
     def _receive(self, key: tuple[Any, ...], v: Any, group: int, stage: int) -> jax.Array:
         """What a stage of another process makes of `v`, on `group`."""
         (kind, *rest), sender, name = key, self.pipeline.group_of[stage], self.sender[v]
-        layout = (*self.program, kind, *name, *([rest[-1]] if kind == "B" else []))
-        sharding = self.channel.learn_layout(layout, v.aval.shape, v.aval.dtype, sender, group)
+        sharding = self.channel.learn_layout(
+            self._layout_key(kind, v, stage), v.aval.shape, v.aval.dtype, sender, group
+        )
         full = (kind, self.number, *rest, *name)
         return self.channel.receive(full, v.aval.shape, v.aval.dtype, sharding, sender, group)
+
+    def _layout_key(self, kind: str, v: Any, stage: int) -> tuple[Any, ...]:
+        """Of what F sends of `v`, the same to all; of its gradient as `stage` gives it."""
+        return (self.program, kind, *self.sender[v], *((stage,) if kind == "B" else ()))
+
+    def _announce(self) -> None:
+        """Tell what groups of one device send, whose layout is known before anything is compiled."""
+        pipeline, found = self.pipeline, {}
+        for stage in self.stages:
+            for v in stage.sent:
+                if any(pipeline.group_of[r] not in self.mine for r in self.receivers[v]):
+                    found[self._layout_key("F", v, stage.stage)] = v, stage.stage
+            for v in (stage.received[i] for i in stage.floats_in):
+                if pipeline.group_of[self.sender[v][0]] not in self.mine:
+                    found[self._layout_key("B", v, stage.stage)] = v, stage.stage
+        for key, (v, stage) in found.items():
+            group = pipeline.group_of[stage]
+            if group in self.mine and pipeline.groups[group].size == 1:
+                layout = NamedSharding(pipeline.groups[group], PartitionSpec())
+                self.channel.announce(key, v.aval.shape, v.aval.dtype, layout, group)
 
     def _send(self, key: tuple[Any, ...], v: Any, value: jax.Array, sender: int, receiver: int) -> jax.Array | None:
         """`value`, which stands for `v`, on the receiving group; None where another process holds that."""
@@ -130,8 +153,7 @@ class Run:
         self.num_transfers += 1
         if receiver not in self.mine:
             (kind, *rest), name = key, self.sender[v]
-            layout = (*self.program, kind, *name, *([rest[-1]] if kind == "B" else []))
-            value = self.channel.publish_layout(layout, value, sender)
+            value = self.channel.publish_layout(self._layout_key(kind, v, rest[-1]), value, sender)
             return self.channel.send((kind, self.number, *rest, *name), value, sender, receiver)
         key = value.sharding, receiver
         if key not in self.layouts:

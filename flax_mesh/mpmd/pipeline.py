@@ -83,6 +83,7 @@ class Pipeline:
         self.on_action: Callable[[Action, dict[Any, Any]], None] | None = None  # for tests and tools
         self.layouts: dict[Any, NamedSharding] = {}
         self._built: dict[Any, Any] = {}
+        self._programs: dict[Any, int] = {}
 
     @property
     def abstract(self) -> TrainState:
@@ -154,6 +155,12 @@ class Pipeline:
     def leaf_homes(self) -> dict[int, int]:
         """Leaf of the staged model -> its place in the state."""
         return {home.leaf: at for at, home in enumerate(self.placement.homes) if home.leaf is not None}
+
+    def program_number(self, microbatch: Batch, train: bool) -> tuple[int, bool]:
+        """A number for microbatches of these shapes, in the order in which they first came, and whether it is new."""
+        key = train, tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(microbatch))
+        is_new = key not in self._programs
+        return self._programs.setdefault(key, len(self._programs)), is_new
 
     def functions(self, microbatch: Batch, train: bool) -> list[StageFunctions]:
         """The jitted functions of every stage for microbatches of these shapes."""

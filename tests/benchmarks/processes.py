@@ -159,8 +159,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.worker:
         what, index, count, port, devices, ms, microbatches, steps = arguments.worker
-        numbers = map(int, (index, count, port, devices))
-        work(what, *numbers, float(ms), int(microbatches), int(steps))
+        work(what, int(index), int(count), int(port), int(devices), float(ms), int(microbatches), int(steps))
         return 0
     found = compare_cores(arguments) if arguments.cores else compare_overlap(arguments)
     print(json.dumps({key: value for key, value in vars(arguments).items() if key != "worker"} | {"found": found}))

@@ -66,7 +66,8 @@ def losses(folder: Path) -> dict[int, list[float]]:
 def stored(folder: Path, step: int) -> dict[str, np.ndarray]:
     """The state of a step as plain Orbax reads it, in this process."""
     path, plain = folder / "checkpoints" / str(step) / "state", ocp.PyTreeCheckpointer()
-    numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), plain.metadata(path).item_metadata.tree)
+    tree: Any = plain.metadata(path).item_metadata
+    numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree.tree)
     tree = plain.restore(path, args=ocp.args.PyTreeRestore(restore_args=numpy))
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
 

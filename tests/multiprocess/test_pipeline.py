@@ -1,6 +1,7 @@
 """A pipeline over several processes: the numbers of one process with the same schedule, and those of one device."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,22 @@ def check_stages(compiled: list[set[int]], pipeline: Pipeline, processes: int) -
 @pytest.mark.parametrize(("model", "schedule", "sizes", "processes", "devices"), LIGHT)
 def test_processes_give_the_numbers_of_one(model, schedule, sizes, processes, devices, tmp_path):
     check(model, schedule, sizes, processes, devices, tmp_path, steps=5)
+
+
+@pytest.mark.slow
+def test_another_shape_is_refused_before_it_is_sent():
+    ended = run_workers("mismatch", 2, 1)
+    assert [one.code for one in ended] == [0, 0], [one.output for one in ended]
+    shapes = [re.findall(r'"shape": \[(\d+), 3, 8\]', one.output) for one in ended]
+    assert shapes == [["4", "2"], ["2", "4"]]  # what group 1 sends and group 0 expects, and the other way round
+
+
+def test_the_code_of_the_page_runs_in_two_processes():
+    ended = run_workers("page", 2, 4)
+    assert_all_done(ended, "page is done")
+    found = [re.search(r"(\d) of 9 leaves have a shard here; loss (\S+)", one.output) for one in ended]
+    first, second = [(int(match[1]), match[2]) for match in found if match]
+    assert first[0] == second[0] == 5 and first[1] == second[1]  # two layers of two leaves each, and the step
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import faulthandler
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -12,11 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from flax_mesh.errors import ConfigError
+from flax_mesh.errors import ConfigError, ShardingError
 from flax_mesh.mpmd import Pipeline
 from flax_mesh.processes import Watch, agree, from_first, get_text, put_text, stop_together
 from tests.multiprocess import cases
-from tests.multiprocess.processes import TIME_LIMIT_S
+from tests.multiprocess.processes import ROOT, TIME_LIMIT_S
 
 
 def train(model: str, schedule: str, sizes: str, folder: str, steps: str) -> None:
@@ -99,6 +100,31 @@ def watched(what: str) -> None:
             watch.step_ended()
             if what == "stuck" and number == 3:  # all is compiled
                 watch.step_timeout_s = 4
+
+
+def mismatch() -> None:
+    """Process 1 has a batch of other rows: what crosses has another shape."""
+    pipeline = cases.make_pipeline("net", "1f1b", {"pp": 2})
+    batch = cases.batches("net", 1)[0]
+    batch = jax.tree.map(lambda x: np.concatenate([x] * (1 + jax.process_index())), batch)
+    state = pipeline.init_state()
+    try:
+        pipeline.step(state, batch)
+    except ShardingError as error:
+        assert "All processes must run the same code" in str(error)
+        print("refused:", error, flush=True)
+    else:
+        raise AssertionError("no error")
+    os._exit(0)  # what was offered is never fetched
+
+
+def page() -> None:
+    """The code of docs/multiprocess.md."""
+    text = (ROOT / "docs" / "multiprocess.md").read_text()
+    namespace: dict[str, object] = {"__name__": "__page__"}
+    for code in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        exec(compile(code, "multiprocess.md", "exec"), namespace)
+    assert namespace["number"] == jax.process_count() and namespace["folder"] == "runs/1"
 
 
 def raise_in_stage(action: Any, saved: Any) -> None:
