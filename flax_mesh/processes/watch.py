@@ -114,7 +114,14 @@ class Watch:
         )
         server.settimeout(JOIN_TIMEOUT_S)
         while len(self._peers) < self._count - 1:
-            connection, _ = server.accept()
+            try:
+                connection, _ = server.accept()
+            except TimeoutError as error:
+                missing = sorted(set(range(1, self._count)) - {peer.process for peer in self._peers.values()})
+                raise TimeoutError(
+                    f"process {', '.join(map(str, missing))} did not come to process 0 ({address}) within "
+                    f"{JOIN_TIMEOUT_S} s. Every process must reach it there, on a port that it chooses."
+                ) from error
             connection.settimeout(10)
             try:
                 hello = json.loads(_line(connection))
