@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import jax
 
+from flax_mesh.checkpoint.describe import plain
 from flax_mesh.errors import ConfigError, DamageError, SaveError, ShardingError
 from flax_mesh.mesh import create_mesh, describe_mesh, draw_mesh_svg, parse_mesh_shape
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
@@ -51,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax tells of every file it writes, and of errors twice
+    sys.unraisablehook = _unraisable
     try:
         arguments = _parse(argv)
         return arguments.command(arguments, argv)
@@ -65,8 +67,14 @@ def tell_failure(error: BaseException) -> int:
         traceback.print_exception(error)
         return FAILED
     for line in str(error).splitlines():
-        print(f"flax-mesh: {line}", file=sys.stderr)
+        print(f"flax-mesh: {plain(line)}", file=sys.stderr)
     return code
+
+
+def _unraisable(found: Any) -> None:
+    """As Python does, but for what tensorstore prints, once an array, after a save that failed and was told of."""
+    if found.object is not None or str(found.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(found)
 
 
 def train_command(arguments: argparse.Namespace, argv: Sequence[str]) -> int:

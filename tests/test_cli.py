@@ -132,6 +132,10 @@ def test_all_mistakes_are_told_at_once(complaint):
         (["train", "recipes/tinny.py"], r"recipe recipes/tinny\.py: no such file.*"),
         (["train", f"{TINY}:large"], r"recipe .*/tiny\.py has no function 'large'; it has recipe"),
         (["train", "run.steps=3"], r"recipe run\.steps=3: no such file.*"),
+        (["checkpoint"], r"the following arguments are required: WHAT; see flax-mesh checkpoint --help"),
+        (["checkpoint", "list"], r"the following arguments are required: DIR; see flax-mesh checkpoint list --help"),
+        (["checkpoint", "list", "/", "--bogus"], r"no such option: --bogus; see flax-mesh --help"),
+        (["checkpoint", "list", "/", "more"], r"too many arguments: more; see flax-mesh --help"),
     ],
 )
 def test_a_command_that_is_not_one_is_one_line(complaint, argv, line):

@@ -66,7 +66,7 @@ def load_safetensors(
 ) -> Tree:
     """The parameters in `folder` (or one file), laid out and cast as `abstract` says; every device gets its own slices.
 
-    abstract: an nnx.State, or another tree, of parameters alone: without those of an optimizer
+    abstract: an nnx.State, or another tree, of parameters alone: without those of an optimizer. Arrays do as well
     ignore: patterns of names in the folder that have no place in the model
     threads: so many leaves are read at a time; of each, what this process needs is on the host
 
@@ -96,8 +96,9 @@ def save_safetensors(
 ) -> None:
     """Write parameters as `folder`, one file or several with an index; `config` becomes its config.json.
 
-    The folder must not exist, and appears whole or not at all. `dtype` casts floating arrays. One parameter of one
-    layer is on the host at a time. For one process: of a run over several, save a checkpoint and convert that.
+    The folder must not exist, and appears whole or not at all. `dtype` casts floating arrays, and is then the
+    torch_dtype of the config. One parameter of one layer is on the host at a time. For one process: of a run over
+    several, save a checkpoint and convert that.
     """
     if jax.process_count() > 1:
         raise ConfigError("save_safetensors writes from one process. Save a checkpoint, and convert it in one process.")
@@ -108,7 +109,8 @@ def save_safetensors(
     twins = [name for name, count in Counter(part.name for leaf in leaves for part in leaf.parts).items() if count > 1]
     if twins:
         raise ConfigError(f"The table gives several parameters one name: {', '.join(twins)}. Names must differ.")
-    files = {} if config is None else {"config.json": dict(config)}
+    cast = {} if dtype is None else {"torch_dtype": jnp.dtype(dtype).name}
+    files = {} if config is None else {"config.json": {**config, **cast}}
     write_safetensors(folder, arrays, _pieces(leaves, dtype), json_files=files, max_file_bytes=max_file_bytes)
 
 
@@ -233,14 +235,22 @@ def read_slice(
 
 def copy_slice(out: np.ndarray, values: np.ndarray) -> None:
     """`out[...] = values`, whatever the order of their dims and their dtypes."""
-    if out.dtype == values.dtype and out.itemsize <= 8:  # as integers: numpy is slow at copying dtypes not its own
-        out, values = (x.view(f"u{x.itemsize}") for x in (out, values))
     if values.ndim < 2 or values.strides[-1] == values.itemsize:
         np.copyto(out, values, casting="unsafe")
-        return
+    elif out.dtype == values.dtype:
+        _copy_across(out, values)
+    else:  # put into order first, for numpy is slow at casting what lies across
+        ordered = np.empty(values.shape, values.dtype)
+        _copy_across(ordered, values)
+        np.copyto(out, ordered, casting="unsafe")
+
+
+def _copy_across(out: np.ndarray, values: np.ndarray) -> None:
+    if out.itemsize <= 8:  # as integers, for numpy is slow at copying dtypes not its own
+        out, values = (x.view(f"u{x.itemsize}") for x in (out, values))
     for start in range(0, out.shape[-1], COLUMNS):
         columns = (..., slice(start, start + COLUMNS))
-        np.copyto(out[columns], values[columns], casting="unsafe")
+        np.copyto(out[columns], values[columns])
 
 
 def _pieces(leaves: Iterable[Leaf], dtype: Any) -> Iterator[tuple[str, np.ndarray]]:

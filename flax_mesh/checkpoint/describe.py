@@ -1,4 +1,4 @@
-"""What lies in a folder of checkpoints, as plain data: steps, sizes, dates, damage, trees. Nothing is changed there.
+"""What a checkpoint holds, as plain data: size, date, damage, metrics, tree. Nothing is changed there.
 
 Nothing read from a checkpoint is trusted: what has not the form that is written becomes empty, and no name from it is
 used as a path. `plain` makes it fit to be shown.
@@ -7,21 +7,20 @@ used as a path. `plain` makes it fit to be shown.
 import json
 import math
 import os
-import re
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from flax_mesh.checkpoint.integrity import CHECKSUMS, MARKERS, find_damage
-from flax_mesh.checkpoint.manager import LEFTOVER
-from flax_mesh.errors import ConfigError, DamageError
+from flax_mesh.checkpoint.find import STEP, step_number
+from flax_mesh.checkpoint.integrity import MARKERS, find_damage
+from flax_mesh.errors import DamageError
 
-CHECKPOINTS = "checkpoints"  # below a run folder
-STEP, SET_ASIDE = re.compile(r"0|[1-9][0-9]*"), re.compile(r"([0-9]+)\.damaged(-[0-9]+)?")
-PARTS = (CHECKSUMS, MARKERS[0], "state", "metadata")  # one of them is there, however damaged the step is
+MOST = sys.float_info.max
 UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)  # what bad JSON leads to
 
 
@@ -42,73 +41,8 @@ class Array(NamedTuple):
         return math.prod(self.shape)
 
 
-def find_steps(path: str | Path) -> list[Path]:
-    """Folders of the steps at `path`, oldest first; those that were set aside as damaged stand after them.
-
-    `path` is a run folder, a folder of checkpoints, or the folder of one step. ConfigError where it is none of these.
-    """
-    path = Path(path).expanduser().absolute()
-    if _is_step(path):
-        return [path]
-    for folder in (path / CHECKPOINTS, path):
-        found = [entry for entry in folder.iterdir() if _is_step(entry)] if folder.is_dir() else []
-        if found:
-            return sorted(found, key=lambda step: (not STEP.fullmatch(step.name), step_number(step), step.name))
-    what = "holds no checkpoint" if path.is_dir() else "is no folder"
-    unfinished = [one.name for folder in (path / CHECKPOINTS, path) for one in find_leftovers(folder)]
-    what += f" (but {', '.join(unfinished)}, of a save under way or cut off)" if unfinished else ""
-    raise ConfigError(f"{path} {what}; name a run folder, its {CHECKPOINTS}/, or one step in there")
-
-
-def find_step(path: str | Path, step: int | None = None) -> Path:
-    """The folder of `step` at `path`, or of the newest committed one."""
-    steps = find_steps(path)
-    if len(steps) == 1 and steps[0] == Path(path).expanduser().absolute() and step in (None, step_number(steps[0])):
-        return steps[0]
-    committed = {step_number(one): one for one in steps if STEP.fullmatch(one.name)}
-    if not committed:
-        raise ConfigError(f"{path} holds none but damaged checkpoints: {', '.join(one.name for one in steps)}")
-    if step is None:
-        return committed[max(committed)]
-    if step not in committed:
-        raise ConfigError(f"{path} has no step {step}; it has {', '.join(map(str, committed))}")
-    return committed[step]
-
-
-def find_whole(path: str | Path, step: int | None = None) -> tuple[Path, dict[Path, list[str]]]:
-    """As `find_step`, of those whose every byte is as it was saved; and the newer ones that were passed over for it.
-
-    A DamageError where the one that is asked for is damaged, or all are.
-    """
-    chosen = find_step(path, step)
-    older = [one for one in find_steps(path) if STEP.fullmatch(one.name) and step_number(one) < step_number(chosen)]
-    damaged: dict[Path, list[str]] = {}
-    for one in [chosen, *reversed(older if step is None else [])]:
-        if problems := find_damage(one):
-            damaged[one] = problems
-        else:
-            return one, damaged
-    raise DamageError(_damage_lines(damaged))
-
-
-def find_leftovers(folder: Path) -> list[Path]:
-    """What saves and deletions that are under way, or were cut off, have left there."""
-    return sorted(entry for entry in folder.iterdir() if LEFTOVER.fullmatch(entry.name)) if folder.is_dir() else []
-
-
-def check_whole(step: Path) -> None:
-    """DamageError if any byte of a step is not as it was saved."""
-    if problems := find_damage(step):
-        raise DamageError(_damage_lines({step: problems}))
-
-
-def step_number(step: Path) -> int:
-    """Of a step's folder: 20 of "20" and of "20.damaged"."""
-    return int(step.name.partition(".")[0])
-
-
 def step_data(step: Path, *, verify: bool) -> dict[str, Any]:
-    """Name, size, date, metrics and mesh of a step; `problems` is what is wrong with its files, None if unread."""
+    """Name, size, date, metrics and mesh of a step (None: unknown), and the problems of its files (None: unread)."""
     record = read_record(step)
     count, size = folder_size(step)
     return {
@@ -120,7 +54,7 @@ def step_data(step: Path, *, verify: bool) -> dict[str, Any]:
         "saved": saved_at(step),
         "problems": find_damage(step) if verify else None,
         "metrics": record["metrics"],
-        "mesh": mesh_of(record),
+        "mesh": mesh_of(record) if record["mesh"] else None,
     }
 
 
@@ -136,7 +70,8 @@ def read_record(step: Path) -> dict[str, Any]:
     sections = {name: found.get(name) for name in ("config", "mesh", "axes", "layout", "data", "metrics", "versions")}
     rules = found.get("rules")
     record = found | {name: value if isinstance(value, dict) else {} for name, value in sections.items()}
-    return record | {"rules": rules if isinstance(rules, list) else []}
+    pairs = [rule for rule in rules if isinstance(rule, list) and len(rule) == 2] if isinstance(rules, list) else []
+    return record | {"rules": pairs}
 
 
 def read_tree(step: Path, record: Mapping[str, Any]) -> dict[str, Array]:
@@ -177,8 +112,11 @@ def saved_at(step: Path) -> str | None:
 
 def folder_size(folder: Path) -> tuple[int, int]:
     """(number of files, bytes) below a folder; links count for themselves."""
-    files = [Path(parent) / name for parent, _, names in os.walk(folder) for name in names]
-    sizes = [path.lstat().st_size for path in files if os.path.lexists(path)]  # a save under way moves its own
+    sizes = []
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):  # a run may be at work there
+                sizes.append((Path(parent) / name).lstat().st_size)
     return len(sizes), sum(sizes)
 
 
@@ -188,18 +126,9 @@ def plain(text: str) -> str:
 
 
 def finite(value: Any) -> Any:
-    """`value` as JSON has it: numbers that are not finite are null."""
+    """`value` as all readers of JSON know it: numbers that no float can hold are null."""
     if isinstance(value, dict):
         return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list):
         return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _is_step(path: Path) -> bool:
-    named = STEP.fullmatch(path.name) or SET_ASIDE.fullmatch(path.name)
-    return bool(named) and any((path / part).exists() for part in PARTS)
-
-
-def _damage_lines(damaged: Mapping[Path, list[str]]) -> list[str]:
-    return [line for one, found in damaged.items() for line in (f"{one} is damaged:", *(f"  {x}" for x in found))]
+    return None if isinstance(value, int | float) and not abs(value) <= MOST else value

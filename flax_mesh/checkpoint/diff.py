@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from flax_mesh.checkpoint.describe import Array, mesh_of
 from flax_mesh.checkpoint.disk import text_of
 
-READ_BYTES = 2**28  # of arrays of each of two checkpoints that are in memory at a time, or the largest array
+READ_BYTES = 2**27  # of arrays of each of two checkpoints that are in memory at a time, or the largest array
 COMPARED = 2**22  # elements of two arrays that are compared at a time, as float64
 SECTIONS = ("settings", "mesh", "axes", "rules", "data", "versions", "tree", "layout")
 
@@ -48,23 +49,32 @@ def in_both(section: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     return section == "tree" or bool(_section(section, a) and _section(section, b))
 
 
+def in_one(section: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether one record has something in a section, and the other nothing."""
+    return section != "tree" and bool(_section(section, a)) != bool(_section(section, b))
+
+
 def value_differences(a: Path, b: Path, arrays: Sequence[Array]) -> dict[str, float]:
     """path -> largest absolute difference (NaN where one is not a number), of those `arrays` of two steps that differ.
 
     Arrays are compared bit for bit, and read a few at a time: at most READ_BYTES of each step, or one array.
     """
+    found: dict[str, float] = {}
+    for batch in batches(arrays):
+        old, new = (read_batch(step, batch) for step in (a, b))
+        largest = {path: _largest_difference(old[path].reshape(-1), new[path].reshape(-1)) for path in old}
+        found |= {path: value for path, value in largest.items() if value is not None}
+        del old, new  # before the next are read
+    return found
+
+
+def read_batch(step: Path, batch: Sequence[Array]) -> dict[str, np.ndarray]:
+    """path -> value of some arrays of a step, of the dtypes that `batch` says."""
     from flax_mesh.checkpoint.handler import read_arrays
 
     host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    found = {}
-    for batch in batches(arrays):
-        target = {one.path: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=host) for one in batch}
-        values = [read_arrays(step, target) for step in (a, b)]
-        for path in target:
-            largest = _largest_difference(*(np.asarray(value[path]).reshape(-1) for value in values))
-            if largest is not None:
-                found[path] = largest
-    return found
+    target = {one.path: jax.ShapeDtypeStruct(one.shape, jnp.dtype(one.dtype), sharding=host) for one in batch}
+    return {path: np.asarray(value) for path, value in read_arrays(step, target).items()}
 
 
 def batches(arrays: Sequence[Array]) -> Iterator[list[Array]]:
@@ -85,11 +95,10 @@ def mesh_text(shape: Mapping[str, int]) -> str:
 
 
 def _section(name: str, record: Mapping[str, Any]) -> dict[str, str]:
-    if name == "mesh":  # "" stands for a record that has none
+    if name == "mesh":
         return {"mesh": mesh_text(mesh_of(record))} if record["mesh"] else {}
     if name == "rules":
-        pairs = [rule for rule in record["rules"] if isinstance(rule, list) and len(rule) == 2]
-        return {str(pattern): str(dims) for pattern, dims in pairs}
+        return {str(pattern): str(dims) for pattern, dims in record["rules"]}
     pairs = record["config" if name == "settings" else name].items()
     # The position in the data follows the number of the step.
     return {str(key): _text(value) for key, value in pairs if (name, key) != ("data", "position")}

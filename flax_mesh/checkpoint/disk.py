@@ -49,7 +49,7 @@ class Pieces:
 
 
 def to_disk(state: Any, layers: Sequence[str], *, on_host: bool = True) -> Iterator[tuple[str, Any]]:
-    """(path on disk, what to write) of every leaf; random keys as the numbers they are made of.
+    """(path on disk, what to write) of every leaf that has a size; random keys as the numbers they are made of.
 
     `on_host`: the shards of a stack are copied to the host whole, before any is cut; otherwise every layer is cut on
     its device when it is read.
@@ -62,6 +62,8 @@ def to_disk(state: Any, layers: Sequence[str], *, on_host: bool = True) -> Itera
             for shard in _written_shards(leaf) if path in stacks else ():
                 shard.data.copy_to_host_async()
     for path, leaf in named:
+        if 0 in leaf.shape:
+            continue  # holds nothing, and Orbax refuses it
         if path in stacks:
             yield from zip(stacks[path], _layers(leaf, on_host), strict=True)
         elif hasattr(leaf, "sharding"):
@@ -75,6 +77,8 @@ def disk_target(named: Sequence[tuple[str, Any]], stacks: Mapping[str, list[str]
     """path on disk -> shape, dtype and concrete sharding to restore into, of (path, abstract leaf) pairs."""
     target = {}
     for path, leaf in named:
+        if 0 in leaf.shape:
+            continue
         leaf = as_key_data(leaf)
         shape, sharding = leaf.shape, getattr(leaf, "sharding", None)
         if path in stacks:
@@ -92,10 +96,11 @@ def from_disk(
     on devices of other processes alone is not read: it is an array without a shard here.
     """
     elsewhere = {path: as_key_data(leaf) for path, leaf in named if _is_elsewhere(leaf)}
-    stacked = {path: as_key_data(leaf) for path, leaf in named if path in stacks and path not in elsewhere}
-    whole = dict(read([path for path, _ in named if path not in stacks and path not in elsewhere]))
+    made = {path: _empty(as_key_data(leaf)) for path, leaf in named if 0 in leaf.shape and path not in elsewhere}
     for path, leaf in elsewhere.items():
-        whole[path] = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=leaf.dtype)
+        made[path] = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=leaf.dtype)
+    stacked = {path: as_key_data(leaf) for path, leaf in named if path in stacks and path not in made}
+    whole = made | dict(read([path for path, _ in named if path not in stacks and path not in made]))
     for paths in _batches(stacked):
         found = read([layer for path in paths for layer in stacks[path]])
         split = [[found[layer] for layer in stacks[path]] for path in paths]
@@ -171,6 +176,15 @@ def as_key(data: Any, abstract: Any) -> Any:
 def _is_elsewhere(abstract: Any) -> bool:
     sharding = getattr(abstract, "sharding", None)
     return sharding is not None and not sharding.addressable_devices
+
+
+def _empty(abstract: Any) -> Any:
+    """The array of no size that `abstract` describes; none lies on disk."""
+    sharding = getattr(abstract, "sharding", None)
+    if sharding is None:
+        return jnp.zeros(abstract.shape, abstract.dtype)
+    shard = np.zeros(sharding.shard_shape(abstract.shape), abstract.dtype)
+    return jax.make_array_from_callback(abstract.shape, sharding, lambda _: shard, dtype=abstract.dtype)
 
 
 def _written_shards(leaf: Any) -> list[Any]:

@@ -1,22 +1,89 @@
-"""Where the checkpoints are that a user means by a path."""
+"""Where the checkpoints are that a user means by a path, and which of them are whole. Nothing is changed there."""
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
-from flax_mesh.errors import ConfigError
+from flax_mesh.checkpoint.integrity import CHECKSUMS, MARKERS, find_damage
+from flax_mesh.errors import ConfigError, DamageError
 
 CHECKPOINTS = "checkpoints"  # below a run folder
+STEP, SET_ASIDE = re.compile(r"0|[1-9][0-9]*"), re.compile(r"([0-9]+)\.damaged(-[0-9]+)?")
+LEFTOVER = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|deleted)")  # of a save or a deletion that was cut off
+PARTS = (CHECKSUMS, MARKERS[0], "state", "metadata")  # one of them is there, however damaged the step is
 
 
-def find_checkpoints(path: str | Path) -> tuple[Path, int | None]:
-    """(folder of checkpoints, step or None) of a run folder, a folder of checkpoints, or the folder of one step.
+def find_steps(path: str | Path) -> list[Path]:
+    """Folders of the steps at `path`, oldest first; those that were set aside as damaged stand after them.
 
-    ConfigError where it is none of these.
+    `path` is a run folder, a folder of checkpoints, or the folder of one step. ConfigError where it is none of these.
     """
-    path = Path(path).expanduser()
-    if path.name.isdecimal() and (path / "state").is_dir():
-        return path.parent, int(path.name)
+    path = Path(path).expanduser().absolute()
+    if _is_step(path):
+        return [path]
     for folder in (path / CHECKPOINTS, path):
-        if folder.is_dir() and any((step / "state").is_dir() for step in folder.iterdir() if step.name.isdecimal()):
-            return folder, None
+        found = [entry for entry in folder.iterdir() if _is_step(entry)] if folder.is_dir() else []
+        if found:
+            return sorted(found, key=lambda step: (not STEP.fullmatch(step.name), step_number(step), step.name))
     what = "holds no checkpoint" if path.is_dir() else "is no folder"
+    unfinished = [one.name for folder in (path / CHECKPOINTS, path) for one in find_leftovers(folder)]
+    what += f" (but {', '.join(unfinished)}, of a save under way or cut off)" if unfinished else ""
     raise ConfigError(f"{path} {what}; name a run folder, its {CHECKPOINTS}/, or one step in there")
+
+
+def find_step(path: str | Path, step: int | None = None) -> Path:
+    """The folder of `step` at `path`, or of the newest committed one."""
+    steps = find_steps(path)
+    if len(steps) == 1 and steps[0] == Path(path).expanduser().absolute() and step in (None, step_number(steps[0])):
+        return steps[0]
+    committed = {step_number(one): one for one in steps if STEP.fullmatch(one.name)}
+    if not committed:
+        raise ConfigError(f"{path} holds none but damaged checkpoints: {', '.join(one.name for one in steps)}")
+    if step is None:
+        return committed[max(committed)]
+    if step not in committed:
+        raise ConfigError(f"{path} has no step {step}; it has {', '.join(map(str, committed))}")
+    return committed[step]
+
+
+def find_whole(path: str | Path, step: int | None = None) -> tuple[Path, dict[Path, list[str]]]:
+    """As `find_step`, of those whose every byte is as it was saved; and the newer ones that were passed over for it.
+
+    A DamageError where the one that is asked for is damaged, or all are.
+    """
+    chosen = find_step(path, step)
+    older = [one for one in find_steps(path) if STEP.fullmatch(one.name) and step_number(one) < step_number(chosen)]
+    damaged: dict[Path, list[str]] = {}
+    for one in [chosen, *reversed(older if step is None else [])]:
+        if not (problems := find_damage(one)):
+            return one, damaged
+        if one.is_dir():  # else a run has deleted it meanwhile
+            damaged[one] = problems
+    if not damaged:
+        raise ConfigError(f"{path} holds no checkpoint any more")
+    raise DamageError(_damage_lines(damaged))
+
+
+def find_leftovers(folder: Path) -> list[Path]:
+    """What saves and deletions that are under way, or were cut off, have left there."""
+    return sorted(entry for entry in folder.iterdir() if LEFTOVER.fullmatch(entry.name)) if folder.is_dir() else []
+
+
+def check_whole(step: Path) -> None:
+    """DamageError if any byte of a step is not as it was saved."""
+    if problems := find_damage(step):
+        raise DamageError(_damage_lines({step: problems}))
+
+
+def step_number(step: Path) -> int:
+    """Of a step's folder: 20 of "20" and of "20.damaged"."""
+    return int(step.name.partition(".")[0])
+
+
+def _is_step(path: Path) -> bool:
+    named = STEP.fullmatch(path.name) or SET_ASIDE.fullmatch(path.name)
+    return bool(named) and any((path / part).exists() for part in PARTS)
+
+
+def _damage_lines(damaged: Mapping[Path, list[str]]) -> list[str]:
+    return [line for one, found in damaged.items() for line in (f"{one} is damaged:", *(f"  {x}" for x in found))]

@@ -54,6 +54,8 @@ class Storage:
                 composite_options=ocp.CompositeOptions(multiprocessing_options=together), state=state, metadata=metadata
             ),
             multiprocessing_options=together,
+            # Where a folder cannot be made in the background, threads that wait for it keep the process for minutes.
+            async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
         )
 
     def save(self, step: Path, arrays: Any, metadata: dict[str, Any]) -> None:

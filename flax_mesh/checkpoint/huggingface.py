@@ -184,12 +184,13 @@ def decoder_settings(config: Mapping[str, Any], *, ignore: Iterable[str] = ()) -
 def huggingface_config(
     settings: Mapping[str, Any], *, max_position_embeddings: int | None = None, **more: Any
 ) -> dict[str, Any]:
-    """The config.json of a decoder with these settings, `vars` of its DecoderConfig.
+    """The config.json of a decoder with these settings, `vars` of its DecoderConfig; what is absent there is off.
 
     Its "model_type" names the table in DECODER_NAMES. `max_position_embeddings` is the longest sequence that other
     programs should give it; `more` keys are taken as they are, such as eos_token_id. ConfigError where no family has
     such a decoder. Settings that change only how it is computed or trained have no place there.
     """
+    settings = {"qkv_bias": False, "qk_norm": False, "num_experts": 0, "rope_factor": 1.0} | dict(settings)
     kind = {key: settings[key] for key in ("qkv_bias", "qk_norm")} | {"experts": settings["num_experts"] > 0}
     kinds = {name: _kind(family) for name, family in FAMILIES.items()}
     model_type = next((name for name, other in kinds.items() if other == kind), None)
@@ -251,7 +252,7 @@ def _rope(config: Mapping[str, Any], family: Family, problems: list[str]) -> dic
     given = old | new
     kind = given.pop("type", "default")  # the oldest name
     kind = given.pop("rope_type", kind)
-    settings = {"rope_theta": given.pop("rope_theta", family.absent["rope_theta"])}
+    settings = {"rope_theta": given.pop("rope_theta", family.absent["rope_theta"]), "rope_factor": 1.0}
     if given.pop("partial_rotary_factor", 1.0) != 1.0:
         problems.append("  partial_rotary_factor must be 1.0")
     wanted = {"default": set(), "llama3": set(SCALING)}.get(str(kind))

@@ -18,13 +18,13 @@ from flax import nnx
 
 from flax_mesh.checkpoint.disk import check_same, disk_target, from_disk, stacked_paths, to_disk
 from flax_mesh.checkpoint.fill import Filled, fill
+from flax_mesh.checkpoint.find import LEFTOVER, STEP
 from flax_mesh.checkpoint.integrity import find_damage
 from flax_mesh.checkpoint.keep import Keep
 from flax_mesh.errors import ConfigError, DamageError, SaveError
 from flax_mesh.tree import named_leaves
 
 METRICS = "metrics"  # in the metadata of a step: name -> number
-LEFTOVER = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|deleted)")  # of a save or a deletion that was cut off
 REPAIR = "Restore it into the model it was saved from, or start another run (another folder, or --restart)."
 
 
@@ -57,7 +57,7 @@ class Checkpointer:
         self.best_metric, self.host_bytes, self.compress = best_metric, host_bytes, compress
         self.damaged: dict[int, list[str]] = {}  # step -> what `latest_step` found wrong with it
         self._storage: Any = None  # for writing; made by the first save, and by the first after one that failed
-        self._found = False  # the folder, by the first save
+        self._inode: int | None = None  # of the folder that the first save found or made
         self._saving: int | None = None  # the step on its way
         self._deleting: threading.Thread | None = None
 
@@ -75,7 +75,7 @@ class Checkpointer:
     def steps(self) -> list[int]:
         """Committed steps, whole or damaged; oldest first."""
         names = os.listdir(self.folder) if self.folder.is_dir() else []
-        return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
+        return sorted(int(name) for name in names if STEP.fullmatch(name))
 
     def latest_step(self) -> int | None:
         """The newest step whose files are whole, every byte compared with its checksum. None: there is none at all.
@@ -121,6 +121,7 @@ class Checkpointer:
             step, self._saving = self._saving, None
             with self._as_save_error(f"the checkpoint of step {step} could not be saved", but=step):
                 self._storage.wait()
+                self._check_folder()
                 if not self._path(step).is_dir():
                     raise OSError("its folder is gone")
             with self._as_save_error("checkpoints that are not to stay could not be removed"):
@@ -227,11 +228,10 @@ class Checkpointer:
     def _open(self) -> Any:
         from flax_mesh.checkpoint.handler import Storage
 
-        if self._found and not self.folder.is_dir():
-            raise OSError("the folder is gone")  # one made anew could lie on another disk than the one unmounted
+        self._check_folder()
         if self._storage is None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._found = True
+            self._inode = self.folder.stat().st_ino
             if self._deleting is not None:
                 self._deleting.join()
             for name in os.listdir(self.folder) if self._clears else ():
@@ -239,6 +239,12 @@ class Checkpointer:
                     shutil.rmtree(self.folder / name)
             self._storage = Storage(compress=self.compress, host_bytes=self.host_bytes)
         return self._storage
+
+    def _check_folder(self) -> None:
+        """Raise OSError where the folder is gone. One made anew, as by a save on its way, may be on another disk."""
+        found = self.folder.stat().st_ino if self.folder.is_dir() else None
+        if self._inode is not None and found != self._inode:
+            raise OSError("the folder is gone")
 
     def _give_up(self) -> None:
         """Leave nothing of a save that failed: neither its errors nor, on a disk that may be full, its files."""

@@ -8,20 +8,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flax import nnx
-
-from flax_mesh.checkpoint import describe
-from flax_mesh.checkpoint.diff import SECTIONS, differences, in_both, value_differences
+from flax_mesh.checkpoint import describe, find
+from flax_mesh.checkpoint.diff import SECTIONS, differences, in_both, in_one, value_differences
 from flax_mesh.checkpoint.disk import disk_target, stacked_paths, text_of
 from flax_mesh.checkpoint.integrity import find_damage
 from flax_mesh.errors import ConfigError
 from flax_mesh.sharding import abstract_state
 from flax_mesh.train import checkpoint_text as text
-from flax_mesh.train.checkpoint_convert import ImportModel, export, import_huggingface, layout_record, reshard
+from flax_mesh.train.checkpoint_convert import ImportModel, export, import_huggingface, reshard
 from flax_mesh.train.config import TrainConfig, to_lines
 from flax_mesh.train.explain import abstract_mesh
-from flax_mesh.train.record import layout_of
-from flax_mesh.train.setup import check_config, make_optimizer, mesh_shape, run_rules, shard_over
+from flax_mesh.train.record import layout_of, layout_record
+from flax_mesh.train.setup import check_config, make_modules, mesh_shape, run_rules, shard_over
 from flax_mesh.tree import named_leaves
 
 RECIPE = re.compile(r".*\.py(:\w+)?")
@@ -80,21 +78,23 @@ def add_checkpoint_arguments(command: argparse.ArgumentParser) -> None:
         ("--values", {"action": "store_true", "help": "compare the arrays too, a few at a time"}),
         fails=", 3 something differs or is damaged",
     )
-    dtype = {"metavar": "DTYPE", "choices": ("float32", "bfloat16", "float16"), "help": "cast floating arrays to it"}
+    dtype = {"choices": ("float32", "bfloat16", "float16"), "help": "cast floating arrays to it"}
     to = {"choices": ("safetensors", "orbax"), "required": True, "help": "Hugging Face's names, or a plain Orbax tree"}
     kind(
         "export",
-        "the parameters as safetensors, or as a tree of Orbax on one device",
+        "the parameters, as safetensors or as a plain tree of Orbax",
         *(folder, out, ("--to", to), whole, ("--dtype", dtype)),
         fails=damage,
     )
-    ignore = {"metavar": "NAME", "action": "append", "default": [], "help": "a key or an array without effect"}
+    ignored = "without effect on the model: a key of config.json, or a pattern of names of arrays; may be repeated"
+    ignore = {"metavar": "NAME", "action": "append", "default": [], "help": ignored}
     kind(
         "import",
         "a folder of safetensors as a checkpoint of step 0, for checkpoint.start_from",
         ("folder", {"metavar": "HF_FOLDER", "help": "with config.json and safetensors"}),
         out,
         ("--ignore", ignore),
+        fails=damage,
     )
     kind(
         "reshard",
@@ -122,7 +122,7 @@ def checkpoint_answer(arguments: argparse.Namespace, config: TrainConfig | None,
     if arguments.what == "diff":
         return _diff(arguments.folder, arguments.other, config, arguments.overrides, arguments.values)
     if arguments.what == "inspect":
-        return _inspect(describe.find_step(arguments.folder, step), arguments.all)
+        return _inspect(find.find_step(arguments.folder, step), arguments.all)
     if arguments.what == "list":
         return _list(arguments.folder, verify=not arguments.quick)
     if arguments.what == "verify":
@@ -138,14 +138,13 @@ def checkpoint_answer(arguments: argparse.Namespace, config: TrainConfig | None,
 
 
 def _list(path: str, *, verify: bool) -> Answer:
-    steps = describe.find_steps(path)
-    found = [
-        describe.step_data(step, verify=verify and describe.STEP.fullmatch(step.name) is not None) for step in steps
-    ]
+    steps = find.find_steps(path)
+    found = [describe.step_data(step, verify=verify and find.STEP.fullmatch(step.name) is not None) for step in steps]
+    found = [data for step, data in zip(steps, found, strict=True) if step.is_dir()]  # a run may delete old ones
     data = {
         "folder": str(steps[0].parent),
         "checkpoints": found,
-        "leftovers": [leftover.name for leftover in describe.find_leftovers(steps[0].parent)],
+        "leftovers": [leftover.name for leftover in find.find_leftovers(steps[0].parent)],
         "verified": verify,
     }
     return Answer(data, partial(text.list_text, data), any(step["problems"] for step in found))
@@ -175,25 +174,27 @@ def _total(arrays: Sequence[describe.Array], part: str) -> dict[str, int]:
 
 
 def _verify(path: str, number: int | None) -> Answer:
-    steps = describe.find_steps(path)
-    chosen = [describe.find_step(path, number)] if number is not None else steps
+    steps = find.find_steps(path)
+    chosen = [find.find_step(path, number)] if number is not None else steps
     if len(chosen) > 1:  # those set aside are known to be damaged; by their own path they are read too
-        chosen = [step for step in steps if describe.STEP.fullmatch(step.name)] or steps
+        chosen = [step for step in steps if find.STEP.fullmatch(step.name)] or steps
     found = []
     for step in chosen:
         files, size = describe.folder_size(step)
-        found.append({"name": step.name, "files": files, "bytes": size, "problems": find_damage(step)})
-    aside = [step.name for step in steps if step not in chosen and not describe.STEP.fullmatch(step.name)]
+        problems = find_damage(step)
+        if step.is_dir():  # a run may delete old ones
+            found.append({"name": step.name, "files": files, "bytes": size, "problems": problems})
+    aside = [step.name for step in steps if step not in chosen and not find.STEP.fullmatch(step.name)]
     data = {"folder": str(steps[0].parent), "checkpoints": found, "set_aside": aside}
     return Answer(data, lambda width: text.verify_text(data), any(step["problems"] for step in found))
 
 
 def _diff(a: str, b: str, config: TrainConfig | None, overrides: Sequence[str], values: bool) -> Answer:
-    old = describe.find_step(a)
+    old = find.find_step(a)
     record = describe.read_record(old)
     tree = describe.read_tree(old, record)
     if config is None:
-        new = describe.find_step(b)
+        new = find.find_step(b)
         other = describe.read_record(new)
         other_tree, name = describe.read_tree(new, other), str(new)
     else:
@@ -202,13 +203,19 @@ def _diff(a: str, b: str, config: TrainConfig | None, overrides: Sequence[str], 
         new, name = None, " ".join([b, *overrides])
         other, other_tree = _recipe_record(config)
     found = differences(record, other, tree, other_tree)
-    compared = [section for section in SECTIONS if in_both(section, record, other)]
-    data: dict[str, Any] = {"a": str(old), "b": name, "recipe": new is None, "compared": compared, "values": None}
-    data["differences"] = [one._asdict() for one in found]
+    data: dict[str, Any] = {
+        "a": str(old),
+        "b": name,
+        "recipe": new is None,
+        "compared": [section for section in SECTIONS if in_both(section, record, other)],
+        "not_compared": [section for section in SECTIONS if in_one(section, record, other)],
+        "differences": [one._asdict() for one in found],
+        "values": None,
+    }
     differs = bool(found)
     if values and new is not None:
         for step in (old, new):
-            describe.check_whole(step)
+            find.check_whole(step)
         same = [one for path, one in tree.items() if path in other_tree and text_of(one) == text_of(other_tree[path])]
         largest = value_differences(old, new, same)
         data["values"] = {"compared": len(same), "differing": describe.finite(largest)}
@@ -222,13 +229,9 @@ def _recipe_record(config: TrainConfig) -> tuple[dict[str, Any], dict[str, descr
         raise ConfigError(problems)
     mesh, rules = abstract_mesh(config), run_rules(config)
 
-    def make() -> tuple[nnx.Module, nnx.Optimizer]:
-        model = config.make_model(config.model, nnx.Rngs(config.run.seed))
-        return model, nnx.Optimizer(model, make_optimizer(config.optimizer), wrt=nnx.Param)
-
     # The mesh is that of one group of a pipeline: arrays are split the same way as on it.
     table = rules if rules.table else None
-    state = abstract_state(make, mesh, table, shard_optimizer_over=shard_over(config))
+    state = abstract_state(partial(make_modules, config), mesh, table, shard_optimizer_over=shard_over(config))
     layout = layout_of(state, rules.layers)
     sizes = {name: size if size > 0 else mesh.shape[name] for name, size in mesh_shape(config).items()}
     record = layout_record(sizes, rules, layout) | {"config": dict(line.split("=", 1) for line in to_lines(config))}

@@ -1,10 +1,8 @@
 """Checkpoints in other forms: safetensors, a plain tree of Orbax, another layout. What is written appears whole or not
 at all, in a folder that did not exist."""
 
-import dataclasses
-import importlib.metadata
-import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,16 +16,17 @@ from flax import nnx
 
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.convert import Leaf, copy_slice, load_safetensors, plan_leaves
-from flax_mesh.checkpoint.describe import STEP, Array, find_whole, mesh_of, read_record, read_tree, step_number
-from flax_mesh.checkpoint.diff import batches, mesh_text
+from flax_mesh.checkpoint.describe import Array, mesh_of, read_record, read_tree
+from flax_mesh.checkpoint.diff import batches, mesh_text, read_batch
+from flax_mesh.checkpoint.find import STEP, find_whole, step_number
 from flax_mesh.checkpoint.huggingface import DECODER_NAMES, decoder_settings, huggingface_config, read_config
 from flax_mesh.checkpoint.safetensors import open_safetensors, write_safetensors
 from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.mesh import create_mesh
-from flax_mesh.sharding import PartitionRules, abstract_state, sharding_fingerprint
+from flax_mesh.sharding import abstract_state, sharding_fingerprint
 from flax_mesh.train.config import TrainConfig, parse_value, to_lines
 from flax_mesh.train.program import train_program
-from flax_mesh.train.record import FORMAT, PACKAGES, layout_of
+from flax_mesh.train.record import FORMAT, layout_of, layout_record, versions
 from flax_mesh.train.setup import check_config, check_on_mesh, make_mesh, run_rules
 from flax_mesh.tree import named_leaves, nest
 
@@ -56,19 +55,16 @@ def import_huggingface(folder: str, out: str, ignore: Sequence[str], model: Impo
     They are on the host meanwhile, all of them.
     """
     described = read_config(folder)
-    config = model(decoder_settings(described, ignore=ignore))
-    problems = getattr(config.model, "problems", list)()
-    layers, experts = config.model.num_layers, max(1, config.model.num_experts)
-    if layers * experts > (stored := len(open_safetensors(folder))):
-        problems.append(f"{folder}: config.json has {layers} layers with {experts} MLPs, more than the {stored} arrays")
-    if problems:
-        raise ConfigError(problems)
+    with _told_of_option():
+        config = model(decoder_settings(described, ignore=ignore))
+    _check_import(folder, config, ignore)
     mesh = create_mesh((1, 1, 1, 1, 1), devices=jax.devices()[:1])
     abstract = abstract_state(lambda: config.make_model(config.model, nnx.Rngs(0)), mesh, run_rules(config))
     # A head that is tied to the embedding may lie there once more.
-    without_effect = [*ignore, *WITHOUT_EFFECT, *(["^lm_head.weight$"] if config.model.tied else [])]
+    without_effect = [*ignore, *WITHOUT_EFFECT, *([r"^lm_head\.weight$"] if config.model.tied else [])]
     names = DECODER_NAMES[described["model_type"]]
-    state = {"model": load_safetensors(folder, abstract, names, ignore=without_effect)}
+    with _told_of_option():
+        state = {"model": load_safetensors(folder, abstract, names, ignore=without_effect)}
     record = {
         "format": FORMAT,
         "step": 0,
@@ -109,29 +105,32 @@ def reshard(folder: str, out: str, config: TrainConfig, step: int | None) -> dic
         _save(work, number, state, rules.layers, record)
     named = named_leaves(state)
     sizes = {"arrays": len(named), "bytes": sum(leaf.nbytes for _, leaf in named)}
-    return (
-        _written(found, out, passed_over)
-        | {"to": "checkpoint", "mesh": after, "before": before, "notes": notes}
-        | sizes
-    )
+    more = {"to": "checkpoint", "mesh": after, "before": before, "notes": notes}
+    return _written(found, out, passed_over) | more | sizes
 
 
-def layout_record(sizes: Mapping[str, int], rules: PartitionRules, layout: Mapping[str, str]) -> dict[str, Any]:
-    """What a checkpoint tells of its layout, as JSON has it."""
-    axes = {field.name: getattr(rules.axes, field.name) for field in dataclasses.fields(rules.axes)}
-    found = {
-        "mesh": {"axis_names": list(sizes), "shape": list(sizes.values())},
-        "axes": axes,
-        "rules": [[pattern, str(dims)] for pattern, dims in rules.table],
-        "layout": dict(layout),
-    }
-    return json.loads(json.dumps(found, default=dict))
+def _check_import(folder: str, config: TrainConfig, ignore: Sequence[str]) -> None:
+    problems = getattr(config.model, "problems", list)()
+    layers, experts = config.model.num_layers, max(1, config.model.num_experts)
+    if layers * experts > (stored := len(open_safetensors(folder))):  # before anything of that size is made
+        problems.append(f"{folder}: config.json has {layers} layers with {experts} MLPs, more than the {stored} arrays")
+    for pattern in ignore:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            problems.append(f"--ignore {pattern} is no regular expression: {error}")
+    if problems:
+        raise ConfigError(problems)
 
 
-def versions() -> dict[str, str]:
-    """Of the packages that write checkpoints and run models."""
-    installed = {found.metadata["Name"] for found in importlib.metadata.distributions()}
-    return {name: importlib.metadata.version(name) if name in installed else "not installed" for name in PACKAGES}
+@contextmanager
+def _told_of_option() -> Iterator[None]:
+    """Errors that speak of `ignore` say what it is called on the command line."""
+    try:
+        yield
+    except ConfigError as error:
+        lines = [] if "ignore=" not in str(error) else ["  ignore= is --ignore NAME on the command line."]
+        raise ConfigError([*error.problems, *lines]) from error
 
 
 @contextmanager
@@ -170,9 +169,8 @@ def _export_safetensors(
     step: Path, work: Path, tree: Mapping[str, Array], record: Mapping[str, Any], dtype: str | None
 ) -> dict[str, Any]:
     config = _huggingface_config(record["config"], dtype)
-    leaves = plan_leaves(
-        nest((path, _abstract(array)) for path, array in tree.items()), DECODER_NAMES[config["model_type"]]
-    )  # pyright: ignore
+    abstract = nest((path, jax.ShapeDtypeStruct(array.shape, array.dtype)) for path, array in tree.items())
+    leaves = plan_leaves(abstract, DECODER_NAMES[config["model_type"]])
     shapes = {part.name: jax.ShapeDtypeStruct(part.shape, leaf.value.dtype) for leaf in leaves for part in leaf.parts}
     pieces = _pieces({leaf.path: leaf for leaf in leaves}, step, tree)
     write_safetensors(work, shapes, pieces, json_files={"config.json": config}, max_file_bytes=FILE_BYTES)
@@ -190,12 +188,9 @@ def _pieces(leaves: Mapping[str, Leaf], step: Path, tree: Mapping[str, Array]) -
 
 def read_values(step: Path, tree: Mapping[str, Array]) -> Iterator[tuple[str, np.ndarray]]:
     """(name in `tree`, value) of its arrays, read and cast a few at a time."""
-    from flax_mesh.checkpoint.handler import read_arrays
-
     names = {array.path: name for name, array in tree.items()}
     for batch in batches(list(tree.values())):
-        found = read_arrays(step, {array.path: _abstract(array) for array in batch})
-        yield from ((names[array.path], np.asarray(found[array.path])) for array in batch)
+        yield from ((names[path], value) for path, value in read_batch(step, batch).items())
 
 
 def _export_orbax(
@@ -204,8 +199,13 @@ def _export_orbax(
     """As arrays of numpy, all of them on the host meanwhile: whatever devices another machine has, it can read them."""
     import orbax.checkpoint as ocp
 
-    with ocp.StandardCheckpointer() as orbax:
-        orbax.save(work, nest(read_values(step, tree)))
+    values = nest(read_values(step, tree))
+    try:
+        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as orbax:
+            orbax.save(work, args=ocp.args.StandardSave(values))
+    # Tensorstore raises ValueError for most of what goes wrong with files, Orbax RuntimeError.
+    except (OSError, RuntimeError, ValueError) as error:
+        raise SaveError(f"{work.name} could not be written: {' '.join(str(error).split())[:300]}") from error
     return {}
 
 
@@ -224,11 +224,6 @@ def _huggingface_config(lines: Mapping[str, Any], dtype: str | None) -> dict[str
             f"the checkpoint is of no decoder that Hugging Face's names are known for (its settings: {error}); "
             "--to orbax exports any model"
         ) from error
-
-
-def _abstract(array: Array) -> jax.ShapeDtypeStruct:
-    host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    return jax.ShapeDtypeStruct(array.shape, jnp.dtype(array.dtype), sharding=host)
 
 
 def _cast(stored: str, dtype: str | None) -> str:

@@ -4,6 +4,7 @@ import shlex
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from flax_mesh.checkpoint.describe import Array, plain
@@ -26,14 +27,14 @@ def list_text(data: Mapping[str, Any], width: int) -> str:
             date_text(step["saved"]),
             _state(step, data["verified"]),
             *(_number(step["metrics"].get(name)) for name in SHOWN_METRICS),
-            plain(mesh_text(step["mesh"])),
+            _mesh(step["mesh"]),
         ]
         for step in steps
     ]
     heads = ["step", "size", "saved", "state", *SHOWN_METRICS, "mesh"]
     table = table_text(heads, rows, width, right={"step", "size", *SHOWN_METRICS}, wrap={"mesh"})
     total = bytes_text(sum(step["bytes"] for step in steps))
-    lines = [f"{data['folder']}: {_count(len(steps), 'checkpoint')}, {total}", "", table]
+    lines = [f"{_path(data['folder'])}: {_count(len(steps), 'checkpoint')}, {total}", "", table]
     damaged = [step for step in steps if step["problems"]]
     lines += ["", *(line for step in damaged for line in _problem_lines(step))] if damaged else []
     if data["leftovers"]:
@@ -43,7 +44,7 @@ def list_text(data: Mapping[str, Any], width: int) -> str:
 
 def verify_text(data: Mapping[str, Any]) -> str:
     """A line for every step, one for every damaged file, and the sum."""
-    lines, steps = [data["folder"]], data["checkpoints"]
+    lines, steps = [_path(data["folder"])], data["checkpoints"]
     for step in steps:
         if step["problems"]:
             lines += _problem_lines(step)
@@ -89,12 +90,14 @@ def inspect_text(data: Mapping[str, Any], arrays: Sequence[Array], width: int, *
 
 def diff_text(data: Mapping[str, Any], found: Sequence[Difference]) -> str:
     """Every difference by section, then the sections that are the same."""
-    lines = [f"A  {plain(data['a'])}", f"B  {plain(data['b'])}"]
+    lines = [f"A  {_path(data['a'])}", f"B  {plain(data['b']) if data['recipe'] else _path(data['b'])}"]
     for section in SECTIONS:
         if here := [one for one in found if one.section == section]:
             lines += ["", section if section in GROUPED else f"{section}, A -> B", *_difference_lines(here)]
     if same := [section for section in data["compared"] if not any(one.section == section for one in found)]:
         lines += ["", f"the same: {', '.join(same)}"]
+    if data["not_compared"]:
+        lines += ["", f"only in one, and not compared: {', '.join(data['not_compared'])}"]
     if data["values"] is not None:
         lines += ["", *_value_lines(data["values"])]
     elif not data["recipe"]:
@@ -111,9 +114,9 @@ def written_text(data: Mapping[str, Any]) -> str:
     lines += [plain(note) for note in data.get("notes", ())]
     what = {"checkpoint": "a checkpoint", "orbax": "a tree of Orbax"}.get(data["to"], data["to"])
     kind = f" of {data['model_type']}" if "model_type" in data else ""
-    lines.append(f"{plain(data['from'])}")
+    lines.append(_path(data["from"]))
     lines.append(
-        f"-> {plain(data['out'])}: {what}{kind}, {_count(data['arrays'], 'array')}, {bytes_text(data['bytes'])}"
+        f"-> {_path(data['out'])}: {what}{kind}, {_count(data['arrays'], 'array')}, {bytes_text(data['bytes'])}"
     )
     if "before" in data:
         lines.append(f"mesh {plain(data['before'])} -> {data['mesh']}")
@@ -125,19 +128,25 @@ def date_text(saved: str | None) -> str:
     return datetime.fromisoformat(saved).astimezone().strftime("%Y-%m-%d %H:%M") if saved else "?"
 
 
+def _path(path: str) -> str:
+    """Relative to the folder one is in, if it lies there."""
+    here = Path.cwd()
+    return plain(str(Path(path).relative_to(here) if Path(path).is_relative_to(here) else path))
+
+
 def _facts(data: Mapping[str, Any], width: int) -> Iterator[str]:
     files = f"{bytes_text(data['bytes'])} in {_count(data['files'], 'file')}"
     metrics = [f"{name} {_number(value)}" for name, value in data["metrics"].items()]
     facts = {
         "saved": f"{date_text(data['saved'])}, {files}",
         "recipe": str(data["recipe"] or ""),
-        "mesh": mesh_text(data["mesh"]),
+        "mesh": _mesh(data["mesh"]),
         "sharding": str(data["sharding"] or ""),
         "data": str(data["data"].get("description", "")),
         "metrics": ", ".join(metrics),
         "versions": ", ".join(f"{name} {version}" for name, version in data["versions"].items()),
     }
-    yield f"step {data['name']} of {data['folder']}"
+    yield f"step {data['name']} of {_path(data['folder'])}"
     for name, value in facts.items():
         if value:
             indent = " " * 10
@@ -157,16 +166,22 @@ def _settings(config: Mapping[str, Any], width: int) -> list[str]:
 
 def _difference_lines(found: Sequence[Difference]) -> list[str]:
     if found[0].section not in GROUPED:
-        return [f"  {plain(one.name)}: {_side(one.a)} -> {_side(one.b)}" for one in found]
+        return [f"  {plain(one.name)}: {_sides(one)}" for one in found]
+    of_model = {one.name.removeprefix("model/"): one[2:] for one in found if one.name.startswith("model/")}
+    apart = [one for one in found if not _is_likewise(one, of_model)]
     lines = []
-    for path, members in group_paths([one.name for one in found], [(one.a, one.b) for one in found]):
-        one, number = found[members[0]], f" ({len(members)})" if len(members) > 1 else ""
-        if one.a is None or one.b is None:
-            where = "only in B" if one.a is None else "only in A"
-            lines.append(f"  {plain(path)}{number}: {where}, {_side(one.a or one.b)}")
-        else:
-            lines.append(f"  {plain(path)}{number}: {_side(one.a)} -> {_side(one.b)}")
+    for path, members in group_paths([one.name for one in apart], [one[2:] for one in apart]):
+        number = f" ({len(members)})" if len(members) > 1 else ""
+        lines.append(f"  {plain(path)}{number}: {_sides(apart[members[0]])}")
+    if count := len(found) - len(apart):
+        lines.append(f"  optimizer/: {_count(count, 'array')} likewise (--json has all)")
     return lines
+
+
+def _is_likewise(one: Difference, of_model: Mapping[str, Any]) -> bool:
+    """Whether it is of the optimizer's array for a parameter with the same difference."""
+    owner = owner_of(one.name, of_model) if one.name.startswith("optimizer/") else None
+    return owner is not None and of_model[owner] == one[2:]
 
 
 def _value_lines(values: Mapping[str, Any]) -> list[str]:
@@ -210,8 +225,15 @@ def _array(array: Array) -> str:
     return f"{SHORT.get(name, name)}{array.dtype.removeprefix(name)}[{','.join(map(str, array.shape))}]"
 
 
-def _side(text: str | None) -> str:
-    return "(absent)" if text is None else plain(text) or '""'
+def _sides(one: Difference) -> str:
+    if one.section == "tree" and (one.a is None or one.b is None):
+        return f"only in B, {one.b}" if one.a is None else f"only in A, {one.a}"
+    a, b = ("(absent)" if side is None else plain(side) or '""' for side in (one.a, one.b))
+    return f"{a} -> {b}"
+
+
+def _mesh(shape: Mapping[str, int] | None) -> str:
+    return "?" if shape is None else plain(mesh_text(shape))
 
 
 def _number(value: Any) -> str:

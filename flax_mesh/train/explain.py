@@ -1,6 +1,7 @@
 """`flax-mesh explain`: what a recipe's sharding would be, from its config alone; no devices, nothing allocated."""
 
-from flax import nnx
+from functools import partial
+
 from jax.sharding import AbstractMesh
 
 from flax_mesh.errors import ConfigError
@@ -11,7 +12,7 @@ from flax_mesh.sharding.explain import Explanation, explain_sharding
 from flax_mesh.sharding.rules import Finding, PartitionRules
 from flax_mesh.train.config import TrainConfig
 from flax_mesh.train.cut import cut_model
-from flax_mesh.train.setup import check_config, check_on_mesh, make_optimizer, mesh_shape, run_rules, shard_over
+from flax_mesh.train.setup import check_config, check_on_mesh, make_modules, mesh_shape, run_rules, shard_over
 
 
 def explain(config: TrainConfig) -> Explanation:
@@ -26,11 +27,9 @@ def explain(config: TrainConfig) -> Explanation:
         raise ConfigError(problems)
     mesh = abstract_mesh(config)
 
-    def make() -> tuple[nnx.Module, nnx.Optimizer]:
-        model = config.make_model(config.model, nnx.Rngs(config.run.seed))
-        return model, nnx.Optimizer(model, make_optimizer(config.optimizer), wrt=nnx.Param)
-
-    explanation = explain_sharding(make, mesh, config.rules, shard_optimizer_over=shard_over(config))
+    explanation = explain_sharding(
+        partial(make_modules, config), mesh, config.rules, shard_optimizer_over=shard_over(config)
+    )
     settings = [_setting_finding(line) for line in check_on_mesh(config, mesh, explanation.axes)]
     note, uncut = ("", []) if settings else _stages(config, explanation, mesh)
     return explanation._replace(findings=(*settings, *uncut, *explanation.findings), note=note)

@@ -231,7 +231,7 @@ def _steps(run: _Run, checkpointer: Checkpointer, state: TrainState, start: int)
                 rows.finish(partial(evaluate, state))
             if last or stop or step % config.checkpoint.every == 0:
                 rows.finish()
-                _save(run, checkpointer, step, state, rows.last)
+                _save(run, checkpointer, step, state, rows.last, final=last or stop)
             if stop and not last:
                 status = "stopped"
                 break
@@ -254,13 +254,18 @@ def _checkpointer(config: CheckpointConfig, folder: Path, layers: Sequence[str])
     return Checkpointer(folder, keep=keep, layers=layers, best_metric=config.best_metric, compress=config.compress)
 
 
-def _save(run: _Run, checkpointer: Checkpointer, step: int, state: TrainState, row: Row) -> None:
-    """Start to save; a save that fails, this one or the one before, ends the run or is told, as the config says."""
+def _save(run: _Run, checkpointer: Checkpointer, step: int, state: TrainState, row: Row, *, final: bool) -> None:
+    """Start to save; a save that fails, this one or the one before, ends the run or is told, as the config says.
+
+    The final one must not fail, whatever the config says: a run that is done has its state on disk.
+    """
     save = partial(checkpointer.save, step, state.to_nnx(), run.record(step, row))
     for call in (checkpointer.wait, save):  # if the save before has failed, this one is begun all the same
         try:
             call()
         except SaveError as error:
+            if final and call is save:
+                raise
             _go_on_or_raise(run, error)
 
 

@@ -1,6 +1,7 @@
 """What a run computes: the layout of its state, its initial state, its step and its evaluation, pipelined or not."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from flax_mesh.sharding import PartitionRules, abstract_state, init_state
 from flax_mesh.state import TrainState, abstract_train_state
 from flax_mesh.train.config import TrainConfig
 from flax_mesh.train.cut import cut_model
-from flax_mesh.train.setup import make_optimizer, shard_over
+from flax_mesh.train.setup import make_modules, make_optimizer, shard_over
 from flax_mesh.train.setup import make_schedule as make_learning_rate
 from flax_mesh.train.step import Step, make_eval_step, make_train_step
 
@@ -31,16 +32,12 @@ class TrainProgram(NamedTuple):
 
 def train_program(config: TrainConfig, mesh: Mesh, rules: PartitionRules) -> TrainProgram:
     """The program of the run: a pipeline where the mesh has an axis pp, else one jitted step."""
-
-    def make() -> tuple[nnx.Module, nnx.Optimizer]:
-        model = config.make_model(config.model, nnx.Rngs(config.run.seed))
-        return model, nnx.Optimizer(model, make_optimizer(config.optimizer), wrt=nnx.Param)
-
     build = _pipelined if "pp" in mesh.axis_names else _plain
-    return build(config, mesh, rules, make)
+    return build(config, mesh, rules)
 
 
-def _plain(config: TrainConfig, mesh: Mesh, rules: PartitionRules, make: Callable[[], Any]) -> TrainProgram:
+def _plain(config: TrainConfig, mesh: Mesh, rules: PartitionRules) -> TrainProgram:
+    make = partial(make_modules, config)
     abstract = abstract_state(make, mesh, rules if rules.table else None, shard_optimizer_over=shard_over(config))
     layout = abstract_train_state(make, abstract)
     step = make_train_step(
@@ -61,7 +58,7 @@ def _plain(config: TrainConfig, mesh: Mesh, rules: PartitionRules, make: Callabl
     )
 
 
-def _pipelined(config: TrainConfig, mesh: Mesh, rules: PartitionRules, make: Callable[[], Any]) -> TrainProgram:
+def _pipelined(config: TrainConfig, mesh: Mesh, rules: PartitionRules) -> TrainProgram:
     pipeline = recipe_pipeline(config, mesh, rules)
     return TrainProgram(
         pipeline.abstract, pipeline.init_state, pipeline.step, pipeline.evaluate, pipeline.model, pipeline

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.metadata
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,15 +38,29 @@ def record(
         "step": step,
         "recipe": recipe,
         "config": dict(line.split("=", 1) for line in to_lines(config)),
-        "mesh": _mesh_data(mesh),
-        "axes": {field.name: _plain(getattr(rules.axes, field.name)) for field in dataclasses.fields(rules.axes)},
-        "rules": [[pattern, str(dims)] for pattern, dims in rules.table],
-        "layout": dict(layout),
+        **layout_record(mesh.shape, rules, layout),
         "sharding": fingerprint,
         "data": {"description": corpus.description, "content_hash": corpus.content_hash, "position": step},
         "metrics": {name: value for name, value in row.items() if isinstance(value, int | float)},
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": versions(),
     }
+
+
+def layout_record(sizes: Mapping[str, int], rules: PartitionRules, layout: Mapping[str, str]) -> dict[str, Any]:
+    """What a checkpoint tells of its layout, as JSON has it."""
+    axes = {field.name: getattr(rules.axes, field.name) for field in dataclasses.fields(rules.axes)}
+    found = {
+        "mesh": {"axis_names": list(sizes), "shape": list(sizes.values())},
+        "axes": axes,
+        "rules": [[pattern, str(dims)] for pattern, dims in rules.table],
+        "layout": dict(layout),
+    }
+    return json.loads(json.dumps(found, default=dict))
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that write checkpoints and run models."""
+    return {name: _version(name) for name in PACKAGES}
 
 
 def layout_of(state: Any, layers: Sequence[str]) -> dict[str, str]:
@@ -58,27 +73,14 @@ def layout_of(state: Any, layers: Sequence[str]) -> dict[str, str]:
 
 def layout_changes(saved: Mapping[str, Any], mesh: Mesh, layout: Mapping[str, str]) -> list[str]:
     """One line on the mesh if it is another, and one for every array that is split over other axes than when saved."""
-    lines = []
-    before, now = (dict(zip(m["axis_names"], m["shape"], strict=True)) for m in (saved["mesh"], _mesh_data(mesh)))
-    if before != now:
-        lines.append(f"mesh {_mesh_text(before)} -> {_mesh_text(now)}")
+    before = dict(zip(saved["mesh"]["axis_names"], saved["mesh"]["shape"], strict=True))
+    lines = [f"mesh {_mesh_text(before)} -> {_mesh_text(mesh.shape)}"] if before != dict(mesh.shape) else []
     old = saved.get("layout", {})
     return lines + [f"{path}: {old[path]} -> {spec}" for path, spec in layout.items() if old.get(path, spec) != spec]
 
 
-def _mesh_data(mesh: Mesh) -> dict[str, Any]:
-    return {"axis_names": list(mesh.axis_names), "shape": list(mesh.devices.shape)}
-
-
 def _mesh_text(shape: Mapping[str, int]) -> str:
     return ",".join(f"{name}:{size}" for name, size in shape.items() if size > 1) or "one device"
-
-
-def _plain(value: Any) -> Any:
-    """As JSON holds it: tuples are lists, mappings dicts."""
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
 def _version(package: str) -> str:

@@ -177,6 +177,12 @@ def shard_over(config: TrainConfig) -> tuple[str, ...]:
     return tuple(name.strip() for name in config.optimizer.shard_over.split(",") if name.strip())
 
 
+def make_modules(config: TrainConfig) -> tuple[nnx.Module, nnx.Optimizer]:
+    """Model and optimizer of a run; only ever traced."""
+    model = config.make_model(config.model, nnx.Rngs(config.run.seed))
+    return model, nnx.Optimizer(model, make_optimizer(config.optimizer), wrt=nnx.Param)
+
+
 def make_schedule(config: OptimizerConfig) -> optax.Schedule:
     """Linear warm-up, cosine to `end_learning_rate` at `decay_steps`, constant from there. Step 0 already learns."""
     return optax.warmup_cosine_decay_schedule(

@@ -9,7 +9,7 @@ from flax import nnx
 
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.convert import load_safetensors
-from flax_mesh.checkpoint.find import find_checkpoints
+from flax_mesh.checkpoint.find import find_step, find_whole, step_number
 from flax_mesh.checkpoint.huggingface import DECODER_NAMES, decoder_settings, read_config
 from flax_mesh.errors import ConfigError
 from flax_mesh.state import TrainState
@@ -24,7 +24,7 @@ def check_start(folder: str, model: Any) -> list[str]:
         return []
     try:
         if not _is_huggingface(folder):
-            find_checkpoints(folder)
+            find_step(folder)
             return []
         there = decoder_settings(read_config(Path(folder).expanduser()))
     except ConfigError as error:
@@ -45,10 +45,11 @@ def start_from(folder: str, state: TrainState, layers: Sequence[str]) -> tuple[T
         tree = nnx.State({**tree.raw_mapping, "model": model})
         text = f"filled all {len(named_leaves(model))} arrays of the model"
     else:
-        checkpoints, step = find_checkpoints(folder)
-        with Checkpointer(checkpoints, layers=layers) as checkpointer:
-            tree, filled = checkpointer.fill(tree, step, include="model/")
-        text = str(filled)
+        step, damaged = find_whole(folder)
+        with Checkpointer(step.parent, layers=layers) as checkpointer:
+            tree, filled = checkpointer.fill(tree, step_number(step), include="model/", verify=False)  # find_whole has
+        passed = "".join(f"{path} is damaged and passed over; " for path in damaged)
+        text = f"{passed}step {step_number(step)}, {filled}"
     return TrainState(tuple(jax.tree.leaves(tree)), state.definition), text
 
 

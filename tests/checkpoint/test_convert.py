@@ -11,6 +11,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import AbstractMesh
 
 from flax_mesh import ConfigError, abstract_state, create_mesh, named_leaves
@@ -200,7 +202,8 @@ def test_a_part_of_a_leaf_reads_a_part_of_a_file(folders):
 
 def test_values_are_cast_on_either_way(tmp_path):
     abstract, state = plain(SCANNED, 1, 2, 1, 2, 1), fill(plain(SCANNED, 1, 2, 1, 2, 1))
-    save_safetensors(tmp_path / "out", state, NAMES, dtype="bfloat16")
+    save_safetensors(tmp_path / "out", state, NAMES, dtype="bfloat16", config={"torch_dtype": "float32", "x": 1})
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"torch_dtype": "bfloat16", "x": 1}
     assert {array.dtype for array in open_safetensors(tmp_path / "out").values()} == {jnp.dtype("bfloat16")}
     got = load_safetensors(tmp_path / "out", abstract, NAMES)
     check_same(got, jax.tree.map(lambda x: jax.device_put(x.astype("bfloat16").astype("float32"), x.sharding), state))
@@ -324,3 +327,29 @@ def test_names_must_differ(tmp_path):
     with pytest.raises(ConfigError, match=re.escape("gives several parameters one name: w")):
         table = [Name("a", "w", "d -> d"), Name("b", "w", "d -> d")]
         save_safetensors(tmp_path / "out", {"a": jnp.zeros(2), "b": jnp.zeros(2)}, table)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_any_dims_and_any_slice_are_what_their_letters_say(data):
+    """Against the stored array, element by element."""
+    here = data.draw(st.permutations("abcd"))
+    flat = list(data.draw(st.permutations("abcd")))[: data.draw(st.integers(1, 4))]
+    apart = [letter for letter in here if letter not in flat]
+    here = apart + [letter for letter in here if letter in flat]
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(flat) - 1)))) if len(flat) > 1 else []
+    groups = [flat[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(flat)], strict=True)]
+    sizes = {letter: data.draw(st.integers(1, 4)) for letter in "abcd"}
+    text = " ".join(f"({' '.join(group)})" if len(group) > 1 else group[0] for group in groups)
+    line = Name("w", ".".join(["w", *(f"{{{letter}}}" for letter in apart)]), f"{text} -> {' '.join(here)}")
+    shape = tuple(sizes[letter] for letter in here)
+    (leaf,) = convert.plan_leaves({"w": np.zeros(shape, np.float32)}, [line])
+    stored = {part.name: np.random.default_rng(i).random(part.shape) for i, part in enumerate(leaf.parts)}
+    bounds = [tuple(sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n))))) for n in shape]
+    got = convert.read_slice(leaf.parts, stored, bounds, np.float64)
+    assert got.shape == tuple(stop - start for start, stop in bounds)
+    for at in np.ndindex(got.shape):
+        where = {letter: start + i for letter, (start, _), i in zip(here, bounds, at, strict=True)}
+        name = ".".join(["w", *(str(where[letter]) for letter in apart)])
+        place = [np.ravel_multi_index([where[x] for x in group], [sizes[x] for x in group]) for group in groups]
+        assert got[at] == stored[name][tuple(place)]

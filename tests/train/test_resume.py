@@ -3,6 +3,8 @@
 Every comparison is with an undisturbed run, bit by bit: losses are written with all their digits.
 """
 
+import contextlib
+import itertools
 import json
 import os
 import re
@@ -15,14 +17,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from flax_mesh.checkpoint.integrity import find_damage
 from flax_mesh.cli import BAD_INPUT, DONE, STOPPED, main
 from flax_mesh.train.folder import run_folder
 from tests.train.bigram import write_text
 
 RECIPE = Path(__file__).with_name("bigram.py")
 STEPS = 24
+KILLS_IN_ALL = 20
 PATIENCE = 120  # seconds for anything a process is waited for
 SETTINGS = (
     f"run.steps={STEPS}",
@@ -193,6 +198,64 @@ def test_a_run_killed_again_and_again_ends_as_if_undisturbed(start, undisturbed,
     assert run.ended() == DONE, run.text()
     assert len([row for row in run.rows() if "resumed_from" in row]) == 3
     assert final_losses(run.rows()) == undisturbed
+
+
+def saving_since(run: Run, began: float) -> bool:
+    """Whether there is an unfinished save that is no leftover of an earlier process."""
+    times = []
+    for name in run.unfinished():
+        with contextlib.suppress(FileNotFoundError):  # it is done
+            times.append((run.checkpoints / name).stat().st_mtime)
+    return any(time > began for time in times)
+
+
+@pytest.mark.slow
+def test_twenty_kills_at_random_moments(start, undisturbed, tmp_path):
+    """Seeded moments after the first new row; a run is resumed and killed again until it ends or all are done."""
+    rng = np.random.default_rng(0)
+    kills = in_a_save = run_again = 0
+    for attempt in itertools.count():
+        folder = tmp_path / f"run-{attempt}"
+        while kills < KILLS_IN_ALL:  # until the run gets to its end
+            run = start(folder, *SETTINGS)
+            rows, began = len(run.rows()), time.time()
+            run.wait_for(lambda run=run, rows=rows: run.process.poll() == DONE or len(run.rows()) > rows)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                run.process.wait(float(rng.uniform(0, 0.6)))
+            if kills % 5 == 4:  # a save takes a fifth of the time or less: some kills wait for one
+                run.wait_for(lambda run=run, began=began: run.process.poll() == DONE or saving_since(run, began))
+            run.process.kill()
+            if run.ended() == DONE:
+                break
+            assert run.ended() == -signal.SIGKILL
+            kills += 1
+            in_a_save += saving_since(run, began)
+            run_again += bool(run.rows()[-1]["step"] > max(run.committed(), default=0))
+            assert all(find_damage(run.checkpoints / str(step)) == [] for step in run.committed())
+        else:
+            run = start(folder, *SETTINGS)
+            assert run.ended() == DONE
+        assert final_losses(run.rows()) == undisturbed
+        assert run.committed()[-1] == STEPS
+        leftovers = [name for name in os.listdir(run.checkpoints) if not name.isdecimal()]
+        assert not leftovers or "Nothing to do" in run.text()  # a finished run saves nothing and clears nothing
+        if kills == KILLS_IN_ALL:
+            break
+    print(f"{kills} kills, {in_a_save} in a save, {run_again} with steps to run again, {attempt + 1} runs")
+    assert in_a_save >= 1 and run_again >= 1
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_during_a_save_leaves_what_is_committed_whole(start, undisturbed, tmp_path):
+    run = start(tmp_path / "run", *SETTINGS)
+    run.wait_for(lambda: run.committed() and run.unfinished())
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for(lambda: "SIGINT: saving after this step" in run.text())
+    run.process.send_signal(signal.SIGINT)
+    assert run.ended() in (-signal.SIGINT, STOPPED)  # the save may have been quicker
+    assert run.committed() and all(find_damage(run.checkpoints / str(step)) == [] for step in run.committed())
+    again = start(tmp_path / "run", *SETTINGS)
+    assert again.ended() == DONE and final_losses(again.rows()) == undisturbed
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

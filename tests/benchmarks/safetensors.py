@@ -1,0 +1,88 @@
+"""Saving and loading safetensors against writing and reading the same bytes, and against the reference package.
+
+A decoder in bfloat16 on 8 CPU devices, fsdp 4 and tp 2: nearly all of it is transposed on its way. Writing is synced to
+disk; reading finds the file in memory, if there is room for it.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from flax_mesh import abstract_state, create_mesh
+from flax_mesh.checkpoint.convert import load_safetensors, save_safetensors
+from flax_mesh.checkpoint.huggingface import DECODER_NAMES
+from flax_mesh.checkpoint.safetensors import WHOLE
+from flax_mesh.models import DecoderConfig, make_decoder
+
+SIZES: dict[str, Any] = {"vocab_size": 32_000, "hidden_size": 2048, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128}
+NAMES = DECODER_NAMES["llama"]
+
+
+def seconds(fn: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    jax.block_until_ready(fn())
+    return time.perf_counter() - began
+
+
+def write_seconds(path: Path, data: np.ndarray) -> float:
+    def write() -> None:
+        data.tofile(path)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+    return seconds(write)
+
+
+def measure(state: nnx.State, folder: Path) -> dict[str, float]:
+    """Seconds of everything, one after the other."""
+    found = {"save": seconds(lambda: save_safetensors(folder / "out", state, NAMES))}
+    file = folder / "out" / WHOLE
+    found["write"] = write_seconds(folder / "raw", np.fromfile(file, np.uint8))
+    found["load"] = seconds(lambda: load_safetensors(folder / "out", state, NAMES))
+    found["read"] = seconds(lambda: np.fromfile(file, np.uint8))
+    if importlib.util.find_spec("safetensors"):
+        from safetensors.numpy import load_file  # pyright: ignore[reportMissingImports]
+
+        found["package"] = seconds(lambda: load_file(file))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks safetensors")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    given = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    config = DecoderConfig(**SIZES, mlp_size=8192, num_layers=given.layers, tied=False, param_dtype="bfloat16")
+    abstract = abstract_state(lambda: make_decoder(config, nnx.Rngs(0)), create_mesh((1, 4, 1, 2, 1)))
+    draw = np.random.default_rng(0)
+    numbers = lambda leaf: draw.integers(0, 2**14, leaf.shape, np.uint16).view(leaf.dtype)  # noqa: E731
+    state = jax.tree.map(lambda leaf: jax.device_put(numbers(leaf), leaf.sharding), abstract)
+    gib = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 2**30
+    best: dict[str, float] = {}
+    for _ in range(given.rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            row = measure(state, Path(folder))
+        best = {name: min(time, best.get(name, time)) for name, time in row.items()}
+    print(f"{gib:.2f} GiB, best of {given.rounds}:")
+    for name, against in (("save", "write"), ("load", "read"), ("package", "read")):
+        if name in best:
+            ratio = best[name] / best[against]
+            print(f"  {name:8} {best[name]:6.2f} s, {gib / best[name]:5.2f} GiB/s, {ratio:.2f}x the time of {against}")
+    print(json.dumps({"benchmark": "safetensors", "jax": jax.__version__, "gib": gib, "seconds": best}))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

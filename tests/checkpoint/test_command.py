@@ -1,0 +1,513 @@
+"""`flax-mesh checkpoint`, run as from the command line: what it prints, what it writes, and that it changes nothing."""
+
+import contextlib
+import io
+import json
+import resource
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flax_mesh import named_leaves
+from flax_mesh.checkpoint import Checkpointer
+from flax_mesh.checkpoint.describe import finite, plain
+from flax_mesh.checkpoint.find import find_whole
+from flax_mesh.checkpoint.safetensors import open_safetensors
+from flax_mesh.cli import BAD_INPUT, DONE, FAILED, FINDINGS, main
+from flax_mesh.errors import DamageError
+from flax_mesh.sharding import sharding_fingerprint
+from flax_mesh.train import load_recipe, override
+from flax_mesh.train.data import Corpus
+from flax_mesh.train.program import train_program
+from flax_mesh.train.record import layout_of, record
+from flax_mesh.train.setup import make_mesh, run_rules
+from tests.train.bigram import snapshot, write_text
+
+RECIPE = str(Path(__file__).with_name("small_decoder.py"))
+QWEN = Path(__file__).parent / "data" / "qwen2"
+CHANGED = "model/layers/1/mlp/up/kernel"
+DELTA = 0.5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_cpu():
+    if jax.default_backend() != "cpu":
+        pytest.skip("the recipe asks for CPU devices")
+
+
+def program_of(*settings):
+    config = override(load_recipe(RECIPE), settings)
+    mesh, rules = make_mesh(config, print), run_rules(config)
+    return config, mesh, rules, train_program(config, mesh, rules)
+
+
+@pytest.fixture(scope="module")
+def state():
+    """The state of the recipe with numbers of its own in every array; nothing is compiled for it."""
+    abstract = program_of()[3].layout.to_nnx()
+    random = np.random.default_rng(0)
+    leaves = [
+        jax.device_put(random.normal(size=x.shape).astype(x.dtype), x.sharding) for _, x in named_leaves(abstract)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+
+
+def changed(state):
+    """Another value in one element of one array."""
+    leaves = [
+        x if path != CHANGED else jax.device_put(np.asarray(x) + DELTA * (np.arange(x.size) == 7).reshape(x.shape))
+        for path, x in named_leaves(state)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(state), leaves)
+
+
+@pytest.fixture(scope="module")
+def saved(state, tmp_path_factory) -> Path:
+    """A run folder with the steps 5 and 10, as a run of the recipe writes them."""
+    config, mesh, rules, _ = program_of()
+    corpus = Corpus(np.zeros(9), np.zeros(9), "nine zeros", "c0ffee", 32, 1.0)
+    folder = tmp_path_factory.mktemp("runs") / "small"
+    with Checkpointer(folder / "checkpoints", layers=rules.layers) as checkpointer:
+        for step, loss, what in ((5, 2.5, state), (10, float("nan"), changed(state))):
+            row = {"step": step, "loss": loss, "eval_loss": 2.25}
+            metadata = record(
+                step,
+                recipe=RECIPE,
+                config=config,
+                mesh=mesh,
+                rules=rules,
+                layout=layout_of(state, rules.layers),
+                fingerprint=sharding_fingerprint(state),
+                corpus=corpus,
+                row=row,
+            )
+            checkpointer.save(step, what, metadata)
+    return folder
+
+
+@pytest.fixture
+def copy(saved, tmp_path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+@pytest.fixture
+def command(capsys):
+    """Run `flax-mesh checkpoint ...`: (exit code, what it printed, what it complained of)."""
+
+    def run(*argv: object) -> tuple[int, str, str]:
+        code = main(["checkpoint", *map(str, argv)])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def as_json(command, *argv, code=DONE):
+    got, out, err = command(*argv, "--json")
+    assert (got, err) == (code, "")
+    return json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def damage(step: Path) -> str:
+    """Flip a bit in the largest file of a step; its name."""
+    file = max((path for path in step.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    return file.relative_to(step).as_posix()
+
+
+# --- list, inspect, verify ---
+
+
+def test_list_tells_steps_sizes_validity_metrics_and_mesh(command, saved):
+    for folder in (saved, saved / "checkpoints"):
+        five, ten = as_json(command, "list", folder)["checkpoints"]
+        assert [five["step"], ten["step"]] == [5, 10] and five["problems"] == ten["problems"] == []
+        files = snapshot(saved / "checkpoints" / "5")
+        assert (five["files"], five["bytes"]) == (len(files), sum(map(len, files.values())))
+        assert five["metrics"] == {"step": 5, "loss": 2.5, "eval_loss": 2.25} and five["saved"].endswith("+00:00")
+        assert ten["metrics"]["loss"] is None
+        assert five["mesh"] == {"dp": 2, "fsdp": 2, "tp": 2}
+    code, out, _ = command("list", saved)
+    assert code == DONE and out.startswith(f"{saved / 'checkpoints'}: 2 checkpoints, ")
+    assert [line.split()[0] for line in out.splitlines()[3:]] == ["5", "10"]
+    assert out.count("  whole  ") == 2 and out.count("dp:2,fsdp:2,tp:2") == 2
+    assert [step["step"] for step in as_json(command, "list", saved / "checkpoints" / "5")["checkpoints"]] == [5]
+
+
+def test_damage_is_found_by_list_and_verify_and_named(command, copy):
+    file = damage(copy / "checkpoints" / "10")
+    shutil.copytree(copy / "checkpoints" / "10", copy / "checkpoints" / "7.damaged")
+    (copy / "checkpoints" / "12.orbax-checkpoint-tmp").mkdir()
+    code, out, _ = command("verify", copy)
+    assert code == FINDINGS
+    lines = out.splitlines()
+    assert lines[1].startswith("step 5: whole, ") and lines[2] == "step 10: damaged"
+    assert lines[3].startswith(f"  {file}: damaged within bytes ")
+    assert lines[4] == "not read, for they were set aside as damaged: 7.damaged"
+    assert lines[5] == "1 of 2 checkpoints damaged"
+    five, ten = as_json(command, "verify", copy, code=FINDINGS)["checkpoints"]
+    assert not five["problems"] and [line.split(":")[0] for line in ten["problems"]] == [file]
+    assert command("verify", copy, "--step", 5)[0] == DONE
+    assert command("verify", copy / "checkpoints" / "5")[0] == DONE
+    assert command("verify", copy / "checkpoints" / "7.damaged")[0] == FINDINGS
+    code, out, _ = command("list", copy)
+    assert code == FINDINGS and f"  {file}: damaged" in out and "  set aside  " in out
+    assert out.rstrip().endswith("under way or cut off: 12.orbax-checkpoint-tmp")
+    code, out, _ = command("list", copy, "--quick")
+    assert code == DONE and out.count("not verified") == 2
+
+
+def test_a_step_without_its_state_is_damaged_and_not_overlooked(command, copy):
+    for step in ("5", "10"):
+        shutil.rmtree(copy / "checkpoints" / step / "state")
+        shutil.rmtree(copy / "checkpoints" / step / "metadata")
+    code, out, _ = command("list", copy)
+    assert code == FINDINGS and out.count("  damaged  ") == 2 and "state/_METADATA: missing" in out
+    assert [step["mesh"] for step in as_json(command, "list", copy, "--quick")["checkpoints"]] == [None, None]
+    code, _, err = command("inspect", copy)
+    assert code == FINDINGS and "its tree cannot be read" in err and "checkpoint verify" in err
+
+
+def test_inspect_tells_every_array_and_adds_them_up(command, saved, state):
+    data = as_json(command, "inspect", saved, "--step", 5)
+    arrays = {one["path"]: one for one in data["arrays"]}
+    assert arrays.keys() == {path for path, _ in named_leaves(state)}
+    for path, x in named_leaves(state):
+        one = arrays[path]
+        assert (tuple(one["shape"]), one["dtype"], one["bytes"]) == (x.shape, str(x.dtype), x.nbytes)
+    assert arrays[CHANGED]["split"] == "fsdp, tp"
+    sums = data["subtotals"]
+    assert sums["model"] == {
+        "arrays": len([path for path in arrays if path.startswith("model/")]),
+        "values": sum(x.size for path, x in named_leaves(state) if path.startswith("model/")),
+        "bytes": sum(x.nbytes for path, x in named_leaves(state) if path.startswith("model/")),
+    }
+    assert sums["model"]["bytes"] + sums["optimizer"]["bytes"] == sums[""]["bytes"]
+    assert data["config"]["model.num_layers"] == "3" and data["versions"]["jax"] == jax.__version__
+
+
+def test_inspect_shows_layers_that_are_alike_as_one(command, saved):
+    code, out, _ = command("inspect", saved)
+    assert code == DONE
+    lines = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.strip()}
+    assert lines["model/layers/{0..2}/mlp/up/kernel"] == ["3", "x", "f32[16,32]", "fsdp,", "tp", "6.00", "KiB"]
+    assert lines["optimizer/opt_state/1/0/mu/*"][1:4] == ["like", "the", "model's"]
+    assert "embed/embedding$  ('vocab', 'embed')" in out and "data.sequence_length=32" in out
+    code, out, _ = command("inspect", saved, "--all")
+    paths = [line.split()[0] for line in out.splitlines() if line.startswith(("model/", "optimizer/"))]
+    assert "model/layers/1/mlp/up/kernel" in paths and not any("{" in path or "*" in path for path in paths)
+
+
+def test_looking_changes_nothing(command, saved):
+    before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in saved.rglob("*")}
+    content = snapshot(saved)
+    for argv in (["list"], ["inspect"], ["verify"], ["diff", saved / "checkpoints" / "5", "--values"]):
+        command(argv[0], saved, *argv[1:])
+    command("diff", saved, RECIPE)
+    assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in saved.rglob("*")} == before
+    assert snapshot(saved) == content
+
+
+# --- diff ---
+
+
+def test_diff_of_values_finds_the_one_array_and_how_far_apart(command, saved):
+    five, ten = saved / "checkpoints" / "5", saved / "checkpoints" / "10"
+    assert as_json(command, "diff", five, ten)["differences"] == []
+    found = as_json(command, "diff", five, ten, "--values", code=FINDINGS)
+    assert found["differences"] == [] and found["values"]["compared"] > 80
+    assert found["values"]["differing"] == {CHANGED: pytest.approx(DELTA, rel=1e-6)}
+    code, out, _ = command("diff", five, ten, "--values")
+    assert code == FINDINGS and "values: 1 of " in out and f"0.5  {CHANGED}" in out
+    code, out, _ = command("diff", five, five, "--values")
+    assert code == DONE and "arrays, bit for bit" in out
+
+
+def test_diff_with_the_recipe_that_saved_it_is_empty_also_for_a_scan(command, saved):
+    code, out, _ = command("diff", saved, RECIPE)
+    assert code == DONE and "the same: settings, mesh, axes, rules, tree, layout" in out
+    assert "only in one, and not compared: data, versions" in out  # a recipe has neither
+    found = as_json(command, "diff", saved, RECIPE, "model.scan=true", code=FINDINGS)["differences"]
+    assert [(one["name"], one["a"], one["b"]) for one in found] == [("model.scan", "false", "true")]
+
+
+def test_diff_with_another_recipe_tells_settings_mesh_tree_and_layout(command, saved):
+    argv = [saved, RECIPE, "model.num_layers=2", "mesh.shape=fsdp:8", "model.head_dim=8", "optimizer.shard_over=fsdp"]
+    found = as_json(command, "diff", *argv, code=FINDINGS)["differences"]
+    by_section = {}
+    for one in found:
+        by_section.setdefault(one["section"], {})[one["name"]] = (one["a"], one["b"])
+    assert by_section["settings"].keys() == {text.split("=")[0] for text in argv[2:]}
+    assert by_section["mesh"] == {"mesh": ("dp:2,fsdp:2,tp:2", "fsdp:8")}
+    assert by_section["tree"]["model/layers/0/attention/q/kernel"] == ("float32[16, 4, 4]", "float32[16, 4, 8]")
+    assert by_section["tree"]["model/layers/2/mlp/up/kernel"] == ("float32[16, 32]", None)
+    assert "model/layers/1/mlp/up/kernel" not in by_section["tree"]
+    out = command("diff", *argv)[1]
+    assert "  model/layers/2/mlp/up/kernel: only in A, float32[16, 32]" in out and "arrays likewise" in out
+
+
+def test_diff_tells_how_a_mesh_without_an_axis_splits_otherwise(command, saved):
+    argv = ["diff", saved, RECIPE, "model.axes.vocab_axis=none"]
+    found = {one["name"]: (one["a"], one["b"]) for one in as_json(command, *argv, code=FINDINGS)["differences"]}
+    assert found["model/embed/embedding"] == ("tp, fsdp", "-, fsdp")
+
+
+def test_diff_of_a_damaged_checkpoint_compares_no_values(command, copy):
+    damage(copy / "checkpoints" / "5")
+    code, out, err = command("diff", copy, copy / "checkpoints" / "5", "--values")
+    assert code == FINDINGS and not out and "5 is damaged:" in err
+
+
+# --- export, import, reshard ---
+
+
+def test_safetensors_out_and_in_again_are_the_same_bits(command, saved, state, tmp_path):
+    code, out, _ = command("export", saved, tmp_path / "hf", "--to", "safetensors", "--step", 5)
+    assert code == DONE and "safetensors of llama, " in out
+    arrays = open_safetensors(tmp_path / "hf")
+    kernel = np.asarray(dict(named_leaves(state))["model/layers/1/attention/q/kernel"])
+    np.testing.assert_array_equal(arrays["model.layers.1.self_attn.q_proj.weight"], kernel.reshape(16, 16).T)
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["max_position_embeddings"] == 32
+    data = as_json(command, "import", tmp_path / "hf", tmp_path / "imported")
+    assert data["model_type"] == "llama"
+    found = as_json(command, "diff", saved / "checkpoints" / "5", tmp_path / "imported", "--values", code=FINDINGS)
+    assert found["values"] == {"compared": data["arrays"], "differing": {}}
+    only = {one["name"].split("/")[0] for one in found["differences"] if one["section"] == "tree"}
+    assert only == {"optimizer"}
+    # What a run with checkpoint.start_from does.
+    with Checkpointer(tmp_path / "imported", layers=["layers"]) as checkpointer:
+        filled, report = checkpointer.fill(changed(state), include="model/")
+    assert not report.kept and not report.unused
+    np.testing.assert_array_equal(dict(named_leaves(filled))[CHANGED], dict(named_leaves(state))[CHANGED])
+
+
+def test_export_casts(command, saved, tmp_path):
+    for to in ("safetensors", "orbax"):
+        assert command("export", saved, tmp_path / to, "--to", to, "--dtype", "bfloat16")[0] == DONE
+    assert {x.dtype for x in open_safetensors(tmp_path / "safetensors").values()} == {jnp.dtype("bfloat16")}
+    assert json.loads((tmp_path / "safetensors" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    tree = ocp.StandardCheckpointer().restore(tmp_path / "orbax")
+    assert {x.dtype for x in jax.tree.leaves(tree)} == {jnp.dtype("bfloat16")}
+
+
+def test_a_folder_of_another_program_comes_back_from_a_checkpoint_bit_by_bit(command, tmp_path):
+    assert command("import", QWEN, tmp_path / "checkpoint")[0] == DONE
+    assert command("verify", tmp_path / "checkpoint")[0] == DONE
+    assert command("export", tmp_path / "checkpoint", tmp_path / "back", "--to", "safetensors")[0] == DONE
+    there, back = open_safetensors(QWEN), open_safetensors(tmp_path / "back")
+    assert there.keys() == back.keys() and len(there) > 20
+    for name in there:
+        assert there[name].dtype == back[name].dtype and np.array_equal(there[name], back[name]), name
+
+
+def test_plain_orbax_reads_what_is_exported_for_it(command, saved, state, tmp_path):
+    assert command("export", saved, tmp_path / "tree", "--to", "orbax", "--step", 5)[0] == DONE
+    tree = dict(named_leaves(ocp.StandardCheckpointer().restore(tmp_path / "tree")))
+    model = {path.removeprefix("model/"): x for path, x in named_leaves(state) if path.startswith("model/")}
+    assert tree.keys() == model.keys()
+    for path, x in model.items():
+        assert isinstance(tree[path], np.ndarray) and np.array_equal(tree[path], x), path
+
+
+def test_reshard_writes_the_same_values_in_the_layout_of_the_recipe(command, saved, tmp_path):
+    out = tmp_path / "run2" / "checkpoints"
+    argv = ["mesh.shape=fsdp:4,tp:2", "model.scan=true"]
+    code, text, _ = command("reshard", saved, out, RECIPE, *argv)
+    assert code == DONE and "mesh dp:2,fsdp:2,tp:2 -> fsdp:4,tp:2" in text
+    found = as_json(command, "diff", saved, out, "--values", code=FINDINGS)
+    assert found["values"]["differing"] == {} and {one["section"] for one in found["differences"]} == {
+        "settings",
+        "mesh",
+    }
+    _, _, rules, program = program_of(*argv)
+    with Checkpointer(out, layers=rules.layers) as checkpointer:
+        assert checkpointer.latest_step() == 10 and checkpointer.metadata(10)["metrics"]["eval_loss"] == 2.25
+        target, stored = checkpointer.check(program.layout.to_nnx(), 10), checkpointer.arrays(10)
+        for path, x in target.items():  # what lies on the disk fits the new layout
+            assert stored[path].storage.chunk_shape == x.sharding.shard_shape(x.shape), path
+        checkpointer.restore(program.layout.to_nnx(), 10)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_what_was_resharded(command, capsys, tmp_path):
+    text = write_text(tmp_path)
+    argv = [RECIPE, f"data.source={text}", "run.eval_every=0", "run.sample_tokens=0", "model.vocab_size=256"]
+    assert main(["train", *argv, f"run.folder={tmp_path / 'a'}", "run.steps=2"]) == DONE
+    other = ["mesh.shape=fsdp:4,tp:2"]
+    assert command("reshard", tmp_path / "a", tmp_path / "b" / "checkpoints", *argv, *other)[0] == DONE
+    assert main(["train", *argv, f"run.folder={tmp_path / 'a'}", "run.steps=4"]) == DONE
+    capsys.readouterr()
+    assert main(["train", *argv, *other, f"run.folder={tmp_path / 'b'}", "run.steps=4"]) == DONE
+    out = capsys.readouterr().out
+    assert "at step 2; resuming, 2 steps to go" in out and "layout: saved on another" not in out
+    rows = [[json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()] for run in "ab"]
+    losses = [{row["step"]: row["loss"] for row in of_run if row["step"] > 2} for of_run in rows]
+    assert losses[0].keys() == losses[1].keys() == {3, 4}
+    assert all(abs(losses[0][step] - losses[1][step]) < 5e-6 for step in (3, 4))
+
+
+def test_a_damaged_step_is_passed_over_or_refused(command, copy, tmp_path):
+    damage(copy / "checkpoints" / "10")
+    code, out, _ = command("export", copy, tmp_path / "a", "--to", "orbax")
+    assert code == DONE and out.startswith("warning: step 10 is damaged and was passed over (")
+    code, _, err = command("export", copy, tmp_path / "b", "--to", "orbax", "--step", 10)
+    assert code == FINDINGS and "10 is damaged:" in err and not (tmp_path / "b").exists()
+    damage(copy / "checkpoints" / "5")
+    code, _, err = command("reshard", copy, tmp_path / "c", RECIPE)
+    assert code == FINDINGS and "5 is damaged:" in err and "10 is damaged:" in err and not (tmp_path / "c").exists()
+    with pytest.raises(DamageError, match="5 is damaged"):
+        find_whole(copy)
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(command, saved, tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        code, _, err = command("export", saved, tmp_path / "out" / "hf", "--to", "safetensors")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code == FAILED
+    assert err == f"flax-mesh: {tmp_path / 'out' / 'hf'} could not be written: File too large; nothing is left of it\n"
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["list", "{tmp}/none"], "{tmp}/none is no folder; name a run folder, its checkpoints/, or one step in there"),
+        (["list", "{tmp}"], "{tmp} holds no checkpoint (but 3.orbax-checkpoint-tmp, of a save under way or cut off)"),
+        (["inspect", "{run}", "--step", "6"], "{run} has no step 6; it has 5, 10"),
+        (["inspect", "{run}/checkpoints/5", "--step", "10"], "{run}/checkpoints/5 has no step 10; it has 5"),
+        (["diff", "{run}", "{run}", "run.steps=3"], "run.steps=3: settings follow a recipe, and {run} is a checkpoint"),
+        (["diff", "{run}", "{recipe}", "--values"], "--values compares two checkpoints, and {recipe} is a recipe"),
+        (["diff", "{run}", "{recipe}", "run.stps=3"], "run.stps is no setting; did you mean run.steps?"),
+        (["diff", "{run}", "{recipe}", "run.steps=0"], "run.steps must be at least 1, got 0"),
+        (["diff", "{run}", "none.py"], "recipe none.py: no such file"),
+        (["export", "{run}", "{run}", "--to", "orbax"], "{run} exists; nothing was overwritten"),
+        (["export", "{run}", "/dev/null/x", "--to", "orbax"], "/dev/null/x cannot be written"),
+        (["export", "{run}", "{tmp}/x"], "the following arguments are required: --to; see flax-mesh checkpoint export"),
+        (["import", "{run}", "{tmp}/x"], "{run}/config.json: no such file"),
+        (["reshard", "{run}", "{tmp}/x", "{recipe}", "mesh.shape=tp:3"], "mesh.shape=tp:3: "),
+        (
+            ["reshard", "{run}", "{tmp}/x", "{recipe}", "model.mlp_size=8"],
+            "checkpoint {run}/checkpoints/10 is of anoth",
+        ),
+        (["lst", "{run}"], "argument WHAT: invalid choice: 'lst'"),
+    ],
+)
+def test_a_mistake_is_told_and_nothing_is_written(command, saved, tmp_path, argv, line):
+    (tmp_path / "3.orbax-checkpoint-tmp").mkdir()
+    names = {"tmp": tmp_path, "run": saved, "recipe": RECIPE}
+    code, out, err = command(*(text.format(**names) for text in argv))
+    assert code == BAD_INPUT and not out
+    assert err.startswith(f"flax-mesh: {line.format(**names)}"), err
+    assert [path.name for path in tmp_path.iterdir()] == ["3.orbax-checkpoint-tmp"]
+
+
+def test_a_model_without_hugging_face_names_is_exported_to_orbax_alone(command, tmp_path):
+    with Checkpointer(tmp_path / "a") as checkpointer:
+        checkpointer.save(1, nnx.State({"model": {"kernel": jnp.ones(3)}}), {"config": {"model.size": "3"}})
+    code, _, err = command("export", tmp_path / "a", tmp_path / "b", "--to", "safetensors")
+    assert code == BAD_INPUT and "--to orbax exports any model" in err
+    assert command("export", tmp_path / "a", tmp_path / "b", "--to", "orbax")[0] == DONE
+
+
+def test_import_names_what_it_does_not_know_and_takes_it_as_told(command, tmp_path):
+    folder = Path(shutil.copytree(QWEN, tmp_path / "hf"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"new_key": 1}))
+    code, _, err = command("import", folder, tmp_path / "out")
+    assert code == BAD_INPUT and "new_key=1 is not known here" in err and "--ignore NAME" in err
+    assert command("import", folder, tmp_path / "out", "--ignore", "new_key")[0] == DONE
+    code, _, err = command("import", folder, tmp_path / "out2", "--ignore", "new_key", "--ignore", "(")
+    assert code == BAD_INPUT and "--ignore ( is no regular expression" in err
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
+    code, _, err = command("import", folder, tmp_path / "out2")
+    assert code == BAD_INPUT and "1000000000 layers" in err  # and at once: no model of that size is made
+
+
+# --- what a checkpoint of somebody else may hold ---
+
+
+def test_no_name_in_a_checkpoint_reaches_the_terminal_as_it_is(command, tmp_path):
+    evil = "a\x1b[31m\r\n\x07\u202e\x9b../../x"
+    metadata = {
+        "recipe": evil,
+        "config": {evil: evil, "n": 1},
+        "mesh": {"axis_names": [evil, "b"], "shape": [2, "x"]},
+        "axes": evil,
+        "rules": [[evil, [evil]], 5],
+        "layout": {f"model/{evil}": evil},
+        "metrics": {"loss": 10**400, "eval_loss": evil, evil: float("inf")},
+        "data": {"description": evil},
+        "versions": [evil],
+    }
+    for name, value in (("one", 1.0), ("two", 2.0)):
+        with Checkpointer(tmp_path / name) as checkpointer:
+            state = nnx.State({"model": {evil.replace("/", ":"): value * jnp.ones(3)}})
+            checkpointer.save(1, state, metadata)
+    one, two = tmp_path / "one", tmp_path / "two"
+    for argv in (
+        ["list", one],
+        ["inspect", one],
+        ["verify", one],
+        ["diff", one, two, "--values"],
+        ["diff", one, RECIPE],
+    ):
+        for more in ([], ["--json"]):
+            code, out, err = command(*argv, *more)
+            assert code in (DONE, FINDINGS) and not err and len(out) > 20
+            assert all(char.isprintable() or char == "\n" for char in out), argv
+    assert "a\\x1b[31m" in command("inspect", one)[1]
+    _, _, err = command("reshard", one, tmp_path / "out", RECIPE)
+    assert "only in the checkpoint" in err and all(char.isprintable() or char == "\n" for char in err)
+
+
+@given(st.text())
+def test_plain_is_printable_and_leaves_printable_text_alone(text):
+    assert plain(text).isprintable()
+    assert plain(text) == text or not text.isprintable()
+
+
+json_like = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
+
+
+@given(json_like)
+def test_finite_is_json_for_everyone(value):
+    assert json.loads(json.dumps(finite(value), allow_nan=False)) == finite(value)
+
+
+@pytest.fixture(scope="module")
+def strange(saved, tmp_path_factory) -> Path:
+    return Path(shutil.copytree(saved / "checkpoints" / "5", tmp_path_factory.mktemp("strange") / "5"))
+
+
+SECTIONS = ("config", "mesh", "axes", "rules", "layout", "data", "metrics", "versions", "recipe", "sharding")
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.dictionaries(st.sampled_from(SECTIONS), json_like) | json_like)
+def test_any_json_as_metadata_is_told_as_far_as_it_goes(saved, strange, metadata):
+    file = strange / "metadata" / "metadata"
+    whole = json.loads((saved / "checkpoints" / "5" / "metadata" / "metadata").read_text())
+    file.write_text(json.dumps(whole | metadata if isinstance(metadata, dict) else metadata))
+    for argv in (["list", "--quick"], ["inspect"], ["diff", str(saved)]):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            assert main(["checkpoint", argv[0], str(strange), *argv[1:]]) in (DONE, FINDINGS)
+        assert all(char.isprintable() or char == "\n" for char in out.getvalue())

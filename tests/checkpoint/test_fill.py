@@ -1,0 +1,225 @@
+"""Parts of a checkpoint: parameters alone, subtrees, other dtypes, other models, random keys, arrays of no size."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from flax_mesh import abstract_state, create_mesh, init_state, named_leaves
+from flax_mesh.checkpoint import Checkpointer
+from flax_mesh.errors import ConfigError
+
+RULES = [("layers/kernel$", (None, "embed", "mlp")), ("kernel", ("embed", "mlp")), (".*", ())]
+
+
+class Net(nnx.Module):
+    def __init__(self, width: int, layers: int, rngs: nnx.Rngs):
+        self.embed = nnx.Linear(8, width, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(width, width, rngs=rngs) for _ in range(layers)])
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+
+class Scanned(nnx.Module):
+    """The same with its layers in one stack."""
+
+    def __init__(self, width: int, layers: int, rngs: nnx.Rngs):
+        self.embed = nnx.Linear(8, width, rngs=rngs)
+
+        @nnx.split_rngs(splits=layers)
+        @nnx.vmap(axis_size=layers)
+        def stack(rngs: nnx.Rngs) -> nnx.Linear:
+            return nnx.Linear(width, width, rngs=rngs)
+
+        self.layers = stack(rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Make:
+    kind: type = Net
+    width: int = 16
+    layers: int = 2
+    seed: int = 0
+
+    def __call__(self):
+        model = self.kind(self.width, self.layers, nnx.Rngs(self.seed))
+        return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+
+
+def abstract_of(make: Make):
+    return abstract_state(make, create_mesh((1, 4, 1, 2, 1)), RULES)
+
+
+def state_of(make: Make):
+    return init_state(make, abstract_of(make))
+
+
+@pytest.fixture(scope="module")
+def state():
+    return state_of(Make())
+
+
+@pytest.fixture(scope="module")
+def folder(state, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved") / "checkpoints"
+    with Checkpointer(folder, layers=["layers"]) as checkpointer:
+        checkpointer.save(1, state, {})
+    return folder
+
+
+@pytest.fixture
+def checkpointer(folder):
+    with Checkpointer(folder, layers=["layers"]) as checkpointer:
+        yield checkpointer
+
+
+def values(tree) -> dict[str, np.ndarray]:
+    return {path: np.asarray(jax.random.key_data(x) if is_key(x) else x) for path, x in named_leaves(tree)}
+
+
+def is_key(x) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def check_equal(a, b):
+    a, b = values(a), values(b)
+    assert a.keys() == b.keys()
+    for path in a:
+        assert a[path].dtype == b[path].dtype and np.array_equal(a[path], b[path]), path
+
+
+def test_the_parameters_alone(checkpointer, state):
+    abstract = {"model": abstract_of(Make())["model"]}
+    got = checkpointer.restore(abstract, include="model/")
+    check_equal({"model": state["model"]}, got)
+    for want, leaf in zip(jax.tree.leaves(abstract), jax.tree.leaves(got), strict=True):
+        assert leaf.sharding.is_equivalent_to(want.sharding, leaf.ndim)
+    with pytest.raises(ConfigError, match=r"optimizer/step: only in the checkpoint"):
+        checkpointer.restore(abstract)
+
+
+def test_a_subtree_by_pattern(checkpointer, state):
+    abstract = abstract_of(Make())["model"]
+    part = {"model": {"layers": {1: abstract["layers"][1]}}}
+    got = checkpointer.restore(part, include=r"model/layers/1/")
+    check_equal({"model": {"layers": {1: state["model"]["layers"][1]}}}, got)
+
+
+def test_another_dtype_only_on_request(checkpointer, state):
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=x.sharding) if x.dtype == jnp.float32 else x,
+        abstract_of(Make()),
+    )
+    with pytest.raises(ConfigError, match=r"model/embed/bias: checkpoint float32\[16\], model bfloat16\[16\]"):
+        checkpointer.restore(abstract)
+    got = values(checkpointer.restore(abstract, cast=True))
+    assert got["model/embed/kernel"].dtype == jnp.bfloat16
+    for path, want in values(state).items():
+        if want.dtype == np.float32:
+            want = want.astype(jnp.bfloat16)
+        assert got[path].dtype == want.dtype and np.array_equal(got[path], want), path
+    integers = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int32, sharding=x.sharding) if x.dtype == jnp.float32 else x,
+        abstract_of(Make()),
+    )
+    with pytest.raises(ConfigError, match=r"embed/bias: checkpoint float32\[16\], model int32\[16\]"):
+        checkpointer.restore(integers, cast=True)  # floats stay floats
+
+
+def test_another_model_is_one_error_with_every_path(checkpointer):
+    with pytest.raises(ConfigError, match="is of another model") as error:
+        checkpointer.restore(abstract_of(Make(width=32, layers=1)))
+    text = str(error.value)
+    assert "model/embed/kernel: checkpoint float32[8, 16], model float32[8, 32]" in text
+    assert "model/layers/1/bias: only in the checkpoint, float32[16]" in text
+    assert "optimizer/opt_state/0/mu/layers/1/kernel: only in the checkpoint" in text
+    assert "dropout" not in text and "optimizer/step" not in text
+
+
+@pytest.mark.parametrize("kind", [Net, Scanned])
+def test_a_warm_start_says_what_it_filled(kind, checkpointer, state):
+    """Three layers where there were two: a list takes the two, a stack is filled whole or not at all."""
+    other = state_of(Make(kind, layers=3, seed=1))
+    before = values(other)
+    got, report = checkpointer.fill(other, include="model/")
+    found, saved = values(got), values(state)
+    assert np.array_equal(found["model/embed/kernel"], saved["model/embed/kernel"])
+    assert set(report.filled) >= {"model/embed/kernel", "model/embed/bias", "model/dropout/rngs/key"}
+    assert report.kept["model/layers/2/kernel"] == "not in the checkpoint"
+    assert str(report).startswith(f"filled {len(report.filled)} arrays, {len(report.kept)} keep their values, 0 unused")
+    if kind is Net:
+        assert np.array_equal(found["model/layers/1/kernel"], saved["model/layers/1/kernel"])
+        assert np.array_equal(found["model/layers/2/kernel"], before["model/layers/2/kernel"])
+        assert "model/layers/1/kernel" in report.filled
+    else:
+        assert np.array_equal(found["model/layers/kernel"], before["model/layers/kernel"])
+        assert report.kept["model/layers/0/kernel"] == "model/layers/2/kernel of the same stack is kept"
+    assert all(np.array_equal(found[path], before[path]) for path in before if path.startswith("optimizer/"))
+
+
+def test_a_warm_start_from_a_list_into_a_stack_and_without_a_head(checkpointer, state):
+    other = state_of(Make(Scanned, seed=1))
+    got, report = checkpointer.fill(other, include="model/layers/")
+    stack = values(got)["model/layers/kernel"]
+    want = [values(state)[f"model/layers/{i}/kernel"] for i in range(2)]
+    assert np.array_equal(stack, np.stack(want)) and not report.kept and not report.unused
+    assert np.array_equal(values(got)["model/embed/kernel"], values(other)["model/embed/kernel"])
+    narrow = state_of(Make(width=32, layers=1, seed=1))
+    _, report = checkpointer.fill(narrow, include="model/")
+    assert report.kept["model/embed/kernel"] == "float32[8, 16] in the checkpoint, float32[8, 32] here"
+    assert set(report.unused) == {"model/layers/1/kernel", "model/layers/1/bias"}
+    assert "  unused model/layers/1/bias" in str(report)
+
+
+def test_a_warm_start_with_nothing_to_fill_is_an_error(checkpointer):
+    other = state_of(Make(width=32, layers=1))
+    with pytest.raises(ConfigError, match=r"nothing in the checkpoint fits the state:\n  model/embed/kernel: float32"):
+        checkpointer.fill(other, include="model/embed/kernel")
+    with pytest.raises(ConfigError, match="no path starts with 'encoder/'"):
+        checkpointer.fill(other, include="encoder/")
+
+
+def test_random_keys_of_every_kind_split_or_not(tmp_path):
+    mesh = create_mesh()
+    by_device = jax.NamedSharding(mesh, jax.P("fsdp"))
+    keys = {
+        impl: jax.device_put(jax.random.split(jax.random.key(3, impl=impl), 8), by_device)
+        for impl in ("threefry2x32", "rbg", "unsafe_rbg")
+    }
+    state = nnx.State({**keys, "one": jax.device_put(jax.random.key(7), jax.NamedSharding(mesh, jax.P()))})
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state, {})
+        checkpointer.wait()
+        got = checkpointer.restore(abstract)
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(got), strict=True):
+        assert a.dtype == b.dtype and a.sharding.is_equivalent_to(b.sharding, a.ndim) and bool((a == b).all())
+
+
+def test_arrays_of_no_size(tmp_path):
+    """They hold nothing, so that nothing of them lies on disk, and they come back as the state wants them."""
+    mesh = create_mesh()
+    whole, split = jax.NamedSharding(mesh, jax.P()), jax.NamedSharding(mesh, jax.P(None, "fsdp"))
+    state = nnx.State(
+        {
+            "none": jax.device_put(jnp.zeros((0, 8)), split),
+            "keys": jax.device_put(jax.random.split(jax.random.key(0), 0), whole),
+            "layers": {"kernel": jax.device_put(jnp.zeros((3, 0), jnp.bfloat16), whole)},
+            "some": jax.device_put(jnp.ones(8), whole),
+        }
+    )
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    with Checkpointer(tmp_path, layers=["layers"]) as checkpointer:
+        checkpointer.save(1, state, {})
+        checkpointer.wait()
+        assert list(checkpointer.arrays(1)) == ["some"]
+        got = checkpointer.restore(abstract)
+        filled, report = checkpointer.fill(state)
+    for want, a, b in zip(*(jax.tree.leaves(tree) for tree in (state, got, filled)), strict=True):
+        assert a.shape == b.shape == want.shape and a.dtype == b.dtype == want.dtype
+        assert a.sharding.is_equivalent_to(want.sharding, a.ndim)
+    assert np.array_equal(got["some"], np.ones(8)) and report.filled == ("some",) and not report.kept
