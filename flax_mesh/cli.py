@@ -1,6 +1,7 @@
 """flax-mesh: the command line.
 
-Exit codes: 0 done, 1 anything unexpected, 2 bad input, 3 findings or damage, 4 stopped by a signal after saving.
+Exit codes: 0 done, 1 anything unexpected, 2 bad input, 3 findings or damage, 4 stopped by a signal after saving,
+5 another process of the run was lost, or no step ended in time.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import shlex
 import shutil
 import signal
 import sys
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +26,15 @@ from flax_mesh.mesh import create_mesh, describe_mesh, draw_mesh_svg, parse_mesh
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.mpmd.command import add_schedule_arguments, give_measured, schedule_answer
 from flax_mesh.mpmd.picture import draw_schedule_svg
+from flax_mesh.processes import Watch, parse_processes, start_processes
+from flax_mesh.processes.command import (
+    STEP_TIMEOUT_S,
+    add_launch_arguments,
+    add_process_arguments,
+    devices_of_process,
+    launch_answer,
+    same_command,
+)
 from flax_mesh.sharding import explanation_data, explanation_text, sharding_page
 from flax_mesh.train import Result, TrainConfig, load_recipe, override, to_lines, train
 from flax_mesh.train.checkpoint_command import add_checkpoint_arguments, checkpoint_answer, recipe_of
@@ -47,9 +58,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parse(argv)
         return arguments.command(arguments, argv)
     except tuple(EXIT_CODES) as error:
-        for line in str(error).splitlines():
-            print(f"flax-mesh: {plain(line)}", file=sys.stderr)
-        return next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
+        return tell_failure(error)
+
+
+def tell_failure(error: BaseException) -> int:
+    """Print an error as people read it, what is not expected as Python does; gives the exit code."""
+    code = next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), None)
+    if code is None:
+        traceback.print_exception(error)
+        return FAILED
+    for line in str(error).splitlines():
+        print(f"flax-mesh: {plain(line)}", file=sys.stderr)
+    return code
 
 
 def _unraisable(found: Any) -> None:
@@ -65,19 +85,27 @@ def train_command(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         return DONE
     if problems := check_config(config):
         raise ConfigError(problems)
-    use_platform(config.run.platform)
-    with _display(config.run.steps) as display, _signals(display.say) as should_stop:
+    count = start_processes(parse_processes(arguments.process) if arguments.process else None)
+    use_platform(devices_of_process(config.run.platform, count, arguments.devices_per_process))
+    first, limit = jax.process_index() == 0, arguments.step_timeout or (STEP_TIMEOUT_S if count > 1 else None)
+    with (
+        _display(config.run.steps) as display,
+        _signals(display.say) as should_stop,
+        Watch(tell_failure, limit) as watch,
+    ):
         result = train(
             config,
             recipe=arguments.recipe,
             restart=arguments.restart,
             allow_changes=arguments.allow_changes,
             say=display.say,
-            hooks=[display.row],
+            hooks=[display.row, watch.step_ended] if first else [watch.step_ended],
             should_stop=should_stop,
             trace=arguments.trace,
+            watch=watch,
         )
-    _print_result(result, argv, config.run.steps)
+    if first:
+        _print_result(result, same_command(argv, arguments.process), config.run.steps)
     return STOPPED if result.status == "stopped" else DONE
 
 
@@ -212,7 +240,8 @@ def _parser() -> argparse.ArgumentParser:
         help="train from a recipe, or resume where it stopped",
         description="Train from a recipe. Run again, the same command resumes.",
         epilog="Exit codes: 0 done, 1 unexpected error or a checkpoint that could not be written, 2 bad input, "
-        "3 no checkpoint is whole, 4 stopped by a signal after saving.",
+        "3 no checkpoint is whole, 4 stopped by a signal after saving, "
+        "5 another process was lost or no step ended in time.",
         allow_abbrev=False,
     )
     command.set_defaults(command=train_command)
@@ -225,6 +254,16 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--trace", metavar="FILE.json", help="of a pipeline: when each action of the third step ran, and a picture"
     )
+    add_process_arguments(command)
+    command = commands.add_parser(
+        "launch",
+        help="run train in several processes on this machine",
+        description="Start N processes of train, which talk over 127.0.0.1, and merge their output. Signals go to all.",
+        epilog="Exit codes: that of the first process that ended with an error, 5 where a signal ended it; else 0.",
+        allow_abbrev=False,
+    )
+    command.set_defaults(command=lambda arguments, argv: launch_answer(arguments))
+    add_launch_arguments(command)
     command = commands.add_parser(
         "explain",
         help="show what the sharding rules make of a recipe, without devices",

@@ -6,7 +6,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "flax_mesh"
 FLOORS = (
     ("axes", "errors", "tree"),
-    ("mesh",),
+    ("mesh", "processes"),
     ("sharding",),
     ("state",),
     ("loss",),

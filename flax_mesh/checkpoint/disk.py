@@ -98,11 +98,15 @@ def from_disk(
 ) -> list[Any]:
     """The arrays that (path, abstract leaf) pairs describe; `read` gives those of some paths on disk.
 
-    Stacks are put together a few at a time, so that no second copy of all of them ever lies on the devices.
+    Stacks are put together a few at a time, so that no second copy of all of them ever lies on the devices. What lies
+    on devices of other processes alone is not read: it is an array without a shard here.
     """
-    empty = {path: _empty(as_key_data(leaf)) for path, leaf in named if 0 in leaf.shape}
-    stacked = {path: as_key_data(leaf) for path, leaf in named if path in stacks and path not in empty}
-    whole = empty | dict(read([path for path, _ in named if path not in stacks and path not in empty]))
+    elsewhere = {path: as_key_data(leaf) for path, leaf in named if _is_elsewhere(leaf)}
+    made = {path: _empty(as_key_data(leaf)) for path, leaf in named if 0 in leaf.shape and path not in elsewhere}
+    for path, leaf in elsewhere.items():
+        made[path] = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=leaf.dtype)
+    stacked = {path: as_key_data(leaf) for path, leaf in named if path in stacks and path not in made}
+    whole = made | dict(read([path for path, _ in named if path not in stacks and path not in made]))
     for paths in _batches(stacked):
         found = read([layer for path in paths for layer in stacks[path]])
         split = [[found[layer] for layer in stacks[path]] for path in paths]
@@ -171,7 +175,13 @@ def as_key(data: Any, abstract: Any) -> Any:
         return data
     name = str(abstract.dtype).removeprefix("key<").removesuffix(">")  # as JAX prints a key type: key<fry>
     impl = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}[name]
-    return jax.device_put(jax.random.wrap_key_data(data, impl=impl), abstract.sharding)
+    keys = jax.random.wrap_key_data(data, impl=impl)
+    return keys if _is_elsewhere(abstract) else jax.device_put(keys, abstract.sharding)
+
+
+def _is_elsewhere(abstract: Any) -> bool:
+    sharding = getattr(abstract, "sharding", None)
+    return sharding is not None and not sharding.addressable_devices
 
 
 def _empty(abstract: Any) -> Any:

@@ -126,7 +126,7 @@ class Checkpointer:
                     raise OSError("its folder is gone")
             with self._as_save_error("checkpoints that are not to stay could not be removed"):
                 staying = self._staying()
-                self._delete([old for old in self.steps() if old not in staying])
+                self._delete([old for old in self.steps() if old not in staying] if self._clears else [])
 
     def close(self) -> None:
         """As `wait`, and end the background threads."""
@@ -220,6 +220,11 @@ class Checkpointer:
             newest = f"the newest there is of step {left[-1]}" if left else "there is none"
             raise SaveError(f"{what} in {self.folder}: {_reason(error)}; {newest}") from error
 
+    @property
+    def _clears(self) -> bool:
+        """Whether this process renames and deletes: of several, process 0 alone. Saves begin with a barrier."""
+        return jax.process_index() == 0
+
     def _open(self) -> Any:
         from flax_mesh.checkpoint.handler import Storage
 
@@ -229,7 +234,7 @@ class Checkpointer:
             self._inode = self.folder.stat().st_ino
             if self._deleting is not None:
                 self._deleting.join()
-            for name in os.listdir(self.folder):
+            for name in os.listdir(self.folder) if self._clears else ():
                 if LEFTOVER.fullmatch(name):
                     shutil.rmtree(self.folder / name)
             self._storage = Storage(compress=self.compress, host_bytes=self.host_bytes)
@@ -246,12 +251,12 @@ class Checkpointer:
         if self._storage is not None:
             self._storage.abandon()
             self._storage = None
-        for path in self.folder.glob("*.orbax-checkpoint-tmp*"):
+        for path in self.folder.glob("*.orbax-checkpoint-tmp*") if self._clears else ():
             shutil.rmtree(path, ignore_errors=True)
 
     def _set_aside(self) -> None:
         """Give damaged steps another name, under which they stay until somebody has looked at them."""
-        for step in self.damaged:
+        for step in self.damaged if self._clears else ():
             names = (f"{step}.damaged" + (f"-{i}" if i > 1 else "") for i in range(1, 10_000))
             os.rename(self._path(step), next(self.folder / name for name in names if not (self.folder / name).exists()))
         self.damaged = {}

@@ -1,6 +1,6 @@
 """The optimizer's update over groups: traced as for one device, then cut into a program for every group."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,18 +14,19 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.loss import Metrics, apply_gradients
 from flax_mesh.mpmd.jaxprs import Chunks, Program, inline, interpret, is_var, trace
 from flax_mesh.mpmd.mesh import MpmdMesh
-from flax_mesh.mpmd.placement import Placement, chunked, on_all_groups
-from flax_mesh.mpmd.programs import compile_part
+from flax_mesh.mpmd.placement import Placement, chunked, on_all_groups, put_host
+from flax_mesh.mpmd.programs import compile_part, packed_shapes
 from flax_mesh.mpmd.stage import StagedModel
 from flax_mesh.mpmd.update import SHARED, MixedGroups, cut_by_group
 from flax_mesh.state import TrainState
 
 
 class Update:
-    """new leaves, metrics = update(leaves, grads, sums, shared), all in the layout of `placement`.
+    """new leaves, metrics = update(leaves, grads, sums, shared, carry), all in the layout of `placement`.
 
     `grads` has the summed gradients by (group, leaf of the staged model), `sums` those of the loss function by name,
-    which lie on `sum_groups`. `shared` has the copy of every SHARED leaf on every group.
+    which lie on `sum_groups`. `shared` has the copy of every SHARED leaf on every group of this process.
+    `carry(kind, detail, value, sharding, sender, receiver)` brings an array from one group to another.
     """
 
     def __init__(
@@ -43,11 +44,14 @@ class Update:
         self.sum_groups = list(sum_groups.values())
         self.replicated = [NamedSharding(mesh, PartitionSpec()) for mesh in self.meshes]
         program, self.metrics = _trace(staged, placement, self.grads, self.names, learning_rate)
+        self.wide = {leaf: _wide(staged.leaves[leaf]) for _, leaf in self.grads}
         self.owner = {home.leaf: home for home in homes if home.leaf is not None}
         every = tuple(range(len(self.meshes)))
+        self.mine = frozenset(mesh.my_mpmd_axis_indices)
+        readers = mesh.speakers if mesh.jax_mesh.is_multi_process else ()  # (): metrics may be anywhere
         groups = [home.group for home in homes]
         groups += [self.owner[leaf].group for _, leaf in self.grads] + [sum_groups[name] for name in self.names]
-        wanted = [every if home.group == SHARED else (home.group,) for home in homes] + [()] * len(self.metrics)
+        wanted = [every if home.group == SHARED else (home.group,) for home in homes] + [readers] * len(self.metrics)
         try:
             parts, self.held = cut_by_group(program, groups, wanted)
         except MixedGroups as error:
@@ -63,7 +67,8 @@ class Update:
             v: h.sharding for v, h in zip(program.outputs, homes, strict=False) if is_var(v) and h.group != SHARED
         }
         packs = {(part.group, part.phase): part.packs for part in parts if part.packs}
-        self.parts = [compile_part(part, packs, shardings, options) for part in parts]
+        self.parts = [compile_part(part, packs, shardings, options) for part in parts if part.group in self.mine]
+        self.packs = {key: packed_shapes(scalars) for key, scalars in packs.items()}
         self.readers = {key: {p.group for p in parts if key in p.receives} for key in packs}
 
     def __call__(
@@ -72,35 +77,46 @@ class Update:
         grads: Mapping[tuple[int, int], Any],
         sums: Mapping[str, Any],
         shared: Mapping[tuple[int, int], Any],
+        carry: Callable[..., Any],
     ) -> tuple[tuple[Any, ...], Metrics]:
-        env = self._inputs(leaves, grads, sums, shared)
-        packs: dict[tuple[int, int, int], Any] = {}
+        env = self._inputs(leaves, grads, sums, shared, carry)
+        packs: dict[tuple[int, int, int], Any] = {}  # (group and phase of the sender, reader) -> vectors of scalars
+
+        def move(group: int, phase: int, packed: Sequence[Any], reader: int) -> None:
+            there = self.replicated[reader]
+            packs[group, phase, reader] = [
+                carry("update", (phase, i), vector, there, group, reader) for i, vector in enumerate(packed)
+            ]
+
         for part, donated, kept, call in self.parts:
             here = env[part.group]
+            for group, phase in part.receives:
+                if group not in self.mine and (group, phase, part.group) not in packs:
+                    move(group, phase, self.packs[group, phase], part.group)
             received = [packs[(*key, part.group)] for key in part.receives]
             gives, packed = call([here.pop(v) for v in donated], [here[v] for v in kept], received)
             here.update(zip(part.gives, gives, strict=True))
             for reader in self.readers.get((part.group, part.phase), ()):
-                there = self.replicated[reader]
-                packs[part.group, part.phase, reader] = jax.device_put(packed, there) if packed else packed
+                move(part.group, part.phase, packed, reader)
         homes = self.placement.homes
         new = []
         for at, (home, v) in enumerate(zip(homes, self.program.outputs, strict=False)):
-            if v is self.program.inputs[at]:
+            if v is self.program.inputs[at] or home.group not in (SHARED, *self.mine):
                 new.append(leaves[at])
             elif not is_var(v):
-                new.append(jax.device_put(np.asarray(v.val), home.sharding))
+                new.append(put_host(np.asarray(v.val), home.sharding))
             elif home.group == SHARED:
-                new.append(on_all_groups([env[g][v] for g in self.held[at]], home.sharding))
+                new.append(on_all_groups([env[g][v] for g in self.held[at] if g in self.mine], home.sharding))
             else:
                 new.append(env[home.group][v])
         first = len(homes)
-        metrics = {
-            name: env[self.held[first + i][0]][self.program.outputs[first + i]] for i, name in enumerate(self.metrics)
-        }
+        held = [next(g for g in groups if g in self.mine) for groups in self.held[first:]]
+        outputs = self.program.outputs[first:]
+        metrics = {name: env[g][v] for name, g, v in zip(self.metrics, held, outputs, strict=True)}
         return tuple(new), metrics
 
-    def _inputs(self, leaves, grads, sums, shared) -> list[dict[Any, Any]]:
+    def _inputs(self, leaves, grads, sums, shared, carry) -> list[dict[Any, Any]]:
+        """(group) -> variable -> its value, for the groups of this process."""
         env: list[dict[Any, Any]] = [{} for _ in self.meshes]
         names = iter(self.program.inputs)
         for at, home in enumerate(self.placement.homes):
@@ -108,12 +124,12 @@ class Update:
             if home.group != SHARED:
                 env[home.group][v] = leaves[at]
                 continue
-            for group in range(len(env)):
+            for group in self.mine:
                 env[group][v] = shared[at, group]
         for group, leaf in self.grads:
             home = self.owner[leaf]
-            value = grads[group, leaf]
-            env[home.group][next(names)] = value if group == home.group else jax.device_put(value, home.sharding)
+            value = grads.get((group, leaf), self.wide[leaf])  # where another process holds it, its shape
+            env[home.group][next(names)] = carry("gradient", (home.path, leaf), value, home.sharding, group, home.group)
         for name, group in zip(self.names, self.sum_groups, strict=True):
             env[group][next(names)] = sums[name]
         return env

@@ -1,9 +1,15 @@
-"""One pass over a schedule: actions dispatched one after the other, from one thread, without waiting."""
+"""One pass over a schedule: actions dispatched one after the other, from one thread, without waiting.
+
+Every process dispatches the actions of its own groups. What another process sends is asked for where it is used, what
+another process wants is offered where it is made; both by a key, so that no two processes need an order.
+"""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.loss import Batch
@@ -16,25 +22,30 @@ from flax_mesh.tree import path_of
 
 
 class Run:
-    """One pass over a schedule: what is where at the moment."""
+    """One pass over a schedule: what is where at the moment, on the groups of this process."""
 
     def __init__(self, pipeline: Any, state: TrainState, batch: Batch, count: int, train: bool):
         self.pipeline, self.train = pipeline, train
+        self.mine, self.channel = pipeline.mine, pipeline.channel
+        self.number = 0 if self.channel is None else self.channel.next_run()
         microbatch = check_batch(batch, count)
         self.stages = pipeline.functions(microbatch, train)
         self.cut = pipeline.staged.cut(microbatch, seed=pipeline.seed, train=train)
         self.saved: dict[tuple[int, int], Any] = {}  # (stage, microbatch) -> what B or W will need
         self.values: dict[Any, Any] = {}  # (variable, microbatch, receiving stage) -> activation there
-        self.cotangents: dict[Any, list[Any]] = {}
+        self.cotangents: dict[Any, Any] = {}  # (variable, microbatch, stage that received it) -> its gradient there
         self.num_transfers = 0
         self.layouts = pipeline.layouts  # (sharding, receiving group) -> the same there
         self.changed: dict[int, Any] = {}  # leaf -> new value
         self.shared: dict[tuple[int, int], Any] = {}  # (leaf of the state, group) -> its copy there
+        self.sender = {v: (s.stage, i) for s in self.stages for i, v in enumerate(s.sent)}
+        self.receivers = {v: [s.stage for s in self.stages if v in s.received] for v in self.sender}
+        self.program, is_new = pipeline.program_number(microbatch, train)  # names layouts
+        if is_new and self.channel is not None:
+            self._announce()
         self._place_leaves(state)
         self._place_batch(batch, count)
         self._zeros()
-        self.receivers = {v: [s.stage for s in self.stages if v in s.received] for s in self.stages for v in s.sent}
-        self.sender = {v: pipeline.group_of[s.stage] for s in self.stages for v in s.sent}
 
     def do(self, action: Action) -> None:
         """Dispatch one action."""
@@ -42,7 +53,7 @@ class Run:
         {"F": self._forward, "B": self._backward, "W": self._weights}[action.kind](stage, action.microbatch)
 
     def named_sums(self) -> dict[str, tuple[int, Any]]:
-        """name -> (group, sum over the microbatches)."""
+        """name -> (group, sum over the microbatches; None where another process holds it)."""
         names = self.cut.names
         return {
             names[at]: (self.pipeline.group_of[s.stage], value)
@@ -53,7 +64,7 @@ class Run:
     def _forward(self, stage: StageFunctions, microbatch: int) -> None:
         k, group = stage.stage, self.pipeline.group_of[stage.stage]
         leaves = [self.held[group, at] for at in stage.leaves]
-        received = [self.values.pop((v, microbatch, k)) for v in stage.received]
+        received = [self._value(v, microbatch, k, group) for v in stage.received]
         data, slot = self.data[k], self._slot(group, microbatch)
         sent, residuals, new, self.sums[k] = stage.forward(leaves, data, slot, received, self.sums[k])
         if self.train:
@@ -63,12 +74,13 @@ class Run:
             self.held[group, at] = self.changed[at] = value
         for v, value in zip(stage.sent, sent, strict=True):
             for receiver in self.receivers[v]:
-                self.values[v, microbatch, receiver] = self._send(value, group, self.pipeline.group_of[receiver])
+                there = self._send(("F", microbatch, receiver), v, value, group, self.pipeline.group_of[receiver])
+                self.values[v, microbatch, receiver] = there
 
     def _backward(self, stage: StageFunctions, microbatch: int) -> None:
         k, group = stage.stage, self.pipeline.group_of[stage.stage]
         received, residuals, old, _ = self.saved.pop((k, microbatch))
-        cotangents = [self.cotangents.pop((stage.sent[i], microbatch)) for i in stage.floats_out]
+        cotangents = [self._cotangents(stage.sent[i], microbatch, group) for i in stage.floats_out]
         leaves = [old.get(at, self.held[group, at]) for at in stage.leaves]
         data, slot = self.data[k], self._slot(group, microbatch)
         grads = [self.grads[group, at] for at in stage.trained] if not stage.has_weights else []
@@ -79,7 +91,8 @@ class Run:
             self.saved[k, microbatch] = (received, residuals, old, (cotangents, carry))
         for i, gradient in zip(stage.floats_in, to_inputs, strict=True):
             v = stage.received[i]
-            self.cotangents.setdefault((v, microbatch), []).append(self._send(gradient, group, self.sender[v]))
+            home = self.pipeline.group_of[self.sender[v][0]]
+            self.cotangents[v, microbatch, k] = self._send(("B", microbatch, k), v, gradient, group, home)
 
     def _weights(self, stage: StageFunctions, microbatch: int) -> None:
         k, group = stage.stage, self.pipeline.group_of[stage.stage]
@@ -90,10 +103,58 @@ class Run:
         grads = stage.weights(leaves, data, slot, received, residuals, cotangents, carry, grads)
         self.grads |= {(group, at): g for at, g in zip(stage.trained, grads, strict=True)}
 
-    def _send(self, value: jax.Array, sender: int, receiver: int) -> jax.Array:
+    def _value(self, v: Any, microbatch: int, stage: int, group: int) -> jax.Array:
+        """The value of `v` for a stage on `group`."""
+        value = self.values.pop((v, microbatch, stage), None)
+        return self._receive(("F", microbatch, stage), v, group, self.sender[v][0]) if value is None else value
+
+    def _cotangents(self, v: Any, microbatch: int, group: int) -> list[jax.Array]:
+        """The gradients that come back for `v`, from the last stage that received it to the first."""
+        stages = reversed(self.receivers[v])
+        values = {stage: self.cotangents.pop((v, microbatch, stage), None) for stage in stages}
+        return [
+            self._receive(("B", microbatch, stage), v, group, stage) if value is None else value
+            for stage, value in values.items()
+        ]
+
+    def _receive(self, key: tuple[Any, ...], v: Any, group: int, stage: int) -> jax.Array:
+        """What a stage of another process makes of `v`, on `group`."""
+        (kind, *rest), sender, name = key, self.pipeline.group_of[stage], self.sender[v]
+        sharding = self.channel.learn_layout(
+            self._layout_key(kind, v, stage), v.aval.shape, v.aval.dtype, sender, group
+        )
+        full = (kind, self.number, *rest, *name)
+        return self.channel.receive(full, v.aval.shape, v.aval.dtype, sharding, sender, group)
+
+    def _layout_key(self, kind: str, v: Any, stage: int) -> tuple[Any, ...]:
+        """Of what F sends of `v`, the same to all; of its gradient as `stage` gives it."""
+        return (self.program, kind, *self.sender[v], *((stage,) if kind == "B" else ()))
+
+    def _announce(self) -> None:
+        """Tell what groups of one device send, whose layout is known before anything is compiled."""
+        pipeline, found = self.pipeline, {}
+        for stage in self.stages:
+            for v in stage.sent:
+                if any(pipeline.group_of[r] not in self.mine for r in self.receivers[v]):
+                    found[self._layout_key("F", v, stage.stage)] = v, stage.stage
+            for v in (stage.received[i] for i in stage.floats_in):
+                if pipeline.group_of[self.sender[v][0]] not in self.mine:
+                    found[self._layout_key("B", v, stage.stage)] = v, stage.stage
+        for key, (v, stage) in found.items():
+            group = pipeline.group_of[stage]
+            if group in self.mine and pipeline.groups[group].size == 1:
+                layout = NamedSharding(pipeline.groups[group], PartitionSpec())
+                self.channel.announce(key, v.aval.shape, v.aval.dtype, layout, group)
+
+    def _send(self, key: tuple[Any, ...], v: Any, value: jax.Array, sender: int, receiver: int) -> jax.Array | None:
+        """`value`, which stands for `v`, on the receiving group; None where another process holds that."""
         if sender == receiver:
             return value
         self.num_transfers += 1
+        if receiver not in self.mine:
+            (kind, *rest), name = key, self.sender[v]
+            value = self.channel.publish_layout(self._layout_key(kind, v, rest[-1]), value, sender)
+            return self.channel.send((kind, self.number, *rest, *name), value, sender, receiver)
         key = value.sharding, receiver
         if key not in self.layouts:
             self.layouts[key] = moved(value.sharding, self.pipeline.groups[receiver])
@@ -110,14 +171,21 @@ class Run:
         for group, at in sorted({(pipeline.group_of[s.stage], at) for s in self.stages for at in s.leaves}):
             home = pipeline.leaf_home(at)
             value = state.leaves[pipeline.leaf_homes[at]]
-            there = moved(home.sharding, pipeline.groups[group])
-            self.held[group, at] = value if group == home.group else jax.device_put(value, there)
+            if group == home.group or not {group, home.group} & self.mine:
+                there = value
+            else:
+                sharding = moved(home.sharding, pipeline.groups[group])
+                there = pipeline.carry(
+                    ("leaf", self.number, home.path, at), value, sharding, home.group, group, donated=True
+                )
+            if group in self.mine:
+                self.held[group, at] = there
         for at, home in enumerate(pipeline.placement.homes):
             if home.group == SHARED:
-                for group, mesh in enumerate(pipeline.groups):
-                    self.shared[at, group] = on_group(state.leaves[at], mesh)
+                for group in self.mine:
+                    self.shared[at, group] = on_group(state.leaves[at], pipeline.groups[group])
         step = next(at for at, home in enumerate(pipeline.placement.homes) if home.path == "optimizer/step")
-        self.counts = [self.shared[step, group] for group in range(len(pipeline.groups))]
+        self.counts = {group: self.shared[step, group] for group in self.mine}
 
     def _place_batch(self, batch: Batch, count: int) -> None:
         """The batch as (microbatch, row, ...) on every group that reads it."""
@@ -127,22 +195,51 @@ class Run:
         self.data: list[list[Any]] = []
         for stage in self.stages:
             group = pipeline.group_of[stage.stage]
-            for at in stage.data:
+            wanted = stage.data if group in self.mine else ()
+            for at in wanted:
                 if (group, at) not in placed:
                     placed[group, at] = pipeline.place_array(arrays[at - first], count, group)
-            self.data.append([placed[group, at] for at in stage.data])
+            self.data.append([placed[group, at] for at in wanted])
 
     def _zeros(self) -> None:
         pipeline = self.pipeline
         self.grads = {}
-        self.sums: list[Any] = [None] * len(self.stages)
-        for group in range(len(pipeline.groups)):
+        self.sums: list[Any] = [[None] * len(s.sums) for s in self.stages]
+        for group in self.mine:
             mine = [s for s in self.stages if pipeline.group_of[s.stage] == group]
             trained = tuple(sorted({at for s in mine for at in s.trained})) if self.train else ()
             grads, sums = pipeline.zeros(group, trained, tuple(len(s.sums) for s in mine))
             self.grads |= {(group, at): g for at, g in zip(trained, grads, strict=True)}
             for s, zeros in zip(mine, sums, strict=True):
                 self.sums[s.stage] = zeros
+
+
+def sums_everywhere(run: Run) -> dict[str, jax.Array]:
+    """The sums of a run by name, on the first group of every process."""
+    pipeline, named = run.pipeline, run.named_sums()
+    here = min(run.mine)
+    found: dict[str, jax.Array] = {}
+    for owner in sorted({group for group, _ in named.values()}):
+        names = [name for name, (group, _) in named.items() if group == owner]
+        packed: Any = jax.ShapeDtypeStruct((len(names),), jnp.float32)
+        if owner in run.mine:
+            packed = _pack([named[name][1] for name in names])
+        for group in pipeline.speakers:
+            there = NamedSharding(pipeline.groups[group], PartitionSpec())
+            came = pipeline.carry(("sums", run.number, owner), packed, there, owner, group)
+            if group == here:
+                found |= zip(names, _unpack(came), strict=True)
+    return {name: found[name] for name in named}
+
+
+@jax.jit
+def _pack(values: list[jax.Array]) -> jax.Array:
+    return jnp.stack(values)
+
+
+@jax.jit
+def _unpack(packed: jax.Array) -> list[jax.Array]:
+    return list(packed)
 
 
 def check_batch(batch: Batch, count: int) -> Batch:

@@ -116,6 +116,12 @@ class MpmdMesh:
         """The groups in which this process has devices, in order; all of them in one process."""
         return tuple(sorted({self.device_mpmd_idx[device] for device in self.jax_mesh.local_devices}))
 
+    @cached_property
+    def speakers(self) -> tuple[int, ...]:
+        """The first group of every process, each once: what is brought to these reaches every process."""
+        held = groups_of_processes([mesh.devices.flat for mesh in self._groups])
+        return tuple(sorted({groups[0] for groups in held.values()}))
+
     @property
     def my_mpmd_axis_index(self) -> int:
         """The one group of this process. ValueError in one process, and where it has no group or several."""

@@ -10,19 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
 from flax_mesh.errors import ConfigError
 from flax_mesh.loss import Batch, Metrics
 from flax_mesh.mpmd.apply import Update
-from flax_mesh.mpmd.execute import Run
+from flax_mesh.mpmd.channel import Channel
+from flax_mesh.mpmd.execute import Run, sums_everywhere
 from flax_mesh.mpmd.jaxprs import whole
 from flax_mesh.mpmd.mesh import MpmdMesh
-from flax_mesh.mpmd.placement import MODEL, Home, chunked, init_leaves, moved, on_group, place
+from flax_mesh.mpmd.placement import MODEL, Home, chunked, init_leaves, moved, on_all_groups, on_group, place, put_host
 from flax_mesh.mpmd.programs import StageFunctions, compile_stages
 from flax_mesh.mpmd.schedules import Action, Schedule, forward_schedule
 from flax_mesh.mpmd.stage import StagedModel
+from flax_mesh.mpmd.transfer import copy_to
 from flax_mesh.sharding import PartitionRules
 from flax_mesh.sharding.rules import fit_spec
 from flax_mesh.state import TrainState
@@ -43,6 +45,10 @@ class Pipeline:
     `residuals`: "store" what the backward pass needs of the forward pass, or "recompute" it from the inputs of the
     stage. Gradients are summed in float32 at least. `shard_optimizer_over` as in `abstract_state`; `compiler_options`
     go to XLA, as in `jax.jit`.
+
+    In a run of several processes every process makes the same pipeline and calls it alike; each compiles and runs the
+    stages of its own groups. Leaves of the state that lie on other groups are arrays without a shard here; metrics
+    arrive in every process.
     """
 
     def __init__(
@@ -61,6 +67,8 @@ class Pipeline:
         compiler_options: Mapping[str, Any] | None = None,
     ):
         _check(staged, mesh, schedule, residuals)
+        self.mine = frozenset(mesh.my_mpmd_axis_indices)  # groups of this process
+        self.channel = Channel(mesh) if mesh.jax_mesh.is_multi_process else None
         self.staged, self.mesh, self.schedule, self.optimizer = staged, mesh, schedule, optimizer
         self.seed, self.learning_rate = seed, learning_rate
         self.options = dict(compiler_options) if compiler_options else None
@@ -75,6 +83,7 @@ class Pipeline:
         self.on_action: Callable[[Action, dict[Any, Any]], None] | None = None  # for tests and tools
         self.layouts: dict[Any, NamedSharding] = {}
         self._built: dict[Any, Any] = {}
+        self._programs: dict[Any, int] = {}
 
     @property
     def abstract(self) -> TrainState:
@@ -83,7 +92,7 @@ class Pipeline:
 
     def init_state(self) -> TrainState:
         """The initial state, every leaf born on its group; the same bits as without a pipeline."""
-        return TrainState(init_leaves(self._make, self.placement), self.abstract.definition)
+        return TrainState(init_leaves(self._make, self.placement, self.my_groups), self.abstract.definition)
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One optimizer step over a batch of `schedule.num_microbatches` equal parts; donates `state`."""
@@ -99,18 +108,24 @@ class Pipeline:
         """The sums "loss", "weight" and the loss's own metrics over a batch, with the model in `eval()` mode."""
         count = num_microbatches or self.schedule.num_microbatches
         run = Run(self, state, batch, count, train=False)
-        for action in forward_schedule(len(self.groups), count, self.group_of).order():
+        for action in self._own(forward_schedule(len(self.groups), count, self.group_of)):
             run.do(action)
-        return {name: value for name, (_, value) in run.named_sums().items()}
+        return sums_everywhere(run) if self.channel else {name: value for name, (_, value) in run.named_sums().items()}
 
     def model(self, state: TrainState) -> Any:
         """The model as one module, every leaf on all devices: laid out as on its group, and the same on every group."""
         homes = [home for home in self.placement.homes if home.path.startswith(MODEL)]
-        parts = [state.leaves[at] for at, home in enumerate(self.placement.homes) if home.path.startswith(MODEL)]
-        values = []
-        for at, value in enumerate(chunked(homes, parts)):
-            there = NamedSharding(self.mesh.jax_mesh, self.placement.plain.leaves[at].sharding.spec)
-            values.append(whole(jax.tree.map(lambda x, there=there: jax.device_put(x, there), value)))
+        leaves = [state.leaves[at] for at, home in enumerate(self.placement.homes) if home.path.startswith(MODEL)]
+        number = self.channel.next_run() if self.channel else 0
+        arrays = []
+        for at, (home, value) in enumerate(zip(homes, leaves, strict=True)):
+            parts = [
+                self.carry(("model", number, at), value, moved(home.sharding, mesh), home.group, group)
+                for group, mesh in enumerate(self.groups)
+            ]
+            everywhere = NamedSharding(self.mesh.jax_mesh, home.sharding.spec)
+            arrays.append(on_all_groups([part for part in parts if part is not None], everywhere))
+        values = [whole(array) for array in chunked(homes, arrays)]
         graphdef, abstract = nnx.split(self.staged.model)
         return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(abstract), values))
 
@@ -120,12 +135,32 @@ class Pipeline:
 
     @cached_property
     def _order(self) -> list[Action]:
-        return self.schedule.order()
+        return self._own(self.schedule)
+
+    def _own(self, schedule: Schedule) -> list[Action]:
+        """The actions of the groups of this process, in an order in which they can be dispatched."""
+        return [action for action in schedule.order() if self.group_of[action.stage] in self.mine]
+
+    @property
+    def speakers(self) -> tuple[int, ...]:
+        """The first group of every process."""
+        return self.mesh.speakers
+
+    @property
+    def my_groups(self) -> dict[int, Mesh]:
+        """The groups of this process."""
+        return {group: self.groups[group] for group in sorted(self.mine)}
 
     @cached_property
     def leaf_homes(self) -> dict[int, int]:
         """Leaf of the staged model -> its place in the state."""
         return {home.leaf: at for at, home in enumerate(self.placement.homes) if home.leaf is not None}
+
+    def program_number(self, microbatch: Batch, train: bool) -> tuple[int, bool]:
+        """A number for microbatches of these shapes, in the order in which they first came, and whether it is new."""
+        key = train, tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(microbatch))
+        is_new = key not in self._programs
+        return self._programs.setdefault(key, len(self._programs)), is_new
 
     def functions(self, microbatch: Batch, train: bool) -> list[StageFunctions]:
         """The jitted functions of every stage for microbatches of these shapes."""
@@ -164,7 +199,7 @@ class Pipeline:
         key = ("index", group, microbatch)
         if key not in self._built:
             there = NamedSharding(self.groups[group], PartitionSpec())
-            self._built[key] = jax.device_put(np.int32(microbatch), there)
+            self._built[key] = put_host(np.int32(microbatch), there)
         return self._built[key]
 
     def place_array(self, x: Any, count: int, group: int) -> jax.Array:
@@ -173,11 +208,37 @@ class Pipeline:
         shape = (count, x.shape[0] // count, *x.shape[1:])
         there = self.batch_sharding(shape, group)
         if not isinstance(getattr(x, "sharding", None), NamedSharding) or x.sharding.mesh != self.mesh.jax_mesh:
-            return jax.device_put(np.asarray(x).reshape(shape), there)
+            return put_host(np.asarray(x).reshape(shape), there)
         key = ("cut", shape, x.dtype, group)
         if key not in self._built:
             self._built[key] = jax.jit(lambda x: x.reshape(shape), out_shardings=there)
         return self._built[key](on_group(x, self.groups[group]))
+
+    def carry(
+        self,
+        key: tuple[Any, ...],
+        value: Any,
+        sharding: NamedSharding,
+        sender: int,
+        receiver: int,
+        *,
+        donated: bool = False,
+    ) -> jax.Array | None:
+        """`value` of group `sender` by `sharding` on group `receiver`; None where another process holds that.
+
+        Where another process holds the sender, of `value` only shape and dtype count. `donated`: the value may be
+        overwritten at once. The key is as in `Channel`.
+        """
+        if {sender, receiver} <= self.mine:
+            return value if sender == receiver else jax.device_put(value, sharding)
+        if self.channel is None or not {sender, receiver} & self.mine:
+            return None
+        if receiver in self.mine:
+            return self.channel.receive(key, value.shape, value.dtype, sharding, sender, receiver)
+        at_home = moved(sharding, self.groups[sender])
+        if donated or not value.sharding.is_equivalent_to(at_home, value.ndim):
+            value = copy_to(at_home)(value)
+        return self.channel.send(key, value, sender, receiver)
 
     def batch_sharding(self, shape: Sequence[int], group: int) -> NamedSharding:
         """Layout of an array (microbatch, row, ...) on a group; of two dims a row the second is the sequence."""
@@ -197,15 +258,20 @@ class Pipeline:
         """The optimizer step from what a run over the whole schedule has summed up; donates `state`."""
         sums = run.named_sums()
         groups = {name: group for name, (group, _) in sums.items()}
-        key = ("update", tuple(sorted(run.grads)), tuple(groups.items()))
+        trained = sorted({(self.group_of[stage.stage], at) for stage in run.stages for at in stage.trained})
+        key = ("update", tuple(trained), tuple(groups.items()))
         if key not in self._built:
-            grads, rate = sorted(run.grads), self.learning_rate
-            self._built[key] = Update(self.staged, self.mesh, self.placement, grads, groups, rate, self.options)
+            rate = self.learning_rate
+            self._built[key] = Update(self.staged, self.mesh, self.placement, trained, groups, rate, self.options)
         leaves = list(state.leaves)
         for leaf, value in run.changed.items():
             leaves[self.leaf_homes[leaf]] = value
         values = {name: value for name, (_, value) in sums.items()}
-        new, metrics = self._built[key](leaves, run.grads, values, run.shared)
+
+        def carry(kind: str, detail: tuple[Any, ...], *what: Any) -> Any:
+            return self.carry((kind, run.number, *detail), *what)
+
+        new, metrics = self._built[key](leaves, run.grads, values, run.shared, carry)
         return TrainState(new, self.abstract.definition), metrics
 
 

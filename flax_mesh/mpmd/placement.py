@@ -1,10 +1,11 @@
 """Where the state of a pipeline lies: every leaf on the group of its stage, the waist with several meshes in it."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -106,10 +107,12 @@ def chunked(homes: Sequence[Home], values: Sequence[Any]) -> list[Any]:
     return [found[source] for source in range(len(found))]
 
 
-def init_leaves(make: Callable[[], Any], placement: Placement) -> tuple[jax.Array, ...]:
-    """The initial leaves, born where they belong: one compilation a group."""
+def init_leaves(make: Callable[[], Any], placement: Placement, meshes: Mapping[int, Mesh]) -> tuple[jax.Array, ...]:
+    """The initial leaves, born where they belong: one compilation a group. `meshes` has the groups of this process;
+    leaves of other groups are arrays without a shard here."""
     found: dict[int, jax.Array] = {}
-    for group in sorted({home.group for home in placement.homes}):
+    first = min(meshes)
+    for group in sorted({home.group for home in placement.homes} & {SHARED, *meshes}):
         mine = [at for at, home in enumerate(placement.homes) if home.group == group]
 
         def leaves(mine: list[int] = mine) -> list[Any]:
@@ -118,9 +121,31 @@ def init_leaves(make: Callable[[], Any], placement: Placement) -> tuple[jax.Arra
             values = jax.tree.leaves(nnx.state({"model": model, "optimizer": optimizer}))
             return [cut_rows(values[placement.homes[at].source], placement.homes[at].rows) for at in mine]
 
-        made = jax.jit(leaves, out_shardings=[placement.homes[at].sharding for at in mine])()
+        there = [moved(placement.homes[at].sharding, meshes[first if group == SHARED else group]) for at in mine]
+        made = jax.jit(leaves, out_shardings=there)()
+        if group == SHARED:
+            made = [_copied(x, meshes, first, placement.homes[at].sharding) for at, x in zip(mine, made, strict=True)]
         found |= dict(zip(mine, made, strict=True))
-    return tuple(found[at] for at in range(len(placement.homes)))
+    return tuple(found[at] if at in found else remote_array(x) for at, x in enumerate(placement.abstract.leaves))
+
+
+def remote_array(like: Any) -> jax.Array:
+    """An array of which this process has no shard: what other processes hold, known by shape, dtype and sharding."""
+    return jax.make_array_from_single_device_arrays(like.shape, like.sharding, [], dtype=like.dtype)
+
+
+def put_host(x: Any, sharding: NamedSharding) -> jax.Array:
+    """An array of the host, the same in every process that has devices of `sharding`, on those devices."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    x = np.asarray(x)  # jax.device_put would compare it over all processes, also those that never come here
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index], dtype=x.dtype)
+
+
+def _copied(x: jax.Array, meshes: Mapping[int, Mesh], first: int, sharding: NamedSharding) -> jax.Array:
+    """`x`, which lies on one group, on all."""
+    parts = [x if group == first else jax.device_put(x, moved(x.sharding, mesh)) for group, mesh in meshes.items()]
+    return on_all_groups(parts, sharding)
 
 
 def cut_rows(value: Any, rows: tuple[int, int] | None) -> Any:
@@ -142,9 +167,10 @@ def on_group(x: jax.Array, mesh: Mesh) -> jax.Array:
 
 
 def on_all_groups(parts: Iterable[jax.Array], sharding: NamedSharding) -> jax.Array:
-    """The array replicated over all groups, from its equal parts; nothing is copied."""
+    """The array replicated over all groups, from its equal parts on those of this process; nothing is copied."""
+    parts = list(parts)
     shards = [shard.data for part in parts for shard in part.addressable_shards]
-    return jax.make_array_from_single_device_arrays(shards[0].shape, sharding, shards)
+    return jax.make_array_from_single_device_arrays(parts[0].shape, sharding, shards)
 
 
 def check_specs(specs: Iterable[tuple[str, PartitionSpec]], mesh: MpmdMesh) -> None:

@@ -199,6 +199,11 @@ def compile_part(
     return PartFunction(part, tuple(donated), tuple(kept), call)
 
 
+def packed_shapes(scalars: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    """What `pack` makes of the variables `scalars`."""
+    return jax.eval_shape(pack, [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in scalars])
+
+
 def _jit(fn: Jitted, name: str, donate: tuple[int, ...], out_shardings: Any, options: Any) -> Jitted:
     fn.__name__ = name  # as which it shows in profiles
     return jax.jit(fn, donate_argnums=donate, out_shardings=out_shardings, compiler_options=options)

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from flax_mesh.errors import ConfigError
 from flax_mesh.loss import Batch, Metrics
 from flax_mesh.mpmd.execute import Run
 from flax_mesh.mpmd.picture import Event, draw_timeline_svg
@@ -60,6 +61,7 @@ def trace_step(pipeline: Pipeline, state: TrainState, batch: Batch) -> tuple[Tra
     is dispatched, its group is free and its inputs are there. The first two steps of a pipeline compile; trace a later
     one. The update of the parameters follows when all actions are done, and is no part of the timeline.
     """
+    _check_one_process(pipeline, "trace_step")
     run = Run(pipeline, state, batch, pipeline.schedule.num_microbatches, train=True)
     _compile_marks(run, pipeline.group_of)
     gc.collect()  # a collection during the step would stop the threads that look at the clock, for 0.1 s and more
@@ -83,6 +85,7 @@ def measure_costs(pipeline: Pipeline, state: TrainState, batch: Batch, *, repeat
     split it, measure a pipeline whose schedule is `with_split_backward`. `transfer` covers all values that a stage
     sends to another group for one microbatch, forward or backward.
     """
+    _check_one_process(pipeline, "measure_costs")
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}.")
     took: dict[tuple[str, int], list[float]] = {}
@@ -94,6 +97,14 @@ def measure_costs(pipeline: Pipeline, state: TrainState, batch: Batch, *, repeat
     of = {key: median(times) for key, times in took.items()}
     stages = range(pipeline.schedule.num_stages)
     return tuple(StageCost(*(of.get((what, stage), 0.0) for what in "FBWT")) for stage in stages)
+
+
+def _check_one_process(pipeline: Pipeline, what: str) -> None:
+    if pipeline.channel is not None:
+        raise ConfigError(
+            f"{what} looks at the clock of one process, and this run has {jax.process_count()}. Run it in one process "
+            "with as many devices: the schedule is the same."
+        )
 
 
 def with_split_backward(schedule: Schedule) -> Schedule:

@@ -149,7 +149,7 @@ def _exchange(x: Any, sharding: Sharding, key: Any) -> jax.Array | None:
     pieces: dict[Any, jax.Array] = {}
     if not is_fully_remote_sharding(x.sharding):
         # A copy in any case: what is sent is read later, when a next program may have taken the buffer by donation.
-        pieces = _pieces(_copy_to(route.layout)(_strong(as_jax_array(x))), route)
+        pieces = _pieces(copy_to(route.layout)(_strong(as_jax_array(x))), route)
     near: list[Any] = []
     senders: dict[int, list[Any]] = {}  # another process -> devices of this one, whose shards it sends
     receivers: dict[int, list[Any]] = {}  # another process -> its devices, which get shards from here
@@ -181,11 +181,12 @@ def _pieces(laid_out: jax.Array, route: Route) -> dict[Any, jax.Array]:
 
 
 def _relayout(value: jax.Array, layout: Sharding) -> jax.Array:
-    return value if value.sharding == layout else _copy_to(layout)(value)
+    return value if value.sharding == layout else copy_to(layout)(value)
 
 
 @lru_cache(maxsize=4096)
-def _copy_to(layout: Sharding) -> Callable[[jax.Array], jax.Array]:
+def copy_to(layout: Sharding) -> Callable[[jax.Array], jax.Array]:
+    """A jitted copy into `layout`, on the same devices."""
     return jax.jit(jnp.copy, out_shardings=layout)
 
 

@@ -14,19 +14,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh.checkpoint import Checkpointer, Keep
 from flax_mesh.checkpoint.find import CHECKPOINTS
 from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.mpmd.simulate import simulate
 from flax_mesh.mpmd.timeline import costs_of, trace_step, write_timeline
-from flax_mesh.sharding import PartitionRules, check_same_on_all_processes, sharding_fingerprint
+from flax_mesh.processes import Watch, stop_together
+from flax_mesh.sharding import PartitionRules, sharding_fingerprint
 from flax_mesh.state import TrainState
 from flax_mesh.train.batches import BatchFn, make_batch_fn, make_eval_fn, num_eval_batches, prefetch
 from flax_mesh.train.config import Change, CheckpointConfig, TrainConfig
 from flax_mesh.train.data import Corpus, decode, load_corpus
-from flax_mesh.train.folder import METRICS, check_resume, next_free, run_folder, write_config
+from flax_mesh.train.folder import METRICS, check_resume
 from flax_mesh.train.metrics import MetricsFile, Row, step_row
 from flax_mesh.train.program import TrainProgram, train_program
 from flax_mesh.train.record import layout_changes, layout_of, record
@@ -40,6 +41,14 @@ from flax_mesh.train.setup import (
 )
 from flax_mesh.train.start import start_from
 from flax_mesh.train.step import Step, in_mesh
+from flax_mesh.train.together import (
+    check_agreement,
+    folder_of_run,
+    is_first,
+    latest_step,
+    watch_pipeline,
+    write_config_once,
+)
 
 Say = Callable[[str], None]
 TRACED = 2  # steps before the one that --trace shows: they compile
@@ -66,6 +75,7 @@ def train(
     hooks: Sequence[Callable[[Row], None]] = (),
     should_stop: Callable[[], bool] = lambda: False,
     trace: str | Path | None = None,
+    watch: Watch | None = None,
 ) -> Result:
     """Train as `config` says; if `run.folder` holds a checkpoint of this run, go on from there.
 
@@ -73,9 +83,14 @@ def train(
     Once `should_stop()` is true the step at hand is finished and saved. `trace`: a file for the times of all actions of
     a pipeline's third step, with a picture beside it. Raises ConfigError, before anything compiles,
     for settings that are wrong or that differ from the checkpoint's in what changes the result (`allow_changes`).
+
+    In a run of several processes each calls it alike; all have the hooks, process 0 alone says and writes, and all stop
+    after the same step once one should. `watch` is told what a pipeline waits for.
     """
     if problems := check_config(config):
         raise ConfigError(problems)
+    say = say if is_first() else lambda text: None
+    should_stop = stop_together(should_stop)
     mesh = make_mesh(config, say)
     rules = run_rules(config)
     if problems := check_on_mesh(config, mesh, rules.axes):
@@ -87,14 +102,13 @@ def train(
     if problems := check_on_corpus(config, corpus):
         raise ConfigError(problems)
     functions = _functions(config, mesh, program, rules, corpus)
-    wanted = Path(config.run.folder).expanduser()
-    folder = next_free(wanted) if restart else wanted
-    with run_folder(folder):
+    watch_pipeline(watch, program)
+    with folder_of_run(Path(config.run.folder).expanduser(), restart) as folder:
         run = _Run(config, recipe, mesh, rules, program, corpus, functions, folder, say, hooks, should_stop, trace)
-        check_same_on_all_processes(run.fingerprint, "sharding (recipe, settings, code)")
+        check_agreement(run.record(0, {}))
         _describe(run)
         with _checkpointer(config.checkpoint, folder / CHECKPOINTS, rules.layers) as checkpointer:
-            step = checkpointer.latest_step()
+            step = latest_step(checkpointer)
             for damaged, problems in checkpointer.damaged.items():
                 more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
                 say(
@@ -103,7 +117,7 @@ def train(
                 )
             if step is None:
                 say(f"run: {folder} is new, {config.run.steps} steps")
-                write_config(folder, config)
+                write_config_once(folder, config)
                 return _steps(run, checkpointer, _initial(run), 0)
             for change in _changes(run, checkpointer, step, allow_changes):
                 say(f"changed since the checkpoint: {change}")
@@ -115,7 +129,7 @@ def train(
                 say(f"layout: saved on another, {moved[0]}" + f"; {len(moved) - 1} more lines" * (len(moved) > 1))
             restored = checkpointer.restore(program.layout.to_nnx(), step, verify=False)  # latest_step has
             leaves = tuple(jax.tree.leaves(restored))
-            write_config(folder, config)
+            write_config_once(folder, config)
             return _steps(run, checkpointer, TrainState(leaves, program.layout.definition), step)
 
 
@@ -145,6 +159,20 @@ class _Run:
     def layout(self) -> dict[str, str]:
         """path on disk -> how the array is split."""
         return layout_of(self.program.layout.to_nnx(), self.rules.layers)
+
+    def record(self, step: int, row: Row) -> dict[str, Any]:
+        """What is written beside the state of a step."""
+        return record(
+            step,
+            recipe=self.recipe,
+            config=self.config,
+            mesh=self.mesh,
+            rules=self.rules,
+            layout=self.layout,
+            fingerprint=self.fingerprint,
+            corpus=self.corpus,
+            row=row,
+        )
 
     @property
     def parameters(self) -> list[Any]:
@@ -231,18 +259,7 @@ def _save(run: _Run, checkpointer: Checkpointer, step: int, state: TrainState, r
 
     The final one must not fail, whatever the config says: a run that is done has its state on disk.
     """
-    metadata = record(
-        step,
-        recipe=run.recipe,
-        config=run.config,
-        mesh=run.mesh,
-        rules=run.rules,
-        layout=run.layout,
-        fingerprint=run.fingerprint,
-        corpus=run.corpus,
-        row=row,
-    )
-    save = partial(checkpointer.save, step, state.to_nnx(), metadata)
+    save = partial(checkpointer.save, step, state.to_nnx(), run.record(step, row))
     for call in (checkpointer.wait, save):  # if the save before has failed, this one is begun all the same
         try:
             call()
@@ -265,6 +282,8 @@ def _check_trace(config: TrainConfig, path: Path, program: TrainProgram) -> None
         problems.append(
             f"--trace {path}: only a pipeline has actions to show; add pp to mesh.shape={config.mesh.shape}"
         )
+    elif program.pipeline.channel is not None:
+        problems.append(f"--trace {path}: it needs all groups in one process, and this run has {jax.process_count()}")
     if path.suffix == ".svg":
         problems.append(f"--trace {path}: the picture goes there; name the trace, such as {path.with_suffix('.json')}")
     if not path.parent.is_dir():
@@ -294,7 +313,7 @@ class _Rows:
 
     def __init__(self, run: _Run, start: int):
         self.run = run
-        self.file = MetricsFile(run.folder / METRICS)
+        self.file = MetricsFile(run.folder / METRICS) if is_first() else None
         self.last: Row = {}
         self._lost = 0  # rows in a row that could not be written
         self._pending: tuple[int, Any, float] | None = None
@@ -331,6 +350,8 @@ class _Rows:
             hook(self.last)
 
     def _write(self) -> None:
+        if self.file is None:
+            return
         try:
             self.file.write(self.last)
         except SaveError as error:
@@ -343,7 +364,8 @@ class _Rows:
             self._lost = 0
 
     def close(self) -> None:
-        self.file.close()
+        if self.file is not None:
+            self.file.close()
 
 
 def _functions(
@@ -420,5 +442,6 @@ def _sample(run: _Run, state: TrainState) -> str:
             model.eval()
             return sample(model, prompt, num_tokens, key)
 
-    tokens = jax.jit(continue_text)(leaves, prompt, jax.random.key(run.config.run.seed))
+    whole = NamedSharding(run.mesh, PartitionSpec())  # so that every process can read them
+    tokens = jax.jit(continue_text, out_shardings=whole)(leaves, prompt, jax.random.key(run.config.run.seed))
     return decode(np.asarray(tokens))

@@ -104,10 +104,12 @@ def nap_alone(ms: float) -> float:
     return statistics.median(took[1:]) * 1e3
 
 
-def sleepy_pipeline(name: str, ms: float, count: int) -> tuple[Pipeline, dict[str, np.ndarray]]:
+def sleepy_pipeline(
+    name: str, ms: float, count: int, num_groups: int = GROUPS
+) -> tuple[Pipeline, dict[str, np.ndarray]]:
     """A pipeline whose stages sleep, and a batch of `count` microbatches for it; `load_nap` comes first."""
-    num_layers, micros = SCHEDULES[name], round(ms * 1000)
-    groups = MpmdMesh(create_mesh((GROUPS, 1), ("pp", "dp"), devices=jax.devices()[:GROUPS]), "pp")
+    num_layers, micros = SCHEDULES[name] * num_groups // GROUPS, round(ms * 1000)
+    groups = MpmdMesh(create_mesh((num_groups, 1), ("pp", "dp"), devices=jax.devices()[:num_groups]), "pp")
     product = sleepy_product(micros, micros, micros)
     rng = np.random.default_rng(0)
     batch = {key: rng.normal(size=(count * ROWS, WIDTH)).astype(np.float32) for key in "xy"}
@@ -119,7 +121,7 @@ def sleepy_pipeline(name: str, ms: float, count: int) -> tuple[Pipeline, dict[st
         balance="count",
         mesh=groups.unstack[0],
     )
-    schedule = make_schedule(name, num_groups=GROUPS, num_microbatches=count)
+    schedule = make_schedule(name, num_groups=num_groups, num_microbatches=count)
     return Pipeline(staged, groups, schedule, optax.sgd(1e-3)), batch
 
 
@@ -130,9 +132,9 @@ def costs_of_sleep(schedule: Schedule, ms: float) -> list[StageCost]:
     return [first] + [StageCost(ms, ms, ms)] * (schedule.num_stages - 1)
 
 
-def measure(name: str, ms: float, count: int, steps: int) -> dict[str, float]:
+def measure(name: str, ms: float, count: int, steps: int, num_groups: int = GROUPS) -> dict[str, float]:
     """The median step, the makespan, their ratio, and the host's time until the step returned, in milliseconds."""
-    pipeline, batch = sleepy_pipeline(name, ms, count)
+    pipeline, batch = sleepy_pipeline(name, ms, count, num_groups)
     state = pipeline.init_state()
     took, returned = [], []
     for _ in range(steps + 2):  # the first two compile

@@ -1,0 +1,57 @@
+"""How a process becomes one of several: told on the command line, or as the cluster tells JAX."""
+
+import re
+from typing import NamedTuple
+
+import jax
+from jax._src import distributed, xla_bridge  # no public name for what is asked of them here
+
+from flax_mesh.errors import ConfigError
+
+PROCESS = re.compile(r"(\d+)/(\d+)@(.+:\d+)")
+NO_CLUSTER = "coordinator_address should be defined"  # what JAX says where it finds none
+
+
+class Processes(NamedTuple):
+    """This process is number `index` of `count`; number 0 listens at `coordinator`, "host:port"."""
+
+    index: int
+    count: int
+    coordinator: str
+
+
+def parse_processes(text: str) -> Processes:
+    """ "2/4@127.0.0.1:1234"; ConfigError for anything else."""
+    match = PROCESS.fullmatch(text)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise ConfigError(f"--process must be I/N@HOST:PORT with I in 0..N-1, such as 2/4@10.0.0.1:1234, got {text!r}")
+    return Processes(int(match[1]), int(match[2]), match[3])
+
+
+def start_processes(given: Processes | None) -> int:
+    """Start jax.distributed, before the first use of a device; without a cluster and `given` there is nothing to start.
+    Gives the number of processes.
+
+    What JAX detects by itself: SLURM, Open MPI, Kubernetes, Cloud TPU. A process that JAX was used in before, such as a
+    notebook, stays alone.
+    """
+    if given is not None:
+        # Only where the others are told to reach it does the coordinator listen; JAX's default is every address.
+        jax.distributed.initialize(
+            given.coordinator,
+            given.count,
+            given.index,
+            coordinator_bind_address=given.coordinator,
+            cluster_detection_method="deactivate",
+        )
+    elif not jax.distributed.is_initialized() and not _in_use():
+        try:
+            jax.distributed.initialize()
+        except ValueError as error:
+            if NO_CLUSTER not in str(error):
+                raise
+    return distributed.global_state.num_processes or 1
+
+
+def _in_use() -> bool:
+    return xla_bridge.backends_are_initialized()

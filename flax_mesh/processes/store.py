@@ -1,0 +1,55 @@
+"""The key-value store that the processes of jax.distributed share: short texts, each written once."""
+
+from collections import Counter
+from functools import lru_cache
+from typing import Any
+
+import jax
+from jax._src import distributed  # JAX has no public name for the store
+
+ROOT = "flax_mesh"
+
+
+def put_text(key: str, text: str, *, overwrite: bool = False) -> None:
+    """Write what every process can read. A key that is written already is an error, unless `overwrite`."""
+    _client().key_value_set(f"{ROOT}/{key}", text, allow_overwrite=overwrite)
+
+
+def get_text(key: str, timeout_s: float) -> str:
+    """What some process writes under `key`, waiting for it; TimeoutError after `timeout_s`."""
+    try:
+        return _client().blocking_key_value_get(f"{ROOT}/{key}", int(1000 * timeout_s))
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+        raise TimeoutError(f"nobody has written {key} within {timeout_s:.0f} s") from error
+
+
+def try_get_text(key: str) -> str | None:
+    """What stands under `key` now, None: nothing."""
+    try:
+        return _client().key_value_try_get(f"{ROOT}/{key}")
+    except jax.errors.JaxRuntimeError as error:
+        if "NOT_FOUND" not in str(error):
+            raise
+        return None
+
+
+def call_number(name: str) -> int:
+    """How often this process has asked for it: equal in all processes that make the same calls, so that a key that is
+    written once can be used again under another number."""
+    counts = _counts()
+    counts[name] += 1
+    return counts[name]
+
+
+@lru_cache(maxsize=1)
+def _counts() -> Counter[str]:
+    return Counter()  # one, as there is one jax.distributed in a process
+
+
+def _client() -> Any:
+    client = distributed.global_state.client
+    if client is None:
+        raise RuntimeError("jax.distributed is not initialised: this process has nobody to share anything with.")
+    return client

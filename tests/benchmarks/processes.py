@@ -1,0 +1,166 @@
+"""Do the processes of a pipeline work at the same time? A process for each group, on this machine.
+
+"overlap": stages that sleep, as in the benchmark of that name; the median step over the makespan of the schedule.
+"cores": real matrix products, two processes pinned to a core each against one process with both groups pinned to one
+core, best of `--repeats`; with M microbatches and two groups the ideal is 2M / (M + 1). It needs two idle cores.
+
+    python -m tests.benchmarks processes [--processes 2,4] [--ms 50] [--microbatches 8] [--steps 7] [--cores]
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+from flax_mesh import create_mesh
+from flax_mesh.mpmd import MpmdMesh, Pipeline, make_schedule, split_stages
+from tests.benchmarks import overlap
+from tests.multiprocess.processes import free_port
+
+ROOT = Path(__file__).parent.parent.parent
+LIMIT_S = 300
+WIDTH, ROWS, LAYERS = 512, 256, 8
+
+
+def start_workers(count: int, what: str, arguments: argparse.Namespace, devices: int = 1) -> list[Any]:
+    """The answers of `count` processes, each a dict."""
+    port = free_port()
+    options = [str(arguments.ms), str(arguments.microbatches), str(arguments.steps)]
+    started = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "tests.benchmarks", "processes", "--worker", what),
+                *map(str, (index, count, port, devices)),
+                *options,
+            ],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(count)
+    ]
+    try:
+        outputs = [process.communicate(timeout=LIMIT_S)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    if any(process.returncode for process in started):
+        raise RuntimeError(f"{what}: exit codes {[process.returncode for process in started]}")
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+def work(what: str, index: int, count: int, port: int, devices: int, ms: float, microbatches: int, steps: int) -> None:
+    """One process: prints its answer as JSON."""
+    if what == "cores":
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[index]})
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
+    if count > 1:
+        address = f"127.0.0.1:{port}"
+        jax.distributed.initialize(
+            address, count, index, coordinator_bind_address=address, cluster_detection_method="deactivate"
+        )
+    if what == "cores":
+        print(json.dumps(real_steps(microbatches, steps)))
+    elif reason := overlap.load_nap():
+        print(json.dumps({"skipped": reason}))
+    else:
+        print(json.dumps(overlap.measure(what, ms, microbatches, steps, count)))
+
+
+def real_steps(count: int, steps: int) -> dict[str, float]:
+    """Median and best step of two groups that multiply matrices, in milliseconds."""
+    groups = MpmdMesh(create_mesh((2, 1), ("pp", "dp"), devices=jax.devices()[:2]), "pp")
+    schedule = make_schedule("1f1b", num_groups=2, num_microbatches=count)
+    rng = np.random.default_rng(0)
+    batch = {key: rng.normal(size=(count * ROWS, WIDTH)).astype(np.float32) for key in "xy"}
+    micro = {key: x[:ROWS] for key, x in batch.items()}
+    staged = split_stages(
+        overlap.loss_fn,
+        lambda: Wide(nnx.Rngs(0)),
+        micro,
+        num_stages=2,
+        balance="count",
+        mesh=groups.unstack[0],
+    )
+    pipeline = Pipeline(staged, groups, schedule, optax.sgd(1e-3))
+    state = pipeline.init_state()
+    took = []
+    for _ in range(steps + 2):  # the first two compile
+        start = time.perf_counter()
+        state, metrics = pipeline.step(state, batch)
+        jax.block_until_ready((state.leaves, metrics))
+        took.append(time.perf_counter() - start)
+    return {"median_ms": statistics.median(took[2:]) * 1e3, "best_ms": min(took[2:]) * 1e3}
+
+
+class Wide(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(LAYERS)])
+
+    def __call__(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = x + jax.nn.tanh(layer(x))
+        return x
+
+
+def compare_overlap(arguments: argparse.Namespace) -> dict[str, Any]:
+    rows: dict[str, Any] = {}
+    for count in map(int, arguments.processes.split(",")):
+        for name in arguments.schedules.split(","):
+            found = start_workers(count, name, arguments)
+            if "skipped" in found[0]:
+                print(f"skipped: {found[0]['skipped']}")
+                return {}
+            row = max(found, key=lambda one: one["step_ms"])  # the slowest process: a step has ended when all have
+            rows[f"{count} {name}"] = row
+            print(
+                f"{count} processes, {name:<17} step {row['step_ms']:7.1f} ms, makespan {row['makespan_ms']:7.1f} ms: "
+                f"{row['ratio']:.3f} (best {row['best_ratio']:.3f}; returned after {row['returned_ms']:.1f} ms)",
+                flush=True,
+            )
+    return rows
+
+
+def compare_cores(arguments: argparse.Namespace) -> dict[str, Any]:
+    best = {1: float("inf"), 2: float("inf")}
+    for _ in range(arguments.repeats):
+        for count in best:
+            found = start_workers(count, "cores", arguments, devices=2 // count)
+            best[count] = min(best[count], max(one["best_ms"] for one in found))
+    ratio, ideal = best[1] / best[2], 2 * arguments.microbatches / (arguments.microbatches + 1)
+    print(f"one core {best[1]:.1f} ms, two cores {best[2]:.1f} ms: {ratio:.2f} times as fast, ideal {ideal:.2f}")
+    return {"one_ms": best[1], "two_ms": best[2], "ratio": ratio, "ideal": ideal}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks processes")
+    parser.add_argument("--processes", default="2,4")
+    parser.add_argument("--ms", type=float, default=50.0, help="what a layer sleeps for F, for B and for W")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--schedules", default="1f1b,zb-h1", help="joined by commas")
+    parser.add_argument("--cores", action="store_true", help="real work on two cores instead")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--worker", nargs=8, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        what, index, count, port, devices, ms, microbatches, steps = arguments.worker
+        work(what, int(index), int(count), int(port), int(devices), float(ms), int(microbatches), int(steps))
+        return 0
+    found = compare_cores(arguments) if arguments.cores else compare_overlap(arguments)
+    print(json.dumps({key: value for key, value in vars(arguments).items() if key != "worker"} | {"found": found}))
+    return 0

@@ -1,0 +1,68 @@
+"""Pipelines that tests run in one process, and in several by `tests.multiprocess.worker`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from flax_mesh.models import make_decoder, next_token_loss
+from flax_mesh.mpmd import Pipeline, make_schedule, split_stages
+from tests.mpmd.test_pipeline import CONFIG, FAST, decoder_batch, groups, make_net, net_batch, net_loss
+
+STEPS, ROWS, COUNT = 20, 8, 4
+
+
+def clipped() -> optax.GradientTransformation:
+    """A clip that is always at work, skipping what is not finite."""
+    inner = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
+    return optax.apply_if_finite(inner, max_consecutive_errors=5)
+
+
+# model, both with tied embeddings -> make, loss, batch(rows, seed), rules (None: the model's own)
+MODELS: dict[str, Any] = {
+    "net": (make_net, net_loss, net_batch, [("kernel$|embedding$", ("embed", None)), (".*", ())]),
+    "decoder": (lambda: make_decoder(CONFIG, nnx.Rngs(0)), next_token_loss, decoder_batch, None),
+}
+
+
+def parse_sizes(text: str) -> dict[str, int]:
+    """ "pp:2,fsdp:2"."""
+    return {name: int(size) for name, size in (part.split(":") for part in text.split(","))}
+
+
+def make_pipeline(model: str, schedule: str, sizes: dict[str, int]) -> Pipeline:
+    """On as many devices as `sizes` say."""
+    make, loss, batch, rules = MODELS[model]
+    mesh = groups(**sizes)
+    plan = make_schedule(schedule, num_groups=mesh.mpmd_dim, num_microbatches=COUNT)
+    micro = jax.tree.map(lambda x: x[: ROWS // COUNT], batch(ROWS))
+    staged = split_stages(loss, make, micro, num_stages=plan.num_stages, mesh=mesh.unstack[0])
+    return Pipeline(staged, mesh, plan, clipped(), rules=rules, compiler_options=FAST)
+
+
+def batches(model: str, steps: int) -> list[Any]:
+    """Numpy batches, the same in every process."""
+    make_batch = MODELS[model][2]
+    return [make_batch(ROWS, seed=seed) for seed in range(steps)]
+
+
+def named_shards(pipeline: Pipeline, state: Any) -> dict[str, np.ndarray]:
+    """ "leaf/place of the device in the mesh" -> shard, of the shards that are here."""
+    places = {device: at for at, device in enumerate(pipeline.mesh.jax_mesh.devices.flat)}
+    found = {}
+    for at, leaf in enumerate(state.leaves):
+        leaf = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+        found |= {f"{at}/{places[shard.device]}": np.asarray(shard.data) for shard in leaf.addressable_shards}
+    return found
+
+
+def train(pipeline: Pipeline, model: str, steps: int = STEPS) -> tuple[Any, list[dict[str, float]]]:
+    """(state, metrics of every step)."""
+    state, rows = pipeline.init_state(), []
+    for batch in batches(model, steps):
+        state, metrics = pipeline.step(state, batch)
+        rows.append({name: float(np.asarray(value)) for name, value in metrics.items()})
+    return state, rows

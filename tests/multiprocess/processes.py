@@ -1,0 +1,102 @@
+"""Real processes for tests: started together on 127.0.0.1, ended by their own ids, within a hard limit."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent.parent
+TIME_LIMIT_S = 240  # of one process; each also ends itself by then, see `tests.multiprocess.worker`
+
+
+class Ended(NamedTuple):
+    """How a process ended."""
+
+    code: int
+    output: str
+
+
+class Running:
+    """A process whose output is read as it comes."""
+
+    def __init__(self, arguments: Sequence[str]):
+        self.process = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+
+    @property
+    def output(self) -> str:
+        return "".join(self.lines)
+
+    def wait_for(self, text: str, limit_s: float = TIME_LIMIT_S) -> None:
+        """Until `text` has been printed; AssertionError where it ends before, or does not print it in time."""
+        end = time.monotonic() + limit_s
+        while text not in self.output:
+            assert self.process.poll() is None, f"ended with {self.process.returncode} before {text!r}:\n{self.output}"
+            assert time.monotonic() < end, f"{text!r} was not printed within {limit_s} s:\n{self.output}"
+            time.sleep(0.02)
+
+    def ended(self, limit_s: float = TIME_LIMIT_S) -> Ended:
+        """Once it has ended; AssertionError with its output where it does not in time."""
+        try:
+            code = self.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {limit_s} s:\n{self.output}") from None
+        self._reader.join(10)
+        return Ended(code, self.output)
+
+    def end(self) -> None:
+        """Kill it, if it still runs."""
+        if self.process.poll() is None:
+            os.kill(self.process.pid, signal.SIGCONT)
+            self.process.kill()
+        self.process.wait(10)
+        self._reader.join(10)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_workers(case: str, processes: int, devices: int, *arguments: str) -> list[Ended]:
+    """Every process of a case of `tests.multiprocess.worker`, once all have ended."""
+    port = free_port()
+    started: list[Running] = []
+    try:
+        for process in range(processes):
+            numbers = map(str, (process, processes, port, devices))
+            started.append(Running(["-m", "tests.multiprocess.worker", case, *numbers, *arguments]))
+        return [running.ended() for running in started]
+    finally:
+        for running in started:
+            running.end()
+
+
+def assert_all_done(ended: Sequence[Ended], text: str) -> None:
+    """Every process ended with 0 and printed `text`; otherwise all outputs."""
+    good = all(one.code == 0 and text in one.output for one in ended)
+    assert good, "\n".join(f"--- process {i}, exit code {one.code}\n{one.output}" for i, one in enumerate(ended))

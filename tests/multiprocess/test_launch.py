@@ -1,0 +1,217 @@
+"""`flax-mesh launch`: whole runs in several processes, stopped, killed, resumed, and in other numbers of processes."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from tests.multiprocess.processes import Running, free_port
+
+SETTINGS = (
+    "recipes/tiny.py",
+    "model.hidden_size=32",
+    "model.mlp_size=64",
+    "data.sequence_length=16",
+    "data.batch_size=16",  # four rows a microbatch, for fsdp:4
+    "pipeline.microbatches=4",
+    "run.eval_every=0",
+    "run.sample_tokens=0",
+    "checkpoint.keep=100",
+)
+LIMIT_S = 400
+
+
+def train(folder: Path, *more: str) -> list[str]:
+    return ["train", *SETTINGS, f"run.folder={folder}", *more]
+
+
+def start(processes: int, devices: int, folder: Path, *more: str) -> Running:
+    options = ["-n", str(processes), "--devices-per-process", str(devices)]
+    return Running(["-u", "-m", "flax_mesh.cli", "launch", *options, "--", *train(folder, *more)])
+
+
+def run(processes: int, devices: int, folder: Path, *more: str) -> str:
+    """The output of a launch, or of a plain run in one process, that ends well."""
+    if processes == 1:
+        running = Running(["-m", "flax_mesh.cli", *train(folder, f"run.platform=cpu:{devices}", *more)])
+    else:
+        running = start(processes, devices, folder, *more)
+    try:
+        ended = running.ended(LIMIT_S)
+    finally:
+        running.end()
+    assert ended.code == 0, ended.output
+    return ended.output
+
+
+def losses(folder: Path) -> dict[int, list[float]]:
+    """Step -> its losses, one for every time that it ran."""
+    found: dict[int, list[float]] = {}
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        found.setdefault(row["step"], []).append(row["loss"])
+    return found
+
+
+def stored(folder: Path, step: int) -> dict[str, np.ndarray]:
+    """The state of a step as plain Orbax reads it, in this process."""
+    path, plain = folder / "checkpoints" / str(step) / "state", ocp.PyTreeCheckpointer()
+    tree: Any = plain.metadata(path).item_metadata
+    numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree.tree)
+    tree = plain.restore(path, args=ocp.args.PyTreeRestore(restore_args=numpy))
+    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+def assert_same_state(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
+    assert a and a.keys() == b.keys()
+    for path, value in a.items():
+        assert value.dtype == b[path].dtype and np.array_equal(value, b[path]), path
+
+
+def children(running: Running) -> dict[int, int]:
+    """Number of each process of a launch that still runs -> its process id."""
+    found = {}
+    listed = subprocess.run(
+        ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(running.process.pid)], capture_output=True, text=True
+    )
+    for line in listed.stdout.splitlines():
+        pid, _, arguments = line.strip().partition(" ")
+        if match := re.search(r"--process=(\d+)/", arguments):
+            found[int(match[1])] = int(pid)
+    return found
+
+
+def test_a_launch_trains_and_one_process_goes_on(tmp_path):
+    folder = tmp_path / "run"
+    output = run(2, 1, folder, "mesh.shape=pp:2", "model.num_layers=2", "run.steps=4", "checkpoint.every=2")
+    assert "[0] finished at step 4" in output and "[1] step" not in output
+    assert f"[0] train on: flax-mesh launch -n 2 --devices-per-process=1 -- train {SETTINGS[0]}" in output
+    output = run(1, 1, folder, "mesh.shape=dp:1", "model.num_layers=2", "run.steps=6")
+    assert "at step 4; resuming, 2 steps to go" in output
+    found = losses(folder)
+    assert sorted(found) == [1, 2, 3, 4, 5, 6] and found[6] < found[1]
+
+
+@pytest.mark.slow
+def test_checkpoints_move_between_numbers_of_processes(tmp_path):
+    """Saved by four processes; read by one without pp, by two with pp2, and by plain Orbax: the same bits."""
+    folder = tmp_path / "run"
+    run(4, 1, folder, "mesh.shape=pp:4", "run.steps=3", "checkpoint.every=3")
+    saved = stored(folder, 3)
+    for number, (processes, devices, shape) in enumerate([(1, 1, "dp:1"), (2, 2, "pp:2,fsdp:2"), (2, 2, "fsdp:4")]):
+        output = run(processes, devices, folder, f"mesh.shape={shape}", f"run.steps={4 + number}", "checkpoint.every=1")
+        assert f"at step {3 + number}; resuming, 1 steps to go" in output
+    output = run(4, 1, folder, "mesh.shape=pp:4", "run.steps=7", "checkpoint.every=1")
+    assert "at step 6; resuming" in output
+    assert_same_state(saved, stored(folder, 3))
+    whole = tmp_path / "whole"
+    run(1, 1, whole, "mesh.shape=dp:1", "run.steps=7")
+    for step, found in losses(whole).items():
+        np.testing.assert_allclose(losses(folder)[step], found, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_signal_saves_and_stops_all_at_one_step(tmp_path):
+    folder = tmp_path / "run"
+    running = start(2, 1, folder, "mesh.shape=pp:2", "run.steps=100000", "checkpoint.every=100000")
+    try:
+        running.wait_for("step     10 ", LIMIT_S)
+        os.kill(running.process.pid, signal.SIGTERM)
+        ended = running.ended(60)
+    finally:
+        running.end()
+    assert ended.code == 4, ended.output
+    step = max(losses(folder))
+    assert f"stopped at step {step}" in ended.output
+    assert [int(path.name) for path in (folder / "checkpoints").iterdir()] == [step]
+    output = run(2, 1, folder, "mesh.shape=pp:2", f"run.steps={step + 2}")
+    assert f"at step {step}; resuming, 2 steps to go" in output
+
+
+@pytest.mark.slow
+def test_a_stopped_process_is_noticed_in_time(tmp_path):
+    running = start(4, 1, tmp_path / "run", "mesh.shape=pp:4", "run.steps=100000", "checkpoint.every=100000")
+    try:
+        running.wait_for("step      5 ", LIMIT_S)
+        os.kill(children(running)[2], signal.SIGSTOP)
+        stopped = time.monotonic()
+        running.wait_for("flax-mesh: process 2 has said nothing for", 60)
+        assert time.monotonic() - stopped < 15  # the promise itself
+        ended = running.ended(60)
+    finally:
+        running.end()
+    assert ended.code == 5, ended.output
+    assert "from group 2 (process 2)" in ended.output
+    assert "process 2 was ended by SIGKILL" in ended.output  # by the launcher: it would stay stopped for ever
+
+
+@pytest.mark.slow
+def test_killed_runs_resume_bit_for_bit(tmp_path):
+    """Ten kill -9, each of a random process at a random time."""
+    steps, kills = 60, 10
+    common = ("mesh.shape=pp:4", f"run.steps={steps}", "checkpoint.every=2")
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    run(4, 1, whole, *common)
+    numbers = random.Random(0)
+    resumed = 0
+    for kill in range(kills):
+        running = start(4, 1, folder, *common)
+        try:
+            target = 5 * (kill + 1) + numbers.randrange(3)
+            running.wait_for(f"step {target:>6} ", LIMIT_S)
+            victim = numbers.randrange(4)
+            os.kill(children(running)[victim], signal.SIGKILL)
+            ended = running.ended(60)
+        finally:
+            running.end()
+        assert ended.code == 5 and f"process {victim} was ended by SIGKILL" in ended.output, ended.output
+        assert kill == 0 or "; resuming," in ended.output, ended.output
+        resumed += "; resuming," in ended.output
+    output = run(4, 1, folder, *common)
+    assert "; resuming," in output and resumed == kills - 1
+    expected, found = losses(whole), losses(folder)
+    assert sorted(found) == sorted(expected) == list(range(1, steps + 1))
+    assert any(len(times) > 1 for times in found.values())  # some steps ran more than once
+    for step, times in found.items():
+        assert times == expected[step] * len(times), step
+    assert_same_state(stored(folder, steps), stored(whole, steps))
+
+
+@pytest.mark.slow
+def test_processes_that_were_started_differently_say_how(tmp_path):
+    port = free_port()
+    started: list[Running] = []
+    try:
+        for index in range(2):
+            arguments = train(tmp_path / "run", "run.platform=cpu:2", "mesh.shape=pp:2", f"run.seed={index}")
+            started.append(Running(["-m", "flax_mesh.cli", *arguments, f"--process={index}/2@127.0.0.1:{port}"]))
+        ended = [running.ended(LIMIT_S) for running in started]
+    finally:
+        for running in started:
+            running.end()
+    for one in ended:
+        assert one.code == 2, one.output
+        assert "config run.seed: 0 on process 0; 1 on process 1" in one.output
+
+
+def test_launch_says_what_is_wrong_with_its_arguments():
+    for arguments, message in (
+        (["-n", "0", "--", "train", "x.py"], "-n must be at least 1, got 0"),
+        (["-n", "2", "--", "mesh", "dp:2"], "launch starts train alone, got mesh"),
+    ):
+        running = Running(["-m", "flax_mesh.cli", "launch", *arguments])
+        try:
+            ended: Any = running.ended(60)
+        finally:
+            running.end()
+        assert ended.code == 2 and message in ended.output

@@ -1,0 +1,126 @@
+"""A pipeline over several processes: the numbers of one process with the same schedule, and those of one device."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flax_mesh.mpmd import Pipeline
+from tests.mpmd.test_pipeline import FAST, plain
+from tests.multiprocess.cases import (
+    COUNT,
+    MODELS,
+    STEPS,
+    batches,
+    clipped,
+    make_pipeline,
+    named_shards,
+    parse_sizes,
+    train,
+)
+from tests.multiprocess.processes import assert_all_done, run_workers
+
+# model, schedule, mesh, processes, devices of each
+LIGHT = [("net", "1f1b", "pp:2,fsdp:2", 2, 2)]
+MATRIX: list[tuple[str, str, str, int, int]] = [
+    ("decoder", "1f1b", "pp:2,fsdp:2", 2, 2),
+    ("net", "1f1b", "pp:4", 4, 1),
+    ("net", "interleaved-1f1b", "pp:2", 2, 1),
+    ("net", "zb-h1", "pp:4", 4, 1),
+    ("net", "zb-h1", "pp:2,fsdp:2", 2, 2),
+    ("decoder", "zb-h1", "pp:4", 4, 1),
+    ("decoder", "interleaved-1f1b", "pp:2,tp:2", 2, 2),
+    ("net", "1f1b", "pp:4", 2, 2),  # two groups in each process
+    ("net", "zb-h1", "pp:2,fsdp:2", 4, 1),  # two processes share a group
+    ("decoder", "1f1b", "pp:2,fsdp:2,tp:2", 4, 2),  # the same with two devices each
+]
+
+
+def reports(folder: Path, processes: int) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"report{process}.json").read_text()) for process in range(processes)]
+
+
+def shards(folder: Path, processes: int) -> dict[str, np.ndarray]:
+    """ "leaf/device" -> shard, of all processes; a device is one process's alone."""
+    found: dict[str, np.ndarray] = {}
+    for process in range(processes):
+        own = dict(np.load(folder / f"shards{process}.npz"))
+        assert own and not own.keys() & found.keys()
+        found |= own
+    return found
+
+
+def losses(rows: list[dict[str, float]]) -> list[float]:
+    return [row["loss"] for row in rows]
+
+
+def on_one_device(model: str, steps: int) -> list[dict[str, float]]:
+    make, loss, _, _ = MODELS[model]
+    state, step = plain(make, loss, clipped(), COUNT, compiler_options=FAST)
+    rows = []
+    for batch in batches(model, steps):
+        state, metrics = step(state, batch)
+        rows.append({name: float(value) for name, value in metrics.items()})
+    return rows
+
+
+def check(model: str, schedule: str, sizes: str, processes: int, devices: int, folder: Path, steps: int) -> None:
+    arguments = (model, schedule, sizes, str(folder), str(steps))
+    assert_all_done(run_workers("train", processes, devices, *arguments), "train is done")
+    found = reports(folder, processes)
+    for report in found[1:]:  # every process has all metrics, the same to the bit
+        assert report["rows"] == found[0]["rows"]
+        assert report["sums"] == found[0]["sums"]
+    pipeline = make_pipeline(model, schedule, parse_sizes(sizes))
+    state, rows = train(pipeline, model, steps)
+    assert len(rows) == steps and rows[0]["loss"] != rows[-1]["loss"]
+    np.testing.assert_allclose(losses(found[0]["rows"]), losses(rows), rtol=1e-6)
+    assert found[0]["rows"][0].keys() == rows[0].keys()
+    np.testing.assert_allclose(losses(found[0]["rows"]), losses(on_one_device(model, steps)), rtol=1e-5)
+    sums = pipeline.evaluate(state, batches(model, 1)[0])
+    for name, value in sums.items():
+        np.testing.assert_allclose(found[0]["sums"][name], np.asarray(value), rtol=1e-6)
+    have, want = shards(folder, processes), named_shards(pipeline, state)
+    assert have.keys() == want.keys()
+    for name, value in want.items():
+        np.testing.assert_allclose(have[name], value, rtol=1e-5, atol=1e-5 * np.abs(value).max(initial=0))
+    check_stages([set(report["compiled"]) for report in found], pipeline, processes)
+
+
+def check_stages(compiled: list[set[int]], pipeline: Pipeline, processes: int) -> None:
+    """Every stage is compiled in the processes that have devices of its group, and in these alone."""
+    devices = pipeline.mesh.jax_mesh.size // processes  # of one process, in JAX's order: row by row of the mesh
+    per_group = pipeline.mesh.jax_mesh.size // pipeline.mesh.mpmd_dim
+    for process, stages in enumerate(compiled):
+        own = {place // per_group for place in range(process * devices, (process + 1) * devices)}
+        assert stages == {stage for stage, group in enumerate(pipeline.group_of) if group in own}
+
+
+@pytest.mark.parametrize(("model", "schedule", "sizes", "processes", "devices"), LIGHT)
+def test_processes_give_the_numbers_of_one(model, schedule, sizes, processes, devices, tmp_path):
+    check(model, schedule, sizes, processes, devices, tmp_path, steps=5)
+
+
+@pytest.mark.slow
+def test_another_shape_is_refused_before_it_is_sent():
+    ended = run_workers("mismatch", 2, 1)
+    assert [one.code for one in ended] == [0, 0], [one.output for one in ended]
+    shapes = [re.findall(r'"shape": \[(\d+), 3, 8\]', one.output) for one in ended]
+    assert shapes == [["4", "2"], ["2", "4"]]  # what group 1 sends and group 0 expects, and the other way round
+
+
+def test_the_code_of_the_page_runs_in_two_processes():
+    ended = run_workers("page", 2, 4)
+    assert_all_done(ended, "page is done")
+    found = [re.search(r"(\d) of 9 leaves have a shard here; loss (\S+)", one.output) for one in ended]
+    first, second = [(int(match[1]), match[2]) for match in found if match]
+    assert first[0] == second[0] == 5 and first[1] == second[1]  # two layers of two leaves each, and the step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "schedule", "sizes", "processes", "devices"), MATRIX)
+def test_processes_give_the_numbers_of_one_over_many_steps(model, schedule, sizes, processes, devices, tmp_path):
+    check(model, schedule, sizes, processes, devices, tmp_path, steps=STEPS)

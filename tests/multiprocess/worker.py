@@ -1,0 +1,160 @@
+"""One process of a test: `python -m tests.multiprocess.worker CASE PROCESS PROCESSES PORT DEVICES ARGUMENTS`."""
+
+import faulthandler
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from flax_mesh.errors import ConfigError, ShardingError
+from flax_mesh.mpmd import Pipeline
+from flax_mesh.processes import Watch, agree, from_first, get_text, put_text, stop_together
+from tests.multiprocess import cases
+from tests.multiprocess.processes import ROOT, TIME_LIMIT_S
+
+
+def train(model: str, schedule: str, sizes: str, folder: str, steps: str) -> None:
+    """Write the metrics of every step, the sums of an evaluation, and every shard of the state that is here."""
+    pipeline = cases.make_pipeline(model, schedule, cases.parse_sizes(sizes))
+    state, rows = cases.train(pipeline, model, int(steps))
+    compiled = compiled_stages(pipeline)
+    batch = cases.batches(model, 1)[0]
+    sums = {name: float(np.asarray(value)) for name, value in pipeline.evaluate(state, batch).items()}
+    shards = cases.named_shards(pipeline, state)
+    here = jax.process_index()
+    np.savez(Path(folder) / f"shards{here}.npz", **shards)  # pyright: ignore[reportArgumentType]
+    report = {"rows": rows, "sums": sums, "transfers": pipeline.num_transfers, "compiled": compiled}
+    (Path(folder) / f"report{here}.json").write_text(json.dumps(report))
+
+
+def agreement() -> None:
+    """Facts, decisions of process 0 and its errors are the same everywhere."""
+    here = jax.process_index()
+    agree("same", {"seed": "0", "mesh": "pp:2"})
+    differing = error_of(
+        lambda: agree("other", {"seed": str(here % 2), "mesh": "pp:2", **({"odd": "x"} if here else {})})
+    )
+    assert "seed: 0 on processes 0, 2; 1 on process 1" in differing, differing
+    assert "odd: (nothing) on process 0; x on processes 1, 2" in differing, differing
+    assert "mesh" not in differing
+    assert [from_first("number", lambda: f"of {here}") for _ in range(2)] == ["of 0", "of 0"]
+
+    def wrong() -> str:
+        raise ConfigError("the folder is locked")
+
+    assert ("process 0: " if here else "") + "the folder is locked" == error_of(lambda: from_first("folder", wrong))
+
+    stop = stop_together(lambda: here == 2 and step == 3)  # one process is asked to stop, in step 3
+    for step in range(1, 20):
+        from_first(f"step {step}", lambda: "ended")  # as metrics, which come when all have dispatched the step
+        if stop():
+            break
+    assert 3 <= step <= 7, step
+    last = put_and_get_all("stopped", str(step))
+    assert len(set(last)) == 1, last
+
+
+def error_of(function: Callable[[], object]) -> str:
+    try:
+        function()
+    except ConfigError as error:
+        return str(error)
+    raise AssertionError("no error")
+
+
+def put_and_get_all(name: str, text: str) -> list[str]:
+    put_text(f"{name}/{jax.process_index()}", text)
+    return [get_text(f"{name}/{process}", 60) for process in range(jax.process_count())]
+
+
+def watched(what: str) -> None:
+    """Train under a watch; in the fifth step process 1 fails, is stuck, or ends."""
+
+    def tell(error: BaseException) -> int:
+        print(f"told: {error}", flush=True)
+        return 1
+
+    pipeline = cases.make_pipeline("net", "1f1b", {"pp": 2})
+    channel = pipeline.channel
+    assert channel is not None
+    channel.watched = True
+    with Watch(tell, waiting=channel.waiting) as watch:
+        state = pipeline.init_state()
+        for number, batch in enumerate(cases.batches("net", 30)):
+            if jax.process_index() == 1 and number == 4:
+                if what == "fails":
+                    pipeline.on_action = raise_in_stage
+                if what == "stuck":
+                    time.sleep(TIME_LIMIT_S)
+                if what == "ends":
+                    os._exit(7)
+            state, metrics = pipeline.step(state, batch)
+            print(f"step {number} loss {float(np.asarray(metrics['loss']))}", flush=True)
+            watch.step_ended()
+            if what == "stuck" and number == 3:  # all is compiled
+                watch.step_timeout_s = 4
+
+
+def mismatch() -> None:
+    """Process 1 has a batch of other rows: what crosses has another shape."""
+    pipeline = cases.make_pipeline("net", "1f1b", {"pp": 2})
+    batch = cases.batches("net", 1)[0]
+    batch = jax.tree.map(lambda x: np.concatenate([x] * (1 + jax.process_index())), batch)
+    state = pipeline.init_state()
+    try:
+        pipeline.step(state, batch)
+    except ShardingError as error:
+        assert "All processes must run the same code" in str(error)
+        print("refused:", error, flush=True)
+    else:
+        raise AssertionError("no error")
+    os._exit(0)  # what was offered is never fetched
+
+
+def page() -> None:
+    """The code of docs/multiprocess.md."""
+    text = (ROOT / "docs" / "multiprocess.md").read_text()
+    namespace: dict[str, object] = {"__name__": "__page__"}
+    for code in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        exec(compile(code, "multiprocess.md", "exec"), namespace)
+    assert namespace["number"] == jax.process_count() and namespace["folder"] == "runs/1"
+
+
+def raise_in_stage(action: Any, saved: Any) -> None:
+    raise RuntimeError(f"something in {action}")
+
+
+def compiled_stages(pipeline: Pipeline) -> list[int]:
+    """Stages of which this process has compiled anything."""
+    built = [stages for stages in pipeline._built.values() if isinstance(stages, list)]
+    found = {
+        stage.stage
+        for stages in built
+        for stage in stages
+        for function in (stage.forward, stage.backward, stage.weights)
+        if function._cache_size()  # pyright: ignore[reportFunctionMemberAccess]
+    }
+    return sorted(found)
+
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(TIME_LIMIT_S - 20, exit=True)
+    case, process, processes, port, devices = sys.argv[1], *map(int, sys.argv[2:6])
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
+    jax.distributed.initialize(
+        f"127.0.0.1:{port}",
+        processes,
+        process,
+        coordinator_bind_address=f"127.0.0.1:{port}",
+        cluster_detection_method="deactivate",
+    )
+    globals()[case](*sys.argv[6:])
+    print(f"{case} is done", flush=True)
