@@ -12,6 +12,7 @@ import flax_mesh
 import flax_mesh.checkpoint
 import flax_mesh.mesh
 import flax_mesh.mpmd
+import flax_mesh.processes
 import flax_mesh.train
 from flax_mesh.cli import main
 
@@ -58,7 +59,10 @@ def test_the_commands_of_the_docs_are_accepted(monkeypatch, capsys):
     capsys.readouterr()
 
 
-@pytest.mark.parametrize("module", [flax_mesh, flax_mesh.mesh, flax_mesh.mpmd, flax_mesh.train, flax_mesh.checkpoint])
+MODULES = (flax_mesh, flax_mesh.mesh, flax_mesh.processes, flax_mesh.mpmd, flax_mesh.train, flax_mesh.checkpoint)
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_every_public_name_stands_in_the_api_page(module):
     page = (ROOT / "docs" / "api.md").read_text()
     names = getattr(module, "__all__", None) or [

@@ -1,17 +1,18 @@
 """Checksums of the files of a checkpoint: written before it is committed, compared before it is read.
 
 Every byte of every file counts, so that what is found whole was saved so; neither Orbax nor the file systems of most
-machines notice a flipped bit. CRC-32 in blocks: quick enough to leave on, and any damage of up to 32 bits in a row is
-found for certain.
+machines notice a flipped bit. XXH3 (64 bits, Collet 2019) of blocks: as fast as memory, so quick enough to leave on;
+damage goes unnoticed with a chance of 2**-64.
 """
 
 import json
 import os
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
+
+import xxhash
 
 CHECKSUMS = "checksums.json"
 BLOCK = 2**26  # bytes that one checksum covers
@@ -50,7 +51,7 @@ def find_damage(folder: Path) -> list[str]:
         expected, _map([(folder / n, at) for n, at, _ in expected], block), strict=True
     ):
         if got != value:
-            where = f"within bytes {start} to {min(files[name][0], start + block)}: CRC-32 {got}, saved with {value}"
+            where = f"within bytes {start} to {min(files[name][0], start + block)}: checksum {got}, saved with {value}"
             found[name] = f"{found[name]}, and {where}" if found[name] else f"damaged {where}"
     problems = [f"{name}: {problem}" for name, problem in found.items() if problem]
     return problems + _marker_problems(folder)
@@ -70,7 +71,8 @@ def _marker_problems(folder: Path) -> list[str]:
 
 def _encode(block: int, files: dict[str, Any]) -> bytes:
     text = json.dumps(files, separators=(",", ":"), sort_keys=True)
-    return f'{{"block":{block},"crc32":{zlib.crc32(f"{block},{text}".encode())},"files":{text}}}'.encode()
+    own = xxhash.xxh3_64_intdigest(f"{block},{text}".encode())
+    return f'{{"block":{block},"xxh3_64":{own},"files":{text}}}'.encode()
 
 
 def _decode(data: bytes) -> tuple[int, dict[str, tuple[int, list[int]]]]:
@@ -106,19 +108,20 @@ def _files(folder: Path) -> Iterator[str]:
 
 
 def _map(blocks: list[tuple[Path, int]], size: int) -> list[int | str]:
-    """Checksum of every (file, first byte), or why it cannot be read; in threads, as zlib lets others run."""
+    """Checksum of every (file, first byte), or why it cannot be read; in threads, as hashing lets others run."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return list(pool.map(lambda block: _checksum(block[0], block[1], size), blocks))
 
 
 def _checksum(path: Path, start: int, size: int) -> int | str:
-    value, left = 0, size
+    value, left = xxhash.xxh3_64(), size
     buffer = memoryview(bytearray(READ))
     try:
         with path.open("rb", buffering=0) as file:
             file.seek(start)
             while left and (count := file.readinto(buffer[: min(left, READ)])):
-                value, left = zlib.crc32(buffer[:count], value), left - count
+                value.update(buffer[:count])
+                left -= count
     except OSError as error:
         return f"unreadable ({error.strerror})"
-    return value
+    return value.intdigest()

@@ -139,6 +139,13 @@ class Checkpointer:
                 self._storage.close()
                 self._storage = None
 
+    def clear_leftovers(self) -> None:
+        """Remove what saves and deletions that were cut off have left. The first save does it; call it where a run
+        begins that may not come to one, and nobody else saves here."""
+        for name in os.listdir(self.folder) if self.folder.is_dir() else ():
+            if LEFTOVER.fullmatch(name):
+                shutil.rmtree(self.folder / name, ignore_errors=True)
+
     def metadata(self, step: int) -> dict[str, Any]:
         """What was saved beside the state."""
         from flax_mesh.checkpoint.handler import read_metadata
@@ -234,9 +241,8 @@ class Checkpointer:
             self._inode = self.folder.stat().st_ino
             if self._deleting is not None:
                 self._deleting.join()
-            for name in os.listdir(self.folder) if self._clears else ():
-                if LEFTOVER.fullmatch(name):
-                    shutil.rmtree(self.folder / name)
+            if self._clears:
+                self.clear_leftovers()
             self._storage = Storage(compress=self.compress, host_bytes=self.host_bytes)
         return self._storage
 

@@ -34,9 +34,11 @@ def folder_of_run(wanted: Path, restart: bool) -> Iterator[Path]:
 
 
 def latest_step(checkpointer: Checkpointer) -> int | None:
-    """The newest whole step; process 0 alone reads all the bytes and tells the others what it has found."""
+    """The newest whole step; process 0 alone reads all the bytes and tells the others what it has found. What an
+    earlier run was cut off in is cleared away."""
 
     def look() -> str:
+        checkpointer.clear_leftovers()
         step = checkpointer.latest_step()
         return json.dumps([step, list(checkpointer.damaged.items())])
 
