@@ -1,17 +1,14 @@
 """The loop: from a TrainConfig to a trained, saved state, or on from where an earlier run stopped."""
 
-import functools
 import math
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -22,15 +19,17 @@ from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.mpmd.simulate import simulate
 from flax_mesh.mpmd.timeline import costs_of, trace_step, write_timeline
 from flax_mesh.processes import Watch, stop_together
-from flax_mesh.sharding import PartitionRules, sharding_fingerprint
+from flax_mesh.sharding import PartitionRules
 from flax_mesh.state import TrainState
-from flax_mesh.train.batches import BatchFn, make_batch_fn, make_eval_fn, num_eval_batches, prefetch
+from flax_mesh.train.batches import make_batch_fn, make_eval_fn, num_eval_batches, prefetch
 from flax_mesh.train.config import Change, CheckpointConfig, TrainConfig
 from flax_mesh.train.data import Corpus, decode, load_corpus
-from flax_mesh.train.folder import METRICS, check_resume
-from flax_mesh.train.metrics import MetricsFile, Row, step_row
+from flax_mesh.train.folder import check_resume
+from flax_mesh.train.metrics import Row
 from flax_mesh.train.program import TrainProgram, train_program
-from flax_mesh.train.record import layout_changes, layout_of, record
+from flax_mesh.train.record import layout_changes
+from flax_mesh.train.rows import Rows
+from flax_mesh.train.run import Functions, Run, Say, describe, go_on_or_raise
 from flax_mesh.train.setup import (
     batch_sharding,
     check_config,
@@ -40,7 +39,7 @@ from flax_mesh.train.setup import (
     run_rules,
 )
 from flax_mesh.train.start import start_from
-from flax_mesh.train.step import Step, in_mesh
+from flax_mesh.train.step import in_mesh
 from flax_mesh.train.together import (
     check_agreement,
     folder_of_run,
@@ -50,7 +49,6 @@ from flax_mesh.train.together import (
     write_config_once,
 )
 
-Say = Callable[[str], None]
 TRACED = 2  # steps before the one that --trace shows: they compile
 
 
@@ -104,9 +102,9 @@ def train(
     functions = _functions(config, mesh, program, rules, corpus)
     watch_pipeline(watch, program)
     with folder_of_run(Path(config.run.folder).expanduser(), restart) as folder:
-        run = _Run(config, recipe, mesh, rules, program, corpus, functions, folder, say, hooks, should_stop, trace)
+        run = Run(config, recipe, mesh, rules, program, corpus, functions, folder, say, hooks, should_stop, trace)
         check_agreement(run.record(0, {}))
-        _describe(run)
+        describe(run)
         with _checkpointer(config.checkpoint, folder / CHECKPOINTS, rules.layers) as checkpointer:
             step = latest_step(checkpointer)
             for damaged, problems in checkpointer.damaged.items():
@@ -133,66 +131,7 @@ def train(
             return _steps(run, checkpointer, TrainState(leaves, program.layout.definition), step)
 
 
-@dataclass(frozen=True)
-class _Run:
-    """What stays the same from the first step to the last."""
-
-    config: TrainConfig
-    recipe: str
-    mesh: Mesh
-    rules: PartitionRules
-    program: TrainProgram
-    corpus: Corpus
-    functions: "_Functions"
-    folder: Path
-    say: Say
-    hooks: Sequence[Callable[[Row], None]]
-    should_stop: Callable[[], bool]
-    trace: str | Path | None
-
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """Of the layout of the whole state."""
-        return sharding_fingerprint(self.program.layout.to_nnx())
-
-    @functools.cached_property
-    def layout(self) -> dict[str, str]:
-        """path on disk -> how the array is split."""
-        return layout_of(self.program.layout.to_nnx(), self.rules.layers)
-
-    def record(self, step: int, row: Row) -> dict[str, Any]:
-        """What is written beside the state of a step."""
-        return record(
-            step,
-            recipe=self.recipe,
-            config=self.config,
-            mesh=self.mesh,
-            rules=self.rules,
-            layout=self.layout,
-            fingerprint=self.fingerprint,
-            corpus=self.corpus,
-            row=row,
-        )
-
-    @property
-    def parameters(self) -> list[Any]:
-        """What is trained; statistics and random keys are state, but no parameters."""
-        return jax.tree.leaves(nnx.filter_state(self.program.layout.to_nnx()["model"], nnx.Param))
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(math.prod(x.shape) for x in self.parameters)
-
-
-class _Functions(NamedTuple):
-    """Jitted for the mesh of the run; nothing is compiled before the first call."""
-
-    step: Step
-    batch: BatchFn
-    evaluate: Callable[[TrainState], Row] | None  # None: run.eval_every=0
-
-
-def _changes(run: _Run, checkpointer: Checkpointer, step: int, allow_changes: bool) -> list[Change]:
+def _changes(run: Run, checkpointer: Checkpointer, step: int, allow_changes: bool) -> list[Change]:
     """Settings that differ from those of the checkpoint. ConfigError where that is refused."""
     saved = checkpointer.metadata(step)
     try:
@@ -203,7 +142,7 @@ def _changes(run: _Run, checkpointer: Checkpointer, step: int, allow_changes: bo
         raise
 
 
-def _steps(run: _Run, checkpointer: Checkpointer, state: TrainState, start: int) -> Result:
+def _steps(run: Run, checkpointer: Checkpointer, state: TrainState, start: int) -> Result:
     """Train from `start` completed steps to `run.steps`; every step's row is written before its state is saved."""
     config = run.config
     if run.trace is not None and config.run.steps - start <= TRACED:
@@ -212,7 +151,7 @@ def _steps(run: _Run, checkpointer: Checkpointer, state: TrainState, start: int)
             f"run.steps={config.run.steps} ends before it; raise run.steps"
         )
     step_fn, batch_fn, evaluate = run.functions
-    rows = _Rows(run, start)
+    rows = Rows(run, start)
     step, status = start, "finished"
     with ExitStack() as stack:
         stack.callback(rows.close)
@@ -241,7 +180,7 @@ def _steps(run: _Run, checkpointer: Checkpointer, state: TrainState, start: int)
     return Result(status, step, run.folder, rows.last, sample)
 
 
-def _initial(run: _Run) -> TrainState:
+def _initial(run: Run) -> TrainState:
     state, folder = run.program.init(), run.config.checkpoint.start_from
     if folder:
         state, text = start_from(folder, state, run.rules.layers)
@@ -254,7 +193,7 @@ def _checkpointer(config: CheckpointConfig, folder: Path, layers: Sequence[str])
     return Checkpointer(folder, keep=keep, layers=layers, best_metric=config.best_metric, compress=config.compress)
 
 
-def _save(run: _Run, checkpointer: Checkpointer, step: int, state: TrainState, row: Row, *, final: bool) -> None:
+def _save(run: Run, checkpointer: Checkpointer, step: int, state: TrainState, row: Row, *, final: bool) -> None:
     """Start to save; a save that fails, this one or the one before, ends the run or is told, as the config says.
 
     The final one must not fail, whatever the config says: a run that is done has its state on disk.
@@ -266,13 +205,7 @@ def _save(run: _Run, checkpointer: Checkpointer, step: int, state: TrainState, r
         except SaveError as error:
             if final and call is save:
                 raise
-            _go_on_or_raise(run, error)
-
-
-def _go_on_or_raise(run: _Run, error: SaveError) -> None:
-    if run.config.checkpoint.on_failure == "stop":
-        raise error
-    run.say(f"warning: {error}; training goes on (checkpoint.on_failure)")
+            go_on_or_raise(run, error)
 
 
 def _check_trace(config: TrainConfig, path: Path, program: TrainProgram) -> None:
@@ -292,7 +225,7 @@ def _check_trace(config: TrainConfig, path: Path, program: TrainProgram) -> None
         raise ConfigError(problems)
 
 
-def _traced_step(run: _Run, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+def _traced_step(run: Run, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
     assert run.program.pipeline is not None and run.trace is not None
     state, metrics, timeline = trace_step(run.program.pipeline, state, batch)
     try:
@@ -308,75 +241,15 @@ def _traced_step(run: _Run, state: TrainState, batch: Any) -> tuple[TrainState, 
     return state, metrics
 
 
-class _Rows:
-    """Rows of metrics, read from the device one step late, so that the host never waits before it dispatches."""
-
-    def __init__(self, run: _Run, start: int):
-        self.run = run
-        self.file = MetricsFile(run.folder / METRICS) if is_first() else None
-        self.last: Row = {}
-        self._lost = 0  # rows in a row that could not be written
-        self._pending: tuple[int, Any, float] | None = None
-        self._extra: Row = {"resumed_from": start} if start else {}
-        self._since = time.perf_counter()
-        config = run.config
-        self._tokens = config.data.batch_size * config.data.sequence_length
-        count = config.flops_per_token
-        self._flops = count and count(config.model, run.num_parameters, config.data.sequence_length)
-
-    def begin(self, step: int, metrics: Any, waited: float) -> None:
-        self._pending = (step, metrics, waited)
-
-    def finish(self, more: Callable[[], Row] = dict) -> None:
-        """Write the row begun last, with what `more()` gives; the time that takes counts for no row."""
-        if self._pending is None:
-            return
-        step, metrics, waited = self._pending
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        now = time.perf_counter()
-        row = step_row(
-            step,
-            values,
-            tokens=self._tokens,
-            seconds=now - self._since,
-            data_wait=waited,
-            devices=list(self.run.mesh.devices.flat),
-            flops_per_token=self._flops,
-        )
-        self.last = row | self._extra | more()
-        self._pending, self._extra, self._since = None, {}, time.perf_counter()
-        self._write()
-        for hook in self.run.hooks:
-            hook(self.last)
-
-    def _write(self) -> None:
-        if self.file is None:
-            return
-        try:
-            self.file.write(self.last)
-        except SaveError as error:
-            if not self._lost:
-                _go_on_or_raise(self.run, error)
-            self._lost += 1
-            return
-        if self._lost:
-            self.run.say(f"metrics are written again from step {self.last['step']} on; rows lost: {self._lost}")
-            self._lost = 0
-
-    def close(self) -> None:
-        if self.file is not None:
-            self.file.close()
-
-
 def _functions(
     config: TrainConfig, mesh: Mesh, program: TrainProgram, rules: PartitionRules, corpus: Corpus
-) -> _Functions:
+) -> Functions:
     sharding = batch_sharding(mesh, rules.axes)
     vocab = getattr(config.model, "vocab_size", None)
     seed = config.run.seed if config.data.seed is None else config.data.seed
     batch_fn = make_batch_fn(corpus.train, seed=seed, config=config.data, sharding=sharding, vocab_size=vocab)
     if not config.run.eval_every:
-        return _Functions(program.step, batch_fn, None)
+        return Functions(program.step, batch_fn, None)
     eval_fn = make_eval_fn(corpus.held_out, config=config.data, sharding=sharding, vocab_size=vocab)
     batches = num_eval_batches(corpus.held_out, config.data)
 
@@ -387,47 +260,10 @@ def _functions(
         per_token = corpus.bytes_per_token
         return {"eval_loss": loss, "bits_per_byte": loss / math.log(2) / per_token if per_token else None}
 
-    return _Functions(program.step, batch_fn, evaluate)
+    return Functions(program.step, batch_fn, evaluate)
 
 
-def _describe(run: _Run) -> None:
-    devices = run.mesh.devices.flat
-    sizes = ",".join(f"{name}:{size}" for name, size in run.mesh.shape.items() if size > 1) or "one device"
-    leaves = run.program.layout.leaves
-    shard = max(_bytes_by_device(leaves).values())
-    whole = sum(math.prod(x.shape) * _itemsize(x) for x in leaves)
-    run.say(f"mesh: {sizes} on {len(list(devices))} x {run.mesh.devices.flat[0].device_kind}")
-    run.say(f"data: {run.corpus.description}")
-    run.say(
-        f"model: {run.num_parameters / 1e6:.2f}M parameters in {len(run.parameters)} arrays; "
-        f"with the optimizer {whole / 2**20:.1f} MiB, {shard / 2**20:.1f} MiB a device"
-    )
-    if run.program.pipeline is not None:
-        for line in str(run.program.pipeline.staged).splitlines():
-            run.say(line)
-    config = run.config
-    if config.run.steps > config.optimizer.decay_steps:
-        run.say(
-            f"note: the learning rate stays at {config.optimizer.end_learning_rate} from step "
-            f"{config.optimizer.decay_steps} on (optimizer.decay_steps); the run has {config.run.steps} steps"
-        )
-
-
-def _bytes_by_device(leaves: Sequence[Any]) -> dict[Any, int]:
-    """Device -> bytes of the shards that it will hold."""
-    found: dict[Any, int] = {}
-    for leaf in leaves:
-        size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * _itemsize(leaf)
-        for device in leaf.sharding.device_set:
-            found[device] = found.get(device, 0) + size
-    return found
-
-
-def _itemsize(x: Any) -> int:
-    return 8 if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.dtype.itemsize
-
-
-def _sample(run: _Run, state: TrainState) -> str:
+def _sample(run: Run, state: TrainState) -> str:
     """Text that the model writes after the first words of the held-out part; "" where the tokens are no bytes."""
     num_tokens, sample = run.config.run.sample_tokens, run.config.sample
     if not num_tokens or sample is None or run.corpus.bytes_per_token != 1:
