@@ -34,7 +34,7 @@ LAYOUTS = {
     "scanned dp2": ("mesh.shape=dp:2", "model.scan=true"),
     "scanned pp2": ("mesh.shape=pp:2,dp:2", "model.scan=true"),
 }
-SAMPLE = [("scanned", "scanned dp2"), ("scanned", "scanned")]
+SAMPLE = [("scanned", "scanned dp2")]
 BEFORE, AFTER = 3, 10  # steps
 
 

@@ -142,7 +142,11 @@ def net_case(stages, count, name, depth=4):
 
 @pytest.mark.parametrize(
     ("stages", "count", "name"),
-    [(1, 2, "1f1b"), (2, 1, "gpipe"), (4, 4, "1f1b"), (2, 4, "interleaved-1f1b"), (2, 3, "zb-h1")],
+    [
+        (2, 3, "zb-h1"),
+        (2, 4, "interleaved-1f1b"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 2, "1f1b"), (2, 1, "gpipe"), (4, 4, "1f1b")]),
+    ],
 )
 def test_loss_gradients_and_parameters_are_those_of_one_device(stages, count, name):
     pipeline, _ = net_case(stages, count, name)
@@ -217,6 +221,7 @@ def test_a_scanned_stack_is_held_as_one_chunk_a_group():
     assert all(found == [((0, 1), 0, 1), ((1, 4), 1, 3)] for found in chunks.values())
 
 
+@pytest.mark.slow
 def test_twenty_steps_of_adamw():
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     pipeline = build(make_net, net_loss, net_batch(8), 4, optimizer, name="1f1b")
@@ -298,7 +303,11 @@ def test_parameters_and_moments_live_on_their_group_alone():
 
 @pytest.mark.parametrize(
     ("name", "most"),
-    [("1f1b", lambda s, m: min(4 - s, m)), ("gpipe", lambda s, m: m), ("zb-h1", lambda s, m: min(4, m))],
+    [
+        ("1f1b", lambda s, m: min(4 - s, m)),
+        pytest.param("gpipe", lambda s, m: m, marks=pytest.mark.slow),
+        pytest.param("zb-h1", lambda s, m: min(4, m), marks=pytest.mark.slow),
+    ],
 )
 def test_residuals_alive_at_once(name, most):
     count = 6

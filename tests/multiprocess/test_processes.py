@@ -25,7 +25,7 @@ def test_a_process_that_fails_in_a_stage_ends_the_others():
     assert [one.code for one in ended] == [5, 1], texts(ended)
     assert "told: something in" in ended[1].output
     assert "process 1 has failed: RuntimeError: something in" in ended[0].output, texts(ended)
-    assert "step 3 loss" in ended[0].output and "step 5 loss" not in ended[0].output
+    assert "step 0 loss" in ended[0].output and "step 5 loss" not in ended[0].output
 
 
 @pytest.mark.slow

@@ -81,7 +81,14 @@ def assert_close(a, b):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6, err_msg=path)
 
 
-RARE = {"adam", "schedule_free", "sm3", "masked", "partition"}  # muon is masked and partitioned, adam is in "chained"
+RARE = {
+    "adam",
+    "schedule_free",
+    "sm3",
+    "masked",
+    "partition",
+    "multi_steps",
+}  # muon is masked and partitioned, adam is in "chained"
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

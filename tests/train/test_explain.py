@@ -92,7 +92,7 @@ def test_the_name_of_no_platform_stops_whatever_asks_for_a_device():
     assert run.returncode != 0 and "Unable to initialize backend 'nowhere'" in run.stderr
 
 
-@pytest.mark.parametrize("scan", ["true", "false"])
+@pytest.mark.parametrize("scan", [pytest.param("true", marks=pytest.mark.slow), "false"])
 def test_405b_on_4096_devices_is_explained_in_seconds_without_a_backend(scan):
     """JAX_PLATFORMS names no platform: whatever asks for a device fails."""
     command = [sys.executable, "-m", "flax_mesh.cli", "explain", TINY, *LLAMA_405B, f"model.scan={scan}", "--json"]

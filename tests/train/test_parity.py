@@ -94,7 +94,11 @@ def test_a_mesh_trains_as_one_device_does(mesh, small_reference):
     check_parity(losses(mesh, SMALL, 12, SMALL_DATA), small_reference, FP32)
 
 
-@pytest.mark.parametrize("change", [{"remat": "full", "scan": True}, {"remat": "dots_saveable"}], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [{"remat": "full", "scan": True}, pytest.param({"remat": "dots_saveable"}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_scan_and_remat_change_nothing(change, small_reference):
     model = dataclasses.replace(SMALL, **change)
     initial = None if model.scan else small_reference[2]
@@ -127,7 +131,9 @@ def attention_that_sees_one_token_ahead(self, x, mode="train"):
     return self.o(jax.nn.dot_product_attention(q, k, self.v(x), mask=mask))
 
 
-@pytest.mark.parametrize("mutation", ["gradient", "mask", "layers"])
+@pytest.mark.parametrize(
+    "mutation", ["gradient", *(pytest.param(m, marks=pytest.mark.slow) for m in ("mask", "layers"))]
+)
 def test_a_mistake_is_noticed(mutation, small_reference, monkeypatch):
     changed = {}
     if mutation == "gradient":

@@ -175,7 +175,7 @@ def killed_during_a_save(start: Start, folder: Path, at_least: int, **kinds: boo
 KILLS = {"after a save": killed_after_a_save, "during a save": killed_during_a_save}
 
 
-@pytest.mark.parametrize("moment", KILLS)
+@pytest.mark.parametrize("moment", [pytest.param("after a save", marks=pytest.mark.slow), "during a save"])
 def test_a_killed_run_resumes_bit_for_bit(start, undisturbed, tmp_path, moment):
     committed, reached = KILLS[moment](start, tmp_path / "run", at_least=4)
     assert 4 <= committed < reached < STEPS
@@ -258,7 +258,7 @@ def test_a_second_interrupt_during_a_save_leaves_what_is_committed_whole(start, 
     assert again.ended() == DONE and final_losses(again.rows()) == undisturbed
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_saves_the_step_at_hand_and_the_same_command_goes_on(start, undisturbed, tmp_path, number):
     run = start(tmp_path / "run", *SETTINGS)
     run.wait_for(run.rows)

@@ -41,7 +41,7 @@ def started(config, folder):
     return program.model(state), text
 
 
-@pytest.mark.parametrize("shape", ["fsdp:2,tp:2,dp:2", "pp:2,fsdp:2,tp:2"])
+@pytest.mark.parametrize("shape", [pytest.param("fsdp:2,tp:2,dp:2", marks=pytest.mark.slow), "pp:2,fsdp:2,tp:2"])
 def test_the_run_begins_with_the_logits_of_the_folder(shape):
     model, text = started(config_of(shape, "model.scan=true"), LLAMA)
     reference = np.load(LLAMA / "reference.npz")
