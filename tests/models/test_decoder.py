@@ -176,6 +176,7 @@ def test_scanned_layers_start_from_the_bits_of_the_list_and_give_its_logits():
     np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_recomputation_changes_no_gradient_and_keeps_less():
     def of(remat):
         graphdef, state = nnx.split(small(remat=remat))

@@ -492,6 +492,7 @@ def reference():
     return train_layer(40)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"fsdp": 2, "ep": 2, "tp": 2}, {"dp": 2, "ep": 4}], ids=str)
 def test_experts_on_several_devices_train_as_on_one(sizes, reference):
     check_parity(train_layer(40, **sizes), reference)

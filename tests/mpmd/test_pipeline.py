@@ -363,6 +363,7 @@ def test_evaluate_gives_the_sums_of_one_device(count):
     )
 
 
+@pytest.mark.slow
 def test_recomputation_keeps_no_residuals():
     store = build(make_net, net_loss, net_batch(4), 2, PLAIN_SGD)
     again = build(make_net, net_loss, net_batch(4), 2, PLAIN_SGD, residuals="recompute")

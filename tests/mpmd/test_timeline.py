@@ -70,7 +70,9 @@ def by_hand() -> Timeline:
     )
 
 
-@pytest.mark.parametrize("name", ["interleaved", "split", "wide"])
+@pytest.mark.parametrize(
+    "name", ["split", *(pytest.param(name, marks=pytest.mark.slow) for name in ("interleaved", "wide"))]
+)
 def test_every_action_runs_once_in_the_order_of_its_group_and_the_step_is_the_same(name, request):
     pipeline, initial = request.getfixturevalue(name)
     plain, plain_metrics = pipeline.step(fresh(initial), BATCH)

@@ -11,7 +11,6 @@ BY_NAME = {case.name: case for case in CASES}
 # What the default suite compiles. All others are marked slow; that all are cut is tested in any case.
 SAMPLE = (
     "scanned_noisy",
-    "conv_batch_norm",
     "shared_gate",
     "unused_parameters",
 )

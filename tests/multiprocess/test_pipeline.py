@@ -112,6 +112,7 @@ def test_another_shape_is_refused_before_it_is_sent():
     assert shapes == [["4", "2"], ["2", "4"]]  # what group 1 sends and group 0 expects, and the other way round
 
 
+@pytest.mark.slow
 def test_the_code_of_the_page_runs_in_two_processes():
     ended = run_workers("page", 2, 4)
     assert_all_done(ended, "page is done")

@@ -106,6 +106,7 @@ def test_scan_and_remat_change_nothing(change, small_reference):
     check_parity((got[0], small_reference[1]), small_reference, FP32)
 
 
+@pytest.mark.slow
 def test_microbatches_change_nothing(small_reference):
     got = losses("dp2fsdp2tp2", SMALL, 12, SMALL_DATA, microbatches=2, initial=small_reference[2])
     check_parity(got, small_reference, FP32)

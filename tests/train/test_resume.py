@@ -273,6 +273,7 @@ def test_a_signal_saves_the_step_at_hand_and_the_same_command_goes_on(start, und
     check_resumed(start(tmp_path / "run", *SETTINGS), last, last, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_ends_the_run_at_once(start, tmp_path):
     run = start(tmp_path / "run", "run.platform=cpu:1", recipe=f"{RECIPE}:slow_recipe")  # 1.5 s a step
     run.wait_for(run.rows)

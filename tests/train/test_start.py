@@ -50,6 +50,7 @@ def test_the_run_begins_with_the_logits_of_the_folder(shape):
     assert text.startswith("filled all ")
 
 
+@pytest.mark.slow
 def test_a_deeper_model_keeps_what_the_checkpoint_does_not_have(tmp_path):
     shallow = config_of("fsdp:4")
     rules = run_rules(shallow)

@@ -133,6 +133,7 @@ def test_statistics_come_back_updated_on_a_mesh_as_on_one_device():
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim), path  # no layout drifts
 
 
+@pytest.mark.slow
 def test_dropout_masks_are_those_of_seed_step_and_microbatch_whatever_the_mesh():
     def masks(model, b):
         kept = model.drop(jnp.ones_like(b["x"])) > 0
