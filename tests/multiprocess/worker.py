@@ -53,7 +53,7 @@ def agreement() -> None:
 
     stop = stop_together(lambda: here == 2 and step == 3)  # one process is asked to stop, in step 3
     for step in range(1, 20):
-        from_first(f"step {step}", lambda: "ended")  # as metrics, which come when all have dispatched the step
+        put_and_get_all(f"step {step}", "ended")  # as metrics, which come when all have dispatched the step
         if stop():
             break
     assert 3 <= step <= 7, step
