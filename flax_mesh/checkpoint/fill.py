@@ -38,17 +38,18 @@ def fill(
     named = named_leaves(state)
     stacks = stacked_paths(named, layers)
     target = disk_target(named, stacks)
-    wanted = [path for path in target if re.match(include, path)]
-    kept = {path: why for path in wanted if (why := _why_kept(stored.get(path), target[path], cast))}
+    wanted = {path for path in target if re.match(include, path)}
+    kept = {path: why for path in target if path in wanted and (why := _why_kept(stored.get(path), target[path], cast))}
     for parts in stacks.values():  # a stack is filled whole or not at all
-        if first := next((part for part in parts if part in kept), None):
-            kept |= {part: f"{first} of the same stack is kept" for part in parts if part not in kept}
-    filled = [path for path in wanted if path not in kept]
+        if first := next((part for part in parts if part in kept or part not in wanted), None):
+            why = f"{first} of the same stack is {'kept' if first in kept else 'not asked for'}"
+            kept |= {part: why for part in parts if part in wanted and part not in kept}
+    filled = [path for path in target if path in wanted and path not in kept]
     if not filled:
         why = [f"  {path}: {reason}" for path, reason in kept.items()] or [f"  no path starts with {include!r}"]
         raise ConfigError(["nothing in the checkpoint fits the state:", *why])
-    chosen = [(path, leaf) for path, leaf in named if stacks.get(path, [path])[0] in set(filled)]
-    read = {path: disk for path, disk in target.items() if path in set(filled)}
+    read = {path: target[path] for path in filled}
+    chosen = [(path, leaf) for path, leaf in named if any(part in read for part in stacks.get(path, [path]))]
     values = dict(zip((path for path, _ in chosen), from_disk(reader(read), chosen, stacks), strict=True))
     unused = tuple(path for path in stored if re.match(include, path) and path not in target)
     leaves = [values.get(path, leaf) for path, leaf in named]

@@ -187,7 +187,9 @@ class Checkpointer:
     ) -> tuple[Any, Filled]:
         """`state` with every leaf that the checkpoint holds in the same shape, and what was and was not filled.
 
-        For a warm start from a model that is not quite the same. `include` as in `restore`, on the paths of both.
+        For a warm start from a model that is not quite the same. `include` as in `restore`, on the paths of both; a
+        scanned stack is filled whole or not at all. Float dtypes become those of `state`; with `cast=False` a leaf of
+        another dtype keeps its value.
         """
         step = self._whole_step(step, verify)
         return fill(state, self.arrays(step), lambda target: self._reader(step, target), self.layers, include, cast)

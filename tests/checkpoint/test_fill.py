@@ -223,3 +223,13 @@ def test_arrays_of_no_size(tmp_path):
         assert a.shape == b.shape == want.shape and a.dtype == b.dtype == want.dtype
         assert a.sharding.is_equivalent_to(want.sharding, a.ndim)
     assert np.array_equal(got["some"], np.ones(8)) and report.filled == ("some",) and not report.kept
+
+
+def test_a_part_of_a_stack_is_not_filled_and_the_report_says_why(checkpointer):
+    """Only one of its layers is asked for: the stack keeps its value, whatever else is filled."""
+    scanned = state_of(Make(Scanned, seed=1))
+    got, filled = checkpointer.fill(scanned, include="model/(embed|layers/1)/")
+    before, after = values(scanned), values(got)
+    assert {path for path in before if not np.array_equal(before[path], after[path])} == {"model/embed/kernel"}
+    assert set(filled.kept) == {"model/layers/1/bias", "model/layers/1/kernel"}
+    assert "model/layers/0/kernel of the same stack is not asked for" in str(filled)
