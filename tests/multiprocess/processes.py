@@ -52,7 +52,10 @@ class Running:
         """Until `text` has been printed; AssertionError where it ends before, or does not print it in time."""
         end = time.monotonic() + limit_s
         while text not in self.output:
-            assert self.process.poll() is None, f"ended with {self.process.returncode} before {text!r}:\n{self.output}"
+            if self.process.poll() is not None:
+                self._reader.join(10)  # what it printed last may be the text
+                assert text in self.output, f"ended with {self.process.returncode} before {text!r}:\n{self.output}"
+                return
             assert time.monotonic() < end, f"{text!r} was not printed within {limit_s} s:\n{self.output}"
             time.sleep(0.02)
 

@@ -69,8 +69,11 @@ class Run:
     def wait_for(self, condition: Callable[[], object]) -> None:
         """Return as soon as the condition holds; fail if the process ends or time runs out before."""
         end = time.monotonic() + PATIENCE
-        while not condition():
-            assert self.process.poll() is None, f"ended with {self.process.returncode} too early:\n{self.text()}"
+        while True:
+            ended = self.process.poll()  # asked before the condition: an end in between may be what it waits for
+            if condition():
+                return
+            assert ended is None, f"ended with {ended} too early:\n{self.text()}"
             assert time.monotonic() < end, f"waited in vain:\n{self.text()}"
             time.sleep(0.0005)
 
