@@ -1,5 +1,8 @@
 """Every test sees 8 CPU devices, unless `--platform` asks for the devices of another backend."""
 
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 import jax
@@ -12,10 +15,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    _compile_once(config)
     platform = config.getoption("--platform")
     if platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", 8)
+
+
+def _compile_once(config: pytest.Config) -> None:
+    """XLA compiles a program once for all tests and the processes they start; most of their time would go there."""
+    folder = tempfile.mkdtemp(prefix="flax_mesh-compiled-")
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    settings = {
+        "jax_compilation_cache_dir": folder,
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": 0,
+    }
+    for name, value in settings.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)
 
 
 @pytest.fixture

@@ -9,13 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.experimental.compilation_cache import compilation_cache
 
 from flax_mesh import partitioned
 from flax_mesh.train import CheckpointConfig, DataConfig, MeshConfig, OptimizerConfig, RunConfig, TrainConfig
@@ -110,28 +108,6 @@ def write_text(folder: Path) -> Path:
 def snapshot(folder: Path) -> dict[str, bytes]:
     """Relative path -> content of every file below `folder`."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-@contextmanager
-def compile_once(folder: Path) -> Iterator[None]:
-    """Programs compiled before are read back from `folder`: most runs of these tests are of the same three."""
-    settings = {
-        "jax_compilation_cache_dir": str(folder),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": 0,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    _set(settings)
-    try:
-        yield
-    finally:
-        _set(before)
-
-
-def _set(settings: dict[str, Any]) -> None:
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()  # JAX decides once whether there is a cache
 
 
 @contextmanager

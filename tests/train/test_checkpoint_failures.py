@@ -20,7 +20,7 @@ from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.cli import DONE, FAILED, FINDINGS, STOPPED, main
 from flax_mesh.errors import DamageError, SaveError
 from flax_mesh.train import override, train
-from tests.train.bigram import compile_once, recipe, write_text
+from tests.train.bigram import recipe, write_text
 from tests.train.test_resume import PATIENCE, RECIPE, Run
 
 ENDLESS = (
@@ -35,13 +35,8 @@ def text(tmp_path_factory) -> Path:
     return write_text(tmp_path_factory.mktemp("text"))
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("compiled")
-
-
 @pytest.fixture
-def start(text, compiled, tmp_path):
+def start(text, tmp_path):
     """`start(*settings)`: an endless run that saves every 20 steps, as a process; killed in the end if need be."""
     runs = []
 
@@ -49,13 +44,11 @@ def start(text, compiled, tmp_path):
         folder, output = tmp_path / "run", tmp_path / f"output-{len(runs)}.txt"
         given = dict(setting.split("=", 1) for setting in (*ENDLESS, *settings))
         argv = [f"data.source={text}", f"run.folder={folder}", *(f"{key}={value}" for key, value in given.items())]
-        cache = {"JAX_COMPILATION_CACHE_DIR": str(compiled), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         with output.open("w") as file:
             process = subprocess.Popen(
                 [*prefix, sys.executable, "-m", "flax_mesh.cli", "train", str(RECIPE), *argv],
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=os.environ | cache,
             )
         runs.append(Run(process, folder, output))
         return runs[-1]
@@ -198,15 +191,14 @@ def test_a_small_disk_that_runs_full(start, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def in_process(text, tmp_path_factory):
-    """`in_process(folder, *settings)`: a config of 12 steps that saves every 4; programs are compiled once."""
+def in_process(text):
+    """`in_process(folder, *settings)`: a config of 12 steps that saves every 4."""
 
     def config_of(folder: Path, *settings: str):
         own = (f"data.source={text}", f"run.folder={folder}", "run.eval_every=0", "checkpoint.every=4")
         return override(recipe(), [*own, *settings])
 
-    with compile_once(tmp_path_factory.mktemp("compiled")):
-        yield config_of
+    return config_of
 
 
 def test_an_exception_in_the_loop_leaves_the_last_save_committed(in_process, tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from flax_mesh.errors import ConfigError
 from flax_mesh.train import TrainConfig, override, to_lines, train
 from flax_mesh.train.loop import Result
-from tests.train.bigram import compile_once, count_compilations, loss_with_slow_evaluation, recipe, snapshot, write_text
+from tests.train.bigram import count_compilations, loss_with_slow_evaluation, recipe, snapshot, write_text
 
 
 @pytest.fixture(scope="module")
@@ -22,11 +22,9 @@ def text(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def on_eight_cpu_devices(tmp_path_factory):
+def on_eight_cpu_devices():
     if jax.default_backend() != "cpu":
         pytest.skip("the rows and meshes expected here are those of CPU devices")
-    with compile_once(tmp_path_factory.mktemp("compiled")):
-        yield
 
 
 @pytest.fixture

@@ -90,17 +90,7 @@ def text(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory) -> dict[str, str]:
-    """Environment in which the processes share what they compiled: each is then up in seconds."""
-    return {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
-    }
-
-
-@pytest.fixture(scope="module")
-def start(text, compiled) -> Iterator[Start]:
+def start(text) -> Iterator[Start]:
     """`start(folder, *settings)` starts the command; whatever still runs in the end is killed."""
     runs: list[Run] = []
 
@@ -112,7 +102,7 @@ def start(text, compiled) -> Iterator[Start]:
                 [sys.executable, "-m", "flax_mesh.cli", "train", recipe, *argv],
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=os.environ | (compiled if cached else {}),
+                env=os.environ if cached else os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"},
             )
         runs.append(Run(process, folder, output))
         return runs[-1]
