@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import time
@@ -15,6 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from flax_mesh.checkpoint import Checkpointer
 from tests.multiprocess.processes import Running, free_port
 
 SETTINGS = (
@@ -136,6 +138,54 @@ def test_a_signal_saves_and_stops_all_at_one_step(tmp_path):
     assert [int(path.name) for path in (folder / "checkpoints").iterdir()] == [step]
     output = run(2, 1, folder, "mesh.shape=pp:2", f"run.steps={step + 2}")
     assert f"at step {step}; resuming, 2 steps to go" in output
+
+
+def limit_files(running: Running, process: int, size: int) -> None:
+    resource.prlimit(children(running)[process], resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", [0, 1])
+def test_training_goes_on_in_all_where_one_cannot_save(who, tmp_path):
+    more = ("mesh.shape=pp:2", "run.steps=100000", "checkpoint.every=10", "checkpoint.on_failure=continue")
+    running = start(2, 1, tmp_path / "run", *more)
+    try:
+        running.wait_for("step     20 ", LIMIT_S)
+        limit_files(running, who, 2**14)
+        running.wait_for("training goes on (checkpoint.on_failure)", 60)
+        limit_files(running, who, resource.RLIM_INFINITY)
+        step = max(losses(tmp_path / "run"))
+        running.wait_for(f"step {step + 25:>6} ", LIMIT_S)
+        os.kill(running.process.pid, signal.SIGTERM)
+        ended = running.ended(60)
+    finally:
+        running.end()
+    assert ended.code == 4, ended.output
+    warnings = re.findall(r"^\[0\] warning: the checkpoint of step \d+ could not be saved in .*", ended.output, re.M)
+    assert warnings and all(re.search(f"process {who}: .*File too large; ", line) for line in warnings), ended.output
+    with Checkpointer(tmp_path / "run" / "checkpoints") as checkpointer:
+        assert max(checkpointer.steps()) > step and not any(map(checkpointer.verify, checkpointer.steps()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", [0, 1])
+def test_all_stop_alike_where_one_cannot_save(who, tmp_path):
+    running = start(2, 1, tmp_path / "run", "mesh.shape=pp:2", "run.steps=100000", "checkpoint.every=10")
+    try:
+        running.wait_for("step     22 ", LIMIT_S)  # the save of step 10 is durable
+        limit_files(running, who, 2**14)
+        ended = running.ended(60)
+    finally:
+        running.end()
+    assert ended.code == 1, ended.output
+    for process in range(2):
+        line = (
+            rf"^\[{process}\] flax-mesh: the checkpoint of step \d+ could not be saved in .*: process {who}: .*too la"
+        )
+        assert re.search(line, ended.output, re.M), ended.output
+    assert "exit code 5" not in ended.output, ended.output
+    with Checkpointer(tmp_path / "run" / "checkpoints") as checkpointer:
+        assert checkpointer.steps() and not any(map(checkpointer.verify, checkpointer.steps()))
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import faulthandler
 import json
 import os
 import re
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -12,8 +13,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from flax_mesh.errors import ConfigError, ShardingError
+from flax_mesh.checkpoint import Checkpointer
+from flax_mesh.errors import ConfigError, SaveError, ShardingError
 from flax_mesh.mpmd import Pipeline
 from flax_mesh.processes import Watch, agree, from_first, get_text, put_text, stop_together
 from tests.multiprocess import cases
@@ -125,6 +130,53 @@ def page() -> None:
     for code in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         exec(compile(code, "multiprocess.md", "exec"), namespace)
     assert namespace["number"] == jax.process_count() and namespace["folder"] == "runs/1"
+
+
+def saves(folder: str, what: str, who: str) -> None:
+    """Save three times; the second save fails in process `who` alone. Prints what this process is told."""
+    here = jax.process_index()
+    own = Path(folder) / f"own{here}"  # each process has its own way to the folder of checkpoints, which can be cut
+    (Path(folder) / "checkpoints").mkdir(exist_ok=True)
+    own.symlink_to("checkpoints")
+    mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
+    state = nnx.State({"a": jax.device_put(np.arange(2.0**18, dtype=np.float32), NamedSharding(mesh, P("fsdp")))})
+    with Checkpointer(own, compress=False) as checkpointer:
+        checkpointer.save(1, state, {})
+        checkpointer.wait()
+        restore_limits = break_saving(what, own, Path(folder)) if here == int(who) else lambda: None
+        put_and_get_all("broken", "yes")
+        try:
+            checkpointer.save(2, state, {})
+            print("the call of save is passed", flush=True)
+            checkpointer.wait()
+        except SaveError as error:
+            print("told:", error, flush=True)
+        put_and_get_all("told", "yes")
+        restore_limits()
+        put_and_get_all("mended", "yes")
+        checkpointer.save(3, state, {})
+        checkpointer.wait()
+        restored = checkpointer.restore(state, 3)
+    assert all(np.array_equal(a.data, b.data) for a, b in zip(*map(shards_of, (state, restored)), strict=True))
+
+
+def shards_of(state: Any) -> list[Any]:
+    return state["a"].addressable_shards
+
+
+def break_saving(what: str, own: Path, folder: Path) -> Callable[[], object]:
+    """Let saves fail in this process alone; gives what mends it."""
+    if what == "no way to the folder":
+        own.unlink()
+        return lambda: own.symlink_to("checkpoints")
+    if what == "no room for files":  # found out in the background
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, limits[1]))
+        return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert what == "something in the way", what
+    link = folder / "checkpoints" / "2.orbax-checkpoint-tmp"  # where process 0 makes a folder
+    link.symlink_to("1")
+    return lambda: link.unlink()
 
 
 def raise_in_stage(action: Any, saved: Any) -> None:
