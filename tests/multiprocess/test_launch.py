@@ -123,6 +123,22 @@ def test_checkpoints_move_between_numbers_of_processes(tmp_path):
 
 
 @pytest.mark.slow
+def test_damage_that_process_0_finds_ends_all_with_its_code(tmp_path):
+    folder = tmp_path / "run"
+    run(2, 1, folder, "mesh.shape=pp:2", "run.steps=2")
+    (folder / "checkpoints" / "2" / "metadata" / "metadata").write_bytes(b"")
+    running = start(2, 1, folder, "mesh.shape=pp:2", "run.steps=4")
+    try:
+        ended = running.ended(LIMIT_S)
+    finally:
+        running.end()
+    assert ended.code == 3, ended.output
+    assert re.search(r"^\[0\] flax-mesh: .* none is whole", ended.output, re.M), ended.output
+    assert re.search(r"^\[1\] flax-mesh: process 0: .* none is whole", ended.output, re.M), ended.output
+    assert set(re.findall(r"exit code (\d)", ended.output)) == {"3"}, ended.output
+
+
+@pytest.mark.slow
 def test_a_signal_saves_and_stops_all_at_one_step(tmp_path):
     folder = tmp_path / "run"
     running = start(2, 1, folder, "mesh.shape=pp:2", "run.steps=100000", "checkpoint.every=100000")

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flax_mesh.checkpoint import Checkpointer
-from flax_mesh.errors import ConfigError, SaveError, ShardingError
+from flax_mesh.errors import ConfigError, DamageError, SaveError, ShardingError
 from flax_mesh.mpmd import Pipeline
 from flax_mesh.processes import Watch, agree, from_first, get_text, put_text, stop_together
 from tests.multiprocess import cases
@@ -54,7 +54,12 @@ def agreement() -> None:
     def wrong() -> str:
         raise ConfigError("the folder is locked")
 
-    assert ("process 0: " if here else "") + "the folder is locked" == error_of(lambda: from_first("folder", wrong))
+    def damaged() -> str:
+        raise DamageError("a file is missing")
+
+    who = "process 0: " if here else ""
+    assert who + "the folder is locked" == error_of(lambda: from_first("folder", wrong))
+    assert who + "a file is missing" == error_of(lambda: from_first("step", damaged), DamageError)
 
     stop = stop_together(lambda: here == 2 and step == 3)  # one process is asked to stop, in step 3
     for step in range(1, 20):
@@ -66,10 +71,11 @@ def agreement() -> None:
     assert len(set(last)) == 1, last
 
 
-def error_of(function: Callable[[], object]) -> str:
+def error_of(function: Callable[[], object], kind: type[ConfigError] = ConfigError) -> str:
     try:
         function()
     except ConfigError as error:
+        assert type(error) is kind, error
         return str(error)
     raise AssertionError("no error")
 
