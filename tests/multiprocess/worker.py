@@ -1,6 +1,7 @@
 """One process of a test: `python -m tests.multiprocess.worker CASE PROCESS PROCESSES PORT DEVICES ARGUMENTS`."""
 
 import faulthandler
+import itertools
 import json
 import os
 import re
@@ -17,12 +18,17 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flax_mesh.checkpoint import Checkpointer
+from flax_mesh import named_leaves
+from flax_mesh.checkpoint import DECODER_NAMES, Checkpointer, load_safetensors
 from flax_mesh.errors import ConfigError, DamageError, SaveError, ShardingError
 from flax_mesh.mpmd import Pipeline
 from flax_mesh.processes import Watch, agree, from_first, get_text, put_text, stop_together
+from flax_mesh.train.program import train_program
+from flax_mesh.train.setup import make_mesh, run_rules
+from flax_mesh.train.start import start_from
 from tests.multiprocess import cases
 from tests.multiprocess.processes import ROOT, TIME_LIMIT_S
+from tests.train.test_start import LLAMA, config_of
 
 
 def train(model: str, schedule: str, sizes: str, folder: str, steps: str) -> None:
@@ -164,6 +170,32 @@ def saves(folder: str, what: str, who: str) -> None:
         checkpointer.wait()
         restored = checkpointer.restore(state, 3)
     assert all(np.array_equal(a.data, b.data) for a, b in zip(*map(shards_of, (state, restored)), strict=True))
+
+
+def starts(checkpoint: str) -> None:
+    """Runs that start from a checkpoint, and from Hugging Face's files that hold the same, with pp and without."""
+    alone = jax.make_mesh((1,), ("fsdp",), devices=jax.local_devices()[:1])
+    for shape, folder in itertools.product(("pp:2,fsdp:2", "fsdp:4"), (checkpoint, LLAMA)):
+        config = config_of(shape)
+        mesh, rules = make_mesh(config, print), run_rules(config)
+        program = train_program(config, mesh, rules)
+        fresh = program.init()
+        state, text = start_from(str(folder), fresh, rules.layers)
+        before, after = (dict(named_leaves(one.to_nnx())) for one in (fresh, state))
+        model = state.to_nnx()["model"]
+        on_one = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(alone, P())), model
+        )
+        expected = dict(named_leaves({"model": load_safetensors(LLAMA, on_one, DECODER_NAMES["llama"])}))
+        shards = 0
+        for path, leaf in after.items():
+            assert leaf.sharding.is_equivalent_to(before[path].sharding, leaf.ndim), path
+            for old, new in zip(before[path].addressable_shards, leaf.addressable_shards, strict=True):
+                wanted = np.asarray(expected[path])[new.index] if path in expected else np.asarray(old.data)
+                assert np.array_equal(new.data, wanted), path
+                shards += path in expected and not np.array_equal(old.data, wanted)
+        assert shards > 0
+        print(f"{shape}: {shards} shards are new;", text.splitlines()[0], flush=True)
 
 
 def shards_of(state: Any) -> list[Any]:
