@@ -15,10 +15,11 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint._src.serialization import types
 
 from flax_mesh.checkpoint.disk import Pieces
-from flax_mesh.checkpoint.integrity import write_checksums
+from flax_mesh.checkpoint.integrity import write_checksums, write_part
 from flax_mesh.tree import named_leaves, nest
 
 STATE, METADATA = "state", "metadata"  # the two items of a step
+PART = "checksums.process_{}.json"  # of the files that one process of several has written; gone in the end
 STEP_FILES = 10  # more than Orbax writes beside the two items
 # Tensorstore raises ValueError for most of what goes wrong with files, Orbax RuntimeError and TimeoutError.
 STORAGE_ERRORS = (OSError, RuntimeError, TypeError, ValueError)
@@ -27,7 +28,8 @@ STORAGE_ERRORS = (OSError, RuntimeError, TypeError, ValueError)
 class _Step(ocp.CompositeCheckpointHandler):
     def finalize(self, directory: Any) -> None:
         super().finalize(directory)
-        write_checksums(Path(directory))
+        step = Path(directory)
+        write_checksums(step, step.glob(PART.format("*")))
 
 
 @ocp.args.register_with_handler(_Step, for_save=True, for_restore=True)
@@ -42,9 +44,15 @@ class _State(ocp.PyTreeCheckpointHandler):
         super().__init__(**options)
         self._meet = meet
 
-    async def async_save(self, *args: Any, **kwargs: Any) -> Any:
+    async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
         self._meet("folders")
-        return await super().async_save(*args, **kwargs)
+        self._folder = Path(directory)
+        return await super().async_save(directory, *args, **kwargs)
+
+    def write_part(self) -> None:
+        """Checksums of what this process has written: process 0 need not read it all."""
+        process = jax.process_index()
+        write_part(self._folder.parent / PART.format(process), self._folder, f"ocdbt.process_{process}", STATE)
 
 
 @ocp.args.register_with_handler(_State, for_save=True, for_restore=True)  # both must be there
@@ -61,10 +69,16 @@ class Storage:
     """
 
     def __init__(self, *, compress: bool, host_bytes: int | None, meet: Callable[[str], None]):
+        def files_written() -> None:
+            state.write_part()
+            meet("files")
+
         # Each process alone, in Orbax's eyes: it has no barriers then but the two that it asks `barrier_sync_fn` for.
         together = ocp.options.MultiprocessingOptions(primary_host=0, active_processes={jax.process_index()})
         in_background = ocp.options.AsyncOptions(
-            barrier_sync_fn=lambda key, timeout_ms: meet("files" if "async_write_complete" in key else "commit"),
+            barrier_sync_fn=lambda key, timeout_ms: (
+                files_written() if "async_write_complete" in key else meet("commit")
+            ),
             # Where a folder cannot be made in the background, threads that wait for it keep the process for minutes.
             create_directories_asynchronously=False,
         )

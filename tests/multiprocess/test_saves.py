@@ -1,10 +1,13 @@
 """Saves of several processes that fail in one of them: all are told the same, none waits, the last good one stays."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from flax_mesh.checkpoint import Checkpointer
+from flax_mesh.checkpoint.integrity import CHECKSUMS, MARKERS
 from tests.multiprocess.processes import Ended, assert_all_done, run_workers
 
 # what is broken, where, and what is said of it
@@ -43,3 +46,20 @@ def test_a_save_that_fails_in_one_process_fails_in_all(what, who, reason, tmp_pa
 @pytest.mark.parametrize(("what", "who", "reason"), MATRIX)
 def test_a_save_that_fails_anywhere_fails_in_all(what, who, reason, tmp_path):
     check(what, who, reason, tmp_path)
+
+
+@pytest.mark.slow
+def test_each_process_reads_what_it_wrote_itself_for_the_checksums(tmp_path):
+    ended = run_workers("checksums", 2, 1, str(tmp_path))
+    assert_all_done(ended, "checksums is done")
+    for one in ended:
+        (count,) = re.findall(r"read (\d+) bytes", one.output)
+        assert 2**23 <= int(count) < 1.5 * 2**23, one.output  # its own 8 MiB, and not those of the other
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.verify(2) == []
+    files = json.loads((tmp_path / "2" / CHECKSUMS).read_text())["files"]
+    there = {path.relative_to(tmp_path / "2").as_posix() for path in (tmp_path / "2").rglob("*") if path.is_file()}
+    assert files.keys() == there - {CHECKSUMS, *MARKERS}
+    for process in range(2):
+        own = {name: size for name, (size, _) in files.items() if name.startswith(f"state/ocdbt.process_{process}/")}
+        assert sum(own.values()) >= 2**23

@@ -20,9 +20,11 @@ from jax.sharding import PartitionSpec as P
 
 from flax_mesh import named_leaves
 from flax_mesh.checkpoint import DECODER_NAMES, Checkpointer, load_safetensors
+from flax_mesh.checkpoint.disk import is_key
 from flax_mesh.errors import ConfigError, DamageError, SaveError, ShardingError
 from flax_mesh.mpmd import Pipeline
 from flax_mesh.processes import Watch, agree, from_first, get_text, put_text, stop_together
+from flax_mesh.train import load_recipe, override
 from flax_mesh.train.program import train_program
 from flax_mesh.train.setup import make_mesh, run_rules
 from flax_mesh.train.start import start_from
@@ -172,6 +174,27 @@ def saves(folder: str, what: str, who: str) -> None:
     assert all(np.array_equal(a.data, b.data) for a, b in zip(*map(shards_of, (state, restored)), strict=True))
 
 
+def checksums(folder: str) -> None:
+    """Save 8 MiB a process, and print how much this process has read meanwhile."""
+    mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
+    size = 2**21 * jax.device_count()
+    numbers = jax.jit(
+        lambda: jax.random.uniform(jax.random.key(0), (size,)), out_shardings=NamedSharding(mesh, P("fsdp"))
+    )
+    state = nnx.State({"a": numbers()})
+    with Checkpointer(folder, compress=False) as checkpointer:
+        checkpointer.save(1, nnx.State({"a": np.ones(3)}), {})  # imports what saving needs
+        checkpointer.wait()
+        before = bytes_read()
+        checkpointer.save(2, state, {})
+        checkpointer.wait()
+        print(f"read {bytes_read() - before} bytes", flush=True)
+
+
+def bytes_read() -> int:
+    return int(re.findall(r"rchar: (\d+)", Path("/proc/self/io").read_text())[0])
+
+
 def starts(checkpoint: str) -> None:
     """Runs that start from a checkpoint, and from Hugging Face's files that hold the same, with pp and without."""
     alone = jax.make_mesh((1,), ("fsdp",), devices=jax.local_devices()[:1])
@@ -196,6 +219,21 @@ def starts(checkpoint: str) -> None:
                 shards += path in expected and not np.array_equal(old.data, wanted)
         assert shards > 0
         print(f"{shape}: {shards} shards are new;", text.splitlines()[0], flush=True)
+
+
+def restores(checkpoints: str, step: str, folder: str, *settings: str) -> None:
+    """Write every shard that this process restores, under "path@where in the array"."""
+    config = override(load_recipe(settings[0]), settings[1:])
+    mesh, rules = make_mesh(config, print), run_rules(config)
+    layout = train_program(config, mesh, rules).layout.to_nnx()
+    with Checkpointer(checkpoints, layers=rules.layers) as checkpointer:
+        restored = dict(named_leaves(checkpointer.restore(layout, int(step))))
+    shards = {}
+    for path, leaf in restored.items():
+        for shard in (jax.random.key_data(leaf) if is_key(leaf) else leaf).addressable_shards:
+            places = [f"{start}:{stop}" for start, stop, _ in map(slice.indices, shard.index, leaf.shape)]
+            shards[f"{path}@{','.join(places)}"] = np.asarray(shard.data)
+    np.savez(Path(folder) / f"restored{jax.process_index()}.npz", **shards)  # pyright: ignore[reportArgumentType]
 
 
 def shards_of(state: Any) -> list[Any]:
