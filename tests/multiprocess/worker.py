@@ -21,9 +21,9 @@ from jax.sharding import PartitionSpec as P
 from flax_mesh import named_leaves
 from flax_mesh.checkpoint import DECODER_NAMES, Checkpointer, load_safetensors
 from flax_mesh.checkpoint.disk import is_key
-from flax_mesh.errors import ConfigError, DamageError, SaveError, ShardingError
+from flax_mesh.errors import ConfigError, DamageError, PeerError, SaveError, ShardingError
 from flax_mesh.mpmd import Pipeline
-from flax_mesh.processes import Watch, agree, from_first, get_text, put_text, stop_together
+from flax_mesh.processes import Phases, Watch, agree, from_first, get_text, put_text, stop_together
 from flax_mesh.train import load_recipe, override
 from flax_mesh.train.program import train_program
 from flax_mesh.train.setup import make_mesh, run_rules
@@ -69,6 +69,19 @@ def agreement() -> None:
     assert who + "the folder is locked" == error_of(lambda: from_first("folder", wrong))
     assert who + "a file is missing" == error_of(lambda: from_first("step", damaged), DamageError)
 
+    for failing in (2, 0, None):  # nobody in the end
+        phases = Phases("task", ("one", "two", "three"))
+        phases.passed("one")
+        if here == failing:
+            phases.failed(f"process {failing}: no room")
+        elif failing is None:
+            phases.passed("two")
+            phases.passed("three")
+        else:
+            assert f"process {failing}: no room" == error_of(lambda p=phases: p.passed("two"), PeerError)
+            phases.failed("as all know")
+        assert phases.is_past("one") and phases.is_past("two") == phases.is_past("three") == (failing is None)
+
     stop = stop_together(lambda: here == 2 and step == 3)  # one process is asked to stop, in step 3
     for step in range(1, 20):
         put_and_get_all(f"step {step}", "ended")  # as metrics, which come when all have dispatched the step
@@ -79,10 +92,10 @@ def agreement() -> None:
     assert len(set(last)) == 1, last
 
 
-def error_of(function: Callable[[], object], kind: type[ConfigError] = ConfigError) -> str:
+def error_of(function: Callable[[], object], kind: type[Exception] = ConfigError) -> str:
     try:
         function()
-    except ConfigError as error:
+    except kind as error:
         assert type(error) is kind, error
         return str(error)
     raise AssertionError("no error")
