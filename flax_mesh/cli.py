@@ -53,7 +53,8 @@ PIPED_WIDTH = 200  # columns of tables that go into a file or another program
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax tells of every file it writes, and of errors twice
+    for name in ("absl", "asyncio"):  # Orbax tells of every file it writes, and of errors twice and once a task
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     if sys.unraisablehook is sys.__unraisablehook__:  # where another program has its own, as pytest does, it stays
         sys.unraisablehook = _unraisable
     try:
