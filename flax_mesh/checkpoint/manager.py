@@ -22,7 +22,7 @@ from flax_mesh.checkpoint.find import LEFTOVER, STEP
 from flax_mesh.checkpoint.integrity import find_damage
 from flax_mesh.checkpoint.keep import Keep
 from flax_mesh.errors import ConfigError, DamageError, PeerError, SaveError
-from flax_mesh.processes import Phases
+from flax_mesh.processes.phases import Phases
 from flax_mesh.tree import named_leaves
 
 # Of a save; "folders", "files" and "commit" are what the storage tells of.

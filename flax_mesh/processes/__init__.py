@@ -1,13 +1,11 @@
 """Runs of several processes: how they start, agree, notice each other's failures and stop together."""
 
 from flax_mesh.processes.agree import agree, from_first, stop_together
-from flax_mesh.processes.phases import Phases
 from flax_mesh.processes.start import Processes, parse_processes, start_processes
 from flax_mesh.processes.store import get_text, put_text, try_get_text
 from flax_mesh.processes.watch import Watch
 
 __all__ = [
-    "Phases",
     "Processes",
     "Watch",
     "agree",

@@ -23,7 +23,8 @@ from flax_mesh.checkpoint import DECODER_NAMES, Checkpointer, load_safetensors
 from flax_mesh.checkpoint.disk import is_key
 from flax_mesh.errors import ConfigError, DamageError, PeerError, SaveError, ShardingError
 from flax_mesh.mpmd import Pipeline
-from flax_mesh.processes import Phases, Watch, agree, from_first, get_text, put_text, stop_together
+from flax_mesh.processes import Watch, agree, from_first, get_text, put_text, stop_together
+from flax_mesh.processes.phases import Phases
 from flax_mesh.train import load_recipe, override
 from flax_mesh.train.program import train_program
 from flax_mesh.train.setup import make_mesh, run_rules
