@@ -21,3 +21,7 @@ class DamageError(ConfigError):
 
 class SaveError(RuntimeError):
     """A checkpoint could not be written; those before it are whole."""
+
+
+class PeerError(RuntimeError):
+    """Something that all processes do together has failed in another one, which the message names."""

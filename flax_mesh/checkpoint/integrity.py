@@ -7,33 +7,39 @@ damage goes unnoticed with a chance of 2**-64.
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeAlias
 
 import xxhash
 
 CHECKSUMS = "checksums.json"
 BLOCK = 2**26  # bytes that one checksum covers
 READ = 2**22  # bytes read at a time
+FileSums: TypeAlias = tuple[int, list[Any]]  # bytes of a file, and the checksums of its blocks
 # Orbax writes these at the very end, after the checksums; restoring reads neither.
 MARKERS = ("_CHECKPOINT_METADATA", "commit_success.txt")
 
 
-def write_checksums(folder: Path) -> None:
-    """Write checksums.json over all files below `folder`."""
+def write_part(part: Path, folder: Path, below: str, prefix: str) -> None:
+    """Write to `part` the checksums of the files below `folder`/`below`, under their paths from `folder` after
+    `prefix`: what one process of several has written, and knows best."""
+    names = [f"{below}/{name}" for name in sorted(_files(folder / below))]
+    found = _checksums(folder, names)
+    part.write_bytes(_encode(BLOCK, {f"{prefix}/{name}": one for name, one in found.items()}))
+
+
+def write_checksums(folder: Path, parts: Iterable[Path] = ()) -> None:
+    """Write checksums.json over all files below `folder`; those in `parts` are not read again, and `parts` removed."""
+    known: dict[str, FileSums] = {}
+    for part in parts:
+        known |= _decode(part.read_bytes())[1]
+        part.unlink()
     names = sorted(set(_files(folder)) - {CHECKSUMS, *MARKERS})
-    sizes = [(folder / name).stat().st_size for name in names]
-    blocks = [(folder / name, at) for name, size in zip(names, sizes, strict=True) for at in range(0, size, BLOCK)]
-    found = _map(blocks, BLOCK)
-    if unreadable := [
-        f"{path}: {value}" for (path, _), value in zip(blocks, found, strict=True) if isinstance(value, str)
-    ]:
-        raise OSError("; ".join(unreadable))
-    sums = iter(found)
-    files = {name: [size, [next(sums) for _ in range(0, size, BLOCK)]] for name, size in zip(names, sizes, strict=True)}
-    (folder / CHECKSUMS).write_bytes(_encode(BLOCK, files))
+    known = {name: known[name] for name in names if name in known and known[name][0] == (folder / name).stat().st_size}
+    found = known | _checksums(folder, [name for name in names if name not in known])
+    (folder / CHECKSUMS).write_bytes(_encode(BLOCK, found))
 
 
 def find_damage(folder: Path) -> list[str]:
@@ -69,13 +75,26 @@ def _marker_problems(folder: Path) -> list[str]:
     return []
 
 
-def _encode(block: int, files: dict[str, Any]) -> bytes:
+def _checksums(folder: Path, names: Sequence[str]) -> dict[str, FileSums]:
+    """OSError names every file that cannot be read."""
+    sizes = [(folder / name).stat().st_size for name in names]
+    blocks = [(folder / name, at) for name, size in zip(names, sizes, strict=True) for at in range(0, size, BLOCK)]
+    found = _map(blocks, BLOCK)
+    if unreadable := [
+        f"{path}: {value}" for (path, _), value in zip(blocks, found, strict=True) if isinstance(value, str)
+    ]:
+        raise OSError("; ".join(unreadable))
+    sums = iter(found)
+    return {name: (size, [next(sums) for _ in range(0, size, BLOCK)]) for name, size in zip(names, sizes, strict=True)}
+
+
+def _encode(block: int, files: Mapping[str, Any]) -> bytes:
     text = json.dumps(files, separators=(",", ":"), sort_keys=True)
     own = xxhash.xxh3_64_intdigest(f"{block},{text}".encode())
     return f'{{"block":{block},"xxh3_64":{own},"files":{text}}}'.encode()
 
 
-def _decode(data: bytes) -> tuple[int, dict[str, tuple[int, list[int]]]]:
+def _decode(data: bytes) -> tuple[int, dict[str, FileSums]]:
     """Bytes of a block, and path -> (bytes, checksums); a ValueError says why they cannot be believed."""
     try:
         content = json.loads(data)

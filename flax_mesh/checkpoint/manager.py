@@ -21,9 +21,12 @@ from flax_mesh.checkpoint.fill import Filled, fill
 from flax_mesh.checkpoint.find import LEFTOVER, STEP
 from flax_mesh.checkpoint.integrity import find_damage
 from flax_mesh.checkpoint.keep import Keep
-from flax_mesh.errors import ConfigError, DamageError, SaveError
+from flax_mesh.errors import ConfigError, DamageError, PeerError, SaveError
+from flax_mesh.processes.phases import Phases
 from flax_mesh.tree import named_leaves
 
+# Of a save; "folders", "files" and "commit" are what the storage tells of.
+PHASES = ("begin", "folders", "start", "files", "commit", "clear")
 METRICS = "metrics"  # in the metadata of a step: name -> number
 REPAIR = "Restore it into the model it was saved from, or start another run (another folder, or --restart)."
 
@@ -57,8 +60,10 @@ class Checkpointer:
         self.best_metric, self.host_bytes, self.compress = best_metric, host_bytes, compress
         self.damaged: dict[int, list[str]] = {}  # step -> what `latest_step` found wrong with it
         self._storage: Any = None  # for writing; made by the first save, and by the first after one that failed
+        self._is_tidy = False  # whether leftovers are cleared away for the storage at hand
         self._inode: int | None = None  # of the folder that the first save found or made
         self._saving: int | None = None  # the step on its way
+        self._phases: Any = None  # of the last save
         self._deleting: threading.Thread | None = None
 
     def __enter__(self) -> "Checkpointer":
@@ -106,27 +111,26 @@ class Checkpointer:
         self.wait()
         if step in self.steps() and step not in self.damaged:
             raise ConfigError(f"{self.folder} already holds a checkpoint of step {step}; nothing was overwritten.")
-        with self._as_save_error(f"the checkpoint of step {step} could not be saved", but=step):
+        self._phases = Phases("save", PHASES)
+        with self._as_save_error(step):
             storage = self._open()
-            self._set_aside()
+            self._phases.passed("begin")  # nobody writes there any more
+            self._tidy()
             arrays = to_disk(state, self.layers, on_host=self.host_bytes is None)
-            storage.save(self._path(step), arrays, dict(metadata))
             self._saving = step
+            storage.save(self._path(step), arrays, dict(metadata))
+            self._phases.passed("start")
         if self.host_bytes is not None:
             self.wait()
 
     def wait(self) -> None:
         """Return once every save is durable, and what `keep` leaves out on its way out; SaveError if one is not."""
         if self._saving is not None:
-            step, self._saving = self._saving, None
-            with self._as_save_error(f"the checkpoint of step {step} could not be saved", but=step):
+            with self._as_save_error(self._saving):
                 self._storage.wait()
-                self._check_folder()
-                if not self._path(step).is_dir():
-                    raise OSError("its folder is gone")
-            with self._as_save_error("checkpoints that are not to stay could not be removed"):
-                staying = self._staying()
-                self._delete([old for old in self.steps() if old not in staying] if self._clears else [])
+                if not self._phases.together:
+                    self._meet("commit")
+            self._saving = None
 
     def close(self) -> None:
         """As `wait`, and end the background threads."""
@@ -217,21 +221,42 @@ class Checkpointer:
             raise ConfigError(f"{self.folder} holds no checkpoint of step {step}; it holds {steps or 'none'}.")
         return self._path(step)
 
+    def _meet(self, phase: str) -> None:
+        """Wait for all processes at the end of a phase, in the thread that has come to it."""
+        if phase == "commit" and self._clears:
+            self._check_folder()
+            if self._saving not in self.steps():
+                raise OSError("its folder is gone")
+        self._phases.passed(phase)
+        if phase == "commit":
+            if self._clears:
+                staying = self._staying()
+                self._delete([old for old in self.steps() if old not in staying])
+            self._phases.passed("clear")
+
     @contextmanager
-    def _as_save_error(self, what: str, but: int | None = None) -> Iterator[None]:
-        """Turns what storage libraries raise when they cannot write into one line; `but`: the step it is about."""
+    def _as_save_error(self, step: int) -> Iterator[None]:
+        """Turns what storage libraries raise when they cannot write `step` into one line, which all processes are
+        told."""
         try:
             yield
         # Tensorstore raises ValueError for most of what goes wrong with files, Orbax RuntimeError and TimeoutError.
         except (OSError, RuntimeError, TypeError, ValueError) as error:
+            reason, self._saving = _reason(error), None
+            if self._phases.together and not isinstance(error, PeerError):
+                reason = f"process {jax.process_index()}: {reason}"
+            self._phases.failed(reason)
             self._give_up()
-            left = [step for step in self.steps() if step != but]
+            committed = self._phases.is_past("commit")
+            what = f"the checkpoint of step {step} could not be saved"
+            what = "checkpoints that are not to stay could not be removed" if committed else what
+            left = [one for one in self.steps() if committed or one != step]
             newest = f"the newest there is of step {left[-1]}" if left else "there is none"
-            raise SaveError(f"{what} in {self.folder}: {_reason(error)}; {newest}") from error
+            raise SaveError(f"{what} in {self.folder}: {reason}; {newest}") from error
 
     @property
     def _clears(self) -> bool:
-        """Whether this process renames and deletes: of several, process 0 alone. Saves begin with a barrier."""
+        """Whether this process renames and deletes: of several, process 0 alone."""
         return jax.process_index() == 0
 
     def _open(self) -> Any:
@@ -241,11 +266,8 @@ class Checkpointer:
         if self._storage is None:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._inode = self.folder.stat().st_ino
-            if self._deleting is not None:
-                self._deleting.join()
-            if self._clears:
-                self.clear_leftovers()
-            self._storage = Storage(compress=self.compress, host_bytes=self.host_bytes)
+            self._storage = Storage(compress=self.compress, host_bytes=self.host_bytes, meet=self._meet)
+            self._is_tidy = False
         return self._storage
 
     def _check_folder(self) -> None:
@@ -262,8 +284,14 @@ class Checkpointer:
         for path in self.folder.glob("*.orbax-checkpoint-tmp*") if self._clears else ():
             shutil.rmtree(path, ignore_errors=True)
 
-    def _set_aside(self) -> None:
-        """Give damaged steps another name, under which they stay until somebody has looked at them."""
+    def _tidy(self) -> None:
+        """Remove what earlier saves have left, and give damaged steps another name, under which they stay until
+        somebody has looked at them."""
+        if self._clears and not self._is_tidy:
+            if self._deleting is not None:
+                self._deleting.join()
+            self.clear_leftovers()
+        self._is_tidy = True
         for step in self.damaged if self._clears else ():
             names = (f"{step}.damaged" + (f"-{i}" if i > 1 else "") for i in range(1, 10_000))
             os.rename(self._path(step), next(self.folder / name for name in names if not (self.folder / name).exists()))

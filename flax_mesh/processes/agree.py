@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
-from flax_mesh.errors import ConfigError
+from flax_mesh.errors import ConfigError, DamageError
 from flax_mesh.processes.store import call_number, get_text, put_text, try_get_text
 
+KINDS = {kind.__name__: kind for kind in (ConfigError, DamageError)}  # of errors that are raised in all processes
 TIMEOUT_S = 600  # for the slowest process to come here: it may have a model to trace first
 
 
@@ -29,19 +30,19 @@ def agree(name: str, facts: Mapping[str, str]) -> None:
 
 
 def from_first(name: str, decide: Callable[[], str]) -> str:
-    """What `decide()` gives in process 0, in every process; its ConfigError is raised in all."""
+    """What `decide()` gives in process 0, in every process; its ConfigError or DamageError is raised in all."""
     if jax.process_count() == 1:
         return decide()
     name = f"{name}/{call_number(f'from_first {name}')}"
     if jax.process_index() != 0:
         answer = json.loads(_wait(f"first/{name}", 0))
         if "problems" in answer:
-            raise ConfigError([f"process 0: {problem}" for problem in answer["problems"]])
+            raise KINDS[answer["kind"]]([f"process 0: {problem}" for problem in answer["problems"]])
         return answer["value"]
     try:
         value = decide()
     except ConfigError as error:
-        put_text(f"first/{name}", json.dumps({"problems": error.problems}))
+        put_text(f"first/{name}", json.dumps({"kind": type(error).__name__, "problems": error.problems}))
         raise
     put_text(f"first/{name}", json.dumps({"value": value}))
     return value

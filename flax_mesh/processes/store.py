@@ -35,6 +35,11 @@ def try_get_text(key: str) -> str | None:
         return None
 
 
+def delete_texts(folder: str) -> None:
+    """Forget all that stands under keys below `folder`."""
+    _client().key_value_delete(f"{ROOT}/{folder}/")
+
+
 def call_number(name: str) -> int:
     """How often this process has asked for it: equal in all processes that make the same calls, so that a key that is
     written once can be used again under another number."""

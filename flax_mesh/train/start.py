@@ -1,5 +1,6 @@
 """A run that starts from the parameters of another model: a checkpoint, or a folder in Hugging Face's format."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from flax_mesh.checkpoint.convert import load_safetensors
 from flax_mesh.checkpoint.find import find_step, find_whole, step_number
 from flax_mesh.checkpoint.huggingface import DECODER_NAMES, decoder_settings, read_config
 from flax_mesh.errors import ConfigError
+from flax_mesh.processes import from_first
 from flax_mesh.state import TrainState
 from flax_mesh.tree import named_leaves
 
@@ -45,12 +47,23 @@ def start_from(folder: str, state: TrainState, layers: Sequence[str]) -> tuple[T
         tree = nnx.State({**tree.raw_mapping, "model": model})
         text = f"filled all {len(named_leaves(model))} arrays of the model"
     else:
-        step, damaged = find_whole(folder)
+        step, damaged = _whole_step(folder)
         with Checkpointer(step.parent, layers=layers) as checkpointer:
-            tree, filled = checkpointer.fill(tree, step_number(step), include="model/", verify=False)  # find_whole has
+            tree, filled = checkpointer.fill(tree, step_number(step), include="model/", verify=False)  # _whole_step has
         passed = "".join(f"{path} is damaged and passed over; " for path in damaged)
         text = f"{passed}step {step_number(step)}, {filled}"
     return TrainState(tuple(jax.tree.leaves(tree)), state.definition), text
+
+
+def _whole_step(folder: str) -> tuple[Path, list[str]]:
+    """The newest whole step, and those that were passed over; process 0 alone reads all the bytes."""
+
+    def look() -> str:
+        step, damaged = find_whole(folder)
+        return json.dumps([str(step), [str(path) for path in damaged]])
+
+    step, damaged = json.loads(from_first("start_from", look))
+    return Path(step), damaged
 
 
 def _is_huggingface(folder: str) -> bool:

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import time
@@ -15,7 +16,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from tests.multiprocess.processes import Running, free_port
+from flax_mesh.checkpoint import Checkpointer
+from tests.multiprocess.processes import Running, assert_all_done, free_port, run_workers
 
 SETTINGS = (
     "recipes/tiny.py",
@@ -102,22 +104,58 @@ def test_a_launch_trains_and_one_process_goes_on(tmp_path):
     assert sorted(found) == [1, 2, 3, 4, 5, 6] and found[6] < found[1]
 
 
+def assert_restored(folder: Path, step: int, processes: int, devices: int, shape: str, where: Path) -> None:
+    """Every shard of every array, restored in processes of this layout, has the bits that plain Orbax reads."""
+    where.mkdir()
+    settings = (*SETTINGS, f"run.folder={folder}", f"mesh.shape={shape}", "run.platform=cpu")
+    ended = run_workers("restores", processes, devices, str(folder / "checkpoints"), str(step), str(where), *settings)
+    assert_all_done(ended, "restores is done")
+    arrays = {re.sub(r"\W+", "/", path).strip("/"): x for path, x in stored(folder, step).items()}
+    parts: dict[str, dict[str, int]] = {path: {} for path in arrays}  # path -> which parts were there, elements
+    for process in range(processes):
+        restored = dict(np.load(where / f"restored{process}.npz"))
+        assert restored
+        for name, shard in restored.items():
+            path, _, place = name.partition("@")
+            index = tuple(slice(*map(int, part.split(":"))) for part in place.split(",") if part)
+            wanted = arrays[path][index]
+            assert shard.dtype == wanted.dtype and shard.tobytes() == wanted.tobytes(), name
+            parts[path][place] = shard.size
+    for path, array in arrays.items():  # and all of it was looked at
+        assert sum(parts[path].values()) == array.size, path
+
+
 @pytest.mark.slow
 def test_checkpoints_move_between_numbers_of_processes(tmp_path):
-    """Saved by four processes; read by one without pp, by two with pp2, and by plain Orbax: the same bits."""
+    """Saved in each layout and restored in the next: the same bits in every shard, as plain Orbax reads them."""
+    folder, whole = tmp_path / "run", tmp_path / "whole"
+    layouts = [(4, 1, "pp:4"), (1, 1, "dp:1"), (2, 2, "pp:2,fsdp:2"), (2, 2, "fsdp:4"), (4, 1, "pp:4")]
+    for step, (processes, devices, shape) in enumerate(layouts, start=1):
+        output = run(processes, devices, folder, f"mesh.shape={shape}", f"run.steps={step}")
+        assert step == 1 or f"at step {step - 1}; resuming, 1 steps to go" in output
+        if step < len(layouts):
+            assert_restored(folder, step, *layouts[step], tmp_path / f"restored{step}")
+    run(1, 1, whole, "mesh.shape=dp:1", f"run.steps={len(layouts)}")
+    expected = losses(whole)
+    assert sorted(expected) == sorted(losses(folder)) == [1, 2, 3, 4, 5]
+    for step, found in losses(folder).items():
+        np.testing.assert_allclose(found, expected[step], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_damage_that_process_0_finds_ends_all_with_its_code(tmp_path):
     folder = tmp_path / "run"
-    run(4, 1, folder, "mesh.shape=pp:4", "run.steps=3", "checkpoint.every=3")
-    saved = stored(folder, 3)
-    for number, (processes, devices, shape) in enumerate([(1, 1, "dp:1"), (2, 2, "pp:2,fsdp:2"), (2, 2, "fsdp:4")]):
-        output = run(processes, devices, folder, f"mesh.shape={shape}", f"run.steps={4 + number}", "checkpoint.every=1")
-        assert f"at step {3 + number}; resuming, 1 steps to go" in output
-    output = run(4, 1, folder, "mesh.shape=pp:4", "run.steps=7", "checkpoint.every=1")
-    assert "at step 6; resuming" in output
-    assert_same_state(saved, stored(folder, 3))
-    whole = tmp_path / "whole"
-    run(1, 1, whole, "mesh.shape=dp:1", "run.steps=7")
-    for step, found in losses(whole).items():
-        np.testing.assert_allclose(losses(folder)[step], found, rtol=1e-5)
+    run(2, 1, folder, "mesh.shape=pp:2", "run.steps=2")
+    (folder / "checkpoints" / "2" / "metadata" / "metadata").write_bytes(b"")
+    running = start(2, 1, folder, "mesh.shape=pp:2", "run.steps=4")
+    try:
+        ended = running.ended(LIMIT_S)
+    finally:
+        running.end()
+    assert ended.code == 3, ended.output
+    assert re.search(r"^\[0\] flax-mesh: .* none is whole", ended.output, re.M), ended.output
+    assert re.search(r"^\[1\] flax-mesh: process 0: .* none is whole", ended.output, re.M), ended.output
+    assert set(re.findall(r"exit code (\d)", ended.output)) == {"3"}, ended.output
 
 
 @pytest.mark.slow
@@ -136,6 +174,54 @@ def test_a_signal_saves_and_stops_all_at_one_step(tmp_path):
     assert [int(path.name) for path in (folder / "checkpoints").iterdir()] == [step]
     output = run(2, 1, folder, "mesh.shape=pp:2", f"run.steps={step + 2}")
     assert f"at step {step}; resuming, 2 steps to go" in output
+
+
+def limit_files(running: Running, process: int, size: int) -> None:
+    resource.prlimit(children(running)[process], resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", [0, 1])
+def test_training_goes_on_in_all_where_one_cannot_save(who, tmp_path):
+    more = ("mesh.shape=pp:2", "run.steps=100000", "checkpoint.every=10", "checkpoint.on_failure=continue")
+    running = start(2, 1, tmp_path / "run", *more)
+    try:
+        running.wait_for("step     20 ", LIMIT_S)
+        limit_files(running, who, 2**14)
+        running.wait_for("training goes on (checkpoint.on_failure)", 60)
+        limit_files(running, who, resource.RLIM_INFINITY)
+        step = max(losses(tmp_path / "run"))
+        running.wait_for(f"step {step + 25:>6} ", LIMIT_S)
+        os.kill(running.process.pid, signal.SIGTERM)
+        ended = running.ended(60)
+    finally:
+        running.end()
+    assert ended.code == 4, ended.output
+    warnings = re.findall(r"^\[0\] warning: the checkpoint of step \d+ could not be saved in .*", ended.output, re.M)
+    assert warnings and all(re.search(f"process {who}: .*File too large; ", line) for line in warnings), ended.output
+    with Checkpointer(tmp_path / "run" / "checkpoints") as checkpointer:
+        assert max(checkpointer.steps()) > step and not any(map(checkpointer.verify, checkpointer.steps()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", [0, 1])
+def test_all_stop_alike_where_one_cannot_save(who, tmp_path):
+    running = start(2, 1, tmp_path / "run", "mesh.shape=pp:2", "run.steps=100000", "checkpoint.every=10")
+    try:
+        running.wait_for("step     22 ", LIMIT_S)  # the save of step 10 is durable
+        limit_files(running, who, 2**14)
+        ended = running.ended(60)
+    finally:
+        running.end()
+    assert ended.code == 1, ended.output
+    for process in range(2):
+        line = (
+            rf"^\[{process}\] flax-mesh: the checkpoint of step \d+ could not be saved in .*: process {who}: .*too la"
+        )
+        assert re.search(line, ended.output, re.M), ended.output
+    assert "exit code 5" not in ended.output, ended.output
+    with Checkpointer(tmp_path / "run" / "checkpoints") as checkpointer:
+        assert checkpointer.steps() and not any(map(checkpointer.verify, checkpointer.steps()))
 
 
 @pytest.mark.slow

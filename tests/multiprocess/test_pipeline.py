@@ -8,7 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.mpmd import Pipeline
+from flax_mesh.train.program import train_program
+from flax_mesh.train.setup import make_mesh, run_rules
+from flax_mesh.train.start import start_from
 from tests.mpmd.test_pipeline import FAST, plain
 from tests.multiprocess.cases import (
     COUNT,
@@ -22,6 +26,7 @@ from tests.multiprocess.cases import (
     train,
 )
 from tests.multiprocess.processes import assert_all_done, run_workers
+from tests.train.test_start import LLAMA, config_of
 
 # model, schedule, mesh, processes, devices of each
 LIGHT = [("net", "1f1b", "pp:2,fsdp:2", 2, 2)]
@@ -119,6 +124,21 @@ def test_the_code_of_the_page_runs_in_two_processes():
     found = [re.search(r"(\d) of 9 leaves have a shard here; loss (\S+)", one.output) for one in ended]
     first, second = [(int(match[1]), match[2]) for match in found if match]
     assert first[0] == second[0] == 5 and first[1] == second[1]  # two layers of two leaves each, and the step
+
+
+@pytest.mark.slow
+def test_several_processes_start_from_the_parameters_of_a_folder(tmp_path):
+    config = config_of("dp:1")
+    rules = run_rules(config)
+    program = train_program(config, make_mesh(config, print), rules)
+    state, _ = start_from(str(LLAMA), program.init(), rules.layers)
+    with Checkpointer(tmp_path, layers=rules.layers) as checkpointer:
+        checkpointer.save(7, state.to_nnx(), {})
+    ended = run_workers("starts", 2, 2, str(tmp_path))
+    assert_all_done(ended, "starts is done")
+    for one in ended:
+        assert len(re.findall(r"shards are new; step 7, filled \d+ arrays, 0 keep", one.output)) == 2, one.output
+        assert len(re.findall(r"shards are new; filled all \d+ arrays of the model", one.output)) == 2, one.output
 
 
 @pytest.mark.slow

@@ -1,9 +1,11 @@
 """One process of a test: `python -m tests.multiprocess.worker CASE PROCESS PROCESSES PORT DEVICES ARGUMENTS`."""
 
 import faulthandler
+import itertools
 import json
 import os
 import re
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -12,12 +14,24 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from flax_mesh.errors import ConfigError, ShardingError
+from flax_mesh import named_leaves
+from flax_mesh.checkpoint import DECODER_NAMES, Checkpointer, load_safetensors
+from flax_mesh.checkpoint.disk import is_key
+from flax_mesh.errors import ConfigError, DamageError, PeerError, SaveError, ShardingError
 from flax_mesh.mpmd import Pipeline
 from flax_mesh.processes import Watch, agree, from_first, get_text, put_text, stop_together
+from flax_mesh.processes.phases import Phases
+from flax_mesh.train import load_recipe, override
+from flax_mesh.train.program import train_program
+from flax_mesh.train.setup import make_mesh, run_rules
+from flax_mesh.train.start import start_from
 from tests.multiprocess import cases
 from tests.multiprocess.processes import ROOT, TIME_LIMIT_S
+from tests.train.test_start import LLAMA, config_of
 
 
 def train(model: str, schedule: str, sizes: str, folder: str, steps: str) -> None:
@@ -49,7 +63,25 @@ def agreement() -> None:
     def wrong() -> str:
         raise ConfigError("the folder is locked")
 
-    assert ("process 0: " if here else "") + "the folder is locked" == error_of(lambda: from_first("folder", wrong))
+    def damaged() -> str:
+        raise DamageError("a file is missing")
+
+    who = "process 0: " if here else ""
+    assert who + "the folder is locked" == error_of(lambda: from_first("folder", wrong))
+    assert who + "a file is missing" == error_of(lambda: from_first("step", damaged), DamageError)
+
+    for failing in (2, 0, None):  # nobody in the end
+        phases = Phases("task", ("one", "two", "three"))
+        phases.passed("one")
+        if here == failing:
+            phases.failed(f"process {failing}: no room")
+        elif failing is None:
+            phases.passed("two")
+            phases.passed("three")
+        else:
+            assert f"process {failing}: no room" == error_of(lambda p=phases: p.passed("two"), PeerError)
+            phases.failed("as all know")
+        assert phases.is_past("one") and phases.is_past("two") == phases.is_past("three") == (failing is None)
 
     stop = stop_together(lambda: here == 2 and step == 3)  # one process is asked to stop, in step 3
     for step in range(1, 20):
@@ -61,10 +93,11 @@ def agreement() -> None:
     assert len(set(last)) == 1, last
 
 
-def error_of(function: Callable[[], object]) -> str:
+def error_of(function: Callable[[], object], kind: type[Exception] = ConfigError) -> str:
     try:
         function()
-    except ConfigError as error:
+    except kind as error:
+        assert type(error) is kind, error
         return str(error)
     raise AssertionError("no error")
 
@@ -125,6 +158,115 @@ def page() -> None:
     for code in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         exec(compile(code, "multiprocess.md", "exec"), namespace)
     assert namespace["number"] == jax.process_count() and namespace["folder"] == "runs/1"
+
+
+def saves(folder: str, what: str, who: str) -> None:
+    """Save three times; the second save fails in process `who` alone. Prints what this process is told."""
+    here = jax.process_index()
+    own = Path(folder) / f"own{here}"  # each process has its own way to the folder of checkpoints, which can be cut
+    (Path(folder) / "checkpoints").mkdir(exist_ok=True)
+    own.symlink_to("checkpoints")
+    mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
+    state = nnx.State({"a": jax.device_put(np.arange(2.0**18, dtype=np.float32), NamedSharding(mesh, P("fsdp")))})
+    with Checkpointer(own, compress=False) as checkpointer:
+        checkpointer.save(1, state, {})
+        checkpointer.wait()
+        restore_limits = break_saving(what, own, Path(folder)) if here == int(who) else lambda: None
+        put_and_get_all("broken", "yes")
+        try:
+            checkpointer.save(2, state, {})
+            print("the call of save is passed", flush=True)
+            checkpointer.wait()
+        except SaveError as error:
+            print("told:", error, flush=True)
+        put_and_get_all("told", "yes")
+        restore_limits()
+        put_and_get_all("mended", "yes")
+        checkpointer.save(3, state, {})
+        checkpointer.wait()
+        restored = checkpointer.restore(state, 3)
+    assert all(np.array_equal(a.data, b.data) for a, b in zip(*map(shards_of, (state, restored)), strict=True))
+
+
+def checksums(folder: str) -> None:
+    """Save 8 MiB a process, and print how much this process has read meanwhile."""
+    mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
+    size = 2**21 * jax.device_count()
+    numbers = jax.jit(
+        lambda: jax.random.uniform(jax.random.key(0), (size,)), out_shardings=NamedSharding(mesh, P("fsdp"))
+    )
+    state = nnx.State({"a": numbers()})
+    with Checkpointer(folder, compress=False) as checkpointer:
+        checkpointer.save(1, nnx.State({"a": np.ones(3)}), {})  # imports what saving needs
+        checkpointer.wait()
+        before = bytes_read()
+        checkpointer.save(2, state, {})
+        checkpointer.wait()
+        print(f"read {bytes_read() - before} bytes", flush=True)
+
+
+def bytes_read() -> int:
+    return int(re.findall(r"rchar: (\d+)", Path("/proc/self/io").read_text())[0])
+
+
+def starts(checkpoint: str) -> None:
+    """Runs that start from a checkpoint, and from Hugging Face's files that hold the same, with pp and without."""
+    alone = jax.make_mesh((1,), ("fsdp",), devices=jax.local_devices()[:1])
+    for shape, folder in itertools.product(("pp:2,fsdp:2", "fsdp:4"), (checkpoint, LLAMA)):
+        config = config_of(shape)
+        mesh, rules = make_mesh(config, print), run_rules(config)
+        program = train_program(config, mesh, rules)
+        fresh = program.init()
+        state, text = start_from(str(folder), fresh, rules.layers)
+        before, after = (dict(named_leaves(one.to_nnx())) for one in (fresh, state))
+        model = state.to_nnx()["model"]
+        on_one = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(alone, P())), model
+        )
+        expected = dict(named_leaves({"model": load_safetensors(LLAMA, on_one, DECODER_NAMES["llama"])}))
+        shards = 0
+        for path, leaf in after.items():
+            assert leaf.sharding.is_equivalent_to(before[path].sharding, leaf.ndim), path
+            for old, new in zip(before[path].addressable_shards, leaf.addressable_shards, strict=True):
+                wanted = np.asarray(expected[path])[new.index] if path in expected else np.asarray(old.data)
+                assert np.array_equal(new.data, wanted), path
+                shards += path in expected and not np.array_equal(old.data, wanted)
+        assert shards > 0
+        print(f"{shape}: {shards} shards are new;", text.splitlines()[0], flush=True)
+
+
+def restores(checkpoints: str, step: str, folder: str, *settings: str) -> None:
+    """Write every shard that this process restores, under "path@where in the array"."""
+    config = override(load_recipe(settings[0]), settings[1:])
+    mesh, rules = make_mesh(config, print), run_rules(config)
+    layout = train_program(config, mesh, rules).layout.to_nnx()
+    with Checkpointer(checkpoints, layers=rules.layers) as checkpointer:
+        restored = dict(named_leaves(checkpointer.restore(layout, int(step))))
+    shards = {}
+    for path, leaf in restored.items():
+        for shard in (jax.random.key_data(leaf) if is_key(leaf) else leaf).addressable_shards:
+            places = [f"{start}:{stop}" for start, stop, _ in map(slice.indices, shard.index, leaf.shape)]
+            shards[f"{path}@{','.join(places)}"] = np.asarray(shard.data)
+    np.savez(Path(folder) / f"restored{jax.process_index()}.npz", **shards)  # pyright: ignore[reportArgumentType]
+
+
+def shards_of(state: Any) -> list[Any]:
+    return state["a"].addressable_shards
+
+
+def break_saving(what: str, own: Path, folder: Path) -> Callable[[], object]:
+    """Let saves fail in this process alone; gives what mends it."""
+    if what == "no way to the folder":
+        own.unlink()
+        return lambda: own.symlink_to("checkpoints")
+    if what == "no room for files":  # found out in the background
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, limits[1]))
+        return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert what == "something in the way", what
+    link = folder / "checkpoints" / "2.orbax-checkpoint-tmp"  # where process 0 makes a folder
+    link.symlink_to("1")
+    return lambda: link.unlink()
 
 
 def raise_in_stage(action: Any, saved: Any) -> None:

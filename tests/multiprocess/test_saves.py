@@ -1,0 +1,65 @@
+"""Saves of several processes that fail in one of them: all are told the same, none waits, the last good one stays."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from flax_mesh.checkpoint import Checkpointer
+from flax_mesh.checkpoint.integrity import CHECKSUMS, MARKERS
+from tests.multiprocess.processes import Ended, assert_all_done, run_workers
+
+# what is broken, where, and what is said of it
+LIGHT = [("no room for files", 1, "File too large")]
+MATRIX = [
+    ("no room for files", 0, "File too large"),
+    ("no way to the folder", 0, "the folder is gone"),
+    ("no way to the folder", 1, "the folder is gone"),
+    ("something in the way", 0, "Cannot call rmtree on a symbolic link"),
+]
+
+
+def told(one: Ended) -> str:
+    (line,) = re.findall(r"^told: (.*)$", one.output, re.MULTILINE)
+    return re.sub(r" in \S+/own\d: ", ": ", line)
+
+
+def check(what: str, who: int, reason: str, folder: Path) -> None:
+    ended = run_workers("saves", 2, 1, str(folder), what, str(who))
+    assert_all_done(ended, "saves is done")
+    expected = f"the checkpoint of step 2 could not be saved: process {who}: {reason}; the newest there is of step 1"
+    assert told(ended[1 - who]) == expected
+    if what == "no way to the folder":
+        expected = expected.replace("the newest there is of step 1", "there is none")  # that it can see
+    assert told(ended[who]) == expected
+    assert len({"the call of save is passed" in one.output for one in ended}) == 1  # all are told in the same call
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["1", "3"]
+
+
+@pytest.mark.parametrize(("what", "who", "reason"), LIGHT)
+def test_a_save_that_fails_in_one_process_fails_in_all(what, who, reason, tmp_path):
+    check(what, who, reason, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "who", "reason"), MATRIX)
+def test_a_save_that_fails_anywhere_fails_in_all(what, who, reason, tmp_path):
+    check(what, who, reason, tmp_path)
+
+
+@pytest.mark.slow
+def test_each_process_reads_what_it_wrote_itself_for_the_checksums(tmp_path):
+    ended = run_workers("checksums", 2, 1, str(tmp_path))
+    assert_all_done(ended, "checksums is done")
+    for one in ended:
+        (count,) = re.findall(r"read (\d+) bytes", one.output)
+        assert 2**23 <= int(count) < 1.5 * 2**23, one.output  # its own 8 MiB, and not those of the other
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.verify(2) == []
+    files = json.loads((tmp_path / "2" / CHECKSUMS).read_text())["files"]
+    there = {path.relative_to(tmp_path / "2").as_posix() for path in (tmp_path / "2").rglob("*") if path.is_file()}
+    assert files.keys() == there - {CHECKSUMS, *MARKERS}
+    for process in range(2):
+        own = {name: size for name, (size, _) in files.items() if name.startswith(f"state/ocdbt.process_{process}/")}
+        assert sum(own.values()) >= 2**23
