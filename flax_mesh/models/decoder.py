@@ -17,6 +17,8 @@ from flax import nnx
 from flax_mesh.axes import Mode, PartitionAxis
 from flax_mesh.errors import ConfigError
 from flax_mesh.mesh import current_mesh
+from flax_mesh.models.cross_entropy import cross_entropy, project
+from flax_mesh.models.matmul import dot_float32
 from flax_mesh.models.moe import Aux, MoE, router_losses
 from flax_mesh.sharding import constrain, partitioned
 
@@ -43,7 +45,8 @@ class DecoderConfig:
 
     `remat` is "none", "full" (recompute every layer in the backward pass), or the name of a policy in
     `jax.checkpoint_policies` for what is kept. With `scan` the layers are one stack, run by one loop: shorter to
-    compile; the numbers and the checkpoints are those of the unrolled list.
+    compile; the numbers and the checkpoints are those of the unrolled list. `loss_chunk`: tokens a device whose logits
+    the loss holds at a time, 0 for all (`models.cross_entropy`).
 
     With `num_experts` above 0 every layer has that many MLPs of `mlp_size`, of which each token takes
     `experts_per_token`. `load_balance_loss` and `router_z_loss` are the coefficients of these losses (`models.moe`).
@@ -77,6 +80,7 @@ class DecoderConfig:
     param_dtype: str = "float32"
     attention: str = field(default="xla", metadata=SAME_RESULT)
     remat: str = field(default="none", metadata=SAME_RESULT)
+    loss_chunk: int = field(default=0, metadata=SAME_RESULT)
     scan: bool = field(default=False, metadata=SAME_RESULT)
     # Activations between the layers are whole on every tp device (Megatron's layout). Split over tp as well, they cost
     # an all-gather before each projection: five times the step time for recipes/tiny.py on 8 CPU devices.
@@ -112,6 +116,8 @@ class DecoderConfig:
         if self.head_dim % 2:
             found.append(f"model.head_dim must be even for rotary positions, got {self.head_dim}")
         found += _scaling_problems(self.rope_scaling)
+        if self.loss_chunk < 0:
+            found.append(f"model.loss_chunk must not be negative (0: all logits at once), got {self.loss_chunk}")
         if self.num_experts < 0:
             found.append(f"model.num_experts must not be negative (0: no experts), got {self.num_experts}")
         if self.num_experts > 0 and not 1 <= self.experts_per_token <= self.num_experts:
@@ -147,7 +153,7 @@ class Attention(nnx.Module):
         if config.qk_norm:
             self.q_norm = _norm(config, rngs, width)
             self.k_norm = _norm(config, rngs, width)
-        kinds["preferred_element_type"] = jnp.float32  # of the sum over heads, before it is rounded
+        kinds["dot_general"] = dot_float32  # the sum over heads, before it is rounded
         self.o = nnx.LinearGeneral((heads, width), config.hidden_size, axis=(-2, -1), **kinds)
 
     def __call__(self, x_BSD: jax.Array, mode: Mode = "train") -> jax.Array:
@@ -175,7 +181,7 @@ class MLP(nnx.Module):
         kinds: dict[str, Any] = _kinds(config) | {"rngs": rngs}
         self.gate = nnx.LinearGeneral(config.hidden_size, config.mlp_size, **kinds)
         self.up = nnx.LinearGeneral(config.hidden_size, config.mlp_size, **kinds)
-        self.down = nnx.LinearGeneral(config.mlp_size, config.hidden_size, preferred_element_type=jnp.float32, **kinds)
+        self.down = nnx.LinearGeneral(config.mlp_size, config.hidden_size, dot_general=dot_float32, **kinds)
 
     def __call__(self, x_BSD: jax.Array, mode: Mode = "train") -> jax.Array:
         h_BSF = jax.nn.silu(self.gate(x_BSD)) * self.up(x_BSD)
@@ -246,6 +252,11 @@ class Decoder(nnx.Module):
 
     def forward(self, tokens_BS: jax.Array, mode: Mode = "train") -> tuple[jax.Array, Aux]:
         """Logits, and what the routers did: the dict of `MoE` with a leading layer dim, {} without experts."""
+        x_BSD, weights_DV, aux = self.hidden(tokens_BS, mode)
+        return project(x_BSD, weights_DV, self.config.axes, mode), aux
+
+    def hidden(self, tokens_BS: jax.Array, mode: Mode = "train") -> tuple[jax.Array, jax.Array, Aux]:
+        """As `forward`, with what the logits are the product of in their place: (B, S, D) and (D, V)."""
         axes = self.config.axes
         # The table stays split over the vocabulary: each shard looks up its own rows, and the sum is the lookup.
         table_VD = self.embed.embedding[...].astype(self.config.dtype)
@@ -262,9 +273,7 @@ class Decoder(nnx.Module):
                 each.append(found)
             aux = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
         x_BSD = self.norm(x_BSD)
-        weights_DV = table_VD.T if self.config.tied else self.head.kernel[...].astype(x_BSD.dtype)
-        logits_BSV = jnp.einsum("bsd,dv->bsv", x_BSD, weights_DV, preferred_element_type=jnp.float32)
-        return constrain(logits_BSV, ("batch", "sequence", "vocab"), axes=axes, mode=mode), aux
+        return x_BSD, table_VD.T if self.config.tied else self.head.kernel[...].astype(x_BSD.dtype), aux
 
 
 def make_decoder(config: DecoderConfig, rngs: nnx.Rngs) -> Decoder:
@@ -284,17 +293,13 @@ def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[Any, .
     cross-entropy alone, both losses as means over layers, and expert_load_max of the worst layer. Every token is
     routed and counts for the router, also one without target.
     """
-    logits_BSV, aux = model.forward(batch["inputs"])
-    targets_BS = batch["targets"]
-    counts_BS = targets_BS >= 0
-    # A masked sum, not a gather: it stays on the shards of a vocabulary that is split over tp.
-    is_target_BSV = jnp.arange(logits_BSV.shape[-1]) == targets_BS[..., None]
-    picked_BS = jnp.sum(logits_BSV, axis=-1, where=is_target_BSV)
-    loss_BS = jax.nn.logsumexp(logits_BSV, axis=-1) - picked_BS
-    loss, weight = jnp.sum(loss_BS, where=counts_BS), jnp.sum(counts_BS, dtype=jnp.float32)
+    x_BSD, weights_DV, aux = model.hidden(batch["inputs"])
+    targets_BS, config = batch["targets"], model.config
+    loss = cross_entropy(x_BSD, weights_DV, targets_BS, axes=config.axes, chunk=config.loss_chunk)
+    weight = jnp.sum(targets_BS >= 0, dtype=jnp.float32)
     if not aux:
         return loss, weight
-    found, config = router_losses(aux), model.config
+    found = router_losses(aux)
     metrics = {"cross_entropy": loss}
     for name, combine in (("load_balance_loss", jnp.mean), ("router_z_loss", jnp.mean), ("expert_load_max", jnp.max)):
         metrics[name] = weight * combine(found[name])
