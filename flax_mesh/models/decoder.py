@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.axes import Mode, PartitionAxis
 from flax_mesh.errors import ConfigError
@@ -22,6 +23,7 @@ from flax_mesh.models.matmul import dot_float32
 from flax_mesh.models.moe import Aux, MoE, router_losses
 from flax_mesh.sharding import constrain, partitioned
 
+CUDNN_HEAD_DIM = 256  # the most since Hopper; 128 before
 SAME_RESULT = {"changes_result": False}  # fields that change how it is computed, not what
 
 
@@ -42,6 +44,8 @@ class RopeScaling(NamedTuple):
 @dataclass(frozen=True)
 class DecoderConfig:
     """Sizes and choices of a decoder. `dtype` is that of the computation, `param_dtype` that of the parameters.
+
+    `attention`: "xla" anywhere, or "cudnn", a fused kernel for GPUs, without scores in memory, in half precision.
 
     `remat` is "none", "full" (recompute every layer in the backward pass), or the name of a policy in
     `jax.checkpoint_policies` for what is kept. With `scan` the layers are one stack, run by one loop: shorter to
@@ -133,9 +137,38 @@ class DecoderConfig:
                 found.append(f"model.{name} must be float32, bfloat16 or float16, got {getattr(self, name)!r}")
         if self.attention not in ("xla", "cudnn"):
             found.append(f"model.attention must be 'xla' or 'cudnn', got {self.attention!r}")
+        if self.attention == "cudnn":
+            found += self._cudnn_problems()
         if self.remat not in ("none", "full") and not hasattr(jax.checkpoint_policies, self.remat):
             names = ", ".join(n for n in dir(jax.checkpoint_policies) if n.endswith("saveable"))
             found.append(f"model.remat must be none, full or a policy of jax ({names}), got {self.remat!r}")
+        return found
+
+    def _cudnn_problems(self) -> list[str]:
+        found = []
+        if self.dtype == "float32":
+            found.append(f"model.attention=cudnn needs model.dtype bfloat16 or float16, got {self.dtype}")
+        if self.head_dim % 8 or self.head_dim > CUDNN_HEAD_DIM:
+            found.append(
+                f"model.attention=cudnn needs a model.head_dim that is a multiple of 8, at most {CUDNN_HEAD_DIM}, "
+                f"got {self.head_dim}"
+            )
+        return found
+
+    def problems_on(self, mesh: Mesh | AbstractMesh) -> list[str]:
+        """What cannot be on this mesh, one line each, besides dims that do not divide over it."""
+        if self.attention != "cudnn":
+            return []
+        found, kinds = [], {d.platform for d in mesh.devices.flat} if isinstance(mesh, Mesh) else set()
+        if kinds - {"gpu", "cuda"}:
+            found.append(f"model.attention=cudnn is for GPUs, not for {', '.join(kinds)}; use model.attention=xla")
+        over = [f"{name}={mesh.shape[name]}" for name in self.axes.mesh_axes("query_sequence")
+                if mesh.shape.get(name, 1) > 1]  # fmt: skip
+        if over:
+            found.append(
+                f"model.attention=cudnn is for whole sequences, not for queries split over {', '.join(over)}; use "
+                "model.attention=xla, or another mesh.shape"
+            )
         return found
 
 
@@ -167,8 +200,7 @@ class Attention(nnx.Module):
         # Each shard of the queries meets all keys: under sequence parallelism keys and values are gathered here.
         k_BSKC = constrain(k_BSKC, ("batch", None, "kv_heads", "head_dim"), axes=axes, mode=mode)
         v_BSKC = constrain(self.v(x_BSD), ("batch", None, "kv_heads", "head_dim"), axes=axes, mode=mode)
-        implementation: Any = self.config.attention
-        y_BSHC = jax.nn.dot_product_attention(q_BSHC, k_BSKC, v_BSKC, is_causal=True, implementation=implementation)
+        y_BSHC = _attend(q_BSHC, k_BSKC, v_BSKC, self.config.attention)
         y_BSHC = constrain(y_BSHC, ("batch", "query_sequence", "heads", "head_dim"), axes=axes, mode=mode)
         return self.o(y_BSHC)
 
@@ -355,6 +387,15 @@ def rotate(x_BSHC: jax.Array, theta: float, scaling: RopeScaling = RopeScaling()
     cos, sin = jnp.cos(angle_SC)[:, None, :], jnp.sin(angle_SC)[:, None, :]
     a, b = jnp.split(x_BSHC.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BSHC.dtype)
+
+
+def _attend(q_BSHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, implementation: Any) -> jax.Array:
+    try:
+        return jax.nn.dot_product_attention(q_BSHC, k_BSKC, v_BSKC, is_causal=True, implementation=implementation)
+    except RuntimeError as error:  # of JAX, which wants to know the version of cuDNN
+        raise ConfigError(
+            f"model.attention={implementation} cannot be traced here: {error} Use model.attention=xla, or a JAX for GPUs"
+        ) from error
 
 
 def _with_remat(fn: Callable[..., tuple[jax.Array, Aux]], remat: str) -> Callable[..., tuple[jax.Array, Aux]]:
