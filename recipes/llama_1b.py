@@ -4,7 +4,7 @@ flax-mesh train recipes/llama_1b.py data.source=TOKENS.bin
 flax-mesh train recipes/llama_1b.py:llama_3_2_1b data.source=TOKENS.bin
 
 The batch is what one device of 141 GB takes without remat; see docs/benchmarks.md. With less memory, lower
-data.batch_size or set model.remat; on several devices, multiply data.batch_size by their number.
+data.batch_size or set model.remat; on N devices, mesh.shape=fsdp:N and N times data.batch_size.
 """
 
 from flax_mesh.models import DecoderConfig, flops_per_token, make_decoder, next_token_loss, sample
@@ -71,7 +71,7 @@ def train_config(model: DecoderConfig, data: DataConfig, folder: str) -> TrainCo
         sample=sample,
         flops_per_token=flops_per_token,
         model=model,
-        mesh=MeshConfig(shape="fsdp:-1"),
+        mesh=MeshConfig(shape="fsdp:1"),
         data=data,
         optimizer=OptimizerConfig(
             learning_rate=4e-4, end_learning_rate=4e-5, warmup_steps=2000, decay_steps=100_000, weight_decay=0.1
