@@ -107,8 +107,7 @@ def rotate(llama: Llama, x: jax.Array) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def dot(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
+def _dot(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
     """A product summed in float32 whose cotangent is rounded to the dtype of `x` before it is multiplied."""
     return jnp.einsum(spec, x, w, **SUM)
 
@@ -121,6 +120,7 @@ def _dot_backward(spec: str, saved: tuple[jax.Array, jax.Array], g: jax.Array) -
     return dx.astype(x.dtype), dw.astype(w.dtype)
 
 
+dot: Any = jax.custom_vjp(_dot, nondiff_argnums=(0,))
 dot.defvjp(lambda spec, x, w: (dot(spec, x, w), (x, w)), _dot_backward)
 
 

@@ -133,7 +133,7 @@ class Bench:
         # Blocks of any length: the schedule must not end.
         self.config = replace(config, optimizer=replace(config.optimizer, decay_steps=10**6))
         self.options = parse_compiler_options(config.run.compiler_options)
-        mesh = create_mesh((1,) * 5, devices=[device])
+        self.mesh = mesh = create_mesh((1,) * 5, devices=[device])
         rules = run_rules(self.config)
         problems = [*check_config(self.config), *check_on_mesh(self.config, mesh, rules.axes)]
         if problems := [*problems, *check_compiler_options(self.options, device)]:
@@ -178,7 +178,7 @@ class Bench:
         optimizer = make_optimizer(self.config.optimizer)
         self.plain_step = make_step(llama, optimizer, self.options)
         # Laid out as the step gives them back: it would compile once more for anything else.
-        whole = jax.sharding.NamedSharding(self.batches[0]["inputs"].sharding.mesh, jax.sharding.PartitionSpec())
+        whole = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
         self.plain_params = jax.device_put(self.initial, whole)
         self.plain_state = jax.jit(optimizer.init, out_shardings=whole)(self.plain_params)
 

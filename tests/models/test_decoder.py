@@ -284,7 +284,7 @@ def test_attention_of_cudnn_is_refused_where_it_cannot_run():
     ]
     assert SMALL.problems_on(cpu) == []
     with pytest.raises(ConfigError, match=r"model.attention=cudnn cannot be traced here: .*Use model.attention=xla"):
-        jax.eval_shape(lambda: make_decoder(config, nnx.Rngs(0))(tokens_of()))
+        jax.eval_shape(lambda: make_decoder(config, nnx.Rngs(0))(jnp.asarray(tokens_of())))
 
 
 def test_all_problems_stand_in_one_error():
