@@ -29,7 +29,7 @@ def cross_entropy(
 ) -> jax.Array:
     """Sum in nats, float32, over the targets that are not below 0.
 
-    With `chunk` above 0 there are logits of that many tokens a device at a time, forward and backward, instead of all;
+    With `chunk` above 0 there are logits of at most that many tokens a device at a time, forward and backward, not all;
     the sum and its gradients are the same to rounding. The gradients are made in the forward pass, so that no logits
     are computed twice: what stays for the backward pass is that of `x_BSD` and that of `weights_DV`.
     """
@@ -65,8 +65,9 @@ def _in_chunks(
         (b, s), rest = ways, a.shape[2:]
         a = a.reshape(b, a.shape[0] // b, s, a.shape[1] // s, *rest)
         a = jnp.swapaxes(a, 1, 2).reshape(b * s, -1, *rest)
-        size = min(chunk, a.shape[1])
-        a = jnp.pad(a, [(0, 0), (0, -a.shape[1] % size), *[(0, 0)] * len(rest)], constant_values=fill)
+        tokens = a.shape[1]
+        size = math.ceil(tokens / math.ceil(tokens / chunk))  # chunks of one size, and little to fill up
+        a = jnp.pad(a, [(0, 0), (0, -tokens % size), *[(0, 0)] * len(rest)], constant_values=fill)
         a = jnp.swapaxes(a.reshape(b * s, -1, size, *rest), 0, 1)
         return _lay(a, None, layout.tokens)
 

@@ -7,6 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from flax_mesh.train import load_recipe, override
+from flax_mesh.train.compiler import check_compiler_options, parse_compiler_options
+from flax_mesh.train.setup import check_config
 from tests.benchmarks import gpu
 from tests.benchmarks._profile import kernels_text, summarize
 
@@ -96,3 +99,11 @@ def test_all_variants_run_one_after_the_other_and_go_on_where_they_stopped(tmp_p
         assert gpu.main(["--all", str(tmp_path), "--tiny", "--time-limit=300"]) == 0
         assert "| bad | failed |" in capsys.readouterr().out
     assert json.loads((tmp_path / "good.json").read_text())["tokens_per_s"].keys() == {"flax_mesh", "fed"}
+
+
+@pytest.mark.parametrize("name", gpu.VARIANTS)
+def test_every_variant_is_one_that_the_recipe_and_the_compiler_take(name):
+    recipe, *words = gpu.VARIANTS[name]
+    config = override(load_recipe(recipe), [word for word in words if not word.startswith("--")])
+    assert check_config(config) == []
+    assert check_compiler_options(parse_compiler_options(config.run.compiler_options), jax.devices()[0]) == []
