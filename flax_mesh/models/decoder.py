@@ -48,7 +48,7 @@ class DecoderConfig:
     `attention`: "xla" anywhere, or "cudnn", a fused kernel for GPUs, without scores in memory, in half precision.
 
     `remat` is "none", "full" (recompute every layer in the backward pass), or the name of a policy in
-    `jax.checkpoint_policies` for what is kept. With `scan` the layers are one stack, run by one loop: shorter to
+    `jax.checkpoint_policies` for what is kept; with one of dots, what cuDNN's attention gives is kept too. With `scan` the layers are one stack, run by one loop: shorter to
     compile; the numbers and the checkpoints are those of the unrolled list. `loss_chunk`: tokens a device whose logits
     the loss holds at a time, 0 for all (`models.cross_entropy`).
 
@@ -295,7 +295,7 @@ class Decoder(nnx.Module):
         table_VD = constrain(table_VD, ("vocab", None), axes=axes, mode=mode)
         x_BSD = jnp.take(table_VD, tokens_BS, axis=0)
         x_BSD = constrain(x_BSD, ("batch", "sequence", "hidden"), axes=axes, mode=mode)
-        run_layer = _with_remat(lambda layer, x: layer(x, mode), self.config.remat)
+        run_layer = _with_remat(lambda layer, x: layer(x, mode), self.config)
         if self.config.scan:
             x_BSD, aux = jax.lax.scan(lambda x, layer: run_layer(layer, x), x_BSD, self.layers)
         else:
@@ -398,10 +398,19 @@ def _attend(q_BSHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, implementat
         ) from error
 
 
-def _with_remat(fn: Callable[..., tuple[jax.Array, Aux]], remat: str) -> Callable[..., tuple[jax.Array, Aux]]:
-    if remat == "none":
+def _with_remat(
+    fn: Callable[..., tuple[jax.Array, Aux]], config: DecoderConfig
+) -> Callable[..., tuple[jax.Array, Aux]]:
+    if config.remat == "none":
         return fn
-    return jax.checkpoint(fn, policy=None if remat == "full" else getattr(jax.checkpoint_policies, remat))
+    policy = None if config.remat == "full" else getattr(jax.checkpoint_policies, config.remat)
+    if config.remat.startswith("dots") and config.attention == "cudnn":  # made of dots too, though none is to be seen
+        policy = jax.checkpoint_policies.save_from_both_policies(policy, _is_fused_attention)
+    return jax.checkpoint(fn, policy=policy)
+
+
+def _is_fused_attention(primitive: Any, *_: Any, **params: Any) -> bool:
+    return primitive.name.startswith("dot_product_attention_fwd")
 
 
 def _norm(config: DecoderConfig, rngs: nnx.Rngs, size: int | None = None) -> nnx.RMSNorm:

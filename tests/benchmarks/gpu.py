@@ -59,6 +59,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "llama-3.2-1b": (LLAMA_3, "--profile"),
     "batch-24": (RECIPE, "data.batch_size=24", *SHORT),
     "no-options": (RECIPE, "run.compiler_options=", *SHORT),
+    "no-excess-precision": (RECIPE, f"{LATENCY},xla_allow_excess_precision=false", *SHORT),
     "whole-logits": (RECIPE, "model.loss_chunk=0", *SHORT),
     "chunk-8192": (RECIPE, "model.loss_chunk=8192", *SHORT),
     "chunk-2048": (RECIPE, "model.loss_chunk=2048", *SHORT),
