@@ -48,9 +48,10 @@ class DecoderConfig:
     `attention`: "xla" anywhere, or "cudnn", a fused kernel for GPUs, without scores in memory, in half precision.
 
     `remat` is "none", "full" (recompute every layer in the backward pass), or the name of a policy in
-    `jax.checkpoint_policies` for what is kept; with one of dots, what cuDNN's attention gives is kept too. With `scan` the layers are one stack, run by one loop: shorter to
-    compile; the numbers and the checkpoints are those of the unrolled list. `loss_chunk`: tokens a device whose logits
-    the loss holds at a time, 0 for all (`models.cross_entropy`).
+    `jax.checkpoint_policies` for what is kept; with one of dots, what cuDNN's attention gives is kept too. With `scan`
+    the layers are one stack, run by one loop: shorter to compile; the numbers and the checkpoints are those of the
+    unrolled list. `loss_chunk`: tokens a device whose logits the loss holds at a time, 0 for all
+    (`models.cross_entropy`).
 
     With `num_experts` above 0 every layer has that many MLPs of `mlp_size`, of which each token takes
     `experts_per_token`. `load_balance_loss` and `router_z_loss` are the coefficients of these losses (`models.moe`).
