@@ -21,3 +21,8 @@ def test_importing_adds_only_its_own_modules_and_sets_nothing():
     assert "flax_mesh.sharding.transfer" in modules and not changed
     assert not packages & {"orbax", "tensorstore", "rich"}
     assert packages <= {"flax_mesh", "jax", *sys.stdlib_module_names}, packages
+
+
+def test_training_needs_no_checksums_until_something_is_saved():
+    code = "import sys; sys.modules['xxhash'] = None; import flax_mesh.models, flax_mesh.train"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -18,7 +18,7 @@ FLOORS = (
 )
 RANK = {name: rank for rank, names in enumerate(FLOORS) for name in names}
 WITHOUT_JAX = ("mesh/topology.py", "mpmd/schedules.py", "mpmd/simulate.py")
-WHERE_USED = {"orbax", "tensorstore", "rich"}  # heavy or optional: imported inside functions
+WHERE_USED = {"orbax", "tensorstore", "rich", "xxhash"}  # heavy or optional: imported inside functions
 HEAVY = "flax_mesh.checkpoint.handler"  # subclasses of Orbax's: imports it at its head, and is itself such an import
 JAX_WORLD = {"jax", "jaxlib", "flax", "optax"}
 

@@ -12,8 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
-import xxhash
-
 CHECKSUMS = "checksums.json"
 BLOCK = 2**26  # bytes that one checksum covers
 READ = 2**22  # bytes read at a time
@@ -89,6 +87,8 @@ def _checksums(folder: Path, names: Sequence[str]) -> dict[str, FileSums]:
 
 
 def _encode(block: int, files: Mapping[str, Any]) -> bytes:
+    import xxhash  # where it is used: training without checkpoints needs none
+
     text = json.dumps(files, separators=(",", ":"), sort_keys=True)
     own = xxhash.xxh3_64_intdigest(f"{block},{text}".encode())
     return f'{{"block":{block},"xxh3_64":{own},"files":{text}}}'.encode()
@@ -133,6 +133,8 @@ def _map(blocks: list[tuple[Path, int]], size: int) -> list[int | str]:
 
 
 def _checksum(path: Path, start: int, size: int) -> int | str:
+    import xxhash
+
     value, left = xxhash.xxh3_64(), size
     buffer = memoryview(bytearray(READ))
     try:

@@ -13,13 +13,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.axes import Mode, PartitionAxis
 from flax_mesh.errors import ConfigError
 from flax_mesh.mesh import current_mesh
+from flax_mesh.models.cross_entropy import cross_entropy, project
+from flax_mesh.models.matmul import dot_float32
 from flax_mesh.models.moe import Aux, MoE, router_losses
 from flax_mesh.sharding import constrain, partitioned
 
+CUDNN_HEAD_DIM = 256  # the most since Hopper; 128 before
 SAME_RESULT = {"changes_result": False}  # fields that change how it is computed, not what
 
 
@@ -41,9 +45,13 @@ class RopeScaling(NamedTuple):
 class DecoderConfig:
     """Sizes and choices of a decoder. `dtype` is that of the computation, `param_dtype` that of the parameters.
 
+    `attention`: "xla" anywhere, or "cudnn", a fused kernel for GPUs, without scores in memory, in half precision.
+
     `remat` is "none", "full" (recompute every layer in the backward pass), or the name of a policy in
-    `jax.checkpoint_policies` for what is kept. With `scan` the layers are one stack, run by one loop: shorter to
-    compile; the numbers and the checkpoints are those of the unrolled list.
+    `jax.checkpoint_policies` for what is kept; with one of dots, what cuDNN's attention gives is kept too. With `scan`
+    the layers are one stack, run by one loop: shorter to compile; the numbers and the checkpoints are those of the
+    unrolled list. `loss_chunk`: tokens a device whose logits the loss holds at a time, 0 for all
+    (`models.cross_entropy`).
 
     With `num_experts` above 0 every layer has that many MLPs of `mlp_size`, of which each token takes
     `experts_per_token`. `load_balance_loss` and `router_z_loss` are the coefficients of these losses (`models.moe`).
@@ -77,6 +85,7 @@ class DecoderConfig:
     param_dtype: str = "float32"
     attention: str = field(default="xla", metadata=SAME_RESULT)
     remat: str = field(default="none", metadata=SAME_RESULT)
+    loss_chunk: int = field(default=0, metadata=SAME_RESULT)
     scan: bool = field(default=False, metadata=SAME_RESULT)
     # Activations between the layers are whole on every tp device (Megatron's layout). Split over tp as well, they cost
     # an all-gather before each projection: five times the step time for recipes/tiny.py on 8 CPU devices.
@@ -112,6 +121,8 @@ class DecoderConfig:
         if self.head_dim % 2:
             found.append(f"model.head_dim must be even for rotary positions, got {self.head_dim}")
         found += _scaling_problems(self.rope_scaling)
+        if self.loss_chunk < 0:
+            found.append(f"model.loss_chunk must not be negative (0: all logits at once), got {self.loss_chunk}")
         if self.num_experts < 0:
             found.append(f"model.num_experts must not be negative (0: no experts), got {self.num_experts}")
         if self.num_experts > 0 and not 1 <= self.experts_per_token <= self.num_experts:
@@ -127,9 +138,38 @@ class DecoderConfig:
                 found.append(f"model.{name} must be float32, bfloat16 or float16, got {getattr(self, name)!r}")
         if self.attention not in ("xla", "cudnn"):
             found.append(f"model.attention must be 'xla' or 'cudnn', got {self.attention!r}")
+        if self.attention == "cudnn":
+            found += self._cudnn_problems()
         if self.remat not in ("none", "full") and not hasattr(jax.checkpoint_policies, self.remat):
             names = ", ".join(n for n in dir(jax.checkpoint_policies) if n.endswith("saveable"))
             found.append(f"model.remat must be none, full or a policy of jax ({names}), got {self.remat!r}")
+        return found
+
+    def _cudnn_problems(self) -> list[str]:
+        found = []
+        if self.dtype == "float32":
+            found.append(f"model.attention=cudnn needs model.dtype bfloat16 or float16, got {self.dtype}")
+        if self.head_dim % 8 or self.head_dim > CUDNN_HEAD_DIM:
+            found.append(
+                f"model.attention=cudnn needs a model.head_dim that is a multiple of 8, at most {CUDNN_HEAD_DIM}, "
+                f"got {self.head_dim}"
+            )
+        return found
+
+    def problems_on(self, mesh: Mesh | AbstractMesh) -> list[str]:
+        """What cannot be on this mesh, one line each, besides dims that do not divide over it."""
+        if self.attention != "cudnn":
+            return []
+        found, kinds = [], {d.platform for d in mesh.devices.flat} if isinstance(mesh, Mesh) else set()
+        if kinds - {"gpu", "cuda"}:
+            found.append(f"model.attention=cudnn is for GPUs, not for {', '.join(kinds)}; use model.attention=xla")
+        over = [f"{name}={mesh.shape[name]}" for name in self.axes.mesh_axes("query_sequence")
+                if mesh.shape.get(name, 1) > 1]  # fmt: skip
+        if over:
+            found.append(
+                f"model.attention=cudnn is for whole sequences, not for queries split over {', '.join(over)}; use "
+                "model.attention=xla, or another mesh.shape"
+            )
         return found
 
 
@@ -147,7 +187,7 @@ class Attention(nnx.Module):
         if config.qk_norm:
             self.q_norm = _norm(config, rngs, width)
             self.k_norm = _norm(config, rngs, width)
-        kinds["preferred_element_type"] = jnp.float32  # of the sum over heads, before it is rounded
+        kinds["dot_general"] = dot_float32  # the sum over heads, before it is rounded
         self.o = nnx.LinearGeneral((heads, width), config.hidden_size, axis=(-2, -1), **kinds)
 
     def __call__(self, x_BSD: jax.Array, mode: Mode = "train") -> jax.Array:
@@ -161,8 +201,7 @@ class Attention(nnx.Module):
         # Each shard of the queries meets all keys: under sequence parallelism keys and values are gathered here.
         k_BSKC = constrain(k_BSKC, ("batch", None, "kv_heads", "head_dim"), axes=axes, mode=mode)
         v_BSKC = constrain(self.v(x_BSD), ("batch", None, "kv_heads", "head_dim"), axes=axes, mode=mode)
-        implementation: Any = self.config.attention
-        y_BSHC = jax.nn.dot_product_attention(q_BSHC, k_BSKC, v_BSKC, is_causal=True, implementation=implementation)
+        y_BSHC = _attend(q_BSHC, k_BSKC, v_BSKC, self.config.attention)
         y_BSHC = constrain(y_BSHC, ("batch", "query_sequence", "heads", "head_dim"), axes=axes, mode=mode)
         return self.o(y_BSHC)
 
@@ -175,7 +214,7 @@ class MLP(nnx.Module):
         kinds: dict[str, Any] = _kinds(config) | {"rngs": rngs}
         self.gate = nnx.LinearGeneral(config.hidden_size, config.mlp_size, **kinds)
         self.up = nnx.LinearGeneral(config.hidden_size, config.mlp_size, **kinds)
-        self.down = nnx.LinearGeneral(config.mlp_size, config.hidden_size, preferred_element_type=jnp.float32, **kinds)
+        self.down = nnx.LinearGeneral(config.mlp_size, config.hidden_size, dot_general=dot_float32, **kinds)
 
     def __call__(self, x_BSD: jax.Array, mode: Mode = "train") -> jax.Array:
         h_BSF = jax.nn.silu(self.gate(x_BSD)) * self.up(x_BSD)
@@ -246,13 +285,18 @@ class Decoder(nnx.Module):
 
     def forward(self, tokens_BS: jax.Array, mode: Mode = "train") -> tuple[jax.Array, Aux]:
         """Logits, and what the routers did: the dict of `MoE` with a leading layer dim, {} without experts."""
+        x_BSD, weights_DV, aux = self.hidden(tokens_BS, mode)
+        return project(x_BSD, weights_DV, self.config.axes, mode), aux
+
+    def hidden(self, tokens_BS: jax.Array, mode: Mode = "train") -> tuple[jax.Array, jax.Array, Aux]:
+        """As `forward`, with what the logits are the product of in their place: (B, S, D) and (D, V)."""
         axes = self.config.axes
         # The table stays split over the vocabulary: each shard looks up its own rows, and the sum is the lookup.
         table_VD = self.embed.embedding[...].astype(self.config.dtype)
         table_VD = constrain(table_VD, ("vocab", None), axes=axes, mode=mode)
         x_BSD = jnp.take(table_VD, tokens_BS, axis=0)
         x_BSD = constrain(x_BSD, ("batch", "sequence", "hidden"), axes=axes, mode=mode)
-        run_layer = _with_remat(lambda layer, x: layer(x, mode), self.config.remat)
+        run_layer = _with_remat(lambda layer, x: layer(x, mode), self.config)
         if self.config.scan:
             x_BSD, aux = jax.lax.scan(lambda x, layer: run_layer(layer, x), x_BSD, self.layers)
         else:
@@ -262,9 +306,7 @@ class Decoder(nnx.Module):
                 each.append(found)
             aux = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
         x_BSD = self.norm(x_BSD)
-        weights_DV = table_VD.T if self.config.tied else self.head.kernel[...].astype(x_BSD.dtype)
-        logits_BSV = jnp.einsum("bsd,dv->bsv", x_BSD, weights_DV, preferred_element_type=jnp.float32)
-        return constrain(logits_BSV, ("batch", "sequence", "vocab"), axes=axes, mode=mode), aux
+        return x_BSD, table_VD.T if self.config.tied else self.head.kernel[...].astype(x_BSD.dtype), aux
 
 
 def make_decoder(config: DecoderConfig, rngs: nnx.Rngs) -> Decoder:
@@ -284,17 +326,13 @@ def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[Any, .
     cross-entropy alone, both losses as means over layers, and expert_load_max of the worst layer. Every token is
     routed and counts for the router, also one without target.
     """
-    logits_BSV, aux = model.forward(batch["inputs"])
-    targets_BS = batch["targets"]
-    counts_BS = targets_BS >= 0
-    # A masked sum, not a gather: it stays on the shards of a vocabulary that is split over tp.
-    is_target_BSV = jnp.arange(logits_BSV.shape[-1]) == targets_BS[..., None]
-    picked_BS = jnp.sum(logits_BSV, axis=-1, where=is_target_BSV)
-    loss_BS = jax.nn.logsumexp(logits_BSV, axis=-1) - picked_BS
-    loss, weight = jnp.sum(loss_BS, where=counts_BS), jnp.sum(counts_BS, dtype=jnp.float32)
+    x_BSD, weights_DV, aux = model.hidden(batch["inputs"])
+    targets_BS, config = batch["targets"], model.config
+    loss = cross_entropy(x_BSD, weights_DV, targets_BS, axes=config.axes, chunk=config.loss_chunk)
+    weight = jnp.sum(targets_BS >= 0, dtype=jnp.float32)
     if not aux:
         return loss, weight
-    found, config = router_losses(aux), model.config
+    found = router_losses(aux)
     metrics = {"cross_entropy": loss}
     for name, combine in (("load_balance_loss", jnp.mean), ("router_z_loss", jnp.mean), ("expert_load_max", jnp.max)):
         metrics[name] = weight * combine(found[name])
@@ -352,10 +390,28 @@ def rotate(x_BSHC: jax.Array, theta: float, scaling: RopeScaling = RopeScaling()
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BSHC.dtype)
 
 
-def _with_remat(fn: Callable[..., tuple[jax.Array, Aux]], remat: str) -> Callable[..., tuple[jax.Array, Aux]]:
-    if remat == "none":
+def _attend(q_BSHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, implementation: Any) -> jax.Array:
+    try:
+        return jax.nn.dot_product_attention(q_BSHC, k_BSKC, v_BSKC, is_causal=True, implementation=implementation)
+    except RuntimeError as error:  # of JAX, which wants to know the version of cuDNN
+        raise ConfigError(
+            f"model.attention={implementation} cannot be traced here: {error} Use model.attention=xla, or JAX for CUDA"
+        ) from error
+
+
+def _with_remat(
+    fn: Callable[..., tuple[jax.Array, Aux]], config: DecoderConfig
+) -> Callable[..., tuple[jax.Array, Aux]]:
+    if config.remat == "none":
         return fn
-    return jax.checkpoint(fn, policy=None if remat == "full" else getattr(jax.checkpoint_policies, remat))
+    policy = None if config.remat == "full" else getattr(jax.checkpoint_policies, config.remat)
+    if config.remat.startswith("dots") and config.attention == "cudnn":  # made of dots too, though none is to be seen
+        policy = jax.checkpoint_policies.save_from_both_policies(policy, _is_fused_attention)
+    return jax.checkpoint(fn, policy=policy)
+
+
+def _is_fused_attention(primitive: Any, *_: Any, **params: Any) -> bool:
+    return primitive.name.startswith("dot_product_attention_fwd")
 
 
 def _norm(config: DecoderConfig, rngs: nnx.Rngs, size: int | None = None) -> nnx.RMSNorm:

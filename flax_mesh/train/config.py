@@ -87,7 +87,8 @@ class CheckpointConfig:
 @dataclass(frozen=True)
 class RunConfig:
     """`steps`: where to stop. `platform`: "auto" (the devices that are there), "cpu", "cpu:8" (virtual devices), "gpu",
-    "tpu". `eval_every`: steps between evaluations, 0 for none. `sample_tokens`: length of the text at the end."""
+    "tpu". `eval_every`: steps between evaluations, 0 for none. `sample_tokens`: length of the text at the end.
+    `compiler_options`: of XLA for the training step, NAME=VALUE joined by commas; "" for none."""
 
     steps: int = field(default=1000, metadata=SAME_RESULT)
     folder: str = field(default="runs/default", metadata=SAME_RESULT)
@@ -95,6 +96,7 @@ class RunConfig:
     platform: str = field(default="auto", metadata=SAME_RESULT)
     eval_every: int = field(default=100, metadata=SAME_RESULT)
     sample_tokens: int = field(default=200, metadata=SAME_RESULT)
+    compiler_options: str = field(default="", metadata=SAME_RESULT)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from flax_mesh.processes import Watch, stop_together
 from flax_mesh.sharding import PartitionRules
 from flax_mesh.state import TrainState
 from flax_mesh.train.batches import make_batch_fn, make_eval_fn, num_eval_batches, prefetch
+from flax_mesh.train.compiler import check_compiler_options, parse_compiler_options
 from flax_mesh.train.config import Change, CheckpointConfig, TrainConfig
 from flax_mesh.train.data import Corpus, decode, load_corpus
 from flax_mesh.train.folder import check_resume
@@ -91,7 +92,9 @@ def train(
     should_stop = stop_together(should_stop)
     mesh = make_mesh(config, say)
     rules = run_rules(config)
-    if problems := check_on_mesh(config, mesh, rules.axes):
+    options = parse_compiler_options(config.run.compiler_options)
+    device = mesh.local_devices[0]
+    if problems := [*check_on_mesh(config, mesh, rules.axes), *check_compiler_options(options, device)]:
         raise ConfigError(problems)
     program = train_program(config, mesh, rules)
     if trace is not None:

@@ -12,6 +12,7 @@ from flax_mesh.loss import Metrics
 from flax_mesh.mpmd import MpmdMesh, Pipeline, Schedule
 from flax_mesh.sharding import PartitionRules, abstract_state, init_state
 from flax_mesh.state import TrainState, abstract_train_state
+from flax_mesh.train.compiler import parse_compiler_options
 from flax_mesh.train.config import TrainConfig
 from flax_mesh.train.cut import cut_model
 from flax_mesh.train.setup import make_modules, make_optimizer, shard_over
@@ -48,6 +49,7 @@ def _plain(config: TrainConfig, mesh: Mesh, rules: PartitionRules) -> TrainProgr
         layers=rules.layers,
         axes=rules.axes,
         learning_rate=make_learning_rate(config.optimizer),
+        compiler_options=parse_compiler_options(config.run.compiler_options),
     )
 
     def init() -> TrainState:
@@ -84,5 +86,6 @@ def recipe_pipeline(
         seed=config.run.seed,
         learning_rate=make_learning_rate(config.optimizer),
         shard_optimizer_over=shard_over(config),
+        compiler_options=parse_compiler_options(config.run.compiler_options),
         residuals=config.pipeline.residuals,  # pyright: ignore[reportArgumentType] (checked with the config)
     )

@@ -16,6 +16,7 @@ from flax_mesh.errors import SaveError
 from flax_mesh.sharding import PartitionRules, sharding_fingerprint
 from flax_mesh.state import TrainState
 from flax_mesh.train.batches import BatchFn
+from flax_mesh.train.compiler import options_text, parse_compiler_options
 from flax_mesh.train.config import TrainConfig
 from flax_mesh.train.data import Corpus
 from flax_mesh.train.metrics import Row
@@ -102,6 +103,8 @@ def describe(run: Run) -> None:
         for line in str(run.program.pipeline.staged).splitlines():
             run.say(line)
     config = run.config
+    if config.run.compiler_options:
+        run.say(f"compiler: {options_text(parse_compiler_options(config.run.compiler_options))}")
     if config.run.steps > config.optimizer.decay_steps:
         run.say(
             f"note: the learning rate stays at {config.optimizer.end_learning_rate} from step "

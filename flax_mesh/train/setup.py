@@ -17,6 +17,7 @@ from flax_mesh.sharding import PartitionRules, abstract_model, partition_rules
 from flax_mesh.sharding.annotations import annotations_of
 from flax_mesh.sharding.place import ATTRIBUTE
 from flax_mesh.sharding.rules import as_rules
+from flax_mesh.train.compiler import parse_compiler_options
 from flax_mesh.train.config import OptimizerConfig, TrainConfig
 from flax_mesh.train.cut import check_pipeline
 from flax_mesh.train.data import Corpus, check_data_config
@@ -78,6 +79,10 @@ def check_config(config: TrainConfig) -> list[str]:
         found += check_pipeline(config.pipeline, num_groups)
     except ValueError as error:
         found.append(f"mesh.shape: {error}")
+    try:
+        parse_compiler_options(run.compiler_options)
+    except ConfigError as error:
+        found += str(error).splitlines()
     if run.folder == "":
         found.append("run.folder is empty; name a folder, such as runs/default")
     return found
@@ -146,7 +151,8 @@ def check_on_mesh(config: TrainConfig, mesh: Mesh | AbstractMesh, axes: Partitio
     """Dims of the batch and of the model that do not divide over the mesh, one line each.
 
     A model config tells of its own by a method `dims() -> [(setting, logical axis, size)]`: one line about the number
-    of heads is clearer than the error of `abstract_state`, which has a line for every array.
+    of heads is clearer than the error of `abstract_state`, which has a line for every array. What else cannot be on
+    this mesh it tells by a method `problems_on(mesh)`.
     """
     data, parts = config.data, config.pipeline.microbatches
     cut = f" / pipeline.microbatches={parts}" if parts > 1 else ""
@@ -164,7 +170,7 @@ def check_on_mesh(config: TrainConfig, mesh: Mesh | AbstractMesh, axes: Partitio
         if size % ways:
             over = " * ".join(f"{name}={mesh.shape[name]}" for name in names if mesh.shape[name] > 1)
             found.append(f"{text} is not divisible by {ways} ({over}); use a multiple, or another mesh.shape")
-    return found
+    return [*found, *getattr(config.model, "problems_on", lambda mesh: [])(mesh)]
 
 
 def batch_sharding(mesh: Mesh, axes: PartitionAxis) -> NamedSharding:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from flax_mesh import create_mesh
 from flax_mesh.errors import ConfigError
 from flax_mesh.models import Decoder, DecoderConfig, RopeScaling, flops_per_token, make_decoder, next_token_loss, sample
 from flax_mesh.models.decoder import rotate
@@ -255,6 +256,10 @@ def test_a_cold_sample_is_the_most_probable_token_each_time():
         ({"dtype": "float64"}, "dtype must be float32, bfloat16 or float16, got 'float64'"),
         ({"param_dtype": "int8"}, "param_dtype must be float32, bfloat16 or float16, got 'int8'"),
         ({"attention": "flash"}, "attention must be 'xla' or 'cudnn', got 'flash'"),
+        ({"attention": "cudnn"}, "attention=cudnn needs model.dtype bfloat16 or float16, got float32"),
+        ({"attention": "cudnn", "dtype": "bfloat16", "head_dim": 12}, "a multiple of 8, at most 256, got 12"),
+        ({"attention": "cudnn", "dtype": "bfloat16", "head_dim": 512}, "a multiple of 8, at most 256, got 512"),
+        ({"loss_chunk": -1}, r"loss_chunk must not be negative \(0: all logits at once\), got -1"),
         ({"remat": "some"}, r"remat must be none, full or a policy of jax \(.*dots_saveable.*\), got 'some'"),
     ],
     ids=lambda value: "" if isinstance(value, str) else str(value),
@@ -264,6 +269,22 @@ def test_a_config_that_cannot_be_is_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         Decoder(config, rngs=nnx.Rngs(0))
     assert not SMALL.problems()
+
+
+def test_attention_of_cudnn_is_refused_where_it_cannot_run():
+    config = dataclasses.replace(SMALL, attention="cudnn", dtype="bfloat16")
+    assert not config.problems()
+    on_gpus = jax.sharding.AbstractMesh((2, 2), ("fsdp", "tp"))  # of no known platform
+    assert config.problems_on(on_gpus) == []
+    cpu = create_mesh((2, 1, 1, 2, 2))
+    assert config.problems_on(cpu) == [
+        "model.attention=cudnn is for GPUs, not for cpu; use model.attention=xla",
+        "model.attention=cudnn is for whole sequences, not for queries split over sp=2; use model.attention=xla, or "
+        "another mesh.shape",
+    ]
+    assert SMALL.problems_on(cpu) == []
+    with pytest.raises(ConfigError, match=r"model.attention=cudnn cannot be traced here: .*Use model.attention=xla"):
+        jax.eval_shape(lambda: make_decoder(config, nnx.Rngs(0))(jnp.asarray(tokens_of())))
 
 
 def test_all_problems_stand_in_one_error():

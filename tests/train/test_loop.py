@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.train import TrainConfig, override, to_lines, train
+from flax_mesh.train import TrainConfig, loop, override, to_lines, train
 from flax_mesh.train.loop import Result
 from tests.train.bigram import count_compilations, loss_with_slow_evaluation, recipe, snapshot, write_text
 
@@ -121,6 +121,33 @@ def test_nothing_is_compiled_after_the_second_step(config):
         train(config("run.steps=8", "run.eval_every=0"), hooks=[hook])
     assert counts[1] > 0, "the counter counts nothing"
     assert counts[8] - counts[1] == 0
+
+
+def test_a_step_is_queued_behind_the_one_whose_metrics_are_read(config, monkeypatch):
+    order, made = [], []
+    build, make = loop.train_program, loop.make_batch_fn
+
+    def spied(*arguments):
+        program = build(*arguments)
+
+        def step(state, batch):
+            order.append(("step", len([kind for kind, _ in order if kind == "step"]) + 1))
+            return program.step(state, batch)
+
+        return program._replace(step=step)
+
+    def counted(*arguments, **kinds):
+        batch_of = make(*arguments, **kinds)
+        return lambda step: (made.append(step), batch_of(step))[1]
+
+    monkeypatch.setattr(loop, "train_program", spied)
+    monkeypatch.setattr(loop, "make_batch_fn", counted)
+    quiet = config("run.steps=4", "run.eval_every=0", "checkpoint.every=100")
+    train(quiet, hooks=[lambda row: order.append(("row", row["step"]))])
+    text = [f"{kind} {number}" for kind, number in order]
+    # The device has the next step before the host waits for this one, and the host waits for nothing else.
+    assert text == ["step 1", "step 2", "row 1", "step 3", "row 2", "step 4", "row 3", "row 4"]
+    assert made == [0, 1, 2, 3]
 
 
 def test_evaluation_does_not_slow_the_steps_on_paper(config):

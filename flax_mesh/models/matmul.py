@@ -1,0 +1,50 @@
+"""Matrix products of half-precision arrays that are summed in float32, backward as well as forward."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def dot_float32(x: jax.Array, w: jax.Array, dimension_numbers: Any, **kinds: Any) -> jax.Array:
+    """`jax.lax.dot_general` with a float32 result, for trailing dims of `x` against leading dims of `w`.
+
+    With `preferred_element_type=float32` alone, JAX multiplies the float32 cotangent in the backward pass, and a GPU
+    runs both of its products at the rate of TF32, half that of bf16. Here the cotangent is rounded to the dtype of `x`
+    first, which loses nothing where the sum is rounded to it next, as in a residual stream. Sums are float32 in all
+    three products, over the shards of a mesh too. Arrays of float32 are multiplied as ever, so that forward-mode
+    differentiation, which a custom vjp has not, is lost to half precision only.
+    """
+    (x_dims, w_dims), (x_batch, w_batch) = dimension_numbers
+    k = len(w_dims)
+    assert not (x_batch or w_batch) and tuple(w_dims) == tuple(range(k)) and tuple(x_dims) == _last(x, k)
+    return _dot(x, w, x_dims, w_dims) if x.dtype == jnp.float32 else _rounded(x, w, k)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _rounded(x: jax.Array, w: jax.Array, k: int) -> jax.Array:
+    return _dot(x, w, _last(x, k), range(k))
+
+
+def _forward(x: jax.Array, w: jax.Array, k: int) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _rounded(x, w, k), (x, w)
+
+
+def _backward(k: int, saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, w = saved
+    g, m = g.astype(x.dtype), w.ndim - k
+    rows = range(x.ndim - k)
+    return _dot(g, w, _last(g, m), _last(w, m)).astype(x.dtype), _dot(x, g, rows, rows).astype(w.dtype)
+
+
+_rounded.defvjp(_forward, _backward)
+
+
+def _dot(a: jax.Array, b: jax.Array, a_dims: Any, b_dims: Any) -> jax.Array:
+    dims = ((tuple(a_dims), tuple(b_dims)), ((), ()))
+    return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
+
+
+def _last(x: jax.Array, n: int) -> tuple[int, ...]:
+    return tuple(range(x.ndim - n, x.ndim))

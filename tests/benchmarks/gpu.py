@@ -1,0 +1,340 @@
+"""The step of a recipe on one accelerator against the same step written by hand in jax and optax, in one run.
+
+`python -m tests.benchmarks gpu [RECIPE] [section.key=value ...]` takes recipes of the decoder; every setting, remat,
+batch, attention, loss chunk and options of the compiler, is the recipe's own. The steps take turns, a block of steps
+each, waited for at both ends of a block: `flax_mesh` is the step of the recipe on batches that lie on the device,
+`fed` the same with batches made and metrics read as `flax_mesh.train` does it, `plain` the one of `_plain_llama`.
+
+MFU = tokens/s * (6 (N - N_embedding_lookup) + 6 L D S) / peak FLOP/s, D = heads * head_dim: attention counted
+causally, recomputation not at all. Goal 0.5; the ratio of flax_mesh to plain at least 0.99.
+
+--tiny       sizes for a CPU, to see that all of it runs
+--profile F  a trace of 5 steps in the folder F, and its ten longest kernels
+--all F      every variant of VARIANTS in a process of its own, as far as --time-limit goes; results in F, and the same
+             command goes on from there
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flax_mesh import create_mesh
+from flax_mesh.errors import ConfigError
+from flax_mesh.train import TrainConfig, load_recipe, override
+from flax_mesh.train.batches import make_batch_fn, prefetch
+from flax_mesh.train.compiler import check_compiler_options, options_text, parse_compiler_options
+from flax_mesh.train.metrics import peak_flops, peak_memory
+from flax_mesh.train.program import train_program
+from flax_mesh.train.setup import batch_sharding, check_config, check_on_mesh, run_rules
+from flax_mesh.tree import named_leaves
+from tests.benchmarks._plain_llama import Llama, make_optimizer, make_step
+from tests.benchmarks._profile import kernels_text, profile
+
+RECIPE = "recipes/llama_1b.py"
+BATCHES = 4  # different ones, that lie on the device
+TINY = [
+    *(f"model.{name}={size}" for name, size in {"vocab_size": 96, "hidden_size": 32, "num_layers": 2, "num_heads": 4,
+      "num_kv_heads": 2, "head_dim": 8, "mlp_size": 48, "loss_chunk": 32}.items()),
+    *("model.dtype=float32", "model.attention=xla", "data.batch_size=4", "data.sequence_length=16", "run.platform=cpu"),
+    *("optimizer.warmup_steps=1", "optimizer.learning_rate=1e-3", "optimizer.end_learning_rate=1e-4"),
+]  # fmt: skip
+# name -> arguments; the first that matter most. What is compared with `base` differs from it in one thing.
+SHORT = ("--no-plain", "--steps=20")
+LLAMA_3 = f"{RECIPE}:llama_3_2_1b"
+LATENCY = "run.compiler_options=xla_gpu_enable_latency_hiding_scheduler=true"
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "base": (RECIPE, "--ceilings", "--profile"),
+    "llama-3.2-1b": (LLAMA_3, "--profile"),
+    "batch-24": (RECIPE, "data.batch_size=24", *SHORT),
+    "no-options": (RECIPE, "run.compiler_options=", *SHORT),
+    "no-excess-precision": (RECIPE, f"{LATENCY},xla_allow_excess_precision=false", *SHORT),
+    "whole-logits": (RECIPE, "model.loss_chunk=0", *SHORT),
+    "chunk-8192": (RECIPE, "model.loss_chunk=8192", *SHORT),
+    "chunk-2048": (RECIPE, "model.loss_chunk=2048", *SHORT),
+    "no-triton-gemm": (RECIPE, f"{LATENCY},xla_gpu_enable_triton_gemm=false", *SHORT),
+    "no-command-buffer": (RECIPE, f"{LATENCY},xla_gpu_enable_command_buffer=", *SHORT),
+    "cudnn-gemm-fusion": (RECIPE, f"{LATENCY},xla_gpu_cudnn_gemm_fusion_level=2", *SHORT),
+    "exhaustive-tiling": (RECIPE, f"{LATENCY},xla_gpu_exhaustive_tiling_search=true", *SHORT),
+    "remat-dots": (RECIPE, "model.remat=dots_saveable", *SHORT),
+    "remat-dots-batch-32": (RECIPE, "model.remat=dots_saveable", "data.batch_size=32", *SHORT),
+    "remat-full": (RECIPE, "model.remat=full", *SHORT),
+    "batch-8": (RECIPE, "data.batch_size=8", *SHORT),
+    "scan-batch-8": (RECIPE, "model.scan=true", "data.batch_size=8", *SHORT),
+    "attention-xla-batch-4": (RECIPE, "model.attention=xla", "data.batch_size=4", *SHORT),
+    "attention-cudnn-batch-4": (RECIPE, "data.batch_size=4", *SHORT),
+    "llama-3.2-1b-whole-logits": (LLAMA_3, "model.loss_chunk=0", *SHORT),
+}
+
+Block = Callable[[int], list[jax.Array]]  # runs so many steps and waits for them; losses
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks gpu", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("recipe", nargs="?", default=RECIPE)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--warmup", type=int, default=10)
+    parser.add_argument("--block", type=int, default=10)
+    parser.add_argument("--no-plain", action="store_true")
+    parser.add_argument("--ceilings", action="store_true")
+    parser.add_argument("--profile", type=Path, nargs="?", const=Path("profile"))
+    parser.add_argument("--all", type=Path, metavar="FOLDER", dest="folder")
+    parser.add_argument("--time-limit", type=float, default=1500, help="seconds, of --all")
+    arguments = parser.parse_intermixed_args(argv)
+    if arguments.folder:
+        return run_all(arguments.folder, arguments.time_limit, ["--tiny"] * arguments.tiny)
+    # JAX takes three quarters of the memory unless it is told otherwise, before its first device is asked for.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    row = run_one(arguments)
+    print(json.dumps(row))
+    return 0
+
+
+def run_one(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The row of one configuration; prints as it goes."""
+    config = override(override(load_recipe(arguments.recipe), TINY if arguments.tiny else []), arguments.overrides)
+    device = jax.devices()[0]
+    row: dict[str, Any] = {"benchmark": "gpu", "recipe": arguments.recipe, "overrides": arguments.overrides}
+    row |= {"jax": jax.__version__, "device": device.device_kind}
+    print(f"jax {jax.__version__}, {device.device_kind}: {arguments.recipe} {' '.join(arguments.overrides)}")
+    if arguments.ceilings:
+        row["ceilings"] = ceilings(512 if arguments.tiny else 8192)
+        print("ceilings: {matmul_tflops:.0f} TFLOP/s bf16 product, {copy_gbs:.0f} GB/s copy".format(**row["ceilings"]))
+    bench = Bench(config, device, plain=not arguments.no_plain)
+    row |= {"parameters": bench.num_parameters, "options": options_text(bench.options)}
+    print(f"{bench.num_parameters / 1e6:.1f}M parameters; compiler: {row['options'] or 'no options'}")
+    row |= bench.compare(arguments.warmup, arguments.steps, arguments.block)
+    print(text_of(row))
+    if arguments.profile:
+        kernels = profile(lambda: bench.flax_mesh(5), arguments.profile)
+        print(kernels_text(kernels, 5))
+        row["kernels"] = [{"name": n, "ms_per_step": 200 * t, "calls": c} for n, t, c in kernels.longest[:10]]
+        row |= {"kinds": kernels.kinds, "idle": 1 - kernels.busy / kernels.window}
+    return row
+
+
+class Bench:
+    """The steps of one recipe on one device; each block goes on from where the block before stopped."""
+
+    def __init__(self, config: TrainConfig, device: Any, *, plain: bool = True):
+        # Blocks of any length: the schedule must not end.
+        self.config = replace(config, optimizer=replace(config.optimizer, decay_steps=10**6))
+        self.options = parse_compiler_options(config.run.compiler_options)
+        self.mesh = mesh = create_mesh((1,) * 5, devices=[device])
+        rules = run_rules(self.config)
+        problems = [*check_config(self.config), *check_on_mesh(self.config, mesh, rules.axes)]
+        if problems := [*problems, *check_compiler_options(self.options, device)]:
+            raise ConfigError(problems)
+        self.device, self.program = device, train_program(self.config, mesh, rules)
+        self.state = self.program.init()
+        model, data = self.config.model, self.config.data
+        parameters = named_leaves(self.state.to_nnx()["model"])
+        self.num_parameters = sum(leaf.size for _, leaf in parameters)
+        self.flops = self.config.flops_per_token
+        self.tokens_per_step = data.batch_size * data.sequence_length
+        count = self.tokens_per_step * BATCHES + 1
+        tokens = np.random.default_rng(0).integers(0, model.vocab_size, count).astype(np.int32)
+        self.make_batch = make_batch_fn(tokens, seed=0, config=data, sharding=batch_sharding(mesh, rules.axes))
+        self.batches = [self.make_batch(i) for i in range(BATCHES)]
+        # On the host, where they count for no peak of device memory.
+        self.initial = plain_parameters(parameters, model.num_layers) if plain else None
+        self.done = {"flax_mesh": 0, "plain": 0}
+
+    def flax_mesh(self, steps: int) -> list[jax.Array]:
+        losses = []
+        for batch in self._next("flax_mesh", steps):
+            self.state, metrics = self.program.step(self.state, batch)
+            losses.append(metrics["loss"])
+        jax.block_until_ready(self.state.leaves)
+        return losses
+
+    def fed(self, steps: int) -> list[jax.Array]:
+        state, before, losses = self.state, None, []
+        for _, batch, _ in prefetch(self.make_batch, 0, steps):
+            state, metrics = self.program.step(state, batch)
+            if before is not None:  # of the step before, while this one runs
+                losses.append(jax.device_get(before)["loss"])
+            before = metrics
+        self.state = jax.block_until_ready(state)
+        return losses
+
+    def start_plain(self) -> None:
+        model = self.config.model
+        llama = Llama(model.head_dim, model.rope_theta, model.norm_epsilon, tuple(model.rope_scaling), model.dtype,
+                      model.attention, model.remat, model.loss_chunk)  # fmt: skip
+        optimizer = make_optimizer(self.config.optimizer)
+        self.plain_step = make_step(llama, optimizer, self.options)
+        # Laid out as the step gives them back: it would compile once more for anything else.
+        whole = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
+        self.plain_params = jax.device_put(self.initial, whole)
+        self.plain_state = jax.jit(optimizer.init, out_shardings=whole)(self.plain_params)
+
+    def plain(self, steps: int) -> list[jax.Array]:
+        losses = []
+        for batch in self._next("plain", steps):
+            self.plain_params, self.plain_state, loss, _ = self.plain_step(self.plain_params, self.plain_state, batch)
+            losses.append(loss)
+        jax.block_until_ready((self.plain_params, self.plain_state))
+        return losses
+
+    def compare(self, warmup: int, steps: int, block: int) -> dict[str, Any]:
+        """Times of `steps` steps of each, in blocks that take turns, after `warmup` steps of each."""
+        began = time.perf_counter()
+        losses = self.flax_mesh(1)
+        row: dict[str, Any] = {"first_step_seconds": time.perf_counter() - began}
+        losses += self.flax_mesh(warmup - 1)
+        row["peak_bytes"] = peak_memory([self.device])
+        self.fed(warmup)
+        blocks: dict[str, Block] = {"flax_mesh": self.flax_mesh, "fed": self.fed}
+        if self.initial is not None:
+            self.start_plain()
+            others = self.plain(warmup)
+            row["loss_difference"] = max(float(abs(a - b) / abs(b)) for a, b in zip(losses, others, strict=True))
+            blocks["plain"] = self.plain
+        times: dict[str, list[float]] = {name: [] for name in blocks}
+        for _ in range(max(1, steps // block)):
+            for name, run in blocks.items():
+                began = time.perf_counter()
+                run(block)
+                times[name].append((time.perf_counter() - began) / block)
+        row |= {
+            "losses": [float(loss) for loss in losses],
+            "steps": steps,
+            "seconds_per_step": {n: statistics.mean(t) for n, t in times.items()},
+        }
+        row["spread"] = {n: max(t) / min(t) for n, t in times.items()}
+        return row | self._rates(row["seconds_per_step"])
+
+    def _rates(self, seconds: dict[str, float]) -> dict[str, Any]:
+        data, peak = self.config.data, peak_flops(self.device.device_kind)
+        flops = self.flops(self.config.model, self.num_parameters, data.sequence_length) if self.flops else None
+        rates = {name: self.tokens_per_step / time for name, time in seconds.items()}
+        mfu = {name: rate * flops / peak for name, rate in rates.items()} if flops and peak else None
+        ratios = {f"{name}/plain": rates[name] / rates["plain"] for name in rates if "plain" in rates}
+        return {"tokens_per_s": rates, "mfu": mfu, "ratios": ratios, "flops_per_token": flops}
+
+    def _next(self, name: str, steps: int) -> Iterator[dict[str, jax.Array]]:
+        first = self.done[name]
+        self.done[name] += steps
+        return (self.batches[i % BATCHES] for i in range(first, first + steps))
+
+
+def plain_parameters(leaves: Sequence[tuple[str, Any]], num_layers: int) -> dict[str, Any]:
+    """The parameters of `_plain_llama` in numpy, from the leaves of a decoder, listed or stacked."""
+    params: dict[str, Any] = {"layers": [{} for _ in range(num_layers)]}
+    for path, leaf in leaves:
+        parts = path.split("/")
+        name = parts[-2] if parts[-1] in ("kernel", "scale", "embedding") else path
+        if parts[0] != "layers":
+            params[name] = np.asarray(leaf)
+        elif parts[1].isdecimal():
+            params["layers"][int(parts[1])][name] = np.asarray(leaf)
+        else:
+            for layer, part in zip(params["layers"], np.asarray(leaf), strict=True):
+                layer[name] = part
+    return params
+
+
+def ceilings(size: int) -> dict[str, float]:
+    """What this device reaches on a product of bf16 matrices and on a copy."""
+    x = jnp.ones((size, size), jnp.bfloat16)
+    multiply, copy = jax.jit(lambda a, b: a @ b), jax.jit(lambda a: a + 1, donate_argnums=0)
+    values = jnp.zeros((8 * size, size), jnp.float32)
+
+    def best_of(run: Callable[[], Any], count: int = 20) -> float:
+        times = []
+        jax.block_until_ready(run())
+        for _ in range(3):
+            began = time.perf_counter()
+            results = [run() for _ in range(count)]
+            jax.block_until_ready(results[-1])
+            times.append((time.perf_counter() - began) / count)
+        return min(times)
+
+    def again() -> jax.Array:
+        nonlocal values
+        values = copy(values)
+        return values
+
+    product = best_of(lambda: multiply(x, x))
+    nbytes = 2 * values.nbytes
+    return {"matmul_tflops": 2 * size**3 / product / 1e12, "copy_gbs": nbytes / best_of(again) / 1e9}
+
+
+def text_of(row: dict[str, Any]) -> str:
+    peak = row["peak_bytes"]
+    lines = [f"first step {row['first_step_seconds']:.0f} s; peak {peak / 2**30:.1f} GiB" if peak else ""]
+    for name, rate in row["tokens_per_s"].items():
+        mfu = f"  MFU {row['mfu'][name]:.1%}" if row["mfu"] else ""
+        ratio = f"  {row['ratios'][f'{name}/plain']:.3f} of plain" if row["ratios"] else ""
+        spread = f"  blocks within {row['spread'][name] - 1:.1%}"
+        lines.append(
+            f"{name:10} {1e3 * row['seconds_per_step'][name]:9.2f} ms {rate:10,.0f} tokens/s{mfu}{ratio}{spread}"
+        )
+    if "loss_difference" in row:
+        lines.append(f"losses of flax_mesh and plain differ by {row['loss_difference']:.1e} at most")
+    return "\n".join(filter(None, lines))
+
+
+def run_all(folder: Path, limit: float, extra: Sequence[str]) -> int:
+    """Every variant that has no result in `folder` yet, each in a process of its own, then the table of all results."""
+    folder.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + limit
+    for name, arguments in VARIANTS.items():
+        result = folder / f"{name}.json"
+        left = end - time.monotonic()
+        if result.exists() or left < 60:
+            continue
+        given = [a if a != "--profile" else f"--profile={folder / name}" for a in arguments]
+        print(f"--- {name}", flush=True)
+        command = [sys.executable, "-m", "tests.benchmarks", "gpu", *given, *extra]
+        with (folder / f"{name}.log").open("w") as log:
+            try:
+                subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=left, check=True)
+            except subprocess.CalledProcessError as error:
+                print(f"failed with {error.returncode}: see {log.name}")
+            except subprocess.TimeoutExpired:
+                print(f"stopped after {left:.0f} s")
+                continue
+        output = Path(log.name).read_text()
+        print(output, flush=True)
+        last = output.splitlines()[-1] if output else ""
+        result.write_text(last if last.startswith("{") else json.dumps({"failed": output[-500:]}))
+    print(table(folder))
+    return 0
+
+
+def table(folder: Path) -> str:
+    """One line a variant: tokens/s, MFU, peak memory."""
+    lines = ["| variant | tokens/s | MFU | of plain | peak GiB |", "|---|---|---|---|---|"]
+    for name in VARIANTS:
+        if not (path := folder / f"{name}.json").exists():
+            lines.append(f"| {name} | not run | | | |")
+            continue
+        row = json.loads(path.read_text())
+        if "failed" in row:
+            lines.append(f"| {name} | failed | | | |")
+            continue
+        mfu = f"{row['mfu']['flax_mesh']:.1%}" if row["mfu"] else ""
+        ratio = f"{row['ratios']['flax_mesh/plain']:.3f}" if row["ratios"] else ""
+        peak = f"{row['peak_bytes'] / 2**30:.1f}" if row["peak_bytes"] else ""
+        lines.append(f"| {name} | {row['tokens_per_s']['flax_mesh']:,.0f} | {mfu} | {ratio} | {peak} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,217 @@
+"""The chunked cross-entropy against the whole one, and what each of them keeps, multiplies and sends."""
+
+import dataclasses
+import re
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from flax_mesh import PartitionAxis, create_mesh
+from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
+from flax_mesh.models.cross_entropy import cross_entropy
+from flax_mesh.models.matmul import dot_float32
+from tests.models.test_decoder import filled
+from tests.mpmd.test_pipeline import build, decoder_batch, groups, whole
+
+AXES = PartitionAxis(hidden_state_axis=None)
+SMALL = DecoderConfig(vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_size=48)
+LAST = (((2,), (0,)), ((), ()))
+
+
+def example(batch=4, seq=12, hidden=16, vocab=64, dtype="float32"):
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((batch, seq, hidden), (hidden, vocab)))
+    return x, w, jnp.asarray(rng.integers(-1, vocab, (batch, seq)), jnp.int32)
+
+
+def with_gradients(chunk):
+    return jax.jit(jax.value_and_grad(lambda *args: cross_entropy(*args, axes=AXES, chunk=chunk), (0, 1)))
+
+
+def assert_close(have, want, rtol):
+    for a, b in zip(jax.tree.leaves(have), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * np.abs(b).max())
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 1000])
+def test_chunks_of_any_size_give_the_sum_and_the_gradients_of_the_whole(chunk):
+    args = example()
+    assert_close(with_gradients(chunk)(*args), with_gradients(0)(*args), 1e-6)
+    without = jax.jit(lambda *args: cross_entropy(*args, axes=AXES, chunk=chunk))(*args)
+    assert_close(without, with_gradients(0)(*args)[0], 1e-6)
+
+
+def test_the_cotangent_scales_the_gradients_and_no_target_gives_none():
+    x, w, targets = example()
+    doubled = jax.jit(jax.grad(lambda x: 2 * cross_entropy(x, w, targets, axes=AXES, chunk=8)))(x)
+    np.testing.assert_allclose(doubled, 2 * with_gradients(8)(x, w, targets)[1][0], rtol=1e-6)
+    loss, grads = with_gradients(8)(x, w, jnp.full_like(targets, -1))
+    assert loss == 0 and all((g == 0).all() for g in grads)
+
+
+@pytest.mark.parametrize("dims", [(2, 2, 1, 2, 1), (1, 1, 1, 4, 2), (1, 4, 1, 1, 2)], ids=str)
+def test_on_a_mesh_it_is_the_same_and_sums_over_the_shards_of_tokens_once(dims):
+    x, w, targets = example(vocab=80)  # 80, 40 or 20 a device: no other dim has that size
+    mesh = create_mesh(dims)
+    lay = {name: NamedSharding(mesh, AXES.resolve(axes)) for name, axes in
+           (("x", ("batch", "sequence", None)), ("w", ("embed", "vocab")), ("t", ("batch", "sequence")))}  # fmt: skip
+    args = [jax.device_put(a, s) for a, s in zip((x, w, targets), lay.values(), strict=True)]
+    with jax.set_mesh(mesh):
+        compiled = with_gradients(3).lower(*args).compile()
+    assert_close(compiled(*args), with_gradients(0)(x, w, targets), 1e-6)
+    computations = re.split(r"\n(?=%|ENTRY)", compiled.as_text() or "")
+    loop = [c for c in computations if "dynamic-update-slice" in c and not c.startswith("ENTRY")]
+    assert loop
+    # In the loop: the logsumexp, the target's logit and the gradient of x over tp; nothing of the size of the weights.
+    sent = [shape for c in loop for shape in re.findall(r"= (.*?) (?:all-\w+|reduce-scatter|collective-\w+)\(", c)]
+    columns = w.shape[1] // mesh.shape["tp"]
+    assert all(str(columns) not in re.findall(r"\d+", shape.split("{")[0]) for shape in sent), sent
+    assert bool(sent) == (mesh.shape["tp"] > 1)
+
+
+def test_rows_that_do_not_divide_over_the_mesh_are_not_split():
+    x, w, targets = example(batch=3)
+    with jax.set_mesh(create_mesh((2, 2, 1, 2, 1))):
+        have = with_gradients(5)(x, w, targets)
+    assert_close(have, with_gradients(0)(x, w, targets), 1e-6)
+
+
+def test_chunks_take_a_fraction_of_the_memory():
+    args = example(batch=4, seq=256, hidden=8, vocab=2048)
+    logits = 4 * 256 * 2048 * 4
+    found: Any = {c: with_gradients(c).lower(*args).compile().memory_analysis() for c in (0, 64)}
+    temp = {c: memory.temp_size_in_bytes for c, memory in found.items()}
+    assert temp[0] >= logits and temp[64] < logits / 4, temp
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tied": False, "scan": True},
+        pytest.param({"tied": True}, marks=pytest.mark.slow),
+        pytest.param({"num_experts": 4, "experts_per_token": 2}, marks=pytest.mark.slow),
+    ],
+    ids=lambda change: ",".join(change),
+)
+def test_the_loss_of_the_decoder_is_the_same_in_chunks(change):
+    rng = np.random.default_rng(0)
+    batch: Any = {name: rng.integers(-(name == "targets"), 64, (2, 12)).astype(np.int32)
+                  for name in ("inputs", "targets")}  # fmt: skip
+
+    def run(chunk):
+        config = dataclasses.replace(SMALL, loss_chunk=chunk, **change)
+        graphdef, state = nnx.split(filled(lambda: make_decoder(config, nnx.Rngs(0))))
+
+        def loss_of(state):
+            loss, *more = next_token_loss(nnx.merge(graphdef, state), batch)
+            return loss, more
+
+        return jax.jit(jax.value_and_grad(loss_of, has_aux=True))(state)
+
+    assert_close(run(5), run(0), 2e-5)
+
+
+class Net(nnx.Module):
+    """Two layers and a head of its own."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.embed = nnx.Embed(64, 8, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
+        self.head = nnx.Linear(8, 64, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + jnp.tanh(layer(x))
+        return x
+
+
+def net_loss(chunk, model, batch):
+    targets = batch["targets"]
+    loss = cross_entropy(model(batch["inputs"]), model.head.kernel[...], targets, axes=AXES, chunk=chunk)
+    return loss, jnp.sum(targets >= 0, dtype=jnp.float32)
+
+
+def gradients_of(loss_fn, make, name, sizes):
+    """path -> parameter after a step of gradient descent, the metrics, elements of the largest array ever kept."""
+    batch, kept = decoder_batch(8), [0]
+    mesh = groups(**sizes)
+    pipeline = build(make, loss_fn, batch, 4, optax.sgd(1.0), name=name, mesh=mesh, rules=[(".*", ())], axes=AXES)
+    pipeline.on_action = lambda action, saved: kept.extend(x.size for x in jax.tree.leaves(saved) if hasattr(x, "size"))
+    state, metrics = pipeline.step(pipeline.init_state(), batch)
+    return whole(pipeline, state), metrics, max(kept)
+
+
+def assert_same_step(have, want):
+    assert_close(have[1], want[1], 1e-5)
+    for path, value in want[0].items():
+        if np.issubdtype(value.dtype, np.floating):
+            np.testing.assert_allclose(have[0][path], value, rtol=1e-4, atol=2e-6, err_msg=path)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_a_pipeline_with_chunks_keeps_no_logits(name):
+    want, have = (gradients_of(partial(net_loss, chunk), Net, name, {"pp": 2, "tp": 2}) for chunk in (0, 6))
+    assert_same_step(have, want)
+    logits = 2 * 16 * 64  # of a microbatch
+    assert have[2] < logits == want[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "sizes", "change"),
+    [
+        ("1f1b", {"fsdp": 2, "tp": 2}, {}),
+        ("zb-h1", {"fsdp": 2, "sp": 2}, {"tied": False}),
+        ("1f1b", {"ep": 2}, {"num_experts": 4, "scan": True}),
+        ("interleaved-1f1b", {"tp": 2}, {"num_layers": 4, "tied": False}),
+    ],
+)
+def test_a_pipelined_decoder_is_the_same_in_chunks(name, sizes, change):
+    def of(chunk):
+        config = dataclasses.replace(SMALL, loss_chunk=chunk, **change)
+        return gradients_of(next_token_loss, lambda: make_decoder(config, nnx.Rngs(0)), name, {"pp": 2} | sizes)
+
+    assert_same_step(of(6), of(0))
+
+
+def test_half_precision_multiplies_no_float32():
+    model = filled(lambda: make_decoder(dataclasses.replace(SMALL, dtype="bfloat16"), nnx.Rngs(0)))
+    graphdef, state = nnx.split(model)
+    tokens: Any = {"inputs": example(2)[2] % 64, "targets": example(2)[2]}
+    for chunk in (0, 5):
+        config = dataclasses.replace(model.config, loss_chunk=chunk)
+
+        def loss_of(state, config=config):
+            made = nnx.merge(graphdef, state)
+            made.config = config
+            return next_token_loss(made, tokens)[0]
+
+        text = jax.jit(jax.grad(loss_of)).lower(state).as_text()
+        operands = re.findall(r"stablehlo.dot_general.*?: \((.*?)\)", text)
+        attention = [o for o in operands if re.search("x12x(2x)?12x", o)]  # scores, of XLA's own attention
+        assert len(operands) > 20 and attention
+        assert not [o for o in operands if o not in attention and "f32" in o]
+
+
+def test_half_precision_rounds_the_cotangent_and_nothing_else():
+    x, w, _ = example(dtype="bfloat16")
+    g = jnp.asarray(np.random.default_rng(1).normal(size=(4, 12, 64)), jnp.bfloat16).astype(jnp.float32)
+    dot = lambda x, w: jax.lax.dot_general(x, w, LAST, preferred_element_type=jnp.float32)  # noqa: E731
+    want, want_vjp = jax.vjp(dot, x, w)
+    have, have_vjp = jax.vjp(lambda x, w: dot_float32(x, w, LAST), x, w)
+    assert have.dtype == jnp.float32
+    np.testing.assert_array_equal(have, want)
+    assert_close(have_vjp(g), want_vjp(g), 4e-3)  # one unit in the last place of bf16, where the order of sums counts
+    x, w, _ = example()
+    assert jax.jvp(lambda x: dot_float32(x, w, LAST), (x,), (x,))[1].shape == (4, 12, 64)
