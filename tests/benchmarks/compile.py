@@ -19,6 +19,7 @@ memory, in the size of the program, and in the rest.
 """
 
 import argparse
+import itertools
 import json
 import resource
 import subprocess
@@ -84,7 +85,7 @@ def measure(kind: str, num_layers: int) -> dict[str, float]:
     marks.append(time.perf_counter())
     compiled = lowered.compile()
     marks.append(time.perf_counter())
-    trace, lower, xla = (b - a for a, b in zip(marks, marks[1:], strict=False))
+    trace, lower, xla = (b - a for a, b in itertools.pairwise(marks))
     found = {"trace s": trace, "lower s": lower, "XLA s": xla, "seconds": marks[-1] - marks[0]}
     found |= {"CPU s": time.process_time() - cpu}
     found |= {"host MiB": peak_mib() - before, "program KiB": len(compiled.as_text()) / 1024}
