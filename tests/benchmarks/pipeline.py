@@ -152,7 +152,7 @@ def measure(count: int, residuals: Any, steps: int) -> dict[str, Any]:
     row |= dispatch_of_actions(pipeline, ours)
     for name, turn in (("action", mine), ("by hand", hand)):
         row[f"{name} us"] = 1e6 * statistics.median(turn.dispatch[WARM:]) / num_actions
-    row |= {"KiB": copied_bytes(ours) / 1024, "by hand KiB": copied_bytes(theirs) / 1024}
+    row |= {"bytes": copied_bytes(ours), "by hand bytes": copied_bytes(theirs)}
     row["late / early"] = statistics.median(late) / statistics.median(early)
     return row | {"loss differs": error}
 
