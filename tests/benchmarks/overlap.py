@@ -3,20 +3,21 @@
 The layers sleep: a small native op, so that the time of a stage does not depend on the cores that are free. A layer
 sleeps for F in the forward, and for B and for W in the two halves of its backward. Four groups of one device. Prints
 the median step over the makespan that `simulate` gives for these costs; without a C++ compiler it says so. A loaded
-machine wakes sleepers late, which the first line tells: what one sleep really takes.
+machine wakes sleepers late, which the first line tells: what one sleep really takes. Target: at most 1.05.
 
-    python -m tests.benchmarks overlap [--ms 50] [--microbatches 8] [--steps 7]
+    python -m tests.benchmarks overlap [--ms 50] [--microbatches 8,32] [--steps 7] [--schedules 1f1b,zb-h1]
 """
 
 import argparse
 import ctypes
-import json
 import shutil
 import statistics
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,9 @@ from flax import nnx
 from flax_mesh import create_mesh
 from flax_mesh.mpmd import MpmdMesh, Pipeline, Schedule, make_schedule, split_stages
 from flax_mesh.mpmd.simulate import StageCost, simulate
+from tests.benchmarks._report import print_json, print_table, use_cpu
 
+TARGET = 1.05
 GROUPS, WIDTH, ROWS = 4, 256, 8
 SCHEDULES = {"gpipe": 4, "1f1b": 4, "interleaved-1f1b": 8, "zb-h1": 4}  # name -> layers, one a stage
 SOURCE = Path(__file__).with_name("sleep_op.cc")
@@ -154,27 +157,26 @@ def measure(name: str, ms: float, count: int, steps: int, num_groups: int = GROU
     }
 
 
-def main() -> int:
+def compare(names: Iterable[str], counts: Iterable[int], ms: float, steps: int = 7) -> list[dict[str, Any]]:
+    """A row for every schedule and number of microbatches; none, and a line that says why, without the op."""
+    if reason := load_nap():
+        print(f"overlap left out: {reason}")
+        return []
+    print(f"a sleep of {ms:g} ms takes {nap_alone(ms):.1f} ms")
+    cases = [(name, count) for name in names for count in counts]
+    return [{"schedule": name, "M": count, **measure(name, ms, count, steps)} for name, count in cases]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks overlap")
     parser.add_argument("--ms", type=float, default=50.0, help="what a layer sleeps for F, for B and for W")
-    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--microbatches", default="8", help="joined by commas")
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--schedules", default=",".join(SCHEDULES), help="which of them, joined by commas")
-    arguments = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
-    if reason := load_nap():
-        print(f"skipped: {reason}")
-        return 0
-    print(f"a sleep of {arguments.ms:g} ms takes {nap_alone(arguments.ms):.1f} ms")
-    rows = {}
-    for name in arguments.schedules.split(","):
-        rows[name] = measure(name, arguments.ms, arguments.microbatches, arguments.steps)
-        row = rows[name]
-        print(
-            f"{name:<17} step {row['step_ms']:7.1f} ms, makespan {row['makespan_ms']:7.1f} ms: {row['ratio']:.3f}"
-            f" (best {row['best_ratio']:.3f}; returned after {row['returned_ms']:.1f} ms)",
-            flush=True,
-        )
-    print(json.dumps(vars(arguments) | {"schedules": rows}))
+    given = parser.parse_args(arguments)
+    use_cpu()
+    counts = [int(count) for count in given.microbatches.split(",")]
+    rows = compare(given.schedules.split(","), counts, given.ms, given.steps)
+    print_table(rows)
+    print_json("overlap", arguments, target=TARGET, rows=rows)
     return 0

@@ -1,12 +1,25 @@
-"""Host cost of a pipeline step, against a loop written by hand for the same model.
+"""Host cost of a pipeline step, against a loop written by hand for the same model, and how well its groups overlap.
 
 Four residual MLP blocks of width 64, one a stage, one device a stage, 1F1B, plain SGD. The loop by hand knows its
 model: a jit for F, B and the fused last stage, `jax.device_put` between them, and no loss weights, norms or metrics.
-Prints the ratio of the medians of interleaved steps, in CPU time and in time, and the growth over 200 steps.
+
+The first table: medians over interleaved steps of the ratio of the two, in time and in CPU time of the process; what
+the dispatching thread spends on an action (F, B, and all of a step over the number of its actions), in microseconds of
+its CPU time; the bytes that go from one group's devices to another's in one step, counted from the arrays that
+`jax.device_put` is given; and the ratio in time in the second half of the run over that in the first. Target: time at
+most 1.5 times, no growth.
+
+The second: layers that sleep, and the step over the makespan that the simulator gives, as in the benchmark `overlap`.
+
+    python -m tests.benchmarks pipeline [--microbatches 8,32] [--steps 200] [--ms 50, 0: without the second]
 """
 
+import argparse
 import statistics
 import time
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +30,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh import create_mesh
 from flax_mesh.mpmd import MpmdMesh, Pipeline, make_schedule, split_stages
+from tests.benchmarks import overlap
+from tests.benchmarks._report import print_json, print_table, use_cpu
 
+TARGET = 1.5
+WARM = 5  # steps not counted
 STAGES, WIDTH, HIDDEN, ROWS, LENGTH, RATE = 4, 64, 128, 4, 16, 1e-2
 
 
@@ -86,47 +103,124 @@ def by_hand(parameters, count):
     return step, parameters, there
 
 
-def run(count: int, steps: int) -> None:
+class Turn:
+    """One of the two that take turns: `call()` dispatches a step and gives what to wait for."""
+
+    def __init__(self, call: Callable[[], Any]):
+        self.call, self.time, self.cpu, self.dispatch = call, [], [], []
+
+    def run(self) -> None:
+        began, cpu, thread = time.perf_counter(), time.process_time(), time.thread_time()
+        waited = self.call()
+        self.dispatch.append(time.thread_time() - thread)
+        jax.block_until_ready(waited)
+        self.time.append(time.perf_counter() - began)
+        self.cpu.append(time.process_time() - cpu)
+
+
+def measure(count: int, residuals: Any, steps: int) -> dict[str, Any]:
+    """A row of the table for `count` microbatches."""
+    pipeline, batch = make_pipeline(count, residuals)
+    model = Net(nnx.Rngs(0))
+    step, parameters, there = by_hand([[x.up.kernel[...], x.down.kernel[...]] for x in model.layers], count)
+    cut = {name: x.reshape(count, ROWS, LENGTH, WIDTH) for name, x in batch.items()}
+    xs = [jax.device_put(x, there[0]) for x in cut["x"]]
+    ys = [jax.device_put(y, there[-1]) for y in cut["y"]]
+    state, metrics, total = pipeline.init_state(), {}, jnp.float32(jnp.nan)
+
+    def ours() -> Any:
+        nonlocal state, metrics
+        state, metrics = pipeline.step(state, batch)
+        return state.leaves, metrics
+
+    def theirs() -> Any:
+        nonlocal parameters, total
+        parameters, total = step(parameters, xs, ys)
+        return parameters, total
+
+    turns = Turn(ours), Turn(theirs)
+    for number in range(steps + WARM):
+        for turn in turns if number % 2 else turns[::-1]:
+            turn.run()
+    error = abs(float(metrics["loss"]) - float(total) / count)
+    num_actions = len(pipeline.schedule.order())
+    mine, hand = turns
+    ratios = [a / b for a, b in zip(mine.time, hand.time, strict=True)]
+    early, late = ratios[WARM : WARM + steps // 2], ratios[WARM + steps // 2 :]
+    row: dict[str, Any] = {"M": count, "residuals": residuals}
+    row |= {"time": median_ratio(mine.time, hand.time), "CPU time": median_ratio(mine.cpu, hand.cpu)}
+    row |= dispatch_of_actions(pipeline, ours)
+    for name, turn in (("action", mine), ("by hand", hand)):
+        row[f"{name} us"] = 1e6 * statistics.median(turn.dispatch[WARM:]) / num_actions
+    row |= {"bytes": copied_bytes(ours), "by hand bytes": copied_bytes(theirs)}
+    row["late / early"] = statistics.median(late) / statistics.median(early)
+    return row | {"loss differs": error}
+
+
+def make_pipeline(count: int, residuals: Any) -> tuple[Pipeline, dict[str, np.ndarray]]:
     groups = MpmdMesh(create_mesh((STAGES, 1), ("pp", "dp"), devices=jax.devices()[:STAGES]), "pp")
     rng = np.random.default_rng(0)
     batch = {name: rng.normal(size=(count * ROWS, LENGTH, WIDTH)).astype(np.float32) for name in "xy"}
     micro = {name: x[:ROWS] for name, x in batch.items()}
     staged = split_stages(loss_fn, lambda: Net(nnx.Rngs(0)), micro, num_stages=STAGES, mesh=groups.unstack[0])
     schedule = make_schedule("1f1b", num_groups=STAGES, num_microbatches=count)
-    for residuals in ("store", "recompute"):
-        pipeline = Pipeline(staged, groups, schedule, optax.sgd(RATE), residuals=residuals)
-        state = pipeline.init_state()
-        model = Net(nnx.Rngs(0))
-        step, parameters, there = by_hand([[x.up.kernel[...], x.down.kernel[...]] for x in model.layers], count)
-        cut = {name: x.reshape(count, ROWS, LENGTH, WIDTH) for name, x in batch.items()}
-        xs = [jax.device_put(x, there[0]) for x in cut["x"]]
-        ys = [jax.device_put(y, there[-1]) for y in cut["y"]]
-        ours, theirs, busy = [], [], []
-        for _ in range(steps):
-            start, begun = time.perf_counter(), time.process_time()
-            state, metrics = pipeline.step(state, batch)
-            jax.block_until_ready((state.leaves, metrics))
-            middle, between = time.perf_counter(), time.process_time()
-            parameters, total = step(parameters, xs, ys)
-            jax.block_until_ready((parameters, total))
-            ours.append(middle - start)
-            theirs.append(time.perf_counter() - middle)
-            busy.append((between - begun, time.process_time() - between))
-        error = abs(float(metrics["loss"]) - float(total) / count)
-        half = steps // 2
-        late, early = statistics.median(ours[half:]), statistics.median(ours[5:half])
-        ratio = statistics.median(ours[5:]) / statistics.median(theirs[5:])
-        mine, by_hand_cpu = (statistics.median(column) for column in zip(*busy[5:], strict=True))
-        print(
-            f"M={count:<3} residuals={residuals:<10} pipeline / by hand: "
-            f"CPU time {mine / by_hand_cpu:.2f}, time {ratio:.2f}"
-            f"  (best {min(ours) / min(theirs):.2f}; {statistics.median(ours[5:]) * 1e3:.1f} ms)"
-            f"  second half / first {late / early:.2f}  loss differs by {error:.1e}"
-        )
+    return Pipeline(staged, groups, schedule, optax.sgd(RATE), residuals=residuals), batch
 
 
-def main() -> None:
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
-    for count in (8, 32):
-        run(count, 200)
+def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(ours[WARM:], theirs[WARM:], strict=True))
+
+
+def dispatch_of_actions(pipeline: Pipeline, call: Callable[[], Any], steps: int = 20) -> dict[str, float]:
+    """Median CPU microseconds of this thread for the actions of each kind, what they send included."""
+    found: dict[str, list[float]] = {"F": [], "B": []}
+    before = None
+
+    def mark(action: Any, saved: Any) -> None:
+        nonlocal before
+        now = time.thread_time()
+        if before is not None:
+            found[action.kind].append(now - before)
+        before = time.thread_time()
+
+    pipeline.on_action = mark
+    for _ in range(steps):
+        before = None  # the first action of a step comes after its preparations
+        jax.block_until_ready(call())
+    pipeline.on_action = None
+    return {f"{kind} us": 1e6 * statistics.median(spent) for kind, spent in found.items()}
+
+
+def copied_bytes(call: Callable[[], Any]) -> int:
+    """Bytes of the arrays that one call puts from some devices on others."""
+    put, copied = jax.device_put, 0
+
+    def count(x: Any, device: Any = None, **options: Any) -> Any:
+        nonlocal copied
+        there = put(x, device, **options)
+        for source, target in zip(jax.tree.leaves(x), jax.tree.leaves(there), strict=True):
+            if isinstance(source, jax.Array) and source.devices() != target.devices():
+                copied += source.nbytes
+        return there
+
+    with patch.object(jax, "device_put", count):
+        jax.block_until_ready(call())
+    return copied
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks pipeline")
+    parser.add_argument("--microbatches", default="8,32")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--ms", type=float, default=50.0, help="what a layer sleeps in the second table; 0: none")
+    given = parser.parse_args(arguments)
+    use_cpu()
+    counts = [int(count) for count in given.microbatches.split(",")]
+    rows = [measure(count, residuals, given.steps) for count in counts for residuals in ("store", "recompute")]
+    print_table(rows)
+    slept = overlap.compare(["1f1b"], counts, given.ms) if given.ms else []
+    if slept:
+        print()
+        print_table(slept)
+    print_json("pipeline", arguments, target=TARGET, rows=rows, overlap=slept)
+    return 0

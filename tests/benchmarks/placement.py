@@ -6,12 +6,17 @@ compiled in all rounds together. Target: at most 1.2 times JAX's own, no compila
 
 eformer and scalax take part where they are installed, for two rounds, with functions made anew for each. They are given
 arrays on one device, since numpy arrays stay where they are with eformer.
+
+Then one table of all that flax_mesh and these two have in common, from the benchmarks rules, mesh and imports. "floor"
+is what nobody can do without: the path strings of a tree, `jax.device_put` and `jax.device_get` of it.
+
+    python -m tests.benchmarks placement [--rounds 15] [--alone: without the other benchmarks]
 """
 
+import argparse
 import functools
-import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,8 +25,13 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh import create_mesh, gather, make_shard_and_gather_fns, shard
+from tests.benchmarks import imports, rules
+from tests.benchmarks import mesh as meshes
+from tests.benchmarks._peers import peer
+from tests.benchmarks._report import print_json, print_table, use_cpu
 
-ROUNDS = 15
+PEER_ROUNDS = 2
+TARGET = 1.2  # of the time of JAX itself
 P = PartitionSpec
 Variant = tuple[
     int, Callable[[], Callable[[], Any]]
@@ -40,7 +50,7 @@ def apply(fns: Any, tree: Any) -> Any:
     return jax.tree.map(lambda fn, x: fn(x), fns, tree)
 
 
-def shard_variants(tree: Any, specs: Any, mesh: Any) -> dict[str, Variant]:
+def shard_variants(tree: Any, specs: Any, mesh: Any, rounds: int) -> dict[str, Variant]:
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     on_one = jax.tree.map(jnp.asarray, tree)
 
@@ -49,16 +59,16 @@ def shard_variants(tree: Any, specs: Any, mesh: Any) -> dict[str, Variant]:
         return lambda: apply(fns, tree)
 
     variants = {
-        "jax.device_put": (ROUNDS, lambda: lambda: jax.device_put(tree, shardings)),
-        "shard": (ROUNDS, lambda: lambda: shard(tree, specs, mesh)),
-        "functions": (ROUNDS, functions),
+        "jax.device_put": (rounds, lambda: lambda: jax.device_put(tree, shardings)),
+        "shard": (rounds, lambda: lambda: shard(tree, specs, mesh)),
+        "functions": (rounds, functions),
     }
     for name, make in peers(specs, mesh, tree).items():
-        variants[name] = (2, lambda make=make: functools.partial(apply, make()[0], on_one))
+        variants[name] = (min(rounds, PEER_ROUNDS), lambda make=make: functools.partial(apply, make()[0], on_one))
     return variants
 
 
-def gather_variants(tree: Any, specs: Any, mesh: Any) -> dict[str, Variant]:
+def gather_variants(tree: Any, specs: Any, mesh: Any, rounds: int) -> dict[str, Variant]:
     def on(make: Callable[[], Callable[[Any], Any]]) -> Callable[[], Callable[[], Any]]:
         def prepare() -> Callable[[], Any]:
             placed = jax.block_until_ready(shard(tree, specs, mesh))  # anew: JAX keeps what it has copied to the host
@@ -67,18 +77,18 @@ def gather_variants(tree: Any, specs: Any, mesh: Any) -> dict[str, Variant]:
         return prepare
 
     variants = {
-        "jax.device_get": (ROUNDS, on(lambda: jax.device_get)),
-        "gather": (ROUNDS, on(lambda: gather)),
-        "functions": (ROUNDS, on(lambda: functools.partial(apply, make_shard_and_gather_fns(specs, mesh)[1]))),
-        "stream of 1 MiB": (ROUNDS, on(lambda: functools.partial(gather, bytes_in_flight=2**20))),
+        "jax.device_get": (rounds, on(lambda: jax.device_get)),
+        "gather": (rounds, on(lambda: gather)),
+        "functions": (rounds, on(lambda: functools.partial(apply, make_shard_and_gather_fns(specs, mesh)[1]))),
+        "stream of 1 MiB": (rounds, on(lambda: functools.partial(gather, bytes_in_flight=2**20))),
     }
     for name, make in peers(specs, mesh, tree).items():
-        variants[name] = (2, on(lambda make=make: functools.partial(apply, make()[1])))
+        variants[name] = (min(rounds, PEER_ROUNDS), on(lambda make=make: functools.partial(apply, make()[1])))
     return variants
 
 
-def measure(variants: dict[str, Variant]) -> dict[str, dict[str, float]]:
-    """Milliseconds of CPU time, best and first, and the number of compilations, of each variant."""
+def measure(what: str, variants: dict[str, Variant]) -> list[dict[str, Any]]:
+    """A row for each variant: milliseconds of CPU time, best and first, and the number of compilations."""
     events: list[str] = []
 
     def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
@@ -88,7 +98,7 @@ def measure(variants: dict[str, Variant]) -> dict[str, dict[str, float]]:
     jax.monitoring.register_event_duration_secs_listener(listen)
     times: dict[str, list[float]] = {name: [] for name in variants}
     compiled = dict.fromkeys(variants, 0)
-    for number in range(ROUNDS):
+    for number in range(max(rounds for rounds, _ in variants.values())):
         for name, (rounds, prepare) in variants.items():
             if number >= rounds:
                 continue
@@ -99,49 +109,68 @@ def measure(variants: dict[str, Variant]) -> dict[str, dict[str, float]]:
             times[name].append(1e3 * (time.process_time() - began))
             compiled[name] += len(events)
     jax.monitoring.unregister_event_duration_listener(listen)
-    return {name: {"ms": min(t), "first_ms": t[0], "compilations": compiled[name]} for name, t in times.items()}
+    best = {name: min(spent) for name, spent in times.items()}
+    floor = next(iter(best.values()))
+    return [
+        {"work": what, "by": name, "ms": ms, "ratio": ms / floor, "first ms": times[name][0]}
+        | {"rounds": len(times[name]), "compilations": compiled[name]}
+        for name, ms in best.items()
+    ]
 
 
 def peers(specs: Any, mesh: Any, tree: Any) -> dict[str, Callable[[], tuple[Any, Any]]]:
     """name -> a function that gives (shard functions, gather functions)."""
     found: dict[str, Callable[[], tuple[Any, Any]]] = {}
-    try:
-        from eformer.escale import make_shard_and_gather_fns as of_eformer  # pyright: ignore[reportMissingImports]
-
-        found["eformer"] = lambda: of_eformer(specs, mesh)
-    except ImportError:
-        pass
-    try:
-        from scalax.sharding import MeshShardingHelper  # pyright: ignore[reportMissingImports]
-
-        helper = MeshShardingHelper(tuple(mesh.shape.values()), mesh.axis_names)
+    if (eformer := peer("eformer.escale")) is not None:
+        found["eformer"] = lambda: eformer.make_shard_and_gather_fns(specs, mesh)
+    if (scalax := peer("scalax.sharding")) is not None:
+        helper = scalax.MeshShardingHelper(tuple(mesh.shape.values()), mesh.axis_names)
         found["scalax"] = lambda: helper.make_shard_and_gather_fns(tree, specs)
-    except ImportError:
-        pass
     return found
 
 
-def main() -> int:
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
+def side_by_side(placed: list[dict[str, Any]], rounds: int) -> list[dict[str, Any]]:
+    """One row for each kind of work, with a column for each library; in the unit that the row names."""
+    columns = {"flax_mesh": ("cold", "shard", "gather", "flax_mesh")}  # names of flax_mesh in the other benchmarks
+    columns |= {"floor": ("paths", "jax.device_put", "jax.device_get"), "jax": ("jax.make_mesh",)}
+    columns |= {"eformer": ("eformer", "eformer.escale"), "scalax": ("scalax", "scalax.sharding"), "flax": ("flax",)}
+    name_of = {name: column for column, names in columns.items() for name in names}
+    table: list[dict[str, Any]] = []
+
+    def add(work: str, unit: str, values: dict[str, Any]) -> None:
+        found = {name_of[name]: value for name, value in values.items() if name in name_of}
+        table.append({"work": work, "unit": unit} | {column: found.get(column) for column in columns})
+
+    for depth in (83, 832):
+        row = rules.measure(depth, "dict", rounds)
+        add(f"match {len(rules.TABLE)} rules, {row['leaves']:,} leaves", "CPU ms", row)
+    for what in ("shard", "gather"):
+        add(f"{what} 302 arrays, first call", "CPU ms", {r["by"]: r["first ms"] for r in placed if r["work"] == what})
+        add(f"{what} 302 arrays", "CPU ms", {r["by"]: r["ms"] for r in placed if r["work"] == what})
+    made = meshes.measure(rounds)
+    for what in ("repeated", "cold"):
+        add(f"create_mesh, {what}", "us", {row["by"]: row["us"] for row in made if row["mesh"] == what})
+    add("import", "CPU ms", {row["module"]: row["ms"] for row in imports.measure_all(min(rounds, 7))})
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks placement")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--alone", action="store_true", help="placement alone, without the benchmarks rules, mesh, imports"
+    )
+    given = parser.parse_args(arguments)
+    use_cpu()
     mesh, tree = create_mesh((2, 2, 1, 2, 1)), host_tree()
     specs = jax.tree.map(lambda x: P("fsdp", "tp") if x.ndim == 2 else P(), tree)
-    print(
-        f"jax {jax.__version__}, {len(jax.tree.leaves(tree))} arrays on 8 CPU devices, best CPU ms of {ROUNDS} rounds"
-    )
-    rows = {}
-    for what, variants in (
-        ("shard", shard_variants(tree, specs, mesh)),
-        ("gather", gather_variants(tree, specs, mesh)),
-    ):
-        rows[what] = measure(variants)
-        floor = next(iter(rows[what].values()))["ms"]
-        for name, row in rows[what].items():
-            ratio = f"{row['ms'] / floor:6.2f}x, first {row['first_ms']:8.1f}, {row['compilations']:.0f} compilations"
-            print(f"{what:6}  {name:16} {row['ms']:8.1f} ({ratio})")
-    print(json.dumps({"benchmark": "placement", "jax": jax.__version__, "rows": rows}))
+    rows = measure("shard", shard_variants(tree, specs, mesh, given.rounds))
+    rows += measure("gather", gather_variants(tree, specs, mesh, given.rounds))
+    print(f"{len(jax.tree.leaves(tree))} arrays on 8 CPU devices, CPU ms, ratio to JAX's own")
+    print_table(rows)
+    table = [] if given.alone else side_by_side(rows, given.rounds)
+    if table:
+        print()
+        print_table(table)
+    print_json("placement", arguments, target=TARGET, rows=rows, table=table)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from flax import nnx
 from flax_mesh import create_mesh
 from flax_mesh.mpmd import MpmdMesh, Pipeline, make_schedule, split_stages
 from tests.benchmarks import overlap
+from tests.benchmarks._report import print_json, print_table, use_cpu
 from tests.multiprocess.processes import free_port
 
 ROOT = Path(__file__).parent.parent.parent
@@ -32,10 +34,10 @@ LIMIT_S = 300
 WIDTH, ROWS, LAYERS = 512, 256, 8
 
 
-def start_workers(count: int, what: str, arguments: argparse.Namespace, devices: int = 1) -> list[Any]:
+def start_workers(count: int, what: str, given: argparse.Namespace, devices: int = 1) -> list[Any]:
     """The answers of `count` processes, each a dict."""
     port = free_port()
-    options = [str(arguments.ms), str(arguments.microbatches), str(arguments.steps)]
+    options = [str(given.ms), str(given.microbatches), str(given.steps)]
     started = [
         subprocess.Popen(
             [
@@ -64,8 +66,7 @@ def work(what: str, index: int, count: int, port: int, devices: int, ms: float, 
     """One process: prints its answer as JSON."""
     if what == "cores":
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[index]})
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", devices)
+    use_cpu(devices)
     if count > 1:
         address = f"127.0.0.1:{port}"
         jax.distributed.initialize(
@@ -117,36 +118,31 @@ class Wide(nnx.Module):
         return x
 
 
-def compare_overlap(arguments: argparse.Namespace) -> dict[str, Any]:
-    rows: dict[str, Any] = {}
-    for count in map(int, arguments.processes.split(",")):
-        for name in arguments.schedules.split(","):
-            found = start_workers(count, name, arguments)
+def compare_overlap(given: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for every number of processes and every schedule; none where the op cannot be built."""
+    rows: list[dict[str, Any]] = []
+    for count in map(int, given.processes.split(",")):
+        for name in given.schedules.split(","):
+            found = start_workers(count, name, given)
             if "skipped" in found[0]:
-                print(f"skipped: {found[0]['skipped']}")
-                return {}
-            row = max(found, key=lambda one: one["step_ms"])  # the slowest process: a step has ended when all have
-            rows[f"{count} {name}"] = row
-            print(
-                f"{count} processes, {name:<17} step {row['step_ms']:7.1f} ms, makespan {row['makespan_ms']:7.1f} ms: "
-                f"{row['ratio']:.3f} (best {row['best_ratio']:.3f}; returned after {row['returned_ms']:.1f} ms)",
-                flush=True,
-            )
+                print(f"left out: {found[0]['skipped']}")
+                return []
+            slowest = max(found, key=lambda one: one["step_ms"])  # a step has ended when all have
+            rows.append({"processes": count, "schedule": name, **slowest})
     return rows
 
 
-def compare_cores(arguments: argparse.Namespace) -> dict[str, Any]:
+def compare_cores(given: argparse.Namespace) -> list[dict[str, Any]]:
     best = {1: float("inf"), 2: float("inf")}
-    for _ in range(arguments.repeats):
+    for _ in range(given.repeats):
         for count in best:
-            found = start_workers(count, "cores", arguments, devices=2 // count)
+            found = start_workers(count, "cores", given, devices=2 // count)
             best[count] = min(best[count], max(one["best_ms"] for one in found))
-    ratio, ideal = best[1] / best[2], 2 * arguments.microbatches / (arguments.microbatches + 1)
-    print(f"one core {best[1]:.1f} ms, two cores {best[2]:.1f} ms: {ratio:.2f} times as fast, ideal {ideal:.2f}")
-    return {"one_ms": best[1], "two_ms": best[2], "ratio": ratio, "ideal": ideal}
+    ideal = 2 * given.microbatches / (given.microbatches + 1)
+    return [{"one core ms": best[1], "two cores ms": best[2], "times as fast": best[1] / best[2], "ideal": ideal}]
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks processes")
     parser.add_argument("--processes", default="2,4")
     parser.add_argument("--ms", type=float, default=50.0, help="what a layer sleeps for F, for B and for W")
@@ -156,11 +152,12 @@ def main() -> int:
     parser.add_argument("--cores", action="store_true", help="real work on two cores instead")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--worker", nargs=8, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        what, index, count, port, devices, ms, microbatches, steps = arguments.worker
+    given = parser.parse_args(arguments)
+    if given.worker:
+        what, index, count, port, devices, ms, microbatches, steps = given.worker
         work(what, int(index), int(count), int(port), int(devices), float(ms), int(microbatches), int(steps))
         return 0
-    found = compare_cores(arguments) if arguments.cores else compare_overlap(arguments)
-    print(json.dumps({key: value for key, value in vars(arguments).items() if key != "worker"} | {"found": found}))
+    rows = compare_cores(given) if given.cores else compare_overlap(given)
+    print_table(rows)
+    print_json("processes", arguments, rows=rows)
     return 0

@@ -5,12 +5,13 @@ structure; map: `jax.tree.map` of nothing, the least that anything pays that ret
 of interleaved rounds, so that the ratios hold on a busy machine. Targets: cold at most 1.5 times the paths, warm at
 most 0.6 times. Beside them the same work by eformer and scalax, where they are installed, and by Flax: 30 logical axis
 rules on a state whose every Variable is annotated.
+
+    python -m tests.benchmarks rules [--rounds 15] [--layers 83,832]
 """
 
-import contextlib
-import json
+import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,8 +22,10 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import keystr
 
 from flax_mesh import PartitionRules, match_partition_rules
+from tests.benchmarks._peers import peer
+from tests.benchmarks._report import print_json, print_table, use_cpu
 
-ROUNDS = 15
+TARGETS = {"cold": 1.5, "warm": 0.6}  # of the time of the paths
 NAMES = [f"{part}_{i}" for i in range(4) for part in ("attention", "mlp", "norm")]
 TABLE = [
     *((rf"{name}/(kernel|scale)$", ("embed", "mlp")) for name in NAMES),
@@ -50,7 +53,7 @@ def seconds(fn) -> float:
     return time.process_time() - began
 
 
-def measure(layers: int, kind: str) -> dict[str, Any]:
+def measure(layers: int, kind: str, rounds: int) -> dict[str, Any]:
     """Best milliseconds of each variant, after one round that is not counted."""
     state: Any = state_of(layers)
     if kind == "dict":
@@ -69,7 +72,7 @@ def measure(layers: int, kind: str) -> dict[str, Any]:
     }
     annotated = state_of(layers, out_sharding=("axis_7", "axis_29"), eager_sharding=False)
     best = dict.fromkeys(variants, float("inf"))
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name, fn in variants.items():
             best[name] = min(best[name], 1e3 * seconds(fn))
     return {"tree": kind, "leaves": len(jax.tree.leaves(state))} | best
@@ -79,14 +82,10 @@ def peers() -> dict[str, Callable[[Any], Any]]:
     """The same table by the libraries that are here."""
     specs = [(pattern, PartitionSpec("fsdp", "tp")) for pattern, _ in TABLE]
     found = {}
-    with contextlib.suppress(ImportError):
-        from eformer.escale import match_partition_rules as eformer  # pyright: ignore[reportMissingImports]
-
-        found["eformer"] = lambda tree: eformer(specs, tree)
-    with contextlib.suppress(ImportError):
-        from scalax.sharding import TreePathShardingRule  # pyright: ignore[reportMissingImports]
-
-        found["scalax"] = TreePathShardingRule(*specs).apply
+    if (eformer := peer("eformer.escale")) is not None:
+        found["eformer"] = lambda tree: eformer.match_partition_rules(specs, tree)
+    if (scalax := peer("scalax.sharding")) is not None:
+        found["scalax"] = scalax.TreePathShardingRule(*specs).apply
     return found
 
 
@@ -95,16 +94,23 @@ def by_flax(annotated: nnx.State) -> Any:
         return nnx.get_partition_spec(annotated)
 
 
-def main() -> int:
-    jax.config.update("jax_platforms", "cpu")
-    rows = [measure(layers, kind) for kind in ("dict", "state") for layers in (83, 832)]
-    for row in rows:
-        print(f"{row['tree']:6} {row['leaves']:6} leaves, {len(TABLE)} rules:", end="  ")
-        times = {name: ms for name, ms in row.items() if name not in ("tree", "leaves")}
-        print("  ".join(f"{name} {ms:.1f} ms ({ms / row['paths']:.2f}x)" for name, ms in times.items()))
-    print(json.dumps({"benchmark": "rules", "jax": jax.__version__, "rows": rows}))
+def ratios(row: dict[str, Any]) -> dict[str, Any]:
+    """The same row with times over that of the paths."""
+    texts = ("tree", "leaves")
+    return {name: value if name in texts else value / row["paths"] for name, value in row.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks rules")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--layers", default="83,832", help="of 24 leaves each")
+    given = parser.parse_args(arguments)
+    use_cpu()
+    depths = [int(depth) for depth in given.layers.split(",")]
+    rows = [measure(depth, kind, given.rounds) for kind in ("dict", "state") for depth in depths]
+    print(f"{len(TABLE)} rules; CPU ms")
+    print_table(rows)
+    print("\nover the paths")
+    print_table([ratios(row) for row in rows])
+    print_json("rules", arguments, targets=TARGETS, ms=rows, ratios=[ratios(row) for row in rows])
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

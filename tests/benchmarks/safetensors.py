@@ -2,15 +2,16 @@
 
 A decoder in bfloat16 on 8 CPU devices, fsdp 4 and tp 2: nearly all of it is transposed on its way. Writing is synced to
 disk; reading finds the file in memory, if there is room for it.
+
+    python -m tests.benchmarks safetensors [--layers 4] [--rounds 3]
 """
 
 import argparse
 import importlib.util
-import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from flax_mesh.checkpoint.convert import load_safetensors, save_safetensors
 from flax_mesh.checkpoint.huggingface import DECODER_NAMES
 from flax_mesh.checkpoint.safetensors import WHOLE
 from flax_mesh.models import DecoderConfig, make_decoder
+from tests.benchmarks._report import print_json, print_table, use_cpu
 
 SIZES: dict[str, Any] = {"vocab_size": 32_000, "hidden_size": 2048, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128}
 NAMES = DECODER_NAMES["llama"]
@@ -57,13 +59,12 @@ def measure(state: nnx.State, folder: Path) -> dict[str, float]:
     return found
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks safetensors")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
-    given = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
+    given = parser.parse_args(arguments)
+    use_cpu()
     config = DecoderConfig(**SIZES, mlp_size=8192, num_layers=given.layers, tied=False, param_dtype="bfloat16")
     abstract = abstract_state(lambda: make_decoder(config, nnx.Rngs(0)), create_mesh((1, 4, 1, 2, 1)))
     draw = np.random.default_rng(0)
@@ -75,14 +76,18 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             row = measure(state, Path(folder))
         best = {name: min(time, best.get(name, time)) for name, time in row.items()}
-    print(f"{gib:.2f} GiB, best of {given.rounds}:")
-    for name, against in (("save", "write"), ("load", "read"), ("package", "read")):
-        if name in best:
-            ratio = best[name] / best[against]
-            print(f"  {name:8} {best[name]:6.2f} s, {gib / best[name]:5.2f} GiB/s, {ratio:.2f}x the time of {against}")
-    print(json.dumps({"benchmark": "safetensors", "jax": jax.__version__, "gib": gib, "seconds": best}))
+    rows = [
+        {
+            "work": name,
+            "s": best[name],
+            "GiB/s": gib / best[name],
+            "against": against,
+            "ratio": best[name] / best[against],
+        }
+        for name, against in (("save", "write"), ("load", "read"), ("package", "read"))
+        if name in best
+    ]
+    print(f"{gib:.2f} GiB, best of {given.rounds}")
+    print_table(rows)
+    print_json("safetensors", arguments, gib=gib, rows=rows)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

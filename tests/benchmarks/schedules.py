@@ -1,21 +1,23 @@
-"""Schedules found for uneven stages: `python -m tests.benchmarks.schedules [--seconds N] [--cases N]`.
+"""Schedules found for uneven stages, against a lower bound and the best named schedule.
 
 100 seeded cost sets: 2 to 8 stages, 1 to 32 microbatches, memory for 1 microbatch up to twice as many as there are
 stages, transfers of up to half a forward. Prints how far each schedule is from a lower bound (flax_mesh.mpmd.bounds)
-and how much faster it is than the best named schedule that fits the memory. A last line of JSON has the medians.
+and how much faster it is than the best named schedule that fits the memory.
+
+    python -m tests.benchmarks schedules [--seconds 5] [--cases 100]
 """
 
 import argparse
-import json
-import platform
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from flax_mesh.mpmd.check import check_schedule
 from flax_mesh.mpmd.search import search_schedule
 from flax_mesh.mpmd.simulate import StageCost
+from tests.benchmarks._report import print_json
 
 
 class Case(NamedTuple):
@@ -46,18 +48,16 @@ def _case(seed: int) -> Case:
     return Case(seed, tuple(costs), draw.choice((32, draw.randint(1, 32))), memory)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.schedules")
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks schedules")
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--cases", type=int, default=100)
-    arguments = parser.parse_args()
+    given = parser.parse_args(arguments)
     gaps, gains, times, slower = [], [], [], []
     print(f"{'case':>24} {'makespan':>9} {'gap':>7} {'faster':>7} than best named  seconds")
-    for case in cases(arguments.cases):
+    for case in cases(given.cases):
         start = time.perf_counter()
-        found = search_schedule(
-            case.costs, case.memory, num_microbatches=case.num_microbatches, seconds=arguments.seconds
-        )
+        found = search_schedule(case.costs, case.memory, num_microbatches=case.num_microbatches, seconds=given.seconds)
         times.append(time.perf_counter() - start)
         check_schedule(found.schedule, case.memory)
         gaps.append(found.gap)
@@ -77,10 +77,7 @@ def main() -> None:
         f"faster than the best named schedule that fits: median {statistics.median(gains):.2%}, mean "
         f"{statistics.mean(gains):.2%}, largest {max(gains):.2%} ({len(gains)} cases); slower: {slower or 'none'}"
     )
-    figures = {"median_gap": statistics.median(gaps), "median_gain": statistics.median(gains), "proven": proven}
-    figures |= {"longest_seconds": max(times), "slower": slower, "python": platform.python_version()}
-    print(json.dumps({"benchmark": "schedules", **figures}))
-
-
-if __name__ == "__main__":
-    main()
+    figures = {"median_gap": statistics.median(gaps), "largest_gap": max(gaps), "proven": proven}
+    figures |= {"median_gain": statistics.median(gains), "largest_gain": max(gains)}
+    print_json("schedules", arguments, cases=len(gaps), longest_s=max(times), slower=slower, **figures)
+    return 0

@@ -1,0 +1,138 @@
+"""Time and memory to compile the train step of a decoder (AdamW) of 4 to 96 layers, scanned and unrolled.
+
+Every figure comes from a fresh process, the best of `--rounds` that take turns. The plain script of the benchmark
+`step` stands beside it: the same model with Flax and optax alone.
+
+Seconds: of tracing, of lowering to StableHLO, of XLA, and of all three; "CPU s" is all three in CPU time of the
+process, which other jobs disturb less. "host MiB": by how much tracing, lowering and compiling raised
+the peak of the process. "program KiB": of the compiled program as text.
+
+"temp MiB" is what the step takes beside its arguments and results, as XLA plans it. Some of it belongs to the layers
+and must grow with them: the gradients, and what the backward pass needs. With remat "full" both are known: a gradient
+as large as its parameter, and the input of every layer. "rest MiB" is temp without these two. Without remat XLA keeps
+what the layers computed, for which there is no formula here.
+
+Target, scanned with remat "full": 96 layers at most 1.2 times 4 layers, in seconds of all three together, in host
+memory, in the size of the program, and in the rest.
+
+    python -m tests.benchmarks compile [--layers 4,12,24,48,96] [--rounds 3] [--kinds "scanned;unrolled"]
+"""
+
+import argparse
+import itertools
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from flax_mesh import abstract_state, create_mesh
+from flax_mesh.models import DecoderConfig, make_decoder
+from flax_mesh.models.decoder import next_token_loss
+from flax_mesh.state import abstract_train_state
+from flax_mesh.train import make_train_step
+from tests.benchmarks._report import print_json, print_table, use_cpu
+from tests.benchmarks.step import plain_step
+
+ROOT = Path(__file__).parent.parent.parent
+TARGET = 1.2
+BOUND = ("seconds", "CPU s", "host MiB", "program KiB", "rest MiB")  # what the target is about
+ROWS, LENGTH = 4, 128
+SIZES: dict[str, Any] = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "mlp_size": 128}
+KINDS: dict[str, dict[str, Any]] = {
+    "scanned": {"scan": True, "remat": "full"},
+    "scanned, plain": {"scan": True, "remat": "full"},
+    "scanned, no remat": {"scan": True, "remat": "none"},
+    "unrolled": {"scan": False, "remat": "full"},
+    "unrolled, plain": {"scan": False, "remat": "full"},
+}
+MIB = 2**20
+
+
+def program(kind: str, config: DecoderConfig) -> tuple[Any, tuple[Any, ...], Any]:
+    """(jitted step, its arguments in the abstract, the parameters)."""
+    batch = dict.fromkeys(("inputs", "targets"), jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32))
+    tx = optax.adamw(1e-3)
+    if kind.endswith("plain"):
+        graphdef, params = nnx.split(nnx.eval_shape(lambda: make_decoder(config, nnx.Rngs(0))))
+        return plain_step(next_token_loss, graphdef, tx), (params, jax.eval_shape(tx.init, params), batch), params
+
+    def make() -> tuple[Any, nnx.Optimizer]:
+        model = make_decoder(config, nnx.Rngs(0))
+        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    abstract = abstract_state(make, create_mesh((1, 1, 1, 1, 1), devices=jax.devices()[:1]))
+    state = abstract_train_state(make, abstract)
+    return make_train_step(next_token_loss, state, layers=("layers",)), (state, batch), abstract["model"]
+
+
+def measure(kind: str, num_layers: int) -> dict[str, float]:
+    """Seconds and memory of one compilation, in this process."""
+    config = DecoderConfig(num_layers=num_layers, **SIZES, **KINDS[kind])
+    step, arguments, params = program(kind, config)
+    before, cpu, marks = peak_mib(), time.process_time(), [time.perf_counter()]
+    traced = step.trace(*arguments)
+    marks.append(time.perf_counter())
+    lowered = traced.lower()
+    marks.append(time.perf_counter())
+    compiled = lowered.compile()
+    marks.append(time.perf_counter())
+    trace, lower, xla = (b - a for a, b in itertools.pairwise(marks))
+    found = {"trace s": trace, "lower s": lower, "XLA s": xla, "seconds": marks[-1] - marks[0]}
+    found |= {"CPU s": time.process_time() - cpu}
+    found |= {"host MiB": peak_mib() - before, "program KiB": len(compiled.as_text()) / 1024}
+    found["temp MiB"] = compiled.memory_analysis().temp_size_in_bytes / MIB
+    if config.remat == "full":
+        found["gradients MiB"] = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)) / MIB
+        found["inputs MiB"] = num_layers * ROWS * LENGTH * config.hidden_size * jnp.dtype(config.dtype).itemsize / MIB
+        found["rest MiB"] = found["temp MiB"] - found["gradients MiB"] - found["inputs MiB"]
+    return found
+
+
+def peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (MIB if sys.platform == "darwin" else 1024)
+
+
+def in_fresh_process(kind: str, num_layers: int) -> dict[str, float]:
+    command = [sys.executable, "-m", "tests.benchmarks", "compile", "--worker", kind, str(num_layers)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks compile")
+    parser.add_argument("--layers", default="4,12,24,48,96")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--kinds", default=";".join(KINDS), help=f"of {'; '.join(KINDS)}; joined by semicolons")
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    if given.worker:
+        use_cpu(1)
+        print(json.dumps(measure(given.worker[0], int(given.worker[1]))))
+        return 0
+    depths, kinds = [int(depth) for depth in given.layers.split(",")], given.kinds.split(";")
+    best: dict[tuple[str, int], dict[str, float]] = {}
+    for _ in range(given.rounds):
+        for kind in kinds:
+            for depth in depths:
+                found = in_fresh_process(kind, depth)
+                known = best.setdefault((kind, depth), found)
+                best[kind, depth] = {what: min(known[what], value) for what, value in found.items()}
+    rows = [{"step": kind, "layers": depth, **found} for (kind, depth), found in best.items()]
+    growth = []
+    for kind in kinds:
+        first, last = best[kind, depths[0]], best[kind, depths[-1]]
+        growth.append({"step": kind, **{what: last[what] / first[what] for what in BOUND if what in first}})
+    print_table(rows)
+    print(f"\n{depths[-1]} layers over {depths[0]}")
+    print_table(growth)
+    print_json("compile", arguments, target=TARGET, rows=rows, growth=growth)
+    return 0

@@ -1,0 +1,79 @@
+"""Every benchmark runs, at its smallest, and ends with a line of JSON that says how its figures came about."""
+
+import importlib
+import json
+import pkgutil
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import tests.benchmarks
+from tests.benchmarks._report import print_json, print_table
+
+QUICK = {
+    "mesh": ["--rounds", "1"],
+    "placement": ["--rounds", "1", "--alone"],
+    "rules": ["--rounds", "1", "--layers", "2"],
+    "schedules": ["--cases", "5", "--seconds", "0.1"],
+}
+SLOW = {
+    "checkpoints": ["--mib", "16", "--rounds", "1"],
+    "compile": ["--layers", "1,2", "--rounds", "1", "--kinds", "scanned;unrolled, plain"],
+    "imports": ["--runs", "1"],
+    "overlap": ["--ms", "2", "--steps", "1", "--schedules", "1f1b"],
+    "pipeline": ["--microbatches", "4", "--steps", "4", "--ms", "2"],
+    "processes": ["--processes", "2", "--ms", "2", "--steps", "1", "--schedules", "1f1b"],
+    "safetensors": ["--layers", "1", "--rounds", "1"],
+    "step": ["--rounds", "2", "--leaves", "4", "--devices", "1,2"],
+}
+
+
+def check(name: str, line: str) -> dict[str, Any]:
+    found = json.loads(line)
+    assert found["benchmark"] == name
+    assert found["command"].startswith(f"python -m tests.benchmarks {name}")
+    assert found["versions"].keys() >= {"python", "jax", "flax"} and found["hardware"]["cpus"] >= 1 and found["date"]
+    rest = found.keys() - {"benchmark", "command", "versions", "hardware", "date"}
+    assert any(found[key] for key in rest), f"no figures: {line}"
+    return found
+
+
+def run(name: str, options: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert importlib.import_module(f"tests.benchmarks.{name}").main(options) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 2, "a table comes before the JSON"
+    return check(name, lines[-1])
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_benchmark_runs(name: str, capsys: pytest.CaptureFixture[str]):
+    found = run(name, QUICK[name], capsys)
+    assert found["command"].endswith(" ".join(QUICK[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_a_slow_benchmark_runs(name: str):
+    command = [sys.executable, "-m", "tests.benchmarks", name, *SLOW[name]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    check(name, done.stdout.splitlines()[-1])
+
+
+def test_every_benchmark_is_run_here():
+    names = {m.name for m in pkgutil.iter_modules(tests.benchmarks.__path__) if not m.name.startswith("_")}
+    assert names == QUICK.keys() | SLOW.keys()
+
+
+def test_a_table_has_a_column_for_every_key(capsys: pytest.CaptureFixture[str]):
+    print_table([{"by": "a", "ms": 1.23456}, {"by": "long name", "calls": 1200, "ms": 1234.5}, {"by": "b", "ms": None}])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["by           ms  calls", "a          1.23", "long name  1234   1200", "b"]
+
+
+def test_figures_have_four_digits_at_any_depth(capsys: pytest.CaptureFixture[str]):
+    print_json("name", ["--a", "1"], rows=[{"x": 1.234567, "n": 123456}])
+    found = json.loads(capsys.readouterr().out)
+    assert found["rows"] == [{"x": 1.235, "n": 123456}] and found["command"].endswith("name --a 1")
