@@ -12,7 +12,7 @@ import pytest
 
 from flax_mesh.cli import BAD_INPUT, DONE, main, step_line
 from flax_mesh.train import load_recipe, override, to_lines
-from tests.train.bigram import compile_once, count_compilations, write_text
+from tests.train.bigram import count_compilations, write_text
 
 ROOT = Path(__file__).parents[1]
 TINY = str(ROOT / "recipes" / "tiny.py")
@@ -20,11 +20,9 @@ BIGRAM = str(ROOT / "tests" / "train" / "bigram.py")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def on_eight_cpu_devices(tmp_path_factory):
+def on_eight_cpu_devices():
     if jax.default_backend() != "cpu":
         pytest.skip("recipes/tiny.py asks for CPU devices")
-    with compile_once(tmp_path_factory.mktemp("compiled")):
-        yield
 
 
 @pytest.fixture
