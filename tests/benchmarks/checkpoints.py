@@ -16,13 +16,12 @@ Options: --folder (on the disk to measure; default: a temporary one), --mib, --r
 import argparse
 import asyncio
 import itertools
-import json
 import logging
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,8 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+
+from tests.benchmarks._report import print_json, use_cpu
 
 ARRAYS, DEVICES = 64, 8
 COLUMNS: tuple[str, ...] = ("save", "save_cpu", "blocked", "restore", "restore_cpu")
@@ -175,21 +176,20 @@ def measure(folder: Path, arrays: dict[str, jax.Array], compress: bool, rounds: 
     return best
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks checkpoints")
     parser.add_argument("--folder", help="where to write; default: a temporary folder")
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=6)
-    arguments = parser.parse_args()
+    given = parser.parse_args(arguments)
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells of files that it does without
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", DEVICES)
-    arrays = make_arrays(arguments.mib)
+    use_cpu(DEVICES)
+    arrays = make_arrays(given.mib)
     rows = []
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         for compress in (False, True):
-            found = measure(Path(folder), arrays, compress, arguments.rounds)
-            print(f"{arguments.mib} MiB in {ARRAYS} arrays, {'zstd' if compress else 'not compressed'}; seconds")
+            found = measure(Path(folder), arrays, compress, given.rounds)
+            print(f"{given.mib} MiB in {ARRAYS} arrays, {'zstd' if compress else 'not compressed'}; seconds")
             print(" " * 14 + "".join(f"{what.replace('_cpu', ', CPU'):>16}" for what in COLUMNS))
             for name, seconds in found.items():
                 ratios = {what: seconds[what] / found["orbax"][what] for what in COLUMNS}
@@ -200,9 +200,5 @@ def main() -> int:
                     print(f"{'':14}of it checksums: {sums:.3f} s, {share:.0%}")
                 rows.append({"library": name, "compress": compress, **seconds, "of_orbax": ratios})
     print("targets, of Orbax's time: " + ", ".join(f"{what} {limit:.2f}x" for what, limit in TARGETS.items()))
-    print(json.dumps({"benchmark": "checkpoints", "jax": jax.__version__, "mib": arguments.mib, "rows": rows}))
+    print_json("checkpoints", arguments, mib=given.mib, targets=TARGETS, rows=rows)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
