@@ -181,12 +181,11 @@ def use_platform(platform: str) -> None:
             jax.config.update("jax_platforms", {"gpu": "cuda,cpu", "cpu": "cpu"}.get(name, f"{name},cpu"))
         if count:
             jax.config.update("jax_num_cpu_devices", int(count))
-        jax.devices()
+        found, reason = jax.devices()[0].platform, ""
     except (RuntimeError, AssertionError) as error:  # JAX asserts that cuda has devices
-        reason = f" ({' '.join(str(error).split())})" if str(error) else ""
-        raise ConfigError(
-            f"run.platform={platform} has no devices here{reason}; use auto for those that are here"
-        ) from error
+        found, reason = None, f" ({' '.join(str(error).split())})" if str(error) else ""
+    if name not in ("auto", found):  # without its plugin for cuda JAX goes on to the CPU, and says nothing
+        raise ConfigError(f"run.platform={platform} has no devices here{reason}; use auto for those that are here")
 
 
 class _ArgumentParser(argparse.ArgumentParser):
