@@ -13,6 +13,8 @@ from flax_mesh import abstract_state, create_mesh, init_state, named_leaves
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 RULES = [("layers/kernel$", (None, "embed", "mlp")), ("kernel", ("embed", "mlp")), (".*", ())]
 
 

@@ -21,6 +21,8 @@ from flax_mesh.train.program import TrainProgram, train_program
 from flax_mesh.train.setup import batch_sharding, make_mesh, run_rules
 from flax_mesh.tree import named_leaves
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 LAYOUTS = {
     "one": ("mesh.shape=dp:1",),
     "dp8": ("mesh.shape=dp:8",),

@@ -13,6 +13,8 @@ from flax_mesh import ConfigError, abstract_state, create_mesh, init_state, name
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.models import Decoder, DecoderConfig
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 LISTED = DecoderConfig(
     vocab_size=32, hidden_size=16, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=4, mlp_size=32
 )

@@ -20,6 +20,8 @@ from flax_mesh.models.matmul import dot_float32
 from tests.models.test_decoder import filled
 from tests.mpmd.test_pipeline import build, decoder_batch, groups, whole
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 AXES = PartitionAxis(hidden_state_axis=None)
 SMALL = DecoderConfig(vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_size=48)
 LAST = (((2,), (0,)), ((), ()))

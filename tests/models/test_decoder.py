@@ -15,6 +15,8 @@ from flax_mesh.models import Decoder, DecoderConfig, RopeScaling, flops_per_toke
 from flax_mesh.models.decoder import rotate
 from flax_mesh.tree import named_leaves
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 SMALL = DecoderConfig(vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_size=48)
 # Of the four waves of a head, 6, 20, 63 and 199 positions long, the first stays, the second is interpolated, the last
 # two are stretched.

@@ -25,6 +25,8 @@ from flax_mesh.train.setup import batch_sharding, make_optimizer
 from flax_mesh.tree import map_named, named_leaves
 from tests.models.test_decoder import filled, normal
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 D, F, E, K = 16, 24, 8, 2
 NATURAL = PartitionAxis(batch_axis=("fsdp", "dp", "ep"), hidden_state_axis=None)
 REPLICATED = PartitionAxis(hidden_state_axis=None)  # the batch is whole on the devices that share the experts

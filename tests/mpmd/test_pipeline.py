@@ -21,6 +21,8 @@ from flax_mesh.mpmd.update import SHARED
 from flax_mesh.train import init_train_state, make_train_step
 from flax_mesh.tree import named_leaves
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 AXES = ("pp", "dp", "fsdp", "ep", "tp", "sp")
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

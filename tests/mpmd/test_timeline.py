@@ -27,6 +27,8 @@ from flax_mesh.state import TrainState
 from tests.benchmarks.overlap import load_nap, sleepy_pipeline
 from tests.mpmd.test_pipeline import build, groups, make_net, net_batch, net_loss
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 SVG = "{http://www.w3.org/2000/svg}"
 BATCH = net_batch(8)
 

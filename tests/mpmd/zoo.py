@@ -9,10 +9,6 @@ CASES: list[Case] = [*zoo_calls.CASES, *zoo_text.CASES, *zoo_vision.CASES, *zoo_
 BY_NAME = {case.name: case for case in CASES}
 
 # What the default suite compiles. All others are marked slow; that all are cut is tested in any case.
-SAMPLE = (
-    "scanned_noisy",
-    "shared_gate",
-    "unused_parameters",
-)
+SAMPLE = ("shared_gate", "unused_parameters")
 
 PARAMETERS = [pytest.param(c, id=c.name, marks=() if c.name in SAMPLE else pytest.mark.slow) for c in CASES]

@@ -17,6 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import flax_mesh as fm
 from flax_mesh.train import init_train_state, make_train_step
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 P = PartitionSpec
 # Filters are (height, width, in, out): "embed" of a table is what fsdp splits, "mlp" what tp splits.
 CONV_RULES = [

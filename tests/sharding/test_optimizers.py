@@ -14,6 +14,8 @@ import flax_mesh as fm
 from flax_mesh.sharding.optimizer import _dims, _grown, split_over
 from flax_mesh.train import init_train_state, make_train_step
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 P = PartitionSpec
 RULES = [("kernel$", ("embed", "mlp")), ("bias$", ("mlp",))]  # none that an optimizer's own leaf would match
 SPEC = {"square/kernel": P("fsdp", "tp"), "out/kernel": P("fsdp", "tp"), "square/bias": P("tp"), "out/bias": P("tp")}

@@ -11,6 +11,8 @@ from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss, sampl
 from flax_mesh.train import CheckpointConfig, DataConfig, OptimizerConfig, RunConfig, TrainConfig, override, train
 from flax_mesh.train.measure import measure_recipe
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 SIZES: dict[str, Any] = {
     "hidden_size": 16,
     "num_layers": 2,

@@ -16,6 +16,8 @@ from flax_mesh.train.program import train_program
 from flax_mesh.train.setup import make_mesh, run_rules
 from flax_mesh.train.start import start_from
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 LLAMA = Path(__file__).parents[1] / "checkpoint" / "data" / "llama3"
 
 

@@ -13,6 +13,8 @@ from flax_mesh.loss import reseed
 from flax_mesh.train import init_train_state, make_eval_step, make_train_step
 from flax_mesh.tree import named_leaves
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 RULES = [("kernel$", ("embed", "mlp")), (".*", ())]
 
 
