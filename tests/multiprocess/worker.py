@@ -23,15 +23,15 @@ from flax_mesh.checkpoint import DECODER_NAMES, Checkpointer, load_safetensors
 from flax_mesh.checkpoint.disk import is_key
 from flax_mesh.errors import ConfigError, DamageError, PeerError, SaveError, ShardingError
 from flax_mesh.mpmd import Pipeline
-from flax_mesh.mpmd.native import Native
-from flax_mesh.processes import Watch, agree, from_first, get_text, put_text, stop_together
+from flax_mesh.processes import Watch, agree, from_first, stop_together
 from flax_mesh.processes.phases import Phases
 from flax_mesh.train import load_recipe, override
 from flax_mesh.train.program import train_program
 from flax_mesh.train.setup import make_mesh, run_rules
 from flax_mesh.train.start import start_from
 from tests.multiprocess import cases
-from tests.multiprocess.counted import CountedMoves
+from tests.multiprocess.cases import error_of, put_and_get_all
+from tests.multiprocess.native_cases import forgetful, native  # noqa: F401  cases
 from tests.multiprocess.processes import ROOT, TIME_LIMIT_S
 from tests.train.test_start import LLAMA, config_of
 
@@ -48,89 +48,6 @@ def train(model: str, schedule: str, sizes: str, folder: str, steps: str) -> Non
     np.savez(Path(folder) / f"shards{here}.npz", **shards)  # pyright: ignore[reportArgumentType]
     report = {"rows": rows, "sums": sums, "transfers": pipeline.num_transfers, "compiled": compiled}
     (Path(folder) / f"report{here}.json").write_text(json.dumps(report))
-
-
-def native(model: str, schedule: str, sizes: str, steps: str) -> None:
-    """Train by calls that have nothing but a number, then by the transfer server: the same bits. Then let the numbers
-    differ."""
-    pipeline = cases.make_pipeline(model, schedule, cases.parse_sizes(sizes))
-    channel = pipeline.channel
-    assert channel is not None and pipeline.native is None  # CPU says that it cannot
-
-    def forced() -> Pipeline:
-        plan = pipeline.schedule
-        return Pipeline(pipeline.staged, pipeline.mesh, plan, pipeline.optimizer, rules=[], transport="native")
-
-    print("forced:", error_of(forced), flush=True)
-    moves = CountedMoves()
-    pipeline.native = Native(channel, moves)
-    mine = train_and_evaluate(pipeline, model, int(steps))
-    state = pipeline.init_state()
-    before = moves.calls
-    state, _ = pipeline.step(state, cases.batches(model, 1)[0])
-    calls = moves.calls
-    shards = (calls - before) // pipeline.groups[0].size
-    assert set(put_and_get_all("calls", f"{calls}")) == {f"{calls}"}
-    sent = sum(map(int, put_and_get_all("sent", f"{pipeline.num_transfers}")))
-    assert shards > 0 and (shards == sent or len(pipeline.groups) != jax.process_count())
-    pipeline.native = None
-    theirs = train_and_evaluate(pipeline, model, int(steps))
-    assert moves.calls == calls
-    assert mine[:2] == theirs[:2] and len(mine[0]) == int(steps)
-    assert mine[2].keys() == theirs[2].keys()
-    assert all(np.array_equal(x, theirs[2][name]) for name, x in mine[2].items())
-    print(f"{shards} transfers a step", flush=True)
-    last = jax.process_count() - 1
-    pipeline.native = Native(channel, CountedMoves(10**6 + (jax.process_index() == last)), trial_limit_s=3)
-    print("refused:", error_of(lambda: pipeline.step(state, cases.batches(model, 1)[0]), ShardingError), flush=True)
-    end_at_once("native is done")
-
-
-def train_and_evaluate(pipeline: Pipeline, model: str, steps: int) -> tuple[Any, Any, dict[str, np.ndarray]]:
-    state, rows = cases.train(pipeline, model, steps)
-    sums = {name: float(np.asarray(x)) for name, x in pipeline.evaluate(state, cases.batches(model, 1)[0]).items()}
-    return rows, sums, cases.named_shards(pipeline, state)
-
-
-def end_at_once(text: str) -> None:
-    """Without waiting for what was offered and is never fetched; process 0, which has the store, last."""
-    print(text, flush=True)
-    if jax.process_index() == 0:
-        for process in range(1, jax.process_count()):
-            get_text(f"end/{process}", 60)
-    else:
-        put_text(f"end/{jax.process_index()}", "now")
-    os._exit(0)
-
-
-def forgetful() -> None:
-    """Under a watch; in its third step process 3 leaves out a call in which it has no part."""
-
-    def tell(error: BaseException) -> int:
-        print(f"told: {error}", flush=True)
-        return 1
-
-    pipeline = cases.make_pipeline("net", "1f1b", {"pp": 4})
-    channel = pipeline.channel
-    assert channel is not None
-    channel.watched = True
-    moves, forgotten = CountedMoves(), []
-
-    def move(array: jax.Array, target: NamedSharding) -> jax.Array:
-        idle = not array.addressable_shards and not target.addressable_devices
-        if number == 2 and jax.process_index() == 3 and idle and not forgotten:
-            forgotten.append(array)
-            return array
-        return moves(array, target)
-
-    pipeline.native = Native(channel, move)
-    with Watch(tell, waiting=channel.waiting) as watch:
-        state = pipeline.init_state()
-        for number, batch in enumerate(cases.batches("net", 6)):
-            state, metrics = pipeline.step(state, batch)
-            print(f"step {number} loss {float(np.asarray(metrics['loss']))}", flush=True)
-            watch.step_ended()
-            watch.step_timeout_s = 8  # all is compiled
 
 
 def agreement() -> None:
@@ -176,20 +93,6 @@ def agreement() -> None:
     assert 3 <= step <= 7, step
     last = put_and_get_all("stopped", str(step))
     assert len(set(last)) == 1, last
-
-
-def error_of(function: Callable[[], object], kind: type[Exception] = ConfigError) -> str:
-    try:
-        function()
-    except kind as error:
-        assert type(error) is kind, error
-        return str(error)
-    raise AssertionError("no error")
-
-
-def put_and_get_all(name: str, text: str) -> list[str]:
-    put_text(f"{name}/{jax.process_index()}", text)
-    return [get_text(f"{name}/{process}", 60) for process in range(jax.process_count())]
 
 
 def watched(what: str) -> None:
