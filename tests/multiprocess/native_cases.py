@@ -29,6 +29,11 @@ def native(model: str, schedule: str, sizes: str, steps: str) -> None:
 
     print("forced:", error_of(forced), flush=True)
     moves = CountedMoves()
+
+    def changed(array: jax.Array, target: NamedSharding) -> jax.Array:
+        arrived = moves(array, target)
+        return arrived + 1 if arrived.addressable_shards else arrived
+
     pipeline.native = Native(channel, moves)
     mine = train_and_evaluate(pipeline, model, int(steps))
     state = pipeline.init_state()
@@ -46,9 +51,10 @@ def native(model: str, schedule: str, sizes: str, steps: str) -> None:
     assert mine[2].keys() == theirs[2].keys()
     assert all(np.array_equal(x, theirs[2][name]) for name, x in mine[2].items())
     print(f"{shards} transfers a step", flush=True)
-    last = jax.process_count() - 1
-    pipeline.native = Native(channel, CountedMoves(10**6 + (jax.process_index() == last)), trial_limit_s=3)
-    print("refused:", error_of(lambda: pipeline.step(state, cases.batches(model, 1)[0]), ShardingError), flush=True)
+    off_by_one = CountedMoves(10**6 + (jax.process_index() == jax.process_count() - 1))
+    for move, limit_s in ((changed, 60), (off_by_one, 3)):
+        pipeline.native = Native(channel, move, limit_s)
+        print("refused:", error_of(lambda: pipeline.step(state, cases.batches(model, 1)[0]), ShardingError), flush=True)
     end_at_once("native is done")
 
 
