@@ -1,5 +1,6 @@
 """Pipelines that tests run in one process, and in several by `tests.multiprocess.worker`; what its cases share."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -83,3 +84,14 @@ def error_of(function: Callable[[], object], kind: type[Exception] = ConfigError
 def put_and_get_all(name: str, text: str) -> list[str]:
     put_text(f"{name}/{jax.process_index()}", text)
     return [get_text(f"{name}/{process}", 60) for process in range(jax.process_count())]
+
+
+def end_at_once(text: str) -> None:
+    """Without waiting for what was offered and is never fetched; process 0, which has the store, last."""
+    print(text, flush=True)
+    if jax.process_index() == 0:
+        for process in range(1, jax.process_count()):
+            get_text(f"end/{process}", 60)
+    else:
+        put_text(f"end/{jax.process_index()}", "now")
+    os._exit(0)

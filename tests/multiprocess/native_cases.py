@@ -1,6 +1,5 @@
 """Cases of `tests.multiprocess.worker`: the native way, with calls that have nothing but a number."""
 
-import os
 from typing import Any
 
 import jax
@@ -10,9 +9,9 @@ from jax.sharding import NamedSharding
 from flax_mesh.errors import ShardingError
 from flax_mesh.mpmd import Pipeline
 from flax_mesh.mpmd.native import Native
-from flax_mesh.processes import Watch, get_text, put_text
+from flax_mesh.processes import Watch
 from tests.multiprocess import cases
-from tests.multiprocess.cases import error_of, put_and_get_all
+from tests.multiprocess.cases import end_at_once, error_of, put_and_get_all
 from tests.multiprocess.counted import CountedMoves
 
 
@@ -62,17 +61,6 @@ def train_and_evaluate(pipeline: Pipeline, model: str, steps: int) -> tuple[Any,
     state, rows = cases.train(pipeline, model, steps)
     sums = {name: float(np.asarray(x)) for name, x in pipeline.evaluate(state, cases.batches(model, 1)[0]).items()}
     return rows, sums, cases.named_shards(pipeline, state)
-
-
-def end_at_once(text: str) -> None:
-    """Without waiting for what was offered and is never fetched; process 0, which has the store, last."""
-    print(text, flush=True)
-    if jax.process_index() == 0:
-        for process in range(1, jax.process_count()):
-            get_text(f"end/{process}", 60)
-    else:
-        put_text(f"end/{jax.process_index()}", "now")
-    os._exit(0)
 
 
 def forgetful() -> None:
