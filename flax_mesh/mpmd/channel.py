@@ -31,6 +31,7 @@ WHAT = {  # kind of key -> what is on its way
     "update": "scalars of the optimizer's update, phase {0}",
     "sums": "the sums of the loss of group {0}",
     "model": "array {0} of the model",
+    "trial": "the numbers that try jax.device_put",
 }
 
 
@@ -100,10 +101,14 @@ class Channel:
             for array in self.transport.receive(name, process, places)
         ]
         value = jax.make_array_from_single_device_arrays(tuple(shape), sharding, shards)
+        self.expect(key, sender, receiver, value)
+        return value
+
+    def expect(self, key: tuple[Any, ...], sender: int, receiver: int, value: jax.Array) -> None:
+        """Let `waiting` name `value` until it has arrived."""
         if self.watched and hasattr(value, "is_ready"):  # arrays of random keys do not tell
             with self._lock:
                 self._pending.append(Pending(key, sender, receiver, value))
-        return value
 
     def publish_layout(self, key: Hashable, value: jax.Array, sender: int) -> jax.Array:
         """`value` in the layout in which it is sent, that of the first value of this key; tells it to the others."""

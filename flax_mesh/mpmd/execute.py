@@ -1,9 +1,11 @@
 """One pass over a schedule: actions dispatched one after the other, from one thread, without waiting.
 
 Every process dispatches the actions of its own groups. What another process sends is asked for where it is used, what
-another process wants is offered where it is made; both by a key, so that no two processes need an order.
+another process wants is offered where it is made; both by a key, so that no two processes need an order. Where
+activations and gradients take the native way, which needs one, `flax_mesh.mpmd.native` makes it.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,9 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.loss import Batch
+from flax_mesh.mpmd.native import Crossing, Walk
 from flax_mesh.mpmd.placement import moved, on_group
 from flax_mesh.mpmd.programs import StageFunctions
-from flax_mesh.mpmd.schedules import Action
+from flax_mesh.mpmd.schedules import Action, Schedule
 from flax_mesh.mpmd.update import SHARED
 from flax_mesh.state import TrainState
 from flax_mesh.tree import path_of
@@ -40,12 +43,33 @@ class Run:
         self.shared: dict[tuple[int, int], Any] = {}  # (leaf of the state, group) -> its copy there
         self.sender = {v: (s.stage, i) for s in self.stages for i, v in enumerate(s.sent)}
         self.receivers = {v: [s.stage for s in self.stages if v in s.received] for v in self.sender}
+        self.walk: Walk | None = None
         self.program, is_new = pipeline.program_number(microbatch, train)  # names layouts
         if is_new and self.channel is not None:
             self._announce()
         self._place_leaves(state)
         self._place_batch(batch, count)
         self._zeros()
+
+    def follow(
+        self,
+        schedule: Schedule,
+        actions: Sequence[Action],
+        on_action: Callable[[Action, dict[Any, Any]], None] | None = None,
+    ) -> None:
+        """Dispatch `actions`, those of `schedule` that are of this process."""
+        native = self.pipeline.native
+        if native is not None:
+            name = self.program, schedule.num_microbatches
+            self.walk = native.walk(name, self.number, schedule, self._sends)
+        for action in actions:
+            if self.walk is not None:
+                self.walk.before(action)
+            self.do(action)
+            if on_action is not None:
+                on_action(action, self.saved)
+        if self.walk is not None:
+            self.walk.end()
 
     def do(self, action: Action) -> None:
         """Dispatch one action."""
@@ -120,6 +144,8 @@ class Run:
     def _receive(self, key: tuple[Any, ...], v: Any, group: int, stage: int) -> jax.Array:
         """What a stage of another process makes of `v`, on `group`."""
         (kind, *rest), sender, name = key, self.pipeline.group_of[stage], self.sender[v]
+        if self.walk is not None and self.walk.carries((*key, *name)):
+            return self.walk.take((*key, *name))
         sharding = self.channel.learn_layout(
             self._layout_key(kind, v, stage), v.aval.shape, v.aval.dtype, sender, group
         )
@@ -130,21 +156,30 @@ class Run:
         """Of what F sends of `v`, the same to all; of its gradient as `stage` gives it."""
         return (self.program, kind, *self.sender[v], *((stage,) if kind == "B" else ()))
 
+    def _sends(self, action: Action) -> list[Crossing]:
+        """What an action of any process sends, in the order in which it does."""
+        kind, k, microbatch = action
+        stage, group_of = self.stages[k], self.pipeline.group_of
+        found: list[tuple[Any, int, int]] = []  # variable, the stage that its key names, group that receives it
+        if kind == "F":
+            found = [(v, r, group_of[r]) for v in stage.sent for r in self.receivers[v]]
+        elif kind == "B":
+            received = [stage.received[i] for i in stage.floats_in]
+            found = [(v, k, group_of[self.sender[v][0]]) for v in received]
+        return [
+            Crossing((kind, microbatch, s, *self.sender[v]), self._layout_key(kind, v, s), v.aval, group_of[k], to)
+            for v, s, to in found
+        ]
+
     def _announce(self) -> None:
         """Tell what groups of one device send, whose layout is known before anything is compiled."""
-        pipeline, found = self.pipeline, {}
-        for stage in self.stages:
-            for v in stage.sent:
-                if any(pipeline.group_of[r] not in self.mine for r in self.receivers[v]):
-                    found[self._layout_key("F", v, stage.stage)] = v, stage.stage
-            for v in (stage.received[i] for i in stage.floats_in):
-                if pipeline.group_of[self.sender[v][0]] not in self.mine:
-                    found[self._layout_key("B", v, stage.stage)] = v, stage.stage
-        for key, (v, stage) in found.items():
-            group = pipeline.group_of[stage]
-            if group in self.mine and pipeline.groups[group].size == 1:
-                layout = NamedSharding(pipeline.groups[group], PartitionSpec())
-                self.channel.announce(key, v.aval.shape, v.aval.dtype, layout, group)
+        groups, mine = self.pipeline.groups, self.mine
+        sent = [one for s in self.stages for kind in "FB" for one in self._sends(Action(kind, s.stage, 0))]
+        away = {one.layout: one for one in sent if one.sender in mine and one.receiver not in mine}
+        for one in away.values():
+            if groups[one.sender].size == 1:
+                layout = NamedSharding(groups[one.sender], PartitionSpec())
+                self.channel.announce(one.layout, one.aval.shape, one.aval.dtype, layout, one.sender)
 
     def _send(self, key: tuple[Any, ...], v: Any, value: jax.Array, sender: int, receiver: int) -> jax.Array | None:
         """`value`, which stands for `v`, on the receiving group; None where another process holds that."""
@@ -154,6 +189,8 @@ class Run:
         if receiver not in self.mine:
             (kind, *rest), name = key, self.sender[v]
             value = self.channel.publish_layout(self._layout_key(kind, v, rest[-1]), value, sender)
+            if self.walk is not None and self.walk.carries((*key, *name)):
+                return self.walk.offer((*key, *name), value)
             return self.channel.send((kind, self.number, *rest, *name), value, sender, receiver)
         key = value.sharding, receiver
         if key not in self.layouts:

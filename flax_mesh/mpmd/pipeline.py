@@ -20,6 +20,7 @@ from flax_mesh.mpmd.channel import Channel
 from flax_mesh.mpmd.execute import Run, sums_everywhere
 from flax_mesh.mpmd.jaxprs import whole
 from flax_mesh.mpmd.mesh import MpmdMesh
+from flax_mesh.mpmd.native import TRANSPORTS, native_of
 from flax_mesh.mpmd.placement import MODEL, Home, chunked, init_leaves, moved, on_all_groups, on_group, place, put_host
 from flax_mesh.mpmd.programs import StageFunctions, compile_stages
 from flax_mesh.mpmd.schedules import Action, Schedule, forward_schedule
@@ -48,7 +49,8 @@ class Pipeline:
 
     In a run of several processes every process makes the same pipeline and calls it alike; each compiles and runs the
     stages of its own groups. Leaves of the state that lie on other groups are arrays without a shard here; metrics
-    arrive in every process.
+    arrive in every process. `transport`: how activations and gradients go from process to process; "server" JAX's
+    transfer server, "native" `jax.device_put`, a ConfigError where the backend cannot, "auto" native where it can.
     """
 
     def __init__(
@@ -65,10 +67,12 @@ class Pipeline:
         residuals: Literal["store", "recompute"] = "store",
         shard_optimizer_over: str | tuple[str, ...] = (),
         compiler_options: Mapping[str, Any] | None = None,
+        transport: Literal["auto", "server", "native"] = "auto",
     ):
-        _check(staged, mesh, schedule, residuals)
+        _check(staged, mesh, schedule, residuals, transport)
         self.mine = frozenset(mesh.my_mpmd_axis_indices)  # groups of this process
         self.channel = Channel(mesh) if mesh.jax_mesh.is_multi_process else None
+        self.native = native_of(self.channel, mesh, transport)  # None: by the transfer server
         self.staged, self.mesh, self.schedule, self.optimizer = staged, mesh, schedule, optimizer
         self.seed, self.learning_rate = seed, learning_rate
         self.options = dict(compiler_options) if compiler_options else None
@@ -97,10 +101,7 @@ class Pipeline:
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One optimizer step over a batch of `schedule.num_microbatches` equal parts; donates `state`."""
         run = Run(self, state, batch, self.schedule.num_microbatches, train=True)
-        for action in self._order:
-            run.do(action)
-            if self.on_action is not None:
-                self.on_action(action, run.saved)
+        run.follow(self.schedule, self._order, self.on_action)
         self.num_transfers = run.num_transfers
         return self.update(state, run)
 
@@ -108,8 +109,8 @@ class Pipeline:
         """The sums "loss", "weight" and the loss's own metrics over a batch, with the model in `eval()` mode."""
         count = num_microbatches or self.schedule.num_microbatches
         run = Run(self, state, batch, count, train=False)
-        for action in self._own(forward_schedule(len(self.groups), count, self.group_of)):
-            run.do(action)
+        schedule = forward_schedule(len(self.groups), count, self.group_of)
+        run.follow(schedule, self._own(schedule))
         return sums_everywhere(run) if self.channel else {name: value for name, (_, value) in run.named_sums().items()}
 
     def model(self, state: TrainState) -> Any:
@@ -275,7 +276,7 @@ class Pipeline:
         return TrainState(new, self.abstract.definition), metrics
 
 
-def _check(staged: StagedModel, mesh: MpmdMesh, schedule: Schedule, residuals: str) -> None:
+def _check(staged: StagedModel, mesh: MpmdMesh, schedule: Schedule, residuals: str, transport: str) -> None:
     problems = []
     if schedule.num_groups != mesh.mpmd_dim:
         problems.append(
@@ -289,5 +290,7 @@ def _check(staged: StagedModel, mesh: MpmdMesh, schedule: Schedule, residuals: s
         )
     if residuals not in ("store", "recompute"):
         problems.append(f"residuals must be 'store' or 'recompute', got {residuals!r}")
+    if transport not in TRANSPORTS:
+        problems.append(f"transport must be one of {', '.join(map(repr, TRANSPORTS))}, got {transport!r}")
     if problems:
         raise ConfigError(problems)

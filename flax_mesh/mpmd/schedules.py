@@ -111,10 +111,14 @@ class Schedule:
     def order(self) -> list[Action]:
         """All actions in one order in which a single controller may dispatch them: every action after those it needs.
 
-        They stand by their start where F takes 1, B and W 1 each, and an unsplit B 2.
+        They stand by their start in `unit_times`.
         """
+        return list(self.unit_times())
+
+    def unit_times(self) -> dict[Action, tuple[float, float]]:
+        """`times` where F takes 1, B and W 1 each, and an unsplit B 2."""
         backward = 1.0 if self.splits_backward else 2.0
-        return list(self.times(lambda action: backward if action.kind == "B" else 1.0))
+        return self.times(lambda action: backward if action.kind == "B" else 1.0)
 
     def __str__(self) -> str:
         """Name and groups of the stages in the first line, then a row per line; `Schedule.parse` reads it back."""

@@ -34,6 +34,7 @@ class PipelineConfig:
     The rest is for pp > 1. `schedule`: a name of docs/schedules.md. `cut`: "flops" (the heaviest stage is as light as
     can be), "count" (of layers), or the first layer of every stage but the first, "2,5". `virtual`: stages a group,
     none for what the schedule is made for. `residuals`: "store" what the backward pass needs, or "recompute" it.
+    `transport` between processes: "server" (JAX's transfer server), "native" (`jax.device_put`), or "auto".
     """
 
     microbatches: int = 1
@@ -41,6 +42,7 @@ class PipelineConfig:
     cut: str = field(default="flops", metadata=SAME_RESULT)
     virtual: int | None = field(default=None, metadata=SAME_RESULT)
     residuals: str = field(default="store", metadata=SAME_RESULT)
+    transport: str = field(default="auto", metadata=SAME_RESULT)
 
 
 @dataclass(frozen=True)

@@ -88,4 +88,5 @@ def recipe_pipeline(
         shard_optimizer_over=shard_over(config),
         compiler_options=parse_compiler_options(config.run.compiler_options),
         residuals=config.pipeline.residuals,  # pyright: ignore[reportArgumentType] (checked with the config)
+        transport=config.pipeline.transport,  # pyright: ignore[reportArgumentType]
     )

@@ -1,5 +1,7 @@
-"""Pipelines that tests run in one process, and in several by `tests.multiprocess.worker`."""
+"""Pipelines that tests run in one process, and in several by `tests.multiprocess.worker`; what its cases share."""
 
+import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,8 +10,10 @@ import numpy as np
 import optax
 from flax import nnx
 
+from flax_mesh.errors import ConfigError
 from flax_mesh.models import make_decoder, next_token_loss
 from flax_mesh.mpmd import Pipeline, make_schedule, split_stages
+from flax_mesh.processes import get_text, put_text
 from tests.mpmd.test_pipeline import CONFIG, FAST, decoder_batch, groups, make_net, net_batch, net_loss
 
 STEPS, ROWS, COUNT = 20, 8, 4
@@ -66,3 +70,28 @@ def train(pipeline: Pipeline, model: str, steps: int = STEPS) -> tuple[Any, list
         state, metrics = pipeline.step(state, batch)
         rows.append({name: float(np.asarray(value)) for name, value in metrics.items()})
     return state, rows
+
+
+def error_of(function: Callable[[], object], kind: type[Exception] = ConfigError) -> str:
+    try:
+        function()
+    except kind as error:
+        assert type(error) is kind, error
+        return str(error)
+    raise AssertionError("no error")
+
+
+def put_and_get_all(name: str, text: str) -> list[str]:
+    put_text(f"{name}/{jax.process_index()}", text)
+    return [get_text(f"{name}/{process}", 60) for process in range(jax.process_count())]
+
+
+def end_at_once(text: str) -> None:
+    """Without waiting for what was offered and is never fetched; process 0, which has the store, last."""
+    print(text, flush=True)
+    if jax.process_index() == 0:
+        for process in range(1, jax.process_count()):
+            get_text(f"end/{process}", 60)
+    else:
+        put_text(f"end/{jax.process_index()}", "now")
+    os._exit(0)

@@ -23,13 +23,15 @@ from flax_mesh.checkpoint import DECODER_NAMES, Checkpointer, load_safetensors
 from flax_mesh.checkpoint.disk import is_key
 from flax_mesh.errors import ConfigError, DamageError, PeerError, SaveError, ShardingError
 from flax_mesh.mpmd import Pipeline
-from flax_mesh.processes import Watch, agree, from_first, get_text, put_text, stop_together
+from flax_mesh.processes import Watch, agree, from_first, stop_together
 from flax_mesh.processes.phases import Phases
 from flax_mesh.train import load_recipe, override
 from flax_mesh.train.program import train_program
 from flax_mesh.train.setup import make_mesh, run_rules
 from flax_mesh.train.start import start_from
 from tests.multiprocess import cases
+from tests.multiprocess.cases import end_at_once, error_of, put_and_get_all
+from tests.multiprocess.native_cases import forgetful, native  # noqa: F401  cases
 from tests.multiprocess.processes import ROOT, TIME_LIMIT_S
 from tests.train.test_start import LLAMA, config_of
 
@@ -93,20 +95,6 @@ def agreement() -> None:
     assert len(set(last)) == 1, last
 
 
-def error_of(function: Callable[[], object], kind: type[Exception] = ConfigError) -> str:
-    try:
-        function()
-    except kind as error:
-        assert type(error) is kind, error
-        return str(error)
-    raise AssertionError("no error")
-
-
-def put_and_get_all(name: str, text: str) -> list[str]:
-    put_text(f"{name}/{jax.process_index()}", text)
-    return [get_text(f"{name}/{process}", 60) for process in range(jax.process_count())]
-
-
 def watched(what: str) -> None:
     """Train under a watch; in the fifth step process 1 fails, is stuck, or ends."""
 
@@ -148,7 +136,7 @@ def mismatch() -> None:
         print("refused:", error, flush=True)
     else:
         raise AssertionError("no error")
-    os._exit(0)  # what was offered is never fetched
+    end_at_once("mismatch is done")
 
 
 def page() -> None:

@@ -329,6 +329,7 @@ def test_a_recipe_must_be_python(tmp_path):
         ("mesh.shape=pp:-1", "mesh.shape=pp:-1 leaves pp to the number of devices; give it a size"),
         ("pipeline.cut=2;3", "pipeline.cut must be flops, count, or the first layer of every stage but the first"),
         ("pipeline.residuals=keep", "pipeline.residuals must be store or recompute, got 'keep'"),
+        ("pipeline.transport=nccl", "pipeline.transport must be one of auto, server, native, got 'nccl'"),
         ("mesh.shape=dp:two", r"mesh.shape: .*'dp:two' is malformed"),
         ("mesh.shape=dp:-1,tp:-1", r"mesh.shape: .*only one size can be -1"),
         ("run.platform=npu", r"run.platform must be auto, cpu, cpu:N \(N devices\), gpu or tpu, got 'npu'"),

@@ -1,0 +1,93 @@
+"""Cases of `tests.multiprocess.worker`: the native way, with calls that have nothing but a number."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from flax_mesh.errors import ShardingError
+from flax_mesh.mpmd import Pipeline
+from flax_mesh.mpmd.native import Native
+from flax_mesh.processes import Watch
+from tests.multiprocess import cases
+from tests.multiprocess.cases import end_at_once, error_of, put_and_get_all
+from tests.multiprocess.counted import CountedMoves
+
+
+def native(model: str, schedule: str, sizes: str, steps: str) -> None:
+    """Train by calls that have nothing but a number, then by the transfer server: the same bits. Then let the numbers
+    differ."""
+    pipeline = cases.make_pipeline(model, schedule, cases.parse_sizes(sizes))
+    channel = pipeline.channel
+    assert channel is not None and pipeline.native is None  # CPU says that it cannot
+
+    def forced() -> Pipeline:
+        plan = pipeline.schedule
+        return Pipeline(pipeline.staged, pipeline.mesh, plan, pipeline.optimizer, rules=[], transport="native")
+
+    print("forced:", error_of(forced), flush=True)
+    moves = CountedMoves()
+
+    def changed(array: jax.Array, target: NamedSharding) -> jax.Array:
+        arrived = moves(array, target)
+        return arrived + 1 if arrived.addressable_shards else arrived
+
+    pipeline.native = Native(channel, moves)
+    mine = train_and_evaluate(pipeline, model, int(steps))
+    state = pipeline.init_state()
+    before = moves.calls
+    state, _ = pipeline.step(state, cases.batches(model, 1)[0])
+    calls = moves.calls
+    shards = (calls - before) // pipeline.groups[0].size
+    assert set(put_and_get_all("calls", f"{calls}")) == {f"{calls}"}
+    sent = sum(map(int, put_and_get_all("sent", f"{pipeline.num_transfers}")))
+    assert shards > 0 and (shards == sent or len(pipeline.groups) != jax.process_count())
+    pipeline.native = None
+    theirs = train_and_evaluate(pipeline, model, int(steps))
+    assert moves.calls == calls
+    assert mine[:2] == theirs[:2] and len(mine[0]) == int(steps)
+    assert mine[2].keys() == theirs[2].keys()
+    assert all(np.array_equal(x, theirs[2][name]) for name, x in mine[2].items())
+    print(f"{shards} transfers a step", flush=True)
+    off_by_one = CountedMoves(10**6 + (jax.process_index() == jax.process_count() - 1))
+    for move, limit_s in ((changed, 60), (off_by_one, 3)):
+        pipeline.native = Native(channel, move, limit_s)
+        print("refused:", error_of(lambda: pipeline.step(state, cases.batches(model, 1)[0]), ShardingError), flush=True)
+    end_at_once("native is done")
+
+
+def train_and_evaluate(pipeline: Pipeline, model: str, steps: int) -> tuple[Any, Any, dict[str, np.ndarray]]:
+    state, rows = cases.train(pipeline, model, steps)
+    sums = {name: float(np.asarray(x)) for name, x in pipeline.evaluate(state, cases.batches(model, 1)[0]).items()}
+    return rows, sums, cases.named_shards(pipeline, state)
+
+
+def forgetful() -> None:
+    """Under a watch; in its third step process 3 leaves out a call in which it has no part."""
+
+    def tell(error: BaseException) -> int:
+        print(f"told: {error}", flush=True)
+        return 1
+
+    pipeline = cases.make_pipeline("net", "1f1b", {"pp": 4})
+    channel = pipeline.channel
+    assert channel is not None
+    channel.watched = True
+    moves, forgotten = CountedMoves(), []
+
+    def move(array: jax.Array, target: NamedSharding) -> jax.Array:
+        idle = not array.addressable_shards and not target.addressable_devices
+        if number == 2 and jax.process_index() == 3 and idle and not forgotten:
+            forgotten.append(array)
+            return array
+        return moves(array, target)
+
+    pipeline.native = Native(channel, move)
+    with Watch(tell, waiting=channel.waiting) as watch:
+        state = pipeline.init_state()
+        for number, batch in enumerate(cases.batches("net", 6)):
+            state, metrics = pipeline.step(state, batch)
+            print(f"step {number} loss {float(np.asarray(metrics['loss']))}", flush=True)
+            watch.step_ended()
+            watch.step_timeout_s = 8  # all is compiled
