@@ -18,7 +18,8 @@ STATE = nnx.State({"w": jnp.arange(8.0)})
 PROGRAM = """
 import json, logging, os, resource, sys
 sys.unraisablehook = lambda found: None  # as the command line: tensorstore tells of one failure once an array
-logging.getLogger("absl").setLevel(logging.CRITICAL)
+for name in ("absl", "asyncio"):  # as the command line: they tell of errors that the caller is told
+    logging.getLogger(name).setLevel(logging.CRITICAL)
 import jax
 jax.config.update("jax_platforms", "cpu")
 import numpy as np
