@@ -401,9 +401,9 @@ class Watched:
     def __init__(self, model):
         self.model, self.config = model, model.config
 
-    def forward(self, tokens):
-        logits, self.aux = self.model.forward(tokens)
-        return logits, self.aux
+    def hidden(self, tokens):
+        *rest, self.aux = self.model.hidden(tokens)
+        return *rest, self.aux
 
 
 def loss_and_choices(model, batch):
