@@ -185,6 +185,7 @@ def use_platform(platform: str) -> None:
     except (RuntimeError, AssertionError) as error:  # JAX asserts that cuda has devices
         found, reason = None, f" ({' '.join(str(error).split())})" if str(error) else ""
     if name not in ("auto", found):  # without its plugin for cuda JAX goes on to the CPU, and says nothing
+        reason = reason or f" (JAX found {found})"
         raise ConfigError(f"run.platform={platform} has no devices here{reason}; use auto for those that are here")
 
 

@@ -153,7 +153,9 @@ def test_a_platform_without_devices_is_one_line(platform):
     argv = ["train", TINY, f"run.platform={platform}"]
     done = command(*argv, timeout=120)
     assert done.returncode == BAD_INPUT
-    assert re.fullmatch(r"flax-mesh: run\.platform=\S+ has no devices here.*; use auto for those .*\n", done.stderr)
+    assert re.fullmatch(
+        r"flax-mesh: run\.platform=\S+ has no devices here \(.+\); use auto for those .*\n", done.stderr
+    )
 
 
 def test_a_checkpoint_of_another_model_is_listed_whole(small, complaint, capsys):

@@ -394,6 +394,8 @@ def _attend(q_BSHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, implementat
     try:
         return jax.nn.dot_product_attention(q_BSHC, k_BSKC, v_BSKC, is_causal=True, implementation=implementation)
     except RuntimeError as error:  # of JAX, which wants to know the version of cuDNN
+        if implementation != "cudnn":
+            raise
         raise ConfigError(
             f"model.attention={implementation} cannot be traced here: {error} Use model.attention=xla, or JAX for CUDA"
         ) from error

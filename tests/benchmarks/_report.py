@@ -33,26 +33,25 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
         print("  ".join(cells).rstrip())
 
 
-def print_json(benchmark: str, arguments: Sequence[str] | None = None, **figures: Any) -> None:
-    """One line: `figures`, with the command, versions, hardware and date. `arguments`: as given to `main`."""
+def origin(benchmark: str, arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Command, date, versions and hardware of a measurement. `arguments`: as given to `main`."""
     options = sys.argv[1:] if arguments is None else arguments
-    print(
-        json.dumps(
-            {
-                "benchmark": benchmark,
-                "command": " ".join(["python -m tests.benchmarks", benchmark, *options]),
-                "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                "versions": {"python": platform.python_version(), **_versions()},
-                "hardware": {
-                    "machine": platform.machine(),
-                    "cpus": len(os.sched_getaffinity(0)),
-                    "load": os.getloadavg(),
-                },
-                **_rounded(figures),
-            }
-        ),
-        flush=True,
-    )
+    return {
+        "benchmark": benchmark,
+        "command": " ".join(["python -m tests.benchmarks", benchmark, *options]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": {"python": platform.python_version(), **_versions()},
+        "hardware": {
+            "machine": platform.machine(),
+            "cpus": len(os.sched_getaffinity(0)),
+            "load": os.getloadavg(),
+        },
+    }
+
+
+def print_json(benchmark: str, arguments: Sequence[str] | None = None, **figures: Any) -> None:
+    """One line: `figures`, to four digits, with where they come from."""
+    print(json.dumps(origin(benchmark, arguments) | _rounded(figures)), flush=True)
 
 
 def _versions() -> dict[str, str]:

@@ -41,6 +41,7 @@ from flax_mesh.train.setup import batch_sharding, check_config, check_on_mesh, r
 from flax_mesh.tree import named_leaves
 from tests.benchmarks._plain_llama import Llama, make_optimizer, make_step
 from tests.benchmarks._profile import kernels_text, profile
+from tests.benchmarks._report import origin
 
 RECIPE = "recipes/llama_1b.py"
 BATCHES = 4  # different ones, that lie on the device
@@ -99,8 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_all(arguments.folder, arguments.time_limit, ["--tiny"] * arguments.tiny)
     # JAX takes three quarters of the memory unless it is told otherwise, before its first device is asked for.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
-    row = run_one(arguments)
-    print(json.dumps(row))
+    print(json.dumps(origin("gpu", argv) | run_one(arguments)))
     return 0
 
 
@@ -108,8 +108,7 @@ def run_one(arguments: argparse.Namespace) -> dict[str, Any]:
     """The row of one configuration; prints as it goes."""
     config = override(override(load_recipe(arguments.recipe), TINY if arguments.tiny else []), arguments.overrides)
     device = jax.devices()[0]
-    row: dict[str, Any] = {"benchmark": "gpu", "recipe": arguments.recipe, "overrides": arguments.overrides}
-    row |= {"jax": jax.__version__, "device": device.device_kind}
+    row: dict[str, Any] = {"recipe": arguments.recipe, "overrides": arguments.overrides, "device": device.device_kind}
     print(f"jax {jax.__version__}, {device.device_kind}: {arguments.recipe} {' '.join(arguments.overrides)}")
     if arguments.ceilings:
         row["ceilings"] = ceilings(512 if arguments.tiny else 8192)

@@ -24,6 +24,7 @@ def row_of(capsys, *arguments):
 def test_the_step_by_hand_is_the_step_of_the_recipe(capsys, tmp_path):
     quickly = "run.compiler_options=xla_backend_optimization_level=0"
     row = row_of(capsys, gpu.RECIPE, "model.num_layers=1", quickly, "--ceilings", f"--profile={tmp_path}")
+    assert row["command"].startswith("python -m tests.benchmarks gpu --tiny") and row["versions"]["jax"] and row["date"]
     assert row["loss_difference"] < 1e-6 and len(set(row["losses"])) == 3
     assert row["ratios"].keys() == {"flax_mesh/plain", "fed/plain", "plain/plain"}
     assert f"run.compiler_options={row['options']}" == quickly
