@@ -22,10 +22,11 @@ from flax_mesh.state import TrainState
 
 
 class Update:
-    """new leaves, metrics = update(leaves, grads, sums, shared, carry), all in the layout of `placement`.
+    """new leaves, metrics, copies = update(leaves, grads, sums, shared, carry), all in the layout of `placement`.
 
     `grads` has the summed gradients by (group, leaf of the staged model), `sums` those of the loss function by name,
-    which lie on `sum_groups`. `shared` has the copy of every SHARED leaf on every group of this process.
+    which lie on `sum_groups`. `shared` has the copy of every SHARED leaf on every group of this process; `copies` has
+    each new one by its number, with its copies by group.
     `carry(kind, detail, value, sharding, sender, receiver)` brings an array from one group to another.
     """
 
@@ -78,7 +79,7 @@ class Update:
         sums: Mapping[str, Any],
         shared: Mapping[tuple[int, int], Any],
         carry: Callable[..., Any],
-    ) -> tuple[tuple[Any, ...], Metrics]:
+    ) -> tuple[tuple[Any, ...], Metrics, dict[int, tuple[jax.Array, dict[int, jax.Array]]]]:
         env = self._inputs(leaves, grads, sums, shared, carry)
         packs: dict[tuple[int, int, int], Any] = {}  # (group and phase of the sender, reader) -> vectors of scalars
 
@@ -99,21 +100,23 @@ class Update:
             for reader in self.readers.get((part.group, part.phase), ()):
                 move(part.group, part.phase, packed, reader)
         homes = self.placement.homes
-        new = []
+        new, copies = [], {}
         for at, (home, v) in enumerate(zip(homes, self.program.outputs, strict=False)):
             if v is self.program.inputs[at] or home.group not in (SHARED, *self.mine):
                 new.append(leaves[at])
             elif not is_var(v):
                 new.append(put_host(np.asarray(v.val), home.sharding))
             elif home.group == SHARED:
-                new.append(on_all_groups([env[g][v] for g in self.held[at] if g in self.mine], home.sharding))
+                parts = {g: env[g][v] for g in self.held[at] if g in self.mine}
+                new.append(on_all_groups(parts.values(), home.sharding))
+                copies[at] = new[-1], parts
             else:
                 new.append(env[home.group][v])
         first = len(homes)
         held = [next(g for g in groups if g in self.mine) for groups in self.held[first:]]
         outputs = self.program.outputs[first:]
         metrics = {name: env[g][v] for name, g, v in zip(self.metrics, held, outputs, strict=True)}
-        return tuple(new), metrics
+        return tuple(new), metrics, copies
 
     def _inputs(self, leaves, grads, sums, shared, carry) -> list[dict[Any, Any]]:
         """(group) -> variable -> its value, for the groups of this process."""

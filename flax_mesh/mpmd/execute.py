@@ -15,8 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.loss import Batch
+from flax_mesh.mpmd.move import move
 from flax_mesh.mpmd.native import Crossing, Walk
-from flax_mesh.mpmd.placement import moved, on_group
+from flax_mesh.mpmd.placement import moved
 from flax_mesh.mpmd.programs import StageFunctions
 from flax_mesh.mpmd.schedules import Action, Schedule
 from flax_mesh.mpmd.update import SHARED
@@ -31,9 +32,8 @@ class Run:
         self.pipeline, self.train = pipeline, train
         self.mine, self.channel = pipeline.mine, pipeline.channel
         self.number = 0 if self.channel is None else self.channel.next_run()
-        microbatch = check_batch(batch, count)
-        self.stages = pipeline.functions(microbatch, train)
-        self.cut = pipeline.staged.cut(microbatch, seed=pipeline.seed, train=train)
+        common, is_new = pipeline.prepare(batch, count, train)
+        self.program, self.stages, self.names, self.sender, self.receivers, self.used = common
         self.saved: dict[tuple[int, int], Any] = {}  # (stage, microbatch) -> what B or W will need
         self.values: dict[Any, Any] = {}  # (variable, microbatch, receiving stage) -> activation there
         self.cotangents: dict[Any, Any] = {}  # (variable, microbatch, stage that received it) -> its gradient there
@@ -41,10 +41,7 @@ class Run:
         self.layouts = pipeline.layouts  # (sharding, receiving group) -> the same there
         self.changed: dict[int, Any] = {}  # leaf -> new value
         self.shared: dict[tuple[int, int], Any] = {}  # (leaf of the state, group) -> its copy there
-        self.sender = {v: (s.stage, i) for s in self.stages for i, v in enumerate(s.sent)}
-        self.receivers = {v: [s.stage for s in self.stages if v in s.received] for v in self.sender}
         self.walk: Walk | None = None
-        self.program, is_new = pipeline.program_number(microbatch, train)  # names layouts
         if is_new and self.channel is not None:
             self._announce()
         self._place_leaves(state)
@@ -78,9 +75,8 @@ class Run:
 
     def named_sums(self) -> dict[str, tuple[int, Any]]:
         """name -> (group, sum over the microbatches; None where another process holds it)."""
-        names = self.cut.names
         return {
-            names[at]: (self.pipeline.group_of[s.stage], value)
+            self.names[at]: (self.pipeline.group_of[s.stage], value)
             for s in self.stages
             for at, value in zip(s.sums, self.sums[s.stage], strict=True)
         }
@@ -195,7 +191,7 @@ class Run:
         key = value.sharding, receiver
         if key not in self.layouts:
             self.layouts[key] = moved(value.sharding, self.pipeline.groups[receiver])
-        return jax.device_put(value, self.layouts[key])
+        return move(value, self.layouts[key])
 
     def _slot(self, group: int, microbatch: int) -> tuple[Any, Any]:
         return self.counts[group], self.pipeline.microbatch_index(group, microbatch)
@@ -204,8 +200,7 @@ class Run:
         """Every leaf on every group that uses it, and the number of the step on all."""
         pipeline = self.pipeline
         self.held: dict[tuple[int, int], Any] = {}
-        # Of these stages, not of those in training: in `eval()` mode a model may read a variable elsewhere.
-        for group, at in sorted({(pipeline.group_of[s.stage], at) for s in self.stages for at in s.leaves}):
+        for group, at in self.used:
             home = pipeline.leaf_home(at)
             value = state.leaves[pipeline.leaf_homes[at]]
             if group == home.group or not {group, home.group} & self.mine:
@@ -219,8 +214,7 @@ class Run:
                 self.held[group, at] = there
         for at, home in enumerate(pipeline.placement.homes):
             if home.group == SHARED:
-                for group in self.mine:
-                    self.shared[at, group] = on_group(state.leaves[at], pipeline.groups[group])
+                self.shared |= {(at, group): x for group, x in pipeline.parts_of(at, state.leaves[at]).items()}
         step = next(at for at, home in enumerate(pipeline.placement.homes) if home.path == "optimizer/step")
         self.counts = {group: self.shared[step, group] for group in self.mine}
 

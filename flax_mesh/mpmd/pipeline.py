@@ -17,14 +17,15 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.loss import Batch, Metrics
 from flax_mesh.mpmd.apply import Update
 from flax_mesh.mpmd.channel import Channel
-from flax_mesh.mpmd.execute import Run, sums_everywhere
+from flax_mesh.mpmd.execute import Run, check_batch, sums_everywhere
 from flax_mesh.mpmd.jaxprs import whole
 from flax_mesh.mpmd.mesh import MpmdMesh
+from flax_mesh.mpmd.move import move
 from flax_mesh.mpmd.native import TRANSPORTS, native_of
 from flax_mesh.mpmd.placement import MODEL, Home, chunked, init_leaves, moved, on_all_groups, on_group, place, put_host
-from flax_mesh.mpmd.programs import StageFunctions, compile_stages
+from flax_mesh.mpmd.programs import Pass, compile_stages
 from flax_mesh.mpmd.schedules import Action, Schedule, forward_schedule
-from flax_mesh.mpmd.stage import StagedModel
+from flax_mesh.mpmd.stage import StageCut, StagedModel
 from flax_mesh.mpmd.transfer import copy_to
 from flax_mesh.sharding import PartitionRules
 from flax_mesh.sharding.rules import fit_spec
@@ -87,7 +88,8 @@ class Pipeline:
         self.on_action: Callable[[Action, dict[Any, Any]], None] | None = None  # for tests and tools
         self.layouts: dict[Any, NamedSharding] = {}
         self._built: dict[Any, Any] = {}
-        self._programs: dict[Any, int] = {}
+        self._passes: dict[int, Pass] = {}  # by the id of their StageCut, which the staged model keeps
+        self._shared: dict[int, tuple[Any, dict[int, jax.Array]]] = {}  # a leaf as it was last seen, and its copies
 
     @property
     def abstract(self) -> TrainState:
@@ -157,28 +159,50 @@ class Pipeline:
         """Leaf of the staged model -> its place in the state."""
         return {home.leaf: at for at, home in enumerate(self.placement.homes) if home.leaf is not None}
 
-    def program_number(self, microbatch: Batch, train: bool) -> tuple[int, bool]:
-        """A number for microbatches of these shapes, in the order in which they first came, and whether it is new."""
-        key = train, tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(microbatch))
-        is_new = key not in self._programs
-        return self._programs.setdefault(key, len(self._programs)), is_new
-
-    def functions(self, microbatch: Batch, train: bool) -> list[StageFunctions]:
-        """The jitted functions of every stage for microbatches of these shapes."""
+    def prepare(self, batch: Batch, count: int, train: bool) -> tuple[Pass, bool]:
+        """What passes over `count` microbatches of `batch` have in common, and whether it was made just now."""
+        arrays, tree = jax.tree.flatten(batch)
+        key = (train, count, tree, *((np.shape(x), getattr(x, "dtype", None)) for x in arrays))
+        if key in self._built:
+            return self._built[key], False
+        microbatch = check_batch(batch, count)
         cut = self.staged.cut(microbatch, seed=self.seed, train=train)
-        if id(cut) not in self._built:
-            shardings = [self.placement.homes[self.leaf_homes[at]].sharding for at in range(len(self.staged.leaves))]
-            self._built[id(cut)] = compile_stages(
-                cut,
-                [self.groups[g] for g in self.group_of],
-                shardings,
-                [leaf.trained for leaf in self.staged.leaves],
-                train=train,
-                recompute=self.recompute,
-                split=self.schedule.splits_backward,
-                options=self.options,
-            )
-        return self._built[id(cut)]
+        is_new = id(cut) not in self._passes
+        if is_new:
+            self._passes[id(cut)] = self._pass(cut, train)
+        self._built[key] = self._passes[id(cut)]
+        return self._built[key], is_new
+
+    def _pass(self, cut: StageCut, train: bool) -> Pass:
+        shardings = [self.leaf_home(at).sharding for at in range(len(self.staged.leaves))]
+        stages = compile_stages(
+            cut,
+            [self.groups[g] for g in self.group_of],
+            shardings,
+            [leaf.trained for leaf in self.staged.leaves],
+            train=train,
+            recompute=self.recompute,
+            split=self.schedule.splits_backward,
+            options=self.options,
+        )
+        sender = {v: (s.stage, i) for s in stages for i, v in enumerate(s.sent)}
+        return Pass(
+            number=len(self._passes),
+            stages=stages,
+            names=cut.names,
+            sender=sender,
+            receivers={v: [s.stage for s in stages if v in s.received] for v in sender},
+            # Of these stages, not of those in training: in `eval()` mode a model may read a variable elsewhere.
+            used=sorted({(self.group_of[s.stage], at) for s in stages for at in s.leaves}),
+        )
+
+    def parts_of(self, at: int, value: jax.Array) -> dict[int, jax.Array]:
+        """The copies of a SHARED leaf of the state, by group of this process."""
+        whole, parts = self._shared.get(at, (None, {}))
+        if whole is not value:
+            parts = {group: on_group(value, mesh) for group, mesh in self.my_groups.items()}
+            self._shared[at] = value, parts
+        return parts
 
     def zeros(self, group: int, trained: tuple[int, ...], num_sums: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
         """Sums to start from: of the gradients of leaves, as they lie, and of scalars; lists of scalars."""
@@ -231,7 +255,7 @@ class Pipeline:
         overwritten at once. The key is as in `Channel`.
         """
         if {sender, receiver} <= self.mine:
-            return value if sender == receiver else jax.device_put(value, sharding)
+            return value if sender == receiver else move(value, sharding)
         if self.channel is None or not {sender, receiver} & self.mine:
             return None
         if receiver in self.mine:
@@ -272,7 +296,8 @@ class Pipeline:
         def carry(kind: str, detail: tuple[Any, ...], *what: Any) -> Any:
             return self.carry((kind, run.number, *detail), *what)
 
-        new, metrics = self._built[key](leaves, run.grads, values, run.shared, carry)
+        new, metrics, shared = self._built[key](leaves, run.grads, values, run.shared, carry)
+        self._shared |= shared
         return TrainState(new, self.abstract.definition), metrics
 
 

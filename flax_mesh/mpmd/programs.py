@@ -41,6 +41,17 @@ class StageFunctions(NamedTuple):
     has_weights: bool
 
 
+class Pass(NamedTuple):
+    """What passes over a schedule have in common, for microbatches of the same shapes."""
+
+    number: int  # in the order in which they were made, the same in all processes
+    stages: list[StageFunctions]
+    names: tuple[str, ...]  # of the sums
+    sender: dict[Any, tuple[int, int]]  # variable that is sent -> stage, and its place in `sent` there
+    receivers: dict[Any, list[int]]  # variable that is sent -> stages
+    used: list[tuple[int, int]]  # (group, leaf of the staged model) for every leaf that a stage there reads
+
+
 def compile_stages(
     cut: StageCut,
     meshes: Sequence[Mesh],

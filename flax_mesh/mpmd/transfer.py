@@ -26,6 +26,7 @@ from flax_mesh.mpmd.array import (
     is_weakly_typed,
 )
 from flax_mesh.mpmd.mesh import current_mpmd_mesh
+from flax_mesh.mpmd.move import move
 from flax_mesh.mpmd.transport import check_key, transport_of
 
 
@@ -138,7 +139,7 @@ def _move(value: jax.Array, sharding: Sharding) -> jax.Array:
     """`value`, which is all on devices of this process, by `sharding`, which is too."""
     route = find_route(value.sharding, sharding, value.shape)
     if not route.cuts:
-        return jax.device_put(_relayout(value, route.layout), sharding)
+        return move(_relayout(value, route.layout), sharding)
     pieces = _pieces(_relayout(value, route.layout), route)
     return _assemble(value, sharding, jax.device_put(list(pieces.values()), list(pieces)))
 

@@ -50,15 +50,19 @@ def cut_by_group(
     wanted = [tuple(here) or there for here, there in zip(wanted, anywhere, strict=True)]
     producer = {v: i for i, eqn in enumerate(program.eqns) for v in eqn.outvars}
     eqns_of, crossing = _gather(program, place, producer, wanted)
-    last = 1 + max([*phases, *ready.values()], default=0)
     packs: dict[tuple[int, int], list[Var]] = {}
     for sender, v in sorted({(place[v], v) for _, v in crossing}, key=lambda pair: _order(pair[1], producer, program)):
         packs.setdefault((sender, ready[v]), []).append(v)
+    late = {
+        group: _late(program, group, sorted(eqns), phases, crossing, packs, ready, wanted)
+        for group, eqns in eqns_of.items()
+    }
+    last = 1 + max([*phases, *ready.values()], default=0)
     parts = [
         part
         for phase in range(last + 1)
-        for group in sorted(eqns_of)
-        if (part := _part(program, group, phase, phases, eqns_of, crossing, packs, ready, place, wanted))
+        for group in sorted(late)
+        if (part := _part(program, group, phase, late[group], crossing, packs, ready, place, wanted))
     ]
     return parts, wanted
 
@@ -109,9 +113,32 @@ def _gather(program, place, producer, wanted) -> tuple[dict[int, set[int]], set[
     return eqns_of, crossing
 
 
-def _part(program, group, phase, phases, eqns_of, crossing, packs, ready, place, wanted) -> Part | None:
-    mine = sorted(i for i in eqns_of[group] if phases[i] == phase)
-    later = [i for i in eqns_of[group] if phases[i] > phase]
+def _late(program, group, eqns, phases, crossing, packs, ready, wanted) -> dict[int, int]:
+    """The last phase in which each equation of a group may run without holding up a result.
+
+    What needs no exchange, such as a decayed moment, is then made in the program that uses it, not in one before that
+    would write it to memory; and a result that needs none, such as a counter, in a program that is there anyway.
+    What is smaller than what it is made of, such as a norm, is made at once: it would keep that.
+    """
+    needed = {phase for sender, phase in packs if sender == group} | {ready[v] + 1 for g, v in crossing if g == group}
+    due: dict[Var, int] = {}
+    for v, groups in zip(program.outputs, wanted, strict=True):
+        if group in groups and is_var(v):
+            due[v] = min((phase for phase in needed if phase >= ready[v]), default=ready[v])
+    due |= {v: phase for (sender, phase), sent in packs.items() if sender == group for v in sent}
+    found: dict[int, int] = {}
+    for i in reversed(eqns):
+        inputs, outputs = variables(program.eqns[i].invars), program.eqns[i].outvars
+        shrinks = sum(prod(v.aval.shape) for v in outputs) < max([prod(v.aval.shape) for v in inputs], default=0)
+        found[i] = phases[i] if shrinks else max(phases[i], min(due[v] for v in outputs if v in due))
+        for v in inputs:
+            due[v] = min(due.get(v, found[i]), found[i])
+    return found
+
+
+def _part(program, group, phase, phases, crossing, packs, ready, place, wanted) -> Part | None:
+    mine = sorted(i for i in phases if phases[i] == phase)
+    later = [i for i in phases if phases[i] > phase]
     made = {v for i in mine for v in program.eqns[i].outvars}
     results = {v for v, groups in zip(program.outputs, wanted, strict=True) if group in groups and is_var(v)}
     sent = packs.get((group, phase), [])

@@ -1,4 +1,4 @@
-"""The pure parts of the cut, on small random programs: labels, stages, the backward's halves, the update by groups."""
+"""The pure parts of the cut, on small random programs: labels, stages, the backward's halves."""
 
 from itertools import combinations, pairwise
 from typing import NamedTuple
@@ -14,7 +14,6 @@ from flax_mesh.mpmd import cut
 from flax_mesh.mpmd.backward import differentiate, forward_only
 from flax_mesh.mpmd.cut import CONSTANT, DATA, OUTSIDE, VARIABLES
 from flax_mesh.mpmd.jaxprs import Program, bodies, is_var, trace, variables
-from flax_mesh.mpmd.update import SHARED, MixedGroups, cut_by_group
 
 ROWS, WIDTH = 2, 3
 few = settings(max_examples=25, deadline=None)
@@ -322,107 +321,3 @@ def test_frozen_leaves_get_no_gradient():
 
 
 # The update by groups
-
-
-@st.composite
-def updates(draw):
-    """(groups of the leaves, a function of the leaves and a shared count): elementwise, and norms over all of them."""
-    groups = draw(st.lists(st.integers(0, 2), min_size=1, max_size=5))
-    kinds = ("clip", "decay", "max", "count", "own norm", "scalar leaf", "noise")
-    ops = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=4))
-
-    def update(leaves, count):
-        metrics = []
-        for op in ops:
-            norm = jnp.sqrt(sum(jnp.sum(x * x) for x in leaves))
-            if op == "clip":
-                leaves = [x * jnp.minimum(1.0, 1.0 / norm) for x in leaves]
-                metrics.append(norm)
-            elif op == "max":
-                largest = jnp.stack([jnp.max(jnp.abs(x)) for x in leaves]).max()
-                leaves = [jnp.where(largest > 1, x / 2, x) for x in leaves]
-            elif op == "own norm":
-                leaves = [x / (1 + jnp.linalg.norm(x)) for x in leaves]
-            elif op == "scalar leaf":
-                leaves = [x * (1 + leaves[0].ravel()[0]) for x in leaves]
-            elif op == "noise":  # arrays made of scalars alone
-                leaves = [x + jnp.full(x.shape, 0.1 * norm) for x in leaves]
-            else:
-                leaves = [x - 0.1 * x if op == "decay" else x * count for x in leaves]
-        return leaves, count + 1, metrics
-
-    return groups, update
-
-
-@few
-@given(updates())
-def test_the_parts_of_an_update_one_after_the_other_give_the_whole(case):
-    groups, update = case
-    rng = np.random.default_rng(0)
-    values = [rng.normal(size=(2, 3) if i % 2 else (1,)).astype(np.float32) for i in range(len(groups))]
-    program, _ = trace(update, values, np.float32(2))
-    homes = [*groups, SHARED]
-    every = (0, 1, 2)
-    wanted = [*((g,) for g in groups), every, *[()] * (len(program.outputs) - len(groups) - 1)]
-    parts, held = cut_by_group(program, homes, wanted)
-    env = {g: {} for g in every}
-    for v, value, home in zip(program.inputs, [*values, np.float32(2)], homes, strict=True):
-        for group in every if home == SHARED else (home,):
-            env[group][v] = value
-    sizes, packs = {}, {}
-    for part in parts:
-        here = env[part.group]
-        scalars = [x for key in part.receives for x in packs[key]]
-        outs = part.program.call(*(here[v] for v in part.takes), *scalars)
-        for v in part.dies:
-            del here[v]  # as donation does
-        here |= dict(zip(part.gives, outs, strict=False))
-        packs[part.group, part.phase] = outs[len(part.gives) :]
-        sizes |= {v: v.aval.size for v in part.packs}
-    assert set(sizes.values()) <= {1}  # scalars alone cross
-    for v, groups_, want in zip(program.outputs, held, program.call(*values, np.float32(2)), strict=True):
-        for group in groups_:
-            np.testing.assert_array_equal(env[group][v] if is_var(v) else v.val, want)
-
-
-@pytest.mark.parametrize("groups", [[0, 0, 1, 1], [0, 1] * 4, [0, 1, 2] * 3])
-def test_a_norm_takes_one_exchange(groups):
-    def clip(leaves):
-        norm = jnp.sqrt(sum(jnp.sum(x * x) for x in leaves))
-        return [x / norm for x in leaves]
-
-    program, _ = trace(clip, [jax.ShapeDtypeStruct((3,), jnp.float32)] * len(groups))
-    parts, _ = cut_by_group(program, groups, [(g,) for g in groups])
-    assert [(part.phase, part.group) for part in parts] == [(p, g) for p in (0, 1) for g in sorted(set(groups))]
-
-
-def test_groups_keep_to_their_leaves_and_donate_them_last():
-    def clip(leaves):
-        norm = jnp.sqrt(sum(jnp.sum(x * x) for x in leaves))
-        return [x / norm for x in leaves]
-
-    program, _ = trace(clip, [jax.ShapeDtypeStruct((3,), jnp.float32)] * 4)
-    parts, _ = cut_by_group(program, [0, 0, 1, 1], [(0,), (0,), (1,), (1,)])
-    for group in (0, 1):
-        mine = [part for part in parts if part.group == group]
-        leaves = set(program.inputs[2 * group :][:2])
-        assert not leaves & set(mine[0].dies)  # the norm comes first
-        assert leaves & set(mine[-1].takes) == leaves & set(mine[-1].dies) == leaves
-        assert all(v in leaves or v not in program.inputs for part in mine for v in part.takes)
-        assert all(sender != group for part in mine for sender, _ in part.receives)
-
-
-@few
-@given(st.sets(st.integers(0, 4), min_size=2), st.data())
-def test_arrays_of_several_groups_are_refused_with_their_names(joined, data):
-    joined = sorted(joined)
-    groups = [data.draw(st.integers(0, 1)) for _ in range(5)]
-    groups[joined[0]], groups[joined[1]] = 0, 1
-
-    def update(leaves):
-        return [2 * x for x in leaves], jnp.concatenate([3 * leaves[i] for i in joined])
-
-    program, _ = trace(update, [jax.ShapeDtypeStruct((3,), jnp.float32)] * 5)
-    with pytest.raises(MixedGroups, match="concatenate takes arrays of several groups") as error:
-        cut_by_group(program, groups, [(g,) for g in groups] + [()])
-    assert error.value.inputs == joined
