@@ -109,9 +109,11 @@ class Checkpointer:
         error.
         """
         self.wait()
-        if step in self.steps() and step not in self.damaged:
-            raise ConfigError(f"{self.folder} already holds a checkpoint of step {step}; nothing was overwritten.")
         self._phases = Phases("save", PHASES)
+        if step in self.steps() and step not in self.damaged:
+            problem = f"{self.folder} already holds a checkpoint of step {step}; nothing was overwritten."
+            self._phases.failed(f"process {jax.process_index()}: {problem}")  # which the others may not see
+            raise ConfigError(problem)
         with self._as_save_error(step):
             storage = self._open()
             self._phases.passed("begin")  # nobody writes there any more

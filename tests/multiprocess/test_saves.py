@@ -49,6 +49,21 @@ def test_a_save_that_fails_anywhere_fails_in_all(what, who, reason, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_step_that_one_process_alone_sees_fails_in_all(who, tmp_path):
+    ended = run_workers("saves", 2, 1, str(tmp_path), "a step that is there", str(who))
+    assert_all_done(ended, "saves is done")
+    reason = rf"{tmp_path}/own{who} already holds a checkpoint of step 2; nothing was overwritten."
+    for process, one in enumerate(ended):
+        (line,) = re.findall(r"^told: (.*)$", one.output, re.MULTILINE)
+        assert (
+            (line == reason) if process == who else f": process {who}: {reason}; the newest there is of step 1" in line
+        )
+        assert "the call of save is passed" not in one.output
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["1", "3"]
+
+
+@pytest.mark.slow
 def test_each_process_reads_what_it_wrote_itself_for_the_checksums(tmp_path):
     ended = run_workers("checksums", 2, 1, str(tmp_path))
     assert_all_done(ended, "checksums is done")

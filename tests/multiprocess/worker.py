@@ -165,7 +165,7 @@ def saves(folder: str, what: str, who: str) -> None:
             checkpointer.save(2, state, {})
             print("the call of save is passed", flush=True)
             checkpointer.wait()
-        except SaveError as error:
+        except (SaveError, ConfigError) as error:
             print("told:", error, flush=True)
         put_and_get_all("told", "yes")
         restore_limits()
@@ -247,6 +247,11 @@ def break_saving(what: str, own: Path, folder: Path) -> Callable[[], object]:
     if what == "no way to the folder":
         own.unlink()
         return lambda: own.symlink_to("checkpoints")
+    if what == "a step that is there":
+        own.unlink()
+        (folder / "others" / "2").mkdir(parents=True)
+        own.symlink_to("others")
+        return lambda: (own.unlink(), own.symlink_to("checkpoints"))
     if what == "no room for files":  # found out in the background
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, limits[1]))
