@@ -190,17 +190,19 @@ def _verify(path: str, number: int | None) -> Answer:
 
 
 def _diff(a: str, b: str, config: TrainConfig | None, overrides: Sequence[str], values: bool) -> Answer:
-    old = find.find_step(a)
+    old, new = find.find_step(a), find.find_step(b) if config is None else None
+    if values and new is not None:
+        for step in (old, new):
+            find.check_whole(step)
     record = describe.read_record(old)
     tree = describe.read_tree(old, record)
-    if config is None:
-        new = find.find_step(b)
+    if new is not None:
         other = describe.read_record(new)
         other_tree, name = describe.read_tree(new, other), str(new)
     else:
         if values:
             raise ConfigError(f"--values compares two checkpoints, and {b} is a recipe, which has no values")
-        new, name = None, " ".join([b, *overrides])
+        name = " ".join([b, *overrides])
         other, other_tree = _recipe_record(config)
     found = differences(record, other, tree, other_tree)
     data: dict[str, Any] = {
@@ -214,8 +216,6 @@ def _diff(a: str, b: str, config: TrainConfig | None, overrides: Sequence[str], 
     }
     differs = bool(found)
     if values and new is not None:
-        for step in (old, new):
-            find.check_whole(step)
         same = [one for path, one in tree.items() if path in other_tree and text_of(one) == text_of(other_tree[path])]
         largest = value_differences(old, new, same)
         data["values"] = {"compared": len(same), "differing": describe.finite(largest)}

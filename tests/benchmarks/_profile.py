@@ -1,5 +1,6 @@
 """The longest kernels of a few steps, from a trace of jax.profiler."""
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,7 +34,10 @@ def summarize(data: Any) -> Kernels:
     """Kernels of the first device; on a backend without device planes, what its compiled programs ran on the host."""
     planes = sorted((p for p in data.planes if p.name.startswith("/device:") and list(p.lines)), key=lambda p: p.name)
     plane = planes[0] if planes else next(p for p in data.planes if p.name.startswith("/host:CPU"))
-    events = list(_kernels(plane, host=not planes))
+    with warnings.catch_warnings():
+        # jaxlib's types for events warn once on Python 3.12, from where a warning made an error ends the process.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        events = list(_kernels(plane, host=not planes))
     spent, calls = defaultdict(float), defaultdict(int)
     for name, begin, end in events:
         spent[name] += (end - begin) / 1e9
