@@ -84,6 +84,8 @@ def read_tree(step: Path, record: Mapping[str, Any]) -> dict[str, Array]:
             path: Array(path, tuple(leaf.shape), str(np.dtype(leaf.dtype)), str(record["layout"].get(path, "")))
             for path, leaf in stored.items()
         }
+    except DamageError:
+        raise
     except UNREADABLE as error:
         reason = " ".join(str(error).split())[:200]
         raise DamageError(

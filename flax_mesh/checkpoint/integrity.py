@@ -7,7 +7,7 @@ damage goes unnoticed with a chance of 2**-64.
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
@@ -40,14 +40,19 @@ def write_checksums(folder: Path, parts: Iterable[Path] = ()) -> None:
     (folder / CHECKSUMS).write_bytes(_encode(BLOCK, found))
 
 
-def find_damage(folder: Path) -> list[str]:
-    """What is wrong with the files below `folder`, one line a file: missing, of another size, or damaged where."""
+def find_damage(folder: Path, reads: Callable[[str], bool] | None = None) -> list[str]:
+    """What is wrong with the files below `folder`, one line a file: missing, of another size, or damaged where.
+
+    `reads`: only of files whose names it takes, and no word of what has no checksums.
+    """
     try:
         block, files = _decode((folder / CHECKSUMS).read_bytes())
     except FileNotFoundError:
-        return [f"{CHECKSUMS} is missing: nothing says what the other files must hold"]
+        return [] if reads else [f"{CHECKSUMS} is missing: nothing says what the other files must hold"]
     except (OSError, ValueError) as error:
-        return [f"{CHECKSUMS} is damaged: {error}"]
+        return [] if reads else [f"{CHECKSUMS} is damaged: {error}"]
+    if reads:
+        files = {name: sums for name, sums in files.items() if reads(name)}
     found = {name: _size_problem(folder / name, size) for name, (size, _) in files.items()}
     whole = [(name, sums) for name, (_, sums) in files.items() if not found[name]]
     expected = [(name, i * block, value) for name, sums in whole for i, value in enumerate(sums)]
@@ -58,7 +63,7 @@ def find_damage(folder: Path) -> list[str]:
             where = f"within bytes {start} to {min(files[name][0], start + block)}: checksum {got}, saved with {value}"
             found[name] = f"{found[name]}, and {where}" if found[name] else f"damaged {where}"
     problems = [f"{name}: {problem}" for name, problem in found.items() if problem]
-    return problems + _marker_problems(folder)
+    return problems if reads else problems + _marker_problems(folder)
 
 
 def _marker_problems(folder: Path) -> list[str]:

@@ -200,6 +200,7 @@ def _diff(a: str, b: str, config: TrainConfig | None, overrides: Sequence[str], 
         other = describe.read_record(new)
         other_tree, name = describe.read_tree(new, other), str(new)
     else:
+        assert config is not None
         if values:
             raise ConfigError(f"--values compares two checkpoints, and {b} is a recipe, which has no values")
         name = " ".join([b, *overrides])

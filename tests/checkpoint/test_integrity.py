@@ -99,6 +99,27 @@ def test_every_flipped_byte_of_the_other_files_is_found(copy):
     assert find_damage(step) == []
 
 
+def test_a_damaged_index_is_told_before_anything_reads_it(copy, capfd):
+    """Orbax alone says so in a traceback for every array, of some of which no caller knows."""
+    step = copy / "2"
+    index = [name for name in files_of(step) if name.startswith("state/d/")]
+    index += ["state/_METADATA", "state/_sharding", "state/manifest.ocdbt"]
+    data = [name for name in files_of(step) if "/ocdbt.process_0/" in name]
+    assert len(index) > 3 and data
+    with Checkpointer(copy) as checkpointer:
+        whole = checkpointer.arrays(2)
+        for name in data:
+            flip(step / name, 5, 1)
+            assert checkpointer.arrays(2) == whole  # of which nothing is read: `verify` looks there
+        for name in index:
+            for at in np.linspace(0, (step / name).stat().st_size - 1, 5).astype(int):
+                flip(step / name, int(at), 0)
+                with pytest.raises(DamageError, match=f"its tree cannot be read:\n  {name}: damaged within"):
+                    checkpointer.arrays(2)
+                flip(step / name, int(at), 0)
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize("name", MARKERS)
 def test_a_flipped_byte_of_a_marker_changes_nothing_that_is_restored(name, copy, state):
     """Orbax writes these two after the checksums. Restoring reads neither; what is no JSON any more is damage."""
