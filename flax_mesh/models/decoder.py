@@ -8,7 +8,7 @@ that of Mixtral (Jiang et al. 2024).
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,24 +21,11 @@ from flax_mesh.mesh import current_mesh
 from flax_mesh.models.cross_entropy import cross_entropy, project
 from flax_mesh.models.matmul import dot_float32
 from flax_mesh.models.moe import Aux, MoE, router_losses
+from flax_mesh.models.rotary import RopeScaling, rotate, scaling_problems
 from flax_mesh.sharding import constrain, partitioned
 
 CUDNN_HEAD_DIM = 256  # the most since Hopper; 128 before
 SAME_RESULT = {"changes_result": False}  # fields that change how it is computed, not what
-
-
-class RopeScaling(NamedTuple):
-    """Rotary frequencies for contexts longer than those trained on, as of Llama 3.1; `factor` 1 changes nothing.
-
-    A wave that turns fewer than `low_frequency_factor` times in `original_length` positions is made `factor` times
-    longer, one that turns more than `high_frequency_factor` times stays; between them the frequency is interpolated
-    by the number of turns (`apply_scaling` in Meta's reference code of Llama 3.1; "llama3" in transformers).
-    """
-
-    factor: float = 1.0
-    low_frequency_factor: float = 1.0
-    high_frequency_factor: float = 4.0
-    original_length: int = 8192
 
 
 @dataclass(frozen=True)
@@ -120,7 +107,7 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             found.append(f"model.head_dim must be even for rotary positions, got {self.head_dim}")
-        found += _scaling_problems(self.rope_scaling)
+        found += scaling_problems(self.rope_scaling)
         if self.loss_chunk < 0:
             found.append(f"model.loss_chunk must not be negative (0: all logits at once), got {self.loss_chunk}")
         if self.num_experts < 0:
@@ -375,21 +362,6 @@ def flops_per_token(config: DecoderConfig, num_parameters: int, sequence_length:
     return 6.0 * (num_parameters - idle) + attention
 
 
-def rotate(x_BSHC: jax.Array, theta: float, scaling: RopeScaling = RopeScaling()) -> jax.Array:  # noqa: B008
-    """Rotary position embedding (Su et al. 2021) on halves of the last dim; angles in float32."""
-    half = x_BSHC.shape[-1] // 2
-    frequency_C = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    if scaling.factor != 1:
-        turns_C = scaling.original_length * frequency_C / (2 * jnp.pi)
-        low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-        kept_C = jnp.clip((turns_C - low) / (high - low), 0, 1)  # 1: the frequency stays
-        frequency_C = frequency_C * (kept_C + (1 - kept_C) / scaling.factor)
-    angle_SC = jnp.arange(x_BSHC.shape[1], dtype=jnp.float32)[:, None] * frequency_C
-    cos, sin = jnp.cos(angle_SC)[:, None, :], jnp.sin(angle_SC)[:, None, :]
-    a, b = jnp.split(x_BSHC.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BSHC.dtype)
-
-
 def _attend(q_BSHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, implementation: Any) -> jax.Array:
     try:
         return jax.nn.dot_product_attention(q_BSHC, k_BSKC, v_BSKC, is_causal=True, implementation=implementation)
@@ -418,21 +390,6 @@ def _is_fused_attention(primitive: Any, *_: Any, **params: Any) -> bool:
 
 def _norm(config: DecoderConfig, rngs: nnx.Rngs, size: int | None = None) -> nnx.RMSNorm:
     return nnx.RMSNorm(size or config.hidden_size, epsilon=config.norm_epsilon, rngs=rngs, **_dtypes(config))
-
-
-def _scaling_problems(scaling: RopeScaling) -> list[str]:
-    factor, low, high, length = scaling
-    found = []
-    if not factor >= 1:
-        found.append(f"model.rope_factor must be at least 1 (1: no scaling), got {factor}")
-    if not 0 < low < high:
-        found.append(
-            "model.rope_low_frequency_factor must be above 0 and below model.rope_high_frequency_factor, "
-            f"got {low} and {high}"
-        )
-    if length < 1:
-        found.append(f"model.rope_original_length must be at least 1, got {length}")
-    return found
 
 
 def _kinds(config: DecoderConfig) -> dict[str, Any]:

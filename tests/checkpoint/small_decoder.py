@@ -1,7 +1,20 @@
-"""The recipe of the tests of `flax-mesh checkpoint`: a decoder of few numbers on eight devices."""
+"""The recipe of the tests of `flax-mesh checkpoint`: a decoder of few numbers on eight devices.
 
+The program of this recipe and a change to its state are here because both files of these tests need them.
+"""
+
+import jax
+import numpy as np
+
+from flax_mesh import named_leaves
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
-from flax_mesh.train import DataConfig, MeshConfig, RunConfig, TrainConfig
+from flax_mesh.train import DataConfig, MeshConfig, RunConfig, TrainConfig, load_recipe, override
+from flax_mesh.train.program import train_program
+from flax_mesh.train.setup import make_mesh, run_rules
+
+RECIPE = __file__
+CHANGED = "model/layers/1/mlp/up/kernel"
+DELTA = 0.5
 
 
 def recipe() -> TrainConfig:
@@ -15,3 +28,18 @@ def recipe() -> TrainConfig:
         data=DataConfig(sequence_length=32, batch_size=8),
         run=RunConfig(steps=12, platform="cpu:8"),
     )
+
+
+def program_of(*settings):
+    config = override(load_recipe(RECIPE), settings)
+    mesh, rules = make_mesh(config, print), run_rules(config)
+    return config, mesh, rules, train_program(config, mesh, rules)
+
+
+def changed(state):
+    """Another value in one element of one array."""
+    leaves = [
+        x if path != CHANGED else jax.device_put(np.asarray(x) + DELTA * (np.arange(x.size) == 7).reshape(x.shape))
+        for path, x in named_leaves(state)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(state), leaves)

@@ -12,6 +12,7 @@ from flax import nnx
 
 from flax_mesh.mesh import create_mesh
 from flax_mesh.models import DecoderConfig, decoder, make_decoder, next_token_loss
+from flax_mesh.models.rotary import rotate
 from flax_mesh.sharding import abstract_state, partition_rules
 from flax_mesh.sharding.place import abstract_model
 from flax_mesh.train import DataConfig, OptimizerConfig, abstract_train_state, init_train_state, make_train_step
@@ -127,7 +128,7 @@ def with_layers_swapped(config, rngs):
 
 
 def attention_that_sees_one_token_ahead(self, x, mode="train"):
-    q, k = (decoder.rotate(part(x), self.config.rope_theta) for part in (self.q, self.k))
+    q, k = (rotate(part(x), self.config.rope_theta) for part in (self.q, self.k))
     mask = jnp.tril(jnp.ones((1, 1, x.shape[1], x.shape[1]), bool), k=1)
     return self.o(jax.nn.dot_product_attention(q, k, self.v(x), mask=mask))
 

@@ -1,0 +1,271 @@
+"""The losses of a decoder with experts, and its training on meshes that split them against training on one device."""
+
+import dataclasses
+import re
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from flax_mesh import abstract_state, partition_rules
+from flax_mesh.models import make_decoder, moe, next_token_loss, router_losses
+from flax_mesh.sharding.place import abstract_model
+from flax_mesh.train import DataConfig, OptimizerConfig, abstract_train_state, init_train_state, make_train_step
+from flax_mesh.train.batches import make_batch_fn
+from flax_mesh.train.data import load_corpus
+from flax_mesh.train.setup import batch_sharding, make_optimizer
+from flax_mesh.tree import map_named, named_leaves
+from tests.models.test_decoder import filled, normal
+from tests.models.test_moe import (
+    CONFIG,
+    NATURAL,
+    REPLICATED,
+    K,
+    layout_of,
+    make_mesh,
+    make_moe,
+    probe_of,
+    random_tokens,
+)
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def batch_of(rows=4, seq=8, seed=0) -> Any:
+    ids = np.random.default_rng(seed).integers(0, 256, (rows, seq + 1)).astype(np.int32)
+    return {"inputs": ids[:, :-1], "targets": ids[:, 1:]}
+
+
+@jax.jit
+def loss_and_aux(model, batch):
+    return next_token_loss(model, batch), model.forward(batch["inputs"])
+
+
+def test_the_loss_adds_what_its_docstring_says():
+    config = dataclasses.replace(CONFIG, load_balance_loss=0.5, router_z_loss=0.25)
+    model, batch = filled(lambda: make_decoder(config, nnx.Rngs(0))), batch_of()
+    batch["targets"][0, :5] = -1
+    (loss, weight, metrics), (logits, aux) = loss_and_aux(model, batch)
+    p = np.asarray(logits) - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
+    entropy = -sum(p[i, j, t] for (i, j), t in np.ndenumerate(batch["targets"]) if t >= 0)
+    found = router_losses(aux)
+    assert weight == 27 and found["load_balance_loss"].shape == (2,)
+    np.testing.assert_allclose(metrics["cross_entropy"], entropy, rtol=1e-5)
+    added = 27 * (0.5 * sum(found["load_balance_loss"]) + 0.25 * sum(found["router_z_loss"]))
+    np.testing.assert_allclose(loss, entropy + added, rtol=1e-5)
+    for name in ("load_balance_loss", "router_z_loss"):
+        np.testing.assert_allclose(metrics[name], 27 * np.mean(found[name]), rtol=1e-6)
+    np.testing.assert_allclose(metrics["expert_load_max"], 27 * max(found["expert_load_max"]), rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_microbatches_count_by_their_targets():
+    config = dataclasses.replace(CONFIG, load_balance_loss=0.5)
+
+    def make():
+        model = make_decoder(config, nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    state = init_train_state(make, abstract_state(make, make_mesh()))
+    batch = batch_of()
+    batch["targets"][:2, 1:] = -1  # 2 targets in the first microbatch, 16 in the second
+    parts = [jax.tree.map(lambda x, i=i: x[2 * i : 2 * i + 2], batch) for i in (0, 1)]
+    model, _ = state.merge()
+    each = [loss_and_aux(model, part)[0] for part in parts]
+    _, got = make_train_step(next_token_loss, state, microbatches=2, layers=("layers",))(state, batch)
+    assert got["weight"] == 18
+    np.testing.assert_allclose(got["loss"], sum(loss for loss, _, _ in each) / 18, rtol=1e-6)
+    for name in ("cross_entropy", "load_balance_loss", "router_z_loss", "expert_load_max"):
+        np.testing.assert_allclose(got[name], sum(found[name] for _, _, found in each) / 18, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_scan_and_remat_change_nothing():
+    def gradient(**change):
+        config = dataclasses.replace(CONFIG, **change)
+        graphdef, state = nnx.split(nnx.eval_shape(lambda: make_decoder(config, nnx.Rngs(0))))
+        state = same_layers(state, config.scan)
+
+        def of(state):
+            watched: Any = Watched(nnx.merge(graphdef, state))
+            return next_token_loss(watched, batch_of())[0], watched.aux
+
+        (loss, aux), grads = jax.jit(jax.value_and_grad(of, has_aux=True))(state)
+        return loss, aux, dict(named_leaves(grads))
+
+    def same_layers(state, scan):
+        """Normal parameters that do not depend on how the layers are held."""
+
+        def value(path, leaf):
+            name = re.sub(r"layers/(\d+/)?", "layers/", path)
+            layers = 2 if "layers/" in path else 1
+            shape = leaf.shape[1:] if scan and layers == 2 else leaf.shape
+            both = np.random.default_rng(zlib.crc32(name.encode())).normal(size=(layers, *shape)) * 0.2
+            index = re.search(r"layers/(\d+)/", path)
+            return jnp.asarray((both if scan and layers == 2 else both[int(index[1]) if index else 0]), jnp.float32)
+
+        return map_named(value, state)
+
+    loss, aux, grads = gradient(scan=False)
+    assert aux["experts"].shape == (2, 4, 8, K)
+    scanned_loss, scanned_aux, scanned = gradient(scan=True, remat="full")
+    np.testing.assert_allclose(scanned_loss, loss, rtol=1e-6)
+    assert (np.asarray(scanned_aux["experts"]) == np.asarray(aux["experts"])).all()
+    np.testing.assert_allclose(scanned_aux["router_probability"], aux["router_probability"], rtol=1e-5)
+    for name in ("router", "gate", "down"):
+        listed = np.stack([grads[f"layers/{i}/moe/{name}/kernel"] for i in range(2)])
+        np.testing.assert_allclose(scanned[f"layers/moe/{name}/kernel"], listed, atol=1e-5, err_msg=name)
+
+
+class Watched:
+    """A decoder that keeps what its routers did."""
+
+    def __init__(self, model):
+        self.model, self.config = model, model.config
+
+    def hidden(self, tokens):
+        *rest, self.aux = self.model.hidden(tokens)
+        return *rest, self.aux
+
+
+def loss_and_choices(model, batch):
+    watched: Any = Watched(model)
+    loss, weight, metrics = next_token_loss(watched, batch)
+    return loss, weight, metrics | {"experts": weight * jnp.sort(watched.aux["experts"], axis=-1)}
+
+
+def train(steps, config, data, optimizer, initial=None, **sizes):
+    """(losses, experts of every token at every step, initial leaves) of a run on real text."""
+    mesh = make_mesh(**sizes)
+
+    def make():
+        model = make_decoder(config, nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+
+    rules = partition_rules(abstract_model(make)["model"])
+    abstract = abstract_state(make, mesh, rules)
+    state = abstract_train_state(make, abstract)
+    if initial is None:
+        fill = lambda path, x: normal(x) if path.startswith("model/") else np.zeros(x.shape, x.dtype)  # noqa: E731
+        initial = [np.asarray(x) for x in jax.tree.leaves(map_named(fill, abstract))]
+    put = [jax.device_put(x, leaf.sharding) for x, leaf in zip(initial, state.leaves, strict=True)]
+    state = dataclasses.replace(state, leaves=tuple(put))
+    batch = make_batch_fn(load_corpus(data).train, seed=0, config=data, sharding=batch_sharding(mesh, rules.axes))
+    step = make_train_step(loss_and_choices, state, layers=rules.layers)
+    losses, experts = [], []
+    for i in range(steps):
+        state, metrics = step(state, batch(i))
+        losses.append(float(metrics["loss"]))
+        experts.append(np.rint(np.asarray(metrics["experts"])))
+    return np.array(losses), np.array(experts), initial
+
+
+def check_parity(got, reference):
+    """Routing first: a token whose best experts are nearly tied may flip by rounding, which is no mistake of ours."""
+    flipped = [int((a != b).any(-1).sum()) for a, b in zip(got[1], reference[1], strict=True)]
+    assert not any(flipped), f"tokens routed differently, by step: {flipped} of {reference[1][0][..., 0].size}"
+    assert np.max(np.abs(got[0] - reference[0])) <= 5e-5
+    assert reference[0][-1] < reference[0][0] - 0.1  # something was learned, so that equality says something
+
+
+def train_layer(steps, **sizes):
+    """As `train`, of a layer alone that learns a random map by gradient descent: seconds to compile."""
+    mesh = make_mesh(**sizes)
+    graphdef, state = nnx.split(make_moe())
+    state = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, layout_of(make_moe(), mesh)))
+    place = NamedSharding(mesh, NATURAL.resolve(("batch", "sequence")))
+    x, target = (jax.device_put(value, place) for value in (random_tokens(), probe_of(random_tokens())))
+
+    @jax.jit
+    def step(state):
+        def objective(state):
+            y, aux = nnx.merge(graphdef, state)(x)
+            losses = router_losses(jax.tree.map(lambda leaf: leaf[None], aux))
+            return jnp.mean((y - target) ** 2) + 0.01 * losses["load_balance_loss"][0], aux
+
+        (loss, aux), grads = jax.value_and_grad(objective, has_aux=True)(state)
+        return jax.tree.map(lambda w, g: w - 5 * g, state, grads), loss, jnp.sort(aux["experts"], axis=-1)
+
+    losses, experts = [], []
+    with jax.set_mesh(mesh):
+        for _ in range(steps):
+            state, loss, chosen = step(state)
+            losses.append(float(loss))
+            experts.append(np.asarray(chosen))
+    return np.array(losses), np.array(experts)
+
+
+def experts_permuted_on_one_device(x, weights, experts, kernels, apply=moe.apply_experts):
+    here = jax.lax.axis_index("ep") == 1
+    return apply(x, weights, experts, moe.Kernels(*(jnp.where(here, jnp.roll(w, 1, axis=0), w) for w in kernels)))
+
+
+def combine_weights_dropped(x, weights, experts, kernels, apply=moe.apply_experts):
+    return apply(x, jnp.ones_like(weights) / weights.shape[1], experts, kernels)
+
+
+def check_that_mistake_is_noticed(got, reference):
+    with pytest.raises(AssertionError):
+        check_parity(got, reference)
+    assert np.max(np.abs(got[0] - reference[0])) > 5e-4  # by the losses too, not by the routing alone
+    assert np.isfinite(got[0]).all()  # wrong, not broken
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return train_layer(40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"fsdp": 2, "ep": 2, "tp": 2}, {"dp": 2, "ep": 4}], ids=str)
+def test_experts_on_several_devices_train_as_on_one(sizes, reference):
+    check_parity(train_layer(40, **sizes), reference)
+
+
+@pytest.mark.parametrize("mutation", [experts_permuted_on_one_device, combine_weights_dropped])
+def test_a_mistake_is_noticed(mutation, reference, monkeypatch):
+    monkeypatch.setattr(moe, "apply_experts", mutation)
+    check_that_mistake_is_noticed(train_layer(40, ep=2), reference)
+
+
+LARGER = dataclasses.replace(CONFIG, hidden_size=64, num_heads=4, num_kv_heads=4, mlp_size=64)
+LARGER_DATA = DataConfig(sequence_length=64, batch_size=8)
+ADAM = make_optimizer(OptimizerConfig(learning_rate=1e-3, warmup_steps=20, decay_steps=1000))
+
+
+@pytest.fixture(scope="module")
+def larger_reference():
+    return train(40, LARGER, LARGER_DATA, ADAM)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "axes"),
+    [
+        ({"fsdp": 2, "ep": 2, "tp": 2}, NATURAL),
+        ({"fsdp": 2, "ep": 4}, NATURAL),
+        ({"ep": 4, "tp": 2}, REPLICATED),
+        ({"ep": 8}, NATURAL),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_forty_steps_on_every_mesh(sizes, axes, larger_reference):
+    config = dataclasses.replace(LARGER, axes=axes)
+    got = train(40, config, LARGER_DATA, ADAM, larger_reference[2], **sizes)
+    print(f"{sizes}: largest difference {np.max(np.abs(got[0] - larger_reference[0])):.2e}")
+    check_parity(got, larger_reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutation", [experts_permuted_on_one_device, combine_weights_dropped])
+def test_a_mistake_is_noticed_in_a_decoder(mutation, larger_reference, monkeypatch):
+    monkeypatch.setattr(moe, "apply_experts", mutation)
+    check_that_mistake_is_noticed(
+        train(40, LARGER, LARGER_DATA, ADAM, larger_reference[2], fsdp=2, ep=2, tp=2), larger_reference
+    )
