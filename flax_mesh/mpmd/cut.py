@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from jax.extend import core as jex
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.mpmd.jaxprs import Eqn, Program, Var, flops, is_var, variables
+from flax_mesh.mpmd.crossing import cheapest_cut
+from flax_mesh.mpmd.jaxprs import Eqn, Program, Var, bodies, flops, is_var, num_bytes, variables
 
 # Labels of what depends on no layer: on nothing at all, on variables of the model alone, on the batch alone, on both.
 CONSTANT, VARIABLES, DATA, OUTSIDE = -4, -3, -2, -1
@@ -164,12 +165,8 @@ def pieces(
         outputs = [at for at, maker in enumerate(makers) if maker == stage]
         wanted = [v for i in own for v in program.eqns[i].invars] + [program.outputs[at] for at in outputs]
         copies, received = _gather(program, wanted, stages, stage, producer, position)
-        # What can be made again from what crosses anyway, without parameters or matrix products, does not cross.
-        for v in sorted(received, key=lambda v: producer[v], reverse=True):
-            cone = _cheap_cone(program, v, set(received) - {v}, producer, position, is_data)
-            if cone is not None:
-                received.remove(v)
-                copies |= cone
+        received, again = _crossing(program, received, stages, producer, position, is_data)
+        copies |= again
         indices = sorted({*own, *copies})
         used = {v for i in indices for v in variables(program.eqns[i].invars)}
         used |= set(variables(program.outputs[at] for at in outputs))
@@ -267,30 +264,36 @@ def _gather(program, wanted, stages, stage, producer, position) -> tuple[set[int
     return copies, received
 
 
-def _cheap_cone(program, v, have, producer, position, is_data) -> set[int] | None:
-    """Equations that make `v` from the variables `have` and the batch alone, all of them cheap; None: there are none
-    such."""
-    cone: set[int] = set()
-    todo = [v]
-    while todo:
-        atom = todo.pop()
-        if not is_var(atom) or atom in have or atom in program.consts:
-            continue
-        if atom in position:
-            if not is_data[position[atom]]:
-                return None
-            continue
-        eqn = program.eqns[producer[atom]]
+def _crossing(program, wanted, stages, producer, position, is_data) -> tuple[list[Var], set[int]]:
+    """The fewest bytes from which a stage makes what it wants of earlier ones, without parameters or anything
+    expensive; and the equations that it runs for that."""
+
+    def parents(v: Var) -> list[Var] | None:
+        if v in position:
+            return [] if is_data[position[v]] else None
+        eqn = program.eqns[producer[v]]
         if _is_expensive(eqn) or eqn.effects:
             return None
-        if producer[atom] not in cone:
-            cone.add(producer[atom])
-            todo.extend(eqn.invars)
-    return cone
+        return [u for u in variables(eqn.invars) if u not in program.consts]
+
+    def weight(v: Var) -> int | None:
+        return num_bytes(v.aval) if v in producer and stages[producer[v]] >= 0 else None
+
+    chosen = cheapest_cut(wanted, parents, weight)
+    received = [v for i in sorted({producer[v] for v in chosen}) for v in program.eqns[i].outvars if v in chosen]
+    again: set[int] = set()
+    seen, todo = set(received), list(wanted)
+    while todo:
+        v = todo.pop()
+        if v not in seen and v in producer:
+            seen.add(v)
+            again.add(producer[v])
+            todo += variables(program.eqns[producer[v]].invars)
+    return received, again
 
 
 def _is_expensive(eqn: Eqn) -> bool:
-    return eqn.primitive.name in EXPENSIVE
+    return eqn.primitive.name in EXPENSIVE or any(_is_expensive(inner) for body in bodies(eqn) for inner in body.eqns)
 
 
 def _aliased(alias: Mapping[Any, Any], atom: Any) -> Any:

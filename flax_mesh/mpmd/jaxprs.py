@@ -186,6 +186,14 @@ def body(eqn: Eqn) -> Program:
     return _closed(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"])
 
 
+def scan_sizes(eqn: Eqn) -> tuple[int, int]:
+    """How many of the inputs of a scan are constants, and how many after them are carried."""
+    if "ft_in" in eqn.params:  # since JAX 0.11
+        consts, carry, _ = eqn.params["ft_in"].unpack()
+        return len(list(consts)), len(list(carry))
+    return eqn.params["num_consts"], eqn.params["num_carry"]
+
+
 def whole(value: Any) -> Any:
     """The value itself, Chunks put together."""
     return value.whole() if isinstance(value, Chunks) else value
@@ -243,7 +251,7 @@ def _rows(value: Any, like: Chunks) -> list[Any]:
 def _scan_chunks(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
     """One scan for each chunk, the carry handed on; what is scanned over and is not in chunks is sliced."""
     params = dict(eqn.params)
-    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    num_consts, num_carry = scan_sizes(eqn)
     consts = [whole(value) for value in values[:num_consts]]
     carry = [whole(value) for value in values[num_consts : num_consts + num_carry]]
     xs = values[num_consts + num_carry :]

@@ -10,7 +10,20 @@ from typing import Any
 
 import jax
 
-from flax_mesh.mpmd.jaxprs import REMAT, Eqn, Program, Var, body, evaluate, inline, is_var, needed, trace, variables
+from flax_mesh.mpmd.jaxprs import (
+    REMAT,
+    Eqn,
+    Program,
+    Var,
+    body,
+    evaluate,
+    inline,
+    is_var,
+    needed,
+    scan_sizes,
+    trace,
+    variables,
+)
 
 
 def unzip_scans(program: Program, first: Sequence[Any]) -> Program:
@@ -39,7 +52,7 @@ def _gives_both(eqn: Eqn, early: set[Var]) -> bool:
 def _two_scans(eqn: Eqn, values: Sequence[Any], early: Sequence[bool]) -> list[Any]:
     """All outputs of a scan; those that are `early` from a scan that computes nothing of the others."""
     params, inner = eqn.params, inline(body(eqn), lambda inner: inner.primitive.name in REMAT)
-    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    num_consts, num_carry = scan_sizes(eqn)
     consts, carry, xs = (
         list(values[:num_consts]),
         list(values[num_consts : num_consts + num_carry]),

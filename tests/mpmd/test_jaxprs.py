@@ -26,6 +26,7 @@ from flax_mesh.mpmd.jaxprs import (
     is_var,
     needed,
     num_bytes,
+    scan_sizes,
     trace,
     variables,
     whole,
@@ -72,7 +73,7 @@ def test_scan_and_cond_keep_their_parameters():
         lambda w, c, x: lax.scan(lambda carry, x: (carry * w + x, carry), c, x, reverse=True), f32(), f32(), f32(3)
     )
     eqn = only(program, "scan")
-    assert (eqn.params["num_consts"], eqn.params["num_carry"]) == (1, 1)
+    assert scan_sizes(eqn) == (1, 1)
     assert (eqn.params["length"], eqn.params["reverse"]) == (3, True)
     program, _ = trace(lambda x: lax.cond(x > 0, jnp.sin, jnp.cos, x), f32())
     branches = [branch.jaxpr.eqns[0].primitive.name for branch in only(program, "cond").params["branches"]]

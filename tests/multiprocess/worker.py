@@ -268,11 +268,10 @@ def raise_in_stage(action: Any, saved: Any) -> None:
 
 def compiled_stages(pipeline: Pipeline) -> list[int]:
     """Stages of which this process has compiled anything."""
-    built = [stages for stages in pipeline._built.values() if isinstance(stages, list)]
     found = {
         stage.stage
-        for stages in built
-        for stage in stages
+        for made in pipeline._passes.values()
+        for stage in made.stages
         for function in (stage.forward, stage.backward, stage.weights)
         if function._cache_size()  # pyright: ignore[reportFunctionMemberAccess]
     }
