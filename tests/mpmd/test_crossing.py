@@ -92,7 +92,7 @@ def loss_fn(model, batch):
     return jnp.mean(model(batch["x"].astype(jnp.bfloat16)).astype(jnp.float32) ** 2)
 
 
-def split(loss=loss_fn, make=Net, num_stages=2, **options):
+def split(loss=loss_fn, make: Any = Net, num_stages=2, **options):
     batch = {"x": jax.ShapeDtypeStruct((2, 8, 16), jnp.float32)}
     mesh = Mesh(np.array(jax.devices()[:1]), ("dp",))
     return split_stages(loss, lambda: make(nnx.Rngs(0)), batch, num_stages=num_stages, mesh=mesh, **options)
