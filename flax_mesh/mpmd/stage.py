@@ -24,6 +24,7 @@ from flax_mesh.mpmd.forward import (
     trace_forward,
 )
 from flax_mesh.mpmd.jaxprs import Program, Var, num_bytes
+from flax_mesh.sharding.table import bytes_text
 
 
 class StageCut(NamedTuple):
@@ -93,8 +94,10 @@ class StagedModel:
             held = [leaf for leaf, users in zip(self.leaves, self.users, strict=True) if users[0] == k]
             share = sum(self.costs[r] for r in ranks) / max(sum(self.costs), 1)
             what = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}" if names else f"calls {ranks}"
-            lines.append(f"stage {k}: {what}; {sum(map(num_bytes, held)):,} bytes of state; {share:.0%} of the FLOPs")
-            lines += [f"  receives {v.aval.str_short()}, {num_bytes(v.aval):,} bytes" for v in piece.received]
+            lines.append(
+                f"stage {k}: {what}; {bytes_text(sum(map(num_bytes, held)))} of state; {share:.0%} of the FLOPs"
+            )
+            lines += [f"  receives {v.aval.str_short()}, {bytes_text(num_bytes(v.aval))}" for v in piece.received]
         return "\n".join(lines)
 
 

@@ -10,6 +10,7 @@ from flax_mesh.mpmd import CutError
 from flax_mesh.mpmd.placement import MODEL, OPTIMIZER, bytes_of_groups
 from flax_mesh.sharding.explain import Explanation, explain_sharding
 from flax_mesh.sharding.rules import Finding, PartitionRules
+from flax_mesh.sharding.table import bytes_text
 from flax_mesh.train.config import TrainConfig
 from flax_mesh.train.cut import cut_model
 from flax_mesh.train.setup import check_config, check_on_mesh, make_modules, mesh_shape, run_rules, shard_over
@@ -72,8 +73,8 @@ def _stages(config: TrainConfig, explanation: Explanation, mesh: AbstractMesh) -
     return "\n".join(
         [
             f"pipeline: {schedule.name} over {num_groups} groups of this mesh (pp), {schedule.num_microbatches} "
-            "microbatches; what follows is for one group, as if it held all arrays",
-            *(f"group {group} holds {size / 2**20:,.2f} MiB a device" for group, size in enumerate(sizes)),
+            f"microbatch{'es' * (schedule.num_microbatches > 1)}; what follows is for one group, as if it held all arrays",
+            *(f"group {group} holds {bytes_text(size)} a device" for group, size in enumerate(sizes)),
             *stages,
         ]
     ), []

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from flax_mesh.errors import SaveError
 from flax_mesh.sharding import PartitionRules, sharding_fingerprint
+from flax_mesh.sharding.table import bytes_text
 from flax_mesh.state import TrainState
 from flax_mesh.train.batches import BatchFn
 from flax_mesh.train.compiler import options_text, parse_compiler_options
@@ -97,7 +98,7 @@ def describe(run: Run) -> None:
     run.say(f"data: {run.corpus.description}")
     run.say(
         f"model: {run.num_parameters / 1e6:.2f}M parameters in {len(run.parameters)} arrays; "
-        f"with the optimizer {whole / 2**20:.1f} MiB, {shard / 2**20:.1f} MiB a device"
+        f"with the optimizer {bytes_text(whole)}, {bytes_text(shard)} a device"
     )
     if run.program.pipeline is not None:
         for line in str(run.program.pipeline.staged).splitlines():

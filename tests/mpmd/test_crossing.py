@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from jax.sharding import Mesh
 
 from flax_mesh.mpmd import split_stages
 from flax_mesh.mpmd.crossing import cheapest_cut
+from tests.mpmd.test_pipeline import compare, groups
 
 
 @st.composite
@@ -104,6 +106,15 @@ def test_a_stream_in_half_precision_crosses_once_and_in_half_precision(num_stage
     staged = split(num_stages=num_stages)
     received = [[v.aval.str_short() for v in piece.received] for piece in staged.cut(staged.example).pieces]
     assert received == [[], *[["bfloat16[2,8,16]"]] * (num_stages - 1)]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_training_in_half_precision_has_the_numbers_of_one_device(name):
+    """What is made again is what was sent before, and gradients come back in the precision of the stream."""
+    rng = np.random.default_rng(0)
+    batches = [{"x": rng.normal(size=(8, 8, 16)).astype(np.float32)} for _ in range(2)]
+    options = {"name": name, "mesh": groups(pp=4), "rtol": 1e-5}
+    compare(lambda: Net(nnx.Rngs(0)), loss_fn, batches, 4, optax.sgd(0.1), **options)
 
 
 class Wide(nnx.Module):

@@ -201,5 +201,5 @@ def test_the_stages_print():
     assert [line.split(";")[0] for line in str(staged).splitlines()] == [
         "stage 0: layers/0 .. layers/2",
         "stage 1: layers/3",
-        "  receives float32[2,3,8], 192 bytes",
+        "  receives float32[2,3,8], 192 B",
     ]
