@@ -70,10 +70,11 @@ def _stages(config: TrainConfig, explanation: Explanation, mesh: AbstractMesh) -
     leaves = [(part + x.path, x, x.device_bytes) for part, x in zip(parts, explanation.report.leaves, strict=True)]
     sizes = bytes_of_groups(staged, schedule.stage_to_group, leaves)
     stages = str(staged).splitlines()
+    count = schedule.num_microbatches
     return "\n".join(
         [
-            f"pipeline: {schedule.name} over {num_groups} groups of this mesh (pp), {schedule.num_microbatches} "
-            f"microbatch{'es' * (schedule.num_microbatches > 1)}; what follows is for one group, as if it held all arrays",
+            f"pipeline: {schedule.name} over {num_groups} groups of this mesh (pp), {count} "
+            f"microbatch{'es' * (count > 1)}; what follows is for one group, as if it held all arrays",
             *(f"group {group} holds {bytes_text(size)} a device" for group, size in enumerate(sizes)),
             *stages,
         ]
