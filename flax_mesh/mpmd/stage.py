@@ -24,7 +24,7 @@ from flax_mesh.mpmd.forward import (
     trace_forward,
 )
 from flax_mesh.mpmd.jaxprs import Program, Var, num_bytes
-from flax_mesh.sharding.table import bytes_text
+from flax_mesh.sharding.text import bytes_text
 
 
 class StageCut(NamedTuple):

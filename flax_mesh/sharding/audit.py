@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from flax_mesh.axes import PartitionAxis, as_tuple
 from flax_mesh.sharding.rules import Finding, PartitionRules, as_rules, match_leaves, needs_no_rule
-from flax_mesh.sharding.table import bytes_text, group_paths
+from flax_mesh.sharding.text import bytes_text, group_paths
 from flax_mesh.tree import named_leaves
 
 LARGE = 2**24  # bytes from which an array that stays whole on every device is a finding

@@ -16,16 +16,8 @@ from flax_mesh.sharding.optimizer import match_optimizer
 from flax_mesh.sharding.place import ATTRIBUTE, abstract_model, partition_rules
 from flax_mesh.sharding.report import Leaf, ShardingReport, analyze_sharding_strategy
 from flax_mesh.sharding.rules import Finding, PartitionRules, as_rules, needs_no_rule
-from flax_mesh.sharding.table import (
-    array_text,
-    dims_text,
-    group_leaves,
-    mesh_line,
-    report_data,
-    report_text,
-    spec_text,
-    table_text,
-)
+from flax_mesh.sharding.table import array_text, group_leaves, mesh_line, report_data, report_text, spec_text
+from flax_mesh.sharding.text import dims_text, table_text
 from flax_mesh.tree import named_leaves, owner_of
 
 

@@ -13,15 +13,8 @@ from typing import Any
 from flax_mesh.axes import as_tuple
 from flax_mesh.sharding.explain import Explanation
 from flax_mesh.sharding.report import Leaf, ShardingReport
-from flax_mesh.sharding.table import (
-    array_text,
-    bytes_text,
-    dims_text,
-    group_leaves,
-    logical_text,
-    mesh_line,
-    spec_text,
-)
+from flax_mesh.sharding.table import array_text, group_leaves, logical_text, mesh_line, spec_text
+from flax_mesh.sharding.text import bytes_text, dims_text
 
 TEMPLATE = Path(__file__).with_name("page.html")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from flax_mesh.checkpoint.describe import Array, plain
 from flax_mesh.checkpoint.diff import SECTIONS, Difference, mesh_text
-from flax_mesh.sharding.table import SHORT, bytes_text, group_paths, table_text
+from flax_mesh.sharding.text import SHORT, bytes_text, group_paths, table_text
 from flax_mesh.tree import owner_of
 
 SHOWN_METRICS = ("loss", "eval_loss")

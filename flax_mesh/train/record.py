@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from flax_mesh.checkpoint.disk import disk_target, stacked_paths
 from flax_mesh.sharding import PartitionRules
-from flax_mesh.sharding.table import dims_text
+from flax_mesh.sharding.text import dims_text
 from flax_mesh.train.config import TrainConfig, to_lines
 from flax_mesh.train.data import Corpus
 from flax_mesh.train.metrics import Row

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from flax_mesh.errors import SaveError
 from flax_mesh.sharding import PartitionRules, sharding_fingerprint
-from flax_mesh.sharding.table import bytes_text
+from flax_mesh.sharding.text import bytes_text
 from flax_mesh.state import TrainState
 from flax_mesh.train.batches import BatchFn
 from flax_mesh.train.compiler import options_text, parse_compiler_options

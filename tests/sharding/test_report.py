@@ -12,7 +12,8 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import flax_mesh as fm
 from flax_mesh.sharding.page import sharding_page
-from flax_mesh.sharding.table import bytes_text, group_paths, report_data, report_text
+from flax_mesh.sharding.table import report_data, report_text
+from flax_mesh.sharding.text import bytes_text, group_paths
 
 P = PartitionSpec
 MESHES = {"2x2x2": (2, 2, 2), "8x1x1": (8, 1, 1), "1x4x2": (1, 4, 2), "1x1x1": (1, 1, 1)}
