@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from flax_mesh.mpmd.cut import EXPENSIVE, Piece
+from flax_mesh.mpmd.cut import Piece
 from flax_mesh.mpmd.jaxprs import REMAT, Program, Var, inline, needed, trace, variables
+from flax_mesh.mpmd.residuals import fewest_bytes
 from flax_mesh.mpmd.unzip import unzip_scans
-
-# Never computed a second time to save a residual.
-STORED = EXPENSIVE | {"random_bits", "threefry2x32"}
 
 
 class Slice(NamedTuple):
@@ -124,44 +122,20 @@ def _slices(
 ) -> tuple[list[list[int]], list[list[list[Var]]]]:
     """Equations of each slice, and handed[slice][earlier slice], the values that it takes from that one."""
     maker: dict[Var, int] = {}
+    held: set[Var] = set()  # handed to a slice before
     parts, handed = [], []
     for number, outputs in enumerate(wanted):
         free = [i for i, eqn in enumerate(whole.eqns) if not any(v in maker for v in eqn.outvars)]
         kept, live = needed([whole.eqns[i] for i in free], outputs, effects=number == 0)
-        taken = [v for v in live if v in maker]
-        eqns = sorted({*(free[i] for i in kept), *_made_again(whole, taken, num_given)})
+        taken, again = fewest_bytes(whole, [v for v in live if v in maker], num_given, maker, held)
+        eqns = sorted({*(free[i] for i in kept), *again})
         made = {v for i in eqns for v in whole.eqns[i].outvars}
         parts.append(eqns)
-        handed.append([[v for v in taken if v not in made and maker[v] == k] for k in range(number)])
+        handed.append([[v for v in taken if maker[v] == k] for k in range(number)])
+        held |= set(taken)
         if not (recompute and number == 0):
             maker |= {v: number for v in made if v not in maker}
     return parts, handed
-
-
-def _made_again(whole: Program, taken: Sequence[Var], num_given: int) -> set[int]:
-    """Equations that make values of `taken` from the inputs of the piece alone and cheaply: casts of weights, masks.
-
-    These inputs are there in every slice, so that such values need not be kept for every microbatch in flight.
-    """
-    producer = {v: i for i, eqn in enumerate(whole.eqns) for v in eqn.outvars}
-    given = {*whole.inputs[:num_given], *whole.consts}
-    cones: dict[int, set[int] | None] = {}  # equation -> all that it needs; None: not from the given alone
-
-    def cone(at: int) -> set[int] | None:
-        if at not in cones:
-            eqn, found = whole.eqns[at], {at}
-            cones[at] = None
-            if eqn.primitive.name in STORED or eqn.effects:
-                return None
-            for v in variables(eqn.invars):
-                inner = set() if v in given else cone(producer[v]) if v in producer else None
-                if inner is None:
-                    return None
-                found |= inner
-            cones[at] = found
-        return cones[at]
-
-    return set().union(*[cone(producer[v]) or set() for v in taken])
 
 
 def _slice(whole: Program, eqns: Sequence[int], outputs: Sequence[Any], groups: Sequence[Sequence[Var]]) -> Slice:

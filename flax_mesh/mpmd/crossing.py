@@ -1,4 +1,4 @@
-"""What crosses a cut: the fewest bytes from which a stage can make for itself all that it wants of earlier ones.
+"""The lightest set of nodes of a graph from which others can be made: what crosses between stages, what is kept.
 
 A minimum cut of nodes between what is expensive to make and what is wanted (Ford and Fulkerson 1956), found by
 augmenting along shortest paths (Edmonds and Karp 1972). Of several cuts of the same weight it is the one nearest to
@@ -30,6 +30,18 @@ def cheapest_cut(
             residual[b][a] += flow
     before = _reaching_sink(residual)
     return {node for node, side in before - {SINK} if side == "out" and (node, "in") not in before}
+
+
+def to_make(wanted: Iterable[Node], chosen: set[Node], parents: Callable[[Node], Sequence[Node] | None]) -> set[Node]:
+    """All that is made of `chosen`, a set from which the `wanted` can be, on the way to them."""
+    found: set[Node] = set()
+    todo = list(wanted)
+    while todo:
+        node = todo.pop()
+        if node not in chosen and node not in found:
+            found.add(node)
+            todo += parents(node) or ()
+    return found
 
 
 def _network(wanted: list[Any], parents: Callable[..., Any], weight: Callable[..., int | None]) -> Residual:

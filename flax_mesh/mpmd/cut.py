@@ -4,13 +4,13 @@ A parameter of the layer called r-th carries rank r; an equation carries the lar
 that nothing can flow backwards. Stages are ranges of ranks.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend import core as jex
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.mpmd.crossing import cheapest_cut
+from flax_mesh.mpmd.crossing import cheapest_cut, to_make
 from flax_mesh.mpmd.jaxprs import Eqn, Program, Var, bodies, flops, is_var, num_bytes, variables
 
 # Labels of what depends on no layer: on nothing at all, on variables of the model alone, on the batch alone, on both.
@@ -232,7 +232,7 @@ def _first_uses(
     for i in reversed(range(len(settled))):
         eqn = program.eqns[i]
         first = min((use[v] for v in eqn.outvars if v in use), default=None)
-        movable = settled[i] == OUTSIDE or (settled[i] < OUTSIDE and (_is_expensive(eqn) or eqn.effects))
+        movable = settled[i] == OUTSIDE or (settled[i] < OUTSIDE and (is_expensive(eqn) or eqn.effects))
         if movable:
             settled[i] = num_stages - 1 if first is None else first
         here = first if movable else settled[i] if settled[i] >= 0 else first
@@ -272,7 +272,7 @@ def _crossing(program, wanted, stages, producer, position, is_data) -> tuple[lis
         if v in position:
             return [] if is_data[position[v]] else None
         eqn = program.eqns[producer[v]]
-        if _is_expensive(eqn) or eqn.effects:
+        if is_expensive(eqn) or eqn.effects:
             return None
         return [u for u in variables(eqn.invars) if u not in program.consts]
 
@@ -281,19 +281,13 @@ def _crossing(program, wanted, stages, producer, position, is_data) -> tuple[lis
 
     chosen = cheapest_cut(wanted, parents, weight)
     received = [v for i in sorted({producer[v] for v in chosen}) for v in program.eqns[i].outvars if v in chosen]
-    again: set[int] = set()
-    seen, todo = set(received), list(wanted)
-    while todo:
-        v = todo.pop()
-        if v not in seen and v in producer:
-            seen.add(v)
-            again.add(producer[v])
-            todo += variables(program.eqns[producer[v]].invars)
+    again = {producer[v] for v in to_make(wanted, chosen, parents) if v in producer}
     return received, again
 
 
-def _is_expensive(eqn: Eqn) -> bool:
-    return eqn.primitive.name in EXPENSIVE or any(_is_expensive(inner) for body in bodies(eqn) for inner in body.eqns)
+def is_expensive(eqn: Eqn, names: Collection[str] = EXPENSIVE) -> bool:
+    """Whether it is one of `names`, or something inside it is."""
+    return eqn.primitive.name in names or any(is_expensive(e, names) for body in bodies(eqn) for e in body.eqns)
 
 
 def _aliased(alias: Mapping[Any, Any], atom: Any) -> Any:

@@ -108,6 +108,7 @@ class Run:
         if not stage.has_weights:
             self.grads |= {(group, at): g for at, g in zip(stage.trained, grads, strict=True)}
         else:
+            residuals = [x if i in stage.lasting else None for i, x in enumerate(residuals)]
             self.saved[k, microbatch] = (received, residuals, old, (cotangents, carry))
         for i, gradient in zip(stage.floats_in, to_inputs, strict=True):
             v = stage.received[i]

@@ -39,6 +39,7 @@ class StageFunctions(NamedTuple):
     backward: Jitted  # not to be called where there is none: F alone, or B gives all gradients
     weights: Jitted
     has_weights: bool
+    lasting: frozenset[int]  # residuals that W takes too
 
 
 class Pass(NamedTuple):
@@ -92,6 +93,7 @@ def compile_stages(
                 backward=stage_of.backward(grads),
                 weights=stage_of.weights(grads),
                 has_weights=built.weights is not None,
+                lasting=frozenset(built.weights.residuals if built.weights else ()),
             )
         )
     return found

@@ -102,7 +102,7 @@ def test_a_new_run_says_what_it_is(undisturbed):
     assert said[0] == "mesh: uses 2 of the 8 devices here"
     assert said[1] == "mesh: dp:2 on 2 x cpu"
     assert said[2].startswith("data: ") and "squares.txt" in said[2]
-    assert said[3].startswith("model: 0.03M parameters in 2 arrays; with the optimizer 0.4 MiB")
+    assert said[3].startswith("model: 0.03M parameters in 2 arrays; with the optimizer 384 KiB")
     assert said[4:] == [f"run: {result.folder} is new, 12 steps"]
 
 
