@@ -17,6 +17,7 @@ from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.stage import StagedModel
 from flax_mesh.mpmd.update import SHARED
 from flax_mesh.sharding import PartitionRules, abstract_state
+from flax_mesh.sharding.tracing import short_tracer_errors
 from flax_mesh.state import TrainState, TreeDefinition, abstract_train_state
 from flax_mesh.tree import named_leaves, owner_of
 
@@ -122,7 +123,8 @@ def init_leaves(make: Callable[[], Any], placement: Placement, meshes: Mapping[i
             return [cut_rows(values[placement.homes[at].source], placement.homes[at].rows) for at in mine]
 
         there = [moved(placement.homes[at].sharding, meshes[first if group == SHARED else group]) for at in mine]
-        made = jax.jit(leaves, out_shardings=there)()
+        with short_tracer_errors():
+            made = jax.jit(leaves, out_shardings=there)()
         if group == SHARED:
             made = [_copied(x, meshes, first, placement.homes[at].sharding) for at, x in zip(mine, made, strict=True)]
         found |= dict(zip(mine, made, strict=True))

@@ -25,6 +25,7 @@ from flax_mesh.mpmd.forward import (
 )
 from flax_mesh.mpmd.jaxprs import Program, Var, num_bytes
 from flax_mesh.sharding.text import bytes_text
+from flax_mesh.sharding.tracing import short_tracer_errors
 
 
 class StageCut(NamedTuple):
@@ -207,7 +208,7 @@ def _calls_in_order(program: Program, leaves: Sequence[Leaf], layers: Sequence[s
 def _abstract(model: Any) -> tuple[Callable[[], Any], Any]:
     """What makes the module, and the abstract module, of a module or of a function that makes one."""
     if not isinstance(model, nnx.Module):
-        with nnx.use_eager_sharding(False):
+        with nnx.use_eager_sharding(False), short_tracer_errors():
             return model, nnx.eval_shape(model)
     graphdef, state = nnx.split(model)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)

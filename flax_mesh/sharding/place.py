@@ -130,7 +130,8 @@ def init_state(make: Make, abstract: nnx.State) -> nnx.State:
     shardings = [leaf.sharding for leaf in jax.tree.leaves(abstract)]
     if any(isinstance(s.mesh, AbstractMesh) for s in shardings):
         raise ShardingError("init_state needs devices, and the abstract state was made for an AbstractMesh.")
-    leaves = jax.jit(lambda: jax.tree.leaves(nnx.state(_made(make))), out_shardings=shardings)()
+    with short_tracer_errors():
+        leaves = jax.jit(lambda: jax.tree.leaves(nnx.state(_made(make))), out_shardings=shardings)()
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.interpreters import partial_eval
@@ -26,6 +27,7 @@ from flax_mesh.sharding.tracing import short_tracer_errors
 from flax_mesh.train import load_recipe, override
 from flax_mesh.train.explain import abstract_mesh, explain
 from flax_mesh.train.setup import make_optimizer
+from tests.mpmd.test_pipeline import Net, build, net_batch, net_loss
 
 P = PartitionSpec
 ROOT = Path(__file__).parents[2]
@@ -107,6 +109,20 @@ def test_405b_on_4096_devices_is_explained_in_seconds_without_a_backend(scan):
     assert data["parameter_bytes"] == data["gradient_bytes"] == 4 * split
     assert data["optimizer_bytes"] == 8 * split + 3 * 4
     assert data["num_devices"] == 4096
+
+
+def test_models_are_made_in_time_that_grows_with_their_size():
+    """For a pipeline and for its state, and without a pipeline: wherever a model is made within a trace."""
+    tracer, seen = partial_eval.DynamicJaxprTracer, []
+    before = tracer._origin_msg
+
+    def make():
+        seen.append(tracer._origin_msg is before)
+        return Net(nnx.Rngs(0))
+
+    build(make, net_loss, net_batch(4), 2, optax.sgd(1.0)).init_state()
+    fm.init_state(make, fm.abstract_state(make, fm.create_mesh(), [(".*", ())]))
+    assert len(seen) > 3 and not any(seen)
 
 
 def test_tracer_errors_are_short_within_and_as_before_afterwards():
