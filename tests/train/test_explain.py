@@ -27,7 +27,7 @@ from flax_mesh.sharding.tracing import short_tracer_errors
 from flax_mesh.train import load_recipe, override
 from flax_mesh.train.explain import abstract_mesh, explain
 from flax_mesh.train.setup import make_optimizer
-from tests.mpmd.test_pipeline import Net, build, net_batch, net_loss
+from tests.mpmd.test_pipeline import build, make_net, net_batch, net_loss
 
 P = PartitionSpec
 ROOT = Path(__file__).parents[2]
@@ -118,7 +118,7 @@ def test_models_are_made_in_time_that_grows_with_their_size():
 
     def make():
         seen.append(tracer._origin_msg is before)
-        return Net(nnx.Rngs(0))
+        return make_net()
 
     build(make, net_loss, net_batch(4), 2, optax.sgd(1.0)).init_state()
     fm.init_state(make, fm.abstract_state(make, fm.create_mesh(), [(".*", ())]))
