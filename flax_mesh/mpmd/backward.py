@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from flax_mesh.mpmd.cut import Piece
 from flax_mesh.mpmd.jaxprs import REMAT, Program, Var, inline, needed, trace, variables
-from flax_mesh.mpmd.residuals import fewest_bytes
+from flax_mesh.mpmd.residuals import fewest_bytes, find_repeatable
 from flax_mesh.mpmd.unzip import unzip_scans
 
 
@@ -43,12 +43,13 @@ class StageProgram(NamedTuple):
 
 
 def differentiate(
-    program: Program, piece: Piece, trained: Sequence[int], *, recompute: bool = False, split: bool = False
+    program: Program, piece: Piece, trained: Sequence[int], *, residuals: str = "store", split: bool = False
 ) -> StageProgram:
     """F, B and W of a piece of `program`, whose inputs at `trained` are differentiated.
 
-    Output 0 of `program` is the loss: where the piece makes it, its cotangent is 1. `recompute`: B starts from the
-    inputs of the stage, and F hands nothing over. `split`: the gradients of the weights come from W, else from B.
+    Output 0 of `program` is the loss: where the piece makes it, its cotangent is 1. `residuals` is one of
+    RESIDUALS; with "recompute" B starts from the inputs of the stage, and F hands nothing over. `split`: the gradients
+    of the weights come from W, else from B.
     """
     trained = tuple(at for at in piece.inputs if at in set(trained))
     floats_in = tuple(i for i, v in enumerate(piece.received) if _is_float(v))
@@ -61,18 +62,18 @@ def differentiate(
         whole = unzip_scans(whole, whole.outputs[: num_made + len(floats_in)])
     made, grads = whole.outputs[:num_made], whole.outputs[num_made:]
     wanted = [made, grads[: len(floats_in)], grads[len(floats_in) :]] if split else [made, grads]
-    parts, handed = _slices(whole, wanted, recompute, num_given=len(piece.inputs))
-    residuals = variables(v for later in handed[1:] for v in later[0])
+    parts, handed = _slices(whole, wanted, residuals, num_given=len(piece.inputs))
+    from_forward = variables(v for later in handed[1:] for v in later[0])
     carry = variables(handed[2][1]) if split else []
     bounds = (0, len(piece.inputs), len(piece.inputs) + len(piece.received), len(whole.inputs))
-    groups = [*(whole.inputs[a:b] for a, b in pairwise(bounds)), residuals, carry]
+    groups = [*(whole.inputs[a:b] for a, b in pairwise(bounds)), from_forward, carry]
     backward = _slice(whole, parts[1], [*wanted[1], *carry], groups)
     return StageProgram(
         piece=piece,
         trained=trained,
         floats_in=floats_in,
         floats_out=floats_out,
-        forward=_slice(whole, parts[0], [*made, *residuals], groups),
+        forward=_slice(whole, parts[0], [*made, *from_forward], groups),
         backward=backward,
         weights=_slice(whole, parts[2], wanted[2], groups) if split else None,
     )
@@ -118,22 +119,23 @@ def _joint(program: Program, piece: Piece, trained, floats_in, floats_out) -> Pr
 
 
 def _slices(
-    whole: Program, wanted: Sequence[Sequence[Any]], recompute: bool, num_given: int
+    whole: Program, wanted: Sequence[Sequence[Any]], residuals: str, num_given: int
 ) -> tuple[list[list[int]], list[list[list[Var]]]]:
     """Equations of each slice, and handed[slice][earlier slice], the values that it takes from that one."""
     maker: dict[Var, int] = {}
     held: set[Var] = set()  # handed to a slice before
+    repeatable = find_repeatable(whole, num_given, lean=residuals != "store")
     parts, handed = [], []
     for number, outputs in enumerate(wanted):
         free = [i for i, eqn in enumerate(whole.eqns) if not any(v in maker for v in eqn.outvars)]
         kept, live = needed([whole.eqns[i] for i in free], outputs, effects=number == 0)
-        taken, again = fewest_bytes(whole, [v for v in live if v in maker], num_given, maker, held)
+        taken, again = fewest_bytes(whole, [v for v in live if v in maker], repeatable, maker, held)
         eqns = sorted({*(free[i] for i in kept), *again})
         made = {v for i in eqns for v in whole.eqns[i].outvars}
         parts.append(eqns)
         handed.append([[v for v in taken if maker[v] == k] for k in range(number)])
         held |= set(taken)
-        if not (recompute and number == 0):
+        if not (residuals == "recompute" and number == 0):
             maker |= {v: number for v in made if v not in maker}
     return parts, handed
 

@@ -24,6 +24,7 @@ from flax_mesh.mpmd.move import move
 from flax_mesh.mpmd.native import TRANSPORTS, native_of
 from flax_mesh.mpmd.placement import MODEL, Home, chunked, init_leaves, moved, on_all_groups, on_group, place, put_host
 from flax_mesh.mpmd.programs import Pass, compile_stages
+from flax_mesh.mpmd.residuals import RESIDUALS
 from flax_mesh.mpmd.schedules import Action, Schedule, forward_schedule
 from flax_mesh.mpmd.stage import StageCut, StagedModel
 from flax_mesh.mpmd.transfer import copy_to
@@ -44,7 +45,8 @@ class Pipeline:
     annotations); other groups that use it are sent its value in every step. The optimizer runs on these groups, one
     part each; it may look at other leaves through scalars, as the clip of the global norm does.
 
-    `residuals`: "store" what the backward pass needs of the forward pass, or "recompute" it from the inputs of the
+    `residuals`: "store" what the backward pass needs of the forward pass, keep it "lean", so that only what takes
+    matrix products, loops or random bits is stored and the rest made again, or "recompute" it from the inputs of the
     stage. Gradients are summed in float32 at least. `shard_optimizer_over` as in `abstract_state`; `compiler_options`
     go to XLA, as in `jax.jit`.
 
@@ -65,7 +67,7 @@ class Pipeline:
         axes: PartitionAxis | None = None,
         seed: int = 0,
         learning_rate: optax.Schedule | None = None,
-        residuals: Literal["store", "recompute"] = "store",
+        residuals: Literal["store", "lean", "recompute"] = "store",
         shard_optimizer_over: str | tuple[str, ...] = (),
         compiler_options: Mapping[str, Any] | None = None,
         transport: Literal["auto", "server", "native"] = "auto",
@@ -77,7 +79,7 @@ class Pipeline:
         self.staged, self.mesh, self.schedule, self.optimizer = staged, mesh, schedule, optimizer
         self.seed, self.learning_rate = seed, learning_rate
         self.options = dict(compiler_options) if compiler_options else None
-        self.recompute = residuals == "recompute" or staged.recompute
+        self.residuals = "recompute" if staged.recompute else residuals
         self.groups = mesh.unstack
         self.group_of = schedule.stage_to_group
         if rules is None and math.prod(mesh.jax_mesh.devices.shape) == mesh.mpmd_dim:
@@ -181,7 +183,7 @@ class Pipeline:
             shardings,
             [leaf.trained for leaf in self.staged.leaves],
             train=train,
-            recompute=self.recompute,
+            residuals=self.residuals,
             split=self.schedule.splits_backward,
             options=self.options,
         )
@@ -313,8 +315,8 @@ def _check(staged: StagedModel, mesh: MpmdMesh, schedule: Schedule, residuals: s
             f"schedule {schedule.name} has {schedule.num_stages} stages, the model is cut into {staged.num_stages}; "
             f"use split_stages(num_stages={schedule.num_stages})"
         )
-    if residuals not in ("store", "recompute"):
-        problems.append(f"residuals must be 'store' or 'recompute', got {residuals!r}")
+    if residuals not in RESIDUALS:
+        problems.append(f"residuals must be one of {', '.join(map(repr, RESIDUALS))}, got {residuals!r}")
     if transport not in TRANSPORTS:
         problems.append(f"transport must be one of {', '.join(map(repr, TRANSPORTS))}, got {transport!r}")
     if problems:

@@ -9,24 +9,30 @@ from typing import Any
 
 from flax_mesh.mpmd.crossing import cheapest_cut, to_make
 from flax_mesh.mpmd.cut import EXPENSIVE, is_expensive
-from flax_mesh.mpmd.jaxprs import ELEMENTWISE, Eqn, Program, Var, num_bytes, variables
+from flax_mesh.mpmd.jaxprs import ELEMENTWISE, Program, Var, num_bytes, variables
 
+# "store": what is as good as free to make again is; "lean": all that is cheap; "recompute": B starts from the inputs.
+RESIDUALS = ("store", "lean", "recompute")
 STORED = EXPENSIVE | {"random_bits", "threefry2x32"}
 CONSTRAINT = "sharding_constraint"
+# At most one instruction an element: no function such as exp, no division, no sum.
+FREE = frozenset(
+    """abs add add_any and broadcast_in_dim ceil clamp concatenate convert_element_type copy eq expand_dims floor ge gt
+    iota is_finite le lt max min mul ne neg not or pad real reduce_precision reshape rev round select_n
+    sharding_constraint sign slice split square squeeze stop_gradient sub transpose xor""".split()  # noqa: SIM905
+)
 
 
 def fewest_bytes(
-    whole: Program, taken: Sequence[Var], num_given: int, maker: Mapping[Var, int], held: set[Var]
+    whole: Program, taken: Sequence[Var], repeatable: set[int], maker: Mapping[Var, int], held: set[Var]
 ) -> tuple[list[Var], set[int]]:
     """What a slice of `whole` takes of earlier ones to have `taken`, and the equations that it runs again for it.
 
     The inputs of the stage are there in every slice, so that casts of weights, masks and what follows from the inputs
-    cheaply need not be kept for every microbatch in flight. The first `num_given` are leaves and the batch. `maker`
-    has the slice that makes each value, `held` what a slice before takes: another value of slice 0 is kept twice as
-    long as one of those.
+    freely need not be kept for every microbatch in flight. `maker` has the slice that makes each value, `held` what a
+    slice before takes: another value of slice 0 is kept twice as long as one of those.
     """
     producer = {v: i for i, eqn in enumerate(whole.eqns) for v in eqn.outvars}
-    repeatable = _repeatable(whole, num_given)
 
     def parents(v: Var) -> list[Var] | None:
         if v not in producer:
@@ -42,17 +48,19 @@ def fewest_bytes(
     return [v for i in sorted({producer[v] for v in chosen}) for v in whole.eqns[i].outvars if v in chosen], again
 
 
-def _repeatable(whole: Program, num_given: int) -> set[int]:
-    """Equations that are cheap. One that changes a layout that is known is not: devices exchange something for it, as
-    they do anyway for leaves and the batch."""
+def find_repeatable(whole: Program, num_given: int, *, lean: bool) -> set[int]:
+    """Equations that a later slice may run again: free ones, and cheap ones if `lean`, or if they follow from the first
+    `num_given` inputs alone, leaves and the batch. One that changes a layout that is known is neither: devices exchange
+    something for it, as they do anyway for leaves and the batch."""
     found: set[int] = set()
     given = {*whole.inputs[:num_given], *whole.consts}  # and what follows from them
     layouts: dict[Var, Any] = {}
     for i, eqn in enumerate(whole.eqns):
-        inputs = variables(eqn.invars)
+        inputs, name = variables(eqn.invars), eqn.primitive.name
         is_given, layout = given.issuperset(inputs), _layout(eqn, layouts)
-        moves = eqn.primitive.name == CONSTRAINT and layouts.get(inputs[0], layout) != layout and not is_given
-        if not (moves or eqn.effects or is_expensive(eqn, STORED)):
+        moves = name == CONSTRAINT and layouts.get(inputs[0], layout) != layout
+        may = is_given or (not moves and (lean or name in FREE))
+        if may and not eqn.effects and not is_expensive(eqn, STORED):
             found.add(i)
             given |= set(eqn.outvars) if is_given else set()
         if layout is not None:
@@ -60,7 +68,7 @@ def _repeatable(whole: Program, num_given: int) -> set[int]:
     return found
 
 
-def _layout(eqn: Eqn, layouts: Mapping[Var, Any]) -> Any:
+def _layout(eqn: Any, layouts: Mapping[Var, Any]) -> Any:
     """The sharding of the result of an equation, as far as constraints say; else None."""
     if eqn.primitive.name == CONSTRAINT:
         return eqn.params["sharding"]

@@ -33,7 +33,8 @@ class PipelineConfig:
 
     The rest is for pp > 1. `schedule`: a name of docs/schedules.md. `cut`: "flops" (the heaviest stage is as light as
     can be), "count" (of layers), or the first layer of every stage but the first, "2,5". `virtual`: stages a group,
-    none for what the schedule is made for. `residuals`: "store" what the backward pass needs, or "recompute" it.
+    none for what the schedule is made for. `residuals`: "store" what the backward pass needs, keep it "lean" by
+    making again what is cheap, or "recompute" it all.
     `transport` between processes: "server" (JAX's transfer server), "native" (`jax.device_put`), or "auto".
     """
 

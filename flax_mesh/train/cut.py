@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd import Schedule, StagedModel, make_schedule, split_stages
 from flax_mesh.mpmd.native import TRANSPORTS
+from flax_mesh.mpmd.residuals import RESIDUALS
 from flax_mesh.train.config import PipelineConfig, TrainConfig
 
 
@@ -58,8 +59,8 @@ def check_pipeline(config: PipelineConfig, num_groups: int) -> list[str]:
         parse_cut(config.cut)
     except ConfigError as error:
         found.append(str(error))
-    if config.residuals not in ("store", "recompute"):
-        found.append(f"pipeline.residuals must be store or recompute, got {config.residuals!r}")
+    if config.residuals not in RESIDUALS:
+        found.append(f"pipeline.residuals must be one of {', '.join(RESIDUALS)}, got {config.residuals!r}")
     if config.transport not in TRANSPORTS:
         found.append(f"pipeline.transport must be one of {', '.join(TRANSPORTS)}, got {config.transport!r}")
     if num_groups > 1 and config.microbatches >= 1:

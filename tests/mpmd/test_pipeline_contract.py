@@ -145,7 +145,7 @@ BAD = {
     "residuals": (
         lambda p: Pipeline(p.staged, p.mesh, p.schedule, PLAIN_SGD, residuals="keep"),  # pyright: ignore[reportArgumentType]
         ConfigError,
-        "residuals must be 'store' or 'recompute', got 'keep'",
+        "residuals must be one of 'store', 'lean', 'recompute', got 'keep'",
     ),
     "pp in a spec": (
         lambda p: Pipeline(p.staged, p.mesh, p.schedule, PLAIN_SGD, rules=[(".*", jax.sharding.PartitionSpec("pp"))]),

@@ -328,7 +328,7 @@ def test_a_recipe_must_be_python(tmp_path):
         ("optimizer.shard_over=dp,data", "optimizer.shard_over: 'data' is no mesh axis; use some of dp, fsdp, ep"),
         ("mesh.shape=pp:-1", "mesh.shape=pp:-1 leaves pp to the number of devices; give it a size"),
         ("pipeline.cut=2;3", "pipeline.cut must be flops, count, or the first layer of every stage but the first"),
-        ("pipeline.residuals=keep", "pipeline.residuals must be store or recompute, got 'keep'"),
+        ("pipeline.residuals=keep", "pipeline.residuals must be one of store, lean, recompute, got 'keep'"),
         ("pipeline.transport=nccl", "pipeline.transport must be one of auto, server, native, got 'nccl'"),
         ("mesh.shape=dp:two", r"mesh.shape: .*'dp:two' is malformed"),
         ("mesh.shape=dp:-1,tp:-1", r"mesh.shape: .*only one size can be -1"),
