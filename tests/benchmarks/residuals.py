@@ -5,6 +5,7 @@ over, for one microbatch of all stages, and a step over that of a pipeline that 
 time of the process: medians of the ratios in rounds, in which all take a step, in an order drawn anew.
 
     python -m tests.benchmarks residuals [--layers 8] [--width 256] [--sequence 256] [--steps 15]
+        [--dtypes float32,bfloat16]
 """
 
 import argparse
@@ -16,7 +17,6 @@ from typing import Any
 from unittest.mock import patch
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -96,13 +96,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks residuals")
     for name, default in (("layers", 8), ("width", 256), ("sequence", 256), ("steps", 15)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--dtypes", default="float32,bfloat16")
     given = parser.parse_args(arguments)
     use_cpu()
     sizes: dict[str, Any] = {"vocab_size": 256, "hidden_size": given.width, "mlp_size": 3 * given.width}
     heads: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 4, "head_dim": given.width // 8}
     rows = []
-    for dtype in (jnp.float32, jnp.bfloat16):
-        config = DecoderConfig(**sizes, **heads, num_layers=given.layers, dtype=jnp.dtype(dtype).name)
+    for dtype in given.dtypes.split(","):
+        config = DecoderConfig(**sizes, **heads, num_layers=given.layers, dtype=dtype)
         rows += measure(config, given.sequence, given.steps)
     print_table(rows)
     print_json("residuals", arguments, rows=rows)
