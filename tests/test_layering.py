@@ -5,11 +5,10 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "flax_mesh"
 FLOORS = (
-    ("axes", "errors", "tree"),
+    ("axes", "errors", "hardware", "jax_compat", "svg", "text", "tree"),
     ("mesh", "processes"),
     ("sharding",),
-    ("state",),
-    ("loss",),
+    ("step",),
     ("mpmd",),
     ("checkpoint",),
     ("models", "train"),
@@ -17,9 +16,9 @@ FLOORS = (
     ("cli",),
 )
 RANK = {name: rank for rank, names in enumerate(FLOORS) for name in names}
-WITHOUT_JAX = ("mesh/topology.py", "mpmd/schedules.py", "mpmd/simulate.py")
+WITHOUT_JAX = ("mesh/torus/torus.py", "mpmd/schedules/schedule.py", "mpmd/schedules/simulate.py")
 WHERE_USED = {"orbax", "tensorstore", "rich", "xxhash"}  # heavy or optional: imported inside functions
-HEAVY = "flax_mesh.checkpoint.handler"  # subclasses of Orbax's: imports it at its head, and is itself such an import
+HEAVY = "flax_mesh.checkpoint.orbax"  # subclasses of Orbax's: imports it at its head, and is itself such an import
 JAX_WORLD = {"jax", "jaxlib", "flax", "optax"}
 
 

@@ -1,11 +1,13 @@
-from flax_mesh.checkpoint.convert import Name as Name
-from flax_mesh.checkpoint.convert import load_safetensors as load_safetensors
-from flax_mesh.checkpoint.convert import save_safetensors as save_safetensors
-from flax_mesh.checkpoint.fill import Filled as Filled
-from flax_mesh.checkpoint.huggingface import DECODER_NAMES as DECODER_NAMES
-from flax_mesh.checkpoint.huggingface import decoder_settings as decoder_settings
-from flax_mesh.checkpoint.huggingface import huggingface_config as huggingface_config
-from flax_mesh.checkpoint.huggingface import read_config as read_config
-from flax_mesh.checkpoint.keep import Keep as Keep
-from flax_mesh.checkpoint.manager import Checkpointer as Checkpointer
-from flax_mesh.checkpoint.safetensors import open_safetensors as open_safetensors
+"""Checkpoints of one layout-free state, and other forms of its parameters."""
+
+from flax_mesh.checkpoint.checkpointer import Checkpointer as Checkpointer
+from flax_mesh.checkpoint.hf.convert import Name as Name
+from flax_mesh.checkpoint.hf.convert import load_safetensors as load_safetensors
+from flax_mesh.checkpoint.hf.convert import save_safetensors as save_safetensors
+from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES as DECODER_NAMES
+from flax_mesh.checkpoint.hf.decoders import decoder_settings as decoder_settings
+from flax_mesh.checkpoint.hf.decoders import huggingface_config as huggingface_config
+from flax_mesh.checkpoint.hf.decoders import read_config as read_config
+from flax_mesh.checkpoint.hf.safetensors import open_safetensors as open_safetensors
+from flax_mesh.checkpoint.retention import Keep as Keep
+from flax_mesh.checkpoint.warm_start import Filled as Filled

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mesh.checkpoint.describe import Array, mesh_of
-from flax_mesh.checkpoint.disk import text_of
+from flax_mesh.checkpoint.layout import text_of
+from flax_mesh.checkpoint.read import Array, mesh_of
 
 READ_BYTES = 2**27  # of arrays of each of two checkpoints that are in memory at a time, or the largest array
 COMPARED = 2**22  # elements of two arrays that are compared at a time, as float64
@@ -70,7 +70,7 @@ def value_differences(a: Path, b: Path, arrays: Sequence[Array]) -> dict[str, fl
 
 def read_batch(step: Path, batch: Sequence[Array]) -> dict[str, np.ndarray]:
     """path -> value of some arrays of a step, of the dtypes that `batch` says."""
-    from flax_mesh.checkpoint.handler import read_arrays
+    from flax_mesh.checkpoint.orbax import read_arrays
 
     host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     target = {one.path: jax.ShapeDtypeStruct(one.shape, jnp.dtype(one.dtype), sharding=host) for one in batch}

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from flax_mesh.checkpoint.integrity import CHECKSUMS, MARKERS, find_damage
+from flax_mesh.checkpoint.checksums import CHECKSUMS, MARKERS, find_damage
 from flax_mesh.errors import ConfigError, DamageError
 
 CHECKPOINTS = "checkpoints"  # below a run folder

@@ -21,8 +21,8 @@ from flax_mesh.mesh.create import (
 from flax_mesh.mesh.describe import describe_mesh
 from flax_mesh.mesh.device_mesh import create_device_mesh, create_hybrid_device_mesh
 from flax_mesh.mesh.draw import draw_mesh_svg
-from flax_mesh.mesh.granules import SlowNetworkWarning
 from flax_mesh.mesh.shape import parse_mesh_shape
+from flax_mesh.mesh.slices import SlowNetworkWarning
 
 __all__ = [
     "NoMeshError",

@@ -13,7 +13,6 @@ from jax.extend.backend import get_backend
 from jax.sharding import AxisType, Mesh
 
 from flax_mesh.mesh.device_mesh import create_device_mesh, hybrid_mesh_of
-from flax_mesh.mesh.granules import find_granules, resolve_dcn_dims
 from flax_mesh.mesh.shape import (
     DEFAULT_AXIS_DIMS,
     DEFAULT_AXIS_NAMES,
@@ -22,6 +21,7 @@ from flax_mesh.mesh.shape import (
     resolve_dims,
     split_between_hosts,
 )
+from flax_mesh.mesh.slices import find_granules, resolve_dcn_dims
 
 AxisTypes: TypeAlias = AxisType | str | Sequence[AxisType | str] | None
 NUM_SLICES_VARIABLE = "MEGASCALE_NUM_SLICES"  # set by multislice TPU runs; the one variable that the library reads

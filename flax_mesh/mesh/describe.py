@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from flax_mesh.mesh.cost import (
+from flax_mesh.mesh.shape import format_shape
+from flax_mesh.mesh.slices import find_granules
+from flax_mesh.mesh.torus.assign import (
     DEFAULT_BYTES,
     assignment_cost,
     axis_phases,
@@ -15,9 +17,7 @@ from flax_mesh.mesh.cost import (
     is_better,
     strides_of,
 )
-from flax_mesh.mesh.granules import find_granules
-from flax_mesh.mesh.shape import format_shape
-from flax_mesh.mesh.topology import (
+from flax_mesh.mesh.torus.torus import (
     Assignment,
     Torus,
     arrange,

@@ -1,3 +1,5 @@
+"""Models: a decoder-only language model, dense or with a mixture of experts."""
+
 from flax_mesh.models.decoder import Decoder as Decoder
 from flax_mesh.models.decoder import DecoderConfig as DecoderConfig
 from flax_mesh.models.decoder import flops_per_token as flops_per_token

@@ -8,15 +8,15 @@ from flax_mesh.mpmd.array import (
     is_fully_remote_sharding,
     is_local_device,
 )
-from flax_mesh.mpmd.chain import chain_stages
-from flax_mesh.mpmd.cut import CutError
 from flax_mesh.mpmd.jit import jit
 from flax_mesh.mpmd.mesh import MpmdMesh, current_mpmd_mesh
-from flax_mesh.mpmd.pipeline import Pipeline
-from flax_mesh.mpmd.schedules import Action, Schedule, forward_schedule, make_schedule
-from flax_mesh.mpmd.stage import StagedModel, split_stages
-from flax_mesh.mpmd.timeline import Timeline, measure_costs, trace_step, write_timeline
-from flax_mesh.mpmd.transfer import device_put
+from flax_mesh.mpmd.runtime.pipeline import Pipeline
+from flax_mesh.mpmd.runtime.profile import Timeline, measure_costs, trace_step, write_timeline
+from flax_mesh.mpmd.schedules.schedule import Action, Schedule, forward_schedule, make_schedule
+from flax_mesh.mpmd.split.assign import CutError
+from flax_mesh.mpmd.split.chain import chain_stages
+from flax_mesh.mpmd.split.split import StagedModel, split_stages
+from flax_mesh.mpmd.transport.device_put import device_put
 
 __all__ = [
     "Action",

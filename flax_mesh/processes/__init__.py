@@ -3,7 +3,7 @@
 from flax_mesh.processes.agree import agree, from_first, stop_together
 from flax_mesh.processes.start import Processes, parse_processes, start_processes
 from flax_mesh.processes.store import get_text, put_text, try_get_text
-from flax_mesh.processes.watch import Watch
+from flax_mesh.processes.watchdog import Watch
 
 __all__ = [
     "Processes",

@@ -1,6 +1,10 @@
-from flax_mesh.state import TrainState as TrainState
-from flax_mesh.state import abstract_train_state as abstract_train_state
-from flax_mesh.state import init_train_state as init_train_state
+"""Training from recipes: configuration, data, the loop and the run folder."""
+
+from flax_mesh.step.state import TrainState as TrainState
+from flax_mesh.step.state import abstract_train_state as abstract_train_state
+from flax_mesh.step.state import init_train_state as init_train_state
+from flax_mesh.step.step import make_eval_step as make_eval_step
+from flax_mesh.step.step import make_train_step as make_train_step
 from flax_mesh.train.config import CheckpointConfig as CheckpointConfig
 from flax_mesh.train.config import MeshConfig as MeshConfig
 from flax_mesh.train.config import OptimizerConfig as OptimizerConfig
@@ -10,8 +14,6 @@ from flax_mesh.train.config import TrainConfig as TrainConfig
 from flax_mesh.train.config import load_recipe as load_recipe
 from flax_mesh.train.config import override as override
 from flax_mesh.train.config import to_lines as to_lines
-from flax_mesh.train.data import DataConfig as DataConfig
+from flax_mesh.train.data.data import DataConfig as DataConfig
 from flax_mesh.train.loop import Result as Result
 from flax_mesh.train.loop import train as train
-from flax_mesh.train.step import make_eval_step as make_eval_step
-from flax_mesh.train.step import make_train_step as make_train_step

@@ -15,7 +15,7 @@ import jax
 from flax import nnx
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.train.data import DataConfig
+from flax_mesh.train.data.data import DataConfig
 
 SAME_RESULT = {"changes_result": False}  # fields that may differ when a run is resumed
 

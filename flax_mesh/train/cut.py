@@ -10,8 +10,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd import Schedule, StagedModel, make_schedule, split_stages
-from flax_mesh.mpmd.native import TRANSPORTS
-from flax_mesh.mpmd.residuals import RESIDUALS
+from flax_mesh.mpmd.split.remat import RESIDUALS
+from flax_mesh.mpmd.transport.ordered import TRANSPORTS
 from flax_mesh.train.config import PipelineConfig, TrainConfig
 
 

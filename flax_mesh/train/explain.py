@@ -7,13 +7,13 @@ from jax.sharding import AbstractMesh
 from flax_mesh.errors import ConfigError
 from flax_mesh.mesh.shape import resolve_dims
 from flax_mesh.mpmd import CutError
-from flax_mesh.mpmd.placement import MODEL, OPTIMIZER, bytes_of_groups
-from flax_mesh.sharding.explain import Explanation, explain_sharding
+from flax_mesh.mpmd.runtime.placement import MODEL, OPTIMIZER, bytes_of_groups
+from flax_mesh.sharding.report.explain import Explanation, explain_sharding
 from flax_mesh.sharding.rules import Finding, PartitionRules
-from flax_mesh.sharding.text import bytes_text
+from flax_mesh.text import bytes_text
+from flax_mesh.train.checks import check_config, check_on_mesh, make_modules, mesh_shape, run_rules, shard_over
 from flax_mesh.train.config import TrainConfig
 from flax_mesh.train.cut import cut_model
-from flax_mesh.train.setup import check_config, check_on_mesh, make_modules, mesh_shape, run_rules, shard_over
 
 
 def explain(config: TrainConfig) -> Explanation:

@@ -16,22 +16,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from flax_mesh.checkpoint import Checkpointer, Keep
 from flax_mesh.checkpoint.find import CHECKPOINTS
 from flax_mesh.errors import ConfigError, SaveError
-from flax_mesh.mpmd.simulate import simulate
-from flax_mesh.mpmd.timeline import costs_of, trace_step, write_timeline
+from flax_mesh.mpmd.runtime.profile import costs_of, trace_step, write_timeline
+from flax_mesh.mpmd.schedules.simulate import simulate
 from flax_mesh.processes import Watch, stop_together
 from flax_mesh.sharding import PartitionRules
-from flax_mesh.state import TrainState
-from flax_mesh.train.batches import make_batch_fn, make_eval_fn, num_eval_batches, prefetch
-from flax_mesh.train.compiler import check_compiler_options, parse_compiler_options
-from flax_mesh.train.config import Change, CheckpointConfig, TrainConfig
-from flax_mesh.train.data import Corpus, decode, load_corpus
-from flax_mesh.train.folder import check_resume
-from flax_mesh.train.metrics import Row
-from flax_mesh.train.program import TrainProgram, train_program
-from flax_mesh.train.record import layout_changes
-from flax_mesh.train.rows import Rows
-from flax_mesh.train.run import Functions, Run, Say, describe, go_on_or_raise
-from flax_mesh.train.setup import (
+from flax_mesh.step.state import TrainState
+from flax_mesh.step.step import in_mesh
+from flax_mesh.train.build import TrainProgram, train_program
+from flax_mesh.train.checks import (
     batch_sharding,
     check_config,
     check_on_corpus,
@@ -39,8 +31,15 @@ from flax_mesh.train.setup import (
     make_mesh,
     run_rules,
 )
-from flax_mesh.train.start import start_from
-from flax_mesh.train.step import in_mesh
+from flax_mesh.train.compiler import check_compiler_options, parse_compiler_options
+from flax_mesh.train.config import Change, CheckpointConfig, TrainConfig
+from flax_mesh.train.data.batches import make_batch_fn, make_eval_fn, num_eval_batches, prefetch
+from flax_mesh.train.data.data import Corpus, decode, load_corpus
+from flax_mesh.train.metadata import layout_changes
+from flax_mesh.train.metrics import Row
+from flax_mesh.train.rows import Rows
+from flax_mesh.train.run import Functions, Run, Say, describe, go_on_or_raise
+from flax_mesh.train.run_folder import check_resume
 from flax_mesh.train.together import (
     check_agreement,
     folder_of_run,
@@ -49,6 +48,7 @@ from flax_mesh.train.together import (
     watch_pipeline,
     write_config_once,
 )
+from flax_mesh.train.warm_start import start_from
 
 TRACED = 2  # steps before the one that --trace shows: they compile
 

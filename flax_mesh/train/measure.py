@@ -5,11 +5,11 @@ from typing import NamedTuple
 import numpy as np
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.mpmd.simulate import StageCost
-from flax_mesh.mpmd.timeline import measure_costs, with_split_backward
+from flax_mesh.mpmd.runtime.profile import measure_costs, with_split_backward
+from flax_mesh.mpmd.schedules.simulate import StageCost
+from flax_mesh.train.build import recipe_pipeline
+from flax_mesh.train.checks import check_config, check_on_mesh, make_mesh, run_rules
 from flax_mesh.train.config import TrainConfig
-from flax_mesh.train.program import recipe_pipeline
-from flax_mesh.train.setup import check_config, check_on_mesh, make_mesh, run_rules
 
 
 class Measured(NamedTuple):

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 
 from flax_mesh.errors import SaveError
-from flax_mesh.train.folder import METRICS
 from flax_mesh.train.metrics import MetricsFile, Row, step_row
 from flax_mesh.train.run import Run, go_on_or_raise
+from flax_mesh.train.run_folder import METRICS
 from flax_mesh.train.together import is_first
 
 

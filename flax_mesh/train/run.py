@@ -14,16 +14,16 @@ from jax.sharding import Mesh
 
 from flax_mesh.errors import SaveError
 from flax_mesh.sharding import PartitionRules, sharding_fingerprint
-from flax_mesh.sharding.text import bytes_text
-from flax_mesh.state import TrainState
-from flax_mesh.train.batches import BatchFn
+from flax_mesh.step.state import TrainState
+from flax_mesh.step.step import Step
+from flax_mesh.text import bytes_text
+from flax_mesh.train.build import TrainProgram
 from flax_mesh.train.compiler import options_text, parse_compiler_options
 from flax_mesh.train.config import TrainConfig
-from flax_mesh.train.data import Corpus
+from flax_mesh.train.data.batches import BatchFn
+from flax_mesh.train.data.data import Corpus
+from flax_mesh.train.metadata import layout_of, record
 from flax_mesh.train.metrics import Row
-from flax_mesh.train.program import TrainProgram
-from flax_mesh.train.record import layout_of, record
-from flax_mesh.train.step import Step
 
 Say = Callable[[str], None]
 

@@ -10,9 +10,9 @@ import jax
 
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.processes import Watch, agree, from_first
+from flax_mesh.train.build import TrainProgram
 from flax_mesh.train.config import TrainConfig
-from flax_mesh.train.folder import next_free, run_folder, write_config
-from flax_mesh.train.program import TrainProgram
+from flax_mesh.train.run_folder import next_free, run_folder, write_config
 
 
 def is_first() -> bool:

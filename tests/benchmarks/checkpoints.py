@@ -142,7 +142,7 @@ def timed(start: Callable[[], Any], finish: Callable[[], Any]) -> dict[str, floa
 
 def checksums(step: Path) -> dict[str, float]:
     """Seconds to compute and write them once more, the files being where the save has left them."""
-    from flax_mesh.checkpoint.integrity import write_checksums
+    from flax_mesh.checkpoint.checksums import write_checksums
 
     began = time.perf_counter()
     write_checksums(step)

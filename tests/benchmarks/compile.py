@@ -37,7 +37,7 @@ from flax import nnx
 from flax_mesh import abstract_state, create_mesh
 from flax_mesh.models import DecoderConfig, make_decoder
 from flax_mesh.models.decoder import next_token_loss
-from flax_mesh.state import abstract_train_state
+from flax_mesh.step.state import abstract_train_state
 from flax_mesh.train import make_train_step
 from tests.benchmarks._report import print_json, print_table, use_cpu
 from tests.benchmarks.step import plain_step

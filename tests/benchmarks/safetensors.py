@@ -20,9 +20,9 @@ import numpy as np
 from flax import nnx
 
 from flax_mesh import abstract_state, create_mesh
-from flax_mesh.checkpoint.convert import load_safetensors, save_safetensors
-from flax_mesh.checkpoint.huggingface import DECODER_NAMES
-from flax_mesh.checkpoint.safetensors import WHOLE
+from flax_mesh.checkpoint.hf.convert import load_safetensors, save_safetensors
+from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES
+from flax_mesh.checkpoint.hf.safetensors import WHOLE
 from flax_mesh.models import DecoderConfig, make_decoder
 from tests.benchmarks._report import print_json, print_table, use_cpu
 

@@ -1,7 +1,8 @@
 """Schedules found for uneven stages, against a lower bound and the best named schedule.
 
 100 seeded cost sets: 2 to 8 stages, 1 to 32 microbatches, memory for 1 microbatch up to twice as many as there are
-stages, transfers of up to half a forward. Prints how far each schedule is from a lower bound (flax_mesh.mpmd.bounds)
+stages, transfers of up to half a forward. Prints how far each schedule is from a lower bound
+(flax_mesh.mpmd.schedules.lower_bound)
 and how much faster it is than the best named schedule that fits the memory.
 
     python -m tests.benchmarks schedules [--seconds 5] [--cases 100]
@@ -14,9 +15,9 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from flax_mesh.mpmd.check import check_schedule
-from flax_mesh.mpmd.search import search_schedule
-from flax_mesh.mpmd.simulate import StageCost
+from flax_mesh.mpmd.schedules.search import search_schedule
+from flax_mesh.mpmd.schedules.simulate import StageCost
+from flax_mesh.mpmd.schedules.validate import check_schedule
 from tests.benchmarks._report import print_json
 
 

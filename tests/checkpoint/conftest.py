@@ -10,8 +10,8 @@ from flax_mesh import named_leaves
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.cli import main
 from flax_mesh.sharding import sharding_fingerprint
-from flax_mesh.train.data import Corpus
-from flax_mesh.train.record import layout_of, record
+from flax_mesh.train.data.data import Corpus
+from flax_mesh.train.metadata import layout_of, record
 from tests.checkpoint.small_decoder import RECIPE, changed, program_of
 
 

@@ -9,8 +9,8 @@ import numpy as np
 from flax_mesh import named_leaves
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.train import DataConfig, MeshConfig, RunConfig, TrainConfig, load_recipe, override
-from flax_mesh.train.program import train_program
-from flax_mesh.train.setup import make_mesh, run_rules
+from flax_mesh.train.build import train_program
+from flax_mesh.train.checks import make_mesh, run_rules
 
 RECIPE = __file__
 CHANGED = "model/layers/1/mlp/up/kernel"

@@ -14,15 +14,16 @@ import pytest
 from flax_mesh import named_leaves
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.find import find_whole
-from flax_mesh.checkpoint.safetensors import open_safetensors
-from flax_mesh.cli import DONE, FAILED, FINDINGS, main
+from flax_mesh.checkpoint.hf.safetensors import open_safetensors
+from flax_mesh.cli import main
+from flax_mesh.cli.main import DONE, FAILED, FINDINGS
 from flax_mesh.errors import DamageError
 from tests.checkpoint.small_decoder import CHANGED, DELTA, RECIPE, changed, program_of
 from tests.train.bigram import snapshot, write_text
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
-QWEN = Path(__file__).parent / "data" / "qwen2"
+QWEN = Path(__file__).parent / "hf" / "data" / "qwen2"
 
 
 @pytest.fixture

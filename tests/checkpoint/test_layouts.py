@@ -13,12 +13,12 @@ import pytest
 
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
-from flax_mesh.state import TrainState
+from flax_mesh.step.state import TrainState
 from flax_mesh.train import DataConfig, OptimizerConfig, RunConfig, TrainConfig, override
-from flax_mesh.train.batches import make_batch_fn
-from flax_mesh.train.data import load_corpus
-from flax_mesh.train.program import TrainProgram, train_program
-from flax_mesh.train.setup import batch_sharding, make_mesh, run_rules
+from flax_mesh.train.build import TrainProgram, train_program
+from flax_mesh.train.checks import batch_sharding, make_mesh, run_rules
+from flax_mesh.train.data.batches import make_batch_fn
+from flax_mesh.train.data.data import load_corpus
 from flax_mesh.tree import named_leaves
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

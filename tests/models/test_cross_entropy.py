@@ -18,7 +18,7 @@ from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.models.cross_entropy import cross_entropy
 from flax_mesh.models.matmul import dot_float32
 from tests.models.test_decoder import filled
-from tests.mpmd.test_pipeline import build, decoder_batch, groups, whole
+from tests.mpmd.runtime.test_pipeline import build, decoder_batch, groups, whole
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from flax_mesh.mpmd.transport import transport_of
+from flax_mesh.mpmd.transport.server import transport_of
 
 
 class CountedMoves:

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 
 from flax_mesh.errors import ShardingError
 from flax_mesh.mpmd import Pipeline
-from flax_mesh.mpmd.native import Native
+from flax_mesh.mpmd.transport.ordered import Native
 from flax_mesh.processes import Watch
 from tests.multiprocess import cases
 from tests.multiprocess.cases import end_at_once, error_of, put_and_get_all

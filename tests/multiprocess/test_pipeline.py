@@ -10,10 +10,10 @@ import pytest
 
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.mpmd import Pipeline
-from flax_mesh.train.program import train_program
-from flax_mesh.train.setup import make_mesh, run_rules
-from flax_mesh.train.start import start_from
-from tests.mpmd.test_pipeline import FAST, plain
+from flax_mesh.train.build import train_program
+from flax_mesh.train.checks import make_mesh, run_rules
+from flax_mesh.train.warm_start import start_from
+from tests.mpmd.runtime.test_pipeline import FAST, plain
 from tests.multiprocess.cases import (
     COUNT,
     MODELS,
@@ -26,7 +26,7 @@ from tests.multiprocess.cases import (
     train,
 )
 from tests.multiprocess.processes import assert_all_done, run_workers
-from tests.train.test_start import LLAMA, config_of
+from tests.train.test_warm_start import LLAMA, config_of
 
 # model, schedule, mesh, processes, devices of each
 LIGHT = [("net", "1f1b", "pp:2,fsdp:2", 2, 2)]

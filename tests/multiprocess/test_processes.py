@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
+from flax_mesh.cli.launch import devices_of_process, same_command
 from flax_mesh.errors import ConfigError
 from flax_mesh.processes import Processes, parse_processes
-from flax_mesh.processes.command import devices_of_process, same_command
 from tests.multiprocess.processes import ROOT, Ended, assert_all_done, run_workers
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flax_mesh.checkpoint import Checkpointer
-from flax_mesh.checkpoint.integrity import CHECKSUMS, MARKERS
+from flax_mesh.checkpoint.checksums import CHECKSUMS, MARKERS
 from tests.multiprocess.processes import Ended, assert_all_done, run_workers
 
 # what is broken, where, and what is said of it

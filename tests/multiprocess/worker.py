@@ -20,20 +20,20 @@ from jax.sharding import PartitionSpec as P
 
 from flax_mesh import named_leaves
 from flax_mesh.checkpoint import DECODER_NAMES, Checkpointer, load_safetensors
-from flax_mesh.checkpoint.disk import is_key
+from flax_mesh.checkpoint.layout import is_key
 from flax_mesh.errors import ConfigError, DamageError, PeerError, SaveError, ShardingError
 from flax_mesh.mpmd import Pipeline
 from flax_mesh.processes import Watch, agree, from_first, stop_together
 from flax_mesh.processes.phases import Phases
 from flax_mesh.train import load_recipe, override
-from flax_mesh.train.program import train_program
-from flax_mesh.train.setup import make_mesh, run_rules
-from flax_mesh.train.start import start_from
+from flax_mesh.train.build import train_program
+from flax_mesh.train.checks import make_mesh, run_rules
+from flax_mesh.train.warm_start import start_from
 from tests.multiprocess import cases
 from tests.multiprocess.cases import end_at_once, error_of, put_and_get_all
 from tests.multiprocess.native_cases import forgetful, native  # noqa: F401  cases
 from tests.multiprocess.processes import ROOT, TIME_LIMIT_S
-from tests.train.test_start import LLAMA, config_of
+from tests.train.test_warm_start import LLAMA, config_of
 
 
 def train(model: str, schedule: str, sizes: str, folder: str, steps: str) -> None:

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from flax_mesh.checkpoint import Checkpointer
-from flax_mesh.cli import DONE, FAILED, FINDINGS, STOPPED, main
+from flax_mesh.cli import main
+from flax_mesh.cli.main import DONE, FAILED, FINDINGS, STOPPED
 from flax_mesh.errors import DamageError, SaveError
 from flax_mesh.train import override, train
 from tests.train.bigram import recipe, write_text

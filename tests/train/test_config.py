@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from flax_mesh.axes import PartitionAxis
 from flax_mesh.errors import ConfigError
 from flax_mesh.train import RunConfig, TrainConfig, load_recipe, override, to_lines
+from flax_mesh.train.checks import AXIS_NAMES, check_config, fit_mesh, make_mesh
 from flax_mesh.train.config import Change, changes, flat_fields, parse_value, value_to_text
-from flax_mesh.train.setup import AXIS_NAMES, check_config, fit_mesh, make_mesh
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.py"
 

@@ -14,11 +14,11 @@ from flax_mesh.mesh import create_mesh
 from flax_mesh.models import DecoderConfig, decoder, make_decoder, next_token_loss
 from flax_mesh.models.rotary import rotate
 from flax_mesh.sharding import abstract_state, partition_rules
-from flax_mesh.sharding.place import abstract_model
+from flax_mesh.sharding.abstract import abstract_model
 from flax_mesh.train import DataConfig, OptimizerConfig, abstract_train_state, init_train_state, make_train_step
-from flax_mesh.train.batches import make_batch_fn
-from flax_mesh.train.data import load_corpus
-from flax_mesh.train.setup import batch_sharding, make_optimizer
+from flax_mesh.train.checks import batch_sharding, make_optimizer
+from flax_mesh.train.data.batches import make_batch_fn
+from flax_mesh.train.data.data import load_corpus
 
 MESHES = {
     "one": {"dp": 1, "fsdp": 1, "ep": 1, "tp": 1, "sp": 1},

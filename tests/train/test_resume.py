@@ -20,9 +20,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flax_mesh.checkpoint.integrity import find_damage
-from flax_mesh.cli import BAD_INPUT, DONE, STOPPED, main
-from flax_mesh.train.folder import run_folder
+from flax_mesh.checkpoint.checksums import find_damage
+from flax_mesh.cli import main
+from flax_mesh.cli.main import BAD_INPUT, DONE, STOPPED
+from flax_mesh.train.run_folder import run_folder
 from tests.train.bigram import write_text
 
 RECIPE = Path(__file__).with_name("bigram.py")

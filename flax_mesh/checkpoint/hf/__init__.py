@@ -1,0 +1,1 @@
+"""Hugging Face's format: safetensors, tables of names, configurations of decoders."""

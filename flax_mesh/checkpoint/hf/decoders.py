@@ -1,0 +1,294 @@
+"""Hugging Face's names and config.json for decoders of the Llama and Qwen families, as data.
+
+`settings` are the fields of `flax_mesh.models.DecoderConfig` as a dict. A model of another class needs a table of its
+own (`Name`), no more.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flax_mesh.checkpoint.hf.convert import Name
+from flax_mesh.checkpoint.hf.safetensors import read_json
+from flax_mesh.errors import ConfigError
+
+ATTENTION = (
+    Name("embed/embedding", "model.embed_tokens.weight", "v d -> v d"),
+    Name("layers/{i}/attention_norm/scale", "model.layers.{i}.input_layernorm.weight", "d -> d"),
+    Name("layers/{i}/attention/q/kernel", "model.layers.{i}.self_attn.q_proj.weight", "(h c) d -> d h c"),
+    Name("layers/{i}/attention/k/kernel", "model.layers.{i}.self_attn.k_proj.weight", "(k c) d -> d k c"),
+    Name("layers/{i}/attention/v/kernel", "model.layers.{i}.self_attn.v_proj.weight", "(k c) d -> d k c"),
+    Name("layers/{i}/attention/q/bias", "model.layers.{i}.self_attn.q_proj.bias", "(h c) -> h c"),
+    Name("layers/{i}/attention/k/bias", "model.layers.{i}.self_attn.k_proj.bias", "(k c) -> k c"),
+    Name("layers/{i}/attention/v/bias", "model.layers.{i}.self_attn.v_proj.bias", "(k c) -> k c"),
+    Name("layers/{i}/attention/q_norm/scale", "model.layers.{i}.self_attn.q_norm.weight", "c -> c"),
+    Name("layers/{i}/attention/k_norm/scale", "model.layers.{i}.self_attn.k_norm.weight", "c -> c"),
+    Name("layers/{i}/attention/o/kernel", "model.layers.{i}.self_attn.o_proj.weight", "d (h c) -> h c d"),
+    Name("layers/{i}/mlp_norm/scale", "model.layers.{i}.post_attention_layernorm.weight", "d -> d"),
+    Name("norm/scale", "model.norm.weight", "d -> d"),
+    Name("head/kernel", "lm_head.weight", "v d -> d v"),
+)
+DENSE = (
+    Name("layers/{i}/mlp/gate/kernel", "model.layers.{i}.mlp.gate_proj.weight", "f d -> d f"),
+    Name("layers/{i}/mlp/up/kernel", "model.layers.{i}.mlp.up_proj.weight", "f d -> d f"),
+    Name("layers/{i}/mlp/down/kernel", "model.layers.{i}.mlp.down_proj.weight", "d f -> f d"),
+)
+QWEN_EXPERTS = (
+    Name("layers/{i}/moe/router/kernel", "model.layers.{i}.mlp.gate.weight", "e d -> d e"),
+    Name("layers/{i}/moe/gate/kernel", "model.layers.{i}.mlp.experts.{e}.gate_proj.weight", "f d -> e d f"),
+    Name("layers/{i}/moe/up/kernel", "model.layers.{i}.mlp.experts.{e}.up_proj.weight", "f d -> e d f"),
+    Name("layers/{i}/moe/down/kernel", "model.layers.{i}.mlp.experts.{e}.down_proj.weight", "d f -> e f d"),
+)
+MIXTRAL_EXPERTS = (
+    Name("layers/{i}/moe/router/kernel", "model.layers.{i}.block_sparse_moe.gate.weight", "e d -> d e"),
+    Name("layers/{i}/moe/gate/kernel", "model.layers.{i}.block_sparse_moe.experts.{e}.w1.weight", "f d -> e d f"),
+    Name("layers/{i}/moe/up/kernel", "model.layers.{i}.block_sparse_moe.experts.{e}.w3.weight", "f d -> e d f"),
+    Name("layers/{i}/moe/down/kernel", "model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight", "d f -> e f d"),
+)
+# model_type -> its table. One that names more than a model has is fine.
+DECODER_NAMES: dict[str, tuple[Name, ...]] = {
+    "llama": ATTENTION + DENSE,
+    "qwen2": ATTENTION + DENSE,
+    "qwen3": ATTENTION + DENSE,
+    "qwen3_moe": ATTENTION + QWEN_EXPERTS,
+    "mixtral": ATTENTION + MIXTRAL_EXPERTS,
+}
+
+
+class Family(NamedTuple):
+    """What a `model_type` stands for.
+
+    keys: key of config.json -> setting
+    absent: what a key means that is not there, as a value or computed from the config; other keys must be there
+    must: key -> the one value that this decoder computes; that value is meant where the key is absent
+    settings: what all models of the family have
+    """
+
+    architecture: str
+    keys: Mapping[str, str]
+    absent: Mapping[str, Any]
+    must: Mapping[str, Any]
+    settings: Mapping[str, Any]
+
+
+KEYS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "mlp_size",
+    "rms_norm_eps": "norm_epsilon",
+    "tie_word_embeddings": "tied",
+}
+EXPERT_KEYS = {"num_experts_per_tok": "experts_per_token"}
+QWEN_MOE_KEYS = {**KEYS, **EXPERT_KEYS, "num_experts": "num_experts", "moe_intermediate_size": "mlp_size"}
+del QWEN_MOE_KEYS["intermediate_size"]
+ABSENT = {
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 10_000.0,
+    "head_dim": lambda config: _divide(config.get("hidden_size"), config.get("num_attention_heads")),
+}
+MUST = {"hidden_act": "silu", "attention_dropout": 0.0, "quantization_config": None, "partial_rotary_factor": 1.0}
+BIASES = {"attention_bias": False}
+WINDOW = {"use_sliding_window": False}
+NO_EXPERTS = {"num_experts": 0}
+
+FAMILIES = {
+    "llama": Family(
+        "LlamaForCausalLM",
+        KEYS,
+        {**ABSENT, "num_key_value_heads": lambda config: config.get("num_attention_heads")},
+        {**MUST, **BIASES, "mlp_bias": False},
+        {**NO_EXPERTS, "qkv_bias": False, "qk_norm": False},
+    ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM", KEYS, ABSENT, MUST | WINDOW, {**NO_EXPERTS, "qkv_bias": True, "qk_norm": False}
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        KEYS,
+        {**ABSENT, "head_dim": 128},
+        MUST | BIASES | WINDOW,
+        {**NO_EXPERTS, "qkv_bias": False, "qk_norm": True},
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        QWEN_MOE_KEYS,
+        ABSENT,
+        {**MUST, **BIASES, **WINDOW, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        {"qkv_bias": False, "qk_norm": True},
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        {**KEYS, **EXPERT_KEYS, "num_local_experts": "num_experts"},
+        {**ABSENT, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        {**MUST, "sliding_window": None, "router_jitter_noise": 0.0},
+        {"qkv_bias": False, "qk_norm": False},
+    ),
+}
+# Keys that change no logits of a whole sequence in any of these families.
+WITHOUT_EFFECT = {
+    *("_name_or_path", "transformers_version", "use_cache", "initializer_range", "max_position_embeddings"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "pretraining_tp", "max_window_layers", "sliding_window"),
+    *("output_router_logits", "router_aux_loss_coef", "output_attentions", "output_hidden_states", "return_dict"),
+    *("chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id", "problem_type", "intermediate_size"),
+}
+READ_APART = {"model_type", "architectures", "dtype", "torch_dtype", "layer_types"}
+READ_APART |= {"rope_theta", "rope_scaling", "rope_parameters"}
+OTHER_NAME = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
+SCALING = {  # key of rope_scaling -> setting
+    "factor": "rope_factor",
+    "low_freq_factor": "rope_low_frequency_factor",
+    "high_freq_factor": "rope_high_frequency_factor",
+    "original_max_position_embeddings": "rope_original_length",
+}
+NOT_WRITTEN = ("quantization_config", "partial_rotary_factor")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """The config.json of a folder."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file")
+    config = read_json(path)
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} must be a JSON object.")
+    return config
+
+
+def decoder_settings(config: Mapping[str, Any], *, ignore: Iterable[str] = ()) -> dict[str, Any]:
+    """Settings of the decoder that a config.json describes: `DecoderConfig(**decoder_settings(config))`.
+
+    `dtype` and `param_dtype` are that of the stored parameters. Raises one ConfigError that names every key whose value
+    this decoder does not compute, and every key that is not known here; `ignore` takes those known to have no effect.
+    """
+    ignored = set(ignore)
+    config = {key: value for key, value in config.items() if key not in ignored}
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        raise ConfigError(f"model_type must be one of {', '.join(FAMILIES)}, got {config.get('model_type')!r}.")
+    problems: list[str] = []
+    settings = {**family.settings, **_dtypes(config, problems)}
+    settings |= {setting: _value(config, key, family, problems) for key, setting in family.keys.items()}
+    settings |= _rope(config, family, problems)
+    problems += _unlike(config, family)
+    if problems:
+        raise ConfigError([f"The decoder does not compute this {config['model_type']}:", *sorted(problems)])
+    return settings
+
+
+def huggingface_config(
+    settings: Mapping[str, Any], *, max_position_embeddings: int | None = None, **more: Any
+) -> dict[str, Any]:
+    """The config.json of a decoder with these settings, `vars` of its DecoderConfig; what is absent there is off.
+
+    Its "model_type" names the table in DECODER_NAMES. `max_position_embeddings` is the longest sequence that other
+    programs should give it; `more` keys are taken as they are, such as eos_token_id. ConfigError where no family has
+    such a decoder. Settings that change only how it is computed or trained have no place there.
+    """
+    settings = {"qkv_bias": False, "qk_norm": False, "num_experts": 0, "rope_factor": 1.0} | dict(settings)
+    kind = {key: settings[key] for key in ("qkv_bias", "qk_norm")} | {"experts": settings["num_experts"] > 0}
+    kinds = {name: _kind(family) for name, family in FAMILIES.items()}
+    model_type = next((name for name, other in kinds.items() if other == kind), None)
+    if model_type is None:
+        lines = [f"  {name}: {other}" for name, other in kinds.items()]
+        raise ConfigError([f"No family has decoders with {kind}; there are:", *lines])
+    family = FAMILIES[model_type]
+    config: dict[str, Any] = {"architectures": [family.architecture], "model_type": model_type}
+    config |= {key: settings[setting] for key, setting in family.keys.items()}
+    config |= {key: value for key, value in family.must.items() if key not in NOT_WRITTEN}
+    config |= {"rope_theta": settings["rope_theta"], "torch_dtype": settings["param_dtype"]}
+    if settings["rope_factor"] != 1:
+        config["rope_scaling"] = {"rope_type": "llama3"} | {key: settings[name] for key, name in SCALING.items()}
+        max_position_embeddings = max_position_embeddings or int(
+            settings["rope_factor"] * settings["rope_original_length"]
+        )
+    if max_position_embeddings is not None:
+        config["max_position_embeddings"] = max_position_embeddings
+    return config | more
+
+
+def _kind(family: Family) -> dict[str, Any]:
+    settings = {key: family.settings[key] for key in ("qkv_bias", "qk_norm")}
+    return settings | {"experts": "num_experts" in family.keys.values()}
+
+
+def _value(config: Mapping[str, Any], key: str, family: Family, problems: list[str]) -> Any:
+    value = config.get(key)
+    if value is None:
+        value = config.get(OTHER_NAME.get(key, ""))
+    if value is None and key in family.absent:
+        absent = family.absent[key]
+        value = absent(config) if callable(absent) else absent
+    kind = {"tie_word_embeddings": bool, "rms_norm_eps": float}.get(key, int)
+    if type(value) is not kind:
+        problems.append(f"  {key} must be of type {kind.__name__}, got {value!r}")
+    return value
+
+
+def _dtypes(config: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    dtype = config.get("dtype") or config.get("torch_dtype") or "float32"  # the new name and the old one
+    if dtype not in DTYPES:
+        problems.append(f"  torch_dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    return {"dtype": dtype, "param_dtype": dtype}
+
+
+def _rope(config: Mapping[str, Any], family: Family, problems: list[str]) -> dict[str, Any]:
+    """Rotary positions: `rope_theta` and `rope_scaling`, or all of it as `rope_parameters` (transformers 5)."""
+    given = {key: config.get(key) or {} for key in ("rope_scaling", "rope_parameters")}
+    if wrong := [key for key, value in given.items() if not isinstance(value, dict)]:
+        problems += [f"  {key} must be an object, got {config[key]!r}" for key in wrong]
+        return {}
+    old, new = map(dict, given.values())
+    if config.get("rope_theta") is not None:
+        old["rope_theta"] = config["rope_theta"]
+    contrary = sorted(key for key in old.keys() & new.keys() if old[key] != new[key])
+    if contrary:
+        problems.append(f"  rope_parameters contradicts rope_theta or rope_scaling in {', '.join(contrary)}")
+    given = old | new
+    kind = given.pop("type", "default")  # the oldest name
+    kind = given.pop("rope_type", kind)
+    settings = {"rope_theta": given.pop("rope_theta", family.absent["rope_theta"]), "rope_factor": 1.0}
+    if given.pop("partial_rotary_factor", 1.0) != 1.0:
+        problems.append("  partial_rotary_factor must be 1.0")
+    wanted = {"default": set(), "llama3": set(SCALING)}.get(str(kind))
+    if wanted is None:
+        problems.append(f"  rope_scaling must be of type default or llama3, got {kind!r}")
+    elif given.keys() != wanted:
+        problems.append(f"  rope_scaling of type {kind} must have the keys {sorted(wanted)}, got {sorted(given)}")
+    settings |= {SCALING[key]: value for key, value in given.items() if key in SCALING}
+    wrong = [f"  {name} must be a number, got {value!r}" for name, value in settings.items() if not _is_number(value)]
+    problems += wrong
+    return settings
+
+
+def _divide(size: Any, parts: Any) -> int | None:
+    return size // parts if type(size) is int and type(parts) is int and parts else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _unlike(config: Mapping[str, Any], family: Family) -> list[str]:
+    """What the config has that the decoder does not."""
+    found = []
+    for key, value in family.must.items():
+        given = config.get(key, value)
+        if given != value and (key, given) != ("hidden_act", "swish"):  # another name of silu
+            found.append(f"  {key} must be {value!r}, got {given!r}")
+    architectures = config.get("architectures")
+    if architectures not in (None, [family.architecture]):
+        found.append(f"  architectures must be ['{family.architecture}'], got {architectures!r}")
+    layer_types = config.get("layer_types") or []
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
+        found.append(f"  layer_types must all be full_attention, got {layer_types!r}")
+    known = family.keys.keys() | family.must.keys() | WITHOUT_EFFECT | READ_APART
+    known |= {OTHER_NAME[key] for key in family.keys if key in OTHER_NAME}
+    for key in config.keys() - known:
+        found.append(f"  {key}={config[key]!r} is not known here; if it has no effect: ignore=({key!r},)")
+    return found

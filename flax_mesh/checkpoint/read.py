@@ -1,0 +1,136 @@
+"""What a checkpoint holds, as plain data: size, date, damage, metrics, tree. Nothing is changed there.
+
+Nothing read from a checkpoint is trusted: what has not the form that is written becomes empty, and no name from it is
+used as a path. `plain` makes it fit to be shown.
+"""
+
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flax_mesh.checkpoint.checksums import MARKERS, find_damage
+from flax_mesh.checkpoint.find import STEP, step_number
+from flax_mesh.errors import DamageError
+
+MOST = sys.float_info.max
+UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)  # what bad JSON leads to
+
+
+class Array(NamedTuple):
+    """One array of a checkpoint; `split` as the metadata tells it, "" where it does not."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    split: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * np.dtype(self.dtype).itemsize
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+def step_data(step: Path, *, verify: bool) -> dict[str, Any]:
+    """Name, size, date, metrics and mesh of a step (None: unknown), and the problems of its files (None: unread)."""
+    record = read_record(step)
+    count, size = folder_size(step)
+    return {
+        "name": step.name,
+        "step": step_number(step),
+        "set_aside": not STEP.fullmatch(step.name),
+        "bytes": size,
+        "files": count,
+        "saved": saved_at(step),
+        "problems": find_damage(step) if verify else None,
+        "metrics": record["metrics"],
+        "mesh": mesh_of(record) if record["mesh"] else None,
+    }
+
+
+def read_record(step: Path) -> dict[str, Any]:
+    """What was saved beside the state, by section; a section that is not there, or is no section, is empty."""
+    from flax_mesh.checkpoint.orbax import read_metadata
+
+    try:
+        found = finite(read_metadata(step))
+    except UNREADABLE:
+        found = {}
+    found = found if isinstance(found, dict) else {}
+    sections = {name: found.get(name) for name in ("config", "mesh", "axes", "layout", "data", "metrics", "versions")}
+    rules = found.get("rules")
+    record = found | {name: value if isinstance(value, dict) else {} for name, value in sections.items()}
+    pairs = [rule for rule in rules if isinstance(rule, list) and len(rule) == 2] if isinstance(rules, list) else []
+    return record | {"rules": pairs}
+
+
+def read_tree(step: Path, record: Mapping[str, Any]) -> dict[str, Array]:
+    """path -> array of a step, none of which is read. DamageError where the tree cannot be read."""
+    from flax_mesh.checkpoint.orbax import stored_arrays
+
+    try:
+        stored = stored_arrays(step)
+        return {
+            path: Array(path, tuple(leaf.shape), str(np.dtype(leaf.dtype)), str(record["layout"].get(path, "")))
+            for path, leaf in stored.items()
+        }
+    except DamageError:
+        raise
+    except UNREADABLE as error:
+        reason = " ".join(str(error).split())[:200]
+        raise DamageError(
+            f"{step}: its tree cannot be read ({type(error).__name__}: {reason}); "
+            f"flax-mesh checkpoint verify tells what is damaged"
+        ) from error
+
+
+def mesh_of(record: Mapping[str, Any]) -> dict[str, int]:
+    """Axes of the mesh that are larger than 1."""
+    mesh = record["mesh"]
+    names, sizes = mesh.get("axis_names"), mesh.get("shape")
+    if not isinstance(names, list) or not isinstance(sizes, list):
+        return {}
+    return {str(name): size for name, size in zip(names, sizes, strict=False) if isinstance(size, int) and size > 1}
+
+
+def saved_at(step: Path) -> str | None:
+    """When a step was committed, as ISO 8601 in UTC."""
+    try:
+        nanoseconds = json.loads((step / MARKERS[0]).read_bytes())["commit_timestamp_nsecs"]
+        return datetime.fromtimestamp(nanoseconds / 1e9, UTC).isoformat(timespec="seconds")
+    except (*UNREADABLE, OverflowError):
+        return None
+
+
+def folder_size(folder: Path) -> tuple[int, int]:
+    """(number of files, bytes) below a folder; links count for themselves."""
+    sizes = []
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):  # a run may be at work there
+                sizes.append((Path(parent) / name).lstat().st_size)
+    return len(sizes), sum(sizes)
+
+
+def plain(text: str) -> str:
+    """`text` on one line and without what a terminal would obey: such characters as they are written in Python."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def finite(value: Any) -> Any:
+    """`value` as all readers of JSON know it: numbers that no float can hold are null."""
+    if isinstance(value, dict):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return None if isinstance(value, int | float) and not abs(value) <= MOST else value

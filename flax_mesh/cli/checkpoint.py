@@ -1,0 +1,243 @@
+"""`flax-mesh checkpoint`: what lies in a folder of checkpoints, whether it is whole, what differs, and conversions."""
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from flax_mesh.checkpoint import find
+from flax_mesh.checkpoint import read as describe
+from flax_mesh.checkpoint.checksums import find_damage
+from flax_mesh.checkpoint.diff import SECTIONS, differences, in_both, in_one, value_differences
+from flax_mesh.checkpoint.layout import disk_target, stacked_paths, text_of
+from flax_mesh.cli import checkpoint_text as text
+from flax_mesh.errors import ConfigError
+from flax_mesh.sharding import abstract_state
+from flax_mesh.train.checks import check_config, make_modules, mesh_shape, run_rules, shard_over
+from flax_mesh.train.config import TrainConfig, to_lines
+from flax_mesh.train.explain import abstract_mesh
+from flax_mesh.train.export import ImportModel, export, import_huggingface, reshard
+from flax_mesh.train.metadata import layout_of, layout_record
+from flax_mesh.tree import named_leaves
+
+RECIPE = re.compile(r".*\.py(:\w+)?")
+DIR = "a run folder, its checkpoints/, or one step in there"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was asked for: `data` for --json, `text(width)` for people. `findings`: damage or differences."""
+
+    data: dict[str, Any]
+    text: Callable[[int], str]
+    findings: bool = False
+
+
+def add_checkpoint_arguments(command: argparse.ArgumentParser) -> None:
+    """The arguments of `flax-mesh checkpoint`."""
+    kinds = command.add_subparsers(required=True, metavar="WHAT", dest="what")
+
+    def kind(name: str, help: str, *arguments: tuple[str, dict[str, Any]], fails: str = "") -> None:
+        codes = f"Exit codes: 0 fine, 1 unexpected error, 2 bad input{fails}."
+        parser = kinds.add_parser(name, help=help, description=help, epilog=codes, allow_abbrev=False)
+        for flag, options in arguments:
+            parser.add_argument(flag, **options)
+        parser.add_argument("--json", action="store_true", help="print JSON")
+
+    folder = ("folder", {"metavar": "DIR", "help": DIR})
+    step = ("--step", {"metavar": "N", "type": int, "help": "this step (default: the newest)"})
+    whole = ("--step", {"metavar": "N", "type": int, "help": "this step (default: the newest that is whole)"})
+    out = ("out", {"metavar": "OUT", "help": "the folder to write, which must not exist"})
+    settings = {"nargs": "*", "default": [], "metavar": "section.key=value", "help": "settings of the recipe"}
+    damage = ", 3 damage found"
+    kind(
+        "list",
+        "steps with size, date, validity, metrics and mesh",
+        folder,
+        ("--quick", {"action": "store_true", "help": "do not read the files to verify them"}),
+        fails=damage,
+    )
+    kind(
+        "inspect",
+        "every array of one step, none of which is read; settings, mesh, rules, versions",
+        folder,
+        step,
+        ("--all", {"action": "store_true", "help": "every layer on its own"}),
+        fails=damage,
+    )
+    only = {"metavar": "N", "type": int, "help": "this step alone"}
+    kind("verify", "every byte of every step against its checksums", folder, ("--step", only), fails=damage)
+    kind(
+        "diff",
+        "what differs between two checkpoints, or a checkpoint and a recipe",
+        ("folder", {"metavar": "A", "help": DIR}),
+        ("other", {"metavar": "B", "help": "another one, or RECIPE.py with its settings after it"}),
+        ("overrides", settings),
+        ("--values", {"action": "store_true", "help": "compare the arrays too, a few at a time"}),
+        fails=", 3 something differs or is damaged",
+    )
+    dtype = {"choices": ("float32", "bfloat16", "float16"), "help": "cast floating arrays to it"}
+    to = {"choices": ("safetensors", "orbax"), "required": True, "help": "Hugging Face's names, or a plain Orbax tree"}
+    kind(
+        "export",
+        "the parameters, as safetensors or as a plain tree of Orbax",
+        *(folder, out, ("--to", to), whole, ("--dtype", dtype)),
+        fails=damage,
+    )
+    ignored = "without effect on the model: a key of config.json, or a pattern of names of arrays; may be repeated"
+    ignore = {"metavar": "NAME", "action": "append", "default": [], "help": ignored}
+    kind(
+        "import",
+        "a folder of safetensors as a checkpoint of step 0, for checkpoint.start_from",
+        ("folder", {"metavar": "HF_FOLDER", "help": "with config.json and safetensors"}),
+        out,
+        ("--ignore", ignore),
+        fails=damage,
+    )
+    kind(
+        "reshard",
+        "a step saved anew in the layout of a recipe, on the devices that are here",
+        *(folder, out, ("recipe", {"metavar": "RECIPE", "help": "FILE.py or FILE.py:function"})),
+        *(("overrides", settings), whole),
+        fails=damage,
+    )
+
+
+def recipe_of(arguments: argparse.Namespace) -> str | None:
+    """The recipe that the arguments name, if any. ConfigError for settings without a recipe."""
+    if arguments.what == "reshard":
+        return arguments.recipe
+    if arguments.what == "diff" and RECIPE.fullmatch(arguments.other) and not Path(arguments.other).is_dir():
+        return arguments.other
+    if given := getattr(arguments, "overrides", []):
+        raise ConfigError(f"{' '.join(given)}: settings follow a recipe, and {arguments.other} is a checkpoint")
+    return None
+
+
+def checkpoint_answer(arguments: argparse.Namespace, config: TrainConfig | None, model: ImportModel) -> Answer:
+    """What was asked for, done. `config`: of the recipe that the arguments name; `model`: what imports fill."""
+    step = getattr(arguments, "step", None)
+    if arguments.what == "diff":
+        return _diff(arguments.folder, arguments.other, config, arguments.overrides, arguments.values)
+    if arguments.what == "inspect":
+        return _inspect(find.find_step(arguments.folder, step), arguments.all)
+    if arguments.what == "list":
+        return _list(arguments.folder, verify=not arguments.quick)
+    if arguments.what == "verify":
+        return _verify(arguments.folder, step)
+    if arguments.what == "export":
+        data = export(arguments.folder, arguments.out, arguments.to, step, arguments.dtype)
+    elif arguments.what == "import":
+        data = import_huggingface(arguments.folder, arguments.out, arguments.ignore, model)
+    else:
+        assert config is not None
+        data = reshard(arguments.folder, arguments.out, config, step)
+    return Answer(data, lambda width: text.written_text(data))
+
+
+def _list(path: str, *, verify: bool) -> Answer:
+    steps = find.find_steps(path)
+    found = [describe.step_data(step, verify=verify and find.STEP.fullmatch(step.name) is not None) for step in steps]
+    found = [data for step, data in zip(steps, found, strict=True) if step.is_dir()]  # a run may delete old ones
+    data = {
+        "folder": str(steps[0].parent),
+        "checkpoints": found,
+        "leftovers": [leftover.name for leftover in find.find_leftovers(steps[0].parent)],
+        "verified": verify,
+    }
+    return Answer(data, partial(text.list_text, data), any(step["problems"] for step in found))
+
+
+def _inspect(step: Path, every: bool) -> Answer:
+    record = describe.read_record(step)
+    arrays = list(describe.read_tree(step, record).values())
+    data = {"folder": str(step.parent)} | describe.step_data(step, verify=False)
+    del data["problems"]
+    more = {name: record.get(name) for name in ("recipe", "sharding", "data", "versions", "config", "axes", "rules")}
+    data |= more | {
+        "subtotals": {part: _total(arrays, part) for part in ("model", "optimizer", "")},
+        "arrays": [one._asdict() | {"shape": list(one.shape), "bytes": one.nbytes} for one in arrays],
+    }
+    return Answer(data, lambda width: text.inspect_text(data, arrays, width, every=every))
+
+
+def _total(arrays: Sequence[describe.Array], part: str) -> dict[str, int]:
+    """Of the arrays below `part`; "" for all."""
+    chosen = [one for one in arrays if one.path.startswith(f"{part}/") or not part]
+    return {
+        "arrays": len(chosen),
+        "values": sum(one.size for one in chosen),
+        "bytes": sum(one.nbytes for one in chosen),
+    }
+
+
+def _verify(path: str, number: int | None) -> Answer:
+    steps = find.find_steps(path)
+    chosen = [find.find_step(path, number)] if number is not None else steps
+    if len(chosen) > 1:  # those set aside are known to be damaged; by their own path they are read too
+        chosen = [step for step in steps if find.STEP.fullmatch(step.name)] or steps
+    found = []
+    for step in chosen:
+        files, size = describe.folder_size(step)
+        problems = find_damage(step)
+        if step.is_dir():  # a run may delete old ones
+            found.append({"name": step.name, "files": files, "bytes": size, "problems": problems})
+    aside = [step.name for step in steps if step not in chosen and not find.STEP.fullmatch(step.name)]
+    data = {"folder": str(steps[0].parent), "checkpoints": found, "set_aside": aside}
+    return Answer(data, lambda width: text.verify_text(data), any(step["problems"] for step in found))
+
+
+def _diff(a: str, b: str, config: TrainConfig | None, overrides: Sequence[str], values: bool) -> Answer:
+    old, new = find.find_step(a), find.find_step(b) if config is None else None
+    if values and new is not None:
+        for step in (old, new):
+            find.check_whole(step)
+    record = describe.read_record(old)
+    tree = describe.read_tree(old, record)
+    if new is not None:
+        other = describe.read_record(new)
+        other_tree, name = describe.read_tree(new, other), str(new)
+    else:
+        assert config is not None
+        if values:
+            raise ConfigError(f"--values compares two checkpoints, and {b} is a recipe, which has no values")
+        name = " ".join([b, *overrides])
+        other, other_tree = _recipe_record(config)
+    found = differences(record, other, tree, other_tree)
+    data: dict[str, Any] = {
+        "a": str(old),
+        "b": name,
+        "recipe": new is None,
+        "compared": [section for section in SECTIONS if in_both(section, record, other)],
+        "not_compared": [section for section in SECTIONS if in_one(section, record, other)],
+        "differences": [one._asdict() for one in found],
+        "values": None,
+    }
+    differs = bool(found)
+    if values and new is not None:
+        same = [one for path, one in tree.items() if path in other_tree and text_of(one) == text_of(other_tree[path])]
+        largest = value_differences(old, new, same)
+        data["values"] = {"compared": len(same), "differing": describe.finite(largest)}
+        differs = differs or bool(largest)
+    return Answer(data, lambda width: text.diff_text(data, found), differs)
+
+
+def _recipe_record(config: TrainConfig) -> tuple[dict[str, Any], dict[str, describe.Array]]:
+    """What the recipe would save, as far as it is known without devices: its record and its tree."""
+    if problems := check_config(config):
+        raise ConfigError(problems)
+    mesh, rules = abstract_mesh(config), run_rules(config)
+
+    # The mesh is that of one group of a pipeline: arrays are split the same way as on it.
+    table = rules if rules.table else None
+    state = abstract_state(partial(make_modules, config), mesh, table, shard_optimizer_over=shard_over(config))
+    layout = layout_of(state, rules.layers)
+    sizes = {name: size if size > 0 else mesh.shape[name] for name, size in mesh_shape(config).items()}
+    record = layout_record(sizes, rules, layout) | {"config": dict(line.split("=", 1) for line in to_lines(config))}
+    named = named_leaves(state)
+    target = disk_target(named, stacked_paths(named, rules.layers))
+    tree = {path: describe.Array(path, x.shape, str(x.dtype), layout[path]) for path, x in target.items()}
+    return record | {"data": {}, "versions": {}}, tree

@@ -1,0 +1,244 @@
+"""What `flax-mesh checkpoint` prints for people; names and texts from checkpoints are shown plain."""
+
+import shlex
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from flax_mesh.checkpoint.diff import SECTIONS, Difference, mesh_text
+from flax_mesh.checkpoint.read import Array, plain
+from flax_mesh.text import SHORT, bytes_text, group_paths, table_text
+from flax_mesh.tree import owner_of
+
+SHOWN_METRICS = ("loss", "eval_loss")
+GROUPED = ("layout", "tree")  # sections whose names are paths
+MOST = 20  # arrays shown of those that differ in value
+
+
+def list_text(data: Mapping[str, Any], width: int) -> str:
+    """A line for every step, then what else lies there."""
+    steps = data["checkpoints"]
+    rows = [
+        [
+            step["name"],
+            bytes_text(step["bytes"]),
+            date_text(step["saved"]),
+            _state(step, data["verified"]),
+            *(_number(step["metrics"].get(name)) for name in SHOWN_METRICS),
+            _mesh(step["mesh"]),
+        ]
+        for step in steps
+    ]
+    heads = ["step", "size", "saved", "state", *SHOWN_METRICS, "mesh"]
+    table = table_text(heads, rows, width, right={"step", "size", *SHOWN_METRICS}, wrap={"mesh"})
+    total = bytes_text(sum(step["bytes"] for step in steps))
+    lines = [f"{_path(data['folder'])}: {_count(len(steps), 'checkpoint')}, {total}", "", table]
+    damaged = [step for step in steps if step["problems"]]
+    lines += ["", *(line for step in damaged for line in _problem_lines(step))] if damaged else []
+    if data["leftovers"]:
+        lines += ["", f"unfinished, of a save or a deletion under way or cut off: {', '.join(data['leftovers'])}"]
+    return "\n".join(lines)
+
+
+def verify_text(data: Mapping[str, Any]) -> str:
+    """A line for every step, one for every damaged file, and the sum."""
+    lines, steps = [_path(data["folder"])], data["checkpoints"]
+    for step in steps:
+        if step["problems"]:
+            lines += _problem_lines(step)
+        else:
+            lines.append(f"step {step['name']}: whole, {bytes_text(step['bytes'])} in {_count(step['files'], 'file')}")
+    if data["set_aside"]:
+        lines.append(f"not read, for they were set aside as damaged: {', '.join(data['set_aside'])}")
+    damaged = sum(bool(step["problems"]) for step in steps)
+    if damaged:
+        lines.append(f"{damaged} of {_count(len(steps), 'checkpoint')} damaged")
+    return "\n".join(lines)
+
+
+def inspect_text(data: Mapping[str, Any], arrays: Sequence[Array], width: int, *, every: bool) -> str:
+    """Facts, the tree with its sums, and the settings."""
+    copies = {} if every else _copies_of_parameters(arrays)
+    copied = {one.path for members in copies.values() for one in members}
+    listed = [one for one in arrays if one.path not in copied]
+    groups = [(one.path, [i]) for i, one in enumerate(listed)] if every else _groups(listed)
+    rows = []
+    for path, members in groups:
+        times, one = len(members), listed[members[0]]
+        number = f"{times} x " if times > 1 else ""
+        rows.append([plain(path), number + _array(one), plain(one.split), bytes_text(times * one.nbytes)])
+    for head, members in copies.items():
+        size = bytes_text(sum(one.nbytes for one in members))
+        rows.append([f"{plain(head)}*", f"{len(members)} like the model's", "alike", size])
+    tree = table_text(["path", "array", "split when saved", "bytes"], rows, width, right={"bytes"}, wrap={"path"})
+    sums = [
+        f"{part or 'all':<10}{bytes_text(total['bytes']):>10}, {total['values']:,} values in "
+        f"{_count(total['arrays'], 'array')}"
+        for part, total in data["subtotals"].items()
+        if total["arrays"]
+    ]
+    parts = ["\n".join(_facts(data, width)), tree, "\n".join(sums)]
+    if data["rules"]:
+        rules = [f"  {plain(str(pattern))}  {plain(str(dims))}" for pattern, dims in data["rules"]]
+        parts.append("\n".join(["rules, the first whose pattern is found in a path", *rules]))
+    if data["config"]:
+        parts.append("\n".join(["settings", *_settings(data["config"], width)]))
+    return "\n\n".join(parts)
+
+
+def diff_text(data: Mapping[str, Any], found: Sequence[Difference]) -> str:
+    """Every difference by section, then the sections that are the same."""
+    lines = [f"A  {_path(data['a'])}", f"B  {plain(data['b']) if data['recipe'] else _path(data['b'])}"]
+    for section in SECTIONS:
+        if here := [one for one in found if one.section == section]:
+            lines += ["", section if section in GROUPED else f"{section}, A -> B", *_difference_lines(here)]
+    if same := [section for section in data["compared"] if not any(one.section == section for one in found)]:
+        lines += ["", f"the same: {', '.join(same)}"]
+    if data["not_compared"]:
+        lines += ["", f"only in one, and not compared: {', '.join(data['not_compared'])}"]
+    if data["values"] is not None:
+        lines += ["", *_value_lines(data["values"])]
+    elif not data["recipe"]:
+        lines += ["", "values: not compared; --values does"]
+    return "\n".join(lines)
+
+
+def written_text(data: Mapping[str, Any]) -> str:
+    """One line for what was written, and one for everything to know about it."""
+    lines = [
+        f"warning: step {name} is damaged and was passed over ({plain(problems[0])})"
+        for name, problems in data.get("passed_over", {}).items()
+    ]
+    lines += [plain(note) for note in data.get("notes", ())]
+    what = {"checkpoint": "a checkpoint", "orbax": "a tree of Orbax"}.get(data["to"], data["to"])
+    kind = f" of {data['model_type']}" if "model_type" in data else ""
+    lines.append(_path(data["from"]))
+    lines.append(
+        f"-> {_path(data['out'])}: {what}{kind}, {_count(data['arrays'], 'array')}, {bytes_text(data['bytes'])}"
+    )
+    if "before" in data:
+        lines.append(f"mesh {plain(data['before'])} -> {data['mesh']}")
+    return "\n".join(lines)
+
+
+def date_text(saved: str | None) -> str:
+    """In the time of this place, to the minute."""
+    return datetime.fromisoformat(saved).astimezone().strftime("%Y-%m-%d %H:%M") if saved else "?"
+
+
+def _path(path: str) -> str:
+    """Relative to the folder one is in, if it lies there."""
+    here = Path.cwd()
+    return plain(str(Path(path).relative_to(here) if Path(path).is_relative_to(here) else path))
+
+
+def _facts(data: Mapping[str, Any], width: int) -> Iterator[str]:
+    files = f"{bytes_text(data['bytes'])} in {_count(data['files'], 'file')}"
+    metrics = [f"{name} {_number(value)}" for name, value in data["metrics"].items()]
+    facts = {
+        "saved": f"{date_text(data['saved'])}, {files}",
+        "recipe": str(data["recipe"] or ""),
+        "mesh": _mesh(data["mesh"]),
+        "sharding": str(data["sharding"] or ""),
+        "data": str(data["data"].get("description", "")),
+        "metrics": ", ".join(metrics),
+        "versions": ", ".join(f"{name} {version}" for name, version in data["versions"].items()),
+    }
+    yield f"step {data['name']} of {_path(data['folder'])}"
+    for name, value in facts.items():
+        if value:
+            indent = " " * 10
+            yield textwrap.fill(
+                plain(value), width, initial_indent=f"{name:<10}", subsequent_indent=indent, break_on_hyphens=False
+            )
+
+
+def _settings(config: Mapping[str, Any], width: int) -> list[str]:
+    """`section.key=value` as the command line takes them, a paragraph for each section."""
+    sections: dict[str, list[str]] = {}
+    for key, value in config.items():
+        sections.setdefault(key.partition(".")[0], []).append(shlex.quote(plain(f"{key}={value}")))
+    options: dict[str, Any] = {"initial_indent": "  ", "subsequent_indent": "    ", "break_on_hyphens": False}
+    return [textwrap.fill(" ".join(words), width, break_long_words=False, **options) for words in sections.values()]
+
+
+def _difference_lines(found: Sequence[Difference]) -> list[str]:
+    if found[0].section not in GROUPED:
+        return [f"  {plain(one.name)}: {_sides(one)}" for one in found]
+    of_model = {one.name.removeprefix("model/"): one[2:] for one in found if one.name.startswith("model/")}
+    apart = [one for one in found if not _is_likewise(one, of_model)]
+    lines = []
+    for path, members in group_paths([one.name for one in apart], [one[2:] for one in apart]):
+        number = f" ({len(members)})" if len(members) > 1 else ""
+        lines.append(f"  {plain(path)}{number}: {_sides(apart[members[0]])}")
+    if count := len(found) - len(apart):
+        lines.append(f"  optimizer/: {_count(count, 'array')} likewise (--json has all)")
+    return lines
+
+
+def _is_likewise(one: Difference, of_model: Mapping[str, Any]) -> bool:
+    """Whether it is of the optimizer's array for a parameter with the same difference."""
+    owner = owner_of(one.name, of_model) if one.name.startswith("optimizer/") else None
+    return owner is not None and of_model[owner] == one[2:]
+
+
+def _value_lines(values: Mapping[str, Any]) -> list[str]:
+    differing, compared = values["differing"], values["compared"]
+    if not differing:
+        return [f"values: the same in all {_count(compared, 'array')}, bit for bit"]
+    lines = [f"values: {len(differing)} of {_count(compared, 'array')} differ; largest absolute difference"]
+    ranked = sorted(differing.items(), key=lambda item: -(float("inf") if item[1] is None else item[1]))
+    lines += [f"  {'nan' if size is None else f'{size:.3g}':>9}  {plain(path)}" for path, size in ranked[:MOST]]
+    return lines + ([f"  and {len(ranked) - MOST} smaller ones (--json has all)"] if len(ranked) > MOST else [])
+
+
+def _problem_lines(step: Mapping[str, Any]) -> list[str]:
+    return [f"step {step['name']}: damaged", *(f"  {plain(problem)}" for problem in step["problems"])]
+
+
+def _state(step: Mapping[str, Any], verified: bool) -> str:
+    if step["set_aside"]:
+        return "set aside"
+    return ("damaged" if step["problems"] else "whole") if verified else "not verified"
+
+
+def _copies_of_parameters(arrays: Sequence[Array]) -> dict[str, list[Array]]:
+    """Where the optimizer has its own array for parameters, alike in shape, dtype and split: path -> those below it."""
+    like = {one.path.removeprefix("model/"): one[1:] for one in arrays if one.path.startswith("model/")}
+    found: dict[str, list[Array]] = {}
+    for one in arrays:
+        owner = owner_of(one.path, like) if one.path.startswith("optimizer/") else None
+        if owner and like[owner] == one[1:]:
+            found.setdefault(one.path.removesuffix(owner), []).append(one)
+    return found
+
+
+def _groups(arrays: Sequence[Array]) -> list[tuple[str, list[int]]]:
+    return group_paths([one.path for one in arrays], [(one.shape, one.dtype, one.split) for one in arrays])
+
+
+def _array(array: Array) -> str:
+    """As JAX prints types: `f32[8,128]`."""
+    name = array.dtype.rstrip("0123456789")
+    return f"{SHORT.get(name, name)}{array.dtype.removeprefix(name)}[{','.join(map(str, array.shape))}]"
+
+
+def _sides(one: Difference) -> str:
+    if one.section == "tree" and (one.a is None or one.b is None):
+        return f"only in B, {one.b}" if one.a is None else f"only in A, {one.a}"
+    a, b = ("(absent)" if side is None else plain(side) or '""' for side in (one.a, one.b))
+    return f"{a} -> {b}"
+
+
+def _mesh(shape: Mapping[str, int] | None) -> str:
+    return "?" if shape is None else plain(mesh_text(shape))
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else "-"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"

@@ -1,0 +1,176 @@
+"""`flax-mesh schedule`: a schedule by name, or searched for, as a table, as JSON and as a picture."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flax_mesh.errors import ConfigError
+from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, Schedule, make_schedule
+from flax_mesh.mpmd.schedules.search import SearchResult, search_schedule
+from flax_mesh.mpmd.schedules.simulate import StageCost, peak_activations, simulate, stage_costs
+from flax_mesh.mpmd.schedules.text import schedule_table
+from flax_mesh.mpmd.schedules.validate import limits_of
+
+SEARCH = "search"
+DEFAULT_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was asked for: a schedule, the costs of its stages, and what the search knows about it."""
+
+    schedule: Schedule
+    costs: tuple[StageCost, ...]
+    result: SearchResult | None = None
+
+    def text(self, width: int) -> str:
+        """For people, in lines of at most `width` characters where time is drawn."""
+        table = schedule_table(self.schedule, self.costs, width=width)
+        return table if self.result is None else f"{table}\n\n{_judgement(self.result)}"
+
+    def data(self) -> dict[str, Any]:
+        """For --json."""
+        simulated = simulate(self.schedule, self.costs)
+        data: dict[str, Any] = {
+            "name": self.schedule.name,
+            "makespan": simulated.makespan,
+            "bubble": simulated.bubble,
+            "peak_activations": list(simulated.peak_activations),
+            "transfers": simulated.transfers,
+            "stage_to_group": list(self.schedule.stage_to_group),
+            "rows": [[str(action) for action in row] for row in self.schedule.rows],
+        }
+        if self.result is not None:
+            data |= {
+                "lower_bound": self.result.lower_bound,
+                "optimal": self.result.optimal,
+                "best_named": self.result.best_named,
+                "best_named_makespan": self.result.best_named_makespan,
+            }
+        return data
+
+
+def add_schedule_arguments(command: argparse.ArgumentParser) -> None:
+    """The arguments of `flax-mesh schedule`."""
+    add = command.add_argument
+    add("name", metavar="NAME", help=f"{', '.join(SCHEDULE_NAMES)}; or search: the best for these costs and memory")
+    add("--stages", metavar="S", type=int, help="groups of devices; each has V stages")
+    add("--microbatches", metavar="M", type=int)
+    add("--virtual", metavar="V", type=int, help="stages on each group (default: what the schedule is made for)")
+    costs = (
+        "time of forward, backward to input, backward to weights, transfer (default 1,1,1); one per stage: joined by /"
+    )
+    add("--costs", metavar="F,B,W[,T]", default="1,1,1", help=costs)
+    add("--memory", metavar="K", help="most activations a group may hold; one number, or one per group: 4,3,2,1")
+    add("--seconds", metavar="N", type=float, help=f"search: how long, about (default {DEFAULT_SECONDS:g})")
+    add("--seed", metavar="N", type=int, help="search: another seed may find another schedule (default 0)")
+    add("--whole-backward", action="store_true", help="search: do not split the backward")
+    measure = "take stages, microbatches and costs (in ms) from a recipe, run on the devices that are here"
+    add("--measure", metavar="RECIPE section.key=value", nargs="+", help=measure)
+    add("--svg", metavar="FILE", help="write a picture")
+    add("--json", action="store_true", help="print JSON")
+
+
+def give_measured(arguments: argparse.Namespace, measured: Any) -> float:
+    """Put what was measured (`costs`, `num_groups`, `num_microbatches`) where the options would have put it.
+
+    Costs become multiples of the shortest forward, so that time is drawn as for costs of 1; gives that one, in ms.
+    """
+    given = {"--stages": arguments.stages, "--virtual": arguments.virtual}
+    if taken := [option for option, value in given.items() if value is not None]:
+        raise ConfigError(f"{' '.join(taken)}: --measure takes this from the recipe; leave it out")
+    arguments.stages = measured.num_groups
+    arguments.virtual = len(measured.costs) // measured.num_groups
+    arguments.microbatches = arguments.microbatches or measured.num_microbatches
+    unit = min(cost[0] for cost in measured.costs)
+    arguments.costs = "/".join(",".join(f"{time / unit:.2g}" for time in cost) for cost in measured.costs)
+    return unit
+
+
+def schedule_answer(arguments: argparse.Namespace) -> Answer:
+    """The schedule that the arguments ask for; ConfigError, in one line, where there is none."""
+    try:
+        sizes = {"--stages": arguments.stages, "--microbatches": arguments.microbatches}
+        if missing := [option for option, value in sizes.items() if value is None]:
+            raise ConfigError(
+                f"{' and '.join(missing)} must be given, or --measure RECIPE; see flax-mesh schedule --help"
+            )
+        _check_search_options(arguments)
+        memory = None if arguments.memory is None else _numbers("--memory", arguments.memory, int)
+        if memory is not None:
+            memory = limits_of(memory[0] if len(memory) == 1 else memory, arguments.stages)
+        costs = [StageCost(*cost) for cost in _costs(arguments.costs)]
+        if arguments.name == SEARCH:
+            return _search(arguments, costs, memory)
+        schedule = _named(arguments, memory)
+        return Answer(schedule, stage_costs(costs[0] if len(costs) == 1 else costs, schedule.num_stages))
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+
+
+def _judgement(result: SearchResult) -> str:
+    gap = f"at most {result.gap:.2%} slower than the best there is (lower bound {result.lower_bound:.6g})"
+    named = "no named schedule fits this memory"
+    if result.best_named is not None and result.best_named_makespan is not None:
+        named = f"best named schedule that fits: {result.best_named}, makespan {result.best_named_makespan:.6g}"
+    return f"{'optimal' if result.optimal else gap}; {named}"
+
+
+def _search(arguments: argparse.Namespace, costs: list[StageCost], memory: Sequence[int] | None) -> Answer:
+    virtual = 1 if arguments.virtual is None else arguments.virtual
+    if arguments.stages < 1 or virtual < 1:
+        raise ConfigError(f"--stages and --virtual must be at least 1, got {arguments.stages} and {virtual}")
+    of_stages = stage_costs(costs[0] if len(costs) == 1 else costs, arguments.stages * virtual)
+    result = search_schedule(
+        of_stages,
+        memory,
+        num_microbatches=arguments.microbatches,
+        num_groups=arguments.stages,
+        splits_backward=not arguments.whole_backward,
+        seconds=DEFAULT_SECONDS if arguments.seconds is None else arguments.seconds,
+        seed=arguments.seed or 0,
+    )
+    return Answer(result.schedule, of_stages, result)
+
+
+def _named(arguments: argparse.Namespace, memory: Sequence[int] | None) -> Schedule:
+    sizes = {"num_groups": arguments.stages, "num_microbatches": arguments.microbatches}
+    schedule = make_schedule(arguments.name, **sizes, virtual=arguments.virtual)
+    peaks = peak_activations(schedule)
+    if memory is not None and any(peak > limit for peak, limit in zip(peaks, memory, strict=True)):
+        least = schedule.num_stages // schedule.num_groups
+        raise ConfigError(
+            f"{arguments.name} needs memory for {_listed(peaks)} activations, more than {_listed(memory)}; "
+            f"flax-mesh schedule search takes any limit of at least {least}"
+        )
+    return schedule
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return str(numbers[0]) if len(set(numbers)) == 1 else ",".join(map(str, numbers))
+
+
+def _check_search_options(arguments: argparse.Namespace) -> None:
+    options = {"--seconds": arguments.seconds, "--seed": arguments.seed}
+    options["--whole-backward"] = arguments.whole_backward or None
+    given = [option for option, value in options.items() if value is not None]
+    if given and arguments.name != SEARCH:
+        raise ConfigError(f"{' '.join(given)}: only flax-mesh schedule search takes this, not {arguments.name}")
+
+
+def _costs(text: str) -> list[tuple[float, ...]]:
+    costs = [_numbers("--costs", part, float) for part in text.split("/")]
+    if wrong := [part for part, cost in zip(text.split("/"), costs, strict=True) if not 3 <= len(cost) <= 4]:
+        raise ConfigError(f"--costs: want F,B,W or F,B,W,T, got {' and '.join(wrong)}")
+    return costs
+
+
+def _numbers(option: str, text: str, kind: type) -> tuple:
+    try:
+        return tuple(kind(part) for part in text.split(","))
+    except ValueError as error:
+        numbers = "whole numbers" if kind is int else "numbers"
+        raise ConfigError(f"{option}: want {numbers} joined by commas, got {text!r}") from error

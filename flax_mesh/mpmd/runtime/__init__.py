@@ -1,0 +1,1 @@
+"""Pipelines at run time: placement, compilation, execution, the optimizer, profiles."""

@@ -1,0 +1,196 @@
+"""The optimizer's update over groups: traced as for one device, then cut into a program for every group."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from flax_mesh.errors import ConfigError
+from flax_mesh.mpmd.mesh import MpmdMesh
+from flax_mesh.mpmd.runtime.compile import compile_part, packed_shapes
+from flax_mesh.mpmd.runtime.placement import Placement, chunked, on_all_groups, put_host
+from flax_mesh.mpmd.split.jaxpr import Chunks, Program, inline, interpret, is_var, trace
+from flax_mesh.mpmd.split.split import StagedModel
+from flax_mesh.mpmd.split.update import SHARED, MixedGroups, cut_by_group
+from flax_mesh.step.loss import Metrics, apply_gradients
+from flax_mesh.step.state import TrainState
+
+
+class Update:
+    """new leaves, metrics, copies = update(leaves, grads, sums, shared, carry), all in the layout of `placement`.
+
+    `grads` has the summed gradients by (group, leaf of the staged model), `sums` those of the loss function by name,
+    which lie on `sum_groups`. `shared` has the copy of every SHARED leaf on every group of this process; `copies` has
+    each new one by its number, with its copies by group.
+    `carry(kind, detail, value, sharding, sender, receiver)` brings an array from one group to another.
+    """
+
+    def __init__(
+        self,
+        staged: StagedModel,
+        mesh: MpmdMesh,
+        placement: Placement,
+        grads: Sequence[tuple[int, int]],
+        sum_groups: Mapping[str, int],
+        learning_rate: optax.Schedule | None,
+        options: Mapping[str, Any] | None,
+    ):
+        self.placement, self.meshes, self.grads, self.names = placement, mesh.unstack, list(grads), list(sum_groups)
+        homes = placement.homes
+        self.sum_groups = list(sum_groups.values())
+        self.replicated = [NamedSharding(mesh, PartitionSpec()) for mesh in self.meshes]
+        program, self.metrics = _trace(staged, placement, self.grads, self.names, learning_rate)
+        self.wide = {leaf: _wide(staged.leaves[leaf]) for _, leaf in self.grads}
+        self.owner = {home.leaf: home for home in homes if home.leaf is not None}
+        every = tuple(range(len(self.meshes)))
+        self.mine = frozenset(mesh.my_mpmd_axis_indices)
+        readers = mesh.speakers if mesh.jax_mesh.is_multi_process else ()  # (): metrics may be anywhere
+        groups = [home.group for home in homes]
+        groups += [self.owner[leaf].group for _, leaf in self.grads] + [sum_groups[name] for name in self.names]
+        wanted = [every if home.group == SHARED else (home.group,) for home in homes] + [readers] * len(self.metrics)
+        try:
+            parts, self.held = cut_by_group(program, groups, wanted)
+        except MixedGroups as error:
+            named = [home.path for home in homes]
+            named += [f"the gradient of {staged.leaves[leaf].path}" for _, leaf in self.grads]
+            paths = dict.fromkeys(named[at] for at in error.inputs if at < len(named) and groups[at] != SHARED)
+            raise ConfigError(
+                f"the optimizer computes {error.primitive} over arrays of several pipeline groups: {', '.join(paths)}. "
+                "It may look at other leaves through scalars only, such as norms. Use another optimizer, or pp:1."
+            ) from error
+        self.program = program
+        shardings = {
+            v: h.sharding for v, h in zip(program.outputs, homes, strict=False) if is_var(v) and h.group != SHARED
+        }
+        packs = {(part.group, part.phase): part.packs for part in parts if part.packs}
+        self.parts = [compile_part(part, packs, shardings, options) for part in parts if part.group in self.mine]
+        self.packs = {key: packed_shapes(scalars) for key, scalars in packs.items()}
+        self.readers = {key: {p.group for p in parts if key in p.receives} for key in packs}
+
+    def __call__(
+        self,
+        leaves: Sequence[Any],
+        grads: Mapping[tuple[int, int], Any],
+        sums: Mapping[str, Any],
+        shared: Mapping[tuple[int, int], Any],
+        carry: Callable[..., Any],
+    ) -> tuple[tuple[Any, ...], Metrics, dict[int, tuple[jax.Array, dict[int, jax.Array]]]]:
+        env = self._inputs(leaves, grads, sums, shared, carry)
+        packs: dict[tuple[int, int, int], Any] = {}  # (group and phase of the sender, reader) -> vectors of scalars
+
+        def move(group: int, phase: int, packed: Sequence[Any], reader: int) -> None:
+            there = self.replicated[reader]
+            packs[group, phase, reader] = [
+                carry("update", (phase, i), vector, there, group, reader) for i, vector in enumerate(packed)
+            ]
+
+        for part, donated, kept, call in self.parts:
+            here = env[part.group]
+            for group, phase in part.receives:
+                if group not in self.mine and (group, phase, part.group) not in packs:
+                    move(group, phase, self.packs[group, phase], part.group)
+            received = [packs[(*key, part.group)] for key in part.receives]
+            gives, packed = call([here.pop(v) for v in donated], [here[v] for v in kept], received)
+            here.update(zip(part.gives, gives, strict=True))
+            for reader in self.readers.get((part.group, part.phase), ()):
+                move(part.group, part.phase, packed, reader)
+        homes = self.placement.homes
+        new, copies = [], {}
+        for at, (home, v) in enumerate(zip(homes, self.program.outputs, strict=False)):
+            if v is self.program.inputs[at] or home.group not in (SHARED, *self.mine):
+                new.append(leaves[at])
+            elif not is_var(v):
+                new.append(put_host(np.asarray(v.val), home.sharding))
+            elif home.group == SHARED:
+                parts = {g: env[g][v] for g in self.held[at] if g in self.mine}
+                new.append(on_all_groups(parts.values(), home.sharding))
+                copies[at] = new[-1], parts
+            else:
+                new.append(env[home.group][v])
+        first = len(homes)
+        held = [next(g for g in groups if g in self.mine) for groups in self.held[first:]]
+        outputs = self.program.outputs[first:]
+        metrics = {name: env[g][v] for name, g, v in zip(self.metrics, held, outputs, strict=True)}
+        return tuple(new), metrics, copies
+
+    def _inputs(self, leaves, grads, sums, shared, carry) -> list[dict[Any, Any]]:
+        """(group) -> variable -> its value, for the groups of this process."""
+        env: list[dict[Any, Any]] = [{} for _ in self.meshes]
+        names = iter(self.program.inputs)
+        for at, home in enumerate(self.placement.homes):
+            v = next(names)
+            if home.group != SHARED:
+                env[home.group][v] = leaves[at]
+                continue
+            for group in self.mine:
+                env[group][v] = shared[at, group]
+        for group, leaf in self.grads:
+            home = self.owner[leaf]
+            value = grads.get((group, leaf), self.wide[leaf])  # where another process holds it, its shape
+            env[home.group][next(names)] = carry("gradient", (home.path, leaf), value, home.sharding, group, home.group)
+        for name, group in zip(self.names, self.sum_groups, strict=True):
+            env[group][next(names)] = sums[name]
+        return env
+
+
+def _trace(
+    staged: StagedModel,
+    placement: Placement,
+    grads: Sequence[tuple[int, int]],
+    names: Sequence[str],
+    learning_rate: optax.Schedule | None,
+) -> tuple[Program, list[str]]:
+    """(leaves, grads, sums) -> new leaves, metrics; and the names of the metrics."""
+    plain, metric_names = placement.plain, []
+
+    def update(leaves: list[Any], trained: list[Any], sums: list[Any]):
+        state = TrainState(tuple(leaves), plain.definition)
+        model, optimizer = state.merge()
+        params, _, others = nnx.state(model, optimizer.wrt, nnx.RngState, ...)
+        named = dict(zip(names, sums, strict=True))
+        weight = named.pop("weight")
+        tree = jax.tree.unflatten(jax.tree.structure(params), trained)
+        after, metrics = apply_gradients(state, others, tree, named, weight, learning_rate)
+        metric_names[:] = list(metrics)
+        return [*after.leaves, *metrics.values()]
+
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in plain.leaves]
+    trained = list(dict.fromkeys(leaf.source for leaf in staged.leaves if leaf.trained))
+    wide = [_wide(plain.leaves[source]) for source in trained]
+    scalars = [jax.ShapeDtypeStruct((), "float32") for _ in names]
+    whole, _ = trace(update, shapes, wide, scalars)
+
+    def again(leaves: list[Any], parts: list[Any], sums: list[Any]) -> list[Any]:
+        found: dict[int, Any] = {}
+        for (_, leaf), value in zip(grads, parts, strict=True):
+            found[leaf] = found[leaf] + value if leaf in found else value
+        for at, leaf in enumerate(staged.leaves):
+            if leaf.trained and at not in found:  # the loss does not use it
+                found[at] = jnp.zeros(leaf.shape, _wide(leaf).dtype)
+        model = [home for home in placement.homes if home.leaf is not None]
+        gradients = chunked(
+            model, [None if home.leaf is None else found.get(home.leaf) for home in model]
+        )  # None: not trained, such as a key
+        args = [*chunked(placement.homes, leaves), *(gradients[source] for source in trained), *sums]
+        outs = interpret(whole, args, lambda eqn: True)
+        flat = []
+        for source, out in enumerate(outs[: len(plain.leaves)]):
+            rows = [home.rows for home in placement.homes if home.source == source]
+            if isinstance(out, Chunks):
+                flat += out.parts
+            else:
+                flat += [out[slice(*r)] if r else out for r in rows]
+        return [*flat, *(out.whole() if isinstance(out, Chunks) else out for out in outs[len(plain.leaves) :])]
+
+    leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in placement.abstract.leaves]
+    parts = [_wide(staged.leaves[leaf]) for _, leaf in grads]
+    return inline(trace(again, leaves, parts, scalars)[0]), metric_names
+
+
+def _wide(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, jnp.promote_types(leaf.dtype, "float32"))

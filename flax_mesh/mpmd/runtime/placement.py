@@ -1,0 +1,213 @@
+"""Where the state of a pipeline lies: every leaf on the group of its stage, the waist with several meshes in it."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from flax_mesh.axes import PartitionAxis, as_tuple
+from flax_mesh.errors import ShardingError
+from flax_mesh.jax_compat import short_tracer_errors
+from flax_mesh.mpmd.mesh import MpmdMesh
+from flax_mesh.mpmd.split.jaxpr import Chunks
+from flax_mesh.mpmd.split.split import StagedModel
+from flax_mesh.mpmd.split.trace import Leaf
+from flax_mesh.mpmd.split.update import SHARED
+from flax_mesh.sharding import PartitionRules, abstract_state
+from flax_mesh.step.state import TrainState, TreeDefinition, abstract_train_state
+from flax_mesh.tree import named_leaves, owner_of
+
+MODEL, OPTIMIZER = "model/", "optimizer/"
+
+
+class Home(NamedTuple):
+    """A leaf of the pipelined state: leaf `source` of the plain one, or layers `rows` of it, on a group.
+
+    A leaf that belongs to no parameter, such as the number of the step, is SHARED: a copy on every device.
+    """
+
+    path: str
+    source: int
+    rows: tuple[int, int] | None
+    group: int
+    leaf: int | None  # index into StagedModel.leaves, None in the optimizer
+    sharding: NamedSharding
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The pipelined state: `homes` has an entry for every leaf of `abstract`."""
+
+    homes: tuple[Home, ...]
+    abstract: TrainState  # leaves are ShapeDtypeStructs with shardings
+    plain: TrainState  # the same state without groups: one leaf a variable
+
+
+def place(
+    make: Callable[[], Any],
+    staged: StagedModel,
+    mesh: MpmdMesh,
+    stage_to_group: Sequence[int],
+    rules: PartitionRules | Iterable[tuple[str, Any]] | None,
+    axes: PartitionAxis | None,
+    shard_optimizer_over: str | tuple[str, ...] = (),
+) -> Placement:
+    """The placement of the state of `make() -> (model, optimizer)`. A leaf lies on the group of the first stage that
+    uses it, an optimizer leaf on that of its parameter, both laid out there as the rules say."""
+    groups = mesh.unstack
+    laid_out = abstract_state(make, groups[0], rules, axes=axes, shard_optimizer_over=shard_optimizer_over)
+    plain = abstract_train_state(make, laid_out)
+    named = named_leaves(laid_out)
+    check_specs([(path, leaf.sharding.spec) for path, leaf in named], mesh)
+    model_parts = _parts_by_source(staged)
+    model_paths = [path.removeprefix(MODEL) for path, _ in named if path.startswith(MODEL)]
+    homes: list[Home] = []
+    for source, (path, leaf) in enumerate(named):
+        spec = leaf.sharding.spec
+        for rows, group, at in _homes_of(path, leaf, staged, stage_to_group, model_paths, model_parts):
+            sharding = NamedSharding(mesh.jax_mesh if group == SHARED else groups[group], spec)
+            homes.append(Home(path, source, rows, group, at, sharding))
+    leaves = []
+    for home in homes:
+        leaf = plain.leaves[home.source]
+        leaves.append(jax.ShapeDtypeStruct(_shape(leaf.shape, home.rows), leaf.dtype, sharding=home.sharding))
+    tree = jax.tree.unflatten(plain.definition.treedef, chunked(homes, leaves))
+    definition = TreeDefinition(plain.definition.graphdef, jax.tree.structure(tree))
+    return Placement(tuple(homes), TrainState(tuple(leaves), definition), plain)
+
+
+def bytes_of_groups(
+    staged: StagedModel, stage_to_group: Sequence[int], leaves: Iterable[tuple[str, Any, int]]
+) -> list[int]:
+    """Bytes that a device of every group holds, of the (path, leaf, bytes a device) of a state of all leaves."""
+    leaves = list(leaves)
+    found = [0] * (max(stage_to_group) + 1)
+    model_paths = [path.removeprefix(MODEL) for path, *_ in leaves if path.startswith(MODEL)]
+    model_parts = _parts_by_source(staged)
+    for path, leaf, size in leaves:
+        for rows, group, _ in _homes_of(path, leaf, staged, stage_to_group, model_paths, model_parts):
+            share = size if rows is None else size * (rows[1] - rows[0]) // leaf.shape[0]
+            for held in range(len(found)) if group == SHARED else (group,):
+                found[held] += share
+    return found
+
+
+def chunked(homes: Sequence[Home], values: Sequence[Any]) -> list[Any]:
+    """One value for every leaf of the plain state, those of stacks as Chunks, from one for every home."""
+    found: dict[int, Any] = {}
+    for home, value in zip(homes, values, strict=True):
+        if home.rows is None:
+            found[home.source] = value
+        else:
+            before = found.get(home.source, Chunks((), ()))
+            found[home.source] = Chunks((*before.parts, value), (*before.starts, home.rows[0]))
+    return [found[source] for source in range(len(found))]
+
+
+def init_leaves(make: Callable[[], Any], placement: Placement, meshes: Mapping[int, Mesh]) -> tuple[jax.Array, ...]:
+    """The initial leaves, born where they belong: one compilation a group. `meshes` has the groups of this process;
+    leaves of other groups are arrays without a shard here."""
+    found: dict[int, jax.Array] = {}
+    first = min(meshes)
+    for group in sorted({home.group for home in placement.homes} & {SHARED, *meshes}):
+        mine = [at for at, home in enumerate(placement.homes) if home.group == group]
+
+        def leaves(mine: list[int] = mine) -> list[Any]:
+            with nnx.use_eager_sharding(False):
+                model, optimizer = make()
+            values = jax.tree.leaves(nnx.state({"model": model, "optimizer": optimizer}))
+            return [cut_rows(values[placement.homes[at].source], placement.homes[at].rows) for at in mine]
+
+        there = [moved(placement.homes[at].sharding, meshes[first if group == SHARED else group]) for at in mine]
+        with short_tracer_errors():
+            made = jax.jit(leaves, out_shardings=there)()
+        if group == SHARED:
+            made = [_copied(x, meshes, first, placement.homes[at].sharding) for at, x in zip(mine, made, strict=True)]
+        found |= dict(zip(mine, made, strict=True))
+    return tuple(found[at] if at in found else remote_array(x) for at, x in enumerate(placement.abstract.leaves))
+
+
+def remote_array(like: Any) -> jax.Array:
+    """An array of which this process has no shard: what other processes hold, known by shape, dtype and sharding."""
+    return jax.make_array_from_single_device_arrays(like.shape, like.sharding, [], dtype=like.dtype)
+
+
+def put_host(x: Any, sharding: NamedSharding) -> jax.Array:
+    """An array of the host, the same in every process that has devices of `sharding`, on those devices."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    x = np.asarray(x)  # jax.device_put would compare it over all processes, also those that never come here
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index], dtype=x.dtype)
+
+
+def _copied(x: jax.Array, meshes: Mapping[int, Mesh], first: int, sharding: NamedSharding) -> jax.Array:
+    """`x`, which lies on one group, on all."""
+    parts = [x if group == first else jax.device_put(x, moved(x.sharding, mesh)) for group, mesh in meshes.items()]
+    return on_all_groups(parts, sharding)
+
+
+def cut_rows(value: Any, rows: tuple[int, int] | None) -> Any:
+    """Layers `rows` of a stack, or all of a leaf."""
+    return value if rows is None else value[slice(*rows)]
+
+
+def moved(sharding: Any, mesh: Mesh) -> NamedSharding:
+    """The same layout on another group."""
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+    return NamedSharding(mesh, spec)
+
+
+def on_group(x: jax.Array, mesh: Mesh) -> jax.Array:
+    """The part of an array, replicated over groups, that lies on one group; nothing is copied."""
+    here = set(mesh.devices.flat)
+    shards = [shard.data for shard in x.addressable_shards if shard.device in here]
+    return jax.make_array_from_single_device_arrays(x.shape, moved(x.sharding, mesh), shards)
+
+
+def on_all_groups(parts: Iterable[jax.Array], sharding: NamedSharding) -> jax.Array:
+    """The array replicated over all groups, from its equal parts on those of this process; nothing is copied."""
+    parts = list(parts)
+    shards = [shard.data for part in parts for shard in part.addressable_shards]
+    return jax.make_array_from_single_device_arrays(parts[0].shape, sharding, shards)
+
+
+def check_specs(specs: Iterable[tuple[str, PartitionSpec]], mesh: MpmdMesh) -> None:
+    """ShardingError for every spec that mentions the MPMD axis: along it lie different leaves, not parts of one."""
+    name = mesh.mpmd_axis_name
+    wrong = [f"{path}: {spec}" for path, spec in specs if any(name in as_tuple(entry) for entry in spec)]
+    if wrong:
+        raise ShardingError(
+            "\n".join(wrong) + f"\nA spec must not mention {name!r}, the axis of the pipeline's groups: every group "
+            "holds leaves of its own. Map these dims to other axes, or to None."
+        )
+
+
+def _parts_by_source(staged: StagedModel) -> dict[int, list[tuple[int, Leaf]]]:
+    found: dict[int, list[tuple[int, Leaf]]] = {}
+    for at, leaf in enumerate(staged.leaves):
+        found.setdefault(leaf.source, []).append((at, leaf))
+    return found
+
+
+def _homes_of(path, leaf, staged, stage_to_group, model_paths, model_parts) -> list[tuple[Any, int, int | None]]:
+    """(rows, group, index into staged.leaves) for each part of one leaf of the plain state."""
+    inner = path.removeprefix(MODEL)
+    owner = inner if path.startswith(MODEL) else owner_of(path, model_paths)
+    if owner is None:
+        return [(None, SHARED, None)]
+    parts = model_parts[model_paths.index(owner)]
+    group_of = [stage_to_group[staged.users[at][0]] for at, _ in parts]
+    if path.startswith(MODEL):
+        return [(part.rows, group, at) for (at, part), group in zip(parts, group_of, strict=True)]
+    depth = parts[-1][1].rows[1] if parts[-1][1].rows else 0
+    if depth and leaf.shape[:1] == (depth,):  # of every layer of a stack
+        return [(part.rows, group, None) for (_, part), group in zip(parts, group_of, strict=True)]
+    return [(None, group_of[0], None)]
+
+
+def _shape(shape: Sequence[int], rows: tuple[int, int] | None) -> tuple[int, ...]:
+    return tuple(shape) if rows is None else (rows[1] - rows[0], *shape[1:])

@@ -1,0 +1,1 @@
+"""Pipeline schedules: data, validation, simulation, search, text and pictures. Pure Python."""

@@ -1,0 +1,245 @@
+"""Beam search over schedules: which lane does each group serve next? Pure Python.
+
+A partial schedule is extended by the action that could end first, or by one of those that could start before that end
+on the same group (Giffler and Thompson 1960). Where each group has one stage, some optimal schedule is among these, so
+that a search in which nothing but dominated and hopeless partial schedules is left out finds the optimum.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from flax_mesh.mpmd.schedules.lower_bound import Problem, tails
+
+NEVER = float("inf")
+TOLERANCE = 1e-9  # relative, of sums of the same numbers in another order
+
+
+class Partial(NamedTuple):
+    """A schedule of some of the actions. Tuples have one entry per lane or per group."""
+
+    counts: tuple[int, ...]  # per lane: how many actions are done
+    ends: tuple[tuple[float, ...], ...]  # per lane: when each of them ends
+    ready: tuple[float, ...]  # per lane: when the next one has all it needs; NEVER: unknown yet
+    free: tuple[float, ...]  # per group: when it has done what it was given
+    held: tuple[int, ...]  # per group: memory in use
+    queues: tuple[tuple[int, ...], ...]  # per shared edge: lanes whose inputs are under way, in the order of sending
+    left: tuple[float, ...]  # per group: time of the actions still to come
+    bound: float  # no completion has a smaller makespan
+    idle: float  # time for which groups have waited so far
+    trail: "tuple[int, Partial] | None"  # the lane served last, and what was before
+
+
+@dataclass(frozen=True)
+class Found:
+    makespan: float  # NEVER where nothing better than what was asked for was found
+    served: list[int]  # lanes in the order in which they were served
+    complete: bool  # nothing was left out that could have been better
+    work: int  # partial schedules looked at
+
+
+class BeamSearch:
+    """Tables of one problem that every search of it needs."""
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        self.tails = tails(problem)
+        self.users = problem.users()
+        group = problem.group
+        self.crossings = [(i, user) for i, users in enumerate(self.users) for user in users if group[user] != group[i]]
+        self.lanes_of = [[i for i, g in enumerate(problem.group) if g == group] for group in range(problem.num_groups)]
+        self.rooms = {reserve: _room(problem, reserve) for reserve in (False, True)}
+        self.pairs_of = [_pairs(problem, group) for group in range(problem.num_groups)]
+        self.one_stage_each = all(len(pairs) == 1 for pairs in self.pairs_of)
+        self.edge_of = _shared_edges(problem)
+
+    def run(self, width: int, *, weight: float, better_than: float, most_work: int, reserve: bool = False) -> Found:
+        """The best schedule found while keeping `width` partial schedules of each length.
+
+        They are ranked by their bound plus `weight` times the time for which groups have waited. Gives up after looking
+        at `most_work` of them. With `reserve`, a group of several stages keeps memory free for the later ones.
+        """
+        beam, complete, work = [self._empty()], True, 0
+        too_long = better_than * (1 - TOLERANCE)
+        for _ in range(self.problem.num_microbatches * len(self.problem.lanes)):
+            offers = []
+            for partial in beam:
+                for lane, start in self._choices(partial, self.rooms[reserve]):
+                    bound = self._bound(partial, lane, start)
+                    if bound < too_long:
+                        idle = partial.idle + start - partial.free[self.problem.group[lane]]
+                        offers.append((bound + weight * idle, idle, len(offers), bound, lane, start, partial))
+            work += len(offers)
+            if work > most_work:
+                return Found(NEVER, [], False, work)
+            offers.sort()
+            beam, kept = [], {}
+            for _, idle, _, bound, lane, start, partial in offers:
+                if len(beam) == width:
+                    complete = False
+                    break
+                extended = self._extend(partial, lane, start, bound, idle)
+                if not self._dominated(extended, kept):
+                    beam.append(extended)
+        best = min(beam, key=lambda partial: max(partial.free), default=None)
+        if best is None:
+            return Found(NEVER, [], complete, work)
+        return Found(max(best.free), _served(best), complete, work)
+
+    def _empty(self) -> Partial:
+        problem = self.problem
+        left = [sum(problem.duration[lane] for lane in lanes) * problem.num_microbatches for lanes in self.lanes_of]
+        groups, lanes = problem.num_groups, len(problem.lanes)
+        ready = tuple(NEVER if needs else 0.0 for needs in problem.needs)
+        queues = ((),) * len(set(self.edge_of.values()))
+        return Partial(
+            (0,) * lanes, ((),) * lanes, ready, (0.0,) * groups, (0,) * groups, queues, tuple(left), 0.0, 0.0, None
+        )
+
+    def _choices(self, partial: Partial, room: Sequence[float]) -> list[tuple[int, float]]:
+        """(lane, start) of the action that could end first, and of those that could start before that on its group."""
+        free, ready, held, duration = partial.free, partial.ready, partial.held, self.problem.duration
+        first_end, first, choices = NEVER, -1, []
+        for group, lanes in enumerate(self.lanes_of):
+            since, in_use, found, before = free[group], held[group], [], first_end
+            for lane in lanes:
+                start = ready[lane]
+                if start < NEVER and in_use < room[lane] and (self.one_stage_each or self._may(partial, lane)):
+                    start = max(start, since)
+                    found.append((lane, start))
+                    if start + duration[lane] < first_end:
+                        first_end, first = start + duration[lane], lane
+            if first_end < before:
+                choices = found
+        return [(lane, start) for lane, start in choices if start < first_end or lane == first]
+
+    def _may(self, partial: Partial, lane: int) -> bool:
+        """Whether a group of several stages can serve this lane without breaking an order or blocking itself.
+
+        No other lane's input was sent before on the same edge; and with what this action takes of the memory, the
+        microbatches under way can still be finished, the oldest one first (Dijkstra's banker).
+        """
+        edge = self.edge_of.get(lane)
+        if edge is not None and partial.queues[edge][0] != lane:
+            return False
+        if self.problem.holds[lane] <= 0:
+            return True
+        group, counts = self.problem.group[lane], _with(partial.counts, lane, partial.counts[lane] + 1)
+        pairs = [(counts[take], counts[give]) for take, give in self.pairs_of[group]]
+        unused = self.problem.limits[group] - sum(taken - given for taken, given in pairs)
+        for microbatch in range(min(given for _, given in pairs), max(taken for taken, _ in pairs)):
+            if sum(taken <= microbatch for taken, _ in pairs) > unused:
+                return False
+            unused += sum(given <= microbatch < taken for taken, given in pairs)
+        return True
+
+    def _bound(self, partial: Partial, lane: int, start: float) -> float:
+        """No completion of `partial` that goes on with `lane` has a smaller makespan."""
+        duration, ready, counts = self.problem.duration, partial.ready, partial.counts
+        group = self.problem.group[lane]
+        end = start + duration[lane]
+        bound = max(partial.bound, end + self.tails[lane][counts[lane]], end + partial.left[group] - duration[lane])
+        for other in self.lanes_of[group]:
+            if other != lane and ready[other] < NEVER:
+                waits = max(ready[other], end) + duration[other] + self.tails[other][counts[other]]
+                bound = max(bound, waits)
+        return bound
+
+    def _extend(self, partial: Partial, lane: int, start: float, bound: float, idle: float) -> Partial:
+        problem = self.problem
+        group, microbatch = problem.group[lane], partial.counts[lane]
+        end = start + problem.duration[lane]
+        counts = _with(partial.counts, lane, microbatch + 1)
+        ends = _with(partial.ends, lane, (*partial.ends[lane], end))
+        ready = list(partial.ready)
+        for other in (lane, *self.users[lane]):
+            if other == lane or counts[other] == microbatch:
+                ready[other] = self._ready(other, counts, ends)
+        return Partial(
+            counts=counts,
+            ends=ends,
+            ready=tuple(ready),
+            free=_with(partial.free, group, end),
+            held=_with(partial.held, group, partial.held[group] + problem.holds[lane]),
+            queues=self._queues(partial, lane),
+            left=_with(partial.left, group, partial.left[group] - problem.duration[lane]),
+            bound=bound,
+            idle=idle,
+            trail=(lane, partial),
+        )
+
+    def _queues(self, partial: Partial, lane: int) -> tuple[tuple[int, ...], ...]:
+        queues = partial.queues
+        if lane in self.edge_of:
+            queues = _with(queues, self.edge_of[lane], queues[self.edge_of[lane]][1:])
+        for user in self.users[lane]:
+            if user in self.edge_of and self.problem.group[user] != self.problem.group[lane]:
+                queues = _with(queues, self.edge_of[user], (*queues[self.edge_of[user]], user))
+        return queues
+
+    def _ready(self, lane: int, counts: Sequence[int], ends: Sequence[Sequence[float]]) -> float:
+        microbatch = counts[lane]
+        if microbatch == self.problem.num_microbatches:
+            return NEVER
+        ready = 0.0
+        for other, delay in self.problem.needs[lane]:
+            if counts[other] <= microbatch:
+                return NEVER
+            ready = max(ready, ends[other][microbatch] + delay)
+        return ready
+
+    def _dominated(self, partial: Partial, kept: dict[tuple, list[tuple[float, ...]]]) -> bool:
+        """Whether another partial schedule of the same actions has every time that matters no later; kept if not."""
+        times = list(partial.free)
+        for lane, user in self.crossings:
+            times += partial.ends[lane][partial.counts[user] :]
+        others = kept.setdefault((partial.counts, partial.queues), [])
+        if any(all(a <= b for a, b in zip(other, times, strict=True)) for other in others):
+            return True
+        others.append(tuple(times))
+        return False
+
+
+def _with(values: tuple, place: int, value) -> tuple:
+    return (*values[:place], value, *values[place + 1 :])
+
+
+def _served(partial: Partial) -> list[int]:
+    served = []
+    while partial.trail is not None:
+        lane, partial = partial.trail
+        served.append(lane)
+    return served[::-1]
+
+
+def _shared_edges(problem: Problem) -> dict[int, int]:
+    """{lane: edge} of the lanes that share an edge (sending group, receiving group, kind) with another one.
+
+    Their messages have to be received in the order in which they are sent. Where each group has one stage there is one
+    lane to an edge, and its microbatches are in order anyway.
+    """
+    lanes: dict[tuple[int, int, str], list[int]] = {}
+    for lane, needs in enumerate(problem.needs):
+        for other, _ in needs:
+            if problem.group[other] != problem.group[lane]:
+                edge = (problem.group[other], problem.group[lane], problem.lanes[lane][0])
+                lanes.setdefault(edge, []).append(lane)
+    shared = [receiving for receiving in lanes.values() if len(receiving) > 1]
+    return {lane: edge for edge, receiving in enumerate(shared) for lane in receiving}
+
+
+def _pairs(problem: Problem, group: int) -> list[tuple[int, int]]:
+    """Of every stage of a group: the lane that takes memory and the lane that gives it back."""
+    lanes = [lane for lane, of in enumerate(problem.group) if of == group]
+    taking = [lane for lane in lanes if problem.holds[lane] > 0]
+    return [(lane, next(i for i in problem.chain(lane) if problem.holds[i] < 0)) for lane in taking]
+
+
+def _room(problem: Problem, reserve: bool) -> list[float]:
+    """Per lane: it may go on while its group holds less than this."""
+    room: list[float] = [NEVER] * len(problem.lanes)
+    for group, limit in enumerate(problem.limits):
+        taking = [take for take, _ in _pairs(problem, group)]
+        for later, lane in enumerate(reversed(taking)):
+            room[lane] = limit - later if reserve else limit
+    return room

@@ -1,0 +1,216 @@
+"""A schedule in time, as an SVG document; beside it, where there is one, what really ran."""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from flax_mesh.mpmd.schedules.schedule import Action, Schedule
+from flax_mesh.mpmd.schedules.simulate import Costs, Simulation, StageCost, simulate
+from flax_mesh.mpmd.schedules.text import heading, summary
+
+Event = tuple[int, Action, float, float]  # group, action, start, end
+
+BAR, HELD, GAP, LINE, MARGIN = 24, 14, 10, 18, 20  # heights of a row's parts; pixels
+NAME_WIDTH, SIDE_WIDTH = 64, 132
+LEAST_BOX, LEAST_WIDTH, MOST_WIDTH = 17, 560, 2400
+# Told apart with every kind of colour vision, both shades of each (tests/mpmd/schedules/test_draw.py). W is lower, too.
+COLOURS = {"F": (51, 34, 136), "B": (230, 159, 0), "W": (0, 158, 115)}
+KINDS = {"F": "forward", "B": "backward", "W": "backward to weights"}
+LIGHTER, LIGHTEST = 0.45, 0.7  # how much more white each next stage of a group gets, and the last one at most
+IDLE = 'fill="white" stroke="#bbb" stroke-width="0.6"'
+HELD_COLOUR, INK = "#9a9a9a", "#222"
+
+
+def draw_schedule_svg(schedule: Schedule, costs: Costs = StageCost()) -> str:  # noqa: B008  a value, not a place
+    """The simulated schedule: a bar per group along time, under it the activations that the group holds.
+
+    A box shows its microbatch, its colour the kind of action, its shade which of the group's stages it belongs to; W is
+    lower than F and B. White is idle time. At the right the busy share and the peak of activations of each group.
+    """
+    result = simulate(schedule, costs)
+    return _document([_simulated(schedule, costs, result)], result, schedule)
+
+
+def draw_timeline_svg(schedule: Schedule, measured: Iterable[Event], costs: Costs) -> str:
+    """What ran, above the same schedule simulated with `costs`; times of both in the same unit, from the first start.
+
+    `measured`: (group, action, start, end) of every action.
+    """
+    measured = sorted(measured, key=lambda event: event[2])
+    if not measured:
+        raise ValueError("nothing was measured: there are no events to draw")
+    origin = measured[0][2]
+    events = [(group, action, start - origin, end - origin) for group, action, start, end in measured]
+    result = simulate(schedule, costs)
+    span = max(end for *_, end in events)
+    busy = sum(end - start for _, _, start, end in events)
+    bubble = 1 - busy / (schedule.num_groups * span) if span else 0.0
+    text = f"measured: {span:.6g}, bubble {bubble:.1%}, {busy / span if span else 0:.2f} groups at work on average"
+    return _document([(text, events), _simulated(schedule, costs, result)], result, schedule)
+
+
+Panel = tuple[str, list[Event]]
+
+
+def _simulated(schedule: Schedule, costs: Costs, result: Simulation) -> Panel:
+    events = [(schedule.stage_to_group[action.stage], action, *times) for action, times in result.times.items()]
+    return f"{heading(schedule, costs)}: {summary(result)}", events
+
+
+def _document(panels: Sequence[Panel], result: Simulation, schedule: Schedule) -> str:
+    span = max((end for _, events in panels for *_, end in events), default=0.0)
+    # What takes next to no time, as the empty B of a first stage, does not set the scale.
+    lengths = [end - start for _, events in panels for *_, start, end in events]
+    shortest = min((length for length in lengths if length > span / 500), default=1.0)
+    wide = min(max(span * LEAST_BOX / shortest, LEAST_WIDTH), MOST_WIDTH) if span else LEAST_WIDTH
+    scale = wide / span if span else 1.0
+    height = schedule.num_groups * (BAR + HELD + GAP)
+    body, top = [], MARGIN
+    for title, events in panels:
+        body.append(_text(MARGIN, top + 4, title, size=14))
+        body += _panel(events, schedule, top + LINE, scale, wide)
+        top += LINE + height
+        body += _axis(top, scale, span)
+        top += 2 * LINE
+    body += _legend(schedule, top)
+    total = (round(2 * MARGIN + NAME_WIDTH + wide + SIDE_WIDTH), top + LINE + MARGIN)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total[0]} {total[1]}" width="{total[0]}" '
+        f'height="{total[1]}" role="img">\n<style>text{{font-family:Helvetica,Arial,sans-serif}}.n{{font-size:10px;'
+        f"text-anchor:middle}}{_styles(schedule)}</style>\n"
+        '<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(body) + "\n</svg>\n"
+    )
+
+
+def _panel(events: Sequence[Event], schedule: Schedule, top: float, scale: float, wide: float) -> list[str]:
+    """The bars of all groups, each with its name, its share of work and what it holds."""
+    span = max((end for *_, end in events), default=0.0)
+    peaks = []
+    curves = []
+    for group in range(schedule.num_groups):
+        curve = _held([event for event in events if event[0] == group], schedule.splits_backward)
+        curves.append(curve)
+        peaks.append(max((count for _, count in curve), default=0))
+    body = []
+    for group, (curve, peak) in enumerate(zip(curves, peaks, strict=True)):
+        upper = top + group * (BAR + HELD + GAP)
+        left = MARGIN + NAME_WIDTH
+        mine = [event for event in events if event[0] == group]
+        busy = sum(end - start for _, _, start, end in mine)
+        body.append(_text(MARGIN, upper + 16, f"group {group}", size=12))
+        body.append(f'<rect x="{left}" y="{upper}" width="{wide:g}" height="{BAR}" {IDLE}/>')
+        body += [_box(event, schedule, left, upper, scale) for event in mine]
+        body.append(_curve(curve, left, upper + BAR + HELD, scale, max(peaks), span))
+        side = left + wide + 10
+        body.append(_text(side, upper + 11, f"busy {busy / span if span else 1:.1%}", size=12))
+        body.append(_text(side, upper + BAR + HELD - 2, f"peak {peak} activations", size=12))
+    return body
+
+
+def _box(event: Event, schedule: Schedule, left: float, upper: float, scale: float) -> str:
+    group, action, start, end = event
+    x, width = left + start * scale, (end - start) * scale
+    chunk = sum(1 for owner in schedule.stage_to_group[: action.stage] if owner == group)
+    inset = 5 if action.kind == "W" else 0
+    rect = (
+        f'<rect class="{action.kind}{chunk}" x="{x:.1f}" y="{upper + inset}" width="{max(width - 0.8, 0.4):.1f}" '
+        f'height="{BAR - inset}"/>'
+    )
+    label = str(action.microbatch)
+    if width < 6 * len(label):
+        return rect
+    return f'{rect}<text class="n t{action.kind}{chunk}" x="{x + width / 2 - 0.4:.1f}" y="{upper + 17}">{label}</text>'
+
+
+def _held(events: Iterable[Event], splits_backward: bool) -> list[tuple[float, int]]:
+    """(time, activations held from then on) of one group: taken when F starts, given back when B or W ends."""
+    release = "W" if splits_backward else "B"
+    changes = [(start, 1) for _, action, start, _ in events if action.kind == "F"]
+    changes += [(end, -1) for _, action, _, end in events if action.kind == release]
+    count, curve = 0, [(0.0, 0)]
+    if all(change > 0 for _, change in changes):
+        return curve  # forward only: nothing is kept
+    for time, change in sorted(changes):  # at equal times what is given back comes first
+        count += change
+        curve.append((time, count))
+    return curve
+
+
+def _curve(curve: Sequence[tuple[float, int]], left: float, base: float, scale: float, peak: int, span: float) -> str:
+    points, height = [], 0.0
+    for time, count in curve:
+        x = left + time * scale
+        points += [f"{x:.1f},{base - height:.1f}", f"{x:.1f},{base - (HELD - 3) * count / max(peak, 1):.1f}"]
+        height = (HELD - 3) * count / max(peak, 1)
+    end = left + span * scale
+    points += [f"{end:.1f},{base - height:.1f}", f"{end:.1f},{base}", f"{left},{base}"]
+    return f'<polygon points="{" ".join(points)}" fill="{HELD_COLOUR}"/>'
+
+
+def _axis(y: float, scale: float, span: float) -> list[str]:
+    left = MARGIN + NAME_WIDTH
+    step = _round_step(span / 12) if span else 1.0
+    marks = [step * i for i in range(int(span / step + 1e-9) + 1)]
+    lines = [f'<path d="M{left} {y}h{span * scale:.1f}" stroke="#888"/>', _text(MARGIN, y + 14, "time", size=11)]
+    for mark in marks:
+        x = left + mark * scale
+        lines.append(f'<path d="M{x:.1f} {y}v4" stroke="#888"/>')
+        lines.append(_text(x, y + 15, f"{mark:.6g}", size=11, anchor="middle"))
+    return lines
+
+
+def _round_step(least: float) -> float:
+    """The smallest of 1, 2, 5, 10, ... (or 0.5, 0.2, ...) that is at least `least`."""
+    power = 10.0 ** len(f"{int(least)}") if least >= 1 else 1.0
+    while power / 10 >= least:
+        power /= 10
+    return next(power * part for part in (0.1, 0.2, 0.5, 1.0) if power * part >= least)
+
+
+def _legend(schedule: Schedule, y: float) -> list[str]:
+    x, parts = float(MARGIN), []
+    chunks = schedule.num_stages // schedule.num_groups
+    kinds = [kind for kind in KINDS if any(action.kind == kind for row in schedule.rows for action in row)]
+    texts = dict(KINDS) | ({"B": "backward to input"} if schedule.splits_backward else {})
+    for kind in kinds:
+        for chunk in range(chunks):
+            inset = 5 if kind == "W" else 0
+            parts.append(f'<rect class="{kind}{chunk}" x="{x:.1f}" y="{y + inset}" width="16" height="{18 - inset}"/>')
+            x += 19
+        text = f"{kind}: {texts[kind]}" + (
+            f" (stage 1{' to' if chunks > 2 else ','} {chunks} of its group)" if chunks > 1 else ""
+        )
+        parts.append(_text(x + 3, y + 13, text, size=12))
+        x += 12 + 6.3 * len(text)
+    for look, text, height in ((IDLE, "idle", 18), (f'fill="{HELD_COLOUR}"', "activations held", 9)):
+        parts.append(f'<rect x="{x:.1f}" y="{y + 18 - height}" width="16" height="{height}" {look}/>')
+        parts.append(_text(x + 21, y + 13, text, size=12))
+        x += 34 + 6.3 * len(text)
+    parts.append(_text(x, y + 13, "number: microbatch", size=12))
+    return parts
+
+
+def _styles(schedule: Schedule) -> str:
+    rules = []
+    for (kind, chunk), fill in fills(schedule.num_stages // schedule.num_groups).items():
+        light = sum(weight * part for weight, part in zip((0.299, 0.587, 0.114), fill, strict=True))
+        rules.append(f".{kind}{chunk}{{fill:#{''.join(f'{part:02x}' for part in fill)}}}")
+        rules.append(f".t{kind}{chunk}{{fill:{INK if light > 110 else 'white'}}}")
+    return "".join(rules)
+
+
+def fills(stages_per_group: int) -> dict[tuple[str, int], tuple[int, int, int]]:
+    """{(kind, which stage of its group): red, green, blue}."""
+    step = min(LIGHTER, LIGHTEST / max(stages_per_group - 1, 1))
+    return {
+        (kind, chunk): (_lighter(red, chunk * step), _lighter(green, chunk * step), _lighter(blue, chunk * step))
+        for kind, (red, green, blue) in COLOURS.items()
+        for chunk in range(stages_per_group)
+    }
+
+
+def _lighter(part: int, share: float) -> int:
+    return round(part + (255 - part) * share)
+
+
+def _text(x: float, y: float, text: str, *, size: int, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y}" font-size="{size}" text-anchor="{anchor}" fill="{INK}">{escape(text)}</text>'

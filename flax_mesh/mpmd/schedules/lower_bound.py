@@ -1,0 +1,166 @@
+"""How fast a pipeline can be at best, whatever its schedule. Pure Python.
+
+Microbatches are alike, so that each stage may take them in order for every kind of action. All actions of one kind and
+stage are therefore one **lane**, and a schedule only says which lane a group serves next.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from flax_mesh.mpmd.schedules.simulate import StageCost
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a search may choose from. Lanes stand in an order in which one microbatch can pass through them."""
+
+    num_microbatches: int
+    lanes: tuple[tuple[str, int], ...]  # (kind, stage)
+    group: tuple[int, ...]  # of each lane
+    duration: tuple[float, ...]  # of one action of each lane
+    needs: tuple[tuple[tuple[int, float], ...], ...]  # of each lane: (lane whose result it takes, delay)
+    holds: tuple[int, ...]  # 1 where an action takes memory, -1 where it gives it back
+    limits: tuple[int, ...]  # of each group: how much memory it has
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.limits)
+
+    def users(self) -> list[list[int]]:
+        """The lanes that need each lane."""
+        users: list[list[int]] = [[] for _ in self.lanes]
+        for lane, needs in enumerate(self.needs):
+            for needed, _ in needs:
+                users[needed].append(lane)
+        return users
+
+    def chain(self, lane: int) -> list[int]:
+        """The lanes of the same stage, in the order in which a microbatch passes through them."""
+        return [other for other, (_, stage) in enumerate(self.lanes) if stage == self.lanes[lane][1]]
+
+
+def make_problem(
+    stages: Sequence[StageCost],
+    num_microbatches: int,
+    stage_to_group: Sequence[int],
+    limits: Sequence[int],
+    splits_backward: bool = True,
+) -> Problem:
+    """The lanes of a pipeline; without `splits_backward` B takes the time of both halves and there is no W."""
+    last = len(stages) - 1
+    lanes = [("F", s) for s in range(last + 1)] + [("B", s) for s in reversed(range(last + 1))]
+    lanes += [("W", s) for s in range(last + 1)] if splits_backward else []
+    place = {lane: i for i, lane in enumerate(lanes)}
+
+    def from_stage(kind: str, sender: int, receiver: int) -> tuple[int, float]:
+        apart = stage_to_group[sender] != stage_to_group[receiver]
+        return place[kind, sender], stages[sender].transfer if apart else 0.0
+
+    needs, duration = [], []
+    for kind, s in lanes:
+        if kind == "F":
+            needs.append((from_stage("F", s - 1, s),) if s else ())
+            duration.append(stages[s].forward)
+        elif kind == "B":
+            needs.append(((place["F", s], 0.0), *((from_stage("B", s + 1, s),) if s < last else ())))
+            duration.append(stages[s].backward + (0.0 if splits_backward else stages[s].weights))
+        else:
+            needs.append(((place["B", s], 0.0),))
+            duration.append(stages[s].weights)
+    release = "W" if splits_backward else "B"
+    return Problem(
+        num_microbatches=num_microbatches,
+        lanes=tuple(lanes),
+        group=tuple(stage_to_group[s] for _, s in lanes),
+        duration=tuple(duration),
+        needs=tuple(needs),
+        holds=tuple((kind == "F") - (kind == release) for kind, _ in lanes),
+        limits=tuple(limits),
+    )
+
+
+def reverse(problem: Problem) -> Problem:
+    """The same pipeline with time running backwards: its schedules, read from the end, are those of `problem`."""
+    last = len(problem.lanes) - 1
+    needs: list[list[tuple[int, float]]] = [[] for _ in problem.lanes]
+    for lane, needed in enumerate(problem.needs):
+        for other, delay in needed:
+            needs[last - other].append((last - lane, delay))
+    return replace(
+        problem,
+        lanes=problem.lanes[::-1],
+        group=problem.group[::-1],
+        duration=problem.duration[::-1],
+        needs=tuple(map(tuple, needs)),
+        holds=tuple(-hold for hold in reversed(problem.holds)),
+    )
+
+
+def heads(problem: Problem) -> list[list[float]]:
+    """[lane][microbatch]: a time before which that action cannot start.
+
+    The longest path over what an action needs, over the actions before it in its lane, over those that have to give
+    memory back, and over all the work of its own stage that has to come first.
+    """
+    microbatches = range(problem.num_microbatches)
+    found = [[0.0 for _ in microbatches] for _ in problem.lanes]
+    chains = [problem.chain(lane) for lane in range(len(problem.lanes))]
+    memory = [problem.limits[group] for group in problem.group]  # of each stage alone; others may take some of it
+    for m in microbatches:
+        for lane, needs in enumerate(problem.needs):
+            chain, freed = chains[lane], max(0, m + 1 - memory[lane])
+            bounds = [found[other][m] + problem.duration[other] + delay for other, delay in needs]
+            if m or lane != chain[0]:
+                place = chain.index(lane)
+                counts = [m + 1] * place + [m] + [freed] * (len(chain) - place - 1)
+                work = sum(problem.duration[other] * count for other, count in zip(chain, counts, strict=True))
+                bounds.append(found[chain[0]][0] + work)
+            if m:
+                bounds.append(found[lane][m - 1] + problem.duration[lane])
+            if freed and lane == chain[0]:
+                bounds.append(found[chain[-1]][freed - 1] + problem.duration[chain[-1]])
+            found[lane][m] = max(bounds, default=0.0)
+    return found
+
+
+def tails(problem: Problem) -> list[list[float]]:
+    """[lane][microbatch]: the time that at least passes from the end of that action to the end of the schedule."""
+    return [row[::-1] for row in reversed(heads(reverse(problem)))]
+
+
+def lower_bound(problem: Problem) -> float:
+    """No schedule of `problem` has a smaller makespan.
+
+    The largest of: the longest path with head and tail of every action; for every group, the makespan of its actions
+    alone when each has its head and tail and may be interrupted (Jackson's preemptive schedule; Carlier 1982).
+    """
+    first, after = heads(problem), tails(problem)
+    jobs: list[list[tuple[float, float, float]]] = [[] for _ in problem.limits]
+    for lane, group in enumerate(problem.group):
+        for head, tail in zip(first[lane], after[lane], strict=True):
+            jobs[group].append((head, problem.duration[lane], tail))
+    paths = [sum(job) for of_group in jobs for job in of_group]
+    return max([*paths, *map(_preemptive_makespan, jobs)])
+
+
+def _preemptive_makespan(jobs: list[tuple[float, float, float]]) -> float:
+    """Of (head, duration, tail) on one machine: the waiting job with the longest tail runs."""
+    jobs = sorted(jobs)
+    waiting: list[tuple[float, float]] = []  # (-tail, what is left of the duration)
+    time, longest, arrived = 0.0, 0.0, 0
+    while waiting or arrived < len(jobs):
+        if not waiting:
+            time = max(time, jobs[arrived][0])
+        while arrived < len(jobs) and jobs[arrived][0] <= time:
+            heapq.heappush(waiting, (-jobs[arrived][2], jobs[arrived][1]))
+            arrived += 1
+        tail, left = heapq.heappop(waiting)
+        until = jobs[arrived][0] if arrived < len(jobs) else float("inf")
+        if time + left <= until:
+            time += left
+            longest = max(longest, time - tail)
+        else:
+            heapq.heappush(waiting, (tail, left - (until - time)))
+            time = until
+    return longest

@@ -1,0 +1,174 @@
+"""Find a schedule for measured costs of uneven stages and for the memory there is. Pure Python."""
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from flax_mesh.mpmd.schedules.beam import TOLERANCE, BeamSearch
+from flax_mesh.mpmd.schedules.lower_bound import Problem, lower_bound, make_problem, reverse
+from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, Action, Schedule, make_schedule
+from flax_mesh.mpmd.schedules.simulate import StageCost, peak_activations, simulate, stage_costs
+from flax_mesh.mpmd.schedules.validate import limits_of
+
+WORK_PER_SECOND = 15_000  # partial schedules; two-core machines of 2024 do twice as many when idle
+WIDTHS = (1, 3, 10, 30, 100, 300, 1000, 3000, 10_000)
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The best schedule found. `best_named` is None where no named schedule has these stages and fits the memory."""
+
+    schedule: Schedule
+    makespan: float
+    lower_bound: float  # of every schedule with these costs, microbatches, groups and memory
+    optimal: bool  # proven: no schedule is faster
+    best_named: str | None
+    best_named_makespan: float | None
+
+    @property
+    def gap(self) -> float:
+        """How much longer it may be than the best there is, as a share of the lower bound."""
+        return self.makespan / self.lower_bound - 1 if self.lower_bound else 0.0
+
+
+def search_schedule(
+    costs: Sequence[Sequence[float]],
+    memory_limit: int | Sequence[int] | None = None,
+    *,
+    num_microbatches: int,
+    num_groups: int | None = None,
+    splits_backward: bool = True,
+    seconds: float = 5.0,
+    seed: int = 0,
+) -> SearchResult:
+    """A schedule of the least makespan that holds at most `memory_limit` activations on a group.
+
+    `costs`: (F, B, W[, T]) of every stage, in any unit of time; see `StageCost`. `memory_limit`: of each group, or one
+    number for all, as `peak_activations` counts; None is no limit. `num_groups`: with fewer groups than stages each
+    group runs several, placed as in interleaved-1f1b or zb-v, whichever is faster. Without `splits_backward` the
+    backward stays in one piece.
+
+    The result is never slower than a named schedule that fits the memory, and depends on the arguments alone, `seed`
+    included: `seconds` is turned into an amount of work at a fixed rate, slow enough that the search takes less on most
+    machines. It ends sooner where it has proven that nothing is faster. ValueError where costs, groups and memory do
+    not fit; it says the least memory that a schedule needs.
+    """
+    stages = stage_costs(costs, len(costs))
+    num_groups = len(stages) if num_groups is None else num_groups
+    problems = [f"num_microbatches must be at least 1, got {num_microbatches}"] if num_microbatches < 1 else []
+    if not stages:
+        problems.append("costs are empty; give (F, B, W[, T]) for every stage")
+    elif num_groups < 1 or len(stages) % num_groups:
+        problems.append(f"{len(stages)} stages do not spread evenly over {num_groups} groups")
+    if seconds <= 0:
+        problems.append(f"seconds must be more than 0, got {seconds:g}")
+    if problems:
+        raise ValueError("; ".join(problems))
+    virtual = len(stages) // num_groups
+    limits = limits_of(virtual * num_microbatches if memory_limit is None else memory_limit, num_groups)
+    if min(limits) < virtual:
+        each = "1 activation" if virtual == 1 else f"{virtual} activations, 1 for each of its stages"
+        raise ValueError(f"no schedule fits a memory limit of {min(limits)}: a group needs at least {each}")
+    results = []
+    placements = _placements(num_groups, virtual)
+    for stage_to_group in placements:
+        problem = make_problem(stages, num_microbatches, stage_to_group, limits, splits_backward)
+        work = int(seconds * WORK_PER_SECOND / len(placements))
+        results.append(_search_placement(problem, stages, stage_to_group, work, seed))
+    best = min(results, key=lambda result: result.makespan)
+    bound = min(result.lower_bound for result in results)
+    with_named = [result for result in results if result.best_named is not None]
+    named = min(with_named, key=lambda result: result.best_named_makespan or 0.0, default=best)
+    return SearchResult(
+        schedule=best.schedule,
+        makespan=best.makespan,
+        lower_bound=bound,
+        optimal=best.makespan <= bound * (1 + TOLERANCE),
+        best_named=named.best_named,
+        best_named_makespan=named.best_named_makespan,
+    )
+
+
+def _placements(num_groups: int, virtual: int) -> list[tuple[int, ...]]:
+    """Ways to lay stages onto groups: round and round, and there and back."""
+    round_and_round = tuple(range(num_groups)) * virtual
+    there_and_back = (*range(num_groups), *reversed(range(num_groups)))
+    return [round_and_round, there_and_back] if virtual == 2 and num_groups > 1 else [round_and_round]
+
+
+def _search_placement(
+    problem: Problem, stages: Sequence[StageCost], stage_to_group: Sequence[int], most_work: int, seed: int
+) -> SearchResult:
+    times = {schedule: simulate(schedule, stages).makespan for schedule in _named(problem, stage_to_group)}
+    named = min(times, key=times.__getitem__, default=None)
+    best = named or _one_by_one(problem, stage_to_group)
+    makespan, bound = simulate(best, stages).makespan, lower_bound(problem)
+    searches = {False: BeamSearch(problem), True: BeamSearch(reverse(problem))}
+    for width, backwards, weight, reserve in _plans(seed, several=len(stages) > problem.num_groups):
+        if makespan <= bound * (1 + TOLERANCE) or most_work <= 0:
+            break
+        found = searches[backwards].run(
+            width, weight=weight, better_than=makespan, most_work=most_work, reserve=reserve
+        )
+        most_work -= found.work
+        if found.served:
+            best = _schedule(problem, stage_to_group, found.served, backwards)
+            makespan = simulate(best, stages).makespan
+        if found.complete and len(stages) == problem.num_groups:
+            bound = makespan  # all was looked at: see BeamSearch
+    return SearchResult(
+        best,
+        makespan,
+        bound,
+        makespan <= bound * (1 + TOLERANCE),
+        named and named.name,
+        times[named] if named else None,
+    )
+
+
+def _plans(seed: int, several: bool) -> Iterator[tuple[int, bool, float, bool]]:
+    """(width, backwards, weight of idle time, reserve) of one beam search after another, wider and wider.
+
+    `several`: groups have several stages, so that keeping memory for the later ones makes a difference.
+    """
+    choose = random.Random(seed)
+    for width in WIDTHS:
+        for backwards, least in itertools.product((False, True), (0.01, 0.1)):
+            for reserve in (True, False) if several else (False,):
+                yield width, backwards, least * 3 ** choose.random(), reserve
+
+
+def _named(problem: Problem, stage_to_group: Sequence[int]) -> list[Schedule]:
+    """The named schedules of these stages that fit the memory."""
+    found = []
+    virtual = len(stage_to_group) // problem.num_groups
+    for name in SCHEDULE_NAMES:
+        sizes = {"num_groups": problem.num_groups, "num_microbatches": problem.num_microbatches}
+        try:
+            schedule = make_schedule(name, **sizes, virtual=virtual)
+        except ValueError:  # not defined for these numbers
+            continue
+        fits = all(peak <= limit for peak, limit in zip(peak_activations(schedule), problem.limits, strict=True))
+        splits = any(kind == "W" for kind, _ in problem.lanes)
+        if fits and schedule.stage_to_group == tuple(stage_to_group) and (splits or not schedule.splits_backward):
+            found.append(schedule)
+    return found
+
+
+def _one_by_one(problem: Problem, stage_to_group: Sequence[int]) -> Schedule:
+    """One microbatch after the other: slow, and fits wherever anything fits."""
+    return _schedule(problem, stage_to_group, list(range(len(problem.lanes))) * problem.num_microbatches, False)
+
+
+def _schedule(problem: Problem, stage_to_group: Sequence[int], served: Sequence[int], backwards: bool) -> Schedule:
+    """The schedule that serves lanes in this order; `backwards`: the order and the lanes of the reversed problem."""
+    if backwards:
+        served = [len(problem.lanes) - 1 - lane for lane in reversed(served)]
+    counts = [0] * len(problem.lanes)
+    rows: list[list[Action]] = [[] for _ in problem.limits]
+    for lane in served:
+        rows[problem.group[lane]].append(Action(*problem.lanes[lane], counts[lane]))
+        counts[lane] += 1
+    splits = any(kind == "W" for kind, _ in problem.lanes)
+    return Schedule("search", tuple(map(tuple, rows)), tuple(stage_to_group), splits)

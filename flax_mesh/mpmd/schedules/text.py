@@ -1,0 +1,86 @@
+"""A schedule in time, for the terminal."""
+
+from collections.abc import Sequence
+
+from flax_mesh.mpmd.schedules.schedule import Schedule
+from flax_mesh.mpmd.schedules.simulate import Costs, Simulation, StageCost, simulate, stage_costs
+
+MOST_BLOCKS = 6  # of lines, when time does not fit into the width
+
+
+def schedule_table(schedule: Schedule, costs: Costs = StageCost(), *, width: int = 120) -> str:  # noqa: B008  a value
+    """Numbers, memory of every group, and the actions of every group along time; `width` in characters.
+
+    Time runs to the right and goes on in the next block of lines; dots are idle time. The shortest action is wide
+    enough for its name where that gives at most six blocks.
+    """
+    result = simulate(schedule, costs)
+    lines = [heading(schedule, costs), summary(result), "", *_groups(schedule, result), ""]
+    name = len(f"group {schedule.num_groups - 1}")
+    per_block = max(width - name - 2, 20)
+    per_block -= per_block % (_label(result) + 1)  # no name is cut where every action takes one unit
+    bars = _bars(schedule, result, per_block)
+    for first in range(0, max(map(len, bars), default=0), per_block):
+        for group, bar in enumerate(bars):
+            lines.append(f"{f'group {group}':{name}}  {bar[first : first + per_block]}".rstrip())
+        lines.append("")
+    return "\n".join(lines[:-1])
+
+
+def heading(schedule: Schedule, costs: Costs = StageCost()) -> str:  # noqa: B008  a value
+    """Name, sizes and costs in a line."""
+    sizes = [(schedule.num_groups, "group")]
+    if schedule.num_stages > schedule.num_groups:
+        sizes.append((schedule.num_stages, "stage"))
+    sizes.append((schedule.num_microbatches, "microbatch"))
+    text = ", ".join(
+        f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}" for count, noun in sizes
+    )
+    stages = stage_costs(costs, schedule.num_stages)
+    if len(set(stages)) > 1:
+        return f"{schedule.name}: {text}, uneven costs"
+    names = [("F", stages[0].forward), ("B", stages[0].backward), ("W", stages[0].weights), ("T", stages[0].transfer)]
+    if not schedule.splits_backward:
+        names = [("F", stages[0].forward), ("B", stages[0].backward + stages[0].weights), ("T", stages[0].transfer)]
+    return f"{schedule.name}: {text}, " + " ".join(f"{name}={cost:g}" for name, cost in names if name != "T" or cost)
+
+
+def summary(result: Simulation) -> str:
+    """Makespan, bubble and transfers in a line."""
+    return f"makespan {result.makespan:.6g}, bubble {result.bubble:.1%}, {result.transfers} transfers"
+
+
+def _groups(schedule: Schedule, result: Simulation) -> list[str]:
+    rows = [("group", "stages", "busy", "peak activations")]
+    for group, (busy, peak) in enumerate(zip(result.busy, result.peak_activations, strict=True)):
+        stages = [str(stage) for stage, owner in enumerate(schedule.stage_to_group) if owner == group]
+        share = busy / result.makespan if result.makespan else 1.0
+        rows.append((str(group), ",".join(stages), f"{share:.1%}", str(peak)))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _bars(schedule: Schedule, result: Simulation, per_block: int) -> list[str]:
+    spans = [end - start for start, end in result.times.values() if end > start]
+    if not spans:
+        return [" ".join(map(str, row)) for row in schedule.rows]
+    scale = min((_label(result) + 1) / min(spans), MOST_BLOCKS * per_block / result.makespan)
+    bars = []
+    for row in schedule.rows:
+        bar = ["."] * round(result.makespan * scale)
+        for action in row:
+            first, last = (round(time * scale) for time in result.times[action])
+            text = _fit(action, last - first - 1)
+            bar[first:last] = list(f"{text:-<{max(last - first - 1, 0)}} ")[: last - first]
+        bars.append("".join(bar))
+    return bars
+
+
+def _label(result: Simulation) -> int:
+    return max((len(str(action)) for action in result.times), default=1)
+
+
+def _fit(action: Sequence[object], width: int) -> str:
+    """As much of an action's name as fits: all of it, else its kind."""
+    text = str(action)
+    return text if len(text) <= width else str(action[0])[: max(width, 0)]

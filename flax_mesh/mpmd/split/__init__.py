@@ -1,0 +1,1 @@
+"""Splitting traced programs: by stage, by F, B and W, by group."""

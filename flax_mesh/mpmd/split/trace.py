@@ -1,0 +1,210 @@
+"""The forward pass of a model and its loss function as one program, whose inputs are the leaves of the model."""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AbstractMesh
+
+from flax_mesh.mpmd.split.assign import mark_p
+from flax_mesh.mpmd.split.jaxpr import JIT, REMAT, Chunks, Eqn, Program, inline, interpret, is_var, needed, trace, whole
+from flax_mesh.step.loss import Batch, LossFn, run_loss, sums_of
+from flax_mesh.tree import in_stack, named_leaves
+
+Layer = tuple[str, int]  # path of the list or stack, and the number of the layer in it
+
+
+class Leaf(NamedTuple):
+    """A leaf of the model, or a range of layers of a leaf of a scanned stack."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    trained: bool
+    source: int  # index of the leaf of the model
+    rows: tuple[int, int] | None  # layers of the stack, [first, stop); None: the whole leaf
+
+    def layer(self, layers: Iterable[str]) -> Layer | None:
+        """The layer that the leaf belongs to: the first of its range in a stack, None outside the layers."""
+        for path in layers:
+            if self.path.startswith(path + "/"):
+                head = self.path[len(path) + 1 :].split("/")[0]
+                return (path, self.rows[0]) if self.rows else (path, int(head)) if head.isdigit() else None
+        return None
+
+
+class Forward(NamedTuple):
+    """A traced loss function: (leaves, arrays of the batch, step, microbatch) -> (sums, new values of the others)."""
+
+    program: Program
+    named: tuple[tuple[str, Any], ...]  # every leaf, in the order of `jax.tree.leaves(nnx.state(model))`
+    trained: tuple[bool, ...]
+    others: tuple[int, ...]  # leaves that are neither trained nor random streams: the last outputs are their new values
+    names: tuple[str, ...]  # of the sums: "loss", "weight" and the metrics
+
+
+def trace_forward(
+    loss_fn: LossFn,
+    model: Any,
+    wrt: Any,
+    layers: Sequence[str],
+    mesh: AbstractMesh | None,
+    batch: Batch,
+    *,
+    seed: int = 0,
+    train: bool = True,
+) -> Forward:
+    """Trace `loss_fn(model, batch)`, both abstract; `train=False`: in `eval()` mode, and no new values."""
+    graphdef, state = nnx.split(model)
+    leaves, treedef = jax.tree.flatten(state)
+    names: list[str] = []
+
+    def forward(leaves: list[Any], batch: Batch, step: Any, microbatch: Any):
+        called = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
+        after: Any = ()
+        if train:
+            params, _, others = nnx.state(called, wrt, nnx.RngState, ...)
+            seeds = (seed, step, microbatch)
+            loss_sum, (weight, metrics, after) = run_loss(loss_fn, called, wrt, params, others, batch, seeds, layers)
+        else:
+            called.eval()
+            loss_sum, weight, metrics = sums_of(loss_fn(called, batch))
+        names[:] = ["loss", "weight", *metrics]
+        sums = [loss_sum, weight, *metrics.values()]
+        # An equation of its own for every sum, also for one that is a constant or an input.
+        return [x + jnp.zeros_like(x) for x in sums], jax.tree.leaves(after)
+
+    around = jax.sharding.use_abstract_mesh(mesh) if mesh is not None else contextlib.nullcontext()
+    with around, nnx.use_eager_sharding(False):
+        counts = jax.ShapeDtypeStruct((), jnp.uint32), jax.ShapeDtypeStruct((), jnp.int32)
+        program, _ = trace(forward, leaves, batch, *counts)
+    kinds = [{path for path, _ in named_leaves(part)} for part in nnx.split_state(state, wrt, nnx.RngState, ...)]
+    named = tuple(named_leaves(state))
+    others = tuple(at for at, (path, _) in enumerate(named) if path in kinds[2]) if train else ()
+    return Forward(program, named, tuple(path in kinds[0] for path, _ in named), others, tuple(names))
+
+
+def split_leaves(
+    forward: Forward, layers: Sequence[str], stage_of: Mapping[Layer, int] | None = None
+) -> tuple[Leaf, ...]:
+    """Every leaf, those of scanned stacks cut into ranges of layers: one a stage, or else one a layer."""
+    found = []
+    for at, ((path, leaf), trained) in enumerate(zip(forward.named, forward.trained, strict=True)):
+        stack = in_stack(path, layers)
+        if stack is None or not leaf.shape:
+            found.append(Leaf(path, leaf.shape, leaf.dtype, trained, at, None))
+            continue
+        depth = leaf.shape[0]
+        stages = [i if stage_of is None else stage_of[stack, i] for i in range(depth)]
+        starts = [i for i in range(depth) if i == 0 or stages[i] != stages[i - 1]]
+        for first, stop in zip(starts, [*starts[1:], depth], strict=True):
+            found.append(Leaf(path, (stop - first, *leaf.shape[1:]), leaf.dtype, trained, at, (first, stop)))
+    return tuple(found)
+
+
+class Opened(NamedTuple):
+    """The forward pass ready to be cut: no jit, no remat over several layers, one scan for each range of layers."""
+
+    program: Program  # inputs are `leaves`, then the arrays of the batch, step and microbatch
+    updates: Mapping[int, int]  # position of an output -> index of the leaf whose new value it is
+    opened_remat: bool
+
+
+def open_forward(forward: Forward, leaves: Sequence[Leaf], layers: Sequence[str]) -> Opened:
+    """`forward` with one input for each of `leaves`."""
+    spanning = _spanning_remats(forward, leaves, layers)
+    parts: dict[int, list[int]] = {}
+    for at, leaf in enumerate(leaves):
+        parts.setdefault(leaf.source, []).append(at)
+    num_sums = len(forward.names)
+    updates: dict[int, int] = {}
+
+    def again(values: list[Any], data: list[Any]) -> list[Any]:
+        args = [
+            Chunks((values[at] for at in ats), (rows[0] for at in ats if (rows := leaves[at].rows)))
+            if leaves[ats[0]].rows
+            else values[ats[0]]
+            for ats in parts.values()
+        ]
+        outs = interpret(forward.program, [*args, *data], lambda eqn: id(eqn) in spanning)
+        flat = [whole(out) for out in outs[:num_sums]]
+        for source, out in zip(forward.others, outs[num_sums:], strict=True):
+            for number, at in enumerate(parts[source]):
+                updates[len(flat)] = at
+                rows = leaves[at].rows
+                chunked = isinstance(out, Chunks) and rows
+                flat.append(out.parts[number] if chunked else whole(out)[slice(*rows)] if rows else whole(out))
+        return flat
+
+    data = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in forward.program.inputs[len(forward.named) :]]
+    arrays = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    program = inline(trace(again, arrays, data)[0])
+    kept, _ = needed(program.eqns, program.outputs)  # what nothing depends on would sit in the last stage
+    return Opened(program._replace(eqns=tuple(program.eqns[at] for at in kept)), updates, bool(spanning))
+
+
+@contextlib.contextmanager
+def marked_calls(model: Any, path: str) -> Iterator[None]:
+    """While open, every call of a layer of the list marks its outputs with the number of the call.
+
+    For a list that holds one layer object several times: there a variable does not tell which call it is.
+    """
+    calls = 0
+    before: dict[int, tuple[Any, type]] = {}
+
+    def mark(outputs: Any) -> Any:
+        nonlocal calls
+        leaves, tree = jax.tree.flatten(outputs)
+        calls += 1
+        return jax.tree.unflatten(tree, mark_p.bind(*leaves, call=calls - 1))
+
+    # Past nnx's own __setattr__, which would write the class down as a new attribute.
+    for layer in layer_list(model, path):
+        if isinstance(layer, nnx.Module) and id(layer) not in before:
+            cls = type(layer)
+            before[id(layer)] = (layer, cls)
+            call = lambda self, *args, cls=cls, **kwargs: mark(cls.__call__(self, *args, **kwargs))  # noqa: E731
+            object.__setattr__(layer, "__class__", type(cls.__name__, (cls,), {"__call__": call}))
+    try:
+        yield
+    finally:
+        for layer, cls in before.values():
+            object.__setattr__(layer, "__class__", cls)
+
+
+def layer_list(model: Any, path: str) -> Any:
+    """The attribute at "encoder/layers"; AttributeError where there is none."""
+    for part in path.split("/"):
+        model = model[int(part)] if part.isdigit() else getattr(model, part)
+    return model
+
+
+def _spanning_remats(forward: Forward, leaves: Sequence[Leaf], layers: Sequence[str]) -> set[int]:
+    """ids of the remat equations of `forward`, those inside jits too, that take variables of several layers."""
+    inputs, found = forward.program.inputs, set()
+    layers_of: dict[Any, set[Any]] = {}
+    for leaf in leaves:
+        if (layer := leaf.layer(layers)) is not None:
+            layers_of.setdefault(inputs[leaf.source], set()).update({layer, (layer[0], (leaf.rows or (0, 0))[1])})
+    for leaf in leaves:
+        if leaf.rows is None and (layer := leaf.layer(layers)) is not None:
+            layers_of[inputs[leaf.source]] = {layer}
+
+    def walk(eqns: Iterable[Eqn], layers_of: dict[Any, set[Any]]) -> None:
+        for eqn in eqns:
+            sources = [layers_of.get(atom, set()) if is_var(atom) else set() for atom in eqn.invars]
+            name = eqn.primitive.name
+            if name in REMAT and len(set().union(*sources)) > 1:
+                found.add(id(eqn))
+            if name in (*REMAT, *JIT):
+                body = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
+                body = getattr(body, "jaxpr", body)
+                walk(body.eqns, dict(zip(body.invars, sources, strict=True)))
+            elif len(eqn.invars) == 1:  # a cast of a parameter is still that layer's
+                layers_of |= dict.fromkeys(eqn.outvars, sources[0])
+
+    walk(forward.program.eqns, layers_of)
+    return found

@@ -1,0 +1,1 @@
+"""Arrays between groups: within a process, and between processes."""

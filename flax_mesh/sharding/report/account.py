@@ -1,0 +1,280 @@
+"""What a sharding costs: bytes per device, balance, copies, padding, and what each mesh axis splits and carries."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple
+
+import jax
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
+
+from flax_mesh.axes import as_tuple
+from flax_mesh.errors import ShardingError
+from flax_mesh.mesh.context import AnyMesh, get_incontext_mesh
+from flax_mesh.sharding.report.hlo import Traffic, read_collectives, sum_traffic
+from flax_mesh.sharding.report.report import report_text
+from flax_mesh.sharding.rules import fit_spec
+from flax_mesh.tree import named_leaves, path_of
+
+Kind = Literal["parameter", "optimizer", "variable"]
+Holder = tuple[Any, bool]  # a mesh or a set of devices, and whether the array lies in their host memory
+
+
+class Leaf(NamedTuple):
+    """One array and where it lies. `rule` and `logical` are filled where a rule table decided (`explain`)."""
+
+    path: str
+    kind: Kind
+    shape: tuple[int, ...]
+    dtype: str
+    spec: PartitionSpec | None  # None: a sharding that is not written as a spec
+    pieces: tuple[int, ...]  # how many pieces each dim is cut into
+    total_bytes: int  # of one copy
+    device_bytes: int  # of the piece of one device
+    num_devices: int
+    padded_bytes: int  # of all devices: pieces of a dim that does not divide are as large as the largest
+    rule: int | None = None
+    logical: tuple[str | None, ...] | None = None
+
+    @property
+    def copies(self) -> float:
+        """How many devices hold each element, on average."""
+        return (self.num_devices * self.device_bytes - self.padded_bytes) / max(self.total_bytes, 1)
+
+
+class AxisStats(NamedTuple):
+    """What one mesh axis splits; bytes of one copy. `traffic` is what it carries, alone or with other axes."""
+
+    size: int
+    arrays: int
+    parameters: int  # elements
+    total_bytes: int
+    traffic: tuple[Traffic, ...] = ()
+
+
+@dataclass(frozen=True, repr=False)
+class ShardingReport(Mapping[str, Any]):
+    """Readable by attribute and by key: `report["balance_score"]`. Bytes are those of arrays at rest, not activations.
+
+    memory_per_device: a device, or its index in an AbstractMesh -> bytes of the state it holds
+    balance_score: least over most of these, 1.0 for equal
+    replicated_bytes: what all devices together hold beyond one copy of every array
+    parameter_bytes, optimizer_bytes, variable_bytes: parts of the fullest device; variables are BatchNorm statistics,
+        random streams and the like
+    gradient_bytes: what the gradients of the floating parameters add there, laid out and typed as these are
+    host_bytes: in pinned host memory, all devices together; no part of the others
+    """
+
+    total_parameters: int
+    sharded_parameters: int
+    memory_per_device: dict[Any, int]
+    balance_score: float
+    partition_stats: dict[str, AxisStats]
+    total_bytes: int
+    replicated_bytes: int
+    padded_bytes: int
+    host_bytes: int
+    parameter_bytes: int
+    optimizer_bytes: int
+    variable_bytes: int
+    gradient_bytes: int
+    mesh: dict[str, int]
+    leaves: tuple[Leaf, ...]
+    traffic: tuple[Traffic, ...] = ()
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in set(self):
+            raise KeyError(f"{name!r} is none of {', '.join(self)}")
+        return getattr(self, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (field.name for field in fields(self))
+
+    def __len__(self) -> int:
+        return len(fields(self))
+
+    def __str__(self) -> str:
+        return report_text(self)
+
+
+def analyze_sharding_strategy(
+    tree: Any, specs: Any = None, mesh: AnyMesh | None = None, *, compiled: Any = None
+) -> ShardingReport:
+    """What `tree` costs under `specs` on `mesh`; nothing is allocated and no device is touched.
+
+    `tree` holds arrays or ShapeDtypeStructs. `specs` is a tree of the same structure of PartitionSpecs (for `mesh`, or
+    the mesh in context) or shardings; without it the leaves' own shardings count, as in an `abstract_state` or a live
+    state. `mesh` may be an AbstractMesh. `compiled`, a compiled step (`jit(...).lower(...).compile()`), adds what its
+    collectives move. A dim that does not divide is counted as the compiler would pad it.
+
+    Leaves that are no arrays (numbers, text) take no device memory and are left out; arrays without a mesh count on
+    the device they lie on. One ShardingError names all leaves without a layout, such as numpy arrays without `specs`,
+    and all specs that are too long or name unknown axes.
+    """
+    placed, problems = [], []
+    for (path, leaf), kind, layout in zip(named_leaves(tree), _kinds(tree), _layouts(tree, specs), strict=True):
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            continue
+        if isinstance(layout, PartitionSpec):
+            mesh = mesh or get_incontext_mesh()
+        try:
+            placed.append(_place(path, kind, leaf, layout, mesh))
+        except ShardingError as error:
+            problems.append(str(error))
+    if problems:
+        raise ShardingError("\n".join(problems))
+    leaves, holders = [leaf for leaf, _ in placed], [holder for _, holder in placed]
+    mesh = mesh or next((where for where, _ in holders if isinstance(where, Mesh | AbstractMesh)), None)
+    if compiled is not None and mesh is None:
+        raise ShardingError("no array lies on a mesh, so a compiled step has no mesh axes. Pass mesh=.")
+    traffic = sum_traffic(read_collectives(compiled, mesh)) if compiled is not None and mesh is not None else []
+    return _report(leaves, holders, mesh, tuple(traffic))
+
+
+def _report(leaves: list[Leaf], holders: list[Holder], mesh: AnyMesh | None, traffic: tuple[Traffic, ...]):
+    per_holder: dict[Any, Counter[str]] = {}
+    host_bytes = 0
+    for leaf, (where, on_host) in zip(leaves, holders, strict=True):
+        if on_host:
+            host_bytes += leaf.device_bytes * leaf.num_devices
+        else:
+            per_holder.setdefault(where, Counter())[leaf.kind] += leaf.device_bytes
+            if leaf.kind == "parameter" and leaf.dtype.startswith(("float", "bfloat", "complex")):
+                per_holder[where]["gradient"] += leaf.device_bytes
+    devices = _devices(per_holder)
+    held = {device: _state_bytes(parts) for device, parts in devices.items()}
+    fullest = devices[max(held, key=held.__getitem__)] if held else Counter()
+    parameters = [leaf for leaf in leaves if leaf.kind == "parameter"]
+    return ShardingReport(
+        total_parameters=sum(math.prod(leaf.shape) for leaf in parameters),
+        sharded_parameters=sum(math.prod(leaf.shape) for leaf in parameters if math.prod(leaf.pieces) > 1),
+        memory_per_device=held,
+        balance_score=min(held.values()) / max(held.values()) if any(held.values()) else 1.0,
+        partition_stats=_axis_stats(leaves, mesh, traffic),
+        total_bytes=sum(leaf.total_bytes for leaf in leaves),
+        replicated_bytes=sum(round((leaf.copies - 1) * leaf.total_bytes) for leaf in leaves),
+        padded_bytes=sum(leaf.padded_bytes for leaf in leaves),
+        host_bytes=host_bytes,
+        parameter_bytes=fullest["parameter"],
+        optimizer_bytes=fullest["optimizer"],
+        variable_bytes=fullest["variable"],
+        gradient_bytes=fullest["gradient"],
+        mesh=dict(mesh.shape) if mesh is not None else {},
+        leaves=tuple(leaves),
+        traffic=traffic,
+    )
+
+
+def _place(path: str, kind: Kind, leaf: Any, layout: Any, mesh: AnyMesh | None) -> tuple[Leaf, Holder]:
+    shape, itemsize = tuple(leaf.shape), leaf.dtype.itemsize
+    if layout is None:
+        raise ShardingError(
+            f"{path}: {type(leaf).__name__} {shape} has no sharding. Pass specs, or shard the tree first."
+        )
+    spec = layout
+    if isinstance(layout, Sharding):
+        spec, mesh = getattr(layout, "spec", None), getattr(layout, "mesh", None)
+    if isinstance(spec, PartitionSpec) and mesh is not None:
+        pieces = _pieces(path, shape, spec, mesh)
+        where, num_devices = mesh, mesh.size
+    else:  # one device, or a sharding that has no spec
+        pieces = tuple(
+            -(-size // part) if part else 1 for size, part in zip(shape, layout.shard_shape(shape), strict=True)
+        )
+        spec, where, num_devices = None, frozenset(layout.device_set), len(layout.device_set)
+    device_bytes = math.prod(-(-size // ways) for size, ways in zip(shape, pieces, strict=True)) * itemsize
+    total_bytes = math.prod(shape) * itemsize
+    padded = device_bytes * math.prod(pieces) - total_bytes
+    copies = num_devices // math.prod(pieces)
+    placed = Leaf(
+        path, kind, shape, str(leaf.dtype), spec, pieces, total_bytes, device_bytes, num_devices, padded * copies
+    )
+    return placed, (where, getattr(layout, "memory_kind", None) == "pinned_host")
+
+
+def _pieces(path: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh) -> tuple[int, ...]:
+    if PartitionSpec.UNCONSTRAINED in tuple(spec):
+        raise ShardingError(f"{path}: {spec} leaves a dim to the compiler, so its bytes are not known. Name its axes.")
+    # Zeros divide by anything: sizes that do not divide are padded here, all other mistakes are errors.
+    _, findings = fit_spec(path, (0,) * len(shape), spec, mesh)
+    if findings:
+        raise ShardingError("\n".join(f"{finding}." for finding in findings))
+    entries = (*spec, *(None,) * (len(shape) - len(spec)))
+    return tuple(math.prod(mesh.shape[axis] for axis in as_tuple(entry)) for entry in entries)
+
+
+def _layouts(tree: Any, specs: Any) -> list[Any]:
+    """A PartitionSpec, a Sharding or None for each leaf of `tree`."""
+    leaves = named_leaves(tree)
+    if specs is None:
+        return [getattr(leaf, "sharding", None) for _, leaf in leaves]
+    given = dict(named_leaves(specs))
+    paths = [path for path, _ in leaves]
+    problems = [f"{path}: no spec" for path in paths if path not in given]
+    problems += [f"{path}: a spec, but the tree has no such leaf" for path in given if path not in set(paths)]
+    problems += [
+        f"{path}: {layout!r} is no PartitionSpec and no Sharding"
+        for path, layout in given.items()
+        if not isinstance(layout, PartitionSpec | Sharding)
+    ]
+    if problems:
+        raise ShardingError("specs must be a tree of the same structure:\n" + "\n".join(problems))
+    return [given[path] for path in paths]
+
+
+def _kinds(tree: Any) -> list[Kind]:
+    """The kind of each leaf, in the order of `jax.tree.leaves`."""
+    nodes = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, nnx.Variable))[0]
+    kinds: list[Kind] = []
+    for path, node in nodes:
+        kinds.extend(_kind(path, node) for _ in jax.tree.leaves(node))
+    return kinds
+
+
+def _kind(key_path: Any, node: Any) -> Kind:
+    """What a leaf is, by its Variable; a plain array is a parameter unless it lies below an optimizer."""
+    if isinstance(node, nnx.optimizer.OptState):
+        return "optimizer"
+    if isinstance(node, nnx.Variable):
+        return "parameter" if isinstance(node, nnx.Param) else "variable"
+    return "optimizer" if {"optimizer", "opt_state"} & set(path_of(key_path).split("/")) else "parameter"
+
+
+def _devices(per_holder: dict[Any, Counter[str]]) -> dict[Any, Counter[str]]:
+    """Device, or index in the one AbstractMesh -> bytes by kind."""
+    abstract = [where for where in per_holder if isinstance(where, AbstractMesh)]
+    if len(abstract) > 1 or (abstract and len(per_holder) > 1):
+        shapes = ", ".join(str(dict(where.shape)) if hasattr(where, "shape") else "devices" for where in per_holder)
+        raise ShardingError(
+            f"leaves lie on an AbstractMesh and elsewhere ({shapes}), so which of them share a device is not known. "
+            "Make the abstract state on concrete meshes, or report each part alone."
+        )
+    devices: dict[Any, Counter[str]] = {}
+    for where, parts in per_holder.items():
+        if isinstance(where, AbstractMesh):
+            members: Iterable[Any] = range(where.size)
+        else:
+            members = where.devices.flat if isinstance(where, Mesh) else where
+        for device in members:
+            devices.setdefault(device, Counter()).update(parts)
+    return devices
+
+
+def _state_bytes(parts: Counter[str]) -> int:
+    return parts["parameter"] + parts["optimizer"] + parts["variable"]
+
+
+def _axis_stats(leaves: Sequence[Leaf], mesh: AnyMesh | None, traffic: tuple[Traffic, ...]) -> dict[str, AxisStats]:
+    stats = {}
+    for axis, size in mesh.shape.items() if mesh is not None else ():
+        split = [x for x in leaves if x.spec is not None and any(axis in as_tuple(entry) for entry in x.spec)]
+        stats[axis] = AxisStats(
+            size=size,
+            arrays=len(split),
+            parameters=sum(math.prod(x.shape) for x in split if x.kind == "parameter"),
+            total_bytes=sum(x.total_bytes for x in split),
+            traffic=tuple(one for one in traffic if axis in one.axes),
+        )
+    return stats

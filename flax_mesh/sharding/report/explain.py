@@ -1,0 +1,163 @@
+"""What a rule table makes of a model on a mesh: every array with its rule, and everything that looks wrong at once."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from flax_mesh.axes import DEFAULT_AXES, PartitionAxis, as_tuple
+from flax_mesh.sharding.abstract import ATTRIBUTE, abstract_model, partition_rules
+from flax_mesh.sharding.annotations import annotations_of, match_annotations
+from flax_mesh.sharding.optimizer import match_optimizer
+from flax_mesh.sharding.report.account import Leaf, ShardingReport, analyze_sharding_strategy
+from flax_mesh.sharding.report.audit import LARGE, Audit, RuleUse, audit_rules, complete, group_findings, large_whole
+from flax_mesh.sharding.report.fingerprint import sharding_fingerprint
+from flax_mesh.sharding.report.report import array_text, group_leaves, mesh_line, report_data, report_text, spec_text
+from flax_mesh.sharding.rules import Finding, PartitionRules, as_rules, needs_no_rule
+from flax_mesh.text import dims_text, table_text
+from flax_mesh.tree import named_leaves, owner_of
+
+
+class Explanation(NamedTuple):
+    """`report` covers model and optimizer; `carried`: the table, or its annotations, are the model's own."""
+
+    report: ShardingReport
+    rules: tuple[RuleUse, ...]
+    carried: bool
+    findings: tuple[Finding, ...]
+    axes: PartitionAxis
+    fingerprint: str  # of model and optimizer, see `sharding_fingerprint`
+    note: str = ""  # on the mesh
+
+
+def explain_sharding(
+    make: Callable[[], Any],
+    mesh: Mesh | AbstractMesh,
+    rules: PartitionRules | Iterable[tuple[str, Any]] | None = None,
+    *,
+    axes: PartitionAxis | None = None,
+    shard_optimizer_over: str | tuple[str, ...] = (),
+    large: int = LARGE,
+) -> Explanation:
+    """As `abstract_state` of the same arguments and its report, but what does not fit is listed, not raised.
+
+    Findings: those of `audit_rules` on the model, rules that match nothing not counted in a table that the model
+    carries, which serves all its variants; those of `match_optimizer` on the optimizer; and arrays of `large` bytes or
+    more that belong to no parameter and stay whole. In the figures, arrays lie as far as their rules fit, and are whole
+    for the rest. Nothing is allocated, no backend is initialised for an AbstractMesh.
+    """
+    made = abstract_model(make)
+    parts = made if isinstance(made, dict) else {"model": made}
+    model, optimizer = parts["model"], parts.get("optimizer")
+    if rules is None and not hasattr(model, ATTRIBUTE) and annotations_of(nnx.state(model)):
+        table, audit = None, _audit_annotations(nnx.state(model), mesh, axes or DEFAULT_AXES, large)
+    else:
+        table = as_rules(partition_rules(model) if rules is None else rules, axes)
+        audit = audit_rules(table, nnx.state(model), mesh, large=large, unused=rules is not None)
+    state, findings = {"model": _laid_out(nnx.state(model), audit.specs, mesh)}, list(audit.findings)
+    if optimizer is not None:
+        over, rest = as_tuple(shard_optimizer_over), complete(table or PartitionRules([]))
+        match = match_optimizer(optimizer, model, audit.specs, rest, mesh, over=over)
+        state["optimizer"] = _laid_out(nnx.state(optimizer), match.specs, mesh)
+        nobodys = _large_of_nobody(state["model"], state["optimizer"], match.specs, mesh, large)
+        findings += group_findings([*match.findings, *nobodys])
+    report = _with_rules(analyze_sharding_strategy(state), table, nnx.state(model))
+    used_axes = table.axes if table else axes or DEFAULT_AXES
+    fingerprint = sharding_fingerprint(nnx.State(state) if optimizer is not None else state["model"])
+    return Explanation(report, tuple(audit.uses), rules is None, tuple(findings), used_axes, fingerprint)
+
+
+def explanation_text(explanation: Explanation, *, width: int = 100) -> str:
+    """Mesh, rules, arrays, totals and findings in lines of at most `width` columns, findings aside."""
+    findings = explanation.findings
+    rows = [[str(i), use.pattern, dims_text(use.dims), str(use)] for i, use in enumerate(explanation.rules, start=1)]
+    whose = "the model's own" if explanation.carried else "as given"
+    count = f"{len(findings)} finding{'s' * (len(findings) != 1)}:" if findings else "no findings"
+    return "\n".join(
+        [
+            f"{mesh_line(explanation.report)}; fingerprint {explanation.fingerprint[:12]}",
+            *([explanation.note] if explanation.note else []),
+            "",
+            f"rules: {whose}; the first that matches a path decides" if rows else "no table: the model is annotated",
+            *([table_text(["rule", "pattern", "dims", "decides"], rows, width, right={"rule"})] if rows else []),
+            "",
+            report_text(explanation.report, width=width, mesh=False),
+            "",
+            count,
+            *(f"- {finding}" for finding in findings),
+        ]
+    )
+
+
+def explanation_data(explanation: Explanation) -> dict[str, Any]:
+    """The same as plain data for `json.dumps`, every array on its own."""
+    rules = [
+        {"pattern": use.pattern, "dims": dims_text(use.dims), "arrays": use.arrays, "shadowed_by": use.shadowed_by}
+        for use in explanation.rules
+    ]
+    findings = [finding._asdict() for finding in explanation.findings]
+    return {
+        "findings": findings,
+        "fingerprint": explanation.fingerprint,
+        "rules": rules,
+        **report_data(explanation.report),
+    }
+
+
+def golden_text(report: ShardingReport) -> str:
+    """Path, array, split and bytes per device, a line each: a change of a sharding shows in a diff of two of these."""
+    lines = [mesh_line(report)]
+    for path, members in group_leaves(report.leaves):
+        leaf = report.leaves[members[0]]
+        lines.append(f"{path}  {array_text(leaf)}  {spec_text(leaf)}  {leaf.device_bytes:,} B")
+    return "\n".join([*lines, f"state per device {max(report.memory_per_device.values()):,} B", ""])
+
+
+def _audit_annotations(state: nnx.State, mesh: Mesh | AbstractMesh, axes: PartitionAxis, large: int) -> Audit:
+    match, leaves = match_annotations(state, mesh, axes), named_leaves(state)
+    whole = large_whole(leaves, match.specs, mesh, large, stacks=[False] * len(leaves))
+    return Audit(match.specs, [], group_findings([*match.findings, *whole]))
+
+
+def _laid_out(state: nnx.State, specs: list[PartitionSpec], mesh: Mesh | AbstractMesh) -> nnx.State:
+    leaves, treedef = jax.tree.flatten(state)
+    shaped = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+        for leaf, spec in zip(leaves, specs, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, shaped)
+
+
+def _large_of_nobody(
+    model: nnx.State, optimizer: nnx.State, specs: list[PartitionSpec], mesh: Mesh | AbstractMesh, large: int
+) -> list[Finding]:
+    """Large optimizer arrays that stay whole; of those that follow a parameter, its own finding tells."""
+    parameters = {path for path, _ in named_leaves(model)}
+    leaves = named_leaves(optimizer)
+    found = large_whole(leaves, specs, mesh, large, stacks=[False] * len(leaves))
+    return [finding for finding in found if owner_of(finding.path, parameters) is None]
+
+
+def _with_rules(report: ShardingReport, table: PartitionRules | None, model: nnx.State) -> ShardingReport:
+    """The report with rule and logical axes of the model's leaves, and without "model/" in their paths."""
+    names = {} if table else {path: tuple(dims) for path, dims in annotations_of(model).items()}
+    leaves = []
+    for leaf in report.leaves:
+        if leaf.path.startswith("model/"):
+            path = leaf.path.removeprefix("model/")
+            rule, logical = _rule_of(table, path, leaf) if table else (None, names.get(path))
+            leaf = leaf._replace(path=path, rule=rule, logical=logical)
+        leaves.append(leaf)
+    return replace(report, leaves=tuple(leaves))
+
+
+def _rule_of(table: PartitionRules, path: str, leaf: Leaf) -> tuple[int | None, tuple[str | None, ...] | None]:
+    rule = None if needs_no_rule(table, path, leaf.shape) else table.find(path)
+    dims = table.table[rule][1] if rule is not None else None
+    if dims is None or isinstance(dims, PartitionSpec):
+        return rule, None
+    in_front = ("layers",) if table.stack(path) and dims[:1] != ("layers",) else ()
+    return rule, (*in_front, *dims)

@@ -1,0 +1,1 @@
+"""Data of a run: files to tokens, tokens to batches."""

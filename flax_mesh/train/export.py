@@ -1,0 +1,242 @@
+"""Checkpoints in other forms: safetensors, a plain tree of Orbax, another layout. What is written appears whole or not
+at all, in a folder that did not exist."""
+
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from flax_mesh.checkpoint import Checkpointer
+from flax_mesh.checkpoint.diff import batches, mesh_text, read_batch
+from flax_mesh.checkpoint.find import STEP, find_whole, step_number
+from flax_mesh.checkpoint.hf.convert import Leaf, copy_slice, load_safetensors, plan_leaves
+from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, decoder_settings, huggingface_config, read_config
+from flax_mesh.checkpoint.hf.safetensors import open_safetensors, write_safetensors
+from flax_mesh.checkpoint.read import Array, mesh_of, read_record, read_tree
+from flax_mesh.errors import ConfigError, SaveError
+from flax_mesh.mesh import create_mesh
+from flax_mesh.sharding import abstract_state, sharding_fingerprint
+from flax_mesh.train.build import train_program
+from flax_mesh.train.checks import check_config, check_on_mesh, make_mesh, run_rules
+from flax_mesh.train.config import TrainConfig, parse_value, to_lines
+from flax_mesh.train.metadata import FORMAT, layout_of, layout_record, versions
+from flax_mesh.tree import named_leaves, nest
+
+ImportModel = Callable[[Mapping[str, Any]], TrainConfig]  # settings of a config.json -> the model that has them
+MODEL = "model/"
+FILE_BYTES = 5_000_000_000  # of a file of safetensors
+HOST_BYTES = 2**30  # of a state on its way to the disk
+WITHOUT_EFFECT = (r"\.rotary_emb\.inv_freq$",)  # made anew from the settings
+
+
+def export(folder: str, out: str, to: str, step: int | None, dtype: str | None) -> dict[str, Any]:
+    """Write the parameters of the newest whole step, or of `step`, as `to`: "safetensors" or "orbax"."""
+    found, passed_over = find_whole(folder, step)
+    record = read_record(found)
+    tree = _parameters(read_tree(found, record))
+    cast = {path: array._replace(dtype=_cast(array.dtype, dtype)) for path, array in tree.items()}
+    with new_folder(out) as work:
+        more = (_export_safetensors if to == "safetensors" else _export_orbax)(found, work, cast, record, dtype)
+    sizes = {"arrays": len(cast), "bytes": sum(array.nbytes for array in cast.values())}
+    return _written(found, out, passed_over) | {"to": to} | sizes | more
+
+
+def import_huggingface(folder: str, out: str, ignore: Sequence[str], model: ImportModel) -> dict[str, Any]:
+    """Write the parameters of a folder of safetensors as a checkpoint of step 0 with nothing else in it.
+
+    They are on the host meanwhile, all of them.
+    """
+    described = read_config(folder)
+    with _told_of_option():
+        config = model(decoder_settings(described, ignore=ignore))
+    _check_import(folder, config, ignore)
+    mesh = create_mesh((1, 1, 1, 1, 1), devices=jax.devices()[:1])
+    abstract = abstract_state(lambda: config.make_model(config.model, nnx.Rngs(0)), mesh, run_rules(config))
+    # A head that is tied to the embedding may lie there once more.
+    without_effect = [*ignore, *WITHOUT_EFFECT, *([r"^lm_head\.weight$"] if config.model.tied else [])]
+    names = DECODER_NAMES[described["model_type"]]
+    with _told_of_option():
+        state = {"model": load_safetensors(folder, abstract, names, ignore=without_effect)}
+    record = {
+        "format": FORMAT,
+        "step": 0,
+        "recipe": f"imported from {folder}",
+        "config": dict(line.split("=", 1) for line in to_lines(config) if line.startswith("model.")),
+        "data": {"description": "none yet", "content_hash": "", "position": 0},
+        "metrics": {},
+        "versions": versions(),
+        **layout_record(mesh.shape, run_rules(config), layout_of(state, ())),
+    }
+    with new_folder(out) as work:
+        _save(work, 0, state, (), record)
+    named = named_leaves(state)
+    sizes = {"arrays": len(named), "bytes": sum(leaf.nbytes for _, leaf in named)}
+    return {"from": folder, "out": out, "to": "checkpoint", "model_type": described["model_type"], **sizes}
+
+
+def reshard(folder: str, out: str, config: TrainConfig, step: int | None) -> dict[str, Any]:
+    """Save the newest whole step, or `step`, in the layout of a recipe on the devices that are here."""
+    if problems := check_config(config):
+        raise ConfigError(problems)
+    notes: list[str] = []
+    mesh, rules = make_mesh(config, notes.append), run_rules(config)
+    if problems := check_on_mesh(config, mesh, rules.axes):
+        raise ConfigError(problems)
+    abstract = train_program(config, mesh, rules).layout.to_nnx()
+    found, passed_over = find_whole(folder, step)
+    if not STEP.fullmatch(found.name):
+        raise ConfigError(f"{found} was set aside; give it the name {step_number(found)} first")
+    number, record = step_number(found), read_record(found)
+    with Checkpointer(found.parent, layers=rules.layers) as checkpointer:
+        state = checkpointer.restore(abstract, number, verify=False)  # find_whole has
+    before, after = mesh_text(mesh_of(record)), mesh_text(mesh.shape)
+    record |= layout_record(mesh.shape, rules, layout_of(abstract, rules.layers))
+    record |= {"sharding": sharding_fingerprint(abstract), "resharded_from": before}
+    record["config"] |= {"mesh.shape": config.mesh.shape}
+    with new_folder(out) as work:
+        _save(work, number, state, rules.layers, record)
+    named = named_leaves(state)
+    sizes = {"arrays": len(named), "bytes": sum(leaf.nbytes for _, leaf in named)}
+    more = {"to": "checkpoint", "mesh": after, "before": before, "notes": notes}
+    return _written(found, out, passed_over) | more | sizes
+
+
+def _check_import(folder: str, config: TrainConfig, ignore: Sequence[str]) -> None:
+    problems = getattr(config.model, "problems", list)()
+    layers, experts = config.model.num_layers, max(1, config.model.num_experts)
+    if layers * experts > (stored := len(open_safetensors(folder))):  # before anything of that size is made
+        problems.append(f"{folder}: config.json has {layers} layers with {experts} MLPs, more than the {stored} arrays")
+    for pattern in ignore:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            problems.append(f"--ignore {pattern} is no regular expression: {error}")
+    if problems:
+        raise ConfigError(problems)
+
+
+@contextmanager
+def _told_of_option() -> Iterator[None]:
+    """Errors that speak of `ignore` say what it is called on the command line."""
+    try:
+        yield
+    except ConfigError as error:
+        lines = [] if "ignore=" not in str(error) else ["  ignore= is --ignore NAME on the command line."]
+        raise ConfigError([*error.problems, *lines]) from error
+
+
+@contextmanager
+def new_folder(out: str | Path) -> Iterator[Path]:
+    """A folder to be made in the block, which has the name `out` afterwards; nothing is left there after an error.
+
+    ConfigError where `out` exists or cannot be written, SaveError where writing fails.
+    """
+    path = Path(out).expanduser().absolute()
+    if os.path.lexists(path):
+        raise ConfigError(f"{path} exists; nothing was overwritten. Name a folder that does not, or remove it.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; name another folder") from error
+    with temporary as folder:
+        work = Path(folder) / path.name
+        try:
+            yield work
+            os.rename(work, path)
+        except OSError as error:
+            raise SaveError(f"{path} could not be written: {error.strerror or error}; nothing is left of it") from error
+
+
+def _parameters(tree: Mapping[str, Array]) -> dict[str, Array]:
+    """path without "model/" -> array of the model; all of a state that has no such part."""
+    parts = any(path.startswith((MODEL, "optimizer/")) for path in tree)
+    found = {path.removeprefix(MODEL): array for path, array in tree.items() if path.startswith(MODEL) or not parts}
+    if not found:
+        raise ConfigError(f"the checkpoint has nothing below {MODEL}")
+    return found
+
+
+def _export_safetensors(
+    step: Path, work: Path, tree: Mapping[str, Array], record: Mapping[str, Any], dtype: str | None
+) -> dict[str, Any]:
+    config = _huggingface_config(record["config"], dtype)
+    abstract = nest((path, jax.ShapeDtypeStruct(array.shape, array.dtype)) for path, array in tree.items())
+    leaves = plan_leaves(abstract, DECODER_NAMES[config["model_type"]])
+    shapes = {part.name: jax.ShapeDtypeStruct(part.shape, leaf.value.dtype) for leaf in leaves for part in leaf.parts}
+    pieces = _pieces({leaf.path: leaf for leaf in leaves}, step, tree)
+    write_safetensors(work, shapes, pieces, json_files={"config.json": config}, max_file_bytes=FILE_BYTES)
+    return {"model_type": config["model_type"]}
+
+
+def _pieces(leaves: Mapping[str, Leaf], step: Path, tree: Mapping[str, Array]) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, array) as safetensors hold them, a few parameters at a time."""
+    for path, value in read_values(step, tree):
+        for part in leaves[path].parts:
+            out = np.empty(part.split, value.dtype)
+            copy_slice(out, value[part.at].transpose(np.argsort(part.order)))
+            yield part.name, out.reshape(part.shape)
+
+
+def read_values(step: Path, tree: Mapping[str, Array]) -> Iterator[tuple[str, np.ndarray]]:
+    """(name in `tree`, value) of its arrays, read and cast a few at a time."""
+    names = {array.path: name for name, array in tree.items()}
+    for batch in batches(list(tree.values())):
+        yield from ((names[path], value) for path, value in read_batch(step, batch).items())
+
+
+def _export_orbax(
+    step: Path, work: Path, tree: Mapping[str, Array], record: Mapping[str, Any], dtype: str | None
+) -> dict[str, Any]:
+    """As arrays of numpy, all of them on the host meanwhile: whatever devices another machine has, it can read them."""
+    import orbax.checkpoint as ocp
+
+    values = nest(read_values(step, tree))
+    try:
+        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as orbax:
+            orbax.save(work, args=ocp.args.StandardSave(values))
+    # Tensorstore raises ValueError for most of what goes wrong with files, Orbax RuntimeError.
+    except (OSError, RuntimeError, ValueError) as error:
+        raise SaveError(f"{work.name} could not be written: {' '.join(str(error).split())[:300]}") from error
+    return {}
+
+
+def _huggingface_config(lines: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:
+    kinds = int | float | bool | str | None
+    settings = {key: parse_value(str(value), kinds) for key, value in lines.items()}
+    model = {key.removeprefix("model."): value for key, value in settings.items() if key.startswith("model.")}
+    length = settings.get("data.sequence_length")
+    try:
+        return huggingface_config(
+            {"rope_factor": 1.0} | model | ({"param_dtype": dtype} if dtype else {}),
+            max_position_embeddings=length if isinstance(length, int) else None,
+        )
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            f"the checkpoint is of no decoder that Hugging Face's names are known for (its settings: {error}); "
+            "--to orbax exports any model"
+        ) from error
+
+
+def _cast(stored: str, dtype: str | None) -> str:
+    return dtype if dtype and jnp.issubdtype(jnp.dtype(stored), jnp.floating) else stored
+
+
+def _save(folder: Path, step: int, state: Any, layers: Iterable[str], record: Mapping[str, Any]) -> None:
+    with Checkpointer(folder, keep=None, layers=layers, host_bytes=HOST_BYTES) as checkpointer:
+        checkpointer.save(step, state, record)
+        checkpointer.wait()
+        if problems := checkpointer.verify(step):
+            raise SaveError(f"{folder}: what was written is not what lies there: {problems[0]}")
+
+
+def _written(step: Path, out: str, passed_over: Mapping[Path, Sequence[str]]) -> dict[str, Any]:
+    return {"from": str(step), "out": out, "passed_over": {one.name: list(lines) for one, lines in passed_over.items()}}

@@ -1,0 +1,84 @@
+"""Small random checkpoints and what transformers makes of them: writes tests/checkpoint/data anew.
+
+    python -m tests.checkpoint.hf.make_reference
+
+needs the extra `hf`. The default tests read the files, so that they need neither torch nor transformers.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+DATA = Path(__file__).parent / "data"
+SMALL = {
+    "vocab_size": 48,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,  # not hidden_size / num_attention_heads
+    "intermediate_size": 24,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000.0,
+    "tie_word_embeddings": False,
+}
+# Of the four waves of a head, 6, 35, 199 and 1117 positions long, the first stays, the second is interpolated.
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True}
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "llama3": {"model_type": "llama", "tie_word_embeddings": True, "rope_scaling": LLAMA3},
+    "qwen2": {"model_type": "qwen2", "head_dim": 4},
+    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True},
+    "qwen3_moe": {"model_type": "qwen3_moe", **EXPERTS},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 12},
+}
+SHARDED = {"llama": "10KB"}  # cases of several files
+LENGTH = 24
+
+
+def write_reference(case: str, folder: Path, dtype: str = "float32", seed: int = 0) -> None:
+    """A random checkpoint of transformers in `folder`, stored as `dtype`, and reference.npz: tokens (1, S) and their
+    logits (1, S, V), computed in float32."""
+    import torch  # pyright: ignore[reportMissingImports]
+    from transformers import AutoConfig, AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
+
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(**{**SMALL, **CASES[case]})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Large enough that attention is far from even and no part is lost in the others.
+            spread = 0.2 if "norm" in name else 0.4
+            value = torch.randn(parameter.shape) * spread + ("norm" in name)
+            parameter.copy_(value.to(getattr(torch, dtype)))
+    tokens = np.random.default_rng(seed).integers(0, SMALL["vocab_size"], (1, LENGTH)).astype(np.int32)
+    with torch.no_grad():
+        logits = model(torch.from_numpy(tokens).long()).logits.numpy()
+    np.savez(folder / "reference.npz", tokens=tokens, logits=logits)
+    # Only now: the cast rounds the rotary frequencies too, which are no parameters.
+    model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=SHARDED.get(case, "5GB"))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+
+
+def main() -> None:
+    for case in CASES:
+        shutil.rmtree(DATA / case, ignore_errors=True)
+        (DATA / case).mkdir(parents=True)
+        write_reference(case, DATA / case)
+        sizes = {file.name: file.stat().st_size for file in sorted((DATA / case).iterdir())}
+        print(case, json.dumps(sizes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,355 @@
+"""Parameters to safetensors and back: any layout from any other, bitwise; every device reads its own slices alone."""
+
+import dataclasses
+import json
+import re
+import tracemalloc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh
+
+from flax_mesh import ConfigError, abstract_state, create_mesh, named_leaves
+from flax_mesh.checkpoint.hf import convert
+from flax_mesh.checkpoint.hf.convert import Name, load_safetensors, save_safetensors
+from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES
+from flax_mesh.checkpoint.hf.safetensors import INDEX, open_safetensors, write_safetensors
+from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
+from flax_mesh.mpmd import MpmdMesh, Pipeline, make_schedule, split_stages
+from flax_mesh.tree import in_stack, layer_path, path_and_start
+
+LISTED = DecoderConfig(
+    **{"vocab_size": 32, "hidden_size": 16, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4},
+    **{"mlp_size": 24, "qkv_bias": True, "qk_norm": True, "tied": False},
+)
+SCANNED = dataclasses.replace(LISTED, scan=True)
+EXPERTS = dataclasses.replace(LISTED, num_experts=4)
+NAMES = DECODER_NAMES["qwen3"]
+
+
+def plain(config, *dims):
+    mesh = create_mesh(dims, devices=jax.devices()[: np.prod(dims)])
+    return abstract_state(lambda: make_decoder(config, nnx.Rngs(0)), mesh)
+
+
+def pipelined(config, virtual=1):
+    """Two groups of four devices; a stack of layers lies in chunks on them."""
+    batch = {key: jax.ShapeDtypeStruct((4, 8), np.int32) for key in ("inputs", "targets")}
+    groups = MpmdMesh(create_mesh((2, 1, 2, 1, 2, 1), ("pp", "dp", "fsdp", "ep", "tp", "sp")), "pp")
+    make = lambda: make_decoder(config, nnx.Rngs(0))  # noqa: E731
+    staged = split_stages(next_token_loss, make, batch, num_stages=2 * virtual, mesh=groups.unstack[0])
+    kind = "interleaved-1f1b" if virtual > 1 else "1f1b"
+    schedule = make_schedule(kind, num_groups=2, num_microbatches=2, virtual=virtual)
+    return Pipeline(staged, groups, schedule, optax.sgd(1e-3)).abstract.to_nnx()["model"]
+
+
+LAYOUTS = {
+    "one device": lambda: plain(LISTED, 1, 1, 1, 1, 1),
+    "fsdp8": lambda: plain(LISTED, 1, 8, 1, 1, 1),
+    "dp2 fsdp2 tp2": lambda: plain(LISTED, 2, 2, 1, 2, 1),
+    "scanned": lambda: plain(SCANNED, 1, 4, 1, 2, 1),
+    "pipelined": lambda: pipelined(LISTED),
+    "pipelined, scanned": lambda: pipelined(SCANNED),
+    "pipelined twice, scanned": lambda: pipelined(SCANNED, virtual=2),
+}
+
+
+def fill(abstract, dtype=None):
+    """Arrays in the layout of `abstract`, random bits that are numbers, the same for a layer wherever it lies."""
+
+    def make(path, leaf):
+        base, start = path_and_start(path)
+        if stack := in_stack(base, ["layers"]):
+            value = np.stack([one(layer_path(base, stack, start + i), leaf.shape[1:]) for i in range(leaf.shape[0])])
+        else:
+            value = one(base, leaf.shape)
+        return jax.device_put(value.astype(dtype or leaf.dtype), leaf.sharding)
+
+    leaves = [make(path, leaf) for path, leaf in named_leaves(abstract)]
+    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+
+
+def one(path, shape):
+    return np.random.default_rng(list(path.encode())).normal(size=shape).astype(np.float32)
+
+
+def check_same(got, want):
+    for (path, a), (_, b) in zip(named_leaves(got), named_leaves(want), strict=True):
+        assert a.dtype == b.dtype and a.sharding == b.sharding, path
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), path
+        for mine, other in zip(a.addressable_shards, b.addressable_shards, strict=True):
+            assert mine.device == other.device and np.array_equal(mine.data, other.data), path
+
+
+def files_of(folder):
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+@pytest.fixture(scope="module")
+def abstracts():
+    return {name: make() for name, make in LAYOUTS.items()}
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def folders(request, abstracts, tmp_path_factory):
+    """dtype, and the folders that the layouts are written to."""
+    dtype = jnp.dtype(request.param)
+    root = tmp_path_factory.mktemp("out")
+    for number, abstract in enumerate(abstracts.values()):
+        save_safetensors(root / str(number), fill(abstract, dtype), NAMES, max_file_bytes=4_000)
+    return dtype, dict(zip(abstracts, (root / str(number) for number in range(len(abstracts))), strict=True))
+
+
+def test_the_paths_of_pipelines_are_those_that_need_care(abstracts):
+    paths = [path for path, _ in named_leaves(abstracts["pipelined, scanned"])]
+    assert "layers/attention/q/kernel/from 0" in paths and "layers/attention/q/kernel/from 2" in paths
+    meshes = {leaf.sharding.mesh for _, leaf in named_leaves(abstracts["pipelined twice, scanned"])}
+    assert len(meshes) == 2
+
+
+def test_every_layout_writes_the_same_bytes(folders):
+    dtype, of_layout = folders
+    want = files_of(of_layout["one device"])
+    assert len(want) > 3 and INDEX in want
+    for layout, folder in of_layout.items():
+        assert files_of(folder) == want, layout
+    assert {array.dtype for array in open_safetensors(of_layout["one device"]).values()} == {dtype}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_is_read_back_bitwise(layout, folders, abstracts):
+    dtype, of_layout = folders
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), abstracts[layout])
+    got = load_safetensors(of_layout["fsdp8"], abstract, NAMES)
+    assert jax.tree.structure(got) == jax.tree.structure(abstract)
+    check_same(got, fill(abstract, dtype))
+
+
+def test_experts_are_stored_one_by_one(tmp_path):
+    abstract = plain(EXPERTS, 1, 2, 2, 2, 1)
+    state = fill(abstract)
+    save_safetensors(tmp_path / "out", state, DECODER_NAMES["qwen3_moe"])
+    stored = open_safetensors(tmp_path / "out")
+    up = np.asarray(dict(named_leaves(state))["layers/1/moe/up/kernel"])
+    assert up.shape == (4, 16, 24) and (up[0] != up[1]).any()
+    for e in range(4):
+        assert np.array_equal(stored[f"model.layers.1.mlp.experts.{e}.up_proj.weight"], up[e].T)
+    check_same(load_safetensors(tmp_path / "out", abstract, DECODER_NAMES["qwen3_moe"]), state)
+    stacked = plain(dataclasses.replace(EXPERTS, scan=True), 1, 1, 4, 2, 1)
+    assert dict(named_leaves(stacked))["layers/moe/up/kernel"].shape == (4, 4, 16, 24)
+    got = load_safetensors(tmp_path / "out", stacked, DECODER_NAMES["qwen3_moe"])
+    check_same(got, fill(stacked))
+    save_safetensors(tmp_path / "again", got, DECODER_NAMES["qwen3_moe"])
+    assert files_of(tmp_path / "again") == files_of(tmp_path / "out")
+
+
+def test_names_and_dims_are_those_of_the_table(tmp_path):
+    state = fill(plain(LISTED, 1, 4, 1, 2, 1))
+    save_safetensors(tmp_path / "out", state, NAMES, config={"model_type": "qwen3"})
+    leaves, stored = dict(named_leaves(state)), open_safetensors(tmp_path / "out")
+    assert len(leaves) == len(stored)
+    q, o = (np.asarray(leaves[f"layers/2/attention/{name}/kernel"]) for name in "qo")
+    for h in range(4):
+        rows = slice(4 * h, 4 * (h + 1))
+        assert np.array_equal(stored["model.layers.2.self_attn.q_proj.weight"][rows], q[:, h].T)
+        assert np.array_equal(stored["model.layers.2.self_attn.o_proj.weight"][:, rows], o[h].T)
+    assert np.array_equal(
+        stored["model.layers.2.self_attn.k_proj.bias"].ravel(), np.asarray(leaves["layers/2/attention/k/bias"]).ravel()
+    )
+    assert np.array_equal(stored["lm_head.weight"], np.asarray(leaves["head/kernel"]).T)
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"model_type": "qwen3"}
+
+
+@pytest.mark.parametrize("layout", ["fsdp8", "dp2 fsdp2 tp2", "scanned", "pipelined, scanned"])
+def test_every_device_reads_its_own_slices_alone(layout, folders, abstracts, monkeypatch):
+    dtype, of_layout = folders
+    abstract = abstracts[layout]  # float32
+    copies = []
+    copy = convert.copy_slice
+    monkeypatch.setattr(convert, "copy_slice", lambda out, values: (copies.append(values.nbytes), copy(out, values)))
+    load_safetensors(of_layout["one device"], abstract, NAMES)
+    shards = {}
+    for path, leaf in named_leaves(abstract):
+        for index in leaf.sharding.devices_indices_map(leaf.shape).values():
+            sizes = [len(range(*part.indices(size))) for part, size in zip(index, leaf.shape, strict=True)]
+            layers = sizes[0] if in_stack(path, ["layers"]) else 1
+            shards[path, str(index)] = (int(np.prod(sizes)) * dtype.itemsize, layers)
+    # What is held by several devices is read once, and every byte of the files once; a stack is read layer by layer.
+    assert sum(copies) == sum(size for size, _ in shards.values())
+    assert sum(copies) == sum(array.nbytes for array in open_safetensors(of_layout["one device"]).values())
+    assert sorted(copies) == sorted(size // layers for size, layers in shards.values() for _ in range(layers))
+    assert max(copies) < max(leaf.size for _, leaf in named_leaves(plain(LISTED, 1, 1, 1, 1, 1))) * dtype.itemsize
+
+
+def test_a_part_of_a_leaf_reads_a_part_of_a_file(folders):
+    _, of_layout = folders
+    abstract = plain(LISTED, 1, 1, 1, 1, 1)
+    stored = open_safetensors(of_layout["one device"])
+    for leaf in convert.plan_leaves(abstract, NAMES):
+        whole = [(0, size) for size in leaf.value.shape]
+        want = convert.read_slice(leaf.parts, stored, whole, np.float32)
+        assert np.array_equal(want, one(leaf.path, leaf.value.shape).astype(stored[leaf.parts[0].name].dtype))
+        odd = [(size // 3, size - size // 4) for size in leaf.value.shape]
+        got = convert.read_slice(leaf.parts, stored, odd, np.float32)
+        assert np.array_equal(got, want[tuple(slice(*pair) for pair in odd)])
+
+
+def test_values_are_cast_on_either_way(tmp_path):
+    abstract, state = plain(SCANNED, 1, 2, 1, 2, 1), fill(plain(SCANNED, 1, 2, 1, 2, 1))
+    save_safetensors(tmp_path / "out", state, NAMES, dtype="bfloat16", config={"torch_dtype": "float32", "x": 1})
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"torch_dtype": "bfloat16", "x": 1}
+    assert {array.dtype for array in open_safetensors(tmp_path / "out").values()} == {jnp.dtype("bfloat16")}
+    got = load_safetensors(tmp_path / "out", abstract, NAMES)
+    check_same(got, jax.tree.map(lambda x: jax.device_put(x.astype("bfloat16").astype("float32"), x.sharding), state))
+
+
+def test_loaded_arrays_may_be_donated(tmp_path):
+    """Copies of one slice come from one buffer on the host; no device may write into it."""
+    abstract = plain(LISTED, 8, 1, 1, 1, 1)
+    state = fill(abstract)
+    save_safetensors(tmp_path / "out", state, NAMES)
+    got = load_safetensors(tmp_path / "out", abstract, NAMES)
+    doubled = jax.jit(lambda state: jax.tree.map(lambda x: 2 * x, state), donate_argnums=0)(got)
+    for (path, a), (_, b) in zip(named_leaves(doubled), named_leaves(state), strict=True):
+        assert all(np.array_equal(shard.data, 2 * np.asarray(b)) for shard in a.addressable_shards), path
+
+
+def test_saving_holds_one_parameter_of_one_layer_on_the_host(tmp_path):
+    big = dataclasses.replace(SCANNED, num_layers=8, hidden_size=64, mlp_size=1024, vocab_size=64)
+    state = fill(plain(big, 1, 4, 1, 2, 1))
+    layer = 64 * 1024 * 4
+    assert sum(leaf.nbytes for _, leaf in named_leaves(state)) > 20 * layer
+    jax.block_until_ready(state)
+    save_safetensors(tmp_path / "warm", state, NAMES)
+    tracemalloc.start()
+    try:
+        save_safetensors(tmp_path / "out", state, NAMES)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert layer <= peak < 4 * layer, peak / layer  # as it came, as it is stored, and what Python needs
+
+
+def test_another_model_is_one_error_with_every_array(folders):
+    dtype, of_layout = folders
+    folder = of_layout["one device"]
+    other = dataclasses.replace(LISTED, num_layers=5, num_kv_heads=4, tied=True, qk_norm=False)
+    with pytest.raises(ConfigError) as error:
+        load_safetensors(folder, plain(other, 1, 2, 1, 2, 1), NAMES, ignore=[r"q_norm\.weight$"])
+    text = str(error.value)
+    k = "model.layers.3.self_attn.k_proj.weight"
+    assert f"{k}: folder {dtype}[8, 16], model float32[16, 16] (layers/3/attention/k/kernel)" in text
+    assert "model.layers.4.mlp.up_proj.weight: only in the model, float32[24, 16] (layers/4/mlp/up/kernel)" in text
+    assert f"lm_head.weight: only in the folder, {dtype}[32, 16]" in text
+    assert f"model.layers.0.self_attn.k_norm.weight: only in the folder, {dtype}[4]" in text
+    assert "q_norm" not in text and "layers.3.mlp" not in text and "embed" not in text
+    # k and v with their biases in 4 layers, the 12 arrays of a layer, the head and 4 norms
+    assert "is of another model (33 differences)" in text and text.count("\n") == 1 + 33
+    layers = dataclasses.replace(SCANNED, num_layers=2)
+    with pytest.raises(ConfigError, match=r"(?s)layers\.2\.input_layernorm.*only in the folder.*layers\.3\.mlp"):
+        load_safetensors(folder, plain(layers, 1, 1, 1, 1, 1), NAMES)
+
+
+def test_numbers_are_not_made_of_other_kinds(tmp_path):
+    stored = {"w": np.arange(4, dtype=np.int8)}
+    write_safetensors(tmp_path / "out", stored, stored.items())
+    abstract = {
+        "w": jax.ShapeDtypeStruct((4,), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    }
+    with pytest.raises(ConfigError, match=r"w: folder int8\[4\], model float32\[4\] \(w\)"):
+        load_safetensors(tmp_path / "out", abstract, [Name("w", "w", "d -> d")])
+
+
+def test_a_state_without_devices_is_refused(folders):
+    mesh = AbstractMesh((1, 2, 1, 2, 1), ("dp", "fsdp", "ep", "tp", "sp"))
+    abstract = abstract_state(lambda: make_decoder(LISTED, nnx.Rngs(0)), mesh)
+    with pytest.raises(ConfigError, match="norm/scale: needs a sharding over devices, got NamedSharding"):
+        load_safetensors(folders[1]["one device"], abstract, NAMES)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ([], r"layers/0/w float32\[2, 3\]: one line must name it, but these do: none"),
+        (
+            [Name("layers/{i}/w", "w.{i}", "a b -> a b"), Name("layers/0/w", "w", "a b -> a b")],
+            r"one line must name it, but these do: layers/\{i\}/w, layers/0/w",
+        ),
+        ([Name("layers/{i}/w", "w.{i}", "a -> a")], r"its line has 'a' as its dims"),
+        ([Name("layers/{i}/w", "w", "a b -> a b")], r"'w' must have in braces \{i\}"),
+        ([Name("layers/{i}/w", "w.{i}", "a -> e a")], r"'w.\{i\}' must have in braces \{i, e\}"),
+        ([Name("layers/{i}/w", "w.{i}", "a b")], "'a b' must be dims there -> dims here"),
+        ([Name("layers/{i}/w", "w.{i}", "a a -> a")], "'a a -> a' must be dims there -> dims here"),
+        ([Name("layers/{i}/w", "w.{i}", "a b -> a")], "'a b -> a' must be dims there -> dims here"),
+        ([Name("layers/{i}/w", "w.{i}.{e}", "a -> a e")], "'a -> a e' must be dims there -> dims here"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else " ".join(line.name for line in value),
+)
+def test_a_table_that_does_not_fit_is_refused(table, message, tmp_path):
+    state = {"layers": {"0": {"w": jnp.zeros((2, 3))}}}
+    with pytest.raises(ConfigError, match=f"(?s)table of names does not fit.*{message}"):
+        save_safetensors(tmp_path / "out", state, table)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_table_of_ones_own_serves_any_model(tmp_path):
+    """Lists in lists, a convolution, one kernel stored in three parts, and numbers that are no parameters."""
+    state = {
+        "blocks": {
+            str(i): {"experts": {str(e): {"w": jnp.full((2, 3), 10.0 * i + e)} for e in range(3)}} for i in range(2)
+        },
+        "conv": {"kernel": jnp.arange(2 * 3 * 4 * 5, dtype=jnp.float32).reshape(2, 3, 4, 5)},
+        "qkv": jnp.arange(12.0).reshape(3, 2, 2),
+        "count": jnp.int32(7),
+    }
+    table = [
+        Name("blocks/{i}/experts/{e}/w", "h.{i}.mlp.{e}.w", "out in -> in out"),
+        Name("conv/kernel", "conv.weight", "out in y x -> y x in out"),
+        Name("qkv", "qkv.{part}", "d c -> part c d"),
+        Name("count", "count", "->"),
+    ]
+    save_safetensors(tmp_path / "out", state, table)
+    stored = open_safetensors(tmp_path / "out")
+    assert stored["conv.weight"].shape == (5, 4, 2, 3) and stored["count"].shape == () and stored["count"] == 7
+    assert np.array_equal(stored["qkv.2"], np.asarray(state["qkv"][2].T))
+    assert (stored["h.1.mlp.2.w"] == 12).all() and stored["h.1.mlp.2.w"].shape == (3, 2)
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    check_same(load_safetensors(tmp_path / "out", abstract, table), state)
+
+
+def test_names_must_differ(tmp_path):
+    with pytest.raises(ConfigError, match=re.escape("gives several parameters one name: w")):
+        table = [Name("a", "w", "d -> d"), Name("b", "w", "d -> d")]
+        save_safetensors(tmp_path / "out", {"a": jnp.zeros(2), "b": jnp.zeros(2)}, table)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_any_dims_and_any_slice_are_what_their_letters_say(data):
+    """Against the stored array, element by element."""
+    here = data.draw(st.permutations("abcd"))
+    flat = list(data.draw(st.permutations("abcd")))[: data.draw(st.integers(1, 4))]
+    apart = [letter for letter in here if letter not in flat]
+    here = apart + [letter for letter in here if letter in flat]
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(flat) - 1)))) if len(flat) > 1 else []
+    groups = [flat[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(flat)], strict=True)]
+    sizes = {letter: data.draw(st.integers(1, 4)) for letter in "abcd"}
+    text = " ".join(f"({' '.join(group)})" if len(group) > 1 else group[0] for group in groups)
+    line = Name("w", ".".join(["w", *(f"{{{letter}}}" for letter in apart)]), f"{text} -> {' '.join(here)}")
+    shape = tuple(sizes[letter] for letter in here)
+    (leaf,) = convert.plan_leaves({"w": np.zeros(shape, np.float32)}, [line])
+    stored = {part.name: np.random.default_rng(i).random(part.shape) for i, part in enumerate(leaf.parts)}
+    bounds = [tuple(sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n))))) for n in shape]
+    got = convert.read_slice(leaf.parts, stored, bounds, np.float64)
+    assert got.shape == tuple(stop - start for start, stop in bounds)
+    for at in np.ndindex(got.shape):
+        where = {letter: start + i for letter, (start, _), i in zip(here, bounds, at, strict=True)}
+        name = ".".join(["w", *(str(where[letter]) for letter in apart)])
+        place = [np.ravel_multi_index([where[x] for x in group], [sizes[x] for x in group]) for group in groups]
+        assert got[at] == stored[name][tuple(place)]

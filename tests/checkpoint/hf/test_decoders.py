@@ -1,0 +1,348 @@
+"""Checkpoints of transformers give its logits here, and those written here give ours there; configs are read strictly.
+
+The checkpoints in data/, and the logits that transformers made of them, are those of `make_reference`.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from flax_mesh import ConfigError, abstract_state, create_mesh
+from flax_mesh.checkpoint.hf.convert import load_safetensors, save_safetensors
+from flax_mesh.checkpoint.hf.decoders import (
+    DECODER_NAMES,
+    FAMILIES,
+    decoder_settings,
+    huggingface_config,
+    read_config,
+)
+from flax_mesh.checkpoint.hf.safetensors import INDEX, open_safetensors
+from flax_mesh.models import DecoderConfig, make_decoder
+from tests.checkpoint.hf.make_reference import CASES, DATA, write_reference
+
+TOLERANCE = 1e-5  # of the largest logit, in float32
+
+
+def decoder_of(folder, names=None, mesh=None, **change):
+    """The decoder that a folder holds."""
+    config = read_config(folder)
+    settings = DecoderConfig(**decoder_settings(config) | change)
+    make = lambda: make_decoder(settings, nnx.Rngs(0))  # noqa: E731
+    abstract = abstract_state(make, mesh or create_mesh((1, 1, 1, 1, 1), devices=jax.devices()[:1]))
+    state = load_safetensors(folder, abstract, names or DECODER_NAMES[config["model_type"]])
+    return nnx.merge(nnx.graphdef(nnx.eval_shape(make)), state)
+
+
+logits_of = jax.jit(lambda model, tokens: model(tokens))
+
+
+def difference(model, folder):
+    """Largest difference from the logits of transformers, as a share of the largest logit."""
+    reference = np.load(folder / "reference.npz")
+    want = reference["logits"]
+    assert want.shape == (1, 24, 48) and np.std(want) > 0.5
+    return np.abs(np.asarray(logits_of(model, reference["tokens"])) - want).max() / np.abs(want).max()
+
+
+def with_dims(case, path, dims):
+    """The table of a case with other dims in one line."""
+    table = DECODER_NAMES[read_config(DATA / case)["model_type"]]
+    changed = tuple(line._replace(dims=dims) if line.path.endswith(path) else line for line in table)
+    assert changed != table
+    return changed
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers(case):
+    assert difference(decoder_of(DATA / case), DATA / case) < TOLERANCE
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3"])
+def test_logits_are_those_of_transformers_on_a_mesh_with_scanned_layers(case):
+    mesh = create_mesh((1, 2, 1, 2, 1), devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        model = decoder_of(DATA / case, mesh=mesh, scan=True)
+        assert model.layers.attention.q.kernel.sharding.spec == jax.P(None, "fsdp", "tp", None)
+        reference = np.load(DATA / case / "reference.npz")
+        logits = logits_of(model, np.repeat(reference["tokens"], 2, axis=0))
+    want = reference["logits"]
+    assert np.abs(np.asarray(logits) - want).max() < TOLERANCE * np.abs(want).max()
+
+
+MISTAKES = {
+    "q transposed": ("llama", {"names": ("attention/q/kernel", "(c h) d -> d h c")}),
+    "heads of k the wrong way round": ("llama", {"names": ("attention/k/kernel", "(c k) d -> d k c")}),
+    "o transposed": ("qwen3", {"names": ("attention/o/kernel", "d (c h) -> h c d")}),
+    "bias of v the wrong way round": ("qwen2", {"names": ("attention/v/bias", "(c k) -> k c")}),
+    "no scaling of the rope": ("llama3", {"rope_factor": 1.0}),
+    "another original length": ("llama3", {"rope_original_length": 128}),
+    "another theta": ("qwen3", {"rope_theta": 10_000.0}),
+    "another epsilon": ("qwen3", {"norm_epsilon": 1e-3}),
+    "another number of experts a token": ("qwen3_moe", {"experts_per_token": 1}),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_seen_in_the_logits(mistake):
+    case, change = MISTAKES[mistake]
+    change = dict(change)
+    names = with_dims(case, *change.pop("names")) if "names" in change else None
+    assert difference(decoder_of(DATA / case, names, **change), DATA / case) > 100 * TOLERANCE
+
+
+def test_rotary_pairs_are_halves_not_neighbours():
+    """The other convention of Llama checkpoints: its dims of q and k, and the logits with them are others."""
+    model = decoder_of(DATA / "llama")
+    order = np.arange(8).reshape(2, 4).T.ravel()
+    for layer in model.layers:
+        for part in (layer.attention.q, layer.attention.k):
+            part.kernel[...] = part.kernel[...][..., order]
+    assert difference(model, DATA / "llama") > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_transformers_wrote_is_written_again_bitwise(case, tmp_path):
+    model, read = decoder_of(DATA / case, scan=True), read_config(DATA / case)
+    config = huggingface_config(vars(model.config))
+    save_safetensors(tmp_path / "out", nnx.state(model), DECODER_NAMES[read["model_type"]], config=config)
+    ours, theirs = open_safetensors(tmp_path / "out"), open_safetensors(DATA / case)
+    assert ours.keys() == theirs.keys()
+    for name, array in theirs.items():
+        assert ours[name].dtype == array.dtype and np.array_equal(ours[name], array), name
+    assert decoder_settings(read_config(tmp_path / "out")) == decoder_settings(read)
+    assert config["model_type"] == read["model_type"] and config["architectures"] == read["architectures"]
+    assert (INDEX in {file.name for file in (DATA / case).iterdir()}) == (case == "llama")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_transformers_gives_the_kept_logits_for_the_kept_weights(case):
+    torch = pytest.importorskip("torch", reason="comes with the extra hf")
+    transformers = pytest.importorskip("transformers", reason="comes with the extra hf")
+    model = transformers.AutoModelForCausalLM.from_pretrained(DATA / case)
+    kept = np.load(DATA / case / "reference.npz")
+    with torch.no_grad():
+        logits = model(torch.from_numpy(kept["tokens"]).long()).logits.numpy()
+    assert np.abs(logits - kept["logits"]).max() < TOLERANCE * np.abs(logits).max()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers_for_new_weights(case, dtype, tmp_path):
+    """bfloat16: stored so, computed in float32 on both sides."""
+    pytest.importorskip("torch", reason="comes with the extra hf")
+    pytest.importorskip("transformers", reason="comes with the extra hf")
+    write_reference(case, tmp_path, dtype=dtype, seed=1)
+    assert {array.dtype.name for array in open_safetensors(tmp_path).values()} == {dtype}
+    model = decoder_of(tmp_path, dtype="float32", param_dtype="float32")
+    assert difference(model, tmp_path) < TOLERANCE
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_transformers_gives_our_logits_for_what_is_written_here(case, tmp_path):
+    torch = pytest.importorskip("torch", reason="comes with the extra hf")
+    transformers = pytest.importorskip("transformers", reason="comes with the extra hf")
+    model = decoder_of(DATA / case)
+    config = huggingface_config(vars(model.config), max_position_embeddings=1024, eos_token_id=3)
+    names = DECODER_NAMES[config["model_type"]]
+    save_safetensors(tmp_path / "out", nnx.state(model), names, config=config, max_file_bytes=10_000)
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    assert theirs.config.eos_token_id == 3 and theirs.config.max_position_embeddings == 1024
+    tokens = np.load(DATA / case / "reference.npz")["tokens"]
+    with torch.no_grad():
+        want = theirs.float()(torch.from_numpy(tokens).long()).logits.numpy()
+    assert np.abs(np.asarray(logits_of(model, tokens)) - want).max() < TOLERANCE * np.abs(want).max()
+
+
+# As they stand on the hub, with transformers 4.
+LLAMA_3_2 = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.45.0.dev0",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+QWEN_2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "initializer_range": 0.02,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 24,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.1",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def test_configs_of_the_hub_become_settings():
+    llama = DecoderConfig(**decoder_settings(LLAMA_3_2))
+    want = DecoderConfig(
+        **{"vocab_size": 128256, "hidden_size": 2048, "num_layers": 16, "num_heads": 32, "num_kv_heads": 8},
+        **{"head_dim": 64, "mlp_size": 8192, "rope_theta": 500000.0, "rope_factor": 32.0, "norm_epsilon": 1e-5},
+        **{"tied": True, "dtype": "bfloat16", "param_dtype": "bfloat16"},
+    )
+    assert llama == want and not llama.problems()
+    qwen = DecoderConfig(**decoder_settings(QWEN_2))
+    assert (qwen.head_dim, qwen.qkv_bias, qwen.qk_norm, qwen.rope_factor) == (64, True, False, 1.0)
+
+
+def test_what_a_config_leaves_out_means_what_it_means_to_its_family():
+    def without(config, *keys):
+        return decoder_settings({key: value for key, value in config.items() if key not in keys})
+
+    old = without(
+        LLAMA_3_2, "num_key_value_heads", "head_dim", "rope_scaling", "rope_theta", "rms_norm_eps", "torch_dtype"
+    )
+    assert (old["num_kv_heads"], old["head_dim"], old["rope_theta"]) == (32, 64, 10_000.0)
+    assert (old["norm_epsilon"], old["dtype"], old["rope_factor"]) == (1e-6, "float32", 1.0)
+    assert without(LLAMA_3_2, "tie_word_embeddings")["tied"] is False
+    qwen3 = {key: value for key, value in QWEN_2.items() if key != "architectures"} | {"model_type": "qwen3"}
+    assert decoder_settings(qwen3)["head_dim"] == 128 and decoder_settings(qwen3)["qk_norm"]
+    assert decoder_settings(qwen3 | {"head_dim": 96})["head_dim"] == 96
+
+
+@pytest.mark.parametrize("config", [LLAMA_3_2, QWEN_2], ids=["llama", "qwen2"])
+def test_both_spellings_of_transformers_mean_the_same(config):
+    new = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_theta", "torch_dtype")}
+    rope = {"rope_type": "default"} | config.get("rope_scaling", {}) | {"rope_theta": config["rope_theta"]}
+    new |= {"dtype": config["torch_dtype"], "rope_parameters": rope}
+    assert decoder_settings(new) == decoder_settings(config)
+    oldest = config | {"rope_scaling": {"type": "default"}}
+    assert decoder_settings(oldest)["rope_theta"] == config["rope_theta"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
+        ({"attention_bias": True}, "attention_bias must be False, got True"),
+        ({"mlp_bias": True}, "mlp_bias must be False, got True"),
+        ({"attention_dropout": 0.1}, "attention_dropout must be 0.0, got 0.1"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config must be None, got {'bits': 4}"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0, got 0.5"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types must all be full_attention"),
+        ({"layer_types": 3}, "layer_types must all be full_attention, got 3"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "must be of type default or llama3, got 'linear'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "must be of type default or llama3, got 'yarn'"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
+            r"of type llama3 must have the keys .*got \['factor'\]",
+        ),
+        ({"rope_scaling": {"rope_type": "default", "mscale": 2.0}}, r"of type default must have the keys \[\], got"),
+        ({"rope_scaling": {**LLAMA_3_2["rope_scaling"], "factor": "8"}}, "rope_factor must be a number, got '8'"),
+        ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1.0"),
+        ({"rope_scaling": "llama3"}, "rope_scaling must be an object, got 'llama3'"),
+        ({"rope_parameters": {"rope_theta": 1.0}}, "contradicts rope_theta or rope_scaling in rope_theta"),
+        ({"torch_dtype": "float64"}, "torch_dtype must be one of float32, bfloat16, float16, got 'float64'"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, r"architectures must be \['LlamaForCausalLM'\]"),
+        ({"hidden_size": None}, "hidden_size must be of type int, got None"),
+        ({"hidden_size": "2048"}, "hidden_size must be of type int, got '2048'"),
+        ({"hidden_size": None, "head_dim": None}, "head_dim must be of type int, got None"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings must be of type bool, got 1"),
+        ({"logit_scale": 0.5}, r"logit_scale=0.5 is not known here; if it has no effect: ignore=\('logit_scale',\)"),
+        ({"model_type": "gpt2"}, "model_type must be one of llama, qwen2, .*, got 'gpt2'"),
+        ({"model_type": None}, "model_type must be one of .*, got None"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window must be False, got True"),
+        ({"model_type": "qwen3_moe", "norm_topk_prob": False}, "norm_topk_prob must be True, got False"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers must be \[\], got \[0\]"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step must be 1, got 2"),
+        ({"model_type": "mixtral", "sliding_window": 4096}, "sliding_window must be None, got 4096"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else ",".join(value),
+)
+def test_a_config_of_another_decoder_is_refused_by_name(change, message):
+    assert decoder_settings(LLAMA_3_2)
+    with pytest.raises(ConfigError, match=message):
+        decoder_settings(LLAMA_3_2 | change)
+
+
+def test_all_that_is_refused_stands_in_one_error_and_may_be_ignored():
+    config = LLAMA_3_2 | {"hidden_act": "gelu", "logit_scale": 2.0, "rope_scaling": {"type": "yarn"}}
+    with pytest.raises(ConfigError, match=r"(?s)does not compute this llama:.*hidden_act.*logit_scale.*rope_scaling"):
+        decoder_settings(config)
+    ignored = decoder_settings(LLAMA_3_2 | {"unsloth_fixed": True}, ignore=["unsloth_fixed"])
+    assert ignored == decoder_settings(LLAMA_3_2)
+
+
+def test_a_config_must_be_there_and_be_an_object(tmp_path):
+    with pytest.raises(ConfigError, match=r"config.json: no such file"):
+        read_config(tmp_path)
+    for text, message in (("[]", "must be a JSON object"), ("{", "no JSON that can be used")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            read_config(tmp_path)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_configs_come_back(case):
+    settings = decoder_settings(read_config(DATA / case))
+    config = json.loads(json.dumps(huggingface_config(vars(DecoderConfig(**settings)))))
+    assert decoder_settings(config) == settings
+    assert DecoderConfig(**decoder_settings(config)) == DecoderConfig(**settings)
+
+
+def test_a_decoder_of_no_family_is_refused():
+    config = DecoderConfig(qkv_bias=True, qk_norm=True)
+    with pytest.raises(ConfigError, match=r"No family has decoders with .*'qk_norm': True.*\n  llama: "):
+        huggingface_config(vars(config))
+    scaled = huggingface_config(vars(dataclasses.replace(DecoderConfig(), rope_factor=8.0)))
+    assert scaled["max_position_embeddings"] == 65536 and scaled["rope_scaling"]["rope_type"] == "llama3"
+
+
+def test_settings_from_before_a_choice_was_there_mean_that_it_is_off():
+    settings = vars(DecoderConfig())
+    older = {key: value for key, value in settings.items() if not key.startswith(("q", "rope_factor", "num_experts"))}
+    assert len(older) == len(settings) - 4
+    assert huggingface_config(older) == huggingface_config(settings)
+
+
+def test_every_family_has_its_table_and_a_case():
+    assert FAMILIES.keys() == DECODER_NAMES.keys() == {read_config(DATA / case)["model_type"] for case in CASES}
+    assert {folder.name for folder in DATA.iterdir()} == CASES.keys()
+    assert sum(file.stat().st_size for file in Path(DATA).rglob("*")) < 300_000

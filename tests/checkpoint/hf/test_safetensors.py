@@ -1,0 +1,300 @@
+"""The file format: bitwise there and back, read slice by slice, and no file can make it read what is not there."""
+
+import json
+import re
+import resource
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flax_mesh.checkpoint.hf.safetensors import DTYPES, INDEX, WHOLE, open_safetensors, write_safetensors
+from flax_mesh.errors import ConfigError, DamageError
+
+GOOD = {
+    "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+    "b": {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]},
+}
+
+
+def bits(shape, dtype, seed=0):
+    """Random bits as an array: NaNs and all."""
+    dtype = jnp.dtype(dtype)
+    high = 2 if dtype.kind == "b" else 256
+    data = np.random.default_rng(seed).integers(0, high, int(np.prod(shape)) * dtype.itemsize).astype(np.uint8)
+    return data.view(dtype).reshape(shape)
+
+
+def same_bits(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def write(folder, arrays, **kinds):
+    write_safetensors(folder, arrays, arrays.items(), **kinds)
+
+
+def raw(path: Path, header: Any, data: int | bytes = 32) -> Path:
+    """A file with this header, as JSON or as bytes, and so much data."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + (bytes(data) if isinstance(data, int) else data))
+    return path
+
+
+shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+contents = st.dictionaries(
+    st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), min_size=1, max_size=8),
+    st.tuples(shapes, st.sampled_from(sorted(DTYPES.values()))),
+    max_size=8,
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(contents, st.integers(1, 300))
+def test_arrays_come_back_bitwise_from_however_many_files(kinds, max_file_bytes):
+    arrays = {name: bits(*kind, seed=seed) for seed, (name, kind) in enumerate(kinds.items())}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "out"
+        write(folder, arrays, max_file_bytes=max_file_bytes)
+        found = open_safetensors(folder)
+        assert found.keys() == arrays.keys()
+        for name, array in arrays.items():
+            assert same_bits(found[name], array) and not found[name].flags.writeable, name
+            assert found[name].flags.aligned, name
+        files = list(folder.glob("*.safetensors"))
+        for file in files:
+            held = [array.nbytes for array in open_safetensors(file).values()]
+            assert sum(held) <= max_file_bytes or len([size for size in held if size]) == 1
+        assert (folder / INDEX).exists() == (len(files) > 1)
+
+
+def test_the_package_reads_what_is_written_and_its_files_are_read(tmp_path):
+    package = pytest.importorskip("safetensors", reason="the reference implementation; comes with the extra hf")
+    from safetensors.numpy import save_file  # pyright: ignore[reportMissingImports]
+
+    arrays = {f"layer.{i}.{kind}": bits((3, 5), kind, i) for i in range(3) for kind in ("float32", "bfloat16", "bool")}
+    write(tmp_path / "ours", arrays, max_file_bytes=200)
+    files = sorted((tmp_path / "ours").glob("*.safetensors"))
+    assert len(files) > 1
+    theirs = {}
+    for file in files:
+        with package.safe_open(file, "numpy") as opened:
+            theirs |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+    assert theirs.keys() == arrays.keys() and all(same_bits(theirs[name], arrays[name]) for name in arrays)
+    save_file(arrays, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
+    ours = open_safetensors(tmp_path / "theirs.safetensors")
+    assert ours.keys() == arrays.keys() and all(same_bits(ours[name], arrays[name]) for name in arrays)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages in memory are read from /proc")
+def test_a_slice_reads_its_own_pages_alone(tmp_path):
+    rows, width = 1024, 1 << 17  # 512 MiB of float32, a sparse file
+    size = rows * width * 4
+    file = raw(
+        tmp_path / "big.safetensors", {"x": {"dtype": "F32", "shape": [rows, width], "data_offsets": [0, size]}}, 0
+    )
+    with file.open("r+b") as out:
+        out.truncate(file.stat().st_size + size)
+    array = open_safetensors(file)["x"]
+    assert pages_in_memory(file) < 1 << 20
+    assert array[512:528].sum() == 0
+    assert 16 * width * 4 <= pages_in_memory(file) <= 16 * width * 4 + (4 << 20)
+    assert array.shape == (rows, width)
+
+
+def pages_in_memory(file):
+    """Bytes of the mapped file that this process has touched."""
+    text = Path("/proc/self/smaps").read_text()
+    entry = text[text.index(str(file)) :]
+    found = re.search(r"Rss:\s+(\d+) kB", entry)
+    assert found
+    return int(found[1]) * 1024
+
+
+def test_layers_are_in_their_order_and_wide_dtypes_first(tmp_path):
+    names = ["l.10.w", "l.9.w", "l.1.w", "l.1.b"]
+    write(tmp_path / "out", {name: bits((2,), "float32") for name in names} | {"a": bits((3,), "bfloat16")})
+    assert list(open_safetensors(tmp_path / "out")) == ["l.1.b", "l.1.w", "l.9.w", "l.10.w", "a"]
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ([], "header must be a JSON object"),
+        (b"{", "no JSON that can be used"),
+        (b'{"a": \xff}', "no JSON that can be used"),
+        (b'{"a": ' + b"[" * 100_000, "no JSON that can be used"),
+        (b'{"a": ' + b"9" * 10_000 + b"}", "no JSON that can be used"),
+        (b'{"a": {}, "a": {}}', "stand there more than once: a"),
+        (GOOD | {"__metadata__": {"format": 1}}, "__metadata__ must map strings to strings"),
+        (GOOD | {"b": {}}, "'b': must have dtype, shape and data_offsets, got {}"),
+        (GOOD | {"b": GOOD["b"] | {"more": 1}}, "'b': must have dtype, shape and data_offsets"),
+        (GOOD | {"b": GOOD["b"] | {"dtype": "F4"}}, "'b': dtype must be one of .*, got 'F4'"),
+        (GOOD | {"b": GOOD["b"] | {"dtype": []}}, r"'b': dtype must be one of .*, got \[\]"),
+        (GOOD | {"b": GOOD["b"] | {"shape": [-4]}}, r"'b': shape must be .* whole numbers .*, got \[-4\]"),
+        (GOOD | {"b": GOOD["b"] | {"shape": [True]}}, r"'b': shape must be .* whole numbers .*, got \[True\]"),
+        (GOOD | {"b": GOOD["b"] | {"shape": [4.0]}}, "'b': shape must be .* whole numbers"),
+        (GOOD | {"b": GOOD["b"] | {"shape": [1] * 33}}, "'b': shape must be at most 32"),
+        (GOOD | {"b": GOOD["b"] | {"shape": [0, 2**40, 2**40]}}, "'b': shape must be .* elements"),
+        (GOOD | {"b": GOOD["b"] | {"shape": [5]}}, r"'b': BF16 \[5\] takes 10 bytes, but data_offsets are \[24, 32\]"),
+        (GOOD | {"b": GOOD["b"] | {"data_offsets": [32, 24]}}, "'b': data_offsets must be two rising whole numbers"),
+        (GOOD | {"b": GOOD["b"] | {"data_offsets": [24]}}, "'b': data_offsets must be two rising whole numbers"),
+        (GOOD | {"b": GOOD["b"] | {"data_offsets": [-8, 0]}}, "'b': data_offsets must be two rising whole numbers"),
+        (GOOD | {"b": GOOD["b"] | {"data_offsets": [16, 24]}}, "'b': begins at byte 16, which overlaps 'a'"),
+        (GOOD | {"b": GOOD["b"] | {"data_offsets": [32, 40]}}, "'b': ends at byte 40 of the data, which has 32"),
+        (
+            GOOD | {"b": GOOD["b"] | {"shape": [3], "data_offsets": [26, 32]}},
+            "'b': begins at byte 26, which leaves a gap",
+        ),
+        (GOOD | {"b": GOOD["b"] | {"shape": [3], "data_offsets": [24, 30]}}, "2 bytes after 'b' belong to no array"),
+        (GOOD | {"": GOOD["b"]}, "'': a name must be printable text"),
+        (GOOD | {"\x00": GOOD["b"]}, r"'\\x00': a name must be printable text"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_a_header_that_lies_is_refused(header, message, tmp_path):
+    assert open_safetensors(raw(tmp_path / "good.safetensors", GOOD)).keys() == GOOD.keys()
+    with pytest.raises(DamageError, match=f"(?s)is damaged, or not what its name says.*{message}"):
+        open_safetensors(raw(tmp_path / "bad.safetensors", header))
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"1234567", b"\xff" * 8, b"\x09" + bytes(7) + b"{}", (10**9).to_bytes(8, "little")]
+)
+def test_a_length_beyond_the_file_is_refused(content, tmp_path):
+    (tmp_path / "bad.safetensors").write_bytes(content)
+    with pytest.raises(DamageError, match=r"its header should have \d+ bytes, the file has \d+"):
+        open_safetensors(tmp_path / "bad.safetensors")
+
+
+def test_all_that_is_wrong_with_a_header_stands_in_one_error(tmp_path):
+    header = {"a": GOOD["a"] | {"dtype": "F7"}, "b": GOOD["b"] | {"shape": [9]}}
+    with pytest.raises(ConfigError, match=r"(?s)'a': dtype must.*'b': BF16 \[9\] takes 18 bytes"):
+        open_safetensors(raw(tmp_path / "bad.safetensors", header))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 150), st.integers(1, 255))
+def test_a_changed_byte_is_refused_or_reads_inside_the_file(at, change):
+    with tempfile.TemporaryDirectory() as temporary:
+        file = raw(Path(temporary) / "x.safetensors", GOOD)
+        content = bytearray(file.read_bytes())
+        assert len(content) > 150
+        content[at] ^= change
+        file.write_bytes(content)
+        try:
+            found = open_safetensors(file)
+        except ConfigError:
+            return
+        assert sum(array.nbytes for array in found.values()) == 32
+        assert all(array.tobytes() is not None for array in found.values())
+
+
+def sharded(folder):
+    arrays = {f"w{i}": bits((4,), "float32", i) for i in range(3)}
+    write(folder, arrays, max_file_bytes=20)
+    return arrays, json.loads((folder / INDEX).read_text())
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["/etc/x.safetensors", "../x.safetensors", "..", "a/b.safetensors", ".x.safetensors", "x.bin", "", 3, "x\\y", None],
+)
+def test_an_index_reaches_no_file_outside_its_folder(file, tmp_path):
+    folder = tmp_path / "in"
+    _, index = sharded(folder)
+    raw(tmp_path / "x.safetensors", GOOD)
+    index["weight_map"]["w0"] = file
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(
+        ConfigError, match=f"{re.escape(repr(file))} must be the name of a .safetensors file in the folder"
+    ):
+        open_safetensors(folder)
+
+
+def test_an_index_and_its_files_must_agree(tmp_path):
+    _, index = sharded(tmp_path / "in")
+    index["weight_map"]["w7"] = index["weight_map"]["w0"]
+    index["weight_map"]["w8"] = "gone.safetensors"
+    del index["weight_map"]["w1"], index["weight_map"]["w2"]
+    index["weight_map"]["w3"] = "model-00002-of-00003.safetensors"
+    (tmp_path / "in" / INDEX).write_text(json.dumps(index))
+    with pytest.raises(DamageError) as error:
+        open_safetensors(tmp_path / "in")
+    text = str(error.value)
+    assert "w7: the index has it in model-00001-of-00003.safetensors, which does not" in text
+    assert "gone.safetensors: no such file" in text
+    assert "w1: model-00002-of-00003.safetensors has it, the index does not" in text
+    assert "w3: the index has it in model-00002-of-00003.safetensors, which does not" in text
+
+
+@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', "{", '{"weight_map": 1}'])
+def test_an_index_that_is_none_is_refused(index, tmp_path):
+    sharded(tmp_path / "in")
+    (tmp_path / "in" / INDEX).write_text(index)
+    with pytest.raises(
+        ConfigError, match=r"not what its name says(?s:.*)(no JSON that can be used|must be an object with a)"
+    ):
+        open_safetensors(tmp_path / "in")
+
+
+def test_a_folder_must_say_which_files_count(tmp_path):
+    with pytest.raises(ConfigError, match=f"must hold either {WHOLE} or {INDEX}.*it holds no safetensors files"):
+        open_safetensors(tmp_path)
+    with pytest.raises(ConfigError, match="no such file"):
+        open_safetensors(tmp_path / "gone")
+    sharded(tmp_path / "in")
+    raw(tmp_path / "in" / WHOLE, GOOD)
+    with pytest.raises(ConfigError, match=f"(?s)must hold either .* not both; it holds model-00001-of-00003.*{WHOLE}"):
+        open_safetensors(tmp_path / "in")
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+    arrays = {"a": bits((4,), "float32"), "b": bits((4,), "float32")}
+
+    def pieces():
+        yield "a", arrays["a"]
+        assert not (tmp_path / "deep" / "out").exists()
+        raise OSError("no space left on device")
+
+    with pytest.raises(OSError, match="no space left"):
+        write_safetensors(tmp_path / "deep" / "out", arrays, pieces())
+    assert not list((tmp_path / "deep").iterdir())
+    for wrong, message in [
+        ([("a", arrays["a"])], "announced and never came: b"),
+        ([("a", arrays["a"]), ("a", arrays["a"])], "a: came twice, or was never announced"),
+        ([("a", arrays["a"][:2]), ("b", arrays["b"])], r"a: announced float32\(4,\), came float32\(2,\)"),
+        ([("a", arrays["a"].view(np.int32)), ("b", arrays["b"])], "a: announced float32.*came int32"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            write_safetensors(tmp_path / "deep" / "out", arrays, wrong)
+    with pytest.raises(ConfigError, match="safetensors cannot hold:\n  a: complex64"):
+        write(tmp_path / "deep" / "out", {"a": np.zeros(2, np.complex64)})
+    with pytest.raises(ConfigError, match="max_file_bytes must be at least 1, got 0"):
+        write(tmp_path / "deep" / "out", arrays, max_file_bytes=0)
+    assert not list((tmp_path / "deep").iterdir())
+    write(tmp_path / "deep" / "out", arrays, json_files={"config.json": {"ä": 1}})
+    assert sorted(file.name for file in (tmp_path / "deep" / "out").iterdir()) == ["config.json", WHOLE]
+    assert json.loads((tmp_path / "deep" / "out" / "config.json").read_text(encoding="utf-8")) == {"ä": 1}
+    with pytest.raises(ConfigError, match="exists; nothing was overwritten"):
+        write(tmp_path / "deep" / "out", arrays)
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "empty", arrays)
+    assert open_safetensors(tmp_path / "empty").keys() == arrays.keys()
+
+
+def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    arrays = {"a": np.zeros(1 << 16, np.float32)}
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limit[1]))  # Python ignores SIGXFSZ: writing fails
+        with pytest.raises(OSError, match="too large"):
+            write(tmp_path / "out", arrays)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,215 @@
+"""Damage done to the files of a checkpoint by hand, and what is made of it."""
+
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from flax_mesh import abstract_state, create_mesh, init_state
+from flax_mesh.checkpoint import Checkpointer
+from flax_mesh.checkpoint import checksums as integrity
+from flax_mesh.checkpoint.checksums import CHECKSUMS, MARKERS, find_damage, write_checksums
+from flax_mesh.errors import DamageError
+
+FLIPS = 200
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.layers = nnx.List([nnx.Linear(32, 64, rngs=rngs) for _ in range(3)])
+
+
+def abstract_net():
+    return abstract_state(lambda: Net(nnx.Rngs(0)), create_mesh(), [("kernel", (None, "embed")), (".*", ())])
+
+
+@pytest.fixture(scope="module")
+def state():
+    return init_state(lambda: Net(nnx.Rngs(0)), abstract_net())
+
+
+@pytest.fixture(scope="module")
+def saved(state, tmp_path_factory) -> Path:
+    """A folder with the whole steps 1 and 2; tests damage copies of it."""
+    folder = tmp_path_factory.mktemp("saved") / "checkpoints"
+    with Checkpointer(folder) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state, {"step": step})
+    return folder
+
+
+@pytest.fixture
+def copy(saved, tmp_path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "checkpoints"))
+
+
+def files_of(step: Path) -> list[str]:
+    return sorted(path.relative_to(step).as_posix() for path in step.rglob("*") if path.is_file())
+
+
+def flip(path: Path, at: int, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def same(a, b) -> bool:
+    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def test_every_flipped_bit_of_the_data_is_found(copy, monkeypatch):
+    step, rng = copy / "2", np.random.default_rng(0)
+    monkeypatch.setattr(integrity, "BLOCK", 4096)  # so that there are first, middle and last blocks
+    write_checksums(step)
+    data = [step / name for name in files_of(step) if "/d/" in name]
+    sizes = np.array([path.stat().st_size for path in data])
+    assert len(data) >= 5 and sizes.max() > 3 * 4096
+    assert find_damage(step) == []
+    for _ in range(FLIPS):
+        place = int(rng.integers(sizes.sum()))
+        number = int(np.searchsorted(np.cumsum(sizes), place, side="right"))
+        path, at, bit = data[number], place - int(sizes[:number].sum()), int(rng.integers(8))
+        flip(path, at, bit)
+        (problem,) = find_damage(step)
+        start = at // 4096 * 4096
+        assert problem.startswith(f"{path.relative_to(step).as_posix()}: damaged within bytes {start} to "), problem
+        flip(path, at, bit)
+    assert find_damage(step) == []
+
+
+def test_every_flipped_byte_of_the_other_files_is_found(copy):
+    step, rng = copy / "2", np.random.default_rng(1)
+    others = [name for name in files_of(step) if "/d/" not in name and name not in MARKERS]
+    assert {CHECKSUMS, "state/_METADATA", "state/manifest.ocdbt", "metadata/metadata"} <= set(others)
+    for name in others:
+        size = (step / name).stat().st_size
+        places = range(size) if name == CHECKSUMS else rng.integers(size, size=10)
+        for at in places:
+            bit = int(rng.integers(8))
+            flip(step / name, int(at), bit)
+            (problem,) = find_damage(step)
+            assert name in problem and "damaged" in problem
+            flip(step / name, int(at), bit)
+    assert find_damage(step) == []
+
+
+def test_a_damaged_index_is_told_before_anything_reads_it(copy, capfd):
+    """Orbax alone says so in a traceback for every array, of some of which no caller knows."""
+    step = copy / "2"
+    index = [name for name in files_of(step) if name.startswith("state/d/")]
+    index += ["state/_METADATA", "state/_sharding", "state/manifest.ocdbt"]
+    data = [name for name in files_of(step) if "/ocdbt.process_0/" in name]
+    assert len(index) > 3 and data
+    with Checkpointer(copy) as checkpointer:
+        whole = checkpointer.arrays(2)
+        for name in data:
+            flip(step / name, 5, 1)
+            assert checkpointer.arrays(2) == whole  # of which nothing is read: `verify` looks there
+        for name in index:
+            for at in np.linspace(0, (step / name).stat().st_size - 1, 5).astype(int):
+                flip(step / name, int(at), 0)
+                with pytest.raises(DamageError, match=f"its tree cannot be read:\n  {name}: damaged within"):
+                    checkpointer.arrays(2)
+                flip(step / name, int(at), 0)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", MARKERS)
+def test_a_flipped_byte_of_a_marker_changes_nothing_that_is_restored(name, copy, state):
+    """Orbax writes these two after the checksums. Restoring reads neither; what is no JSON any more is damage."""
+    step, rng, found = copy / "2", np.random.default_rng(2), 0
+    size = (step / name).stat().st_size
+    for at in rng.integers(size, size=8):
+        flip(step / name, int(at), 7)  # no ASCII, and so no UTF-8 any more
+        found += bool(find_damage(step))
+        with Checkpointer(copy) as checkpointer:
+            assert same(checkpointer.restore(abstract_net(), 2, verify=False), state)
+        flip(step / name, int(at), 7)
+    assert found == (8 if name == "_CHECKPOINT_METADATA" else 0)
+
+
+@pytest.mark.parametrize("harm", [truncate, Path.unlink], ids=["truncated", "removed"])
+def test_every_file_may_be_cut_or_gone(harm, copy, state):
+    """Never a wrong value, never a fresh start: what is not whole is named, and the step before it is used."""
+    step, caught = copy / "2", 0
+    for name in files_of(step):
+        before = (step / name).read_bytes()
+        harm(step / name)
+        with Checkpointer(copy) as checkpointer:
+            if name == "commit_success.txt":  # says only what the name of the folder says too
+                assert checkpointer.latest_step() == 2 and checkpointer.verify(2) == []
+                assert same(checkpointer.restore(abstract_net()), state)
+            else:
+                caught += 1
+                (problem,) = checkpointer.verify(2)
+                assert problem.startswith(name)
+                with pytest.raises(DamageError, match=rf"checkpoint .*2 is damaged:\n  {name}"):
+                    checkpointer.restore(abstract_net(), 2)
+                with pytest.raises(DamageError, match="is damaged"):
+                    checkpointer.fill(state, 2)
+                assert checkpointer.latest_step() == 1 and checkpointer.damaged == {2: [problem]}
+        (step / name).write_bytes(before)
+    assert caught == len(files_of(step)) - 1 >= 12
+    with Checkpointer(copy) as checkpointer:
+        assert checkpointer.latest_step() == 2 and checkpointer.damaged == {}
+
+
+def test_a_damaged_step_is_passed_over_and_kept(copy, state):
+    truncate(copy / "2" / "state" / "_METADATA")
+    kept = (copy / "2" / "state" / "_METADATA").read_bytes()
+    with Checkpointer(copy) as checkpointer:
+        assert same(checkpointer.restore(abstract_net()), state)
+        assert checkpointer.steps() == [1, 2] and list(checkpointer.damaged) == [2]  # reading has moved nothing
+        checkpointer.save(2, state, {"step": "again"})
+        checkpointer.wait()
+        assert checkpointer.steps() == [1, 2] and checkpointer.latest_step() == 2 and not checkpointer.damaged
+        assert checkpointer.metadata(2) == {"step": "again"}
+    assert (copy / "2.damaged" / "state" / "_METADATA").read_bytes() == kept
+    truncate(copy / "2" / "metadata" / "metadata")  # a second time: the first is not overwritten
+    with Checkpointer(copy) as checkpointer:
+        assert checkpointer.latest_step() == 1
+        checkpointer.save(3, state, {})
+    assert sorted(path.name for path in copy.iterdir()) == ["1", "2.damaged", "2.damaged-2", "3"]
+    assert (copy / "2.damaged" / "state" / "_METADATA").read_bytes() == kept
+
+
+def test_none_whole_is_an_error_that_names_every_file(copy, state):
+    truncate(copy / "1" / "metadata" / "metadata")
+    (copy / "2" / CHECKSUMS).unlink()
+    before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    with Checkpointer(copy) as checkpointer:
+        with pytest.raises(DamageError, match="holds 2 checkpoints, and none is whole") as error:
+            checkpointer.latest_step()
+        with pytest.raises(DamageError, match="none is whole"):
+            checkpointer.restore(abstract_net())
+        with pytest.raises(DamageError, match="none is whole"):
+            checkpointer.fill(state)
+    text = str(error.value)
+    assert "1 is damaged:\n    metadata/metadata: 5 bytes, saved with 11" in text
+    assert "2 is damaged:\n    checksums.json is missing" in text and "--restart" in text
+    assert before == {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", ["../1/metadata/metadata", "/etc/hostname", "state/../../1/metadata/metadata"])
+def test_names_outside_the_checkpoint_are_refused(name, copy):
+    (copy / "2" / CHECKSUMS).write_bytes(integrity._encode(4096, {name: [11, [0]]}))
+    assert find_damage(copy / "2") == [f"{CHECKSUMS} is damaged: it names files outside the checkpoint: {name}"]
+
+
+@pytest.mark.parametrize("files", [[], {"a": 5}, {"a": [4097, [0]]}, {"a": ["b", [0]]}, {"a": [1, [0], 2]}], ids=str)
+def test_a_table_of_checksums_that_says_nothing_is_damaged(files, copy):
+    (copy / "2" / CHECKSUMS).write_bytes(integrity._encode(4096, files))
+    assert find_damage(copy / "2") == [f"{CHECKSUMS} is damaged: its own checksum does not fit"]
+
+
+def test_checksums_hold_whatever_the_size_of_their_blocks(copy, monkeypatch):
+    """A later release may cut files otherwise: what an earlier one wrote is still whole."""
+    monkeypatch.setattr(integrity, "BLOCK", 1000)
+    assert find_damage(copy / "2") == []

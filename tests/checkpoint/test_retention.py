@@ -1,0 +1,158 @@
+"""Which checkpoints stay: as a function of steps and metrics, and on the disk."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flax_mesh.checkpoint import Checkpointer, Keep
+
+STEPS = st.sets(st.integers(0, 60), max_size=15)
+NUMBERS = st.one_of(st.floats(-3, 3), st.sampled_from([math.nan, math.inf, -math.inf, 0.0]))
+KEEPS = st.builds(
+    Keep, st.one_of(st.none(), st.integers(1, 5)), st.integers(0, 4), st.one_of(st.none(), st.integers(1, 10))
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(KEEPS, STEPS, st.dictionaries(st.integers(0, 60), NUMBERS))
+def test_exactly_what_is_promised_stays(keep, steps, metrics):
+    stay = keep.steps(steps, metrics)
+    assert stay <= steps
+    if keep.newest is None:
+        assert stay == steps
+        return
+    for step in steps:
+        newer = sum(other > step for other in steps)
+        value = metrics.get(step, math.nan)
+        better = [m for s, m in metrics.items() if s in steps and (m < value or (m == value and s > step))]
+        wanted = newer < keep.newest
+        wanted |= not math.isnan(value) and len(better) < keep.best
+        wanted |= keep.every is not None and step % keep.every == 0
+        assert (step in stay) == wanted, (step, keep)
+    assert not steps or max(steps) in stay
+
+
+@settings(max_examples=50, deadline=None)
+@given(KEEPS, st.lists(NUMBERS, min_size=1, max_size=15))
+def test_the_latest_and_the_best_so_far_are_never_lost_along_the_way(keep, values):
+    """As a run does it: a step comes, the others are thinned out."""
+    there: set[int] = set()
+    metrics: dict[int, float] = {}
+    for step, value in enumerate(values, 1):
+        metrics[step] = value
+        there = keep.steps(there | {step}, metrics)
+        assert step in there
+        numbers = sorted((m, -s) for s, m in metrics.items() if not math.isnan(m))
+        assert {-s for _, s in numbers[: keep.best]} <= there
+
+
+@pytest.mark.parametrize(("wrong", "said"), [
+    ({"newest": 0}, "newest must be at least 1, got 0"),
+    ({"best": -1, "every": 0}, "best must be at least 0, got -1; every must be at least 1, got 0"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused(wrong, said):
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        Keep(**wrong)
+
+
+# --- on the disk ---
+
+
+def state_of(value: float = 0.0) -> nnx.State:
+    return nnx.State({"w": jnp.full(4, float(value))})
+
+
+def save(checkpointer: Checkpointer, losses: dict[int, float | None]) -> None:
+    for step, loss in losses.items():
+        checkpointer.save(step, state_of(step), {"metrics": {} if loss is None else {"eval_loss": loss}})
+    checkpointer.wait()
+
+
+def listing(folder: Path) -> dict[str, tuple[int, int]]:
+    return {str(p.relative_to(folder)): (p.stat().st_mtime_ns, p.stat().st_size) for p in folder.rglob("*")}
+
+
+def test_the_best_stay_over_a_restart(tmp_path):
+    keep = Keep(1, best=2, every=10)
+    with Checkpointer(tmp_path, keep=keep) as checkpointer:
+        save(checkpointer, {1: 0.5, 2: 0.9, 3: math.nan, 4: None})
+        assert checkpointer.steps() == [1, 2, 4]
+    with Checkpointer(tmp_path, keep=keep) as checkpointer:
+        save(checkpointer, {5: 0.7, 6: 0.8})
+        assert checkpointer.steps() == [1, 5, 6]
+        save(checkpointer, {10: 0.95, 11: 3.0})
+        assert checkpointer.steps() == [1, 5, 10, 11]
+    assert sorted(os.listdir(tmp_path), key=int) == ["1", "5", "10", "11"]  # nothing half deleted
+
+
+def test_a_damaged_best_is_no_candidate(tmp_path):
+    with Checkpointer(tmp_path, keep=Keep(1, best=1)) as checkpointer:
+        save(checkpointer, {1: 0.1, 2: 0.9})
+        (tmp_path / "1" / "metadata" / "metadata").write_text("{")
+        save(checkpointer, {3: 0.95})
+        assert checkpointer.steps() == [2, 3]
+
+
+def test_reading_changes_nothing(tmp_path):
+    with Checkpointer(tmp_path) as checkpointer:
+        save(checkpointer, {1: 0.5, 2: 0.4})
+    (tmp_path / "3.orbax-checkpoint-tmp").mkdir()
+    (tmp_path / "0.deleted").mkdir()
+    (tmp_path / "2" / "metadata" / "metadata").write_text("{")
+    before = listing(tmp_path)
+    with Checkpointer(tmp_path) as reader:
+        assert reader.steps() == [1, 2] and reader.latest_step() == 1 and list(reader.damaged) == [2]
+        assert reader.verify(2) and reader.metadata(1) and list(reader.arrays(1)) == ["w"]
+        assert reader.restore(state_of(), 1)["w"][0] == 1
+    assert listing(tmp_path) == before
+    missing = tmp_path / "nothing"
+    with Checkpointer(missing) as reader:
+        assert reader.steps() == [] and reader.latest_step() is None
+    assert not missing.exists()
+
+
+def test_reading_while_another_saves_sees_whole_steps_only(tmp_path):
+    big = nnx.State({f"w{i}": jnp.full((256, 1024), float(i)) for i in range(8)})
+    with Checkpointer(tmp_path) as writer, Checkpointer(tmp_path) as reader:
+        save(writer, {1: 0.5})
+        seen = 0
+        for step in (2, 3, 4):
+            writer.save(step, big, {})
+            while not (tmp_path / str(step)).exists():
+                assert reader.verify(reader.steps()[-1]) == [] and reader.damaged == {}
+                seen += any(name.endswith("tmp") for name in os.listdir(tmp_path))
+        writer.wait()
+        assert seen > 0, "no save was met on its way"
+        assert writer.steps() == [2, 3, 4] == reader.steps() and reader.latest_step() == 4
+
+
+KILLED_BETWEEN_RENAME_AND_DELETION = """
+import os, shutil, signal, sys
+import jax
+jax.config.update("jax_platforms", "cpu")
+from tests.checkpoint.test_retention import Checkpointer, save
+shutil.rmtree = lambda path, **kinds: os.kill(os.getpid(), signal.SIGKILL)
+with Checkpointer(sys.argv[1], keep=1) as checkpointer:
+    save(checkpointer, {1: 0.5, 2: 0.4})
+    checkpointer.close()
+"""
+
+
+def test_a_kill_between_rename_and_deletion_leaves_what_the_next_save_removes(tmp_path):
+    command = [sys.executable, "-c", KILLED_BETWEEN_RENAME_AND_DELETION, str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == -signal.SIGKILL, run.stderr
+    assert sorted(os.listdir(tmp_path)) == ["1.deleted", "2"]
+    with Checkpointer(tmp_path, keep=1) as checkpointer:
+        assert checkpointer.latest_step() == 2 and (tmp_path / "1.deleted").exists()
+        save(checkpointer, {3: 0.3})
+    assert os.listdir(tmp_path) == ["3"]

@@ -1,0 +1,343 @@
+"""`flax-mesh explain`: every finding at once, exit codes, no backend; and the golden text of every recipe."""
+
+import dataclasses
+import difflib
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.interpreters import partial_eval
+from jax.sharding import AbstractMesh, PartitionSpec
+
+import flax_mesh as fm
+from flax_mesh.cli import main
+from flax_mesh.cli.main import BAD_INPUT, DONE, FINDINGS
+from flax_mesh.jax_compat import short_tracer_errors
+from flax_mesh.sharding import explain_sharding, explanation_data, explanation_text, golden_text, sharding_fingerprint
+from flax_mesh.train import load_recipe, override
+from flax_mesh.train.checks import make_optimizer
+from flax_mesh.train.explain import abstract_mesh, explain
+from tests.mpmd.runtime.test_pipeline import build, make_net, net_batch, net_loss
+
+P = PartitionSpec
+ROOT = Path(__file__).parents[2]
+TINY = str(ROOT / "recipes" / "tiny.py")
+GOLDEN = ROOT / "tests" / "golden"
+LLAMA_405B = [
+    "mesh.shape=dp:4,fsdp:128,tp:8",
+    "data.batch_size=512",
+    "model.vocab_size=128256",
+    "model.hidden_size=16384",
+    "model.num_layers=126",
+    "model.num_heads=128",
+    "model.num_kv_heads=8",
+    "model.head_dim=128",
+    "model.mlp_size=53248",
+    "model.tied=false",
+]
+
+
+# --- recipes ---
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.py")), ids=lambda path: path.stem)
+def test_the_sharding_of_every_recipe_is_the_golden_one(recipe, request):
+    explanation = explain(load_recipe(str(recipe)))
+    assert not explanation.findings
+    file, text = GOLDEN / f"{recipe.stem}.txt", golden_text(explanation.report)
+    if request.config.getoption("--update-golden"):
+        file.write_text(text, encoding="utf-8")
+    want = file.read_text(encoding="utf-8") if file.exists() else ""
+    if text != want:
+        diff = "\n".join(difflib.unified_diff(want.splitlines(), text.splitlines(), str(file), "now", lineterm="", n=0))
+        pytest.fail(f"the sharding of {recipe.name} changed; if it is meant: pytest {__file__} --update-golden\n{diff}")
+
+
+def test_every_golden_text_belongs_to_a_recipe():
+    assert {file.stem for file in GOLDEN.glob("*.txt")} == {file.stem for file in (ROOT / "recipes").glob("*.py")}
+
+
+def test_the_figures_are_those_of_the_arrays_that_are_placed():
+    config = load_recipe(TINY)
+
+    def make():
+        model = config.make_model(config.model, nnx.Rngs(0))
+        return model, nnx.Optimizer(model, make_optimizer(config.optimizer), wrt=nnx.Param)
+
+    mesh = fm.create_mesh((2, 2, 2), ("dp", "fsdp", "tp"))
+    place = lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)  # noqa: E731
+    state = jax.tree.map(place, fm.abstract_state(make, mesh))
+    report = explain(config).report
+    assert explain(config).fingerprint == sharding_fingerprint(state)
+    held = [sum(leaf.addressable_shards[i].data.nbytes for leaf in jax.tree.leaves(state)) for i in range(8)]
+    assert held == list(report.memory_per_device.values())
+    model = [sum(x.addressable_shards[i].data.nbytes for x in jax.tree.leaves(state["model"])) for i in range(8)]
+    assert model == [report.parameter_bytes] * 8
+
+
+# --- large models, no backend ---
+
+
+def test_the_name_of_no_platform_stops_whatever_asks_for_a_device():
+    probe = [sys.executable, "-c", "import jax; jax.devices()"]
+    run = subprocess.run(probe, env=os.environ | {"JAX_PLATFORMS": "nowhere"}, capture_output=True, text=True)
+    assert run.returncode != 0 and "Unable to initialize backend 'nowhere'" in run.stderr
+
+
+@pytest.mark.parametrize("scan", [pytest.param("true", marks=pytest.mark.slow), "false"])
+def test_405b_on_4096_devices_is_explained_in_seconds_without_a_backend(scan):
+    """JAX_PLATFORMS names no platform: whatever asks for a device fails."""
+    command = [sys.executable, "-m", "flax_mesh.cli", "explain", TINY, *LLAMA_405B, f"model.scan={scan}", "--json"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    run = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "nowhere"}, capture_output=True, text=True)
+    assert run.returncode == DONE, run.stderr
+    # CPU seconds, for other processes share the cores: 3 as a stack and 10 as a list, 130 without short_tracer_errors.
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 45
+    data = json.loads(run.stdout)
+    assert data["total_parameters"] == 405_853_388_800
+    split = 405_849_243_648 // (128 * 8) + 4_145_152  # norms are whole
+    assert data["parameter_bytes"] == data["gradient_bytes"] == 4 * split
+    assert data["optimizer_bytes"] == 8 * split + 3 * 4
+    assert data["num_devices"] == 4096
+
+
+def test_models_are_made_in_time_that_grows_with_their_size():
+    """For a pipeline and for its state, and without a pipeline: wherever a model is made within a trace."""
+    tracer, seen = partial_eval.DynamicJaxprTracer, []
+    before = tracer._origin_msg
+
+    def make():
+        seen.append(tracer._origin_msg is before)
+        return make_net()
+
+    build(make, net_loss, net_batch(4), 2, optax.sgd(1.0)).init_state()
+    fm.init_state(make, fm.abstract_state(make, fm.create_mesh(), [(".*", ())]))
+    assert len(seen) > 3 and not any(seen)
+
+
+def test_tracer_errors_are_short_within_and_as_before_afterwards():
+    tracer = partial_eval.DynamicJaxprTracer
+    before, seen, inside = tracer._origin_msg, [], threading.Event()
+
+    def message(x):
+        with pytest.raises(jax.errors.TracerBoolConversionError) as error:
+            bool(x)
+        seen.append(str(error.value))
+        return x
+
+    def other_thread():
+        with short_tracer_errors():
+            inside.set()
+            done.wait(10)
+
+    done = threading.Event()
+    thread = threading.Thread(target=other_thread)
+    with short_tracer_errors():
+        thread.start()
+        assert inside.wait(10)
+        jax.eval_shape(lambda x: message(x), jnp.float32(1))
+    assert tracer._origin_msg is not before  # the other thread is still within
+    done.set()
+    thread.join()
+    assert tracer._origin_msg is before
+    jax.eval_shape(lambda x: message(x), jnp.float32(2))
+    assert len(seen[0]) < len(seen[1]) and "while tracing" not in seen[0] and "while tracing" in seen[1]
+
+
+# --- findings ---
+
+RULES = [
+    ("first/kernel", ("embed", "mlp")),
+    ("first/kernel$", ("mlp", "embed")),
+    ("frist/bias", ()),
+    ("odd", ("mlp", None)),
+    ("twice", ("mlp", "heads")),
+    ("large", ()),
+    ("elsewhere", P("nowhere")),
+]
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        shapes = {"odd": (7, 8), "twice": (8, 8), "large": (64, 64), "elsewhere": (8, 8), "unmatched": (3, 4)}
+        self.first = nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0))
+        self.tables = nnx.List([nnx.Param(jnp.zeros((5, 5))) for _ in range(3)])
+        self.scale = nnx.Param(jnp.zeros(()))
+        for name, shape in shapes.items():
+            setattr(self, name, nnx.Param(jnp.zeros(shape)))
+
+
+MESH = AbstractMesh((2, 2, 2), ("dp", "fsdp", "tp"))
+
+
+def test_everything_that_is_wrong_stands_in_one_list():
+    explanation = explain_sharding(Net, MESH, RULES, large=64 * 64 * 4)
+    found = [str(finding) for finding in explanation.findings]
+    for start in (
+        "tables/{0..2}: no rule matches this array (5, 5), counted as whole",
+        "unmatched: no rule matches this array (3, 4)",
+        "odd: dim 0 has size 7, not divisible by 2",
+        "twice: dim 1 ('heads') wants mesh axis 'tp'",
+        "elsewhere: dim 0 of rule 'elsewhere' names mesh axis 'nowhere'",
+        "large: 16.0 KiB stay whole on each of 8 devices. Split a dim in its rule",
+        "rule 2, 'first/kernel$': decides no array: rule 1, 'first/kernel', comes first",
+        "rule 3, 'frist/bias': matches no array of the model",
+    ):
+        assert sum(text.startswith(start) for text in found) == 1, (start, found)
+    assert len(found) == 8
+    leaves = {leaf.path: leaf for leaf in explanation.report.leaves}
+    assert leaves["odd"].spec == P(None, None) and leaves["first/kernel"].spec == P("fsdp", "tp")
+    assert leaves["first/kernel"].rule == 0 and leaves["unmatched"].rule is None
+
+
+def test_a_clean_table_has_no_findings_and_each_threshold_is_exact():
+    rules = [("kernel", ("embed", "mlp")), (".*", ())]
+    assert not explain_sharding(Net, MESH, rules).findings
+    (large,) = explain_sharding(Net, MESH, rules, large=64 * 64 * 4).findings
+    assert large.path == "large" and "(a finding from 16.0 KiB on)" in large.repair
+    assert not explain_sharding(Net, MESH, rules, large=64 * 64 * 4 + 1).findings
+    # Where nothing is split, as in plain data parallelism, copies are no finding.
+    assert not explain_sharding(Net, AbstractMesh((8,), ("dp",)), [(".*", ())], large=1).findings
+
+
+def test_rules_that_match_nothing_are_no_finding_in_a_table_that_the_model_carries():
+    carried = fm.partitioned(rules=[("head", ("embed", "vocab")), (".*", ()), ("first", ())])(type("Own", (Net,), {}))
+    (only,) = explain_sharding(carried, MESH).findings
+    assert only.path == "rule 3, 'first'" and "rule 2, '.*', comes first" in only.problem
+    assert len(explain_sharding(Net, MESH, fm.partition_rules(carried())).findings) == 2
+
+
+def test_annotated_models_are_explained_by_their_annotations():
+    class Annotated(nnx.Module):
+        def __init__(self):
+            init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "tp"))
+            strange = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("strange", None))
+            self.a = nnx.Linear(8, 8, kernel_init=init, rngs=nnx.Rngs(0))
+            self.b = nnx.Linear(8, 8, kernel_init=strange, rngs=nnx.Rngs(0))
+
+    explanation = explain_sharding(Annotated, MESH)
+    leaves = {leaf.path: leaf for leaf in explanation.report.leaves}
+    assert leaves["a/kernel"].spec == P("fsdp", "tp") and leaves["a/kernel"].logical == ("embed", "tp")
+    (finding,) = explanation.findings
+    assert finding.path == "b/kernel" and "'strange'" in finding.problem
+    text = explanation_text(explanation)
+    assert "no table: the model is annotated" in text
+    assert re.search(r"^ *a?/?kernel +f32\[8,8\] +- +embed, tp +fsdp, tp ", text, re.MULTILINE), text
+    with pytest.raises(fm.ShardingError, match="Net carries no rules"):
+        explain_sharding(Net, MESH)
+
+
+def test_a_recipe_that_does_not_fit_its_mesh_has_findings_for_settings_and_arrays():
+    config = override(load_recipe(TINY), ["mesh.shape=dp:3,tp:4"])
+    texts = [str(finding) for finding in explain(config).findings]
+    assert texts[0] == "data.batch_size=16: not divisible by 3 (dp=3). Use a multiple, or another mesh.shape"
+    assert any(
+        text.startswith("layers/{0..3}/attention/k/kernel: dim 1 has size 2, not divisible by 4") for text in texts
+    )
+    with_rules = dataclasses.replace(config, rules=[("nothing", ()), (".*", ())])
+    assert any("matches no array" in str(finding) for finding in explain(with_rules).findings)
+
+
+def test_a_recipe_may_hold_an_annotated_model():
+    class Annotated(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "strange"))
+            self.up = nnx.Linear(8, 8, kernel_init=init, rngs=rngs)
+
+    config = dataclasses.replace(load_recipe(TINY), make_model=lambda config, rngs: Annotated(rngs))
+    explanation = explain(config)
+    (finding,) = explanation.findings
+    assert finding.path == "up/kernel" and "'strange', neither a mesh axis nor a logical axis" in finding.problem
+    assert explanation.axes == fm.PartitionAxis()
+
+
+def test_a_pipeline_is_explained_as_one_of_its_groups(capsys, tmp_path):
+    page = tmp_path / "page.html"
+    settings = ["mesh.shape=pp:2,fsdp:2,tp:2", "pipeline.microbatches=4"]
+    note = "pipeline: 1f1b over 2 groups of this mesh (pp), 4 microbatches"
+    assert main(["explain", TINY, *settings]) == DONE
+    first, second, *lines = capsys.readouterr().out.splitlines()[:7]
+    assert first.startswith("mesh fsdp:2,tp:2, 4 devices;") and second.startswith(note)
+    assert [line.split(" holds ")[0] for line in lines[:2]] == ["group 0", "group 1"]
+    held = [float(line.split()[3]) for line in lines[:2]]
+    whole = explain(override(load_recipe(TINY), ["mesh.shape=fsdp:2,tp:2"])).report
+    assert sum(held) == pytest.approx(max(whole.memory_per_device.values()) / 2**20, abs=0.02)
+    assert [line.split(";")[0] for line in lines[2:4]] == [
+        "stage 0: layers/0 .. layers/1",
+        "stage 1: layers/2 .. layers/3",
+    ]
+    assert main(["explain", TINY, "mesh.shape=pp:8"]) == FINDINGS
+    assert "too few for 8 stages" in capsys.readouterr().out
+    assert main(["explain", TINY, *settings, "--html", str(page)]) == DONE
+    assert note in page.read_text(encoding="utf-8")
+    assert note in explain(override(load_recipe(TINY), settings)).note
+    assert not explain(load_recipe(TINY)).note
+
+
+def test_data_and_text_hold_every_finding_and_array():
+    explanation = explain_sharding(Net, MESH, RULES)
+    data = json.loads(json.dumps(explanation_data(explanation)))
+    assert [finding["path"] for finding in data["findings"]] == [finding.path for finding in explanation.findings]
+    assert data["rules"][1] == {"pattern": "first/kernel$", "dims": "mlp, embed", "arrays": 0, "shadowed_by": 0}
+    assert {leaf["path"] for leaf in data["leaves"]} >= {"tables/0", "tables/2", "scale"}
+    text = explanation_text(explanation)
+    assert text.startswith(f"mesh dp:2,fsdp:2,tp:2, 8 devices; fingerprint {data['fingerprint'][:12]}\n")
+    assert f"{len(explanation.findings)} findings:" in text
+    assert all(f"- {finding}" in text for finding in explanation.findings)
+
+
+# --- the mesh and the command ---
+
+
+@pytest.mark.parametrize(
+    ("settings", "shape"),
+    [
+        (["mesh.shape=dp:4,fsdp:128,tp:8", "run.platform=auto"], {"dp": 4, "fsdp": 128, "tp": 8}),
+        (["mesh.shape=fsdp:-1,tp:2", "run.platform=cpu:64"], {"fsdp": 32, "tp": 2}),
+        (["mesh.shape=pp:4,fsdp:-1,tp:2", "run.platform=cpu:64"], {"fsdp": 8, "tp": 2}),
+        (["mesh.shape=tp:64", "run.platform=cpu:8"], {"tp": 64}),  # as written: nothing is shrunk
+    ],
+)
+def test_the_mesh_is_that_of_the_recipe(settings, shape):
+    mesh = abstract_mesh(override(load_recipe(TINY), settings))
+    assert {name: size for name, size in mesh.shape.items() if size > 1} == shape
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["mesh.shape=fsdp:-1", "run.platform=gpu"], "Give every size, or the number of devices by run.platform=cpu:N"),
+        (["mesh.shape=fsdp:-1,tp:3", "run.platform=cpu:8"], "does not divide 8"),
+        (["model.hidden=3"], "model.hidden is no setting; did you mean model.hidden_size?"),
+        (["model.num_heads=0"], "model.num_heads must be at least 1"),
+        (["--html", "/nowhere/x.html"], "--html /nowhere/x.html cannot be written: No such file or directory"),
+        (["--json", "--html", "x"], "not allowed with argument"),
+    ],
+)
+def test_bad_input_is_2(arguments, line, capsys):
+    assert main(["explain", TINY, *arguments]) == BAD_INPUT
+    assert line in capsys.readouterr().err
+
+
+def test_exit_codes_tell_clean_from_findings(capsys, tmp_path):
+    assert main(["explain", TINY]) == DONE
+    assert capsys.readouterr().out.endswith("no findings\n")
+    page = tmp_path / "page.html"
+    count = len(explain(override(load_recipe(TINY), ["mesh.shape=tp:4"])).findings)
+    assert count >= 2
+    assert main(["explain", TINY, "mesh.shape=tp:4", "--html", str(page)]) == FINDINGS
+    assert capsys.readouterr().out == f"{page}: {count} findings\n"
+    assert f"<h2>{count} findings</h2>" in page.read_text(encoding="utf-8")
+    assert main(["explain", TINY, "mesh.shape=tp:4", "--json"]) == FINDINGS
+    assert len(json.loads(capsys.readouterr().out)["findings"]) == count

@@ -1,0 +1,277 @@
+"""The command line: what a user who makes a mistake reads, and that settings can be printed and read back."""
+
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from flax_mesh.cli import main
+from flax_mesh.cli.main import BAD_INPUT, DONE, step_line
+from flax_mesh.train import load_recipe, override, to_lines
+from tests.train.bigram import count_compilations, write_text
+
+ROOT = Path(__file__).parents[2]
+TINY = str(ROOT / "recipes" / "tiny.py")
+BIGRAM = str(ROOT / "tests" / "train" / "bigram.py")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_eight_cpu_devices():
+    if jax.default_backend() != "cpu":
+        pytest.skip("recipes/tiny.py asks for CPU devices")
+
+
+@pytest.fixture
+def complaint(capsys):
+    """Run a command that must fail; the lines it wrote to stderr, without their prefix."""
+
+    def run(*argv: str) -> list[str]:
+        with count_compilations() as compiled:
+            assert main(argv) == BAD_INPUT
+        assert not compiled
+        lines = capsys.readouterr().err.splitlines()
+        assert lines and all(line.startswith("flax-mesh: ") for line in lines)
+        return [line.removeprefix("flax-mesh: ") for line in lines]
+
+    return run
+
+
+@pytest.fixture
+def small(tmp_path):
+    """The command that trains on a text of this test, in a folder of this test."""
+    return ("train", BIGRAM, f"data.source={write_text(tmp_path)}", f"run.folder={tmp_path / 'run'}")
+
+
+# --- bad input: exit code 2 and one line that names the setting and the repair ---
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (["run.stps=3"], r"run\.stps is no setting; did you mean run\.steps\?"),
+        (["run.steps=many"], r"run\.steps must be a whole number, got 'many'"),
+        (["optimizer.learning_rate=fast"], r"optimizer\.learning_rate must be a number, got 'fast'"),
+        (["run.steps"], r"'run\.steps' is no override; write section\.key=value, such as run\.steps=20"),
+        (["run.steps=3", "run.steps=4"], r"run\.steps is set twice"),
+        (["mesh.shape=dp:3"], r"mesh\.shape=dp:3: .*multiply to 3.* 8.*dp:8.*"),
+        (["mesh.shape=dp:2,foo:4"], r"mesh\.shape: .*unknown axis 'foo': the axes are pp, dp, fsdp, ep, tp, sp.*"),
+        (
+            ["mesh.shape=pp:2,dp:4", "pipeline.schedule=1f1c"],
+            r"pipeline\.schedule=1f1c: '1f1c' is no schedule; did you mean 1f1b\?.*",
+        ),
+        (
+            ["mesh.shape=pp:8", "pipeline.microbatches=8"],
+            r"layers=layers has 4 layers, of which the loss calls 4: too few for 8 stages\. Use at most 4 stages.*",
+        ),
+        (
+            ["model.num_heads=6", "model.num_kv_heads=3"],
+            r"model\.num_kv_heads=3 is not divisible by 2 \(tp=2\); use a multiple, or another mesh\.shape",
+        ),
+        (
+            ["mesh.shape=dp:1,sp:8", "data.sequence_length=100"],
+            r"data\.sequence_length=100 is not divisible by 8 \(sp=8\); use a multiple, or another mesh\.shape",
+        ),
+        (
+            ["mesh.shape=dp:4,fsdp:2", "data.batch_size=12"],
+            r"data\.batch_size=12 is not divisible by 8 \(fsdp=2 \* dp=4\); use a multiple, or another mesh\.shape",
+        ),
+        (
+            ["data.source=/no/such/text"],
+            r"data\.source: /no/such/text does not exist; the nearest folder that does is /.*",
+        ),
+        (
+            ["run.folder=/dev/null/run"],
+            r"run\.folder=/dev/null/run cannot be written \(Not a directory\); use another .*",
+        ),
+        (["run.folder="], r"run\.folder is empty; name a folder, such as runs/default"),
+        (["run.platform=npu"], r"run\.platform must be auto, cpu, cpu:N \(N devices\), gpu or tpu, got 'npu'"),
+        (["@/no/such/file"], r"@/no/such/file cannot be read: No such file or directory"),
+        (["--restrat"], r"no such option: --restrat; see flax-mesh --help"),
+        (["-x", "run.steps=3"], r"no such option: -x; see flax-mesh --help"),
+    ],
+)
+def test_a_mistake_is_one_line(complaint, tmp_path, monkeypatch, settings, line):
+    monkeypatch.chdir(tmp_path)  # where a command that is not refused would write
+    lines = complaint("train", TINY, *settings)
+    assert len(lines) == 1 and re.fullmatch(line, lines[0]), lines
+    assert not list(tmp_path.iterdir())
+
+
+def test_heads_that_tp_does_not_divide_are_a_line_each_setting(complaint):
+    lines = complaint("train", TINY, "mesh.shape=dp:2,tp:4", "model.num_heads=6")
+    assert lines == [
+        "model.num_heads=6 is not divisible by 4 (tp=4); use a multiple, or another mesh.shape",
+        "model.num_kv_heads=2 is not divisible by 4 (tp=4); use a multiple, or another mesh.shape",
+    ]
+
+
+def test_all_mistakes_are_told_at_once(complaint):
+    lines = complaint("train", TINY, "run.stps=3", "run.seed=x", "nonsense", "model.scan=maybe")
+    assert [line.split()[0] for line in lines] == ["run.stps", "run.seed", "'nonsense'", "model.scan"]
+    lines = complaint("train", TINY, "run.steps=0", "run.platform=npu", "mesh.shape=pp:-1", "model.head_dim=3")
+    assert sorted(line.split()[0].split("=")[0] for line in lines) == [
+        "mesh.shape",
+        "model.head_dim",
+        "run.platform",
+        "run.steps",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["train"], r"the following arguments are required: RECIPE; see flax-mesh train --help"),
+        (["trian", TINY], r"argument COMMAND: invalid choice: 'trian' .*; see flax-mesh --help"),
+        ([], r"the following arguments are required: COMMAND; see flax-mesh --help"),
+        (["train", "recipes/tinny.py"], r"recipe recipes/tinny\.py: no such file.*"),
+        (["train", f"{TINY}:large"], r"recipe .*/tiny\.py has no function 'large'; it has recipe"),
+        (["train", "run.steps=3"], r"recipe run\.steps=3: no such file.*"),
+        (["checkpoint"], r"the following arguments are required: WHAT; see flax-mesh checkpoint --help"),
+        (["checkpoint", "list"], r"the following arguments are required: DIR; see flax-mesh checkpoint list --help"),
+        (["checkpoint", "list", "/", "--bogus"], r"no such option: --bogus; see flax-mesh --help"),
+        (["checkpoint", "list", "/", "more"], r"too many arguments: more; see flax-mesh --help"),
+    ],
+)
+def test_a_command_that_is_not_one_is_one_line(complaint, argv, line):
+    lines = complaint(*argv)
+    assert len(lines) == 1 and re.fullmatch(line, lines[0]), lines
+
+
+def test_an_unreadable_settings_file_is_one_line(complaint, tmp_path):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    assert complaint("train", TINY, f"@{tmp_path / 'binary'}") == [
+        f"@{tmp_path / 'binary'} cannot be read: it is no text"
+    ]
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_a_platform_without_devices_is_one_line(platform):
+    argv = ["train", TINY, f"run.platform={platform}"]
+    done = command(*argv, timeout=120)
+    assert done.returncode == BAD_INPUT
+    assert re.fullmatch(
+        r"flax-mesh: run\.platform=\S+ has no devices here \(.+\); use auto for those .*\n", done.stderr
+    )
+
+
+def test_a_checkpoint_of_another_model_is_listed_whole(small, complaint, capsys):
+    assert main([*small, "run.steps=1", "run.eval_every=0"]) == DONE
+    capsys.readouterr()
+    head, *lines, tail = complaint(*small, "run.steps=2", "run.eval_every=0", "model.hidden_size=32")
+    assert re.fullmatch(r"checkpoint .*/run/checkpoints/1 is of another model \(7 of \d+ leaves differ\):", head)
+    assert "  model/embed/embedding: checkpoint float32[256, 64], model float32[256, 32]" in lines
+    assert "  model/head/kernel: checkpoint float32[64, 256], model float32[32, 256]" in lines
+    assert len(lines) == 7
+    assert "--restart" in tail
+
+
+# --- settings as text ---
+
+
+def test_the_printed_config_is_read_back_to_the_same_config(capsys, tmp_path):
+    changed = [
+        "run.steps=7",
+        "run.folder=my runs/a b",
+        "data.seed=none",
+        "model.axes.batch_axis=dp",
+        "mesh.shape=tp:2",
+    ]
+    assert main(["train", TINY, "--print-config", *changed]) == DONE
+    printed = capsys.readouterr().out
+    file = tmp_path / "settings.txt"
+    file.write_text(printed)
+    assert main(["train", TINY, f"@{file}", "--print-config"]) == DONE
+    assert capsys.readouterr().out == printed
+    remark, *lines = printed.splitlines()
+    assert remark == f"# flax-mesh train {TINY} @THIS_FILE"
+    assert lines == to_lines(override(load_recipe(TINY), changed))
+    assert {"run.folder=my runs/a b", "model.axes.batch_axis=dp"} <= set(lines)
+
+
+def test_a_setting_beside_a_file_wins_over_the_file_s(capsys, tmp_path):
+    file = tmp_path / "settings.txt"
+    file.write_text("# a remark\n\nrun.steps=5\nrun.seed=9\n")
+    for argv in ([f"@{file}", "run.steps=7"], ["run.steps=7", f"@{file}"]):
+        assert main(["train", TINY, *argv, "--print-config"]) == DONE
+        lines = capsys.readouterr().out.splitlines()
+        assert "run.steps=7" in lines and "run.seed=9" in lines
+
+
+def test_two_files_that_contradict_each_other_are_refused(complaint, tmp_path):
+    for name, steps in (("a", 5), ("b", 6)):
+        (tmp_path / name).write_text(f"run.steps={steps}\n")
+    assert complaint("train", TINY, f"@{tmp_path / 'a'}", f"@{tmp_path / 'b'}") == ["run.steps is set twice"]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--print-config", TINY, "run.steps=7", "run.seed=9"],
+        [TINY, "--print-config", "run.steps=7", "run.seed=9"],
+        [TINY, "run.steps=7", "--print-config", "run.seed=9"],
+        [TINY, "run.steps=7", "run.seed=9", "--print-config"],
+    ],
+)
+def test_options_may_stand_anywhere(capsys, argv):
+    assert main(["train", *argv]) == DONE
+    assert {"run.steps=7", "run.seed=9"} <= set(capsys.readouterr().out.splitlines())
+
+
+# --- a run ---
+
+
+def test_a_run_prints_its_steps_and_the_command_that_trains_on(small, capsys, tmp_path):
+    assert main([*small, "run.steps=2", "run.sample_tokens=4"]) == DONE
+    out = capsys.readouterr().out
+    assert len(re.findall(r"^step +[12]  loss \d\.\d{4}  grad \d\.\d{3}  lr \S+  [\d,]+ tok/s", out, re.M)) == 2
+    assert re.search(r"^step +2 .*  held-out \d\.\d{4} = \d\.\d{3} bits/byte$", out, re.M)
+    assert re.search(r"^held-out: \d\.\d{3} bits per byte at step 2$", out, re.M)
+    assert "sample, after the first bytes of the held-out text:" in out
+    assert f"finished at step 2; metrics and checkpoints: {tmp_path / 'run'}" in out
+    argv = printed_command(out, "train on")
+    assert argv[-1] == "run.steps=4"
+    assert main(argv) == DONE
+    assert "resuming, 2 steps to go" in capsys.readouterr().out
+    assert main(argv) == DONE
+    assert "Nothing to do." in capsys.readouterr().out
+
+
+def test_the_command_printed_after_a_restart_names_the_new_folder_and_restarts_no_more(small, capsys, tmp_path):
+    assert main([*small, "run.steps=1", "run.eval_every=0"]) == DONE
+    assert main([*small, "run.steps=1", "--restart", "run.eval_every=0"]) == DONE
+    argv = printed_command(capsys.readouterr().out, "train on")
+    assert f"run.folder={tmp_path / 'run-2'}" in argv and "--restart" not in argv
+
+
+def printed_command(out: str, label: str) -> list[str]:
+    line = [line for line in out.splitlines() if line.startswith(f"{label}: ")][-1]
+    name, *argv = shlex.split(line.removeprefix(f"{label}: "))
+    assert name == "flax-mesh"
+    return argv
+
+
+def test_a_row_is_a_line_with_what_is_known():
+    row = {"step": 3, "loss": 2.5, "grad_norm": 0.25, "tokens_per_s": 12345.6, "mfu": None, "device_bytes": None}
+    assert step_line(row) == "step      3  loss 2.5000  grad 0.250  12,346 tok/s"
+    row |= {"learning_rate": 3e-4, "mfu": 0.415, "device_bytes": 3 * 2**30, "eval_loss": 2.0, "bits_per_byte": None}
+    assert step_line(row) == (
+        "step      3  loss 2.5000  grad 0.250  lr 3.00e-04  12,346 tok/s  mfu 41.5%  3.0 GiB  held-out 2.0000"
+    )
+    assert step_line(row | {"bits_per_byte": 2.885}).endswith("  held-out 2.0000 = 2.885 bits/byte")
+
+
+def test_signal_handlers_are_those_of_before_after_a_run(small):
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    assert main([*small, "run.steps=1", "run.eval_every=0"]) == DONE
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def command(*argv: str, timeout: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "flax_mesh.cli", *argv], capture_output=True, text=True, timeout=timeout, check=False
+    )

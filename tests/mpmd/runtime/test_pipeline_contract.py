@@ -1,0 +1,205 @@
+"""A pipeline besides its numbers: what it holds, sends and compiles, and what it refuses."""
+
+import math
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from flax_mesh.errors import ConfigError, ShardingError
+from flax_mesh.mpmd import Action, CutError, Pipeline, make_schedule, split_stages
+from flax_mesh.mpmd.schedules.simulate import peak_activations
+from flax_mesh.mpmd.split.update import SHARED
+from tests.mpmd.runtime.test_pipeline import PLAIN_SGD, build, compare, groups, make_net, net_batch, net_case, net_loss
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def test_an_optimizer_over_arrays_of_several_groups_is_refused():
+    joined = optax.GradientTransformation(
+        lambda params: optax.EmptyState(),
+        lambda updates, state, params=None: (
+            jax.tree.map(lambda u: u * jnp.concatenate([x.ravel() for x in jax.tree.leaves(updates)]).max(), updates),
+            state,
+        ),
+    )
+    pipeline = build(make_net, net_loss, net_batch(4), 2, joined)
+    with pytest.raises(ConfigError, match=r"several pipeline groups: the gradient of embed/embedding, .*scalars only"):
+        pipeline.step(pipeline.init_state(), net_batch(4))
+
+
+def test_parameters_and_moments_live_on_their_group_alone():
+    mesh = groups(pp=2, dp=2)
+    pipeline = build(make_net, net_loss, net_batch(4), 2, optax.adam(1e-2), mesh=mesh, rules=[(".*", ())])
+    state = pipeline.init_state()
+    state, _ = pipeline.step(state, net_batch(4))
+    staged, meshes = pipeline.staged, pipeline.groups
+    held = {device: 0 for mesh in meshes for device in mesh.devices.flat}
+    for home, leaf in zip(pipeline.placement.homes, state.leaves, strict=True):
+        where = {shard.device for shard in leaf.addressable_shards}
+        expected = pipeline.mesh.jax_mesh if home.group == SHARED else meshes[home.group]
+        assert where == set(expected.devices.flat), home.path
+        if home.group != SHARED:
+            for shard in leaf.addressable_shards:
+                held[shard.device] += shard.data.nbytes
+    for group, mesh in enumerate(meshes):
+        mine = [leaf for leaf, users in zip(staged.leaves, staged.users, strict=True) if users[0] == group]
+        size = 3 * sum(math.prod(leaf.shape) * 4 for leaf in mine)  # the leaf and its two moments
+        assert all(held[device] == size for device in mesh.devices.flat)
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("1f1b", lambda s, m: min(4 - s, m)),
+        pytest.param("gpipe", lambda s, m: m, marks=pytest.mark.slow),
+        pytest.param("zb-h1", lambda s, m: min(4, m), marks=pytest.mark.slow),
+    ],
+)
+def test_residuals_alive_at_once(name, most):
+    count = 6
+    pipeline = build(make_net, net_loss, net_batch(2 * count), count, PLAIN_SGD, name=name, mesh=groups(pp=4))
+    alive = {stage: [] for stage in range(4)}
+    peak = dict.fromkeys(alive, 0)
+
+    def watch(action: Action, saved) -> None:
+        if action.kind == "F":
+            received, residuals, *_ = saved[action.stage, action.microbatch]
+            buffers = [weakref.ref(x) for x in jax.tree.leaves((received, residuals))]
+            assert buffers
+            alive[action.stage].append((action.microbatch, buffers))
+        for stage, entries in alive.items():
+            live = {m for m, buffers in entries if any(ref() is not None for ref in buffers)}
+            peak[stage] = max(peak[stage], len(live))
+
+    pipeline.on_action = watch
+    pipeline.step(pipeline.init_state(), net_batch(2 * count))
+    assert tuple(peak.values()) == peak_activations(pipeline.schedule)
+    assert all(peak[stage] <= most(stage, count) for stage in peak)
+    assert name == "zb-h1" or peak == {stage: most(stage, count) for stage in peak}
+
+
+def test_one_transfer_each_way_per_cut_and_microbatch():
+    pipeline, _ = net_case(4, 5, "1f1b")
+    assert pipeline.num_transfers == 2 * (4 - 1) * 5
+
+
+def test_nothing_compiles_after_the_second_step(compilations):
+    pipeline = build(make_net, net_loss, net_batch(8), 4, optax.adamw(1e-3))
+    state = pipeline.init_state()
+    for _ in range(2):
+        state, _ = pipeline.step(state, net_batch(8))
+    before = len(compilations)
+    for seed in range(3):
+        state, _ = pipeline.step(state, net_batch(8, seed))
+    assert len(compilations) == before
+    for _ in range(2):
+        state, metrics = pipeline.step(state, net_batch(16))  # longer microbatches just work
+    assert np.isfinite(float(metrics["loss"]))
+
+
+@pytest.mark.slow
+def test_recomputation_keeps_no_residuals():
+    store = build(make_net, net_loss, net_batch(4), 2, PLAIN_SGD)
+    again = build(make_net, net_loss, net_batch(4), 2, PLAIN_SGD, residuals="recompute")
+    kept = {}
+    for name, pipeline in (("store", store), ("recompute", again)):
+        sizes = kept[name] = []
+        pipeline.on_action = lambda action, saved, sizes=sizes: sizes.extend(len(entry[1]) for entry in saved.values())
+        pipeline.step(pipeline.init_state(), net_batch(4))
+    assert max(kept["recompute"]) == 0 < max(kept["store"])
+    compare(make_net, net_loss, [net_batch(4)], 2, PLAIN_SGD, residuals="recompute")
+
+
+def test_weights_are_no_residuals():
+    pipeline = build(make_net, net_loss, net_batch(4), 2, PLAIN_SGD)
+    shapes = []
+    pipeline.on_action = lambda action, saved: shapes.extend(x.shape for entry in saved.values() for x in entry[1])
+    pipeline.step(pipeline.init_state(), net_batch(4))
+    assert shapes
+    assert (8, 8) not in shapes and (16, 8) not in shapes
+
+
+BAD = {
+    "rows": (lambda p: p.step(p.init_state(), net_batch(3)), ConfigError, "'x' has 3 rows, not divisible into 2"),
+    "ragged": (
+        lambda p: p.step(p.init_state(), net_batch(4) | {"y": net_batch(2)["y"]}),
+        ConfigError,
+        r"different numbers of rows, \[2, 4\]",
+    ),
+    "count": (lambda p: p.evaluate(p.init_state(), net_batch(4), -1), ConfigError, "at least 1, got -1"),
+    "groups": (
+        lambda p: Pipeline(p.staged, groups(pp=4), p.schedule, PLAIN_SGD),
+        ConfigError,
+        "has 2 groups, the mesh has 4 along 'pp'",
+    ),
+    "stages": (
+        lambda p: Pipeline(p.staged, p.mesh, make_schedule("zb-v", num_groups=2, num_microbatches=4), PLAIN_SGD),
+        ConfigError,
+        r"has 4 stages, the model is cut into 2; use split_stages\(num_stages=4\)",
+    ),
+    "residuals": (
+        lambda p: Pipeline(p.staged, p.mesh, p.schedule, PLAIN_SGD, residuals="keep"),  # pyright: ignore[reportArgumentType]
+        ConfigError,
+        "residuals must be one of 'store', 'lean', 'recompute', got 'keep'",
+    ),
+    "pp in a spec": (
+        lambda p: Pipeline(p.staged, p.mesh, p.schedule, PLAIN_SGD, rules=[(".*", jax.sharding.PartitionSpec("pp"))]),
+        ShardingError,
+        r"model/layers/0/kernel: .*'pp'.*\n[^$]*must not mention 'pp'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
+    call, error, message = BAD[name]
+    pipeline = build(make_net, net_loss, net_batch(4), 2, PLAIN_SGD)
+    with pytest.raises(error, match=message):
+        call(pipeline)
+
+
+def test_an_unknown_schedule():
+    with pytest.raises(ValueError, match="'1f1c' is no schedule; did you mean 1f1b"):
+        make_schedule("1f1c", num_groups=2, num_microbatches=2)
+
+
+CUTS = {
+    "nothing there": ({"layers": "blocks"}, r"layers='blocks': Net has nothing there. It has lists at 'layers'."),
+    "too many": ({"num_stages": 5}, r"has 4 layers, of which the loss calls 4: too few for 5 stages"),
+    "no stage": ({"num_stages": 0}, "num_stages must be at least 1, got 0"),
+    "cuts": ({"num_stages": 3, "cuts": [3, 2]}, r"cuts=\[3, 2\] must be 2 rising numbers between 1 and 3"),
+    "no layers": ({"layers": ()}, "layers is empty; name the list or the stack to cut"),
+    "nothing trained": ({"wrt": nnx.LoRAParam}, "wrt=LoRAParam matches no variable of the model"),
+    "no list": ({"layers": "embed"}, r"stage 0 has nothing to do.* Name a list of layers"),
+    "balance": ({"num_stages": 2, "balance": "bytes"}, "balance must be 'flops' or 'count', got 'bytes'"),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_what_cannot_be_cut(name):
+    kinds, message = CUTS[name]
+    with pytest.raises(CutError, match=message):
+        split_stages(net_loss, make_net, net_batch(2), **({"num_stages": 2} | kinds))
+
+
+def test_ordered_effects_are_refused():
+    def loss_of(model, batch):
+        jax.debug.print("{}", batch["x"].sum(), ordered=True)
+        return net_loss(model, batch)
+
+    with pytest.raises(CutError, match=r"ordered effects .* Use ordered=False"):
+        split_stages(loss_of, make_net, net_batch(2), num_stages=2)
+
+
+def test_the_stages_print():
+    staged = split_stages(net_loss, make_net, net_batch(2), num_stages=2, cuts=[3])
+    assert [line.split(";")[0] for line in str(staged).splitlines()] == [
+        "stage 0: layers/0 .. layers/2",
+        "stage 1: layers/3",
+        "  receives float32[2,3,8], 192 B",
+    ]

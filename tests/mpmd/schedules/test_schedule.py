@@ -1,0 +1,176 @@
+"""Schedules as data: what every named schedule holds, whatever its size, and the text form."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from flax_mesh.mpmd.schedules.schedule import (
+    SCHEDULE_NAMES,
+    Action,
+    Schedule,
+    dependencies,
+    forward_schedule,
+    make_schedule,
+)
+
+PACKAGE = Path(__file__).parents[3] / "flax_mesh"
+PURE = ("schedule", "simulate", "validate", "lower_bound", "beam", "search", "text", "draw")
+
+SIZES = {"num_groups": st.integers(1, 8), "num_microbatches": st.integers(1, 32)}
+
+
+@st.composite
+def schedules(draw) -> Schedule:
+    """Any schedule that is defined, up to 8 groups, 32 microbatches and 4 stages on a group."""
+    name = draw(st.sampled_from(SCHEDULE_NAMES))
+    num_groups = draw(SIZES["num_groups"])
+    virtual = draw(st.integers(1, 4)) if name == "interleaved-1f1b" else None
+    least = 2 * num_groups if name == "dualpipe-v" else 1
+    num_microbatches = draw(st.integers(least, 32))
+    if name == "interleaved-1f1b":
+        num_microbatches = max(1, num_microbatches // num_groups) * num_groups
+    return make_schedule(name, num_groups=num_groups, num_microbatches=num_microbatches, virtual=virtual)
+
+
+@given(schedules())
+@settings(max_examples=150, deadline=None)
+def test_every_action_stands_once_in_the_row_of_its_group(schedule):
+    kinds = "FBW" if schedule.splits_backward else "FB"
+    for group, row in enumerate(schedule.rows):
+        stages = [s for s, owner in enumerate(schedule.stage_to_group) if owner == group]
+        wanted = [(k, s, m) for k in kinds for s in stages for m in range(schedule.num_microbatches)]
+        assert sorted(row) == sorted(wanted)
+
+
+@given(schedules())
+@settings(max_examples=100, deadline=None)
+def test_the_order_keeps_rows_and_dependencies(schedule):
+    order = schedule.order()
+    place = {action: i for i, action in enumerate(order)}
+    assert len(place) == len(order) == sum(map(len, schedule.rows))
+    for row in schedule.rows:
+        assert sorted(row, key=place.__getitem__) == list(row)
+    assert all(place[other] < place[a] for a in order for other in dependencies(a, schedule.num_stages))
+
+
+@given(schedules())
+@settings(max_examples=50, deadline=None)
+def test_text_parses_back(schedule):
+    assert Schedule.parse(str(schedule)) == schedule
+
+
+def test_the_text_of_a_small_schedule():
+    text = "zb-h1 0,1\n0F0 0F1 0B0 0W0 0B1 0W1\n1F0 1B0 1F1 1B1 1W0 1W1"
+    assert str(make_schedule("zb-h1", num_groups=2, num_microbatches=2)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1f1b\n0F0 0B0", "line 1: want a name and the group of every stage"),
+        ("1f1b 0\n0F0 0X0 B0", "(?s)line 2: '0X0' is no action; .* such as 2F0\nline 2: 'B0' is no action"),
+        ("1f1b 0,1\n0F0 0B0", "stages stand on groups up to 1, but there are 1 rows"),
+    ],
+)
+def test_text_that_is_no_schedule(text, message):
+    with pytest.raises(ValueError, match=message):
+        Schedule.parse(text)
+
+
+@given(st.sampled_from("FBW"), st.integers(0, 99), st.integers(0, 999))
+def test_an_action_parses_back(kind, stage, microbatch):
+    action = Action(kind, stage, microbatch)
+    assert Action.parse(str(action)) == action
+
+
+# --- where a schedule is not defined ---
+
+
+@pytest.mark.parametrize(
+    ("name", "groups", "microbatches", "nearest"),
+    [
+        ("interleaved-1f1b", 4, 9, 8),
+        ("interleaved-1f1b", 4, 11, 12),
+        ("interleaved-1f1b", 4, 1, 4),
+        ("dualpipe-v", 4, 7, 8),
+        ("dualpipe-v", 3, 1, 6),
+    ],
+)
+def test_a_schedule_that_is_not_defined_names_the_nearest_number_of_microbatches(name, groups, microbatches, nearest):
+    with pytest.raises(ValueError, match=rf"{name} on {groups} groups needs .* got {microbatches}; .* is {nearest}$"):
+        make_schedule(name, num_groups=groups, num_microbatches=microbatches)
+    make_schedule(name, num_groups=groups, num_microbatches=nearest)
+
+
+@given(name=st.sampled_from(("interleaved-1f1b", "dualpipe-v")), **SIZES)
+@settings(max_examples=100, deadline=None)
+def test_no_valid_number_is_nearer_than_the_one_named(name, num_groups, num_microbatches):
+    def error(microbatches: int) -> str:
+        try:
+            make_schedule(name, num_groups=num_groups, num_microbatches=microbatches)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    message = error(num_microbatches)
+    assume(message)
+    nearest = int(message.rpartition(" ")[2])
+    distance = abs(nearest - num_microbatches)
+    assert not error(nearest)
+    assert all(error(m) for m in range(max(1, num_microbatches - distance + 1), num_microbatches + distance))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "1f1"}, r"'1f1' is no schedule; did you mean 1f1b\? \(there are gpipe, 1f1b, .*dualpipe-v\)"),
+        ({"num_groups": 0}, "the number of groups must be at least 1, got 0"),
+        ({"num_microbatches": 0, "virtual": -1}, "microbatches must be at least 1, got 0; .* got -1"),
+        ({"virtual": 2}, "1f1b puts 1 on each group, not 2 stages; interleaved-1f1b takes any"),
+        ({"name": "zb-v", "virtual": 1}, "zb-v puts 2 on each group, not 1"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make_schedule(**{"name": "1f1b", "num_groups": 4, "num_microbatches": 8, **arguments})
+
+
+def test_rows_that_wait_for_each_other_name_every_stuck_group():
+    schedule = Schedule.parse("crossed 0,1\n0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0")
+    with pytest.raises(ValueError, match=r"group 0 stands at 0B0, which needs 1B0; group 1 stands at 1F1, .* 0F1"):
+        schedule.order()
+
+
+# --- evaluation ---
+
+
+@given(
+    num_microbatches=st.integers(1, 12),
+    stage_to_group=st.sampled_from([(0,), (0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 1, 1), (0, 1, 2, 2, 1, 0)]),
+)
+@settings(max_examples=50, deadline=None)
+def test_a_forward_schedule_takes_no_longer_than_its_busiest_group_and_the_way_there(num_microbatches, stage_to_group):
+    num_groups = 1 + max(stage_to_group)
+    schedule = forward_schedule(num_groups, num_microbatches, stage_to_group)
+    times = schedule.times(lambda action: 1.0)
+    assert sorted(times) == [("F", s, m) for s in range(len(stage_to_group)) for m in range(num_microbatches)]
+    busiest = max(map(len, schedule.rows))
+    assert max(end for _, end in times.values()) <= busiest + len(stage_to_group) - 1
+
+
+# --- floors ---
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_everything_but_the_executor_needs_the_standard_library_alone(name):
+    tree = ast.parse((PACKAGE / "mpmd" / "schedules" / f"{name}.py").read_text())
+    modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    modules += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    assert modules
+    for module in filter(None, modules):
+        known = module.split(".")[0] in sys.stdlib_module_names
+        assert known or module.removeprefix("flax_mesh.mpmd.schedules.") in PURE, f"{name}.py imports {module}"

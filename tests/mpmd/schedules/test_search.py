@@ -1,0 +1,265 @@
+"""The search against brute force, against the named schedules, and its lower bound."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flax_mesh.mpmd.schedules.lower_bound import lower_bound, make_problem, reverse, tails
+from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, Action, Schedule, make_schedule
+from flax_mesh.mpmd.schedules.search import search_schedule
+from flax_mesh.mpmd.schedules.simulate import StageCost, simulate
+from flax_mesh.mpmd.schedules.validate import check_schedule
+from tests.benchmarks.schedules import cases
+
+QUICK = 0.05  # seconds of search: some hundred partial schedules
+
+
+def words(num_microbatches: int, memory: int, splits: bool):
+    """Every row of one stage that keeps the order of microbatches: F >= B >= W in each prefix."""
+    kinds = "FBW" if splits else "FB"
+
+    def extend(row: list[tuple[str, int]], counts: dict[str, int]):
+        if len(row) == len(kinds) * num_microbatches:
+            yield list(row)
+        for before, kind in zip([None, *kinds], kinds, strict=False):
+            allowed = num_microbatches if before is None else counts[before]
+            if counts[kind] < allowed and (kind != "F" or counts["F"] - counts[kinds[-1]] < memory):
+                row.append((kind, counts[kind]))
+                counts[kind] += 1
+                yield from extend(row, counts)
+                counts[kind] -= 1
+                row.pop()
+
+    return list(extend([], dict.fromkeys(kinds, 0)))
+
+
+def brute_force(costs: list[StageCost], num_microbatches: int, memory: int, splits: bool = True) -> float:
+    """The least makespan over all combinations of rows that do not deadlock."""
+    best = float("inf")
+    for chosen in itertools.product(words(num_microbatches, memory, splits), repeat=len(costs)):
+        rows = tuple(tuple(Action(kind, s, m) for kind, m in row) for s, row in enumerate(chosen))
+        schedule = Schedule("all", rows, tuple(range(len(costs))), splits)
+        try:
+            best = min(best, simulate(schedule, costs).makespan)
+        except ValueError:  # deadlock
+            continue
+    return best
+
+
+def random_costs(seed: int, num_stages: int) -> list[StageCost]:
+    draw, values = random.Random(seed), (0.5, 1.0, 1.3, 2.0, 3.1)
+    return [StageCost(*draw.choices(values, k=3), transfer=draw.choice((0.0, 0.7))) for _ in range(num_stages)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("num_stages", "num_microbatches", "memory"), [(1, 4, 3), (2, 2, 2), (2, 3, 2), (2, 3, 3), (3, 2, 2), (3, 2, 1)]
+)
+def test_the_search_finds_the_optimum_of_small_pipelines(num_stages, num_microbatches, memory, seed):
+    costs = random_costs(seed, num_stages)
+    found = search_schedule(costs, memory, num_microbatches=num_microbatches)
+    assert found.makespan == pytest.approx(brute_force(costs, num_microbatches, memory), rel=1e-12)
+    assert found.optimal
+
+
+@pytest.mark.parametrize(("num_stages", "num_microbatches", "memory"), [(2, 4, 2), (3, 3, 3)])
+def test_the_search_finds_the_optimum_without_splitting_the_backward(num_stages, num_microbatches, memory):
+    costs = random_costs(7, num_stages)
+    found = search_schedule(costs, memory, num_microbatches=num_microbatches, splits_backward=False)
+    assert found.makespan == pytest.approx(brute_force(costs, num_microbatches, memory, splits=False), rel=1e-12)
+    assert not found.schedule.splits_backward
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("num_stages", "num_microbatches", "memory"), [(2, 4, 2), (3, 3, 2), (3, 3, 3)])
+def test_the_search_finds_the_optimum_of_larger_pipelines(num_stages, num_microbatches, memory, seed):
+    costs = random_costs(seed, num_stages)
+    found = search_schedule(costs, memory, num_microbatches=num_microbatches)
+    assert found.makespan == pytest.approx(brute_force(costs, num_microbatches, memory), rel=1e-12)
+
+
+# --- three stages, four microbatches: 98 million combinations of rows, so time runs step by step instead ---
+
+
+Group = tuple[int, int, int, int, int]  # F, B, W started; kind at work; time left of it
+
+
+def can_finish_by(deadline: int, costs: list[tuple[int, int, int]], num_microbatches: int, memory: int) -> bool:
+    """Whether any schedule ends by `deadline`: every choice of every group, idling included, at every whole time.
+
+    The only states left out have more work on one group than there is time.
+    """
+    states: set[tuple[Group, ...]] = {((0, 0, 0, 0, 0),) * len(costs)}
+    for now in range(deadline):
+        after: set[tuple[Group, ...]] = set()
+        for state in states:
+            options = [
+                choices(state, s, costs, num_microbatches, memory, deadline - now - 1) for s in range(len(costs))
+            ]
+            after.update(itertools.product(*options))
+        states = after
+    return any(all(group[:3] == (num_microbatches,) * 3 and group[4] == 0 for group in state) for state in states)
+
+
+def choices(state, s: int, costs, num_microbatches: int, memory: int, time_after: int) -> list[Group]:
+    """The group of stage s one unit of time later, for everything it may do now."""
+
+    def done(stage: int, kind: int) -> int:
+        group = state[stage]
+        return group[kind] - (group[4] > 0 and group[3] == kind)
+
+    *counts, kind, left = state[s]
+    if left:
+        return [(*counts, kind, left - 1)]
+    f, b, w = counts
+    may = [
+        f < num_microbatches and f - w < memory and (s == 0 or done(s - 1, 0) > f),
+        b < f and (s + 1 == len(costs) or done(s + 1, 1) > b),
+        w < b,
+    ]
+    starts = [(f + (k == 0), b + (k == 1), w + (k == 2), k, costs[s][k] - 1) for k in range(3) if may[k]]
+    return [
+        group
+        for group in [(f, b, w, 0, 0), *starts]
+        if group[4] + sum((num_microbatches - group[k]) * costs[s][k] for k in range(3)) <= time_after
+    ]
+
+
+@given(
+    costs=st.lists(st.tuples(*[st.integers(1, 3)] * 3), min_size=1, max_size=3),
+    num_microbatches=st.integers(1, 4),
+    memory=st.integers(1, 4),
+)
+@settings(max_examples=60, deadline=None)
+def test_no_schedule_of_three_stages_and_four_microbatches_is_faster(costs, num_microbatches, memory):
+    found = search_schedule(costs, memory, num_microbatches=num_microbatches)
+    assert found.optimal
+    assert not can_finish_by(round(found.makespan) - 1, costs, num_microbatches, memory)
+    assert can_finish_by(round(found.makespan), costs, num_microbatches, memory)
+
+
+# --- larger pipelines ---
+
+
+@pytest.mark.parametrize("case", random.Random(0).sample(cases(), 12), ids=str)
+def test_the_search_is_never_slower_than_a_named_schedule_that_fits(case):
+    found = search_schedule(case.costs, case.memory, num_microbatches=case.num_microbatches, seconds=QUICK)
+    check_schedule(found.schedule, case.memory)
+    assert found.makespan == simulate(found.schedule, case.costs).makespan
+    assert found.lower_bound <= found.makespan + 1e-9
+    best = float("inf")
+    for name in ("gpipe", "1f1b", "eager-1f1b", "zb-h1"):
+        schedule = make_schedule(name, num_groups=len(case.costs), num_microbatches=case.num_microbatches)
+        result = simulate(schedule, case.costs)
+        assert result.makespan >= found.lower_bound - 1e-9 or max(result.peak_activations) > case.memory
+        if max(result.peak_activations) <= case.memory:
+            best = min(best, result.makespan)
+    assert found.makespan <= best
+    assert (found.best_named_makespan or float("inf")) == best
+
+
+def test_a_search_improves_on_every_named_schedule_where_stages_are_uneven():
+    costs = [(1, 1.5, 1), (1, 1, 1), (2, 2, 1), (1, 2.5, 2)]
+    found = search_schedule(costs, 4, num_microbatches=8)
+    assert (found.makespan, found.best_named, found.best_named_makespan) == (48, "zb-h1", 49)
+    assert found.optimal and found.gap == 0
+
+
+def test_the_same_seed_gives_the_same_schedule_and_another_seed_may_not():
+    case = max(cases(), key=lambda case: len(case.costs) * case.num_microbatches)
+    found = [
+        search_schedule(case.costs, case.memory, num_microbatches=case.num_microbatches, seconds=0.3, seed=seed)
+        for seed in (1, 1, 2, 3, 4)
+    ]
+    assert found[0] == found[1]
+    assert len({str(result.schedule) for result in found}) > 1
+
+
+@pytest.mark.parametrize("unit", [1e-12, 1e9])
+def test_the_unit_of_time_does_not_matter(unit):
+    costs = random_costs(3, 4)
+    scaled = [StageCost(*(unit * number for number in cost)) for cost in costs]
+    found = [search_schedule(c, 2, num_microbatches=6) for c in (costs, scaled)]
+    assert found[0].optimal and found[1].optimal
+    assert found[1].makespan == pytest.approx(unit * found[0].makespan)
+    assert search_schedule([(0, 0, 0)] * 3, 2, num_microbatches=2).makespan == 0
+
+
+@pytest.mark.parametrize("memory", [2, 3, 8, None])
+def test_two_stages_on_a_group(memory):
+    found = search_schedule([(1, 1, 1)] * 8, memory, num_groups=4, num_microbatches=8, seconds=0.5)
+    check_schedule(found.schedule, memory)
+    if memory in (8, None):
+        assert found.makespan == 51  # zb-v: with this memory nothing is faster
+        assert found.optimal and found.schedule.stage_to_group == (0, 1, 2, 3, 3, 2, 1, 0)
+    else:
+        assert found.best_named is None
+        one_by_one = 8 * (8 + 8 + 1)
+        assert found.makespan < 0.8 * one_by_one  # microbatches overlap even where memory holds but one of them
+
+
+def test_three_stages_on_a_group_and_a_single_group():
+    found = search_schedule([(1, 2, 1)] * 6, 4, num_groups=2, num_microbatches=3, seconds=0.2)
+    check_schedule(found.schedule, 4)
+    assert found.schedule.stage_to_group == (0, 1, 0, 1, 0, 1)
+    assert search_schedule([(1, 2, 1)] * 2, 2, num_groups=1, num_microbatches=3).makespan == 24
+
+
+def test_memory_of_each_group():
+    found = search_schedule([(1, 1, 1)] * 3, [3, 2, 1], num_microbatches=6)
+    check_schedule(found.schedule, [3, 2, 1])
+    more = search_schedule([(1, 1, 1)] * 3, [3, 3, 3], num_microbatches=6)
+    assert more.makespan < found.makespan
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"memory_limit": 0}, r"no schedule fits a memory limit of 0: a group needs at least 1 activation$"),
+        ({"memory_limit": 1, "num_groups": 2}, r"limit of 1: .* at least 2 activations, 1 for each of its stages"),
+        ({"memory_limit": [4, 4]}, r"there are 4 groups, but memory limits of 2"),
+        ({"num_groups": 3}, r"4 stages do not spread evenly over 3 groups"),
+        ({"num_microbatches": 0, "seconds": 0}, r"num_microbatches must be at least 1, got 0; seconds must be more"),
+        ({"costs": []}, r"costs are empty"),
+        ({"costs": [(1, 1)] * 4}, r"costs of stage 0: want F,B,W or F,B,W,T, got 2 numbers"),
+        ({"costs": [(1, 1, -1)] * 4}, r"costs of stage 0: want finite numbers of at least 0, got 1,1,-1"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    defaults = {"costs": [(1, 1, 1)] * 4, "memory_limit": 4, "num_microbatches": 8}
+    with pytest.raises(ValueError, match=message):
+        search_schedule(**{**defaults, **arguments})
+
+
+# --- the lower bound ---
+
+
+def test_the_lower_bound_of_known_schedules_is_met():
+    for groups, microbatches in ((1, 3), (2, 5), (4, 8), (8, 32)):
+        problem = make_problem([StageCost()] * groups, microbatches, range(groups), [groups] * groups)
+        assert lower_bound(problem) == 3 * microbatches + groups - 1  # what zb-h1 takes
+    one_at_a_time = make_problem([StageCost()] * 4, 5, range(4), [1] * 4)
+    assert lower_bound(one_at_a_time) == 5 * (4 + 4 + 1)  # there and back and W of stage 0
+
+
+@given(schedule_seed=st.integers(0, 10**6), name=st.sampled_from(SCHEDULE_NAMES))
+@settings(max_examples=60, deadline=None)
+def test_no_simulated_schedule_is_faster_than_the_bound_or_ends_before_a_tail(schedule_seed, name):
+    draw = random.Random(schedule_seed)
+    schedule = make_schedule(
+        name, num_groups=(groups := draw.randint(1, 4)), num_microbatches=groups * draw.randint(2, 4)
+    )
+    costs = [StageCost(*(draw.uniform(0, 2) for _ in range(4))) for _ in range(schedule.num_stages)]
+    result = simulate(schedule, costs)
+    problem = make_problem(
+        costs, schedule.num_microbatches, schedule.stage_to_group, result.peak_activations, schedule.splits_backward
+    )
+    assert lower_bound(problem) <= result.makespan + 1e-9
+    assert lower_bound(reverse(problem)) == pytest.approx(lower_bound(problem))
+    for lane, of_lane in zip(problem.lanes, tails(problem), strict=True):
+        for microbatch, tail in enumerate(of_lane):
+            assert result.times[Action(*lane, microbatch)][1] + tail <= result.makespan + 1e-9

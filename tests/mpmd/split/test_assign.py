@@ -1,0 +1,324 @@
+"""The pure parts of the cut, on small random programs: labels, stages, the backward's halves."""
+
+from itertools import combinations, pairwise
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flax_mesh.mpmd.split import assign as cut
+from flax_mesh.mpmd.split.assign import CONSTANT, DATA, OUTSIDE, VARIABLES
+from flax_mesh.mpmd.split.backward import differentiate, forward_only
+from flax_mesh.mpmd.split.jaxpr import Program, bodies, is_var, trace, variables
+
+ROWS, WIDTH = 2, 3
+few = settings(max_examples=25, deadline=None)
+fewer = settings(max_examples=10, deadline=None)  # of what traces a backward pass
+
+
+# balance
+
+
+@few
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.data())
+def test_no_cut_has_a_lighter_heaviest_stage_and_no_stage_is_empty(weights, data):
+    stages = data.draw(st.integers(1, len(weights)))
+
+    def heaviest(bounds):
+        return max(sum(weights[a:b]) for a, b in pairwise(bounds))
+
+    every = [(0, *inner, len(weights)) for inner in combinations(range(1, len(weights)), stages - 1)]
+    bounds = cut.balance(weights, stages)
+    assert tuple(bounds) in every  # that many ranges, none empty
+    assert heaviest(bounds) == min(map(heaviest, every))
+
+
+# Random models: leaves are one matrix a layer and a table outside the layers, `x` is the batch.
+
+
+class Net(NamedTuple):
+    """A forward pass (leaves, x) -> loss, metric. `ops[r]` are the operations of layer `order[r]`."""
+
+    order: tuple[int, ...]
+    ops: tuple[tuple[str, ...], ...]
+
+    def __call__(self, leaves, x):
+        *matrices, table = leaves
+        mask, h = x > 0, x @ table
+        hidden, aux = [h], 0.0
+        for at, ops in zip(self.order, self.ops, strict=True):
+            p = matrices[at] * 2.0  # of the layer alone: no use of it yet
+            for op in ops:
+                h = {
+                    "matmul": lambda h, p: jnp.tanh(h @ p),
+                    "scale": lambda h, p: h * p[0],
+                    "skip": lambda h, p: h * p[1] + hidden[len(hidden) // 2],
+                    "mask": lambda h, p: jnp.where(mask, h, p[2]),
+                    "tied": lambda h, p: h @ table.T @ p,
+                    "positions": lambda h, p: h + jnp.arange(WIDTH) * p[0] + x[:, :1],
+                }[op](h, p)
+            aux = aux + jnp.sum(p * p)
+            hidden.append(h)
+        return jnp.sum(h @ table.T) + 0.1 * aux, jnp.sum(mask)
+
+
+@st.composite
+def nets(draw, ops=("matmul", "scale", "skip", "mask", "tied", "positions"), max_layers=4):
+    order = draw(st.permutations(range(draw(st.integers(1, max_layers)))))
+    kinds = st.lists(st.sampled_from(ops), min_size=1, max_size=2).map(tuple)
+    return Net(tuple(order), tuple(draw(kinds) for _ in order))
+
+
+class Traced(NamedTuple):
+    net: Net
+    program: Program
+    ranks: dict  # of every input
+    values: list  # of every input
+
+
+def traced(net: Net) -> Traced:
+    """The layer called r-th has rank r; sizes are the same for all, so that little compiles."""
+    rng = np.random.default_rng(0)
+    leaves = [rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 2 for _ in (*net.order, None)]
+    x = rng.normal(size=(ROWS, WIDTH)).astype(np.float32)
+    program, _ = trace(net, leaves, x)
+    *matrices, table, data = program.inputs
+    ranks = {matrices[at]: rank for rank, at in enumerate(net.order)} | {table: VARIABLES, data: DATA}
+    return Traced(net, program, ranks, [*leaves, x])
+
+
+def staged(model: Traced, num_stages: int):
+    """(stage of every equation, pieces)."""
+    program, num_ranks = model.program, len(model.net.order)
+    labels = cut.label(program, model.ranks, num_ranks)
+    bounds = cut.balance([1] * num_ranks, num_stages)
+    stages = [next(k for k in range(num_stages) if r < bounds[k + 1]) if r >= 0 else r for r in labels]
+    stages, makers = cut.settle(program, stages, num_stages, {})
+    is_data = [model.ranks[v] == DATA for v in program.inputs]
+    return bounds, stages, cut.pieces(program, stages, makers, num_stages, is_data)
+
+
+@few
+@given(nets())
+def test_layers_are_ordered_by_their_calls(net):
+    program = traced(net).program
+    layer_of = {program.inputs[at]: at for at in net.order}
+    assert cut.layer_order(program, layer_of, program.inputs[-1:]) == list(net.order)
+
+
+def test_weights_added_up_before_the_call_are_no_use():
+    def loss(leaves, x):
+        decay = sum(jnp.sum(p * p) for p in leaves)
+        for p in (leaves[2], leaves[0], leaves[1]):
+            x = jnp.tanh(x @ p)
+        return jnp.sum(x) + decay
+
+    matrix = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
+    program, _ = trace(loss, [matrix] * 4, jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32))
+    layer_of = dict(zip(program.inputs, range(4), strict=False))
+    assert cut.layer_order(program, layer_of, program.inputs[-1:]) == [2, 0, 1, 3]  # the last is never called
+
+
+@few
+@given(nets())
+def test_a_label_is_the_largest_rank_among_all_that_an_equation_depends_on(net):
+    program, ranks = traced(net)[1:3]
+    reach = {v: {rank} for v, rank in ranks.items()}
+    for eqn, found in zip(program.eqns, cut.label(program, ranks, len(net.order)), strict=True):
+        among = {CONSTANT}.union(*(reach.get(v, {CONSTANT}) for v in eqn.invars if is_var(v)))
+        reach |= dict.fromkeys(eqn.outvars, among)
+        assert found == (OUTSIDE if max(among) == DATA and VARIABLES in among else max(among))
+
+
+def with_stages(model_nets):
+    return model_nets.flatmap(lambda net: st.tuples(st.just(net), st.integers(1, len(net.order))))
+
+
+@few
+@given(with_stages(nets()))
+def test_stages_hold_their_layers_and_nothing_flows_backwards(case):
+    net, num_stages = case
+    model = traced(net)
+    bounds, stages, pieces = staged(model, num_stages)
+    program = model.program
+    maker = {v: stage for eqn, stage in zip(program.eqns, stages, strict=True) for v in eqn.outvars}
+    for k, piece in enumerate(pieces):
+        mine = {at for rank, at in enumerate(net.order) if bounds[k] <= rank < bounds[k + 1]}
+        assert mine <= set(piece.inputs) <= mine | {len(net.order), len(net.order) + 1}
+        assert all(maker[v] < k and v in pieces[maker[v]].sent for v in piece.received)
+        known = {*(program.inputs[at] for at in piece.inputs), *piece.received, *program.consts}
+        for eqn in piece.eqns:  # a stage can run with what it has
+            assert set(variables(eqn.invars)) <= known
+            known |= set(eqn.outvars)
+    assert sorted(at for piece in pieces for at in piece.outputs) == [0, 1]
+    assert 0 in pieces[-1].outputs  # the loss
+    ran = [id(eqn) for piece in pieces for eqn in piece.eqns if eqn.primitive.name == "dot_general"]
+    assert sorted(ran) == sorted(id(e) for e in program.eqns if e.primitive.name == "dot_general")  # none twice
+
+
+@few
+@given(with_stages(nets()))
+def test_the_stages_one_after_the_other_give_the_whole(case):
+    net, num_stages = case
+    model = traced(net)
+    _, _, pieces = staged(model, num_stages)
+    sent, outputs = {}, {}
+    for piece in pieces:
+        run = forward_only(model.program, piece).forward.program
+        outs = run.call(*(model.values[at] for at in piece.inputs), *(sent[v] for v in piece.received))
+        sent |= dict(zip(piece.sent, outs, strict=False))
+        outputs |= dict(zip(piece.outputs, outs[len(piece.sent) :], strict=True))
+    for at, want in enumerate(model.program.call(*model.values)):
+        np.testing.assert_array_equal(outputs[at], want)
+
+
+@pytest.mark.parametrize(("ops", "crossing"), [("matmul", 1), ("scale", 1), ("mask", 1)])
+def test_a_chain_sends_one_value_and_masks_are_made_again(ops, crossing):
+    net = Net((0, 1, 2, 3), ((ops,),) * 4)
+    _, _, pieces = staged(traced(net), 4)
+    floats = [[v for v in piece.received if v.aval.shape == (ROWS, WIDTH)] for piece in pieces]
+    assert [len(found) for found in floats] == [0, *[crossing] * 3]
+    assert not any(v.aval.dtype == bool for piece in pieces for v in piece.received)
+
+
+def test_a_wrong_order_of_stages_is_refused():
+    model = traced(Net((0, 1), (("matmul",), ("matmul",))))
+    _, stages, _ = staged(model, 2)
+    with pytest.raises(cut.CutError, match=r"is made in stage 1 and used in stage 0, before it"):
+        cut.pieces(model.program, [1 - s if s >= 0 else s for s in stages], [1, 1], 2, [False] * 3 + [True])
+
+
+# F, B and W
+
+
+def halves_of(model: Traced, num_stages: int, recompute: bool = False, split: bool = True):
+    """F, B and W of every stage; all leaves are trained."""
+    trained = range(len(model.values) - 1)
+    pieces = staged(model, num_stages)[2]
+    residuals = "recompute" if recompute else "store"
+    return [differentiate(model.program, piece, trained, residuals=residuals, split=split) for piece in pieces]
+
+
+def run_backward(model: Traced, halves, recompute: bool, split: bool):
+    """(loss, gradients by input): F of every stage, then B and W backwards, as the executor runs them."""
+    pieces = [half.piece for half in halves]
+    sent, saved, cotangents, grads, loss = {}, [], {}, {}, np.nan
+
+    def call(part, groups):
+        picks = (part.inputs, part.received, part.cotangents, part.residuals, part.carry)
+        return part.program.call(*(g[i] for pick, g in zip(picks, groups, strict=True) for i in pick))
+
+    for piece, half in zip(pieces, halves, strict=True):
+        given_ = [[model.values[at] for at in piece.inputs], [sent[v] for v in piece.received]]
+        outs = call(half.forward, [*given_, [], [], []])
+        sent |= dict(zip(piece.sent, outs, strict=False))
+        num = len(piece.sent) + len(piece.outputs)
+        saved.append([*given_, outs[num:]])
+        loss = outs[len(piece.sent) + piece.outputs.index(0)] if 0 in piece.outputs else loss
+    for piece, half, (inputs, received, residuals) in reversed(list(zip(pieces, halves, saved, strict=True))):
+        assert not (recompute and residuals)
+        pulled = [sum(cotangents.pop(piece.sent[i])) for i in half.floats_out]
+        outs = call(half.backward, [inputs, received, pulled, residuals, []])
+        for i, value in zip(half.floats_in, outs, strict=False):
+            cotangents.setdefault(piece.received[i], []).append(value)
+        rest = outs[len(half.floats_in) :]
+        if split:
+            rest = call(half.weights, [inputs, received, pulled, residuals, rest])
+        for at, value in zip(half.trained, rest, strict=True):
+            grads[at] = grads.get(at, 0) + value
+    assert not cotangents
+    return loss, grads
+
+
+@fewer
+@given(with_stages(nets(max_layers=3)), st.booleans(), st.booleans())
+def test_forward_backward_and_weights_give_the_gradients(case, recompute, split):
+    model = traced(case[0])
+    have, grads = run_backward(model, halves_of(model, case[1], recompute, split), recompute, split)
+    *leaves, x = model.values
+    (loss, _), want = jax.value_and_grad(case[0], has_aux=True)(leaves, x)
+    np.testing.assert_allclose(have, loss, rtol=1e-5)
+    for at, grad in enumerate(want):
+        np.testing.assert_allclose(grads[at], grad, rtol=1e-4, atol=1e-4 * np.abs(grad).max())
+
+
+def dots(part):
+    return 0 if part is None else sum(eqn.primitive.name == "dot_general" for eqn in part.program.eqns)
+
+
+@fewer
+@given(with_stages(nets(max_layers=3)))
+def test_the_halves_multiply_no_more_matrices_than_the_whole_backward(case):
+    model = traced(case[0])
+    for whole, half in zip(halves_of(model, case[1], split=False), halves_of(model, case[1]), strict=True):
+        assert half.weights is not None and whole.weights is None
+        assert dots(half.forward) == dots(whole.forward)
+        assert dots(half.backward) + dots(half.weights) == dots(whole.backward)
+
+
+@pytest.mark.parametrize(("recompute", "again"), [(False, 0), (True, 3)])
+def test_the_half_to_the_input_multiplies_nothing_for_the_weights(recompute, again):
+    net = Net(tuple(range(6)), (("matmul",),) * 6)
+    first, last = halves_of(traced(net), 2, recompute)
+    # The last stage: three layers and the head, which multiplies by the table.
+    assert dots(last.forward) == 4
+    assert dots(last.backward) == 4 + again  # the layers are made again, the head is not needed for it
+    assert dots(last.weights) == 4
+    # The first: the table and three layers. Nothing comes before it, so that all of its backward is for weights.
+    assert dots(first.forward) == 4
+    assert dots(first.backward) == 0
+    assert dots(first.weights) == 4 + 3 + (4 if recompute else 0)
+
+
+def all_dots(part):
+    """As `dots`, with those inside scans and remats."""
+
+    def count(eqns):
+        inner = [(eqn.params.get("length", 1), body.eqns) for eqn in eqns for body in bodies(eqn)]
+        return sum(eqn.primitive.name == "dot_general" for eqn in eqns) + sum(n * count(body) for n, body in inner)
+
+    return count(part.program.eqns)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(("remat", "again"), [(False, 0), (True, 4)])
+def test_a_scan_over_layers_is_cut_into_both_halves(remat, again, reverse):
+    def loss(leaves, x):
+        def layer(h, w):
+            h = jnp.tanh(h @ w)
+            return h, h.sum()
+
+        layer = jax.checkpoint(layer) if remat else layer
+        h, sums = jax.lax.scan(layer, jnp.tanh(x @ leaves[0]), leaves[1], reverse=reverse)
+        return h.sum() + sums.sum(), x.sum()
+
+    rng = np.random.default_rng(0)
+    values = [rng.normal(size=s).astype(np.float32) for s in ((WIDTH, WIDTH), (4, WIDTH, WIDTH), (ROWS, WIDTH))]
+    program, _ = trace(loss, values[:2], values[2])
+    ranks = dict(zip(program.inputs, [0, 1, DATA], strict=True))
+    model = Traced(Net((0, 1), ()), program, ranks, values)
+    halves = halves_of(model, 2)
+    last = halves[1]
+    assert last.backward is not None and last.weights is not None
+    assert [all_dots(part) for part in (last.forward, last.backward, last.weights)] == [4, 4 + again, 4]
+    value, grads = run_backward(model, halves, recompute=False, split=True)
+    (want, _), wanted = jax.value_and_grad(loss, has_aux=True)(values[:2], values[2])
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    for at, grad in enumerate(wanted):
+        np.testing.assert_allclose(grads[at], grad, rtol=1e-4, atol=1e-5)
+
+
+def test_frozen_leaves_get_no_gradient():
+    model = traced(Net((0, 1), (("matmul",), ("matmul",))))
+    pieces = staged(model, 2)[2]
+    halves = [differentiate(model.program, piece, [1], split=True) for piece in pieces]
+    assert [half.trained for half in halves] == [(), (1,)]
+    assert dots(halves[0].backward) == dots(halves[0].weights) == 0
+    assert dots(halves[1].weights) == 1
+
+
+# The update by groups

@@ -1,0 +1,78 @@
+"""F, B and W together do the work of the whole backward pass: no more, and each its own part of it."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
+from flax_mesh.mpmd import split_stages
+from flax_mesh.mpmd.split.backward import differentiate
+from flax_mesh.mpmd.split.jaxpr import bodies, flops
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_layers": 4,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+}
+
+
+def matmul_flops(part):
+    """Of the matrix products of a slice, scans counted once an iteration."""
+
+    def count(eqns):
+        own = sum(flops(e) for e in eqns if e.primitive.name == "dot_general")
+        times = [(e.params["length"] if e.primitive.name == "scan" else 1, b) for e in eqns for b in bodies(e)]
+        return own + sum(n * count(b.eqns) for n, b in times)
+
+    return count(part.program.eqns)
+
+
+def stages(**kinds):
+    config = DecoderConfig(**SIZES, mlp_size=64, **kinds)
+    batch = dict.fromkeys(("inputs", "targets"), np.zeros((2, 16), np.int32))
+    staged = split_stages(next_token_loss, lambda: make_decoder(config, nnx.Rngs(0)), batch, num_stages=2)
+    cut = staged.cut(batch)
+    trained = [at for at, leaf in enumerate(staged.leaves) if leaf.trained]
+    return [(cut.program, piece, trained) for piece in cut.pieces]
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [{}, {"scan": True}, {"remat": "full"}, {"scan": True, "remat": "full"}],
+    ids=["list", "scan", "remat", "scan-remat"],
+)
+def test_the_halves_of_a_backward_pass_are_the_whole(kinds):
+    for number, stage in enumerate(stages(**kinds)):
+        whole, split = differentiate(*stage), differentiate(*stage, split=True)
+        assert matmul_flops(split.forward) == matmul_flops(whole.forward)
+        halves = matmul_flops(split.backward), matmul_flops(split.weights)
+        assert sum(halves) == matmul_flops(whole.backward)
+        assert (halves[0] > 0) == (number > 0)  # the first stage has no inputs to differentiate
+        assert halves[1] >= 0.9 * matmul_flops(whole.forward)  # W is a product for every one of F with a weight
+
+
+def test_recomputation_stays_in_the_first_half():
+    stage = stages()[1]
+    kept, again = differentiate(*stage, split=True), differentiate(*stage, split=True, residuals="recompute")
+    assert again.backward and again.weights and not again.backward.residuals and not again.weights.residuals
+    assert matmul_flops(again.weights) == matmul_flops(kept.weights)
+    assert matmul_flops(again.backward) > matmul_flops(kept.backward)
+
+
+@pytest.mark.slow
+def test_xla_counts_the_same():
+    program, piece, trained = stages()[1]
+    whole, split = differentiate(program, piece, trained), differentiate(program, piece, trained, split=True)
+
+    def count(part):
+        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in part.program.inputs]
+        analysis: Any = jax.jit(part.program.call).lower(*shapes).compile().cost_analysis()
+        return analysis["flops"]
+
+    assert count(split.backward) + count(split.weights) == pytest.approx(count(whole.backward), rel=0.02)

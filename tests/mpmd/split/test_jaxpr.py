@@ -1,0 +1,281 @@
+"""What flax_mesh.mpmd.split.jaxpr takes for granted of JAX: when JAX moves, the names of failing tests say what moved.
+
+Everything half-public is touched in jaxprs.py alone, so that a new release is met there and here.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+from flax_mesh.mpmd.split.jaxpr import (
+    JIT,
+    REMAT,
+    Chunks,
+    bodies,
+    body,
+    evaluate,
+    flops,
+    inline,
+    interpret,
+    is_var,
+    needed,
+    num_bytes,
+    scan_sizes,
+    trace,
+    variables,
+    whole,
+)
+
+DEPTH = 4  # layers of the stacks that are cut into chunks
+
+
+def f32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def names(program):
+    return [eqn.primitive.name for eqn in program.eqns]
+
+
+def only(program, name):
+    """The one equation of that primitive."""
+    (found,) = [eqn for eqn in program.eqns if eqn.primitive.name == name]
+    return found
+
+
+# Names and parameters that the cut reads.
+
+
+@pytest.mark.parametrize(
+    ("fn", "known"),
+    [(lambda x: jax.jit(jnp.sin)(x), JIT), (lambda x: jax.checkpoint(jnp.sin)(x), REMAT)],
+    ids=["jit", "remat"],
+)
+def test_jit_and_remat_keep_their_names_and_their_body(fn, known):
+    program, _ = trace(fn, f32(2))
+    (eqn,) = program.eqns
+    assert eqn.primitive.name in known
+    assert names(body(eqn)) == ["sin"] == [inner.primitive.name for inner in bodies(eqn)[0].eqns]
+
+
+def test_scan_and_cond_keep_their_parameters():
+    program, _ = trace(
+        lambda w, c, x: lax.scan(lambda carry, x: (carry * w + x, carry), c, x, reverse=True), f32(), f32(), f32(3)
+    )
+    eqn = only(program, "scan")
+    assert scan_sizes(eqn) == (1, 1)
+    assert (eqn.params["length"], eqn.params["reverse"]) == (3, True)
+    program, _ = trace(lambda x: lax.cond(x > 0, jnp.sin, jnp.cos, x), f32())
+    branches = [branch.jaxpr.eqns[0].primitive.name for branch in only(program, "cond").params["branches"]]
+    assert branches == ["cos", "sin"]  # index 0 is false
+
+
+def test_elementwise_and_reductions_keep_their_names():
+    program, _ = trace(lambda x: jnp.max(jnp.where(x > 0, x, lax.stop_gradient(x) / 2), axis=0), f32(3))
+    assert set(names(inline(program))) <= {"gt", "stop_gradient", "div", "select_n", "reduce_max"}
+    assert only(inline(program), "reduce_max").params["axes"] == (0,)
+
+
+def test_a_program_runs_again_and_its_constants_are_numpy():
+    table = jnp.arange(3.0)  # an array that the function closes over
+    program, shape = trace(lambda x: {"y": x + table, "one": 1.0}, f32(3))
+    assert all(isinstance(const, np.ndarray) for const in program.consts.values()) and program.consts
+    assert shape["y"].shape == (3,) and not is_var(program.outputs[0])  # a literal: "one" comes first
+    np.testing.assert_array_equal(program.call(np.ones(3, np.float32))[1], [1, 2, 3])
+
+
+def test_a_key_stays_a_key():
+    key = jax.random.key(0)
+    program, _ = trace(lambda x: x + jax.random.normal(key, (2,)), f32(2))
+    np.testing.assert_array_equal(program.call(np.zeros(2, np.float32))[0], jax.random.normal(key, (2,)))
+    assert num_bytes(key.aval) == 8 and num_bytes(f32(3, 5)) == 60
+
+
+def test_equations_that_carry_functions_can_be_evaluated_alone():
+    program, _ = trace(lambda x: jax.nn.relu(x), f32(3))
+    program = inline(program)
+    values = [normal(0, 3)]
+    for eqn in program.eqns:
+        values = evaluate(eqn, values)
+    np.testing.assert_array_equal(values[0], np.maximum(normal(0, 3), 0))
+    grad = jax.grad(lambda x: program.call(x)[0].sum())(jnp.zeros(3))
+    np.testing.assert_array_equal(grad, np.zeros(3))  # relu's own rule at 0, not that of max
+
+
+# inline and interpret.
+
+
+def deep(x, w):
+    inner = jax.jit(lambda x: jnp.tanh(x @ w))
+    return jax.jit(lambda x: inner(x) + inner(2 * x))(x)
+
+
+def test_inlining_leaves_no_jit_and_the_same_numbers():
+    program, _ = trace(deep, f32(2, 3), f32(3, 3))
+    flat = inline(program)
+    assert set(names(program)) & set(JIT) and not set(names(flat)) & set(JIT)
+    args = normal(0, 2, 3), normal(1, 3, 3)
+    np.testing.assert_array_equal(flat.call(*args)[0], program.call(*args)[0])
+    assert inline(flat) is flat
+
+
+def test_remat_and_cond_open_only_where_asked():
+    def fn(x):
+        return lax.cond(x.sum() > 0, jnp.sin, jnp.cos, jax.checkpoint(lambda x: x * x)(x))
+
+    program, _ = trace(fn, f32(3))
+    for asked in (set(), {"cond"}, set(REMAT), {"cond", *REMAT}):
+        opened, _ = trace(
+            lambda x, asked=asked: interpret(program, [x], lambda eqn: eqn.primitive.name in asked), f32(3)
+        )
+        closed = {"cond", *REMAT} & set(names(program))
+        assert closed & set(names(opened)) == closed - asked
+        for x in (np.ones(3, np.float32), np.zeros(3, np.float32)):  # either branch
+            np.testing.assert_array_equal(opened.call(x)[0], fn(x))
+
+
+# Chunks: every function of a stack, whole and in chunks.
+
+
+def layer(carry, w):
+    carry = jnp.tanh(carry @ w)
+    return carry, carry.sum()
+
+
+STACKED = {  # (stack (DEPTH, 3, 3), x (2, 3)) -> a pytree
+    "scan": lambda w, x: lax.scan(layer, x, w),
+    "scan backwards": lambda w, x: lax.scan(layer, x, w, reverse=True),
+    "scan of two": lambda w, x: lax.scan(lambda c, ab: layer(c, ab[0] * ab[1]), x, (w, jnp.arange(4.0))),
+    "gradient": lambda w, x: jax.grad(lambda w: lax.scan(layer, x, w)[0].sum())(w),
+    "elementwise": lambda w, x: jnp.where(w > 0, w * 2 + 1, jnp.exp(w)) - jnp.arange(36.0).reshape(4, 3, 3),
+    "norm": lambda w, x: jnp.sqrt(jnp.sum(w * w)) + jnp.max(jnp.abs(w)),
+    "norm of each layer": lambda w, x: jnp.sum(w * w, axis=(1, 2)),
+    "minimum over layers": lambda w, x: jnp.min(w, axis=0) @ x.T,
+    "all finite": lambda w, x: jnp.all(jnp.isfinite(w)) | jnp.any(w > 9),
+    "put together": lambda w, x: jnp.flip(w, 0).reshape(2, 18),
+    "jit": lambda w, x: jax.jit(lambda w: lax.scan(layer, x, 2 * w)[0])(w),
+    "an input": lambda w, x: w,
+}
+# Of these even the result is in chunks.
+IN_CHUNKS = {"gradient", "elementwise", "norm of each layer", "an input"}
+
+
+@pytest.mark.parametrize("name", STACKED)
+@settings(max_examples=3, deadline=None)
+@given(cuts=st.sets(st.integers(1, DEPTH - 1)), seed=st.integers(0, 9))
+def test_chunks_give_what_the_whole_stack_gives(name, cuts, seed):
+    starts = [0, *sorted(cuts)]
+    stack, x = normal(seed, DEPTH, 3, 3), normal(seed + 1, 2, 3)
+    program, _ = trace(STACKED[name], stack, x)
+    chunks = Chunks(np.split(stack, starts[1:]), starts)
+    outs = interpret(program, [chunks, x])
+    assert any(isinstance(out, Chunks) for out in outs) == (name in IN_CHUNKS or name.startswith("scan"))
+    assert all(out.starts == chunks.starts for out in outs if isinstance(out, Chunks))
+    for have, want in zip(outs, program.call(stack, x), strict=True):
+        np.testing.assert_allclose(whole(have), want, rtol=2e-6, atol=1e-6)
+
+
+def test_stacks_cut_at_different_places_meet():
+    program, _ = trace(lambda a, b: a + b, f32(4, 2), f32(4, 2))
+    a, b = normal(0, 4, 2), normal(1, 4, 2)
+    out = interpret(program, [Chunks(np.split(a, [1]), (0, 1)), Chunks(np.split(b, [3]), (0, 3))])[0]
+    np.testing.assert_array_equal(whole(out), a + b)
+
+
+def test_a_scan_over_chunks_becomes_one_scan_a_chunk():
+    program, _ = trace(STACKED["scan"], f32(4, 3, 3), f32(2, 3))
+    cut, _ = trace(
+        lambda a, b, x: [whole(out) for out in interpret(program, [Chunks((a, b), (0, 3)), x])],
+        f32(3, 3, 3), f32(1, 3, 3), f32(2, 3),
+    )  # fmt: skip
+    assert [eqn.params["length"] for eqn in cut.eqns if eqn.primitive.name == "scan"] == [3, 1]
+
+
+def test_chunks_are_a_pytree_whose_paths_say_where_they_start():
+    chunks = Chunks((np.ones(3), np.ones(1)), (0, 3))
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(chunks)[0]]
+    assert paths == ["['from 0']", "['from 3']"]
+    doubled = jax.tree.map(lambda x: 2 * x, chunks)
+    assert doubled.starts == (0, 3) and doubled.whole().tolist() == [2, 2, 2, 2]
+
+
+# Counts.
+
+
+def conv(image, kernel, groups=1):
+    return lax.conv_general_dilated(
+        image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups
+    )
+
+
+FLOPS = {  # function, shapes, count by hand
+    "dot": (lambda a, b: a @ b, [(2, 3), (3, 5)], 2 * 2 * 3 * 5),
+    "batched dot": (lambda a, b: jnp.einsum("bij,bkj->bik", a, b), [(7, 2, 3), (7, 5, 3)], 2 * 7 * 2 * 5 * 3),
+    "convolution": (conv, [(2, 8, 8, 3), (3, 3, 3, 5)], 2 * (2 * 8 * 8 * 5) * (3 * 3 * 3)),
+    "depthwise": (lambda a, b: conv(a, b, 4), [(2, 8, 8, 4), (3, 3, 1, 8)], 2 * (2 * 8 * 8 * 8) * (3 * 3)),
+    "scan": (lambda c, w: lax.scan(lambda c, w: (c @ w, None), c, w)[0], [(2, 3), (7, 3, 3)], 7 * 2 * 2 * 3 * 3),
+    "remat": (lambda a, b: jax.checkpoint(lambda a: a @ b)(a), [(2, 3), (3, 5)], 2 * 2 * 3 * 5),
+    "elementwise": (lambda a: jnp.tanh(a), [(4, 5)], 20),
+}
+
+
+@pytest.mark.parametrize("name", FLOPS)
+def test_flops_are_those_counted_by_hand(name):
+    fn, shapes, want = FLOPS[name]
+    program, _ = trace(fn, *(f32(*shape) for shape in shapes))
+    assert sum(flops(eqn) for eqn in program.eqns) == want
+
+
+def test_a_cond_counts_its_dearest_branch():
+    program, _ = trace(lambda p, a: lax.cond(p, lambda: a @ a, lambda: a), jax.ShapeDtypeStruct((), bool), f32(3, 3))
+    assert flops(only(program, "cond")) == 2 * 3 * 3 * 3
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), min_size=1, max_size=12), st.data())
+def test_needed_is_the_ancestors_of_what_is_wanted(pairs, data):
+    def fn(x, y):
+        values = [x, y]
+        for a, b in pairs:
+            values.append(values[a % len(values)] * values[b % len(values)])
+        return values
+
+    program, _ = trace(fn, f32(), f32())
+    outs = data.draw(st.sets(st.integers(2, len(pairs) + 1), min_size=1))
+    wanted = [program.outputs[i] for i in outs]
+    ancestors, todo = set(), [i - 2 for i in outs]
+    while todo:  # of equation k: those before it that pairs[k] names
+        k = todo.pop()
+        if k not in ancestors:
+            ancestors.add(k)
+            todo += [j % (k + 2) - 2 for j in pairs[k] if j % (k + 2) >= 2]
+    eqns, live = needed(program.eqns, wanted)
+    assert eqns == sorted(ancestors)
+    assert set(live) == {v for k in ancestors for v in variables(program.eqns[k].invars)} | set(wanted)
+
+
+def test_effects_are_needed_in_any_case():
+    def fn(x):
+        jax.debug.callback(lambda _: None, x)
+        return 2 * x
+
+    program, _ = trace(fn, f32())
+    wanted = program.outputs
+    assert len(needed(program.eqns, wanted)[0]) == len(needed(program.eqns, wanted, effects=False)[0]) + 1 == 2
+
+
+def test_the_dtypes_and_shapes_of_variables_are_read_from_avals():
+    program, _ = trace(lambda x: x.astype(jnp.bfloat16), f32(2, 3))
+    (eqn,) = program.eqns
+    assert eqn.outvars[0].aval.dtype == jnp.bfloat16 and math.prod(eqn.outvars[0].aval.shape) == 6
+    assert eqn.outvars[0].aval.str_short() == "bfloat16[2,3]"  # as StagedModel prints it

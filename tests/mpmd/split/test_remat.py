@@ -1,0 +1,173 @@
+"""What F keeps for B and W: few bytes, of which the same gradients come."""
+
+import weakref
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
+from flax_mesh.mpmd import split_stages
+from flax_mesh.mpmd.split import remat as residuals
+from flax_mesh.mpmd.split.backward import differentiate
+from flax_mesh.mpmd.split.jaxpr import num_bytes, trace
+from tests.mpmd.runtime.test_pipeline import build, decoder_batch, groups
+
+HIDDEN, MLP, SEQUENCE = 32, 56, 16
+SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": HIDDEN, "num_layers": 4, "mlp_size": MLP}
+HEADS: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+EVERYTHING = lambda *_: True  # noqa: E731
+
+
+def stages(make, loss_fn, batch, **kinds):
+    """(F, B and W of each of two stages, the leaves)."""
+    staged = split_stages(loss_fn, make, batch, num_stages=2)
+    cut = staged.cut(batch)
+    trained = [at for at, leaf in enumerate(staged.leaves) if leaf.trained]
+    return [differentiate(cut.program, piece, trained, **kinds) for piece in cut.pieces]
+
+
+def decoder(dtype="bfloat16", **kinds):
+    config = DecoderConfig(**SIZES, **HEADS, dtype=dtype)
+    batch = dict.fromkeys(("inputs", "targets"), np.zeros((2, SEQUENCE), np.int32))
+    return stages(lambda: make_decoder(config, nnx.Rngs(0)), next_token_loss, batch, **kinds)
+
+
+def kept(stage):
+    return [v.aval for v in stage.forward.program.outputs[len(stage.piece.sent) + len(stage.piece.outputs) :]]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_layer_keeps_what_its_products_give(dtype):
+    for stage in decoder(dtype, residuals="lean"):
+        rows = [aval.shape for aval in kept(stage)]
+        assert sum(shape[-1] == MLP for shape in rows) == 2 * 2  # gate and up of two layers; not what is made of them
+        # The stream after attention and after each mlp but the last; of the first layer it is received, or looked up.
+        # The last stage keeps what the head multiplies instead of what made it.
+        assert sum(shape[-1] == HIDDEN for shape in rows) <= 2 * 2
+        scores = [aval for aval in kept(stage) if aval.shape[-1] == SEQUENCE]
+        assert len(scores) == 2 and all(aval.dtype == jnp.float32 for aval in scores)
+        others = [aval for aval in kept(stage) if aval.shape[-1] in (MLP, HIDDEN, HEADS["head_dim"])]
+        assert {str(aval.dtype) for aval in others} == {dtype}
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "how", "share"),
+    [("float32", "store", 0.8), ("bfloat16", "store", 0.7), ("float32", "lean", 0.6), ("bfloat16", "lean", 0.6)],
+)
+def test_much_less_is_kept_and_the_gradients_are_the_same_bits(dtype, how, share, split, monkeypatch):
+    lean = decoder(dtype, split=split, residuals=how)
+    monkeypatch.setattr(residuals, "is_expensive", EVERYTHING)  # nothing is made again
+    full = decoder(dtype, split=split)
+    size = [[sum(map(num_bytes, kept(stage))) for stage in some] for some in (lean, full)]
+    assert all(0 < a < share * b for a, b in zip(*size, strict=True)), size
+    for a, b in zip(lean, full, strict=True):
+        for have, want in zip(gradients(a), gradients(b), strict=True):
+            np.testing.assert_array_equal(have, want)
+
+
+def gradients(stage) -> list[Any]:
+    """Those of the inputs and of the weights, one operation after the other, from random arrays."""
+    rng = np.random.default_rng(0)
+
+    def some(avals) -> list[Any]:
+        return [
+            jnp.asarray(
+                rng.normal(size=a.shape) if jnp.issubdtype(a.dtype, jnp.floating) else np.ones(a.shape), a.dtype
+            )
+            for a in avals
+        ]
+
+    program, piece = stage.forward.program, stage.piece
+    num_inputs = len(stage.forward.inputs)
+    given = some([v.aval for v in program.inputs])
+    inputs = dict(zip(stage.forward.inputs, given[:num_inputs], strict=True))
+    received = dict(zip(stage.forward.received, given[num_inputs:], strict=True))
+    handed = program.call(*given)[len(piece.sent) + len(piece.outputs) :]
+    cotangents = some([piece.sent[i].aval for i in stage.floats_out])
+
+    def call(part, carry=()):
+        picks = (part.inputs, part.received, part.cotangents, part.residuals, part.carry)
+        sources = (inputs, received, cotangents, handed, carry)
+        return part.program.call(*(source[i] for pick, source in zip(picks, sources, strict=True) for i in pick))
+
+    outs = call(stage.backward)
+    if stage.weights is None:
+        return outs
+    num = len(stage.floats_in)
+    return [*outs[:num], *call(stage.weights, outs[num:])]
+
+
+class Dropped(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = x + jnp.tanh(layer(self.dropout(x)))
+        return x
+
+
+def primitives(part) -> set[str]:
+    return {eqn.primitive.name for eqn in part.program.eqns}
+
+
+def test_random_bits_are_made_once():
+    batch = {"x": np.zeros((4, 8), np.float32)}
+    for stage in stages(lambda: Dropped(nnx.Rngs(0)), lambda m, b: jnp.mean(m(b["x"]) ** 2), batch):
+        assert "random_bits" in primitives(stage.forward)
+        assert "random_bits" not in primitives(stage.backward)
+
+
+def test_an_exchange_between_devices_is_not_repeated():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
+    split, whole = (NamedSharding(mesh, spec) for spec in (PartitionSpec("tp"), PartitionSpec(None)))
+    again = jax.lax.with_sharding_constraint
+
+    def chain(weight, x):
+        x = again(x, split)
+        same = again(jnp.tanh(x), split)  # where it lies already
+        gathered = again(jnp.sin(same), whole)
+        return gathered, again(weight * 2, whole), jnp.cos(gathered)
+
+    shapes = [jax.ShapeDtypeStruct((4,), jnp.float32)] * 2
+    program, _ = trace(chain, *shapes)
+    names = [eqn.primitive.name for eqn in program.eqns]
+    constraints = [i for i, name in enumerate(names) if name == "sharding_constraint"]
+    first, same, gathered, of_weight = constraints
+    assert set(range(len(names))) - residuals.find_repeatable(program, 1, lean=True) == {gathered}
+    free = residuals.find_repeatable(program, 1, lean=False)
+    assert [i in free for i in (first, same, gathered, of_weight)] == [True, True, False, True]
+    assert {names[i] for i in set(range(len(names))) - free} == {"sharding_constraint", "tanh", "sin", "cos"}
+
+
+def test_what_w_does_not_take_is_gone_after_b():
+    config = DecoderConfig(**SIZES, **HEADS)
+    batch = decoder_batch(4)
+    pipeline = build(
+        lambda: make_decoder(config, nnx.Rngs(0)), next_token_loss, batch, 2, optax.sgd(1.0), name="zb-h1",
+        mesh=groups(pp=2), rules=[(".*", ())],
+    )  # fmt: skip
+    alive: dict[Any, list[Any]] = {}
+    gone: list[int] = []
+
+    def watch(action, saved) -> None:
+        key = action.stage, action.microbatch
+        if action.kind == "F":
+            alive[key] = [weakref.ref(x) for x in saved[key][1]]
+        elif action.kind == "B":
+            gone.append(sum(ref() is None for ref in alive[key]))
+
+    pipeline.on_action = watch
+    pipeline.step(pipeline.init_state(), batch)
+    lasting = [len(stage.lasting) for stage in pipeline.prepare(batch, 2, True)[0].stages]
+    total = [len(refs) for (stage, _), refs in sorted(alive.items()) if stage in (0, 1)][::2]
+    assert sorted(gone) == sorted(2 * [a - b for a, b in zip(total, lasting, strict=True)])
+    assert max(gone) > 0

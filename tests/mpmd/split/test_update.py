@@ -1,0 +1,152 @@
+"""The optimizer's update, cut into a program for every group."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flax_mesh.mpmd.split.jaxpr import is_var, trace
+from flax_mesh.mpmd.split.update import SHARED, MixedGroups, cut_by_group
+
+few = settings(max_examples=25, deadline=None)
+
+
+@st.composite
+def updates(draw):
+    """(groups of the leaves, a function of the leaves and a shared count): elementwise, and norms over all of them."""
+    groups = draw(st.lists(st.integers(0, 2), min_size=1, max_size=5))
+    kinds = ("clip", "decay", "max", "count", "own norm", "scalar leaf", "noise")
+    ops = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=4))
+
+    def update(leaves, count):
+        metrics = []
+        for op in ops:
+            norm = jnp.sqrt(sum(jnp.sum(x * x) for x in leaves))
+            if op == "clip":
+                leaves = [x * jnp.minimum(1.0, 1.0 / norm) for x in leaves]
+                metrics.append(norm)
+            elif op == "max":
+                largest = jnp.stack([jnp.max(jnp.abs(x)) for x in leaves]).max()
+                leaves = [jnp.where(largest > 1, x / 2, x) for x in leaves]
+            elif op == "own norm":
+                leaves = [x / (1 + jnp.linalg.norm(x)) for x in leaves]
+            elif op == "scalar leaf":
+                leaves = [x * (1 + leaves[0].ravel()[0]) for x in leaves]
+            elif op == "noise":  # arrays made of scalars alone
+                leaves = [x + jnp.full(x.shape, 0.1 * norm) for x in leaves]
+            else:
+                leaves = [x - 0.1 * x if op == "decay" else x * count for x in leaves]
+        return leaves, count + 1, metrics
+
+    return groups, update
+
+
+@few
+@given(updates())
+def test_the_parts_of_an_update_one_after_the_other_give_the_whole(case):
+    groups, update = case
+    rng = np.random.default_rng(0)
+    values = [rng.normal(size=(2, 3) if i % 2 else (1,)).astype(np.float32) for i in range(len(groups))]
+    program, _ = trace(update, values, np.float32(2))
+    homes = [*groups, SHARED]
+    every = (0, 1, 2)
+    wanted = [*((g,) for g in groups), every, *[()] * (len(program.outputs) - len(groups) - 1)]
+    parts, held = cut_by_group(program, homes, wanted)
+    env = {g: {} for g in every}
+    for v, value, home in zip(program.inputs, [*values, np.float32(2)], homes, strict=True):
+        for group in every if home == SHARED else (home,):
+            env[group][v] = value
+    sizes, packs = {}, {}
+    for part in parts:
+        here = env[part.group]
+        scalars = [x for key in part.receives for x in packs[key]]
+        outs = part.program.call(*(here[v] for v in part.takes), *scalars)
+        for v in part.dies:
+            del here[v]  # as donation does
+        here |= dict(zip(part.gives, outs, strict=False))
+        packs[part.group, part.phase] = outs[len(part.gives) :]
+        sizes |= {v: v.aval.size for v in part.packs}
+    assert set(sizes.values()) <= {1}  # scalars alone cross
+    for v, groups_, want in zip(program.outputs, held, program.call(*values, np.float32(2)), strict=True):
+        for group in groups_:
+            np.testing.assert_array_equal(env[group][v] if is_var(v) else v.val, want)
+
+
+@pytest.mark.parametrize("groups", [[0, 0, 1, 1], [0, 1] * 4, [0, 1, 2] * 3])
+def test_a_norm_takes_one_exchange(groups):
+    def clip(leaves):
+        norm = jnp.sqrt(sum(jnp.sum(x * x) for x in leaves))
+        return [x / norm for x in leaves]
+
+    program, _ = trace(clip, [jax.ShapeDtypeStruct((3,), jnp.float32)] * len(groups))
+    parts, _ = cut_by_group(program, groups, [(g,) for g in groups])
+    assert [(part.phase, part.group) for part in parts] == [(p, g) for p in (0, 1) for g in sorted(set(groups))]
+
+
+def test_groups_keep_to_their_leaves_and_donate_them_last():
+    def clip(leaves):
+        norm = jnp.sqrt(sum(jnp.sum(x * x) for x in leaves))
+        return [x / norm for x in leaves]
+
+    program, _ = trace(clip, [jax.ShapeDtypeStruct((3,), jnp.float32)] * 4)
+    parts, _ = cut_by_group(program, [0, 0, 1, 1], [(0,), (0,), (1,), (1,)])
+    for group in (0, 1):
+        mine = [part for part in parts if part.group == group]
+        leaves = set(program.inputs[2 * group :][:2])
+        assert not leaves & set(mine[0].dies)  # the norm comes first
+        assert leaves & set(mine[-1].takes) == leaves & set(mine[-1].dies) == leaves
+        assert all(v in leaves or v not in program.inputs for part in mine for v in part.takes)
+        assert all(sender != group for part in mine for sender, _ in part.receives)
+
+
+@few
+@given(st.sets(st.integers(0, 4), min_size=2), st.data())
+def test_arrays_of_several_groups_are_refused_with_their_names(joined, data):
+    joined = sorted(joined)
+    groups = [data.draw(st.integers(0, 1)) for _ in range(5)]
+    groups[joined[0]], groups[joined[1]] = 0, 1
+
+    def update(leaves):
+        return [2 * x for x in leaves], jnp.concatenate([3 * leaves[i] for i in joined])
+
+    program, _ = trace(update, [jax.ShapeDtypeStruct((3,), jnp.float32)] * 5)
+    with pytest.raises(MixedGroups, match="concatenate takes arrays of several groups") as error:
+        cut_by_group(program, groups, [(g,) for g in groups] + [()])
+    assert error.value.inputs == joined
+
+
+def adam(clipped):
+    """(leaves, moments, weight, count) -> new ones and the norm of what was added; one SHARED count."""
+
+    def update(leaves, moments, weight, count):
+        grads = [x / weight for x in leaves]
+        norm = jnp.sqrt(sum(jnp.sum(g * g) for g in grads))
+        moments = [0.9 * m + (g / norm if clipped else g) for m, g in zip(moments, grads, strict=True)]
+        return [x - m / count for x, m in zip(leaves, moments, strict=True)], moments, count + 1, norm
+
+    return update
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_nothing_is_written_that_the_next_exchange_or_the_result_does_not_need(clipped):
+    groups = [0, 1, 2]
+    leaf, scalar = jax.ShapeDtypeStruct((3,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
+    program, _ = trace(adam(clipped), [leaf] * 3, [leaf] * 3, scalar, scalar)
+    # The weight lies on group 2, where the loss is; the norm is wanted on group 0.
+    wanted = [*((g,) for g in groups * 2), (0, 1, 2), (0,)]
+    parts, _ = cut_by_group(program, [*groups * 2, 2, SHARED], wanted)
+    phases = {g: [part.phase for part in parts if part.group == g] for g in groups}
+    for group in groups:
+        made = [v for part in parts if part.group == group for v in part.gives if v.aval.size > 1]
+        results = [v for v, here in zip(program.outputs, wanted, strict=True) if here == (group,)]
+        divided = [v for v in made if v not in results]
+        assert len(made) == len(set(made)) and set(results) - {program.outputs[-1]} <= set(made)
+        assert len(divided) == clipped  # the gradient that the norm is of; no product of a moment
+    if clipped:
+        assert phases == {0: [1, 2], 1: [1, 2], 2: [0, 2]}
+    else:
+        assert phases == {0: [1, 2], 1: [1], 2: [0]}
+        [norm_part] = [part for part in parts if part.phase == 2]
+        assert [v.aval.shape for v in norm_part.gives] == [()]  # no leaf waits for the norms of the others

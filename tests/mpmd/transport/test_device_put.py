@@ -1,0 +1,364 @@
+"""mpmd.device_put in one process: between groups, layouts and sizes; the transport, a process sending to itself."""
+
+import itertools
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from flax_mesh import mpmd
+from flax_mesh.mesh import create_mesh
+from flax_mesh.mpmd import MpmdArray, MpmdMesh
+from flax_mesh.mpmd.transport.device_put import find_route
+from flax_mesh.mpmd.transport.server import CallNames, Transport, address_towards, check_key, transport_of
+from tests.mpmd.fakes import seen_from
+
+P = PartitionSpec
+NUMBERS = np.arange(64, dtype=np.float32).reshape(8, 8)
+
+
+@pytest.fixture(scope="module")
+def mpmd_mesh():
+    return MpmdMesh(create_mesh((2, 2, 2), ("pp", "fsdp", "tp")), "pp")
+
+
+def on(mpmd_mesh, group, *spec, memory_kind=None):
+    return NamedSharding(mpmd_mesh.unstack[group], P(*spec), memory_kind=memory_kind)
+
+
+def targets(mpmd_mesh):
+    """Same layout, other layouts, other numbers of devices, other memory, the same devices, all devices."""
+    mixed = Mesh(np.roll(mpmd_mesh.jax_mesh.devices.ravel(), 2)[:4], ("all",), axis_types=(AxisType.Explicit,))
+    return {
+        "same layout": on(mpmd_mesh, 1, "fsdp", "tp"),
+        "transposed": on(mpmd_mesh, 1, "tp", "fsdp"),
+        "one dim": on(mpmd_mesh, 1, None, ("fsdp", "tp")),
+        "replicated": on(mpmd_mesh, 1),
+        "same group": on(mpmd_mesh, 0, "tp"),
+        "same sharding": on(mpmd_mesh, 0, "fsdp", "tp"),
+        "host memory": on(mpmd_mesh, 1, "fsdp", memory_kind="pinned_host"),
+        "same group's host memory": on(mpmd_mesh, 0, "tp", memory_kind="pinned_host"),
+        "all devices": NamedSharding(mpmd_mesh.jax_mesh, P(("pp", "tp"), "fsdp")),
+        "both groups": NamedSharding(mpmd_mesh.jax_mesh, P("fsdp", "tp")),
+        "some of each": NamedSharding(mixed, P("all")),
+        "one device": SingleDeviceSharding(jax.devices()[5]),
+        "one device's host memory": SingleDeviceSharding(jax.devices()[5], memory_kind="pinned_host"),
+        "two devices": NamedSharding(Mesh(np.array(jax.devices()[5:7]), ("x",)), P(None, "x")),
+    }
+
+
+CASES = [
+    "same layout",
+    "transposed",
+    "one dim",
+    "replicated",
+    "same group",
+    "same sharding",
+    "host memory",
+    "same group's host memory",
+    "all devices",
+    "both groups",
+    "some of each",
+    "one device",
+    "one device's host memory",
+    "two devices",
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_there_and_back(mpmd_mesh, case):
+    source, target = on(mpmd_mesh, 0, "fsdp", "tp"), targets(mpmd_mesh)[case]
+    array = mpmd.device_put(NUMBERS, source)
+    there = mpmd.device_put(array, target)
+    back = mpmd.device_put(there, source)
+    for moved, sharding in ((there, target), (back, source)):
+        assert isinstance(moved, MpmdArray) and moved.sharding == sharding
+        assert moved.jax_array.sharding.is_equivalent_to(sharding, 2)
+        assert moved.jax_array.sharding.memory_kind == sharding.memory_kind
+        assert np.array_equal(moved, NUMBERS)
+    for shard in there.jax_array.addressable_shards:  # every device holds its own part, not only the whole its sum
+        assert np.array_equal(shard.data, NUMBERS[target.devices_indices_map((8, 8))[shard.device]])
+    assert np.array_equal(array, NUMBERS)
+
+
+def test_all_targets_are_tried(mpmd_mesh):
+    assert set(targets(mpmd_mesh)) == set(CASES)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        3,
+        2.5,
+        True,
+        np.float64(2),
+        [1, 2],
+        np.zeros((0, 2)),
+        np.arange(4, dtype=np.int64),
+        jnp.asarray(1.5),
+        jnp.arange(6, dtype=jnp.bfloat16).reshape(2, 3),
+    ],
+    ids=repr,
+)
+def test_uncommitted_input_is_put_where_asked(mpmd_mesh, x):
+    expected = jnp.asarray(x)
+    for group in (0, 1):
+        array = mpmd.device_put(x, on(mpmd_mesh, group))
+        assert (array.shape, array.dtype) == (expected.shape, expected.dtype)
+        assert array.jax_array.committed and array.jax_array.devices() == set(mpmd_mesh.unstack[group].devices.flat)
+        assert np.array_equal(array, expected)
+        moved = mpmd.device_put(array, on(mpmd_mesh, 1 - group))
+        assert moved.dtype == expected.dtype and np.array_equal(moved, expected)
+        assert not array.weak_type and not moved.weak_type
+
+
+def test_weak_types_are_dropped_wherever_an_array_goes(mpmd_mesh):
+    weak = jax.jit(lambda: 2.0, out_shardings=on(mpmd_mesh, 0))()
+    assert weak.weak_type
+    for target in (on(mpmd_mesh, 0), on(mpmd_mesh, 1), SingleDeviceSharding(jax.devices()[7])):
+        moved = mpmd.device_put(weak, target)
+        assert not moved.weak_type and not moved.jax_array.weak_type
+
+
+def test_random_keys_move(mpmd_mesh):
+    keys = jax.random.split(jax.random.key(7, impl="rbg"), 8)
+    array = mpmd.device_put(keys, on(mpmd_mesh, 0, "fsdp"))
+    for target in (on(mpmd_mesh, 1, "tp"), on(mpmd_mesh, 1), SingleDeviceSharding(jax.devices()[7])):
+        moved = mpmd.device_put(array, target)
+        assert moved.dtype == keys.dtype
+        assert np.array_equal(jax.random.key_data(moved.jax_array), jax.random.key_data(keys))
+
+
+def test_groups_follow_the_array(mpmd_mesh):
+    with mpmd_mesh:
+        array = mpmd.device_put(NUMBERS, on(mpmd_mesh, 0, "tp"))
+    assert array.groups == (0,)
+    assert mpmd.device_put(array, on(mpmd_mesh, 1)).groups == (1,)
+    assert mpmd.device_put(array, NamedSharding(mpmd_mesh.jax_mesh, P())).groups == (0, 1)
+
+
+def test_an_equal_sharding_moves_nothing(mpmd_mesh):
+    array = mpmd.device_put(NUMBERS, on(mpmd_mesh, 0, "tp"))
+    assert mpmd.device_put(array, on(mpmd_mesh, 0, "tp")).jax_array is array.jax_array
+
+
+def test_shapes_that_do_not_fit_are_refused_by_every_process(mpmd_mesh):
+    far = NamedSharding(seen_from(0, [1, 1, 1], (1, 3)), P("fsdp"))
+    for sharding, x in itertools.product((on(mpmd_mesh, 1, "tp"), far), (np.ones(7), jnp.ones(7), list(range(7)))):
+        with pytest.raises(ValueError, match=r"array axis 0 is partitioned . times, but the dimension size is 7"):
+            mpmd.device_put(x, sharding)
+    with pytest.raises(ValueError, match=r"has shape \(\), but P\('fsdp', 'tp'\) lays out 2 dims"):
+        mpmd.device_put(1.0, on(mpmd_mesh, 1, "fsdp", "tp"))
+
+
+def test_what_is_no_sharding_and_no_array(mpmd_mesh):
+    with pytest.raises(ValueError, match=r"must be a Sharding, got P\('tp',\)\. For a PartitionSpec write"):
+        mpmd.device_put(NUMBERS, P("tp"))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"inside a trace.*with_sharding_constraint"):
+        jax.jit(lambda x: mpmd.device_put(x, on(mpmd_mesh, 0)))(1.0)
+    with pytest.raises(TypeError, match="not a valid JAX array type"):
+        mpmd.device_put("text", on(mpmd_mesh, 0))
+    with pytest.raises(OverflowError, match="out of bounds for int32"):
+        mpmd.device_put(2**40, on(mpmd_mesh, 0))
+
+
+def busy(sharding):
+    """A program whose result is far from ready when it has been dispatched."""
+    return jax.jit(
+        lambda x: jax.lax.fori_loop(0, 6_000_000, lambda i, c: jnp.sin(c) + i * 1e-9, x), out_shardings=sharding
+    )
+
+
+@pytest.mark.parametrize("case", ["same layout", "transposed", "one dim", "replicated", "one device", "two devices"])
+def test_a_move_waits_for_nothing(mpmd_mesh, case):
+    """Also where the layout changes: left to jax.device_put alone, the host would wait for the producer."""
+    source, target = on(mpmd_mesh, 0, "fsdp", "tp"), targets(mpmd_mesh)[case]
+    small = mpmd.device_put(np.ones((2, 4), np.float32), source).jax_array
+    work = busy(source)
+    mpmd.device_put(work(small), target).block_until_ready()  # compiles everything
+    array: Any = work(small)
+    moved: Any = mpmd.device_put(array, target)
+    assert not array.is_ready() and not moved.jax_array.is_ready()
+    assert np.array_equal(moved.block_until_ready(), array)
+
+
+def test_nothing_compiles_again(mpmd_mesh, compilations):
+    array = mpmd.device_put(NUMBERS, on(mpmd_mesh, 0, "fsdp", "tp"))
+    for target in targets(mpmd_mesh).values():
+        mpmd.device_put(array, target)
+    before = len(compilations)
+    for target in targets(mpmd_mesh).values():
+        mpmd.device_put(array, target)
+    assert len(compilations) == before
+
+
+def test_remote_to_remote_is_nothing_but_a_name():
+    mpmd_mesh = MpmdMesh(seen_from(0, [1, 1, 2, 2, 0, 0], (3, 2)), "pp")
+    source, target = (NamedSharding(mesh, P("fsdp")) for mesh in mpmd_mesh.unstack[:2])
+    with mpmd_mesh:
+        array = mpmd.device_put(np.zeros(4, np.int32), source)
+    moved = mpmd.device_put(array, target)
+    assert array.is_fully_remote and moved.is_fully_remote
+    assert (moved.shape, moved.dtype, moved.sharding, moved.groups) == ((4,), jnp.int32, target, (1,))
+
+
+SHAPES = st.sampled_from([(2, 2), (4, 1), (1, 4), (2, 1), (1, 1), (2, 3), (6, 1)])
+SPECS = st.sampled_from([P(), P("fsdp"), P("tp"), P("fsdp", "tp"), P("tp", "fsdp"), P(None, ("fsdp", "tp"))])
+
+
+@given(SHAPES, SPECS, SHAPES, SPECS, st.integers(1, 3))
+@settings(max_examples=60, deadline=None)
+def test_a_route_rebuilds_every_array(source_shape, source_spec, target_shape, target_spec, per_process):
+    """Shards of real numbers, moved by hand as the route says, over devices of several processes."""
+    owners = [i // per_process for i in range(12)]
+    devices = seen_from(0, owners, (12, 1)).devices.ravel()
+
+    def mesh(shape, start):
+        return Mesh(devices[start : start + math.prod(shape)].reshape(shape), ("fsdp", "tp"))
+
+    source = NamedSharding(mesh(source_shape, 0), source_spec)
+    target = NamedSharding(mesh(target_shape, 6), target_spec)
+    x = np.arange(12 * 12).reshape(12, 12)
+    route = find_route(source, target, x.shape)
+    assert route.layout.device_set == source.device_set
+    held = {device: x[part] for device, part in route.layout.devices_indices_map(x.shape).items()}
+    moved = {to: held[device] if part is None else held[device][part] for device, to, part in route.pairs}
+    expected = target.devices_indices_map(x.shape)
+    assert set(moved) == set(expected) and len(route.pairs) == len(expected)
+    assert all(np.array_equal(moved[to], x[part]) for to, part in expected.items())
+    if math.prod(source_shape) == math.prod(target_shape):
+        assert not route.cuts
+        assert [device for device, _, _ in route.pairs] == list(devices[: math.prod(source_shape)])
+
+
+def test_a_route_prefers_devices_of_the_same_process():
+    devices = seen_from(0, [0, 0, 1, 1], (4, 1)).devices.ravel()
+    source = NamedSharding(Mesh(devices[[0, 2]], ("x",)), P("x"))
+    target = NamedSharding(Mesh(devices, ("x",)), P("x"))
+    route = find_route(source, target, (4,))
+    assert [device.process_index == to.process_index for device, to, _ in route.pairs] == [True] * 4
+
+
+def test_an_array_already_whole_is_not_gathered(mpmd_mesh):
+    source = SingleDeviceSharding(jax.devices()[0])
+    assert find_route(source, on(mpmd_mesh, 1, "tp"), (8,)).layout is source
+
+
+# The transport, as a process that sends to itself: the same server and protocol as between two.
+
+
+@pytest.fixture(scope="module")
+def transport():
+    addresses: dict[int, str] = {}
+    return Transport(jax.devices()[0].client, "127.0.0.1", addresses.__setitem__, addresses.__getitem__)
+
+
+def specs(shape, dtype, devices):
+    return [jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device)) for device in devices]
+
+
+def test_arrays_of_every_dtype_arrive(transport):
+    keys = jax.random.split(jax.random.key(3, impl="rbg"), 2)
+    arrays = [np.array(True), np.int8(3), np.zeros((0, 3), np.float32), jnp.arange(3, dtype=jnp.bfloat16), keys]
+    arrays += [jnp.arange(5, dtype=jnp.float8_e4m3fn), np.arange(4, dtype=np.complex64)]
+    here, there = jax.devices()[0], jax.devices()[5]
+    sent = [jax.device_put(x, here) for x in arrays]
+    wanted = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(there)) for x in sent]
+    name = transport.calls.name([0], [5], "dtypes")
+    transport.send(name, 0, sent)
+    for x, got in zip(sent, transport.receive(name, 0, wanted), strict=True):
+        assert (got.shape, got.dtype, got.devices()) == (x.shape, x.dtype, {there})
+        if x.dtype == keys.dtype:
+            x, got = jax.random.key_data(x), jax.random.key_data(got)
+        assert np.array_equal(x, got)
+
+
+def test_nothing_but_empty_arrays_needs_no_transfer(transport):
+    device = jax.devices()[3]
+    name = transport.calls.name([0], [3], "empty")
+    transport.send(name, 0, [jax.device_put(np.zeros((0, 2), np.float32), jax.devices()[0])])
+    (got,) = transport.receive(name, 0, specs((0, 2), jnp.float32, [device]))
+    assert got.block_until_ready().shape == (0, 2) and got.devices() == {device}
+
+
+def test_receives_may_come_first_and_in_any_order(transport):
+    source, target = jax.devices()[0], jax.devices()[1]
+    received = {}
+    for key in ("a", "b", ("c", 1)):
+        name = transport.calls.name([0], [1], key)
+        received[key] = (name, transport.receive(name, 0, specs((4,), jnp.float32, [target]))[0])
+    assert not any(array.is_ready() for _, array in received.values())
+    for number, key in ((3, ("c", 1)), (1, "a"), (2, "b")):
+        transport.send(received[key][0], 0, [jax.device_put(jnp.full(4, number, jnp.float32), source)])
+    assert [int(received[key][1][0]) for key in ("a", "b", ("c", 1))] == [1, 2, 3]
+
+
+def test_another_shape_or_dtype_than_was_sent_never_arrives(transport):
+    """Left to the server alone, other bytes would arrive, and no error."""
+    source, target = jax.devices()[:2]
+    name = transport.calls.name([0], [1], "mismatch")
+    transport.send(name, 0, [jax.device_put(jnp.ones(4), source)])
+    asked = [specs((2, 2), jnp.float32, [target]), specs((4,), jnp.int32, [target])]
+    wrong = [transport.receive(name, 0, shapes)[0] for shapes in asked]
+    (right,) = transport.receive(name, 0, specs((4,), jnp.float32, [target]))
+    assert np.array_equal(right, [1] * 4)
+    assert not any(array.is_ready() for array in wrong)
+
+
+def test_what_is_sent_may_still_be_computing(mpmd_mesh, transport):
+    work = busy(on(mpmd_mesh, 0, ("fsdp", "tp")))
+    small = mpmd.device_put(np.ones(4, np.float32), on(mpmd_mesh, 0, ("fsdp", "tp"))).jax_array
+    work(small).block_until_ready()
+    array: Any = work(small)
+    name = transport.calls.name([0], [5], "busy")
+    transport.send(name, 0, [array.addressable_shards[0].data])
+    (got,) = transport.receive(name, 0, specs((1,), jnp.float32, [jax.devices()[5]]))
+    assert not array.is_ready() and not got.is_ready()
+    assert np.array_equal(got, array[:1])
+
+
+def test_processes_find_each_other_through_jax_distributed():
+    with pytest.raises(ValueError, match=r"needs jax\.distributed.*initialize\(\) before the first use of JAX"):
+        transport_of(jax.devices()[0].client)
+
+
+def test_a_process_is_reached_on_the_way_it_reaches_the_coordinator():
+    assert address_towards("127.0.0.1:1234") == "127.0.0.1"
+    assert address_towards("localhost:1234") in ("127.0.0.1", "::1")
+
+
+GROUPS = st.sampled_from([(0, 1), (2, 3), (4, 5)])
+KEYS = st.sampled_from([None, 0, 1, "0", ("a", 1), ("a", "1"), True])
+
+
+@given(st.lists(st.tuples(GROUPS, GROUPS, KEYS), max_size=12), st.randoms(use_true_random=False))
+@settings(max_examples=60, deadline=None)
+def test_calls_pair_by_key_and_order_whatever_comes_between(calls, random):
+    """Two processes that make the same calls, each kind in order but the kinds mixed otherwise, give the same names."""
+    kinds: dict[Any, int] = {}
+    for call in calls:
+        kinds[repr(call)] = kinds.get(repr(call), 0) + 1
+    shuffled = list(calls)
+    random.shuffle(shuffled)
+    one, other = CallNames(), CallNames()
+    names = [one.name(*call) for call in calls]
+    assert sorted(map(repr, names)) == sorted(map(repr, (other.name(*call) for call in shuffled)))
+    assert len(set(map(repr, names))) == len(calls)
+
+
+def test_keys_of_other_types_are_refused(mpmd_mesh):
+    for key in (1.5, b"a", ("a", None, 2.0), [1], object(), {"a": 1}):
+        with pytest.raises(ValueError, match=r"an integer, None or a tuple of these, got " + re.escape(repr(key)[:5])):
+            check_key(key)
+        with pytest.raises(ValueError, match="key must be a string"):
+            mpmd.device_put(NUMBERS, on(mpmd_mesh, 0), key)
+    for key in (None, "a", 3, ("a", 3, None), (), (("a", 1), 2)):
+        check_key(key)
+        mpmd.device_put(NUMBERS, on(mpmd_mesh, 0), key)

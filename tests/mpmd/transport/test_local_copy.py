@@ -1,0 +1,131 @@
+"""Arrays from one group to another in one process: as `jax.device_put` gives them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from flax_mesh.mpmd.transport import local_copy as module
+from flax_mesh.mpmd.transport.local_copy import move, mover
+
+
+def mesh(first, sizes=(2, 2)):
+    devices = jax.devices()[first : first + int(np.prod(sizes))]
+    return Mesh(np.array(devices).reshape(sizes), ("dp", "tp"))
+
+
+@pytest.fixture
+def slow_puts(monkeypatch):
+    """Calls of `jax.device_put`, counted."""
+    calls, put = [], jax.device_put
+    monkeypatch.setattr(jax, "device_put", lambda *args, **options: calls.append(args) or put(*args, **options))
+    return calls
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    mover.cache_clear()
+    yield
+    mover.cache_clear()
+
+
+def assert_same(have, want):
+    assert (have.sharding, have.dtype, have.weak_type, have.committed) == (
+        want.sharding,
+        want.dtype,
+        want.weak_type,
+        want.committed,
+    )
+    for mine, theirs in zip(have.addressable_shards, want.addressable_shards, strict=True):
+        assert (mine.device, mine.index) == (theirs.device, theirs.index)
+        np.testing.assert_array_equal(mine.data, theirs.data)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool"])
+@pytest.mark.parametrize("spec", [P(), P("dp"), P("dp", "tp"), P(None, ("dp", "tp")), P("tp", None)])
+def test_a_moved_array_is_that_of_device_put_without_its_cost(spec, dtype, slow_puts):
+    value = np.arange(64).reshape(8, 8).astype(jnp.dtype(dtype))
+    x = jax.device_put(value, NamedSharding(mesh(0), spec))
+    there = NamedSharding(mesh(4), spec)
+    want = jax.device_put(x, there)
+    slow_puts.clear()
+    assert_same(move(x, there), want)
+    assert not slow_puts
+
+
+def test_one_device_and_a_weak_type():
+    x = jax.jit(lambda: jnp.asarray(1.0))()
+    x = jax.device_put(x, NamedSharding(mesh(0, (1, 1)), P()))
+    there = NamedSharding(mesh(1, (1, 1)), P())
+    assert x.weak_type
+    assert_same(move(x, there), jax.device_put(x, there))
+
+
+OTHERS = {
+    "another layout": lambda: NamedSharding(mesh(4), P("tp")),
+    "another order of the same devices": lambda: NamedSharding(Mesh(mesh(0).devices[::-1], ("dp", "tp")), P("dp")),
+    "another shape": lambda: NamedSharding(mesh(4, (1, 4)), P("dp")),
+    "no mesh": lambda: SingleDeviceSharding(jax.devices()[5]),
+    "the same": lambda: NamedSharding(mesh(0), P("dp")),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_changes_more_than_its_devices_goes_the_long_way(name, slow_puts):
+    x = jax.device_put(np.arange(64.0, dtype=np.float32).reshape(8, 8), NamedSharding(mesh(0), P("dp")))
+    there = OTHERS[name]()
+    want = jax.device_put(x, there)
+    slow_puts.clear()
+    assert_same(move(x, there), want)
+    assert slow_puts
+
+
+def test_random_keys_move():
+    keys = jax.device_put(jax.random.split(jax.random.key(3), 4), NamedSharding(mesh(0), P()))
+    there = NamedSharding(mesh(4), P())
+    moved = move(keys, there)
+    assert moved.sharding.is_equivalent_to(there, 1)
+    np.testing.assert_array_equal(jax.random.key_data(moved), jax.random.key_data(keys))
+
+
+def test_a_deleted_array_is_an_error():
+    x = jax.device_put(np.zeros((8, 8)), NamedSharding(mesh(0), P("dp")))
+    there = NamedSharding(mesh(4), P("dp"))
+    move(x, there)
+    x.delete()
+    with pytest.raises(RuntimeError, match="deleted"):
+        move(x, there)
+
+
+def test_a_move_is_an_explicit_transfer():
+    x = jax.device_put(np.ones((8, 8), np.float32), NamedSharding(mesh(0), P("dp")))
+    there = NamedSharding(mesh(4), P("dp"))
+    with jax.transfer_guard("disallow"):
+        assert_same(move(x, there), jax.device_put(x, there))
+    with jax.transfer_guard("disallow_explicit"), pytest.raises(RuntimeError, match="Disallowed device-to-device"):
+        move(x, there)
+
+
+def test_a_buffer_that_is_donated_after_the_move_was_copied_before():
+    x = jax.device_put(np.ones((256, 256), np.float32), NamedSharding(mesh(0), P("dp")))
+    for _ in range(20):
+        x = jax.jit(lambda x: x @ x / 256, out_shardings=x.sharding)(x)  # still computing
+        there = move(x, NamedSharding(mesh(4), P("dp")))
+        x = jax.jit(lambda x: x + 1, donate_argnums=0)(x)
+        np.testing.assert_array_equal(np.asarray(there) + 1, x)
+
+
+def test_without_the_function_of_jaxlib_it_is_device_put(monkeypatch, slow_puts):
+    monkeypatch.setattr(module, "COPY", None)
+    x = jax.device_put(np.arange(64.0).reshape(8, 8), NamedSharding(mesh(0), P("dp", "tp")))
+    there = NamedSharding(mesh(4), P("dp", "tp"))
+    slow_puts.clear()
+    assert_same(move(x, there), jax.device_put(x, there))
+    assert len(slow_puts) == 2
+
+
+def test_jaxlib_still_has_the_function():
+    """Without it pipelines run as before, with some ten times the host's cost of a transfer."""
+    assert module.COPY is not None

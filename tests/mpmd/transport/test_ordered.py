@@ -1,0 +1,166 @@
+"""The native order of transfers: one walk in every process, and a rendezvous of the calls that ends."""
+
+from collections import defaultdict, deque
+from types import SimpleNamespace
+
+import pytest
+
+from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, Action, dependencies, forward_schedule, make_schedule
+from flax_mesh.mpmd.transport.ordered import Crossing, Walk, make_plan
+
+AVAL = SimpleNamespace(shape=(2,), dtype="float32")
+NEEDS = {"dualpipe-v": lambda groups: 2 * groups, "interleaved-1f1b": lambda groups: groups}
+SIZES = [
+    (name, groups, count)
+    for name in SCHEDULE_NAMES
+    for groups in (2, 4)
+    for count in (1, 4, 8)
+    if count % NEEDS.get(name, lambda groups: 1)(groups) == 0
+]
+
+
+def schedule_of(name, groups, count):
+    return make_schedule(name, num_groups=groups, num_microbatches=count)
+
+
+def sends_of(schedule, owner):
+    """What an action sends between processes: a value to the next stage, another from the first stage to the last, and
+    the gradients of both. `owner[group]` is the process of a group."""
+    last, group_of = schedule.num_stages - 1, schedule.stage_to_group
+    edges = {(stage, stage + 1) for stage in range(last)} | ({(0, last)} if last > 1 else set())
+
+    def sends(action):
+        kind, stage, microbatch = action
+        ends = [(a, b) if kind == "F" else (b, a) for a, b in sorted(edges) if kind in "FB"]
+        return [
+            Crossing((kind, microbatch, a, b), (kind, a, b), AVAL, group_of[a], group_of[b])
+            for a, b in ends
+            if a == stage and owner[group_of[a]] != owner[group_of[b]]
+        ]
+
+    return sends
+
+
+def walk_all(schedule, owner):
+    """process -> what it does, in order: ("call", key, sender, receiver), with groups, and ("do", action)."""
+    sends = sends_of(schedule, owner)
+    plan = make_plan(schedule, sends)
+    done = {}
+    for process in sorted(set(owner)):
+        events = done[process] = []
+
+        def call(one, value, process=process, events=events):
+            assert (value == one.key) == (owner[one.sender] == process)  # offered before its turn, by the sender alone
+            events.append(("call", one.key, one.sender, one.receiver))
+            return one.key if owner[one.receiver] == process else None
+
+        walk = Walk(plan, call)
+        wanted = defaultdict(list)  # action -> keys of what it takes
+        for one in (one for action in schedule.order() for one in sends(action)):
+            kind, microbatch, _, stage = one.key
+            wanted[Action(kind, stage, microbatch)].append(one.key)
+        for action in schedule.order():
+            if owner[schedule.stage_to_group[action.stage]] == process:
+                walk.before(action)
+                assert [walk.take(key) for key in wanted[action]] == wanted[action]  # KeyError where it came too late
+                events.append(("do", action))
+                for one in sends(action):
+                    walk.offer(one.key, one.key)
+        walk.end()
+    return done
+
+
+def rendezvous(schedule, done, owner):
+    """Carry out what the processes do on devices, one a group: computations one after the other, transfers too, and a
+    call meets the call of the same number of the other side. The keys that arrived, and the groups that are stuck."""
+    computing, moving = defaultdict(deque), defaultdict(deque)
+    for process, events in done.items():
+        for number, (_, key, *ends) in enumerate(event for event in events if event[0] == "call"):
+            for group in (group for group in ends if owner[group] == process):
+                moving[group].append((number, key, *ends))
+        for action in (rest[0] for what, *rest in events if what == "do"):
+            computing[schedule.stage_to_group[action.stage]].append(action)
+    sends, computed, arrived = sends_of(schedule, owner), set(), []
+    made = {one.key: action for action in schedule.order() for one in sends(action)}
+    takes = defaultdict(list)
+    for kind, microbatch, source, stage in made:
+        takes[Action(kind, stage, microbatch)].append((kind, microbatch, source, stage))
+    moves = True
+    while moves:
+        moves = False
+        for queue in computing.values():
+            action = queue[0] if queue else None
+            near = dependencies(action, schedule.num_stages) if action else []
+            if action and set(near) <= computed and set(takes[action]) <= set(arrived):
+                computed.add(queue.popleft())
+                moves = True
+        for group, queue in moving.items():
+            if queue and group == queue[0][2] and made[queue[0][1]] in computed:
+                other = moving[queue[0][3]]
+                if other and other[0] == queue[0]:
+                    arrived.append(queue.popleft()[1])
+                    other.popleft()
+                    moves = True
+    stuck = sorted(group for group in {*computing, *moving} if computing[group] or moving[group])
+    return arrived, stuck
+
+
+@pytest.mark.parametrize(("name", "groups", "count"), SIZES)
+@pytest.mark.parametrize("groups_of_a_process", [1, 2])
+def test_every_process_makes_the_same_calls_and_all_meet(name, groups, count, groups_of_a_process):
+    owner = [group // groups_of_a_process for group in range(groups)]
+    backward = schedule_of(name, groups, count)
+    for schedule in (backward, forward_schedule(groups, count, backward.stage_to_group)):
+        done = walk_all(schedule, owner)
+        calls = [[event for event in events if event[0] == "call"] for events in done.values()]
+        crossings = [one for action in schedule.order() for one in sends_of(schedule, owner)(action)]
+        assert all(made == calls[0] for made in calls)
+        assert sorted(key for _, key, *_ in calls[0]) == sorted(one.key for one in crossings)
+        assert bool(crossings) == (len(set(owner)) > 1)
+        arrived, stuck = rendezvous(schedule, done, owner)
+        assert stuck == [] and sorted(arrived) == sorted(one.key for one in crossings)
+
+
+def in_own_order(schedule, owner):
+    """As `walk_all`, but each process sends where a value is made and receives where it is used."""
+    sends, done = sends_of(schedule, owner), {}
+    ends = {one.key: one for action in schedule.order() for one in sends(action)}
+    for process in sorted(set(owner)):
+        events = done[process] = []
+        for action in schedule.order():
+            if owner[schedule.stage_to_group[action.stage]] == process:
+                takes = [k for k in ends if Action(k[0], k[3], k[1]) == action]
+                events += [("call", k, ends[k].sender, ends[k].receiver) for k in takes]
+                events.append(("do", action))
+                events += [("call", *one[:1], one.sender, one.receiver) for one in sends(action)]
+    return done
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+def test_calls_in_the_own_order_of_each_process_get_stuck(groups):
+    schedule, owner = schedule_of("1f1b", groups, 4), list(range(groups))
+    _, stuck = rendezvous(schedule, in_own_order(schedule, owner), owner)
+    assert stuck != []
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_a_call_left_out_gets_stuck(name):
+    schedule, owner = schedule_of(name, 4, 8), list(range(4))
+    done = walk_all(schedule, owner)
+    calls = [event for event in done[3] if event[0] == "call"]
+    left_out = next(event for event in calls[5:] if 3 not in event[2:])  # one in which it has no part
+    done[3].remove(left_out)
+    _, stuck = rendezvous(schedule, done, owner)
+    assert 3 in stuck
+
+
+def test_a_transfer_waits_for_nothing_that_is_made_later():
+    """Group 1 starts a backward of twice the time before group 0 starts its last forward: both end together."""
+    schedule = schedule_of("1f1b", 2, 4)
+    plan = make_plan(schedule, sends_of(schedule, [0, 1]))
+    times = schedule.unit_times()
+    made = [times[Action(one.key[0], one.key[2], one.key[1])][1] for _, one in plan.transfers]
+    assert made == sorted(made)
+    for due, one in plan.transfers:
+        before = list(times)[:due]
+        assert all(times[action][0] < times[Action(one.key[0], one.key[2], one.key[1])][1] for action in before)

@@ -1,0 +1,222 @@
+"""One process of the tests in test_processes.py: `python -m tests.mpmd.transport.worker CASE PROCESS PROCESSES PORT`.
+
+Every process runs the same case; each holds one part of what the others only know by shape.
+"""
+
+import faulthandler
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from flax_mesh import mpmd
+from flax_mesh.mpmd import MpmdArray, MpmdMesh
+
+P = PartitionSpec
+TIME_LIMIT_S = 100  # dumps all stacks and ends this process, so that no test can hang
+X = np.arange(32, dtype=np.float32).reshape(8, 4)
+
+
+def groups(shape: tuple[int, ...], names: tuple[str, ...] = ("pp", "fsdp")) -> MpmdMesh:
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    return MpmdMesh(Mesh(np.array(devices).reshape(shape), names), "pp")
+
+
+def check(array: MpmdArray, expected: np.ndarray) -> None:
+    """Every shard of this process is its part of `expected`; without one the array is remote."""
+    parts = array.sharding.addressable_devices_indices_map(array.shape)
+    assert array.is_fully_remote == (not parts)
+    assert (array.shape, array.dtype) == (expected.shape, expected.dtype)
+    if parts:
+        shards = {shard.device: shard.data for shard in array.block_until_ready().jax_array.addressable_shards}
+        assert set(shards) == set(parts)
+        for device, part in parts.items():
+            assert np.array_equal(shards[device], expected[part]), (device, shards[device], expected[part])
+
+
+def error_of(function, *args) -> str:
+    try:
+        function(*args)
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("no error")
+
+
+def two_groups(process: int) -> None:
+    """Two processes with a group of two devices each."""
+    mpmd_mesh = groups((2, 2))
+    assert mpmd_mesh.my_mpmd_axis_index == process and mpmd_mesh.my_mpmd_axis_indices == (process,)
+    assert mpmd_mesh.my_mpmd_group_mesh is mpmd_mesh.lowering_mesh() is mpmd_mesh.unstack[process]
+    first, second = (NamedSharding(mesh, P("fsdp")) for mesh in mpmd_mesh.unstack)
+    with mpmd_mesh:
+        x = mpmd.device_put(X, first)
+    check(x, X)
+    assert x.groups == (0,)
+    for spec in (P("fsdp"), P(None, "fsdp"), P(), P("pp", "fsdp")):  # local to remote, or remote to local; and back
+        there = mpmd.device_put(x, NamedSharding(mpmd_mesh.unstack[1], spec))
+        check(there, X)
+        assert there.groups == (1,)
+        check(mpmd.device_put(there, first), X)
+    one = mpmd.device_put(x, SingleDeviceSharding(mpmd_mesh.unstack[1].devices.ravel()[1]))  # another number of devices
+    check(one, X)
+    check(mpmd.device_put(one, first), X)
+    everywhere = mpmd.device_put(x, NamedSharding(mpmd_mesh.jax_mesh, P(("fsdp", "pp"))))  # partly here, partly there
+    check(everywhere, X)
+    check(mpmd.device_put(everywhere, second), X)
+
+    by_order = [mpmd.device_put(mpmd.device_put(X + i, first), second) for i in range(20)]
+    for i, array in enumerate(by_order):
+        check(array, X + i)
+    keys = ["a", ("b", 0), 3]  # the receiver asks in another order than the sender sends
+    numbered = {key: mpmd.device_put(X * i, first) for i, key in enumerate(keys)}
+    arrived = {key: mpmd.device_put(numbered[key], second, key) for key in (keys if process else keys[::-1])}
+    for i, key in enumerate(keys):
+        check(arrived[key], X * i)
+    # Both ways at once, each process receiving before it sends.
+    both = {0: (mpmd.device_put(X, first), second), 1: (mpmd.device_put(-X, second), first)}
+    crossed = {i: mpmd.device_put(*both[i]) for i in ((1, 0) if process == 0 else (0, 1))}
+    check(crossed[0], X)
+    check(crossed[1], -X)
+
+    fill = mpmd.jit(lambda x: x * 0 - 7, out_shardings=first, donate_argnums=0)
+    given = mpmd.device_put(X, first)
+    orders = {
+        "early": lambda: mpmd.device_put(given, second, "early"),
+        "late": lambda: mpmd.device_put(x, second, "late"),
+    }
+    if process == 0:
+        orders["early"]()
+        fill(given).block_until_ready()  # takes the buffer of what was sent, before it is read
+        assert given.jax_array.is_deleted()
+        orders["late"]()
+    else:
+        check(orders["late"](), X)
+        check(orders["early"](), X)
+
+    for value in (np.zeros((0, 4), np.float32), np.bool_(True), jnp.bfloat16(1.5)):
+        array = mpmd.device_put(mpmd.device_put(value, NamedSharding(mpmd_mesh.unstack[0], P())), second_of(mpmd_mesh))
+        check(array, np.asarray(value))
+    random = jax.random.split(jax.random.key(1), 4)
+    moved = mpmd.device_put(mpmd.device_put(random, first), second)
+    assert moved.dtype == random.dtype
+    if process:
+        data = [np.asarray(jax.random.key_data(shard.data)) for shard in moved.jax_array.addressable_shards]
+        assert np.array_equal(np.concatenate(data), jax.random.key_data(random))
+    host = NamedSharding(mpmd_mesh.unstack[1], P("fsdp"), memory_kind="pinned_host")
+    pinned = mpmd.device_put(x, host)
+    check(pinned, X)
+    assert pinned.is_fully_remote or pinned.jax_array.sharding.memory_kind == "pinned_host"
+
+    step = mpmd.jit(lambda x, w: (x @ w, jnp.sum(x)), out_shardings=(first, NamedSharding(mpmd_mesh.unstack[0], P())))
+    y, total = step(x, np.eye(4, dtype=np.float32) * 2)
+    check(y, X * 2)
+    check(total, np.asarray(np.sum(X)))
+    z = mpmd.device_put(y, second)
+    where, other = ("remote ", "") if process else ("", "remote ")
+    message = error_of(step, x, z)
+    assert f"x, out_shardings[0], out_shardings[1] on {where}devices" in message, message
+    assert f"w on {other}devices" in message, message
+    far = z if process == 0 else x
+    assert f"process {process} has none of its devices, which belong to process {1 - process}" in error_of(
+        lambda: far.jax_array
+    )
+
+
+def second_of(mpmd_mesh: MpmdMesh) -> NamedSharding:
+    return NamedSharding(mpmd_mesh.unstack[1], P())
+
+
+def shared_groups(process: int) -> None:
+    """Four processes with one device each; two groups of two processes."""
+    mpmd_mesh = groups((2, 2))
+    assert mpmd_mesh.my_mpmd_axis_index == process // 2
+    first, second = mpmd_mesh.unstack
+    with mpmd_mesh:
+        x = mpmd.device_put(X, NamedSharding(first, P("fsdp")))  # every process of the group puts its own part
+    check(x, X)
+    for spec in (P("fsdp"), P(None, "fsdp"), P()):
+        there = mpmd.device_put(x, NamedSharding(second, spec))
+        check(there, X)
+        check(mpmd.device_put(there, NamedSharding(first, P("fsdp"))), X)
+        check(mpmd.device_put(there, NamedSharding(second, P("fsdp"))), X)  # another layout within the group
+    total = mpmd.jit(lambda x: x + jnp.sum(x), out_shardings=NamedSharding(first, P()))(x)  # a sum over two processes
+    check(mpmd.device_put(total, NamedSharding(second, P(None, "fsdp"))), X + np.sum(X))
+    scaled = mpmd.jit(lambda x, w: x * w, out_shardings=NamedSharding(second, P("fsdp")))(there, np.float32(3))
+    check(scaled, X * 3)
+    keys = jax.random.split(jax.random.key(1), 4)
+    moved = mpmd.device_put(mpmd.device_put(keys, NamedSharding(first, P("fsdp"))), NamedSharding(second, P("fsdp")))
+    if process // 2:
+        ((device, part),) = moved.sharding.addressable_devices_indices_map(keys.shape).items()
+        (shard,) = moved.jax_array.addressable_shards
+        assert shard.device == device
+        assert np.array_equal(jax.random.key_data(shard.data), jax.random.key_data(keys[part]))
+
+
+def chain(process: int) -> None:
+    """Three processes in a row, each with a stage; all of them run the same loop over microbatches."""
+    mpmd_mesh = groups((3, 1))
+    homes = [NamedSharding(mesh, P()) for mesh in mpmd_mesh.unstack]
+    stages = [mpmd.jit(lambda x, w: jnp.tanh(x * w), out_shardings=home) for home in homes]
+    weights = [mpmd.device_put(np.float32(1 + i), home) for i, home in enumerate(homes)]
+    for microbatch in range(6):
+        x = mpmd.device_put(X * (microbatch + 1) / 64, homes[0])
+        for stage, weight, home in zip(stages, weights, homes, strict=True):
+            x = stage(mpmd.device_put(x, home), weight)
+        expected = X * (microbatch + 1) / 64
+        for i in range(3):
+            expected = np.tanh(expected * (1 + i))
+        assert x.is_fully_remote == (process != 2)
+        if process == 2:
+            assert np.allclose(x, expected, rtol=1e-5)
+    skip = mpmd.device_put(mpmd.device_put(X, homes[0]), homes[2])  # past the middle process, which takes no part
+    check(skip, X)
+
+
+def several_groups(process: int) -> None:
+    """Two processes with two devices each, every device a group: transfers within a process and between them."""
+    mpmd_mesh = groups((4, 1))
+    assert mpmd_mesh.my_mpmd_axis_indices == (2 * process, 2 * process + 1)
+    assert "the groups" in error_of(lambda: mpmd_mesh.my_mpmd_axis_index)
+    homes = [NamedSharding(mesh, P()) for mesh in mpmd_mesh.unstack]
+    x = mpmd.device_put(X, homes[0])
+    for i in (1, 2, 3, 0, 2):
+        x = mpmd.device_put(x, homes[i])
+        check(x, X)
+    tied = mpmd.device_put(x, NamedSharding(mpmd_mesh.mpmd_submesh([0, 2, 3]).jax_mesh, P()))
+    check(tied, X)
+
+
+def late(process: int) -> None:
+    """The sender is done with its program before the receiver asks; jax.distributed ends them together."""
+    mpmd_mesh = groups((2, 1))
+    first, second = (NamedSharding(mesh, P()) for mesh in mpmd_mesh.unstack)
+    x = mpmd.device_put(X, first)
+    if process == 1:
+        time.sleep(3)
+    check(mpmd.device_put(x, second), X)
+
+
+def ownership(process: int) -> None:
+    """Three processes with two devices each in two groups of three: process 1 has a part of both."""
+    message = error_of(lambda: groups((2, 3)))
+    assert "process 1 has" in message and "process 0 has" not in message and "process 2 has" not in message, message
+
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(TIME_LIMIT_S, exit=True)
+    case, process, processes, port, devices = sys.argv[1], *map(int, sys.argv[2:])
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        f"127.0.0.1:{port}",
+        processes,
+        process,
+        coordinator_bind_address=f"127.0.0.1:{port}",
+        cluster_detection_method="deactivate",
+    )
+    globals()[case](process)
+    print(f"process {process} of {processes}: {case} holds", flush=True)

@@ -1,0 +1,404 @@
+"""Models that differ in how their layers are called: methods, orders, keywords, pytrees, remat, jit, scan."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen, nnx
+
+from tests.mpmd.zoo.base import VOCAB, WIDTH, Case, cross_entropy, language_loss, squared_loss, text, vectors
+
+
+class Block(nnx.Module):
+    """Pre-norm residual block with a method besides `__call__`."""
+
+    def __init__(self, width: int, rngs: nnx.Rngs):
+        self.norm = nnx.RMSNorm(width, rngs=rngs)
+        self.up = nnx.Linear(width, 2 * width, rngs=rngs)
+        self.down = nnx.Linear(2 * width, width, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(jax.nn.gelu(self.up(self.norm(x))))
+
+    def mix(self, x, *, strength=1.0):
+        return x + strength * jnp.cumsum(self(x), axis=1) / x.shape[1]
+
+
+class Language(nnx.Module):
+    """Embedding, blocks, head. Subclasses say how the blocks run."""
+
+    def __init__(self, depth: int = 4, seed: int = 0):
+        rngs = nnx.Rngs(seed)
+        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+        self.layers = self.make_layers(depth, rngs)
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.head = nnx.Linear(WIDTH, VOCAB, use_bias=False, rngs=rngs)
+
+    def make_layers(self, depth: int, rngs: nnx.Rngs) -> Any:
+        return nnx.List([Block(WIDTH, rngs) for _ in range(depth)])
+
+    def run(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def __call__(self, tokens):
+        return self.head(self.norm(self.run(self.embed(tokens))))
+
+
+class ByMethod(Language):
+    def run(self, x):
+        x = self.layers[0].mix(x)
+        for layer in self.layers[1:-1]:
+            x = layer.mix(x, strength=0.5)
+        return self.layers[-1](x)
+
+
+class Reversed(Language):
+    def run(self, x):
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return x
+
+
+class Permuted(Language):
+    order = (2, 0, 3, 1, 4)
+
+    def run(self, x):
+        for i in self.order:
+            x = self.layers[i](x)
+        return x
+
+
+class ListedTwice(Language):
+    """Two groups of shared layers, as ALBERT shares them."""
+
+    def make_layers(self, depth, rngs):
+        first, second = Block(WIDTH, rngs), Block(WIDTH, rngs)
+        return nnx.List([first, first, second, second])
+
+
+class ListedAlternating(Language):
+    """a b a b: no cut puts both calls of a on one stage."""
+
+    def make_layers(self, depth, rngs):
+        first, second = Block(WIDTH, rngs), Block(WIDTH, rngs)
+        return nnx.List([first, second] * (depth // 2))
+
+
+class CalledTwice(Language):
+    def run(self, x):
+        for layer in self.layers:
+            x = layer(layer(x))
+        return x
+
+
+class Looped(Language):
+    """The whole stack twice over, as a looped transformer does."""
+
+    def run(self, x):
+        for _ in range(2):
+            for layer in self.layers:
+                x = layer(x)
+        return x
+
+
+class KeywordBlock(Block):
+    def __call__(self, *, hidden, mask=None, scale=1.0, training: bool = False):
+        out = super().__call__(hidden) if mask is None else hidden + mask * (super().__call__(hidden) - hidden)
+        return out * scale if training else out
+
+
+class Keywords(Language):
+    def make_layers(self, depth, rngs):
+        return nnx.List([KeywordBlock(WIDTH, rngs) for _ in range(depth)])
+
+    def __call__(self, tokens):
+        mask, x = (tokens % 3 != 0)[..., None], self.embed(tokens)
+        for i, layer in enumerate(self.layers):
+            x = layer(hidden=x, mask=mask if i % 2 else None, scale=1 / (i + 1), training=True)
+        return self.head(self.norm(x))
+
+
+class PairBlock(nnx.Module):
+    """Two streams, a running aux value and an optional one, in a dict, as protein folding models pass them."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.single = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.pair = nnx.Linear(WIDTH, 4, rngs=rngs)
+        self.gate = nnx.Linear(4, WIDTH, rngs=rngs)
+
+    def __call__(self, state: dict[str, Any]) -> dict[str, Any]:
+        single, pair, bias = state["single"], state["pair"], state["bias"]
+        pair = pair + self.pair(single)[:, :, None] * self.pair(single)[:, None]
+        if bias is not None:
+            pair = pair + bias
+        single = single + jnp.tanh(self.single(single)) * jax.nn.sigmoid(self.gate(pair).mean(2))
+        return {"single": single, "pair": pair, "bias": None, "norms": (*state["norms"], jnp.sum(single**2, (1, 2)))}
+
+
+class Dicts(Language):
+    def make_layers(self, depth, rngs):
+        return nnx.List([PairBlock(rngs) for _ in range(depth)])
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        distance = jnp.abs(jnp.arange(x.shape[1])[:, None] - jnp.arange(x.shape[1]))
+        state = {"single": x, "pair": jnp.zeros((*x.shape[:2], x.shape[1], 4)), "norms": ()}
+        state["bias"] = jax.nn.one_hot(jnp.minimum(distance, 3), 4)
+        for layer in self.layers:
+            state = layer(state)
+        return self.head(self.norm(state["single"])), jnp.stack(state["norms"], -1)
+
+
+def dict_loss(model, batch):
+    logits, norms = model(batch["tokens"])
+    loss, weight, metrics = cross_entropy(logits, batch)
+    return loss + 1e-3 * norms.sum(), weight, metrics | {"norms": norms.sum(), "first": norms[:, 0].sum()}
+
+
+class RematLayer(Language):
+    def run(self, x):
+        for layer in self.layers:
+            x = nnx.remat(lambda layer, x: layer(x))(layer, x)
+        return x
+
+
+class RematBlock(Block):
+    @partial(nnx.remat, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+    def __call__(self, x):
+        return super().__call__(x)
+
+
+class RematMethod(Language):
+    def make_layers(self, depth, rngs):
+        return nnx.List([RematBlock(WIDTH, rngs) for _ in range(depth)])
+
+
+class RematModel(Language):
+    @nnx.remat
+    def __call__(self, tokens):
+        return super().__call__(tokens)
+
+
+class Checkpointed(Language):
+    """jax.checkpoint over a function that closes over its layer; the layers have no variables that change."""
+
+    def run(self, x):
+        for layer in self.layers:
+            x = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable)(x)
+        return x
+
+
+class CheckpointedGroups(Language):
+    """One checkpoint over every three layers, so that cuts go through checkpoints."""
+
+    def run(self, x):
+        for at in range(0, len(self.layers), 3):
+
+            def group(x, at=at):
+                for layer in self.layers[at : at + 3]:
+                    x = layer(x)
+                return x
+
+            x = jax.checkpoint(group)(x)
+        return x
+
+
+class JitBlock(Block):
+    @nnx.jit
+    def __call__(self, x):
+        return super().__call__(x)
+
+
+class JitLayers(Language):
+    def make_layers(self, depth, rngs):
+        return nnx.List([JitBlock(WIDTH, rngs) for _ in range(depth)])
+
+    def run(self, x):
+        rescale = jax.jit(lambda x: x / jnp.sqrt(jnp.mean(x**2) + 1.0))
+        for layer in self.layers:
+            x = rescale(layer(x))
+        return x
+
+
+class JitModel(Language):
+    @nnx.jit
+    def run(self, x):
+        return super().run(x)
+
+
+class PerExample(Language):
+    """Layers written for one sequence, mapped over the batch where they are called."""
+
+    def run(self, x):
+        for layer in self.layers:
+            x = nnx.vmap(lambda layer, x: layer.mix(x[None])[0], in_axes=(None, 0))(layer, x)
+        return x
+
+
+class Trunk(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.blocks = nnx.List([Block(WIDTH, rngs) for _ in range(5)])
+
+
+class Backbone(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.stem = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.trunk = Trunk(rngs)
+
+    def features(self, x):
+        x = self.stem(x)
+        for block in self.trunk.blocks:
+            x = block(x)
+        return x
+
+
+class Nested(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(params=1)
+        self.backbone = Backbone(rngs)
+        self.out = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.backbone.features(x))
+
+
+class Scanned(Language):
+    """Made by nnx.vmap, run by nnx.scan with remat inside."""
+
+    block = Block
+
+    def make_layers(self, depth, rngs):
+        @nnx.split_rngs(splits=depth)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def stack(rngs):
+            return self.block(WIDTH, rngs)
+
+        return stack(rngs)
+
+    def run(self, x):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def forward(x, layer):
+            return nnx.remat(lambda layer, x: layer(x))(layer, x)
+
+        return forward(x, self.layers)
+
+
+class NoisyBlock(Block):
+    def __init__(self, width, rngs):
+        super().__init__(width, rngs)
+        self.drop, self.average = nnx.Dropout(0.2, rngs=rngs), nnx.BatchStat(jnp.zeros((width,)))
+
+    def __call__(self, x):
+        y = self.drop(super().__call__(x) - x)
+        self.average[...] = 0.9 * self.average[...] + 0.1 * jax.lax.stop_gradient(y).mean((0, 1))
+        return x + y - self.average
+
+
+class ScannedNoisy(Scanned):
+    """Random streams and variables that change inside the stack."""
+
+    block = NoisyBlock
+
+
+class ScannedInJax(Scanned):
+    """jax.lax.scan over the state of the stack, with a constant, a second scanned input and an output of each layer."""
+
+    def __call__(self, tokens):
+        graphdef, stacked = nnx.split(self.layers)
+        mask = (tokens > 2)[..., None]
+        scales = jnp.linspace(0.5, 1.0, 4)
+
+        def body(x, layer):
+            state, scale = layer
+            y = x + scale * mask * (nnx.merge(graphdef, state)(x) - x)
+            return y, jnp.mean((y - x) ** 2, (1, 2))
+
+        x, moved = jax.lax.scan(body, self.embed(tokens), (stacked, scales))
+        return self.head(self.norm(x)), moved
+
+
+def moved_loss(model, batch):
+    logits, moved = model(batch["tokens"])
+    loss, weight, metrics = cross_entropy(logits, batch)
+    return loss + 0.1 * moved.sum(), weight, metrics | {"moved_last": moved[-1].sum()}
+
+
+class LinenBlock(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        h = linen.Dense(2 * x.shape[-1])(linen.LayerNorm()(x))
+        return x + linen.Dense(x.shape[-1])(linen.silu(h))
+
+
+class LinenLayers(Language):
+    def make_layers(self, depth, rngs):
+        x = jnp.zeros((1, 1, WIDTH))
+        return nnx.List([nnx.bridge.ToNNX(LinenBlock(), rngs=rngs).lazy_init(x) for _ in range(depth)])
+
+
+class SowingBlock(Block):
+    def __call__(self, x):
+        y = super().__call__(x)
+        self.sow(nnx.Intermediate, "change", jnp.sum((y - x) ** 2))
+        return y
+
+
+class Sowing(Language):
+    def make_layers(self, depth, rngs):
+        return nnx.List([SowingBlock(WIDTH, rngs) for _ in range(depth)])
+
+
+def popped_loss(model, batch):
+    """The training loop of the Flax guides: what the layers sowed is popped after the call."""
+    loss, weight, metrics = language_loss(model, batch)
+    change = sum(jax.tree.leaves(nnx.pop(model, nnx.Intermediate)))
+    return loss + 1e-3 * change, weight, metrics | {"change": change}
+
+
+def captured_loss(model, batch):
+    """The newer way: what the layers sowed is captured around the call, and the model keeps nothing."""
+    forward: Any = nnx.capture(nnx.Intermediate)(lambda model: model(batch["tokens"]))
+    logits, sown = forward(model)
+    loss, weight, metrics = cross_entropy(logits, batch)
+    change = sum(jax.tree.leaves(sown))
+    return loss + 1e-3 * change, weight, metrics | {"change": change}
+
+
+def sequential() -> nnx.Module:
+    """Layers and plain functions in one list; the model is the list."""
+    rngs = nnx.Rngs(3)
+    parts = [f for _ in range(4) for f in (nnx.Linear(WIDTH, WIDTH, rngs=rngs), jax.nn.gelu)]
+    return nnx.Sequential(nnx.LayerNorm(WIDTH, rngs=rngs), *parts, nnx.Linear(WIDTH, WIDTH, rngs=rngs))
+
+
+CASES = [
+    Case("residual", Language, language_loss, text),
+    Case("by_method", ByMethod, language_loss, text),
+    Case("reversed", Reversed, language_loss, text),
+    Case("permuted", lambda: Permuted(5), language_loss, text),
+    Case("listed_twice", ListedTwice, language_loss, text),
+    Case("listed_alternating", ListedAlternating, language_loss, text),
+    Case("called_twice", CalledTwice, language_loss, text),
+    Case("looped", Looped, language_loss, text),
+    Case("keywords", Keywords, language_loss, text),
+    Case("dicts", Dicts, dict_loss, text),
+    Case("remat_layer", RematLayer, language_loss, text),
+    Case("remat_method", RematMethod, language_loss, text),
+    Case("remat_model", RematModel, language_loss, text),
+    Case("checkpointed", Checkpointed, language_loss, text),
+    Case("checkpointed_groups", lambda: CheckpointedGroups(6), language_loss, text),
+    Case("jit_layers", JitLayers, language_loss, text),
+    Case("jit_model", JitModel, language_loss, text),
+    Case("per_example", PerExample, language_loss, text),
+    Case("nested", Nested, squared_loss, vectors, layers="backbone/trunk/blocks"),
+    Case("scanned", Scanned, language_loss, text),
+    Case("scanned_noisy", ScannedNoisy, language_loss, text),
+    Case("scanned_in_jax", ScannedInJax, moved_loss, text),
+    Case("linen_layers", LinenLayers, language_loss, text),
+    Case("sow_popped", Sowing, popped_loss, text),
+    Case("sow_captured", Sowing, captured_loss, text),
+    Case("sequential", sequential, squared_loss, vectors),
+]

@@ -1,0 +1,247 @@
+"""Models that differ in what becomes of parameters: tied, shared, borrowed, frozen, unused, regularised, averaged."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from tests.mpmd.zoo.base import VOCAB, WIDTH, Case, cross_entropy, language_loss, squared_loss, text, vectors
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.out = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.out(jnp.tanh(self.linear(x)))
+
+
+class Model(nnx.Module):
+    """Embedding, layers and a head that shares the embedding's table."""
+
+    def __init__(self, depth: int = 4):
+        rngs = nnx.Rngs(0)
+        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+        self.layers = nnx.List([Layer(rngs) for _ in range(depth)])
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.embed.attend(x)
+
+
+class BorrowedKernel(Model):
+    """The head projects by a kernel of the first layer: a parameter of one layer that the last stage needs too."""
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.embed.attend(x @ self.layers[0].linear.kernel)
+
+
+class RoutedLayer(Layer):
+    def __init__(self, rngs: nnx.Rngs, gate: nnx.Linear):
+        super().__init__(rngs)
+        self.gate = gate
+
+    def __call__(self, x):
+        return x + jax.nn.sigmoid(self.gate(x)) * (super().__call__(x) - x)
+
+
+class SharedGate(Model):
+    """One module that all layers hold: its path lies in the first of them."""
+
+    def __init__(self):
+        super().__init__(0)
+        rngs = nnx.Rngs(1)
+        gate = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.layers = nnx.List([RoutedLayer(rngs, gate) for _ in range(4)])
+
+
+class TiedVariables(Model):
+    """Every second layer has the kernel of the one before, as one Variable of two modules."""
+
+    def __init__(self):
+        super().__init__(5)
+        for a, b in zip(self.layers[0::2], self.layers[1::2], strict=False):
+            b.out.kernel = a.out.kernel
+
+
+class LearnedScalars(Model):
+    """A scalar that all layers read, and one scale for each layer in a single vector outside of the list."""
+
+    def __init__(self):
+        super().__init__()
+        self.strength = nnx.Param(jnp.asarray(0.7))
+        self.scales = nnx.Param(jnp.linspace(0.5, 1.0, 4))
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for i, layer in enumerate(self.layers):
+            x = x + self.strength * self.scales[i] * (layer(x) - x)
+        return self.embed.attend(x) * jnp.exp(-self.strength[...])
+
+
+class Positions(Model):
+    """Tables once: learned positions that all layers add, a mask from the batch, slopes from nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions = nnx.Param(0.1 * jax.random.normal(jax.random.key(7), (6, WIDTH)))
+
+    def __call__(self, tokens):
+        x, table = self.embed(tokens), jnp.sin(self.positions[...])
+        mask = jnp.tril(jnp.ones((6, 6))) * (tokens % 4 > 0)[:, None]
+        slopes = jnp.exp2(-jnp.arange(6.0))
+        weights = jax.nn.softmax(jnp.where(mask > 0, -slopes, -1e9))
+        for layer in self.layers:
+            x = layer(x + table) + weights @ x
+        return self.embed.attend(x)
+
+
+class Unused(Model):
+    """A layer skipped, a head never called, and a parameter that only a stopped gradient reaches."""
+
+    def __init__(self):
+        super().__init__(5)
+        self.old_head = nnx.Linear(WIDTH, 3, rngs=nnx.Rngs(1))
+        self.target = nnx.Param(jnp.ones((WIDTH,)))
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for i in (0, 1, 3, 4):
+            x = self.layers[i](x)
+        return self.embed.attend(x * jax.lax.stop_gradient(self.target[...]))
+
+
+UNUSED = ("layers/2/linear/kernel", "layers/2/linear/bias", "layers/2/out/kernel")
+UNUSED += ("old_head/kernel", "old_head/bias", "target")
+
+
+def lora(rank: int = 2) -> Model:
+    """A finished model whose layers get adapters afterwards."""
+    model, rngs = Model(), nnx.Rngs(9)
+    for layer in model.layers:
+        adapted = nnx.LoRA(WIDTH, rank, WIDTH, base_module=layer.linear, rngs=rngs)
+        setattr(layer, "linear", adapted)  # noqa: B010 (another type than the class has)
+    return model
+
+
+def frozen_leaves(path, _):
+    """Trained are the last three layers without their biases."""
+    return path[0] == "layers" and path[1] > 0 and path[-1] == "kernel"
+
+
+def regularised_loss(model, batch):
+    """Weight decay written into the loss: every parameter of every stage appears in it."""
+    loss, weight, metrics = language_loss(model, batch)
+    squares = sum(jnp.sum(jnp.square(p)) for p in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    return loss + 1e-3 * weight * squares, weight, metrics | {"squares": squares}
+
+
+class EarlyExits(Model):
+    """Logits after every layer by the one head, all of them in the loss; and a learned mixture of all layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.mixture = nnx.Param(jnp.zeros((4,)))
+
+    def __call__(self, tokens):
+        x, exits = self.embed(tokens), []
+        for layer in self.layers:
+            x = layer(x)
+            exits.append(x)
+        mixed = jnp.einsum("l,lbsd->bsd", jax.nn.softmax(self.mixture[...]), jnp.stack(exits))
+        return self.embed.attend(mixed), [self.embed.attend(x) for x in exits]
+
+
+def exits_loss(model, batch):
+    logits, exits = model(batch["tokens"])
+    loss, weight, metrics = cross_entropy(logits, batch)
+    early = [cross_entropy(x, batch)[0] for x in exits]
+    return loss + 0.1 * sum(early), weight, metrics | {f"exit_{i}": x for i, x in enumerate(early)}
+
+
+class Average(nnx.Variable):
+    """A running average, as some keep of codes and activations."""
+
+
+class AveragingLayer(Layer):
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.average = Average(jnp.zeros((WIDTH,)))
+
+    def __call__(self, x):
+        y = super().__call__(x)
+        self.average[...] = 0.9 * self.average[...] + 0.1 * jax.lax.stop_gradient(y - x).mean(0)
+        return y - 0.1 * self.average
+
+
+class Averages(nnx.Module):
+    """Variables of its own kind that change, in the layers and outside, one of them read before it is written."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([AveragingLayer(rngs) for _ in range(4)])
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+        self.first, self.last = Average(jnp.zeros((WIDTH,))), Average(jnp.ones(()))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        scale = self.last[...]
+        self.first[...] = 0.9 * self.first[...] + 0.1 * x.mean(0)
+        for layer in self.layers:
+            x = layer(x)
+        self.last[...] = 0.5 * scale + 0.5 * jax.lax.stop_gradient(jnp.mean(x**2)) / jnp.maximum(self.calls[...], 1)
+        return x / (0.1 + scale)
+
+
+@jax.custom_vjp
+def clip_gradient(x):
+    return x
+
+
+clip_gradient.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.05, 0.05),))
+
+
+class OwnGradients(Model):
+    """custom_vjp between layers, a branch chosen by data and a loop with a number of rounds known only at run time."""
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = clip_gradient(layer(x))
+            x = jax.lax.cond(jnp.mean(x) > 0, lambda x: 0.9 * x, lambda x: 1.1 * x, x)
+        rounds = jnp.max(tokens) % 3 + 1
+        norm = jax.lax.while_loop(lambda c: c[0] < rounds, lambda c: (c[0] + 1, c[1] * 0.5), (0, jnp.ones(())))[1]
+        return self.embed.attend(x * norm)
+
+
+def mean_loss(model, batch):
+    """A bare scalar: the mean over the microbatch."""
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def vector_model() -> nnx.Module:
+    rngs = nnx.Rngs(0)
+    return nnx.Sequential(*[Layer(rngs) for _ in range(5)])
+
+
+CASES = [
+    Case("tied_embedding", Model, language_loss, text),
+    Case("borrowed_kernel", BorrowedKernel, language_loss, text),
+    Case("shared_gate", SharedGate, language_loss, text),
+    Case("tied_variables", TiedVariables, language_loss, text),
+    Case("learned_scalars", LearnedScalars, language_loss, text),
+    Case("position_tables", Positions, language_loss, text),
+    Case("unused_parameters", Unused, language_loss, text, unused=UNUSED),
+    Case("lora", lora, language_loss, text, wrt=nnx.LoRAParam),
+    Case("frozen", Model, language_loss, text, wrt=nnx.All(nnx.Param, frozen_leaves)),
+    Case("regularised", Model, regularised_loss, text),
+    Case("early_exits", EarlyExits, exits_loss, text),
+    Case("averages", Averages, squared_loss, vectors),
+    Case("own_gradients", OwnGradients, language_loss, text),
+    Case("mean_loss", vector_model, mean_loss, vectors),
+]

@@ -1,0 +1,33 @@
+"""Every model of the zoo trains without a pipeline: the oracle that pipelines are compared with."""
+
+import numpy as np
+import pytest
+
+from tests.mpmd.zoo.base import Case, language_loss, plain_run
+from tests.mpmd.zoo.models import BY_NAME, CASES, PARAMETERS, SAMPLE
+
+MOMENT = "optimizer/opt_state/0/mu/"
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+@pytest.mark.parametrize("case", PARAMETERS)
+def test_the_plain_step_trains_every_used_parameter(case: Case):
+    run = plain_run(case)
+    assert all(np.isfinite(x).all() for row in run.metrics for x in row.values())
+    assert run.metrics[0]["loss"] != run.metrics[1]["loss"]
+    moments = {path.removeprefix(MOMENT): x for path, x in run.after.items() if path.startswith(MOMENT)}
+    still = {path for path, moment in moments.items() if not moment.any()}
+    assert moments and still == set(case.unused)
+    for path in moments.keys() - still:
+        assert not np.array_equal(run.before[f"model/{path}"], run.after[f"model/{path}"]), path
+
+
+def test_names_of_cases_are_unique_and_the_sample_exists():
+    assert len(BY_NAME) == len(CASES) and set(SAMPLE) <= set(BY_NAME)
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+def test_sown_values_that_stay_in_the_model_are_refused():
+    sowing = BY_NAME["sow_popped"]._replace(name="sow_left", loss_fn=language_loss)
+    with pytest.raises(ValueError, match=r"changed the structure of the model: gone nothing, new .*layers/0/change"):
+        plain_run(sowing)

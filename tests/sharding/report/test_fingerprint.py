@@ -1,0 +1,108 @@
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+import flax_mesh as fm
+from flax_mesh.sharding import check_same_on_all_processes, sharding_fingerprint
+
+P = PartitionSpec
+ROOT = Path(__file__).parents[3]
+MESH = AbstractMesh((2, 4), ("fsdp", "tp"))
+RULES = [("kernel", ("embed", "mlp")), ("bias", ())]
+
+
+def make():
+    model = nnx.Linear(8, 16, rngs=nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+
+
+FSDP = P("fsdp")
+
+
+def of(spec=FSDP, *, path="w", shape=(8, 8), dtype=jnp.float32, mesh=MESH):
+    leaf = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+    return sharding_fingerprint({path: leaf, "other": leaf})
+
+
+def test_an_abstract_state_and_the_arrays_made_from_it_have_one_fingerprint():
+    abstract = fm.abstract_state(make, fm.create_mesh((2, 4), ("fsdp", "tp")), RULES)
+    fingerprint = sharding_fingerprint(abstract)
+    assert len(fingerprint) == 64 and int(fingerprint, 16)
+    assert fingerprint == sharding_fingerprint(fm.init_state(make, abstract))
+    assert fingerprint == sharding_fingerprint(fm.abstract_state(make, MESH, RULES))
+
+
+def test_it_changes_with_all_that_it_is_made_of_and_with_nothing_else():
+    changes = [
+        of(P("tp")),
+        of(P(None, "fsdp")),
+        of(P(("fsdp", "tp"))),
+        of(path="v"),
+        of(shape=(8, 16)),
+        of(dtype=jnp.bfloat16),
+        of(mesh=AbstractMesh((4, 2), ("fsdp", "tp"))),
+        of(mesh=AbstractMesh((4, 2), ("tp", "fsdp"))),
+    ]
+    assert len({of(), *changes}) == 9
+    assert of() == of(P("fsdp", None)) == of(P(("fsdp",)))
+    assert of() == of(P("fsdp", "sp"), mesh=AbstractMesh((2, 4, 1), ("fsdp", "tp", "sp")))
+
+
+def test_it_is_the_same_under_every_hash_seed():
+    code = (
+        "from tests.sharding.report.test_fingerprint import *;"
+        "print(sharding_fingerprint(fm.abstract_state(make, MESH, RULES)))"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for seed in ("1", "2")
+    }
+    assert outputs == {sharding_fingerprint(fm.abstract_state(make, MESH, RULES))}
+
+
+def test_arrays_without_a_sharding_are_named():
+    with pytest.raises(
+        fm.ShardingError, match=r"a: ndarray \(2,\) has no sharding\nb: ndarray .*\nTake the fingerprint"
+    ):
+        sharding_fingerprint({"a": np.ones(2), "b": np.ones(2), "text": "lies nowhere"})
+
+
+def test_one_process_agrees_with_itself():
+    check_same_on_all_processes("anything")
+
+
+def test_processes_that_differ_are_named_in_all_of_them():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-m", "tests.sharding.report.fingerprint_worker", port]
+    workers = [
+        subprocess.Popen([*command, str(rank)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for rank in range(3)
+    ]
+    try:
+        output = [worker.communicate(timeout=120)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    for rank, (worker, text) in enumerate(zip(workers, output, strict=True)):
+        assert worker.returncode == 0, text
+        assert f"process {rank}: the processes of this run must have the same rules, and have 2 different ones" in text
+        assert "on processes 0, 2; " in text and "on process 1. Start all of them" in text

@@ -1,0 +1,274 @@
+"""The step against a plain loop over one device, for models and losses that are not ours."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from flax_mesh import abstract_state, create_mesh
+from flax_mesh.step.loss import reseed
+from flax_mesh.train import init_train_state, make_eval_step, make_train_step
+from flax_mesh.tree import named_leaves
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+RULES = [("kernel$", ("embed", "mlp")), (".*", ())]
+
+
+class Net(nnx.Module):
+    """Dropout and BatchNorm: random streams and statistics; `seen` counts its calls."""
+
+    def __init__(self, rngs: nnx.Rngs, rate: float = 0.0, norm: bool = False):
+        self.layers = nnx.List([nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)])
+        self.drop = nnx.Dropout(rate, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs) if norm else None
+        self.seen = nnx.BatchStat(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        h = self.layers[0](x)
+        h = self.norm(h) if self.norm else h
+        self.seen[...] += 1
+        return self.layers[1](self.drop(jnp.tanh(h)))
+
+
+def make(optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)), **kinds):  # noqa: B008
+    def made():
+        model = Net(nnx.Rngs(0), **kinds)
+        return model, nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+
+    return made
+
+
+def start(maker, mesh=None):
+    mesh = mesh or create_mesh((1,), ("fsdp",), devices=jax.devices()[:1])
+    rules = RULES if "tp" in mesh.axis_names else [(".*", ())]
+    return init_train_state(maker, abstract_state(maker, mesh, rules))
+
+
+def batch(rows=16, seed=0, live=None):
+    rng = np.random.default_rng(seed)
+    weights = rng.integers(0, 2, (rows,)).astype(np.float32) if live is None else live
+    return {"x": rng.normal(size=(rows, 8)).astype(np.float32), "w": weights}
+
+
+def weighted_loss(model, batch):
+    error = jnp.mean((model(batch["x"]) - 1.0) ** 2, axis=-1)
+    return jnp.sum(error * batch["w"]), jnp.sum(batch["w"]), {"errors": jnp.sum(error > 0.5, where=batch["w"] > 0)}
+
+
+def run(loss_fn, state, batches, **kinds):
+    """(state, rows of metrics) after a step a batch."""
+    step = make_train_step(loss_fn, state, **kinds)
+    rows = []
+    for b in batches:
+        state, metrics = step(state, b)
+        rows.append({k: np.asarray(v) for k, v in metrics.items()})
+    return state, rows
+
+
+def assert_same_leaves(a, b, **tolerance):
+    for (path, x), (_, y) in zip(named_leaves(a.to_nnx()), named_leaves(b.to_nnx()), strict=True):
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            np.testing.assert_allclose(x, y, err_msg=path, **tolerance)
+
+
+def test_a_step_is_the_plain_flax_and_optax_step():
+    state = start(make())
+    model, optimizer = state.merge()
+    plain_model, plain_optimizer = nnx.clone(model), nnx.clone(optimizer)
+    for i in range(3):
+        b = batch(seed=i)
+        mean = lambda m, b=b: weighted_loss(m, b)[0] / jnp.sum(b["w"])  # noqa: E731
+        loss, grads = nnx.value_and_grad(mean)(plain_model)
+        norm = optax.tree.norm(grads)
+        plain_optimizer.update(plain_model, grads)
+        state, metrics = make_train_step(weighted_loss, state)(state, b)
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
+        np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+        assert metrics["weight"] == b["w"].sum()
+    model, _ = state.merge()
+    for (path, x), (_, y) in zip(named_leaves(nnx.state(model)), named_leaves(nnx.state(plain_model)), strict=True):
+        if path.startswith("layers"):
+            np.testing.assert_allclose(x, y, atol=1e-6, err_msg=path)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_accumulation_is_right_where_microbatches_weigh_differently(parts):
+    live = np.array([1] * 4 + [1, 0, 0, 0] + [0] * 4 + [0, 1, 1, 0], np.float32)  # weights 4, 1, 0, 2
+    whole, rows = run(weighted_loss, start(make()), [batch(live=live)] * 2)
+    cut, cut_rows = run(weighted_loss, start(make()), [batch(live=live)] * 2, microbatches=parts)
+    for a, b in zip(rows, cut_rows, strict=True):
+        for name in ("loss", "grad_norm", "weight", "errors"):
+            np.testing.assert_allclose(a[name], b[name], rtol=1e-5, err_msg=name)
+    assert [int(s.merge()[0].seen[...]) for s in (whole, cut)] == [2, 2 * parts]  # threaded through the microbatches
+
+    def mean_of_means(model, b):  # the common mistake: a mean per microbatch
+        loss, weight, _ = weighted_loss(model, b)
+        return loss / jnp.maximum(weight, 1.0)
+
+    _, wrong = run(mean_of_means, start(make()), [batch(live=live)], microbatches=parts)
+    assert abs(wrong[0]["loss"] - rows[0]["loss"]) > 1e-2
+
+
+def test_a_batch_without_weight_changes_no_parameter_by_gradients():
+    state, rows = run(weighted_loss, start(make()), [batch(live=np.zeros(16, np.float32))])
+    assert rows[0]["loss"] == rows[0]["grad_norm"] == 0
+    assert all(np.isfinite(x).all() for p, x in named_leaves(state.to_nnx()) if "rngs" not in p)
+
+
+def test_statistics_come_back_updated_on_a_mesh_as_on_one_device():
+    mesh = create_mesh((2, 2, 1, 2, 1))
+    place = NamedSharding(mesh, PartitionSpec(("fsdp", "dp")))
+    batches = [batch(seed=i) for i in range(3)]
+    # Not Adam: a bias before a norm has no gradient, and Adam would make steps of its rounding errors.
+    maker = make(norm=True, optimizer=optax.sgd(0.1, momentum=0.9))
+    one, _ = run(weighted_loss, start(maker), batches)
+    sharded = [jax.device_put(b, place) for b in batches]
+    eight, _ = run(weighted_loss, start(maker, mesh), sharded)
+    assert_same_leaves(one, eight, atol=2e-6)
+    first = start(maker, mesh)
+    assert not np.allclose(first.merge()[0].norm.mean[...], eight.merge()[0].norm.mean[...])
+    for (path, a), (_, b) in zip(named_leaves(first.to_nnx()), named_leaves(eight.to_nnx()), strict=True):
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim), path  # no layout drifts
+
+
+@pytest.mark.slow
+def test_dropout_masks_are_those_of_seed_step_and_microbatch_whatever_the_mesh():
+    def masks(model, b):
+        kept = model.drop(jnp.ones_like(b["x"])) > 0
+        return jnp.sum((model(b["x"]) - 1.0) ** 2), 1.0, {"mask": jnp.sum(kept * 2.0 ** jnp.arange(8))}
+
+    def seen(mesh=None, steps=2, seed=0, parts=1):
+        place = (lambda b: jax.device_put(b, NamedSharding(mesh, PartitionSpec("fsdp")))) if mesh else (lambda b: b)
+        kinds = {"seed": seed, "microbatches": parts}
+        return [float(r["mask"]) for r in run(masks, start(make(rate=0.5), mesh), [place(batch())] * steps, **kinds)[1]]
+
+    one = seen()
+    assert one == seen(create_mesh((2, 2, 1, 2, 1)))
+    assert one[0] != one[1]  # another step, another mask
+    assert one != seen(seed=1)
+    assert one != seen(parts=2)
+
+    def first_mask(model, b):  # of each microbatch alone
+        return masks(model, b)[0], 1.0, {"product": jnp.prod(masks(model, b)[2]["mask"])}
+
+    _, rows = run(first_mask, start(make(rate=0.5)), [batch()], microbatches=2)
+    assert np.isfinite(rows[0]["product"])
+
+
+def test_a_scanned_stack_has_the_streams_of_the_list_it_stands_for():
+    keys = nnx.Rngs(0)
+    listed = nnx.state(nnx.Dict(layers=nnx.List([nnx.Dropout(0.5, rngs=keys) for _ in range(3)])))
+    stacked = nnx.state(
+        nnx.Dict(layers=nnx.vmap(lambda k: nnx.Dropout(0.5, rngs=nnx.Rngs(k)))(jax.random.split(jax.random.key(0), 3)))
+    )
+    a = dict(named_leaves(reseed(listed, (1, 2, 3), ["layers"])))
+    b = dict(named_leaves(reseed(stacked, (1, 2, 3), ["layers"])))
+    for i in range(3):
+        assert (jax.random.key_data(a[f"layers/{i}/rngs/key"]) == jax.random.key_data(b["layers/rngs/key"][i])).all()
+        assert (
+            jax.random.key_data(a[f"layers/{i}/rngs/key"]) != jax.random.key_data(a[f"layers/{(i + 1) % 3}/rngs/key"])
+        ).any()
+
+
+def test_a_scalar_loss_counts_once_per_microbatch():
+    scalar = lambda model, b: jnp.mean((model(b["x"]) - 1.0) ** 2)  # noqa: E731
+    whole = run(scalar, start(make()), [batch()])[1][0]
+    cut = run(scalar, start(make()), [batch()], microbatches=4)[1][0]
+    np.testing.assert_allclose(whole["loss"], cut["loss"], rtol=1e-6)
+    np.testing.assert_allclose(whole["grad_norm"], cut["grad_norm"], rtol=1e-5)
+    with pytest.raises(ValueError, match=r"batch dims .*16.* cannot be cut into 3 equal microbatches"):
+        run(scalar, start(make()), [batch()], microbatches=3)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (lambda loss: (loss,), r"returned a tuple of 1; it must return \(loss_sum, weight\)"),
+        (lambda loss: (jnp.ones(3) * loss, 1.0), r"must return scalars, got loss \(3,\)"),
+        (lambda loss: (loss, 1.0, {"loss": loss}), "must not be called loss"),
+    ],
+)
+def test_a_loss_function_of_another_form_is_refused(result, message):
+    with pytest.raises(ValueError, match=message):
+        run(lambda model, b: result(jnp.sum(model(b["x"]))), start(make()), [batch()])
+
+
+def test_tied_weights_stay_one():
+    class Tied(nnx.Module):
+        def __init__(self):
+            self.a = nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0))
+            self.b = nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(1))
+            self.b.kernel = self.a.kernel
+
+        def __call__(self, x):
+            return self.b(self.a(x))
+
+    def made():
+        model = Tied()
+        return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    state = start(made)
+    assert sum("kernel" in p for p, _ in named_leaves(state.to_nnx()["model"])) == 1
+    loss = lambda model, b: jnp.mean((model(b["x"]) - 1.0) ** 2)  # noqa: E731
+    kernel = np.asarray(state.merge()[0].a.kernel[...])
+    x = jnp.asarray(batch()["x"])
+    plain = jax.grad(lambda w: jnp.mean((x @ w @ w - 1.0) ** 2))(kernel)
+    state, _ = run(loss, state, [batch()])
+    model, _ = state.merge()
+    assert model.a.kernel is model.b.kernel
+    np.testing.assert_allclose(model.a.kernel[...], kernel - 0.1 * plain, atol=1e-6)
+
+
+def test_frozen_parameters_do_not_move():
+    def made():
+        model = Net(nnx.Rngs(0))
+        only_first = nnx.All(nnx.Param, nnx.PathContains(0))
+        return model, nnx.Optimizer(model, optax.adamw(1e-2, weight_decay=0.1), wrt=only_first)
+
+    before = {p: np.asarray(x) for p, x in named_leaves(start(made).to_nnx()["model"]) if "layers" in p}
+    state, _ = run(weighted_loss, start(made), [batch()] * 2)
+    after = dict(named_leaves(state.to_nnx()["model"]))
+    assert not np.array_equal(before["layers/0/kernel"], after["layers/0/kernel"])
+    assert np.array_equal(before["layers/1/kernel"], after["layers/1/kernel"])
+
+
+def test_a_model_that_changes_its_structure_is_named():
+    class Growing(Net):
+        def __call__(self, x):
+            self.more = nnx.BatchStat(jnp.zeros(3))
+            return super().__call__(x)
+
+    def made():
+        model = Growing(nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    with pytest.raises(ValueError, match=r"changed the structure of the model: gone nothing, new \['2/more'\]"):
+        run(weighted_loss, start(made), [batch()])
+
+
+def test_the_state_is_donated_and_nothing_recompiles(compilations):
+    state = start(make(rate=0.5, norm=True))
+    step = make_train_step(weighted_loss, state, microbatches=2)
+    old = state.leaves
+    state, _ = step(state, batch())
+    assert all(x.is_deleted() for x in old if x.size > 1)
+    compilations.clear()
+    for i in range(4):
+        state, _ = step(state, batch(seed=i))
+    assert not compilations
+    step(state, batch(rows=32))
+    assert compilations  # it does hear
+
+
+def test_evaluation_is_without_dropout_and_leaves_the_state_alone():
+    state = start(make(rate=0.9, norm=True))
+    evaluate = make_eval_step(weighted_loss, state)
+    a, b = evaluate(state, batch()), evaluate(state, batch())
+    assert a["loss"] == b["loss"] and a["weight"] == batch()["w"].sum()
+    model, _ = state.merge()
+    model.eval()
+    np.testing.assert_allclose(a["loss"], weighted_loss(model, batch())[0], rtol=1e-6)

@@ -1,0 +1,110 @@
+"""The benchmark of one accelerator, on a CPU: both of its steps are the same step, and its figures add up."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mesh.train import load_recipe, override
+from flax_mesh.train.checks import check_config
+from flax_mesh.train.compiler import check_compiler_options, parse_compiler_options
+from tests.benchmarks import gpu
+from tests.benchmarks._profile import kernels_text, summarize
+
+QUICK = ["--tiny", "--steps=2", "--block=1", "--warmup=3"]
+
+
+def row_of(capsys, *arguments):
+    assert gpu.main([*QUICK, *arguments]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_the_step_by_hand_is_the_step_of_the_recipe(capsys, tmp_path):
+    quickly = "run.compiler_options=xla_backend_optimization_level=0"
+    row = row_of(capsys, gpu.RECIPE, "model.num_layers=1", quickly, "--ceilings", f"--profile={tmp_path}")
+    assert row["command"].startswith("python -m tests.benchmarks gpu --tiny") and row["versions"]["jax"] and row["date"]
+    assert row["loss_difference"] < 1e-6 and len(set(row["losses"])) == 3
+    assert row["ratios"].keys() == {"flax_mesh/plain", "fed/plain", "plain/plain"}
+    assert f"run.compiler_options={row['options']}" == quickly
+    # Per token, with nothing of the table: q and o, k and v, three of the mlp, two norms; then a norm and the head.
+    layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32
+    assert row["flops_per_token"] == 6 * (layer + 32 + 32 * 96) + 6 * 32 * 16
+    assert row["tokens_per_s"]["plain"] * row["seconds_per_step"]["plain"] == pytest.approx(4 * 16)
+    assert len(row["kernels"]) == 10 and row["ceilings"].keys() == {"matmul_tflops", "copy_gbs"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (gpu.LLAMA_3, "model.remat=full"),
+        (gpu.RECIPE, "model.loss_chunk=0", "model.scan=true"),
+        (gpu.RECIPE, "model.dtype=bfloat16", "model.remat=dots_saveable"),
+    ],
+    ids=lambda settings: settings[-1],
+)
+def test_they_are_the_same_with_other_settings(settings, capsys):
+    row = row_of(capsys, *settings)
+    assert row["loss_difference"] < (5e-3 if "model.dtype=bfloat16" in settings else 1e-6)
+
+
+@pytest.mark.slow
+def test_another_step_by_hand_is_noticed(capsys, monkeypatch):
+    monkeypatch.setattr("tests.benchmarks._plain_llama.rotate", lambda llama, x: x)
+    assert row_of(capsys)["loss_difference"] > 1e-5
+
+
+def test_kernels_are_counted_once_and_idle_time_is_what_no_stream_fills():
+    def event(name, begin, time):
+        return f"events {{ metadata_id: {name} offset_ps: {begin * 1000} duration_ps: {time * 1000} }}"
+
+    names = ["nvjet_gemm", "fmha_kernel", "loop_add_fusion", "jit_step"]
+    metadata = [f'event_metadata {{ key: {i + 1} value {{ id: {i + 1} name: "{n}" }} }}' for i, n in enumerate(names)]
+    lines = [
+        f'lines {{ id: 1 name: "Stream #1(Compute)" {event(1, 0, 300)} {event(2, 300, 100)} {event(1, 500, 300)} }}',
+        f'lines {{ id: 2 name: "Stream #2(Compute)" {event(3, 700, 300)} }}',
+        f'lines {{ id: 3 name: "XLA Modules" {event(4, 0, 1000)} }}',
+    ]
+    text = f'planes {{ id: 1 name: "/device:GPU:0" {" ".join(lines + metadata)} }} planes {{ id: 2 name: "/host:CPU" }}'
+    data = jax.profiler.ProfileData
+    kernels = summarize(data.from_serialized_xspace(data.text_proto_to_serialized_xspace(text)))
+    assert [(name, calls) for name, _, calls in kernels.longest] == [
+        ("nvjet_gemm", 2),
+        ("loop_add_fusion", 1),
+        ("fmha_kernel", 1),
+    ]
+    assert kernels.total == pytest.approx(1000e-9)
+    assert kernels.window == pytest.approx(1000e-9) and kernels.busy == pytest.approx(900e-9)
+    assert kernels.kinds == pytest.approx({"product": 600e-9, "other": 300e-9, "attention": 100e-9})
+    assert "no kernel ran in 10.0%" in kernels_text(kernels, 1)
+
+
+def test_parameters_of_lists_and_of_stacks_are_the_same():
+    leaves = [(f"layers/{i}/mlp/up/kernel", jnp.full((2, 3), i)) for i in range(2)]
+    stacked = [("layers/mlp/up/kernel", jnp.stack([leaf for _, leaf in leaves]))]
+    for given in (leaves, stacked):
+        params = gpu.plain_parameters([*given, ("norm/scale", jnp.ones(2)), ("embed/embedding", jnp.ones((4, 2)))], 2)
+        assert params.keys() == {"layers", "norm", "embed"}
+        assert [np.asarray(layer["up"]).mean() for layer in params["layers"]] == [0, 1]
+
+
+@pytest.mark.slow
+def test_all_variants_run_one_after_the_other_and_go_on_where_they_stopped(tmp_path, monkeypatch, capsys):
+    variants = {"good": (gpu.RECIPE, "--steps=2", "--block=1", "--no-plain"), "bad": ("recipes/none.py",)}
+    monkeypatch.setattr(gpu, "VARIANTS", variants)
+    assert gpu.main(["--all", str(tmp_path), "--tiny", "--time-limit=50"]) == 0
+    assert capsys.readouterr().out.count("not run") == 2  # too little time is left for any
+    for _ in range(2):
+        assert gpu.main(["--all", str(tmp_path), "--tiny", "--time-limit=300"]) == 0
+        assert "| bad | failed |" in capsys.readouterr().out
+    assert json.loads((tmp_path / "good.json").read_text())["tokens_per_s"].keys() == {"flax_mesh", "fed"}
+
+
+@pytest.mark.parametrize("name", gpu.VARIANTS)
+def test_every_variant_is_one_that_the_recipe_and_the_compiler_take(name):
+    recipe, *words = gpu.VARIANTS[name]
+    config = override(load_recipe(recipe), [word for word in words if not word.startswith("--")])
+    assert check_config(config) == []
+    assert check_compiler_options(parse_compiler_options(config.run.compiler_options), jax.devices()[0]) == []

@@ -1,0 +1,277 @@
+"""Batches: which windows a step reads, that no mesh changes them, and the background thread."""
+
+import math
+import threading
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from flax_mesh.errors import ConfigError
+from flax_mesh.train.data.batches import (
+    batch_rows,
+    held_out_rows,
+    make_batch_fn,
+    make_eval_fn,
+    num_eval_batches,
+    num_windows,
+    permuted,
+    prefetch,
+)
+from flax_mesh.train.data.data import DataConfig, TokenFiles
+
+B, S = 8, 4
+CONFIG = DataConfig(batch_size=B, sequence_length=S)
+PART = np.arange(101, dtype=np.uint16)  # 25 windows; a token is its own position
+
+
+def starts(batch: dict[str, np.ndarray]) -> list[int]:
+    return [int(row[0]) // S for row in batch["inputs"]]
+
+
+# --- the permutation ---
+
+
+@given(st.integers(1, 2000), st.integers(0, 2**40), st.integers(0, 2**20))
+@settings(max_examples=150, deadline=None)
+def test_permuted_is_a_permutation(size, seed, epoch):
+    assert sorted(permuted(np.arange(size), size, seed, epoch)) == list(range(size))
+
+
+@given(st.integers(2**31, 2**60), st.integers(0, 100))
+@settings(max_examples=30, deadline=None)
+def test_permuted_stays_in_range_and_apart_for_sizes_nobody_could_list(size, seed):
+    index = np.array([0, 1, 2, size // 2, size - 1])
+    image = permuted(index, size, seed, 0)
+    assert len(set(image.tolist())) == 5
+    assert image.min() >= 0 and image.max() < size
+
+
+def test_permuted_of_one_index_needs_no_others():
+    whole = permuted(np.arange(1000), 1000, 7, 3)
+    assert [int(permuted(np.array([i]), 1000, 7, 3)[0]) for i in (999, 0, 500)] == whole[[999, 0, 500]].tolist()
+
+
+def test_orders_differ_between_epochs_and_seeds_and_from_the_files():
+    orders = [
+        np.arange(1000),
+        *(permuted(np.arange(1000), 1000, seed, epoch) for seed in (0, 1) for epoch in (0, 1, 2)),
+    ]
+    for i, one in enumerate(orders):
+        for other in orders[:i]:
+            assert (one == other).sum() < 10  # one is expected by chance
+
+
+@pytest.mark.parametrize("size", [2, 10, 17])
+def test_each_place_is_equally_likely(size):
+    """Chi-square over 100 * size epochs: mean size - 1, deviation sqrt(2 (size - 1)); five deviations are allowed."""
+    expected = 100
+    for index in (0, size - 1):
+        images = [int(permuted(np.array([index]), size, 5, epoch)[0]) for epoch in range(expected * size)]
+        counts = np.bincount(images, minlength=size)
+        assert ((counts - expected) ** 2 / expected).sum() < size - 1 + 5 * math.sqrt(2 * (size - 1))
+
+
+# --- which tokens ---
+
+
+@given(st.integers(1, 60), st.integers(1, 9), st.integers(0, 1000))
+@settings(max_examples=60, deadline=None)
+def test_every_window_once_per_epoch(windows, batch_size, seed):
+    part = np.arange(windows * S + 1, dtype=np.uint16)
+    assert num_windows(part, S) == windows
+    steps = math.ceil(3 * windows / batch_size)
+    seen = [start for step in range(steps) for start in starts(batch_rows(part, seed, step, batch_size, S))]
+    for epoch in range(3):
+        assert sorted(seen[epoch * windows : (epoch + 1) * windows]) == list(range(windows))
+
+
+def test_targets_are_inputs_shifted_by_one():
+    part = np.random.default_rng(0).integers(0, 60000, 501).astype(np.uint16)
+    batch = batch_rows(part, 0, 3, B, S)
+    assert {name: (rows.shape, rows.dtype) for name, rows in batch.items()} == {
+        "inputs": ((B, S), np.int32),
+        "targets": ((B, S), np.int32),
+    }
+    np.testing.assert_array_equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
+    positions = batch_rows(np.arange(501), 0, 3, B, S)
+    np.testing.assert_array_equal(part[positions["inputs"]], batch["inputs"])
+    np.testing.assert_array_equal(part[positions["inputs"] + 1], batch["targets"])
+
+
+@pytest.mark.parametrize("rows", [slice(0, 8), slice(2, 4), slice(7, None), slice(3, 3), slice(None, None, 3)])
+@pytest.mark.parametrize("columns", [slice(None), slice(0, 2), slice(2, 4), slice(1, 2)])
+def test_rows_and_columns_are_cuts_of_the_whole(rows, columns):
+    pairs = (
+        (batch_rows(PART, 1, 0, B, S), batch_rows(PART, 1, 0, B, S, rows, columns)),
+        (batch_rows(PART, 1, 3, B, S), batch_rows(PART, 1, 3, B, S, rows, columns)),  # over the end of an epoch
+        (held_out_rows(PART, 2, B, S), held_out_rows(PART, 2, B, S, rows, columns)),
+    )
+    for whole, cut in pairs:
+        for name in ("inputs", "targets"):
+            np.testing.assert_array_equal(cut[name], whole[name][rows, columns])
+
+
+def test_only_the_rows_asked_for_are_read():
+    part = PART.astype(np.int64)
+    wanted = batch_rows(part, 1, 0, B, S, rows=slice(0, 4))
+    other = starts(batch_rows(part, 1, 0, B, S))[6]
+    part[other * S + 2] = 2**40  # an id that cannot be read without an error
+    np.testing.assert_array_equal(batch_rows(part, 1, 0, B, S, rows=slice(0, 4))["inputs"], wanted["inputs"])
+    batch_rows(part, 1, 0, B, S, columns=slice(0, 1))
+    with pytest.raises(ConfigError, match=f"token id {2**40} is outside the vocabulary of {2**31} ids"):
+        batch_rows(part, 1, 0, B, S)
+
+
+def test_a_step_needs_no_steps_before_it():
+    in_order = [batch_rows(PART, 3, step, B, S) for step in range(10)]
+    for step in (9, 4, 0):
+        np.testing.assert_array_equal(batch_rows(PART, 3, step, B, S)["inputs"], in_order[step]["inputs"])
+    assert starts(in_order[0]) != starts(in_order[1])
+    assert starts(batch_rows(PART, 4, 0, B, S)) != starts(in_order[0])
+
+
+def test_token_files_give_the_same_batches_as_one_array():
+    files = TokenFiles((PART[:7], PART[7:50], PART[50:]))
+    for step in range(7):
+        one, several = batch_rows(PART, 3, step, B, S), batch_rows(files, 3, step, B, S)
+        np.testing.assert_array_equal(one["targets"], several["targets"])
+
+
+def test_held_out_batches_are_in_order_and_do_not_wrap():
+    assert [starts(held_out_rows(PART, k, B, S)) for k in range(3)] == [[*range(8)], [*range(8, 16)], [*range(16, 24)]]
+    for k in (-1, 3):
+        with pytest.raises(IndexError, match=f"held-out batch {k} was asked for, but the part holds 3 full batches"):
+            held_out_rows(PART, k, B, S)
+
+
+def test_evaluation_takes_fewer_batches_of_a_small_part_but_at_least_one():
+    assert [num_eval_batches(PART[:n], CONFIG) for n in (101, 65, 64, 33)] == [3, 2, 1, 1]
+    assert num_eval_batches(np.zeros(10000, np.uint8), CONFIG) == CONFIG.eval_batches
+    message = (
+        "held-out part has 7 windows of data.sequence_length 4, one batch needs data.batch_size 8. Raise data.held_out"
+    )
+    with pytest.raises(ConfigError, match=message):
+        num_eval_batches(PART[:32], CONFIG)
+    with pytest.raises(ConfigError, match=message):
+        make_eval_fn(PART[:32], config=CONFIG, sharding=SingleDeviceSharding(jax.devices()[0]))
+
+
+def test_a_part_without_a_window_is_refused():
+    with pytest.raises(ConfigError, match=r"4 tokens hold no window of data.sequence_length \+ 1 = 5"):
+        batch_rows(PART[:4], 0, 0, B, S)
+
+
+# --- on devices ---
+
+
+def mesh_sharding(*spec: str | None) -> NamedSharding:
+    mesh = jax.make_mesh((4, 2), ("data", "seq"), axis_types=(AxisType.Auto,) * 2)
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+@pytest.mark.parametrize("spec", [("data", "seq"), ("seq", "data"), ("data",), (None, "seq"), ()])
+def test_batches_are_the_same_on_every_mesh(spec):
+    single, mesh = SingleDeviceSharding(jax.devices()[0]), mesh_sharding(*spec)
+    makers = (
+        lambda sharding: make_batch_fn(PART, seed=1, config=CONFIG, sharding=sharding),
+        lambda sharding: make_eval_fn(PART, config=CONFIG, sharding=sharding),
+    )
+    expected = batch_rows(PART, 1, 2, B, S), held_out_rows(PART, 2, B, S)
+    for make, rows in zip(makers, expected, strict=True):
+        on_one, on_mesh = make(single)(2), make(mesh)(2)
+        for name in ("inputs", "targets"):
+            assert on_mesh[name].sharding == mesh and len(on_mesh[name].sharding.device_set) == 8
+            assert on_mesh[name].dtype == np.int32
+            np.testing.assert_array_equal(on_mesh[name], rows[name])
+            np.testing.assert_array_equal(on_one[name], rows[name])
+
+
+def test_a_batch_that_does_not_divide_is_refused_before_the_first_step():
+    config = DataConfig(batch_size=6, sequence_length=S)
+    with pytest.raises(
+        ConfigError, match=r"data.batch_size = 6 by data.sequence_length = 4 cannot be cut evenly .* 4 times"
+    ):
+        make_batch_fn(PART, seed=0, config=config, sharding=mesh_sharding("data"))
+
+
+@pytest.mark.parametrize(("dtype", "bad"), [(np.uint16, 300), (np.int64, -1)])
+def test_ids_outside_the_vocabulary_are_refused(dtype, bad):
+    part = np.arange(101, dtype=dtype)
+    single = SingleDeviceSharding(jax.devices()[0])
+    make_batch_fn(part, seed=0, config=CONFIG, sharding=single, vocab_size=101)(0)
+    part[:] = bad
+    with pytest.raises(ConfigError, match=f"token id {bad} is outside the vocabulary of 101 ids, 0 to 100"):
+        make_batch_fn(part, seed=0, config=CONFIG, sharding=single, vocab_size=101)(0)
+    with pytest.raises(ConfigError, match=f"token id {bad} is outside the vocabulary of 101 ids"):
+        make_eval_fn(part, config=CONFIG, sharding=single, vocab_size=101)(0)
+
+
+# --- the background thread ---
+
+
+def prefetch_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("flax_mesh_prefetch")]
+
+
+def test_prefetch_yields_in_order_and_ends_its_thread():
+    makers = set()
+
+    def make(step: int) -> int:
+        makers.add(threading.current_thread().name)
+        return step * step
+
+    found = list(prefetch(make, 3, 8))
+    assert [(step, batch) for step, batch, _ in found] == [(step, step * step) for step in range(3, 8)]
+    assert all(wait >= 0 for _, _, wait in found)
+    assert len(makers) == 1 and threading.main_thread().name not in makers
+    assert not prefetch_threads()
+    assert list(prefetch(make, 8, 8)) == []
+
+
+def test_the_next_batch_is_made_while_the_consumer_works():
+    made = [threading.Event() for _ in range(3)]
+    for step, _, _ in prefetch(lambda step: made[step].set(), 0, 3):
+        if step < 2:
+            assert made[step + 1].wait(timeout=10)
+            assert step == 1 or not made[2].is_set()  # one batch ahead, not more
+
+
+def test_waiting_is_measured():
+    release = threading.Event()
+    timer = threading.Timer(0.2, release.set)
+    timer.start()
+    ((_, _, waited),) = prefetch(lambda step: release.wait(10), 0, 1)
+    timer.join()
+    assert 0.1 < waited < 10
+
+
+def test_an_exception_reaches_the_consumer_after_the_batches_before_it():
+    def make(step: int) -> int:
+        if step == 2:
+            raise ConfigError("token id 300 at step 2")
+        return step
+
+    found = []
+    with pytest.raises(ConfigError, match="token id 300 at step 2"):
+        for step, _, _ in prefetch(make, 0, 5):
+            found.append(step)
+    assert found == [0, 1]
+    assert not prefetch_threads()
+
+
+def test_closing_the_generator_ends_its_thread():
+    batches = prefetch(lambda step: step, 0, 1000)
+    assert next(batches)[0] == 0
+    assert prefetch_threads()
+    batches.close()
+    assert not prefetch_threads()
+
+
+def test_prefetched_batches_are_global_arrays():
+    fn = make_batch_fn(PART, seed=1, config=CONFIG, sharding=mesh_sharding("data", "seq"))
+    for step, batch, _ in prefetch(fn, 0, 4):
+        np.testing.assert_array_equal(batch["inputs"], batch_rows(PART, 1, step, B, S)["inputs"])

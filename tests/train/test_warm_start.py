@@ -1,0 +1,77 @@
+"""checkpoint.start_from: a new run has the parameters of another, on whatever mesh, and says what it filled."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from flax_mesh import ConfigError, named_leaves
+from flax_mesh.checkpoint import Checkpointer
+from flax_mesh.checkpoint.hf.decoders import decoder_settings, read_config
+from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
+from flax_mesh.train import DataConfig, MeshConfig, RunConfig, TrainConfig, override, train
+from flax_mesh.train.build import train_program
+from flax_mesh.train.checks import make_mesh, run_rules
+from flax_mesh.train.warm_start import start_from
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+LLAMA = Path(__file__).parents[1] / "checkpoint" / "hf" / "data" / "llama3"
+
+
+def config_of(shape, *settings):
+    config = TrainConfig(
+        make_model=make_decoder,
+        loss_fn=next_token_loss,
+        model=DecoderConfig(**decoder_settings(read_config(LLAMA))),
+        mesh=MeshConfig(shape),
+        data=DataConfig(sequence_length=8, batch_size=8),
+        run=RunConfig(platform="auto", steps=1, eval_every=0, sample_tokens=0),
+    )
+    return override(config, ["pipeline.microbatches=2", *settings])
+
+
+def started(config, folder):
+    mesh = make_mesh(config, lambda text: None)
+    rules = run_rules(config)
+    program = train_program(config, mesh, rules)
+    state, text = start_from(str(folder), program.init(), rules.layers)
+    for before, after in zip(program.layout.leaves, state.leaves, strict=True):
+        assert after.sharding.is_equivalent_to(before.sharding, after.ndim)
+    return program.model(state), text
+
+
+@pytest.mark.parametrize("shape", [pytest.param("fsdp:2,tp:2,dp:2", marks=pytest.mark.slow), "pp:2,fsdp:2,tp:2"])
+def test_the_run_begins_with_the_logits_of_the_folder(shape):
+    model, text = started(config_of(shape, "model.scan=true"), LLAMA)
+    reference = np.load(LLAMA / "reference.npz")
+    logits = jax.jit(lambda model, tokens: model(tokens))(model, reference["tokens"])
+    np.testing.assert_allclose(logits, reference["logits"], atol=1e-5 * np.abs(reference["logits"]).max())
+    assert text.startswith("filled all ")
+
+
+@pytest.mark.slow
+def test_a_deeper_model_keeps_what_the_checkpoint_does_not_have(tmp_path):
+    shallow = config_of("fsdp:4")
+    rules = run_rules(shallow)
+    program = train_program(shallow, make_mesh(shallow, lambda text: None), rules)
+    saved = program.init()
+    with Checkpointer(tmp_path, layers=rules.layers) as checkpointer:
+        checkpointer.save(7, saved.to_nnx(), {})
+    deeper = override(config_of("dp:2,tp:2"), ["model.num_layers=3", "run.seed=1"])
+    model, text = started(deeper, tmp_path)
+    mine, theirs = (dict(named_leaves(nnx.state(model))) for model in (model, program.model(saved)))
+    assert len(mine) > len(theirs) and all(np.array_equal(mine[path], theirs[path]) for path in theirs)
+    assert text.splitlines()[0].endswith("keep their values, 0 unused")
+    assert "kept model/layers/2/attention/q/kernel: not in the checkpoint" in text and "layers/1/" not in text
+
+
+def test_a_model_that_computes_something_else_is_refused_before_anything_is_read(tmp_path):
+    settings = [f"checkpoint.start_from={LLAMA}", "model.rope_theta=500.0", f"run.folder={tmp_path / 'run'}"]
+    with pytest.raises(ConfigError, match=r"model\.rope_theta=500\.0 differs from 1000\.0 in checkpoint\.start_from"):
+        train(override(config_of("fsdp:4"), settings))
+    with pytest.raises(ConfigError, match=r"start_from: .* is no folder"):
+        train(override(config_of("fsdp:4"), [f"checkpoint.start_from={tmp_path / 'none'}", settings[-1]]))
+    assert not (tmp_path / "run").exists()
