@@ -1,8 +1,8 @@
 """flax_mesh: any Flax NNX model, unmodified, on any device mesh. Importing does nothing but define these names."""
 
 from flax_mesh.axes import PartitionAxis as PartitionAxis
+from flax_mesh.errors import CheckpointCorruptedError as CheckpointCorruptedError
 from flax_mesh.errors import ConfigError as ConfigError
-from flax_mesh.errors import DamageError as DamageError
 from flax_mesh.errors import SaveError as SaveError
 from flax_mesh.errors import ShardingError as ShardingError
 from flax_mesh.mesh import NoMeshError as NoMeshError

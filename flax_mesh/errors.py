@@ -15,7 +15,7 @@ class ConfigError(ValueError):
         super().__init__("\n".join(self.problems))
 
 
-class DamageError(ConfigError):
+class CheckpointCorruptedError(ConfigError):
     """Files of a checkpoint are missing or are not what was written; `problems` names them."""
 
 

@@ -1,16 +1,44 @@
-"""Words and tables for a terminal: bytes, dims, paths that differ in numbers alone, aligned columns."""
+"""Text for people: counts, bytes, meshes, arrays, groups of paths, aligned tables."""
 
 import io
 import math
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-from jax.sharding import PartitionSpec
+SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
-from flax_mesh.axes import as_tuple
 
-SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}  # as JAX prints types: f32[8,128]
+def plural(noun: str, count: int) -> str:
+    """The noun for `count` things: `file` or `files`, `process` or `processes`."""
+    return noun if count == 1 else f"{noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
+
+
+def count_text(count: int, noun: str) -> str:
+    """`1 file`, `1,024 files`."""
+    return f"{count:,} {plural(noun, count)}"
+
+
+def listed(items: Iterable[object]) -> str:
+    """`2, 3, 5`."""
+    return ", ".join(map(str, items))
+
+
+def processes_text(processes: Iterable[int]) -> str:
+    """`process 2`, `processes 2, 3`."""
+    found = sorted(set(processes))
+    return f"{plural('process', len(found))} {listed(found)}"
+
+
+def mesh_text(shape: Mapping[str, int]) -> str:
+    """`pp:2,fsdp:2`, as the setting mesh.shape has it; axes of size 1 are left out."""
+    return ",".join(f"{name}:{size}" for name, size in shape.items() if size != 1) or "one device"
+
+
+def array_text(array: Any) -> str:
+    """`f32[8,128]`, as JAX prints types, of anything that has a dtype and a shape."""
+    name, bits = re.fullmatch(r"(\D*)(.*)", str(array.dtype)).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    return f"{SHORT.get(name, name)}{bits}[{','.join(map(str, array.shape))}]"
 
 
 def bytes_text(count: float) -> str:
@@ -20,12 +48,6 @@ def bytes_text(count: float) -> str:
         count /= 1024
         units.pop(0)
     return f"{count:.0f} B" if units[0] == "B" else f"{count:.{max(0, 3 - len(str(int(count))))}f} {units[0]}"
-
-
-def dims_text(dims: Any) -> str:
-    """Entries of a spec or of a rule, `-` for None; a rule that is a spec is marked as such."""
-    text = ", ".join("+".join(as_tuple(entry)) or "-" for entry in dims or ())
-    return f"P({text})" if isinstance(dims, PartitionSpec) and not text else text or "whole"
 
 
 def group_paths(paths: Sequence[str], keys: Sequence[Hashable]) -> list[tuple[str, list[int]]]:

@@ -25,7 +25,7 @@ SLOW = {
     "overlap": ["--ms", "2", "--steps", "1", "--schedules", "1f1b"],
     "pipeline": ["--microbatches", "4", "--steps", "4", "--ms", "2"],
     "processes": ["--processes", "2", "--ms", "2", "--steps", "1", "--schedules", "1f1b"],
-    "residuals": ["--layers", "4", "--width", "32", "--sequence", "16", "--steps", "2", "--dtypes", "bfloat16"],
+    "remat": ["--layers", "4", "--width", "32", "--sequence", "16", "--steps", "2", "--dtypes", "bfloat16"],
     "safetensors": ["--layers", "1", "--rounds", "1"],
     "step": ["--rounds", "2", "--leaves", "4", "--devices", "1,2"],
 }

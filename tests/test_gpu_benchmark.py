@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_mesh.train import load_recipe, override
+from flax_mesh.train import apply_overrides, load_recipe
 from flax_mesh.train.checks import check_config
 from flax_mesh.train.compiler import check_compiler_options, parse_compiler_options
 from tests.benchmarks import gpu
@@ -105,6 +105,6 @@ def test_all_variants_run_one_after_the_other_and_go_on_where_they_stopped(tmp_p
 @pytest.mark.parametrize("name", gpu.VARIANTS)
 def test_every_variant_is_one_that_the_recipe_and_the_compiler_take(name):
     recipe, *words = gpu.VARIANTS[name]
-    config = override(load_recipe(recipe), [word for word in words if not word.startswith("--")])
+    config = apply_overrides(load_recipe(recipe), [word for word in words if not word.startswith("--")])
     assert check_config(config) == []
     assert check_compiler_options(parse_compiler_options(config.run.compiler_options), jax.devices()[0]) == []

@@ -19,10 +19,11 @@ from flax import nnx
 from flax_mesh.checkpoint.checksums import find_damage
 from flax_mesh.checkpoint.find import LEFTOVER, STEP
 from flax_mesh.checkpoint.layout import check_same, disk_target, from_disk, stacked_paths, to_disk
-from flax_mesh.checkpoint.retention import Keep
-from flax_mesh.checkpoint.warm_start import Filled, fill
-from flax_mesh.errors import ConfigError, DamageError, PeerError, SaveError
+from flax_mesh.checkpoint.retention import RetentionPolicy
+from flax_mesh.checkpoint.warm_start import RestoreReport, fill
+from flax_mesh.errors import CheckpointCorruptedError, ConfigError, PeerError, SaveError
 from flax_mesh.processes.phases import Phases
+from flax_mesh.text import count_text
 from flax_mesh.tree import named_leaves
 
 # Of a save; "folders", "files" and "commit" are what the storage tells of.
@@ -35,7 +36,8 @@ class Checkpointer:
     """Checkpoints below `folder`, one a step. Reading changes nothing there; saving clears leftovers away first.
 
     `layers` are the paths of layer lists (`PartitionRules.layers`): scanned stacks there are saved layer by layer.
-    `keep` says which checkpoints stay, by the metric `best_metric` among others; an int is `Keep(newest=...)`.
+    `keep` says which checkpoints stay, by the metric `best_metric` among others; an int is
+    `RetentionPolicy(newest=...)`.
 
     `host_bytes=None` saves in the background: `save` returns once this process's shards are copied to the host, one
     copy of them. A number saves before `save` returns, with at most so many bytes on the host at a time, or two of the
@@ -48,7 +50,7 @@ class Checkpointer:
         self,
         folder: str | Path,
         *,
-        keep: Keep | int | None = 3,
+        keep: RetentionPolicy | int | None = 3,
         layers: Iterable[str] = (),
         best_metric: str = "eval_loss",
         host_bytes: int | None = None,
@@ -56,7 +58,7 @@ class Checkpointer:
     ):
         self.folder = Path(folder).absolute()
         self.layers = tuple(layers)
-        self.keep = keep if isinstance(keep, Keep) else Keep(keep)
+        self.keep = keep if isinstance(keep, RetentionPolicy) else RetentionPolicy(keep)
         self.best_metric, self.host_bytes, self.compress = best_metric, host_bytes, compress
         self.damaged: dict[int, list[str]] = {}  # step -> what `latest_step` found wrong with it
         self._storage: Any = None  # for writing; made by the first save, and by the first after one that failed
@@ -85,8 +87,8 @@ class Checkpointer:
     def latest_step(self) -> int | None:
         """The newest step whose files are whole, every byte compared with its checksum. None: there is none at all.
 
-        Newer ones that are damaged stand in `damaged` afterwards, and the next save sets them aside. A DamageError
-        where there are checkpoints, and not one is whole.
+        Newer ones that are damaged stand in `damaged` afterwards, and the next save sets them aside. A
+        CheckpointCorruptedError where there are checkpoints, and not one is whole.
         """
         self.damaged = {}
         for step in reversed(self.steps()):
@@ -95,7 +97,7 @@ class Checkpointer:
             else:
                 return step
         if self.damaged:
-            raise DamageError(_none_whole(self.folder, self.damaged))
+            raise CheckpointCorruptedError(_none_whole(self.folder, self.damaged))
         return None
 
     def verify(self, step: int) -> list[str]:
@@ -180,7 +182,7 @@ class Checkpointer:
         Raises one ConfigError that lists every path that is missing, left over, or of another shape or dtype.
         `include`: a regular expression; only paths that start with a match are looked at, as in
         `restore({"model": abstract["model"]}, include="model/")`. `cast`: float dtypes may differ, and become those of
-        `abstract`. `verify=False` leaves the checksums out; otherwise damage is a DamageError.
+        `abstract`. `verify=False` leaves the checksums out; otherwise damage is a CheckpointCorruptedError.
         """
         step = self._whole_step(step, verify)
         target = self.check(abstract, step, include=include, cast=cast)
@@ -190,7 +192,7 @@ class Checkpointer:
 
     def fill(
         self, state: Any, step: int | None = None, *, include: str = "", cast: bool = True, verify: bool = True
-    ) -> tuple[Any, Filled]:
+    ) -> tuple[Any, RestoreReport]:
         """`state` with every leaf that the checkpoint holds in the same shape, and what was and was not filled.
 
         For a warm start from a model that is not quite the same. `include` as in `restore`, on the paths of both; a
@@ -206,7 +208,7 @@ class Checkpointer:
             if step is None:
                 raise ConfigError(f"{self.folder} holds no checkpoint.")
         elif verify and (problems := self.verify(step)):
-            raise DamageError(_damage_text(self._step(step), problems))
+            raise CheckpointCorruptedError(_damage_text(self._step(step), problems))
         return step
 
     def _reader(self, step: int, target: Mapping[str, Any]) -> Any:
@@ -337,7 +339,7 @@ def _damage_text(folder: Path, problems: list[str]) -> list[str]:
 def _none_whole(folder: Path, damaged: Mapping[int, list[str]]) -> list[str]:
     each = [line for step, problems in damaged.items() for line in _damage_text(folder / str(step), problems)]
     return [
-        f"{folder} holds {len(damaged)} checkpoint{'s' * (len(damaged) > 1)}, and none is whole:",
+        f"{folder} holds {count_text(len(damaged), 'checkpoint')}, and none is whole:",
         *(f"  {line}" for line in each),
         "  Bring one back from a copy, or start another run (another folder, or --restart).",
     ]

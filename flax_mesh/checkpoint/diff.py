@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mesh.checkpoint.layout import text_of
+from flax_mesh.checkpoint.layout import array_text
 from flax_mesh.checkpoint.read import Array, mesh_of
+from flax_mesh.text import mesh_text
 
 READ_BYTES = 2**27  # of arrays of each of two checkpoints that are in memory at a time, or the largest array
 COMPARED = 2**22  # elements of two arrays that are compared at a time, as float64
@@ -37,7 +38,7 @@ def differences(
     found = [one for name in records for one in _mapping_differences(name, _section(name, a), _section(name, b))]
     if not any(one.section == "rules" for one in found) and a["rules"] != b["rules"] and a["rules"] and b["rules"]:
         found.append(Difference("rules", "order", "as saved", "another; the first rule that fits decides"))
-    texts = [{path: text_of(array) for path, array in tree.items()} for tree in (a_tree, b_tree)]
+    texts = [{path: array_text(array) for path, array in tree.items()} for tree in (a_tree, b_tree)]
     found += _mapping_differences("tree", *texts)
     split = [{path: array.split for path, array in tree.items()} for tree in (a_tree, b_tree)]
     shared = [path for path in split[0] if split[0][path] and split[1].get(path)]
@@ -87,11 +88,6 @@ def batches(arrays: Sequence[Array]) -> Iterator[list[Array]]:
         batch.append(array)
     if batch:
         yield batch
-
-
-def mesh_text(shape: Mapping[str, int]) -> str:
-    """As mesh.shape has it: "pp:2,fsdp:2"."""
-    return ",".join(f"{name}:{size}" for name, size in shape.items() if size > 1) or "one device"
 
 
 def _section(name: str, record: Mapping[str, Any]) -> dict[str, str]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flax_mesh.checkpoint.checksums import CHECKSUMS, MARKERS, find_damage
-from flax_mesh.errors import ConfigError, DamageError
+from flax_mesh.errors import CheckpointCorruptedError, ConfigError
 
 CHECKPOINTS = "checkpoints"  # below a run folder
 STEP, SET_ASIDE = re.compile(r"0|[1-9][0-9]*"), re.compile(r"([0-9]+)\.damaged(-[0-9]+)?")
@@ -49,7 +49,7 @@ def find_step(path: str | Path, step: int | None = None) -> Path:
 def find_whole(path: str | Path, step: int | None = None) -> tuple[Path, dict[Path, list[str]]]:
     """As `find_step`, of those whose every byte is as it was saved; and the newer ones that were passed over for it.
 
-    A DamageError where the one that is asked for is damaged, or all are.
+    A CheckpointCorruptedError where the one that is asked for is damaged, or all are.
     """
     chosen = find_step(path, step)
     older = [one for one in find_steps(path) if STEP.fullmatch(one.name) and step_number(one) < step_number(chosen)]
@@ -61,7 +61,7 @@ def find_whole(path: str | Path, step: int | None = None) -> tuple[Path, dict[Pa
             damaged[one] = problems
     if not damaged:
         raise ConfigError(f"{path} holds no checkpoint any more")
-    raise DamageError(_damage_lines(damaged))
+    raise CheckpointCorruptedError(_damage_lines(damaged))
 
 
 def find_leftovers(folder: Path) -> list[Path]:
@@ -70,9 +70,9 @@ def find_leftovers(folder: Path) -> list[Path]:
 
 
 def check_whole(step: Path) -> None:
-    """DamageError if any byte of a step is not as it was saved."""
+    """CheckpointCorruptedError if any byte of a step is not as it was saved."""
     if problems := find_damage(step):
-        raise DamageError(_damage_lines({step: problems}))
+        raise CheckpointCorruptedError(_damage_lines({step: problems}))
 
 
 def step_number(step: Path) -> int:

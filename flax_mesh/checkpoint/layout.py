@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh.errors import ConfigError
+from flax_mesh.text import array_text
 from flax_mesh.tree import in_stack, layer_path, named_leaves, owner_of, path_and_start
 
 BATCH_BYTES = 2**30  # of stacks that are put together at a time: what restoring them takes beside the state
@@ -133,11 +134,13 @@ def check_same(
     target: Mapping[str, Any], stored: Mapping[str, Any], what: str, *, cast: bool = False, repair: str = ""
 ) -> None:
     """Raise one ConfigError with every path on which two trees of arrays differ; `cast`: float dtypes may."""
-    problems = [f"  {path}: only in the model, {text_of(target[path])}" for path in target.keys() - stored.keys()]
-    problems += [f"  {path}: only in the checkpoint, {text_of(stored[path])}" for path in stored.keys() - target.keys()]
+    problems = [f"  {path}: only in the model, {array_text(target[path])}" for path in target.keys() - stored.keys()]
+    problems += [
+        f"  {path}: only in the checkpoint, {array_text(stored[path])}" for path in stored.keys() - target.keys()
+    ]
     for path in target.keys() & stored.keys():
         if not fits(stored[path], target[path], cast=cast):
-            problems.append(f"  {path}: checkpoint {text_of(stored[path])}, model {text_of(target[path])}")
+            problems.append(f"  {path}: checkpoint {array_text(stored[path])}, model {array_text(target[path])}")
     if problems:
         head = f"{what} is of another model ({len(problems)} of {len(target.keys() | stored.keys())} leaves differ):"
         raise ConfigError([head, *sorted(problems), *([f"  {repair}"] if repair else [])])
@@ -149,11 +152,6 @@ def fits(stored: Any, target: Any, *, cast: bool) -> bool:
         return False
     floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (stored, target))
     return stored.dtype == target.dtype or (cast and floats)
-
-
-def text_of(leaf: Any) -> str:
-    """As "float32[16, 2, 4]"."""
-    return f"{leaf.dtype}{list(leaf.shape)}"
 
 
 def is_key(leaf: Any) -> bool:

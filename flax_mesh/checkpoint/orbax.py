@@ -16,7 +16,7 @@ from orbax.checkpoint._src.serialization import types
 
 from flax_mesh.checkpoint.checksums import find_damage, write_checksums, write_part
 from flax_mesh.checkpoint.layout import Pieces
-from flax_mesh.errors import DamageError
+from flax_mesh.errors import CheckpointCorruptedError
 from flax_mesh.tree import named_leaves, nest
 
 STATE, METADATA = "state", "metadata"  # the two items of a step
@@ -125,11 +125,12 @@ def read_metadata(step: Path) -> dict[str, Any]:
 
 
 def stored_arrays(step: Path) -> dict[str, Any]:
-    """path on disk -> shape and dtype; reads no array. DamageError where a file that it does read is damaged."""
+    """path on disk -> shape and dtype; reads no array. CheckpointCorruptedError where a file that it does read is
+    damaged."""
     # Orbax asks for all arrays at once, and of a damaged index every answer but the first ends in a traceback.
     if problems := find_damage(step, _is_index):
         found = [f"  {problem}" for problem in problems]
-        raise DamageError(
+        raise CheckpointCorruptedError(
             [f"{step}: its tree cannot be read:", *found, "flax-mesh checkpoint verify tells what else is damaged"]
         )
     return dict(named_leaves(ocp.PyTreeCheckpointHandler().metadata(_path(step / STATE)).tree))

@@ -18,7 +18,7 @@ import numpy as np
 
 from flax_mesh.checkpoint.checksums import MARKERS, find_damage
 from flax_mesh.checkpoint.find import STEP, step_number
-from flax_mesh.errors import DamageError
+from flax_mesh.errors import CheckpointCorruptedError
 
 MOST = sys.float_info.max
 UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)  # what bad JSON leads to
@@ -75,7 +75,7 @@ def read_record(step: Path) -> dict[str, Any]:
 
 
 def read_tree(step: Path, record: Mapping[str, Any]) -> dict[str, Array]:
-    """path -> array of a step, none of which is read. DamageError where the tree cannot be read."""
+    """path -> array of a step, none of which is read. CheckpointCorruptedError where the tree cannot be read."""
     from flax_mesh.checkpoint.orbax import stored_arrays
 
     try:
@@ -84,11 +84,11 @@ def read_tree(step: Path, record: Mapping[str, Any]) -> dict[str, Array]:
             path: Array(path, tuple(leaf.shape), str(np.dtype(leaf.dtype)), str(record["layout"].get(path, "")))
             for path, leaf in stored.items()
         }
-    except DamageError:
+    except CheckpointCorruptedError:
         raise
     except UNREADABLE as error:
         reason = " ".join(str(error).split())[:200]
-        raise DamageError(
+        raise CheckpointCorruptedError(
             f"{step}: its tree cannot be read ({type(error).__name__}: {reason}); "
             f"flax-mesh checkpoint verify tells what is damaged"
         ) from error

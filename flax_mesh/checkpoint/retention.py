@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Keep:
+class RetentionPolicy:
     """The `newest` checkpoints, the `best` by a metric (lower is better), and those whose step `every` divides.
 
     A checkpoint that any of the three asks for stays, and so does the newest. `newest=None` keeps all.

@@ -7,13 +7,14 @@ from typing import Any
 
 import jax
 
-from flax_mesh.checkpoint.layout import disk_target, fits, from_disk, stacked_paths, text_of
+from flax_mesh.checkpoint.layout import disk_target, fits, from_disk, stacked_paths
 from flax_mesh.errors import ConfigError
+from flax_mesh.text import array_text
 from flax_mesh.tree import named_leaves
 
 
 @dataclass(frozen=True)
-class Filled:
+class RestoreReport:
     """What a warm start did, by paths on disk."""
 
     filled: tuple[str, ...]
@@ -33,7 +34,7 @@ def fill(
     layers: Sequence[str],
     include: str,
     cast: bool,
-) -> tuple[Any, Filled]:
+) -> tuple[Any, RestoreReport]:
     """`Checkpointer.fill`, of what `reader(target)` reads. ConfigError where nothing at all can be filled."""
     named = named_leaves(state)
     stacks = stacked_paths(named, layers)
@@ -53,12 +54,12 @@ def fill(
     values = dict(zip((path for path, _ in chosen), from_disk(reader(read), chosen, stacks), strict=True))
     unused = tuple(path for path in stored if re.match(include, path) and path not in target)
     leaves = [values.get(path, leaf) for path, leaf in named]
-    return jax.tree.unflatten(jax.tree.structure(state), leaves), Filled(tuple(filled), kept, unused)
+    return jax.tree.unflatten(jax.tree.structure(state), leaves), RestoreReport(tuple(filled), kept, unused)
 
 
 def _why_kept(stored: Any, target: Any, cast: bool) -> str:
     if stored is None:
         return "not in the checkpoint"
     if not fits(stored, target, cast=cast):
-        return f"{text_of(stored)} in the checkpoint, {text_of(target)} here"
+        return f"{array_text(stored)} in the checkpoint, {array_text(target)} here"
     return ""

@@ -12,10 +12,11 @@ from flax_mesh.checkpoint import find
 from flax_mesh.checkpoint import read as describe
 from flax_mesh.checkpoint.checksums import find_damage
 from flax_mesh.checkpoint.diff import SECTIONS, differences, in_both, in_one, value_differences
-from flax_mesh.checkpoint.layout import disk_target, stacked_paths, text_of
+from flax_mesh.checkpoint.layout import disk_target, stacked_paths
 from flax_mesh.cli import checkpoint_text as text
 from flax_mesh.errors import ConfigError
 from flax_mesh.sharding import abstract_state
+from flax_mesh.text import array_text
 from flax_mesh.train.checks import check_config, make_modules, mesh_shape, run_rules, shard_over
 from flax_mesh.train.config import TrainConfig, to_lines
 from flax_mesh.train.explain import abstract_mesh
@@ -218,7 +219,9 @@ def _diff(a: str, b: str, config: TrainConfig | None, overrides: Sequence[str], 
     }
     differs = bool(found)
     if values and new is not None:
-        same = [one for path, one in tree.items() if path in other_tree and text_of(one) == text_of(other_tree[path])]
+        same = [
+            one for path, one in tree.items() if path in other_tree and array_text(one) == array_text(other_tree[path])
+        ]
         largest = value_differences(old, new, same)
         data["values"] = {"compared": len(same), "differing": describe.finite(largest)}
         differs = differs or bool(largest)

@@ -7,9 +7,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from flax_mesh.checkpoint.diff import SECTIONS, Difference, mesh_text
+from flax_mesh.checkpoint.diff import SECTIONS, Difference
 from flax_mesh.checkpoint.read import Array, plain
-from flax_mesh.text import SHORT, bytes_text, group_paths, table_text
+from flax_mesh.text import array_text, bytes_text, count_text, group_paths, mesh_text, table_text
 from flax_mesh.tree import owner_of
 
 SHOWN_METRICS = ("loss", "eval_loss")
@@ -34,7 +34,7 @@ def list_text(data: Mapping[str, Any], width: int) -> str:
     heads = ["step", "size", "saved", "state", *SHOWN_METRICS, "mesh"]
     table = table_text(heads, rows, width, right={"step", "size", *SHOWN_METRICS}, wrap={"mesh"})
     total = bytes_text(sum(step["bytes"] for step in steps))
-    lines = [f"{_path(data['folder'])}: {_count(len(steps), 'checkpoint')}, {total}", "", table]
+    lines = [f"{_path(data['folder'])}: {count_text(len(steps), 'checkpoint')}, {total}", "", table]
     damaged = [step for step in steps if step["problems"]]
     lines += ["", *(line for step in damaged for line in _problem_lines(step))] if damaged else []
     if data["leftovers"]:
@@ -49,12 +49,14 @@ def verify_text(data: Mapping[str, Any]) -> str:
         if step["problems"]:
             lines += _problem_lines(step)
         else:
-            lines.append(f"step {step['name']}: whole, {bytes_text(step['bytes'])} in {_count(step['files'], 'file')}")
+            lines.append(
+                f"step {step['name']}: whole, {bytes_text(step['bytes'])} in {count_text(step['files'], 'file')}"
+            )
     if data["set_aside"]:
         lines.append(f"not read, for they were set aside as damaged: {', '.join(data['set_aside'])}")
     damaged = sum(bool(step["problems"]) for step in steps)
     if damaged:
-        lines.append(f"{damaged} of {_count(len(steps), 'checkpoint')} damaged")
+        lines.append(f"{damaged} of {count_text(len(steps), 'checkpoint')} damaged")
     return "\n".join(lines)
 
 
@@ -68,14 +70,14 @@ def inspect_text(data: Mapping[str, Any], arrays: Sequence[Array], width: int, *
     for path, members in groups:
         times, one = len(members), listed[members[0]]
         number = f"{times} x " if times > 1 else ""
-        rows.append([plain(path), number + _array(one), plain(one.split), bytes_text(times * one.nbytes)])
+        rows.append([plain(path), number + array_text(one), plain(one.split), bytes_text(times * one.nbytes)])
     for head, members in copies.items():
         size = bytes_text(sum(one.nbytes for one in members))
         rows.append([f"{plain(head)}*", f"{len(members)} like the model's", "alike", size])
     tree = table_text(["path", "array", "split when saved", "bytes"], rows, width, right={"bytes"}, wrap={"path"})
     sums = [
         f"{part or 'all':<10}{bytes_text(total['bytes']):>10}, {total['values']:,} values in "
-        f"{_count(total['arrays'], 'array')}"
+        f"{count_text(total['arrays'], 'array')}"
         for part, total in data["subtotals"].items()
         if total["arrays"]
     ]
@@ -116,7 +118,7 @@ def written_text(data: Mapping[str, Any]) -> str:
     kind = f" of {data['model_type']}" if "model_type" in data else ""
     lines.append(_path(data["from"]))
     lines.append(
-        f"-> {_path(data['out'])}: {what}{kind}, {_count(data['arrays'], 'array')}, {bytes_text(data['bytes'])}"
+        f"-> {_path(data['out'])}: {what}{kind}, {count_text(data['arrays'], 'array')}, {bytes_text(data['bytes'])}"
     )
     if "before" in data:
         lines.append(f"mesh {plain(data['before'])} -> {data['mesh']}")
@@ -135,7 +137,7 @@ def _path(path: str) -> str:
 
 
 def _facts(data: Mapping[str, Any], width: int) -> Iterator[str]:
-    files = f"{bytes_text(data['bytes'])} in {_count(data['files'], 'file')}"
+    files = f"{bytes_text(data['bytes'])} in {count_text(data['files'], 'file')}"
     metrics = [f"{name} {_number(value)}" for name, value in data["metrics"].items()]
     facts = {
         "saved": f"{date_text(data['saved'])}, {files}",
@@ -174,7 +176,7 @@ def _difference_lines(found: Sequence[Difference]) -> list[str]:
         number = f" ({len(members)})" if len(members) > 1 else ""
         lines.append(f"  {plain(path)}{number}: {_sides(apart[members[0]])}")
     if count := len(found) - len(apart):
-        lines.append(f"  optimizer/: {_count(count, 'array')} likewise (--json has all)")
+        lines.append(f"  optimizer/: {count_text(count, 'array')} likewise (--json has all)")
     return lines
 
 
@@ -187,8 +189,8 @@ def _is_likewise(one: Difference, of_model: Mapping[str, Any]) -> bool:
 def _value_lines(values: Mapping[str, Any]) -> list[str]:
     differing, compared = values["differing"], values["compared"]
     if not differing:
-        return [f"values: the same in all {_count(compared, 'array')}, bit for bit"]
-    lines = [f"values: {len(differing)} of {_count(compared, 'array')} differ; largest absolute difference"]
+        return [f"values: the same in all {count_text(compared, 'array')}, bit for bit"]
+    lines = [f"values: {len(differing)} of {count_text(compared, 'array')} differ; largest absolute difference"]
     ranked = sorted(differing.items(), key=lambda item: -(float("inf") if item[1] is None else item[1]))
     lines += [f"  {'nan' if size is None else f'{size:.3g}':>9}  {plain(path)}" for path, size in ranked[:MOST]]
     return lines + ([f"  and {len(ranked) - MOST} smaller ones (--json has all)"] if len(ranked) > MOST else [])
@@ -219,12 +221,6 @@ def _groups(arrays: Sequence[Array]) -> list[tuple[str, list[int]]]:
     return group_paths([one.path for one in arrays], [(one.shape, one.dtype, one.split) for one in arrays])
 
 
-def _array(array: Array) -> str:
-    """As JAX prints types: `f32[8,128]`."""
-    name = array.dtype.rstrip("0123456789")
-    return f"{SHORT.get(name, name)}{array.dtype.removeprefix(name)}[{','.join(map(str, array.shape))}]"
-
-
 def _sides(one: Difference) -> str:
     if one.section == "tree" and (one.a is None or one.b is None):
         return f"only in B, {one.b}" if one.a is None else f"only in A, {one.a}"
@@ -238,7 +234,3 @@ def _mesh(shape: Mapping[str, int] | None) -> str:
 
 def _number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) else "-"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' * (number != 1)}"

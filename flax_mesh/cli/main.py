@@ -33,20 +33,20 @@ from flax_mesh.cli.launch import (
     same_command,
 )
 from flax_mesh.cli.schedule import add_schedule_arguments, give_measured, schedule_answer
-from flax_mesh.errors import ConfigError, DamageError, SaveError, ShardingError
+from flax_mesh.errors import CheckpointCorruptedError, ConfigError, SaveError, ShardingError
 from flax_mesh.mesh import create_mesh, describe_mesh, draw_mesh_svg, parse_mesh_shape
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.mpmd.schedules.draw import draw_schedule_svg
 from flax_mesh.processes import Watch, parse_processes, start_processes
 from flax_mesh.sharding import explanation_data, explanation_text, sharding_page
-from flax_mesh.train import Result, TrainConfig, load_recipe, override, to_lines, train
+from flax_mesh.train import TrainConfig, TrainResult, apply_overrides, load_recipe, to_lines, train
 from flax_mesh.train.checks import AXIS_NAMES, PLATFORM, check_config
 from flax_mesh.train.explain import explain
 from flax_mesh.train.measure import measure_recipe
 from flax_mesh.train.metrics import Row
 
 DONE, FAILED, BAD_INPUT, FINDINGS, STOPPED = 0, 1, 2, 3, 4
-EXIT_CODES = {DamageError: FINDINGS, ConfigError: BAD_INPUT, ShardingError: BAD_INPUT, SaveError: FAILED}
+EXIT_CODES = {CheckpointCorruptedError: FINDINGS, ConfigError: BAD_INPUT, ShardingError: BAD_INPUT, SaveError: FAILED}
 PIPED_WIDTH = 200  # columns of tables that go into a file or another program
 
 
@@ -82,7 +82,7 @@ def _unraisable(found: Any) -> None:
 
 
 def train_command(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    config = override(load_recipe(arguments.recipe), _with_files(arguments.overrides))
+    config = apply_overrides(load_recipe(arguments.recipe), _with_files(arguments.overrides))
     if arguments.print_config:
         print("\n".join([f"# flax-mesh train {arguments.recipe} @THIS_FILE", *to_lines(config)]))
         return DONE
@@ -114,7 +114,7 @@ def train_command(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def explain_command(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    explanation = explain(override(load_recipe(arguments.recipe), _with_files(arguments.overrides)))
+    explanation = explain(apply_overrides(load_recipe(arguments.recipe), _with_files(arguments.overrides)))
     if arguments.json:
         print(json.dumps(explanation_data(explanation), indent=1))
     elif arguments.html:
@@ -149,7 +149,7 @@ def mesh_command(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 def schedule_command(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     if arguments.measure:
         recipe, *overrides = arguments.measure
-        config = override(load_recipe(recipe), _with_files(overrides))
+        config = apply_overrides(load_recipe(recipe), _with_files(overrides))
         use_platform(config.run.platform)
         unit = give_measured(arguments, measure_recipe(config))
         print(f"measured: --costs {arguments.costs}, in units of {unit:.3g} ms", file=sys.stderr)
@@ -163,7 +163,7 @@ def schedule_command(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 
 def checkpoint_command(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     recipe = recipe_of(arguments)
-    config = override(load_recipe(recipe), _with_files(arguments.overrides)) if recipe else None
+    config = apply_overrides(load_recipe(recipe), _with_files(arguments.overrides)) if recipe else None
     # What only looks at a checkpoint, or writes it in another form, needs no accelerator, and takes none.
     use_platform(config.run.platform if config and arguments.what == "reshard" else "cpu")
     answer = checkpoint_answer(arguments, config, _imported)
@@ -383,7 +383,7 @@ def _signals(say: Any) -> Iterator[Any]:
             signal.signal(number, handler)
 
 
-def _print_result(result: Result, argv: Sequence[str], steps: int) -> None:
+def _print_result(result: TrainResult, argv: Sequence[str], steps: int) -> None:
     row = result.last_row
     if row.get("bits_per_byte") is not None:
         print(f"held-out: {row['bits_per_byte']:.3f} bits per byte at step {result.step}")

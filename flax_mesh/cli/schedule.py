@@ -138,7 +138,7 @@ def _search(arguments: argparse.Namespace, costs: list[StageCost], memory: Seque
 
 def _named(arguments: argparse.Namespace, memory: Sequence[int] | None) -> Schedule:
     sizes = {"num_groups": arguments.stages, "num_microbatches": arguments.microbatches}
-    schedule = make_schedule(arguments.name, **sizes, virtual=arguments.virtual)
+    schedule = make_schedule(arguments.name, **sizes, num_virtual_stages=arguments.virtual)
     peaks = peak_activations(schedule)
     if memory is not None and any(peak > limit for peak, limit in zip(peaks, memory, strict=True)):
         least = schedule.num_stages // schedule.num_groups

@@ -9,6 +9,7 @@ from flax_mesh.mesh.device_mesh import group_by_key, in_jax_order
 from flax_mesh.mesh.shape import format_shape, resolve_dims
 from flax_mesh.mesh.torus.assign import DCN_BANDWIDTH, DEFAULT_DCN, DEFAULT_ICI, ICI_BANDWIDTH
 from flax_mesh.mesh.torus.torus import read_device
+from flax_mesh.text import count_text, plural
 
 # Who crosses the slow network: pipelines send one activation, data parallelism one gradient a step; fsdp gathers every
 # weight; experts, sequence and tensor parallelism talk inside every layer. Other names stand between, in mesh order.
@@ -127,7 +128,7 @@ def _equal_runs(devices: Sequence[Any], num_slices: int, source: str) -> list[li
         if several and cut:
             raise ValueError(
                 f"{source}={num_slices} makes slices of {size} devices, which cuts {what} {', '.join(map(str, cut))} "
-                f"in two. Each slice must hold whole {what}{'es' if what == 'process' else 's'}."
+                f"in two. Each slice must hold whole {plural(what, 2)}."
             )
     return runs
 
@@ -141,7 +142,7 @@ def _warn_slow(slow: list[str], mesh: str, cuts: str, num_granules: int, granule
             f"{ici / dcn:.0f} times slower or more"
         )
     warnings.warn(
-        f"Mesh {mesh} over {num_granules} {granule}{'es' if granule == 'process' else 's'} is cut as {cuts}: "
+        f"Mesh {mesh} over {count_text(num_granules, granule)} is cut as {cuts}: "
         f"{', '.join(slow)} crosses the slow network inside every layer, at {cost}. Give pp, dp or fsdp a size "
         f"that takes the {num_granules}, or pass dcn_mesh_dims to say that it is meant.",
         SlowNetworkWarning,

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from flax_mesh.mpmd.mesh import MpmdMesh, current_mpmd_mesh
+from flax_mesh.text import array_text
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -48,9 +49,7 @@ class MpmdArray:
     def __repr__(self) -> str:
         layout = self.sharding.spec if isinstance(self.sharding, NamedSharding) else self.sharding
         groups = "" if self.mpmd_mesh is None else f", groups={self.groups}"
-        return (
-            f"MpmdArray({self.dtype}{list(self.shape)}, {layout}{groups}{', remote' if self.is_fully_remote else ''})"
-        )
+        return f"MpmdArray({array_text(self)}, {layout}{groups}{', remote' if self.is_fully_remote else ''})"
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         # Without this numpy would make an array of dtype object of it, and say nothing.

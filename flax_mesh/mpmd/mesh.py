@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from flax_mesh.mesh.shape import format_shape
+from flax_mesh.text import listed
 
 # One stack per thread: a new thread starts with an empty one, as it starts without a mesh of `jax.set_mesh`.
 _entered: ContextVar[tuple["MpmdMesh", ...]] = ContextVar("entered_mpmd_meshes", default=())
@@ -106,8 +107,8 @@ class MpmdMesh:
         outside = sorted({index for index in chosen if not 0 <= index < self.mpmd_dim})
         twice = sorted({index for index in chosen if chosen.count(index) > 1})
         if outside or twice:
-            problems = [f"{_listed(outside)} not in 0..{self.mpmd_dim - 1}"] if outside else []
-            problems += [f"{_listed(twice)} more than once"] if twice else []
+            problems = [f"{listed(outside)} not in 0..{self.mpmd_dim - 1}"] if outside else []
+            problems += [f"{listed(twice)} more than once"] if twice else []
             raise ValueError(f"indices {chosen} must be groups of {self!r}, each once; found {' and '.join(problems)}.")
         return MpmdMesh(self._take(chosen), self.mpmd_axis_name)
 
@@ -132,7 +133,7 @@ class MpmdMesh:
                 "Use unstack[i] for group i; my_mpmd_axis_indices lists all."
             )
         if len(indices) != 1:
-            owned = f"the groups {_listed(indices)}" if indices else "no device"
+            owned = f"the groups {listed(indices)}" if indices else "no device"
             raise ValueError(
                 f"This process has {owned} of {self!r}, not one group. Use my_mpmd_axis_indices, here {indices}."
             )
@@ -182,8 +183,8 @@ def groups_of_processes(groups: Sequence[Iterable[Any]]) -> dict[int, tuple[int,
         lines = [
             f"process {process} has "
             + ", ".join(
-                f"{_listed(devices)} of group {index}"
-                + (f", which processes {_listed(sorted(sharers[index]))} share" if len(sharers[index]) > 1 else "")
+                f"{listed(devices)} of group {index}"
+                + (f", which processes {listed(sorted(sharers[index]))} share" if len(sharers[index]) > 1 else "")
                 for index, devices in parts.items()
             )
             for process, parts in wrong.items()
@@ -194,7 +195,3 @@ def groups_of_processes(groups: Sequence[Iterable[Any]]) -> dict[int, tuple[int,
             + ". Choose the sizes so that each group holds whole processes, or each process whole groups."
         )
     return {process: tuple(parts) for process, parts in sorted(held.items())}
-
-
-def _listed(items: Iterable[object]) -> str:
-    return ", ".join(map(str, items))

@@ -5,10 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
-from flax_mesh.errors import ConfigError, DamageError
+from flax_mesh.errors import CheckpointCorruptedError, ConfigError
 from flax_mesh.processes.store import call_number, get_text, put_text, try_get_text
+from flax_mesh.text import processes_text
 
-KINDS = {kind.__name__: kind for kind in (ConfigError, DamageError)}  # of errors that are raised in all processes
+KINDS = {
+    kind.__name__: kind for kind in (ConfigError, CheckpointCorruptedError)
+}  # of errors that are raised in all processes
 TIMEOUT_S = 600  # for the slowest process to come here: it may have a model to trace first
 
 
@@ -30,7 +33,8 @@ def agree(name: str, facts: Mapping[str, str]) -> None:
 
 
 def from_first(name: str, decide: Callable[[], str]) -> str:
-    """What `decide()` gives in process 0, in every process; its ConfigError or DamageError is raised in all."""
+    """What `decide()` gives in process 0, in every process; its ConfigError or CheckpointCorruptedError is raised in
+    all."""
     if jax.process_count() == 1:
         return decide()
     name = f"{name}/{call_number(f'from_first {name}')}"
@@ -99,10 +103,6 @@ def _differences(told: Sequence[Mapping[str, str]]) -> list[str]:
         for process, facts in enumerate(told):
             values.setdefault(facts.get(field, "(nothing)"), []).append(process)
         if len(values) > 1:
-            each = "; ".join(f"{value} on process{_numbers(who)}" for value, who in values.items())
+            each = "; ".join(f"{value} on {processes_text(who)}" for value, who in values.items())
             found.append(f"  {field}: {each}")
     return found
-
-
-def _numbers(processes: Sequence[int]) -> str:
-    return f"{'es' * (len(processes) > 1)} {', '.join(map(str, processes))}"

@@ -21,6 +21,7 @@ from flax_mesh.sharding.rules import (
     as_rules,
     match_leaves,
 )
+from flax_mesh.text import array_text
 from flax_mesh.tree import named_leaves
 
 Model = TypeVar("Model", bound=type[nnx.Module])
@@ -159,6 +160,6 @@ def _check_same(abstract: nnx.State, made: nnx.State) -> None:
     for path in want.keys() & have.keys():
         a, b = want[path], have[path]
         if (a.shape, a.dtype) != (b.shape, b.dtype):
-            problems.append(f"{path}: abstract {a.dtype}{list(a.shape)}, make() gives {b.dtype}{list(b.shape)}")
+            problems.append(f"{path}: abstract {array_text(a)}, make() gives {array_text(b)}")
     if problems:
         raise ShardingError("make() and the abstract state differ:\n" + "\n".join(sorted(problems)))

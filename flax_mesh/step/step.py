@@ -24,7 +24,7 @@ def make_train_step(
     state: TrainState,
     *,
     seed: int = 0,
-    microbatches: int = 1,
+    num_microbatches: int = 1,
     layers: Iterable[str] = (),
     axes: PartitionAxis = DEFAULT_AXES,
     learning_rate: optax.Schedule | None = None,
@@ -33,11 +33,11 @@ def make_train_step(
     """A jitted step that donates its state; metrics are loss, weight, grad_norm (before clipping) and the loss's own.
 
     `state` shows the layout, as arrays or abstractly: the state comes back in that same layout, and constraints inside
-    the model see its mesh, whatever mesh the caller has in context. The batch is cut into `microbatches` equal parts,
-    run one after another. Every random stream of the model is keyed by (seed, step, microbatch, path of the stream),
-    `layers` naming the paths of layer lists, so that neither mesh, remat nor scan changes a mask. Only variables of the
-    optimizer's `wrt` are trained; all others are threaded through the microbatches and come back updated.
-    `compiler_options` go to XLA, as in `jax.jit`.
+    the model see its mesh, whatever mesh the caller has in context. The batch is cut into `num_microbatches` equal
+    parts, run one after another. Every random stream of the model is keyed by (seed, step, microbatch, path of the
+    stream), `layers` naming the paths of layer lists, so that neither mesh, remat nor scan changes a mask. Only
+    variables of the optimizer's `wrt` are trained; all others are threaded through the microbatches and come back
+    updated. `compiler_options` go to XLA, as in `jax.jit`.
     """
     layers, mesh = tuple(layers), mesh_of(state)
 
@@ -57,7 +57,7 @@ def make_train_step(
             (loss_sum, (weight, metrics, after)), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
             return after, (grads, {"loss": loss_sum, **metrics}, weight)
 
-        others, (grads, sums, weight) = _accumulate(run, others, batch, microbatches, axes)
+        others, (grads, sums, weight) = _accumulate(run, others, batch, num_microbatches, axes)
         return apply_gradients(state, others, grads, sums, weight, learning_rate)
 
     # Left to itself, the compiler may return a leaf in another layout than it came in.
@@ -80,16 +80,16 @@ def make_eval_step(loss_fn: LossFn, state: TrainState) -> Callable[[TrainState, 
     return jax.jit(evaluate)
 
 
-def _accumulate(run: Callable[..., Any], others: Any, batch: Batch, microbatches: int, axes: PartitionAxis):
+def _accumulate(run: Callable[..., Any], others: Any, batch: Batch, num_microbatches: int, axes: PartitionAxis):
     """Sum what `run(others, part, index)` gives over equal parts of the batch, threading `others` through."""
-    if microbatches == 1:
+    if num_microbatches == 1:
         return run(others, batch, 0)
     sizes = {path_of(p): x.shape[0] for p, x in jax.tree_util.tree_flatten_with_path(batch)[0]}
-    if uneven := {p: n for p, n in sizes.items() if n % microbatches}:
-        raise ValueError(f"batch dims {uneven} cannot be cut into {microbatches} equal microbatches.")
+    if uneven := {p: n for p, n in sizes.items() if n % num_microbatches}:
+        raise ValueError(f"batch dims {uneven} cannot be cut into {num_microbatches} equal microbatches.")
 
     def cut(x: jax.Array) -> jax.Array:
-        x = x.reshape(microbatches, x.shape[0] // microbatches, *x.shape[1:])
+        x = x.reshape(num_microbatches, x.shape[0] // num_microbatches, *x.shape[1:])
         if current_mesh() is None:
             return x
         # A hint where the rows should lie, so what does not fit this mesh is left out.
@@ -100,7 +100,7 @@ def _accumulate(run: Callable[..., Any], others: Any, batch: Batch, microbatches
         others, found = run(others, *indexed)
         return (others, jax.tree.map(jnp.add, total, found)), None
 
-    parts = (jax.tree.map(cut, batch), jnp.arange(microbatches))
+    parts = (jax.tree.map(cut, batch), jnp.arange(num_microbatches))
     first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parts)
     # Sums in float32 at least, whatever the parameters are: what is small must not get lost in what is large.
     wide = lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))  # noqa: E731

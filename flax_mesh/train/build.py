@@ -13,8 +13,7 @@ from flax_mesh.sharding import PartitionRules, abstract_state, init_state
 from flax_mesh.step.loss import Metrics
 from flax_mesh.step.state import TrainState, abstract_train_state
 from flax_mesh.step.step import Step, make_eval_step, make_train_step
-from flax_mesh.train.checks import make_modules, make_optimizer, shard_over
-from flax_mesh.train.checks import make_schedule as make_learning_rate
+from flax_mesh.train.checks import make_learning_rate_schedule, make_modules, make_optimizer, shard_over
 from flax_mesh.train.compiler import parse_compiler_options
 from flax_mesh.train.config import TrainConfig
 from flax_mesh.train.cut import cut_model
@@ -45,10 +44,10 @@ def _plain(config: TrainConfig, mesh: Mesh, rules: PartitionRules) -> TrainProgr
         config.loss_fn,
         layout,
         seed=config.run.seed,
-        microbatches=config.pipeline.microbatches,
+        num_microbatches=config.pipeline.num_microbatches,
         layers=rules.layers,
         axes=rules.axes,
-        learning_rate=make_learning_rate(config.optimizer),
+        learning_rate=make_learning_rate_schedule(config.optimizer),
         compiler_options=parse_compiler_options(config.run.compiler_options),
     )
 
@@ -84,9 +83,9 @@ def recipe_pipeline(
         rules=rules if rules.table else None,  # None: the model is annotated
         axes=rules.axes,
         seed=config.run.seed,
-        learning_rate=make_learning_rate(config.optimizer),
+        learning_rate=make_learning_rate_schedule(config.optimizer),
         shard_optimizer_over=shard_over(config),
         compiler_options=parse_compiler_options(config.run.compiler_options),
-        residuals=config.pipeline.residuals,  # pyright: ignore[reportArgumentType] (checked with the config)
+        remat=config.pipeline.remat,  # pyright: ignore[reportArgumentType] (checked with the config)
         transport=config.pipeline.transport,  # pyright: ignore[reportArgumentType]
     )

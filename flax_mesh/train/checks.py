@@ -17,6 +17,7 @@ from flax_mesh.sharding import PartitionRules, abstract_model, partition_rules
 from flax_mesh.sharding.abstract import ATTRIBUTE
 from flax_mesh.sharding.annotations import annotations_of
 from flax_mesh.sharding.rules import as_rules
+from flax_mesh.text import mesh_text
 from flax_mesh.train.compiler import parse_compiler_options
 from flax_mesh.train.config import OptimizerConfig, TrainConfig
 from flax_mesh.train.cut import check_pipeline
@@ -34,7 +35,7 @@ def check_config(config: TrainConfig) -> list[str]:
     found = [*check_data_config(config.data), *getattr(config.model, "problems", list)()]
     optimizer, run = config.optimizer, config.run
     at_least_one = {
-        "pipeline.microbatches": config.pipeline.microbatches,
+        "pipeline.num_microbatches": config.pipeline.num_microbatches,
         "optimizer.decay_steps": optimizer.decay_steps,
         "checkpoint.every": config.checkpoint.every,
         "checkpoint.keep": config.checkpoint.keep,
@@ -68,9 +69,9 @@ def check_config(config: TrainConfig) -> list[str]:
             f"optimizer.warmup_steps={optimizer.warmup_steps} must be below "
             f"optimizer.decay_steps={optimizer.decay_steps}, which counts the warm-up too"
         )
-    batch, parts = config.data.batch_size, config.pipeline.microbatches
+    batch, parts = config.data.batch_size, config.pipeline.num_microbatches
     if parts >= 1 and batch % parts:
-        found.append(f"data.batch_size={batch} is not divisible by pipeline.microbatches={parts}")
+        found.append(f"data.batch_size={batch} is not divisible by pipeline.num_microbatches={parts}")
     if not PLATFORM.fullmatch(run.platform):
         found.append(f"run.platform must be auto, cpu, cpu:N (N devices), gpu or tpu, got {run.platform!r}")
     try:
@@ -110,7 +111,8 @@ def make_mesh(config: TrainConfig, say: Callable[[str], None]) -> Mesh:
     if config.run.platform == "auto":
         fitted = fit_mesh(shape, len(devices))
         if fitted != {k: v for k, v in shape.items() if v != -1} | {k: fitted[k] for k, v in shape.items() if v == -1}:
-            say(f"mesh: {_text(shape)} needs more than the {len(devices)} devices here; shrunk to {_text(fitted)}")
+            wanted, found = mesh_text(shape), mesh_text(fitted)
+            say(f"mesh: {wanted} needs more than the {len(devices)} devices here; shrunk to {found}")
         shape = {name: size for name, size in fitted.items() if (name, size) != ("pp", 1)}
         used = math.prod(shape.values())
         if used < len(devices):
@@ -154,8 +156,8 @@ def check_on_mesh(config: TrainConfig, mesh: Mesh | AbstractMesh, axes: Partitio
     of heads is clearer than the error of `abstract_state`, which has a line for every array. What else cannot be on
     this mesh it tells by a method `problems_on(mesh)`.
     """
-    data, parts = config.data, config.pipeline.microbatches
-    cut = f" / pipeline.microbatches={parts}" if parts > 1 else ""
+    data, parts = config.data, config.pipeline.num_microbatches
+    cut = f" / pipeline.num_microbatches={parts}" if parts > 1 else ""
     dims = [
         (f"data.batch_size={data.batch_size}{cut}", "batch", data.batch_size // parts),
         (f"data.sequence_length={data.sequence_length}", "sequence", data.sequence_length),
@@ -189,7 +191,7 @@ def make_modules(config: TrainConfig) -> tuple[nnx.Module, nnx.Optimizer]:
     return model, nnx.Optimizer(model, make_optimizer(config.optimizer), wrt=nnx.Param)
 
 
-def make_schedule(config: OptimizerConfig) -> optax.Schedule:
+def make_learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
     """Linear warm-up, cosine to `end_learning_rate` at `decay_steps`, constant from there. Step 0 already learns."""
     return optax.warmup_cosine_decay_schedule(
         init_value=config.learning_rate / (config.warmup_steps + 1),
@@ -209,7 +211,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(
-            make_schedule(config),
+            make_learning_rate_schedule(config),
             b1=config.b1,
             b2=config.b2,
             eps=config.epsilon,
@@ -217,7 +219,3 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
             mask=decayed,
         ),
     )
-
-
-def _text(shape: Mapping[str, int]) -> str:
-    return ",".join(f"{name}:{size}" for name, size in shape.items() if size != 1) or "one device"

@@ -29,20 +29,20 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """`microbatches`: the batch is cut into this many, whose gradients are summed.
+    """`num_microbatches`: the batch is cut into this many, whose gradients are summed.
 
     The rest is for pp > 1. `schedule`: a name of docs/schedules.md. `cut`: "flops" (the heaviest stage is as light as
-    can be), "count" (of layers), or the first layer of every stage but the first, "2,5". `virtual`: stages a group,
-    none for what the schedule is made for. `residuals`: "store" what the backward pass needs, keep it "lean" by
-    making again what is cheap, or "recompute" it all.
-    `transport` between processes: "server" (JAX's transfer server), "native" (`jax.device_put`), or "auto".
+    can be), "count" (of layers), or the first layer of every stage but the first, "2,5". `num_virtual_stages`: stages a
+    group, none for what the schedule is made for. `remat`: what a stage stores for its backward pass: "none" recomputes
+    next to nothing, "cheap" what takes no matrix product, loop or random bits, "full" everything from the stage's
+    inputs. `transport` between processes: "server" (JAX's transfer server), "native" (`jax.device_put`), or "auto".
     """
 
-    microbatches: int = 1
+    num_microbatches: int = 1
     schedule: str = field(default="1f1b", metadata=SAME_RESULT)
     cut: str = field(default="flops", metadata=SAME_RESULT)
-    virtual: int | None = field(default=None, metadata=SAME_RESULT)
-    residuals: str = field(default="store", metadata=SAME_RESULT)
+    num_virtual_stages: int | None = field(default=None, metadata=SAME_RESULT)
+    remat: str = field(default="none", metadata=SAME_RESULT)
     transport: str = field(default="auto", metadata=SAME_RESULT)
 
 
@@ -141,11 +141,11 @@ def flat_fields(config: TrainConfig) -> dict[str, tuple[Any, Any, bool]]:
 
 
 def to_lines(config: TrainConfig) -> list[str]:
-    """The whole config, one `section.key=value` a line: what `override` reads back."""
+    """The whole config, one `section.key=value` a line: what `apply_overrides` reads back."""
     return [f"{key}={value_to_text(value)}" for key, (value, _, _) in flat_fields(config).items()]
 
 
-def override(config: TrainConfig, overrides: Iterable[str]) -> TrainConfig:
+def apply_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfig:
     """`config` with `section.key=value` strings applied. Raises one ConfigError with a line for every mistake."""
     fields, problems, values = flat_fields(config), [], {}
     for text in overrides:

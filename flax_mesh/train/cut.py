@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd import Schedule, StagedModel, make_schedule, split_stages
-from flax_mesh.mpmd.split.remat import RESIDUALS
+from flax_mesh.mpmd.split.remat import REMAT_MODES
 from flax_mesh.mpmd.transport.ordered import TRANSPORTS
 from flax_mesh.train.config import PipelineConfig, TrainConfig
 
@@ -21,9 +21,14 @@ def cut_model(
     """The stages of the recipe's model and their schedule on `num_groups` groups; `mesh` is that of one group."""
     wanted = config.pipeline
     schedule = make_schedule(
-        wanted.schedule, num_groups=num_groups, num_microbatches=wanted.microbatches, virtual=wanted.virtual
+        wanted.schedule,
+        num_groups=num_groups,
+        num_microbatches=wanted.num_microbatches,
+        num_virtual_stages=wanted.num_virtual_stages,
     )
-    rows = jax.ShapeDtypeStruct((config.data.batch_size // wanted.microbatches, config.data.sequence_length), jnp.int32)
+    rows = jax.ShapeDtypeStruct(
+        (config.data.batch_size // wanted.num_microbatches, config.data.sequence_length), jnp.int32
+    )
     staged = split_stages(
         config.loss_fn,
         lambda: config.make_model(config.model, nnx.Rngs(config.run.seed)),
@@ -59,17 +64,17 @@ def check_pipeline(config: PipelineConfig, num_groups: int) -> list[str]:
         parse_cut(config.cut)
     except ConfigError as error:
         found.append(str(error))
-    if config.residuals not in RESIDUALS:
-        found.append(f"pipeline.residuals must be one of {', '.join(RESIDUALS)}, got {config.residuals!r}")
+    if config.remat not in REMAT_MODES:
+        found.append(f"pipeline.remat must be one of {', '.join(REMAT_MODES)}, got {config.remat!r}")
     if config.transport not in TRANSPORTS:
         found.append(f"pipeline.transport must be one of {', '.join(TRANSPORTS)}, got {config.transport!r}")
-    if num_groups > 1 and config.microbatches >= 1:
+    if num_groups > 1 and config.num_microbatches >= 1:
         try:
             make_schedule(
                 config.schedule,
                 num_groups=num_groups,
-                num_microbatches=config.microbatches,
-                virtual=config.virtual,
+                num_microbatches=config.num_microbatches,
+                num_virtual_stages=config.num_virtual_stages,
             )
         except ValueError as error:
             found.append(f"pipeline.schedule={config.schedule}: {error}")

@@ -10,7 +10,7 @@ from flax_mesh.mpmd import CutError
 from flax_mesh.mpmd.runtime.placement import MODEL, OPTIMIZER, bytes_of_groups
 from flax_mesh.sharding.report.explain import Explanation, explain_sharding
 from flax_mesh.sharding.rules import Finding, PartitionRules
-from flax_mesh.text import bytes_text
+from flax_mesh.text import bytes_text, count_text
 from flax_mesh.train.checks import check_config, check_on_mesh, make_modules, mesh_shape, run_rules, shard_over
 from flax_mesh.train.config import TrainConfig
 from flax_mesh.train.cut import cut_model
@@ -69,12 +69,11 @@ def _stages(config: TrainConfig, explanation: Explanation, mesh: AbstractMesh) -
     parts = [OPTIMIZER if leaf.kind == "optimizer" else MODEL for leaf in explanation.report.leaves]
     leaves = [(part + x.path, x, x.device_bytes) for part, x in zip(parts, explanation.report.leaves, strict=True)]
     sizes = bytes_of_groups(staged, schedule.stage_to_group, leaves)
-    stages = str(staged).splitlines()
-    count = schedule.num_microbatches
+    stages, microbatches = str(staged).splitlines(), count_text(schedule.num_microbatches, "microbatch")
     return "\n".join(
         [
-            f"pipeline: {schedule.name} over {num_groups} groups of this mesh (pp), {count} "
-            f"microbatch{'es' * (count > 1)}; what follows is for one group, as if it held all arrays",
+            f"pipeline: {schedule.name} over {num_groups} groups of this mesh (pp), "
+            f"{microbatches}; what follows is for one group, as if it held all arrays",
             *(f"group {group} holds {bytes_text(size)} a device" for group, size in enumerate(sizes)),
             *stages,
         ]

@@ -18,7 +18,7 @@ from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.diff import batches, mesh_text, read_batch
 from flax_mesh.checkpoint.find import STEP, find_whole, step_number
 from flax_mesh.checkpoint.hf.convert import Leaf, copy_slice, load_safetensors, plan_leaves
-from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, decoder_settings, huggingface_config, read_config
+from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, decoder_config_from_hf, huggingface_config, read_config
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors, write_safetensors
 from flax_mesh.checkpoint.read import Array, mesh_of, read_record, read_tree
 from flax_mesh.errors import ConfigError, SaveError
@@ -56,7 +56,7 @@ def import_huggingface(folder: str, out: str, ignore: Sequence[str], model: Impo
     """
     described = read_config(folder)
     with _told_of_option():
-        config = model(decoder_settings(described, ignore=ignore))
+        config = model(decoder_config_from_hf(described, ignore=ignore))
     _check_import(folder, config, ignore)
     mesh = create_mesh((1, 1, 1, 1, 1), devices=jax.devices()[:1])
     abstract = abstract_state(lambda: config.make_model(config.model, nnx.Rngs(0)), mesh, run_rules(config))

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flax_mesh.checkpoint import Checkpointer, Keep
+from flax_mesh.checkpoint import Checkpointer, RetentionPolicy
 from flax_mesh.checkpoint.find import CHECKPOINTS
 from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.mpmd.runtime.profile import costs_of, trace_step, write_timeline
@@ -54,7 +54,7 @@ TRACED = 2  # steps before the one that --trace shows: they compile
 
 
 @dataclass(frozen=True)
-class Result:
+class TrainResult:
     """How a run ended: after `step` steps, with its files in `folder`."""
 
     status: Literal["finished", "already finished", "stopped"]
@@ -75,7 +75,7 @@ def train(
     should_stop: Callable[[], bool] = lambda: False,
     trace: str | Path | None = None,
     watch: Watch | None = None,
-) -> Result:
+) -> TrainResult:
     """Train as `config` says; if `run.folder` holds a checkpoint of this run, go on from there.
 
     `restart` starts over in a new folder beside it. `hooks` get every row of metrics, `say` every line for people.
@@ -124,7 +124,7 @@ def train(
                 say(f"changed since the checkpoint: {change}")
             if step >= config.run.steps:
                 say(f"run: {folder} is finished: step {step} of {config.run.steps}. Nothing to do.")
-                return Result("already finished", step, folder)
+                return TrainResult("already finished", step, folder)
             say(f"run: found {folder} at step {step}; resuming, {config.run.steps - step} steps to go")
             if moved := layout_changes(checkpointer.metadata(step), mesh, run.layout):
                 say(f"layout: saved on another, {moved[0]}" + f"; {len(moved) - 1} more lines" * (len(moved) > 1))
@@ -145,7 +145,7 @@ def _changes(run: Run, checkpointer: Checkpointer, step: int, allow_changes: boo
         raise
 
 
-def _steps(run: Run, checkpointer: Checkpointer, state: TrainState, start: int) -> Result:
+def _steps(run: Run, checkpointer: Checkpointer, state: TrainState, start: int) -> TrainResult:
     """Train from `start` completed steps to `run.steps`; every step's row is written before its state is saved."""
     config = run.config
     if run.trace is not None and config.run.steps - start <= TRACED:
@@ -180,7 +180,7 @@ def _steps(run: Run, checkpointer: Checkpointer, state: TrainState, start: int) 
         rows.finish()
         sample = _sample(run, state) if status == "finished" else ""
     checkpointer.wait()
-    return Result(status, step, run.folder, rows.last, sample)
+    return TrainResult(status, step, run.folder, rows.last, sample)
 
 
 def _initial(run: Run) -> TrainState:
@@ -192,7 +192,7 @@ def _initial(run: Run) -> TrainState:
 
 
 def _checkpointer(config: CheckpointConfig, folder: Path, layers: Sequence[str]) -> Checkpointer:
-    keep = Keep(config.keep, best=config.keep_best, every=config.keep_every or None)
+    keep = RetentionPolicy(config.keep, best=config.keep_best, every=config.keep_every or None)
     return Checkpointer(folder, keep=keep, layers=layers, best_metric=config.best_metric, compress=config.compress)
 
 

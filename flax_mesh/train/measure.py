@@ -38,4 +38,4 @@ def measure_recipe(config: TrainConfig) -> Measured:
     ids = getattr(config.model, "vocab_size", None) or 2
     tokens = np.random.default_rng(config.run.seed).integers(0, ids, shape).astype(np.int32)
     costs = measure_costs(pipeline, pipeline.init_state(), {"inputs": tokens, "targets": tokens})
-    return Measured(costs, len(pipeline.groups), config.pipeline.microbatches)
+    return Measured(costs, len(pipeline.groups), config.pipeline.num_microbatches)

@@ -8,9 +8,10 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from flax_mesh.axes import dims_text
 from flax_mesh.checkpoint.layout import disk_target, stacked_paths
 from flax_mesh.sharding import PartitionRules
-from flax_mesh.text import dims_text
+from flax_mesh.text import mesh_text
 from flax_mesh.train.config import TrainConfig, to_lines
 from flax_mesh.train.data.data import Corpus
 from flax_mesh.train.metrics import Row
@@ -74,13 +75,9 @@ def layout_of(state: Any, layers: Sequence[str]) -> dict[str, str]:
 def layout_changes(saved: Mapping[str, Any], mesh: Mesh, layout: Mapping[str, str]) -> list[str]:
     """One line on the mesh if it is another, and one for every array that is split over other axes than when saved."""
     before = dict(zip(saved["mesh"]["axis_names"], saved["mesh"]["shape"], strict=True))
-    lines = [f"mesh {_mesh_text(before)} -> {_mesh_text(mesh.shape)}"] if before != dict(mesh.shape) else []
+    lines = [f"mesh {mesh_text(before)} -> {mesh_text(mesh.shape)}"] if before != dict(mesh.shape) else []
     old = saved.get("layout", {})
     return lines + [f"{path}: {old[path]} -> {spec}" for path, spec in layout.items() if old.get(path, spec) != spec]
-
-
-def _mesh_text(shape: Mapping[str, int]) -> str:
-    return ",".join(f"{name}:{size}" for name, size in shape.items() if size > 1) or "one device"
 
 
 def _version(package: str) -> str:

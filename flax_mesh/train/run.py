@@ -16,7 +16,7 @@ from flax_mesh.errors import SaveError
 from flax_mesh.sharding import PartitionRules, sharding_fingerprint
 from flax_mesh.step.state import TrainState
 from flax_mesh.step.step import Step
-from flax_mesh.text import bytes_text
+from flax_mesh.text import bytes_text, mesh_text
 from flax_mesh.train.build import TrainProgram
 from flax_mesh.train.compiler import options_text, parse_compiler_options
 from flax_mesh.train.config import TrainConfig
@@ -90,11 +90,10 @@ class Run:
 def describe(run: Run) -> None:
     """Say what the run consists of, before its first step."""
     devices = run.mesh.devices.flat
-    sizes = ",".join(f"{name}:{size}" for name, size in run.mesh.shape.items() if size > 1) or "one device"
     leaves = run.program.layout.leaves
     shard = max(_bytes_by_device(leaves).values())
     whole = sum(math.prod(x.shape) * _itemsize(x) for x in leaves)
-    run.say(f"mesh: {sizes} on {len(list(devices))} x {run.mesh.devices.flat[0].device_kind}")
+    run.say(f"mesh: {mesh_text(run.mesh.shape)} on {len(list(devices))} x {run.mesh.devices.flat[0].device_kind}")
     run.say(f"data: {run.corpus.description}")
     run.say(
         f"model: {run.num_parameters / 1e6:.2f}M parameters in {len(run.parameters)} arrays; "

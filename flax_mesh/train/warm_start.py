@@ -11,7 +11,7 @@ from flax import nnx
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.find import find_step, find_whole, step_number
 from flax_mesh.checkpoint.hf.convert import load_safetensors
-from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, decoder_settings, read_config
+from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, decoder_config_from_hf, read_config
 from flax_mesh.errors import ConfigError
 from flax_mesh.processes import from_first
 from flax_mesh.step.state import TrainState
@@ -28,7 +28,7 @@ def check_start(folder: str, model: Any) -> list[str]:
         if not _is_huggingface(folder):
             find_step(folder)
             return []
-        there = decoder_settings(read_config(Path(folder).expanduser()))
+        there = decoder_config_from_hf(read_config(Path(folder).expanduser()))
     except ConfigError as error:
         return [f"checkpoint.start_from: {problem}" for problem in error.problems]
     return [

@@ -32,7 +32,7 @@ import numpy as np
 
 from flax_mesh import create_mesh
 from flax_mesh.errors import ConfigError
-from flax_mesh.train import TrainConfig, load_recipe, override
+from flax_mesh.train import TrainConfig, apply_overrides, load_recipe
 from flax_mesh.train.build import train_program
 from flax_mesh.train.checks import batch_sharding, check_config, check_on_mesh, run_rules
 from flax_mesh.train.compiler import check_compiler_options, options_text, parse_compiler_options
@@ -106,7 +106,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_one(arguments: argparse.Namespace) -> dict[str, Any]:
     """The row of one configuration; prints as it goes."""
-    config = override(override(load_recipe(arguments.recipe), TINY if arguments.tiny else []), arguments.overrides)
+    config = apply_overrides(
+        apply_overrides(load_recipe(arguments.recipe), TINY if arguments.tiny else []), arguments.overrides
+    )
     device = jax.devices()[0]
     row: dict[str, Any] = {"recipe": arguments.recipe, "overrides": arguments.overrides, "device": device.device_kind}
     print(f"jax {jax.__version__}, {device.device_kind}: {arguments.recipe} {' '.join(arguments.overrides)}")

@@ -119,9 +119,9 @@ class Turn:
         self.cpu.append(time.process_time() - cpu)
 
 
-def measure(count: int, residuals: Any, steps: int) -> dict[str, Any]:
+def measure(count: int, remat: Any, steps: int) -> dict[str, Any]:
     """A row of the table for `count` microbatches."""
-    pipeline, batch = make_pipeline(count, residuals)
+    pipeline, batch = make_pipeline(count, remat)
     model = Net(nnx.Rngs(0))
     step, parameters, there = by_hand([[x.up.kernel[...], x.down.kernel[...]] for x in model.layers], count)
     cut = {name: x.reshape(count, ROWS, LENGTH, WIDTH) for name, x in batch.items()}
@@ -148,7 +148,7 @@ def measure(count: int, residuals: Any, steps: int) -> dict[str, Any]:
     mine, hand = turns
     ratios = [a / b for a, b in zip(mine.time, hand.time, strict=True)]
     early, late = ratios[WARM : WARM + steps // 2], ratios[WARM + steps // 2 :]
-    row: dict[str, Any] = {"M": count, "residuals": residuals}
+    row: dict[str, Any] = {"M": count, "remat": remat}
     row |= {"time": median_ratio(mine.time, hand.time), "CPU time": median_ratio(mine.cpu, hand.cpu)}
     row |= dispatch_of_actions(pipeline, ours)
     for name, turn in (("action", mine), ("by hand", hand)):
@@ -158,14 +158,14 @@ def measure(count: int, residuals: Any, steps: int) -> dict[str, Any]:
     return row | {"loss differs": error}
 
 
-def make_pipeline(count: int, residuals: Any) -> tuple[Pipeline, dict[str, np.ndarray]]:
+def make_pipeline(count: int, remat: Any) -> tuple[Pipeline, dict[str, np.ndarray]]:
     groups = MpmdMesh(create_mesh((STAGES, 1), ("pp", "dp"), devices=jax.devices()[:STAGES]), "pp")
     rng = np.random.default_rng(0)
     batch = {name: rng.normal(size=(count * ROWS, LENGTH, WIDTH)).astype(np.float32) for name in "xy"}
     micro = {name: x[:ROWS] for name, x in batch.items()}
     staged = split_stages(loss_fn, lambda: Net(nnx.Rngs(0)), micro, num_stages=STAGES, mesh=groups.unstack[0])
     schedule = make_schedule("1f1b", num_groups=STAGES, num_microbatches=count)
-    return Pipeline(staged, groups, schedule, optax.sgd(RATE), residuals=residuals), batch
+    return Pipeline(staged, groups, schedule, optax.sgd(RATE), remat=remat), batch
 
 
 def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
@@ -225,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     use_cpu()
     counts = [int(count) for count in given.microbatches.split(",")]
-    rows = [measure(count, residuals, given.steps) for count in counts for residuals in ("store", "recompute")]
+    rows = [measure(count, remat, given.steps) for count in counts for remat in ("none", "full")]
     print_table(rows)
     slept = overlap.compare(["1f1b"], counts, given.ms) if given.ms else []
     if slept:

@@ -8,7 +8,7 @@ import numpy as np
 
 from flax_mesh import named_leaves
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
-from flax_mesh.train import DataConfig, MeshConfig, RunConfig, TrainConfig, load_recipe, override
+from flax_mesh.train import DataConfig, MeshConfig, RunConfig, TrainConfig, apply_overrides, load_recipe
 from flax_mesh.train.build import train_program
 from flax_mesh.train.checks import make_mesh, run_rules
 
@@ -31,7 +31,7 @@ def recipe() -> TrainConfig:
 
 
 def program_of(*settings):
-    config = override(load_recipe(RECIPE), settings)
+    config = apply_overrides(load_recipe(RECIPE), settings)
     mesh, rules = make_mesh(config, print), run_rules(config)
     return config, mesh, rules, train_program(config, mesh, rules)
 

@@ -129,9 +129,9 @@ def test_another_model_is_refused_with_every_path_and_both_shapes(tmp_path):
         checkpointer.restore(abstract)
     text = str(error.value)
     assert "is of another model" in text and "--restart" in text
-    assert "model/layers/1/attention/k/kernel: checkpoint float32[16, 2, 4], model float32[16, 4, 4]" in text
-    assert "model/layers/2/mlp/up/kernel: only in the checkpoint, float32[16, 32]" in text
-    assert "model/head/kernel: only in the model, float32[16, 32]" in text
+    assert "model/layers/1/attention/k/kernel: checkpoint f32[16,2,4], model f32[16,4,4]" in text
+    assert "model/layers/2/mlp/up/kernel: only in the checkpoint, f32[16,32]" in text
+    assert "model/head/kernel: only in the model, f32[16,32]" in text
     assert "optimizer/opt_state/0/nu/head/kernel: only in the model" in text
     assert "layers/0/mlp/up" not in text
 

@@ -12,7 +12,7 @@ from flax_mesh import abstract_state, create_mesh, init_state
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint import checksums as integrity
 from flax_mesh.checkpoint.checksums import CHECKSUMS, MARKERS, find_damage, write_checksums
-from flax_mesh.errors import DamageError
+from flax_mesh.errors import CheckpointCorruptedError
 
 FLIPS = 200
 
@@ -115,7 +115,9 @@ def test_a_damaged_index_is_told_before_anything_reads_it(copy, capfd):
         for name in index:
             for at in np.linspace(0, (step / name).stat().st_size - 1, 5).astype(int):
                 flip(step / name, int(at), 0)
-                with pytest.raises(DamageError, match=f"its tree cannot be read:\n  {name}: damaged within"):
+                with pytest.raises(
+                    CheckpointCorruptedError, match=f"its tree cannot be read:\n  {name}: damaged within"
+                ):
                     checkpointer.arrays(2)
                 flip(step / name, int(at), 0)
     assert capfd.readouterr().err == ""
@@ -150,9 +152,9 @@ def test_every_file_may_be_cut_or_gone(harm, copy, state):
                 caught += 1
                 (problem,) = checkpointer.verify(2)
                 assert problem.startswith(name)
-                with pytest.raises(DamageError, match=rf"checkpoint .*2 is damaged:\n  {name}"):
+                with pytest.raises(CheckpointCorruptedError, match=rf"checkpoint .*2 is damaged:\n  {name}"):
                     checkpointer.restore(abstract_net(), 2)
-                with pytest.raises(DamageError, match="is damaged"):
+                with pytest.raises(CheckpointCorruptedError, match="is damaged"):
                     checkpointer.fill(state, 2)
                 assert checkpointer.latest_step() == 1 and checkpointer.damaged == {2: [problem]}
         (step / name).write_bytes(before)
@@ -185,11 +187,11 @@ def test_none_whole_is_an_error_that_names_every_file(copy, state):
     (copy / "2" / CHECKSUMS).unlink()
     before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
     with Checkpointer(copy) as checkpointer:
-        with pytest.raises(DamageError, match="holds 2 checkpoints, and none is whole") as error:
+        with pytest.raises(CheckpointCorruptedError, match="holds 2 checkpoints, and none is whole") as error:
             checkpointer.latest_step()
-        with pytest.raises(DamageError, match="none is whole"):
+        with pytest.raises(CheckpointCorruptedError, match="none is whole"):
             checkpointer.restore(abstract_net())
-        with pytest.raises(DamageError, match="none is whole"):
+        with pytest.raises(CheckpointCorruptedError, match="none is whole"):
             checkpointer.fill(state)
     text = str(error.value)
     assert "1 is damaged:\n    metadata/metadata: 5 bytes, saved with 11" in text

@@ -17,7 +17,7 @@ from flax_mesh.checkpoint.find import find_whole
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors
 from flax_mesh.cli import main
 from flax_mesh.cli.main import DONE, FAILED, FINDINGS
-from flax_mesh.errors import DamageError
+from flax_mesh.errors import CheckpointCorruptedError
 from tests.checkpoint.small_decoder import CHANGED, DELTA, RECIPE, changed, program_of
 from tests.train.bigram import snapshot, write_text
 
@@ -170,11 +170,11 @@ def test_diff_with_another_recipe_tells_settings_mesh_tree_and_layout(command, s
         by_section.setdefault(one["section"], {})[one["name"]] = (one["a"], one["b"])
     assert by_section["settings"].keys() == {text.split("=")[0] for text in argv[2:]}
     assert by_section["mesh"] == {"mesh": ("dp:2,fsdp:2,tp:2", "fsdp:8")}
-    assert by_section["tree"]["model/layers/0/attention/q/kernel"] == ("float32[16, 4, 4]", "float32[16, 4, 8]")
-    assert by_section["tree"]["model/layers/2/mlp/up/kernel"] == ("float32[16, 32]", None)
+    assert by_section["tree"]["model/layers/0/attention/q/kernel"] == ("f32[16,4,4]", "f32[16,4,8]")
+    assert by_section["tree"]["model/layers/2/mlp/up/kernel"] == ("f32[16,32]", None)
     assert "model/layers/1/mlp/up/kernel" not in by_section["tree"]
     out = command("diff", *argv)[1]
-    assert "  model/layers/2/mlp/up/kernel: only in A, float32[16, 32]" in out and "arrays likewise" in out
+    assert "  model/layers/2/mlp/up/kernel: only in A, f32[16,32]" in out and "arrays likewise" in out
 
 
 def test_diff_tells_how_a_mesh_without_an_axis_splits_otherwise(command, saved):
@@ -286,7 +286,7 @@ def test_a_damaged_step_is_passed_over_or_refused(command, copy, tmp_path):
     damage(copy / "checkpoints" / "5")
     code, _, err = command("reshard", copy, tmp_path / "c", RECIPE)
     assert code == FINDINGS and "5 is damaged:" in err and "10 is damaged:" in err and not (tmp_path / "c").exists()
-    with pytest.raises(DamageError, match="5 is damaged"):
+    with pytest.raises(CheckpointCorruptedError, match="5 is damaged"):
         find_whole(copy)
 
 

@@ -14,7 +14,7 @@ import pytest
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.step.state import TrainState
-from flax_mesh.train import DataConfig, OptimizerConfig, RunConfig, TrainConfig, override
+from flax_mesh.train import DataConfig, OptimizerConfig, RunConfig, TrainConfig, apply_overrides
 from flax_mesh.train.build import TrainProgram, train_program
 from flax_mesh.train.checks import batch_sharding, make_mesh, run_rules
 from flax_mesh.train.data.batches import make_batch_fn
@@ -65,7 +65,7 @@ def setup(tmp_path_factory):
 
     @functools.cache
     def of(layout: str) -> Setup:
-        own = override(config, ["pipeline.microbatches=4", *LAYOUTS[layout]])
+        own = apply_overrides(config, ["pipeline.num_microbatches=4", *LAYOUTS[layout]])
         mesh = make_mesh(own, print)
         rules = run_rules(own)
         batch = make_batch_fn(

@@ -13,12 +13,15 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flax_mesh.checkpoint import Checkpointer, Keep
+from flax_mesh.checkpoint import Checkpointer, RetentionPolicy
 
 STEPS = st.sets(st.integers(0, 60), max_size=15)
 NUMBERS = st.one_of(st.floats(-3, 3), st.sampled_from([math.nan, math.inf, -math.inf, 0.0]))
 KEEPS = st.builds(
-    Keep, st.one_of(st.none(), st.integers(1, 5)), st.integers(0, 4), st.one_of(st.none(), st.integers(1, 10))
+    RetentionPolicy,
+    st.one_of(st.none(), st.integers(1, 5)),
+    st.integers(0, 4),
+    st.one_of(st.none(), st.integers(1, 10)),
 )
 
 
@@ -61,7 +64,7 @@ def test_the_latest_and_the_best_so_far_are_never_lost_along_the_way(keep, value
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(wrong, said):
     with pytest.raises(ValueError, match=f"^{said}$"):
-        Keep(**wrong)
+        RetentionPolicy(**wrong)
 
 
 # --- on the disk ---
@@ -82,7 +85,7 @@ def listing(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def test_the_best_stay_over_a_restart(tmp_path):
-    keep = Keep(1, best=2, every=10)
+    keep = RetentionPolicy(1, best=2, every=10)
     with Checkpointer(tmp_path, keep=keep) as checkpointer:
         save(checkpointer, {1: 0.5, 2: 0.9, 3: math.nan, 4: None})
         assert checkpointer.steps() == [1, 2, 4]
@@ -95,7 +98,7 @@ def test_the_best_stay_over_a_restart(tmp_path):
 
 
 def test_a_damaged_best_is_no_candidate(tmp_path):
-    with Checkpointer(tmp_path, keep=Keep(1, best=1)) as checkpointer:
+    with Checkpointer(tmp_path, keep=RetentionPolicy(1, best=1)) as checkpointer:
         save(checkpointer, {1: 0.1, 2: 0.9})
         (tmp_path / "1" / "metadata" / "metadata").write_text("{")
         save(checkpointer, {3: 0.95})

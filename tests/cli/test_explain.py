@@ -25,7 +25,7 @@ from flax_mesh.cli import main
 from flax_mesh.cli.main import BAD_INPUT, DONE, FINDINGS
 from flax_mesh.jax_compat import short_tracer_errors
 from flax_mesh.sharding import explain_sharding, explanation_data, explanation_text, golden_text, sharding_fingerprint
-from flax_mesh.train import load_recipe, override
+from flax_mesh.train import apply_overrides, load_recipe
 from flax_mesh.train.checks import make_optimizer
 from flax_mesh.train.explain import abstract_mesh, explain
 from tests.mpmd.runtime.test_pipeline import build, make_net, net_batch, net_loss
@@ -239,7 +239,7 @@ def test_annotated_models_are_explained_by_their_annotations():
 
 
 def test_a_recipe_that_does_not_fit_its_mesh_has_findings_for_settings_and_arrays():
-    config = override(load_recipe(TINY), ["mesh.shape=dp:3,tp:4"])
+    config = apply_overrides(load_recipe(TINY), ["mesh.shape=dp:3,tp:4"])
     texts = [str(finding) for finding in explain(config).findings]
     assert texts[0] == "data.batch_size=16: not divisible by 3 (dp=3). Use a multiple, or another mesh.shape"
     assert any(
@@ -264,14 +264,14 @@ def test_a_recipe_may_hold_an_annotated_model():
 
 def test_a_pipeline_is_explained_as_one_of_its_groups(capsys, tmp_path):
     page = tmp_path / "page.html"
-    settings = ["mesh.shape=pp:2,fsdp:2,tp:2", "pipeline.microbatches=4"]
+    settings = ["mesh.shape=pp:2,fsdp:2,tp:2", "pipeline.num_microbatches=4"]
     note = "pipeline: 1f1b over 2 groups of this mesh (pp), 4 microbatches"
     assert main(["explain", TINY, *settings]) == DONE
     first, second, *lines = capsys.readouterr().out.splitlines()[:7]
     assert first.startswith("mesh fsdp:2,tp:2, 4 devices;") and second.startswith(note)
     assert [line.split(" holds ")[0] for line in lines[:2]] == ["group 0", "group 1"]
     held = [float(line.split()[3]) for line in lines[:2]]
-    whole = explain(override(load_recipe(TINY), ["mesh.shape=fsdp:2,tp:2"])).report
+    whole = explain(apply_overrides(load_recipe(TINY), ["mesh.shape=fsdp:2,tp:2"])).report
     assert sum(held) == pytest.approx(max(whole.memory_per_device.values()) / 2**20, abs=0.02)
     assert [line.split(";")[0] for line in lines[2:4]] == [
         "stage 0: layers/0 .. layers/1",
@@ -281,7 +281,7 @@ def test_a_pipeline_is_explained_as_one_of_its_groups(capsys, tmp_path):
     assert "too few for 8 stages" in capsys.readouterr().out
     assert main(["explain", TINY, *settings, "--html", str(page)]) == DONE
     assert note in page.read_text(encoding="utf-8")
-    assert note in explain(override(load_recipe(TINY), settings)).note
+    assert note in explain(apply_overrides(load_recipe(TINY), settings)).note
     assert not explain(load_recipe(TINY)).note
 
 
@@ -310,7 +310,7 @@ def test_data_and_text_hold_every_finding_and_array():
     ],
 )
 def test_the_mesh_is_that_of_the_recipe(settings, shape):
-    mesh = abstract_mesh(override(load_recipe(TINY), settings))
+    mesh = abstract_mesh(apply_overrides(load_recipe(TINY), settings))
     assert {name: size for name, size in mesh.shape.items() if size > 1} == shape
 
 
@@ -334,7 +334,7 @@ def test_exit_codes_tell_clean_from_findings(capsys, tmp_path):
     assert main(["explain", TINY]) == DONE
     assert capsys.readouterr().out.endswith("no findings\n")
     page = tmp_path / "page.html"
-    count = len(explain(override(load_recipe(TINY), ["mesh.shape=tp:4"])).findings)
+    count = len(explain(apply_overrides(load_recipe(TINY), ["mesh.shape=tp:4"])).findings)
     assert count >= 2
     assert main(["explain", TINY, "mesh.shape=tp:4", "--html", str(page)]) == FINDINGS
     assert capsys.readouterr().out == f"{page}: {count} findings\n"

@@ -12,7 +12,7 @@ import pytest
 
 from flax_mesh.cli import main
 from flax_mesh.cli.main import BAD_INPUT, DONE, step_line
-from flax_mesh.train import load_recipe, override, to_lines
+from flax_mesh.train import apply_overrides, load_recipe, to_lines
 from tests.train.bigram import count_compilations, write_text
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +65,7 @@ def small(tmp_path):
             r"pipeline\.schedule=1f1c: '1f1c' is no schedule; did you mean 1f1b\?.*",
         ),
         (
-            ["mesh.shape=pp:8", "pipeline.microbatches=8"],
+            ["mesh.shape=pp:8", "pipeline.num_microbatches=8"],
             r"layers=layers has 4 layers, of which the loss calls 4: too few for 8 stages\. Use at most 4 stages.*",
         ),
         (
@@ -164,8 +164,8 @@ def test_a_checkpoint_of_another_model_is_listed_whole(small, complaint, capsys)
     capsys.readouterr()
     head, *lines, tail = complaint(*small, "run.steps=2", "run.eval_every=0", "model.hidden_size=32")
     assert re.fullmatch(r"checkpoint .*/run/checkpoints/1 is of another model \(7 of \d+ leaves differ\):", head)
-    assert "  model/embed/embedding: checkpoint float32[256, 64], model float32[256, 32]" in lines
-    assert "  model/head/kernel: checkpoint float32[64, 256], model float32[32, 256]" in lines
+    assert "  model/embed/embedding: checkpoint f32[256,64], model f32[256,32]" in lines
+    assert "  model/head/kernel: checkpoint f32[64,256], model f32[32,256]" in lines
     assert len(lines) == 7
     assert "--restart" in tail
 
@@ -189,7 +189,7 @@ def test_the_printed_config_is_read_back_to_the_same_config(capsys, tmp_path):
     assert capsys.readouterr().out == printed
     remark, *lines = printed.splitlines()
     assert remark == f"# flax-mesh train {TINY} @THIS_FILE"
-    assert lines == to_lines(override(load_recipe(TINY), changed))
+    assert lines == to_lines(apply_overrides(load_recipe(TINY), changed))
     assert {"run.folder=my runs/a b", "model.axes.batch_axis=dp"} <= set(lines)
 
 

@@ -78,7 +78,7 @@ def test_microbatches_count_by_their_targets():
     parts = [jax.tree.map(lambda x, i=i: x[2 * i : 2 * i + 2], batch) for i in (0, 1)]
     model, _ = state.merge()
     each = [loss_and_aux(model, part)[0] for part in parts]
-    _, got = make_train_step(next_token_loss, state, microbatches=2, layers=("layers",))(state, batch)
+    _, got = make_train_step(next_token_loss, state, num_microbatches=2, layers=("layers",))(state, batch)
     assert got["weight"] == 18
     np.testing.assert_allclose(got["loss"], sum(loss for loss, _, _ in each) / 18, rtol=1e-6)
     for name in ("cross_entropy", "load_balance_loss", "router_z_loss", "expert_load_max"):

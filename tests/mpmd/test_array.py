@@ -50,7 +50,7 @@ def test_a_local_array(mpmd_mesh, value):
     assert array.jax_array is value and as_jax_array(array) is value
     assert not array.is_fully_remote and not is_fully_remote_array(array)
     assert np.array_equal(np.asarray(array), np.arange(8).reshape(4, 2))
-    assert repr(array) == "MpmdArray(float32[4, 2], P('fsdp',), groups=(2,))"
+    assert repr(array) == "MpmdArray(f32[4,2], P('fsdp',), groups=(2,))"
 
 
 def test_a_remote_array():
@@ -58,7 +58,7 @@ def test_a_remote_array():
     array = MpmdArray((4, 2), "bfloat16", sharding)
     assert (array.shape, array.dtype, array.sharding) == ((4, 2), jnp.bfloat16, sharding)
     assert array.is_fully_remote and is_fully_remote_array(array)
-    assert repr(array) == "MpmdArray(bfloat16[4, 2], P('fsdp',), remote)"
+    assert repr(array) == "MpmdArray(bf16[4,2], P('fsdp',), remote)"
     message = r"remote\) is fully remote: process 0 has none of its devices, which belong to process 1, 2\. Read it"
     for read in (lambda: array.jax_array, lambda: as_jax_array(array), lambda: np.asarray(array)):
         with pytest.raises(ValueError, match=message):
@@ -133,7 +133,7 @@ def test_a_remote_array_knows_its_groups():
     mpmd_mesh = MpmdMesh(seen_from(1, [0, 0, 1, 1], (2, 2)), "pp")
     array = MpmdArray((4,), jnp.float32, NamedSharding(mpmd_mesh.unstack[0], P("fsdp")), mpmd_mesh=mpmd_mesh)
     assert array.groups == (0,) and array.is_fully_remote
-    assert repr(array) == "MpmdArray(float32[4], P('fsdp',), groups=(0,), remote)"
+    assert repr(array) == "MpmdArray(f32[4], P('fsdp',), groups=(0,), remote)"
 
 
 def test_a_value_stands_exactly_where_the_process_has_devices(value):

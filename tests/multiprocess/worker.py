@@ -21,11 +21,11 @@ from jax.sharding import PartitionSpec as P
 from flax_mesh import named_leaves
 from flax_mesh.checkpoint import DECODER_NAMES, Checkpointer, load_safetensors
 from flax_mesh.checkpoint.layout import is_key
-from flax_mesh.errors import ConfigError, DamageError, PeerError, SaveError, ShardingError
+from flax_mesh.errors import CheckpointCorruptedError, ConfigError, PeerError, SaveError, ShardingError
 from flax_mesh.mpmd import Pipeline
 from flax_mesh.processes import Watch, agree, from_first, stop_together
 from flax_mesh.processes.phases import Phases
-from flax_mesh.train import load_recipe, override
+from flax_mesh.train import apply_overrides, load_recipe
 from flax_mesh.train.build import train_program
 from flax_mesh.train.checks import make_mesh, run_rules
 from flax_mesh.train.warm_start import start_from
@@ -66,11 +66,11 @@ def agreement() -> None:
         raise ConfigError("the folder is locked")
 
     def damaged() -> str:
-        raise DamageError("a file is missing")
+        raise CheckpointCorruptedError("a file is missing")
 
     who = "process 0: " if here else ""
     assert who + "the folder is locked" == error_of(lambda: from_first("folder", wrong))
-    assert who + "a file is missing" == error_of(lambda: from_first("step", damaged), DamageError)
+    assert who + "a file is missing" == error_of(lambda: from_first("step", damaged), CheckpointCorruptedError)
 
     for failing in (2, 0, None):  # nobody in the end
         phases = Phases("task", ("one", "two", "three"))
@@ -225,7 +225,7 @@ def starts(checkpoint: str) -> None:
 
 def restores(checkpoints: str, step: str, folder: str, *settings: str) -> None:
     """Write every shard that this process restores, under "path@where in the array"."""
-    config = override(load_recipe(settings[0]), settings[1:])
+    config = apply_overrides(load_recipe(settings[0]), settings[1:])
     mesh, rules = make_mesh(config, print), run_rules(config)
     layout = train_program(config, mesh, rules).layout.to_nnx()
     with Checkpointer(checkpoints, layers=rules.layers) as checkpointer:

@@ -99,7 +99,7 @@ def test_a_step_is_the_plain_flax_and_optax_step():
 def test_accumulation_is_right_where_microbatches_weigh_differently(parts):
     live = np.array([1] * 4 + [1, 0, 0, 0] + [0] * 4 + [0, 1, 1, 0], np.float32)  # weights 4, 1, 0, 2
     whole, rows = run(weighted_loss, start(make()), [batch(live=live)] * 2)
-    cut, cut_rows = run(weighted_loss, start(make()), [batch(live=live)] * 2, microbatches=parts)
+    cut, cut_rows = run(weighted_loss, start(make()), [batch(live=live)] * 2, num_microbatches=parts)
     for a, b in zip(rows, cut_rows, strict=True):
         for name in ("loss", "grad_norm", "weight", "errors"):
             np.testing.assert_allclose(a[name], b[name], rtol=1e-5, err_msg=name)
@@ -109,7 +109,7 @@ def test_accumulation_is_right_where_microbatches_weigh_differently(parts):
         loss, weight, _ = weighted_loss(model, b)
         return loss / jnp.maximum(weight, 1.0)
 
-    _, wrong = run(mean_of_means, start(make()), [batch(live=live)], microbatches=parts)
+    _, wrong = run(mean_of_means, start(make()), [batch(live=live)], num_microbatches=parts)
     assert abs(wrong[0]["loss"] - rows[0]["loss"]) > 1e-2
 
 
@@ -143,7 +143,7 @@ def test_dropout_masks_are_those_of_seed_step_and_microbatch_whatever_the_mesh()
 
     def seen(mesh=None, steps=2, seed=0, parts=1):
         place = (lambda b: jax.device_put(b, NamedSharding(mesh, PartitionSpec("fsdp")))) if mesh else (lambda b: b)
-        kinds = {"seed": seed, "microbatches": parts}
+        kinds = {"seed": seed, "num_microbatches": parts}
         return [float(r["mask"]) for r in run(masks, start(make(rate=0.5), mesh), [place(batch())] * steps, **kinds)[1]]
 
     one = seen()
@@ -155,7 +155,7 @@ def test_dropout_masks_are_those_of_seed_step_and_microbatch_whatever_the_mesh()
     def first_mask(model, b):  # of each microbatch alone
         return masks(model, b)[0], 1.0, {"product": jnp.prod(masks(model, b)[2]["mask"])}
 
-    _, rows = run(first_mask, start(make(rate=0.5)), [batch()], microbatches=2)
+    _, rows = run(first_mask, start(make(rate=0.5)), [batch()], num_microbatches=2)
     assert np.isfinite(rows[0]["product"])
 
 
@@ -177,11 +177,11 @@ def test_a_scanned_stack_has_the_streams_of_the_list_it_stands_for():
 def test_a_scalar_loss_counts_once_per_microbatch():
     scalar = lambda model, b: jnp.mean((model(b["x"]) - 1.0) ** 2)  # noqa: E731
     whole = run(scalar, start(make()), [batch()])[1][0]
-    cut = run(scalar, start(make()), [batch()], microbatches=4)[1][0]
+    cut = run(scalar, start(make()), [batch()], num_microbatches=4)[1][0]
     np.testing.assert_allclose(whole["loss"], cut["loss"], rtol=1e-6)
     np.testing.assert_allclose(whole["grad_norm"], cut["grad_norm"], rtol=1e-5)
     with pytest.raises(ValueError, match=r"batch dims .*16.* cannot be cut into 3 equal microbatches"):
-        run(scalar, start(make()), [batch()], microbatches=3)
+        run(scalar, start(make()), [batch()], num_microbatches=3)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_a_model_that_changes_its_structure_is_named():
 
 def test_the_state_is_donated_and_nothing_recompiles(compilations):
     state = start(make(rate=0.5, norm=True))
-    step = make_train_step(weighted_loss, state, microbatches=2)
+    step = make_train_step(weighted_loss, state, num_microbatches=2)
     old = state.leaves
     state, _ = step(state, batch())
     assert all(x.is_deleted() for x in old if x.size > 1)

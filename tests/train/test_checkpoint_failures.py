@@ -19,8 +19,8 @@ import pytest
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.cli import main
 from flax_mesh.cli.main import DONE, FAILED, FINDINGS, STOPPED
-from flax_mesh.errors import DamageError, SaveError
-from flax_mesh.train import override, train
+from flax_mesh.errors import CheckpointCorruptedError, SaveError
+from flax_mesh.train import apply_overrides, train
 from tests.train.bigram import recipe, write_text
 from tests.train.test_resume import PATIENCE, RECIPE, Run
 
@@ -197,7 +197,7 @@ def in_process(text):
 
     def config_of(folder: Path, *settings: str):
         own = (f"data.source={text}", f"run.folder={folder}", "run.eval_every=0", "checkpoint.every=4")
-        return override(recipe(), [*own, *settings])
+        return apply_overrides(recipe(), [*own, *settings])
 
     return config_of
 
@@ -236,7 +236,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_all_damaged_is_exit_code_3(in_p
     for step in check_whole(checkpoints):
         damage(checkpoints / str(step))
     metrics = (folder / "metrics.jsonl").read_bytes()
-    with pytest.raises(DamageError, match="holds 3 checkpoints, and none is whole"):
+    with pytest.raises(CheckpointCorruptedError, match="holds 3 checkpoints, and none is whole"):
         train(in_process(folder))
     argv = ["train", str(RECIPE), f"data.source={text}", f"run.folder={folder}", "run.eval_every=0"]
     assert main(argv) == FINDINGS

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.train import override, train
+from flax_mesh.train import apply_overrides, train
 from flax_mesh.train.checks import check_config
 from flax_mesh.train.compiler import check_compiler_options, options_text, parse_compiler_options
 from tests.train.bigram import recipe, write_text
@@ -25,7 +25,7 @@ def test_options_survive_as_text(options):
 
 def test_all_mistakes_in_the_text_are_told_at_once(tmp_path):
     text = "fast,xla_a=1,--xla_b=2,xla_a=3"
-    config = override(recipe(), [f"run.compiler_options={text}", "run.steps=0"])
+    config = apply_overrides(recipe(), [f"run.compiler_options={text}", "run.steps=0"])
     assert check_config(config) == [
         "run.steps must be at least 1, got 0",
         "run.compiler_options: 'fast' is no option; write NAME=VALUE, such as "
@@ -49,9 +49,9 @@ def test_a_run_says_and_uses_its_options_and_refuses_unknown_ones(tmp_path):
     base = [f"data.source={text}", f"run.folder={tmp_path / 'run'}", "run.steps=1", "run.eval_every=0",
             "run.sample_tokens=0"]  # fmt: skip
     with pytest.raises(ConfigError, match=r"run.compiler_options: xla_fast=true is refused"):
-        train(override(recipe(), [*base, "run.compiler_options=xla_fast=true"]))
+        train(apply_overrides(recipe(), [*base, "run.compiler_options=xla_fast=true"]))
     assert not (tmp_path / "run").exists()
     dump = f"xla_dump_to={tmp_path / 'dump'}"
-    train(override(recipe(), [*base, f"run.compiler_options={dump}"]), say=said.append)
+    train(apply_overrides(recipe(), [*base, f"run.compiler_options={dump}"]), say=said.append)
     assert f"compiler: {dump}" in said
     assert list((tmp_path / "dump").glob("*jit_step*"))

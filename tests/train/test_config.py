@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from flax_mesh.axes import PartitionAxis
 from flax_mesh.errors import ConfigError
-from flax_mesh.train import RunConfig, TrainConfig, load_recipe, override, to_lines
+from flax_mesh.train import RunConfig, TrainConfig, apply_overrides, load_recipe, to_lines
 from flax_mesh.train.checks import AXIS_NAMES, check_config, fit_mesh, make_mesh
 from flax_mesh.train.config import Change, changes, flat_fields, parse_value, value_to_text
 
@@ -63,7 +63,7 @@ def config_of(model: Any, **sections: Any) -> TrainConfig:
 
 def problems_of(config: TrainConfig, *overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        override(config, overrides)
+        apply_overrides(config, overrides)
     return caught.value.problems
 
 
@@ -99,7 +99,7 @@ def problems_of(config: TrainConfig, *overrides: str) -> list[str]:
     ],
 )
 def test_an_override_becomes_a_value_of_the_field_s_type(key, text, value):
-    config = override(config_of(Model()), [f"model.{key}={text}"])
+    config = apply_overrides(config_of(Model()), [f"model.{key}={text}"])
     found, _, _ = flat_fields(config)[f"model.{key}"]
     assert found == value and type(found) is type(value)
 
@@ -139,19 +139,19 @@ def test_all_mistakes_stand_in_one_error_a_line_each_in_their_order():
     ]
     assert problems[3] == "run.seed is set twice"
     with pytest.raises(ConfigError, match=r"^run\.stps") as caught:
-        override(config_of(Model()), wrong)
+        apply_overrides(config_of(Model()), wrong)
     assert str(caught.value).splitlines() == problems
 
 
 def test_a_field_that_text_cannot_say_stays_with_the_recipe():
     assert not {"model.shape", "model.other"} & flat_fields(config_of(Model())).keys()
-    assert override(config_of(Model(shape=(2, "b"))), ["model.count=3"]).model == Model(count=3, shape=(2, "b"))
+    assert apply_overrides(config_of(Model(shape=(2, "b"))), ["model.count=3"]).model == Model(count=3, shape=(2, "b"))
     assert problems_of(config_of(Model()), "model.shape=1,a")[0].startswith("model.shape is no setting")
 
 
 def test_overrides_leave_the_given_config_and_all_other_settings_alone():
     before = config_of(Model())
-    after = override(before, ["run.steps=20", "model.inner.name=x"])
+    after = apply_overrides(before, ["run.steps=20", "model.inner.name=x"])
     assert before.run == RunConfig() and before.model == Model()
     assert after == dataclasses.replace(
         before,
@@ -161,13 +161,13 @@ def test_overrides_leave_the_given_config_and_all_other_settings_alone():
 
 
 def test_settings_that_hold_only_together_are_changed_together():
-    assert override(config_of(Pair()), ["model.width=9", "model.heads=3"]).model == Pair(9, 3)
+    assert apply_overrides(config_of(Pair()), ["model.width=9", "model.heads=3"]).model == Pair(9, 3)
     assert problems_of(config_of(Pair()), "model.width=9") == ["model.width: width 9 must be a multiple of heads 4"]
 
 
 @pytest.mark.parametrize("model", [None, {"width": 3}, 7])
 def test_a_model_config_that_is_no_dataclass_has_no_settings(model):
-    config = override(config_of(model), ["run.steps=3"])
+    config = apply_overrides(config_of(model), ["run.steps=3"])
     assert config.model is model and config.run.steps == 3
     assert not [key for key in flat_fields(config) if key.startswith("model")]
 
@@ -195,8 +195,8 @@ models = st.builds(
 @given(models)
 def test_a_printed_config_reads_back_to_the_same_config(model):
     config = config_of(model)
-    assert override(config_of(Model()), to_lines(config)).model == model
-    assert override(config, to_lines(config)) == config
+    assert apply_overrides(config_of(Model()), to_lines(config)).model == model
+    assert apply_overrides(config, to_lines(config)) == config
 
 
 @given(st.floats(allow_nan=False), st.integers())
@@ -209,12 +209,12 @@ def test_the_whole_tiny_recipe_reads_back_onto_another_one():
     tiny = load_recipe(str(TINY))
     lines = to_lines(tiny)
     assert {"mesh.shape=dp:2,fsdp:2,tp:2", "model.axes.batch_axis=fsdp,dp", "data.seed=none"} <= set(lines)
-    changed = override(
+    changed = apply_overrides(
         tiny, ["run.steps=3", "model.axes.batch_axis=dp", "data.seed=5", "mesh.shape=tp:2", "model.tied=false"]
     )
     assert changed != tiny
-    assert override(changed, lines) == tiny
-    assert isinstance(override(changed, lines).model.axes, PartitionAxis)
+    assert apply_overrides(changed, lines) == tiny
+    assert isinstance(apply_overrides(changed, lines).model.axes, PartitionAxis)
 
 
 # --- what changed ---
@@ -226,7 +226,7 @@ def test_changes_tell_what_differs_and_whether_the_result_does():
     assert changes(saved, before) == []
     neutral = ["run.steps=20", "run.folder=b", "mesh.shape=tp:2", "checkpoint.every=7", "model.inner.name=new"]
     others = ["run.seed=1", "optimizer.b1=0.8", "model.count=2", "model.inner.sizes=1,2", "data.batch_size=32"]
-    after = override(before, neutral + others)
+    after = apply_overrides(before, neutral + others)
     found = {change.key: change for change in changes(saved, after)}
     assert {key for key, change in found.items() if change.changes_result} == {text.split("=")[0] for text in others}
     assert {key for key, change in found.items() if not change.changes_result} == {
@@ -282,7 +282,7 @@ def test_a_recipe_is_a_function_of_a_file(recipe_file):
 
 
 def test_a_recipe_s_own_config_class_has_settings(recipe_file):
-    config = override(load_recipe(str(recipe_file)), ["model.width=5"])
+    config = apply_overrides(load_recipe(str(recipe_file)), ["model.width=5"])
     assert to_lines(config)[0] == "model.width=5"
 
 
@@ -323,12 +323,12 @@ def test_a_recipe_must_be_python(tmp_path):
         ("optimizer.learning_rate=nan", "optimizer.learning_rate must not be negative, got nan"),
         ("optimizer.clip_norm=0", r"optimizer.clip_norm must be above 0 \(inf for no clipping\), got 0.0"),
         ("optimizer.warmup_steps=200", "optimizer.warmup_steps=200 must be below optimizer.decay_steps=150"),
-        ("pipeline.microbatches=3", "data.batch_size=16 is not divisible by pipeline.microbatches=3"),
+        ("pipeline.num_microbatches=3", "data.batch_size=16 is not divisible by pipeline.num_microbatches=3"),
         ("data.batch_size=0", "data.batch_size must be an integer of at least 1, is 0"),
         ("optimizer.shard_over=dp,data", "optimizer.shard_over: 'data' is no mesh axis; use some of dp, fsdp, ep"),
         ("mesh.shape=pp:-1", "mesh.shape=pp:-1 leaves pp to the number of devices; give it a size"),
         ("pipeline.cut=2;3", "pipeline.cut must be flops, count, or the first layer of every stage but the first"),
-        ("pipeline.residuals=keep", "pipeline.residuals must be one of store, lean, recompute, got 'keep'"),
+        ("pipeline.remat=keep", "pipeline.remat must be one of none, cheap, full, got 'keep'"),
         ("pipeline.transport=nccl", "pipeline.transport must be one of auto, server, native, got 'nccl'"),
         ("mesh.shape=dp:two", r"mesh.shape: .*'dp:two' is malformed"),
         ("mesh.shape=dp:-1,tp:-1", r"mesh.shape: .*only one size can be -1"),
@@ -342,7 +342,7 @@ def test_a_recipe_must_be_python(tmp_path):
 def test_a_value_that_cannot_be_is_one_line(setting, problem):
     tiny = load_recipe(str(TINY))
     assert check_config(tiny) == []
-    found = check_config(override(tiny, [setting]))
+    found = check_config(apply_overrides(tiny, [setting]))
     assert len(found) == 1 and re.match(problem, found[0]), found
 
 
@@ -395,13 +395,13 @@ def test_a_mesh_shrinks_copies_of_the_model_before_splits_of_its_layers():
 def test_auto_takes_the_devices_that_are_there_and_says_what_it_changed(shape, sizes, said):
     assert jax.device_count() == 8
     heard = []
-    config = override(config_of(Model()), [f"mesh.shape={shape}", "run.platform=auto"])
+    config = apply_overrides(config_of(Model()), [f"mesh.shape={shape}", "run.platform=auto"])
     mesh = make_mesh(config, heard.append)
     assert tuple(size for size in mesh.shape.values() if size > 1) == sizes
     assert heard == said
 
 
 def test_a_platform_that_was_named_is_never_shrunk():
-    config = override(config_of(Model()), ["mesh.shape=dp:3", "run.platform=cpu"])
+    config = apply_overrides(config_of(Model()), ["mesh.shape=dp:3", "run.platform=cpu"])
     with pytest.raises(ConfigError, match=r"^mesh.shape=dp:3: .*multiply to 3.* 8.*dp:8"):
         make_mesh(config, lambda text: pytest.fail(text))

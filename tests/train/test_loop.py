@@ -11,8 +11,8 @@ import jax
 import pytest
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.train import TrainConfig, loop, override, to_lines, train
-from flax_mesh.train.loop import Result
+from flax_mesh.train import TrainConfig, apply_overrides, loop, to_lines, train
+from flax_mesh.train.loop import TrainResult
 from tests.train.bigram import count_compilations, loss_with_slow_evaluation, recipe, snapshot, write_text
 
 
@@ -34,11 +34,11 @@ def config(text, tmp_path):
 
 
 def make_config(text: Path, folder: Path, *overrides: str) -> TrainConfig:
-    return override(recipe(), [f"data.source={text}", f"run.folder={folder}", *overrides])
+    return apply_overrides(recipe(), [f"data.source={text}", f"run.folder={folder}", *overrides])
 
 
 @pytest.fixture(scope="module")
-def undisturbed(text, tmp_path_factory) -> tuple[Result, list[str], list[dict]]:
+def undisturbed(text, tmp_path_factory) -> tuple[TrainResult, list[str], list[dict]]:
     """A run of 12 steps: its result, what it said, and its rows."""
     said, rows = [], []
     config = make_config(text, tmp_path_factory.mktemp("undisturbed") / "run", "run.sample_tokens=8")
@@ -70,7 +70,7 @@ def test_every_step_has_a_row_with_what_it_promises(undisturbed):
         assert row["data_wait_seconds"] >= 0
         assert row["mfu"] is None and row["device_bytes"] is None  # a CPU tells neither its peak nor its memory
         assert "resumed_from" not in row
-    assert result == Result("finished", 12, result.folder, rows[-1], result.sample)
+    assert result == TrainResult("finished", 12, result.folder, rows[-1], result.sample)
 
 
 def test_the_learning_rate_of_the_rows_warms_up_and_falls(undisturbed):
@@ -110,7 +110,7 @@ def test_the_config_stands_beside_the_metrics(undisturbed, text):
     folder = undisturbed[0].folder
     lines = (folder / "config.txt").read_text().splitlines()
     assert f"data.source={text}" in lines and f"run.folder={folder}" in lines
-    assert to_lines(override(recipe(), lines)) == lines
+    assert to_lines(apply_overrides(recipe(), lines)) == lines
 
 
 def test_nothing_is_compiled_after_the_second_step(config):
@@ -175,8 +175,8 @@ def test_without_evaluation_no_held_out_batch_is_needed(config):
         (("run.steps=0", "data.batch_size=0"), r"data\.batch_size .*\nrun\.steps "),
         (("mesh.shape=dp:8", "data.batch_size=12"), r"^data\.batch_size=12 is not divisible by 8 \(dp=8\); use a mu"),
         (
-            ("mesh.shape=dp:4", "pipeline.microbatches=4"),
-            r"^data\.batch_size=8 / pipeline\.microbatches=4 is not divisible by 4 \(dp=4\)",
+            ("mesh.shape=dp:4", "pipeline.num_microbatches=4"),
+            r"^data\.batch_size=8 / pipeline\.num_microbatches=4 is not divisible by 4 \(dp=4\)",
         ),
         (("mesh.shape=sp:8", "data.sequence_length=12"), r"^data\.sequence_length=12 is not divisible by 8 \(sp=8\)"),
         (("model.vocab_size=200",), r"^model\.vocab_size=200 is too small for data\.source=.*: text needs 256$"),
@@ -209,7 +209,7 @@ def test_a_finished_run_says_so_and_does_nothing(undisturbed, text):
     before = snapshot(folder)
     with count_compilations() as compiled:
         result = train(make_config(text, folder, "run.sample_tokens=8", "run.eval_every=5"), say=said.append)
-    assert result == Result("already finished", 12, folder)
+    assert result == TrainResult("already finished", 12, folder)
     assert said[-1] == f"run: {folder} is finished: step 12 of 12. Nothing to do."
     assert snapshot(folder) == before
     assert not compiled
@@ -309,12 +309,12 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_array_that_differs(
     assert tail.startswith("  Restore it into the model it was saved from, or start another run")
     assert lines == sorted(lines) and len(lines) == 7
     for path, saved, now in [
-        ("embed/embedding", "float32[256, 64]", "float32[256, 32]"),
-        ("head/kernel", "float32[64, 256]", "float32[32, 256]"),
+        ("embed/embedding", "f32[256,64]", "f32[256,32]"),
+        ("head/kernel", "f32[64,256]", "f32[32,256]"),
     ]:
         assert f"  model/{path}: checkpoint {saved}, model {now}" in lines
         assert len([line for line in lines if line.endswith(f"/{path}: checkpoint {saved}, model {now}")]) == 3
-    assert "  model/mean: checkpoint float32[64], model float32[32]" in lines
+    assert "  model/mean: checkpoint f32[64], model f32[32]" in lines
     assert snapshot(folder) == before
     assert not compiled
 

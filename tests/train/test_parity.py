@@ -109,7 +109,7 @@ def test_scan_and_remat_change_nothing(change, small_reference):
 
 @pytest.mark.slow
 def test_microbatches_change_nothing(small_reference):
-    got = losses("dp2fsdp2tp2", SMALL, 12, SMALL_DATA, microbatches=2, initial=small_reference[2])
+    got = losses("dp2fsdp2tp2", SMALL, 12, SMALL_DATA, num_microbatches=2, initial=small_reference[2])
     check_parity(got, small_reference, FP32)
 
 

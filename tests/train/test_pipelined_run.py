@@ -8,7 +8,15 @@ import pytest
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss, sample
-from flax_mesh.train import CheckpointConfig, DataConfig, OptimizerConfig, RunConfig, TrainConfig, override, train
+from flax_mesh.train import (
+    CheckpointConfig,
+    DataConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainConfig,
+    apply_overrides,
+    train,
+)
 from flax_mesh.train.measure import measure_recipe
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -34,7 +42,7 @@ def config_of(folder, text, *settings, **kinds):
         checkpoint=CheckpointConfig(every=2),
         run=RunConfig(steps=2, folder=str(folder), platform="cpu", eval_every=2, sample_tokens=0),
     )
-    return override(config, ["pipeline.microbatches=4", *settings])
+    return apply_overrides(config, ["pipeline.num_microbatches=4", *settings])
 
 
 @pytest.fixture
@@ -82,7 +90,7 @@ def test_a_pipelined_run_writes_a_sample(tmp_path, text):
         ("mesh.shape=pp:2,fsdp:4", "pipeline.schedule=zb-h1"),
         ("mesh.shape=pp:2,fsdp:2,tp:2", "pipeline.schedule=interleaved-1f1b", "model.num_layers=4"),
         ("mesh.shape=pp:2,dp:2,tp:2", "model.scan=true"),
-        ("mesh.shape=pp:2,fsdp:2,sp:2", "pipeline.cut=1", "pipeline.residuals=recompute"),
+        ("mesh.shape=pp:2,fsdp:2,sp:2", "pipeline.cut=1", "pipeline.remat=full"),
         ("mesh.shape=pp:2,ep:2,fsdp:2", "model.num_experts=4", "model.scan=true"),
     ],
 )

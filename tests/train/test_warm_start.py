@@ -9,9 +9,9 @@ from flax import nnx
 
 from flax_mesh import ConfigError, named_leaves
 from flax_mesh.checkpoint import Checkpointer
-from flax_mesh.checkpoint.hf.decoders import decoder_settings, read_config
+from flax_mesh.checkpoint.hf.decoders import decoder_config_from_hf, read_config
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
-from flax_mesh.train import DataConfig, MeshConfig, RunConfig, TrainConfig, override, train
+from flax_mesh.train import DataConfig, MeshConfig, RunConfig, TrainConfig, apply_overrides, train
 from flax_mesh.train.build import train_program
 from flax_mesh.train.checks import make_mesh, run_rules
 from flax_mesh.train.warm_start import start_from
@@ -25,12 +25,12 @@ def config_of(shape, *settings):
     config = TrainConfig(
         make_model=make_decoder,
         loss_fn=next_token_loss,
-        model=DecoderConfig(**decoder_settings(read_config(LLAMA))),
+        model=DecoderConfig(**decoder_config_from_hf(read_config(LLAMA))),
         mesh=MeshConfig(shape),
         data=DataConfig(sequence_length=8, batch_size=8),
         run=RunConfig(platform="auto", steps=1, eval_every=0, sample_tokens=0),
     )
-    return override(config, ["pipeline.microbatches=2", *settings])
+    return apply_overrides(config, ["pipeline.num_microbatches=2", *settings])
 
 
 def started(config, folder):
@@ -60,7 +60,7 @@ def test_a_deeper_model_keeps_what_the_checkpoint_does_not_have(tmp_path):
     saved = program.init()
     with Checkpointer(tmp_path, layers=rules.layers) as checkpointer:
         checkpointer.save(7, saved.to_nnx(), {})
-    deeper = override(config_of("dp:2,tp:2"), ["model.num_layers=3", "run.seed=1"])
+    deeper = apply_overrides(config_of("dp:2,tp:2"), ["model.num_layers=3", "run.seed=1"])
     model, text = started(deeper, tmp_path)
     mine, theirs = (dict(named_leaves(nnx.state(model))) for model in (model, program.model(saved)))
     assert len(mine) > len(theirs) and all(np.array_equal(mine[path], theirs[path]) for path in theirs)
@@ -71,7 +71,7 @@ def test_a_deeper_model_keeps_what_the_checkpoint_does_not_have(tmp_path):
 def test_a_model_that_computes_something_else_is_refused_before_anything_is_read(tmp_path):
     settings = [f"checkpoint.start_from={LLAMA}", "model.rope_theta=500.0", f"run.folder={tmp_path / 'run'}"]
     with pytest.raises(ConfigError, match=r"model\.rope_theta=500\.0 differs from 1000\.0 in checkpoint\.start_from"):
-        train(override(config_of("fsdp:4"), settings))
+        train(apply_overrides(config_of("fsdp:4"), settings))
     with pytest.raises(ConfigError, match=r"start_from: .* is no folder"):
-        train(override(config_of("fsdp:4"), [f"checkpoint.start_from={tmp_path / 'none'}", settings[-1]]))
+        train(apply_overrides(config_of("fsdp:4"), [f"checkpoint.start_from={tmp_path / 'none'}", settings[-1]]))
     assert not (tmp_path / "run").exists()

@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors, write_safetensors
 from flax_mesh.errors import ConfigError
 from flax_mesh.sharding import gather
+from flax_mesh.text import array_text
 from flax_mesh.tree import named_leaves, path_and_start
 
 Tree = TypeVar("Tree")
@@ -28,13 +29,14 @@ BYTES_IN_FLIGHT = 1 << 28  # from devices to the host
 COLUMNS = 8  # of a transposed copy at a time: three to eight times as fast as all at once (1 to 4 byte elements)
 
 
-class Name(NamedTuple):
+class ParamMapping(NamedTuple):
     """One line of a table: a parameter, its name in the files, and its dims there and here.
 
-    Name("layers/{i}/attention/q/kernel", "model.layers.{i}.self_attn.q_proj.weight", "(h c) d -> d h c") is a kernel
-    (d, h, c) that is stored as (h * c, d), h outermost. `{i}/` may be absent from a path: the leaf is then a scanned
-    stack, with the layers as its first dim. A letter that stands in the name, as {e}, and not among the dims there
-    numbers arrays of which each is a part of the leaf, such as experts: "f d -> e d f". Those letters stand first.
+    ParamMapping("layers/{i}/attention/q/kernel", "model.layers.{i}.self_attn.q_proj.weight", "(h c) d -> d h c") is a
+    kernel (d, h, c) that is stored as (h * c, d), h outermost. `{i}/` may be absent from a path: the leaf is then a
+    scanned stack, with the layers as its first dim. A letter that stands in the name, as {e}, and not among the dims
+    there numbers arrays of which each is a part of the leaf, such as experts: "f d -> e d f". Those letters stand
+    first.
     """
 
     path: str
@@ -62,7 +64,7 @@ class Leaf(NamedTuple):
 
 
 def load_safetensors(
-    folder: str | Path, abstract: Tree, names: Iterable[Name], *, ignore: Iterable[str] = (), threads: int = 4
+    folder: str | Path, abstract: Tree, names: Iterable[ParamMapping], *, ignore: Iterable[str] = (), threads: int = 4
 ) -> Tree:
     """The parameters in `folder` (or one file), laid out and cast as `abstract` says; every device gets its own slices.
 
@@ -88,7 +90,7 @@ def load_safetensors(
 def save_safetensors(
     folder: str | Path,
     state: Any,
-    names: Iterable[Name],
+    names: Iterable[ParamMapping],
     *,
     config: Mapping[str, Any] | None = None,
     dtype: Any = None,
@@ -114,7 +116,7 @@ def save_safetensors(
     write_safetensors(folder, arrays, _pieces(leaves, dtype), json_files=files, max_file_bytes=max_file_bytes)
 
 
-def plan_leaves(state: Any, names: Iterable[Name]) -> list[Leaf]:
+def plan_leaves(state: Any, names: Iterable[ParamMapping]) -> list[Leaf]:
     """Every leaf with the arrays that make it up; one ConfigError lists those that do not fit the table."""
     table, leaves, problems = tuple(names), [], []
     for path, value in named_leaves(state):
@@ -127,7 +129,7 @@ def plan_leaves(state: Any, names: Iterable[Name]) -> list[Leaf]:
     return leaves
 
 
-def _leaf(path: str, value: Any, table: Sequence[Name]) -> Leaf:
+def _leaf(path: str, value: Any, table: Sequence[ParamMapping]) -> Leaf:
     base, start = path_and_start(path)
     found = [(name, match) for name in table if (match := _pattern(name.path).fullmatch(base))]
     if len(found) != 1:
@@ -282,4 +284,4 @@ def _can_cast(found: Any, wanted: Any) -> bool:
 
 
 def _text(leaf: Any) -> str:
-    return f"{leaf.dtype}{list(leaf.shape)}"
+    return array_text(leaf)

@@ -1,52 +1,56 @@
 """Hugging Face's names and config.json for decoders of the Llama and Qwen families, as data.
 
 `settings` are the fields of `flax_mesh.models.DecoderConfig` as a dict. A model of another class needs a table of its
-own (`Name`), no more.
+own (`ParamMapping`), no more.
 """
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flax_mesh.checkpoint.hf.convert import Name
+from flax_mesh.checkpoint.hf.convert import ParamMapping
 from flax_mesh.checkpoint.hf.safetensors import read_json
 from flax_mesh.errors import ConfigError
 
 ATTENTION = (
-    Name("embed/embedding", "model.embed_tokens.weight", "v d -> v d"),
-    Name("layers/{i}/attention_norm/scale", "model.layers.{i}.input_layernorm.weight", "d -> d"),
-    Name("layers/{i}/attention/q/kernel", "model.layers.{i}.self_attn.q_proj.weight", "(h c) d -> d h c"),
-    Name("layers/{i}/attention/k/kernel", "model.layers.{i}.self_attn.k_proj.weight", "(k c) d -> d k c"),
-    Name("layers/{i}/attention/v/kernel", "model.layers.{i}.self_attn.v_proj.weight", "(k c) d -> d k c"),
-    Name("layers/{i}/attention/q/bias", "model.layers.{i}.self_attn.q_proj.bias", "(h c) -> h c"),
-    Name("layers/{i}/attention/k/bias", "model.layers.{i}.self_attn.k_proj.bias", "(k c) -> k c"),
-    Name("layers/{i}/attention/v/bias", "model.layers.{i}.self_attn.v_proj.bias", "(k c) -> k c"),
-    Name("layers/{i}/attention/q_norm/scale", "model.layers.{i}.self_attn.q_norm.weight", "c -> c"),
-    Name("layers/{i}/attention/k_norm/scale", "model.layers.{i}.self_attn.k_norm.weight", "c -> c"),
-    Name("layers/{i}/attention/o/kernel", "model.layers.{i}.self_attn.o_proj.weight", "d (h c) -> h c d"),
-    Name("layers/{i}/mlp_norm/scale", "model.layers.{i}.post_attention_layernorm.weight", "d -> d"),
-    Name("norm/scale", "model.norm.weight", "d -> d"),
-    Name("head/kernel", "lm_head.weight", "v d -> d v"),
+    ParamMapping("embed/embedding", "model.embed_tokens.weight", "v d -> v d"),
+    ParamMapping("layers/{i}/attention_norm/scale", "model.layers.{i}.input_layernorm.weight", "d -> d"),
+    ParamMapping("layers/{i}/attention/q/kernel", "model.layers.{i}.self_attn.q_proj.weight", "(h c) d -> d h c"),
+    ParamMapping("layers/{i}/attention/k/kernel", "model.layers.{i}.self_attn.k_proj.weight", "(k c) d -> d k c"),
+    ParamMapping("layers/{i}/attention/v/kernel", "model.layers.{i}.self_attn.v_proj.weight", "(k c) d -> d k c"),
+    ParamMapping("layers/{i}/attention/q/bias", "model.layers.{i}.self_attn.q_proj.bias", "(h c) -> h c"),
+    ParamMapping("layers/{i}/attention/k/bias", "model.layers.{i}.self_attn.k_proj.bias", "(k c) -> k c"),
+    ParamMapping("layers/{i}/attention/v/bias", "model.layers.{i}.self_attn.v_proj.bias", "(k c) -> k c"),
+    ParamMapping("layers/{i}/attention/q_norm/scale", "model.layers.{i}.self_attn.q_norm.weight", "c -> c"),
+    ParamMapping("layers/{i}/attention/k_norm/scale", "model.layers.{i}.self_attn.k_norm.weight", "c -> c"),
+    ParamMapping("layers/{i}/attention/o/kernel", "model.layers.{i}.self_attn.o_proj.weight", "d (h c) -> h c d"),
+    ParamMapping("layers/{i}/mlp_norm/scale", "model.layers.{i}.post_attention_layernorm.weight", "d -> d"),
+    ParamMapping("norm/scale", "model.norm.weight", "d -> d"),
+    ParamMapping("head/kernel", "lm_head.weight", "v d -> d v"),
 )
 DENSE = (
-    Name("layers/{i}/mlp/gate/kernel", "model.layers.{i}.mlp.gate_proj.weight", "f d -> d f"),
-    Name("layers/{i}/mlp/up/kernel", "model.layers.{i}.mlp.up_proj.weight", "f d -> d f"),
-    Name("layers/{i}/mlp/down/kernel", "model.layers.{i}.mlp.down_proj.weight", "d f -> f d"),
+    ParamMapping("layers/{i}/mlp/gate/kernel", "model.layers.{i}.mlp.gate_proj.weight", "f d -> d f"),
+    ParamMapping("layers/{i}/mlp/up/kernel", "model.layers.{i}.mlp.up_proj.weight", "f d -> d f"),
+    ParamMapping("layers/{i}/mlp/down/kernel", "model.layers.{i}.mlp.down_proj.weight", "d f -> f d"),
 )
 QWEN_EXPERTS = (
-    Name("layers/{i}/moe/router/kernel", "model.layers.{i}.mlp.gate.weight", "e d -> d e"),
-    Name("layers/{i}/moe/gate/kernel", "model.layers.{i}.mlp.experts.{e}.gate_proj.weight", "f d -> e d f"),
-    Name("layers/{i}/moe/up/kernel", "model.layers.{i}.mlp.experts.{e}.up_proj.weight", "f d -> e d f"),
-    Name("layers/{i}/moe/down/kernel", "model.layers.{i}.mlp.experts.{e}.down_proj.weight", "d f -> e f d"),
+    ParamMapping("layers/{i}/moe/router/kernel", "model.layers.{i}.mlp.gate.weight", "e d -> d e"),
+    ParamMapping("layers/{i}/moe/gate/kernel", "model.layers.{i}.mlp.experts.{e}.gate_proj.weight", "f d -> e d f"),
+    ParamMapping("layers/{i}/moe/up/kernel", "model.layers.{i}.mlp.experts.{e}.up_proj.weight", "f d -> e d f"),
+    ParamMapping("layers/{i}/moe/down/kernel", "model.layers.{i}.mlp.experts.{e}.down_proj.weight", "d f -> e f d"),
 )
 MIXTRAL_EXPERTS = (
-    Name("layers/{i}/moe/router/kernel", "model.layers.{i}.block_sparse_moe.gate.weight", "e d -> d e"),
-    Name("layers/{i}/moe/gate/kernel", "model.layers.{i}.block_sparse_moe.experts.{e}.w1.weight", "f d -> e d f"),
-    Name("layers/{i}/moe/up/kernel", "model.layers.{i}.block_sparse_moe.experts.{e}.w3.weight", "f d -> e d f"),
-    Name("layers/{i}/moe/down/kernel", "model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight", "d f -> e f d"),
+    ParamMapping("layers/{i}/moe/router/kernel", "model.layers.{i}.block_sparse_moe.gate.weight", "e d -> d e"),
+    ParamMapping(
+        "layers/{i}/moe/gate/kernel", "model.layers.{i}.block_sparse_moe.experts.{e}.w1.weight", "f d -> e d f"
+    ),
+    ParamMapping("layers/{i}/moe/up/kernel", "model.layers.{i}.block_sparse_moe.experts.{e}.w3.weight", "f d -> e d f"),
+    ParamMapping(
+        "layers/{i}/moe/down/kernel", "model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight", "d f -> e f d"
+    ),
 )
 # model_type -> its table. One that names more than a model has is fine.
-DECODER_NAMES: dict[str, tuple[Name, ...]] = {
+DECODER_NAMES: dict[str, tuple[ParamMapping, ...]] = {
     "llama": ATTENTION + DENSE,
     "qwen2": ATTENTION + DENSE,
     "qwen3": ATTENTION + DENSE,
@@ -160,8 +164,8 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return config
 
 
-def decoder_settings(config: Mapping[str, Any], *, ignore: Iterable[str] = ()) -> dict[str, Any]:
-    """Settings of the decoder that a config.json describes: `DecoderConfig(**decoder_settings(config))`.
+def decoder_config_from_hf(config: Mapping[str, Any], *, ignore: Iterable[str] = ()) -> dict[str, Any]:
+    """Settings of the decoder that a config.json describes: `DecoderConfig(**decoder_config_from_hf(config))`.
 
     `dtype` and `param_dtype` are that of the stored parameters. Raises one ConfigError that names every key whose value
     this decoder does not compute, and every key that is not known here; `ignore` takes those known to have no effect.

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mesh.errors import ConfigError, DamageError
+from flax_mesh.errors import CheckpointCorruptedError, ConfigError
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER = 100_000_000  # bytes; the limit that the format sets
@@ -46,8 +46,8 @@ class Stored(NamedTuple):
 def open_safetensors(path: str | Path) -> dict[str, np.ndarray]:
     """Every array of a file or a folder by its name, read-only and not read yet: a slice reads its own pages.
 
-    Raises one DamageError with everything that is wrong with the headers and the index. The format has no checksums:
-    changed data goes unnoticed.
+    Raises one CheckpointCorruptedError with everything that is wrong with the headers and the index. The format has no
+    checksums: changed data goes unnoticed.
     """
     path = Path(path)
     if not path.is_dir():
@@ -101,7 +101,7 @@ def write_safetensors(
 
 
 def read_json(path: Path) -> Any:
-    """The value in a JSON file of a folder that someone else wrote; DamageError where it is none."""
+    """The value in a JSON file of a folder that someone else wrote; CheckpointCorruptedError where it is none."""
     return _parse_json(path, path.read_bytes())
 
 
@@ -126,7 +126,7 @@ def _open_sharded(folder: Path) -> dict[str, np.ndarray]:
         problems += [f"  {name}: {file} has it, the index does not" for name in arrays.keys() - wanted]
         found |= arrays
     if problems:
-        raise DamageError([f"{folder / INDEX} and its files do not fit together:", *sorted(problems)])
+        raise CheckpointCorruptedError([f"{folder / INDEX} and its files do not fit together:", *sorted(problems)])
     return found
 
 
@@ -233,7 +233,9 @@ def _parse_json(path: Path, text: bytes) -> Any:
 
 
 def _refuse(path: Path, problems: Sequence[str]) -> NoReturn:
-    raise DamageError([f"{path} is damaged, or not what its name says:", *(f"  {problem}" for problem in problems)])
+    raise CheckpointCorruptedError(
+        [f"{path} is damaged, or not what its name says:", *(f"  {problem}" for problem in problems)]
+    )
 
 
 def _plan(arrays: Mapping[str, Any], max_file_bytes: int) -> dict[str, dict[str, Stored]]:

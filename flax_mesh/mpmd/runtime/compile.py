@@ -60,7 +60,7 @@ def compile_stages(
     trained: Sequence[bool],
     *,
     train: bool,
-    residuals: str,
+    remat: str,
     split: bool,
     options: Mapping[str, Any] | None = None,
 ) -> list[StageFunctions]:
@@ -71,7 +71,7 @@ def compile_stages(
     for stage, (piece, mesh) in enumerate(zip(cut.pieces, meshes, strict=True)):
         changed = tuple(cut.updates[at] for at in piece.outputs if at in cut.updates)
         built = (
-            differentiate(cut.program, piece, wrt, residuals=residuals, split=split)
+            differentiate(cut.program, piece, wrt, remat=remat, split=split)
             if train
             else forward_only(cut.program, piece)
         )

@@ -31,7 +31,7 @@ from flax_mesh.mpmd.runtime.placement import (
 )
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule, forward_schedule
 from flax_mesh.mpmd.split.jaxpr import whole
-from flax_mesh.mpmd.split.remat import RESIDUALS
+from flax_mesh.mpmd.split.remat import REMAT_MODES
 from flax_mesh.mpmd.split.split import StageCut, StagedModel
 from flax_mesh.mpmd.transport.device_put import copy_to
 from flax_mesh.mpmd.transport.keyed import Channel
@@ -55,10 +55,10 @@ class Pipeline:
     annotations); other groups that use it are sent its value in every step. The optimizer runs on these groups, one
     part each; it may look at other leaves through scalars, as the clip of the global norm does.
 
-    `residuals`: "store" what the backward pass needs of the forward pass, keep it "lean", so that only what takes
-    matrix products, loops or random bits is stored and the rest made again, or "recompute" it from the inputs of the
-    stage. Gradients are summed in float32 at least. `shard_optimizer_over` as in `abstract_state`; `compiler_options`
-    go to XLA, as in `jax.jit`.
+    `remat`: what a stage stores for its backward pass. "none": all that it needs, less what costs about one instruction
+    per element to recompute; "cheap": only results of matrix products, loops and random bits; "full": nothing but the
+    inputs of the stage. Gradients are summed in float32 at least. `shard_optimizer_over` as in `abstract_state`;
+    `compiler_options` go to XLA, as in `jax.jit`.
 
     In a run of several processes every process makes the same pipeline and calls it alike; each compiles and runs the
     stages of its own groups. Leaves of the state that lie on other groups are arrays without a shard here; metrics
@@ -77,19 +77,19 @@ class Pipeline:
         axes: PartitionAxis | None = None,
         seed: int = 0,
         learning_rate: optax.Schedule | None = None,
-        residuals: Literal["store", "lean", "recompute"] = "store",
+        remat: Literal["none", "cheap", "full"] = "none",
         shard_optimizer_over: str | tuple[str, ...] = (),
         compiler_options: Mapping[str, Any] | None = None,
         transport: Literal["auto", "server", "native"] = "auto",
     ):
-        _check(staged, mesh, schedule, residuals, transport)
+        _check(staged, mesh, schedule, remat, transport)
         self.mine = frozenset(mesh.my_mpmd_axis_indices)  # groups of this process
         self.channel = Channel(mesh) if mesh.jax_mesh.is_multi_process else None
         self.native = native_of(self.channel, mesh, transport)  # None: by the transfer server
         self.staged, self.mesh, self.schedule, self.optimizer = staged, mesh, schedule, optimizer
         self.seed, self.learning_rate = seed, learning_rate
         self.options = dict(compiler_options) if compiler_options else None
-        self.residuals = "recompute" if staged.recompute else residuals
+        self.remat = "full" if staged.recompute else remat
         self.groups = mesh.unstack
         self.group_of = schedule.stage_to_group
         if rules is None and math.prod(mesh.jax_mesh.devices.shape) == mesh.mpmd_dim:
@@ -193,7 +193,7 @@ class Pipeline:
             shardings,
             [leaf.trained for leaf in self.staged.leaves],
             train=train,
-            residuals=self.residuals,
+            remat=self.remat,
             split=self.schedule.splits_backward,
             options=self.options,
         )
@@ -313,7 +313,7 @@ class Pipeline:
         return TrainState(new, self.abstract.definition), metrics
 
 
-def _check(staged: StagedModel, mesh: MpmdMesh, schedule: Schedule, residuals: str, transport: str) -> None:
+def _check(staged: StagedModel, mesh: MpmdMesh, schedule: Schedule, remat: str, transport: str) -> None:
     problems = []
     if schedule.num_groups != mesh.mpmd_dim:
         problems.append(
@@ -325,8 +325,8 @@ def _check(staged: StagedModel, mesh: MpmdMesh, schedule: Schedule, residuals: s
             f"schedule {schedule.name} has {schedule.num_stages} stages, the model is cut into {staged.num_stages}; "
             f"use split_stages(num_stages={schedule.num_stages})"
         )
-    if residuals not in RESIDUALS:
-        problems.append(f"residuals must be one of {', '.join(map(repr, RESIDUALS))}, got {residuals!r}")
+    if remat not in REMAT_MODES:
+        problems.append(f"remat must be one of {', '.join(map(repr, REMAT_MODES))}, got {remat!r}")
     if transport not in TRANSPORTS:
         problems.append(f"transport must be one of {', '.join(map(repr, TRANSPORTS))}, got {transport!r}")
     if problems:

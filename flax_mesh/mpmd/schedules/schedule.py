@@ -149,11 +149,13 @@ class Schedule:
         return Schedule(match[1], tuple(map(tuple, rows)), stage_to_group, splits)
 
 
-def make_schedule(name: str, *, num_groups: int, num_microbatches: int, virtual: int | None = None) -> Schedule:
+def make_schedule(
+    name: str, *, num_groups: int, num_microbatches: int, num_virtual_stages: int | None = None
+) -> Schedule:
     """The schedule of one of SCHEDULE_NAMES. Sources, formulas, memory: docs/schedules.md.
 
-    `virtual`: stages per group; None takes what the schedule is made for: 1, or 2 for interleaved-1f1b, zb-v and
-    dualpipe-v. Stage s runs on group s % num_groups; in zb-v and dualpipe-v the second half folds back, so that the
+    `num_virtual_stages`: stages per group; None takes what the schedule is made for: 1, or 2 for interleaved-1f1b, zb-v
+    and dualpipe-v. Stage s runs on group s % num_groups; in zb-v and dualpipe-v the second half folds back, so that the
     last stage shares group 0 with the first. ValueError where the schedule is not defined, with the nearest valid
     number of microbatches.
     """
@@ -162,11 +164,13 @@ def make_schedule(name: str, *, num_groups: int, num_microbatches: int, virtual:
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ValueError(f"{name!r} is no schedule{hint} (there are {', '.join(_KINDS)})")
     kind = _KINDS[name]
-    virtual = kind.virtual if virtual is None else virtual
-    numbers = {"groups": num_groups, "microbatches": num_microbatches, "stages on a group": virtual}
+    num_virtual_stages = kind.virtual if num_virtual_stages is None else num_virtual_stages
+    numbers = {"groups": num_groups, "microbatches": num_microbatches, "stages on a group": num_virtual_stages}
     problems = [f"the number of {what} must be at least 1, got {value}" for what, value in numbers.items() if value < 1]
-    if kind.fixed and virtual != kind.virtual and virtual >= 1:
-        problems.append(f"{name} puts {kind.virtual} on each group, not {virtual} stages; interleaved-1f1b takes any")
+    if kind.fixed and num_virtual_stages != kind.virtual and num_virtual_stages >= 1:
+        problems.append(
+            f"{name} puts {kind.virtual} on each group, not {num_virtual_stages} stages; interleaved-1f1b takes any"
+        )
     if not problems and (nearest := kind.nearest(num_groups, num_microbatches)) != num_microbatches:
         problems.append(
             f"{name} on {num_groups} groups needs a number of microbatches that is {kind.needs.format(num_groups)}, "
@@ -174,13 +178,15 @@ def make_schedule(name: str, *, num_groups: int, num_microbatches: int, virtual:
         )
     if problems:
         raise ValueError("; ".join(problems))
-    stage_to_group = tuple(range(num_groups)) * virtual
+    stage_to_group = tuple(range(num_groups)) * num_virtual_stages
     if kind.folded:
         stage_to_group = (*range(num_groups), *reversed(range(num_groups)))
     rows = []
     for group in range(num_groups):
         stages = [stage for stage, owner in enumerate(stage_to_group) if owner == group]
-        rows.append(_numbered(kind.pattern(num_groups, group, num_microbatches, virtual), stages, num_microbatches))
+        rows.append(
+            _numbered(kind.pattern(num_groups, group, num_microbatches, num_virtual_stages), stages, num_microbatches)
+        )
     return Schedule(name, tuple(rows), stage_to_group, any(action.kind == "W" for action in rows[0]))
 
 

@@ -146,7 +146,7 @@ def _named(problem: Problem, stage_to_group: Sequence[int]) -> list[Schedule]:
     for name in SCHEDULE_NAMES:
         sizes = {"num_groups": problem.num_groups, "num_microbatches": problem.num_microbatches}
         try:
-            schedule = make_schedule(name, **sizes, virtual=virtual)
+            schedule = make_schedule(name, **sizes, num_virtual_stages=virtual)
         except ValueError:  # not defined for these numbers
             continue
         fits = all(peak <= limit for peak, limit in zip(peak_activations(schedule), problem.limits, strict=True))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from flax_mesh.mpmd.schedules.schedule import Schedule
 from flax_mesh.mpmd.schedules.simulate import Costs, Simulation, StageCost, simulate, stage_costs
+from flax_mesh.text import count_text
 
 MOST_BLOCKS = 6  # of lines, when time does not fit into the width
 
@@ -33,9 +34,7 @@ def heading(schedule: Schedule, costs: Costs = StageCost()) -> str:  # noqa: B00
     if schedule.num_stages > schedule.num_groups:
         sizes.append((schedule.num_stages, "stage"))
     sizes.append((schedule.num_microbatches, "microbatch"))
-    text = ", ".join(
-        f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}" for count, noun in sizes
-    )
+    text = ", ".join(count_text(count, noun) for count, noun in sizes)
     stages = stage_costs(costs, schedule.num_stages)
     if len(set(stages)) > 1:
         return f"{schedule.name}: {text}, uneven costs"

@@ -43,12 +43,12 @@ class StageProgram(NamedTuple):
 
 
 def differentiate(
-    program: Program, piece: Piece, trained: Sequence[int], *, residuals: str = "store", split: bool = False
+    program: Program, piece: Piece, trained: Sequence[int], *, remat: str = "none", split: bool = False
 ) -> StageProgram:
     """F, B and W of a piece of `program`, whose inputs at `trained` are differentiated.
 
-    Output 0 of `program` is the loss: where the piece makes it, its cotangent is 1. `residuals` is one of
-    RESIDUALS; with "recompute" B starts from the inputs of the stage, and F hands nothing over. `split`: the gradients
+    Output 0 of `program` is the loss: where the piece makes it, its cotangent is 1. `remat` is one of
+    REMAT_MODES; with "full" B starts from the inputs of the stage, and F hands nothing over. `split`: the gradients
     of the weights come from W, else from B.
     """
     trained = tuple(at for at in piece.inputs if at in set(trained))
@@ -62,7 +62,7 @@ def differentiate(
         whole = unzip_scans(whole, whole.outputs[: num_made + len(floats_in)])
     made, grads = whole.outputs[:num_made], whole.outputs[num_made:]
     wanted = [made, grads[: len(floats_in)], grads[len(floats_in) :]] if split else [made, grads]
-    parts, handed = _slices(whole, wanted, residuals, num_given=len(piece.inputs))
+    parts, handed = _slices(whole, wanted, remat, num_given=len(piece.inputs))
     from_forward = variables(v for later in handed[1:] for v in later[0])
     carry = variables(handed[2][1]) if split else []
     bounds = (0, len(piece.inputs), len(piece.inputs) + len(piece.received), len(whole.inputs))
@@ -119,12 +119,12 @@ def _joint(program: Program, piece: Piece, trained, floats_in, floats_out) -> Pr
 
 
 def _slices(
-    whole: Program, wanted: Sequence[Sequence[Any]], residuals: str, num_given: int
+    whole: Program, wanted: Sequence[Sequence[Any]], remat: str, num_given: int
 ) -> tuple[list[list[int]], list[list[list[Var]]]]:
     """Equations of each slice, and handed[slice][earlier slice], the values that it takes from that one."""
     maker: dict[Var, int] = {}
     held: set[Var] = set()  # handed to a slice before
-    repeatable = find_repeatable(whole, num_given, lean=residuals != "store")
+    repeatable = find_repeatable(whole, num_given, cheap=remat != "none")
     parts, handed = [], []
     for number, outputs in enumerate(wanted):
         free = [i for i, eqn in enumerate(whole.eqns) if not any(v in maker for v in eqn.outvars)]
@@ -135,7 +135,7 @@ def _slices(
         parts.append(eqns)
         handed.append([[v for v in taken if maker[v] == k] for k in range(number)])
         held |= set(taken)
-        if not (residuals == "recompute" and number == 0):
+        if not (remat == "full" and number == 0):
             maker |= {v: number for v in made if v not in maker}
     return parts, handed
 

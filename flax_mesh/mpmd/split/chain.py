@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 from flax_mesh.mpmd.split.assign import CutError
 from flax_mesh.mpmd.split.split import StagedModel, split_stages
 from flax_mesh.step.loss import Batch
+from flax_mesh.text import array_text
 
 
 class Chain(nnx.Module):
@@ -40,7 +41,7 @@ def chain_stages(
             try:
                 value = stage(value)
             except (TypeError, ValueError) as error:
-                given = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", value)
+                given = jax.tree.map(array_text, value)
                 reason = str(error).strip().splitlines()[0]
                 raise CutError(f"stage {k}, {type(stage).__name__}, cannot take {given}: {reason}") from error
         return loss_fn(value, batch)

@@ -11,8 +11,9 @@ from flax_mesh.mpmd.split.assign import EXPENSIVE, is_expensive
 from flax_mesh.mpmd.split.jaxpr import ELEMENTWISE, Program, Var, num_bytes, variables
 from flax_mesh.mpmd.split.min_cut import cheapest_cut, to_make
 
-# "store": what is as good as free to make again is; "lean": all that is cheap; "recompute": B starts from the inputs.
-RESIDUALS = ("store", "lean", "recompute")
+# What B recomputes. "none": operations of about one instruction per element; "cheap": all but STORED; "full": the
+# stage.
+REMAT_MODES = ("none", "cheap", "full")
 STORED = EXPENSIVE | {"random_bits", "threefry2x32"}
 CONSTRAINT = "sharding_constraint"
 # At most one instruction an element: no function such as exp, no division, no sum.
@@ -48,8 +49,9 @@ def fewest_bytes(
     return [v for i in sorted({producer[v] for v in chosen}) for v in whole.eqns[i].outvars if v in chosen], again
 
 
-def find_repeatable(whole: Program, num_given: int, *, lean: bool) -> set[int]:
-    """Equations that a later slice may run again: free ones, and cheap ones if `lean`, or if they follow from the first
+def find_repeatable(whole: Program, num_given: int, *, cheap: bool) -> set[int]:
+    """Equations that a later slice may run again: free ones, and cheap ones if `cheap`, or if they follow from the
+    first
     `num_given` inputs alone, leaves and the batch. One that changes a layout that is known is neither: devices exchange
     something for it, as they do anyway for leaves and the batch."""
     found: set[int] = set()
@@ -59,7 +61,7 @@ def find_repeatable(whole: Program, num_given: int, *, lean: bool) -> set[int]:
         inputs, name = variables(eqn.invars), eqn.primitive.name
         is_given, layout = given.issuperset(inputs), _layout(eqn, layouts)
         moves = name == CONSTRAINT and layouts.get(inputs[0], layout) != layout
-        may = is_given or (not moves and (lean or name in FREE))
+        may = is_given or (not moves and (cheap or name in FREE))
         if may and not eqn.effects and not is_expensive(eqn, STORED):
             found.add(i)
             given |= set(eqn.outvars) if is_given else set()

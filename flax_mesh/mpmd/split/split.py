@@ -25,7 +25,7 @@ from flax_mesh.mpmd.split.trace import (
     trace_forward,
 )
 from flax_mesh.step.loss import Batch, LossFn
-from flax_mesh.text import bytes_text
+from flax_mesh.text import array_text, bytes_text
 
 
 class StageCut(NamedTuple):
@@ -98,7 +98,7 @@ class StagedModel:
             lines.append(
                 f"stage {k}: {what}; {bytes_text(sum(map(num_bytes, held)))} of state; {share:.0%} of the FLOPs"
             )
-            lines += [f"  receives {v.aval.str_short()}, {bytes_text(num_bytes(v.aval))}" for v in piece.received]
+            lines += [f"  receives {array_text(v.aval)}, {bytes_text(num_bytes(v.aval))}" for v in piece.received]
         return "\n".join(lines)
 
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 import threading
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +21,7 @@ from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.transport.device_put import copy_to
 from flax_mesh.mpmd.transport.server import transport_of
 from flax_mesh.processes import get_text, put_text
+from flax_mesh.text import processes_text
 
 LAYOUT_TIMEOUT_S = 3600  # until the sender's stage is compiled; a sender that is dead is found out by other means
 WHAT = {  # kind of key -> what is on its way
@@ -191,12 +192,6 @@ class Channel:
 
     def _owners(self, group: int) -> str:
         return processes_text(device.process_index for device in self.groups[group].devices.flat)
-
-
-def processes_text(processes: Iterable[int]) -> str:
-    """ "process 2", "processes 2, 3"."""
-    found = sorted(set(processes))
-    return f"process{'es' * (len(found) > 1)} {', '.join(map(str, found))}"
 
 
 def _is_there(array: Any) -> bool:

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from flax_mesh.axes import PartitionAxis, as_tuple
 from flax_mesh.sharding.rules import Finding, PartitionRules, as_rules, match_leaves, needs_no_rule
-from flax_mesh.text import bytes_text, group_paths
+from flax_mesh.text import bytes_text, count_text, group_paths
 from flax_mesh.tree import named_leaves
 
 LARGE = 2**24  # bytes from which an array that stays whole on every device is a finding
@@ -26,7 +26,7 @@ class RuleUse(NamedTuple):
     def __str__(self) -> str:
         if self.shadowed_by is not None:
             return f"nothing: rule {self.shadowed_by + 1} comes first"
-        return f"{self.arrays:,} array{'s' * (self.arrays != 1)}" if self.arrays else "nothing"
+        return count_text(self.arrays, "array") if self.arrays else "nothing"
 
 
 class Audit(NamedTuple):

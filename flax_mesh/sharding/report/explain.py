@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from flax_mesh.axes import DEFAULT_AXES, PartitionAxis, as_tuple
+from flax_mesh.axes import DEFAULT_AXES, PartitionAxis, as_tuple, dims_text
 from flax_mesh.sharding.abstract import ATTRIBUTE, abstract_model, partition_rules
 from flax_mesh.sharding.annotations import annotations_of, match_annotations
 from flax_mesh.sharding.optimizer import match_optimizer
@@ -17,7 +17,7 @@ from flax_mesh.sharding.report.audit import LARGE, Audit, RuleUse, audit_rules, 
 from flax_mesh.sharding.report.fingerprint import sharding_fingerprint
 from flax_mesh.sharding.report.report import array_text, group_leaves, mesh_line, report_data, report_text, spec_text
 from flax_mesh.sharding.rules import Finding, PartitionRules, as_rules, needs_no_rule
-from flax_mesh.text import dims_text, table_text
+from flax_mesh.text import count_text, table_text
 from flax_mesh.tree import named_leaves, owner_of
 
 
@@ -75,7 +75,7 @@ def explanation_text(explanation: Explanation, *, width: int = 100) -> str:
     findings = explanation.findings
     rows = [[str(i), use.pattern, dims_text(use.dims), str(use)] for i, use in enumerate(explanation.rules, start=1)]
     whose = "the model's own" if explanation.carried else "as given"
-    count = f"{len(findings)} finding{'s' * (len(findings) != 1)}:" if findings else "no findings"
+    count = f"{count_text(len(findings), 'finding')}:" if findings else "no findings"
     return "\n".join(
         [
             f"{mesh_line(explanation.report)}; fingerprint {explanation.fingerprint[:12]}",

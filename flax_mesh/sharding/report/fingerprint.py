@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 
 from flax_mesh.axes import as_tuple
 from flax_mesh.errors import ShardingError
+from flax_mesh.text import processes_text
 from flax_mesh.tree import named_leaves
 
 
@@ -50,7 +51,7 @@ def check_same_on_all_processes(text: str, what: str = "sharding") -> None:
     for process, digest in enumerate(np.asarray(multihost_utils.process_allgather(mine))):
         groups.setdefault(digest.tobytes(), []).append(process)
     if len(groups) > 1:
-        each = "; ".join(f"{digest.hex()[:12]} on {_processes_text(them)}" for digest, them in groups.items())
+        each = "; ".join(f"{digest.hex()[:12]} on {processes_text(them)}" for digest, them in groups.items())
         raise ShardingError(
             f"the processes of this run must have the same {what}, and have {len(groups)} different ones: {each}. "
             "Start all of them with the same code, recipe and settings."
@@ -65,7 +66,3 @@ def _layout_text(sharding: Any) -> str:
     while entries and entries[-1] == "-":
         entries.pop()
     return f"({', '.join(entries)}) on {','.join(f'{name}:{size}' for name, size in sizes.items())}"
-
-
-def _processes_text(processes: list[int]) -> str:
-    return f"process{'es' * (len(processes) > 1)} {', '.join(map(str, processes))}"

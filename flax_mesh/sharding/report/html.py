@@ -10,11 +10,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from flax_mesh.axes import as_tuple
+from flax_mesh.axes import as_tuple, dims_text
 from flax_mesh.sharding.report.account import Leaf, ShardingReport
 from flax_mesh.sharding.report.explain import Explanation
 from flax_mesh.sharding.report.report import array_text, group_leaves, logical_text, mesh_line, spec_text
-from flax_mesh.text import bytes_text, dims_text
+from flax_mesh.text import bytes_text, count_text
 
 TEMPLATE = Path(__file__).with_name("page.html")
 
@@ -96,7 +96,7 @@ def _findings(findings: list[str]) -> str:
     if not findings:
         return '<p class="clean">No findings.</p>'
     items = "".join(f"<li>{escape(text)}</li>" for text in findings)
-    title = f"{len(findings)} finding{'s' * (len(findings) != 1)}"
+    title = count_text(len(findings), "finding")
     return f'<section class="findings"><h2>{title}</h2><ul>{items}</ul></section>'
 
 

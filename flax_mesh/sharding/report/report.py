@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from flax_mesh.text import SHORT, bytes_text, dims_text, group_paths, table_text
+from flax_mesh.axes import dims_text
+from flax_mesh.text import array_text, bytes_text, count_text, group_paths, mesh_text, table_text
 
 if TYPE_CHECKING:  # a report prints itself by this file
     from flax_mesh.sharding.report.account import Leaf, ShardingReport
@@ -29,9 +30,8 @@ def report_text(report: ShardingReport, *, width: int = 100, mesh: bool = True) 
 
 def mesh_line(report: ShardingReport) -> str:
     """`mesh dp:4,fsdp:128,tp:8, 4,096 devices`; axes of size 1 are left out."""
-    sizes = ",".join(f"{name}:{size}" for name, size in report.mesh.items() if size > 1) or "of one device"
-    count = len(report.memory_per_device)
-    return f"mesh {sizes}, {count:,} device{'s' * (count != 1)}" if report.mesh else f"no mesh, {count:,} devices"
+    devices = count_text(len(report.memory_per_device), "device")
+    return f"mesh {mesh_text(report.mesh)}, {devices}" if report.mesh else f"no mesh, {devices}"
 
 
 def arrays_text(report: ShardingReport, width: int) -> str:
@@ -127,12 +127,6 @@ def leaf_data(leaf: Leaf) -> dict[str, Any]:
 def group_leaves(leaves: Sequence[Leaf]) -> list[tuple[str, list[int]]]:
     """`group_paths` of leaves that are alike in all but their path."""
     return group_paths([leaf.path for leaf in leaves], [leaf._replace(path="") for leaf in leaves])
-
-
-def array_text(leaf: Leaf) -> str:
-    """`f32[8,128]`"""
-    name, bits = re.fullmatch(r"(\D*)(.*)", leaf.dtype).groups()  # pyright: ignore[reportOptionalMemberAccess]
-    return f"{SHORT.get(name, name)}{bits}[{','.join(map(str, leaf.shape))}]"
 
 
 def spec_text(leaf: Leaf) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from flax_mesh.errors import ConfigError
+from flax_mesh.text import count_text
 
 STDLIB = "stdlib"
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst", ".json", ".csv")
@@ -151,7 +152,7 @@ def _read_corpus(files: dict[str, Path], config: DataConfig) -> Corpus:
     opened = {name: _open(path, is_text) for name, path in files.items()}
     documents = {name: tokens for name, tokens in opened.items() if len(tokens)}
     if not documents:
-        raise ConfigError(f"data.source: {config.source} is empty: {_count(files, 'file')} without content.")
+        raise ConfigError(f"data.source: {config.source} is empty: {count_text(len(files), 'file')} without content.")
     train, held_out, split = _split(documents, config.held_out, _join_text if is_text else _join_tokens)
 
     label = f"standard library of Python {platform.python_version()}" if config.source == STDLIB else config.source
@@ -159,7 +160,7 @@ def _read_corpus(files: dict[str, Path], config: DataConfig) -> Corpus:
     return Corpus(
         train=train,
         held_out=held_out,
-        description=f"{label}: {_count(documents, 'file')}, {size}; {split}",
+        description=f"{label}: {count_text(len(documents), 'file')}, {size}; {split}",
         content_hash=_hash_tokens([train, held_out]),
         vocab_size=256 if is_text else None,
         bytes_per_token=1.0 if is_text else None,
@@ -179,7 +180,8 @@ def _split(
     held_out = [tokens for name, tokens in documents.items() if name in names]
     parts = join(train), join(held_out)
     trains, holds_out = (
-        f"{_count(files, 'file')} ({len(part):,})" for files, part in zip((train, held_out), parts, strict=True)
+        f"{count_text(len(files), 'file')} ({len(part):,})"
+        for files, part in zip((train, held_out), parts, strict=True)
     )
     return *parts, f"trains on {trains}, holds out {holds_out}, by a hash of their paths"
 
@@ -261,7 +263,7 @@ def _text_files(root: Path) -> dict[str, Path]:
         hint = "".join(f" For its token files write {root / '**' / ('*' + suffix)}." for suffix in sorted(tokens))
         raise ConfigError(
             f"data.source: {root} holds no text files (suffix {' '.join(TEXT_SUFFIXES)}, or none and UTF-8) "
-            f"among its {_count(found, 'file')}.{hint}"
+            f"among its {count_text(len(found), 'file')}.{hint}"
         )
     return texts
 
@@ -291,10 +293,6 @@ def _missing(path: Path) -> ConfigError:
     similar = difflib.get_close_matches(first_missing, os.listdir(folder), n=3)
     hint = f"; did you mean {' or '.join(similar)}?" if similar else "."
     return ConfigError(f"data.source: {path} does not exist; the nearest folder that does is {folder}{hint}")
-
-
-def _count(things: Sequence | dict, noun: str) -> str:
-    return f"{len(things):,} {noun}{'' if len(things) == 1 else 's'}"
 
 
 # --- reading one file, and joining several ---

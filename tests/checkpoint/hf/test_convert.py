@@ -17,11 +17,12 @@ from jax.sharding import AbstractMesh
 
 from flax_mesh import ConfigError, abstract_state, create_mesh, named_leaves
 from flax_mesh.checkpoint.hf import convert
-from flax_mesh.checkpoint.hf.convert import Name, load_safetensors, save_safetensors
+from flax_mesh.checkpoint.hf.convert import ParamMapping, load_safetensors, save_safetensors
 from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES
 from flax_mesh.checkpoint.hf.safetensors import INDEX, open_safetensors, write_safetensors
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.mpmd import MpmdMesh, Pipeline, make_schedule, split_stages
+from flax_mesh.text import array_text
 from flax_mesh.tree import in_stack, layer_path, path_and_start
 
 LISTED = DecoderConfig(
@@ -45,7 +46,7 @@ def pipelined(config, virtual=1):
     make = lambda: make_decoder(config, nnx.Rngs(0))  # noqa: E731
     staged = split_stages(next_token_loss, make, batch, num_stages=2 * virtual, mesh=groups.unstack[0])
     kind = "interleaved-1f1b" if virtual > 1 else "1f1b"
-    schedule = make_schedule(kind, num_groups=2, num_microbatches=2, virtual=virtual)
+    schedule = make_schedule(kind, num_groups=2, num_microbatches=2, num_virtual_stages=virtual)
     return Pipeline(staged, groups, schedule, optax.sgd(1e-3)).abstract.to_nnx()["model"]
 
 
@@ -244,8 +245,11 @@ def test_another_model_is_one_error_with_every_array(folders):
         load_safetensors(folder, plain(other, 1, 2, 1, 2, 1), NAMES, ignore=[r"q_norm\.weight$"])
     text = str(error.value)
     k = "model.layers.3.self_attn.k_proj.weight"
-    assert f"{k}: folder {dtype}[8, 16], model float32[16, 16] (layers/3/attention/k/kernel)" in text
-    assert "model.layers.4.mlp.up_proj.weight: only in the model, float32[24, 16] (layers/4/mlp/up/kernel)" in text
+    assert (
+        f"{k}: folder {array_text(jax.ShapeDtypeStruct((8, 16), dtype))}, model f32[16,16] (layers/3/attention/k/kernel)"
+        in text
+    )
+    assert "model.layers.4.mlp.up_proj.weight: only in the model, f32[24,16] (layers/4/mlp/up/kernel)" in text
     assert f"lm_head.weight: only in the folder, {dtype}[32, 16]" in text
     assert f"model.layers.0.self_attn.k_norm.weight: only in the folder, {dtype}[4]" in text
     assert "q_norm" not in text and "layers.3.mlp" not in text and "embed" not in text
@@ -262,8 +266,8 @@ def test_numbers_are_not_made_of_other_kinds(tmp_path):
     abstract = {
         "w": jax.ShapeDtypeStruct((4,), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     }
-    with pytest.raises(ConfigError, match=r"w: folder int8\[4\], model float32\[4\] \(w\)"):
-        load_safetensors(tmp_path / "out", abstract, [Name("w", "w", "d -> d")])
+    with pytest.raises(ConfigError, match=r"w: folder i8\[4\], model f32\[4\] \(w\)"):
+        load_safetensors(tmp_path / "out", abstract, [ParamMapping("w", "w", "d -> d")])
 
 
 def test_a_state_without_devices_is_refused(folders):
@@ -276,18 +280,18 @@ def test_a_state_without_devices_is_refused(folders):
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ([], r"layers/0/w float32\[2, 3\]: one line must name it, but these do: none"),
+        ([], r"layers/0/w f32\[2,3\]: one line must name it, but these do: none"),
         (
-            [Name("layers/{i}/w", "w.{i}", "a b -> a b"), Name("layers/0/w", "w", "a b -> a b")],
+            [ParamMapping("layers/{i}/w", "w.{i}", "a b -> a b"), ParamMapping("layers/0/w", "w", "a b -> a b")],
             r"one line must name it, but these do: layers/\{i\}/w, layers/0/w",
         ),
-        ([Name("layers/{i}/w", "w.{i}", "a -> a")], r"its line has 'a' as its dims"),
-        ([Name("layers/{i}/w", "w", "a b -> a b")], r"'w' must have in braces \{i\}"),
-        ([Name("layers/{i}/w", "w.{i}", "a -> e a")], r"'w.\{i\}' must have in braces \{i, e\}"),
-        ([Name("layers/{i}/w", "w.{i}", "a b")], "'a b' must be dims there -> dims here"),
-        ([Name("layers/{i}/w", "w.{i}", "a a -> a")], "'a a -> a' must be dims there -> dims here"),
-        ([Name("layers/{i}/w", "w.{i}", "a b -> a")], "'a b -> a' must be dims there -> dims here"),
-        ([Name("layers/{i}/w", "w.{i}.{e}", "a -> a e")], "'a -> a e' must be dims there -> dims here"),
+        ([ParamMapping("layers/{i}/w", "w.{i}", "a -> a")], r"its line has 'a' as its dims"),
+        ([ParamMapping("layers/{i}/w", "w", "a b -> a b")], r"'w' must have in braces \{i\}"),
+        ([ParamMapping("layers/{i}/w", "w.{i}", "a -> e a")], r"'w.\{i\}' must have in braces \{i, e\}"),
+        ([ParamMapping("layers/{i}/w", "w.{i}", "a b")], "'a b' must be dims there -> dims here"),
+        ([ParamMapping("layers/{i}/w", "w.{i}", "a a -> a")], "'a a -> a' must be dims there -> dims here"),
+        ([ParamMapping("layers/{i}/w", "w.{i}", "a b -> a")], "'a b -> a' must be dims there -> dims here"),
+        ([ParamMapping("layers/{i}/w", "w.{i}.{e}", "a -> a e")], "'a -> a e' must be dims there -> dims here"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(line.name for line in value),
 )
@@ -309,10 +313,10 @@ def test_a_table_of_ones_own_serves_any_model(tmp_path):
         "count": jnp.int32(7),
     }
     table = [
-        Name("blocks/{i}/experts/{e}/w", "h.{i}.mlp.{e}.w", "out in -> in out"),
-        Name("conv/kernel", "conv.weight", "out in y x -> y x in out"),
-        Name("qkv", "qkv.{part}", "d c -> part c d"),
-        Name("count", "count", "->"),
+        ParamMapping("blocks/{i}/experts/{e}/w", "h.{i}.mlp.{e}.w", "out in -> in out"),
+        ParamMapping("conv/kernel", "conv.weight", "out in y x -> y x in out"),
+        ParamMapping("qkv", "qkv.{part}", "d c -> part c d"),
+        ParamMapping("count", "count", "->"),
     ]
     save_safetensors(tmp_path / "out", state, table)
     stored = open_safetensors(tmp_path / "out")
@@ -325,7 +329,7 @@ def test_a_table_of_ones_own_serves_any_model(tmp_path):
 
 def test_names_must_differ(tmp_path):
     with pytest.raises(ConfigError, match=re.escape("gives several parameters one name: w")):
-        table = [Name("a", "w", "d -> d"), Name("b", "w", "d -> d")]
+        table = [ParamMapping("a", "w", "d -> d"), ParamMapping("b", "w", "d -> d")]
         save_safetensors(tmp_path / "out", {"a": jnp.zeros(2), "b": jnp.zeros(2)}, table)
 
 
@@ -341,7 +345,7 @@ def test_any_dims_and_any_slice_are_what_their_letters_say(data):
     groups = [flat[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(flat)], strict=True)]
     sizes = {letter: data.draw(st.integers(1, 4)) for letter in "abcd"}
     text = " ".join(f"({' '.join(group)})" if len(group) > 1 else group[0] for group in groups)
-    line = Name("w", ".".join(["w", *(f"{{{letter}}}" for letter in apart)]), f"{text} -> {' '.join(here)}")
+    line = ParamMapping("w", ".".join(["w", *(f"{{{letter}}}" for letter in apart)]), f"{text} -> {' '.join(here)}")
     shape = tuple(sizes[letter] for letter in here)
     (leaf,) = convert.plan_leaves({"w": np.zeros(shape, np.float32)}, [line])
     stored = {part.name: np.random.default_rng(i).random(part.shape) for i, part in enumerate(leaf.parts)}

@@ -17,7 +17,7 @@ from flax_mesh.checkpoint.hf.convert import load_safetensors, save_safetensors
 from flax_mesh.checkpoint.hf.decoders import (
     DECODER_NAMES,
     FAMILIES,
-    decoder_settings,
+    decoder_config_from_hf,
     huggingface_config,
     read_config,
 )
@@ -31,7 +31,7 @@ TOLERANCE = 1e-5  # of the largest logit, in float32
 def decoder_of(folder, names=None, mesh=None, **change):
     """The decoder that a folder holds."""
     config = read_config(folder)
-    settings = DecoderConfig(**decoder_settings(config) | change)
+    settings = DecoderConfig(**decoder_config_from_hf(config) | change)
     make = lambda: make_decoder(settings, nnx.Rngs(0))  # noqa: E731
     abstract = abstract_state(make, mesh or create_mesh((1, 1, 1, 1, 1), devices=jax.devices()[:1]))
     state = load_safetensors(folder, abstract, names or DECODER_NAMES[config["model_type"]])
@@ -114,7 +114,7 @@ def test_what_transformers_wrote_is_written_again_bitwise(case, tmp_path):
     assert ours.keys() == theirs.keys()
     for name, array in theirs.items():
         assert ours[name].dtype == array.dtype and np.array_equal(ours[name], array), name
-    assert decoder_settings(read_config(tmp_path / "out")) == decoder_settings(read)
+    assert decoder_config_from_hf(read_config(tmp_path / "out")) == decoder_config_from_hf(read)
     assert config["model_type"] == read["model_type"] and config["architectures"] == read["architectures"]
     assert (INDEX in {file.name for file in (DATA / case).iterdir()}) == (case == "llama")
 
@@ -221,20 +221,20 @@ QWEN_2 = {
 
 
 def test_configs_of_the_hub_become_settings():
-    llama = DecoderConfig(**decoder_settings(LLAMA_3_2))
+    llama = DecoderConfig(**decoder_config_from_hf(LLAMA_3_2))
     want = DecoderConfig(
         **{"vocab_size": 128256, "hidden_size": 2048, "num_layers": 16, "num_heads": 32, "num_kv_heads": 8},
         **{"head_dim": 64, "mlp_size": 8192, "rope_theta": 500000.0, "rope_factor": 32.0, "norm_epsilon": 1e-5},
         **{"tied": True, "dtype": "bfloat16", "param_dtype": "bfloat16"},
     )
     assert llama == want and not llama.problems()
-    qwen = DecoderConfig(**decoder_settings(QWEN_2))
+    qwen = DecoderConfig(**decoder_config_from_hf(QWEN_2))
     assert (qwen.head_dim, qwen.qkv_bias, qwen.qk_norm, qwen.rope_factor) == (64, True, False, 1.0)
 
 
 def test_what_a_config_leaves_out_means_what_it_means_to_its_family():
     def without(config, *keys):
-        return decoder_settings({key: value for key, value in config.items() if key not in keys})
+        return decoder_config_from_hf({key: value for key, value in config.items() if key not in keys})
 
     old = without(
         LLAMA_3_2, "num_key_value_heads", "head_dim", "rope_scaling", "rope_theta", "rms_norm_eps", "torch_dtype"
@@ -243,8 +243,8 @@ def test_what_a_config_leaves_out_means_what_it_means_to_its_family():
     assert (old["norm_epsilon"], old["dtype"], old["rope_factor"]) == (1e-6, "float32", 1.0)
     assert without(LLAMA_3_2, "tie_word_embeddings")["tied"] is False
     qwen3 = {key: value for key, value in QWEN_2.items() if key != "architectures"} | {"model_type": "qwen3"}
-    assert decoder_settings(qwen3)["head_dim"] == 128 and decoder_settings(qwen3)["qk_norm"]
-    assert decoder_settings(qwen3 | {"head_dim": 96})["head_dim"] == 96
+    assert decoder_config_from_hf(qwen3)["head_dim"] == 128 and decoder_config_from_hf(qwen3)["qk_norm"]
+    assert decoder_config_from_hf(qwen3 | {"head_dim": 96})["head_dim"] == 96
 
 
 @pytest.mark.parametrize("config", [LLAMA_3_2, QWEN_2], ids=["llama", "qwen2"])
@@ -252,9 +252,9 @@ def test_both_spellings_of_transformers_mean_the_same(config):
     new = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_theta", "torch_dtype")}
     rope = {"rope_type": "default"} | config.get("rope_scaling", {}) | {"rope_theta": config["rope_theta"]}
     new |= {"dtype": config["torch_dtype"], "rope_parameters": rope}
-    assert decoder_settings(new) == decoder_settings(config)
+    assert decoder_config_from_hf(new) == decoder_config_from_hf(config)
     oldest = config | {"rope_scaling": {"type": "default"}}
-    assert decoder_settings(oldest)["rope_theta"] == config["rope_theta"]
+    assert decoder_config_from_hf(oldest)["rope_theta"] == config["rope_theta"]
 
 
 @pytest.mark.parametrize(
@@ -297,17 +297,17 @@ def test_both_spellings_of_transformers_mean_the_same(config):
     ids=lambda value: "" if isinstance(value, str) else ",".join(value),
 )
 def test_a_config_of_another_decoder_is_refused_by_name(change, message):
-    assert decoder_settings(LLAMA_3_2)
+    assert decoder_config_from_hf(LLAMA_3_2)
     with pytest.raises(ConfigError, match=message):
-        decoder_settings(LLAMA_3_2 | change)
+        decoder_config_from_hf(LLAMA_3_2 | change)
 
 
 def test_all_that_is_refused_stands_in_one_error_and_may_be_ignored():
     config = LLAMA_3_2 | {"hidden_act": "gelu", "logit_scale": 2.0, "rope_scaling": {"type": "yarn"}}
     with pytest.raises(ConfigError, match=r"(?s)does not compute this llama:.*hidden_act.*logit_scale.*rope_scaling"):
-        decoder_settings(config)
-    ignored = decoder_settings(LLAMA_3_2 | {"unsloth_fixed": True}, ignore=["unsloth_fixed"])
-    assert ignored == decoder_settings(LLAMA_3_2)
+        decoder_config_from_hf(config)
+    ignored = decoder_config_from_hf(LLAMA_3_2 | {"unsloth_fixed": True}, ignore=["unsloth_fixed"])
+    assert ignored == decoder_config_from_hf(LLAMA_3_2)
 
 
 def test_a_config_must_be_there_and_be_an_object(tmp_path):
@@ -321,10 +321,10 @@ def test_a_config_must_be_there_and_be_an_object(tmp_path):
 
 @pytest.mark.parametrize("case", CASES)
 def test_configs_come_back(case):
-    settings = decoder_settings(read_config(DATA / case))
+    settings = decoder_config_from_hf(read_config(DATA / case))
     config = json.loads(json.dumps(huggingface_config(vars(DecoderConfig(**settings)))))
-    assert decoder_settings(config) == settings
-    assert DecoderConfig(**decoder_settings(config)) == DecoderConfig(**settings)
+    assert decoder_config_from_hf(config) == settings
+    assert DecoderConfig(**decoder_config_from_hf(config)) == DecoderConfig(**settings)
 
 
 def test_a_decoder_of_no_family_is_refused():

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flax_mesh.checkpoint.hf.safetensors import DTYPES, INDEX, WHOLE, open_safetensors, write_safetensors
-from flax_mesh.errors import ConfigError, DamageError
+from flax_mesh.errors import CheckpointCorruptedError, ConfigError
 
 GOOD = {
     "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
@@ -159,7 +159,7 @@ def test_layers_are_in_their_order_and_wide_dtypes_first(tmp_path):
 )
 def test_a_header_that_lies_is_refused(header, message, tmp_path):
     assert open_safetensors(raw(tmp_path / "good.safetensors", GOOD)).keys() == GOOD.keys()
-    with pytest.raises(DamageError, match=f"(?s)is damaged, or not what its name says.*{message}"):
+    with pytest.raises(CheckpointCorruptedError, match=f"(?s)is damaged, or not what its name says.*{message}"):
         open_safetensors(raw(tmp_path / "bad.safetensors", header))
 
 
@@ -168,7 +168,7 @@ def test_a_header_that_lies_is_refused(header, message, tmp_path):
 )
 def test_a_length_beyond_the_file_is_refused(content, tmp_path):
     (tmp_path / "bad.safetensors").write_bytes(content)
-    with pytest.raises(DamageError, match=r"its header should have \d+ bytes, the file has \d+"):
+    with pytest.raises(CheckpointCorruptedError, match=r"its header should have \d+ bytes, the file has \d+"):
         open_safetensors(tmp_path / "bad.safetensors")
 
 
@@ -224,7 +224,7 @@ def test_an_index_and_its_files_must_agree(tmp_path):
     del index["weight_map"]["w1"], index["weight_map"]["w2"]
     index["weight_map"]["w3"] = "model-00002-of-00003.safetensors"
     (tmp_path / "in" / INDEX).write_text(json.dumps(index))
-    with pytest.raises(DamageError) as error:
+    with pytest.raises(CheckpointCorruptedError) as error:
         open_safetensors(tmp_path / "in")
     text = str(error.value)
     assert "w7: the index has it in model-00001-of-00003.safetensors, which does not" in text

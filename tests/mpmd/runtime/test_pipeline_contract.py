@@ -105,14 +105,14 @@ def test_nothing_compiles_after_the_second_step(compilations):
 @pytest.mark.slow
 def test_recomputation_keeps_no_residuals():
     store = build(make_net, net_loss, net_batch(4), 2, PLAIN_SGD)
-    again = build(make_net, net_loss, net_batch(4), 2, PLAIN_SGD, residuals="recompute")
+    again = build(make_net, net_loss, net_batch(4), 2, PLAIN_SGD, remat="full")
     kept = {}
-    for name, pipeline in (("store", store), ("recompute", again)):
+    for name, pipeline in (("none", store), ("full", again)):
         sizes = kept[name] = []
         pipeline.on_action = lambda action, saved, sizes=sizes: sizes.extend(len(entry[1]) for entry in saved.values())
         pipeline.step(pipeline.init_state(), net_batch(4))
-    assert max(kept["recompute"]) == 0 < max(kept["store"])
-    compare(make_net, net_loss, [net_batch(4)], 2, PLAIN_SGD, residuals="recompute")
+    assert max(kept["full"]) == 0 < max(kept["none"])
+    compare(make_net, net_loss, [net_batch(4)], 2, PLAIN_SGD, remat="full")
 
 
 def test_weights_are_no_residuals():
@@ -142,10 +142,10 @@ BAD = {
         ConfigError,
         r"has 4 stages, the model is cut into 2; use split_stages\(num_stages=4\)",
     ),
-    "residuals": (
-        lambda p: Pipeline(p.staged, p.mesh, p.schedule, PLAIN_SGD, residuals="keep"),  # pyright: ignore[reportArgumentType]
+    "remat": (
+        lambda p: Pipeline(p.staged, p.mesh, p.schedule, PLAIN_SGD, remat="keep"),  # pyright: ignore[reportArgumentType]
         ConfigError,
-        "residuals must be one of 'store', 'lean', 'recompute', got 'keep'",
+        "remat must be one of 'none', 'cheap', 'full', got 'keep'",
     ),
     "pp in a spec": (
         lambda p: Pipeline(p.staged, p.mesh, p.schedule, PLAIN_SGD, rules=[(".*", jax.sharding.PartitionSpec("pp"))]),
@@ -201,5 +201,5 @@ def test_the_stages_print():
     assert [line.split(";")[0] for line in str(staged).splitlines()] == [
         "stage 0: layers/0 .. layers/2",
         "stage 1: layers/3",
-        "  receives float32[2,3,8], 192 B",
+        "  receives f32[2,3,8], 192 B",
     ]

@@ -50,7 +50,7 @@ def interleaved():
 @pytest.fixture(scope="module")
 def split():
     """Backward in two halves; nothing is kept from the forward, so that W has only donated results."""
-    pipeline = build(make_net, net_loss, BATCH, 4, OPTIMIZER, name="zb-h1", residuals="recompute")
+    pipeline = build(make_net, net_loss, BATCH, 4, OPTIMIZER, name="zb-h1", remat="full")
     return pipeline, pipeline.init_state()
 
 
@@ -58,7 +58,7 @@ def split():
 def wide():
     """Two devices a group."""
     mesh = groups(pp=2, dp=2)
-    pipeline = build(make_net, net_loss, BATCH, 2, OPTIMIZER, mesh=mesh, rules=[(".*", ())], residuals="recompute")
+    pipeline = build(make_net, net_loss, BATCH, 2, OPTIMIZER, mesh=mesh, rules=[(".*", ())], remat="full")
     return pipeline, pipeline.init_state()
 
 

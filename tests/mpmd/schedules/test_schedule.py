@@ -33,7 +33,7 @@ def schedules(draw) -> Schedule:
     num_microbatches = draw(st.integers(least, 32))
     if name == "interleaved-1f1b":
         num_microbatches = max(1, num_microbatches // num_groups) * num_groups
-    return make_schedule(name, num_groups=num_groups, num_microbatches=num_microbatches, virtual=virtual)
+    return make_schedule(name, num_groups=num_groups, num_microbatches=num_microbatches, num_virtual_stages=virtual)
 
 
 @given(schedules())
@@ -129,9 +129,9 @@ def test_no_valid_number_is_nearer_than_the_one_named(name, num_groups, num_micr
     [
         ({"name": "1f1"}, r"'1f1' is no schedule; did you mean 1f1b\? \(there are gpipe, 1f1b, .*dualpipe-v\)"),
         ({"num_groups": 0}, "the number of groups must be at least 1, got 0"),
-        ({"num_microbatches": 0, "virtual": -1}, "microbatches must be at least 1, got 0; .* got -1"),
-        ({"virtual": 2}, "1f1b puts 1 on each group, not 2 stages; interleaved-1f1b takes any"),
-        ({"name": "zb-v", "virtual": 1}, "zb-v puts 2 on each group, not 1"),
+        ({"num_microbatches": 0, "num_virtual_stages": -1}, "microbatches must be at least 1, got 0; .* got -1"),
+        ({"num_virtual_stages": 2}, "1f1b puts 1 on each group, not 2 stages; interleaved-1f1b takes any"),
+        ({"name": "zb-v", "num_virtual_stages": 1}, "zb-v puts 2 on each group, not 1"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):

@@ -24,7 +24,7 @@ GROUPS, MICROBATCHES = st.integers(1, 8), st.integers(1, 32)
 
 
 def make(name: str, groups: int, microbatches: int, virtual: int | None = None) -> Schedule:
-    return make_schedule(name, num_groups=groups, num_microbatches=microbatches, virtual=virtual)
+    return make_schedule(name, num_groups=groups, num_microbatches=microbatches, num_virtual_stages=virtual)
 
 
 # --- known rows: S = 4, M = 8, F = B = W = 1 ---

@@ -199,8 +199,8 @@ def halves_of(model: Traced, num_stages: int, recompute: bool = False, split: bo
     """F, B and W of every stage; all leaves are trained."""
     trained = range(len(model.values) - 1)
     pieces = staged(model, num_stages)[2]
-    residuals = "recompute" if recompute else "store"
-    return [differentiate(model.program, piece, trained, residuals=residuals, split=split) for piece in pieces]
+    remat = "full" if recompute else "none"
+    return [differentiate(model.program, piece, trained, remat=remat, split=split) for piece in pieces]
 
 
 def run_backward(model: Traced, halves, recompute: bool, split: bool):

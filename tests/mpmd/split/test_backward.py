@@ -59,7 +59,7 @@ def test_the_halves_of_a_backward_pass_are_the_whole(kinds):
 
 def test_recomputation_stays_in_the_first_half():
     stage = stages()[1]
-    kept, again = differentiate(*stage, split=True), differentiate(*stage, split=True, residuals="recompute")
+    kept, again = differentiate(*stage, split=True), differentiate(*stage, split=True, remat="full")
     assert again.backward and again.weights and not again.backward.residuals and not again.weights.residuals
     assert matmul_flops(again.weights) == matmul_flops(kept.weights)
     assert matmul_flops(again.backward) > matmul_flops(kept.backward)

@@ -278,4 +278,4 @@ def test_the_dtypes_and_shapes_of_variables_are_read_from_avals():
     program, _ = trace(lambda x: x.astype(jnp.bfloat16), f32(2, 3))
     (eqn,) = program.eqns
     assert eqn.outvars[0].aval.dtype == jnp.bfloat16 and math.prod(eqn.outvars[0].aval.shape) == 6
-    assert eqn.outvars[0].aval.str_short() == "bfloat16[2,3]"  # as StagedModel prints it
+    assert eqn.outvars[0].aval.str_short(short_dtypes=True) == "bf16[2,3]"

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.mpmd import split_stages
-from flax_mesh.mpmd.split import remat as residuals
+from flax_mesh.mpmd.split import remat
 from flax_mesh.mpmd.split.backward import differentiate
 from flax_mesh.mpmd.split.jaxpr import num_bytes, trace
 from tests.mpmd.runtime.test_pipeline import build, decoder_batch, groups
@@ -44,7 +44,7 @@ def kept(stage):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_layer_keeps_what_its_products_give(dtype):
-    for stage in decoder(dtype, residuals="lean"):
+    for stage in decoder(dtype, remat="cheap"):
         rows = [aval.shape for aval in kept(stage)]
         assert sum(shape[-1] == MLP for shape in rows) == 2 * 2  # gate and up of two layers; not what is made of them
         # The stream after attention and after each mlp but the last; of the first layer it is received, or looked up.
@@ -59,11 +59,11 @@ def test_a_layer_keeps_what_its_products_give(dtype):
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "how", "share"),
-    [("float32", "store", 0.8), ("bfloat16", "store", 0.7), ("float32", "lean", 0.6), ("bfloat16", "lean", 0.6)],
+    [("float32", "none", 0.8), ("bfloat16", "none", 0.7), ("float32", "cheap", 0.6), ("bfloat16", "cheap", 0.6)],
 )
 def test_much_less_is_kept_and_the_gradients_are_the_same_bits(dtype, how, share, split, monkeypatch):
-    lean = decoder(dtype, split=split, residuals=how)
-    monkeypatch.setattr(residuals, "is_expensive", EVERYTHING)  # nothing is made again
+    lean = decoder(dtype, split=split, remat=how)
+    monkeypatch.setattr(remat, "is_expensive", EVERYTHING)  # nothing is made again
     full = decoder(dtype, split=split)
     size = [[sum(map(num_bytes, kept(stage))) for stage in some] for some in (lean, full)]
     assert all(0 < a < share * b for a, b in zip(*size, strict=True)), size
@@ -142,8 +142,8 @@ def test_an_exchange_between_devices_is_not_repeated():
     names = [eqn.primitive.name for eqn in program.eqns]
     constraints = [i for i, name in enumerate(names) if name == "sharding_constraint"]
     first, same, gathered, of_weight = constraints
-    assert set(range(len(names))) - residuals.find_repeatable(program, 1, lean=True) == {gathered}
-    free = residuals.find_repeatable(program, 1, lean=False)
+    assert set(range(len(names))) - remat.find_repeatable(program, 1, cheap=True) == {gathered}
+    free = remat.find_repeatable(program, 1, cheap=False)
     assert [i in free for i in (first, same, gathered, of_weight)] == [True, True, False, True]
     assert {names[i] for i in set(range(len(names))) - free} == {"sharding_constraint", "tanh", "sin", "cos"}
 

@@ -118,7 +118,7 @@ def plain_run(case: Case, rows: int = 8, microbatches: int = 4, steps: int = 2) 
         case.loss_fn,
         state,
         seed=seed_of(case),
-        microbatches=microbatches,
+        num_microbatches=microbatches,
         layers=layers_of(case),
         compiler_options=FAST,
     )

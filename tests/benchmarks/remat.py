@@ -1,10 +1,10 @@
 """What a pipeline keeps for its backward pass, and what it costs to make the rest again.
 
-A decoder on four groups of one device, 1F1B, four microbatches. For each dtype and way of `residuals`: MiB that F hands
+A decoder on four groups of one device, 1F1B, four microbatches. For each dtype and way of `remat`: MiB that F hands
 over, for one microbatch of all stages, and a step over that of a pipeline that makes nothing again, in time and in CPU
 time of the process: medians of the ratios in rounds, in which all take a step, in an order drawn anew.
 
-    python -m tests.benchmarks residuals [--layers 8] [--width 256] [--sequence 256] [--steps 15]
+    python -m tests.benchmarks remat [--layers 8] [--width 256] [--sequence 256] [--steps 15]
         [--dtypes float32,bfloat16]
 """
 
@@ -24,7 +24,7 @@ from flax import nnx
 from flax_mesh import create_mesh
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.mpmd import MpmdMesh, Pipeline, make_schedule, split_stages
-from flax_mesh.mpmd.split import remat as residuals
+from flax_mesh.mpmd.split import remat
 from tests.benchmarks._report import print_json, print_table, use_cpu
 
 GROUPS, MICROBATCHES, ROWS = 4, 4, 4
@@ -42,8 +42,8 @@ class Way:
         staged = split_stages(
             next_token_loss, lambda: make_decoder(config, nnx.Rngs(0)), micro, num_stages=GROUPS, mesh=mesh.unstack[0]
         )
-        known: Any = "store" if how == NOTHING_AGAIN else how
-        self.pipeline = Pipeline(staged, mesh, schedule, optax.sgd(1e-2), rules=[(".*", ())], residuals=known)
+        known: Any = "none" if how == NOTHING_AGAIN else how
+        self.pipeline = Pipeline(staged, mesh, schedule, optax.sgd(1e-2), rules=[(".*", ())], remat=known)
         self.batch, self.state = batch, self.pipeline.init_state()
         self.time: list[float] = []
         self.cpu: list[float] = []
@@ -55,7 +55,7 @@ class Way:
 
         self.pipeline.on_action = watch
         if how == NOTHING_AGAIN:
-            with patch.object(residuals, "is_expensive", lambda *_: True):
+            with patch.object(remat, "is_expensive", lambda *_: True):
                 self.step()
         else:
             self.step()
@@ -75,7 +75,7 @@ def measure(config: DecoderConfig, sequence: int, steps: int) -> list[dict[str, 
     rng = np.random.default_rng(0)
     shape = MICROBATCHES * ROWS, sequence
     batch = {name: rng.integers(0, config.vocab_size, shape).astype(np.int32) for name in ("inputs", "targets")}
-    ways = {how: Way(config, how, batch) for how in (NOTHING_AGAIN, *residuals.RESIDUALS)}
+    ways = {how: Way(config, how, batch) for how in (NOTHING_AGAIN, *remat.REMAT_MODES)}
     order = list(ways.values())
     for _ in range(steps + 1):
         random.shuffle(order)
@@ -87,14 +87,14 @@ def measure(config: DecoderConfig, sequence: int, steps: int) -> list[dict[str, 
         return statistics.median(a / b for a, b in zip(mine[2:], theirs[2:], strict=True))  # the first two compile
 
     return [
-        {"dtype": config.dtype, "residuals": how, "kept MiB": way.kept / 2**20}
+        {"dtype": config.dtype, "remat": how, "kept MiB": way.kept / 2**20}
         | {"of all": way.kept / base.kept, "time": ratio(way.time, base.time), "CPU time": ratio(way.cpu, base.cpu)}
         for how, way in ways.items()
     ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks residuals")
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks remat")
     for name, default in (("layers", 8), ("width", 256), ("sequence", 256), ("steps", 15)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dtypes", default="float32,bfloat16")
@@ -107,5 +107,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = DecoderConfig(**sizes, **heads, num_layers=given.layers, dtype=dtype)
         rows += measure(config, given.sequence, given.steps)
     print_table(rows)
-    print_json("residuals", arguments, rows=rows)
+    print_json("remat", arguments, rows=rows)
     return 0

@@ -1,0 +1,34 @@
+"""The words that every message shares."""
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from flax_mesh.text import array_text, count_text, mesh_text, processes_text
+
+
+@pytest.mark.parametrize(
+    ("count", "noun", "text"),
+    [(1, "file", "1 file"), (0, "array", "0 arrays"), (1024, "process", "1,024 processes"), (2, "batch", "2 batches")],
+)
+def test_counts_have_the_plural_of_their_noun(count, noun, text):
+    assert count_text(count, noun) == text
+
+
+def test_processes_are_named_once_and_in_order():
+    assert processes_text([3]) == "process 3"
+    assert processes_text([3, 0, 3]) == "processes 0, 3"
+
+
+def test_a_mesh_is_written_as_the_setting_has_it():
+    assert mesh_text({"pp": 2, "dp": 1, "fsdp": -1}) == "pp:2,fsdp:-1"
+    assert mesh_text({"dp": 1}) == "one device"
+
+
+@pytest.mark.parametrize(
+    "dtype", [np.float32, ml_dtypes.bfloat16, np.uint8, np.bool_, np.complex64, ml_dtypes.float8_e4m3fn]
+)
+def test_arrays_are_written_as_jax_prints_their_types(dtype):
+    array = jax.ShapeDtypeStruct((2, 3), dtype)
+    assert array_text(array) == jax.make_jaxpr(lambda x: x)(array).in_avals[0].str_short(short_dtypes=True)
