@@ -4,6 +4,7 @@ from flax_mesh.sharding.abstract import abstract_model as abstract_model
 from flax_mesh.sharding.abstract import abstract_state as abstract_state
 from flax_mesh.sharding.abstract import init_model as init_model
 from flax_mesh.sharding.abstract import init_state as init_state
+from flax_mesh.sharding.abstract import model_layers as model_layers
 from flax_mesh.sharding.abstract import partition_rules as partition_rules
 from flax_mesh.sharding.abstract import partitioned as partitioned
 from flax_mesh.sharding.constrain import constrain as constrain

@@ -60,6 +60,12 @@ def partition_rules(model: Any) -> PartitionRules:
     return as_rules(rules, axes if isinstance(axes, PartitionAxis) else None)
 
 
+def model_layers(model: Any) -> tuple[str, ...]:
+    """Paths of the layer lists and scanned stacks in the table that a model carries; () where it carries none."""
+    rules = getattr(model, ATTRIBUTE, None)
+    return () if rules is None else as_rules(rules).layers
+
+
 def abstract_state(
     make: Make,
     mesh: Mesh | AbstractMesh,
