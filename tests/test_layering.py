@@ -1,85 +1,197 @@
-"""The floors of docs/design.md: a file imports only from floors below its own, at the head of the file."""
+"""What holds of the imports of every file: the floors of docs/design.md, and what each of them keeps to itself."""
 
 import ast
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
-PACKAGE = Path(__file__).parent.parent / "flax_mesh"
+import pytest
+
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "flax_mesh"
+NAME = PACKAGE.name
+
+# Lowest first. A file imports only from its own floor and from those below; floors of one row do not see each other.
 FLOORS = (
-    ("axes", "errors", "hardware", "jax_compat", "svg", "text", "tree"),
+    ("",),  # the files of flax_mesh/ itself
+    ("mesh.torus",),
     ("mesh", "processes"),
     ("sharding",),
+    ("sharding.report",),
     ("step",),
     ("mpmd",),
+    ("mpmd.schedules", "mpmd.split"),
+    ("mpmd.transport",),
+    ("mpmd.runtime",),
+    ("checkpoint.hf",),
     ("checkpoint",),
-    ("models", "train"),
-    ("plan",),
+    ("models", "train.data"),
+    ("train",),
     ("cli",),
 )
-RANK = {name: rank for rank, names in enumerate(FLOORS) for name in names}
-WITHOUT_JAX = ("mesh/torus/torus.py", "mpmd/schedules/schedule.py", "mpmd/schedules/simulate.py")
+RANK = {floor: rank for rank, floors in enumerate(FLOORS) for floor in floors}
+PURE = ("errors.py", "hardware.py", "svg.py", "text.py", "mesh/torus/*.py", "mpmd/schedules/*.py")  # no JAX in the code
+JAX = {"jax", "jaxlib", "flax", "optax"}
 WHERE_USED = {"orbax", "tensorstore", "rich", "xxhash"}  # heavy or optional: imported inside functions
-HEAVY = "flax_mesh.checkpoint.orbax"  # subclasses of Orbax's: imports it at its head, and is itself such an import
-JAX_WORLD = {"jax", "jaxlib", "flax", "optax"}
+ORBAX = (
+    f"{NAME}.checkpoint.orbax"  # subclasses Orbax's classes: imports it at its head, and is imported where it is used
+)
+PRIVATE_JAX = ("jax._src", "jax.interpreters", "jaxlib")
+JAX_COMPAT = f"{NAME}.jax_compat"
 
 
-def imports(path: Path) -> list[tuple[str, bool]]:
-    """(dotted name, whether it stands at the head of the file) for every import in the file."""
-    tree = ast.parse(path.read_text())
-    head = {id(node) for node in tree.body}
-    for node in tree.body:  # `if TYPE_CHECKING:` is part of the head
-        if isinstance(node, ast.If):
-            head |= {id(child) for child in node.body}
+class Import(NamedTuple):
+    name: str  # dotted, with the name that is imported
+    source: str  # the module that has it
+    at_head: bool
+
+
+def read_imports(code: str) -> list[Import]:
+    """Every import of a file, those under `if TYPE_CHECKING:` included, which counts as its head."""
+    tree = ast.parse(code)
+    head = {id(child) for node in tree.body for child in (node.body if isinstance(node, ast.If) else [node])}
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found += [(alias.name, id(node) in head) for alias in node.names]
+            found += [Import(alias.name, alias.name, id(node) in head) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-            found += [(name, id(node) in head) for name in names]
+            assert node.level == 0 and node.module, "relative import"
+            found += [Import(f"{node.module}.{alias.name}", node.module, id(node) in head) for alias in node.names]
     return found
 
 
-def floor_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+@cache
+def package() -> dict[str, list[Import]]:
+    """Dotted name of every module -> its imports; each file is parsed once."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        found[module] = read_imports(path.read_text())
+    return found
 
 
-def module_of(path: Path) -> str:
-    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+def module_of(one: Import) -> str | None:
+    """The module of the package that is imported, its `__init__` for a name of a folder; None for other packages."""
+    if one.name.split(".")[0] != NAME:
+        return None
+    candidates = (one.name, one.source, f"{one.source}.__init__", f"{one.name}.__init__")
+    return next(name for name in candidates if name in package())
+
+
+def folder_of(module: str) -> str:
+    """`mpmd.split` of `flax_mesh.mpmd.split.trace` and of `flax_mesh.mpmd.split.__init__`."""
+    return ".".join(module.split(".")[1:-1])
+
+
+def floor_of(module: str) -> int:
+    """The rank of a module; the `__init__` of a folder stands above all that is in it."""
+    folder = folder_of(module)
+    if module.endswith(".__init__"):
+        return max(rank for floor, rank in RANK.items() if f"{floor}.".startswith(f"{folder}.") or not folder)
+    return RANK[folder]
+
+
+def own_imports() -> list[tuple[str, str]]:
+    """(module, module that it imports) of all imports within the package."""
+    return [(here, there) for here, imports in package().items() for one in imports if (there := module_of(one))]
+
+
+def test_every_folder_has_a_floor():
+    assert {folder_of(module) for module in package()} == set(RANK)
 
 
 def test_every_file_imports_only_from_its_own_floor_or_below():
-    wrong = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        here = floor_of(path)
-        if here == "__init__":
-            continue
-        for name, _ in imports(path):
-            if name.startswith("flax_mesh."):
-                there = name.split(".")[1]
-                if RANK[there] > RANK[here] or (RANK[there] == RANK[here] and there != here and RANK[here] > 0):
-                    wrong.append(f"{path.relative_to(PACKAGE)} ({here}) imports {name} ({there})")
-    assert not wrong, "\n".join(wrong)
-
-
-def test_imports_stand_at_the_head_of_the_file():
     wrong = [
-        f"{path.relative_to(PACKAGE)}: {name}"
-        for path in sorted(PACKAGE.rglob("*.py"))
-        for name, at_head in imports(path)
-        if at_head == (name.split(".")[0] in WHERE_USED or name.startswith(HEAVY)) and module_of(path) != HEAVY
+        f"{here} imports {there}"
+        for here, there in own_imports()
+        if floor_of(there) > floor_of(here)
+        or (floor_of(there) == floor_of(here) and folder_of(there) != folder_of(here) and "__init__" not in here)
     ]
     assert not wrong, "\n".join(wrong)
 
 
-def test_pure_files_import_no_jax():
-    for relative in WITHOUT_JAX:
-        path = PACKAGE / relative
-        if path.exists():
-            assert not [name for name, _ in imports(path) if name.split(".")[0] in JAX_WORLD | {"flax_mesh"}], relative
+def test_no_imports_run_in_a_circle():
+    graph: dict[str, set[str]] = {module: set() for module in package()}
+    for here, there in own_imports():
+        graph[here].add(there)
+    while ends := {module for module, targets in graph.items() if not targets}:
+        graph = {module: targets - ends for module, targets in graph.items() if module not in ends}
+    assert not graph, graph
 
 
-def test_the_walk_sees_a_forbidden_import(tmp_path):
-    file = tmp_path / "bad.py"
-    file.write_text("import jax\ndef f():\n    from flax_mesh.cli import main\n")
-    assert imports(file) == [("jax", True), ("flax_mesh.cli.main", False)]
+def test_only_public_modules_are_imported_from_another_floor():
+    """A module is public if the `__init__` of its folder, or of one above within the floor, imports from it."""
+    top = lambda module: folder_of(module).split(".")[0]  # noqa: E731
+    public = {there for here, there in own_imports() if here.endswith(".__init__") and top(here) == top(there)}
+    wrong = {
+        f"{here} imports from {there}"
+        for here, there in own_imports()
+        if top(there) not in ("", top(here)) and there not in public and not there.endswith(".__init__")
+    }
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_private_names_are_not_imported_from_another_file():
+    wrong = [
+        f"{here} imports {one.name}"
+        for here, imports in package().items()
+        for one in imports
+        if module_of(one) and any(part.startswith("_") and part != "__init__" for part in one.name.split("."))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_private_jax_is_touched_in_one_file_alone():
+    users = {
+        here
+        for here, imports in package().items()
+        for one in imports
+        if any(f"{one.name}.".startswith(f"{private}.") for private in PRIVATE_JAX)
+    }
+    assert users == {JAX_COMPAT}
+
+
+def test_private_orbax_is_touched_in_one_file_alone():
+    users = {
+        here for here, imports in package().items() for one in imports if one.name.startswith("orbax.checkpoint._")
+    }
+    assert users == {ORBAX}
+
+
+def test_imports_stand_at_the_head_of_the_file():
+    wrong = [
+        f"{here}: {one.name}"
+        for here, imports in package().items()
+        for one in imports
+        if one.at_head == (one.name.split(".")[0] in WHERE_USED or one.name.startswith(ORBAX)) and here != ORBAX
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("pattern", PURE)
+def test_pure_files_import_no_jax(pattern):
+    paths = list(PACKAGE.glob(pattern))
+    pure = {path for other in PURE for path in PACKAGE.glob(other)}
+    assert paths
+    for path in paths:
+        for one in read_imports(path.read_text()):
+            assert one.name.split(".")[0] not in JAX, f"{path}: {one.name}"
+            if own := module_of(one):
+                assert PACKAGE.parent.joinpath(*own.split(".")).with_suffix(".py") in pure, f"{path}: {one.name}"
+
+
+@pytest.mark.parametrize(("root", "most"), [(PACKAGE, 12), (TESTS, 20)], ids=["package", "tests"])
+def test_no_folder_has_more_files_than_one_takes_in(root, most):
+    folders = {path.parent for path in root.rglob("*.py")}
+    sizes = {folder: sum(path.name != "__init__.py" for path in folder.glob("*.py")) for folder in folders}
+    assert not {str(folder): size for folder, size in sizes.items() if size > most}
+
+
+def test_the_walk_sees_a_forbidden_import():
+    code = "import jax\nif TYPE_CHECKING:\n    import a\ndef f():\n    from flax_mesh.cli import main\n"
+    assert read_imports(code) == [
+        Import("jax", "jax", True),
+        Import("a", "a", True),
+        Import("flax_mesh.cli.main", "flax_mesh.cli", False),
+    ]
+    assert floor_of("flax_mesh.cli.main") > floor_of("flax_mesh.mpmd.__init__") == floor_of("flax_mesh.mpmd.runtime.x")
