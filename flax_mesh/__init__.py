@@ -43,7 +43,6 @@ from flax_mesh.sharding import partition_rules as partition_rules
 from flax_mesh.sharding import partitioned as partitioned
 from flax_mesh.sharding import reshard as reshard
 from flax_mesh.sharding import shard as shard
-from flax_mesh.sharding import sharding_page as sharding_page
 from flax_mesh.sharding import with_sharding_constraint as with_sharding_constraint
 from flax_mesh.tree import map_named as map_named
 from flax_mesh.tree import named_leaves as named_leaves

@@ -38,7 +38,6 @@ from flax_mesh.mesh import create_mesh, describe_mesh, draw_mesh_svg, parse_mesh
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.mpmd.schedules.draw import draw_schedule_svg
 from flax_mesh.processes import Watch, parse_processes, start_processes
-from flax_mesh.sharding import explanation_data, explanation_text, sharding_page
 from flax_mesh.train import TrainConfig, TrainResult, apply_overrides, load_recipe, to_lines, train
 from flax_mesh.train.checks import AXIS_NAMES, PLATFORM, check_config
 from flax_mesh.train.explain import explain
@@ -116,17 +115,14 @@ def train_command(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 def explain_command(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     explanation = explain(apply_overrides(load_recipe(arguments.recipe), _with_files(arguments.overrides)))
     if arguments.json:
-        print(json.dumps(explanation_data(explanation), indent=1))
+        print(json.dumps(explanation.to_dict(), indent=1))
     elif arguments.html:
-        _write(
-            "--html",
-            arguments.html,
-            sharding_page(explanation, title=f"{arguments.recipe} {' '.join(arguments.overrides)}"),
-        )
+        title = f"{arguments.recipe} {' '.join(arguments.overrides)}"
+        _write("--html", arguments.html, explanation.to_html(title=title))
         print(f"{arguments.html}: {len(explanation.findings)} findings")
     else:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPED_WIDTH
-        print(explanation_text(explanation, width=width))
+        print(explanation.to_text(width=width))
     return FINDINGS if explanation.findings else DONE
 
 

@@ -1,7 +1,7 @@
 """A mesh as a picture: every device at its place on the torus, coloured by the group it talks to most."""
 
 from colorsys import hls_to_rgb
-from html import escape
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,10 +9,11 @@ from jax.sharding import Mesh
 
 from flax_mesh.mesh.describe import Layout, device_panels, place_texts, read_layout
 from flax_mesh.mesh.shape import format_shape
+from flax_mesh.svg import element, hex_colour, svg_document, svg_text
 
 CELL, GAP, PANEL_GAP, MARGIN, LINE = 44, 12, 36, 24, 18  # pixels
 PANELS_PER_ROW = 4
-FONT = 'font-family="Helvetica, Arial, sans-serif"'
+_text = partial(svg_text, font_family="Helvetica, Arial, sans-serif")
 
 
 def draw_mesh_svg(mesh: Mesh) -> str:
@@ -44,11 +45,7 @@ def draw_mesh_svg(mesh: Mesh) -> str:
     body += [_text(MARGIN, MARGIN + LINE * i, text, size=13 if i == 0 else 12) for i, text in enumerate(texts)]
     total_width = max(2 * MARGIN + per_row * (width + PANEL_GAP) - PANEL_GAP, 2 * MARGIN + 7 * max(map(len, texts)))
     total_height = top + -(-len(panels) // per_row) * (height + PANEL_GAP + LINE)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total_width} {total_height}" '
-        f'width="{total_width}" height="{total_height}" role="img">\n'
-        f'<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(body) + "\n</svg>\n"
-    )
+    return svg_document(total_width, total_height, body)
 
 
 def _busiest(mesh: Mesh) -> int:
@@ -68,12 +65,11 @@ def _device(mesh: Mesh, index: tuple[int, ...], device: Any, spots: dict[Any, tu
     for axis, (i, size) in enumerate(zip(index, mesh.devices.shape, strict=True)):
         group = group if axis == busiest else group * size + i
     hue = group * 0.381966 % 1  # the golden angle: consecutive groups get distant colours
-    fill = "".join(f"{round(255 * part):02x}" for part in hls_to_rgb(hue, 0.82, 0.65))
+    fill = hex_colour([round(255 * part) for part in hls_to_rgb(hue, 0.82, 0.65)])
     _, _, _, left, upper = spots[device]
     label = ",".join(str(i) for i, size in zip(index, mesh.devices.shape, strict=True) if size > 1) or "0"
-    return f'<rect x="{left}" y="{upper}" width="{CELL}" height="{CELL}" rx="6" fill="#{fill}" stroke="#444"/>' + _text(
-        left + CELL / 2, upper + CELL / 2 + 4, label, size=11, anchor="middle"
-    )
+    box = element("rect", x=left, y=upper, width=CELL, height=CELL, rx=6, fill=fill, stroke="#444")
+    return box + _text(left + CELL / 2, upper + CELL / 2 + 4, label, size=11, anchor="middle")
 
 
 def _links(mesh: Mesh, layout: Layout, spots: dict[Any, tuple[int, ...]], columns: int, rows: int) -> list[str]:
@@ -104,17 +100,14 @@ def _wraps(layout: Layout, step: tuple[int, int], extent: tuple[int, int]) -> bo
 
 def _line(start: tuple[int, ...], end: tuple[int, ...]) -> str:
     half = CELL / 2
-    return (
-        f'<line x1="{start[3] + half}" y1="{start[4] + half}" x2="{end[3] + half}" y2="{end[4] + half}" '
-        'stroke="#444" stroke-width="3"/>'
-    )
+    return _stroke(start[3] + half, start[4] + half, end[3] + half, end[4] + half)
 
 
 def _stub(spot: tuple[int, ...], dx: int, dy: int) -> str:
     x, y = spot[3] + CELL / 2, spot[4] + CELL / 2
     reach = CELL / 2 + 10
-    return f'<line x1="{x}" y1="{y}" x2="{x + dx * reach}" y2="{y + dy * reach}" stroke="#444" stroke-width="3"/>'
+    return _stroke(x, y, x + dx * reach, y + dy * reach)
 
 
-def _text(x: float, y: float, text: str, *, size: int, anchor: str = "start") -> str:
-    return f'<text x="{x}" y="{y}" font-size="{size}" text-anchor="{anchor}" {FONT}>{escape(text)}</text>'
+def _stroke(x1: float, y1: float, x2: float, y2: float) -> str:
+    return element("line", x1=x1, y1=y1, x2=x2, y2=y2, stroke="#444", stroke_width=3)

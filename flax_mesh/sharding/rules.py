@@ -12,12 +12,15 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from flax_mesh.axes import DEFAULT_AXES, Lost, PartitionAxis, as_tuple
 from flax_mesh.errors import ShardingError
-from flax_mesh.sharding.patterns import has_numbers, ignores_numbers, without_numbers
 from flax_mesh.tree import in_stack, named_leaves
 
 Dims = PartitionSpec | tuple[str | None, ...] | None  # mesh axes, or logical axes, or whole
 Policy = Literal["error", "warn", "drop"]
 MATCHES_KEPT = 8
+# What a pattern needs to tell digits apart: a digit, a character by its name, or a back-reference.
+_TELLS_DIGITS = re.compile(r"[0-9]|\\N|\(\?P=")
+# Words, groups and a few classes: digits stand behind the letters of a word, in them and nowhere else.
+_WORDS = re.compile(r"(?:[A-Za-z_]\w*+|\((?:\?[:=!]|(?!\?))|[)|/$^.*+?-]|\\[.dw]|\[\^/\]|\[0-9\])*+", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -180,7 +183,7 @@ def match_leaves(
             continue
         spec, problems = fit_rule(rules, index, path, shape, mesh)
         findings += problems
-        if not problems:  # what does not fit is told of every leaf
+        if not problems:  # mismatches are reported per leaf, so they are not cached
             decided[key] = spec
         specs.append(spec)
     if unmatched:
@@ -277,6 +280,26 @@ def lost_finding(path: str, lost: Lost) -> Finding:
     return Finding(path, problem, f"Map one of the two to None, or {lost.logical!r} to another axis")
 
 
+def ignores_numbers(pattern: str) -> bool:
+    """Whether `pattern` finds the same in any two paths with the same `without_numbers`; False where unsure.
+
+    A search sees the characters of a path through literals, sets and back-references. Without a digit, a `\\N{...}`
+    and a back-reference in its text a pattern treats all digits alike. Nor is a number seen by a digit that belongs
+    to a word, as in `block_0/kernel`: what it is compared to stands behind a letter, and in a number none does.
+    """
+    return not _TELLS_DIGITS.search(pattern) or _WORDS.fullmatch(pattern) is not None
+
+
+def has_numbers(path: str) -> bool:
+    """Whether a part of `path` is a number."""
+    return any(map(_is_number, path.split("/")))
+
+
+def without_numbers(path: str) -> str:
+    """`path` with zeros for the digits of its numbers: "layers/12/block_0/kernel" -> "layers/00/block_0/kernel"."""
+    return "/".join(["0" * len(part) if _is_number(part) else part for part in path.split("/")])
+
+
 def _compile(
     table: tuple[tuple[str, Dims], ...], axes: PartitionAxis
 ) -> tuple[tuple[re.Pattern[str], PartitionSpec, tuple[Lost, ...]], ...]:
@@ -318,3 +341,7 @@ def _frozen(table: Iterable[Any]) -> tuple[tuple[str, Dims], ...]:
 
 def _sizes(mesh: Mesh | AbstractMesh | None, axes: Iterable[str]) -> str:
     return ", ".join(f"{a}={mesh.shape[a]}" for a in axes) if mesh is not None else ""
+
+
+def _is_number(part: str) -> bool:
+    return part.isdigit() and part.isascii()

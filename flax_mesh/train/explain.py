@@ -8,7 +8,7 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.mesh.shape import resolve_dims
 from flax_mesh.mpmd import CutError
 from flax_mesh.mpmd.runtime.placement import MODEL, OPTIMIZER, bytes_of_groups
-from flax_mesh.sharding.report.explain import Explanation, explain_sharding
+from flax_mesh.sharding import Explanation, explain_sharding
 from flax_mesh.sharding.rules import Finding, PartitionRules
 from flax_mesh.text import bytes_text, count_text
 from flax_mesh.train.checks import check_config, check_on_mesh, make_modules, mesh_shape, run_rules, shard_over

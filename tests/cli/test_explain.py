@@ -24,7 +24,7 @@ import flax_mesh as fm
 from flax_mesh.cli import main
 from flax_mesh.cli.main import BAD_INPUT, DONE, FINDINGS
 from flax_mesh.jax_compat import short_tracer_errors
-from flax_mesh.sharding import explain_sharding, explanation_data, explanation_text, golden_text, sharding_fingerprint
+from flax_mesh.sharding import explain_sharding, golden_text, sharding_fingerprint
 from flax_mesh.train import apply_overrides, load_recipe
 from flax_mesh.train.checks import make_optimizer
 from flax_mesh.train.explain import abstract_mesh, explain
@@ -231,7 +231,7 @@ def test_annotated_models_are_explained_by_their_annotations():
     assert leaves["a/kernel"].spec == P("fsdp", "tp") and leaves["a/kernel"].logical == ("embed", "tp")
     (finding,) = explanation.findings
     assert finding.path == "b/kernel" and "'strange'" in finding.problem
-    text = explanation_text(explanation)
+    text = explanation.to_text()
     assert "no table: the model is annotated" in text
     assert re.search(r"^ *a?/?kernel +f32\[8,8\] +- +embed, tp +fsdp, tp ", text, re.MULTILINE), text
     with pytest.raises(fm.ShardingError, match="Net carries no rules"):
@@ -287,11 +287,11 @@ def test_a_pipeline_is_explained_as_one_of_its_groups(capsys, tmp_path):
 
 def test_data_and_text_hold_every_finding_and_array():
     explanation = explain_sharding(Net, MESH, RULES)
-    data = json.loads(json.dumps(explanation_data(explanation)))
+    data = json.loads(json.dumps(explanation.to_dict()))
     assert [finding["path"] for finding in data["findings"]] == [finding.path for finding in explanation.findings]
     assert data["rules"][1] == {"pattern": "first/kernel$", "dims": "mlp, embed", "arrays": 0, "shadowed_by": 0}
     assert {leaf["path"] for leaf in data["leaves"]} >= {"tables/0", "tables/2", "scale"}
-    text = explanation_text(explanation)
+    text = explanation.to_text()
     assert text.startswith(f"mesh dp:2,fsdp:2,tp:2, 8 devices; fingerprint {data['fingerprint'][:12]}\n")
     assert f"{len(explanation.findings)} findings:" in text
     assert all(f"- {finding}" in text for finding in explanation.findings)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 from flax_mesh import PartitionRules, match_partition_rules
-from flax_mesh.sharding.patterns import has_numbers, ignores_numbers, without_numbers
+from flax_mesh.sharding.rules import has_numbers, ignores_numbers, without_numbers
 from flax_mesh.tree import nest
 
 P = PartitionSpec

@@ -1,11 +1,11 @@
 """A schedule in time, as an SVG document; beside it, where there is one, what really ran."""
 
 from collections.abc import Iterable, Sequence
-from html import escape
 
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule
 from flax_mesh.mpmd.schedules.simulate import Costs, Simulation, StageCost, simulate
 from flax_mesh.mpmd.schedules.text import heading, summary
+from flax_mesh.svg import element, hex_colour, svg_document, svg_text
 
 Event = tuple[int, Action, float, float]  # group, action, start, end
 
@@ -16,7 +16,7 @@ LEAST_BOX, LEAST_WIDTH, MOST_WIDTH = 17, 560, 2400
 COLOURS = {"F": (51, 34, 136), "B": (230, 159, 0), "W": (0, 158, 115)}
 KINDS = {"F": "forward", "B": "backward", "W": "backward to weights"}
 LIGHTER, LIGHTEST = 0.45, 0.7  # how much more white each next stage of a group gets, and the last one at most
-IDLE = 'fill="white" stroke="#bbb" stroke-width="0.6"'
+IDLE = {"fill": "white", "stroke": "#bbb", "stroke_width": 0.6}
 HELD_COLOUR, INK = "#9a9a9a", "#222"
 
 
@@ -72,13 +72,8 @@ def _document(panels: Sequence[Panel], result: Simulation, schedule: Schedule) -
         body += _axis(top, scale, span)
         top += 2 * LINE
     body += _legend(schedule, top)
-    total = (round(2 * MARGIN + NAME_WIDTH + wide + SIDE_WIDTH), top + LINE + MARGIN)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total[0]} {total[1]}" width="{total[0]}" '
-        f'height="{total[1]}" role="img">\n<style>text{{font-family:Helvetica,Arial,sans-serif}}.n{{font-size:10px;'
-        f"text-anchor:middle}}{_styles(schedule)}</style>\n"
-        '<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(body) + "\n</svg>\n"
-    )
+    style = f"text{{font-family:Helvetica,Arial,sans-serif}}.n{{font-size:10px;text-anchor:middle}}{_styles(schedule)}"
+    return svg_document(round(2 * MARGIN + NAME_WIDTH + wide + SIDE_WIDTH), top + LINE + MARGIN, body, style)
 
 
 def _panel(events: Sequence[Event], schedule: Schedule, top: float, scale: float, wide: float) -> list[str]:
@@ -97,7 +92,7 @@ def _panel(events: Sequence[Event], schedule: Schedule, top: float, scale: float
         mine = [event for event in events if event[0] == group]
         busy = sum(end - start for _, _, start, end in mine)
         body.append(_text(MARGIN, upper + 16, f"group {group}", size=12))
-        body.append(f'<rect x="{left}" y="{upper}" width="{wide:g}" height="{BAR}" {IDLE}/>')
+        body.append(element("rect", x=left, y=upper, width=f"{wide:g}", height=BAR, **IDLE))
         body += [_box(event, schedule, left, upper, scale) for event in mine]
         body.append(_curve(curve, left, upper + BAR + HELD, scale, max(peaks), span))
         side = left + wide + 10
@@ -111,14 +106,12 @@ def _box(event: Event, schedule: Schedule, left: float, upper: float, scale: flo
     x, width = left + start * scale, (end - start) * scale
     chunk = sum(1 for owner in schedule.stage_to_group[: action.stage] if owner == group)
     inset = 5 if action.kind == "W" else 0
-    rect = (
-        f'<rect class="{action.kind}{chunk}" x="{x:.1f}" y="{upper + inset}" width="{max(width - 0.8, 0.4):.1f}" '
-        f'height="{BAR - inset}"/>'
-    )
+    kind, length = f"{action.kind}{chunk}", f"{max(width - 0.8, 0.4):.1f}"
+    box = element("rect", class_=kind, x=f"{x:.1f}", y=upper + inset, width=length, height=BAR - inset)
     label = str(action.microbatch)
     if width < 6 * len(label):
-        return rect
-    return f'{rect}<text class="n t{action.kind}{chunk}" x="{x + width / 2 - 0.4:.1f}" y="{upper + 17}">{label}</text>'
+        return box
+    return box + element("text", label, class_=f"n t{kind}", x=f"{x + width / 2 - 0.4:.1f}", y=upper + 17)
 
 
 def _held(events: Iterable[Event], splits_backward: bool) -> list[tuple[float, int]]:
@@ -143,17 +136,17 @@ def _curve(curve: Sequence[tuple[float, int]], left: float, base: float, scale: 
         height = (HELD - 3) * count / max(peak, 1)
     end = left + span * scale
     points += [f"{end:.1f},{base - height:.1f}", f"{end:.1f},{base}", f"{left},{base}"]
-    return f'<polygon points="{" ".join(points)}" fill="{HELD_COLOUR}"/>'
+    return element("polygon", points=" ".join(points), fill=HELD_COLOUR)
 
 
 def _axis(y: float, scale: float, span: float) -> list[str]:
     left = MARGIN + NAME_WIDTH
     step = _round_step(span / 12) if span else 1.0
     marks = [step * i for i in range(int(span / step + 1e-9) + 1)]
-    lines = [f'<path d="M{left} {y}h{span * scale:.1f}" stroke="#888"/>', _text(MARGIN, y + 14, "time", size=11)]
+    lines = [_mark(f"M{left} {y}h{span * scale:.1f}"), _text(MARGIN, y + 14, "time", size=11)]
     for mark in marks:
         x = left + mark * scale
-        lines.append(f'<path d="M{x:.1f} {y}v4" stroke="#888"/>')
+        lines.append(_mark(f"M{x:.1f} {y}v4"))
         lines.append(_text(x, y + 15, f"{mark:.6g}", size=11, anchor="middle"))
     return lines
 
@@ -174,17 +167,18 @@ def _legend(schedule: Schedule, y: float) -> list[str]:
     for kind in kinds:
         for chunk in range(chunks):
             inset = 5 if kind == "W" else 0
-            parts.append(f'<rect class="{kind}{chunk}" x="{x:.1f}" y="{y + inset}" width="16" height="{18 - inset}"/>')
+            where = {"x": f"{x:.1f}", "y": y + inset, "width": 16, "height": 18 - inset}
+            parts.append(element("rect", class_=f"{kind}{chunk}", **where))
             x += 19
-        text = f"{kind}: {texts[kind]}" + (
+        label = f"{kind}: {texts[kind]}" + (
             f" (stage 1{' to' if chunks > 2 else ','} {chunks} of its group)" if chunks > 1 else ""
         )
-        parts.append(_text(x + 3, y + 13, text, size=12))
-        x += 12 + 6.3 * len(text)
-    for look, text, height in ((IDLE, "idle", 18), (f'fill="{HELD_COLOUR}"', "activations held", 9)):
-        parts.append(f'<rect x="{x:.1f}" y="{y + 18 - height}" width="16" height="{height}" {look}/>')
-        parts.append(_text(x + 21, y + 13, text, size=12))
-        x += 34 + 6.3 * len(text)
+        parts.append(_text(x + 3, y + 13, label, size=12))
+        x += 12 + 6.3 * len(label)
+    for look, label, height in ((IDLE, "idle", 18), ({"fill": HELD_COLOUR}, "activations held", 9)):
+        parts.append(element("rect", x=f"{x:.1f}", y=y + 18 - height, width=16, height=height, **look))
+        parts.append(_text(x + 21, y + 13, label, size=12))
+        x += 34 + 6.3 * len(label)
     parts.append(_text(x, y + 13, "number: microbatch", size=12))
     return parts
 
@@ -193,7 +187,7 @@ def _styles(schedule: Schedule) -> str:
     rules = []
     for (kind, chunk), fill in fills(schedule.num_stages // schedule.num_groups).items():
         light = sum(weight * part for weight, part in zip((0.299, 0.587, 0.114), fill, strict=True))
-        rules.append(f".{kind}{chunk}{{fill:#{''.join(f'{part:02x}' for part in fill)}}}")
+        rules.append(f".{kind}{chunk}{{fill:{hex_colour(fill)}}}")
         rules.append(f".t{kind}{chunk}{{fill:{INK if light > 110 else 'white'}}}")
     return "".join(rules)
 
@@ -212,5 +206,9 @@ def _lighter(part: int, share: float) -> int:
     return round(part + (255 - part) * share)
 
 
-def _text(x: float, y: float, text: str, *, size: int, anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y}" font-size="{size}" text-anchor="{anchor}" fill="{INK}">{escape(text)}</text>'
+def _text(x: float, y: float, content: str, *, size: int, anchor: str = "start") -> str:
+    return svg_text(f"{x:.1f}", y, content, size=size, anchor=anchor, fill=INK)
+
+
+def _mark(path: str) -> str:
+    return element("path", d=path, stroke="#888")

@@ -2,9 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 from flax import nnx
@@ -14,89 +13,11 @@ from flax_mesh.axes import as_tuple
 from flax_mesh.errors import ShardingError
 from flax_mesh.mesh.context import AnyMesh, get_incontext_mesh
 from flax_mesh.sharding.report.hlo import Traffic, read_collectives, sum_traffic
-from flax_mesh.sharding.report.report import report_text
+from flax_mesh.sharding.report.report import ArrayReport, AxisStats, Kind, ShardingReport
 from flax_mesh.sharding.rules import fit_spec
 from flax_mesh.tree import named_leaves, path_of
 
-Kind = Literal["parameter", "optimizer", "variable"]
 Holder = tuple[Any, bool]  # a mesh or a set of devices, and whether the array lies in their host memory
-
-
-class Leaf(NamedTuple):
-    """One array and where it lies. `rule` and `logical` are filled where a rule table decided (`explain`)."""
-
-    path: str
-    kind: Kind
-    shape: tuple[int, ...]
-    dtype: str
-    spec: PartitionSpec | None  # None: a sharding that is not written as a spec
-    pieces: tuple[int, ...]  # how many pieces each dim is cut into
-    total_bytes: int  # of one copy
-    device_bytes: int  # of the piece of one device
-    num_devices: int
-    padded_bytes: int  # of all devices: pieces of a dim that does not divide are as large as the largest
-    rule: int | None = None
-    logical: tuple[str | None, ...] | None = None
-
-    @property
-    def copies(self) -> float:
-        """How many devices hold each element, on average."""
-        return (self.num_devices * self.device_bytes - self.padded_bytes) / max(self.total_bytes, 1)
-
-
-class AxisStats(NamedTuple):
-    """What one mesh axis splits; bytes of one copy. `traffic` is what it carries, alone or with other axes."""
-
-    size: int
-    arrays: int
-    parameters: int  # elements
-    total_bytes: int
-    traffic: tuple[Traffic, ...] = ()
-
-
-@dataclass(frozen=True, repr=False)
-class ShardingReport(Mapping[str, Any]):
-    """Readable by attribute and by key: `report["balance_score"]`. Bytes are those of arrays at rest, not activations.
-
-    memory_per_device: a device, or its index in an AbstractMesh -> bytes of the state it holds
-    balance_score: least over most of these, 1.0 for equal
-    replicated_bytes: what all devices together hold beyond one copy of every array
-    parameter_bytes, optimizer_bytes, variable_bytes: parts of the fullest device; variables are BatchNorm statistics,
-        random streams and the like
-    gradient_bytes: what the gradients of the floating parameters add there, laid out and typed as these are
-    host_bytes: in pinned host memory, all devices together; no part of the others
-    """
-
-    total_parameters: int
-    sharded_parameters: int
-    memory_per_device: dict[Any, int]
-    balance_score: float
-    partition_stats: dict[str, AxisStats]
-    total_bytes: int
-    replicated_bytes: int
-    padded_bytes: int
-    host_bytes: int
-    parameter_bytes: int
-    optimizer_bytes: int
-    variable_bytes: int
-    gradient_bytes: int
-    mesh: dict[str, int]
-    leaves: tuple[Leaf, ...]
-    traffic: tuple[Traffic, ...] = ()
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in set(self):
-            raise KeyError(f"{name!r} is none of {', '.join(self)}")
-        return getattr(self, name)
-
-    def __iter__(self) -> Iterator[str]:
-        return (field.name for field in fields(self))
-
-    def __len__(self) -> int:
-        return len(fields(self))
-
-    def __str__(self) -> str:
-        return report_text(self)
 
 
 def analyze_sharding_strategy(
@@ -133,7 +54,7 @@ def analyze_sharding_strategy(
     return _report(leaves, holders, mesh, tuple(traffic))
 
 
-def _report(leaves: list[Leaf], holders: list[Holder], mesh: AnyMesh | None, traffic: tuple[Traffic, ...]):
+def _report(leaves: list[ArrayReport], holders: list[Holder], mesh: AnyMesh | None, traffic: tuple[Traffic, ...]):
     per_holder: dict[Any, Counter[str]] = {}
     host_bytes = 0
     for leaf, (where, on_host) in zip(leaves, holders, strict=True):
@@ -167,7 +88,7 @@ def _report(leaves: list[Leaf], holders: list[Holder], mesh: AnyMesh | None, tra
     )
 
 
-def _place(path: str, kind: Kind, leaf: Any, layout: Any, mesh: AnyMesh | None) -> tuple[Leaf, Holder]:
+def _place(path: str, kind: Kind, leaf: Any, layout: Any, mesh: AnyMesh | None) -> tuple[ArrayReport, Holder]:
     shape, itemsize = tuple(leaf.shape), leaf.dtype.itemsize
     if layout is None:
         raise ShardingError(
@@ -188,7 +109,7 @@ def _place(path: str, kind: Kind, leaf: Any, layout: Any, mesh: AnyMesh | None) 
     total_bytes = math.prod(shape) * itemsize
     padded = device_bytes * math.prod(pieces) - total_bytes
     copies = num_devices // math.prod(pieces)
-    placed = Leaf(
+    placed = ArrayReport(
         path, kind, shape, str(leaf.dtype), spec, pieces, total_bytes, device_bytes, num_devices, padded * copies
     )
     return placed, (where, getattr(layout, "memory_kind", None) == "pinned_host")
@@ -266,7 +187,9 @@ def _state_bytes(parts: Counter[str]) -> int:
     return parts["parameter"] + parts["optimizer"] + parts["variable"]
 
 
-def _axis_stats(leaves: Sequence[Leaf], mesh: AnyMesh | None, traffic: tuple[Traffic, ...]) -> dict[str, AxisStats]:
+def _axis_stats(
+    leaves: Sequence[ArrayReport], mesh: AnyMesh | None, traffic: tuple[Traffic, ...]
+) -> dict[str, AxisStats]:
     stats = {}
     for axis, size in mesh.shape.items() if mesh is not None else ():
         split = [x for x in leaves if x.spec is not None and any(axis in as_tuple(entry) for entry in x.spec)]

@@ -12,10 +12,10 @@ from flax_mesh.axes import DEFAULT_AXES, PartitionAxis, as_tuple, dims_text
 from flax_mesh.sharding.abstract import ATTRIBUTE, abstract_model, partition_rules
 from flax_mesh.sharding.annotations import annotations_of, match_annotations
 from flax_mesh.sharding.optimizer import match_optimizer
-from flax_mesh.sharding.report.account import Leaf, ShardingReport, analyze_sharding_strategy
+from flax_mesh.sharding.report.account import analyze_sharding_strategy
 from flax_mesh.sharding.report.audit import LARGE, Audit, RuleUse, audit_rules, complete, group_findings, large_whole
 from flax_mesh.sharding.report.fingerprint import sharding_fingerprint
-from flax_mesh.sharding.report.report import array_text, group_leaves, mesh_line, report_data, report_text, spec_text
+from flax_mesh.sharding.report.report import RULE_HEADS, ArrayReport, ShardingReport, report_page
 from flax_mesh.sharding.rules import Finding, PartitionRules, as_rules, needs_no_rule
 from flax_mesh.text import count_text, table_text
 from flax_mesh.tree import named_leaves, owner_of
@@ -31,6 +31,45 @@ class Explanation(NamedTuple):
     axes: PartitionAxis
     fingerprint: str  # of model and optimizer, see `sharding_fingerprint`
     note: str = ""  # on the mesh
+
+    def to_text(self, *, width: int = 100) -> str:
+        """Mesh, rules, arrays, totals and findings in lines of at most `width` columns, findings aside."""
+        rows, count = self._rule_rows(), len(self.findings)
+        whose = "the model's own" if self.carried else "as given"
+        return "\n".join(
+            [
+                f"{self.report.mesh_line}; fingerprint {self.fingerprint[:12]}",
+                *([self.note] if self.note else []),
+                "",
+                f"rules: {whose}; the first that matches a path decides"
+                if rows
+                else "no table: the model is annotated",
+                *([table_text(RULE_HEADS, rows, width, right={"rule"})] if rows else []),
+                "",
+                self.report.to_text(width=width, mesh=False),
+                "",
+                f"{count_text(count, 'finding')}:" if count else "no findings",
+                *(f"- {finding}" for finding in self.findings),
+            ]
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data for `json.dumps`, every array on its own."""
+        rules = [
+            {"pattern": use.pattern, "dims": dims_text(use.dims), "arrays": use.arrays, "shadowed_by": use.shadowed_by}
+            for use in self.rules
+        ]
+        findings = [finding._asdict() for finding in self.findings]
+        return {"findings": findings, "fingerprint": self.fingerprint, "rules": rules, **self.report.to_dict()}
+
+    def to_html(self, *, title: str = "sharding") -> str:
+        """The same as one HTML file without external resources, with a picture of who holds which piece."""
+        return report_page(
+            self.report, title, self.note, self._rule_rows(), [str(finding) for finding in self.findings]
+        )
+
+    def _rule_rows(self) -> list[list[str]]:
+        return [[str(i), use.pattern, dims_text(use.dims), str(use)] for i, use in enumerate(self.rules, start=1)]
 
 
 def explain_sharding(
@@ -68,52 +107,6 @@ def explain_sharding(
     used_axes = table.axes if table else axes or DEFAULT_AXES
     fingerprint = sharding_fingerprint(nnx.State(state) if optimizer is not None else state["model"])
     return Explanation(report, tuple(audit.uses), rules is None, tuple(findings), used_axes, fingerprint)
-
-
-def explanation_text(explanation: Explanation, *, width: int = 100) -> str:
-    """Mesh, rules, arrays, totals and findings in lines of at most `width` columns, findings aside."""
-    findings = explanation.findings
-    rows = [[str(i), use.pattern, dims_text(use.dims), str(use)] for i, use in enumerate(explanation.rules, start=1)]
-    whose = "the model's own" if explanation.carried else "as given"
-    count = f"{count_text(len(findings), 'finding')}:" if findings else "no findings"
-    return "\n".join(
-        [
-            f"{mesh_line(explanation.report)}; fingerprint {explanation.fingerprint[:12]}",
-            *([explanation.note] if explanation.note else []),
-            "",
-            f"rules: {whose}; the first that matches a path decides" if rows else "no table: the model is annotated",
-            *([table_text(["rule", "pattern", "dims", "decides"], rows, width, right={"rule"})] if rows else []),
-            "",
-            report_text(explanation.report, width=width, mesh=False),
-            "",
-            count,
-            *(f"- {finding}" for finding in findings),
-        ]
-    )
-
-
-def explanation_data(explanation: Explanation) -> dict[str, Any]:
-    """The same as plain data for `json.dumps`, every array on its own."""
-    rules = [
-        {"pattern": use.pattern, "dims": dims_text(use.dims), "arrays": use.arrays, "shadowed_by": use.shadowed_by}
-        for use in explanation.rules
-    ]
-    findings = [finding._asdict() for finding in explanation.findings]
-    return {
-        "findings": findings,
-        "fingerprint": explanation.fingerprint,
-        "rules": rules,
-        **report_data(explanation.report),
-    }
-
-
-def golden_text(report: ShardingReport) -> str:
-    """Path, array, split and bytes per device, a line each: a change of a sharding shows in a diff of two of these."""
-    lines = [mesh_line(report)]
-    for path, members in group_leaves(report.leaves):
-        leaf = report.leaves[members[0]]
-        lines.append(f"{path}  {array_text(leaf)}  {spec_text(leaf)}  {leaf.device_bytes:,} B")
-    return "\n".join([*lines, f"state per device {max(report.memory_per_device.values()):,} B", ""])
 
 
 def _audit_annotations(state: nnx.State, mesh: Mesh | AbstractMesh, axes: PartitionAxis, large: int) -> Audit:
@@ -154,7 +147,7 @@ def _with_rules(report: ShardingReport, table: PartitionRules | None, model: nnx
     return replace(report, leaves=tuple(leaves))
 
 
-def _rule_of(table: PartitionRules, path: str, leaf: Leaf) -> tuple[int | None, tuple[str | None, ...] | None]:
+def _rule_of(table: PartitionRules, path: str, leaf: ArrayReport) -> tuple[int | None, tuple[str | None, ...] | None]:
     rule = None if needs_no_rule(table, path, leaf.shape) else table.find(path)
     dims = table.table[rule][1] if rule is not None else None
     if dims is None or isinstance(dims, PartitionSpec):

@@ -1,40 +1,191 @@
-"""A sharding report as text for a terminal, and as plain data for JSON."""
-
-from __future__ import annotations
+"""ShardingReport: what a sharding costs, as a mapping, as text for a terminal, as data for JSON, as an HTML page."""
 
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple
 
-from flax_mesh.axes import dims_text
+from jax.sharding import PartitionSpec
+
+from flax_mesh.axes import as_tuple, dims_text
+from flax_mesh.sharding.report.hlo import Traffic
+from flax_mesh.sharding.report.html import html_page, html_table
 from flax_mesh.text import array_text, bytes_text, count_text, group_paths, mesh_text, table_text
 
-if TYPE_CHECKING:  # a report prints itself by this file
-    from flax_mesh.sharding.report.account import Leaf, ShardingReport
+Kind = Literal["parameter", "optimizer", "variable"]
+RULE_HEADS = ("rule", "pattern", "dims", "decides")
+TRAFFIC_HEADS = ("over", "collective", "times a step", "payload", "a device sends")
 
 
-def report_text(report: ShardingReport, *, width: int = 100, mesh: bool = True) -> str:
-    """The mesh unless told otherwise, every array of the model, totals, mesh axes and collectives.
+class ArrayReport(NamedTuple):
+    """One array and its placement. `rule` and `logical` are filled where a rule table decided (`explain_sharding`)."""
 
-    Arrays of numbered layers that are alike share a line; bytes are then those of all of them. The optimizer's arrays
-    are in the totals alone.
+    path: str
+    kind: Kind
+    shape: tuple[int, ...]
+    dtype: str
+    spec: PartitionSpec | None  # None: a sharding that is not written as a spec
+    pieces: tuple[int, ...]  # how many pieces each dim is cut into
+    total_bytes: int  # of one copy
+    device_bytes: int  # of the piece of one device
+    num_devices: int
+    padded_bytes: int  # of all devices: pieces of a dim that does not divide are as large as the largest
+    rule: int | None = None
+    logical: tuple[str | None, ...] | None = None
+
+    @property
+    def copies(self) -> float:
+        """How many devices hold each element, on average."""
+        return (self.num_devices * self.device_bytes - self.padded_bytes) / max(self.total_bytes, 1)
+
+    @property
+    def spec_text(self) -> str:
+        """`fsdp+dp, -, tp`; `whole` where no dim names an axis, `?` for a sharding that is not written as a spec."""
+        if self.spec is None:
+            return "one device" if self.num_devices == 1 else "?"
+        return dims_text(self.spec) if any(self.spec) else "whole"
+
+    @property
+    def logical_text(self) -> str:
+        """`embed, heads, head_dim`; `-` where the rule is a PartitionSpec, or there is none."""
+        return dims_text(self.logical) if self.logical else "-"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; the spec as a list with None, a name or a list of names for each dim."""
+        spec = None if self.spec is None else [list(e) if isinstance(e, tuple) else e for e in self.spec]
+        return self._asdict() | {"spec": spec, "copies": round(self.copies, 6)}
+
+
+class AxisStats(NamedTuple):
+    """What one mesh axis splits; bytes of one copy. `traffic` is what it carries, alone or with other axes."""
+
+    size: int
+    arrays: int
+    parameters: int  # elements
+    total_bytes: int
+    traffic: tuple[Traffic, ...] = ()
+
+
+@dataclass(frozen=True, repr=False)
+class ShardingReport(Mapping[str, Any]):
+    """Readable by attribute and by key: `report["balance_score"]`. Bytes are those of arrays at rest, not activations.
+
+    memory_per_device: a device, or its index in an AbstractMesh -> bytes of the state it holds
+    balance_score: least over most of these, 1.0 for equal
+    replicated_bytes: what all devices together hold beyond one copy of every array
+    parameter_bytes, optimizer_bytes, variable_bytes: parts of the fullest device; variables are BatchNorm statistics,
+        random streams and the like
+    gradient_bytes: what the gradients of the floating parameters add there, laid out and typed as these are
+    host_bytes: in pinned host memory, all devices together; no part of the others
     """
-    parts = [
-        mesh_line(report) if mesh else "",
-        arrays_text(report, width),
-        totals_text(report),
-        axes_text(report, width),
-    ]
-    return "\n\n".join(part for part in parts if part)
+
+    total_parameters: int
+    sharded_parameters: int
+    memory_per_device: dict[Any, int]
+    balance_score: float
+    partition_stats: dict[str, AxisStats]
+    total_bytes: int
+    replicated_bytes: int
+    padded_bytes: int
+    host_bytes: int
+    parameter_bytes: int
+    optimizer_bytes: int
+    variable_bytes: int
+    gradient_bytes: int
+    mesh: dict[str, int]
+    leaves: tuple[ArrayReport, ...]
+    traffic: tuple[Traffic, ...] = ()
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in set(self):
+            raise KeyError(f"{name!r} is none of {', '.join(self)}")
+        return getattr(self, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (field.name for field in fields(self))
+
+    def __len__(self) -> int:
+        return len(fields(self))
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    @property
+    def mesh_line(self) -> str:
+        """`mesh dp:4,fsdp:128,tp:8, 4,096 devices`; axes of size 1 are left out."""
+        split = any(size > 1 for size in self.mesh.values())
+        mesh = f"mesh {mesh_text(self.mesh)}" if split else "mesh of one device" if self.mesh else "no mesh"
+        return f"{mesh}, {count_text(len(self.memory_per_device), 'device')}"
+
+    def to_text(self, *, width: int = 100, mesh: bool = True) -> str:
+        """The mesh unless told otherwise, every array of the model, totals, mesh axes and collectives.
+
+        Arrays of numbered layers that are alike share a line; bytes are then those of all of them. The optimizer's
+        arrays are in the totals alone.
+        """
+        parts = [self.mesh_line if mesh else "", _arrays_text(self, width), _totals_text(self), _axes_text(self, width)]
+        return "\n\n".join(part for part in [*parts, _traffic_text(self, width)] if part)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for `json.dumps`: every array on its own, devices by their text."""
+        devices = {str(device): size for device, size in self.memory_per_device.items()}
+        same = set(devices.values())
+        return {
+            **{name: value for name, value in self.items() if isinstance(value, int | float)},
+            "mesh": self.mesh,
+            "num_devices": len(devices),
+            # Thousands of equal numbers say no more than one.
+            "memory_per_device": devices if len(same) > 1 else {"every device": next(iter(same), 0)},
+            "partition_stats": {
+                name: {**stats._asdict(), "traffic": [one._asdict() for one in stats.traffic]}
+                for name, stats in self.partition_stats.items()
+            },
+            "traffic": [one._asdict() for one in self.traffic],
+            "leaves": [leaf.to_dict() for leaf in self.leaves],
+        }
+
+    def to_html(self, *, title: str = "sharding") -> str:
+        """One HTML file without external resources: who holds which piece of every array."""
+        return report_page(self, title)
 
 
-def mesh_line(report: ShardingReport) -> str:
-    """`mesh dp:4,fsdp:128,tp:8, 4,096 devices`; axes of size 1 are left out."""
-    devices = count_text(len(report.memory_per_device), "device")
-    return f"mesh {mesh_text(report.mesh)}, {devices}" if report.mesh else f"no mesh, {devices}"
+def report_page(
+    report: ShardingReport,
+    title: str,
+    note: str = "",
+    rules: Sequence[Sequence[str]] = (),
+    findings: Sequence[str] | None = None,
+) -> str:
+    """The HTML page of a report, with what an Explanation adds to it; `findings` None: they are not known."""
+    leaves = [leaf for leaf in report.leaves if leaf.kind != "optimizer"]
+    arrays = [_array_data(path, [leaves[i] for i in where], report) for path, where in group_leaves(leaves)]
+    shown = {name: size for name, size in report.mesh.items() if size > 1} or {"device": 1}
+    return html_page(
+        title,
+        "; ".join(filter(None, [report.mesh_line, note])),
+        _tiles(report),
+        findings=findings,
+        traffic=html_table("Collectives of a step", TRAFFIC_HEADS, _traffic_rows(report)),
+        rules=html_table("Rules, the first that matches decides", RULE_HEADS, rules),
+        data={"mesh": [{"name": name, "size": size} for name, size in shown.items()], "arrays": arrays},
+    )
 
 
-def arrays_text(report: ShardingReport, width: int) -> str:
+def golden_text(report: ShardingReport) -> str:
+    """Path, array, split and bytes per device, a line each: a change of a sharding shows in a diff of two of these."""
+    lines = [report.mesh_line]
+    for path, members in group_leaves(report.leaves):
+        leaf = report.leaves[members[0]]
+        lines.append(f"{path}  {array_text(leaf)}  {leaf.spec_text}  {leaf.device_bytes:,} B")
+    return "\n".join([*lines, f"state per device {max(report.memory_per_device.values()):,} B", ""])
+
+
+def group_leaves(leaves: Sequence[ArrayReport]) -> list[tuple[str, list[int]]]:
+    """`group_paths` of leaves that are alike in all but their path."""
+    return group_paths([leaf.path for leaf in leaves], [leaf._replace(path="") for leaf in leaves])
+
+
+def _arrays_text(report: ShardingReport, width: int) -> str:
     """The table of arrays, without its rule columns where no rules and no annotations are known."""
     leaves = [leaf for leaf in report.leaves if leaf.kind != "optimizer"]
     with_rules = any(leaf.rule is not None or leaf.logical for leaf in leaves)
@@ -48,22 +199,28 @@ def arrays_text(report: ShardingReport, width: int) -> str:
             if i == 0 or prefixes[i - 1] != prefix:
                 rows.append([prefix, f"{number}these:" if number else "", *[""] * (4 if with_rules else 2)])
             path, number = "  " + path.removeprefix(prefix), number if "{" in path.removeprefix(prefix) else ""
-        middle = [str(leaf.rule + 1) if leaf.rule is not None else "-", logical_text(leaf)] if with_rules else []
-        rows.append([path, number + array_text(leaf), *middle, spec_text(leaf), bytes_text(leaf.device_bytes * times)])
+        middle = [str(leaf.rule + 1) if leaf.rule is not None else "-", leaf.logical_text] if with_rules else []
+        rows.append([path, number + array_text(leaf), *middle, leaf.spec_text, bytes_text(leaf.device_bytes * times)])
     heads = ["path", "array", *(["rule", "logical axes"] if with_rules else []), "split over", "per device"]
     return table_text(
         heads, rows, width, right={"rule", "per device"}, wrap={"logical axes"} if with_rules else {"path"}
     )
 
 
-def totals_text(report: ShardingReport) -> str:
+def _prefix(path: str) -> str:
+    """What lines of the table share: up to the numbers of a layer list, else the first name."""
+    match = re.match(r".*?\{\d+\.\.\d+\}/|[^/]+/", path)
+    return match[0] if match else ""
+
+
+def _totals_text(report: ShardingReport) -> str:
     """Bytes of the fullest device and of all devices together."""
     parameters = [leaf for leaf in report.leaves if leaf.kind == "parameter"]
     fullest = max(report.memory_per_device.values(), default=0)
     everywhere = sum(report.memory_per_device.values()) + report.host_bytes
     host = f", {bytes_text(report.host_bytes)} of it in host memory" if report.host_bytes else ""
     lines = [
-        f"parameters   {report.total_parameters:,} in {len(parameters):,} arrays; "
+        f"parameters   {report.total_parameters:,} in {count_text(len(parameters), 'array')}; "
         f"{report.sharded_parameters:,} are split, {report.total_parameters - report.sharded_parameters:,} are whole",
         f"per device   {bytes_text(fullest)}: parameters {bytes_text(report.parameter_bytes)}, optimizer "
         f"{bytes_text(report.optimizer_bytes)}, variables {bytes_text(report.variable_bytes)}; "
@@ -75,17 +232,26 @@ def totals_text(report: ShardingReport) -> str:
     return "\n".join(lines)
 
 
-def axes_text(report: ShardingReport, width: int) -> str:
-    """What each mesh axis splits; below it, where a compiled step was given, what it carries."""
+def _axes_text(report: ShardingReport, width: int) -> str:
+    """What each mesh axis splits."""
     rows = [
-        [name, str(stats.size), f"{stats.arrays:,} arrays, {bytes_text(stats.total_bytes)}" if stats.arrays else "-"]
+        [name, str(stats.size), count_text(stats.arrays, "array") + f", {bytes_text(stats.total_bytes)}"]
+        if stats.arrays
+        else [name, str(stats.size), "-"]
         for name, stats in report.partition_stats.items()
         if stats.size > 1
     ]
-    text = table_text(["mesh axis", "size", "splits"], rows, width, right={"size"}) if rows else ""
-    if not report.traffic:
-        return text
-    rows = [
+    return table_text(["mesh axis", "size", "splits"], rows, width, right={"size"}) if rows else ""
+
+
+def _traffic_text(report: ShardingReport, width: int) -> str:
+    """What each mesh axis carries, where a compiled step was given."""
+    rows = _traffic_rows(report)
+    return table_text(TRAFFIC_HEADS, rows, width, right={*TRAFFIC_HEADS[2:]}) if rows else ""
+
+
+def _traffic_rows(report: ShardingReport) -> list[list[str]]:
+    return [
         [
             "+".join(one.axes),
             one.kind,
@@ -95,53 +261,44 @@ def axes_text(report: ShardingReport, width: int) -> str:
         ]
         for one in report.traffic
     ]
-    heads = ["over", "collective", "times a step", "payload", "a device sends"]
-    return f"{text}\n\n{table_text(heads, rows, width, right={*heads[2:]})}"
 
 
-def report_data(report: ShardingReport) -> dict[str, Any]:
-    """The report as plain data for `json.dumps`: every array on its own, devices by their text."""
-    devices = {str(device): size for device, size in report.memory_per_device.items()}
-    same = set(devices.values())
+def _tiles(report: ShardingReport) -> list[tuple[str, str]]:
+    """The figures at the head of the page."""
+    count, unit = report.total_parameters, ""
+    for word, size in (("million", 10**6), ("billion", 10**9), ("trillion", 10**12)):
+        if report.total_parameters >= size:
+            count, unit = report.total_parameters / size, word
+    return [
+        ("state on a device", bytes_text(max(report.memory_per_device.values(), default=0))),
+        ("parameters of that", bytes_text(report.parameter_bytes)),
+        ("optimizer of that", bytes_text(report.optimizer_bytes)),
+        ("gradients on top", bytes_text(report.gradient_bytes)),
+        ("parameters in all", f"{count:.3g} {unit}" if unit else f"{count:,}"),
+        ("one copy of the state", bytes_text(report.total_bytes)),
+        ("further copies", bytes_text(report.replicated_bytes)),
+        ("balance, least over most", f"{report.balance_score:.3f}"),
+    ]
+
+
+def _array_data(path: str, leaves: Sequence[ArrayReport], report: ShardingReport) -> dict[str, Any]:
+    """What the page draws of arrays that are alike."""
+    leaf, number = leaves[0], len(leaves)
+    entries = [] if leaf.spec is None else [[a for a in as_tuple(e) if report.mesh[a] > 1] for e in leaf.spec]
     return {
-        **{name: value for name, value in report.items() if isinstance(value, int | float)},
-        "mesh": report.mesh,
-        "num_devices": len(devices),
-        # Thousands of equal numbers say no more than one.
-        "memory_per_device": devices if len(same) > 1 else {"every device": next(iter(same), 0)},
-        "partition_stats": {
-            name: {**stats._asdict(), "traffic": [one._asdict() for one in stats.traffic]}
-            for name, stats in report.partition_stats.items()
-        },
-        "traffic": [one._asdict() for one in report.traffic],
-        "leaves": [leaf_data(leaf) for leaf in report.leaves],
+        "path": path,
+        "number": number,
+        "text": array_text(leaf),
+        "kind": leaf.kind,
+        "rule": "" if leaf.rule is None else str(leaf.rule + 1),
+        "logical": leaf.logical_text,
+        "split": leaf.spec_text,
+        "bytes": leaf.device_bytes * number,
+        "bytesText": bytes_text(leaf.device_bytes * number),
+        "pieceText": bytes_text(leaf.device_bytes),
+        "copies": f"{leaf.copies:g}",
+        "shape": list(leaf.shape),
+        "pieces": list(leaf.pieces),
+        "names": list(leaf.logical or ()),
+        "axes": entries + [[]] * (len(leaf.shape) - len(entries)),
     }
-
-
-def leaf_data(leaf: Leaf) -> dict[str, Any]:
-    """One array as plain data; its spec as a list with None, a name or a list of names for each dim."""
-    spec = None if leaf.spec is None else [list(e) if isinstance(e, tuple) else e for e in leaf.spec]
-    return leaf._asdict() | {"spec": spec, "copies": round(leaf.copies, 6)}
-
-
-def group_leaves(leaves: Sequence[Leaf]) -> list[tuple[str, list[int]]]:
-    """`group_paths` of leaves that are alike in all but their path."""
-    return group_paths([leaf.path for leaf in leaves], [leaf._replace(path="") for leaf in leaves])
-
-
-def spec_text(leaf: Leaf) -> str:
-    """`fsdp+dp, -, tp`; `whole` where no dim names an axis, `?` for a sharding that is not written as a spec."""
-    if leaf.spec is None:
-        return "one device" if leaf.num_devices == 1 else "?"
-    return dims_text(leaf.spec) if any(leaf.spec) else "whole"
-
-
-def logical_text(leaf: Leaf) -> str:
-    """`embed, heads, head_dim`; `-` where the rule is a PartitionSpec, or there is none."""
-    return dims_text(leaf.logical) if leaf.logical else "-"
-
-
-def _prefix(path: str) -> str:
-    """What lines of the table share: up to the numbers of a layer list, else the first name."""
-    match = re.match(r".*?\{\d+\.\.\d+\}/|[^/]+/", path)
-    return match[0] if match else ""

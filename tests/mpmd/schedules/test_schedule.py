@@ -18,7 +18,8 @@ from flax_mesh.mpmd.schedules.schedule import (
 )
 
 PACKAGE = Path(__file__).parents[3] / "flax_mesh"
-PURE = ("schedule", "simulate", "validate", "lower_bound", "beam", "search", "text", "draw")
+FOLDER = PACKAGE / "mpmd" / "schedules"
+LOWEST = ("flax_mesh.text", "flax_mesh.svg")
 
 SIZES = {"num_groups": st.integers(1, 8), "num_microbatches": st.integers(1, 32)}
 
@@ -165,12 +166,20 @@ def test_a_forward_schedule_takes_no_longer_than_its_busiest_group_and_the_way_t
 # --- floors ---
 
 
-@pytest.mark.parametrize("name", PURE)
-def test_everything_but_the_executor_needs_the_standard_library_alone(name):
-    tree = ast.parse((PACKAGE / "mpmd" / "schedules" / f"{name}.py").read_text())
-    modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_schedules_need_the_standard_library_and_the_formatters_of_the_lowest_floor_alone(path):
+    tree = ast.parse(path.read_text())
+    modules = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     modules += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-    assert modules
-    for module in filter(None, modules):
-        known = module.split(".")[0] in sys.stdlib_module_names
-        assert known or module.removeprefix("flax_mesh.mpmd.schedules.") in PURE, f"{name}.py imports {module}"
+    assert modules or path.stem == "__init__"
+    for module in modules:
+        known = module.split(".")[0] in sys.stdlib_module_names or module in LOWEST
+        assert known or module.startswith("flax_mesh.mpmd.schedules."), f"{path.name} imports {module}"
+
+
+@pytest.mark.parametrize("name", LOWEST)
+def test_the_formatters_of_the_lowest_floor_need_no_jax(name):
+    head = ast.parse((PACKAGE / f"{name.split('.')[1]}.py").read_text()).body
+    modules = [node.module or "" for node in head if isinstance(node, ast.ImportFrom)]
+    modules += [alias.name for node in head if isinstance(node, ast.Import) for alias in node.names]
+    assert modules and all(module.split(".")[0] in sys.stdlib_module_names for module in modules)

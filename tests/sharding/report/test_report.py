@@ -11,8 +11,6 @@ from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import flax_mesh as fm
-from flax_mesh.sharding.report.html import sharding_page
-from flax_mesh.sharding.report.report import report_data, report_text
 from flax_mesh.text import bytes_text, group_paths
 
 P = PartitionSpec
@@ -192,7 +190,7 @@ def test_the_text_keeps_to_its_width():
     tree = {"layers": [{"attention": abstract_tree()} for _ in range(3)]}
     report = fm.analyze_sharding_strategy(tree, {"layers": [{"attention": specs()}] * 3}, mesh_of("2x2x2"))
     for width in (70, 100, 200):
-        text = report_text(report, width=width)
+        text = report.to_text(width=width)
         assert max(map(len, text.split("\n\n")[1].splitlines())) <= width
     assert "mesh a:2,b:2,c:2, 8 devices" in text and "3 x these:" in text and "a+b, -" in text
     assert str(report).startswith("mesh a:2,b:2,c:2, 8 devices\n")
@@ -200,7 +198,7 @@ def test_the_text_keeps_to_its_width():
 
 def test_json_holds_every_array():
     report = fm.analyze_sharding_strategy(abstract_tree(), specs(), AbstractMesh((4, 2, 2), ("a", "b", "c")))
-    data = json.loads(json.dumps(report_data(report)))
+    data = json.loads(json.dumps(report.to_dict()))
     leaves = {leaf["path"]: leaf for leaf in data["leaves"]}
     assert leaves["joint"]["spec"] == [["a", "b"], None] and leaves["joint"]["pieces"] == [8, 1, 1]
     assert data["num_devices"] == 16 and data["memory_per_device"] == {"every device": report.memory_per_device[0]}
@@ -210,7 +208,7 @@ def test_json_holds_every_array():
 def test_the_page_holds_its_data_and_nothing_from_elsewhere():
     tree = {"</script><b>%data%": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
     report = fm.analyze_sharding_strategy(tree, {"</script><b>%data%": P("a")}, mesh_of("2x2x2"))
-    page = sharding_page(report, title="<i>%mesh%")
+    page = report.to_html(title="<i>%mesh%")
     assert page.count("</script>") == 2  # the data and the code: no name has ended either
     assert "&lt;i&gt;%mesh%" in page and "<i>" not in page
     assert not any(word in page for word in ("http:", "https:", "src=", "@import", "url("))
