@@ -32,11 +32,12 @@ from flax_mesh.train.checks import (
     run_rules,
 )
 from flax_mesh.train.compiler import check_compiler_options, parse_compiler_options
-from flax_mesh.train.config import Change, CheckpointConfig, TrainConfig
+from flax_mesh.train.config import CheckpointConfig, TrainConfig
 from flax_mesh.train.data.batches import make_batch_fn, make_eval_fn, num_eval_batches, prefetch
 from flax_mesh.train.data.data import Corpus, decode, load_corpus
 from flax_mesh.train.metadata import layout_changes
 from flax_mesh.train.metrics import Row
+from flax_mesh.train.overrides import Change
 from flax_mesh.train.rows import Rows
 from flax_mesh.train.run import Functions, Run, Say, describe, go_on_or_raise
 from flax_mesh.train.run_folder import check_resume
