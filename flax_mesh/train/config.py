@@ -1,6 +1,10 @@
-"""TrainConfig: everything that defines a run, as a value that is printed whole, read back and compared."""
+"""TrainConfig: everything that defines a run, as a value that is printed whole, read back and compared.
+
+Behind the dataclasses: the settings that are small texts with a form of their own, read.
+"""
 
 import importlib.util
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -12,8 +16,11 @@ import jax
 from flax import nnx
 
 from flax_mesh.errors import ConfigError
+from flax_mesh.mesh import parse_mesh_shape
 from flax_mesh.train.data.data import DataConfig
 
+PLATFORM = re.compile(r"auto|cpu(:[1-9][0-9]*)?|gpu|cuda|tpu")
+AXIS_NAMES = ("pp", "dp", "fsdp", "ep", "tp", "sp")
 SAME_RESULT = {"changes_result": False}  # fields that may differ when a run is resumed
 
 
@@ -147,3 +154,71 @@ def load_recipe(name: str) -> TrainConfig:
     if not isinstance(config, TrainConfig):
         raise ConfigError(f"recipe {name}: {function}() must return a TrainConfig, got {type(config).__name__}")
     return config
+
+
+def mesh_shape(config: TrainConfig) -> dict[str, int]:
+    """Axis sizes of `mesh.shape` in its order, then the axes it leaves out with size 1; one may be -1."""
+    return parse_mesh_shape(config.mesh.shape, AXIS_NAMES, omitted=1)
+
+
+def shard_over(config: TrainConfig) -> tuple[str, ...]:
+    """Mesh axes of `optimizer.shard_over`."""
+    return tuple(name.strip() for name in config.optimizer.shard_over.split(",") if name.strip())
+
+
+def parse_cut(text: str) -> dict[str, Any]:
+    """Arguments of `split_stages` for `pipeline.cut`: "flops", "count", or the first layers of the later stages, "2,5".
+
+    ConfigError for anything else.
+    """
+    if text in ("flops", "count"):
+        return {"balance": text}
+    try:
+        return {"cuts": [int(part) for part in text.split(",")]}
+    except ValueError:
+        raise ConfigError(
+            f"pipeline.cut must be flops, count, or the first layer of every stage but the first, such as 2,5; "
+            f"got {text!r}"
+        ) from None
+
+
+CompilerOptions = dict[str, bool | int | str]
+
+
+def parse_compiler_options(text: str) -> CompilerOptions:
+    """name -> value of "NAME=VALUE,NAME=VALUE"; true, false and whole numbers are read as such.
+
+    A value may have commas: what follows one, up to the next NAME=, belongs to it. Raises ConfigError, a line for
+    every part that is not of this form or that sets a name twice.
+    """
+    found: CompilerOptions = {}
+    problems = []
+    for part in re.split(r",(?=[^,=]*=)", text) if text else []:
+        name, equals, value = part.strip().partition("=")
+        if not (name and equals) or name.startswith("-"):
+            problems.append(
+                f"run.compiler_options: {part!r} is no option; write NAME=VALUE, such as "
+                "xla_gpu_enable_latency_hiding_scheduler=true"
+            )
+        elif name in found:
+            problems.append(f"run.compiler_options: {name} is set twice")
+        else:
+            found[name] = _parse_option(value)
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def options_text(options: CompilerOptions) -> str:
+    """The options as `parse_compiler_options` reads them."""
+    return ",".join(f"{name}={_option_text(value)}" for name, value in options.items())
+
+
+def _parse_option(value: str) -> bool | int | str:
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    return int(value) if value.lstrip("-").isdecimal() else value
+
+
+def _option_text(value: bool | int | str) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
