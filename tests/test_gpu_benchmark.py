@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from flax_mesh.train import apply_overrides, load_recipe
-from flax_mesh.train.checks import check_config
-from flax_mesh.train.compiler import check_compiler_options, parse_compiler_options
+from flax_mesh.train.checks import check_compiler_options, check_config
+from flax_mesh.train.config import parse_compiler_options
 from tests.benchmarks import gpu
 from tests.benchmarks._profile import kernels_text, summarize
 

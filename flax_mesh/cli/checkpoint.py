@@ -17,11 +17,13 @@ from flax_mesh.cli import checkpoint_text as text
 from flax_mesh.errors import ConfigError
 from flax_mesh.sharding import abstract_state
 from flax_mesh.text import array_text
-from flax_mesh.train.checks import check_config, make_modules, mesh_shape, run_rules, shard_over
-from flax_mesh.train.config import TrainConfig, to_lines
+from flax_mesh.train.build import make_modules, run_rules
+from flax_mesh.train.checks import check_config
+from flax_mesh.train.config import TrainConfig, mesh_shape, shard_over
 from flax_mesh.train.explain import abstract_mesh
 from flax_mesh.train.export import ImportModel, export, import_huggingface, reshard
 from flax_mesh.train.metadata import layout_of, layout_record
+from flax_mesh.train.overrides import to_lines
 from flax_mesh.tree import named_leaves
 
 RECIPE = re.compile(r".*\.py(:\w+)?")

@@ -39,7 +39,8 @@ from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.mpmd.schedules.draw import draw_schedule_svg
 from flax_mesh.processes import Watch, parse_processes, start_processes
 from flax_mesh.train import TrainConfig, TrainResult, apply_overrides, load_recipe, to_lines, train
-from flax_mesh.train.checks import AXIS_NAMES, PLATFORM, check_config
+from flax_mesh.train.checks import check_config
+from flax_mesh.train.config import AXIS_NAMES, PLATFORM
 from flax_mesh.train.explain import explain
 from flax_mesh.train.measure import measure_recipe
 from flax_mesh.train.metrics import Row

@@ -11,9 +11,9 @@ from flax_mesh.train.config import OptimizerConfig as OptimizerConfig
 from flax_mesh.train.config import PipelineConfig as PipelineConfig
 from flax_mesh.train.config import RunConfig as RunConfig
 from flax_mesh.train.config import TrainConfig as TrainConfig
-from flax_mesh.train.config import apply_overrides as apply_overrides
 from flax_mesh.train.config import load_recipe as load_recipe
-from flax_mesh.train.config import to_lines as to_lines
 from flax_mesh.train.data.data import DataConfig as DataConfig
 from flax_mesh.train.loop import TrainResult as TrainResult
 from flax_mesh.train.loop import train as train
+from flax_mesh.train.overrides import apply_overrides as apply_overrides
+from flax_mesh.train.overrides import to_lines as to_lines

@@ -1,22 +1,39 @@
 """What a run computes: the layout of its state, its initial state, its step and its evaluation, pipelined or not."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from flax_mesh.mpmd import MpmdMesh, Pipeline, Schedule
-from flax_mesh.sharding import PartitionRules, abstract_state, init_state
+from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
+from flax_mesh.errors import ConfigError
+from flax_mesh.mesh import create_mesh
+from flax_mesh.mpmd import MpmdMesh, Pipeline, Schedule, StagedModel, make_schedule, split_stages
+from flax_mesh.sharding import PartitionRules, abstract_model, abstract_state, init_state, partition_rules
+from flax_mesh.sharding.abstract import ATTRIBUTE
+from flax_mesh.sharding.annotations import annotations_of
+from flax_mesh.sharding.rules import as_rules
 from flax_mesh.step.loss import Metrics
 from flax_mesh.step.state import TrainState, abstract_train_state
 from flax_mesh.step.step import Step, make_eval_step, make_train_step
-from flax_mesh.train.checks import make_learning_rate_schedule, make_modules, make_optimizer, shard_over
-from flax_mesh.train.compiler import parse_compiler_options
-from flax_mesh.train.config import TrainConfig
-from flax_mesh.train.cut import cut_model
+from flax_mesh.text import mesh_text
+from flax_mesh.train.config import (
+    OptimizerConfig,
+    TrainConfig,
+    mesh_shape,
+    parse_compiler_options,
+    parse_cut,
+    shard_over,
+)
+from flax_mesh.tree import map_named
+
+SHRINK_ORDER = ("pp", "dp", "fsdp", "sp", "ep", "tp")  # stages first, then copies and shards of the batch
 
 
 class TrainProgram(NamedTuple):
@@ -88,4 +105,118 @@ def recipe_pipeline(
         compiler_options=parse_compiler_options(config.run.compiler_options),
         remat=config.pipeline.remat,  # pyright: ignore[reportArgumentType] (checked with the config)
         transport=config.pipeline.transport,  # pyright: ignore[reportArgumentType]
+    )
+
+
+def cut_model(
+    config: TrainConfig, layers: Sequence[str], num_groups: int, mesh: Mesh | AbstractMesh
+) -> tuple[StagedModel, Schedule]:
+    """The stages of the recipe's model and their schedule on `num_groups` groups; `mesh` is that of one group."""
+    wanted = config.pipeline
+    schedule = make_schedule(
+        wanted.schedule,
+        num_groups=num_groups,
+        num_microbatches=wanted.num_microbatches,
+        num_virtual_stages=wanted.num_virtual_stages,
+    )
+    rows = jax.ShapeDtypeStruct(
+        (config.data.batch_size // wanted.num_microbatches, config.data.sequence_length), jnp.int32
+    )
+    staged = split_stages(
+        config.loss_fn,
+        lambda: config.make_model(config.model, nnx.Rngs(config.run.seed)),
+        {"inputs": rows, "targets": rows},
+        layers=layers or "layers",
+        num_stages=schedule.num_stages,
+        mesh=mesh,
+        **parse_cut(wanted.cut),
+    )
+    return staged, schedule
+
+
+def make_mesh(config: TrainConfig, say: Callable[[str], None]) -> Mesh:
+    """The mesh of the run. `run.platform=auto` shrinks it to the devices that are there and says so."""
+    shape = mesh_shape(config)
+    if shape["pp"] == 1:
+        del shape["pp"]
+    devices = jax.devices()
+    if config.run.platform == "auto":
+        fitted = fit_mesh(shape, len(devices))
+        if fitted != {k: v for k, v in shape.items() if v != -1} | {k: fitted[k] for k, v in shape.items() if v == -1}:
+            wanted, found = mesh_text(shape), mesh_text(fitted)
+            say(f"mesh: {wanted} needs more than the {len(devices)} devices here; shrunk to {found}")
+        shape = {name: size for name, size in fitted.items() if (name, size) != ("pp", 1)}
+        used = math.prod(shape.values())
+        if used < len(devices):
+            say(f"mesh: uses {used} of the {len(devices)} devices here")
+            devices = devices[:used]
+    names = sorted(shape, key=lambda name: name != "pp")  # the groups of a pipeline are far from each other
+    try:
+        return create_mesh(tuple(shape[name] for name in names), tuple(names), devices=devices)
+    except ValueError as error:
+        raise ConfigError(f"mesh.shape={config.mesh.shape}: {error}") from error
+
+
+def fit_mesh(shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
+    """`shape` with axes divided by their smallest factors until it fits `num_devices`; -1 takes what is left."""
+    fitted = dict(shape)
+    free = [name for name, size in shape.items() if size == -1]
+    fitted |= dict.fromkeys(free, 1)
+    while math.prod(fitted.values()) > num_devices:
+        name = next(axis for axis in SHRINK_ORDER if fitted.get(axis, 1) > 1)
+        size = fitted[name]
+        fitted[name] = size // next(factor for factor in range(2, size + 1) if size % factor == 0)
+    for name in free:
+        fitted[name] = num_devices // math.prod(fitted.values())
+    return fitted
+
+
+def run_rules(config: TrainConfig) -> PartitionRules:
+    """The rule table of the run: the recipe's, or the one the model carries; an empty one for an annotated model."""
+    if config.rules is not None:
+        return as_rules(config.rules)
+    model = abstract_model(lambda: config.make_model(config.model, nnx.Rngs(config.run.seed)))
+    if not hasattr(model, ATTRIBUTE) and annotations_of(nnx.state(model)):
+        return PartitionRules([], getattr(model, "axes", DEFAULT_AXES))
+    return partition_rules(model)
+
+
+def batch_sharding(mesh: Mesh, axes: PartitionAxis) -> NamedSharding:
+    """Layout of inputs and targets, (batch, sequence)."""
+    return NamedSharding(mesh, axes.resolve(("batch", "sequence")))
+
+
+def make_modules(config: TrainConfig) -> tuple[nnx.Module, nnx.Optimizer]:
+    """Model and optimizer of a run; only ever traced."""
+    model = config.make_model(config.model, nnx.Rngs(config.run.seed))
+    return model, nnx.Optimizer(model, make_optimizer(config.optimizer), wrt=nnx.Param)
+
+
+def make_learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
+    """Linear warm-up, cosine to `end_learning_rate` at `decay_steps`, constant from there. Step 0 already learns."""
+    return optax.warmup_cosine_decay_schedule(
+        init_value=config.learning_rate / (config.warmup_steps + 1),
+        peak_value=config.learning_rate,
+        warmup_steps=config.warmup_steps,
+        decay_steps=config.decay_steps,
+        end_value=config.end_learning_rate,
+    )
+
+
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+    """AdamW (Loshchilov and Hutter 2019) behind a clip of the global norm; scales and biases are not decayed."""
+
+    def decayed(params: Any) -> Any:
+        return map_named(lambda path, _: path.rsplit("/", 1)[-1] not in ("scale", "bias"), params)
+
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(
+            make_learning_rate_schedule(config),
+            b1=config.b1,
+            b2=config.b2,
+            eps=config.epsilon,
+            weight_decay=config.weight_decay,
+            mask=decayed,
+        ),
     )

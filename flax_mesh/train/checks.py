@@ -1,33 +1,35 @@
-"""From a TrainConfig to what a run needs, every mistake found before anything compiles."""
+"""Every mistake of a recipe, found before anything large compiles: a line for each."""
 
 import math
-import re
-from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
-import optax
-from flax import nnx
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 
-from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
+from flax_mesh.axes import PartitionAxis
+from flax_mesh.checkpoint.find import find_step
+from flax_mesh.checkpoint.hf.decoders import decoder_config_from_hf, read_config
 from flax_mesh.errors import ConfigError
-from flax_mesh.mesh import create_mesh, parse_mesh_shape
-from flax_mesh.sharding import PartitionRules, abstract_model, partition_rules
-from flax_mesh.sharding.abstract import ATTRIBUTE
-from flax_mesh.sharding.annotations import annotations_of
-from flax_mesh.sharding.rules import as_rules
-from flax_mesh.text import mesh_text
-from flax_mesh.train.compiler import parse_compiler_options
-from flax_mesh.train.config import OptimizerConfig, TrainConfig
-from flax_mesh.train.cut import check_pipeline
+from flax_mesh.mpmd import Pipeline, make_schedule
+from flax_mesh.mpmd.split.remat import REMAT_MODES
+from flax_mesh.mpmd.transport.ordered import TRANSPORTS
+from flax_mesh.train.config import (
+    AXIS_NAMES,
+    PLATFORM,
+    CompilerOptions,
+    PipelineConfig,
+    TrainConfig,
+    mesh_shape,
+    options_text,
+    parse_compiler_options,
+    parse_cut,
+    shard_over,
+)
 from flax_mesh.train.data.data import Corpus, check_data_config
-from flax_mesh.train.warm_start import check_start
-from flax_mesh.tree import map_named
+from flax_mesh.train.warm_start import is_huggingface
 
-PLATFORM = re.compile(r"auto|cpu(:[1-9][0-9]*)?|gpu|cuda|tpu")
-AXIS_NAMES = ("pp", "dp", "fsdp", "ep", "tp", "sp")
-SHRINK_ORDER = ("pp", "dp", "fsdp", "sp", "ep", "tp")  # stages first, then copies and shards of the batch
+FREE = {"dtype", "param_dtype"}  # settings that may differ from those of the folder: parameters are cast
 
 
 def check_config(config: TrainConfig) -> list[str]:
@@ -89,64 +91,60 @@ def check_config(config: TrainConfig) -> list[str]:
     return found
 
 
-def check_on_corpus(config: TrainConfig, corpus: Corpus) -> list[str]:
-    """One line if the model has fewer token ids than the text."""
-    ids, found = getattr(config.model, "vocab_size", None), corpus.vocab_size
-    if isinstance(ids, int) and found is not None and ids < found:
-        return [f"model.vocab_size={ids} is too small for data.source={config.data.source}: text needs {found}"]
-    return []
-
-
-def mesh_shape(config: TrainConfig) -> dict[str, int]:
-    """Axis sizes of `mesh.shape` in its order, then the axes it leaves out with size 1; one may be -1."""
-    return parse_mesh_shape(config.mesh.shape, AXIS_NAMES, omitted=1)
-
-
-def make_mesh(config: TrainConfig, say: Callable[[str], None]) -> Mesh:
-    """The mesh of the run. `run.platform=auto` shrinks it to the devices that are there and says so."""
-    shape = mesh_shape(config)
-    if shape["pp"] == 1:
-        del shape["pp"]
-    devices = jax.devices()
-    if config.run.platform == "auto":
-        fitted = fit_mesh(shape, len(devices))
-        if fitted != {k: v for k, v in shape.items() if v != -1} | {k: fitted[k] for k, v in shape.items() if v == -1}:
-            wanted, found = mesh_text(shape), mesh_text(fitted)
-            say(f"mesh: {wanted} needs more than the {len(devices)} devices here; shrunk to {found}")
-        shape = {name: size for name, size in fitted.items() if (name, size) != ("pp", 1)}
-        used = math.prod(shape.values())
-        if used < len(devices):
-            say(f"mesh: uses {used} of the {len(devices)} devices here")
-            devices = devices[:used]
-    names = sorted(shape, key=lambda name: name != "pp")  # the groups of a pipeline are far from each other
+def check_pipeline(config: PipelineConfig, num_groups: int) -> list[str]:
+    """One line per mistake in the settings of a pipeline over `num_groups` groups."""
+    found = []
     try:
-        return create_mesh(tuple(shape[name] for name in names), tuple(names), devices=devices)
-    except ValueError as error:
-        raise ConfigError(f"mesh.shape={config.mesh.shape}: {error}") from error
+        parse_cut(config.cut)
+    except ConfigError as error:
+        found.append(str(error))
+    if config.remat not in REMAT_MODES:
+        found.append(f"pipeline.remat must be one of {', '.join(REMAT_MODES)}, got {config.remat!r}")
+    if config.transport not in TRANSPORTS:
+        found.append(f"pipeline.transport must be one of {', '.join(TRANSPORTS)}, got {config.transport!r}")
+    if num_groups > 1 and config.num_microbatches >= 1:
+        try:
+            make_schedule(
+                config.schedule,
+                num_groups=num_groups,
+                num_microbatches=config.num_microbatches,
+                num_virtual_stages=config.num_virtual_stages,
+            )
+        except ValueError as error:
+            found.append(f"pipeline.schedule={config.schedule}: {error}")
+    return found
 
 
-def fit_mesh(shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
-    """`shape` with axes divided by their smallest factors until it fits `num_devices`; -1 takes what is left."""
-    fitted = dict(shape)
-    free = [name for name, size in shape.items() if size == -1]
-    fitted |= dict.fromkeys(free, 1)
-    while math.prod(fitted.values()) > num_devices:
-        name = next(axis for axis in SHRINK_ORDER if fitted.get(axis, 1) > 1)
-        size = fitted[name]
-        fitted[name] = size // next(factor for factor in range(2, size + 1) if size % factor == 0)
-    for name in free:
-        fitted[name] = num_devices // math.prod(fitted.values())
-    return fitted
+def check_start(folder: str, model: Any) -> list[str]:
+    """What is wrong with `checkpoint.start_from` for a model of these settings, before anything compiles."""
+    if not folder:
+        return []
+    try:
+        if not is_huggingface(folder):
+            find_step(folder)
+            return []
+        there = decoder_config_from_hf(read_config(Path(folder).expanduser()))
+    except ConfigError as error:
+        return [f"checkpoint.start_from: {problem}" for problem in error.problems]
+    return [
+        f"model.{name}={getattr(model, name)} differs from {value} in checkpoint.start_from={folder}; set it to that"
+        for name, value in there.items()
+        if name not in FREE and getattr(model, name, value) != value
+    ]
 
 
-def run_rules(config: TrainConfig) -> PartitionRules:
-    """The rule table of the run: the recipe's, or the one the model carries; an empty one for an annotated model."""
-    if config.rules is not None:
-        return as_rules(config.rules)
-    model = abstract_model(lambda: config.make_model(config.model, nnx.Rngs(config.run.seed)))
-    if not hasattr(model, ATTRIBUTE) and annotations_of(nnx.state(model)):
-        return PartitionRules([], getattr(model, "axes", DEFAULT_AXES))
-    return partition_rules(model)
+def check_compiler_options(options: CompilerOptions, device: Any) -> list[str]:
+    """One line for every option that the compiler of `device` refuses."""
+    found, sharding = [], jax.sharding.SingleDeviceSharding(device)
+    for name, value in options.items():
+        one = jax.jit(lambda x: x + 1, compiler_options={name: value})
+        try:
+            one.lower(jax.ShapeDtypeStruct((), "float32", sharding=sharding)).compile()
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            found.append(
+                f"run.compiler_options: {options_text({name: value})} is refused: {str(error).splitlines()[0]}"
+            )
+    return found
 
 
 def check_on_mesh(config: TrainConfig, mesh: Mesh | AbstractMesh, axes: PartitionAxis) -> list[str]:
@@ -175,47 +173,23 @@ def check_on_mesh(config: TrainConfig, mesh: Mesh | AbstractMesh, axes: Partitio
     return [*found, *getattr(config.model, "problems_on", lambda mesh: [])(mesh)]
 
 
-def batch_sharding(mesh: Mesh, axes: PartitionAxis) -> NamedSharding:
-    """Layout of inputs and targets, (batch, sequence)."""
-    return NamedSharding(mesh, axes.resolve(("batch", "sequence")))
+def check_on_corpus(config: TrainConfig, corpus: Corpus) -> list[str]:
+    """One line if the model has fewer token ids than the text."""
+    ids, found = getattr(config.model, "vocab_size", None), corpus.vocab_size
+    if isinstance(ids, int) and found is not None and ids < found:
+        return [f"model.vocab_size={ids} is too small for data.source={config.data.source}: text needs {found}"]
+    return []
 
 
-def shard_over(config: TrainConfig) -> tuple[str, ...]:
-    """Mesh axes of `optimizer.shard_over`."""
-    return tuple(name.strip() for name in config.optimizer.shard_over.split(",") if name.strip())
-
-
-def make_modules(config: TrainConfig) -> tuple[nnx.Module, nnx.Optimizer]:
-    """Model and optimizer of a run; only ever traced."""
-    model = config.make_model(config.model, nnx.Rngs(config.run.seed))
-    return model, nnx.Optimizer(model, make_optimizer(config.optimizer), wrt=nnx.Param)
-
-
-def make_learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
-    """Linear warm-up, cosine to `end_learning_rate` at `decay_steps`, constant from there. Step 0 already learns."""
-    return optax.warmup_cosine_decay_schedule(
-        init_value=config.learning_rate / (config.warmup_steps + 1),
-        peak_value=config.learning_rate,
-        warmup_steps=config.warmup_steps,
-        decay_steps=config.decay_steps,
-        end_value=config.end_learning_rate,
-    )
-
-
-def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter 2019) behind a clip of the global norm; scales and biases are not decayed."""
-
-    def decayed(params: Any) -> Any:
-        return map_named(lambda path, _: path.rsplit("/", 1)[-1] not in ("scale", "bias"), params)
-
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
-            make_learning_rate_schedule(config),
-            b1=config.b1,
-            b2=config.b2,
-            eps=config.epsilon,
-            weight_decay=config.weight_decay,
-            mask=decayed,
-        ),
-    )
+def check_trace(path: Path, shape: str, pipeline: Pipeline | None) -> list[str]:
+    """What would keep the trace of a run from being written."""
+    found = []
+    if pipeline is None:
+        found.append(f"--trace {path}: only a pipeline has actions to show; add pp to mesh.shape={shape}")
+    elif pipeline.channel is not None:
+        found.append(f"--trace {path}: it needs all groups in one process, and this run has {jax.process_count()}")
+    if path.suffix == ".svg":
+        found.append(f"--trace {path}: the picture goes there; name the trace, such as {path.with_suffix('.json')}")
+    if not path.parent.is_dir():
+        found.append(f"--trace {path}: there is no folder {path.parent}; make it first")
+    return found

@@ -1,12 +1,13 @@
-"""TrainConfig: everything that defines a run, as a value that is printed whole, read back and compared."""
+"""TrainConfig: everything that defines a run, as a value that is printed whole, read back and compared.
 
-import dataclasses
-import difflib
+Behind the dataclasses: the settings that are small texts with a form of their own, read.
+"""
+
 import importlib.util
+import re
 import sys
 import types
-import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ import jax
 from flax import nnx
 
 from flax_mesh.errors import ConfigError
+from flax_mesh.mesh import parse_mesh_shape
 from flax_mesh.train.data.data import DataConfig
 
+PLATFORM = re.compile(r"auto|cpu(:[1-9][0-9]*)?|gpu|cuda|tpu")
+AXIS_NAMES = ("pp", "dp", "fsdp", "ep", "tp", "sp")
 SAME_RESULT = {"changes_result": False}  # fields that may differ when a run is resumed
 
 
@@ -128,73 +132,6 @@ class TrainConfig:
     rules: Any = None
 
 
-SECTIONS = ("model", "mesh", "pipeline", "data", "optimizer", "checkpoint", "run")
-
-
-def flat_fields(config: TrainConfig) -> dict[str, tuple[Any, Any, bool]]:
-    """ "section.key" -> (value, type, whether another value changes the result of the run)."""
-    sections = {name: getattr(config, name) for name in SECTIONS}
-    dataclass_sections = {name: node for name, node in sections.items() if dataclasses.is_dataclass(node)}
-    return {
-        key: field for name, node in dataclass_sections.items() for key, field in _flatten(node, name, True).items()
-    }
-
-
-def to_lines(config: TrainConfig) -> list[str]:
-    """The whole config, one `section.key=value` a line: what `apply_overrides` reads back."""
-    return [f"{key}={value_to_text(value)}" for key, (value, _, _) in flat_fields(config).items()]
-
-
-def apply_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfig:
-    """`config` with `section.key=value` strings applied. Raises one ConfigError with a line for every mistake."""
-    fields, problems, values = flat_fields(config), [], {}
-    for text in overrides:
-        key, equals, value = text.partition("=")
-        if not equals:
-            problems.append(f"{text!r} is no override; write section.key=value, such as run.steps=20")
-        elif key not in fields:
-            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]}?" if near else f"; sections are {', '.join(SECTIONS)}"
-            problems.append(f"{key} is no setting{hint}")
-        elif key in values:
-            problems.append(f"{key} is set twice")
-        else:
-            try:
-                values[key] = parse_value(value, fields[key][1])
-            except ValueError as error:
-                problems.append(f"{key} must be {error}, got {value!r}")
-    if problems:
-        raise ConfigError(problems)
-    try:
-        return _replace(config, values)
-    except ValueError as error:  # of a __post_init__
-        raise ConfigError(f"{', '.join(values)}: {error}") from error
-
-
-class Change(typing.NamedTuple):
-    """A setting that differs between a saved run and now."""
-
-    key: str
-    saved: str
-    now: str
-    changes_result: bool
-
-    def __str__(self) -> str:
-        return f"{self.key}: {self.saved} -> {self.now}" + (" (changes the result)" if self.changes_result else "")
-
-
-def changes(saved: Mapping[str, str], config: TrainConfig) -> list[Change]:
-    """What differs between `config` and the text values saved with a checkpoint (`dict` of the lines)."""
-    fields = flat_fields(config)
-    now = {key: value_to_text(value) for key, (value, _, _) in fields.items()}
-    keys = [*now, *(key for key in saved if key not in now)]
-    return [
-        Change(key, saved.get(key, "(absent)"), now.get(key, "(absent)"), key not in fields or fields[key][2])
-        for key in keys
-        if saved.get(key) != now.get(key)
-    ]
-
-
 def load_recipe(name: str) -> TrainConfig:
     """The config that a recipe returns; `name` is "FILE.py" (its function `recipe`) or "FILE.py:function"."""
     file, _, function = name.partition(":")
@@ -219,89 +156,69 @@ def load_recipe(name: str) -> TrainConfig:
     return config
 
 
-def parse_value(text: str, kind: Any) -> Any:
-    """`text` as a value of the annotated type; a ValueError says what it must be."""
-    kinds = _kinds(kind)
-    if type(None) in kinds and text.lower() == "none":
-        return None
-    parsers = [(kinds[plain], *parser) for plain, parser in _PARSERS.items() if plain in kinds]
-    for annotation, parse, _ in parsers:
-        if (value := parse(text, annotation)) is not None:
-            return value
-    names = [name for _, _, name in parsers] + ["none"] * (type(None) in kinds)
-    raise ValueError(" or ".join(names))
+def mesh_shape(config: TrainConfig) -> dict[str, int]:
+    """Axis sizes of `mesh.shape` in its order, then the axes it leaves out with size 1; one may be -1."""
+    return parse_mesh_shape(config.mesh.shape, AXIS_NAMES, omitted=1)
 
 
-def value_to_text(value: Any) -> str:
-    """Text of one value, as `parse_value` reads it."""
-    if isinstance(value, tuple):
-        return ",".join(map(value_to_text, value)) + ("," if len(value) < 2 else "")
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    return repr(value) if isinstance(value, float) else str(value)
+def shard_over(config: TrainConfig) -> tuple[str, ...]:
+    """Mesh axes of `optimizer.shard_over`."""
+    return tuple(name.strip() for name in config.optimizer.shard_over.split(",") if name.strip())
 
 
-def _parse_number(text: str, kind: type) -> int | float | None:
+def parse_cut(text: str) -> dict[str, Any]:
+    """Arguments of `split_stages` for `pipeline.cut`: "flops", "count", or the first layers of the later stages, "2,5".
+
+    ConfigError for anything else.
+    """
+    if text in ("flops", "count"):
+        return {"balance": text}
     try:
-        return kind(text)
+        return {"cuts": [int(part) for part in text.split(",")]}
     except ValueError:
-        return None
+        raise ConfigError(
+            f"pipeline.cut must be flops, count, or the first layer of every stage but the first, such as 2,5; "
+            f"got {text!r}"
+        ) from None
 
 
-def _parse_tuple(text: str, kind: Any) -> tuple[Any, ...] | None:
-    try:
-        return tuple(parse_value(part, typing.get_args(kind)[0]) for part in text.split(",") if part)
-    except ValueError:
-        return None
+CompilerOptions = dict[str, bool | int | str]
 
 
-# Tried in this order; None means "not one of these". A tuple needs a comma, a str takes anything.
-_PARSERS: dict[Any, tuple[Callable[[str, Any], Any], str]] = {
-    int: (_parse_number, "a whole number"),
-    float: (_parse_number, "a number"),
-    bool: (lambda text, _: {"true": True, "false": False}.get(text.lower()), "true or false"),
-    tuple: (lambda text, kind: _parse_tuple(text, kind) if "," in text else None, "values joined by commas"),
-    str: (lambda text, _: text, "text"),
-}
+def parse_compiler_options(text: str) -> CompilerOptions:
+    """name -> value of "NAME=VALUE,NAME=VALUE"; true, false and whole numbers are read as such.
 
-
-def _kinds(hint: Any) -> dict[Any, Any]:
-    """Plain type -> annotation: `str | tuple[int, ...] | None` -> {str: str, tuple: tuple[int, ...], NoneType: ...}."""
-    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    return {typing.get_origin(option) or option: option for option in options}
-
-
-def _has_text(hint: Any) -> bool:
-    """Whether text can say every value of the annotation."""
-    kinds = _kinds(hint)
-    if tuple in kinds:
-        item, *rest = typing.get_args(kinds[tuple]) or (Any,)
-        if rest != [...] or not _has_text(item):
-            return False
-    return kinds.keys() <= {*_PARSERS, type(None)}
-
-
-def _flatten(section: Any, prefix: str, changes_result: bool) -> dict[str, tuple[Any, Any, bool]]:
-    hints = typing.get_type_hints(type(section))
-    found = {}
-    for item in dataclasses.fields(section):
-        key, value = f"{prefix}.{item.name}", getattr(section, item.name)
-        matters = changes_result and item.metadata.get("changes_result", True)
-        if dataclasses.is_dataclass(value):
-            found |= _flatten(value, key, matters)
-        elif _has_text(hints[item.name]):  # the rest stays with the recipe
-            found[key] = (value, hints[item.name], matters)
+    A value may have commas: what follows one, up to the next NAME=, belongs to it. Raises ConfigError, a line for
+    every part that is not of this form or that sets a name twice.
+    """
+    found: CompilerOptions = {}
+    problems = []
+    for part in re.split(r",(?=[^,=]*=)", text) if text else []:
+        name, equals, value = part.strip().partition("=")
+        if not (name and equals) or name.startswith("-"):
+            problems.append(
+                f"run.compiler_options: {part!r} is no option; write NAME=VALUE, such as "
+                "xla_gpu_enable_latency_hiding_scheduler=true"
+            )
+        elif name in found:
+            problems.append(f"run.compiler_options: {name} is set twice")
+        else:
+            found[name] = _parse_option(value)
+    if problems:
+        raise ConfigError(problems)
     return found
 
 
-def _replace(node: Any, values: Mapping[str, Any]) -> Any:
-    """`node` with dotted keys replaced, those of one dataclass at once: its __post_init__ sees them together."""
-    own, nested = {}, {}
-    for key, value in values.items():
-        head, dot, rest = key.partition(".")
-        if dot:
-            nested.setdefault(head, {})[rest] = value
-        else:
-            own[head] = value
-    own |= {head: _replace(getattr(node, head), inner) for head, inner in nested.items()}
-    return dataclasses.replace(node, **own)
+def options_text(options: CompilerOptions) -> str:
+    """The options as `parse_compiler_options` reads them."""
+    return ",".join(f"{name}={_option_text(value)}" for name, value in options.items())
+
+
+def _parse_option(value: str) -> bool | int | str:
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    return int(value) if value.lstrip("-").isdecimal() else value
+
+
+def _option_text(value: bool | int | str) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -11,9 +11,9 @@ from flax_mesh.mpmd.runtime.placement import MODEL, OPTIMIZER, bytes_of_groups
 from flax_mesh.sharding import Explanation, explain_sharding
 from flax_mesh.sharding.rules import Finding, PartitionRules
 from flax_mesh.text import bytes_text, count_text
-from flax_mesh.train.checks import check_config, check_on_mesh, make_modules, mesh_shape, run_rules, shard_over
-from flax_mesh.train.config import TrainConfig
-from flax_mesh.train.cut import cut_model
+from flax_mesh.train.build import cut_model, make_modules, run_rules
+from flax_mesh.train.checks import check_config, check_on_mesh
+from flax_mesh.train.config import TrainConfig, mesh_shape, shard_over
 
 
 def explain(config: TrainConfig) -> Explanation:

@@ -24,10 +24,11 @@ from flax_mesh.checkpoint.read import Array, mesh_of, read_record, read_tree
 from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.mesh import create_mesh
 from flax_mesh.sharding import abstract_state, sharding_fingerprint
-from flax_mesh.train.build import train_program
-from flax_mesh.train.checks import check_config, check_on_mesh, make_mesh, run_rules
-from flax_mesh.train.config import TrainConfig, parse_value, to_lines
+from flax_mesh.train.build import make_mesh, run_rules, train_program
+from flax_mesh.train.checks import check_config, check_on_mesh
+from flax_mesh.train.config import TrainConfig
 from flax_mesh.train.metadata import FORMAT, layout_of, layout_record, versions
+from flax_mesh.train.overrides import parse_value, to_lines
 from flax_mesh.tree import named_leaves, nest
 
 ImportModel = Callable[[Mapping[str, Any]], TrainConfig]  # settings of a config.json -> the model that has them

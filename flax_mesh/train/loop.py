@@ -22,21 +22,14 @@ from flax_mesh.processes import Watch, stop_together
 from flax_mesh.sharding import PartitionRules
 from flax_mesh.step.state import TrainState
 from flax_mesh.step.step import in_mesh
-from flax_mesh.train.build import TrainProgram, train_program
-from flax_mesh.train.checks import (
-    batch_sharding,
-    check_config,
-    check_on_corpus,
-    check_on_mesh,
-    make_mesh,
-    run_rules,
-)
-from flax_mesh.train.compiler import check_compiler_options, parse_compiler_options
-from flax_mesh.train.config import Change, CheckpointConfig, TrainConfig
+from flax_mesh.train.build import TrainProgram, batch_sharding, make_mesh, run_rules, train_program
+from flax_mesh.train.checks import check_compiler_options, check_config, check_on_corpus, check_on_mesh, check_trace
+from flax_mesh.train.config import CheckpointConfig, TrainConfig, parse_compiler_options
 from flax_mesh.train.data.batches import make_batch_fn, make_eval_fn, num_eval_batches, prefetch
 from flax_mesh.train.data.data import Corpus, decode, load_corpus
 from flax_mesh.train.metadata import layout_changes
 from flax_mesh.train.metrics import Row
+from flax_mesh.train.overrides import Change
 from flax_mesh.train.rows import Rows
 from flax_mesh.train.run import Functions, Run, Say, describe, go_on_or_raise
 from flax_mesh.train.run_folder import check_resume
@@ -97,8 +90,8 @@ def train(
     if problems := [*check_on_mesh(config, mesh, rules.axes), *check_compiler_options(options, device)]:
         raise ConfigError(problems)
     program = train_program(config, mesh, rules)
-    if trace is not None:
-        _check_trace(config, Path(trace), program)
+    if trace is not None and (problems := check_trace(Path(trace), config.mesh.shape, program.pipeline)):
+        raise ConfigError(problems)
     corpus = load_corpus(config.data)
     if problems := check_on_corpus(config, corpus):
         raise ConfigError(problems)
@@ -209,23 +202,6 @@ def _save(run: Run, checkpointer: Checkpointer, step: int, state: TrainState, ro
             if final and call is save:
                 raise
             go_on_or_raise(run, error)
-
-
-def _check_trace(config: TrainConfig, path: Path, program: TrainProgram) -> None:
-    """Raise, before anything compiles, what would keep a trace from being written."""
-    problems = []
-    if program.pipeline is None:
-        problems.append(
-            f"--trace {path}: only a pipeline has actions to show; add pp to mesh.shape={config.mesh.shape}"
-        )
-    elif program.pipeline.channel is not None:
-        problems.append(f"--trace {path}: it needs all groups in one process, and this run has {jax.process_count()}")
-    if path.suffix == ".svg":
-        problems.append(f"--trace {path}: the picture goes there; name the trace, such as {path.with_suffix('.json')}")
-    if not path.parent.is_dir():
-        problems.append(f"--trace {path}: there is no folder {path.parent}; make it first")
-    if problems:
-        raise ConfigError(problems)
 
 
 def _traced_step(run: Run, state: TrainState, batch: Any) -> tuple[TrainState, Any]:

@@ -7,8 +7,8 @@ import numpy as np
 from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd.runtime.profile import measure_costs, with_split_backward
 from flax_mesh.mpmd.schedules.simulate import StageCost
-from flax_mesh.train.build import recipe_pipeline
-from flax_mesh.train.checks import check_config, check_on_mesh, make_mesh, run_rules
+from flax_mesh.train.build import make_mesh, recipe_pipeline, run_rules
+from flax_mesh.train.checks import check_config, check_on_mesh
 from flax_mesh.train.config import TrainConfig
 
 

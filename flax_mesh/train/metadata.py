@@ -12,9 +12,10 @@ from flax_mesh.axes import dims_text
 from flax_mesh.checkpoint.layout import disk_target, stacked_paths
 from flax_mesh.sharding import PartitionRules
 from flax_mesh.text import mesh_text
-from flax_mesh.train.config import TrainConfig, to_lines
+from flax_mesh.train.config import TrainConfig
 from flax_mesh.train.data.data import Corpus
 from flax_mesh.train.metrics import Row
+from flax_mesh.train.overrides import to_lines
 from flax_mesh.tree import named_leaves
 
 FORMAT = 1

@@ -11,29 +11,9 @@ from typing import Any
 import jax
 
 from flax_mesh.errors import SaveError
+from flax_mesh.hardware import peak_flops
 
 Row = dict[str, Any]
-
-# Dense bf16 peak of one device (FLOP/s), from the vendors' datasheets, by a part of `device_kind`; first hit counts.
-PEAK_FLOPS = (
-    ("H100 PCIe", 756e12),
-    ("H100", 989e12),
-    ("H200", 989e12),
-    ("GH200", 989e12),
-    ("B200", 2250e12),
-    ("A100", 312e12),
-    ("TPU v6", 918e12),
-    ("TPU v5p", 459e12),
-    ("TPU v5 lite", 197e12),
-    ("TPU v5e", 197e12),
-    ("TPU v5", 459e12),
-    ("TPU v4", 275e12),
-)
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """Dense bf16 FLOP/s of one device; None where it is not known (a CPU)."""
-    return next((peak for part, peak in PEAK_FLOPS if part in device_kind), None)
 
 
 def step_row(

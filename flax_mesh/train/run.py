@@ -18,8 +18,7 @@ from flax_mesh.step.state import TrainState
 from flax_mesh.step.step import Step
 from flax_mesh.text import bytes_text, mesh_text
 from flax_mesh.train.build import TrainProgram
-from flax_mesh.train.compiler import options_text, parse_compiler_options
-from flax_mesh.train.config import TrainConfig
+from flax_mesh.train.config import TrainConfig, options_text, parse_compiler_options
 from flax_mesh.train.data.batches import BatchFn
 from flax_mesh.train.data.data import Corpus
 from flax_mesh.train.metadata import layout_of, record

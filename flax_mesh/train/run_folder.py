@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.train.config import Change, TrainConfig, changes, to_lines
+from flax_mesh.train.config import TrainConfig
+from flax_mesh.train.overrides import Change, changes, to_lines
 
 METRICS, CONFIG, LOCK = "metrics.jsonl", "config.txt", ".lock"
 

@@ -3,45 +3,23 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 from flax import nnx
 
 from flax_mesh.checkpoint import Checkpointer
-from flax_mesh.checkpoint.find import find_step, find_whole, step_number
+from flax_mesh.checkpoint.find import find_whole, step_number
 from flax_mesh.checkpoint.hf.convert import load_safetensors
-from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, decoder_config_from_hf, read_config
-from flax_mesh.errors import ConfigError
+from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, read_config
 from flax_mesh.processes import from_first
 from flax_mesh.step.state import TrainState
 from flax_mesh.tree import named_leaves
-
-FREE = {"dtype", "param_dtype"}  # settings that may differ from those of the folder: parameters are cast
-
-
-def check_start(folder: str, model: Any) -> list[str]:
-    """What is wrong with `checkpoint.start_from` for a model of these settings, before anything compiles."""
-    if not folder:
-        return []
-    try:
-        if not _is_huggingface(folder):
-            find_step(folder)
-            return []
-        there = decoder_config_from_hf(read_config(Path(folder).expanduser()))
-    except ConfigError as error:
-        return [f"checkpoint.start_from: {problem}" for problem in error.problems]
-    return [
-        f"model.{name}={getattr(model, name)} differs from {value} in checkpoint.start_from={folder}; set it to that"
-        for name, value in there.items()
-        if name not in FREE and getattr(model, name, value) != value
-    ]
 
 
 def start_from(folder: str, state: TrainState, layers: Sequence[str]) -> tuple[TrainState, str]:
     """`state` with the parameters in `folder`, and a text that says what was and was not filled."""
     tree = state.to_nnx()
-    if _is_huggingface(folder):
+    if is_huggingface(folder):
         path = Path(folder).expanduser()
         model = load_safetensors(path, tree["model"], DECODER_NAMES[read_config(path)["model_type"]])
         tree = nnx.State({**tree.raw_mapping, "model": model})
@@ -66,6 +44,6 @@ def _whole_step(folder: str) -> tuple[Path, list[str]]:
     return Path(step), damaged
 
 
-def _is_huggingface(folder: str) -> bool:
+def is_huggingface(folder: str) -> bool:
     path = Path(folder).expanduser()
     return path.is_dir() and any(path.glob("*.safetensors"))

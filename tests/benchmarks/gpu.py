@@ -32,12 +32,13 @@ import numpy as np
 
 from flax_mesh import create_mesh
 from flax_mesh.errors import ConfigError
+from flax_mesh.hardware import peak_flops
 from flax_mesh.train import TrainConfig, apply_overrides, load_recipe
-from flax_mesh.train.build import train_program
-from flax_mesh.train.checks import batch_sharding, check_config, check_on_mesh, run_rules
-from flax_mesh.train.compiler import check_compiler_options, options_text, parse_compiler_options
+from flax_mesh.train.build import batch_sharding, run_rules, train_program
+from flax_mesh.train.checks import check_compiler_options, check_config, check_on_mesh
+from flax_mesh.train.config import options_text, parse_compiler_options
 from flax_mesh.train.data.batches import make_batch_fn, prefetch
-from flax_mesh.train.metrics import peak_flops, peak_memory
+from flax_mesh.train.metrics import peak_memory
 from flax_mesh.tree import named_leaves
 from tests.benchmarks._plain_llama import Llama, make_optimizer, make_step
 from tests.benchmarks._profile import kernels_text, profile

@@ -9,8 +9,7 @@ import numpy as np
 from flax_mesh import named_leaves
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.train import DataConfig, MeshConfig, RunConfig, TrainConfig, apply_overrides, load_recipe
-from flax_mesh.train.build import train_program
-from flax_mesh.train.checks import make_mesh, run_rules
+from flax_mesh.train.build import make_mesh, run_rules, train_program
 
 RECIPE = __file__
 CHANGED = "model/layers/1/mlp/up/kernel"

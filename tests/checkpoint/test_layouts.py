@@ -15,8 +15,7 @@ from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.step.state import TrainState
 from flax_mesh.train import DataConfig, OptimizerConfig, RunConfig, TrainConfig, apply_overrides
-from flax_mesh.train.build import TrainProgram, train_program
-from flax_mesh.train.checks import batch_sharding, make_mesh, run_rules
+from flax_mesh.train.build import TrainProgram, batch_sharding, make_mesh, run_rules, train_program
 from flax_mesh.train.data.batches import make_batch_fn
 from flax_mesh.train.data.data import load_corpus
 from flax_mesh.tree import named_leaves

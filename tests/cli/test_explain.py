@@ -26,7 +26,7 @@ from flax_mesh.cli.main import BAD_INPUT, DONE, FINDINGS
 from flax_mesh.jax_compat import short_tracer_errors
 from flax_mesh.sharding import explain_sharding, golden_text, sharding_fingerprint
 from flax_mesh.train import apply_overrides, load_recipe
-from flax_mesh.train.checks import make_optimizer
+from flax_mesh.train.build import make_optimizer
 from flax_mesh.train.explain import abstract_mesh, explain
 from tests.mpmd.runtime.test_pipeline import build, make_net, net_batch, net_loss
 

@@ -17,7 +17,7 @@ from flax_mesh import abstract_state, partition_rules
 from flax_mesh.models import make_decoder, moe, next_token_loss, router_losses
 from flax_mesh.sharding.abstract import abstract_model
 from flax_mesh.train import DataConfig, OptimizerConfig, abstract_train_state, init_train_state, make_train_step
-from flax_mesh.train.checks import batch_sharding, make_optimizer
+from flax_mesh.train.build import batch_sharding, make_optimizer
 from flax_mesh.train.data.batches import make_batch_fn
 from flax_mesh.train.data.data import load_corpus
 from flax_mesh.tree import map_named, named_leaves

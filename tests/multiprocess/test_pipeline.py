@@ -10,8 +10,7 @@ import pytest
 
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.mpmd import Pipeline
-from flax_mesh.train.build import train_program
-from flax_mesh.train.checks import make_mesh, run_rules
+from flax_mesh.train.build import make_mesh, run_rules, train_program
 from flax_mesh.train.warm_start import start_from
 from tests.mpmd.runtime.test_pipeline import FAST, plain
 from tests.multiprocess.cases import (

@@ -26,8 +26,7 @@ from flax_mesh.mpmd import Pipeline
 from flax_mesh.processes import Watch, agree, from_first, stop_together
 from flax_mesh.processes.phases import Phases
 from flax_mesh.train import apply_overrides, load_recipe
-from flax_mesh.train.build import train_program
-from flax_mesh.train.checks import make_mesh, run_rules
+from flax_mesh.train.build import make_mesh, run_rules, train_program
 from flax_mesh.train.warm_start import start_from
 from tests.multiprocess import cases
 from tests.multiprocess.cases import end_at_once, error_of, put_and_get_all

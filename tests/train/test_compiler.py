@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.train import apply_overrides, train
-from flax_mesh.train.checks import check_config
-from flax_mesh.train.compiler import check_compiler_options, options_text, parse_compiler_options
+from flax_mesh.train.checks import check_compiler_options, check_config
+from flax_mesh.train.config import options_text, parse_compiler_options
 from tests.train.bigram import recipe, write_text
 
 NAMES = st.from_regex(r"xla_[a-z_]{1,12}", fullmatch=True)

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from flax_mesh.axes import PartitionAxis
 from flax_mesh.errors import ConfigError
 from flax_mesh.train import RunConfig, TrainConfig, apply_overrides, load_recipe, to_lines
-from flax_mesh.train.checks import AXIS_NAMES, check_config, fit_mesh, make_mesh
-from flax_mesh.train.config import Change, changes, flat_fields, parse_value, value_to_text
+from flax_mesh.train.build import fit_mesh, make_mesh
+from flax_mesh.train.checks import check_config
+from flax_mesh.train.config import AXIS_NAMES
+from flax_mesh.train.overrides import Change, changes, flat_fields, parse_value, value_to_text
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.py"
 

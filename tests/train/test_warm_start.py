@@ -12,8 +12,7 @@ from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.hf.decoders import decoder_config_from_hf, read_config
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.train import DataConfig, MeshConfig, RunConfig, TrainConfig, apply_overrides, train
-from flax_mesh.train.build import train_program
-from flax_mesh.train.checks import make_mesh, run_rules
+from flax_mesh.train.build import make_mesh, run_rules, train_program
 from flax_mesh.train.warm_start import start_from
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -1,0 +1,165 @@
+"""The text form of a config: `section.key=value`, on the command line, in files and in saved records."""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from flax_mesh.errors import ConfigError
+from flax_mesh.train.config import TrainConfig
+
+SECTIONS = ("model", "mesh", "pipeline", "data", "optimizer", "checkpoint", "run")
+
+
+def flat_fields(config: TrainConfig) -> dict[str, tuple[Any, Any, bool]]:
+    """ "section.key" -> (value, type, whether another value changes the result of the run)."""
+    sections = {name: getattr(config, name) for name in SECTIONS}
+    dataclass_sections = {name: node for name, node in sections.items() if dataclasses.is_dataclass(node)}
+    return {
+        key: field for name, node in dataclass_sections.items() for key, field in _flatten(node, name, True).items()
+    }
+
+
+def to_lines(config: TrainConfig) -> list[str]:
+    """The whole config, one `section.key=value` a line: what `apply_overrides` reads back."""
+    return [f"{key}={value_to_text(value)}" for key, (value, _, _) in flat_fields(config).items()]
+
+
+def apply_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfig:
+    """`config` with `section.key=value` strings applied. Raises one ConfigError with a line for every mistake."""
+    fields, problems, values = flat_fields(config), [], {}
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals:
+            problems.append(f"{text!r} is no override; write section.key=value, such as run.steps=20")
+        elif key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]}?" if near else f"; sections are {', '.join(SECTIONS)}"
+            problems.append(f"{key} is no setting{hint}")
+        elif key in values:
+            problems.append(f"{key} is set twice")
+        else:
+            try:
+                values[key] = parse_value(value, fields[key][1])
+            except ValueError as error:
+                problems.append(f"{key} must be {error}, got {value!r}")
+    if problems:
+        raise ConfigError(problems)
+    try:
+        return _replace(config, values)
+    except ValueError as error:  # of a __post_init__
+        raise ConfigError(f"{', '.join(values)}: {error}") from error
+
+
+class Change(typing.NamedTuple):
+    """A setting that differs between a saved run and now."""
+
+    key: str
+    saved: str
+    now: str
+    changes_result: bool
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.saved} -> {self.now}" + (" (changes the result)" if self.changes_result else "")
+
+
+def changes(saved: Mapping[str, str], config: TrainConfig) -> list[Change]:
+    """What differs between `config` and the text values saved with a checkpoint (`dict` of the lines)."""
+    fields = flat_fields(config)
+    now = {key: value_to_text(value) for key, (value, _, _) in fields.items()}
+    keys = [*now, *(key for key in saved if key not in now)]
+    return [
+        Change(key, saved.get(key, "(absent)"), now.get(key, "(absent)"), key not in fields or fields[key][2])
+        for key in keys
+        if saved.get(key) != now.get(key)
+    ]
+
+
+def parse_value(text: str, kind: Any) -> Any:
+    """`text` as a value of the annotated type; a ValueError says what it must be."""
+    kinds = _kinds(kind)
+    if type(None) in kinds and text.lower() == "none":
+        return None
+    parsers = [(kinds[plain], *parser) for plain, parser in _PARSERS.items() if plain in kinds]
+    for annotation, parse, _ in parsers:
+        if (value := parse(text, annotation)) is not None:
+            return value
+    names = [name for _, _, name in parsers] + ["none"] * (type(None) in kinds)
+    raise ValueError(" or ".join(names))
+
+
+def value_to_text(value: Any) -> str:
+    """Text of one value, as `parse_value` reads it."""
+    if isinstance(value, tuple):
+        return ",".join(map(value_to_text, value)) + ("," if len(value) < 2 else "")
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+def _parse_number(text: str, kind: type) -> int | float | None:
+    try:
+        return kind(text)
+    except ValueError:
+        return None
+
+
+def _parse_tuple(text: str, kind: Any) -> tuple[Any, ...] | None:
+    try:
+        return tuple(parse_value(part, typing.get_args(kind)[0]) for part in text.split(",") if part)
+    except ValueError:
+        return None
+
+
+# Tried in this order; None means "not one of these". A tuple needs a comma, a str takes anything.
+_PARSERS: dict[Any, tuple[Callable[[str, Any], Any], str]] = {
+    int: (_parse_number, "a whole number"),
+    float: (_parse_number, "a number"),
+    bool: (lambda text, _: {"true": True, "false": False}.get(text.lower()), "true or false"),
+    tuple: (lambda text, kind: _parse_tuple(text, kind) if "," in text else None, "values joined by commas"),
+    str: (lambda text, _: text, "text"),
+}
+
+
+def _kinds(hint: Any) -> dict[Any, Any]:
+    """Plain type -> annotation: `str | tuple[int, ...] | None` -> {str: str, tuple: tuple[int, ...], NoneType: ...}."""
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    return {typing.get_origin(option) or option: option for option in options}
+
+
+def _has_text(hint: Any) -> bool:
+    """Whether text can say every value of the annotation."""
+    kinds = _kinds(hint)
+    if tuple in kinds:
+        item, *rest = typing.get_args(kinds[tuple]) or (Any,)
+        if rest != [...] or not _has_text(item):
+            return False
+    return kinds.keys() <= {*_PARSERS, type(None)}
+
+
+def _flatten(section: Any, prefix: str, changes_result: bool) -> dict[str, tuple[Any, Any, bool]]:
+    hints = typing.get_type_hints(type(section))
+    found = {}
+    for item in dataclasses.fields(section):
+        key, value = f"{prefix}.{item.name}", getattr(section, item.name)
+        matters = changes_result and item.metadata.get("changes_result", True)
+        if dataclasses.is_dataclass(value):
+            found |= _flatten(value, key, matters)
+        elif _has_text(hints[item.name]):  # the rest stays with the recipe
+            found[key] = (value, hints[item.name], matters)
+    return found
+
+
+def _replace(node: Any, values: Mapping[str, Any]) -> Any:
+    """`node` with dotted keys replaced, those of one dataclass at once: its __post_init__ sees them together."""
+    own, nested = {}, {}
+    for key, value in values.items():
+        head, dot, rest = key.partition(".")
+        if dot:
+            nested.setdefault(head, {})[rest] = value
+        else:
+            own[head] = value
+    own |= {head: _replace(getattr(node, head), inner) for head, inner in nested.items()}
+    return dataclasses.replace(node, **own)
