@@ -10,11 +10,11 @@ import shutil
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
-from flax import nnx
 
 from flax_mesh.checkpoint.checksums import find_damage
 from flax_mesh.checkpoint.find import LEFTOVER, STEP
@@ -23,9 +23,11 @@ from flax_mesh.checkpoint.retention import RetentionPolicy
 from flax_mesh.checkpoint.warm_start import RestoreReport, fill
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, PeerError, SaveError
 from flax_mesh.processes.phases import Phases
+from flax_mesh.step import TrainState
 from flax_mesh.text import count_text
 from flax_mesh.tree import named_leaves
 
+Tree = TypeVar("Tree")
 # Of a save; "folders", "files" and "commit" are what the storage tells of.
 PHASES = ("begin", "folders", "start", "files", "commit", "clear")
 METRICS = "metrics"  # in the metadata of a step: name -> number
@@ -104,11 +106,11 @@ class Checkpointer:
         """What is wrong with the files of a step, one line each; reads all of them. Empty: it is whole."""
         return find_damage(self._step(step))
 
-    def save(self, step: int, state: nnx.State, metadata: Mapping[str, Any]) -> None:
+    def save(self, step: int, state: Any, metadata: Mapping[str, Any]) -> None:
         """Start saving `state`, or save it (`host_bytes`); when this returns, its arrays may be donated.
 
-        `metadata` is JSON. A SaveError says what went wrong here, or with the save before. A step that exists is an
-        error.
+        `state` is a TrainState, an nnx.State or another tree of arrays; `metadata` is JSON. A SaveError says what went
+        wrong here, or with the save before. A step that exists is an error.
         """
         self.wait()
         self._phases = Phases("save", PHASES)
@@ -120,7 +122,7 @@ class Checkpointer:
             storage = self._open()
             self._phases.passed("begin")  # nobody writes there any more
             self._tidy()
-            arrays = to_disk(state, self.layers, on_host=self.host_bytes is None)
+            arrays = to_disk(_tree(state), self.layers, on_host=self.host_bytes is None)
             self._saving = step
             storage.save(self._path(step), arrays, dict(metadata))
             self._phases.passed("start")
@@ -168,16 +170,18 @@ class Checkpointer:
 
     def check(self, abstract: Any, step: int, *, include: str = "", cast: bool = False) -> dict[str, Any]:
         """Raise what `restore` would raise about another model; reads no array. path on disk -> what is restored."""
-        named = named_leaves(abstract)
+        named = named_leaves(_tree(abstract))
         target = disk_target(named, stacked_paths(named, self.layers))
         stored = {path: leaf for path, leaf in self.arrays(step).items() if re.match(include, path)}
         check_same(target, stored, f"checkpoint {self._step(step)}", cast=cast, repair=REPAIR)
         return target
 
     def restore(
-        self, abstract: Any, step: int | None = None, *, include: str = "", cast: bool = False, verify: bool = True
-    ) -> Any:
+        self, abstract: Tree, step: int | None = None, *, include: str = "", cast: bool = False, verify: bool = True
+    ) -> Tree:
         """The state of `step` (default: the newest whole one) laid out as `abstract` says, whatever layout it had.
+
+        `abstract` is a TrainState or a tree, of ShapeDtypeStructs or arrays; what is restored is of the same kind.
 
         Raises one ConfigError that lists every path that is missing, left over, or of another shape or dtype.
         `include`: a regular expression; only paths that start with a match are looked at, as in
@@ -186,13 +190,13 @@ class Checkpointer:
         """
         step = self._whole_step(step, verify)
         target = self.check(abstract, step, include=include, cast=cast)
-        named = named_leaves(abstract)
+        named = named_leaves(_tree(abstract))
         leaves = from_disk(self._reader(step, target), named, stacked_paths(named, self.layers))
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
     def fill(
-        self, state: Any, step: int | None = None, *, include: str = "", cast: bool = True, verify: bool = True
-    ) -> tuple[Any, RestoreReport]:
+        self, state: Tree, step: int | None = None, *, include: str = "", cast: bool = True, verify: bool = True
+    ) -> tuple[Tree, RestoreReport]:
         """`state` with every leaf that the checkpoint holds in the same shape, and what was and was not filled.
 
         For a warm start from a model that is not quite the same. `include` as in `restore`, on the paths of both; a
@@ -200,7 +204,9 @@ class Checkpointer:
         another dtype keeps its value.
         """
         step = self._whole_step(step, verify)
-        return fill(state, self.arrays(step), lambda target: self._reader(step, target), self.layers, include, cast)
+        read = partial(self._reader, step)
+        leaves, report = fill(named_leaves(_tree(state)), self.arrays(step), read, self.layers, include, cast)
+        return jax.tree.unflatten(jax.tree.structure(state), leaves), report
 
     def _whole_step(self, step: int | None, verify: bool) -> int:
         if step is None:
@@ -322,6 +328,11 @@ class Checkpointer:
         # What cannot be deleted is a leftover, which the next run tries again.
         self._deleting = threading.Thread(target=lambda: [shutil.rmtree(path, ignore_errors=True) for path in doomed])
         self._deleting.start()
+
+
+def _tree(state: Any) -> Any:
+    """`state` as a tree whose paths are those on disk."""
+    return state.to_nnx() if isinstance(state, TrainState) else state
 
 
 def _reason(error: BaseException) -> str:

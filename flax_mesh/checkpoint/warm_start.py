@@ -5,12 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from flax_mesh.checkpoint.layout import disk_target, fits, from_disk, stacked_paths
 from flax_mesh.errors import ConfigError
 from flax_mesh.text import array_text
-from flax_mesh.tree import named_leaves
 
 
 @dataclass(frozen=True)
@@ -28,15 +25,17 @@ class RestoreReport:
 
 
 def fill(
-    state: Any,
+    named: Sequence[tuple[str, Any]],
     stored: Mapping[str, Any],
     reader: Callable[[Mapping[str, Any]], Callable[[list[str]], Mapping[str, Any]]],
     layers: Sequence[str],
     include: str,
     cast: bool,
-) -> tuple[Any, RestoreReport]:
-    """`Checkpointer.fill`, of what `reader(target)` reads. ConfigError where nothing at all can be filled."""
-    named = named_leaves(state)
+) -> tuple[list[Any], RestoreReport]:
+    """`Checkpointer.fill` of (path, leaf) pairs: their leaves as `reader(target)` reads them, or as they were.
+
+    A ConfigError where nothing at all can be filled.
+    """
     stacks = stacked_paths(named, layers)
     target = disk_target(named, stacks)
     wanted = {path for path in target if re.match(include, path)}
@@ -53,8 +52,7 @@ def fill(
     chosen = [(path, leaf) for path, leaf in named if any(part in read for part in stacks.get(path, [path]))]
     values = dict(zip((path for path, _ in chosen), from_disk(reader(read), chosen, stacks), strict=True))
     unused = tuple(path for path in stored if re.match(include, path) and path not in target)
-    leaves = [values.get(path, leaf) for path, leaf in named]
-    return jax.tree.unflatten(jax.tree.structure(state), leaves), RestoreReport(tuple(filled), kept, unused)
+    return [values.get(path, leaf) for path, leaf in named], RestoreReport(tuple(filled), kept, unused)
 
 
 def _why_kept(stored: Any, target: Any, cast: bool) -> str:

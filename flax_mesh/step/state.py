@@ -47,6 +47,20 @@ class TrainState:
         # The same object as before, not an equal one: comparing it at every dispatch is then free.
         return TrainState(tuple(leaves), self.definition)
 
+    def with_state(self, state: Any) -> "TrainState":
+        """The train state with the leaves of `state`, which has the form of `to_nnx()`: an nnx.State or a dict.
+
+        Its leaves may be of another kind: arrays where this state is abstract. A ValueError lists all paths that are
+        missing in `state` or unknown here.
+        """
+        found, own = dict(named_leaves(state)), [path for path, _ in named_leaves(self.to_nnx())]
+        problems = [f"  {path}: missing" for path in own if path not in found]
+        problems += [f"  {path}: unknown" for path in found.keys() - set(own)]
+        if problems:
+            head = "a state must have the paths of the train state that it becomes, as `to_nnx()` returns them; found:"
+            raise ValueError("\n".join([head, *sorted(problems)]))
+        return TrainState(tuple(found[path] for path in own), self.definition)
+
 
 def check_same_structure(graphdef_before: Any, before: Any, graphdef_after: Any, after: Any) -> None:
     """Raise a ValueError that names the variables that came or went; `before` and `after` are trees of States."""
@@ -69,6 +83,5 @@ def abstract_train_state(make: Callable[[], Any], abstract: nnx.State) -> TrainS
 
 
 def init_train_state(make: Callable[[], Any], abstract: nnx.State) -> TrainState:
-    """The initial train state, born sharded as `abstract` says."""
-    state = abstract_train_state(make, abstract)
-    return TrainState(tuple(jax.tree.leaves(init_state(make, abstract))), state.definition)
+    """The initial train state, initialized directly with the shardings of `abstract`."""
+    return abstract_train_state(make, abstract).with_state(init_state(make, abstract))

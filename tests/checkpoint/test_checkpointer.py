@@ -12,6 +12,7 @@ from flax import nnx
 from flax_mesh import ConfigError, abstract_state, create_mesh, init_state, named_leaves
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.models import Decoder, DecoderConfig
+from flax_mesh.step import abstract_train_state
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -184,3 +185,17 @@ def test_the_arrays_may_be_donated_once_save_has_returned(tmp_path):
 def test_an_empty_folder_says_so(tmp_path):
     with Checkpointer(tmp_path) as checkpointer, pytest.raises(ConfigError, match="holds no checkpoint"):
         checkpointer.restore(abstract_of("one"))
+
+
+def test_a_train_state_is_saved_and_comes_back_as_one(tmp_path):
+    """On disk it is the nnx.State that it stands for."""
+    layout = abstract_train_state(maker(SCANNED), abstract_of("scanned"))
+    state = layout.with_state(state_of("scanned"))
+    save(tmp_path, state)
+    with Checkpointer(tmp_path, layers=["layers"]) as checkpointer:
+        got, (filled, report) = checkpointer.restore(layout), checkpointer.fill(state)
+        check_same(state.to_nnx(), checkpointer.restore(abstract_of("one")))
+        assert checkpointer.check(layout, 1).keys() == checkpointer.arrays(1).keys()
+    assert got.definition is filled.definition is layout.definition and not report.kept
+    for tree in (got, filled):
+        check_same(state.to_nnx(), tree.to_nnx())

@@ -253,10 +253,10 @@ def test_reshard_writes_the_same_values_in_the_layout_of_the_recipe(command, sav
     _, _, rules, program = program_of(*argv)
     with Checkpointer(out, layers=rules.layers) as checkpointer:
         assert checkpointer.latest_step() == 10 and checkpointer.metadata(10)["metrics"]["eval_loss"] == 2.25
-        target, stored = checkpointer.check(program.layout.to_nnx(), 10), checkpointer.arrays(10)
+        target, stored = checkpointer.check(program.layout, 10), checkpointer.arrays(10)
         for path, x in target.items():  # what lies on the disk fits the new layout
             assert stored[path].storage.chunk_shape == x.sharding.shard_shape(x.shape), path
-        checkpointer.restore(program.layout.to_nnx(), 10)
+        checkpointer.restore(program.layout, 10)
 
 
 @pytest.mark.slow

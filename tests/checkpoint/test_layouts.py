@@ -13,7 +13,7 @@ import pytest
 
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
-from flax_mesh.step.state import TrainState
+from flax_mesh.step import TrainState
 from flax_mesh.train import DataConfig, OptimizerConfig, RunConfig, TrainConfig, apply_overrides
 from flax_mesh.train.build import TrainProgram, batch_sharding, make_mesh, run_rules, train_program
 from flax_mesh.train.data.batches import make_batch_fn
@@ -87,8 +87,8 @@ def saved(setup, tmp_path_factory):
             state, _ = program.step(state, batch(i))
         folder = tmp_path_factory.mktemp("saved")
         with Checkpointer(folder, layers=layers) as checkpointer:
-            checkpointer.save(BEFORE, state.to_nnx(), {})
-        kept = jax.tree.map(np.array, state.to_nnx())  # the steps are given the arrays
+            checkpointer.save(BEFORE, state, {})
+        kept = jax.tree.map(np.array, state)  # the steps are given the arrays
         return folder, kept, losses(program, batch, state)
 
     return of
@@ -127,11 +127,11 @@ def check_pair(setup, saved, before: str, after: str) -> None:
     folder, kept, want = saved(before)
     program, batch, layers = setup(after)
     with Checkpointer(folder, layers=layers) as checkpointer:
-        restored = checkpointer.restore(program.layout.to_nnx(), BEFORE)
+        restored = checkpointer.restore(program.layout, BEFORE)
     for leaf, abstract in zip(jax.tree.leaves(restored), program.layout.leaves, strict=True):
         assert leaf.sharding.is_equivalent_to(abstract.sharding, leaf.ndim)
-    check_same(kept, restored)
-    have = losses(program, batch, TrainState(tuple(jax.tree.leaves(restored)), program.layout.definition))
+    check_same(kept.to_nnx(), restored.to_nnx())
+    have = losses(program, batch, restored)
     assert len(set(want)) == AFTER and want[-1] < want[0]  # something is learned
     if before == after:
         assert np.array_equal(have, want)

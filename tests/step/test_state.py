@@ -1,0 +1,47 @@
+"""TrainState.with_state: the train state of another tree with the same paths."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from flax_mesh import abstract_state, create_mesh, init_state, map_named, named_leaves
+from flax_mesh.step import abstract_train_state
+
+
+def make():
+    model = nnx.Dict(layers=nnx.List([nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(11)]))
+    return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+
+@pytest.fixture(scope="module")
+def abstract():
+    return abstract_state(make, create_mesh((1,), ("fsdp",), devices=jax.devices()[:1]), [(".*", ())])
+
+
+@pytest.mark.parametrize("kind", [lambda state: state, nnx.State.to_pure_dict])
+def test_a_state_of_the_same_paths_becomes_a_train_state_of_the_same_definition(kind, abstract):
+    layout, state = abstract_train_state(make, abstract), init_state(make, abstract)
+    got = layout.with_state(kind(state))
+    assert got.definition is layout.definition
+    kernels = [layer.kernel[...] for layer in got.merge()[0].layers]  # more than ten: 10 comes before 2 as text
+    want = dict(named_leaves(state))
+    assert len(kernels) == 11
+    assert all(np.array_equal(kernel, want[f"model/layers/{i}/kernel"]) for i, kernel in enumerate(kernels))
+
+
+def test_every_path_that_differs_is_named(abstract):
+    layout = abstract_train_state(make, abstract)
+    other = {"model": abstract["model"], "more": 1, "optimizer": {"step": 0}}
+    with pytest.raises(ValueError, match="as `to_nnx\\(\\)` returns them") as error:
+        layout.with_state(other)
+    lines = str(error.value).splitlines()[1:]
+    assert "  more: unknown" in lines and "  optimizer/opt_state/0/mu/layers/10/kernel: missing" in lines
+    assert len(lines) == 1 + 2 * 22 + 1 and not any("  model/" in line or "/step" in line for line in lines)
+
+
+def test_leaves_are_matched_by_path(abstract):
+    layout = abstract_train_state(make, abstract)
+    named = map_named(lambda path, _: path, layout.to_nnx())
+    assert layout.with_state(named).leaves[0] == "model/layers/0/bias"
