@@ -5,12 +5,12 @@ Everything here sees both, the first before the second. Both belong to a thread:
 """
 
 import math
-import warnings
 from collections.abc import Sequence
 
 import jax
-from jax.interpreters import pxla
 from jax.sharding import AbstractMesh, Mesh
+
+from flax_mesh.jax_compat import legacy_mesh
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -28,7 +28,7 @@ def current_mesh() -> AnyMesh | None:
     """
     abstract = jax.sharding.get_abstract_mesh()
     if abstract.empty:
-        return _legacy_mesh()
+        return legacy_mesh()
     try:
         concrete = jax.sharding.get_mesh()
     except ValueError:  # inside a trace JAX hands out the abstract mesh alone
@@ -114,11 +114,3 @@ def _as_names(axis_names: str | Sequence[str]) -> tuple[str, ...]:
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"axis_names must be a string or a list or tuple of strings, got {axis_names!r}.")
     return tuple(names)
-
-
-def _legacy_mesh() -> Mesh | None:
-    with warnings.catch_warnings():  # reading the legacy context warns that it is deprecated, which its user knows
-        warnings.simplefilter("ignore", DeprecationWarning)
-        resources = getattr(pxla, "thread_resources", None)  # a JAX that has dropped it has no legacy context
-    mesh = None if resources is None else resources.env.physical_mesh
-    return None if mesh is None or mesh.empty else mesh

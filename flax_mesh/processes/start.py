@@ -4,9 +4,9 @@ import re
 from typing import NamedTuple
 
 import jax
-from jax._src import distributed, xla_bridge  # no public name for what is asked of them here
 
 from flax_mesh.errors import ConfigError
+from flax_mesh.jax_compat import backends_are_initialized, num_distributed_processes
 
 PROCESS = re.compile(r"(\d+)/(\d+)@(.+:\d+)")
 NO_CLUSTER = "coordinator_address should be defined"  # what JAX says where it finds none
@@ -44,14 +44,10 @@ def start_processes(given: Processes | None) -> int:
             coordinator_bind_address=given.coordinator,
             cluster_detection_method="deactivate",
         )
-    elif not jax.distributed.is_initialized() and not _in_use():
+    elif not jax.distributed.is_initialized() and not backends_are_initialized():
         try:
             jax.distributed.initialize()
         except ValueError as error:
             if NO_CLUSTER not in str(error):
                 raise
-    return distributed.global_state.num_processes or 1
-
-
-def _in_use() -> bool:
-    return xla_bridge.backends_are_initialized()
+    return num_distributed_processes()

@@ -5,7 +5,8 @@ from functools import lru_cache
 from typing import Any
 
 import jax
-from jax._src import distributed  # JAX has no public name for the store
+
+from flax_mesh.jax_compat import distributed_client
 
 ROOT = "flax_mesh"
 
@@ -54,7 +55,7 @@ def _counts() -> Counter[str]:
 
 
 def _client() -> Any:
-    client = distributed.global_state.client
+    client = distributed_client()
     if client is None:
         raise RuntimeError("jax.distributed is not initialised: this process has nobody to share anything with.")
     return client

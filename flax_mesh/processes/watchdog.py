@@ -22,8 +22,8 @@ from types import TracebackType
 from typing import Any
 
 import jax
-from jax._src import distributed  # JAX has no public name for the address of its coordinator
 
+from flax_mesh.jax_compat import coordinator_address
 from flax_mesh.processes.store import call_number, get_text, put_text
 
 PEER_TIMEOUT_S = 12.0  # silence after which a process counts as stopped; what is noticed is noticed within 15 s
@@ -267,7 +267,7 @@ class Watch:
 
 def _address_here() -> tuple[str, socket.AddressFamily]:
     """The address of the coordinator of jax.distributed, under which the others reach process 0."""
-    host, _, port = str(distributed.global_state.coordinator_address).rpartition(":")
+    host, _, port = coordinator_address().rpartition(":")
     family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
     return str(address[0]), family
 

@@ -30,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh import create_mesh
 from flax_mesh.mpmd import MpmdMesh, Pipeline, make_schedule, split_stages
-from flax_mesh.mpmd.transport import local_copy as move
+from flax_mesh.mpmd.transport import local_copy
 from tests.benchmarks import overlap
 from tests.benchmarks._report import print_json, print_table, use_cpu
 
@@ -194,7 +194,7 @@ def dispatch_of_actions(pipeline: Pipeline, call: Callable[[], Any], steps: int 
 
 def copied_bytes(call: Callable[[], Any]) -> int:
     """Bytes of the arrays that one call puts from some devices on others."""
-    put, copy, copied = jax.device_put, move.COPY, 0
+    put, make_copy, copied = jax.device_put, local_copy.device_copy, 0
 
     def count(x: Any, device: Any = None, **options: Any) -> Any:
         nonlocal copied
@@ -204,16 +204,23 @@ def copied_bytes(call: Callable[[], Any]) -> int:
                 copied += source.nbytes
         return there
 
-    def count_alike(arrays: Sequence[jax.Array], *where: Any) -> Sequence[jax.Array]:
-        nonlocal copied
-        copied += sum(x.nbytes for x in arrays)
-        assert copy is not None
-        return copy(arrays, *where)
+    def counted_copy(target: Any) -> Callable[[jax.Array], jax.Array] | None:
+        if (copy := make_copy(target)) is None:
+            return None
 
-    move.mover.cache_clear()
-    with patch.object(jax, "device_put", count), patch.object(move, "COPY", copy and count_alike):
+        def count_alike(x: jax.Array) -> jax.Array:
+            nonlocal copied
+            before, there = copied, copy(x)
+            if copied == before:  # else it was by `jax.device_put`
+                copied += x.nbytes
+            return there
+
+        return count_alike
+
+    local_copy.mover.cache_clear()
+    with patch.object(jax, "device_put", count), patch.object(local_copy, "device_copy", counted_copy):
         jax.block_until_ready(call())
-    move.mover.cache_clear()
+    local_copy.mover.cache_clear()
     return copied
 
 

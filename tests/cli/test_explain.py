@@ -8,7 +8,6 @@ import re
 import resource
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import jax
@@ -23,7 +22,6 @@ from jax.sharding import AbstractMesh, PartitionSpec
 import flax_mesh as fm
 from flax_mesh.cli import main
 from flax_mesh.cli.main import BAD_INPUT, DONE, FINDINGS
-from flax_mesh.jax_compat import short_tracer_errors
 from flax_mesh.sharding import explain_sharding, golden_text, sharding_fingerprint
 from flax_mesh.train import apply_overrides, load_recipe
 from flax_mesh.train.build import make_optimizer
@@ -124,35 +122,6 @@ def test_models_are_made_in_time_that_grows_with_their_size():
     build(make, net_loss, net_batch(4), 2, optax.sgd(1.0)).init_state()
     fm.init_state(make, fm.abstract_state(make, fm.create_mesh(), [(".*", ())]))
     assert len(seen) > 3 and not any(seen)
-
-
-def test_tracer_errors_are_short_within_and_as_before_afterwards():
-    tracer = partial_eval.DynamicJaxprTracer
-    before, seen, inside = tracer._origin_msg, [], threading.Event()
-
-    def message(x):
-        with pytest.raises(jax.errors.TracerBoolConversionError) as error:
-            bool(x)
-        seen.append(str(error.value))
-        return x
-
-    def other_thread():
-        with short_tracer_errors():
-            inside.set()
-            done.wait(10)
-
-    done = threading.Event()
-    thread = threading.Thread(target=other_thread)
-    with short_tracer_errors():
-        thread.start()
-        assert inside.wait(10)
-        jax.eval_shape(lambda x: message(x), jnp.float32(1))
-    assert tracer._origin_msg is not before  # the other thread is still within
-    done.set()
-    thread.join()
-    assert tracer._origin_msg is before
-    jax.eval_shape(lambda x: message(x), jnp.float32(2))
-    assert len(seen[0]) < len(seen[1]) and "while tracing" not in seen[0] and "while tracing" in seen[1]
 
 
 # --- findings ---

@@ -12,6 +12,8 @@ from jax import core
 from jax.extend import core as jex
 from jax.tree_util import DictKey
 
+from flax_mesh.jax_compat import empty_debug_info, scan_sizes
+
 Var: TypeAlias = Any  # jex.Var; JAX tells a type checker nothing of shapes and dtypes of its avals
 Eqn: TypeAlias = Any  # jex.JaxprEqn
 JIT = ("jit", "pjit", "closed_call", "core_call")
@@ -186,26 +188,13 @@ def body(eqn: Eqn) -> Program:
     return _closed(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"])
 
 
-def scan_sizes(eqn: Eqn) -> tuple[int, int]:
-    """How many of the inputs of a scan are constants, and how many after them are carried."""
-    if "ft_in" in eqn.params:  # since JAX 0.11
-        consts, carry, _ = eqn.params["ft_in"].unpack()
-        return len(list(consts)), len(list(carry))
-    return eqn.params["num_consts"], eqn.params["num_carry"]
-
-
 def whole(value: Any) -> Any:
     """The value itself, Chunks put together."""
     return value.whole() if isinstance(value, Chunks) else value
 
 
-@functools.cache
-def _no_names() -> Any:
-    return jax.make_jaxpr(lambda: ())().jaxpr.debug_info.with_unknown_names()
-
-
 def _jaxpr(consts: Sequence[Var], inputs: Sequence[Var], outputs: Sequence[Any], eqns: Sequence[Eqn]) -> jex.Jaxpr:
-    return jex.Jaxpr(consts, inputs, outputs, eqns, debug_info=_no_names())
+    return jex.Jaxpr(consts, inputs, outputs, eqns, debug_info=empty_debug_info())
 
 
 def _closed(inner: Any) -> Program:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from flax_mesh.jax_compat import scan_sizes
 from flax_mesh.mpmd.split.jaxpr import (
     REMAT,
     Eqn,
@@ -20,7 +21,6 @@ from flax_mesh.mpmd.split.jaxpr import (
     inline,
     is_var,
     needed,
-    scan_sizes,
     trace,
     variables,
 )

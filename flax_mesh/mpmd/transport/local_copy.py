@@ -7,14 +7,11 @@ for a pair of shardings, and the same copy called.
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, Sharding
-from jaxlib import xla_client
 
-# What `jax.device_put` calls in the end. No public name has it, so nothing may depend on it: None where it is gone.
-COPY: Callable[..., Any] | None = getattr(xla_client, "batched_copy_array_to_devices_with_sharding", None)
+from flax_mesh.jax_compat import device_copy
 
 
 def move(x: jax.Array, sharding: Sharding) -> jax.Array:
@@ -25,21 +22,8 @@ def move(x: jax.Array, sharding: Sharding) -> jax.Array:
 @lru_cache(maxsize=4096)
 def mover(source: Sharding, target: Sharding) -> Callable[[jax.Array], jax.Array]:
     """`move` of arrays that lie by `source`."""
-    copy, devices = COPY, getattr(target, "_internal_device_list", None)
-    if copy is None or devices is None or not _alike(source, target):
-        return lambda x: jax.device_put(x, target)
-    there = [devices.addressable_device_list], [target], [xla_client.ArrayCopySemantics.REUSE_INPUT]
-
-    def moved(x: Any) -> jax.Array:
-        # Random keys have no buffers of their own; of an array that is deleted the copy would read freed memory.
-        if not isinstance(x, xla_client.ArrayImpl) or x.is_deleted():
-            return jax.device_put(x, target)
-        try:
-            return copy([x], *there)[0]
-        except jax.errors.JaxRuntimeError:  # jax.transfer_guard takes this for an implicit transfer
-            return jax.device_put(x, target)
-
-    return moved
+    copy = device_copy(target) if _alike(source, target) else None
+    return copy or (lambda x: jax.device_put(x, target))
 
 
 def _alike(source: Sharding, target: Sharding) -> bool:

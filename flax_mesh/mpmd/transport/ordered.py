@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh.errors import ConfigError, ShardingError
+from flax_mesh.jax_compat import supports_cross_host_transfers, transfers_over_dcn_are_forced
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.runtime.placement import put_host
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule
@@ -223,9 +224,9 @@ def why_not(mesh: MpmdMesh) -> str:
     if len(kinds) > 1:
         return f"the mesh has devices of several kinds, {', '.join(kinds)}"
     client = mesh.jax_mesh.local_devices[0].client
-    if not getattr(client, "supports_cross_host_transfers", False):
+    if not supports_cross_host_transfers(client):
         return f"the client of {client.platform} does not say that it supports transfers between processes"
-    if jax.config.read("jax_force_dcn_cross_host_transfers"):
+    if transfers_over_dcn_are_forced():
         return "jax_force_dcn_cross_host_transfers is set"
     return ""
 

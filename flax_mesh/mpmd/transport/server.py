@@ -11,7 +11,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src import distributed
+
+from flax_mesh.jax_compat import coordinator_address, distributed_client
 
 ADDRESS_TIMEOUT_S = 300  # how long a first receive waits for the sender's first transfer of all
 
@@ -95,13 +96,13 @@ def transport_of(client: Any) -> Transport:
 
 @lru_cache(maxsize=8)
 def _start(client: Any) -> Transport:
-    state = distributed.global_state  # JAX has no public name for the key-value store of its processes
-    if state.client is None or state.coordinator_address is None:
+    store = distributed_client()
+    if store is None:
         raise ValueError(
             "A transfer between processes needs jax.distributed, through which they find each other. "
             "Call jax.distributed.initialize() before the first use of JAX."
         )
-    folder, store = f"flax_mesh/transfer/{client.platform}", state.client
+    folder = f"flax_mesh/transfer/{client.platform}"
 
     def look_up(process: int) -> str:
         try:
@@ -114,7 +115,7 @@ def _start(client: Any) -> Transport:
 
     return Transport(
         client,
-        address_towards(state.coordinator_address),
+        address_towards(coordinator_address()),
         lambda process, address: store.key_value_set(f"{folder}/{process}", address),
         look_up,
     )

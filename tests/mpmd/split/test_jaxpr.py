@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
+from flax_mesh.jax_compat import scan_sizes
 from flax_mesh.mpmd.split.jaxpr import (
     JIT,
     REMAT,
@@ -26,7 +27,6 @@ from flax_mesh.mpmd.split.jaxpr import (
     is_var,
     needed,
     num_bytes,
-    scan_sizes,
     trace,
     variables,
     whole,

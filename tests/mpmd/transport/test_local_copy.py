@@ -118,14 +118,9 @@ def test_a_buffer_that_is_donated_after_the_move_was_copied_before():
 
 
 def test_without_the_function_of_jaxlib_it_is_device_put(monkeypatch, slow_puts):
-    monkeypatch.setattr(module, "COPY", None)
+    monkeypatch.setattr(module, "device_copy", lambda target: None)
     x = jax.device_put(np.arange(64.0).reshape(8, 8), NamedSharding(mesh(0), P("dp", "tp")))
     there = NamedSharding(mesh(4), P("dp", "tp"))
     slow_puts.clear()
     assert_same(move(x, there), jax.device_put(x, there))
     assert len(slow_puts) == 2
-
-
-def test_jaxlib_still_has_the_function():
-    """Without it pipelines run as before, with some ten times the host's cost of a transfer."""
-    assert module.COPY is not None

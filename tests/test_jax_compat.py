@@ -1,0 +1,219 @@
+"""What flax_mesh uses of JAX and Orbax beyond their public names: the names of failing tests say what has moved."""
+
+import ast
+import importlib
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend import core
+from jax.interpreters import partial_eval
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxlib import xla_client
+
+from flax_mesh import jax_compat
+from tests.test_layering import PACKAGE, imports
+
+PRIVATE = ("jax._src", "jaxlib", "jax.interpreters", "orbax.checkpoint._src")
+
+
+def test_jax_src_distributed_global_state_has_client_coordinator_address_num_processes():
+    state = jax_compat._required(jax_compat.DISTRIBUTED)
+    assert (state.client, state.coordinator_address, state.num_processes) == (None, None, 1)
+    assert jax_compat.distributed_client() is None
+    assert jax_compat.num_distributed_processes() == 1
+
+
+@pytest.mark.parametrize("method", ["key_value_set", "blocking_key_value_get", "key_value_try_get", "key_value_delete"])
+def test_the_client_of_jax_distributed_has(method):
+    """Of what `distributed_client` gives `processes/store.py` calls these."""
+    assert callable(getattr(importlib.import_module("jaxlib._jax").DistributedRuntimeClient, method))
+
+
+def test_jax_src_xla_bridge_has_backends_are_initialized():
+    jax.devices()
+    assert jax_compat.backends_are_initialized() is True
+
+
+def test_jax_src_mesh_has_thread_resources():
+    mesh = jax.make_mesh((8,), ("fsdp",))
+    assert jax_compat.legacy_mesh() is None
+    with pytest.warns(DeprecationWarning), mesh:
+        assert jax_compat.legacy_mesh() is mesh
+    assert jax_compat.legacy_mesh() is None
+
+
+def test_the_flag_jax_force_dcn_cross_host_transfers_can_be_read():
+    assert jax.config.read("jax_force_dcn_cross_host_transfers") is False
+    assert not jax_compat.transfers_over_dcn_are_forced()
+
+
+def test_clients_have_supports_cross_host_transfers():
+    """Of GPU and TPU; that of a CPU has not, and JAX asks as it is asked here."""
+    source = Path(jax.__file__).parent / "_src" / "dispatch.py"
+    assert "supports_cross_host_transfers" in source.read_text()
+    assert not jax_compat.supports_cross_host_transfers(jax.devices()[0].client)
+
+
+def two_layouts() -> tuple[NamedSharding, NamedSharding]:
+    meshes = [Mesh(np.array(devices), ("fsdp",)) for devices in (jax.devices()[:4], jax.devices()[4:])]
+    first, second = (NamedSharding(mesh, P("fsdp")) for mesh in meshes)
+    return first, second
+
+
+def test_jaxlib_xla_client_has_batched_copy_array_to_devices_with_sharding():
+    """Without it pipelines run as before, with some ten times the host's cost of a transfer."""
+    here, there = two_layouts()
+    assert callable(xla_client.batched_copy_array_to_devices_with_sharding)
+    copy, x = jax_compat.device_copy(there), jax.device_put(np.arange(8.0), here)
+    assert copy is not None
+    assert copy(x).sharding == there and np.array_equal(copy(x), x)
+
+
+def test_jaxlib_xla_client_has_array_impl_and_array_copy_semantics():
+    assert isinstance(jnp.ones(2), xla_client.ArrayImpl)
+    assert not isinstance(jax.random.key(0), xla_client.ArrayImpl)
+    assert xla_client.ArrayCopySemantics.REUSE_INPUT is not None
+
+
+def test_shardings_have_internal_device_list():
+    here, _ = two_layouts()
+    devices = here._internal_device_list  # pyright: ignore[reportAttributeAccessIssue]
+    assert list(devices.addressable_device_list) == jax.devices()[:4]
+
+
+def test_debug_info_has_with_unknown_names():
+    """Without it errors about a program that is evaluated name a lambda of jax_compat.py."""
+    made: Any = jax.make_jaxpr(lambda: ())().jaxpr.debug_info
+    assert made.with_unknown_names() != made
+    info = jax_compat.empty_debug_info()
+    assert core.Jaxpr((), (), (), (), debug_info=info).debug_info == info == info.with_unknown_names()
+
+
+def test_scans_have_num_consts_and_num_carry_or_ft_in():
+    jaxpr = jax.make_jaxpr(lambda w, c, x: jax.lax.scan(lambda c, x: (c * w + x, c), c, x))(1.0, 1.0, jnp.ones(3))
+    (eqn,) = (eqn for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name == "scan")
+    assert jax_compat.scan_sizes(eqn) == (1, 1)
+
+
+def test_jax_interpreters_partial_eval_dynamic_jaxpr_tracer_has_origin_msg():
+    """Without it tracing takes time that grows with the square of the number of layers."""
+    assert "_origin_msg" in vars(partial_eval.DynamicJaxprTracer)
+
+
+def test_tracer_errors_are_short_within_and_as_before_afterwards():
+    tracer = partial_eval.DynamicJaxprTracer
+    before, seen, inside = tracer._origin_msg, [], threading.Event()
+
+    def message(x):
+        with pytest.raises(jax.errors.TracerBoolConversionError) as error:
+            bool(x)
+        seen.append(str(error.value))
+        return x
+
+    def other_thread():
+        with jax_compat.short_tracer_errors():
+            inside.set()
+            done.wait(10)
+
+    done = threading.Event()
+    thread = threading.Thread(target=other_thread)
+    with jax_compat.short_tracer_errors():
+        thread.start()
+        assert inside.wait(10)
+        jax.eval_shape(lambda x: message(x), jnp.float32(1))
+    assert tracer._origin_msg is not before  # the other thread is still within
+    done.set()
+    thread.join()
+    assert tracer._origin_msg is before
+    jax.eval_shape(lambda x: message(x), jnp.float32(2))
+    assert len(seen[0]) < len(seen[1]) and "while tracing" not in seen[0] and "while tracing" in seen[1]
+
+
+def test_without_a_private_name_a_use_falls_back_or_says_which_name_is_gone(monkeypatch):
+    monkeypatch.setattr(jax_compat, "_optional", lambda name: None)
+    _, there = two_layouts()
+    assert jax_compat.legacy_mesh() is None and jax_compat.device_copy(there) is None
+    with jax_compat.short_tracer_errors():
+        assert np.array_equal(jax.jit(lambda x: x + 1)(1), 2)
+    for use, name in (
+        (jax_compat.distributed_client, "jax._src.distributed.global_state"),
+        (jax_compat.coordinator_address, "jax._src.distributed.global_state"),
+        (jax_compat.num_distributed_processes, "jax._src.distributed.global_state"),
+        (jax_compat.backends_are_initialized, "jax._src.xla_bridge.backends_are_initialized"),
+    ):
+        with pytest.raises(RuntimeError, match=re.escape(f"has no {name}, ") + ".*tested with JAX 0.10.2"):
+            use()
+
+
+@pytest.mark.parametrize("name", ["jax._src.distributed.nothing", "jax._src.nothing.nothing", "nothing.nothing"])
+def test_a_name_that_is_gone_is_none(name):
+    assert jax_compat._optional(name) is None
+
+
+def test_orbax_src_serialization_types_has_transfer_priority_and_default_serialization_status_callback():
+    """Without them `checkpoint/orbax.py` cannot limit what of a state is on the host at a time."""
+    from orbax.checkpoint._src.serialization import types
+
+    callback = importlib.import_module("flax_mesh.checkpoint.orbax").deferred()
+    assert isinstance(callback, types.DefaultSerializationStatusCallback)
+    assert callback.key_priority(()) is types.TransferPriority.ASYNCHRONOUS_DEPRIORITIZED
+
+
+def private_uses(path: Path, own: set[str]) -> list[str]:
+    """What the file takes of JAX that is not public: imports, and underscore attributes that no class here has."""
+    tree = ast.parse(path.read_text())
+    found = [name for name, _ in imports(path) if f"{name}.".startswith(tuple(f"{one}." for one in PRIVATE))]
+    for node in ast.walk(tree):
+        name = None
+        if isinstance(node, ast.Attribute):
+            name = node.attr
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
+            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else None
+        elif isinstance(node, ast.Constant) and str(node.value).startswith(tuple(f"{one}." for one in PRIVATE)):
+            found.append(str(node.value))
+        if isinstance(name, str) and re.match("_[a-z]", name) and name not in own:
+            found.append(name)
+    return found
+
+
+def own_names(paths: list[Path]) -> set[str]:
+    """The underscore names that the files define: functions, fields, attributes of `self`; and those of namedtuples."""
+    found = {"_replace", "_asdict", "_exit"}
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found |= {node.attr} if isinstance(node.value, ast.Name) and node.value.id == "self" else set()
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                found.add(node.target.id)
+    return found
+
+
+def test_private_names_are_used_in_one_file_for_jax_and_one_for_orbax():
+    paths = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "jax_compat.py"]
+    assert len(paths) > 50
+    own = own_names(paths)
+    found = [f"{path.relative_to(PACKAGE)}: {name}" for path in paths for name in private_uses(path, own)]
+    assert found == ["checkpoint/orbax.py: orbax.checkpoint._src.serialization.types"]
+
+
+def test_private_uses_are_seen(tmp_path):
+    file = tmp_path / "bad.py"
+    file.write_text(
+        "import jax\nfrom jaxlib import xla_client\nfrom jax._src import core\nfrom jax.interpreters import pxla\n"
+        "class A:\n    def f(self, x):\n        self._own = x._shards\n        return getattr(x, '_npy'), self._own\n"
+        "name = 'jax._src.mesh'\n"
+    )
+    found = private_uses(file, own_names([file]))
+    assert sorted(found) == sorted(
+        ["jaxlib.xla_client", "jax._src.core", "jax.interpreters.pxla", "_shards", "_npy", "jax._src.mesh"]
+    )
+    assert private_uses(PACKAGE / "jax_compat.py", set())
