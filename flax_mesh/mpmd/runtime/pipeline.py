@@ -30,6 +30,7 @@ from flax_mesh.mpmd.runtime.placement import (
     put_host,
 )
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule, forward_schedule
+from flax_mesh.mpmd.schedules.validate import check_schedule
 from flax_mesh.mpmd.split.jaxpr import whole
 from flax_mesh.mpmd.split.remat import REMAT_MODES
 from flax_mesh.mpmd.split.split import StageCut, StagedModel
@@ -53,7 +54,8 @@ class Pipeline:
     The numbers are those of `make_train_step` with as many microbatches. Every leaf of the state lies on the group of
     the first stage that uses it, laid out there as `rules` say (by default the table that the model carries, or its
     annotations); other groups that use it are sent its value in every step. The optimizer runs on these groups, one
-    part each; it may look at other leaves through scalars, as the clip of the global norm does.
+    part each; it may look at other leaves through scalars, as the clip of the global norm does. ConfigError where mesh,
+    model and schedule do not fit each other, or the schedule does not pass `check_schedule` or has no backward.
 
     `remat`: what a stage stores for its backward pass. "none": all that it needs, less what costs about one instruction
     per element to recompute; "cheap": only results of matrix products, loops and random bits; "full": nothing but the
@@ -314,7 +316,7 @@ class Pipeline:
 
 
 def _check(staged: StagedModel, mesh: MpmdMesh, schedule: Schedule, remat: str, transport: str) -> None:
-    problems = []
+    problems = _schedule_problems(schedule)
     if schedule.num_groups != mesh.mpmd_dim:
         problems.append(
             f"schedule {schedule.name} has {schedule.num_groups} groups, the mesh has {mesh.mpmd_dim} along "
@@ -331,3 +333,18 @@ def _check(staged: StagedModel, mesh: MpmdMesh, schedule: Schedule, remat: str, 
         problems.append(f"transport must be one of {', '.join(map(repr, TRANSPORTS))}, got {transport!r}")
     if problems:
         raise ConfigError(problems)
+
+
+def _schedule_problems(schedule: Schedule) -> list[str]:
+    """One line per mistake of a schedule that is to train."""
+    kinds = {action.kind for row in schedule.rows for action in row}
+    if "B" not in kinds:  # `check_schedule` accepts it: evaluation runs forward only
+        return [
+            f"schedule {schedule.name} has no backward actions, so it cannot train; use make_schedule(...), and "
+            "Pipeline.evaluate for a forward pass"
+        ]
+    try:
+        check_schedule(schedule)
+    except ValueError as error:
+        return str(error).splitlines()
+    return []
