@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from flax_mesh.mpmd.runtime.placement import moved
 from flax_mesh.mpmd.split.backward import Slice, StageProgram, differentiate, forward_only
 from flax_mesh.mpmd.split.split import StageCut
 from flax_mesh.mpmd.split.update import Part, pack, unpack
+from flax_mesh.mpmd.transport.layout import sharding_on
 
 Jitted = Callable[..., Any]
 
@@ -75,7 +75,7 @@ def compile_stages(
             if train
             else forward_only(cut.program, piece)
         )
-        grads = [moved(shardings[at], mesh) for at in built.trained]
+        grads = [sharding_on(shardings[at], mesh) for at in built.trained]
         stage_of = _Layout(cut, built, num_leaves, len(cut.program.inputs) - 2, mesh, options)
         found.append(
             StageFunctions(
@@ -89,7 +89,7 @@ def compile_stages(
                 sent=piece.sent,
                 floats_in=built.floats_in,
                 floats_out=built.floats_out,
-                forward=stage_of.forward([moved(shardings[at], mesh) for at in changed]),
+                forward=stage_of.forward([sharding_on(shardings[at], mesh) for at in changed]),
                 backward=stage_of.backward(grads),
                 weights=stage_of.weights(grads),
                 has_weights=built.weights is not None,

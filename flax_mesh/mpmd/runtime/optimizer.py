@@ -13,10 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.runtime.compile import compile_part, packed_shapes
-from flax_mesh.mpmd.runtime.placement import Placement, chunked, on_all_groups, put_host
+from flax_mesh.mpmd.runtime.placement import Placement, chunked
 from flax_mesh.mpmd.split.jaxpr import Chunks, Program, inline, interpret, is_var, trace
 from flax_mesh.mpmd.split.split import StagedModel
 from flax_mesh.mpmd.split.update import SHARED, MixedGroups, cut_by_group
+from flax_mesh.mpmd.transport.layout import on_all_groups, put_host
 from flax_mesh.step.loss import Metrics, apply_gradients
 from flax_mesh.step.state import TrainState
 

@@ -18,17 +18,7 @@ from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.runtime.compile import Pass, compile_stages
 from flax_mesh.mpmd.runtime.executor import Run, check_batch, sums_everywhere
 from flax_mesh.mpmd.runtime.optimizer import Update
-from flax_mesh.mpmd.runtime.placement import (
-    MODEL,
-    Home,
-    chunked,
-    init_leaves,
-    moved,
-    on_all_groups,
-    on_group,
-    place,
-    put_host,
-)
+from flax_mesh.mpmd.runtime.placement import MODEL, Home, chunked, init_leaves, place
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule, forward_schedule
 from flax_mesh.mpmd.schedules.validate import check_schedule
 from flax_mesh.mpmd.split.jaxpr import whole
@@ -36,6 +26,7 @@ from flax_mesh.mpmd.split.remat import REMAT_MODES
 from flax_mesh.mpmd.split.split import StageCut, StagedModel
 from flax_mesh.mpmd.transport.device_put import copy_to
 from flax_mesh.mpmd.transport.keyed import Channel
+from flax_mesh.mpmd.transport.layout import on_all_groups, on_group, put_host, sharding_on
 from flax_mesh.mpmd.transport.local_copy import move
 from flax_mesh.mpmd.transport.ordered import TRANSPORTS, native_of
 from flax_mesh.sharding import PartitionRules
@@ -137,7 +128,7 @@ class Pipeline:
         arrays = []
         for at, (home, value) in enumerate(zip(homes, leaves, strict=True)):
             parts = [
-                self.carry(("model", number, at), value, moved(home.sharding, mesh), home.group, group)
+                self.carry(("model", number, at), value, sharding_on(home.sharding, mesh), home.group, group)
                 for group, mesh in enumerate(self.groups)
             ]
             everywhere = NamedSharding(self.mesh.jax_mesh, home.sharding.spec)
@@ -223,7 +214,7 @@ class Pipeline:
         key = ("zeros", group, trained, num_sums)
         if key not in self._built:
             leaves = [self.staged.leaves[at] for at in trained]
-            there = [moved(self.leaf_home(at).sharding, self.groups[group]) for at in trained]
+            there = [sharding_on(self.leaf_home(at).sharding, self.groups[group]) for at in trained]
             scalar = NamedSharding(self.groups[group], PartitionSpec())
 
             def zeros() -> Any:
@@ -274,7 +265,7 @@ class Pipeline:
             return None
         if receiver in self.mine:
             return self.channel.receive(key, value.shape, value.dtype, sharding, sender, receiver)
-        at_home = moved(sharding, self.groups[sender])
+        at_home = sharding_on(sharding, self.groups[sender])
         if donated or not value.sharding.is_equivalent_to(at_home, value.ndim):
             value = copy_to(at_home)(value)
         return self.channel.send(key, value, sender, receiver)
