@@ -1,16 +1,14 @@
-"""Jitted functions of a pipeline: F, B and W of every stage on its group, and the update of every group."""
+"""The jitted functions of the stages of a pipeline: F, B and W of each, on its group."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from flax_mesh.mpmd.runtime.placement import moved
 from flax_mesh.mpmd.split.backward import Slice, StageProgram, differentiate, forward_only
 from flax_mesh.mpmd.split.split import StageCut
-from flax_mesh.mpmd.split.update import Part, pack, unpack
+from flax_mesh.mpmd.transport.layout import sharding_on
 
 Jitted = Callable[..., Any]
 
@@ -62,7 +60,7 @@ def compile_stages(
     train: bool,
     remat: str,
     split: bool,
-    options: Mapping[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
 ) -> list[StageFunctions]:
     """The functions of every stage; `meshes` are those of their groups, `shardings` those of the leaves."""
     wrt = [at for at, is_trained in enumerate(trained) if is_trained]
@@ -75,7 +73,7 @@ def compile_stages(
             if train
             else forward_only(cut.program, piece)
         )
-        grads = [moved(shardings[at], mesh) for at in built.trained]
+        grads = [sharding_on(shardings[at], mesh) for at in built.trained]
         stage_of = _Layout(cut, built, num_leaves, len(cut.program.inputs) - 2, mesh, options)
         found.append(
             StageFunctions(
@@ -89,7 +87,7 @@ def compile_stages(
                 sent=piece.sent,
                 floats_in=built.floats_in,
                 floats_out=built.floats_out,
-                forward=stage_of.forward([moved(shardings[at], mesh) for at in changed]),
+                forward=stage_of.forward([sharding_on(shardings[at], mesh) for at in changed]),
                 backward=stage_of.backward(grads),
                 weights=stage_of.weights(grads),
                 has_weights=built.weights is not None,
@@ -137,7 +135,7 @@ class _Layout:
             return outs[:num_sent], outs[num_sent + num_outputs :], new, sums
 
         name = f"stage{self.stage_name}_forward"
-        return _jit(forward, name, (4,), (None, None, list(changed), None), self.options)
+        return named_jit(forward, name, (4,), (None, None, list(changed), None), self.options)
 
     def backward(self, trained: Sequence[NamedSharding]) -> Jitted:
         built = self.built
@@ -154,7 +152,7 @@ class _Layout:
             return to_inputs, [g + x for g, x in zip(grads, rest, strict=True)], []
 
         name = f"stage{self.stage_name}_backward"
-        return _jit(backward, name, (6,), (None, list(trained) if whole else None, None), self.options)
+        return named_jit(backward, name, (6,), (None, list(trained) if whole else None, None), self.options)
 
     def weights(self, trained: Sequence[NamedSharding]) -> Jitted:
         def weights(leaves, data, slot, received, residuals, cotangents, carry, grads):
@@ -163,62 +161,18 @@ class _Layout:
             outs = self.call(self.built.weights, inputs, received, summed, residuals, carry)
             return [g + x for g, x in zip(grads, outs, strict=True)]
 
-        return _jit(weights, f"stage{self.stage_name}_weights", (7,), list(trained), self.options)
+        return named_jit(weights, f"stage{self.stage_name}_weights", (7,), list(trained), self.options)
 
     @property
     def stage_name(self) -> int:
         return self.cut.pieces.index(self.built.piece)
 
 
-class PartFunction(NamedTuple):
-    """The update that one group runs in one phase: call(donated, kept, packs) -> gives, pack."""
-
-    part: Part
-    donated: tuple[Any, ...]  # variables
-    kept: tuple[Any, ...]
-    call: Jitted
-
-
-def compile_part(
-    part: Part,
-    packs: Mapping[tuple[int, int], Sequence[Any]],
-    shardings: Mapping[Any, Any],
-    options: Mapping[str, Any] | None = None,
-) -> PartFunction:
-    """Jit one part of the update; `shardings` holds that of every output of the update that is an array of a leaf.
-
-    What dies here is donated as far as something of its shape takes its place.
-    """
-    free = [(v.aval.shape, v.aval.dtype) for v in part.gives]
-    donated = []
-    for v in sorted(part.dies, key=lambda v: v not in shardings):  # leaves first: their new values lie as they do
-        if (v.aval.shape, v.aval.dtype) in free and v.aval.shape:
-            free.remove((v.aval.shape, v.aval.dtype))
-            donated.append(v)
-    kept = [v for v in part.takes if v not in set(donated)]
-    order = {v: i for i, v in enumerate([*donated, *kept])}
-
-    def update(donated, kept, received):
-        values = [*donated, *kept]
-        scalars = [
-            value for key, packed in zip(part.receives, received, strict=True) for value in unpack(packed, packs[key])
-        ]
-        outs = part.program.call(*(values[order[v]] for v in part.takes), *scalars)
-        num = len(part.gives)
-        return outs[:num], pack([jnp.asarray(x) for x in outs[num:]])
-
-    out = [shardings.get(v) for v in part.gives]
-    call = _jit(update, f"update{part.phase}", (0,), (out, None), options)
-    return PartFunction(part, tuple(donated), tuple(kept), call)
-
-
-def packed_shapes(scalars: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    """What `pack` makes of the variables `scalars`."""
-    return jax.eval_shape(pack, [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in scalars])
-
-
-def _jit(fn: Jitted, name: str, donate: tuple[int, ...], out_shardings: Any, options: Any) -> Jitted:
-    fn.__name__ = name  # as which it shows in profiles
+def named_jit(
+    fn: Jitted, name: str, donate: tuple[int, ...], out_shardings: Any, options: dict[str, Any] | None
+) -> Jitted:
+    """`fn` jitted under a name, by which profiles show it."""
+    fn.__name__ = name
     return jax.jit(fn, donate_argnums=donate, out_shardings=out_shardings, compiler_options=options)
 
 

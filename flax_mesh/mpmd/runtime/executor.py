@@ -15,9 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd.runtime.compile import StageFunctions
-from flax_mesh.mpmd.runtime.placement import moved
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule
 from flax_mesh.mpmd.split.update import SHARED
+from flax_mesh.mpmd.transport.layout import sharding_on
 from flax_mesh.mpmd.transport.local_copy import move
 from flax_mesh.mpmd.transport.ordered import Crossing, Walk
 from flax_mesh.step.loss import Batch
@@ -191,7 +191,7 @@ class Run:
             return self.channel.send((kind, self.number, *rest, *name), value, sender, receiver)
         key = value.sharding, receiver
         if key not in self.layouts:
-            self.layouts[key] = moved(value.sharding, self.pipeline.groups[receiver])
+            self.layouts[key] = sharding_on(value.sharding, self.pipeline.groups[receiver])
         return move(value, self.layouts[key])
 
     def _slot(self, group: int, microbatch: int) -> tuple[Any, Any]:
@@ -207,7 +207,7 @@ class Run:
             if group == home.group or not {group, home.group} & self.mine:
                 there = value
             else:
-                sharding = moved(home.sharding, pipeline.groups[group])
+                sharding = sharding_on(home.sharding, pipeline.groups[group])
                 there = pipeline.carry(
                     ("leaf", self.number, home.path, at), value, sharding, home.group, group, donated=True
                 )

@@ -1,7 +1,7 @@
 """The optimizer's update over groups: traced as for one device, then cut into a program for every group."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,23 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd.mesh import MpmdMesh
-from flax_mesh.mpmd.runtime.compile import compile_part, packed_shapes
-from flax_mesh.mpmd.runtime.placement import Placement, chunked, on_all_groups, put_host
+from flax_mesh.mpmd.runtime.compile import Jitted, named_jit
+from flax_mesh.mpmd.runtime.placement import Placement, chunked
 from flax_mesh.mpmd.split.jaxpr import Chunks, Program, inline, interpret, is_var, trace
 from flax_mesh.mpmd.split.split import StagedModel
-from flax_mesh.mpmd.split.update import SHARED, MixedGroups, cut_by_group
+from flax_mesh.mpmd.split.update import SHARED, GroupProgram, MixedGroups, cut_by_group, pack, unpack
+from flax_mesh.mpmd.transport.layout import on_all_groups, put_host
 from flax_mesh.step.loss import Metrics, apply_gradients
 from flax_mesh.step.state import TrainState
+
+
+class GroupFunction(NamedTuple):
+    """The update that one group runs in one phase: call(donated, kept, packs) -> gives, pack."""
+
+    part: GroupProgram
+    donated: tuple[Any, ...]  # variables
+    kept: tuple[Any, ...]
+    call: Jitted
 
 
 class Update:
@@ -38,7 +48,7 @@ class Update:
         grads: Sequence[tuple[int, int]],
         sum_groups: Mapping[str, int],
         learning_rate: optax.Schedule | None,
-        options: Mapping[str, Any] | None,
+        options: dict[str, Any] | None,
     ):
         self.placement, self.meshes, self.grads, self.names = placement, mesh.unstack, list(grads), list(sum_groups)
         homes = placement.homes
@@ -68,8 +78,8 @@ class Update:
             v: h.sharding for v, h in zip(program.outputs, homes, strict=False) if is_var(v) and h.group != SHARED
         }
         packs = {(part.group, part.phase): part.packs for part in parts if part.packs}
-        self.parts = [compile_part(part, packs, shardings, options) for part in parts if part.group in self.mine]
-        self.packs = {key: packed_shapes(scalars) for key, scalars in packs.items()}
+        self.parts = [_compile(part, packs, shardings, options) for part in parts if part.group in self.mine]
+        self.packs = {key: _shapes_of_pack(scalars) for key, scalars in packs.items()}
         self.readers = {key: {p.group for p in parts if key in p.receives} for key in packs}
 
     def __call__(
@@ -136,6 +146,46 @@ class Update:
         for name, group in zip(self.names, self.sum_groups, strict=True):
             env[group][next(names)] = sums[name]
         return env
+
+
+def _compile(
+    part: GroupProgram,
+    packs: Mapping[tuple[int, int], Sequence[Any]],
+    shardings: Mapping[Any, Any],
+    options: dict[str, Any] | None = None,
+) -> GroupFunction:
+    """Jit one part of the update; `shardings` holds that of every output of the update that is an array of a leaf.
+
+    Inputs whose last use is here are donated if an output has the same shape and dtype.
+    """
+    free = [(v.aval.shape, v.aval.dtype) for v in part.gives]
+    donated = []
+    for v in sorted(
+        part.dies, key=lambda v: v not in shardings
+    ):  # leaves first: their new values are placed as they are
+        if (v.aval.shape, v.aval.dtype) in free and v.aval.shape:
+            free.remove((v.aval.shape, v.aval.dtype))
+            donated.append(v)
+    kept = [v for v in part.takes if v not in set(donated)]
+    order = {v: i for i, v in enumerate([*donated, *kept])}
+
+    def update(donated, kept, received):
+        values = [*donated, *kept]
+        scalars = [
+            value for key, packed in zip(part.receives, received, strict=True) for value in unpack(packed, packs[key])
+        ]
+        outs = part.program.call(*(values[order[v]] for v in part.takes), *scalars)
+        num = len(part.gives)
+        return outs[:num], pack([jnp.asarray(x) for x in outs[num:]])
+
+    out = [shardings.get(v) for v in part.gives]
+    call = named_jit(update, f"update{part.phase}", (0,), (out, None), options)
+    return GroupFunction(part, tuple(donated), tuple(kept), call)
+
+
+def _shapes_of_pack(scalars: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    """What `pack` makes of the variables `scalars`."""
+    return jax.eval_shape(pack, [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in scalars])
 
 
 def _trace(

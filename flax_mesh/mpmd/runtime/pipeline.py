@@ -18,23 +18,15 @@ from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.runtime.compile import Pass, compile_stages
 from flax_mesh.mpmd.runtime.executor import Run, check_batch, sums_everywhere
 from flax_mesh.mpmd.runtime.optimizer import Update
-from flax_mesh.mpmd.runtime.placement import (
-    MODEL,
-    Home,
-    chunked,
-    init_leaves,
-    moved,
-    on_all_groups,
-    on_group,
-    place,
-    put_host,
-)
+from flax_mesh.mpmd.runtime.placement import MODEL, Home, chunked, init_leaves, place
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule, forward_schedule
+from flax_mesh.mpmd.schedules.validate import check_schedule
 from flax_mesh.mpmd.split.jaxpr import whole
 from flax_mesh.mpmd.split.remat import REMAT_MODES
 from flax_mesh.mpmd.split.split import StageCut, StagedModel
 from flax_mesh.mpmd.transport.device_put import copy_to
 from flax_mesh.mpmd.transport.keyed import Channel
+from flax_mesh.mpmd.transport.layout import on_all_groups, on_group, put_host, sharding_on
 from flax_mesh.mpmd.transport.local_copy import move
 from flax_mesh.mpmd.transport.ordered import TRANSPORTS, native_of
 from flax_mesh.sharding import PartitionRules
@@ -53,7 +45,8 @@ class Pipeline:
     The numbers are those of `make_train_step` with as many microbatches. Every leaf of the state lies on the group of
     the first stage that uses it, laid out there as `rules` say (by default the table that the model carries, or its
     annotations); other groups that use it are sent its value in every step. The optimizer runs on these groups, one
-    part each; it may look at other leaves through scalars, as the clip of the global norm does.
+    part each; it may look at other leaves through scalars, as the clip of the global norm does. ConfigError where mesh,
+    model and schedule do not fit each other, or the schedule does not pass `check_schedule` or has no backward.
 
     `remat`: what a stage stores for its backward pass. "none": all that it needs, less what costs about one instruction
     per element to recompute; "cheap": only results of matrix products, loops and random bits; "full": nothing but the
@@ -135,7 +128,7 @@ class Pipeline:
         arrays = []
         for at, (home, value) in enumerate(zip(homes, leaves, strict=True)):
             parts = [
-                self.carry(("model", number, at), value, moved(home.sharding, mesh), home.group, group)
+                self.carry(("model", number, at), value, sharding_on(home.sharding, mesh), home.group, group)
                 for group, mesh in enumerate(self.groups)
             ]
             everywhere = NamedSharding(self.mesh.jax_mesh, home.sharding.spec)
@@ -221,7 +214,7 @@ class Pipeline:
         key = ("zeros", group, trained, num_sums)
         if key not in self._built:
             leaves = [self.staged.leaves[at] for at in trained]
-            there = [moved(self.leaf_home(at).sharding, self.groups[group]) for at in trained]
+            there = [sharding_on(self.leaf_home(at).sharding, self.groups[group]) for at in trained]
             scalar = NamedSharding(self.groups[group], PartitionSpec())
 
             def zeros() -> Any:
@@ -272,7 +265,7 @@ class Pipeline:
             return None
         if receiver in self.mine:
             return self.channel.receive(key, value.shape, value.dtype, sharding, sender, receiver)
-        at_home = moved(sharding, self.groups[sender])
+        at_home = sharding_on(sharding, self.groups[sender])
         if donated or not value.sharding.is_equivalent_to(at_home, value.ndim):
             value = copy_to(at_home)(value)
         return self.channel.send(key, value, sender, receiver)
@@ -314,7 +307,7 @@ class Pipeline:
 
 
 def _check(staged: StagedModel, mesh: MpmdMesh, schedule: Schedule, remat: str, transport: str) -> None:
-    problems = []
+    problems = _schedule_problems(schedule)
     if schedule.num_groups != mesh.mpmd_dim:
         problems.append(
             f"schedule {schedule.name} has {schedule.num_groups} groups, the mesh has {mesh.mpmd_dim} along "
@@ -331,3 +324,18 @@ def _check(staged: StagedModel, mesh: MpmdMesh, schedule: Schedule, remat: str, 
         problems.append(f"transport must be one of {', '.join(map(repr, TRANSPORTS))}, got {transport!r}")
     if problems:
         raise ConfigError(problems)
+
+
+def _schedule_problems(schedule: Schedule) -> list[str]:
+    """One line per mistake of a schedule that is to train."""
+    kinds = {action.kind for row in schedule.rows for action in row}
+    if "B" not in kinds:  # `check_schedule` accepts it: evaluation runs forward only
+        return [
+            f"schedule {schedule.name} has no backward actions, so it cannot train; use make_schedule(...), and "
+            "Pipeline.evaluate for a forward pass"
+        ]
+    try:
+        check_schedule(schedule)
+    except ValueError as error:
+        return str(error).splitlines()
+    return []

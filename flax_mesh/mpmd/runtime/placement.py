@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -17,6 +16,7 @@ from flax_mesh.mpmd.split.jaxpr import Chunks
 from flax_mesh.mpmd.split.split import StagedModel
 from flax_mesh.mpmd.split.trace import Leaf
 from flax_mesh.mpmd.split.update import SHARED
+from flax_mesh.mpmd.transport.layout import on_all_groups, remote_array, sharding_on
 from flax_mesh.sharding import PartitionRules, abstract_state
 from flax_mesh.step.state import TrainState, TreeDefinition, abstract_train_state
 from flax_mesh.tree import named_leaves, owner_of
@@ -122,7 +122,7 @@ def init_leaves(make: Callable[[], Any], placement: Placement, meshes: Mapping[i
             values = jax.tree.leaves(nnx.state({"model": model, "optimizer": optimizer}))
             return [cut_rows(values[placement.homes[at].source], placement.homes[at].rows) for at in mine]
 
-        there = [moved(placement.homes[at].sharding, meshes[first if group == SHARED else group]) for at in mine]
+        there = [sharding_on(placement.homes[at].sharding, meshes[first if group == SHARED else group]) for at in mine]
         with short_tracer_errors():
             made = jax.jit(leaves, out_shardings=there)()
         if group == SHARED:
@@ -131,48 +131,17 @@ def init_leaves(make: Callable[[], Any], placement: Placement, meshes: Mapping[i
     return tuple(found[at] if at in found else remote_array(x) for at, x in enumerate(placement.abstract.leaves))
 
 
-def remote_array(like: Any) -> jax.Array:
-    """An array of which this process has no shard: what other processes hold, known by shape, dtype and sharding."""
-    return jax.make_array_from_single_device_arrays(like.shape, like.sharding, [], dtype=like.dtype)
-
-
-def put_host(x: Any, sharding: NamedSharding) -> jax.Array:
-    """An array of the host, the same in every process that has devices of `sharding`, on those devices."""
-    if sharding.is_fully_addressable:
-        return jax.device_put(x, sharding)
-    x = np.asarray(x)  # jax.device_put would compare it over all processes, also those that never come here
-    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index], dtype=x.dtype)
-
-
 def _copied(x: jax.Array, meshes: Mapping[int, Mesh], first: int, sharding: NamedSharding) -> jax.Array:
     """`x`, which lies on one group, on all."""
-    parts = [x if group == first else jax.device_put(x, moved(x.sharding, mesh)) for group, mesh in meshes.items()]
+    parts = [
+        x if group == first else jax.device_put(x, sharding_on(x.sharding, mesh)) for group, mesh in meshes.items()
+    ]
     return on_all_groups(parts, sharding)
 
 
 def cut_rows(value: Any, rows: tuple[int, int] | None) -> Any:
     """Layers `rows` of a stack, or all of a leaf."""
     return value if rows is None else value[slice(*rows)]
-
-
-def moved(sharding: Any, mesh: Mesh) -> NamedSharding:
-    """The same layout on another group."""
-    spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
-    return NamedSharding(mesh, spec)
-
-
-def on_group(x: jax.Array, mesh: Mesh) -> jax.Array:
-    """The part of an array, replicated over groups, that lies on one group; nothing is copied."""
-    here = set(mesh.devices.flat)
-    shards = [shard.data for shard in x.addressable_shards if shard.device in here]
-    return jax.make_array_from_single_device_arrays(x.shape, moved(x.sharding, mesh), shards)
-
-
-def on_all_groups(parts: Iterable[jax.Array], sharding: NamedSharding) -> jax.Array:
-    """The array replicated over all groups, from its equal parts on those of this process; nothing is copied."""
-    parts = list(parts)
-    shards = [shard.data for part in parts for shard in part.addressable_shards]
-    return jax.make_array_from_single_device_arrays(parts[0].shape, sharding, shards)
 
 
 def check_specs(specs: Iterable[tuple[str, PartitionSpec]], mesh: MpmdMesh) -> None:

@@ -24,7 +24,7 @@ class MixedGroups(ValueError):
         super().__init__(f"{primitive} takes arrays of several groups")
 
 
-class Part(NamedTuple):
+class GroupProgram(NamedTuple):
     """What one group runs in one phase. Inputs of the program: `takes`, then the scalars of the packs in `receives`."""
 
     group: int
@@ -39,7 +39,7 @@ class Part(NamedTuple):
 
 def cut_by_group(
     program: Program, groups: Sequence[int], wanted: Sequence[Sequence[int]]
-) -> tuple[list[Part], list[tuple[int, ...]]]:
+) -> tuple[list[GroupProgram], list[tuple[int, ...]]]:
     """The parts in an order in which they can run, and the groups that hold each output.
 
     `groups` holds the group of every input, or SHARED; `wanted` the groups in which every output is wanted, () for one
@@ -136,7 +136,7 @@ def _late(program, group, eqns, phases, crossing, packs, ready, wanted) -> dict[
     return found
 
 
-def _part(program, group, phase, phases, crossing, packs, ready, place, wanted) -> Part | None:
+def _part(program, group, phase, phases, crossing, packs, ready, place, wanted) -> GroupProgram | None:
     mine = sorted(i for i in phases if phases[i] == phase)
     later = [i for i in phases if phases[i] > phase]
     made = {v for i in mine for v in program.eqns[i].outvars}
@@ -154,7 +154,7 @@ def _part(program, group, phase, phases, crossing, packs, ready, place, wanted) 
     gives = [v for v in dict.fromkeys(v for i in mine for v in program.eqns[i].outvars) if v in needed_later] + fetched
     inputs = (*takes, *(v for key in receives for v in packs[key]))
     eqns = tuple(program.eqns[i] for i in mine)
-    return Part(
+    return GroupProgram(
         group=group,
         phase=phase,
         program=Program(eqns, inputs, (*gives, *sent), program.consts),

@@ -19,9 +19,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_mesh.errors import ConfigError, ShardingError
 from flax_mesh.jax_compat import supports_cross_host_transfers, transfers_over_dcn_are_forced
 from flax_mesh.mpmd.mesh import MpmdMesh
-from flax_mesh.mpmd.runtime.placement import put_host
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule
 from flax_mesh.mpmd.transport.keyed import Channel
+from flax_mesh.mpmd.transport.layout import put_host
 from flax_mesh.processes import get_text, put_text
 from flax_mesh.processes.store import call_number
 from flax_mesh.text import processes_text

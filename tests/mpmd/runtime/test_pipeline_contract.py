@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,8 @@ import pytest
 from flax import nnx
 
 from flax_mesh.errors import ConfigError, ShardingError
-from flax_mesh.mpmd import Action, CutError, Pipeline, make_schedule, split_stages
+from flax_mesh.mpmd import Action, CutError, Pipeline, Schedule, forward_schedule, make_schedule, split_stages
+from flax_mesh.mpmd.runtime.profile import with_split_backward
 from flax_mesh.mpmd.schedules.simulate import peak_activations
 from flax_mesh.mpmd.split.update import SHARED
 from tests.mpmd.runtime.test_pipeline import PLAIN_SGD, build, compare, groups, make_net, net_batch, net_case, net_loss
@@ -161,6 +163,49 @@ def test_bad_input(name):
     pipeline = build(make_net, net_loss, net_batch(4), 2, PLAIN_SGD)
     with pytest.raises(error, match=message):
         call(pipeline)
+
+
+GOOD = make_schedule("1f1b", num_groups=2, num_microbatches=2)
+
+
+def with_row(group: int, text: str) -> Schedule:
+    """1F1B with another row of a group."""
+    row = tuple(Action.parse(word) for word in text.split())
+    return replace(GOOD, rows=tuple(row if at == group else old for at, old in enumerate(GOOD.rows)))
+
+
+WRONG = {
+    "a missing backward": (with_row(0, "0F0 0F1 0B1"), "0B0 is missing from the row of group 0"),
+    "a missing forward": (with_row(1, "1F0 1B0 1B1"), "1F1 is missing from the row of group 1"),
+    "a doubled forward": (with_row(0, "0F0 0F1 0F1 0B0 0B1"), "0F1 stands 2 times"),
+    "a row of another group": (
+        replace(GOOD, rows=GOOD.rows[::-1]),
+        "1F1 stands in the row of group 0, its stage on group 1",
+    ),
+    "weights that nothing asks for": (with_row(0, "0F0 0F1 0B0 0W0 0B1"), "0W0 stands in the table, but there is no"),
+    "a backward before its forward": (with_row(0, "0F0 0B1 0F1 0B0"), "0B1 stands before 0F1, which it needs"),
+    "no backward": (forward_schedule(2, 2, (0, 1)), "forward has no backward actions, so it cannot train"),
+    "nothing": (replace(GOOD, rows=((), ())), "1f1b has no backward actions"),
+}
+
+
+@pytest.fixture(scope="module")
+def two_stages():
+    return split_stages(net_loss, make_net, net_batch(2), num_stages=2)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_schedule_is_refused_before_anything_is_placed(name, two_stages, monkeypatch):
+    schedule, message = WRONG[name]
+    monkeypatch.setattr("flax_mesh.mpmd.runtime.pipeline.place", None)
+    with pytest.raises(ConfigError, match=message) as caught:
+        Pipeline(two_stages, groups(pp=2), schedule, PLAIN_SGD, remat="keep")  # pyright: ignore[reportArgumentType]
+    assert "remat must be one of 'none', 'cheap', 'full', got 'keep'" in caught.value.problems  # with the others
+
+
+@pytest.mark.parametrize("schedule", [GOOD, with_split_backward(GOOD), with_row(1, "1F0 1F1 1B0 1B1")])
+def test_a_schedule_that_can_run_is_accepted(schedule, two_stages):
+    Pipeline(two_stages, groups(pp=2), schedule, PLAIN_SGD)
 
 
 def test_an_unknown_schedule():

@@ -1,6 +1,7 @@
 """Models that are not ours, cut and pipelined as they are, against the plain step on one device."""
 
 import re
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -125,8 +126,9 @@ def test_the_comparison_hears_a_dropped_microbatch():
     case = BY_NAME["residual"]
     full = make_schedule("1f1b", num_groups=2, num_microbatches=MICROBATCHES)
     rows = tuple(tuple(action for action in row if action.microbatch != 1) for row in full.rows)
-    dropped = Schedule(full.name, rows, full.stage_to_group, full.splits_backward)
-    found = differences(plain_run(case), piped_run(pipeline_of(case, 2, dropped), case))
+    pipeline = pipeline_of(case, 2, full)
+    pipeline.schedule = replace(full, rows=rows)  # past the check of the pipeline, which would refuse it
+    found = differences(plain_run(case), piped_run(pipeline, case))
     assert "step 0: loss" in found and "after model/layers/0/up/kernel" in found
 
 
