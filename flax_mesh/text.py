@@ -3,9 +3,10 @@
 import io
 import math
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
+UNLIMITED = 100_000  # characters in a line
 SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
 
@@ -71,9 +72,17 @@ def group_paths(paths: Sequence[str], keys: Sequence[Hashable]) -> list[tuple[st
 
 
 def table_text(
-    heads: Sequence[str], rows: Sequence[Sequence[str]], width: int, right: set[str], wrap: set[str] | None = None
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    width: int = UNLIMITED,
+    *,
+    right: Collection[str] = (),
+    wrap: Collection[str] = (),
 ) -> str:
-    """An aligned table of at most `width` columns. Cells too long continue on the next line, first those of `wrap`."""
+    """An aligned table of at most `width` characters; the columns `right` are aligned to the right.
+
+    Cells too long continue on the next line, first those of `wrap`.
+    """
     from rich.console import Console
     from rich.table import Table
 

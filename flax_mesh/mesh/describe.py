@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -17,14 +18,8 @@ from flax_mesh.mesh.torus.assign import (
     is_better,
     strides_of,
 )
-from flax_mesh.mesh.torus.torus import (
-    Assignment,
-    Torus,
-    arrange,
-    known_assignment,
-    mean_hops,
-    physical_mesh,
-)
+from flax_mesh.mesh.torus.torus import Assignment, Torus, arrange, known_assignment, mean_hops, physical_mesh
+from flax_mesh.text import plural, table_text
 
 PICTURE_LIMIT = 64  # devices of a slice up to which the text draws all planes
 
@@ -82,7 +77,7 @@ def describe_mesh(mesh: Mesh | AbstractMesh) -> str:
     if isinstance(mesh, AbstractMesh):
         return f"{head}\nan abstract mesh: no devices, so no layout"
     layout = read_layout(mesh)
-    lines = [head, _where(mesh, layout), "", *_table(mesh, layout)]
+    lines = [head, _where(mesh, layout), "", _axes_table(mesh, layout)]
     if layout.torus is not None:
         lines += ["", _verdict(layout, mesh.axis_names)]
     return "\n".join([*lines, "", *_picture(mesh, layout)])
@@ -92,7 +87,7 @@ def place_texts(layout: Layout) -> list[str]:
     """Per mesh axis where it lies: `2 slices over DCN, x 4 ring, y 2 of 4`; "-" for an axis of one device."""
     texts = []
     for axis, cut in enumerate(layout.cuts):
-        parts = [f"{cut} {_plural(layout.granule, cut)} over DCN"] if cut > 1 else []
+        parts = [f"{cut} {plural(layout.granule, cut)} over DCN"] if cut > 1 else []
         if layout.assignment is not None and layout.torus is not None:
             parts += _factor_texts(layout.torus, layout.assignment, axis)
         elif layout.block.shape[axis] > 1:
@@ -141,8 +136,9 @@ def _factor_texts(torus: Torus, assignment: Assignment, axis: int) -> list[str]:
     return texts
 
 
-def _table(mesh: Mesh, layout: Layout) -> list[str]:
-    rows = [("axis", "size", "where", "hops", "gather 64 MiB", "GB/s")]
+def _axes_table(mesh: Mesh, layout: Layout) -> str:
+    """A row per axis; columns of which nothing is known are left out."""
+    heads, rows = ("axis", "size", "where", "hops", "gather 64 MiB", "GB/s"), []
     for axis, (name, place) in enumerate(zip(mesh.axis_names, place_texts(layout), strict=True)):
         size = mesh.devices.shape[axis]
         hops = "" if layout.hops is None or layout.block.shape[axis] == 1 else f"{layout.hops[axis]:.3g}"
@@ -151,9 +147,8 @@ def _table(mesh: Mesh, layout: Layout) -> list[str]:
         rows.append(
             (name, str(size), place, hops, f"{seconds * 1e3:.3g} ms" if seconds else "", f"{rate:.3g}" if rate else "")
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    keep = [column for column in range(len(widths)) if any(row[column] for row in rows[1:])]
-    return ["  ".join(row[column].ljust(widths[column]) for column in keep).rstrip() for row in rows]
+    known = [any(column) for column in zip(*rows, strict=True)]
+    return table_text(list(compress(heads, known)), [list(compress(row, known)) for row in rows])
 
 
 def _seconds(layout: Layout, axis: int) -> float:
@@ -167,10 +162,10 @@ def _seconds(layout: Layout, axis: int) -> float:
 def _where(mesh: Mesh, layout: Layout) -> str:
     num_granules = int(np.prod(layout.cuts))
     processes = len({device.process_index for device in mesh.devices.flat})
-    hosts = f"{processes} {_plural('process', processes)}"
+    hosts = f"{processes} {plural('process', processes)}"
     if layout.torus is not None:
-        return f"{num_granules} {_plural('slice', num_granules)} of {layout.torus}; {hosts}"
-    return f"{layout.block.size} devices in each of {num_granules} {_plural(layout.granule, num_granules)}; " + (
+        return f"{num_granules} {plural('slice', num_granules)} of {layout.torus}; {hosts}"
+    return f"{layout.block.size} devices in each of {num_granules} {plural(layout.granule, num_granules)}; " + (
         layout.why_no_torus
     )
 
@@ -243,7 +238,3 @@ def device_panels(mesh: Mesh, layout: Layout) -> list[tuple[str, str, list[list[
 
 def _ids(devices: np.ndarray) -> np.ndarray:
     return np.array([device.id for device in devices.flat]).reshape(devices.shape)
-
-
-def _plural(word: str, count: int) -> str:
-    return word if count == 1 else f"{word}es" if word.endswith("s") else f"{word}s"
