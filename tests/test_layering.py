@@ -16,7 +16,7 @@ FLOORS = (
     ("cli",),
 )
 RANK = {name: rank for rank, names in enumerate(FLOORS) for name in names}
-WITHOUT_JAX = ("mesh/torus/torus.py", "mpmd/schedules/schedule.py", "mpmd/schedules/simulate.py")
+WITHOUT_JAX = ("mesh/torus/torus.py", "mpmd/schedules/schedule.py")
 WHERE_USED = {"orbax", "tensorstore", "rich", "xxhash"}  # heavy or optional: imported inside functions
 HEAVY = "flax_mesh.checkpoint.orbax"  # subclasses of Orbax's: imports it at its head, and is itself such an import
 JAX_WORLD = {"jax", "jaxlib", "flax", "optax"}
