@@ -32,7 +32,7 @@ def processes_text(processes: Iterable[int]) -> str:
 
 
 def mesh_text(shape: Mapping[str, int]) -> str:
-    """`pp:2,fsdp:2`, as the setting mesh.shape has it; axes of size 1 are left out."""
+    """`pp:2,fsdp:2`, as the setting mesh.shape has it, without axes of size 1; `format_mesh_shape` keeps them."""
     return ",".join(f"{name}:{size}" for name, size in shape.items() if size != 1) or "one device"
 
 
