@@ -10,15 +10,20 @@ from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.mesh.shape import format_mesh_shape
 from flax_mesh.mesh.slices import find_granules
-from flax_mesh.mesh.torus.assign import (
+from flax_mesh.mesh.torus import (
     DEFAULT_BYTES,
+    Assignment,
+    Torus,
+    arrange,
     assignment_cost,
     axis_phases,
     gather_seconds,
     is_better,
+    known_assignment,
+    mean_hops,
+    physical_mesh,
     strides_of,
 )
-from flax_mesh.mesh.torus.torus import Assignment, Torus, arrange, known_assignment, mean_hops, physical_mesh
 from flax_mesh.text import plural, table_text
 
 PICTURE_LIMIT = 64  # devices of a slice up to which the text draws all planes
@@ -67,7 +72,7 @@ def read_layout(mesh: Mesh) -> MeshLayout:
 def describe_mesh(mesh: Mesh | AbstractMesh) -> str:
     """Text for a terminal: where each mesh axis lies (ring or line, slices), whose assignment it is, and a picture.
 
-    hops: mean ICI hops between ring neighbours. gather, GB/s: a gather of 64 MiB along the axis by the model of `cost`.
+    hops: mean ICI hops between ring neighbours. gather, GB/s: a gather of 64 MiB along the axis, see `gather_seconds`.
 
     An AbstractMesh has no devices: its shape and axis types are all there is to say.
     """
