@@ -3,9 +3,10 @@
 import io
 import math
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
+UNLIMITED = 100_000  # characters in a line
 SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
 
@@ -31,7 +32,7 @@ def processes_text(processes: Iterable[int]) -> str:
 
 
 def mesh_text(shape: Mapping[str, int]) -> str:
-    """`pp:2,fsdp:2`, as the setting mesh.shape has it; axes of size 1 are left out."""
+    """`pp:2,fsdp:2`, as the setting mesh.shape has it, without axes of size 1; `format_mesh_shape` keeps them."""
     return ",".join(f"{name}:{size}" for name, size in shape.items() if size != 1) or "one device"
 
 
@@ -71,9 +72,17 @@ def group_paths(paths: Sequence[str], keys: Sequence[Hashable]) -> list[tuple[st
 
 
 def table_text(
-    heads: Sequence[str], rows: Sequence[Sequence[str]], width: int, right: set[str], wrap: set[str] | None = None
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    width: int = UNLIMITED,
+    *,
+    right: Collection[str] = (),
+    wrap: Collection[str] = (),
 ) -> str:
-    """An aligned table of at most `width` columns. Cells too long continue on the next line, first those of `wrap`."""
+    """An aligned table of at most `width` characters; the columns `right` are aligned to the right.
+
+    Cells too long continue on the next line, first those of `wrap`.
+    """
     from rich.console import Console
     from rich.table import Table
 

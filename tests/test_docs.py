@@ -13,6 +13,7 @@ import flax_mesh
 import flax_mesh.checkpoint
 import flax_mesh.mesh
 import flax_mesh.mpmd
+import flax_mesh.mpmd.schedules
 import flax_mesh.processes
 import flax_mesh.train
 from flax_mesh.cli import main
@@ -60,7 +61,15 @@ def test_the_commands_of_the_docs_are_accepted(monkeypatch, capsys):
     capsys.readouterr()
 
 
-MODULES = (flax_mesh, flax_mesh.mesh, flax_mesh.processes, flax_mesh.mpmd, flax_mesh.train, flax_mesh.checkpoint)
+MODULES = (
+    flax_mesh,
+    flax_mesh.mesh,
+    flax_mesh.processes,
+    flax_mesh.mpmd,
+    flax_mesh.mpmd.schedules,
+    flax_mesh.train,
+    flax_mesh.checkpoint,
+)
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -36,7 +36,7 @@ from flax_mesh.cli.schedule import add_schedule_arguments, give_measured, schedu
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, SaveError, ShardingError
 from flax_mesh.mesh import create_mesh, describe_mesh, draw_mesh_svg, parse_mesh_shape
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
-from flax_mesh.mpmd.schedules.draw import draw_schedule_svg
+from flax_mesh.mpmd.schedules import draw_schedule_svg
 from flax_mesh.processes import Watch, parse_processes, start_processes
 from flax_mesh.train import TrainConfig, TrainResult, apply_overrides, load_recipe, to_lines, train
 from flax_mesh.train.checks import check_config

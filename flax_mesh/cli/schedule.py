@@ -6,11 +6,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, Schedule, make_schedule
-from flax_mesh.mpmd.schedules.search import SearchResult, search_schedule
-from flax_mesh.mpmd.schedules.simulate import StageCost, peak_activations, simulate, stage_costs
-from flax_mesh.mpmd.schedules.text import schedule_table
-from flax_mesh.mpmd.schedules.validate import limits_of
+from flax_mesh.mpmd.schedules import (
+    SCHEDULE_NAMES,
+    Schedule,
+    SearchResult,
+    StageCost,
+    make_schedule,
+    memory_limits,
+    peak_activations,
+    schedule_table,
+    search_schedule,
+    simulate,
+    stage_costs,
+)
 
 SEARCH = "search"
 DEFAULT_SECONDS = 5.0
@@ -99,7 +107,7 @@ def schedule_answer(arguments: argparse.Namespace) -> Answer:
         _check_search_options(arguments)
         memory = None if arguments.memory is None else _numbers("--memory", arguments.memory, int)
         if memory is not None:
-            memory = limits_of(memory[0] if len(memory) == 1 else memory, arguments.stages)
+            memory = memory_limits(memory[0] if len(memory) == 1 else memory, arguments.stages)
         costs = [StageCost(*cost) for cost in _costs(arguments.costs)]
         if arguments.name == SEARCH:
             return _search(arguments, costs, memory)

@@ -2,35 +2,35 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from flax_mesh.mesh.shape import format_shape
+from flax_mesh.mesh.shape import format_mesh_shape
 from flax_mesh.mesh.slices import find_granules
-from flax_mesh.mesh.torus.assign import (
+from flax_mesh.mesh.torus import (
     DEFAULT_BYTES,
+    Assignment,
+    Torus,
+    arrange,
     assignment_cost,
     axis_phases,
     gather_seconds,
     is_better,
-    strides_of,
-)
-from flax_mesh.mesh.torus.torus import (
-    Assignment,
-    Torus,
-    arrange,
     known_assignment,
     mean_hops,
     physical_mesh,
+    strides_of,
 )
+from flax_mesh.text import plural, table_text
 
 PICTURE_LIMIT = 64  # devices of a slice up to which the text draws all planes
 
 
 @dataclass(frozen=True)
-class Layout:
+class MeshLayout:
     """How the devices of a mesh lie. `cuts` granules along each axis; `block` is the part of one granule.
 
     `torus`, `points` (coordinates of the block, [..., physical axis]) and `hops` are None off a torus, with the reason
@@ -47,52 +47,52 @@ class Layout:
     why_no_torus: str = ""
 
 
-def read_layout(mesh: Mesh) -> Layout:
+def read_layout(mesh: Mesh) -> MeshLayout:
     """The layout of a mesh, however it was made."""
     devices = np.asarray(mesh.devices)
     granule, cuts = _granules(devices)
     block = devices[tuple(slice(size // cut) for size, cut in zip(devices.shape, cuts, strict=True))]
     flat = list(block.flat)
     if flat[0].platform != "tpu":
-        return Layout(
+        return MeshLayout(
             granule, cuts, block, why_no_torus=f"{flat[0].platform} devices form no torus, all links count alike"
         )
     try:
         physical, torus = physical_mesh(flat)
     except ValueError as error:
-        return Layout(granule, cuts, block, why_no_torus=str(error))
+        return MeshLayout(granule, cuts, block, why_no_torus=str(error))
     place = {id(device): where for where, device in np.ndenumerate(physical)}
     points = np.array([place[id(device)] for device in flat]).reshape(*block.shape, len(torus.shape))
     assignment = _assignment_of(points, torus)
     if assignment is not None and not np.array_equal(_ids(arrange(physical, assignment)), _ids(block)):
         assignment = None
-    return Layout(granule, cuts, block, torus, points, mean_hops(points, torus), assignment)
+    return MeshLayout(granule, cuts, block, torus, points, mean_hops(points, torus), assignment)
 
 
 def describe_mesh(mesh: Mesh | AbstractMesh) -> str:
     """Text for a terminal: where each mesh axis lies (ring or line, slices), whose assignment it is, and a picture.
 
-    hops: mean ICI hops between ring neighbours. gather, GB/s: a gather of 64 MiB along the axis by the model of `cost`.
+    hops: mean ICI hops between ring neighbours. gather, GB/s: a gather of 64 MiB along the axis, see `gather_seconds`.
 
     An AbstractMesh has no devices: its shape and axis types are all there is to say.
     """
     types = sorted({str(kind).removeprefix("AxisType.").lower() for kind in mesh.axis_types})
     sizes = tuple(mesh.shape.values())
-    head = f"mesh {format_shape(mesh.axis_names, sizes)}, {mesh.size} devices, axis types {', '.join(types)}"
+    head = f"mesh {format_mesh_shape(mesh.axis_names, sizes)}, {mesh.size} devices, axis types {', '.join(types)}"
     if isinstance(mesh, AbstractMesh):
         return f"{head}\nan abstract mesh: no devices, so no layout"
     layout = read_layout(mesh)
-    lines = [head, _where(mesh, layout), "", *_table(mesh, layout)]
+    lines = [head, _where(mesh, layout), "", _axes_table(mesh, layout)]
     if layout.torus is not None:
         lines += ["", _verdict(layout, mesh.axis_names)]
     return "\n".join([*lines, "", *_picture(mesh, layout)])
 
 
-def place_texts(layout: Layout) -> list[str]:
+def place_texts(layout: MeshLayout) -> list[str]:
     """Per mesh axis where it lies: `2 slices over DCN, x 4 ring, y 2 of 4`; "-" for an axis of one device."""
     texts = []
     for axis, cut in enumerate(layout.cuts):
-        parts = [f"{cut} {_plural(layout.granule, cut)} over DCN"] if cut > 1 else []
+        parts = [f"{cut} {plural(layout.granule, cut)} over DCN"] if cut > 1 else []
         if layout.assignment is not None and layout.torus is not None:
             parts += _factor_texts(layout.torus, layout.assignment, axis)
         elif layout.block.shape[axis] > 1:
@@ -141,8 +141,9 @@ def _factor_texts(torus: Torus, assignment: Assignment, axis: int) -> list[str]:
     return texts
 
 
-def _table(mesh: Mesh, layout: Layout) -> list[str]:
-    rows = [("axis", "size", "where", "hops", "gather 64 MiB", "GB/s")]
+def _axes_table(mesh: Mesh, layout: MeshLayout) -> str:
+    """A row per axis; columns of which nothing is known are left out."""
+    heads, rows = ("axis", "size", "where", "hops", "gather 64 MiB", "GB/s"), []
     for axis, (name, place) in enumerate(zip(mesh.axis_names, place_texts(layout), strict=True)):
         size = mesh.devices.shape[axis]
         hops = "" if layout.hops is None or layout.block.shape[axis] == 1 else f"{layout.hops[axis]:.3g}"
@@ -151,12 +152,11 @@ def _table(mesh: Mesh, layout: Layout) -> list[str]:
         rows.append(
             (name, str(size), place, hops, f"{seconds * 1e3:.3g} ms" if seconds else "", f"{rate:.3g}" if rate else "")
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    keep = [column for column in range(len(widths)) if any(row[column] for row in rows[1:])]
-    return ["  ".join(row[column].ljust(widths[column]) for column in keep).rstrip() for row in rows]
+    known = [any(column) for column in zip(*rows, strict=True)]
+    return table_text(list(compress(heads, known)), [list(compress(row, known)) for row in rows])
 
 
-def _seconds(layout: Layout, axis: int) -> float:
+def _seconds(layout: MeshLayout, axis: int) -> float:
     if layout.torus is None or layout.assignment is None:
         return 0.0
     factors = [row[axis] for row in layout.assignment]
@@ -164,18 +164,18 @@ def _seconds(layout: Layout, axis: int) -> float:
     return gather_seconds(axis_phases(layout.torus, factors, strides, layout.cuts[axis]))
 
 
-def _where(mesh: Mesh, layout: Layout) -> str:
+def _where(mesh: Mesh, layout: MeshLayout) -> str:
     num_granules = int(np.prod(layout.cuts))
     processes = len({device.process_index for device in mesh.devices.flat})
-    hosts = f"{processes} {_plural('process', processes)}"
+    hosts = f"{processes} {plural('process', processes)}"
     if layout.torus is not None:
-        return f"{num_granules} {_plural('slice', num_granules)} of {layout.torus}; {hosts}"
-    return f"{layout.block.size} devices in each of {num_granules} {_plural(layout.granule, num_granules)}; " + (
+        return f"{num_granules} {plural('slice', num_granules)} of {layout.torus}; {hosts}"
+    return f"{layout.block.size} devices in each of {num_granules} {plural(layout.granule, num_granules)}; " + (
         layout.why_no_torus
     )
 
 
-def _verdict(layout: Layout, names: Sequence[str]) -> str:
+def _verdict(layout: MeshLayout, names: Sequence[str]) -> str:
     """Whose assignment it is, and what it gains."""
     if layout.torus is None or layout.assignment is None:
         return "order: the ring order of this kind of device, as in JAX, or one that no assignment of axes makes"
@@ -199,7 +199,7 @@ def _verdict(layout: Layout, names: Sequence[str]) -> str:
     return f"assignment: {word}: {'; '.join(changes) or 'of equal cost'}"
 
 
-def _picture(mesh: Mesh, layout: Layout) -> list[str]:
+def _picture(mesh: Mesh, layout: MeshLayout) -> list[str]:
     """Mesh indices at the place of each device: planes of y (down) and x (across), or a table off the torus."""
     shown = [axis for axis, size in enumerate(mesh.devices.shape) if size > 1] or [0]
     title = f"({', '.join(mesh.axis_names[axis] for axis in shown)})"
@@ -218,7 +218,7 @@ def _picture(mesh: Mesh, layout: Layout) -> list[str]:
     return lines
 
 
-def device_panels(mesh: Mesh, layout: Layout) -> list[tuple[str, str, list[list[Any]]]]:
+def device_panels(mesh: Mesh, layout: MeshLayout) -> list[tuple[str, str, list[list[Any]]]]:
     """(granule, plane, rows of devices) for every plane of every granule: rows run along y, columns along x.
 
     Off the torus a granule is one plane: the last axis longer than 1 runs across, the axes before it down.
@@ -243,7 +243,3 @@ def device_panels(mesh: Mesh, layout: Layout) -> list[tuple[str, str, list[list[
 
 def _ids(devices: np.ndarray) -> np.ndarray:
     return np.array([device.id for device in devices.flat]).reshape(devices.shape)
-
-
-def _plural(word: str, count: int) -> str:
-    return word if count == 1 else f"{word}es" if word.endswith("s") else f"{word}s"

@@ -7,9 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from flax_mesh.mesh.torus.assign import choose_assignment
-from flax_mesh.mesh.torus.rings import ring_order
-from flax_mesh.mesh.torus.torus import arrange, known_assignment, physical_mesh, read_device
+from flax_mesh.mesh.torus import arrange, choose_assignment, known_assignment, physical_mesh, read_device, ring_order
 
 # Mesh shapes (axes of 1 left out) for which a permutation of the physical axes gives every process of 2x2x1 chips a
 # contiguous block of the mesh, by slice. These and no others: jax.experimental.mesh_utils knows the same.
@@ -32,7 +30,7 @@ def create_device_mesh(
 ) -> np.ndarray:
     """The devices of one slice as an array of shape `mesh_shape`, its axes ordered by rising traffic.
 
-    TPUs are laid out along the physical axes of their torus (`cost.choose_assignment`), or in the ring order of their
+    TPUs are laid out along the physical axes of their torus (`torus.choose_assignment`), or in the ring order of their
     kind; other devices stand in the order of JAX. The order in which `devices` are given does not matter.
     `contiguous_submeshes` gives every process a contiguous block, for the few slices and shapes that allow it.
 

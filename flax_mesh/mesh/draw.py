@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from flax_mesh.mesh.describe import Layout, device_panels, place_texts, read_layout
-from flax_mesh.mesh.shape import format_shape
+from flax_mesh.mesh.describe import MeshLayout, device_panels, place_texts, read_layout
+from flax_mesh.mesh.shape import format_mesh_shape
 from flax_mesh.svg import element, hex_colour, svg_document, svg_text
 
 CELL, GAP, PANEL_GAP, MARGIN, LINE = 44, 12, 36, 24, 18  # pixels
@@ -52,10 +52,10 @@ def _busiest(mesh: Mesh) -> int:
     return next((axis for axis in reversed(range(mesh.devices.ndim)) if mesh.devices.shape[axis] > 1), 0)
 
 
-def _legend(mesh: Mesh, layout: Layout) -> list[str]:
+def _legend(mesh: Mesh, layout: MeshLayout) -> list[str]:
     where = str(layout.torus) if layout.torus is not None else f"{mesh.devices.flat[0].platform}, no torus"
     places = [f"{name}: {text}" for name, text in zip(mesh.axis_names, place_texts(layout), strict=True) if text != "-"]
-    title = f"{format_shape(mesh.axis_names, mesh.devices.shape)} on {where}"
+    title = f"{format_mesh_shape(mesh.axis_names, mesh.devices.shape)} on {where}"
     return [title, *places, f"colour and lines: groups along {mesh.axis_names[_busiest(mesh)]}"]
 
 
@@ -72,7 +72,7 @@ def _device(mesh: Mesh, index: tuple[int, ...], device: Any, spots: dict[Any, tu
     return box + _text(left + CELL / 2, upper + CELL / 2 + 4, label, size=11, anchor="middle")
 
 
-def _links(mesh: Mesh, layout: Layout, spots: dict[Any, tuple[int, ...]], columns: int, rows: int) -> list[str]:
+def _links(mesh: Mesh, layout: MeshLayout, spots: dict[Any, tuple[int, ...]], columns: int, rows: int) -> list[str]:
     """Lines between neighbours along the busiest axis that lie in one panel; stubs where the link wraps around."""
     lines = []
     devices = np.moveaxis(mesh.devices, _busiest(mesh), -1)
@@ -92,7 +92,7 @@ def _links(mesh: Mesh, layout: Layout, spots: dict[Any, tuple[int, ...]], column
     return lines
 
 
-def _wraps(layout: Layout, step: tuple[int, int], extent: tuple[int, int]) -> bool:
+def _wraps(layout: MeshLayout, step: tuple[int, int], extent: tuple[int, int]) -> bool:
     assert layout.torus is not None
     along = [axis for axis in (0, 1) if step[axis]]
     return len(along) == 1 and layout.torus.wraps[along[0]] and abs(step[along[0]]) == extent[along[0]] - 1

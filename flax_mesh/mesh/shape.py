@@ -7,8 +7,8 @@ DEFAULT_AXIS_DIMS = (1, -1, 1, 1, 1)
 DEFAULT_AXIS_NAMES = ("dp", "fsdp", "ep", "tp", "sp")
 
 
-def format_shape(names: Sequence[str], sizes: Sequence[int]) -> str:
-    """`dp:2,tp:4`, the notation that `parse_mesh_shape` reads and every message of this floor prints."""
+def format_mesh_shape(names: Sequence[str], sizes: Sequence[int]) -> str:
+    """`dp:2,tp:1`, which `parse_mesh_shape` reads: every axis, where `text.mesh_text` leaves out those of size 1."""
     return ",".join(f"{name}:{size}" for name, size in zip(names, sizes, strict=True))
 
 
@@ -49,7 +49,7 @@ def resolve_dims(
         raise ValueError(
             f"{what} has {len(sizes)} sizes {sizes} for {len(names)} axes {tuple(names)}. Give one size per axis."
         )
-    text = format_shape(names, sizes)
+    text = format_mesh_shape(names, sizes)
     problems = [f"{name}:{size}" for name, size in zip(names, sizes, strict=True) if size == 0 or size < -1]
     if problems:
         raise ValueError(f"{what} {text}: sizes must be positive, or -1 for one of them; found {', '.join(problems)}.")
@@ -173,7 +173,7 @@ def _checked(text: str, sizes: dict[str, int], problems: list[str], names: tuple
 
 def _example(names: Sequence[str]) -> str:
     sizes = [-1] + [1] * (len(names) - 1)
-    return f"For example {format_shape(names, sizes)!r} or {','.join(map(str, sizes))!r}."
+    return f"For example {format_mesh_shape(names, sizes)!r} or {','.join(map(str, sizes))!r}."
 
 
 def _is_int(text: str) -> bool:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from flax_mesh.mesh.device_mesh import group_by_key, in_jax_order
-from flax_mesh.mesh.shape import format_shape, resolve_dims
-from flax_mesh.mesh.torus.assign import DCN_BANDWIDTH, DEFAULT_DCN, DEFAULT_ICI, ICI_BANDWIDTH
-from flax_mesh.mesh.torus.torus import read_device
+from flax_mesh.mesh.shape import format_mesh_shape, resolve_dims
+from flax_mesh.mesh.torus import DCN_BANDWIDTH, DEFAULT_DCN, DEFAULT_ICI, ICI_BANDWIDTH, read_device
 from flax_mesh.text import count_text, plural
 
 # Who crosses the slow network: pipelines send one activation, data parallelism one gradient a step; fsdp gathers every
@@ -65,12 +64,12 @@ def resolve_dcn_dims(
 
     `dims` are the sizes of the whole mesh. Warns with SlowNetworkWarning where only ep, sp or tp were left to take it.
     """
-    mesh = format_shape(names, dims)
+    mesh = format_mesh_shape(names, dims)
     if dcn_mesh_dims is None:
         cuts = _preferred_cuts(dims, names, num_granules)
         slow = [name for name, cut in zip(names, cuts, strict=True) if cut > 1 and name in DCN_LAST]
         if slow:
-            _warn_slow(slow, mesh, format_shape(names, cuts), num_granules, granule, kind)
+            _warn_slow(slow, mesh, format_mesh_shape(names, cuts), num_granules, granule, kind)
         return cuts
     unit = f"{granule}s" if granule == "slice" else "processes"
     advice = f"Its sizes say how many {unit} each axis spans; leave dcn_mesh_dims out to have them chosen."
@@ -81,9 +80,9 @@ def resolve_dcn_dims(
         if size % cut
     ]
     if wrong:
-        works = format_shape(names, _preferred_cuts(dims, names, num_granules))
+        works = format_mesh_shape(names, _preferred_cuts(dims, names, num_granules))
         raise ValueError(
-            f"dcn_mesh_dims {format_shape(names, cuts)} does not divide the mesh {mesh}: {'; '.join(wrong)}. "
+            f"dcn_mesh_dims {format_mesh_shape(names, cuts)} does not divide the mesh {mesh}: {'; '.join(wrong)}. "
             f"What works: {works}."
         )
     return cuts
@@ -101,8 +100,8 @@ def _preferred_cuts(dims: Sequence[int], names: Sequence[str], num_granules: int
         left //= cuts[axis]
     if left > 1:
         raise ValueError(
-            f"Mesh {format_shape(names, dims)} cannot be cut into {num_granules} equal parts: {left} is left over. "
-            f"Its sizes must multiply to a multiple of {num_granules}."
+            f"Mesh {format_mesh_shape(names, dims)} cannot be cut into {num_granules} equal parts: {left} is left "
+            f"over. Its sizes must multiply to a multiple of {num_granules}."
         )
     return tuple(cuts)
 

@@ -38,7 +38,7 @@ def cross_entropy(
     return jnp.sum(_losses(project(x_BSD, weights_DV, axes), targets_BS)[0])
 
 
-class Layout(NamedTuple):
+class LossLayout(NamedTuple):
     """Mesh axes that split tokens and vocabulary, none without a mesh."""
 
     tokens: tuple[str, ...] = ()
@@ -56,10 +56,10 @@ def _losses(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array
 
 def _in_chunks(
     x_BSD: jax.Array, weights_DV: jax.Array, targets_BS: jax.Array, chunk: int, axes: PartitionAxis
-) -> tuple[jax.Array, jax.Array, jax.Array, Layout]:
+) -> tuple[jax.Array, jax.Array, jax.Array, LossLayout]:
     """Arguments of `_chunked`: x (N, G, C, D), whole columns of the weights, targets (N, G, C), and how they lie."""
     batch, sequence, vocab = _split_axes(axes, x_BSD.shape)
-    layout, ways = Layout(batch[0] + sequence[0], vocab[0]), (batch[1], sequence[1])
+    layout, ways = LossLayout(batch[0] + sequence[0], vocab[0]), (batch[1], sequence[1])
 
     def cut(a: jax.Array, fill: int) -> jax.Array:
         (b, s), rest = ways, a.shape[2:]
@@ -75,7 +75,7 @@ def _in_chunks(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _chunked(x_NGCD: jax.Array, weights_DV: jax.Array, targets_NGC: jax.Array, layout: Layout) -> jax.Array:
+def _chunked(x_NGCD: jax.Array, weights_DV: jax.Array, targets_NGC: jax.Array, layout: LossLayout) -> jax.Array:
     def add(sum_G: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         return sum_G + _sums(_losses(_logits(part[0], weights_DV, layout), part[1])[0], layout), None
 
@@ -83,7 +83,7 @@ def _chunked(x_NGCD: jax.Array, weights_DV: jax.Array, targets_NGC: jax.Array, l
     return jnp.sum(jax.lax.scan(add, sum_G, (x_NGCD, targets_NGC))[0])
 
 
-def _forward(x_NGCD: jax.Array, weights_DV: jax.Array, targets_NGC: jax.Array, layout: Layout) -> Any:
+def _forward(x_NGCD: jax.Array, weights_DV: jax.Array, targets_NGC: jax.Array, layout: LossLayout) -> Any:
     def add(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         n, sum_G, dx_NGCD, dw_GDV = carry
         x_GCD, targets_GC = x_NGCD[n], targets_NGC[n]
@@ -108,19 +108,19 @@ def _forward(x_NGCD: jax.Array, weights_DV: jax.Array, targets_NGC: jax.Array, l
     return jnp.sum(sum_G), (dx_NGCD, jnp.sum(dw_GDV, axis=0).astype(weights_DV.dtype))
 
 
-def _backward(layout: Layout, saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[Any, ...]:
+def _backward(layout: LossLayout, saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[Any, ...]:
     return *((g * d).astype(d.dtype) for d in saved), None
 
 
 _chunked.defvjp(_forward, _backward)
 
 
-def _logits(x_GCD: jax.Array, weights_DV: jax.Array, layout: Layout) -> jax.Array:
+def _logits(x_GCD: jax.Array, weights_DV: jax.Array, layout: LossLayout) -> jax.Array:
     logits_GCV = jnp.einsum("gcd,dv->gcv", x_GCD, weights_DV, preferred_element_type=jnp.float32)
     return _lay(logits_GCV, layout.tokens, None, layout.vocab)
 
 
-def _sums(loss_GC: jax.Array, layout: Layout) -> jax.Array:
+def _sums(loss_GC: jax.Array, layout: LossLayout) -> jax.Array:
     return _lay(jnp.sum(loss_GC, axis=-1), layout.tokens)
 
 

@@ -96,7 +96,7 @@ class Kernels(NamedTuple):
     down: Any
 
 
-class Layout(NamedTuple):
+class MoELayout(NamedTuple):
     """Mesh axes, those of size 1 left out: how one call lies on the mesh. Without a mesh all are empty."""
 
     mesh: Any = None
@@ -121,11 +121,11 @@ class Layout(NamedTuple):
         return Kernels(PartitionSpec(*wide), PartitionSpec(*wide), PartitionSpec(*tall))
 
 
-def find_layout(axes: PartitionAxis, shape: tuple[int, ...], num_experts: int, mode: Mode = "train") -> Layout:
+def find_layout(axes: PartitionAxis, shape: tuple[int, ...], num_experts: int, mode: Mode = "train") -> MoELayout:
     """How tokens (B, S, ...) and experts lie on the mesh in context; every axis of the experts splits tokens too."""
     mesh = current_mesh()
     if mesh is None:
-        return Layout()
+        return MoELayout()
     manual = {a for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual}
     if inside := sorted(manual.intersection(axes.mesh_axes("experts"))):
         raise ShardingError(
@@ -134,7 +134,7 @@ def find_layout(axes: PartitionAxis, shape: tuple[int, ...], num_experts: int, m
         )
     sizes = {axis: size for axis, size in mesh.shape.items() if size > 1 and axis not in manual}
     if not sizes:
-        return Layout()
+        return MoELayout()
 
     def resolve(*logical: str, mode: Mode = "train") -> list[tuple[str, ...]]:
         return [tuple(a for a in as_tuple(entry) if a in sizes) for entry in axes.resolve(logical, mode)]
@@ -162,7 +162,7 @@ def find_layout(axes: PartitionAxis, shape: tuple[int, ...], num_experts: int, m
     # Where the embed axes split no tokens, as in decode, gathering inside would compute the same on each of them, and
     # shard_map could not know that the results are equal: there the kernels come in whole.
     embed = tuple(axis for axis in embed if axis in batch + sequence)
-    return Layout(mesh, frozenset(mesh.axis_names) - manual, batch, sequence, experts, embed, mlp)
+    return MoELayout(mesh, frozenset(mesh.axis_names) - manual, batch, sequence, experts, embed, mlp)
 
 
 def route(x_TD: jax.Array, router_DE: jax.Array, k: int) -> tuple[jax.Array, jax.Array, Aux]:
@@ -201,7 +201,7 @@ def router_losses(aux: Aux) -> dict[str, jax.Array]:
 
 
 def _run_on_device(
-    x_BSD: jax.Array, router_DE: jax.Array, kernels: Kernels, k: int, layout: Layout
+    x_BSD: jax.Array, router_DE: jax.Array, kernels: Kernels, k: int, layout: MoELayout
 ) -> tuple[jax.Array, Aux]:
     """The layer for the tokens of one device: B and S, D and F of the kernels, and E of them are this device's."""
     x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
@@ -233,7 +233,7 @@ def apply_experts(x_RD: jax.Array, weights_RK: jax.Array, experts_RK: jax.Array,
 
 
 def _exchange(
-    x_TD: jax.Array, weights_TK: jax.Array, experts_TK: jax.Array, kernels: Kernels, layout: Layout
+    x_TD: jax.Array, weights_TK: jax.Array, experts_TK: jax.Array, kernels: Kernels, layout: MoELayout
 ) -> jax.Array:
     """As `apply_experts`, the experts being split over P devices: tokens go there and weighted sums come back.
 
@@ -289,7 +289,7 @@ def _balanced_capacity(num_tokens: int, k: int, per_device: int, num_devices: in
     return capacity if capacity <= 0.75 * num_tokens else None
 
 
-def _gather(kernel: jax.Array, dims: PartitionSpec, layout: Layout) -> jax.Array:
+def _gather(kernel: jax.Array, dims: PartitionSpec, layout: MoELayout) -> jax.Array:
     """The kernel, split as `dims` says, made whole over the axes that split tokens too, save those of the experts.
 
     In here and not by in_specs: the gradient is then reduce-scattered and after that, a shard only, all-reduced over

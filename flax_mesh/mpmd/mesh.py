@@ -11,7 +11,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 from jax.sharding import Mesh
 
-from flax_mesh.mesh.shape import format_shape
+from flax_mesh.mesh.shape import format_mesh_shape
 from flax_mesh.text import listed
 
 # One stack per thread: a new thread starts with an empty one, as it starts without a mesh of `jax.set_mesh`.
@@ -43,7 +43,7 @@ class MpmdMesh:
             raise ValueError(f"jax_mesh must be a jax.sharding.Mesh, which holds devices; got {self.jax_mesh!r}.")
         names = self.jax_mesh.axis_names
         if self.mpmd_axis_name not in names:
-            axes = format_shape(names, self.jax_mesh.axis_sizes)
+            axes = format_mesh_shape(names, self.jax_mesh.axis_sizes)
             raise ValueError(
                 f"mpmd_axis_name {self.mpmd_axis_name!r} is no axis of the mesh {axes}. Name one of its axes, or add "
                 f"one: create_mesh((num_groups, ...), ({self.mpmd_axis_name!r}, ...))."
@@ -51,7 +51,7 @@ class MpmdMesh:
         groups_of_processes([mesh.devices.flat for mesh in self.unstack])
 
     def __repr__(self) -> str:
-        axes = format_shape(self.jax_mesh.axis_names, self.jax_mesh.axis_sizes)
+        axes = format_mesh_shape(self.jax_mesh.axis_names, self.jax_mesh.axis_sizes)
         return f"MpmdMesh({axes}, groups along {self.mpmd_axis_name})"
 
     def __enter__(self) -> "MpmdMesh":

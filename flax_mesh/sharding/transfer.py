@@ -15,7 +15,7 @@ from flax_mesh.sharding.rules import Finding, Policy, apply_policy, fit_spec
 from flax_mesh.tree import map_named, named_leaves
 
 
-class Layout(NamedTuple):
+class UnfittedSharding(NamedTuple):
     """What makes a NamedSharding, before it is known whether the spec fits the mesh."""
 
     spec: PartitionSpec
@@ -141,18 +141,20 @@ def _aligned(tree: Any, leaves: list[Any], treedef: Any, specs: Any) -> list[Any
     return given
 
 
-def _layout(spec: Any, mesh: Any, memory_kind: str | None, home: NamedSharding | None = None) -> Layout | Sharding:
+def _layout(
+    spec: Any, mesh: Any, memory_kind: str | None, home: NamedSharding | None = None
+) -> UnfittedSharding | Sharding:
     """`spec` with what it leaves out taken from `home`, the sharding so far, or else from the context."""
     if isinstance(spec, PartitionSpec):
         where = mesh or (home.mesh if home else get_incontext_mesh())
-        return Layout(spec, where, memory_kind or (home.memory_kind if home else None))
+        return UnfittedSharding(spec, where, memory_kind or (home.memory_kind if home else None))
     if isinstance(spec, NamedSharding):
-        return Layout(spec.spec, spec.mesh, memory_kind or spec.memory_kind)
+        return UnfittedSharding(spec.spec, spec.mesh, memory_kind or spec.memory_kind)
     return spec.with_memory_kind(memory_kind) if memory_kind else spec
 
 
 def _fitting(
-    tree: Any, leaves: Sequence[Any], layouts: Sequence[Layout | Sharding]
+    tree: Any, leaves: Sequence[Any], layouts: Sequence[UnfittedSharding | Sharding]
 ) -> tuple[list[Sharding], list[Finding]]:
     """What fits of the layouts, and a finding for everything that does not."""
     made: dict[Any, Sharding] = {}
@@ -173,8 +175,8 @@ def _fitting(
     return shardings, findings
 
 
-def _sharding(path: str, shape: tuple[int, ...], layout: Layout | Sharding) -> tuple[Sharding, list[Finding]]:
-    if not isinstance(layout, Layout):
+def _sharding(path: str, shape: tuple[int, ...], layout: UnfittedSharding | Sharding) -> tuple[Sharding, list[Finding]]:
+    if not isinstance(layout, UnfittedSharding):
         return layout, []
     if isinstance(layout.mesh, AbstractMesh):
         raise ShardingError("arrays need devices, and the specs are for an AbstractMesh. Pass mesh=.")

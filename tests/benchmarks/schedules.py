@@ -15,9 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from flax_mesh.mpmd.schedules.search import search_schedule
-from flax_mesh.mpmd.schedules.simulate import StageCost
-from flax_mesh.mpmd.schedules.validate import check_schedule
+from flax_mesh.mpmd.schedules import StageCost, check_schedule, search_schedule
 from tests.benchmarks._report import print_json
 
 

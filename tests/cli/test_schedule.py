@@ -10,9 +10,7 @@ import pytest
 
 from flax_mesh.cli import main
 from flax_mesh.cli.main import BAD_INPUT, DONE
-from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, Action, Schedule, make_schedule
-from flax_mesh.mpmd.schedules.simulate import simulate
-from flax_mesh.mpmd.schedules.validate import check_schedule
+from flax_mesh.mpmd.schedules import SCHEDULE_NAMES, Action, Schedule, check_schedule, make_schedule, simulate
 
 SIZES = ("--stages", "4", "--microbatches", "8")
 PAGE = Path(__file__).parents[2] / "docs" / "schedules.md"

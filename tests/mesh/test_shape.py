@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from flax_mesh.mesh import calculate_host_mesh_shape, parse_mesh_shape
-from flax_mesh.mesh.shape import check_axis_names, format_shape, resolve_dims, split_between_hosts
+from flax_mesh.mesh.shape import check_axis_names, format_mesh_shape, resolve_dims, split_between_hosts
 
 NAMES = ("dp", "fsdp", "tp")
 
@@ -104,7 +104,9 @@ def test_all_mistakes_of_a_string_come_at_once():
 
 @given(st.dictionaries(st.sampled_from(NAMES), st.integers(1, 64), min_size=3))
 def test_format_and_parse_are_inverse(sizes):
-    assert list(parse_mesh_shape(format_shape(list(sizes), list(sizes.values())), NAMES).items()) == list(sizes.items())
+    assert list(parse_mesh_shape(format_mesh_shape(list(sizes), list(sizes.values())), NAMES).items()) == list(
+        sizes.items()
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from flax_mesh.mpmd.schedules.beam import TOLERANCE, BeamSearch
 from flax_mesh.mpmd.schedules.lower_bound import Problem, lower_bound, make_problem, reverse
 from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, Action, Schedule, make_schedule
 from flax_mesh.mpmd.schedules.simulate import StageCost, peak_activations, simulate, stage_costs
-from flax_mesh.mpmd.schedules.validate import limits_of
+from flax_mesh.mpmd.schedules.validate import memory_limits
 
 WORK_PER_SECOND = 15_000  # partial schedules; two-core machines of 2024 do twice as many when idle
 WIDTHS = (1, 3, 10, 30, 100, 300, 1000, 3000, 10_000)
@@ -66,7 +66,7 @@ def search_schedule(
     if problems:
         raise ValueError("; ".join(problems))
     virtual = len(stages) // num_groups
-    limits = limits_of(virtual * num_microbatches if memory_limit is None else memory_limit, num_groups)
+    limits = memory_limits(virtual * num_microbatches if memory_limit is None else memory_limit, num_groups)
     if min(limits) < virtual:
         each = "1 activation" if virtual == 1 else f"{virtual} activations, 1 for each of its stages"
         raise ValueError(f"no schedule fits a memory limit of {min(limits)}: a group needs at least {each}")

@@ -1,4 +1,4 @@
-"""What a schedule costs: makespan, bubble, activations in flight, transfers. Pure Python, nothing of the package.
+"""What a schedule costs: makespan, bubble, activations in flight, transfers. Pure Python.
 
 Groups work on one action at a time; a transfer occupies no group and delays only who waits for it. Transfers of one
 pair of groups do not hinder each other.
@@ -7,7 +7,9 @@ pair of groups do not hinder each other.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
+
+from flax_mesh.mpmd.schedules.schedule import Action, Schedule
 
 
 class StageCost(NamedTuple):
@@ -26,26 +28,11 @@ class StageCost(NamedTuple):
 Costs = StageCost | Sequence[Sequence[float]]  # the same for every stage, or one (F, B, W[, T]) per stage
 
 
-class Table(Protocol):
-    """What is simulated: a `Schedule`."""
-
-    @property
-    def rows(self) -> Sequence[Sequence[tuple[str, int, int]]]: ...
-    @property
-    def stage_to_group(self) -> Sequence[int]: ...
-    @property
-    def splits_backward(self) -> bool: ...
-
-    def times(
-        self, duration: Callable[[Any], float], delay: Callable[[int, int], float]
-    ) -> Mapping[Any, tuple[float, float]]: ...
-
-
 @dataclass(frozen=True)
 class Simulation:
     """A schedule in time. Lists have one entry per group."""
 
-    times: Mapping[Any, tuple[float, float]]  # {action: (start, end)}, sorted by start
+    times: Mapping[Action, tuple[float, float]]  # {action: (start, end)}, sorted by start
     makespan: float
     busy: tuple[float, ...]
     peak_activations: tuple[int, ...]  # see `peak_activations`
@@ -57,12 +44,12 @@ class Simulation:
         return 1 - sum(self.busy) / (len(self.busy) * self.makespan) if self.makespan else 0.0
 
 
-def simulate(schedule: Table, costs: Costs = StageCost()) -> Simulation:  # noqa: B008  a value, not a place
+def simulate(schedule: Schedule, costs: Costs = StageCost()) -> Simulation:  # noqa: B008  a value, not a place
     """The schedule with every action as early as possible.
 
     ValueError where costs do not fit the stages, or where the rows wait for each other for ever.
     """
-    stages = stage_costs(costs, len(schedule.stage_to_group))
+    stages = stage_costs(costs, schedule.num_stages)
     duration = action_duration(stages, schedule.splits_backward)
     times = schedule.times(duration, lambda sender, receiver: stages[sender].transfer)
     return Simulation(
@@ -74,7 +61,7 @@ def simulate(schedule: Table, costs: Costs = StageCost()) -> Simulation:  # noqa
     )
 
 
-def peak_activations(schedule: Table) -> tuple[int, ...]:
+def peak_activations(schedule: Schedule) -> tuple[int, ...]:
     """The most activations each group holds at once: one per forward whose backward is still to come.
 
     One activation is what one stage keeps for one microbatch; it is released at B, or at W where the backward is split.
@@ -84,31 +71,29 @@ def peak_activations(schedule: Table) -> tuple[int, ...]:
     peaks = []
     for row in schedule.rows:
         held = peak = 0
-        for kind, _, _ in row if any(action[0] == release for action in row) else ():
+        for kind, _, _ in row if any(action.kind == release for action in row) else ():
             held += (kind == "F") - (kind == release)
             peak = max(peak, held)
         peaks.append(peak)
     return tuple(peaks)
 
 
-def count_transfers(schedule: Table) -> int:
+def count_transfers(schedule: Schedule) -> int:
     """Values that one group sends to another, forward and backward."""
-    last = len(schedule.stage_to_group) - 1
-    return sum(_sends(action, schedule.stage_to_group, last) for row in schedule.rows for action in row)
+    return sum(_sends(action, schedule.stage_to_group) for row in schedule.rows for action in row)
 
 
-def _sends(action: tuple[str, int, int], stage_to_group: Sequence[int], last: int) -> bool:
-    kind, stage, _ = action
-    receiver = {"F": stage + 1, "B": stage - 1}.get(kind, -1)
-    return 0 <= receiver <= last and stage_to_group[receiver] != stage_to_group[stage]
+def _sends(action: Action, stage_to_group: Sequence[int]) -> bool:
+    receiver = {"F": action.stage + 1, "B": action.stage - 1}.get(action.kind, -1)
+    return 0 <= receiver < len(stage_to_group) and stage_to_group[receiver] != stage_to_group[action.stage]
 
 
-def action_duration(stages: Sequence[StageCost], splits_backward: bool) -> Callable[[tuple[str, int, int]], float]:
+def action_duration(stages: Sequence[StageCost], splits_backward: bool) -> Callable[[Action], float]:
     """The time of an action."""
     table = {("F", s): cost.forward for s, cost in enumerate(stages)}
     table |= {("B", s): cost.backward + (0 if splits_backward else cost.weights) for s, cost in enumerate(stages)}
     table |= {("W", s): cost.weights for s, cost in enumerate(stages)}
-    return lambda action: table[action[0], action[1]]
+    return lambda action: table[action.kind, action.stage]
 
 
 def stage_costs(costs: Costs, num_stages: int) -> tuple[StageCost, ...]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from flax_mesh.mpmd.schedules.schedule import Schedule
 from flax_mesh.mpmd.schedules.simulate import Costs, Simulation, StageCost, simulate, stage_costs
-from flax_mesh.text import count_text
+from flax_mesh.text import count_text, table_text
 
 MOST_BLOCKS = 6  # of lines, when time does not fit into the width
 
@@ -16,7 +16,7 @@ def schedule_table(schedule: Schedule, costs: Costs = StageCost(), *, width: int
     enough for its name where that gives at most six blocks.
     """
     result = simulate(schedule, costs)
-    lines = [heading(schedule, costs), summary(result), "", *_groups(schedule, result), ""]
+    lines = [heading(schedule, costs), summary(result), "", _groups_text(schedule, result), ""]
     name = len(f"group {schedule.num_groups - 1}")
     per_block = max(width - name - 2, 20)
     per_block -= per_block % (_label(result) + 1)  # no name is cut where every action takes one unit
@@ -49,14 +49,13 @@ def summary(result: Simulation) -> str:
     return f"makespan {result.makespan:.6g}, bubble {result.bubble:.1%}, {result.transfers} transfers"
 
 
-def _groups(schedule: Schedule, result: Simulation) -> list[str]:
-    rows = [("group", "stages", "busy", "peak activations")]
+def _groups_text(schedule: Schedule, result: Simulation) -> str:
+    rows = []
     for group, (busy, peak) in enumerate(zip(result.busy, result.peak_activations, strict=True)):
         stages = [str(stage) for stage, owner in enumerate(schedule.stage_to_group) if owner == group]
         share = busy / result.makespan if result.makespan else 1.0
         rows.append((str(group), ",".join(stages), f"{share:.1%}", str(peak)))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    return ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return table_text(["group", "stages", "busy", "peak activations"], rows)
 
 
 def _bars(schedule: Schedule, result: Simulation, per_block: int) -> list[str]:

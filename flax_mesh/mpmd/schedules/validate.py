@@ -25,14 +25,14 @@ def check_schedule(schedule: Schedule, memory_limit: int | Sequence[int] | None 
         mistakes = _before_what_they_need(schedule)
         mistakes += _out_of_order(schedule) + ([] if mistakes else _deadlock(schedule))
     if memory_limit is not None:
-        mistakes += _too_many_in_flight(schedule, limits_of(memory_limit, schedule.num_groups))
+        mistakes += _too_many_in_flight(schedule, memory_limits(memory_limit, schedule.num_groups))
     if mistakes:
         more = [f"and {len(mistakes) - MOST} more"] if len(mistakes) > MOST else []
         blocks = ["\n".join([line, *_excerpt(schedule, places)]) for line, places in mistakes[:MOST]]
         raise ValueError("\n".join([f"{schedule.name}: wrong schedule", *blocks, *more]))
 
 
-def limits_of(memory_limit: int | Sequence[int], num_groups: int) -> tuple[int, ...]:
+def memory_limits(memory_limit: int | Sequence[int], num_groups: int) -> tuple[int, ...]:
     """The memory limit of every group."""
     limits = (memory_limit,) * num_groups if isinstance(memory_limit, int) else tuple(memory_limit)
     if len(limits) != num_groups:

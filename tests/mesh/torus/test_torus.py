@@ -1,11 +1,13 @@
 """The torus: the reference table, jax.experimental.mesh_utils as an oracle, and what always holds."""
 
+import ast
 import itertools
 import math
 import os
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from jax.experimental import mesh_utils
 
 from flax_mesh.mesh.device_mesh import create_device_mesh, create_hybrid_device_mesh
-from flax_mesh.mesh.torus.torus import (
+from flax_mesh.mesh.torus import (
     arrange,
     factorings,
     known_assignment,
@@ -24,6 +26,8 @@ from flax_mesh.mesh.torus.torus import (
     wraps_around,
 )
 from tests.mesh.fakes import FakeDevice, factor_shapes, gpu_hosts, tpu_slice, tpu_slices
+
+FOLDER = Path(__file__).parents[3] / "flax_mesh" / "mesh" / "torus"
 
 
 def ids(devices):
@@ -335,3 +339,14 @@ def test_the_order_does_not_depend_on_the_hash_seed():
 def test_records_read_real_and_fake_devices():
     record = read_device(tpu_slice("TPU v4", (2, 2, 1), slice_index=3)[1])
     assert (record.kind, record.coords, record.core, record.slice) == ("TPU v4", (1, 0, 0), 0, 3)
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_the_torus_needs_numpy_alone(path):
+    tree = ast.parse(path.read_text())
+    modules = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    modules += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    assert modules
+    for module in modules:
+        known = module.split(".")[0] in {"numpy", *sys.stdlib_module_names}
+        assert known or module.startswith("flax_mesh.mesh.torus."), f"{path.name} imports {module}"

@@ -6,10 +6,17 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given, settings
 
-from flax_mesh.mpmd.schedules.draw import draw_schedule_svg, draw_timeline_svg, fills
-from flax_mesh.mpmd.schedules.schedule import Schedule, forward_schedule, make_schedule
-from flax_mesh.mpmd.schedules.simulate import StageCost, simulate
-from flax_mesh.mpmd.schedules.text import schedule_table
+from flax_mesh.mpmd.schedules import (
+    Schedule,
+    StageCost,
+    draw_schedule_svg,
+    draw_timeline_svg,
+    forward_schedule,
+    make_schedule,
+    schedule_table,
+    simulate,
+)
+from flax_mesh.mpmd.schedules.draw import fills
 from tests.mpmd.schedules.test_schedule import schedules
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -7,11 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flax_mesh.mpmd.schedules import (
+    SCHEDULE_NAMES,
+    Action,
+    Schedule,
+    StageCost,
+    check_schedule,
+    make_schedule,
+    search_schedule,
+    simulate,
+)
 from flax_mesh.mpmd.schedules.lower_bound import lower_bound, make_problem, reverse, tails
-from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, Action, Schedule, make_schedule
-from flax_mesh.mpmd.schedules.search import search_schedule
-from flax_mesh.mpmd.schedules.simulate import StageCost, simulate
-from flax_mesh.mpmd.schedules.validate import check_schedule
 from tests.benchmarks.schedules import cases
 
 QUICK = 0.05  # seconds of search: some hundred partial schedules
