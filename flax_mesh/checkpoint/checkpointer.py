@@ -22,7 +22,7 @@ from flax_mesh.checkpoint.layout import check_same, disk_target, from_disk, stac
 from flax_mesh.checkpoint.retention import RetentionPolicy
 from flax_mesh.checkpoint.warm_start import RestoreReport, fill
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, PeerError, SaveError
-from flax_mesh.processes.phases import Phases
+from flax_mesh.processes import Phases
 from flax_mesh.step import TrainState
 from flax_mesh.text import count_text
 from flax_mesh.tree import named_leaves

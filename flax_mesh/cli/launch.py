@@ -4,9 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.processes.launch import launch
-from flax_mesh.processes.start import parse_processes
-from flax_mesh.processes.watchdog import LOST
+from flax_mesh.processes import LOST, launch, parse_processes
 
 STEP_TIMEOUT_S = 1800.0
 

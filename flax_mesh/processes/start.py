@@ -1,7 +1,8 @@
 """How a process becomes one of several: told on the command line, or as the cluster tells JAX."""
 
 import re
-from typing import NamedTuple
+import socket
+from typing import Any, NamedTuple
 
 import jax
 
@@ -26,6 +27,13 @@ def parse_processes(text: str) -> Processes:
     if match is None or int(match[1]) >= int(match[2]):
         raise ConfigError(f"--process must be I/N@HOST:PORT with I in 0..N-1, such as 2/4@10.0.0.1:1234, got {text!r}")
     return Processes(int(match[1]), int(match[2]), match[3])
+
+
+def resolve_address(address: str) -> tuple[socket.AddressFamily, Any]:
+    """The family of "host:port", and the address that a socket of this family connects to."""
+    host, _, port = address.rpartition(":")
+    family, _, _, _, found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+    return family, found
 
 
 def start_processes(given: Processes | None) -> int:

@@ -24,6 +24,7 @@ from typing import Any
 import jax
 
 from flax_mesh.jax_compat import coordinator_address
+from flax_mesh.processes.start import resolve_address
 from flax_mesh.processes.store import call_number, get_text, put_text
 
 PEER_TIMEOUT_S = 12.0  # silence after which a process counts as stopped; what is noticed is noticed within 15 s
@@ -105,7 +106,8 @@ class Watch:
         self._step, self._since = self._step + 1, time.monotonic()
 
     def _listen(self) -> None:
-        address, family = _address_here()
+        # The others reach process 0 where they reach the coordinator of jax.distributed.
+        family, (address, *_) = resolve_address(coordinator_address())
         server = socket.create_server((address, 0), family=family)
         token = secrets.token_hex(16)
         put_text(
@@ -263,13 +265,6 @@ class Watch:
                 continue
             for key, _ in self._selector.select(TICK_S):
                 self._read(key.fileobj)  # pyright: ignore[reportArgumentType]
-
-
-def _address_here() -> tuple[str, socket.AddressFamily]:
-    """The address of the coordinator of jax.distributed, under which the others reach process 0."""
-    host, _, port = coordinator_address().rpartition(":")
-    family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
-    return str(address[0]), family
 
 
 def _line(connection: socket.socket) -> bytes:

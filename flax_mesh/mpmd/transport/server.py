@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flax_mesh.jax_compat import coordinator_address, distributed_client
+from flax_mesh.jax_compat import coordinator_address
+from flax_mesh.processes import get_text, put_text, resolve_address
 
 ADDRESS_TIMEOUT_S = 300  # how long a first receive waits for the sender's first transfer of all
 
@@ -96,18 +97,17 @@ def transport_of(client: Any) -> Transport:
 
 @lru_cache(maxsize=8)
 def _start(client: Any) -> Transport:
-    store = distributed_client()
-    if store is None:
+    if not jax.distributed.is_initialized():
         raise ValueError(
             "A transfer between processes needs jax.distributed, through which they find each other. "
             "Call jax.distributed.initialize() before the first use of JAX."
         )
-    folder = f"flax_mesh/transfer/{client.platform}"
+    folder = f"transfer/{client.platform}"
 
     def look_up(process: int) -> str:
         try:
-            return store.blocking_key_value_get(f"{folder}/{process}", ADDRESS_TIMEOUT_S * 1000)
-        except jax.errors.JaxRuntimeError as error:
+            return get_text(f"{folder}/{process}", ADDRESS_TIMEOUT_S)
+        except TimeoutError as error:
             raise TimeoutError(
                 f"Process {client.process_index()} waited {ADDRESS_TIMEOUT_S} s for process {process} to come to its "
                 f"first transfer; every process must make the same calls of mpmd.device_put. ({error})"
@@ -116,7 +116,7 @@ def _start(client: Any) -> Transport:
     return Transport(
         client,
         address_towards(coordinator_address()),
-        lambda process, address: store.key_value_set(f"{folder}/{process}", address),
+        lambda process, address: put_text(f"{folder}/{process}", address),
         look_up,
     )
 
@@ -140,9 +140,8 @@ def _uuid(name: Name, sender: int, receiver: int, arrays: Sequence[Any]) -> int:
 
 def address_towards(coordinator: str) -> str:
     """The address under which the others, who all reach the coordinator, reach this process."""
-    host, _, port = coordinator.rpartition(":")
-    family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
+    family, address = resolve_address(coordinator)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # a datagram socket: this asks for the route and sends nothing
         return probe.getsockname()[0]
 
