@@ -41,8 +41,7 @@ from flax_mesh.processes import Watch, parse_processes, start_processes
 from flax_mesh.train import TrainConfig, TrainResult, apply_overrides, load_recipe, to_lines, train
 from flax_mesh.train.checks import check_config
 from flax_mesh.train.config import AXIS_NAMES, PLATFORM
-from flax_mesh.train.explain import explain
-from flax_mesh.train.measure import measure_recipe
+from flax_mesh.train.explain import explain, measure_recipe
 from flax_mesh.train.metrics import Row
 
 DONE, FAILED, BAD_INPUT, FINDINGS, STOPPED = 0, 1, 2, 3, 4

@@ -1,9 +1,10 @@
-"""What a run computes: the layout of its state, its initial state, its step and its evaluation, pipelined or not."""
+"""From a TrainConfig to the program of a run: mesh, rules, optimizer, layout of the state, step."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from flax_mesh.step.loss import Metrics
 from flax_mesh.step.state import TrainState, abstract_train_state
 from flax_mesh.step.step import Step, make_eval_step, make_train_step
 from flax_mesh.text import mesh_text
+from flax_mesh.train.checks import check_compiler_options, check_config, check_on_mesh
 from flax_mesh.train.config import (
     OptimizerConfig,
     TrainConfig,
@@ -36,21 +38,70 @@ from flax_mesh.tree import map_named
 SHRINK_ORDER = ("pp", "dp", "fsdp", "sp", "ep", "tp")  # stages first, then copies and shards of the batch
 
 
-class TrainProgram(NamedTuple):
-    """Nothing is compiled before the first call."""
+@dataclass(frozen=True)
+class TrainProgram:
+    """A recipe on a mesh: all that a run computes. Nothing is compiled before the first call."""
 
+    config: TrainConfig
+    mesh: Mesh
+    rules: PartitionRules
     layout: TrainState  # leaves are ShapeDtypeStructs with their shardings
     init: Callable[[], TrainState]
     step: Step
     evaluate: Callable[[TrainState, Any], Metrics]  # sums over a batch
     model: Callable[[TrainState], nnx.Module]  # the model on the whole mesh, for sampling
-    pipeline: Pipeline | None
+    pipeline: Pipeline | None = None
+
+    @property
+    def parameters(self) -> list[Any]:
+        """What is trained; statistics and random keys are state, but no parameters."""
+        return jax.tree.leaves(nnx.filter_state(self.layout.to_nnx()["model"], nnx.Param))
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(x.shape) for x in self.parameters)
 
 
-def train_program(config: TrainConfig, mesh: Mesh, rules: PartitionRules) -> TrainProgram:
-    """The program of the run: a pipeline where the mesh has an axis pp, else one jitted step."""
-    build = _pipelined if "pp" in mesh.axis_names else _plain
-    return build(config, mesh, rules)
+def build_program(
+    config: TrainConfig,
+    say: Callable[[str], None] = lambda text: None,
+    change: Callable[[Schedule], Schedule] = lambda schedule: schedule,
+) -> TrainProgram:
+    """The program of a recipe on the devices that are here, checked before anything large compiles.
+
+    `say` hears of a mesh that was shrunk; `change` may put another schedule in the place of a pipeline's own. Raises
+    ConfigError with a line for every mistake.
+    """
+    if problems := check_config(config):
+        raise ConfigError(problems)
+    mesh, rules = make_mesh(config, say), run_rules(config)
+    options, device = parse_compiler_options(config.run.compiler_options), mesh.local_devices[0]
+    if problems := [*check_on_mesh(config, mesh, rules.axes), *check_compiler_options(options, device)]:
+        raise ConfigError(problems)
+    return train_program(config, mesh, rules, change)
+
+
+def train_program(
+    config: TrainConfig,
+    mesh: Mesh,
+    rules: PartitionRules,
+    change: Callable[[Schedule], Schedule] = lambda schedule: schedule,
+) -> TrainProgram:
+    """The program of a recipe on a mesh: a pipeline where the mesh has an axis pp, else one jitted step."""
+    if "pp" not in mesh.axis_names:
+        return _plain(config, mesh, rules)
+    pipeline = _pipeline(config, mesh, rules, change)
+    return TrainProgram(
+        config,
+        mesh,
+        rules,
+        pipeline.abstract,
+        pipeline.init_state,
+        pipeline.step,
+        pipeline.evaluate,
+        pipeline.model,
+        pipeline,
+    )
 
 
 def _plain(config: TrainConfig, mesh: Mesh, rules: PartitionRules) -> TrainProgram:
@@ -71,25 +122,13 @@ def _plain(config: TrainConfig, mesh: Mesh, rules: PartitionRules) -> TrainProgr
     def init() -> TrainState:
         return TrainState(tuple(jax.tree.leaves(init_state(make, abstract))), layout.definition)
 
-    return TrainProgram(
-        layout, init, step, make_eval_step(config.loss_fn, layout), lambda state: state.merge()[0], None
-    )
+    evaluate = make_eval_step(config.loss_fn, layout)
+    return TrainProgram(config, mesh, rules, layout, init, step, evaluate, lambda state: state.merge()[0])
 
 
-def _pipelined(config: TrainConfig, mesh: Mesh, rules: PartitionRules) -> TrainProgram:
-    pipeline = recipe_pipeline(config, mesh, rules)
-    return TrainProgram(
-        pipeline.abstract, pipeline.init_state, pipeline.step, pipeline.evaluate, pipeline.model, pipeline
-    )
-
-
-def recipe_pipeline(
-    config: TrainConfig,
-    mesh: Mesh,
-    rules: PartitionRules,
-    change: Callable[[Schedule], Schedule] = lambda schedule: schedule,
+def _pipeline(
+    config: TrainConfig, mesh: Mesh, rules: PartitionRules, change: Callable[[Schedule], Schedule]
 ) -> Pipeline:
-    """The pipeline of a recipe on a mesh with an axis pp; `change` may put another schedule in the place of its own."""
     groups = MpmdMesh(mesh, "pp")
     staged, schedule = cut_model(config, rules.layers, groups.mpmd_dim, groups.unstack[0])
     return Pipeline(

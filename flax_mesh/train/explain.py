@@ -1,17 +1,24 @@
-"""`flax-mesh explain`: what a recipe's sharding would be, from its config alone; no devices, nothing allocated."""
+"""What a recipe would be, before it is trained: its sharding, and what the stages of its pipeline cost.
+
+`explain` works from the config alone, without devices; `measure_recipe` runs every stage on the devices that are here.
+"""
 
 from functools import partial
+from typing import NamedTuple
 
+import numpy as np
 from jax.sharding import AbstractMesh
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.mesh.shape import resolve_dims
 from flax_mesh.mpmd import CutError
 from flax_mesh.mpmd.runtime.placement import MODEL, OPTIMIZER, bytes_of_groups
+from flax_mesh.mpmd.runtime.profile import measure_costs, with_split_backward
+from flax_mesh.mpmd.schedules.simulate import StageCost
 from flax_mesh.sharding import Explanation, explain_sharding
 from flax_mesh.sharding.rules import Finding, PartitionRules
 from flax_mesh.text import bytes_text, count_text
-from flax_mesh.train.build import cut_model, make_modules, run_rules
+from flax_mesh.train.build import build_program, cut_model, make_modules, run_rules
 from flax_mesh.train.checks import check_config, check_on_mesh
 from flax_mesh.train.config import TrainConfig, mesh_shape, shard_over
 
@@ -85,3 +92,26 @@ def _setting_finding(line: str) -> Finding:
     what, _, repair = line.partition("; ")
     setting, _, problem = what.partition(" is ")
     return Finding(setting, problem, repair[:1].upper() + repair[1:])
+
+
+class Measured(NamedTuple):
+    """Costs in milliseconds, one a stage, and the sizes of the pipeline that they were measured on."""
+
+    costs: tuple[StageCost, ...]
+    num_groups: int
+    num_microbatches: int
+
+
+def measure_recipe(config: TrainConfig) -> Measured:
+    """Run every stage of the recipe alone, on random tokens: forward, backward to the input, to the weights, transfer.
+
+    Raises ConfigError for settings that are wrong, or without pp.
+    """
+    pipeline = build_program(config, change=with_split_backward).pipeline
+    if pipeline is None:
+        raise ConfigError(f"mesh.shape={config.mesh.shape} has no pp: a recipe without stages has nothing to measure")
+    shape = config.data.batch_size, config.data.sequence_length
+    ids = getattr(config.model, "vocab_size", None) or 2
+    tokens = np.random.default_rng(config.run.seed).integers(0, ids, shape).astype(np.int32)
+    costs = measure_costs(pipeline, pipeline.init_state(), {"inputs": tokens, "targets": tokens})
+    return Measured(costs, len(pipeline.groups), config.pipeline.num_microbatches)

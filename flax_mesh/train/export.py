@@ -24,11 +24,10 @@ from flax_mesh.checkpoint.read import Array, mesh_of, read_record, read_tree
 from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.mesh import create_mesh
 from flax_mesh.sharding import abstract_state, sharding_fingerprint
-from flax_mesh.train.build import make_mesh, run_rules, train_program
-from flax_mesh.train.checks import check_config, check_on_mesh
+from flax_mesh.train.build import build_program, run_rules
 from flax_mesh.train.config import TrainConfig
 from flax_mesh.train.metadata import FORMAT, layout_of, layout_record, versions
-from flax_mesh.train.overrides import parse_value, to_lines
+from flax_mesh.train.overrides import apply_overrides, parse_value, to_texts
 from flax_mesh.tree import named_leaves, nest
 
 ImportModel = Callable[[Mapping[str, Any]], TrainConfig]  # settings of a config.json -> the model that has them
@@ -70,7 +69,7 @@ def import_huggingface(folder: str, out: str, ignore: Sequence[str], model: Impo
         "format": FORMAT,
         "step": 0,
         "recipe": f"imported from {folder}",
-        "config": dict(line.split("=", 1) for line in to_lines(config) if line.startswith("model.")),
+        "config": {key: text for key, text in to_texts(config).items() if key.startswith("model.")},
         "data": {"description": "none yet", "content_hash": "", "position": 0},
         "metrics": {},
         "versions": versions(),
@@ -85,25 +84,22 @@ def import_huggingface(folder: str, out: str, ignore: Sequence[str], model: Impo
 
 def reshard(folder: str, out: str, config: TrainConfig, step: int | None) -> dict[str, Any]:
     """Save the newest whole step, or `step`, in the layout of a recipe on the devices that are here."""
-    if problems := check_config(config):
-        raise ConfigError(problems)
     notes: list[str] = []
-    mesh, rules = make_mesh(config, notes.append), run_rules(config)
-    if problems := check_on_mesh(config, mesh, rules.axes):
-        raise ConfigError(problems)
-    abstract = train_program(config, mesh, rules).layout.to_nnx()
+    # Options of a compiler have no say in a layout, and need not be those of the devices that are here.
+    program = build_program(apply_overrides(config, ["run.compiler_options="]), notes.append)
+    abstract, layers = program.layout.to_nnx(), program.rules.layers
     found, passed_over = find_whole(folder, step)
     if not STEP.fullmatch(found.name):
         raise ConfigError(f"{found} was set aside; give it the name {step_number(found)} first")
     number, record = step_number(found), read_record(found)
-    with Checkpointer(found.parent, layers=rules.layers) as checkpointer:
+    with Checkpointer(found.parent, layers=layers) as checkpointer:
         state = checkpointer.restore(abstract, number, verify=False)  # find_whole has
-    before, after = mesh_text(mesh_of(record)), mesh_text(mesh.shape)
-    record |= layout_record(mesh.shape, rules, layout_of(abstract, rules.layers))
+    before, after = mesh_text(mesh_of(record)), mesh_text(program.mesh.shape)
+    record |= layout_record(program.mesh.shape, program.rules, layout_of(abstract, layers))
     record |= {"sharding": sharding_fingerprint(abstract), "resharded_from": before}
     record["config"] |= {"mesh.shape": config.mesh.shape}
     with new_folder(out) as work:
-        _save(work, number, state, rules.layers, record)
+        _save(work, number, state, layers, record)
     named = named_leaves(state)
     sizes = {"arrays": len(named), "bytes": sum(leaf.nbytes for _, leaf in named)}
     more = {"to": "checkpoint", "mesh": after, "before": before, "notes": notes}

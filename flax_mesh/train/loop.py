@@ -1,7 +1,7 @@
 """The loop: from a TrainConfig to a trained, saved state, or on from where an earlier run stopped."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh.checkpoint import Checkpointer, RetentionPolicy
 from flax_mesh.checkpoint.find import CHECKPOINTS
@@ -19,28 +19,18 @@ from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.mpmd.runtime.profile import costs_of, trace_step, write_timeline
 from flax_mesh.mpmd.schedules.simulate import simulate
 from flax_mesh.processes import Watch, stop_together
-from flax_mesh.sharding import PartitionRules
 from flax_mesh.step.state import TrainState
 from flax_mesh.step.step import in_mesh
-from flax_mesh.train.build import TrainProgram, batch_sharding, make_mesh, run_rules, train_program
-from flax_mesh.train.checks import check_compiler_options, check_config, check_on_corpus, check_on_mesh, check_trace
-from flax_mesh.train.config import CheckpointConfig, TrainConfig, parse_compiler_options
-from flax_mesh.train.data.batches import make_batch_fn, make_eval_fn, num_eval_batches, prefetch
+from flax_mesh.train.build import TrainProgram, batch_sharding, build_program
+from flax_mesh.train.checks import check_on_corpus, check_trace
+from flax_mesh.train.config import CheckpointConfig, TrainConfig
+from flax_mesh.train.data.batches import BatchFn, make_batch_fn, make_eval_fn, num_eval_batches, prefetch
 from flax_mesh.train.data.data import Corpus, decode, load_corpus
-from flax_mesh.train.metadata import layout_changes
-from flax_mesh.train.metrics import Row
+from flax_mesh.train.metadata import check_resume, layout_changes, run_record, step_record
+from flax_mesh.train.metrics import Row, Rows
 from flax_mesh.train.overrides import Change
-from flax_mesh.train.rows import Rows
-from flax_mesh.train.run import Functions, Run, Say, describe, go_on_or_raise
-from flax_mesh.train.run_folder import check_resume
-from flax_mesh.train.together import (
-    check_agreement,
-    folder_of_run,
-    is_first,
-    latest_step,
-    watch_pipeline,
-    write_config_once,
-)
+from flax_mesh.train.run import Run, Say, describe
+from flax_mesh.train.run_folder import METRICS, check_agreement, folder_of_run, is_first, latest_step, write_config
 from flax_mesh.train.warm_start import start_from
 
 TRACED = 2  # steps before the one that --trace shows: they compile
@@ -79,29 +69,23 @@ def train(
     In a run of several processes each calls it alike; all have the hooks, process 0 alone says and writes, and all stop
     after the same step once one should. `watch` is told what a pipeline waits for.
     """
-    if problems := check_config(config):
-        raise ConfigError(problems)
     say = say if is_first() else lambda text: None
     should_stop = stop_together(should_stop)
-    mesh = make_mesh(config, say)
-    rules = run_rules(config)
-    options = parse_compiler_options(config.run.compiler_options)
-    device = mesh.local_devices[0]
-    if problems := [*check_on_mesh(config, mesh, rules.axes), *check_compiler_options(options, device)]:
-        raise ConfigError(problems)
-    program = train_program(config, mesh, rules)
-    if trace is not None and (problems := check_trace(Path(trace), config.mesh.shape, program.pipeline)):
+    program = build_program(config, say)
+    trace = None if trace is None else Path(trace)
+    if trace is not None and (problems := check_trace(trace, config.mesh.shape, program.pipeline)):
         raise ConfigError(problems)
     corpus = load_corpus(config.data)
     if problems := check_on_corpus(config, corpus):
         raise ConfigError(problems)
-    functions = _functions(config, mesh, program, rules, corpus)
-    watch_pipeline(watch, program)
+    batch, evaluate = _data_functions(program, corpus)
+    _watch_pipeline(watch, program)
     with folder_of_run(Path(config.run.folder).expanduser(), restart) as folder:
-        run = Run(config, recipe, mesh, rules, program, corpus, functions, folder, say, hooks, should_stop, trace)
-        check_agreement(run.record(0, {}))
+        record = run_record(recipe, program, corpus)
+        check_agreement(record)
+        run = Run(program, corpus, batch, evaluate, record, folder, say, hooks, should_stop, trace)
         describe(run)
-        with _checkpointer(config.checkpoint, folder / CHECKPOINTS, rules.layers) as checkpointer:
+        with _checkpointer(config.checkpoint, folder / CHECKPOINTS, program.rules.layers) as checkpointer:
             step = latest_step(checkpointer)
             for damaged, problems in checkpointer.damaged.items():
                 more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
@@ -111,30 +95,30 @@ def train(
                 )
             if step is None:
                 say(f"run: {folder} is new, {config.run.steps} steps")
-                write_config_once(folder, config)
+                write_config(folder, config)
                 return _steps(run, checkpointer, _initial(run), 0)
-            for change in _changes(run, checkpointer, step, allow_changes):
+            saved = checkpointer.metadata(step)
+            for change in _changes(run, checkpointer, saved, allow_changes=allow_changes):
                 say(f"changed since the checkpoint: {change}")
             if step >= config.run.steps:
                 say(f"run: {folder} is finished: step {step} of {config.run.steps}. Nothing to do.")
                 return TrainResult("already finished", step, folder)
             say(f"run: found {folder} at step {step}; resuming, {config.run.steps - step} steps to go")
-            if moved := layout_changes(checkpointer.metadata(step), mesh, run.layout):
+            if moved := layout_changes(saved, record):
                 say(f"layout: saved on another, {moved[0]}" + f"; {len(moved) - 1} more lines" * (len(moved) > 1))
             restored = checkpointer.restore(program.layout.to_nnx(), step, verify=False)  # latest_step has
             leaves = tuple(jax.tree.leaves(restored))
-            write_config_once(folder, config)
+            write_config(folder, config)
             return _steps(run, checkpointer, TrainState(leaves, program.layout.definition), step)
 
 
-def _changes(run: Run, checkpointer: Checkpointer, step: int, allow_changes: bool) -> list[Change]:
+def _changes(run: Run, checkpointer: Checkpointer, saved: Mapping[str, Any], *, allow_changes: bool) -> list[Change]:
     """Settings that differ from those of the checkpoint. ConfigError where that is refused."""
-    saved = checkpointer.metadata(step)
     try:
-        return check_resume(saved, run.config, run.corpus.content_hash, allow_changes=allow_changes)
+        return check_resume(saved, run.record, run.config, allow_changes=allow_changes)
     except ConfigError:
         # Of another model no setting can be allowed: name the arrays instead.
-        checkpointer.check(run.program.layout.to_nnx(), step)
+        checkpointer.check(run.program.layout.to_nnx(), saved["step"])
         raise
 
 
@@ -146,24 +130,30 @@ def _steps(run: Run, checkpointer: Checkpointer, state: TrainState, start: int) 
             f"--trace {run.trace} shows step {start + TRACED + 1}, the third from here, and "
             f"run.steps={config.run.steps} ends before it; raise run.steps"
         )
-    step_fn, batch_fn, evaluate = run.functions
-    rows = Rows(run, start)
+    rows = Rows(
+        run.folder / METRICS if is_first() else None,
+        run.program,
+        start,
+        hooks=run.hooks,
+        say=run.say,
+        go_on_or_raise=run.go_on_or_raise,
+    )
     step, status = start, "finished"
     with ExitStack() as stack:
         stack.callback(rows.close)
-        batches = stack.enter_context(closing(prefetch(batch_fn, start, config.run.steps)))
+        batches = stack.enter_context(closing(prefetch(run.batch, start, config.run.steps)))
         for index, batch, waited in batches:
             if run.trace is not None and index == start + TRACED:
                 state, metrics = _traced_step(run, state, batch)
             else:
-                state, metrics = step_fn(state, batch)
+                state, metrics = run.program.step(state, batch)
             step = index + 1
             rows.finish()  # of the step before: the device is busy with this one meanwhile
             rows.begin(step, metrics, waited)
             last = step == config.run.steps
             stop = run.should_stop()
-            if evaluate and (last or step % config.run.eval_every == 0):
-                rows.finish(partial(evaluate, state))
+            if run.evaluate and (last or step % config.run.eval_every == 0):
+                rows.finish(partial(run.evaluate, state))
             if last or stop or step % config.checkpoint.every == 0:
                 rows.finish()
                 _save(run, checkpointer, step, state, rows.last, final=last or stop)
@@ -179,7 +169,7 @@ def _steps(run: Run, checkpointer: Checkpointer, state: TrainState, start: int) 
 def _initial(run: Run) -> TrainState:
     state, folder = run.program.init(), run.config.checkpoint.start_from
     if folder:
-        state, text = start_from(folder, state, run.rules.layers)
+        state, text = start_from(folder, state, run.program.rules.layers)
         run.say(f"start: {folder}: {text}")
     return state
 
@@ -194,14 +184,14 @@ def _save(run: Run, checkpointer: Checkpointer, step: int, state: TrainState, ro
 
     The final one must not fail, whatever the config says: a run that is done has its state on disk.
     """
-    save = partial(checkpointer.save, step, state.to_nnx(), run.record(step, row))
+    save = partial(checkpointer.save, step, state.to_nnx(), step_record(run.record, step, row))
     for call in (checkpointer.wait, save):  # if the save before has failed, this one is begun all the same
         try:
             call()
         except SaveError as error:
             if final and call is save:
                 raise
-            go_on_or_raise(run, error)
+            run.go_on_or_raise(error)
 
 
 def _traced_step(run: Run, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
@@ -220,15 +210,14 @@ def _traced_step(run: Run, state: TrainState, batch: Any) -> tuple[TrainState, A
     return state, metrics
 
 
-def _functions(
-    config: TrainConfig, mesh: Mesh, program: TrainProgram, rules: PartitionRules, corpus: Corpus
-) -> Functions:
-    sharding = batch_sharding(mesh, rules.axes)
+def _data_functions(program: TrainProgram, corpus: Corpus) -> tuple[BatchFn, Callable[[TrainState], Row] | None]:
+    """The batch of a step, and the evaluation on held-out batches; None where the config asks for none."""
+    config, sharding = program.config, batch_sharding(program.mesh, program.rules.axes)
     vocab = getattr(config.model, "vocab_size", None)
     seed = config.run.seed if config.data.seed is None else config.data.seed
     batch_fn = make_batch_fn(corpus.train, seed=seed, config=config.data, sharding=sharding, vocab_size=vocab)
     if not config.run.eval_every:
-        return Functions(program.step, batch_fn, None)
+        return batch_fn, None
     eval_fn = make_eval_fn(corpus.held_out, config=config.data, sharding=sharding, vocab_size=vocab)
     batches = num_eval_batches(corpus.held_out, config.data)
 
@@ -239,7 +228,15 @@ def _functions(
         per_token = corpus.bytes_per_token
         return {"eval_loss": loss, "bits_per_byte": loss / math.log(2) / per_token if per_token else None}
 
-    return Functions(program.step, batch_fn, evaluate)
+    return batch_fn, evaluate
+
+
+def _watch_pipeline(watch: Watch | None, program: TrainProgram) -> None:
+    """Let the watch ask what the pipeline is waiting for."""
+    channel = program.pipeline and program.pipeline.channel
+    if watch is not None and channel:
+        channel.watched = True
+        watch.waiting = channel.waiting
 
 
 def _sample(run: Run, state: TrainState) -> str:
@@ -252,11 +249,11 @@ def _sample(run: Run, state: TrainState) -> str:
     graphdef, leaves = nnx.split(run.program.model(state))
 
     def continue_text(leaves: nnx.State, prompt: jax.Array, key: jax.Array) -> jax.Array:
-        with in_mesh(run.mesh):
+        with in_mesh(run.program.mesh):
             model = nnx.merge(graphdef, leaves)
             model.eval()
             return sample(model, prompt, num_tokens, key)
 
-    whole = NamedSharding(run.mesh, PartitionSpec())  # so that every process can read them
+    whole = NamedSharding(run.program.mesh, PartitionSpec())  # so that every process can read them
     tokens = jax.jit(continue_text, out_shardings=whole)(leaves, prompt, jax.random.key(run.config.run.seed))
     return decode(np.asarray(tokens))

@@ -6,46 +6,43 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax.sharding import Mesh
-
 from flax_mesh.axes import dims_text
 from flax_mesh.checkpoint.layout import disk_target, stacked_paths
-from flax_mesh.sharding import PartitionRules
+from flax_mesh.checkpoint.read import mesh_of
+from flax_mesh.errors import ConfigError
+from flax_mesh.sharding import PartitionRules, sharding_fingerprint
 from flax_mesh.text import mesh_text
+from flax_mesh.train.build import TrainProgram
 from flax_mesh.train.config import TrainConfig
 from flax_mesh.train.data.data import Corpus
 from flax_mesh.train.metrics import Row
-from flax_mesh.train.overrides import to_lines
+from flax_mesh.train.overrides import Change, changes, to_texts
 from flax_mesh.tree import named_leaves
 
 FORMAT = 1
 PACKAGES = ("flax-mesh", "jax", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
-def record(
-    step: int,
-    *,
-    recipe: str,
-    config: TrainConfig,
-    mesh: Mesh,
-    rules: PartitionRules,
-    layout: Mapping[str, str],
-    fingerprint: str,
-    corpus: Corpus,
-    row: Row,
-) -> dict[str, Any]:
-    """The metadata of a checkpoint, as JSON; a run's data is a function of the step, which is its position."""
+def run_record(recipe: str, program: TrainProgram, corpus: Corpus) -> dict[str, Any]:
+    """The metadata of a run's checkpoints, as JSON: what is the same for all of them, and that of step 0."""
+    state = program.layout.to_nnx()
     return {
         "format": FORMAT,
-        "step": step,
+        "step": 0,
         "recipe": recipe,
-        "config": dict(line.split("=", 1) for line in to_lines(config)),
-        **layout_record(mesh.shape, rules, layout),
-        "sharding": fingerprint,
-        "data": {"description": corpus.description, "content_hash": corpus.content_hash, "position": step},
-        "metrics": {name: value for name, value in row.items() if isinstance(value, int | float)},
+        "config": to_texts(program.config),
+        **layout_record(program.mesh.shape, program.rules, layout_of(state, program.rules.layers)),
+        "sharding": sharding_fingerprint(state),
+        "data": {"description": corpus.description, "content_hash": corpus.content_hash, "position": 0},
+        "metrics": {},
         "versions": versions(),
     }
+
+
+def step_record(run: Mapping[str, Any], step: int, row: Row) -> dict[str, Any]:
+    """The metadata of one checkpoint; a run's data is a function of the step, which is its position."""
+    metrics = {name: value for name, value in row.items() if isinstance(value, int | float)}
+    return {**run, "step": step, "data": run["data"] | {"position": step}, "metrics": metrics}
 
 
 def layout_record(sizes: Mapping[str, int], rules: PartitionRules, layout: Mapping[str, str]) -> dict[str, Any]:
@@ -73,12 +70,35 @@ def layout_of(state: Any, layers: Sequence[str]) -> dict[str, str]:
     return {path: dims_text(spec) if any(spec) else "whole" for path, spec in specs.items()}
 
 
-def layout_changes(saved: Mapping[str, Any], mesh: Mesh, layout: Mapping[str, str]) -> list[str]:
+def check_resume(
+    saved: Mapping[str, Any], now: Mapping[str, Any], config: TrainConfig, *, allow_changes: bool
+) -> list[Change]:
+    """What changed since the checkpoint was saved; ConfigError if that changes the result and is not allowed."""
+    found = changes(saved["config"], config)
+    before, after = saved["data"]["content_hash"], now["data"]["content_hash"]
+    if before != after:
+        found.append(Change("content of data.source", before[:12], after[:12], True))
+    refused = [change for change in found if change.changes_result]
+    if refused and not allow_changes:
+        raise ConfigError(
+            [
+                f"the checkpoint of step {saved['step']} was made with other settings:",
+                *(f"  {change}" for change in refused),
+                "  Undo them, start another run (--restart, or another run.folder), or go on all the same with "
+                "--allow-changes.",
+            ]
+        )
+    return found
+
+
+def layout_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """One line on the mesh if it is another, and one for every array that is split over other axes than when saved."""
-    before = dict(zip(saved["mesh"]["axis_names"], saved["mesh"]["shape"], strict=True))
-    lines = [f"mesh {mesh_text(before)} -> {mesh_text(mesh.shape)}"] if before != dict(mesh.shape) else []
+    before, after = mesh_of(saved), mesh_of(now)
+    lines = [f"mesh {mesh_text(before)} -> {mesh_text(after)}"] if before != after else []
     old = saved.get("layout", {})
-    return lines + [f"{path}: {old[path]} -> {spec}" for path, spec in layout.items() if old.get(path, spec) != spec]
+    return lines + [
+        f"{path}: {old[path]} -> {spec}" for path, spec in now["layout"].items() if old.get(path, spec) != spec
+    ]
 
 
 def _version(package: str) -> str:

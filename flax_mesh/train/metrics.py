@@ -4,7 +4,8 @@ import errno
 import json
 import math
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax
 
 from flax_mesh.errors import SaveError
 from flax_mesh.hardware import peak_flops
+from flax_mesh.train.build import TrainProgram
 
 Row = dict[str, Any]
 
@@ -75,3 +77,76 @@ class MetricsFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+class Rows:
+    """Rows of metrics, read from the device one step late, so that the host never waits before it dispatches.
+
+    `path`: the file for them, None in a process that writes none. `go_on_or_raise` is given what could not be written.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        program: TrainProgram,
+        start: int,
+        *,
+        hooks: Sequence[Callable[[Row], None]],
+        say: Callable[[str], None],
+        go_on_or_raise: Callable[[SaveError], None],
+    ):
+        self.file = MetricsFile(path) if path is not None else None
+        self.last: Row = {}
+        self._hooks, self._say, self._go_on_or_raise = hooks, say, go_on_or_raise
+        self._lost = 0  # rows in a row that could not be written
+        self._pending: tuple[int, Any, float] | None = None
+        self._extra: Row = {"resumed_from": start} if start else {}
+        self._since = time.perf_counter()
+        self._devices = list(program.mesh.devices.flat)
+        config = program.config
+        self._tokens = config.data.batch_size * config.data.sequence_length
+        count = config.flops_per_token
+        self._flops = count and count(config.model, program.num_parameters, config.data.sequence_length)
+
+    def begin(self, step: int, metrics: Any, waited: float) -> None:
+        self._pending = (step, metrics, waited)
+
+    def finish(self, more: Callable[[], Row] = dict) -> None:
+        """Write the row begun last, with what `more()` gives; the time that takes counts for no row."""
+        if self._pending is None:
+            return
+        step, metrics, waited = self._pending
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        now = time.perf_counter()
+        row = step_row(
+            step,
+            values,
+            tokens=self._tokens,
+            seconds=now - self._since,
+            data_wait=waited,
+            devices=self._devices,
+            flops_per_token=self._flops,
+        )
+        self.last = row | self._extra | more()
+        self._pending, self._extra, self._since = None, {}, time.perf_counter()
+        self._write()
+        for hook in self._hooks:
+            hook(self.last)
+
+    def _write(self) -> None:
+        if self.file is None:
+            return
+        try:
+            self.file.write(self.last)
+        except SaveError as error:
+            if not self._lost:
+                self._go_on_or_raise(error)
+            self._lost += 1
+            return
+        if self._lost:
+            self._say(f"metrics are written again from step {self.last['step']} on; rows lost: {self._lost}")
+            self._lost = 0
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()

@@ -24,7 +24,12 @@ def flat_fields(config: TrainConfig) -> dict[str, tuple[Any, Any, bool]]:
 
 def to_lines(config: TrainConfig) -> list[str]:
     """The whole config, one `section.key=value` a line: what `apply_overrides` reads back."""
-    return [f"{key}={value_to_text(value)}" for key, (value, _, _) in flat_fields(config).items()]
+    return [f"{key}={text}" for key, text in to_texts(config).items()]
+
+
+def to_texts(config: TrainConfig) -> dict[str, str]:
+    """ "section.key" -> text of the value, as it is saved with a checkpoint."""
+    return {key: value_to_text(value) for key, (value, _, _) in flat_fields(config).items()}
 
 
 def apply_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfig:
@@ -66,9 +71,8 @@ class Change(typing.NamedTuple):
 
 
 def changes(saved: Mapping[str, str], config: TrainConfig) -> list[Change]:
-    """What differs between `config` and the text values saved with a checkpoint (`dict` of the lines)."""
-    fields = flat_fields(config)
-    now = {key: value_to_text(value) for key, (value, _, _) in fields.items()}
+    """What differs between `config` and the text values saved with a checkpoint."""
+    fields, now = flat_fields(config), to_texts(config)
     keys = [*now, *(key for key in saved if key not in now)]
     return [
         Change(key, saved.get(key, "(absent)"), now.get(key, "(absent)"), key not in fields or fields[key][2])

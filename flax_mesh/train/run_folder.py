@@ -1,17 +1,27 @@
-"""The run folder: metrics.jsonl, config.txt and checkpoints/, written by one process at a time."""
+"""The run folder: metrics.jsonl, config.txt and checkpoints/. Process 0 chooses, locks and writes it for all."""
 
 import fcntl
+import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.errors import ConfigError
+from flax_mesh.processes import agree, from_first
 from flax_mesh.train.config import TrainConfig
-from flax_mesh.train.overrides import Change, changes, to_lines
+from flax_mesh.train.overrides import to_lines
 
 METRICS, CONFIG, LOCK = "metrics.jsonl", "config.txt", ".lock"
+
+
+def is_first() -> bool:
+    """Whether this is process 0, which writes and prints for all."""
+    return jax.process_index() == 0
 
 
 def next_free(folder: Path) -> Path:
@@ -36,8 +46,37 @@ def run_folder(folder: Path) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def folder_of_run(wanted: Path, restart: bool) -> Iterator[Path]:
+    """The folder of the run, chosen and locked by process 0. A ConfigError of it is one of all processes."""
+    with ExitStack() as stack:
+
+        def choose() -> str:
+            folder = next_free(wanted) if restart else wanted
+            stack.enter_context(run_folder(folder))
+            return str(folder)
+
+        yield Path(from_first("folder", choose))
+
+
+def latest_step(checkpointer: Checkpointer) -> int | None:
+    """The newest whole step; process 0 alone reads all the bytes and tells the others what it has found. What an
+    earlier run was cut off in is cleared away."""
+
+    def look() -> str:
+        checkpointer.clear_leftovers()
+        step = checkpointer.latest_step()
+        return json.dumps([step, list(checkpointer.damaged.items())])
+
+    step, damaged = json.loads(from_first("latest step", look))
+    checkpointer.damaged = dict(damaged)
+    return step
+
+
 def write_config(folder: Path, config: TrainConfig) -> None:
-    """config.txt as `@FILE` reads it: whole, or as it was."""
+    """config.txt as `@FILE` reads it: whole, or as it was. Process 0 alone writes it."""
+    if not is_first():
+        return
     partial = folder / (CONFIG + ".new")
     try:
         partial.write_text("\n".join(to_lines(config)) + "\n", encoding="utf-8")
@@ -46,22 +85,10 @@ def write_config(folder: Path, config: TrainConfig) -> None:
         raise ConfigError(f"run.folder={folder} cannot be written ({error.strerror}); use another folder") from error
 
 
-def check_resume(
-    saved: Mapping[str, Any], config: TrainConfig, content_hash: str, *, allow_changes: bool
-) -> list[Change]:
-    """What changed since the checkpoint was saved; ConfigError if that changes the result and is not allowed."""
-    found = changes(saved["config"], config)
-    old_hash = saved["data"]["content_hash"]
-    if old_hash != content_hash:
-        found.append(Change("content of data.source", old_hash[:12], content_hash[:12], True))
-    refused = [change for change in found if change.changes_result]
-    if refused and not allow_changes:
-        raise ConfigError(
-            [
-                f"the checkpoint of step {saved['step']} was made with other settings:",
-                *(f"  {change}" for change in refused),
-                "  Undo them, start another run (--restart, or another run.folder), or go on all the same with "
-                "--allow-changes.",
-            ]
-        )
-    return found
+def check_agreement(record: Mapping[str, Any]) -> None:
+    """ConfigError in every process, naming fields and processes, unless all have made the same `record` of the run."""
+    facts = {f"config {key}": value for key, value in record["config"].items()}
+    facts |= {f"version of {name}": value for name, value in record["versions"].items()}
+    facts |= {"mesh": str(record["mesh"]), "rules": str(record["rules"]), "axes": str(record["axes"])}
+    facts |= {"sharding of the state": record["sharding"], "content of data.source": record["data"]["content_hash"]}
+    agree("start", facts)

@@ -9,9 +9,8 @@ import pytest
 from flax_mesh import named_leaves
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.cli import main
-from flax_mesh.sharding import sharding_fingerprint
 from flax_mesh.train.data.data import Corpus
-from flax_mesh.train.metadata import layout_of, record
+from flax_mesh.train.metadata import run_record, step_record
 from tests.checkpoint.small_decoder import RECIPE, changed, program_of
 
 
@@ -24,7 +23,7 @@ def on_cpu():
 @pytest.fixture(scope="module")
 def state():
     """The state of the recipe with numbers of its own in every array; nothing is compiled for it."""
-    abstract = program_of()[3].layout.to_nnx()
+    abstract = program_of().layout.to_nnx()
     random = np.random.default_rng(0)
     leaves = [
         jax.device_put(random.normal(size=x.shape).astype(x.dtype), x.sharding) for _, x in named_leaves(abstract)
@@ -35,24 +34,13 @@ def state():
 @pytest.fixture(scope="module")
 def saved(state, tmp_path_factory) -> Path:
     """A run folder with the steps 5 and 10, as a run of the recipe writes them."""
-    config, mesh, rules, _ = program_of()
-    corpus = Corpus(np.zeros(9), np.zeros(9), "nine zeros", "c0ffee", 32, 1.0)
+    program = program_of()
+    record = run_record(RECIPE, program, Corpus(np.zeros(9), np.zeros(9), "nine zeros", "c0ffee", 32, 1.0))
     folder = tmp_path_factory.mktemp("runs") / "small"
-    with Checkpointer(folder / "checkpoints", layers=rules.layers) as checkpointer:
+    with Checkpointer(folder / "checkpoints", layers=program.rules.layers) as checkpointer:
         for step, loss, what in ((5, 2.5, state), (10, float("nan"), changed(state))):
             row = {"step": step, "loss": loss, "eval_loss": 2.25}
-            metadata = record(
-                step,
-                recipe=RECIPE,
-                config=config,
-                mesh=mesh,
-                rules=rules,
-                layout=layout_of(state, rules.layers),
-                fingerprint=sharding_fingerprint(state),
-                corpus=corpus,
-                row=row,
-            )
-            checkpointer.save(step, what, metadata)
+            checkpointer.save(step, what, step_record(record, step, row))
     return folder
 
 

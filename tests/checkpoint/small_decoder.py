@@ -9,7 +9,7 @@ import numpy as np
 from flax_mesh import named_leaves
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.train import DataConfig, MeshConfig, RunConfig, TrainConfig, apply_overrides, load_recipe
-from flax_mesh.train.build import make_mesh, run_rules, train_program
+from flax_mesh.train.build import build_program
 
 RECIPE = __file__
 CHANGED = "model/layers/1/mlp/up/kernel"
@@ -30,9 +30,7 @@ def recipe() -> TrainConfig:
 
 
 def program_of(*settings):
-    config = apply_overrides(load_recipe(RECIPE), settings)
-    mesh, rules = make_mesh(config, print), run_rules(config)
-    return config, mesh, rules, train_program(config, mesh, rules)
+    return build_program(apply_overrides(load_recipe(RECIPE), settings), print)
 
 
 def changed(state):

@@ -125,7 +125,7 @@ def test_nothing_is_compiled_after_the_second_step(config):
 
 def test_a_step_is_queued_behind_the_one_whose_metrics_are_read(config, monkeypatch):
     order, made = [], []
-    build, make = loop.train_program, loop.make_batch_fn
+    build, make = loop.build_program, loop.make_batch_fn
 
     def spied(*arguments):
         program = build(*arguments)
@@ -134,13 +134,13 @@ def test_a_step_is_queued_behind_the_one_whose_metrics_are_read(config, monkeypa
             order.append(("step", len([kind for kind, _ in order if kind == "step"]) + 1))
             return program.step(state, batch)
 
-        return program._replace(step=step)
+        return replace(program, step=step)
 
     def counted(*arguments, **kinds):
         batch_of = make(*arguments, **kinds)
         return lambda step: (made.append(step), batch_of(step))[1]
 
-    monkeypatch.setattr(loop, "train_program", spied)
+    monkeypatch.setattr(loop, "build_program", spied)
     monkeypatch.setattr(loop, "make_batch_fn", counted)
     quiet = config("run.steps=4", "run.eval_every=0", "checkpoint.every=100")
     train(quiet, hooks=[lambda row: order.append(("row", row["step"]))])

@@ -17,7 +17,7 @@ from flax_mesh.train import (
     apply_overrides,
     train,
 )
-from flax_mesh.train.measure import measure_recipe
+from flax_mesh.train.explain import measure_recipe
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -12,7 +12,7 @@ from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.hf.decoders import decoder_config_from_hf, read_config
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.train import DataConfig, MeshConfig, RunConfig, TrainConfig, apply_overrides, train
-from flax_mesh.train.build import make_mesh, run_rules, train_program
+from flax_mesh.train.build import build_program
 from flax_mesh.train.warm_start import start_from
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -33,10 +33,8 @@ def config_of(shape, *settings):
 
 
 def started(config, folder):
-    mesh = make_mesh(config, lambda text: None)
-    rules = run_rules(config)
-    program = train_program(config, mesh, rules)
-    state, text = start_from(str(folder), program.init(), rules.layers)
+    program = build_program(config)
+    state, text = start_from(str(folder), program.init(), program.rules.layers)
     for before, after in zip(program.layout.leaves, state.leaves, strict=True):
         assert after.sharding.is_equivalent_to(before.sharding, after.ndim)
     return program.model(state), text
@@ -54,10 +52,9 @@ def test_the_run_begins_with_the_logits_of_the_folder(shape):
 @pytest.mark.slow
 def test_a_deeper_model_keeps_what_the_checkpoint_does_not_have(tmp_path):
     shallow = config_of("fsdp:4")
-    rules = run_rules(shallow)
-    program = train_program(shallow, make_mesh(shallow, lambda text: None), rules)
+    program = build_program(shallow)
     saved = program.init()
-    with Checkpointer(tmp_path, layers=rules.layers) as checkpointer:
+    with Checkpointer(tmp_path, layers=program.rules.layers) as checkpointer:
         checkpointer.save(7, saved.to_nnx(), {})
     deeper = apply_overrides(config_of("dp:2,tp:2"), ["model.num_layers=3", "run.seed=1"])
     model, text = started(deeper, tmp_path)
