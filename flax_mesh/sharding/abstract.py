@@ -81,10 +81,11 @@ def abstract_state(
 
     `make` may return (model, optimizer): the state then has the parts "model" and "optimizer". Parameters follow
     `rules`; by default the table the model carries, or else Flax's own annotations on its Variables, whose names are
-    mesh axes or logical axes of `axes`. An optimizer leaf follows the parameter whose path ends its own, dim by dim
-    where it has another shape (`match_optimizer`), or else the table. `shard_optimizer_over="dp"` splits the
-    optimizer's arrays over that mesh axis as well, on which parameters are copies: ZeRO stage 1 (`split_over`).
-    Whatever does not fit, of all leaves, follows `on_mismatch` and adds to `dropped`, as in `match_partition_rules`.
+    mesh axes or logical axes of `axes`. `rules` without `layers` take those of the model's own table. An optimizer
+    leaf follows the parameter whose path ends its own, dim by dim where it has another shape (`match_optimizer`), or
+    else the table. `shard_optimizer_over="dp"` splits the optimizer's arrays over that mesh axis as well, on which
+    parameters are copies: ZeRO stage 1 (`split_over`). Whatever does not fit, of all leaves, follows `on_mismatch` and
+    adds to `dropped`, as in `match_partition_rules`.
     """
     made = abstract_model(make)
     state = nnx.state(made)
@@ -113,7 +114,7 @@ def _match(
         if isinstance(made, dict):
             own = match_annotations(nnx.state(made["optimizer"]), mesh, axes or DEFAULT_AXES)
     else:
-        table = as_rules(rules if rules is not None else partition_rules(model), axes)
+        table = as_rules(rules if rules is not None else partition_rules(model), axes, model_layers(model))
         match = match_leaves(table, named_leaves(nnx.state(model)), mesh=mesh, min_size=min_size)
     if not isinstance(made, dict):
         return match

@@ -143,11 +143,15 @@ def match_partition_rules(
     return jax.tree.unflatten(treedef, match.specs)
 
 
-def as_rules(rules: PartitionRules | Iterable[tuple[str, Any]], axes: PartitionAxis | None = None) -> PartitionRules:
-    """The table as PartitionRules, resolved through `axes` where given."""
-    if isinstance(rules, PartitionRules):
-        return rules if axes is None else PartitionRules(rules.table, axes, rules.layers)
-    return PartitionRules(rules, axes or DEFAULT_AXES)
+def as_rules(
+    rules: PartitionRules | Iterable[tuple[str, Any]], axes: PartitionAxis | None = None, layers: Sequence[str] = ()
+) -> PartitionRules:
+    """The table as PartitionRules: resolved through `axes` where given, with `layers` where it names none itself."""
+    if not isinstance(rules, PartitionRules):
+        return PartitionRules(rules, axes or DEFAULT_AXES, layers)
+    if axes is None and (rules.layers or not layers):
+        return rules
+    return PartitionRules(rules.table, axes or rules.axes, rules.layers or layers)
 
 
 def match_leaves(

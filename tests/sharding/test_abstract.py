@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import flax_mesh as fm
+from flax_mesh.sharding import sharding_fingerprint
 
 P = PartitionSpec
 RULES = [("kernel$", ("embed", "mlp")), (".*", ())]
@@ -54,6 +55,26 @@ def test_the_abstract_state_allocates_nothing_and_needs_no_devices():
     assert kernel.sharding.shard_shape(kernel.shape) == (256, 131072)
     with pytest.raises(fm.ShardingError, match="made for an AbstractMesh"):
         fm.init_state(big, abstract)
+
+
+@pytest.mark.parametrize("rules", [list, fm.PartitionRules])
+def test_rules_without_layers_take_those_of_the_table_of_the_model(rules):
+    @fm.partitioned([("kernel", ("mlp", "embed"))], layers="blocks")
+    class Scanned(nnx.Module):
+        def __init__(self):
+            keys = jax.random.split(jax.random.key(0), 4)
+            self.blocks = nnx.vmap(lambda key: nnx.Linear(8, 16, use_bias=False, rngs=nnx.Rngs(key)))(keys)
+
+    mesh, table = meshes()["dp2fsdp2tp2"], [("kernel", ("embed", "mlp"))]
+    make = lambda: (Scanned(), nnx.Optimizer(Scanned(), optax.adam(1e-3), wrt=nnx.Param))  # noqa: E731
+    state = fm.abstract_state(make, mesh, rules(table))
+    specs = {path: leaf.sharding.spec for path, leaf in fm.named_leaves(state)}
+    assert specs["model/blocks/kernel"] == specs["optimizer/opt_state/0/mu/blocks/kernel"] == P(None, "fsdp", "tp")
+    assert fm.explain_sharding(make, mesh, rules(table)).fingerprint == sharding_fingerprint(state)
+    other = fm.PartitionRules(table, layers="others")  # an argument that names layers overrides
+    assert dict(fm.named_leaves(fm.abstract_state(Scanned, mesh, other)))["blocks/kernel"].sharding.spec == P(
+        "fsdp", "tp"
+    )
 
 
 def test_optimizer_leaves_follow_their_parameters():

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis, as_tuple, dims_text
-from flax_mesh.sharding.abstract import ATTRIBUTE, abstract_model, partition_rules
+from flax_mesh.sharding.abstract import ATTRIBUTE, abstract_model, model_layers, partition_rules
 from flax_mesh.sharding.annotations import annotations_of, match_annotations
 from flax_mesh.sharding.optimizer import match_optimizer
 from flax_mesh.sharding.report.account import analyze_sharding_strategy
@@ -94,7 +94,7 @@ def explain_sharding(
     if rules is None and not hasattr(model, ATTRIBUTE) and annotations_of(nnx.state(model)):
         table, audit = None, _audit_annotations(nnx.state(model), mesh, axes or DEFAULT_AXES, large)
     else:
-        table = as_rules(partition_rules(model) if rules is None else rules, axes)
+        table = as_rules(partition_rules(model) if rules is None else rules, axes, model_layers(model))
         audit = audit_rules(table, nnx.state(model), mesh, large=large, unused=rules is not None)
     state, findings = {"model": _laid_out(nnx.state(model), audit.specs, mesh)}, list(audit.findings)
     if optimizer is not None:
