@@ -148,7 +148,7 @@ def net_case(stages, count, name, depth=4):
 )
 def test_loss_gradients_and_parameters_are_those_of_one_device(stages, count, name):
     pipeline, _ = net_case(stages, count, name)
-    assert len(pipeline.staged.cut(pipeline.staged.example).pieces) == pipeline.schedule.num_stages
+    assert len(pipeline.staged.cut(pipeline.staged.example).stages) == pipeline.schedule.num_stages
 
 
 @pytest.mark.slow
