@@ -25,6 +25,7 @@ from flax_mesh.mpmd.split.trace import (
     split_leaves,
     trace_forward,
 )
+from flax_mesh.sharding.abstract import model_layers
 from flax_mesh.step.loss import Batch, LossFn
 from flax_mesh.text import array_text, bytes_text
 
@@ -102,7 +103,7 @@ def split_stages(
     model: Any,
     batch: Batch,
     *,
-    layers: str | Iterable[str] = "layers",
+    layers: str | Iterable[str] | None = None,
     num_stages: int,
     cuts: Sequence[int] | None = None,
     balance: Literal["flops", "count"] = "flops",
@@ -113,15 +114,16 @@ def split_stages(
 
     `model` is an nnx.Module, also an abstract one, or a function that makes one; `batch` is one microbatch, as arrays
     or ShapeDtypeStructs. `layers` is the path of the `nnx.List` or of the scanned stack to cut, "layers" or
-    "encoder/layers", or several such paths. The order of the layers is that in which the model calls them. `cuts`
-    holds the place of the first layer of every stage but the first; without it the heaviest stage is made as light as
-    can be by `balance`: "flops", embedding and head included, or the "count" of layers. `mesh` is the mesh of a group,
-    for the constraints in the model. `wrt` filters the variables that are trained.
+    "encoder/layers", or several such paths; by default those of the table that the model carries by `@partitioned`, or
+    else "layers", where that is a list. The order of the layers is that in which the model calls them. `cuts` holds the
+    place of the first layer of every stage but the first; without it the heaviest stage is made as light as can be by
+    `balance`: "flops", embedding and head included, or the "count" of layers. `mesh` is the mesh of a group, for the
+    constraints in the model. `wrt` filters the variables that are trained.
 
     Raises CutError where the model has no such layers, fewer than stages, or cannot be cut there.
     """
     make, abstract = _abstract(model)
-    layers = (layers,) if isinstance(layers, str) else tuple(layers)
+    layers = _layers_of(abstract) if layers is None else (layers,) if isinstance(layers, str) else tuple(layers)
     if not layers:
         raise CutError("layers is empty; name the list or the stack to cut, such as layers='layers'.")
     num_calls = _calls_of_shared(abstract, layers)
@@ -272,6 +274,24 @@ def _calls_of_shared(model: Any, layers: Sequence[str]) -> int:
                 raise CutError(f"layers={path!r} holds one layer several times; cut it as the only list, not {layers}.")
             return len(modules)
     return 0
+
+
+def _layers_of(model: Any) -> tuple[str, ...]:
+    """The layers of a model that `split_stages` is not told: those of its table, or else the list `layers`."""
+    if found := model_layers(model):
+        return found
+    own = getattr(model, "layers", None)
+    if isinstance(own, nnx.List) and any(isinstance(item, nnx.Module) for item in own):
+        return ("layers",)
+    # A module `layers` may be a scanned stack or anything else: nothing in it says which dim is of the layers.
+    what = "its `layers` is no list" if own is not None else "it has no list `layers`"
+    modules = [name for name, value in vars(model).items() if isinstance(value, nnx.Module) and value is not own]
+    modules = ["layers", *modules] if isinstance(own, nnx.Module) else modules
+    raise CutError(
+        f"the layers of {type(model).__name__} must be named: it carries no table that names them, and {what}. Name "
+        "the list or the scanned stack to cut, by split_stages(..., layers=...) or @partitioned(..., layers=...) on "
+        f"the class. {_lists_text(model)} It has modules at {', '.join(map(repr, modules)) or 'no path'}."
+    )
 
 
 def _lists_text(model: Any) -> str:

@@ -209,7 +209,12 @@ class Stack(Net):
 
 def test_a_scanned_stack_is_held_as_one_chunk_a_group():
     pipeline, state = compare(
-        lambda: Stack(nnx.Rngs(0)), net_loss, [net_batch(4)], 2, optax.adam(1e-2, eps=1.0), split={"cuts": [1]}
+        lambda: Stack(nnx.Rngs(0)),
+        net_loss,
+        [net_batch(4)],
+        2,
+        optax.adam(1e-2, eps=1.0),
+        split={"layers": "layers", "cuts": [1]},
     )
     chunks = {home.path: [] for home in pipeline.placement.homes if home.path.endswith("layers/kernel")}
     for home, leaf in zip(pipeline.placement.homes, state.leaves, strict=True):
