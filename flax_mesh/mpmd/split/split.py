@@ -285,8 +285,9 @@ def _layers_of(model: Any) -> tuple[str, ...]:
         return ("layers",)
     # A module `layers` may be a scanned stack or anything else: nothing in it says which dim is of the layers.
     what = "its `layers` is no list" if own is not None else "it has no list `layers`"
-    modules = [name for name, value in vars(model).items() if isinstance(value, nnx.Module) and value is not own]
-    modules = ["layers", *modules] if isinstance(own, nnx.Module) else modules
+    modules = sorted(
+        name for name, value in vars(model).items() if isinstance(value, nnx.Module) and not isinstance(value, nnx.List)
+    )
     raise CutError(
         f"the layers of {type(model).__name__} must be named: it carries no table that names them, and {what}. Name "
         "the list or the scanned stack to cut, by split_stages(..., layers=...) or @partitioned(..., layers=...) on "

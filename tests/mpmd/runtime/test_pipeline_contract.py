@@ -275,7 +275,7 @@ def test_layers_are_those_of_the_table_and_the_argument_overrides_them():
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
-        (Stack, r"layers of Stack must be named: .* its `layers` is no list\. .* modules at 'layers', 'embed'\."),
+        (Stack, r"layers of Stack must be named: .* its `layers` is no list\. .* modules at 'embed', 'layers'\."),
         (Renamed, r"layers of Renamed must be named: .* it has no list `layers`\. .* It has lists at 'blocks'\."),
     ],
 )
