@@ -14,8 +14,7 @@ from flax_mesh.mpmd.runtime.pipeline import Pipeline
 from flax_mesh.mpmd.runtime.profile import Timeline, measure_costs, trace_step, write_timeline
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule, forward_schedule, make_schedule
 from flax_mesh.mpmd.split.assign import CutError
-from flax_mesh.mpmd.split.chain import chain_stages
-from flax_mesh.mpmd.split.split import StagedModel, split_stages
+from flax_mesh.mpmd.split.split import StagedModel, chain_stages, split_stages
 from flax_mesh.mpmd.transport.device_put import device_put
 
 __all__ = [

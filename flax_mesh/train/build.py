@@ -165,7 +165,7 @@ def cut_model(
         config.loss_fn,
         lambda: config.make_model(config.model, nnx.Rngs(config.run.seed)),
         {"inputs": rows, "targets": rows},
-        layers=layers or "layers",
+        layers=layers or None,
         num_stages=schedule.num_stages,
         mesh=mesh,
         **parse_cut(wanted.cut),

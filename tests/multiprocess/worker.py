@@ -268,7 +268,7 @@ def compiled_stages(pipeline: Pipeline) -> list[int]:
     """Stages of which this process has compiled anything."""
     found = {
         stage.stage
-        for made in pipeline._passes.values()
+        for made in pipeline.compiled.values()
         for stage in made.stages
         for function in (stage.forward, stage.backward, stage.weights)
         if function._cache_size()  # pyright: ignore[reportFunctionMemberAccess]

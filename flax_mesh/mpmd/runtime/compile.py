@@ -1,14 +1,22 @@
-"""The jitted functions of the stages of a pipeline: F, B and W of each, on its group."""
+"""A pipeline compiled for microbatches of one shape: F, B and W of every stage, jitted for the group of the stage."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flax_mesh.mpmd.split.backward import Slice, StageProgram, differentiate, forward_only
-from flax_mesh.mpmd.split.split import StageCut
+from flax_mesh.mpmd.runtime.transfers import GroupTransfers
+from flax_mesh.mpmd.schedules.schedule import Action
+from flax_mesh.mpmd.split.assign import StageProgram
+from flax_mesh.mpmd.split.backward import differentiate
+from flax_mesh.mpmd.split.jaxpr import Program, Var
+from flax_mesh.mpmd.split.trace import Forward, ModelLeaf
 from flax_mesh.mpmd.transport.layout import sharding_on
+from flax_mesh.mpmd.transport.ordered import Crossing
 
 Jitted = Callable[..., Any]
 
@@ -24,13 +32,14 @@ class StageFunctions(NamedTuple):
     """
 
     stage: int
+    group: int
     leaves: tuple[int, ...]  # inputs that are leaves of the model
-    data: tuple[int, ...]  # inputs that are arrays of the batch
+    data: tuple[int, ...]  # inputs that are arrays of the batch, by their place in the batch
     trained: tuple[int, ...]  # leaves that get gradients here
     changed: tuple[int, ...]  # leaves that get new values here
     sums: tuple[int, ...]  # outputs that are sums
-    received: tuple[Any, ...]  # variables
-    sent: tuple[Any, ...]
+    received: tuple[Var, ...]
+    sent: tuple[Var, ...]
     floats_in: tuple[int, ...]
     floats_out: tuple[int, ...]
     forward: Jitted
@@ -40,132 +49,189 @@ class StageFunctions(NamedTuple):
     lasting: frozenset[int]  # residuals that W takes too
 
 
-class Pass(NamedTuple):
-    """What passes over a schedule have in common, for microbatches of the same shapes."""
+@dataclass(frozen=True, eq=False)
+class CompiledPipeline:
+    """All that a pass over a schedule needs to know, for microbatches of one shape."""
 
-    number: int  # in the order in which they were made, the same in all processes
-    stages: list[StageFunctions]
+    number: int  # in the order in which they were compiled, the same in all processes
+    trains: bool
+    transfers: GroupTransfers
+    stages: tuple[StageFunctions, ...]
     names: tuple[str, ...]  # of the sums
-    sender: dict[Any, tuple[int, int]]  # variable that is sent -> stage, and its place in `sent` there
-    receivers: dict[Any, list[int]]  # variable that is sent -> stages
-    used: list[tuple[int, int]]  # (group, leaf of the staged model) for every leaf that a stage there reads
+    sender: Mapping[Var, tuple[int, int]]  # variable that is sent -> stage, and its place in `sent` there
+    receivers: Mapping[Var, tuple[int, ...]]  # variable that is sent -> stages
+    used: tuple[tuple[int, int], ...]  # (group, leaf) for every leaf that a stage there reads
+    zeros: Mapping[int, Jitted]  # group of this process -> what makes ({leaf: gradient}, sums of each stage), all 0
+
+    def layout_key(self, kind: str, v: Var, stage: int) -> tuple[Any, ...]:
+        """Layout key: one per activation (shared by all receivers), one per (gradient, stage)."""
+        return (self.number, kind, *self.sender[v], *((stage,) if kind == "B" else ()))
+
+    def sends(self, action: Action) -> list[Crossing]:
+        """What an action of any process sends, in the order in which it does."""
+        kind, k, microbatch = action
+        stages, stage = self.stages, self.stages[k]
+        found: list[tuple[Var, int, int]] = []  # variable, the stage that its key names, group that receives it
+        if kind == "F":
+            found = [(v, r, stages[r].group) for v in stage.sent for r in self.receivers[v]]
+        elif kind == "B":
+            received = [stage.received[i] for i in stage.floats_in]
+            found = [(v, k, stages[self.sender[v][0]].group) for v in received]
+        return [
+            Crossing((kind, microbatch, s, *self.sender[v]), self.layout_key(kind, v, s), v.aval, stage.group, to)
+            for v, s, to in found
+        ]
 
 
-def compile_stages(
-    cut: StageCut,
-    meshes: Sequence[Mesh],
+def compile_pipeline(
+    forward: Forward,
+    number: int,
+    transfers: GroupTransfers,
+    group_of: Sequence[int],
     shardings: Sequence[NamedSharding],
-    trained: Sequence[bool],
     *,
     train: bool,
     remat: str,
     split: bool,
     options: dict[str, Any] | None = None,
-) -> list[StageFunctions]:
-    """The functions of every stage; `meshes` are those of their groups, `shardings` those of the leaves."""
-    wrt = [at for at, is_trained in enumerate(trained) if is_trained]
-    num_leaves = len(trained)
-    found = []
-    for stage, (piece, mesh) in enumerate(zip(cut.pieces, meshes, strict=True)):
-        changed = tuple(cut.updates[at] for at in piece.outputs if at in cut.updates)
-        built = (
-            differentiate(cut.program, piece, wrt, remat=remat, split=split)
-            if train
-            else forward_only(cut.program, piece)
+) -> CompiledPipeline:
+    """`forward` compiled, once it is cut; `shardings` are those of its leaves, `group_of` has the group of a stage."""
+    wrt = [at for at, leaf in enumerate(forward.leaves) if leaf.trained]
+    stages = []
+    for number_of_stage, (stage, group) in enumerate(zip(forward.stages, group_of, strict=True)):
+        program = differentiate(stage, wrt, remat=remat, split=split) if train else stage
+        compiler = _StageCompiler(forward, program, number_of_stage, transfers.meshes[group], options)
+        stages.append(compiler.compile(group, shardings))
+    sender = {v: (s.stage, i) for s in stages for i, v in enumerate(s.sent)}
+    zeros = {
+        group: _zeros([s for s in stages if s.group == group], forward.leaves, shardings, mesh)
+        for group, mesh in transfers.my_meshes.items()
+    }
+    return CompiledPipeline(
+        number=number,
+        trains=train,
+        transfers=transfers,
+        stages=tuple(stages),
+        names=forward.names,
+        sender=sender,
+        receivers={v: tuple(s.stage for s in stages if v in s.received) for v in sender},
+        # Of these stages, not of those in training: in `eval()` mode a model may read a variable elsewhere.
+        used=tuple(sorted({(s.group, at) for s in stages for at in s.leaves})),
+        zeros=zeros,
+    )
+
+
+class _StageCompiler:
+    """Makes of the arguments of F, B and W of one stage, as in StageFunctions, the inputs of its programs."""
+
+    def __init__(self, forward: Forward, program: StageProgram, stage: int, mesh: Mesh, options: dict[str, Any] | None):
+        self.program, self.stage, self.mesh, self.options = program, stage, mesh, options
+        self.updates = forward.updates
+        self.num_leaves, self.num_arrays = len(forward.leaves), len(forward.program.inputs) - 2
+        self.leaves = tuple(at for at in program.inputs if at < self.num_leaves)
+        self.data = tuple(at for at in program.inputs if self.num_leaves <= at < self.num_arrays)
+
+    def compile(self, group: int, shardings: Sequence[NamedSharding]) -> StageFunctions:
+        program, updates = self.program, self.updates
+        changed = tuple(updates[at] for at in program.outputs if at in updates)
+        grads = [sharding_on(shardings[at], self.mesh) for at in program.trained]
+        residuals = program.arguments[3] if program.weights else ()
+        return StageFunctions(
+            stage=self.stage,
+            group=group,
+            leaves=self.leaves,
+            data=tuple(at - self.num_leaves for at in self.data),
+            trained=program.trained,
+            changed=changed,
+            sums=tuple(at for at in program.outputs if at not in updates),
+            received=program.received,
+            sent=program.sent,
+            floats_in=program.floats_in,
+            floats_out=program.floats_out,
+            forward=self.forward([sharding_on(shardings[at], self.mesh) for at in changed]),
+            backward=self.backward(grads),
+            weights=self.weights(grads),
+            has_weights=program.weights is not None,
+            lasting=frozenset(i for i, v in enumerate(residuals) if program.weights and v in program.weights.inputs),
         )
-        grads = [sharding_on(shardings[at], mesh) for at in built.trained]
-        stage_of = _Layout(cut, built, num_leaves, len(cut.program.inputs) - 2, mesh, options)
-        found.append(
-            StageFunctions(
-                stage=stage,
-                leaves=stage_of.leaves,
-                data=stage_of.data,
-                trained=built.trained,
-                changed=changed,
-                sums=tuple(at for at in piece.outputs if at not in cut.updates),
-                received=piece.received,
-                sent=piece.sent,
-                floats_in=built.floats_in,
-                floats_out=built.floats_out,
-                forward=stage_of.forward([sharding_on(shardings[at], mesh) for at in changed]),
-                backward=stage_of.backward(grads),
-                weights=stage_of.weights(grads),
-                has_weights=built.weights is not None,
-                lasting=frozenset(built.weights.residuals if built.weights else ()),
-            )
-        )
-    return found
-
-
-class _Layout:
-    """How the arguments of the functions of one stage make up the inputs of its programs."""
-
-    def __init__(self, cut: StageCut, built: StageProgram, num_leaves: int, num_arrays: int, mesh: Mesh, options: Any):
-        self.cut, self.built, self.mesh, self.options = cut, built, mesh, options
-        piece = built.piece
-        self.leaves = tuple(at for at in piece.inputs if at < num_leaves)
-        self.data = tuple(at for at in piece.inputs if num_leaves <= at < num_arrays)
-        self.num_arrays = num_arrays
 
     def inputs(self, leaves: Sequence[Any], data: Sequence[Any], slot: tuple[Any, Any]) -> list[Any]:
-        """Values of all inputs of the piece; of the batch the rows of the microbatch."""
+        """Values of the inputs of the stage; of the batch the rows of the microbatch."""
         step, microbatch = slot
         known = dict(zip(self.leaves, leaves, strict=True)) | {self.num_arrays: step, self.num_arrays + 1: microbatch}
         for at, array in zip(self.data, data, strict=True):
             known[at] = jax.lax.dynamic_index_in_dim(array, microbatch, keepdims=False)
-        return [known[at] for at in self.built.piece.inputs]
+        return [known[at] for at in self.program.inputs]
 
-    def call(self, part: Slice | None, *groups: Sequence[Any]) -> list[Any]:
+    def call(self, part: Program | None, *values: Sequence[Any]) -> list[Any]:
         assert part is not None
-        picks = (part.inputs, part.received, part.cotangents, part.residuals, part.carry)
-        values = [group[i] for pick, group in zip(picks, groups, strict=False) for i in pick]
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-            return part.program.call(*values)
+            return self.program.call(part, *values)
 
     def forward(self, changed: Sequence[NamedSharding]) -> Jitted:
-        piece, updates = self.built.piece, self.cut.updates
-        num_sent, num_outputs = len(piece.sent), len(piece.outputs)
+        program, updates = self.program, self.updates
+        num_sent, num_outputs = len(program.sent), len(program.outputs)
 
         def forward(leaves, data, slot, received, sums):
-            outs = self.call(self.built.forward, self.inputs(leaves, data, slot), received)
-            made = dict(zip(piece.outputs, outs[num_sent : num_sent + num_outputs], strict=True))
+            outs = self.call(program.forward, self.inputs(leaves, data, slot), received)
+            made = dict(zip(program.outputs, outs[num_sent : num_sent + num_outputs], strict=True))
             new = [value for at, value in made.items() if at in updates]
             added = [value for at, value in made.items() if at not in updates]
             sums = [total + value for total, value in zip(sums, added, strict=True)]
             return outs[:num_sent], outs[num_sent + num_outputs :], new, sums
 
-        name = f"stage{self.stage_name}_forward"
-        return named_jit(forward, name, (4,), (None, None, list(changed), None), self.options)
+        return named_jit(forward, f"stage{self.stage}_forward", (4,), (None, None, list(changed), None), self.options)
 
     def backward(self, trained: Sequence[NamedSharding]) -> Jitted:
-        built = self.built
-        whole = built.weights is None
+        program = self.program
+        whole = program.weights is None
 
         def backward(leaves, data, slot, received, residuals, cotangents, grads):
             summed = [_add(parts) for parts in cotangents]
-            inputs = self.inputs(leaves, data, slot)
-            outs = self.call(built.backward, inputs, received, summed, residuals)
-            num = len(built.floats_in)
+            outs = self.call(program.backward, self.inputs(leaves, data, slot), received, summed, residuals)
+            num = len(program.floats_in)
             to_inputs, rest = outs[:num], outs[num:]
             if not whole:
                 return to_inputs, grads, rest
             return to_inputs, [g + x for g, x in zip(grads, rest, strict=True)], []
 
-        name = f"stage{self.stage_name}_backward"
-        return named_jit(backward, name, (6,), (None, list(trained) if whole else None, None), self.options)
+        out = (None, list(trained) if whole else None, None)
+        return named_jit(backward, f"stage{self.stage}_backward", (6,), out, self.options)
 
     def weights(self, trained: Sequence[NamedSharding]) -> Jitted:
         def weights(leaves, data, slot, received, residuals, cotangents, carry, grads):
             summed = [_add(parts) for parts in cotangents]
             inputs = self.inputs(leaves, data, slot)
-            outs = self.call(self.built.weights, inputs, received, summed, residuals, carry)
+            outs = self.call(self.program.weights, inputs, received, summed, residuals, carry)
             return [g + x for g, x in zip(grads, outs, strict=True)]
 
-        return named_jit(weights, f"stage{self.stage_name}_weights", (7,), list(trained), self.options)
+        return named_jit(weights, f"stage{self.stage}_weights", (7,), list(trained), self.options)
 
-    @property
-    def stage_name(self) -> int:
-        return self.cut.pieces.index(self.built.piece)
+
+def _zeros(
+    stages: Sequence[StageFunctions], leaves: Sequence[ModelLeaf], shardings: Sequence[NamedSharding], mesh: Mesh
+) -> Jitted:
+    """Makes the zeros that the sums of the stages of one group start from, gradients laid out as their leaves."""
+    trained = sorted({at for stage in stages for at in stage.trained})
+    gradients = tuple(
+        (at, leaves[at].shape, jnp.promote_types(leaves[at].dtype, jnp.float32), sharding_on(shardings[at], mesh))
+        for at in trained
+    )
+    return _zeros_function(gradients, tuple(len(stage.sums) for stage in stages), NamedSharding(mesh, PartitionSpec()))
+
+
+@lru_cache(maxsize=256)  # the same for microbatches of other shapes
+def _zeros_function(
+    gradients: tuple[tuple[int, tuple[int, ...], Any, NamedSharding], ...],
+    num_sums: tuple[int, ...],
+    scalar: NamedSharding,
+) -> Jitted:
+    def zeros() -> tuple[dict[int, jax.Array], list[list[jax.Array]]]:
+        wide = {at: jnp.zeros(shape, dtype) for at, shape, dtype, _ in gradients}
+        return wide, [[jnp.zeros((), jnp.float32)] * count for count in num_sums]
+
+    there = {at: sharding for at, *_, sharding in gradients}
+    return jax.jit(zeros, out_shardings=(there, [[scalar] * count for count in num_sums]))
 
 
 def named_jit(

@@ -32,12 +32,12 @@ class GroupFunction(NamedTuple):
 
 
 class Update:
-    """new leaves, metrics, copies = update(leaves, grads, sums, shared, carry), all in the layout of `placement`.
+    """new leaves, metrics, copies = update(leaves, grads, sums, shared, transfer), all in the layout of `placement`.
 
-    `grads` has the summed gradients by (group, leaf of the staged model), `sums` those of the loss function by name,
-    which lie on `sum_groups`. `shared` has the copy of every SHARED leaf on every group of this process; `copies` has
-    each new one by its number, with its copies by group.
-    `carry(kind, detail, value, sharding, sender, receiver)` brings an array from one group to another.
+    `grads` has the summed gradients by group and leaf of the staged model, `sums` those of the loss function by name,
+    each on its group of `sum_groups`. `shared` has every SHARED leaf as copies by group of this process; `copies` has
+    each new one by its number, with its copies. `transfer(kind, detail, value, sharding, sender, receiver)` transfers
+    an array from one group to another.
     """
 
     def __init__(
@@ -85,18 +85,18 @@ class Update:
     def __call__(
         self,
         leaves: Sequence[Any],
-        grads: Mapping[tuple[int, int], Any],
+        grads: Mapping[int, Mapping[int, Any]],
         sums: Mapping[str, Any],
-        shared: Mapping[tuple[int, int], Any],
-        carry: Callable[..., Any],
+        shared: Mapping[int, Mapping[int, Any]],
+        transfer: Callable[..., Any],
     ) -> tuple[tuple[Any, ...], Metrics, dict[int, tuple[jax.Array, dict[int, jax.Array]]]]:
-        env = self._inputs(leaves, grads, sums, shared, carry)
+        env = self._inputs(leaves, grads, sums, shared, transfer)
         packs: dict[tuple[int, int, int], Any] = {}  # (group and phase of the sender, reader) -> vectors of scalars
 
         def move(group: int, phase: int, packed: Sequence[Any], reader: int) -> None:
             there = self.replicated[reader]
             packs[group, phase, reader] = [
-                carry("update", (phase, i), vector, there, group, reader) for i, vector in enumerate(packed)
+                transfer("update", (phase, i), vector, there, group, reader) for i, vector in enumerate(packed)
             ]
 
         for part, donated, kept, call in self.parts:
@@ -128,7 +128,7 @@ class Update:
         metrics = {name: env[g][v] for name, g, v in zip(self.metrics, held, outputs, strict=True)}
         return tuple(new), metrics, copies
 
-    def _inputs(self, leaves, grads, sums, shared, carry) -> list[dict[Any, Any]]:
+    def _inputs(self, leaves, grads, sums, shared, transfer) -> list[dict[Any, Any]]:
         """(group) -> variable -> its value, for the groups of this process."""
         env: list[dict[Any, Any]] = [{} for _ in self.meshes]
         names = iter(self.program.inputs)
@@ -138,11 +138,15 @@ class Update:
                 env[home.group][v] = leaves[at]
                 continue
             for group in self.mine:
-                env[group][v] = shared[at, group]
+                env[group][v] = shared[at][group]
         for group, leaf in self.grads:
             home = self.owner[leaf]
-            value = grads.get((group, leaf), self.wide[leaf])  # where another process holds it, its shape
-            env[home.group][next(names)] = carry("gradient", (home.path, leaf), value, home.sharding, group, home.group)
+            value = (
+                grads[group][leaf] if group in grads else self.wide[leaf]
+            )  # where another process holds it, its shape
+            env[home.group][next(names)] = transfer(
+                "gradient", (home.path, leaf), value, home.sharding, group, home.group
+            )
         for name, group in zip(self.names, self.sum_groups, strict=True):
             env[group][next(names)] = sums[name]
         return env

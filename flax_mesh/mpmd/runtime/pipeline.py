@@ -1,12 +1,11 @@
 """Pipeline: a schedule carried out on the groups of a mesh, with the same step as without a pipeline."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import cached_property
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -15,22 +14,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
 from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd.mesh import MpmdMesh
-from flax_mesh.mpmd.runtime.compile import Pass, compile_stages
-from flax_mesh.mpmd.runtime.executor import Run, check_batch, sums_everywhere
+from flax_mesh.mpmd.runtime.batch import check_batch, place_array
+from flax_mesh.mpmd.runtime.compile import CompiledPipeline, compile_pipeline
+from flax_mesh.mpmd.runtime.executor import Saved, ScheduleRun, announce_layouts, sums_everywhere
 from flax_mesh.mpmd.runtime.optimizer import Update
 from flax_mesh.mpmd.runtime.placement import MODEL, Home, chunked, init_leaves, place
+from flax_mesh.mpmd.runtime.transfers import GroupTransfers
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule, forward_schedule
 from flax_mesh.mpmd.schedules.validate import check_schedule
 from flax_mesh.mpmd.split.jaxpr import whole
 from flax_mesh.mpmd.split.remat import REMAT_MODES
-from flax_mesh.mpmd.split.split import StageCut, StagedModel
-from flax_mesh.mpmd.transport.device_put import copy_to
+from flax_mesh.mpmd.split.split import StagedModel
+from flax_mesh.mpmd.split.trace import Forward
+from flax_mesh.mpmd.split.update import SHARED
 from flax_mesh.mpmd.transport.keyed import Channel
 from flax_mesh.mpmd.transport.layout import on_all_groups, on_group, put_host, sharding_on
-from flax_mesh.mpmd.transport.local_copy import move
 from flax_mesh.mpmd.transport.ordered import TRANSPORTS, native_of
 from flax_mesh.sharding import PartitionRules
-from flax_mesh.sharding.rules import fit_spec
 from flax_mesh.step.loss import Batch, Metrics
 from flax_mesh.step.state import TrainState
 
@@ -76,24 +76,23 @@ class Pipeline:
         transport: Literal["auto", "server", "native"] = "auto",
     ):
         _check(staged, mesh, schedule, remat, transport)
-        self.mine = frozenset(mesh.my_mpmd_axis_indices)  # groups of this process
-        self.channel = Channel(mesh) if mesh.jax_mesh.is_multi_process else None
-        self.native = native_of(self.channel, mesh, transport)  # None: by the transfer server
+        self.transfers = GroupTransfers(mesh)
+        self.native = native_of(self.transfers.channel, mesh, transport)  # None: by the transfer server
         self.staged, self.mesh, self.schedule, self.optimizer = staged, mesh, schedule, optimizer
         self.seed, self.learning_rate = seed, learning_rate
         self.options = dict(compiler_options) if compiler_options else None
-        self.remat = "full" if staged.recompute else remat
-        self.groups = mesh.unstack
+        self.remat = "full" if staged.needs_full_remat else remat
         self.group_of = schedule.stage_to_group
         if rules is None and math.prod(mesh.jax_mesh.devices.shape) == mesh.mpmd_dim:
             rules = [(".*", ())]  # groups of one device: nothing is to be split
         self.axes = axes or getattr(rules, "axes", None) or getattr(staged.model, "axes", DEFAULT_AXES)
         self.placement = place(self._make, staged, mesh, self.group_of, rules, axes, shard_optimizer_over)
         self.num_transfers = 0  # of activations and gradients between groups, in the last step
-        self.on_action: Callable[[Action, dict[Any, Any]], None] | None = None  # for tests and tools
-        self.layouts: dict[Any, NamedSharding] = {}
-        self._built: dict[Any, Any] = {}
-        self._passes: dict[int, Pass] = {}  # by the id of their StageCut, which the staged model keeps
+        self.on_action: Callable[[Action, Saved], None] | None = None  # for tests and tools
+        self._by_batch: dict[Hashable, CompiledPipeline] = {}  # by the tree and the shapes of a batch
+        self.compiled: dict[int, CompiledPipeline] = {}  # by the id of a traced Forward, which the staged model keeps
+        self._updates: dict[Hashable, Update] = {}
+        self._numbers: dict[tuple[int, int], list[jax.Array]] = {}  # (group, how many) -> numbers of microbatches
         self._shared: dict[int, tuple[Any, dict[int, jax.Array]]] = {}  # a leaf as it was last seen, and its copies
 
     @property
@@ -101,34 +100,46 @@ class Pipeline:
         """The state as ShapeDtypeStructs with their shardings, on the meshes of several groups."""
         return self.placement.abstract
 
+    @property
+    def groups(self) -> list[Mesh]:
+        """The meshes of the groups."""
+        return self.transfers.meshes
+
+    @property
+    def channel(self) -> Channel | None:
+        """What goes to and comes from other processes; None in a run of one."""
+        return self.transfers.channel
+
     def init_state(self) -> TrainState:
-        """The initial state, every leaf born on its group; the same bits as without a pipeline."""
-        return TrainState(init_leaves(self._make, self.placement, self.my_groups), self.abstract.definition)
+        """The initial state, every leaf initialized on its group; the same bits as without a pipeline."""
+        return TrainState(init_leaves(self._make, self.placement, self.transfers.my_meshes), self.abstract.definition)
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One optimizer step over a batch of `schedule.num_microbatches` equal parts; donates `state`."""
-        run = Run(self, state, batch, self.schedule.num_microbatches, train=True)
-        run.follow(self.schedule, self._order, self.on_action)
+        run = self.start(state, batch, self.schedule.num_microbatches, train=True)
+        run.follow(self.schedule, self._order, self.native, self.on_action)
         self.num_transfers = run.num_transfers
         return self.update(state, run)
 
     def evaluate(self, state: TrainState, batch: Batch, num_microbatches: int | None = None) -> Metrics:
         """The sums "loss", "weight" and the loss's own metrics over a batch, with the model in `eval()` mode."""
         count = num_microbatches or self.schedule.num_microbatches
-        run = Run(self, state, batch, count, train=False)
+        run = self.start(state, batch, count, train=False)
         schedule = forward_schedule(len(self.groups), count, self.group_of)
-        run.follow(schedule, self._own(schedule))
+        run.follow(schedule, self._own(schedule), self.native)
         return sums_everywhere(run) if self.channel else {name: value for name, (_, value) in run.named_sums().items()}
 
     def model(self, state: TrainState) -> Any:
         """The model as one module, every leaf on all devices: laid out as on its group, and the same on every group."""
         homes = [home for home in self.placement.homes if home.path.startswith(MODEL)]
         leaves = [state.leaves[at] for at, home in enumerate(self.placement.homes) if home.path.startswith(MODEL)]
-        number = self.channel.next_run() if self.channel else 0
+        number = self.transfers.next_number()
         arrays = []
         for at, (home, value) in enumerate(zip(homes, leaves, strict=True)):
             parts = [
-                self.carry(("model", number, at), value, sharding_on(home.sharding, mesh), home.group, group)
+                self.transfers.transfer(
+                    ("model", number, at), value, sharding_on(home.sharding, mesh), home.group, group
+                )
                 for group, mesh in enumerate(self.groups)
             ]
             everywhere = NamedSharding(self.mesh.jax_mesh, home.sharding.spec)
@@ -147,163 +158,128 @@ class Pipeline:
 
     def _own(self, schedule: Schedule) -> list[Action]:
         """The actions of the groups of this process, in an order in which they can be dispatched."""
-        return [action for action in schedule.order() if self.group_of[action.stage] in self.mine]
+        return [action for action in schedule.order() if self.group_of[action.stage] in self.transfers.mine]
 
-    @property
-    def speakers(self) -> tuple[int, ...]:
-        """The first group of every process."""
-        return self.mesh.speakers
+    def start(self, state: TrainState, batch: Batch, count: int, *, train: bool) -> ScheduleRun:
+        """A pass over `count` microbatches before its first action, with state and batch on the groups that use them.
 
-    @property
-    def my_groups(self) -> dict[int, Mesh]:
-        """The groups of this process."""
-        return {group: self.groups[group] for group in sorted(self.mine)}
+        Every process calls it for the same pass.
+        """
+        number = self.transfers.next_number()
+        compiled = self._compiled(batch, count, train)
+        held = self._leaves_on_groups(state, compiled, number)
+        steps = self._copies(self._step_at, state.leaves[self._step_at])
+        slots = {group: [(step, index) for index in self._indices(group, count)] for group, step in steps.items()}
+        return ScheduleRun(compiled, number, held, self._batch_on_groups(batch, count, compiled), slots)
 
-    @cached_property
-    def leaf_homes(self) -> dict[int, int]:
-        """Leaf of the staged model -> its place in the state."""
-        return {home.leaf: at for at, home in enumerate(self.placement.homes) if home.leaf is not None}
+    def update(self, state: TrainState, run: ScheduleRun) -> tuple[TrainState, Metrics]:
+        """The optimizer step from what a run over the whole schedule has summed up; donates `state`."""
+        sums = run.named_sums()
+        groups = {name: group for name, (group, _) in sums.items()}
+        trained = sorted({(stage.group, at) for stage in run.stages for at in stage.trained})
+        key = tuple(trained), tuple(groups.items())
+        if key not in self._updates:
+            rate = self.learning_rate
+            self._updates[key] = Update(self.staged, self.mesh, self.placement, trained, groups, rate, self.options)
+        leaves = list(state.leaves)
+        for leaf, value in run.changed.items():
+            leaves[self._leaf_at[leaf]] = value
+        values = {name: value for name, (_, value) in sums.items()}
+        shared = {
+            at: self._copies(at, state.leaves[at])
+            for at, home in enumerate(self.placement.homes)
+            if home.group == SHARED
+        }
 
-    def prepare(self, batch: Batch, count: int, train: bool) -> tuple[Pass, bool]:
-        """What passes over `count` microbatches of `batch` have in common, and whether it was made just now."""
+        def transfer(kind: str, detail: tuple[Any, ...], *what: Any) -> Any:
+            return self.transfers.transfer((kind, run.number, *detail), *what)
+
+        new, metrics, copies = self._updates[key](leaves, run.grads, values, shared, transfer)
+        self._shared |= copies
+        return TrainState(new, self.abstract.definition), metrics
+
+    def _compiled(self, batch: Batch, count: int, train: bool) -> CompiledPipeline:
+        """The pipeline for `count` microbatches of `batch`, compiled once for each shape of a microbatch."""
         arrays, tree = jax.tree.flatten(batch)
         key = (train, count, tree, *((np.shape(x), getattr(x, "dtype", None)) for x in arrays))
-        if key in self._built:
-            return self._built[key], False
-        microbatch = check_batch(batch, count)
-        cut = self.staged.cut(microbatch, seed=self.seed, train=train)
-        is_new = id(cut) not in self._passes
-        if is_new:
-            self._passes[id(cut)] = self._pass(cut, train)
-        self._built[key] = self._passes[id(cut)]
-        return self._built[key], is_new
+        if key not in self._by_batch:
+            forward = self.staged.cut(check_batch(batch, count), seed=self.seed, train=train)
+            if id(forward) not in self.compiled:
+                self.compiled[id(forward)] = self._compile(forward, train)
+            self._by_batch[key] = self.compiled[id(forward)]
+        return self._by_batch[key]
 
-    def _pass(self, cut: StageCut, train: bool) -> Pass:
-        shardings = [self.leaf_home(at).sharding for at in range(len(self.staged.leaves))]
-        stages = compile_stages(
-            cut,
-            [self.groups[g] for g in self.group_of],
-            shardings,
-            [leaf.trained for leaf in self.staged.leaves],
+    def _compile(self, forward: Forward, train: bool) -> CompiledPipeline:
+        compiled = compile_pipeline(
+            forward,
+            len(self.compiled),
+            self.transfers,
+            self.group_of,
+            [self._home(at).sharding for at in range(len(self.staged.leaves))],
             train=train,
             remat=self.remat,
             split=self.schedule.splits_backward,
             options=self.options,
         )
-        sender = {v: (s.stage, i) for s in stages for i, v in enumerate(s.sent)}
-        return Pass(
-            number=len(self._passes),
-            stages=stages,
-            names=cut.names,
-            sender=sender,
-            receivers={v: [s.stage for s in stages if v in s.received] for v in sender},
-            # Of these stages, not of those in training: in `eval()` mode a model may read a variable elsewhere.
-            used=sorted({(self.group_of[s.stage], at) for s in stages for at in s.leaves}),
-        )
+        announce_layouts(compiled)
+        return compiled
 
-    def parts_of(self, at: int, value: jax.Array) -> dict[int, jax.Array]:
-        """The copies of a SHARED leaf of the state, by group of this process."""
-        whole, parts = self._shared.get(at, (None, {}))
-        if whole is not value:
-            parts = {group: on_group(value, mesh) for group, mesh in self.my_groups.items()}
-            self._shared[at] = value, parts
-        return parts
+    def _leaves_on_groups(
+        self, state: TrainState, compiled: CompiledPipeline, number: int
+    ) -> dict[int, dict[int, jax.Array]]:
+        """Every leaf on every group of this process that uses it."""
+        mine, held = self.transfers.mine, {group: {} for group in self.transfers.mine}
+        for group, at in compiled.used:
+            home, there = self._home(at), state.leaves[self._leaf_at[at]]
+            if group != home.group and {group, home.group} & mine:
+                sharding = sharding_on(home.sharding, self.groups[group])
+                key = ("leaf", number, home.path, at)
+                there = self.transfers.transfer(key, there, sharding, home.group, group, donated=True)
+            if group in mine:
+                held[group][at] = there
+        return held
 
-    def zeros(self, group: int, trained: tuple[int, ...], num_sums: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
-        """Sums to start from: of the gradients of leaves, as they lie, and of scalars; lists of scalars."""
-        key = ("zeros", group, trained, num_sums)
-        if key not in self._built:
-            leaves = [self.staged.leaves[at] for at in trained]
-            there = [sharding_on(self.leaf_home(at).sharding, self.groups[group]) for at in trained]
-            scalar = NamedSharding(self.groups[group], PartitionSpec())
+    def _batch_on_groups(self, batch: Batch, count: int, compiled: CompiledPipeline) -> list[list[jax.Array]]:
+        """The arrays of the batch that each stage of this process reads, as (microbatch, row, ...) on its group."""
+        arrays = jax.tree.leaves(batch)
+        mine = [stage for stage in compiled.stages if stage.group in self.transfers.mine]
+        placed = {
+            (group, at): place_array(arrays[at], count, self.mesh, group, self.axes)
+            for group, at in {(stage.group, at): None for stage in mine for at in stage.data}
+        }
+        data: list[list[jax.Array]] = [[] for _ in compiled.stages]
+        for stage in mine:
+            data[stage.stage] = [placed[stage.group, at] for at in stage.data]
+        return data
 
-            def zeros() -> Any:
-                wide = [jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in leaves]
-                return wide, [[jnp.zeros((), jnp.float32)] * count for count in num_sums]
-
-            self._built[key] = jax.jit(zeros, out_shardings=(there, [[scalar] * count for count in num_sums]))
-        return self._built[key]()
-
-    def microbatch_index(self, group: int, microbatch: int) -> jax.Array:
-        """The number of a microbatch as an array on a group, made once."""
-        key = ("index", group, microbatch)
-        if key not in self._built:
+    def _indices(self, group: int, count: int) -> list[jax.Array]:
+        """The numbers of `count` microbatches as arrays on a group, made once."""
+        if (group, count) not in self._numbers:
             there = NamedSharding(self.groups[group], PartitionSpec())
-            self._built[key] = put_host(np.int32(microbatch), there)
-        return self._built[key]
+            self._numbers[group, count] = [put_host(np.int32(number), there) for number in range(count)]
+        return self._numbers[group, count]
 
-    def place_array(self, x: Any, count: int, group: int) -> jax.Array:
-        """An array of the batch as (microbatch, row, ...) on a group. What lies on the whole mesh, the same on every
-        group, is there already; anything else goes through the host."""
-        shape = (count, x.shape[0] // count, *x.shape[1:])
-        there = self.batch_sharding(shape, group)
-        if not isinstance(getattr(x, "sharding", None), NamedSharding) or x.sharding.mesh != self.mesh.jax_mesh:
-            return put_host(np.asarray(x).reshape(shape), there)
-        key = ("cut", shape, x.dtype, group)
-        if key not in self._built:
-            self._built[key] = jax.jit(lambda x: x.reshape(shape), out_shardings=there)
-        return self._built[key](on_group(x, self.groups[group]))
+    def _copies(self, at: int, value: jax.Array) -> dict[int, jax.Array]:
+        """The copies of a SHARED leaf of the state, by group of this process."""
+        seen, copies = self._shared.get(at, (None, {}))
+        if seen is not value:
+            copies = {group: on_group(value, mesh) for group, mesh in self.transfers.my_meshes.items()}
+            self._shared[at] = value, copies
+        return copies
 
-    def carry(
-        self,
-        key: tuple[Any, ...],
-        value: Any,
-        sharding: NamedSharding,
-        sender: int,
-        receiver: int,
-        *,
-        donated: bool = False,
-    ) -> jax.Array | None:
-        """`value` of group `sender` by `sharding` on group `receiver`; None where another process holds that.
+    @cached_property
+    def _leaf_at(self) -> dict[int, int]:
+        """Leaf of the staged model -> its place in the state."""
+        return {home.leaf: at for at, home in enumerate(self.placement.homes) if home.leaf is not None}
 
-        Where another process holds the sender, of `value` only shape and dtype count. `donated`: the value may be
-        overwritten at once. The key is as in `Channel`.
-        """
-        if {sender, receiver} <= self.mine:
-            return value if sender == receiver else move(value, sharding)
-        if self.channel is None or not {sender, receiver} & self.mine:
-            return None
-        if receiver in self.mine:
-            return self.channel.receive(key, value.shape, value.dtype, sharding, sender, receiver)
-        at_home = sharding_on(sharding, self.groups[sender])
-        if donated or not value.sharding.is_equivalent_to(at_home, value.ndim):
-            value = copy_to(at_home)(value)
-        return self.channel.send(key, value, sender, receiver)
+    @cached_property
+    def _step_at(self) -> int:
+        """The place in the state of the number of the step."""
+        return next(at for at, home in enumerate(self.placement.homes) if home.path == "optimizer/step")
 
-    def batch_sharding(self, shape: Sequence[int], group: int) -> NamedSharding:
-        """Layout of an array (microbatch, row, ...) on a group; of two dims a row the second is the sequence."""
-        key = ("batch", tuple(shape), group)
-        if key not in self._built:
-            logical = (None, "batch", "sequence") if len(shape) == 3 else (None, "batch")
-            # A hint where the rows should lie: what does not divide is left out.
-            spec, _ = fit_spec("batch", shape, self.axes.resolve(logical), self.groups[group])
-            self._built[key] = NamedSharding(self.groups[group], spec)
-        return self._built[key]
-
-    def leaf_home(self, leaf: int) -> Home:
-        """Where a leaf of the staged model lies."""
-        return self.placement.homes[self.leaf_homes[leaf]]
-
-    def update(self, state: TrainState, run: Run) -> tuple[TrainState, Metrics]:
-        """The optimizer step from what a run over the whole schedule has summed up; donates `state`."""
-        sums = run.named_sums()
-        groups = {name: group for name, (group, _) in sums.items()}
-        trained = sorted({(self.group_of[stage.stage], at) for stage in run.stages for at in stage.trained})
-        key = ("update", tuple(trained), tuple(groups.items()))
-        if key not in self._built:
-            rate = self.learning_rate
-            self._built[key] = Update(self.staged, self.mesh, self.placement, trained, groups, rate, self.options)
-        leaves = list(state.leaves)
-        for leaf, value in run.changed.items():
-            leaves[self.leaf_homes[leaf]] = value
-        values = {name: value for name, (_, value) in sums.items()}
-
-        def carry(kind: str, detail: tuple[Any, ...], *what: Any) -> Any:
-            return self.carry((kind, run.number, *detail), *what)
-
-        new, metrics, shared = self._built[key](leaves, run.grads, values, run.shared, carry)
-        self._shared |= shared
-        return TrainState(new, self.abstract.definition), metrics
+    def _home(self, leaf: int) -> Home:
+        """Where a leaf of the staged model is placed."""
+        return self.placement.homes[self._leaf_at[leaf]]
 
 
 def _check(staged: StagedModel, mesh: MpmdMesh, schedule: Schedule, remat: str, transport: str) -> None:

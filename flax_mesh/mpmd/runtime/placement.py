@@ -14,7 +14,7 @@ from flax_mesh.jax_compat import short_tracer_errors
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.split.jaxpr import Chunks
 from flax_mesh.mpmd.split.split import StagedModel
-from flax_mesh.mpmd.split.trace import Leaf
+from flax_mesh.mpmd.split.trace import ModelLeaf
 from flax_mesh.mpmd.split.update import SHARED
 from flax_mesh.mpmd.transport.layout import on_all_groups, remote_array, sharding_on
 from flax_mesh.sharding import PartitionRules, abstract_state
@@ -155,8 +155,8 @@ def check_specs(specs: Iterable[tuple[str, PartitionSpec]], mesh: MpmdMesh) -> N
         )
 
 
-def _parts_by_source(staged: StagedModel) -> dict[int, list[tuple[int, Leaf]]]:
-    found: dict[int, list[tuple[int, Leaf]]] = {}
+def _parts_by_source(staged: StagedModel) -> dict[int, list[tuple[int, ModelLeaf]]]:
+    found: dict[int, list[tuple[int, ModelLeaf]]] = {}
     for at, leaf in enumerate(staged.leaves):
         found.setdefault(leaf.source, []).append((at, leaf))
     return found

@@ -18,7 +18,7 @@ import jax
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd.runtime.compile import StageFunctions
-from flax_mesh.mpmd.runtime.executor import Run
+from flax_mesh.mpmd.runtime.executor import ScheduleRun
 from flax_mesh.mpmd.runtime.pipeline import Pipeline
 from flax_mesh.mpmd.schedules.draw import Event, draw_timeline_svg
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule
@@ -62,8 +62,8 @@ def trace_step(pipeline: Pipeline, state: TrainState, batch: Batch) -> tuple[Tra
     one. The update of the parameters follows when all actions are done, and is no part of the timeline.
     """
     _check_one_process(pipeline, "trace_step")
-    run = Run(pipeline, state, batch, pipeline.schedule.num_microbatches, train=True)
-    _compile_marks(run, pipeline.group_of)
+    run = pipeline.start(state, batch, pipeline.schedule.num_microbatches, train=True)
+    _compile_marks(run)
     gc.collect()  # a collection during the step would stop the threads that look at the clock, for 0.1 s and more
     with ExitStack() as stack:
         workers = [stack.enter_context(ThreadPoolExecutor(1)) for _ in pipeline.groups]
@@ -207,10 +207,10 @@ def _marks(x: jax.Array) -> list[jax.Array]:
     return [_first(shard.data) for shard in x.addressable_shards]
 
 
-def _compile_marks(run: Run, group_of: Sequence[int]) -> None:
+def _compile_marks(run: ScheduleRun) -> None:
     """Compile what `_lasting` may call, before the clock runs."""
     for stage in run.stages:
-        grads = [run.grads[group_of[stage.stage], at] for at in stage.trained[:1]]
+        grads = [run.grads[stage.group][at] for at in stage.trained[:1]]
         for x in [*run.sums[stage.stage][:1], *grads]:
             _marks(x)
 
@@ -228,7 +228,7 @@ def _wrapped(stage: StageFunctions, around: Callable[[Callable[..., Any], str], 
 
 def _one_at_a_time(pipeline: Pipeline, state: TrainState, batch: Batch) -> dict[Action, tuple[float, ...]]:
     """How long every action took, and what it sent, where it sent to another group; without an update."""
-    run = Run(pipeline, state, batch, pipeline.schedule.num_microbatches, train=True)
+    run = pipeline.start(state, batch, pipeline.schedule.num_microbatches, train=True)
     jax.block_until_ready((run.held, run.data, run.grads, run.sums))
     begun = ended = 0.0
 

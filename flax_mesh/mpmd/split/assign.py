@@ -28,14 +28,31 @@ class CutError(ConfigError):
     """The model cannot be cut as asked."""
 
 
-class Piece(NamedTuple):
-    """One stage of a program."""
+class StageProgram(NamedTuple):
+    """One stage of a traced loss function: its forward pass F, and once differentiated its backward pass, B and W.
 
-    eqns: tuple[Eqn, ...]
-    inputs: tuple[int, ...]  # positions among the inputs of the program
-    received: tuple[Var, ...]  # made by earlier stages
-    sent: tuple[Var, ...]  # made here for later stages
-    outputs: tuple[int, ...]  # positions among the outputs of the program that are made here
+    `arguments` names the inputs of these programs: of F the values of `inputs` and of what is received; of B and W also
+    cotangents, residuals (made by F) and the carry from B to W. Each program takes those that it uses.
+    """
+
+    inputs: tuple[int, ...]  # positions among the inputs of the loss function's program
+    received: tuple[Var, ...]  # its variables that earlier stages make
+    sent: tuple[Var, ...]  # those that are made here for later stages
+    outputs: tuple[int, ...]  # positions among its outputs of what is made here
+    arguments: tuple[tuple[Var, ...], ...]
+    forward: Program  # -> sent, outputs, residuals
+    backward: Program | None = None  # -> gradients of floats_in, those of trained unless there is a W, carry
+    weights: Program | None = None  # -> gradients of trained
+    trained: tuple[int, ...] = ()  # those of `inputs` that are differentiated
+    floats_in: tuple[int, ...] = ()  # indices into `received` of what is differentiated
+    floats_out: tuple[int, ...] = ()  # indices into `sent` of what has a cotangent
+
+    def call(self, program: Program, *values: Sequence[Any]) -> list[Any]:
+        """The outputs of F, B or W for the values of `arguments`, in groups as there; later groups may be left out."""
+        known: dict[Var, Any] = {}
+        for names, given in zip(self.arguments, values, strict=False):
+            known |= zip(names, given, strict=True)
+        return program.call(*(known[v] for v in program.inputs))
 
 
 def layer_order(program: Program, layer_of: Mapping[Var, Any], data: Iterable[Var]) -> list[Any]:
@@ -153,30 +170,35 @@ def settle(
     ]
 
 
-def pieces(
+def stage_programs(
     program: Program, stages: Sequence[int], makers: Sequence[int | None], num_stages: int, is_data: Sequence[bool]
-) -> list[Piece]:
+) -> tuple[StageProgram, ...]:
     """The stages of a settled program. `is_data` tells of every input whether it belongs to the batch."""
     producer = {v: i for i, eqn in enumerate(program.eqns) for v in eqn.outvars}
     position = {v: i for i, v in enumerate(program.inputs)}
-    found = []
+    outputs = [tuple(at for at, maker in enumerate(makers) if maker == stage) for stage in range(num_stages)]
+    received: list[tuple[Var, ...]] = []
+    indices: list[list[int]] = []  # of the equations
+    sent: list[dict[Var, None]] = [{} for _ in range(num_stages)]
     for stage in range(num_stages):
         own = [i for i, s in enumerate(stages) if s == stage]
-        outputs = [at for at, maker in enumerate(makers) if maker == stage]
-        wanted = [v for i in own for v in program.eqns[i].invars] + [program.outputs[at] for at in outputs]
-        copies, received = _gather(program, wanted, stages, stage, producer, position)
-        received, again = _crossing(program, received, stages, producer, position, is_data)
-        copies |= again
-        indices = sorted({*own, *copies})
-        used = {v for i in indices for v in variables(program.eqns[i].invars)}
-        used |= set(variables(program.outputs[at] for at in outputs))
-        inputs = tuple(sorted(position[v] for v in used if v in position))
-        found.append(Piece(tuple(program.eqns[i] for i in indices), inputs, tuple(received), (), tuple(outputs)))
-    sent: list[dict[Var, None]] = [{} for _ in range(num_stages)]
-    for piece in found:
-        for v in piece.received:
+        wanted = [v for i in own for v in program.eqns[i].invars] + [program.outputs[at] for at in outputs[stage]]
+        copies, needed = _gather(program, wanted, stages, stage, producer, position)
+        needed, again = _crossing(program, needed, stages, producer, position, is_data)
+        received.append(tuple(needed))
+        indices.append(sorted({*own, *copies, *again}))
+        for v in needed:
             sent[stages[producer[v]]][v] = None
-    return [piece._replace(sent=tuple(sent[k])) for k, piece in enumerate(found)]
+    found = []
+    for stage in range(num_stages):
+        eqns = tuple(program.eqns[i] for i in indices[stage])
+        made = [program.outputs[at] for at in outputs[stage]]
+        used = {*variables(atom for eqn in eqns for atom in eqn.invars), *variables(made)}
+        inputs = tuple(sorted(position[v] for v in used if v in position))
+        arguments = tuple(program.inputs[at] for at in inputs), received[stage]
+        forward = Program(eqns, (*arguments[0], *arguments[1]), (*sent[stage], *made), program.consts)
+        found.append(StageProgram(inputs, received[stage], tuple(sent[stage]), outputs[stage], arguments, forward))
+    return tuple(found)
 
 
 def _update_homes(

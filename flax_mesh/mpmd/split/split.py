@@ -1,10 +1,11 @@
-"""split_stages: any NNX model and its loss function, unmodified, as the stages of a pipeline."""
+"""split_stages: any NNX model and its loss function, unmodified, as the stages of a pipeline. chain_stages: the same of
+modules that are stages already."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 from flax import nnx
@@ -12,29 +13,21 @@ from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.jax_compat import short_tracer_errors
 from flax_mesh.mpmd.split import assign as cut
-from flax_mesh.mpmd.split.assign import DATA, VARIABLES, CutError, Piece
+from flax_mesh.mpmd.split.assign import DATA, VARIABLES, CutError
 from flax_mesh.mpmd.split.jaxpr import Program, Var, num_bytes
 from flax_mesh.mpmd.split.trace import (
+    Forward,
     Layer,
-    Leaf,
-    Opened,
+    ModelLeaf,
     layer_list,
     marked_calls,
     open_forward,
     split_leaves,
     trace_forward,
 )
+from flax_mesh.sharding.abstract import model_layers
 from flax_mesh.step.loss import Batch, LossFn
 from flax_mesh.text import array_text, bytes_text
-
-
-class StageCut(NamedTuple):
-    """The stages for one shape of the microbatch."""
-
-    program: Program  # inputs are the leaves, then the arrays of the batch, step and microbatch
-    pieces: tuple[Piece, ...]
-    names: tuple[str, ...]  # of the first outputs, which are sums: "loss", "weight" and the metrics
-    updates: Mapping[int, int]  # position of an output -> index of the leaf whose new value it is
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,16 +44,19 @@ class StagedModel:
     ranks: Mapping[Layer, int]  # place of every layer in the order of the calls
     bounds: tuple[int, ...]  # stage k has the ranks [bounds[k], bounds[k + 1])
     costs: tuple[int, ...]  # FLOPs of the forward pass of one microbatch, by rank
-    leaves: tuple[Leaf, ...]
-    recompute: bool  # a remat spans several layers: the backward pass of a stage starts from the inputs of the stage
+    leaves: tuple[ModelLeaf, ...]
+    needs_full_remat: bool  # a remat spans several layers, so that a Pipeline takes remat="full", whatever it is told
     example: Batch  # shapes of the microbatch that it was cut for
 
     def stage_of(self, layer: Layer) -> int:
         """The stage of a layer, ("layers", 3)."""
         return _stage(self.bounds, self.ranks[layer])
 
-    def cut(self, microbatch: Batch, *, seed: int = 0, train: bool = True) -> StageCut:
-        """The stages for microbatches of these shapes, traced once; `train=False`: in `eval()` mode, no new states."""
+    def cut(self, microbatch: Batch, *, seed: int = 0, train: bool = True) -> Forward:
+        """The forward pass for microbatches of these shapes with its stages, traced once.
+
+        `train=False`: in `eval()` mode, and without new values of variables.
+        """
         shapes = shapes_of(microbatch)
         key = (tuple(jax.tree.leaves(shapes)), jax.tree.structure(shapes), seed if train else 0, train)
         if key not in self._cuts:
@@ -68,28 +64,28 @@ class StagedModel:
                 self.loss_fn, self.model, self.wrt, self.layers, self.mesh, shapes, seed=seed, train=train
             )
             opened = open_forward(forward, self.leaves, self.layers)
-            self._cuts[key] = _cut(opened, forward.names, self)
+            self._cuts[key] = _cut(opened, self)
         return self._cuts[key]
 
     @cached_property
-    def _cuts(self) -> dict[Any, StageCut]:
+    def _cuts(self) -> dict[Any, Forward]:
         return {}
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
         """The stages that use each leaf; its owner is the first. A leaf that no stage uses belongs to stage 0, or to
         the stage of its layer."""
-        pieces = self.cut(self.example).pieces
+        stages = self.cut(self.example).stages
         found = []
         for at, leaf in enumerate(self.leaves):
             layer = leaf.layer(self.layers)
             home = self.stage_of(layer) if layer is not None and layer in self.ranks else 0
-            found.append(tuple(k for k, piece in enumerate(pieces) if at in piece.inputs) or (home,))
+            found.append(tuple(k for k, stage in enumerate(stages) if at in stage.inputs) or (home,))
         return tuple(found)
 
     def __str__(self) -> str:
         lines = []
-        for k, piece in enumerate(self.cut(self.example).pieces):
+        for k, stage in enumerate(self.cut(self.example).stages):
             ranks = range(self.bounds[k], self.bounds[k + 1])
             names = [f"{path}/{i}" for (path, i), rank in self.ranks.items() if rank in ranks]
             held = [leaf for leaf, users in zip(self.leaves, self.users, strict=True) if users[0] == k]
@@ -98,7 +94,7 @@ class StagedModel:
             lines.append(
                 f"stage {k}: {what}; {bytes_text(sum(map(num_bytes, held)))} of state; {share:.0%} of the FLOPs"
             )
-            lines += [f"  receives {array_text(v.aval)}, {bytes_text(num_bytes(v.aval))}" for v in piece.received]
+            lines += [f"  receives {array_text(v.aval)}, {bytes_text(num_bytes(v.aval))}" for v in stage.received]
         return "\n".join(lines)
 
 
@@ -107,7 +103,7 @@ def split_stages(
     model: Any,
     batch: Batch,
     *,
-    layers: str | Iterable[str] = "layers",
+    layers: str | Iterable[str] | None = None,
     num_stages: int,
     cuts: Sequence[int] | None = None,
     balance: Literal["flops", "count"] = "flops",
@@ -118,17 +114,18 @@ def split_stages(
 
     `model` is an nnx.Module, also an abstract one, or a function that makes one; `batch` is one microbatch, as arrays
     or ShapeDtypeStructs. `layers` is the path of the `nnx.List` or of the scanned stack to cut, "layers" or
-    "encoder/layers", or several such paths. Layers stand in the order in which the model calls them. `cuts` holds the
+    "encoder/layers", or several such paths; by default those of the table that the model carries by `@partitioned`, or
+    else "layers", where that is a list. The order of the layers is that in which the model calls them. `cuts` holds the
     place of the first layer of every stage but the first; without it the heaviest stage is made as light as can be by
     `balance`: "flops", embedding and head included, or the "count" of layers. `mesh` is the mesh of a group, for the
     constraints in the model. `wrt` filters the variables that are trained.
 
     Raises CutError where the model has no such layers, fewer than stages, or cannot be cut there.
     """
-    layers = (layers,) if isinstance(layers, str) else tuple(layers)
+    make, abstract = _abstract(model)
+    layers = _layers_of(abstract) if layers is None else (layers,) if isinstance(layers, str) else tuple(layers)
     if not layers:
         raise CutError("layers is empty; name the list or the stack to cut, such as layers='layers'.")
-    make, abstract = _abstract(model)
     num_calls = _calls_of_shared(abstract, layers)
     if num_calls:
         loss_fn = _marked(loss_fn, layers[0])
@@ -158,11 +155,59 @@ def split_stages(
         bounds=bounds,
         costs=tuple(costs),
         leaves=leaves,
-        recompute=opened.opened_remat,
+        needs_full_remat=opened.opened_remat,
         example=shapes,
     )
     _check_states(staged)
     return staged
+
+
+class _Chain(nnx.Module):
+    """Modules called one after the other: the first on the batch, each of the others on what the one before returns."""
+
+    def __init__(self, stages: Sequence[nnx.Module]):
+        self.stages = nnx.List(stages)
+
+
+def chain_stages(
+    loss_fn: Callable[[Any, Batch], Any],
+    stages: Callable[[], Sequence[nnx.Module]] | Sequence[nnx.Module],
+    batch: Batch,
+    *,
+    wrt: Any = nnx.Param,
+    mesh: Mesh | AbstractMesh | None = None,
+) -> StagedModel:
+    """A StagedModel of modules, one a stage: `loss_fn(outputs of the last, batch)` gives what a LossFn gives.
+
+    `stages` may be a function that makes them. Every stage takes one argument, any pytree, and must have variables.
+    Raises CutError that names the stage which cannot take what it is given.
+    """
+    make = stages if callable(stages) else lambda: stages
+
+    def loss_of(model: _Chain, batch: Batch) -> Any:
+        value = batch
+        for k, stage in enumerate(model.stages):
+            try:
+                value = stage(value)
+            except (TypeError, ValueError) as error:
+                given = jax.tree.map(array_text, value)
+                reason = str(error).strip().splitlines()[0]
+                raise CutError(f"stage {k}, {type(stage).__name__}, cannot take {given}: {reason}") from error
+        return loss_fn(value, batch)
+
+    found = make()
+    if not found:
+        raise CutError("stages is empty; give one module a stage.")
+    return split_stages(
+        loss_of,
+        lambda: _Chain(make()),
+        batch,
+        layers="stages",
+        num_stages=len(found),
+        cuts=range(1, len(found)),
+        wrt=wrt,
+        mesh=mesh,
+    )
 
 
 def shapes_of(batch: Batch) -> Batch:
@@ -170,7 +215,8 @@ def shapes_of(batch: Batch) -> Batch:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
 
 
-def _cut(opened: Opened, names: tuple[str, ...], staged: StagedModel) -> StageCut:
+def _cut(opened: Forward, staged: StagedModel) -> Forward:
+    """`opened` with the stages of `staged`."""
     num_leaves, num_ranks = len(staged.leaves), len(staged.costs)
     ranks = _input_ranks(opened.program, staged.leaves, staged.layers, staged.ranks)
     labels = cut.label(opened.program, ranks, num_ranks)
@@ -178,8 +224,8 @@ def _cut(opened: Opened, names: tuple[str, ...], staged: StagedModel) -> StageCu
     stages = [_stage(staged.bounds, rank) if rank >= 0 else rank for rank in labels]
     stages, makers = cut.settle(program, stages, staged.num_stages, opened.updates)
     is_data = [at >= num_leaves for at in range(len(program.inputs))]
-    pieces = cut.pieces(program, stages, makers, staged.num_stages, is_data)
-    return StageCut(program, tuple(pieces), names, opened.updates)
+    found = cut.stage_programs(program, stages, makers, staged.num_stages, is_data)
+    return opened._replace(program=program, stages=found)
 
 
 def _stage(bounds: Sequence[int], rank: int) -> int:
@@ -187,7 +233,7 @@ def _stage(bounds: Sequence[int], rank: int) -> int:
 
 
 def _input_ranks(
-    program: Program, leaves: Sequence[Leaf], layers: Sequence[str], ranks: Mapping[Layer, int]
+    program: Program, leaves: Sequence[ModelLeaf], layers: Sequence[str], ranks: Mapping[Layer, int]
 ) -> dict[Var, int]:
     """Rank of every input; a layer that is never called, or stands in the list several times, has none."""
     found = dict.fromkeys(program.inputs, DATA)
@@ -197,7 +243,7 @@ def _input_ranks(
     return found
 
 
-def _calls_in_order(program: Program, leaves: Sequence[Leaf], layers: Sequence[str]) -> list[Layer]:
+def _calls_in_order(program: Program, leaves: Sequence[ModelLeaf], layers: Sequence[str]) -> list[Layer]:
     layer_of = {
         v: layer for leaf, v in zip(leaves, program.inputs, strict=False) if (layer := leaf.layer(layers)) is not None
     }
@@ -221,11 +267,7 @@ def _calls_of_shared(model: Any, layers: Sequence[str]) -> int:
         try:
             found = layer_list(model, path)
         except (AttributeError, IndexError, TypeError):
-            lists = sorted(_lists(model))
-            raise CutError(
-                f"layers={path!r}: {type(model).__name__} has nothing there. "
-                f"It has lists at {', '.join(map(repr, lists)) or 'no path'}."
-            ) from None
+            raise CutError(f"layers={path!r}: {type(model).__name__} has nothing there. {_lists_text(model)}") from None
         modules = [id(item) for item in found if isinstance(item, nnx.Module)] if isinstance(found, nnx.List) else []
         if len(set(modules)) < len(modules):
             if len(layers) > 1:
@@ -234,10 +276,30 @@ def _calls_of_shared(model: Any, layers: Sequence[str]) -> int:
     return 0
 
 
-def _lists(model: Any) -> set[str]:
-    return {
+def _layers_of(model: Any) -> tuple[str, ...]:
+    """The layers of a model that `split_stages` is not told: those of its table, or else the list `layers`."""
+    if found := model_layers(model):
+        return found
+    own = getattr(model, "layers", None)
+    if isinstance(own, nnx.List) and any(isinstance(item, nnx.Module) for item in own):
+        return ("layers",)
+    # A module `layers` may be a scanned stack or anything else: nothing in it says which dim is of the layers.
+    what = "its `layers` is no list" if own is not None else "it has no list `layers`"
+    modules = sorted(
+        name for name, value in vars(model).items() if isinstance(value, nnx.Module) and not isinstance(value, nnx.List)
+    )
+    raise CutError(
+        f"the layers of {type(model).__name__} must be named: it carries no table that names them, and {what}. Name "
+        "the list or the scanned stack to cut, by split_stages(..., layers=...) or @partitioned(..., layers=...) on "
+        f"the class. {_lists_text(model)} It has modules at {', '.join(map(repr, modules)) or 'no path'}."
+    )
+
+
+def _lists_text(model: Any) -> str:
+    paths = sorted(
         "/".join(map(str, path)) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.List) and len(node)
-    }
+    )
+    return f"It has lists at {', '.join(map(repr, paths)) or 'no path'}."
 
 
 def _marked(loss_fn: LossFn, path: str) -> LossFn:
@@ -272,14 +334,14 @@ def _check_effects(program: Program) -> None:
         )
 
 
-def _check_trained(leaves: Sequence[Leaf], wrt: Any) -> None:
+def _check_trained(leaves: Sequence[ModelLeaf], wrt: Any) -> None:
     if not any(leaf.trained for leaf in leaves):
         raise CutError(
             f"wrt={getattr(wrt, '__name__', wrt)} matches no variable of the model: nothing would be trained."
         )
 
 
-def _check_layers(leaves: Sequence[Leaf], layers: Sequence[str], order: Sequence[Layer], num_stages: int) -> None:
+def _check_layers(leaves: Sequence[ModelLeaf], layers: Sequence[str], order: Sequence[Layer], num_stages: int) -> None:
     if num_stages < 1:
         raise CutError(f"num_stages must be at least 1, got {num_stages}.")
     if len(order) < num_stages:
@@ -292,19 +354,19 @@ def _check_layers(leaves: Sequence[Leaf], layers: Sequence[str], order: Sequence
 
 def _check_states(staged: StagedModel) -> None:
     """Something to do in every stage, and every variable that changes used only where it changes."""
-    pieces = staged.cut(staged.example).pieces
-    updates = staged.cut(staged.example).updates
-    makers = {updates[at]: k for k, piece in enumerate(pieces) for at in piece.outputs if at in updates}
+    forward = staged.cut(staged.example)
+    stages, updates = forward.stages, forward.updates
+    makers = {updates[at]: k for k, stage in enumerate(stages) for at in stage.outputs if at in updates}
     problems = []
     for at, (leaf, users) in enumerate(zip(staged.leaves, staged.users, strict=True)):
-        if at in makers and any(k != makers[at] for k in users if at in pieces[k].inputs):
+        if at in makers and any(k != makers[at] for k in users if at in stages[k].inputs):
             problems.append(
                 f"{leaf.path} changes in stage {makers[at]} and is read in stages {', '.join(map(str, users))}: the "
                 "microbatches there would not see its value of the microbatch before. Read and change it in one layer, "
                 "or move the cut (cuts=)."
             )
     for k in range(staged.num_stages):
-        if not pieces[k].eqns:
+        if not stages[k].forward.eqns:
             problems.append(
                 f"stage {k} has nothing to do: no result depends on its layers. Name a list of layers that the model "
                 "calls, or a stack that it scans (layers=)."

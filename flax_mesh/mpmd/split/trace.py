@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh
 
-from flax_mesh.mpmd.split.assign import mark_p
+from flax_mesh.mpmd.split.assign import StageProgram, mark_p
 from flax_mesh.mpmd.split.jaxpr import JIT, REMAT, Chunks, Eqn, Program, inline, interpret, is_var, needed, trace, whole
 from flax_mesh.step.loss import Batch, LossFn, run_loss, sums_of
 from flax_mesh.tree import in_stack, named_leaves
@@ -17,7 +17,7 @@ from flax_mesh.tree import in_stack, named_leaves
 Layer = tuple[str, int]  # path of the list or stack, and the number of the layer in it
 
 
-class Leaf(NamedTuple):
+class ModelLeaf(NamedTuple):
     """A leaf of the model, or a range of layers of a leaf of a scanned stack."""
 
     path: str
@@ -37,13 +37,17 @@ class Leaf(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """A traced loss function: (leaves, arrays of the batch, step, microbatch) -> (sums, new values of the others)."""
+    """A traced loss function: (leaves, arrays of the batch, step, microbatch) -> (sums, new values of variables).
+
+    Once opened by `open_forward`, it has no jit, no remat over several layers, and a scan for each range of layers.
+    """
 
     program: Program
-    named: tuple[tuple[str, Any], ...]  # every leaf, in the order of `jax.tree.leaves(nnx.state(model))`
-    trained: tuple[bool, ...]
-    others: tuple[int, ...]  # leaves that are neither trained nor random streams: the last outputs are their new values
-    names: tuple[str, ...]  # of the sums: "loss", "weight" and the metrics
+    leaves: tuple[ModelLeaf, ...]  # the first inputs; as traced, those of `jax.tree.leaves(nnx.state(model))`
+    names: tuple[str, ...]  # of the first outputs, the sums: "loss", "weight" and the metrics
+    updates: Mapping[int, int]  # position of another output -> the leaf whose new value it is
+    opened_remat: bool = False  # one that spans several layers
+    stages: tuple[StageProgram, ...] = ()  # once it is cut
 
 
 def trace_forward(
@@ -82,39 +86,35 @@ def trace_forward(
         counts = jax.ShapeDtypeStruct((), jnp.uint32), jax.ShapeDtypeStruct((), jnp.int32)
         program, _ = trace(forward, leaves, batch, *counts)
     kinds = [{path for path, _ in named_leaves(part)} for part in nnx.split_state(state, wrt, nnx.RngState, ...)]
-    named = tuple(named_leaves(state))
-    others = tuple(at for at, (path, _) in enumerate(named) if path in kinds[2]) if train else ()
-    return Forward(program, named, tuple(path in kinds[0] for path, _ in named), others, tuple(names))
+    found = [
+        ModelLeaf(path, leaf.shape, leaf.dtype, path in kinds[0], at, None)
+        for at, (path, leaf) in enumerate(named_leaves(state))
+    ]
+    # Variables that are neither trained nor random streams may change: the last outputs are their new values.
+    others = [leaf.source for leaf in found if leaf.path in kinds[2]] if train else []
+    return Forward(program, tuple(found), tuple(names), dict(enumerate(others, start=len(names))))
 
 
 def split_leaves(
     forward: Forward, layers: Sequence[str], stage_of: Mapping[Layer, int] | None = None
-) -> tuple[Leaf, ...]:
+) -> tuple[ModelLeaf, ...]:
     """Every leaf, those of scanned stacks cut into ranges of layers: one a stage, or else one a layer."""
     found = []
-    for at, ((path, leaf), trained) in enumerate(zip(forward.named, forward.trained, strict=True)):
-        stack = in_stack(path, layers)
+    for leaf in forward.leaves:
+        stack = in_stack(leaf.path, layers)
         if stack is None or not leaf.shape:
-            found.append(Leaf(path, leaf.shape, leaf.dtype, trained, at, None))
+            found.append(leaf)
             continue
         depth = leaf.shape[0]
         stages = [i if stage_of is None else stage_of[stack, i] for i in range(depth)]
         starts = [i for i in range(depth) if i == 0 or stages[i] != stages[i - 1]]
         for first, stop in zip(starts, [*starts[1:], depth], strict=True):
-            found.append(Leaf(path, (stop - first, *leaf.shape[1:]), leaf.dtype, trained, at, (first, stop)))
+            found.append(leaf._replace(shape=(stop - first, *leaf.shape[1:]), rows=(first, stop)))
     return tuple(found)
 
 
-class Opened(NamedTuple):
-    """The forward pass ready to be cut: no jit, no remat over several layers, one scan for each range of layers."""
-
-    program: Program  # inputs are `leaves`, then the arrays of the batch, step and microbatch
-    updates: Mapping[int, int]  # position of an output -> index of the leaf whose new value it is
-    opened_remat: bool
-
-
-def open_forward(forward: Forward, leaves: Sequence[Leaf], layers: Sequence[str]) -> Opened:
-    """`forward` with one input for each of `leaves`."""
+def open_forward(forward: Forward, leaves: tuple[ModelLeaf, ...], layers: Sequence[str]) -> Forward:
+    """`forward`, as it was traced, with one input for each of `leaves`, and ready to be cut."""
     spanning = _spanning_remats(forward, leaves, layers)
     parts: dict[int, list[int]] = {}
     for at, leaf in enumerate(leaves):
@@ -131,7 +131,7 @@ def open_forward(forward: Forward, leaves: Sequence[Leaf], layers: Sequence[str]
         ]
         outs = interpret(forward.program, [*args, *data], lambda eqn: id(eqn) in spanning)
         flat = [whole(out) for out in outs[:num_sums]]
-        for source, out in zip(forward.others, outs[num_sums:], strict=True):
+        for source, out in zip(forward.updates.values(), outs[num_sums:], strict=True):
             for number, at in enumerate(parts[source]):
                 updates[len(flat)] = at
                 rows = leaves[at].rows
@@ -139,11 +139,12 @@ def open_forward(forward: Forward, leaves: Sequence[Leaf], layers: Sequence[str]
                 flat.append(out.parts[number] if chunked else whole(out)[slice(*rows)] if rows else whole(out))
         return flat
 
-    data = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in forward.program.inputs[len(forward.named) :]]
+    data = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in forward.program.inputs[len(forward.leaves) :]]
     arrays = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
     program = inline(trace(again, arrays, data)[0])
     kept, _ = needed(program.eqns, program.outputs)  # what nothing depends on would sit in the last stage
-    return Opened(program._replace(eqns=tuple(program.eqns[at] for at in kept)), updates, bool(spanning))
+    program = program._replace(eqns=tuple(program.eqns[at] for at in kept))
+    return Forward(program, leaves, forward.names, updates, bool(spanning))
 
 
 @contextlib.contextmanager
@@ -182,7 +183,7 @@ def layer_list(model: Any, path: str) -> Any:
     return model
 
 
-def _spanning_remats(forward: Forward, leaves: Sequence[Leaf], layers: Sequence[str]) -> set[int]:
+def _spanning_remats(forward: Forward, leaves: Sequence[ModelLeaf], layers: Sequence[str]) -> set[int]:
     """ids of the remat equations of `forward`, those inside jits too, that take variables of several layers."""
     inputs, found = forward.program.inputs, set()
     layers_of: dict[Any, set[Any]] = {}

@@ -16,7 +16,19 @@ from flax_mesh.mpmd import Action, CutError, Pipeline, Schedule, forward_schedul
 from flax_mesh.mpmd.runtime.profile import with_split_backward
 from flax_mesh.mpmd.schedules.simulate import peak_activations
 from flax_mesh.mpmd.split.update import SHARED
-from tests.mpmd.runtime.test_pipeline import PLAIN_SGD, build, compare, groups, make_net, net_batch, net_case, net_loss
+from flax_mesh.sharding import partitioned
+from tests.mpmd.runtime.test_pipeline import (
+    PLAIN_SGD,
+    Net,
+    Stack,
+    build,
+    compare,
+    groups,
+    make_net,
+    net_batch,
+    net_case,
+    net_loss,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -230,6 +242,46 @@ def test_what_cannot_be_cut(name):
     kinds, message = CUTS[name]
     with pytest.raises(CutError, match=message):
         split_stages(net_loss, make_net, net_batch(2), **({"num_stages": 2} | kinds))
+
+
+class Renamed(nnx.Module):
+    """Net with its layers elsewhere."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        net = Net(rngs)
+        self.embed, self.blocks = net.embed, net.layers
+
+    def __call__(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + jnp.tanh(block(x))
+        return self.embed.attend(x)
+
+
+def split_one(cls, **kinds):
+    return split_stages(net_loss, lambda: cls(nnx.Rngs(0)), net_batch(2), num_stages=2, **kinds)
+
+
+def test_layers_are_those_of_the_table_and_the_argument_overrides_them():
+    carried = partitioned([(".*", ())], layers="blocks")(type("Carried", (Renamed,), {}))
+    assert split_one(carried).layers == split_one(Renamed, layers="blocks").layers == ("blocks",)
+    wrong = partitioned([(".*", ())], layers="layers")(type("Wrong", (Renamed,), {}))
+    assert split_one(wrong, layers="blocks").layers == ("blocks",)
+    with pytest.raises(CutError, match=r"layers='layers': Wrong has nothing there\. It has lists at 'blocks'\."):
+        split_one(wrong)
+    assert split_one(Net).layers == ("layers",)  # a list of that name needs no table
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (Stack, r"layers of Stack must be named: .* its `layers` is no list\. .* modules at 'embed', 'layers'\."),
+        (Renamed, r"layers of Renamed must be named: .* it has no list `layers`\. .* It has lists at 'blocks'\."),
+    ],
+)
+def test_layers_that_nobody_names_are_refused(cls, message):
+    with pytest.raises(CutError, match=message):
+        split_one(cls)
 
 
 def test_ordered_effects_are_refused():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flax_mesh.mpmd.split import assign as cut
 from flax_mesh.mpmd.split.assign import CONSTANT, DATA, OUTSIDE, VARIABLES
-from flax_mesh.mpmd.split.backward import differentiate, forward_only
+from flax_mesh.mpmd.split.backward import differentiate
 from flax_mesh.mpmd.split.jaxpr import Program, bodies, is_var, trace, variables
 
 ROWS, WIDTH = 2, 3
@@ -92,14 +92,14 @@ def traced(net: Net) -> Traced:
 
 
 def staged(model: Traced, num_stages: int):
-    """(stage of every equation, pieces)."""
+    """(bounds, stage of every equation, programs of the stages)."""
     program, num_ranks = model.program, len(model.net.order)
     labels = cut.label(program, model.ranks, num_ranks)
     bounds = cut.balance([1] * num_ranks, num_stages)
     stages = [next(k for k in range(num_stages) if r < bounds[k + 1]) if r >= 0 else r for r in labels]
     stages, makers = cut.settle(program, stages, num_stages, {})
     is_data = [model.ranks[v] == DATA for v in program.inputs]
-    return bounds, stages, cut.pieces(program, stages, makers, num_stages, is_data)
+    return bounds, stages, cut.stage_programs(program, stages, makers, num_stages, is_data)
 
 
 @few
@@ -143,20 +143,20 @@ def with_stages(model_nets):
 def test_stages_hold_their_layers_and_nothing_flows_backwards(case):
     net, num_stages = case
     model = traced(net)
-    bounds, stages, pieces = staged(model, num_stages)
+    bounds, stages, parts = staged(model, num_stages)
     program = model.program
     maker = {v: stage for eqn, stage in zip(program.eqns, stages, strict=True) for v in eqn.outvars}
-    for k, piece in enumerate(pieces):
+    for k, part in enumerate(parts):
         mine = {at for rank, at in enumerate(net.order) if bounds[k] <= rank < bounds[k + 1]}
-        assert mine <= set(piece.inputs) <= mine | {len(net.order), len(net.order) + 1}
-        assert all(maker[v] < k and v in pieces[maker[v]].sent for v in piece.received)
-        known = {*(program.inputs[at] for at in piece.inputs), *piece.received, *program.consts}
-        for eqn in piece.eqns:  # a stage can run with what it has
+        assert mine <= set(part.inputs) <= mine | {len(net.order), len(net.order) + 1}
+        assert all(maker[v] < k and v in parts[maker[v]].sent for v in part.received)
+        known = {*(program.inputs[at] for at in part.inputs), *part.received, *program.consts}
+        for eqn in part.forward.eqns:  # a stage can run with what it has
             assert set(variables(eqn.invars)) <= known
             known |= set(eqn.outvars)
-    assert sorted(at for piece in pieces for at in piece.outputs) == [0, 1]
-    assert 0 in pieces[-1].outputs  # the loss
-    ran = [id(eqn) for piece in pieces for eqn in piece.eqns if eqn.primitive.name == "dot_general"]
+    assert sorted(at for part in parts for at in part.outputs) == [0, 1]
+    assert 0 in parts[-1].outputs  # the loss
+    ran = [id(eqn) for part in parts for eqn in part.forward.eqns if eqn.primitive.name == "dot_general"]
     assert sorted(ran) == sorted(id(e) for e in program.eqns if e.primitive.name == "dot_general")  # none twice
 
 
@@ -165,13 +165,11 @@ def test_stages_hold_their_layers_and_nothing_flows_backwards(case):
 def test_the_stages_one_after_the_other_give_the_whole(case):
     net, num_stages = case
     model = traced(net)
-    _, _, pieces = staged(model, num_stages)
     sent, outputs = {}, {}
-    for piece in pieces:
-        run = forward_only(model.program, piece).forward.program
-        outs = run.call(*(model.values[at] for at in piece.inputs), *(sent[v] for v in piece.received))
-        sent |= dict(zip(piece.sent, outs, strict=False))
-        outputs |= dict(zip(piece.outputs, outs[len(piece.sent) :], strict=True))
+    for stage in staged(model, num_stages)[2]:
+        outs = stage.call(stage.forward, [model.values[at] for at in stage.inputs], [sent[v] for v in stage.received])
+        sent |= dict(zip(stage.sent, outs, strict=False))
+        outputs |= dict(zip(stage.outputs, outs[len(stage.sent) :], strict=True))
     for at, want in enumerate(model.program.call(*model.values)):
         np.testing.assert_array_equal(outputs[at], want)
 
@@ -179,17 +177,17 @@ def test_the_stages_one_after_the_other_give_the_whole(case):
 @pytest.mark.parametrize(("ops", "crossing"), [("matmul", 1), ("scale", 1), ("mask", 1)])
 def test_a_chain_sends_one_value_and_masks_are_made_again(ops, crossing):
     net = Net((0, 1, 2, 3), ((ops,),) * 4)
-    _, _, pieces = staged(traced(net), 4)
-    floats = [[v for v in piece.received if v.aval.shape == (ROWS, WIDTH)] for piece in pieces]
+    stages = staged(traced(net), 4)[2]
+    floats = [[v for v in stage.received if v.aval.shape == (ROWS, WIDTH)] for stage in stages]
     assert [len(found) for found in floats] == [0, *[crossing] * 3]
-    assert not any(v.aval.dtype == bool for piece in pieces for v in piece.received)
+    assert not any(v.aval.dtype == bool for stage in stages for v in stage.received)
 
 
 def test_a_wrong_order_of_stages_is_refused():
     model = traced(Net((0, 1), (("matmul",), ("matmul",))))
     _, stages, _ = staged(model, 2)
     with pytest.raises(cut.CutError, match=r"is made in stage 1 and used in stage 0, before it"):
-        cut.pieces(model.program, [1 - s if s >= 0 else s for s in stages], [1, 1], 2, [False] * 3 + [True])
+        cut.stage_programs(model.program, [1 - s if s >= 0 else s for s in stages], [1, 1], 2, [False] * 3 + [True])
 
 
 # F, B and W
@@ -198,36 +196,29 @@ def test_a_wrong_order_of_stages_is_refused():
 def halves_of(model: Traced, num_stages: int, recompute: bool = False, split: bool = True):
     """F, B and W of every stage; all leaves are trained."""
     trained = range(len(model.values) - 1)
-    pieces = staged(model, num_stages)[2]
     remat = "full" if recompute else "none"
-    return [differentiate(model.program, piece, trained, remat=remat, split=split) for piece in pieces]
+    return [differentiate(stage, trained, remat=remat, split=split) for stage in staged(model, num_stages)[2]]
 
 
 def run_backward(model: Traced, halves, recompute: bool, split: bool):
     """(loss, gradients by input): F of every stage, then B and W backwards, as the executor runs them."""
-    pieces = [half.piece for half in halves]
     sent, saved, cotangents, grads, loss = {}, [], {}, {}, np.nan
-
-    def call(part, groups):
-        picks = (part.inputs, part.received, part.cotangents, part.residuals, part.carry)
-        return part.program.call(*(g[i] for pick, g in zip(picks, groups, strict=True) for i in pick))
-
-    for piece, half in zip(pieces, halves, strict=True):
-        given_ = [[model.values[at] for at in piece.inputs], [sent[v] for v in piece.received]]
-        outs = call(half.forward, [*given_, [], [], []])
-        sent |= dict(zip(piece.sent, outs, strict=False))
-        num = len(piece.sent) + len(piece.outputs)
+    for half in halves:
+        given_ = [[model.values[at] for at in half.inputs], [sent[v] for v in half.received]]
+        outs = half.call(half.forward, *given_)
+        sent |= dict(zip(half.sent, outs, strict=False))
+        num = len(half.sent) + len(half.outputs)
         saved.append([*given_, outs[num:]])
-        loss = outs[len(piece.sent) + piece.outputs.index(0)] if 0 in piece.outputs else loss
-    for piece, half, (inputs, received, residuals) in reversed(list(zip(pieces, halves, saved, strict=True))):
+        loss = outs[len(half.sent) + half.outputs.index(0)] if 0 in half.outputs else loss
+    for half, (inputs, received, residuals) in reversed(list(zip(halves, saved, strict=True))):
         assert not (recompute and residuals)
-        pulled = [sum(cotangents.pop(piece.sent[i])) for i in half.floats_out]
-        outs = call(half.backward, [inputs, received, pulled, residuals, []])
+        pulled = [sum(cotangents.pop(half.sent[i])) for i in half.floats_out]
+        outs = half.call(half.backward, inputs, received, pulled, residuals)
         for i, value in zip(half.floats_in, outs, strict=False):
-            cotangents.setdefault(piece.received[i], []).append(value)
+            cotangents.setdefault(half.received[i], []).append(value)
         rest = outs[len(half.floats_in) :]
         if split:
-            rest = call(half.weights, [inputs, received, pulled, residuals, rest])
+            rest = half.call(half.weights, inputs, received, pulled, residuals, rest)
         for at, value in zip(half.trained, rest, strict=True):
             grads[at] = grads.get(at, 0) + value
     assert not cotangents
@@ -247,7 +238,7 @@ def test_forward_backward_and_weights_give_the_gradients(case, recompute, split)
 
 
 def dots(part):
-    return 0 if part is None else sum(eqn.primitive.name == "dot_general" for eqn in part.program.eqns)
+    return 0 if part is None else sum(eqn.primitive.name == "dot_general" for eqn in part.eqns)
 
 
 @fewer
@@ -281,7 +272,7 @@ def all_dots(part):
         inner = [(eqn.params.get("length", 1), body.eqns) for eqn in eqns for body in bodies(eqn)]
         return sum(eqn.primitive.name == "dot_general" for eqn in eqns) + sum(n * count(body) for n, body in inner)
 
-    return count(part.program.eqns)
+    return count(part.eqns)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -314,8 +305,7 @@ def test_a_scan_over_layers_is_cut_into_both_halves(remat, again, reverse):
 
 def test_frozen_leaves_get_no_gradient():
     model = traced(Net((0, 1), (("matmul",), ("matmul",))))
-    pieces = staged(model, 2)[2]
-    halves = [differentiate(model.program, piece, [1], split=True) for piece in pieces]
+    halves = [differentiate(stage, [1], split=True) for stage in staged(model, 2)[2]]
     assert [half.trained for half in halves] == [(), (1,)]
     assert dots(halves[0].backward) == dots(halves[0].weights) == 0
     assert dots(halves[1].weights) == 1

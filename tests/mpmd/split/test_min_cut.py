@@ -105,7 +105,7 @@ def test_a_stream_in_half_precision_crosses_once_and_in_half_precision(num_stage
     """Of it the next stage makes the sum in float32, the norm's mean and what it divides."""
     staged = split(num_stages=num_stages)
     received = [
-        [v.aval.str_short(short_dtypes=True) for v in piece.received] for piece in staged.cut(staged.example).pieces
+        [v.aval.str_short(short_dtypes=True) for v in stage.received] for stage in staged.cut(staged.example).stages
     ]
     assert received == [[], *[["bf16[2,8,16]"]] * (num_stages - 1)]
 
@@ -147,10 +147,10 @@ def _wider(x):
 
 def test_a_product_inside_of_a_custom_derivative_is_not_made_twice():
     staged = split(lambda model, batch: jnp.mean(model(batch["x"])), Wide)
-    first, second = staged.cut(staged.example).pieces
+    first, second = staged.cut(staged.example).stages
     assert [v.aval.str_short(short_dtypes=True) for v in second.received] == [
         "f32[2,8,16]"
     ]  # though twice as large as what it is made of
-    names = [eqn.primitive.name for eqn in second.eqns]
+    names = [eqn.primitive.name for eqn in second.forward.eqns]
     assert "custom_jvp_call" not in names and names.count("dot_general") == 1
-    assert "custom_jvp_call" in [eqn.primitive.name for eqn in first.eqns]
+    assert "custom_jvp_call" in [eqn.primitive.name for eqn in first.forward.eqns]

@@ -27,9 +27,8 @@ EVERYTHING = lambda *_: True  # noqa: E731
 def stages(make, loss_fn, batch, **kinds):
     """(F, B and W of each of two stages, the leaves)."""
     staged = split_stages(loss_fn, make, batch, num_stages=2)
-    cut = staged.cut(batch)
     trained = [at for at, leaf in enumerate(staged.leaves) if leaf.trained]
-    return [differentiate(cut.program, piece, trained, **kinds) for piece in cut.pieces]
+    return [differentiate(stage, trained, **kinds) for stage in staged.cut(batch).stages]
 
 
 def decoder(dtype="bfloat16", **kinds):
@@ -39,7 +38,7 @@ def decoder(dtype="bfloat16", **kinds):
 
 
 def kept(stage):
-    return [v.aval for v in stage.forward.program.outputs[len(stage.piece.sent) + len(stage.piece.outputs) :]]
+    return [v.aval for v in stage.forward.outputs[len(stage.sent) + len(stage.outputs) :]]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -84,24 +83,14 @@ def gradients(stage) -> list[Any]:
             for a in avals
         ]
 
-    program, piece = stage.forward.program, stage.piece
-    num_inputs = len(stage.forward.inputs)
-    given = some([v.aval for v in program.inputs])
-    inputs = dict(zip(stage.forward.inputs, given[:num_inputs], strict=True))
-    received = dict(zip(stage.forward.received, given[num_inputs:], strict=True))
-    handed = program.call(*given)[len(piece.sent) + len(piece.outputs) :]
-    cotangents = some([piece.sent[i].aval for i in stage.floats_out])
-
-    def call(part, carry=()):
-        picks = (part.inputs, part.received, part.cotangents, part.residuals, part.carry)
-        sources = (inputs, received, cotangents, handed, carry)
-        return part.program.call(*(source[i] for pick, source in zip(picks, sources, strict=True) for i in pick))
-
-    outs = call(stage.backward)
+    given = [some([v.aval for v in names]) for names in stage.arguments[:2]]  # inputs and received
+    handed = stage.call(stage.forward, *given)[len(stage.sent) + len(stage.outputs) :]
+    given += some([stage.sent[i].aval for i in stage.floats_out]), handed
+    outs = stage.call(stage.backward, *given)
     if stage.weights is None:
         return outs
     num = len(stage.floats_in)
-    return [*outs[:num], *call(stage.weights, outs[num:])]
+    return [*outs[:num], *stage.call(stage.weights, *given, outs[num:])]
 
 
 class Dropped(nnx.Module):
@@ -116,7 +105,7 @@ class Dropped(nnx.Module):
 
 
 def primitives(part) -> set[str]:
-    return {eqn.primitive.name for eqn in part.program.eqns}
+    return {eqn.primitive.name for eqn in part.eqns}
 
 
 def test_random_bits_are_made_once():
@@ -167,7 +156,8 @@ def test_what_w_does_not_take_is_gone_after_b():
 
     pipeline.on_action = watch
     pipeline.step(pipeline.init_state(), batch)
-    lasting = [len(stage.lasting) for stage in pipeline.prepare(batch, 2, True)[0].stages]
+    (compiled,) = pipeline.compiled.values()
+    lasting = [len(stage.lasting) for stage in compiled.stages]
     total = [len(refs) for (stage, _), refs in sorted(alive.items()) if stage in (0, 1)][::2]
     assert sorted(gone) == sorted(2 * [a - b for a, b in zip(total, lasting, strict=True)])
     assert max(gone) > 0

@@ -115,7 +115,7 @@ def test_every_layer_lies_in_one_stage_and_a_chain_sends_one_value_a_cut(case: C
             assert users == (staged.stage_of(layer),), leaf.path
     every = {path for path, _ in named_leaves(nnx.state(nnx.eval_shape(case.make)))}
     assert {leaf.path for leaf in staged.leaves} == every
-    received = [len(piece.received) for piece in staged.cut(staged.example).pieces]
+    received = [len(stage.received) for stage in staged.cut(staged.example).stages]
     if case.name in SENDING_MORE:
         assert num_stages < 4 or sum(received) > 3
     else:
