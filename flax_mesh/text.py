@@ -36,6 +36,11 @@ def mesh_text(shape: Mapping[str, int]) -> str:
     return ",".join(f"{name}:{size}" for name, size in shape.items() if size != 1) or "one device"
 
 
+def axes_text(sizes: Mapping[str, int], axes: Iterable[str]) -> str:
+    """`fsdp=2, tp=4`: some axes of a mesh with their sizes."""
+    return ", ".join(f"{axis}={sizes[axis]}" for axis in axes)
+
+
 def array_text(array: Any) -> str:
     """`f32[8,128]`, as JAX prints types, of anything that has a dtype and a shape."""
     name, bits = re.fullmatch(r"(\D*)(.*)", str(array.dtype)).groups()  # pyright: ignore[reportOptionalMemberAccess]

@@ -5,7 +5,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from flax_mesh.text import array_text, count_text, mesh_text, processes_text
+from flax_mesh.text import array_text, axes_text, count_text, mesh_text, processes_text
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,7 @@ def test_processes_are_named_once_and_in_order():
 def test_a_mesh_is_written_as_the_setting_has_it():
     assert mesh_text({"pp": 2, "dp": 1, "fsdp": -1}) == "pp:2,fsdp:-1"
     assert mesh_text({"dp": 1}) == "one device"
+    assert axes_text({"dp": 1, "fsdp": 2, "tp": 4}, ("tp", "dp")) == "tp=4, dp=1"
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from flax_mesh.models.matmul import dot_float32
 from flax_mesh.models.moe import Aux, MoE, router_losses
 from flax_mesh.models.rotary import RopeScaling, rotate, scaling_problems
 from flax_mesh.sharding import constrain, partitioned
+from flax_mesh.text import axes_text
 
 CUDNN_HEAD_DIM = 256  # the most since Hopper; 128 before
 SAME_RESULT = {"changes_result": False}  # fields that change how it is computed, not what
@@ -150,12 +151,11 @@ class DecoderConfig:
         found, kinds = [], {d.platform for d in mesh.devices.flat} if isinstance(mesh, Mesh) else set()
         if kinds - {"gpu", "cuda"}:
             found.append(f"model.attention=cudnn is for GPUs, not for {', '.join(kinds)}; use model.attention=xla")
-        over = [f"{name}={mesh.shape[name]}" for name in self.axes.mesh_axes("query_sequence")
-                if mesh.shape.get(name, 1) > 1]  # fmt: skip
+        over = [name for name in self.axes.mesh_axes("query_sequence") if mesh.shape.get(name, 1) > 1]
         if over:
             found.append(
-                f"model.attention=cudnn is for whole sequences, not for queries split over {', '.join(over)}; use "
-                "model.attention=xla, or another mesh.shape"
+                "model.attention=cudnn is for whole sequences, not for queries split over "
+                f"{axes_text(mesh.shape, over)}; use model.attention=xla, or another mesh.shape"
             )
         return found
 

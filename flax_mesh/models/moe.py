@@ -18,6 +18,7 @@ from jax.sharding import AxisType, PartitionSpec
 from flax_mesh.axes import Mode, PartitionAxis, as_tuple
 from flax_mesh.errors import ShardingError
 from flax_mesh.mesh import current_mesh
+from flax_mesh.text import axes_text
 
 Aux = dict[str, jax.Array]
 NOT_SPLIT = PartitionSpec()
@@ -147,14 +148,14 @@ def find_layout(axes: PartitionAxis, shape: tuple[int, ...], num_experts: int, m
         return size % math.prod(sizes[axis] for axis in over) == 0
 
     if not divides(num_experts, experts):
-        raise ShardingError(f"num_experts={num_experts} is not divisible over {_sizes(sizes, experts)} of the mesh.")
+        raise ShardingError(f"num_experts={num_experts} is not divisible over {axes_text(sizes, experts)} of the mesh.")
     if divides(shape[0], batch + rest) and divides(shape[1], sequence):
         batch += rest
     elif divides(shape[0], batch) and divides(shape[1], sequence + rest):
         sequence += rest
     else:
         raise ShardingError(
-            f"MoE gives every device of {_sizes(sizes, batch + sequence + rest)} a part of the tokens, but neither "
+            f"MoE gives every device of {axes_text(sizes, batch + sequence + rest)} a part of the tokens, but neither "
             f"batch {shape[0]} nor sequence {shape[1]} can be cut so. Use a batch that is a multiple of "
             f"{math.prod(sizes[a] for a in batch + rest)}, with PartitionAxis(batch_axis={batch + rest}), or less of "
             f"{', '.join(rest or batch + sequence)} in the mesh."
@@ -311,7 +312,3 @@ def _vary(x: jax.Array, axes: tuple[str, ...], known: PartitionSpec = NOT_SPLIT)
 
 def _psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return jax.lax.psum(x, axes) if axes else x
-
-
-def _sizes(sizes: dict[str, int], axes: tuple[str, ...]) -> str:
-    return ", ".join(f"{axis}={sizes[axis]}" for axis in axes)

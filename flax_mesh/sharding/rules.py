@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from flax_mesh.axes import DEFAULT_AXES, Lost, PartitionAxis, as_tuple
 from flax_mesh.errors import ShardingError
+from flax_mesh.text import axes_text
 from flax_mesh.tree import in_stack, named_leaves
 
 Dims = PartitionSpec | tuple[str | None, ...] | None  # mesh axes, or logical axes, or whole
@@ -250,9 +251,10 @@ def fit_spec(
                 kept.append(axis)
                 taken.add(axis)
         ways = prod(mesh.shape[a] for a in kept) if mesh is not None else 1
-        if size % ways:
+        if mesh is not None and size % ways:
             counted = f"dim {dim}" + (f" (dim {dim - layer_dims} of a layer)" if layer_dims else "")
-            problem = f"{counted} has size {size}, not divisible by {ways} (axes {tuple(kept)} of {_sizes(mesh, kept)})"
+            of = axes_text(mesh.shape, kept)
+            problem = f"{counted} has size {size}, not divisible by {ways} (axes {tuple(kept)} of {of})"
             repair = f"Use a mesh where {'*'.join(kept)} divides {size}, or map {in_rule} to None"
             findings.append(Finding(path, problem, repair))
             kept = []
@@ -341,10 +343,6 @@ def _frozen(table: Iterable[Any]) -> tuple[tuple[str, Dims], ...]:
     if problems:
         raise ShardingError("\n".join(problems))
     return tuple(rules)
-
-
-def _sizes(mesh: Mesh | AbstractMesh | None, axes: Iterable[str]) -> str:
-    return ", ".join(f"{a}={mesh.shape[a]}" for a in axes) if mesh is not None else ""
 
 
 def _is_number(part: str) -> bool:

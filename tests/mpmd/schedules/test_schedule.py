@@ -1,16 +1,14 @@
 """Schedules as data: what every named schedule holds, whatever its size, and the text form."""
 
-import ast
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from flax_mesh.mpmd.schedules import SCHEDULE_NAMES, Action, Schedule, dependencies, forward_schedule, make_schedule
+from tests.test_layering import PACKAGE, imports
 
-PACKAGE = Path(__file__).parents[3] / "flax_mesh"
 FOLDER = PACKAGE / "mpmd" / "schedules"
 LOWEST = ("flax_mesh.text", "flax_mesh.svg")
 
@@ -161,18 +159,14 @@ def test_a_forward_schedule_takes_no_longer_than_its_busiest_group_and_the_way_t
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
 def test_schedules_need_the_standard_library_and_the_formatters_of_the_lowest_floor_alone(path):
-    tree = ast.parse(path.read_text())
-    modules = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    modules += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-    assert modules
-    for module in modules:
-        known = module.split(".")[0] in sys.stdlib_module_names or module in LOWEST
-        assert known or module.startswith("flax_mesh.mpmd.schedules."), f"{path.name} imports {module}"
+    names = [name for name, _ in imports(path)]
+    assert names
+    for name in names:
+        known = name.split(".")[0] in sys.stdlib_module_names or name.rpartition(".")[0] in LOWEST
+        assert known or name.startswith("flax_mesh.mpmd.schedules."), f"{path.name} imports {name}"
 
 
-@pytest.mark.parametrize("name", LOWEST)
-def test_the_formatters_of_the_lowest_floor_need_no_jax(name):
-    head = ast.parse((PACKAGE / f"{name.split('.')[1]}.py").read_text()).body
-    modules = [node.module or "" for node in head if isinstance(node, ast.ImportFrom)]
-    modules += [alias.name for node in head if isinstance(node, ast.Import) for alias in node.names]
-    assert modules and all(module.split(".")[0] in sys.stdlib_module_names for module in modules)
+@pytest.mark.parametrize("module", LOWEST)
+def test_the_formatters_of_the_lowest_floor_need_the_standard_library_alone(module):
+    names = [name for name, at_head in imports(PACKAGE / f"{module.split('.')[1]}.py") if at_head]
+    assert names and all(name.split(".")[0] in sys.stdlib_module_names for name in names)
