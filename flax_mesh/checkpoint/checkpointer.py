@@ -20,6 +20,7 @@ from flax_mesh.checkpoint.checksums import find_damage
 from flax_mesh.checkpoint.find import LEFTOVER, STEP
 from flax_mesh.checkpoint.layout import check_same, disk_target, from_disk, stacked_paths, to_disk
 from flax_mesh.checkpoint.retention import RetentionPolicy
+from flax_mesh.checkpoint.stacks import check_stacks_are_named
 from flax_mesh.checkpoint.warm_start import RestoreReport, fill
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, PeerError, SaveError
 from flax_mesh.processes import Phases
@@ -37,7 +38,9 @@ REPAIR = "Restore it into the model it was saved from, or start another run (ano
 class Checkpointer:
     """Checkpoints below `folder`, one a step. Reading changes nothing there; saving clears leftovers away first.
 
-    `layers` are the paths of layer lists (`PartitionRules.layers`): scanned stacks there are saved layer by layer.
+    `layers` are the paths of layer lists (`PartitionRules.layers`): scanned stacks there are saved layer by layer. By
+    default those of the table that the model of a TrainState carries (`@partitioned(layers=...)`); the model of another
+    tree is not known, and none are.
     `keep` says which checkpoints stay, by the metric `best_metric` among others; an int is
     `RetentionPolicy(newest=...)`.
 
@@ -53,18 +56,19 @@ class Checkpointer:
         folder: str | Path,
         *,
         keep: RetentionPolicy | int | None = 3,
-        layers: Iterable[str] = (),
+        layers: str | Iterable[str] | None = None,
         best_metric: str = "eval_loss",
         host_bytes: int | None = None,
         compress: bool = True,
     ):
         self.folder = Path(folder).absolute()
-        self.layers = tuple(layers)
+        self.layers = (layers,) if isinstance(layers, str) else None if layers is None else tuple(layers)
         self.keep = keep if isinstance(keep, RetentionPolicy) else RetentionPolicy(keep)
         self.best_metric, self.host_bytes, self.compress = best_metric, host_bytes, compress
         self.damaged: dict[int, list[str]] = {}  # step -> what `latest_step` found wrong with it
         self._storage: Any = None  # for writing; made by the first save, and by the first after one that failed
         self._is_tidy = False  # whether leftovers are cleared away for the storage at hand
+        self._checked: Any = None  # the definition of the TrainState that was saved last
         self._inode: int | None = None  # of the folder that the first save found or made
         self._saving: int | None = None  # the step on its way
         self._phases: Any = None  # of the last save
@@ -110,9 +114,14 @@ class Checkpointer:
         """Start saving `state`, or save it (`host_bytes`); when this returns, its arrays may be donated.
 
         `state` is a TrainState, an nnx.State or another tree of arrays; `metadata` is JSON. A SaveError says what went
-        wrong here, or with the save before. A step that exists is an error.
+        wrong here, or with the save before. A step that exists is an error, and so is a stack of layers that `layers`
+        does not name, where it can be told from other arrays.
         """
         self.wait()
+        definition = state.definition if isinstance(state, TrainState) else None
+        if definition is None or definition is not self._checked:
+            check_stacks_are_named(state, self._layers(state))
+            self._checked = definition
         self._phases = Phases("save", PHASES)
         if step in self.steps() and step not in self.damaged:
             problem = f"{self.folder} already holds a checkpoint of step {step}; nothing was overwritten."
@@ -122,7 +131,7 @@ class Checkpointer:
             storage = self._open()
             self._phases.passed("begin")  # nobody writes there any more
             self._tidy()
-            arrays = to_disk(_tree(state), self.layers, on_host=self.host_bytes is None)
+            arrays = to_disk(_tree(state), self._layers(state), on_host=self.host_bytes is None)
             self._saving = step
             storage.save(self._path(step), arrays, dict(metadata))
             self._phases.passed("start")
@@ -171,7 +180,7 @@ class Checkpointer:
     def check(self, abstract: Any, step: int, *, include: str = "", cast: bool = False) -> dict[str, Any]:
         """Raise what `restore` would raise about another model; reads no array. path on disk -> what is restored."""
         named = named_leaves(_tree(abstract))
-        target = disk_target(named, stacked_paths(named, self.layers))
+        target = disk_target(named, stacked_paths(named, self._layers(abstract)))
         stored = {path: leaf for path, leaf in self.arrays(step).items() if re.match(include, path)}
         check_same(target, stored, f"checkpoint {self._step(step)}", cast=cast, repair=REPAIR)
         return target
@@ -191,7 +200,7 @@ class Checkpointer:
         step = self._whole_step(step, verify)
         target = self.check(abstract, step, include=include, cast=cast)
         named = named_leaves(_tree(abstract))
-        leaves = from_disk(self._reader(step, target), named, stacked_paths(named, self.layers))
+        leaves = from_disk(self._reader(step, target), named, stacked_paths(named, self._layers(abstract)))
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
     def fill(
@@ -204,9 +213,14 @@ class Checkpointer:
         another dtype keeps its value.
         """
         step = self._whole_step(step, verify)
-        read = partial(self._reader, step)
-        leaves, report = fill(named_leaves(_tree(state)), self.arrays(step), read, self.layers, include, cast)
+        named, layers = named_leaves(_tree(state)), self._layers(state)
+        leaves, report = fill(named, self.arrays(step), partial(self._reader, step), layers, include, cast)
         return jax.tree.unflatten(jax.tree.structure(state), leaves), report
+
+    def _layers(self, state: Any) -> tuple[str, ...]:
+        if self.layers is not None:
+            return self.layers
+        return state.definition.layers if isinstance(state, TrainState) else ()
 
     def _whole_step(self, step: int | None, verify: bool) -> int:
         if step is None:

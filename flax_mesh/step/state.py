@@ -1,5 +1,6 @@
 """The train state: a tuple of leaves and a static tree definition, merged into modules only inside a trace."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from flax_mesh.sharding import abstract_model, init_state
+from flax_mesh.sharding import abstract_model, init_state, model_layers
 from flax_mesh.tree import named_leaves
 
 
@@ -17,6 +18,12 @@ class TreeDefinition:
 
     graphdef: Any
     treedef: Any
+
+    @functools.cached_property
+    def layers(self) -> tuple[str, ...]:
+        """Paths of the layer lists and scanned stacks in the table that the model carries; () where it carries none."""
+        without_leaves = jax.tree.unflatten(self.treedef, [None] * self.treedef.num_leaves)
+        return model_layers(nnx.merge(self.graphdef, without_leaves)["model"])
 
 
 @jax.tree_util.register_dataclass

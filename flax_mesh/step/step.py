@@ -25,7 +25,7 @@ def make_train_step(
     *,
     seed: int = 0,
     num_microbatches: int = 1,
-    layers: Iterable[str] = (),
+    layers: str | Iterable[str] | None = None,
     axes: PartitionAxis = DEFAULT_AXES,
     learning_rate: optax.Schedule | None = None,
     compiler_options: Mapping[str, Any] | None = None,
@@ -35,11 +35,12 @@ def make_train_step(
     `state` shows the layout, as arrays or abstractly: the state comes back in that same layout, and constraints inside
     the model see its mesh, whatever mesh the caller has in context. The batch is cut into `num_microbatches` equal
     parts, run one after another. Every random stream of the model is keyed by (seed, step, microbatch, path of the
-    stream), `layers` naming the paths of layer lists, so that neither mesh, remat nor scan changes a mask. Only
-    variables of the optimizer's `wrt` are trained; all others are threaded through the microbatches and come back
-    updated. `compiler_options` go to XLA, as in `jax.jit`.
+    stream), `layers` naming the paths of layer lists (by default as the table of the model does), so that neither mesh,
+    remat nor scan changes a mask. Only variables of the optimizer's `wrt` are trained; all others are threaded through
+    the microbatches and come back updated. `compiler_options` go to XLA, as in `jax.jit`.
     """
-    layers, mesh = tuple(layers), mesh_of(state)
+    layers = (layers,) if isinstance(layers, str) else state.definition.layers if layers is None else tuple(layers)
+    mesh = mesh_of(state)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         with in_mesh(mesh):

@@ -192,7 +192,7 @@ def test_a_train_state_is_saved_and_comes_back_as_one(tmp_path):
     layout = abstract_train_state(maker(SCANNED), abstract_of("scanned"))
     state = layout.with_state(state_of("scanned"))
     save(tmp_path, state)
-    with Checkpointer(tmp_path, layers=["layers"]) as checkpointer:
+    with Checkpointer(tmp_path) as checkpointer:
         got, (filled, report) = checkpointer.restore(layout), checkpointer.fill(state)
         check_same(state.to_nnx(), checkpointer.restore(abstract_of("one")))
         assert checkpointer.check(layout, 1).keys() == checkpointer.arrays(1).keys()

@@ -251,7 +251,7 @@ def test_reshard_writes_the_same_values_in_the_layout_of_the_recipe(command, sav
         "mesh",
     }
     program = program_of(*argv)
-    with Checkpointer(out, layers=program.rules.layers) as checkpointer:
+    with Checkpointer(out) as checkpointer:
         assert checkpointer.latest_step() == 10 and checkpointer.metadata(10)["metrics"]["eval_loss"] == 2.25
         target, stored = checkpointer.check(program.layout, 10), checkpointer.arrays(10)
         for path, x in target.items():  # what lies on the disk fits the new layout

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flax_mesh import abstract_state, create_mesh
+from flax_mesh import abstract_state, create_mesh, partitioned
 from flax_mesh.step.loss import reseed
 from flax_mesh.train import init_train_state, make_eval_step, make_train_step
 from flax_mesh.tree import named_leaves
@@ -172,6 +172,27 @@ def test_a_scanned_stack_has_the_streams_of_the_list_it_stands_for():
         assert (
             jax.random.key_data(a[f"layers/{i}/rngs/key"]) != jax.random.key_data(a[f"layers/{(i + 1) % 3}/rngs/key"])
         ).any()
+
+
+def test_the_table_of_the_model_names_its_layers_and_an_argument_overrides_it():
+    @partitioned([(".*", ())], layers="layers")
+    class Drops(nnx.Module):
+        def __init__(self):
+            keys = jax.random.split(jax.random.key(0), 3)
+            self.layers = nnx.vmap(lambda key: nnx.Dropout(0.5, rngs=nnx.Rngs(key)))(keys)
+            self.scale = nnx.Param(jnp.ones(()))
+
+        def __call__(self, x):
+            return nnx.vmap(lambda drop: drop(x))(self.layers) * self.scale
+
+    def made():
+        model = Drops()
+        return model, nnx.Optimizer(model, optax.sgd(0.0), wrt=nnx.Param)
+
+    mask = lambda model, b: (0.0, 1.0, {"mask": jnp.sum(model(jnp.ones(64)) * 2.0 ** jnp.arange(3)[:, None])})  # noqa: E731
+    seen = lambda **kinds: float(run(mask, start(made), [batch()], **kinds)[1][0]["mask"])  # noqa: E731
+    assert seen() == seen(layers="layers") == seen(layers=["layers"])
+    assert seen() != seen(layers=())
 
 
 def test_a_scalar_loss_counts_once_per_microbatch():

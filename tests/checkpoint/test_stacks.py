@@ -1,0 +1,211 @@
+"""Where the layers of what is saved are named: by the model's table, by an argument, or, of a stack, by nobody."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from flax_mesh import ConfigError, abstract_state, create_mesh, partitioned
+from flax_mesh.checkpoint import Checkpointer
+from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
+from flax_mesh.mpmd import MpmdMesh, Pipeline, make_schedule, split_stages
+from flax_mesh.step import TrainState, abstract_train_state
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def stack(make, size):
+    """`size` layers `make(key)` in one module, whose arrays have one dim more."""
+    return nnx.vmap(make)(jax.random.split(jax.random.key(0), size))
+
+
+class Block(nnx.Module):
+    """Layers of Flax, a parameter of its own and a random stream."""
+
+    def __init__(self, key):
+        rngs = nnx.Rngs(key)
+        self.norm, self.drop = nnx.RMSNorm(8, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
+        self.mlp = nnx.Dict(up=nnx.Linear(8, 16, rngs=rngs), down=nnx.Linear(16, 8, use_bias=False, rngs=rngs))
+        self.gate = nnx.Param(jnp.ones(8))
+
+
+class Net(nnx.Module):
+    def __init__(self, layers):
+        self.embed, self.layers, self.norm = (
+            nnx.Embed(4, 8, rngs=nnx.Rngs(0)),
+            layers,
+            nnx.LayerNorm(8, rngs=nnx.Rngs(0)),
+        )
+
+
+@partitioned([(".*", ())], layers="layers")
+class Named(Net):
+    pass
+
+
+class TwoStacks(nnx.Module):
+    def __init__(self):
+        self.encoder = nnx.Dict(layers=stack(Block, 2), place=nnx.Param(jnp.ones((2, 8))))  # as long as its layers
+        self.decoder = nnx.Dict(layers=stack(Block, 3), norm=nnx.LayerNorm(8, rngs=nnx.Rngs(0)))
+
+
+@partitioned([(".*", ())], layers=["encoder/layers"])
+class HalfNamed(TwoStacks):
+    pass
+
+
+@partitioned([(".*", ())], layers=["encoder/layers", "decoder/layers"])
+class BothNamed(TwoStacks):
+    pass
+
+
+def scanned(kind=Net):
+    return kind(stack(Block, 3))
+
+
+def listed(kind=Net):
+    return kind(nnx.List([Block(jax.random.key(0)) for _ in range(3)]))
+
+
+def train_state(make) -> TrainState:
+    """Random numbers in every array."""
+
+    def both():
+        model = make()
+        return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    mesh = create_mesh((1,) * 5, devices=jax.devices()[:1])
+    return filled(abstract_train_state(both, abstract_state(both, mesh, [(".*", ())])))
+
+
+def filled(abstract):
+    random = np.random.default_rng(0)
+
+    def fill(x):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.device_put(jax.random.split(jax.random.key(1), x.shape), x.sharding)
+        return jax.device_put(random.integers(0, 99, x.shape).astype(x.dtype), x.sharding)
+
+    return jax.tree.map(fill, abstract)
+
+
+def save(folder, state, **kinds) -> list[str]:
+    """Paths on disk."""
+    with Checkpointer(folder, **kinds) as checkpointer:
+        checkpointer.save(1, state, {})
+        checkpointer.wait()
+        return list(checkpointer.arrays(1))
+
+
+def refused(folder, state, **kinds) -> list[str]:
+    with Checkpointer(folder, **kinds) as checkpointer, pytest.raises(ConfigError) as error:
+        checkpointer.save(1, state, {})
+    assert not folder.exists()  # nothing was written
+    assert error.value.problems[0].endswith("; nothing was written:")
+    return error.value.problems[1:]
+
+
+def test_a_stack_that_nobody_names_is_refused_and_named_it_is_a_list(tmp_path):
+    state, as_list = train_state(scanned), train_state(listed)
+    assert refused(tmp_path / "a", state) == [
+        "  layers/drop/rngs/count: u32[3]",
+        "  layers/drop/rngs/key: key<fry>[3]",
+        "  layers/gate: f32[3,8]",
+        "  layers/mlp/down/kernel: f32[3,16,8]",
+        "  layers/mlp/up/bias: f32[3,16]",
+        "  layers/mlp/up/kernel: f32[3,8,16]",
+        "  layers/norm/scale: f32[3,8]",
+        "  Name the stacks: layers=['layers'] of Checkpointer, or of @partitioned at the class of the model.",
+    ]
+    assert refused(tmp_path / "a", state, layers=["other"])[-1].startswith(
+        "  Name the stacks: layers=['other', 'layers']"
+    )
+    assert sorted(save(tmp_path / "b", state, layers="layers")) == sorted(save(tmp_path / "c", as_list))
+    with Checkpointer(tmp_path / "b") as checkpointer:
+        checkpointer.restore(as_list)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: scanned(Named),
+        lambda: make_decoder(DecoderConfig(vocab_size=8, hidden_size=8, num_layers=2, scan=True), nnx.Rngs(0)),
+    ],
+)
+def test_the_table_of_the_model_names_its_layers(make, tmp_path):
+    state = train_state(make)
+    assert [path for path in save(tmp_path, state) if path.startswith("model/layers/1/")]
+    with Checkpointer(tmp_path) as checkpointer:
+        restored, (again, report) = checkpointer.restore(state), checkpointer.fill(state)
+    assert not report.kept
+    for tree in (restored, again):
+        assert all(np.array_equal(key_data(x), key_data(y)) for x, y in zip(state.leaves, tree.leaves, strict=True))
+
+
+def key_data(x):
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+def test_an_argument_overrides_the_table(tmp_path):
+    half = train_state(HalfNamed)
+    problems = refused(tmp_path / "a", half)
+    assert problems[-1].startswith("  Name the stacks: layers=['encoder/layers', 'decoder/layers'] of Checkpointer")
+    assert len(problems) == 8 and all(line.startswith("  decoder/layers/") for line in problems[:-1])
+    assert len(refused(tmp_path / "a", train_state(BothNamed), layers=())) == 16
+    want = save(tmp_path / "b", train_state(BothNamed))
+    assert "model/decoder/layers/2/mlp/up/kernel" in want
+    assert save(tmp_path / "c", half, layers=["encoder/layers", "decoder/layers"]) == want
+
+
+class Experts(nnx.Module):
+    """A layer with a stack of its own, of which each layer of a list has one."""
+
+    def __init__(self):
+        self.experts, self.norm = (
+            stack(lambda key: nnx.Linear(8, 8, rngs=nnx.Rngs(key)), 4),
+            nnx.RMSNorm(8, rngs=nnx.Rngs(0)),
+        )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        listed,
+        lambda: Net(nnx.List([Experts() for _ in range(2)])),
+        lambda: nnx.vmap(lambda key: nnx.Dict(a=Block(key), b=Block(key)))(jax.random.split(jax.random.key(0), 3)),
+        lambda: nnx.Dict(conv=nnx.Conv(3, 8, (3, 3), rngs=nnx.Rngs(0)), norm=nnx.BatchNorm(8, rngs=nnx.Rngs(0))),
+    ],
+    ids=["a list", "experts in a list", "an ensemble", "a convolution"],
+)
+def test_what_is_no_stack_of_layers_is_never_refused(make, tmp_path):
+    assert save(tmp_path, train_state(make))
+
+
+def test_a_stack_of_convolutions_is_told_by_the_size_of_their_kernel(tmp_path):
+    conv = lambda key: nnx.Conv(3, 3, (3, 3), rngs=nnx.Rngs(key))  # noqa: E731
+    net = lambda: nnx.Dict(layers=stack(conv, 2), norm=nnx.BatchNorm(3, rngs=nnx.Rngs(0)))  # noqa: E731
+    assert len(refused(tmp_path / "a", train_state(net))) == 3
+
+
+def test_the_chunks_of_a_pipelined_stack_must_be_named(tmp_path):
+    config = DecoderConfig(
+        vocab_size=32, hidden_size=16, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=4, mlp_size=32, scan=True
+    )
+    batch = {key: jax.ShapeDtypeStruct((4, 8), np.int32) for key in ("inputs", "targets")}
+    groups = MpmdMesh(create_mesh((2, 1, 2, 1, 2, 1), ("pp", "dp", "fsdp", "ep", "tp", "sp")), "pp")
+    make = lambda: make_decoder(config, nnx.Rngs(0))  # noqa: E731
+    staged = split_stages(next_token_loss, make, batch, num_stages=2, mesh=groups.unstack[0])
+    schedule = make_schedule("1f1b", num_groups=2, num_microbatches=2)
+    state = filled(Pipeline(staged, groups, schedule, optax.sgd(1e-3)).abstract)
+    listed = train_state(lambda: make_decoder(dataclasses.replace(config, scan=False), nnx.Rngs(0)))
+    problems = refused(tmp_path / "a", state.to_nnx())  # of which the model is not known
+    assert "  layers/attention/q/kernel/from 2: f32[2,16,4,4]" in problems
+    assert problems[-1].startswith("  Name the stacks: layers=['layers'] of Checkpointer")
+    assert refused(tmp_path / "a", state, layers=()) == problems
+    assert {p for p in save(tmp_path / "b", state) if "model/" in p} == {
+        p for p in save(tmp_path / "c", listed) if "model/" in p
+    }
