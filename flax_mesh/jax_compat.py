@@ -16,31 +16,15 @@ import jax
 from jax.sharding import Mesh, Sharding
 
 TESTED = "0.10.2"  # the version of JAX whose private names these are
-DISTRIBUTED = "jax._src.distributed.global_state"
 
 
-def distributed_client() -> Any:
-    """The client of jax.distributed, which has the key-value store; None where jax.distributed is not initialized.
+def distributed_state() -> Any:
+    """What jax.distributed knows: `client`, which has the key-value store (None: not initialized), the text
+    `coordinator_address`, and `num_processes`, for which `jax.process_count` would start the backends.
 
     Public is only `jax.distributed.is_initialized`. Without it no process finds another: RuntimeError.
     """
-    return _required(DISTRIBUTED).client
-
-
-def coordinator_address() -> str:
-    """ "host:port" of the coordinator that `jax.distributed.initialize` was given or has found.
-
-    JAX has no public name for what it has found. Without it no process finds another: RuntimeError.
-    """
-    return str(_required(DISTRIBUTED).coordinator_address)
-
-
-def num_distributed_processes() -> int:
-    """The number of processes, 1 where jax.distributed is not initialized.
-
-    `jax.process_count()` would start the backends, and so fix the devices of this process. RuntimeError without it.
-    """
-    return _required(DISTRIBUTED).num_processes or 1
+    return _required("jax._src.distributed.global_state")
 
 
 def backends_are_initialized() -> bool:
@@ -62,18 +46,17 @@ def legacy_mesh() -> Mesh | None:
 
 
 def supports_cross_host_transfers(client: Any) -> bool:
-    """Whether JAX lets `jax.device_put` move arrays between processes by the runtime of `client`, a device's.
+    """Whether the runtime of `client`, a device's, lets `jax.device_put` move arrays between processes.
 
-    JAX decides so for itself, and has no public name for it. Without the attribute: False, and the transfer server is
-    used.
+    JAX asks the same of it, and has no public name for it. Without the attribute: False, the transfer server is used.
     """
     return getattr(client, "supports_cross_host_transfers", False)
 
 
 def transfers_over_dcn_are_forced() -> bool:
-    """Whether the flag `jax_force_dcn_cross_host_transfers` is set, under which `jax.device_put` leaves the runtime.
+    """Whether the flag is set under which `jax.device_put` between processes does not use the runtime's transfers.
 
-    The flag has no attribute of `jax.config`. Without it: False.
+    The flag is no attribute of `jax.config`. Without it: False.
     """
     try:
         return bool(jax.config.read("jax_force_dcn_cross_host_transfers"))
@@ -82,10 +65,10 @@ def transfers_over_dcn_are_forced() -> bool:
 
 
 def device_copy(target: Sharding) -> Callable[[jax.Array], jax.Array] | None:
-    """`jax.device_put(x, target)` for an `x` of the same layout on other devices of this process, in a tenth of its
-    time: the copy that it calls in the end, without the checks before it, which cost more than the copy.
+    """`jax.device_put(x, target)` in a tenth of its time, for an `x` of the same layout on other devices of this
+    process: the copy that it calls in the end, without the checks before it.
 
-    Public is only `jax.device_put`. None where one of the names is gone: call that instead.
+    The copy has no public name. None where one of the names is gone: call `jax.device_put`.
     """
     copy = _optional("jaxlib.xla_client.batched_copy_array_to_devices_with_sharding")
     array_type, semantics = _optional("jaxlib.xla_client.ArrayImpl"), _optional("jaxlib.xla_client.ArrayCopySemantics")

@@ -24,15 +24,13 @@ PRIVATE = ("jax._src", "jaxlib", "jax.interpreters", "orbax.checkpoint._src")
 
 
 def test_jax_src_distributed_global_state_has_client_coordinator_address_num_processes():
-    state = jax_compat._required(jax_compat.DISTRIBUTED)
+    state = jax_compat.distributed_state()
     assert (state.client, state.coordinator_address, state.num_processes) == (None, None, 1)
-    assert jax_compat.distributed_client() is None
-    assert jax_compat.num_distributed_processes() == 1
 
 
 @pytest.mark.parametrize("method", ["key_value_set", "blocking_key_value_get", "key_value_try_get", "key_value_delete"])
 def test_the_client_of_jax_distributed_has(method):
-    """Of what `distributed_client` gives `processes/store.py` calls these."""
+    """`processes/store.py` calls these, and nothing else."""
     assert callable(getattr(importlib.import_module("jaxlib._jax").DistributedRuntimeClient, method))
 
 
@@ -143,9 +141,7 @@ def test_without_a_private_name_a_use_falls_back_or_says_which_name_is_gone(monk
     with jax_compat.short_tracer_errors():
         assert np.array_equal(jax.jit(lambda x: x + 1)(1), 2)
     for use, name in (
-        (jax_compat.distributed_client, "jax._src.distributed.global_state"),
-        (jax_compat.coordinator_address, "jax._src.distributed.global_state"),
-        (jax_compat.num_distributed_processes, "jax._src.distributed.global_state"),
+        (jax_compat.distributed_state, "jax._src.distributed.global_state"),
         (jax_compat.backends_are_initialized, "jax._src.xla_bridge.backends_are_initialized"),
     ):
         with pytest.raises(RuntimeError, match=re.escape(f"has no {name}, ") + ".*tested with JAX 0.10.2"):

@@ -9,9 +9,7 @@ from flax_mesh.errors import CheckpointCorruptedError, ConfigError, PeerError
 from flax_mesh.processes.store import call_number, delete_texts, get_text, put_text, try_get_text
 from flax_mesh.text import processes_text
 
-KINDS = {
-    kind.__name__: kind for kind in (ConfigError, CheckpointCorruptedError)
-}  # of errors that are raised in all processes
+KINDS = {kind.__name__: kind for kind in (ConfigError, CheckpointCorruptedError)}  # errors raised in all processes
 TIMEOUT_S = 600  # for the slowest process to come here: it may have a model to trace first
 PHASE_TIMEOUT_S = 1200  # for the slowest process to end a phase
 MARGIN_S = 60  # the others wait so much longer than process 0, which says who is late

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.jax_compat import backends_are_initialized, num_distributed_processes
+from flax_mesh.jax_compat import backends_are_initialized, distributed_state
 
 PROCESS = re.compile(r"(\d+)/(\d+)@(.+:\d+)")
 NO_CLUSTER = "coordinator_address should be defined"  # what JAX says where it finds none
@@ -58,4 +58,4 @@ def start_processes(given: Processes | None) -> int:
         except ValueError as error:
             if NO_CLUSTER not in str(error):
                 raise
-    return num_distributed_processes()
+    return distributed_state().num_processes or 1

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from flax_mesh.jax_compat import distributed_client
+from flax_mesh.jax_compat import distributed_state
 
 ROOT = "flax_mesh"
 
@@ -55,7 +55,7 @@ def _counts() -> Counter[str]:
 
 
 def _client() -> Any:
-    client = distributed_client()
+    client = distributed_state().client
     if client is None:
         raise RuntimeError("jax.distributed is not initialised: this process has nobody to share anything with.")
     return client

@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 
-from flax_mesh.jax_compat import coordinator_address
+from flax_mesh.jax_compat import distributed_state
 from flax_mesh.processes.start import resolve_address
 from flax_mesh.processes.store import call_number, get_text, put_text
 
@@ -107,7 +107,7 @@ class Watch:
 
     def _listen(self) -> None:
         # The others reach process 0 where they reach the coordinator of jax.distributed.
-        family, (address, *_) = resolve_address(coordinator_address())
+        family, (address, *_) = resolve_address(distributed_state().coordinator_address)
         server = socket.create_server((address, 0), family=family)
         token = secrets.token_hex(16)
         put_text(

@@ -10,12 +10,10 @@ core, best of `--repeats`; with M microbatches and two groups the ideal is 2M / 
 import argparse
 import json
 import os
+import re
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,9 +25,8 @@ from flax_mesh import create_mesh
 from flax_mesh.mpmd import MpmdMesh, Pipeline, make_schedule, split_stages
 from tests.benchmarks import overlap
 from tests.benchmarks._report import print_json, print_table, use_cpu
-from tests.multiprocess.processes import free_port
+from tests.multiprocess.processes import free_port, join, run_all
 
-ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 300
 WIDTH, ROWS, LAYERS = 512, 256, 8
 
@@ -38,40 +35,21 @@ def start_workers(count: int, what: str, given: argparse.Namespace, devices: int
     """The answers of `count` processes, each a dict."""
     port = free_port()
     options = [str(given.ms), str(given.microbatches), str(given.steps)]
-    started = [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-m", "tests.benchmarks", "processes", "--worker", what),
-                *map(str, (index, count, port, devices)),
-                *options,
-            ],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(count)
-    ]
-    try:
-        outputs = [process.communicate(timeout=LIMIT_S)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    if any(process.returncode for process in started):
-        raise RuntimeError(f"{what}: exit codes {[process.returncode for process in started]}")
-    return [json.loads(output.splitlines()[-1]) for output in outputs]
+    command = ["-m", "tests.benchmarks", "processes", "--worker", what]
+    ended = run_all([[*command, *map(str, (index, count, port, devices)), *options] for index in range(count)], LIMIT_S)
+    if failed := [one for one in ended if one.code]:
+        raise RuntimeError(f"{what}: exit codes {[one.code for one in ended]}\n{failed[0].output}")
+    return [json.loads(re.findall(r"^{.*}$", one.output, re.MULTILINE)[-1]) for one in ended]
 
 
 def work(what: str, index: int, count: int, port: int, devices: int, ms: float, microbatches: int, steps: int) -> None:
     """One process: prints its answer as JSON."""
     if what == "cores":
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[index]})
-    use_cpu(devices)
     if count > 1:
-        address = f"127.0.0.1:{port}"
-        jax.distributed.initialize(
-            address, count, index, coordinator_bind_address=address, cluster_detection_method="deactivate"
-        )
+        join(index, count, port, devices)
+    else:
+        use_cpu(devices)
     if what == "cores":
         print(json.dumps(real_steps(microbatches, steps)))
     elif reason := overlap.load_nap():

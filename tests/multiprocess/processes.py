@@ -1,5 +1,9 @@
-"""Real processes for tests: started together on 127.0.0.1, ended by their own ids, within a hard limit."""
+"""Real processes for tests: started together on 127.0.0.1, ended by their own ids, within a hard limit.
 
+A worker is a module with functions, its cases, that ends in `run_case(globals())`; `run_workers` starts several of it.
+"""
+
+import faulthandler
 import os
 import signal
 import socket
@@ -7,12 +11,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import jax
 
 ROOT = Path(__file__).parent.parent.parent
-TIME_LIMIT_S = 240  # of one process; each also ends itself by then, see `tests.multiprocess.worker`
+TIME_LIMIT_S = 240  # of one process; a worker also ends itself by then
 
 
 class Ended(NamedTuple):
@@ -23,7 +30,7 @@ class Ended(NamedTuple):
 
 
 class Running:
-    """A process whose output is read as it comes."""
+    """A process whose output is read as it comes; a context manager, at whose end it is killed if it still runs."""
 
     def __init__(self, arguments: Sequence[str]):
         self.process = subprocess.Popen(
@@ -68,8 +75,10 @@ class Running:
         self._reader.join(10)
         return Ended(code, self.output)
 
-    def end(self) -> None:
-        """Kill it, if it still runs."""
+    def __enter__(self) -> "Running":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
         if self.process.poll() is None:
             os.kill(self.process.pid, signal.SIGCONT)
             self.process.kill()
@@ -85,18 +94,39 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def run_workers(case: str, processes: int, devices: int, *arguments: str) -> list[Ended]:
-    """Every process of a case of `tests.multiprocess.worker`, once all have ended."""
+def run_all(commands: Sequence[Sequence[str]], limit_s: float = TIME_LIMIT_S) -> list[Ended]:
+    """Start Python with each of these arguments; how they ended, once all have."""
+    with ExitStack() as stack:
+        started = [stack.enter_context(Running(arguments)) for arguments in commands]
+        return [running.ended(limit_s) for running in started]
+
+
+def run_workers(
+    case: str, processes: int, devices: int, *arguments: str, module: str = "tests.multiprocess.worker"
+) -> list[Ended]:
+    """Every process of a case of `module`, once all have ended."""
     port = free_port()
-    started: list[Running] = []
-    try:
-        for process in range(processes):
-            numbers = map(str, (process, processes, port, devices))
-            started.append(Running(["-m", "tests.multiprocess.worker", case, *numbers, *arguments]))
-        return [running.ended() for running in started]
-    finally:
-        for running in started:
-            running.end()
+    numbers = [map(str, (process, processes, port, devices)) for process in range(processes)]
+    return run_all([["-m", module, case, *four, *arguments] for four in numbers])
+
+
+def run_case(cases: Mapping[str, Callable[..., object]]) -> None:
+    """What one of the processes does that `run_workers` starts."""
+    faulthandler.dump_traceback_later(TIME_LIMIT_S - 20, exit=True)
+    case, process, processes, port, devices = sys.argv[1], *map(int, sys.argv[2:6])
+    join(process, processes, port, devices)
+    cases[case](*sys.argv[6:])
+    print(f"{case} is done", flush=True)
+
+
+def join(process: int, processes: int, port: int, devices: int) -> None:
+    """Become number `process` of `processes`, each with `devices` CPU devices."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
+    address = f"127.0.0.1:{port}"
+    jax.distributed.initialize(
+        address, processes, process, coordinator_bind_address=address, cluster_detection_method="deactivate"
+    )
 
 
 def assert_all_done(ended: Sequence[Ended], text: str) -> None:

@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from flax_mesh.checkpoint import Checkpointer
-from tests.multiprocess.processes import Running, assert_all_done, free_port, run_workers
+from tests.multiprocess.processes import Running, assert_all_done, free_port, run_all, run_workers
 
 SETTINGS = (
     "recipes/tiny.py",
@@ -48,10 +48,8 @@ def run(processes: int, devices: int, folder: Path, *more: str) -> str:
         running = Running(["-m", "flax_mesh.cli", *train(folder, f"run.platform=cpu:{devices}", *more)])
     else:
         running = start(processes, devices, folder, *more)
-    try:
+    with running:
         ended = running.ended(LIMIT_S)
-    finally:
-        running.end()
     assert ended.code == 0, ended.output
     return ended.output
 
@@ -147,11 +145,8 @@ def test_damage_that_process_0_finds_ends_all_with_its_code(tmp_path):
     folder = tmp_path / "run"
     run(2, 1, folder, "mesh.shape=pp:2", "run.steps=2")
     (folder / "checkpoints" / "2" / "metadata" / "metadata").write_bytes(b"")
-    running = start(2, 1, folder, "mesh.shape=pp:2", "run.steps=4")
-    try:
+    with start(2, 1, folder, "mesh.shape=pp:2", "run.steps=4") as running:
         ended = running.ended(LIMIT_S)
-    finally:
-        running.end()
     assert ended.code == 3, ended.output
     assert re.search(r"^\[0\] flax-mesh: .* none is whole", ended.output, re.M), ended.output
     assert re.search(r"^\[1\] flax-mesh: process 0: .* none is whole", ended.output, re.M), ended.output
@@ -161,13 +156,10 @@ def test_damage_that_process_0_finds_ends_all_with_its_code(tmp_path):
 @pytest.mark.slow
 def test_a_signal_saves_and_stops_all_at_one_step(tmp_path):
     folder = tmp_path / "run"
-    running = start(2, 1, folder, "mesh.shape=pp:2", "run.steps=100000", "checkpoint.every=100000")
-    try:
+    with start(2, 1, folder, "mesh.shape=pp:2", "run.steps=100000", "checkpoint.every=100000") as running:
         running.wait_for("step     10 ", LIMIT_S)
         os.kill(running.process.pid, signal.SIGTERM)
         ended = running.ended(60)
-    finally:
-        running.end()
     assert ended.code == 4, ended.output
     step = max(losses(folder))
     assert f"stopped at step {step}" in ended.output
@@ -184,8 +176,7 @@ def limit_files(running: Running, process: int, size: int) -> None:
 @pytest.mark.parametrize("who", [0, 1])
 def test_training_goes_on_in_all_where_one_cannot_save(who, tmp_path):
     more = ("mesh.shape=pp:2", "run.steps=100000", "checkpoint.every=10", "checkpoint.on_failure=continue")
-    running = start(2, 1, tmp_path / "run", *more)
-    try:
+    with start(2, 1, tmp_path / "run", *more) as running:
         running.wait_for("step     20 ", LIMIT_S)
         limit_files(running, who, 2**14)
         running.wait_for("training goes on (checkpoint.on_failure)", 60)
@@ -194,8 +185,6 @@ def test_training_goes_on_in_all_where_one_cannot_save(who, tmp_path):
         running.wait_for(f"step {step + 25:>6} ", LIMIT_S)
         os.kill(running.process.pid, signal.SIGTERM)
         ended = running.ended(60)
-    finally:
-        running.end()
     assert ended.code == 4, ended.output
     warnings = re.findall(r"^\[0\] warning: the checkpoint of step \d+ could not be saved in .*", ended.output, re.M)
     assert warnings and all(re.search(f"process {who}: .*File too large; ", line) for line in warnings), ended.output
@@ -206,13 +195,10 @@ def test_training_goes_on_in_all_where_one_cannot_save(who, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("who", [0, 1])
 def test_all_stop_alike_where_one_cannot_save(who, tmp_path):
-    running = start(2, 1, tmp_path / "run", "mesh.shape=pp:2", "run.steps=100000", "checkpoint.every=10")
-    try:
+    with start(2, 1, tmp_path / "run", "mesh.shape=pp:2", "run.steps=100000", "checkpoint.every=10") as running:
         running.wait_for("step     22 ", LIMIT_S)  # the save of step 10 is durable
         limit_files(running, who, 2**14)
         ended = running.ended(60)
-    finally:
-        running.end()
     assert ended.code == 1, ended.output
     for process in range(2):
         line = (
@@ -226,16 +212,13 @@ def test_all_stop_alike_where_one_cannot_save(who, tmp_path):
 
 @pytest.mark.slow
 def test_a_stopped_process_is_noticed_in_time(tmp_path):
-    running = start(4, 1, tmp_path / "run", "mesh.shape=pp:4", "run.steps=100000", "checkpoint.every=100000")
-    try:
+    with start(4, 1, tmp_path / "run", "mesh.shape=pp:4", "run.steps=100000", "checkpoint.every=100000") as running:
         running.wait_for("step      5 ", LIMIT_S)
         os.kill(children(running)[2], signal.SIGSTOP)
         stopped = time.monotonic()
         running.wait_for("flax-mesh: process 2 has said nothing for", 60)
         assert time.monotonic() - stopped < 15  # the promise itself
         ended = running.ended(60)
-    finally:
-        running.end()
     assert ended.code == 5, ended.output
     assert "from group 2 (process 2)" in ended.output
     assert "process 2 was ended by SIGKILL" in ended.output  # by the launcher: it would stay stopped for ever
@@ -251,15 +234,12 @@ def test_killed_runs_resume_bit_for_bit(tmp_path):
     numbers = random.Random(0)
     resumed = 0
     for kill in range(kills):
-        running = start(4, 1, folder, *common)
-        try:
+        with start(4, 1, folder, *common) as running:
             target = 5 * (kill + 1) + numbers.randrange(3)
             running.wait_for(f"step {target:>6} ", LIMIT_S)
             victim = numbers.randrange(4)
             os.kill(children(running)[victim], signal.SIGKILL)
             ended = running.ended(60)
-        finally:
-            running.end()
         assert ended.code == 5 and f"process {victim} was ended by SIGKILL" in ended.output, ended.output
         assert kill == 0 or "; resuming," in ended.output, ended.output
         resumed += "; resuming," in ended.output
@@ -276,15 +256,14 @@ def test_killed_runs_resume_bit_for_bit(tmp_path):
 @pytest.mark.slow
 def test_processes_that_were_started_differently_say_how(tmp_path):
     port = free_port()
-    started: list[Running] = []
-    try:
-        for index in range(2):
-            arguments = train(tmp_path / "run", "run.platform=cpu:2", "mesh.shape=pp:2", f"run.seed={index}")
-            started.append(Running(["-m", "flax_mesh.cli", *arguments, f"--process={index}/2@127.0.0.1:{port}"]))
-        ended = [running.ended(LIMIT_S) for running in started]
-    finally:
-        for running in started:
-            running.end()
+    arguments = train(tmp_path / "run", "run.platform=cpu:2", "mesh.shape=pp:2")
+    ended = run_all(
+        [
+            ["-m", "flax_mesh.cli", *arguments, f"run.seed={index}", f"--process={index}/2@127.0.0.1:{port}"]
+            for index in range(2)
+        ],
+        LIMIT_S,
+    )
     for one in ended:
         assert one.code == 2, one.output
         assert "config run.seed: 0 on process 0; 1 on process 1" in one.output
@@ -295,9 +274,5 @@ def test_launch_says_what_is_wrong_with_its_arguments():
         (["-n", "0", "--", "train", "x.py"], "-n must be at least 1, got 0"),
         (["-n", "2", "--", "mesh", "dp:2"], "launch starts train alone, got mesh"),
     ):
-        running = Running(["-m", "flax_mesh.cli", "launch", *arguments])
-        try:
-            ended: Any = running.ended(60)
-        finally:
-            running.end()
+        (ended,) = run_all([["-m", "flax_mesh.cli", "launch", *arguments]], 60)
         assert ended.code == 2 and message in ended.output

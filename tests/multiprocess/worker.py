@@ -1,12 +1,10 @@
 """One process of a test: `python -m tests.multiprocess.worker CASE PROCESS PROCESSES PORT DEVICES ARGUMENTS`."""
 
-import faulthandler
 import itertools
 import json
 import os
 import re
 import resource
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +28,7 @@ from flax_mesh.train.warm_start import start_from
 from tests.multiprocess import cases
 from tests.multiprocess.cases import end_at_once, error_of, put_and_get_all
 from tests.multiprocess.native_cases import forgetful, native  # noqa: F401  cases
-from tests.multiprocess.processes import ROOT, TIME_LIMIT_S
+from tests.multiprocess.processes import ROOT, TIME_LIMIT_S, run_case
 from tests.train.test_warm_start import LLAMA, config_of
 
 
@@ -277,16 +275,4 @@ def compiled_stages(pipeline: Pipeline) -> list[int]:
 
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(TIME_LIMIT_S - 20, exit=True)
-    case, process, processes, port, devices = sys.argv[1], *map(int, sys.argv[2:6])
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", devices)
-    jax.distributed.initialize(
-        f"127.0.0.1:{port}",
-        processes,
-        process,
-        coordinator_bind_address=f"127.0.0.1:{port}",
-        cluster_detection_method="deactivate",
-    )
-    globals()[case](*sys.argv[6:])
-    print(f"{case} is done", flush=True)
+    run_case(globals())

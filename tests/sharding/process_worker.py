@@ -1,18 +1,17 @@
-"""One of two processes with 4 CPU devices each: `python -m tests.sharding.process_worker PORT RANK`."""
-
-import sys
+"""One process of the tests of placement and of fingerprints, started by `run_workers`."""
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import flax_mesh as fm
+from flax_mesh.sharding import check_same_on_all_processes
+from tests.multiprocess.processes import run_case
 
 
-def main(port: str, rank: int) -> None:
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 4)
-    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=rank)
+def placement() -> None:
+    """Two processes with 4 devices each."""
+    rank = jax.process_index()
     # Granules are not the point here: the devices of process 0 come first.
     mesh = fm.create_mesh((2, 4), ("dp", "tp"), devices=jax.devices(), use_jax=False)
     values = np.arange(8 * 16, dtype=np.float32).reshape(8, 16)
@@ -30,7 +29,6 @@ def main(port: str, rank: int) -> None:
             want = values.astype(x.dtype)
             assert x.dtype == placed[name].dtype and np.array_equal(x, want), name
     np.testing.assert_array_equal(fm.gather(placed["copies"]), values)  # every element is here too
-    print(f"process {rank} is done")
 
 
 def check_errors(placed: dict[str, jax.Array], rank: int) -> None:
@@ -45,5 +43,15 @@ def check_errors(placed: dict[str, jax.Array], rank: int) -> None:
         raise AssertionError("gather gave arrays of which a half is elsewhere")
 
 
+def fingerprint() -> None:
+    """Of several processes number 1 has another text than all others."""
+    rank = jax.process_index()
+    check_same_on_all_processes("the same")
+    try:
+        check_same_on_all_processes("another" if rank == 1 else "one", what="rules")
+    except fm.ShardingError as error:
+        print(f"process {rank}: {error}")
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    run_case(globals())

@@ -1,4 +1,4 @@
-"""Jaxprs as material: every call into JAX's half-public interpreter that the pipeline needs stands in this file."""
+"""Jaxprs as material: every call into JAX's half-public interpreter that the pipeline needs is in this file."""
 
 import functools
 import math

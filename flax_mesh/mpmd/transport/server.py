@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flax_mesh.jax_compat import coordinator_address
+from flax_mesh.jax_compat import distributed_state
 from flax_mesh.processes import get_text, put_text, resolve_address
 
 ADDRESS_TIMEOUT_S = 300  # how long a first receive waits for the sender's first transfer of all
@@ -115,7 +115,7 @@ def _start(client: Any) -> Transport:
 
     return Transport(
         client,
-        address_towards(coordinator_address()),
+        address_towards(distributed_state().coordinator_address),
         lambda process, address: put_text(f"{folder}/{process}", address),
         look_up,
     )

@@ -1,10 +1,8 @@
-"""One process of the tests in test_processes.py: `python -m tests.mpmd.transport.worker CASE PROCESS PROCESSES PORT`.
+"""One process of the tests in test_processes.py, started by `run_workers`.
 
 Every process runs the same case; each holds one part of what the others only know by shape.
 """
 
-import faulthandler
-import sys
 import time
 
 import jax
@@ -14,9 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from flax_mesh import mpmd
 from flax_mesh.mpmd import MpmdArray, MpmdMesh
+from tests.multiprocess.processes import run_case
 
 P = PartitionSpec
-TIME_LIMIT_S = 100  # dumps all stacks and ends this process, so that no test can hang
 X = np.arange(32, dtype=np.float32).reshape(8, 4)
 
 
@@ -45,8 +43,9 @@ def error_of(function, *args) -> str:
     raise AssertionError("no error")
 
 
-def two_groups(process: int) -> None:
+def two_groups() -> None:
     """Two processes with a group of two devices each."""
+    process = jax.process_index()
     mpmd_mesh = groups((2, 2))
     assert mpmd_mesh.my_mpmd_axis_index == process and mpmd_mesh.my_mpmd_axis_indices == (process,)
     assert mpmd_mesh.my_mpmd_group_mesh is mpmd_mesh.lowering_mesh() is mpmd_mesh.unstack[process]
@@ -129,8 +128,9 @@ def second_of(mpmd_mesh: MpmdMesh) -> NamedSharding:
     return NamedSharding(mpmd_mesh.unstack[1], P())
 
 
-def shared_groups(process: int) -> None:
+def shared_groups() -> None:
     """Four processes with one device each; two groups of two processes."""
+    process = jax.process_index()
     mpmd_mesh = groups((2, 2))
     assert mpmd_mesh.my_mpmd_axis_index == process // 2
     first, second = mpmd_mesh.unstack
@@ -155,8 +155,9 @@ def shared_groups(process: int) -> None:
         assert np.array_equal(jax.random.key_data(shard.data), jax.random.key_data(keys[part]))
 
 
-def chain(process: int) -> None:
+def chain() -> None:
     """Three processes in a row, each with a stage; all of them run the same loop over microbatches."""
+    process = jax.process_index()
     mpmd_mesh = groups((3, 1))
     homes = [NamedSharding(mesh, P()) for mesh in mpmd_mesh.unstack]
     stages = [mpmd.jit(lambda x, w: jnp.tanh(x * w), out_shardings=home) for home in homes]
@@ -175,8 +176,9 @@ def chain(process: int) -> None:
     check(skip, X)
 
 
-def several_groups(process: int) -> None:
+def several_groups() -> None:
     """Two processes with two devices each, every device a group: transfers within a process and between them."""
+    process = jax.process_index()
     mpmd_mesh = groups((4, 1))
     assert mpmd_mesh.my_mpmd_axis_indices == (2 * process, 2 * process + 1)
     assert "the groups" in error_of(lambda: mpmd_mesh.my_mpmd_axis_index)
@@ -189,8 +191,9 @@ def several_groups(process: int) -> None:
     check(tied, X)
 
 
-def late(process: int) -> None:
+def late() -> None:
     """The sender is done with its program before the receiver asks; jax.distributed ends them together."""
+    process = jax.process_index()
     mpmd_mesh = groups((2, 1))
     first, second = (NamedSharding(mesh, P()) for mesh in mpmd_mesh.unstack)
     x = mpmd.device_put(X, first)
@@ -199,24 +202,11 @@ def late(process: int) -> None:
     check(mpmd.device_put(x, second), X)
 
 
-def ownership(process: int) -> None:
+def ownership() -> None:
     """Three processes with two devices each in two groups of three: process 1 has a part of both."""
     message = error_of(lambda: groups((2, 3)))
     assert "process 1 has" in message and "process 0 has" not in message and "process 2 has" not in message, message
 
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(TIME_LIMIT_S, exit=True)
-    case, process, processes, port, devices = sys.argv[1], *map(int, sys.argv[2:])
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", devices)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        f"127.0.0.1:{port}",
-        processes,
-        process,
-        coordinator_bind_address=f"127.0.0.1:{port}",
-        cluster_detection_method="deactivate",
-    )
-    globals()[case](process)
-    print(f"process {process} of {processes}: {case} holds", flush=True)
+    run_case(globals())

@@ -1,6 +1,3 @@
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -14,6 +11,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 import flax_mesh as fm
 from flax_mesh.sharding import check_same_on_all_processes, sharding_fingerprint
 from tests.hash_seed import printed_with_another_hash_seed
+from tests.multiprocess.processes import assert_all_done, run_workers
 
 P = PartitionSpec
 ROOT = Path(__file__).parents[3]
@@ -78,20 +76,8 @@ def test_one_process_agrees_with_itself():
 
 
 def test_processes_that_differ_are_named_in_all_of_them():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", "tests.sharding.report.fingerprint_worker", port]
-    workers = [
-        subprocess.Popen([*command, str(rank)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank in range(3)
-    ]
-    try:
-        output = [worker.communicate(timeout=120)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    for rank, (worker, text) in enumerate(zip(workers, output, strict=True)):
-        assert worker.returncode == 0, text
+    ended = run_workers("fingerprint", 3, 1, module="tests.sharding.process_worker")
+    assert_all_done(ended, "fingerprint is done")
+    for rank, (_, text) in enumerate(ended):
         assert f"process {rank}: the processes of this run must have the same rules, and have 2 different ones" in text
         assert "on processes 0, 2; " in text and "on process 1. Start all of them" in text
