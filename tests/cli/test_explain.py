@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 import flax_mesh as fm
 from flax_mesh.cli import main
-from flax_mesh.cli.main import BAD_INPUT, DONE, FINDINGS
+from flax_mesh.cli.common import BAD_INPUT, DONE, FINDINGS
 from flax_mesh.jax_compat import short_tracer_errors
 from flax_mesh.sharding import explain_sharding, explanation_data, explanation_text, golden_text, sharding_fingerprint
 from flax_mesh.train import apply_overrides, load_recipe

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from flax_mesh.cli import main
-from flax_mesh.cli.main import BAD_INPUT, DONE
+from flax_mesh.cli.common import BAD_INPUT, DONE
 from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, Action, Schedule, make_schedule
 from flax_mesh.mpmd.schedules.simulate import simulate
 from flax_mesh.mpmd.schedules.validate import check_schedule

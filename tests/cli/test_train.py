@@ -11,7 +11,8 @@ import jax
 import pytest
 
 from flax_mesh.cli import main
-from flax_mesh.cli.main import BAD_INPUT, DONE, step_line
+from flax_mesh.cli.common import BAD_INPUT, DONE
+from flax_mesh.cli.train import step_line
 from flax_mesh.train import apply_overrides, load_recipe, to_lines
 from tests.train.bigram import count_compilations, write_text
 
