@@ -25,8 +25,8 @@ from flax_mesh.train.checks import check_config
 from flax_mesh.train.config import TrainConfig, mesh_shape, shard_over
 from flax_mesh.train.explain import abstract_mesh
 from flax_mesh.train.export import export, import_huggingface, reshard
-from flax_mesh.train.metadata import layout_of, layout_record
-from flax_mesh.train.overrides import to_lines
+from flax_mesh.train.metadata import layout_of, layout_record, saved_record
+from flax_mesh.train.overrides import to_texts
 from flax_mesh.tree import named_leaves
 
 RECIPE = re.compile(r".*\.py(:\w+)?")
@@ -175,7 +175,7 @@ def _list(path: str, *, verify: bool) -> Answer:
 
 
 def _inspect(step: Path, every: bool) -> Answer:
-    record = describe.read_record(step)
+    record = saved_record(step)
     arrays = list(describe.read_tree(step, record).values())
     data = {"folder": str(step.parent)} | describe.step_data(step, verify=False)
     del data["problems"]
@@ -218,10 +218,10 @@ def _diff(a: str, b: str, config: TrainConfig | None, overrides: Sequence[str], 
     if values and new is not None:
         for step in (old, new):
             find.check_whole(step)
-    record = describe.read_record(old)
+    record = saved_record(old)
     tree = describe.read_tree(old, record)
     if new is not None:
-        other = describe.read_record(new)
+        other = saved_record(new)
         other_tree, name = describe.read_tree(new, other), str(new)
     else:
         assert config is not None
@@ -261,7 +261,7 @@ def _recipe_record(config: TrainConfig) -> tuple[dict[str, Any], dict[str, descr
     state = abstract_state(partial(make_modules, config), mesh, table, shard_optimizer_over=shard_over(config))
     layout = layout_of(state, rules.layers)
     sizes = {name: size if size > 0 else mesh.shape[name] for name, size in mesh_shape(config).items()}
-    record = layout_record(sizes, rules, layout) | {"config": dict(line.split("=", 1) for line in to_lines(config))}
+    record = layout_record(sizes, rules, layout) | {"config": to_texts(config)}
     named = named_leaves(state)
     target = disk_target(named, stacked_paths(named, rules.layers))
     tree = {path: describe.Array(path, x.shape, str(x.dtype), layout[path]) for path, x in target.items()}

@@ -12,6 +12,7 @@ import jax
 from flax_mesh.checkpoint.read import plain
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, SaveError, ShardingError
 from flax_mesh.train import TrainConfig, apply_overrides, load_recipe
+from flax_mesh.train.overrides import setting_of
 
 DONE, FAILED, BAD_INPUT, FINDINGS, STOPPED = 0, 1, 2, 3, 4
 EXIT_CODES = {CheckpointCorruptedError: FINDINGS, ConfigError: BAD_INPUT, ShardingError: BAD_INPUT, SaveError: FAILED}
@@ -49,9 +50,9 @@ def config_of(recipe: str, overrides: Sequence[str]) -> TrainConfig:
 def _with_files(overrides: Iterable[str]) -> list[str]:
     """The settings with every @FILE replaced by its lines; a setting given beside a file wins over the file's."""
     given = [text for text in overrides if not text.startswith("@")]
-    keys = {text.partition("=")[0] for text in given}
+    keys = {setting_of(text) for text in given}
     lines = [line for text in overrides if text.startswith("@") for line in _settings_file(text[1:])]
-    return [*(line for line in lines if line.partition("=")[0] not in keys), *given]
+    return [*(line for line in lines if setting_of(line) not in keys), *given]
 
 
 def _settings_file(name: str) -> list[str]:
