@@ -1,8 +1,9 @@
 """`flax-mesh checkpoint`: what lies in a folder of checkpoints, whether it is whole, what differs, and conversions."""
 
 import argparse
+import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,16 +15,18 @@ from flax_mesh.checkpoint.checksums import find_damage
 from flax_mesh.checkpoint.diff import SECTIONS, differences, in_both, in_one, value_differences
 from flax_mesh.checkpoint.layout import disk_target, stacked_paths
 from flax_mesh.cli import checkpoint_text as text
+from flax_mesh.cli.common import DONE, FINDINGS, config_of, table_width, use_platform
 from flax_mesh.errors import ConfigError
+from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.sharding import abstract_state
 from flax_mesh.text import array_text
 from flax_mesh.train.build import make_modules, run_rules
 from flax_mesh.train.checks import check_config
 from flax_mesh.train.config import TrainConfig, mesh_shape, shard_over
 from flax_mesh.train.explain import abstract_mesh
-from flax_mesh.train.export import ImportModel, export, import_huggingface, reshard
-from flax_mesh.train.metadata import layout_of, layout_record
-from flax_mesh.train.overrides import to_lines
+from flax_mesh.train.export import export, import_huggingface, reshard
+from flax_mesh.train.metadata import layout_of, layout_record, saved_record
+from flax_mesh.train.overrides import to_texts
 from flax_mesh.tree import named_leaves
 
 RECIPE = re.compile(r".*\.py(:\w+)?")
@@ -39,9 +42,10 @@ class Answer:
     findings: bool = False
 
 
-def add_checkpoint_arguments(command: argparse.ArgumentParser) -> None:
-    """The arguments of `flax-mesh checkpoint`."""
-    kinds = command.add_subparsers(required=True, metavar="WHAT", dest="what")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "What lies in a folder of checkpoints, and other forms of it. No checkpoint is ever changed."
+    parser.epilog = "Exit codes: 0 fine, 1 unexpected error, 2 bad input, 3 damage or differences found."
+    kinds = parser.add_subparsers(required=True, metavar="WHAT", dest="what")
 
     def kind(name: str, help: str, *arguments: tuple[str, dict[str, Any]], fails: str = "") -> None:
         codes = f"Exit codes: 0 fine, 1 unexpected error, 2 bad input{fails}."
@@ -109,7 +113,18 @@ def add_checkpoint_arguments(command: argparse.ArgumentParser) -> None:
     )
 
 
-def recipe_of(arguments: argparse.Namespace) -> str | None:
+def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Do what was asked for and print the answer, as text or JSON."""
+    recipe = _recipe_of(arguments)
+    config = config_of(recipe, arguments.overrides) if recipe else None
+    # What only looks at a checkpoint, or writes it in another form, needs no accelerator, and takes none.
+    use_platform(config.run.platform if config and arguments.what == "reshard" else "cpu")
+    answer = _answer(arguments, config)
+    print(json.dumps(answer.data, indent=1) if arguments.json else answer.text(table_width()))
+    return FINDINGS if answer.findings else DONE
+
+
+def _recipe_of(arguments: argparse.Namespace) -> str | None:
     """The recipe that the arguments name, if any. ConfigError for settings without a recipe."""
     if arguments.what == "reshard":
         return arguments.recipe
@@ -120,8 +135,8 @@ def recipe_of(arguments: argparse.Namespace) -> str | None:
     return None
 
 
-def checkpoint_answer(arguments: argparse.Namespace, config: TrainConfig | None, model: ImportModel) -> Answer:
-    """What was asked for, done. `config`: of the recipe that the arguments name; `model`: what imports fill."""
+def _answer(arguments: argparse.Namespace, config: TrainConfig | None) -> Answer:
+    """What was asked for, done. `config`: of the recipe that the arguments name."""
     step = getattr(arguments, "step", None)
     if arguments.what == "diff":
         return _diff(arguments.folder, arguments.other, config, arguments.overrides, arguments.values)
@@ -134,11 +149,16 @@ def checkpoint_answer(arguments: argparse.Namespace, config: TrainConfig | None,
     if arguments.what == "export":
         data = export(arguments.folder, arguments.out, arguments.to, step, arguments.dtype)
     elif arguments.what == "import":
-        data = import_huggingface(arguments.folder, arguments.out, arguments.ignore, model)
+        data = import_huggingface(arguments.folder, arguments.out, arguments.ignore, _imported)
     else:
         assert config is not None
         data = reshard(arguments.folder, arguments.out, config, step)
     return Answer(data, lambda width: text.written_text(data))
+
+
+def _imported(settings: Mapping[str, Any]) -> TrainConfig:
+    """The decoder that a config.json of Hugging Face describes."""
+    return TrainConfig(make_model=make_decoder, loss_fn=next_token_loss, model=DecoderConfig(**settings))
 
 
 def _list(path: str, *, verify: bool) -> Answer:
@@ -155,7 +175,7 @@ def _list(path: str, *, verify: bool) -> Answer:
 
 
 def _inspect(step: Path, every: bool) -> Answer:
-    record = describe.read_record(step)
+    record = saved_record(step)
     arrays = list(describe.read_tree(step, record).values())
     data = {"folder": str(step.parent)} | describe.step_data(step, verify=False)
     del data["problems"]
@@ -198,10 +218,10 @@ def _diff(a: str, b: str, config: TrainConfig | None, overrides: Sequence[str], 
     if values and new is not None:
         for step in (old, new):
             find.check_whole(step)
-    record = describe.read_record(old)
+    record = saved_record(old)
     tree = describe.read_tree(old, record)
     if new is not None:
-        other = describe.read_record(new)
+        other = saved_record(new)
         other_tree, name = describe.read_tree(new, other), str(new)
     else:
         assert config is not None
@@ -241,7 +261,7 @@ def _recipe_record(config: TrainConfig) -> tuple[dict[str, Any], dict[str, descr
     state = abstract_state(partial(make_modules, config), mesh, table, shard_optimizer_over=shard_over(config))
     layout = layout_of(state, rules.layers)
     sizes = {name: size if size > 0 else mesh.shape[name] for name, size in mesh_shape(config).items()}
-    record = layout_record(sizes, rules, layout) | {"config": dict(line.split("=", 1) for line in to_lines(config))}
+    record = layout_record(sizes, rules, layout) | {"config": to_texts(config)}
     named = named_leaves(state)
     target = disk_target(named, stacked_paths(named, rules.layers))
     tree = {path: describe.Array(path, x.shape, str(x.dtype), layout[path]) for path, x in target.items()}

@@ -1,16 +1,19 @@
 """`flax-mesh schedule`: a schedule by name, or searched for, as a table, as JSON and as a picture."""
 
 import argparse
+import json
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from flax_mesh.cli.common import DONE, config_of, table_width, use_platform, write_file
 from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd.schedules import (
     SCHEDULE_NAMES,
     Schedule,
     SearchResult,
     StageCost,
+    draw_schedule_svg,
     make_schedule,
     memory_limits,
     peak_activations,
@@ -19,49 +22,24 @@ from flax_mesh.mpmd.schedules import (
     simulate,
     stage_costs,
 )
+from flax_mesh.train.explain import Measured, measure_recipe
 
 SEARCH = "search"
 DEFAULT_SECONDS = 5.0
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What was asked for: a schedule, the costs of its stages, and what the search knows about it."""
+class Found(NamedTuple):
+    """The schedule that was asked for, the costs of its stages, and what the search knows about it."""
 
     schedule: Schedule
     costs: tuple[StageCost, ...]
     result: SearchResult | None = None
 
-    def text(self, width: int) -> str:
-        """For people, in lines of at most `width` characters where time is drawn."""
-        table = schedule_table(self.schedule, self.costs, width=width)
-        return table if self.result is None else f"{table}\n\n{_judgement(self.result)}"
 
-    def data(self) -> dict[str, Any]:
-        """For --json."""
-        simulated = simulate(self.schedule, self.costs)
-        data: dict[str, Any] = {
-            "name": self.schedule.name,
-            "makespan": simulated.makespan,
-            "bubble": simulated.bubble,
-            "peak_activations": list(simulated.peak_activations),
-            "transfers": simulated.transfers,
-            "stage_to_group": list(self.schedule.stage_to_group),
-            "rows": [[str(action) for action in row] for row in self.schedule.rows],
-        }
-        if self.result is not None:
-            data |= {
-                "lower_bound": self.result.lower_bound,
-                "optimal": self.result.optimal,
-                "best_named": self.result.best_named,
-                "best_named_makespan": self.result.best_named_makespan,
-            }
-        return data
-
-
-def add_schedule_arguments(command: argparse.ArgumentParser) -> None:
-    """The arguments of `flax-mesh schedule`."""
-    add = command.add_argument
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Makespan, bubble, memory and order of a pipeline schedule. Needs no devices."
+    parser.epilog = "Exit codes: 0 done, 1 unexpected error, 2 bad input."
+    add = parser.add_argument
     add("name", metavar="NAME", help=f"{', '.join(SCHEDULE_NAMES)}; or search: the best for these costs and memory")
     add("--stages", metavar="S", type=int, help="groups of devices; each has V stages")
     add("--microbatches", metavar="M", type=int)
@@ -80,8 +58,52 @@ def add_schedule_arguments(command: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print JSON")
 
 
-def give_measured(arguments: argparse.Namespace, measured: Any) -> float:
-    """Put what was measured (`costs`, `num_groups`, `num_microbatches`) where the options would have put it.
+def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Print a schedule, as a table or JSON, and draw it."""
+    if arguments.measure:
+        recipe, *overrides = arguments.measure
+        config = config_of(recipe, overrides)
+        use_platform(config.run.platform)
+        unit = _give_measured(arguments, measure_recipe(config))
+        print(f"measured: --costs {arguments.costs}, in units of {unit:.3g} ms", file=sys.stderr)
+    found = _find(arguments)
+    if arguments.svg:
+        write_file("--svg", arguments.svg, draw_schedule_svg(found.schedule, found.costs))
+    print(json.dumps(_data(found)) if arguments.json else _text(found, table_width()))
+    return DONE
+
+
+def _text(found: Found, width: int) -> str:
+    """For people, in lines of at most `width` characters where time is drawn."""
+    table = schedule_table(found.schedule, found.costs, width=width)
+    return table if found.result is None else f"{table}\n\n{_judgement(found.result)}"
+
+
+def _data(found: Found) -> dict[str, Any]:
+    """For --json."""
+    schedule, result = found.schedule, found.result
+    simulated = simulate(schedule, found.costs)
+    data: dict[str, Any] = {
+        "name": schedule.name,
+        "makespan": simulated.makespan,
+        "bubble": simulated.bubble,
+        "peak_activations": list(simulated.peak_activations),
+        "transfers": simulated.transfers,
+        "stage_to_group": list(schedule.stage_to_group),
+        "rows": [[str(action) for action in row] for row in schedule.rows],
+    }
+    if result is not None:
+        data |= {
+            "lower_bound": result.lower_bound,
+            "optimal": result.optimal,
+            "best_named": result.best_named,
+            "best_named_makespan": result.best_named_makespan,
+        }
+    return data
+
+
+def _give_measured(arguments: argparse.Namespace, measured: Measured) -> float:
+    """Put what was measured where the options would have put it.
 
     Costs become multiples of the shortest forward, so that time is drawn as for costs of 1; gives that one, in ms.
     """
@@ -96,7 +118,7 @@ def give_measured(arguments: argparse.Namespace, measured: Any) -> float:
     return unit
 
 
-def schedule_answer(arguments: argparse.Namespace) -> Answer:
+def _find(arguments: argparse.Namespace) -> Found:
     """The schedule that the arguments ask for; ConfigError, in one line, where there is none."""
     try:
         sizes = {"--stages": arguments.stages, "--microbatches": arguments.microbatches}
@@ -112,7 +134,7 @@ def schedule_answer(arguments: argparse.Namespace) -> Answer:
         if arguments.name == SEARCH:
             return _search(arguments, costs, memory)
         schedule = _named(arguments, memory)
-        return Answer(schedule, stage_costs(costs[0] if len(costs) == 1 else costs, schedule.num_stages))
+        return Found(schedule, stage_costs(costs[0] if len(costs) == 1 else costs, schedule.num_stages))
     except ConfigError:
         raise
     except ValueError as error:
@@ -127,7 +149,7 @@ def _judgement(result: SearchResult) -> str:
     return f"{'optimal' if result.optimal else gap}; {named}"
 
 
-def _search(arguments: argparse.Namespace, costs: list[StageCost], memory: Sequence[int] | None) -> Answer:
+def _search(arguments: argparse.Namespace, costs: list[StageCost], memory: Sequence[int] | None) -> Found:
     virtual = 1 if arguments.virtual is None else arguments.virtual
     if arguments.stages < 1 or virtual < 1:
         raise ConfigError(f"--stages and --virtual must be at least 1, got {arguments.stages} and {virtual}")
@@ -141,7 +163,7 @@ def _search(arguments: argparse.Namespace, costs: list[StageCost], memory: Seque
         seconds=DEFAULT_SECONDS if arguments.seconds is None else arguments.seconds,
         seed=arguments.seed or 0,
     )
-    return Answer(result.schedule, of_stages, result)
+    return Found(result.schedule, of_stages, result)
 
 
 def _named(arguments: argparse.Namespace, memory: Sequence[int] | None) -> Schedule:

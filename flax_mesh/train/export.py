@@ -20,13 +20,13 @@ from flax_mesh.checkpoint.find import STEP, find_whole, step_number
 from flax_mesh.checkpoint.hf.convert import Leaf, copy_slice, load_safetensors, plan_leaves
 from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, decoder_config_from_hf, huggingface_config, read_config
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors, write_safetensors
-from flax_mesh.checkpoint.read import Array, mesh_of, read_record, read_tree
+from flax_mesh.checkpoint.read import Array, mesh_of, read_tree
 from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.mesh import create_mesh
 from flax_mesh.sharding import abstract_state, sharding_fingerprint
 from flax_mesh.train.build import build_program, run_rules
 from flax_mesh.train.config import TrainConfig
-from flax_mesh.train.metadata import FORMAT, layout_of, layout_record, versions
+from flax_mesh.train.metadata import FORMAT, layout_of, layout_record, saved_record, versions
 from flax_mesh.train.overrides import apply_overrides, parse_value, to_texts
 from flax_mesh.tree import named_leaves, nest
 
@@ -40,7 +40,7 @@ WITHOUT_EFFECT = (r"\.rotary_emb\.inv_freq$",)  # made anew from the settings
 def export(folder: str, out: str, to: str, step: int | None, dtype: str | None) -> dict[str, Any]:
     """Write the parameters of the newest whole step, or of `step`, as `to`: "safetensors" or "orbax"."""
     found, passed_over = find_whole(folder, step)
-    record = read_record(found)
+    record = saved_record(found)
     tree = _parameters(read_tree(found, record))
     cast = {path: array._replace(dtype=_cast(array.dtype, dtype)) for path, array in tree.items()}
     with new_folder(out) as work:
@@ -91,7 +91,7 @@ def reshard(folder: str, out: str, config: TrainConfig, step: int | None) -> dic
     found, passed_over = find_whole(folder, step)
     if not STEP.fullmatch(found.name):
         raise ConfigError(f"{found} was set aside; give it the name {step_number(found)} first")
-    number, record = step_number(found), read_record(found)
+    number, record = step_number(found), saved_record(found)
     with Checkpointer(found.parent, layers=layers) as checkpointer:
         state = checkpointer.restore(abstract, number, verify=False)  # find_whole has
     before, after = mesh_text(mesh_of(record)), mesh_text(program.mesh.shape)

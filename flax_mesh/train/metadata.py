@@ -4,11 +4,12 @@ import dataclasses
 import importlib.metadata
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from flax_mesh.axes import dims_text
 from flax_mesh.checkpoint.layout import disk_target, stacked_paths
-from flax_mesh.checkpoint.read import mesh_of
+from flax_mesh.checkpoint.read import mesh_of, read_record
 from flax_mesh.errors import ConfigError
 from flax_mesh.sharding import PartitionRules, sharding_fingerprint
 from flax_mesh.text import mesh_text
@@ -16,7 +17,7 @@ from flax_mesh.train.build import TrainProgram
 from flax_mesh.train.config import TrainConfig
 from flax_mesh.train.data.data import Corpus
 from flax_mesh.train.metrics import Row
-from flax_mesh.train.overrides import Change, changes, to_texts
+from flax_mesh.train.overrides import Change, changes, present_settings, to_texts
 from flax_mesh.tree import named_leaves
 
 FORMAT = 1
@@ -43,6 +44,12 @@ def step_record(run: Mapping[str, Any], step: int, row: Row) -> dict[str, Any]:
     """The metadata of one checkpoint; a run's data is a function of the step, which is its position."""
     metrics = {name: value for name, value in row.items() if isinstance(value, int | float)}
     return {**run, "step": step, "data": run["data"] | {"position": step}, "metrics": metrics}
+
+
+def saved_record(step: Path) -> dict[str, Any]:
+    """What any version saved beside the state, with the settings under their present names."""
+    record = read_record(step)
+    return record | {"config": present_settings(record["config"])}
 
 
 def layout_record(sizes: Mapping[str, int], rules: PartitionRules, layout: Mapping[str, str]) -> dict[str, Any]:

@@ -13,6 +13,15 @@ from flax_mesh.train.config import TrainConfig
 SECTIONS = ("model", "mesh", "pipeline", "data", "optimizer", "checkpoint", "run")
 
 
+# Names and values of the first version, read wherever settings are text and never written: old name -> the present
+# name, and old value -> the present value where these have changed too.
+OLD: dict[str, tuple[str, dict[str, str]]] = {
+    "pipeline.microbatches": ("pipeline.num_microbatches", {}),
+    "pipeline.virtual": ("pipeline.num_virtual_stages", {}),
+    "pipeline.residuals": ("pipeline.remat", {"store": "none", "lean": "cheap", "recompute": "full"}),
+}
+
+
 def flat_fields(config: TrainConfig) -> dict[str, tuple[Any, Any, bool]]:
     """ "section.key" -> (value, type, whether another value changes the result of the run)."""
     sections = {name: getattr(config, name) for name in SECTIONS}
@@ -36,7 +45,8 @@ def apply_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfi
     """`config` with `section.key=value` strings applied. Raises one ConfigError with a line for every mistake."""
     fields, problems, values = flat_fields(config), [], {}
     for text in overrides:
-        key, equals, value = text.partition("=")
+        typed, equals, value = text.partition("=")
+        key, present_values = OLD.get(typed, (typed, {}))
         if not equals:
             problems.append(f"{text!r} is no override; write section.key=value, such as run.steps=20")
         elif key not in fields:
@@ -44,18 +54,36 @@ def apply_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfi
             hint = f"; did you mean {near[0]}?" if near else f"; sections are {', '.join(SECTIONS)}"
             problems.append(f"{key} is no setting{hint}")
         elif key in values:
-            problems.append(f"{key} is set twice")
+            problems.append(f"{key} is set twice" + (f", once by its old name {typed}" if typed != key else ""))
+        elif present_values and value not in present_values:
+            old, present = ", ".join(present_values), ", ".join(present_values.values())
+            problems.append(f"{typed} must be one of {old}, got {value!r}; it is {key} now, one of {present}")
         else:
             try:
-                values[key] = parse_value(value, fields[key][1])
+                values[key] = parse_value(present_values.get(value, value), fields[key][1])
             except ValueError as error:
-                problems.append(f"{key} must be {error}, got {value!r}")
+                problems.append(f"{typed} must be {error}, got {value!r}")
     if problems:
         raise ConfigError(problems)
     try:
         return _replace(config, values)
     except ValueError as error:  # of a __post_init__
         raise ConfigError(f"{', '.join(values)}: {error}") from error
+
+
+def setting_of(text: str) -> str:
+    """The setting that `section.key=value` gives a value, under its present name."""
+    key = text.partition("=")[0]
+    return OLD[key][0] if key in OLD else key
+
+
+def present_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as any version has saved them, under their present names; a value that none had stays as it is."""
+    found = {}
+    for key, value in saved.items():
+        name, values = OLD.get(key, (key, {}))
+        found[name] = values.get(value, value) if isinstance(value, str) else value
+    return found
 
 
 class Change(typing.NamedTuple):
@@ -71,8 +99,8 @@ class Change(typing.NamedTuple):
 
 
 def changes(saved: Mapping[str, str], config: TrainConfig) -> list[Change]:
-    """What differs between `config` and the text values saved with a checkpoint."""
-    fields, now = flat_fields(config), to_texts(config)
+    """What differs between `config` and the text values saved with a checkpoint, by any version."""
+    fields, now, saved = flat_fields(config), to_texts(config), present_settings(saved)
     keys = [*now, *(key for key in saved if key not in now)]
     return [
         Change(key, saved.get(key, "(absent)"), now.get(key, "(absent)"), key not in fields or fields[key][2])

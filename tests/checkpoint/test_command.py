@@ -16,7 +16,7 @@ from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.find import find_whole
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors
 from flax_mesh.cli import main
-from flax_mesh.cli.main import DONE, FAILED, FINDINGS
+from flax_mesh.cli.common import DONE, FAILED, FINDINGS
 from flax_mesh.errors import CheckpointCorruptedError
 from tests.checkpoint.small_decoder import CHANGED, DELTA, RECIPE, changed, program_of
 from tests.train.bigram import snapshot, write_text

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.read import finite, plain
 from flax_mesh.cli import main
-from flax_mesh.cli.main import BAD_INPUT, DONE, FINDINGS
+from flax_mesh.cli.common import BAD_INPUT, DONE, FINDINGS
 from tests.checkpoint.small_decoder import RECIPE
 from tests.checkpoint.test_command import QWEN
 

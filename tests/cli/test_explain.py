@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 import flax_mesh as fm
 from flax_mesh.cli import main
-from flax_mesh.cli.main import BAD_INPUT, DONE, FINDINGS
+from flax_mesh.cli.common import BAD_INPUT, DONE, FINDINGS
 from flax_mesh.sharding import explain_sharding, golden_text, sharding_fingerprint
 from flax_mesh.train import apply_overrides, load_recipe
 from flax_mesh.train.build import make_optimizer

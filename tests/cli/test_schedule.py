@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from flax_mesh.cli import main
-from flax_mesh.cli.main import BAD_INPUT, DONE
+from flax_mesh.cli.common import BAD_INPUT, DONE
 from flax_mesh.mpmd.schedules import SCHEDULE_NAMES, Action, Schedule, check_schedule, make_schedule, simulate
 
 SIZES = ("--stages", "4", "--microbatches", "8")

@@ -11,7 +11,8 @@ import jax
 import pytest
 
 from flax_mesh.cli import main
-from flax_mesh.cli.main import BAD_INPUT, DONE, step_line
+from flax_mesh.cli.common import BAD_INPUT, DONE
+from flax_mesh.cli.train import step_line
 from flax_mesh.train import apply_overrides, load_recipe, to_lines
 from tests.train.bigram import count_compilations, write_text
 
@@ -200,6 +201,23 @@ def test_a_setting_beside_a_file_wins_over_the_file_s(capsys, tmp_path):
         assert main(["train", TINY, *argv, "--print-config"]) == DONE
         lines = capsys.readouterr().out.splitlines()
         assert "run.steps=7" in lines and "run.seed=9" in lines
+
+
+@pytest.mark.parametrize(
+    ("line", "argument"),
+    [
+        ("pipeline.residuals=lean", "pipeline.remat=full"),
+        ("pipeline.remat=cheap", "pipeline.residuals=recompute"),
+        ("pipeline.residuals=store", "pipeline.residuals=recompute"),
+    ],
+)
+def test_it_wins_under_an_old_name_too_and_is_printed_under_the_present_one(capsys, tmp_path, line, argument):
+    file = tmp_path / "settings.txt"
+    file.write_text(f"{line}\npipeline.microbatches=2\n")
+    assert main(["train", TINY, f"@{file}", argument, "--print-config"]) == DONE
+    lines = capsys.readouterr().out.splitlines()
+    assert "pipeline.remat=full" in lines and "pipeline.num_microbatches=2" in lines
+    assert not any("residuals" in line or "pipeline.microbatches" in line for line in lines)
 
 
 def test_two_files_that_contradict_each_other_are_refused(complaint, tmp_path):

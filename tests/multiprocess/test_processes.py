@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from flax_mesh.cli.launch import devices_of_process, same_command
+from flax_mesh.cli.train import devices_of_process, same_command
 from flax_mesh.errors import ConfigError
 from flax_mesh.processes import Processes, parse_processes
 from tests.multiprocess.processes import ROOT, Ended, assert_all_done, run_workers

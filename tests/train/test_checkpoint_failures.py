@@ -18,7 +18,7 @@ import pytest
 
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.cli import main
-from flax_mesh.cli.main import DONE, FAILED, FINDINGS, STOPPED
+from flax_mesh.cli.common import DONE, FAILED, FINDINGS, STOPPED
 from flax_mesh.errors import CheckpointCorruptedError, SaveError
 from flax_mesh.train import apply_overrides, train
 from tests.train.bigram import recipe, write_text

@@ -22,7 +22,7 @@ import pytest
 
 from flax_mesh.checkpoint.checksums import find_damage
 from flax_mesh.cli import main
-from flax_mesh.cli.main import BAD_INPUT, DONE, STOPPED
+from flax_mesh.cli.common import BAD_INPUT, DONE, STOPPED
 from flax_mesh.train.run_folder import run_folder
 from tests.train.bigram import write_text
 

@@ -1,0 +1,33 @@
+"""`flax-mesh explain`: what the sharding rules make of a recipe, without devices."""
+
+import argparse
+import json
+from collections.abc import Sequence
+
+from flax_mesh.cli.common import DONE, FINDINGS, add_recipe, config_of, table_width, write_file
+from flax_mesh.train.explain import explain
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Mesh, every array with its rule and bytes per device, and all that looks wrong. Needs no devices."
+    )
+    parser.epilog = "Exit codes: 0 clean, 1 unexpected error, 2 bad input, 3 findings."
+    add_recipe(parser)
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print JSON")
+    output.add_argument("--html", metavar="FILE", help="write one HTML page with a picture of who holds what")
+
+
+def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Print the explanation of a recipe, as text or JSON, or write it as a page."""
+    explanation = explain(config_of(arguments.recipe, arguments.overrides))
+    if arguments.json:
+        print(json.dumps(explanation.to_dict(), indent=1))
+    elif arguments.html:
+        title = f"{arguments.recipe} {' '.join(arguments.overrides)}"
+        write_file("--html", arguments.html, explanation.to_html(title=title))
+        print(f"{arguments.html}: {len(explanation.findings)} findings")
+    else:
+        print(explanation.to_text(width=table_width()))
+    return FINDINGS if explanation.findings else DONE

@@ -1,0 +1,34 @@
+"""`flax-mesh mesh`: how a mesh is placed on the devices that are here."""
+
+import argparse
+from collections.abc import Sequence
+
+from flax_mesh.cli.common import DONE, use_platform, write_file
+from flax_mesh.errors import ConfigError
+from flax_mesh.mesh import create_mesh, describe_mesh, draw_mesh_svg, parse_mesh_shape
+from flax_mesh.train.config import AXIS_NAMES, PLATFORM
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "What each axis got: links, rings, what crosses slices."
+    parser.epilog = "Exit codes: 0 done, 1 unexpected error, 2 bad input."
+    parser.add_argument("shape", metavar="SHAPE", help='such as "dp:2,fsdp:-1,tp:2"')
+    parser.add_argument("--platform", default="auto", help="auto, cpu, cpu:N, gpu or tpu")
+    parser.add_argument("--svg", metavar="FILE", help="write a picture too")
+
+
+def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Print the mesh of the devices that are here, and draw it."""
+    if not PLATFORM.fullmatch(arguments.platform):
+        raise ConfigError(f"--platform must be auto, cpu, cpu:N (N devices), gpu or tpu, got {arguments.platform!r}")
+    use_platform(arguments.platform)
+    try:
+        shape = parse_mesh_shape(arguments.shape, AXIS_NAMES, omitted=1)
+        shape = {name: size for name, size in shape.items() if size != 1} or {"dp": 1}
+        mesh = create_mesh(tuple(shape.values()), tuple(shape))
+    except (ValueError, NotImplementedError) as error:
+        raise ConfigError(f"{arguments.shape}: {error}") from error
+    print(describe_mesh(mesh))
+    if arguments.svg:
+        write_file("--svg", arguments.svg, draw_mesh_svg(mesh))
+    return DONE

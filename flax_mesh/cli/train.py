@@ -1,0 +1,191 @@
+"""`flax-mesh train`: train from a recipe, alone or as one of several processes."""
+
+import argparse
+import atexit
+import gc
+import os
+import shlex
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from flax_mesh.cli.common import DONE, STOPPED, add_recipe, config_of, tell_failure, use_platform
+from flax_mesh.errors import ConfigError
+from flax_mesh.processes import Watch, parse_processes, start_processes
+from flax_mesh.train import TrainResult, to_lines, train
+from flax_mesh.train.checks import check_config
+from flax_mesh.train.metrics import Row
+
+STEP_TIMEOUT_S = 1800.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Train from a recipe. Run again, the same command resumes."
+    parser.epilog = (
+        "Exit codes: 0 done, 1 unexpected error or a checkpoint that could not be written, 2 bad input, "
+        "3 no checkpoint is whole, 4 stopped by a signal after saving, "
+        "5 another process was lost or no step ended in time."
+    )
+    add_recipe(parser)
+    parser.add_argument("--print-config", action="store_true", help="print the whole config, as @FILE reads it")
+    parser.add_argument("--restart", action="store_true", help="start over in a new folder beside run.folder")
+    parser.add_argument(
+        "--allow-changes", action="store_true", help="resume although settings that change the result differ"
+    )
+    parser.add_argument(
+        "--trace", metavar="FILE.json", help="of a pipeline: when each action of the third step ran, and a picture"
+    )
+    parser.add_argument(
+        "--process",
+        metavar="I/N@HOST:PORT",
+        help="be process I of N, of which process 0 listens at HOST:PORT; by default as the cluster tells JAX",
+    )
+    parser.add_argument(
+        "--devices-per-process",
+        type=int,
+        metavar="K",
+        help="virtual CPU devices of each process; by default N of run.platform=cpu:N are divided among them",
+    )
+    parser.add_argument(
+        "--step-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="end with all stacks and code 5 when no step ends for so long; 1800 with several processes, else none",
+    )
+
+
+def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Train, and print a line for every step."""
+    config = config_of(arguments.recipe, arguments.overrides)
+    if arguments.print_config:
+        print("\n".join([f"# flax-mesh train {arguments.recipe} @THIS_FILE", *to_lines(config)]))
+        return DONE
+    if problems := check_config(config):
+        raise ConfigError(problems)
+    count = start_processes(parse_processes(arguments.process) if arguments.process else None)
+    use_platform(devices_of_process(config.run.platform, count, arguments.devices_per_process))
+    atexit.register(gc.freeze)  # else Python's last collection, of all that a run has made, takes most of a second
+    first, limit = jax.process_index() == 0, arguments.step_timeout or (STEP_TIMEOUT_S if count > 1 else None)
+    with (
+        _display(config.run.steps) as display,
+        _signals(display.say) as should_stop,
+        Watch(tell_failure, limit) as watch,
+    ):
+        result = train(
+            config,
+            recipe=arguments.recipe,
+            restart=arguments.restart,
+            allow_changes=arguments.allow_changes,
+            say=display.say,
+            hooks=[display.row, watch.step_ended] if first else [watch.step_ended],
+            should_stop=should_stop,
+            trace=arguments.trace,
+            watch=watch,
+        )
+    if first:
+        _print_result(result, same_command(argv, arguments.process), config.run.steps)
+    return STOPPED if result.status == "stopped" else DONE
+
+
+def devices_of_process(platform: str, count: int, devices: int | None) -> str:
+    """`run.platform` for one of `count` processes: of cpu:N its share, or `devices` where that is given."""
+    name, _, total = platform.partition(":")
+    if devices is not None:
+        if name not in ("cpu", "auto"):
+            raise ConfigError(f"--devices-per-process is for virtual CPU devices, and run.platform={platform}")
+        return f"cpu:{devices}"
+    if not total or count == 1:
+        return platform
+    if int(total) % count:
+        raise ConfigError(
+            f"run.platform={platform} cannot be divided among {count} processes; give --devices-per-process, or a "
+            "multiple"
+        )
+    return f"cpu:{int(total) // count}"
+
+
+def same_command(argv: Sequence[str], process: str | None) -> list[str]:
+    """What to type to run `argv` again: launched again, where it was launched."""
+    kept = [text for text in argv if not text.startswith(("--process=", "--devices-per-process="))]
+    if process is None:
+        return kept
+    devices = [text for text in argv if text.startswith("--devices-per-process=")]
+    return ["launch", "-n", str(parse_processes(process).count), *devices, "--", *kept]
+
+
+class _Display:
+    """Prints a line per step, above a progress bar where the output is a terminal."""
+
+    def __init__(self, progress: Any, task: Any):
+        self._progress, self._task = progress, task
+
+    def say(self, text: str) -> None:
+        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def row(self, row: Row) -> None:
+        self._progress.update(self._task, completed=row["step"])
+        self.say(step_line(row))
+
+
+def step_line(row: Row) -> str:
+    """One readable line of a row of metrics."""
+    parts = [f"step {row['step']:>6}", f"loss {row['loss']:.4f}", f"grad {row['grad_norm']:.3f}"]
+    if "learning_rate" in row:
+        parts.append(f"lr {row['learning_rate']:.2e}")
+    parts.append(f"{row['tokens_per_s']:,.0f} tok/s")
+    if row.get("mfu") is not None:
+        parts.append(f"mfu {row['mfu']:.1%}")
+    if row.get("device_bytes") is not None:
+        parts.append(f"{row['device_bytes'] / 2**30:.1f} GiB")
+    if row.get("eval_loss") is not None:
+        bits = row.get("bits_per_byte")
+        parts.append(f"held-out {row['eval_loss']:.4f}" + ("" if bits is None else f" = {bits:.3f} bits/byte"))
+    return "  ".join(parts)
+
+
+@contextmanager
+def _display(steps: int) -> Iterator[_Display]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console()
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        yield _Display(progress, progress.add_task("training", total=steps))
+
+
+@contextmanager
+def _signals(say: Any) -> Iterator[Any]:
+    """SIGTERM and the first SIGINT ask the run to save and stop; a SIGINT after that ends the process at once."""
+    received: list[int] = []
+
+    def on_signal(number: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the kernel's: a handler in Python waits for compiled code
+        received.append(number)
+        os.write(2, f"\n{signal.Signals(number).name}: saving after this step\n".encode())  # safe in a handler
+
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.signal(number, on_signal) for number in numbers}
+    try:
+        yield lambda: bool(received)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _print_result(result: TrainResult, argv: Sequence[str], steps: int) -> None:
+    row = result.last_row
+    if row.get("bits_per_byte") is not None:
+        print(f"held-out: {row['bits_per_byte']:.3f} bits per byte at step {result.step}")
+    if result.sample:
+        print(f"sample, after the first bytes of the held-out text:\n{result.sample}\n")
+    kept = [a for a in argv if a != "--restart" and not a.startswith(("run.folder=", "run.steps="))]
+    command = shlex.join(["flax-mesh", *kept, f"run.folder={result.folder}"])
+    print(f"{result.status} at step {result.step}; metrics and checkpoints: {result.folder}")
+    if result.status == "stopped":
+        print(f"resume: {command} run.steps={steps}")
+    else:
+        print(f"train on: {command} run.steps={2 * result.step}")

@@ -1,0 +1,72 @@
+"""Meshes that fit the devices."""
+
+import math
+
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flax_mesh.errors import ConfigError
+from flax_mesh.train import apply_overrides
+from flax_mesh.train.build import fit_mesh, make_mesh
+from flax_mesh.train.config import AXIS_NAMES
+from tests.train.bigram import recipe
+
+sizes = st.integers(1, 12)
+
+
+@given(st.dictionaries(st.sampled_from(AXIS_NAMES[1:]), sizes, min_size=1), st.integers(1, 70), st.data())
+def test_a_fitted_mesh_fits_and_every_axis_divides_the_one_asked_for(shape, num_devices, data):
+    free = data.draw(st.none() | st.sampled_from(sorted(shape)))
+    asked = shape if free is None else shape | {free: -1}
+    fitted = fit_mesh(asked, num_devices)
+    used = math.prod(fitted.values())
+    assert list(fitted) == list(asked)
+    assert 1 <= used <= num_devices
+    assert all(size >= 1 for size in fitted.values())
+    assert all(asked[name] % size == 0 for name, size in fitted.items() if name != free)
+    if free is not None:
+        assert used + used // fitted[free] > num_devices, "-1 takes what is left"
+    if math.prod(size for size in asked.values() if size != -1) <= num_devices:
+        assert all(fitted[name] == size for name, size in asked.items() if size != -1), "what fits is not shrunk"
+
+
+def test_a_mesh_shrinks_copies_of_the_model_before_splits_of_its_layers():
+    asked = {"dp": 2, "fsdp": 2, "tp": 2}
+    assert [fit_mesh(asked, n) for n in (8, 7, 2, 1)] == [
+        asked,
+        {"dp": 1, "fsdp": 2, "tp": 2},
+        {"dp": 1, "fsdp": 1, "tp": 2},
+        {"dp": 1, "fsdp": 1, "tp": 1},
+    ]
+    assert fit_mesh({"dp": 12, "tp": 2}, 8) == {"dp": 3, "tp": 2}
+    assert fit_mesh({"tp": 3, "fsdp": -1}, 8) == {"tp": 3, "fsdp": 2}
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes", "said"),
+    [
+        ("dp:2,fsdp:2,tp:2", (2, 2, 2), []),
+        ("dp:2,fsdp:-1", (2, 4), []),
+        (
+            "dp:4,fsdp:2,tp:2",
+            (2, 2, 2),
+            ["mesh: dp:4,fsdp:2,tp:2 needs more than the 8 devices here; shrunk to dp:2,fsdp:2,tp:2"],
+        ),
+        ("dp:3", (3,), ["mesh: uses 3 of the 8 devices here"]),
+    ],
+)
+def test_auto_takes_the_devices_that_are_there_and_says_what_it_changed(shape, sizes, said):
+    assert jax.device_count() == 8
+    heard = []
+    config = apply_overrides(recipe(), [f"mesh.shape={shape}", "run.platform=auto"])
+    mesh = make_mesh(config, heard.append)
+    assert tuple(size for size in mesh.shape.values() if size > 1) == sizes
+    assert heard == said
+
+
+def test_a_platform_that_was_named_is_never_shrunk():
+    config = apply_overrides(recipe(), ["mesh.shape=dp:3", "run.platform=cpu"])
+    with pytest.raises(ConfigError, match=r"^mesh.shape=dp:3: .*multiply to 3.* 8.*dp:8"):
+        make_mesh(config, lambda text: pytest.fail(text))

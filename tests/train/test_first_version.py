@@ -1,0 +1,107 @@
+"""A run folder of the first version, whose settings and checkpoints have old names, goes on bit for bit.
+
+tests/data/first_version was made by commit 6591be0 with JAX 0.10.2 on x86-64, on one path of instructions
+(xla_cpu_max_isa=SSE4_2) so that any x86-64 computes the same bits. `run.tar.xz` is the folder of
+
+    flax-mesh train recipe.py pipeline.microbatches=2 pipeline.residuals=lean \
+        run.compiler_options=xla_cpu_max_isa=SSE4_2 run.steps=4
+
+after one bit in the middle of step 4 was changed and the same command with run.steps=6 checkpoint.keep=1 went on from
+step 2. `expected.json` holds rows and state of the command with run.steps=10 in another folder, which nothing stopped:
+rows after step 6, and of every array of step 10 the start of its SHA-256.
+"""
+
+import json
+import platform
+import shutil
+import tarfile
+from hashlib import sha256
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from flax_mesh.checkpoint.read import read_record, read_tree
+from flax_mesh.cli import main
+from flax_mesh.cli.common import DONE, FINDINGS
+from flax_mesh.train.export import read_values
+
+DATA = Path(__file__).parents[1] / "data" / "first_version"
+EXPECTED = json.loads((DATA / "expected.json").read_text())
+OLD = {"pipeline.microbatches=2", "pipeline.virtual=none", "pipeline.residuals=lean"}
+PRESENT = {"pipeline.num_microbatches=2", "pipeline.num_virtual_stages=none", "pipeline.remat=cheap"}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """A copy of the folder in the current directory, which the names in its settings are relative to."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("the run was on CPU devices")
+    for name in ("recipe.py", "tokens.npy"):
+        shutil.copy(DATA / name, tmp_path)
+    with tarfile.open(DATA / "run.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "run"
+
+
+def test_it_resumes_and_ends_as_a_run_of_the_first_version(folder, capsys):
+    old_rows = (folder / "metrics.jsonl").read_text()
+    assert set((folder / "config.txt").read_text().splitlines()) >= OLD
+    assert main(["train", "recipe.py", f"@{folder / 'config.txt'}", "run.steps=10"]) == DONE
+    lines = capsys.readouterr().out.splitlines()
+    assert "run: found run at step 6; resuming, 4 steps to go" in lines
+    assert [line for line in lines if "changed since" in line] == [
+        "changed since the checkpoint: run.steps: 6 -> 10",
+    ]
+    assert set((folder / "config.txt").read_text().splitlines()) >= PRESENT
+    step = folder / "checkpoints" / "10"
+    saved = read_record(step)
+    assert saved["config"].items() >= dict(line.split("=") for line in PRESENT).items()
+    assert not any("residuals" in key for key in saved["config"])
+
+    text = (folder / "metrics.jsonl").read_text()
+    assert text.startswith(old_rows)
+    rows = [json.loads(line) for line in text.removeprefix(old_rows).splitlines()]
+    rows = [{name: row[name] for name in want} for row, want in zip(rows, EXPECTED["rows"], strict=True)]
+    for row, want in zip(rows, EXPECTED["rows"], strict=True):
+        assert row == pytest.approx(want, rel=1e-4)
+    here, there = [jax.__version__, platform.machine()], [EXPECTED["jax"], EXPECTED["machine"]]
+    if here != there:
+        pytest.skip(f"resumed; bits cannot be compared between {here} and {there}")
+    assert rows == EXPECTED["rows"]
+    values = read_values(step, read_tree(step, saved))
+    assert {path: sha256(np.asarray(x).tobytes()).hexdigest()[:16] for path, x in values} == EXPECTED["state"]
+
+
+def test_the_damaged_step_is_listed(folder, capsys):
+    assert main(["checkpoint", "list", str(folder), "--json"]) == DONE
+    steps = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [(step["name"], step["set_aside"]) for step in steps] == [("6", False), ("4.damaged", True)]
+    assert main(["checkpoint", "verify", str(folder / "checkpoints" / "4.damaged")]) == FINDINGS
+    assert "damaged" in capsys.readouterr().out
+
+
+def test_its_settings_are_read_and_printed_by_their_present_names(folder, capsys):
+    assert main(["train", "recipe.py", f"@{folder / 'config.txt'}", "--print-config"]) == DONE
+    printed = set(capsys.readouterr().out.splitlines())
+    assert printed >= PRESENT and not printed & OLD
+    assert main(["train", "recipe.py", f"@{folder / 'config.txt'}", "pipeline.remat=full", "--print-config"]) == DONE
+    assert "pipeline.remat=full" in capsys.readouterr().out.splitlines()
+
+
+def test_its_checkpoint_is_compared_and_written_anew_by_the_present_names(folder, capsys):
+    assert main(["checkpoint", "diff", str(folder), "recipe.py", *sorted(PRESENT), "--json"]) == FINDINGS
+    found = json.loads(capsys.readouterr().out)["differences"]
+    settings = {one["name"] for one in found if one["section"] == "settings"}
+    assert settings == {"checkpoint.keep", "run.compiler_options"}
+    settings = ("pipeline.num_microbatches=2", "pipeline.residuals=lean", "mesh.shape=fsdp:4,tp:2")
+    assert main(["checkpoint", "reshard", str(folder), "resharded", "recipe.py", *settings]) == DONE
+    capsys.readouterr()
+    assert main(["checkpoint", "inspect", str(folder)]) == DONE
+    shown = set(capsys.readouterr().out.split())
+    assert shown >= PRESENT and not shown & OLD
+    saved = read_record(folder.parent / "resharded" / "6")["config"]
+    assert saved.items() >= dict(line.split("=") for line in PRESENT).items()
+    assert not any("residuals" in key for key in saved)

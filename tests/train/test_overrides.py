@@ -1,0 +1,293 @@
+"""Settings as text: read, printed, compared with saved ones, and under the names of the first version."""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flax_mesh.axes import PartitionAxis
+from flax_mesh.errors import ConfigError
+from flax_mesh.train import PipelineConfig, RunConfig, TrainConfig, apply_overrides, load_recipe, to_lines
+from flax_mesh.train.overrides import Change, changes, flat_fields, parse_value, to_texts, value_to_text
+
+TINY = Path(__file__).parents[2] / "recipes" / "tiny.py"
+
+
+@dataclass(frozen=True)
+class Inner:
+    sizes: tuple[int, ...] = ()
+    name: str = field(default="", metadata={"changes_result": False})
+
+
+@dataclass(frozen=True)
+class Model:
+    """A field of every type that text can say, and two that it cannot."""
+
+    count: int = 1
+    rate: float = 0.5
+    flag: bool = False
+    text: str = "a b"
+    maybe: int | None = None
+    maybe_rate: float | None = None
+    mixed: int | float = 1
+    names: tuple[str, ...] = ()
+    axis: str | tuple[str, ...] | None = None
+    inner: Inner = Inner()
+    shape: tuple[int, str] = (1, "a")
+    other: Any = None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two fields that hold only together."""
+
+    width: int = 8
+    heads: int = 4
+
+    def __post_init__(self):
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} must be a multiple of heads {self.heads}")
+
+
+def config_of(model: Any, **sections: Any) -> TrainConfig:
+    return TrainConfig(make_model=lambda config, rngs: pytest.fail("never made"), loss_fn=max, model=model, **sections)
+
+
+def problems_of(config: TrainConfig, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        apply_overrides(config, overrides)
+    return caught.value.problems
+
+
+# --- one value ---
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("count", "-3", -3),
+        ("count", "1_000", 1000),
+        ("rate", "3e-4", 3e-4),
+        ("rate", "2", 2.0),
+        ("rate", "inf", math.inf),
+        ("flag", "true", True),
+        ("flag", "False", False),
+        ("text", "", ""),
+        ("text", "a=b, c", "a=b, c"),
+        ("text", "none", "none"),
+        ("maybe", "none", None),
+        ("maybe", "7", 7),
+        ("maybe_rate", "None", None),
+        ("mixed", "2", 2),
+        ("mixed", "2.5", 2.5),
+        ("names", "a,b", ("a", "b")),
+        ("names", "a,", ("a",)),
+        ("names", ",", ()),
+        ("axis", "dp", "dp"),
+        ("axis", "fsdp,dp", ("fsdp", "dp")),
+        ("axis", "none", None),
+        ("inner.sizes", "3,5", (3, 5)),
+        ("inner.name", "x", "x"),
+    ],
+)
+def test_an_override_becomes_a_value_of_the_field_s_type(key, text, value):
+    config = apply_overrides(config_of(Model()), [f"model.{key}={text}"])
+    found, _, _ = flat_fields(config)[f"model.{key}"]
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [
+        ("model.count=many", "model.count must be a whole number, got 'many'"),
+        ("model.count=1.5", "model.count must be a whole number, got '1.5'"),
+        ("model.rate=fast", "model.rate must be a number, got 'fast'"),
+        ("model.flag=1", "model.flag must be true or false, got '1'"),
+        ("model.maybe=x", "model.maybe must be a whole number or none, got 'x'"),
+        ("model.mixed=x", "model.mixed must be a whole number or a number, got 'x'"),
+        ("model.names=a", "model.names must be values joined by commas, got 'a'"),
+        ("model.inner.sizes=1,b", "model.inner.sizes must be values joined by commas, got '1,b'"),
+        ("run.steps=", "run.steps must be a whole number, got ''"),
+        ("run.stepz=3", "run.stepz is no setting; did you mean run.steps?"),
+        ("steps=3", "steps is no setting; did you mean run.steps?"),
+        ("model.iner.name=x", "model.iner.name is no setting; did you mean model.inner.name?"),
+        ("qq=1", "qq is no setting; sections are model, mesh, pipeline, data, optimizer, checkpoint, run"),
+        ("run.steps", "'run.steps' is no override; write section.key=value, such as run.steps=20"),
+    ],
+)
+def test_a_wrong_override_is_one_line_that_names_the_setting(setting, problem):
+    assert problems_of(config_of(Model()), setting) == [problem]
+
+
+def test_all_mistakes_stand_in_one_error_a_line_each_in_their_order():
+    wrong = ["run.stps=3", "model.count=x", "nonsense", "run.seed=1", "run.seed=2", "model.rate=y"]
+    problems = problems_of(config_of(Model()), *wrong)
+    assert [line.split()[0] for line in problems] == [
+        "run.stps",
+        "model.count",
+        "'nonsense'",
+        "run.seed",
+        "model.rate",
+    ]
+    assert problems[3] == "run.seed is set twice"
+    with pytest.raises(ConfigError, match=r"^run\.stps") as caught:
+        apply_overrides(config_of(Model()), wrong)
+    assert str(caught.value).splitlines() == problems
+
+
+def test_a_field_that_text_cannot_say_stays_with_the_recipe():
+    assert not {"model.shape", "model.other"} & flat_fields(config_of(Model())).keys()
+    assert apply_overrides(config_of(Model(shape=(2, "b"))), ["model.count=3"]).model == Model(count=3, shape=(2, "b"))
+    assert problems_of(config_of(Model()), "model.shape=1,a")[0].startswith("model.shape is no setting")
+
+
+def test_overrides_leave_the_given_config_and_all_other_settings_alone():
+    before = config_of(Model())
+    after = apply_overrides(before, ["run.steps=20", "model.inner.name=x"])
+    assert before.run == RunConfig() and before.model == Model()
+    assert after == dataclasses.replace(
+        before,
+        run=dataclasses.replace(before.run, steps=20),
+        model=dataclasses.replace(before.model, inner=Inner(name="x")),
+    )
+
+
+def test_settings_that_hold_only_together_are_changed_together():
+    assert apply_overrides(config_of(Pair()), ["model.width=9", "model.heads=3"]).model == Pair(9, 3)
+    assert problems_of(config_of(Pair()), "model.width=9") == ["model.width: width 9 must be a multiple of heads 4"]
+
+
+@pytest.mark.parametrize("model", [None, {"width": 3}, 7])
+def test_a_model_config_that_is_no_dataclass_has_no_settings(model):
+    config = apply_overrides(config_of(model), ["run.steps=3"])
+    assert config.model is model and config.run.steps == 3
+    assert not [key for key in flat_fields(config) if key.startswith("model")]
+
+
+# --- printing and reading back ---
+
+texts = st.text(st.characters(codec="utf-8"), max_size=12)
+names = st.text("abcdefgh _-./", min_size=1, max_size=6)
+floats = st.floats(allow_nan=False)
+models = st.builds(
+    Model,
+    count=st.integers(),
+    rate=floats,
+    flag=st.booleans(),
+    text=texts,
+    maybe=st.none() | st.integers(),
+    maybe_rate=st.none() | floats,
+    mixed=st.integers() | floats,
+    names=st.lists(names, max_size=3).map(tuple),
+    axis=st.none() | names | st.lists(names, max_size=3).map(tuple),
+    inner=st.builds(Inner, sizes=st.lists(st.integers(), max_size=3).map(tuple), name=texts),
+)
+
+
+@given(models)
+def test_a_printed_config_reads_back_to_the_same_config(model):
+    config = config_of(model)
+    assert apply_overrides(config_of(Model()), to_lines(config)).model == model
+    assert apply_overrides(config, to_lines(config)) == config
+
+
+@given(st.floats(allow_nan=False), st.integers())
+def test_numbers_keep_every_bit(number, count):
+    assert parse_value(value_to_text(number), float) == number
+    assert parse_value(value_to_text(count), int) == count
+
+
+def test_the_whole_tiny_recipe_reads_back_onto_another_one():
+    tiny = load_recipe(str(TINY))
+    lines = to_lines(tiny)
+    assert {"mesh.shape=dp:2,fsdp:2,tp:2", "model.axes.batch_axis=fsdp,dp", "data.seed=none"} <= set(lines)
+    changed = apply_overrides(
+        tiny, ["run.steps=3", "model.axes.batch_axis=dp", "data.seed=5", "mesh.shape=tp:2", "model.tied=false"]
+    )
+    assert changed != tiny
+    assert apply_overrides(changed, lines) == tiny
+    assert isinstance(apply_overrides(changed, lines).model.axes, PartitionAxis)
+
+
+# --- what changed ---
+
+
+def test_changes_tell_what_differs_and_whether_the_result_does():
+    before = config_of(Model(inner=Inner(sizes=(1,), name="old")))
+    saved = dict(line.split("=", 1) for line in to_lines(before))
+    assert changes(saved, before) == []
+    neutral = ["run.steps=20", "run.folder=b", "mesh.shape=tp:2", "checkpoint.every=7", "model.inner.name=new"]
+    others = ["run.seed=1", "optimizer.b1=0.8", "model.count=2", "model.inner.sizes=1,2", "data.batch_size=32"]
+    after = apply_overrides(before, neutral + others)
+    found = {change.key: change for change in changes(saved, after)}
+    assert {key for key, change in found.items() if change.changes_result} == {text.split("=")[0] for text in others}
+    assert {key for key, change in found.items() if not change.changes_result} == {
+        text.split("=")[0] for text in neutral
+    }
+    assert str(found["run.seed"]) == "run.seed: 0 -> 1 (changes the result)"
+    assert str(found["run.steps"]) == "run.steps: 1000 -> 20"
+
+
+def test_settings_that_came_or_went_count_as_changed():
+    config = config_of(Pair())
+    saved = dict(line.split("=", 1) for line in to_lines(config))
+    saved["model.gone"] = "3"
+    del saved["model.heads"]
+    assert changes(saved, config) == [
+        Change("model.heads", "(absent)", "4", True),
+        Change("model.gone", "3", "(absent)", True),
+    ]
+
+
+# --- names and values of the first version ---
+
+
+def test_the_old_name_of_a_setting_means_the_present_one():
+    old = ["pipeline.microbatches=4", "pipeline.virtual=2", "pipeline.residuals=lean"]
+    config = apply_overrides(config_of(Model()), old)
+    assert config.pipeline == PipelineConfig(num_microbatches=4, num_virtual_stages=2, remat="cheap")
+    present = {"pipeline.num_microbatches=4", "pipeline.num_virtual_stages=2", "pipeline.remat=cheap"}
+    lines = set(to_lines(config))
+    assert lines >= present and not lines & set(old)
+
+
+@pytest.mark.parametrize(("old", "present"), [("store", "none"), ("lean", "cheap"), ("recompute", "full")])
+def test_old_values_are_read_as_present_ones(old, present):
+    config = apply_overrides(config_of(Model()), [f"pipeline.residuals={old}"])
+    assert config.pipeline.remat == present
+    saved = to_texts(config)
+    assert changes({**saved, "pipeline.residuals": old, "pipeline.remat": present}, config) == []
+    del saved["pipeline.remat"]
+    assert changes({**saved, "pipeline.residuals": old}, config) == []
+
+
+def test_mistakes_under_an_old_name_name_what_was_typed():
+    both = ["pipeline.microbatches=2", "pipeline.num_microbatches=2", "pipeline.remat=full", "pipeline.residuals=lean"]
+    wrong = ["pipeline.virtual=many"]
+    assert problems_of(config_of(Model()), *both, *wrong) == [
+        "pipeline.num_microbatches is set twice",
+        "pipeline.remat is set twice, once by its old name pipeline.residuals",
+        "pipeline.virtual must be a whole number or none, got 'many'",
+    ]
+    for value in ("keep", "cheap", ""):
+        assert problems_of(config_of(Model()), f"pipeline.residuals={value}") == [
+            f"pipeline.residuals must be one of store, lean, recompute, got {value!r}; "
+            "it is pipeline.remat now, one of none, cheap, full"
+        ]
+
+
+def test_saved_settings_are_compared_under_their_present_names():
+    config = apply_overrides(config_of(Model()), ["pipeline.num_microbatches=2"])
+    saved = to_texts(config)
+    for name in ("num_microbatches", "num_virtual_stages", "remat"):
+        del saved[f"pipeline.{name}"]
+    saved |= {"pipeline.microbatches": "4", "pipeline.virtual": "none", "pipeline.residuals": "odd"}
+    assert changes(saved, config) == [
+        Change("pipeline.num_microbatches", "4", "2", True),
+        Change("pipeline.remat", "odd", "none", False),
+    ]
