@@ -1,25 +1,17 @@
 """Runs of several processes: how they start, agree, notice each other's failures and stop together."""
 
-from flax_mesh.processes.agree import Phases, agree, from_first, stop_together
-from flax_mesh.processes.launch import launch
-from flax_mesh.processes.start import Processes, parse_processes, resolve_address, start_processes
-from flax_mesh.processes.store import call_number, get_text, put_text, try_get_text
-from flax_mesh.processes.watchdog import LOST, Watch
-
-__all__ = [
-    "LOST",
-    "Phases",
-    "Processes",
-    "Watch",
-    "agree",
-    "call_number",
-    "from_first",
-    "get_text",
-    "launch",
-    "parse_processes",
-    "put_text",
-    "resolve_address",
-    "start_processes",
-    "stop_together",
-    "try_get_text",
-]
+from flax_mesh.processes.agree import Phases as Phases
+from flax_mesh.processes.agree import agree as agree
+from flax_mesh.processes.agree import from_first as from_first
+from flax_mesh.processes.agree import stop_together as stop_together
+from flax_mesh.processes.launch import launch as launch
+from flax_mesh.processes.start import Processes as Processes
+from flax_mesh.processes.start import parse_processes as parse_processes
+from flax_mesh.processes.start import resolve_address as resolve_address
+from flax_mesh.processes.start import start_processes as start_processes
+from flax_mesh.processes.store import call_number as call_number
+from flax_mesh.processes.store import get_text as get_text
+from flax_mesh.processes.store import put_text as put_text
+from flax_mesh.processes.store import try_get_text as try_get_text
+from flax_mesh.processes.watchdog import LOST as LOST
+from flax_mesh.processes.watchdog import Watch as Watch
