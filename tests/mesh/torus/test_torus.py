@@ -2,8 +2,6 @@
 
 import itertools
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,9 +21,6 @@ from flax_mesh.mesh.torus import (
 )
 from tests.hash_seed import printed_with_another_hash_seed
 from tests.mesh.fakes import FakeDevice, factor_shapes, gpu_hosts, tpu_slice, tpu_slices
-from tests.test_layering import imports
-
-FOLDER = Path(__file__).parents[3] / "flax_mesh" / "mesh" / "torus"
 
 
 def ids(devices):
@@ -327,12 +322,3 @@ def test_the_order_does_not_depend_on_the_hash_seed():
 def test_records_read_real_and_fake_devices():
     record = read_device(tpu_slice("TPU v4", (2, 2, 1), slice_index=3)[1])
     assert (record.kind, record.coords, record.core, record.slice) == ("TPU v4", (1, 0, 0), 0, 3)
-
-
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
-def test_the_torus_needs_numpy_alone(path):
-    names = [name for name, _ in imports(path)]
-    assert names
-    for name in names:
-        known = name.split(".")[0] in {"numpy", *sys.stdlib_module_names}
-        assert known or name.startswith("flax_mesh.mesh.torus."), f"{path.name} imports {name}"

@@ -1,16 +1,10 @@
 """Schedules as data: what every named schedule holds, whatever its size, and the text form."""
 
-import sys
-
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from flax_mesh.mpmd.schedules import SCHEDULE_NAMES, Action, Schedule, dependencies, forward_schedule, make_schedule
-from tests.test_layering import PACKAGE, imports
-
-FOLDER = PACKAGE / "mpmd" / "schedules"
-LOWEST = ("flax_mesh.text", "flax_mesh.svg")
 
 SIZES = {"num_groups": st.integers(1, 8), "num_microbatches": st.integers(1, 32)}
 
@@ -152,21 +146,3 @@ def test_a_forward_schedule_takes_no_longer_than_its_busiest_group_and_the_way_t
     assert sorted(times) == [("F", s, m) for s in range(len(stage_to_group)) for m in range(num_microbatches)]
     busiest = max(map(len, schedule.rows))
     assert max(end for _, end in times.values()) <= busiest + len(stage_to_group) - 1
-
-
-# --- floors ---
-
-
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
-def test_schedules_need_the_standard_library_and_the_formatters_of_the_lowest_floor_alone(path):
-    names = [name for name, _ in imports(path)]
-    assert names
-    for name in names:
-        known = name.split(".")[0] in sys.stdlib_module_names or name.rpartition(".")[0] in LOWEST
-        assert known or name.startswith("flax_mesh.mpmd.schedules."), f"{path.name} imports {name}"
-
-
-@pytest.mark.parametrize("module", LOWEST)
-def test_the_formatters_of_the_lowest_floor_need_the_standard_library_alone(module):
-    names = [name for name, at_head in imports(PACKAGE / f"{module.split('.')[1]}.py") if at_head]
-    assert names and all(name.split(".")[0] in sys.stdlib_module_names for name in names)
