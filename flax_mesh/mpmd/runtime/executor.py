@@ -2,7 +2,7 @@
 
 Every process dispatches the actions of its own groups. What another process sends is asked for where it is used, what
 another process wants is offered where it is made; both by a key, so that no two processes need an order. Where
-activations and gradients take the native way, which needs one, `flax_mesh.mpmd.transport.ordered` makes it.
+activations and gradients use the ordered transport, `flax_mesh.mpmd.transport.ordered` makes their order.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from flax_mesh.mpmd.runtime.placement import moved
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule
 from flax_mesh.mpmd.split.update import SHARED
 from flax_mesh.mpmd.transport.local_copy import move
-from flax_mesh.mpmd.transport.ordered import Crossing, Walk
+from flax_mesh.mpmd.transport.ordered import OrderedPass, OrderedTransfer
 from flax_mesh.step.loss import Batch
 from flax_mesh.step.state import TrainState
 from flax_mesh.tree import path_of
@@ -41,7 +41,7 @@ class Run:
         self.layouts = pipeline.layouts  # (sharding, receiving group) -> the same there
         self.changed: dict[int, Any] = {}  # leaf -> new value
         self.shared: dict[tuple[int, int], Any] = {}  # (leaf of the state, group) -> its copy there
-        self.walk: Walk | None = None
+        self.walk: OrderedPass | None = None
         if is_new and self.channel is not None:
             self._announce()
         self._place_leaves(state)
@@ -58,7 +58,7 @@ class Run:
         native = self.pipeline.native
         if native is not None:
             name = self.program, schedule.num_microbatches
-            self.walk = native.walk(name, self.number, schedule, self._sends)
+            self.walk = native.start_pass(name, self.number, schedule, self._sends)
         for action in actions:
             if self.walk is not None:
                 self.walk.before(action)
@@ -153,7 +153,7 @@ class Run:
         """Of what F sends of `v`, the same to all; of its gradient as `stage` gives it."""
         return (self.program, kind, *self.sender[v], *((stage,) if kind == "B" else ()))
 
-    def _sends(self, action: Action) -> list[Crossing]:
+    def _sends(self, action: Action) -> list[OrderedTransfer]:
         """What an action of any process sends, in the order in which it does."""
         kind, k, microbatch = action
         stage, group_of = self.stages[k], self.pipeline.group_of
@@ -164,7 +164,9 @@ class Run:
             received = [stage.received[i] for i in stage.floats_in]
             found = [(v, k, group_of[self.sender[v][0]]) for v in received]
         return [
-            Crossing((kind, microbatch, s, *self.sender[v]), self._layout_key(kind, v, s), v.aval, group_of[k], to)
+            OrderedTransfer(
+                (kind, microbatch, s, *self.sender[v]), self._layout_key(kind, v, s), v.aval, group_of[k], to
+            )
             for v, s, to in found
         ]
 

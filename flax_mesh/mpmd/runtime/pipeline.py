@@ -36,7 +36,7 @@ from flax_mesh.mpmd.split.split import StageCut, StagedModel
 from flax_mesh.mpmd.transport.device_put import copy_to
 from flax_mesh.mpmd.transport.keyed import Channel
 from flax_mesh.mpmd.transport.local_copy import move
-from flax_mesh.mpmd.transport.ordered import TRANSPORTS, native_of
+from flax_mesh.mpmd.transport.ordered import TRANSPORTS, ordered_transport_of
 from flax_mesh.sharding import PartitionRules
 from flax_mesh.sharding.rules import fit_spec
 from flax_mesh.step.loss import Batch, Metrics
@@ -85,7 +85,7 @@ class Pipeline:
         _check(staged, mesh, schedule, remat, transport)
         self.mine = frozenset(mesh.my_mpmd_axis_indices)  # groups of this process
         self.channel = Channel(mesh) if mesh.jax_mesh.is_multi_process else None
-        self.native = native_of(self.channel, mesh, transport)  # None: by the transfer server
+        self.native = ordered_transport_of(self.channel, mesh, transport)  # None: by the transfer server
         self.staged, self.mesh, self.schedule, self.optimizer = staged, mesh, schedule, optimizer
         self.seed, self.learning_rate = seed, learning_rate
         self.options = dict(compiler_options) if compiler_options else None
