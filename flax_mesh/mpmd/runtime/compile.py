@@ -16,7 +16,7 @@ from flax_mesh.mpmd.split.backward import differentiate
 from flax_mesh.mpmd.split.jaxpr import Program, Var
 from flax_mesh.mpmd.split.trace import Forward, ModelLeaf
 from flax_mesh.mpmd.transport.layout import sharding_on
-from flax_mesh.mpmd.transport.ordered import Crossing
+from flax_mesh.mpmd.transport.ordered import OrderedTransfer
 
 Jitted = Callable[..., Any]
 
@@ -67,7 +67,7 @@ class CompiledPipeline:
         """Layout key: one per activation (shared by all receivers), one per (gradient, stage)."""
         return (self.number, kind, *self.sender[v], *((stage,) if kind == "B" else ()))
 
-    def sends(self, action: Action) -> list[Crossing]:
+    def sends(self, action: Action) -> list[OrderedTransfer]:
         """What an action of any process sends, in the order in which it does."""
         kind, k, microbatch = action
         stages, stage = self.stages, self.stages[k]
@@ -78,7 +78,9 @@ class CompiledPipeline:
             received = [stage.received[i] for i in stage.floats_in]
             found = [(v, k, stages[self.sender[v][0]].group) for v in received]
         return [
-            Crossing((kind, microbatch, s, *self.sender[v]), self.layout_key(kind, v, s), v.aval, stage.group, to)
+            OrderedTransfer(
+                (kind, microbatch, s, *self.sender[v]), self.layout_key(kind, v, s), v.aval, stage.group, to
+            )
             for v, s, to in found
         ]
 

@@ -2,7 +2,7 @@
 
 Every process dispatches the actions of its own groups. What another process sends is asked for where it is used, what
 another process wants is offered where it is made; both by a key, so that no two processes need an order. Where
-activations and gradients take the native way, which needs one, `flax_mesh.mpmd.transport.ordered` makes it.
+activations and gradients use the ordered transport, `flax_mesh.mpmd.transport.ordered` makes their order.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ from flax_mesh.mpmd.runtime.compile import CompiledPipeline, StageFunctions
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule
 from flax_mesh.mpmd.split.jaxpr import Var
 from flax_mesh.mpmd.transport.keyed import Channel
-from flax_mesh.mpmd.transport.ordered import Native, Walk
+from flax_mesh.mpmd.transport.ordered import OrderedPass, OrderedTransport
 
 # By (stage, microbatch), from F to B and W: what was received, residuals, leaves as they were before F changed them,
 # and from B on cotangents and carry.
@@ -56,27 +56,27 @@ class ScheduleRun:
             self.grads[group], sums = zeros()
             for stage, start in zip((s for s in self.stages if s.group == group), sums, strict=True):
                 self.sums[stage.stage] = start
-        self._walk: Walk | None = None
+        self._pass: OrderedPass | None = None
 
     def follow(
         self,
         schedule: Schedule,
         actions: Sequence[Action],
-        native: Native | None = None,
+        native: OrderedTransport | None = None,
         on_action: Callable[[Action, Saved], None] | None = None,
     ) -> None:
         """Dispatch `actions`, those of `schedule` that are of this process; by `native` what goes that way."""
         if native is not None:
             name = self.compiled.number, schedule.num_microbatches
-            self._walk = native.walk(name, self.number, schedule, self.compiled.sends)
+            self._pass = native.start_pass(name, self.number, schedule, self.compiled.sends)
         for action in actions:
-            if self._walk is not None:
-                self._walk.before(action)
+            if self._pass is not None:
+                self._pass.before(action)
             self.do(action)
             if on_action is not None:
                 on_action(action, self.saved)
-        if self._walk is not None:
-            self._walk.end()
+        if self._pass is not None:
+            self._pass.end()
 
     def do(self, action: Action) -> None:
         """Dispatch one action."""
@@ -168,15 +168,15 @@ class ScheduleRun:
             return self._move_to(value, receiver)
         (kind, *rest), name, channel = key, self._sender[v], self._channel
         value = channel.publish_layout(self.compiled.layout_key(kind, v, rest[-1]), value, sender)
-        if self._walk is not None and self._walk.carries((*key, *name)):
-            return self._walk.offer((*key, *name), value)
+        if self._pass is not None and self._pass.carries((*key, *name)):
+            return self._pass.offer((*key, *name), value)
         return channel.send((kind, self.number, *rest, *name), value, sender, receiver)
 
     def _receive(self, key: tuple[Any, ...], v: Var, group: int, stage: int) -> jax.Array:
         """What a stage of another process makes of `v`, on `group`."""
         (kind, *rest), name, sender, aval = key, self._sender[v], self.stages[stage].group, v.aval
-        if self._walk is not None and self._walk.carries((*key, *name)):
-            return self._walk.take((*key, *name))
+        if self._pass is not None and self._pass.carries((*key, *name)):
+            return self._pass.take((*key, *name))
         layout_key = self.compiled.layout_key(kind, v, stage)
         sharding = self._channel.learn_layout(layout_key, aval.shape, aval.dtype, sender, group)
         return self._channel.receive((kind, self.number, *rest, *name), aval.shape, aval.dtype, sharding, sender, group)

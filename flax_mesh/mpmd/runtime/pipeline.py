@@ -29,7 +29,7 @@ from flax_mesh.mpmd.split.trace import Forward
 from flax_mesh.mpmd.split.update import SHARED
 from flax_mesh.mpmd.transport.keyed import Channel
 from flax_mesh.mpmd.transport.layout import on_all_groups, on_group, put_host, sharding_on
-from flax_mesh.mpmd.transport.ordered import TRANSPORTS, native_of
+from flax_mesh.mpmd.transport.ordered import TRANSPORTS, ordered_transport_of
 from flax_mesh.sharding import PartitionRules
 from flax_mesh.step.loss import Batch, Metrics
 from flax_mesh.step.state import TrainState
@@ -77,7 +77,7 @@ class Pipeline:
     ):
         _check(staged, mesh, schedule, remat, transport)
         self.transfers = GroupTransfers(mesh)
-        self.native = native_of(self.transfers.channel, mesh, transport)  # None: by the transfer server
+        self.native = ordered_transport_of(self.transfers.channel, mesh, transport)  # None: by the transfer server
         self.staged, self.mesh, self.schedule, self.optimizer = staged, mesh, schedule, optimizer
         self.seed, self.learning_rate = seed, learning_rate
         self.options = dict(compiler_options) if compiler_options else None

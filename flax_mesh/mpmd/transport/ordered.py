@@ -33,54 +33,56 @@ REPAIR = 'Use transport="server" (in a recipe pipeline.transport=server)'
 Move = Callable[[jax.Array, NamedSharding], jax.Array]
 
 
-class Crossing(NamedTuple):
-    """What an action sends to another group."""
+class OrderedTransfer(NamedTuple):
+    """An activation or gradient that an action sends to another group."""
 
     key: tuple[Any, ...]  # as in Channel, without the number of the pass
-    layout: Hashable  # the key under which its layout is told
+    layout: Hashable  # the key under which its layout is published
     aval: Any
     sender: int  # groups
     receiver: int
 
 
-class Plan(NamedTuple):
+class TransferOrder(NamedTuple):
     """The order of a pass, the same in all processes."""
 
     place: Mapping[Action, int]
-    transfers: tuple[tuple[int, Crossing], ...]  # with the number of actions that come before it
+    transfers: tuple[tuple[int, OrderedTransfer], ...]  # with the number of actions that come before it
     keys: frozenset[tuple[Any, ...]]
 
 
-def make_plan(schedule: Schedule, sends: Callable[[Action], Sequence[Crossing]]) -> Plan:
-    """Every crossing after the actions that start before it is made; pure, `sends` gives those of an action."""
+def order_transfers(schedule: Schedule, sends: Callable[[Action], Sequence[OrderedTransfer]]) -> TransferOrder:
+    """Every transfer after the actions that start before its value is computed; `sends` returns those of an action."""
     times = schedule.unit_times()
     starts = [start for start, _ in times.values()]
     made = sorted(times, key=lambda action: times[action][1])  # stable
     transfers = tuple((bisect_left(starts, times[action][1]), one) for action in made for one in sends(action))
-    return Plan({action: i for i, action in enumerate(times)}, transfers, frozenset(one.key for _, one in transfers))
+    return TransferOrder(
+        {action: i for i, action in enumerate(times)}, transfers, frozenset(one.key for _, one in transfers)
+    )
 
 
-class Walk:
-    """One process's way through a plan. It calls `before` for each of its actions, in order, then `end`.
+class OrderedPass:
+    """The transfers of one pass over a schedule. A process calls `before` for each action of its own, then `end`.
 
-    `call(crossing, value)` makes a call, with the value where this process offered one, and gives what arrives here.
+    `call(transfer, value)` makes a call, with the value if this process offered one, and returns what arrives here.
     """
 
-    def __init__(self, plan: Plan, call: Callable[[Crossing, Any], Any]):
-        self._plan, self._call, self._done = plan, call, 0
+    def __init__(self, order: TransferOrder, call: Callable[[OrderedTransfer, Any], Any]):
+        self._order, self._call, self._done = order, call, 0
         self._offered: dict[tuple[Any, ...], Any] = {}
         self._arrived: dict[tuple[Any, ...], Any] = {}
 
     def carries(self, key: tuple[Any, ...]) -> bool:
-        return key in self._plan.keys
+        return key in self._order.keys
 
     def before(self, action: Action) -> None:
         """Make all calls that come before `action`."""
-        self._until(self._plan.place[action])
+        self._until(self._order.place[action])
 
     def end(self) -> None:
         """Make all calls that are left."""
-        self._until(len(self._plan.place))
+        self._until(len(self._order.place))
 
     def offer(self, key: tuple[Any, ...], value: Any) -> None:
         """Hand over what is to be sent when its turn comes."""
@@ -91,43 +93,43 @@ class Walk:
         return self._arrived.pop(key)
 
     def _until(self, place: int) -> None:
-        transfers = self._plan.transfers
+        transfers = self._order.transfers
         while self._done < len(transfers) and transfers[self._done][0] <= place:
-            crossing = transfers[self._done][1]
-            arrived = self._call(crossing, self._offered.pop(crossing.key, None))
+            transfer = transfers[self._done][1]
+            arrived = self._call(transfer, self._offered.pop(transfer.key, None))
             if arrived is not None:
-                self._arrived[crossing.key] = arrived
+                self._arrived[transfer.key] = arrived
             self._done += 1
 
 
-class Native:
-    """The native way of one pipeline. `move(array, sharding)` is the one call that all processes make alike."""
+class OrderedTransport:
+    """The ordered transport of one pipeline. `move(array, sharding)` is the call that all processes make alike."""
 
     def __init__(self, channel: Channel, move: Move = jax.device_put, trial_limit_s: float = TRIAL_LIMIT_S):
         self.channel, self.move, self.trial_limit_s = channel, move, trial_limit_s
         self._processes = [{device.process_index for device in mesh.devices.flat} for mesh in channel.groups]
-        self._plans: dict[Hashable, Plan] = {}
+        self._orders: dict[Hashable, TransferOrder] = {}
         self._tried: set[tuple[int, int]] = set()
 
-    def walk(
-        self, name: Hashable, number: int, schedule: Schedule, sends: Callable[[Action], Sequence[Crossing]]
-    ) -> Walk:
-        """The way of pass `number` over `schedule`; `name` is of the schedule and of what it sends.
+    def start_pass(
+        self, name: Hashable, number: int, schedule: Schedule, sends: Callable[[Action], Sequence[OrderedTransfer]]
+    ) -> OrderedPass:
+        """The transfers of pass `number` over `schedule`; `name` identifies the schedule and what it sends.
 
-        ShardingError, in all processes, where a pair of groups that is new here does not receive what it is sent.
+        ShardingError, in all processes, if a pair of groups that is used for the first time receives other values.
         """
-        if name not in self._plans:
-            plan = make_plan(schedule, lambda action: [one for one in sends(action) if self._takes(one)])
-            self._try([(one.sender, one.receiver) for _, one in plan.transfers])
-            self._plans[name] = plan
-        return Walk(self._plans[name], lambda crossing, value: self._carry(number, crossing, value))
+        if name not in self._orders:
+            order = order_transfers(schedule, lambda action: [one for one in sends(action) if self._takes(one)])
+            self._try([(one.sender, one.receiver) for _, one in order.transfers])
+            self._orders[name] = order
+        return OrderedPass(self._orders[name], lambda one, value: self._transfer(number, one, value))
 
-    def _takes(self, one: Crossing) -> bool:
-        """Whether it takes this way: between processes, and with numbers in it that JAX moves as they are."""
+    def _takes(self, one: OrderedTransfer) -> bool:
+        """Whether it is transferred here: between processes, and not empty or of random keys."""
         apart = self._processes[one.sender] != self._processes[one.receiver]
         return bool(apart and one.aval.size and not jnp.issubdtype(one.aval.dtype, jax.dtypes.prng_key))
 
-    def _carry(self, number: int, one: Crossing, value: Any) -> jax.Array | None:
+    def _transfer(self, number: int, one: OrderedTransfer, value: Any) -> jax.Array | None:
         shape, dtype = one.aval.shape, one.aval.dtype
         there = self.channel.learn_layout(one.layout, shape, dtype, one.sender, one.receiver)
         kind, *rest = one.key
@@ -199,10 +201,10 @@ def _numbers_of(array: Any, limit_s: float) -> dict[Any, int] | str:
         return str(error).split("\n")[0]
 
 
-def native_of(channel: Channel | None, mesh: MpmdMesh, transport: str) -> Native | None:
-    """The native way where every process of the mesh can take it and `transport` allows it, else None; the same in all.
+def ordered_transport_of(channel: Channel | None, mesh: MpmdMesh, transport: str) -> OrderedTransport | None:
+    """Ordered transport if every process of the mesh supports it and `transport` allows it, else None; in all alike.
 
-    ConfigError for "native" where a process cannot take it. Nothing is asked where one process has all groups.
+    ConfigError for "native" if a process does not support it. Nothing is asked if one process has all groups.
     """
     if channel is None:
         return None
@@ -214,7 +216,7 @@ def native_of(channel: Channel | None, mesh: MpmdMesh, transport: str) -> Native
     if told and transport == "native":
         each = [f"process {process}: {text}" for process, text in sorted(told.items())]
         raise ConfigError(['transport="native" cannot be had', *each, f'{REPAIR}, or "auto".'])
-    return None if told else Native(channel)
+    return None if told else OrderedTransport(channel)
 
 
 def why_not(mesh: MpmdMesh) -> str:
@@ -232,7 +234,7 @@ def why_not(mesh: MpmdMesh) -> str:
 
 def _tell(channel: Channel, name: str, text: str) -> str:
     """Write what this process has to say; gives the folder where all of them do."""
-    folder = f"native/{channel.pipeline}/{name}"
+    folder = f"ordered/{channel.pipeline}/{name}"
     folder = f"{folder}/{call_number(folder)}"
     put_text(f"{folder}/{channel.process}", text)
     return folder

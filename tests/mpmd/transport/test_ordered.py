@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, Action, dependencies, forward_schedule, make_schedule
-from flax_mesh.mpmd.transport.ordered import Crossing, Walk, make_plan
+from flax_mesh.mpmd.transport.ordered import OrderedPass, OrderedTransfer, order_transfers
 
 AVAL = SimpleNamespace(shape=(2,), dtype="float32")
 NEEDS = {"dualpipe-v": lambda groups: 2 * groups, "interleaved-1f1b": lambda groups: groups}
@@ -33,7 +33,7 @@ def sends_of(schedule, owner):
         kind, stage, microbatch = action
         ends = [(a, b) if kind == "F" else (b, a) for a, b in sorted(edges) if kind in "FB"]
         return [
-            Crossing((kind, microbatch, a, b), (kind, a, b), AVAL, group_of[a], group_of[b])
+            OrderedTransfer((kind, microbatch, a, b), (kind, a, b), AVAL, group_of[a], group_of[b])
             for a, b in ends
             if a == stage and owner[group_of[a]] != owner[group_of[b]]
         ]
@@ -44,7 +44,7 @@ def sends_of(schedule, owner):
 def walk_all(schedule, owner):
     """process -> what it does, in order: ("call", key, sender, receiver), with groups, and ("do", action)."""
     sends = sends_of(schedule, owner)
-    plan = make_plan(schedule, sends)
+    plan = order_transfers(schedule, sends)
     done = {}
     for process in sorted(set(owner)):
         events = done[process] = []
@@ -54,7 +54,7 @@ def walk_all(schedule, owner):
             events.append(("call", one.key, one.sender, one.receiver))
             return one.key if owner[one.receiver] == process else None
 
-        walk = Walk(plan, call)
+        walk = OrderedPass(plan, call)
         wanted = defaultdict(list)  # action -> keys of what it takes
         for one in (one for action in schedule.order() for one in sends(action)):
             kind, microbatch, _, stage = one.key
@@ -157,7 +157,7 @@ def test_a_call_left_out_gets_stuck(name):
 def test_a_transfer_waits_for_nothing_that_is_made_later():
     """Group 1 starts a backward of twice the time before group 0 starts its last forward: both end together."""
     schedule = schedule_of("1f1b", 2, 4)
-    plan = make_plan(schedule, sends_of(schedule, [0, 1]))
+    plan = order_transfers(schedule, sends_of(schedule, [0, 1]))
     times = schedule.unit_times()
     made = [times[Action(one.key[0], one.key[2], one.key[1])][1] for _, one in plan.transfers]
     assert made == sorted(made)

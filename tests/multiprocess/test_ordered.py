@@ -1,4 +1,4 @@
-"""The native way between real processes: calls that meet by their number alone give the bits of the transfer server.
+"""Ordered transport between real processes: calls that meet by their number alone give the transfer server's bits.
 
 `jax.device_put` itself cannot move anything between processes on CPU; `tests.multiprocess.counted` stands in its place,
 with what is known of its semantics.

@@ -1,4 +1,4 @@
-"""Cases of `tests.multiprocess.worker`: the native way, with calls that have nothing but a number."""
+"""Cases of `tests.multiprocess.worker`: the ordered transport, with calls that have nothing but a number."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 
 from flax_mesh.errors import ShardingError
 from flax_mesh.mpmd import Pipeline
-from flax_mesh.mpmd.transport.ordered import Native
+from flax_mesh.mpmd.transport.ordered import OrderedTransport
 from flax_mesh.processes import Watch
 from tests.multiprocess import cases
 from tests.multiprocess.cases import end_at_once, error_of, put_and_get_all
@@ -33,7 +33,7 @@ def native(model: str, schedule: str, sizes: str, steps: str) -> None:
         arrived = moves(array, target)
         return arrived + 1 if arrived.addressable_shards else arrived
 
-    pipeline.native = Native(channel, moves)
+    pipeline.native = OrderedTransport(channel, moves)
     mine = train_and_evaluate(pipeline, model, int(steps))
     state = pipeline.init_state()
     before = moves.calls
@@ -52,7 +52,7 @@ def native(model: str, schedule: str, sizes: str, steps: str) -> None:
     print(f"{shards} transfers a step", flush=True)
     off_by_one = CountedMoves(10**6 + (jax.process_index() == jax.process_count() - 1))
     for move, limit_s in ((changed, 60), (off_by_one, 3)):
-        pipeline.native = Native(channel, move, limit_s)
+        pipeline.native = OrderedTransport(channel, move, limit_s)
         print("refused:", error_of(lambda: pipeline.step(state, cases.batches(model, 1)[0]), ShardingError), flush=True)
     end_at_once("native is done")
 
@@ -83,7 +83,7 @@ def forgetful() -> None:
             return array
         return moves(array, target)
 
-    pipeline.native = Native(channel, move)
+    pipeline.native = OrderedTransport(channel, move)
     with Watch(tell, waiting=channel.waiting) as watch:
         state = pipeline.init_state()
         for number, batch in enumerate(cases.batches("net", 6)):
