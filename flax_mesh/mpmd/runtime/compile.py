@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -215,25 +214,14 @@ def _zeros(
 ) -> Jitted:
     """Makes the zeros that the sums of the stages of one group start from, gradients laid out as their leaves."""
     trained = sorted({at for stage in stages for at in stage.trained})
-    gradients = tuple(
-        (at, leaves[at].shape, jnp.promote_types(leaves[at].dtype, jnp.float32), sharding_on(shardings[at], mesh))
-        for at in trained
-    )
-    return _zeros_function(gradients, tuple(len(stage.sums) for stage in stages), NamedSharding(mesh, PartitionSpec()))
 
-
-@lru_cache(maxsize=256)  # the same for microbatches of other shapes
-def _zeros_function(
-    gradients: tuple[tuple[int, tuple[int, ...], Any, NamedSharding], ...],
-    num_sums: tuple[int, ...],
-    scalar: NamedSharding,
-) -> Jitted:
     def zeros() -> tuple[dict[int, jax.Array], list[list[jax.Array]]]:
-        wide = {at: jnp.zeros(shape, dtype) for at, shape, dtype, _ in gradients}
-        return wide, [[jnp.zeros((), jnp.float32)] * count for count in num_sums]
+        wide = {at: jnp.zeros(leaves[at].shape, jnp.promote_types(leaves[at].dtype, jnp.float32)) for at in trained}
+        return wide, [[jnp.zeros((), jnp.float32) for _ in stage.sums] for stage in stages]
 
-    there = {at: sharding for at, *_, sharding in gradients}
-    return jax.jit(zeros, out_shardings=(there, [[scalar] * count for count in num_sums]))
+    scalar = NamedSharding(mesh, PartitionSpec())
+    there = {at: sharding_on(shardings[at], mesh) for at in trained}
+    return jax.jit(zeros, out_shardings=(there, [[scalar for _ in stage.sums] for stage in stages]))
 
 
 def named_jit(

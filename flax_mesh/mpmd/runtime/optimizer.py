@@ -1,7 +1,7 @@
 """The optimizer's update over groups: traced as for one device, then cut into a program for every group."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,21 +14,16 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.runtime.compile import Jitted, named_jit
 from flax_mesh.mpmd.runtime.placement import Placement, chunked
-from flax_mesh.mpmd.split.jaxpr import Chunks, Program, inline, interpret, is_var, trace
+from flax_mesh.mpmd.split.jaxpr import Chunks, Program, Var, inline, interpret, is_var, trace
 from flax_mesh.mpmd.split.split import StagedModel
 from flax_mesh.mpmd.split.update import SHARED, GroupProgram, MixedGroups, cut_by_group, pack, unpack
 from flax_mesh.mpmd.transport.layout import on_all_groups, put_host
 from flax_mesh.step.loss import Metrics, apply_gradients
 from flax_mesh.step.state import TrainState
 
-
-class GroupFunction(NamedTuple):
-    """The update that one group runs in one phase: call(donated, kept, packs) -> gives, pack."""
-
-    part: GroupProgram
-    donated: tuple[Any, ...]  # variables
-    kept: tuple[Any, ...]
-    call: Jitted
+# The update that one group runs in one phase: its program, the variables that it is given to donate and to keep, and
+# call(donated, kept, packs) -> gives, pack.
+GroupFunction = tuple[GroupProgram, list[Var], list[Var], Jitted]
 
 
 class Update:
@@ -184,7 +179,7 @@ def _compile(
 
     out = [shardings.get(v) for v in part.gives]
     call = named_jit(update, f"update{part.phase}", (0,), (out, None), options)
-    return GroupFunction(part, tuple(donated), tuple(kept), call)
+    return part, donated, kept, call
 
 
 def _shapes_of_pack(scalars: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:

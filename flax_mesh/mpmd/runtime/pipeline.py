@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal
 
 import jax
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
 from flax_mesh.errors import ConfigError
@@ -27,7 +27,6 @@ from flax_mesh.mpmd.split.remat import REMAT_MODES
 from flax_mesh.mpmd.split.split import StagedModel
 from flax_mesh.mpmd.split.trace import Forward
 from flax_mesh.mpmd.split.update import SHARED
-from flax_mesh.mpmd.transport.keyed import Channel
 from flax_mesh.mpmd.transport.layout import on_all_groups, on_group, put_host, sharding_on
 from flax_mesh.mpmd.transport.ordered import TRANSPORTS, ordered_transport_of
 from flax_mesh.sharding import PartitionRules
@@ -77,7 +76,8 @@ class Pipeline:
     ):
         _check(staged, mesh, schedule, remat, transport)
         self.transfers = GroupTransfers(mesh)
-        self.native = ordered_transport_of(self.transfers.channel, mesh, transport)  # None: by the transfer server
+        self.groups, self.channel = self.transfers.meshes, self.transfers.channel
+        self.native = ordered_transport_of(self.channel, mesh, transport)  # None: by the transfer server
         self.staged, self.mesh, self.schedule, self.optimizer = staged, mesh, schedule, optimizer
         self.seed, self.learning_rate = seed, learning_rate
         self.options = dict(compiler_options) if compiler_options else None
@@ -99,16 +99,6 @@ class Pipeline:
     def abstract(self) -> TrainState:
         """The state as ShapeDtypeStructs with their shardings, on the meshes of several groups."""
         return self.placement.abstract
-
-    @property
-    def groups(self) -> list[Mesh]:
-        """The meshes of the groups."""
-        return self.transfers.meshes
-
-    @property
-    def channel(self) -> Channel | None:
-        """What goes to and comes from other processes; None in a run of one."""
-        return self.transfers.channel
 
     def init_state(self) -> TrainState:
         """The initial state, every leaf initialized on its group; the same bits as without a pipeline."""
@@ -241,16 +231,14 @@ class Pipeline:
 
     def _batch_on_groups(self, batch: Batch, count: int, compiled: CompiledPipeline) -> list[list[jax.Array]]:
         """The arrays of the batch that each stage of this process reads, as (microbatch, row, ...) on its group."""
-        arrays = jax.tree.leaves(batch)
-        mine = [stage for stage in compiled.stages if stage.group in self.transfers.mine]
-        placed = {
-            (group, at): place_array(arrays[at], count, self.mesh, group, self.axes)
-            for group, at in {(stage.group, at): None for stage in mine for at in stage.data}
-        }
-        data: list[list[jax.Array]] = [[] for _ in compiled.stages]
-        for stage in mine:
-            data[stage.stage] = [placed[stage.group, at] for at in stage.data]
-        return data
+        arrays, mine = jax.tree.leaves(batch), self.transfers.mine
+
+        @cache
+        def placed(group: int, at: int) -> jax.Array:
+            return place_array(arrays[at], count, self.mesh, group, self.axes)
+
+        stages = compiled.stages
+        return [[placed(s.group, at) for at in s.data] if s.group in mine else [] for s in stages]
 
     def _indices(self, group: int, count: int) -> list[jax.Array]:
         """The numbers of `count` microbatches as arrays on a group, made once."""
