@@ -23,7 +23,6 @@ from flax_mesh.sharding.report import analyze_sharding_strategy as analyze_shard
 from flax_mesh.sharding.report import audit_rules as audit_rules
 from flax_mesh.sharding.report import check_same_on_all_processes as check_same_on_all_processes
 from flax_mesh.sharding.report import explain_sharding as explain_sharding
-from flax_mesh.sharding.report import golden_text as golden_text
 from flax_mesh.sharding.report import read_collectives as read_collectives
 from flax_mesh.sharding.report import sharding_fingerprint as sharding_fingerprint
 from flax_mesh.sharding.report import sum_traffic as sum_traffic

@@ -41,7 +41,11 @@ def gather(tree: Any, *, dtype: Any = None, bytes_in_flight: int | None = None, 
         raise ShardingError(_remote_text([named[i] for i in apart]))
     found = {i: collect(leaves[i]) if remote == "collect" else leaves[i] for i in apart}
     here = [i for i in range(len(leaves)) if i not in found]
-    fetched = _fetch([leaves[i] for i in here], dtype, bytes_in_flight)
+    local = [leaves[i] for i in here]
+    if bytes_in_flight is None:
+        fetched = [_cast(x, dtype) for x in jax.device_get(local)]
+    else:
+        fetched = stream(local, dtype, bytes_in_flight)
     found |= dict(zip(here, fetched, strict=True))
     return jax.tree.unflatten(treedef, [found[i] for i in range(len(leaves))])
 
@@ -51,12 +55,6 @@ def gather_leaf(x: Any, dtype: Any = None) -> Any:
     if isinstance(x, jax.Array) and not is_here(x):
         return gather(x, dtype=dtype)
     return _cast(jax.device_get(x), dtype)
-
-
-def _fetch(leaves: list[Any], dtype: Any, bytes_in_flight: int | None) -> list[Any]:
-    if bytes_in_flight is not None:
-        return stream(leaves, dtype, bytes_in_flight)
-    return [_cast(x, dtype) for x in jax.device_get(leaves)]
 
 
 def stream(leaves: Sequence[Any], dtype: Any, bytes_in_flight: int) -> list[Any]:

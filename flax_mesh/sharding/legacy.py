@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh.errors import ShardingError
 from flax_mesh.mesh.context import current_mesh, get_incontext_mesh
-from flax_mesh.sharding.rules import fit_spec
+from flax_mesh.sharding.rules import apply_policy, fit_spec
 from flax_mesh.tree import map_named, named_leaves
 
 
@@ -45,8 +45,7 @@ def extract_shardings(tree: Any, mesh: Mesh | AbstractMesh | None = None) -> Any
         return NamedSharding(where, spec)
 
     shardings = map_named(sharding, tree)
-    if findings:
-        raise ShardingError("\n".join(f"{finding}." for finding in findings))
+    apply_policy(findings, "error")
     return shardings
 
 

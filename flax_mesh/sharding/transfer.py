@@ -128,17 +128,22 @@ def _aligned(tree: Any, leaves: list[Any], treedef: Any, specs: Any) -> list[Any
         return [specs] * len(leaves)
     given, structure = jax.tree.flatten(specs)
     if structure != treedef:
-        wanted, by_path = [path for path, _ in named_leaves(tree)], dict(named_leaves(specs))
-        problems = [f"{path}: no spec" for path in wanted if path not in by_path]
-        problems += [f"{path}: a spec, but the tree has no such leaf" for path in by_path if path not in set(wanted)]
-        if problems:
-            raise ShardingError("specs must be a tree of the same structure:\n" + "\n".join(problems))
-        given = [by_path[path] for path in wanted]
+        given = align_by_path(tree, specs)
     given = [x if isinstance(x, PartitionSpec | Sharding) else getattr(x, "sharding", None) for x in given]
     if None in given:
         problems = [p for (p, _), layout in zip(named_leaves(specs), given, strict=True) if layout is None]
         raise ShardingError(f"no PartitionSpec and no sharding for {', '.join(problems)} in specs.")
     return given
+
+
+def align_by_path(tree: Any, specs: Any, further_problems: Sequence[str] = ()) -> list[Any]:
+    """The leaf of `specs` for each leaf of `tree`; ShardingError, with the further problems, unless the paths agree."""
+    wanted, by_path = [path for path, _ in named_leaves(tree)], dict(named_leaves(specs))
+    problems = [f"{path}: no spec" for path in wanted if path not in by_path]
+    problems += [f"{path}: a spec, but the tree has no such leaf" for path in by_path if path not in set(wanted)]
+    if problems := [*problems, *further_problems]:
+        raise ShardingError("specs must be a tree of the same structure:\n" + "\n".join(problems))
+    return [by_path[path] for path in wanted]
 
 
 def _layout(

@@ -22,7 +22,9 @@ from jax.sharding import AbstractMesh, PartitionSpec
 import flax_mesh as fm
 from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE, FINDINGS
-from flax_mesh.sharding import explain_sharding, golden_text, sharding_fingerprint
+from flax_mesh.sharding import ShardingReport, explain_sharding, sharding_fingerprint
+from flax_mesh.sharding.report.report import group_leaves
+from flax_mesh.text import array_text
 from flax_mesh.train import apply_overrides, load_recipe
 from flax_mesh.train.build import make_optimizer
 from flax_mesh.train.explain import abstract_mesh, explain
@@ -47,6 +49,15 @@ LLAMA_405B = [
 
 
 # --- recipes ---
+
+
+def golden_text(report: ShardingReport) -> str:
+    """Path, array, split and bytes per device, a line each: a change of a sharding shows in a diff of two of these."""
+    lines = [report.mesh_line]
+    for path, members in group_leaves(report.leaves):
+        leaf = report.leaves[members[0]]
+        lines.append(f"{path}  {array_text(leaf)}  {leaf.spec_text}  {leaf.device_bytes:,} B")
+    return "\n".join([*lines, f"state per device {max(report.memory_per_device.values()):,} B", ""])
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.py")), ids=lambda path: path.stem)

@@ -14,7 +14,8 @@ from flax_mesh.errors import ShardingError
 from flax_mesh.mesh.context import AnyMesh, get_incontext_mesh
 from flax_mesh.sharding.report.hlo import Traffic, read_collectives, sum_traffic
 from flax_mesh.sharding.report.report import ArrayReport, AxisStats, Kind, ShardingReport
-from flax_mesh.sharding.rules import fit_spec
+from flax_mesh.sharding.rules import apply_policy, fit_spec
+from flax_mesh.sharding.transfer import align_by_path
 from flax_mesh.tree import named_leaves, path_of
 
 Holder = tuple[Any, bool]  # a mesh or a set of devices, and whether the array lies in their host memory
@@ -120,29 +121,21 @@ def _pieces(path: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMes
         raise ShardingError(f"{path}: {spec} leaves a dim to the compiler, so its bytes are not known. Name its axes.")
     # Zeros divide by anything: sizes that do not divide are padded here, all other mistakes are errors.
     _, findings = fit_spec(path, (0,) * len(shape), spec, mesh)
-    if findings:
-        raise ShardingError("\n".join(f"{finding}." for finding in findings))
+    apply_policy(findings, "error")
     entries = (*spec, *(None,) * (len(shape) - len(spec)))
     return tuple(math.prod(mesh.shape[axis] for axis in as_tuple(entry)) for entry in entries)
 
 
 def _layouts(tree: Any, specs: Any) -> list[Any]:
     """A PartitionSpec, a Sharding or None for each leaf of `tree`."""
-    leaves = named_leaves(tree)
     if specs is None:
-        return [getattr(leaf, "sharding", None) for _, leaf in leaves]
-    given = dict(named_leaves(specs))
-    paths = [path for path, _ in leaves]
-    problems = [f"{path}: no spec" for path in paths if path not in given]
-    problems += [f"{path}: a spec, but the tree has no such leaf" for path in given if path not in set(paths)]
-    problems += [
+        return [getattr(leaf, "sharding", None) for _, leaf in named_leaves(tree)]
+    wrong = [
         f"{path}: {layout!r} is no PartitionSpec and no Sharding"
-        for path, layout in given.items()
+        for path, layout in named_leaves(specs)
         if not isinstance(layout, PartitionSpec | Sharding)
     ]
-    if problems:
-        raise ShardingError("specs must be a tree of the same structure:\n" + "\n".join(problems))
-    return [given[path] for path in paths]
+    return align_by_path(tree, specs, wrong)
 
 
 def _kinds(tree: Any) -> list[Kind]:

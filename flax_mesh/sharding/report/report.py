@@ -171,15 +171,6 @@ def report_page(
     )
 
 
-def golden_text(report: ShardingReport) -> str:
-    """Path, array, split and bytes per device, a line each: a change of a sharding shows in a diff of two of these."""
-    lines = [report.mesh_line]
-    for path, members in group_leaves(report.leaves):
-        leaf = report.leaves[members[0]]
-        lines.append(f"{path}  {array_text(leaf)}  {leaf.spec_text}  {leaf.device_bytes:,} B")
-    return "\n".join([*lines, f"state per device {max(report.memory_per_device.values()):,} B", ""])
-
-
 def group_leaves(leaves: Sequence[ArrayReport]) -> list[tuple[str, list[int]]]:
     """`group_paths` of leaves that are alike in all but their path."""
     return group_paths([leaf.path for leaf in leaves], [leaf._replace(path="") for leaf in leaves])
