@@ -17,7 +17,7 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.mesh import create_mesh
 from flax_mesh.mpmd import MpmdMesh, Pipeline, Schedule, StagedModel, make_schedule, split_stages
 from flax_mesh.sharding import PartitionRules, abstract_model, abstract_state, init_state, partition_rules
-from flax_mesh.sharding.abstract import ATTRIBUTE
+from flax_mesh.sharding.abstract import ATTRIBUTE, model_layers
 from flax_mesh.sharding.annotations import annotations_of
 from flax_mesh.sharding.rules import as_rules
 from flax_mesh.step.loss import Metrics
@@ -211,10 +211,14 @@ def fit_mesh(shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
 
 
 def run_rules(config: TrainConfig) -> PartitionRules:
-    """The rule table of the run: the recipe's, or the one the model carries; an empty one for an annotated model."""
-    if config.rules is not None:
-        return as_rules(config.rules)
+    """The rule table of the run: the recipe's, or the one the model carries; an empty one for an annotated model.
+
+    A table of the recipe that names no layers takes those of the model's.
+    """
     model = abstract_model(lambda: config.make_model(config.model, nnx.Rngs(config.run.seed)))
+    if config.rules is not None:
+        rules = as_rules(config.rules)
+        return rules if rules.layers else PartitionRules(rules.table, rules.axes, model_layers(model))
     if not hasattr(model, ATTRIBUTE) and annotations_of(nnx.state(model)):
         return PartitionRules([], getattr(model, "axes", DEFAULT_AXES))
     return partition_rules(model)

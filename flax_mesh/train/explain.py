@@ -16,7 +16,7 @@ from flax_mesh.mpmd.runtime.placement import MODEL, OPTIMIZER, bytes_of_groups
 from flax_mesh.mpmd.runtime.profile import measure_costs, with_split_backward
 from flax_mesh.mpmd.schedules.simulate import StageCost
 from flax_mesh.sharding import Explanation, explain_sharding
-from flax_mesh.sharding.rules import Finding, PartitionRules
+from flax_mesh.sharding.rules import Finding
 from flax_mesh.text import bytes_text, count_text
 from flax_mesh.train.build import build_program, cut_model, make_modules, run_rules
 from flax_mesh.train.checks import check_config, check_on_mesh
@@ -67,10 +67,8 @@ def _stages(config: TrainConfig, explanation: Explanation, mesh: AbstractMesh) -
     num_groups = mesh_shape(config)["pp"]
     if num_groups == 1:
         return "", []
-    table = config.rules if isinstance(config.rules, PartitionRules) else None
-    layers = table.layers if table else run_rules(config).layers
     try:
-        staged, schedule = cut_model(config, layers, num_groups, mesh)
+        staged, schedule = cut_model(config, run_rules(config).layers, num_groups, mesh)
     except CutError as error:
         return "", [Finding("pipeline", str(error).rstrip("."), "Cut it otherwise, or use another mesh.shape")]
     parts = [OPTIMIZER if leaf.kind == "optimizer" else MODEL for leaf in explanation.report.leaves]

@@ -1,18 +1,22 @@
-"""Meshes that fit the devices."""
+"""Meshes that fit the devices, and the layers that a rule table names."""
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import jax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flax_mesh import PartitionRules
 from flax_mesh.errors import ConfigError
-from flax_mesh.train import apply_overrides
-from flax_mesh.train.build import fit_mesh, make_mesh
+from flax_mesh.train import apply_overrides, load_recipe
+from flax_mesh.train.build import fit_mesh, make_mesh, run_rules
 from flax_mesh.train.config import AXIS_NAMES
 from tests.train.bigram import recipe
 
+TINY = Path(__file__).parents[2] / "recipes" / "tiny.py"
 sizes = st.integers(1, 12)
 
 
@@ -70,3 +74,28 @@ def test_a_platform_that_was_named_is_never_shrunk():
     config = apply_overrides(recipe(), ["mesh.shape=dp:3", "run.platform=cpu"])
     with pytest.raises(ConfigError, match=r"^mesh.shape=dp:3: .*multiply to 3.* 8.*dp:8"):
         make_mesh(config, lambda text: pytest.fail(text))
+
+
+# --- rule tables ---
+
+REPLICATED = [(".*", ())]
+
+
+@pytest.mark.parametrize(
+    ("rules", "layers"),
+    [
+        (None, ("layers",)),
+        (REPLICATED, ("layers",)),
+        (PartitionRules(REPLICATED), ("layers",)),
+        (PartitionRules(REPLICATED, layers="blocks"), ("blocks",)),
+    ],
+)
+def test_a_table_of_the_recipe_takes_the_layers_of_the_model_unless_it_names_its_own(rules, layers):
+    tiny = load_recipe(str(TINY))
+    found = run_rules(replace(tiny, rules=rules))
+    assert found.layers == layers
+    assert (found.table == run_rules(tiny).table) == (rules is None)
+
+
+def test_a_model_without_a_table_has_no_layers():
+    assert run_rules(replace(recipe(), rules=REPLICATED)).layers == ()
