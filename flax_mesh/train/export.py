@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from flax_mesh.checkpoint import Checkpointer
-from flax_mesh.checkpoint.diff import batches, mesh_text, read_batch
+from flax_mesh.checkpoint.diff import batches, read_batch
 from flax_mesh.checkpoint.find import STEP, find_whole, step_number
 from flax_mesh.checkpoint.hf.convert import MappedParam, load_safetensors, map_params, stored_value
 from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, decoder_config_from_hf, huggingface_config, read_config
@@ -24,6 +24,7 @@ from flax_mesh.checkpoint.read import Array, mesh_of, read_record, read_tree
 from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.mesh import create_mesh
 from flax_mesh.sharding import abstract_state, sharding_fingerprint
+from flax_mesh.text import mesh_text
 from flax_mesh.train.build import train_program
 from flax_mesh.train.checks import check_config, check_on_mesh, make_mesh, run_rules
 from flax_mesh.train.config import TrainConfig, parse_value, to_lines

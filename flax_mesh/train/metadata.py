@@ -9,13 +9,12 @@ from typing import Any
 from jax.sharding import Mesh
 
 from flax_mesh.axes import dims_text
-from flax_mesh.checkpoint.layout import disk_target, stacked_paths
+from flax_mesh.checkpoint import arrays_on_disk
 from flax_mesh.sharding import PartitionRules
 from flax_mesh.text import mesh_text
 from flax_mesh.train.config import TrainConfig, to_lines
 from flax_mesh.train.data.data import Corpus
 from flax_mesh.train.metrics import Row
-from flax_mesh.tree import named_leaves
 
 FORMAT = 1
 PACKAGES = ("flax-mesh", "jax", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -66,9 +65,7 @@ def versions() -> dict[str, str]:
 
 def layout_of(state: Any, layers: Sequence[str]) -> dict[str, str]:
     """path on disk -> how the array is split, as "fsdp+dp, -, tp", or "whole"."""
-    named = named_leaves(state)
-    target = disk_target(named, stacked_paths(named, layers))
-    specs = {path: leaf.sharding.spec for path, leaf in target.items()}
+    specs = {path: leaf.sharding.spec for path, leaf in arrays_on_disk(state, layers).items()}
     return {path: dims_text(spec) if any(spec) else "whole" for path, spec in specs.items()}
 
 
