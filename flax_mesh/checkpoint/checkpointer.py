@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -120,7 +120,7 @@ class Checkpointer:
         self.wait()
         definition = state.definition if isinstance(state, TrainState) else None
         if definition is None or definition is not self._checked:
-            check_stacks_are_named(state, self._layers(state))
+            check_stacks_are_named(state, _layers_of(state, self.layers))
             self._checked = definition
         self._phases = Phases("save", PHASES)
         if step in self.steps() and step not in self.damaged:
@@ -131,7 +131,7 @@ class Checkpointer:
             storage = self._open()
             self._phases.passed("begin")  # nobody writes there any more
             self._tidy()
-            arrays = to_disk(_tree(state), self._layers(state), on_host=self.host_bytes is None)
+            arrays = to_disk(_tree(state), _layers_of(state, self.layers), on_host=self.host_bytes is None)
             self._saving = step
             storage.save(self._path(step), arrays, dict(metadata))
             self._phases.passed("start")
@@ -179,8 +179,7 @@ class Checkpointer:
 
     def check(self, abstract: Any, step: int, *, include: str = "", cast: bool = False) -> dict[str, Any]:
         """Raise what `restore` would raise about another model; reads no array. path on disk -> what is restored."""
-        named = named_leaves(_tree(abstract))
-        target = disk_target(named, stacked_paths(named, self._layers(abstract)))
+        target = arrays_on_disk(abstract, self.layers)
         stored = {path: leaf for path, leaf in self.arrays(step).items() if re.match(include, path)}
         check_same(target, stored, f"checkpoint {self._step(step)}", cast=cast, repair=REPAIR)
         return target
@@ -200,7 +199,7 @@ class Checkpointer:
         step = self._whole_step(step, verify)
         target = self.check(abstract, step, include=include, cast=cast)
         named = named_leaves(_tree(abstract))
-        leaves = from_disk(self._reader(step, target), named, stacked_paths(named, self._layers(abstract)))
+        leaves = from_disk(self._reader(step, target), named, stacked_paths(named, _layers_of(abstract, self.layers)))
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
     def fill(
@@ -213,14 +212,9 @@ class Checkpointer:
         another dtype keeps its value.
         """
         step = self._whole_step(step, verify)
-        named, layers = named_leaves(_tree(state)), self._layers(state)
+        named, layers = named_leaves(_tree(state)), _layers_of(state, self.layers)
         leaves, report = fill(named, self.arrays(step), partial(self._reader, step), layers, include, cast)
         return jax.tree.unflatten(jax.tree.structure(state), leaves), report
-
-    def _layers(self, state: Any) -> tuple[str, ...]:
-        if self.layers is not None:
-            return self.layers
-        return state.definition.layers if isinstance(state, TrainState) else ()
 
     def _whole_step(self, step: int | None, verify: bool) -> int:
         if step is None:
@@ -344,9 +338,22 @@ class Checkpointer:
         self._deleting.start()
 
 
+def arrays_on_disk(state: Any, layers: Sequence[str] | None = None) -> dict[str, Any]:
+    """path on disk -> shape, dtype and sharding of what a Checkpointer with these `layers` saves of `state`."""
+    named = named_leaves(_tree(state))
+    return disk_target(named, stacked_paths(named, _layers_of(state, layers)))
+
+
 def _tree(state: Any) -> Any:
     """`state` as a tree whose paths are those on disk."""
     return state.to_nnx() if isinstance(state, TrainState) else state
+
+
+def _layers_of(state: Any, layers: Sequence[str] | None) -> Sequence[str]:
+    """`layers`, or by default those of the table of the model, where it is known."""
+    if layers is not None:
+        return layers
+    return state.definition.layers if isinstance(state, TrainState) else ()
 
 
 def _reason(error: BaseException) -> str:

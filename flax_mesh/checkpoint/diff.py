@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mesh.checkpoint.layout import array_text
 from flax_mesh.checkpoint.read import Array, mesh_of
-from flax_mesh.text import mesh_text
+from flax_mesh.text import array_text, mesh_text
 
 READ_BYTES = 2**27  # of arrays of each of two checkpoints that are in memory at a time, or the largest array
 COMPARED = 2**22  # elements of two arrays that are compared at a time, as float64

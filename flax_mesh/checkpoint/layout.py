@@ -21,7 +21,7 @@ BATCH_BYTES = 2**30  # of stacks that are put together at a time: what restoring
 
 
 @dataclass(frozen=True)
-class Piece:
+class ArrayShard:
     """One shard of an array, read when it is needed; `index` and `replica_id` as in `jax.Shard`."""
 
     index: tuple[slice, ...]
@@ -39,20 +39,20 @@ class Piece:
         return found
 
 
-class Pieces:
+class ShardedArray:
     """An array as the shards that this process writes of it: each part of the array once, over all processes.
 
     It stands for an array where one is saved. The layer of a stack is never made as an array over its devices: its
-    pieces are cut from the shards of the stack.
+    shards are cut from those of the stack.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: Any, sharding: Any, pieces: Sequence[Piece]):
+    def __init__(self, shape: tuple[int, ...], dtype: Any, sharding: Any, shards: Sequence[ArrayShard]):
         self.shape, self.dtype, self.sharding = shape, dtype, sharding
         self.ndim, self.size, self.itemsize = len(shape), math.prod(shape), dtype.itemsize
-        self.global_shards = list(pieces)
+        self.global_shards = list(shards)
         # A process that writes nothing of it has to tell the shape of a shard all the same.
         shard = jax.ShapeDtypeStruct(sharding.shard_shape(shape), dtype)
-        self.addressable_shards = list(pieces) or [Piece((), sys.maxsize, None, lambda: shard)]
+        self.addressable_shards = list(shards) or [ArrayShard((), sys.maxsize, None, lambda: shard)]
 
 
 def to_disk(state: Any, layers: Sequence[str], *, on_host: bool = True) -> Iterator[tuple[str, Any]]:
@@ -74,8 +74,8 @@ def to_disk(state: Any, layers: Sequence[str], *, on_host: bool = True) -> Itera
         if path in stacks:
             yield from zip(stacks[path], _layers(leaf, on_host), strict=True)
         elif hasattr(leaf, "sharding"):
-            pieces = [_piece(shard, shard.index) for shard in _written_shards(leaf)]
-            yield path, Pieces(leaf.shape, leaf.dtype, leaf.sharding, pieces)
+            shards = [_shard(shard) for shard in _written_shards(leaf)]
+            yield path, ShardedArray(leaf.shape, leaf.dtype, leaf.sharding, shards)
         else:
             yield path, leaf
 
@@ -196,22 +196,22 @@ def _written_shards(leaf: Any) -> list[Any]:
     return [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
 
 
-def _piece(shard: Any, index: tuple[slice, ...]) -> Piece:
-    return Piece(index, 0, shard.device, lambda: shard.data)
+def _shard(shard: Any) -> ArrayShard:
+    return ArrayShard(shard.index, 0, shard.device, lambda: shard.data)
 
 
-def _layers(stack: Any, on_host: bool) -> Iterator[Pieces]:
+def _layers(stack: Any, on_host: bool) -> Iterator[ShardedArray]:
     """The layers of a stack, the leading dim of `stack`."""
     sharding = _layer_sharding(stack)
     shards = [(shard, np.asarray(shard.data) if on_host else shard.data) for shard in _written_shards(stack)]
     for i in range(stack.shape[0]):
-        pieces = []
+        layer = []
         for shard, data in shards:
             start, stop, _ = shard.index[0].indices(stack.shape[0])
             if start <= i < stop:
                 read = functools.partial(_cut, data, i - start)
-                pieces.append(Piece(shard.index[1:], 0, shard.device, read))
-        yield Pieces(stack.shape[1:], stack.dtype, sharding, pieces)
+                layer.append(ArrayShard(shard.index[1:], 0, shard.device, read))
+        yield ShardedArray(stack.shape[1:], stack.dtype, sharding, layer)
 
 
 def _cut(data: Any, i: int) -> Any:

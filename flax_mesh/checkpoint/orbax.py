@@ -1,7 +1,7 @@
 """What flax_mesh adds to Orbax. The one file that imports it at its head, and that nobody imports at theirs.
 
-Three things differ from what Orbax does by itself: leaves are `Pieces`, which need not be arrays over devices; a step
-gets its checksums before it is committed; and processes meet where `meet` says. Orbax's own barriers know of no
+Three things differ from what Orbax does by itself: a leaf is a `ShardedArray`, which need not be an array over devices;
+a step gets its checksums before it is committed; and processes meet where `meet` says. Orbax's own barriers know of no
 failure: those who wait in one for a process that could not write would wait for many minutes.
 """
 
@@ -14,7 +14,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from flax_mesh.checkpoint.checksums import find_damage, write_checksums, write_part
-from flax_mesh.checkpoint.layout import Pieces
+from flax_mesh.checkpoint.layout import ShardedArray
 from flax_mesh.errors import CheckpointCorruptedError
 from flax_mesh.tree import named_leaves, nest
 
@@ -170,9 +170,9 @@ def deferred() -> Any:
 
 def _type_handlers(*, in_turn: bool) -> Any:
     handlers = ocp.type_handlers
-    # Each part is written by one device only: `Pieces` know no others.
+    # Each part is written by one device only: a `ShardedArray` knows no others.
     arrays = handlers.ArrayHandler(use_replica_parallel=False, callback=deferred() if in_turn else None)
     kinds = [
         (kind, arrays if kind is jax.Array else handlers.get_type_handler(kind)) for kind in handlers.supported_types()
     ]
-    return handlers.create_type_handler_registry(*kinds, (Pieces, arrays))
+    return handlers.create_type_handler_registry(*kinds, (ShardedArray, arrays))

@@ -9,11 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flax_mesh.checkpoint import find
+from flax_mesh.checkpoint import arrays_on_disk, find, find_damage
 from flax_mesh.checkpoint import read as describe
-from flax_mesh.checkpoint.checksums import find_damage
 from flax_mesh.checkpoint.diff import SECTIONS, differences, in_both, in_one, value_differences
-from flax_mesh.checkpoint.layout import disk_target, stacked_paths
 from flax_mesh.cli import checkpoint_text as text
 from flax_mesh.cli.common import DONE, FINDINGS, config_of, table_width, use_platform
 from flax_mesh.errors import ConfigError
@@ -27,7 +25,6 @@ from flax_mesh.train.explain import abstract_mesh
 from flax_mesh.train.export import export, import_huggingface, reshard
 from flax_mesh.train.metadata import layout_of, layout_record, saved_record
 from flax_mesh.train.overrides import to_texts
-from flax_mesh.tree import named_leaves
 
 RECIPE = re.compile(r".*\.py(:\w+)?")
 DIR = "a run folder, its checkpoints/, or one step in there"
@@ -262,7 +259,6 @@ def _recipe_record(config: TrainConfig) -> tuple[dict[str, Any], dict[str, descr
     layout = layout_of(state, rules.layers)
     sizes = {name: size if size > 0 else mesh.shape[name] for name, size in mesh_shape(config).items()}
     record = layout_record(sizes, rules, layout) | {"config": to_texts(config)}
-    named = named_leaves(state)
-    target = disk_target(named, stacked_paths(named, rules.layers))
-    tree = {path: describe.Array(path, x.shape, str(x.dtype), layout[path]) for path, x in target.items()}
+    arrays = arrays_on_disk(state, rules.layers)
+    tree = {path: describe.Array(path, x.shape, str(x.dtype), layout[path]) for path, x in arrays.items()}
     return record | {"data": {}, "versions": {}}, tree

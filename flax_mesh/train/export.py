@@ -15,15 +15,16 @@ import numpy as np
 from flax import nnx
 
 from flax_mesh.checkpoint import Checkpointer
-from flax_mesh.checkpoint.diff import batches, mesh_text, read_batch
+from flax_mesh.checkpoint.diff import batches, read_batch
 from flax_mesh.checkpoint.find import STEP, find_whole, step_number
-from flax_mesh.checkpoint.hf.convert import Leaf, copy_slice, load_safetensors, plan_leaves
+from flax_mesh.checkpoint.hf.convert import MappedParam, load_safetensors, map_params, stored_value
 from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, decoder_config_from_hf, huggingface_config, read_config
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors, write_safetensors
 from flax_mesh.checkpoint.read import Array, mesh_of, read_tree
 from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.mesh import create_mesh
 from flax_mesh.sharding import abstract_state, sharding_fingerprint
+from flax_mesh.text import mesh_text
 from flax_mesh.train.build import build_program, run_rules
 from flax_mesh.train.config import TrainConfig
 from flax_mesh.train.metadata import FORMAT, layout_of, layout_record, saved_record, versions
@@ -167,20 +168,20 @@ def _export_safetensors(
 ) -> dict[str, Any]:
     config = _huggingface_config(record["config"], dtype)
     abstract = nest((path, jax.ShapeDtypeStruct(array.shape, array.dtype)) for path, array in tree.items())
-    leaves = plan_leaves(abstract, DECODER_NAMES[config["model_type"]])
-    shapes = {part.name: jax.ShapeDtypeStruct(part.shape, leaf.value.dtype) for leaf in leaves for part in leaf.parts}
-    pieces = _pieces({leaf.path: leaf for leaf in leaves}, step, tree)
+    params = map_params(abstract, DECODER_NAMES[config["model_type"]])
+    shapes = {one.name: jax.ShapeDtypeStruct(one.shape, param.value.dtype) for param in params for one in param.arrays}
+    pieces = _pieces({param.path: param for param in params}, step, tree)
     write_safetensors(work, shapes, pieces, json_files={"config.json": config}, max_file_bytes=FILE_BYTES)
     return {"model_type": config["model_type"]}
 
 
-def _pieces(leaves: Mapping[str, Leaf], step: Path, tree: Mapping[str, Array]) -> Iterator[tuple[str, np.ndarray]]:
+def _pieces(
+    params: Mapping[str, MappedParam], step: Path, tree: Mapping[str, Array]
+) -> Iterator[tuple[str, np.ndarray]]:
     """(name, array) as safetensors hold them, a few parameters at a time."""
     for path, value in read_values(step, tree):
-        for part in leaves[path].parts:
-            out = np.empty(part.split, value.dtype)
-            copy_slice(out, value[part.at].transpose(np.argsort(part.order)))
-            yield part.name, out.reshape(part.shape)
+        for one in params[path].arrays:
+            yield one.name, stored_value(one, value[one.at])
 
 
 def read_values(step: Path, tree: Mapping[str, Array]) -> Iterator[tuple[str, np.ndarray]]:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from flax_mesh.axes import dims_text
-from flax_mesh.checkpoint.layout import disk_target, stacked_paths
-from flax_mesh.checkpoint.read import mesh_of, read_record
+from flax_mesh.checkpoint import arrays_on_disk, read_record
+from flax_mesh.checkpoint.read import mesh_of
 from flax_mesh.errors import ConfigError
 from flax_mesh.sharding import PartitionRules, sharding_fingerprint
 from flax_mesh.text import mesh_text
@@ -18,7 +18,6 @@ from flax_mesh.train.config import TrainConfig
 from flax_mesh.train.data.data import Corpus
 from flax_mesh.train.metrics import Row
 from flax_mesh.train.overrides import Change, changes, present_settings, to_texts
-from flax_mesh.tree import named_leaves
 
 FORMAT = 1
 PACKAGES = ("flax-mesh", "jax", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -71,9 +70,7 @@ def versions() -> dict[str, str]:
 
 def layout_of(state: Any, layers: Sequence[str]) -> dict[str, str]:
     """path on disk -> how the array is split, as "fsdp+dp, -, tp", or "whole"."""
-    named = named_leaves(state)
-    target = disk_target(named, stacked_paths(named, layers))
-    specs = {path: leaf.sharding.spec for path, leaf in target.items()}
+    specs = {path: leaf.sharding.spec for path, leaf in arrays_on_disk(state, layers).items()}
     return {path: dims_text(spec) if any(spec) else "whole" for path, spec in specs.items()}
 
 

@@ -13,6 +13,7 @@ from flax_mesh import ConfigError, abstract_state, create_mesh, init_state, name
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.models import Decoder, DecoderConfig
 from flax_mesh.step import abstract_train_state
+from tests.checkpoint.by_layer import by_layer, check_same
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -54,28 +55,9 @@ def _moment(path, x):
     return (np.arange(x.size, dtype=np.float32) + len(path)).reshape(x.shape)
 
 
-def by_layer(state):
-    """path on disk -> array, with stacks taken apart by numpy."""
-    found = {}
-    for path, leaf in named_leaves(state):
-        head, layers, tail = path.partition("layers/")
-        if layers and not tail[0].isdigit():
-            found |= {f"{head}layers/{i}/{tail}": part for i, part in enumerate(np.asarray(leaf))}
-        else:
-            found[path] = np.asarray(leaf)
-    return found
-
-
 def save(folder, state, step=1, **kinds):
     with Checkpointer(folder, layers=["layers"], **kinds) as checkpointer:
         checkpointer.save(step, state, {"step": step, "text": "ä"})
-
-
-def check_same(a, b):
-    a, b = by_layer(a), by_layer(b)
-    assert a.keys() == b.keys()
-    for path in a:
-        assert a[path].dtype == b[path].dtype and np.array_equal(a[path], b[path]), path
 
 
 @pytest.mark.parametrize(
@@ -194,8 +176,8 @@ def test_a_train_state_is_saved_and_comes_back_as_one(tmp_path):
     save(tmp_path, state)
     with Checkpointer(tmp_path) as checkpointer:
         got, (filled, report) = checkpointer.restore(layout), checkpointer.fill(state)
-        check_same(state.to_nnx(), checkpointer.restore(abstract_of("one")))
+        check_same(state, checkpointer.restore(abstract_of("one")))
         assert checkpointer.check(layout, 1).keys() == checkpointer.arrays(1).keys()
     assert got.definition is filled.definition is layout.definition and not report.kept
     for tree in (got, filled):
-        check_same(state.to_nnx(), tree.to_nnx())
+        check_same(state, tree)

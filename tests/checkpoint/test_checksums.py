@@ -9,8 +9,7 @@ import pytest
 from flax import nnx
 
 from flax_mesh import abstract_state, create_mesh, init_state
-from flax_mesh.checkpoint import Checkpointer
-from flax_mesh.checkpoint import checksums as integrity
+from flax_mesh.checkpoint import Checkpointer, checksums
 from flax_mesh.checkpoint.checksums import CHECKSUMS, MARKERS, find_damage, write_checksums
 from flax_mesh.errors import CheckpointCorruptedError
 
@@ -66,7 +65,7 @@ def same(a, b) -> bool:
 
 def test_every_flipped_bit_of_the_data_is_found(copy, monkeypatch):
     step, rng = copy / "2", np.random.default_rng(0)
-    monkeypatch.setattr(integrity, "BLOCK", 4096)  # so that there are first, middle and last blocks
+    monkeypatch.setattr(checksums, "BLOCK", 4096)  # so that there are first, middle and last blocks
     write_checksums(step)
     data = [step / name for name in files_of(step) if "/d/" in name]
     sizes = np.array([path.stat().st_size for path in data])
@@ -201,17 +200,17 @@ def test_none_whole_is_an_error_that_names_every_file(copy, state):
 
 @pytest.mark.parametrize("name", ["../1/metadata/metadata", "/etc/hostname", "state/../../1/metadata/metadata"])
 def test_names_outside_the_checkpoint_are_refused(name, copy):
-    (copy / "2" / CHECKSUMS).write_bytes(integrity._encode(4096, {name: [11, [0]]}))
+    (copy / "2" / CHECKSUMS).write_bytes(checksums._encode(4096, {name: [11, [0]]}))
     assert find_damage(copy / "2") == [f"{CHECKSUMS} is damaged: it names files outside the checkpoint: {name}"]
 
 
 @pytest.mark.parametrize("files", [[], {"a": 5}, {"a": [4097, [0]]}, {"a": ["b", [0]]}, {"a": [1, [0], 2]}], ids=str)
 def test_a_table_of_checksums_that_says_nothing_is_damaged(files, copy):
-    (copy / "2" / CHECKSUMS).write_bytes(integrity._encode(4096, files))
+    (copy / "2" / CHECKSUMS).write_bytes(checksums._encode(4096, files))
     assert find_damage(copy / "2") == [f"{CHECKSUMS} is damaged: its own checksum does not fit"]
 
 
 def test_checksums_hold_whatever_the_size_of_their_blocks(copy, monkeypatch):
     """A later release may cut files otherwise: what an earlier one wrote is still whole."""
-    monkeypatch.setattr(integrity, "BLOCK", 1000)
+    monkeypatch.setattr(checksums, "BLOCK", 1000)
     assert find_damage(copy / "2") == []

@@ -4,7 +4,6 @@ A layout's programs are built and compiled once for the module; a pair costs a r
 """
 
 import functools
-import re
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +17,7 @@ from flax_mesh.train import DataConfig, OptimizerConfig, RunConfig, TrainConfig,
 from flax_mesh.train.build import TrainProgram, batch_sharding, make_mesh, run_rules, train_program
 from flax_mesh.train.data.batches import make_batch_fn
 from flax_mesh.train.data.data import load_corpus
-from flax_mesh.tree import named_leaves
+from tests.checkpoint.by_layer import by_layer, check_same
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -101,27 +100,6 @@ def losses(program: TrainProgram, batch: Any, state: TrainState) -> np.ndarray:
     return np.array(found)
 
 
-def by_layer(state: Any) -> dict[str, np.ndarray]:
-    """path on disk -> array, with stacks, and a stage's part of one, taken apart by numpy."""
-    found = {}
-    for path, leaf in named_leaves(state):
-        head, layers, tail = path.partition("layers/")
-        start = re.fullmatch(r"(.*)/from (\d+)", tail)
-        if layers and not tail[0].isdigit():
-            name, first = (start[1], int(start[2])) if start else (tail, 0)
-            found |= {f"{head}layers/{i}/{name}": part for i, part in enumerate(np.asarray(leaf), first)}
-        else:
-            found[path] = np.asarray(leaf)
-    return found
-
-
-def check_same(a: Any, b: Any) -> None:
-    a, b = by_layer(a), by_layer(b)
-    assert a.keys() == b.keys() and any("/layers/3/" in path for path in a)
-    for path in a:
-        assert a[path].dtype == b[path].dtype and np.array_equal(a[path], b[path]), path
-
-
 def check_pair(setup, saved, before: str, after: str) -> None:
     folder, kept, want = saved(before)
     program, batch = setup(after)
@@ -129,7 +107,8 @@ def check_pair(setup, saved, before: str, after: str) -> None:
         restored = checkpointer.restore(program.layout, BEFORE)
     for leaf, abstract in zip(jax.tree.leaves(restored), program.layout.leaves, strict=True):
         assert leaf.sharding.is_equivalent_to(abstract.sharding, leaf.ndim)
-    check_same(kept.to_nnx(), restored.to_nnx())
+    check_same(kept, restored)
+    assert any("/layers/3/" in path for path in by_layer(kept))
     have = losses(program, batch, restored)
     assert len(set(want)) == AFTER and want[-1] < want[0]  # something is learned
     if before == after:

@@ -44,8 +44,8 @@ class ParamMapping(NamedTuple):
     dims: str
 
 
-class Part(NamedTuple):
-    """A stored array; `reshape(split).transpose(order)` makes `leaf[at]` of it."""
+class MappedArray(NamedTuple):
+    """An array of the files; `reshape(split).transpose(order)` makes `value[at]` of a parameter of it."""
 
     name: str
     at: tuple[int, ...]
@@ -54,13 +54,13 @@ class Part(NamedTuple):
     order: tuple[int, ...]
 
 
-class Leaf(NamedTuple):
+class MappedParam(NamedTuple):
     """A parameter and the arrays that make it up; in a `stacked` one the first dim is that of the layers."""
 
     path: str
     value: Any
     stacked: bool
-    parts: tuple[Part, ...]
+    arrays: tuple[MappedArray, ...]
 
 
 def load_safetensors(
@@ -74,16 +74,16 @@ def load_safetensors(
 
     Raises one ConfigError that lists every array that is missing, left over or of another shape.
     """
-    leaves = plan_leaves(abstract, names)
+    params = map_params(abstract, names)
     stored = open_safetensors(folder)
-    problems = _sharding_problems(leaves) + _differences(leaves, stored, tuple(ignore))
+    problems = _sharding_problems(params) + _differences(params, stored, tuple(ignore))
     if problems:
         tail = (
             "  Use the config and the table of the model that was saved; ignore= takes names that have no place here."
         )
         raise ConfigError([f"{folder} is of another model ({len(problems)} differences):", *problems, tail])
     with ThreadPoolExecutor(threads) as pool:
-        arrays = list(pool.map(lambda leaf: _load(leaf, stored), leaves))
+        arrays = list(pool.map(lambda param: _load(param, stored), params))
     return jax.tree.unflatten(jax.tree.structure(abstract), arrays)
 
 
@@ -104,37 +104,36 @@ def save_safetensors(
     """
     if jax.process_count() > 1:
         raise ConfigError("save_safetensors writes from one process. Save a checkpoint, and convert it in one process.")
-    leaves = plan_leaves(state, names)
-    arrays = {
-        part.name: jax.ShapeDtypeStruct(part.shape, _dtype(leaf.value, dtype)) for leaf in leaves for part in leaf.parts
-    }
-    twins = [name for name, count in Counter(part.name for leaf in leaves for part in leaf.parts).items() if count > 1]
-    if twins:
+    params = map_params(state, names)
+    arrays = [(one.name, jax.ShapeDtypeStruct(one.shape, _dtype(p.value, dtype))) for p in params for one in p.arrays]
+    if twins := [name for name, count in Counter(name for name, _ in arrays).items() if count > 1]:
         raise ConfigError(f"The table gives several parameters one name: {', '.join(twins)}. Names must differ.")
     cast = {} if dtype is None else {"torch_dtype": jnp.dtype(dtype).name}
     files = {} if config is None else {"config.json": {**config, **cast}}
-    write_safetensors(folder, arrays, _pieces(leaves, dtype), json_files=files, max_file_bytes=max_file_bytes)
+    write_safetensors(
+        folder, dict(arrays), _stored_values(params, dtype), json_files=files, max_file_bytes=max_file_bytes
+    )
 
 
-def plan_leaves(state: Any, names: Iterable[ParamMapping]) -> list[Leaf]:
-    """Every leaf with the arrays that make it up; one ConfigError lists those that do not fit the table."""
-    table, leaves, problems = tuple(names), [], []
+def map_params(state: Any, names: Iterable[ParamMapping]) -> list[MappedParam]:
+    """Every parameter with the arrays that make it up; one ConfigError lists those that do not fit the table."""
+    table, params, problems = tuple(names), [], []
     for path, value in named_leaves(state):
         try:
-            leaves.append(_leaf(path, value, table))
+            params.append(_map_param(path, value, table))
         except ConfigError as error:
             problems += error.problems
     if problems:
         raise ConfigError(["The table of names does not fit these parameters:", *problems])
-    return leaves
+    return params
 
 
-def _leaf(path: str, value: Any, table: Sequence[ParamMapping]) -> Leaf:
+def _map_param(path: str, value: Any, table: Sequence[ParamMapping]) -> MappedParam:
     base, start = path_and_start(path)
-    found = [(name, match) for name in table if (match := _pattern(name.path).fullmatch(base))]
+    found = [(mapping, match) for mapping in table if (match := _pattern(mapping.path).fullmatch(base))]
     if len(found) != 1:
-        lines = ", ".join(name.path for name, _ in found) or "none"
-        raise ConfigError(f"  {path} {_text(value)}: one line must name it, but these do: {lines}")
+        lines = ", ".join(mapping.path for mapping, _ in found) or "none"
+        raise ConfigError(f"  {path} {array_text(value)}: one line must name it, but these do: {lines}")
     (_, name, dims), match = found[0]
     numbers = {key: int(number) for key, number in match.groupdict().items() if number is not None}
     stacked = len(numbers) < len(match.groupdict())
@@ -145,20 +144,20 @@ def _leaf(path: str, value: Any, table: Sequence[ParamMapping]) -> Leaf:
         raise ConfigError(f"  {path}: {name!r} must have in braces {{{', '.join([*match.groupdict(), *apart])}}}")
     if len(value.shape) != stacked + len(here):
         what = f"{'a stack of ' * stacked}{' '.join(here)}"
-        raise ConfigError(f"  {path} {_text(value)}: its line has {what!r} as its dims")
+        raise ConfigError(f"  {path} {array_text(value)}: its line has {what!r} as its dims")
     layers = next((key for key in match.groupdict() if key not in numbers), None)
     counts = dict(zip([layers, *here] if stacked else here, value.shape, strict=True))
     over = {letter: range(counts[letter]) for letter in [*([layers] if stacked else []), *apart]}
     split = tuple(counts[letter] for letter in flat)
     shape = tuple(math.prod(counts[letter] for letter in group) for group in groups)
     order = tuple(flat.index(letter) for letter in here[len(apart) :])
-    parts = []
+    arrays = []
     for at in itertools.product(*over.values()):
         where = numbers | dict(zip(over, at, strict=True))
         if stacked:
             where[layers] += start
-        parts.append(Part(name.format(**where), at, shape, split, order))
-    return Leaf(path, value, stacked, tuple(parts))
+        arrays.append(MappedArray(name.format(**where), at, shape, split, order))
+    return MappedParam(path, value, stacked, tuple(arrays))
 
 
 @functools.cache
@@ -185,53 +184,53 @@ def _parse(dims: str) -> tuple[list[list[str]], list[str]]:
     return groups, here
 
 
-def _differences(leaves: Sequence[Leaf], stored: Mapping[str, np.ndarray], ignore: Sequence[str]) -> list[str]:
+def _differences(params: Sequence[MappedParam], stored: Mapping[str, np.ndarray], ignore: Sequence[str]) -> list[str]:
     problems, used = [], set()
-    for leaf in leaves:
-        for part in leaf.parts:
-            used.add(part.name)
-            found = stored.get(part.name)
-            wanted = f"{jnp.dtype(leaf.value.dtype)}{list(part.shape)}"
+    for param in params:
+        for one in param.arrays:
+            used.add(one.name)
+            found = stored.get(one.name)
+            wanted = array_text(jax.ShapeDtypeStruct(one.shape, param.value.dtype))
             if found is None:
-                problems.append(f"  {part.name}: only in the model, {wanted} ({leaf.path})")
-            elif found.shape != part.shape or not _can_cast(found.dtype, leaf.value.dtype):
-                problems.append(f"  {part.name}: folder {_text(found)}, model {wanted} ({leaf.path})")
+                problems.append(f"  {one.name}: only in the model, {wanted} ({param.path})")
+            elif found.shape != one.shape or not _can_cast(found.dtype, param.value.dtype):
+                problems.append(f"  {one.name}: folder {array_text(found)}, model {wanted} ({param.path})")
     left = [name for name in stored.keys() - used if not any(re.search(pattern, name) for pattern in ignore)]
-    return problems + [f"  {name}: only in the folder, {_text(stored[name])}" for name in sorted(left)]
+    return problems + [f"  {name}: only in the folder, {array_text(stored[name])}" for name in sorted(left)]
 
 
-def _sharding_problems(leaves: Sequence[Leaf]) -> list[str]:
+def _sharding_problems(params: Sequence[MappedParam]) -> list[str]:
     found = []
-    for leaf in leaves:
-        sharding = getattr(leaf.value, "sharding", None)
+    for param in params:
+        sharding = getattr(param.value, "sharding", None)
         if sharding is None or (isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)):
-            found.append(f"  {leaf.path}: needs a sharding over devices, got {sharding}; abstract_state gives them")
+            found.append(f"  {param.path}: needs a sharding over devices, got {sharding}; abstract_state gives them")
     return found
 
 
-def _load(leaf: Leaf, stored: Mapping[str, np.ndarray]) -> jax.Array:
-    value, done = leaf.value, {}
+def _load(param: MappedParam, stored: Mapping[str, np.ndarray]) -> jax.Array:
+    value, done = param.value, {}
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         bounds = tuple(one.indices(size)[:2] for one, size in zip(index or (), value.shape, strict=True))
         if bounds not in done:  # several devices may hold the same
-            done[bounds] = read_slice(leaf.parts, stored, bounds, value.dtype)
+            done[bounds] = read_slice(param.arrays, stored, bounds, value.dtype)
         return done[bounds]
 
     return jax.make_array_from_callback(value.shape, value.sharding, read, dtype=value.dtype)
 
 
 def read_slice(
-    parts: Sequence[Part], stored: Mapping[str, np.ndarray], bounds: Sequence[tuple[int, int]], dtype: Any
+    arrays: Sequence[MappedArray], stored: Mapping[str, np.ndarray], bounds: Sequence[tuple[int, int]], dtype: Any
 ) -> np.ndarray:
-    """A slice of the leaf that `parts` make up, (start, stop) of every dim; nothing else is read."""
+    """A slice of the parameter that `arrays` make up, (start, stop) of every dim; nothing else is read."""
     out = np.empty([stop - start for start, stop in bounds], dtype)
-    for part in parts:
-        lead = bounds[: len(part.at)]
-        if all(start <= at < stop for at, (start, stop) in zip(part.at, lead, strict=True)):
-            here = tuple(at - start for at, (start, _) in zip(part.at, lead, strict=True))
-            there = tuple(slice(*pair) for pair in bounds[len(part.at) :])
-            copy_slice(out[(*here, ...)], stored[part.name].reshape(part.split).transpose(part.order)[(*there, ...)])
+    for one in arrays:
+        lead = bounds[: len(one.at)]
+        if all(start <= at < stop for at, (start, stop) in zip(one.at, lead, strict=True)):
+            here = tuple(at - start for at, (start, _) in zip(one.at, lead, strict=True))
+            there = tuple(slice(*pair) for pair in bounds[len(one.at) :])
+            copy_slice(out[(*here, ...)], stored[one.name].reshape(one.split).transpose(one.order)[(*there, ...)])
     return out
 
 
@@ -255,20 +254,24 @@ def _copy_across(out: np.ndarray, values: np.ndarray) -> None:
         np.copyto(out[columns], values[columns])
 
 
-def _pieces(leaves: Iterable[Leaf], dtype: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, array as it is stored) of all leaves, one parameter of one layer at a time on the host."""
-    for leaf in leaves:
-        groups: dict[Any, list[Part]] = {}
-        for part in leaf.parts:
-            groups.setdefault(part.at[0] if leaf.stacked else None, []).append(part)
-        for layer, parts in groups.items():
-            taken = leaf.value if layer is None else _take(leaf.value, layer)
+def stored_value(array: MappedArray, value: Any) -> np.ndarray:
+    """The array as it is stored, from `value[array.at]` of its parameter."""
+    out = np.empty(array.split, value.dtype)
+    copy_slice(out, np.asarray(value).transpose(np.argsort(array.order)))
+    return out.reshape(array.shape)
+
+
+def _stored_values(params: Iterable[MappedParam], dtype: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, array as it is stored) of all parameters, one of them in one layer at a time on the host."""
+    for param in params:
+        groups: dict[Any, list[MappedArray]] = {}
+        for one in param.arrays:
+            groups.setdefault(one.at[0] if param.stacked else None, []).append(one)
+        for layer, arrays in groups.items():
+            taken = param.value if layer is None else _take(param.value, layer)
             whole = gather(taken, dtype=dtype, bytes_in_flight=BYTES_IN_FLIGHT)
-            for part in parts:
-                piece = whole[part.at[1:] if leaf.stacked else part.at]
-                out = np.empty(part.split, whole.dtype)
-                copy_slice(out, np.asarray(piece).transpose(np.argsort(part.order)))
-                yield part.name, out.reshape(part.shape)
+            for one in arrays:
+                yield one.name, stored_value(one, whole[one.at[1:] if param.stacked else one.at])
 
 
 def _take(stack: Any, layer: int) -> Any:
@@ -281,7 +284,3 @@ def _dtype(value: Any, dtype: Any) -> Any:
 
 def _can_cast(found: Any, wanted: Any) -> bool:
     return found == wanted or (jnp.issubdtype(found, jnp.floating) and jnp.issubdtype(wanted, jnp.floating))
-
-
-def _text(leaf: Any) -> str:
-    return array_text(leaf)

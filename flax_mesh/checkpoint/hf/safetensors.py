@@ -34,8 +34,8 @@ DTYPES = {
 CODES = {jnp.dtype(name): code for code, name in DTYPES.items()}
 
 
-class Stored(NamedTuple):
-    """Where an array lies: bytes `begin` to `end` of the data of its file."""
+class FileSlice(NamedTuple):
+    """Where an array is stored: bytes `begin` to `end` of the data of its file."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -62,7 +62,7 @@ def open_safetensors(path: str | Path) -> dict[str, np.ndarray]:
 def write_safetensors(
     folder: str | Path,
     arrays: Mapping[str, Any],
-    pieces: Iterable[tuple[str, np.ndarray]],
+    values: Iterable[tuple[str, np.ndarray]],
     *,
     json_files: Mapping[str, Any] | None = None,
     max_file_bytes: int = 5_000_000_000,
@@ -70,7 +70,7 @@ def write_safetensors(
     """Write `folder`, which appears whole at the end, with the data synced to disk; it must not exist, or be empty.
 
     arrays: name -> anything with the shape and dtype of the array
-    pieces: (name, array) of every one of them, once, in any order. One at a time is in memory
+    values: (name, array) of every one of them, once, in any order. One at a time is in memory
     json_files: further files, such as {"config.json": {...}}
     max_file_bytes: of data in a file, unless a single array is larger
 
@@ -91,7 +91,7 @@ def write_safetensors(
             header = _header(entries)
             (work / file).write_bytes(header)
             places |= {name: (work / file, len(header), stored) for name, stored in entries.items()}
-        _write_pieces(places, pieces)
+        _write_values(places, values)
         for file, data in {**_index(files), **(json_files or {})}.items():
             (work / file).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
         for file in [*work.iterdir(), work]:
@@ -147,7 +147,7 @@ def _open_file(path: Path) -> dict[str, np.ndarray]:
     }
 
 
-def _read_header(path: Path) -> tuple[int, dict[str, Stored]]:
+def _read_header(path: Path) -> tuple[int, dict[str, FileSlice]]:
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(8)
@@ -176,7 +176,7 @@ def _read_header(path: Path) -> tuple[int, dict[str, Stored]]:
     return length, entries
 
 
-def _entry(entry: Any) -> Stored | str:
+def _entry(entry: Any) -> FileSlice | str:
     """One entry of a header, or what is wrong with it."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         return f"must have dtype, shape and data_offsets, got {_short(entry)}"
@@ -191,10 +191,10 @@ def _entry(entry: Any) -> Stored | str:
     size = math.prod(shape) * dtype.itemsize
     if offsets[1] - offsets[0] != size:
         return f"{code} {shape} takes {size} bytes, but data_offsets are {offsets}"
-    return Stored(dtype, tuple(shape), *offsets)
+    return FileSlice(dtype, tuple(shape), *offsets)
 
 
-def _layout_problems(entries: Mapping[str, Stored], data_size: int) -> list[str]:
+def _layout_problems(entries: Mapping[str, FileSlice], data_size: int) -> list[str]:
     """Arrays must lie side by side and fill the file, as the format wants it: nothing shared, nothing hidden."""
     problems, end, before = [], 0, "the header"
     for name, stored in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
@@ -238,7 +238,7 @@ def _refuse(path: Path, problems: Sequence[str]) -> NoReturn:
     )
 
 
-def _plan(arrays: Mapping[str, Any], max_file_bytes: int) -> dict[str, dict[str, Stored]]:
+def _plan(arrays: Mapping[str, Any], max_file_bytes: int) -> dict[str, dict[str, FileSlice]]:
     """file -> its entries: names in natural order, a new file where the next array would pass the limit."""
     sizes = {name: math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for name, x in arrays.items()}
     wrong = [f"  {name}: {x.dtype}" for name, x in arrays.items() if jnp.dtype(x.dtype) not in CODES]
@@ -259,7 +259,7 @@ def _plan(arrays: Mapping[str, Any], max_file_bytes: int) -> dict[str, dict[str,
         # Wide dtypes first: then every array is aligned.
         for name in sorted(names, key=lambda name: -jnp.dtype(arrays[name].dtype).itemsize):
             begin, end = end, end + sizes[name]
-            entries[name] = Stored(jnp.dtype(arrays[name].dtype), tuple(arrays[name].shape), begin, end)
+            entries[name] = FileSlice(jnp.dtype(arrays[name].dtype), tuple(arrays[name].shape), begin, end)
         planned[WHOLE if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"] = entries
     return planned
 
@@ -269,7 +269,7 @@ def _natural(name: str) -> list[Any]:
     return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]
 
 
-def _header(entries: Mapping[str, Stored]) -> bytes:
+def _header(entries: Mapping[str, FileSlice]) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers reads no file without it
     for name, stored in entries.items():
         place = [stored.begin, stored.end]
@@ -279,7 +279,7 @@ def _header(entries: Mapping[str, Stored]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _index(files: Mapping[str, Mapping[str, Stored]]) -> dict[str, Any]:
+def _index(files: Mapping[str, Mapping[str, FileSlice]]) -> dict[str, Any]:
     if len(files) == 1:
         return {}
     total = sum(stored.end - stored.begin for entries in files.values() for stored in entries.values())
@@ -287,9 +287,9 @@ def _index(files: Mapping[str, Mapping[str, Stored]]) -> dict[str, Any]:
     return {INDEX: {"metadata": {"total_size": total}, "weight_map": weight_map}}
 
 
-def _write_pieces(places: Mapping[str, tuple[Path, int, Stored]], pieces: Iterable[tuple[str, np.ndarray]]) -> None:
+def _write_values(places: Mapping[str, tuple[Path, int, FileSlice]], values: Iterable[tuple[str, np.ndarray]]) -> None:
     missing = dict(places)
-    for name, array in pieces:
+    for name, array in values:
         if name not in missing:
             raise ValueError(f"{name}: came twice, or was never announced")
         file, start, stored = missing.pop(name)

@@ -22,7 +22,6 @@ from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES
 from flax_mesh.checkpoint.hf.safetensors import INDEX, open_safetensors, write_safetensors
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.mpmd import MpmdMesh, Pipeline, make_schedule, split_stages
-from flax_mesh.text import array_text
 from flax_mesh.tree import in_stack, layer_path, path_and_start
 
 LISTED = DecoderConfig(
@@ -192,12 +191,12 @@ def test_a_part_of_a_leaf_reads_a_part_of_a_file(folders):
     _, of_layout = folders
     abstract = plain(LISTED, 1, 1, 1, 1, 1)
     stored = open_safetensors(of_layout["one device"])
-    for leaf in convert.plan_leaves(abstract, NAMES):
+    for leaf in convert.map_params(abstract, NAMES):
         whole = [(0, size) for size in leaf.value.shape]
-        want = convert.read_slice(leaf.parts, stored, whole, np.float32)
-        assert np.array_equal(want, one(leaf.path, leaf.value.shape).astype(stored[leaf.parts[0].name].dtype))
+        want = convert.read_slice(leaf.arrays, stored, whole, np.float32)
+        assert np.array_equal(want, one(leaf.path, leaf.value.shape).astype(stored[leaf.arrays[0].name].dtype))
         odd = [(size // 3, size - size // 4) for size in leaf.value.shape]
-        got = convert.read_slice(leaf.parts, stored, odd, np.float32)
+        got = convert.read_slice(leaf.arrays, stored, odd, np.float32)
         assert np.array_equal(got, want[tuple(slice(*pair) for pair in odd)])
 
 
@@ -245,11 +244,11 @@ def test_another_model_is_one_error_with_every_array(folders):
         load_safetensors(folder, plain(other, 1, 2, 1, 2, 1), NAMES, ignore=[r"q_norm\.weight$"])
     text = str(error.value)
     k = "model.layers.3.self_attn.k_proj.weight"
-    stored = array_text(jax.ShapeDtypeStruct((8, 16), dtype))
-    assert f"{k}: folder {stored}, model f32[16,16] (layers/3/attention/k/kernel)" in text
+    kind = {"float32": "f32", "bfloat16": "bf16"}[dtype.name]
+    assert f"{k}: folder {kind}[8,16], model f32[16,16] (layers/3/attention/k/kernel)" in text
     assert "model.layers.4.mlp.up_proj.weight: only in the model, f32[24,16] (layers/4/mlp/up/kernel)" in text
-    assert f"lm_head.weight: only in the folder, {dtype}[32, 16]" in text
-    assert f"model.layers.0.self_attn.k_norm.weight: only in the folder, {dtype}[4]" in text
+    assert f"lm_head.weight: only in the folder, {kind}[32,16]" in text
+    assert f"model.layers.0.self_attn.k_norm.weight: only in the folder, {kind}[4]" in text
     assert "q_norm" not in text and "layers.3.mlp" not in text and "embed" not in text
     # k and v with their biases in 4 layers, the 12 arrays of a layer, the head and 4 norms
     assert "is of another model (33 differences)" in text and text.count("\n") == 1 + 33
@@ -345,10 +344,10 @@ def test_any_dims_and_any_slice_are_what_their_letters_say(data):
     text = " ".join(f"({' '.join(group)})" if len(group) > 1 else group[0] for group in groups)
     line = ParamMapping("w", ".".join(["w", *(f"{{{letter}}}" for letter in apart)]), f"{text} -> {' '.join(here)}")
     shape = tuple(sizes[letter] for letter in here)
-    (leaf,) = convert.plan_leaves({"w": np.zeros(shape, np.float32)}, [line])
-    stored = {part.name: np.random.default_rng(i).random(part.shape) for i, part in enumerate(leaf.parts)}
+    (leaf,) = convert.map_params({"w": np.zeros(shape, np.float32)}, [line])
+    stored = {part.name: np.random.default_rng(i).random(part.shape) for i, part in enumerate(leaf.arrays)}
     bounds = [tuple(sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n))))) for n in shape]
-    got = convert.read_slice(leaf.parts, stored, bounds, np.float64)
+    got = convert.read_slice(leaf.arrays, stored, bounds, np.float64)
     assert got.shape == tuple(stop - start for start, stop in bounds)
     for at in np.ndindex(got.shape):
         where = {letter: start + i for letter, (start, _), i in zip(here, bounds, at, strict=True)}
