@@ -113,14 +113,14 @@ def _plain(config: TrainConfig, mesh: Mesh, rules: PartitionRules) -> TrainProgr
         layout,
         seed=config.run.seed,
         num_microbatches=config.pipeline.num_microbatches,
-        layers=rules.layers,
+        layers=rules.layers or None,
         axes=rules.axes,
         learning_rate=make_learning_rate_schedule(config.optimizer),
         compiler_options=parse_compiler_options(config.run.compiler_options),
     )
 
     def init() -> TrainState:
-        return TrainState(tuple(jax.tree.leaves(init_state(make, abstract))), layout.definition)
+        return layout.with_state(init_state(make, abstract))
 
     evaluate = make_eval_step(config.loss_fn, layout)
     return TrainProgram(config, mesh, rules, layout, init, step, evaluate, lambda state: state.merge()[0])
@@ -217,8 +217,7 @@ def run_rules(config: TrainConfig) -> PartitionRules:
     """
     model = abstract_model(lambda: config.make_model(config.model, nnx.Rngs(config.run.seed)))
     if config.rules is not None:
-        rules = as_rules(config.rules)
-        return rules if rules.layers else PartitionRules(rules.table, rules.axes, model_layers(model))
+        return as_rules(config.rules, layers=model_layers(model))
     if not hasattr(model, ATTRIBUTE) and annotations_of(nnx.state(model)):
         return PartitionRules([], getattr(model, "axes", DEFAULT_AXES))
     return partition_rules(model)

@@ -4,7 +4,7 @@ at all, in a folder that did not exist."""
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -88,16 +88,16 @@ def reshard(folder: str, out: str, config: TrainConfig, step: int | None) -> dic
     notes: list[str] = []
     # Options of a compiler have no say in a layout, and need not be those of the devices that are here.
     program = build_program(apply_overrides(config, ["run.compiler_options="]), notes.append)
-    abstract, layers = program.layout.to_nnx(), program.rules.layers
+    abstract, layers = program.layout, program.rules.layers
     found, passed_over = find_whole(folder, step)
     if not STEP.fullmatch(found.name):
         raise ConfigError(f"{found} was set aside; give it the name {step_number(found)} first")
     number, record = step_number(found), saved_record(found)
-    with Checkpointer(found.parent, layers=layers) as checkpointer:
+    with Checkpointer(found.parent, layers=layers or None) as checkpointer:
         state = checkpointer.restore(abstract, number, verify=False)  # find_whole has
     before, after = mesh_text(mesh_of(record)), mesh_text(program.mesh.shape)
     record |= layout_record(program.mesh.shape, program.rules, layout_of(abstract, layers))
-    record |= {"sharding": sharding_fingerprint(abstract), "resharded_from": before}
+    record |= {"sharding": sharding_fingerprint(abstract.to_nnx()), "resharded_from": before}
     record["config"] |= {"mesh.shape": config.mesh.shape}
     with new_folder(out) as work:
         _save(work, number, state, layers, record)
@@ -228,8 +228,8 @@ def _cast(stored: str, dtype: str | None) -> str:
     return dtype if dtype and jnp.issubdtype(jnp.dtype(stored), jnp.floating) else stored
 
 
-def _save(folder: Path, step: int, state: Any, layers: Iterable[str], record: Mapping[str, Any]) -> None:
-    with Checkpointer(folder, keep=None, layers=layers, host_bytes=HOST_BYTES) as checkpointer:
+def _save(folder: Path, step: int, state: Any, layers: Sequence[str], record: Mapping[str, Any]) -> None:
+    with Checkpointer(folder, keep=None, layers=layers or None, host_bytes=HOST_BYTES) as checkpointer:
         checkpointer.save(step, state, record)
         checkpointer.wait()
         if problems := checkpointer.verify(step):

@@ -106,10 +106,9 @@ def train(
             say(f"run: found {folder} at step {step}; resuming, {config.run.steps - step} steps to go")
             if moved := layout_changes(saved, record):
                 say(f"layout: saved on another, {moved[0]}" + f"; {len(moved) - 1} more lines" * (len(moved) > 1))
-            restored = checkpointer.restore(program.layout.to_nnx(), step, verify=False)  # latest_step has
-            leaves = tuple(jax.tree.leaves(restored))
+            state = checkpointer.restore(program.layout, step, verify=False)  # latest_step has
             write_config(folder, config)
-            return _steps(run, checkpointer, TrainState(leaves, program.layout.definition), step)
+            return _steps(run, checkpointer, state, step)
 
 
 def _changes(run: Run, checkpointer: Checkpointer, saved: Mapping[str, Any], *, allow_changes: bool) -> list[Change]:
@@ -118,7 +117,7 @@ def _changes(run: Run, checkpointer: Checkpointer, saved: Mapping[str, Any], *, 
         return check_resume(saved, run.record, run.config, allow_changes=allow_changes)
     except ConfigError:
         # Of another model no setting can be allowed: name the arrays instead.
-        checkpointer.check(run.program.layout.to_nnx(), saved["step"])
+        checkpointer.check(run.program.layout, saved["step"])
         raise
 
 
@@ -176,7 +175,9 @@ def _initial(run: Run) -> TrainState:
 
 def _checkpointer(config: CheckpointConfig, folder: Path, layers: Sequence[str]) -> Checkpointer:
     keep = RetentionPolicy(config.keep, best=config.keep_best, every=config.keep_every or None)
-    return Checkpointer(folder, keep=keep, layers=layers, best_metric=config.best_metric, compress=config.compress)
+    return Checkpointer(
+        folder, keep=keep, layers=layers or None, best_metric=config.best_metric, compress=config.compress
+    )
 
 
 def _save(run: Run, checkpointer: Checkpointer, step: int, state: TrainState, row: Row, *, final: bool) -> None:
@@ -184,7 +185,7 @@ def _save(run: Run, checkpointer: Checkpointer, step: int, state: TrainState, ro
 
     The final one must not fail, whatever the config says: a run that is done has its state on disk.
     """
-    save = partial(checkpointer.save, step, state.to_nnx(), step_record(run.record, step, row))
+    save = partial(checkpointer.save, step, state, step_record(run.record, step, row))
     for call in (checkpointer.wait, save):  # if the save before has failed, this one is begun all the same
         try:
             call()

@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
 from flax import nnx
 
 from flax_mesh.checkpoint import Checkpointer
@@ -18,19 +17,16 @@ from flax_mesh.tree import named_leaves
 
 def start_from(folder: str, state: TrainState, layers: Sequence[str]) -> tuple[TrainState, str]:
     """`state` with the parameters in `folder`, and a text that says what was and was not filled."""
-    tree = state.to_nnx()
     if is_huggingface(folder):
-        path = Path(folder).expanduser()
+        path, tree = Path(folder).expanduser(), state.to_nnx()
         model = load_safetensors(path, tree["model"], DECODER_NAMES[read_config(path)["model_type"]])
-        tree = nnx.State({**tree.raw_mapping, "model": model})
         text = f"filled all {len(named_leaves(model))} arrays of the model"
-    else:
-        step, damaged = _whole_step(folder)
-        with Checkpointer(step.parent, layers=layers) as checkpointer:
-            tree, filled = checkpointer.fill(tree, step_number(step), include="model/", verify=False)  # _whole_step has
-        passed = "".join(f"{path} is damaged and passed over; " for path in damaged)
-        text = f"{passed}step {step_number(step)}, {filled}"
-    return TrainState(tuple(jax.tree.leaves(tree)), state.definition), text
+        return state.with_state(nnx.State({**tree.raw_mapping, "model": model})), text
+    step, damaged = _whole_step(folder)
+    with Checkpointer(step.parent, layers=layers or None) as checkpointer:
+        state, filled = checkpointer.fill(state, step_number(step), include="model/", verify=False)  # _whole_step has
+    passed = "".join(f"{path} is damaged and passed over; " for path in damaged)
+    return state, f"{passed}step {step_number(step)}, {filled}"
 
 
 def _whole_step(folder: str) -> tuple[Path, list[str]]:
