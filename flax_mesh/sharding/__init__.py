@@ -7,6 +7,7 @@ from flax_mesh.sharding.abstract import init_state as init_state
 from flax_mesh.sharding.abstract import model_layers as model_layers
 from flax_mesh.sharding.abstract import partition_rules as partition_rules
 from flax_mesh.sharding.abstract import partitioned as partitioned
+from flax_mesh.sharding.annotations import annotations_of as annotations_of
 from flax_mesh.sharding.constrain import constrain as constrain
 from flax_mesh.sharding.constrain import with_sharding_constraint as with_sharding_constraint
 from flax_mesh.sharding.gather import gather as gather
