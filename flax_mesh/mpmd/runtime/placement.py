@@ -109,8 +109,8 @@ def chunked(homes: Sequence[Home], values: Sequence[Any]) -> list[Any]:
 
 
 def init_leaves(make: Callable[[], Any], placement: Placement, meshes: Mapping[int, Mesh]) -> tuple[jax.Array, ...]:
-    """The initial leaves, born where they belong: one compilation a group. `meshes` has the groups of this process;
-    leaves of other groups are arrays without a shard here."""
+    """The initial leaves, initialized on their groups: one compilation a group. `meshes` has the groups of this
+    process; leaves of other groups are arrays without a shard here."""
     found: dict[int, jax.Array] = {}
     first = min(meshes)
     for group in sorted({home.group for home in placement.homes} & {SHARED, *meshes}):
@@ -132,10 +132,8 @@ def init_leaves(make: Callable[[], Any], placement: Placement, meshes: Mapping[i
 
 
 def _copied(x: jax.Array, meshes: Mapping[int, Mesh], first: int, sharding: NamedSharding) -> jax.Array:
-    """`x`, which lies on one group, on all."""
-    parts = [
-        x if group == first else jax.device_put(x, sharding_on(x.sharding, mesh)) for group, mesh in meshes.items()
-    ]
+    there = {group: sharding_on(x.sharding, mesh) for group, mesh in meshes.items()}
+    parts = [x if group == first else jax.device_put(x, to) for group, to in there.items()]
     return on_all_groups(parts, sharding)
 
 
