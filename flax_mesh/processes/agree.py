@@ -24,12 +24,12 @@ def agree(name: str, facts: Mapping[str, str]) -> None:
     put_text(f"agree/{name}/{jax.process_index()}", json.dumps(dict(facts)))
 
     def differences() -> str:
-        told = [_told(name, process) for process in range(jax.process_count())]
+        told = [json.loads(_wait(f"agree/{name}/{process}", process)) for process in range(jax.process_count())]
         return "\n".join(_differences(told))
 
-    found = from_first(f"agree/{name}/differences", differences)
-    if found:
-        raise ConfigError(["the processes of this run differ:", *found.split("\n"), _REPAIR])
+    if found := from_first(f"agree/{name}/differences", differences):
+        repair = "Start all processes with the same code, recipe, settings, data and versions."
+        raise ConfigError(["the processes of this run differ:", *found.split("\n"), repair])
 
 
 def from_first(name: str, decide: Callable[[], str]) -> str:
@@ -130,13 +130,6 @@ class Phases:
 
     def _key(self, phase: str, who: int | str) -> str:
         return f"{self._root}/{self._number}/{phase}/{who}"
-
-
-_REPAIR = "Start all processes with the same code, recipe, settings, data and versions."
-
-
-def _told(name: str, process: int) -> dict[str, str]:
-    return json.loads(_wait(f"agree/{name}/{process}", process))
 
 
 def _wait(key: str, process: int) -> str:
