@@ -86,10 +86,8 @@ def resolve_dcn_dims(
 
 
 def _preferred_cuts(dims: Sequence[int], names: Sequence[str], num_granules: int) -> tuple[int, ...]:
-    """The greatest common divisor with what is left, in the order of preference.
-
-    As in `shape.split_between_hosts` this finds a cut wherever one exists, and no axis is used that could be spared.
-    """
+    """The greatest common divisor with what is left, in the order of preference. As in `shape.split_between_hosts` this
+    finds a cut wherever one exists, and no axis is used that could be spared."""
     rank = {name: i for i, name in enumerate(DCN_FIRST)} | {name: i + 9 for i, name in enumerate(DCN_LAST)}
     left, cuts = num_granules, [1] * len(dims)
     for axis in sorted(range(len(dims)), key=lambda axis: rank.get(names[axis], len(DCN_FIRST))):

@@ -121,7 +121,6 @@ def _checked_prefix(name: str, out_shardings: Any) -> list[tuple[str, Sharding]]
 
 
 def _broadcast(name: str, out_shardings: Any, outputs: Any) -> list[Sharding]:
-    """One sharding for every leaf of `outputs`."""
     shardings: list[Any] = []
 
     def repeat(sharding: Any, part: Any) -> None:

@@ -16,8 +16,7 @@ MARGIN_S = 60  # the others wait so much longer than process 0, which says who i
 
 
 def agree(name: str, facts: Mapping[str, str]) -> None:
-    """Every process calls it with its own `facts`. ConfigError in all of them, naming fields and processes, unless all
-    have the same."""
+    """Every process calls it with its own `facts`; if they differ, ConfigError in all names fields and processes."""
     if jax.process_count() == 1:
         return
     name = f"{name}/{call_number(f'agree {name}')}"
@@ -33,8 +32,7 @@ def agree(name: str, facts: Mapping[str, str]) -> None:
 
 
 def from_first(name: str, decide: Callable[[], str]) -> str:
-    """What `decide()` gives in process 0, in every process; its ConfigError or CheckpointCorruptedError is raised in
-    all."""
+    """What `decide()` returns in process 0; its ConfigError or CheckpointCorruptedError is raised in all processes."""
     if jax.process_count() == 1:
         return decide()
     name = f"{name}/{call_number(f'from_first {name}')}"
@@ -105,7 +103,6 @@ class Phases:
             delete_texts(f"{self._root}/{self._number - 1}")  # nobody asks for it any more: all have come here
 
     def is_past(self, phase: str) -> bool:
-        """Whether all have passed it."""
         return phase not in self._ahead
 
     def failed(self, reason: str) -> None:

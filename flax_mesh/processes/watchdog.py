@@ -40,8 +40,6 @@ LOST = 5  # exit code
 
 @dataclass
 class _Peer:
-    """One end of a connection."""
-
     process: int
     heard: float
     unread: bytes = b""

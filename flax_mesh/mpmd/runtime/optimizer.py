@@ -154,10 +154,8 @@ def _compile(
     shardings: Mapping[Any, Any],
     options: dict[str, Any] | None,
 ) -> GroupFunction:
-    """Jit one part of the update; `shardings` holds that of every output of the update that is an array of a leaf.
-
-    Inputs whose last use is here are donated if an output has the same shape and dtype.
-    """
+    """Jit one part of the update; `shardings` has those of the update's outputs that are arrays of leaves. Inputs whose
+    last use is here are donated if an output has the same shape and dtype."""
     free = [(v.aval.shape, v.aval.dtype) for v in part.gives]
     donated = []
     for v in sorted(part.dies, key=lambda v: v not in shardings):  # leaves first: new values are placed as they are

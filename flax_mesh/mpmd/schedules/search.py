@@ -104,23 +104,16 @@ def _search_placement(
     for width, backwards, weight, reserve in _plans(seed, several=len(stages) > problem.num_groups):
         if makespan <= bound * (1 + TOLERANCE) or most_work <= 0:
             break
-        found = searches[backwards].run(
-            width, weight=weight, better_than=makespan, most_work=most_work, reserve=reserve
-        )
+        search = searches[backwards]
+        found = search.run(width, weight=weight, better_than=makespan, most_work=most_work, reserve=reserve)
         most_work -= found.work
         if found.served:
             best = _schedule(problem, stage_to_group, found.served, backwards)
             makespan = simulate(best, stages).makespan
         if found.complete and len(stages) == problem.num_groups:
             bound = makespan  # all was looked at: see BeamSearch
-    return SearchResult(
-        best,
-        makespan,
-        bound,
-        makespan <= bound * (1 + TOLERANCE),
-        named and named.name,
-        times[named] if named else None,
-    )
+    optimal = makespan <= bound * (1 + TOLERANCE)
+    return SearchResult(best, makespan, bound, optimal, named and named.name, times[named] if named else None)
 
 
 def _plans(seed: int, several: bool) -> Iterator[tuple[int, bool, float, bool]]:

@@ -62,7 +62,6 @@ def trace(fn: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
 
 
 def bodies(eqn: Eqn) -> list[Any]:
-    """The jaxprs inside an equation."""
     params = [value if isinstance(value, tuple | list) else (value,) for value in eqn.params.values()]
     jaxprs = [x for items in params for x in items if isinstance(x, jex.ClosedJaxpr | jex.Jaxpr)]
     return [x.jaxpr if isinstance(x, jex.ClosedJaxpr) else x for x in jaxprs]
@@ -124,7 +123,7 @@ def inline(program: Program, opens: Callable[[Eqn], bool] = lambda eqn: False) -
 
 
 def evaluate(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
-    """What one equation gives for the values of its inputs."""
+    """What one equation returns for the values of its inputs."""
     # eval_jaxpr knows how to bind primitives that carry functions, such as custom_jvp.
     known = {atom: value for atom, value in zip(eqn.invars, values, strict=True) if is_var(atom)}
     jaxpr = _jaxpr((), tuple(known), eqn.outvars, [eqn])

@@ -93,7 +93,7 @@ class Channel:
         sender: int,
         receiver: int,
     ) -> jax.Array:
-        """What group `sender` sends under `key`, as it arrives on group `receiver`, where `sharding` lies."""
+        """What group `sender` sends under `key`, as it arrives on group `receiver`, laid out by `sharding`."""
         name = self._name(key, sender, receiver)
         shards = [
             array

@@ -225,7 +225,7 @@ def why_not(mesh: MpmdMesh) -> str:
 
 
 def _tell(channel: Channel, name: str, text: str) -> str:
-    """Write what this process has to say; gives the folder where all of them do."""
+    """Publish a text of this process; returns the folder in which every process publishes its own."""
     folder = f"ordered/{channel.pipeline}/{name}"
     folder = f"{folder}/{call_number(folder)}"
     put_text(f"{folder}/{channel.process}", text)
@@ -233,6 +233,6 @@ def _tell(channel: Channel, name: str, text: str) -> str:
 
 
 def _hear(channel: Channel, folder: str) -> dict[int, str]:
-    """process -> what it says, of all processes that have devices of the pipeline."""
+    """process -> its text, of all processes that have devices of the pipeline."""
     processes = sorted({device.process_index for mesh in channel.groups for device in mesh.devices.flat})
     return {process: get_text(f"{folder}/{process}", TOLD_TIMEOUT_S) for process in processes}
