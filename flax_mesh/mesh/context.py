@@ -94,11 +94,8 @@ def get_submesh_device_index(axis_names: str | Sequence[str]) -> jax.Array | int
     It is a value per device, so it exists only where the axes are mapped: a traced int32 scalar inside `shard_map`.
     ValueError elsewhere.
     """
-    names = _as_names(axis_names)
-    if not names:
-        return 0
     index = 0
-    for name in names:
+    for name in (names := _as_names(axis_names)):
         try:
             index = index * jax.lax.axis_size(name) + jax.lax.axis_index(name)
         except NameError:

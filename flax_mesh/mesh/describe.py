@@ -54,9 +54,8 @@ def read_layout(mesh: Mesh) -> MeshLayout:
     block = devices[tuple(slice(size // cut) for size, cut in zip(devices.shape, cuts, strict=True))]
     flat = list(block.flat)
     if flat[0].platform != "tpu":
-        return MeshLayout(
-            granule, cuts, block, why_no_torus=f"{flat[0].platform} devices form no torus, all links count alike"
-        )
+        why = f"{flat[0].platform} devices form no torus, all links count alike"
+        return MeshLayout(granule, cuts, block, why_no_torus=why)
     try:
         physical, torus = physical_mesh(flat)
     except ValueError as error:
@@ -148,10 +147,9 @@ def _axes_table(mesh: Mesh, layout: MeshLayout) -> str:
         size = mesh.devices.shape[axis]
         hops = "" if layout.hops is None or layout.block.shape[axis] == 1 else f"{layout.hops[axis]:.3g}"
         seconds = _seconds(layout, axis)
-        rate = DEFAULT_BYTES * (size - 1) / size / seconds / 1e9 if seconds else None
-        rows.append(
-            (name, str(size), place, hops, f"{seconds * 1e3:.3g} ms" if seconds else "", f"{rate:.3g}" if rate else "")
-        )
+        time = f"{seconds * 1e3:.3g} ms" if seconds else ""
+        rate = f"{DEFAULT_BYTES * (size - 1) / size / seconds / 1e9:.3g}" if seconds else ""
+        rows.append((name, str(size), place, hops, time, rate))
     known = [any(column) for column in zip(*rows, strict=True)]
     return table_text(list(compress(heads, known)), [list(compress(row, known)) for row in rows])
 
@@ -166,17 +164,15 @@ def _seconds(layout: MeshLayout, axis: int) -> float:
 
 def _where(mesh: Mesh, layout: MeshLayout) -> str:
     num_granules = int(np.prod(layout.cuts))
-    processes = len({device.process_index for device in mesh.devices.flat})
-    hosts = f"{processes} {plural('process', processes)}"
     if layout.torus is not None:
+        processes = len({device.process_index for device in mesh.devices.flat})
+        hosts = f"{processes} {plural('process', processes)}"
         return f"{num_granules} {plural('slice', num_granules)} of {layout.torus}; {hosts}"
-    return f"{layout.block.size} devices in each of {num_granules} {plural(layout.granule, num_granules)}; " + (
-        layout.why_no_torus
-    )
+    each = f"{layout.block.size} devices in each of {num_granules} {plural(layout.granule, num_granules)}"
+    return f"{each}; {layout.why_no_torus}"
 
 
 def _verdict(layout: MeshLayout, names: Sequence[str]) -> str:
-    """Whose assignment it is, and what it gains."""
     if layout.torus is None or layout.assignment is None:
         return "order: the ring order of this kind of device, as in JAX, or one that no assignment of axes makes"
     shape, ours = layout.block.shape, assignment_cost(layout.torus, layout.assignment)
@@ -205,7 +201,7 @@ def _picture(mesh: Mesh, layout: MeshLayout) -> list[str]:
     title = f"({', '.join(mesh.axis_names[axis] for axis in shown)})"
     label = {device: ",".join(str(index[axis]) for axis in shown) for index, device in np.ndenumerate(mesh.devices)}
     lines = []
-    panels = list(device_panels(mesh, layout))
+    panels = device_panels(mesh, layout)
     first = [panel for panel in panels if panel[0] == panels[0][0]]
     planes = first if layout.block.size <= PICTURE_LIMIT else first[:1]
     for granule, plane, grid in planes:

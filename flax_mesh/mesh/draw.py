@@ -85,7 +85,7 @@ def _links(mesh: Mesh, layout: MeshLayout, spots: dict[Any, tuple[int, ...]], co
             step = (end[1] - start[1], end[2] - start[2])
             if layout.torus is None or abs(step[0]) + abs(step[1]) == 1:
                 if layout.torus is not None or i + 1 < size:
-                    lines.append(_line(start, end))
+                    lines.append(_stroke(*(at + CELL / 2 for at in (*start[3:], *end[3:]))))
             elif _wraps(layout, step, (columns, rows)):
                 sign = (np.sign(step[0]), np.sign(step[1]))
                 lines += [_stub(start, -sign[0], -sign[1]), _stub(end, sign[0], sign[1])]
@@ -96,11 +96,6 @@ def _wraps(layout: MeshLayout, step: tuple[int, int], extent: tuple[int, int]) -
     assert layout.torus is not None
     along = [axis for axis in (0, 1) if step[axis]]
     return len(along) == 1 and layout.torus.wraps[along[0]] and abs(step[along[0]]) == extent[along[0]] - 1
-
-
-def _line(start: tuple[int, ...], end: tuple[int, ...]) -> str:
-    half = CELL / 2
-    return _stroke(start[3] + half, start[4] + half, end[3] + half, end[4] + half)
 
 
 def _stub(spot: tuple[int, ...], dx: int, dy: int) -> str:

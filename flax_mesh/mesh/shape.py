@@ -139,14 +139,11 @@ def _integers(dims: Sequence[int], what: str) -> tuple[int, ...]:
 def _repair(sizes: Sequence[int], names: Sequence[str], total: int) -> str:
     """The changes of one size that would make the product right."""
     works = []
-    free = next((i for i, size in enumerate(sizes) if size == -1), None)
     for i, size in enumerate(sizes):
-        others = math.prod(other for j, other in enumerate(sizes) if j not in (i, free))
-        if size == -1:
-            continue
-        if free is None and total % others == 0:
+        others = math.prod(other for j, other in enumerate(sizes) if j != i and other != -1)
+        if -1 not in sizes and total % others == 0:
             works.append(f"{names[i]}:{total // others}")
-        elif free is not None and size > 1:
+        elif -1 in sizes and size > 1:
             works += [f"{names[i]}:{d}" for d in range(size - 1, 0, -1) if total % (others * d) == 0][:1]
     return f"What works, one at a time: {', '.join(works)}." if works else f"Sizes must multiply to {total}."
 

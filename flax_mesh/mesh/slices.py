@@ -71,14 +71,11 @@ def resolve_dcn_dims(
         if slow:
             _warn_slow(slow, mesh, format_mesh_shape(names, cuts), num_granules, granule, kind)
         return cuts
-    unit = f"{granule}s" if granule == "slice" else "processes"
+    unit = plural(granule, 2)
     advice = f"Its sizes say how many {unit} each axis spans; leave dcn_mesh_dims out to have them chosen."
     cuts = resolve_dims(dcn_mesh_dims, names, num_granules, what="dcn_mesh_dims", unit=unit, advice=advice)
-    wrong = [
-        f"{name} has size {size}, not divisible by {cut}"
-        for name, size, cut in zip(names, dims, cuts, strict=True)
-        if size % cut
-    ]
+    sizes = zip(names, dims, cuts, strict=True)
+    wrong = [f"{name} has size {size}, not divisible by {cut}" for name, size, cut in sizes if size % cut]
     if wrong:
         works = format_mesh_shape(names, _preferred_cuts(dims, names, num_granules))
         raise ValueError(
@@ -89,10 +86,8 @@ def resolve_dcn_dims(
 
 
 def _preferred_cuts(dims: Sequence[int], names: Sequence[str], num_granules: int) -> tuple[int, ...]:
-    """The greatest common divisor with what is left, in the order of preference.
-
-    As in `shape.split_between_hosts` this finds a cut wherever one exists, and no axis is used that could be spared.
-    """
+    """The greatest common divisor with what is left, in the order of preference. As in `shape.split_between_hosts` this
+    finds a cut wherever one exists, and no axis is used that could be spared."""
     rank = {name: i for i, name in enumerate(DCN_FIRST)} | {name: i + 9 for i, name in enumerate(DCN_LAST)}
     left, cuts = num_granules, [1] * len(dims)
     for axis in sorted(range(len(dims)), key=lambda axis: rank.get(names[axis], len(DCN_FIRST))):
@@ -136,10 +131,8 @@ def _warn_slow(slow: list[str], mesh: str, cuts: str, num_granules: int, granule
     cost = "a network that is often 10 to 50 times slower than the links inside"
     if kind in ICI_BANDWIDTH:
         ici, dcn = ICI_BANDWIDTH.get(kind, DEFAULT_ICI), DCN_BANDWIDTH.get(kind, DEFAULT_DCN)
-        cost = (
-            f"{dcn / 1e9:g} GB/s per chip instead of {ici / 1e9:g} GB/s per link and direction, "
-            f"{ici / dcn:.0f} times slower or more"
-        )
+        speeds = f"{dcn / 1e9:g} GB/s per chip instead of {ici / 1e9:g} GB/s per link and direction"
+        cost = f"{speeds}, {ici / dcn:.0f} times slower or more"
     warnings.warn(
         f"Mesh {mesh} over {count_text(num_granules, granule)} is cut as {cuts}: "
         f"{', '.join(slow)} crosses the slow network inside every layer, at {cost}. Give pp, dp or fsdp a size "

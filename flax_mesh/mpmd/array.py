@@ -138,15 +138,12 @@ def _check_value(array: MpmdArray) -> None:
         raise ValueError(f"Process {_this_process(sharding)} has {has}; the sharding is {sharding}.")
     if value is None:
         return
-    found = [
-        f"{name} is {theirs}, not {ours}"
-        for name, theirs, ours in (
-            ("shape", value.shape, array.shape),
-            ("dtype", value.dtype, array.dtype),
-            ("weak_type", is_weakly_typed(value), array.weak_type),
-        )
-        if theirs != ours
+    facts = [
+        ("shape", value.shape, array.shape),
+        ("dtype", value.dtype, array.dtype),
+        ("weak_type", is_weakly_typed(value), array.weak_type),
     ]
+    found = [f"{name} is {theirs}, not {ours}" for name, theirs, ours in facts if theirs != ours]
     if not found and not value.sharding.is_equivalent_to(sharding, value.ndim):
         found = [f"sharding is {value.sharding}, not {sharding}"]
     if found:

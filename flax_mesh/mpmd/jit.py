@@ -102,9 +102,8 @@ def _is_none(leaf: Any) -> bool:
 
 def _checked_prefix(name: str, out_shardings: Any) -> list[tuple[str, Sharding]]:
     """(name such as `out_shardings['loss']`, sharding) of every Sharding in the prefix tree."""
-    prefix = [
-        ("out_shardings" + jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree.leaves_with_path(out_shardings)
-    ]
+    leaves = jax.tree.leaves_with_path(out_shardings)
+    prefix = [(f"out_shardings{jax.tree_util.keystr(path)}", leaf) for path, leaf in leaves]
     if not prefix:
         raise ValueError(
             f"mpmd.jit({name}): out_shardings is missing. A process that does not run the program knows only from it "
@@ -122,7 +121,6 @@ def _checked_prefix(name: str, out_shardings: Any) -> list[tuple[str, Sharding]]
 
 
 def _broadcast(name: str, out_shardings: Any, outputs: Any) -> list[Sharding]:
-    """One sharding for every leaf of `outputs`."""
     shardings: list[Any] = []
 
     def repeat(sharding: Any, part: Any) -> None:

@@ -101,9 +101,8 @@ class MpmdMesh:
             raise ValueError(f"indices must be a list or tuple of integers, got {indices!r}.")
         chosen = tuple(map(operator.index, indices))
         if not chosen:
-            raise ValueError(
-                f"indices is empty, but a mesh has devices. Name some of the groups 0..{self.mpmd_dim - 1}."
-            )
+            last = self.mpmd_dim - 1
+            raise ValueError(f"indices is empty, but a mesh has devices. Name some of the groups 0..{last}.")
         outside = sorted({index for index in chosen if not 0 <= index < self.mpmd_dim})
         twice = sorted({index for index in chosen if chosen.count(index) > 1})
         if outside or twice:

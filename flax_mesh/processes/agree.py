@@ -16,25 +16,23 @@ MARGIN_S = 60  # the others wait so much longer than process 0, which says who i
 
 
 def agree(name: str, facts: Mapping[str, str]) -> None:
-    """Every process calls it with its own `facts`. ConfigError in all of them, naming fields and processes, unless all
-    have the same."""
+    """Every process calls it with its own `facts`; if they differ, ConfigError in all names fields and processes."""
     if jax.process_count() == 1:
         return
     name = f"{name}/{call_number(f'agree {name}')}"
     put_text(f"agree/{name}/{jax.process_index()}", json.dumps(dict(facts)))
 
     def differences() -> str:
-        told = [_told(name, process) for process in range(jax.process_count())]
+        told = [json.loads(_wait(f"agree/{name}/{process}", process)) for process in range(jax.process_count())]
         return "\n".join(_differences(told))
 
-    found = from_first(f"agree/{name}/differences", differences)
-    if found:
-        raise ConfigError(["the processes of this run differ:", *found.split("\n"), _REPAIR])
+    if found := from_first(f"agree/{name}/differences", differences):
+        repair = "Start all processes with the same code, recipe, settings, data and versions."
+        raise ConfigError(["the processes of this run differ:", *found.split("\n"), repair])
 
 
 def from_first(name: str, decide: Callable[[], str]) -> str:
-    """What `decide()` gives in process 0, in every process; its ConfigError or CheckpointCorruptedError is raised in
-    all."""
+    """What `decide()` returns in process 0; its ConfigError or CheckpointCorruptedError is raised in all processes."""
     if jax.process_count() == 1:
         return decide()
     name = f"{name}/{call_number(f'from_first {name}')}"
@@ -105,7 +103,6 @@ class Phases:
             delete_texts(f"{self._root}/{self._number - 1}")  # nobody asks for it any more: all have come here
 
     def is_past(self, phase: str) -> bool:
-        """Whether all have passed it."""
         return phase not in self._ahead
 
     def failed(self, reason: str) -> None:
@@ -130,13 +127,6 @@ class Phases:
 
     def _key(self, phase: str, who: int | str) -> str:
         return f"{self._root}/{self._number}/{phase}/{who}"
-
-
-_REPAIR = "Start all processes with the same code, recipe, settings, data and versions."
-
-
-def _told(name: str, process: int) -> dict[str, str]:
-    return json.loads(_wait(f"agree/{name}/{process}", process))
 
 
 def _wait(key: str, process: int) -> str:

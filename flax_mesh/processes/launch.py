@@ -64,7 +64,6 @@ def launch(command: Sequence[str], count: int, extra: Sequence[str] = (), *, los
 
 
 def _wait(children: Sequence[subprocess.Popen[str]], ends: "queue.Queue[End]", lost: int) -> int:
-    """The exit code of the whole, once all processes have ended."""
     ended: list[End] = []
     first: End | None = None
     deadline = float("inf")
@@ -102,7 +101,6 @@ def _follow(index: int, child: subprocess.Popen[str], printing: threading.Lock, 
 
 @contextmanager
 def _forwarded(children: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
-    """Signals that come to this process go to `children`."""
 
     def forward(number: int, frame: object) -> None:
         for child in children:

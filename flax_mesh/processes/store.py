@@ -1,7 +1,6 @@
 """The key-value store that the processes of jax.distributed share: short texts, each written once."""
 
 from collections import Counter
-from functools import lru_cache
 from typing import Any
 
 import jax
@@ -9,6 +8,7 @@ import jax
 from flax_mesh.jax_compat import distributed_state
 
 ROOT = "flax_mesh"
+_calls: Counter[str] = Counter()  # one, as there is one jax.distributed in a process
 
 
 def put_text(key: str, text: str, *, overwrite: bool = False) -> None:
@@ -44,14 +44,8 @@ def delete_texts(folder: str) -> None:
 def call_number(name: str) -> int:
     """How often this process has asked for it: equal in all processes that make the same calls, so that a key that is
     written once can be used again under another number."""
-    counts = _counts()
-    counts[name] += 1
-    return counts[name]
-
-
-@lru_cache(maxsize=1)
-def _counts() -> Counter[str]:
-    return Counter()  # one, as there is one jax.distributed in a process
+    _calls[name] += 1
+    return _calls[name]
 
 
 def _client() -> Any:

@@ -40,8 +40,6 @@ LOST = 5  # exit code
 
 @dataclass
 class _Peer:
-    """One end of a connection."""
-
     process: int
     heard: float
     unread: bytes = b""
@@ -86,12 +84,11 @@ class Watch:
                 self._thread.join()  # what came of a lost process is told and ended there
             self._ending.set()
             code = self.tell_failure(error)
-            text = f"process {self._index} has failed: {_first_line(error)}"
-            self._say({"failed": text})
+            self._say({"failed": f"process {self._index} has failed: {_first_line(error)}"})
             self._linger()
             _end(code)
         if self._count > 1:
-            # Until the others are done too: one that dies on the last metres is noticed still.
+            # Until the others are done too: a failure during shutdown is still detected.
             self._finished.set()
             if self._index != 0:
                 self._say({"done": True})
@@ -110,10 +107,8 @@ class Watch:
         family, (address, *_) = resolve_address(distributed_state().coordinator_address)
         server = socket.create_server((address, 0), family=family)
         token = secrets.token_hex(16)
-        put_text(
-            f"watch/{call_number('watch')}",
-            json.dumps({"address": address, "port": server.getsockname()[1], "token": token}),
-        )
+        hub = {"address": address, "port": server.getsockname()[1], "token": token}
+        put_text(f"watch/{call_number('watch')}", json.dumps(hub))
         server.settimeout(JOIN_TIMEOUT_S)
         while len(self._peers) < self._count - 1:
             try:
@@ -139,7 +134,7 @@ class Watch:
     def _join(self) -> None:
         hub = json.loads(get_text(f"watch/{call_number('watch')}", JOIN_TIMEOUT_S))
         connection = socket.create_connection((hub["address"], hub["port"]), timeout=JOIN_TIMEOUT_S)
-        connection.sendall(_encoded({"token": hub["token"], "process": self._index}))
+        connection.sendall(json.dumps({"token": hub["token"], "process": self._index}).encode() + b"\n")
         self._add(connection, 0)
 
     def _add(self, connection: socket.socket, process: int) -> None:
@@ -194,7 +189,8 @@ class Watch:
             return
         if "failed" in message:
             self._noticed.set()
-            self._tell_others(message, but=peer.process)
+            if self._index == 0:
+                self._say(message, but=peer.process)
             time.sleep(GRACE_S)
             self._end(message["failed"])
         if "lost" in message:
@@ -226,21 +222,18 @@ class Watch:
 
     def _lost(self, text: str) -> None:
         self._noticed.set()
-        self._tell_others({"lost": text}, but=-1)
         if self._index == 0:
+            self._say({"lost": text})
             time.sleep(SETTLE_S)
         self._end(text)
 
-    def _tell_others(self, message: dict[str, Any], but: int) -> None:
-        if self._index == 0:
-            for connection, peer in list(self._peers.items()):
-                if peer.process != but:
-                    _send(connection, message)
-
-    def _say(self, message: dict[str, Any]) -> None:
-        """To the hub, or from it to all."""
-        for connection in list(self._peers):
-            _send(connection, message)
+    def _say(self, message: dict[str, Any], but: int | None = None) -> None:
+        """To the hub, or from it to all others, except process `but`."""
+        data = json.dumps(message).encode() + b"\n"
+        for connection, peer in list(self._peers.items()):
+            if peer.process != but:
+                with suppress(OSError):  # its end is noticed where it is read
+                    connection.send(data)  # a few bytes: they fit the buffer of the socket, or nobody reads it
 
     def _end(self, text: str) -> None:
         if self._ending.is_set():  # by an error of its own
@@ -274,15 +267,6 @@ def _line(connection: socket.socket) -> bytes:
             break
         data += more
     return data
-
-
-def _encoded(message: dict[str, Any]) -> bytes:
-    return json.dumps(message).encode() + b"\n"
-
-
-def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    with suppress(OSError):  # its end is noticed where it is read
-        connection.send(_encoded(message))  # a few bytes: they fit the buffer of the socket, or nobody reads it
 
 
 def _first_line(error: BaseException) -> str:

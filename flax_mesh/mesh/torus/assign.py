@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flax_mesh.mesh.torus.torus import Assignment, Torus, factorings, known_assignment
+from flax_mesh.mesh.torus.torus import Assignment, Torus, factorings, known_assignment, mean_hops
 
 # Bytes per second, one way. ICI per link, DCN per chip: jax-ml.github.io/scaling-book/tpus, "TPU specs".
 ICI_BANDWIDTH = {
@@ -93,11 +93,9 @@ def gather_seconds(phases: Sequence[Phase], num_bytes: float = DEFAULT_BYTES) ->
 
 
 def neighbour_hops(torus: Torus, factors: Sequence[int], strides: Sequence[int]) -> float:
-    """Mean ICI hops between ring neighbours of a logical axis laid out by `topology.arrange`."""
+    """Mean ICI hops between ring neighbours of a logical axis laid out by `arrange`."""
     places = np.stack(np.unravel_index(np.arange(math.prod(factors)), tuple(factors)), axis=-1) * np.array(strides)
-    distance = np.abs(np.roll(places, -1, axis=0) - places)
-    distance = np.where(torus.wraps, np.minimum(distance, np.array(torus.shape) - distance), distance)
-    return float(distance.sum(axis=-1).mean())
+    return mean_hops(places, torus)[0]
 
 
 def strides_of(assignment: Assignment) -> Assignment:

@@ -163,10 +163,9 @@ def mean_hops(points: np.ndarray, torus: Torus) -> tuple[float, ...]:
     one hop apart. It looks at the finished mesh alone, so it judges every way of making one.
     """
     hops = []
-    sizes, wraps = np.array(torus.shape), np.array(torus.wraps)
     for axis in range(points.ndim - 1):
         distance = np.abs(np.roll(points, -1, axis=axis) - points)
-        distance = np.where(wraps, np.minimum(distance, sizes - distance), distance)
+        distance = np.where(torus.wraps, np.minimum(distance, np.array(torus.shape) - distance), distance)
         hops.append(float(distance.sum(axis=-1).mean()))
     return tuple(hops)
 

@@ -1,5 +1,7 @@
 """A pipeline compiled for microbatches of one shape: F, B and W of every stage, jitted for the group of the stage."""
 
+import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -188,7 +190,7 @@ class _StageCompiler:
         whole = program.weights is None
 
         def backward(leaves, data, slot, received, residuals, cotangents, grads):
-            summed = [_add(parts) for parts in cotangents]
+            summed = [functools.reduce(operator.add, parts) for parts in cotangents]
             outs = self.call(program.backward, self.inputs(leaves, data, slot), received, summed, residuals)
             num = len(program.floats_in)
             to_inputs, rest = outs[:num], outs[num:]
@@ -201,7 +203,7 @@ class _StageCompiler:
 
     def weights(self, trained: Sequence[NamedSharding]) -> Jitted:
         def weights(leaves, data, slot, received, residuals, cotangents, carry, grads):
-            summed = [_add(parts) for parts in cotangents]
+            summed = [functools.reduce(operator.add, parts) for parts in cotangents]
             inputs = self.inputs(leaves, data, slot)
             outs = self.call(self.program.weights, inputs, received, summed, residuals, carry)
             return [g + x for g, x in zip(grads, outs, strict=True)]
@@ -230,10 +232,3 @@ def named_jit(
     """`fn` jitted under a name, by which profiles show it."""
     fn.__name__ = name
     return jax.jit(fn, donate_argnums=donate, out_shardings=out_shardings, compiler_options=options)
-
-
-def _add(parts: Sequence[Any]) -> Any:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total

@@ -79,7 +79,6 @@ class ScheduleRun:
             self._pass.end()
 
     def do(self, action: Action) -> None:
-        """Dispatch one action."""
         kind, k, microbatch = action
         # Not a table of bound methods in `self`: such a circle would keep all arrays of the run until a collection.
         if kind == "F":
@@ -145,7 +144,6 @@ class ScheduleRun:
         summed.update(zip(stage.trained, grads, strict=True))
 
     def _value(self, v: Var, microbatch: int, stage: int, group: int) -> jax.Array:
-        """The value of `v` for a stage on `group`."""
         value = self.values.pop((v, microbatch, stage), None)
         if value is not None:
             return value
@@ -183,9 +181,8 @@ class ScheduleRun:
 
     @property
     def _channel(self) -> Channel:
-        """Where another process has a group, there is one."""
         channel = self.compiled.transfers.channel
-        assert channel is not None
+        assert channel is not None  # another process has a group
         return channel
 
 

@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.runtime.compile import Jitted, named_jit
-from flax_mesh.mpmd.runtime.placement import Placement, chunked
-from flax_mesh.mpmd.split.jaxpr import Chunks, Program, Var, inline, interpret, is_var, trace
+from flax_mesh.mpmd.runtime.placement import Placement, chunked, cut_rows
+from flax_mesh.mpmd.split.jaxpr import Chunks, Program, Var, inline, interpret, is_var, trace, whole
 from flax_mesh.mpmd.split.split import StagedModel
 from flax_mesh.mpmd.split.update import SHARED, GroupProgram, MixedGroups, cut_by_group, pack, unpack
 from flax_mesh.mpmd.transport.layout import on_all_groups, put_host
@@ -74,7 +74,10 @@ class Update:
         }
         packs = {(part.group, part.phase): part.packs for part in parts if part.packs}
         self.parts = [_compile(part, packs, shardings, options) for part in parts if part.group in self.mine]
-        self.packs = {key: _shapes_of_pack(scalars) for key, scalars in packs.items()}
+        self.packs = {
+            key: jax.eval_shape(pack, [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in scalars])
+            for key, scalars in packs.items()
+        }
         self.readers = {key: {p.group for p in parts if key in p.receives} for key in packs}
 
     def __call__(
@@ -124,7 +127,7 @@ class Update:
         return tuple(new), metrics, copies
 
     def _inputs(self, leaves, grads, sums, shared, transfer) -> list[dict[Any, Any]]:
-        """(group) -> variable -> its value, for the groups of this process."""
+        """[group] -> variable -> its value, for the groups of this process."""
         env: list[dict[Any, Any]] = [{} for _ in self.meshes]
         names = iter(self.program.inputs)
         for at, home in enumerate(self.placement.homes):
@@ -136,12 +139,10 @@ class Update:
                 env[group][v] = shared[at][group]
         for group, leaf in self.grads:
             home = self.owner[leaf]
-            value = (
-                grads[group][leaf] if group in grads else self.wide[leaf]
-            )  # where another process holds it, its shape
-            env[home.group][next(names)] = transfer(
-                "gradient", (home.path, leaf), value, home.sharding, group, home.group
-            )
+            # Of a gradient that another process holds, its shape.
+            value = grads[group][leaf] if group in grads else self.wide[leaf]
+            key = (home.path, leaf)
+            env[home.group][next(names)] = transfer("gradient", key, value, home.sharding, group, home.group)
         for name, group in zip(self.names, self.sum_groups, strict=True):
             env[group][next(names)] = sums[name]
         return env
@@ -151,17 +152,13 @@ def _compile(
     part: GroupProgram,
     packs: Mapping[tuple[int, int], Sequence[Any]],
     shardings: Mapping[Any, Any],
-    options: dict[str, Any] | None = None,
+    options: dict[str, Any] | None,
 ) -> GroupFunction:
-    """Jit one part of the update; `shardings` holds that of every output of the update that is an array of a leaf.
-
-    Inputs whose last use is here are donated if an output has the same shape and dtype.
-    """
+    """Jit one part of the update; `shardings` has those of the update's outputs that are arrays of leaves. Inputs whose
+    last use is here are donated if an output has the same shape and dtype."""
     free = [(v.aval.shape, v.aval.dtype) for v in part.gives]
     donated = []
-    for v in sorted(
-        part.dies, key=lambda v: v not in shardings
-    ):  # leaves first: their new values are placed as they are
+    for v in sorted(part.dies, key=lambda v: v not in shardings):  # leaves first: new values are placed as they are
         if (v.aval.shape, v.aval.dtype) in free and v.aval.shape:
             free.remove((v.aval.shape, v.aval.dtype))
             donated.append(v)
@@ -170,9 +167,7 @@ def _compile(
 
     def update(donated, kept, received):
         values = [*donated, *kept]
-        scalars = [
-            value for key, packed in zip(part.receives, received, strict=True) for value in unpack(packed, packs[key])
-        ]
+        scalars = [x for key, packed in zip(part.receives, received, strict=True) for x in unpack(packed, packs[key])]
         outs = part.program.call(*(values[order[v]] for v in part.takes), *scalars)
         num = len(part.gives)
         return outs[:num], pack([jnp.asarray(x) for x in outs[num:]])
@@ -180,11 +175,6 @@ def _compile(
     out = [shardings.get(v) for v in part.gives]
     call = named_jit(update, f"update{part.phase}", (0,), (out, None), options)
     return part, donated, kept, call
-
-
-def _shapes_of_pack(scalars: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    """What `pack` makes of the variables `scalars`."""
-    return jax.eval_shape(pack, [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in scalars])
 
 
 def _trace(
@@ -212,7 +202,7 @@ def _trace(
     trained = list(dict.fromkeys(leaf.source for leaf in staged.leaves if leaf.trained))
     wide = [_wide(plain.leaves[source]) for source in trained]
     scalars = [jax.ShapeDtypeStruct((), "float32") for _ in names]
-    whole, _ = trace(update, shapes, wide, scalars)
+    plain_update, _ = trace(update, shapes, wide, scalars)
 
     def again(leaves: list[Any], parts: list[Any], sums: list[Any]) -> list[Any]:
         found: dict[int, Any] = {}
@@ -222,19 +212,15 @@ def _trace(
             if leaf.trained and at not in found:  # the loss does not use it
                 found[at] = jnp.zeros(leaf.shape, _wide(leaf).dtype)
         model = [home for home in placement.homes if home.leaf is not None]
-        gradients = chunked(
-            model, [None if home.leaf is None else found.get(home.leaf) for home in model]
-        )  # None: not trained, such as a key
+        # None: not trained, such as a key.
+        gradients = chunked(model, [None if home.leaf is None else found.get(home.leaf) for home in model])
         args = [*chunked(placement.homes, leaves), *(gradients[source] for source in trained), *sums]
-        outs = interpret(whole, args, lambda eqn: True)
+        outs = interpret(plain_update, args, lambda eqn: True)
         flat = []
         for source, out in enumerate(outs[: len(plain.leaves)]):
             rows = [home.rows for home in placement.homes if home.source == source]
-            if isinstance(out, Chunks):
-                flat += out.parts
-            else:
-                flat += [out[slice(*r)] if r else out for r in rows]
-        return [*flat, *(out.whole() if isinstance(out, Chunks) else out for out in outs[len(plain.leaves) :])]
+            flat += out.parts if isinstance(out, Chunks) else [cut_rows(out, r) for r in rows]
+        return [*flat, *map(whole, outs[len(plain.leaves) :])]
 
     leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in placement.abstract.leaves]
     parts = [_wide(staged.leaves[leaf]) for _, leaf in grads]

@@ -121,15 +121,13 @@ class Pipeline:
 
     def model(self, state: TrainState) -> Any:
         """The model as one module, every leaf on all devices: laid out as on its group, and the same on every group."""
-        homes = [home for home in self.placement.homes if home.path.startswith(MODEL)]
-        leaves = [state.leaves[at] for at, home in enumerate(self.placement.homes) if home.path.startswith(MODEL)]
-        number = self.transfers.next_number()
+        placed = zip(self.placement.homes, state.leaves, strict=True)
+        homes, leaves = zip(*((home, leaf) for home, leaf in placed if home.path.startswith(MODEL)), strict=True)
+        number, transfer = self.transfers.next_number(), self.transfers.transfer
         arrays = []
         for at, (home, value) in enumerate(zip(homes, leaves, strict=True)):
             parts = [
-                self.transfers.transfer(
-                    ("model", number, at), value, sharding_on(home.sharding, mesh), home.group, group
-                )
+                transfer(("model", number, at), value, sharding_on(home.sharding, mesh), home.group, group)
                 for group, mesh in enumerate(self.groups)
             ]
             everywhere = NamedSharding(self.mesh.jax_mesh, home.sharding.spec)
@@ -175,11 +173,8 @@ class Pipeline:
         for leaf, value in run.changed.items():
             leaves[self._leaf_at[leaf]] = value
         values = {name: value for name, (_, value) in sums.items()}
-        shared = {
-            at: self._copies(at, state.leaves[at])
-            for at, home in enumerate(self.placement.homes)
-            if home.group == SHARED
-        }
+        shared_at = (at for at, home in enumerate(self.placement.homes) if home.group == SHARED)
+        shared = {at: self._copies(at, state.leaves[at]) for at in shared_at}
 
         def transfer(kind: str, detail: tuple[Any, ...], *what: Any) -> Any:
             return self.transfers.transfer((kind, run.number, *detail), *what)
@@ -241,7 +236,6 @@ class Pipeline:
         return [[placed(s.group, at) for at in s.data] if s.group in mine else [] for s in stages]
 
     def _indices(self, group: int, count: int) -> list[jax.Array]:
-        """The numbers of `count` microbatches as arrays on a group, made once."""
         if (group, count) not in self._numbers:
             there = NamedSharding(self.groups[group], PartitionSpec())
             self._numbers[group, count] = [put_host(np.int32(number), there) for number in range(count)]
@@ -262,11 +256,9 @@ class Pipeline:
 
     @cached_property
     def _step_at(self) -> int:
-        """The place in the state of the number of the step."""
         return next(at for at, home in enumerate(self.placement.homes) if home.path == "optimizer/step")
 
     def _home(self, leaf: int) -> Home:
-        """Where a leaf of the staged model is placed."""
         return self.placement.homes[self._leaf_at[leaf]]
 
 

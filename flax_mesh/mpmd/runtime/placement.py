@@ -1,6 +1,6 @@
-"""Where the state of a pipeline lies: every leaf on the group of its stage, the waist with several meshes in it."""
+"""The placement of a pipeline's state: every leaf on the group of its stage."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -56,25 +56,24 @@ def place(
     axes: PartitionAxis | None,
     shard_optimizer_over: str | tuple[str, ...] = (),
 ) -> Placement:
-    """The placement of the state of `make() -> (model, optimizer)`. A leaf lies on the group of the first stage that
-    uses it, an optimizer leaf on that of its parameter, both laid out there as the rules say."""
+    """The placement of the state of `make() -> (model, optimizer)`: a leaf is placed on the group of the first stage
+    that uses it, an optimizer leaf on that of its parameter, both laid out there by `rules`."""
     groups = mesh.unstack
     laid_out = abstract_state(make, groups[0], rules, axes=axes, shard_optimizer_over=shard_optimizer_over)
     plain = abstract_train_state(make, laid_out)
     named = named_leaves(laid_out)
     check_specs([(path, leaf.sharding.spec) for path, leaf in named], mesh)
-    model_parts = _parts_by_source(staged)
-    model_paths = [path.removeprefix(MODEL) for path, _ in named if path.startswith(MODEL)]
     homes: list[Home] = []
-    for source, (path, leaf) in enumerate(named):
-        spec = leaf.sharding.spec
-        for rows, group, at in _homes_of(path, leaf, staged, stage_to_group, model_paths, model_parts):
-            sharding = NamedSharding(mesh.jax_mesh if group == SHARED else groups[group], spec)
+    parts_of = _parts_of(named, staged, stage_to_group)
+    for source, ((path, leaf), parts) in enumerate(zip(named, parts_of, strict=True)):
+        for rows, group, at in parts:
+            sharding = NamedSharding(mesh.jax_mesh if group == SHARED else groups[group], leaf.sharding.spec)
             homes.append(Home(path, source, rows, group, at, sharding))
     leaves = []
     for home in homes:
-        leaf = plain.leaves[home.source]
-        leaves.append(jax.ShapeDtypeStruct(_shape(leaf.shape, home.rows), leaf.dtype, sharding=home.sharding))
+        leaf, rows = plain.leaves[home.source], home.rows
+        shape = leaf.shape if rows is None else (rows[1] - rows[0], *leaf.shape[1:])
+        leaves.append(jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=home.sharding))
     tree = jax.tree.unflatten(plain.definition.treedef, chunked(homes, leaves))
     definition = TreeDefinition(plain.definition.graphdef, jax.tree.structure(tree))
     return Placement(tuple(homes), TrainState(tuple(leaves), definition), plain)
@@ -86,10 +85,9 @@ def bytes_of_groups(
     """Bytes that a device of every group holds, of the (path, leaf, bytes a device) of a state of all leaves."""
     leaves = list(leaves)
     found = [0] * (max(stage_to_group) + 1)
-    model_paths = [path.removeprefix(MODEL) for path, *_ in leaves if path.startswith(MODEL)]
-    model_parts = _parts_by_source(staged)
-    for path, leaf, size in leaves:
-        for rows, group, _ in _homes_of(path, leaf, staged, stage_to_group, model_paths, model_parts):
+    parts_of = _parts_of([(path, leaf) for path, leaf, _ in leaves], staged, stage_to_group)
+    for (_, leaf, size), parts in zip(leaves, parts_of, strict=True):
+        for rows, group, _ in parts:
             share = size if rows is None else size * (rows[1] - rows[0]) // leaf.shape[0]
             for held in range(len(found)) if group == SHARED else (group,):
                 found[held] += share
@@ -109,8 +107,8 @@ def chunked(homes: Sequence[Home], values: Sequence[Any]) -> list[Any]:
 
 
 def init_leaves(make: Callable[[], Any], placement: Placement, meshes: Mapping[int, Mesh]) -> tuple[jax.Array, ...]:
-    """The initial leaves, born where they belong: one compilation a group. `meshes` has the groups of this process;
-    leaves of other groups are arrays without a shard here."""
+    """The initial leaves, initialized on their groups: one compilation a group. `meshes` has the groups of this
+    process; leaves of other groups are arrays without a shard here."""
     found: dict[int, jax.Array] = {}
     first = min(meshes)
     for group in sorted({home.group for home in placement.homes} & {SHARED, *meshes}):
@@ -132,20 +130,17 @@ def init_leaves(make: Callable[[], Any], placement: Placement, meshes: Mapping[i
 
 
 def _copied(x: jax.Array, meshes: Mapping[int, Mesh], first: int, sharding: NamedSharding) -> jax.Array:
-    """`x`, which lies on one group, on all."""
-    parts = [
-        x if group == first else jax.device_put(x, sharding_on(x.sharding, mesh)) for group, mesh in meshes.items()
-    ]
+    there = {group: sharding_on(x.sharding, mesh) for group, mesh in meshes.items()}
+    parts = [x if group == first else jax.device_put(x, to) for group, to in there.items()]
     return on_all_groups(parts, sharding)
 
 
 def cut_rows(value: Any, rows: tuple[int, int] | None) -> Any:
-    """Layers `rows` of a stack, or all of a leaf."""
     return value if rows is None else value[slice(*rows)]
 
 
 def check_specs(specs: Iterable[tuple[str, PartitionSpec]], mesh: MpmdMesh) -> None:
-    """ShardingError for every spec that mentions the MPMD axis: along it lie different leaves, not parts of one."""
+    """ShardingError for every spec that mentions the MPMD axis, whose groups hold different leaves."""
     name = mesh.mpmd_axis_name
     wrong = [f"{path}: {spec}" for path, spec in specs if any(name in as_tuple(entry) for entry in spec)]
     if wrong:
@@ -155,28 +150,22 @@ def check_specs(specs: Iterable[tuple[str, PartitionSpec]], mesh: MpmdMesh) -> N
         )
 
 
-def _parts_by_source(staged: StagedModel) -> dict[int, list[tuple[int, ModelLeaf]]]:
-    found: dict[int, list[tuple[int, ModelLeaf]]] = {}
+def _parts_of(
+    named: Sequence[tuple[str, Any]], staged: StagedModel, stage_to_group: Sequence[int]
+) -> Iterator[list[tuple[tuple[int, int] | None, int, int | None]]]:
+    """(rows, group, index into staged.leaves) for each part of every (path, leaf) of the plain state."""
+    model_paths = [path.removeprefix(MODEL) for path, _ in named if path.startswith(MODEL)]
+    model_parts: dict[int, list[tuple[int, int, ModelLeaf]]] = {}  # index, group and leaf, by source
     for at, leaf in enumerate(staged.leaves):
-        found.setdefault(leaf.source, []).append((at, leaf))
-    return found
-
-
-def _homes_of(path, leaf, staged, stage_to_group, model_paths, model_parts) -> list[tuple[Any, int, int | None]]:
-    """(rows, group, index into staged.leaves) for each part of one leaf of the plain state."""
-    inner = path.removeprefix(MODEL)
-    owner = inner if path.startswith(MODEL) else owner_of(path, model_paths)
-    if owner is None:
-        return [(None, SHARED, None)]
-    parts = model_parts[model_paths.index(owner)]
-    group_of = [stage_to_group[staged.users[at][0]] for at, _ in parts]
-    if path.startswith(MODEL):
-        return [(part.rows, group, at) for (at, part), group in zip(parts, group_of, strict=True)]
-    depth = parts[-1][1].rows[1] if parts[-1][1].rows else 0
-    if depth and leaf.shape[:1] == (depth,):  # of every layer of a stack
-        return [(part.rows, group, None) for (_, part), group in zip(parts, group_of, strict=True)]
-    return [(None, group_of[0], None)]
-
-
-def _shape(shape: Sequence[int], rows: tuple[int, int] | None) -> tuple[int, ...]:
-    return tuple(shape) if rows is None else (rows[1] - rows[0], *shape[1:])
+        model_parts.setdefault(leaf.source, []).append((at, stage_to_group[staged.users[at][0]], leaf))
+    for path, leaf in named:
+        in_model = path.startswith(MODEL)
+        owner = path.removeprefix(MODEL) if in_model else owner_of(path, model_paths)
+        parts = [] if owner is None else model_parts[model_paths.index(owner)]
+        depth = parts[-1][2].rows[1] if parts and parts[-1][2].rows else 0
+        if in_model:
+            yield [(part.rows, group, at) for at, group, part in parts]
+        elif depth and leaf.shape[:1] == (depth,):  # of every layer of a stack
+            yield [(part.rows, group, None) for _, group, part in parts]
+        else:
+            yield [(None, parts[0][1] if parts else SHARED, None)]

@@ -111,13 +111,11 @@ def with_split_backward(schedule: Schedule) -> Schedule:
     """The schedule with a W right after every B; one that splits the backward already is given back as it is."""
     if schedule.splits_backward:
         return schedule
-    rows = tuple(
-        tuple(
-            part for action in row for part in ([action, action._replace(kind="W")] if action.kind == "B" else [action])
-        )
+    rows = (
+        tuple(action._replace(kind=kind) for action in row for kind in ("BW" if action.kind == "B" else action.kind))
         for row in schedule.rows
     )
-    return replace(schedule, rows=rows, splits_backward=True)
+    return replace(schedule, rows=tuple(rows), splits_backward=True)
 
 
 def costs_of(timeline: Timeline) -> tuple[StageCost, ...]:

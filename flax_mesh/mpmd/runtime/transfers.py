@@ -24,7 +24,6 @@ class GroupTransfers:
 
     @cached_property
     def my_meshes(self) -> dict[int, Mesh]:
-        """The meshes of the groups of this process."""
         return {group: self.meshes[group] for group in sorted(self.mine)}
 
     def next_number(self) -> int:

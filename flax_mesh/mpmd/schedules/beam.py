@@ -32,8 +32,7 @@ class Partial(NamedTuple):
 
 @dataclass(frozen=True)
 class Found:
-    makespan: float  # NEVER where nothing better than what was asked for was found
-    served: list[int]  # lanes in the order in which they were served
+    served: list[int]  # lanes in the order in which they were served; [] where nothing better was found
     complete: bool  # nothing was left out that could have been better
     work: int  # partial schedules looked at
 
@@ -71,7 +70,7 @@ class BeamSearch:
                         offers.append((bound + weight * idle, idle, len(offers), bound, lane, start, partial))
             work += len(offers)
             if work > most_work:
-                return Found(NEVER, [], False, work)
+                return Found([], False, work)
             offers.sort()
             beam, kept = [], {}
             for _, idle, _, bound, lane, start, partial in offers:
@@ -82,9 +81,7 @@ class BeamSearch:
                 if not self._dominated(extended, kept):
                     beam.append(extended)
         best = min(beam, key=lambda partial: max(partial.free), default=None)
-        if best is None:
-            return Found(NEVER, [], complete, work)
-        return Found(max(best.free), _served(best), complete, work)
+        return Found([] if best is None else _served(best), complete, work)
 
     def _empty(self) -> Partial:
         problem = self.problem

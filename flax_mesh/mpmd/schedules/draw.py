@@ -79,17 +79,13 @@ def _document(panels: Sequence[Panel], result: Simulation, schedule: Schedule) -
 def _panel(events: Sequence[Event], schedule: Schedule, top: float, scale: float, wide: float) -> list[str]:
     """The bars of all groups, each with its name, its share of work and what it holds."""
     span = max((end for *_, end in events), default=0.0)
-    peaks = []
-    curves = []
-    for group in range(schedule.num_groups):
-        curve = _held([event for event in events if event[0] == group], schedule.splits_backward)
-        curves.append(curve)
-        peaks.append(max((count for _, count in curve), default=0))
+    events_of = [[event for event in events if event[0] == group] for group in range(schedule.num_groups)]
+    curves = [_held(mine, schedule.splits_backward) for mine in events_of]
+    peaks = [max(count for _, count in curve) for curve in curves]
     body = []
-    for group, (curve, peak) in enumerate(zip(curves, peaks, strict=True)):
+    for group, (mine, curve, peak) in enumerate(zip(events_of, curves, peaks, strict=True)):
         upper = top + group * (BAR + HELD + GAP)
         left = MARGIN + NAME_WIDTH
-        mine = [event for event in events if event[0] == group]
         busy = sum(end - start for _, _, start, end in mine)
         body.append(_text(MARGIN, upper + 16, f"group {group}", size=12))
         body.append(element("rect", x=left, y=upper, width=f"{wide:g}", height=BAR, **IDLE))
@@ -131,9 +127,8 @@ def _held(events: Iterable[Event], splits_backward: bool) -> list[tuple[float, i
 def _curve(curve: Sequence[tuple[float, int]], left: float, base: float, scale: float, peak: int, span: float) -> str:
     points, height = [], 0.0
     for time, count in curve:
-        x = left + time * scale
-        points += [f"{x:.1f},{base - height:.1f}", f"{x:.1f},{base - (HELD - 3) * count / max(peak, 1):.1f}"]
-        height = (HELD - 3) * count / max(peak, 1)
+        x, before, height = left + time * scale, height, (HELD - 3) * count / max(peak, 1)
+        points += [f"{x:.1f},{base - before:.1f}", f"{x:.1f},{base - height:.1f}"]
     end = left + span * scale
     points += [f"{end:.1f},{base - height:.1f}", f"{end:.1f},{base}", f"{left},{base}"]
     return element("polygon", points=" ".join(points), fill=HELD_COLOUR)
@@ -170,9 +165,8 @@ def _legend(schedule: Schedule, y: float) -> list[str]:
             where = {"x": f"{x:.1f}", "y": y + inset, "width": 16, "height": 18 - inset}
             parts.append(element("rect", class_=f"{kind}{chunk}", **where))
             x += 19
-        label = f"{kind}: {texts[kind]}" + (
-            f" (stage 1{' to' if chunks > 2 else ','} {chunks} of its group)" if chunks > 1 else ""
-        )
+        shades = f" (stage 1{' to' if chunks > 2 else ','} {chunks} of its group)" if chunks > 1 else ""
+        label = f"{kind}: {texts[kind]}{shades}"
         parts.append(_text(x + 3, y + 13, label, size=12))
         x += 12 + 6.3 * len(label)
     for look, label, height in ((IDLE, "idle", 18), ({"fill": HELD_COLOUR}, "activations held", 9)):
@@ -192,18 +186,14 @@ def _styles(schedule: Schedule) -> str:
     return "".join(rules)
 
 
-def fills(stages_per_group: int) -> dict[tuple[str, int], tuple[int, int, int]]:
+def fills(stages_per_group: int) -> dict[tuple[str, int], tuple[int, ...]]:
     """{(kind, which stage of its group): red, green, blue}."""
     step = min(LIGHTER, LIGHTEST / max(stages_per_group - 1, 1))
     return {
-        (kind, chunk): (_lighter(red, chunk * step), _lighter(green, chunk * step), _lighter(blue, chunk * step))
-        for kind, (red, green, blue) in COLOURS.items()
+        (kind, chunk): tuple(round(part + (255 - part) * (chunk * step)) for part in colour)
+        for kind, colour in COLOURS.items()
         for chunk in range(stages_per_group)
     }
-
-
-def _lighter(part: int, share: float) -> int:
-    return round(part + (255 - part) * share)
 
 
 def _text(x: float, y: float, content: str, *, size: int, anchor: str = "start") -> str:

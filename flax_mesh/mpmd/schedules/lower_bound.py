@@ -8,7 +8,8 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from flax_mesh.mpmd.schedules.simulate import StageCost
+from flax_mesh.mpmd.schedules.schedule import Action, dependencies
+from flax_mesh.mpmd.schedules.simulate import StageCost, action_duration
 
 
 @dataclass(frozen=True)
@@ -48,33 +49,23 @@ def make_problem(
     splits_backward: bool = True,
 ) -> Problem:
     """The lanes of a pipeline; without `splits_backward` B takes the time of both halves and there is no W."""
-    last = len(stages) - 1
-    lanes = [("F", s) for s in range(last + 1)] + [("B", s) for s in reversed(range(last + 1))]
-    lanes += [("W", s) for s in range(last + 1)] if splits_backward else []
+    num_stages = len(stages)
+    lanes = [("F", s) for s in range(num_stages)] + [("B", s) for s in reversed(range(num_stages))]
+    lanes += [("W", s) for s in range(num_stages)] if splits_backward else []
     place = {lane: i for i, lane in enumerate(lanes)}
+    actions = [Action(kind, stage, microbatch=0) for kind, stage in lanes]
 
-    def from_stage(kind: str, sender: int, receiver: int) -> tuple[int, float]:
-        apart = stage_to_group[sender] != stage_to_group[receiver]
-        return place[kind, sender], stages[sender].transfer if apart else 0.0
+    def need(sender: Action, receiver: Action) -> tuple[int, float]:
+        apart = stage_to_group[sender.stage] != stage_to_group[receiver.stage]
+        return place[sender.kind, sender.stage], stages[sender.stage].transfer if apart else 0.0
 
-    needs, duration = [], []
-    for kind, s in lanes:
-        if kind == "F":
-            needs.append((from_stage("F", s - 1, s),) if s else ())
-            duration.append(stages[s].forward)
-        elif kind == "B":
-            needs.append(((place["F", s], 0.0), *((from_stage("B", s + 1, s),) if s < last else ())))
-            duration.append(stages[s].backward + (0.0 if splits_backward else stages[s].weights))
-        else:
-            needs.append(((place["B", s], 0.0),))
-            duration.append(stages[s].weights)
     release = "W" if splits_backward else "B"
     return Problem(
         num_microbatches=num_microbatches,
         lanes=tuple(lanes),
         group=tuple(stage_to_group[s] for _, s in lanes),
-        duration=tuple(duration),
-        needs=tuple(needs),
+        duration=tuple(map(action_duration(stages, splits_backward), actions)),
+        needs=tuple(tuple(need(other, action) for other in dependencies(action, num_stages)) for action in actions),
         holds=tuple((kind == "F") - (kind == release) for kind, _ in lanes),
         limits=tuple(limits),
     )

@@ -109,10 +109,7 @@ class Schedule:
         return dict(sorted(times.items(), key=lambda item: item[1][0]))  # stable: dependencies stay in front
 
     def order(self) -> list[Action]:
-        """All actions in one order in which a single controller may dispatch them: every action after those it needs.
-
-        They stand by their start in `unit_times`.
-        """
+        """All actions by their start in `unit_times`: a single controller may dispatch them in this order."""
         return list(self.unit_times())
 
     def unit_times(self) -> dict[Action, tuple[float, float]]:
@@ -184,9 +181,8 @@ def make_schedule(
     rows = []
     for group in range(num_groups):
         stages = [stage for stage, owner in enumerate(stage_to_group) if owner == group]
-        rows.append(
-            _numbered(kind.pattern(num_groups, group, num_microbatches, num_virtual_stages), stages, num_microbatches)
-        )
+        words = kind.pattern(num_groups, group, num_microbatches, num_virtual_stages)
+        rows.append(_numbered(words, stages, num_microbatches))
     return Schedule(name, tuple(rows), stage_to_group, any(action.kind == "W" for action in rows[0]))
 
 
@@ -206,10 +202,7 @@ def forward_schedule(num_groups: int, num_microbatches: int, stage_to_group: Seq
 
 
 def _numbered(pattern: Iterable[str], stages: Sequence[int], num_microbatches: int) -> tuple[Action, ...]:
-    """Actions from words such as F1 (forward of the group's second stage): each word's microbatches count up from 0.
-
-    Words past the last microbatch are left out.
-    """
+    """Actions of words such as F1 (forward of the group's second stage), without those past the last microbatch."""
     counts: dict[str, int] = {}
     row = []
     for word in pattern:
@@ -224,7 +217,6 @@ def _numbered(pattern: Iterable[str], stages: Sequence[int], num_microbatches: i
 
 
 def _after_warmup(warmup: int, num_microbatches: int) -> list[str]:
-    """`warmup` forwards, then one backward, one forward."""
     warmup = min(warmup, num_microbatches)
     return ["F0"] * warmup + ["B0", "F0"] * (num_microbatches - warmup) + ["B0"] * warmup
 

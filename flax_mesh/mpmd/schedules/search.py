@@ -3,7 +3,7 @@
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flax_mesh.mpmd.schedules.beam import TOLERANCE, BeamSearch
 from flax_mesh.mpmd.schedules.lower_bound import Problem, lower_bound, make_problem, reverse
@@ -70,19 +70,20 @@ def search_schedule(
     if min(limits) < virtual:
         each = "1 activation" if virtual == 1 else f"{virtual} activations, 1 for each of its stages"
         raise ValueError(f"no schedule fits a memory limit of {min(limits)}: a group needs at least {each}")
+    placements = [tuple(range(num_groups)) * virtual]
+    if virtual == 2 and num_groups > 1:
+        placements.append((*range(num_groups), *reversed(range(num_groups))))  # there and back
+    work = int(seconds * WORK_PER_SECOND / len(placements))
     results = []
-    placements = _placements(num_groups, virtual)
     for stage_to_group in placements:
         problem = make_problem(stages, num_microbatches, stage_to_group, limits, splits_backward)
-        work = int(seconds * WORK_PER_SECOND / len(placements))
         results.append(_search_placement(problem, stages, stage_to_group, work, seed))
     best = min(results, key=lambda result: result.makespan)
     bound = min(result.lower_bound for result in results)
-    with_named = [result for result in results if result.best_named is not None]
+    with_named = (result for result in results if result.best_named is not None)
     named = min(with_named, key=lambda result: result.best_named_makespan or 0.0, default=best)
-    return SearchResult(
-        schedule=best.schedule,
-        makespan=best.makespan,
+    return replace(
+        best,
         lower_bound=bound,
         optimal=best.makespan <= bound * (1 + TOLERANCE),
         best_named=named.best_named,
@@ -90,41 +91,29 @@ def search_schedule(
     )
 
 
-def _placements(num_groups: int, virtual: int) -> list[tuple[int, ...]]:
-    """Ways to lay stages onto groups: round and round, and there and back."""
-    round_and_round = tuple(range(num_groups)) * virtual
-    there_and_back = (*range(num_groups), *reversed(range(num_groups)))
-    return [round_and_round, there_and_back] if virtual == 2 and num_groups > 1 else [round_and_round]
-
-
 def _search_placement(
     problem: Problem, stages: Sequence[StageCost], stage_to_group: Sequence[int], most_work: int, seed: int
 ) -> SearchResult:
     times = {schedule: simulate(schedule, stages).makespan for schedule in _named(problem, stage_to_group)}
     named = min(times, key=times.__getitem__, default=None)
-    best = named or _one_by_one(problem, stage_to_group)
+    # One microbatch after the other is slow, and fits wherever anything fits.
+    one_by_one = list(range(len(problem.lanes))) * problem.num_microbatches
+    best = named or _schedule(problem, stage_to_group, one_by_one, backwards=False)
     makespan, bound = simulate(best, stages).makespan, lower_bound(problem)
     searches = {False: BeamSearch(problem), True: BeamSearch(reverse(problem))}
     for width, backwards, weight, reserve in _plans(seed, several=len(stages) > problem.num_groups):
         if makespan <= bound * (1 + TOLERANCE) or most_work <= 0:
             break
-        found = searches[backwards].run(
-            width, weight=weight, better_than=makespan, most_work=most_work, reserve=reserve
-        )
+        search = searches[backwards]
+        found = search.run(width, weight=weight, better_than=makespan, most_work=most_work, reserve=reserve)
         most_work -= found.work
         if found.served:
             best = _schedule(problem, stage_to_group, found.served, backwards)
             makespan = simulate(best, stages).makespan
         if found.complete and len(stages) == problem.num_groups:
             bound = makespan  # all was looked at: see BeamSearch
-    return SearchResult(
-        best,
-        makespan,
-        bound,
-        makespan <= bound * (1 + TOLERANCE),
-        named and named.name,
-        times[named] if named else None,
-    )
+    optimal = makespan <= bound * (1 + TOLERANCE)
+    return SearchResult(best, makespan, bound, optimal, named and named.name, times[named] if named else None)
 
 
 def _plans(seed: int, several: bool) -> Iterator[tuple[int, bool, float, bool]]:
@@ -140,7 +129,6 @@ def _plans(seed: int, several: bool) -> Iterator[tuple[int, bool, float, bool]]:
 
 
 def _named(problem: Problem, stage_to_group: Sequence[int]) -> list[Schedule]:
-    """The named schedules of these stages that fit the memory."""
     found = []
     virtual = len(stage_to_group) // problem.num_groups
     for name in SCHEDULE_NAMES:
@@ -154,11 +142,6 @@ def _named(problem: Problem, stage_to_group: Sequence[int]) -> list[Schedule]:
         if fits and schedule.stage_to_group == tuple(stage_to_group) and (splits or not schedule.splits_backward):
             found.append(schedule)
     return found
-
-
-def _one_by_one(problem: Problem, stage_to_group: Sequence[int]) -> Schedule:
-    """One microbatch after the other: slow, and fits wherever anything fits."""
-    return _schedule(problem, stage_to_group, list(range(len(problem.lanes))) * problem.num_microbatches, False)
 
 
 def _schedule(problem: Problem, stage_to_group: Sequence[int], served: Sequence[int], backwards: bool) -> Schedule:

@@ -57,7 +57,7 @@ def simulate(schedule: Schedule, costs: Costs = StageCost()) -> Simulation:  # n
         makespan=max((end for _, end in times.values()), default=0.0),
         busy=tuple(sum(map(duration, row)) for row in schedule.rows),
         peak_activations=peak_activations(schedule),
-        transfers=count_transfers(schedule),
+        transfers=_count_transfers(schedule),
     )
 
 
@@ -78,18 +78,15 @@ def peak_activations(schedule: Schedule) -> tuple[int, ...]:
     return tuple(peaks)
 
 
-def count_transfers(schedule: Schedule) -> int:
-    """Values that one group sends to another, forward and backward."""
-    return sum(_sends(action, schedule.stage_to_group) for row in schedule.rows for action in row)
-
-
-def _sends(action: Action, stage_to_group: Sequence[int]) -> bool:
-    receiver = {"F": action.stage + 1, "B": action.stage - 1}.get(action.kind, -1)
-    return 0 <= receiver < len(stage_to_group) and stage_to_group[receiver] != stage_to_group[action.stage]
+def _count_transfers(schedule: Schedule) -> int:
+    group_of, count = schedule.stage_to_group, 0
+    for action in (action for row in schedule.rows for action in row):
+        receiver = {"F": action.stage + 1, "B": action.stage - 1}.get(action.kind, -1)
+        count += 0 <= receiver < len(group_of) and group_of[receiver] != group_of[action.stage]
+    return count
 
 
 def action_duration(stages: Sequence[StageCost], splits_backward: bool) -> Callable[[Action], float]:
-    """The time of an action."""
     table = {("F", s): cost.forward for s, cost in enumerate(stages)}
     table |= {("B", s): cost.backward + (0 if splits_backward else cost.weights) for s, cost in enumerate(stages)}
     table |= {("W", s): cost.weights for s, cost in enumerate(stages)}
@@ -106,11 +103,8 @@ def stage_costs(costs: Costs, num_stages: int) -> tuple[StageCost, ...]:
         if not 3 <= len(cost) <= 4:
             problems.append(f"costs of stage {stage}: want F,B,W or F,B,W,T, got {len(cost)} numbers")
         elif not all(0 <= number < math.inf for number in cost):
-            problems.append(f"costs of stage {stage}: want finite numbers of at least 0, got {_numbers(cost)}")
+            numbers = ",".join(f"{number:g}" for number in cost)
+            problems.append(f"costs of stage {stage}: want finite numbers of at least 0, got {numbers}")
     if problems:
         raise ValueError("; ".join(problems))
     return tuple(StageCost(*map(float, cost)) for cost in listed)
-
-
-def _numbers(cost: Sequence[float]) -> str:
-    return ",".join(f"{number:g}" for number in cost)

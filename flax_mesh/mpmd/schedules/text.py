@@ -1,7 +1,5 @@
 """A schedule in time, for the terminal."""
 
-from collections.abc import Sequence
-
 from flax_mesh.mpmd.schedules.schedule import Schedule
 from flax_mesh.mpmd.schedules.simulate import Costs, Simulation, StageCost, simulate, stage_costs
 from flax_mesh.text import count_text, table_text
@@ -68,17 +66,12 @@ def _bars(schedule: Schedule, result: Simulation, per_block: int) -> list[str]:
         bar = ["."] * round(result.makespan * scale)
         for action in row:
             first, last = (round(time * scale) for time in result.times[action])
-            text = _fit(action, last - first - 1)
-            bar[first:last] = list(f"{text:-<{max(last - first - 1, 0)}} ")[: last - first]
+            text, width = str(action), max(last - first - 1, 0)
+            text = text if len(text) <= width else action.kind[:width]
+            bar[first:last] = list(f"{text:-<{width}} ")[: last - first]
         bars.append("".join(bar))
     return bars
 
 
 def _label(result: Simulation) -> int:
     return max((len(str(action)) for action in result.times), default=1)
-
-
-def _fit(action: Sequence[object], width: int) -> str:
-    """As much of an action's name as fits: all of it, else its kind."""
-    text = str(action)
-    return text if len(text) <= width else str(action[0])[: max(width, 0)]

@@ -33,7 +33,6 @@ def check_schedule(schedule: Schedule, memory_limit: int | Sequence[int] | None 
 
 
 def memory_limits(memory_limit: int | Sequence[int], num_groups: int) -> tuple[int, ...]:
-    """The memory limit of every group."""
     limits = (memory_limit,) * num_groups if isinstance(memory_limit, int) else tuple(memory_limit)
     if len(limits) != num_groups:
         raise ValueError(f"there are {num_groups} groups, but memory limits of {len(limits)}")
@@ -65,16 +64,9 @@ def _misplaced(schedule: Schedule) -> list[Mistake]:
             mistakes.append((text, found))
     for action, group in wanted.items():
         if action not in places:
-            mistakes.append(
-                (f"{action} is missing from the row of group {group}", _neighbours(schedule, action, group))
-            )
+            same_microbatch = [(group, i) for i, other in enumerate(schedule.rows[group]) if other[1:] == action[1:]]
+            mistakes.append((f"{action} is missing from the row of group {group}", same_microbatch))
     return mistakes
-
-
-def _neighbours(schedule: Schedule, action: Action, group: int) -> list[Place]:
-    """Where the other actions of the same stage and microbatch stand."""
-    row = schedule.rows[group]
-    return [(group, i) for i, other in enumerate(row) if other[1:] == action[1:]]
 
 
 def _before_what_they_need(schedule: Schedule) -> list[Mistake]:

@@ -5,6 +5,7 @@ that nothing can flow backwards. Stages are ranges of ranks.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from jax.extend import core as jex
@@ -105,8 +106,7 @@ def _with_marked(program: Program, labels: Sequence[int]) -> list[int]:
 
 
 def costs(program: Program, labels: Sequence[int], num_ranks: int) -> list[int]:
-    """FLOPs of the forward pass by rank; what stands before the first layer counts with it, so does what follows the
-    last."""
+    """FLOPs of the forward pass by rank, the first and last with what precedes and follows the layers."""
     found = [0] * num_ranks
     for eqn, rank in zip(program.eqns, labels, strict=True):
         found[max(rank, 0)] += flops(eqn)
@@ -118,9 +118,7 @@ def balance(weights: Sequence[int], num_stages: int) -> list[int]:
 
     Exact, by dynamic programming over (stages, layers).
     """
-    total = [0]
-    for weight in weights:
-        total.append(total[-1] + weight)
+    total = [*accumulate(weights, initial=0)]
     best = {0: (0, [0])}
     for stage in range(1, num_stages + 1):
         # The stages that follow need a layer each; behind the last nothing may be left.
@@ -137,7 +135,6 @@ def balance(weights: Sequence[int], num_stages: int) -> list[int]:
 
 
 def drop_marks(program: Program, labels: Sequence[int]) -> tuple[Program, list[int]]:
-    """The program and its labels without the marks."""
     alias: dict[Any, Any] = {}
     eqns, kept = [], []
     for eqn, rank in zip(program.eqns, labels, strict=True):

@@ -58,25 +58,13 @@ def trace(fn: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
     # A constant lies on one device, and the program is to run on others: numpy goes anywhere.
     consts = [np.asarray(c) if isinstance(c, jax.Array) and not _is_key(c) else c for c in closed.consts]
-    jaxpr = closed.jaxpr
-    return Program(
-        tuple(jaxpr.eqns),
-        tuple(jaxpr.invars),
-        tuple(jaxpr.outvars),
-        dict(zip(jaxpr.constvars, consts, strict=True)),
-    ), shape
+    return _program(closed.jaxpr, consts), shape
 
 
 def bodies(eqn: Eqn) -> list[Any]:
-    """The jaxprs inside an equation."""
-    found = []
-    for value in eqn.params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(item, jex.ClosedJaxpr):
-                found.append(item.jaxpr)
-            elif isinstance(item, jex.Jaxpr):
-                found.append(item)
-    return found
+    params = [value if isinstance(value, tuple | list) else (value,) for value in eqn.params.values()]
+    jaxprs = [x for items in params for x in items if isinstance(x, jex.ClosedJaxpr | jex.Jaxpr)]
+    return [x.jaxpr if isinstance(x, jex.ClosedJaxpr) else x for x in jaxprs]
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -90,7 +78,6 @@ class Chunks:
         self.parts, self.starts = tuple(parts), tuple(starts)
 
     def whole(self) -> Any:
-        """The stack in one piece."""
         return jnp.concatenate(self.parts, 0)
 
     def tree_flatten_with_keys(self):
@@ -136,7 +123,7 @@ def inline(program: Program, opens: Callable[[Eqn], bool] = lambda eqn: False) -
 
 
 def evaluate(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
-    """What one equation gives for the values of its inputs."""
+    """What one equation returns for the values of its inputs."""
     # eval_jaxpr knows how to bind primitives that carry functions, such as custom_jvp.
     known = {atom: value for atom, value in zip(eqn.invars, values, strict=True) if is_var(atom)}
     jaxpr = _jaxpr((), tuple(known), eqn.outvars, [eqn])
@@ -198,9 +185,12 @@ def _jaxpr(consts: Sequence[Var], inputs: Sequence[Var], outputs: Sequence[Any],
 
 
 def _closed(inner: Any) -> Program:
-    jaxpr, consts = (inner.jaxpr, inner.consts) if isinstance(inner, jex.ClosedJaxpr) else (inner, ())
-    consts = dict(zip(jaxpr.constvars, consts, strict=True))
-    return Program(tuple(jaxpr.eqns), tuple(jaxpr.invars), tuple(jaxpr.outvars), consts)
+    return _program(inner.jaxpr, inner.consts) if isinstance(inner, jex.ClosedJaxpr) else _program(inner, ())
+
+
+def _program(jaxpr: jex.Jaxpr, consts: Sequence[Any]) -> Program:
+    names = dict(zip(jaxpr.constvars, consts, strict=True))
+    return Program(tuple(jaxpr.eqns), tuple(jaxpr.invars), tuple(jaxpr.outvars), names)
 
 
 def _select(index: Any, values: Sequence[Any]) -> Any:
@@ -219,9 +209,7 @@ def _on_chunks(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
     if name in REDUCE and 0 in eqn.params["axes"]:
         parts = [evaluate(eqn, [part])[0] for part in chunks.parts]
         return [functools.reduce(REDUCE[name], parts)]
-    if name in ELEMENTWISE or name in REDUCE:
-        if name in REDUCE:  # of every layer by itself
-            return [Chunks((evaluate(eqn, [part])[0] for part in chunks.parts), chunks.starts)]
+    if name in ELEMENTWISE or name in REDUCE:  # such a REDUCE is of every layer by itself
         rows = [_rows(v, chunks) for v in values]
         return [Chunks((evaluate(eqn, part)[0] for part in zip(*rows, strict=True)), chunks.starts)]
     return evaluate(eqn, [whole(value) for value in values])

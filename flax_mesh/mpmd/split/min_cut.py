@@ -92,7 +92,6 @@ def _shortest_path(residual: Residual) -> list[tuple[Any, Any]]:
 
 
 def _reaching_sink(residual: Residual) -> set[Any]:
-    """All from which more may flow to the sink."""
     found, todo = {SINK}, [SINK]
     while todo:
         there = todo.pop()

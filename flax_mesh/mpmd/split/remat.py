@@ -51,9 +51,8 @@ def fewest_bytes(
 
 def find_repeatable(whole: Program, num_given: int, *, cheap: bool) -> set[int]:
     """Equations that a later slice may run again: free ones, and cheap ones if `cheap`, or if they follow from the
-    first
-    `num_given` inputs alone, leaves and the batch. One that changes a layout that is known is neither: devices exchange
-    something for it, as they do anyway for leaves and the batch."""
+    first `num_given` inputs alone, leaves and the batch. One that changes a known layout is neither, because devices
+    exchange something for it; they do so anyway for leaves and the batch."""
     found: set[int] = set()
     given = {*whole.inputs[:num_given], *whole.consts}  # and what follows from them
     layouts: dict[Var, Any] = {}

@@ -216,7 +216,6 @@ def shapes_of(batch: Batch) -> Batch:
 
 
 def _cut(opened: Forward, staged: StagedModel) -> Forward:
-    """`opened` with the stages of `staged`."""
     num_leaves, num_ranks = len(staged.leaves), len(staged.costs)
     ranks = _input_ranks(opened.program, staged.leaves, staged.layers, staged.ranks)
     labels = cut.label(opened.program, ranks, num_ranks)
@@ -244,11 +243,9 @@ def _input_ranks(
 
 
 def _calls_in_order(program: Program, leaves: Sequence[ModelLeaf], layers: Sequence[str]) -> list[Layer]:
-    layer_of = {
-        v: layer for leaf, v in zip(leaves, program.inputs, strict=False) if (layer := leaf.layer(layers)) is not None
-    }
-    order: list[Any] = cut.layer_order(program, layer_of, program.inputs[len(leaves) :])
-    return order
+    owners = zip(program.inputs, (leaf.layer(layers) for leaf in leaves), strict=False)
+    layer_of = {v: layer for v, layer in owners if layer is not None}
+    return cut.layer_order(program, layer_of, program.inputs[len(leaves) :])
 
 
 def _abstract(model: Any) -> tuple[Callable[[], Any], Any]:

@@ -51,28 +51,23 @@ def _gives_both(eqn: Eqn, early: set[Var]) -> bool:
 
 def _two_scans(eqn: Eqn, values: Sequence[Any], early: Sequence[bool]) -> list[Any]:
     """All outputs of a scan; those that are `early` from a scan that computes nothing of the others."""
-    params, inner = eqn.params, inline(body(eqn), lambda inner: inner.primitive.name in REMAT)
+    pick = lambda items, chosen: [x for x, c in zip(items, chosen, strict=False) if c]  # noqa: E731
+    inner = inline(body(eqn), lambda inner: inner.primitive.name in REMAT)
     num_consts, num_carry = scan_sizes(eqn)
-    consts, carry, xs = (
-        list(values[:num_consts]),
-        list(values[num_consts : num_consts + num_carry]),
-        list(values[num_consts + num_carry :]),
-    )
-    carry_in = inner.inputs[num_consts : num_consts + num_carry]
+    start_xs = num_consts + num_carry
+    consts, carry, xs = values[:num_consts], values[num_consts:start_xs], list(values[start_xs:])
+    carry_in = inner.inputs[num_consts:start_xs]
     one = _closure(inner, carry_in, early)
     other = [not chosen for chosen in one]
-    early_eqns, _ = needed(inner.eqns, [v for v, chosen in zip(inner.outputs, one, strict=True) if chosen])
-    made = {v for i in early_eqns for v in inner.eqns[i].outvars} | {
-        v for v, chosen in zip(carry_in, one, strict=False) if chosen
-    }
+    early_eqns, _ = needed(inner.eqns, pick(inner.outputs, one))
+    made = {v for i in early_eqns for v in inner.eqns[i].outvars} | set(pick(carry_in, one))
     rest = [i for i in range(len(inner.eqns)) if i not in set(early_eqns)]
-    late, late_live = needed([inner.eqns[i] for i in rest], [v for v, o in zip(inner.outputs, other, strict=True) if o])
+    late, late_live = needed([inner.eqns[i] for i in rest], pick(inner.outputs, other))
     handed = [v for v in late_live if v in made]
 
     first = _part(inner, early_eqns, one, num_carry, handed)
     second = _part(inner, [rest[i] for i in late], other, num_carry, [])
-    pick = lambda items, chosen: [x for x, c in zip(items, chosen, strict=False) if c]  # noqa: E731
-    kinds = {"length": params["length"], "reverse": params["reverse"], "unroll": params["unroll"]}
+    kinds = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
 
     def run_first(c: list[Any], x: list[Any]):
         known = dict(zip(inner.inputs, [*consts, *[None] * num_carry, *x], strict=True))

@@ -189,10 +189,8 @@ def _spanning_remats(forward: Forward, leaves: Sequence[ModelLeaf], layers: Sequ
     layers_of: dict[Any, set[Any]] = {}
     for leaf in leaves:
         if (layer := leaf.layer(layers)) is not None:
-            layers_of.setdefault(inputs[leaf.source], set()).update({layer, (layer[0], (leaf.rows or (0, 0))[1])})
-    for leaf in leaves:
-        if leaf.rows is None and (layer := leaf.layer(layers)) is not None:
-            layers_of[inputs[leaf.source]] = {layer}
+            among = {layer, (layer[0], leaf.rows[1])} if leaf.rows else {layer}
+            layers_of.setdefault(inputs[leaf.source], set()).update(among)
 
     def walk(eqns: Iterable[Eqn], layers_of: dict[Any, set[Any]]) -> None:
         for eqn in eqns:

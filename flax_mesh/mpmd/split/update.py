@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from flax_mesh.mpmd.split.jaxpr import Program, Var, is_var, variables
+from flax_mesh.mpmd.split.jaxpr import Program, Var, is_var, needed, variables
 
 SHARED = -1  # the same on every group: each makes it for itself
 
@@ -120,11 +120,12 @@ def _late(program, group, eqns, phases, crossing, packs, ready, wanted) -> dict[
     would write it to memory; and a result that needs none, such as a counter, in a program that is there anyway.
     What is smaller than what it is made of, such as a norm, is made at once: it would keep that.
     """
-    needed = {phase for sender, phase in packs if sender == group} | {ready[v] + 1 for g, v in crossing if g == group}
+    exchanges = {phase for sender, phase in packs if sender == group}
+    exchanges |= {ready[v] + 1 for g, v in crossing if g == group}
     due: dict[Var, int] = {}
     for v, groups in zip(program.outputs, wanted, strict=True):
         if group in groups and is_var(v):
-            due[v] = min((phase for phase in needed if phase >= ready[v]), default=ready[v])
+            due[v] = min((phase for phase in exchanges if phase >= ready[v]), default=ready[v])
     due |= {v: phase for (sender, phase), sent in packs.items() if sender == group for v in sent}
     found: dict[int, int] = {}
     for i in reversed(eqns):
@@ -168,19 +169,8 @@ def _part(program, group, phase, phases, crossing, packs, ready, place, wanted) 
 
 def _roots(program: Program, atoms: Sequence[Var]) -> list[int]:
     """Inputs of the program that `atoms` depend on."""
-    producer = {v: eqn for eqn in program.eqns for v in eqn.outvars}
-    position = {v: at for at, v in enumerate(program.inputs)}
-    found, seen, todo = set(), set(), list(atoms)
-    while todo:
-        v = todo.pop()
-        if v in seen:
-            continue
-        seen.add(v)
-        if v in position:
-            found.add(position[v])
-        elif v in producer:
-            todo += variables(producer[v].invars)
-    return sorted(found)
+    live = set(needed(program.eqns, atoms, effects=False)[1])
+    return [at for at, v in enumerate(program.inputs) if v in live]
 
 
 def _order(v: Var, producer, program: Program) -> tuple[int, int]:

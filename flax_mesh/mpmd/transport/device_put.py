@@ -138,9 +138,10 @@ def _put_everywhere(x: Any, sharding: Sharding) -> jax.Array | None:
 def _move(value: jax.Array, sharding: Sharding) -> jax.Array:
     """`value`, which is all on devices of this process, by `sharding`, which is too."""
     route = find_route(value.sharding, sharding, value.shape)
+    laid_out = _relayout(value, route.layout)
     if not route.cuts:
-        return move(_relayout(value, route.layout), sharding)
-    pieces = _pieces(_relayout(value, route.layout), route)
+        return move(laid_out, sharding)
+    pieces = _pieces(laid_out, route)
     return _assemble(value, sharding, jax.device_put(list(pieces.values()), list(pieces)))
 
 
@@ -174,11 +175,8 @@ def _exchange(x: Any, sharding: Sharding, key: Any) -> jax.Array | None:
 def _pieces(laid_out: jax.Array, route: Route) -> dict[Any, jax.Array]:
     """For every device of the target that gets its shard from a device of this process: the shard, still there."""
     shards = {shard.device: shard.data for shard in laid_out.addressable_shards}
-    return {
-        to: shards[device] if part is None else shards[device][part]
-        for device, to, part in route.pairs
-        if device in shards
-    }
+    pairs = [(shards[device], to, part) for device, to, part in route.pairs if device in shards]
+    return {to: shard if part is None else shard[part] for shard, to, part in pairs}
 
 
 def _relayout(value: jax.Array, layout: Sharding) -> jax.Array:

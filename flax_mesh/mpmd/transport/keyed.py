@@ -76,10 +76,9 @@ class Channel:
         """Offer `value`, which lies on group `sender`, to group `receiver`; it may still be computing, and must not be
         donated before it has arrived."""
         name = self._name(key, sender, receiver)
-        theirs = list(self.groups[receiver].devices.flat)
         shards = {shard.device: shard.data for shard in value.addressable_shards}
         by_process: dict[int, list[jax.Array]] = {}
-        for device, to in zip(self.groups[sender].devices.flat, theirs, strict=True):
+        for device, to in zip(self.groups[sender].devices.flat, self.groups[receiver].devices.flat, strict=True):
             if device in shards:
                 by_process.setdefault(to.process_index, []).append(shards[device])
         for process, arrays in by_process.items():
@@ -94,7 +93,7 @@ class Channel:
         sender: int,
         receiver: int,
     ) -> jax.Array:
-        """What group `sender` sends under `key`, as it arrives on group `receiver`, where `sharding` lies."""
+        """What group `sender` sends under `key`, as it arrives on group `receiver`, laid out by `sharding`."""
         name = self._name(key, sender, receiver)
         shards = [
             array
@@ -116,10 +115,9 @@ class Channel:
         mesh = self.groups[sender]
         layout = self._layouts.get(key)
         if layout is None:
-            chosen = value.sharding
-            layout = NamedSharding(mesh, PartitionSpec())
-            if isinstance(chosen, NamedSharding) and chosen.mesh == mesh:
-                layout = chosen
+            layout = value.sharding
+            if not (isinstance(layout, NamedSharding) and layout.mesh == mesh):
+                layout = NamedSharding(mesh, PartitionSpec())
             self.announce(key, value.shape, value.dtype, layout, sender)
         at_home = mesh.size == 1 or value.sharding == layout
         return value if at_home else copy_to(layout)(value)
@@ -161,11 +159,9 @@ class Channel:
                 self._pending.popleft()
             pending = [one for one in self._pending if not _is_there(one.array)]
         found = [self._asked] if self._asked else []
-        for key, sender, receiver, _ in pending:
-            kind, _, *rest = key
-            found.append(
-                f"group {receiver} for {WHAT[kind].format(*rest)}, from group {sender} ({self._owners(sender)})"
-            )
+        for (kind, _, *rest), sender, receiver, _ in pending:
+            what = WHAT[kind].format(*rest)
+            found.append(f"group {receiver} for {what}, from group {sender} ({self._owners(sender)})")
         return found
 
     def _places_of(
@@ -211,6 +207,5 @@ def _layout_text(shape: Sequence[int], dtype: Any, spec: PartitionSpec, mesh: Me
 
 
 def _spec_of(text: str) -> PartitionSpec:
-    return PartitionSpec(
-        *(entry and (entry[0] if len(entry) == 1 else tuple(entry)) for entry in json.loads(text)["spec"])
-    )
+    entries = json.loads(text)["spec"]
+    return PartitionSpec(*(entry and (entry[0] if len(entry) == 1 else tuple(entry)) for entry in entries))

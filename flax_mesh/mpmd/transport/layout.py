@@ -18,7 +18,7 @@ def sharding_on(sharding: Any, mesh: Mesh) -> NamedSharding:
 
 
 def on_group(x: jax.Array, mesh: Mesh) -> jax.Array:
-    """The part of an array, replicated over groups, that lies on one group; nothing is copied."""
+    """The part of an array, replicated over groups, that is stored on one group; nothing is copied."""
     here = set(mesh.devices.flat)
     shards = [shard.data for shard in x.addressable_shards if shard.device in here]
     return jax.make_array_from_single_device_arrays(x.shape, sharding_on(x.sharding, mesh), shards)

@@ -15,13 +15,13 @@ from flax_mesh.jax_compat import device_copy
 
 
 def move(x: jax.Array, sharding: Sharding) -> jax.Array:
-    """`jax.device_put(x, sharding)`, which waits for nothing; faster where `x` lies alike on other devices."""
+    """`jax.device_put(x, sharding)`, which waits for nothing; faster where `x` has the same layout on other devices."""
     return mover(x.sharding, sharding)(x)
 
 
 @lru_cache(maxsize=4096)
 def mover(source: Sharding, target: Sharding) -> Callable[[jax.Array], jax.Array]:
-    """`move` of arrays that lie by `source`."""
+    """`move` of arrays whose sharding is `source`."""
     copy = device_copy(target) if _alike(source, target) else None
     return copy or (lambda x: jax.device_put(x, target))
 

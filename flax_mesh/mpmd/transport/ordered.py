@@ -57,9 +57,8 @@ def order_transfers(schedule: Schedule, sends: Callable[[Action], Sequence[Order
     starts = [start for start, _ in times.values()]
     made = sorted(times, key=lambda action: times[action][1])  # stable
     transfers = tuple((bisect_left(starts, times[action][1]), one) for action in made for one in sends(action))
-    return TransferOrder(
-        {action: i for i, action in enumerate(times)}, transfers, frozenset(one.key for _, one in transfers)
-    )
+    place = {action: i for i, action in enumerate(times)}
+    return TransferOrder(place, transfers, frozenset(one.key for _, one in transfers))
 
 
 class OrderedPass:
@@ -77,15 +76,12 @@ class OrderedPass:
         return key in self._order.keys
 
     def before(self, action: Action) -> None:
-        """Make all calls that come before `action`."""
         self._until(self._order.place[action])
 
     def end(self) -> None:
-        """Make all calls that are left."""
         self._until(len(self._order.place))
 
     def offer(self, key: tuple[Any, ...], value: Any) -> None:
-        """Hand over what is to be sent when its turn comes."""
         self._offered[key] = value
 
     def take(self, key: tuple[Any, ...]) -> Any:
@@ -152,11 +148,8 @@ class OrderedTransport:
         new = [pair for pair in dict.fromkeys(pairs) if pair not in self._tried]
         came = {pair: self._trial(*pair) for pair in new}  # all calls, before anybody waits
         end = time.monotonic() + self.trial_limit_s
-        found = [
-            self._difference(*pair, array, max(0.0, end - time.monotonic()))
-            for pair, array in came.items()
-            if array is not None
-        ]
+        arrived = [(pair, array) for pair, array in came.items() if array is not None]
+        found = [self._difference(*pair, array, end) for pair, array in arrived]
         if new:
             told = _hear(self.channel, _tell(self.channel, "trial", "\n".join(filter(None, found))))
             if problems := sorted({line for text in told.values() for line in text.splitlines()}):
@@ -175,11 +168,11 @@ class OrderedTransport:
         pair, size = sender * len(groups) + receiver, groups[receiver].size
         return np.arange(pair * size, (pair + 1) * size, dtype=np.int32)
 
-    def _difference(self, sender: int, receiver: int, array: jax.Array, limit_s: float) -> str:
+    def _difference(self, sender: int, receiver: int, array: jax.Array, end: float) -> str:
         """What is wrong with what has come here, "" for nothing."""
         places = array.sharding.addressable_devices_indices_map(array.shape)
         wanted = {device: int(self._numbers(sender, receiver)[place][0]) for device, place in places.items()}
-        came = _numbers_of(array, limit_s)
+        came = _numbers_of(array, end)
         if came == wanted:
             return ""
         if isinstance(came, dict):
@@ -188,9 +181,8 @@ class OrderedTransport:
         return f"jax.device_put from group {sender} ({who[0]}) to group {receiver} ({who[1]}) was tried: {came}"
 
 
-def _numbers_of(array: Any, limit_s: float) -> dict[Any, int] | str:
-    """The first number on each device; a text where they do not come."""
-    end = time.monotonic() + limit_s
+def _numbers_of(array: Any, end: float) -> dict[Any, int] | str:
+    """The first number on each device; a text where they have not come by `end`, in monotonic time."""
     while not array.is_ready():
         if time.monotonic() > end:
             return "nothing came in time"
@@ -233,7 +225,7 @@ def why_not(mesh: MpmdMesh) -> str:
 
 
 def _tell(channel: Channel, name: str, text: str) -> str:
-    """Write what this process has to say; gives the folder where all of them do."""
+    """Publish a text of this process; returns the folder in which every process publishes its own."""
     folder = f"ordered/{channel.pipeline}/{name}"
     folder = f"{folder}/{call_number(folder)}"
     put_text(f"{folder}/{channel.process}", text)
@@ -241,6 +233,6 @@ def _tell(channel: Channel, name: str, text: str) -> str:
 
 
 def _hear(channel: Channel, folder: str) -> dict[int, str]:
-    """process -> what it says, of all processes that have devices of the pipeline."""
+    """process -> its text, of all processes that have devices of the pipeline."""
     processes = sorted({device.process_index for mesh in channel.groups for device in mesh.devices.flat})
     return {process: get_text(f"{folder}/{process}", TOLD_TIMEOUT_S) for process in processes}

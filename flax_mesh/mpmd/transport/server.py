@@ -58,10 +58,7 @@ class Transport:
         publish(self.process, self._server.address())
 
     def send(self, name: Name, process: int, arrays: Sequence[jax.Array]) -> None:
-        """Offers `arrays`, which may still be computing, for `process` to receive under the same name; returns at once.
-
-        The server keeps them until then.
-        """
+        """Offer `arrays`, which may still be computing, to `process` under the same name; returns at once."""
         full = [_numbers(array) for array in arrays if array.size]
         if full:
             self._server.await_pull(_uuid(name, self.process, process, full), full)
