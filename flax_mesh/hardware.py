@@ -26,6 +26,23 @@ CHIPS = (
     Chip("TPU v4", 275e12),
 )
 
+# Bytes per second, one way. ICI per link, DCN per chip: jax-ml.github.io/scaling-book/tpus, "TPU specs".
+ICI_BANDWIDTH = {
+    "TPU v3": 1.0e11,
+    "TPU v4": 4.5e10,
+    "TPU v5": 9.0e10,
+    "TPU v5p": 9.0e10,
+    "TPU v5 lite": 4.5e10,
+    "TPU v5e": 4.5e10,
+    "TPU v6 lite": 9.0e10,
+    "TPU v6e": 9.0e10,
+    "TPU7x": 9.0e10,
+    "TPU7": 9.0e10,
+}
+DCN_BANDWIDTH = {"TPU v5 lite": 3.125e9, "TPU v5e": 3.125e9, "TPU v6 lite": 1.25e10, "TPU v6e": 1.25e10}
+DCN_BANDWIDTH |= {"TPU7x": 1.25e10, "TPU7": 1.25e10}
+DEFAULT_ICI, DEFAULT_DCN = 4.5e10, 6.25e9  # kinds without a published figure
+
 
 def peak_flops(device_kind: str) -> float | None:
     """Dense bf16 FLOP/s of one device; None where it is not known (a CPU)."""

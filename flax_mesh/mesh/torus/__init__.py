@@ -1,10 +1,6 @@
 """The torus of a slice: coordinates and wrap-around links, the assignment of mesh axes, rings."""
 
-from flax_mesh.mesh.torus.assign import DCN_BANDWIDTH as DCN_BANDWIDTH
 from flax_mesh.mesh.torus.assign import DEFAULT_BYTES as DEFAULT_BYTES
-from flax_mesh.mesh.torus.assign import DEFAULT_DCN as DEFAULT_DCN
-from flax_mesh.mesh.torus.assign import DEFAULT_ICI as DEFAULT_ICI
-from flax_mesh.mesh.torus.assign import ICI_BANDWIDTH as ICI_BANDWIDTH
 from flax_mesh.mesh.torus.assign import assignment_cost as assignment_cost
 from flax_mesh.mesh.torus.assign import axis_phases as axis_phases
 from flax_mesh.mesh.torus.assign import choose_assignment as choose_assignment

@@ -25,24 +25,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flax_mesh.hardware import DCN_BANDWIDTH, DEFAULT_DCN, DEFAULT_ICI, ICI_BANDWIDTH
 from flax_mesh.mesh.torus.torus import Assignment, Torus, factorings, known_assignment, mean_hops
 
-# Bytes per second, one way. ICI per link, DCN per chip: jax-ml.github.io/scaling-book/tpus, "TPU specs".
-ICI_BANDWIDTH = {
-    "TPU v3": 1.0e11,
-    "TPU v4": 4.5e10,
-    "TPU v5": 9.0e10,
-    "TPU v5p": 9.0e10,
-    "TPU v5 lite": 4.5e10,
-    "TPU v5e": 4.5e10,
-    "TPU v6 lite": 9.0e10,
-    "TPU v6e": 9.0e10,
-    "TPU7x": 9.0e10,
-    "TPU7": 9.0e10,
-}
-DCN_BANDWIDTH = {"TPU v5 lite": 3.125e9, "TPU v5e": 3.125e9, "TPU v6 lite": 1.25e10, "TPU v6e": 1.25e10}
-DCN_BANDWIDTH |= {"TPU7x": 1.25e10, "TPU7": 1.25e10}
-DEFAULT_ICI, DEFAULT_DCN = 4.5e10, 6.25e9  # kinds without a published figure
 CORE_LINKS = 6  # two devices of one chip: the die-to-die link of 7x is six ICI links wide
 DEFAULT_BYTES = 2.0**26  # bytes gathered along an axis where nothing is known: all alike, so the order of axes decides
 SAME = 1e-9  # costs closer than this are equal: the rounding of a sum is no reason to leave JAX's assignment

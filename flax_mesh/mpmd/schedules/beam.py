@@ -31,7 +31,7 @@ class Partial(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Found:
+class BeamResult:
     served: list[int]  # lanes in the order in which they were served; [] where nothing better was found
     complete: bool  # nothing was left out that could have been better
     work: int  # partial schedules looked at
@@ -52,7 +52,9 @@ class BeamSearch:
         self.one_stage_each = all(len(pairs) == 1 for pairs in self.pairs_of)
         self.edge_of = _shared_edges(problem)
 
-    def run(self, width: int, *, weight: float, better_than: float, most_work: int, reserve: bool = False) -> Found:
+    def run(
+        self, width: int, *, weight: float, better_than: float, most_work: int, reserve: bool = False
+    ) -> BeamResult:
         """The best schedule found while keeping `width` partial schedules of each length.
 
         They are ranked by their bound plus `weight` times the time for which groups have waited. Gives up after looking
@@ -70,7 +72,7 @@ class BeamSearch:
                         offers.append((bound + weight * idle, idle, len(offers), bound, lane, start, partial))
             work += len(offers)
             if work > most_work:
-                return Found([], False, work)
+                return BeamResult([], False, work)
             offers.sort()
             beam, kept = [], {}
             for _, idle, _, bound, lane, start, partial in offers:
@@ -81,7 +83,7 @@ class BeamSearch:
                 if not self._dominated(extended, kept):
                     beam.append(extended)
         best = min(beam, key=lambda partial: max(partial.free), default=None)
-        return Found([] if best is None else _served(best), complete, work)
+        return BeamResult([] if best is None else _served(best), complete, work)
 
     def _empty(self) -> Partial:
         problem = self.problem
