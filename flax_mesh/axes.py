@@ -15,8 +15,6 @@ Mode = Literal["train", "prefill", "decode"]
 
 
 class _Follow:
-    """Default of a field that takes its value from the field of its mesh axis."""
-
     def __repr__(self) -> str:
         return "<follows its mesh axis>"
 
@@ -111,7 +109,7 @@ class PartitionAxis:
     def __post_init__(self) -> None:
         for name, sources in _FOLLOWS.items():
             if getattr(self, name) is FOLLOW:
-                object.__setattr__(self, name, _join(getattr(self, source) for source in sources))
+                object.__setattr__(self, name, as_entry(getattr(self, source) for source in sources))
         for field in dataclasses.fields(self):
             if field.name != "extra":
                 object.__setattr__(self, field.name, _axis_name(field.name, getattr(self, field.name)))
@@ -132,8 +130,7 @@ class PartitionAxis:
                 f"unknown logical axis {logical!r}. Known: {', '.join([*LOGICAL_AXES, *extra])}. "
                 f"Add it with PartitionAxis(extra={{{logical!r}: MESH_AXIS_OR_NONE}})."
             )
-        field = _IN_DECODE.get(logical) if mode == "decode" else None
-        field = field or LOGICAL_AXES[logical]
+        field = (_IN_DECODE if mode == "decode" else LOGICAL_AXES).get(logical, LOGICAL_AXES[logical])
         return as_tuple(getattr(self, field)) if field else ()
 
     def resolve_and_report(
@@ -151,7 +148,7 @@ class PartitionAxis:
                 else:
                     taken.add(axis)
                     mine.append(axis)
-            dims.append(_join(mine))
+            dims.append(as_entry(mine))
         return PartitionSpec(*dims), tuple(lost)
 
     def resolve(
@@ -163,8 +160,8 @@ class PartitionAxis:
     ) -> PartitionSpec:
         """The spec of an array whose dims carry `logical_axes`.
 
-        No mesh axis stands in it twice: the earlier dim keeps it, and `resolve_and_report` tells what the later
-        one lost; with `on_duplicate="error"` that is a ShardingError.
+        A mesh axis that two dims ask for goes to the earlier one (`resolve_and_report` returns what the later one
+        lost); with `on_duplicate="error"` that is a ShardingError.
 
         >>> PartitionAxis().resolve(("batch", "sequence", "heads", None))
         P(("fsdp", "dp"), "sp", "tp", None)
@@ -196,7 +193,8 @@ def as_tuple(axis: AxisName) -> tuple[str, ...]:
     return (axis,) if isinstance(axis, str) else tuple(axis)
 
 
-def _join(axes: Iterable[AxisName]) -> AxisName:
+def as_entry(axes: Iterable[AxisName]) -> AxisName:
+    """One entry of a PartitionSpec, of all these mesh axes."""
     flat = tuple(name for axis in axes for name in as_tuple(axis))
     return flat[0] if len(flat) == 1 else flat or None
 
@@ -205,7 +203,7 @@ def _axis_name(field: str, value: Any) -> AxisName:
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value):
-        return _join(value)
+        return as_entry(value)
     raise TypeError(f"PartitionAxis.{field} must be a mesh axis name, a tuple of them or None, got {value!r}.")
 
 

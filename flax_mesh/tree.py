@@ -66,8 +66,7 @@ def in_stack(path: str, layers: Iterable[str]) -> str | None:
 
 
 def path_and_start(path: str) -> tuple[str, int]:
-    """Path of a leaf and the number of its first layer: ("layers/q", 2) for "layers/q/from 2", the path of a chunk of a
-    scanned stack in a pipeline; 0 for any other."""
+    """("layers/q", 2) for "layers/q/from 2", the layers of a scanned stack from 2 on; otherwise (path, 0)."""
     head, _, tail = path.rpartition("/")
     return (head, int(tail.removeprefix("from "))) if tail.startswith("from ") else (path, 0)
 

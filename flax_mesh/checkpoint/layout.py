@@ -201,7 +201,6 @@ def _shard(shard: Any) -> ArrayShard:
 
 
 def _layers(stack: Any, on_host: bool) -> Iterator[ShardedArray]:
-    """The layers of a stack, the leading dim of `stack`."""
     sharding = _layer_sharding(stack)
     shards = [(shard, np.asarray(shard.data) if on_host else shard.data) for shard in _written_shards(stack)]
     for i in range(stack.shape[0]):
@@ -227,9 +226,8 @@ def _host() -> Any:
         return None
 
 
-def _layer_sharding(leaf: Any) -> Any:
-    """Sharding of one layer of a stack: that of the stack without its leading dim."""
-    sharding = getattr(leaf, "sharding", None)
+def _layer_sharding(stack: Any) -> Any:
+    sharding = getattr(stack, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return sharding
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]), memory_kind=sharding.memory_kind)

@@ -119,7 +119,6 @@ class Storage:
 
 
 def read_metadata(step: Path) -> dict[str, Any]:
-    """What was saved beside the state."""
     return dict(ocp.JsonCheckpointHandler().restore(_path(step / METADATA)))
 
 

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from flax_mesh.axes import Mode, PartitionAxis, as_tuple
+from flax_mesh.axes import Mode, PartitionAxis, as_entry, as_tuple
 from flax_mesh.errors import ShardingError
 from flax_mesh.mesh.context import current_mesh, get_incontext_mesh
 from flax_mesh.sharding.rules import Finding, Policy, apply_policy, fit_spec, lost_finding
@@ -73,8 +73,7 @@ def _only(entry: Any, types: dict[str, AxisType], *kinds: AxisType | None) -> An
     """The axes of one entry whose type is one of `kinds`; an axis the mesh lacks has type None."""
     if entry is PartitionSpec.UNCONSTRAINED:
         return entry
-    kept = tuple(axis for axis in as_tuple(entry) if types.get(axis) in kinds)
-    return kept[0] if len(kept) == 1 else kept or None
+    return as_entry(axis for axis in as_tuple(entry) if types.get(axis) in kinds)
 
 
 def _target(mesh: Any, spec: PartitionSpec) -> Any:

@@ -110,8 +110,7 @@ def _open_sharded(folder: Path) -> dict[str, np.ndarray]:
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         _refuse(folder / INDEX, ['it must be an object with a "weight_map" from names to files'])
-    strange = sorted({repr(file) for file in weight_map.values() if not _is_file_name(file)})
-    if strange:
+    if strange := sorted({repr(file) for file in weight_map.values() if not _is_file_name(file)}):
         _refuse(folder / INDEX, [f"{file} must be the name of a .safetensors file in the folder" for file in strange])
     found: dict[str, np.ndarray] = {}
     problems = []
@@ -170,14 +169,13 @@ def _read_header(path: Path) -> tuple[int, dict[str, FileSlice]]:
             problems.append(f"{name!r}: a name must be printable text")
         else:
             entries[name] = stored
-    problems = problems or _layout_problems(entries, size - 8 - length)
-    if problems:
+    if problems := problems or _layout_problems(entries, size - 8 - length):
         _refuse(path, problems)
     return length, entries
 
 
 def _entry(entry: Any) -> FileSlice | str:
-    """One entry of a header, or what is wrong with it."""
+    """The entry, or what is wrong with it."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         return f"must have dtype, shape and data_offsets, got {_short(entry)}"
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -303,7 +301,6 @@ def _write_values(places: Mapping[str, tuple[Path, int, FileSlice]], values: Ite
 
 
 def _sync(path: Path) -> None:
-    """Have the disk hold what was written; of a folder, its names."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -89,7 +89,6 @@ def large_whole(
 
 
 def rule_uses(table: PartitionRules, paths: Sequence[str]) -> list[RuleUse]:
-    """How many of the `paths` each rule decides."""
     decided = [table.find(path) for path in paths]
     uses = []
     for index, (pattern, dims) in enumerate(table.table):

@@ -92,7 +92,7 @@ def read_collectives(compiled: Any, mesh: Mesh | AbstractMesh) -> list[Collectiv
     executions = _executions(computations, entry)
     found = []
     for name, instructions in computations.items():
-        times, known = executions.get(name, (0, True))
+        times, known = executions[name]
         for kind, result, attributes in filter(None, map(_collective, instructions)) if times else ():
             ids = _pairs(attributes) if kind == "collective-permute" else _groups(attributes, mesh.size)
             axes = _axes_of(ids, mesh)
@@ -159,10 +159,8 @@ def _calls(instructions: Iterable[str]) -> Iterator[tuple[str, int | None]]:
     for instruction in instructions:
         trips = _TRIPS.search(instruction)
         for role, callee in _CALLS.findall(instruction):
-            if role != "body":
-                yield callee, 1  # of a loop's condition: it holds no collectives, so its count does not matter
-            else:
-                yield callee, int(trips[1]) if trips else None
+            # A loop's condition counts once: it holds no collectives.
+            yield callee, 1 if role != "body" else int(trips[1]) if trips else None
         for branches in _BRANCHES.findall(instruction):
             yield from ((name.strip().lstrip("%"), 1) for name in branches.split(","))
 
@@ -196,9 +194,7 @@ def _cut_tuple(text: str) -> list[str]:
 
 
 def _bytes(dtype: str, dims: str) -> int:
-    bits = BITS.get(dtype)
-    if bits is None:
-        bits = int(re.findall(r"\d+", dtype)[0])
+    bits = BITS[dtype] if dtype in BITS else int(re.findall(r"\d+", dtype)[0])
     size = math.prod(int(d.replace("<=", "")) for d in dims.split(",") if d.strip())
     return -(-size * bits // 8)
 
@@ -258,7 +254,6 @@ def _pairs(attributes: str) -> np.ndarray:
 
 
 def _axes_of(ids: np.ndarray, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Mesh axes along which the members of a group differ."""
     places = np.stack(np.unravel_index(ids, tuple(mesh.shape.values())), axis=-1)
     differ = (places != places[:, :1]).any(axis=(0, 1))
     return tuple(name for name, yes in zip(mesh.axis_names, differ, strict=True) if yes)
