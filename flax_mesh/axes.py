@@ -14,27 +14,18 @@ AxisName = str | tuple[str, ...] | None  # one mesh axis, several that split one
 Mode = Literal["train", "prefill", "decode"]
 
 
+@dataclass(frozen=True, repr=False)
 class _Follow:
+    mesh_axis_fields: tuple[str, ...]
+
     def __repr__(self) -> str:
         return "<follows its mesh axis>"
 
 
-FOLLOW: Any = _Follow()
-
-# Field left out -> the mesh-axis fields it follows.
-_FOLLOWS = {
-    "batch_axis": ("fully_sharded_data_parallel_axis", "data_parallel_axis"),
-    "sequence_axis": ("sequence_parallel_axis",),
-    "query_sequence_axis": ("sequence_parallel_axis",),
-    "key_sequence_axis": ("sequence_parallel_axis",),
-    "head_axis": ("tensor_parallel_axis",),
-    "hidden_state_axis": ("tensor_parallel_axis",),
-    "mlp_intermediate_axis": ("tensor_parallel_axis",),
-    "vocab_axis": ("tensor_parallel_axis",),
-    "expert_axis": ("expert_parallel_axis",),
-    "generation_head_axis": ("tensor_parallel_axis",),
-    "generation_key_sequence_axis": ("sequence_parallel_axis",),
-}
+_FOLLOW_DATA: Any = _Follow(("fully_sharded_data_parallel_axis", "data_parallel_axis"))
+_FOLLOW_TENSOR: Any = _Follow(("tensor_parallel_axis",))
+_FOLLOW_SEQUENCE: Any = _Follow(("sequence_parallel_axis",))
+_FOLLOW_EXPERT: Any = _Follow(("expert_parallel_axis",))
 
 # Logical axis -> field; `layers` (the leading dim of a scanned stack) is never split.
 LOGICAL_AXES = {
@@ -86,15 +77,15 @@ class PartitionAxis:
     tensor_parallel_axis: AxisName = "tp"
     sequence_parallel_axis: AxisName = "sp"
     expert_parallel_axis: AxisName = "ep"
-    batch_axis: AxisName = FOLLOW
-    sequence_axis: AxisName = FOLLOW
-    query_sequence_axis: AxisName = FOLLOW
-    key_sequence_axis: AxisName = FOLLOW
-    head_axis: AxisName = FOLLOW
-    hidden_state_axis: AxisName = FOLLOW
-    mlp_intermediate_axis: AxisName = FOLLOW
-    vocab_axis: AxisName = FOLLOW
-    expert_axis: AxisName = FOLLOW
+    batch_axis: AxisName = _FOLLOW_DATA
+    sequence_axis: AxisName = _FOLLOW_SEQUENCE
+    query_sequence_axis: AxisName = _FOLLOW_SEQUENCE
+    key_sequence_axis: AxisName = _FOLLOW_SEQUENCE
+    head_axis: AxisName = _FOLLOW_TENSOR
+    hidden_state_axis: AxisName = _FOLLOW_TENSOR
+    mlp_intermediate_axis: AxisName = _FOLLOW_TENSOR
+    vocab_axis: AxisName = _FOLLOW_TENSOR
+    expert_axis: AxisName = _FOLLOW_EXPERT
     expert_gate_axis: AxisName = None
     attention_dim_axis: AxisName = None
     bias_head_sequence_axis: AxisName = None
@@ -102,17 +93,17 @@ class PartitionAxis:
     generation_batch_axis: AxisName = None
     generation_query_sequence_axis: AxisName = None
     generation_attention_dim_axis: AxisName = None
-    generation_head_axis: AxisName = FOLLOW
-    generation_key_sequence_axis: AxisName = FOLLOW
+    generation_head_axis: AxisName = _FOLLOW_TENSOR
+    generation_key_sequence_axis: AxisName = _FOLLOW_SEQUENCE
     extra: Mapping[str, AxisName] | tuple[tuple[str, AxisName], ...] = ()
 
     def __post_init__(self) -> None:
-        for name, sources in _FOLLOWS.items():
-            if getattr(self, name) is FOLLOW:
-                object.__setattr__(self, name, as_entry(getattr(self, source) for source in sources))
         for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, _Follow):
+                value = as_entry(getattr(self, source) for source in value.mesh_axis_fields)
             if field.name != "extra":
-                object.__setattr__(self, field.name, _axis_name(field.name, getattr(self, field.name)))
+                object.__setattr__(self, field.name, _axis_name(field.name, value))
         extra = sorted(dict(self.extra).items())
         object.__setattr__(self, "extra", tuple((k, _axis_name(f"extra[{k!r}]", v)) for k, v in extra))
 

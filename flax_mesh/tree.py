@@ -108,16 +108,11 @@ def _none(leaf: Any) -> list[tuple[str, Any]]:
 
 
 def _join(keys: Sequence[Any]) -> str:
-    return "/".join([_NAME_OF[type(key)](key) if type(key) in _NAME_OF else str(key) for key in keys])
+    return "/".join([str(getattr(key, _NAME_OF[type(key)]) if type(key) in _NAME_OF else key) for key in keys])
 
 
-# Key of JAX -> its name.
-_NAME_OF: dict[type, Callable[[Any], str]] = {
-    DictKey: lambda key: str(key.key),
-    FlattenedIndexKey: lambda key: str(key.key),
-    GetAttrKey: lambda key: str(key.name),
-    SequenceKey: lambda key: str(key.idx),
-}
+# Key of JAX -> its attribute that appears in a path.
+_NAME_OF: dict[type, str] = {DictKey: "key", FlattenedIndexKey: "key", GetAttrKey: "name", SequenceKey: "idx"}
 
 # Children of the nodes that large trees consist of, in JAX's order.
 _CHILDREN: dict[type, Children] = {

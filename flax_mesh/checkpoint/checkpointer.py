@@ -39,10 +39,8 @@ class Checkpointer:
     """Checkpoints below `folder`, one a step. Reading changes nothing there; saving clears leftovers away first.
 
     `layers` are the paths of layer lists (`PartitionRules.layers`): scanned stacks there are saved layer by layer. By
-    default those of the table that the model of a TrainState carries (`@partitioned(layers=...)`); the model of another
-    tree is not known, and none are.
-    `keep` says which checkpoints stay, by the metric `best_metric` among others; an int is
-    `RetentionPolicy(newest=...)`.
+    default those in the table of a TrainState's model (`@partitioned(layers=...)`), and none for other trees.
+    `keep` decides which checkpoints stay, also by the metric `best_metric`; an int is `RetentionPolicy(newest=...)`.
 
     `host_bytes=None` saves in the background: `save` returns once this process's shards are copied to the host, one
     copy of them. A number saves before `save` returns, with at most so many bytes on the host at a time, or two of the
@@ -195,7 +193,6 @@ class Checkpointer:
         """The state of `step` (default: the newest whole one) laid out as `abstract` says, whatever layout it had.
 
         `abstract` is a TrainState or a tree, of ShapeDtypeStructs or arrays; what is restored is of the same kind.
-
         Raises one ConfigError that lists every path that is missing, left over, or of another shape or dtype.
         `include`: a regular expression; only paths that start with a match are looked at, as in
         `restore({"model": abstract["model"]}, include="model/")`. `cast`: float dtypes may differ, and become those of

@@ -42,8 +42,7 @@ class ArrayShard:
 class ShardedArray:
     """An array as the shards that this process writes of it: each part of the array once, over all processes.
 
-    It stands for an array where one is saved. The layer of a stack is never made as an array over its devices: its
-    shards are cut from those of the stack.
+    The layer of a stack is never made as an array over its devices: its shards are cut from those of the stack.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, sharding: Any, shards: Sequence[ArrayShard]):
@@ -135,9 +134,7 @@ def check_same(
 ) -> None:
     """Raise one ConfigError with every path on which two trees of arrays differ; `cast`: float dtypes may."""
     problems = [f"  {path}: only in the model, {array_text(target[path])}" for path in target.keys() - stored.keys()]
-    problems += [
-        f"  {path}: only in the checkpoint, {array_text(stored[path])}" for path in stored.keys() - target.keys()
-    ]
+    problems += [f"  {p}: only in the checkpoint, {array_text(stored[p])}" for p in stored.keys() - target.keys()]
     for path in target.keys() & stored.keys():
         if not fits(stored[path], target[path], cast=cast):
             problems.append(f"  {path}: checkpoint {array_text(stored[path])}, model {array_text(target[path])}")
@@ -148,10 +145,8 @@ def check_same(
 
 def fits(stored: Any, target: Any, *, cast: bool) -> bool:
     """Whether `stored` can be restored as `target`: the same shape, and the same dtype, or with `cast` two floats."""
-    if tuple(stored.shape) != tuple(target.shape):
-        return False
     floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (stored, target))
-    return stored.dtype == target.dtype or (cast and floats)
+    return tuple(stored.shape) == tuple(target.shape) and (stored.dtype == target.dtype or (cast and floats))
 
 
 def is_key(leaf: Any) -> bool:

@@ -25,6 +25,7 @@ from flax_mesh.models.rotary import RopeScaling, rotate, scaling_problems
 from flax_mesh.sharding import constrain, partitioned
 from flax_mesh.text import axes_text
 
+RunLayer = Callable[..., tuple[jax.Array, Aux]]
 CUDNN_HEAD_DIM = 256  # the most since Hopper; 128 before
 SAME_RESULT = {"changes_result": False}  # fields that change how it is computed, not what
 
@@ -366,9 +367,7 @@ def _attend(q_BSHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, implementat
         ) from error
 
 
-def _with_remat(
-    fn: Callable[..., tuple[jax.Array, Aux]], config: DecoderConfig
-) -> Callable[..., tuple[jax.Array, Aux]]:
+def _with_remat(fn: RunLayer, config: DecoderConfig) -> RunLayer:
     if config.remat == "none":
         return fn
     policy = None if config.remat == "full" else getattr(jax.checkpoint_policies, config.remat)

@@ -1,7 +1,7 @@
 """Shardings and specs read back from trees; specs from short patterns."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -85,20 +85,19 @@ def get_names_from_partition_spec(specs: Any) -> list[str]:
     names: dict[str, None] = {}
 
     def visit(node: Any) -> None:
+        children: Iterable[Any] = ()
         if isinstance(node, str):
             names.setdefault(node)
         elif isinstance(node, Mapping):
-            for child in node.values():
-                visit(child)
+            children = node.values()
         elif isinstance(node, PartitionSpec | list | tuple | set | frozenset):
-            for child in sorted(node) if isinstance(node, set | frozenset) else node:
-                visit(child)
+            children = sorted(node) if isinstance(node, set | frozenset) else node
         elif node is not None and node is not PartitionSpec.UNCONSTRAINED:
-            children = named_leaves(node)
-            if len(children) == 1 and children[0][1] is node:
+            children = [child for _, child in named_leaves(node)]
+            if len(children) == 1 and children[0] is node:
                 raise TypeError(f"expected PartitionSpecs, mesh axis names or a tree of them, got {node!r}.")
-            for _, child in children:
-                visit(child)
+        for child in children:
+            visit(child)
 
     visit(specs)
     return list(names)

@@ -31,11 +31,10 @@ def match_optimizer(
 ) -> RuleMatch:
     """Specs of an nnx.Optimizer's leaves, from those of the model's, in the order of `named_leaves(nnx.state(model))`.
 
-    A leaf whose path ends in a parameter's path, or goes through it, is that parameter's. Of its shape, it takes its
-    spec; otherwise each of its dims takes the axes of the parameter's dim that it is, as the row and column statistics
-    of Adafactor do. Leaves of no parameter follow `table`, and are whole where it has no rule. `over` are mesh axes to
-    split the parameters' leaves over besides, see `split_over`. `own` is the match of Flax's annotations on the
-    optimizer, and goes before the parameter's spec where they differ from the parameter's: a Variable with the
+    A leaf whose path ends in a parameter's path, or goes through it, belongs to that parameter. With its shape it takes
+    its spec; otherwise each dim takes the axes of the parameter's dim that it is, as in Adafactor's row and column
+    statistics. Other leaves follow `table`, and are replicated where it has no rule. `over`: see `split_over`. `own` is
+    the match of Flax's annotations on the optimizer, used where they differ from the parameter's: a Variable with the
     metadata `optimizer_sharding`. What does not fit is a finding.
     """
     parameters = named_leaves(nnx.state(model))

@@ -16,6 +16,7 @@ from flax_mesh.text import axes_text
 from flax_mesh.tree import in_stack, named_leaves
 
 Dims = PartitionSpec | tuple[str | None, ...] | None  # mesh axes, or logical axes, or whole
+CompiledRule = tuple[re.Pattern[str], PartitionSpec, tuple[Lost, ...]]  # the last: what dims lost to earlier ones
 Policy = Literal["error", "warn", "drop"]
 MATCHES_KEPT = 8
 # What a pattern needs to tell digits apart: a digit, a character by its name, or a back-reference.
@@ -38,9 +39,7 @@ class PartitionRules:
     table: tuple[tuple[str, Dims], ...]
     axes: PartitionAxis = DEFAULT_AXES
     layers: tuple[str, ...] = ()
-    _compiled: tuple[tuple[re.Pattern[str], PartitionSpec, tuple[Lost, ...]], ...] = field(
-        init=False, repr=False, compare=False
-    )
+    _compiled: tuple[CompiledRule, ...] = field(init=False, repr=False, compare=False)
     # Matches of the trees seen last: a state of the same structure is matched again without a look at its paths.
     _matches: dict[Any, "RuleMatch"] = field(init=False, repr=False, compare=False)
 
@@ -69,14 +68,10 @@ class PartitionRules:
 
     def stack(self, path: str) -> str | None:
         """The scanned stack that holds the leaf, also below an optimizer's prefix: "0/mu/layers/q" lies in "layers"."""
-        if not self.layers:
-            return None
-        parts = path.split("/")
-        for start in range(len(parts)):
-            tail = "/".join(parts[start:])
-            if any(tail.startswith(stack + "/") for stack in self.layers):
-                return in_stack(tail, self.layers)
-        return None
+        parts = path.split("/") if self.layers else []
+        heads = tuple(f"{stack}/" for stack in self.layers)
+        tails = ("/".join(parts[start:]) for start in range(len(parts)))
+        return in_stack(next((tail for tail in tails if tail.startswith(heads)), ""), self.layers)
 
     def explain(self, path: str) -> str:
         """Which rule decides `path`, what it became, and why."""
@@ -94,8 +89,6 @@ class PartitionRules:
 
 
 class Finding(NamedTuple):
-    """One thing about one leaf that does not fit, and how to repair it."""
-
     path: str
     problem: str
     repair: str
@@ -290,9 +283,7 @@ def without_numbers(path: str) -> str:
     return "/".join(["0" * len(part) if _is_number(part) else part for part in path.split("/")])
 
 
-def _compile(
-    table: tuple[tuple[str, Dims], ...], axes: PartitionAxis
-) -> tuple[tuple[re.Pattern[str], PartitionSpec, tuple[Lost, ...]], ...]:
+def _compile(table: tuple[tuple[str, Dims], ...], axes: PartitionAxis) -> tuple[CompiledRule, ...]:
     compiled, problems = [], []
     for number, (pattern, dims) in enumerate(table, start=1):
         try:

@@ -25,6 +25,7 @@ from flax_mesh.text import array_text
 from flax_mesh.tree import named_leaves, path_and_start
 
 Tree = TypeVar("Tree")
+REPAIR = "  Use the config and the table of the model that was saved; ignore= takes names that have no place here."
 BYTES_IN_FLIGHT = 1 << 28  # from devices to the host
 COLUMNS = 8  # of a transposed copy at a time: three to eight times as fast as all at once (1 to 4 byte elements)
 
@@ -78,10 +79,7 @@ def load_safetensors(
     stored = open_safetensors(folder)
     problems = _sharding_problems(params) + _differences(params, stored, tuple(ignore))
     if problems:
-        tail = (
-            "  Use the config and the table of the model that was saved; ignore= takes names that have no place here."
-        )
-        raise ConfigError([f"{folder} is of another model ({len(problems)} differences):", *problems, tail])
+        raise ConfigError([f"{folder} is of another model ({len(problems)} differences):", *problems, REPAIR])
     with ThreadPoolExecutor(threads) as pool:
         arrays = list(pool.map(lambda param: _load(param, stored), params))
     return jax.tree.unflatten(jax.tree.structure(abstract), arrays)

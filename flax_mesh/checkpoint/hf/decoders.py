@@ -205,9 +205,8 @@ def huggingface_config(
     config |= {"rope_theta": settings["rope_theta"], "torch_dtype": settings["param_dtype"]}
     if settings["rope_factor"] != 1:
         config["rope_scaling"] = {"rope_type": "llama3"} | {key: settings[name] for key, name in SCALING.items()}
-        max_position_embeddings = max_position_embeddings or int(
-            settings["rope_factor"] * settings["rope_original_length"]
-        )
+        longest = int(settings["rope_factor"] * settings["rope_original_length"])
+        max_position_embeddings = max_position_embeddings or longest
     if max_position_embeddings is not None:
         config["max_position_embeddings"] = max_position_embeddings
     return config | more

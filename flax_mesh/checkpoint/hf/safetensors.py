@@ -269,9 +269,8 @@ def _natural(name: str) -> list[Any]:
 
 def _header(entries: Mapping[str, FileSlice]) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers reads no file without it
-    for name, stored in entries.items():
-        place = [stored.begin, stored.end]
-        header[name] = {"dtype": CODES[stored.dtype], "shape": list(stored.shape), "data_offsets": place}
+    for name, (dtype, shape, begin, end) in entries.items():
+        header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the data is aligned
     return len(text).to_bytes(8, "little") + text

@@ -102,9 +102,8 @@ def _place(path: str, kind: Kind, leaf: Any, layout: Any, mesh: AnyMesh | None) 
         pieces = _pieces(path, shape, spec, mesh)
         where, num_devices = mesh, mesh.size
     else:  # one device, or a sharding that has no spec
-        pieces = tuple(
-            -(-size // part) if part else 1 for size, part in zip(shape, layout.shard_shape(shape), strict=True)
-        )
+        sizes = zip(shape, layout.shard_shape(shape), strict=True)
+        pieces = tuple(-(-size // part) if part else 1 for size, part in sizes)
         spec, where, num_devices = None, frozenset(layout.device_set), len(layout.device_set)
     device_bytes = math.prod(-(-size // ways) for size, ways in zip(shape, pieces, strict=True)) * itemsize
     total_bytes = math.prod(shape) * itemsize

@@ -35,14 +35,13 @@ class Explanation(NamedTuple):
         """Mesh, rules, arrays, totals and findings in lines of at most `width` columns, findings aside."""
         rows, count = self._rule_rows(), len(self.findings)
         whose = "the model's own" if self.carried else "as given"
+        rules = f"rules: {whose}; the first that matches a path decides" if rows else "no table: the model is annotated"
         return "\n".join(
             [
                 f"{self.report.mesh_line}; fingerprint {self.fingerprint[:12]}",
                 *([self.note] if self.note else []),
                 "",
-                f"rules: {whose}; the first that matches a path decides"
-                if rows
-                else "no table: the model is annotated",
+                rules,
                 *([table_text(RULE_HEADS, rows, width, right={"rule"})] if rows else []),
                 "",
                 self.report.to_text(width=width, mesh=False),

@@ -140,18 +140,17 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 def _executions(computations: dict[str, list[str]], entry: str) -> dict[str, tuple[int, bool]]:
     """Computation -> how often one step runs it, and whether that is certain. Each branch of a conditional counts."""
     calls = {name: list(_calls(instructions)) for name, instructions in computations.items()}
-    counts = dict.fromkeys(computations, 0)
-    certain = dict.fromkeys(computations, True)
+    executions: dict[str, tuple[int, bool]] = dict.fromkeys(computations, (0, True))
 
     def run(name: str, times: int, known: bool) -> None:
-        counts[name] += times
-        certain[name] &= known
+        count, certain = executions[name]
+        executions[name] = count + times, certain and known
         for callee, trips in calls[name]:
-            if callee in counts:
+            if callee in executions:
                 run(callee, times * (trips or 1), known and trips is not None)
 
     run(entry, 1, True)
-    return {name: (count, certain[name]) for name, count in counts.items()}
+    return executions
 
 
 def _calls(instructions: Iterable[str]) -> Iterator[tuple[str, int | None]]:

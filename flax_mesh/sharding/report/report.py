@@ -120,11 +120,12 @@ class ShardingReport(Mapping[str, Any]):
     def to_text(self, *, width: int = 100, mesh: bool = True) -> str:
         """The mesh unless told otherwise, every array of the model, totals, mesh axes and collectives.
 
-        Arrays of numbered layers that are alike share a line; bytes are then those of all of them. The optimizer's
-        arrays are in the totals alone.
+        Like arrays of numbered layers share a line with their summed bytes. Optimizer arrays are in the totals alone.
         """
+        rows = _traffic_rows(self)
+        traffic = table_text(TRAFFIC_HEADS, rows, width, right={*TRAFFIC_HEADS[2:]}) if rows else ""
         parts = [self.mesh_line if mesh else "", _arrays_text(self, width), _totals_text(self), _axes_text(self, width)]
-        return "\n\n".join(part for part in [*parts, _traffic_text(self, width)] if part)
+        return "\n\n".join(part for part in [*parts, traffic] if part)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for `json.dumps`: every array on its own, devices by their text."""
@@ -181,7 +182,9 @@ def _arrays_text(report: ShardingReport, width: int) -> str:
     leaves = [leaf for leaf in report.leaves if leaf.kind != "optimizer"]
     with_rules = any(leaf.rule is not None or leaf.logical for leaf in leaves)
     groups = group_leaves(leaves)
-    prefixes = [_prefix(path) for path, _ in groups]
+    # Lines share what goes up to the numbers of a layer list, else the first name.
+    matches = [re.match(r".*?\{\d+\.\.\d+\}/|[^/]+/", path) for path, _ in groups]
+    prefixes = [match[0] if match else "" for match in matches]
     rows: list[list[str]] = []
     for i, (path, members) in enumerate(groups):
         leaf, prefix, times = leaves[members[0]], prefixes[i], len(members)
@@ -196,12 +199,6 @@ def _arrays_text(report: ShardingReport, width: int) -> str:
     return table_text(
         heads, rows, width, right={"rule", "per device"}, wrap={"logical axes"} if with_rules else {"path"}
     )
-
-
-def _prefix(path: str) -> str:
-    """What lines of the table share: up to the numbers of a layer list, else the first name."""
-    match = re.match(r".*?\{\d+\.\.\d+\}/|[^/]+/", path)
-    return match[0] if match else ""
 
 
 def _totals_text(report: ShardingReport) -> str:
@@ -229,11 +226,6 @@ def _axes_text(report: ShardingReport, width: int) -> str:
         if x.size > 1
     ]
     return table_text(["mesh axis", "size", "splits"], rows, width, right={"size"}) if rows else ""
-
-
-def _traffic_text(report: ShardingReport, width: int) -> str:
-    rows = _traffic_rows(report)
-    return table_text(TRAFFIC_HEADS, rows, width, right={*TRAFFIC_HEADS[2:]}) if rows else ""
 
 
 def _traffic_rows(report: ShardingReport) -> list[list[str]]:
