@@ -14,29 +14,18 @@ AxisName = str | tuple[str, ...] | None  # one mesh axis, several that split one
 Mode = Literal["train", "prefill", "decode"]
 
 
+@dataclass(frozen=True, repr=False)
 class _Follow:
-    """Default of a field that takes its value from the field of its mesh axis."""
+    mesh_axis_fields: tuple[str, ...]
 
     def __repr__(self) -> str:
         return "<follows its mesh axis>"
 
 
-FOLLOW: Any = _Follow()
-
-# Field left out -> the mesh-axis fields it follows.
-_FOLLOWS = {
-    "batch_axis": ("fully_sharded_data_parallel_axis", "data_parallel_axis"),
-    "sequence_axis": ("sequence_parallel_axis",),
-    "query_sequence_axis": ("sequence_parallel_axis",),
-    "key_sequence_axis": ("sequence_parallel_axis",),
-    "head_axis": ("tensor_parallel_axis",),
-    "hidden_state_axis": ("tensor_parallel_axis",),
-    "mlp_intermediate_axis": ("tensor_parallel_axis",),
-    "vocab_axis": ("tensor_parallel_axis",),
-    "expert_axis": ("expert_parallel_axis",),
-    "generation_head_axis": ("tensor_parallel_axis",),
-    "generation_key_sequence_axis": ("sequence_parallel_axis",),
-}
+_FOLLOW_DATA: Any = _Follow(("fully_sharded_data_parallel_axis", "data_parallel_axis"))
+_FOLLOW_TENSOR: Any = _Follow(("tensor_parallel_axis",))
+_FOLLOW_SEQUENCE: Any = _Follow(("sequence_parallel_axis",))
+_FOLLOW_EXPERT: Any = _Follow(("expert_parallel_axis",))
 
 # Logical axis -> field; `layers` (the leading dim of a scanned stack) is never split.
 LOGICAL_AXES = {
@@ -88,15 +77,15 @@ class PartitionAxis:
     tensor_parallel_axis: AxisName = "tp"
     sequence_parallel_axis: AxisName = "sp"
     expert_parallel_axis: AxisName = "ep"
-    batch_axis: AxisName = FOLLOW
-    sequence_axis: AxisName = FOLLOW
-    query_sequence_axis: AxisName = FOLLOW
-    key_sequence_axis: AxisName = FOLLOW
-    head_axis: AxisName = FOLLOW
-    hidden_state_axis: AxisName = FOLLOW
-    mlp_intermediate_axis: AxisName = FOLLOW
-    vocab_axis: AxisName = FOLLOW
-    expert_axis: AxisName = FOLLOW
+    batch_axis: AxisName = _FOLLOW_DATA
+    sequence_axis: AxisName = _FOLLOW_SEQUENCE
+    query_sequence_axis: AxisName = _FOLLOW_SEQUENCE
+    key_sequence_axis: AxisName = _FOLLOW_SEQUENCE
+    head_axis: AxisName = _FOLLOW_TENSOR
+    hidden_state_axis: AxisName = _FOLLOW_TENSOR
+    mlp_intermediate_axis: AxisName = _FOLLOW_TENSOR
+    vocab_axis: AxisName = _FOLLOW_TENSOR
+    expert_axis: AxisName = _FOLLOW_EXPERT
     expert_gate_axis: AxisName = None
     attention_dim_axis: AxisName = None
     bias_head_sequence_axis: AxisName = None
@@ -104,17 +93,17 @@ class PartitionAxis:
     generation_batch_axis: AxisName = None
     generation_query_sequence_axis: AxisName = None
     generation_attention_dim_axis: AxisName = None
-    generation_head_axis: AxisName = FOLLOW
-    generation_key_sequence_axis: AxisName = FOLLOW
+    generation_head_axis: AxisName = _FOLLOW_TENSOR
+    generation_key_sequence_axis: AxisName = _FOLLOW_SEQUENCE
     extra: Mapping[str, AxisName] | tuple[tuple[str, AxisName], ...] = ()
 
     def __post_init__(self) -> None:
-        for name, sources in _FOLLOWS.items():
-            if getattr(self, name) is FOLLOW:
-                object.__setattr__(self, name, _join(getattr(self, source) for source in sources))
         for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, _Follow):
+                value = as_entry(getattr(self, source) for source in value.mesh_axis_fields)
             if field.name != "extra":
-                object.__setattr__(self, field.name, _axis_name(field.name, getattr(self, field.name)))
+                object.__setattr__(self, field.name, _axis_name(field.name, value))
         extra = sorted(dict(self.extra).items())
         object.__setattr__(self, "extra", tuple((k, _axis_name(f"extra[{k!r}]", v)) for k, v in extra))
 
@@ -132,8 +121,7 @@ class PartitionAxis:
                 f"unknown logical axis {logical!r}. Known: {', '.join([*LOGICAL_AXES, *extra])}. "
                 f"Add it with PartitionAxis(extra={{{logical!r}: MESH_AXIS_OR_NONE}})."
             )
-        field = _IN_DECODE.get(logical) if mode == "decode" else None
-        field = field or LOGICAL_AXES[logical]
+        field = (_IN_DECODE if mode == "decode" else LOGICAL_AXES).get(logical, LOGICAL_AXES[logical])
         return as_tuple(getattr(self, field)) if field else ()
 
     def resolve_and_report(
@@ -151,7 +139,7 @@ class PartitionAxis:
                 else:
                     taken.add(axis)
                     mine.append(axis)
-            dims.append(_join(mine))
+            dims.append(as_entry(mine))
         return PartitionSpec(*dims), tuple(lost)
 
     def resolve(
@@ -163,8 +151,8 @@ class PartitionAxis:
     ) -> PartitionSpec:
         """The spec of an array whose dims carry `logical_axes`.
 
-        No mesh axis stands in it twice: the earlier dim keeps it, and `resolve_and_report` tells what the later
-        one lost; with `on_duplicate="error"` that is a ShardingError.
+        A mesh axis that two dims ask for goes to the earlier one (`resolve_and_report` returns what the later one
+        lost); with `on_duplicate="error"` that is a ShardingError.
 
         >>> PartitionAxis().resolve(("batch", "sequence", "heads", None))
         P(("fsdp", "dp"), "sp", "tp", None)
@@ -196,7 +184,8 @@ def as_tuple(axis: AxisName) -> tuple[str, ...]:
     return (axis,) if isinstance(axis, str) else tuple(axis)
 
 
-def _join(axes: Iterable[AxisName]) -> AxisName:
+def as_entry(axes: Iterable[AxisName]) -> AxisName:
+    """One entry of a PartitionSpec, of all these mesh axes."""
     flat = tuple(name for axis in axes for name in as_tuple(axis))
     return flat[0] if len(flat) == 1 else flat or None
 
@@ -205,7 +194,7 @@ def _axis_name(field: str, value: Any) -> AxisName:
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value):
-        return _join(value)
+        return as_entry(value)
     raise TypeError(f"PartitionAxis.{field} must be a mesh axis name, a tuple of them or None, got {value!r}.")
 
 

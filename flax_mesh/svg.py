@@ -7,11 +7,9 @@ from html import escape
 def svg_document(width: float, height: float, parts: Iterable[str], style: str = "") -> str:
     """The document: `parts`, one a line, on white; `style` is CSS."""
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-    head = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">',
-        *([f"<style>{style}</style>"] if style else []),
-    ]
-    return "\n".join([*head, element("rect", width="100%", height="100%", fill="white"), *parts, "</svg>\n"])
+    root = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
+    styles = [f"<style>{style}</style>"] if style else []
+    return "\n".join([root, *styles, element("rect", width="100%", height="100%", fill="white"), *parts, "</svg>\n"])
 
 
 def element(tag: str, content: str | None = None, **attributes: object) -> str:

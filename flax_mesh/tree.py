@@ -66,8 +66,7 @@ def in_stack(path: str, layers: Iterable[str]) -> str | None:
 
 
 def path_and_start(path: str) -> tuple[str, int]:
-    """Path of a leaf and the number of its first layer: ("layers/q", 2) for "layers/q/from 2", the path of a chunk of a
-    scanned stack in a pipeline; 0 for any other."""
+    """("layers/q", 2) for "layers/q/from 2", the layers of a scanned stack from 2 on; otherwise (path, 0)."""
     head, _, tail = path.rpartition("/")
     return (head, int(tail.removeprefix("from "))) if tail.startswith("from ") else (path, 0)
 
@@ -109,16 +108,11 @@ def _none(leaf: Any) -> list[tuple[str, Any]]:
 
 
 def _join(keys: Sequence[Any]) -> str:
-    return "/".join([_NAME_OF[type(key)](key) if type(key) in _NAME_OF else str(key) for key in keys])
+    return "/".join([str(getattr(key, _NAME_OF[type(key)]) if type(key) in _NAME_OF else key) for key in keys])
 
 
-# Key of JAX -> its name.
-_NAME_OF: dict[type, Callable[[Any], str]] = {
-    DictKey: lambda key: str(key.key),
-    FlattenedIndexKey: lambda key: str(key.key),
-    GetAttrKey: lambda key: str(key.name),
-    SequenceKey: lambda key: str(key.idx),
-}
+# Key of JAX -> its attribute that appears in a path.
+_NAME_OF: dict[type, str] = {DictKey: "key", FlattenedIndexKey: "key", GetAttrKey: "name", SequenceKey: "idx"}
 
 # Children of the nodes that large trees consist of, in JAX's order.
 _CHILDREN: dict[type, Children] = {

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import jax
 
 from flax_mesh.checkpoint.checksums import find_damage
-from flax_mesh.checkpoint.find import LEFTOVER, STEP
+from flax_mesh.checkpoint.find import STEP, find_leftovers
 from flax_mesh.checkpoint.layout import check_same, disk_target, from_disk, stacked_paths, to_disk
 from flax_mesh.checkpoint.retention import RetentionPolicy
 from flax_mesh.checkpoint.stacks import check_stacks_are_named
@@ -39,10 +39,8 @@ class Checkpointer:
     """Checkpoints below `folder`, one a step. Reading changes nothing there; saving clears leftovers away first.
 
     `layers` are the paths of layer lists (`PartitionRules.layers`): scanned stacks there are saved layer by layer. By
-    default those of the table that the model of a TrainState carries (`@partitioned(layers=...)`); the model of another
-    tree is not known, and none are.
-    `keep` says which checkpoints stay, by the metric `best_metric` among others; an int is
-    `RetentionPolicy(newest=...)`.
+    default those in the table of a TrainState's model (`@partitioned(layers=...)`), and none for other trees.
+    `keep` decides which checkpoints stay, also by the metric `best_metric`; an int is `RetentionPolicy(newest=...)`.
 
     `host_bytes=None` saves in the background: `save` returns once this process's shards are copied to the host, one
     copy of them. A number saves before `save` returns, with at most so many bytes on the host at a time, or two of the
@@ -103,7 +101,14 @@ class Checkpointer:
             else:
                 return step
         if self.damaged:
-            raise CheckpointCorruptedError(_none_whole(self.folder, self.damaged))
+            each = [_damage_text(self._path(step), problems) for step, problems in self.damaged.items()]
+            raise CheckpointCorruptedError(
+                [
+                    f"{self.folder} holds {count_text(len(self.damaged), 'checkpoint')}, and none is whole:",
+                    *(f"  {line}" for lines in each for line in lines),
+                    "  Bring one back from a copy, or start another run (another folder, or --restart).",
+                ]
+            )
         return None
 
     def verify(self, step: int) -> list[str]:
@@ -159,11 +164,9 @@ class Checkpointer:
                 self._storage = None
 
     def clear_leftovers(self) -> None:
-        """Remove what saves and deletions that were cut off have left. The first save does it; call it where a run
-        begins that may not come to one, and nobody else saves here."""
-        for name in os.listdir(self.folder) if self.folder.is_dir() else ():
-            if LEFTOVER.fullmatch(name):
-                shutil.rmtree(self.folder / name, ignore_errors=True)
+        """Remove what interrupted saves and deletions have left, as the first save does; nobody may be saving here."""
+        for path in find_leftovers(self.folder):
+            shutil.rmtree(path, ignore_errors=True)
 
     def metadata(self, step: int) -> dict[str, Any]:
         """What was saved beside the state."""
@@ -190,7 +193,6 @@ class Checkpointer:
         """The state of `step` (default: the newest whole one) laid out as `abstract` says, whatever layout it had.
 
         `abstract` is a TrainState or a tree, of ShapeDtypeStructs or arrays; what is restored is of the same kind.
-
         Raises one ConfigError that lists every path that is missing, left over, or of another shape or dtype.
         `include`: a regular expression; only paths that start with a match are looked at, as in
         `restore({"model": abstract["model"]}, include="model/")`. `cast`: float dtypes may differ, and become those of
@@ -234,7 +236,6 @@ class Checkpointer:
         return self.folder / str(step)
 
     def _step(self, step: int) -> Path:
-        """The folder of a step that is there."""
         if step not in (steps := self.steps()):
             raise ConfigError(f"{self.folder} holds no checkpoint of step {step}; it holds {steps or 'none'}.")
         return self._path(step)
@@ -248,14 +249,12 @@ class Checkpointer:
         self._phases.passed(phase)
         if phase == "commit":
             if self._clears:
-                staying = self._staying()
-                self._delete([old for old in self.steps() if old not in staying])
+                self._delete(sorted({*self.steps()} - self._staying()))
             self._phases.passed("clear")
 
     @contextmanager
     def _as_save_error(self, step: int) -> Iterator[None]:
-        """Turns what storage libraries raise when they cannot write `step` into one line, which all processes are
-        told."""
+        """Turn what storage libraries raise when they cannot write `step` into a SaveError of one line."""
         try:
             yield
         # Tensorstore raises ValueError for most of what goes wrong with files, Orbax RuntimeError and TimeoutError.
@@ -303,8 +302,7 @@ class Checkpointer:
             shutil.rmtree(path, ignore_errors=True)
 
     def _tidy(self) -> None:
-        """Remove what earlier saves have left, and give damaged steps another name, under which they stay until
-        somebody has looked at them."""
+        """Remove what earlier saves have left, and quarantine damaged steps under another name."""
         if self._clears and not self._is_tidy:
             if self._deleting is not None:
                 self._deleting.join()
@@ -345,7 +343,6 @@ def arrays_on_disk(state: Any, layers: Sequence[str] | None = None) -> dict[str,
 
 
 def _tree(state: Any) -> Any:
-    """`state` as a tree whose paths are those on disk."""
     return state.to_nnx() if isinstance(state, TrainState) else state
 
 
@@ -357,7 +354,7 @@ def _layers_of(state: Any, layers: Sequence[str] | None) -> Sequence[str]:
 
 
 def _reason(error: BaseException) -> str:
-    """What an error says, in a line; of tensorstore's, which tell of layer below layer, what the system said."""
+    """The text of an error in one line; of tensorstore's long ones, what the system reported."""
     text = " ".join(str(error).split()) or type(error).__name__
     if code := re.search(r"\[os_error_code='(\d+)'\]", text):
         return os.strerror(int(code[1]))
@@ -366,12 +363,3 @@ def _reason(error: BaseException) -> str:
 
 def _damage_text(folder: Path, problems: list[str]) -> list[str]:
     return [f"checkpoint {folder} is damaged:", *(f"  {problem}" for problem in problems)]
-
-
-def _none_whole(folder: Path, damaged: Mapping[int, list[str]]) -> list[str]:
-    each = [line for step, problems in damaged.items() for line in _damage_text(folder / str(step), problems)]
-    return [
-        f"{folder} holds {count_text(len(damaged), 'checkpoint')}, and none is whole:",
-        *(f"  {line}" for line in each),
-        "  Bring one back from a copy, or start another run (another folder, or --restart).",
-    ]

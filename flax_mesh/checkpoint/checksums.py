@@ -21,8 +21,7 @@ MARKERS = ("_CHECKPOINT_METADATA", "commit_success.txt")
 
 
 def write_part(part: Path, folder: Path, below: str, prefix: str) -> None:
-    """Write to `part` the checksums of the files below `folder`/`below`, under their paths from `folder` after
-    `prefix`: what one process of several has written, and knows best."""
+    """Write to `part` the checksums of the files below `folder`/`below`; their names start with `prefix`/`below`/."""
     names = [f"{below}/{name}" for name in sorted(_files(folder / below))]
     found = _checksums(folder, names)
     part.write_bytes(_encode(BLOCK, {f"{prefix}/{name}": one for name, one in found.items()}))
@@ -56,9 +55,8 @@ def find_damage(folder: Path, reads: Callable[[str], bool] | None = None) -> lis
     found = {name: _size_problem(folder / name, size) for name, (size, _) in files.items()}
     whole = [(name, sums) for name, (_, sums) in files.items() if not found[name]]
     expected = [(name, i * block, value) for name, sums in whole for i, value in enumerate(sums)]
-    for (name, start, value), got in zip(
-        expected, _map([(folder / n, at) for n, at, _ in expected], block), strict=True
-    ):
+    sums = _map([(folder / name, start) for name, start, _ in expected], block)
+    for (name, start, value), got in zip(expected, sums, strict=True):
         if got != value:
             where = f"within bytes {start} to {min(files[name][0], start + block)}: checksum {got}, saved with {value}"
             found[name] = f"{found[name]}, and {where}" if found[name] else f"damaged {where}"
@@ -83,9 +81,8 @@ def _checksums(folder: Path, names: Sequence[str]) -> dict[str, FileSums]:
     sizes = [(folder / name).stat().st_size for name in names]
     blocks = [(folder / name, at) for name, size in zip(names, sizes, strict=True) for at in range(0, size, BLOCK)]
     found = _map(blocks, BLOCK)
-    if unreadable := [
-        f"{path}: {value}" for (path, _), value in zip(blocks, found, strict=True) if isinstance(value, str)
-    ]:
+    unreadable = [f"{path}: {x}" for (path, _), x in zip(blocks, found, strict=True) if isinstance(x, str)]
+    if unreadable:
         raise OSError("; ".join(unreadable))
     sums = iter(found)
     return {name: (size, [next(sums) for _ in range(0, size, BLOCK)]) for name, size in zip(names, sizes, strict=True)}

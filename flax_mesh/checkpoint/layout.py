@@ -42,8 +42,7 @@ class ArrayShard:
 class ShardedArray:
     """An array as the shards that this process writes of it: each part of the array once, over all processes.
 
-    It stands for an array where one is saved. The layer of a stack is never made as an array over its devices: its
-    shards are cut from those of the stack.
+    The layer of a stack is never made as an array over its devices: its shards are cut from those of the stack.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, sharding: Any, shards: Sequence[ArrayShard]):
@@ -135,9 +134,7 @@ def check_same(
 ) -> None:
     """Raise one ConfigError with every path on which two trees of arrays differ; `cast`: float dtypes may."""
     problems = [f"  {path}: only in the model, {array_text(target[path])}" for path in target.keys() - stored.keys()]
-    problems += [
-        f"  {path}: only in the checkpoint, {array_text(stored[path])}" for path in stored.keys() - target.keys()
-    ]
+    problems += [f"  {p}: only in the checkpoint, {array_text(stored[p])}" for p in stored.keys() - target.keys()]
     for path in target.keys() & stored.keys():
         if not fits(stored[path], target[path], cast=cast):
             problems.append(f"  {path}: checkpoint {array_text(stored[path])}, model {array_text(target[path])}")
@@ -148,10 +145,8 @@ def check_same(
 
 def fits(stored: Any, target: Any, *, cast: bool) -> bool:
     """Whether `stored` can be restored as `target`: the same shape, and the same dtype, or with `cast` two floats."""
-    if tuple(stored.shape) != tuple(target.shape):
-        return False
     floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (stored, target))
-    return stored.dtype == target.dtype or (cast and floats)
+    return tuple(stored.shape) == tuple(target.shape) and (stored.dtype == target.dtype or (cast and floats))
 
 
 def is_key(leaf: Any) -> bool:
@@ -201,7 +196,6 @@ def _shard(shard: Any) -> ArrayShard:
 
 
 def _layers(stack: Any, on_host: bool) -> Iterator[ShardedArray]:
-    """The layers of a stack, the leading dim of `stack`."""
     sharding = _layer_sharding(stack)
     shards = [(shard, np.asarray(shard.data) if on_host else shard.data) for shard in _written_shards(stack)]
     for i in range(stack.shape[0]):
@@ -227,9 +221,8 @@ def _host() -> Any:
         return None
 
 
-def _layer_sharding(leaf: Any) -> Any:
-    """Sharding of one layer of a stack: that of the stack without its leading dim."""
-    sharding = getattr(leaf, "sharding", None)
+def _layer_sharding(stack: Any) -> Any:
+    sharding = getattr(stack, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return sharding
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]), memory_kind=sharding.memory_kind)

@@ -119,13 +119,11 @@ class Storage:
 
 
 def read_metadata(step: Path) -> dict[str, Any]:
-    """What was saved beside the state."""
     return dict(ocp.JsonCheckpointHandler().restore(_path(step / METADATA)))
 
 
 def stored_arrays(step: Path) -> dict[str, Any]:
-    """path on disk -> shape and dtype; reads no array. CheckpointCorruptedError where a file that it does read is
-    damaged."""
+    """path on disk -> shape and dtype; reads no array. CheckpointCorruptedError where a file it reads is damaged."""
     # Orbax asks for all arrays at once, and of a damaged index every answer but the first ends in a traceback.
     if problems := find_damage(step, _is_index):
         found = [f"  {problem}" for problem in problems]

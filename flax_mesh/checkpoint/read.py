@@ -79,10 +79,9 @@ def read_tree(step: Path, record: Mapping[str, Any]) -> dict[str, Array]:
     from flax_mesh.checkpoint.orbax import stored_arrays
 
     try:
-        stored = stored_arrays(step)
         return {
             path: Array(path, tuple(leaf.shape), str(np.dtype(leaf.dtype)), str(record["layout"].get(path, "")))
-            for path, leaf in stored.items()
+            for path, leaf in stored_arrays(step).items()
         }
     except CheckpointCorruptedError:
         raise

@@ -77,7 +77,8 @@ def _in_chunks(
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _chunked(x_NGCD: jax.Array, weights_DV: jax.Array, targets_NGC: jax.Array, layout: LossLayout) -> jax.Array:
     def add(sum_G: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        return sum_G + _sums(_losses(_logits(part[0], weights_DV, layout), part[1])[0], layout), None
+        loss_GC = _losses(_logits(part[0], weights_DV, layout), part[1])[0]
+        return sum_G + _lay(jnp.sum(loss_GC, axis=-1), layout.tokens), None
 
     sum_G = _lay(jnp.zeros(x_NGCD.shape[1], jnp.float32), layout.tokens)
     return jnp.sum(jax.lax.scan(add, sum_G, (x_NGCD, targets_NGC))[0])
@@ -97,7 +98,7 @@ def _forward(x_NGCD: jax.Array, weights_DV: jax.Array, targets_NGC: jax.Array, l
         dw_GDV += jnp.einsum("gcd,gcv->gdv", x_GCD, d_GCV, preferred_element_type=jnp.float32)
         dw_GDV = _lay(dw_GDV, layout.tokens, None, layout.vocab)
         dx_NGCD = jax.lax.dynamic_update_index_in_dim(dx_NGCD, dx_GCD, n, 0)
-        return n + 1, sum_G + _sums(loss_GC, layout), dx_NGCD, dw_GDV
+        return n + 1, sum_G + _lay(jnp.sum(loss_GC, axis=-1), layout.tokens), dx_NGCD, dw_GDV
 
     num_chunks, groups = x_NGCD.shape[:2]
     dw_GDV = _lay(jnp.zeros((groups, *weights_DV.shape), jnp.float32), layout.tokens, None, layout.vocab)
@@ -118,10 +119,6 @@ _chunked.defvjp(_forward, _backward)
 def _logits(x_GCD: jax.Array, weights_DV: jax.Array, layout: LossLayout) -> jax.Array:
     logits_GCV = jnp.einsum("gcd,dv->gcv", x_GCD, weights_DV, preferred_element_type=jnp.float32)
     return _lay(logits_GCV, layout.tokens, None, layout.vocab)
-
-
-def _sums(loss_GC: jax.Array, layout: LossLayout) -> jax.Array:
-    return _lay(jnp.sum(loss_GC, axis=-1), layout.tokens)
 
 
 def _split_axes(axes: PartitionAxis, shape: tuple[int, ...]) -> list[tuple[tuple[str, ...], int]]:

@@ -25,6 +25,7 @@ from flax_mesh.models.rotary import RopeScaling, rotate, scaling_problems
 from flax_mesh.sharding import constrain, partitioned
 from flax_mesh.text import axes_text
 
+RunLayer = Callable[..., tuple[jax.Array, Aux]]
 CUDNN_HEAD_DIM = 256  # the most since Hopper; 128 before
 SAME_RESULT = {"changes_result": False}  # fields that change how it is computed, not what
 
@@ -126,22 +127,16 @@ class DecoderConfig:
                 found.append(f"model.{name} must be float32, bfloat16 or float16, got {getattr(self, name)!r}")
         if self.attention not in ("xla", "cudnn"):
             found.append(f"model.attention must be 'xla' or 'cudnn', got {self.attention!r}")
-        if self.attention == "cudnn":
-            found += self._cudnn_problems()
-        if self.remat not in ("none", "full") and not hasattr(jax.checkpoint_policies, self.remat):
-            names = ", ".join(n for n in dir(jax.checkpoint_policies) if n.endswith("saveable"))
-            found.append(f"model.remat must be none, full or a policy of jax ({names}), got {self.remat!r}")
-        return found
-
-    def _cudnn_problems(self) -> list[str]:
-        found = []
-        if self.dtype == "float32":
+        if self.attention == "cudnn" and self.dtype == "float32":
             found.append(f"model.attention=cudnn needs model.dtype bfloat16 or float16, got {self.dtype}")
-        if self.head_dim % 8 or self.head_dim > CUDNN_HEAD_DIM:
+        if self.attention == "cudnn" and (self.head_dim % 8 or self.head_dim > CUDNN_HEAD_DIM):
             found.append(
                 f"model.attention=cudnn needs a model.head_dim that is a multiple of 8, at most {CUDNN_HEAD_DIM}, "
                 f"got {self.head_dim}"
             )
+        if self.remat not in ("none", "full") and not hasattr(jax.checkpoint_policies, self.remat):
+            names = ", ".join(n for n in dir(jax.checkpoint_policies) if n.endswith("saveable"))
+            found.append(f"model.remat must be none, full or a policy of jax ({names}), got {self.remat!r}")
         return found
 
     def problems_on(self, mesh: Mesh | AbstractMesh) -> list[str]:
@@ -166,7 +161,7 @@ class Attention(nnx.Module):
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.config = config
         heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
-        kinds: dict[str, Any] = _kinds(config) | {"rngs": rngs}
+        kinds = _kinds(config, rngs)
         biased: dict[str, Any] = kinds | {"use_bias": config.qkv_bias}
         self.q = nnx.LinearGeneral(config.hidden_size, (heads, width), **biased)
         self.k = nnx.LinearGeneral(config.hidden_size, (kv_heads, width), **biased)
@@ -198,7 +193,7 @@ class MLP(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.config = config
-        kinds: dict[str, Any] = _kinds(config) | {"rngs": rngs}
+        kinds = _kinds(config, rngs)
         self.gate = nnx.LinearGeneral(config.hidden_size, config.mlp_size, **kinds)
         self.up = nnx.LinearGeneral(config.hidden_size, config.mlp_size, **kinds)
         self.down = nnx.LinearGeneral(config.mlp_size, config.hidden_size, dot_general=dot_float32, **kinds)
@@ -264,8 +259,7 @@ class Decoder(nnx.Module):
         self.layers: Any = nnx.vmap(make_layer)(keys) if config.scan else nnx.List([make_layer(key) for key in keys])
         self.norm = _norm(config, rngs)
         if not config.tied:
-            kinds: dict[str, Any] = _kinds(config) | {"rngs": rngs}
-            self.head = nnx.LinearGeneral(config.hidden_size, config.vocab_size, **kinds)
+            self.head = nnx.LinearGeneral(config.hidden_size, config.vocab_size, **_kinds(config, rngs))
 
     def __call__(self, tokens_BS: jax.Array, mode: Mode = "train") -> jax.Array:
         return self.forward(tokens_BS, mode)[0]
@@ -373,9 +367,7 @@ def _attend(q_BSHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, implementat
         ) from error
 
 
-def _with_remat(
-    fn: Callable[..., tuple[jax.Array, Aux]], config: DecoderConfig
-) -> Callable[..., tuple[jax.Array, Aux]]:
+def _with_remat(fn: RunLayer, config: DecoderConfig) -> RunLayer:
     if config.remat == "none":
         return fn
     policy = None if config.remat == "full" else getattr(jax.checkpoint_policies, config.remat)
@@ -392,8 +384,8 @@ def _norm(config: DecoderConfig, rngs: nnx.Rngs, size: int | None = None) -> nnx
     return nnx.RMSNorm(size or config.hidden_size, epsilon=config.norm_epsilon, rngs=rngs, **_dtypes(config))
 
 
-def _kinds(config: DecoderConfig) -> dict[str, Any]:
-    return {"use_bias": False, **_dtypes(config)}
+def _kinds(config: DecoderConfig, rngs: nnx.Rngs) -> dict[str, Any]:
+    return {"use_bias": False, "rngs": rngs, **_dtypes(config)}
 
 
 def _dtypes(config: DecoderConfig) -> dict[str, Any]:

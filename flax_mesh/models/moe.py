@@ -8,6 +8,7 @@ Router and sparsity: Shazeer et al. 2017. Losses: `router_losses`. Nothing is ev
 """
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -63,10 +64,7 @@ class MoE(nnx.Module):
     def __call__(self, x_BSD: jax.Array, mode: Mode = "train") -> tuple[jax.Array, Aux]:
         kernels = Kernels(*(k.kernel[...].astype(self.dtype) for k in (self.gate, self.up, self.down)))
         layout = find_layout(self.axes, x_BSD.shape, self.num_experts, mode)
-
-        def run(x_BSD: jax.Array, router_DE: jax.Array, kernels: Kernels) -> tuple[jax.Array, Aux]:
-            return _run_on_device(x_BSD, router_DE, kernels, self.experts_per_token, layout)
-
+        run = partial(_run_on_device, k=self.experts_per_token, layout=layout)
         router_DE = self.router.kernel[...].astype(jnp.float32)
         if layout.mesh is None:
             return run(x_BSD, router_DE, kernels)

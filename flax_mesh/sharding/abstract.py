@@ -1,26 +1,18 @@
 """From a model and a rule table to the sharded abstract state, and from there to arrays that are born sharded."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis, as_tuple
 from flax_mesh.errors import ShardingError
 from flax_mesh.jax_compat import short_tracer_errors
 from flax_mesh.sharding.annotations import annotations_of, match_annotations
 from flax_mesh.sharding.optimizer import match_optimizer
-from flax_mesh.sharding.rules import (
-    Finding,
-    PartitionRules,
-    Policy,
-    RuleMatch,
-    apply_policy,
-    as_rules,
-    match_leaves,
-)
+from flax_mesh.sharding.rules import Finding, PartitionRules, Policy, RuleMatch, apply_policy, as_rules, match_leaves
 from flax_mesh.text import array_text
 from flax_mesh.tree import named_leaves
 
@@ -36,8 +28,7 @@ def partitioned(
 ) -> Callable[[Model], Model]:
     """Class decorator: the model carries its own rule table and the paths of its layer lists.
 
-    The class stays an ordinary nnx.Module. An instance whose attribute `axes` is a PartitionAxis has its table
-    resolved through that one.
+    The table is resolved through the attribute `axes` of an instance where that is a PartitionAxis.
     """
     table = PartitionRules(rules, axes, layers if isinstance(layers, str) else tuple(layers))
 
@@ -88,14 +79,19 @@ def abstract_state(
     adds to `dropped`, as in `match_partition_rules`.
     """
     made = abstract_model(make)
-    state = nnx.state(made)
     match = _match(made, mesh, rules, axes, min_size, as_tuple(shard_optimizer_over))
     apply_policy(match.findings, on_mismatch, dropped)
+    return lay_out(nnx.state(made), match.specs, mesh)
+
+
+def lay_out(state: nnx.State, specs: Sequence[PartitionSpec], mesh: Mesh | AbstractMesh) -> nnx.State:
+    """`state` as ShapeDtypeStructs; `specs` in the order of `jax.tree.leaves`."""
+    leaves, treedef = jax.tree.flatten(state)
     shaped = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
-        for leaf, spec in zip(jax.tree.leaves(state), match.specs, strict=True)
+        for leaf, spec in zip(leaves, specs, strict=True)
     ]
-    return jax.tree.unflatten(jax.tree.structure(state), shaped)
+    return jax.tree.unflatten(treedef, shaped)
 
 
 def _match(
@@ -154,10 +150,7 @@ def _made(make: Make) -> Any:
     # Flax shards annotated variables as they are made, which needs a mesh and fails on names it does not map.
     with nnx.use_eager_sharding(False):
         made = make()
-    if isinstance(made, tuple):
-        model, optimizer = made
-        return {"model": model, "optimizer": optimizer}
-    return made
+    return dict(zip(("model", "optimizer"), made, strict=True)) if isinstance(made, tuple) else made
 
 
 def _check_same(abstract: nnx.State, made: nnx.State) -> None:

@@ -27,7 +27,10 @@ def match_annotations(state: nnx.State, mesh: Mesh | AbstractMesh, axes: Partiti
     for path, leaf in named_leaves(state):
         annotation = annotated.get(path, ())
         dims, unmapped = _resolve(annotation, mesh, axes)
-        findings += [_unmapped(path, annotation, name) for name in unmapped]
+        for name in unmapped:
+            problem = f"its annotation {tuple(annotation)} names {name!r}, neither a mesh axis nor a logical axis"
+            repair = f"Map it: axes=PartitionAxis(extra={{{name!r}: MESH_AXIS_OR_NONE}}), or pass rules="
+            findings.append(Finding(path, problem, repair))
         if annotation and len(tuple(annotation)) < len(leaf.shape) and not isinstance(annotation, PartitionSpec):
             problem = f"its annotation {tuple(annotation)} has {len(tuple(annotation))} names, the array {leaf.shape}"
             repair = "Name every dim; for stacked layers pass transform_metadata={nnx.PARTITION_NAME: None} to nnx.vmap"
@@ -54,8 +57,3 @@ def _resolve(annotation: Any, mesh: Mesh | AbstractMesh, axes: PartitionAxis) ->
                 unmapped.append(name)
         dims.append(tuple(names) or None)
     return tuple(dims), unmapped
-
-
-def _unmapped(path: str, annotation: Any, name: str) -> Finding:
-    problem = f"its annotation {tuple(annotation)} names {name!r}, neither a mesh axis nor a logical axis"
-    return Finding(path, problem, f"Map it: axes=PartitionAxis(extra={{{name!r}: MESH_AXIS_OR_NONE}}), or pass rules=")

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from flax_mesh.axes import Mode, PartitionAxis, as_tuple
+from flax_mesh.axes import Mode, PartitionAxis, as_entry, as_tuple
 from flax_mesh.errors import ShardingError
 from flax_mesh.mesh.context import current_mesh, get_incontext_mesh
 from flax_mesh.sharding.rules import Finding, Policy, apply_policy, fit_spec, lost_finding
@@ -21,8 +21,7 @@ def with_sharding_constraint(
 
     Axes of type Auto are constrained, Explicit ones resharded; Manual ones (inside `shard_map`) are left alone, since
     there the array is one shard already. A spec that does not fit `x` and the mesh follows `on_mismatch` as in
-    `match_partition_rules`: a ShardingError, or left out, with or without a warning, and added to `dropped`; inside
-    jit once a trace. Without a mesh in context: the error of `get_incontext_mesh`.
+    `match_partition_rules`, inside jit once a trace. Without a mesh in context: the error of `get_incontext_mesh`.
     """
     mesh: Any = get_incontext_mesh()
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
@@ -58,8 +57,7 @@ def constrain(
 ) -> Array:
     """`x` with its dims laid out as its logical axes say: `constrain(x, ("batch", "sequence", "hidden"), axes=axes)`.
 
-    The line that lets one model run on any mesh: where no mesh is in context, as on a single device, `x` comes back
-    as it is. What does not fit follows `on_mismatch`: also a mesh axis that two dims map to, which the earlier one has.
+    Without a mesh in context returns `x`. What does not fit, as a mesh axis for two dims, follows `on_mismatch`.
     """
     if current_mesh() is None:
         return x
@@ -73,8 +71,7 @@ def _only(entry: Any, types: dict[str, AxisType], *kinds: AxisType | None) -> An
     """The axes of one entry whose type is one of `kinds`; an axis the mesh lacks has type None."""
     if entry is PartitionSpec.UNCONSTRAINED:
         return entry
-    kept = tuple(axis for axis in as_tuple(entry) if types.get(axis) in kinds)
-    return kept[0] if len(kept) == 1 else kept or None
+    return as_entry(axis for axis in as_tuple(entry) if types.get(axis) in kinds)
 
 
 def _target(mesh: Any, spec: PartitionSpec) -> Any:

@@ -108,8 +108,7 @@ def _pieces(x: jax.Array) -> Iterator[tuple[Index, jax.Array]]:
 
 
 def _apart(x: jax.Array) -> jax.Array:
-    """The same shard as an array of its own: a copy on the host is kept with the array that was asked for it. (On CPU
-    there is no such copy.)"""
+    """The shard as an array of its own, which keeps the copy on the host instead of `x`."""
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, [x])
 
 
@@ -140,7 +139,7 @@ def collect(x: jax.Array) -> np.ndarray:
 
 
 def _all_bounds(x: jax.Array) -> dict[Bounds, int]:
-    """Every distinct shard, and the first process that holds it."""
+    """Every distinct shard -> the first process that holds it."""
     first: dict[Bounds, int] = {}
     for device, index in x.sharding.devices_indices_map(x.shape).items():
         bounds, process = _bounds(index or (), x.shape), int(device.process_index)

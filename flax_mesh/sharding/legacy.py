@@ -1,12 +1,14 @@
 """Shardings and specs read back from trees; specs from short patterns."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from flax_mesh.axes import AxisName, as_entry
 from flax_mesh.errors import ShardingError
 from flax_mesh.mesh.context import current_mesh, get_incontext_mesh
 from flax_mesh.sharding.rules import apply_policy, fit_spec
@@ -16,9 +18,8 @@ from flax_mesh.tree import map_named, named_leaves
 def extract_sharding_structure(tree: Any) -> Any:
     """A tree of the same structure: each leaf's NamedSharding, None where it has none.
 
-    Leaves are arrays or ShapeDtypeStructs. None stands for numpy arrays, numbers, abstract leaves without a layout,
-    and for arrays on one device that were never placed on a mesh (committed or not). `None` being no leaf for
-    `jax.tree`, walk the result with `is_leaf=lambda x: x is None`.
+    None stands for numpy arrays, numbers, abstract leaves without a layout, and for arrays on one device that were
+    never placed on a mesh. `None` is no leaf for `jax.tree`: walk the result with `is_leaf=lambda x: x is None`.
     """
     return map_named(lambda _, leaf: _named(getattr(leaf, "sharding", None)), tree)
 
@@ -52,9 +53,8 @@ def extract_shardings(tree: Any, mesh: Mesh | AbstractMesh | None = None) -> Any
 def get_partition_spec(tree: Any) -> Any:
     """A tree of the same structure: each leaf's PartitionSpec.
 
-    Numbers, numpy arrays, and jax arrays on one device without a mesh give `P()`: each is whole wherever it is. One
-    ShardingError names the leaves without an answer: abstract ones without a sharding, arrays spread over devices
-    by a sharding that has no spec, and leaves that are no arrays.
+    Numbers, numpy arrays, and jax arrays on one device without a mesh have `P()`. One ShardingError names the others:
+    abstract leaves without a sharding, arrays over devices whose sharding has no spec, and leaves that are no arrays.
     """
     problems = []
 
@@ -85,20 +85,19 @@ def get_names_from_partition_spec(specs: Any) -> list[str]:
     names: dict[str, None] = {}
 
     def visit(node: Any) -> None:
+        children: Iterable[Any] = ()
         if isinstance(node, str):
             names.setdefault(node)
         elif isinstance(node, Mapping):
-            for child in node.values():
-                visit(child)
+            children = node.values()
         elif isinstance(node, PartitionSpec | list | tuple | set | frozenset):
-            for child in sorted(node) if isinstance(node, set | frozenset) else node:
-                visit(child)
+            children = sorted(node) if isinstance(node, set | frozenset) else node
         elif node is not None and node is not PartitionSpec.UNCONSTRAINED:
-            children = named_leaves(node)
-            if len(children) == 1 and children[0][1] is node:
+            children = [child for _, child in named_leaves(node)]
+            if len(children) == 1 and children[0] is node:
                 raise TypeError(f"expected PartitionSpecs, mesh axis names or a tree of them, got {node!r}.")
-            for _, child in children:
-                visit(child)
+        for child in children:
+            visit(child)
 
     visit(specs)
     return list(names)
@@ -129,8 +128,7 @@ def create_pattern_based_partition_spec(
             problems.append(f"{entry.strip()!r}: write PATTERN|PATTERN->AXIS.AXIS, with one arrow")
             continue
         spec = PartitionSpec(*map(_dim, sides[1].strip().split("."))) if sides[1].strip() else PartitionSpec()
-        findings = fit_spec(repr(entry.strip()), (0,) * len(spec), spec, mesh)[1]
-        problems += [f"{finding}" for finding in findings]
+        problems += map(str, fit_spec(repr(entry.strip()), (0,) * len(spec), spec, mesh)[1])
         for text in _split(sides[0], "|"):
             try:
                 rules.append((re.compile(_unescape(text.strip())), spec))
@@ -153,29 +151,14 @@ def _named(sharding: Any) -> NamedSharding | None:
 
 def _split(text: str, separator: str) -> list[str]:
     """`text` cut at every separator that no backslash precedes. A pair of backslashes escapes itself, as in `re`."""
-    parts, current, i = [], "", 0
-    while i < len(text):
-        if text[i] == "\\" and i + 1 < len(text):
-            length = 1 + (len("->") if text.startswith("->", i + 1) else 1)
-            current += text[i : i + length]
-            i += length
-        elif text.startswith(separator, i):
-            parts.append(current)
-            current = ""
-            i += len(separator)
-        else:
-            current += text[i]
-            i += 1
-    return [*parts, current]
+    found = re.finditer(rf"\\(?:->|.)|{re.escape(separator)}", text, re.DOTALL)
+    cuts = [(0, 0), *(match.span() for match in found if match[0] == separator), (len(text), len(text))]
+    return [text[end:start] for (_, end), (start, _) in pairwise(cuts)]
 
 
 def _unescape(pattern: str) -> str:
-    r"""Without the backslashes that kept `,`, `|` and `->` from separating."""
     return re.sub(r"\\(->|.)", lambda m: m[1] if m[1] in (",", "|", "->") else m[0], pattern, flags=re.DOTALL)
 
 
-def _dim(text: str) -> str | tuple[str, ...] | None:
-    axes = tuple(name.strip() for name in text.split("+"))
-    if text.strip() in ("", "_", "None"):
-        return None
-    return axes[0] if len(axes) == 1 else axes
+def _dim(text: str) -> AxisName:
+    return None if text.strip() in ("", "_", "None") else as_entry(name.strip() for name in text.split("+"))

@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from flax_mesh.axes import as_tuple
+from flax_mesh.axes import as_entry, as_tuple
 from flax_mesh.sharding.annotations import annotations_of
 from flax_mesh.sharding.rules import Finding, PartitionRules, RuleMatch, match_leaves
 from flax_mesh.tree import named_leaves, owner_of
@@ -31,18 +31,16 @@ def match_optimizer(
 ) -> RuleMatch:
     """Specs of an nnx.Optimizer's leaves, from those of the model's, in the order of `named_leaves(nnx.state(model))`.
 
-    A leaf whose path ends in a parameter's path, or goes through it, is that parameter's. Of its shape, it takes its
-    spec; otherwise each of its dims takes the axes of the parameter's dim that it is, as the row and column statistics
-    of Adafactor do. Leaves of no parameter follow `table`, and are whole where it has no rule. `over` are mesh axes to
-    split the parameters' leaves over besides, see `split_over`. `own` is the match of Flax's annotations on the
-    optimizer, and goes before the parameter's spec where they differ from the parameter's: a Variable with the
+    A leaf whose path ends in a parameter's path, or goes through it, belongs to that parameter. With its shape it takes
+    its spec; otherwise each dim takes the axes of the parameter's dim that it is, as in Adafactor's row and column
+    statistics. Other leaves follow `table`, and are replicated where it has no rule. `over`: see `split_over`. `own` is
+    the match of Flax's annotations on the optimizer, used where they differ from the parameter's: a Variable with the
     metadata `optimizer_sharding`. What does not fit is a finding.
     """
     parameters = named_leaves(nnx.state(model))
     owners = {path: (leaf.shape, spec) for (path, leaf), spec in zip(parameters, parameter_specs, strict=True)}
     leaves = named_leaves(nnx.state(optimizer))
-    owner_paths = [_owner(path, owners) for path, _ in leaves]
-    pairs = [(path, leaf, owner) for (path, leaf), owner in zip(leaves, owner_paths, strict=True) if owner]
+    pairs = [(path, leaf, owner) for path, leaf in leaves if (owner := _owner(path, owners))]
     dims = dims_of_parameters(optimizer, model, {p: owner for p, x, owner in pairs if x.shape != owners[owner][0]})
     differing = _differing(own, optimizer, model, {path: owner for path, _, owner in pairs}) if own else {}
     specs, findings = {}, [finding for finding in own.findings if finding.path in differing] if own else []
@@ -105,7 +103,7 @@ def split_over(
     for dim, (size, entry) in enumerate(zip(shape, entries, strict=True)):
         if size % (ways * math.prod(mesh.shape[axis] for axis in entry)) == 0:
             entries[dim] = entry + further
-            return PartitionSpec(*[entry[0] if len(entry) == 1 else entry or None for entry in entries]), []
+            return PartitionSpec(*map(as_entry, entries)), []
     problem = f"no dim of {shape}, laid out as {spec}, divides by {ways} more (axes {further})"
     repair = f"Keep arrays of its size as they are with min_size={math.prod(shape) + 1}, or on_mismatch='warn'"
     return spec, [Finding(path, problem, repair)]
@@ -114,7 +112,6 @@ def split_over(
 def _differing(
     own: RuleMatch, optimizer: Any, model: Any, owner_of_leaf: Mapping[str, str]
 ) -> dict[str, PartitionSpec]:
-    """Specs of the leaves whose annotation is another than that of their parameter."""
     state = nnx.state(optimizer)
     said, of_parameters = annotations_of(state), annotations_of(nnx.state(model))
     return {
@@ -163,8 +160,7 @@ def _check_whole(
 
 
 def _complete(table: PartitionRules, leaves: Iterable[tuple[str, Any]]) -> PartitionRules:
-    """The table with a last rule for the small arrays of an optimizer, such as Muon's coefficients, of which nobody
-    who writes rules for a model thinks."""
+    """The table with a last rule for an optimizer's own small arrays, such as Muon's coefficients."""
     if any(table.find(path) is None and leaf.size * leaf.dtype.itemsize >= LARGE for path, leaf in leaves):
         return table
     return PartitionRules((*table.table, (".*", ())), table.axes, table.layers)

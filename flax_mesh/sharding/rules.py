@@ -10,12 +10,13 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from flax_mesh.axes import DEFAULT_AXES, Lost, PartitionAxis, as_tuple
+from flax_mesh.axes import DEFAULT_AXES, Lost, PartitionAxis, as_entry, as_tuple
 from flax_mesh.errors import ShardingError
 from flax_mesh.text import axes_text
 from flax_mesh.tree import in_stack, named_leaves
 
 Dims = PartitionSpec | tuple[str | None, ...] | None  # mesh axes, or logical axes, or whole
+CompiledRule = tuple[re.Pattern[str], PartitionSpec, tuple[Lost, ...]]  # the last: what dims lost to earlier ones
 Policy = Literal["error", "warn", "drop"]
 MATCHES_KEPT = 8
 # What a pattern needs to tell digits apart: a digit, a character by its name, or a back-reference.
@@ -38,9 +39,7 @@ class PartitionRules:
     table: tuple[tuple[str, Dims], ...]
     axes: PartitionAxis = DEFAULT_AXES
     layers: tuple[str, ...] = ()
-    _compiled: tuple[tuple[re.Pattern[str], PartitionSpec, tuple[Lost, ...]], ...] = field(
-        init=False, repr=False, compare=False
-    )
+    _compiled: tuple[CompiledRule, ...] = field(init=False, repr=False, compare=False)
     # Matches of the trees seen last: a state of the same structure is matched again without a look at its paths.
     _matches: dict[Any, "RuleMatch"] = field(init=False, repr=False, compare=False)
 
@@ -58,10 +57,7 @@ class PartitionRules:
 
     def find(self, path: str) -> int | None:
         """Index of the rule that decides `path`, None where no pattern is found in it."""
-        for index, (pattern, _, _) in enumerate(self._compiled):
-            if pattern.search(path):
-                return index
-        return None
+        return next((index for index, (pattern, _, _) in enumerate(self._compiled) if pattern.search(path)), None)
 
     def spec(self, index: int, path: str) -> PartitionSpec:
         """Spec of rule `index` for the leaf at `path`: in a scanned stack with the layer dim in front."""
@@ -72,14 +68,10 @@ class PartitionRules:
 
     def stack(self, path: str) -> str | None:
         """The scanned stack that holds the leaf, also below an optimizer's prefix: "0/mu/layers/q" lies in "layers"."""
-        if not self.layers:
-            return None
-        parts = path.split("/")
-        for start in range(len(parts)):
-            tail = "/".join(parts[start:])
-            if any(tail.startswith(stack + "/") for stack in self.layers):
-                return in_stack(tail, self.layers)
-        return None
+        parts = path.split("/") if self.layers else []
+        heads = tuple(f"{stack}/" for stack in self.layers)
+        tails = ("/".join(parts[start:]) for start in range(len(parts)))
+        return in_stack(next((tail for tail in tails if tail.startswith(heads)), ""), self.layers)
 
     def explain(self, path: str) -> str:
         """Which rule decides `path`, what it became, and why."""
@@ -97,8 +89,6 @@ class PartitionRules:
 
 
 class Finding(NamedTuple):
-    """One thing about one leaf that does not fit, and how to repair it."""
-
     path: str
     problem: str
     repair: str
@@ -166,27 +156,21 @@ def match_leaves(
     specs, findings, unmatched = [], [], []
     # The layers of a model are alike: same path but for numbers, same shape, same first rule of those that can tell
     # numbers apart -> same spec.
-    whole, decided = PartitionSpec(), {}
+    decided = {}
     alike = str if any(map(has_numbers, rules.layers)) else without_numbers
     telling = [(i, p) for i, (p, _, _) in enumerate(rules._compiled) if not ignores_numbers(p.pattern)]
     for path, leaf in leaves:
-        shape = getattr(leaf, "shape", None)
-        if not shape:
-            specs.append(whole)
-            continue
+        shape = getattr(leaf, "shape", ())
         key = (alike(path), shape, next((i for i, p in telling if p.search(path)), None) if telling else None)
-        if key in decided:
-            specs.append(decided[key])
-            continue
-        if needs_no_rule(rules, path, shape, min_size):
-            decided[key] = whole
-            specs.append(whole)
-            continue
-        index = rules.find(path)
-        if index is None:
-            unmatched.append(f"Partition rule not found for param: {path} {tuple(shape)}")
-            continue
-        spec, problems = fit_rule(rules, index, path, shape, mesh)
+        spec, problems = decided.get(key), []
+        if spec is None and needs_no_rule(rules, path, shape, min_size):
+            spec = PartitionSpec()
+        elif spec is None:
+            index = rules.find(path)
+            if index is None:
+                unmatched.append(f"Partition rule not found for param: {path} {tuple(shape)}")
+                continue
+            spec, problems = fit_rule(rules, index, path, shape, mesh)
         findings += problems
         if not problems:  # mismatches are reported per leaf, so they are not cached
             decided[key] = spec
@@ -208,8 +192,7 @@ def fit_rule(
     """`fit_spec` of rule `index`, and a finding for each axis that one of its dims lost to an earlier one."""
     _, written, lost = rules._compiled[index]
     spec = rules.spec(index, path)
-    layer_dims = len(spec) - len(written)
-    fitting, findings = fit_spec(path, shape, spec, mesh, rules.table[index], layer_dims)
+    fitting, findings = fit_spec(path, shape, spec, mesh, rules.table[index], len(spec) - len(written))
     return fitting, [*findings, *(lost_finding(path, one) for one in lost)]
 
 
@@ -258,16 +241,12 @@ def fit_spec(
             repair = f"Use a mesh where {'*'.join(kept)} divides {size}, or map {in_rule} to None"
             findings.append(Finding(path, problem, repair))
             kept = []
-        dims.append(kept[0] if len(kept) == 1 else tuple(kept) or None)
+        dims.append(as_entry(kept))
     return PartitionSpec(*dims), findings
 
 
 def apply_policy(findings: Iterable[Finding], on_mismatch: Policy, dropped: list[Finding] | None = None) -> None:
-    """Raise for what does not fit, all of it at once, or warn of it, or accept that it is left out.
-
-    The one meaning of `on_mismatch` wherever specs meet arrays. With "warn" and "drop" the findings, each of which
-    tells what was left out of which array, are added to `dropped`.
-    """
+    """Raise for all that does not fit, or warn of it, or accept that it is left out: adds the findings to `dropped`."""
     if on_mismatch not in ("error", "warn", "drop"):
         raise ValueError(f"on_mismatch must be 'error', 'warn' or 'drop', got {on_mismatch!r}.")
     findings = list(findings)
@@ -281,7 +260,6 @@ def apply_policy(findings: Iterable[Finding], on_mismatch: Policy, dropped: list
 
 
 def lost_finding(path: str, lost: Lost) -> Finding:
-    """Two dims of one array map to one mesh axis."""
     problem = f"dim {lost.dim} ({lost.logical!r}) wants mesh axis {lost.mesh_axis!r}, which an earlier dim has"
     return Finding(path, problem, f"Map one of the two to None, or {lost.logical!r} to another axis")
 
@@ -297,7 +275,6 @@ def ignores_numbers(pattern: str) -> bool:
 
 
 def has_numbers(path: str) -> bool:
-    """Whether a part of `path` is a number."""
     return any(map(_is_number, path.split("/")))
 
 
@@ -306,10 +283,7 @@ def without_numbers(path: str) -> str:
     return "/".join(["0" * len(part) if _is_number(part) else part for part in path.split("/")])
 
 
-def _compile(
-    table: tuple[tuple[str, Dims], ...], axes: PartitionAxis
-) -> tuple[tuple[re.Pattern[str], PartitionSpec, tuple[Lost, ...]], ...]:
-    """(pattern, spec, what dims lost because earlier ones had their axes) of every rule."""
+def _compile(table: tuple[tuple[str, Dims], ...], axes: PartitionAxis) -> tuple[CompiledRule, ...]:
     compiled, problems = [], []
     for number, (pattern, dims) in enumerate(table, start=1):
         try:
@@ -325,7 +299,6 @@ def _compile(
 
 
 def _frozen(table: Iterable[Any]) -> tuple[tuple[str, Dims], ...]:
-    """The table as tuples, which are hashable."""
     rules, problems = [], []
     for number, rule in enumerate(table, start=1):
         pattern, dims = rule if isinstance(rule, tuple | list) and len(rule) == 2 else (None, None)

@@ -70,17 +70,15 @@ def reshard(
 ) -> Any:
     """As `shard`, for a tree that lies on a mesh: in another layout, on another mesh, in another memory, or cast.
 
-    What is not said stays as it is: without `specs` each leaf keeps its layout, without `mesh` its mesh, without
-    `memory_kind` its memory. `reshard(state, memory_kind="pinned_host")` offloads a state. ShardingError names leaves
-    that lie on no mesh.
+    Without `specs` each leaf keeps its layout, without `mesh` its mesh, without `memory_kind` its memory:
+    `reshard(state, memory_kind="pinned_host")` offloads a state. ShardingError names leaves that are on no mesh.
     """
     leaves, treedef = jax.tree.flatten(tree)
     homes = [getattr(leaf, "sharding", None) for leaf in leaves]
-    if not all(isinstance(home, NamedSharding) for home in homes):
-        strangers = [p for (p, _), home in zip(named_leaves(tree), homes, strict=True) if not _on_mesh(home)]
-        raise ShardingError(
-            f"reshard: {', '.join(strangers)} lie on no mesh. Place them with shard(tree, specs, mesh)."
-        )
+    if strangers := [number for number, home in enumerate(homes) if not isinstance(home, NamedSharding)]:
+        named = named_leaves(tree)
+        paths = ", ".join(named[number][0] for number in strangers)
+        raise ShardingError(f"reshard: {paths} lie on no mesh. Place them with shard(tree, specs, mesh).")
     given = homes if specs is None else _aligned(tree, leaves, treedef, specs)
     layouts = [_layout(x, mesh, memory_kind, home) for x, home in zip(given, homes, strict=True)]
     shardings, findings = _fitting(tree, leaves, layouts)
@@ -105,15 +103,15 @@ def make_shard_and_gather_fns(
 
     def shard_fn(path: str, spec: Any) -> Callable[[Any], jax.Array]:
         layout = _layout(spec, mesh, None)
-        fitting: dict[Any, list[Sharding]] = {}  # by shape: as a rule there is one
+        fitting: dict[Any, Sharding] = {}  # by shape: as a rule there is one
 
         def place(x: Any) -> jax.Array:
             shape = np.shape(x)
             if shape not in fitting:
                 sharding, findings = _sharding(path, shape, layout)
                 apply_policy(findings, on_mismatch, dropped)
-                fitting[shape] = [sharding]
-            return _place([x], fitting[shape], dtype)[0]
+                fitting[shape] = sharding
+            return _place([x], [fitting[shape]], dtype)[0]
 
         return place
 
@@ -161,7 +159,6 @@ def _layout(
 def _fitting(
     tree: Any, leaves: Sequence[Any], layouts: Sequence[UnfittedSharding | Sharding]
 ) -> tuple[list[Sharding], list[Finding]]:
-    """What fits of the layouts, and a finding for everything that does not."""
     made: dict[Any, Sharding] = {}
     shardings: list[Sharding] = []
     findings: list[Finding] = []
@@ -229,7 +226,3 @@ def cast(x: Any, dtype: Any) -> Any:
     if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1:
         return x.astype(dtype)
     return np.asarray(x).astype(dtype)
-
-
-def _on_mesh(sharding: Any) -> bool:
-    return isinstance(sharding, NamedSharding)

@@ -25,6 +25,7 @@ from flax_mesh.text import array_text
 from flax_mesh.tree import named_leaves, path_and_start
 
 Tree = TypeVar("Tree")
+REPAIR = "  Use the config and the table of the model that was saved; ignore= takes names that have no place here."
 BYTES_IN_FLIGHT = 1 << 28  # from devices to the host
 COLUMNS = 8  # of a transposed copy at a time: three to eight times as fast as all at once (1 to 4 byte elements)
 
@@ -78,10 +79,7 @@ def load_safetensors(
     stored = open_safetensors(folder)
     problems = _sharding_problems(params) + _differences(params, stored, tuple(ignore))
     if problems:
-        tail = (
-            "  Use the config and the table of the model that was saved; ignore= takes names that have no place here."
-        )
-        raise ConfigError([f"{folder} is of another model ({len(problems)} differences):", *problems, tail])
+        raise ConfigError([f"{folder} is of another model ({len(problems)} differences):", *problems, REPAIR])
     with ThreadPoolExecutor(threads) as pool:
         arrays = list(pool.map(lambda param: _load(param, stored), params))
     return jax.tree.unflatten(jax.tree.structure(abstract), arrays)
@@ -136,28 +134,26 @@ def _map_param(path: str, value: Any, table: Sequence[ParamMapping]) -> MappedPa
         raise ConfigError(f"  {path} {array_text(value)}: one line must name it, but these do: {lines}")
     (_, name, dims), match = found[0]
     numbers = {key: int(number) for key, number in match.groupdict().items() if number is not None}
-    stacked = len(numbers) < len(match.groupdict())
+    layers = [key for key in match.groupdict() if key not in numbers]  # of a stack, else empty
     groups, here = _parse(dims)
     flat = [letter for group in groups for letter in group]
     apart = here[: len(here) - len(flat)]  # letters that number arrays
     if set(re.findall(r"\{(\w+)\}", name)) != {*match.groupdict(), *apart}:
         raise ConfigError(f"  {path}: {name!r} must have in braces {{{', '.join([*match.groupdict(), *apart])}}}")
-    if len(value.shape) != stacked + len(here):
-        what = f"{'a stack of ' * stacked}{' '.join(here)}"
+    if len(value.shape) != len(layers) + len(here):
+        what = f"{'a stack of ' * len(layers)}{' '.join(here)}"
         raise ConfigError(f"  {path} {array_text(value)}: its line has {what!r} as its dims")
-    layers = next((key for key in match.groupdict() if key not in numbers), None)
-    counts = dict(zip([layers, *here] if stacked else here, value.shape, strict=True))
-    over = {letter: range(counts[letter]) for letter in [*([layers] if stacked else []), *apart]}
+    counts = dict(zip([*layers, *here], value.shape, strict=True))
+    over = {letter: range(counts[letter]) for letter in [*layers, *apart]}
     split = tuple(counts[letter] for letter in flat)
     shape = tuple(math.prod(counts[letter] for letter in group) for group in groups)
     order = tuple(flat.index(letter) for letter in here[len(apart) :])
     arrays = []
     for at in itertools.product(*over.values()):
         where = numbers | dict(zip(over, at, strict=True))
-        if stacked:
-            where[layers] += start
+        where |= {key: where[key] + start for key in layers}
         arrays.append(MappedArray(name.format(**where), at, shape, split, order))
-    return MappedParam(path, value, stacked, tuple(arrays))
+    return MappedParam(path, value, bool(layers), tuple(arrays))
 
 
 @functools.cache

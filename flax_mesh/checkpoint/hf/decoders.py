@@ -39,15 +39,12 @@ QWEN_EXPERTS = (
     ParamMapping("layers/{i}/moe/up/kernel", "model.layers.{i}.mlp.experts.{e}.up_proj.weight", "f d -> e d f"),
     ParamMapping("layers/{i}/moe/down/kernel", "model.layers.{i}.mlp.experts.{e}.down_proj.weight", "d f -> e f d"),
 )
+MIXTRAL_BLOCK = "model.layers.{i}.block_sparse_moe"
 MIXTRAL_EXPERTS = (
-    ParamMapping("layers/{i}/moe/router/kernel", "model.layers.{i}.block_sparse_moe.gate.weight", "e d -> d e"),
-    ParamMapping(
-        "layers/{i}/moe/gate/kernel", "model.layers.{i}.block_sparse_moe.experts.{e}.w1.weight", "f d -> e d f"
-    ),
-    ParamMapping("layers/{i}/moe/up/kernel", "model.layers.{i}.block_sparse_moe.experts.{e}.w3.weight", "f d -> e d f"),
-    ParamMapping(
-        "layers/{i}/moe/down/kernel", "model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight", "d f -> e f d"
-    ),
+    ParamMapping("layers/{i}/moe/router/kernel", f"{MIXTRAL_BLOCK}.gate.weight", "e d -> d e"),
+    ParamMapping("layers/{i}/moe/gate/kernel", f"{MIXTRAL_BLOCK}.experts.{{e}}.w1.weight", "f d -> e d f"),
+    ParamMapping("layers/{i}/moe/up/kernel", f"{MIXTRAL_BLOCK}.experts.{{e}}.w3.weight", "f d -> e d f"),
+    ParamMapping("layers/{i}/moe/down/kernel", f"{MIXTRAL_BLOCK}.experts.{{e}}.w2.weight", "d f -> e f d"),
 )
 # model_type -> its table. One that names more than a model has is fine.
 DECODER_NAMES: dict[str, tuple[ParamMapping, ...]] = {
@@ -208,9 +205,8 @@ def huggingface_config(
     config |= {"rope_theta": settings["rope_theta"], "torch_dtype": settings["param_dtype"]}
     if settings["rope_factor"] != 1:
         config["rope_scaling"] = {"rope_type": "llama3"} | {key: settings[name] for key, name in SCALING.items()}
-        max_position_embeddings = max_position_embeddings or int(
-            settings["rope_factor"] * settings["rope_original_length"]
-        )
+        longest = int(settings["rope_factor"] * settings["rope_original_length"])
+        max_position_embeddings = max_position_embeddings or longest
     if max_position_embeddings is not None:
         config["max_position_embeddings"] = max_position_embeddings
     return config | more
@@ -250,12 +246,10 @@ def _rope(config: Mapping[str, Any], family: Family, problems: list[str]) -> dic
     old, new = map(dict, given.values())
     if config.get("rope_theta") is not None:
         old["rope_theta"] = config["rope_theta"]
-    contrary = sorted(key for key in old.keys() & new.keys() if old[key] != new[key])
-    if contrary:
+    if contrary := sorted(key for key in old.keys() & new.keys() if old[key] != new[key]):
         problems.append(f"  rope_parameters contradicts rope_theta or rope_scaling in {', '.join(contrary)}")
     given = old | new
-    kind = given.pop("type", "default")  # the oldest name
-    kind = given.pop("rope_type", kind)
+    kind = given.pop("rope_type", given.pop("type", "default"))  # the new name and the oldest one
     settings = {"rope_theta": given.pop("rope_theta", family.absent["rope_theta"]), "rope_factor": 1.0}
     if given.pop("partial_rotary_factor", 1.0) != 1.0:
         problems.append("  partial_rotary_factor must be 1.0")
@@ -265,8 +259,7 @@ def _rope(config: Mapping[str, Any], family: Family, problems: list[str]) -> dic
     elif given.keys() != wanted:
         problems.append(f"  rope_scaling of type {kind} must have the keys {sorted(wanted)}, got {sorted(given)}")
     settings |= {SCALING[key]: value for key, value in given.items() if key in SCALING}
-    wrong = [f"  {name} must be a number, got {value!r}" for name, value in settings.items() if not _is_number(value)]
-    problems += wrong
+    problems += [f"  {name} must be a number, got {x!r}" for name, x in settings.items() if not _is_number(x)]
     return settings
 
 
@@ -279,7 +272,6 @@ def _is_number(value: Any) -> bool:
 
 
 def _unlike(config: Mapping[str, Any], family: Family) -> list[str]:
-    """What the config has that the decoder does not."""
     found = []
     for key, value in family.must.items():
         given = config.get(key, value)
@@ -293,6 +285,5 @@ def _unlike(config: Mapping[str, Any], family: Family) -> list[str]:
         found.append(f"  layer_types must all be full_attention, got {layer_types!r}")
     known = family.keys.keys() | family.must.keys() | WITHOUT_EFFECT | READ_APART
     known |= {OTHER_NAME[key] for key in family.keys if key in OTHER_NAME}
-    for key in config.keys() - known:
-        found.append(f"  {key}={config[key]!r} is not known here; if it has no effect: ignore=({key!r},)")
-    return found
+    unknown = config.keys() - known
+    return found + [f"  {k}={config[k]!r} is not known here; if it has no effect: ignore=({k!r},)" for k in unknown]

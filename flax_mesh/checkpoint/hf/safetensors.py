@@ -110,8 +110,7 @@ def _open_sharded(folder: Path) -> dict[str, np.ndarray]:
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         _refuse(folder / INDEX, ['it must be an object with a "weight_map" from names to files'])
-    strange = sorted({repr(file) for file in weight_map.values() if not _is_file_name(file)})
-    if strange:
+    if strange := sorted({repr(file) for file in weight_map.values() if not _is_file_name(file)}):
         _refuse(folder / INDEX, [f"{file} must be the name of a .safetensors file in the folder" for file in strange])
     found: dict[str, np.ndarray] = {}
     problems = []
@@ -170,14 +169,13 @@ def _read_header(path: Path) -> tuple[int, dict[str, FileSlice]]:
             problems.append(f"{name!r}: a name must be printable text")
         else:
             entries[name] = stored
-    problems = problems or _layout_problems(entries, size - 8 - length)
-    if problems:
+    if problems := problems or _layout_problems(entries, size - 8 - length):
         _refuse(path, problems)
     return length, entries
 
 
 def _entry(entry: Any) -> FileSlice | str:
-    """One entry of a header, or what is wrong with it."""
+    """The entry, or what is wrong with it."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         return f"must have dtype, shape and data_offsets, got {_short(entry)}"
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -271,9 +269,8 @@ def _natural(name: str) -> list[Any]:
 
 def _header(entries: Mapping[str, FileSlice]) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers reads no file without it
-    for name, stored in entries.items():
-        place = [stored.begin, stored.end]
-        header[name] = {"dtype": CODES[stored.dtype], "shape": list(stored.shape), "data_offsets": place}
+    for name, (dtype, shape, begin, end) in entries.items():
+        header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the data is aligned
     return len(text).to_bytes(8, "little") + text
@@ -303,7 +300,6 @@ def _write_values(places: Mapping[str, tuple[Path, int, FileSlice]], values: Ite
 
 
 def _sync(path: Path) -> None:
-    """Have the disk hold what was written; of a folder, its names."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -66,7 +66,7 @@ def _report(leaves: list[ArrayReport], holders: list[Holder], mesh: AnyMesh | No
             if leaf.kind == "parameter" and leaf.dtype.startswith(("float", "bfloat", "complex")):
                 per_holder[where]["gradient"] += leaf.device_bytes
     devices = _devices(per_holder)
-    held = {device: _state_bytes(parts) for device, parts in devices.items()}
+    held = {device: parts.total() - parts["gradient"] for device, parts in devices.items()}
     fullest = devices[max(held, key=held.__getitem__)] if held else Counter()
     parameters = [leaf for leaf in leaves if leaf.kind == "parameter"]
     return ShardingReport(
@@ -102,9 +102,8 @@ def _place(path: str, kind: Kind, leaf: Any, layout: Any, mesh: AnyMesh | None) 
         pieces = _pieces(path, shape, spec, mesh)
         where, num_devices = mesh, mesh.size
     else:  # one device, or a sharding that has no spec
-        pieces = tuple(
-            -(-size // part) if part else 1 for size, part in zip(shape, layout.shard_shape(shape), strict=True)
-        )
+        sizes = zip(shape, layout.shard_shape(shape), strict=True)
+        pieces = tuple(-(-size // part) if part else 1 for size, part in sizes)
         spec, where, num_devices = None, frozenset(layout.device_set), len(layout.device_set)
     device_bytes = math.prod(-(-size // ways) for size, ways in zip(shape, pieces, strict=True)) * itemsize
     total_bytes = math.prod(shape) * itemsize
@@ -141,10 +140,7 @@ def _layouts(tree: Any, specs: Any) -> list[Any]:
 def _kinds(tree: Any) -> list[Kind]:
     """The kind of each leaf, in the order of `jax.tree.leaves`."""
     nodes = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, nnx.Variable))[0]
-    kinds: list[Kind] = []
-    for path, node in nodes:
-        kinds.extend(_kind(path, node) for _ in jax.tree.leaves(node))
-    return kinds
+    return [_kind(path, node) for path, node in nodes for _ in jax.tree.leaves(node)]
 
 
 def _kind(key_path: Any, node: Any) -> Kind:
@@ -167,17 +163,10 @@ def _devices(per_holder: dict[Any, Counter[str]]) -> dict[Any, Counter[str]]:
         )
     devices: dict[Any, Counter[str]] = {}
     for where, parts in per_holder.items():
-        if isinstance(where, AbstractMesh):
-            members: Iterable[Any] = range(where.size)
-        else:
-            members = where.devices.flat if isinstance(where, Mesh) else where
-        for device in members:
+        members = where.devices.flat if isinstance(where, Mesh) else where
+        for device in range(where.size) if isinstance(where, AbstractMesh) else members:
             devices.setdefault(device, Counter()).update(parts)
     return devices
-
-
-def _state_bytes(parts: Counter[str]) -> int:
-    return parts["parameter"] + parts["optimizer"] + parts["variable"]
 
 
 def _axis_stats(

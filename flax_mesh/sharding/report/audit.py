@@ -16,11 +16,9 @@ LARGE = 2**24  # bytes from which an array that stays whole on every device is a
 
 
 class RuleUse(NamedTuple):
-    """One rule of the table and how many arrays of the model it decides."""
-
     pattern: str
     dims: Any  # as written: logical axes, a PartitionSpec, or None
-    arrays: int
+    arrays: int  # of the model that this rule decides
     shadowed_by: int | None = None  # it decides nothing, because this earlier rule matches wherever it does
 
     def __str__(self) -> str:
@@ -89,7 +87,6 @@ def large_whole(
 
 
 def rule_uses(table: PartitionRules, paths: Sequence[str]) -> list[RuleUse]:
-    """How many of the `paths` each rule decides."""
     decided = [table.find(path) for path in paths]
     uses = []
     for index, (pattern, dims) in enumerate(table.table):

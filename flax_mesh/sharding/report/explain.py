@@ -4,12 +4,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import jax
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis, as_tuple, dims_text
-from flax_mesh.sharding.abstract import ATTRIBUTE, abstract_model, model_layers, partition_rules
+from flax_mesh.sharding.abstract import ATTRIBUTE, abstract_model, lay_out, model_layers, partition_rules
 from flax_mesh.sharding.annotations import annotations_of, match_annotations
 from flax_mesh.sharding.optimizer import match_optimizer
 from flax_mesh.sharding.report.account import analyze_sharding_strategy
@@ -36,14 +35,13 @@ class Explanation(NamedTuple):
         """Mesh, rules, arrays, totals and findings in lines of at most `width` columns, findings aside."""
         rows, count = self._rule_rows(), len(self.findings)
         whose = "the model's own" if self.carried else "as given"
+        rules = f"rules: {whose}; the first that matches a path decides" if rows else "no table: the model is annotated"
         return "\n".join(
             [
                 f"{self.report.mesh_line}; fingerprint {self.fingerprint[:12]}",
                 *([self.note] if self.note else []),
                 "",
-                f"rules: {whose}; the first that matches a path decides"
-                if rows
-                else "no table: the model is annotated",
+                rules,
                 *([table_text(RULE_HEADS, rows, width, right={"rule"})] if rows else []),
                 "",
                 self.report.to_text(width=width, mesh=False),
@@ -96,11 +94,11 @@ def explain_sharding(
     else:
         table = as_rules(partition_rules(model) if rules is None else rules, axes, model_layers(model))
         audit = audit_rules(table, nnx.state(model), mesh, large=large, unused=rules is not None)
-    state, findings = {"model": _laid_out(nnx.state(model), audit.specs, mesh)}, list(audit.findings)
+    state, findings = {"model": lay_out(nnx.state(model), audit.specs, mesh)}, list(audit.findings)
     if optimizer is not None:
         over, rest = as_tuple(shard_optimizer_over), complete(table or PartitionRules([]))
         match = match_optimizer(optimizer, model, audit.specs, rest, mesh, over=over)
-        state["optimizer"] = _laid_out(nnx.state(optimizer), match.specs, mesh)
+        state["optimizer"] = lay_out(nnx.state(optimizer), match.specs, mesh)
         nobodys = _large_of_nobody(state["model"], state["optimizer"], match.specs, mesh, large)
         findings += group_findings([*match.findings, *nobodys])
     report = _with_rules(analyze_sharding_strategy(state), table, nnx.state(model))
@@ -113,15 +111,6 @@ def _audit_annotations(state: nnx.State, mesh: Mesh | AbstractMesh, axes: Partit
     match, leaves = match_annotations(state, mesh, axes), named_leaves(state)
     whole = large_whole(leaves, match.specs, mesh, large, stacks=[False] * len(leaves))
     return Audit(match.specs, [], group_findings([*match.findings, *whole]))
-
-
-def _laid_out(state: nnx.State, specs: list[PartitionSpec], mesh: Mesh | AbstractMesh) -> nnx.State:
-    leaves, treedef = jax.tree.flatten(state)
-    shaped = [
-        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
-        for leaf, spec in zip(leaves, specs, strict=True)
-    ]
-    return jax.tree.unflatten(treedef, shaped)
 
 
 def _large_of_nobody(

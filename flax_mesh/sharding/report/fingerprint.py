@@ -17,10 +17,9 @@ from flax_mesh.tree import named_leaves
 def sharding_fingerprint(tree: Any) -> str:
     """SHA-256, in hex, of path, shape, dtype, spec and mesh axes with their sizes of every array of `tree`.
 
-    `tree` is an abstract state or a live one, all arrays with a sharding; on the same mesh both give the same. Which
-    devices the mesh consists of does not count, nor do axes of size 1, nor how a spec is written: `P("fsdp")` is
-    `P(("fsdp",), None)`. The same in every process, whatever its hash seed. One ShardingError names the arrays without
-    a sharding.
+    The same for an abstract state and a live one, and in every process. Devices of the mesh, axes of size 1 and the
+    spelling of a spec, `P("fsdp")` or `P(("fsdp",), None)`, do not count. One ShardingError names the arrays without a
+    sharding.
     """
     lines, missing = [], []
     for path, leaf in named_leaves(tree):

@@ -92,7 +92,7 @@ def read_collectives(compiled: Any, mesh: Mesh | AbstractMesh) -> list[Collectiv
     executions = _executions(computations, entry)
     found = []
     for name, instructions in computations.items():
-        times, known = executions.get(name, (0, True))
+        times, known = executions[name]
         for kind, result, attributes in filter(None, map(_collective, instructions)) if times else ():
             ids = _pairs(attributes) if kind == "collective-permute" else _groups(attributes, mesh.size)
             axes = _axes_of(ids, mesh)
@@ -140,18 +140,17 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 def _executions(computations: dict[str, list[str]], entry: str) -> dict[str, tuple[int, bool]]:
     """Computation -> how often one step runs it, and whether that is certain. Each branch of a conditional counts."""
     calls = {name: list(_calls(instructions)) for name, instructions in computations.items()}
-    counts = dict.fromkeys(computations, 0)
-    certain = dict.fromkeys(computations, True)
+    executions: dict[str, tuple[int, bool]] = dict.fromkeys(computations, (0, True))
 
     def run(name: str, times: int, known: bool) -> None:
-        counts[name] += times
-        certain[name] &= known
+        count, certain = executions[name]
+        executions[name] = count + times, certain and known
         for callee, trips in calls[name]:
-            if callee in counts:
+            if callee in executions:
                 run(callee, times * (trips or 1), known and trips is not None)
 
     run(entry, 1, True)
-    return {name: (count, certain[name]) for name, count in counts.items()}
+    return executions
 
 
 def _calls(instructions: Iterable[str]) -> Iterator[tuple[str, int | None]]:
@@ -159,10 +158,8 @@ def _calls(instructions: Iterable[str]) -> Iterator[tuple[str, int | None]]:
     for instruction in instructions:
         trips = _TRIPS.search(instruction)
         for role, callee in _CALLS.findall(instruction):
-            if role != "body":
-                yield callee, 1  # of a loop's condition: it holds no collectives, so its count does not matter
-            else:
-                yield callee, int(trips[1]) if trips else None
+            # A loop's condition counts once: it holds no collectives.
+            yield callee, 1 if role != "body" else int(trips[1]) if trips else None
         for branches in _BRANCHES.findall(instruction):
             yield from ((name.strip().lstrip("%"), 1) for name in branches.split(","))
 
@@ -196,9 +193,7 @@ def _cut_tuple(text: str) -> list[str]:
 
 
 def _bytes(dtype: str, dims: str) -> int:
-    bits = BITS.get(dtype)
-    if bits is None:
-        bits = int(re.findall(r"\d+", dtype)[0])
+    bits = BITS[dtype] if dtype in BITS else int(re.findall(r"\d+", dtype)[0])
     size = math.prod(int(d.replace("<=", "")) for d in dims.split(",") if d.strip())
     return -(-size * bits // 8)
 
@@ -258,7 +253,6 @@ def _pairs(attributes: str) -> np.ndarray:
 
 
 def _axes_of(ids: np.ndarray, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Mesh axes along which the members of a group differ."""
     places = np.stack(np.unravel_index(ids, tuple(mesh.shape.values())), axis=-1)
     differ = (places != places[:, :1]).any(axis=(0, 1))
     return tuple(name for name, yes in zip(mesh.axis_names, differ, strict=True) if yes)

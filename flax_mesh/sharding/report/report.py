@@ -120,11 +120,12 @@ class ShardingReport(Mapping[str, Any]):
     def to_text(self, *, width: int = 100, mesh: bool = True) -> str:
         """The mesh unless told otherwise, every array of the model, totals, mesh axes and collectives.
 
-        Arrays of numbered layers that are alike share a line; bytes are then those of all of them. The optimizer's
-        arrays are in the totals alone.
+        Like arrays of numbered layers share a line with their summed bytes. Optimizer arrays are in the totals alone.
         """
+        rows = _traffic_rows(self)
+        traffic = table_text(TRAFFIC_HEADS, rows, width, right={*TRAFFIC_HEADS[2:]}) if rows else ""
         parts = [self.mesh_line if mesh else "", _arrays_text(self, width), _totals_text(self), _axes_text(self, width)]
-        return "\n\n".join(part for part in [*parts, _traffic_text(self, width)] if part)
+        return "\n\n".join(part for part in [*parts, traffic] if part)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for `json.dumps`: every array on its own, devices by their text."""
@@ -181,7 +182,9 @@ def _arrays_text(report: ShardingReport, width: int) -> str:
     leaves = [leaf for leaf in report.leaves if leaf.kind != "optimizer"]
     with_rules = any(leaf.rule is not None or leaf.logical for leaf in leaves)
     groups = group_leaves(leaves)
-    prefixes = [_prefix(path) for path, _ in groups]
+    # Lines share what goes up to the numbers of a layer list, else the first name.
+    matches = [re.match(r".*?\{\d+\.\.\d+\}/|[^/]+/", path) for path, _ in groups]
+    prefixes = [match[0] if match else "" for match in matches]
     rows: list[list[str]] = []
     for i, (path, members) in enumerate(groups):
         leaf, prefix, times = leaves[members[0]], prefixes[i], len(members)
@@ -198,14 +201,7 @@ def _arrays_text(report: ShardingReport, width: int) -> str:
     )
 
 
-def _prefix(path: str) -> str:
-    """What lines of the table share: up to the numbers of a layer list, else the first name."""
-    match = re.match(r".*?\{\d+\.\.\d+\}/|[^/]+/", path)
-    return match[0] if match else ""
-
-
 def _totals_text(report: ShardingReport) -> str:
-    """Bytes of the fullest device and of all devices together."""
     parameters = [leaf for leaf in report.leaves if leaf.kind == "parameter"]
     fullest = max(report.memory_per_device.values(), default=0)
     everywhere = sum(report.memory_per_device.values()) + report.host_bytes
@@ -224,21 +220,12 @@ def _totals_text(report: ShardingReport) -> str:
 
 
 def _axes_text(report: ShardingReport, width: int) -> str:
-    """What each mesh axis splits."""
     rows = [
-        [name, str(stats.size), count_text(stats.arrays, "array") + f", {bytes_text(stats.total_bytes)}"]
-        if stats.arrays
-        else [name, str(stats.size), "-"]
-        for name, stats in report.partition_stats.items()
-        if stats.size > 1
+        [name, str(x.size), f"{count_text(x.arrays, 'array')}, {bytes_text(x.total_bytes)}" if x.arrays else "-"]
+        for name, x in report.partition_stats.items()
+        if x.size > 1
     ]
     return table_text(["mesh axis", "size", "splits"], rows, width, right={"size"}) if rows else ""
-
-
-def _traffic_text(report: ShardingReport, width: int) -> str:
-    """What each mesh axis carries, where a compiled step was given."""
-    rows = _traffic_rows(report)
-    return table_text(TRAFFIC_HEADS, rows, width, right={*TRAFFIC_HEADS[2:]}) if rows else ""
 
 
 def _traffic_rows(report: ShardingReport) -> list[list[str]]:
@@ -255,17 +242,15 @@ def _traffic_rows(report: ShardingReport) -> list[list[str]]:
 
 
 def _tiles(report: ShardingReport) -> list[tuple[str, str]]:
-    """The figures at the head of the page."""
-    count, unit = report.total_parameters, ""
-    for word, size in (("million", 10**6), ("billion", 10**9), ("trillion", 10**12)):
-        if report.total_parameters >= size:
-            count, unit = report.total_parameters / size, word
+    units = (("trillion", 10**12), ("billion", 10**9), ("million", 10**6))
+    count = report.total_parameters
+    number = next((f"{count / size:.3g} {word}" for word, size in units if count >= size), f"{count:,}")
     return [
         ("state on a device", bytes_text(max(report.memory_per_device.values(), default=0))),
         ("parameters of that", bytes_text(report.parameter_bytes)),
         ("optimizer of that", bytes_text(report.optimizer_bytes)),
         ("gradients on top", bytes_text(report.gradient_bytes)),
-        ("parameters in all", f"{count:.3g} {unit}" if unit else f"{count:,}"),
+        ("parameters in all", number),
         ("one copy of the state", bytes_text(report.total_bytes)),
         ("further copies", bytes_text(report.replicated_bytes)),
         ("balance, least over most", f"{report.balance_score:.3f}"),
@@ -273,7 +258,6 @@ def _tiles(report: ShardingReport) -> list[tuple[str, str]]:
 
 
 def _array_data(path: str, leaves: Sequence[ArrayReport], report: ShardingReport) -> dict[str, Any]:
-    """What the page draws of arrays that are alike."""
     leaf, number = leaves[0], len(leaves)
     entries = [] if leaf.spec is None else [[a for a in as_tuple(e) if report.mesh[a] > 1] for e in leaf.spec]
     return {
