@@ -25,10 +25,8 @@ OLD: dict[str, tuple[str, dict[str, str]]] = {
 def flat_fields(config: TrainConfig) -> dict[str, tuple[Any, Any, bool]]:
     """ "section.key" -> (value, type, whether another value changes the result of the run)."""
     sections = {name: getattr(config, name) for name in SECTIONS}
-    dataclass_sections = {name: node for name, node in sections.items() if dataclasses.is_dataclass(node)}
-    return {
-        key: field for name, node in dataclass_sections.items() for key, field in _flatten(node, name, True).items()
-    }
+    trees = [_flatten(node, name, True) for name, node in sections.items() if dataclasses.is_dataclass(node)]
+    return {key: field for tree in trees for key, field in tree.items()}
 
 
 def to_lines(config: TrainConfig) -> list[str]:
@@ -123,7 +121,6 @@ def parse_value(text: str, kind: Any) -> Any:
 
 
 def value_to_text(value: Any) -> str:
-    """Text of one value, as `parse_value` reads it."""
     if isinstance(value, tuple):
         return ",".join(map(value_to_text, value)) + ("," if len(value) < 2 else "")
     if value is None or isinstance(value, bool):

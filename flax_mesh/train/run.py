@@ -23,8 +23,6 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Run:
-    """What stays the same from the first step to the last."""
-
     program: TrainProgram
     corpus: Corpus
     batch: BatchFn
@@ -41,14 +39,12 @@ class Run:
         return self.program.config
 
     def go_on_or_raise(self, error: SaveError) -> None:
-        """What `checkpoint.on_failure` says of something that could not be written."""
         if self.config.checkpoint.on_failure == "stop":
             raise error
         self.say(f"warning: {error}; training goes on (checkpoint.on_failure)")
 
 
 def describe(run: Run) -> None:
-    """Say what the run consists of, before its first step."""
     program, leaves = run.program, run.program.layout.leaves
     shard = max(_bytes_by_device(leaves).values())
     whole = sum(math.prod(x.shape) * _itemsize(x) for x in leaves)
@@ -73,7 +69,6 @@ def describe(run: Run) -> None:
 
 
 def _bytes_by_device(leaves: Sequence[Any]) -> dict[Any, int]:
-    """Device -> bytes of the shards that it will hold."""
     found: dict[Any, int] = {}
     for leaf in leaves:
         size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * _itemsize(leaf)
