@@ -85,7 +85,7 @@ def check_config(config: TrainConfig) -> list[str]:
     try:
         parse_compiler_options(run.compiler_options)
     except ConfigError as error:
-        found += str(error).splitlines()
+        found += error.problems
     if run.folder == "":
         found.append("run.folder is empty; name a folder, such as runs/default")
     return found

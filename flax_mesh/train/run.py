@@ -1,6 +1,7 @@
 """A run: what stays the same from its first step to its last, and what it says of itself."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,11 +70,10 @@ def describe(run: Run) -> None:
 
 
 def _bytes_by_device(leaves: Sequence[Any]) -> dict[Any, int]:
-    found: dict[Any, int] = {}
+    found: Counter[Any] = Counter()
     for leaf in leaves:
         size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * _itemsize(leaf)
-        for device in leaf.sharding.device_set:
-            found[device] = found.get(device, 0) + size
+        found.update(dict.fromkeys(leaf.sharding.device_set, size))
     return found
 
 
