@@ -46,7 +46,7 @@ def config_of(recipe: str, overrides: Sequence[str]) -> TrainConfig:
 
 
 def _with_files(overrides: Iterable[str]) -> list[str]:
-    """The settings with every @FILE replaced by its lines; a setting given beside a file wins over the file's."""
+    """The settings with every @FILE replaced by its lines; a setting on the command line overrides the file's."""
     given = [text for text in overrides if not text.startswith("@")]
     keys = {setting_of(text) for text in given}
     lines = [line for text in overrides if text.startswith("@") for line in _settings_file(text[1:])]

@@ -50,7 +50,7 @@ class _ArgumentParser(argparse.ArgumentParser):
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command and its arguments; settings may stand before, between and after options."""
+    """The command and its arguments; settings may appear before, between and after options."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     if options := [text for text in rest if text.startswith("-")]:

@@ -21,7 +21,7 @@ class TreeDefinition:
 
     @functools.cached_property
     def layers(self) -> tuple[str, ...]:
-        """Paths of the layer lists and scanned stacks in the table that the model carries; () where it carries none."""
+        """Paths of the layer lists and scanned stacks in the model's own rule table; () if it has none."""
         without_leaves = jax.tree.unflatten(self.treedef, [None] * self.treedef.num_leaves)
         return model_layers(nnx.merge(self.graphdef, without_leaves)["model"])
 

@@ -172,7 +172,7 @@ def cut_model(
 
 
 def make_mesh(config: TrainConfig, say: Callable[[str], None]) -> Mesh:
-    """The mesh of the run. `run.platform=auto` shrinks it to the devices that are there and says so."""
+    """The mesh of the run. `run.platform=auto` shrinks it to the available devices and reports that."""
     shape = mesh_shape(config)
     if shape["pp"] == 1:
         del shape["pp"]

@@ -39,7 +39,7 @@ WITHOUT_EFFECT = (r"\.rotary_emb\.inv_freq$",)  # made anew from the settings
 
 
 def export(folder: str, out: str, to: str, step: int | None, dtype: str | None) -> dict[str, Any]:
-    """Write the parameters of the newest whole step, or of `step`, as `to`: "safetensors" or "orbax"."""
+    """Write the parameters of the newest valid step, or of `step`, as `to`: "safetensors" or "orbax"."""
     found, passed_over = find_whole(folder, step)
     record = saved_record(found)
     tree = _parameters(read_tree(found, record))
@@ -80,7 +80,7 @@ def import_huggingface(folder: str, out: str, ignore: Sequence[str], model: Impo
 
 
 def reshard(folder: str, out: str, config: TrainConfig, step: int | None) -> dict[str, Any]:
-    """Save the newest whole step, or `step`, in the layout of a recipe on the devices that are here."""
+    """Save the newest valid step, or `step`, in the layout of a recipe on the devices that are here."""
     notes: list[str] = []
     # Compiler options do not affect a layout, and need not be those of the devices that are here.
     program = build_program(apply_overrides(config, ["run.compiler_options="]), notes.append)

@@ -62,12 +62,13 @@ def train(
     """Train as `config` says; if `run.folder` holds a checkpoint of this run, go on from there.
 
     `restart` starts over in a new folder beside it. `hooks` get every row of metrics, `say` every line for people.
-    Once `should_stop()` is true the step at hand is finished and saved. `trace`: a file for the times of all actions of
-    a pipeline's third step, with a picture beside it. Raises ConfigError, before anything compiles,
-    for settings that are wrong or that differ from the checkpoint's in what changes the result (`allow_changes`).
+    Once `should_stop()` is true, the current step is finished and saved. `trace`: a file for the times of all actions
+    of a pipeline's third step, with a picture beside it. `watch` can then report what a pipeline waits for. Raises
+    ConfigError, before anything compiles, for wrong settings and for those that change the result and differ from the
+    checkpoint's (unless `allow_changes`).
 
-    In a run of several processes each calls it alike; all have the hooks, process 0 alone says and writes, and all stop
-    after the same step once one should. `watch` is told what a pipeline waits for.
+    With several processes, all call it with the same arguments. `hooks` run in all, only process 0 calls `say` and
+    writes, and all stop after the same step once one should.
     """
     say = say if is_first() else lambda text: None
     should_stop = stop_together(should_stop)

@@ -70,7 +70,7 @@ def apply_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfi
 
 
 def setting_of(text: str) -> str:
-    """The setting that `section.key=value` gives a value, under its present name."""
+    """The present name of the setting in `section.key=value`."""
     key = text.partition("=")[0]
     return OLD[key][0] if key in OLD else key
 
@@ -108,7 +108,7 @@ def changes(saved: Mapping[str, str], config: TrainConfig) -> list[Change]:
 
 
 def parse_value(text: str, kind: Any) -> Any:
-    """`text` as a value of the annotated type; a ValueError says what it must be."""
+    """`text` as a value of the annotated type; a ValueError names what it must be."""
     kinds = _kinds(kind)
     if type(None) in kinds and text.lower() == "none":
         return None
@@ -159,7 +159,7 @@ def _kinds(hint: Any) -> dict[Any, Any]:
 
 
 def _has_text(hint: Any) -> bool:
-    """Whether text can say every value of the annotation."""
+    """Whether every value of the annotation has a text form."""
     kinds = _kinds(hint)
     if tuple in kinds:
         item, *rest = typing.get_args(kinds[tuple]) or (Any,)

@@ -47,7 +47,7 @@ def run_folder(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def folder_of_run(wanted: Path, restart: bool) -> Iterator[Path]:
-    """The folder of the run, chosen and locked by process 0. A ConfigError of it is one of all processes."""
+    """The folder of the run, chosen and locked by process 0, whose ConfigError is raised in all processes."""
     with ExitStack() as stack:
 
         def choose() -> str:
@@ -72,7 +72,7 @@ def latest_step(checkpointer: Checkpointer) -> int | None:
 
 
 def write_config(folder: Path, config: TrainConfig) -> None:
-    """config.txt as `@FILE` reads it: whole, or as it was. Process 0 alone writes it."""
+    """Write config.txt, as `@FILE` reads it, atomically and only in process 0."""
     if not is_first():
         return
     partial = folder / (CONFIG + ".new")
