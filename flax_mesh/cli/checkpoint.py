@@ -1,4 +1,4 @@
-"""`flax-mesh checkpoint`: what lies in a folder of checkpoints, whether it is whole, what differs, and conversions."""
+"""`flax-mesh checkpoint`: list, inspect, verify, compare and convert checkpoints."""
 
 import argparse
 import json
@@ -32,11 +32,9 @@ DIR = "a run folder, its checkpoints/, or one step in there"
 
 @dataclass(frozen=True)
 class Answer:
-    """What was asked for: `data` for --json, `text(width)` for people. `findings`: damage or differences."""
-
-    data: dict[str, Any]
-    text: Callable[[int], str]
-    findings: bool = False
+    data: dict[str, Any]  # for --json
+    text: Callable[[int], str]  # for people, of the width of the terminal
+    findings: bool = False  # damage or differences
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,10 +109,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Do what was asked for and print the answer, as text or JSON."""
     recipe = _recipe_of(arguments)
     config = config_of(recipe, arguments.overrides) if recipe else None
-    # What only looks at a checkpoint, or writes it in another form, needs no accelerator, and takes none.
+    # Everything but reshard runs on the CPU, and must not occupy an accelerator.
     use_platform(config.run.platform if config and arguments.what == "reshard" else "cpu")
     answer = _answer(arguments, config)
     print(json.dumps(answer.data, indent=1) if arguments.json else answer.text(table_width()))
@@ -133,7 +130,6 @@ def _recipe_of(arguments: argparse.Namespace) -> str | None:
 
 
 def _answer(arguments: argparse.Namespace, config: TrainConfig | None) -> Answer:
-    """What was asked for, done. `config`: of the recipe that the arguments name."""
     step = getattr(arguments, "step", None)
     if arguments.what == "diff":
         return _diff(arguments.folder, arguments.other, config, arguments.overrides, arguments.values)
@@ -154,7 +150,6 @@ def _answer(arguments: argparse.Namespace, config: TrainConfig | None) -> Answer
 
 
 def _imported(settings: Mapping[str, Any]) -> TrainConfig:
-    """The decoder that a config.json of Hugging Face describes."""
     return TrainConfig(make_model=make_decoder, loss_fn=next_token_loss, model=DecoderConfig(**settings))
 
 
@@ -185,7 +180,7 @@ def _inspect(step: Path, every: bool) -> Answer:
 
 
 def _total(arrays: Sequence[describe.Array], part: str) -> dict[str, int]:
-    """Of the arrays below `part`; "" for all."""
+    """Counts of the arrays below `part`; "" for all."""
     chosen = [one for one in arrays if one.path.startswith(f"{part}/") or not part]
     return {
         "arrays": len(chosen),
@@ -248,11 +243,10 @@ def _diff(a: str, b: str, config: TrainConfig | None, overrides: Sequence[str], 
 
 
 def _recipe_record(config: TrainConfig) -> tuple[dict[str, Any], dict[str, describe.Array]]:
-    """What the recipe would save, as far as it is known without devices: its record and its tree."""
+    """Record and tree that the recipe would save, as far as they are known without devices."""
     if problems := check_config(config):
         raise ConfigError(problems)
     mesh, rules = abstract_mesh(config), run_rules(config)
-
     # The mesh is that of one group of a pipeline: arrays are split the same way as on it.
     table = rules if rules.table else None
     state = abstract_state(partial(make_modules, config), mesh, table, shard_optimizer_over=shard_over(config))

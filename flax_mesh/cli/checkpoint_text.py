@@ -18,7 +18,7 @@ MOST = 20  # arrays shown of those that differ in value
 
 
 def list_text(data: Mapping[str, Any], width: int) -> str:
-    """A line for every step, then what else lies there."""
+    """A line for every step, then damage and unfinished saves."""
     steps = data["checkpoints"]
     rows = [
         [
@@ -35,8 +35,8 @@ def list_text(data: Mapping[str, Any], width: int) -> str:
     table = table_text(heads, rows, width, right={"step", "size", *SHOWN_METRICS}, wrap={"mesh"})
     total = bytes_text(sum(step["bytes"] for step in steps))
     lines = [f"{_path(data['folder'])}: {count_text(len(steps), 'checkpoint')}, {total}", "", table]
-    damaged = [step for step in steps if step["problems"]]
-    lines += ["", *(line for step in damaged for line in _problem_lines(step))] if damaged else []
+    if damaged := [step for step in steps if step["problems"]]:
+        lines += ["", *(line for step in damaged for line in _problem_lines(step))]
     if data["leftovers"]:
         lines += ["", f"unfinished, of a save or a deletion under way or cut off: {', '.join(data['leftovers'])}"]
     return "\n".join(lines)
@@ -54,8 +54,7 @@ def verify_text(data: Mapping[str, Any]) -> str:
             )
     if data["set_aside"]:
         lines.append(f"not read, for they were set aside as damaged: {', '.join(data['set_aside'])}")
-    damaged = sum(bool(step["problems"]) for step in steps)
-    if damaged:
+    if damaged := sum(bool(step["problems"]) for step in steps):
         lines.append(f"{damaged} of {count_text(len(steps), 'checkpoint')} damaged")
     return "\n".join(lines)
 
@@ -65,7 +64,9 @@ def inspect_text(data: Mapping[str, Any], arrays: Sequence[Array], width: int, *
     copies = {} if every else _copies_of_parameters(arrays)
     copied = {one.path for members in copies.values() for one in members}
     listed = [one for one in arrays if one.path not in copied]
-    groups = [(one.path, [i]) for i, one in enumerate(listed)] if every else _groups(listed)
+    alike = [(one.shape, one.dtype, one.split) for one in listed]
+    paths = [one.path for one in listed]
+    groups = [(path, [i]) for i, path in enumerate(paths)] if every else group_paths(paths, alike)
     rows = []
     for path, members in groups:
         times, one = len(members), listed[members[0]]
@@ -126,34 +127,32 @@ def written_text(data: Mapping[str, Any]) -> str:
 
 
 def date_text(saved: str | None) -> str:
-    """In the time of this place, to the minute."""
+    """In local time, to the minute."""
     return datetime.fromisoformat(saved).astimezone().strftime("%Y-%m-%d %H:%M") if saved else "?"
 
 
 def _path(path: str) -> str:
-    """Relative to the folder one is in, if it lies there."""
+    """Relative to the working directory if it is below it."""
     here = Path.cwd()
     return plain(str(Path(path).relative_to(here) if Path(path).is_relative_to(here) else path))
 
 
 def _facts(data: Mapping[str, Any], width: int) -> Iterator[str]:
     files = f"{bytes_text(data['bytes'])} in {count_text(data['files'], 'file')}"
-    metrics = [f"{name} {_number(value)}" for name, value in data["metrics"].items()]
     facts = {
         "saved": f"{date_text(data['saved'])}, {files}",
         "recipe": str(data["recipe"] or ""),
         "mesh": _mesh(data["mesh"]),
         "sharding": str(data["sharding"] or ""),
         "data": str(data["data"].get("description", "")),
-        "metrics": ", ".join(metrics),
+        "metrics": ", ".join(f"{name} {_number(value)}" for name, value in data["metrics"].items()),
         "versions": ", ".join(f"{name} {version}" for name, version in data["versions"].items()),
     }
     yield f"step {data['name']} of {_path(data['folder'])}"
     for name, value in facts.items():
         if value:
-            indent = " " * 10
             yield textwrap.fill(
-                plain(value), width, initial_indent=f"{name:<10}", subsequent_indent=indent, break_on_hyphens=False
+                plain(value), width, initial_indent=f"{name:<10}", subsequent_indent=" " * 10, break_on_hyphens=False
             )
 
 
@@ -181,7 +180,7 @@ def _difference_lines(found: Sequence[Difference]) -> list[str]:
 
 
 def _is_likewise(one: Difference, of_model: Mapping[str, Any]) -> bool:
-    """Whether it is of the optimizer's array for a parameter with the same difference."""
+    """Whether it is the optimizer's array of a parameter with the same difference."""
     owner = owner_of(one.name, of_model) if one.name.startswith("optimizer/") else None
     return owner is not None and of_model[owner] == one[2:]
 
@@ -207,7 +206,7 @@ def _state(step: Mapping[str, Any], verified: bool) -> str:
 
 
 def _copies_of_parameters(arrays: Sequence[Array]) -> dict[str, list[Array]]:
-    """Where the optimizer has its own array for parameters, alike in shape, dtype and split: path -> those below it."""
+    """Path -> the optimizer's arrays below it that equal their parameters in shape, dtype and split."""
     like = {one.path.removeprefix("model/"): one[1:] for one in arrays if one.path.startswith("model/")}
     found: dict[str, list[Array]] = {}
     for one in arrays:
@@ -215,10 +214,6 @@ def _copies_of_parameters(arrays: Sequence[Array]) -> dict[str, list[Array]]:
         if owner and like[owner] == one[1:]:
             found.setdefault(one.path.removesuffix(owner), []).append(one)
     return found
-
-
-def _groups(arrays: Sequence[Array]) -> list[tuple[str, list[int]]]:
-    return group_paths([one.path for one in arrays], [(one.shape, one.dtype, one.split) for one in arrays])
 
 
 def _sides(one: Difference) -> str:

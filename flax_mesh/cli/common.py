@@ -20,7 +20,7 @@ PIPED_WIDTH = 200  # columns of tables that go into a file or another program
 
 
 def tell_failure(error: BaseException) -> int:
-    """Print an error as people read it, what is not expected as Python does; gives the exit code."""
+    """Print an expected error as lines, any other with its traceback. Returns the exit code."""
     code = next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), None)
     if code is None:
         traceback.print_exception(error)
@@ -31,7 +31,6 @@ def tell_failure(error: BaseException) -> int:
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
-    """A recipe and settings of it."""
     parser.add_argument("recipe", metavar="RECIPE", help="FILE.py or FILE.py:function")
     parser.add_argument(
         "overrides",
@@ -43,12 +42,11 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
 
 
 def config_of(recipe: str, overrides: Sequence[str]) -> TrainConfig:
-    """The config of a recipe with the settings of the command line."""
     return apply_overrides(load_recipe(recipe), _with_files(overrides))
 
 
 def _with_files(overrides: Iterable[str]) -> list[str]:
-    """The settings with every @FILE replaced by its lines; a setting given beside a file wins over the file's."""
+    """The settings with every @FILE replaced by its lines; a setting on the command line overrides the file's."""
     given = [text for text in overrides if not text.startswith("@")]
     keys = {setting_of(text) for text in given}
     lines = [line for text in overrides if text.startswith("@") for line in _settings_file(text[1:])]
@@ -65,7 +63,6 @@ def _settings_file(name: str) -> list[str]:
 
 
 def write_file(option: str, name: str, text: str) -> None:
-    """Write the file that an option names."""
     try:
         Path(name).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -73,7 +70,6 @@ def write_file(option: str, name: str, text: str) -> None:
 
 
 def table_width() -> int:
-    """Columns of the terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPED_WIDTH
 
 

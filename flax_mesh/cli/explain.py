@@ -20,7 +20,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Print the explanation of a recipe, as text or JSON, or write it as a page."""
     explanation = explain(config_of(arguments.recipe, arguments.overrides))
     if arguments.json:
         print(json.dumps(explanation.to_dict(), indent=1))

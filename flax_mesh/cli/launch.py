@@ -18,9 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Run the command in several processes; the exit code of the whole."""
-    what: Sequence[str] = arguments.what
-    devices = arguments.devices_per_process
+    what, devices = arguments.what, arguments.devices_per_process
     problems = []
     if arguments.processes < 1:
         problems.append(f"-n must be at least 1, got {arguments.processes}")

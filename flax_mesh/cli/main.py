@@ -27,7 +27,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    for name in ("absl", "asyncio"):  # Orbax tells of every file it writes, and of errors twice and once a task
+    for name in ("absl", "asyncio"):  # Orbax logs every file it writes, and errors twice and once a task
         logging.getLogger(name).setLevel(logging.CRITICAL)
     if sys.unraisablehook is sys.__unraisablehook__:  # where another program has its own, as pytest does, it stays
         sys.unraisablehook = _unraisable
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _unraisable(found: Any) -> None:
-    """As Python does, but for what tensorstore prints, once an array, after a save that failed and was told of."""
+    """As Python does, except what tensorstore prints, once an array, after a save that failed and was reported."""
     if found.object is not None or str(found.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(found)
 
@@ -50,7 +50,7 @@ class _ArgumentParser(argparse.ArgumentParser):
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command and its arguments; settings may stand before, between and after options."""
+    """The command and its arguments; settings may appear before, between and after options."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     if options := [text for text in rest if text.startswith("-")]:

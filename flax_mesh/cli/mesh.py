@@ -18,7 +18,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Print the mesh of the devices that are here, and draw it."""
     if not PLATFORM.fullmatch(arguments.platform):
         raise ConfigError(f"--platform must be auto, cpu, cpu:N (N devices), gpu or tpu, got {arguments.platform!r}")
     use_platform(arguments.platform)

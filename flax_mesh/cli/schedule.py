@@ -29,11 +29,9 @@ DEFAULT_SECONDS = 5.0
 
 
 class Found(NamedTuple):
-    """The schedule that was asked for, the costs of its stages, and what the search knows about it."""
-
     schedule: Schedule
-    costs: tuple[StageCost, ...]
-    result: SearchResult | None = None
+    costs: tuple[StageCost, ...]  # of its stages
+    result: SearchResult | None = None  # of schedule search
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Print a schedule, as a table or JSON, and draw it."""
     if arguments.measure:
         recipe, *overrides = arguments.measure
         config = config_of(recipe, overrides)
@@ -69,18 +66,16 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     found = _find(arguments)
     if arguments.svg:
         write_file("--svg", arguments.svg, draw_schedule_svg(found.schedule, found.costs))
-    print(json.dumps(_data(found)) if arguments.json else _text(found, table_width()))
+    if arguments.json:
+        print(json.dumps(_data(found)))
+    else:
+        print(schedule_table(found.schedule, found.costs, width=table_width()))
+        if found.result is not None:
+            print(f"\n{_judgement(found.result)}")
     return DONE
 
 
-def _text(found: Found, width: int) -> str:
-    """For people, in lines of at most `width` characters where time is drawn."""
-    table = schedule_table(found.schedule, found.costs, width=width)
-    return table if found.result is None else f"{table}\n\n{_judgement(found.result)}"
-
-
 def _data(found: Found) -> dict[str, Any]:
-    """For --json."""
     schedule, result = found.schedule, found.result
     simulated = simulate(schedule, found.costs)
     data: dict[str, Any] = {
@@ -103,9 +98,9 @@ def _data(found: Found) -> dict[str, Any]:
 
 
 def _give_measured(arguments: argparse.Namespace, measured: Measured) -> float:
-    """Put what was measured where the options would have put it.
+    """Set the options to what was measured.
 
-    Costs become multiples of the shortest forward, so that time is drawn as for costs of 1; gives that one, in ms.
+    Costs become multiples of the shortest forward, which is returned in ms, so that time is drawn as for costs of 1.
     """
     given = {"--stages": arguments.stages, "--virtual": arguments.virtual}
     if taken := [option for option, value in given.items() if value is not None]:
@@ -119,7 +114,6 @@ def _give_measured(arguments: argparse.Namespace, measured: Measured) -> float:
 
 
 def _find(arguments: argparse.Namespace) -> Found:
-    """The schedule that the arguments ask for; ConfigError, in one line, where there is none."""
     try:
         sizes = {"--stages": arguments.stages, "--microbatches": arguments.microbatches}
         if missing := [option for option, value in sizes.items() if value is None]:

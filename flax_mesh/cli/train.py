@@ -58,7 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Train, and print a line for every step."""
     config = config_of(arguments.recipe, arguments.overrides)
     if arguments.print_config:
         print("\n".join([f"# flax-mesh train {arguments.recipe} @THIS_FILE", *to_lines(config)]))
@@ -91,7 +90,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def devices_of_process(platform: str, count: int, devices: int | None) -> str:
-    """`run.platform` for one of `count` processes: of cpu:N its share, or `devices` where that is given."""
+    """`run.platform` of one of `count` processes: its share of cpu:N, or cpu:`devices` if that is given."""
     name, _, total = platform.partition(":")
     if devices is not None:
         if name not in ("cpu", "auto"):
@@ -108,7 +107,7 @@ def devices_of_process(platform: str, count: int, devices: int | None) -> str:
 
 
 def same_command(argv: Sequence[str], process: str | None) -> list[str]:
-    """What to type to run `argv` again: launched again, where it was launched."""
+    """The arguments that run `argv` again, by `launch` if the process was launched."""
     kept = [text for text in argv if not text.startswith(("--process=", "--devices-per-process="))]
     if process is None:
         return kept
@@ -117,7 +116,7 @@ def same_command(argv: Sequence[str], process: str | None) -> list[str]:
 
 
 class _Display:
-    """Prints a line per step, above a progress bar where the output is a terminal."""
+    """Prints a line per step, above a progress bar if the output is a terminal."""
 
     def __init__(self, progress: Any, task: Any):
         self._progress, self._task = progress, task
@@ -131,7 +130,6 @@ class _Display:
 
 
 def step_line(row: Row) -> str:
-    """One readable line of a row of metrics."""
     parts = [f"step {row['step']:>6}", f"loss {row['loss']:.4f}", f"grad {row['grad_norm']:.3f}"]
     if "learning_rate" in row:
         parts.append(f"lr {row['learning_rate']:.2e}")

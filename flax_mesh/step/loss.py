@@ -97,7 +97,7 @@ def sums_of(result: Any) -> tuple[jax.Array, jax.Array, Metrics]:
     return loss_sum, weight, metrics
 
 
-def reseed(streams: nnx.State, parts: Iterable[Any], layers: Iterable[str] = ()) -> nnx.State:
+def reseed(streams: nnx.State, parts: Sequence[Any], layers: Iterable[str] = ()) -> nnx.State:
     """Random streams keyed by `parts` and by their own path, counters at 0. A scanned stack has one key a layer."""
 
     def new(path: str, leaf: jax.Array) -> jax.Array:
@@ -111,12 +111,8 @@ def reseed(streams: nnx.State, parts: Iterable[Any], layers: Iterable[str] = ())
             return jax.random.fold_in(key, _number(path))
         paths = [layer_path(path, stack, i) if stack else f"{path}/{i}" for i in range(leaf.shape[0])]
         keys = jax.vmap(lambda n: jax.random.fold_in(key, n))(jnp.array([_number(p) for p in paths], jnp.uint32))
-        if leaf.ndim == 1:
-            return keys
-        rest = leaf.shape[1:]
-        return jax.vmap(lambda k: jax.random.split(k, rest))(keys)
+        return keys if leaf.ndim == 1 else jax.vmap(lambda k: jax.random.split(k, leaf.shape[1:]))(keys)
 
-    parts = tuple(parts)
     return map_named(new, streams)
 
 

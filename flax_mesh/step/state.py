@@ -14,14 +14,14 @@ from flax_mesh.tree import named_leaves
 
 @dataclass(frozen=True)
 class TreeDefinition:
-    """How the leaves make up the nnx.State of {"model", "optimizer"}, and that state the two modules."""
+    """Rebuilds the nnx.State of {"model", "optimizer"} from leaves, and the two modules from that."""
 
     graphdef: Any
     treedef: Any
 
     @functools.cached_property
     def layers(self) -> tuple[str, ...]:
-        """Paths of the layer lists and scanned stacks in the table that the model carries; () where it carries none."""
+        """Paths of the layer lists and scanned stacks in the model's own rule table; () if it has none."""
         without_leaves = jax.tree.unflatten(self.treedef, [None] * self.treedef.num_leaves)
         return model_layers(nnx.merge(self.graphdef, without_leaves)["model"])
 
@@ -29,9 +29,9 @@ class TreeDefinition:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Model and optimizer as flat leaves: what a jitted step takes and gives back at the cost of a plain tuple.
+    """Model and optimizer as flat leaves: what a jitted step takes and returns at the cost of a plain tuple.
 
-    Arrays, shardings or ShapeDtypeStructs may stand as leaves.
+    Leaves are arrays, shardings or ShapeDtypeStructs.
     """
 
     leaves: tuple[Any, ...]
@@ -50,9 +50,8 @@ class TrainState:
         """The state of modules that came from `merge`, after their variables have changed."""
         graphdef, state = nnx.split({"model": model, "optimizer": optimizer})
         check_same_structure(self.definition.graphdef, self.to_nnx(), graphdef, state)
-        leaves = jax.tree.leaves(state)
-        # The same object as before, not an equal one: comparing it at every dispatch is then free.
-        return TrainState(tuple(leaves), self.definition)
+        # The same definition, not an equal one: comparing it at every dispatch is then free.
+        return TrainState(tuple(jax.tree.leaves(state)), self.definition)
 
     def with_state(self, state: Any) -> "TrainState":
         """The train state with the leaves of `state`, which has the form of `to_nnx()`: an nnx.State or a dict.

@@ -82,7 +82,7 @@ def make_eval_step(loss_fn: LossFn, state: TrainState) -> Callable[[TrainState, 
 
 
 def _accumulate(run: Callable[..., Any], others: Any, batch: Batch, num_microbatches: int, axes: PartitionAxis):
-    """Sum what `run(others, part, index)` gives over equal parts of the batch, threading `others` through."""
+    """Sum the results of `run(others, part, index)` over equal parts of the batch, threading `others` through."""
     if num_microbatches == 1:
         return run(others, batch, 0)
     sizes = {path_of(p): x.shape[0] for p, x in jax.tree_util.tree_flatten_with_path(batch)[0]}
@@ -93,7 +93,7 @@ def _accumulate(run: Callable[..., Any], others: Any, batch: Batch, num_microbat
         x = x.reshape(num_microbatches, x.shape[0] // num_microbatches, *x.shape[1:])
         if current_mesh() is None:
             return x
-        # A hint where the rows should lie, so what does not fit this mesh is left out.
+        # A hint for the placement of the rows, so what does not fit this mesh is left out.
         return with_sharding_constraint(x, axes.resolve((None, "batch")), on_mismatch="drop")
 
     def body(carry: Any, indexed: Any):

@@ -54,7 +54,7 @@ class TrainProgram:
 
     @property
     def parameters(self) -> list[Any]:
-        """What is trained; statistics and random keys are state, but no parameters."""
+        """Statistics and random keys are state, but no parameters."""
         return jax.tree.leaves(nnx.filter_state(self.layout.to_nnx()["model"], nnx.Param))
 
     @property
@@ -67,10 +67,9 @@ def build_program(
     say: Callable[[str], None] = lambda text: None,
     change: Callable[[Schedule], Schedule] = lambda schedule: schedule,
 ) -> TrainProgram:
-    """The program of a recipe on the devices that are here, checked before anything large compiles.
+    """The program of a recipe on the devices that are here. Raises ConfigError with a line for every mistake.
 
-    `say` hears of a mesh that was shrunk; `change` may put another schedule in the place of a pipeline's own. Raises
-    ConfigError with a line for every mistake.
+    `say` is called when the mesh was shrunk; `change` may replace a pipeline's schedule.
     """
     if problems := check_config(config):
         raise ConfigError(problems)
@@ -158,9 +157,8 @@ def cut_model(
         num_microbatches=wanted.num_microbatches,
         num_virtual_stages=wanted.num_virtual_stages,
     )
-    rows = jax.ShapeDtypeStruct(
-        (config.data.batch_size // wanted.num_microbatches, config.data.sequence_length), jnp.int32
-    )
+    shape = config.data.batch_size // wanted.num_microbatches, config.data.sequence_length
+    rows = jax.ShapeDtypeStruct(shape, jnp.int32)
     staged = split_stages(
         config.loss_fn,
         lambda: config.make_model(config.model, nnx.Rngs(config.run.seed)),
@@ -174,14 +172,14 @@ def cut_model(
 
 
 def make_mesh(config: TrainConfig, say: Callable[[str], None]) -> Mesh:
-    """The mesh of the run. `run.platform=auto` shrinks it to the devices that are there and says so."""
+    """The mesh of the run. `run.platform=auto` shrinks it to the available devices and reports that."""
     shape = mesh_shape(config)
     if shape["pp"] == 1:
         del shape["pp"]
     devices = jax.devices()
     if config.run.platform == "auto":
         fitted = fit_mesh(shape, len(devices))
-        if fitted != {k: v for k, v in shape.items() if v != -1} | {k: fitted[k] for k, v in shape.items() if v == -1}:
+        if any(size not in (-1, fitted[name]) for name, size in shape.items()):
             wanted, found = mesh_text(shape), mesh_text(fitted)
             say(f"mesh: {wanted} needs more than the {len(devices)} devices here; shrunk to {found}")
         shape = {name: size for name, size in fitted.items() if (name, size) != ("pp", 1)}
@@ -198,9 +196,8 @@ def make_mesh(config: TrainConfig, say: Callable[[str], None]) -> Mesh:
 
 def fit_mesh(shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
     """`shape` with axes divided by their smallest factors until it fits `num_devices`; -1 takes what is left."""
-    fitted = dict(shape)
     free = [name for name, size in shape.items() if size == -1]
-    fitted |= dict.fromkeys(free, 1)
+    fitted = dict(shape) | dict.fromkeys(free, 1)
     while math.prod(fitted.values()) > num_devices:
         name = next(axis for axis in SHRINK_ORDER if fitted.get(axis, 1) > 1)
         size = fitted[name]
@@ -211,10 +208,7 @@ def fit_mesh(shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
 
 
 def run_rules(config: TrainConfig) -> PartitionRules:
-    """The rule table of the run: the recipe's, or the one the model carries; an empty one for an annotated model.
-
-    A table of the recipe that names no layers takes those of the model's.
-    """
+    """The recipe's rule table, with the model's layers if it names none; else the model's, empty if it is annotated."""
     model = abstract_model(lambda: config.make_model(config.model, nnx.Rngs(config.run.seed)))
     if config.rules is not None:
         return as_rules(config.rules, layers=model_layers(model))

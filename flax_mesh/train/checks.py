@@ -85,7 +85,7 @@ def check_config(config: TrainConfig) -> list[str]:
     try:
         parse_compiler_options(run.compiler_options)
     except ConfigError as error:
-        found += str(error).splitlines()
+        found += error.problems
     if run.folder == "":
         found.append("run.folder is empty; name a folder, such as runs/default")
     return found
@@ -116,7 +116,6 @@ def check_pipeline(config: PipelineConfig, num_groups: int) -> list[str]:
 
 
 def check_start(folder: str, model: Any) -> list[str]:
-    """What is wrong with `checkpoint.start_from` for a model of these settings, before anything compiles."""
     if not folder:
         return []
     try:
@@ -150,9 +149,8 @@ def check_compiler_options(options: CompilerOptions, device: Any) -> list[str]:
 def check_on_mesh(config: TrainConfig, mesh: Mesh | AbstractMesh, axes: PartitionAxis) -> list[str]:
     """Dims of the batch and of the model that do not divide over the mesh, one line each.
 
-    A model config tells of its own by a method `dims() -> [(setting, logical axis, size)]`: one line about the number
-    of heads is clearer than the error of `abstract_state`, which has a line for every array. What else cannot be on
-    this mesh it tells by a method `problems_on(mesh)`.
+    A model config may have `dims() -> [(setting, logical axis, size)]`, because one line about the number of heads is
+    clearer than the error of `abstract_state` with a line for every array, and `problems_on(mesh)` for the rest.
     """
     data, parts = config.data, config.pipeline.num_microbatches
     cut = f" / pipeline.num_microbatches={parts}" if parts > 1 else ""
@@ -182,7 +180,6 @@ def check_on_corpus(config: TrainConfig, corpus: Corpus) -> list[str]:
 
 
 def check_trace(path: Path, shape: str, pipeline: Pipeline | None) -> list[str]:
-    """What would keep the trace of a run from being written."""
     found = []
     if pipeline is None:
         found.append(f"--trace {path}: only a pipeline has actions to show; add pp to mesh.shape={shape}")

@@ -162,15 +162,11 @@ def mesh_shape(config: TrainConfig) -> dict[str, int]:
 
 
 def shard_over(config: TrainConfig) -> tuple[str, ...]:
-    """Mesh axes of `optimizer.shard_over`."""
     return tuple(name.strip() for name in config.optimizer.shard_over.split(",") if name.strip())
 
 
 def parse_cut(text: str) -> dict[str, Any]:
-    """Arguments of `split_stages` for `pipeline.cut`: "flops", "count", or the first layers of the later stages, "2,5".
-
-    ConfigError for anything else.
-    """
+    """Arguments of `split_stages` for `pipeline.cut`: "flops", "count", or first layers, "2,5". Else ConfigError."""
     if text in ("flops", "count"):
         return {"balance": text}
     try:
@@ -191,8 +187,7 @@ def parse_compiler_options(text: str) -> CompilerOptions:
     A value may have commas: what follows one, up to the next NAME=, belongs to it. Raises ConfigError, a line for
     every part that is not of this form or that sets a name twice.
     """
-    found: CompilerOptions = {}
-    problems = []
+    found, problems = {}, []
     for part in re.split(r",(?=[^,=]*=)", text) if text else []:
         name, equals, value = part.strip().partition("=")
         if not (name and equals) or name.startswith("-"):
@@ -211,14 +206,11 @@ def parse_compiler_options(text: str) -> CompilerOptions:
 
 def options_text(options: CompilerOptions) -> str:
     """The options as `parse_compiler_options` reads them."""
-    return ",".join(f"{name}={_option_text(value)}" for name, value in options.items())
+    texts = {name: str(value).lower() if isinstance(value, bool) else value for name, value in options.items()}
+    return ",".join(f"{name}={text}" for name, text in texts.items())
 
 
 def _parse_option(value: str) -> bool | int | str:
     if value.lower() in ("true", "false"):
         return value.lower() == "true"
     return int(value) if value.lstrip("-").isdecimal() else value
-
-
-def _option_text(value: bool | int | str) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

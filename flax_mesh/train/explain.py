@@ -26,15 +26,13 @@ from flax_mesh.train.config import TrainConfig, mesh_shape, shard_over
 def explain(config: TrainConfig) -> Explanation:
     """Every array of the recipe's model and optimizer on `mesh.shape`, and all findings.
 
-    With pp > 1 the mesh is that of one group, as if it held the arrays of all stages; the note tells the stages, and
-    what each group holds.
-    `run.platform` does not matter, but for `cpu:N` where `mesh.shape` has a -1: N devices then. Raises ConfigError for
-    settings that are wrong by themselves; dims that do not divide over the mesh are findings.
+    With pp > 1 the mesh is that of one group, as if it held the arrays of all stages; the note lists the stages and
+    what each group holds. `run.platform` matters only as `cpu:N` where `mesh.shape` has a -1: N devices then. Raises
+    ConfigError for settings that are wrong by themselves; dims that do not divide over the mesh are findings.
     """
     if problems := check_config(config):
         raise ConfigError(problems)
     mesh = abstract_mesh(config)
-
     explanation = explain_sharding(
         partial(make_modules, config), mesh, config.rules, shard_optimizer_over=shard_over(config)
     )
@@ -63,7 +61,7 @@ def abstract_mesh(config: TrainConfig) -> AbstractMesh:
 
 
 def _stages(config: TrainConfig, explanation: Explanation, mesh: AbstractMesh) -> tuple[str, list[Finding]]:
-    """What each group of the pipeline holds and does, and why the model cannot be cut so."""
+    """(note, findings): what each group of the pipeline holds and does, or why the model cannot be cut so."""
     num_groups = mesh_shape(config)["pp"]
     if num_groups == 1:
         return "", []
@@ -74,15 +72,14 @@ def _stages(config: TrainConfig, explanation: Explanation, mesh: AbstractMesh) -
     parts = [OPTIMIZER if leaf.kind == "optimizer" else MODEL for leaf in explanation.report.leaves]
     leaves = [(part + x.path, x, x.device_bytes) for part, x in zip(parts, explanation.report.leaves, strict=True)]
     sizes = bytes_of_groups(staged, schedule.stage_to_group, leaves)
-    stages, microbatches = str(staged).splitlines(), count_text(schedule.num_microbatches, "microbatch")
-    return "\n".join(
-        [
-            f"pipeline: {schedule.name} over {num_groups} groups of this mesh (pp), "
-            f"{microbatches}; what follows is for one group, as if it held all arrays",
-            *(f"group {group} holds {bytes_text(size)} a device" for group, size in enumerate(sizes)),
-            *stages,
-        ]
-    ), []
+    lines = [
+        f"pipeline: {schedule.name} over {num_groups} groups of this mesh (pp), "
+        f"{count_text(schedule.num_microbatches, 'microbatch')}; "
+        "what follows is for one group, as if it held all arrays",
+        *(f"group {group} holds {bytes_text(size)} a device" for group, size in enumerate(sizes)),
+        str(staged),
+    ]
+    return "\n".join(lines), []
 
 
 def _setting_finding(line: str) -> Finding:
@@ -93,9 +90,7 @@ def _setting_finding(line: str) -> Finding:
 
 
 class Measured(NamedTuple):
-    """Costs in milliseconds, one a stage, and the sizes of the pipeline that they were measured on."""
-
-    costs: tuple[StageCost, ...]
+    costs: tuple[StageCost, ...]  # in milliseconds, one a stage
     num_groups: int
     num_microbatches: int
 

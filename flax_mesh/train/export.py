@@ -17,7 +17,7 @@ from flax import nnx
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.diff import batches, read_batch
 from flax_mesh.checkpoint.find import STEP, find_whole, step_number
-from flax_mesh.checkpoint.hf.convert import MappedParam, load_safetensors, map_params, stored_value
+from flax_mesh.checkpoint.hf.convert import load_safetensors, map_params, stored_value
 from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, decoder_config_from_hf, huggingface_config, read_config
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors, write_safetensors
 from flax_mesh.checkpoint.read import Array, mesh_of, read_tree
@@ -39,7 +39,7 @@ WITHOUT_EFFECT = (r"\.rotary_emb\.inv_freq$",)  # made anew from the settings
 
 
 def export(folder: str, out: str, to: str, step: int | None, dtype: str | None) -> dict[str, Any]:
-    """Write the parameters of the newest whole step, or of `step`, as `to`: "safetensors" or "orbax"."""
+    """Write the parameters of the newest valid step, or of `step`, as `to`: "safetensors" or "orbax"."""
     found, passed_over = find_whole(folder, step)
     record = saved_record(found)
     tree = _parameters(read_tree(found, record))
@@ -51,17 +51,15 @@ def export(folder: str, out: str, to: str, step: int | None, dtype: str | None) 
 
 
 def import_huggingface(folder: str, out: str, ignore: Sequence[str], model: ImportModel) -> dict[str, Any]:
-    """Write the parameters of a folder of safetensors as a checkpoint of step 0 with nothing else in it.
-
-    They are on the host meanwhile, all of them.
-    """
+    """Write the parameters of a folder of safetensors, all on the host meanwhile, as a checkpoint of step 0."""
     described = read_config(folder)
     with _told_of_option():
         config = model(decoder_config_from_hf(described, ignore=ignore))
     _check_import(folder, config, ignore)
     mesh = create_mesh((1, 1, 1, 1, 1), devices=jax.devices()[:1])
-    abstract = abstract_state(lambda: config.make_model(config.model, nnx.Rngs(0)), mesh, run_rules(config))
-    # A head that is tied to the embedding may lie there once more.
+    rules = run_rules(config)
+    abstract = abstract_state(lambda: config.make_model(config.model, nnx.Rngs(0)), mesh, rules)
+    # A head that is tied to the embedding may be stored once more.
     without_effect = [*ignore, *WITHOUT_EFFECT, *([r"^lm_head\.weight$"] if config.model.tied else [])]
     names = DECODER_NAMES[described["model_type"]]
     with _told_of_option():
@@ -74,19 +72,17 @@ def import_huggingface(folder: str, out: str, ignore: Sequence[str], model: Impo
         "data": {"description": "none yet", "content_hash": "", "position": 0},
         "metrics": {},
         "versions": versions(),
-        **layout_record(mesh.shape, run_rules(config), layout_of(state, ())),
+        **layout_record(mesh.shape, rules, layout_of(state, ())),
     }
     with new_folder(out) as work:
-        _save(work, 0, state, (), record)
-    named = named_leaves(state)
-    sizes = {"arrays": len(named), "bytes": sum(leaf.nbytes for _, leaf in named)}
+        sizes = _save(work, 0, state, (), record)
     return {"from": folder, "out": out, "to": "checkpoint", "model_type": described["model_type"], **sizes}
 
 
 def reshard(folder: str, out: str, config: TrainConfig, step: int | None) -> dict[str, Any]:
-    """Save the newest whole step, or `step`, in the layout of a recipe on the devices that are here."""
+    """Save the newest valid step, or `step`, in the layout of a recipe on the devices that are here."""
     notes: list[str] = []
-    # Options of a compiler have no say in a layout, and need not be those of the devices that are here.
+    # Compiler options do not affect a layout, and need not be those of the devices that are here.
     program = build_program(apply_overrides(config, ["run.compiler_options="]), notes.append)
     abstract, layers = program.layout, program.rules.layers
     found, passed_over = find_whole(folder, step)
@@ -100,9 +96,7 @@ def reshard(folder: str, out: str, config: TrainConfig, step: int | None) -> dic
     record |= {"sharding": sharding_fingerprint(abstract.to_nnx()), "resharded_from": before}
     record["config"] |= {"mesh.shape": config.mesh.shape}
     with new_folder(out) as work:
-        _save(work, number, state, layers, record)
-    named = named_leaves(state)
-    sizes = {"arrays": len(named), "bytes": sum(leaf.nbytes for _, leaf in named)}
+        sizes = _save(work, number, state, layers, record)
     more = {"to": "checkpoint", "mesh": after, "before": before, "notes": notes}
     return _written(found, out, passed_over) | more | sizes
 
@@ -123,7 +117,7 @@ def _check_import(folder: str, config: TrainConfig, ignore: Sequence[str]) -> No
 
 @contextmanager
 def _told_of_option() -> Iterator[None]:
-    """Errors that speak of `ignore` say what it is called on the command line."""
+    """Adds to errors about `ignore` its name on the command line."""
     try:
         yield
     except ConfigError as error:
@@ -133,9 +127,9 @@ def _told_of_option() -> Iterator[None]:
 
 @contextmanager
 def new_folder(out: str | Path) -> Iterator[Path]:
-    """A folder to be made in the block, which has the name `out` afterwards; nothing is left there after an error.
+    """A folder to create in the block, renamed to `out` afterwards; nothing is left after an error.
 
-    ConfigError where `out` exists or cannot be written, SaveError where writing fails.
+    ConfigError if `out` exists or cannot be written, SaveError if writing fails.
     """
     path = Path(out).expanduser().absolute()
     if os.path.lexists(path):
@@ -155,7 +149,7 @@ def new_folder(out: str | Path) -> Iterator[Path]:
 
 
 def _parameters(tree: Mapping[str, Array]) -> dict[str, Array]:
-    """path without "model/" -> array of the model; all of a state that has no such part."""
+    """Path without "model/" -> array of the model; a state without parts is a model."""
     parts = any(path.startswith((MODEL, "optimizer/")) for path in tree)
     found = {path.removeprefix(MODEL): array for path, array in tree.items() if path.startswith(MODEL) or not parts}
     if not found:
@@ -170,18 +164,11 @@ def _export_safetensors(
     abstract = nest((path, jax.ShapeDtypeStruct(array.shape, array.dtype)) for path, array in tree.items())
     params = map_params(abstract, DECODER_NAMES[config["model_type"]])
     shapes = {one.name: jax.ShapeDtypeStruct(one.shape, param.value.dtype) for param in params for one in param.arrays}
-    pieces = _pieces({param.path: param for param in params}, step, tree)
+    arrays = {param.path: param.arrays for param in params}
+    values = read_values(step, tree)  # a few parameters at a time
+    pieces = ((one.name, stored_value(one, value[one.at])) for path, value in values for one in arrays[path])
     write_safetensors(work, shapes, pieces, json_files={"config.json": config}, max_file_bytes=FILE_BYTES)
     return {"model_type": config["model_type"]}
-
-
-def _pieces(
-    params: Mapping[str, MappedParam], step: Path, tree: Mapping[str, Array]
-) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, array) as safetensors hold them, a few parameters at a time."""
-    for path, value in read_values(step, tree):
-        for one in params[path].arrays:
-            yield one.name, stored_value(one, value[one.at])
 
 
 def read_values(step: Path, tree: Mapping[str, Array]) -> Iterator[tuple[str, np.ndarray]]:
@@ -194,7 +181,7 @@ def read_values(step: Path, tree: Mapping[str, Array]) -> Iterator[tuple[str, np
 def _export_orbax(
     step: Path, work: Path, tree: Mapping[str, Array], record: Mapping[str, Any], dtype: str | None
 ) -> dict[str, Any]:
-    """As arrays of numpy, all of them on the host meanwhile: whatever devices another machine has, it can read them."""
+    """As numpy arrays, all on the host meanwhile, so that a machine with other devices can read them."""
     import orbax.checkpoint as ocp
 
     values = nest(read_values(step, tree))
@@ -228,12 +215,15 @@ def _cast(stored: str, dtype: str | None) -> str:
     return dtype if dtype and jnp.issubdtype(jnp.dtype(stored), jnp.floating) else stored
 
 
-def _save(folder: Path, step: int, state: Any, layers: Sequence[str], record: Mapping[str, Any]) -> None:
+def _save(folder: Path, step: int, state: Any, layers: Sequence[str], record: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the number of arrays and bytes in `state`."""
     with Checkpointer(folder, keep=None, layers=layers or None, host_bytes=HOST_BYTES) as checkpointer:
         checkpointer.save(step, state, record)
         checkpointer.wait()
         if problems := checkpointer.verify(step):
             raise SaveError(f"{folder}: what was written is not what lies there: {problems[0]}")
+    named = named_leaves(state)
+    return {"arrays": len(named), "bytes": sum(leaf.nbytes for _, leaf in named)}
 
 
 def _written(step: Path, out: str, passed_over: Mapping[Path, Sequence[str]]) -> dict[str, Any]:

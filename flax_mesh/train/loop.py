@@ -62,12 +62,13 @@ def train(
     """Train as `config` says; if `run.folder` holds a checkpoint of this run, go on from there.
 
     `restart` starts over in a new folder beside it. `hooks` get every row of metrics, `say` every line for people.
-    Once `should_stop()` is true the step at hand is finished and saved. `trace`: a file for the times of all actions of
-    a pipeline's third step, with a picture beside it. Raises ConfigError, before anything compiles,
-    for settings that are wrong or that differ from the checkpoint's in what changes the result (`allow_changes`).
+    Once `should_stop()` is true, the current step is finished and saved. `trace`: a file for the times of all actions
+    of a pipeline's third step, with a picture beside it. `watch` can then report what a pipeline waits for. Raises
+    ConfigError, before anything compiles, for wrong settings and for those that change the result and differ from the
+    checkpoint's (unless `allow_changes`).
 
-    In a run of several processes each calls it alike; all have the hooks, process 0 alone says and writes, and all stop
-    after the same step once one should. `watch` is told what a pipeline waits for.
+    With several processes, all call it with the same arguments. `hooks` run in all, only process 0 calls `say` and
+    writes, and all stop after the same step once one should.
     """
     say = say if is_first() else lambda text: None
     should_stop = stop_together(should_stop)
@@ -112,7 +113,6 @@ def train(
 
 
 def _changes(run: Run, checkpointer: Checkpointer, saved: Mapping[str, Any], *, allow_changes: bool) -> list[Change]:
-    """Settings that differ from those of the checkpoint. ConfigError where that is refused."""
     try:
         return check_resume(saved, run.record, run.config, allow_changes=allow_changes)
     except ConfigError:
@@ -181,10 +181,8 @@ def _checkpointer(config: CheckpointConfig, folder: Path, layers: Sequence[str])
 
 
 def _save(run: Run, checkpointer: Checkpointer, step: int, state: TrainState, row: Row, *, final: bool) -> None:
-    """Start to save; a save that fails, this one or the one before, ends the run or is told, as the config says.
-
-    The final one must not fail, whatever the config says: a run that is done has its state on disk.
-    """
+    """Start to save. A failure, of this save or the one before, is handled as `checkpoint.on_failure` says, but the
+    final save must not fail: a finished run has its state on disk."""
     save = partial(checkpointer.save, step, state, step_record(run.record, step, row))
     for call in (checkpointer.wait, save):  # if the save before has failed, this one is begun all the same
         try:
@@ -212,7 +210,7 @@ def _traced_step(run: Run, state: TrainState, batch: Any) -> tuple[TrainState, A
 
 
 def _data_functions(program: TrainProgram, corpus: Corpus) -> tuple[BatchFn, Callable[[TrainState], Row] | None]:
-    """The batch of a step, and the evaluation on held-out batches; None where the config asks for none."""
+    """The batch of a step, and the evaluation on held-out batches (None: run.eval_every=0)."""
     config, sharding = program.config, batch_sharding(program.mesh, program.rules.axes)
     vocab = getattr(config.model, "vocab_size", None)
     seed = config.run.seed if config.data.seed is None else config.data.seed
@@ -233,7 +231,6 @@ def _data_functions(program: TrainProgram, corpus: Corpus) -> tuple[BatchFn, Cal
 
 
 def _watch_pipeline(watch: Watch | None, program: TrainProgram) -> None:
-    """Let the watch ask what the pipeline is waiting for."""
     channel = program.pipeline and program.pipeline.channel
     if watch is not None and channel:
         channel.watched = True
@@ -241,12 +238,11 @@ def _watch_pipeline(watch: Watch | None, program: TrainProgram) -> None:
 
 
 def _sample(run: Run, state: TrainState) -> str:
-    """Text that the model writes after the first words of the held-out part; "" where the tokens are no bytes."""
+    """Text that the model writes after the first bytes of the held-out part; "" if the tokens are no bytes."""
     num_tokens, sample = run.config.run.sample_tokens, run.config.sample
     if not num_tokens or sample is None or run.corpus.bytes_per_token != 1:
         return ""
     prompt = np.asarray(run.corpus.held_out[:64], np.int32)
-
     graphdef, leaves = nnx.split(run.program.model(state))
 
     def continue_text(leaves: nnx.State, prompt: jax.Array, key: jax.Array) -> jax.Array:
@@ -255,6 +251,6 @@ def _sample(run: Run, state: TrainState) -> str:
             model.eval()
             return sample(model, prompt, num_tokens, key)
 
-    whole = NamedSharding(run.program.mesh, PartitionSpec())  # so that every process can read them
-    tokens = jax.jit(continue_text, out_shardings=whole)(leaves, prompt, jax.random.key(run.config.run.seed))
+    replicated = NamedSharding(run.program.mesh, PartitionSpec())  # so that every process can read them
+    tokens = jax.jit(continue_text, out_shardings=replicated)(leaves, prompt, jax.random.key(run.config.run.seed))
     return decode(np.asarray(tokens))

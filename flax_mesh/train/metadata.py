@@ -52,11 +52,10 @@ def saved_record(step: Path) -> dict[str, Any]:
 
 
 def layout_record(sizes: Mapping[str, int], rules: PartitionRules, layout: Mapping[str, str]) -> dict[str, Any]:
-    """What a checkpoint tells of its layout, as JSON has it."""
-    axes = {field.name: getattr(rules.axes, field.name) for field in dataclasses.fields(rules.axes)}
+    """The layout of a checkpoint as JSON: tuples are lists, as they are read back."""
     found = {
         "mesh": {"axis_names": list(sizes), "shape": list(sizes.values())},
-        "axes": axes,
+        "axes": {field.name: getattr(rules.axes, field.name) for field in dataclasses.fields(rules.axes)},
         "rules": [[pattern, str(dims)] for pattern, dims in rules.table],
         "layout": dict(layout),
     }
@@ -64,7 +63,6 @@ def layout_record(sizes: Mapping[str, int], rules: PartitionRules, layout: Mappi
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that write checkpoints and run models."""
     return {name: _version(name) for name in PACKAGES}
 
 
@@ -82,8 +80,7 @@ def check_resume(
     before, after = saved["data"]["content_hash"], now["data"]["content_hash"]
     if before != after:
         found.append(Change("content of data.source", before[:12], after[:12], True))
-    refused = [change for change in found if change.changes_result]
-    if refused and not allow_changes:
+    if (refused := [change for change in found if change.changes_result]) and not allow_changes:
         raise ConfigError(
             [
                 f"the checkpoint of step {saved['step']} was made with other settings:",

@@ -18,39 +18,8 @@ from flax_mesh.train.build import TrainProgram
 Row = dict[str, Any]
 
 
-def step_row(
-    step: int,
-    metrics: dict[str, float],
-    *,
-    tokens: int,
-    seconds: float,
-    data_wait: float,
-    devices: Sequence[Any],
-    flops_per_token: float | None,
-) -> Row:
-    """One row: the metrics of the step, its speed, and what the devices hold.
-
-    mfu = tokens/s * flops_per_token / (devices * peak FLOP/s of a device), null where the peak is unknown.
-    device_bytes is the largest peak over the local devices, null where the backend does not tell.
-    """
-    peak = peak_flops(devices[0].device_kind)
-    mfu = None
-    if peak is not None and flops_per_token is not None:
-        mfu = tokens / seconds * flops_per_token / (len(devices) * peak)
-    return {
-        "step": step,
-        **metrics,
-        "tokens_per_s": tokens / seconds,
-        "tokens_per_s_per_device": tokens / seconds / len(devices),
-        "mfu": mfu,
-        "device_bytes": peak_memory(devices),
-        "seconds": seconds,
-        "data_wait_seconds": data_wait,
-    }
-
-
 def peak_memory(devices: Sequence[Any]) -> int | None:
-    """Largest peak of bytes in use over the devices of this process, None where the backend does not tell."""
+    """Largest peak of bytes in use over the devices of this process, None where the backend does not report it."""
     stats = [d.memory_stats() for d in devices if d.process_index == jax.process_index()]
     peaks = [s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s]
     return max(peaks, default=None)
@@ -112,26 +81,33 @@ class Rows:
         self._pending = (step, metrics, waited)
 
     def finish(self, more: Callable[[], Row] = dict) -> None:
-        """Write the row begun last, with what `more()` gives; the time that takes counts for no row."""
+        """Write the row begun last, with what `more()` returns; the time that takes counts for no row."""
         if self._pending is None:
             return
-        step, metrics, waited = self._pending
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        now = time.perf_counter()
-        row = step_row(
-            step,
-            values,
-            tokens=self._tokens,
-            seconds=now - self._since,
-            data_wait=waited,
-            devices=self._devices,
-            flops_per_token=self._flops,
-        )
-        self.last = row | self._extra | more()
+        self.last = self._row(*self._pending) | self._extra | more()
         self._pending, self._extra, self._since = None, {}, time.perf_counter()
         self._write()
         for hook in self._hooks:
             hook(self.last)
+
+    def _row(self, step: int, metrics: Any, waited: float) -> Row:
+        """mfu = tokens/s * FLOPs per token / (devices * peak FLOP/s of a device), None where the peak is unknown."""
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}  # waits for the device
+        seconds, num_devices = time.perf_counter() - self._since, len(self._devices)
+        tokens_per_s, peak = self._tokens / seconds, peak_flops(self._devices[0].device_kind)
+        mfu = None
+        if peak is not None and self._flops is not None:
+            mfu = tokens_per_s * self._flops / (num_devices * peak)
+        return {
+            "step": step,
+            **values,
+            "tokens_per_s": tokens_per_s,
+            "tokens_per_s_per_device": tokens_per_s / num_devices,
+            "mfu": mfu,
+            "device_bytes": peak_memory(self._devices),
+            "seconds": seconds,
+            "data_wait_seconds": waited,
+        }
 
     def _write(self) -> None:
         if self.file is None:

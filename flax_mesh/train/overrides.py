@@ -25,10 +25,8 @@ OLD: dict[str, tuple[str, dict[str, str]]] = {
 def flat_fields(config: TrainConfig) -> dict[str, tuple[Any, Any, bool]]:
     """ "section.key" -> (value, type, whether another value changes the result of the run)."""
     sections = {name: getattr(config, name) for name in SECTIONS}
-    dataclass_sections = {name: node for name, node in sections.items() if dataclasses.is_dataclass(node)}
-    return {
-        key: field for name, node in dataclass_sections.items() for key, field in _flatten(node, name, True).items()
-    }
+    trees = [_flatten(node, name, True) for name, node in sections.items() if dataclasses.is_dataclass(node)]
+    return {key: field for tree in trees for key, field in tree.items()}
 
 
 def to_lines(config: TrainConfig) -> list[str]:
@@ -72,7 +70,7 @@ def apply_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfi
 
 
 def setting_of(text: str) -> str:
-    """The setting that `section.key=value` gives a value, under its present name."""
+    """The present name of the setting in `section.key=value`."""
     key = text.partition("=")[0]
     return OLD[key][0] if key in OLD else key
 
@@ -110,7 +108,7 @@ def changes(saved: Mapping[str, str], config: TrainConfig) -> list[Change]:
 
 
 def parse_value(text: str, kind: Any) -> Any:
-    """`text` as a value of the annotated type; a ValueError says what it must be."""
+    """`text` as a value of the annotated type; a ValueError names what it must be."""
     kinds = _kinds(kind)
     if type(None) in kinds and text.lower() == "none":
         return None
@@ -123,7 +121,6 @@ def parse_value(text: str, kind: Any) -> Any:
 
 
 def value_to_text(value: Any) -> str:
-    """Text of one value, as `parse_value` reads it."""
     if isinstance(value, tuple):
         return ",".join(map(value_to_text, value)) + ("," if len(value) < 2 else "")
     if value is None or isinstance(value, bool):
@@ -162,7 +159,7 @@ def _kinds(hint: Any) -> dict[Any, Any]:
 
 
 def _has_text(hint: Any) -> bool:
-    """Whether text can say every value of the annotation."""
+    """Whether every value of the annotation has a text form."""
     kinds = _kinds(hint)
     if tuple in kinds:
         item, *rest = typing.get_args(kinds[tuple]) or (Any,)

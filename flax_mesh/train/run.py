@@ -1,6 +1,7 @@
 """A run: what stays the same from its first step to its last, and what it says of itself."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +24,6 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Run:
-    """What stays the same from the first step to the last."""
-
     program: TrainProgram
     corpus: Corpus
     batch: BatchFn
@@ -41,14 +40,12 @@ class Run:
         return self.program.config
 
     def go_on_or_raise(self, error: SaveError) -> None:
-        """What `checkpoint.on_failure` says of something that could not be written."""
         if self.config.checkpoint.on_failure == "stop":
             raise error
         self.say(f"warning: {error}; training goes on (checkpoint.on_failure)")
 
 
 def describe(run: Run) -> None:
-    """Say what the run consists of, before its first step."""
     program, leaves = run.program, run.program.layout.leaves
     shard = max(_bytes_by_device(leaves).values())
     whole = sum(math.prod(x.shape) * _itemsize(x) for x in leaves)
@@ -73,12 +70,10 @@ def describe(run: Run) -> None:
 
 
 def _bytes_by_device(leaves: Sequence[Any]) -> dict[Any, int]:
-    """Device -> bytes of the shards that it will hold."""
-    found: dict[Any, int] = {}
+    found: Counter[Any] = Counter()
     for leaf in leaves:
         size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * _itemsize(leaf)
-        for device in leaf.sharding.device_set:
-            found[device] = found.get(device, 0) + size
+        found.update(dict.fromkeys(leaf.sharding.device_set, size))
     return found
 
 

@@ -20,19 +20,18 @@ METRICS, CONFIG, LOCK = "metrics.jsonl", "config.txt", ".lock"
 
 
 def is_first() -> bool:
-    """Whether this is process 0, which writes and prints for all."""
+    """Process 0 writes and prints for all."""
     return jax.process_index() == 0
 
 
 def next_free(folder: Path) -> Path:
-    """`folder`, or the first of folder-2, folder-3 ... that does not exist yet."""
     candidates = (folder, *(folder.with_name(f"{folder.name}-{i}") for i in range(2, 10_000)))
     return next(path for path in candidates if not path.exists())
 
 
 @contextmanager
 def run_folder(folder: Path) -> Iterator[None]:
-    """The folder, made if need be and locked against a second writer. A ConfigError says why it cannot be had."""
+    """The folder, created if it is missing and locked against a second writer; ConfigError if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / LOCK).open("a")
@@ -48,7 +47,7 @@ def run_folder(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def folder_of_run(wanted: Path, restart: bool) -> Iterator[Path]:
-    """The folder of the run, chosen and locked by process 0. A ConfigError of it is one of all processes."""
+    """The folder of the run, chosen and locked by process 0, whose ConfigError is raised in all processes."""
     with ExitStack() as stack:
 
         def choose() -> str:
@@ -60,8 +59,7 @@ def folder_of_run(wanted: Path, restart: bool) -> Iterator[Path]:
 
 
 def latest_step(checkpointer: Checkpointer) -> int | None:
-    """The newest whole step; process 0 alone reads all the bytes and tells the others what it has found. What an
-    earlier run was cut off in is cleared away."""
+    """The newest valid step; only process 0 reads the bytes. Leftovers of interrupted saves are removed."""
 
     def look() -> str:
         checkpointer.clear_leftovers()
@@ -74,7 +72,7 @@ def latest_step(checkpointer: Checkpointer) -> int | None:
 
 
 def write_config(folder: Path, config: TrainConfig) -> None:
-    """config.txt as `@FILE` reads it: whole, or as it was. Process 0 alone writes it."""
+    """Write config.txt, as `@FILE` reads it, atomically and only in process 0."""
     if not is_first():
         return
     partial = folder / (CONFIG + ".new")

@@ -16,7 +16,7 @@ from flax_mesh.tree import named_leaves
 
 
 def start_from(folder: str, state: TrainState, layers: Sequence[str]) -> tuple[TrainState, str]:
-    """`state` with the parameters in `folder`, and a text that says what was and was not filled."""
+    """`state` with the parameters in `folder`, and a text on what was and was not filled."""
     if is_huggingface(folder):
         path, tree = Path(folder).expanduser(), state.to_nnx()
         model = load_safetensors(path, tree["model"], DECODER_NAMES[read_config(path)["model_type"]])
@@ -30,7 +30,7 @@ def start_from(folder: str, state: TrainState, layers: Sequence[str]) -> tuple[T
 
 
 def _whole_step(folder: str) -> tuple[Path, list[str]]:
-    """The newest whole step, and those that were passed over; process 0 alone reads all the bytes."""
+    """The newest valid step, and the damaged ones passed over; only process 0 reads the bytes."""
 
     def look() -> str:
         step, damaged = find_whole(folder)

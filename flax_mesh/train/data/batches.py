@@ -78,32 +78,42 @@ def _mix(x: np.ndarray) -> np.ndarray:
 def batch_rows(
     part: Tokens,
     seed: int,
+    config: DataConfig,
     step: int,
-    batch_size: int,
-    sequence_length: int,
     rows: slice = ALL,
     columns: slice = ALL,
+    vocab_size: int | None = None,
 ) -> Rows:
     """`inputs` and `targets` of one training batch: int32, (batch_size, sequence_length) cut to `rows` and `columns`.
 
     Row r of step s is sample s * batch_size + r of an endless sequence of epochs; a batch may span several epochs.
-    Raises ConfigError if the part is shorter than one window or holds an id outside int32.
+    Raises ConfigError if the part is shorter than one window or holds an id outside the vocabulary or int32.
     """
-    windows = _train_windows(part, seed, step, batch_size, sequence_length, rows)
-    return _inputs_and_targets(_read(part, windows, sequence_length, columns))
+    size = num_windows(part, config.sequence_length)
+    if not size:
+        window = config.sequence_length + 1
+        raise ConfigError(f"data.source: {len(part)} tokens hold no window of data.sequence_length + 1 = {window}.")
+    epochs, index = np.divmod(step * config.batch_size + np.arange(config.batch_size)[rows], size)
+    windows = np.empty_like(index)
+    for epoch in np.unique(epochs):
+        windows[epochs == epoch] = permuted(index[epochs == epoch], size, seed, int(epoch))
+    return _read(part, windows, config.sequence_length, columns, vocab_size)
 
 
 def held_out_rows(
     part: Tokens,
+    config: DataConfig,
     step: int,
-    batch_size: int,
-    sequence_length: int,
     rows: slice = ALL,
     columns: slice = ALL,
+    vocab_size: int | None = None,
 ) -> Rows:
     """As `batch_rows`, but batch k holds the windows from k * batch_size on, in order; past the end: IndexError."""
-    windows = _held_out_windows(part, step, batch_size, sequence_length, rows)
-    return _inputs_and_targets(_read(part, windows, sequence_length, columns))
+    full = num_windows(part, config.sequence_length) // config.batch_size
+    if not 0 <= step < full:
+        raise IndexError(f"held-out batch {step} was asked for, but the part holds {full} full batches.")
+    windows = step * config.batch_size + np.arange(config.batch_size)[rows]
+    return _read(part, windows, config.sequence_length, columns, vocab_size)
 
 
 def make_batch_fn(
@@ -113,25 +123,17 @@ def make_batch_fn(
 
     With `vocab_size`, an id the model has no row for is a ConfigError instead of a NaN.
     """
-    sizes = config.batch_size, config.sequence_length
-
-    def windows(step: int, rows: slice) -> np.ndarray:
-        return _train_windows(part, seed, step, *sizes, rows)
-
-    return _make_placed_fn(part, windows, config, sharding, vocab_size)
+    rows_of = functools.partial(batch_rows, part, seed, config, vocab_size=vocab_size)
+    return _make_placed_fn(rows_of, config, sharding)
 
 
 def make_eval_fn(
     part: Tokens, *, config: DataConfig, sharding: jax.sharding.Sharding, vocab_size: int | None = None
 ) -> BatchFn:
     """A function k -> `held_out_rows` as global jax.Arrays, for k in range(num_eval_batches(part, config))."""
-    num_eval_batches(part, config)
-    sizes = config.batch_size, config.sequence_length
-
-    def windows(step: int, rows: slice) -> np.ndarray:
-        return _held_out_windows(part, step, *sizes, rows)
-
-    return _make_placed_fn(part, windows, config, sharding, vocab_size)
+    num_eval_batches(part, config)  # raises for a part without a single batch
+    rows_of = functools.partial(held_out_rows, part, config, vocab_size=vocab_size)
+    return _make_placed_fn(rows_of, config, sharding)
 
 
 def prefetch(fn: Callable[[int], T], start: int, stop: int) -> Generator[tuple[int, T, float], None, None]:
@@ -153,38 +155,12 @@ def prefetch(fn: Callable[[int], T], start: int, stop: int) -> Generator[tuple[i
             yield step, batch, waited
 
 
-# --- which windows, which tokens, on which devices ---
+# --- which tokens, on which devices ---
 
 
-def _train_windows(
-    part: Tokens, seed: int, step: int, batch_size: int, sequence_length: int, rows: slice
-) -> np.ndarray:
-    size = num_windows(part, sequence_length)
-    if not size:
-        raise ConfigError(
-            f"data.source: {len(part)} tokens hold no window of data.sequence_length + 1 = {sequence_length + 1}."
-        )
-    samples = step * batch_size + np.arange(batch_size)[rows]
-    epochs, index = np.divmod(samples, size)
-    windows = np.empty_like(index)
-    for epoch in np.unique(epochs):
-        windows[epochs == epoch] = permuted(index[epochs == epoch], size, seed, int(epoch))
-    return windows
-
-
-def _held_out_windows(part: Tokens, step: int, batch_size: int, sequence_length: int, rows: slice) -> np.ndarray:
-    full = num_windows(part, sequence_length) // batch_size
-    if not 0 <= step < full:
-        raise IndexError(f"held-out batch {step} was asked for, but the part holds {full} full batches.")
-    return step * batch_size + np.arange(batch_size)[rows]
-
-
-def _read(
-    part: Tokens, windows: np.ndarray, sequence_length: int, columns: slice, vocab_size: int | None = None
-) -> np.ndarray:
-    """Tokens of the windows, (len(windows), number of columns + 1), int32: the last is the last column's target."""
+def _read(part: Tokens, windows: np.ndarray, sequence_length: int, columns: slice, vocab_size: int | None) -> Rows:
     first, last, _ = columns.indices(sequence_length)
-    tokens = np.empty((len(windows), last - first + 1), part.dtype)
+    tokens = np.empty((len(windows), last - first + 1), part.dtype)  # the last is the last column's target
     for row, start in enumerate(windows * sequence_length):
         tokens[row] = part[start + first : start + last + 1]
     num_ids = min(vocab_size or INT32_IDS, INT32_IDS)
@@ -193,20 +169,11 @@ def _read(
         raise ConfigError(
             f"data.source: token id {wrong} is outside the vocabulary of {num_ids} ids, 0 to {num_ids - 1}."
         )
-    return tokens.astype(np.int32)
-
-
-def _inputs_and_targets(tokens: np.ndarray) -> Rows:
+    tokens = tokens.astype(np.int32)
     return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
-def _make_placed_fn(
-    part: Tokens,
-    windows_of: Callable[[int, slice], np.ndarray],
-    config: DataConfig,
-    sharding: jax.sharding.Sharding,
-    vocab_size: int | None,
-) -> BatchFn:
+def _make_placed_fn(rows_of: Callable[..., Rows], config: DataConfig, sharding: jax.sharding.Sharding) -> BatchFn:
     shape = config.batch_size, config.sequence_length
     try:
         sharding.shard_shape(shape)
@@ -217,8 +184,7 @@ def _make_placed_fn(
     def batch_fn(step: int) -> dict[str, jax.Array]:
         @functools.cache  # one read for inputs and targets, and for all devices that hold a copy of the same piece
         def read(rows: tuple[int, int], columns: tuple[int, int]) -> Rows:
-            windows = windows_of(step, slice(*rows))
-            return _inputs_and_targets(_read(part, windows, config.sequence_length, slice(*columns), vocab_size))
+            return rows_of(step, slice(*rows), slice(*columns))
 
         def piece(name: str, index: Any) -> np.ndarray:  # index: one slice for each dim
             rows, columns = (cut.indices(size)[:2] for cut, size in zip(index, shape, strict=True))

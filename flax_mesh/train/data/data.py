@@ -121,8 +121,7 @@ def load_corpus(config: DataConfig) -> Corpus:
 
     Raises ConfigError: nothing there, not text, not tokens, unreadable, or a part shorter than one window.
     """
-    problems = check_data_config(config)
-    if problems:
+    if problems := check_data_config(config):
         raise ConfigError(problems)
     try:
         files = _stdlib_files() if config.source == STDLIB else _find_files(config.source)
@@ -170,20 +169,17 @@ def _read_corpus(files: dict[str, Path], config: DataConfig) -> Corpus:
 def _split(
     documents: dict[str, np.ndarray], share: float, join: Callable[[list[np.ndarray]], Tokens]
 ) -> tuple[Tokens, Tokens, str]:
-    """(train, held-out, how it was split, in words)."""
+    """(train, held-out, text on the split)."""
     if len(documents) == 1:
         (tokens,) = documents.values()
         cut = len(tokens) - round(len(tokens) * share)
         return tokens[:cut], tokens[cut:], f"trains on the first {cut:,}, holds out the last {len(tokens) - cut:,}"
     names = _held_out_names(documents, share)
-    train = [tokens for name, tokens in documents.items() if name not in names]
-    held_out = [tokens for name, tokens in documents.items() if name in names]
-    parts = join(train), join(held_out)
-    trains, holds_out = (
-        f"{count_text(len(files), 'file')} ({len(part):,})"
-        for files, part in zip((train, held_out), parts, strict=True)
-    )
-    return *parts, f"trains on {trains}, holds out {holds_out}, by a hash of their paths"
+    train = join([tokens for name, tokens in documents.items() if name not in names])
+    held_out = join([tokens for name, tokens in documents.items() if name in names])
+    trains = f"trains on {count_text(len(documents) - len(names), 'file')} ({len(train):,})"
+    holds_out = f"holds out {count_text(len(names), 'file')} ({len(held_out):,})"
+    return train, held_out, f"{trains}, {holds_out}, by a hash of their paths"
 
 
 def _held_out_names(names: Sequence[str] | dict[str, np.ndarray], share: float) -> set[str]:
@@ -196,8 +192,8 @@ def _held_out_names(names: Sequence[str] | dict[str, np.ndarray], share: float) 
 def _hash_tokens(parts: Sequence[Tokens]) -> str:
     """SHA-256 over each part's type, length and bytes, as hex.
 
-    Above 1 GiB in all, each part gives 256 blocks of 64 KiB, evenly spaced from its first to its last byte, in place of
-    all its bytes: a change of size is always seen, a change between the blocks is not.
+    Above 1 GiB in all, only 256 blocks of 64 KiB of each part are hashed, evenly spaced from its first to its last
+    byte: a change of size is always seen, a change between the blocks is not.
     """
     digest = hashlib.sha256()
     sampled = sum(len(part) * part.dtype.itemsize for part in parts) > FULL_HASH_BYTES
@@ -209,11 +205,6 @@ def _hash_tokens(parts: Sequence[Tokens]) -> str:
         for start in starts:
             digest.update(part[start : start + block].tobytes())
     return digest.hexdigest()
-
-
-def encode(text: str) -> np.ndarray:
-    """UTF-8 bytes of `text`, shape (bytes,), uint8; a lone surrogate becomes "?"."""
-    return np.frombuffer(text.encode("utf-8", errors="replace"), np.uint8)
 
 
 def decode(tokens: np.ndarray) -> str:
@@ -252,12 +243,11 @@ def _find_files(source: str) -> dict[str, Path]:
 
 
 def _text_files(root: Path) -> dict[str, Path]:
+    def is_text(path: Path) -> bool:
+        return path.suffix.lower() in TEXT_SUFFIXES or (not path.suffix and _decodes(path))
+
     found = _walk(root, excluded=set())
-    texts = {
-        name: path
-        for name, path in found.items()
-        if path.suffix.lower() in TEXT_SUFFIXES or (not path.suffix and _decodes(path))
-    }
+    texts = {name: path for name, path in found.items() if is_text(path)}
     if not texts:
         tokens = {path.suffix.lower() for path in found.values()} & set(TOKEN_SUFFIXES)
         hint = "".join(f" For its token files write {root / '**' / ('*' + suffix)}." for suffix in sorted(tokens))
@@ -299,7 +289,7 @@ def _missing(path: Path) -> ConfigError:
 
 
 def _decodes(path: Path) -> bool:
-    """Whether the first 64 KiB are UTF-8; a character cut at their end counts as whole."""
+    """Whether the first 64 KiB are UTF-8; a character may be cut at their end."""
     with path.open("rb") as file:
         head = file.read(TEXT_PROBE_BYTES)
     try:

@@ -84,20 +84,21 @@ def test_every_window_once_per_epoch(windows, batch_size, seed):
     part = np.arange(windows * S + 1, dtype=np.uint16)
     assert num_windows(part, S) == windows
     steps = math.ceil(3 * windows / batch_size)
-    seen = [start for step in range(steps) for start in starts(batch_rows(part, seed, step, batch_size, S))]
+    config = DataConfig(batch_size=batch_size, sequence_length=S)
+    seen = [start for step in range(steps) for start in starts(batch_rows(part, seed, config, step))]
     for epoch in range(3):
         assert sorted(seen[epoch * windows : (epoch + 1) * windows]) == list(range(windows))
 
 
 def test_targets_are_inputs_shifted_by_one():
     part = np.random.default_rng(0).integers(0, 60000, 501).astype(np.uint16)
-    batch = batch_rows(part, 0, 3, B, S)
+    batch = batch_rows(part, 0, CONFIG, 3)
     assert {name: (rows.shape, rows.dtype) for name, rows in batch.items()} == {
         "inputs": ((B, S), np.int32),
         "targets": ((B, S), np.int32),
     }
     np.testing.assert_array_equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
-    positions = batch_rows(np.arange(501), 0, 3, B, S)
+    positions = batch_rows(np.arange(501), 0, CONFIG, 3)
     np.testing.assert_array_equal(part[positions["inputs"]], batch["inputs"])
     np.testing.assert_array_equal(part[positions["inputs"] + 1], batch["targets"])
 
@@ -106,9 +107,9 @@ def test_targets_are_inputs_shifted_by_one():
 @pytest.mark.parametrize("columns", [slice(None), slice(0, 2), slice(2, 4), slice(1, 2)])
 def test_rows_and_columns_are_cuts_of_the_whole(rows, columns):
     pairs = (
-        (batch_rows(PART, 1, 0, B, S), batch_rows(PART, 1, 0, B, S, rows, columns)),
-        (batch_rows(PART, 1, 3, B, S), batch_rows(PART, 1, 3, B, S, rows, columns)),  # over the end of an epoch
-        (held_out_rows(PART, 2, B, S), held_out_rows(PART, 2, B, S, rows, columns)),
+        (batch_rows(PART, 1, CONFIG, 0), batch_rows(PART, 1, CONFIG, 0, rows, columns)),
+        (batch_rows(PART, 1, CONFIG, 3), batch_rows(PART, 1, CONFIG, 3, rows, columns)),  # over the end of an epoch
+        (held_out_rows(PART, CONFIG, 2), held_out_rows(PART, CONFIG, 2, rows, columns)),
     )
     for whole, cut in pairs:
         for name in ("inputs", "targets"):
@@ -117,35 +118,39 @@ def test_rows_and_columns_are_cuts_of_the_whole(rows, columns):
 
 def test_only_the_rows_asked_for_are_read():
     part = PART.astype(np.int64)
-    wanted = batch_rows(part, 1, 0, B, S, rows=slice(0, 4))
-    other = starts(batch_rows(part, 1, 0, B, S))[6]
+    wanted = batch_rows(part, 1, CONFIG, 0, rows=slice(0, 4))
+    other = starts(batch_rows(part, 1, CONFIG, 0))[6]
     part[other * S + 2] = 2**40  # an id that cannot be read without an error
-    np.testing.assert_array_equal(batch_rows(part, 1, 0, B, S, rows=slice(0, 4))["inputs"], wanted["inputs"])
-    batch_rows(part, 1, 0, B, S, columns=slice(0, 1))
+    np.testing.assert_array_equal(batch_rows(part, 1, CONFIG, 0, rows=slice(0, 4))["inputs"], wanted["inputs"])
+    batch_rows(part, 1, CONFIG, 0, columns=slice(0, 1))
     with pytest.raises(ConfigError, match=f"token id {2**40} is outside the vocabulary of {2**31} ids"):
-        batch_rows(part, 1, 0, B, S)
+        batch_rows(part, 1, CONFIG, 0)
 
 
 def test_a_step_needs_no_steps_before_it():
-    in_order = [batch_rows(PART, 3, step, B, S) for step in range(10)]
+    in_order = [batch_rows(PART, 3, CONFIG, step) for step in range(10)]
     for step in (9, 4, 0):
-        np.testing.assert_array_equal(batch_rows(PART, 3, step, B, S)["inputs"], in_order[step]["inputs"])
+        np.testing.assert_array_equal(batch_rows(PART, 3, CONFIG, step)["inputs"], in_order[step]["inputs"])
     assert starts(in_order[0]) != starts(in_order[1])
-    assert starts(batch_rows(PART, 4, 0, B, S)) != starts(in_order[0])
+    assert starts(batch_rows(PART, 4, CONFIG, 0)) != starts(in_order[0])
 
 
 def test_token_files_give_the_same_batches_as_one_array():
     files = TokenFiles((PART[:7], PART[7:50], PART[50:]))
     for step in range(7):
-        one, several = batch_rows(PART, 3, step, B, S), batch_rows(files, 3, step, B, S)
+        one, several = batch_rows(PART, 3, CONFIG, step), batch_rows(files, 3, CONFIG, step)
         np.testing.assert_array_equal(one["targets"], several["targets"])
 
 
 def test_held_out_batches_are_in_order_and_do_not_wrap():
-    assert [starts(held_out_rows(PART, k, B, S)) for k in range(3)] == [[*range(8)], [*range(8, 16)], [*range(16, 24)]]
+    assert [starts(held_out_rows(PART, CONFIG, k)) for k in range(3)] == [
+        [*range(8)],
+        [*range(8, 16)],
+        [*range(16, 24)],
+    ]
     for k in (-1, 3):
         with pytest.raises(IndexError, match=f"held-out batch {k} was asked for, but the part holds 3 full batches"):
-            held_out_rows(PART, k, B, S)
+            held_out_rows(PART, CONFIG, k)
 
 
 def test_evaluation_takes_fewer_batches_of_a_small_part_but_at_least_one():
@@ -162,7 +167,7 @@ def test_evaluation_takes_fewer_batches_of_a_small_part_but_at_least_one():
 
 def test_a_part_without_a_window_is_refused():
     with pytest.raises(ConfigError, match=r"4 tokens hold no window of data.sequence_length \+ 1 = 5"):
-        batch_rows(PART[:4], 0, 0, B, S)
+        batch_rows(PART[:4], 0, CONFIG, 0)
 
 
 # --- on devices ---
@@ -180,7 +185,7 @@ def test_batches_are_the_same_on_every_mesh(spec):
         lambda sharding: make_batch_fn(PART, seed=1, config=CONFIG, sharding=sharding),
         lambda sharding: make_eval_fn(PART, config=CONFIG, sharding=sharding),
     )
-    expected = batch_rows(PART, 1, 2, B, S), held_out_rows(PART, 2, B, S)
+    expected = batch_rows(PART, 1, CONFIG, 2), held_out_rows(PART, CONFIG, 2)
     for make, rows in zip(makers, expected, strict=True):
         on_one, on_mesh = make(single)(2), make(mesh)(2)
         for name in ("inputs", "targets"):
@@ -274,4 +279,4 @@ def test_closing_the_generator_ends_its_thread():
 def test_prefetched_batches_are_global_arrays():
     fn = make_batch_fn(PART, seed=1, config=CONFIG, sharding=mesh_sharding("data", "seq"))
     for step, batch, _ in prefetch(fn, 0, 4):
-        np.testing.assert_array_equal(batch["inputs"], batch_rows(PART, 1, step, B, S)["inputs"])
+        np.testing.assert_array_equal(batch["inputs"], batch_rows(PART, 1, CONFIG, step)["inputs"])
