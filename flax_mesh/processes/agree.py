@@ -91,6 +91,7 @@ class Phases:
         self._number = call_number(f"phases {name}")
         self._root = f"phases/{name}"
         self._ahead = list(phases)  # of which this process knows no end
+        self._collected: set[str] = set()  # phases of which process 0 has told the others how they ended
 
     def passed(self, phase: str) -> None:
         """Return once all processes have come here; PeerError where one has failed before."""
@@ -108,7 +109,8 @@ class Phases:
     def failed(self, reason: str) -> None:
         """Tell the others that it has failed here, `reason` in one line; waits for nobody."""
         text = json.dumps([reason])
-        for phase in self._ahead if self.together else ():
+        # What ended a phase stays as it was collected: a slow process may not have read it yet.
+        for phase in (one for one in self._ahead if one not in self._collected) if self.together else ():
             put_text(self._key(phase, "all" if self._index == 0 else self._index), text, overwrite=True)
 
     def _collect(self, phase: str) -> list[str]:
@@ -118,6 +120,7 @@ class Phases:
                 problems += json.loads(get_text(self._key(phase, process), PHASE_TIMEOUT_S))
             except TimeoutError:
                 problems.append(f"process {process} has not come to the end of {phase!r} within {PHASE_TIMEOUT_S} s")
+        self._collected.add(phase)
         put_text(self._key(phase, "all"), json.dumps(problems), overwrite=True)
         return problems
 
