@@ -60,6 +60,10 @@ class Checkpointer:
         compress: bool = True,
     ):
         self.folder = Path(folder).absolute()
+        if set("*?[") & set(str(self.folder)):  # Orbax would save without a word, and find nothing of it
+            raise ConfigError(
+                f"{self.folder}: Orbax takes a path with *, ? or [ for a pattern; use a folder without them."
+            )
         self.layers = (layers,) if isinstance(layers, str) else None if layers is None else tuple(layers)
         self.keep = keep if isinstance(keep, RetentionPolicy) else RetentionPolicy(keep)
         self.best_metric, self.host_bytes, self.compress = best_metric, host_bytes, compress

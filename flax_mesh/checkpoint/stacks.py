@@ -1,7 +1,8 @@
 """Scanned stacks of layers that no `layers` names: found before they are saved as one array for all layers."""
 
-from collections.abc import Sequence
-from posixpath import commonpath, dirname
+from collections.abc import Collection, Sequence
+from itertools import accumulate
+from posixpath import dirname
 from typing import Any
 
 from flax import nnx
@@ -37,10 +38,7 @@ def check_stacks_are_named(state: Any, layers: Sequence[str]) -> None:
     unnamed = sorted(path for path in unnamed if not in_stack(path, layers))
     if not unnamed:
         return
-    tops: dict[str, list[str]] = {}
-    for path in unnamed:
-        tops.setdefault(path.partition("/")[0], []).append(dirname(path_and_start(path)[0]))
-    names = [*layers, *(commonpath(folders) for folders in tops.values())]
+    names = list(dict.fromkeys([*layers, *(_stack_of(path, unnamed, named) for path in unnamed)]))
     raise ConfigError(
         [
             "these arrays hold a stack of layers that is not named, and would be saved as they are, which a model with "
@@ -49,6 +47,12 @@ def check_stacks_are_named(state: Any, layers: Sequence[str]) -> None:
             f"  Name the stacks: layers={names} of Checkpointer, or of @partitioned at the class of the model.",
         ]
     )
+
+
+def _stack_of(path: str, unnamed: Collection[str], named: Collection[str]) -> str:
+    """The highest folder of `path` that has nothing in it but arrays of unnamed stacks."""
+    folders = accumulate(dirname(path_and_start(path)[0]).split("/"), "{}/{}".format)
+    return next(top for top in folders if all(one in unnamed for one in named if one.startswith(f"{top}/")))
 
 
 def _unnamed_arrays(model: nnx.Module, layers: Sequence[str]) -> set[str]:

@@ -181,3 +181,10 @@ def test_a_train_state_is_saved_and_comes_back_as_one(tmp_path):
     assert got.definition is filled.definition is layout.definition and not report.kept
     for tree in (got, filled):
         check_same(state, tree)
+
+
+@pytest.mark.parametrize("name", ["a*b", "a?", "[1]"])
+def test_a_folder_that_orbax_takes_for_a_pattern_is_refused(tmp_path, name):
+    """What is saved there could not be read again."""
+    with pytest.raises(ConfigError, match=r"takes a path with \*, \? or \[ for a pattern"):
+        Checkpointer(tmp_path / name / "checkpoints")

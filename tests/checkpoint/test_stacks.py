@@ -124,6 +124,8 @@ def test_a_stack_that_nobody_names_is_refused_and_named_it_is_a_list(tmp_path):
     assert refused(tmp_path / "a", state, layers=["other"])[-1].startswith(
         "  Name the stacks: layers=['other', 'layers']"
     )
+    alone = train_state(lambda: Net(stack(lambda key: nnx.Dict(up=nnx.Linear(8, 8, rngs=nnx.Rngs(key))), 3)))
+    assert refused(tmp_path / "a", alone)[-1].startswith("  Name the stacks: layers=['layers'] of Checkpointer")
     assert sorted(save(tmp_path / "b", state, layers="layers")) == sorted(save(tmp_path / "c", as_list))
     with Checkpointer(tmp_path / "b") as checkpointer:
         checkpointer.restore(as_list)
