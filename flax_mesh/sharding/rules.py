@@ -156,16 +156,20 @@ def match_leaves(
     specs, findings, unmatched = [], [], []
     # The layers of a model are alike: same path but for numbers, same shape, same first rule of those that can tell
     # numbers apart -> same spec.
-    decided = {}
+    replicated, decided = PartitionSpec(), {}
     alike = str if any(map(has_numbers, rules.layers)) else without_numbers
     telling = [(i, p) for i, (p, _, _) in enumerate(rules._compiled) if not ignores_numbers(p.pattern)]
     for path, leaf in leaves:
-        shape = getattr(leaf, "shape", ())
+        shape = getattr(leaf, "shape", None)
+        if not shape:
+            specs.append(replicated)
+            continue
         key = (alike(path), shape, next((i for i, p in telling if p.search(path)), None) if telling else None)
-        spec, problems = decided.get(key), []
-        if spec is None and needs_no_rule(rules, path, shape, min_size):
-            spec = PartitionSpec()
-        elif spec is None:
+        if key in decided:
+            specs.append(decided[key])
+            continue
+        spec, problems = replicated, []
+        if not needs_no_rule(rules, path, shape, min_size):
             index = rules.find(path)
             if index is None:
                 unmatched.append(f"Partition rule not found for param: {path} {tuple(shape)}")

@@ -282,7 +282,7 @@ def test_a_second_interrupt_ends_the_run_at_once(start, tmp_path):
 
 def test_a_second_process_on_the_same_folder_is_refused(start, text, tmp_path, capsys):
     folder = tmp_path / "run"
-    first = start(folder, *SETTINGS)
+    first = start(folder, *SETTINGS[1:], "run.steps=1000000")  # it must not end before the second one has looked
     first.wait_for((folder / "config.txt").exists)
     command = ["train", str(RECIPE), f"data.source={text}", f"run.folder={folder}"]
     before = (folder / "config.txt").read_bytes()
