@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import jax
 
 from flax_mesh.checkpoint.checksums import find_damage
-from flax_mesh.checkpoint.find import STEP, find_leftovers
+from flax_mesh.checkpoint.find import STEP, check_path, find_leftovers
 from flax_mesh.checkpoint.layout import check_same, disk_target, from_disk, stacked_paths, to_disk
 from flax_mesh.checkpoint.retention import RetentionPolicy
 from flax_mesh.checkpoint.stacks import check_stacks_are_named
@@ -60,10 +60,7 @@ class Checkpointer:
         compress: bool = True,
     ):
         self.folder = Path(folder).absolute()
-        if set("*?[") & set(str(self.folder)):  # Orbax would save without a word, and find nothing of it
-            raise ConfigError(
-                f"{self.folder}: Orbax takes a path with *, ? or [ for a pattern; use a folder without them."
-            )
+        check_path(self.folder)
         self.layers = (layers,) if isinstance(layers, str) else None if layers is None else tuple(layers)
         self.keep = keep if isinstance(keep, RetentionPolicy) else RetentionPolicy(keep)
         self.best_metric, self.host_bytes, self.compress = best_metric, host_bytes, compress

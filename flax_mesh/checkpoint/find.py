@@ -13,6 +13,12 @@ LEFTOVER = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|deleted)")  # of a save or 
 PARTS = (CHECKSUMS, MARKERS[0], "state", "metadata")  # one of them is there, however damaged the step is
 
 
+def check_path(folder: Path) -> None:
+    """ConfigError for a path that Orbax takes for a pattern: it would save there, and find nothing of it again."""
+    if set("*?[") & set(str(folder)):
+        raise ConfigError(f"{folder}: Orbax takes a path with *, ? or [ for a pattern; use a folder without them.")
+
+
 def find_steps(path: str | Path) -> list[Path]:
     """Folders of the steps at `path`, oldest first; those that were set aside as damaged stand after them.
 

@@ -16,7 +16,7 @@ from flax import nnx
 
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.diff import batches, read_batch
-from flax_mesh.checkpoint.find import STEP, find_whole, step_number
+from flax_mesh.checkpoint.find import STEP, check_path, find_whole, step_number
 from flax_mesh.checkpoint.hf.convert import load_safetensors, map_params, stored_value
 from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, decoder_config_from_hf, huggingface_config, read_config
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors, write_safetensors
@@ -44,7 +44,7 @@ def export(folder: str, out: str, to: str, step: int | None, dtype: str | None) 
     record = saved_record(found)
     tree = _parameters(read_tree(found, record))
     cast = {path: array._replace(dtype=_cast(array.dtype, dtype)) for path, array in tree.items()}
-    with new_folder(out) as work:
+    with new_folder(out, by_orbax=to == "orbax") as work:
         more = (_export_safetensors if to == "safetensors" else _export_orbax)(found, work, cast, record, dtype)
     sizes = {"arrays": len(cast), "bytes": sum(array.nbytes for array in cast.values())}
     return _written(found, out, passed_over) | {"to": to} | sizes | more
@@ -126,12 +126,14 @@ def _told_of_option() -> Iterator[None]:
 
 
 @contextmanager
-def new_folder(out: str | Path) -> Iterator[Path]:
+def new_folder(out: str | Path, *, by_orbax: bool = True) -> Iterator[Path]:
     """A folder to create in the block, renamed to `out` afterwards; nothing is left after an error.
 
     ConfigError if `out` exists or cannot be written, SaveError if writing fails.
     """
     path = Path(out).expanduser().absolute()
+    if by_orbax:
+        check_path(path)
     if os.path.lexists(path):
         raise ConfigError(f"{path} exists; nothing was overwritten. Name a folder that does not, or remove it.")
     try:

@@ -39,6 +39,11 @@ pytestmark = pytest.mark.usefixtures("on_cpu")
         (["diff", "{run}", "none.py"], "recipe none.py: no such file"),
         (["export", "{run}", "{run}", "--to", "orbax"], "{run} exists; nothing was overwritten"),
         (["export", "{run}", "/dev/null/x", "--to", "orbax"], "/dev/null/x cannot be written"),
+        (
+            ["export", "{run}", "{tmp}/x[1]", "--to", "orbax"],
+            "{tmp}/x[1]: Orbax takes a path with *, ? or [ for a pattern",
+        ),
+        (["reshard", "{run}", "{tmp}/x[1]", "{recipe}"], "{tmp}/x[1]: Orbax takes a path with *, ? or [ for a pattern"),
         (["export", "{run}", "{tmp}/x"], "the following arguments are required: --to; see flax-mesh checkpoint export"),
         (["import", "{run}", "{tmp}/x"], "{run}/config.json: no such file"),
         (["reshard", "{run}", "{tmp}/x", "{recipe}", "mesh.shape=tp:3"], "mesh.shape=tp:3: "),
