@@ -65,7 +65,7 @@ def test_a_slow_benchmark_runs(name: str):
 
 def test_every_benchmark_is_run_here():
     names = {m.name for m in pkgutil.iter_modules(tests.benchmarks.__path__) if not m.name.startswith("_")}
-    assert names - {"gpu"} == QUICK.keys() | SLOW.keys()  # tests/models/test_gpu_benchmark.py has that one
+    assert names - {"gpu"} == QUICK.keys() | SLOW.keys()  # tests/test_gpu_benchmark.py has that one
 
 
 def test_a_table_has_a_column_for_every_key(capsys: pytest.CaptureFixture[str]):
