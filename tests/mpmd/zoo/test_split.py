@@ -34,13 +34,6 @@ RUNS += [
 ]
 
 
-@pytest.fixture(autouse=True)
-def quick_compilation():
-    jax.config.update("jax_disable_most_optimizations", True)  # as in conftest.py, but in slow tests too: they are many
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def microbatch(case: Case):
     return case.batch(ROWS // MICROBATCHES)
 
