@@ -39,7 +39,7 @@ def gather(tree: Any, *, dtype: Any = None, bytes_in_flight: int | None = None, 
     if apart and remote == "error":
         named = named_leaves(tree)
         raise ShardingError(_remote_text([named[i] for i in apart]))
-    found = {i: collect(leaves[i]) if remote == "collect" else leaves[i] for i in apart}
+    found = {i: _cast(collect(leaves[i]), dtype) if remote == "collect" else leaves[i] for i in apart}
     here = [i for i in range(len(leaves)) if i not in found]
     local = [leaves[i] for i in here]
     if bytes_in_flight is None:
