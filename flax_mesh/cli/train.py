@@ -62,7 +62,10 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     if arguments.print_config:
         print("\n".join([f"# flax-mesh train {arguments.recipe} @THIS_FILE", *to_lines(config)]))
         return DONE
-    if problems := check_config(config):
+    problems = check_config(config)
+    if arguments.step_timeout is not None and not arguments.step_timeout > 0:
+        problems = [*problems, f"--step-timeout must be more than 0 seconds, got {arguments.step_timeout:g}"]
+    if problems:
         raise ConfigError(problems)
     count = start_processes(parse_processes(arguments.process) if arguments.process else None)
     use_platform(devices_of_process(config.run.platform, count, arguments.devices_per_process))

@@ -132,6 +132,8 @@ def test_all_mistakes_are_told_at_once(complaint):
         (["train", "recipes/tinny.py"], r"recipe recipes/tinny\.py: no such file.*"),
         (["train", f"{TINY}:large"], r"recipe .*/tiny\.py has no function 'large'; it has recipe"),
         (["train", "run.steps=3"], r"recipe run\.steps=3: no such file.*"),
+        (["train", TINY, "--step-timeout=0"], r"--step-timeout must be more than 0 seconds, got 0"),
+        (["train", TINY, "--step-timeout=nan"], r"--step-timeout must be more than 0 seconds, got nan"),
         (["checkpoint"], r"the following arguments are required: WHAT; see flax-mesh checkpoint --help"),
         (["checkpoint", "list"], r"the following arguments are required: DIR; see flax-mesh checkpoint list --help"),
         (["checkpoint", "list", "/", "--bogus"], r"no such option: --bogus; see flax-mesh --help"),
