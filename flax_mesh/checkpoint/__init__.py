@@ -7,7 +7,7 @@ from flax_mesh.checkpoint.diff import differences as differences
 from flax_mesh.checkpoint.diff import value_differences as value_differences
 from flax_mesh.checkpoint.find import find_step as find_step
 from flax_mesh.checkpoint.find import find_steps as find_steps
-from flax_mesh.checkpoint.find import find_whole as find_whole
+from flax_mesh.checkpoint.find import find_valid as find_valid
 from flax_mesh.checkpoint.hf.convert import ParamMapping as ParamMapping
 from flax_mesh.checkpoint.hf.convert import load_safetensors as load_safetensors
 from flax_mesh.checkpoint.hf.convert import save_safetensors as save_safetensors

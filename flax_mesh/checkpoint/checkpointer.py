@@ -21,7 +21,7 @@ from flax_mesh.checkpoint.find import STEP, check_path, find_leftovers
 from flax_mesh.checkpoint.layout import check_same, disk_target, from_disk, stacked_paths, to_disk
 from flax_mesh.checkpoint.retention import RetentionPolicy
 from flax_mesh.checkpoint.stacks import check_stacks_are_named
-from flax_mesh.checkpoint.warm_start import RestoreReport, fill
+from flax_mesh.checkpoint.warm_start import RestoreReport, restore_partial
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, PeerError, SaveError
 from flax_mesh.processes import Phases
 from flax_mesh.step import TrainState
@@ -205,7 +205,7 @@ class Checkpointer:
         leaves = from_disk(self._reader(step, target), named, stacked_paths(named, _layers_of(abstract, self.layers)))
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
-    def fill(
+    def restore_partial(
         self, state: Tree, step: int | None = None, *, include: str = "", cast: bool = True, verify: bool = True
     ) -> tuple[Tree, RestoreReport]:
         """`state` with every leaf that the checkpoint holds in the same shape, and what was and was not filled.
@@ -216,7 +216,7 @@ class Checkpointer:
         """
         step = self._whole_step(step, verify)
         named, layers = named_leaves(_tree(state)), _layers_of(state, self.layers)
-        leaves, report = fill(named, self.arrays(step), partial(self._reader, step), layers, include, cast)
+        leaves, report = restore_partial(named, self.arrays(step), partial(self._reader, step), layers, include, cast)
         return jax.tree.unflatten(jax.tree.structure(state), leaves), report
 
     def _whole_step(self, step: int | None, verify: bool) -> int:

@@ -52,7 +52,7 @@ def find_step(path: str | Path, step: int | None = None) -> Path:
     return committed[step]
 
 
-def find_whole(path: str | Path, step: int | None = None) -> tuple[Path, dict[Path, list[str]]]:
+def find_valid(path: str | Path, step: int | None = None) -> tuple[Path, dict[Path, list[str]]]:
     """As `find_step`, of those whose every byte is as it was saved; and the newer ones that were passed over for it.
 
     A CheckpointCorruptedError where the one that is asked for is damaged, or all are.

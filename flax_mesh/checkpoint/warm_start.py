@@ -24,7 +24,7 @@ class RestoreReport:
         return "\n".join([*lines, *(f"  unused {path}" for path in self.unused)])
 
 
-def fill(
+def restore_partial(
     named: Sequence[tuple[str, Any]],
     stored: Mapping[str, Any],
     reader: Callable[[Mapping[str, Any]], Callable[[list[str]], Mapping[str, Any]]],
@@ -32,7 +32,7 @@ def fill(
     include: str,
     cast: bool,
 ) -> tuple[list[Any], RestoreReport]:
-    """`Checkpointer.fill` of (path, leaf) pairs: their leaves as `reader(target)` reads them, or as they were.
+    """`Checkpointer.restore_partial` of (path, leaf) pairs: leaves as `reader(target)` reads them, or unchanged.
 
     A ConfigError where nothing at all can be filled.
     """

@@ -1,8 +1,8 @@
 """Runs of several processes: how they start, agree, notice each other's failures and stop together."""
 
 from flax_mesh.processes.agree import Phases as Phases
-from flax_mesh.processes.agree import agree as agree
-from flax_mesh.processes.agree import from_first as from_first
+from flax_mesh.processes.agree import assert_equal as assert_equal
+from flax_mesh.processes.agree import broadcast_from_process_0 as broadcast_from_process_0
 from flax_mesh.processes.agree import stop_together as stop_together
 from flax_mesh.processes.launch import launch as launch
 from flax_mesh.processes.start import Processes as Processes

@@ -15,27 +15,27 @@ PHASE_TIMEOUT_S = 1200  # for the slowest process to end a phase
 MARGIN_S = 60  # the others wait so much longer than process 0, which says who is late
 
 
-def agree(name: str, facts: Mapping[str, str]) -> None:
+def assert_equal(name: str, facts: Mapping[str, str]) -> None:
     """Every process calls it with its own `facts`; if they differ, ConfigError in all names fields and processes."""
     if jax.process_count() == 1:
         return
-    name = f"{name}/{call_number(f'agree {name}')}"
-    put_text(f"agree/{name}/{jax.process_index()}", json.dumps(dict(facts)))
+    name = f"{name}/{call_number(f'assert_equal {name}')}"
+    put_text(f"assert_equal/{name}/{jax.process_index()}", json.dumps(dict(facts)))
 
     def differences() -> str:
-        told = [json.loads(_wait(f"agree/{name}/{process}", process)) for process in range(jax.process_count())]
+        told = [json.loads(_wait(f"assert_equal/{name}/{process}", process)) for process in range(jax.process_count())]
         return "\n".join(_differences(told))
 
-    if found := from_first(f"agree/{name}/differences", differences):
+    if found := broadcast_from_process_0(f"assert_equal/{name}/differences", differences):
         repair = "Start all processes with the same code, recipe, settings, data and versions."
         raise ConfigError(["the processes of this run differ:", *found.split("\n"), repair])
 
 
-def from_first(name: str, decide: Callable[[], str]) -> str:
+def broadcast_from_process_0(name: str, decide: Callable[[], str]) -> str:
     """What `decide()` returns in process 0; its ConfigError or CheckpointCorruptedError is raised in all processes."""
     if jax.process_count() == 1:
         return decide()
-    name = f"{name}/{call_number(f'from_first {name}')}"
+    name = f"{name}/{call_number(f'broadcast_from_process_0 {name}')}"
     if jax.process_index() != 0:
         answer = json.loads(_wait(f"first/{name}", 0))
         if "problems" in answer:

@@ -16,7 +16,7 @@ from flax import nnx
 
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.diff import batches, read_batch
-from flax_mesh.checkpoint.find import STEP, check_path, find_whole, step_number
+from flax_mesh.checkpoint.find import STEP, check_path, find_valid, step_number
 from flax_mesh.checkpoint.hf.convert import load_safetensors, map_params, stored_value
 from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, decoder_config_from_hf, huggingface_config, read_config
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors, write_safetensors
@@ -40,7 +40,7 @@ WITHOUT_EFFECT = (r"\.rotary_emb\.inv_freq$",)  # made anew from the settings
 
 def export(folder: str, out: str, to: str, step: int | None, dtype: str | None) -> dict[str, Any]:
     """Write the parameters of the newest valid step, or of `step`, as `to`: "safetensors" or "orbax"."""
-    found, passed_over = find_whole(folder, step)
+    found, passed_over = find_valid(folder, step)
     record = saved_record(found)
     tree = _parameters(read_tree(found, record))
     cast = {path: array._replace(dtype=_cast(array.dtype, dtype)) for path, array in tree.items()}
@@ -85,12 +85,12 @@ def reshard(folder: str, out: str, config: TrainConfig, step: int | None) -> dic
     # Compiler options do not affect a layout, and need not be those of the devices that are here.
     program = build_program(apply_overrides(config, ["run.compiler_options="]), notes.append)
     abstract, layers = program.layout, program.rules.layers
-    found, passed_over = find_whole(folder, step)
+    found, passed_over = find_valid(folder, step)
     if not STEP.fullmatch(found.name):
         raise ConfigError(f"{found} was set aside; give it the name {step_number(found)} first")
     number, record = step_number(found), saved_record(found)
     with Checkpointer(found.parent, layers=layers or None) as checkpointer:
-        state = checkpointer.restore(abstract, number, verify=False)  # find_whole has
+        state = checkpointer.restore(abstract, number, verify=False)  # find_valid has
     before, after = mesh_text(mesh_of(record)), mesh_text(program.mesh.shape)
     record |= layout_record(program.mesh.shape, program.rules, layout_of(abstract, layers))
     record |= {"sharding": sharding_fingerprint(abstract.to_nnx()), "resharded_from": before}

@@ -12,7 +12,7 @@ import jax
 
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.errors import ConfigError
-from flax_mesh.processes import agree, from_first
+from flax_mesh.processes import assert_equal, broadcast_from_process_0
 from flax_mesh.train.config import TrainConfig
 from flax_mesh.train.overrides import to_lines
 
@@ -55,7 +55,7 @@ def folder_of_run(wanted: Path, restart: bool) -> Iterator[Path]:
             stack.enter_context(run_folder(folder))
             return str(folder)
 
-        yield Path(from_first("folder", choose))
+        yield Path(broadcast_from_process_0("folder", choose))
 
 
 def latest_step(checkpointer: Checkpointer) -> int | None:
@@ -66,7 +66,7 @@ def latest_step(checkpointer: Checkpointer) -> int | None:
         step = checkpointer.latest_step()
         return json.dumps([step, list(checkpointer.damaged.items())])
 
-    step, damaged = json.loads(from_first("latest step", look))
+    step, damaged = json.loads(broadcast_from_process_0("latest step", look))
     checkpointer.damaged = dict(damaged)
     return step
 
@@ -89,4 +89,4 @@ def check_agreement(record: Mapping[str, Any]) -> None:
     facts |= {f"version of {name}": value for name, value in record["versions"].items()}
     facts |= {"mesh": str(record["mesh"]), "rules": str(record["rules"]), "axes": str(record["axes"])}
     facts |= {"sharding of the state": record["sharding"], "content of data.source": record["data"]["content_hash"]}
-    agree("start", facts)
+    assert_equal("start", facts)

@@ -7,10 +7,10 @@ from pathlib import Path
 from flax import nnx
 
 from flax_mesh.checkpoint import Checkpointer
-from flax_mesh.checkpoint.find import find_whole, step_number
+from flax_mesh.checkpoint.find import find_valid, step_number
 from flax_mesh.checkpoint.hf.convert import load_safetensors
 from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, read_config
-from flax_mesh.processes import from_first
+from flax_mesh.processes import broadcast_from_process_0
 from flax_mesh.step.state import TrainState
 from flax_mesh.tree import named_leaves
 
@@ -24,7 +24,8 @@ def start_from(folder: str, state: TrainState, layers: Sequence[str]) -> tuple[T
         return state.with_state(nnx.State({**tree.raw_mapping, "model": model})), text
     step, damaged = _whole_step(folder)
     with Checkpointer(step.parent, layers=layers or None) as checkpointer:
-        state, filled = checkpointer.fill(state, step_number(step), include="model/", verify=False)  # _whole_step has
+        # `_whole_step` has verified it.
+        state, filled = checkpointer.restore_partial(state, step_number(step), include="model/", verify=False)
     passed = "".join(f"{path} is damaged and passed over; " for path in damaged)
     return state, f"{passed}step {step_number(step)}, {filled}"
 
@@ -33,10 +34,10 @@ def _whole_step(folder: str) -> tuple[Path, list[str]]:
     """The newest valid step, and the damaged ones passed over; only process 0 reads the bytes."""
 
     def look() -> str:
-        step, damaged = find_whole(folder)
+        step, damaged = find_valid(folder)
         return json.dumps([str(step), [str(path) for path in damaged]])
 
-    step, damaged = json.loads(from_first("start_from", look))
+    step, damaged = json.loads(broadcast_from_process_0("start_from", look))
     return Path(step), damaged
 
 

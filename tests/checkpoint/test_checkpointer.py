@@ -175,7 +175,7 @@ def test_a_train_state_is_saved_and_comes_back_as_one(tmp_path):
     state = layout.with_state(state_of("scanned"))
     save(tmp_path, state)
     with Checkpointer(tmp_path) as checkpointer:
-        got, (filled, report) = checkpointer.restore(layout), checkpointer.fill(state)
+        got, (filled, report) = checkpointer.restore(layout), checkpointer.restore_partial(state)
         check_same(state, checkpointer.restore(abstract_of("one")))
         assert checkpointer.check(layout, 1).keys() == checkpointer.arrays(1).keys()
     assert got.definition is filled.definition is layout.definition and not report.kept

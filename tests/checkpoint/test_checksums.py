@@ -154,7 +154,7 @@ def test_every_file_may_be_cut_or_gone(harm, copy, state):
                 with pytest.raises(CheckpointCorruptedError, match=rf"checkpoint .*2 is damaged:\n  {name}"):
                     checkpointer.restore(abstract_net(), 2)
                 with pytest.raises(CheckpointCorruptedError, match="is damaged"):
-                    checkpointer.fill(state, 2)
+                    checkpointer.restore_partial(state, 2)
                 assert checkpointer.latest_step() == 1 and checkpointer.damaged == {2: [problem]}
         (step / name).write_bytes(before)
     assert caught == len(files_of(step)) - 1 >= 12
@@ -191,7 +191,7 @@ def test_none_whole_is_an_error_that_names_every_file(copy, state):
         with pytest.raises(CheckpointCorruptedError, match="none is whole"):
             checkpointer.restore(abstract_net())
         with pytest.raises(CheckpointCorruptedError, match="none is whole"):
-            checkpointer.fill(state)
+            checkpointer.restore_partial(state)
     text = str(error.value)
     assert "1 is damaged:\n    metadata/metadata: 5 bytes, saved with 11" in text
     assert "2 is damaged:\n    checksums.json is missing" in text and "--restart" in text

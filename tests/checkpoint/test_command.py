@@ -13,7 +13,7 @@ import pytest
 
 from flax_mesh import named_leaves
 from flax_mesh.checkpoint import Checkpointer
-from flax_mesh.checkpoint.find import find_whole
+from flax_mesh.checkpoint.find import find_valid
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors
 from flax_mesh.cli import main
 from flax_mesh.cli.common import DONE, FAILED, FINDINGS
@@ -207,7 +207,7 @@ def test_safetensors_out_and_in_again_are_the_same_bits(command, saved, state, t
     assert only == {"optimizer"}
     # What a run with checkpoint.start_from does.
     with Checkpointer(tmp_path / "imported", layers=["layers"]) as checkpointer:
-        filled, report = checkpointer.fill(changed(state), include="model/")
+        filled, report = checkpointer.restore_partial(changed(state), include="model/")
     assert not report.kept and not report.unused
     np.testing.assert_array_equal(dict(named_leaves(filled))[CHANGED], dict(named_leaves(state))[CHANGED])
 
@@ -287,7 +287,7 @@ def test_a_damaged_step_is_passed_over_or_refused(command, copy, tmp_path):
     code, _, err = command("reshard", copy, tmp_path / "c", RECIPE)
     assert code == FINDINGS and "5 is damaged:" in err and "10 is damaged:" in err and not (tmp_path / "c").exists()
     with pytest.raises(CheckpointCorruptedError, match="5 is damaged"):
-        find_whole(copy)
+        find_valid(copy)
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(command, saved, tmp_path):

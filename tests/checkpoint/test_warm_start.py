@@ -147,7 +147,7 @@ def test_a_warm_start_says_what_it_filled(kind, checkpointer, state):
     """Three layers where there were two: a list takes the two, a stack is filled whole or not at all."""
     other = state_of(Make(kind, layers=3, seed=1))
     before = values(other)
-    got, report = checkpointer.fill(other, include="model/")
+    got, report = checkpointer.restore_partial(other, include="model/")
     found, saved = values(got), values(state)
     assert np.array_equal(found["model/embed/kernel"], saved["model/embed/kernel"])
     assert set(report.filled) >= {"model/embed/kernel", "model/embed/bias", "model/dropout/rngs/key"}
@@ -165,13 +165,13 @@ def test_a_warm_start_says_what_it_filled(kind, checkpointer, state):
 
 def test_a_warm_start_from_a_list_into_a_stack_and_without_a_head(checkpointer, state):
     other = state_of(Make(Scanned, seed=1))
-    got, report = checkpointer.fill(other, include="model/layers/")
+    got, report = checkpointer.restore_partial(other, include="model/layers/")
     stack = values(got)["model/layers/kernel"]
     want = [values(state)[f"model/layers/{i}/kernel"] for i in range(2)]
     assert np.array_equal(stack, np.stack(want)) and not report.kept and not report.unused
     assert np.array_equal(values(got)["model/embed/kernel"], values(other)["model/embed/kernel"])
     narrow = state_of(Make(width=32, layers=1, seed=1))
-    _, report = checkpointer.fill(narrow, include="model/")
+    _, report = checkpointer.restore_partial(narrow, include="model/")
     assert report.kept["model/embed/kernel"] == "f32[8,16] in the checkpoint, f32[8,32] here"
     assert set(report.unused) == {"model/layers/1/kernel", "model/layers/1/bias"}
     assert "  unused model/layers/1/bias" in str(report)
@@ -180,9 +180,9 @@ def test_a_warm_start_from_a_list_into_a_stack_and_without_a_head(checkpointer, 
 def test_a_warm_start_with_nothing_to_fill_is_an_error(checkpointer):
     other = state_of(Make(width=32, layers=1))
     with pytest.raises(ConfigError, match=r"nothing in the checkpoint fits the state:\n  model/embed/kernel: f32"):
-        checkpointer.fill(other, include="model/embed/kernel")
+        checkpointer.restore_partial(other, include="model/embed/kernel")
     with pytest.raises(ConfigError, match="no path starts with 'encoder/'"):
-        checkpointer.fill(other, include="encoder/")
+        checkpointer.restore_partial(other, include="encoder/")
 
 
 def test_random_keys_of_every_kind_split_or_not(tmp_path):
@@ -220,7 +220,7 @@ def test_arrays_of_no_size(tmp_path):
         checkpointer.wait()
         assert list(checkpointer.arrays(1)) == ["some"]
         got = checkpointer.restore(abstract)
-        filled, report = checkpointer.fill(state)
+        filled, report = checkpointer.restore_partial(state)
     for want, a, b in zip(*(jax.tree.leaves(tree) for tree in (state, got, filled)), strict=True):
         assert a.shape == b.shape == want.shape and a.dtype == b.dtype == want.dtype
         assert a.sharding.is_equivalent_to(want.sharding, a.ndim)
@@ -230,7 +230,7 @@ def test_arrays_of_no_size(tmp_path):
 def test_a_part_of_a_stack_is_not_filled_and_the_report_says_why(checkpointer):
     """Only one of its layers is asked for: the stack keeps its value, whatever else is filled."""
     scanned = state_of(Make(Scanned, seed=1))
-    got, filled = checkpointer.fill(scanned, include="model/(embed|layers/1)/")
+    got, filled = checkpointer.restore_partial(scanned, include="model/(embed|layers/1)/")
     before, after = values(scanned), values(got)
     assert {path for path in before if not np.array_equal(before[path], after[path])} == {"model/embed/kernel"}
     assert set(filled.kept) == {"model/layers/1/bias", "model/layers/1/kernel"}

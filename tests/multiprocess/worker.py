@@ -21,7 +21,7 @@ from flax_mesh.checkpoint import DECODER_NAMES, Checkpointer, load_safetensors
 from flax_mesh.checkpoint.layout import is_key
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, PeerError, SaveError, ShardingError
 from flax_mesh.mpmd import Pipeline
-from flax_mesh.processes import Phases, Watch, agree, from_first, stop_together
+from flax_mesh.processes import Phases, Watch, assert_equal, broadcast_from_process_0, stop_together
 from flax_mesh.train import apply_overrides, load_recipe
 from flax_mesh.train.build import make_mesh, run_rules, train_program
 from flax_mesh.train.warm_start import start_from
@@ -49,14 +49,14 @@ def train(model: str, schedule: str, sizes: str, folder: str, steps: str) -> Non
 def agreement() -> None:
     """Facts, decisions of process 0 and its errors are the same everywhere."""
     here = jax.process_index()
-    agree("same", {"seed": "0", "mesh": "pp:2"})
+    assert_equal("same", {"seed": "0", "mesh": "pp:2"})
     differing = error_of(
-        lambda: agree("other", {"seed": str(here % 2), "mesh": "pp:2", **({"odd": "x"} if here else {})})
+        lambda: assert_equal("other", {"seed": str(here % 2), "mesh": "pp:2", **({"odd": "x"} if here else {})})
     )
     assert "seed: 0 on processes 0, 2; 1 on process 1" in differing, differing
     assert "odd: (nothing) on process 0; x on processes 1, 2" in differing, differing
     assert "mesh" not in differing
-    assert [from_first("number", lambda: f"of {here}") for _ in range(2)] == ["of 0", "of 0"]
+    assert [broadcast_from_process_0("number", lambda: f"of {here}") for _ in range(2)] == ["of 0", "of 0"]
 
     def wrong() -> str:
         raise ConfigError("the folder is locked")
@@ -65,8 +65,10 @@ def agreement() -> None:
         raise CheckpointCorruptedError("a file is missing")
 
     who = "process 0: " if here else ""
-    assert who + "the folder is locked" == error_of(lambda: from_first("folder", wrong))
-    assert who + "a file is missing" == error_of(lambda: from_first("step", damaged), CheckpointCorruptedError)
+    assert who + "the folder is locked" == error_of(lambda: broadcast_from_process_0("folder", wrong))
+    assert who + "a file is missing" == error_of(
+        lambda: broadcast_from_process_0("step", damaged), CheckpointCorruptedError
+    )
 
     for failing in (2, 0, None):  # nobody in the end
         phases = Phases("task", ("one", "two", "three"))
