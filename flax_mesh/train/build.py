@@ -149,12 +149,11 @@ def _pipeline(
     config: TrainConfig, mesh: Mesh, rules: PartitionRules, change: Callable[[Schedule], Schedule]
 ) -> Pipeline:
     groups = MpmdMesh(mesh, "pp")
-    staged, schedule = cut_model(config, rules.layers, groups.mpmd_dim, groups.unstack[0])
+    staged, schedule = split_model(config, rules.layers, groups.mpmd_dim, groups)
     return Pipeline(
         staged,
-        groups,
-        change(schedule),
         make_optimizer(config.optimizer),
+        schedule=change(schedule),
         rules=rules if rules.table else None,  # None: the model is annotated
         axes=rules.axes,
         seed=config.run.seed,
@@ -166,10 +165,10 @@ def _pipeline(
     )
 
 
-def cut_model(
-    config: TrainConfig, layers: Sequence[str], num_groups: int, mesh: Mesh | AbstractMesh
+def split_model(
+    config: TrainConfig, layers: Sequence[str], num_groups: int, mesh: MpmdMesh | AbstractMesh
 ) -> tuple[StagedModel, Schedule]:
-    """The stages of the recipe's model and their schedule on `num_groups` groups; `mesh` is that of one group."""
+    """The stages of the recipe's model and their schedule; `mesh` is an MpmdMesh or the mesh of one group."""
     wanted = config.pipeline
     schedule = make_schedule(
         wanted.schedule,
@@ -177,15 +176,15 @@ def cut_model(
         num_microbatches=wanted.num_microbatches,
         num_virtual_stages=wanted.num_virtual_stages,
     )
-    shape = config.data.batch_size // wanted.num_microbatches, config.data.sequence_length
+    shape = config.data.batch_size, config.data.sequence_length
     rows = jax.ShapeDtypeStruct(shape, jnp.int32)
     staged = split_stages(
         config.loss_fn,
         lambda: config.make_model(config.model, nnx.Rngs(config.run.seed)),
         {"inputs": rows, "targets": rows},
-        layers=layers or None,
-        num_stages=schedule.num_stages,
         mesh=mesh,
+        schedule=schedule,
+        layers=layers or None,
         **parse_cut(wanted.cut),
     )
     return staged, schedule
