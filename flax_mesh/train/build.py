@@ -1,4 +1,4 @@
-"""From a TrainConfig to the program of a run: mesh, rules, optimizer, layout of the state, step."""
+"""From a TrainConfig to a TrainProgram: mesh, rules, optimizer, layout of the state, step."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -42,12 +42,12 @@ from flax_mesh.train.config import (
 )
 from flax_mesh.tree import map_named
 
-SHRINK_ORDER = ("pp", "dp", "fsdp", "sp", "ep", "tp")  # stages first, then copies and shards of the batch
+SHRINK_ORDER = ("pp", "dp", "fsdp", "sp", "ep", "tp")  # the number of stages first, then of copies and shards of the batch
 
 
 @dataclass(frozen=True)
 class TrainProgram:
-    """A recipe on a mesh: all that a run computes. Nothing is compiled before the first call."""
+    """Everything that a run of a recipe computes on a mesh. Nothing is compiled before the first call."""
 
     config: TrainConfig
     mesh: Mesh
@@ -61,7 +61,7 @@ class TrainProgram:
 
     @property
     def parameters(self) -> list[Any]:
-        """Statistics and random keys are state, but no parameters."""
+        """The trainable variables, abstract: statistics and random keys are not parameters."""
         return jax.tree.leaves(nnx.filter_state(self.layout.to_nnx()["model"], nnx.Param))
 
     @property
@@ -206,7 +206,7 @@ def make_mesh(config: TrainConfig, say: Callable[[str], None]) -> Mesh:
         if used < len(devices):
             say(f"mesh: uses {used} of the {len(devices)} devices here")
             devices = devices[:used]
-    names = sorted(shape, key=lambda name: name != "pp")  # the groups of a pipeline are far from each other
+    names = sorted(shape, key=lambda name: name != "pp")  # outermost: groups communicate over the slowest network
     try:
         return create_mesh(tuple(shape[name] for name in names), tuple(names), devices=devices)
     except ValueError as error:
