@@ -178,8 +178,8 @@ def init_state(make: Make, abstract: nnx.State) -> nnx.State:
     shardings = [leaf.sharding for leaf in jax.tree.leaves(abstract)]
     if any(isinstance(s.mesh, AbstractMesh) for s in shardings):
         raise ShardingError(
-            "init_state needs a mesh of devices, but the abstract state was made for an AbstractMesh. Make it with a mesh "
-            "from create_mesh(...)."
+            "init_state needs a mesh of devices, but the abstract state was made for an AbstractMesh. Make it with a "
+            "mesh from create_mesh(...)."
         )
     with short_tracer_errors():
         leaves = jax.jit(lambda: jax.tree.leaves(nnx.state(_made(make))), out_shardings=shardings)()

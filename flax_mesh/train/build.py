@@ -42,7 +42,7 @@ from flax_mesh.train.config import (
 )
 from flax_mesh.tree import map_named
 
-SHRINK_ORDER = ("pp", "dp", "fsdp", "sp", "ep", "tp")  # the number of stages first, then of copies and shards of the batch
+SHRINK_ORDER = ("pp", "dp", "fsdp", "sp", "ep", "tp")  # stages, copies, shards of the batch ...
 
 
 @dataclass(frozen=True)

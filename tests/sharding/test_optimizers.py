@@ -290,7 +290,7 @@ def test_moments_that_cannot_be_split_further_are_findings():
 
     mesh = fm.create_mesh((8, 1, 1, 1, 1))
     with pytest.raises(
-        fm.ShardingError, match=r"mu/kernel: no dim of \(6, 10\), with spec .* can be divided by 8"
+        fm.ShardingError, match=r"mu/kernel: no dim of \(6, 10\) with spec .* can be divided by 8"
     ) as error:
         fm.abstract_state(make, mesh, RULES, shard_optimizer_over="dp")
     assert "nu/bias: no dim of (10,)" in str(error.value) and "min_size=61" in str(error.value)
