@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from flax_mesh.mesh import (
+from flax_mesh import (
     SlowNetworkWarning,
     cpu_context,
     create_cpu_mesh,

@@ -29,7 +29,7 @@ from flax_mesh.mpmd.split.trace import Forward
 from flax_mesh.mpmd.split.update import SHARED
 from flax_mesh.mpmd.transport.layout import on_all_groups, on_group, put_host, sharding_on
 from flax_mesh.mpmd.transport.ordered import TRANSPORTS, ordered_transport_of
-from flax_mesh.sharding import PartitionRules
+from flax_mesh.sharding.rules import PartitionRules
 from flax_mesh.step.loss import Batch, Metrics
 from flax_mesh.step.state import TrainState
 
