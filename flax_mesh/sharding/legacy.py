@@ -79,7 +79,7 @@ def get_partition_spec(tree: Any) -> Any:
 def get_names_from_partition_spec(specs: Any) -> list[str]:
     """Mesh axes named in a PartitionSpec, in a sequence or a mapping of them, or in a tree: by first use, each once.
 
-    >>> get_names_from_partition_spec(PartitionSpec(("dp", "fsdp"), None, "tp"))
+    >>> get_names_from_partition_spec(P(("dp", "fsdp"), None, "tp"))
     ['dp', 'fsdp', 'tp']
     """
     names: dict[str, None] = {}
