@@ -28,7 +28,7 @@ autodoc_member_order = "bysource"
 maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
 napoleon_use_ivar = True
-napoleon_use_rtype = False
+napoleon_custom_sections = ["Returns"]  # prose: the type is in the signature, and a colon in the text ends none
 
 # A constant has no docstring of its own; that of its type says nothing about it.
 CONSTANTS = {

@@ -207,8 +207,9 @@ def examples() -> list[doctest.DocTest]:
 
 @pytest.mark.parametrize("example", examples(), ids=lambda example: example.name)
 def test_the_example_of_a_docstring_runs(example, tmp_path, monkeypatch):
-    """With the names of the docs' first lines; except for entry points, with those of its own module too."""
+    """With the imports that every page of the docs begins with; other than entry points, with its own module's too."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     own = {} if example.name in full_names(ENTRY_POINTS) else example.globs
     example.globs = own | {"jax": jax, "jnp": jnp, "np": np, "optax": optax, "nnx": nnx, "fm": fm}
     report = io.StringIO()
