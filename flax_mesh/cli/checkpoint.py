@@ -9,14 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flax_mesh.checkpoint import arrays_on_disk, find, find_damage
+from flax_mesh.checkpoint import find
 from flax_mesh.checkpoint import read as describe
+from flax_mesh.checkpoint.checkpointer import arrays_on_disk
+from flax_mesh.checkpoint.checksums import find_damage
 from flax_mesh.checkpoint.diff import SECTIONS, differences, in_both, in_one, value_differences
 from flax_mesh.cli import checkpoint_text as text
 from flax_mesh.cli.common import DONE, FINDINGS, config_of, table_width, use_platform
 from flax_mesh.errors import ConfigError
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
-from flax_mesh.sharding import abstract_state
+from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.text import array_text
 from flax_mesh.train.build import make_modules, run_rules
 from flax_mesh.train.checks import check_config

@@ -4,7 +4,8 @@ import argparse
 from collections.abc import Sequence
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.processes import LOST, launch
+from flax_mesh.processes.launch import launch
+from flax_mesh.processes.watchdog import LOST
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 
 from flax_mesh.cli.common import DONE, use_platform, write_file
 from flax_mesh.errors import ConfigError
-from flax_mesh.mesh import create_mesh, describe_mesh, draw_mesh_svg, parse_mesh_shape
+from flax_mesh.mesh import describe_mesh, draw_mesh_svg
+from flax_mesh.mesh.create import create_mesh
+from flax_mesh.mesh.shape import parse_mesh_shape
 from flax_mesh.train.config import AXIS_NAMES, PLATFORM
 
 

@@ -9,19 +9,18 @@ from typing import Any, NamedTuple
 from flax_mesh.cli.common import DONE, config_of, table_width, use_platform, write_file
 from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd.schedules import (
-    SCHEDULE_NAMES,
     Schedule,
     SearchResult,
     StageCost,
     draw_schedule_svg,
     make_schedule,
-    memory_limits,
-    peak_activations,
     schedule_table,
     search_schedule,
     simulate,
-    stage_costs,
 )
+from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES
+from flax_mesh.mpmd.schedules.simulate import peak_activations, stage_costs
+from flax_mesh.mpmd.schedules.validate import memory_limits
 from flax_mesh.train.explain import Measured, measure_recipe
 
 SEARCH = "search"

@@ -14,10 +14,12 @@ import jax
 
 from flax_mesh.cli.common import DONE, STOPPED, add_recipe, config_of, tell_failure, use_platform
 from flax_mesh.errors import ConfigError
-from flax_mesh.processes import Watch, parse_processes, start_processes
-from flax_mesh.train import TrainResult, to_lines, train
+from flax_mesh.processes import Watch, start_processes
+from flax_mesh.processes.start import parse_processes
+from flax_mesh.train import TrainResult, train
 from flax_mesh.train.checks import check_config
 from flax_mesh.train.metrics import Row
+from flax_mesh.train.overrides import to_lines
 
 STEP_TIMEOUT_S = 1800.0
 

@@ -10,20 +10,15 @@ from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.mesh.shape import format_mesh_shape
 from flax_mesh.mesh.slices import find_granules
-from flax_mesh.mesh.torus import (
+from flax_mesh.mesh.torus.assign import (
     DEFAULT_BYTES,
-    Assignment,
-    Torus,
-    arrange,
     assignment_cost,
     axis_phases,
     gather_seconds,
     is_better,
-    known_assignment,
-    mean_hops,
-    physical_mesh,
     strides_of,
 )
+from flax_mesh.mesh.torus.torus import Assignment, Torus, arrange, known_assignment, mean_hops, physical_mesh
 from flax_mesh.text import plural, table_text
 
 PICTURE_LIMIT = 64  # devices of a slice up to which the text draws all planes

@@ -7,7 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from flax_mesh.mesh.torus import arrange, choose_assignment, known_assignment, physical_mesh, read_device, ring_order
+from flax_mesh.mesh.torus.assign import choose_assignment
+from flax_mesh.mesh.torus.rings import ring_order
+from flax_mesh.mesh.torus.torus import arrange, known_assignment, physical_mesh, read_device
 
 # Mesh shapes (axes of 1 left out) for which a permutation of the physical axes gives every process of 2x2x1 chips a
 # contiguous block of the mesh, by slice. These and no others: jax.experimental.mesh_utils knows the same.

@@ -8,7 +8,7 @@ from typing import Any
 from flax_mesh.hardware import DCN_BANDWIDTH, DEFAULT_DCN, DEFAULT_ICI, ICI_BANDWIDTH
 from flax_mesh.mesh.device_mesh import group_by_key, in_jax_order
 from flax_mesh.mesh.shape import format_mesh_shape, resolve_dims
-from flax_mesh.mesh.torus import read_device
+from flax_mesh.mesh.torus.torus import read_device
 from flax_mesh.text import count_text, plural
 
 # Who crosses the slow network: pipelines send one activation, data parallelism one gradient a step; fsdp gathers every

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from flax_mesh.sharding import abstract_model, init_state, model_layers
+from flax_mesh.sharding.abstract import abstract_model, init_state, model_layers
 from flax_mesh.tree import named_leaves
 
 

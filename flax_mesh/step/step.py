@@ -10,8 +10,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
-from flax_mesh.mesh import current_mesh
-from flax_mesh.sharding import with_sharding_constraint
+from flax_mesh.mesh.context import current_mesh
+from flax_mesh.sharding.constrain import with_sharding_constraint
 from flax_mesh.step.batch import microbatch_shapes
 from flax_mesh.step.loss import Batch, LossFn, Metrics, apply_gradients, run_loss, sums_of
 from flax_mesh.step.state import TrainState

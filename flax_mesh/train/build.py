@@ -14,19 +14,19 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
 from flax_mesh.errors import ConfigError
-from flax_mesh.mesh import create_mesh
-from flax_mesh.mpmd import MpmdMesh, Pipeline, Schedule, StagedModel, make_schedule, split_stages
-from flax_mesh.sharding import (
-    PartitionRules,
+from flax_mesh.mesh.create import create_mesh
+from flax_mesh.mpmd import MpmdMesh, Pipeline, StagedModel, split_stages
+from flax_mesh.mpmd.schedules.schedule import Schedule, make_schedule
+from flax_mesh.sharding.abstract import (
+    ATTRIBUTE,
     abstract_model,
     abstract_state,
     init_state,
-    match_partition_rules,
+    model_layers,
     partition_rules,
 )
-from flax_mesh.sharding.abstract import ATTRIBUTE, model_layers
 from flax_mesh.sharding.annotations import annotations_of
-from flax_mesh.sharding.rules import as_rules, group_findings
+from flax_mesh.sharding.rules import PartitionRules, as_rules, group_findings, match_partition_rules
 from flax_mesh.step.loss import Metrics
 from flax_mesh.step.state import TrainState, abstract_train_state
 from flax_mesh.step.step import Step, make_eval_step, make_train_step

@@ -11,7 +11,8 @@ from flax_mesh.axes import PartitionAxis
 from flax_mesh.checkpoint.find import find_step
 from flax_mesh.checkpoint.hf.decoders import decoder_config_from_hf, read_config
 from flax_mesh.errors import ConfigError
-from flax_mesh.mpmd import Pipeline, make_schedule
+from flax_mesh.mpmd import Pipeline
+from flax_mesh.mpmd.schedules.schedule import make_schedule
 from flax_mesh.mpmd.split.remat import REMAT_MODES
 from flax_mesh.mpmd.transport.ordered import TRANSPORTS
 from flax_mesh.train.config import (

@@ -16,7 +16,7 @@ import jax
 from flax import nnx
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.mesh import parse_mesh_shape
+from flax_mesh.mesh.shape import parse_mesh_shape
 from flax_mesh.train.data.data import DataConfig
 
 PLATFORM = re.compile(r"auto|cpu(:[1-9][0-9]*)?|gpu|cuda|tpu")

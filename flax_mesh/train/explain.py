@@ -15,7 +15,8 @@ from flax_mesh.mpmd import CutError
 from flax_mesh.mpmd.runtime.placement import MODEL, OPTIMIZER, bytes_of_groups
 from flax_mesh.mpmd.runtime.profile import measure_costs, with_split_backward
 from flax_mesh.mpmd.schedules.simulate import StageCost
-from flax_mesh.sharding import Explanation, explain_sharding
+from flax_mesh.sharding import Explanation
+from flax_mesh.sharding.report.explain import explain_sharding
 from flax_mesh.sharding.rules import Finding
 from flax_mesh.text import bytes_text, count_text
 from flax_mesh.train.build import build_program, make_modules, run_rules, split_model

@@ -22,8 +22,9 @@ from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, decoder_config_from_
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors, write_safetensors
 from flax_mesh.checkpoint.read import Array, mesh_of, read_tree
 from flax_mesh.errors import ConfigError, SaveError
-from flax_mesh.mesh import create_mesh
-from flax_mesh.sharding import abstract_state, sharding_fingerprint
+from flax_mesh.mesh.create import create_mesh
+from flax_mesh.sharding import sharding_fingerprint
+from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.text import mesh_text
 from flax_mesh.train.build import build_program, run_rules
 from flax_mesh.train.config import TrainConfig

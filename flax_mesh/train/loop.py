@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_mesh.checkpoint import Checkpointer, RetentionPolicy
 from flax_mesh.checkpoint.find import CHECKPOINTS
 from flax_mesh.errors import ConfigError, SaveError
-from flax_mesh.mpmd.runtime.profile import costs_of, trace_step, write_timeline
+from flax_mesh.mpmd.runtime.profile import costs_of, trace_step
 from flax_mesh.mpmd.schedules.simulate import simulate
 from flax_mesh.processes import Watch, stop_together
 from flax_mesh.step.state import TrainState
@@ -197,7 +197,7 @@ def _traced_step(run: Run, state: TrainState, batch: Any) -> tuple[TrainState, A
     assert run.program.pipeline is not None and run.trace is not None
     state, metrics, timeline = trace_step(run.program.pipeline, state, batch)
     try:
-        trace, picture = write_timeline(timeline, run.trace)
+        trace, picture = timeline.write(run.trace)
     except (OSError, ValueError) as error:
         run.say(f"trace: {run.trace} cannot be written: {error}")
         return state, metrics

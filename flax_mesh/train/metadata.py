@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from flax_mesh.axes import dims_text
-from flax_mesh.checkpoint import arrays_on_disk, read_record
-from flax_mesh.checkpoint.read import mesh_of
+from flax_mesh.checkpoint.checkpointer import arrays_on_disk
+from flax_mesh.checkpoint.read import mesh_of, read_record
 from flax_mesh.errors import ConfigError
-from flax_mesh.sharding import PartitionRules, sharding_fingerprint
+from flax_mesh.sharding import sharding_fingerprint
+from flax_mesh.sharding.rules import PartitionRules
 from flax_mesh.text import mesh_text
 from flax_mesh.train.build import TrainProgram
 from flax_mesh.train.config import TrainConfig

@@ -17,8 +17,9 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType
 
-from flax_mesh.mesh import create_device_mesh, create_mesh
-from flax_mesh.mesh.torus import Torus, choose_assignment, wraps_around
+from flax_mesh import create_device_mesh, create_mesh
+from flax_mesh.mesh.torus.assign import choose_assignment
+from flax_mesh.mesh.torus.torus import Torus, wraps_around
 from tests.benchmarks._peers import peer
 from tests.benchmarks._report import print_json, print_table, use_cpu
 from tests.mesh.fakes import tpu_slice

@@ -26,8 +26,8 @@ import optax
 from flax import nnx
 
 from flax_mesh import create_mesh
-from flax_mesh.mpmd import MpmdMesh, Pipeline, Schedule, make_schedule, split_stages
-from flax_mesh.mpmd.schedules import StageCost, simulate
+from flax_mesh.mpmd import MpmdMesh, Pipeline, split_stages
+from flax_mesh.mpmd.schedules import Schedule, StageCost, make_schedule, simulate
 from tests.benchmarks._report import print_json, print_table, use_cpu
 
 TARGET = 1.05

@@ -29,7 +29,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh import create_mesh
-from flax_mesh.mpmd import MpmdMesh, Pipeline, make_schedule, split_stages
+from flax_mesh.mpmd import MpmdMesh, Pipeline, split_stages
+from flax_mesh.mpmd.schedules import make_schedule
 from flax_mesh.mpmd.transport import local_copy
 from tests.benchmarks import overlap
 from tests.benchmarks._report import print_json, print_table, use_cpu

@@ -22,7 +22,8 @@ import optax
 from flax import nnx
 
 from flax_mesh import create_mesh
-from flax_mesh.mpmd import MpmdMesh, Pipeline, make_schedule, split_stages
+from flax_mesh.mpmd import MpmdMesh, Pipeline, split_stages
+from flax_mesh.mpmd.schedules import make_schedule
 from tests.benchmarks import overlap
 from tests.benchmarks._report import print_json, print_table, use_cpu
 from tests.multiprocess.processes import free_port, join, run_all

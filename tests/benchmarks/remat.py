@@ -23,7 +23,8 @@ from flax import nnx
 
 from flax_mesh import create_mesh
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
-from flax_mesh.mpmd import MpmdMesh, Pipeline, make_schedule, split_stages
+from flax_mesh.mpmd import MpmdMesh, Pipeline, split_stages
+from flax_mesh.mpmd.schedules import make_schedule
 from flax_mesh.mpmd.split import remat
 from tests.benchmarks._report import print_json, print_table, use_cpu
 

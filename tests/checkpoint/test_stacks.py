@@ -12,8 +12,9 @@ from flax import nnx
 from flax_mesh import ConfigError, abstract_state, create_mesh, partitioned
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
-from flax_mesh.mpmd import MpmdMesh, Pipeline, make_schedule, split_stages
-from flax_mesh.step import TrainState, abstract_train_state
+from flax_mesh.mpmd import MpmdMesh, Pipeline, split_stages
+from flax_mesh.mpmd.schedules import make_schedule
+from flax_mesh.train import TrainState, abstract_train_state
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

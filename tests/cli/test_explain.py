@@ -20,9 +20,10 @@ from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, PartitionSpec
 
 import flax_mesh as fm
+from flax_mesh import ShardingReport, explain_sharding
 from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE, FINDINGS
-from flax_mesh.sharding import ShardingReport, explain_sharding, sharding_fingerprint
+from flax_mesh.sharding import sharding_fingerprint
 from flax_mesh.sharding.report.report import group_leaves
 from flax_mesh.text import array_text
 from flax_mesh.train import apply_overrides, load_recipe

@@ -10,7 +10,8 @@ import pytest
 
 from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE
-from flax_mesh.mpmd.schedules import SCHEDULE_NAMES, Action, Schedule, check_schedule, make_schedule, simulate
+from flax_mesh.mpmd.schedules import Action, Schedule, check_schedule, make_schedule, simulate
+from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES
 
 SIZES = ("--stages", "4", "--microbatches", "8")
 PAGE = Path(__file__).parents[2] / "docs" / "schedules.md"

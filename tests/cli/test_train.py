@@ -13,7 +13,8 @@ import pytest
 from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE
 from flax_mesh.cli.train import step_line
-from flax_mesh.train import apply_overrides, load_recipe, to_lines
+from flax_mesh.train import apply_overrides, load_recipe
+from flax_mesh.train.overrides import to_lines
 from tests.train.bigram import count_compilations, write_text
 
 ROOT = Path(__file__).parents[2]

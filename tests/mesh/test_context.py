@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from flax_mesh.mesh import (
+from flax_mesh import (
     NoMeshError,
     create_mesh,
     current_mesh,

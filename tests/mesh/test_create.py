@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from flax_mesh.mesh import (
+from flax_mesh import (
     SlowNetworkWarning,
     cpu_context,
     create_cpu_mesh,
@@ -272,7 +272,8 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]))
 import numpy as np
-from flax_mesh.mesh import calculate_host_mesh_shape, create_mesh, describe_mesh
+from flax_mesh import calculate_host_mesh_shape, create_mesh
+from flax_mesh.mesh import describe_mesh
 mesh = create_mesh((2, 2, 2), ("tp", "fsdp", "dp"))
 hosts = np.vectorize(lambda device: device.process_index)(mesh.devices)
 assert mesh.devices.shape == (2, 2, 2)

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from flax_mesh import create_mesh
 from flax_mesh.cli import main
-from flax_mesh.mesh import create_mesh, describe_mesh, draw_mesh_svg
+from flax_mesh.mesh import describe_mesh, draw_mesh_svg
 from flax_mesh.mesh.describe import read_layout
-from flax_mesh.mesh.torus import assignment_cost, known_assignment
+from flax_mesh.mesh.torus.assign import assignment_cost
+from flax_mesh.mesh.torus.torus import known_assignment
 from tests.mesh.fakes import factor_shapes, gpu_hosts, tpu_slice, tpu_slices
 
 

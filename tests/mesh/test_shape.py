@@ -7,8 +7,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from flax_mesh.mesh import calculate_host_mesh_shape, parse_mesh_shape
-from flax_mesh.mesh.shape import check_axis_names, format_mesh_shape, resolve_dims, split_between_hosts
+from flax_mesh import calculate_host_mesh_shape
+from flax_mesh.mesh.shape import (
+    check_axis_names,
+    format_mesh_shape,
+    parse_mesh_shape,
+    resolve_dims,
+    split_between_hosts,
+)
 
 NAMES = ("dp", "fsdp", "tp")
 

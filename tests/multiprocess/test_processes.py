@@ -8,7 +8,7 @@ import pytest
 
 from flax_mesh.cli.train import devices_of_process, same_command
 from flax_mesh.errors import ConfigError
-from flax_mesh.processes import Processes, parse_processes
+from flax_mesh.processes.start import Processes, parse_processes
 from tests.multiprocess.processes import ROOT, Ended, assert_all_done, run_workers
 
 

@@ -21,7 +21,8 @@ from flax_mesh.checkpoint import DECODER_NAMES, Checkpointer, load_safetensors
 from flax_mesh.checkpoint.layout import is_key
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, PeerError, SaveError, ShardingError
 from flax_mesh.mpmd import Pipeline
-from flax_mesh.processes import Phases, Watch, assert_equal, broadcast_from_process_0, stop_together
+from flax_mesh.processes import Watch, assert_equal, broadcast_from_process_0, stop_together
+from flax_mesh.processes.agree import Phases
 from flax_mesh.train import apply_overrides, load_recipe
 from flax_mesh.train.build import make_mesh, run_rules, train_program
 from flax_mesh.train.warm_start import start_from

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 import flax_mesh as fm
 from flax_mesh.sharding.optimizer import _dims, _grown, split_over
 from flax_mesh.train import init_train_state, make_train_step
+from flax_mesh.tree import map_named
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -34,11 +35,11 @@ def loss_fn(model, batch):
 
 
 def of_kernels(params):
-    return fm.map_named(lambda path, _: path.endswith("kernel"), params)
+    return map_named(lambda path, _: path.endswith("kernel"), params)
 
 
 def label(params):
-    return fm.map_named(lambda path, _: "matrices" if path.endswith("kernel") else "vectors", params)
+    return map_named(lambda path, _: "matrices" if path.endswith("kernel") else "vectors", params)
 
 
 # Each has the state that its name says; all learn fast enough for a wrong update to show.

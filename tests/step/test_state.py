@@ -6,8 +6,9 @@ import optax
 import pytest
 from flax import nnx
 
-from flax_mesh import abstract_state, create_mesh, init_state, map_named, named_leaves
-from flax_mesh.step import abstract_train_state
+from flax_mesh import abstract_state, create_mesh, init_state, named_leaves
+from flax_mesh.train import abstract_train_state
+from flax_mesh.tree import map_named
 
 
 def make():

@@ -5,8 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.train import apply_overrides, load_recipe, to_lines
+from flax_mesh.train import apply_overrides, load_recipe
 from flax_mesh.train.config import options_text, parse_compiler_options
+from flax_mesh.train.overrides import to_lines
 
 RECIPE = """
 from __future__ import annotations

@@ -11,8 +11,9 @@ import jax
 import pytest
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.train import TrainConfig, apply_overrides, loop, to_lines, train
+from flax_mesh.train import TrainConfig, apply_overrides, loop, train
 from flax_mesh.train.loop import TrainResult
+from flax_mesh.train.overrides import to_lines
 from tests.train.bigram import count_compilations, loss_with_slow_evaluation, recipe, snapshot, write_text
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from flax_mesh.axes import PartitionAxis
 from flax_mesh.errors import ConfigError
-from flax_mesh.train import PipelineConfig, RunConfig, TrainConfig, apply_overrides, load_recipe, to_lines
-from flax_mesh.train.overrides import Change, changes, flat_fields, parse_value, to_texts, value_to_text
+from flax_mesh.train import PipelineConfig, RunConfig, TrainConfig, apply_overrides, load_recipe
+from flax_mesh.train.overrides import Change, changes, flat_fields, parse_value, to_lines, to_texts, value_to_text
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.py"
 

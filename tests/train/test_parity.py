@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from flax_mesh.mesh import create_mesh
+from flax_mesh import abstract_state, create_mesh, partition_rules
 from flax_mesh.models import DecoderConfig, decoder, make_decoder, next_token_loss
 from flax_mesh.models.rotary import rotate
-from flax_mesh.sharding import abstract_state, partition_rules
 from flax_mesh.sharding.abstract import abstract_model
 from flax_mesh.train import DataConfig, OptimizerConfig, abstract_train_state, init_train_state, make_train_step
 from flax_mesh.train.build import batch_sharding, make_optimizer

@@ -21,7 +21,8 @@ from flax_mesh.checkpoint.hf.convert import ParamMapping, load_safetensors, save
 from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES
 from flax_mesh.checkpoint.hf.safetensors import INDEX, open_safetensors, write_safetensors
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
-from flax_mesh.mpmd import MpmdMesh, Pipeline, make_schedule, split_stages
+from flax_mesh.mpmd import MpmdMesh, Pipeline, split_stages
+from flax_mesh.mpmd.schedules import make_schedule
 from flax_mesh.tree import in_stack, layer_path, path_and_start
 
 LISTED = DecoderConfig(

@@ -6,21 +6,18 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from flax_mesh.mesh.torus import (
-    Torus,
-    arrange,
+from flax_mesh.mesh.torus.assign import (
+    AxisCost,
     assignment_cost,
     axis_phases,
+    best_assignment,
     choose_assignment,
-    factorings,
     gather_seconds,
     is_better,
-    known_assignment,
-    mean_hops,
+    neighbour_hops,
     strides_of,
-    wraps_around,
 )
-from flax_mesh.mesh.torus.assign import AxisCost, best_assignment, neighbour_hops
+from flax_mesh.mesh.torus.torus import Torus, arrange, factorings, known_assignment, mean_hops, wraps_around
 from tests.mesh.fakes import factor_shapes
 
 SAMPLE = [("TPU v4", (4, 4, 4)), ("TPU v4", (4, 8, 8)), ("TPU v5 lite", (8, 16, 1))]

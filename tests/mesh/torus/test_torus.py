@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax.experimental import mesh_utils
 
 from flax_mesh.mesh.device_mesh import create_device_mesh, create_hybrid_device_mesh
-from flax_mesh.mesh.torus import (
+from flax_mesh.mesh.torus.torus import (
     arrange,
     factorings,
     known_assignment,

@@ -16,7 +16,8 @@ SCRIPT = """
 import sys
 import numpy as np
 from jax.experimental import mesh_utils, topologies
-from flax_mesh.mesh import create_mesh, describe_mesh
+from flax_mesh import create_mesh
+from flax_mesh.mesh import describe_mesh
 from flax_mesh.mesh.describe import read_layout
 
 name, num_slices, dims = sys.argv[1], int(sys.argv[2]), tuple(map(int, sys.argv[3].split(",")))

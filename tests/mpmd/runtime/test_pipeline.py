@@ -12,8 +12,9 @@ from flax import nnx
 
 from flax_mesh import abstract_state, create_mesh
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
-from flax_mesh.mpmd import CutError, MpmdMesh, Pipeline, chain_stages, make_schedule, split_stages
+from flax_mesh.mpmd import CutError, MpmdMesh, Pipeline, chain_stages, split_stages
 from flax_mesh.mpmd.runtime.placement import chunked
+from flax_mesh.mpmd.schedules import make_schedule
 from flax_mesh.train import init_train_state, make_train_step
 from flax_mesh.tree import named_leaves
 

@@ -11,12 +11,14 @@ import optax
 import pytest
 from flax import nnx
 
+from flax_mesh import partitioned
 from flax_mesh.errors import ConfigError, ShardingError
-from flax_mesh.mpmd import Action, CutError, Pipeline, Schedule, forward_schedule, make_schedule, split_stages
+from flax_mesh.mpmd import CutError, Pipeline, split_stages
 from flax_mesh.mpmd.runtime.profile import with_split_backward
+from flax_mesh.mpmd.schedules import Action, Schedule, make_schedule
+from flax_mesh.mpmd.schedules.schedule import forward_schedule
 from flax_mesh.mpmd.schedules.simulate import peak_activations
 from flax_mesh.mpmd.split.update import SHARED
-from flax_mesh.sharding import partitioned
 from tests.mpmd.runtime.test_pipeline import (
     FAST,
     PLAIN_SGD,

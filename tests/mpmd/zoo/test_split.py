@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 from flax_mesh import create_mesh
-from flax_mesh.mpmd import MpmdMesh, Pipeline, StagedModel, make_schedule, split_stages
+from flax_mesh.mpmd import MpmdMesh, Pipeline, StagedModel, split_stages
+from flax_mesh.mpmd.schedules import make_schedule
 from flax_mesh.mpmd.schedules.schedule import Schedule
 from flax_mesh.step.state import TrainState
 from flax_mesh.tree import named_leaves

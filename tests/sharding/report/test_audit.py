@@ -8,7 +8,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh, PartitionSpec
 
 import flax_mesh as fm
-from flax_mesh.sharding import audit_rules, explain_sharding
+from flax_mesh import explain_sharding
+from flax_mesh.sharding import audit_rules
 from flax_mesh.sharding.rules import apply_policy
 from flax_mesh.tree import named_leaves
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import flax_mesh as fm
-from flax_mesh.sharding import read_collectives, sum_traffic
+from flax_mesh.sharding.report.hlo import read_collectives, sum_traffic
 
 P = PartitionSpec
 SIZES = {"a": 2, "b": 2, "c": 2}
