@@ -1,4 +1,4 @@
-"""The training step of one program: its state, its loss function, the step itself."""
+"""The training step of a single program: train state, loss function, train and evaluation step."""
 
 from flax_mesh.step.loss import Batch as Batch
 from flax_mesh.step.loss import LossFn as LossFn

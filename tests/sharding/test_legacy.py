@@ -59,7 +59,7 @@ def test_leaves_without_a_spec_stand_in_one_error():
     tree = {"abstract": jax.ShapeDtypeStruct((2,), jnp.float32), "text": "x", "fine": np.zeros(2)}
     with pytest.raises(fm.ShardingError, match="abstract: an abstract leaf without a sharding") as error:
         fm.get_partition_spec(tree)
-    assert "text: str is no array and no number" in str(error.value) and "fine" not in str(error.value)
+    assert "text: str is neither an array nor a number" in str(error.value) and "fine" not in str(error.value)
 
 
 def test_names_come_in_order_of_first_use_each_once():
@@ -120,7 +120,7 @@ def test_every_bad_entry_stands_in_one_error(mesh):
     with pytest.raises(fm.ShardingError, match=r"'attention': write PATTERN\|PATTERN->AXIS.AXIS") as error:
         fm.create_pattern_based_partition_spec("attention,(x->data,w->nowhere,v->data.data,|k->model", mesh)
     text = str(error.value)
-    assert "'(x' is no regular expression" in text
+    assert "'(x' is not a regular expression" in text
     assert "'w->nowhere': dim 0 names mesh axis 'nowhere', which the mesh" in text
     assert "'v->data.data': dim 1 uses mesh axis 'data'" in text
     assert "'|k->model': an empty pattern would match every path" in text
