@@ -29,7 +29,9 @@ def placement() -> None:
             want = values.astype(x.dtype)
             assert x.dtype == placed[name].dtype and np.array_equal(x, want), name
     for name, x in fm.gather(placed, remote="collect", dtype=np.float16).items():
-        want = np.int32 if name == "both" else np.float16  # also the shards of other processes; integers keep their dtype
+        want = (
+            np.int32 if name == "both" else np.float16
+        )  # also the shards of other processes; integers keep their dtype
         assert x.dtype == want and np.array_equal(x, values), name
     np.testing.assert_array_equal(fm.gather(placed["copies"]), values)  # every element is local too
 

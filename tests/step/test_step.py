@@ -103,7 +103,10 @@ def test_accumulation_is_correct_for_microbatches_of_different_weight(parts):
     for a, b in zip(rows, split_rows, strict=True):
         for name in ("loss", "grad_norm", "weight", "errors"):
             np.testing.assert_allclose(a[name], b[name], rtol=1e-5, err_msg=name)
-    assert [int(s.merge()[0].seen[...]) for s in (full, split)] == [2, 2 * parts]  # carried from one microbatch to the next
+    assert [int(s.merge()[0].seen[...]) for s in (full, split)] == [
+        2,
+        2 * parts,
+    ]  # carried from one microbatch to the next
 
     def mean_of_means(model, b):  # a common mistake: the mean over each microbatch
         loss, weight, _ = weighted_loss(model, b)
