@@ -204,4 +204,4 @@ DEFAULT_AXES = PartitionAxis()
 def dims_text(dims: Any) -> str:
     """Entries of a spec or of a rule, `-` for None; a rule that is a spec is marked as such."""
     text = ", ".join("+".join(as_tuple(entry)) or "-" for entry in dims or ())
-    return f"P({text})" if isinstance(dims, PartitionSpec) and not text else text or "whole"
+    return f"P({text})" if isinstance(dims, PartitionSpec) and not text else text or "replicated"
