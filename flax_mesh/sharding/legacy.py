@@ -80,7 +80,8 @@ def get_partition_spec(tree: Any) -> Any:
 def get_names_from_partition_spec(specs: Any) -> list[str]:
     """Mesh axes in a PartitionSpec, a sequence or mapping of them, or a tree: each once, in the order of first use.
 
-    >>> get_names_from_partition_spec(P(("dp", "fsdp"), None, "tp"))
+    >>> P = jax.sharding.PartitionSpec
+    >>> fm.get_names_from_partition_spec(P(("dp", "fsdp"), None, "tp"))
     ['dp', 'fsdp', 'tp']
     """
     names: dict[str, None] = {}
