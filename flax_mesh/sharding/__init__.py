@@ -1,4 +1,4 @@
-"""Rule tables, the sharded abstract state, and what consumes it: initialisation, shard, gather, constraints."""
+"""Rule tables, the sharded abstract state, its initialization and placement, sharding constraints, and reports."""
 
 from flax_mesh.sharding.abstract import abstract_model as abstract_model
 from flax_mesh.sharding.abstract import abstract_state as abstract_state

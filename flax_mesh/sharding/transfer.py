@@ -202,20 +202,20 @@ def _layout(
 def _fitting(
     tree: Any, leaves: Sequence[Any], layouts: Sequence[UnfittedSharding | Sharding]
 ) -> tuple[list[Sharding], list[Finding]]:
-    made: dict[Any, Sharding] = {}
+    cache: dict[Any, Sharding] = {}
     shardings: list[Sharding] = []
     findings: list[Finding] = []
     paths: list[str] = []
     for number, (leaf, layout) in enumerate(zip(leaves, layouts, strict=True)):
         shape = getattr(leaf, "shape", ())
-        sharding = made.get((shape, layout))
+        sharding = cache.get((shape, layout))
         if sharding is None:
             sharding, problems = _sharding("", shape, layout)
             if problems:  # building the paths takes longer than all the rest, so it is done only for errors
                 paths = paths or [path for path, _ in named_leaves(tree)]
                 findings += [problem._replace(path=paths[number]) for problem in problems]
             else:
-                made[shape, layout] = sharding
+                cache[shape, layout] = sharding
         shardings.append(sharding)
     return shardings, findings
 

@@ -26,13 +26,12 @@ def placement() -> None:
     assert isinstance(left["split"], jax.Array) and isinstance(left["copies"], np.ndarray)
     for found in (fm.gather(placed, remote="collect"), fm.gather(placed, remote="collect", bytes_in_flight=64)):
         for name, x in found.items():
-            want = values.astype(x.dtype)
-            assert x.dtype == placed[name].dtype and np.array_equal(x, want), name
+            expected = values.astype(x.dtype)
+            assert x.dtype == placed[name].dtype and np.array_equal(x, expected), name
     for name, x in fm.gather(placed, remote="collect", dtype=np.float16).items():
-        want = (
-            np.int32 if name == "both" else np.float16
-        )  # also the shards of other processes; integers keep their dtype
-        assert x.dtype == want and np.array_equal(x, values), name
+        # The shards of other processes are cast too; integers keep their dtype.
+        expected = np.int32 if name == "both" else np.float16
+        assert x.dtype == expected and np.array_equal(x, values), name
     np.testing.assert_array_equal(fm.gather(placed["copies"]), values)  # every element is local too
 
 

@@ -99,8 +99,8 @@ def test_the_state_is_initialized_sharded_with_the_same_bits_on_every_mesh(maker
     for mesh in meshes().values():
         abstract = fm.abstract_state(maker, mesh, RULES)
         state = fm.init_state(maker, abstract)
-        for want, have in zip(jax.tree.leaves(abstract), jax.tree.leaves(state), strict=True):
-            assert have.sharding == want.sharding and have.shape == want.shape and have.dtype == want.dtype
+        for expected, have in zip(jax.tree.leaves(abstract), jax.tree.leaves(state), strict=True):
+            assert have.sharding == expected.sharding and have.shape == expected.shape and have.dtype == expected.dtype
         leaves = jax.tree.leaves(fm.gather(state))
         reference = reference or digest(leaves)
         assert digest(leaves) == reference

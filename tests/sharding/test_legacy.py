@@ -38,13 +38,13 @@ def test_sharding_structure_is_none_for_leaves_without_a_named_sharding(mesh, tr
 
 def test_specs_become_shardings_on_the_mesh_passed_or_in_context(mesh):
     specs = {"a": P("data"), "b": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(mesh, P("model")))}
-    want = {"a": NamedSharding(mesh, P("data")), "b": NamedSharding(mesh, P("model"))}
-    assert fm.extract_shardings(specs, mesh) == want
+    expected = {"a": NamedSharding(mesh, P("data")), "b": NamedSharding(mesh, P("model"))}
+    assert fm.extract_shardings(specs, mesh) == expected
     with jax.set_mesh(mesh):
-        assert fm.extract_shardings(specs) == want
+        assert fm.extract_shardings(specs) == expected
     with pytest.raises(AssertionError, match="No mesh is in context"):
         fm.extract_shardings(specs)
-    assert fm.extract_shardings({"b": specs["b"]}) == {"b": want["b"]}  # nothing to resolve: no mesh needed
+    assert fm.extract_shardings({"b": specs["b"]}) == {"b": expected["b"]}  # nothing to resolve: no mesh needed
     with pytest.raises(fm.ShardingError, match="a: dim 0 names mesh axis 'x'") as error:
         fm.extract_shardings({"a": P("x"), "b": P("data", "data")}, mesh)
     assert "b: dim 1 uses mesh axis 'data'" in str(error.value)
@@ -165,23 +165,20 @@ def test_the_documented_names_are_importable_from_the_package():
 
 def test_specs_use_the_mesh_of_the_legacy_context(mesh):
     specs, tree = {"a": P("data"), "b": P(None, "model")}, {"a": np.ones(8), "b": np.ones((2, 8))}
-    want = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    expected = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # `with mesh:` is deprecated, and is what this test is about
+        warnings.simplefilter("ignore", DeprecationWarning)  # of `with mesh:`, which this test is about
         with mesh:
-            assert fm.extract_shardings(specs) == want
-            assert {k: x.sharding for k, x in fm.shard(tree, specs).items()} == want
+            assert fm.extract_shardings(specs) == expected
+            assert {k: x.sharding for k, x in fm.shard(tree, specs).items()} == expected
             shard_fns, gather_fns = fm.make_shard_and_gather_fns(specs)
             report = fm.analyze_sharding_strategy(tree, specs)
             with pytest.raises(fm.ShardingError, match="'w->nowhere'"):
                 fm.create_pattern_based_partition_spec("w->nowhere")
     assert set(report.memory_per_device) == set(jax.devices())
-    placed = {
-        name: shard_fns[name](x) for name, x in tree.items()
-    }  # the mesh in context when the functions were created
-    assert {k: x.sharding for k, x in placed.items()} == want and gather_fns["b"](placed["b"]).sum() == 16
+    # On the mesh that was in context when the functions were created.
+    placed = {name: shard_fns[name](x) for name, x in tree.items()}
+    assert {k: x.sharding for k, x in placed.items()} == expected and gather_fns["b"](placed["b"]).sum() == 16
 
 
 def test_shardings_are_read_inside_shard_map_and_jit(mesh):

@@ -120,9 +120,8 @@ def test_moments_are_sharded_as_their_parameters_and_steps_equal_those_of_one_de
     assert big  # every optimizer of this table has large arrays
     _, alone = after_steps(name, fm.create_mesh((1, 1, 1, 1, 1), devices=jax.devices()[:1]))
     start = fm.gather(fm.init_state(maker(name), abstract))
-    assert (
-        np.abs(start["model"]["out"]["kernel"][...] - state.merge()[0].out.kernel[...]).max() > 1e-3
-    )  # the parameters changed
+    change = np.abs(start["model"]["out"]["kernel"][...] - state.merge()[0].out.kernel[...]).max()
+    assert change > 1e-3
     assert_close(fm.gather(state.to_nnx()), fm.gather(alone.to_nnx()))
 
 
@@ -158,9 +157,8 @@ def test_any_choice_of_dims_is_recovered_from_the_sizes_after_growing(shape, dat
     grown = _grown(shape)
     assert len(set(grown)) == len(grown) and all(a < b for a, b in zip(shape, grown, strict=True))
     assert np.argsort(shape, kind="stable").tolist() == np.argsort(grown).tolist()
-    chosen = data.draw(
-        st.lists(st.sampled_from([None, *range(len(shape))]), max_size=4)
-    )  # None: not a dim of the parameter
+    # None: not a dim of the parameter.
+    chosen = data.draw(st.lists(st.sampled_from([None, *range(len(shape))]), max_size=4))
     before, after = ([7 if dim is None else sizes[dim] for dim in chosen] for sizes in (shape, grown))
     assert _dims(tuple(before), tuple(after), shape) == tuple(chosen)
     assert _dims(tuple(before), (*after, 1), shape) == (None,) * len(chosen)  # another rank: unknown
@@ -261,8 +259,8 @@ def test_sharding_moments_over_dp_divides_their_bytes_and_keeps_the_results(name
     _, plain = after_steps(name, mesh)
     abstract, zero = after_steps(name, mesh, shard_optimizer_over="dp")
     assert bytes_per_device(plain.to_nnx()) == 4 * bytes_per_device(zero.to_nnx()) > 0
-    for want, have in zip(jax.tree.leaves(abstract), zero.leaves, strict=True):
-        assert have.sharding == want.sharding  # also after a step
+    for expected, have in zip(jax.tree.leaves(abstract), zero.leaves, strict=True):
+        assert have.sharding == expected.sharding  # also after a step
     report, stored = fm.analyze_sharding_strategy(abstract), {}
     for shard in (shard for leaf in zero.leaves for shard in leaf.addressable_shards):
         stored[shard.device] = stored.get(shard.device, 0) + shard.data.nbytes

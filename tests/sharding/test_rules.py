@@ -126,9 +126,8 @@ def test_dims_of_a_stack_are_counted_without_the_layer_dim():
     assert f"spec {P(None, 'tp', None)} of rule 'long' has 3 dims, one layer of the array (3, 4, 4) has 2" in long
     assert "dim 2 (dim 1 of a layer) has size 7, not divisible by 2" in odd
     assert odd.endswith("or map dim 1 of rule 'odd' to None.")
-    assert "layers/s: dim 1 has size 7" in s and s.endswith(
-        "or map dim 1 of rule 's' to None."
-    )  # a rule that names the layers itself
+    # The rule "s" names the layer dim itself.
+    assert "layers/s: dim 1 has size 7" in s and s.endswith("or map dim 1 of rule 's' to None.")
     assert "dim 1 of rule 'twice' uses mesh axis 'tp', which an earlier dim has already" in twice
 
 
@@ -208,5 +207,5 @@ def test_fitted_specs_fit_and_dropped_axes_are_reported(spec, shape):
     assert len(used) == len(set(used)) and len(kept) <= len(shape)
     for size, entry in zip(shape, kept, strict=False):
         assert size % np.prod([MESH.shape[a] for a in as_tuple(entry)], dtype=int) == 0
-    wanted = [a for e in spec for a in as_tuple(e)]
-    assert bool(findings) == (used != wanted or len(spec) > len(shape))
+    requested = [a for e in spec for a in as_tuple(e)]
+    assert bool(findings) == (used != requested or len(spec) > len(shape))

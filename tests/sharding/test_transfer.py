@@ -133,11 +133,11 @@ def test_specs_may_be_one_spec_shardings_arrays_or_an_abstract_state():
     make = lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0))  # noqa: E731
     abstract = fm.abstract_state(make, mesh, [("kernel", P("fsdp", "tp")), ("bias", P("tp"))])
     state = nnx.state(make())
-    want = {"kernel": NamedSharding(mesh, P("fsdp", "tp")), "bias": NamedSharding(mesh, P("tp"))}
-    layouts = {"abstract": abstract, "shardings": want, "of arrays": fm.init_state(make, abstract)}
+    expected = {"kernel": NamedSharding(mesh, P("fsdp", "tp")), "bias": NamedSharding(mesh, P("tp"))}
+    layouts = {"abstract": abstract, "shardings": expected, "of arrays": fm.init_state(make, abstract)}
     for name, specs in layouts.items():
         placed = fm.shard(state, specs)
-        assert {path: x.sharding for path, x in fm.named_leaves(placed)} == want, name
+        assert {path: x.sharding for path, x in fm.named_leaves(placed)} == expected, name
         assert isinstance(placed, nnx.State)
     assert all(
         x.is_fully_replicated and len(x.sharding.device_set) == 8 for x in jax.tree.leaves(fm.shard(state, P(), mesh))
@@ -318,9 +318,8 @@ def test_gathering_replicates_nothing_on_devices():
     x, y, z = (fm.shard(np.ones((8, size // 32), np.float32), P("fsdp"), mesh) for _ in range(3))
     assert peak_of(lambda: fm.gather(x)) < 4 * size
     assert peak_of(lambda: fm.gather(y, bytes_in_flight=2**20)) < 4 * size
-    assert (
-        peak_of(lambda: jax.block_until_ready(fm.reshard(z, P()))) > 5 * size
-    )  # the size of 8 replicas, for comparison
+    # For comparison: replicating on 8 devices allocates 8 times the size.
+    assert peak_of(lambda: jax.block_until_ready(fm.reshard(z, P()))) > 5 * size
 
 
 class Piece:

@@ -26,9 +26,9 @@ def test_with_state_takes_the_leaves_and_keeps_the_definition(kind, abstract):
     got = layout.with_state(kind(state))
     assert got.definition is layout.definition
     kernels = [layer.kernel[...] for layer in got.merge()[0].layers]  # more than ten layers: as text, 10 sorts before 2
-    want = dict(named_leaves(state))
+    expected = dict(named_leaves(state))
     assert len(kernels) == 11
-    assert all(np.array_equal(kernel, want[f"model/layers/{i}/kernel"]) for i, kernel in enumerate(kernels))
+    assert all(np.array_equal(kernel, expected[f"model/layers/{i}/kernel"]) for i, kernel in enumerate(kernels))
 
 
 def test_with_state_names_every_path_that_differs(abstract):

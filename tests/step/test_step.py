@@ -35,11 +35,11 @@ class Net(nnx.Module):
 
 
 def make(optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)), **kinds):  # noqa: B008
-    def made():
+    def create():
         model = Net(nnx.Rngs(0), **kinds)
         return model, nnx.Optimizer(model, optimizer, wrt=nnx.Param)
 
-    return made
+    return create
 
 
 def start(maker, mesh=None):
@@ -103,10 +103,8 @@ def test_accumulation_is_correct_for_microbatches_of_different_weight(parts):
     for a, b in zip(rows, split_rows, strict=True):
         for name in ("loss", "grad_norm", "weight", "errors"):
             np.testing.assert_allclose(a[name], b[name], rtol=1e-5, err_msg=name)
-    assert [int(s.merge()[0].seen[...]) for s in (full, split)] == [
-        2,
-        2 * parts,
-    ]  # carried from one microbatch to the next
+    # `seen` is carried from one microbatch to the next.
+    assert [int(s.merge()[0].seen[...]) for s in (full, split)] == [2, 2 * parts]
 
     def mean_of_means(model, b):  # a common mistake: the mean over each microbatch
         loss, weight, _ = weighted_loss(model, b)
@@ -188,12 +186,12 @@ def test_layers_default_to_those_of_the_model_and_an_argument_overrides_them():
         def __call__(self, x):
             return nnx.vmap(lambda drop: drop(x))(self.layers) * self.scale
 
-    def made():
+    def create():
         model = Drops()
         return model, nnx.Optimizer(model, optax.sgd(0.0), wrt=nnx.Param)
 
     mask = lambda model, b: (0.0, 1.0, {"mask": jnp.sum(model(jnp.ones(64)) * 2.0 ** jnp.arange(3)[:, None])})  # noqa: E731
-    seen = lambda **kinds: float(run(mask, start(made), [batch()], **kinds)[1][0]["mask"])  # noqa: E731
+    seen = lambda **kinds: float(run(mask, start(create), [batch()], **kinds)[1][0]["mask"])  # noqa: E731
     assert seen() == seen(layers="layers") == seen(layers=["layers"])
     assert seen() != seen(layers=())
 
@@ -231,11 +229,11 @@ def test_tied_weights_remain_one_parameter():
         def __call__(self, x):
             return self.b(self.a(x))
 
-    def made():
+    def create():
         model = Tied()
         return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
 
-    state = start(made)
+    state = start(create)
     assert sum("kernel" in p for p, _ in named_leaves(state.to_nnx()["model"])) == 1
     loss = lambda model, b: jnp.mean((model(b["x"]) - 1.0) ** 2)  # noqa: E731
     kernel = np.asarray(state.merge()[0].a.kernel[...])
@@ -248,13 +246,13 @@ def test_tied_weights_remain_one_parameter():
 
 
 def test_frozen_parameters_do_not_change():
-    def made():
+    def create():
         model = Net(nnx.Rngs(0))
         only_first = nnx.All(nnx.Param, nnx.PathContains(0))
         return model, nnx.Optimizer(model, optax.adamw(1e-2, weight_decay=0.1), wrt=only_first)
 
-    before = {p: np.asarray(x) for p, x in named_leaves(start(made).to_nnx()["model"]) if "layers" in p}
-    state, _ = run(weighted_loss, start(made), [batch()] * 2)
+    before = {p: np.asarray(x) for p, x in named_leaves(start(create).to_nnx()["model"]) if "layers" in p}
+    state, _ = run(weighted_loss, start(create), [batch()] * 2)
     after = dict(named_leaves(state.to_nnx()["model"]))
     assert not np.array_equal(before["layers/0/kernel"], after["layers/0/kernel"])
     assert np.array_equal(before["layers/1/kernel"], after["layers/1/kernel"])
@@ -266,12 +264,12 @@ def test_a_call_that_adds_a_variable_is_an_error_that_names_it():
             self.more = nnx.BatchStat(jnp.zeros(3))
             return super().__call__(x)
 
-    def made():
+    def create():
         model = Growing(nnx.Rngs(0))
         return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
 
     with pytest.raises(ValueError, match=r"the step changed its structure: removed nothing, added \['2/more'\]"):
-        run(weighted_loss, start(made), [batch()])
+        run(weighted_loss, start(create), [batch()])
 
 
 def test_the_state_is_donated_and_nothing_recompiles(compilations):

@@ -1,7 +1,7 @@
 """A sharding as one HTML file without external resources, which draws the shards of every array on the mesh.
 
 Arrays and meshes of any rank are drawn by the same function: the last two dims become a grid of cells, the two dims
-before them a grid of such grids, and so on. A shard and the devices that store it have the same colour.
+before them a grid of such grids, and so on. A shard and the devices that store it have the same color.
 """
 
 import json
