@@ -185,7 +185,7 @@ def test_a_clean_table_has_no_findings_and_each_threshold_is_exact():
     rules = [("kernel", ("embed", "mlp")), (".*", ())]
     assert not explain_sharding(Net, MESH, rules).findings
     (large,) = explain_sharding(Net, MESH, rules, large=64 * 64 * 4).findings
-    assert large.path == "large" and "(reported from 16.0 KiB on)" in large.repair
+    assert large.path == "large" and "(reported for 16.0 KiB or more)" in large.repair
     assert not explain_sharding(Net, MESH, rules, large=64 * 64 * 4 + 1).findings
     # Where nothing is split, as in plain data parallelism, copies are no finding.
     assert not explain_sharding(Net, AbstractMesh((8,), ("dp",)), [(".*", ())], large=1).findings

@@ -34,7 +34,7 @@ def analyze_sharding_strategy(
 
     Args:
         tree: Arrays or ShapeDtypeStructs, such as an `abstract_state` or a state. Parameters, optimizer state and other
-            variables are told apart by their Variable types; plain arrays are parameters.
+            variables are distinguished by their Variable types; plain arrays are parameters.
         specs: Tree of the same structure of PartitionSpecs or shardings. Default: the shardings of the leaves.
         mesh: Mesh or AbstractMesh of PartitionSpecs. Default: the mesh in context.
         compiled: A compiled step, `jax.jit(...).lower(...).compile()`. Adds its collectives to the report: which mesh

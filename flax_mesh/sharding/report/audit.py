@@ -86,7 +86,7 @@ def large_replicated(
         size = math.prod(shape[1:] if stacked else shape) * leaf.dtype.itemsize if shape else 0
         if is_replicated and size >= large:
             problem = f"{bytes_text(size)} are replicated on all {mesh.size} devices"
-            repair = f"Shard a dim in its rule if this is not intended (reported from {bytes_text(large)} on)"
+            repair = f"Shard a dim in its rule if this is not intended (reported for {bytes_text(large)} or more)"
             found.append(Finding(path, problem, repair))
     return found
 

@@ -207,9 +207,9 @@ def _bytes(dtype: str, dims: str) -> int:
 def _groups(attributes: str, num_devices: int) -> np.ndarray:
     """Device ids [group, member] from any of XLA's three notations.
 
-    {{0,1},{2,3}}          lists of ids
-    [2,2]<=[2,2]T(1,0)     iota over [2,2], transposed, reshaped to 2 groups of 2: {{0,2},{1,3}}
-    mesh['x'=2,'y'=2] {'x'}   groups along an axis of a mesh that the compiler defines: {{0,2},{1,3}}
+    {{0,2},{1,3}}            lists of ids
+    [2,2]<=[2,2]T(1,0)       the same: ids 0..3 as a 2x2 array, transposed, reshaped to 2 groups of 2
+    mesh['x'=2,'y'=2] {'x'}  the same: groups along axis x of a mesh that the compiler defines
     """
     match = _GROUPS.search(attributes)
     if match is None:
