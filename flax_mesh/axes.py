@@ -1,6 +1,7 @@
 """PartitionAxis: which mesh axes each logical axis (batch, heads, vocab, experts ...) is split over."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -160,12 +161,27 @@ class PartitionAxis:
         logical_axes = tuple(logical_axes)
         spec, lost = self.resolve_and_report(logical_axes, mode)
         if lost and on_duplicate == "error":
-            each = "; ".join(f"dim {d} ({name!r}) wants mesh axis {axis!r}" for d, name, axis in lost)
-            raise ShardingError(f"{logical_axes} uses a mesh axis twice: {each}, which an earlier dim has already.")
+            each = "; ".join(f"dim {d} ({name!r}) resolves to mesh axis {axis!r}" for d, name, axis in lost)
+            raise ShardingError(f"{logical_axes} uses a mesh axis twice: {each}, which an earlier dim uses.")
         return spec
 
+    @functools.cached_property
+    def default_names(self) -> frozenset[str]:
+        """Mesh axes that the default values alone bring in: a mesh that lacks one is used as if it had size 1."""
+        mesh_axis_fields = _FOLLOW_DATA.mesh_axis_fields + _FOLLOW_TENSOR.mesh_axis_fields
+        mesh_axis_fields += _FOLLOW_SEQUENCE.mesh_axis_fields + _FOLLOW_EXPERT.mesh_axis_fields
+        followed = PartitionAxis(**{name: getattr(self, name) for name in mesh_axis_fields})
+        written = [axis for _, axis in self.extra]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            expected = field.default if field.name in mesh_axis_fields else getattr(followed, field.name)
+            if field.name != "extra" and value != expected:
+                written.append(value)
+        brought = {name for field in mesh_axis_fields for name in as_tuple(getattr(self, field))}
+        return frozenset(brought - {name for axis in written for name in as_tuple(axis)})
+
     def validate(self, mesh: Mesh | AbstractMesh) -> None:
-        """Raise one ShardingError naming every field whose mesh axis `mesh` lacks."""
+        """Raise one ShardingError that names every field whose mesh axis `mesh` lacks, defaults included."""
         named = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "extra"}
         named |= {f"extra[{name!r}]": axis for name, axis in self.extra}
         missing = [(k, axis) for k, value in named.items() for axis in as_tuple(value) if axis not in mesh.axis_names]
@@ -201,7 +217,19 @@ def _axis_name(field: str, value: Any) -> AxisName:
 DEFAULT_AXES = PartitionAxis()
 
 
+@dataclass(frozen=True)
+class LargestDim:
+    """Dims of a rule that fits any array: its largest dim that divides is split over these mesh axes."""
+
+    mesh_axes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"largest dim over {'+'.join(self.mesh_axes)}"
+
+
 def dims_text(dims: Any) -> str:
     """Entries of a spec or of a rule, `-` for None; a rule that is a spec is marked as such."""
+    if isinstance(dims, LargestDim):
+        return str(dims)
     text = ", ".join("+".join(as_tuple(entry)) or "-" for entry in dims or ())
     return f"P({text})" if isinstance(dims, PartitionSpec) and not text else text or "replicated"

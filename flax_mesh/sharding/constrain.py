@@ -58,7 +58,8 @@ def constrain(
     """Constrains the sharding of an activation, given the logical axis of each of its dims.
 
     `axes` maps the logical axes to mesh axes, and `with_sharding_constraint` applies the resulting spec. Without a mesh
-    in context, `x` is returned unchanged, so that the same model runs on a single device.
+    in context, `x` is returned unchanged, so that the same model runs on a single device. Mesh axes that only the
+    default values of `axes` name may be missing in the mesh, and then count as size 1.
 
     Args:
         x: Array of any shape, usually traced.
@@ -83,12 +84,14 @@ def constrain(
         >>> x.addressable_shards[0].data.shape
         (4, 16, 16)
     """
-    if current_mesh() is None:
+    if (mesh := current_mesh()) is None:
         return x
     logical_axes = tuple(logical_axes)
     spec, lost = axes.resolve_and_report(logical_axes, mode)
     apply_policy([lost_finding(f"constrain{logical_axes}", one) for one in lost], on_mismatch, dropped)
-    return with_sharding_constraint(x, spec, on_mismatch=on_mismatch, dropped=dropped)
+    absent = axes.default_names - set(mesh.axis_names)
+    present = PartitionSpec(*(as_entry(axis for axis in as_tuple(entry) if axis not in absent) for entry in spec))
+    return with_sharding_constraint(x, present, on_mismatch=on_mismatch, dropped=dropped)
 
 
 def _only(entry: Any, types: dict[str, AxisType], *kinds: AxisType | None) -> Any:

@@ -34,7 +34,7 @@ def explain(config: TrainConfig) -> Explanation:
         raise ConfigError(problems)
     mesh = abstract_mesh(config)
     explanation = explain_sharding(
-        partial(make_modules, config), mesh, config.rules, shard_optimizer_over=shard_over(config)
+        partial(make_modules, config), mesh, config.mesh.rules or config.rules, shard_optimizer_over=shard_over(config)
     )
     settings = [_setting_finding(line) for line in check_on_mesh(config, mesh, explanation.axes)]
     note, uncut = ("", []) if settings else _stages(config, explanation, mesh)

@@ -64,7 +64,7 @@ def test_mesh_axes_that_do_not_fit_follow_the_policy():
 def test_a_mesh_axis_of_two_logical_axes_follows_the_policy():
     axes = PartitionAxis(extra={"channels": "tp"})
     with jax.set_mesh(create_mesh((1, 2, 1, 2, 2))):
-        with pytest.raises(ShardingError, match=r"\('hidden', 'channels'\): dim 1 \('channels'\) wants mesh axis 'tp'"):
+        with pytest.raises(ShardingError, match=r"'channels'\): dim 1 \('channels'\) resolves to mesh axis 'tp'"):
             constrain(X, ("hidden", "channels"), axes=axes)
         dropped = []
         kept = constrain(X, ("hidden", "channels"), axes=axes, on_mismatch="drop", dropped=dropped)

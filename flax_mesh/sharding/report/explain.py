@@ -1,6 +1,6 @@
 """Report on a model, a rule table and a mesh: every array with its rule and spec, and all findings."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,18 +12,10 @@ from flax_mesh.sharding.abstract import ATTRIBUTE, abstract_model, lay_out, mode
 from flax_mesh.sharding.annotations import annotations_of, match_annotations
 from flax_mesh.sharding.optimizer import match_optimizer
 from flax_mesh.sharding.report.account import analyze_sharding_strategy
-from flax_mesh.sharding.report.audit import (
-    LARGE,
-    Audit,
-    RuleUse,
-    audit_rules,
-    complete,
-    group_findings,
-    large_replicated,
-)
+from flax_mesh.sharding.report.audit import LARGE, Audit, RuleUse, audit_rules, complete, large_replicated
 from flax_mesh.sharding.report.fingerprint import sharding_fingerprint
 from flax_mesh.sharding.report.report import RULE_HEADS, ArrayReport, ShardingReport, report_page
-from flax_mesh.sharding.rules import Finding, PartitionRules, as_rules, needs_no_rule
+from flax_mesh.sharding.rules import Finding, PartitionRules, Rules, as_rules, group_findings, needs_no_rule
 from flax_mesh.text import count_text, table_text
 from flax_mesh.tree import named_leaves, owner_of
 
@@ -38,6 +30,7 @@ class Explanation(NamedTuple):
     axes: PartitionAxis
     fingerprint: str  # of model and optimizer, see `sharding_fingerprint`
     note: str = ""  # remark on the mesh
+    replicated: tuple[Finding, ...] = ()  # arrays without a dim that rules such as "fsdp" could split
 
     def to_text(self, *, width: int = 100) -> str:
         """Mesh, rules, arrays, totals and findings as text. Lines have at most `width` columns, except findings."""
@@ -54,6 +47,8 @@ class Explanation(NamedTuple):
                 "",
                 self.report.to_text(width=width, mesh=False),
                 "",
+                *(f"- {finding}" for finding in self.replicated),
+                *([""] if self.replicated else []),
                 f"{count_text(count, 'finding')}:" if count else "no findings",
                 *(f"- {finding}" for finding in self.findings),
             ]
@@ -66,7 +61,14 @@ class Explanation(NamedTuple):
             for use in self.rules
         ]
         findings = [finding._asdict() for finding in self.findings]
-        return {"findings": findings, "fingerprint": self.fingerprint, "rules": rules, **self.report.to_dict()}
+        replicated = [finding._asdict() for finding in self.replicated]
+        return {
+            "findings": findings,
+            "replicated": replicated,
+            "fingerprint": self.fingerprint,
+            "rules": rules,
+            **self.report.to_dict(),
+        }
 
     def to_html(self, *, title: str = "sharding") -> str:
         """The same as one HTML file without external resources, with a drawing of the shards on the mesh."""
@@ -81,7 +83,7 @@ class Explanation(NamedTuple):
 def explain_sharding(
     make: Callable[[], Any],
     mesh: Mesh | AbstractMesh,
-    rules: PartitionRules | Iterable[tuple[str, Any]] | None = None,
+    rules: Rules | None = None,
     *,
     axes: PartitionAxis | None = None,
     shard_optimizer_over: str | tuple[str, ...] = (),
@@ -100,14 +102,16 @@ def explain_sharding(
     Args:
         make: Function without arguments that returns a model or (model, optimizer).
         mesh: Mesh or AbstractMesh.
-        rules: PartitionRules or pairs (pattern, dims). Default: the table or the annotations of the model.
+        rules: PartitionRules, pairs (pattern, dims), or mesh axes such as "fsdp" over which the largest dim of every
+            array is split. Default: the table or the annotations of the model.
         axes: Maps logical axes to mesh axes. Default: the axes of the rules or of the model.
         shard_optimizer_over: Mesh axes over which the optimizer state is sharded in addition (ZeRO stage 1).
         large: Size in bytes, per layer in a scanned stack, from which a replicated array is a finding. Default: 16 MiB.
 
     Returns:
-        An `Explanation` with the `report` on all arrays, the use of every rule, the `findings` and the fingerprint.
-        Print it with `to_text()`; `to_dict()` and `to_html()` return it for JSON and as an HTML page.
+        An `Explanation` with the `report` on all arrays, the use of every rule, the `findings`, the arrays that rules
+        such as "fsdp" leave `replicated`, and the fingerprint. Print it with `to_text()`; `to_dict()` and `to_html()`
+        return it for JSON and as an HTML page.
 
     Raises:
         ShardingError: The rules are invalid by themselves, or the model has neither rules nor annotations.
@@ -139,13 +143,21 @@ def explain_sharding(
     report = _with_rules(analyze_sharding_strategy(state), table, nnx.state(model))
     used_axes = table.axes if table else axes or DEFAULT_AXES
     fingerprint = sharding_fingerprint(nnx.State(state) if optimizer is not None else state["model"])
-    return Explanation(report, tuple(audit.uses), rules is None, tuple(findings), used_axes, fingerprint)
+    return Explanation(
+        report,
+        tuple(audit.uses),
+        rules is None,
+        tuple(findings),
+        used_axes,
+        fingerprint,
+        replicated=tuple(audit.replicated),
+    )
 
 
 def _audit_annotations(state: nnx.State, mesh: Mesh | AbstractMesh, axes: PartitionAxis, large: int) -> Audit:
     match, leaves = match_annotations(state, mesh, axes), named_leaves(state)
     replicated = large_replicated(leaves, match.specs, mesh, large, stacks=[False] * len(leaves))
-    return Audit(match.specs, [], group_findings([*match.findings, *replicated]))
+    return Audit(match.specs, [], group_findings([*match.findings, *replicated]), [])
 
 
 def _large_without_parameter(
@@ -174,7 +186,7 @@ def _with_rules(report: ShardingReport, table: PartitionRules | None, model: nnx
 def _rule_of(table: PartitionRules, path: str, leaf: ArrayReport) -> tuple[int | None, tuple[str | None, ...] | None]:
     rule = None if needs_no_rule(table, path, leaf.shape) else table.find(path)
     dims = table.table[rule][1] if rule is not None else None
-    if dims is None or isinstance(dims, PartitionSpec):
+    if not isinstance(dims, tuple) or isinstance(dims, PartitionSpec):
         return rule, None
     in_front = ("layers",) if table.stack(path) and dims[:1] != ("layers",) else ()
     return rule, (*in_front, *dims)
