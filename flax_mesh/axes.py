@@ -232,4 +232,4 @@ def dims_text(dims: Any) -> str:
     if isinstance(dims, LargestDim):
         return str(dims)
     text = ", ".join("+".join(as_tuple(entry)) or "-" for entry in dims or ())
-    return f"P({text})" if isinstance(dims, PartitionSpec) and not text else text or "whole"
+    return f"P({text})" if isinstance(dims, PartitionSpec) and not text else text or "replicated"

@@ -1,1 +1,1 @@
-"""The training step: its state, its loss function, the step itself."""
+"""The training step of a single program: train state, loss function, train and evaluation step."""

@@ -116,7 +116,7 @@ def test_405b_on_4096_devices_is_explained_in_seconds_without_a_backend(scan):
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 45
     data = json.loads(run.stdout)
     assert data["total_parameters"] == 405_853_388_800
-    split = 405_849_243_648 // (128 * 8) + 4_145_152  # norms are whole
+    split = 405_849_243_648 // (128 * 8) + 4_145_152  # norms are replicated
     assert data["parameter_bytes"] == data["gradient_bytes"] == 4 * split
     assert data["optimizer_bytes"] == 8 * split + 3 * 4
     assert data["num_devices"] == 4096
@@ -166,13 +166,13 @@ def test_everything_that_is_wrong_stands_in_one_list():
     explanation = explain_sharding(Net, MESH, RULES, large=64 * 64 * 4)
     found = [str(finding) for finding in explanation.findings]
     for start in (
-        "tables/{0..2}: no rule matches this array (5, 5), counted as whole",
+        "tables/{0..2}: no rule matches this array (5, 5); it is counted as replicated",
         "unmatched: no rule matches this array (3, 4)",
         "odd: dim 0 has size 7, not divisible by 2",
         "twice: dim 1 ('heads') resolves to mesh axis 'tp'",
         "elsewhere: dim 0 of rule 'elsewhere' names mesh axis 'nowhere'",
-        "large: 16.0 KiB stay whole on each of 8 devices. Split a dim in its rule",
-        "rule 2, 'first/kernel$': decides no array: rule 1, 'first/kernel', comes first",
+        "large: 16.0 KiB are replicated on all 8 devices. Shard a dim in its rule",
+        "rule 2, 'first/kernel$': applies to no array: rule 1, 'first/kernel', matches first",
         "rule 3, 'frist/bias': matches no array of the model",
     ):
         assert sum(text.startswith(start) for text in found) == 1, (start, found)
@@ -186,7 +186,7 @@ def test_a_clean_table_has_no_findings_and_each_threshold_is_exact():
     rules = [("kernel", ("embed", "mlp")), (".*", ())]
     assert not explain_sharding(Net, MESH, rules).findings
     (large,) = explain_sharding(Net, MESH, rules, large=64 * 64 * 4).findings
-    assert large.path == "large" and "(a finding from 16.0 KiB on)" in large.repair
+    assert large.path == "large" and "(reported for 16.0 KiB or more)" in large.repair
     assert not explain_sharding(Net, MESH, rules, large=64 * 64 * 4 + 1).findings
     # Where nothing is split, as in plain data parallelism, copies are no finding.
     assert not explain_sharding(Net, AbstractMesh((8,), ("dp",)), [(".*", ())], large=1).findings
@@ -195,7 +195,7 @@ def test_a_clean_table_has_no_findings_and_each_threshold_is_exact():
 def test_rules_that_match_nothing_are_no_finding_in_a_table_that_the_model_carries():
     carried = fm.partitioned(rules=[("head", ("embed", "vocab")), (".*", ()), ("first", ())])(type("Own", (Net,), {}))
     (only,) = explain_sharding(carried, MESH).findings
-    assert only.path == "rule 3, 'first'" and "rule 2, '.*', comes first" in only.problem
+    assert only.path == "rule 3, 'first'" and "rule 2, '.*', matches first" in only.problem
     assert len(explain_sharding(Net, MESH, fm.partition_rules(carried())).findings) == 2
 
 
