@@ -1,4 +1,4 @@
-"""Meshes: devices of a torus, of several slices or of a CPU, laid out for the axes of a model."""
+"""Device meshes: mesh axes laid out over a TPU torus, over several slices or hosts, or over other devices."""
 
 from flax_mesh.mesh.context import NoMeshError as NoMeshError
 from flax_mesh.mesh.context import current_mesh as current_mesh

@@ -1,4 +1,4 @@
-"""The torus of a slice: coordinates and wrap-around links, the assignment of mesh axes, rings."""
+"""The torus of a TPU slice: coordinates and wraparound links, assignment of mesh axes to physical axes, ring orders."""
 
 from flax_mesh.mesh.torus.assign import DEFAULT_BYTES as DEFAULT_BYTES
 from flax_mesh.mesh.torus.assign import assignment_cost as assignment_cost
