@@ -23,7 +23,7 @@ Assignment = tuple[tuple[int, ...], ...]  # [physical axis][logical axis]
 
 # Chips per side of a pod of these kinds. A slice wraps only along an axis where it spans the entire pod.
 POD_SIDE = {"TPU v2": 16, "TPU v3": 32, "TPU v5 lite": 16, "TPU v5e": 16, "TPU v6 lite": 16, "TPU v6e": 16}
-# These kinds consist of cubes of 4x4x4 chips connected by optical switches: slices of complete cubes wrap on every axis.
+# These kinds consist of 4x4x4 cubes connected by optical switches: slices of complete cubes wrap on every axis.
 CUBE_SIDE = 4
 CUBE_KINDS = ("TPU v4", "TPU v5", "TPU v5p", "TPU7x", "TPU7")
 # If a chip is more than one device, the physical axes are x, y, core (v2, v3: flat slices) or x, y, z, core.
@@ -33,7 +33,7 @@ EITHER_KINDS = ("TPU v5p",)  # one device per chip with megacore, otherwise two
 
 
 class Device(NamedTuple):
-    """The attributes of a device that determine a mesh. `coords` is the chip (x, y, z), `core` the device in the chip."""
+    """The attributes of a device that a mesh depends on. `coords` are of the chip, `core` is the device within it."""
 
     id: int
     platform: str
@@ -154,7 +154,7 @@ def arrange(physical: np.ndarray, assignment: Assignment) -> np.ndarray:
     """The devices in mesh order.
 
     If several logical axes share a physical axis, the later one varies faster, so that its neighbors are directly
-    linked. Within a logical axis the physical axes keep their order. `jax.experimental.mesh_utils` uses the same layout.
+    linked. Within a logical axis the physical axes keep their order. `jax.experimental.mesh_utils` does the same.
     """
     matrix = np.array(assignment)
     num_physical, num_logical = matrix.shape
@@ -192,8 +192,8 @@ def _fill_cuboid(devices: Sequence[Any], points: np.ndarray, kind: str, axes: tu
     holes = [_add(place, origin) for place in np.ndindex(grid.shape) if place not in taken]
     if holes:
         raise ValueError(
-            f"{len(devices)} {kind} devices do not fill their bounding box {'x'.join(map(str, grid.shape))}: there is a hole "
-            f"at ({', '.join(axes)}) = {_few(holes)}. Pass devices= that fill it completely."
+            f"{len(devices)} {kind} devices do not fill their bounding box {'x'.join(map(str, grid.shape))}: there is "
+            f"a hole at ({', '.join(axes)}) = {_few(holes)}. Pass devices= that fill it completely."
         )
     return grid
 
@@ -203,7 +203,7 @@ def _add(place: Sequence[int], origin: np.ndarray) -> tuple[int, ...]:
 
 
 def _assign_complete_axes(shape: Sequence[int], mesh_shape: Sequence[int]) -> Assignment:
-    """Each logical axis takes the largest set of complete physical axes with its size as product, ties in axis order."""
+    """Each logical axis takes the most complete physical axes that multiply to its size, ties in axis order."""
     left = dict(enumerate(shape))
     columns: list[tuple[int, ...]] = [()] * len(mesh_shape)
     for logical in reversed(range(len(mesh_shape))):
@@ -217,8 +217,9 @@ def _assign_complete_axes(shape: Sequence[int], mesh_shape: Sequence[int]) -> As
         columns[logical] = next(candidates, ())
         if not columns[logical] and size > 1:
             raise NotImplementedError(
-                f"Logical axis {logical} of size {size} must be a product of complete physical axes, but the remaining "
-                f"axes of {'x'.join(map(str, shape))} have sizes {list(left.values())}. Mesh shape {tuple(mesh_shape)}. "
+                f"Logical axis {logical} of size {size} must be a product of complete physical axes, but the "
+                f"remaining axes of {'x'.join(map(str, shape))} have sizes {list(left.values())}. Mesh shape "
+                f"{tuple(mesh_shape)}. "
                 "Pass allow_split_physical_axes=True, or use sizes that are products of complete physical axes."
             )
         left = {axis: extent for axis, extent in left.items() if axis not in columns[logical]}
@@ -226,7 +227,7 @@ def _assign_complete_axes(shape: Sequence[int], mesh_shape: Sequence[int]) -> As
 
 
 def _assign_split_axes(shape: Sequence[int], mesh_shape: Sequence[int]) -> Assignment:
-    """As `_assign_complete_axes`, with factors of axes: prefers complete axes, then axes that busier ones already share."""
+    """As above, but may split axes: prefers complete axes, then axes of which busier ones already took a factor."""
     used = [1] * len(shape)
     columns: list[tuple[int, ...]] = []
 
