@@ -168,8 +168,8 @@ def _summary(mesh: Mesh, layout: MeshLayout) -> str:
         processes = len({device.process_index for device in mesh.devices.flat})
         hosts = f"{processes} {plural('process', processes)}"
         return f"{num_granules} {plural('slice', num_granules)} of {layout.torus}; {hosts}"
-    each = f"{layout.block.size} devices in each of {num_granules} {plural(layout.granule, num_granules)}"
-    return f"{each}; {layout.why_no_torus}"
+    granules = f"{num_granules} {plural(layout.granule, num_granules)}"
+    return f"{granules} with {layout.block.size} devices{' each' if num_granules > 1 else ''}; {layout.why_no_torus}"
 
 
 def _assignment_text(layout: MeshLayout, names: Sequence[str]) -> str:
