@@ -1,4 +1,4 @@
-"""Runs of several processes: how they start, agree, notice each other's failures and stop together."""
+"""Runs of several processes: startup, checks that they are consistent, failure detection, and coordinated stopping."""
 
 from flax_mesh.processes.agree import Phases as Phases
 from flax_mesh.processes.agree import assert_equal as assert_equal
