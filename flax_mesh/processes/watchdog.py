@@ -218,7 +218,8 @@ class Watch:
                 self._send({"done": True})
                 self._all_done.set()
         elif self.step_timeout_s is not None and now - self._since > self.step_timeout_s:
-            text = f"no step has finished within {self.step_timeout_s:.0f} s, after {count_text(self._step, 'step')} since the start"
+            since = f"after {count_text(self._step, 'step')} since the start"
+            text = f"no step has finished within {self.step_timeout_s:.0f} s, {since}"
             sys.stderr.flush()
             faulthandler.dump_traceback(all_threads=True)
             self._send({"failed": f"process {self._index}: {text}"})

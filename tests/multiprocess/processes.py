@@ -31,7 +31,7 @@ class Ended(NamedTuple):
 
 
 class Running:
-    """A process whose output is read continuously; a context manager that kills the process if it still runs at exit."""
+    """A process whose output is read continuously; a context manager that kills the process at its end."""
 
     def __init__(self, arguments: Sequence[str]):
         self.process = subprocess.Popen(
