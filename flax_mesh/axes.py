@@ -1,6 +1,7 @@
 """PartitionAxis: the mapping from logical axes (batch, heads, vocab, experts ...) to mesh axes."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -70,8 +71,8 @@ class PartitionAxis:
 
     The five `*_parallel_axis` fields hold the names of the mesh axes. The other fields assign a mesh axis, a tuple of
     mesh axes, or None (not sharded) to each logical axis. A field that is not passed follows its mesh axis: with
-    `tensor_parallel_axis="model"`, `head_axis` is "model" too. Instances are immutable and hashable, and are static
-    in pytrees.
+    `tensor_parallel_axis="model"`, `head_axis` is "model" too. A mesh without an axis that only the defaults name is
+    used as if the axis had size 1. Instances are immutable and hashable, and are static in pytrees.
 
     Args:
         data_parallel_axis: Mesh axis of replicas of the parameters. Default "dp".
@@ -184,12 +185,27 @@ class PartitionAxis:
         logical_axes = tuple(logical_axes)
         spec, lost = self.resolve_and_report(logical_axes, mode)
         if lost and on_duplicate == "error":
-            each = "; ".join(f"dim {d} ({name!r}) requests mesh axis {axis!r}" for d, name, axis in lost)
+            each = "; ".join(f"dim {d} ({name!r}) resolves to mesh axis {axis!r}" for d, name, axis in lost)
             raise ShardingError(f"{logical_axes} uses a mesh axis twice: {each}, which an earlier dim already uses.")
         return spec
 
+    @functools.cached_property
+    def default_names(self) -> frozenset[str]:
+        """Mesh axes that only default values name. A mesh without such an axis is used as if the axis had size 1."""
+        mesh_axis_fields = _FOLLOW_DATA.mesh_axis_fields + _FOLLOW_TENSOR.mesh_axis_fields
+        mesh_axis_fields += _FOLLOW_SEQUENCE.mesh_axis_fields + _FOLLOW_EXPERT.mesh_axis_fields
+        followed = PartitionAxis(**{name: getattr(self, name) for name in mesh_axis_fields})
+        explicit = [axis for _, axis in self.extra]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            expected = field.default if field.name in mesh_axis_fields else getattr(followed, field.name)
+            if field.name != "extra" and value != expected:
+                explicit.append(value)
+        used = {name for field in mesh_axis_fields for name in as_tuple(getattr(self, field))}
+        return frozenset(used - {name for axis in explicit for name in as_tuple(axis)})
+
     def validate(self, mesh: Mesh | AbstractMesh) -> None:
-        """Raises one ShardingError that lists every field whose mesh axis is not in `mesh`."""
+        """Raises one ShardingError that lists every field, including defaults, whose mesh axis is not in `mesh`."""
         named = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "extra"}
         named |= {f"extra[{name!r}]": axis for name, axis in self.extra}
         missing = [(k, axis) for k, value in named.items() for axis in as_tuple(value) if axis not in mesh.axis_names]
@@ -225,7 +241,19 @@ def _axis_name(field: str, value: Any) -> AxisName:
 DEFAULT_AXES = PartitionAxis()
 
 
+@dataclass(frozen=True)
+class LargestDim:
+    """Dims of a rule for arrays of any shape: shards the largest divisible dim over `mesh_axes`."""
+
+    mesh_axes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"largest dim over {'+'.join(self.mesh_axes)}"
+
+
 def dims_text(dims: Any) -> str:
     """The entries of a spec or a rule as text, with `-` for None; an empty PartitionSpec prints as `P()`."""
+    if isinstance(dims, LargestDim):
+        return str(dims)
     text = ", ".join("+".join(as_tuple(entry)) or "-" for entry in dims or ())
     return f"P({text})" if isinstance(dims, PartitionSpec) and not text else text or "whole"

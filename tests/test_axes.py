@@ -57,7 +57,7 @@ def test_the_earlier_dim_keeps_a_duplicate_axis_and_the_later_one_is_reported():
     spec, lost = PartitionAxis().resolve_and_report(("heads", "mlp"))
     assert spec == PartitionSpec("tp", None)
     assert lost == (Lost(1, "mlp", "tp"),)
-    with pytest.raises(ShardingError, match=r"uses a mesh axis twice: dim 1 \('mlp'\) requests mesh axis 'tp'"):
+    with pytest.raises(ShardingError, match=r"uses a mesh axis twice: dim 1 \('mlp'\) resolves to mesh axis 'tp'"):
         PartitionAxis().resolve(("heads", "mlp"), on_duplicate="error")
 
 

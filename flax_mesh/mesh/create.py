@@ -259,11 +259,11 @@ def _checked(devices: tuple[Any, ...], backend: str | None) -> list[Any]:
             f"devices must be unique, but {', '.join(twice)} appears more than once. Remove the duplicates."
         )
     platforms = sorted({device.platform for device in devices})
-    wanted = platforms[:1] if backend is None else [_client(backend).platform]
-    if platforms != wanted:
-        asked = "" if backend is None else f", but backend={backend!r}"
+    expected = platforms[:1] if backend is None else [_client(backend).platform]
+    if platforms != expected:
+        requested = "" if backend is None else f", but backend={backend!r}"
         raise ValueError(
-            f"devices are of platform {', '.join(platforms)}{asked}. "
+            f"devices are of platform {', '.join(platforms)}{requested}. "
             "All devices of a mesh must be of one platform: pass only those, and omit backend."
         )
     return list(devices)

@@ -178,15 +178,15 @@ def _assignment_text(layout: MeshLayout, names: Sequence[str]) -> str:
             "order: the ring order of this device kind, as in JAX, or an order that does not follow from an assignment"
         )
     shape, ours = layout.block.shape, assignment_cost(layout.torus, layout.assignment)
-    known = []
+    jax_assignments = []
     for allow_split in (False, True):
         try:
-            known.append(known_assignment(layout.torus.shape, shape, allow_split=allow_split))
+            jax_assignments.append(known_assignment(layout.torus.shape, shape, allow_split=allow_split))
         except NotImplementedError:
             continue
-    if layout.assignment in known:
+    if layout.assignment in jax_assignments:
         return "assignment: the same as JAX's"
-    theirs = assignment_cost(layout.torus, known[-1])
+    theirs = assignment_cost(layout.torus, jax_assignments[-1])
     pairs = zip(names, ours, theirs, strict=True)
     changes = [
         f"{name} gathers {old.seconds / new.seconds:.2f} times as fast, hops {new.hops:.3g} instead of {old.hops:.3g}"

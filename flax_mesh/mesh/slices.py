@@ -40,17 +40,17 @@ def find_granules(
         raise ValueError(f"{source} must be an integer, got {num_slices!r}.")
     slices = [getattr(device, "slice_index", None) for device in devices]
     processes = [device.process_index for device in devices]
-    known = None not in slices
-    if num_slices is not None and not (known and len(set(slices)) == num_slices):
+    has_slices = None not in slices
+    if num_slices is not None and not (has_slices and len(set(slices)) == num_slices):
         return _equal_runs(devices, num_slices, source), "slice"
-    if known and len(set(slices)) > 1:
+    if has_slices and len(set(slices)) > 1:
         return group_by_key(devices, slices, sort=sort), "slice"
     num_processes = len(set(processes))
-    joined = devices[0].platform == "tpu" or (known and devices[0].platform == "gpu") or num_slices == 1
-    asked = _product(dcn_mesh_dims) == num_processes
-    if num_processes > 1 and (asked or not joined):
+    connected = devices[0].platform == "tpu" or (has_slices and devices[0].platform == "gpu") or num_slices == 1
+    by_process = _product(dcn_mesh_dims) == num_processes
+    if num_processes > 1 and (by_process or not connected):
         return group_by_key(devices, processes, sort=sort), "process"
-    return [list(devices)], "slice" if joined or known else "process"
+    return [list(devices)], "slice" if connected or has_slices else "process"
 
 
 def resolve_dcn_dims(

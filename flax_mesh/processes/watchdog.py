@@ -64,7 +64,7 @@ class Watch:
     _since: float = field(default_factory=time.monotonic)
     _peers: dict[socket.socket, _Peer] = field(default_factory=dict)
     _stop: threading.Event = field(default_factory=threading.Event)
-    _noticed: threading.Event = field(default_factory=threading.Event)  # another process is lost or has failed
+    _peer_failed: threading.Event = field(default_factory=threading.Event)  # another process is lost or has failed
     _ending: threading.Event = field(default_factory=threading.Event)  # this process exits with an error
     _finished: threading.Event = field(default_factory=threading.Event)  # this process has finished normally
     _all_done: threading.Event = field(default_factory=threading.Event)
@@ -82,7 +82,7 @@ class Watch:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None and self._count > 1:
-            if isinstance(error, jax.errors.JaxRuntimeError) and self._noticed.wait(NOTICE_S):
+            if isinstance(error, jax.errors.JaxRuntimeError) and self._peer_failed.wait(NOTICE_S):
                 self._thread.join()  # that thread reports the lost process, and exits
             self._ending.set()
             code = self.tell_failure(error)
@@ -191,13 +191,13 @@ class Watch:
         if self._ending.is_set():
             return
         if "failed" in message:
-            self._noticed.set()
+            self._peer_failed.set()
             if self._index == 0:
                 self._send(message, exclude=peer.process)
             time.sleep(GRACE_S)
             self._end(message["failed"])
         if "lost" in message:
-            self._noticed.set()
+            self._peer_failed.set()
             time.sleep(SETTLE_S)
             self._end(message["lost"])
         if "done" in message:
@@ -226,7 +226,7 @@ class Watch:
             self._end(text)
 
     def _lost(self, text: str) -> None:
-        self._noticed.set()
+        self._peer_failed.set()
         if self._index == 0:
             self._send({"lost": text})
             time.sleep(SETTLE_S)

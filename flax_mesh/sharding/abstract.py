@@ -12,7 +12,16 @@ from flax_mesh.errors import ShardingError
 from flax_mesh.jax_compat import short_tracer_errors
 from flax_mesh.sharding.annotations import annotations_of, match_annotations
 from flax_mesh.sharding.optimizer import match_optimizer
-from flax_mesh.sharding.rules import Finding, PartitionRules, Policy, RuleMatch, apply_policy, as_rules, match_leaves
+from flax_mesh.sharding.rules import (
+    Finding,
+    PartitionRules,
+    Policy,
+    RuleMatch,
+    Rules,
+    apply_policy,
+    as_rules,
+    match_leaves,
+)
 from flax_mesh.text import array_text
 from flax_mesh.tree import named_leaves
 
@@ -22,7 +31,7 @@ Make = Callable[[], Any]  # returns a model, or (model, nnx.Optimizer)
 
 
 def partitioned(
-    rules: Iterable[tuple[str, Any]],
+    rules: str | Iterable[tuple[str, Any]],
     layers: str | Iterable[str] = (),
     axes: PartitionAxis = DEFAULT_AXES,
 ) -> Callable[[Model], Model]:
@@ -44,8 +53,9 @@ def partition_rules(model: Any) -> PartitionRules:
     rules = getattr(model, ATTRIBUTE, None)
     if rules is None:
         raise ShardingError(
-            f"{type(model).__name__} carries no rules and no annotations. Pass rules=PartitionRules([...]), or "
-            "decorate the class with @partitioned(rules=[...])."
+            f'{type(model).__name__} has neither a rule table nor annotations. Pass rules="fsdp" to split every '
+            "array on its largest dim, pass rules=PartitionRules([...]), or decorate the class with "
+            "@partitioned(rules=[...])."
         )
     axes = getattr(model, "axes", None)
     return as_rules(rules, axes if isinstance(axes, PartitionAxis) else None)
@@ -60,7 +70,7 @@ def model_layers(model: Any) -> tuple[str, ...]:
 def abstract_state(
     make: Make,
     mesh: Mesh | AbstractMesh,
-    rules: PartitionRules | Iterable[tuple[str, Any]] | None = None,
+    rules: Rules | None = None,
     *,
     axes: PartitionAxis | None = None,
     on_mismatch: Policy = "error",
@@ -81,6 +91,8 @@ def abstract_state(
     made = abstract_model(make)
     match = _match(made, mesh, rules, axes, min_size, as_tuple(shard_optimizer_over))
     apply_policy(match.findings, on_mismatch, dropped)
+    if dropped is not None:
+        dropped += match.replicated
     return lay_out(nnx.state(made), match.specs, mesh)
 
 
@@ -97,7 +109,7 @@ def lay_out(state: nnx.State, specs: Sequence[PartitionSpec], mesh: Mesh | Abstr
 def _match(
     made: Any,
     mesh: Mesh | AbstractMesh,
-    rules: PartitionRules | Iterable[tuple[str, Any]] | None,
+    rules: Rules | None,
     axes: PartitionAxis | None,
     min_size: int,
     over: tuple[str, ...],
@@ -115,7 +127,11 @@ def _match(
     if not isinstance(made, dict):
         return match
     rest = match_optimizer(made["optimizer"], model, match.specs, table, mesh, min_size=min_size, over=over, own=own)
-    return match._replace(specs=match.specs + rest.specs, findings=match.findings + rest.findings)
+    return match._replace(
+        specs=match.specs + rest.specs,
+        findings=match.findings + rest.findings,
+        replicated=match.replicated + rest.replicated,
+    )
 
 
 def abstract_model(make: Make) -> Any:

@@ -52,7 +52,8 @@ def _resolve(annotation: Any, mesh: Mesh | AbstractMesh, axes: PartitionAxis) ->
             if name in mesh.axis_names:
                 names.append(name)
             elif name in known:
-                names.extend(axis for axis in axes.mesh_axes(name) if axis not in names)
+                found = [axis for axis in axes.mesh_axes(name) if axis not in names]
+                names += [axis for axis in found if axis in mesh.axis_names or axis not in axes.default_names]
             else:
                 unmapped.append(name)
         dims.append(tuple(names) or None)

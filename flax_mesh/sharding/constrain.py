@@ -59,12 +59,14 @@ def constrain(
 
     Without a mesh in context returns `x`. What does not fit, as a mesh axis for two dims, follows `on_mismatch`.
     """
-    if current_mesh() is None:
+    if (mesh := current_mesh()) is None:
         return x
     logical_axes = tuple(logical_axes)
     spec, lost = axes.resolve_and_report(logical_axes, mode)
     apply_policy([lost_finding(f"constrain{logical_axes}", one) for one in lost], on_mismatch, dropped)
-    return with_sharding_constraint(x, spec, on_mismatch=on_mismatch, dropped=dropped)
+    absent = axes.default_names - set(mesh.axis_names)
+    present = PartitionSpec(*(as_entry(axis for axis in as_tuple(entry) if axis not in absent) for entry in spec))
+    return with_sharding_constraint(x, present, on_mismatch=on_mismatch, dropped=dropped)
 
 
 def _only(entry: Any, types: dict[str, AxisType], *kinds: AxisType | None) -> Any:

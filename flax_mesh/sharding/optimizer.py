@@ -8,9 +8,9 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from flax_mesh.axes import as_entry, as_tuple
+from flax_mesh.axes import as_tuple
 from flax_mesh.sharding.annotations import annotations_of
-from flax_mesh.sharding.rules import Finding, PartitionRules, RuleMatch, match_leaves
+from flax_mesh.sharding.rules import Finding, PartitionRules, RuleMatch, match_leaves, split_first_dim
 from flax_mesh.tree import named_leaves, owner_of
 
 Shape = tuple[int, ...]
@@ -100,10 +100,8 @@ def split_over(
     ways = math.prod(mesh.shape[axis] for axis in further)
     if ways == 1 or math.prod(shape) < max(ways, min_size):
         return spec, []
-    for dim, (size, entry) in enumerate(zip(shape, entries, strict=True)):
-        if size % (ways * math.prod(mesh.shape[axis] for axis in entry)) == 0:
-            entries[dim] = entry + further
-            return PartitionSpec(*map(as_entry, entries)), []
+    if (split := split_first_dim(shape, spec, mesh, further, range(len(shape)))) is not None:
+        return split, []
     problem = f"no dim of {shape}, laid out as {spec}, divides by {ways} more (axes {further})"
     repair = f"Keep arrays of its size as they are with min_size={math.prod(shape) + 1}, or on_mismatch='warn'"
     return spec, [Finding(path, problem, repair)]

@@ -12,9 +12,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
 from flax_mesh.mesh import current_mesh
 from flax_mesh.sharding import with_sharding_constraint
+from flax_mesh.step.batch import microbatch_shapes
 from flax_mesh.step.loss import Batch, LossFn, Metrics, apply_gradients, run_loss, sums_of
 from flax_mesh.step.state import TrainState
-from flax_mesh.tree import path_of
 
 Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
@@ -85,9 +85,7 @@ def _accumulate(run: Callable[..., Any], others: Any, batch: Batch, num_microbat
     """Sum the results of `run(others, part, index)` over equal parts of the batch, threading `others` through."""
     if num_microbatches == 1:
         return run(others, batch, 0)
-    sizes = {path_of(p): x.shape[0] for p, x in jax.tree_util.tree_flatten_with_path(batch)[0]}
-    if uneven := {p: n for p, n in sizes.items() if n % num_microbatches}:
-        raise ValueError(f"batch dims {uneven} cannot be cut into {num_microbatches} equal microbatches.")
+    first = microbatch_shapes(batch, num_microbatches), jax.ShapeDtypeStruct((), jnp.int32)
 
     def cut(x: jax.Array) -> jax.Array:
         x = x.reshape(num_microbatches, x.shape[0] // num_microbatches, *x.shape[1:])
@@ -102,7 +100,6 @@ def _accumulate(run: Callable[..., Any], others: Any, batch: Batch, num_microbat
         return (others, jax.tree.map(jnp.add, total, found)), None
 
     parts = (jax.tree.map(cut, batch), jnp.arange(num_microbatches))
-    first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parts)
     # Sums in float32 at least, whatever the parameters are: what is small must not get lost in what is large.
     wide = lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))  # noqa: E731
     zeros = jax.tree.map(wide, jax.eval_shape(run, others, *first)[1])

@@ -59,6 +59,9 @@ def check_config(config: TrainConfig) -> list[str]:
     if unknown := [name for name in shard_over(config) if name not in AXIS_NAMES[1:]]:
         names = ", ".join(AXIS_NAMES[1:])
         found.append(f"optimizer.shard_over: {', '.join(map(repr, unknown))} is no mesh axis; use some of {names}")
+    if config.mesh.rules and (unknown := [a for a in config.mesh.rules.split("+") if a.strip() not in AXIS_NAMES[1:]]):
+        names = ", ".join(AXIS_NAMES[1:])
+        found.append(f"mesh.rules: {', '.join(map(repr, unknown))} is no mesh axis; use some of {names}, joined by +")
     if config.checkpoint.on_failure not in ("stop", "continue"):
         found.append(f"checkpoint.on_failure must be 'stop' or 'continue', got {config.checkpoint.on_failure!r}")
     found += check_start(config.checkpoint.start_from, config.model)
@@ -158,7 +161,7 @@ def check_on_mesh(config: TrainConfig, mesh: Mesh | AbstractMesh, axes: Partitio
         (f"data.batch_size={data.batch_size}{cut}", "batch", data.batch_size // parts),
         (f"data.sequence_length={data.sequence_length}", "sequence", data.sequence_length),
     ]
-    if config.rules is None:  # the model's own table; another one may leave these dims whole
+    if config.rules is None and not config.mesh.rules:  # the model's own table; another one may leave these dims whole
         model_dims = getattr(config.model, "dims", list)()
         dims += [(f"{setting}={size}", logical, size) for setting, logical, size in model_dims]
     found = []

@@ -26,9 +26,14 @@ SAME_RESULT = {"changes_result": False}  # fields that may differ when a run is 
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """`shape` is "dp:2,fsdp:-1,tp:2"; one size may be -1 (what is left); axes not named have size 1."""
+    """`shape` is "dp:2,fsdp:-1,tp:2"; one size may be -1 (what is left); axes not named have size 1.
+
+    `rules`: mesh axes such as "fsdp" or "fsdp+dp" over which every array is split on its largest dim that divides,
+    instead of the rule table of the recipe or of the model.
+    """
 
     shape: str = field(default="fsdp:-1", metadata=SAME_RESULT)
+    rules: str = field(default="", metadata=SAME_RESULT)
 
 
 @dataclass(frozen=True)

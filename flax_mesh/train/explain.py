@@ -18,7 +18,7 @@ from flax_mesh.mpmd.schedules.simulate import StageCost
 from flax_mesh.sharding import Explanation, explain_sharding
 from flax_mesh.sharding.rules import Finding
 from flax_mesh.text import bytes_text, count_text
-from flax_mesh.train.build import build_program, cut_model, make_modules, run_rules
+from flax_mesh.train.build import build_program, make_modules, run_rules, split_model
 from flax_mesh.train.checks import check_config, check_on_mesh
 from flax_mesh.train.config import TrainConfig, mesh_shape, shard_over
 
@@ -34,7 +34,7 @@ def explain(config: TrainConfig) -> Explanation:
         raise ConfigError(problems)
     mesh = abstract_mesh(config)
     explanation = explain_sharding(
-        partial(make_modules, config), mesh, config.rules, shard_optimizer_over=shard_over(config)
+        partial(make_modules, config), mesh, config.mesh.rules or config.rules, shard_optimizer_over=shard_over(config)
     )
     settings = [_setting_finding(line) for line in check_on_mesh(config, mesh, explanation.axes)]
     note, uncut = ("", []) if settings else _stages(config, explanation, mesh)
@@ -66,7 +66,7 @@ def _stages(config: TrainConfig, explanation: Explanation, mesh: AbstractMesh) -
     if num_groups == 1:
         return "", []
     try:
-        staged, schedule = cut_model(config, run_rules(config).layers, num_groups, mesh)
+        staged, schedule = split_model(config, run_rules(config).layers, num_groups, mesh)
     except CutError as error:
         return "", [Finding("pipeline", str(error).rstrip("."), "Cut it otherwise, or use another mesh.shape")]
     parts = [OPTIMIZER if leaf.kind == "optimizer" else MODEL for leaf in explanation.report.leaves]

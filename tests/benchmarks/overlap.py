@@ -125,7 +125,7 @@ def sleepy_pipeline(
         mesh=groups.unstack[0],
     )
     schedule = make_schedule(name, num_groups=num_groups, num_microbatches=count)
-    return Pipeline(staged, groups, schedule, optax.sgd(1e-3)), batch
+    return Pipeline(staged, optax.sgd(1e-3), mesh=groups, schedule=schedule), batch
 
 
 def costs_of_sleep(schedule: Schedule, ms: float) -> list[StageCost]:

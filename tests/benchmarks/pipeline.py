@@ -165,7 +165,7 @@ def make_pipeline(count: int, remat: Any) -> tuple[Pipeline, dict[str, np.ndarra
     micro = {name: x[:ROWS] for name, x in batch.items()}
     staged = split_stages(loss_fn, lambda: Net(nnx.Rngs(0)), micro, num_stages=STAGES, mesh=groups.unstack[0])
     schedule = make_schedule("1f1b", num_groups=STAGES, num_microbatches=count)
-    return Pipeline(staged, groups, schedule, optax.sgd(RATE), remat=remat), batch
+    return Pipeline(staged, optax.sgd(RATE), mesh=groups, schedule=schedule, remat=remat), batch
 
 
 def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:

@@ -73,7 +73,7 @@ def real_steps(count: int, steps: int) -> dict[str, float]:
         balance="count",
         mesh=groups.unstack[0],
     )
-    pipeline = Pipeline(staged, groups, schedule, optax.sgd(1e-3))
+    pipeline = Pipeline(staged, optax.sgd(1e-3), mesh=groups, schedule=schedule)
     state = pipeline.init_state()
     took = []
     for _ in range(steps + 2):  # the first two compile

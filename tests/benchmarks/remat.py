@@ -43,7 +43,7 @@ class Way:
             next_token_loss, lambda: make_decoder(config, nnx.Rngs(0)), micro, num_stages=GROUPS, mesh=mesh.unstack[0]
         )
         known: Any = "none" if how == NOTHING_AGAIN else how
-        self.pipeline = Pipeline(staged, mesh, schedule, optax.sgd(1e-2), rules=[(".*", ())], remat=known)
+        self.pipeline = Pipeline(staged, optax.sgd(1e-2), mesh=mesh, schedule=schedule, rules=[(".*", ())], remat=known)
         self.batch, self.state = batch, self.pipeline.init_state()
         self.time: list[float] = []
         self.cpu: list[float] = []

@@ -168,7 +168,7 @@ def test_everything_that_is_wrong_stands_in_one_list():
         "tables/{0..2}: no rule matches this array (5, 5), counted as whole",
         "unmatched: no rule matches this array (3, 4)",
         "odd: dim 0 has size 7, not divisible by 2",
-        "twice: dim 1 ('heads') wants mesh axis 'tp'",
+        "twice: dim 1 ('heads') resolves to mesh axis 'tp'",
         "elsewhere: dim 0 of rule 'elsewhere' names mesh axis 'nowhere'",
         "large: 16.0 KiB stay whole on each of 8 devices. Split a dim in its rule",
         "rule 2, 'first/kernel$': decides no array: rule 1, 'first/kernel', comes first",
@@ -214,7 +214,7 @@ def test_annotated_models_are_explained_by_their_annotations():
     text = explanation.to_text()
     assert "no table: the model is annotated" in text
     assert re.search(r"^ *a?/?kernel +f32\[8,8\] +- +embed, tp +fsdp, tp ", text, re.MULTILINE), text
-    with pytest.raises(fm.ShardingError, match="Net carries no rules"):
+    with pytest.raises(fm.ShardingError, match="Net has neither a rule table nor annotations"):
         explain_sharding(Net, MESH)
 
 

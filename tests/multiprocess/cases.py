@@ -44,7 +44,7 @@ def make_pipeline(model: str, schedule: str, sizes: dict[str, int]) -> Pipeline:
     plan = make_schedule(schedule, num_groups=mesh.mpmd_dim, num_microbatches=COUNT)
     micro = jax.tree.map(lambda x: x[: ROWS // COUNT], batch(ROWS))
     staged = split_stages(loss, make, micro, num_stages=plan.num_stages, mesh=mesh.unstack[0])
-    return Pipeline(staged, mesh, plan, clipped(), rules=rules, compiler_options=FAST)
+    return Pipeline(staged, clipped(), mesh=mesh, schedule=plan, rules=rules, compiler_options=FAST)
 
 
 def batches(model: str, steps: int) -> list[Any]:

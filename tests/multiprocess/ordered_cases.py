@@ -24,7 +24,9 @@ def native(model: str, schedule: str, sizes: str, steps: str) -> None:
 
     def forced() -> Pipeline:
         plan = pipeline.schedule
-        return Pipeline(pipeline.staged, pipeline.mesh, plan, pipeline.optimizer, rules=[], transport="native")
+        return Pipeline(
+            pipeline.staged, pipeline.optimizer, mesh=pipeline.mesh, schedule=plan, rules=[], transport="native"
+        )
 
     print("forced:", error_of(forced), flush=True)
     moves = CountedMoves()

@@ -229,6 +229,6 @@ def test_a_class_may_carry_its_rules_and_its_axes():
     assert dict(fm.named_leaves(abstract))["linear/kernel"].sharding.spec == P("x", "y")
     assert fm.partition_rules(Own(axes)).layers == ("layers",)
     with pytest.raises(
-        fm.ShardingError, match=r"Linear carries no rules and no annotations. Pass rules=.*@partitioned"
+        fm.ShardingError, match=r'Linear has neither a rule table nor annotations. Pass rules="fsdp" .*@partitioned'
     ):
         fm.abstract_state(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh)

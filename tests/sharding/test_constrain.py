@@ -64,7 +64,7 @@ def test_what_does_not_fit_is_an_error_or_left_out_as_asked():
 def test_an_axis_that_two_logical_axes_map_to_is_an_error_or_left_out_as_asked():
     axes = PartitionAxis(extra={"channels": "tp"})
     with jax.set_mesh(create_mesh((1, 2, 1, 2, 2))):
-        with pytest.raises(ShardingError, match=r"\('hidden', 'channels'\): dim 1 \('channels'\) wants mesh axis 'tp'"):
+        with pytest.raises(ShardingError, match=r"'channels'\): dim 1 \('channels'\) resolves to mesh axis 'tp'"):
             constrain(X, ("hidden", "channels"), axes=axes)
         dropped = []
         kept = constrain(X, ("hidden", "channels"), axes=axes, on_mismatch="drop", dropped=dropped)

@@ -91,7 +91,7 @@ def test_what_does_not_fit_is_left_out_and_told_alike(place, policy):
     assert problems == [
         "dim 1 has size 6, not divisible by 4 (axes ('b',) of b=4)",
         "dim 1 names mesh axis 'c', which the mesh {'a': 2, 'b': 4} lacks",
-        "dim 1 uses mesh axis 'b', which an earlier dim has already",
+        "dim 1 uses mesh axis 'b' that an earlier dim uses already",
         f"spec {SPECS['long']} has 3 dims, the array (8, 8) has 2",
     ]
     texts = [str(warning.message) for warning in caught if "left out of the sharding" in str(warning.message)]

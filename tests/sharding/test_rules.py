@@ -76,8 +76,8 @@ def test_everything_that_does_not_fit_stands_in_one_error():
     assert "unknown: dim 0 of rule 'unknown' names mesh axis 'model', which the mesh" in text
     assert "uneven: dim 1 has size 7, not divisible by 2 (axes ('tp',) of tp=2)" in text
     assert "Use a mesh where tp divides 7, or map dim 1 of rule 'uneven' to None" in text
-    assert "twice: dim 1 of rule 'twice' uses mesh axis 'tp', which an earlier dim has already" in text
-    assert "lost: dim 1 ('mlp') wants mesh axis 'tp', which an earlier dim has" in text
+    assert "twice: dim 1 of rule 'twice' uses mesh axis 'tp' that an earlier dim uses already" in text
+    assert "lost: dim 1 ('mlp') resolves to mesh axis 'tp', which an earlier dim uses" in text
 
 
 def test_drop_and_warn_leave_out_only_what_does_not_fit():
@@ -127,7 +127,7 @@ def test_the_dims_of_a_stack_are_counted_as_the_rule_has_them():
     assert "dim 2 (dim 1 of a layer) has size 7, not divisible by 2" in odd
     assert odd.endswith("or map dim 1 of rule 'odd' to None.")
     assert "layers/s: dim 1 has size 7" in s and s.endswith("or map dim 1 of rule 's' to None.")  # it names the layers
-    assert "dim 1 of rule 'twice' uses mesh axis 'tp', which an earlier dim has already" in twice
+    assert "dim 1 of rule 'twice' uses mesh axis 'tp' that an earlier dim uses already" in twice
 
 
 def test_without_a_mesh_sizes_and_axis_names_are_not_judged():
@@ -155,12 +155,12 @@ def test_rules_of_another_form_are_named_at_once():
     with pytest.raises(ShardingError) as error:
         PartitionRules([("a", "embed"), ("b",), (P(), "b"), ("c", ("embed", ("fsdp", "tp"))), ("d", None), ("e", 3)])  # pyright: ignore
     assert str(error.value).splitlines() == [
-        "rule 1, 'a': dims are a tuple or a PartitionSpec, got 'embed'.",
+        "rule 1, 'a': dims must be a tuple or a PartitionSpec, got 'embed'.",
         "rule 2 is ('b',): write (pattern, dims).",
         f"rule 3 is {(P(), 'b')}: write (pattern, dims).",
-        "rule 4, 'c' -> ('embed', ('fsdp', 'tp')): each dim is one logical axis or None. "
-        "Write P(...) for mesh axes, several of which may split one dim.",
-        "rule 6, 'e': dims are a tuple or a PartitionSpec, got 3.",
+        "rule 4, 'c' -> ('embed', ('fsdp', 'tp')): each dim must be one logical axis or None. "
+        "For mesh axes, of which several may split one dim, write a PartitionSpec.",
+        "rule 6, 'e': dims must be a tuple or a PartitionSpec, got 3.",
     ]
 
 

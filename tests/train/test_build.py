@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from flax_mesh import PartitionRules
 from flax_mesh.errors import ConfigError
 from flax_mesh.train import apply_overrides, load_recipe
-from flax_mesh.train.build import fit_mesh, make_mesh, run_rules
+from flax_mesh.train.build import build_program, fit_mesh, make_mesh, run_rules
 from flax_mesh.train.config import AXIS_NAMES
+from flax_mesh.tree import named_leaves
 from tests.train.bigram import recipe
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.py"
@@ -99,3 +101,32 @@ def test_a_table_of_the_recipe_takes_the_layers_of_the_model_unless_it_names_its
 
 def test_a_model_without_a_table_has_no_layers():
     assert run_rules(replace(recipe(), rules=REPLICATED)).layers == ()
+
+
+@pytest.mark.parametrize("shape", ["dp:2,fsdp:4", "pp:2,fsdp:4"])
+def test_mesh_rules_replace_the_table_and_do_not_change_the_losses(shape):
+    said: list[str] = []
+    losses = []
+    for rules in ("", "fsdp"):
+        small = ["model.num_layers=2", "model.hidden_size=32", "model.mlp_size=64", "data.sequence_length=16"]
+        config = load_recipe(str(Path(__file__).parents[2] / "recipes" / "tiny.py"))
+        overrides = [*small, f"mesh.shape={shape}", f"mesh.rules={rules}", "pipeline.num_microbatches=2"]
+        config = apply_overrides(config, overrides)
+        program = build_program(config, said.append)
+        rows = np.arange(config.data.batch_size * 16).reshape(-1, 16) % 256
+        batch = {"inputs": rows, "targets": (rows + 1) % 256}
+        state = program.init()
+        specs = {path: leaf.sharding.spec for path, leaf in named_leaves(state.to_nnx()["model"])}
+        for _ in range(2):
+            state, metrics = program.step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert all("fsdp" in spec for spec in specs.values()), specs
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    (line,) = [line for line in said if line.startswith("rules:")]
+    assert line == f"rules: fsdp splits {len(specs)} of {len(specs)} arrays on their largest dim"
+
+
+def test_mesh_rules_must_name_mesh_axes():
+    config = apply_overrides(recipe(), ["mesh.rules=fdsp+tp"])
+    with pytest.raises(ConfigError, match=r"mesh.rules: 'fdsp' is no mesh axis; use some of dp, fsdp, ep, tp, sp"):
+        build_program(config)

@@ -2,14 +2,22 @@
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from flax_mesh.axes import PartitionAxis, as_tuple
-from flax_mesh.sharding.rules import Finding, PartitionRules, as_rules, match_leaves, needs_no_rule
-from flax_mesh.text import bytes_text, count_text, group_paths
+from flax_mesh.sharding.rules import (
+    Finding,
+    PartitionRules,
+    Rules,
+    as_rules,
+    group_findings,
+    match_leaves,
+    needs_no_rule,
+)
+from flax_mesh.text import bytes_text, count_text
 from flax_mesh.tree import named_leaves
 
 LARGE = 2**24  # bytes from which an array that stays whole on every device is a finding
@@ -33,10 +41,11 @@ class Audit(NamedTuple):
     specs: list[PartitionSpec]
     uses: list[RuleUse]
     findings: list[Finding]
+    replicated: list[Finding]  # arrays of which rules such as "fsdp" could split no dim
 
 
 def audit_rules(
-    rules: PartitionRules | Iterable[tuple[str, Any]],
+    rules: Rules,
     tree: Any,
     mesh: Mesh | AbstractMesh,
     *,
@@ -56,7 +65,9 @@ def audit_rules(
     uses = rule_uses(table, [path for path, _ in leaves])
     stacks = [table.stack(path) is not None for path, _ in leaves]
     of_arrays = [*_unmatched(table, leaves), *match.findings, *large_whole(leaves, match.specs, mesh, large, stacks)]
-    return Audit(match.specs, uses, [*group_findings(of_arrays), *_of_rules(uses, unused)])
+    return Audit(
+        match.specs, uses, [*group_findings(of_arrays), *_of_rules(uses, unused)], group_findings(match.replicated)
+    )
 
 
 def complete(table: PartitionRules) -> PartitionRules:
@@ -95,12 +106,6 @@ def rule_uses(table: PartitionRules, paths: Sequence[str]) -> list[RuleUse]:
         earlier = [d for d, path in zip(decided, paths, strict=True) if d is not None and regex.search(path)]
         uses.append(RuleUse(pattern, dims, arrays, min(earlier) if earlier and not arrays else None))
     return uses
-
-
-def group_findings(findings: Sequence[Finding]) -> list[Finding]:
-    """Findings that differ only in the number of a layer as one, in the order of the first."""
-    groups = group_paths([finding.path for finding in findings], [finding[1:] for finding in findings])
-    return [findings[indices[0]]._replace(path=pattern) for pattern, indices in groups]
 
 
 def _unmatched(table: PartitionRules, leaves: Sequence[tuple[str, Any]]) -> list[Finding]:

@@ -1,6 +1,6 @@
 """What a rule table makes of a model on a mesh: every array with its rule, and everything that looks wrong at once."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,10 +12,10 @@ from flax_mesh.sharding.abstract import ATTRIBUTE, abstract_model, lay_out, mode
 from flax_mesh.sharding.annotations import annotations_of, match_annotations
 from flax_mesh.sharding.optimizer import match_optimizer
 from flax_mesh.sharding.report.account import analyze_sharding_strategy
-from flax_mesh.sharding.report.audit import LARGE, Audit, RuleUse, audit_rules, complete, group_findings, large_whole
+from flax_mesh.sharding.report.audit import LARGE, Audit, RuleUse, audit_rules, complete, large_whole
 from flax_mesh.sharding.report.fingerprint import sharding_fingerprint
 from flax_mesh.sharding.report.report import RULE_HEADS, ArrayReport, ShardingReport, report_page
-from flax_mesh.sharding.rules import Finding, PartitionRules, as_rules, needs_no_rule
+from flax_mesh.sharding.rules import Finding, PartitionRules, Rules, as_rules, group_findings, needs_no_rule
 from flax_mesh.text import count_text, table_text
 from flax_mesh.tree import named_leaves, owner_of
 
@@ -30,6 +30,7 @@ class Explanation(NamedTuple):
     axes: PartitionAxis
     fingerprint: str  # of model and optimizer, see `sharding_fingerprint`
     note: str = ""  # on the mesh
+    replicated: tuple[Finding, ...] = ()  # arrays of which rules such as "fsdp" could split no dim
 
     def to_text(self, *, width: int = 100) -> str:
         """Mesh, rules, arrays, totals and findings in lines of at most `width` columns, findings aside."""
@@ -46,6 +47,8 @@ class Explanation(NamedTuple):
                 "",
                 self.report.to_text(width=width, mesh=False),
                 "",
+                *(f"- {finding}" for finding in self.replicated),
+                *([""] if self.replicated else []),
                 f"{count_text(count, 'finding')}:" if count else "no findings",
                 *(f"- {finding}" for finding in self.findings),
             ]
@@ -58,7 +61,14 @@ class Explanation(NamedTuple):
             for use in self.rules
         ]
         findings = [finding._asdict() for finding in self.findings]
-        return {"findings": findings, "fingerprint": self.fingerprint, "rules": rules, **self.report.to_dict()}
+        replicated = [finding._asdict() for finding in self.replicated]
+        return {
+            "findings": findings,
+            "replicated": replicated,
+            "fingerprint": self.fingerprint,
+            "rules": rules,
+            **self.report.to_dict(),
+        }
 
     def to_html(self, *, title: str = "sharding") -> str:
         """The same as one HTML file without external resources, with a picture of who holds which piece."""
@@ -73,7 +83,7 @@ class Explanation(NamedTuple):
 def explain_sharding(
     make: Callable[[], Any],
     mesh: Mesh | AbstractMesh,
-    rules: PartitionRules | Iterable[tuple[str, Any]] | None = None,
+    rules: Rules | None = None,
     *,
     axes: PartitionAxis | None = None,
     shard_optimizer_over: str | tuple[str, ...] = (),
@@ -104,13 +114,21 @@ def explain_sharding(
     report = _with_rules(analyze_sharding_strategy(state), table, nnx.state(model))
     used_axes = table.axes if table else axes or DEFAULT_AXES
     fingerprint = sharding_fingerprint(nnx.State(state) if optimizer is not None else state["model"])
-    return Explanation(report, tuple(audit.uses), rules is None, tuple(findings), used_axes, fingerprint)
+    return Explanation(
+        report,
+        tuple(audit.uses),
+        rules is None,
+        tuple(findings),
+        used_axes,
+        fingerprint,
+        replicated=tuple(audit.replicated),
+    )
 
 
 def _audit_annotations(state: nnx.State, mesh: Mesh | AbstractMesh, axes: PartitionAxis, large: int) -> Audit:
     match, leaves = match_annotations(state, mesh, axes), named_leaves(state)
     whole = large_whole(leaves, match.specs, mesh, large, stacks=[False] * len(leaves))
-    return Audit(match.specs, [], group_findings([*match.findings, *whole]))
+    return Audit(match.specs, [], group_findings([*match.findings, *whole]), [])
 
 
 def _large_of_nobody(
@@ -139,7 +157,7 @@ def _with_rules(report: ShardingReport, table: PartitionRules | None, model: nnx
 def _rule_of(table: PartitionRules, path: str, leaf: ArrayReport) -> tuple[int | None, tuple[str | None, ...] | None]:
     rule = None if needs_no_rule(table, path, leaf.shape) else table.find(path)
     dims = table.table[rule][1] if rule is not None else None
-    if dims is None or isinstance(dims, PartitionSpec):
+    if not isinstance(dims, tuple) or isinstance(dims, PartitionSpec):
         return rule, None
     in_front = ("layers",) if table.stack(path) and dims[:1] != ("layers",) else ()
     return rule, (*in_front, *dims)

@@ -46,7 +46,7 @@ def pipelined(config, virtual=1):
     staged = split_stages(next_token_loss, make, batch, num_stages=2 * virtual, mesh=groups.unstack[0])
     kind = "interleaved-1f1b" if virtual > 1 else "1f1b"
     schedule = make_schedule(kind, num_groups=2, num_microbatches=2, num_virtual_stages=virtual)
-    return Pipeline(staged, groups, schedule, optax.sgd(1e-3)).abstract.to_nnx()["model"]
+    return Pipeline(staged, optax.sgd(1e-3), mesh=groups, schedule=schedule).abstract.to_nnx()["model"]
 
 
 LAYOUTS = {

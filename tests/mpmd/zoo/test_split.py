@@ -48,7 +48,7 @@ def pipeline_of(case: Case, num_stages: int, schedule: Schedule | None = None, *
     devices = jax.devices()[:num_stages]
     mesh = MpmdMesh(create_mesh((num_stages, 1), ("pp", "fsdp"), devices=devices), "pp")
     schedule = schedule or make_schedule("1f1b", num_groups=num_stages, num_microbatches=MICROBATCHES)
-    return Pipeline(cut(case, num_stages), mesh, schedule, OPTIMIZER, seed=seed_of(case), **kinds)
+    return Pipeline(cut(case, num_stages), OPTIMIZER, mesh=mesh, schedule=schedule, seed=seed_of(case), **kinds)
 
 
 def whole_leaves(state: TrainState) -> dict[str, np.ndarray]:

@@ -45,7 +45,7 @@ def test_every_kind_of_mistake_is_one_line_of_one_report_and_of_one_error():
         "elsewhere: dim 0 of rule 'elsewhere' names mesh axis 'nowhere', which the mesh",
         f"long: spec {P('tp', None, None)} of rule 'long' has 3 dims, the array (8, 8) has 2",
         "odd: dim 0 has size 7, not divisible by 2 (axes ('tp',) of tp=2)",
-        "twice: dim 1 ('heads') wants mesh axis 'tp', which an earlier dim has",
+        "twice: dim 1 ('heads') resolves to mesh axis 'tp', which an earlier dim uses",
         "large: 16.0 KiB stay whole on each of 8 devices",
         "rule 2, 'layers/.*/kernel$': decides no array: rule 1, 'kernel', comes first",
         "rule 3, 'kernal': matches no array of the model",
