@@ -1,4 +1,4 @@
-"""Runs of several processes: start, agreement, failure detection, stopping together."""
+"""Runs of several processes: startup, checks that they are consistent, failure detection, and coordinated stopping."""
 
 from flax_mesh.processes.agree import assert_equal as assert_equal
 from flax_mesh.processes.agree import broadcast_from_process_0 as broadcast_from_process_0

@@ -1,4 +1,4 @@
-"""Audits of rule tables, and checks that all processes use the same shardings."""
+"""Rule tables, the sharded abstract state, its initialization and placement, sharding constraints, and reports."""
 
 from flax_mesh.sharding.report.audit import Audit as Audit
 from flax_mesh.sharding.report.audit import audit_rules as audit_rules

@@ -1,1 +1,1 @@
-"""The torus of a slice: coordinates and wrap-around links, the assignment of mesh axes, rings."""
+"""The torus of a TPU slice: coordinates and wraparound links, assignment of mesh axes to physical axes, ring orders."""

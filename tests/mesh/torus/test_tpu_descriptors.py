@@ -1,5 +1,5 @@
-"""Real TPU descriptors, without hardware: needs the extra `tpu-aot` (libtpu). Run in a process of its own, because
-libtpu may abort the process it lives in, and because it wants its variables before jax starts."""
+"""Meshes of real TPU descriptors, without hardware. Requires the extra `tpu-aot` (libtpu). Each case runs in its own
+process, because libtpu may abort the process, and reads its environment variables before JAX is imported."""
 
 import importlib.util
 import os
