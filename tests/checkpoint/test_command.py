@@ -270,7 +270,7 @@ def test_a_run_goes_on_from_what_was_resharded(command, capsys, tmp_path):
     capsys.readouterr()
     assert main(["train", *argv, *other, f"run.folder={tmp_path / 'b'}", "run.steps=4"]) == DONE
     out = capsys.readouterr().out
-    assert "at step 2; resuming, 2 steps to go" in out and "layout: saved on another" not in out
+    assert "at step 2; resuming, 2 steps to go" in out and "layout: changed" not in out
     rows = [[json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()] for run in "ab"]
     losses = [{row["step"]: row["loss"] for row in of_run if row["step"] > 2} for of_run in rows]
     assert losses[0].keys() == losses[1].keys() == {3, 4}
@@ -298,5 +298,8 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(command, saved, tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert code == FAILED
-    assert err == f"flax-mesh: {tmp_path / 'out' / 'hf'} could not be written: File too large; nothing is left of it\n"
+    assert (
+        err
+        == f"flax-mesh: {tmp_path / 'out' / 'hf'} could not be written: File too large; the partial output was removed\n"
+    )
     assert list((tmp_path / "out").iterdir()) == []

@@ -297,9 +297,12 @@ def test_the_mesh_is_that_of_the_recipe(settings, shape):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["mesh.shape=fsdp:-1", "run.platform=gpu"], "Give every size, or the number of devices by run.platform=cpu:N"),
+        (
+            ["mesh.shape=fsdp:-1", "run.platform=gpu"],
+            "Set every size, or set the number of devices by run.platform=cpu:N",
+        ),
         (["mesh.shape=fsdp:-1,tp:3", "run.platform=cpu:8"], "does not divide 8"),
-        (["model.hidden=3"], "model.hidden is no setting; did you mean model.hidden_size?"),
+        (["model.hidden=3"], "model.hidden is not a setting; did you mean model.hidden_size?"),
         (["model.num_heads=0"], "model.num_heads must be at least 1"),
         (["--html", "/nowhere/x.html"], "--html /nowhere/x.html cannot be written: No such file or directory"),
         (["--json", "--html", "x"], "not allowed with argument"),

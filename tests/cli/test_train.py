@@ -54,10 +54,10 @@ def small(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        (["run.stps=3"], r"run\.stps is no setting; did you mean run\.steps\?"),
-        (["run.steps=many"], r"run\.steps must be a whole number, got 'many'"),
+        (["run.stps=3"], r"run\.stps is not a setting; did you mean run\.steps\?"),
+        (["run.steps=many"], r"run\.steps must be an integer, got 'many'"),
         (["optimizer.learning_rate=fast"], r"optimizer\.learning_rate must be a number, got 'fast'"),
-        (["run.steps"], r"'run\.steps' is no override; write section\.key=value, such as run\.steps=20"),
+        (["run.steps"], r"'run\.steps' is not an override; write section\.key=value, such as run\.steps=20"),
         (["run.steps=3", "run.steps=4"], r"run\.steps is set twice"),
         (["mesh.shape=dp:3"], r"mesh\.shape=dp:3: .*multiply to 3.* 8.*dp:8.*"),
         (["mesh.shape=dp:2,foo:4"], r"mesh\.shape: .*unknown axis 'foo': the axes are pp, dp, fsdp, ep, tp, sp.*"),
@@ -130,7 +130,7 @@ def test_all_mistakes_are_told_at_once(complaint):
         (["trian", TINY], r"argument COMMAND: invalid choice: 'trian' .*; see flax-mesh --help"),
         ([], r"the following arguments are required: COMMAND; see flax-mesh --help"),
         (["train", "recipes/tinny.py"], r"recipe recipes/tinny\.py: no such file.*"),
-        (["train", f"{TINY}:large"], r"recipe .*/tiny\.py has no function 'large'; it has recipe"),
+        (["train", f"{TINY}:large"], r"recipe .*/tiny\.py has no function 'large'; it defines recipe"),
         (["train", "run.steps=3"], r"recipe run\.steps=3: no such file.*"),
         (["train", TINY, "--step-timeout=0"], r"--step-timeout must be more than 0 seconds, got 0"),
         (["train", TINY, "--step-timeout=nan"], r"--step-timeout must be more than 0 seconds, got nan"),

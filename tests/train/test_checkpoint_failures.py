@@ -226,8 +226,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_all_damaged_is_exit_code_3(in_p
     result = train(in_process(folder), say=said.append, hooks=[again.append])
     (warning,) = [line for line in said if line.startswith("warning")]
     assert re.match(
-        r"warning: the checkpoint of step 12 is damaged and passed over "
-        r"\(state/_METADATA: \d+ bytes, saved with \d+\); the next save keeps it as 12.damaged",
+        r"warning: the checkpoint of step 12 is damaged and was skipped "
+        r"\(state/_METADATA: \d+ bytes, saved with \d+\); the next save renames it to 12.damaged",
         warning,
     )
     assert result.status == "finished" and [row["step"] for row in again] == [9, 10, 11, 12]

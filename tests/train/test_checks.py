@@ -23,12 +23,12 @@ TINY = Path(__file__).parents[2] / "recipes" / "tiny.py"
         ("run.seed=-1", "run.seed must not be negative, got -1"),
         ("run.seed=4294967296", r"run.seed must be below 2\*\*32, got 4294967296"),
         ("optimizer.learning_rate=nan", "optimizer.learning_rate must not be negative, got nan"),
-        ("optimizer.clip_norm=0", r"optimizer.clip_norm must be above 0 \(inf for no clipping\), got 0.0"),
+        ("optimizer.clip_norm=0", r"optimizer.clip_norm must be above 0 \(inf disables clipping\), got 0.0"),
         ("optimizer.warmup_steps=200", "optimizer.warmup_steps=200 must be below optimizer.decay_steps=150"),
         ("pipeline.num_microbatches=3", "data.batch_size=16 is not divisible by pipeline.num_microbatches=3"),
-        ("data.batch_size=0", "data.batch_size must be an integer of at least 1, is 0"),
-        ("optimizer.shard_over=dp,data", "optimizer.shard_over: 'data' is no mesh axis; use some of dp, fsdp, ep"),
-        ("mesh.shape=pp:-1", "mesh.shape=pp:-1 leaves pp to the number of devices; give it a size"),
+        ("data.batch_size=0", "data.batch_size must be an integer of at least 1, got 0"),
+        ("optimizer.shard_over=dp,data", "optimizer.shard_over: 'data' is not a mesh axis; use dp, fsdp, ep"),
+        ("mesh.shape=pp:-1", "mesh.shape=pp:-1 leaves the size of pp to the number of devices; set it"),
         ("pipeline.cut=2;3", "pipeline.cut must be flops, count, or the first layer of every stage but the first"),
         ("pipeline.remat=keep", "pipeline.remat must be one of none, cheap, full, got 'keep'"),
         ("pipeline.transport=nccl", "pipeline.transport must be one of auto, server, native, got 'nccl'"),
@@ -53,9 +53,9 @@ def test_all_mistakes_in_the_text_are_told_at_once(tmp_path):
     config = apply_overrides(recipe(), [f"run.compiler_options={text}", "run.steps=0"])
     assert check_config(config) == [
         "run.steps must be at least 1, got 0",
-        "run.compiler_options: 'fast' is no option; write NAME=VALUE, such as "
+        "run.compiler_options: 'fast' is not an option; write NAME=VALUE, such as "
         "xla_gpu_enable_latency_hiding_scheduler=true",
-        "run.compiler_options: '--xla_b=2' is no option; write NAME=VALUE, such as "
+        "run.compiler_options: '--xla_b=2' is not an option; write NAME=VALUE, such as "
         "xla_gpu_enable_latency_hiding_scheduler=true",
         "run.compiler_options: xla_a is set twice",
     ]

@@ -46,14 +46,14 @@ def test_a_recipe_s_own_config_class_has_settings(recipe_file):
 
 
 def test_a_missing_recipe_is_named_with_those_beside_it(recipe_file):
-    with pytest.raises(ConfigError, match=r"recipe .*/owm\.py: no such file; there are .*/own\.py$"):
+    with pytest.raises(ConfigError, match=r"recipe .*/owm\.py: no such file; found .*/own\.py$"):
         load_recipe(str(recipe_file.with_name("owm.py")))
     with pytest.raises(ConfigError, match=r"^recipe nowhere/own\.py: no such file$"):
         load_recipe("nowhere/own.py")
 
 
 def test_a_missing_function_is_named_with_those_there_are(recipe_file):
-    with pytest.raises(ConfigError, match=r"own\.py has no function 'short'; it has recipe, long, number$"):
+    with pytest.raises(ConfigError, match=r"own\.py has no function 'short'; it defines recipe, long, number$"):
         load_recipe(f"{recipe_file}:short")
 
 

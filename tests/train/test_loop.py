@@ -253,10 +253,10 @@ def test_changed_settings_are_listed_and_refused_where_they_change_the_result(co
     with count_compilations() as compiled, pytest.raises(ConfigError) as refused:
         train(config(*changed))
     assert refused.value.problems == [
-        "the checkpoint of step 4 was made with other settings:",
+        "the checkpoint of step 4 was saved with different settings:",
         "  optimizer.b1: 0.9 -> 0.8 (changes the result)",
         "  run.seed: 0 -> 3 (changes the result)",
-        "  Undo them, start another run (--restart, or another run.folder), or go on all the same with "
+        "  Restore these settings, start a new run (--restart, or another run.folder), or resume with them by "
         "--allow-changes.",
     ]
     assert not compiled

@@ -104,20 +104,20 @@ def test_an_override_becomes_a_value_of_the_field_s_type(key, text, value):
 @pytest.mark.parametrize(
     ("setting", "problem"),
     [
-        ("model.count=many", "model.count must be a whole number, got 'many'"),
-        ("model.count=1.5", "model.count must be a whole number, got '1.5'"),
+        ("model.count=many", "model.count must be an integer, got 'many'"),
+        ("model.count=1.5", "model.count must be an integer, got '1.5'"),
         ("model.rate=fast", "model.rate must be a number, got 'fast'"),
         ("model.flag=1", "model.flag must be true or false, got '1'"),
-        ("model.maybe=x", "model.maybe must be a whole number or none, got 'x'"),
-        ("model.mixed=x", "model.mixed must be a whole number or a number, got 'x'"),
+        ("model.maybe=x", "model.maybe must be an integer or none, got 'x'"),
+        ("model.mixed=x", "model.mixed must be an integer or a number, got 'x'"),
         ("model.names=a", "model.names must be values joined by commas, got 'a'"),
         ("model.inner.sizes=1,b", "model.inner.sizes must be values joined by commas, got '1,b'"),
-        ("run.steps=", "run.steps must be a whole number, got ''"),
-        ("run.stepz=3", "run.stepz is no setting; did you mean run.steps?"),
-        ("steps=3", "steps is no setting; did you mean run.steps?"),
-        ("model.iner.name=x", "model.iner.name is no setting; did you mean model.inner.name?"),
-        ("qq=1", "qq is no setting; sections are model, mesh, pipeline, data, optimizer, checkpoint, run"),
-        ("run.steps", "'run.steps' is no override; write section.key=value, such as run.steps=20"),
+        ("run.steps=", "run.steps must be an integer, got ''"),
+        ("run.stepz=3", "run.stepz is not a setting; did you mean run.steps?"),
+        ("steps=3", "steps is not a setting; did you mean run.steps?"),
+        ("model.iner.name=x", "model.iner.name is not a setting; did you mean model.inner.name?"),
+        ("qq=1", "qq is not a setting; sections are model, mesh, pipeline, data, optimizer, checkpoint, run"),
+        ("run.steps", "'run.steps' is not an override; write section.key=value, such as run.steps=20"),
     ],
 )
 def test_a_wrong_override_is_one_line_that_names_the_setting(setting, problem):
@@ -143,7 +143,7 @@ def test_all_mistakes_stand_in_one_error_a_line_each_in_their_order():
 def test_a_field_that_text_cannot_say_stays_with_the_recipe():
     assert not {"model.shape", "model.other"} & flat_fields(config_of(Model())).keys()
     assert apply_overrides(config_of(Model(shape=(2, "b"))), ["model.count=3"]).model == Model(count=3, shape=(2, "b"))
-    assert problems_of(config_of(Model()), "model.shape=1,a")[0].startswith("model.shape is no setting")
+    assert problems_of(config_of(Model()), "model.shape=1,a")[0].startswith("model.shape is not a setting")
 
 
 def test_overrides_leave_the_given_config_and_all_other_settings_alone():
@@ -271,13 +271,13 @@ def test_mistakes_under_an_old_name_name_what_was_typed():
     wrong = ["pipeline.virtual=many"]
     assert problems_of(config_of(Model()), *both, *wrong) == [
         "pipeline.num_microbatches is set twice",
-        "pipeline.remat is set twice, once by its old name pipeline.residuals",
-        "pipeline.virtual must be a whole number or none, got 'many'",
+        "pipeline.remat is set twice, once under its old name pipeline.residuals",
+        "pipeline.virtual must be an integer or none, got 'many'",
     ]
     for value in ("keep", "cheap", ""):
         assert problems_of(config_of(Model()), f"pipeline.residuals={value}") == [
             f"pipeline.residuals must be one of store, lean, recompute, got {value!r}; "
-            "it is pipeline.remat now, one of none, cheap, full"
+            "its current name is pipeline.remat, one of none, cheap, full"
         ]
 
 

@@ -116,15 +116,15 @@ def test_moments_split_further_train_the_same(tmp_path, text):
 
 def test_what_needs_a_pipeline_says_so(tmp_path, text):
     plain = config_of(tmp_path / "run", text, "mesh.shape=fsdp:4,tp:2")
-    with pytest.raises(ConfigError, match=r"--trace t.json: only a pipeline has actions.* mesh.shape=fsdp:4,tp:2"):
+    with pytest.raises(ConfigError, match=r"--trace t.json: only a pipeline can be traced.* mesh.shape=fsdp:4,tp:2"):
         train(plain, trace="t.json")
-    with pytest.raises(ConfigError, match=r"t.svg: the picture goes there(.|\n)*there is no folder /nowhere"):
+    with pytest.raises(ConfigError, match=r"t.svg: the trace is a JSON file(.|\n)*folder /nowhere does not exist"):
         train(plain, trace="/nowhere/t.svg")
     assert not (tmp_path / "run").exists()
     short = config_of(tmp_path / "run", text, "mesh.shape=pp:2,fsdp:4", "run.steps=2")
-    with pytest.raises(ConfigError, match=r"--trace .*t.json shows step 3, .* and run.steps=2 ends before it"):
+    with pytest.raises(ConfigError, match=r"--trace .*t.json records step 3, .* but run.steps=2 ends before it"):
         train(short, trace=tmp_path / "t.json")
-    with pytest.raises(ConfigError, match=r"mesh.shape=fsdp:4,tp:2 has no pp"):
+    with pytest.raises(ConfigError, match=r"mesh.shape=fsdp:4,tp:2 has no axis pp"):
         measure_recipe(plain)
 
 
@@ -138,7 +138,7 @@ def test_the_third_step_is_traced(tmp_path, text):
     names = [e["name"] for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X" and e["pid"] == 0]
     assert sorted(names) == sorted(f"{stage}{kind}{m}" for stage in range(2) for kind in "FB" for m in range(4))
     assert trace.with_suffix(".svg").read_text().startswith("<svg")
-    assert any("groups at work on average" in line for line in said)
+    assert any("groups busy on average" in line for line in said)
 
 
 @pytest.mark.slow

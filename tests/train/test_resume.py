@@ -288,7 +288,7 @@ def test_a_second_process_on_the_same_folder_is_refused(start, text, tmp_path, c
     before = (folder / "config.txt").read_bytes()
     assert main(command) == BAD_INPUT
     assert capsys.readouterr().err == (
-        f"flax-mesh: run.folder={folder} is in use by another run; stop that one, or use another\n"
+        f"flax-mesh: run.folder={folder} is in use by another run; stop that run, or use another folder\n"
     )
     assert (folder / "config.txt").read_bytes() == before
     first.process.kill()

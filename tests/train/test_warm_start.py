@@ -46,7 +46,7 @@ def test_the_run_begins_with_the_logits_of_the_folder(shape):
     reference = np.load(LLAMA / "reference.npz")
     logits = jax.jit(lambda model, tokens: model(tokens))(model, reference["tokens"])
     np.testing.assert_allclose(logits, reference["logits"], atol=1e-5 * np.abs(reference["logits"]).max())
-    assert text.startswith("filled all ")
+    assert text.startswith("restored all ")
 
 
 @pytest.mark.slow

@@ -246,14 +246,14 @@ def test_what_is_not_utf8_becomes_a_replacement_character():
     ("changes", "message"),
     [
         ({"source": ""}, "data.source must be 'stdlib', a file, a folder or a glob; it is empty"),
-        ({"sequence_length": 0}, "data.sequence_length must be an integer of at least 1, is 0"),
-        ({"batch_size": -2}, "data.batch_size must be an integer of at least 1, is -2"),
-        ({"batch_size": True}, "data.batch_size must be an integer of at least 1, is True"),
-        ({"eval_batches": 1.5}, "data.eval_batches must be an integer of at least 1, is 1.5"),
-        ({"held_out": 0.0}, "data.held_out must be a share above 0 and below 1, such as 0.05, is 0.0"),
-        ({"held_out": 1.0}, "data.held_out must be a share above 0 and below 1, such as 0.05, is 1.0"),
-        ({"held_out": float("nan")}, "data.held_out must be .* is nan"),
-        ({"seed": -1}, r"data.seed must be None \(the run's seed\) or an integer of at least 0, is -1"),
+        ({"sequence_length": 0}, "data.sequence_length must be an integer of at least 1, got 0"),
+        ({"batch_size": -2}, "data.batch_size must be an integer of at least 1, got -2"),
+        ({"batch_size": True}, "data.batch_size must be an integer of at least 1, got True"),
+        ({"eval_batches": 1.5}, "data.eval_batches must be an integer of at least 1, got 1.5"),
+        ({"held_out": 0.0}, "data.held_out must be a share above 0 and below 1, such as 0.05, got 0.0"),
+        ({"held_out": 1.0}, "data.held_out must be a share above 0 and below 1, such as 0.05, got 1.0"),
+        ({"held_out": float("nan")}, "data.held_out must be .* got nan"),
+        ({"seed": -1}, r"data.seed must be None \(the run's seed\) or an integer of at least 0, got -1"),
     ],
 )
 def test_check_names_the_key_and_the_value(changes, message):
@@ -291,20 +291,20 @@ def test_missing_file_names_the_nearest_folder_and_similar_names(folder):
     refuse(folder / ("x" * 300), "does not exist")
 
 
-def test_a_pattern_that_matches_nothing_says_where_it_looked(folder):
-    refuse(folder / "part0/*.md", rf"no file below {re.escape(str(folder))}/part0 matches .*part0/\*.md")
+def test_a_pattern_without_matches_names_the_searched_folder(folder):
+    refuse(folder / "part0/*.md", rf"no file in {re.escape(str(folder))}/part0 matches .*part0/\*.md")
 
 
 def test_folder_without_text_points_to_its_token_files(tmp_path):
     write(tmp_path, {"a/tokens.bin": b"1234", "image.png": b"\x89PNG"})
-    refuse(tmp_path, r"holds no text files .* among its 2 files\. For its token files write .*/\*\*/\*\.bin\.")
+    refuse(tmp_path, r"contains no text files .* among its 2 files\. For its token files, use .*/\*\*/\*\.bin\.")
 
 
 def test_empty_files_and_files_that_are_not_text(tmp_path):
     write(tmp_path, {"none.txt": b"", "none.bin": b"", "x.gz": b"\x1f\x8b\xff", "y.gz": b"\x1f\x8b\xff"})
     refuse(tmp_path / "none.txt", "none.txt is empty: 1 file without content")
     refuse(tmp_path / "none.bin", "none.bin is empty: 1 file without content")
-    refuse(tmp_path / "x.gz", "x.gz is not UTF-8 text. Convert it, or give tokens")
+    refuse(tmp_path / "x.gz", "x.gz is not UTF-8 text. Convert it, or use token files")
     refuse(tmp_path / "*.gz", "x.gz is not UTF-8 text")
 
 
@@ -319,10 +319,10 @@ def test_a_character_cut_by_the_probe_is_still_text(tmp_path):
     [
         (
             np.zeros((4, 25), np.uint16),
-            r"must hold token ids as a 1-D array of integers, holds shape \(4, 25\) of uint16",
+            r"must contain token ids as a 1-D array of integers, got shape \(4, 25\) of uint16",
         ),
-        (np.zeros(100, np.float32), r"1-D array of integers, holds shape \(100,\) of float32"),
-        (np.zeros(100, bool), r"1-D array of integers, holds shape \(100,\) of bool"),
+        (np.zeros(100, np.float32), r"1-D array of integers, got shape \(100,\) of float32"),
+        (np.zeros(100, bool), r"1-D array of integers, got shape \(100,\) of bool"),
         (np.array(["a"] * 100, object), "is not a readable .npy file: .*[Pp]ython objects"),
     ],
 )
@@ -338,7 +338,7 @@ def test_broken_token_files(tmp_path):
     refuse(tmp_path / "cut.npy", "cut.npy is not a readable .npy file: .*greater than file size")
     refuse(tmp_path / "no.npy", "no.npy is not a readable .npy file")
     refuse(tmp_path / "empty.npy", "empty.npy is not a readable .npy file")
-    refuse(tmp_path / "odd.bin", "odd.bin has 5 bytes, not a whole number of uint16 tokens")
+    refuse(tmp_path / "odd.bin", "odd.bin has 5 bytes; uint16 tokens require an even number")
 
 
 def test_kinds_and_types_are_not_mixed(tmp_path):
@@ -346,7 +346,7 @@ def test_kinds_and_types_are_not_mixed(tmp_path):
     refuse(tmp_path / "*", r"matches 1 token files \(.npy, .bin\) and 1 others. Use a pattern that matches one kind")
     for i in range(6):
         np.save(tmp_path / f"{i}.npy", np.arange(100, dtype=(np.uint16, np.int64)[i % 2]))
-    refuse(tmp_path / "*.npy", "the token files must share one integer type, found int64, uint16")
+    refuse(tmp_path / "*.npy", "the token files must have the same integer dtype, found int64, uint16")
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that even root cannot read")
@@ -358,7 +358,9 @@ def test_unreadable_file(folder):
 def test_both_parts_must_hold_a_window(tmp_path):
     path = write(tmp_path, {"a.txt": b"x" * 40}) / "a.txt"
     assert len(load(path, sequence_length=9).held_out) == 10
-    refuse(path, "the held-out part of .* has 10 tokens, one window needs 11. Give more text, .*", sequence_length=10)
+    refuse(
+        path, "the held-out part of .* has 10 tokens, but one window requires 11. Use more text, .*", sequence_length=10
+    )
     with pytest.raises(ConfigError) as caught:
         load(path, sequence_length=100)
     assert [re.findall("the (.*) part", problem) for problem in caught.value.problems] == [["training"], ["held-out"]]
