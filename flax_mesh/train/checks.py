@@ -189,7 +189,7 @@ def check_trace(path: Path, shape: str, pipeline: Pipeline | None) -> list[str]:
         found.append(f"--trace {path}: all groups must be in one process; this run has {jax.process_count()} processes")
     if path.suffix == ".svg":
         found.append(
-            f"--trace {path}: the trace is a JSON file (the picture is written beside it as .svg); use {path.with_suffix('.json')}"
+            f"--trace {path}: the trace is a JSON file, with an .svg beside it; use {path.with_suffix('.json')}"
         )
     if not path.parent.is_dir():
         found.append(f"--trace {path}: folder {path.parent} does not exist; create it first")

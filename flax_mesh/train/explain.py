@@ -27,9 +27,9 @@ def explain(config: TrainConfig) -> Explanation:
     """Explain the sharding of every array of the recipe's model and optimizer on `mesh.shape`, and list all findings.
 
     With pp > 1 the report is for the mesh of one group as if it stored the arrays of all stages; the note lists the
-    stages and the bytes that each group stores. `run.platform` is read only if `mesh.shape` contains -1: it must then be
-    `cpu:N`, for N devices. Raises ConfigError for invalid settings; dims that are not divisible by their mesh axes are
-    findings.
+    stages and the bytes that each group stores. `run.platform` is read only if `mesh.shape` contains -1: it then must
+    be `cpu:N`, for N devices. Raises ConfigError for invalid settings; dims that are not divisible by their mesh
+    axes are findings.
     """
     if problems := check_config(config):
         raise ConfigError(problems)
@@ -99,8 +99,8 @@ class Measured(NamedTuple):
 def measure_recipe(config: TrainConfig) -> Measured:
     """Measure every stage of the recipe by itself on random tokens.
 
-    The costs of a stage are those of its forward pass, its backward pass to the input, its backward pass to the weights,
-    and the transfer of its output. Raises ConfigError for invalid settings, or if the mesh has no axis pp.
+    The costs of a stage are those of its forward pass, of its backward pass to the input and to the weights, and of the
+    transfer of its output. Raises ConfigError for invalid settings, or if the mesh has no axis pp.
     """
     pipeline = build_program(config, change=with_split_backward).pipeline
     if pipeline is None:

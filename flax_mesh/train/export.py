@@ -53,7 +53,7 @@ def export(folder: str, out: str, to: str, step: int | None, dtype: str | None) 
 
 
 def import_huggingface(folder: str, out: str, ignore: Sequence[str], model: ImportModel) -> dict[str, Any]:
-    """Write the parameters of a folder of safetensors as a checkpoint of step 0. All of them must fit in host memory."""
+    """Write the parameters of a folder of safetensors as a checkpoint of step 0; they must fit in host memory."""
     described = read_config(folder)
     with _errors_name_option():
         config = model(decoder_config_from_hf(described, ignore=ignore))
@@ -84,7 +84,7 @@ def import_huggingface(folder: str, out: str, ignore: Sequence[str], model: Impo
 def reshard(folder: str, out: str, config: TrainConfig, step: int | None) -> dict[str, Any]:
     """Save the newest valid step, or `step`, in the layout of a recipe on the available devices."""
     notes: list[str] = []
-    # Compiler options do not affect the layout, and those of the recipe may be for other devices than the available ones.
+    # Compiler options do not affect the layout, and those of the recipe may be unknown on the available devices.
     program = build_program(apply_overrides(config, ["run.compiler_options="]), notes.append)
     abstract, layers = program.layout, program.rules.layers
     found, passed_over = find_valid(folder, step)

@@ -92,8 +92,8 @@ def train(
         A `TrainResult`: status, step, run folder, last row of metrics and sampled text.
 
     Raises:
-        ConfigError: A setting is invalid, or one that changes the result differs from the checkpoint's. All mistakes are
-            reported in one error, before anything compiles.
+        ConfigError: A setting is invalid, or one that changes the result differs from the checkpoint's. All mistakes
+            are reported in one error, before anything compiles.
         CheckpointCorruptedError: The run folder has checkpoints, but none of them is valid.
         SaveError: A checkpoint cannot be written, and `checkpoint.on_failure` is "stop" or it is the final one.
 

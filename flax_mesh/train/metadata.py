@@ -96,7 +96,7 @@ def check_resume(
 
 
 def layout_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """One line if the mesh changed, then one for every array that is now split over other axes than in the checkpoint."""
+    """One line if the mesh changed, and one for every array that is split over other axes than in the checkpoint."""
     before, after = mesh_of(saved), mesh_of(now)
     lines = [f"mesh {mesh_text(before)} -> {mesh_text(after)}"] if before != after else []
     old = saved.get("layout", {})

@@ -1,4 +1,4 @@
-"""The text form of a config: `section.key=value`, on the command line, in files and in the metadata of checkpoints."""
+"""The text form of a config: `section.key=value`, as used on the command line, in files and in checkpoints."""
 
 import dataclasses
 import difflib
@@ -13,7 +13,7 @@ from flax_mesh.train.config import TrainConfig
 SECTIONS = ("model", "mesh", "pipeline", "data", "optimizer", "checkpoint", "run")
 
 
-# Names and values of the first version: old name -> (current name, {old value: current value} if the values were renamed
+# Names and values of the first version: old name -> (current name, {old value: current value} if values were renamed
 # too). They are accepted wherever settings are parsed from text, and never written.
 RENAMED: dict[str, tuple[str, dict[str, str]]] = {
     "pipeline.microbatches": ("pipeline.num_microbatches", {}),

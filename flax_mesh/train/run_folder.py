@@ -1,4 +1,4 @@
-"""The run folder: metrics.jsonl, config.txt and checkpoints/. Process 0 selects, locks and writes it for all processes."""
+"""The run folder: metrics.jsonl, config.txt and checkpoints/. Process 0 selects, locks and writes it."""
 
 import fcntl
 import json

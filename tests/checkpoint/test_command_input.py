@@ -32,8 +32,11 @@ pytestmark = pytest.mark.usefixtures("on_cpu")
         (["list", "{tmp}"], "{tmp} holds no checkpoint (but 3.orbax-checkpoint-tmp, of a save under way or cut off)"),
         (["inspect", "{run}", "--step", "6"], "{run} has no step 6; it has 5, 10"),
         (["inspect", "{run}/checkpoints/5", "--step", "10"], "{run}/checkpoints/5 has no step 10; it has 5"),
-        (["diff", "{run}", "{run}", "run.steps=3"], "run.steps=3: settings follow a recipe, and {run} is a checkpoint"),
-        (["diff", "{run}", "{recipe}", "--values"], "--values compares two checkpoints, and {recipe} is a recipe"),
+        (
+            ["diff", "{run}", "{run}", "run.steps=3"],
+            "run.steps=3: settings require a recipe, but {run} is a checkpoint",
+        ),
+        (["diff", "{run}", "{recipe}", "--values"], "--values requires two checkpoints, but {recipe} is a recipe"),
         (["diff", "{run}", "{recipe}", "run.stps=3"], "run.stps is not a setting; did you mean run.steps?"),
         (["diff", "{run}", "{recipe}", "run.steps=0"], "run.steps must be at least 1, got 0"),
         (["diff", "{run}", "none.py"], "recipe none.py: no such file"),

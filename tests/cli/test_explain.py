@@ -249,7 +249,7 @@ def test_a_pipeline_is_explained_as_one_of_its_groups(capsys, tmp_path):
     assert main(["explain", TINY, *settings]) == DONE
     first, second, *lines = capsys.readouterr().out.splitlines()[:7]
     assert first.startswith("mesh fsdp:2,tp:2, 4 devices;") and second.startswith(note)
-    assert [line.split(" holds ")[0] for line in lines[:2]] == ["group 0", "group 1"]
+    assert [line.split(" stores ")[0] for line in lines[:2]] == ["group 0", "group 1"]
     held = [float(line.split()[3]) for line in lines[:2]]
     whole = explain(apply_overrides(load_recipe(TINY), ["mesh.shape=fsdp:2,tp:2"])).report
     assert sum(held) == pytest.approx(max(whole.memory_per_device.values()) / 2**20, abs=0.02)

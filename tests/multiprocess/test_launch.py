@@ -272,7 +272,7 @@ def test_processes_that_were_started_differently_say_how(tmp_path):
 def test_launch_says_what_is_wrong_with_its_arguments():
     for arguments, message in (
         (["-n", "0", "--", "train", "x.py"], "-n must be at least 1, got 0"),
-        (["-n", "2", "--", "mesh", "dp:2"], "launch starts train alone, got mesh"),
+        (["-n", "2", "--", "mesh", "dp:2"], "launch runs only the command train, got mesh"),
     ):
         (ended,) = run_all([["-m", "flax_mesh.cli", "launch", *arguments]], 60)
         assert ended.code == 2 and message in ended.output

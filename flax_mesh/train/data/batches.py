@@ -44,8 +44,8 @@ def num_eval_batches(part: Tokens, config: DataConfig) -> int:
     if windows < config.batch_size:
         raise ConfigError(
             f"data.held_out: the held-out part has {windows} windows of data.sequence_length {config.sequence_length}, "
-            f"one batch needs data.batch_size {config.batch_size}. Raise data.held_out ({config.held_out}), "
-            f"give more text, or lower data.batch_size."
+            f"one batch requires data.batch_size {config.batch_size}. Raise data.held_out ({config.held_out}), "
+            f"use more text, or lower data.batch_size."
         )
     return min(config.eval_batches, windows // config.batch_size)
 
@@ -53,11 +53,11 @@ def num_eval_batches(part: Tokens, config: DataConfig) -> int:
 def permuted(index: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
     """Apply a pseudo-random permutation of range(size), determined by (seed, epoch), to `index` of shape (n,).
 
-    Takes O(n) time and memory for any size: a step permutes only its own rows, never the whole epoch. A balanced Feistel
-    network (Luby and Rackoff, 1988) permutes the smallest range of 4^h >= size numbers. A result that is not below
-    `size` is permuted again until it is (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains",
-    2002), which takes fewer than 4 passes on average. The round function is the finalizer of SplitMix64 (Steele, Lea
-    and Flood, 2014).
+    Takes O(n) time and memory for any size: a step permutes its own rows, not the epoch. A balanced Feistel network
+    (Luby and Rackoff, 1988) permutes the smallest range of 4^h >= size numbers. A result that is not below `size` is
+    permuted again until it is (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002), which
+    takes fewer than 4 passes on average. The round function is the finalizer of SplitMix64 (Steele, Lea and Flood,
+    2014).
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     shift, mask = np.uint64(half), np.uint64(2**half - 1)

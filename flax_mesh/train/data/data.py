@@ -140,8 +140,9 @@ def load_corpus(config: DataConfig) -> Corpus:
     for name, part in (("training", corpus.train), ("held-out", corpus.held_out)):
         if len(part) < window:
             problems.append(
-                f"data.source: the {name} part of {config.source} has {len(part)} tokens, but one window requires {window}. "
-                f"Use more text, change data.held_out ({config.held_out}) or lower data.sequence_length."
+                f"data.source: the {name} part of {config.source} has {len(part)} tokens, but one window "
+                f"requires {window}. Use more text, change data.held_out ({config.held_out}) "
+                "or lower data.sequence_length."
             )
     if problems:
         raise ConfigError(problems)
@@ -230,7 +231,7 @@ def _stdlib_files() -> dict[str, Path]:
     files = {name: path for name, path in _walk(root, NOT_STDLIB).items() if path.suffix == ".py"}
     if not files:
         raise ConfigError(
-            f"data.source: {root} contains no .py files (Python was installed without sources). Use a text file instead."
+            f"data.source: {root} contains no .py files (Python without sources). Use a text file instead."
         )
     return files
 
@@ -321,7 +322,8 @@ def _unreadable(what: object, error: OSError) -> ConfigError:
 def _open_text(path: Path) -> np.ndarray:
     if path.suffix.lower() not in TEXT_SUFFIXES and not _decodes(path):
         raise ConfigError(
-            f"data.source: {path} is not UTF-8 text. Convert it, or use token files: .npy (1-D integers) or .bin (uint16)."
+            f"data.source: {path} is not UTF-8 text. Convert it, or use token files: "
+            ".npy (1-D integers) or .bin (uint16)."
         )
     if path.stat().st_size >= MAPPED_BYTES:
         return np.memmap(path, np.uint8, mode="r")

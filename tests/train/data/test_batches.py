@@ -157,7 +157,8 @@ def test_evaluation_takes_fewer_batches_of_a_small_part_but_at_least_one():
     assert [num_eval_batches(PART[:n], CONFIG) for n in (101, 65, 64, 33)] == [3, 2, 1, 1]
     assert num_eval_batches(np.zeros(10000, np.uint8), CONFIG) == CONFIG.eval_batches
     message = (
-        "held-out part has 7 windows of data.sequence_length 4, one batch needs data.batch_size 8. Raise data.held_out"
+        "held-out part has 7 windows of data.sequence_length 4, one batch requires data.batch_size 8. "
+        "Raise data.held_out"
     )
     with pytest.raises(ConfigError, match=message):
         num_eval_batches(PART[:32], CONFIG)

@@ -245,7 +245,7 @@ def test_what_is_not_utf8_becomes_a_replacement_character():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"source": ""}, "data.source must be 'stdlib', a file, a folder or a glob; it is empty"),
+        ({"source": ""}, "data.source must be 'stdlib', a file, a folder or a glob; got an empty string"),
         ({"sequence_length": 0}, "data.sequence_length must be an integer of at least 1, got 0"),
         ({"batch_size": -2}, "data.batch_size must be an integer of at least 1, got -2"),
         ({"batch_size": True}, "data.batch_size must be an integer of at least 1, got True"),
