@@ -1,4 +1,4 @@
-"""A recipe whose mesh has pp: it trains, evaluates and saves, and any other mesh goes on from there."""
+"""A recipe whose mesh has pp trains, evaluates and saves, and any other mesh resumes from its checkpoints."""
 
 import json
 from typing import Any
@@ -58,7 +58,7 @@ def losses(config):
     return [row["loss"] for row in rows], [row["eval_loss"] for row in rows if "eval_loss" in row], result.sample
 
 
-def test_a_pipelined_run_is_the_plain_run(tmp_path, text):
+def test_a_pipelined_run_has_the_losses_of_a_plain_run(tmp_path, text):
     settings = ("run.eval_every=0", "run.platform=auto")  # auto: four of the devices
     want = losses(config_of(tmp_path / "plain", text, "mesh.shape=fsdp:4", *settings))
     have = losses(config_of(tmp_path / "pp", text, "mesh.shape=pp:2,fsdp:2", *settings))
@@ -66,7 +66,7 @@ def test_a_pipelined_run_is_the_plain_run(tmp_path, text):
 
 
 @pytest.mark.slow
-def test_either_goes_on_from_the_other(tmp_path, text):
+def test_a_plain_run_resumes_from_a_pipelined_checkpoint(tmp_path, text):
     plain = "mesh.shape=fsdp:2,tp:2,dp:2"
     want = losses(config_of(tmp_path / "plain", text, plain, "run.steps=4"))
     first = losses(config_of(tmp_path / "pp", text, "mesh.shape=pp:2,fsdp:2,tp:2"))
@@ -94,7 +94,7 @@ def test_a_pipelined_run_writes_a_sample(tmp_path, text):
         ("mesh.shape=pp:2,ep:2,fsdp:2", "model.num_experts=4", "model.scan=true"),
     ],
 )
-def test_every_kind_of_pipeline_goes_on_from_a_plain_run_and_back(tmp_path, text, settings):
+def test_every_pipeline_resumes_from_a_plain_run_and_back(tmp_path, text, settings):
     experts = [s for s in settings if "experts" in s or "num_layers" in s]
     plain = ("mesh.shape=fsdp:4,tp:2", *experts)
     want = losses(config_of(tmp_path / "plain", text, *plain, "run.steps=6"))
@@ -107,14 +107,14 @@ def test_every_kind_of_pipeline_goes_on_from_a_plain_run_and_back(tmp_path, text
 
 
 @pytest.mark.slow
-def test_moments_split_further_train_the_same(tmp_path, text):
+def test_sharding_the_moments_does_not_change_the_losses(tmp_path, text):
     settings = ("mesh.shape=dp:4,tp:2", "run.eval_every=0", "model.num_layers=1")
     plain = losses(config_of(tmp_path / "plain", text, *settings))
     split = losses(config_of(tmp_path / "split", text, *settings, "optimizer.shard_over=dp"))
     np.testing.assert_allclose(split[0], plain[0], rtol=1e-6)
 
 
-def test_what_needs_a_pipeline_says_so(tmp_path, text):
+def test_trace_and_measure_require_a_pipeline(tmp_path, text):
     plain = config_of(tmp_path / "run", text, "mesh.shape=fsdp:4,tp:2")
     with pytest.raises(ConfigError, match=r"--trace t.json: only a pipeline can be traced.* mesh.shape=fsdp:4,tp:2"):
         train(plain, trace="t.json")
@@ -131,14 +131,14 @@ def test_what_needs_a_pipeline_says_so(tmp_path, text):
 @pytest.mark.slow
 def test_the_third_step_is_traced(tmp_path, text):
     settings = ("mesh.shape=pp:2,fsdp:4", "run.steps=4", "run.eval_every=0")
-    said, trace = [], tmp_path / "trace.json"
-    result = train(config_of(tmp_path / "run", text, *settings), say=said.append, trace=trace)
+    printed, trace = [], tmp_path / "trace.json"
+    result = train(config_of(tmp_path / "run", text, *settings), say=printed.append, trace=trace)
     plain = losses(config_of(tmp_path / "plain", text, *settings))
     assert result.last_row["loss"] == pytest.approx(plain[0][-1], rel=1e-6)
     names = [e["name"] for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X" and e["pid"] == 0]
     assert sorted(names) == sorted(f"{stage}{kind}{m}" for stage in range(2) for kind in "FB" for m in range(4))
     assert trace.with_suffix(".svg").read_text().startswith("<svg")
-    assert any("groups busy on average" in line for line in said)
+    assert any("groups busy on average" in line for line in printed)
 
 
 @pytest.mark.slow
