@@ -132,7 +132,7 @@ def train(
                     f"next save renames it to {damaged}.damaged"
                 )
             if step is None:
-                say(f"run: {folder} is new, {config.run.steps} steps")
+                say(f"run: new run in {folder}, {config.run.steps} steps")
                 write_config(folder, config)
                 return _steps(run, checkpointer, _initial(run), 0)
             saved = checkpointer.metadata(step)
