@@ -118,11 +118,11 @@ def devices_of_process(platform: str, count: int, devices: int | None) -> str:
 
 def same_command(argv: Sequence[str], process: str | None) -> list[str]:
     """The arguments that repeat `argv`, by `launch` if this process was started by it."""
-    kept = [text for text in argv if not text.startswith(("--process=", "--devices-per-process="))]
+    remaining = [text for text in argv if not text.startswith(("--process=", "--devices-per-process="))]
     if process is None:
-        return kept
+        return remaining
     devices = [text for text in argv if text.startswith("--devices-per-process=")]
-    return ["launch", "-n", str(parse_processes(process).count), *devices, "--", *kept]
+    return ["launch", "-n", str(parse_processes(process).count), *devices, "--", *remaining]
 
 
 class _Display:
@@ -192,8 +192,8 @@ def _print_result(result: TrainResult, argv: Sequence[str], steps: int) -> None:
         print(f"held-out: {row['bits_per_byte']:.3f} bits per byte at step {result.step}")
     if result.sample:
         print(f"sample, after the first bytes of the held-out text:\n{result.sample}\n")
-    kept = [a for a in argv if a != "--restart" and not a.startswith(("run.folder=", "run.steps="))]
-    command = shlex.join(["flax-mesh", *kept, f"run.folder={result.folder}"])
+    repeated = [a for a in argv if a != "--restart" and not a.startswith(("run.folder=", "run.steps="))]
+    command = shlex.join(["flax-mesh", *repeated, f"run.folder={result.folder}"])
     print(f"{result.status} at step {result.step}; metrics and checkpoints: {result.folder}")
     if result.status == "stopped":
         print(f"resume: {command} run.steps={steps}")

@@ -173,7 +173,7 @@ def _steps(run: Run, checkpointer: Checkpointer, state: TrainState, start: int) 
         start,
         hooks=run.hooks,
         say=run.say,
-        go_on_or_raise=run.go_on_or_raise,
+        warn_or_raise=run.warn_or_raise,
     )
     step, status = start, "finished"
     with ExitStack() as stack:
@@ -231,7 +231,7 @@ def _save(run: Run, checkpointer: Checkpointer, step: int, state: TrainState, ro
         except SaveError as error:
             if final and call is save:
                 raise
-            run.go_on_or_raise(error)
+            run.warn_or_raise(error)
 
 
 def _traced_step(run: Run, state: TrainState, batch: Any) -> tuple[TrainState, Any]:

@@ -51,8 +51,8 @@ class MetricsFile:
 class Rows:
     """Rows of metrics, read from the device one step late, so that the host dispatches a step without waiting.
 
-    `path` is the file for the rows, None in processes that do not write. `go_on_or_raise` is called with the error when
-    a row cannot be written.
+    `path` is the file for the rows, None in processes that do not write. `warn_or_raise` is called with the error if a
+    row cannot be written.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class Rows:
         *,
         hooks: Sequence[Callable[[Row], None]],
         say: Callable[[str], None],
-        go_on_or_raise: Callable[[SaveError], None],
+        warn_or_raise: Callable[[SaveError], None],
     ):
         self.file = MetricsFile(path) if path is not None else None
         self.last: Row = {}
-        self._hooks, self._say, self._go_on_or_raise = hooks, say, go_on_or_raise
+        self._hooks, self._say, self._warn_or_raise = hooks, say, warn_or_raise
         self._lost = 0  # consecutive rows that could not be written
         self._pending: tuple[int, Any, float] | None = None
         self._extra: Row = {"resumed_from": start} if start else {}
@@ -117,7 +117,7 @@ class Rows:
             self.file.write(self.last)
         except SaveError as error:
             if not self._lost:
-                self._go_on_or_raise(error)
+                self._warn_or_raise(error)
             self._lost += 1
             return
         if self._lost:

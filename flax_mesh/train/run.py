@@ -39,10 +39,10 @@ class Run:
     def config(self) -> TrainConfig:
         return self.program.config
 
-    def go_on_or_raise(self, error: SaveError) -> None:
+    def warn_or_raise(self, error: SaveError) -> None:
         if self.config.checkpoint.on_failure == "stop":
             raise error
-        self.say(f"warning: {error}; training goes on (checkpoint.on_failure)")
+        self.say(f"warning: {error}; training continues (checkpoint.on_failure)")
 
 
 def describe(run: Run) -> None:

@@ -67,9 +67,10 @@ def test_the_sharding_of_every_recipe_equals_its_golden_text(recipe, request):
     file, text = GOLDEN / f"{recipe.stem}.txt", golden_text(explanation.report)
     if request.config.getoption("--update-golden"):
         file.write_text(text, encoding="utf-8")
-    want = file.read_text(encoding="utf-8") if file.exists() else ""
-    if text != want:
-        diff = "\n".join(difflib.unified_diff(want.splitlines(), text.splitlines(), str(file), "now", lineterm="", n=0))
+    expected = file.read_text(encoding="utf-8") if file.exists() else ""
+    if text != expected:
+        lines = difflib.unified_diff(expected.splitlines(), text.splitlines(), str(file), "now", lineterm="", n=0)
+        diff = "\n".join(lines)
         pytest.fail(
             f"the sharding of {recipe.name} changed; if this is intended: pytest {__file__} --update-golden\n{diff}"
         )

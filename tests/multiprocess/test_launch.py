@@ -179,7 +179,7 @@ def test_training_goes_on_in_all_where_one_cannot_save(who, tmp_path):
     with start(2, 1, tmp_path / "run", *more) as running:
         running.wait_for("step     20 ", LIMIT_S)
         limit_files(running, who, 2**14)
-        running.wait_for("training goes on (checkpoint.on_failure)", 60)
+        running.wait_for("training continues (checkpoint.on_failure)", 60)
         limit_files(running, who, resource.RLIM_INFINITY)
         step = max(losses(tmp_path / "run"))
         running.wait_for(f"step {step + 25:>6} ", LIMIT_S)

@@ -142,7 +142,7 @@ def test_training_continues_after_a_failed_save_with_on_failure_continue(failure
     assert run.ended() == STOPPED
     assert "Traceback" not in run.text() and "Event loop" not in run.text()
     for line in re.findall("^warning: .*", run.text(), re.M):
-        assert reason in line and line.endswith("training goes on (checkpoint.on_failure)"), line
+        assert reason in line and line.endswith("training continues (checkpoint.on_failure)"), line
     rows = [row["step"] for row in run.rows()]
     assert rows == list(range(1, rows[-1] + 1)) and check_valid(run.checkpoints)[-1] == rows[-1]
     assert not run.unfinished()
@@ -167,7 +167,9 @@ def test_rows_that_cannot_be_written_are_left_out_completely(start):
     (lost,) = re.findall(r"rows lost: (\d+)", run.text())
     steps = [json.loads(line)["step"] for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert len(steps) == steps[-1] - int(lost) and steps == sorted(set(steps))
-    assert len(re.findall("^warning: the row of step .*(File too large|No space left).*goes on", run.text(), re.M)) == 1
+    assert (
+        len(re.findall("^warning: the row of step .*(File too large|No space left).*continues", run.text(), re.M)) == 1
+    )
 
 
 @pytest.mark.slow
@@ -279,7 +281,7 @@ def test_a_removed_checkpoint_folder_is_not_recreated(in_process, tmp_path):
 
     with pytest.raises(SaveError, match=r"step 12 could not be saved in .*: the folder is gone; "):
         train(config, say=printed.append, hooks=[remove])
-    assert any("checkpoint of step 8 could not be saved" in line and "goes on" in line for line in printed)
+    assert any("checkpoint of step 8 could not be saved" in line and "continues" in line for line in printed)
     with Checkpointer(tmp_path / "run" / "checkpoints") as checkpointer:
         assert {8, 12}.isdisjoint(
             checkpointer.steps()

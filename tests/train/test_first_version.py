@@ -71,9 +71,9 @@ def test_a_run_of_the_first_version_resumes_bit_for_bit(folder, capsys):
     text = (folder / "metrics.jsonl").read_text()
     assert text.startswith(old_rows)
     rows = [json.loads(line) for line in text.removeprefix(old_rows).splitlines()]
-    rows = [{name: row[name] for name in want} for row, want in zip(rows, EXPECTED["rows"], strict=True)]
-    for row, want in zip(rows, EXPECTED["rows"], strict=True):
-        assert row == pytest.approx(want, rel=1e-4)
+    rows = [{name: row[name] for name in expected} for row, expected in zip(rows, EXPECTED["rows"], strict=True)]
+    for row, expected in zip(rows, EXPECTED["rows"], strict=True):
+        assert row == pytest.approx(expected, rel=1e-4)
     here, there = [jax.__version__, instructions()], [EXPECTED["jax"], EXPECTED["instructions"]]
     if here != there:
         pytest.skip(f"resumed; bits cannot be compared between the versions and processors {here} and {there}")

@@ -60,19 +60,19 @@ def losses(config):
 
 def test_a_pipelined_run_has_the_losses_of_a_plain_run(tmp_path, text):
     settings = ("run.eval_every=0", "run.platform=auto")  # auto: four of the devices
-    want = losses(config_of(tmp_path / "plain", text, "mesh.shape=fsdp:4", *settings))
-    have = losses(config_of(tmp_path / "pp", text, "mesh.shape=pp:2,fsdp:2", *settings))
-    np.testing.assert_allclose(have[0], want[0], rtol=1e-5)
+    expected = losses(config_of(tmp_path / "plain", text, "mesh.shape=fsdp:4", *settings))
+    found = losses(config_of(tmp_path / "pp", text, "mesh.shape=pp:2,fsdp:2", *settings))
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
 
 
 @pytest.mark.slow
 def test_a_plain_run_resumes_from_a_pipelined_checkpoint(tmp_path, text):
     plain = "mesh.shape=fsdp:2,tp:2,dp:2"
-    want = losses(config_of(tmp_path / "plain", text, plain, "run.steps=4"))
+    expected = losses(config_of(tmp_path / "plain", text, plain, "run.steps=4"))
     first = losses(config_of(tmp_path / "pp", text, "mesh.shape=pp:2,fsdp:2,tp:2"))
     then = losses(config_of(tmp_path / "pp", text, plain, "run.steps=4"))
-    np.testing.assert_allclose(first[0] + then[0], want[0], rtol=1e-5)
-    np.testing.assert_allclose(first[1] + then[1], want[1], rtol=1e-5)
+    np.testing.assert_allclose(first[0] + then[0], expected[0], rtol=1e-5)
+    np.testing.assert_allclose(first[1] + then[1], expected[1], rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -97,13 +97,13 @@ def test_a_pipelined_run_writes_a_sample(tmp_path, text):
 def test_every_pipeline_resumes_from_a_plain_run_and_back(tmp_path, text, settings):
     experts = [s for s in settings if "experts" in s or "num_layers" in s]
     plain = ("mesh.shape=fsdp:4,tp:2", *experts)
-    want = losses(config_of(tmp_path / "plain", text, *plain, "run.steps=6"))
+    expected = losses(config_of(tmp_path / "plain", text, *plain, "run.steps=6"))
     parts = [
         losses(config_of(tmp_path / "mixed", text, *kind, f"run.steps={stop}"))
         for kind, stop in ((plain, 2), (settings, 4), (plain, 6))
     ]
-    np.testing.assert_allclose([x for part in parts for x in part[0]], want[0], rtol=5e-5)
-    np.testing.assert_allclose([x for part in parts for x in part[1]], want[1], rtol=5e-5)
+    np.testing.assert_allclose([x for part in parts for x in part[0]], expected[0], rtol=5e-5)
+    np.testing.assert_allclose([x for part in parts for x in part[1]], expected[1], rtol=5e-5)
 
 
 @pytest.mark.slow

@@ -146,10 +146,10 @@ def make_eval_fn(
 
 
 def prefetch(fn: Callable[[int], T], start: int, stop: int) -> Generator[tuple[int, T, float], None, None]:
-    """(step, fn(step), seconds waited for it) for every step in range(start, stop).
+    """Yield (step, fn(step), seconds waited for it) for every step in range(start, stop).
 
-    One background thread, alive from the first `next` to the end or the closing of the generator, makes the next batch
-    while the consumer works on this one. An exception of `fn` is raised where its batch would have come.
+    A background thread computes the next batch while the consumer processes the current one. It ends with the
+    generator. An exception of `fn` is raised when its batch is requested.
     """
     if start >= stop:
         return
@@ -164,7 +164,7 @@ def prefetch(fn: Callable[[int], T], start: int, stop: int) -> Generator[tuple[i
             yield step, batch, waited
 
 
-# --- which tokens, on which devices ---
+# --- reading tokens and placing them on devices ---
 
 
 def _read(part: Tokens, windows: np.ndarray, sequence_length: int, columns: slice, vocab_size: int | None) -> Rows:

@@ -51,8 +51,8 @@ def test_permuted_stays_in_range_and_distinct_for_very_large_sizes(size, seed):
 
 
 def test_permuted_of_one_index_does_not_depend_on_the_others():
-    whole = permuted(np.arange(1000), 1000, 7, 3)
-    assert [int(permuted(np.array([i]), 1000, 7, 3)[0]) for i in (999, 0, 500)] == whole[[999, 0, 500]].tolist()
+    image = permuted(np.arange(1000), 1000, 7, 3)
+    assert [int(permuted(np.array([i]), 1000, 7, 3)[0]) for i in (999, 0, 500)] == image[[999, 0, 500]].tolist()
 
 
 def test_orders_differ_between_epochs_and_seeds_and_from_the_files():
@@ -111,9 +111,9 @@ def test_rows_and_columns_are_slices_of_the_batch(rows, columns):
         (batch_rows(PART, 1, CONFIG, 3), batch_rows(PART, 1, CONFIG, 3, rows, columns)),  # over the end of an epoch
         (held_out_rows(PART, CONFIG, 2), held_out_rows(PART, CONFIG, 2, rows, columns)),
     )
-    for whole, cut in pairs:
+    for batch, part in pairs:
         for name in ("inputs", "targets"):
-            np.testing.assert_array_equal(cut[name], whole[name][rows, columns])
+            np.testing.assert_array_equal(part[name], batch[name][rows, columns])
 
 
 def test_only_the_requested_rows_are_read():

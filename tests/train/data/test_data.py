@@ -140,11 +140,11 @@ def test_several_token_files_are_split_by_file_and_stay_mapped(tmp_path):
 
 def test_a_slice_of_token_files_equals_the_slice_of_their_concatenation():
     pieces = tuple(np.arange(n, dtype=np.uint16) + 10 * i for i, n in enumerate((3, 1, 7, 5)))
-    whole, joined = np.concatenate(pieces), TokenFiles(pieces)
-    assert len(joined) == 16
+    array, files = np.concatenate(pieces), TokenFiles(pieces)
+    assert len(files) == 16
     for start in range(17):
         for stop in range(start, 18):
-            np.testing.assert_array_equal(joined[start:stop], whole[start:stop])
+            np.testing.assert_array_equal(files[start:stop], array[start:stop])
 
 
 @pytest.mark.slow
@@ -333,8 +333,8 @@ def test_npy_of_wrong_type_or_rank(tmp_path, tokens, message):
 
 def test_broken_token_files(tmp_path):
     np.save(tmp_path / "cut.npy", np.arange(100))
-    whole = (tmp_path / "cut.npy").read_bytes()
-    write(tmp_path, {"cut.npy": whole[:-80], "no.npy": b"hello", "empty.npy": b"", "odd.bin": b"12345"})
+    content = (tmp_path / "cut.npy").read_bytes()
+    write(tmp_path, {"cut.npy": content[:-80], "no.npy": b"hello", "empty.npy": b"", "odd.bin": b"12345"})
     refuse(tmp_path / "cut.npy", "cut.npy is not a readable .npy file: .*greater than file size")
     refuse(tmp_path / "no.npy", "no.npy is not a readable .npy file")
     refuse(tmp_path / "empty.npy", "empty.npy is not a readable .npy file")
