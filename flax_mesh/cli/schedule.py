@@ -127,7 +127,7 @@ def _find(arguments: argparse.Namespace) -> Found:
         sizes = {"--stages": arguments.stages, "--microbatches": arguments.microbatches}
         if missing := [option for option, value in sizes.items() if value is None]:
             raise ConfigError(
-                f"{' and '.join(missing)} is required, or --measure RECIPE; see flax-mesh schedule --help"
+                f"{' and '.join(missing)}: required, unless --measure RECIPE is given; see flax-mesh schedule --help"
             )
         _check_search_options(arguments)
         memory = None if arguments.memory is None else _numbers("--memory", arguments.memory, int)

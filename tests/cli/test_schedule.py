@@ -81,7 +81,7 @@ def test_the_table_and_the_picture(output_of, tmp_path):
     ("argv", "line"),
     [
         (("zb-w", *SIZES), r"'zb-w' is no schedule; did you mean zb-v\?"),
-        (("1f1b", "--stages", "4"), r"--microbatches is required, or --measure RECIPE"),
+        (("1f1b", "--stages", "4"), r"--microbatches: required, unless --measure RECIPE is given"),
         (("1f1b", "--stages", "0", "--microbatches", "8"), r"the number of groups must be at least 1, got 0"),
         (("search", "--stages", "0", "--microbatches", "8"), r"--stages and --virtual must be at least 1, got 0 and 1"),
         (("search", "--stages", "2", "--microbatches", "0"), r"num_microbatches must be at least 1, got 0"),
