@@ -112,7 +112,7 @@ def test_the_command_prints_and_draws_a_mesh(tmp_path, capsys):
     for words, message in [
         (["mesh", "dp:3"], "flax-mesh: dp:3: "),
         (["mesh", "dq:2"], "unknown axis 'dq'"),
-        (["mesh", "dp:8", "more"], "too many arguments: more"),
+        (["mesh", "dp:8", "more"], "unexpected arguments: more"),
         (["mesh", "dp:8", "--platform", "abacus"], "--platform must be auto, cpu"),
         (["mesh", "dp:8", "--svg", str(tmp_path / "no" / "file.svg")], "cannot be written"),
     ]:

@@ -179,7 +179,7 @@ def test_training_continues_in_all_processes_if_one_cannot_save(who, tmp_path):
     with start(2, 1, tmp_path / "run", *more) as running:
         running.wait_for("step     20 ", LIMIT_S)
         limit_files(running, who, 2**14)
-        running.wait_for("training goes on (checkpoint.on_failure)", 60)
+        running.wait_for("training continues (checkpoint.on_failure)", 60)
         limit_files(running, who, resource.RLIM_INFINITY)
         step = max(losses(tmp_path / "run"))
         running.wait_for(f"step {step + 25:>6} ", LIMIT_S)
@@ -272,7 +272,7 @@ def test_processes_with_different_settings_report_the_difference(tmp_path):
 def test_launch_reports_invalid_arguments():
     for arguments, message in (
         (["-n", "0", "--", "train", "x.py"], "-n must be at least 1, got 0"),
-        (["-n", "2", "--", "mesh", "dp:2"], "launch starts train alone, got mesh"),
+        (["-n", "2", "--", "mesh", "dp:2"], "launch runs only the command train, got mesh"),
     ):
         (ended,) = run_all([["-m", "flax_mesh.cli", "launch", *arguments]], 60)
         assert ended.code == 2 and message in ended.output

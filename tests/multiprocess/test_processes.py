@@ -72,7 +72,7 @@ def test_virtual_devices_are_divided_evenly_among_processes():
     assert devices_of_process("cpu:8", 4, 3) == "cpu:3"
     with pytest.raises(ConfigError, match="cannot be divided among 3 processes"):
         devices_of_process("cpu:8", 3, None)
-    with pytest.raises(ConfigError, match="for virtual CPU devices"):
+    with pytest.raises(ConfigError, match="--devices-per-process requires run"):
         devices_of_process("gpu", 2, 2)
 
 
