@@ -39,7 +39,7 @@ class PipelineConfig:
     can be), "count" (of layers), or the first layer of every stage but the first, "2,5". `num_virtual_stages`: stages a
     group, none for what the schedule is made for. `remat`: what a stage stores for its backward pass: "none" recomputes
     next to nothing, "cheap" what takes no matrix product, loop or random bits, "full" everything from the stage's
-    inputs. `transport` between processes: "server" (JAX's transfer server), "native" (`jax.device_put`), or "auto".
+    inputs. `transport` between processes: "server" (JAX's transfer server), "ordered" (`jax.device_put`), or "auto".
     """
 
     num_microbatches: int = 1

@@ -19,6 +19,7 @@ OLD: dict[str, tuple[str, dict[str, str]]] = {
     "pipeline.microbatches": ("pipeline.num_microbatches", {}),
     "pipeline.virtual": ("pipeline.num_virtual_stages", {}),
     "pipeline.residuals": ("pipeline.remat", {"store": "none", "lean": "cheap", "recompute": "full"}),
+    "pipeline.transport": ("pipeline.transport", {"native": "ordered"}),  # the same name; only a value changed
 }
 
 
@@ -53,7 +54,7 @@ def apply_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfi
             problems.append(f"{key} is no setting{hint}")
         elif key in values:
             problems.append(f"{key} is set twice" + (f", once by its old name {typed}" if typed != key else ""))
-        elif present_values and value not in present_values:
+        elif key != typed and present_values and value not in present_values:
             old, present = ", ".join(present_values), ", ".join(present_values.values())
             problems.append(f"{typed} must be one of {old}, got {value!r}; it is {key} now, one of {present}")
         else:

@@ -222,6 +222,14 @@ def test_it_wins_under_an_old_name_too_and_is_printed_under_the_present_one(caps
     assert not any("residuals" in line or "pipeline.microbatches" in line for line in lines)
 
 
+def test_an_old_value_is_read_from_a_file_and_from_the_command_line(capsys, tmp_path):
+    file = tmp_path / "settings.txt"
+    file.write_text("pipeline.transport=native\n")
+    for argv in ([f"@{file}"], ["pipeline.transport=native"]):
+        assert main(["train", TINY, *argv, "--print-config"]) == DONE
+        assert "pipeline.transport=ordered" in capsys.readouterr().out.splitlines()
+
+
 def test_two_files_that_contradict_each_other_are_refused(complaint, tmp_path):
     for name, steps in (("a", 5), ("b", 6)):
         (tmp_path / name).write_text(f"run.steps={steps}\n")

@@ -15,16 +15,16 @@ from tests.multiprocess.cases import end_at_once, error_of, put_and_get_all
 from tests.multiprocess.counted import CountedMoves
 
 
-def native(model: str, schedule: str, sizes: str, steps: str) -> None:
+def ordered(model: str, schedule: str, sizes: str, steps: str) -> None:
     """Train by calls that have nothing but a number, then by the transfer server: the same bits. Then let the numbers
     differ."""
     pipeline = cases.make_pipeline(model, schedule, cases.parse_sizes(sizes))
     channel = pipeline.channel
-    assert channel is not None and pipeline.native is None  # CPU says that it cannot
+    assert channel is not None and pipeline.ordered is None  # CPU says that it cannot
 
     def forced() -> Pipeline:
         plan = pipeline.schedule
-        return Pipeline(pipeline.staged, pipeline.mesh, plan, pipeline.optimizer, rules=[], transport="native")
+        return Pipeline(pipeline.staged, pipeline.mesh, plan, pipeline.optimizer, rules=[], transport="ordered")
 
     print("forced:", error_of(forced), flush=True)
     moves = CountedMoves()
@@ -33,7 +33,7 @@ def native(model: str, schedule: str, sizes: str, steps: str) -> None:
         arrived = moves(array, target)
         return arrived + 1 if arrived.addressable_shards else arrived
 
-    pipeline.native = OrderedTransport(channel, moves)
+    pipeline.ordered = OrderedTransport(channel, moves)
     mine = train_and_evaluate(pipeline, model, int(steps))
     state = pipeline.init_state()
     before = moves.calls
@@ -43,7 +43,7 @@ def native(model: str, schedule: str, sizes: str, steps: str) -> None:
     assert set(put_and_get_all("calls", f"{calls}")) == {f"{calls}"}
     sent = sum(map(int, put_and_get_all("sent", f"{pipeline.num_transfers}")))
     assert shards > 0 and (shards == sent or len(pipeline.groups) != jax.process_count())
-    pipeline.native = None
+    pipeline.ordered = None
     theirs = train_and_evaluate(pipeline, model, int(steps))
     assert moves.calls == calls
     assert mine[:2] == theirs[:2] and len(mine[0]) == int(steps)
@@ -52,9 +52,9 @@ def native(model: str, schedule: str, sizes: str, steps: str) -> None:
     print(f"{shards} transfers a step", flush=True)
     off_by_one = CountedMoves(10**6 + (jax.process_index() == jax.process_count() - 1))
     for move, limit_s in ((changed, 60), (off_by_one, 3)):
-        pipeline.native = OrderedTransport(channel, move, limit_s)
+        pipeline.ordered = OrderedTransport(channel, move, limit_s)
         print("refused:", error_of(lambda: pipeline.step(state, cases.batches(model, 1)[0]), ShardingError), flush=True)
-    end_at_once("native is done")
+    end_at_once("ordered is done")
 
 
 def train_and_evaluate(pipeline: Pipeline, model: str, steps: int) -> tuple[Any, Any, dict[str, np.ndarray]]:
@@ -83,7 +83,7 @@ def forgetful() -> None:
             return array
         return moves(array, target)
 
-    pipeline.native = OrderedTransport(channel, move)
+    pipeline.ordered = OrderedTransport(channel, move)
     with Watch(tell, waiting=channel.waiting) as watch:
         state = pipeline.init_state()
         for number, batch in enumerate(cases.batches("net", 6)):

@@ -25,10 +25,10 @@ MATRIX = [
 
 
 def check(model: str, schedule: str, sizes: str, processes: int, devices: int, steps: int) -> None:
-    ended = run_workers("native", processes, devices, model, schedule, sizes, str(steps))
-    assert_all_done(ended, "native is done")
+    ended = run_workers("ordered", processes, devices, model, schedule, sizes, str(steps))
+    assert_all_done(ended, "ordered is done")
     for one in ended:
-        assert 'forced: transport="native" cannot be had' in one.output, one.output
+        assert 'forced: transport="ordered" cannot be had' in one.output, one.output
         for process in range(processes):
             line = f"process {process}: the client of cpu does not say that it supports transfers between processes"
             assert line in one.output, one.output

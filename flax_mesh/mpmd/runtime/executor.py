@@ -62,13 +62,13 @@ class ScheduleRun:
         self,
         schedule: Schedule,
         actions: Sequence[Action],
-        native: OrderedTransport | None = None,
+        ordered: OrderedTransport | None = None,
         on_action: Callable[[Action, Saved], None] | None = None,
     ) -> None:
-        """Dispatch `actions`, those of `schedule` that are of this process; by `native` what goes that way."""
-        if native is not None:
+        """Dispatch `actions`, those of `schedule` that are of this process; by `ordered` what goes that way."""
+        if ordered is not None:
             name = self.compiled.number, schedule.num_microbatches
-            self._pass = native.start_pass(name, self.number, schedule, self.compiled.sends)
+            self._pass = ordered.start_pass(name, self.number, schedule, self.compiled.sends)
         for action in actions:
             if self._pass is not None:
                 self._pass.before(action)

@@ -55,7 +55,7 @@ class Pipeline:
     In a run of several processes every process makes the same pipeline and calls it alike; each compiles and runs the
     stages of its own groups. Leaves of the state that lie on other groups are arrays without a shard here; metrics
     arrive in every process. `transport`: how activations and gradients go from process to process; "server" JAX's
-    transfer server, "native" `jax.device_put`, a ConfigError where the backend cannot, "auto" native where it can.
+    transfer server, "ordered" `jax.device_put`, a ConfigError where the backend cannot, "auto" ordered where it can.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class Pipeline:
         remat: Literal["none", "cheap", "full"] = "none",
         shard_optimizer_over: str | tuple[str, ...] = (),
         compiler_options: Mapping[str, Any] | None = None,
-        transport: Literal["auto", "server", "native"] = "auto",
+        transport: Literal["auto", "server", "ordered"] = "auto",
     ):
         _check(staged, mesh, schedule, remat, transport)
         self.transfers = GroupTransfers(mesh)
         self.groups, self.channel = self.transfers.meshes, self.transfers.channel
-        self.native = ordered_transport_of(self.channel, mesh, transport)  # None: by the transfer server
+        self.ordered = ordered_transport_of(self.channel, mesh, transport)  # None: by the transfer server
         self.staged, self.mesh, self.schedule, self.optimizer = staged, mesh, schedule, optimizer
         self.seed, self.learning_rate = seed, learning_rate
         self.options = dict(compiler_options) if compiler_options else None
@@ -107,7 +107,7 @@ class Pipeline:
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One optimizer step over a batch of `schedule.num_microbatches` equal parts; donates `state`."""
         run = self.start(state, batch, self.schedule.num_microbatches, train=True)
-        run.follow(self.schedule, self._order, self.native, self.on_action)
+        run.follow(self.schedule, self._order, self.ordered, self.on_action)
         self.num_transfers = run.num_transfers
         return self.update(state, run)
 
@@ -116,7 +116,7 @@ class Pipeline:
         count = num_microbatches or self.schedule.num_microbatches
         run = self.start(state, batch, count, train=False)
         schedule = forward_schedule(len(self.groups), count, self.group_of)
-        run.follow(schedule, self._own(schedule), self.native)
+        run.follow(schedule, self._own(schedule), self.ordered)
         return sums_everywhere(run) if self.channel else {name: value for name, (_, value) in run.named_sums().items()}
 
     def model(self, state: TrainState) -> Any:

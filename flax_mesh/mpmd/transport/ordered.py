@@ -25,7 +25,7 @@ from flax_mesh.mpmd.transport.layout import put_host
 from flax_mesh.processes import call_number, get_text, put_text
 from flax_mesh.text import processes_text
 
-TRANSPORTS = ("auto", "server", "native")
+TRANSPORTS = ("auto", "server", "ordered")
 TOLD_TIMEOUT_S = 600  # for the slowest process to make the same pipeline
 TRIAL_LIMIT_S = 300  # NCCL connects first
 REPAIR = 'Use transport="server" (in a recipe pipeline.transport=server)'
@@ -196,18 +196,18 @@ def _numbers_of(array: Any, end: float) -> dict[Any, int] | str:
 def ordered_transport_of(channel: Channel | None, mesh: MpmdMesh, transport: str) -> OrderedTransport | None:
     """Ordered transport if every process of the mesh supports it and `transport` allows it, else None; in all alike.
 
-    ConfigError for "native" if a process does not support it. Nothing is asked if one process has all groups.
+    ConfigError for "ordered" if a process does not support it. Nothing is asked if one process has all groups.
     """
     if channel is None:
         return None
     here = 'it is told transport="server"' if transport == "server" else why_not(mesh)
     folder = _tell(channel, "transport", here)
-    if here and transport != "native":
+    if here and transport != "ordered":
         return None  # whatever the others say, they hear this
     told = {process: text for process, text in _hear(channel, folder).items() if text}
-    if told and transport == "native":
+    if told and transport == "ordered":
         each = [f"process {process}: {text}" for process, text in sorted(told.items())]
-        raise ConfigError(['transport="native" cannot be had', *each, f'{REPAIR}, or "auto".'])
+        raise ConfigError(['transport="ordered" cannot be had', *each, f'{REPAIR}, or "auto".'])
     return None if told else OrderedTransport(channel)
 
 

@@ -1,4 +1,4 @@
-"""The native order of transfers: one walk in every process, and a rendezvous of the calls that ends."""
+"""The ordered transport: one order of transfers in every process, and a rendezvous of the calls that ends."""
 
 from collections import defaultdict, deque
 from types import SimpleNamespace
