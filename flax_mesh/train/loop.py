@@ -204,7 +204,7 @@ def _traced_step(run: Run, state: TrainState, batch: Any) -> tuple[TrainState, A
     simulated = simulate(timeline.schedule, costs_of(timeline))
     run.say(
         f"trace: {trace} and {picture}; bubble {timeline.bubble:.0%} (simulated {simulated.bubble:.0%}), "
-        f"{timeline.overlap:.1f} of {timeline.schedule.num_groups} groups at work on average"
+        f"{timeline.overlap:.1f} of {timeline.schedule.num_groups} groups busy on average"
     )
     return state, metrics
 

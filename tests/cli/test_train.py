@@ -63,7 +63,7 @@ def small(tmp_path):
         (["mesh.shape=dp:2,foo:4"], r"mesh\.shape: .*unknown axis 'foo': the axes are pp, dp, fsdp, ep, tp, sp.*"),
         (
             ["mesh.shape=pp:2,dp:4", "pipeline.schedule=1f1c"],
-            r"pipeline\.schedule=1f1c: '1f1c' is no schedule; did you mean 1f1b\?.*",
+            r"pipeline\.schedule=1f1c: unknown schedule '1f1c'; did you mean 1f1b\?.*",
         ),
         (
             ["mesh.shape=pp:8", "pipeline.num_microbatches=8"],

@@ -138,7 +138,7 @@ def test_the_third_step_is_traced(tmp_path, text):
     names = [e["name"] for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X" and e["pid"] == 0]
     assert sorted(names) == sorted(f"{stage}{kind}{m}" for stage in range(2) for kind in "FB" for m in range(4))
     assert trace.with_suffix(".svg").read_text().startswith("<svg")
-    assert any("groups at work on average" in line for line in said)
+    assert any("groups busy on average" in line for line in said)
 
 
 @pytest.mark.slow

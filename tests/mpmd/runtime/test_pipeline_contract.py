@@ -189,13 +189,13 @@ def with_row(group: int, text: str) -> Schedule:
 WRONG = {
     "a missing backward": (with_row(0, "0F0 0F1 0B1"), "0B0 is missing from the row of group 0"),
     "a missing forward": (with_row(1, "1F0 1B0 1B1"), "1F1 is missing from the row of group 1"),
-    "a doubled forward": (with_row(0, "0F0 0F1 0F1 0B0 0B1"), "0F1 stands 2 times"),
+    "a doubled forward": (with_row(0, "0F0 0F1 0F1 0B0 0B1"), "0F1 appears 2 times"),
     "a row of another group": (
         replace(GOOD, rows=GOOD.rows[::-1]),
-        "1F1 stands in the row of group 0, its stage on group 1",
+        "1F1 appears in the row of group 0, but its stage is on group 1",
     ),
-    "weights that nothing asks for": (with_row(0, "0F0 0F1 0B0 0W0 0B1"), "0W0 stands in the table, but there is no"),
-    "a backward before its forward": (with_row(0, "0F0 0B1 0F1 0B0"), "0B1 stands before 0F1, which it needs"),
+    "weights that nothing asks for": (with_row(0, "0F0 0F1 0B0 0W0 0B1"), "0W0 appears in the table, but the schedule has"),
+    "a backward before its forward": (with_row(0, "0F0 0B1 0F1 0B0"), "0B1 comes before 0F1, which it depends on"),
     "no backward": (forward_schedule(2, 2, (0, 1)), "forward has no backward actions, so it cannot train"),
     "nothing": (replace(GOOD, rows=((), ())), "1f1b has no backward actions"),
 }
@@ -221,7 +221,7 @@ def test_a_schedule_that_can_run_is_accepted(schedule, two_stages):
 
 
 def test_an_unknown_schedule():
-    with pytest.raises(ValueError, match="'1f1c' is no schedule; did you mean 1f1b"):
+    with pytest.raises(ValueError, match="unknown schedule '1f1c'; did you mean 1f1b"):
         make_schedule("1f1c", num_groups=2, num_microbatches=2)
 
 

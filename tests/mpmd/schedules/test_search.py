@@ -226,14 +226,14 @@ def test_memory_of_each_group():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"memory_limit": 0}, r"no schedule fits a memory limit of 0: a group needs at least 1 activation$"),
-        ({"memory_limit": 1, "num_groups": 2}, r"limit of 1: .* at least 2 activations, 1 for each of its stages"),
-        ({"memory_limit": [4, 4]}, r"there are 4 groups, but memory limits of 2"),
-        ({"num_groups": 3}, r"4 stages do not spread evenly over 3 groups"),
+        ({"memory_limit": 0}, r"no schedule fits a memory limit of 0: a group requires at least 1 activation$"),
+        ({"memory_limit": 1, "num_groups": 2}, r"limit of 1: .* at least 2 activations, 1 per stage"),
+        ({"memory_limit": [4, 4]}, r"expected one memory limit or 4, one per group, got 2"),
+        ({"num_groups": 3}, r"4 stages cannot be divided evenly over 3 groups"),
         ({"num_microbatches": 0, "seconds": 0}, r"num_microbatches must be at least 1, got 0; seconds must be more"),
-        ({"costs": []}, r"costs are empty"),
-        ({"costs": [(1, 1)] * 4}, r"costs of stage 0: want F,B,W or F,B,W,T, got 2 numbers"),
-        ({"costs": [(1, 1, -1)] * 4}, r"costs of stage 0: want finite numbers of at least 0, got 1,1,-1"),
+        ({"costs": []}, r"costs is empty"),
+        ({"costs": [(1, 1)] * 4}, r"costs of stage 0: expected F,B,W or F,B,W,T, got 2 numbers"),
+        ({"costs": [(1, 1, -1)] * 4}, r"costs of stage 0: expected finite numbers of at least 0, got 1,1,-1"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):
