@@ -26,7 +26,7 @@ class Partial(NamedTuple):
 
     counts: tuple[int, ...]  # per lane: number of scheduled actions
     ends: tuple[tuple[float, ...], ...]  # per lane: end of each of them
-    ready: tuple[float, ...]  # per lane: when the dependencies of the next action are done; NEVER: unknown
+    ready: tuple[float, ...]  # per lane: when the inputs of the next action are available; NEVER: unknown
     free: tuple[float, ...]  # per group: end of its last scheduled action
     stored: tuple[int, ...]  # per group: activations in memory
     queues: tuple[tuple[int, ...], ...]  # per shared edge: lanes whose inputs are in transit, in sending order
@@ -93,14 +93,12 @@ class BeamSearch:
 
     def _empty(self) -> Partial:
         problem = self.problem
-        remaining = [
-            sum(problem.duration[lane] for lane in lanes) * problem.num_microbatches for lanes in self.lanes_of
-        ]
+        work = [sum(problem.duration[lane] for lane in lanes) * problem.num_microbatches for lanes in self.lanes_of]
         groups, lanes = problem.num_groups, len(problem.lanes)
         ready = tuple(NEVER if needs else 0.0 for needs in problem.needs)
         queues = ((),) * len(set(self.edge_of.values()))
         return Partial(
-            (0,) * lanes, ((),) * lanes, ready, (0.0,) * groups, (0,) * groups, queues, tuple(remaining), 0.0, 0.0, None
+            (0,) * lanes, ((),) * lanes, ready, (0.0,) * groups, (0,) * groups, queues, tuple(work), 0.0, 0.0, None
         )
 
     def _choices(self, partial: Partial, room: Sequence[float]) -> list[tuple[int, float]]:
@@ -198,7 +196,7 @@ class BeamSearch:
         return ready
 
     def _dominated(self, partial: Partial, kept: dict[tuple, list[tuple[float, ...]]]) -> bool:
-        """Whether a partial schedule in `kept` has the same actions, and no relevant time is later; if not, keeps this."""
+        """Whether one in `kept` has the same actions and is nowhere later; if not, adds this one to `kept`."""
         times = list(partial.free)
         for lane, user in self.sends:
             times += partial.ends[lane][partial.counts[user] :]

@@ -14,7 +14,7 @@ NAME_WIDTH, SIDE_WIDTH = 64, 132
 LEAST_BOX, LEAST_WIDTH, MOST_WIDTH = 17, 560, 2400
 # Distinguishable with every kind of colour vision, in both shades (tests/mpmd/schedules/test_draw.py). W is also lower.
 COLOURS = {"F": (51, 34, 136), "B": (230, 159, 0), "W": (0, 158, 115)}
-KINDS = {"F": "forward", "B": "backward", "W": "backward to weights"}
+KINDS = {"F": "forward", "B": "backward", "W": "weight gradients"}
 LIGHTER, LIGHTEST = 0.45, 0.7  # share of white added per further stage of a group, and its maximum
 IDLE = {"fill": "white", "stroke": "#bbb", "stroke_width": 0.6}
 CURVE_COLOUR, INK = "#9a9a9a", "#222"
@@ -158,7 +158,7 @@ def _legend(schedule: Schedule, y: float) -> list[str]:
     x, parts = float(MARGIN), []
     chunks = schedule.num_stages // schedule.num_groups
     kinds = [kind for kind in KINDS if any(action.kind == kind for row in schedule.rows for action in row)]
-    texts = dict(KINDS) | ({"B": "backward to input"} if schedule.splits_backward else {})
+    texts = dict(KINDS) | ({"B": "input gradients"} if schedule.splits_backward else {})
     for kind in kinds:
         for chunk in range(chunks):
             inset = 5 if kind == "W" else 0
@@ -169,7 +169,7 @@ def _legend(schedule: Schedule, y: float) -> list[str]:
         label = f"{kind}: {texts[kind]}{shades}"
         parts.append(_text(x + 3, y + 13, label, size=12))
         x += 12 + 6.3 * len(label)
-    for look, label, height in ((IDLE, "idle", 18), ({"fill": CURVE_COLOUR}, "activations held", 9)):
+    for look, label, height in ((IDLE, "idle", 18), ({"fill": CURVE_COLOUR}, "stored activations", 9)):
         parts.append(element("rect", x=f"{x:.1f}", y=y + 18 - height, width=16, height=height, **look))
         parts.append(_text(x + 21, y + 13, label, size=12))
         x += 34 + 6.3 * len(label)

@@ -97,9 +97,7 @@ def heads(problem: Problem) -> list[list[float]]:
     microbatches = range(problem.num_microbatches)
     found = [[0.0 for _ in microbatches] for _ in problem.lanes]
     chains = [problem.chain(lane) for lane in range(len(problem.lanes))]
-    memory = [
-        problem.limits[group] for group in problem.group
-    ]  # an upper bound: other stages of the group may use some of it
+    memory = [problem.limits[group] for group in problem.group]  # optimistic: ignores other stages of the group
     for m in microbatches:
         for lane, needs in enumerate(problem.needs):
             chain, freed = chains[lane], max(0, m + 1 - memory[lane])

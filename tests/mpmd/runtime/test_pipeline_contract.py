@@ -194,7 +194,10 @@ WRONG = {
         replace(GOOD, rows=GOOD.rows[::-1]),
         "1F1 appears in the row of group 0, but its stage is on group 1",
     ),
-    "weights that nothing asks for": (with_row(0, "0F0 0F1 0B0 0W0 0B1"), "0W0 appears in the table, but the schedule has"),
+    "weights that nothing asks for": (
+        with_row(0, "0F0 0F1 0B0 0W0 0B1"),
+        "0W0 appears in the table, but the schedule has",
+    ),
     "a backward before its forward": (with_row(0, "0F0 0B1 0F1 0B0"), "0B1 comes before 0F1, which it depends on"),
     "no backward": (forward_schedule(2, 2, (0, 1)), "forward has no backward actions, so it cannot train"),
     "nothing": (replace(GOOD, rows=((), ())), "1f1b has no backward actions"),
