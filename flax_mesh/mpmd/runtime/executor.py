@@ -166,17 +166,17 @@ class ScheduleRun:
             return self._move_to(value, receiver)
         (kind, *rest), name, channel = key, self._sender[v], self._channel
         value = channel.publish_layout(self.compiled.layout_key(kind, v, rest[-1]), value, sender)
-        if self._pass is not None and self._pass.carries((*key, *name)):
+        if self._pass is not None and self._pass.includes((*key, *name)):
             return self._pass.offer((*key, *name), value)
         return channel.send((kind, self.number, *rest, *name), value, sender, receiver)
 
     def _receive(self, key: tuple[Any, ...], v: Var, group: int, stage: int) -> jax.Array:
         """What a stage of another process makes of `v`, on `group`."""
         (kind, *rest), name, sender, aval = key, self._sender[v], self.stages[stage].group, v.aval
-        if self._pass is not None and self._pass.carries((*key, *name)):
+        if self._pass is not None and self._pass.includes((*key, *name)):
             return self._pass.take((*key, *name))
         layout_key = self.compiled.layout_key(kind, v, stage)
-        sharding = self._channel.learn_layout(layout_key, aval.shape, aval.dtype, sender, group)
+        sharding = self._channel.fetch_layout(layout_key, aval.shape, aval.dtype, sender, group)
         return self._channel.receive((kind, self.number, *rest, *name), aval.shape, aval.dtype, sharding, sender, group)
 
     @property
