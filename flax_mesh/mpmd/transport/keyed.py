@@ -48,8 +48,8 @@ class Pending(NamedTuple):
 class Channel:
     """Asynchronous transfers between the groups of this process and those of other processes.
 
-    A key is (kind, run, ...): a kind of DESCRIPTIONS, the number of the run, and the values of the placeholders. Each key
-    is used once between the same groups.
+    A key is (kind, run, ...): a kind of DESCRIPTIONS, the number of the run, and the values of the placeholders.
+    Between the same groups each key is used once.
     """
 
     def __init__(self, mesh: MpmdMesh):
@@ -139,7 +139,7 @@ class Channel:
         layout = self._layouts.get((key, receiver))
         if layout is None:
             mesh = self.groups[receiver]
-            self._requested = f"the layout of {key!r} from group {sender}, which compiles ({self._owners(sender)})"
+            self._requested = f"the layout of {key!r} from group {sender} ({self._owners(sender)}), which is compiling"
             text = get_text(self._store_key(key), LAYOUT_TIMEOUT_S)
             self._requested = None
             spec = _spec_of(text)
