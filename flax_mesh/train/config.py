@@ -51,7 +51,7 @@ class PipelineConfig:
         num_virtual_stages: Stages per group. None: the schedule's default.
         remat: What the backward pass of a stage recomputes: "none" next to nothing, "cheap" every operation except
             matrix products, loops and random bits, "full" everything from the stage's inputs.
-        transport: Transfers between processes: "server" (JAX's transfer server), "native" (`jax.device_put`), or
+        transport: Transfers between processes: "server" (JAX's transfer server), "ordered" (`jax.device_put`), or
             "auto".
     """
 

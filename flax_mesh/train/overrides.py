@@ -19,6 +19,7 @@ RENAMED: dict[str, tuple[str, dict[str, str]]] = {
     "pipeline.microbatches": ("pipeline.num_microbatches", {}),
     "pipeline.virtual": ("pipeline.num_virtual_stages", {}),
     "pipeline.residuals": ("pipeline.remat", {"store": "none", "lean": "cheap", "recompute": "full"}),
+    "pipeline.transport": ("pipeline.transport", {"native": "ordered"}),  # the same name; only a value changed
 }
 
 
@@ -56,7 +57,7 @@ def apply_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfi
             problems.append(f"{key} is not a setting{hint}")
         elif key in values:
             problems.append(f"{key} is set twice" + (f", once under its old name {given}" if given != key else ""))
-        elif renamed_values and value not in renamed_values:
+        elif key != given and renamed_values and value not in renamed_values:
             old, current = ", ".join(renamed_values), ", ".join(renamed_values.values())
             problems.append(f"{given} must be one of {old}, got {value!r}; its current name is {key}, one of {current}")
         else:

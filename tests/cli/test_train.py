@@ -64,7 +64,7 @@ def small(tmp_path):
         (["mesh.shape=dp:2,foo:4"], r"mesh\.shape: .*unknown axis 'foo': the axes are pp, dp, fsdp, ep, tp, sp.*"),
         (
             ["mesh.shape=pp:2,dp:4", "pipeline.schedule=1f1c"],
-            r"pipeline\.schedule=1f1c: '1f1c' is no schedule; did you mean 1f1b\?.*",
+            r"pipeline\.schedule=1f1c: unknown schedule '1f1c'; did you mean 1f1b\?.*",
         ),
         (
             ["mesh.shape=pp:8", "pipeline.num_microbatches=8"],
@@ -221,6 +221,14 @@ def test_an_old_name_overrides_a_file_too_and_is_printed_under_the_current_one(c
     lines = capsys.readouterr().out.splitlines()
     assert "pipeline.remat=full" in lines and "pipeline.num_microbatches=2" in lines
     assert not any("residuals" in line or "pipeline.microbatches" in line for line in lines)
+
+
+def test_an_old_value_is_read_from_a_file_and_from_the_command_line(capsys, tmp_path):
+    file = tmp_path / "settings.txt"
+    file.write_text("pipeline.transport=native\n")
+    for argv in ([f"@{file}"], ["pipeline.transport=native"]):
+        assert main(["train", TINY, *argv, "--print-config"]) == DONE
+        assert "pipeline.transport=ordered" in capsys.readouterr().out.splitlines()
 
 
 def test_contradicting_files_are_rejected(error_lines, tmp_path):

@@ -15,17 +15,17 @@ from tests.multiprocess.cases import end_at_once, error_of, put_and_get_all
 from tests.multiprocess.counted import CountedMoves
 
 
-def native(model: str, schedule: str, sizes: str, steps: str) -> None:
+def ordered(model: str, schedule: str, sizes: str, steps: str) -> None:
     """Trains with calls that are matched by number, then with the transfer server, and compares the results bit for
     bit. Then checks that changed values and mismatched numbers are detected."""
     pipeline = cases.make_pipeline(model, schedule, cases.parse_sizes(sizes))
     channel = pipeline.channel
-    assert channel is not None and pipeline.native is None  # CPU clients do not support it
+    assert channel is not None and pipeline.ordered is None  # CPU clients do not support it
 
     def forced() -> Pipeline:
         plan = pipeline.schedule
         return Pipeline(
-            pipeline.staged, pipeline.optimizer, mesh=pipeline.mesh, schedule=plan, rules=[], transport="native"
+            pipeline.staged, pipeline.optimizer, mesh=pipeline.mesh, schedule=plan, rules=[], transport="ordered"
         )
 
     print("forced:", error_of(forced), flush=True)
@@ -35,7 +35,7 @@ def native(model: str, schedule: str, sizes: str, steps: str) -> None:
         arrived = moves(array, target)
         return arrived + 1 if arrived.addressable_shards else arrived
 
-    pipeline.native = OrderedTransport(channel, moves)
+    pipeline.ordered = OrderedTransport(channel, moves)
     ordered = train_and_evaluate(pipeline, model, int(steps))
     state = pipeline.init_state()
     before = moves.calls
@@ -45,7 +45,7 @@ def native(model: str, schedule: str, sizes: str, steps: str) -> None:
     assert set(put_and_get_all("calls", f"{calls}")) == {f"{calls}"}
     sent = sum(map(int, put_and_get_all("sent", f"{pipeline.num_transfers}")))
     assert shards > 0 and (shards == sent or len(pipeline.groups) != jax.process_count())
-    pipeline.native = None
+    pipeline.ordered = None
     keyed = train_and_evaluate(pipeline, model, int(steps))
     assert moves.calls == calls
     assert ordered[:2] == keyed[:2] and len(ordered[0]) == int(steps)
@@ -54,9 +54,9 @@ def native(model: str, schedule: str, sizes: str, steps: str) -> None:
     print(f"{shards} transfers a step", flush=True)
     off_by_one = CountedMoves(10**6 + (jax.process_index() == jax.process_count() - 1))
     for move, limit_s in ((changed, 60), (off_by_one, 3)):
-        pipeline.native = OrderedTransport(channel, move, limit_s)
+        pipeline.ordered = OrderedTransport(channel, move, limit_s)
         print("refused:", error_of(lambda: pipeline.step(state, cases.batches(model, 1)[0]), ShardingError), flush=True)
-    end_at_once("native is done")
+    end_at_once("ordered is done")
 
 
 def train_and_evaluate(pipeline: Pipeline, model: str, steps: int) -> tuple[Any, Any, dict[str, np.ndarray]]:
@@ -85,7 +85,7 @@ def forgetful() -> None:
             return array
         return moves(array, target)
 
-    pipeline.native = OrderedTransport(channel, move)
+    pipeline.ordered = OrderedTransport(channel, move)
     with Watch(report, waiting=channel.waiting) as watch:
         state = pipeline.init_state()
         for number, batch in enumerate(cases.batches("net", 6)):

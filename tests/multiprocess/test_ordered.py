@@ -25,16 +25,16 @@ MATRIX = [
 
 
 def check(model: str, schedule: str, sizes: str, processes: int, devices: int, steps: int) -> None:
-    ended = run_workers("native", processes, devices, model, schedule, sizes, str(steps))
-    assert_all_done(ended, "native is done")
+    ended = run_workers("ordered", processes, devices, model, schedule, sizes, str(steps))
+    assert_all_done(ended, "ordered is done")
     for one in ended:
-        assert 'forced: transport="native" cannot be had' in one.output, one.output
+        assert 'forced: transport="ordered" is not supported by every process' in one.output, one.output
         for process in range(processes):
-            line = f"process {process}: the client of cpu does not say that it supports transfers between processes"
+            line = f"process {process}: the cpu client does not support transfers between processes"
             assert line in one.output, one.output
-        tried = r"jax.device_put from group \d \(process(es)? .*\) to group \d \(.*\) was tried: "
-        for came in (r"\[\d+(, \d+)*\] came, not \[\d+(, \d+)*\]\n", "nothing came in time\n"):
-            assert re.search(tried + came, one.output), one.output
+        failed = r"test of jax.device_put from group \d \(process(es)? .*\) to group \d \(.*\) failed: "
+        for reason in (r"received \[\d+(, \d+)*\], expected \[\d+(, \d+)*\]\n", "timed out\n"):
+            assert re.search(failed + reason, one.output), one.output
         assert 'Use transport="server" (in a recipe pipeline.transport=server).' in one.output, one.output
     assert len({re.search(r"\d+ transfers a step", one.output)[0] for one in ended}) == 1  # pyright: ignore
 

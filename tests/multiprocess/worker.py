@@ -28,7 +28,7 @@ from flax_mesh.train.build import make_mesh, run_rules, train_program
 from flax_mesh.train.warm_start import start_from
 from tests.multiprocess import cases
 from tests.multiprocess.cases import end_at_once, error_of, put_and_get_all
-from tests.multiprocess.ordered_cases import forgetful, native  # noqa: F401  cases
+from tests.multiprocess.ordered_cases import forgetful, ordered  # noqa: F401  cases
 from tests.multiprocess.processes import ROOT, TIME_LIMIT_S, run_case
 from tests.train.test_warm_start import LLAMA, config_of
 

@@ -31,7 +31,7 @@ TINY = Path(__file__).parents[2] / "recipes" / "tiny.py"
         ("mesh.shape=pp:-1", "mesh.shape=pp:-1 leaves the size of pp to the number of devices; set it"),
         ("pipeline.cut=2;3", "pipeline.cut must be flops, count, or the first layer of every stage but the first"),
         ("pipeline.remat=keep", "pipeline.remat must be one of none, cheap, full, got 'keep'"),
-        ("pipeline.transport=nccl", "pipeline.transport must be one of auto, server, native, got 'nccl'"),
+        ("pipeline.transport=nccl", "pipeline.transport must be one of auto, server, ordered, got 'nccl'"),
         ("mesh.shape=dp:two", r"mesh.shape: .*'dp:two' is malformed"),
         ("mesh.shape=dp:-1,tp:-1", r"mesh.shape: .*only one size can be -1"),
         ("run.platform=npu", r"run.platform must be auto, cpu, cpu:N \(N devices\), gpu or tpu, got 'npu'"),

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from flax_mesh.axes import PartitionAxis
 from flax_mesh.errors import ConfigError
 from flax_mesh.train import PipelineConfig, RunConfig, TrainConfig, apply_overrides, load_recipe
-from flax_mesh.train.overrides import Change, changes, flat_fields, parse_value, to_lines, to_texts, value_to_text
+from flax_mesh.train.overrides import (
+    Change,
+    changes,
+    current_settings,
+    flat_fields,
+    parse_value,
+    to_lines,
+    to_texts,
+    value_to_text,
+)
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.py"
 
@@ -266,6 +275,22 @@ def test_old_values_are_read_as_the_renamed_ones(old, current):
     assert changes({**saved, "pipeline.residuals": old, "pipeline.remat": current}, config) == []
     del saved["pipeline.remat"]
     assert changes({**saved, "pipeline.residuals": old}, config) == []
+
+
+def test_the_old_value_of_a_setting_with_the_same_name_is_read_as_the_present_one():
+    config = apply_overrides(config_of(Model()), ["pipeline.transport=native"])
+    assert config.pipeline.transport == "ordered"
+    saved = to_texts(config)
+    assert saved["pipeline.transport"] == "ordered" and "pipeline.transport=ordered" in to_lines(config)
+    assert changes({**saved, "pipeline.transport": "native"}, config) == []
+    assert changes({**saved, "pipeline.transport": "server"}, config) == [
+        Change("pipeline.transport", "server", "ordered", False)
+    ]
+    assert current_settings({"pipeline.transport": "native"}) == {"pipeline.transport": "ordered"}
+    for value in ("auto", "server", "ordered"):
+        assert apply_overrides(config_of(Model()), [f"pipeline.transport={value}"]).pipeline.transport == value
+    twice = ["pipeline.transport=native", "pipeline.transport=ordered"]
+    assert problems_of(config_of(Model()), *twice) == ["pipeline.transport is set twice"]
 
 
 def test_mistakes_under_an_old_name_report_the_name_that_was_typed():

@@ -18,7 +18,7 @@ from flax_mesh.mpmd.runtime.batch import place_array
 from flax_mesh.mpmd.runtime.compile import CompiledPipeline, compile_pipeline
 from flax_mesh.mpmd.runtime.executor import Saved, ScheduleRun, announce_layouts, sums_everywhere
 from flax_mesh.mpmd.runtime.optimizer import Update
-from flax_mesh.mpmd.runtime.placement import MODEL, Home, chunked, init_leaves, place
+from flax_mesh.mpmd.runtime.placement import MODEL, LeafOwner, chunked, init_leaves, place
 from flax_mesh.mpmd.runtime.transfers import GroupTransfers
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule, forward_schedule
 from flax_mesh.mpmd.schedules.validate import check_schedule
@@ -103,7 +103,7 @@ class Pipeline:
         remat: Literal["none", "cheap", "full"] = "none",
         shard_optimizer_over: str | tuple[str, ...] = (),
         compiler_options: Mapping[str, Any] | None = None,
-        transport: Literal["auto", "server", "native"] = "auto",
+        transport: Literal["auto", "server", "ordered"] = "auto",
     ):
         mesh, schedule = mesh or staged.groups, schedule or staged.schedule
         if mesh is None or schedule is None:
@@ -115,7 +115,7 @@ class Pipeline:
         _check(staged, mesh, schedule, remat, transport)
         self.transfers = GroupTransfers(mesh)
         self.groups, self.channel = self.transfers.meshes, self.transfers.channel
-        self.native = ordered_transport_of(self.channel, mesh, transport)  # None: by the transfer server
+        self.ordered = ordered_transport_of(self.channel, mesh, transport)  # None: by the transfer server
         self.staged, self.mesh, self.schedule, self.optimizer = staged, mesh, schedule, optimizer
         self.seed, self.learning_rate = seed, learning_rate
         self.options = dict(compiler_options) if compiler_options else None
@@ -140,12 +140,14 @@ class Pipeline:
 
     def init_state(self) -> TrainState:
         """The initial state, every leaf initialized on its group; the same bits as without a pipeline."""
-        return TrainState(init_leaves(self._make, self.placement, self.transfers.my_meshes), self.abstract.definition)
+        return TrainState(
+            init_leaves(self._make, self.placement, self.transfers.local_meshes), self.abstract.definition
+        )
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One optimizer step over a batch of `schedule.num_microbatches` equal parts; donates `state`."""
         run = self.start(state, batch, self.schedule.num_microbatches, train=True)
-        run.follow(self.schedule, self._order, self.native, self.on_action)
+        run.follow(self.schedule, self._order, self.ordered, self.on_action)
         self.num_transfers = run.num_transfers
         return self.update(state, run)
 
@@ -154,23 +156,23 @@ class Pipeline:
         count = num_microbatches or self.schedule.num_microbatches
         run = self.start(state, batch, count, train=False)
         schedule = forward_schedule(len(self.groups), count, self.group_of)
-        run.follow(schedule, self._own(schedule), self.native)
+        run.follow(schedule, self._own(schedule), self.ordered)
         return sums_everywhere(run) if self.channel else {name: value for name, (_, value) in run.named_sums().items()}
 
     def model(self, state: TrainState) -> Any:
         """The model as one module on the whole mesh: every leaf has the layout of its group, replicated over groups."""
-        placed = zip(self.placement.homes, state.leaves, strict=True)
-        homes, leaves = zip(*((home, leaf) for home, leaf in placed if home.path.startswith(MODEL)), strict=True)
+        placed = zip(self.placement.owners, state.leaves, strict=True)
+        owners, leaves = zip(*((owner, leaf) for owner, leaf in placed if owner.path.startswith(MODEL)), strict=True)
         number, transfer = self.transfers.next_number(), self.transfers.transfer
         arrays = []
-        for at, (home, value) in enumerate(zip(homes, leaves, strict=True)):
+        for at, (owner, value) in enumerate(zip(owners, leaves, strict=True)):
             parts = [
-                transfer(("model", number, at), value, sharding_on(home.sharding, mesh), home.group, group)
+                transfer(("model", number, at), value, sharding_on(owner.sharding, mesh), owner.group, group)
                 for group, mesh in enumerate(self.groups)
             ]
-            everywhere = NamedSharding(self.mesh.jax_mesh, home.sharding.spec)
+            everywhere = NamedSharding(self.mesh.jax_mesh, owner.sharding.spec)
             arrays.append(on_all_groups([part for part in parts if part is not None], everywhere))
-        values = [whole(array) for array in chunked(homes, arrays)]
+        values = [whole(array) for array in chunked(owners, arrays)]
         graphdef, abstract = nnx.split(self.staged.model)
         return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(abstract), values))
 
@@ -184,7 +186,7 @@ class Pipeline:
 
     def _own(self, schedule: Schedule) -> list[Action]:
         """The actions of this process's groups, in an order in which they can be dispatched."""
-        return [action for action in schedule.order() if self.group_of[action.stage] in self.transfers.mine]
+        return [action for action in schedule.order() if self.group_of[action.stage] in self.transfers.local_groups]
 
     def start(self, state: TrainState, batch: Batch, count: int, *, train: bool) -> ScheduleRun:
         """A run over `count` microbatches before its first action, with state and batch on the groups that use them.
@@ -193,10 +195,10 @@ class Pipeline:
         """
         number = self.transfers.next_number()
         compiled = self._compiled(batch, count, train)
-        held = self._leaves_on_groups(state, compiled, number)
+        leaves = self._leaves_on_groups(state, compiled, number)
         steps = self._copies(self._step_at, state.leaves[self._step_at])
         slots = {group: [(step, index) for index in self._indices(group, count)] for group, step in steps.items()}
-        return ScheduleRun(compiled, number, held, self._batch_on_groups(batch, count, compiled), slots)
+        return ScheduleRun(compiled, number, leaves, self._batch_on_groups(batch, count, compiled), slots)
 
     def update(self, state: TrainState, run: ScheduleRun) -> tuple[TrainState, Metrics]:
         """The optimizer step from the sums of a run over the entire schedule; donates `state`."""
@@ -211,7 +213,7 @@ class Pipeline:
         for leaf, value in run.changed.items():
             leaves[self._leaf_at[leaf]] = value
         values = {name: value for name, (_, value) in sums.items()}
-        shared_at = (at for at, home in enumerate(self.placement.homes) if home.group == SHARED)
+        shared_at = (at for at, owner in enumerate(self.placement.owners) if owner.group == SHARED)
         shared = {at: self._copies(at, state.leaves[at]) for at in shared_at}
 
         def transfer(kind: str, detail: tuple[Any, ...], *what: Any) -> Any:
@@ -238,7 +240,7 @@ class Pipeline:
             len(self.compiled),
             self.transfers,
             self.group_of,
-            [self._home(at).sharding for at in range(len(self.staged.leaves))],
+            [self._owner(at).sharding for at in range(len(self.staged.leaves))],
             train=train,
             remat=self.remat,
             split=self.schedule.splits_backward,
@@ -251,27 +253,27 @@ class Pipeline:
         self, state: TrainState, compiled: CompiledPipeline, number: int
     ) -> dict[int, dict[int, jax.Array]]:
         """Every leaf on every group of this process that uses it."""
-        mine, held = self.transfers.mine, {group: {} for group in self.transfers.mine}
+        local_groups, leaves = self.transfers.local_groups, {group: {} for group in self.transfers.local_groups}
         for group, at in compiled.used:
-            home, there = self._home(at), state.leaves[self._leaf_at[at]]
-            if group != home.group and {group, home.group} & mine:
-                sharding = sharding_on(home.sharding, self.groups[group])
-                key = ("leaf", number, home.path, at)
-                there = self.transfers.transfer(key, there, sharding, home.group, group, donated=True)
-            if group in mine:
-                held[group][at] = there
-        return held
+            owner, there = self._owner(at), state.leaves[self._leaf_at[at]]
+            if group != owner.group and {group, owner.group} & local_groups:
+                sharding = sharding_on(owner.sharding, self.groups[group])
+                key = ("leaf", number, owner.path, at)
+                there = self.transfers.transfer(key, there, sharding, owner.group, group, donated=True)
+            if group in local_groups:
+                leaves[group][at] = there
+        return leaves
 
     def _batch_on_groups(self, batch: Batch, count: int, compiled: CompiledPipeline) -> list[list[jax.Array]]:
         """The arrays of the batch that each stage of this process reads, as (microbatch, row, ...) on its group."""
-        arrays, mine = jax.tree.leaves(batch), self.transfers.mine
+        arrays, local_groups = jax.tree.leaves(batch), self.transfers.local_groups
 
         @cache
         def placed(group: int, at: int) -> jax.Array:
             return place_array(arrays[at], count, self.mesh, group, self.axes)
 
         stages = compiled.stages
-        return [[placed(s.group, at) for at in s.data] if s.group in mine else [] for s in stages]
+        return [[placed(s.group, at) for at in s.data] if s.group in local_groups else [] for s in stages]
 
     def _indices(self, group: int, count: int) -> list[jax.Array]:
         if (group, count) not in self._numbers:
@@ -283,21 +285,21 @@ class Pipeline:
         """The copies of a SHARED leaf of the state, by group of this process."""
         seen, copies = self._shared.get(at, (None, {}))
         if seen is not value:
-            copies = {group: on_group(value, mesh) for group, mesh in self.transfers.my_meshes.items()}
+            copies = {group: on_group(value, mesh) for group, mesh in self.transfers.local_meshes.items()}
             self._shared[at] = value, copies
         return copies
 
     @cached_property
     def _leaf_at(self) -> dict[int, int]:
         """Leaf of the staged model -> its place in the state."""
-        return {home.leaf: at for at, home in enumerate(self.placement.homes) if home.leaf is not None}
+        return {owner.leaf: at for at, owner in enumerate(self.placement.owners) if owner.leaf is not None}
 
     @cached_property
     def _step_at(self) -> int:
-        return next(at for at, home in enumerate(self.placement.homes) if home.path == "optimizer/step")
+        return next(at for at, owner in enumerate(self.placement.owners) if owner.path == "optimizer/step")
 
-    def _home(self, leaf: int) -> Home:
-        return self.placement.homes[self._leaf_at[leaf]]
+    def _owner(self, leaf: int) -> LeafOwner:
+        return self.placement.owners[self._leaf_at[leaf]]
 
 
 def _check(staged: StagedModel, mesh: MpmdMesh, schedule: Schedule, remat: str, transport: str) -> None:
