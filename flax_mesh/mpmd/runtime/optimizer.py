@@ -62,11 +62,10 @@ class Update:
         readers = mesh.speakers if mesh.jax_mesh.is_multi_process else ()  # (): any group may compute metrics
         groups = [owner.group for owner in owners]
         groups += [self.owner_of_leaf[leaf].group for _, leaf in self.grads] + [sum_groups[name] for name in self.names]
-        wanted = [every if owner.group == SHARED else (owner.group,) for owner in owners] + [readers] * len(
-            self.metrics
-        )
+        destinations = [every if owner.group == SHARED else (owner.group,) for owner in owners]
+        destinations += [readers] * len(self.metrics)
         try:
-            parts, self.groups_of_output = cut_by_group(program, groups, wanted)
+            parts, self.groups_of_output = cut_by_group(program, groups, destinations)
         except MixedGroups as error:
             named = [owner.path for owner in owners]
             named += [f"the gradient of {staged.leaves[leaf].path}" for _, leaf in self.grads]

@@ -80,13 +80,13 @@ class BeamSearch:
             if work > most_work:
                 return BeamResult([], False, work)
             offers.sort()
-            beam, kept = [], {}
+            beam, frontier = [], {}
             for _, idle, _, bound, lane, start, partial in offers:
                 if len(beam) == width:
                     complete = False
                     break
                 extended = self._extend(partial, lane, start, bound, idle)
-                if not self._dominated(extended, kept):
+                if not self._dominated(extended, frontier):
                     beam.append(extended)
         best = min(beam, key=lambda partial: max(partial.free), default=None)
         return BeamResult([] if best is None else _served(best), complete, work)
@@ -109,7 +109,7 @@ class BeamSearch:
             since, in_use, found, before = free[group], stored[group], [], first_end
             for lane in lanes:
                 start = ready[lane]
-                if start < NEVER and in_use < room[lane] and (self.one_stage_each or self._may(partial, lane)):
+                if start < NEVER and in_use < room[lane] and (self.one_stage_each or self._can_serve(partial, lane)):
                     start = max(start, since)
                     found.append((lane, start))
                     if start + duration[lane] < first_end:
@@ -118,7 +118,7 @@ class BeamSearch:
                 choices = found
         return [(lane, start) for lane, start in choices if start < first_end or lane == first]
 
-    def _may(self, partial: Partial, lane: int) -> bool:
+    def _can_serve(self, partial: Partial, lane: int) -> bool:
         """Whether a group of several stages can serve this lane without receiving out of order or exhausting memory.
 
         The input of this lane must be the oldest message of its edge. With the memory that this action allocates, the
@@ -127,15 +127,15 @@ class BeamSearch:
         edge = self.edge_of.get(lane)
         if edge is not None and partial.queues[edge][0] != lane:
             return False
-        if self.problem.holds[lane] <= 0:
+        if self.problem.memory_change[lane] <= 0:
             return True
         group, counts = self.problem.group[lane], _with(partial.counts, lane, partial.counts[lane] + 1)
-        pairs = [(counts[take], counts[give]) for take, give in self.pairs_of[group]]
-        unused = self.problem.limits[group] - sum(taken - given for taken, given in pairs)
-        for microbatch in range(min(given for _, given in pairs), max(taken for taken, _ in pairs)):
-            if sum(taken <= microbatch for taken, _ in pairs) > unused:
+        pairs = [(counts[first], counts[last]) for first, last in self.pairs_of[group]]
+        unused = self.problem.limits[group] - sum(allocated - released for allocated, released in pairs)
+        for microbatch in range(min(released for _, released in pairs), max(allocated for allocated, _ in pairs)):
+            if sum(allocated <= microbatch for allocated, _ in pairs) > unused:
                 return False
-            unused += sum(given <= microbatch < taken for taken, given in pairs)
+            unused += sum(released <= microbatch < allocated for allocated, released in pairs)
         return True
 
     def _bound(self, partial: Partial, lane: int, start: float) -> float:
@@ -167,7 +167,7 @@ class BeamSearch:
             ends=ends,
             ready=tuple(ready),
             free=_with(partial.free, group, end),
-            stored=_with(partial.stored, group, partial.stored[group] + problem.holds[lane]),
+            stored=_with(partial.stored, group, partial.stored[group] + problem.memory_change[lane]),
             queues=self._queues(partial, lane),
             remaining=_with(partial.remaining, group, partial.remaining[group] - problem.duration[lane]),
             bound=bound,
@@ -195,12 +195,12 @@ class BeamSearch:
             ready = max(ready, ends[other][microbatch] + delay)
         return ready
 
-    def _dominated(self, partial: Partial, kept: dict[tuple, list[tuple[float, ...]]]) -> bool:
-        """Whether one in `kept` has the same actions and is nowhere later; if not, adds this one to `kept`."""
+    def _dominated(self, partial: Partial, frontier: dict[tuple, list[tuple[float, ...]]]) -> bool:
+        """Whether one in `frontier` has the same actions and is nowhere later. If not, adds this one to `frontier`."""
         times = list(partial.free)
         for lane, user in self.sends:
             times += partial.ends[lane][partial.counts[user] :]
-        others = kept.setdefault((partial.counts, partial.queues), [])
+        others = frontier.setdefault((partial.counts, partial.queues), [])
         if any(all(a <= b for a, b in zip(other, times, strict=True)) for other in others):
             return True
         others.append(tuple(times))
@@ -238,15 +238,15 @@ def _shared_edges(problem: Problem) -> dict[int, int]:
 def _pairs(problem: Problem, group: int) -> list[tuple[int, int]]:
     """Of every stage of a group: the lane that allocates memory and the lane that releases it."""
     lanes = [lane for lane, of in enumerate(problem.group) if of == group]
-    taking = [lane for lane in lanes if problem.holds[lane] > 0]
-    return [(lane, next(i for i in problem.chain(lane) if problem.holds[i] < 0)) for lane in taking]
+    allocating = [lane for lane in lanes if problem.memory_change[lane] > 0]
+    return [(lane, next(i for i in problem.chain(lane) if problem.memory_change[i] < 0)) for lane in allocating]
 
 
 def _room(problem: Problem, reserve: bool) -> list[float]:
     """Per lane: it can be served while its group stores fewer activations than this."""
     room: list[float] = [NEVER] * len(problem.lanes)
     for group, limit in enumerate(problem.limits):
-        taking = [take for take, _ in _pairs(problem, group)]
-        for later, lane in enumerate(reversed(taking)):
+        allocating = [first for first, _ in _pairs(problem, group)]
+        for later, lane in enumerate(reversed(allocating)):
             room[lane] = limit - later if reserve else limit
     return room

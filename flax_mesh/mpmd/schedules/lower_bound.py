@@ -21,7 +21,7 @@ class Problem:
     group: tuple[int, ...]  # of each lane
     duration: tuple[float, ...]  # of one action of each lane
     needs: tuple[tuple[tuple[int, float], ...], ...]  # of each lane: (lane it depends on, delay)
-    holds: tuple[int, ...]  # 1 if an action allocates an activation, -1 if it releases one
+    memory_change: tuple[int, ...]  # 1 if an action allocates an activation, -1 if it releases one
     limits: tuple[int, ...]  # of each group: its memory limit
 
     @property
@@ -56,8 +56,8 @@ def make_problem(
     actions = [Action(kind, stage, microbatch=0) for kind, stage in lanes]
 
     def need(sender: Action, receiver: Action) -> tuple[int, float]:
-        apart = stage_to_group[sender.stage] != stage_to_group[receiver.stage]
-        return place[sender.kind, sender.stage], stages[sender.stage].transfer if apart else 0.0
+        remote = stage_to_group[sender.stage] != stage_to_group[receiver.stage]
+        return place[sender.kind, sender.stage], stages[sender.stage].transfer if remote else 0.0
 
     release = "W" if splits_backward else "B"
     return Problem(
@@ -66,7 +66,7 @@ def make_problem(
         group=tuple(stage_to_group[s] for _, s in lanes),
         duration=tuple(map(action_duration(stages, splits_backward), actions)),
         needs=tuple(tuple(need(other, action) for other in dependencies(action, num_stages)) for action in actions),
-        holds=tuple((kind == "F") - (kind == release) for kind, _ in lanes),
+        memory_change=tuple((kind == "F") - (kind == release) for kind, _ in lanes),
         limits=tuple(limits),
     )
 
@@ -84,7 +84,7 @@ def reverse(problem: Problem) -> Problem:
         group=problem.group[::-1],
         duration=problem.duration[::-1],
         needs=tuple(map(tuple, needs)),
-        holds=tuple(-hold for hold in reversed(problem.holds)),
+        memory_change=tuple(-change for change in reversed(problem.memory_change)),
     )
 
 

@@ -102,8 +102,8 @@ class Schedule:
                     break
                 start = free[group]
                 for other in needed:
-                    apart = self.stage_to_group[other.stage] != group
-                    start = max(start, times[other][1] + (delay(other.stage, action.stage) if apart else 0.0))
+                    remote = self.stage_to_group[other.stage] != group
+                    start = max(start, times[other][1] + (delay(other.stage, action.stage) if remote else 0.0))
                 times[action] = (start, start + duration(action))
                 free[group] = times[action][1]
                 position[group] += 1

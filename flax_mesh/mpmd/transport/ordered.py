@@ -140,8 +140,8 @@ class OrderedTransport:
 
     def _applies_to(self, one: OrderedTransfer) -> bool:
         """Whether `one` is between processes, not empty and not of random keys. The rest uses the transfer server."""
-        apart = self._processes[one.sender] != self._processes[one.receiver]
-        return bool(apart and one.aval.size and not jnp.issubdtype(one.aval.dtype, jax.dtypes.prng_key))
+        between = self._processes[one.sender] != self._processes[one.receiver]
+        return bool(between and one.aval.size and not jnp.issubdtype(one.aval.dtype, jax.dtypes.prng_key))
 
     def _transfer(self, number: int, one: OrderedTransfer, value: Any) -> jax.Array | None:
         shape, dtype = one.aval.shape, one.aval.dtype

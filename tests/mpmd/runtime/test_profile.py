@@ -85,8 +85,8 @@ def test_every_action_runs_once_in_the_order_of_its_group_and_the_step_is_the_sa
         assert all(end <= start for (*_, end), (_, _, start, _) in pairwise(own))
     assert len(timeline.events) == sum(map(len, pipeline.schedule.rows))
     assert timeline.events[0][2] == 0 < timeline.span
-    for ours, theirs in zip(state.leaves, plain.leaves, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    for actual, expected in zip(state.leaves, plain.leaves, strict=True):
+        np.testing.assert_array_equal(actual, expected)
     assert {k: float(v) for k, v in metrics.items()} == {k: float(v) for k, v in plain_metrics.items()}
 
 
