@@ -1,13 +1,14 @@
 """The code of README and docs runs, its commands parse, its links resolve, and the API pages list every public name."""
 
 import ast
-import contextlib
 import doctest
 import importlib
 import inspect
 import io
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from flax import nnx
 
 import flax_mesh as fm
 from flax_mesh.cli import main
+from tests.run_page import main as run_page
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -30,20 +32,43 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: p.name)
-def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(page, tmp_path, monkeypatch):
-    """From top to bottom; a text block right behind one of code is what that prints."""
-    monkeypatch.chdir(tmp_path)
-    namespace: dict[str, object] = {"__name__": "__page__"}
-    shown, printed = [], []
-    pairs = re.findall(r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", page.read_text(), re.DOTALL | re.MULTILINE)
-    for number, (code, text) in enumerate(pairs, start=1):
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            exec(compile(code, f"{page.name}, block {number}", "exec"), namespace)
-        if text:
-            shown.append(text.strip())
-            printed.append(out.getvalue().strip())
-    assert len(shown) == len(blocks(page, "text"))
-    assert printed == shown
+def test_the_code_of_a_page_runs_on_one_device_and_prints_what_the_page_shows(page, tmp_path):
+    """In a fresh process: a reader's machine has one device, unless the page itself asks for more."""
+    command = [sys.executable, str(ROOT / "tests" / "run_page.py"), str(page)]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-4000:]
+
+
+def test_a_page_that_shows_something_else_is_found(tmp_path):
+    (tmp_path / "page.md").write_text("```python\nimport jax\nprint(jax.device_count())\n```\n\n```text\n8\n```\n")
+    difference = run_page(tmp_path / "page.md")
+    assert not difference or jax.device_count() != 8
+    (tmp_path / "page.md").write_text("```python\nprint(1)\n```\n\n```text\n2\n```\n")
+    assert "-2\n+1" in run_page(tmp_path / "page.md")
+    (tmp_path / "page.md").write_text("```python\nprint(1)\n```\nwords\n```text\n1\n```\n")
+    assert "does not follow" in run_page(tmp_path / "page.md")
+
+
+# Heading of docs/tasks.md -> lines of code that the task takes.
+TASKS = {
+    "Shard a model": 3,
+    "Train it in a loop of your own": 6,
+    "Train it as a pipeline": 4,
+    "Save it, and restore it into another layout": 3,
+    "Load a decoder from Hugging Face": 1,
+}
+
+
+def test_each_task_takes_as_few_lines_as_promised():
+    text = (ROOT / "docs" / "tasks.md").read_text()
+    sections = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE))
+    assert sections.keys() == TASKS.keys()
+    for title, most in TASKS.items():
+        code = re.findall(r"^```python\n(.*?)^```", sections[title], re.DOTALL | re.MULTILINE)
+        task = code[1] if title == "Load a decoder from Hugging Face" else code[0]  # that one makes a folder first
+        statements = [line for line in task.splitlines() if line.strip()]
+        assert len(statements) == most, f"{title}: {statements}"
+        assert ";" not in task and max(map(len, statements)) <= 120
 
 
 def commands() -> list[tuple[str, list[str]]]:

@@ -1,0 +1,39 @@
+"""run_page.py PAGE: runs the Python blocks of a page from top to bottom, in one process with one device.
+
+A text block directly after a Python block must be what that prints. Exits with 1 and the difference otherwise.
+"""
+
+import contextlib
+import difflib
+import io
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+def main(page: Path) -> str:
+    """The difference between what the page shows and what its code prints, "" if there is none."""
+    namespace: dict[str, Any] = {"__name__": "__page__"}
+    shown, printed = [], []
+    text = page.read_text()
+    pairs = re.findall(r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", text, re.DOTALL | re.MULTILINE)
+    for number, (code, output) in enumerate(pairs, start=1):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile(code, f"{page.name}, block {number}", "exec"), namespace)
+        if output:
+            shown.append(output.strip())
+            printed.append(out.getvalue().strip())
+    if len(shown) != len(re.findall(r"^```text\n", text, re.MULTILINE)):
+        return f"{page.name} has a text block that does not follow a Python block"
+    lines = [block.splitlines() for block in ("\n\n".join(shown), "\n\n".join(printed))]
+    return "\n".join(difflib.unified_diff(*lines, "page", "printed", lineterm=""))
+
+
+if __name__ == "__main__":
+    if "jax_num_cpu_devices" in jax.config.values and jax.config.values["jax_num_cpu_devices"] > 1:
+        sys.exit("this process has several CPU devices already, so it cannot show what the page does on one device")
+    if difference := main(Path(sys.argv[1])):
+        sys.exit(difference)
