@@ -79,7 +79,7 @@ def test_import_names_what_it_does_not_know_and_takes_it_as_told(command, tmp_pa
     assert code == BAD_INPUT and "new_key=1 is not known here" in err and "--ignore NAME" in err
     assert command("import", folder, tmp_path / "out", "--ignore", "new_key")[0] == DONE
     code, _, err = command("import", folder, tmp_path / "out2", "--ignore", "new_key", "--ignore", "(")
-    assert code == BAD_INPUT and "--ignore ( is no regular expression" in err
+    assert code == BAD_INPUT and "ignore='(' is not a valid regular expression" in err
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
     code, _, err = command("import", folder, tmp_path / "out2")
     assert code == BAD_INPUT and "1000000000 layers" in err  # and at once: no model of that size is made

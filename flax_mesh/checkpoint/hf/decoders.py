@@ -4,14 +4,16 @@
 own (`ParamMapping`), no more.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from flax_mesh.checkpoint.hf.convert import ParamMapping
-from flax_mesh.checkpoint.hf.safetensors import read_json
+from flax_mesh.checkpoint.hf.convert import ParamMapping, load_safetensors
+from flax_mesh.checkpoint.hf.safetensors import open_safetensors, read_json
 from flax_mesh.errors import ConfigError
 
+Tree = TypeVar("Tree")
 ATTENTION = (
     ParamMapping("embed/embedding", "model.embed_tokens.weight", "v d -> v d"),
     ParamMapping("layers/{i}/attention_norm/scale", "model.layers.{i}.input_layernorm.weight", "d -> d"),
@@ -148,10 +150,59 @@ SCALING = {  # key of rope_scaling -> setting
 }
 NOT_WRITTEN = ("quantization_config", "partial_rotary_factor")
 DTYPES = ("float32", "bfloat16", "float16")
+IGNORED_ARRAYS = (r"\.rotary_emb\.inv_freq$",)  # recomputed from rope_theta and rope_scaling
+TIED_HEAD = r"^lm_head\.weight$"  # a head that is tied to the embedding may be stored a second time
+
+
+class DecoderFolder(NamedTuple):
+    """A folder with the config.json and the safetensors of a decoder; `open_decoder` makes it."""
+
+    path: Path
+    model_type: str
+    settings: Mapping[str, Any]
+    ignore: tuple[str, ...]
+
+    def problems(self) -> list[str]:
+        """Errors in `ignore` and in the sizes of config.json, one line each, found without building the model."""
+        layers, experts = self.settings["num_layers"], max(1, self.settings["num_experts"])
+        found = []
+        # A config.json that asks for a billion layers must fail before a model of that size is traced.
+        if layers * experts > (stored := len(open_safetensors(self.path))):
+            found.append(
+                f"{self.path}: config.json has {layers} layers with {experts} MLPs each, "
+                f"but the folder contains only {stored} arrays"
+            )
+        for pattern in self.ignore:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                found.append(f"ignore={pattern!r} is not a valid regular expression: {error}")
+        return found
+
+    def load(self, abstract: Tree) -> Tree:
+        """The parameters of the folder in the layout of `abstract`; see `load_safetensors`."""
+        tied = (TIED_HEAD,) if self.settings["tied"] else ()
+        ignore = (*self.ignore, *IGNORED_ARRAYS, *tied)
+        return load_safetensors(self.path, abstract, DECODER_NAMES[self.model_type], ignore=ignore)
+
+
+def open_decoder(folder: str | Path, *, ignore: Iterable[str] = ()) -> DecoderFolder:
+    """Read the config.json of `folder`; ConfigError where this library has no such decoder.
+
+    `ignore` are keys of config.json and patterns of array names that are known to have no effect.
+    """
+    path, ignore = Path(folder).expanduser(), tuple(ignore)
+    config = read_config(path)
+    settings = decoder_config_from_hf(config, ignore=ignore)
+    return DecoderFolder(path, config["model_type"], settings, ignore)
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
     """The config.json of a folder."""
+    if not Path(folder).is_dir():
+        raise ConfigError(
+            f"{folder} is not a local folder. Download the model first, and pass the folder with its config.json."
+        )
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ConfigError(f"{path}: no such file")
