@@ -116,7 +116,7 @@ class Checkpointer:
         """What is wrong with the files of a step, one line each; reads all of them. Empty: it is whole."""
         return find_damage(self._step(step))
 
-    def save(self, step: int, state: Any, metadata: Mapping[str, Any]) -> None:
+    def save(self, step: int, state: Any, metadata: Mapping[str, Any] | None = None) -> None:
         """Start saving `state`, or save it (`host_bytes`); when this returns, its arrays may be donated.
 
         `state` is a TrainState, an nnx.State or another tree of arrays; `metadata` is JSON. A SaveError says what went
@@ -139,7 +139,7 @@ class Checkpointer:
             self._tidy()
             arrays = to_disk(_tree(state), _layers_of(state, self.layers), on_host=self.host_bytes is None)
             self._saving = step
-            storage.save(self._path(step), arrays, dict(metadata))
+            storage.save(self._path(step), arrays, dict(metadata or {}))
             self._phases.passed("start")
         if self.host_bytes is not None:
             self.wait()
@@ -198,7 +198,9 @@ class Checkpointer:
         `include`: a regular expression; only paths that start with a match are looked at, as in
         `restore({"model": abstract["model"]}, include="model/")`. `cast`: float dtypes may differ, and become those of
         `abstract`. `verify=False` leaves the checksums out; otherwise damage is a CheckpointCorruptedError.
+        Waits for a save in progress, and raises its SaveError if it fails.
         """
+        self.wait()
         step = self._whole_step(step, verify)
         target = self.check(abstract, step, include=include, cast=cast)
         named = named_leaves(_tree(abstract))
@@ -214,6 +216,7 @@ class Checkpointer:
         scanned stack is filled whole or not at all. Float dtypes become those of `state`; with `cast=False` a leaf of
         another dtype keeps its value.
         """
+        self.wait()
         step = self._whole_step(step, verify)
         named, layers = named_leaves(_tree(state)), _layers_of(state, self.layers)
         leaves, report = restore_partial(named, self.arrays(step), partial(self._reader, step), layers, include, cast)

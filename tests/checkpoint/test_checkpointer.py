@@ -1,6 +1,7 @@
 import dataclasses
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,8 @@ import optax
 import pytest
 from flax import nnx
 
-from flax_mesh import ConfigError, abstract_state, create_mesh, init_state, named_leaves
-from flax_mesh.checkpoint import Checkpointer
+from flax_mesh import ConfigError, SaveError, abstract_state, create_mesh, init_state, named_leaves
+from flax_mesh.checkpoint import Checkpointer, orbax
 from flax_mesh.models import Decoder, DecoderConfig
 from flax_mesh.step import abstract_train_state
 from tests.checkpoint.by_layer import by_layer, check_same
@@ -162,6 +163,42 @@ def test_the_arrays_may_be_donated_once_save_has_returned(tmp_path):
         checkpointer.wait()
         got = by_layer(checkpointer.restore(abstract))
     assert all(np.array_equal(before[path], got[path]) for path in before)
+
+
+def test_restore_waits_for_the_save_in_progress(tmp_path, monkeypatch):
+    """Three lines move a state to another layout: no metadata, no wait."""
+    state, other = state_of("fsdp8"), abstract_of("dp2fsdp2tp2")
+    write_checksums, released = orbax.write_checksums, threading.Event()
+
+    def write_later(*args):
+        released.wait(30)
+        write_checksums(*args)
+
+    monkeypatch.setattr(orbax, "write_checksums", write_later)
+    with Checkpointer(tmp_path) as checkpointer:
+        for step, restore in ((1, checkpointer.restore), (2, lambda abstract: checkpointer.restore_partial(state)[0])):
+            released.clear()
+            checkpointer.save(step, state)
+            assert step not in checkpointer.steps()  # still being written
+            threading.Timer(0.2, released.set).start()
+            check_same(state, restore(other))
+            assert checkpointer.latest_step() == step and checkpointer.metadata(step) == {}
+
+
+def test_restore_reports_that_the_save_in_progress_failed(tmp_path, monkeypatch):
+    def fail(self, phase):
+        if phase == "commit":
+            raise OSError("the disk is gone")
+
+    state = state_of("one")
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+        checkpointer.wait()
+        monkeypatch.setattr(Checkpointer, "_meet", fail)
+        checkpointer.save(2, state)
+        with pytest.raises(SaveError, match=r"step 2 could not be saved .*the disk is gone"):
+            checkpointer.restore(abstract_of("one"))
+        check_same(state, checkpointer.restore(abstract_of("one")))
 
 
 def test_an_empty_folder_says_so(tmp_path):
