@@ -16,18 +16,18 @@ from flax_mesh.tree import named_leaves
 
 
 def start_from(folder: str, state: TrainState, layers: Sequence[str]) -> tuple[TrainState, str]:
-    """`state` with the parameters in `folder`, and a text on what was and was not filled."""
+    """`state` with the parameters in `folder`, and a report of what was restored."""
     if is_huggingface(folder):
         path, tree = Path(folder).expanduser(), state.to_nnx()
         model = load_safetensors(path, tree["model"], DECODER_NAMES[read_config(path)["model_type"]])
-        text = f"filled all {len(named_leaves(model))} arrays of the model"
+        text = f"restored all {len(named_leaves(model))} arrays of the model"
         return state.with_state(nnx.State({**tree.raw_mapping, "model": model})), text
     step, damaged = _whole_step(folder)
     with Checkpointer(step.parent, layers=layers or None) as checkpointer:
         # `_whole_step` has verified it.
-        state, filled = checkpointer.restore_partial(state, step_number(step), include="model/", verify=False)
+        state, report = checkpointer.restore_partial(state, step_number(step), include="model/", verify=False)
     passed = "".join(f"{path} is damaged and passed over; " for path in damaged)
-    return state, f"{passed}step {step_number(step)}, {filled}"
+    return state, f"{passed}step {step_number(step)}, {report}"
 
 
 def _whole_step(folder: str) -> tuple[Path, list[str]]:

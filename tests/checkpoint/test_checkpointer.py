@@ -212,11 +212,11 @@ def test_a_train_state_is_saved_and_comes_back_as_one(tmp_path):
     state = layout.with_state(state_of("scanned"))
     save(tmp_path, state)
     with Checkpointer(tmp_path) as checkpointer:
-        got, (filled, report) = checkpointer.restore(layout), checkpointer.restore_partial(state)
+        got, (partial, report) = checkpointer.restore(layout), checkpointer.restore_partial(state)
         check_same(state, checkpointer.restore(abstract_of("one")))
         assert checkpointer.check(layout, 1).keys() == checkpointer.arrays(1).keys()
-    assert got.definition is filled.definition is layout.definition and not report.kept
-    for tree in (got, filled):
+    assert got.definition is partial.definition is layout.definition and not report.unchanged
+    for tree in (got, partial):
         check_same(state, tree)
 
 

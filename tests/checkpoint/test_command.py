@@ -207,9 +207,9 @@ def test_safetensors_out_and_in_again_are_the_same_bits(command, saved, state, t
     assert only == {"optimizer"}
     # What a run with checkpoint.start_from does.
     with Checkpointer(tmp_path / "imported", layers=["layers"]) as checkpointer:
-        filled, report = checkpointer.restore_partial(changed(state), include="model/")
-    assert not report.kept and not report.unused
-    np.testing.assert_array_equal(dict(named_leaves(filled))[CHANGED], dict(named_leaves(state))[CHANGED])
+        restored, report = checkpointer.restore_partial(changed(state), include="model/")
+    assert not report.unchanged and not report.unused
+    np.testing.assert_array_equal(dict(named_leaves(restored))[CHANGED], dict(named_leaves(state))[CHANGED])
 
 
 def test_export_casts(command, saved, tmp_path):

@@ -46,7 +46,7 @@ def test_the_run_begins_with_the_logits_of_the_folder(shape):
     reference = np.load(LLAMA / "reference.npz")
     logits = jax.jit(lambda model, tokens: model(tokens))(model, reference["tokens"])
     np.testing.assert_allclose(logits, reference["logits"], atol=1e-5 * np.abs(reference["logits"]).max())
-    assert text.startswith("filled all ")
+    assert text.startswith("restored all ")
 
 
 @pytest.mark.slow
@@ -60,8 +60,8 @@ def test_a_deeper_model_keeps_what_the_checkpoint_does_not_have(tmp_path):
     model, text = started(deeper, tmp_path)
     mine, theirs = (dict(named_leaves(nnx.state(model))) for model in (model, program.model(saved)))
     assert len(mine) > len(theirs) and all(np.array_equal(mine[path], theirs[path]) for path in theirs)
-    assert text.splitlines()[0].endswith("keep their values, 0 unused")
-    assert "kept model/layers/2/attention/q/kernel: not in the checkpoint" in text and "layers/1/" not in text
+    assert text.splitlines()[0].endswith(" unchanged, 0 unused")
+    assert "unchanged model/layers/2/attention/q/kernel: not in the checkpoint" in text and "layers/1/" not in text
 
 
 def test_a_model_that_computes_something_else_is_refused_before_anything_is_read(tmp_path):
