@@ -139,7 +139,9 @@ def check_same(
         if not fits(stored[path], target[path], cast=cast):
             problems.append(f"  {path}: checkpoint {array_text(stored[path])}, model {array_text(target[path])}")
     if problems:
-        head = f"{what} is of another model ({len(problems)} of {len(target.keys() | stored.keys())} leaves differ):"
+        head = (
+            f"{what} does not match the model ({len(problems)} of {len(target.keys() | stored.keys())} leaves differ):"
+        )
         raise ConfigError([head, *sorted(problems), *([f"  {repair}"] if repair else [])])
 
 

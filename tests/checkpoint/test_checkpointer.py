@@ -65,7 +65,7 @@ def save(folder, state, step=1, **kinds):
     ("saved", "restored"),
     [pytest.param("fsdp8", "dp2fsdp2tp2", marks=pytest.mark.slow), ("scanned", "one")],
 )
-def test_restore_gives_what_was_saved_in_the_layout_asked_for(saved, restored, tmp_path):
+def test_restore_returns_the_saved_values_in_another_layout(saved, restored, tmp_path):
     state, abstract = state_of(saved), abstract_of(restored)
     save(tmp_path, state)
     with Checkpointer(tmp_path, layers=["layers"]) as checkpointer:
@@ -87,7 +87,7 @@ def test_every_layout_restores_into_every_other(saved, tmp_path):
 
 
 @pytest.mark.parametrize("layout", [pytest.param("one", marks=pytest.mark.slow), "scanned"])
-def test_plain_orbax_reads_the_global_paths(layout, tmp_path):
+def test_plain_orbax_reads_a_checkpoint(layout, tmp_path):
     state = state_of(layout)
     save(tmp_path, state)
     code = f"""
@@ -112,7 +112,7 @@ def test_another_model_is_refused_with_every_path_and_both_shapes(tmp_path):
     with Checkpointer(tmp_path, layers=["layers"]) as checkpointer, pytest.raises(ConfigError) as error:
         checkpointer.restore(abstract)
     text = str(error.value)
-    assert "is of another model" in text and "--restart" in text
+    assert "does not match the model" in text and "--restart" in text
     assert "model/layers/1/attention/k/kernel: checkpoint f32[16,2,4], model f32[16,4,4]" in text
     assert "model/layers/2/mlp/up/kernel: only in the checkpoint, f32[16,32]" in text
     assert "model/head/kernel: only in the model, f32[16,32]" in text
@@ -120,7 +120,7 @@ def test_another_model_is_refused_with_every_path_and_both_shapes(tmp_path):
     assert "layers/0/mlp/up" not in text
 
 
-def test_random_keys_and_statistics_are_part_of_it(tmp_path):
+def test_random_keys_and_batch_statistics_are_saved_and_restored(tmp_path):
     def make():
         stack = nnx.vmap(lambda k: nnx.Dropout(0.5, rngs=nnx.Rngs(k)))(jax.random.split(jax.random.key(1), 3))
         other = nnx.Dropout(0.5, rngs=nnx.Rngs(jax.random.key(2, impl="rbg")))
@@ -138,14 +138,14 @@ def test_random_keys_and_statistics_are_part_of_it(tmp_path):
         assert a.dtype == b.dtype and bool((a == b).all())
 
 
-def test_the_newest_stay_and_steps_survive_reopening(tmp_path):
+def test_the_newest_checkpoints_are_retained_and_found_again(tmp_path):
     state = state_of("one")
     with Checkpointer(tmp_path, keep=2) as checkpointer:
         assert checkpointer.latest_step() is None
         for step in (1, 2, 3):
             checkpointer.save(step, state, {"step": step})
         checkpointer.wait()
-        with pytest.raises(ConfigError, match="already holds a checkpoint of step 3; nothing was overwritten"):
+        with pytest.raises(ConfigError, match="already contains a checkpoint of step 3; nothing was overwritten"):
             checkpointer.save(3, state, {})
     with Checkpointer(tmp_path, keep=2) as checkpointer:
         assert checkpointer.steps() == [2, 3]
@@ -153,7 +153,7 @@ def test_the_newest_stay_and_steps_survive_reopening(tmp_path):
         assert checkpointer.metadata(2) == {"step": 2}
 
 
-def test_the_arrays_may_be_donated_once_save_has_returned(tmp_path):
+def test_arrays_may_be_donated_once_save_has_returned(tmp_path):
     state, abstract = state_of("scanned"), abstract_of("scanned")
     before = by_layer(state)
     overwrite = jax.jit(lambda x: jax.tree.map(lambda y: y * 0 + 1, x), donate_argnums=0)
@@ -201,13 +201,13 @@ def test_restore_reports_that_the_save_in_progress_failed(tmp_path, monkeypatch)
         check_same(state, checkpointer.restore(abstract_of("one")))
 
 
-def test_an_empty_folder_says_so(tmp_path):
-    with Checkpointer(tmp_path) as checkpointer, pytest.raises(ConfigError, match="holds no checkpoint"):
+def test_restoring_from_an_empty_folder_is_an_error(tmp_path):
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(ConfigError, match="contains no checkpoint"):
         checkpointer.restore(abstract_of("one"))
 
 
-def test_a_train_state_is_saved_and_comes_back_as_one(tmp_path):
-    """On disk it is the nnx.State that it stands for."""
+def test_a_train_state_is_restored_as_a_train_state(tmp_path):
+    """On disk it is equal to the nnx.State of the same arrays."""
     layout = abstract_train_state(maker(SCANNED), abstract_of("scanned"))
     state = layout.with_state(state_of("scanned"))
     save(tmp_path, state)
@@ -222,6 +222,6 @@ def test_a_train_state_is_saved_and_comes_back_as_one(tmp_path):
 
 @pytest.mark.parametrize("name", ["a*b", "a?", "[1]"])
 def test_a_folder_that_orbax_takes_for_a_pattern_is_refused(tmp_path, name):
-    """What is saved there could not be read again."""
+    """A checkpoint saved there could not be read."""
     with pytest.raises(ConfigError, match=r"takes a path with \*, \? or \[ for a pattern"):
         Checkpointer(tmp_path / name / "checkpoints")

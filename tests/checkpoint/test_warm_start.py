@@ -133,7 +133,7 @@ def test_cast_allows_another_float_dtype(checkpointer, state):
 
 
 def test_one_error_lists_every_path_that_differs(checkpointer):
-    with pytest.raises(ConfigError, match="is of another model") as error:
+    with pytest.raises(ConfigError, match="does not match the model") as error:
         checkpointer.restore(abstract_of(Make(width=32, layers=1)))
     text = str(error.value)
     assert "model/embed/kernel: checkpoint f32[8,16], model f32[8,32]" in text

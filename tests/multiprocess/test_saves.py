@@ -28,10 +28,12 @@ def told(one: Ended) -> str:
 def check(what: str, who: int, reason: str, folder: Path) -> None:
     ended = run_workers("saves", 2, 1, str(folder), what, str(who))
     assert_all_done(ended, "saves is done")
-    expected = f"the checkpoint of step 2 could not be saved: process {who}: {reason}; the newest there is of step 1"
+    expected = (
+        f"the checkpoint of step 2 could not be saved: process {who}: {reason}; the newest checkpoint is of step 1"
+    )
     assert told(ended[1 - who]) == expected
     if what == "no way to the folder":
-        expected = expected.replace("the newest there is of step 1", "there is none")  # that it can see
+        expected = expected.replace("the newest checkpoint is of step 1", "no checkpoint exists")  # that it can see
     assert told(ended[who]) == expected
     assert len({"the call of save is passed" in one.output for one in ended}) == 1  # all are told in the same call
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["1", "3"]
@@ -53,11 +55,13 @@ def test_a_save_that_fails_anywhere_fails_in_all(what, who, reason, tmp_path):
 def test_a_step_that_one_process_alone_sees_fails_in_all(who, tmp_path):
     ended = run_workers("saves", 2, 1, str(tmp_path), "a step that is there", str(who))
     assert_all_done(ended, "saves is done")
-    reason = rf"{tmp_path}/own{who} already holds a checkpoint of step 2; nothing was overwritten."
+    reason = rf"{tmp_path}/own{who} already contains a checkpoint of step 2; nothing was overwritten."
     for process, one in enumerate(ended):
         (line,) = re.findall(r"^told: (.*)$", one.output, re.MULTILINE)
         assert (
-            (line == reason) if process == who else f": process {who}: {reason}; the newest there is of step 1" in line
+            (line == reason)
+            if process == who
+            else f": process {who}: {reason}; the newest checkpoint is of step 1" in line
         )
         assert "the call of save is passed" not in one.output
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["1", "3"]

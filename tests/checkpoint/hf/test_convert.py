@@ -251,7 +251,7 @@ def test_another_model_is_one_error_with_every_array(folders):
     assert f"model.layers.0.self_attn.k_norm.weight: only in the folder, {kind}[4]" in text
     assert "q_norm" not in text and "layers.3.mlp" not in text and "embed" not in text
     # k and v with their biases in 4 layers, the 12 arrays of a layer, the head and 4 norms
-    assert "is of another model (33 differences)" in text and text.count("\n") == 1 + 33
+    assert "does not match the model (33 differences)" in text and text.count("\n") == 1 + 33
     layers = dataclasses.replace(SCANNED, num_layers=2)
     with pytest.raises(ConfigError, match=r"(?s)layers\.2\.input_layernorm.*only in the folder.*layers\.3\.mlp"):
         load_safetensors(folder, plain(layers, 1, 1, 1, 1, 1), NAMES)
