@@ -207,7 +207,7 @@ def test_names_outside_the_checkpoint_are_refused(name, copy):
 @pytest.mark.parametrize("files", [[], {"a": 5}, {"a": [4097, [0]]}, {"a": ["b", [0]]}, {"a": [1, [0], 2]}], ids=str)
 def test_an_invalid_table_of_checksums_is_damage(files, copy):
     (copy / "2" / CHECKSUMS).write_bytes(checksums._encode(4096, files))
-    assert find_damage(copy / "2") == [f"{CHECKSUMS} is damaged: its own checksum does not fit"]
+    assert find_damage(copy / "2") == [f"{CHECKSUMS} is damaged: its own checksum does not match"]
 
 
 def test_checksums_are_valid_for_any_block_size(copy, monkeypatch):

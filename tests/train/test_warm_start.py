@@ -68,6 +68,6 @@ def test_a_model_that_computes_something_else_is_refused_before_anything_is_read
     settings = [f"checkpoint.start_from={LLAMA}", "model.rope_theta=500.0", f"run.folder={tmp_path / 'run'}"]
     with pytest.raises(ConfigError, match=r"model\.rope_theta=500\.0 differs from 1000\.0 in checkpoint\.start_from"):
         train(apply_overrides(config_of("fsdp:4"), settings))
-    with pytest.raises(ConfigError, match=r"start_from: .* is no folder"):
+    with pytest.raises(ConfigError, match=r"start_from: .* is not a folder"):
         train(apply_overrides(config_of("fsdp:4"), [f"checkpoint.start_from={tmp_path / 'none'}", settings[-1]]))
     assert not (tmp_path / "run").exists()
