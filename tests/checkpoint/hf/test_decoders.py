@@ -313,7 +313,7 @@ def test_all_that_is_refused_stands_in_one_error_and_may_be_ignored():
 def test_a_config_must_be_there_and_be_an_object(tmp_path):
     with pytest.raises(ConfigError, match=r"config.json: no such file"):
         read_config(tmp_path)
-    for text, message in (("[]", "must be a JSON object"), ("{", "no JSON that can be used")):
+    for text, message in (("[]", "must be a JSON object"), ("{", "not valid JSON")):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ConfigError, match=message):
             read_config(tmp_path)
