@@ -29,7 +29,7 @@ def load_decoder(
         dtype: dtype of the parameters and of the computation: float32, bfloat16 or float16. Default: the dtype in
             config.json. For a training run with float32 parameters and bfloat16 computation pass
             `dtype="bfloat16", param_dtype="float32"`.
-        ignore: Keys of config.json, and regular expressions for names of arrays, that are known to have no effect.
+        ignore: Keys of config.json, and regular expressions for names of arrays, that have no effect.
         **overrides: Fields of `DecoderConfig` that replace those of config.json, such as `scan=True`, `remat="full"`
             or `attention="cudnn"`.
 
@@ -37,9 +37,9 @@ def load_decoder(
         The model, with its arrays on the devices of the mesh, and its config.
 
     Raises:
-        ConfigError: `folder` is not a local folder or has no config.json; the decoder does not compute this
-            config.json, listing every key; an array is missing, left over or of another shape, listing every array.
-        ShardingError: The mesh does not divide a dim of a parameter, listing every parameter.
+        ConfigError: `folder` is not a local folder or has no config.json; its config.json has
+            unsupported or unknown keys; or its arrays do not match the model. Each error lists every key or array.
+        ShardingError: The mesh does not divide a dim of a parameter; the error lists every such parameter.
         CheckpointCorruptedError: A safetensors file is damaged.
 
     Example:

@@ -82,7 +82,7 @@ def test_import_refuses_unknown_keys_unless_they_are_ignored(command, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"new_key": 1}))
     code, _, err = command("import", folder, tmp_path / "out")
-    assert code == BAD_INPUT and "new_key=1 is not known here" in err and "--ignore NAME" in err
+    assert code == BAD_INPUT and "new_key=1 is an unknown key" in err and "--ignore NAME" in err
     assert command("import", folder, tmp_path / "out", "--ignore", "new_key")[0] == DONE
     code, _, err = command("import", folder, tmp_path / "out2", "--ignore", "new_key", "--ignore", "(")
     assert code == BAD_INPUT and "ignore='(' is not a valid regular expression" in err

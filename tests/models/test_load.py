@@ -159,7 +159,7 @@ def test_a_tied_head_and_rotary_frequencies_in_the_folder_are_ignored(tmp_path):
     ("change", "message"),
     [
         ({"model_type": "gpt2"}, "model_type must be one of llama, .*, got 'gpt2'"),
-        ({"logit_scale": 0.5}, r"logit_scale=0.5 is not known.*ignore=\('logit_scale',\)"),
+        ({"logit_scale": 0.5}, r"logit_scale=0.5 is an unknown key.*ignore=\('logit_scale',\)"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
         ({"num_hidden_layers": 10**9}, "has 1000000000 layers"),
         ({"num_hidden_layers": 2}, r"model.layers.2.mlp.up_proj.weight: only in the folder"),
