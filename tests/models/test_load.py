@@ -13,7 +13,7 @@ from flax_mesh import CheckpointCorruptedError, ConfigError, ShardingError, abst
 from flax_mesh.checkpoint import DECODER_NAMES, huggingface_config, open_safetensors, save_safetensors
 from flax_mesh.checkpoint.hf.safetensors import write_safetensors
 from flax_mesh.models import Decoder, DecoderConfig, load_decoder, make_decoder
-from tests.models.test_decoder import filled
+from tests.models.test_decoder import with_random_parameters
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -45,7 +45,7 @@ def logits_on(mesh, model, tokens=TOKENS):
 
 @pytest.fixture(scope="module")
 def source():
-    return filled(lambda: make_decoder(CONFIG, nnx.Rngs(0)))
+    return with_random_parameters(lambda: make_decoder(CONFIG, nnx.Rngs(0)))
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def test_overrides_replace_fields_of_the_config(source, folder):
 
 def test_a_tied_head_and_rotary_frequencies_in_the_folder_are_ignored(tmp_path):
     tied = DecoderConfig(**{**vars(CONFIG), "tied": True})
-    model = filled(lambda: make_decoder(tied, nnx.Rngs(0)))
+    model = with_random_parameters(lambda: make_decoder(tied, nnx.Rngs(0)))
     save_safetensors(tmp_path / "a", nnx.state(model), DECODER_NAMES["qwen3"], config=huggingface_config(vars(tied)))
     again = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}
     again["lm_head.weight"] = np.asarray(model.embed.embedding)
@@ -223,7 +223,7 @@ def test_options_that_the_model_or_the_mesh_does_not_allow_are_refused(folder):
     with pytest.raises(ConfigError, match=r"model.dtype must be float32, bfloat16 or float16, got 'int8'"):
         load_decoder(folder, mesh, dtype="int8")
     if jax.default_backend() == "cpu":
-        with pytest.raises(ConfigError, match=r"model.attention=cudnn is for GPUs"):
+        with pytest.raises(ConfigError, match=r"model.attention=cudnn needs GPUs"):
             load_decoder(folder, mesh, dtype="bfloat16", attention="cudnn", head_dim=8)
     with pytest.raises(ShardingError, match=r"attention/k/kernel: dim 1 has size 2, not divisible by 8"):
         load_decoder(folder, create_mesh((1, 1, 1, 8, 1)))
