@@ -281,7 +281,8 @@ def test_cudnn_attention_is_refused_where_it_cannot_run():
     cpu = create_mesh((2, 1, 1, 2, 2))
     assert config.problems_on(cpu) == [
         "model.attention=cudnn needs GPUs, got cpu; use model.attention=xla",
-        "model.attention=cudnn does not support sequences split over sp=2; use model.attention=xla, or another mesh.shape",
+        "model.attention=cudnn does not support sequences split over sp=2; use model.attention=xla, or another "
+        "mesh.shape",
     ]
     assert SMALL.problems_on(cpu) == []
     with pytest.raises(ConfigError, match=r"model.attention=cudnn cannot be traced here: .*Use model.attention=xla"):
