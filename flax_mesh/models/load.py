@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from flax_mesh.checkpoint.hf.decoders import open_decoder
 from flax_mesh.errors import ConfigError
 from flax_mesh.models.decoder import Decoder, DecoderConfig, make_decoder
-from flax_mesh.sharding import abstract_model, abstract_state
+from flax_mesh.sharding.abstract import abstract_model, abstract_state
 
 
 def load_decoder(

@@ -13,7 +13,7 @@ from flax import nnx
 from flax_mesh import ConfigError, SaveError, abstract_state, create_mesh, init_state, named_leaves
 from flax_mesh.checkpoint import Checkpointer, orbax
 from flax_mesh.models import Decoder, DecoderConfig
-from flax_mesh.step import abstract_train_state
+from flax_mesh.train import abstract_train_state
 from tests.checkpoint.by_layer import by_layer, check_same
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 from flax_mesh import CheckpointCorruptedError, ConfigError, ShardingError, abstract_state, create_mesh, named_leaves
-from flax_mesh.checkpoint import DECODER_NAMES, huggingface_config, open_safetensors, save_safetensors
-from flax_mesh.checkpoint.hf.safetensors import write_safetensors
+from flax_mesh.checkpoint import DECODER_NAMES, huggingface_config, save_safetensors
+from flax_mesh.checkpoint.hf.safetensors import open_safetensors, write_safetensors
 from flax_mesh.models import Decoder, DecoderConfig, load_decoder, make_decoder
 from tests.models.test_decoder import with_random_parameters
 

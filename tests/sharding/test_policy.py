@@ -1,4 +1,4 @@
-"""`on_mismatch` means the same wherever specs meet arrays, and what was left out comes back the same."""
+"""`on_mismatch` and `dropped` have the same meaning in every function that takes them."""
 
 import warnings
 
@@ -82,7 +82,7 @@ def short(spec):
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("policy", ["warn", "drop"])
-def test_what_does_not_fit_is_left_out_and_told_alike(place, policy):
+def test_all_functions_leave_out_and_report_the_same_axes(place, policy):
     dropped = []
     with warnings.catch_warnings(record=True, action="always") as caught:
         specs = PLACES[place](on_mismatch=policy, dropped=dropped)
@@ -100,6 +100,6 @@ def test_what_does_not_fit_is_left_out_and_told_alike(place, policy):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_by_default_it_is_an_error(place):
+def test_all_functions_raise_for_the_policy_error(place):
     with pytest.raises(fm.ShardingError, match=r"dim 1 |has 3 dims"):
         PLACES[place](on_mismatch="error", dropped=[])

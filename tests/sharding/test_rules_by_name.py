@@ -1,4 +1,4 @@
-"""rules="fsdp": models without a table or annotations; meshes that lack axes which only the defaults name."""
+"""rules="fsdp" for models without a table or annotations, and meshes that lack axes which only the defaults name."""
 
 import math
 
@@ -36,7 +36,7 @@ def split_dims(spec):
 
 
 @given(SHAPES, st.sampled_from([1, 2, 4, 8]))
-def test_the_last_of_the_largest_dims_that_divide_is_split(shape, ways):
+def test_the_last_of_the_largest_divisible_dims_is_split(shape, ways):
     dropped = []
     spec = match("fsdp", shape, mesh_of(dp=2, fsdp=ways), dropped=dropped)
     fitting = [size for size in shape if size % ways == 0]
@@ -51,7 +51,7 @@ def test_the_last_of_the_largest_dims_that_divide_is_split(shape, ways):
         assert dim == max(i for i, size in enumerate(shape) if size == max(fitting))
 
 
-def test_several_axes_split_one_dim_and_the_last_ones_are_left_out_where_no_dim_divides():
+def test_several_axes_split_one_dim_and_the_last_ones_are_left_out_if_no_dim_is_divisible():
     mesh, dropped = mesh_of(dp=3, fsdp=4), []
     assert match("fsdp+dp", (5, 24), mesh) == P(None, ("fsdp", "dp"))
     assert match("fsdp + dp", (8, 5), mesh, dropped=dropped) == P("fsdp", None)
@@ -84,13 +84,13 @@ def test_a_table_may_end_with_the_largest_dim():
         ("embed,fsdp", mesh_of(fsdp=4), r"rules='embed,fsdp' must name mesh axes"),
     ],
 )  # fmt: skip
-def test_names_that_are_no_axes_of_the_mesh_are_refused(rules, mesh, message):
+def test_names_that_are_not_axes_of_the_mesh_are_errors(rules, mesh, message):
     with pytest.raises(fm.ShardingError, match=message):
         match(rules, (8, 8), mesh)
 
 
 class Plain(nnx.Module):
-    """Without a table, annotations or constraints."""
+    """A model without a table, annotations or constraints."""
 
     def __init__(self, rngs):
         self.embed = nnx.Embed(64, 24, rngs=rngs)
@@ -134,14 +134,14 @@ def test_any_model_is_sharded_and_trains_as_on_one_device():
     specs = {path: leaf.sharding.spec for path, leaf in named_leaves(state.to_nnx())}
     assert specs["model/embed/embedding"] == P("fsdp", None)
     assert specs["model/layers/1/kernel"] == P(None, "fsdp")
-    assert specs["optimizer/opt_state/0/mu/layers/1/kernel"] == P("dp", "fsdp")  # ZeRO-1 on top
+    assert specs["optimizer/opt_state/0/mu/layers/1/kernel"] == P("dp", "fsdp")  # ZeRO-1 in addition
     assert specs["model/head/bias"] == P()
     assert str(dropped[0]) == "head/bias: no dim of (10,) is divisible by 4 (axes fsdp). It stays replicated"
     shard = state.merge()[0].layers[0].kernel.addressable_shards[0].data
     assert shard.shape == (24, 6)
 
 
-def test_explain_reports_what_stays_replicated_and_that_is_no_finding():
+def test_explain_reports_replicated_arrays_without_a_finding():
     explanation = fm.explain_sharding(lambda: Plain(nnx.Rngs(0)), mesh_of(fsdp=4), "fsdp")
     assert not explanation.findings
     text = explanation.to_text()
@@ -162,7 +162,7 @@ CONFIG = DecoderConfig(
 
 @pytest.mark.parametrize("experts", [0, 4])
 def test_a_mesh_without_the_axes_that_only_defaults_name_is_enough_for_a_decorated_model(experts):
-    """A mesh ("pp", "fsdp") has no dp, tp, sp and ep; they count as size 1."""
+    """A mesh ("pp", "fsdp") lacks dp, tp, sp and ep, which count as size 1."""
     config = DecoderConfig(**{**vars(CONFIG), "num_experts": experts}) if experts else CONFIG
     make = lambda: Decoder(config, rngs=nnx.Rngs(0))  # noqa: E731
     batch = {"inputs": np.arange(64).reshape(4, 16) % 64, "targets": np.arange(1, 65).reshape(4, 16) % 64}
@@ -174,7 +174,7 @@ def test_a_mesh_without_the_axes_that_only_defaults_name_is_enough_for_a_decorat
     np.testing.assert_allclose(*found, rtol=1e-5)
 
 
-def test_axes_that_a_user_wrote_stay_an_error_with_one_line_for_equal_layers():
+def test_missing_axes_that_are_passed_are_an_error_with_one_line_for_equal_layers():
     renamed = fm.PartitionAxis(tensor_parallel_axis="model")
     config = DecoderConfig(**{**vars(CONFIG), "num_layers": 4})
     make = lambda: Decoder(config, rngs=nnx.Rngs(0))  # noqa: E731
@@ -190,7 +190,7 @@ def test_axes_that_a_user_wrote_stay_an_error_with_one_line_for_equal_layers():
         fm.abstract_state(make, mesh_of(fsdp=4), [(".*", P("tp"))])
 
 
-def test_axes_that_only_the_defaults_bring_in():
+def test_axes_that_only_the_defaults_name():
     assert fm.PartitionAxis().default_names == {"dp", "fsdp", "tp", "sp", "ep"}
     assert fm.PartitionAxis(tensor_parallel_axis="model").default_names == {"dp", "fsdp", "sp", "ep"}
     assert fm.PartitionAxis(head_axis="fsdp").default_names == {"dp", "tp", "sp", "ep"}

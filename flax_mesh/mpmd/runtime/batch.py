@@ -1,4 +1,4 @@
-"""A batch as (microbatch, row, ...) on the groups of a pipeline that read it."""
+"""Placement of a batch: arrays (microbatch, row, ...) on the groups that read them."""
 
 from functools import lru_cache
 from typing import Any
@@ -8,47 +8,28 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from flax_mesh.axes import PartitionAxis
-from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.transport.layout import on_group, put_host
 from flax_mesh.sharding.rules import fit_spec
-from flax_mesh.step.loss import Batch
-from flax_mesh.tree import path_of
-
-
-def check_batch(batch: Batch, count: int) -> Batch:
-    """Shapes of one of `count` equal microbatches; ConfigError where the batch cannot be cut so."""
-    sizes = {path_of(path): np.shape(x)[:1] for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]}
-    if count < 1:
-        raise ConfigError(f"the number of microbatches must be at least 1, got {count}")
-    problems = [f"batch {path!r} is a scalar; its first dim must be the rows" for path in sizes if not sizes[path]]
-    if len(rows := {size[0] for size in sizes.values() if size}) > 1:
-        problems.append(f"the arrays of the batch have different numbers of rows, {sorted(rows)}; give all the same")
-    for path, size in sizes.items():
-        if size and size[0] % count:
-            problems.append(f"batch {path!r} has {size[0]} rows, not divisible into {count} microbatches")
-    if problems:
-        raise ConfigError(problems)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // count, *x.shape[1:]), x.dtype), batch)
 
 
 def place_array(x: Any, count: int, mesh: MpmdMesh, group: int, axes: PartitionAxis) -> jax.Array:
-    """An array of a batch of `count` microbatches on a group.
+    """Places an array of a batch on a group, split into `count` microbatches.
 
-    An array on the whole mesh is there already, the same on every group; any other goes through the host.
+    An array on the mesh of all groups is already replicated over them; any other is transferred through the host.
     """
     shape = (count, x.shape[0] // count, *x.shape[1:])
-    there = _sharding(shape, mesh.unstack[group], axes)
+    sharding = _sharding(shape, mesh.unstack[group], axes)
     if not isinstance(getattr(x, "sharding", None), NamedSharding) or x.sharding.mesh != mesh.jax_mesh:
-        return put_host(np.asarray(x).reshape(shape), there)
-    return _reshape(shape, there)(on_group(x, mesh.unstack[group]))
+        return put_host(np.asarray(x).reshape(shape), sharding)
+    return _reshape(shape, sharding)(on_group(x, mesh.unstack[group]))
 
 
 @lru_cache(maxsize=256)
 def _sharding(shape: tuple[int, ...], mesh: Mesh, axes: PartitionAxis) -> NamedSharding:
-    """Layout of an array (microbatch, row, ...) on a group; of two dims a row the second is the sequence."""
+    """Sharding of an array (microbatch, row, ...) on a group. The third dim of a 3-D array is the sequence."""
     logical = (None, "batch", "sequence") if len(shape) == 3 else (None, "batch")
-    # A hint where the rows should be placed: what does not divide is left out.
+    # Rows are sharded if they are divisible; axes that do not divide a dim are dropped.
     spec, _ = fit_spec("batch", shape, axes.resolve(logical), mesh)
     return NamedSharding(mesh, spec)
 

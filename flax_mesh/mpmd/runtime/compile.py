@@ -1,4 +1,4 @@
-"""A pipeline compiled for microbatches of one shape: F, B and W of every stage, jitted for the group of the stage."""
+"""The jitted programs of a pipeline for microbatches of one shape: F, B and W of every stage."""
 
 import functools
 import operator
@@ -23,9 +23,9 @@ Jitted = Callable[..., Any]
 
 
 class StageFunctions(NamedTuple):
-    """What one stage runs, on the group that holds it.
+    """The jitted programs of one stage, on its group.
 
-    Leaves, data and received are lists in the order of the index tuples beside them; `slot` is (step, microbatch).
+    The lists leaves, data and received are in the order of the fields of the same name; `slot` is (step, microbatch).
 
         forward(leaves, data, slot, received, sums) -> sent, residuals, new values, sums
         backward(leaves, data, slot, received, residuals, cotangents, grads) -> gradients of floats_in, grads, carry
@@ -35,44 +35,44 @@ class StageFunctions(NamedTuple):
     stage: int
     group: int
     leaves: tuple[int, ...]  # inputs that are leaves of the model
-    data: tuple[int, ...]  # inputs that are arrays of the batch, by their place in the batch
-    trained: tuple[int, ...]  # leaves that get gradients here
-    changed: tuple[int, ...]  # leaves that get new values here
+    data: tuple[int, ...]  # inputs that are arrays of the batch: their indices there
+    trained: tuple[int, ...]  # leaves whose gradients this stage computes
+    changed: tuple[int, ...]  # leaves that F updates
     sums: tuple[int, ...]  # outputs that are sums
     received: tuple[Var, ...]
     sent: tuple[Var, ...]
-    floats_in: tuple[int, ...]
-    floats_out: tuple[int, ...]
+    floats_in: tuple[int, ...]  # differentiable entries of `received`
+    floats_out: tuple[int, ...]  # differentiable entries of `sent`
     forward: Jitted
-    backward: Jitted  # not to be called where there is none: F alone, or B gives all gradients
+    backward: Jitted  # only if has_weights; otherwise B computes all gradients
     weights: Jitted
     has_weights: bool
-    lasting: frozenset[int]  # residuals that W takes too
+    lasting: frozenset[int]  # residuals that W also needs; B frees the others
 
 
 @dataclass(frozen=True, eq=False)
 class CompiledPipeline:
-    """All that a pass over a schedule needs to know, for microbatches of one shape."""
+    """Everything that the executor needs for a pass over a schedule, for microbatches of one shape."""
 
-    number: int  # in the order in which they were compiled, the same in all processes
+    number: int  # counts compiled pipelines; the same in all processes
     trains: bool
     transfers: GroupTransfers
     stages: tuple[StageFunctions, ...]
     names: tuple[str, ...]  # of the sums
-    sender: Mapping[Var, tuple[int, int]]  # variable that is sent -> stage, and its place in `sent` there
-    receivers: Mapping[Var, tuple[int, ...]]  # variable that is sent -> stages
-    used: tuple[tuple[int, int], ...]  # (group, leaf) for every leaf that a stage there reads
-    zeros: Mapping[int, Jitted]  # group of this process -> what makes ({leaf: gradient}, sums of each stage), all 0
+    sender: Mapping[Var, tuple[int, int]]  # sent variable -> (stage, index in its `sent`)
+    receivers: Mapping[Var, tuple[int, ...]]  # sent variable -> receiving stages
+    used: tuple[tuple[int, int], ...]  # (group, leaf) for every leaf that a stage of the group reads
+    zeros: Mapping[int, Jitted]  # local group -> program that returns zeros: ({leaf: gradient}, sums of each stage)
 
     def layout_key(self, kind: str, v: Var, stage: int) -> tuple[Any, ...]:
         """Layout key: one per activation (shared by all receivers), one per (gradient, stage)."""
         return (self.number, kind, *self.sender[v], *((stage,) if kind == "B" else ()))
 
     def sends(self, action: Action) -> list[OrderedTransfer]:
-        """What an action of any process sends, in the order in which it does."""
+        """The transfers of an action of any process, in order."""
         kind, k, microbatch = action
         stages, stage = self.stages, self.stages[k]
-        found: list[tuple[Var, int, int]] = []  # variable, the stage that its key names, group that receives it
+        found: list[tuple[Var, int, int]] = []  # variable, stage in its key, receiving group
         if kind == "F":
             found = [(v, r, stages[r].group) for v in stage.sent for r in self.receivers[v]]
         elif kind == "B":
@@ -98,7 +98,7 @@ def compile_pipeline(
     split: bool,
     options: dict[str, Any] | None = None,
 ) -> CompiledPipeline:
-    """`forward` compiled, once it is cut; `shardings` are those of its leaves, `group_of` has the group of a stage."""
+    """Compile the stages of `forward`. `shardings` has one entry per leaf, `group_of` has the group of every stage."""
     wrt = [at for at, leaf in enumerate(forward.leaves) if leaf.trained]
     stages = []
     for number_of_stage, (stage, group) in enumerate(zip(forward.stages, group_of, strict=True)):
@@ -108,7 +108,7 @@ def compile_pipeline(
     sender = {v: (s.stage, i) for s in stages for i, v in enumerate(s.sent)}
     zeros = {
         group: _zeros([s for s in stages if s.group == group], forward.leaves, shardings, mesh)
-        for group, mesh in transfers.my_meshes.items()
+        for group, mesh in transfers.local_meshes.items()
     }
     return CompiledPipeline(
         number=number,
@@ -118,14 +118,14 @@ def compile_pipeline(
         names=forward.names,
         sender=sender,
         receivers={v: tuple(s.stage for s in stages if v in s.received) for v in sender},
-        # Of these stages, not of those in training: in `eval()` mode a model may read a variable elsewhere.
+        # From these stages, not from those of training: in `eval()` mode another stage may read a variable.
         used=tuple(sorted({(s.group, at) for s in stages for at in s.leaves})),
         zeros=zeros,
     )
 
 
 class _StageCompiler:
-    """Makes of the arguments of F, B and W of one stage, as in StageFunctions, the inputs of its programs."""
+    """Jits F, B and W of one stage: maps the arguments described in StageFunctions to the inputs of its programs."""
 
     def __init__(self, forward: Forward, program: StageProgram, stage: int, mesh: Mesh, options: dict[str, Any] | None):
         self.program, self.stage, self.mesh, self.options = program, stage, mesh, options
@@ -159,7 +159,7 @@ class _StageCompiler:
         )
 
     def inputs(self, leaves: Sequence[Any], data: Sequence[Any], slot: tuple[Any, Any]) -> list[Any]:
-        """Values of the inputs of the stage; of the batch the rows of the microbatch."""
+        """Values of the inputs of the stage; batch arrays are indexed by the microbatch."""
         step, microbatch = slot
         known = dict(zip(self.leaves, leaves, strict=True)) | {self.num_arrays: step, self.num_arrays + 1: microbatch}
         for at, array in zip(self.data, data, strict=True):
@@ -177,9 +177,9 @@ class _StageCompiler:
 
         def forward(leaves, data, slot, received, sums):
             outs = self.call(program.forward, self.inputs(leaves, data, slot), received)
-            made = dict(zip(program.outputs, outs[num_sent : num_sent + num_outputs], strict=True))
-            new = [value for at, value in made.items() if at in updates]
-            added = [value for at, value in made.items() if at not in updates]
+            values = dict(zip(program.outputs, outs[num_sent : num_sent + num_outputs], strict=True))
+            new = [value for at, value in values.items() if at in updates]
+            added = [value for at, value in values.items() if at not in updates]
             sums = [total + value for total, value in zip(sums, added, strict=True)]
             return outs[:num_sent], outs[num_sent + num_outputs :], new, sums
 
@@ -187,18 +187,18 @@ class _StageCompiler:
 
     def backward(self, trained: Sequence[NamedSharding]) -> Jitted:
         program = self.program
-        whole = program.weights is None
+        all_gradients = program.weights is None
 
         def backward(leaves, data, slot, received, residuals, cotangents, grads):
             summed = [functools.reduce(operator.add, parts) for parts in cotangents]
             outs = self.call(program.backward, self.inputs(leaves, data, slot), received, summed, residuals)
             num = len(program.floats_in)
             to_inputs, rest = outs[:num], outs[num:]
-            if not whole:
+            if not all_gradients:
                 return to_inputs, grads, rest
             return to_inputs, [g + x for g, x in zip(grads, rest, strict=True)], []
 
-        out = (None, list(trained) if whole else None, None)
+        out = (None, list(trained) if all_gradients else None, None)
         return named_jit(backward, f"stage{self.stage}_backward", (6,), out, self.options)
 
     def weights(self, trained: Sequence[NamedSharding]) -> Jitted:
@@ -214,7 +214,7 @@ class _StageCompiler:
 def _zeros(
     stages: Sequence[StageFunctions], leaves: Sequence[ModelLeaf], shardings: Sequence[NamedSharding], mesh: Mesh
 ) -> Jitted:
-    """Makes the zeros that the sums of the stages of one group start from, gradients laid out as their leaves."""
+    """A program that returns the zero gradients and sums of one group; gradients are sharded like their leaves."""
     trained = sorted({at for stage in stages for at in stage.trained})
 
     def zeros() -> tuple[dict[int, jax.Array], list[list[jax.Array]]]:
@@ -222,13 +222,13 @@ def _zeros(
         return wide, [[jnp.zeros((), jnp.float32) for _ in stage.sums] for stage in stages]
 
     scalar = NamedSharding(mesh, PartitionSpec())
-    there = {at: sharding_on(shardings[at], mesh) for at in trained}
-    return jax.jit(zeros, out_shardings=(there, [[scalar for _ in stage.sums] for stage in stages]))
+    placed = {at: sharding_on(shardings[at], mesh) for at in trained}
+    return jax.jit(zeros, out_shardings=(placed, [[scalar for _ in stage.sums] for stage in stages]))
 
 
 def named_jit(
     fn: Jitted, name: str, donate: tuple[int, ...], out_shardings: Any, options: dict[str, Any] | None
 ) -> Jitted:
-    """`fn` jitted under a name, by which profiles show it."""
+    """`fn` jitted under a name that profiles show."""
     fn.__name__ = name
     return jax.jit(fn, donate_argnums=donate, out_shardings=out_shardings, compiler_options=options)

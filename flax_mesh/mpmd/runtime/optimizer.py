@@ -1,4 +1,4 @@
-"""The optimizer's update over groups: traced as for one device, then cut into a program for every group."""
+"""The optimizer's update on a pipeline: traced as for one device, then split into one program per group and phase."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,18 +21,23 @@ from flax_mesh.mpmd.transport.layout import on_all_groups, put_host
 from flax_mesh.step.loss import Metrics, apply_gradients
 from flax_mesh.step.state import TrainState
 
-# The update that one group runs in one phase: its program, the variables that it is given to donate and to keep, and
-# call(donated, kept, packs) -> gives, pack.
+# What one group runs in one phase: its program, its donated and its other input variables, and the jitted
+# call(donated, kept, packs) -> (outputs, pack of scalars for other groups).
 GroupFunction = tuple[GroupProgram, list[Var], list[Var], Jitted]
 
 
 class Update:
-    """new leaves, metrics, copies = update(leaves, grads, sums, shared, transfer), all in the layout of `placement`.
+    """new leaves, metrics, copies = update(leaves, grads, sums, shared, transfer); leaves are placed as in `placement`.
 
-    `grads` has the summed gradients by group and leaf of the staged model, `sums` those of the loss function by name,
-    each on its group of `sum_groups`. `shared` has every SHARED leaf as copies by group of this process; `copies` has
-    each new one by its number, with its copies. `transfer(kind, detail, value, sharding, sender, receiver)` transfers
-    an array from one group to another.
+    `grads` has the summed gradients by group and leaf of the staged model. `sums` has the sums of the loss function by
+    name, each on its group of `sum_groups`. `shared` has the local copies of every SHARED leaf by group, `copies` every
+    new SHARED leaf by index with its local copies. `transfer(kind, detail, value, sharding, sender, receiver)`
+    transfers an array from one group to another.
+
+    Scalars are sent between groups, arrays are not. The clip of the global norm with two groups has two phases:
+
+        phase 0, each group    sum of squares of its gradients, sent to the other group
+        phase 1, each group    global norm, clipped gradients, its new parameters
     """
 
     def __init__(
@@ -46,34 +51,36 @@ class Update:
         options: dict[str, Any] | None,
     ):
         self.placement, self.meshes, self.grads, self.names = placement, mesh.unstack, list(grads), list(sum_groups)
-        homes = placement.homes
+        owners = placement.owners
         self.sum_groups = list(sum_groups.values())
         self.replicated = [NamedSharding(mesh, PartitionSpec()) for mesh in self.meshes]
         program, self.metrics = _trace(staged, placement, self.grads, self.names, learning_rate)
         self.wide = {leaf: _wide(staged.leaves[leaf]) for _, leaf in self.grads}
-        self.owner = {home.leaf: home for home in homes if home.leaf is not None}
+        self.owner_of_leaf = {owner.leaf: owner for owner in owners if owner.leaf is not None}
         every = tuple(range(len(self.meshes)))
-        self.mine = frozenset(mesh.my_mpmd_axis_indices)
-        readers = mesh.speakers if mesh.jax_mesh.is_multi_process else ()  # (): metrics may be anywhere
-        groups = [home.group for home in homes]
-        groups += [self.owner[leaf].group for _, leaf in self.grads] + [sum_groups[name] for name in self.names]
-        wanted = [every if home.group == SHARED else (home.group,) for home in homes] + [readers] * len(self.metrics)
+        self.local_groups = frozenset(mesh.my_mpmd_axis_indices)
+        readers = mesh.speakers if mesh.jax_mesh.is_multi_process else ()  # (): any group may compute metrics
+        groups = [owner.group for owner in owners]
+        groups += [self.owner_of_leaf[leaf].group for _, leaf in self.grads] + [sum_groups[name] for name in self.names]
+        wanted = [every if owner.group == SHARED else (owner.group,) for owner in owners] + [readers] * len(
+            self.metrics
+        )
         try:
-            parts, self.held = cut_by_group(program, groups, wanted)
+            parts, self.groups_of_output = cut_by_group(program, groups, wanted)
         except MixedGroups as error:
-            named = [home.path for home in homes]
+            named = [owner.path for owner in owners]
             named += [f"the gradient of {staged.leaves[leaf].path}" for _, leaf in self.grads]
             paths = dict.fromkeys(named[at] for at in error.inputs if at < len(named) and groups[at] != SHARED)
             raise ConfigError(
                 f"the optimizer computes {error.primitive} over arrays of several pipeline groups: {', '.join(paths)}. "
-                "It may look at other leaves through scalars only, such as norms. Use another optimizer, or pp:1."
+                "It may use other leaves only through scalars, such as norms. Use another optimizer, or pp:1."
             ) from error
         self.program = program
         shardings = {
-            v: h.sharding for v, h in zip(program.outputs, homes, strict=False) if is_var(v) and h.group != SHARED
+            v: o.sharding for v, o in zip(program.outputs, owners, strict=False) if is_var(v) and o.group != SHARED
         }
         packs = {(part.group, part.phase): part.packs for part in parts if part.packs}
-        self.parts = [_compile(part, packs, shardings, options) for part in parts if part.group in self.mine]
+        self.parts = [_compile(part, packs, shardings, options) for part in parts if part.group in self.local_groups]
         self.packs = {
             key: jax.eval_shape(pack, [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in scalars])
             for key, scalars in packs.items()
@@ -91,58 +98,58 @@ class Update:
         env = self._inputs(leaves, grads, sums, shared, transfer)
         packs: dict[tuple[int, int, int], Any] = {}  # (group and phase of the sender, reader) -> vectors of scalars
 
-        def move(group: int, phase: int, packed: Sequence[Any], reader: int) -> None:
-            there = self.replicated[reader]
+        def send(group: int, phase: int, packed: Sequence[Any], reader: int) -> None:
+            target = self.replicated[reader]
             packs[group, phase, reader] = [
-                transfer("update", (phase, i), vector, there, group, reader) for i, vector in enumerate(packed)
+                transfer("update", (phase, i), vector, target, group, reader) for i, vector in enumerate(packed)
             ]
 
         for part, donated, kept, call in self.parts:
-            here = env[part.group]
+            values = env[part.group]
             for group, phase in part.receives:
-                if group not in self.mine and (group, phase, part.group) not in packs:
-                    move(group, phase, self.packs[group, phase], part.group)
+                if group not in self.local_groups and (group, phase, part.group) not in packs:
+                    send(group, phase, self.packs[group, phase], part.group)
             received = [packs[(*key, part.group)] for key in part.receives]
-            gives, packed = call([here.pop(v) for v in donated], [here[v] for v in kept], received)
-            here.update(zip(part.gives, gives, strict=True))
+            gives, packed = call([values.pop(v) for v in donated], [values[v] for v in kept], received)
+            values.update(zip(part.gives, gives, strict=True))
             for reader in self.readers.get((part.group, part.phase), ()):
-                move(part.group, part.phase, packed, reader)
-        homes = self.placement.homes
+                send(part.group, part.phase, packed, reader)
+        owners = self.placement.owners
         new, copies = [], {}
-        for at, (home, v) in enumerate(zip(homes, self.program.outputs, strict=False)):
-            if v is self.program.inputs[at] or home.group not in (SHARED, *self.mine):
+        for at, (owner, v) in enumerate(zip(owners, self.program.outputs, strict=False)):
+            if v is self.program.inputs[at] or owner.group not in (SHARED, *self.local_groups):
                 new.append(leaves[at])
             elif not is_var(v):
-                new.append(put_host(np.asarray(v.val), home.sharding))
-            elif home.group == SHARED:
-                parts = {g: env[g][v] for g in self.held[at] if g in self.mine}
-                new.append(on_all_groups(parts.values(), home.sharding))
+                new.append(put_host(np.asarray(v.val), owner.sharding))
+            elif owner.group == SHARED:
+                parts = {g: env[g][v] for g in self.groups_of_output[at] if g in self.local_groups}
+                new.append(on_all_groups(parts.values(), owner.sharding))
                 copies[at] = new[-1], parts
             else:
-                new.append(env[home.group][v])
-        first = len(homes)
-        held = [next(g for g in groups if g in self.mine) for groups in self.held[first:]]
+                new.append(env[owner.group][v])
+        first = len(owners)
+        stored = [next(g for g in groups if g in self.local_groups) for groups in self.groups_of_output[first:]]
         outputs = self.program.outputs[first:]
-        metrics = {name: env[g][v] for name, g, v in zip(self.metrics, held, outputs, strict=True)}
+        metrics = {name: env[g][v] for name, g, v in zip(self.metrics, stored, outputs, strict=True)}
         return tuple(new), metrics, copies
 
     def _inputs(self, leaves, grads, sums, shared, transfer) -> list[dict[Any, Any]]:
-        """[group] -> variable -> its value, for the groups of this process."""
+        """[group][variable]: its value, for the local groups."""
         env: list[dict[Any, Any]] = [{} for _ in self.meshes]
         names = iter(self.program.inputs)
-        for at, home in enumerate(self.placement.homes):
+        for at, owner in enumerate(self.placement.owners):
             v = next(names)
-            if home.group != SHARED:
-                env[home.group][v] = leaves[at]
+            if owner.group != SHARED:
+                env[owner.group][v] = leaves[at]
                 continue
-            for group in self.mine:
+            for group in self.local_groups:
                 env[group][v] = shared[at][group]
         for group, leaf in self.grads:
-            home = self.owner[leaf]
-            # Of a gradient that another process holds, its shape.
+            owner = self.owner_of_leaf[leaf]
+            # For a remote gradient only shape and dtype are needed.
             value = grads[group][leaf] if group in grads else self.wide[leaf]
-            key = (home.path, leaf)
-            env[home.group][next(names)] = transfer("gradient", key, value, home.sharding, group, home.group)
+            key = (owner.path, leaf)
+            env[owner.group][next(names)] = transfer("gradient", key, value, owner.sharding, group, owner.group)
         for name, group in zip(self.names, self.sum_groups, strict=True):
             env[group][next(names)] = sums[name]
         return env
@@ -154,11 +161,14 @@ def _compile(
     shardings: Mapping[Any, Any],
     options: dict[str, Any] | None,
 ) -> GroupFunction:
-    """Jit one part of the update; `shardings` has those of the update's outputs that are arrays of leaves. Inputs whose
-    last use is here are donated if an output has the same shape and dtype."""
+    """Jit one part of the update; `shardings` has the shardings of the outputs that are leaves.
+
+    Inputs whose last use is here are donated if an output has the same shape and dtype.
+    """
     free = [(v.aval.shape, v.aval.dtype) for v in part.gives]
     donated = []
-    for v in sorted(part.dies, key=lambda v: v not in shardings):  # leaves first: new values are placed as they are
+    # Leaves first: a new leaf has the sharding of the old one.
+    for v in sorted(part.dies, key=lambda v: v not in shardings):
         if (v.aval.shape, v.aval.dtype) in free and v.aval.shape:
             free.remove((v.aval.shape, v.aval.dtype))
             donated.append(v)
@@ -184,7 +194,7 @@ def _trace(
     names: Sequence[str],
     learning_rate: optax.Schedule | None,
 ) -> tuple[Program, list[str]]:
-    """(leaves, grads, sums) -> new leaves, metrics; and the names of the metrics."""
+    """The program (leaves, grads, sums) -> (new leaves, metrics), and the names of the metrics."""
     plain, metric_names = placement.plain, []
 
     def update(leaves: list[Any], trained: list[Any], sums: list[Any]):
@@ -204,27 +214,27 @@ def _trace(
     scalars = [jax.ShapeDtypeStruct((), "float32") for _ in names]
     plain_update, _ = trace(update, shapes, wide, scalars)
 
-    def again(leaves: list[Any], parts: list[Any], sums: list[Any]) -> list[Any]:
+    def placed_update(leaves: list[Any], parts: list[Any], sums: list[Any]) -> list[Any]:
         found: dict[int, Any] = {}
         for (_, leaf), value in zip(grads, parts, strict=True):
             found[leaf] = found[leaf] + value if leaf in found else value
         for at, leaf in enumerate(staged.leaves):
             if leaf.trained and at not in found:  # the loss does not use it
                 found[at] = jnp.zeros(leaf.shape, _wide(leaf).dtype)
-        model = [home for home in placement.homes if home.leaf is not None]
-        # None: not trained, such as a key.
-        gradients = chunked(model, [None if home.leaf is None else found.get(home.leaf) for home in model])
-        args = [*chunked(placement.homes, leaves), *(gradients[source] for source in trained), *sums]
+        model = [owner for owner in placement.owners if owner.leaf is not None]
+        # None: not trained, such as a random key.
+        gradients = chunked(model, [None if owner.leaf is None else found.get(owner.leaf) for owner in model])
+        args = [*chunked(placement.owners, leaves), *(gradients[source] for source in trained), *sums]
         outs = interpret(plain_update, args, lambda eqn: True)
         flat = []
         for source, out in enumerate(outs[: len(plain.leaves)]):
-            rows = [home.rows for home in placement.homes if home.source == source]
+            rows = [owner.rows for owner in placement.owners if owner.source == source]
             flat += out.parts if isinstance(out, Chunks) else [cut_rows(out, r) for r in rows]
         return [*flat, *map(whole, outs[len(plain.leaves) :])]
 
     leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in placement.abstract.leaves]
     parts = [_wide(staged.leaves[leaf]) for _, leaf in grads]
-    return inline(trace(again, leaves, parts, scalars)[0]), metric_names
+    return inline(trace(placed_update, leaves, parts, scalars)[0]), metric_names
 
 
 def _wide(leaf: Any) -> jax.ShapeDtypeStruct:

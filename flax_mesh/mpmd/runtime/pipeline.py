@@ -1,7 +1,7 @@
-"""Pipeline: a schedule carried out on the groups of a mesh, with the same step as without a pipeline."""
+"""Pipeline: a schedule executed on the groups of a mesh, with the step of a program without a pipeline."""
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import cache, cached_property
 from typing import Any, Literal
 
@@ -14,11 +14,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
 from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd.mesh import MpmdMesh
-from flax_mesh.mpmd.runtime.batch import check_batch, place_array
+from flax_mesh.mpmd.runtime.batch import place_array
 from flax_mesh.mpmd.runtime.compile import CompiledPipeline, compile_pipeline
 from flax_mesh.mpmd.runtime.executor import Saved, ScheduleRun, announce_layouts, sums_everywhere
 from flax_mesh.mpmd.runtime.optimizer import Update
-from flax_mesh.mpmd.runtime.placement import MODEL, Home, chunked, init_leaves, place
+from flax_mesh.mpmd.runtime.placement import MODEL, LeafOwner, chunked, init_leaves, place
 from flax_mesh.mpmd.runtime.transfers import GroupTransfers
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule, forward_schedule
 from flax_mesh.mpmd.schedules.validate import check_schedule
@@ -29,62 +29,100 @@ from flax_mesh.mpmd.split.trace import Forward
 from flax_mesh.mpmd.split.update import SHARED
 from flax_mesh.mpmd.transport.layout import on_all_groups, on_group, put_host, sharding_on
 from flax_mesh.mpmd.transport.ordered import TRANSPORTS, ordered_transport_of
-from flax_mesh.sharding import PartitionRules
+from flax_mesh.sharding.rules import Rules
+from flax_mesh.step.batch import microbatch_shapes
 from flax_mesh.step.loss import Batch, Metrics
 from flax_mesh.step.state import TrainState
 
 
 class Pipeline:
-    """Trains a `StagedModel` on the groups of `mesh` in the order of `schedule`.
+    """Trains a `StagedModel` on groups of devices, in the order of a schedule.
 
-        pipeline = Pipeline(split_stages(...), mesh, make_schedule("1f1b", ...), optax.adamw(1e-3))
-        state = pipeline.init_state()
-        state, metrics = pipeline.step(state, batch)
+    The step is that of `make_train_step` with as many microbatches: same arguments, same results up to the order of
+    sums. Every leaf of the state is placed on the group of the first stage that uses it. Other groups that use it
+    receive its value in every step. The optimizer runs on these groups, one part per group; its parts may exchange
+    scalars, as the clip of the global norm does. Gradients are summed in float32 at least.
 
-    The numbers are those of `make_train_step` with as many microbatches. Every leaf of the state lies on the group of
-    the first stage that uses it, laid out there as `rules` say (by default the table that the model carries, or its
-    annotations); other groups that use it are sent its value in every step. The optimizer runs on these groups, one
-    part each; it may look at other leaves through scalars, as the clip of the global norm does. ConfigError where mesh,
-    model and schedule do not fit each other, or the schedule does not pass `check_schedule` or has no backward.
+    In a run of several processes every process makes the same pipeline and makes the same calls. Each compiles and runs
+    the stages of its own groups. Leaves of the state on other groups are arrays without a shard; metrics are returned
+    in every process.
 
-    `remat`: what a stage stores for its backward pass. "none": all that it needs, less what costs about one instruction
-    per element to recompute; "cheap": only results of matrix products, loops and random bits; "full": nothing but the
-    inputs of the stage. Gradients are summed in float32 at least. `shard_optimizer_over` as in `abstract_state`;
-    `compiler_options` go to XLA, as in `jax.jit`.
+    Args:
+        staged: The stages, from `split_stages` or `chain_stages`.
+        optimizer: An optax transformation.
+        mesh: The groups. By default those that `staged` was split for.
+        schedule: The order of the actions. By default the one that `staged` was split for.
+        rules: Layout of the leaves within a group: a rule table, a PartitionRules, or mesh axes such as "fsdp". By
+            default the model's own table or annotations; nothing is split on groups of one device.
+        axes: The mesh axes of each logical axis, as in `abstract_state`.
+        seed: Seed of the random streams, as in `make_train_step`.
+        learning_rate: A function of the step whose value is added to the metrics.
+        remat: Residuals that a stage stores for its backward pass. "none": all, except results that cost about one
+            instruction per element to recompute; "cheap": results of matrix products, loops and random bits only;
+            "full": the inputs of the stage only.
+        shard_optimizer_over: Mesh axes for ZeRO stage 1, as in `abstract_state`.
+        compiler_options: Options of XLA, as in `jax.jit`.
+        transport: How activations and gradients are transferred between processes. "server": JAX's transfer server;
+            "ordered": `jax.device_put`, with all calls in one order; "auto": ordered where the backend supports it.
 
-    In a run of several processes every process makes the same pipeline and calls it alike; each compiles and runs the
-    stages of its own groups. Leaves of the state that lie on other groups are arrays without a shard here; metrics
-    arrive in every process. `transport`: how activations and gradients go from process to process; "server" JAX's
-    transfer server, "native" `jax.device_put`, a ConfigError where the backend cannot, "auto" native where it can.
+    Raises:
+        ConfigError: Mesh, model and schedule do not fit each other, the schedule does not pass `check_schedule` or has
+            no backward pass, or the transport is not supported.
+
+    Example:
+        >>> from flax_mesh.mpmd import MpmdMesh, Pipeline, split_stages
+        >>> class Net(nnx.Module):
+        ...     def __init__(self, rngs):
+        ...         self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(4)])
+        ...     def __call__(self, x):
+        ...         for layer in self.layers:
+        ...             x = nnx.relu(layer(x))
+        ...         return x
+        >>> loss_fn = lambda model, x: ((model(x) ** 2).sum(), x.size)
+        >>> batch = np.ones((8, 8), np.float32)
+        >>> mesh = MpmdMesh(fm.create_mesh((2, 4), ("pp", "fsdp")), "pp")
+        >>> net = Net(nnx.Rngs(0))
+        >>> staged = split_stages(loss_fn, net, batch, mesh=mesh, schedule="1f1b", num_microbatches=4)
+        >>> pipeline = Pipeline(staged, optax.adamw(1e-3), rules="fsdp")
+        >>> state, metrics = pipeline.step(pipeline.init_state(), batch)
+        >>> sorted(metrics)
+        ['grad_norm', 'loss', 'weight']
     """
 
     def __init__(
         self,
         staged: StagedModel,
-        mesh: MpmdMesh,
-        schedule: Schedule,
         optimizer: optax.GradientTransformation,
         *,
-        rules: PartitionRules | Iterable[tuple[str, Any]] | None = None,
+        mesh: MpmdMesh | None = None,
+        schedule: Schedule | None = None,
+        rules: Rules | None = None,
         axes: PartitionAxis | None = None,
         seed: int = 0,
         learning_rate: optax.Schedule | None = None,
         remat: Literal["none", "cheap", "full"] = "none",
         shard_optimizer_over: str | tuple[str, ...] = (),
         compiler_options: Mapping[str, Any] | None = None,
-        transport: Literal["auto", "server", "native"] = "auto",
+        transport: Literal["auto", "server", "ordered"] = "auto",
     ):
+        mesh, schedule = mesh or staged.groups, schedule or staged.schedule
+        if mesh is None or schedule is None:
+            lacking = [name for name, value in (("mesh", mesh), ("schedule", schedule)) if value is None]
+            raise ConfigError(
+                f"the pipeline needs {' and '.join(lacking)}: pass mesh=MpmdMesh(...) and schedule= to split_stages or "
+                "to Pipeline"
+            )
         _check(staged, mesh, schedule, remat, transport)
         self.transfers = GroupTransfers(mesh)
         self.groups, self.channel = self.transfers.meshes, self.transfers.channel
-        self.native = ordered_transport_of(self.channel, mesh, transport)  # None: by the transfer server
+        self.ordered = ordered_transport_of(self.channel, mesh, transport)  # None: by the transfer server
         self.staged, self.mesh, self.schedule, self.optimizer = staged, mesh, schedule, optimizer
         self.seed, self.learning_rate = seed, learning_rate
         self.options = dict(compiler_options) if compiler_options else None
         self.remat = "full" if staged.needs_full_remat else remat
         self.group_of = schedule.stage_to_group
         if rules is None and math.prod(mesh.jax_mesh.devices.shape) == mesh.mpmd_dim:
-            rules = [(".*", ())]  # groups of one device: nothing is to be split
+            rules = [(".*", ())]  # groups of one device: nothing can be split
         self.axes = axes or getattr(rules, "axes", None) or getattr(staged.model, "axes", DEFAULT_AXES)
         self.placement = place(self._make, staged, mesh, self.group_of, rules, axes, shard_optimizer_over)
         self.num_transfers = 0  # of activations and gradients between groups, in the last step
@@ -102,12 +140,14 @@ class Pipeline:
 
     def init_state(self) -> TrainState:
         """The initial state, every leaf initialized on its group; the same bits as without a pipeline."""
-        return TrainState(init_leaves(self._make, self.placement, self.transfers.my_meshes), self.abstract.definition)
+        return TrainState(
+            init_leaves(self._make, self.placement, self.transfers.local_meshes), self.abstract.definition
+        )
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One optimizer step over a batch of `schedule.num_microbatches` equal parts; donates `state`."""
         run = self.start(state, batch, self.schedule.num_microbatches, train=True)
-        run.follow(self.schedule, self._order, self.native, self.on_action)
+        run.follow(self.schedule, self._order, self.ordered, self.on_action)
         self.num_transfers = run.num_transfers
         return self.update(state, run)
 
@@ -116,23 +156,23 @@ class Pipeline:
         count = num_microbatches or self.schedule.num_microbatches
         run = self.start(state, batch, count, train=False)
         schedule = forward_schedule(len(self.groups), count, self.group_of)
-        run.follow(schedule, self._own(schedule), self.native)
+        run.follow(schedule, self._own(schedule), self.ordered)
         return sums_everywhere(run) if self.channel else {name: value for name, (_, value) in run.named_sums().items()}
 
     def model(self, state: TrainState) -> Any:
-        """The model as one module, every leaf on all devices: laid out as on its group, and the same on every group."""
-        placed = zip(self.placement.homes, state.leaves, strict=True)
-        homes, leaves = zip(*((home, leaf) for home, leaf in placed if home.path.startswith(MODEL)), strict=True)
+        """The model as one module on the whole mesh: every leaf has the layout of its group, replicated over groups."""
+        placed = zip(self.placement.owners, state.leaves, strict=True)
+        owners, leaves = zip(*((owner, leaf) for owner, leaf in placed if owner.path.startswith(MODEL)), strict=True)
         number, transfer = self.transfers.next_number(), self.transfers.transfer
         arrays = []
-        for at, (home, value) in enumerate(zip(homes, leaves, strict=True)):
+        for at, (owner, value) in enumerate(zip(owners, leaves, strict=True)):
             parts = [
-                transfer(("model", number, at), value, sharding_on(home.sharding, mesh), home.group, group)
+                transfer(("model", number, at), value, sharding_on(owner.sharding, mesh), owner.group, group)
                 for group, mesh in enumerate(self.groups)
             ]
-            everywhere = NamedSharding(self.mesh.jax_mesh, home.sharding.spec)
+            everywhere = NamedSharding(self.mesh.jax_mesh, owner.sharding.spec)
             arrays.append(on_all_groups([part for part in parts if part is not None], everywhere))
-        values = [whole(array) for array in chunked(homes, arrays)]
+        values = [whole(array) for array in chunked(owners, arrays)]
         graphdef, abstract = nnx.split(self.staged.model)
         return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(abstract), values))
 
@@ -145,23 +185,23 @@ class Pipeline:
         return self._own(self.schedule)
 
     def _own(self, schedule: Schedule) -> list[Action]:
-        """The actions of the groups of this process, in an order in which they can be dispatched."""
-        return [action for action in schedule.order() if self.group_of[action.stage] in self.transfers.mine]
+        """The actions of this process's groups, in an order in which they can be dispatched."""
+        return [action for action in schedule.order() if self.group_of[action.stage] in self.transfers.local_groups]
 
     def start(self, state: TrainState, batch: Batch, count: int, *, train: bool) -> ScheduleRun:
-        """A pass over `count` microbatches before its first action, with state and batch on the groups that use them.
+        """A run over `count` microbatches before its first action, with state and batch on the groups that use them.
 
-        Every process calls it for the same pass.
+        Every process must call it for the same run.
         """
         number = self.transfers.next_number()
         compiled = self._compiled(batch, count, train)
-        held = self._leaves_on_groups(state, compiled, number)
+        leaves = self._leaves_on_groups(state, compiled, number)
         steps = self._copies(self._step_at, state.leaves[self._step_at])
         slots = {group: [(step, index) for index in self._indices(group, count)] for group, step in steps.items()}
-        return ScheduleRun(compiled, number, held, self._batch_on_groups(batch, count, compiled), slots)
+        return ScheduleRun(compiled, number, leaves, self._batch_on_groups(batch, count, compiled), slots)
 
     def update(self, state: TrainState, run: ScheduleRun) -> tuple[TrainState, Metrics]:
-        """The optimizer step from what a run over the whole schedule has summed up; donates `state`."""
+        """The optimizer step from the sums of a run over the entire schedule; donates `state`."""
         sums = run.named_sums()
         groups = {name: group for name, (group, _) in sums.items()}
         trained = sorted({(stage.group, at) for stage in run.stages for at in stage.trained})
@@ -173,7 +213,7 @@ class Pipeline:
         for leaf, value in run.changed.items():
             leaves[self._leaf_at[leaf]] = value
         values = {name: value for name, (_, value) in sums.items()}
-        shared_at = (at for at, home in enumerate(self.placement.homes) if home.group == SHARED)
+        shared_at = (at for at, owner in enumerate(self.placement.owners) if owner.group == SHARED)
         shared = {at: self._copies(at, state.leaves[at]) for at in shared_at}
 
         def transfer(kind: str, detail: tuple[Any, ...], *what: Any) -> Any:
@@ -188,7 +228,7 @@ class Pipeline:
         arrays, tree = jax.tree.flatten(batch)
         key = (train, count, tree, *((np.shape(x), getattr(x, "dtype", None)) for x in arrays))
         if key not in self._by_batch:
-            forward = self.staged.cut(check_batch(batch, count), seed=self.seed, train=train)
+            forward = self.staged.cut(microbatch_shapes(batch, count), seed=self.seed, train=train)
             if id(forward) not in self.compiled:
                 self.compiled[id(forward)] = self._compile(forward, train)
             self._by_batch[key] = self.compiled[id(forward)]
@@ -200,7 +240,7 @@ class Pipeline:
             len(self.compiled),
             self.transfers,
             self.group_of,
-            [self._home(at).sharding for at in range(len(self.staged.leaves))],
+            [self._owner(at).sharding for at in range(len(self.staged.leaves))],
             train=train,
             remat=self.remat,
             split=self.schedule.splits_backward,
@@ -213,27 +253,27 @@ class Pipeline:
         self, state: TrainState, compiled: CompiledPipeline, number: int
     ) -> dict[int, dict[int, jax.Array]]:
         """Every leaf on every group of this process that uses it."""
-        mine, held = self.transfers.mine, {group: {} for group in self.transfers.mine}
+        local_groups, leaves = self.transfers.local_groups, {group: {} for group in self.transfers.local_groups}
         for group, at in compiled.used:
-            home, there = self._home(at), state.leaves[self._leaf_at[at]]
-            if group != home.group and {group, home.group} & mine:
-                sharding = sharding_on(home.sharding, self.groups[group])
-                key = ("leaf", number, home.path, at)
-                there = self.transfers.transfer(key, there, sharding, home.group, group, donated=True)
-            if group in mine:
-                held[group][at] = there
-        return held
+            owner, there = self._owner(at), state.leaves[self._leaf_at[at]]
+            if group != owner.group and {group, owner.group} & local_groups:
+                sharding = sharding_on(owner.sharding, self.groups[group])
+                key = ("leaf", number, owner.path, at)
+                there = self.transfers.transfer(key, there, sharding, owner.group, group, donated=True)
+            if group in local_groups:
+                leaves[group][at] = there
+        return leaves
 
     def _batch_on_groups(self, batch: Batch, count: int, compiled: CompiledPipeline) -> list[list[jax.Array]]:
         """The arrays of the batch that each stage of this process reads, as (microbatch, row, ...) on its group."""
-        arrays, mine = jax.tree.leaves(batch), self.transfers.mine
+        arrays, local_groups = jax.tree.leaves(batch), self.transfers.local_groups
 
         @cache
         def placed(group: int, at: int) -> jax.Array:
             return place_array(arrays[at], count, self.mesh, group, self.axes)
 
         stages = compiled.stages
-        return [[placed(s.group, at) for at in s.data] if s.group in mine else [] for s in stages]
+        return [[placed(s.group, at) for at in s.data] if s.group in local_groups else [] for s in stages]
 
     def _indices(self, group: int, count: int) -> list[jax.Array]:
         if (group, count) not in self._numbers:
@@ -245,21 +285,21 @@ class Pipeline:
         """The copies of a SHARED leaf of the state, by group of this process."""
         seen, copies = self._shared.get(at, (None, {}))
         if seen is not value:
-            copies = {group: on_group(value, mesh) for group, mesh in self.transfers.my_meshes.items()}
+            copies = {group: on_group(value, mesh) for group, mesh in self.transfers.local_meshes.items()}
             self._shared[at] = value, copies
         return copies
 
     @cached_property
     def _leaf_at(self) -> dict[int, int]:
         """Leaf of the staged model -> its place in the state."""
-        return {home.leaf: at for at, home in enumerate(self.placement.homes) if home.leaf is not None}
+        return {owner.leaf: at for at, owner in enumerate(self.placement.owners) if owner.leaf is not None}
 
     @cached_property
     def _step_at(self) -> int:
-        return next(at for at, home in enumerate(self.placement.homes) if home.path == "optimizer/step")
+        return next(at for at, owner in enumerate(self.placement.owners) if owner.path == "optimizer/step")
 
-    def _home(self, leaf: int) -> Home:
-        return self.placement.homes[self._leaf_at[leaf]]
+    def _owner(self, leaf: int) -> LeafOwner:
+        return self.placement.owners[self._leaf_at[leaf]]
 
 
 def _check(staged: StagedModel, mesh: MpmdMesh, schedule: Schedule, remat: str, transport: str) -> None:

@@ -1,4 +1,4 @@
-"""What a pipeline really did: the start and the end of every action, as a trace, as a picture, and as costs.
+"""Measured timelines of a pipeline: start and end of every action, as a trace, as a picture, and as costs.
 
 Times are in milliseconds.
 """
@@ -26,64 +26,79 @@ from flax_mesh.mpmd.schedules.simulate import Costs, StageCost, simulate
 from flax_mesh.step.loss import Batch, Metrics
 from flax_mesh.step.state import TrainState
 
-# What F, B and W give and the next action of the same stage gets donated: gone before a watcher comes to it.
+# Results of F, B and W that the next action of the stage donates: they may be deleted before a worker waits for them.
 DONATED = {"F": 3, "B": 1, "W": slice(None)}
 MEASURED, SIMULATED = 0, 1  # process ids in the trace
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step as it ran: (group, action, start, end) of every action, sorted by start; the first starts at 0."""
+    """A measured step: (group, action, start, end) of every action, sorted by start. The first action starts at 0."""
 
     schedule: Schedule
     events: tuple[Event, ...]
 
     @property
     def span(self) -> float:
-        """From the first start to the last end."""
+        """Time from the first start to the last end."""
         return max((end for *_, end in self.events), default=0.0)
 
     @property
     def overlap(self) -> float:
-        """Groups at work on average."""
+        """Average number of busy groups."""
         return sum(end - start for _, _, start, end in self.events) / self.span if self.span else 0.0
 
     @property
     def bubble(self) -> float:
-        """Idle share of the groups' time."""
+        """Idle fraction of the groups' time."""
         return 1 - self.overlap / self.schedule.num_groups if self.span else 0.0
+
+    def write(self, path: str | Path, costs: Costs | None = None) -> tuple[Path, Path]:
+        """Write the trace to `path` and the picture to the same path with suffix .svg; returns both paths.
+
+        Both also show the schedule simulated with `costs`, as from `measure_costs`; None: with the measured medians.
+        """
+        path = Path(path)
+        if path.suffix == ".svg":
+            trace = path.with_suffix(".json")
+            raise ValueError(f"{path} is the path of the picture; use another suffix for the trace, such as {trace}.")
+        costs = costs_of(self) if costs is None else costs
+        path.write_text(json.dumps(chrome_trace(self, costs)))
+        picture = path.with_suffix(".svg")
+        picture.write_text(draw_timeline_svg(self.schedule, self.events, costs))
+        return path, picture
 
 
 def trace_step(pipeline: Pipeline, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics, Timeline]:
-    """`pipeline.step(state, batch)`, and when each of its actions ran; donates `state`.
+    """Runs `pipeline.step(state, batch)` and measures when each action ran. Donates `state`.
 
-    Nothing is held up: a thread per group waits for the results, in the order of the group. An action starts when it
-    is dispatched, its group is free and its inputs are there. The first two steps of a pipeline compile; trace a later
-    one. The update of the parameters follows when all actions are done, and is no part of the timeline.
+    Dispatch does not block: one thread per group waits for the results, in the order of the group. An action starts
+    when it is dispatched, its group is free and its inputs are ready. The first two steps of a pipeline compile, so
+    trace a later one. The optimizer's update follows after all actions and is not in the timeline.
     """
     _check_one_process(pipeline, "trace_step")
     run = pipeline.start(state, batch, pipeline.schedule.num_microbatches, train=True)
     _compile_marks(run)
-    gc.collect()  # a collection during the step would stop the threads that look at the clock, for 0.1 s and more
+    gc.collect()  # a garbage collection during the step would stop the timing threads for 0.1 s or more
     with ExitStack() as stack:
         workers = [stack.enter_context(ThreadPoolExecutor(1)) for _ in pipeline.groups]
-        watch = _Watch(workers, pipeline.group_of)
-        run.stages = [_wrapped(stage, watch.around) for stage in run.stages]
+        recorder = _Recorder(workers, pipeline.group_of)
+        run.stages = [_wrapped(stage, recorder.wrap) for stage in run.stages]
         for action in pipeline.schedule.order():
-            watch.action = action
+            recorder.action = action
             run.do(action)
-        times = {action: (begun.result(), ended.result()) for action, (begun, ended) in watch.times.items()}
+        times = {action: (begun.result(), ended.result()) for action, (begun, ended) in recorder.times.items()}
     new, metrics = pipeline.update(state, run)
     return new, metrics, _timeline(pipeline.schedule, times)
 
 
 def measure_costs(pipeline: Pipeline, state: TrainState, batch: Batch, *, repeats: int = 3) -> tuple[StageCost, ...]:
-    """The cost of every stage, for `search_schedule` and `simulate`: medians over microbatches and `repeats` passes.
+    """Measures the cost of every stage in ms, for `search_schedule` and `simulate`.
 
-    Every action runs alone, so that groups that share cores do not hinder each other. `state` stays as it is. A
-    schedule that does not split the backward gives the whole of it as `backward` and 0 as `weights`; to let the search
-    split it, measure a pipeline whose schedule is `with_split_backward`. `transfer` covers all values that a stage
-    sends to another group for one microbatch, forward or backward.
+    Costs are medians over microbatches and `repeats` passes. Every action runs alone, so that groups that share cores
+    do not slow each other down. `state` is not changed. If the schedule does not split the backward pass, `backward`
+    has its entire time and `weights` is 0; to let the search split it, measure a pipeline whose schedule is
+    `with_split_backward`. `transfer` is the time of all values that a stage sends to another group per microbatch.
     """
     _check_one_process(pipeline, "measure_costs")
     if repeats < 1:
@@ -92,23 +107,23 @@ def measure_costs(pipeline: Pipeline, state: TrainState, batch: Batch, *, repeat
     for repeat in range(repeats + 1):
         times = _one_at_a_time(pipeline, state, batch)
         for (kind, stage, _), spans in times.items() if repeat else ():  # the first pass compiles
-            for what, time in zip((kind, "T"), spans, strict=False):
-                took.setdefault((what, stage), []).append(time)
-    of = {key: median(times) for key, times in took.items()}
+            for name, time in zip((kind, "T"), spans, strict=False):
+                took.setdefault((name, stage), []).append(time)
+    medians = {key: median(times) for key, times in took.items()}
     stages = range(pipeline.schedule.num_stages)
-    return tuple(StageCost(*(of.get((what, stage), 0.0) for what in "FBWT")) for stage in stages)
+    return tuple(StageCost(*(medians.get((name, stage), 0.0) for name in "FBWT")) for stage in stages)
 
 
 def _check_one_process(pipeline: Pipeline, what: str) -> None:
     if pipeline.channel is not None:
         raise ConfigError(
-            f"{what} looks at the clock of one process, and this run has {jax.process_count()}. Run it in one process "
-            "with as many devices: the schedule is the same."
+            f"{what} requires a single process, got {jax.process_count()}. Run it in one process with as many devices: "
+            "the schedule is the same."
         )
 
 
 def with_split_backward(schedule: Schedule) -> Schedule:
-    """The schedule with a W right after every B; one that splits the backward already is given back as it is."""
+    """The schedule with a W directly after every B; `schedule` itself if it already splits the backward pass."""
     if schedule.splits_backward:
         return schedule
     rows = (
@@ -119,7 +134,7 @@ def with_split_backward(schedule: Schedule) -> Schedule:
 
 
 def costs_of(timeline: Timeline) -> tuple[StageCost, ...]:
-    """The median time of each kind of action on each stage, as it ran beside the others; transfers are left at 0."""
+    """The median time of each kind of action on each stage, measured while other groups run; transfers are 0."""
     took: dict[tuple[str, int], list[float]] = {}
     for _, action, start, end in timeline.events:
         took.setdefault((action.kind, action.stage), []).append(end - start)
@@ -128,9 +143,9 @@ def costs_of(timeline: Timeline) -> tuple[StageCost, ...]:
 
 
 def chrome_trace(timeline: Timeline, costs: Costs | None = None) -> dict[str, Any]:
-    """The timeline and its simulation as Trace Event Format, which Perfetto and chrome://tracing open.
+    """The timeline and its simulation in Trace Event Format, for Perfetto and chrome://tracing, one row per group.
 
-    One row per group; `costs` of the simulation as in `write_timeline`.
+    `costs` are those of the simulation, as in `Timeline.write`.
     """
     schedule = timeline.schedule
     result = simulate(schedule, costs_of(timeline) if costs is None else costs)
@@ -151,62 +166,47 @@ def chrome_trace(timeline: Timeline, costs: Costs | None = None) -> dict[str, An
     return {"traceEvents": entries, "displayTimeUnit": "ms", "otherData": numbers}
 
 
-def write_timeline(timeline: Timeline, path: str | Path, costs: Costs | None = None) -> tuple[Path, Path]:
-    """Write the trace to `path` and the picture beside it, as .svg; gives both paths.
-
-    Both show the same schedule simulated with `costs`, from `measure_costs`; None: with the medians of what ran.
-    """
-    path = Path(path)
-    if path.suffix == ".svg":
-        raise ValueError(f"{path} is where the picture goes; name the trace, such as {path.with_suffix('.json')}.")
-    costs = costs_of(timeline) if costs is None else costs
-    path.write_text(json.dumps(chrome_trace(timeline, costs)))
-    picture = path.with_suffix(".svg")
-    picture.write_text(draw_timeline_svg(timeline.schedule, timeline.events, costs))
-    return path, picture
-
-
-class _Watch:
-    """When the actions run, seen by one thread per group."""
+class _Recorder:
+    """Records start and end of the actions, with one thread per group."""
 
     def __init__(self, workers: Sequence[ThreadPoolExecutor], group_of: Sequence[int]):
         self.workers, self.group_of = workers, group_of
-        self.action = Action("F", 0, 0)  # the one that is being dispatched
+        self.action = Action("F", 0, 0)  # the action that is being dispatched
         self.times: dict[Action, tuple[Future[float], Future[float]]] = {}
 
-    def around(self, call: Callable[..., Any], kind: str) -> Callable[..., Any]:
-        def watched(*args: Any) -> Any:
+    def wrap(self, call: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        def recorded(*args: Any) -> Any:
             action, submit = self.action, self.workers[self.group_of[self.action.stage]].submit
-            # The last argument is donated: sums of this stage, made by actions before this one on the same group.
+            # The last argument is donated: sums of this stage, computed by earlier actions of the same group.
             begun = submit(_when_ready, args[:-1], perf_counter())
             outs = call(*args)
-            self.times[action] = begun, submit(_when_ready, _lasting(outs, kind), 0.0)
+            self.times[action] = begun, submit(_when_ready, _results_to_await(outs, kind), 0.0)
             return outs
 
-        return watched
+        return recorded
 
 
 def _when_ready(values: Any, earliest: float) -> float:
-    """The time at which all values are there. The thread comes here when the group is done with what was before."""
+    """The time when all values are ready. The thread runs this after all earlier actions of the group."""
     jax.block_until_ready(values)
     return max(perf_counter(), earliest)
 
 
-def _lasting(outs: Any, kind: str) -> Any:
-    """Results that tell when an action is done, and that nobody takes away."""
+def _results_to_await(outs: Any, kind: str) -> Any:
+    """Results that are ready when an action is done and that no later action donates."""
     donated = jax.tree.leaves(outs[DONATED[kind]])
-    gone = set(map(id, donated))
-    kept = [x for x in jax.tree.leaves(outs) if id(x) not in gone]
-    return kept or (_marks(donated[0]) if donated else [])
+    ids = set(map(id, donated))
+    others = [x for x in jax.tree.leaves(outs) if id(x) not in ids]
+    return others or (_marks(donated[0]) if donated else [])
 
 
 def _marks(x: jax.Array) -> list[jax.Array]:
-    """A number from each device, there when `x` is."""
+    """One number per device that is ready when `x` is."""
     return [_first(shard.data) for shard in x.addressable_shards]
 
 
 def _compile_marks(run: ScheduleRun) -> None:
-    """Compile what `_lasting` may call, before the clock runs."""
+    """Compile what `_results_to_await` may call, before the timing starts."""
     for stage in run.stages:
         grads = [run.grads[stage.group][at] for at in stage.trained[:1]]
         for x in [*run.sums[stage.stage][:1], *grads]:
@@ -218,19 +218,19 @@ def _first(x: jax.Array) -> jax.Array:
     return x[(0,) * x.ndim] if x.size else x.sum()
 
 
-def _wrapped(stage: StageFunctions, around: Callable[[Callable[..., Any], str], Callable[..., Any]]) -> StageFunctions:
+def _wrapped(stage: StageFunctions, wrap: Callable[[Callable[..., Any], str], Callable[..., Any]]) -> StageFunctions:
     return stage._replace(
-        forward=around(stage.forward, "F"), backward=around(stage.backward, "B"), weights=around(stage.weights, "W")
+        forward=wrap(stage.forward, "F"), backward=wrap(stage.backward, "B"), weights=wrap(stage.weights, "W")
     )
 
 
 def _one_at_a_time(pipeline: Pipeline, state: TrainState, batch: Batch) -> dict[Action, tuple[float, ...]]:
-    """How long every action took, and what it sent, where it sent to another group; without an update."""
+    """The duration of every action and, if it sends to another group, of the transfer; without an update."""
     run = pipeline.start(state, batch, pipeline.schedule.num_microbatches, train=True)
-    jax.block_until_ready((run.held, run.data, run.grads, run.sums))
+    jax.block_until_ready((run.leaves, run.data, run.grads, run.sums))
     begun = ended = 0.0
 
-    def around(call: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    def wrap(call: Callable[..., Any], kind: str) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
             nonlocal begun, ended
             begun = perf_counter()
@@ -240,7 +240,7 @@ def _one_at_a_time(pipeline: Pipeline, state: TrainState, batch: Batch) -> dict[
 
         return timed
 
-    run.stages = [_wrapped(stage, around) for stage in run.stages]
+    run.stages = [_wrapped(stage, wrap) for stage in run.stages]
     times = {}
     for action in pipeline.schedule.order():
         before = run.num_transfers

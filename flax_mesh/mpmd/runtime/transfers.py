@@ -1,4 +1,4 @@
-"""Arrays from group to group of a pipeline, whether one process holds both groups, one of them, or neither."""
+"""Transfers between groups of a pipeline, if both groups, one of them, or neither is local."""
 
 from functools import cached_property
 from typing import Any
@@ -14,29 +14,29 @@ from flax_mesh.mpmd.transport.local_copy import move
 
 
 class GroupTransfers:
-    """The groups of `mesh` as this process sees them; `channel` is None in a run of one process."""
+    """The groups of `mesh` and the local ones among them. `channel` is None in a run of one process."""
 
     def __init__(self, mesh: MpmdMesh):
         self.mesh, self.meshes = mesh, mesh.unstack
-        self.mine = frozenset(mesh.my_mpmd_axis_indices)  # groups of this process
+        self.local_groups = frozenset(mesh.my_mpmd_axis_indices)
         self.channel = Channel(mesh) if mesh.jax_mesh.is_multi_process else None
         self._shardings: dict[tuple[Sharding, int], NamedSharding] = {}
 
     @cached_property
-    def my_meshes(self) -> dict[int, Mesh]:
-        return {group: self.meshes[group] for group in sorted(self.mine)}
+    def local_meshes(self) -> dict[int, Mesh]:
+        return {group: self.meshes[group] for group in sorted(self.local_groups)}
 
     def next_number(self) -> int:
-        """A number for the keys of what is sent next, the same in all processes; 0 in a run of one."""
+        """A number for the keys of the next transfers, the same in all processes; 0 in a run of one process."""
         return self.channel.next_run() if self.channel else 0
 
     def move_to(self, value: jax.Array, receiver: int) -> jax.Array:
-        """`value`, of a group of this process, laid out alike on another of its groups."""
+        """`value` with the same spec on another local group."""
         key = value.sharding, receiver
-        there = self._shardings.get(key)
-        if there is None:
-            there = self._shardings[key] = sharding_on(value.sharding, self.meshes[receiver])
-        return move(value, there)
+        target = self._shardings.get(key)
+        if target is None:
+            target = self._shardings[key] = sharding_on(value.sharding, self.meshes[receiver])
+        return move(value, target)
 
     def transfer(
         self,
@@ -48,18 +48,18 @@ class GroupTransfers:
         *,
         donated: bool = False,
     ) -> jax.Array | None:
-        """`value` of group `sender` by `sharding` on group `receiver`; None where another process holds that.
+        """Transfers `value` from group `sender` to `sharding` on group `receiver`; None if the receiver is remote.
 
-        Where another process holds the sender, only shape and dtype of `value` are used. `donated`: the value may be
-        overwritten at once. The key is as in `Channel`.
+        If the sender is remote, only shape and dtype of `value` are used. `donated`: the buffer of `value` may be
+        donated before the transfer ends, so a copy is sent. The key is as in `Channel`.
         """
-        if {sender, receiver} <= self.mine:
+        if {sender, receiver} <= self.local_groups:
             return value if sender == receiver else move(value, sharding)
-        if self.channel is None or not {sender, receiver} & self.mine:
+        if self.channel is None or not {sender, receiver} & self.local_groups:
             return None
-        if receiver in self.mine:
+        if receiver in self.local_groups:
             return self.channel.receive(key, value.shape, value.dtype, sharding, sender, receiver)
-        at_home = sharding_on(sharding, self.meshes[sender])
-        if donated or not value.sharding.is_equivalent_to(at_home, value.ndim):
-            value = copy_to(at_home)(value)
+        on_sender = sharding_on(sharding, self.meshes[sender])
+        if donated or not value.sharding.is_equivalent_to(on_sender, value.ndim):
+            value = copy_to(on_sender)(value)
         return self.channel.send(key, value, sender, receiver)

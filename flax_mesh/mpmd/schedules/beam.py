@@ -1,8 +1,14 @@
 """Beam search over schedules: which lane does each group serve next? Pure Python.
 
-A partial schedule is extended by the action that could end first, or by one of those that could start before that end
-on the same group (Giffler and Thompson 1960). Where each group has one stage, some optimal schedule is among these, so
-that a search in which nothing but dominated and hopeless partial schedules is left out finds the optimum.
+A partial schedule is extended by the action that could end first, or by an action of the same group that could start
+before that end (Giffler and Thompson 1960):
+
+    group 0 is free at 3    0F2 could run 3..4    <- the first end of all candidates
+                            0B0 could run 3..5    starts before 4: also a candidate
+    group 1 is free at 2    1F1 could run 4..5    other group: not a candidate in this step
+
+If each group has one stage, at least one optimal schedule can be built this way. A search that drops only dominated
+partial schedules, and those whose lower bound is too large, therefore finds the optimum.
 """
 
 from collections.abc import Sequence
@@ -18,34 +24,34 @@ TOLERANCE = 1e-9  # relative, of sums of the same numbers in another order
 class Partial(NamedTuple):
     """A schedule of some of the actions. Tuples have one entry per lane or per group."""
 
-    counts: tuple[int, ...]  # per lane: how many actions are done
-    ends: tuple[tuple[float, ...], ...]  # per lane: when each of them ends
-    ready: tuple[float, ...]  # per lane: when the next one has all it needs; NEVER: unknown yet
-    free: tuple[float, ...]  # per group: when it has done what it was given
-    held: tuple[int, ...]  # per group: memory in use
-    queues: tuple[tuple[int, ...], ...]  # per shared edge: lanes whose inputs are under way, in the order of sending
-    left: tuple[float, ...]  # per group: time of the actions still to come
-    bound: float  # no completion has a smaller makespan
-    idle: float  # time for which groups have waited so far
-    trail: "tuple[int, Partial] | None"  # the lane served last, and what was before
+    counts: tuple[int, ...]  # per lane: number of scheduled actions
+    ends: tuple[tuple[float, ...], ...]  # per lane: end of each of them
+    ready: tuple[float, ...]  # per lane: when the inputs of the next action are available; NEVER: unknown
+    free: tuple[float, ...]  # per group: end of its last scheduled action
+    stored: tuple[int, ...]  # per group: activations in memory
+    queues: tuple[tuple[int, ...], ...]  # per shared edge: lanes whose inputs are in transit, in sending order
+    remaining: tuple[float, ...]  # per group: total duration of the unscheduled actions
+    bound: float  # lower bound on the makespan of every completion
+    idle: float  # total idle time of the groups so far
+    trail: "tuple[int, Partial] | None"  # the lane served last, and the schedule before it
 
 
 @dataclass(frozen=True)
 class BeamResult:
-    served: list[int]  # lanes in the order in which they were served; [] where nothing better was found
-    complete: bool  # nothing was left out that could have been better
-    work: int  # partial schedules looked at
+    served: list[int]  # lanes in the order of serving; [] if nothing better was found
+    complete: bool  # the search was exhaustive: nothing better was dropped
+    work: int  # number of partial schedules evaluated
 
 
 class BeamSearch:
-    """Tables of one problem that every search of it needs."""
+    """Beam searches of one problem, with the tables that they share."""
 
     def __init__(self, problem: Problem):
         self.problem = problem
         self.tails = tails(problem)
         self.users = problem.users()
         group = problem.group
-        self.crossings = [(i, user) for i, users in enumerate(self.users) for user in users if group[user] != group[i]]
+        self.sends = [(i, user) for i, users in enumerate(self.users) for user in users if group[user] != group[i]]
         self.lanes_of = [[i for i, g in enumerate(problem.group) if g == group] for group in range(problem.num_groups)]
         self.rooms = {reserve: _room(problem, reserve) for reserve in (False, True)}
         self.pairs_of = [_pairs(problem, group) for group in range(problem.num_groups)]
@@ -55,10 +61,10 @@ class BeamSearch:
     def run(
         self, width: int, *, weight: float, better_than: float, most_work: int, reserve: bool = False
     ) -> BeamResult:
-        """The best schedule found while keeping `width` partial schedules of each length.
+        """The best schedule found with a beam of `width` partial schedules of each length.
 
-        They are ranked by their bound plus `weight` times the time for which groups have waited. Gives up after looking
-        at `most_work` of them. With `reserve`, a group of several stages keeps memory free for the later ones.
+        They are ranked by their bound plus `weight` times their idle time. The search stops after evaluating
+        `most_work` partial schedules. With `reserve`, a group of several stages reserves memory for the later ones.
         """
         beam, complete, work = [self._empty()], True, 0
         too_long = better_than * (1 - TOLERANCE)
@@ -87,20 +93,20 @@ class BeamSearch:
 
     def _empty(self) -> Partial:
         problem = self.problem
-        left = [sum(problem.duration[lane] for lane in lanes) * problem.num_microbatches for lanes in self.lanes_of]
+        work = [sum(problem.duration[lane] for lane in lanes) * problem.num_microbatches for lanes in self.lanes_of]
         groups, lanes = problem.num_groups, len(problem.lanes)
         ready = tuple(NEVER if needs else 0.0 for needs in problem.needs)
         queues = ((),) * len(set(self.edge_of.values()))
         return Partial(
-            (0,) * lanes, ((),) * lanes, ready, (0.0,) * groups, (0,) * groups, queues, tuple(left), 0.0, 0.0, None
+            (0,) * lanes, ((),) * lanes, ready, (0.0,) * groups, (0,) * groups, queues, tuple(work), 0.0, 0.0, None
         )
 
     def _choices(self, partial: Partial, room: Sequence[float]) -> list[tuple[int, float]]:
-        """(lane, start) of the action that could end first, and of those that could start before that on its group."""
-        free, ready, held, duration = partial.free, partial.ready, partial.held, self.problem.duration
+        """(lane, start) of the action that could end first and of those of its group that could start before then."""
+        free, ready, stored, duration = partial.free, partial.ready, partial.stored, self.problem.duration
         first_end, first, choices = NEVER, -1, []
         for group, lanes in enumerate(self.lanes_of):
-            since, in_use, found, before = free[group], held[group], [], first_end
+            since, in_use, found, before = free[group], stored[group], [], first_end
             for lane in lanes:
                 start = ready[lane]
                 if start < NEVER and in_use < room[lane] and (self.one_stage_each or self._may(partial, lane)):
@@ -113,10 +119,10 @@ class BeamSearch:
         return [(lane, start) for lane, start in choices if start < first_end or lane == first]
 
     def _may(self, partial: Partial, lane: int) -> bool:
-        """Whether a group of several stages can serve this lane without breaking an order or blocking itself.
+        """Whether a group of several stages can serve this lane without receiving out of order or exhausting memory.
 
-        No other lane's input was sent before on the same edge; and with what this action takes of the memory, the
-        microbatches under way can still be finished, the oldest one first (Dijkstra's banker).
+        The input of this lane must be the oldest message of its edge. With the memory that this action allocates, the
+        microbatches in flight must still be able to finish, oldest first (the banker's algorithm; Dijkstra 1965).
         """
         edge = self.edge_of.get(lane)
         if edge is not None and partial.queues[edge][0] != lane:
@@ -133,11 +139,13 @@ class BeamSearch:
         return True
 
     def _bound(self, partial: Partial, lane: int, start: float) -> float:
-        """No completion of `partial` that goes on with `lane` has a smaller makespan."""
+        """A lower bound on the makespan of every completion of `partial` that continues with `lane`."""
         duration, ready, counts = self.problem.duration, partial.ready, partial.counts
         group = self.problem.group[lane]
         end = start + duration[lane]
-        bound = max(partial.bound, end + self.tails[lane][counts[lane]], end + partial.left[group] - duration[lane])
+        bound = max(
+            partial.bound, end + self.tails[lane][counts[lane]], end + partial.remaining[group] - duration[lane]
+        )
         for other in self.lanes_of[group]:
             if other != lane and ready[other] < NEVER:
                 waits = max(ready[other], end) + duration[other] + self.tails[other][counts[other]]
@@ -159,9 +167,9 @@ class BeamSearch:
             ends=ends,
             ready=tuple(ready),
             free=_with(partial.free, group, end),
-            held=_with(partial.held, group, partial.held[group] + problem.holds[lane]),
+            stored=_with(partial.stored, group, partial.stored[group] + problem.holds[lane]),
             queues=self._queues(partial, lane),
-            left=_with(partial.left, group, partial.left[group] - problem.duration[lane]),
+            remaining=_with(partial.remaining, group, partial.remaining[group] - problem.duration[lane]),
             bound=bound,
             idle=idle,
             trail=(lane, partial),
@@ -188,9 +196,9 @@ class BeamSearch:
         return ready
 
     def _dominated(self, partial: Partial, kept: dict[tuple, list[tuple[float, ...]]]) -> bool:
-        """Whether another partial schedule of the same actions has every time that matters no later; kept if not."""
+        """Whether one in `kept` has the same actions and is nowhere later; if not, adds this one to `kept`."""
         times = list(partial.free)
-        for lane, user in self.crossings:
+        for lane, user in self.sends:
             times += partial.ends[lane][partial.counts[user] :]
         others = kept.setdefault((partial.counts, partial.queues), [])
         if any(all(a <= b for a, b in zip(other, times, strict=True)) for other in others):
@@ -214,8 +222,8 @@ def _served(partial: Partial) -> list[int]:
 def _shared_edges(problem: Problem) -> dict[int, int]:
     """{lane: edge} of the lanes that share an edge (sending group, receiving group, kind) with another one.
 
-    Their messages have to be received in the order in which they are sent. Where each group has one stage there is one
-    lane to an edge, and its microbatches are in order anyway.
+    Their messages must be received in the order of sending. If each group has one stage, every edge has one lane, whose
+    microbatches are in order anyway.
     """
     lanes: dict[tuple[int, int, str], list[int]] = {}
     for lane, needs in enumerate(problem.needs):
@@ -228,14 +236,14 @@ def _shared_edges(problem: Problem) -> dict[int, int]:
 
 
 def _pairs(problem: Problem, group: int) -> list[tuple[int, int]]:
-    """Of every stage of a group: the lane that takes memory and the lane that gives it back."""
+    """Of every stage of a group: the lane that allocates memory and the lane that releases it."""
     lanes = [lane for lane, of in enumerate(problem.group) if of == group]
     taking = [lane for lane in lanes if problem.holds[lane] > 0]
     return [(lane, next(i for i in problem.chain(lane) if problem.holds[i] < 0)) for lane in taking]
 
 
 def _room(problem: Problem, reserve: bool) -> list[float]:
-    """Per lane: it may go on while its group holds less than this."""
+    """Per lane: it can be served while its group stores fewer activations than this."""
     room: list[float] = [NEVER] * len(problem.lanes)
     for group, limit in enumerate(problem.limits):
         taking = [take for take, _ in _pairs(problem, group)]

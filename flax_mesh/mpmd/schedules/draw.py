@@ -1,4 +1,4 @@
-"""A schedule in time, as an SVG document; beside it, where there is one, what really ran."""
+"""A simulated schedule as an SVG document, with the measured timeline above it if there is one."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,42 +9,42 @@ from flax_mesh.svg import element, hex_colour, svg_document, svg_text
 
 Event = tuple[int, Action, float, float]  # group, action, start, end
 
-BAR, HELD, GAP, LINE, MARGIN = 24, 14, 10, 18, 20  # heights of a row's parts; pixels
+BAR, CURVE, GAP, LINE, MARGIN = 24, 14, 10, 18, 20  # heights of the parts of a row, in pixels
 NAME_WIDTH, SIDE_WIDTH = 64, 132
 LEAST_BOX, LEAST_WIDTH, MOST_WIDTH = 17, 560, 2400
-# Told apart with every kind of colour vision, both shades of each (tests/mpmd/schedules/test_draw.py). W is lower, too.
+# Distinguishable with every kind of colour vision, in both shades (tests/mpmd/schedules/test_draw.py). W is also lower.
 COLOURS = {"F": (51, 34, 136), "B": (230, 159, 0), "W": (0, 158, 115)}
-KINDS = {"F": "forward", "B": "backward", "W": "backward to weights"}
-LIGHTER, LIGHTEST = 0.45, 0.7  # how much more white each next stage of a group gets, and the last one at most
+KINDS = {"F": "forward", "B": "backward", "W": "weight gradients"}
+LIGHTER, LIGHTEST = 0.45, 0.7  # share of white added per further stage of a group, and its maximum
 IDLE = {"fill": "white", "stroke": "#bbb", "stroke_width": 0.6}
-HELD_COLOUR, INK = "#9a9a9a", "#222"
+CURVE_COLOUR, INK = "#9a9a9a", "#222"
 
 
-def draw_schedule_svg(schedule: Schedule, costs: Costs = StageCost()) -> str:  # noqa: B008  a value, not a place
-    """The simulated schedule: a bar per group along time, under it the activations that the group holds.
+def draw_schedule_svg(schedule: Schedule, costs: Costs = StageCost()) -> str:  # noqa: B008  an immutable default
+    """The simulated schedule as SVG: per group a bar along time, with the number of stored activations below it.
 
-    A box shows its microbatch, its colour the kind of action, its shade which of the group's stages it belongs to; W is
-    lower than F and B. White is idle time. At the right the busy share and the peak of activations of each group.
+    The number in a box is the microbatch, the colour is the kind of action, and the shade is the stage within the
+    group. W is lower than F and B. White is idle time. On the right are the busy fraction and the peak activations.
     """
     result = simulate(schedule, costs)
     return _document([_simulated(schedule, costs, result)], result, schedule)
 
 
 def draw_timeline_svg(schedule: Schedule, measured: Iterable[Event], costs: Costs) -> str:
-    """What ran, above the same schedule simulated with `costs`; times of both in the same unit, from the first start.
+    """A measured timeline above the same schedule simulated with `costs`, on one time scale.
 
-    `measured`: (group, action, start, end) of every action.
+    `measured` has (group, action, start, end) of every action, in the unit of `costs`. Time starts at the first action.
     """
     measured = sorted(measured, key=lambda event: event[2])
     if not measured:
-        raise ValueError("nothing was measured: there are no events to draw")
+        raise ValueError("measured has no events to draw")
     origin = measured[0][2]
     events = [(group, action, start - origin, end - origin) for group, action, start, end in measured]
     result = simulate(schedule, costs)
     span = max(end for *_, end in events)
     busy = sum(end - start for _, _, start, end in events)
     bubble = 1 - busy / (schedule.num_groups * span) if span else 0.0
-    text = f"measured: {span:.6g}, bubble {bubble:.1%}, {busy / span if span else 0:.2f} groups at work on average"
+    text = f"measured: {span:.6g}, bubble {bubble:.1%}, {busy / span if span else 0:.2f} groups busy on average"
     return _document([(text, events), _simulated(schedule, costs, result)], result, schedule)
 
 
@@ -58,12 +58,12 @@ def _simulated(schedule: Schedule, costs: Costs, result: Simulation) -> Panel:
 
 def _document(panels: Sequence[Panel], result: Simulation, schedule: Schedule) -> str:
     span = max((end for _, events in panels for *_, end in events), default=0.0)
-    # What takes next to no time, as the empty B of a first stage, does not set the scale.
+    # Actions that take almost no time, such as the empty B of a first stage, do not set the scale.
     lengths = [end - start for _, events in panels for *_, start, end in events]
     shortest = min((length for length in lengths if length > span / 500), default=1.0)
     wide = min(max(span * LEAST_BOX / shortest, LEAST_WIDTH), MOST_WIDTH) if span else LEAST_WIDTH
     scale = wide / span if span else 1.0
-    height = schedule.num_groups * (BAR + HELD + GAP)
+    height = schedule.num_groups * (BAR + CURVE + GAP)
     body, top = [], MARGIN
     for title, events in panels:
         body.append(_text(MARGIN, top + 4, title, size=14))
@@ -77,23 +77,23 @@ def _document(panels: Sequence[Panel], result: Simulation, schedule: Schedule) -
 
 
 def _panel(events: Sequence[Event], schedule: Schedule, top: float, scale: float, wide: float) -> list[str]:
-    """The bars of all groups, each with its name, its share of work and what it holds."""
+    """The bars of all groups, each with its name, busy fraction and stored activations."""
     span = max((end for *_, end in events), default=0.0)
     events_of = [[event for event in events if event[0] == group] for group in range(schedule.num_groups)]
-    curves = [_held(mine, schedule.splits_backward) for mine in events_of]
+    curves = [_stored(own, schedule.splits_backward) for own in events_of]
     peaks = [max(count for _, count in curve) for curve in curves]
     body = []
-    for group, (mine, curve, peak) in enumerate(zip(events_of, curves, peaks, strict=True)):
-        upper = top + group * (BAR + HELD + GAP)
+    for group, (own, curve, peak) in enumerate(zip(events_of, curves, peaks, strict=True)):
+        upper = top + group * (BAR + CURVE + GAP)
         left = MARGIN + NAME_WIDTH
-        busy = sum(end - start for _, _, start, end in mine)
+        busy = sum(end - start for _, _, start, end in own)
         body.append(_text(MARGIN, upper + 16, f"group {group}", size=12))
         body.append(element("rect", x=left, y=upper, width=f"{wide:g}", height=BAR, **IDLE))
-        body += [_box(event, schedule, left, upper, scale) for event in mine]
-        body.append(_curve(curve, left, upper + BAR + HELD, scale, max(peaks), span))
+        body += [_box(event, schedule, left, upper, scale) for event in own]
+        body.append(_curve(curve, left, upper + BAR + CURVE, scale, max(peaks), span))
         side = left + wide + 10
         body.append(_text(side, upper + 11, f"busy {busy / span if span else 1:.1%}", size=12))
-        body.append(_text(side, upper + BAR + HELD - 2, f"peak {peak} activations", size=12))
+        body.append(_text(side, upper + BAR + CURVE - 2, f"peak {peak} activations", size=12))
     return body
 
 
@@ -110,15 +110,15 @@ def _box(event: Event, schedule: Schedule, left: float, upper: float, scale: flo
     return box + element("text", label, class_=f"n t{kind}", x=f"{x + width / 2 - 0.4:.1f}", y=upper + 17)
 
 
-def _held(events: Iterable[Event], splits_backward: bool) -> list[tuple[float, int]]:
-    """(time, activations held from then on) of one group: taken when F starts, given back when B or W ends."""
+def _stored(events: Iterable[Event], splits_backward: bool) -> list[tuple[float, int]]:
+    """(time, number of activations from then on) of one group: stored when F starts, released when B or W ends."""
     release = "W" if splits_backward else "B"
     changes = [(start, 1) for _, action, start, _ in events if action.kind == "F"]
     changes += [(end, -1) for _, action, _, end in events if action.kind == release]
     count, curve = 0, [(0.0, 0)]
     if all(change > 0 for _, change in changes):
-        return curve  # forward only: nothing is kept
-    for time, change in sorted(changes):  # at equal times what is given back comes first
+        return curve  # forward only: nothing is stored
+    for time, change in sorted(changes):  # at equal times releases come first
         count += change
         curve.append((time, count))
     return curve
@@ -127,11 +127,11 @@ def _held(events: Iterable[Event], splits_backward: bool) -> list[tuple[float, i
 def _curve(curve: Sequence[tuple[float, int]], left: float, base: float, scale: float, peak: int, span: float) -> str:
     points, height = [], 0.0
     for time, count in curve:
-        x, before, height = left + time * scale, height, (HELD - 3) * count / max(peak, 1)
+        x, before, height = left + time * scale, height, (CURVE - 3) * count / max(peak, 1)
         points += [f"{x:.1f},{base - before:.1f}", f"{x:.1f},{base - height:.1f}"]
     end = left + span * scale
     points += [f"{end:.1f},{base - height:.1f}", f"{end:.1f},{base}", f"{left},{base}"]
-    return element("polygon", points=" ".join(points), fill=HELD_COLOUR)
+    return element("polygon", points=" ".join(points), fill=CURVE_COLOUR)
 
 
 def _axis(y: float, scale: float, span: float) -> list[str]:
@@ -158,7 +158,7 @@ def _legend(schedule: Schedule, y: float) -> list[str]:
     x, parts = float(MARGIN), []
     chunks = schedule.num_stages // schedule.num_groups
     kinds = [kind for kind in KINDS if any(action.kind == kind for row in schedule.rows for action in row)]
-    texts = dict(KINDS) | ({"B": "backward to input"} if schedule.splits_backward else {})
+    texts = dict(KINDS) | ({"B": "input gradients"} if schedule.splits_backward else {})
     for kind in kinds:
         for chunk in range(chunks):
             inset = 5 if kind == "W" else 0
@@ -169,7 +169,7 @@ def _legend(schedule: Schedule, y: float) -> list[str]:
         label = f"{kind}: {texts[kind]}{shades}"
         parts.append(_text(x + 3, y + 13, label, size=12))
         x += 12 + 6.3 * len(label)
-    for look, label, height in ((IDLE, "idle", 18), ({"fill": HELD_COLOUR}, "activations held", 9)):
+    for look, label, height in ((IDLE, "idle", 18), ({"fill": CURVE_COLOUR}, "stored activations", 9)):
         parts.append(element("rect", x=f"{x:.1f}", y=y + 18 - height, width=16, height=height, **look))
         parts.append(_text(x + 21, y + 13, label, size=12))
         x += 34 + 6.3 * len(label)

@@ -1,7 +1,7 @@
-"""How fast a pipeline can be at best, whatever its schedule. Pure Python.
+"""A lower bound on the makespan of every schedule of a pipeline. Pure Python.
 
-Microbatches are alike, so that each stage may take them in order for every kind of action. All actions of one kind and
-stage are therefore one **lane**, and a schedule only says which lane a group serves next.
+All microbatches cost the same, so each stage can run them in order without loss. The actions of one kind and stage are
+therefore one **lane**, and a schedule is the order in which each group serves its lanes.
 """
 
 import heapq
@@ -14,22 +14,22 @@ from flax_mesh.mpmd.schedules.simulate import StageCost, action_duration
 
 @dataclass(frozen=True)
 class Problem:
-    """What a search may choose from. Lanes stand in an order in which one microbatch can pass through them."""
+    """The input of a search. Lanes are in topological order: a microbatch can pass through them from first to last."""
 
     num_microbatches: int
     lanes: tuple[tuple[str, int], ...]  # (kind, stage)
     group: tuple[int, ...]  # of each lane
     duration: tuple[float, ...]  # of one action of each lane
-    needs: tuple[tuple[tuple[int, float], ...], ...]  # of each lane: (lane whose result it takes, delay)
-    holds: tuple[int, ...]  # 1 where an action takes memory, -1 where it gives it back
-    limits: tuple[int, ...]  # of each group: how much memory it has
+    needs: tuple[tuple[tuple[int, float], ...], ...]  # of each lane: (lane it depends on, delay)
+    holds: tuple[int, ...]  # 1 if an action allocates an activation, -1 if it releases one
+    limits: tuple[int, ...]  # of each group: its memory limit
 
     @property
     def num_groups(self) -> int:
         return len(self.limits)
 
     def users(self) -> list[list[int]]:
-        """The lanes that need each lane."""
+        """Of each lane: the lanes that depend on it."""
         users: list[list[int]] = [[] for _ in self.lanes]
         for lane, needs in enumerate(self.needs):
             for needed, _ in needs:
@@ -48,7 +48,7 @@ def make_problem(
     limits: Sequence[int],
     splits_backward: bool = True,
 ) -> Problem:
-    """The lanes of a pipeline; without `splits_backward` B takes the time of both halves and there is no W."""
+    """The lanes of a pipeline. Without `splits_backward`, B takes the time of both halves and there is no W."""
     num_stages = len(stages)
     lanes = [("F", s) for s in range(num_stages)] + [("B", s) for s in reversed(range(num_stages))]
     lanes += [("W", s) for s in range(num_stages)] if splits_backward else []
@@ -72,7 +72,7 @@ def make_problem(
 
 
 def reverse(problem: Problem) -> Problem:
-    """The same pipeline with time running backwards: its schedules, read from the end, are those of `problem`."""
+    """The same pipeline with time reversed: its schedules, read from the end, are those of `problem`."""
     last = len(problem.lanes) - 1
     needs: list[list[tuple[int, float]]] = [[] for _ in problem.lanes]
     for lane, needed in enumerate(problem.needs):
@@ -89,15 +89,15 @@ def reverse(problem: Problem) -> Problem:
 
 
 def heads(problem: Problem) -> list[list[float]]:
-    """[lane][microbatch]: a time before which that action cannot start.
+    """[lane][microbatch]: a lower bound on the start of that action.
 
-    The longest path over what an action needs, over the actions before it in its lane, over those that have to give
-    memory back, and over all the work of its own stage that has to come first.
+    The longest path over the dependencies of the action, the actions before it in its lane, the actions that must
+    release memory first, and all work of its own stage that must come first.
     """
     microbatches = range(problem.num_microbatches)
     found = [[0.0 for _ in microbatches] for _ in problem.lanes]
     chains = [problem.chain(lane) for lane in range(len(problem.lanes))]
-    memory = [problem.limits[group] for group in problem.group]  # of each stage alone; others may take some of it
+    memory = [problem.limits[group] for group in problem.group]  # optimistic: ignores other stages of the group
     for m in microbatches:
         for lane, needs in enumerate(problem.needs):
             chain, freed = chains[lane], max(0, m + 1 - memory[lane])
@@ -116,15 +116,16 @@ def heads(problem: Problem) -> list[list[float]]:
 
 
 def tails(problem: Problem) -> list[list[float]]:
-    """[lane][microbatch]: the time that at least passes from the end of that action to the end of the schedule."""
+    """[lane][microbatch]: a lower bound on the time from the end of that action to the end of the schedule."""
     return [row[::-1] for row in reversed(heads(reverse(problem)))]
 
 
 def lower_bound(problem: Problem) -> float:
-    """No schedule of `problem` has a smaller makespan.
+    """A lower bound on the makespan of every schedule of `problem`.
 
-    The largest of: the longest path with head and tail of every action; for every group, the makespan of its actions
-    alone when each has its head and tail and may be interrupted (Jackson's preemptive schedule; Carlier 1982).
+    It is the maximum of two bounds. The first is the longest path: head + duration + tail of an action. The second is,
+    per group, the makespan of its actions on one machine with preemption, given their heads and tails (Jackson's
+    preemptive schedule; Carlier 1982).
     """
     first, after = heads(problem), tails(problem)
     jobs: list[list[tuple[float, float, float]]] = [[] for _ in problem.limits]
@@ -136,9 +137,9 @@ def lower_bound(problem: Problem) -> float:
 
 
 def _preemptive_makespan(jobs: list[tuple[float, float, float]]) -> float:
-    """Of (head, duration, tail) on one machine: the waiting job with the longest tail runs."""
+    """The makespan of (head, duration, tail) jobs on one machine. The waiting job with the longest tail runs."""
     jobs = sorted(jobs)
-    waiting: list[tuple[float, float]] = []  # (-tail, what is left of the duration)
+    waiting: list[tuple[float, float]] = []  # (-tail, remaining duration)
     time, longest, arrived = 0.0, 0.0, 0
     while waiting or arrived < len(jobs):
         if not waiting:
@@ -146,12 +147,12 @@ def _preemptive_makespan(jobs: list[tuple[float, float, float]]) -> float:
         while arrived < len(jobs) and jobs[arrived][0] <= time:
             heapq.heappush(waiting, (-jobs[arrived][2], jobs[arrived][1]))
             arrived += 1
-        tail, left = heapq.heappop(waiting)
+        tail, rest = heapq.heappop(waiting)
         until = jobs[arrived][0] if arrived < len(jobs) else float("inf")
-        if time + left <= until:
-            time += left
+        if time + rest <= until:
+            time += rest
             longest = max(longest, time - tail)
         else:
-            heapq.heappush(waiting, (tail, left - (until - time)))
+            heapq.heappush(waiting, (tail, rest - (until - time)))
             time = until
     return longest

@@ -1,7 +1,8 @@
-"""Pipeline schedules as data: who does what, in which order. Pure Python.
+"""Pipeline schedules as data: which group runs which action, in which order. Pure Python.
 
-A schedule has one row of actions per group. An action prints as `2F0`: stage 2, forward, microbatch 0; B is the
-backward (to the input only, where the schedule splits it) and W the backward to the weights.
+A schedule has one row of actions per group. An action prints as `2F0`: stage 2, forward, microbatch 0. B is the
+backward pass. If the schedule splits the backward pass, B computes the gradients of the stage's inputs and W the
+gradients of its weights.
 """
 
 from collections import deque
@@ -11,9 +12,11 @@ from difflib import get_close_matches
 from re import fullmatch
 from typing import NamedTuple
 
+from flax_mesh.text import count_text
+
 
 class Action(NamedTuple):
-    """One piece of work of one stage for one microbatch; `str` gives `2F0`."""
+    """F, B or W of one stage for one microbatch; prints as `2F0`."""
 
     kind: str  # "F", "B" or "W"
     stage: int
@@ -27,21 +30,23 @@ class Action(NamedTuple):
         """The action that prints as `text`."""
         match = fullmatch(r"(\d+)([FBW])(\d+)", text)
         if match is None:
-            raise ValueError(f"{text!r} is no action; write stage, F, B or W, microbatch, such as 2F0")
+            raise ValueError(f"{text!r} is not an action; write stage, F, B or W, and microbatch, such as 2F0")
         return Action(match[2], int(match[1]), int(match[3]))
 
 
 class Deadlock(ValueError):
-    """Rows wait for each other for ever; `stuck` has (group, its next action, what that needs) of every stuck group."""
+    """The schedule cannot finish. `stuck` has (group, next action, missing dependency) for every blocked group."""
 
     def __init__(self, name: str, stuck: list[tuple[int, Action, Action]]):
         self.stuck = stuck
-        lines = [f"group {group} stands at {action}, which needs {missing}" for group, action, missing in stuck]
-        super().__init__(f"{name}: the rows wait for each other for ever: " + "; ".join(lines))
+        lines = [
+            f"group {group} is blocked at {action}, which depends on {missing}" for group, action, missing in stuck
+        ]
+        super().__init__(f"{name}: deadlock: " + "; ".join(lines))
 
 
 def dependencies(action: Action, num_stages: int) -> list[Action]:
-    """The actions whose results `action` takes: of the neighbouring stage first, of its own stage last."""
+    """The actions whose results `action` uses: first of the neighbouring stage, then of its own stage."""
     kind, stage, microbatch = action
     if kind == "F":
         return [Action("F", stage - 1, microbatch)] if stage else []
@@ -53,15 +58,15 @@ def dependencies(action: Action, num_stages: int) -> list[Action]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """One row of actions per group; the checker, the simulator, the picture and the executor take the same object.
+    """One row of actions per group. The checker, the simulator, the drawing and the executor use the same object.
 
-    `stage_to_group[s]` is the group that stage s runs on. Nothing is checked here: see `check_schedule`.
+    `stage_to_group[s]` is the group that runs stage s. The constructor validates nothing; use `check_schedule`.
     """
 
     name: str
     rows: tuple[tuple[Action, ...], ...]
     stage_to_group: tuple[int, ...]
-    splits_backward: bool  # weights have actions of their own
+    splits_backward: bool  # True: B computes input gradients only, W computes weight gradients
 
     @property
     def num_stages(self) -> int:
@@ -78,10 +83,10 @@ class Schedule:
     def times(
         self, duration: Callable[[Action], float], delay: Callable[[int, int], float] = lambda sender, receiver: 0.0
     ) -> dict[Action, tuple[float, float]]:
-        """{action: (start, end)}, every action as early as its row and its dependencies let it be, sorted by start.
+        """{action: (start, end)}, sorted by start. Every action starts as early as its row and dependencies permit.
 
-        `delay(sender, receiver)` is the time that a value takes between two stages; it is not asked of stages that
-        share a group. Deadlock where the rows wait for each other for ever.
+        `delay(sender, receiver)` is the transfer time between two stages; it is not called for stages of the same
+        group. Raises Deadlock if the rows can never finish.
         """
         times: dict[Action, tuple[float, float]] = {}
         position, free = [0] * self.num_groups, [0.0] * self.num_groups
@@ -106,29 +111,31 @@ class Schedule:
         if waiting:
             stuck = [(g, self.rows[g][position[g]], missing) for missing, groups in waiting.items() for g in groups]
             raise Deadlock(self.name, sorted(stuck))
-        return dict(sorted(times.items(), key=lambda item: item[1][0]))  # stable: dependencies stay in front
+        return dict(sorted(times.items(), key=lambda item: item[1][0]))  # stable: dependencies stay first
 
     def order(self) -> list[Action]:
-        """All actions by their start in `unit_times`: a single controller may dispatch them in this order."""
+        """All actions by their start in `unit_times`: an order in which a single controller can dispatch them."""
         return list(self.unit_times())
 
     def unit_times(self) -> dict[Action, tuple[float, float]]:
-        """`times` where F takes 1, B and W 1 each, and an unsplit B 2."""
+        """`times` with durations of 1 for F, B and W, and of 2 for a B that is not split."""
         backward = 1.0 if self.splits_backward else 2.0
         return self.times(lambda action: backward if action.kind == "B" else 1.0)
 
     def __str__(self) -> str:
-        """Name and groups of the stages in the first line, then a row per line; `Schedule.parse` reads it back."""
+        """The name and the group of every stage on one line, then one row per line. `Schedule.parse` is the inverse."""
         head = f"{self.name} {','.join(map(str, self.stage_to_group))}"
         return "\n".join([head, *(" ".join(map(str, row)) for row in self.rows)])
 
     @staticmethod
     def parse(text: str) -> "Schedule":
-        """The schedule that prints as `text`; ValueError with every word that is no action."""
+        """The inverse of `str`; a ValueError lists every word that is not an action."""
         head, *lines = text.rstrip("\n").split("\n")
         match = fullmatch(r"(\S+) (\d+(?:,\d+)*)", head.strip())
         if match is None:
-            raise ValueError(f"line 1: want a name and the group of every stage, such as '1f1b 0,1,2,3', got {head!r}")
+            raise ValueError(
+                f"line 1: expected a name and the group of every stage, such as '1f1b 0,1,2,3', got {head!r}"
+            )
         rows, problems = [], []
         for number, line in enumerate(lines, start=2):
             rows.append([])
@@ -139,7 +146,7 @@ class Schedule:
                     problems.append(f"line {number}: {error}")
         stage_to_group = tuple(int(group) for group in match[2].split(","))
         if max(stage_to_group) >= len(rows):
-            problems.append(f"stages stand on groups up to {max(stage_to_group)}, but there are {len(rows)} rows")
+            problems.append(f"stages are placed on groups up to {max(stage_to_group)}, but there are {len(rows)} rows")
         if problems:
             raise ValueError("\n".join(problems))
         splits = any(action.kind == "W" for row in rows for action in row)
@@ -149,28 +156,50 @@ class Schedule:
 def make_schedule(
     name: str, *, num_groups: int, num_microbatches: int, num_virtual_stages: int | None = None
 ) -> Schedule:
-    """The schedule of one of SCHEDULE_NAMES. Sources, formulas, memory: docs/schedules.md.
+    """Makes a named pipeline schedule.
 
-    `num_virtual_stages`: stages per group; None takes what the schedule is made for: 1, or 2 for interleaved-1f1b, zb-v
-    and dualpipe-v. Stage s runs on group s % num_groups; in zb-v and dualpipe-v the second half folds back, so that the
-    last stage shares group 0 with the first. ValueError where the schedule is not defined, with the nearest valid
-    number of microbatches.
+    Stage s runs on group s % num_groups. In zb-v and dualpipe-v the second half of the stages is placed in reverse
+    order, so that the last stage shares group 0 with the first. docs/schedules.md has the source, the makespan and the
+    peak activations of every schedule.
+
+    Args:
+        name: One of SCHEDULE_NAMES: gpipe, 1f1b, eager-1f1b, interleaved-1f1b, zb-h1, zb-v or dualpipe-v.
+        num_groups: Groups of devices (pipeline ranks).
+        num_microbatches: Microbatches per step. interleaved-1f1b requires a multiple of `num_groups`, dualpipe-v at
+            least twice `num_groups`.
+        num_virtual_stages: Stages per group. None is 2 for interleaved-1f1b, zb-v and dualpipe-v, else 1. Only
+            interleaved-1f1b accepts other values.
+
+    Returns:
+        A `Schedule` with one row of actions per group.
+
+    Raises:
+        ValueError: If the name is unknown or the schedule is not defined for these sizes. The message contains the
+            nearest valid number of microbatches.
+
+    Example:
+        >>> from flax_mesh.mpmd.schedules import make_schedule
+        >>> print(make_schedule("1f1b", num_groups=2, num_microbatches=3))
+        1f1b 0,1
+        0F0 0F1 0B0 0F2 0B1 0B2
+        1F0 1B0 1F1 1B1 1F2 1B2
     """
     if name not in _KINDS:
         close = get_close_matches(name, _KINDS, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        raise ValueError(f"{name!r} is no schedule{hint} (there are {', '.join(_KINDS)})")
+        raise ValueError(f"unknown schedule {name!r}{hint} (available: {', '.join(_KINDS)})")
     kind = _KINDS[name]
     num_virtual_stages = kind.virtual if num_virtual_stages is None else num_virtual_stages
-    numbers = {"groups": num_groups, "microbatches": num_microbatches, "stages on a group": num_virtual_stages}
+    numbers = {"groups": num_groups, "microbatches": num_microbatches, "stages per group": num_virtual_stages}
     problems = [f"the number of {what} must be at least 1, got {value}" for what, value in numbers.items() if value < 1]
     if kind.fixed and num_virtual_stages != kind.virtual and num_virtual_stages >= 1:
         problems.append(
-            f"{name} puts {kind.virtual} on each group, not {num_virtual_stages} stages; interleaved-1f1b takes any"
+            f"{name} has {count_text(kind.virtual, 'stage')} per group, got {num_virtual_stages}; "
+            "interleaved-1f1b supports other numbers"
         )
     if not problems and (nearest := kind.nearest(num_groups, num_microbatches)) != num_microbatches:
         problems.append(
-            f"{name} on {num_groups} groups needs a number of microbatches that is {kind.needs.format(num_groups)}, "
+            f"{name} on {num_groups} groups requires a number of microbatches that is {kind.needs.format(num_groups)}, "
             f"got {num_microbatches}; the nearest is {nearest}"
         )
     if problems:
@@ -187,9 +216,9 @@ def make_schedule(
 
 
 def forward_schedule(num_groups: int, num_microbatches: int, stage_to_group: Sequence[int]) -> Schedule:
-    """Forward actions only, for evaluation: each group runs the deepest of its stages that has its input."""
+    """Forward actions only, for evaluation: each group runs the last of its stages whose input is available."""
     rows: list[list[Action]] = [[] for _ in range(num_groups)]
-    done = [0] * len(stage_to_group)  # microbatches that have left each stage
+    done = [0] * len(stage_to_group)  # microbatches that each stage has processed
     while done[-1] < num_microbatches:
         chosen = {}
         for stage, group in enumerate(stage_to_group):
@@ -202,7 +231,7 @@ def forward_schedule(num_groups: int, num_microbatches: int, stage_to_group: Seq
 
 
 def _numbered(pattern: Iterable[str], stages: Sequence[int], num_microbatches: int) -> tuple[Action, ...]:
-    """Actions of words such as F1 (forward of the group's second stage), without those past the last microbatch."""
+    """Actions of words such as F1 (forward of the group's second stage); words past the last microbatch are dropped."""
     counts: dict[str, int] = {}
     row = []
     for word in pattern:
@@ -230,11 +259,13 @@ def _one_f_one_b(groups: int, group: int, microbatches: int, virtual: int) -> li
 
 
 def _eager_one_f_one_b(groups: int, group: int, microbatches: int, virtual: int) -> list[str]:
-    return _after_warmup(2 * (groups - group) - 1, microbatches)  # a forward more per transfer to the last group
+    return _after_warmup(
+        2 * (groups - group) - 1, microbatches
+    )  # one more forward per transfer on the way to the last group
 
 
 def _interleaved(groups: int, group: int, microbatches: int, virtual: int) -> list[str]:
-    """Every stage of a group takes `groups` microbatches in turn, the backward the stages in reverse."""
+    """A group runs `groups` microbatches through one of its stages, then the next; backward in reverse order."""
     turns = [chunk for _ in range(microbatches // groups) for chunk in range(virtual) for _ in range(groups)]
     forward = [f"F{chunk}" for chunk in turns]
     backward = [f"B{virtual - 1 - chunk}" for chunk in turns]
@@ -244,7 +275,7 @@ def _interleaved(groups: int, group: int, microbatches: int, virtual: int) -> li
 
 
 def _zb_h1(groups: int, group: int, microbatches: int, virtual: int) -> list[str]:
-    """1F1B, in which group g puts each W off by g microbatches: as much memory as 1F1B leaves free there."""
+    """1F1B in which group g delays each W by g microbatches: group g of 1F1B has memory for g activations to spare."""
     warmup = min(groups - group, microbatches)
     words = ["F0"] * warmup
     for microbatch in range(microbatches):
@@ -254,11 +285,11 @@ def _zb_h1(groups: int, group: int, microbatches: int, virtual: int) -> list[str
 
 
 def _zb_v(groups: int, group: int, microbatches: int, virtual: int) -> list[str]:
-    after = groups - group  # groups from this one to the fold, itself included
-    rounds = max(microbatches, 2 * groups - 1)  # with fewer, the words of missing microbatches fall out
-    ahead = after - 1  # forwards of the first stage that the warmup runs ahead of the second's
+    after = groups - group  # groups from this one to the last, both included
+    rounds = max(microbatches, 2 * groups - 1)  # with fewer, `_numbered` drops the words of missing microbatches
+    ahead = after - 1  # forwards of the first stage minus forwards of the second during warmup
     return [
-        *["F0"] * (2 * after - 1),  # to the fold and back: until the first microbatch returns
+        *["F0"] * (2 * after - 1),  # until the first microbatch returns from the last group
         *["F1", "F0"] * group,
         *["F1", "B1", "W1"] * after,
         *["F0", "B0", "W0", "F1", "B1", "W1"] * (rounds - groups - ahead),
@@ -271,10 +302,10 @@ def _zb_v(groups: int, group: int, microbatches: int, virtual: int) -> list[str]
 
 
 def _dualpipe_v(groups: int, group: int, microbatches: int, virtual: int) -> list[str]:
-    after = groups - group - 1  # groups from the next one to the fold
+    after = groups - group - 1  # groups after this one
     last = ["B1", "B0"] * (group + 1)
-    done, late = last[: group + 1], last[group + 1 :]  # the W of the late ones fills the gaps at the end
-    put_off = [word.replace("B", "W") for word in late] + ["W0"] * after
+    done, late = last[: group + 1], last[group + 1 :]  # W of the `late` ones fills the gaps at the end
+    delayed = [word.replace("B", "W") for word in late] + ["W0"] * after
     return [
         *["F0"] * (2 * after),
         *["F0", "F1"] * (group + 1),
@@ -283,16 +314,16 @@ def _dualpipe_v(groups: int, group: int, microbatches: int, virtual: int) -> lis
         *["B1", "W1", "F1", "B0", "W0"] * after,
         *(word for backward in done for word in (backward, backward.replace("B", "W"))),
         *late,
-        *(word for weights in put_off[:after] for word in (weights, "B0")),
-        *put_off[after:],
+        *(word for weights in delayed[:after] for word in (weights, "B0")),
+        *delayed[after:],
     ]
 
 
 class _Kind(NamedTuple):
     pattern: Callable[[int, int, int, int], list[str]]
     virtual: int = 1
-    fixed: bool = True  # no other number of stages on a group
-    folded: bool = False
+    fixed: bool = True  # `virtual` is the only valid number of stages per group
+    folded: bool = False  # the second half of the stages is placed in reverse order
     needs: str = ""
     nearest: Callable[[int, int], int] = lambda groups, microbatches: microbatches
 

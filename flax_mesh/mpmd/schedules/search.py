@@ -1,4 +1,4 @@
-"""Find a schedule for measured costs of uneven stages and for the memory there is. Pure Python."""
+"""Search for a fast schedule, given the measured costs of uneven stages and a memory limit. Pure Python."""
 
 import itertools
 import random
@@ -11,24 +11,24 @@ from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, Action, Schedule, 
 from flax_mesh.mpmd.schedules.simulate import StageCost, peak_activations, simulate, stage_costs
 from flax_mesh.mpmd.schedules.validate import memory_limits
 
-WORK_PER_SECOND = 15_000  # partial schedules; two-core machines of 2024 do twice as many when idle
+WORK_PER_SECOND = 15_000  # partial schedules; an idle two-core machine of 2024 evaluates twice as many
 WIDTHS = (1, 3, 10, 30, 100, 300, 1000, 3000, 10_000)
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best schedule found. `best_named` is None where no named schedule has these stages and fits the memory."""
+    """The best schedule found. `best_named` is None if no named schedule has these stages and fits the memory limit."""
 
     schedule: Schedule
     makespan: float
-    lower_bound: float  # of every schedule with these costs, microbatches, groups and memory
-    optimal: bool  # proven: no schedule is faster
+    lower_bound: float  # no schedule with these costs, microbatches, groups and memory is faster
+    optimal: bool  # proven: the makespan is that of the lower bound
     best_named: str | None
     best_named_makespan: float | None
 
     @property
     def gap(self) -> float:
-        """How much longer it may be than the best there is, as a share of the lower bound."""
+        """(makespan - lower_bound) / lower_bound: an upper bound on the relative distance from the optimum."""
         return self.makespan / self.lower_bound - 1 if self.lower_bound else 0.0
 
 
@@ -42,25 +42,45 @@ def search_schedule(
     seconds: float = 5.0,
     seed: int = 0,
 ) -> SearchResult:
-    """A schedule of the least makespan that holds at most `memory_limit` activations on a group.
+    """Searches for a schedule of minimal makespan within a memory limit.
 
-    `costs`: (F, B, W[, T]) of every stage, in any unit of time; see `StageCost`. `memory_limit`: of each group, or one
-    number for all, as `peak_activations` counts; None is no limit. `num_groups`: with fewer groups than stages each
-    group runs several, placed as in interleaved-1f1b or zb-v, whichever is faster. Without `splits_backward` the
-    backward stays in one piece.
+    A beam search extends partial schedules, ranked by a lower bound on their makespan; see `beam.py`. The result is
+    never slower than a named schedule that fits the memory limit. It is a deterministic function of the arguments:
+    `seconds` is converted into a number of partial schedules at a fixed rate. The search stops early if the schedule is
+    proven optimal.
 
-    The result is never slower than a named schedule that fits the memory, and depends on the arguments alone, `seed`
-    included: `seconds` is turned into an amount of work at a fixed rate, slow enough that the search takes less on most
-    machines. It ends sooner where it has proven that nothing is faster. ValueError where costs, groups and memory do
-    not fit; it says the least memory that a schedule needs.
+    Args:
+        costs: (F, B, W) or (F, B, W, T) of every stage, in any unit of time; see `StageCost`.
+        memory_limit: Maximum number of activations per group, as counted by `peak_activations`: one number for all
+            groups or one per group. None: no limit.
+        num_microbatches: Microbatches per step.
+        num_groups: Groups of devices; None: one per stage. With fewer groups than stages, each group runs several
+            stages, placed as in interleaved-1f1b or, for two per group, as in zb-v if that is faster.
+        splits_backward: Whether W is an action of its own. If False, B takes the time of both halves.
+        seconds: Approximate upper bound on the search time of one two-core machine.
+        seed: Seed of the random weights in the ranking.
+
+    Returns:
+        A `SearchResult`: the schedule, its makespan, a lower bound, and the fastest named schedule that fits.
+
+    Raises:
+        ValueError: If the arguments are inconsistent, or no schedule fits the memory limit. The message contains the
+            minimum memory limit.
+
+    Example:
+        >>> from flax_mesh.mpmd.schedules import search_schedule
+        >>> costs = [(1, 1.5, 1), (1, 1, 1), (2, 2, 1), (1, 2.5, 2)]
+        >>> found = search_schedule(costs, memory_limit=4, num_microbatches=8)
+        >>> found.makespan, found.optimal, found.best_named, found.best_named_makespan
+        (48.0, True, 'zb-h1', 49.0)
     """
     stages = stage_costs(costs, len(costs))
     num_groups = len(stages) if num_groups is None else num_groups
     problems = [f"num_microbatches must be at least 1, got {num_microbatches}"] if num_microbatches < 1 else []
     if not stages:
-        problems.append("costs are empty; give (F, B, W[, T]) for every stage")
+        problems.append("costs is empty; pass (F, B, W[, T]) for every stage")
     elif num_groups < 1 or len(stages) % num_groups:
-        problems.append(f"{len(stages)} stages do not spread evenly over {num_groups} groups")
+        problems.append(f"{len(stages)} stages cannot be divided evenly over {num_groups} groups")
     if seconds <= 0:
         problems.append(f"seconds must be more than 0, got {seconds:g}")
     if problems:
@@ -68,11 +88,11 @@ def search_schedule(
     virtual = len(stages) // num_groups
     limits = memory_limits(virtual * num_microbatches if memory_limit is None else memory_limit, num_groups)
     if min(limits) < virtual:
-        each = "1 activation" if virtual == 1 else f"{virtual} activations, 1 for each of its stages"
-        raise ValueError(f"no schedule fits a memory limit of {min(limits)}: a group needs at least {each}")
+        each = "1 activation" if virtual == 1 else f"{virtual} activations, 1 per stage"
+        raise ValueError(f"no schedule fits a memory limit of {min(limits)}: a group requires at least {each}")
     placements = [tuple(range(num_groups)) * virtual]
     if virtual == 2 and num_groups > 1:
-        placements.append((*range(num_groups), *reversed(range(num_groups))))  # there and back
+        placements.append((*range(num_groups), *reversed(range(num_groups))))  # the placement of zb-v
     work = int(seconds * WORK_PER_SECOND / len(placements))
     results = []
     for stage_to_group in placements:
@@ -96,7 +116,7 @@ def _search_placement(
 ) -> SearchResult:
     times = {schedule: simulate(schedule, stages).makespan for schedule in _named(problem, stage_to_group)}
     named = min(times, key=times.__getitem__, default=None)
-    # One microbatch after the other is slow, and fits wherever anything fits.
+    # The fallback runs one microbatch after another: slow, but it fits whenever any schedule fits.
     one_by_one = list(range(len(problem.lanes))) * problem.num_microbatches
     best = named or _schedule(problem, stage_to_group, one_by_one, backwards=False)
     makespan, bound = simulate(best, stages).makespan, lower_bound(problem)
@@ -111,15 +131,15 @@ def _search_placement(
             best = _schedule(problem, stage_to_group, found.served, backwards)
             makespan = simulate(best, stages).makespan
         if found.complete and len(stages) == problem.num_groups:
-            bound = makespan  # all was looked at: see BeamSearch
+            bound = makespan  # the search was exhaustive: see beam.py
     optimal = makespan <= bound * (1 + TOLERANCE)
     return SearchResult(best, makespan, bound, optimal, named and named.name, times[named] if named else None)
 
 
 def _plans(seed: int, several: bool) -> Iterator[tuple[int, bool, float, bool]]:
-    """(width, backwards, weight of idle time, reserve) of one beam search after another, wider and wider.
+    """(width, backwards, weight of idle time, reserve) of successive beam searches, with growing width.
 
-    `several`: groups have several stages, so that keeping memory for the later ones makes a difference.
+    `several`: groups have several stages, so that reserving memory for the later ones makes a difference.
     """
     choose = random.Random(seed)
     for width in WIDTHS:
@@ -135,7 +155,7 @@ def _named(problem: Problem, stage_to_group: Sequence[int]) -> list[Schedule]:
         sizes = {"num_groups": problem.num_groups, "num_microbatches": problem.num_microbatches}
         try:
             schedule = make_schedule(name, **sizes, num_virtual_stages=virtual)
-        except ValueError:  # not defined for these numbers
+        except ValueError:  # not defined for these sizes
             continue
         fits = all(peak <= limit for peak, limit in zip(peak_activations(schedule), problem.limits, strict=True))
         splits = any(kind == "W" for kind, _ in problem.lanes)
@@ -145,7 +165,7 @@ def _named(problem: Problem, stage_to_group: Sequence[int]) -> list[Schedule]:
 
 
 def _schedule(problem: Problem, stage_to_group: Sequence[int], served: Sequence[int], backwards: bool) -> Schedule:
-    """The schedule that serves lanes in this order; `backwards`: the order and the lanes of the reversed problem."""
+    """The schedule that serves lanes in this order. `backwards`: order and lanes are those of the reversed problem."""
     if backwards:
         served = [len(problem.lanes) - 1 - lane for lane in reversed(served)]
     counts = [0] * len(problem.lanes)

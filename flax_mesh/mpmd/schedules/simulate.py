@@ -1,7 +1,7 @@
-"""What a schedule costs: makespan, bubble, activations in flight, transfers. Pure Python.
+"""Simulation of a schedule: makespan, bubble, peak activations, transfers. Pure Python.
 
-Groups work on one action at a time; a transfer occupies no group and delays only who waits for it. Transfers of one
-pair of groups do not hinder each other.
+A group runs one action at a time. A transfer occupies no group; it only delays the actions that depend on it.
+Transfers run concurrently, also between the same two groups.
 """
 
 import math
@@ -13,10 +13,11 @@ from flax_mesh.mpmd.schedules.schedule import Action, Schedule
 
 
 class StageCost(NamedTuple):
-    """Time that one microbatch takes on one stage, in any unit.
+    """Durations of one microbatch on one stage, in any unit of time.
 
-    `backward` is the half to the input and `weights` the half to the weights; a schedule that does not split them takes
-    their sum. `transfer` delays what this stage sends to a stage on another group, forward or backward.
+    `backward` is the time for the gradients of the inputs, `weights` that for the gradients of the weights. In a
+    schedule that does not split the backward pass, B takes their sum. `transfer` is the time of sending an activation
+    or a gradient from this stage to another group.
     """
 
     forward: float = 1.0
@@ -25,12 +26,12 @@ class StageCost(NamedTuple):
     transfer: float = 0.0
 
 
-Costs = StageCost | Sequence[Sequence[float]]  # the same for every stage, or one (F, B, W[, T]) per stage
+Costs = StageCost | Sequence[Sequence[float]]  # one for all stages, or one (F, B, W[, T]) per stage
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """A schedule in time. Lists have one entry per group."""
+    """A simulated schedule. Tuples have one entry per group."""
 
     times: Mapping[Action, tuple[float, float]]  # {action: (start, end)}, sorted by start
     makespan: float
@@ -40,14 +41,32 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """Idle share of the groups' time, 1 - busy / makespan."""
+        """Idle fraction of the groups' time, 1 - busy / makespan."""
         return 1 - sum(self.busy) / (len(self.busy) * self.makespan) if self.makespan else 0.0
 
 
-def simulate(schedule: Schedule, costs: Costs = StageCost()) -> Simulation:  # noqa: B008  a value, not a place
-    """The schedule with every action as early as possible.
+def simulate(schedule: Schedule, costs: Costs = StageCost()) -> Simulation:  # noqa: B008  an immutable default
+    """Simulates a schedule: every action starts as early as its row and its dependencies permit.
 
-    ValueError where costs do not fit the stages, or where the rows wait for each other for ever.
+    An activation is stored from the start of F to the end of B, or to the end of W if the backward pass is split.
+
+    Args:
+        schedule: The schedule.
+        costs: One `StageCost` for all stages, or one (F, B, W) or (F, B, W, T) per stage, in any unit of time. By
+            default F, B and W take 1 each and transfers take no time.
+
+    Returns:
+        A `Simulation`: start and end of every action, makespan, busy time and peak activations per group, number of
+        transfers, and `bubble`, the idle fraction. Times are in the unit of `costs`.
+
+    Raises:
+        ValueError: If `costs` does not fit the number of stages, or if the schedule deadlocks.
+
+    Example:
+        >>> from flax_mesh.mpmd.schedules import StageCost, make_schedule, simulate
+        >>> result = simulate(make_schedule("1f1b", num_groups=4, num_microbatches=8), StageCost(transfer=0.5))
+        >>> result.makespan, result.peak_activations, result.transfers
+        (41.0, (4, 3, 2, 1), 48)
     """
     stages = stage_costs(costs, schedule.num_stages)
     duration = action_duration(stages, schedule.splits_backward)
@@ -62,18 +81,19 @@ def simulate(schedule: Schedule, costs: Costs = StageCost()) -> Simulation:  # n
 
 
 def peak_activations(schedule: Schedule) -> tuple[int, ...]:
-    """The most activations each group holds at once: one per forward whose backward is still to come.
+    """Maximum number of activations that each group stores at once.
 
-    One activation is what one stage keeps for one microbatch; it is released at B, or at W where the backward is split.
-    A group with two stages holds two per microbatch, each of half the size. Without backward nothing is held.
+    One activation is what one stage stores for one microbatch, from its F until its B, or until its W if the backward
+    pass is split. A group with two stages stores two per microbatch, each of half the size. A schedule without a
+    backward pass stores none.
     """
     release = "W" if schedule.splits_backward else "B"
     peaks = []
     for row in schedule.rows:
-        held = peak = 0
+        stored = peak = 0
         for kind, _, _ in row if any(action.kind == release for action in row) else ():
-            held += (kind == "F") - (kind == release)
-            peak = max(peak, held)
+            stored += (kind == "F") - (kind == release)
+            peak = max(peak, stored)
         peaks.append(peak)
     return tuple(peaks)
 
@@ -94,17 +114,19 @@ def action_duration(stages: Sequence[StageCost], splits_backward: bool) -> Calla
 
 
 def stage_costs(costs: Costs, num_stages: int) -> tuple[StageCost, ...]:
-    """One StageCost per stage; ValueError with every number that is none, and where there are too few or too many."""
+    """One StageCost per stage; a ValueError lists every invalid entry and a wrong number of entries."""
     listed = [costs] * num_stages if isinstance(costs, StageCost) else list(costs)
     problems = []
     if len(listed) != num_stages:
-        problems.append(f"there are {num_stages} stages, but costs of {len(listed)}; give one for all or one per stage")
+        problems.append(
+            f"expected costs of {num_stages} stages, got {len(listed)}; pass one for all stages or one per stage"
+        )
     for stage, cost in enumerate(listed[:1] if isinstance(costs, StageCost) else listed):
         if not 3 <= len(cost) <= 4:
-            problems.append(f"costs of stage {stage}: want F,B,W or F,B,W,T, got {len(cost)} numbers")
+            problems.append(f"costs of stage {stage}: expected F,B,W or F,B,W,T, got {len(cost)} numbers")
         elif not all(0 <= number < math.inf for number in cost):
             numbers = ",".join(f"{number:g}" for number in cost)
-            problems.append(f"costs of stage {stage}: want finite numbers of at least 0, got {numbers}")
+            problems.append(f"costs of stage {stage}: expected finite numbers of at least 0, got {numbers}")
     if problems:
         raise ValueError("; ".join(problems))
     return tuple(StageCost(*map(float, cost)) for cost in listed)

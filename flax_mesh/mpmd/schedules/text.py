@@ -1,23 +1,23 @@
-"""A schedule in time, for the terminal."""
+"""A simulated schedule as text, for the terminal."""
 
 from flax_mesh.mpmd.schedules.schedule import Schedule
 from flax_mesh.mpmd.schedules.simulate import Costs, Simulation, StageCost, simulate, stage_costs
 from flax_mesh.text import count_text, table_text
 
-MOST_BLOCKS = 6  # of lines, when time does not fit into the width
+MOST_BLOCKS = 6  # of lines, if the schedule is longer than the width
 
 
-def schedule_table(schedule: Schedule, costs: Costs = StageCost(), *, width: int = 120) -> str:  # noqa: B008  a value
-    """Numbers, memory of every group, and the actions of every group along time; `width` in characters.
+def schedule_table(schedule: Schedule, costs: Costs = StageCost(), *, width: int = 120) -> str:  # noqa: B008  immutable
+    """Makespan, bubble, peak activations of every group, and a timeline; `width` is in characters.
 
-    Time runs to the right and goes on in the next block of lines; dots are idle time. The shortest action is wide
-    enough for its name where that gives at most six blocks.
+    Time runs to the right and continues in the next block of lines. Dots are idle time. The shortest action is wide
+    enough for its name if the timeline then has at most six blocks.
     """
     result = simulate(schedule, costs)
     lines = [heading(schedule, costs), summary(result), "", _groups_text(schedule, result), ""]
     name = len(f"group {schedule.num_groups - 1}")
     per_block = max(width - name - 2, 20)
-    per_block -= per_block % (_label(result) + 1)  # no name is cut where every action takes one unit
+    per_block -= per_block % (_label(result) + 1)  # no name is split over two blocks if all actions have equal length
     bars = _bars(schedule, result, per_block)
     for first in range(0, max(map(len, bars), default=0), per_block):
         for group, bar in enumerate(bars):
@@ -26,8 +26,7 @@ def schedule_table(schedule: Schedule, costs: Costs = StageCost(), *, width: int
     return "\n".join(lines[:-1])
 
 
-def heading(schedule: Schedule, costs: Costs = StageCost()) -> str:  # noqa: B008  a value
-    """Name, sizes and costs in a line."""
+def heading(schedule: Schedule, costs: Costs = StageCost()) -> str:  # noqa: B008  immutable
     sizes = [(schedule.num_groups, "group")]
     if schedule.num_stages > schedule.num_groups:
         sizes.append((schedule.num_stages, "stage"))
@@ -43,7 +42,6 @@ def heading(schedule: Schedule, costs: Costs = StageCost()) -> str:  # noqa: B00
 
 
 def summary(result: Simulation) -> str:
-    """Makespan, bubble and transfers in a line."""
     return f"makespan {result.makespan:.6g}, bubble {result.bubble:.1%}, {result.transfers} transfers"
 
 

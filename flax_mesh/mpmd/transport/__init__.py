@@ -1,1 +1,1 @@
-"""Arrays between groups: within a process, and between processes."""
+"""Transfers of arrays between groups, within one process and between processes."""

@@ -1,8 +1,8 @@
-"""mpmd.device_put: arrays from one group of devices to another, within a process or between several.
+"""mpmd.device_put: transfers of arrays from one group of devices to another, within and between processes.
 
-A transfer moves whole shards: shard k of the result comes from device k of the source. What first has to change, the
-layout, changes in a program on the source's devices, so that the host waits for nothing: a `jax.device_put` that
-changes the layout itself goes through the host, and blocks until the array is computed.
+A transfer copies entire shards: device k of the target receives the shard of device k of the source. If the layouts
+differ, a jitted program first changes the layout on the source's devices. `jax.device_put` alone would change it on the
+host and block until the array is computed.
 """
 
 from collections.abc import Callable
@@ -32,34 +32,42 @@ from flax_mesh.mpmd.transport.server import check_key, transport_of
 
 @dataclass(frozen=True)
 class Route:
-    """How an array goes from one sharding to another.
+    """How to transfer an array from one sharding to another.
 
-    `layout` is the one that it takes on the source's devices first. `pairs` says for every device of the target from
-    which device its shard comes, and which part of the shard there it is; None for all of it.
+    `layout` is the sharding on the source's devices from which shards are copied. `pairs` has (source device, target
+    device, slices of the source's shard) for every device of the target. Slices of None mean the entire shard.
     """
 
     layout: Sharding
     pairs: tuple[tuple[Any, Any, tuple[slice, ...] | None], ...]
 
     @property
-    def cuts(self) -> bool:
+    def has_slices(self) -> bool:
         return any(part is not None for _, _, part in self.pairs)
 
 
 def device_put(x: Any, sharding: Sharding, key: Any = None) -> MpmdArray:
-    """`x` laid out by `sharding`, on the same or other devices; every process calls it, and gets an MpmdArray.
+    """Transfers an array to `sharding`, on the same or other devices. Every process must call it.
 
-    `x` is an MpmdArray, an array of JAX, or what numpy takes for one. If it is committed to devices, a process with
-    devices of both moves it there, one with devices of `x` alone sends, one with devices of `sharding` alone receives,
-    and any other does nothing. No process waits for another, nor for `x` to be computed. If `x` is not committed
-    (a number, a numpy array), every process puts its own, so it must be equal in all.
+    If `x` is committed to devices, a process that has devices of both `x` and `sharding` copies, one that has devices
+    of `x` sends, one that has devices of `sharding` receives, and any other does nothing. The call is asynchronous: it
+    blocks neither on other processes nor until `x` is computed. If `x` is not committed (a number, a numpy array),
+    every process uses its own value, which must be equal in all processes.
 
-    Between two groups the n-th call of one process is paired with the n-th call of the other that has the same `key`:
-    a string, an integer, a tuple of these, or None. So only calls with equal keys need an order. What arrives is
-    never weakly typed.
+    If `x` and `sharding` have different numbers of devices, `x` is first replicated over its devices.
 
-    Where `x` and `sharding` have different numbers of devices, all of `x` is first gathered on each of its devices.
-    ValueError, in every process, where `sharding` does not fit the shape.
+    Args:
+        x: An MpmdArray, a jax.Array, or anything that `numpy.asarray` accepts.
+        sharding: The target sharding; its devices may belong to any processes.
+        key: A string, an integer, None, or a tuple of these. Between the same two groups, the n-th call with a key in
+            one process matches the n-th call with an equal key in the other. Only calls with equal keys need the same
+            order in all processes.
+
+    Returns:
+        An MpmdArray with `sharding`. It is never weakly typed.
+
+    Raises:
+        ValueError: In every process, if `sharding` does not fit the shape, or inside a JAX trace.
     """
     x = _as_array(x)
     _check_fit(x.shape, sharding)
@@ -80,91 +88,93 @@ def device_put(x: Any, sharding: Sharding, key: Any = None) -> MpmdArray:
 
 @lru_cache(maxsize=4096)
 def find_route(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> Route:
-    """The route of an array of `shape`: by the layout of `target` on as many devices, else by all of it on each."""
+    """Copies entire shards if the numbers of devices are equal, else slices of a replicated array."""
     sources, targets = source.devices_indices_map(shape), target.devices_indices_map(shape)
-    devices, layout = list(sources), None
+    devices, layout = list(sources), None  # None: the numbers of devices differ
     if list(sources.values()) == list(targets.values()):
         layout = source
     elif len(sources) == len(targets) and isinstance(target, NamedSharding):
         mesh = target.mesh
-        there = Mesh(np.array(devices).reshape(mesh.axis_sizes), mesh.axis_names, axis_types=mesh.axis_types)
-        layout = NamedSharding(there, target.spec)
+        source_mesh = Mesh(np.array(devices).reshape(mesh.axis_sizes), mesh.axis_names, axis_types=mesh.axis_types)
+        layout = NamedSharding(source_mesh, target.spec)
     if layout is not None:
         return Route(layout, tuple((device, to, None) for device, to in zip(devices, targets, strict=True)))
-    whole = source if source.is_fully_replicated else NamedSharding(Mesh(np.array(devices), ("all",)), PartitionSpec())
+    replicated = (
+        source if source.is_fully_replicated else NamedSharding(Mesh(np.array(devices), ("all",)), PartitionSpec())
+    )
     pairs = []
     for k, (to, part) in enumerate(targets.items()):
-        near = [device for device in devices if device.process_index == to.process_index] or devices
-        pairs.append((near[k % len(near)], to, part))
-    return Route(whole, tuple(pairs))
+        local = [device for device in devices if device.process_index == to.process_index] or devices
+        pairs.append((local[k % len(local)], to, part))
+    return Route(replicated, tuple(pairs))
 
 
 def _as_array(x: Any) -> Any:
-    """`x` if it is of JAX, else a numpy array of the dtype that JAX would give it."""
+    """`x` if it is a jax.Array or MpmdArray, else a numpy array of the dtype that JAX would use."""
     if isinstance(x, Tracer):
         raise ValueError(
-            "mpmd.device_put was called inside a trace, such as that of jax.jit or jax.grad. It moves arrays between "
-            "programs: call it from plain Python. Inside a program write with_sharding_constraint."
+            "mpmd.device_put was called inside a trace, such as that of jax.jit or jax.grad. It transfers arrays "
+            "between programs: call it outside of the trace. Inside a program use with_sharding_constraint."
         )
     if isinstance(x, MpmdArray | jax.Array):
         return x
     dtype = jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)
-    return np.asarray(x, dtype)  # of the number itself, so that one too large for int32 is an OverflowError
+    return np.asarray(x, dtype)  # from `x` itself: an integer too large for int32 is an OverflowError
 
 
 def _check_fit(shape: tuple[int, ...], sharding: Sharding) -> None:
     if not isinstance(sharding, Sharding):
         raise ValueError(
-            f"sharding must be a Sharding, got {sharding!r}. For a PartitionSpec write "
+            f"sharding must be a Sharding, got {sharding!r}. For a PartitionSpec use "
             "NamedSharding(mpmd_mesh.unstack[i], spec)."
         )
     if isinstance(sharding, NamedSharding) and len(sharding.spec) > len(shape):
-        raise ValueError(f"The array has shape {shape}, but {sharding.spec} lays out {len(sharding.spec)} dims.")
-    sharding.shard_shape(shape)  # ValueError where a dim does not divide
+        raise ValueError(f"The array has shape {shape}, but {sharding.spec} is for {len(sharding.spec)} dims.")
+    sharding.shard_shape(shape)  # raises a ValueError if a dim is not divisible
 
 
 def _put_everywhere(x: Any, sharding: Sharding) -> jax.Array | None:
-    """The part of this process, from its own `x`."""
+    """The local shards, from the value of this process."""
     if is_fully_remote_sharding(sharding):
         return None
     x = _strong(x)
     if is_fully_local_sharding(sharding):
         return jax.device_put(x, sharding)
-    # jax.device_put would first compare x over all processes, also with those that never come here.
+    # jax.device_put would compare x over all processes, including those that do not make this call.
     parts = sharding.addressable_devices_indices_map(x.shape)
     return _assemble(x, sharding, jax.device_put([x[part] for part in parts.values()], list(parts)))
 
 
 def _move(value: jax.Array, sharding: Sharding) -> jax.Array:
-    """`value`, which is all on devices of this process, by `sharding`, which is too."""
+    """`value` transferred to `sharding`; both have only devices of this process."""
     route = find_route(value.sharding, sharding, value.shape)
     laid_out = _relayout(value, route.layout)
-    if not route.cuts:
+    if not route.has_slices:
         return move(laid_out, sharding)
     pieces = _pieces(laid_out, route)
     return _assemble(value, sharding, jax.device_put(list(pieces.values()), list(pieces)))
 
 
 def _exchange(x: Any, sharding: Sharding, key: Any) -> jax.Array | None:
-    """The part of this process, of which other processes have or get a part too."""
+    """The local shards of a transfer between processes."""
     route = find_route(x.sharding, sharding, x.shape)
     pieces: dict[Any, jax.Array] = {}
     if not is_fully_remote_sharding(x.sharding):
-        # A copy in any case: what is sent is read later, when a next program may have taken the buffer by donation.
+        # Always a copy: the buffer is read later, and a program in between may have donated it.
         pieces = _pieces(copy_to(route.layout)(_strong(as_jax_array(x))), route)
-    near: list[Any] = []
-    senders: dict[int, list[Any]] = {}  # another process -> devices of this one, whose shards it sends
-    receivers: dict[int, list[Any]] = {}  # another process -> its devices, which get shards from here
+    local: list[Any] = []  # devices whose shards come from this process
+    senders: dict[int, list[Any]] = {}  # other process -> local devices that receive shards from it
+    receivers: dict[int, list[Any]] = {}  # other process -> its devices that receive shards from here
     for device, to, _ in route.pairs:
         if is_local_device(to):
-            (near if to in pieces else senders.setdefault(device.process_index, [])).append(to)
+            (local if to in pieces else senders.setdefault(device.process_index, [])).append(to)
         elif to in pieces:
             receivers.setdefault(to.process_index, []).append(to)
     transport = transport_of(_local_client(x.sharding, sharding))
     name = transport.calls.name(_ids(x.sharding, x.shape), _ids(sharding, x.shape), key)
     for process, devices in receivers.items():
         transport.send(name, process, [pieces[to] for to in devices])
-    shards = jax.device_put([pieces[to] for to in near], near)
+    shards = jax.device_put([pieces[to] for to in local], local)
     shard_shape = sharding.shard_shape(x.shape)
     for process, devices in senders.items():
         places = [jax.ShapeDtypeStruct(shard_shape, x.dtype, sharding=SingleDeviceSharding(to)) for to in devices]
@@ -173,7 +183,7 @@ def _exchange(x: Any, sharding: Sharding, key: Any) -> jax.Array | None:
 
 
 def _pieces(laid_out: jax.Array, route: Route) -> dict[Any, jax.Array]:
-    """For every device of the target that gets its shard from a device of this process: the shard, still there."""
+    """{target device: its shard, on the source device} for every source device of this process."""
     shards = {shard.device: shard.data for shard in laid_out.addressable_shards}
     pairs = [(shards[device], to, part) for device, to, part in route.pairs if device in shards]
     return {to: shard if part is None else shard[part] for shard, to, part in pairs}
@@ -185,17 +195,17 @@ def _relayout(value: jax.Array, layout: Sharding) -> jax.Array:
 
 @lru_cache(maxsize=4096)
 def copy_to(layout: Sharding) -> Callable[[jax.Array], jax.Array]:
-    """A jitted copy into `layout`, on the same devices."""
+    """A jitted copy to `layout`, on the same devices."""
     return jax.jit(jnp.copy, out_shardings=layout)
 
 
 def _strong(x: Any) -> Any:
-    """`x` without its weak type, which a transfer between processes would lose."""
+    """`x` without weak type, which a transfer between processes could not preserve."""
     return jax.lax.convert_element_type(x, x.dtype) if is_weakly_typed(x) else x
 
 
 def _assemble(x: Any, sharding: Sharding, shards: list[jax.Array]) -> jax.Array:
-    """An array of the shape of `x` from `shards`, which are on their devices already, in the memory of `sharding`."""
+    """An array like `x` from shards that are on their devices, moved to the memory kind of `sharding`."""
     memory = str(shards[0].sharding.memory_kind)
     array = jax.make_array_from_single_device_arrays(x.shape, sharding.with_memory_kind(memory), shards)
     return array if sharding.memory_kind == memory else jax.device_put(array, sharding)

@@ -1,8 +1,8 @@
-"""Arrays from one group of a pipeline to another that belongs to other processes: keyed, so that no order is needed.
+"""Transfers between groups of different processes by the transfer server. They are matched by keys, in any order.
 
-Both groups have the same shape, so shard k goes from device k of the one to device k of the other. The layouts must
-therefore be equal. Where the compiler has chosen a layout, only the sender knows it: it tells the others once, through
-the key-value store of jax.distributed, and nobody receives anything before it has compared.
+All groups have the same shape, and shard k is sent from device k of one group to device k of the other, so both must
+use the same layout. If the compiler chose the layout, only the sender knows it. The sender publishes it once in the
+key-value store of jax.distributed. The receiver compares shape, dtype and mesh with its own before the first receive.
 """
 
 import hashlib
@@ -20,24 +20,24 @@ from flax_mesh.errors import ShardingError
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.transport.device_put import copy_to
 from flax_mesh.mpmd.transport.server import transport_of
-from flax_mesh.processes import get_text, put_text
+from flax_mesh.processes.store import get_text, put_text
 from flax_mesh.text import processes_text
 
-LAYOUT_TIMEOUT_S = 3600  # until the sender's stage is compiled; a sender that is dead is found out by other means
-WHAT = {  # kind of key -> what is on its way
+LAYOUT_TIMEOUT_S = 3600  # the time to compile the sender's stage; the watchdog detects a dead sender
+DESCRIPTIONS = {  # kind of key -> description of the value
     "F": "the input of F of stage {1}, microbatch {0}",
-    "B": "the gradient for B of stage {2}, microbatch {0}, made by stage {1}",
+    "B": "the gradient for B of stage {2}, microbatch {0}, computed by stage {1}",
     "leaf": "{0}",
     "gradient": "the gradient of {0}",
     "update": "scalars of the optimizer's update, phase {0}",
     "sums": "the sums of the loss of group {0}",
     "model": "array {0} of the model",
-    "trial": "the numbers that try jax.device_put",
+    "trial": "the test values for jax.device_put",
 }
 
 
 class Pending(NamedTuple):
-    """An array that is on its way to this process, or was when it was last looked at."""
+    """An array that had not arrived in this process when last checked."""
 
     key: tuple[Any, ...]
     sender: int
@@ -46,35 +46,38 @@ class Pending(NamedTuple):
 
 
 class Channel:
-    """What the groups of this process send to groups of other processes and receive from them; nothing waits.
+    """Asynchronous transfers between the groups of this process and those of other processes.
 
-    A key is (kind, run, ...), a kind of WHAT with what fills its braces; between the same groups it is used once.
+    A key is (kind, run, ...): a kind of DESCRIPTIONS, the number of the run, and the values of the placeholders.
+    Between the same groups each key is used once.
     """
 
     def __init__(self, mesh: MpmdMesh):
         self.groups = mesh.unstack
-        self.mine = frozenset(mesh.my_mpmd_axis_indices)
+        self.local_groups = frozenset(mesh.my_mpmd_axis_indices)
         device = mesh.jax_mesh.local_devices[0]
         self.process = device.process_index
         self.transport = transport_of(device.client)
-        # All processes make their pipelines in the same order: this one's number names it everywhere.
+        # All processes create their pipelines in the same order, so this number is the same in all.
         self.pipeline = self.transport.calls.name((), (), "pipeline")[-1]
         self.num_runs = 0
         self._layouts: dict[Hashable, NamedSharding] = {}
         self._places: dict[Hashable, list[tuple[int, list[jax.ShapeDtypeStruct]]]] = {}
-        self.watched = False  # whether somebody asks `waiting`, and so keeps `_pending` short
+        self.watched = False  # set if `waiting` is called regularly, which removes entries from `_pending`
         self._pending: deque[Pending] = deque()
-        self._asked: str | None = None
+        self._requested: str | None = None
         self._lock = threading.Lock()
 
     def next_run(self) -> int:
-        """The number of this pass over a schedule, the same in all processes."""
+        """The number of the next pass over a schedule, the same in all processes."""
         self.num_runs += 1
         return self.num_runs
 
     def send(self, key: tuple[Any, ...], value: jax.Array, sender: int, receiver: int) -> None:
-        """Offer `value`, which lies on group `sender`, to group `receiver`; it may still be computing, and must not be
-        donated before it has arrived."""
+        """Sends `value`, which may still be computing, from group `sender` to group `receiver`.
+
+        It must not be donated before it has arrived.
+        """
         name = self._name(key, sender, receiver)
         shards = {shard.device: shard.data for shard in value.addressable_shards}
         by_process: dict[int, list[jax.Array]] = {}
@@ -93,7 +96,7 @@ class Channel:
         sender: int,
         receiver: int,
     ) -> jax.Array:
-        """What group `sender` sends under `key`, as it arrives on group `receiver`, laid out by `sharding`."""
+        """The value that group `sender` sends under `key`, on group `receiver` with `sharding`."""
         name = self._name(key, sender, receiver)
         shards = [
             array
@@ -101,17 +104,17 @@ class Channel:
             for array in self.transport.receive(name, process, places)
         ]
         value = jax.make_array_from_single_device_arrays(tuple(shape), sharding, shards)
-        self.expect(key, sender, receiver, value)
+        self.track(key, sender, receiver, value)
         return value
 
-    def expect(self, key: tuple[Any, ...], sender: int, receiver: int, value: jax.Array) -> None:
-        """Let `waiting` name `value` until it has arrived."""
-        if self.watched and hasattr(value, "is_ready"):  # arrays of random keys do not tell
+    def track(self, key: tuple[Any, ...], sender: int, receiver: int, value: jax.Array) -> None:
+        """Include `value` in `waiting` until it has arrived."""
+        if self.watched and hasattr(value, "is_ready"):  # arrays of random keys have no is_ready
             with self._lock:
                 self._pending.append(Pending(key, sender, receiver, value))
 
     def publish_layout(self, key: Hashable, value: jax.Array, sender: int) -> jax.Array:
-        """`value` in the layout in which it is sent, that of the first value of this key; tells it to the others."""
+        """`value` in the layout of the first value with this key, which is published for the receivers."""
         mesh = self.groups[sender]
         layout = self._layouts.get(key)
         if layout is None:
@@ -119,26 +122,26 @@ class Channel:
             if not (isinstance(layout, NamedSharding) and layout.mesh == mesh):
                 layout = NamedSharding(mesh, PartitionSpec())
             self.announce(key, value.shape, value.dtype, layout, sender)
-        at_home = mesh.size == 1 or value.sharding == layout
-        return value if at_home else copy_to(layout)(value)
+        same = mesh.size == 1 or value.sharding == layout
+        return value if same else copy_to(layout)(value)
 
     def announce(self, key: Hashable, shape: Sequence[int], dtype: Any, layout: NamedSharding, sender: int) -> None:
-        """Tell the others in which layout group `sender` will send what has this key."""
+        """Publish the layout in which group `sender` sends values with this key."""
         self._layouts[key] = layout
-        if self.groups[sender].devices.flat[0].process_index == self.process:  # of a shared group one process speaks
+        if self.groups[sender].devices.flat[0].process_index == self.process:  # one representative of a shared group
             put_text(self._store_key(key), _layout_text(shape, dtype, layout.spec, self.groups[sender]))
 
-    def learn_layout(
+    def fetch_layout(
         self, key: Hashable, shape: Sequence[int], dtype: Any, sender: int, receiver: int
     ) -> NamedSharding:
-        """The layout in which group `sender` sends, on group `receiver`. ShardingError where shape, dtype or devices
-        are not those that are expected here."""
+        """The published layout of group `sender`, on group `receiver`. Raises a ShardingError if shape, dtype or mesh
+        differ from those of this process."""
         layout = self._layouts.get((key, receiver))
         if layout is None:
             mesh = self.groups[receiver]
-            self._asked = f"the layout of {key!r} from group {sender}, which compiles ({self._owners(sender)})"
+            self._requested = f"the layout of {key!r} from group {sender} ({self._owners(sender)}), which is compiling"
             text = get_text(self._store_key(key), LAYOUT_TIMEOUT_S)
-            self._asked = None
+            self._requested = None
             spec = _spec_of(text)
             expected = _layout_text(shape, dtype, spec, mesh)
             if text != expected:
@@ -150,24 +153,24 @@ class Channel:
         return layout
 
     def waiting(self) -> list[str]:
-        """What this process is waiting for, in the order in which it will be used; [] for nothing.
+        """Descriptions of the arrays that have not arrived, in the order of use.
 
-        Set `watched` and call it often: what has arrived is held until the next call.
+        Set `watched` and call it regularly: references to arrays that have arrived are released by the next call.
         """
         with self._lock:
-            while self._pending and _is_there(self._pending[0].array):
+            while self._pending and _has_arrived(self._pending[0].array):
                 self._pending.popleft()
-            pending = [one for one in self._pending if not _is_there(one.array)]
-        found = [self._asked] if self._asked else []
+            pending = [one for one in self._pending if not _has_arrived(one.array)]
+        found = [self._requested] if self._requested else []
         for (kind, _, *rest), sender, receiver, _ in pending:
-            what = WHAT[kind].format(*rest)
-            found.append(f"group {receiver} for {what}, from group {sender} ({self._owners(sender)})")
+            description = DESCRIPTIONS[kind].format(*rest)
+            found.append(f"group {receiver} for {description}, from group {sender} ({self._owners(sender)})")
         return found
 
     def _places_of(
         self, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding, sender: int, receiver: int
     ) -> list[tuple[int, list[jax.ShapeDtypeStruct]]]:
-        """(process, the shards that come from it), for the devices of this process."""
+        """(sending process, the shards that it sends) for the devices of this process."""
         key = shape, dtype, sharding, sender, receiver
         if key not in self._places:
             shard_shape = sharding.shard_shape(shape)
@@ -190,8 +193,8 @@ class Channel:
         return processes_text(device.process_index for device in self.groups[group].devices.flat)
 
 
-def _is_there(array: Any) -> bool:
-    """Whether it has arrived; what never will, its sender being dead, is ready too, as an error."""
+def _has_arrived(array: Any) -> bool:
+    """Whether it has arrived. If the sender died, the array is ready with an error, which counts as not arrived."""
     if array.is_deleted():
         return True
     try:

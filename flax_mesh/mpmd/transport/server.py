@@ -1,4 +1,4 @@
-"""Single-device arrays between processes, by JAX's transfer server: non-blocking, matched by name, in any order."""
+"""Transfers of single-device arrays by JAX's transfer server: asynchronous, matched by name, in any order."""
 
 import hashlib
 import importlib
@@ -13,16 +13,17 @@ import jax
 import jax.numpy as jnp
 
 from flax_mesh.jax_compat import distributed_state
-from flax_mesh.processes import get_text, put_text, resolve_address
+from flax_mesh.processes.start import resolve_address
+from flax_mesh.processes.store import get_text, put_text
 
-ADDRESS_TIMEOUT_S = 300  # how long a first receive waits for the sender's first transfer of all
+ADDRESS_TIMEOUT_S = 300  # of the first receive from a process: the sender publishes its address at its first transfer
 
 _starting = threading.Lock()
 Name = tuple[tuple[int, ...], tuple[int, ...], Hashable, int]
 
 
 class CallNames:
-    """Names for transfers that every process gives alike: it counts calls between the same devices with equal keys."""
+    """Names of transfers, equal in every process: counts the calls with equal keys between the same devices."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -32,25 +33,25 @@ class CallNames:
         """(ids of the source's devices, ids of the target's, key, number of this call among those)."""
         call = (tuple(source), tuple(target), key)
         with self._lock:
-            self._counts[repr(call)] += 1  # by text: 1 and True are equal
+            self._counts[repr(call)] += 1  # repr, because 1 == True
             return (*call, self._counts[repr(call)])
 
 
 class Transport:
-    """What this process sends to others and receives from them.
+    """Sends to and receives from other processes.
 
-    `publish(process, address)` tells the others where this process listens, `look_up(process)` gives another's
-    address, waiting for it if need be. A process publishes its own before it looks up any, so no two wait for each
-    other. What is asked for with other shapes or dtypes than it was sent with never arrives; the server by itself
-    would deliver it as garbage.
+    `publish(process, address)` stores the address of this process; `look_up(process)` returns that of another process
+    and blocks until it is published. Every process publishes its address before it looks up any, so this cannot
+    deadlock. Shapes and dtypes are part of a transfer's name: if a receiver requests others than were sent, the array
+    never arrives. The server itself does not check them and would deliver wrong values.
     """
 
     def __init__(self, client: Any, host: str, publish: Callable[[int, str], None], look_up: Callable[[int], str]):
         self.process: int = client.process_index()
         self.calls = CallNames()
         here = f"[{host}]:0" if ":" in host else f"{host}:0"
-        transfer = importlib.import_module("jax.experimental.transfer")  # jaxlib has its server on Linux alone
-        # Without its own list of addresses for the data the server fails at the first pull and aborts the peer.
+        transfer = importlib.import_module("jax.experimental.transfer")  # jaxlib has the server on Linux only
+        # Without an explicit list of data addresses, the first pull fails and aborts the other process.
         self._server = transfer.start_transfer_server(client, here, [here])
         self._look_up = look_up
         self._peers: dict[int, Any] = {}
@@ -58,22 +59,22 @@ class Transport:
         publish(self.process, self._server.address())
 
     def send(self, name: Name, process: int, arrays: Sequence[jax.Array]) -> None:
-        """Offer `arrays`, which may still be computing, to `process` under the same name; returns at once."""
-        full = [_numbers(array) for array in arrays if array.size]
+        """Makes `arrays` available to `process` under `name`. They may still be computing; returns immediately."""
+        full = [_key_data(array) for array in arrays if array.size]
         if full:
             self._server.await_pull(_uuid(name, self.process, process, full), full)
 
     def receive(self, name: Name, process: int, shapes: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
-        """What `process` sends under `name`; returns at once with arrays that become ready when they have arrived.
+        """The arrays that `process` sends under `name`. Returns immediately; an array is ready when it has arrived.
 
-        Every shape has a sharding of one device of this process.
+        Every entry of `shapes` has a single-device sharding of this process.
         """
-        # The server never delivers an array without elements: both sides leave it out.
-        full = [_numbers_like(shape) for shape in shapes if shape.size]
+        # The server never delivers empty arrays: both sides omit them.
+        full = [_key_data_like(shape) for shape in shapes if shape.size]
         uuid = _uuid(name, process, self.process, full)
         arrived = iter(self._peer(process).pull(uuid, full) if full else ())
         return [
-            _as_asked(
+            _as_requested(
                 next(arrived) if shape.size else jnp.zeros(shape.shape, shape.dtype, device=shape.sharding), shape
             )
             for shape in shapes
@@ -87,7 +88,7 @@ class Transport:
 
 
 def transport_of(client: Any) -> Transport:
-    """The transport of this process for the devices of `client`; there is one, as there is one jax.distributed."""
+    """The transport of this process for the devices of `client`; created once per client."""
     with _starting:
         return _start(client)
 
@@ -96,7 +97,7 @@ def transport_of(client: Any) -> Transport:
 def _start(client: Any) -> Transport:
     if not jax.distributed.is_initialized():
         raise ValueError(
-            "A transfer between processes needs jax.distributed, through which they find each other. "
+            "Transfers between processes require jax.distributed, which stores the address of every process. "
             "Call jax.distributed.initialize() before the first use of JAX."
         )
     folder = f"transfer/{client.platform}"
@@ -106,8 +107,8 @@ def _start(client: Any) -> Transport:
             return get_text(f"{folder}/{process}", ADDRESS_TIMEOUT_S)
         except TimeoutError as error:
             raise TimeoutError(
-                f"Process {client.process_index()} waited {ADDRESS_TIMEOUT_S} s for process {process} to come to its "
-                f"first transfer; every process must make the same calls of mpmd.device_put. ({error})"
+                f"Process {client.process_index()} waited {ADDRESS_TIMEOUT_S} s for the first transfer of "
+                f"process {process}; every process must make the same calls of mpmd.device_put. ({error})"
             ) from error
 
     return Transport(
@@ -119,7 +120,7 @@ def _start(client: Any) -> Transport:
 
 
 def check_key(key: Hashable) -> None:
-    """ValueError unless every process writes `key` alike: strings, integers, None, or tuples of these."""
+    """Raises a ValueError unless `key` has the same repr in every process: string, integer, None, or tuple of these."""
     if not _is_plain(key):
         raise ValueError(f"key must be a string, an integer, None or a tuple of these, got {key!r}.")
 
@@ -129,17 +130,17 @@ def _is_plain(key: Hashable) -> bool:
 
 
 def _uuid(name: Name, sender: int, receiver: int, arrays: Sequence[Any]) -> int:
-    """63 bits, as many as the server takes."""
+    """63 bits, the size that the server accepts."""
     shapes = [(array.shape, str(array.dtype)) for array in arrays]
     digest = hashlib.blake2b(repr((name, sender, receiver, shapes)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def address_towards(coordinator: str) -> str:
-    """The address under which the others, who all reach the coordinator, reach this process."""
+    """The address of this process on the network of the coordinator, which all processes can reach."""
     family, address = resolve_address(coordinator)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # a datagram socket: this asks for the route and sends nothing
+        probe.connect(address)  # of a datagram socket: selects a route and sends nothing
         return probe.getsockname()[0]
 
 
@@ -147,16 +148,16 @@ def _is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _numbers(array: jax.Array) -> jax.Array:
+def _key_data(array: jax.Array) -> jax.Array:
     return jax.random.key_data(array) if _is_key(array) else array
 
 
-def _numbers_like(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    numbers = jax.eval_shape(jax.random.key_data, shape) if _is_key(shape) else shape
-    return jax.ShapeDtypeStruct(numbers.shape, numbers.dtype, sharding=shape.sharding)
+def _key_data_like(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    data = jax.eval_shape(jax.random.key_data, shape) if _is_key(shape) else shape
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=shape.sharding)
 
 
-def _as_asked(array: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+def _as_requested(array: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
     if not _is_key(shape):
         return array
     impls: list[Any] = []

@@ -1,4 +1,4 @@
-"""A pipeline against the plain step of one device: the same numbers, whatever the schedule, stages and microbatches."""
+"""A pipeline computes the same numbers as the plain step on one device, for all schedules, stages and microbatches."""
 
 import math
 from typing import Any
@@ -12,8 +12,9 @@ from flax import nnx
 
 from flax_mesh import abstract_state, create_mesh
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
-from flax_mesh.mpmd import CutError, MpmdMesh, Pipeline, chain_stages, make_schedule, split_stages
+from flax_mesh.mpmd import CutError, MpmdMesh, Pipeline, chain_stages, split_stages
 from flax_mesh.mpmd.runtime.placement import chunked
+from flax_mesh.mpmd.schedules import make_schedule
 from flax_mesh.train import init_train_state, make_train_step
 from flax_mesh.tree import named_leaves
 
@@ -30,11 +31,11 @@ SIZES: dict[str, Any] = {
 }
 CONFIG = DecoderConfig(**SIZES, mlp_size=64)
 PLAIN_SGD = optax.sgd(1.0)  # the step is then the gradient itself
-FAST = {"xla_backend_optimization_level": 0}  # less time in the compiler, for both sides of a comparison
+FAST = {"xla_backend_optimization_level": 0}  # faster compilation, on both sides of a comparison
 
 
 class Net(nnx.Module):
-    """Residual blocks, a table in front and the same table behind."""
+    """An embedding, residual blocks, and the embedding again as the head."""
 
     def __init__(self, rngs: nnx.Rngs, depth: int = 4):
         self.embed = nnx.Embed(16, 8, rngs=rngs)
@@ -48,7 +49,7 @@ class Net(nnx.Module):
 
 
 def net_loss(model, batch):
-    """Cross-entropy over the targets that are not negative; weights of microbatches differ."""
+    """Cross-entropy over the targets that are not negative, so the weights of microbatches differ."""
     scores = jax.nn.log_softmax(model(batch["x"]))
     live = batch["y"] >= 0
     picked = jnp.take_along_axis(scores, jnp.maximum(batch["y"], 0)[..., None], -1)[..., 0]
@@ -85,7 +86,7 @@ def build(make, loss_fn, batch, count, optimizer, *, name="1f1b", mesh=None, spl
     staged = split_stages(
         loss_fn, make, micro, num_stages=schedule.num_stages, mesh=mesh.unstack[0], **(split or {})
     )  # fmt: skip
-    return Pipeline(staged, mesh, schedule, optimizer, compiler_options=FAST, **kinds)
+    return Pipeline(staged, optimizer, mesh=mesh, schedule=schedule, compiler_options=FAST, **kinds)
 
 
 def plain(make, loss_fn, optimizer, count, layers=("layers",), **kinds):
@@ -101,11 +102,11 @@ def plain(make, loss_fn, optimizer, count, layers=("layers",), **kinds):
 
 
 def whole(pipeline, state):
-    """path -> numpy, chunks put together."""
+    """{path: numpy array}, with chunks concatenated."""
     host = [
         np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x) for x in state.leaves
     ]
-    values = [np.concatenate(x.parts) if hasattr(x, "parts") else x for x in chunked(pipeline.placement.homes, host)]
+    values = [np.concatenate(x.parts) if hasattr(x, "parts") else x for x in chunked(pipeline.placement.owners, host)]
     paths = [path for path, _ in named_leaves(pipeline.placement.plain.to_nnx())]
     return dict(zip(paths, values, strict=True))
 
@@ -146,7 +147,7 @@ def net_case(stages, count, name, depth=4):
         *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 2, "1f1b"), (2, 1, "gpipe"), (4, 4, "1f1b")]),
     ],
 )
-def test_loss_gradients_and_parameters_are_those_of_one_device(stages, count, name):
+def test_loss_gradients_and_parameters_equal_those_of_one_device(stages, count, name):
     pipeline, _ = net_case(stages, count, name)
     assert len(pipeline.staged.cut(pipeline.staged.example).stages) == pipeline.schedule.num_stages
 
@@ -154,13 +155,13 @@ def test_loss_gradients_and_parameters_are_those_of_one_device(stages, count, na
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v"])
 @pytest.mark.parametrize("stages", [1, 2, 4])
-def test_every_schedule_stage_and_microbatch(stages, name):
+def test_every_schedule_at_all_numbers_of_stages_and_microbatches(stages, name):
     ran = 0
     for count in sorted({1, 2, stages, 2 * stages, 3 * stages + 1}):
         try:
             schedule = make_schedule(name, num_groups=stages, num_microbatches=count)
         except ValueError:
-            continue  # the schedule is not defined there
+            continue  # the schedule is not defined for these sizes
         net_case(stages, count, name, depth=max(4, schedule.num_stages))
         ran += 1
     assert ran
@@ -169,10 +170,10 @@ def test_every_schedule_stage_and_microbatch(stages, name):
 RULES = [("kernel", ("embed", "mlp")), ("embedding", ("vocab", "embed")), ("bias", ("mlp",))]
 
 
-def test_groups_of_several_devices():
+def test_groups_of_several_devices_equal_one_device():
     mesh = groups(pp=2, fsdp=2, tp=2)
     pipeline, state = compare(make_net, net_loss, [net_batch(8)], 2, PLAIN_SGD, mesh=mesh, rules=RULES)
-    kernels = [x for home, x in zip(pipeline.placement.homes, state.leaves, strict=True) if "kernel" in home.path]
+    kernels = [x for owner, x in zip(pipeline.placement.owners, state.leaves, strict=True) if "kernel" in owner.path]
     assert kernels and all(x.addressable_shards[0].data.shape == (4, 4) for x in kernels)
 
 
@@ -180,7 +181,7 @@ def test_groups_of_several_devices():
 @pytest.mark.parametrize(
     "sizes", [{"pp": 2, "fsdp": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "dp": 2, "sp": 2}, {"pp": 2, "fsdp": 2, "tp": 2}]
 )
-def test_groups_of_every_kind(sizes):
+def test_groups_of_every_mesh_axis_equal_one_device(sizes):
     compare(lambda: make_decoder(CONFIG, nnx.Rngs(0)), next_token_loss, [decoder_batch(8)], 4, PLAIN_SGD,
             mesh=groups(**sizes))  # fmt: skip
 
@@ -190,13 +191,13 @@ def test_groups_of_every_kind(sizes):
 @pytest.mark.parametrize(
     "kinds", [{"scan": True}, {"remat": "full"}, {"num_experts": 4, "scan": True}, {"tied": False}]
 )
-def test_decoders_of_every_kind(kinds, name):
+def test_decoders_with_every_option_equal_one_device(kinds, name):
     config = DecoderConfig(**SIZES, mlp_size=64, **kinds)
     compare(lambda: make_decoder(config, nnx.Rngs(0)), next_token_loss, [decoder_batch(8)], 4, PLAIN_SGD, name=name)
 
 
 class Stack(Net):
-    """The blocks as one stack, run by one loop."""
+    """The blocks as one scanned stack."""
 
     def __init__(self, rngs: nnx.Rngs):
         super().__init__(rngs)
@@ -207,7 +208,7 @@ class Stack(Net):
         return self.embed.attend(x)
 
 
-def test_a_scanned_stack_is_held_as_one_chunk_a_group():
+def test_a_scanned_stack_is_stored_as_one_chunk_per_group():
     pipeline, state = compare(
         lambda: Stack(nnx.Rngs(0)),
         net_loss,
@@ -216,16 +217,16 @@ def test_a_scanned_stack_is_held_as_one_chunk_a_group():
         optax.adam(1e-2, eps=1.0),
         split={"layers": "layers", "cuts": [1]},
     )
-    chunks = {home.path: [] for home in pipeline.placement.homes if home.path.endswith("layers/kernel")}
-    for home, leaf in zip(pipeline.placement.homes, state.leaves, strict=True):
-        if home.path in chunks:
-            chunks[home.path].append((home.rows, home.group, leaf.shape[0]))
+    chunks = {owner.path: [] for owner in pipeline.placement.owners if owner.path.endswith("layers/kernel")}
+    for owner, leaf in zip(pipeline.placement.owners, state.leaves, strict=True):
+        if owner.path in chunks:
+            chunks[owner.path].append((owner.rows, owner.group, leaf.shape[0]))
     assert len(chunks) == 3  # the parameter and its two moments
     assert all(found == [((0, 1), 0, 1), ((1, 4), 1, 3)] for found in chunks.values())
 
 
 @pytest.mark.slow
-def test_twenty_steps_of_adamw():
+def test_twenty_steps_of_adamw_equal_one_device():
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     pipeline = build(make_net, net_loss, net_batch(8), 4, optimizer, name="1f1b")
     state = pipeline.init_state()
@@ -234,11 +235,11 @@ def test_twenty_steps_of_adamw():
         state, metrics = pipeline.step(state, net_batch(8, seed))
         want, wanted = step(want, net_batch(8, seed))
         np.testing.assert_allclose(float(metrics["loss"]), float(wanted["loss"]), rtol=1e-5)
-    assert int(state.leaves[[h.path for h in pipeline.placement.homes].index("optimizer/step")]) == 20
+    assert int(state.leaves[[h.path for h in pipeline.placement.owners].index("optimizer/step")]) == 20
 
 
 @pytest.mark.parametrize("norm", [0.1, 1e3])
-def test_the_clip_of_the_global_norm_sees_every_group_once(norm):
+def test_the_global_norm_includes_every_group_once(norm):
     optimizer = optax.chain(optax.clip_by_global_norm(norm), PLAIN_SGD)
     compare(make_net, net_loss, [net_batch(4)], 2, optimizer, rtol=1e-6)
 
@@ -272,7 +273,7 @@ def test_adafactor_and_muon_run_on_groups():
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_evaluate_gives_the_sums_of_one_device(count):
+def test_evaluate_returns_the_sums_of_one_device(count):
     pipeline = build(make_net, net_loss, net_batch(4), 2, PLAIN_SGD)
     state = pipeline.init_state()
     batch = net_batch(8, 3)
@@ -309,7 +310,7 @@ def test_explicit_stages_run_in_the_same_pipeline():
 
     mesh, batch = groups(pp=2), net_batch(4)
     staged = chain_stages(loss_of, stages, net_batch(2))
-    pipeline = Pipeline(staged, mesh, make_schedule("1f1b", num_groups=2, num_microbatches=2), PLAIN_SGD)
+    pipeline = Pipeline(staged, PLAIN_SGD, mesh=mesh, schedule=make_schedule("1f1b", num_groups=2, num_microbatches=2))
     state, metrics = pipeline.step(pipeline.init_state(), batch)
     want, step = plain(staged.make, staged.loss_fn, PLAIN_SGD, 2, ("stages",))
     assert_same(pipeline, state, metrics, *step(want, batch))

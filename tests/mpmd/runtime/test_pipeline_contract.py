@@ -1,4 +1,4 @@
-"""A pipeline besides its numbers: what it holds, sends and compiles, and what it refuses."""
+"""Pipeline: memory, transfers, compilation, and the input that it refuses."""
 
 import math
 import weakref
@@ -11,13 +11,16 @@ import optax
 import pytest
 from flax import nnx
 
+from flax_mesh import partitioned
 from flax_mesh.errors import ConfigError, ShardingError
-from flax_mesh.mpmd import Action, CutError, Pipeline, Schedule, forward_schedule, make_schedule, split_stages
+from flax_mesh.mpmd import CutError, Pipeline, split_stages
 from flax_mesh.mpmd.runtime.profile import with_split_backward
+from flax_mesh.mpmd.schedules import Action, Schedule, make_schedule
+from flax_mesh.mpmd.schedules.schedule import forward_schedule
 from flax_mesh.mpmd.schedules.simulate import peak_activations
 from flax_mesh.mpmd.split.update import SHARED
-from flax_mesh.sharding import partitioned
 from tests.mpmd.runtime.test_pipeline import (
+    FAST,
     PLAIN_SGD,
     Net,
     Stack,
@@ -31,6 +34,8 @@ from tests.mpmd.runtime.test_pipeline import (
 )
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
+P = jax.sharding.PartitionSpec
+FOUR_STAGES = make_schedule("zb-v", num_groups=2, num_microbatches=4)
 
 
 def test_an_optimizer_over_arrays_of_several_groups_is_refused():
@@ -42,28 +47,30 @@ def test_an_optimizer_over_arrays_of_several_groups_is_refused():
         ),
     )
     pipeline = build(make_net, net_loss, net_batch(4), 2, joined)
-    with pytest.raises(ConfigError, match=r"several pipeline groups: the gradient of embed/embedding, .*scalars only"):
+    with pytest.raises(
+        ConfigError, match=r"several pipeline groups: the gradient of embed/embedding, .*only through scalars"
+    ):
         pipeline.step(pipeline.init_state(), net_batch(4))
 
 
-def test_parameters_and_moments_live_on_their_group_alone():
+def test_parameters_and_moments_are_stored_only_on_their_group():
     mesh = groups(pp=2, dp=2)
     pipeline = build(make_net, net_loss, net_batch(4), 2, optax.adam(1e-2), mesh=mesh, rules=[(".*", ())])
     state = pipeline.init_state()
     state, _ = pipeline.step(state, net_batch(4))
     staged, meshes = pipeline.staged, pipeline.groups
-    held = {device: 0 for mesh in meshes for device in mesh.devices.flat}
-    for home, leaf in zip(pipeline.placement.homes, state.leaves, strict=True):
+    stored = {device: 0 for mesh in meshes for device in mesh.devices.flat}
+    for owner, leaf in zip(pipeline.placement.owners, state.leaves, strict=True):
         where = {shard.device for shard in leaf.addressable_shards}
-        expected = pipeline.mesh.jax_mesh if home.group == SHARED else meshes[home.group]
-        assert where == set(expected.devices.flat), home.path
-        if home.group != SHARED:
+        expected = pipeline.mesh.jax_mesh if owner.group == SHARED else meshes[owner.group]
+        assert where == set(expected.devices.flat), owner.path
+        if owner.group != SHARED:
             for shard in leaf.addressable_shards:
-                held[shard.device] += shard.data.nbytes
+                stored[shard.device] += shard.data.nbytes
     for group, mesh in enumerate(meshes):
-        mine = [leaf for leaf, users in zip(staged.leaves, staged.users, strict=True) if users[0] == group]
-        size = 3 * sum(math.prod(leaf.shape) * 4 for leaf in mine)  # the leaf and its two moments
-        assert all(held[device] == size for device in mesh.devices.flat)
+        own = [leaf for leaf, users in zip(staged.leaves, staged.users, strict=True) if users[0] == group]
+        size = 3 * sum(math.prod(leaf.shape) * 4 for leaf in own)  # the leaf and its two moments
+        assert all(stored[device] == size for device in mesh.devices.flat)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +81,7 @@ def test_parameters_and_moments_live_on_their_group_alone():
         pytest.param("zb-h1", lambda s, m: min(4, m), marks=pytest.mark.slow),
     ],
 )
-def test_residuals_alive_at_once(name, most):
+def test_live_residuals_match_the_peak_activations_of_the_schedule(name, most):
     count = 6
     pipeline = build(make_net, net_loss, net_batch(2 * count), count, PLAIN_SGD, name=name, mesh=groups(pp=4))
     alive = {stage: [] for stage in range(4)}
@@ -97,7 +104,7 @@ def test_residuals_alive_at_once(name, most):
     assert name == "zb-h1" or peak == {stage: most(stage, count) for stage in peak}
 
 
-def test_one_transfer_each_way_per_cut_and_microbatch():
+def test_one_transfer_each_way_per_stage_boundary_and_microbatch():
     pipeline, _ = net_case(4, 5, "1f1b")
     assert pipeline.num_transfers == 2 * (4 - 1) * 5
 
@@ -112,24 +119,24 @@ def test_nothing_compiles_after_the_second_step(compilations):
         state, _ = pipeline.step(state, net_batch(8, seed))
     assert len(compilations) == before
     for _ in range(2):
-        state, metrics = pipeline.step(state, net_batch(16))  # longer microbatches just work
+        state, metrics = pipeline.step(state, net_batch(16))  # a new microbatch shape compiles again
     assert np.isfinite(float(metrics["loss"]))
 
 
 @pytest.mark.slow
-def test_recomputation_keeps_no_residuals():
-    store = build(make_net, net_loss, net_batch(4), 2, PLAIN_SGD)
-    again = build(make_net, net_loss, net_batch(4), 2, PLAIN_SGD, remat="full")
-    kept = {}
-    for name, pipeline in (("none", store), ("full", again)):
-        sizes = kept[name] = []
+def test_full_remat_stores_no_residuals():
+    without = build(make_net, net_loss, net_batch(4), 2, PLAIN_SGD)
+    full = build(make_net, net_loss, net_batch(4), 2, PLAIN_SGD, remat="full")
+    counts = {}
+    for name, pipeline in (("none", without), ("full", full)):
+        sizes = counts[name] = []
         pipeline.on_action = lambda action, saved, sizes=sizes: sizes.extend(len(entry[1]) for entry in saved.values())
         pipeline.step(pipeline.init_state(), net_batch(4))
-    assert max(kept["full"]) == 0 < max(kept["none"])
+    assert max(counts["full"]) == 0 < max(counts["none"])
     compare(make_net, net_loss, [net_batch(4)], 2, PLAIN_SGD, remat="full")
 
 
-def test_weights_are_no_residuals():
+def test_weights_are_not_residuals():
     pipeline = build(make_net, net_loss, net_batch(4), 2, PLAIN_SGD)
     shapes = []
     pipeline.on_action = lambda action, saved: shapes.extend(x.shape for entry in saved.values() for x in entry[1])
@@ -147,30 +154,30 @@ BAD = {
     ),
     "count": (lambda p: p.evaluate(p.init_state(), net_batch(4), -1), ConfigError, "at least 1, got -1"),
     "groups": (
-        lambda p: Pipeline(p.staged, groups(pp=4), p.schedule, PLAIN_SGD),
+        lambda p: Pipeline(p.staged, PLAIN_SGD, mesh=groups(pp=4), schedule=p.schedule),
         ConfigError,
         "has 2 groups, the mesh has 4 along 'pp'",
     ),
     "stages": (
-        lambda p: Pipeline(p.staged, p.mesh, make_schedule("zb-v", num_groups=2, num_microbatches=4), PLAIN_SGD),
+        lambda p: Pipeline(p.staged, PLAIN_SGD, mesh=p.mesh, schedule=FOUR_STAGES),
         ConfigError,
         r"has 4 stages, the model is cut into 2; use split_stages\(num_stages=4\)",
     ),
     "remat": (
-        lambda p: Pipeline(p.staged, p.mesh, p.schedule, PLAIN_SGD, remat="keep"),  # pyright: ignore[reportArgumentType]
+        lambda p: Pipeline(p.staged, PLAIN_SGD, mesh=p.mesh, schedule=p.schedule, remat="keep"),  # pyright: ignore[reportArgumentType]
         ConfigError,
         "remat must be one of 'none', 'cheap', 'full', got 'keep'",
     ),
     "pp in a spec": (
-        lambda p: Pipeline(p.staged, p.mesh, p.schedule, PLAIN_SGD, rules=[(".*", jax.sharding.PartitionSpec("pp"))]),
+        lambda p: Pipeline(p.staged, PLAIN_SGD, mesh=p.mesh, schedule=p.schedule, rules=[(".*", P("pp"))]),
         ShardingError,
-        r"model/layers/0/kernel: .*'pp'.*\n[^$]*must not mention 'pp'",
+        r"model/layers/0/kernel: .*'pp'.*\n[^$]*must not contain 'pp'",
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input(name):
+def test_bad_input_is_refused(name):
     call, error, message = BAD[name]
     pipeline = build(make_net, net_loss, net_batch(4), 2, PLAIN_SGD)
     with pytest.raises(error, match=message):
@@ -181,7 +188,7 @@ GOOD = make_schedule("1f1b", num_groups=2, num_microbatches=2)
 
 
 def with_row(group: int, text: str) -> Schedule:
-    """1F1B with another row of a group."""
+    """1F1B with one row replaced."""
     row = tuple(Action.parse(word) for word in text.split())
     return replace(GOOD, rows=tuple(row if at == group else old for at, old in enumerate(GOOD.rows)))
 
@@ -189,13 +196,16 @@ def with_row(group: int, text: str) -> Schedule:
 WRONG = {
     "a missing backward": (with_row(0, "0F0 0F1 0B1"), "0B0 is missing from the row of group 0"),
     "a missing forward": (with_row(1, "1F0 1B0 1B1"), "1F1 is missing from the row of group 1"),
-    "a doubled forward": (with_row(0, "0F0 0F1 0F1 0B0 0B1"), "0F1 stands 2 times"),
+    "a doubled forward": (with_row(0, "0F0 0F1 0F1 0B0 0B1"), "0F1 appears 2 times"),
     "a row of another group": (
         replace(GOOD, rows=GOOD.rows[::-1]),
-        "1F1 stands in the row of group 0, its stage on group 1",
+        "1F1 appears in the row of group 0, but its stage is on group 1",
     ),
-    "weights that nothing asks for": (with_row(0, "0F0 0F1 0B0 0W0 0B1"), "0W0 stands in the table, but there is no"),
-    "a backward before its forward": (with_row(0, "0F0 0B1 0F1 0B0"), "0B1 stands before 0F1, which it needs"),
+    "an unexpected weight action": (
+        with_row(0, "0F0 0F1 0B0 0W0 0B1"),
+        "0W0 appears in the table, but the schedule has",
+    ),
+    "a backward before its forward": (with_row(0, "0F0 0B1 0F1 0B0"), "0B1 comes before 0F1, which it depends on"),
     "no backward": (forward_schedule(2, 2, (0, 1)), "forward has no backward actions, so it cannot train"),
     "nothing": (replace(GOOD, rows=((), ())), "1f1b has no backward actions"),
 }
@@ -211,17 +221,70 @@ def test_a_wrong_schedule_is_refused_before_anything_is_placed(name, two_stages,
     schedule, message = WRONG[name]
     monkeypatch.setattr("flax_mesh.mpmd.runtime.pipeline.place", None)
     with pytest.raises(ConfigError, match=message) as caught:
-        Pipeline(two_stages, groups(pp=2), schedule, PLAIN_SGD, remat="keep")  # pyright: ignore[reportArgumentType]
+        Pipeline(two_stages, PLAIN_SGD, mesh=groups(pp=2), schedule=schedule, remat="keep")  # pyright: ignore[reportArgumentType]
     assert "remat must be one of 'none', 'cheap', 'full', got 'keep'" in caught.value.problems  # with the others
 
 
 @pytest.mark.parametrize("schedule", [GOOD, with_split_backward(GOOD), with_row(1, "1F0 1F1 1B0 1B1")])
 def test_a_schedule_that_can_run_is_accepted(schedule, two_stages):
-    Pipeline(two_stages, groups(pp=2), schedule, PLAIN_SGD)
+    Pipeline(two_stages, PLAIN_SGD, mesh=groups(pp=2), schedule=schedule)
 
 
-def test_an_unknown_schedule():
-    with pytest.raises(ValueError, match="'1f1c' is no schedule; did you mean 1f1b"):
+def test_groups_stages_and_microbatches_follow_from_mesh_schedule_and_batch():
+    mesh, batch = groups(pp=2), net_batch(8)
+    staged = split_stages(net_loss, make_net, batch, mesh=mesh, schedule="interleaved-1f1b", num_microbatches=4)
+    schedule = make_schedule("interleaved-1f1b", num_groups=2, num_microbatches=4)
+    assert staged.schedule == schedule and staged.groups is mesh
+    explicit = split_stages(net_loss, make_net, net_batch(2), num_stages=schedule.num_stages, mesh=mesh.unstack[0])
+    assert str(staged) == str(explicit) and staged.num_stages == 4
+    results = []
+    for pipeline in (
+        Pipeline(staged, PLAIN_SGD, compiler_options=FAST),
+        Pipeline(explicit, PLAIN_SGD, mesh=mesh, schedule=schedule, compiler_options=FAST),
+    ):
+        results.append(pipeline.step(pipeline.init_state(), batch)[1])
+    assert results[0] == results[1]
+    assert Pipeline(staged, PLAIN_SGD, schedule=with_split_backward(schedule)).schedule != schedule  # an override
+
+
+def test_a_batch_is_divided_into_microbatches_without_a_schedule_too():
+    whole = split_stages(net_loss, make_net, net_batch(8), num_stages=2, num_microbatches=4)
+    part = split_stages(net_loss, make_net, net_batch(2), num_stages=2)
+    assert whole.example == part.example
+
+
+@pytest.mark.parametrize(
+    ("kinds", "message"),
+    [
+        ({}, "the number of stages is unknown: pass schedule= with mesh=, or num_stages="),
+        (
+            {"schedule": "1f1b", "num_microbatches": 2},
+            r"schedule='1f1b' needs the number of groups and of microbatches",
+        ),
+        ({"schedule": "1f1b", "mesh": 2}, r"schedule='1f1b' needs the number of groups and of microbatches"),
+        ({"schedule": GOOD, "mesh": 4}, "has 2 groups, the mesh has 4 along 'pp'; make both the same"),
+        ({"schedule": GOOD, "num_microbatches": 8}, "num_microbatches=8 differs from the 2 of schedule 1f1b"),
+        ({"schedule": GOOD, "num_stages": 3}, "num_stages=3 differs from the 2 of schedule 1f1b"),
+        ({"num_stages": 2, "num_microbatches": 3}, "has 8 rows, not divisible into 3 microbatches"),
+        ({"schedule": "1f1c", "mesh": 2, "num_microbatches": 2}, "'1f1c' is no schedule"),
+    ],
+)
+def test_mesh_schedule_and_batch_that_do_not_fit_each_other(kinds, message):
+    if "mesh" in kinds:
+        kinds = {**kinds, "mesh": groups(pp=kinds["mesh"])}
+    with pytest.raises(ValueError, match=message):
+        split_stages(net_loss, make_net, net_batch(8), **kinds)
+
+
+def test_a_pipeline_needs_a_mesh_and_a_schedule(two_stages):
+    with pytest.raises(ConfigError, match=r"the pipeline needs mesh and schedule: pass mesh=MpmdMesh"):
+        Pipeline(two_stages, PLAIN_SGD)
+    with pytest.raises(ConfigError, match=r"the pipeline needs schedule: pass mesh="):
+        Pipeline(two_stages, PLAIN_SGD, mesh=groups(pp=2))
+
+
+def test_an_unknown_schedule_is_refused():
+    with pytest.raises(ValueError, match="unknown schedule '1f1c'; did you mean 1f1b"):
         make_schedule("1f1c", num_groups=2, num_microbatches=2)
 
 
@@ -229,23 +292,23 @@ CUTS = {
     "nothing there": ({"layers": "blocks"}, r"layers='blocks': Net has nothing there. It has lists at 'layers'."),
     "too many": ({"num_stages": 5}, r"has 4 layers, of which the loss calls 4: too few for 5 stages"),
     "no stage": ({"num_stages": 0}, "num_stages must be at least 1, got 0"),
-    "cuts": ({"num_stages": 3, "cuts": [3, 2]}, r"cuts=\[3, 2\] must be 2 rising numbers between 1 and 3"),
+    "cuts": ({"num_stages": 3, "cuts": [3, 2]}, r"cuts=\[3, 2\] must be 2 increasing numbers between 1 and 3"),
     "no layers": ({"layers": ()}, "layers is empty; name the list or the stack to cut"),
-    "nothing trained": ({"wrt": nnx.LoRAParam}, "wrt=LoRAParam matches no variable of the model"),
-    "no list": ({"layers": "embed"}, r"stage 0 has nothing to do.* Name a list of layers"),
+    "nothing trained": ({"wrt": nnx.LoRAParam}, "wrt=LoRAParam must match a variable of the model; it matches none"),
+    "no list": ({"layers": "embed"}, r"stage 0 computes nothing.* Name a list of layers"),
     "balance": ({"num_stages": 2, "balance": "bytes"}, "balance must be 'flops' or 'count', got 'bytes'"),
 }
 
 
 @pytest.mark.parametrize("name", CUTS)
-def test_what_cannot_be_cut(name):
+def test_invalid_splits_are_refused(name):
     kinds, message = CUTS[name]
     with pytest.raises(CutError, match=message):
         split_stages(net_loss, make_net, net_batch(2), **({"num_stages": 2} | kinds))
 
 
 class Renamed(nnx.Module):
-    """Net with its layers elsewhere."""
+    """Net with its layers under another name."""
 
     def __init__(self, rngs: nnx.Rngs):
         net = Net(rngs)
@@ -275,11 +338,11 @@ def test_layers_are_those_of_the_table_and_the_argument_overrides_them():
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
-        (Stack, r"layers of Stack must be named: .* its `layers` is no list\. .* modules at 'embed', 'layers'\."),
+        (Stack, r"layers of Stack must be named: .* its `layers` is not a list\. .* modules at 'embed', 'layers'\."),
         (Renamed, r"layers of Renamed must be named: .* it has no list `layers`\. .* It has lists at 'blocks'\."),
     ],
 )
-def test_layers_that_nobody_names_are_refused(cls, message):
+def test_layers_must_be_named_if_they_are_not_obvious(cls, message):
     with pytest.raises(CutError, match=message):
         split_one(cls)
 
@@ -293,7 +356,7 @@ def test_ordered_effects_are_refused():
         split_stages(loss_of, make_net, net_batch(2), num_stages=2)
 
 
-def test_the_stages_print():
+def test_staged_models_print_their_stages():
     staged = split_stages(net_loss, make_net, net_batch(2), num_stages=2, cuts=[3])
     assert [line.split(";")[0] for line in str(staged).splitlines()] == [
         "stage 0: layers/0 .. layers/2",

@@ -1,4 +1,4 @@
-"""Timelines: every action once and in order, the step undisturbed, files that parse, costs that feed the search."""
+"""Timelines: every action once and in order, the same step, files that parse, and costs for the search."""
 
 import json
 from itertools import pairwise
@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 
-from flax_mesh.mpmd import Action, make_schedule
 from flax_mesh.mpmd.runtime.profile import (
     Timeline,
     chrome_trace,
@@ -17,8 +16,8 @@ from flax_mesh.mpmd.runtime.profile import (
     measure_costs,
     trace_step,
     with_split_backward,
-    write_timeline,
 )
+from flax_mesh.mpmd.schedules import Action, make_schedule
 from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, dependencies
 from flax_mesh.mpmd.schedules.search import search_schedule
 from flax_mesh.mpmd.schedules.simulate import StageCost, simulate
@@ -49,21 +48,21 @@ def interleaved():
 
 @pytest.fixture(scope="module")
 def split():
-    """Backward in two halves; nothing is kept from the forward, so that W has only donated results."""
+    """A split backward without residuals, so that all results of W are donated."""
     pipeline = build(make_net, net_loss, BATCH, 4, OPTIMIZER, name="zb-h1", remat="full")
     return pipeline, pipeline.init_state()
 
 
 @pytest.fixture(scope="module")
 def wide():
-    """Two devices a group."""
+    """Two devices per group."""
     mesh = groups(pp=2, dp=2)
     pipeline = build(make_net, net_loss, BATCH, 2, OPTIMIZER, mesh=mesh, rules=[(".*", ())], remat="full")
     return pipeline, pipeline.init_state()
 
 
 def by_hand() -> Timeline:
-    """Two groups, one microbatch: 0F 2 ms, 1F 2 ms, 1B 4 ms, 0B 4 ms, one after the other, a wait of 4 ms."""
+    """Two groups, one microbatch: 0F 2 ms, 1F 2 ms, 1B 4 ms, 0B 4 ms, in sequence, with a gap of 4 ms."""
     schedule = make_schedule("gpipe", num_groups=2, num_microbatches=1)
     spans = {"0F0": (0.0, 2.0), "1F0": (2.0, 4.0), "1B0": (4.0, 8.0), "0B0": (12.0, 16.0)}
     return Timeline(
@@ -80,10 +79,10 @@ def test_every_action_runs_once_in_the_order_of_its_group_and_the_step_is_the_sa
     plain, plain_metrics = pipeline.step(fresh(initial), BATCH)
     state, metrics, timeline = trace_step(pipeline, fresh(initial), BATCH)
     for group, row in enumerate(pipeline.schedule.rows):
-        mine = [event for event in timeline.events if event[0] == group]
-        assert tuple(action for _, action, _, _ in mine) == row
-        assert all(start <= end for _, _, start, end in mine)
-        assert all(end <= start for (*_, end), (_, _, start, _) in pairwise(mine))
+        own = [event for event in timeline.events if event[0] == group]
+        assert tuple(action for _, action, _, _ in own) == row
+        assert all(start <= end for _, _, start, end in own)
+        assert all(end <= start for (*_, end), (_, _, start, _) in pairwise(own))
     assert len(timeline.events) == sum(map(len, pipeline.schedule.rows))
     assert timeline.events[0][2] == 0 < timeline.span
     for ours, theirs in zip(state.leaves, plain.leaves, strict=True):
@@ -91,10 +90,10 @@ def test_every_action_runs_once_in_the_order_of_its_group_and_the_step_is_the_sa
     assert {k: float(v) for k, v in metrics.items()} == {k: float(v) for k, v in plain_metrics.items()}
 
 
-def test_the_trace_and_the_picture_hold_every_action_measured_and_simulated(split, tmp_path):
+def test_the_trace_and_the_picture_contain_every_action_measured_and_simulated(split, tmp_path):
     pipeline, initial = split
     _, _, timeline = trace_step(pipeline, fresh(initial), BATCH)
-    trace, picture = write_timeline(timeline, tmp_path / "step.json")
+    trace, picture = timeline.write(tmp_path / "step.json")
     loaded = json.loads(trace.read_text())
     spans = [entry for entry in loaded["traceEvents"] if entry["ph"] == "X"]
     for process in (0, 1):
@@ -106,7 +105,7 @@ def test_the_trace_and_the_picture_hold_every_action_measured_and_simulated(spli
     text = " | ".join(part.text or "" for part in root.iter(f"{SVG}text"))
     assert "measured: " in text and f"bubble {timeline.bubble:.1%}" in text and "makespan" in text
     boxes = [rect for rect in root.iter(f"{SVG}rect") if rect.get("class")]
-    assert len(boxes) - 3 == 2 * len(timeline.events)  # three stand in the legend
+    assert len(boxes) - 3 == 2 * len(timeline.events)  # three are in the legend
 
 
 def test_the_trace_is_in_microseconds_and_its_numbers_are_those_of_the_events():
@@ -120,12 +119,12 @@ def test_the_trace_is_in_microseconds_and_its_numbers_are_those_of_the_events():
     assert chrome_trace(timeline, StageCost(1, 1, 1))["otherData"]["simulated_ms"] == 6
 
 
-def test_the_trace_does_not_take_the_name_of_its_picture(tmp_path):
-    with pytest.raises(ValueError, match=r"name the trace, such as .*step\.json"):
-        write_timeline(by_hand(), tmp_path / "step.svg")
+def test_the_path_of_the_picture_is_refused_for_the_trace(tmp_path):
+    with pytest.raises(ValueError, match=r"use another suffix for the trace, such as .*step\.json"):
+        by_hand().write(tmp_path / "step.svg")
 
 
-def test_measured_costs_leave_the_state_and_feed_the_search(split):
+def test_measuring_costs_keeps_the_state_and_the_search_accepts_them(split):
     pipeline, state = split
     before = [np.asarray(x) for x in state.leaves]
     costs = measure_costs(pipeline, state, BATCH, repeats=1)
@@ -136,7 +135,7 @@ def test_measured_costs_leave_the_state_and_feed_the_search(split):
     assert simulate(found.schedule, costs).makespan <= simulate(pipeline.schedule, costs).makespan * (1 + 1e-9)
 
 
-def test_a_whole_backward_is_measured_as_one(interleaved):
+def test_an_unsplit_backward_is_measured_as_one_action(interleaved):
     pipeline, state = interleaved
     costs = measure_costs(pipeline, state, BATCH, repeats=1)
     assert len(costs) == 4
@@ -146,7 +145,7 @@ def test_a_whole_backward_is_measured_as_one(interleaved):
 
 
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
-def test_a_backward_is_split_without_changing_what_is_done(name):
+def test_splitting_the_backward_only_adds_weight_actions(name):
     schedule = make_schedule(name, num_groups=3, num_microbatches=6)
     split = with_split_backward(schedule)
     check_schedule(split)
@@ -159,7 +158,7 @@ def test_a_backward_is_split_without_changing_what_is_done(name):
 
 
 @pytest.mark.slow
-def test_all_groups_work_at_the_same_time():
+def test_all_groups_are_busy_at_the_same_time():
     if reason := load_nap():
         pytest.skip(reason)
     pipeline, batch = sleepy_pipeline("1f1b", 50.0, 8)
@@ -169,8 +168,8 @@ def test_all_groups_work_at_the_same_time():
     state, _, timeline = trace_step(pipeline, state, batch)
     jax.block_until_ready(state.leaves)
     moments = [(start + end) / 2 for _, _, start, end in timeline.events]
-    at_work = [{group for group, _, start, end in timeline.events if start < moment < end} for moment in moments]
-    assert {0, 1, 2, 3} in at_work
+    busy = [{group for group, _, start, end in timeline.events if start < moment < end} for moment in moments]
+    assert {0, 1, 2, 3} in busy
     middle = {action: (start + end) / 2 for _, action, start, end in timeline.events}
     for group, action, start, end in timeline.events:
         assert all(middle[other] < start for other in dependencies(action, 4)), action

@@ -1,4 +1,4 @@
-"""Pictures of schedules: what stands in them, that times are drawn to scale, and that colours can be told apart."""
+"""Drawings of schedules: their contents, the time scale, and that the colours are distinguishable."""
 
 import itertools
 from xml.etree import ElementTree
@@ -11,19 +11,19 @@ from flax_mesh.mpmd.schedules import (
     StageCost,
     draw_schedule_svg,
     draw_timeline_svg,
-    forward_schedule,
     make_schedule,
     schedule_table,
     simulate,
 )
 from flax_mesh.mpmd.schedules.draw import fills
+from flax_mesh.mpmd.schedules.schedule import forward_schedule
 from tests.mpmd.schedules.test_schedule import schedules
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def parse(picture: str) -> tuple[list[ElementTree.Element], str]:
-    """The boxes of actions, and all text."""
+    """The boxes of the actions, and all text."""
     root = ElementTree.fromstring(picture)
     boxes = [rect for rect in root.iter(f"{SVG}rect") if rect.get("class")]
     return boxes, " | ".join(text.text or "" for text in root.iter(f"{SVG}text"))
@@ -44,7 +44,7 @@ def test_the_picture_has_a_box_per_action_to_scale_and_names_its_numbers():
     for part in (f"makespan {result.makespan:g}", f"bubble {result.bubble:.1%}", "3 groups, 5 microbatches"):
         assert part in text
     assert text.count("peak 3 activations") == 3
-    for part in ("F: forward", "B: backward to input", "W: backward to weights", "idle", "activations held"):
+    for part in ("F: forward", "B: input gradients", "W: weight gradients", "idle", "stored activations"):
         assert part in text
 
 
@@ -57,28 +57,28 @@ def test_boxes_of_a_group_do_not_overlap_and_stay_inside_the_picture(schedule):
     spans: dict[float, list[tuple[float, float]]] = {}
     for rect in boxes:
         x, y, width, height = (float(rect.get(name) or 0) for name in ("x", "y", "width", "height"))
-        spans.setdefault(y + height, []).append((x, x + width))  # W is lower, but ends at the same line
+        spans.setdefault(y + height, []).append((x, x + width))  # W is lower, but has the same baseline
         assert x + width <= float(root.get("width") or 0) and y + height <= float(root.get("height") or 0)
     assert sum(map(len, spans.values())) >= sum(map(len, schedule.rows))
     for row in spans.values():
         assert all(end <= start + 0.05 for (_, end), (start, _) in itertools.pairwise(sorted(row)))
 
 
-def test_the_timeline_stands_above_the_simulation_on_one_scale():
+def test_the_timeline_is_drawn_above_the_simulation_on_one_scale():
     schedule = make_schedule("1f1b", num_groups=2, num_microbatches=2)
     times = simulate(schedule).times
     slow = [(schedule.stage_to_group[a.stage], a, 50 + 2 * start, 50 + 2 * end) for a, (start, end) in times.items()]
     boxes, text = parse(draw_timeline_svg(schedule, reversed(slow), StageCost()))
-    assert "measured: 18, bubble 33.3%, 1.33 groups at work on average" in text and "makespan 9, bubble 33.3%" in text
+    assert "measured: 18, bubble 33.3%, 1.33 groups busy on average" in text and "makespan 9, bubble 33.3%" in text
     measured, simulated = boxes[: len(times)], boxes[len(times) : 2 * len(times)]
     for rect, other in zip(measured, simulated, strict=True):
         assert float(rect.get("width") or 0) + 0.8 == pytest.approx(2 * (float(other.get("width") or 0) + 0.8), abs=0.3)
     assert float(measured[0].get("x") or 0) == float(simulated[0].get("x") or 1)
-    with pytest.raises(ValueError, match="nothing was measured"):
+    with pytest.raises(ValueError, match="measured has no events to draw"):
         draw_timeline_svg(schedule, [], StageCost())
 
 
-def test_names_are_escaped_and_a_forward_schedule_holds_nothing():
+def test_names_are_escaped_and_a_forward_schedule_stores_nothing():
     rows = forward_schedule(2, 3, (0, 1))
     _, text = parse(draw_schedule_svg(Schedule("<a&b>", rows.rows, rows.stage_to_group, False)))
     assert "<a&b>: 2 groups" in text and "peak 0 activations" in text
@@ -104,7 +104,7 @@ def lab(colour: tuple[int, int, int], vision: str) -> tuple[float, float, float]
 
 
 @pytest.mark.parametrize("vision", VISION)
-def test_kinds_of_actions_and_idle_time_can_be_told_apart_with_every_colour_vision(vision):
+def test_kinds_of_actions_and_idle_time_are_distinguishable_with_every_colour_vision(vision):
     colours = {**fills(2), ("idle", 0): (255, 255, 255)}
     for (kind, chunk), (other, its_chunk) in itertools.combinations(colours, 2):
         if kind != other:
@@ -130,7 +130,7 @@ def test_the_table_of_a_small_schedule():
     )
 
 
-def test_longer_actions_are_longer_and_long_schedules_go_on_below():
+def test_longer_actions_are_wider_and_long_schedules_continue_in_further_blocks():
     text = schedule_table(make_schedule("1f1b", num_groups=2, num_microbatches=4), [(1, 1, 1), (2, 1, 1)], width=60)
     assert "uneven costs" in text
     assert "1F0---- 1B0---- 1F1----" in text
@@ -141,7 +141,7 @@ def test_longer_actions_are_longer_and_long_schedules_go_on_below():
 
 @given(schedules())
 @settings(max_examples=15, deadline=None)
-def test_the_table_names_every_action_where_all_take_the_same_time(schedule):
+def test_the_table_names_every_action_if_all_take_the_same_time(schedule):
     text = schedule_table(schedule, width=10_000)
     for group, row in enumerate(schedule.rows):
         line = next(line for line in text.splitlines() if line.startswith(f"group {group} "))

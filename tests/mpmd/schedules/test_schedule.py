@@ -1,10 +1,11 @@
-"""Schedules as data: what every named schedule holds, whatever its size, and the text form."""
+"""Schedules as data: invariants of every named schedule at all sizes, and the text form."""
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from flax_mesh.mpmd.schedules import SCHEDULE_NAMES, Action, Schedule, dependencies, forward_schedule, make_schedule
+from flax_mesh.mpmd.schedules import Action, Schedule, make_schedule
+from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, dependencies, forward_schedule
 
 SIZES = {"num_groups": st.integers(1, 8), "num_microbatches": st.integers(1, 32)}
 
@@ -24,7 +25,7 @@ def schedules(draw) -> Schedule:
 
 @given(schedules())
 @settings(max_examples=150, deadline=None)
-def test_every_action_stands_once_in_the_row_of_its_group(schedule):
+def test_every_action_appears_once_in_the_row_of_its_group(schedule):
     kinds = "FBW" if schedule.splits_backward else "FB"
     for group, row in enumerate(schedule.rows):
         stages = [s for s, owner in enumerate(schedule.stage_to_group) if owner == group]
@@ -57,12 +58,12 @@ def test_the_text_of_a_small_schedule():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("1f1b\n0F0 0B0", "line 1: want a name and the group of every stage"),
-        ("1f1b 0\n0F0 0X0 B0", "(?s)line 2: '0X0' is no action; .* such as 2F0\nline 2: 'B0' is no action"),
-        ("1f1b 0,1\n0F0 0B0", "stages stand on groups up to 1, but there are 1 rows"),
+        ("1f1b\n0F0 0B0", "line 1: expected a name and the group of every stage"),
+        ("1f1b 0\n0F0 0X0 B0", "(?s)line 2: '0X0' is not an action; .* such as 2F0\nline 2: 'B0' is not an action"),
+        ("1f1b 0,1\n0F0 0B0", "stages are placed on groups up to 1, but there are 1 rows"),
     ],
 )
-def test_text_that_is_no_schedule(text, message):
+def test_invalid_text_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         Schedule.parse(text)
 
@@ -87,7 +88,9 @@ def test_an_action_parses_back(kind, stage, microbatch):
     ],
 )
 def test_a_schedule_that_is_not_defined_names_the_nearest_number_of_microbatches(name, groups, microbatches, nearest):
-    with pytest.raises(ValueError, match=rf"{name} on {groups} groups needs .* got {microbatches}; .* is {nearest}$"):
+    with pytest.raises(
+        ValueError, match=rf"{name} on {groups} groups requires .* got {microbatches}; .* is {nearest}$"
+    ):
         make_schedule(name, num_groups=groups, num_microbatches=microbatches)
     make_schedule(name, num_groups=groups, num_microbatches=nearest)
 
@@ -113,11 +116,11 @@ def test_no_valid_number_is_nearer_than_the_one_named(name, num_groups, num_micr
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"name": "1f1"}, r"'1f1' is no schedule; did you mean 1f1b\? \(there are gpipe, 1f1b, .*dualpipe-v\)"),
+        ({"name": "1f1"}, r"unknown schedule '1f1'; did you mean 1f1b\? \(available: gpipe, 1f1b, .*dualpipe-v\)"),
         ({"num_groups": 0}, "the number of groups must be at least 1, got 0"),
         ({"num_microbatches": 0, "num_virtual_stages": -1}, "microbatches must be at least 1, got 0; .* got -1"),
-        ({"num_virtual_stages": 2}, "1f1b puts 1 on each group, not 2 stages; interleaved-1f1b takes any"),
-        ({"name": "zb-v", "num_virtual_stages": 1}, "zb-v puts 2 on each group, not 1"),
+        ({"num_virtual_stages": 2}, "1f1b has 1 stage per group, got 2; interleaved-1f1b supports other numbers"),
+        ({"name": "zb-v", "num_virtual_stages": 1}, "zb-v has 2 stages per group, got 1"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):
@@ -125,9 +128,11 @@ def test_bad_arguments_are_named(arguments, message):
         make_schedule(**{"name": "1f1b", "num_groups": 4, "num_microbatches": 8, **arguments})
 
 
-def test_rows_that_wait_for_each_other_name_every_stuck_group():
+def test_a_deadlock_names_every_blocked_group():
     schedule = Schedule.parse("crossed 0,1\n0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0")
-    with pytest.raises(ValueError, match=r"group 0 stands at 0B0, which needs 1B0; group 1 stands at 1F1, .* 0F1"):
+    with pytest.raises(
+        ValueError, match=r"group 0 is blocked at 0B0, which depends on 1B0; group 1 is blocked at 1F1, .* 0F1"
+    ):
         schedule.order()
 
 
@@ -139,7 +144,9 @@ def test_rows_that_wait_for_each_other_name_every_stuck_group():
     stage_to_group=st.sampled_from([(0,), (0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 1, 1), (0, 1, 2, 2, 1, 0)]),
 )
 @settings(max_examples=50, deadline=None)
-def test_a_forward_schedule_takes_no_longer_than_its_busiest_group_and_the_way_there(num_microbatches, stage_to_group):
+def test_a_forward_schedule_takes_no_longer_than_its_busiest_group_plus_the_latency_of_the_stages(
+    num_microbatches, stage_to_group
+):
     num_groups = 1 + max(stage_to_group)
     schedule = forward_schedule(num_groups, num_microbatches, stage_to_group)
     times = schedule.times(lambda action: 1.0)

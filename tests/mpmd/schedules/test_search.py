@@ -1,4 +1,4 @@
-"""The search against brute force, against the named schedules, and its lower bound."""
+"""The search compared with brute force and with the named schedules, and its lower bound."""
 
 import itertools
 import random
@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flax_mesh.mpmd.schedules import (
-    SCHEDULE_NAMES,
     Action,
     Schedule,
     StageCost,
@@ -18,6 +17,7 @@ from flax_mesh.mpmd.schedules import (
     simulate,
 )
 from flax_mesh.mpmd.schedules.lower_bound import lower_bound, make_problem, reverse, tails
+from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES
 from tests.benchmarks.schedules import cases
 
 QUICK = 0.05  # seconds of search: some hundred partial schedules
@@ -43,7 +43,7 @@ def words(num_microbatches: int, memory: int, splits: bool):
 
 
 def brute_force(costs: list[StageCost], num_microbatches: int, memory: int, splits: bool = True) -> float:
-    """The least makespan over all combinations of rows that do not deadlock."""
+    """The minimal makespan over all combinations of rows that do not deadlock."""
     best = float("inf")
     for chosen in itertools.product(words(num_microbatches, memory, splits), repeat=len(costs)):
         rows = tuple(tuple(Action(kind, s, m) for kind, m in row) for s, row in enumerate(chosen))
@@ -89,14 +89,14 @@ def test_the_search_finds_the_optimum_of_larger_pipelines(num_stages, num_microb
     assert found.makespan == pytest.approx(brute_force(costs, num_microbatches, memory), rel=1e-12)
 
 
-# --- three stages, four microbatches: 98 million combinations of rows, so time runs step by step instead ---
+# --- three stages, four microbatches: 98 million combinations of rows, so this test simulates time step by step ---
 
 
-Group = tuple[int, int, int, int, int]  # F, B, W started; kind at work; time left of it
+Group = tuple[int, int, int, int, int]  # F, B, W started; running kind; its remaining time
 
 
 def can_finish_by(deadline: int, costs: list[tuple[int, int, int]], num_microbatches: int, memory: int) -> bool:
-    """Whether any schedule ends by `deadline`: every choice of every group, idling included, at every whole time.
+    """Whether any schedule ends by `deadline`: tries every choice of every group, idling included, at every time step.
 
     The only states left out have more work on one group than there is time.
     """
@@ -113,7 +113,7 @@ def can_finish_by(deadline: int, costs: list[tuple[int, int, int]], num_microbat
 
 
 def choices(state, s: int, costs, num_microbatches: int, memory: int, time_after: int) -> list[Group]:
-    """The group of stage s one unit of time later, for everything it may do now."""
+    """The states of the group of stage s one unit of time later, one per action that it may run now."""
 
     def done(stage: int, kind: int) -> int:
         group = state[stage]
@@ -169,7 +169,7 @@ def test_the_search_is_never_slower_than_a_named_schedule_that_fits(case):
     assert (found.best_named_makespan or float("inf")) == best
 
 
-def test_a_search_improves_on_every_named_schedule_where_stages_are_uneven():
+def test_the_search_is_faster_than_every_named_schedule_if_stages_are_uneven():
     costs = [(1, 1.5, 1), (1, 1, 1), (2, 2, 1), (1, 2.5, 2)]
     found = search_schedule(costs, 4, num_microbatches=8)
     assert (found.makespan, found.best_named, found.best_named_makespan) == (48, "zb-h1", 49)
@@ -197,7 +197,7 @@ def test_the_unit_of_time_does_not_matter(unit):
 
 
 @pytest.mark.parametrize("memory", [2, 3, 8, None])
-def test_two_stages_on_a_group(memory):
+def test_two_stages_per_group_stay_within_memory(memory):
     found = search_schedule([(1, 1, 1)] * 8, memory, num_groups=4, num_microbatches=8, seconds=0.5)
     check_schedule(found.schedule, memory)
     if memory in (8, None):
@@ -206,17 +206,17 @@ def test_two_stages_on_a_group(memory):
     else:
         assert found.best_named is None
         one_by_one = 8 * (8 + 8 + 1)
-        assert found.makespan < 0.8 * one_by_one  # microbatches overlap even where memory holds but one of them
+        assert found.makespan < 0.8 * one_by_one  # microbatches overlap even if memory fits only one of them
 
 
-def test_three_stages_on_a_group_and_a_single_group():
+def test_three_stages_per_group_and_a_single_group():
     found = search_schedule([(1, 2, 1)] * 6, 4, num_groups=2, num_microbatches=3, seconds=0.2)
     check_schedule(found.schedule, 4)
     assert found.schedule.stage_to_group == (0, 1, 0, 1, 0, 1)
     assert search_schedule([(1, 2, 1)] * 2, 2, num_groups=1, num_microbatches=3).makespan == 24
 
 
-def test_memory_of_each_group():
+def test_each_group_can_have_its_own_memory_limit():
     found = search_schedule([(1, 1, 1)] * 3, [3, 2, 1], num_microbatches=6)
     check_schedule(found.schedule, [3, 2, 1])
     more = search_schedule([(1, 1, 1)] * 3, [3, 3, 3], num_microbatches=6)
@@ -226,14 +226,14 @@ def test_memory_of_each_group():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"memory_limit": 0}, r"no schedule fits a memory limit of 0: a group needs at least 1 activation$"),
-        ({"memory_limit": 1, "num_groups": 2}, r"limit of 1: .* at least 2 activations, 1 for each of its stages"),
-        ({"memory_limit": [4, 4]}, r"there are 4 groups, but memory limits of 2"),
-        ({"num_groups": 3}, r"4 stages do not spread evenly over 3 groups"),
+        ({"memory_limit": 0}, r"no schedule fits a memory limit of 0: a group requires at least 1 activation$"),
+        ({"memory_limit": 1, "num_groups": 2}, r"limit of 1: .* at least 2 activations, 1 per stage"),
+        ({"memory_limit": [4, 4]}, r"expected one memory limit or 4, one per group, got 2"),
+        ({"num_groups": 3}, r"4 stages cannot be divided evenly over 3 groups"),
         ({"num_microbatches": 0, "seconds": 0}, r"num_microbatches must be at least 1, got 0; seconds must be more"),
-        ({"costs": []}, r"costs are empty"),
-        ({"costs": [(1, 1)] * 4}, r"costs of stage 0: want F,B,W or F,B,W,T, got 2 numbers"),
-        ({"costs": [(1, 1, -1)] * 4}, r"costs of stage 0: want finite numbers of at least 0, got 1,1,-1"),
+        ({"costs": []}, r"costs is empty"),
+        ({"costs": [(1, 1)] * 4}, r"costs of stage 0: expected F,B,W or F,B,W,T, got 2 numbers"),
+        ({"costs": [(1, 1, -1)] * 4}, r"costs of stage 0: expected finite numbers of at least 0, got 1,1,-1"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):
@@ -245,12 +245,12 @@ def test_bad_arguments_are_named(arguments, message):
 # --- the lower bound ---
 
 
-def test_the_lower_bound_of_known_schedules_is_met():
+def test_known_optimal_schedules_meet_the_lower_bound():
     for groups, microbatches in ((1, 3), (2, 5), (4, 8), (8, 32)):
         problem = make_problem([StageCost()] * groups, microbatches, range(groups), [groups] * groups)
-        assert lower_bound(problem) == 3 * microbatches + groups - 1  # what zb-h1 takes
+        assert lower_bound(problem) == 3 * microbatches + groups - 1  # the makespan of zb-h1
     one_at_a_time = make_problem([StageCost()] * 4, 5, range(4), [1] * 4)
-    assert lower_bound(one_at_a_time) == 5 * (4 + 4 + 1)  # there and back and W of stage 0
+    assert lower_bound(one_at_a_time) == 5 * (4 + 4 + 1)  # all F, all B, and W of stage 0
 
 
 @given(schedule_seed=st.integers(0, 10**6), name=st.sampled_from(SCHEDULE_NAMES))

@@ -1,4 +1,4 @@
-"""The simulator and the checker: the table of known schedules, formulas, and a mutation of each kind of mistake."""
+"""The simulator and the checker: known schedules, formulas, and one mutation for each kind of mistake."""
 
 import dataclasses
 import itertools
@@ -8,18 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flax_mesh.mpmd.schedules import (
-    SCHEDULE_NAMES,
-    Action,
-    Schedule,
-    StageCost,
-    check_schedule,
-    dependencies,
-    forward_schedule,
-    make_schedule,
-    simulate,
-    stage_costs,
-)
+from flax_mesh.mpmd.schedules import Action, Schedule, StageCost, check_schedule, make_schedule, simulate
+from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, dependencies, forward_schedule
+from flax_mesh.mpmd.schedules.simulate import stage_costs
 from tests.mpmd.schedules.test_schedule import schedules
 
 GROUPS, MICROBATCHES = st.integers(1, 8), st.integers(1, 32)
@@ -44,7 +35,7 @@ def make(name: str, groups: int, microbatches: int, virtual: int | None = None) 
         ("dualpipe-v", 51, 48, 0.0588, (9, 9, 9, 9)),
     ],
 )
-def test_known_rows(name, makespan, busy, bubble, peaks):
+def test_makespan_bubble_and_memory_of_known_schedules(name, makespan, busy, bubble, peaks):
     result = simulate(make(name, 4, 8))
     assert (result.makespan, set(result.busy), result.peak_activations) == (makespan, {busy}, peaks)
     assert result.bubble == pytest.approx(bubble, abs=5e-5)
@@ -96,7 +87,7 @@ def test_formula_of_interleaved(groups, turns, virtual):
 def test_every_named_schedule_passes_the_checker_at_its_own_peak_and_not_below(schedule):
     peaks = simulate(schedule).peak_activations
     check_schedule(schedule, peaks)
-    with pytest.raises(ValueError, match=rf"group 0 holds {peaks[0]} activations from \d+F\d+ on; its limit is"):
+    with pytest.raises(ValueError, match=rf"group 0 stores {peaks[0]} activations from \d+F\d+ on; its limit is"):
         check_schedule(schedule, [peaks[0] - 1, *peaks[1:]])
 
 
@@ -126,7 +117,7 @@ def test_simulated_times_are_feasible_and_nothing_could_start_earlier(schedule, 
 def test_a_transfer_delays_both_ways_but_not_within_a_group():
     cost = StageCost(1, 1, 1, transfer=10)
     assert simulate(make("1f1b", 4, 1), cost).makespan == 4 * 3 + 2 * 3 * 10
-    assert simulate(forward_schedule(2, 1, (0, 1, 1, 0)), cost).makespan == 4 + 2 * 10  # the fold is free
+    assert simulate(forward_schedule(2, 1, (0, 1, 1, 0)), cost).makespan == 4 + 2 * 10  # stages 1 and 2 share a group
 
 
 def test_idle_share_of_uneven_stages():
@@ -134,7 +125,7 @@ def test_idle_share_of_uneven_stages():
     assert (result.makespan, result.busy, result.bubble) == (8, (2, 6), 0.5)
 
 
-def test_a_forward_schedule_holds_nothing():
+def test_a_forward_schedule_stores_no_activations():
     schedule = forward_schedule(2, 5, (0, 1))
     check_schedule(schedule, 0)
     assert simulate(schedule).makespan == 6
@@ -143,9 +134,12 @@ def test_a_forward_schedule_holds_nothing():
 @pytest.mark.parametrize(
     ("costs", "message"),
     [
-        ([(1, 1, 1)] * 3, "there are 4 stages, but costs of 3; give one for all or one per stage"),
-        ([(1, 1), (1, -1, 1), (1, 1, 1), (1, math.nan, 1)], r"stage 0: want F,B,W or F,B,W,T, .* stage 1: .*-1.*nan"),
-        (StageCost(forward=-1), r"want finite numbers of at least 0, got -1,1,1,0$"),
+        ([(1, 1, 1)] * 3, "expected costs of 4 stages, got 3; pass one for all stages or one per stage"),
+        (
+            [(1, 1), (1, -1, 1), (1, 1, 1), (1, math.nan, 1)],
+            r"stage 0: expected F,B,W or F,B,W,T, .* stage 1: .*-1.*nan",
+        ),
+        (StageCost(forward=-1), r"expected finite numbers of at least 0, got -1,1,1,0$"),
         (StageCost(weights=math.inf), r"got 1,1,inf,0"),
     ],
 )
@@ -180,8 +174,8 @@ def complaint(schedule: Schedule, memory_limit: int | None = None) -> str:
 def test_actions_swapped_within_a_microbatch():
     message = complaint(mutated(make("1f1b", 2, 3), 1, swap("1F1", "1B1")))
     assert message == (
-        "1f1b: wrong schedule\n"
-        "1B1 stands before 1F1, which it needs, in the row of group 1\n"
+        "1f1b: invalid schedule\n"
+        "1B1 comes before 1F1, which it depends on, in the row of group 1\n"
         "  group 1: 1F0  1B0 [1B1][1F1] 1F2  1B2"
     )
 
@@ -199,24 +193,26 @@ def test_a_missing_weight_action():
     assert "[1B2]" in message.splitlines()[2]
 
 
-def test_an_action_that_stands_twice_and_one_of_no_stage_and_one_in_a_foreign_row():
+def test_actions_that_are_duplicated_unknown_or_in_the_row_of_another_group():
     def change(row: list[Action]) -> None:
         row += [Action("F", 0, 0), Action("F", 7, 0), Action("W", 0, 0), Action("B", 1, 1)]
         row.remove(Action("B", 0, 1))
 
     message = complaint(mutated(make("1f1b", 2, 2), 0, change))
-    for text in ("0F0 stands 2 times", "7F0 stands in the table, but", "0W0 stands in", "1B1 stands 2 times"):
+    for text in ("0F0 appears 2 times", "7F0 appears in the table, but", "0W0 appears in", "1B1 appears 2 times"):
         assert text in message
     assert "0B1 is missing from the row of group 0" in message
     rows = Schedule.parse("foreign 0,1\n0F0 0B0 1B0\n1F0")
-    assert "1B0 stands in the row of group 0, its stage on group 1\n  group 0: 0F0  0B0 [1B0]" in complaint(rows)
+    assert "1B0 appears in the row of group 0, but its stage is on group 1\n  group 0: 0F0  0B0 [1B0]" in complaint(
+        rows
+    )
 
 
 def test_a_receive_before_its_send():
     schedule = Schedule.parse("crossed 0,1\n0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1")
     assert complaint(schedule) == (
-        "crossed: wrong schedule\n"
-        "deadlock, these wait for each other: group 0 at 0B0 for 1B0, group 1 at 1F1 for 0F1\n"
+        "crossed: invalid schedule\n"
+        "deadlock, these groups wait for each other: group 0 at 0B0 for 1B0, group 1 at 1F1 for 0F1\n"
         "  group 0: 0F0 [0B0] 0F1  0B1\n"
         "  group 1: 1F0 [1F1] 1B0  1B1"
     )
@@ -226,7 +222,7 @@ def test_one_microbatch_too_many_in_flight():
     schedule = make("1f1b", 4, 8)
     check_schedule(schedule, 4)
     message = complaint(mutated(schedule, 0, swap("0B0", "0F4")), 4)
-    assert "group 0 holds 5 activations from 0F4 on; its limit is 4, the schedule needs 5" in message
+    assert "group 0 stores 5 activations from 0F4 on; its limit is 4, the schedule requires 5" in message
     assert "  group 0: 0F0  0F1  0F2  0F3 [0F4] 0B0  0B1  0F5  0B2 ..." in message
 
 
@@ -242,7 +238,7 @@ def test_any_swap_of_dependent_actions_or_of_messages_is_caught(schedule, data):
     partner = data.draw(st.sampled_from(partners or [action]))
     wrong = mutated(schedule, group, swap(str(action), str(partner)))
     if partner != action:
-        with pytest.raises(ValueError, match=rf"(?s)wrong schedule.*\[({action}|{partner})\]"):
+        with pytest.raises(ValueError, match=rf"(?s)invalid schedule.*\[({action}|{partner})\]"):
             check_schedule(wrong)
 
 

@@ -1,4 +1,4 @@
-"""mpmd.device_put in one process: between groups, layouts and sizes; the transport, a process sending to itself."""
+"""mpmd.device_put in one process, between groups, layouts and sizes; and a transport that sends to its own process."""
 
 import itertools
 import math
@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from flax_mesh import mpmd
-from flax_mesh.mesh import create_mesh
+from flax_mesh import create_mesh, mpmd
 from flax_mesh.mpmd import MpmdArray, MpmdMesh
 from flax_mesh.mpmd.transport.device_put import find_route
 from flax_mesh.mpmd.transport.server import CallNames, Transport, address_towards, check_key, transport_of
@@ -83,7 +82,7 @@ def test_there_and_back(mpmd_mesh, case):
         assert moved.jax_array.sharding.is_equivalent_to(sharding, 2)
         assert moved.jax_array.sharding.memory_kind == sharding.memory_kind
         assert np.array_equal(moved, NUMBERS)
-    for shard in there.jax_array.addressable_shards:  # every device holds its own part, not only the whole its sum
+    for shard in there.jax_array.addressable_shards:  # the shard of every device, not only the global value
         assert np.array_equal(shard.data, NUMBERS[target.devices_indices_map((8, 8))[shard.device]])
     assert np.array_equal(array, NUMBERS)
 
@@ -107,7 +106,7 @@ def test_all_targets_are_tried(mpmd_mesh):
     ],
     ids=repr,
 )
-def test_uncommitted_input_is_put_where_asked(mpmd_mesh, x):
+def test_uncommitted_input_is_put_on_the_requested_devices(mpmd_mesh, x):
     expected = jnp.asarray(x)
     for group in (0, 1):
         array = mpmd.device_put(x, on(mpmd_mesh, group))
@@ -119,7 +118,7 @@ def test_uncommitted_input_is_put_where_asked(mpmd_mesh, x):
         assert not array.weak_type and not moved.weak_type
 
 
-def test_weak_types_are_dropped_wherever_an_array_goes(mpmd_mesh):
+def test_weak_types_are_dropped_by_every_kind_of_transfer(mpmd_mesh):
     weak = jax.jit(lambda: 2.0, out_shardings=on(mpmd_mesh, 0))()
     assert weak.weak_type
     for target in (on(mpmd_mesh, 0), on(mpmd_mesh, 1), SingleDeviceSharding(jax.devices()[7])):
@@ -127,7 +126,7 @@ def test_weak_types_are_dropped_wherever_an_array_goes(mpmd_mesh):
         assert not moved.weak_type and not moved.jax_array.weak_type
 
 
-def test_random_keys_move(mpmd_mesh):
+def test_random_keys_are_transferred(mpmd_mesh):
     keys = jax.random.split(jax.random.key(7, impl="rbg"), 8)
     array = mpmd.device_put(keys, on(mpmd_mesh, 0, "fsdp"))
     for target in (on(mpmd_mesh, 1, "tp"), on(mpmd_mesh, 1), SingleDeviceSharding(jax.devices()[7])):
@@ -136,7 +135,7 @@ def test_random_keys_move(mpmd_mesh):
         assert np.array_equal(jax.random.key_data(moved.jax_array), jax.random.key_data(keys))
 
 
-def test_groups_follow_the_array(mpmd_mesh):
+def test_the_groups_of_an_array_are_those_of_its_sharding(mpmd_mesh):
     with mpmd_mesh:
         array = mpmd.device_put(NUMBERS, on(mpmd_mesh, 0, "tp"))
     assert array.groups == (0,)
@@ -144,7 +143,7 @@ def test_groups_follow_the_array(mpmd_mesh):
     assert mpmd.device_put(array, NamedSharding(mpmd_mesh.jax_mesh, P())).groups == (0, 1)
 
 
-def test_an_equal_sharding_moves_nothing(mpmd_mesh):
+def test_an_equal_sharding_returns_the_same_array(mpmd_mesh):
     array = mpmd.device_put(NUMBERS, on(mpmd_mesh, 0, "tp"))
     assert mpmd.device_put(array, on(mpmd_mesh, 0, "tp")).jax_array is array.jax_array
 
@@ -154,12 +153,12 @@ def test_shapes_that_do_not_fit_are_refused_by_every_process(mpmd_mesh):
     for sharding, x in itertools.product((on(mpmd_mesh, 1, "tp"), far), (np.ones(7), jnp.ones(7), list(range(7)))):
         with pytest.raises(ValueError, match=r"array axis 0 is partitioned . times, but the dimension size is 7"):
             mpmd.device_put(x, sharding)
-    with pytest.raises(ValueError, match=r"has shape \(\), but P\('fsdp', 'tp'\) lays out 2 dims"):
+    with pytest.raises(ValueError, match=r"has shape \(\), but P\('fsdp', 'tp'\) is for 2 dims"):
         mpmd.device_put(1.0, on(mpmd_mesh, 1, "fsdp", "tp"))
 
 
-def test_what_is_no_sharding_and_no_array(mpmd_mesh):
-    with pytest.raises(ValueError, match=r"must be a Sharding, got P\('tp',\)\. For a PartitionSpec write"):
+def test_invalid_arguments_are_refused(mpmd_mesh):
+    with pytest.raises(ValueError, match=r"must be a Sharding, got P\('tp',\)\. For a PartitionSpec use"):
         mpmd.device_put(NUMBERS, P("tp"))  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"inside a trace.*with_sharding_constraint"):
         jax.jit(lambda x: mpmd.device_put(x, on(mpmd_mesh, 0)))(1.0)
@@ -170,15 +169,15 @@ def test_what_is_no_sharding_and_no_array(mpmd_mesh):
 
 
 def busy(sharding):
-    """A program whose result is far from ready when it has been dispatched."""
+    """A program that is still running long after its dispatch."""
     return jax.jit(
         lambda x: jax.lax.fori_loop(0, 6_000_000, lambda i, c: jnp.sin(c) + i * 1e-9, x), out_shardings=sharding
     )
 
 
 @pytest.mark.parametrize("case", ["same layout", "transposed", "one dim", "replicated", "one device", "two devices"])
-def test_a_move_waits_for_nothing(mpmd_mesh, case):
-    """Also where the layout changes: left to jax.device_put alone, the host would wait for the producer."""
+def test_a_transfer_does_not_block(mpmd_mesh, case):
+    """Also if the layout changes: jax.device_put alone would block until the array is computed."""
     source, target = on(mpmd_mesh, 0, "fsdp", "tp"), targets(mpmd_mesh)[case]
     small = mpmd.device_put(np.ones((2, 4), np.float32), source).jax_array
     work = busy(source)
@@ -189,7 +188,7 @@ def test_a_move_waits_for_nothing(mpmd_mesh, case):
     assert np.array_equal(moved.block_until_ready(), array)
 
 
-def test_nothing_compiles_again(mpmd_mesh, compilations):
+def test_repeated_transfers_do_not_recompile(mpmd_mesh, compilations):
     array = mpmd.device_put(NUMBERS, on(mpmd_mesh, 0, "fsdp", "tp"))
     for target in targets(mpmd_mesh).values():
         mpmd.device_put(array, target)
@@ -199,7 +198,7 @@ def test_nothing_compiles_again(mpmd_mesh, compilations):
     assert len(compilations) == before
 
 
-def test_remote_to_remote_is_nothing_but_a_name():
+def test_a_transfer_between_remote_groups_returns_a_remote_array():
     mpmd_mesh = MpmdMesh(seen_from(0, [1, 1, 2, 2, 0, 0], (3, 2)), "pp")
     source, target = (NamedSharding(mesh, P("fsdp")) for mesh in mpmd_mesh.unstack[:2])
     with mpmd_mesh:
@@ -215,8 +214,10 @@ SPECS = st.sampled_from([P(), P("fsdp"), P("tp"), P("fsdp", "tp"), P("tp", "fsdp
 
 @given(SHAPES, SPECS, SHAPES, SPECS, st.integers(1, 3))
 @settings(max_examples=60, deadline=None)
-def test_a_route_rebuilds_every_array(source_shape, source_spec, target_shape, target_spec, per_process):
-    """Shards of real numbers, moved by hand as the route says, over devices of several processes."""
+def test_copying_shards_along_a_route_reproduces_every_array(
+    source_shape, source_spec, target_shape, target_spec, per_process
+):
+    """Copies numpy shards along the route, over devices of several processes."""
     owners = [i // per_process for i in range(12)]
     devices = seen_from(0, owners, (12, 1)).devices.ravel()
 
@@ -228,13 +229,13 @@ def test_a_route_rebuilds_every_array(source_shape, source_spec, target_shape, t
     x = np.arange(12 * 12).reshape(12, 12)
     route = find_route(source, target, x.shape)
     assert route.layout.device_set == source.device_set
-    held = {device: x[part] for device, part in route.layout.devices_indices_map(x.shape).items()}
-    moved = {to: held[device] if part is None else held[device][part] for device, to, part in route.pairs}
+    shards = {device: x[part] for device, part in route.layout.devices_indices_map(x.shape).items()}
+    moved = {to: shards[device] if part is None else shards[device][part] for device, to, part in route.pairs}
     expected = target.devices_indices_map(x.shape)
     assert set(moved) == set(expected) and len(route.pairs) == len(expected)
     assert all(np.array_equal(moved[to], x[part]) for to, part in expected.items())
     if math.prod(source_shape) == math.prod(target_shape):
-        assert not route.cuts
+        assert not route.has_slices
         assert [device for device, _, _ in route.pairs] == list(devices[: math.prod(source_shape)])
 
 
@@ -246,12 +247,12 @@ def test_a_route_prefers_devices_of_the_same_process():
     assert [device.process_index == to.process_index for device, to, _ in route.pairs] == [True] * 4
 
 
-def test_an_array_already_whole_is_not_gathered(mpmd_mesh):
+def test_a_replicated_array_is_not_gathered(mpmd_mesh):
     source = SingleDeviceSharding(jax.devices()[0])
     assert find_route(source, on(mpmd_mesh, 1, "tp"), (8,)).layout is source
 
 
-# The transport, as a process that sends to itself: the same server and protocol as between two.
+# The transport of a process that sends to itself: the same server and protocol as between two processes.
 
 
 @pytest.fixture(scope="module")
@@ -280,7 +281,7 @@ def test_arrays_of_every_dtype_arrive(transport):
         assert np.array_equal(x, got)
 
 
-def test_nothing_but_empty_arrays_needs_no_transfer(transport):
+def test_only_empty_arrays_require_no_transfer(transport):
     device = jax.devices()[3]
     name = transport.calls.name([0], [3], "empty")
     transport.send(name, 0, [jax.device_put(np.zeros((0, 2), np.float32), jax.devices()[0])])
@@ -300,8 +301,8 @@ def test_receives_may_come_first_and_in_any_order(transport):
     assert [int(received[key][1][0]) for key in ("a", "b", ("c", 1))] == [1, 2, 3]
 
 
-def test_another_shape_or_dtype_than_was_sent_never_arrives(transport):
-    """Left to the server alone, other bytes would arrive, and no error."""
+def test_a_request_with_another_shape_or_dtype_never_arrives(transport):
+    """The server alone would deliver wrong bytes without an error."""
     source, target = jax.devices()[:2]
     name = transport.calls.name([0], [1], "mismatch")
     transport.send(name, 0, [jax.device_put(jnp.ones(4), source)])
@@ -312,7 +313,7 @@ def test_another_shape_or_dtype_than_was_sent_never_arrives(transport):
     assert not any(array.is_ready() for array in wrong)
 
 
-def test_what_is_sent_may_still_be_computing(mpmd_mesh, transport):
+def test_an_array_can_be_sent_while_it_is_computed(mpmd_mesh, transport):
     work = busy(on(mpmd_mesh, 0, ("fsdp", "tp")))
     small = mpmd.device_put(np.ones(4, np.float32), on(mpmd_mesh, 0, ("fsdp", "tp"))).jax_array
     work(small).block_until_ready()
@@ -324,12 +325,12 @@ def test_what_is_sent_may_still_be_computing(mpmd_mesh, transport):
     assert np.array_equal(got, array[:1])
 
 
-def test_processes_find_each_other_through_jax_distributed():
-    with pytest.raises(ValueError, match=r"needs jax\.distributed.*initialize\(\) before the first use of JAX"):
+def test_a_transport_requires_jax_distributed():
+    with pytest.raises(ValueError, match=r"require jax\.distributed.*initialize\(\) before the first use of JAX"):
         transport_of(jax.devices()[0].client)
 
 
-def test_a_process_is_reached_on_the_way_it_reaches_the_coordinator():
+def test_the_address_is_that_of_the_route_to_the_coordinator():
     assert address_towards("127.0.0.1:1234") == "127.0.0.1"
     assert address_towards("localhost:1234") in ("127.0.0.1", "::1")
 
@@ -340,8 +341,8 @@ KEYS = st.sampled_from([None, 0, 1, "0", ("a", 1), ("a", "1"), True])
 
 @given(st.lists(st.tuples(GROUPS, GROUPS, KEYS), max_size=12), st.randoms(use_true_random=False))
 @settings(max_examples=60, deadline=None)
-def test_calls_pair_by_key_and_order_whatever_comes_between(calls, random):
-    """Two processes that make the same calls, each kind in order but the kinds mixed otherwise, give the same names."""
+def test_calls_are_matched_by_key_and_by_order_within_a_key(calls, random):
+    """Two processes that make the same calls, interleaved differently, compute the same names."""
     kinds: dict[Any, int] = {}
     for call in calls:
         kinds[repr(call)] = kinds.get(repr(call), 0) + 1

@@ -1,4 +1,4 @@
-"""Arrays from one group to another in one process: as `jax.device_put` gives them."""
+"""Copies between groups of one process: equal to the result of `jax.device_put`."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def slow_puts(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def forgotten():
+def empty_cache():
     mover.cache_clear()
     yield
     mover.cache_clear()
@@ -38,14 +38,14 @@ def assert_same(have, want):
         want.weak_type,
         want.committed,
     )
-    for mine, theirs in zip(have.addressable_shards, want.addressable_shards, strict=True):
-        assert (mine.device, mine.index) == (theirs.device, theirs.index)
-        np.testing.assert_array_equal(mine.data, theirs.data)
+    for actual, expected in zip(have.addressable_shards, want.addressable_shards, strict=True):
+        assert (actual.device, actual.index) == (expected.device, expected.index)
+        np.testing.assert_array_equal(actual.data, expected.data)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool"])
 @pytest.mark.parametrize("spec", [P(), P("dp"), P("dp", "tp"), P(None, ("dp", "tp")), P("tp", None)])
-def test_a_moved_array_is_that_of_device_put_without_its_cost(spec, dtype, slow_puts):
+def test_the_result_is_that_of_device_put_without_calling_it(spec, dtype, slow_puts):
     value = np.arange(64).reshape(8, 8).astype(jnp.dtype(dtype))
     x = jax.device_put(value, NamedSharding(mesh(0), spec))
     there = NamedSharding(mesh(4), spec)
@@ -55,7 +55,7 @@ def test_a_moved_array_is_that_of_device_put_without_its_cost(spec, dtype, slow_
     assert not slow_puts
 
 
-def test_one_device_and_a_weak_type():
+def test_a_weak_type_on_one_device_is_preserved():
     x = jax.jit(lambda: jnp.asarray(1.0))()
     x = jax.device_put(x, NamedSharding(mesh(0, (1, 1)), P()))
     there = NamedSharding(mesh(1, (1, 1)), P())
@@ -73,7 +73,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_changes_more_than_its_devices_goes_the_long_way(name, slow_puts):
+def test_other_changes_than_of_devices_use_device_put(name, slow_puts):
     x = jax.device_put(np.arange(64.0, dtype=np.float32).reshape(8, 8), NamedSharding(mesh(0), P("dp")))
     there = OTHERS[name]()
     want = jax.device_put(x, there)
@@ -82,7 +82,7 @@ def test_what_changes_more_than_its_devices_goes_the_long_way(name, slow_puts):
     assert slow_puts
 
 
-def test_random_keys_move():
+def test_random_keys_are_copied():
     keys = jax.device_put(jax.random.split(jax.random.key(3), 4), NamedSharding(mesh(0), P()))
     there = NamedSharding(mesh(4), P())
     moved = move(keys, there)
@@ -108,7 +108,7 @@ def test_a_move_is_an_explicit_transfer():
         move(x, there)
 
 
-def test_a_buffer_that_is_donated_after_the_move_was_copied_before():
+def test_a_buffer_can_be_donated_after_the_move():
     x = jax.device_put(np.ones((256, 256), np.float32), NamedSharding(mesh(0), P("dp")))
     for _ in range(20):
         x = jax.jit(lambda x: x @ x / 256, out_shardings=x.sharding)(x)  # still computing
@@ -117,7 +117,7 @@ def test_a_buffer_that_is_donated_after_the_move_was_copied_before():
         np.testing.assert_array_equal(np.asarray(there) + 1, x)
 
 
-def test_without_the_function_of_jaxlib_it_is_device_put(monkeypatch, slow_puts):
+def test_device_put_is_used_if_the_function_of_jaxlib_is_missing(monkeypatch, slow_puts):
     monkeypatch.setattr(module, "device_copy", lambda target: None)
     x = jax.device_put(np.arange(64.0).reshape(8, 8), NamedSharding(mesh(0), P("dp", "tp")))
     there = NamedSharding(mesh(4), P("dp", "tp"))

@@ -1,4 +1,4 @@
-"""The native order of transfers: one walk in every process, and a rendezvous of the calls that ends."""
+"""The ordered transport: all processes make the same calls in the same order, and no schedule deadlocks."""
 
 from collections import defaultdict, deque
 from types import SimpleNamespace
@@ -24,8 +24,8 @@ def schedule_of(name, groups, count):
 
 
 def sends_of(schedule, owner):
-    """What an action sends between processes: a value to the next stage, another from the first stage to the last, and
-    the gradients of both. `owner[group]` is the process of a group."""
+    """The transfers of an action between processes: a value to the next stage, one from the first stage to the last,
+    and the gradients of both. `owner[group]` is the process of a group."""
     last, group_of = schedule.num_stages - 1, schedule.stage_to_group
     edges = {(stage, stage + 1) for stage in range(last)} | ({(0, last)} if last > 1 else set())
 
@@ -41,8 +41,8 @@ def sends_of(schedule, owner):
     return sends
 
 
-def walk_all(schedule, owner):
-    """process -> what it does, in order: ("call", key, sender, receiver), with groups, and ("do", action)."""
+def run_all(schedule, owner):
+    """{process: its events in order}: ("call", key, sending group, receiving group) or ("do", action)."""
     sends = sends_of(schedule, owner)
     plan = order_transfers(schedule, sends)
     done = {}
@@ -50,29 +50,32 @@ def walk_all(schedule, owner):
         events = done[process] = []
 
         def call(one, value, process=process, events=events):
-            assert (value == one.key) == (owner[one.sender] == process)  # offered before its turn, by the sender alone
+            assert (value == one.key) == (owner[one.sender] == process)  # offered in time, by the sender only
             events.append(("call", one.key, one.sender, one.receiver))
             return one.key if owner[one.receiver] == process else None
 
-        walk = OrderedPass(plan, call)
-        wanted = defaultdict(list)  # action -> keys of what it takes
+        ordered_pass = OrderedPass(plan, call)
+        inputs = defaultdict(list)  # action -> keys of its inputs
         for one in (one for action in schedule.order() for one in sends(action)):
             kind, microbatch, _, stage = one.key
-            wanted[Action(kind, stage, microbatch)].append(one.key)
+            inputs[Action(kind, stage, microbatch)].append(one.key)
         for action in schedule.order():
             if owner[schedule.stage_to_group[action.stage]] == process:
-                walk.before(action)
-                assert [walk.take(key) for key in wanted[action]] == wanted[action]  # KeyError where it came too late
+                ordered_pass.before(action)
+                for key in inputs[action]:
+                    assert ordered_pass.take(key) == key  # a KeyError if it is received too late
                 events.append(("do", action))
                 for one in sends(action):
-                    walk.offer(one.key, one.key)
-        walk.end()
+                    ordered_pass.offer(one.key, one.key)
+        ordered_pass.end()
     return done
 
 
 def rendezvous(schedule, done, owner):
-    """Carry out what the processes do on devices, one a group: computations one after the other, transfers too, and a
-    call meets the call of the same number of the other side. The keys that arrived, and the groups that are stuck."""
+    """Simulate one device per group: computations and transfers run in order, and calls are matched by number.
+
+    Returns the keys of the values that arrived, and the groups that are blocked.
+    """
     computing, moving = defaultdict(deque), defaultdict(deque)
     for process, events in done.items():
         for number, (_, key, *ends) in enumerate(event for event in events if event[0] == "call"):
@@ -107,22 +110,22 @@ def rendezvous(schedule, done, owner):
 
 @pytest.mark.parametrize(("name", "groups", "count"), SIZES)
 @pytest.mark.parametrize("groups_of_a_process", [1, 2])
-def test_every_process_makes_the_same_calls_and_all_meet(name, groups, count, groups_of_a_process):
+def test_all_processes_make_the_same_calls_and_all_transfers_complete(name, groups, count, groups_of_a_process):
     owner = [group // groups_of_a_process for group in range(groups)]
     backward = schedule_of(name, groups, count)
     for schedule in (backward, forward_schedule(groups, count, backward.stage_to_group)):
-        done = walk_all(schedule, owner)
+        done = run_all(schedule, owner)
         calls = [[event for event in events if event[0] == "call"] for events in done.values()]
-        crossings = [one for action in schedule.order() for one in sends_of(schedule, owner)(action)]
+        transfers = [one for action in schedule.order() for one in sends_of(schedule, owner)(action)]
         assert all(made == calls[0] for made in calls)
-        assert sorted(key for _, key, *_ in calls[0]) == sorted(one.key for one in crossings)
-        assert bool(crossings) == (len(set(owner)) > 1)
+        assert sorted(key for _, key, *_ in calls[0]) == sorted(one.key for one in transfers)
+        assert bool(transfers) == (len(set(owner)) > 1)
         arrived, stuck = rendezvous(schedule, done, owner)
-        assert stuck == [] and sorted(arrived) == sorted(one.key for one in crossings)
+        assert stuck == [] and sorted(arrived) == sorted(one.key for one in transfers)
 
 
 def in_own_order(schedule, owner):
-    """As `walk_all`, but each process sends where a value is made and receives where it is used."""
+    """As `run_all`, but each process sends after computing a value and receives before using it."""
     sends, done = sends_of(schedule, owner), {}
     ends = {one.key: one for action in schedule.order() for one in sends(action)}
     for process in sorted(set(owner)):
@@ -137,30 +140,30 @@ def in_own_order(schedule, owner):
 
 
 @pytest.mark.parametrize("groups", [2, 4])
-def test_calls_in_the_own_order_of_each_process_get_stuck(groups):
+def test_calls_in_a_different_order_per_process_deadlock(groups):
     schedule, owner = schedule_of("1f1b", groups, 4), list(range(groups))
     _, stuck = rendezvous(schedule, in_own_order(schedule, owner), owner)
     assert stuck != []
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
-def test_a_call_left_out_gets_stuck(name):
+def test_a_missing_call_deadlocks(name):
     schedule, owner = schedule_of(name, 4, 8), list(range(4))
-    done = walk_all(schedule, owner)
+    done = run_all(schedule, owner)
     calls = [event for event in done[3] if event[0] == "call"]
-    left_out = next(event for event in calls[5:] if 3 not in event[2:])  # one in which it has no part
-    done[3].remove(left_out)
+    missing = next(event for event in calls[5:] if 3 not in event[2:])  # process 3 neither sends nor receives
+    done[3].remove(missing)
     _, stuck = rendezvous(schedule, done, owner)
     assert 3 in stuck
 
 
-def test_a_transfer_waits_for_nothing_that_is_made_later():
-    """Group 1 starts a backward of twice the time before group 0 starts its last forward: both end together."""
+def test_a_transfer_follows_only_actions_that_start_before_its_value_is_computed():
+    """Group 1 starts a backward, which takes 2, before group 0 starts its last forward: both end at the same time."""
     schedule = schedule_of("1f1b", 2, 4)
     plan = order_transfers(schedule, sends_of(schedule, [0, 1]))
     times = schedule.unit_times()
-    made = [times[Action(one.key[0], one.key[2], one.key[1])][1] for _, one in plan.transfers]
-    assert made == sorted(made)
+    ends = [times[Action(one.key[0], one.key[2], one.key[1])][1] for _, one in plan.transfers]
+    assert ends == sorted(ends)
     for due, one in plan.transfers:
         before = list(times)[:due]
         assert all(times[action][0] < times[Action(one.key[0], one.key[2], one.key[1])][1] for action in before)

@@ -17,6 +17,6 @@ from tests.multiprocess.processes import assert_all_done, run_workers
         ("ownership", 3, 2),
     ],
 )
-def test_between_processes(case, processes, devices):
+def test_every_case_of_the_worker_ends(case, processes, devices):
     ended = run_workers(case, processes, devices, module="tests.mpmd.transport.worker")
     assert_all_done(ended, f"{case} is done")

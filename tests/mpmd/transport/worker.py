@@ -1,6 +1,6 @@
 """One process of the tests in test_processes.py, started by `run_workers`.
 
-Every process runs the same case; each holds one part of what the others only know by shape.
+Every process runs the same case and has a different part of the arrays as local shards.
 """
 
 import time
@@ -24,7 +24,7 @@ def groups(shape: tuple[int, ...], names: tuple[str, ...] = ("pp", "fsdp")) -> M
 
 
 def check(array: MpmdArray, expected: np.ndarray) -> None:
-    """Every shard of this process is its part of `expected`; without one the array is remote."""
+    """Every local shard has its part of `expected`. An array without local shards is remote."""
     parts = array.sharding.addressable_devices_indices_map(array.shape)
     assert array.is_fully_remote == (not parts)
     assert (array.shape, array.dtype) == (expected.shape, expected.dtype)
@@ -69,7 +69,7 @@ def two_groups() -> None:
     by_order = [mpmd.device_put(mpmd.device_put(X + i, first), second) for i in range(20)]
     for i, array in enumerate(by_order):
         check(array, X + i)
-    keys = ["a", ("b", 0), 3]  # the receiver asks in another order than the sender sends
+    keys = ["a", ("b", 0), 3]  # the receiver uses another order than the sender
     numbered = {key: mpmd.device_put(X * i, first) for i, key in enumerate(keys)}
     arrived = {key: mpmd.device_put(numbered[key], second, key) for key in (keys if process else keys[::-1])}
     for i, key in enumerate(keys):
@@ -88,7 +88,7 @@ def two_groups() -> None:
     }
     if process == 0:
         orders["early"]()
-        fill(given).block_until_ready()  # takes the buffer of what was sent, before it is read
+        fill(given).block_until_ready()  # reuses the donated buffer of the array that was sent before it is read
         assert given.jax_array.is_deleted()
         orders["late"]()
     else:
@@ -135,7 +135,7 @@ def shared_groups() -> None:
     assert mpmd_mesh.my_mpmd_axis_index == process // 2
     first, second = mpmd_mesh.unstack
     with mpmd_mesh:
-        x = mpmd.device_put(X, NamedSharding(first, P("fsdp")))  # every process of the group puts its own part
+        x = mpmd.device_put(X, NamedSharding(first, P("fsdp")))  # every process of the group puts its own shards
     check(x, X)
     for spec in (P("fsdp"), P(None, "fsdp"), P()):
         there = mpmd.device_put(x, NamedSharding(second, spec))
@@ -156,23 +156,23 @@ def shared_groups() -> None:
 
 
 def chain() -> None:
-    """Three processes in a row, each with a stage; all of them run the same loop over microbatches."""
+    """Three processes with one stage each, all running the same loop over microbatches."""
     process = jax.process_index()
     mpmd_mesh = groups((3, 1))
-    homes = [NamedSharding(mesh, P()) for mesh in mpmd_mesh.unstack]
-    stages = [mpmd.jit(lambda x, w: jnp.tanh(x * w), out_shardings=home) for home in homes]
-    weights = [mpmd.device_put(np.float32(1 + i), home) for i, home in enumerate(homes)]
+    shardings = [NamedSharding(mesh, P()) for mesh in mpmd_mesh.unstack]
+    stages = [mpmd.jit(lambda x, w: jnp.tanh(x * w), out_shardings=sharding) for sharding in shardings]
+    weights = [mpmd.device_put(np.float32(1 + i), sharding) for i, sharding in enumerate(shardings)]
     for microbatch in range(6):
-        x = mpmd.device_put(X * (microbatch + 1) / 64, homes[0])
-        for stage, weight, home in zip(stages, weights, homes, strict=True):
-            x = stage(mpmd.device_put(x, home), weight)
+        x = mpmd.device_put(X * (microbatch + 1) / 64, shardings[0])
+        for stage, weight, sharding in zip(stages, weights, shardings, strict=True):
+            x = stage(mpmd.device_put(x, sharding), weight)
         expected = X * (microbatch + 1) / 64
         for i in range(3):
             expected = np.tanh(expected * (1 + i))
         assert x.is_fully_remote == (process != 2)
         if process == 2:
             assert np.allclose(x, expected, rtol=1e-5)
-    skip = mpmd.device_put(mpmd.device_put(X, homes[0]), homes[2])  # past the middle process, which takes no part
+    skip = mpmd.device_put(mpmd.device_put(X, shardings[0]), shardings[2])  # skips the process in between
     check(skip, X)
 
 
@@ -182,17 +182,17 @@ def several_groups() -> None:
     mpmd_mesh = groups((4, 1))
     assert mpmd_mesh.my_mpmd_axis_indices == (2 * process, 2 * process + 1)
     assert "the groups" in error_of(lambda: mpmd_mesh.my_mpmd_axis_index)
-    homes = [NamedSharding(mesh, P()) for mesh in mpmd_mesh.unstack]
-    x = mpmd.device_put(X, homes[0])
+    shardings = [NamedSharding(mesh, P()) for mesh in mpmd_mesh.unstack]
+    x = mpmd.device_put(X, shardings[0])
     for i in (1, 2, 3, 0, 2):
-        x = mpmd.device_put(x, homes[i])
+        x = mpmd.device_put(x, shardings[i])
         check(x, X)
     tied = mpmd.device_put(x, NamedSharding(mpmd_mesh.mpmd_submesh([0, 2, 3]).jax_mesh, P()))
     check(tied, X)
 
 
 def late() -> None:
-    """The sender is done with its program before the receiver asks; jax.distributed ends them together."""
+    """The sender has finished its program before the receiver asks; jax.distributed keeps both alive until then."""
     process = jax.process_index()
     mpmd_mesh = groups((2, 1))
     first, second = (NamedSharding(mesh, P()) for mesh in mpmd_mesh.unstack)
@@ -203,7 +203,7 @@ def late() -> None:
 
 
 def ownership() -> None:
-    """Three processes with two devices each in two groups of three: process 1 has a part of both."""
+    """Three processes with two devices each in two groups of three: process 1 has devices of both groups."""
     message = error_of(lambda: groups((2, 3)))
     assert "process 1 has" in message and "process 0 has" not in message and "process 2 has" not in message, message
 
