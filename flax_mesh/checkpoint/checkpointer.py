@@ -1,7 +1,7 @@
-"""Checkpointer: checkpoints of one layout-free state that is written atomically and read only if it is whole.
+"""Checkpointer: checkpoints that any layout restores, written atomically and verified before they are read.
 
-On disk every parameter stands under its own global path, one array a layer, whatever the mesh and whether the layers
-were a list, one scanned stack or the stages of a pipeline: "model/layers/3/attention/q/kernel". Plain Orbax reads it.
+On disk every parameter is stored under its global path, one array per layer, for any mesh and whether the layers were
+a list, one scanned stack or the stages of a pipeline: "model/layers/3/attention/q/kernel". Plain Orbax reads them.
 """
 
 import os
@@ -29,24 +29,49 @@ from flax_mesh.text import count_text
 from flax_mesh.tree import named_leaves
 
 Tree = TypeVar("Tree")
-# Of a save; "folders", "files" and "commit" are what the storage tells of.
+# The phases of a save, at the end of which processes learn of each other's failures. The storage reports the end of
+# "folders", "files" and "commit".
 PHASES = ("begin", "folders", "start", "files", "commit", "clear")
 METRICS = "metrics"  # in the metadata of a step: name -> number
 REPAIR = "Restore it into the model it was saved from, or start another run (another folder, or --restart)."
 
 
 class Checkpointer:
-    """Checkpoints below `folder`, one a step. Reading changes nothing there; saving clears leftovers away first.
+    """Saves states to a folder, one checkpoint per step, and restores them into any other layout.
 
-    `layers` are the paths of layer lists (`PartitionRules.layers`): scanned stacks there are saved layer by layer. By
-    default those in the table of a TrainState's model (`@partitioned(layers=...)`), and none for other trees.
-    `keep` decides which checkpoints stay, also by the metric `best_metric`; an int is `RetentionPolicy(newest=...)`.
+    A checkpoint does not depend on the mesh or on the form of the layers: a list, one scanned stack, the stages of a
+    pipeline. Its name appears once all of it is written, and `restore` first compares every byte with its checksum.
+    Every process writes only its own shards. Reading never changes the folder; saving first removes the leftovers of
+    interrupted saves and quarantines checkpoints that were found damaged.
 
-    `host_bytes=None` saves in the background: `save` returns once this process's shards are copied to the host, one
-    copy of them. A number saves before `save` returns, with at most so many bytes on the host at a time, or two of the
-    largest arrays. `compress`: with zstd, as Orbax does by default; without it saves are faster and larger.
+    Use it as a context manager. Saves run in the background: one is durable after `wait`, `close` or the end of the
+    block, which raise SaveError if it failed.
 
-    Use it as a context manager: a save is durable only once `wait` or the end of the block has been passed.
+    Args:
+        folder: Where the checkpoints are stored, one sub-folder per step. The first save creates it.
+        keep: Which checkpoints to retain: a RetentionPolicy, or the number of the newest ones. Default: 3.
+        layers: Paths of layer lists (`PartitionRules.layers`): scanned stacks there are saved layer by layer. Default:
+            those of a TrainState's model (`@partitioned(layers=...)`), none for other trees.
+        best_metric: The metric by which `RetentionPolicy.best` ranks, a key of `metadata["metrics"]`; lower is better.
+        host_bytes: None: `save` returns once this process's shards are copied to the host, all of them at a time. A
+            number: `save` returns once everything is written, with at most this many bytes on the host, or two of the
+            largest arrays.
+        compress: Compress with zstd, as Orbax does by default. False makes saves faster and larger.
+
+    Raises:
+        ConfigError: Orbax would take `folder` for a pattern.
+
+    Example:
+        >>> from flax_mesh.checkpoint import Checkpointer
+        >>> from flax_mesh.models import DecoderConfig, make_decoder
+        >>> make = lambda: make_decoder(DecoderConfig(), nnx.Rngs(0))
+        >>> fsdp = fm.abstract_state(make, fm.create_mesh((8,), ("fsdp",)))
+        >>> tp = fm.abstract_state(make, fm.create_mesh((2, 4), ("fsdp", "tp")))
+        >>> with Checkpointer("checkpoints") as checkpointer:
+        ...     checkpointer.save(1, fm.init_state(make, fsdp))
+        ...     restored = checkpointer.restore(tp)
+        >>> restored["layers"][0]["mlp"]["up"]["kernel"].sharding.spec
+        P('fsdp', 'tp')
     """
 
     def __init__(
@@ -64,12 +89,12 @@ class Checkpointer:
         self.layers = (layers,) if isinstance(layers, str) else None if layers is None else tuple(layers)
         self.keep = keep if isinstance(keep, RetentionPolicy) else RetentionPolicy(keep)
         self.best_metric, self.host_bytes, self.compress = best_metric, host_bytes, compress
-        self.damaged: dict[int, list[str]] = {}  # step -> what `latest_step` found wrong with it
-        self._storage: Any = None  # for writing; made by the first save, and by the first after one that failed
-        self._is_tidy = False  # whether leftovers are cleared away for the storage at hand
-        self._checked: Any = None  # the definition of the TrainState that was saved last
-        self._inode: int | None = None  # of the folder that the first save found or made
-        self._saving: int | None = None  # the step on its way
+        self.damaged: dict[int, list[str]] = {}  # step -> problems that `latest_step` found
+        self._storage: Any = None  # for writing; created by the first save, and again after a failed one
+        self._is_tidy = False  # whether leftovers were removed since `_storage` was created
+        self._checked: Any = None  # the definition of the last TrainState that was saved
+        self._inode: int | None = None  # of the folder, as found or created by the first save
+        self._saving: int | None = None  # the step being saved
         self._phases: Any = None  # of the last save
         self._deleting: threading.Thread | None = None
 
@@ -82,18 +107,18 @@ class Checkpointer:
         except SaveError as failure:
             if error is None:
                 raise
-            error.add_note(str(failure))  # what ended the block is what the caller must see
+            error.add_note(str(failure))  # the exception that ended the block must reach the caller
 
     def steps(self) -> list[int]:
-        """Committed steps, whole or damaged; oldest first."""
+        """Committed steps, oldest first, damaged ones included."""
         names = os.listdir(self.folder) if self.folder.is_dir() else []
         return sorted(int(name) for name in names if STEP.fullmatch(name))
 
     def latest_step(self) -> int | None:
-        """The newest step whose files are whole, every byte compared with its checksum. None: there is none at all.
+        """The newest valid step, or None if the folder contains no checkpoint; compares every byte with its checksum.
 
-        Newer ones that are damaged stand in `damaged` afterwards, and the next save sets them aside. A
-        CheckpointCorruptedError where there are checkpoints, and not one is whole.
+        Newer damaged steps are then listed in `damaged`, and the next save quarantines them. Raises
+        CheckpointCorruptedError if the folder contains checkpoints and all of them are damaged.
         """
         self.damaged = {}
         for step in reversed(self.steps()):
@@ -105,23 +130,31 @@ class Checkpointer:
             each = [_damage_text(self._path(step), problems) for step, problems in self.damaged.items()]
             raise CheckpointCorruptedError(
                 [
-                    f"{self.folder} holds {count_text(len(self.damaged), 'checkpoint')}, and none is whole:",
+                    f"{self.folder} contains {count_text(len(self.damaged), 'checkpoint')}, and none is valid:",
                     *(f"  {line}" for lines in each for line in lines),
-                    "  Bring one back from a copy, or start another run (another folder, or --restart).",
+                    "  Restore one from a backup, or start a new run (another folder, or --restart).",
                 ]
             )
         return None
 
     def verify(self, step: int) -> list[str]:
-        """What is wrong with the files of a step, one line each; reads all of them. Empty: it is whole."""
+        """Problems of the files of a step, one line each, after reading all of them; empty for a valid checkpoint."""
         return find_damage(self._step(step))
 
-    def save(self, step: int, state: Any, metadata: Mapping[str, Any]) -> None:
-        """Start saving `state`, or save it (`host_bytes`); when this returns, its arrays may be donated.
+    def save(self, step: int, state: Any, metadata: Mapping[str, Any] | None = None) -> None:
+        """Save `state` as the checkpoint of `step`, in the background unless `host_bytes` is set.
 
-        `state` is a TrainState, an nnx.State or another tree of arrays; `metadata` is JSON. A SaveError says what went
-        wrong here, or with the save before. A step that exists is an error, and so is a stack of layers that `layers`
-        does not name, where it can be told from other arrays.
+        When this returns, the arrays of `state` may be donated.
+
+        Args:
+            step: Number of the checkpoint, at least 0. It must not exist in the folder, unless it was found damaged.
+            state: A TrainState, an nnx.State or another tree of arrays.
+            metadata: Stored as JSON beside the arrays. Default: {}.
+
+        Raises:
+            SaveError: This save failed, or the one before it.
+            ConfigError: The step exists already, or `layers` does not name a stack of layers. A stack is recognized in
+                a TrainState and in a pipeline only.
         """
         self.wait()
         definition = state.definition if isinstance(state, TrainState) else None
@@ -130,22 +163,23 @@ class Checkpointer:
             self._checked = definition
         self._phases = Phases("save", PHASES)
         if step in self.steps() and step not in self.damaged:
-            problem = f"{self.folder} already holds a checkpoint of step {step}; nothing was overwritten."
-            self._phases.failed(f"process {jax.process_index()}: {problem}")  # which the others may not see
+            problem = f"{self.folder} already contains a checkpoint of step {step}; nothing was overwritten."
+            # Another process may not see this step, and would wait for this one.
+            self._phases.failed(f"process {jax.process_index()}: {problem}")
             raise ConfigError(problem)
         with self._as_save_error(step):
             storage = self._open()
-            self._phases.passed("begin")  # nobody writes there any more
+            self._phases.passed("begin")  # from here on no other process writes to the folder
             self._tidy()
             arrays = to_disk(_tree(state), _layers_of(state, self.layers), on_host=self.host_bytes is None)
             self._saving = step
-            storage.save(self._path(step), arrays, dict(metadata))
+            storage.save(self._path(step), arrays, dict(metadata or {}))
             self._phases.passed("start")
         if self.host_bytes is not None:
             self.wait()
 
     def wait(self) -> None:
-        """Return once every save is durable, and what `keep` leaves out on its way out; SaveError if one is not."""
+        """Return once the save in progress is durable and old checkpoints are being deleted; SaveError if it failed."""
         if self._saving is not None:
             with self._as_save_error(self._saving):
                 self._storage.wait()
@@ -154,7 +188,7 @@ class Checkpointer:
             self._saving = None
 
     def close(self) -> None:
-        """As `wait`, and end the background threads."""
+        """`wait`, then end the background threads."""
         try:
             self.wait()
         finally:
@@ -165,24 +199,27 @@ class Checkpointer:
                 self._storage = None
 
     def clear_leftovers(self) -> None:
-        """Remove what interrupted saves and deletions have left, as the first save does; nobody may be saving here."""
+        """Remove what interrupted saves and deletions have left, as the first save does. No save may be running."""
         for path in find_leftovers(self.folder):
             shutil.rmtree(path, ignore_errors=True)
 
     def metadata(self, step: int) -> dict[str, Any]:
-        """What was saved beside the state."""
+        """The metadata of a step, as given to `save`."""
         from flax_mesh.checkpoint.orbax import read_metadata
 
         return read_metadata(self._step(step))
 
     def arrays(self, step: int) -> dict[str, Any]:
-        """path on disk -> shape and dtype; reads no array."""
+        """Shape and dtype of every array of a step, by path on disk; reads no array."""
         from flax_mesh.checkpoint.orbax import stored_arrays
 
         return stored_arrays(self._step(step))
 
     def check(self, abstract: Any, step: int, *, include: str = "", cast: bool = False) -> dict[str, Any]:
-        """Raise what `restore` would raise about another model; reads no array. path on disk -> what is restored."""
+        """Raise the ConfigError that `restore` would raise for another model, without reading an array.
+
+        Returns shape, dtype and sharding of every array to restore, by path on disk.
+        """
         target = arrays_on_disk(abstract, self.layers)
         stored = {path: leaf for path, leaf in self.arrays(step).items() if re.match(include, path)}
         check_same(target, stored, f"checkpoint {self._step(step)}", cast=cast, repair=REPAIR)
@@ -191,15 +228,29 @@ class Checkpointer:
     def restore(
         self, abstract: Tree, step: int | None = None, *, include: str = "", cast: bool = False, verify: bool = True
     ) -> Tree:
-        """The state of `step` (default: the newest whole one) laid out as `abstract` says, whatever layout it had.
+        """Restore a checkpoint in the layout of `abstract`, whatever layout it was saved in.
 
-        `abstract` is a TrainState or a tree, of ShapeDtypeStructs or arrays; what is restored is of the same kind.
-        Raises one ConfigError that lists every path that is missing, left over, or of another shape or dtype.
-        `include`: a regular expression; only paths that start with a match are looked at, as in
-        `restore({"model": abstract["model"]}, include="model/")`. `cast`: float dtypes may differ, and become those of
-        `abstract`. `verify=False` leaves the checksums out; otherwise damage is a CheckpointCorruptedError.
+        Waits for a save in progress first.
+
+        Args:
+            abstract: A TrainState or another tree, of ShapeDtypeStructs with shardings or of arrays.
+            step: The step to restore. Default: the newest valid one.
+            include: Regular expression; only paths that start with a match are compared and restored, as in
+                `restore({"model": abstract["model"]}, include="model/")`.
+            cast: Whether float arrays of another dtype are cast to the dtype in `abstract`.
+            verify: Whether to compare all files with their checksums first.
+
+        Returns:
+            A tree of the same structure as `abstract`, of arrays with its shapes, dtypes and shardings.
+
+        Raises:
+            ConfigError: There is no such checkpoint, or it does not match `abstract`: the error lists every path that
+                is missing, left over, or of another shape or dtype.
+            CheckpointCorruptedError: A file is damaged, of `step` or of all checkpoints.
+            SaveError: The save in progress failed.
         """
-        step = self._whole_step(step, verify)
+        self.wait()
+        step = self._valid_step(step, verify)
         target = self.check(abstract, step, include=include, cast=cast)
         named = named_leaves(_tree(abstract))
         leaves = from_disk(self._reader(step, target), named, stacked_paths(named, _layers_of(abstract, self.layers)))
@@ -208,22 +259,23 @@ class Checkpointer:
     def restore_partial(
         self, state: Tree, step: int | None = None, *, include: str = "", cast: bool = True, verify: bool = True
     ) -> tuple[Tree, RestoreReport]:
-        """`state` with every leaf that the checkpoint holds in the same shape, and what was and was not filled.
+        """Restore the arrays that the checkpoint has in the shape of `state`: a warm start from a similar model.
 
-        For a warm start from a model that is not quite the same. `include` as in `restore`, on the paths of both; a
-        scanned stack is filled whole or not at all. Float dtypes become those of `state`; with `cast=False` a leaf of
-        another dtype keeps its value.
+        Other leaves keep their values; the report lists them. Arguments are as in `restore`, with `include` applied to
+        the paths of both; with `cast=False` a leaf of another dtype keeps its value. A scanned stack is restored with
+        all its layers or not at all. Raises ConfigError if no array matches.
         """
-        step = self._whole_step(step, verify)
+        self.wait()
+        step = self._valid_step(step, verify)
         named, layers = named_leaves(_tree(state)), _layers_of(state, self.layers)
         leaves, report = restore_partial(named, self.arrays(step), partial(self._reader, step), layers, include, cast)
         return jax.tree.unflatten(jax.tree.structure(state), leaves), report
 
-    def _whole_step(self, step: int | None, verify: bool) -> int:
+    def _valid_step(self, step: int | None, verify: bool) -> int:
         if step is None:
             step = self.latest_step() if verify else max(self.steps(), default=None)
             if step is None:
-                raise ConfigError(f"{self.folder} holds no checkpoint.")
+                raise ConfigError(f"{self.folder} contains no checkpoint.")
         elif verify and (problems := self.verify(step)):
             raise CheckpointCorruptedError(_damage_text(self._step(step), problems))
         return step
@@ -238,11 +290,11 @@ class Checkpointer:
 
     def _step(self, step: int) -> Path:
         if step not in (steps := self.steps()):
-            raise ConfigError(f"{self.folder} holds no checkpoint of step {step}; it holds {steps or 'none'}.")
+            raise ConfigError(f"{self.folder} contains no checkpoint of step {step}; its steps: {steps or 'none'}.")
         return self._path(step)
 
     def _meet(self, phase: str) -> None:
-        """Wait for all processes at the end of a phase, in the thread that has come to it."""
+        """Wait for all processes at the end of a phase, in the thread that reached it."""
         if phase == "commit" and self._clears:
             self._check_folder()
             if self._saving not in self.steps():
@@ -250,15 +302,15 @@ class Checkpointer:
         self._phases.passed(phase)
         if phase == "commit":
             if self._clears:
-                self._delete(sorted({*self.steps()} - self._staying()))
+                self._delete(sorted({*self.steps()} - self._retained()))
             self._phases.passed("clear")
 
     @contextmanager
     def _as_save_error(self, step: int) -> Iterator[None]:
-        """Turn what storage libraries raise when they cannot write `step` into a SaveError of one line."""
+        """Turn the errors of storage libraries into a SaveError of one line."""
         try:
             yield
-        # Tensorstore raises ValueError for most of what goes wrong with files, Orbax RuntimeError and TimeoutError.
+        # Tensorstore raises ValueError for most file errors, Orbax RuntimeError and TimeoutError.
         except (OSError, RuntimeError, TypeError, ValueError) as error:
             reason, self._saving = _reason(error), None
             if self._phases.together and not isinstance(error, PeerError):
@@ -267,14 +319,14 @@ class Checkpointer:
             self._give_up()
             committed = self._phases.is_past("commit")
             what = f"the checkpoint of step {step} could not be saved"
-            what = "checkpoints that are not to stay could not be removed" if committed else what
+            what = "old checkpoints could not be removed" if committed else what
             left = [one for one in self.steps() if committed or one != step]
-            newest = f"the newest there is of step {left[-1]}" if left else "there is none"
+            newest = f"the newest checkpoint is of step {left[-1]}" if left else "no checkpoint exists"
             raise SaveError(f"{what} in {self.folder}: {reason}; {newest}") from error
 
     @property
     def _clears(self) -> bool:
-        """Whether this process renames and deletes: of several, process 0 alone."""
+        """Whether this process renames and deletes; of several only process 0 does."""
         return jax.process_index() == 0
 
     def _open(self) -> Any:
@@ -289,13 +341,13 @@ class Checkpointer:
         return self._storage
 
     def _check_folder(self) -> None:
-        """Raise OSError where the folder is gone. One made anew, as by a save on its way, may be on another disk."""
+        """Raise OSError if the folder was removed. One that was created again meanwhile may be on another disk."""
         found = self.folder.stat().st_ino if self.folder.is_dir() else None
         if self._inode is not None and found != self._inode:
             raise OSError("the folder is gone")
 
     def _give_up(self) -> None:
-        """Leave nothing of a save that failed: neither its errors nor, on a disk that may be full, its files."""
+        """Remove a failed save: the errors that the storage still reports and its files, for the disk may be full."""
         if self._storage is not None:
             self._storage.abandon()
             self._storage = None
@@ -303,7 +355,7 @@ class Checkpointer:
             shutil.rmtree(path, ignore_errors=True)
 
     def _tidy(self) -> None:
-        """Remove what earlier saves have left, and quarantine damaged steps under another name."""
+        """Remove the leftovers of earlier saves, and quarantine damaged steps by renaming them."""
         if self._clears and not self._is_tidy:
             if self._deleting is not None:
                 self._deleting.join()
@@ -314,31 +366,31 @@ class Checkpointer:
             os.rename(self._path(step), next(self.folder / name for name in names if not (self.folder / name).exists()))
         self.damaged = {}
 
-    def _staying(self) -> set[int]:
+    def _retained(self) -> set[int]:
         steps = self.steps()
         metrics = {}
         for step in steps if self.keep.best else ():
             try:
                 value = self.metadata(step).get(METRICS, {}).get(self.best_metric)
-            except (OSError, ValueError):  # damaged: it is no candidate for the best
+            except (OSError, ValueError):  # damaged: not a candidate for the best
                 continue
             metrics |= {} if value is None else {step: float(value)}
         return self.keep.steps(steps, metrics)
 
     def _delete(self, steps: Iterable[int]) -> None:
-        """Rename at once, so that no half of a checkpoint is ever seen, and delete in the background."""
-        doomed = [self.folder / f"{step}.deleted" for step in steps]
-        for path in doomed:
+        """Rename now, so that no partly deleted checkpoint is ever seen, and delete in the background."""
+        renamed = [self.folder / f"{step}.deleted" for step in steps]
+        for path in renamed:
             os.rename(path.with_suffix(""), path)
         if self._deleting is not None:
             self._deleting.join()
-        # What cannot be deleted is a leftover, which the next run tries again.
-        self._deleting = threading.Thread(target=lambda: [shutil.rmtree(path, ignore_errors=True) for path in doomed])
+        # Files that cannot be deleted are leftovers, which the next run removes.
+        self._deleting = threading.Thread(target=lambda: [shutil.rmtree(path, ignore_errors=True) for path in renamed])
         self._deleting.start()
 
 
 def arrays_on_disk(state: Any, layers: Sequence[str] | None = None) -> dict[str, Any]:
-    """path on disk -> shape, dtype and sharding of what a Checkpointer with these `layers` saves of `state`."""
+    """Shape, dtype and sharding of the arrays that a Checkpointer with these `layers` saves, by path on disk."""
     named = named_leaves(_tree(state))
     return disk_target(named, stacked_paths(named, _layers_of(state, layers)))
 
@@ -348,14 +400,14 @@ def _tree(state: Any) -> Any:
 
 
 def _layers_of(state: Any, layers: Sequence[str] | None) -> Sequence[str]:
-    """`layers`, or by default those of the table of the model, where it is known."""
+    """`layers`, or by default those of the rule table of a TrainState's model."""
     if layers is not None:
         return layers
     return state.definition.layers if isinstance(state, TrainState) else ()
 
 
 def _reason(error: BaseException) -> str:
-    """The text of an error in one line; of tensorstore's long ones, what the system reported."""
+    """The text of an error on one line; of tensorstore's long texts only the reason that the system reported."""
     text = " ".join(str(error).split()) or type(error).__name__
     if code := re.search(r"\[os_error_code='(\d+)'\]", text):
         return os.strerror(int(code[1]))

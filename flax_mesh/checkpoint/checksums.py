@@ -28,7 +28,7 @@ def write_part(part: Path, folder: Path, below: str, prefix: str) -> None:
 
 
 def write_checksums(folder: Path, parts: Iterable[Path] = ()) -> None:
-    """Write checksums.json over all files below `folder`; those in `parts` are not read again, and `parts` removed."""
+    """Write checksums.json for all files below `folder`; takes over those in `parts`, and removes `parts`."""
     known: dict[str, FileSums] = {}
     for part in parts:
         known |= _decode(part.read_bytes())[1]
@@ -40,21 +40,21 @@ def write_checksums(folder: Path, parts: Iterable[Path] = ()) -> None:
 
 
 def find_damage(folder: Path, reads: Callable[[str], bool] | None = None) -> list[str]:
-    """What is wrong with the files below `folder`, one line a file: missing, of another size, or damaged where.
+    """Problems of the files below `folder`, one line per file: missing, another size, or the damaged bytes.
 
-    `reads`: only of files whose names it takes, and no word of what has no checksums.
+    `reads` selects files by name; files without checksums are then not reported.
     """
     try:
         block, files = _decode((folder / CHECKSUMS).read_bytes())
     except FileNotFoundError:
-        return [] if reads else [f"{CHECKSUMS} is missing: nothing says what the other files must hold"]
+        return [] if reads else [f"{CHECKSUMS} is missing: the other files cannot be verified"]
     except (OSError, ValueError) as error:
         return [] if reads else [f"{CHECKSUMS} is damaged: {error}"]
     if reads:
         files = {name: sums for name, sums in files.items() if reads(name)}
     found = {name: _size_problem(folder / name, size) for name, (size, _) in files.items()}
-    whole = [(name, sums) for name, (_, sums) in files.items() if not found[name]]
-    expected = [(name, i * block, value) for name, sums in whole for i, value in enumerate(sums)]
+    checked = [(name, sums) for name, (_, sums) in files.items() if not found[name]]
+    expected = [(name, i * block, value) for name, sums in checked for i, value in enumerate(sums)]
     sums = _map([(folder / name, start) for name, start, _ in expected], block)
     for (name, start, value), got in zip(expected, sums, strict=True):
         if got != value:
@@ -65,7 +65,7 @@ def find_damage(folder: Path, reads: Callable[[str], bool] | None = None) -> lis
 
 
 def _marker_problems(folder: Path) -> list[str]:
-    """Orbax's own record of the step has no checksum, but must be there and be what Orbax writes."""
+    """Orbax writes its own record of the step after the checksums: it must exist and be JSON."""
     path = folder / MARKERS[0]
     try:
         json.loads(path.read_bytes())
@@ -77,7 +77,7 @@ def _marker_problems(folder: Path) -> list[str]:
 
 
 def _checksums(folder: Path, names: Sequence[str]) -> dict[str, FileSums]:
-    """OSError names every file that cannot be read."""
+    """Raises one OSError that names every file that cannot be read."""
     sizes = [(folder / name).stat().st_size for name in names]
     blocks = [(folder / name, at) for name, size in zip(names, sizes, strict=True) for at in range(0, size, BLOCK)]
     found = _map(blocks, BLOCK)
@@ -89,7 +89,7 @@ def _checksums(folder: Path, names: Sequence[str]) -> dict[str, FileSums]:
 
 
 def _encode(block: int, files: Mapping[str, Any]) -> bytes:
-    import xxhash  # where it is used: training without checkpoints needs none
+    import xxhash  # imported here: training without checkpoints does not need it
 
     text = json.dumps(files, separators=(",", ":"), sort_keys=True)
     own = xxhash.xxh3_64_intdigest(f"{block},{text}".encode())
@@ -97,16 +97,16 @@ def _encode(block: int, files: Mapping[str, Any]) -> bytes:
 
 
 def _decode(data: bytes) -> tuple[int, dict[str, FileSums]]:
-    """Bytes of a block, and path -> (bytes, checksums); a ValueError says why they cannot be believed."""
+    """Bytes per block, and path -> (bytes, checksums); ValueError if they are not as written."""
     try:
         content = json.loads(data)
         block, files = content["block"], content["files"]
-        believed = isinstance(block, int) and block > 0 and _encode(block, files) == data
-        believed = believed and all(len(sums) == len(range(0, size, block)) for size, sums in files.values())
+        is_valid = isinstance(block, int) and block > 0 and _encode(block, files) == data
+        is_valid = is_valid and all(len(sums) == len(range(0, size, block)) for size, sums in files.values())
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
-        believed = False
-    if not believed:
-        raise ValueError("its own checksum does not fit")
+        is_valid = False
+    if not is_valid:
+        raise ValueError("its own checksum does not match")
     if outside := [name for name in files if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts]:
         raise ValueError(f"it names files outside the checkpoint: {', '.join(outside)}")
     return block, files
@@ -129,7 +129,7 @@ def _files(folder: Path) -> Iterator[str]:
 
 
 def _map(blocks: list[tuple[Path, int]], size: int) -> list[int | str]:
-    """Checksum of every (file, first byte), or why it cannot be read; in threads, as hashing lets others run."""
+    """Checksum of every (file, first byte), or the reason why it cannot be read; hashing releases the GIL."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return list(pool.map(lambda block: _checksum(block[0], block[1], size), blocks))
 

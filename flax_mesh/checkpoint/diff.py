@@ -1,4 +1,4 @@
-"""What differs between two checkpoints, or a checkpoint and what a recipe would save: records, trees, values."""
+"""Differences between two checkpoints, or a checkpoint and a recipe: records, trees, values."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ SECTIONS = ("settings", "mesh", "axes", "rules", "data", "versions", "tree", "la
 
 
 class Difference(NamedTuple):
-    """Something of a section that is not the same in both; None: it is not there."""
+    """One entry of a section with its text in both; None where it is absent."""
 
     section: str
     name: str
@@ -29,14 +29,14 @@ class Difference(NamedTuple):
 def differences(
     a: Mapping[str, Any], b: Mapping[str, Any], a_tree: Mapping[str, Array], b_tree: Mapping[str, Array]
 ) -> list[Difference]:
-    """All of two records (`read_record`) and trees (`read_tree`), in the order of SECTIONS.
+    """All differences of two records (`read_record`) and trees (`read_tree`), in the order of SECTIONS.
 
-    A section that one record leaves empty is not compared: a recipe has neither data nor versions.
+    A section that is empty in one record is not compared: a recipe has neither data nor versions.
     """
     records = [section for section in SECTIONS[:-2] if in_both(section, a, b)]
     found = [one for name in records for one in _mapping_differences(name, _section(name, a), _section(name, b))]
     if not any(one.section == "rules" for one in found) and a["rules"] != b["rules"] and a["rules"] and b["rules"]:
-        found.append(Difference("rules", "order", "as saved", "another; the first rule that fits decides"))
+        found.append(Difference("rules", "order", "as saved", "another; the first matching rule decides"))
     texts = [{path: array_text(array) for path, array in tree.items()} for tree in (a_tree, b_tree)]
     found += _mapping_differences("tree", *texts)
     split = [{path: array.split for path, array in tree.items()} for tree in (a_tree, b_tree)]
@@ -45,31 +45,31 @@ def differences(
 
 
 def in_both(section: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Whether both records have something in a section; trees always have."""
+    """Whether both records have a section; trees always do."""
     return section == "tree" or bool(_section(section, a) and _section(section, b))
 
 
 def in_one(section: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Whether one record has something in a section, and the other nothing."""
+    """Whether one record has a section that the other lacks."""
     return section != "tree" and bool(_section(section, a)) != bool(_section(section, b))
 
 
 def value_differences(a: Path, b: Path, arrays: Sequence[Array]) -> dict[str, float]:
-    """path -> largest absolute difference (NaN where one is not a number), of those `arrays` of two steps that differ.
+    """Largest absolute difference of each array that differs between two steps, by path; NaN if one is NaN.
 
-    Arrays are compared bit for bit, and read a few at a time: at most READ_BYTES of each step, or one array.
+    Arrays are compared bitwise, and read a few at a time: at most READ_BYTES of each step, or one array.
     """
     found: dict[str, float] = {}
     for batch in batches(arrays):
         old, new = (read_batch(step, batch) for step in (a, b))
         largest = {path: _largest_difference(old[path].reshape(-1), new[path].reshape(-1)) for path in old}
         found |= {path: value for path, value in largest.items() if value is not None}
-        del old, new  # before the next are read
+        del old, new  # free them before the next are read
     return found
 
 
 def read_batch(step: Path, batch: Sequence[Array]) -> dict[str, np.ndarray]:
-    """path -> value of some arrays of a step, of the dtypes that `batch` says."""
+    """Values of some arrays of a step, by path, cast to the dtypes in `batch`."""
     from flax_mesh.checkpoint.orbax import read_arrays
 
     host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
@@ -78,7 +78,7 @@ def read_batch(step: Path, batch: Sequence[Array]) -> dict[str, np.ndarray]:
 
 
 def batches(arrays: Sequence[Array]) -> Iterator[list[Array]]:
-    """Arrays in groups of at most READ_BYTES, or of one."""
+    """Arrays in batches of at most READ_BYTES, or of one array."""
     batch: list[Array] = []
     for array in arrays:
         if batch and sum(one.nbytes for one in batch) + array.nbytes > READ_BYTES:
@@ -95,7 +95,7 @@ def _section(name: str, record: Mapping[str, Any]) -> dict[str, str]:
     if name == "rules":
         return {str(pattern): str(dims) for pattern, dims in record["rules"]}
     pairs = record["config" if name == "settings" else name].items()
-    # The position in the data follows the number of the step.
+    # The position in the data follows from the number of the step.
     return {str(key): _text(value) for key, value in pairs if (name, key) != ("data", "position")}
 
 
@@ -111,7 +111,7 @@ def _mapping_differences(section: str, a: Mapping[str, str], b: Mapping[str, str
 
 
 def _largest_difference(a: np.ndarray, b: np.ndarray) -> float | None:
-    """None where two flat arrays are the same bit for bit."""
+    """None if two flat arrays are bitwise equal."""
     largest = None
     for start in range(0, a.size, COMPARED):
         parts = a[start : start + COMPARED], b[start : start + COMPARED]

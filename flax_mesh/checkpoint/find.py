@@ -1,4 +1,4 @@
-"""Where the checkpoints are that a user means by a path, and which of them are whole. Nothing is changed there."""
+"""Finds the checkpoints at a path that a user gives, and the newest valid one. Changes no files."""
 
 import re
 from collections.abc import Mapping
@@ -8,21 +8,21 @@ from flax_mesh.checkpoint.checksums import CHECKSUMS, MARKERS, find_damage
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError
 
 CHECKPOINTS = "checkpoints"  # below a run folder
-STEP, SET_ASIDE = re.compile(r"0|[1-9][0-9]*"), re.compile(r"([0-9]+)\.damaged(-[0-9]+)?")
-LEFTOVER = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|deleted)")  # of a save or a deletion that was cut off
-PARTS = (CHECKSUMS, MARKERS[0], "state", "metadata")  # one of them is there, however damaged the step is
+STEP, QUARANTINED = re.compile(r"0|[1-9][0-9]*"), re.compile(r"([0-9]+)\.damaged(-[0-9]+)?")
+LEFTOVER = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|deleted)")  # of an interrupted save or deletion
+PARTS = (CHECKSUMS, MARKERS[0], "state", "metadata")  # a step contains at least one of them, however damaged it is
 
 
 def check_path(folder: Path) -> None:
-    """ConfigError for a path that Orbax takes for a pattern: it would save there, and find nothing of it again."""
+    """Raise ConfigError for a path that Orbax takes for a pattern: it would save there, but not find it again."""
     if set("*?[") & set(str(folder)):
         raise ConfigError(f"{folder}: Orbax takes a path with *, ? or [ for a pattern; use a folder without them.")
 
 
 def find_steps(path: str | Path) -> list[Path]:
-    """Folders of the steps at `path`, oldest first; those that were set aside as damaged stand after them.
+    """Folders of the steps at `path`, oldest first, followed by quarantined ones.
 
-    `path` is a run folder, a folder of checkpoints, or the folder of one step. ConfigError where it is none of these.
+    `path` is a run folder, a folder of checkpoints, or the folder of one step. Raises ConfigError for anything else.
     """
     path = Path(path).expanduser().absolute()
     if _is_step(path):
@@ -31,10 +31,10 @@ def find_steps(path: str | Path) -> list[Path]:
         found = [entry for entry in folder.iterdir() if _is_step(entry)] if folder.is_dir() else []
         if found:
             return sorted(found, key=lambda step: (not STEP.fullmatch(step.name), step_number(step), step.name))
-    what = "holds no checkpoint" if path.is_dir() else "is no folder"
+    what = "contains no checkpoint" if path.is_dir() else "is not a folder"
     unfinished = [one.name for folder in (path / CHECKPOINTS, path) for one in find_leftovers(folder)]
-    what += f" (but {', '.join(unfinished)}, of a save under way or cut off)" if unfinished else ""
-    raise ConfigError(f"{path} {what}; name a run folder, its {CHECKPOINTS}/, or one step in there")
+    what += f" (only {', '.join(unfinished)}, of a save in progress or interrupted)" if unfinished else ""
+    raise ConfigError(f"{path} {what}; pass a run folder, its {CHECKPOINTS}/, or the folder of one step")
 
 
 def find_step(path: str | Path, step: int | None = None) -> Path:
@@ -44,7 +44,7 @@ def find_step(path: str | Path, step: int | None = None) -> Path:
         return steps[0]
     committed = {step_number(one): one for one in steps if STEP.fullmatch(one.name)}
     if not committed:
-        raise ConfigError(f"{path} holds none but damaged checkpoints: {', '.join(one.name for one in steps)}")
+        raise ConfigError(f"{path} contains only damaged checkpoints: {', '.join(one.name for one in steps)}")
     if step is None:
         return committed[max(committed)]
     if step not in committed:
@@ -53,9 +53,9 @@ def find_step(path: str | Path, step: int | None = None) -> Path:
 
 
 def find_valid(path: str | Path, step: int | None = None) -> tuple[Path, dict[Path, list[str]]]:
-    """As `find_step`, of those whose every byte is as it was saved; and the newer ones that were passed over for it.
+    """The folder of `step`, or of the newest valid step, and the problems of newer damaged ones that were skipped.
 
-    A CheckpointCorruptedError where the one that is asked for is damaged, or all are.
+    Compares every byte with its checksum. Raises CheckpointCorruptedError if `step`, or every step, is damaged.
     """
     chosen = find_step(path, step)
     older = [one for one in find_steps(path) if STEP.fullmatch(one.name) and step_number(one) < step_number(chosen)]
@@ -63,31 +63,31 @@ def find_valid(path: str | Path, step: int | None = None) -> tuple[Path, dict[Pa
     for one in [chosen, *reversed(older if step is None else [])]:
         if not (problems := find_damage(one)):
             return one, damaged
-        if one.is_dir():  # else a run has deleted it meanwhile
+        if one.is_dir():  # otherwise a run has deleted it meanwhile
             damaged[one] = problems
     if not damaged:
-        raise ConfigError(f"{path} holds no checkpoint any more")
+        raise ConfigError(f"{path} no longer contains a checkpoint")
     raise CheckpointCorruptedError(_damage_lines(damaged))
 
 
 def find_leftovers(folder: Path) -> list[Path]:
-    """What saves and deletions that are under way, or were cut off, have left there."""
+    """Files of saves and deletions in progress or interrupted."""
     return sorted(entry for entry in folder.iterdir() if LEFTOVER.fullmatch(entry.name)) if folder.is_dir() else []
 
 
 def check_whole(step: Path) -> None:
-    """CheckpointCorruptedError if any byte of a step is not as it was saved."""
+    """Raise CheckpointCorruptedError if a byte of a step is not as it was saved."""
     if problems := find_damage(step):
         raise CheckpointCorruptedError(_damage_lines({step: problems}))
 
 
 def step_number(step: Path) -> int:
-    """Of a step's folder: 20 of "20" and of "20.damaged"."""
+    """The number in the name of a step's folder: 20 for "20" and for "20.damaged"."""
     return int(step.name.partition(".")[0])
 
 
 def _is_step(path: Path) -> bool:
-    named = STEP.fullmatch(path.name) or SET_ASIDE.fullmatch(path.name)
+    named = STEP.fullmatch(path.name) or QUARANTINED.fullmatch(path.name)
     return bool(named) and any((path / part).exists() for part in PARTS)
 
 

@@ -1,4 +1,4 @@
-"""The tree on disk: every leaf under its own global path, one array a layer, whatever holds it in memory."""
+"""The tree on disk: every leaf under its global path, one array per layer, whatever its layout in memory."""
 
 import functools
 import math
@@ -17,18 +17,18 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.text import array_text
 from flax_mesh.tree import in_stack, layer_path, named_leaves, owner_of, path_and_start
 
-BATCH_BYTES = 2**30  # of stacks that are put together at a time: what restoring them takes beside the state
+BATCH_BYTES = 2**30  # of stacks assembled at a time: the memory that restoring needs beside the state
 
 
 @dataclass(frozen=True)
 class ArrayShard:
-    """One shard of an array, read when it is needed; `index` and `replica_id` as in `jax.Shard`."""
+    """One shard of an array, read lazily; `index` and `replica_id` as in `jax.Shard`."""
 
     index: tuple[slice, ...]
     replica_id: int
     device: Any
     read: Callable[[], Any]
-    _last: list[Any] = field(default_factory=list)  # weak: what was read last, while somebody has it
+    _last: list[Any] = field(default_factory=list)  # weak reference to the last value read
 
     @property
     def data(self) -> Any:
@@ -40,25 +40,25 @@ class ArrayShard:
 
 
 class ShardedArray:
-    """An array as the shards that this process writes of it: each part of the array once, over all processes.
+    """An array as the shards that this process writes; over all processes each part of the array is written once.
 
-    The layer of a stack is never made as an array over its devices: its shards are cut from those of the stack.
+    A layer of a stack is never materialized as an array over its devices: its shards are slices of the stack's shards.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, sharding: Any, shards: Sequence[ArrayShard]):
         self.shape, self.dtype, self.sharding = shape, dtype, sharding
         self.ndim, self.size, self.itemsize = len(shape), math.prod(shape), dtype.itemsize
         self.global_shards = list(shards)
-        # A process that writes nothing of it has to tell the shape of a shard all the same.
+        # Orbax asks every process for the shape of a shard, even one that writes none.
         shard = jax.ShapeDtypeStruct(sharding.shard_shape(shape), dtype)
         self.addressable_shards = list(shards) or [ArrayShard((), sys.maxsize, None, lambda: shard)]
 
 
 def to_disk(state: Any, layers: Sequence[str], *, on_host: bool = True) -> Iterator[tuple[str, Any]]:
-    """(path on disk, what to write) of every leaf that has a size; random keys as the numbers they are made of.
+    """(path on disk, array to write) of every leaf of nonzero size; random keys as their uint32 data.
 
-    `on_host`: the shards of a stack are copied to the host whole, before any is cut; otherwise every layer is cut on
-    its device when it is read.
+    `on_host`: copy the shards of stacks to the host first and slice them there; otherwise every layer is sliced on its
+    device when it is read.
     """
     named = [(path, jax.random.key_data(x) if is_key(x) else x) for path, x in named_leaves(state)]
     stacks = stacked_paths(named, layers)
@@ -69,7 +69,7 @@ def to_disk(state: Any, layers: Sequence[str], *, on_host: bool = True) -> Itera
                 shard.data.copy_to_host_async()
     for path, leaf in named:
         if 0 in leaf.shape:
-            continue  # holds nothing, and Orbax refuses it
+            continue  # nothing to store, and Orbax refuses it
         if path in stacks:
             yield from zip(stacks[path], _layers(leaf, on_host), strict=True)
         elif hasattr(leaf, "sharding"):
@@ -80,7 +80,7 @@ def to_disk(state: Any, layers: Sequence[str], *, on_host: bool = True) -> Itera
 
 
 def disk_target(named: Sequence[tuple[str, Any]], stacks: Mapping[str, list[str]]) -> dict[str, Any]:
-    """path on disk -> shape, dtype and concrete sharding to restore into, of (path, abstract leaf) pairs."""
+    """Shape, dtype and sharding to restore into, by path on disk, for (path, abstract leaf) pairs."""
     target = {}
     for path, leaf in named:
         if 0 in leaf.shape:
@@ -96,31 +96,31 @@ def disk_target(named: Sequence[tuple[str, Any]], stacks: Mapping[str, list[str]
 def from_disk(
     read: Callable[[list[str]], Mapping[str, Any]], named: Sequence[tuple[str, Any]], stacks: Mapping[str, list[str]]
 ) -> list[Any]:
-    """The arrays that (path, abstract leaf) pairs describe; `read` gives those of some paths on disk.
+    """The arrays for (path, abstract leaf) pairs; `read` returns the arrays at some paths on disk.
 
-    Stacks are put together a few at a time, so that no second copy of all of them ever lies on the devices. What lies
-    on devices of other processes alone is not read: it is an array without a shard here.
+    Stacks are assembled a few at a time, so that the devices never hold a second copy of all of them. An array that is
+    placed only on devices of other processes is not read: here it is an array without shards.
     """
     elsewhere = {path: as_key_data(leaf) for path, leaf in named if _is_elsewhere(leaf)}
-    made = {path: _empty(as_key_data(leaf)) for path, leaf in named if 0 in leaf.shape and path not in elsewhere}
+    arrays = {path: _empty(as_key_data(leaf)) for path, leaf in named if 0 in leaf.shape and path not in elsewhere}
     for path, leaf in elsewhere.items():
-        made[path] = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=leaf.dtype)
-    stacked = {path: as_key_data(leaf) for path, leaf in named if path in stacks and path not in made}
-    whole = made | dict(read([path for path, _ in named if path not in stacks and path not in made]))
+        arrays[path] = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=leaf.dtype)
+    stacked = {path: as_key_data(leaf) for path, leaf in named if path in stacks and path not in arrays}
+    arrays |= dict(read([path for path, _ in named if path not in stacks and path not in arrays]))
     for paths in _batches(stacked):
         found = read([layer for path in paths for layer in stacks[path]])
         split = [[found[layer] for layer in stacks[path]] for path in paths]
-        whole |= zip(paths, _compiled_stack(tuple(stacked[path].sharding for path in paths))(split), strict=True)
-    return [as_key(whole[path], leaf) for path, leaf in named]
+        arrays |= zip(paths, _compiled_stack(tuple(stacked[path].sharding for path in paths))(split), strict=True)
+    return [as_key(arrays[path], leaf) for path, leaf in named]
 
 
 def stacked_paths(named: Sequence[tuple[str, Any]], layers: Sequence[str]) -> dict[str, list[str]]:
-    """Path of every leaf of a scanned stack -> its paths on disk, one a layer; optimizer leaves follow their owner."""
+    """Paths on disk of every leaf of a scanned stack, one per layer; optimizer leaves follow their parameter."""
     has_parts = all(path.startswith(("model/", "optimizer/")) for path, _ in named)
-    whole = [path_and_start(path) for path, _ in named]
-    parameters = {path.removeprefix("model/") for path, _ in whole if path.startswith("model/") or not has_parts}
+    bases = [path_and_start(path) for path, _ in named]
+    parameters = {path.removeprefix("model/") for path, _ in bases if path.startswith("model/") or not has_parts}
     found = {}
-    for (path, leaf), (base, start) in zip(named, whole, strict=True):
+    for (path, leaf), (base, start) in zip(named, bases, strict=True):
         owner = owner_of(base, parameters)
         stack = in_stack(owner, layers) if owner else None
         if owner and stack and leaf.shape:
@@ -132,19 +132,21 @@ def stacked_paths(named: Sequence[tuple[str, Any]], layers: Sequence[str]) -> di
 def check_same(
     target: Mapping[str, Any], stored: Mapping[str, Any], what: str, *, cast: bool = False, repair: str = ""
 ) -> None:
-    """Raise one ConfigError with every path on which two trees of arrays differ; `cast`: float dtypes may."""
+    """Raise one ConfigError that lists every path on which two trees differ; with `cast` float dtypes may differ."""
     problems = [f"  {path}: only in the model, {array_text(target[path])}" for path in target.keys() - stored.keys()]
     problems += [f"  {p}: only in the checkpoint, {array_text(stored[p])}" for p in stored.keys() - target.keys()]
     for path in target.keys() & stored.keys():
         if not fits(stored[path], target[path], cast=cast):
             problems.append(f"  {path}: checkpoint {array_text(stored[path])}, model {array_text(target[path])}")
     if problems:
-        head = f"{what} is of another model ({len(problems)} of {len(target.keys() | stored.keys())} leaves differ):"
+        head = (
+            f"{what} does not match the model ({len(problems)} of {len(target.keys() | stored.keys())} leaves differ):"
+        )
         raise ConfigError([head, *sorted(problems), *([f"  {repair}"] if repair else [])])
 
 
 def fits(stored: Any, target: Any, *, cast: bool) -> bool:
-    """Whether `stored` can be restored as `target`: the same shape, and the same dtype, or with `cast` two floats."""
+    """Whether `stored` can be restored as `target`: equal shapes, and equal dtypes or (`cast`) two float dtypes."""
     floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (stored, target))
     return tuple(stored.shape) == tuple(target.shape) and (stored.dtype == target.dtype or (cast and floats))
 
@@ -154,7 +156,7 @@ def is_key(leaf: Any) -> bool:
 
 
 def as_key_data(abstract: Any) -> Any:
-    """Random keys lie on disk as the numbers they are made of: uint32, with one more dim."""
+    """Random keys are stored as their data: uint32, with one more dim."""
     if not is_key(abstract):
         return abstract
     data, sharding = jax.eval_shape(jax.random.key_data, abstract), abstract.sharding
@@ -163,7 +165,7 @@ def as_key_data(abstract: Any) -> Any:
 
 
 def as_key(data: Any, abstract: Any) -> Any:
-    """`data` as the random keys that `abstract` describes; anything else as it is."""
+    """`data` wrapped as random keys if `abstract` is a key array, else unchanged."""
     if not is_key(abstract):
         return data
     name = str(abstract.dtype).removeprefix("key<").removesuffix(">")  # as JAX prints a key type: key<fry>
@@ -178,7 +180,7 @@ def _is_elsewhere(abstract: Any) -> bool:
 
 
 def _empty(abstract: Any) -> Any:
-    """The array of no size that `abstract` describes; none lies on disk."""
+    """An array of size zero; none is stored on disk."""
     sharding = getattr(abstract, "sharding", None)
     if sharding is None:
         return jnp.zeros(abstract.shape, abstract.dtype)
@@ -187,7 +189,7 @@ def _empty(abstract: Any) -> Any:
 
 
 def _written_shards(leaf: Any) -> list[Any]:
-    """The shards of this process that it writes: of equal ones, on several devices, the first."""
+    """The shards that this process writes: one replica of each."""
     return [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
 
 
@@ -209,12 +211,12 @@ def _layers(stack: Any, on_host: bool) -> Iterator[ShardedArray]:
 
 
 def _cut(data: Any, i: int) -> Any:
-    """Layer `i` of one shard of a stack, on the host if the shard is."""
+    """Layer `i` of one shard of a stack, on the host if the shard is on the host."""
     return jax.device_put(data[i], _host()) if isinstance(data, np.ndarray) else data[i]
 
 
 def _host() -> Any:
-    """A CPU device, as which Orbax takes what is on the host; None where JAX was started without any."""
+    """A CPU device, through which Orbax accepts arrays on the host; None if JAX has no CPU backend."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:
@@ -229,7 +231,7 @@ def _layer_sharding(stack: Any) -> Any:
 
 
 def _batches(stacks: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Paths in groups of one mesh, no program running on those of several pipeline groups, and of limited bytes."""
+    """Paths in batches of limited bytes, each on one mesh: a program cannot run on several pipeline groups."""
     groups: dict[Any, list[str]] = {}
     for path, leaf in stacks.items():
         groups.setdefault(getattr(leaf.sharding, "mesh", None), []).append(path)

@@ -1,8 +1,8 @@
-"""What flax_mesh adds to Orbax. The one file that imports it at its head, and that nobody imports at theirs.
+"""Additions to Orbax. The only file that imports it at module level; other files import this one inside functions.
 
-Three things differ from what Orbax does by itself: a leaf is a `ShardedArray`, which need not be an array over devices;
-a step gets its checksums before it is committed; and processes meet where `meet` says. Orbax's own barriers know of no
-failure: those who wait in one for a process that could not write would wait for many minutes.
+Three things differ from Orbax's defaults: a leaf is a `ShardedArray`, which need not be an array over devices; a step
+gets its checksums before it is committed; and processes synchronize through `meet`. Orbax's own barriers do not
+propagate failures: if one process cannot write, the others would wait in a barrier for many minutes.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ from flax_mesh.errors import CheckpointCorruptedError
 from flax_mesh.tree import named_leaves, nest
 
 STATE, METADATA = "state", "metadata"  # the two items of a step
-PART = "checksums.process_{}.json"  # of the files that one process of several has written; gone in the end
-STEP_FILES = 10  # more than Orbax writes beside the two items
-# Tensorstore raises ValueError for most of what goes wrong with files, Orbax RuntimeError and TimeoutError.
+PART = "checksums.process_{}.json"  # of the files written by one process of several; removed before the commit
+STEP_FILES = 10  # upper bound on the files that Orbax writes beside the two items
+# Tensorstore raises ValueError for most file errors, Orbax RuntimeError and TimeoutError.
 STORAGE_ERRORS = (OSError, RuntimeError, TypeError, ValueError)
 
 
@@ -38,7 +38,7 @@ class _StepArgs(ocp.args.Composite):
 
 
 class _State(ocp.PyTreeCheckpointHandler):
-    """Writes nothing before `meet("folders")`: process 0 has made them by then."""
+    """Writes nothing before `meet("folders")`, when process 0 has created the folders."""
 
     def __init__(self, meet: Callable[[str], None], **options: Any):
         super().__init__(**options)
@@ -50,22 +50,23 @@ class _State(ocp.PyTreeCheckpointHandler):
         return await super().async_save(directory, *args, **kwargs)
 
     def write_part(self) -> None:
-        """Checksums of what this process has written: process 0 need not read it all."""
+        """Write the checksums of the files of this process, so that process 0 need not read all files."""
         process = jax.process_index()
         write_part(self._folder.parent / PART.format(process), self._folder, f"ocdbt.process_{process}", STATE)
 
 
-@ocp.args.register_with_handler(_State, for_save=True, for_restore=True)  # both must be there
+@ocp.args.register_with_handler(_State, for_save=True, for_restore=True)  # Orbax requires both
 class _StateArgs(ocp.args.PyTreeSave):
     pass
 
 
 class Storage:
-    """Steps written and read by Orbax; each is one ordinary checkpoint of Orbax, of an item "state" and one of JSON.
+    """Writes steps with Orbax: each is an ordinary Orbax checkpoint with an item "state" and a JSON item "metadata".
 
-    `host_bytes`: how much of the state may be on the host at a time; None for no limit. Orbax goes array by array, and
-    has one lot on the host while the next one comes: each gets half. `meet(phase)` returns once all processes have come
-    to the end of a phase: "folders" in the thread that saves; "files", then "commit" in the background, of several.
+    `host_bytes` limits the bytes of the state on the host at a time; None for no limit. Orbax copies the next arrays to
+    the host while it writes the previous ones, so each of the two gets half. `meet(phase)` returns once all processes
+    have reached the end of a phase: "folders" in the thread that saves; with several processes also "files" and
+    "commit", in the background.
     """
 
     def __init__(self, *, compress: bool, host_bytes: int | None, meet: Callable[[str], None]):
@@ -73,13 +74,13 @@ class Storage:
             state.write_part()
             meet("files")
 
-        # Each process alone, in Orbax's eyes: it has no barriers then but the two that it asks `barrier_sync_fn` for.
+        # For Orbax each process is the only one: its barriers are then the two that call `barrier_sync_fn`.
         together = ocp.options.MultiprocessingOptions(primary_host=0, active_processes={jax.process_index()})
         in_background = ocp.options.AsyncOptions(
             barrier_sync_fn=lambda key, timeout_ms: (
                 files_written() if "async_write_complete" in key else meet("commit")
             ),
-            # Where a folder cannot be made in the background, threads that wait for it keep the process for minutes.
+            # If a folder cannot be created in the background, threads that wait for it run on for minutes.
             create_directories_asynchronously=False,
         )
         state = _State(
@@ -101,7 +102,7 @@ class Storage:
         )
 
     def save(self, step: Path, arrays: Any, metadata: dict[str, Any]) -> None:
-        """Start to write; returns once what is in memory may change."""
+        """Start writing; returns once the arrays in memory may change."""
         args = {STATE: _StateArgs(nest(arrays)), METADATA: ocp.args.JsonSave(metadata)}
         self._orbax.save(step, args=_StepArgs(**args))
 
@@ -112,7 +113,7 @@ class Storage:
         self._orbax.close()
 
     def abandon(self) -> None:
-        """As `close`, after a save that failed: its error has been told, and Orbax has one more for every file."""
+        """`close` after a failed save. Its error was reported already, and Orbax raises another one for every file."""
         for _ in range(STEP_FILES):
             with contextlib.suppress(*STORAGE_ERRORS):
                 return self._orbax.close()
@@ -123,12 +124,12 @@ def read_metadata(step: Path) -> dict[str, Any]:
 
 
 def stored_arrays(step: Path) -> dict[str, Any]:
-    """path on disk -> shape and dtype; reads no array. CheckpointCorruptedError where a file it reads is damaged."""
-    # Orbax asks for all arrays at once, and of a damaged index every answer but the first ends in a traceback.
+    """Shape and dtype by path on disk; reads no array. Raises CheckpointCorruptedError if the index is damaged."""
+    # Orbax requests all arrays at once; with a damaged index it prints a traceback for every request but the first.
     if problems := find_damage(step, _is_index):
         found = [f"  {problem}" for problem in problems]
         raise CheckpointCorruptedError(
-            [f"{step}: its tree cannot be read:", *found, "flax-mesh checkpoint verify tells what else is damaged"]
+            [f"{step}: its tree cannot be read:", *found, "flax-mesh checkpoint verify reports all damage"]
         )
     return dict(named_leaves(ocp.PyTreeCheckpointHandler().metadata(_path(step / STATE)).tree))
 
@@ -138,7 +139,7 @@ def _is_index(name: str) -> bool:
 
 
 def read_arrays(step: Path, target: dict[str, Any]) -> dict[str, Any]:
-    """path on disk -> array, of the paths in `target`, laid out and cast as it says."""
+    """The arrays at the paths of `target`, with its shardings and dtypes."""
     item = nest(target.items())
     args = ocp.args.PyTreeRestore(
         item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
@@ -147,15 +148,15 @@ def read_arrays(step: Path, target: dict[str, Any]) -> dict[str, Any]:
 
 
 def _path(path: Path) -> Any:
-    return path  # Orbax asks for a class of its own, and takes this
+    return path  # annotated as a class of Orbax, which accepts any path
 
 
 def deferred() -> Any:
-    """A callback for Orbax by which arrays are brought to the host in turn, as `save_device_host_concurrent_gb` allows.
+    """A callback that makes Orbax copy arrays to the host in turn, within `save_device_host_concurrent_gb`.
 
-    Orbax limits only the arrays that it is told to defer, and does nothing with its own `is_prioritized_key_fn`. It has
-    no public name for this: the one private name of Orbax in flax_mesh (tested with 0.12.8). Where it has moved, saving
-    with `host_bytes` is an ImportError; saving without, and all reading, goes on.
+    Orbax applies that limit only to deferred arrays, and ignores its own `is_prioritized_key_fn`. There is no public
+    name for this: it is the only private name of Orbax in flax_mesh (tested with 0.12.8). If a release moves it, saving
+    with `host_bytes` raises ImportError; saving without it and reading still work.
     """
     from orbax.checkpoint._src.serialization import types
 
@@ -168,7 +169,7 @@ def deferred() -> Any:
 
 def _type_handlers(*, in_turn: bool) -> Any:
     handlers = ocp.type_handlers
-    # Each part is written by one device only: a `ShardedArray` knows no others.
+    # Each part is written by one device: a `ShardedArray` contains no replicas.
     arrays = handlers.ArrayHandler(use_replica_parallel=False, callback=deferred() if in_turn else None)
     kinds = [
         (kind, arrays if kind is jax.Array else handlers.get_type_handler(kind)) for kind in handlers.supported_types()

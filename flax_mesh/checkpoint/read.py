@@ -1,7 +1,7 @@
-"""What a checkpoint holds, as plain data: size, date, damage, metrics, tree. Nothing is changed there.
+"""Reads the contents of a checkpoint as plain data: size, date, damage, metrics, tree. Changes no files.
 
-Nothing read from a checkpoint is trusted: what has not the form that is written becomes empty, and no name from it is
-used as a path. `plain` makes it fit to be shown.
+A checkpoint is untrusted input: metadata of another form than the written one is read as empty, and no name in it is
+used as a path. `plain` makes text safe to print.
 """
 
 import json
@@ -21,11 +21,11 @@ from flax_mesh.checkpoint.find import STEP, step_number
 from flax_mesh.errors import CheckpointCorruptedError
 
 MOST = sys.float_info.max
-UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)  # what bad JSON leads to
+UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)  # raised for invalid metadata
 
 
 class Array(NamedTuple):
-    """One array of a checkpoint; `split` as the metadata tells it, "" where it does not."""
+    """One array of a checkpoint; `split` is how the metadata says it was sharded, "" if unknown."""
 
     path: str
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class Array(NamedTuple):
 
 
 def step_data(step: Path, *, verify: bool) -> dict[str, Any]:
-    """Name, size, date, metrics and mesh of a step (None: unknown), and the problems of its files (None: unread)."""
+    """Name, size, date, metrics and mesh of a step (None: unknown), and the problems of its files (None: not read)."""
     record = read_record(step)
     count, size = folder_size(step)
     return {
@@ -59,7 +59,7 @@ def step_data(step: Path, *, verify: bool) -> dict[str, Any]:
 
 
 def read_record(step: Path) -> dict[str, Any]:
-    """What was saved beside the state, by section; a section that is not there, or is no section, is empty."""
+    """The metadata of a step by section; a section that is missing or invalid is empty."""
     from flax_mesh.checkpoint.orbax import read_metadata
 
     try:
@@ -75,7 +75,7 @@ def read_record(step: Path) -> dict[str, Any]:
 
 
 def read_tree(step: Path, record: Mapping[str, Any]) -> dict[str, Array]:
-    """path -> array of a step, none of which is read. CheckpointCorruptedError where the tree cannot be read."""
+    """Shapes and dtypes of a step by path; reads no array. CheckpointCorruptedError if the tree is unreadable."""
     from flax_mesh.checkpoint.orbax import stored_arrays
 
     try:
@@ -89,7 +89,7 @@ def read_tree(step: Path, record: Mapping[str, Any]) -> dict[str, Array]:
         reason = " ".join(str(error).split())[:200]
         raise CheckpointCorruptedError(
             f"{step}: its tree cannot be read ({type(error).__name__}: {reason}); "
-            f"flax-mesh checkpoint verify tells what is damaged"
+            "flax-mesh checkpoint verify reports all damage"
         ) from error
 
 
@@ -103,7 +103,7 @@ def mesh_of(record: Mapping[str, Any]) -> dict[str, int]:
 
 
 def saved_at(step: Path) -> str | None:
-    """When a step was committed, as ISO 8601 in UTC."""
+    """Time of the commit as ISO 8601 in UTC, None if unknown."""
     try:
         nanoseconds = json.loads((step / MARKERS[0]).read_bytes())["commit_timestamp_nsecs"]
         return datetime.fromtimestamp(nanoseconds / 1e9, UTC).isoformat(timespec="seconds")
@@ -112,22 +112,22 @@ def saved_at(step: Path) -> str | None:
 
 
 def folder_size(folder: Path) -> tuple[int, int]:
-    """(number of files, bytes) below a folder; links count for themselves."""
+    """(number of files, bytes) below a folder; links are not followed."""
     sizes = []
     for parent, _, names in os.walk(folder):
         for name in names:
-            with suppress(FileNotFoundError):  # a run may be at work there
+            with suppress(FileNotFoundError):  # a run may be deleting files
                 sizes.append((Path(parent) / name).lstat().st_size)
     return len(sizes), sum(sizes)
 
 
 def plain(text: str) -> str:
-    """`text` on one line and without what a terminal would obey: such characters as they are written in Python."""
+    """`text` on one line, with control characters escaped as in Python source."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def finite(value: Any) -> Any:
-    """`value` as all readers of JSON know it: numbers that no float can hold are null."""
+    """`value` as portable JSON: numbers that no float can represent become null."""
     if isinstance(value, dict):
         return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Which checkpoints stay."""
+"""Which checkpoints are retained."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """The `newest` checkpoints, the `best` by a metric (lower is better), and those whose step `every` divides.
+    """Retains the `newest` checkpoints, the `best` by a metric (lower is better), and every step divisible by `every`.
 
-    A checkpoint that any of the three asks for stays, and so does the newest. `newest=None` keeps all.
+    A checkpoint is retained if any of the three selects it. The newest always is. `newest=None` retains all.
     """
 
     newest: int | None = 3
@@ -27,12 +27,12 @@ class RetentionPolicy:
             raise ValueError("; ".join(problems))
 
     def steps(self, steps: Collection[int], metrics: Mapping[int, float]) -> set[int]:
-        """Those of `steps` that stay; steps without a metric, or with NaN, are no candidates for the best."""
+        """The retained ones of `steps`; steps without a metric, or with NaN, are not candidates for the best."""
         if self.newest is None or not steps:
             return set(steps)
         order = sorted(steps)
         ranked = [step for step in order if not math.isnan(metrics.get(step, math.nan))]
-        # Of equally good ones the later: it has been trained for longer.
+        # Of equally good ones the later, which was trained for longer.
         ranked.sort(key=lambda step: (metrics[step], -step))
         stay = {*order[-self.newest :], *ranked[: self.best]}
         return stay | {step for step in order if self.every and step % self.every == 0}

@@ -1,4 +1,4 @@
-"""Scanned stacks of layers that no `layers` names: found before they are saved as one array for all layers."""
+"""Finds scanned stacks of layers that `layers` does not name, before they are saved as one array for all layers."""
 
 from collections.abc import Collection, Sequence
 from itertools import accumulate
@@ -13,7 +13,7 @@ from flax_mesh.text import array_text
 from flax_mesh.tree import in_stack, named_leaves, path_and_start, path_of
 
 MODEL = "model/"
-# Layers of Flax -> number of dims of their variables. One dim more is that of nnx.vmap or nnx.scan.
+# Number of dims of the variables of Flax's layers. One dim more is the layer dim of nnx.vmap or nnx.scan.
 DIMS: dict[type[nnx.Module], dict[str, int]] = {
     nnx.Linear: {"kernel": 2, "bias": 1},
     nnx.Embed: {"embedding": 2},
@@ -26,8 +26,8 @@ DIMS: dict[type[nnx.Module], dict[str, int]] = {
 def check_stacks_are_named(state: Any, layers: Sequence[str]) -> None:
     """Raise one ConfigError that lists the arrays of all stacks that `layers` does not name.
 
-    Certain ones only: the chunks of a stack in a pipeline and, of a TrainState, whose modules are known, layers of
-    Flax with one dim more than their class makes.
+    Finds only stacks that are certain: the chunks of a stack in a pipeline and, in a TrainState, whose modules are
+    known, Flax layers with one dim more than their class creates.
     """
     named = dict(named_leaves(state.to_nnx() if isinstance(state, TrainState) else state))
     if any(path.startswith(MODEL) for path in named):
@@ -41,37 +41,37 @@ def check_stacks_are_named(state: Any, layers: Sequence[str]) -> None:
     names = list(dict.fromkeys([*layers, *(_stack_of(path, unnamed, named) for path in unnamed)]))
     raise ConfigError(
         [
-            "these arrays hold a stack of layers that is not named, and would be saved as they are, which a model with "
-            "a list of layers cannot restore; nothing was written:",
+            "these arrays are stacks of layers that `layers` does not name. Saved as they are, a model with a list of "
+            "layers could not restore them; nothing was written:",
             *(f"  {path}: {array_text(named[path])}" for path in unnamed),
-            f"  Name the stacks: layers={names} of Checkpointer, or of @partitioned at the class of the model.",
+            f"  Name the stacks: pass layers={names} to Checkpointer, or to @partitioned of the model's class.",
         ]
     )
 
 
 def _stack_of(path: str, unnamed: Collection[str], named: Collection[str]) -> str:
-    """The highest folder of `path` that has nothing in it but arrays of unnamed stacks."""
+    """The topmost folder of `path` that contains only arrays of unnamed stacks."""
     folders = accumulate(dirname(path_and_start(path)[0]).split("/"), "{}/{}".format)
     return next(top for top in folders if all(one in unnamed for one in named if one.startswith(f"{top}/")))
 
 
 def _unnamed_arrays(model: nnx.Module, layers: Sequence[str]) -> set[str]:
-    """Paths of the arrays in stacks that nnx.vmap or nnx.scan has made.
+    """Paths of the arrays in stacks that nnx.vmap or nnx.scan has created.
 
-    A layer of Flax below a list counts for none: a layer of that list may hold a stack of experts. Nor do those of a
-    model that nnx.vmap has made as a whole, such as an ensemble.
+    Flax layers below a list are not counted, since a layer of that list may contain a stack of experts; nor are those
+    of a model that was created by one nnx.vmap, such as an ensemble.
     """
     shapes = {path: leaf.shape for path, leaf in named_leaves(nnx.state(model))}
     tops: set[tuple[str, tuple[int, ...]]] = set()  # (first name of the path, (number of layers,)) of every stack
     unnamed: set[tuple[str, tuple[int, ...]]] = set()  # those that `layers` does not name
-    others = False  # whether some layer of Flax is in no stack
+    others = False  # whether any Flax layer is outside of a stack
     for at, module in nnx.iter_modules(model):
         ranks = {path: rank for name, rank in _ranks(module).items() if (path := path_of((*at, name))) in shapes}
         extra = {(len(shapes[path]) - rank, shapes[path][:1]) for path, rank in ranks.items()}
         dims, size = extra.pop() if len(extra) == 1 else (0, ())
         if dims < 1:
             others |= bool(ranks)
-            shapes |= dict.fromkeys(ranks, ())  # a leading dim of the same size says nothing
+            shapes |= dict.fromkeys(ranks, ())  # a leading dim of the same size is no evidence here
         elif dims == 1 and at and not any(str(name).isdecimal() for name in at):
             tops.add((str(at[0]), size))
             unnamed |= {(str(at[0]), size) for path in ranks if not in_stack(path, layers)}
@@ -80,7 +80,7 @@ def _unnamed_arrays(model: nnx.Module, layers: Sequence[str]) -> set[str]:
 
 
 def _ranks(module: nnx.Module) -> dict[str, int]:
-    """Names of the variables that a layer of Flax makes, with their numbers of dims; none for any other class."""
+    """Names of the variables of a Flax layer, with their numbers of dims; empty for any other class."""
     if type(module) is nnx.Conv:
         return {"kernel": len(module.kernel_size) + 2, "bias": 1}
     return DIMS.get(type(module), {})

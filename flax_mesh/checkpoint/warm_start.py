@@ -1,4 +1,4 @@
-"""A warm start: as much of a state as a checkpoint of a similar model holds, and a report of what it did not."""
+"""Partial restore: the arrays that a checkpoint and a state have in common, with a report of all others."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,16 +12,21 @@ from flax_mesh.text import array_text
 
 @dataclass(frozen=True)
 class RestoreReport:
-    """What a warm start did, by paths on disk."""
+    """The result of `Checkpointer.restore_partial`, by paths on disk.
 
-    filled: tuple[str, ...]
-    kept: Mapping[str, str]  # path of the state -> why it keeps its value
-    unused: tuple[str, ...]  # only in the checkpoint
+    restored: arrays read from the checkpoint
+    unchanged: path of an array of the state -> why the checkpoint has no value for it
+    unused: arrays that only the checkpoint contains
+    """
+
+    restored: tuple[str, ...]
+    unchanged: Mapping[str, str]
+    unused: tuple[str, ...]
 
     def __str__(self) -> str:
-        lines = [f"filled {len(self.filled)} arrays, {len(self.kept)} keep their values, {len(self.unused)} unused"]
-        lines += [f"  kept {path}: {why}" for path, why in self.kept.items()]
-        return "\n".join([*lines, *(f"  unused {path}" for path in self.unused)])
+        counts = f"{len(self.restored)} arrays, {len(self.unchanged)} unchanged, {len(self.unused)} unused"
+        lines = [f"  unchanged {path}: {why}" for path, why in self.unchanged.items()]
+        return "\n".join([f"restored {counts}", *lines, *(f"  unused {path}" for path in self.unused)])
 
 
 def restore_partial(
@@ -32,32 +37,33 @@ def restore_partial(
     include: str,
     cast: bool,
 ) -> tuple[list[Any], RestoreReport]:
-    """`Checkpointer.restore_partial` of (path, leaf) pairs: leaves as `reader(target)` reads them, or unchanged.
+    """`Checkpointer.restore_partial` on (path, leaf) pairs; `reader(target)` returns a function that reads paths.
 
-    A ConfigError where nothing at all can be filled.
+    Raises ConfigError if no array can be restored.
     """
     stacks = stacked_paths(named, layers)
     target = disk_target(named, stacks)
-    wanted = {path for path in target if re.match(include, path)}
-    kept = {path: why for path in target if path in wanted and (why := _why_kept(stored.get(path), target[path], cast))}
-    for parts in stacks.values():  # a stack is filled whole or not at all
-        if first := next((part for part in parts if part in kept or part not in wanted), None):
-            why = f"{first} of the same stack is {'kept' if first in kept else 'not asked for'}"
-            kept |= {part: why for part in parts if part in wanted and part not in kept}
-    filled = [path for path in target if path in wanted and path not in kept]
-    if not filled:
-        why = [f"  {path}: {reason}" for path, reason in kept.items()] or [f"  no path starts with {include!r}"]
-        raise ConfigError(["nothing in the checkpoint fits the state:", *why])
-    read = {path: target[path] for path in filled}
+    included = {path for path in target if re.match(include, path)}
+    unchanged = {path: why for path in target if path in included and (why := _mismatch(stored, path, target, cast))}
+    # A stack is one array in memory, so it is restored only if all its layers can be.
+    for parts in stacks.values():
+        if first := next((part for part in parts if part in unchanged or part not in included), None):
+            why = f"{first} of the same stack is {'unchanged' if first in unchanged else 'not included'}"
+            unchanged |= {part: why for part in parts if part in included and part not in unchanged}
+    restored = [path for path in target if path in included and path not in unchanged]
+    if not restored:
+        why = [f"  {path}: {reason}" for path, reason in unchanged.items()] or [f"  no path starts with {include!r}"]
+        raise ConfigError(["no array of the checkpoint matches one of the state:", *why])
+    read = {path: target[path] for path in restored}
     chosen = [(path, leaf) for path, leaf in named if any(part in read for part in stacks.get(path, [path]))]
     values = dict(zip((path for path, _ in chosen), from_disk(reader(read), chosen, stacks), strict=True))
     unused = tuple(path for path in stored if re.match(include, path) and path not in target)
-    return [values.get(path, leaf) for path, leaf in named], RestoreReport(tuple(filled), kept, unused)
+    return [values.get(path, leaf) for path, leaf in named], RestoreReport(tuple(restored), unchanged, unused)
 
 
-def _why_kept(stored: Any, target: Any, cast: bool) -> str:
-    if stored is None:
+def _mismatch(stored: Mapping[str, Any], path: str, target: Mapping[str, Any], cast: bool) -> str:
+    if path not in stored:
         return "not in the checkpoint"
-    if not fits(stored, target, cast=cast):
-        return f"{array_text(stored)} in the checkpoint, {array_text(target)} here"
+    if not fits(stored[path], target[path], cast=cast):
+        return f"checkpoint {array_text(stored[path])}, state {array_text(target[path])}"
     return ""

@@ -1,7 +1,7 @@
-"""Cross-entropy of the next token from hidden states, with or without all logits at a time.
+"""Cross-entropy of the next token from hidden states, with all logits at once or in chunks.
 
-Shape letters: B batch, S sequence, D hidden, V vocab; in chunks: N chunks, G groups of tokens, one for each way in
-which the mesh splits the tokens, C tokens of a group in one chunk.
+Shape letters: B batch, S sequence, D hidden, V vocab; in chunks: N chunks, G groups of tokens, one per shard of
+the tokens on the mesh, C tokens of a group in one chunk.
 """
 
 import math
@@ -27,11 +27,11 @@ def project(x_BSD: jax.Array, weights_DV: jax.Array, axes: PartitionAxis, mode: 
 def cross_entropy(
     x_BSD: jax.Array, weights_DV: jax.Array, targets_BS: jax.Array, *, axes: PartitionAxis, chunk: int = 0
 ) -> jax.Array:
-    """Sum in nats, float32, over the targets that are not below 0.
+    """Sum in nats, float32, over the targets that are not negative.
 
-    With `chunk` above 0 there are logits of at most that many tokens a device at a time, forward and backward, not all;
-    the sum and its gradients are the same to rounding. The gradients are made in the forward pass, so that no logits
-    are computed twice: what stays for the backward pass is that of `x_BSD` and that of `weights_DV`.
+    With `chunk` above 0 only the logits of that many tokens per device exist at a time, forward and backward; sum and
+    gradients are equal up to rounding. The gradients are computed in the forward pass, so that no logits are computed
+    twice: the residuals are the gradients of `x_BSD` and `weights_DV`.
     """
     if chunk:
         return _chunked(*_in_chunks(x_BSD, weights_DV, targets_BS, chunk, axes))
@@ -39,15 +39,15 @@ def cross_entropy(
 
 
 class LossLayout(NamedTuple):
-    """Mesh axes that split tokens and vocabulary, none without a mesh."""
+    """Mesh axes that split tokens and vocabulary; empty without a mesh."""
 
     tokens: tuple[str, ...] = ()
     vocab: tuple[str, ...] = ()
 
 
 def _losses(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of each token the loss, 0 without a target, and the logsumexp; which logit is the target's, (..., V)."""
-    # A masked sum, not a gather: it stays on the shards of a vocabulary that is split over tp.
+    """Loss (0 without a target) and logsumexp of each token, and a mask (..., V) of the target's logit."""
+    # A masked sum instead of a gather stays local to the shards of a vocabulary that is split over tp.
     is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
     lse = jax.nn.logsumexp(logits, axis=-1)
     loss = lse - jnp.sum(logits, axis=-1, where=is_target)
@@ -57,30 +57,30 @@ def _losses(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array
 def _in_chunks(
     x_BSD: jax.Array, weights_DV: jax.Array, targets_BS: jax.Array, chunk: int, axes: PartitionAxis
 ) -> tuple[jax.Array, jax.Array, jax.Array, LossLayout]:
-    """Arguments of `_chunked`: x (N, G, C, D), whole columns of the weights, targets (N, G, C), and how they lie."""
+    """Arguments of `_chunked`: x (N, G, C, D), weights gathered over D, targets (N, G, C), and their layout."""
     batch, sequence, vocab = _split_axes(axes, x_BSD.shape)
-    layout, ways = LossLayout(batch[0] + sequence[0], vocab[0]), (batch[1], sequence[1])
+    layout, shards = LossLayout(batch[0] + sequence[0], vocab[0]), (batch[1], sequence[1])
 
-    def cut(a: jax.Array, fill: int) -> jax.Array:
-        (b, s), rest = ways, a.shape[2:]
+    def in_chunks(a: jax.Array, padding: int) -> jax.Array:
+        (b, s), rest = shards, a.shape[2:]
         a = a.reshape(b, a.shape[0] // b, s, a.shape[1] // s, *rest)
         a = jnp.swapaxes(a, 1, 2).reshape(b * s, -1, *rest)
         tokens = a.shape[1]
-        size = math.ceil(tokens / math.ceil(tokens / chunk))  # chunks of one size, and little to fill up
-        a = jnp.pad(a, [(0, 0), (0, -tokens % size), *[(0, 0)] * len(rest)], constant_values=fill)
+        size = math.ceil(tokens / math.ceil(tokens / chunk))  # equal chunks with little padding
+        a = jnp.pad(a, [(0, 0), (0, -tokens % size), *[(0, 0)] * len(rest)], constant_values=padding)
         a = jnp.swapaxes(a.reshape(b * s, -1, size, *rest), 0, 1)
-        return _lay(a, None, layout.tokens)
+        return _constrain(a, None, layout.tokens)
 
-    return cut(x_BSD, 0), _lay(weights_DV, None, layout.vocab), cut(targets_BS, -1), layout
+    return in_chunks(x_BSD, 0), _constrain(weights_DV, None, layout.vocab), in_chunks(targets_BS, -1), layout
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _chunked(x_NGCD: jax.Array, weights_DV: jax.Array, targets_NGC: jax.Array, layout: LossLayout) -> jax.Array:
     def add(sum_G: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         loss_GC = _losses(_logits(part[0], weights_DV, layout), part[1])[0]
-        return sum_G + _lay(jnp.sum(loss_GC, axis=-1), layout.tokens), None
+        return sum_G + _constrain(jnp.sum(loss_GC, axis=-1), layout.tokens), None
 
-    sum_G = _lay(jnp.zeros(x_NGCD.shape[1], jnp.float32), layout.tokens)
+    sum_G = _constrain(jnp.zeros(x_NGCD.shape[1], jnp.float32), layout.tokens)
     return jnp.sum(jax.lax.scan(add, sum_G, (x_NGCD, targets_NGC))[0])
 
 
@@ -93,18 +93,18 @@ def _forward(x_NGCD: jax.Array, weights_DV: jax.Array, targets_NGC: jax.Array, l
         d_GCV = jnp.where((targets_GC >= 0)[..., None], jnp.exp(logits_GCV - lse_GC[..., None]) - is_target_GCV, 0)
         d_GCV = d_GCV.astype(x_GCD.dtype)
         dx_GCD = jnp.einsum("gcv,dv->gcd", d_GCV, weights_DV, preferred_element_type=jnp.float32)
-        dx_GCD = _lay(dx_GCD.astype(x_GCD.dtype), layout.tokens)
-        # Each group sums its own tokens, and the mesh is summed over once, at the end, not once a chunk.
+        dx_GCD = _constrain(dx_GCD.astype(x_GCD.dtype), layout.tokens)
+        # Each group sums over its own tokens; one all-reduce at the end instead of one per chunk.
         dw_GDV += jnp.einsum("gcd,gcv->gdv", x_GCD, d_GCV, preferred_element_type=jnp.float32)
-        dw_GDV = _lay(dw_GDV, layout.tokens, None, layout.vocab)
+        dw_GDV = _constrain(dw_GDV, layout.tokens, None, layout.vocab)
         dx_NGCD = jax.lax.dynamic_update_index_in_dim(dx_NGCD, dx_GCD, n, 0)
-        return n + 1, sum_G + _lay(jnp.sum(loss_GC, axis=-1), layout.tokens), dx_NGCD, dw_GDV
+        return n + 1, sum_G + _constrain(jnp.sum(loss_GC, axis=-1), layout.tokens), dx_NGCD, dw_GDV
 
     num_chunks, groups = x_NGCD.shape[:2]
-    dw_GDV = _lay(jnp.zeros((groups, *weights_DV.shape), jnp.float32), layout.tokens, None, layout.vocab)
-    sum_G = _lay(jnp.zeros(groups, jnp.float32), layout.tokens)
+    dw_GDV = _constrain(jnp.zeros((groups, *weights_DV.shape), jnp.float32), layout.tokens, None, layout.vocab)
+    sum_G = _constrain(jnp.zeros(groups, jnp.float32), layout.tokens)
     start = (jnp.int32(0), sum_G, jnp.zeros_like(x_NGCD), dw_GDV)
-    # Not a scan: a pipeline that wants the gradients of the weights later would cut it in two, with all logits between.
+    # Not a scan: a pipeline that delays the weight gradients would split it in two, with all logits as residuals.
     _, sum_G, dx_NGCD, dw_GDV = jax.lax.while_loop(lambda carry: carry[0] < num_chunks, add, start)
     return jnp.sum(sum_G), (dx_NGCD, jnp.sum(dw_GDV, axis=0).astype(weights_DV.dtype))
 
@@ -118,11 +118,11 @@ _chunked.defvjp(_forward, _backward)
 
 def _logits(x_GCD: jax.Array, weights_DV: jax.Array, layout: LossLayout) -> jax.Array:
     logits_GCV = jnp.einsum("gcd,dv->gcv", x_GCD, weights_DV, preferred_element_type=jnp.float32)
-    return _lay(logits_GCV, layout.tokens, None, layout.vocab)
+    return _constrain(logits_GCV, layout.tokens, None, layout.vocab)
 
 
 def _split_axes(axes: PartitionAxis, shape: tuple[int, ...]) -> list[tuple[tuple[str, ...], int]]:
-    """(mesh axes, their ways) of batch, sequence and vocab; a dim that does not divide is not split."""
+    """(mesh axes, number of shards) of batch, sequence and vocab; a dim that does not divide is not split."""
     mesh = current_mesh()
     if mesh is None:
         return [((), 1)] * 3
@@ -130,12 +130,12 @@ def _split_axes(axes: PartitionAxis, shape: tuple[int, ...]) -> list[tuple[tuple
     found = []
     for entry, size in zip(axes.resolve(("batch", "sequence", "vocab")), (*shape[:2], None), strict=True):
         names = tuple(name for name in as_tuple(entry) if name in kinds and kinds[name] != AxisType.Manual)
-        ways = math.prod(mesh.shape[name] for name in names)
-        found.append(((), 1) if size is not None and size % ways else (names, ways))
+        shards = math.prod(mesh.shape[name] for name in names)
+        found.append(((), 1) if size is not None and size % shards else (names, shards))
     return found
 
 
-def _lay(x: jax.Array, *dims: tuple[str, ...] | None) -> jax.Array:
+def _constrain(x: jax.Array, *dims: tuple[str, ...] | None) -> jax.Array:
     if current_mesh() is None:
         return x
     return with_sharding_constraint(x, PartitionSpec(*(dim or None for dim in dims)), on_mismatch="drop")

@@ -28,26 +28,27 @@ from flax_mesh.text import axes_text
 
 RunLayer = Callable[..., tuple[jax.Array, Aux]]
 CUDNN_HEAD_DIM = 256  # the most since Hopper; 128 before
-SAME_RESULT = {"changes_result": False}  # fields that change how it is computed, not what
+SAME_RESULT = {"changes_result": False}  # metadata of fields that do not change the result of the computation
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes and choices of a decoder. `dtype` is that of the computation, `param_dtype` that of the parameters.
+    """Sizes and options of a decoder. `dtype` is the dtype of the computation, `param_dtype` of the parameters.
 
-    `attention`: "xla" anywhere, or "cudnn", a fused kernel for GPUs, without scores in memory, in half precision.
+    `attention`: "xla" on any platform, or "cudnn", a fused kernel for GPUs in half precision that does not store the
+    scores.
 
-    `remat` is "none", "full" (recompute every layer in the backward pass), or the name of a policy in
-    `jax.checkpoint_policies` for what is kept; with one of dots, what cuDNN's attention gives is kept too. With `scan`
-    the layers are one stack, run by one loop: shorter to compile; the numbers and the checkpoints are those of the
-    unrolled list. `loss_chunk`: tokens a device whose logits the loss holds at a time, 0 for all
-    (`models.cross_entropy`).
+    `remat`: "none", "full" (recompute every layer in the backward pass), or the name of a policy in
+    `jax.checkpoint_policies`, which selects the residuals to save. Policies that save dots also save the outputs of
+    cuDNN's attention. With `scan` the layers are one stack, run by one loop, which compiles faster; results and
+    checkpoints are those of the unrolled list. `loss_chunk`: the number of tokens per device whose logits the loss
+    computes at a time, 0 for all (`models.cross_entropy`).
 
-    With `num_experts` above 0 every layer has that many MLPs of `mlp_size`, of which each token takes
-    `experts_per_token`. `load_balance_loss` and `router_z_loss` are the coefficients of these losses (`models.moe`).
+    With `num_experts` above 0 every layer has that many MLPs of `mlp_size`, and each token is routed to
+    `experts_per_token` of them. `load_balance_loss` and `router_z_loss` are loss coefficients (`models.moe`).
 
-    `qkv_bias`: queries, keys and values have a bias (Qwen2). `qk_norm`: queries and keys pass an RMSNorm over the head
-    dim, one scale for all heads, before they are rotated (Qwen3). `rope_factor` above 1, with the three settings below
+    `qkv_bias`: queries, keys and values have a bias (Qwen2). `qk_norm`: an RMSNorm over the head dim of queries and
+    keys before the rotation, with one scale for all heads (Qwen3). `rope_factor` above 1 and the three settings after
     it: see `RopeScaling` (Llama 3.1).
     """
 
@@ -77,8 +78,8 @@ class DecoderConfig:
     remat: str = field(default="none", metadata=SAME_RESULT)
     loss_chunk: int = field(default=0, metadata=SAME_RESULT)
     scan: bool = field(default=False, metadata=SAME_RESULT)
-    # Activations between the layers are whole on every tp device (Megatron's layout). Split over tp as well, they cost
-    # an all-gather before each projection: five times the step time for recipes/tiny.py on 8 CPU devices.
+    # Activations between the layers are replicated over tp (Megatron's layout). Split over tp, they would need an
+    # all-gather before each projection: five times the step time for recipes/tiny.py on 8 CPU devices.
     axes: PartitionAxis = field(default=PartitionAxis(hidden_state_axis=None), metadata=SAME_RESULT)
 
     @property
@@ -87,7 +88,7 @@ class DecoderConfig:
         return RopeScaling(self.rope_factor, *frequency_factors, self.rope_original_length)
 
     def dims(self) -> list[tuple[str, str, int]]:
-        """(setting, logical axis, size) of every dim that a mesh may split."""
+        """(setting, logical axis, size) of every dim that a mesh can split."""
         found = [
             ("model.vocab_size", "vocab", self.vocab_size),
             ("model.hidden_size", "embed", self.hidden_size),
@@ -98,7 +99,7 @@ class DecoderConfig:
         return [*found, ("model.num_experts", "experts", self.num_experts)] if self.num_experts else found
 
     def problems(self) -> list[str]:
-        """What is wrong with the values, one line each."""
+        """Invalid values, one line each."""
         found = [
             f"model.{name} must be at least 1, got {getattr(self, name)}"
             for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_size")
@@ -137,20 +138,20 @@ class DecoderConfig:
             )
         if self.remat not in ("none", "full") and not hasattr(jax.checkpoint_policies, self.remat):
             names = ", ".join(n for n in dir(jax.checkpoint_policies) if n.endswith("saveable"))
-            found.append(f"model.remat must be none, full or a policy of jax ({names}), got {self.remat!r}")
+            found.append(f"model.remat must be none, full or a policy of JAX ({names}), got {self.remat!r}")
         return found
 
     def problems_on(self, mesh: Mesh | AbstractMesh) -> list[str]:
-        """What cannot be on this mesh, one line each, besides dims that do not divide over it."""
+        """Options that this mesh does not support, one line each; divisibility of dims is checked elsewhere."""
         if self.attention != "cudnn":
             return []
         found, kinds = [], {d.platform for d in mesh.devices.flat} if isinstance(mesh, Mesh) else set()
         if kinds - {"gpu", "cuda"}:
-            found.append(f"model.attention=cudnn is for GPUs, not for {', '.join(kinds)}; use model.attention=xla")
+            found.append(f"model.attention=cudnn needs GPUs, got {', '.join(kinds)}; use model.attention=xla")
         over = [name for name in self.axes.mesh_axes("query_sequence") if mesh.shape.get(name, 1) > 1]
         if over:
             found.append(
-                "model.attention=cudnn is for whole sequences, not for queries split over "
+                "model.attention=cudnn does not support sequences split over "
                 f"{axes_text(mesh.shape, over)}; use model.attention=xla, or another mesh.shape"
             )
         return found
@@ -162,16 +163,16 @@ class Attention(nnx.Module):
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.config = config
         heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
-        kinds = _kinds(config, rngs)
-        biased: dict[str, Any] = kinds | {"use_bias": config.qkv_bias}
+        options = _linear_options(config, rngs)
+        biased: dict[str, Any] = options | {"use_bias": config.qkv_bias}
         self.q = nnx.LinearGeneral(config.hidden_size, (heads, width), **biased)
         self.k = nnx.LinearGeneral(config.hidden_size, (kv_heads, width), **biased)
         self.v = nnx.LinearGeneral(config.hidden_size, (kv_heads, width), **biased)
         if config.qk_norm:
             self.q_norm = _norm(config, rngs, width)
             self.k_norm = _norm(config, rngs, width)
-        kinds["dot_general"] = dot_float32  # the sum over heads, before it is rounded
-        self.o = nnx.LinearGeneral((heads, width), config.hidden_size, axis=(-2, -1), **kinds)
+        options["dot_general"] = dot_float32  # sums over heads, and over tp, before rounding
+        self.o = nnx.LinearGeneral((heads, width), config.hidden_size, axis=(-2, -1), **options)
 
     def __call__(self, x_BSD: jax.Array, mode: Mode = "train") -> jax.Array:
         axes = self.config.axes
@@ -181,7 +182,7 @@ class Attention(nnx.Module):
         q_BSHC = rotate(q_BSHC, self.config.rope_theta, self.config.rope_scaling)
         k_BSKC = rotate(k_BSKC, self.config.rope_theta, self.config.rope_scaling)
         q_BSHC = constrain(q_BSHC, ("batch", "query_sequence", "heads", "head_dim"), axes=axes, mode=mode)
-        # Each shard of the queries meets all keys: under sequence parallelism keys and values are gathered here.
+        # Every query attends to all keys: under sequence parallelism keys and values are gathered here.
         k_BSKC = constrain(k_BSKC, ("batch", None, "kv_heads", "head_dim"), axes=axes, mode=mode)
         v_BSKC = constrain(self.v(x_BSD), ("batch", None, "kv_heads", "head_dim"), axes=axes, mode=mode)
         y_BSHC = _attend(q_BSHC, k_BSKC, v_BSKC, self.config.attention)
@@ -194,10 +195,10 @@ class MLP(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.config = config
-        kinds = _kinds(config, rngs)
-        self.gate = nnx.LinearGeneral(config.hidden_size, config.mlp_size, **kinds)
-        self.up = nnx.LinearGeneral(config.hidden_size, config.mlp_size, **kinds)
-        self.down = nnx.LinearGeneral(config.mlp_size, config.hidden_size, dot_general=dot_float32, **kinds)
+        options = _linear_options(config, rngs)
+        self.gate = nnx.LinearGeneral(config.hidden_size, config.mlp_size, **options)
+        self.up = nnx.LinearGeneral(config.hidden_size, config.mlp_size, **options)
+        self.down = nnx.LinearGeneral(config.mlp_size, config.hidden_size, dot_general=dot_float32, **options)
 
     def __call__(self, x_BSD: jax.Array, mode: Mode = "train") -> jax.Array:
         h_BSF = jax.nn.silu(self.gate(x_BSD)) * self.up(x_BSD)
@@ -205,7 +206,7 @@ class MLP(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm residual layer, (B, S, D) -> (B, S, D) and what its router did: {} without experts."""
+    """Pre-norm residual layer, (B, S, D) -> (B, S, D) and the statistics of its router, {} without experts."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -219,7 +220,7 @@ class DecoderLayer(nnx.Module):
             self.mlp = MLP(config, rngs=rngs)
 
     def __call__(self, x_BSD: jax.Array, mode: Mode = "train") -> tuple[jax.Array, Aux]:
-        # What the parts give is summed over tp in float32 and rounded here, once: the same on every mesh.
+        # Attention and MLP are summed over tp in float32 and rounded once, here: equal results on every mesh.
         x_BSD = (x_BSD + self.attention(self.attention_norm(x_BSD), mode)).astype(x_BSD.dtype)
         h_BSD = self.mlp_norm(x_BSD)
         y_BSD, aux = self.moe(h_BSD, mode) if self.config.num_experts else (self.mlp(h_BSD, mode), {})
@@ -254,26 +255,26 @@ class Decoder(nnx.Module):
         self.config = config
         self.axes = config.axes
         self.embed = nnx.Embed(config.vocab_size, config.hidden_size, rngs=rngs, **_dtypes(config))
-        # One key a layer, so that a list and a stack of layers start from the same bits.
+        # One key per layer, so that a list and a stack of layers have bitwise equal initial values.
         keys = jax.random.split(rngs.params(), config.num_layers)
         make_layer = lambda key: DecoderLayer(config, rngs=nnx.Rngs(params=key))  # noqa: E731
         self.layers: Any = nnx.vmap(make_layer)(keys) if config.scan else nnx.List([make_layer(key) for key in keys])
         self.norm = _norm(config, rngs)
         if not config.tied:
-            self.head = nnx.LinearGeneral(config.hidden_size, config.vocab_size, **_kinds(config, rngs))
+            self.head = nnx.LinearGeneral(config.hidden_size, config.vocab_size, **_linear_options(config, rngs))
 
     def __call__(self, tokens_BS: jax.Array, mode: Mode = "train") -> jax.Array:
         return self.forward(tokens_BS, mode)[0]
 
     def forward(self, tokens_BS: jax.Array, mode: Mode = "train") -> tuple[jax.Array, Aux]:
-        """Logits, and what the routers did: the dict of `MoE` with a leading layer dim, {} without experts."""
+        """Logits, and the statistics of the routers: the dict of `MoE` with a leading layer dim, {} without experts."""
         x_BSD, weights_DV, aux = self.hidden(tokens_BS, mode)
         return project(x_BSD, weights_DV, self.config.axes, mode), aux
 
     def hidden(self, tokens_BS: jax.Array, mode: Mode = "train") -> tuple[jax.Array, jax.Array, Aux]:
-        """As `forward`, with what the logits are the product of in their place: (B, S, D) and (D, V)."""
+        """As `forward`, but with the two factors of the logits: hidden states (B, S, D) and output weights (D, V)."""
         axes = self.config.axes
-        # The table stays split over the vocabulary: each shard looks up its own rows, and the sum is the lookup.
+        # The table stays split over the vocabulary: each shard looks up its own rows, and a sum combines them.
         table_VD = self.embed.embedding[...].astype(self.config.dtype)
         table_VD = constrain(table_VD, ("vocab", None), axes=axes, mode=mode)
         x_BSD = jnp.take(table_VD, tokens_BS, axis=0)
@@ -292,7 +293,7 @@ class Decoder(nnx.Module):
 
 
 def make_decoder(config: DecoderConfig, rngs: nnx.Rngs) -> Decoder:
-    """The `make_model` of a recipe."""
+    """Make a Decoder; to be used as `make_model` of a recipe."""
     return Decoder(config, rngs=rngs)
 
 
@@ -303,10 +304,10 @@ def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[Any, .
 
         loss_sum = cross-entropy sum + weight * sum over layers of (a load_balance_loss + z router_z_loss)
 
-    with a and z the coefficients of that name in the config, and the values of `router_losses`. Divided by the summed
-    weight of all microbatches it is the mean over microbatches by number of targets, and so are the metrics: the
-    cross-entropy alone, both losses as means over layers, and expert_load_max of the worst layer. Every token is
-    routed and counts for the router, also one without target.
+    with the coefficients a and z of these names in the config, and the values of `router_losses`. Divided by the summed
+    weight of all microbatches it is the mean over microbatches, weighted by their number of targets. The metrics are
+    weighted likewise: the cross-entropy alone, both losses as means over layers, and expert_load_max of the worst
+    layer. Tokens without a target are routed too, and count in the losses of the router.
     """
     x_BSD, weights_DV, aux = model.hidden(batch["inputs"])
     targets_BS, config = batch["targets"], model.config
@@ -324,14 +325,14 @@ def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[Any, .
 
 
 def sample(model: Decoder, prompt: jax.Array, num_tokens: int, key: jax.Array, temperature: float = 0.8) -> jax.Array:
-    """`prompt` (P,) int32 continued by `num_tokens` sampled ids: (P + num_tokens,).
+    """Continue `prompt` (P,) int32 by `num_tokens` sampled ids; returns all (P + num_tokens,) ids.
 
-    Runs the whole model again for every token: meant for a short look at what a run has learned.
+    Runs the model on the full sequence for every token, without a cache: meant for short samples during training.
     """
     start = prompt.shape[0]
     mesh = current_mesh()
     ways = math.prod(mesh.shape.get(name, 1) for name in model.axes.mesh_axes("sequence")) if mesh is not None else 1
-    unit = math.lcm(32, ways)  # the window is split over sp like any sequence
+    unit = math.lcm(32, ways)  # the window must divide over sp like any sequence
     tokens = jnp.zeros(-(-(start + num_tokens) // unit) * unit, jnp.int32).at[:start].set(prompt)
 
     def add_token(i: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -343,11 +344,11 @@ def sample(model: Decoder, prompt: jax.Array, num_tokens: int, key: jax.Array, t
 
 
 def flops_per_token(config: DecoderConfig, num_parameters: int, sequence_length: int) -> float:
-    """FLOPs of forward and backward for one token: 6 (N - N_idle) + 6 L D S, attention counted causally.
+    """FLOPs of forward and backward for one token: 6 (N - N_idle) + 6 L D S, with causal attention.
 
-    N_idle is the embedding where a head of its own does the output, and the experts that a token does not take;
-    S the sequence length; D = heads * head_dim.
-    Recomputation is not counted, so this is the numerator of MFU, not of hardware utilisation (PaLM, appendix B).
+    N_idle are the parameters that a token does not multiply: the embedding of a model with an untied head, and the
+    experts that the token is not routed to. S is the sequence length, D = heads * head_dim. Recomputation is not
+    counted: this is the numerator of MFU, not of hardware utilization (PaLM, appendix B).
     """
     idle = 0 if config.tied else config.vocab_size * config.hidden_size
     if config.num_experts:
@@ -360,7 +361,7 @@ def flops_per_token(config: DecoderConfig, num_parameters: int, sequence_length:
 def _attend(q_BSHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, implementation: Any) -> jax.Array:
     try:
         return jax.nn.dot_product_attention(q_BSHC, k_BSKC, v_BSKC, is_causal=True, implementation=implementation)
-    except RuntimeError as error:  # of JAX, which wants to know the version of cuDNN
+    except RuntimeError as error:  # JAX could not find the version of cuDNN
         if implementation != "cudnn":
             raise
         raise ConfigError(
@@ -372,7 +373,7 @@ def _with_remat(fn: RunLayer, config: DecoderConfig) -> RunLayer:
     if config.remat == "none":
         return fn
     policy = None if config.remat == "full" else getattr(jax.checkpoint_policies, config.remat)
-    if config.remat.startswith("dots") and config.attention == "cudnn":  # made of dots too, though none is to be seen
+    if config.remat.startswith("dots") and config.attention == "cudnn":  # contains dots, but is one opaque primitive
         policy = jax.checkpoint_policies.save_from_both_policies(policy, _is_fused_attention)
     return jax.checkpoint(fn, policy=policy)
 
@@ -385,7 +386,7 @@ def _norm(config: DecoderConfig, rngs: nnx.Rngs, size: int | None = None) -> nnx
     return nnx.RMSNorm(size or config.hidden_size, epsilon=config.norm_epsilon, rngs=rngs, **_dtypes(config))
 
 
-def _kinds(config: DecoderConfig, rngs: nnx.Rngs) -> dict[str, Any]:
+def _linear_options(config: DecoderConfig, rngs: nnx.Rngs) -> dict[str, Any]:
     return {"use_bias": False, "rngs": rngs, **_dtypes(config)}
 
 

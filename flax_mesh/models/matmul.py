@@ -1,4 +1,4 @@
-"""Matrix products of half-precision arrays that are summed in float32, backward as well as forward."""
+"""Matrix products of half-precision arrays with float32 accumulation, forward and backward."""
 
 from functools import partial
 from typing import Any
@@ -10,11 +10,11 @@ import jax.numpy as jnp
 def dot_float32(x: jax.Array, w: jax.Array, dimension_numbers: Any, **kinds: Any) -> jax.Array:
     """`jax.lax.dot_general` with a float32 result, for trailing dims of `x` against leading dims of `w`.
 
-    With `preferred_element_type=float32` alone, JAX multiplies the float32 cotangent in the backward pass, and a GPU
-    runs both of its products at the rate of TF32, half that of bf16. Here the cotangent is rounded to the dtype of `x`
-    first, which loses nothing where the sum is rounded to it next, as in a residual stream. Sums are float32 in all
-    three products, over the shards of a mesh too. Arrays of float32 are multiplied as ever, so that forward-mode
-    differentiation, which a custom vjp has not, is lost to half precision only.
+    With `preferred_element_type=float32` alone, the backward pass multiplies the float32 cotangent, and a GPU runs both
+    of its products at the rate of TF32, half that of bf16. Here the cotangent is first rounded to the dtype of `x`.
+    This loses no precision if the result is rounded to that dtype next, as in a residual stream. All three products
+    accumulate in float32, over the shards of a mesh too. A custom VJP has no forward-mode derivative, so float32 arrays
+    use plain `dot_general`.
     """
     (x_dims, w_dims), (x_batch, w_batch) = dimension_numbers
     k = len(w_dims)

@@ -1,10 +1,10 @@
-"""Mixture of experts: a router picks K of E SwiGLU experts for every token; the experts may lie on different devices.
+"""Mixture of experts: a router selects K of E SwiGLU experts for every token; experts may be sharded over devices.
 
 Shape letters: B batch, S sequence, D hidden, F mlp, E experts, K experts per token. On one device: T tokens, P devices
-that share the experts, L experts held here, C rows sent to each of the P, R rows to compute, A assignments of a row to
-an expert.
+that share the experts, L local experts, C rows sent to each of the P devices, R rows to compute, A assignments of a row
+to an expert.
 
-Router and sparsity: Shazeer et al. 2017. Losses: `router_losses`. Nothing is ever dropped (no capacity factor).
+Router and sparsity: Shazeer et al. 2017. Losses: `router_losses`. No token is ever dropped: there is no fixed capacity.
 """
 
 import math
@@ -26,17 +26,17 @@ NOT_SPLIT = PartitionSpec()
 
 
 class MoE(nnx.Module):
-    """(B, S, D) -> (B, S, D) and what the router did; every token goes through `experts_per_token` of the experts.
+    """(B, S, D) -> (B, S, D) and statistics of the router; each token is routed to `experts_per_token` experts.
 
-    Router, in float32: softmax over all experts, the K largest, their probabilities divided by their sum.
-    The second result is a dict: "experts" (B, S, K) int32, and sums over all tokens, "expert_tokens" (E,) int32,
-    "router_probability" (E,) and "router_z" (); `router_losses` makes losses of it.
+    The router computes in float32: softmax over all experts, the K largest, their probabilities divided by their sum.
+    The second result is a dict with "experts" (B, S, K) int32, and sums over all tokens: "expert_tokens" (E,) int32,
+    "router_probability" (E,) and "router_z" (). `router_losses` computes losses from it.
 
-    On a mesh the layer runs in a `jax.shard_map` of its own. The experts are split over the axes of the logical axis
-    "experts", and tokens travel to them and back by all-to-all. A batch that is split over those axes too,
-    `PartitionAxis(batch_axis=("fsdp", "dp", "ep"))`, is the natural layout: nothing around the layer is then computed
-    twice. Any other batch is cut over them for this layer, along B where that divides, else along S, else a
-    ShardingError; its result is gathered again.
+    On a mesh the layer runs in its own `jax.shard_map`. The experts are split over the mesh axes of the logical axis
+    "experts"; tokens are sent to them and back by all-to-all. A batch that is split over those axes too,
+    `PartitionAxis(batch_axis=("fsdp", "dp", "ep"))`, is the natural layout: no computation outside of the layer is then
+    replicated. Any other batch is split over them for this layer, along B if that divides, otherwise along S, and the
+    result is gathered again; ShardingError if neither divides.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class MoE(nnx.Module):
 
 
 class Kernel(nnx.Module):
-    """The parameter `kernel`: one matrix, or one per expert. LeCun normal in the matrix's own rows."""
+    """The parameter `kernel`: one matrix, or one per expert, with LeCun normal initialization of each matrix."""
 
     def __init__(self, shape: tuple[int, ...], param_dtype: Any, *, rngs: nnx.Rngs):
         init = nnx.initializers.lecun_normal(batch_axis=tuple(range(len(shape) - 2)))
@@ -88,7 +88,7 @@ class Kernel(nnx.Module):
 
 
 class Kernels(NamedTuple):
-    """Of all experts: gate and up (E, D, F), down (E, F, D)."""
+    """Kernels of all experts: gate and up (E, D, F), down (E, F, D)."""
 
     gate: Any
     up: Any
@@ -96,7 +96,7 @@ class Kernels(NamedTuple):
 
 
 class MoELayout(NamedTuple):
-    """Mesh axes, those of size 1 left out: how one call lies on the mesh. Without a mesh all are empty."""
+    """Mesh axes (without those of size 1) that split the dims of one call; all empty without a mesh."""
 
     mesh: Any = None
     manual: frozenset[str] = frozenset()
@@ -121,7 +121,7 @@ class MoELayout(NamedTuple):
 
 
 def find_layout(axes: PartitionAxis, shape: tuple[int, ...], num_experts: int, mode: Mode = "train") -> MoELayout:
-    """How tokens (B, S, ...) and experts lie on the mesh in context; every axis of the experts splits tokens too."""
+    """Layout of tokens (B, S, ...) and experts on the current mesh; axes of the experts split tokens too."""
     mesh = current_mesh()
     if mesh is None:
         return MoELayout()
@@ -153,20 +153,20 @@ def find_layout(axes: PartitionAxis, shape: tuple[int, ...], num_experts: int, m
         sequence += rest
     else:
         raise ShardingError(
-            f"MoE gives every device of {axes_text(sizes, batch + sequence + rest)} a part of the tokens, but neither "
-            f"batch {shape[0]} nor sequence {shape[1]} can be cut so. Use a batch that is a multiple of "
-            f"{math.prod(sizes[a] for a in batch + rest)}, with PartitionAxis(batch_axis={batch + rest}), or less of "
-            f"{', '.join(rest or batch + sequence)} in the mesh."
+            f"MoE splits the tokens over all devices of {axes_text(sizes, batch + sequence + rest)}, but neither batch "
+            f"{shape[0]} nor sequence {shape[1]} is divisible. Use a batch that is a multiple of "
+            f"{math.prod(sizes[a] for a in batch + rest)}, with PartitionAxis(batch_axis={batch + rest}), or a mesh "
+            f"with a smaller {' or '.join(rest or batch + sequence)}."
         )
-    # Where the embed axes split no tokens, as in decode, gathering inside would compute the same on each of them, and
-    # shard_map could not know that the results are equal: there the kernels come in whole.
+    # If an embed axis splits no tokens, as in decode, its devices would compute equal results, which shard_map cannot
+    # verify after a gather inside. Such kernels are passed in gathered.
     embed = tuple(axis for axis in embed if axis in batch + sequence)
     return MoELayout(mesh, frozenset(mesh.axis_names) - manual, batch, sequence, experts, embed, mlp)
 
 
 def route(x_TD: jax.Array, router_DE: jax.Array, k: int) -> tuple[jax.Array, jax.Array, Aux]:
-    """Weights (T, K) float32 that sum to 1, experts (T, K) int32 by falling weight, and the sums over these tokens."""
-    # In full float32 on every backend: one bit decides which expert a token goes to.
+    """Weights (T, K) float32 that sum to 1, experts (T, K) int32 by descending weight, and sums over these tokens."""
+    # Full float32 on every backend, since one bit can change which expert a token is routed to.
     logits_TE = jnp.dot(x_TD.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST)
     probability_TE = jax.nn.softmax(logits_TE)
     top_TK, experts_TK = jax.lax.top_k(probability_TE, k)
@@ -179,14 +179,14 @@ def route(x_TD: jax.Array, router_DE: jax.Array, k: int) -> tuple[jax.Array, jax
 
 
 def router_losses(aux: Aux) -> dict[str, jax.Array]:
-    """What the router of each layer has to answer for, (layers,) each; `aux` has leaves with a leading layer dim.
+    """Losses and load of the router of each layer, (layers,) each; leaves of `aux` have a leading layer dim.
 
-    With f the share of all assignments that an expert got, and P its mean probability over the T tokens:
+    With f the fraction of all assignments that an expert got, and P its mean probability over the T tokens:
 
-    load_balance_loss  E sum_e f_e P_e; 1 where even, E / K where K experts have all
+    load_balance_loss  E sum_e f_e P_e; 1 if balanced, E / K if K experts get all tokens
                        (Fedus et al. 2022, equations 4 to 6; f counts assignments, as K may be above 1)
     router_z_loss      mean over tokens of logsumexp(logits)^2 (Zoph et al. 2022, equation 5)
-    expert_load_max    E max_e f_e; 1 where even, E / K where one expert serves every token
+    expert_load_max    E max_e f_e; 1 if balanced, E / K if one expert gets every token
     """
     _, batch, sequence, k = aux["experts"].shape
     num_tokens, num_experts = batch * sequence, aux["expert_tokens"].shape[-1]
@@ -202,14 +202,14 @@ def router_losses(aux: Aux) -> dict[str, jax.Array]:
 def _run_on_device(
     x_BSD: jax.Array, router_DE: jax.Array, kernels: Kernels, k: int, layout: MoELayout
 ) -> tuple[jax.Array, Aux]:
-    """The layer for the tokens of one device: B and S, D and F of the kernels, and E of them are this device's."""
+    """The layer on one device: B, S, and D, F, E of the kernels are the local sizes."""
     x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
-    shared = tuple(axis for axis in layout.mlp if axis in layout.tokens)  # an odd choice of axes, but not a wrong one
+    shared = tuple(axis for axis in layout.mlp if axis in layout.tokens)  # unusual axes, but valid
     split = tuple(axis for axis in layout.mlp if axis not in shared)
     router_DE = _gather(router_DE, layout.router, layout)
     kernels = Kernels(*(_gather(w, dims, layout) for w, dims in zip(kernels, layout.kernels, strict=True)))
     weights_TK, experts_TK, sums = route(x_TD, router_DE, k)
-    # Each device has a part of F, so cotangents of what goes in are partial too: summed once, here, for T rows.
+    # Each device has a part of F, so the cotangents of the inputs are partial sums, reduced here once for T rows.
     inputs = _vary(x_TD.astype(kernels.gate.dtype), split), _vary(weights_TK, split), experts_TK, kernels
     y_TD = _psum(_exchange(*inputs, layout) if layout.experts else apply_experts(*inputs), split)
     aux = {name: _psum(total, layout.tokens) for name, total in sums.items()}
@@ -217,11 +217,11 @@ def _run_on_device(
 
 
 def apply_experts(x_RD: jax.Array, weights_RK: jax.Array, experts_RK: jax.Array, kernels: Kernels) -> jax.Array:
-    """Weighted sums (R, D) of what these experts make of the rows; an expert id of L or more stands for none."""
+    """Weighted sums (R, D) of the outputs of the local experts; an expert id of L or more means no expert."""
     k, num_experts = experts_RK.shape[1], kernels.gate.shape[0]
     order_A = jnp.argsort(experts_RK.reshape(-1), stable=True)
     sizes_L = jnp.bincount(experts_RK.reshape(-1), length=num_experts + 1)[:num_experts]
-    # What ragged_dot gives for rows beyond the groups is up to the backend: masked here and, for gradients, there.
+    # The result of ragged_dot for rows beyond the groups is undefined: masked before it (gradients) and after it.
     live_A1 = (jnp.arange(order_A.size) < jnp.sum(sizes_L))[:, None]
     x_AD = jnp.where(live_A1, x_RD[order_A // k], 0)
     gate_AF, up_AF = (jax.lax.ragged_dot(x_AD, w, sizes_L) for w in (kernels.gate, kernels.up))
@@ -234,53 +234,59 @@ def apply_experts(x_RD: jax.Array, weights_RK: jax.Array, experts_RK: jax.Array,
 def _exchange(
     x_TD: jax.Array, weights_TK: jax.Array, experts_TK: jax.Array, kernels: Kernels, layout: MoELayout
 ) -> jax.Array:
-    """As `apply_experts`, the experts being split over P devices: tokens go there and weighted sums come back.
+    """`apply_experts` with the experts split over P devices: tokens are sent there, and weighted sums are sent back.
 
-    A token goes at most once to a device, however many of its experts are there. Rows are padded to C for each pair of
-    devices: enough for every token where C = T. Routers that are about even leave most of that empty, so a smaller C
-    is tried first; the devices choose together, in every step, and nothing is dropped. Not `ragged_all_to_all`, which
-    sends exact counts: XLA has it for TPU and GPU alone, so what would run there would not be what is tested.
+    A token is sent to a device at most once, however many of its experts are there. Each pair of devices exchanges C
+    rows, with padding: C = T is enough for any routing. A balanced router leaves most of them empty, so a smaller C is
+    used if it is enough on all devices, which they decide together in every step; no token is dropped.
+    `ragged_all_to_all` would send exact counts, but XLA supports it only on TPU and GPU, so the CPU tests would not
+    cover it. For T = 4 tokens, P = 2 devices and C = 3, the rows that one device sends, with slot numbers of tokens:
+
+        experts on device     0    1             to device 0:  [t0 t2 t3]
+        t0, t2                x                  to device 1:  [t1 t3 --]   -- is padding
+        t1                         x
+        t3                    x    x             received rows are computed, sent back, and added at their slots
     """
     num_tokens, k = experts_TK.shape
     per_device = kernels.gate.shape[0]
     num_devices = jax.lax.axis_size(layout.experts)
     rank = jnp.arange(num_devices)
-    wants_TP = jnp.any((experts_TK // per_device)[:, None] == rank[:, None], axis=-1)
-    # Row p: first the tokens that go to device p, in their order.
-    slots_PT = jnp.argsort(~wants_TP, axis=0, stable=True).T
+    sent_TP = jnp.any((experts_TK // per_device)[:, None] == rank[:, None], axis=-1)
+    # Row p starts with the tokens that are sent to device p, in their order.
+    slots_PT = jnp.argsort(~sent_TP, axis=0, stable=True).T
 
-    def travel(x_PC: jax.Array) -> jax.Array:
+    def all_to_all(x_PC: jax.Array) -> jax.Array:
         return jax.lax.all_to_all(x_PC, layout.experts, split_axis=0, concat_axis=0)
 
     def run(capacity: int) -> jax.Array:
         slots_PC = slots_PT[:, :capacity]
         local_PCK = experts_TK[slots_PC] - per_device * rank[:, None, None]
-        mine_PCK = (local_PCK >= 0) & (local_PCK < per_device)  # nowhere true in padding
-        local_PCK = jnp.where(mine_PCK, local_PCK, per_device)
-        # Expert ids travel as floats beside the weights: one all-to-all less.
+        is_local_PCK = (local_PCK >= 0) & (local_PCK < per_device)  # false in padding
+        local_PCK = jnp.where(is_local_PCK, local_PCK, per_device)
+        # Expert ids are sent as floats beside the weights, which saves one all-to-all.
         routing_PC = jnp.concatenate([weights_TK[slots_PC], local_PCK.astype(jnp.float32)], axis=-1)
-        x_RD, routing_R = (travel(x).reshape(num_devices * capacity, -1) for x in (x_TD[slots_PC], routing_PC))
+        x_RD, routing_R = (all_to_all(x).reshape(num_devices * capacity, -1) for x in (x_TD[slots_PC], routing_PC))
         weights_RK, local_RK = routing_R[:, :k], routing_R[:, k:].astype(jnp.int32)
-        if k > per_device:  # more choices than experts here: those of other devices stand last and are cut off
+        if k > per_device:  # choices of other devices' experts sort last and are dropped
             local_RK, which = jax.lax.sort_key_val(local_RK, jnp.broadcast_to(jnp.arange(k), local_RK.shape))
             weights_RK = jnp.take_along_axis(weights_RK, which, axis=1)[:, :per_device]
             local_RK = local_RK[:, :per_device]
         y_RD = apply_experts(x_RD, weights_RK, local_RK, kernels)
-        back_PCD = travel(y_RD.reshape(num_devices, capacity, -1))
+        back_PCD = all_to_all(y_RD.reshape(num_devices, capacity, -1))
         return jnp.zeros_like(x_TD).at[slots_PC].add(back_PCD)
 
     capacity = _balanced_capacity(num_tokens, k, per_device, num_devices)
     if capacity is None:
         return run(num_tokens)
-    largest = jax.lax.pmax(jnp.max(jnp.sum(wants_TP, axis=0)), layout.tokens)
+    largest = jax.lax.pmax(jnp.max(jnp.sum(sent_TP, axis=0)), layout.tokens)
     return jax.lax.cond(largest <= capacity, lambda: run(capacity), lambda: run(num_tokens))
 
 
 def _balanced_capacity(num_tokens: int, k: int, per_device: int, num_devices: int) -> int | None:
-    """Rows for one device where the router is about even, None where that saves less than a quarter of all tokens.
+    """Rows per device that a balanced router needs, or None if that saves less than a quarter of all tokens.
 
-    A token whose K experts are drawn evenly has none on a device with probability C(E - L, K) / C(E, K). A quarter
-    more than expected: the slack that capacity factors of 1.25 give (Fedus et al. 2022).
+    A token with K uniformly drawn experts has none on a device with probability C(E - L, K) / C(E, K). The result is a
+    quarter above the expectation, the slack of a capacity factor of 1.25 (Fedus et al. 2022).
     """
     num_experts = per_device * num_devices
     share = 1 - math.comb(num_experts - per_device, k) / math.comb(num_experts, k)
@@ -289,10 +295,10 @@ def _balanced_capacity(num_tokens: int, k: int, per_device: int, num_devices: in
 
 
 def _gather(kernel: jax.Array, dims: PartitionSpec, layout: MoELayout) -> jax.Array:
-    """The kernel, split as `dims` says, made whole over the axes that split tokens too, save those of the experts.
+    """Gather a kernel, split as in `dims`, over the axes that split tokens, except those of the experts.
 
-    In here and not by in_specs: the gradient is then reduce-scattered and after that, a shard only, all-reduced over
-    the token axes that remain.
+    Done here and not by in_specs, so that the gradient is reduce-scattered first, and only its shard is all-reduced
+    over the remaining token axes.
     """
     kernel = _vary(kernel, layout.tokens, known=dims)
     for dim, axes in enumerate(dims):
@@ -303,7 +309,7 @@ def _gather(kernel: jax.Array, dims: PartitionSpec, layout: MoELayout) -> jax.Ar
 
 
 def _vary(x: jax.Array, axes: tuple[str, ...], known: PartitionSpec = NOT_SPLIT) -> jax.Array:
-    """`x`, free to differ along `axes` from here on: the place where its cotangent is summed over them."""
+    """Mark `x` as varying along `axes`; here the backward pass sums its cotangent over them."""
     new = tuple(axis for axis in axes if axis not in [a for entry in known for a in as_tuple(entry)])
     return jax.lax.pcast(x, new, to="varying") if new else x
 

@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al. 2021), and their scaling for contexts longer than those trained on.
+"""Rotary position embedding (Su et al. 2021), and its scaling for longer contexts than in training.
 
 Shape letters: B batch, S sequence, H heads, C head dim, or half of it.
 """
@@ -10,11 +10,11 @@ import jax.numpy as jnp
 
 
 class RopeScaling(NamedTuple):
-    """Rotary frequencies for contexts longer than those trained on, as of Llama 3.1; `factor` 1 changes nothing.
+    """Scaling of rotary frequencies for longer contexts than in training, as in Llama 3.1; `factor` 1 is no scaling.
 
-    A wave that turns fewer than `low_frequency_factor` times in `original_length` positions is made `factor` times
-    longer, one that turns more than `high_frequency_factor` times stays; between them the frequency is interpolated
-    by the number of turns (`apply_scaling` in Meta's reference code of Llama 3.1; "llama3" in transformers).
+    A frequency with fewer than `low_frequency_factor` periods in `original_length` positions is divided by `factor`;
+    one with more than `high_frequency_factor` periods is unchanged; between them it is interpolated linearly in the
+    number of periods (`apply_scaling` in Meta's reference code of Llama 3.1; "llama3" in transformers).
     """
 
     factor: float = 1.0
@@ -24,14 +24,14 @@ class RopeScaling(NamedTuple):
 
 
 def rotate(x_BSHC: jax.Array, theta: float, scaling: RopeScaling = RopeScaling()) -> jax.Array:  # noqa: B008
-    """Rotary position embedding (Su et al. 2021) on halves of the last dim; angles in float32."""
+    """Rotate the pairs (i, i + C/2) of the last dim by the position; angles in float32."""
     half = x_BSHC.shape[-1] // 2
     frequency_C = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     if scaling.factor != 1:
-        turns_C = scaling.original_length * frequency_C / (2 * jnp.pi)
+        periods_C = scaling.original_length * frequency_C / (2 * jnp.pi)
         low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-        kept_C = jnp.clip((turns_C - low) / (high - low), 0, 1)  # 1: the frequency stays
-        frequency_C = frequency_C * (kept_C + (1 - kept_C) / scaling.factor)
+        unscaled_C = jnp.clip((periods_C - low) / (high - low), 0, 1)  # 1: the frequency is unchanged
+        frequency_C = frequency_C * (unscaled_C + (1 - unscaled_C) / scaling.factor)
     angle_SC = jnp.arange(x_BSHC.shape[1], dtype=jnp.float32)[:, None] * frequency_C
     cos, sin = jnp.cos(angle_SC)[:, None, :], jnp.sin(angle_SC)[:, None, :]
     a, b = jnp.split(x_BSHC.astype(jnp.float32), 2, axis=-1)
@@ -39,7 +39,7 @@ def rotate(x_BSHC: jax.Array, theta: float, scaling: RopeScaling = RopeScaling()
 
 
 def scaling_problems(scaling: RopeScaling) -> list[str]:
-    """What is wrong with the settings of a decoder that the scaling is made of, one line each."""
+    """Invalid values of the scaling, one line each, by the names of the decoder's settings."""
     factor, low, high, length = scaling
     found = []
     if not factor >= 1:

@@ -4,7 +4,6 @@ The output folder must not exist. It is written under a temporary name and renam
 """
 
 import os
-import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,9 +18,9 @@ from flax import nnx
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.diff import batches, read_batch
 from flax_mesh.checkpoint.find import STEP, check_path, find_valid, step_number
-from flax_mesh.checkpoint.hf.convert import load_safetensors, map_params, stored_value
-from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, decoder_config_from_hf, huggingface_config, read_config
-from flax_mesh.checkpoint.hf.safetensors import open_safetensors, write_safetensors
+from flax_mesh.checkpoint.hf.convert import map_params, stored_value
+from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, huggingface_config, open_decoder
+from flax_mesh.checkpoint.hf.safetensors import write_safetensors
 from flax_mesh.checkpoint.read import Array, mesh_of, read_tree
 from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.mesh.create import create_mesh
@@ -38,7 +37,6 @@ ImportModel = Callable[[Mapping[str, Any]], TrainConfig]  # decoder settings fro
 MODEL = "model/"
 FILE_BYTES = 5_000_000_000  # maximum size of one safetensors file
 HOST_BYTES = 2**30  # maximum size of the arrays copied to the host at a time
-WITHOUT_EFFECT = (r"\.rotary_emb\.inv_freq$",)  # recomputed from the settings
 
 
 def export(folder: str, out: str, to: str, step: int | None, dtype: str | None) -> dict[str, Any]:
@@ -55,18 +53,16 @@ def export(folder: str, out: str, to: str, step: int | None, dtype: str | None) 
 
 def import_huggingface(folder: str, out: str, ignore: Sequence[str], model: ImportModel) -> dict[str, Any]:
     """Write the parameters of a folder of safetensors as a checkpoint of step 0; they must fit in host memory."""
-    described = read_config(folder)
     with _errors_name_option():
-        config = model(decoder_config_from_hf(described, ignore=ignore))
-    _check_import(folder, config, ignore)
+        source = open_decoder(folder, ignore=ignore)
+        config = model(source.settings)
+        if problems := [*getattr(config.model, "problems", list)(), *source.problems()]:
+            raise ConfigError(problems)
     mesh = create_mesh((1, 1, 1, 1, 1), devices=jax.devices()[:1])
     rules = run_rules(config)
     abstract = abstract_state(lambda: config.make_model(config.model, nnx.Rngs(0)), mesh, rules)
-    # Some files store a head that is tied to the embedding a second time.
-    without_effect = [*ignore, *WITHOUT_EFFECT, *([r"^lm_head\.weight$"] if config.model.tied else [])]
-    names = DECODER_NAMES[described["model_type"]]
     with _errors_name_option():
-        state = {"model": load_safetensors(folder, abstract, names, ignore=without_effect)}
+        state = {"model": source.load(abstract)}
     record = {
         "format": FORMAT,
         "step": 0,
@@ -79,7 +75,7 @@ def import_huggingface(folder: str, out: str, ignore: Sequence[str], model: Impo
     }
     with new_folder(out) as work:
         sizes = _save(work, 0, state, (), record)
-    return {"from": folder, "out": out, "to": "checkpoint", "model_type": described["model_type"], **sizes}
+    return {"from": folder, "out": out, "to": "checkpoint", "model_type": source.model_type, **sizes}
 
 
 def reshard(folder: str, out: str, config: TrainConfig, step: int | None) -> dict[str, Any]:
@@ -102,22 +98,6 @@ def reshard(folder: str, out: str, config: TrainConfig, step: int | None) -> dic
         sizes = _save(work, number, state, layers, record)
     more = {"to": "checkpoint", "mesh": after, "before": before, "notes": notes}
     return _written(found, out, passed_over) | more | sizes
-
-
-def _check_import(folder: str, config: TrainConfig, ignore: Sequence[str]) -> None:
-    problems = getattr(config.model, "problems", list)()
-    layers, experts = config.model.num_layers, max(1, config.model.num_experts)
-    if layers * experts > (stored := len(open_safetensors(folder))):  # before a model of that size is traced
-        problems.append(
-            f"{folder}: config.json has {layers} layers with {experts} MLPs each, but only {stored} arrays are stored"
-        )
-    for pattern in ignore:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            problems.append(f"--ignore {pattern} is not a regular expression: {error}")
-    if problems:
-        raise ConfigError(problems)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from flax import nnx
 from flax_mesh import abstract_state, create_mesh
 from flax_mesh.checkpoint.hf.convert import load_safetensors, save_safetensors
 from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES
-from flax_mesh.checkpoint.hf.safetensors import WHOLE
+from flax_mesh.checkpoint.hf.safetensors import SINGLE_FILE
 from flax_mesh.models import DecoderConfig, make_decoder
 from tests.benchmarks._report import print_json, print_table, use_cpu
 
@@ -48,7 +48,7 @@ def write_seconds(path: Path, data: np.ndarray) -> float:
 def measure(state: nnx.State, folder: Path) -> dict[str, float]:
     """Seconds of every operation, measured in sequence."""
     found = {"save": seconds(lambda: save_safetensors(folder / "out", state, NAMES))}
-    file = folder / "out" / WHOLE
+    file = folder / "out" / SINGLE_FILE
     found["write"] = write_seconds(folder / "raw", np.fromfile(file, np.uint8))
     found["load"] = seconds(lambda: load_safetensors(folder / "out", state, NAMES))
     found["read"] = seconds(lambda: np.fromfile(file, np.uint8))

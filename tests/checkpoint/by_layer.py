@@ -1,4 +1,4 @@
-"""States of any layout as the arrays that a checkpoint has of them, taken apart by numpy alone."""
+"""States of any layout as the arrays of a checkpoint, with stacks split by numpy alone."""
 
 import re
 from typing import Any
@@ -10,7 +10,7 @@ from flax_mesh.train import TrainState
 
 
 def by_layer(state: Any) -> dict[str, np.ndarray]:
-    """path on disk -> array, with stacks, and a stage's part of one, taken apart."""
+    """path on disk -> array, with stacks, and chunks of stacks in a pipeline, split into layers."""
     found = {}
     for path, leaf in named_leaves(state.to_nnx() if isinstance(state, TrainState) else state):
         head, layers, tail = path.partition("layers/")

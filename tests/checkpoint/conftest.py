@@ -1,4 +1,4 @@
-"""What the tests of `flax-mesh checkpoint` start from: a run folder with two checkpoints, and the command itself."""
+"""Fixtures of the tests of `flax-mesh checkpoint`: a run folder with two checkpoints, and the command itself."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def on_cpu():
 
 @pytest.fixture(scope="module")
 def state():
-    """The state of the recipe with numbers of its own in every array; nothing is compiled for it."""
+    """The state of the recipe with random values in every array, made without compiling a program."""
     abstract = program_of().layout.to_nnx()
     random = np.random.default_rng(0)
     leaves = [
@@ -46,7 +46,7 @@ def saved(state, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def command(capsys):
-    """Run `flax-mesh checkpoint ...`: (exit code, what it printed, what it complained of)."""
+    """Run `flax-mesh checkpoint ...`: (exit code, stdout, stderr)."""
 
     def run(*argv: object) -> tuple[int, str, str]:
         code = main(["checkpoint", *map(str, argv)])

@@ -1,7 +1,5 @@
-"""The recipe of the tests of `flax-mesh checkpoint`: a decoder of few numbers on eight devices.
-
-The program of this recipe and a change to its state are here because both files of these tests need them.
-"""
+"""The recipe of the tests of `flax-mesh checkpoint`, a small decoder on eight devices, with its program and a change to
+its state."""
 
 import jax
 import numpy as np
@@ -34,7 +32,7 @@ def program_of(*settings):
 
 
 def changed(state):
-    """Another value in one element of one array."""
+    """`state` with another value in one element of one array."""
     leaves = [
         x if path != CHANGED else jax.device_put(np.asarray(x) + DELTA * (np.arange(x.size) == 7).reshape(x.shape))
         for path, x in named_leaves(state)

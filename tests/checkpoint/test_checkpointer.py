@@ -1,6 +1,7 @@
 import dataclasses
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,8 @@ import optax
 import pytest
 from flax import nnx
 
-from flax_mesh import ConfigError, abstract_state, create_mesh, init_state, named_leaves
-from flax_mesh.checkpoint import Checkpointer
+from flax_mesh import ConfigError, SaveError, abstract_state, create_mesh, init_state, named_leaves
+from flax_mesh.checkpoint import Checkpointer, orbax
 from flax_mesh.models import Decoder, DecoderConfig
 from flax_mesh.train import abstract_train_state
 from tests.checkpoint.by_layer import by_layer, check_same
@@ -64,7 +65,7 @@ def save(folder, state, step=1, **kinds):
     ("saved", "restored"),
     [pytest.param("fsdp8", "dp2fsdp2tp2", marks=pytest.mark.slow), ("scanned", "one")],
 )
-def test_restore_gives_what_was_saved_in_the_layout_asked_for(saved, restored, tmp_path):
+def test_restore_returns_the_saved_values_in_another_layout(saved, restored, tmp_path):
     state, abstract = state_of(saved), abstract_of(restored)
     save(tmp_path, state)
     with Checkpointer(tmp_path, layers=["layers"]) as checkpointer:
@@ -86,7 +87,7 @@ def test_every_layout_restores_into_every_other(saved, tmp_path):
 
 
 @pytest.mark.parametrize("layout", [pytest.param("one", marks=pytest.mark.slow), "scanned"])
-def test_plain_orbax_reads_the_global_paths(layout, tmp_path):
+def test_plain_orbax_reads_a_checkpoint(layout, tmp_path):
     state = state_of(layout)
     save(tmp_path, state)
     code = f"""
@@ -111,7 +112,7 @@ def test_another_model_is_refused_with_every_path_and_both_shapes(tmp_path):
     with Checkpointer(tmp_path, layers=["layers"]) as checkpointer, pytest.raises(ConfigError) as error:
         checkpointer.restore(abstract)
     text = str(error.value)
-    assert "is of another model" in text and "--restart" in text
+    assert "does not match the model" in text and "--restart" in text
     assert "model/layers/1/attention/k/kernel: checkpoint f32[16,2,4], model f32[16,4,4]" in text
     assert "model/layers/2/mlp/up/kernel: only in the checkpoint, f32[16,32]" in text
     assert "model/head/kernel: only in the model, f32[16,32]" in text
@@ -119,7 +120,7 @@ def test_another_model_is_refused_with_every_path_and_both_shapes(tmp_path):
     assert "layers/0/mlp/up" not in text
 
 
-def test_random_keys_and_statistics_are_part_of_it(tmp_path):
+def test_random_keys_and_batch_statistics_are_saved_and_restored(tmp_path):
     def make():
         stack = nnx.vmap(lambda k: nnx.Dropout(0.5, rngs=nnx.Rngs(k)))(jax.random.split(jax.random.key(1), 3))
         other = nnx.Dropout(0.5, rngs=nnx.Rngs(jax.random.key(2, impl="rbg")))
@@ -137,14 +138,14 @@ def test_random_keys_and_statistics_are_part_of_it(tmp_path):
         assert a.dtype == b.dtype and bool((a == b).all())
 
 
-def test_the_newest_stay_and_steps_survive_reopening(tmp_path):
+def test_the_newest_checkpoints_are_retained_and_found_again(tmp_path):
     state = state_of("one")
     with Checkpointer(tmp_path, keep=2) as checkpointer:
         assert checkpointer.latest_step() is None
         for step in (1, 2, 3):
             checkpointer.save(step, state, {"step": step})
         checkpointer.wait()
-        with pytest.raises(ConfigError, match="already holds a checkpoint of step 3; nothing was overwritten"):
+        with pytest.raises(ConfigError, match="already contains a checkpoint of step 3; nothing was overwritten"):
             checkpointer.save(3, state, {})
     with Checkpointer(tmp_path, keep=2) as checkpointer:
         assert checkpointer.steps() == [2, 3]
@@ -152,7 +153,7 @@ def test_the_newest_stay_and_steps_survive_reopening(tmp_path):
         assert checkpointer.metadata(2) == {"step": 2}
 
 
-def test_the_arrays_may_be_donated_once_save_has_returned(tmp_path):
+def test_arrays_may_be_donated_once_save_has_returned(tmp_path):
     state, abstract = state_of("scanned"), abstract_of("scanned")
     before = by_layer(state)
     overwrite = jax.jit(lambda x: jax.tree.map(lambda y: y * 0 + 1, x), donate_argnums=0)
@@ -164,27 +165,63 @@ def test_the_arrays_may_be_donated_once_save_has_returned(tmp_path):
     assert all(np.array_equal(before[path], got[path]) for path in before)
 
 
-def test_an_empty_folder_says_so(tmp_path):
-    with Checkpointer(tmp_path) as checkpointer, pytest.raises(ConfigError, match="holds no checkpoint"):
+def test_restore_waits_for_the_save_in_progress(tmp_path, monkeypatch):
+    """Three lines move a state to another layout: no metadata, no wait."""
+    state, other = state_of("fsdp8"), abstract_of("dp2fsdp2tp2")
+    write_checksums, released = orbax.write_checksums, threading.Event()
+
+    def write_later(*args):
+        released.wait(30)
+        write_checksums(*args)
+
+    monkeypatch.setattr(orbax, "write_checksums", write_later)
+    with Checkpointer(tmp_path) as checkpointer:
+        for step, restore in ((1, checkpointer.restore), (2, lambda abstract: checkpointer.restore_partial(state)[0])):
+            released.clear()
+            checkpointer.save(step, state)
+            assert step not in checkpointer.steps()  # still being written
+            threading.Timer(0.2, released.set).start()
+            check_same(state, restore(other))
+            assert checkpointer.latest_step() == step and checkpointer.metadata(step) == {}
+
+
+def test_restore_reports_that_the_save_in_progress_failed(tmp_path, monkeypatch):
+    def fail(self, phase):
+        if phase == "commit":
+            raise OSError("the disk is gone")
+
+    state = state_of("one")
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+        checkpointer.wait()
+        monkeypatch.setattr(Checkpointer, "_meet", fail)
+        checkpointer.save(2, state)
+        with pytest.raises(SaveError, match=r"step 2 could not be saved .*the disk is gone"):
+            checkpointer.restore(abstract_of("one"))
+        check_same(state, checkpointer.restore(abstract_of("one")))
+
+
+def test_restoring_from_an_empty_folder_is_an_error(tmp_path):
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(ConfigError, match="contains no checkpoint"):
         checkpointer.restore(abstract_of("one"))
 
 
-def test_a_train_state_is_saved_and_comes_back_as_one(tmp_path):
-    """On disk it is the nnx.State that it stands for."""
+def test_a_train_state_is_restored_as_a_train_state(tmp_path):
+    """On disk it is equal to the nnx.State of the same arrays."""
     layout = abstract_train_state(maker(SCANNED), abstract_of("scanned"))
     state = layout.with_state(state_of("scanned"))
     save(tmp_path, state)
     with Checkpointer(tmp_path) as checkpointer:
-        got, (filled, report) = checkpointer.restore(layout), checkpointer.restore_partial(state)
+        got, (partial, report) = checkpointer.restore(layout), checkpointer.restore_partial(state)
         check_same(state, checkpointer.restore(abstract_of("one")))
         assert checkpointer.check(layout, 1).keys() == checkpointer.arrays(1).keys()
-    assert got.definition is filled.definition is layout.definition and not report.kept
-    for tree in (got, filled):
+    assert got.definition is partial.definition is layout.definition and not report.unchanged
+    for tree in (got, partial):
         check_same(state, tree)
 
 
 @pytest.mark.parametrize("name", ["a*b", "a?", "[1]"])
 def test_a_folder_that_orbax_takes_for_a_pattern_is_refused(tmp_path, name):
-    """What is saved there could not be read again."""
+    """A checkpoint saved there could not be read."""
     with pytest.raises(ConfigError, match=r"takes a path with \*, \? or \[ for a pattern"):
         Checkpointer(tmp_path / name / "checkpoints")

@@ -1,4 +1,4 @@
-"""Damage done to the files of a checkpoint by hand, and what is made of it."""
+"""Damaged files of a checkpoint: every damage is found and reported, and an older valid step is used."""
 
 import shutil
 from pathlib import Path
@@ -32,7 +32,7 @@ def state():
 
 @pytest.fixture(scope="module")
 def saved(state, tmp_path_factory) -> Path:
-    """A folder with the whole steps 1 and 2; tests damage copies of it."""
+    """A folder with the valid steps 1 and 2; tests damage copies of it."""
     folder = tmp_path_factory.mktemp("saved") / "checkpoints"
     with Checkpointer(folder) as checkpointer:
         for step in (1, 2):
@@ -99,18 +99,18 @@ def test_every_flipped_byte_of_the_other_files_is_found(copy):
     assert find_damage(step) == []
 
 
-def test_a_damaged_index_is_told_before_anything_reads_it(copy, capfd):
-    """Orbax alone says so in a traceback for every array, of some of which no caller knows."""
+def test_a_damaged_index_is_reported_before_it_is_read(copy, capfd):
+    """Orbax by itself prints a traceback for every array, some of them in threads where no caller can catch them."""
     step = copy / "2"
     index = [name for name in files_of(step) if name.startswith("state/d/")]
     index += ["state/_METADATA", "state/_sharding", "state/manifest.ocdbt"]
     data = [name for name in files_of(step) if "/ocdbt.process_0/" in name]
     assert len(index) > 3 and data
     with Checkpointer(copy) as checkpointer:
-        whole = checkpointer.arrays(2)
+        expected = checkpointer.arrays(2)
         for name in data:
             flip(step / name, 5, 1)
-            assert checkpointer.arrays(2) == whole  # of which nothing is read: `verify` looks there
+            assert checkpointer.arrays(2) == expected  # reads no data; `verify` does
         for name in index:
             for at in np.linspace(0, (step / name).stat().st_size - 1, 5).astype(int):
                 flip(step / name, int(at), 0)
@@ -123,12 +123,12 @@ def test_a_damaged_index_is_told_before_anything_reads_it(copy, capfd):
 
 
 @pytest.mark.parametrize("name", MARKERS)
-def test_a_flipped_byte_of_a_marker_changes_nothing_that_is_restored(name, copy, state):
-    """Orbax writes these two after the checksums. Restoring reads neither; what is no JSON any more is damage."""
+def test_a_flipped_byte_of_a_marker_does_not_change_the_restored_values(name, copy, state):
+    """Orbax writes these two after the checksums. Restoring reads neither; invalid JSON counts as damage."""
     step, rng, found = copy / "2", np.random.default_rng(2), 0
     size = (step / name).stat().st_size
     for at in rng.integers(size, size=8):
-        flip(step / name, int(at), 7)  # no ASCII, and so no UTF-8 any more
+        flip(step / name, int(at), 7)  # not ASCII, so not UTF-8 either
         found += bool(find_damage(step))
         with Checkpointer(copy) as checkpointer:
             assert same(checkpointer.restore(abstract_net(), 2, verify=False), state)
@@ -137,14 +137,14 @@ def test_a_flipped_byte_of_a_marker_changes_nothing_that_is_restored(name, copy,
 
 
 @pytest.mark.parametrize("harm", [truncate, Path.unlink], ids=["truncated", "removed"])
-def test_every_file_may_be_cut_or_gone(harm, copy, state):
-    """Never a wrong value, never a fresh start: what is not whole is named, and the step before it is used."""
+def test_a_truncated_or_missing_file_is_found_whichever_it_is(harm, copy, state):
+    """Never a wrong value, never a new run: the damaged file is named, and the step before is used."""
     step, caught = copy / "2", 0
     for name in files_of(step):
         before = (step / name).read_bytes()
         harm(step / name)
         with Checkpointer(copy) as checkpointer:
-            if name == "commit_success.txt":  # says only what the name of the folder says too
+            if name == "commit_success.txt":  # contains only what the name of the folder implies
                 assert checkpointer.latest_step() == 2 and checkpointer.verify(2) == []
                 assert same(checkpointer.restore(abstract_net()), state)
             else:
@@ -162,12 +162,12 @@ def test_every_file_may_be_cut_or_gone(harm, copy, state):
         assert checkpointer.latest_step() == 2 and checkpointer.damaged == {}
 
 
-def test_a_damaged_step_is_passed_over_and_kept(copy, state):
+def test_a_damaged_step_is_skipped_and_quarantined(copy, state):
     truncate(copy / "2" / "state" / "_METADATA")
     kept = (copy / "2" / "state" / "_METADATA").read_bytes()
     with Checkpointer(copy) as checkpointer:
         assert same(checkpointer.restore(abstract_net()), state)
-        assert checkpointer.steps() == [1, 2] and list(checkpointer.damaged) == [2]  # reading has moved nothing
+        assert checkpointer.steps() == [1, 2] and list(checkpointer.damaged) == [2]  # reading has renamed nothing
         checkpointer.save(2, state, {"step": "again"})
         checkpointer.wait()
         assert checkpointer.steps() == [1, 2] and checkpointer.latest_step() == 2 and not checkpointer.damaged
@@ -181,16 +181,16 @@ def test_a_damaged_step_is_passed_over_and_kept(copy, state):
     assert (copy / "2.damaged" / "state" / "_METADATA").read_bytes() == kept
 
 
-def test_none_whole_is_an_error_that_names_every_file(copy, state):
+def test_no_valid_checkpoint_is_an_error_that_names_every_file(copy, state):
     truncate(copy / "1" / "metadata" / "metadata")
     (copy / "2" / CHECKSUMS).unlink()
     before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
     with Checkpointer(copy) as checkpointer:
-        with pytest.raises(CheckpointCorruptedError, match="holds 2 checkpoints, and none is whole") as error:
+        with pytest.raises(CheckpointCorruptedError, match="contains 2 checkpoints, and none is valid") as error:
             checkpointer.latest_step()
-        with pytest.raises(CheckpointCorruptedError, match="none is whole"):
+        with pytest.raises(CheckpointCorruptedError, match="none is valid"):
             checkpointer.restore(abstract_net())
-        with pytest.raises(CheckpointCorruptedError, match="none is whole"):
+        with pytest.raises(CheckpointCorruptedError, match="none is valid"):
             checkpointer.restore_partial(state)
     text = str(error.value)
     assert "1 is damaged:\n    metadata/metadata: 5 bytes, saved with 11" in text
@@ -205,12 +205,12 @@ def test_names_outside_the_checkpoint_are_refused(name, copy):
 
 
 @pytest.mark.parametrize("files", [[], {"a": 5}, {"a": [4097, [0]]}, {"a": ["b", [0]]}, {"a": [1, [0], 2]}], ids=str)
-def test_a_table_of_checksums_that_says_nothing_is_damaged(files, copy):
+def test_an_invalid_table_of_checksums_is_damage(files, copy):
     (copy / "2" / CHECKSUMS).write_bytes(checksums._encode(4096, files))
-    assert find_damage(copy / "2") == [f"{CHECKSUMS} is damaged: its own checksum does not fit"]
+    assert find_damage(copy / "2") == [f"{CHECKSUMS} is damaged: its own checksum does not match"]
 
 
-def test_checksums_hold_whatever_the_size_of_their_blocks(copy, monkeypatch):
-    """A later release may cut files otherwise: what an earlier one wrote is still whole."""
+def test_checksums_are_valid_for_any_block_size(copy, monkeypatch):
+    """A later release may choose another size; checkpoints of an earlier one stay valid."""
     monkeypatch.setattr(checksums, "BLOCK", 1000)
     assert find_damage(copy / "2") == []

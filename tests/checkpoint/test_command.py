@@ -38,7 +38,7 @@ def as_json(command, *argv, code=DONE):
 
 
 def damage(step: Path) -> str:
-    """Flip a bit in the largest file of a step; its name."""
+    """Flip a bit in the largest file of a step; returns its name."""
     file = max((path for path in step.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
@@ -49,7 +49,7 @@ def damage(step: Path) -> str:
 # --- list, inspect, verify ---
 
 
-def test_list_tells_steps_sizes_validity_metrics_and_mesh(command, saved):
+def test_list_reports_steps_sizes_validity_metrics_and_mesh(command, saved):
     for folder in (saved, saved / "checkpoints"):
         five, ten = as_json(command, "list", folder)["checkpoints"]
         assert [five["step"], ten["step"]] == [5, 10] and five["problems"] == ten["problems"] == []
@@ -65,7 +65,7 @@ def test_list_tells_steps_sizes_validity_metrics_and_mesh(command, saved):
     assert [step["step"] for step in as_json(command, "list", saved / "checkpoints" / "5")["checkpoints"]] == [5]
 
 
-def test_damage_is_found_by_list_and_verify_and_named(command, copy):
+def test_list_and_verify_name_the_damaged_file(command, copy):
     file = damage(copy / "checkpoints" / "10")
     shutil.copytree(copy / "checkpoints" / "10", copy / "checkpoints" / "7.damaged")
     (copy / "checkpoints" / "12.orbax-checkpoint-tmp").mkdir()
@@ -88,7 +88,7 @@ def test_damage_is_found_by_list_and_verify_and_named(command, copy):
     assert code == DONE and out.count("not verified") == 2
 
 
-def test_a_step_without_its_state_is_damaged_and_not_overlooked(command, copy):
+def test_a_step_without_its_state_is_listed_as_damaged(command, copy):
     for step in ("5", "10"):
         shutil.rmtree(copy / "checkpoints" / step / "state")
         shutil.rmtree(copy / "checkpoints" / step / "metadata")
@@ -99,7 +99,7 @@ def test_a_step_without_its_state_is_damaged_and_not_overlooked(command, copy):
     assert code == FINDINGS and "its tree cannot be read" in err and "checkpoint verify" in err
 
 
-def test_inspect_tells_every_array_and_adds_them_up(command, saved, state):
+def test_inspect_reports_every_array_and_subtotals(command, saved, state):
     data = as_json(command, "inspect", saved, "--step", 5)
     arrays = {one["path"]: one for one in data["arrays"]}
     assert arrays.keys() == {path for path, _ in named_leaves(state)}
@@ -117,7 +117,7 @@ def test_inspect_tells_every_array_and_adds_them_up(command, saved, state):
     assert data["config"]["model.num_layers"] == "3" and data["versions"]["jax"] == jax.__version__
 
 
-def test_inspect_shows_layers_that_are_alike_as_one(command, saved):
+def test_inspect_shows_equal_layers_as_one_line(command, saved):
     code, out, _ = command("inspect", saved)
     assert code == DONE
     lines = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.strip()}
@@ -129,7 +129,7 @@ def test_inspect_shows_layers_that_are_alike_as_one(command, saved):
     assert "model/layers/1/mlp/up/kernel" in paths and not any("{" in path or "*" in path for path in paths)
 
 
-def test_looking_changes_nothing(command, saved):
+def test_list_inspect_verify_and_diff_change_no_files(command, saved):
     before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in saved.rglob("*")}
     content = snapshot(saved)
     for argv in (["list"], ["inspect"], ["verify"], ["diff", saved / "checkpoints" / "5", "--values"]):
@@ -142,7 +142,7 @@ def test_looking_changes_nothing(command, saved):
 # --- diff ---
 
 
-def test_diff_of_values_finds_the_one_array_and_how_far_apart(command, saved):
+def test_diff_of_values_reports_the_changed_array_and_its_difference(command, saved):
     five, ten = saved / "checkpoints" / "5", saved / "checkpoints" / "10"
     assert as_json(command, "diff", five, ten)["differences"] == []
     found = as_json(command, "diff", five, ten, "--values", code=FINDINGS)
@@ -154,7 +154,7 @@ def test_diff_of_values_finds_the_one_array_and_how_far_apart(command, saved):
     assert code == DONE and "arrays, bit for bit" in out
 
 
-def test_diff_with_the_recipe_that_saved_it_is_empty_also_for_a_scan(command, saved):
+def test_diff_with_the_recipe_of_the_run_is_empty_with_and_without_scan(command, saved):
     code, out, _ = command("diff", saved, RECIPE)
     assert code == DONE and "the same: settings, mesh, axes, rules, tree, layout" in out
     assert "not compared, only in one of them: data, versions" in out  # a recipe has neither
@@ -162,7 +162,7 @@ def test_diff_with_the_recipe_that_saved_it_is_empty_also_for_a_scan(command, sa
     assert [(one["name"], one["a"], one["b"]) for one in found] == [("model.scan", "false", "true")]
 
 
-def test_diff_with_another_recipe_tells_settings_mesh_tree_and_layout(command, saved):
+def test_diff_with_another_recipe_reports_settings_mesh_tree_and_layout(command, saved):
     argv = [saved, RECIPE, "model.num_layers=2", "mesh.shape=fsdp:8", "model.head_dim=8", "optimizer.shard_over=fsdp"]
     found = as_json(command, "diff", *argv, code=FINDINGS)["differences"]
     by_section = {}
@@ -180,13 +180,13 @@ def test_diff_with_another_recipe_tells_settings_mesh_tree_and_layout(command, s
     )
 
 
-def test_diff_tells_how_a_mesh_without_an_axis_splits_otherwise(command, saved):
+def test_diff_reports_another_sharding_of_an_array(command, saved):
     argv = ["diff", saved, RECIPE, "model.axes.vocab_axis=none"]
     found = {one["name"]: (one["a"], one["b"]) for one in as_json(command, *argv, code=FINDINGS)["differences"]}
     assert found["model/embed/embedding"] == ("tp, fsdp", "-, fsdp")
 
 
-def test_diff_of_a_damaged_checkpoint_compares_no_values(command, copy):
+def test_diff_does_not_compare_values_of_a_damaged_checkpoint(command, copy):
     damage(copy / "checkpoints" / "5")
     code, out, err = command("diff", copy, copy / "checkpoints" / "5", "--values")
     assert code == FINDINGS and not out and "5 is damaged:" in err
@@ -195,7 +195,7 @@ def test_diff_of_a_damaged_checkpoint_compares_no_values(command, copy):
 # --- export, import, reshard ---
 
 
-def test_safetensors_out_and_in_again_are_the_same_bits(command, saved, state, tmp_path):
+def test_export_to_safetensors_and_import_are_bitwise(command, saved, state, tmp_path):
     code, out, _ = command("export", saved, tmp_path / "hf", "--to", "safetensors", "--step", 5)
     assert code == DONE and "safetensors of llama, " in out
     arrays = open_safetensors(tmp_path / "hf")
@@ -208,11 +208,11 @@ def test_safetensors_out_and_in_again_are_the_same_bits(command, saved, state, t
     assert found["values"] == {"compared": data["arrays"], "differing": {}}
     only = {one["name"].split("/")[0] for one in found["differences"] if one["section"] == "tree"}
     assert only == {"optimizer"}
-    # What a run with checkpoint.start_from does.
+    # As a run with checkpoint.start_from does.
     with Checkpointer(tmp_path / "imported", layers=["layers"]) as checkpointer:
-        filled, report = checkpointer.restore_partial(changed(state), include="model/")
-    assert not report.kept and not report.unused
-    np.testing.assert_array_equal(dict(named_leaves(filled))[CHANGED], dict(named_leaves(state))[CHANGED])
+        restored, report = checkpointer.restore_partial(changed(state), include="model/")
+    assert not report.unchanged and not report.unused
+    np.testing.assert_array_equal(dict(named_leaves(restored))[CHANGED], dict(named_leaves(state))[CHANGED])
 
 
 def test_export_casts(command, saved, tmp_path):
@@ -224,7 +224,7 @@ def test_export_casts(command, saved, tmp_path):
     assert {x.dtype for x in jax.tree.leaves(tree)} == {jnp.dtype("bfloat16")}
 
 
-def test_a_folder_of_another_program_comes_back_from_a_checkpoint_bit_by_bit(command, tmp_path):
+def test_a_folder_of_transformers_is_imported_and_exported_bitwise(command, tmp_path):
     assert command("import", QWEN, tmp_path / "checkpoint")[0] == DONE
     assert command("verify", tmp_path / "checkpoint")[0] == DONE
     assert command("export", tmp_path / "checkpoint", tmp_path / "back", "--to", "safetensors")[0] == DONE
@@ -234,7 +234,7 @@ def test_a_folder_of_another_program_comes_back_from_a_checkpoint_bit_by_bit(com
         assert there[name].dtype == back[name].dtype and np.array_equal(there[name], back[name]), name
 
 
-def test_plain_orbax_reads_what_is_exported_for_it(command, saved, state, tmp_path):
+def test_plain_orbax_reads_the_exported_tree(command, saved, state, tmp_path):
     assert command("export", saved, tmp_path / "tree", "--to", "orbax", "--step", 5)[0] == DONE
     tree = dict(named_leaves(ocp.StandardCheckpointer().restore(tmp_path / "tree")))
     model = {path.removeprefix("model/"): x for path, x in named_leaves(state) if path.startswith("model/")}
@@ -257,13 +257,13 @@ def test_reshard_writes_the_same_values_in_the_layout_of_the_recipe(command, sav
     with Checkpointer(out) as checkpointer:
         assert checkpointer.latest_step() == 10 and checkpointer.metadata(10)["metrics"]["eval_loss"] == 2.25
         target, stored = checkpointer.check(program.layout, 10), checkpointer.arrays(10)
-        for path, x in target.items():  # what lies on the disk fits the new layout
+        for path, x in target.items():  # the chunks on disk match the new layout
             assert stored[path].storage.chunk_shape == x.sharding.shard_shape(x.shape), path
         checkpointer.restore(program.layout, 10)
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_what_was_resharded(command, capsys, tmp_path):
+def test_a_run_continues_from_a_resharded_checkpoint(command, capsys, tmp_path):
     text = write_text(tmp_path)
     argv = [RECIPE, f"data.source={text}", "run.eval_every=0", "run.sample_tokens=0", "model.vocab_size=256"]
     assert main(["train", *argv, f"run.folder={tmp_path / 'a'}", "run.steps=2"]) == DONE
@@ -280,7 +280,7 @@ def test_a_run_goes_on_from_what_was_resharded(command, capsys, tmp_path):
     assert all(abs(losses[0][step] - losses[1][step]) < 5e-6 for step in (3, 4))
 
 
-def test_a_damaged_step_is_passed_over_or_refused(command, copy, tmp_path):
+def test_a_damaged_step_is_skipped_or_refused(command, copy, tmp_path):
     damage(copy / "checkpoints" / "10")
     code, out, _ = command("export", copy, tmp_path / "a", "--to", "orbax")
     assert code == DONE and out.startswith("warning: step 10 is damaged and was skipped (")
@@ -293,7 +293,7 @@ def test_a_damaged_step_is_passed_over_or_refused(command, copy, tmp_path):
         find_valid(copy)
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing(command, saved, tmp_path):
+def test_a_full_disk_is_one_line_of_error_and_leaves_no_files(command, saved, tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:

@@ -1,4 +1,4 @@
-"""A Checkpointer whose saves fail: what it says, what it leaves, and that the next save is none the worse for it."""
+"""A Checkpointer whose saves fail: its error, the files it leaves, and that the next save succeeds."""
 
 import json
 import os
@@ -14,11 +14,11 @@ from flax_mesh.errors import SaveError
 
 STATE = nnx.State({"w": jnp.arange(8.0)})
 
-# A limit on the size of files stands for a full disk. In a process of its own, which it may then do as it likes with.
+# A limit on the size of files simulates a full disk, in a process of its own since it applies to the whole process.
 PROGRAM = """
 import json, logging, os, resource, sys
-sys.unraisablehook = lambda found: None  # as the command line: tensorstore tells of one failure once an array
-for name in ("absl", "asyncio"):  # as the command line: they tell of errors that the caller is told
+sys.unraisablehook = lambda found: None  # as the command line: tensorstore reports one failure once per array
+for name in ("absl", "asyncio"):  # as the command line: they log errors that the caller gets
     logging.getLogger(name).setLevel(logging.CRITICAL)
 import jax
 jax.config.update("jax_platforms", "cpu")
@@ -58,7 +58,7 @@ print(json.dumps(found))
 
 
 @pytest.mark.parametrize("host_bytes", [None, pytest.param(2**20, marks=pytest.mark.slow)])
-def test_a_save_after_one_that_failed_is_as_any_other(host_bytes, tmp_path):
+def test_a_save_succeeds_after_a_failed_one(host_bytes, tmp_path):
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path / "c"), json.dumps(host_bytes)],
         capture_output=True,
@@ -68,8 +68,8 @@ def test_a_save_after_one_that_failed_is_as_any_other(host_bytes, tmp_path):
     )
     assert run.returncode == 0 and "Traceback" not in run.stderr, run.stderr
     found = json.loads(run.stdout)
-    said = "the checkpoint of step {} could not be saved in {}: File too large; the newest there is of step 1"
-    assert found.pop("full") == [said.format(step, tmp_path / "c") for step in (2, 3)]
+    text = "the checkpoint of step {} could not be saved in {}: File too large; the newest checkpoint is of step 1"
+    assert found.pop("full") == [text.format(step, tmp_path / "c") for step in (2, 3)]
     assert found == {
         "first": "saved",
         "steps then": [1],
@@ -80,15 +80,17 @@ def test_a_save_after_one_that_failed_is_as_any_other(host_bytes, tmp_path):
     }
 
 
-def test_a_folder_that_was_taken_away_is_told_and_taken_again_when_it_is_back(tmp_path):
+def test_saves_fail_while_the_folder_is_gone_and_succeed_when_it_is_back(tmp_path):
     with Checkpointer(tmp_path / "c") as checkpointer:
         checkpointer.save(1, STATE, {})
         checkpointer.wait()
         (tmp_path / "c").rename(tmp_path / "elsewhere")
         for step in (2, 3):
-            with pytest.raises(SaveError, match=rf"step {step} could not be saved in .*: the folder is gone; there is"):
+            with pytest.raises(
+                SaveError, match=rf"step {step} could not be saved in .*: the folder is gone; no checkpoint exists"
+            ):
                 checkpointer.save(step, STATE, {})
-        (tmp_path / "c").mkdir()  # another one in its place is not taken for it
+        (tmp_path / "c").mkdir()  # a new folder of the same name is not used in its place
         with pytest.raises(SaveError, match="the folder is gone"):
             checkpointer.save(4, STATE, {})
         assert os.listdir(tmp_path / "c") == []
@@ -99,7 +101,7 @@ def test_a_folder_that_was_taken_away_is_told_and_taken_again_when_it_is_back(tm
         assert checkpointer.steps() == [1, 5] and checkpointer.latest_step() == 5
 
 
-def test_metadata_that_is_no_json_is_told_and_nothing_is_saved(tmp_path):
+def test_metadata_that_is_not_json_fails_the_save(tmp_path):
     with Checkpointer(tmp_path) as checkpointer:
         with pytest.raises(SaveError, match="step 1 could not be saved"):
             checkpointer.save(1, STATE, {"loss": jnp.ones(())})
@@ -108,11 +110,11 @@ def test_metadata_that_is_no_json_is_told_and_nothing_is_saved(tmp_path):
         checkpointer.save(2, STATE, {})
     with Checkpointer(tmp_path) as checkpointer:
         assert checkpointer.latest_step() == 2
-        checkpointer.save(3, STATE, {})  # clears away what was still being written of step 1 when its save failed
+        checkpointer.save(3, STATE, {})  # removes what was still being written of step 1 when its save failed
     assert sorted(os.listdir(tmp_path)) == ["2", "3"]
 
 
-def test_an_error_in_the_block_is_seen_though_the_save_fails_too(tmp_path):
+def test_an_exception_in_the_block_is_raised_even_if_the_save_fails_too(tmp_path):
     with pytest.raises(ZeroDivisionError) as error, Checkpointer(tmp_path / "c") as checkpointer:
         checkpointer.save(1, STATE, {})
         (tmp_path / "c").rename(tmp_path / "elsewhere")

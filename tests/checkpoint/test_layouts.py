@@ -1,4 +1,4 @@
-"""Every layout saved and restored into every other: the same bits, and the run goes on as if nothing had happened.
+"""Every layout restores into every other: the values are bitwise equal, and training continues with equal losses.
 
 A layout's programs are built and compiled once for the module; a pair costs a restore and ten steps.
 """
@@ -44,7 +44,7 @@ class Setup(NamedTuple):
 
 @pytest.fixture(scope="module")
 def setup(tmp_path_factory):
-    """`setup(layout)`: what a run of this layout computes; each is made once."""
+    """`setup(layout)`: the program and the batches of a run in this layout; each is built once."""
     text = tmp_path_factory.mktemp("text") / "text.txt"
     text.write_text("".join(f"{i} squared is {i * i}, and its neighbour {i + 1}.\n" for i in range(400)))
     config = TrainConfig(
@@ -85,8 +85,8 @@ def saved(setup, tmp_path_factory):
         folder = tmp_path_factory.mktemp("saved")
         with Checkpointer(folder) as checkpointer:
             checkpointer.save(BEFORE, state, {})
-        kept = jax.tree.map(np.array, state)  # the steps are given the arrays
-        return folder, kept, losses(program, batch, state)
+        copy = jax.tree.map(np.array, state)  # the steps donate the arrays
+        return folder, copy, losses(program, batch, state)
 
     return of
 
@@ -100,28 +100,28 @@ def losses(program: TrainProgram, batch: Any, state: TrainState) -> np.ndarray:
 
 
 def check_pair(setup, saved, before: str, after: str) -> None:
-    folder, kept, want = saved(before)
+    folder, saved_state, want = saved(before)
     program, batch = setup(after)
     with Checkpointer(folder) as checkpointer:
         restored = checkpointer.restore(program.layout, BEFORE)
     for leaf, abstract in zip(jax.tree.leaves(restored), program.layout.leaves, strict=True):
         assert leaf.sharding.is_equivalent_to(abstract.sharding, leaf.ndim)
-    check_same(kept, restored)
-    assert any("/layers/3/" in path for path in by_layer(kept))
+    check_same(saved_state, restored)
+    assert any("/layers/3/" in path for path in by_layer(saved_state))
     have = losses(program, batch, restored)
-    assert len(set(want)) == AFTER and want[-1] < want[0]  # something is learned
+    assert len(set(want)) == AFTER and want[-1] < want[0]  # the loss decreases
     if before == after:
         assert np.array_equal(have, want)
     np.testing.assert_allclose(have, want, rtol=0, atol=5e-6)
 
 
 @pytest.mark.parametrize(("before", "after"), SAMPLE)
-def test_a_run_goes_on_in_another_layout(before, after, setup, saved):
+def test_a_run_continues_in_another_layout(before, after, setup, saved):
     check_pair(setup, saved, before, after)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", LAYOUTS)
 @pytest.mark.parametrize("before", LAYOUTS)
-def test_a_run_goes_on_in_every_other_layout(before, after, setup, saved):
+def test_a_run_continues_in_every_other_layout(before, after, setup, saved):
     check_pair(setup, saved, before, after)

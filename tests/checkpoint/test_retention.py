@@ -1,4 +1,4 @@
-"""Which checkpoints stay: as a function of steps and metrics, and on the disk."""
+"""Retention of checkpoints: as a function of steps and metrics, and on disk."""
 
 import math
 import os
@@ -27,7 +27,7 @@ KEEPS = st.builds(
 
 @settings(max_examples=200, deadline=None)
 @given(KEEPS, STEPS, st.dictionaries(st.integers(0, 60), NUMBERS))
-def test_exactly_what_is_promised_stays(keep, steps, metrics):
+def test_exactly_the_promised_checkpoints_are_retained(keep, steps, metrics):
     stay = keep.steps(steps, metrics)
     assert stay <= steps
     if keep.newest is None:
@@ -37,17 +37,17 @@ def test_exactly_what_is_promised_stays(keep, steps, metrics):
         newer = sum(other > step for other in steps)
         value = metrics.get(step, math.nan)
         better = [m for s, m in metrics.items() if s in steps and (m < value or (m == value and s > step))]
-        wanted = newer < keep.newest
-        wanted |= not math.isnan(value) and len(better) < keep.best
-        wanted |= keep.every is not None and step % keep.every == 0
-        assert (step in stay) == wanted, (step, keep)
+        retained = newer < keep.newest
+        retained |= not math.isnan(value) and len(better) < keep.best
+        retained |= keep.every is not None and step % keep.every == 0
+        assert (step in stay) == retained, (step, keep)
     assert not steps or max(steps) in stay
 
 
 @settings(max_examples=50, deadline=None)
 @given(KEEPS, st.lists(NUMBERS, min_size=1, max_size=15))
-def test_the_latest_and_the_best_so_far_are_never_lost_along_the_way(keep, values):
-    """As a run does it: a step comes, the others are thinned out."""
+def test_the_latest_and_the_best_so_far_are_retained_at_every_step(keep, values):
+    """As in a run: after every save the policy is applied to the steps retained so far."""
     there: set[int] = set()
     metrics: dict[int, float] = {}
     for step, value in enumerate(values, 1):
@@ -58,16 +58,16 @@ def test_the_latest_and_the_best_so_far_are_never_lost_along_the_way(keep, value
         assert {-s for _, s in numbers[: keep.best]} <= there
 
 
-@pytest.mark.parametrize(("wrong", "said"), [
+@pytest.mark.parametrize(("wrong", "message"), [
     ({"newest": 0}, "newest must be at least 1, got 0"),
     ({"best": -1, "every": 0}, "best must be at least 0, got -1; every must be at least 1, got 0"),
 ])  # fmt: skip
-def test_what_cannot_be_is_refused(wrong, said):
-    with pytest.raises(ValueError, match=f"^{said}$"):
+def test_invalid_policies_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
         RetentionPolicy(**wrong)
 
 
-# --- on the disk ---
+# --- on disk ---
 
 
 def state_of(value: float = 0.0) -> nnx.State:
@@ -84,7 +84,7 @@ def listing(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(p.relative_to(folder)): (p.stat().st_mtime_ns, p.stat().st_size) for p in folder.rglob("*")}
 
 
-def test_the_best_stay_over_a_restart(tmp_path):
+def test_the_best_are_retained_over_a_restart(tmp_path):
     keep = RetentionPolicy(1, best=2, every=10)
     with Checkpointer(tmp_path, keep=keep) as checkpointer:
         save(checkpointer, {1: 0.5, 2: 0.9, 3: math.nan, 4: None})
@@ -94,10 +94,10 @@ def test_the_best_stay_over_a_restart(tmp_path):
         assert checkpointer.steps() == [1, 5, 6]
         save(checkpointer, {10: 0.95, 11: 3.0})
         assert checkpointer.steps() == [1, 5, 10, 11]
-    assert sorted(os.listdir(tmp_path), key=int) == ["1", "5", "10", "11"]  # nothing half deleted
+    assert sorted(os.listdir(tmp_path), key=int) == ["1", "5", "10", "11"]  # nothing partly deleted
 
 
-def test_a_damaged_best_is_no_candidate(tmp_path):
+def test_a_damaged_checkpoint_is_not_a_candidate_for_the_best(tmp_path):
     with Checkpointer(tmp_path, keep=RetentionPolicy(1, best=1)) as checkpointer:
         save(checkpointer, {1: 0.1, 2: 0.9})
         (tmp_path / "1" / "metadata" / "metadata").write_text("{")
@@ -105,7 +105,7 @@ def test_a_damaged_best_is_no_candidate(tmp_path):
         assert checkpointer.steps() == [2, 3]
 
 
-def test_reading_changes_nothing(tmp_path):
+def test_reading_does_not_change_the_folder(tmp_path):
     with Checkpointer(tmp_path) as checkpointer:
         save(checkpointer, {1: 0.5, 2: 0.4})
     (tmp_path / "3.orbax-checkpoint-tmp").mkdir()
@@ -123,7 +123,7 @@ def test_reading_changes_nothing(tmp_path):
     assert not missing.exists()
 
 
-def test_reading_while_another_saves_sees_whole_steps_only(tmp_path):
+def test_a_reader_sees_only_complete_steps_while_another_process_saves(tmp_path):
     big = nnx.State({f"w{i}": jnp.full((256, 1024), float(i)) for i in range(8)})
     with Checkpointer(tmp_path) as writer, Checkpointer(tmp_path) as reader:
         save(writer, {1: 0.5})
@@ -134,7 +134,7 @@ def test_reading_while_another_saves_sees_whole_steps_only(tmp_path):
                 assert reader.verify(reader.steps()[-1]) == [] and reader.damaged == {}
                 seen += any(name.endswith("tmp") for name in os.listdir(tmp_path))
         writer.wait()
-        assert seen > 0, "no save was met on its way"
+        assert seen > 0, "no save was observed in progress"
         assert writer.steps() == [2, 3, 4] == reader.steps() and reader.latest_step() == 4
 
 
@@ -150,7 +150,7 @@ with Checkpointer(sys.argv[1], keep=1) as checkpointer:
 """
 
 
-def test_a_kill_between_rename_and_deletion_leaves_what_the_next_save_removes(tmp_path):
+def test_the_next_save_removes_what_a_kill_between_rename_and_deletion_left(tmp_path):
     command = [sys.executable, "-c", KILLED_BETWEEN_RENAME_AND_DELETION, str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == -signal.SIGKILL, run.stderr

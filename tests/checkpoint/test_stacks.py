@@ -1,4 +1,4 @@
-"""Where the layers of what is saved are named: by the model's table, by an argument, or, of a stack, by nobody."""
+"""Stacks of layers are named by the model's table or by an argument; a stack that neither names is refused."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ def stack(make, size):
 
 
 class Block(nnx.Module):
-    """Layers of Flax, a parameter of its own and a random stream."""
+    """Flax layers, a parameter of its own and a random stream."""
 
     def __init__(self, key):
         rngs = nnx.Rngs(key)
@@ -80,18 +80,18 @@ def train_state(make) -> TrainState:
         return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
 
     mesh = create_mesh((1,) * 5, devices=jax.devices()[:1])
-    return filled(abstract_train_state(both, abstract_state(both, mesh, [(".*", ())])))
+    return random_values(abstract_train_state(both, abstract_state(both, mesh, [(".*", ())])))
 
 
-def filled(abstract):
+def random_values(abstract):
     random = np.random.default_rng(0)
 
-    def fill(x):
+    def random_array(x):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return jax.device_put(jax.random.split(jax.random.key(1), x.shape), x.sharding)
         return jax.device_put(random.integers(0, 99, x.shape).astype(x.dtype), x.sharding)
 
-    return jax.tree.map(fill, abstract)
+    return jax.tree.map(random_array, abstract)
 
 
 def save(folder, state, **kinds) -> list[str]:
@@ -110,7 +110,7 @@ def refused(folder, state, **kinds) -> list[str]:
     return error.value.problems[1:]
 
 
-def test_a_stack_that_nobody_names_is_refused_and_named_it_is_a_list(tmp_path):
+def test_an_unnamed_stack_is_refused_and_a_named_one_is_saved_as_a_list(tmp_path):
     state, as_list = train_state(scanned), train_state(listed)
     assert refused(tmp_path / "a", state) == [
         "  layers/drop/rngs/count: u32[3]",
@@ -120,13 +120,13 @@ def test_a_stack_that_nobody_names_is_refused_and_named_it_is_a_list(tmp_path):
         "  layers/mlp/up/bias: f32[3,16]",
         "  layers/mlp/up/kernel: f32[3,8,16]",
         "  layers/norm/scale: f32[3,8]",
-        "  Name the stacks: layers=['layers'] of Checkpointer, or of @partitioned at the class of the model.",
+        "  Name the stacks: pass layers=['layers'] to Checkpointer, or to @partitioned of the model's class.",
     ]
     assert refused(tmp_path / "a", state, layers=["other"])[-1].startswith(
-        "  Name the stacks: layers=['other', 'layers']"
+        "  Name the stacks: pass layers=['other', 'layers'] to Checkpointer"
     )
     alone = train_state(lambda: Net(stack(lambda key: nnx.Dict(up=nnx.Linear(8, 8, rngs=nnx.Rngs(key))), 3)))
-    assert refused(tmp_path / "a", alone)[-1].startswith("  Name the stacks: layers=['layers'] of Checkpointer")
+    assert refused(tmp_path / "a", alone)[-1].startswith("  Name the stacks: pass layers=['layers'] to Checkpointer")
     assert sorted(save(tmp_path / "b", state, layers="layers")) == sorted(save(tmp_path / "c", as_list))
     with Checkpointer(tmp_path / "b") as checkpointer:
         checkpointer.restore(as_list)
@@ -144,7 +144,7 @@ def test_the_table_of_the_model_names_its_layers(make, tmp_path):
     assert [path for path in save(tmp_path, state) if path.startswith("model/layers/1/")]
     with Checkpointer(tmp_path) as checkpointer:
         restored, (again, report) = checkpointer.restore(state), checkpointer.restore_partial(state)
-    assert not report.kept
+    assert not report.unchanged
     for tree in (restored, again):
         assert all(np.array_equal(key_data(x), key_data(y)) for x, y in zip(state.leaves, tree.leaves, strict=True))
 
@@ -156,7 +156,9 @@ def key_data(x):
 def test_an_argument_overrides_the_table(tmp_path):
     half = train_state(HalfNamed)
     problems = refused(tmp_path / "a", half)
-    assert problems[-1].startswith("  Name the stacks: layers=['encoder/layers', 'decoder/layers'] of Checkpointer")
+    assert problems[-1].startswith(
+        "  Name the stacks: pass layers=['encoder/layers', 'decoder/layers'] to Checkpointer"
+    )
     assert len(problems) == 8 and all(line.startswith("  decoder/layers/") for line in problems[:-1])
     assert len(refused(tmp_path / "a", train_state(BothNamed), layers=())) == 16
     want = save(tmp_path / "b", train_state(BothNamed))
@@ -165,7 +167,7 @@ def test_an_argument_overrides_the_table(tmp_path):
 
 
 class Experts(nnx.Module):
-    """A layer with a stack of its own, of which each layer of a list has one."""
+    """A layer with a stack of experts, to be used in a list of layers."""
 
     def __init__(self):
         self.experts, self.norm = (
@@ -184,11 +186,11 @@ class Experts(nnx.Module):
     ],
     ids=["a list", "experts in a list", "an ensemble", "a convolution"],
 )
-def test_what_is_no_stack_of_layers_is_never_refused(make, tmp_path):
+def test_models_without_unnamed_stacks_are_saved(make, tmp_path):
     assert save(tmp_path, train_state(make))
 
 
-def test_a_stack_of_convolutions_is_told_by_the_size_of_their_kernel(tmp_path):
+def test_a_stack_of_convolutions_is_recognized_by_the_rank_of_the_kernel(tmp_path):
     conv = lambda key: nnx.Conv(3, 3, (3, 3), rngs=nnx.Rngs(key))  # noqa: E731
     net = lambda: nnx.Dict(layers=stack(conv, 2), norm=nnx.BatchNorm(3, rngs=nnx.Rngs(0)))  # noqa: E731
     assert len(refused(tmp_path / "a", train_state(net))) == 3
@@ -203,11 +205,11 @@ def test_the_chunks_of_a_pipelined_stack_must_be_named(tmp_path):
     make = lambda: make_decoder(config, nnx.Rngs(0))  # noqa: E731
     staged = split_stages(next_token_loss, make, batch, num_stages=2, mesh=groups.unstack[0])
     schedule = make_schedule("1f1b", num_groups=2, num_microbatches=2)
-    state = filled(Pipeline(staged, optax.sgd(1e-3), mesh=groups, schedule=schedule).abstract)
+    state = random_values(Pipeline(staged, optax.sgd(1e-3), mesh=groups, schedule=schedule).abstract)
     listed = train_state(lambda: make_decoder(dataclasses.replace(config, scan=False), nnx.Rngs(0)))
-    problems = refused(tmp_path / "a", state.to_nnx())  # of which the model is not known
+    problems = refused(tmp_path / "a", state.to_nnx())  # the model is unknown here
     assert "  layers/attention/q/kernel/from 2: f32[2,16,4,4]" in problems
-    assert problems[-1].startswith("  Name the stacks: layers=['layers'] of Checkpointer")
+    assert problems[-1].startswith("  Name the stacks: pass layers=['layers'] to Checkpointer")
     assert refused(tmp_path / "a", state, layers=()) == problems
     assert {p for p in save(tmp_path / "b", state) if "model/" in p} == {
         p for p in save(tmp_path / "c", listed) if "model/" in p

@@ -1,4 +1,4 @@
-"""Parts of a checkpoint: parameters alone, subtrees, other dtypes, other models, random keys, arrays of no size."""
+"""Partial restores: parameters alone, subtrees, other dtypes, other models, random keys, arrays of size zero."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ class Net(nnx.Module):
 
 
 class Scanned(nnx.Module):
-    """The same with its layers in one stack."""
+    """`Net` with its layers in one stack."""
 
     def __init__(self, width: int, layers: int, rngs: nnx.Rngs):
         self.embed = nnx.Linear(8, width, rngs=rngs)
@@ -94,7 +94,7 @@ def check_equal(a, b):
         assert a[path].dtype == b[path].dtype and np.array_equal(a[path], b[path]), path
 
 
-def test_the_parameters_alone(checkpointer, state):
+def test_parameters_restore_without_the_optimizer(checkpointer, state):
     abstract = {"model": abstract_of(Make())["model"]}
     got = checkpointer.restore(abstract, include="model/")
     check_equal({"model": state["model"]}, got)
@@ -104,14 +104,14 @@ def test_the_parameters_alone(checkpointer, state):
         checkpointer.restore(abstract)
 
 
-def test_a_subtree_by_pattern(checkpointer, state):
+def test_include_selects_a_subtree(checkpointer, state):
     abstract = abstract_of(Make())["model"]
     part = {"model": {"layers": {1: abstract["layers"][1]}}}
     got = checkpointer.restore(part, include=r"model/layers/1/")
     check_equal({"model": {"layers": {1: state["model"]["layers"][1]}}}, got)
 
 
-def test_another_dtype_only_on_request(checkpointer, state):
+def test_cast_allows_another_float_dtype(checkpointer, state):
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=x.sharding) if x.dtype == jnp.float32 else x,
         abstract_of(Make()),
@@ -132,8 +132,8 @@ def test_another_dtype_only_on_request(checkpointer, state):
         checkpointer.restore(integers, cast=True)  # floats stay floats
 
 
-def test_another_model_is_one_error_with_every_path(checkpointer):
-    with pytest.raises(ConfigError, match="is of another model") as error:
+def test_one_error_lists_every_path_that_differs(checkpointer):
+    with pytest.raises(ConfigError, match="does not match the model") as error:
         checkpointer.restore(abstract_of(Make(width=32, layers=1)))
     text = str(error.value)
     assert "model/embed/kernel: checkpoint f32[8,16], model f32[8,32]" in text
@@ -143,49 +143,50 @@ def test_another_model_is_one_error_with_every_path(checkpointer):
 
 
 @pytest.mark.parametrize("kind", [Net, Scanned])
-def test_a_warm_start_says_what_it_filled(kind, checkpointer, state):
-    """Three layers where there were two: a list takes the two, a stack is filled whole or not at all."""
+def test_a_partial_restore_reports_what_it_restored(kind, checkpointer, state):
+    """Two saved layers, a model with three: a list restores two of them, a stack none."""
     other = state_of(Make(kind, layers=3, seed=1))
     before = values(other)
     got, report = checkpointer.restore_partial(other, include="model/")
     found, saved = values(got), values(state)
     assert np.array_equal(found["model/embed/kernel"], saved["model/embed/kernel"])
-    assert set(report.filled) >= {"model/embed/kernel", "model/embed/bias", "model/dropout/rngs/key"}
-    assert report.kept["model/layers/2/kernel"] == "not in the checkpoint"
-    assert str(report).startswith(f"filled {len(report.filled)} arrays, {len(report.kept)} keep their values, 0 unused")
+    assert set(report.restored) >= {"model/embed/kernel", "model/embed/bias", "model/dropout/rngs/key"}
+    assert report.unchanged["model/layers/2/kernel"] == "not in the checkpoint"
+    counts = f"{len(report.restored)} arrays, {len(report.unchanged)} unchanged, 0 unused"
+    assert str(report).startswith(f"restored {counts}")
     if kind is Net:
         assert np.array_equal(found["model/layers/1/kernel"], saved["model/layers/1/kernel"])
         assert np.array_equal(found["model/layers/2/kernel"], before["model/layers/2/kernel"])
-        assert "model/layers/1/kernel" in report.filled
+        assert "model/layers/1/kernel" in report.restored
     else:
         assert np.array_equal(found["model/layers/kernel"], before["model/layers/kernel"])
-        assert report.kept["model/layers/0/kernel"] == "model/layers/2/kernel of the same stack is kept"
+        assert report.unchanged["model/layers/0/kernel"] == "model/layers/2/kernel of the same stack is unchanged"
     assert all(np.array_equal(found[path], before[path]) for path in before if path.startswith("optimizer/"))
 
 
-def test_a_warm_start_from_a_list_into_a_stack_and_without_a_head(checkpointer, state):
+def test_a_partial_restore_stacks_layers_and_reports_unused_arrays(checkpointer, state):
     other = state_of(Make(Scanned, seed=1))
     got, report = checkpointer.restore_partial(other, include="model/layers/")
     stack = values(got)["model/layers/kernel"]
     want = [values(state)[f"model/layers/{i}/kernel"] for i in range(2)]
-    assert np.array_equal(stack, np.stack(want)) and not report.kept and not report.unused
+    assert np.array_equal(stack, np.stack(want)) and not report.unchanged and not report.unused
     assert np.array_equal(values(got)["model/embed/kernel"], values(other)["model/embed/kernel"])
     narrow = state_of(Make(width=32, layers=1, seed=1))
     _, report = checkpointer.restore_partial(narrow, include="model/")
-    assert report.kept["model/embed/kernel"] == "f32[8,16] in the checkpoint, f32[8,32] here"
+    assert report.unchanged["model/embed/kernel"] == "checkpoint f32[8,16], state f32[8,32]"
     assert set(report.unused) == {"model/layers/1/kernel", "model/layers/1/bias"}
     assert "  unused model/layers/1/bias" in str(report)
 
 
-def test_a_warm_start_with_nothing_to_fill_is_an_error(checkpointer):
+def test_a_partial_restore_of_nothing_is_an_error(checkpointer):
     other = state_of(Make(width=32, layers=1))
-    with pytest.raises(ConfigError, match=r"nothing in the checkpoint fits the state:\n  model/embed/kernel: f32"):
+    with pytest.raises(ConfigError, match=r"no array of the checkpoint matches .*\n  model/embed/kernel: checkpoint"):
         checkpointer.restore_partial(other, include="model/embed/kernel")
     with pytest.raises(ConfigError, match="no path starts with 'encoder/'"):
         checkpointer.restore_partial(other, include="encoder/")
 
 
-def test_random_keys_of_every_kind_split_or_not(tmp_path):
+def test_random_keys_of_every_implementation_are_restored(tmp_path):
     mesh = create_mesh()
     by_device = jax.NamedSharding(mesh, jax.P("fsdp"))
     keys = {
@@ -202,16 +203,15 @@ def test_random_keys_of_every_kind_split_or_not(tmp_path):
         assert a.dtype == b.dtype and a.sharding.is_equivalent_to(b.sharding, a.ndim) and bool((a == b).all())
 
 
-def test_arrays_of_no_size(tmp_path):
-    """They hold nothing, so that nothing of them lies on disk, and they come back as the state wants them."""
+def test_arrays_of_size_zero_are_restored_without_being_stored(tmp_path):
     mesh = create_mesh()
-    whole, split = jax.NamedSharding(mesh, jax.P()), jax.NamedSharding(mesh, jax.P(None, "fsdp"))
+    replicated, split = jax.NamedSharding(mesh, jax.P()), jax.NamedSharding(mesh, jax.P(None, "fsdp"))
     state = nnx.State(
         {
             "none": jax.device_put(jnp.zeros((0, 8)), split),
-            "keys": jax.device_put(jax.random.split(jax.random.key(0), 0), whole),
-            "layers": {"kernel": jax.device_put(jnp.zeros((3, 0), jnp.bfloat16), whole)},
-            "some": jax.device_put(jnp.ones(8), whole),
+            "keys": jax.device_put(jax.random.split(jax.random.key(0), 0), replicated),
+            "layers": {"kernel": jax.device_put(jnp.zeros((3, 0), jnp.bfloat16), replicated)},
+            "some": jax.device_put(jnp.ones(8), replicated),
         }
     )
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
@@ -220,18 +220,17 @@ def test_arrays_of_no_size(tmp_path):
         checkpointer.wait()
         assert list(checkpointer.arrays(1)) == ["some"]
         got = checkpointer.restore(abstract)
-        filled, report = checkpointer.restore_partial(state)
-    for want, a, b in zip(*(jax.tree.leaves(tree) for tree in (state, got, filled)), strict=True):
+        partial, report = checkpointer.restore_partial(state)
+    for want, a, b in zip(*(jax.tree.leaves(tree) for tree in (state, got, partial)), strict=True):
         assert a.shape == b.shape == want.shape and a.dtype == b.dtype == want.dtype
         assert a.sharding.is_equivalent_to(want.sharding, a.ndim)
-    assert np.array_equal(got["some"], np.ones(8)) and report.filled == ("some",) and not report.kept
+    assert np.array_equal(got["some"], np.ones(8)) and report.restored == ("some",) and not report.unchanged
 
 
-def test_a_part_of_a_stack_is_not_filled_and_the_report_says_why(checkpointer):
-    """Only one of its layers is asked for: the stack keeps its value, whatever else is filled."""
+def test_a_stack_is_unchanged_if_only_some_of_its_layers_are_included(checkpointer):
     scanned = state_of(Make(Scanned, seed=1))
-    got, filled = checkpointer.restore_partial(scanned, include="model/(embed|layers/1)/")
+    got, report = checkpointer.restore_partial(scanned, include="model/(embed|layers/1)/")
     before, after = values(scanned), values(got)
     assert {path for path in before if not np.array_equal(before[path], after[path])} == {"model/embed/kernel"}
-    assert set(filled.kept) == {"model/layers/1/bias", "model/layers/1/kernel"}
-    assert "model/layers/0/kernel of the same stack is not asked for" in str(filled)
+    assert set(report.unchanged) == {"model/layers/1/bias", "model/layers/1/kernel"}
+    assert "model/layers/0/kernel of the same stack is not included" in str(report)

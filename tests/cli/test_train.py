@@ -167,7 +167,7 @@ def test_all_arrays_of_a_checkpoint_of_another_model_are_listed(small, error_lin
     assert main([*small, "run.steps=1", "run.eval_every=0"]) == DONE
     capsys.readouterr()
     head, *lines, tail = error_lines(*small, "run.steps=2", "run.eval_every=0", "model.hidden_size=32")
-    assert re.fullmatch(r"checkpoint .*/run/checkpoints/1 is of another model \(7 of \d+ leaves differ\):", head)
+    assert re.fullmatch(r"checkpoint .*/run/checkpoints/1 does not match the model \(7 of \d+ leaves differ\):", head)
     assert "  model/embed/embedding: checkpoint f32[256,64], model f32[256,32]" in lines
     assert "  model/head/kernel: checkpoint f32[64,256], model f32[32,256]" in lines
     assert len(lines) == 7

@@ -1,4 +1,4 @@
-"""The chunked cross-entropy against the whole one, and what each of them keeps, multiplies and sends."""
+"""The chunked cross-entropy equals the plain one; its residuals, products and collectives."""
 
 import dataclasses
 import re
@@ -17,7 +17,7 @@ from flax_mesh import PartitionAxis, create_mesh
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.models.cross_entropy import cross_entropy
 from flax_mesh.models.matmul import dot_float32
-from tests.models.test_decoder import filled
+from tests.models.test_decoder import with_random_parameters
 from tests.mpmd.runtime.test_pipeline import build, decoder_batch, groups, whole
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -45,14 +45,14 @@ def assert_close(have, want, rtol):
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 1000])
-def test_chunks_of_any_size_give_the_sum_and_the_gradients_of_the_whole(chunk):
+def test_chunks_of_any_size_have_equal_sum_and_gradients(chunk):
     args = example()
     assert_close(with_gradients(chunk)(*args), with_gradients(0)(*args), 1e-6)
     without = jax.jit(lambda *args: cross_entropy(*args, axes=AXES, chunk=chunk))(*args)
     assert_close(without, with_gradients(0)(*args)[0], 1e-6)
 
 
-def test_the_cotangent_scales_the_gradients_and_no_target_gives_none():
+def test_the_cotangent_scales_gradients_and_tokens_without_target_have_none():
     x, w, targets = example()
     doubled = jax.jit(jax.grad(lambda x: 2 * cross_entropy(x, w, targets, axes=AXES, chunk=8)))(x)
     np.testing.assert_allclose(doubled, 2 * with_gradients(8)(x, w, targets)[1][0], rtol=1e-6)
@@ -61,19 +61,19 @@ def test_the_cotangent_scales_the_gradients_and_no_target_gives_none():
 
 
 @pytest.mark.parametrize("dims", [(2, 2, 1, 2, 1), (1, 1, 1, 4, 2), (1, 4, 1, 1, 2)], ids=str)
-def test_on_a_mesh_it_is_the_same_and_sums_over_the_shards_of_tokens_once(dims):
-    x, w, targets = example(vocab=80)  # 80, 40 or 20 a device: no other dim has that size
+def test_on_a_mesh_results_are_equal_and_weight_gradients_are_reduced_once(dims):
+    x, w, targets = example(vocab=80)  # 80, 40 or 20 per device: no other dim has that size
     mesh = create_mesh(dims)
-    lay = {name: NamedSharding(mesh, AXES.resolve(axes)) for name, axes in
+    shardings = {name: NamedSharding(mesh, AXES.resolve(axes)) for name, axes in
            (("x", ("batch", "sequence", None)), ("w", ("embed", "vocab")), ("t", ("batch", "sequence")))}  # fmt: skip
-    args = [jax.device_put(a, s) for a, s in zip((x, w, targets), lay.values(), strict=True)]
+    args = [jax.device_put(a, s) for a, s in zip((x, w, targets), shardings.values(), strict=True)]
     with jax.set_mesh(mesh):
         compiled = with_gradients(3).lower(*args).compile()
     assert_close(compiled(*args), with_gradients(0)(x, w, targets), 1e-6)
     computations = re.split(r"\n(?=%|ENTRY)", compiled.as_text() or "")
     loop = [c for c in computations if "dynamic-update-slice" in c and not c.startswith("ENTRY")]
     assert loop
-    # In the loop: the logsumexp, the target's logit and the gradient of x over tp; nothing of the size of the weights.
+    # Collectives in the loop: logsumexp, target logit and gradient of x over tp; none of the size of the weights.
     sent = [shape for c in loop for shape in re.findall(r"= (.*?) (?:all-\w+|reduce-scatter|collective-\w+)\(", c)]
     columns = w.shape[1] // mesh.shape["tp"]
     assert all(str(columns) not in re.findall(r"\d+", shape.split("{")[0]) for shape in sent), sent
@@ -87,7 +87,7 @@ def test_rows_that_do_not_divide_over_the_mesh_are_not_split():
     assert_close(have, with_gradients(0)(x, w, targets), 1e-6)
 
 
-def test_chunks_take_a_fraction_of_the_memory():
+def test_chunks_use_a_fraction_of_the_memory():
     args = example(batch=4, seq=256, hidden=8, vocab=2048)
     logits = 4 * 256 * 2048 * 4
     found: Any = {c: with_gradients(c).lower(*args).compile().memory_analysis() for c in (0, 64)}
@@ -104,14 +104,14 @@ def test_chunks_take_a_fraction_of_the_memory():
     ],
     ids=lambda change: ",".join(change),
 )
-def test_the_loss_of_the_decoder_is_the_same_in_chunks(change):
+def test_the_loss_of_the_decoder_is_equal_in_chunks(change):
     rng = np.random.default_rng(0)
     batch: Any = {name: rng.integers(-(name == "targets"), 64, (2, 12)).astype(np.int32)
                   for name in ("inputs", "targets")}  # fmt: skip
 
     def run(chunk):
         config = dataclasses.replace(SMALL, loss_chunk=chunk, **change)
-        graphdef, state = nnx.split(filled(lambda: make_decoder(config, nnx.Rngs(0))))
+        graphdef, state = nnx.split(with_random_parameters(lambda: make_decoder(config, nnx.Rngs(0))))
 
         def loss_of(state):
             loss, *more = next_token_loss(nnx.merge(graphdef, state), batch)
@@ -123,7 +123,7 @@ def test_the_loss_of_the_decoder_is_the_same_in_chunks(change):
 
 
 class Net(nnx.Module):
-    """Two layers and a head of its own."""
+    """Two layers and an untied head."""
 
     def __init__(self):
         rngs = nnx.Rngs(0)
@@ -145,13 +145,15 @@ def net_loss(chunk, model, batch):
 
 
 def gradients_of(loss_fn, make, name, sizes):
-    """path -> parameter after a step of gradient descent, the metrics, elements of the largest array ever kept."""
-    batch, kept = decoder_batch(8), [0]
+    """Parameters by path after a step of gradient descent, the metrics, and the size of the largest residual."""
+    batch, sizes_saved = decoder_batch(8), [0]
     mesh = groups(**sizes)
     pipeline = build(make, loss_fn, batch, 4, optax.sgd(1.0), name=name, mesh=mesh, rules=[(".*", ())], axes=AXES)
-    pipeline.on_action = lambda action, saved: kept.extend(x.size for x in jax.tree.leaves(saved) if hasattr(x, "size"))
+    pipeline.on_action = lambda action, saved: sizes_saved.extend(
+        x.size for x in jax.tree.leaves(saved) if hasattr(x, "size")
+    )
     state, metrics = pipeline.step(pipeline.init_state(), batch)
-    return whole(pipeline, state), metrics, max(kept)
+    return whole(pipeline, state), metrics, max(sizes_saved)
 
 
 def assert_same_step(have, want):
@@ -162,7 +164,7 @@ def assert_same_step(have, want):
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-def test_a_pipeline_with_chunks_keeps_no_logits(name):
+def test_a_pipeline_with_chunks_saves_no_logits(name):
     want, have = (gradients_of(partial(net_loss, chunk), Net, name, {"pp": 2, "tp": 2}) for chunk in (0, 6))
     assert_same_step(have, want)
     logits = 2 * 16 * 64  # of a microbatch
@@ -179,7 +181,7 @@ def test_a_pipeline_with_chunks_keeps_no_logits(name):
         ("interleaved-1f1b", {"tp": 2}, {"num_layers": 4, "tied": False}),
     ],
 )
-def test_a_pipelined_decoder_is_the_same_in_chunks(name, sizes, change):
+def test_a_pipelined_decoder_is_equal_in_chunks(name, sizes, change):
     def of(chunk):
         config = dataclasses.replace(SMALL, loss_chunk=chunk, **change)
         return gradients_of(next_token_loss, lambda: make_decoder(config, nnx.Rngs(0)), name, {"pp": 2} | sizes)
@@ -187,8 +189,8 @@ def test_a_pipelined_decoder_is_the_same_in_chunks(name, sizes, change):
     assert_same_step(of(6), of(0))
 
 
-def test_half_precision_multiplies_no_float32():
-    model = filled(lambda: make_decoder(dataclasses.replace(SMALL, dtype="bfloat16"), nnx.Rngs(0)))
+def test_half_precision_has_no_float32_products():
+    model = with_random_parameters(lambda: make_decoder(dataclasses.replace(SMALL, dtype="bfloat16"), nnx.Rngs(0)))
     graphdef, state = nnx.split(model)
     tokens: Any = {"inputs": example(2)[2] % 64, "targets": example(2)[2]}
     for chunk in (0, 5):
@@ -201,12 +203,12 @@ def test_half_precision_multiplies_no_float32():
 
         text = jax.jit(jax.grad(loss_of)).lower(state).as_text()
         operands = re.findall(r"stablehlo.dot_general.*?: \((.*?)\)", text)
-        attention = [o for o in operands if re.search("x12x(2x)?12x", o)]  # scores, of XLA's own attention
+        attention = [o for o in operands if re.search("x12x(2x)?12x", o)]  # the scores of XLA's attention
         assert len(operands) > 20 and attention
         assert not [o for o in operands if o not in attention and "f32" in o]
 
 
-def test_half_precision_rounds_the_cotangent_and_nothing_else():
+def test_half_precision_rounds_only_the_cotangent():
     x, w, _ = example(dtype="bfloat16")
     g = jnp.asarray(np.random.default_rng(1).normal(size=(4, 12, 64)), jnp.bfloat16).astype(jnp.float32)
     dot = lambda x, w: jax.lax.dot_general(x, w, LAST, preferred_element_type=jnp.float32)  # noqa: E731
@@ -214,6 +216,6 @@ def test_half_precision_rounds_the_cotangent_and_nothing_else():
     have, have_vjp = jax.vjp(lambda x, w: dot_float32(x, w, LAST), x, w)
     assert have.dtype == jnp.float32
     np.testing.assert_array_equal(have, want)
-    assert_close(have_vjp(g), want_vjp(g), 4e-3)  # one unit in the last place of bf16, where the order of sums counts
+    assert_close(have_vjp(g), want_vjp(g), 4e-3)  # one unit in the last place of bf16, due to the order of sums
     x, w, _ = example()
     assert jax.jvp(lambda x: dot_float32(x, w, LAST), (x,), (x,))[1].shape == (4, 12, 64)

@@ -1,4 +1,4 @@
-"""The dense decoder against an independent one in numpy, and what must not depend on how it is run."""
+"""The dense decoder against an independent implementation in numpy; scan, remat and dtype do not change its results."""
 
 import dataclasses
 from typing import Any
@@ -18,14 +18,14 @@ from flax_mesh.tree import named_leaves
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 SMALL = DecoderConfig(vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_size=48)
-# Of the four waves of a head, 6, 20, 63 and 199 positions long, the first stays, the second is interpolated, the last
-# two are stretched.
+# The wavelengths of a head are 6, 20, 63 and 199 positions: the first is unchanged, the second interpolated, the last
+# two are scaled.
 SCALING = RopeScaling(factor=8.0, original_length=40)
 SCALED = {"rope_theta": 100.0, "rope_factor": 8.0, "rope_original_length": 40}
 
 
-def filled(make):
-    """The module that `make()` returns, with normal parameters: no initialiser has to be compiled."""
+def with_random_parameters(make):
+    """The module of `make()` with normal parameters, without compiling an initializer."""
     graphdef, abstract = nnx.split(nnx.eval_shape(make))
     return nnx.merge(graphdef, jax.tree.map(normal, abstract))
 
@@ -35,7 +35,7 @@ def normal(leaf):
 
 
 def small(**change):
-    return filled(lambda: make_decoder(dataclasses.replace(SMALL, **change), nnx.Rngs(0)))
+    return with_random_parameters(lambda: make_decoder(dataclasses.replace(SMALL, **change), nnx.Rngs(0)))
 
 
 def tokens_of(batch=2, seq=12, seed=0):
@@ -54,7 +54,7 @@ def numpy_decoder(model, tokens):
     def norm(x, path):
         return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + config.norm_epsilon) * p[f"{path}/scale"]
 
-    def stretched(length):  # of a wave, in positions
+    def scaled(length):  # a wavelength in positions
         scaling = config.rope_scaling
         longest = scaling.original_length / scaling.low_frequency_factor
         shortest = scaling.original_length / scaling.high_frequency_factor
@@ -67,10 +67,10 @@ def numpy_decoder(model, tokens):
         )
         return 1 / (share / length + (1 - share) / (scaling.factor * length))
 
-    def turned(x, position):  # pairs (i, i + C/2) as complex numbers, turned by position * theta^(-2i/C)
+    def rotated(x, position):  # pairs (i, i + C/2) as complex numbers, rotated by position * theta^(-2i/C)
         half = len(x) // 2
         lengths = 2 * np.pi * config.rope_theta ** (2 * np.arange(half) / len(x))
-        turn = np.exp(2j * np.pi * position / np.array([stretched(length) for length in lengths]))
+        turn = np.exp(2j * np.pi * position / np.array([scaled(length) for length in lengths]))
         z = (x[:half] + 1j * x[half:]) * turn
         return np.concatenate([z.real, z.imag])
 
@@ -86,7 +86,7 @@ def numpy_decoder(model, tokens):
             group = h // (config.num_heads // config.num_kv_heads)
             q, k, v = project(x, f"{path}/q", h), *(project(x, f"{path}/{n}", group) for n in "kv")
             for i in range(len(x)):
-                scores = [turned(q[i], i) @ turned(k[j], j) / np.sqrt(config.head_dim) for j in range(i + 1)]
+                scores = [rotated(q[i], i) @ rotated(k[j], j) / np.sqrt(config.head_dim) for j in range(i + 1)]
                 weights = np.exp(scores) / np.sum(np.exp(scores))
                 out[i] += weights @ v[: i + 1] @ p[f"{path}/o/kernel"][h]
         return out
@@ -118,7 +118,7 @@ def numpy_decoder(model, tokens):
     ],
     ids=lambda change: ",".join(change) or "plain",
 )
-def test_it_is_the_decoder_written_in_numpy(change):
+def test_logits_equal_those_of_numpy(change):
     model, tokens = small(**change), tokens_of()
     logits = logits_of(model, tokens)
     assert logits.dtype == jnp.float32 and logits.shape == (2, 12, 64)
@@ -129,17 +129,17 @@ def test_it_is_the_decoder_written_in_numpy(change):
 def test_biases_norms_and_scaling_each_change_the_logits(change):
     plain = {key: value for key, value in change.items() if key == "rope_theta"}
     a, b = (np.asarray(logits_of(small(**settings), tokens_of())) for settings in (change, plain))
-    assert np.abs(a - b).max() > 1e-3  # far more than the decoder in numpy may differ
+    assert np.abs(a - b).max() > 1e-3  # far above the tolerance of the comparison with numpy
 
 
-def test_a_factor_of_one_leaves_the_frequencies_as_they_are():
+def test_a_rope_factor_of_one_does_not_scale():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 10, 2, 8)).astype(np.float32))
     scaled = rotate(x, 100.0, SCALING._replace(factor=1.0))
     assert (np.asarray(scaled) == np.asarray(rotate(x, 100.0))).all()
     assert (np.asarray(rotate(x, 100.0, SCALING)) != np.asarray(scaled)).any()
 
 
-def test_a_token_changes_nothing_before_it():
+def test_attention_is_causal():
     model, tokens = small(), tokens_of()
     changed = tokens.copy()
     changed[:, 7] = (changed[:, 7] + 1) % SMALL.vocab_size
@@ -148,7 +148,7 @@ def test_a_token_changes_nothing_before_it():
     assert (abs(a[:, 7:] - b[:, 7:]).max(axis=-1) > 1e-3).all()
 
 
-def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters():
+def test_bfloat16_computation_keeps_float32_parameters():
     model = small(dtype="bfloat16")
     assert {leaf.dtype for _, leaf in named_leaves(nnx.state(model))} == {jnp.dtype("float32")}
     logits, exact = logits_of(model, tokens_of()), logits_of(small(), tokens_of())
@@ -157,14 +157,14 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters():
     assert 1e-3 < difference < 0.2
 
 
-def test_scanned_layers_start_from_the_bits_of_the_list_and_give_its_logits():
+def test_scanned_layers_have_the_initial_values_and_the_logits_of_the_list():
     made = jax.jit(lambda: [nnx.state(make_decoder(dataclasses.replace(SMALL, scan=s), nnx.Rngs(0))) for s in (0, 1)])()
     listed, stacked = (dict(named_leaves(state)) for state in made)
     for path, leaf in stacked.items():
         if path.startswith("layers/"):
             rest = path.removeprefix("layers/")
             leaf, other = np.asarray(leaf), np.stack([listed[f"layers/{i}/{rest}"] for i in range(2)])
-            assert not path.endswith("kernel") or not (leaf[0] == leaf[1]).all(), "two layers alike"
+            assert not path.endswith("kernel") or not (leaf[0] == leaf[1]).all(), "two layers are equal"
         else:
             other = listed[path]
         assert (leaf == other).all(), path
@@ -180,13 +180,13 @@ def test_scanned_layers_start_from_the_bits_of_the_list_and_give_its_logits():
 
 
 @pytest.mark.slow
-def test_recomputation_changes_no_gradient_and_keeps_less():
+def test_remat_saves_fewer_residuals_and_computes_equal_gradients():
     def of(remat):
         graphdef, state = nnx.split(small(remat=remat))
         batch: Any = {"inputs": tokens_of(), "targets": tokens_of(seed=1)}
         loss = lambda state: next_token_loss(nnx.merge(graphdef, state), batch)[0]  # noqa: E731
-        kept = sum(x.size for x in jax.tree.leaves(jax.eval_shape(lambda s: jax.vjp(loss, s)[1], state)))
-        return jax.jit(jax.grad(loss))(state), kept
+        residuals = sum(x.size for x in jax.tree.leaves(jax.eval_shape(lambda s: jax.vjp(loss, s)[1], state)))
+        return jax.jit(jax.grad(loss))(state), residuals
 
     found = {remat: of(remat) for remat in ("none", "dots_saveable", "full")}
     for remat in ("dots_saveable", "full"):
@@ -195,7 +195,7 @@ def test_recomputation_changes_no_gradient_and_keeps_less():
     assert found["none"][1] > found["dots_saveable"][1] > found["full"][1]
 
 
-def test_rotary_positions_are_relative_and_keep_lengths():
+def test_rotary_positions_are_relative_and_preserve_norms():
     x = np.random.default_rng(0).normal(size=(1, 1, 1, 8)).astype(np.float32)
     y = np.asarray(rotate(jnp.asarray(np.repeat(x, 10, axis=1)), 100.0))[0, :, 0]
     np.testing.assert_allclose(y[0], x[0, 0, 0], rtol=1e-6)
@@ -206,7 +206,7 @@ def test_rotary_positions_are_relative_and_keep_lengths():
     assert np.std(products[0]) > 0.1
 
 
-def test_loss_is_the_cross_entropy_of_the_targets_that_count():
+def test_loss_is_the_cross_entropy_of_the_targets_that_are_not_negative():
     model, batch = small(), {"inputs": tokens_of(), "targets": tokens_of(seed=1)}
     batch["targets"][0, 3:] = -1
     logits = numpy_decoder(model, batch["inputs"])
@@ -219,7 +219,7 @@ def test_loss_is_the_cross_entropy_of_the_targets_that_count():
     assert loss == weight == 0
 
 
-def test_samples_are_those_of_the_key_and_keep_the_prompt():
+def test_samples_depend_on_the_key_and_start_with_the_prompt():
     model, prompt = small(), jnp.asarray(tokens_of(1, 5)[0])
     draw = jax.jit(sample, static_argnums=2)
     a, again, other = (draw(model, prompt, 20, jax.random.key(seed)) for seed in (0, 0, 1))
@@ -228,7 +228,7 @@ def test_samples_are_those_of_the_key_and_keep_the_prompt():
         assert (drawn[:5] == prompt).all() and (drawn >= 0).all() and (drawn < SMALL.vocab_size).all()
 
 
-def test_a_cold_sample_is_the_most_probable_token_each_time():
+def test_a_sample_of_low_temperature_is_greedy():
     model, prompt = small(), tokens_of(1, 5)[0]
     drawn = np.asarray(jax.jit(sample, static_argnums=2)(model, jnp.asarray(prompt), 4, jax.random.key(0), 1e-6))
     for i in range(5, 9):
@@ -262,46 +262,46 @@ def test_a_cold_sample_is_the_most_probable_token_each_time():
         ({"attention": "cudnn", "dtype": "bfloat16", "head_dim": 12}, "a multiple of 8, at most 256, got 12"),
         ({"attention": "cudnn", "dtype": "bfloat16", "head_dim": 512}, "a multiple of 8, at most 256, got 512"),
         ({"loss_chunk": -1}, r"loss_chunk must not be negative \(0: all logits at once\), got -1"),
-        ({"remat": "some"}, r"remat must be none, full or a policy of jax \(.*dots_saveable.*\), got 'some'"),
+        ({"remat": "some"}, r"remat must be none, full or a policy of JAX \(.*dots_saveable.*\), got 'some'"),
     ],
     ids=lambda value: "" if isinstance(value, str) else str(value),
 )
-def test_a_config_that_cannot_be_is_refused(change, message):
+def test_invalid_configs_are_refused(change, message):
     config = dataclasses.replace(SMALL, **change)
     with pytest.raises(ConfigError, match=message):
         Decoder(config, rngs=nnx.Rngs(0))
     assert not SMALL.problems()
 
 
-def test_attention_of_cudnn_is_refused_where_it_cannot_run():
+def test_cudnn_attention_is_refused_where_it_cannot_run():
     config = dataclasses.replace(SMALL, attention="cudnn", dtype="bfloat16")
     assert not config.problems()
-    on_gpus = jax.sharding.AbstractMesh((2, 2), ("fsdp", "tp"))  # of no known platform
+    on_gpus = jax.sharding.AbstractMesh((2, 2), ("fsdp", "tp"))  # of unknown platform
     assert config.problems_on(on_gpus) == []
     cpu = create_mesh((2, 1, 1, 2, 2))
     assert config.problems_on(cpu) == [
-        "model.attention=cudnn is for GPUs, not for cpu; use model.attention=xla",
-        "model.attention=cudnn is for whole sequences, not for queries split over sp=2; use model.attention=xla, or "
-        "another mesh.shape",
+        "model.attention=cudnn needs GPUs, got cpu; use model.attention=xla",
+        "model.attention=cudnn does not support sequences split over sp=2; use model.attention=xla, or another "
+        "mesh.shape",
     ]
     assert SMALL.problems_on(cpu) == []
     with pytest.raises(ConfigError, match=r"model.attention=cudnn cannot be traced here: .*Use model.attention=xla"):
         jax.eval_shape(lambda: make_decoder(config, nnx.Rngs(0))(jnp.asarray(tokens_of())))
 
 
-def test_all_problems_stand_in_one_error():
+def test_one_error_lists_all_problems():
     with pytest.raises(ConfigError, match=r"(?s)num_layers must.*head_dim must.*model.dtype must"):
         Decoder(dataclasses.replace(SMALL, num_layers=0, head_dim=3, dtype="?"), rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize("change", [{}, {"tied": False}, {"num_experts": 4, "experts_per_token": 1}], ids=str)
-def test_flops_are_those_counted_by_hand(change):
+def test_flops_equal_a_count_by_hand(change):
     config = dataclasses.replace(SMALL, **change)
     model = nnx.eval_shape(lambda: make_decoder(config, nnx.Rngs(0)))
     num_parameters = sum(leaf.size for _, leaf in named_leaves(nnx.state(model)))
     projections = 32 * (4 * 8) * 2 + 32 * (2 * 8) * 2  # q and o, k and v
     mlp = 3 * 32 * 48 * config.experts_per_token + 32 * 4 if config.num_experts else 3 * 32 * 48  # and the router
     used = 2 * (projections + mlp + 2 * 32) + 32 + 32 * 64  # layers with two norms, a norm, the output head
-    # Scores and their use: a query meets (S + 1) / 2 keys, about S / 2; 2 FLOPs a product; backward costs twice that.
+    # Scores and weighted values: (S + 1) / 2 keys per query, about S / 2; 2 FLOPs per product; backward twice that.
     attention = 3 * 2 * (2 * 2 * (4 * 8) * 100 / 2)
     assert flops_per_token(config, num_parameters, 100) == 6 * used + attention

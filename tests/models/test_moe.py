@@ -1,4 +1,4 @@
-"""The mixture of experts against a plain loop over all experts, on one device and on meshes that split them."""
+"""The mixture of experts against a plain loop over all experts, on one device and with sharded experts."""
 
 import dataclasses
 import math
@@ -16,13 +16,13 @@ from flax_mesh import PartitionAxis, PartitionRules, ShardingError, abstract_sta
 from flax_mesh.models import DecoderConfig, make_decoder, moe
 from flax_mesh.models.moe import MoE, router_losses
 from flax_mesh.tree import named_leaves
-from tests.models.test_decoder import filled
+from tests.models.test_decoder import with_random_parameters
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 D, F, E, K = 16, 24, 8, 2
 NATURAL = PartitionAxis(batch_axis=("fsdp", "dp", "ep"), hidden_state_axis=None)
-REPLICATED = PartitionAxis(hidden_state_axis=None)  # the batch is whole on the devices that share the experts
+REPLICATED = PartitionAxis(hidden_state_axis=None)  # the batch is replicated over the devices that share the experts
 CONFIG = DecoderConfig(
     hidden_size=32,
     num_layers=2,
@@ -42,7 +42,7 @@ def make_mesh(**sizes):
 
 
 def make_moe(axes=NATURAL, experts=E, k=K):
-    return filled(lambda: MoE(D, F, experts, k, axes=axes, rngs=nnx.Rngs(0)))
+    return with_random_parameters(lambda: MoE(D, F, experts, k, axes=axes, rngs=nnx.Rngs(0)))
 
 
 def random_tokens(batch=8, seq=8):
@@ -50,7 +50,7 @@ def random_tokens(batch=8, seq=8):
 
 
 def even_tokens(batch=8, seq=8):
-    """With the router of `steer`: token t of a row goes to the experts t and t + 1, in turn."""
+    """With the router of `steer`: token t of a row is routed to the experts t and t + 1, modulo E."""
     x = 0.01 * random_tokens(batch, seq)
     for t in range(seq):
         x[:, t, t % E] += 2
@@ -59,7 +59,7 @@ def even_tokens(batch=8, seq=8):
 
 
 def one_sided_tokens(batch=8, seq=8):
-    """With the router of `steer`: all tokens go to the experts 3 and 2."""
+    """With the router of `steer`: all tokens are routed to the experts 3 and 2."""
     x = 0.01 * random_tokens(batch, seq)
     x[..., 3] += 2
     x[..., 2] += 1
@@ -67,13 +67,13 @@ def one_sided_tokens(batch=8, seq=8):
 
 
 def steer(layer):
-    """The router takes the first E hidden dims for its logits."""
+    """Set the router so that its logits are the first E hidden dims."""
     layer.router.kernel[...] = jnp.asarray(10 * np.eye(D, E, dtype=np.float32))
     return layer
 
 
 def plain_loop(kernels, x, k):
-    """(y, summed losses): every expert runs on every token, and counts where it is among the token's k."""
+    """(y, summed losses, chosen): every expert runs on every token, with weight 0 where it is not chosen."""
     router, gate, up, down = kernels
     x = x.reshape(-1, D)
     logits = x @ router
@@ -113,7 +113,7 @@ def plain_value_and_grad(kernels, x, probe, k):
 
 @partial(jax.jit, static_argnums=0)
 def run(graphdef, state: Any, x, probe):
-    """(y, aux, gradients): the same objective through the layer itself."""
+    """(y, aux, gradients) of the layer, for the objective of `plain_value_and_grad`."""
 
     def objective(state, x):
         y, aux = nnx.merge(graphdef, state)(x)
@@ -124,7 +124,7 @@ def run(graphdef, state: Any, x, probe):
     return y, aux, (*kernels_of(nnx.merge(graphdef, grads)), dx)
 
 
-COMPILED = {}  # of `run` on meshes, whose text `check` returns
+COMPILED = {}  # compiled `run` by mesh; `check` returns their text
 
 
 def layout_of(layer, mesh):
@@ -137,7 +137,7 @@ def layout_of(layer, mesh):
 
 
 def check(layer, x, *, mesh=None, k=K):
-    """The layer gives what the plain loop gives: result, choices, sums, gradients. Returns the compiled text."""
+    """Compare result, choices, sums and gradients with the plain loop; returns the compiled text."""
     y, chosen, grads = expected(layer, jnp.asarray(x), k)
     graphdef, state = nnx.split(layer)
     probe, text = probe_of(x), ""
@@ -162,13 +162,13 @@ def check(layer, x, *, mesh=None, k=K):
 
 
 @pytest.mark.parametrize(("experts", "k"), [(8, 2), (4, 1), (3, 3)])
-def test_it_is_the_plain_loop_over_experts(experts, k):
+def test_the_layer_equals_the_plain_loop_over_experts(experts, k):
     check(make_moe(experts=experts, k=k), random_tokens(), k=k)
 
 
-def test_bfloat16_experts_have_a_float32_router():
+def test_the_router_of_bfloat16_experts_is_float32():
     layer, x = make_moe(), random_tokens()
-    low = filled(lambda: MoE(D, F, E, K, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    low = with_random_parameters(lambda: MoE(D, F, E, K, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     y, aux = jax.jit(lambda layer, x: layer(x))(low, x)
     exact, chosen, _ = expected(layer, x, K)
     assert y.dtype == jnp.bfloat16
@@ -188,15 +188,15 @@ def test_bfloat16_experts_have_a_float32_router():
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_a_mesh_computes_the_same(sizes, axes):
+def test_results_on_a_mesh_equal_the_plain_loop(sizes, axes):
     text = check(make_moe(axes), random_tokens(), mesh=make_mesh(**sizes))
     assert (" all-to-all(" in text) == ("ep" in sizes)
     assert (" reduce-scatter(" in text) == ("fsdp" in sizes)
 
 
 @pytest.mark.slow
-def test_axes_in_unusual_places():
-    """Two mesh axes hold the experts; F is split over an axis that splits tokens too."""
+def test_unusual_axes_are_supported():
+    """Experts split over two mesh axes; F split over an axis that splits tokens too."""
     axes = dataclasses.replace(NATURAL, expert_axis=("ep", "tp"), mlp_intermediate_axis=None)
     check(make_moe(axes), random_tokens(), mesh=make_mesh(fsdp=2, ep=2, tp=2))
     axes = dataclasses.replace(NATURAL, mlp_intermediate_axis=("tp", "dp"))
@@ -204,29 +204,29 @@ def test_axes_in_unusual_places():
 
 
 @pytest.mark.slow
-def test_more_choices_than_experts_on_a_device():
+def test_tokens_may_choose_more_experts_than_a_device_has():
     check(make_moe(k=3), random_tokens(), mesh=make_mesh(ep=4, dp=2), k=3)
 
 
 @pytest.mark.parametrize(("tokens", "fits"), [(even_tokens, True), (one_sided_tokens, False)])
-def test_no_token_is_dropped_whether_routers_are_even_or_not(tokens, fits):
+def test_no_token_is_dropped_for_balanced_and_unbalanced_routers(tokens, fits):
     layer, x = steer(make_moe()), tokens()
     ep, per_device = 4, E // 4
     chosen = expected(layer, jnp.asarray(x), K)[1]
-    wants = chosen.reshape(8, 8, ep, per_device).any(-1).sum(1)  # a device has one row of 8 tokens
+    sent = chosen.reshape(8, 8, ep, per_device).any(-1).sum(1)  # a device has one row of 8 tokens
     capacity = moe._balanced_capacity(8, K, per_device, ep)
-    assert (wants.max() <= capacity) == fits  # so both sizes of the exchange are seen
+    assert (sent.max() <= capacity) == fits  # so that both sizes of the exchange are tested
     text = check(layer, x, mesh=make_mesh(dp=2, ep=4))
     assert " conditional(" in text
 
 
-def test_the_padding_that_is_tried_first():
+def test_the_balanced_capacity_is_a_quarter_above_the_expectation():
     assert moe._balanced_capacity(1000, 1, 1, 8) == math.ceil(1250 / 8)
     assert moe._balanced_capacity(1000, 2, 2, 4) == math.ceil(1250 * (1 - 6 * 5 / (8 * 7)))
-    assert moe._balanced_capacity(1000, 8, 16, 2) is None  # nearly every token goes to both devices
+    assert moe._balanced_capacity(1000, 8, 16, 2) is None  # nearly every token is sent to both devices
 
 
-def test_a_batch_that_does_not_divide_is_cut_along_the_sequence():
+def test_a_batch_that_does_not_divide_is_split_along_the_sequence():
     x = random_tokens(batch=2)
     check(make_moe(REPLICATED), x, mesh=make_mesh(dp=2, ep=2))
     with jax.set_mesh(make_mesh(dp=2, ep=4)):
@@ -235,23 +235,23 @@ def test_a_batch_that_does_not_divide_is_cut_along_the_sequence():
         assert moe.find_layout(NATURAL, (1, 8, D), E, "decode").tokens == ("ep",)
 
 
-def test_decoding_one_sequence_on_a_mesh():
+def test_decoding_works_with_one_sequence_on_a_mesh():
     layer, x = make_moe(), random_tokens(batch=1)
     with jax.set_mesh(make_mesh(fsdp=2, ep=2, tp=2)):
         y, _ = jax.jit(lambda layer, x: layer(x, "decode"))(layer, x)
     np.testing.assert_allclose(y, expected(layer, jnp.asarray(x), K)[0], atol=1e-5)
 
 
-def test_tokens_that_cannot_be_cut_are_refused():
+def test_tokens_that_do_not_divide_are_refused():
     with jax.set_mesh(make_mesh(dp=2, ep=4)):
-        message = r"dp=2, ep=4 a part of the tokens, but neither batch 2 nor sequence 7 .*multiple of 8, with Partition"
+        message = r"all devices of dp=2, ep=4, but neither batch 2 nor sequence 7 .*multiple of 8, with Partition"
         with pytest.raises(ShardingError, match=message):
             make_moe(REPLICATED)(np.zeros((2, 7, D)))
         with pytest.raises(ShardingError, match="num_experts=6 is not divisible over ep=4"):
             make_moe(experts=6)(np.zeros((8, 8, D)))
 
 
-def test_a_shard_map_around_it_over_the_axis_of_the_experts_is_refused():
+def test_an_outer_shard_map_over_the_axis_of_the_experts_is_refused():
     layer = make_moe()
     inside = jax.shard_map(lambda x: layer(x)[0], in_specs=PartitionSpec("ep"), out_specs=PartitionSpec("ep"))
     with jax.set_mesh(make_mesh(ep=2)), pytest.raises(ShardingError, match=r"inside a shard_map over ep.*outer axis_n"):
@@ -259,12 +259,12 @@ def test_a_shard_map_around_it_over_the_axis_of_the_experts_is_refused():
 
 
 @pytest.mark.parametrize("k", [0, 9])
-def test_an_impossible_number_of_experts_per_token_is_refused(k):
+def test_an_invalid_number_of_experts_per_token_is_refused(k):
     with pytest.raises(ValueError, match=f"experts_per_token={k} must be between 1 and num_experts=8"):
         make_moe(k=k)
 
 
-def test_parameters_lie_on_the_devices_of_their_experts():
+def test_parameters_are_sharded_by_expert():
     mesh = make_mesh(fsdp=2, ep=2, tp=2)
     state = abstract_state(lambda: make_decoder(CONFIG, nnx.Rngs(0)), mesh)
     specs = {path: leaf.sharding.spec for path, leaf in named_leaves(state) if "/moe/" in path}
@@ -276,14 +276,14 @@ def test_parameters_lie_on_the_devices_of_their_experts():
     }
 
 
-def test_each_expert_starts_with_the_variance_of_a_layer_of_its_own():
+def test_each_expert_is_initialized_like_a_single_layer():
     kernel = MoE(256, 64, 4, 2, rngs=nnx.Rngs(0)).gate.kernel[...]
     np.testing.assert_allclose(jnp.std(kernel, axis=(1, 2)), 256**-0.5, rtol=0.05)
 
 
 def test_router_losses_have_their_analytic_values():
     layer = make_moe()
-    # All experts are equally probable: the K first get every token.
+    # All experts are equally probable, so the first K get every token.
     layer.router.kernel[...] = jnp.asarray(np.zeros((D, E), np.float32))
     graphdef, state = nnx.split(layer)
     _, aux, _ = run(graphdef, state, random_tokens(), probe_of(random_tokens()))

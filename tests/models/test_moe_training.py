@@ -1,4 +1,4 @@
-"""The losses of a decoder with experts, and its training on meshes that split them against training on one device."""
+"""The losses of a decoder with experts; training with sharded experts equals training on one device."""
 
 import dataclasses
 import re
@@ -22,7 +22,7 @@ from flax_mesh.train.build import batch_sharding, make_optimizer
 from flax_mesh.train.data.batches import make_batch_fn
 from flax_mesh.train.data.data import load_corpus
 from flax_mesh.tree import map_named, named_leaves
-from tests.models.test_decoder import filled, normal
+from tests.models.test_decoder import normal, with_random_parameters
 from tests.models.test_moe import (
     CONFIG,
     NATURAL,
@@ -48,9 +48,9 @@ def loss_and_aux(model, batch):
     return next_token_loss(model, batch), model.forward(batch["inputs"])
 
 
-def test_the_loss_adds_what_its_docstring_says():
+def test_the_loss_is_the_sum_in_its_docstring():
     config = dataclasses.replace(CONFIG, load_balance_loss=0.5, router_z_loss=0.25)
-    model, batch = filled(lambda: make_decoder(config, nnx.Rngs(0))), batch_of()
+    model, batch = with_random_parameters(lambda: make_decoder(config, nnx.Rngs(0))), batch_of()
     batch["targets"][0, :5] = -1
     (loss, weight, metrics), (logits, aux) = loss_and_aux(model, batch)
     p = np.asarray(logits) - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
@@ -66,7 +66,7 @@ def test_the_loss_adds_what_its_docstring_says():
 
 
 @pytest.mark.slow
-def test_microbatches_count_by_their_targets():
+def test_microbatches_are_weighted_by_their_targets():
     config = dataclasses.replace(CONFIG, load_balance_loss=0.5)
 
     def make():
@@ -87,7 +87,7 @@ def test_microbatches_count_by_their_targets():
 
 
 @pytest.mark.slow
-def test_scan_and_remat_change_nothing():
+def test_scan_and_remat_do_not_change_results():
     def gradient(**change):
         config = dataclasses.replace(CONFIG, **change)
         graphdef, state = nnx.split(nnx.eval_shape(lambda: make_decoder(config, nnx.Rngs(0))))
@@ -101,7 +101,7 @@ def test_scan_and_remat_change_nothing():
         return loss, aux, dict(named_leaves(grads))
 
     def same_layers(state, scan):
-        """Normal parameters that do not depend on how the layers are held."""
+        """Normal parameters, equal for a list and a stack of layers."""
 
         def value(path, leaf):
             name = re.sub(r"layers/(\d+/)?", "layers/", path)
@@ -125,7 +125,7 @@ def test_scan_and_remat_change_nothing():
 
 
 class Watched:
-    """A decoder that keeps what its routers did."""
+    """A decoder that records the statistics of its routers."""
 
     def __init__(self, model):
         self.model, self.config = model, model.config
@@ -153,8 +153,8 @@ def train(steps, config, data, optimizer, initial=None, **sizes):
     abstract = abstract_state(make, mesh, rules)
     state = abstract_train_state(make, abstract)
     if initial is None:
-        fill = lambda path, x: normal(x) if path.startswith("model/") else np.zeros(x.shape, x.dtype)  # noqa: E731
-        initial = [np.asarray(x) for x in jax.tree.leaves(map_named(fill, abstract))]
+        values = lambda path, x: normal(x) if path.startswith("model/") else np.zeros(x.shape, x.dtype)  # noqa: E731
+        initial = [np.asarray(x) for x in jax.tree.leaves(map_named(values, abstract))]
     put = [jax.device_put(x, leaf.sharding) for x, leaf in zip(initial, state.leaves, strict=True)]
     state = dataclasses.replace(state, leaves=tuple(put))
     batch = make_batch_fn(load_corpus(data).train, seed=0, config=data, sharding=batch_sharding(mesh, rules.axes))
@@ -168,15 +168,15 @@ def train(steps, config, data, optimizer, initial=None, **sizes):
 
 
 def check_parity(got, reference):
-    """Routing first: a token whose best experts are nearly tied may flip by rounding, which is no mistake of ours."""
+    """Compares the routing first: a token with nearly tied experts may flip by rounding, which is not an error."""
     flipped = [int((a != b).any(-1).sum()) for a, b in zip(got[1], reference[1], strict=True)]
     assert not any(flipped), f"tokens routed differently, by step: {flipped} of {reference[1][0][..., 0].size}"
     assert np.max(np.abs(got[0] - reference[0])) <= 5e-5
-    assert reference[0][-1] < reference[0][0] - 0.1  # something was learned, so that equality says something
+    assert reference[0][-1] < reference[0][0] - 0.1  # the loss decreases, so that the comparison is not vacuous
 
 
 def train_layer(steps, **sizes):
-    """As `train`, of a layer alone that learns a random map by gradient descent: seconds to compile."""
+    """`train` for a single layer that learns a random map by gradient descent, which compiles in seconds."""
     mesh = make_mesh(**sizes)
     graphdef, state = nnx.split(make_moe())
     state = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, layout_of(make_moe(), mesh)))
@@ -211,10 +211,10 @@ def combine_weights_dropped(x, weights, experts, kernels, apply=moe.apply_expert
     return apply(x, jnp.ones_like(weights) / weights.shape[1], experts, kernels)
 
 
-def check_that_mistake_is_noticed(got, reference):
+def check_that_comparison_fails(got, reference):
     with pytest.raises(AssertionError):
         check_parity(got, reference)
-    assert np.max(np.abs(got[0] - reference[0])) > 5e-4  # by the losses too, not by the routing alone
+    assert np.max(np.abs(got[0] - reference[0])) > 5e-4  # the losses differ too, not only the routing
     assert np.isfinite(got[0]).all()  # wrong, not broken
 
 
@@ -225,14 +225,14 @@ def reference():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"fsdp": 2, "ep": 2, "tp": 2}, {"dp": 2, "ep": 4}], ids=str)
-def test_experts_on_several_devices_train_as_on_one(sizes, reference):
+def test_sharded_experts_train_as_on_one_device(sizes, reference):
     check_parity(train_layer(40, **sizes), reference)
 
 
 @pytest.mark.parametrize("mutation", [experts_permuted_on_one_device, combine_weights_dropped])
-def test_a_mistake_is_noticed(mutation, reference, monkeypatch):
+def test_a_mutation_of_the_layer_fails_the_comparison(mutation, reference, monkeypatch):
     monkeypatch.setattr(moe, "apply_experts", mutation)
-    check_that_mistake_is_noticed(train_layer(40, ep=2), reference)
+    check_that_comparison_fails(train_layer(40, ep=2), reference)
 
 
 LARGER = dataclasses.replace(CONFIG, hidden_size=64, num_heads=4, num_kv_heads=4, mlp_size=64)
@@ -256,7 +256,7 @@ def larger_reference():
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_forty_steps_on_every_mesh(sizes, axes, larger_reference):
+def test_forty_steps_are_equal_on_every_mesh(sizes, axes, larger_reference):
     config = dataclasses.replace(LARGER, axes=axes)
     got = train(40, config, LARGER_DATA, ADAM, larger_reference[2], **sizes)
     print(f"{sizes}: largest difference {np.max(np.abs(got[0] - larger_reference[0])):.2e}")
@@ -265,8 +265,8 @@ def test_forty_steps_on_every_mesh(sizes, axes, larger_reference):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutation", [experts_permuted_on_one_device, combine_weights_dropped])
-def test_a_mistake_is_noticed_in_a_decoder(mutation, larger_reference, monkeypatch):
+def test_a_mutation_of_the_decoder_fails_the_comparison(mutation, larger_reference, monkeypatch):
     monkeypatch.setattr(moe, "apply_experts", mutation)
-    check_that_mistake_is_noticed(
+    check_that_comparison_fails(
         train(40, LARGER, LARGER_DATA, ADAM, larger_reference[2], fsdp=2, ep=2, tp=2), larger_reference
     )

@@ -148,8 +148,8 @@ def test_corruption_that_process_0_finds_ends_all_processes_with_its_exit_code(t
     with start(2, 1, folder, "mesh.shape=pp:2", "run.steps=4") as running:
         ended = running.ended(LIMIT_S)
     assert ended.code == 3, ended.output
-    assert re.search(r"^\[0\] flax-mesh: .* none is whole", ended.output, re.M), ended.output
-    assert re.search(r"^\[1\] flax-mesh: process 0: .* none is whole", ended.output, re.M), ended.output
+    assert re.search(r"^\[0\] flax-mesh: .* none is valid", ended.output, re.M), ended.output
+    assert re.search(r"^\[1\] flax-mesh: process 0: .* none is valid", ended.output, re.M), ended.output
     assert set(re.findall(r"exit code (\d)", ended.output)) == {"3"}, ended.output
 
 

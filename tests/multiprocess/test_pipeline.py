@@ -139,7 +139,7 @@ def test_several_processes_start_from_the_parameters_in_a_folder(tmp_path):
     ended = run_workers("starts", 2, 2, str(tmp_path))
     assert_all_done(ended, "starts is done")
     for one in ended:
-        assert len(re.findall(r"shards are new; step 7, filled \d+ arrays, 0 keep", one.output)) == 2, one.output
+        assert len(re.findall(r"shards are new; step 7, restored \d+ arrays, 0 unchanged", one.output)) == 2, one.output
         assert len(re.findall(r"shards are new; restored all \d+ arrays of the model", one.output)) == 2, one.output
 
 

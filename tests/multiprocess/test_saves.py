@@ -28,10 +28,14 @@ def reported(one: Ended) -> str:
 def check(what: str, who: int, reason: str, folder: Path) -> None:
     ended = run_workers("saves", 2, 1, str(folder), what, str(who))
     assert_all_done(ended, "saves is done")
-    expected = f"the checkpoint of step 2 could not be saved: process {who}: {reason}; the newest there is of step 1"
+    expected = (
+        f"the checkpoint of step 2 could not be saved: process {who}: {reason}; the newest checkpoint is of step 1"
+    )
     assert reported(ended[1 - who]) == expected
     if what == "no way to the folder":
-        expected = expected.replace("the newest there is of step 1", "there is none")  # visible in this process
+        expected = expected.replace(
+            "the newest checkpoint is of step 1", "no checkpoint exists"
+        )  # visible in this process
     assert reported(ended[who]) == expected
     assert len({"save has returned" in one.output for one in ended}) == 1  # the same call raises in all
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["1", "3"]
@@ -53,11 +57,13 @@ def test_a_save_that_fails_anywhere_fails_in_all(what, who, reason, tmp_path):
 def test_a_step_that_exists_only_for_one_process_fails_in_all(who, tmp_path):
     ended = run_workers("saves", 2, 1, str(tmp_path), "a step that is there", str(who))
     assert_all_done(ended, "saves is done")
-    reason = rf"{tmp_path}/own{who} already holds a checkpoint of step 2; nothing was overwritten."
+    reason = rf"{tmp_path}/own{who} already contains a checkpoint of step 2; nothing was overwritten."
     for process, one in enumerate(ended):
         (line,) = re.findall(r"^reported: (.*)$", one.output, re.MULTILINE)
         assert (
-            (line == reason) if process == who else f": process {who}: {reason}; the newest there is of step 1" in line
+            (line == reason)
+            if process == who
+            else f": process {who}: {reason}; the newest checkpoint is of step 1" in line
         )
         assert "save has returned" not in one.output
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["1", "3"]

@@ -120,7 +120,7 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_run_in_one_line(failure, 
     (line,) = printed
     assert re.match(r"flax-mesh: the checkpoint of step \d+ could not be saved in ", line) and reason in line, line
     if failure != "folder gone":
-        assert line.endswith(f"the newest there is of step {steps[-1]}")
+        assert line.endswith(f"the newest checkpoint is of step {steps[-1]}")
     last = steps[-1]
     again = start("run.steps=" + str(last + 5))
     assert again.ended() == DONE and f"at step {last}; resuming, 5 steps to go" in again.text()
@@ -240,12 +240,12 @@ def test_a_damaged_checkpoint_is_skipped_and_exit_code_3_if_all_are_damaged(in_p
     for step in check_valid(checkpoints):
         damage(checkpoints / str(step))
     metrics = (folder / "metrics.jsonl").read_bytes()
-    with pytest.raises(CheckpointCorruptedError, match="holds 3 checkpoints, and none is whole"):
+    with pytest.raises(CheckpointCorruptedError, match="contains 3 checkpoints, and none is valid"):
         train(in_process(folder))
     argv = ["train", str(RECIPE), f"data.source={text}", f"run.folder={folder}", "run.eval_every=0"]
     assert main(argv) == FINDINGS
     error = capsys.readouterr().err
-    assert error.startswith("flax-mesh: ") and "none is whole" in error and "Traceback" not in error
+    assert error.startswith("flax-mesh: ") and "none is valid" in error and "Traceback" not in error
     assert sorted(os.listdir(checkpoints)) == ["12", "12.damaged", "4", "8"]
     assert (folder / "metrics.jsonl").read_bytes() == metrics  # nothing was started
 
@@ -267,7 +267,7 @@ def test_an_exception_in_the_loop_is_not_hidden_by_a_failed_save(in_process, tmp
     with pytest.raises(ZeroDivisionError, match="in step 5") as error:
         train(config, hooks=[interrupt])
     (note,) = error.value.__notes__
-    assert note.startswith("the checkpoint of step 4 could not be saved") and note.endswith("there is none")
+    assert note.startswith("the checkpoint of step 4 could not be saved") and note.endswith("no checkpoint exists")
 
 
 @ignores_unraisable

@@ -306,7 +306,9 @@ def test_a_checkpoint_of_another_model_is_rejected_with_every_array_that_differs
     with count_compilations() as compiled, pytest.raises(ConfigError) as rejected:
         train(config("run.steps=2", "run.eval_every=0", "model.hidden_size=32"), allow_changes=allow_changes)
     head, *lines, tail = rejected.value.problems
-    assert re.fullmatch(rf"checkpoint {folder}/checkpoints/1 is of another model \(7 of \d+ leaves differ\):", head)
+    assert re.fullmatch(
+        rf"checkpoint {folder}/checkpoints/1 does not match the model \(7 of \d+ leaves differ\):", head
+    )
     assert tail.startswith("  Restore it into the model it was saved from, or start another run")
     assert lines == sorted(lines) and len(lines) == 7
     for path, saved, now in [

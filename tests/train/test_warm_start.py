@@ -60,14 +60,14 @@ def test_a_deeper_model_keeps_its_initial_values_for_missing_arrays(tmp_path):
     model, text = started(deeper, tmp_path)
     found, stored = (dict(named_leaves(nnx.state(model))) for model in (model, program.model(saved)))
     assert len(found) > len(stored) and all(np.array_equal(found[path], stored[path]) for path in stored)
-    assert text.splitlines()[0].endswith("keep their values, 0 unused")
-    assert "kept model/layers/2/attention/q/kernel: not in the checkpoint" in text and "layers/1/" not in text
+    assert text.splitlines()[0].endswith(" unchanged, 0 unused")
+    assert "unchanged model/layers/2/attention/q/kernel: not in the checkpoint" in text and "layers/1/" not in text
 
 
 def test_a_model_with_other_settings_is_rejected_before_files_are_read(tmp_path):
     settings = [f"checkpoint.start_from={LLAMA}", "model.rope_theta=500.0", f"run.folder={tmp_path / 'run'}"]
     with pytest.raises(ConfigError, match=r"model\.rope_theta=500\.0 differs from 1000\.0 in checkpoint\.start_from"):
         train(apply_overrides(config_of("fsdp:4"), settings))
-    with pytest.raises(ConfigError, match=r"start_from: .* is no folder"):
+    with pytest.raises(ConfigError, match=r"start_from: .* is not a folder"):
         train(apply_overrides(config_of("fsdp:4"), [f"checkpoint.start_from={tmp_path / 'none'}", settings[-1]]))
     assert not (tmp_path / "run").exists()

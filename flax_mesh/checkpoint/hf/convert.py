@@ -1,6 +1,13 @@
-"""Parameters from safetensors and back, by a table that says what every array is called there and how its dims lie.
+"""Parameters from and to safetensors, by a table with the name of every array in the files and the order of its dims.
 
 The state may have any layout: lists or scanned stacks of layers, one device, any mesh, the groups of a pipeline.
+
+The table maps one parameter to one or several arrays. The experts of a layer, for example, are one parameter here:
+
+    "layers/{i}/moe/up/kernel"  (e, d, f)       "model.layers.{i}.mlp.experts.{e}.up_proj.weight"  (f, d)
+
+    value[0]  (d, f)  <- transposed <-  model.layers.3.mlp.experts.0.up_proj.weight  (f, d)
+    value[1]  (d, f)  <- transposed <-  model.layers.3.mlp.experts.1.up_proj.weight  (f, d)
 """
 
 import functools
@@ -25,19 +32,19 @@ from flax_mesh.text import array_text
 from flax_mesh.tree import named_leaves, path_and_start
 
 Tree = TypeVar("Tree")
-REPAIR = "  Use the config and the table of the model that was saved; ignore= takes names that have no place here."
+REPAIR = "  Use the config and the table of the model that was saved; pass arrays that have no effect to ignore=."
 BYTES_IN_FLIGHT = 1 << 28  # from devices to the host
-COLUMNS = 8  # of a transposed copy at a time: three to eight times as fast as all at once (1 to 4 byte elements)
+COLUMNS = 8  # of a transposed copy at a time: 3 to 8 times as fast as a single copy (elements of 1 to 4 bytes)
 
 
 class ParamMapping(NamedTuple):
-    """One line of a table: a parameter, its name in the files, and its dims there and here.
+    """One line of a table: the path of a parameter, its name in the files, and "dims in the file -> dims here".
 
     ParamMapping("layers/{i}/attention/q/kernel", "model.layers.{i}.self_attn.q_proj.weight", "(h c) d -> d h c") is a
-    kernel (d, h, c) that is stored as (h * c, d), h outermost. `{i}/` may be absent from a path: the leaf is then a
-    scanned stack, with the layers as its first dim. A letter that stands in the name, as {e}, and not among the dims
-    there numbers arrays of which each is a part of the leaf, such as experts: "f d -> e d f". Those letters stand
-    first.
+    kernel (d, h, c) that is stored as (h * c, d) with h outermost. `{i}` is the number of the layer; if the path of a
+    parameter lacks it, the parameter is a scanned stack with the layers as its first dim. A letter in the name that is
+    not a dim in the file, such as {e}, numbers arrays that are stacked along that dim here: "f d -> e d f" for experts.
+    Such letters come first.
     """
 
     path: str
@@ -46,7 +53,7 @@ class ParamMapping(NamedTuple):
 
 
 class MappedArray(NamedTuple):
-    """An array of the files; `reshape(split).transpose(order)` makes `value[at]` of a parameter of it."""
+    """An array in the files; its `reshape(split).transpose(order)` is `value[at]` of a parameter."""
 
     name: str
     at: tuple[int, ...]
@@ -56,7 +63,7 @@ class MappedArray(NamedTuple):
 
 
 class MappedParam(NamedTuple):
-    """A parameter and the arrays that make it up; in a `stacked` one the first dim is that of the layers."""
+    """A parameter and the arrays that it consists of; in a `stacked` one the first dim is the layer."""
 
     path: str
     value: Any
@@ -67,19 +74,43 @@ class MappedParam(NamedTuple):
 def load_safetensors(
     folder: str | Path, abstract: Tree, names: Iterable[ParamMapping], *, ignore: Iterable[str] = (), threads: int = 4
 ) -> Tree:
-    """The parameters in `folder` (or one file), laid out and cast as `abstract` says; every device gets its own slices.
+    """Load parameters from safetensors directly into the layout of `abstract`.
 
-    abstract: an nnx.State, or another tree, of parameters alone: without those of an optimizer. Arrays do as well
-    ignore: patterns of names in the folder that have no place in the model
-    threads: so many leaves are read at a time; of each, what this process needs is on the host
+    Every device reads only its own slices of the memory-mapped files; a slice that several devices hold is read once.
+    The files may come from any layout. Floating arrays are cast to the dtypes of `abstract`.
 
-    Raises one ConfigError that lists every array that is missing, left over or of another shape.
+    Args:
+        folder: Folder with safetensors, or one file.
+        abstract: An nnx.State or another tree of parameters, without an optimizer: ShapeDtypeStructs with shardings, as
+            `fm.abstract_state` returns them, or arrays.
+        names: Table of names and dims, such as `DECODER_NAMES["llama"]`.
+        ignore: Regular expressions for names of arrays in the folder that have no effect in this model.
+        threads: Number of parameters read at a time. The slices that this process needs of each are on the host.
+
+    Returns:
+        A tree of the same structure as `abstract`, of arrays.
+
+    Raises:
+        ConfigError: The arrays do not match `abstract`: the error lists every array that is missing, left over, or of
+            another shape. Or the table does not match `abstract`, or `abstract` has no shardings over devices.
+        CheckpointCorruptedError: The header of a file or the index is invalid. Changed data is not detected, as the
+            format has no checksums.
+
+    Example:
+        >>> from flax_mesh.checkpoint import ParamMapping, load_safetensors, save_safetensors
+        >>> table = [ParamMapping("kernel", "weight", "out in -> in out"), ParamMapping("bias", "bias", "out -> out")]
+        >>> make = lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0))
+        >>> save_safetensors("exported", nnx.state(make()), table)
+        >>> rules = [("kernel", ("embed", "mlp")), ("bias", ("mlp",))]
+        >>> abstract = fm.abstract_state(make, fm.create_mesh((2, 4), ("fsdp", "tp")), rules)
+        >>> load_safetensors("exported", abstract, table)["kernel"].sharding.spec
+        P('fsdp', 'tp')
     """
     params = map_params(abstract, names)
     stored = open_safetensors(folder)
     problems = _sharding_problems(params) + _differences(params, stored, tuple(ignore))
     if problems:
-        raise ConfigError([f"{folder} is of another model ({len(problems)} differences):", *problems, REPAIR])
+        raise ConfigError([f"{folder} does not match the model ({len(problems)} differences):", *problems, REPAIR])
     with ThreadPoolExecutor(threads) as pool:
         arrays = list(pool.map(lambda param: _load(param, stored), params))
     return jax.tree.unflatten(jax.tree.structure(abstract), arrays)
@@ -94,18 +125,20 @@ def save_safetensors(
     dtype: Any = None,
     max_file_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write parameters as `folder`, one file or several with an index; `config` becomes its config.json.
+    """Write parameters to a new folder, as one file or several with an index; `config` becomes its config.json.
 
-    The folder must not exist, and appears whole or not at all. `dtype` casts floating arrays, and is then the
-    torch_dtype of the config. One parameter of one layer is on the host at a time. For one process: of a run over
-    several, save a checkpoint and convert that.
+    The folder must not exist; it is written completely or not at all. `dtype` casts floating arrays, and replaces the
+    torch_dtype in `config`. Only one parameter of one layer is on the host at a time. Works in one process only: in a
+    run over several, save a checkpoint and convert it (`flax-mesh checkpoint export`).
     """
     if jax.process_count() > 1:
-        raise ConfigError("save_safetensors writes from one process. Save a checkpoint, and convert it in one process.")
+        raise ConfigError(
+            "save_safetensors works in one process only. Save a checkpoint, and use flax-mesh checkpoint export."
+        )
     params = map_params(state, names)
     arrays = [(one.name, jax.ShapeDtypeStruct(one.shape, _dtype(p.value, dtype))) for p in params for one in p.arrays]
-    if twins := [name for name, count in Counter(name for name, _ in arrays).items() if count > 1]:
-        raise ConfigError(f"The table gives several parameters one name: {', '.join(twins)}. Names must differ.")
+    if duplicates := [name for name, count in Counter(name for name, _ in arrays).items() if count > 1]:
+        raise ConfigError(f"The table maps several parameters to one name: {', '.join(duplicates)}. Names must differ.")
     cast = {} if dtype is None else {"torch_dtype": jnp.dtype(dtype).name}
     files = {} if config is None else {"config.json": {**config, **cast}}
     write_safetensors(
@@ -114,7 +147,7 @@ def save_safetensors(
 
 
 def map_params(state: Any, names: Iterable[ParamMapping]) -> list[MappedParam]:
-    """Every parameter with the arrays that make it up; one ConfigError lists those that do not fit the table."""
+    """Every parameter with its arrays; one ConfigError lists all parameters that do not match the table."""
     table, params, problems = tuple(names), [], []
     for path, value in named_leaves(state):
         try:
@@ -122,7 +155,7 @@ def map_params(state: Any, names: Iterable[ParamMapping]) -> list[MappedParam]:
         except ConfigError as error:
             problems += error.problems
     if problems:
-        raise ConfigError(["The table of names does not fit these parameters:", *problems])
+        raise ConfigError(["The table of names does not match these parameters:", *problems])
     return params
 
 
@@ -131,23 +164,23 @@ def _map_param(path: str, value: Any, table: Sequence[ParamMapping]) -> MappedPa
     found = [(mapping, match) for mapping in table if (match := _pattern(mapping.path).fullmatch(base))]
     if len(found) != 1:
         lines = ", ".join(mapping.path for mapping, _ in found) or "none"
-        raise ConfigError(f"  {path} {array_text(value)}: one line must name it, but these do: {lines}")
+        raise ConfigError(f"  {path} {array_text(value)}: exactly one line must match it, but these do: {lines}")
     (_, name, dims), match = found[0]
     numbers = {key: int(number) for key, number in match.groupdict().items() if number is not None}
-    layers = [key for key in match.groupdict() if key not in numbers]  # of a stack, else empty
+    layers = [key for key in match.groupdict() if key not in numbers]  # the layer letter of a stack, otherwise empty
     groups, here = _parse(dims)
     flat = [letter for group in groups for letter in group]
-    apart = here[: len(here) - len(flat)]  # letters that number arrays
-    if set(re.findall(r"\{(\w+)\}", name)) != {*match.groupdict(), *apart}:
-        raise ConfigError(f"  {path}: {name!r} must have in braces {{{', '.join([*match.groupdict(), *apart])}}}")
+    numbered = here[: len(here) - len(flat)]  # letters that number arrays
+    if set(re.findall(r"\{(\w+)\}", name)) != {*match.groupdict(), *numbered}:
+        raise ConfigError(f"  {path}: {name!r} must contain in braces {{{', '.join([*match.groupdict(), *numbered])}}}")
     if len(value.shape) != len(layers) + len(here):
         what = f"{'a stack of ' * len(layers)}{' '.join(here)}"
-        raise ConfigError(f"  {path} {array_text(value)}: its line has {what!r} as its dims")
+        raise ConfigError(f"  {path} {array_text(value)}: its line has the dims {what!r}")
     counts = dict(zip([*layers, *here], value.shape, strict=True))
-    over = {letter: range(counts[letter]) for letter in [*layers, *apart]}
+    over = {letter: range(counts[letter]) for letter in [*layers, *numbered]}
     split = tuple(counts[letter] for letter in flat)
     shape = tuple(math.prod(counts[letter] for letter in group) for group in groups)
-    order = tuple(flat.index(letter) for letter in here[len(apart) :])
+    order = tuple(flat.index(letter) for letter in here[len(numbered) :])
     arrays = []
     for at in itertools.product(*over.values()):
         where = numbers | dict(zip(over, at, strict=True))
@@ -158,7 +191,7 @@ def _map_param(path: str, value: Any, table: Sequence[ParamMapping]) -> MappedPa
 
 @functools.cache
 def _pattern(path: str) -> re.Pattern[str]:
-    """ "layers/{i}/q/{e}" as a pattern with groups i and e; "{i}/", the first, may be absent."""
+    """ "layers/{i}/q/{e}" as a pattern with groups i and e; the first one, "{i}/", is optional."""
     first, *others = re.findall(r"\{(\w+)\}", path) or [None]
     text = re.escape(path)
     if first:
@@ -176,7 +209,9 @@ def _parse(dims: str) -> tuple[list[list[str]], list[str]]:
     here, flat = after.split(), [letter for group in groups for letter in group]
     once = len(set(here)) == len(here) and len(set(flat)) == len(flat)
     if not arrow or not once or not set(flat) <= set(here) or set(here[: len(here) - len(flat)]) & set(flat):
-        raise ConfigError(f"{dims!r} must be dims there -> dims here, such as '(h c) d -> d h c': each letter once.")
+        raise ConfigError(
+            f"{dims!r} must be 'dims in the file -> dims here', such as '(h c) d -> d h c', with each letter once."
+        )
     return groups, here
 
 
@@ -186,11 +221,11 @@ def _differences(params: Sequence[MappedParam], stored: Mapping[str, np.ndarray]
         for one in param.arrays:
             used.add(one.name)
             found = stored.get(one.name)
-            wanted = array_text(jax.ShapeDtypeStruct(one.shape, param.value.dtype))
+            expected = array_text(jax.ShapeDtypeStruct(one.shape, param.value.dtype))
             if found is None:
-                problems.append(f"  {one.name}: only in the model, {wanted} ({param.path})")
+                problems.append(f"  {one.name}: only in the model, {expected} ({param.path})")
             elif found.shape != one.shape or not _can_cast(found.dtype, param.value.dtype):
-                problems.append(f"  {one.name}: folder {array_text(found)}, model {wanted} ({param.path})")
+                problems.append(f"  {one.name}: folder {array_text(found)}, model {expected} ({param.path})")
     left = [name for name in stored.keys() - used if not any(re.search(pattern, name) for pattern in ignore)]
     return problems + [f"  {name}: only in the folder, {array_text(stored[name])}" for name in sorted(left)]
 
@@ -200,18 +235,20 @@ def _sharding_problems(params: Sequence[MappedParam]) -> list[str]:
     for param in params:
         sharding = getattr(param.value, "sharding", None)
         if sharding is None or (isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)):
-            found.append(f"  {param.path}: needs a sharding over devices, got {sharding}; abstract_state gives them")
+            found.append(
+                f"  {param.path}: needs a sharding over devices, got {sharding}; use abstract_state with a Mesh"
+            )
     return found
 
 
 def _load(param: MappedParam, stored: Mapping[str, np.ndarray]) -> jax.Array:
-    value, done = param.value, {}
+    value, slices = param.value, {}
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         bounds = tuple(one.indices(size)[:2] for one, size in zip(index or (), value.shape, strict=True))
-        if bounds not in done:  # several devices may hold the same
-            done[bounds] = read_slice(param.arrays, stored, bounds, value.dtype)
-        return done[bounds]
+        if bounds not in slices:  # replicated over several devices, but read once
+            slices[bounds] = read_slice(param.arrays, stored, bounds, value.dtype)
+        return slices[bounds]
 
     return jax.make_array_from_callback(value.shape, value.sharding, read, dtype=value.dtype)
 
@@ -219,7 +256,7 @@ def _load(param: MappedParam, stored: Mapping[str, np.ndarray]) -> jax.Array:
 def read_slice(
     arrays: Sequence[MappedArray], stored: Mapping[str, np.ndarray], bounds: Sequence[tuple[int, int]], dtype: Any
 ) -> np.ndarray:
-    """A slice of the parameter that `arrays` make up, (start, stop) of every dim; nothing else is read."""
+    """Read one slice of a parameter that consists of `arrays`; `bounds` are (start, stop) of every dim."""
     out = np.empty([stop - start for start, stop in bounds], dtype)
     for one in arrays:
         lead = bounds[: len(one.at)]
@@ -231,19 +268,19 @@ def read_slice(
 
 
 def copy_slice(out: np.ndarray, values: np.ndarray) -> None:
-    """`out[...] = values`, whatever the order of their dims and their dtypes."""
+    """`out[...] = values`, fast for transposed dims and other dtypes."""
     if values.ndim < 2 or values.strides[-1] == values.itemsize:
         np.copyto(out, values, casting="unsafe")
     elif out.dtype == values.dtype:
-        _copy_across(out, values)
-    else:  # put into order first, for numpy is slow at casting what lies across
+        _copy_transposed(out, values)
+    else:  # transpose first, since numpy is slow at casting with strides
         ordered = np.empty(values.shape, values.dtype)
-        _copy_across(ordered, values)
+        _copy_transposed(ordered, values)
         np.copyto(out, ordered, casting="unsafe")
 
 
-def _copy_across(out: np.ndarray, values: np.ndarray) -> None:
-    if out.itemsize <= 8:  # as integers, for numpy is slow at copying dtypes not its own
+def _copy_transposed(out: np.ndarray, values: np.ndarray) -> None:
+    if out.itemsize <= 8:  # as integers, since numpy is slow at copying foreign dtypes
         out, values = (x.view(f"u{x.itemsize}") for x in (out, values))
     for start in range(0, out.shape[-1], COLUMNS):
         columns = (..., slice(start, start + COLUMNS))
@@ -251,23 +288,23 @@ def _copy_across(out: np.ndarray, values: np.ndarray) -> None:
 
 
 def stored_value(array: MappedArray, value: Any) -> np.ndarray:
-    """The array as it is stored, from `value[array.at]` of its parameter."""
+    """The array as stored in the file, from `value[array.at]` of its parameter."""
     out = np.empty(array.split, value.dtype)
     copy_slice(out, np.asarray(value).transpose(np.argsort(array.order)))
     return out.reshape(array.shape)
 
 
 def _stored_values(params: Iterable[MappedParam], dtype: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, array as it is stored) of all parameters, one of them in one layer at a time on the host."""
+    """(name, array as stored) of all parameters; one parameter of one layer is on the host at a time."""
     for param in params:
         groups: dict[Any, list[MappedArray]] = {}
         for one in param.arrays:
             groups.setdefault(one.at[0] if param.stacked else None, []).append(one)
         for layer, arrays in groups.items():
             taken = param.value if layer is None else _take(param.value, layer)
-            whole = gather(taken, dtype=dtype, bytes_in_flight=BYTES_IN_FLIGHT)
+            value = gather(taken, dtype=dtype, bytes_in_flight=BYTES_IN_FLIGHT)
             for one in arrays:
-                yield one.name, stored_value(one, whole[one.at[1:] if param.stacked else one.at])
+                yield one.name, stored_value(one, value[one.at[1:] if param.stacked else one.at])
 
 
 def _take(stack: Any, layer: int) -> Any:
@@ -278,5 +315,5 @@ def _dtype(value: Any, dtype: Any) -> Any:
     return jnp.dtype(dtype) if dtype is not None and jnp.issubdtype(value.dtype, jnp.floating) else value.dtype
 
 
-def _can_cast(found: Any, wanted: Any) -> bool:
-    return found == wanted or (jnp.issubdtype(found, jnp.floating) and jnp.issubdtype(wanted, jnp.floating))
+def _can_cast(found: Any, target: Any) -> bool:
+    return found == target or (jnp.issubdtype(found, jnp.floating) and jnp.issubdtype(target, jnp.floating))

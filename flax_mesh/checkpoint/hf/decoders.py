@@ -1,17 +1,19 @@
 """Hugging Face's names and config.json for decoders of the Llama and Qwen families, as data.
 
-`settings` are the fields of `flax_mesh.models.DecoderConfig` as a dict. A model of another class needs a table of its
-own (`ParamMapping`), no more.
+`settings` are the fields of `flax_mesh.models.DecoderConfig` as a dict. A model of another class only needs a table of
+its own (`ParamMapping`).
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from flax_mesh.checkpoint.hf.convert import ParamMapping
-from flax_mesh.checkpoint.hf.safetensors import read_json
+from flax_mesh.checkpoint.hf.convert import ParamMapping, load_safetensors
+from flax_mesh.checkpoint.hf.safetensors import open_safetensors, read_json
 from flax_mesh.errors import ConfigError
 
+Tree = TypeVar("Tree")
 ATTENTION = (
     ParamMapping("embed/embedding", "model.embed_tokens.weight", "v d -> v d"),
     ParamMapping("layers/{i}/attention_norm/scale", "model.layers.{i}.input_layernorm.weight", "d -> d"),
@@ -46,7 +48,7 @@ MIXTRAL_EXPERTS = (
     ParamMapping("layers/{i}/moe/up/kernel", f"{MIXTRAL_BLOCK}.experts.{{e}}.w3.weight", "f d -> e d f"),
     ParamMapping("layers/{i}/moe/down/kernel", f"{MIXTRAL_BLOCK}.experts.{{e}}.w2.weight", "d f -> e f d"),
 )
-# model_type -> its table. One that names more than a model has is fine.
+# model_type -> its table. A table may have lines for parameters that a model lacks.
 DECODER_NAMES: dict[str, tuple[ParamMapping, ...]] = {
     "llama": ATTENTION + DENSE,
     "qwen2": ATTENTION + DENSE,
@@ -57,12 +59,12 @@ DECODER_NAMES: dict[str, tuple[ParamMapping, ...]] = {
 
 
 class Family(NamedTuple):
-    """What a `model_type` stands for.
+    """How the config.json of a `model_type` is read.
 
     keys: key of config.json -> setting
-    absent: what a key means that is not there, as a value or computed from the config; other keys must be there
-    must: key -> the one value that this decoder computes; that value is meant where the key is absent
-    settings: what all models of the family have
+    absent: default of a key that config.json lacks: a value, or a function of the config; other keys are required
+    must: key -> the only value that this decoder computes, which is also the default of the key
+    settings: settings that all models of the family share
     """
 
     architecture: str
@@ -130,15 +132,15 @@ FAMILIES = {
         {"qkv_bias": False, "qk_norm": False},
     ),
 }
-# Keys that change no logits of a whole sequence in any of these families.
+# Keys that do not change the logits of a full sequence in any of these families.
 WITHOUT_EFFECT = {
     *("_name_or_path", "transformers_version", "use_cache", "initializer_range", "max_position_embeddings"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "pretraining_tp", "max_window_layers", "sliding_window"),
     *("output_router_logits", "router_aux_loss_coef", "output_attentions", "output_hidden_states", "return_dict"),
     *("chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id", "problem_type", "intermediate_size"),
 }
-READ_APART = {"model_type", "architectures", "dtype", "torch_dtype", "layer_types"}
-READ_APART |= {"rope_theta", "rope_scaling", "rope_parameters"}
+READ_SEPARATELY = {"model_type", "architectures", "dtype", "torch_dtype", "layer_types"}
+READ_SEPARATELY |= {"rope_theta", "rope_scaling", "rope_parameters"}
 OTHER_NAME = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
 SCALING = {  # key of rope_scaling -> setting
     "factor": "rope_factor",
@@ -148,10 +150,59 @@ SCALING = {  # key of rope_scaling -> setting
 }
 NOT_WRITTEN = ("quantization_config", "partial_rotary_factor")
 DTYPES = ("float32", "bfloat16", "float16")
+IGNORED_ARRAYS = (r"\.rotary_emb\.inv_freq$",)  # recomputed from rope_theta and rope_scaling
+TIED_HEAD = r"^lm_head\.weight$"  # a head that is tied to the embedding may be stored a second time
+
+
+class DecoderFolder(NamedTuple):
+    """A folder with the config.json and the safetensors of a decoder; `open_decoder` makes it."""
+
+    path: Path
+    model_type: str
+    settings: Mapping[str, Any]
+    ignore: tuple[str, ...]
+
+    def problems(self) -> list[str]:
+        """Errors in `ignore` and in the sizes of config.json, one line each, found without building the model."""
+        layers, experts = self.settings["num_layers"], max(1, self.settings["num_experts"])
+        found = []
+        # A config.json that asks for a billion layers must fail before a model of that size is traced.
+        if layers * experts > (stored := len(open_safetensors(self.path))):
+            found.append(
+                f"{self.path}: config.json has {layers} layers with {experts} MLPs each, "
+                f"but the folder contains only {stored} arrays"
+            )
+        for pattern in self.ignore:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                found.append(f"ignore={pattern!r} is not a valid regular expression: {error}")
+        return found
+
+    def load(self, abstract: Tree) -> Tree:
+        """The parameters of the folder in the layout of `abstract`; see `load_safetensors`."""
+        tied = (TIED_HEAD,) if self.settings["tied"] else ()
+        ignore = (*self.ignore, *IGNORED_ARRAYS, *tied)
+        return load_safetensors(self.path, abstract, DECODER_NAMES[self.model_type], ignore=ignore)
+
+
+def open_decoder(folder: str | Path, *, ignore: Iterable[str] = ()) -> DecoderFolder:
+    """Read the config.json of `folder`; ConfigError where this library has no such decoder.
+
+    `ignore` are keys of config.json and regular expressions for names of arrays that have no effect.
+    """
+    path, ignore = Path(folder).expanduser(), tuple(ignore)
+    config = read_config(path)
+    settings = decoder_config_from_hf(config, ignore=ignore)
+    return DecoderFolder(path, config["model_type"], settings, ignore)
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The config.json of a folder."""
+    """Read the config.json of a local folder, as a dict."""
+    if not Path(folder).is_dir():
+        raise ConfigError(
+            f"{folder} is not a local folder. Download the model first, and pass the folder with its config.json."
+        )
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ConfigError(f"{path}: no such file")
@@ -162,10 +213,10 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def decoder_config_from_hf(config: Mapping[str, Any], *, ignore: Iterable[str] = ()) -> dict[str, Any]:
-    """Settings of the decoder that a config.json describes: `DecoderConfig(**decoder_config_from_hf(config))`.
+    """Settings of the decoder in a config.json: `DecoderConfig(**decoder_config_from_hf(config))`.
 
-    `dtype` and `param_dtype` are that of the stored parameters. Raises one ConfigError that names every key whose value
-    this decoder does not compute, and every key that is not known here; `ignore` takes those known to have no effect.
+    `dtype` and `param_dtype` are the dtype of the stored parameters. Raises one ConfigError that lists every key with a
+    value that this decoder does not support, and every unknown key; pass keys that have no effect to `ignore`.
     """
     ignored = set(ignore)
     config = {key: value for key, value in config.items() if key not in ignored}
@@ -176,20 +227,20 @@ def decoder_config_from_hf(config: Mapping[str, Any], *, ignore: Iterable[str] =
     settings = {**family.settings, **_dtypes(config, problems)}
     settings |= {setting: _value(config, key, family, problems) for key, setting in family.keys.items()}
     settings |= _rope(config, family, problems)
-    problems += _unlike(config, family)
+    problems += _unsupported(config, family)
     if problems:
-        raise ConfigError([f"The decoder does not compute this {config['model_type']}:", *sorted(problems)])
+        raise ConfigError([f"The decoder does not support this {config['model_type']}:", *sorted(problems)])
     return settings
 
 
 def huggingface_config(
     settings: Mapping[str, Any], *, max_position_embeddings: int | None = None, **more: Any
 ) -> dict[str, Any]:
-    """The config.json of a decoder with these settings, `vars` of its DecoderConfig; what is absent there is off.
+    """The config.json of a decoder with these settings, `vars` of its DecoderConfig; options that it lacks are off.
 
-    Its "model_type" names the table in DECODER_NAMES. `max_position_embeddings` is the longest sequence that other
-    programs should give it; `more` keys are taken as they are, such as eos_token_id. ConfigError where no family has
-    such a decoder. Settings that change only how it is computed or trained have no place there.
+    Its "model_type" is the key of the table in DECODER_NAMES. `max_position_embeddings` is the longest sequence that
+    other programs should accept; `more` keys, such as eos_token_id, are written unchanged. Raises ConfigError if no
+    family has such a decoder. Settings that change only how it is computed or trained are not written.
     """
     settings = {"qkv_bias": False, "qk_norm": False, "num_experts": 0, "rope_factor": 1.0} | dict(settings)
     kind = {key: settings[key] for key in ("qkv_bias", "qk_norm")} | {"experts": settings["num_experts"] > 0}
@@ -197,7 +248,7 @@ def huggingface_config(
     model_type = next((name for name, other in kinds.items() if other == kind), None)
     if model_type is None:
         lines = [f"  {name}: {other}" for name, other in kinds.items()]
-        raise ConfigError([f"No family has decoders with {kind}; there are:", *lines])
+        raise ConfigError([f"No family has decoders with {kind}; the families are:", *lines])
     family = FAMILIES[model_type]
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": model_type}
     config |= {key: settings[setting] for key, setting in family.keys.items()}
@@ -231,14 +282,16 @@ def _value(config: Mapping[str, Any], key: str, family: Family, problems: list[s
 
 
 def _dtypes(config: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    dtype = config.get("dtype") or config.get("torch_dtype") or "float32"  # the new name and the old one
+    dtype = (
+        config.get("dtype") or config.get("torch_dtype") or "float32"
+    )  # the name since transformers 5, and the one before
     if dtype not in DTYPES:
         problems.append(f"  torch_dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     return {"dtype": dtype, "param_dtype": dtype}
 
 
 def _rope(config: Mapping[str, Any], family: Family, problems: list[str]) -> dict[str, Any]:
-    """Rotary positions: `rope_theta` and `rope_scaling`, or all of it as `rope_parameters` (transformers 5)."""
+    """Rotary positions: `rope_theta` and `rope_scaling`, or both as `rope_parameters` (transformers 5)."""
     given = {key: config.get(key) or {} for key in ("rope_scaling", "rope_parameters")}
     if wrong := [key for key, value in given.items() if not isinstance(value, dict)]:
         problems += [f"  {key} must be an object, got {config[key]!r}" for key in wrong]
@@ -246,18 +299,18 @@ def _rope(config: Mapping[str, Any], family: Family, problems: list[str]) -> dic
     old, new = map(dict, given.values())
     if config.get("rope_theta") is not None:
         old["rope_theta"] = config["rope_theta"]
-    if contrary := sorted(key for key in old.keys() & new.keys() if old[key] != new[key]):
-        problems.append(f"  rope_parameters contradicts rope_theta or rope_scaling in {', '.join(contrary)}")
+    if conflicts := sorted(key for key in old.keys() & new.keys() if old[key] != new[key]):
+        problems.append(f"  rope_parameters contradicts rope_theta or rope_scaling in {', '.join(conflicts)}")
     given = old | new
-    kind = given.pop("rope_type", given.pop("type", "default"))  # the new name and the oldest one
+    kind = given.pop("rope_type", given.pop("type", "default"))  # the current name and the oldest one
     settings = {"rope_theta": given.pop("rope_theta", family.absent["rope_theta"]), "rope_factor": 1.0}
     if given.pop("partial_rotary_factor", 1.0) != 1.0:
         problems.append("  partial_rotary_factor must be 1.0")
-    wanted = {"default": set(), "llama3": set(SCALING)}.get(str(kind))
-    if wanted is None:
+    expected = {"default": set(), "llama3": set(SCALING)}.get(str(kind))
+    if expected is None:
         problems.append(f"  rope_scaling must be of type default or llama3, got {kind!r}")
-    elif given.keys() != wanted:
-        problems.append(f"  rope_scaling of type {kind} must have the keys {sorted(wanted)}, got {sorted(given)}")
+    elif given.keys() != expected:
+        problems.append(f"  rope_scaling of type {kind} must have the keys {sorted(expected)}, got {sorted(given)}")
     settings |= {SCALING[key]: value for key, value in given.items() if key in SCALING}
     problems += [f"  {name} must be a number, got {x!r}" for name, x in settings.items() if not _is_number(x)]
     return settings
@@ -271,11 +324,11 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _unlike(config: Mapping[str, Any], family: Family) -> list[str]:
+def _unsupported(config: Mapping[str, Any], family: Family) -> list[str]:
     found = []
     for key, value in family.must.items():
         given = config.get(key, value)
-        if given != value and (key, given) != ("hidden_act", "swish"):  # another name of silu
+        if given != value and (key, given) != ("hidden_act", "swish"):  # another name for silu
             found.append(f"  {key} must be {value!r}, got {given!r}")
     architectures = config.get("architectures")
     if architectures not in (None, [family.architecture]):
@@ -283,7 +336,7 @@ def _unlike(config: Mapping[str, Any], family: Family) -> list[str]:
     layer_types = config.get("layer_types") or []
     if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
         found.append(f"  layer_types must all be full_attention, got {layer_types!r}")
-    known = family.keys.keys() | family.must.keys() | WITHOUT_EFFECT | READ_APART
+    known = family.keys.keys() | family.must.keys() | WITHOUT_EFFECT | READ_SEPARATELY
     known |= {OTHER_NAME[key] for key in family.keys if key in OTHER_NAME}
     unknown = config.keys() - known
-    return found + [f"  {k}={config[k]!r} is not known here; if it has no effect: ignore=({k!r},)" for k in unknown]
+    return found + [f"  {k}={config[k]!r} is an unknown key; if it has no effect: ignore=({k!r},)" for k in unknown]

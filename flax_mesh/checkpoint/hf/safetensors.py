@@ -1,9 +1,9 @@
-"""The safetensors file format: arrays that are read where they lie, folders that appear whole or not at all.
+"""The safetensors file format: arrays are memory-mapped, folders are written atomically.
 
-A file is the length N of its header (8 bytes, little-endian), N bytes of JSON, which give dtype, shape and place of
-every array, and the data, without gaps (github.com/huggingface/safetensors, "Format"). A folder holds
-model.safetensors, or several files and model.safetensors.index.json, which says what lies where. Nothing read from
-either is trusted. The package of that name is not used: it wants all arrays of a file in memory to write it.
+A file consists of the length N of its header (8 bytes, little-endian), N bytes of JSON with dtype, shape and offsets of
+every array, and the data, without gaps (github.com/huggingface/safetensors, "Format"). A folder contains
+model.safetensors, or several files and model.safetensors.index.json, which maps names to files. Both are untrusted
+input. The package safetensors is not used, because it needs all arrays of a file in memory to write it.
 """
 
 import json
@@ -21,10 +21,10 @@ import numpy as np
 
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError
 
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER = 100_000_000  # bytes; the limit that the format sets
-MAX_DIMS, MAX_SIZE = 32, 2**50  # what numpy can shape, with room
-# Dtype in a file -> numpy's. Those below a byte are left out: no array of JAX has them packed.
+MAX_DIMS, MAX_SIZE = 32, 2**50  # below the limits of numpy
+# Dtype in a file -> numpy's. Those below a byte are left out, since JAX does not pack them.
 DTYPES = {
     **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool"},
     **{"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8"},
@@ -44,19 +44,19 @@ class FileSlice(NamedTuple):
 
 
 def open_safetensors(path: str | Path) -> dict[str, np.ndarray]:
-    """Every array of a file or a folder by its name, read-only and not read yet: a slice reads its own pages.
+    """Memory-map every array of a file or a folder, by name: a slice reads only its own pages. Arrays are read-only.
 
-    Raises one CheckpointCorruptedError with everything that is wrong with the headers and the index. The format has no
-    checksums: changed data goes unnoticed.
+    Raises one CheckpointCorruptedError that lists all errors in the headers and the index. The format has no checksums:
+    changed data is not detected.
     """
     path = Path(path)
     if not path.is_dir():
         return _open_file(path)
-    whole, index = path / WHOLE, path / INDEX
-    if whole.exists() == index.exists():
+    single, index = path / SINGLE_FILE, path / INDEX
+    if single.exists() == index.exists():
         found = ", ".join(sorted(file.name for file in path.glob("*.safetensors"))) or "no safetensors files"
-        raise ConfigError(f"{path} must hold either {WHOLE} or {INDEX}, not both; it holds {found}.")
-    return _open_file(whole) if whole.exists() else _open_sharded(path)
+        raise ConfigError(f"{path} must hold either {SINGLE_FILE} or {INDEX}, not both; it contains {found}.")
+    return _open_file(single) if single.exists() else _open_sharded(path)
 
 
 def write_safetensors(
@@ -67,18 +67,19 @@ def write_safetensors(
     json_files: Mapping[str, Any] | None = None,
     max_file_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write `folder`, which appears whole at the end, with the data synced to disk; it must not exist, or be empty.
+    """Write a folder atomically: it appears complete, with its data synced to disk, or not at all.
 
+    folder: must not exist, or be empty
     arrays: name -> anything with the shape and dtype of the array
-    values: (name, array) of every one of them, once, in any order. One at a time is in memory
+    values: (name, array) for each of them, once, in any order; only one at a time is in memory
     json_files: further files, such as {"config.json": {...}}
-    max_file_bytes: of data in a file, unless a single array is larger
+    max_file_bytes: limit for the data in a file, unless a single array is larger
 
-    After an error the folder is as before. A process that is killed leaves a hidden folder beside it.
+    After an error the folder is unchanged. A process that is killed leaves a hidden folder beside it.
     """
     folder = Path(folder).absolute()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ConfigError(f"{folder} exists; nothing was overwritten. Name a folder that does not, or remove it.")
+        raise ConfigError(f"{folder} exists; nothing was overwritten. Pass a folder that does not exist, or remove it.")
     if max_file_bytes < 1:
         raise ConfigError(f"max_file_bytes must be at least 1, got {max_file_bytes}.")
     files = _plan(arrays, max_file_bytes)
@@ -101,7 +102,7 @@ def write_safetensors(
 
 
 def read_json(path: Path) -> Any:
-    """The value in a JSON file of a folder that someone else wrote; CheckpointCorruptedError where it is none."""
+    """Parse an untrusted JSON file; CheckpointCorruptedError if it is invalid."""
     return _parse_json(path, path.read_bytes())
 
 
@@ -120,17 +121,17 @@ def _open_sharded(folder: Path) -> dict[str, np.ndarray]:
         except ConfigError as error:
             problems += error.problems
             continue
-        wanted = {name for name, where in weight_map.items() if where == file}
-        problems += [f"  {name}: the index has it in {file}, which does not" for name in wanted - arrays.keys()]
-        problems += [f"  {name}: {file} has it, the index does not" for name in arrays.keys() - wanted]
+        expected = {name for name, where in weight_map.items() if where == file}
+        problems += [f"  {name}: listed in the index, but not in {file}" for name in expected - arrays.keys()]
+        problems += [f"  {name}: in {file}, but not listed in the index" for name in arrays.keys() - expected]
         found |= arrays
     if problems:
-        raise CheckpointCorruptedError([f"{folder / INDEX} and its files do not fit together:", *sorted(problems)])
+        raise CheckpointCorruptedError([f"{folder / INDEX} and its files do not match:", *sorted(problems)])
     return found
 
 
 def _is_file_name(file: Any) -> bool:
-    """Whether it names a file directly in the folder: no path, nothing hidden, nothing above."""
+    """Whether `file` is the name of a visible file directly in the folder."""
     return isinstance(file, str) and bool(re.fullmatch(r"[\w-][\w.-]*\.safetensors", file, re.ASCII))
 
 
@@ -140,7 +141,7 @@ def _open_file(path: Path) -> dict[str, np.ndarray]:
     header_size, entries = _read_header(path)
     data = np.memmap(path, mode="r")[8 + header_size :]
     return {
-        # asarray: slices of a memmap are arrays of a class of their own, slow and with no use here
+        # asarray: slices of a memmap are memmaps, which are slower and have no use here
         name: np.asarray(data)[stored.begin : stored.end].view(stored.dtype).reshape(stored.shape)
         for name, stored in entries.items()
     }
@@ -152,7 +153,7 @@ def _read_header(path: Path) -> tuple[int, dict[str, FileSlice]]:
         head = file.read(8)
         length = int.from_bytes(head, "little")
         if len(head) < 8 or length > min(size - 8, MAX_HEADER):
-            _refuse(path, [f"its header should have {length} bytes, the file has {size} (limit {MAX_HEADER})"])
+            _refuse(path, [f"its header should have {length} bytes, but the file has {size} (limit {MAX_HEADER})"])
         header = _parse_json(path, file.read(length))
     if not isinstance(header, dict):
         _refuse(path, ["its header must be a JSON object"])
@@ -175,29 +176,29 @@ def _read_header(path: Path) -> tuple[int, dict[str, FileSlice]]:
 
 
 def _entry(entry: Any) -> FileSlice | str:
-    """The entry, or what is wrong with it."""
+    """The entry, or a text on its error."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         return f"must have dtype, shape and data_offsets, got {_short(entry)}"
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(code, str) or code not in DTYPES:
         return f"dtype must be one of {', '.join(DTYPES)}, got {_short(code)}"
     if not _are_sizes(shape) or len(shape) > MAX_DIMS or math.prod(max(size, 1) for size in shape) > MAX_SIZE:
-        return f"shape must be at most {MAX_DIMS} whole numbers and {MAX_SIZE} elements, got {_short(shape)}"
+        return f"shape must be at most {MAX_DIMS} non-negative integers and {MAX_SIZE} elements, got {_short(shape)}"
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        return f"data_offsets must be two rising whole numbers, got {_short(offsets)}"
+        return f"data_offsets must be two ascending non-negative integers, got {_short(offsets)}"
     dtype = jnp.dtype(DTYPES[code])
     size = math.prod(shape) * dtype.itemsize
     if offsets[1] - offsets[0] != size:
-        return f"{code} {shape} takes {size} bytes, but data_offsets are {offsets}"
+        return f"{code} {shape} needs {size} bytes, but data_offsets are {offsets}"
     return FileSlice(dtype, tuple(shape), *offsets)
 
 
 def _layout_problems(entries: Mapping[str, FileSlice], data_size: int) -> list[str]:
-    """Arrays must lie side by side and fill the file, as the format wants it: nothing shared, nothing hidden."""
+    """The format requires that arrays are contiguous, do not overlap and fill the file."""
     problems, end, before = [], 0, "the header"
     for name, stored in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if stored.end > data_size:
-            problems.append(f"{name!r}: ends at byte {stored.end} of the data, which has {data_size}")
+            problems.append(f"{name!r}: ends at byte {stored.end} of the data, which has {data_size} bytes")
         elif stored.begin != end:
             what = "overlaps" if stored.begin < end else "leaves a gap after"
             problems.append(f"{name!r}: begins at byte {stored.begin}, which {what} {before} (it ends at {end})")
@@ -217,62 +218,62 @@ def _short(value: Any) -> str:
 
 
 def _parse_json(path: Path, text: bytes) -> Any:
-    def no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            twins = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
-            raise ValueError(f"these keys stand there more than once: {', '.join(twins)}")
+            duplicates = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+            raise ValueError(f"duplicate keys: {', '.join(duplicates)}")
         return found
 
     try:
-        return json.loads(text.decode("utf-8"), object_pairs_hook=no_twins)
-    except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON, numbers without end, nesting without end
-        _refuse(path, [f"no JSON that can be used: {error}"])
+        return json.loads(text.decode("utf-8"), object_pairs_hook=without_duplicates)
+    except (ValueError, RecursionError) as error:  # invalid UTF-8, invalid JSON, very long numbers, very deep nesting
+        _refuse(path, [f"not valid JSON: {error}"])
 
 
 def _refuse(path: Path, problems: Sequence[str]) -> NoReturn:
     raise CheckpointCorruptedError(
-        [f"{path} is damaged, or not what its name says:", *(f"  {problem}" for problem in problems)]
+        [f"{path} is damaged, or not in the expected format:", *(f"  {problem}" for problem in problems)]
     )
 
 
 def _plan(arrays: Mapping[str, Any], max_file_bytes: int) -> dict[str, dict[str, FileSlice]]:
-    """file -> its entries: names in natural order, a new file where the next array would pass the limit."""
+    """The entries of every file: names in natural order, a new file where the next array would exceed the limit."""
     sizes = {name: math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for name, x in arrays.items()}
     wrong = [f"  {name}: {x.dtype}" for name, x in arrays.items() if jnp.dtype(x.dtype) not in CODES]
     wrong += [f"  {name!r}: a name must be printable text" for name in arrays if not name or not name.isprintable()]
     if wrong:
-        raise ConfigError(["safetensors cannot hold:", *wrong])
+        raise ConfigError(["the safetensors format cannot store:", *wrong])
     groups: list[list[str]] = [[]]
-    held = 0
+    size = 0
     for name in sorted(arrays, key=_natural):
-        if groups[-1] and held + sizes[name] > max_file_bytes:
+        if groups[-1] and size + sizes[name] > max_file_bytes:
             groups.append([])
-            held = 0
+            size = 0
         groups[-1].append(name)
-        held += sizes[name]
+        size += sizes[name]
     planned = {}
     for number, names in enumerate(groups, 1):
         end, entries = 0, {}
-        # Wide dtypes first: then every array is aligned.
+        # Wide dtypes come first, so that every array is aligned.
         for name in sorted(names, key=lambda name: -jnp.dtype(arrays[name].dtype).itemsize):
             begin, end = end, end + sizes[name]
             entries[name] = FileSlice(jnp.dtype(arrays[name].dtype), tuple(arrays[name].shape), begin, end)
-        planned[WHOLE if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"] = entries
+        planned[SINGLE_FILE if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"] = entries
     return planned
 
 
 def _natural(name: str) -> list[Any]:
-    """Sort key by which layer 2 comes before layer 10."""
+    """Sort key that puts layer 2 before layer 10."""
     return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]
 
 
 def _header(entries: Mapping[str, FileSlice]) -> bytes:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers reads no file without it
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
     for name, (dtype, shape, begin, end) in entries.items():
         header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the data is aligned
+    text += b" " * (-len(text) % 8)  # to align the data
     return len(text).to_bytes(8, "little") + text
 
 
@@ -288,15 +289,17 @@ def _write_values(places: Mapping[str, tuple[Path, int, FileSlice]], values: Ite
     missing = dict(places)
     for name, array in values:
         if name not in missing:
-            raise ValueError(f"{name}: came twice, or was never announced")
+            raise ValueError(f"{name}: in `values` twice, or not in `arrays`")
         file, start, stored = missing.pop(name)
         if (array.shape, array.dtype) != (stored.shape, stored.dtype):
-            raise ValueError(f"{name}: announced {stored.dtype}{stored.shape}, came {array.dtype}{array.shape}")
+            raise ValueError(
+                f"{name}: {stored.dtype}{stored.shape} in `arrays`, {array.dtype}{array.shape} in `values`"
+            )
         with file.open("r+b") as out:
             out.seek(start + stored.begin)
             out.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     if missing:
-        raise ValueError(f"announced and never came: {', '.join(missing)}")
+        raise ValueError(f"in `arrays`, but not in `values`: {', '.join(missing)}")
 
 
 def _sync(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Small random checkpoints and what transformers makes of them: writes tests/checkpoint/data anew.
+"""Writes tests/checkpoint/hf/data: small random checkpoints, and the logits that transformers computes from them.
 
     python -m tests.checkpoint.hf.make_reference
 
@@ -26,7 +26,7 @@ SMALL = {
     "rope_theta": 1000.0,
     "tie_word_embeddings": False,
 }
-# Of the four waves of a head, 6, 35, 199 and 1117 positions long, the first stays, the second is interpolated.
+# The wavelengths of a head are 6, 35, 199 and 1117 positions: the first is unchanged, the second interpolated.
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -48,8 +48,8 @@ LENGTH = 24
 
 
 def write_reference(case: str, folder: Path, dtype: str = "float32", seed: int = 0) -> None:
-    """A random checkpoint of transformers in `folder`, stored as `dtype`, and reference.npz: tokens (1, S) and their
-    logits (1, S, V), computed in float32."""
+    """Write a random checkpoint of transformers to `folder`, stored as `dtype`, and reference.npz: tokens (1, S) and
+    their logits (1, S, V), computed in float32."""
     import torch  # pyright: ignore[reportMissingImports]
     from transformers import AutoConfig, AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
 
@@ -58,7 +58,7 @@ def write_reference(case: str, folder: Path, dtype: str = "float32", seed: int =
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Large enough that attention is far from even and no part is lost in the others.
+            # Large enough that attention is far from uniform and every part affects the logits.
             spread = 0.2 if "norm" in name else 0.4
             value = torch.randn(parameter.shape) * spread + ("norm" in name)
             parameter.copy_(value.to(getattr(torch, dtype)))
@@ -66,7 +66,7 @@ def write_reference(case: str, folder: Path, dtype: str = "float32", seed: int =
     with torch.no_grad():
         logits = model(torch.from_numpy(tokens).long()).logits.numpy()
     np.savez(folder / "reference.npz", tokens=tokens, logits=logits)
-    # Only now: the cast rounds the rotary frequencies too, which are no parameters.
+    # After the logits, since the cast also rounds the rotary frequencies, which are not parameters.
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=SHARDED.get(case, "5GB"))
     (folder / "generation_config.json").unlink(missing_ok=True)
 

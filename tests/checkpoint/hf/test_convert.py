@@ -1,4 +1,4 @@
-"""Parameters to safetensors and back: any layout from any other, bitwise; every device reads its own slices alone."""
+"""Parameters to safetensors and back: bitwise between any two layouts; every device reads only its own slices."""
 
 import dataclasses
 import json
@@ -40,7 +40,7 @@ def plain(config, *dims):
 
 
 def pipelined(config, virtual=1):
-    """Two groups of four devices; a stack of layers lies in chunks on them."""
+    """Two groups of four devices; a stack of layers is split into chunks between them."""
     batch = {key: jax.ShapeDtypeStruct((4, 8), np.int32) for key in ("inputs", "targets")}
     groups = MpmdMesh(create_mesh((2, 1, 2, 1, 2, 1), ("pp", "dp", "fsdp", "ep", "tp", "sp")), "pp")
     make = lambda: make_decoder(config, nnx.Rngs(0))  # noqa: E731
@@ -61,8 +61,8 @@ LAYOUTS = {
 }
 
 
-def fill(abstract, dtype=None):
-    """Arrays in the layout of `abstract`, random bits that are numbers, the same for a layer wherever it lies."""
+def random_values(abstract, dtype=None):
+    """Random arrays in the layout of `abstract`; a layer has the same values in every layout."""
 
     def make(path, leaf):
         base, start = path_and_start(path)
@@ -84,8 +84,8 @@ def check_same(got, want):
     for (path, a), (_, b) in zip(named_leaves(got), named_leaves(want), strict=True):
         assert a.dtype == b.dtype and a.sharding == b.sharding, path
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), path
-        for mine, other in zip(a.addressable_shards, b.addressable_shards, strict=True):
-            assert mine.device == other.device and np.array_equal(mine.data, other.data), path
+        for shard, other in zip(a.addressable_shards, b.addressable_shards, strict=True):
+            assert shard.device == other.device and np.array_equal(shard.data, other.data), path
 
 
 def files_of(folder):
@@ -99,15 +99,15 @@ def abstracts():
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def folders(request, abstracts, tmp_path_factory):
-    """dtype, and the folders that the layouts are written to."""
+    """dtype, and the folder that each layout was written to."""
     dtype = jnp.dtype(request.param)
     root = tmp_path_factory.mktemp("out")
     for number, abstract in enumerate(abstracts.values()):
-        save_safetensors(root / str(number), fill(abstract, dtype), NAMES, max_file_bytes=4_000)
+        save_safetensors(root / str(number), random_values(abstract, dtype), NAMES, max_file_bytes=4_000)
     return dtype, dict(zip(abstracts, (root / str(number) for number in range(len(abstracts))), strict=True))
 
 
-def test_the_paths_of_pipelines_are_those_that_need_care(abstracts):
+def test_the_pipelined_layouts_contain_chunks_of_stacks(abstracts):
     paths = [path for path, _ in named_leaves(abstracts["pipelined, scanned"])]
     assert "layers/attention/q/kernel/from 0" in paths and "layers/attention/q/kernel/from 2" in paths
     meshes = {leaf.sharding.mesh for _, leaf in named_leaves(abstracts["pipelined twice, scanned"])}
@@ -124,17 +124,17 @@ def test_every_layout_writes_the_same_bytes(folders):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_is_read_back_bitwise(layout, folders, abstracts):
+def test_every_layout_loads_bitwise(layout, folders, abstracts):
     dtype, of_layout = folders
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), abstracts[layout])
     got = load_safetensors(of_layout["fsdp8"], abstract, NAMES)
     assert jax.tree.structure(got) == jax.tree.structure(abstract)
-    check_same(got, fill(abstract, dtype))
+    check_same(got, random_values(abstract, dtype))
 
 
-def test_experts_are_stored_one_by_one(tmp_path):
+def test_each_expert_is_stored_as_one_array(tmp_path):
     abstract = plain(EXPERTS, 1, 2, 2, 2, 1)
-    state = fill(abstract)
+    state = random_values(abstract)
     save_safetensors(tmp_path / "out", state, DECODER_NAMES["qwen3_moe"])
     stored = open_safetensors(tmp_path / "out")
     up = np.asarray(dict(named_leaves(state))["layers/1/moe/up/kernel"])
@@ -145,13 +145,13 @@ def test_experts_are_stored_one_by_one(tmp_path):
     stacked = plain(dataclasses.replace(EXPERTS, scan=True), 1, 1, 4, 2, 1)
     assert dict(named_leaves(stacked))["layers/moe/up/kernel"].shape == (4, 4, 16, 24)
     got = load_safetensors(tmp_path / "out", stacked, DECODER_NAMES["qwen3_moe"])
-    check_same(got, fill(stacked))
+    check_same(got, random_values(stacked))
     save_safetensors(tmp_path / "again", got, DECODER_NAMES["qwen3_moe"])
     assert files_of(tmp_path / "again") == files_of(tmp_path / "out")
 
 
-def test_names_and_dims_are_those_of_the_table(tmp_path):
-    state = fill(plain(LISTED, 1, 4, 1, 2, 1))
+def test_arrays_are_stored_by_the_names_and_dims_of_the_table(tmp_path):
+    state = random_values(plain(LISTED, 1, 4, 1, 2, 1))
     save_safetensors(tmp_path / "out", state, NAMES, config={"model_type": "qwen3"})
     leaves, stored = dict(named_leaves(state)), open_safetensors(tmp_path / "out")
     assert len(leaves) == len(stored)
@@ -168,7 +168,7 @@ def test_names_and_dims_are_those_of_the_table(tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["fsdp8", "dp2 fsdp2 tp2", "scanned", "pipelined, scanned"])
-def test_every_device_reads_its_own_slices_alone(layout, folders, abstracts, monkeypatch):
+def test_every_device_reads_only_its_own_slices(layout, folders, abstracts, monkeypatch):
     dtype, of_layout = folders
     abstract = abstracts[layout]  # float32
     copies = []
@@ -188,21 +188,21 @@ def test_every_device_reads_its_own_slices_alone(layout, folders, abstracts, mon
     assert max(copies) < max(leaf.size for _, leaf in named_leaves(plain(LISTED, 1, 1, 1, 1, 1))) * dtype.itemsize
 
 
-def test_a_part_of_a_leaf_reads_a_part_of_a_file(folders):
+def test_read_slice_equals_the_slice_of_the_parameter(folders):
     _, of_layout = folders
     abstract = plain(LISTED, 1, 1, 1, 1, 1)
     stored = open_safetensors(of_layout["one device"])
     for leaf in convert.map_params(abstract, NAMES):
-        whole = [(0, size) for size in leaf.value.shape]
-        want = convert.read_slice(leaf.arrays, stored, whole, np.float32)
+        full = [(0, size) for size in leaf.value.shape]
+        want = convert.read_slice(leaf.arrays, stored, full, np.float32)
         assert np.array_equal(want, one(leaf.path, leaf.value.shape).astype(stored[leaf.arrays[0].name].dtype))
         odd = [(size // 3, size - size // 4) for size in leaf.value.shape]
         got = convert.read_slice(leaf.arrays, stored, odd, np.float32)
         assert np.array_equal(got, want[tuple(slice(*pair) for pair in odd)])
 
 
-def test_values_are_cast_on_either_way(tmp_path):
-    abstract, state = plain(SCANNED, 1, 2, 1, 2, 1), fill(plain(SCANNED, 1, 2, 1, 2, 1))
+def test_saving_and_loading_cast_values(tmp_path):
+    abstract, state = plain(SCANNED, 1, 2, 1, 2, 1), random_values(plain(SCANNED, 1, 2, 1, 2, 1))
     save_safetensors(tmp_path / "out", state, NAMES, dtype="bfloat16", config={"torch_dtype": "float32", "x": 1})
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"torch_dtype": "bfloat16", "x": 1}
     assert {array.dtype for array in open_safetensors(tmp_path / "out").values()} == {jnp.dtype("bfloat16")}
@@ -211,9 +211,9 @@ def test_values_are_cast_on_either_way(tmp_path):
 
 
 def test_loaded_arrays_may_be_donated(tmp_path):
-    """Copies of one slice come from one buffer on the host; no device may write into it."""
+    """Replicas of one slice come from one buffer on the host; no device may write into it."""
     abstract = plain(LISTED, 8, 1, 1, 1, 1)
-    state = fill(abstract)
+    state = random_values(abstract)
     save_safetensors(tmp_path / "out", state, NAMES)
     got = load_safetensors(tmp_path / "out", abstract, NAMES)
     doubled = jax.jit(lambda state: jax.tree.map(lambda x: 2 * x, state), donate_argnums=0)(got)
@@ -223,7 +223,7 @@ def test_loaded_arrays_may_be_donated(tmp_path):
 
 def test_saving_holds_one_parameter_of_one_layer_on_the_host(tmp_path):
     big = dataclasses.replace(SCANNED, num_layers=8, hidden_size=64, mlp_size=1024, vocab_size=64)
-    state = fill(plain(big, 1, 4, 1, 2, 1))
+    state = random_values(plain(big, 1, 4, 1, 2, 1))
     layer = 64 * 1024 * 4
     assert sum(leaf.nbytes for _, leaf in named_leaves(state)) > 20 * layer
     jax.block_until_ready(state)
@@ -234,10 +234,10 @@ def test_saving_holds_one_parameter_of_one_layer_on_the_host(tmp_path):
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert layer <= peak < 4 * layer, peak / layer  # as it came, as it is stored, and what Python needs
+    assert layer <= peak < 4 * layer, peak / layer  # the gathered layer, its stored form, and Python's own memory
 
 
-def test_another_model_is_one_error_with_every_array(folders):
+def test_one_error_lists_every_array_that_differs(folders):
     dtype, of_layout = folders
     folder = of_layout["one device"]
     other = dataclasses.replace(LISTED, num_layers=5, num_kv_heads=4, tied=True, qk_norm=False)
@@ -252,13 +252,13 @@ def test_another_model_is_one_error_with_every_array(folders):
     assert f"model.layers.0.self_attn.k_norm.weight: only in the folder, {kind}[4]" in text
     assert "q_norm" not in text and "layers.3.mlp" not in text and "embed" not in text
     # k and v with their biases in 4 layers, the 12 arrays of a layer, the head and 4 norms
-    assert "is of another model (33 differences)" in text and text.count("\n") == 1 + 33
+    assert "does not match the model (33 differences)" in text and text.count("\n") == 1 + 33
     layers = dataclasses.replace(SCANNED, num_layers=2)
     with pytest.raises(ConfigError, match=r"(?s)layers\.2\.input_layernorm.*only in the folder.*layers\.3\.mlp"):
         load_safetensors(folder, plain(layers, 1, 1, 1, 1, 1), NAMES)
 
 
-def test_numbers_are_not_made_of_other_kinds(tmp_path):
+def test_integers_are_not_cast_to_floats(tmp_path):
     stored = {"w": np.arange(4, dtype=np.int8)}
     write_safetensors(tmp_path / "out", stored, stored.items())
     abstract = {
@@ -278,30 +278,30 @@ def test_a_state_without_devices_is_refused(folders):
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ([], r"layers/0/w f32\[2,3\]: one line must name it, but these do: none"),
+        ([], r"layers/0/w f32\[2,3\]: exactly one line must match it, but these do: none"),
         (
             [ParamMapping("layers/{i}/w", "w.{i}", "a b -> a b"), ParamMapping("layers/0/w", "w", "a b -> a b")],
-            r"one line must name it, but these do: layers/\{i\}/w, layers/0/w",
+            r"exactly one line must match it, but these do: layers/\{i\}/w, layers/0/w",
         ),
-        ([ParamMapping("layers/{i}/w", "w.{i}", "a -> a")], r"its line has 'a' as its dims"),
-        ([ParamMapping("layers/{i}/w", "w", "a b -> a b")], r"'w' must have in braces \{i\}"),
-        ([ParamMapping("layers/{i}/w", "w.{i}", "a -> e a")], r"'w.\{i\}' must have in braces \{i, e\}"),
-        ([ParamMapping("layers/{i}/w", "w.{i}", "a b")], "'a b' must be dims there -> dims here"),
-        ([ParamMapping("layers/{i}/w", "w.{i}", "a a -> a")], "'a a -> a' must be dims there -> dims here"),
-        ([ParamMapping("layers/{i}/w", "w.{i}", "a b -> a")], "'a b -> a' must be dims there -> dims here"),
-        ([ParamMapping("layers/{i}/w", "w.{i}.{e}", "a -> a e")], "'a -> a e' must be dims there -> dims here"),
+        ([ParamMapping("layers/{i}/w", "w.{i}", "a -> a")], r"its line has the dims 'a'"),
+        ([ParamMapping("layers/{i}/w", "w", "a b -> a b")], r"'w' must contain in braces \{i\}"),
+        ([ParamMapping("layers/{i}/w", "w.{i}", "a -> e a")], r"'w.\{i\}' must contain in braces \{i, e\}"),
+        ([ParamMapping("layers/{i}/w", "w.{i}", "a b")], "'a b' must be 'dims in the file -> dims here'"),
+        ([ParamMapping("layers/{i}/w", "w.{i}", "a a -> a")], "'a a -> a' must be 'dims in the file -> dims here'"),
+        ([ParamMapping("layers/{i}/w", "w.{i}", "a b -> a")], "'a b -> a' must be 'dims in the file -> dims here'"),
+        ([ParamMapping("layers/{i}/w", "w.{i}.{e}", "a -> a e")], "'a -> a e' must be 'dims in the file -> dims here'"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(line.name for line in value),
 )
-def test_a_table_that_does_not_fit_is_refused(table, message, tmp_path):
+def test_a_table_that_does_not_match_is_refused(table, message, tmp_path):
     state = {"layers": {"0": {"w": jnp.zeros((2, 3))}}}
-    with pytest.raises(ConfigError, match=f"(?s)table of names does not fit.*{message}"):
+    with pytest.raises(ConfigError, match=f"(?s)table of names does not match.*{message}"):
         save_safetensors(tmp_path / "out", state, table)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_table_of_ones_own_serves_any_model(tmp_path):
-    """Lists in lists, a convolution, one kernel stored in three parts, and numbers that are no parameters."""
+def test_a_custom_table_works_for_any_model(tmp_path):
+    """Nested lists, a convolution, one kernel stored in three parts, and a counter."""
     state = {
         "blocks": {
             str(i): {"experts": {str(e): {"w": jnp.full((2, 3), 10.0 * i + e)} for e in range(3)}} for i in range(2)
@@ -326,24 +326,23 @@ def test_a_table_of_ones_own_serves_any_model(tmp_path):
 
 
 def test_names_must_differ(tmp_path):
-    with pytest.raises(ConfigError, match=re.escape("gives several parameters one name: w")):
+    with pytest.raises(ConfigError, match=re.escape("maps several parameters to one name: w")):
         table = [ParamMapping("a", "w", "d -> d"), ParamMapping("b", "w", "d -> d")]
         save_safetensors(tmp_path / "out", {"a": jnp.zeros(2), "b": jnp.zeros(2)}, table)
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.data())
-def test_any_dims_and_any_slice_are_what_their_letters_say(data):
-    """Against the stored array, element by element."""
+def test_slices_of_any_dims_equal_the_stored_elements(data):
     here = data.draw(st.permutations("abcd"))
     flat = list(data.draw(st.permutations("abcd")))[: data.draw(st.integers(1, 4))]
-    apart = [letter for letter in here if letter not in flat]
-    here = apart + [letter for letter in here if letter in flat]
+    numbered = [letter for letter in here if letter not in flat]
+    here = numbered + [letter for letter in here if letter in flat]
     cuts = sorted(data.draw(st.sets(st.integers(1, len(flat) - 1)))) if len(flat) > 1 else []
     groups = [flat[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(flat)], strict=True)]
     sizes = {letter: data.draw(st.integers(1, 4)) for letter in "abcd"}
     text = " ".join(f"({' '.join(group)})" if len(group) > 1 else group[0] for group in groups)
-    line = ParamMapping("w", ".".join(["w", *(f"{{{letter}}}" for letter in apart)]), f"{text} -> {' '.join(here)}")
+    line = ParamMapping("w", ".".join(["w", *(f"{{{letter}}}" for letter in numbered)]), f"{text} -> {' '.join(here)}")
     shape = tuple(sizes[letter] for letter in here)
     (leaf,) = convert.map_params({"w": np.zeros(shape, np.float32)}, [line])
     stored = {part.name: np.random.default_rng(i).random(part.shape) for i, part in enumerate(leaf.arrays)}
@@ -352,6 +351,6 @@ def test_any_dims_and_any_slice_are_what_their_letters_say(data):
     assert got.shape == tuple(stop - start for start, stop in bounds)
     for at in np.ndindex(got.shape):
         where = {letter: start + i for letter, (start, _), i in zip(here, bounds, at, strict=True)}
-        name = ".".join(["w", *(str(where[letter]) for letter in apart)])
+        name = ".".join(["w", *(str(where[letter]) for letter in numbered)])
         place = [np.ravel_multi_index([where[x] for x in group], [sizes[x] for x in group]) for group in groups]
         assert got[at] == stored[name][tuple(place)]

@@ -1,6 +1,6 @@
-"""Checkpoints of transformers give its logits here, and those written here give ours there; configs are read strictly.
+"""Decoders and transformers compute equal logits from each other's checkpoints; config.json is read strictly.
 
-The checkpoints in data/, and the logits that transformers made of them, are those of `make_reference`.
+`make_reference` wrote the checkpoints in data/ and the logits that transformers computed from them.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ TOLERANCE = 1e-5  # of the largest logit, in float32
 
 
 def decoder_of(folder, names=None, mesh=None, **change):
-    """The decoder that a folder holds."""
+    """Load the decoder in a folder, with changed names or settings."""
     config = read_config(folder)
     settings = DecoderConfig(**decoder_config_from_hf(config) | change)
     make = lambda: make_decoder(settings, nnx.Rngs(0))  # noqa: E731
@@ -58,12 +58,12 @@ def with_dims(case, path, dims):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_transformers(case):
+def test_logits_equal_those_of_transformers(case):
     assert difference(decoder_of(DATA / case), DATA / case) < TOLERANCE
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3"])
-def test_logits_are_those_of_transformers_on_a_mesh_with_scanned_layers(case):
+def test_logits_equal_those_of_transformers_on_a_mesh_with_scanned_layers(case):
     mesh = create_mesh((1, 2, 1, 2, 1), devices=jax.devices()[:4])
     with jax.set_mesh(mesh):
         model = decoder_of(DATA / case, mesh=mesh, scan=True)
@@ -76,9 +76,9 @@ def test_logits_are_those_of_transformers_on_a_mesh_with_scanned_layers(case):
 
 MISTAKES = {
     "q transposed": ("llama", {"names": ("attention/q/kernel", "(c h) d -> d h c")}),
-    "heads of k the wrong way round": ("llama", {"names": ("attention/k/kernel", "(c k) d -> d k c")}),
+    "heads and dims of k swapped": ("llama", {"names": ("attention/k/kernel", "(c k) d -> d k c")}),
     "o transposed": ("qwen3", {"names": ("attention/o/kernel", "d (c h) -> h c d")}),
-    "bias of v the wrong way round": ("qwen2", {"names": ("attention/v/bias", "(c k) -> k c")}),
+    "heads and dims of the bias of v swapped": ("qwen2", {"names": ("attention/v/bias", "(c k) -> k c")}),
     "no scaling of the rope": ("llama3", {"rope_factor": 1.0}),
     "another original length": ("llama3", {"rope_original_length": 128}),
     "another theta": ("qwen3", {"rope_theta": 10_000.0}),
@@ -88,15 +88,15 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_seen_in_the_logits(mistake):
+def test_a_mistake_changes_the_logits(mistake):
     case, change = MISTAKES[mistake]
     change = dict(change)
     names = with_dims(case, *change.pop("names")) if "names" in change else None
     assert difference(decoder_of(DATA / case, names, **change), DATA / case) > 100 * TOLERANCE
 
 
-def test_rotary_pairs_are_halves_not_neighbours():
-    """The other convention of Llama checkpoints: its dims of q and k, and the logits with them are others."""
+def test_rotary_pairs_are_halves_and_not_neighbours():
+    """The other convention of Llama checkpoints orders the dims of q and k differently, which changes the logits."""
     model = decoder_of(DATA / "llama")
     order = np.arange(8).reshape(2, 4).T.ravel()
     for layer in model.layers:
@@ -106,7 +106,7 @@ def test_rotary_pairs_are_halves_not_neighbours():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_transformers_wrote_is_written_again_bitwise(case, tmp_path):
+def test_loading_and_saving_a_folder_of_transformers_is_bitwise(case, tmp_path):
     model, read = decoder_of(DATA / case, scan=True), read_config(DATA / case)
     config = huggingface_config(vars(model.config))
     save_safetensors(tmp_path / "out", nnx.state(model), DECODER_NAMES[read["model_type"]], config=config)
@@ -120,20 +120,20 @@ def test_what_transformers_wrote_is_written_again_bitwise(case, tmp_path):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_transformers_gives_the_kept_logits_for_the_kept_weights(case):
+def test_transformers_reproduces_the_stored_logits(case):
     torch = pytest.importorskip("torch", reason="comes with the extra hf")
     transformers = pytest.importorskip("transformers", reason="comes with the extra hf")
     model = transformers.AutoModelForCausalLM.from_pretrained(DATA / case)
-    kept = np.load(DATA / case / "reference.npz")
+    reference = np.load(DATA / case / "reference.npz")
     with torch.no_grad():
-        logits = model(torch.from_numpy(kept["tokens"]).long()).logits.numpy()
-    assert np.abs(logits - kept["logits"]).max() < TOLERANCE * np.abs(logits).max()
+        logits = model(torch.from_numpy(reference["tokens"]).long()).logits.numpy()
+    assert np.abs(logits - reference["logits"]).max() < TOLERANCE * np.abs(logits).max()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_transformers_for_new_weights(case, dtype, tmp_path):
-    """bfloat16: stored so, computed in float32 on both sides."""
+def test_logits_equal_those_of_transformers_for_new_weights(case, dtype, tmp_path):
+    """bfloat16 is the stored dtype; both compute in float32."""
     pytest.importorskip("torch", reason="comes with the extra hf")
     pytest.importorskip("transformers", reason="comes with the extra hf")
     write_reference(case, tmp_path, dtype=dtype, seed=1)
@@ -143,7 +143,7 @@ def test_logits_are_those_of_transformers_for_new_weights(case, dtype, tmp_path)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_transformers_gives_our_logits_for_what_is_written_here(case, tmp_path):
+def test_transformers_computes_equal_logits_from_saved_folders(case, tmp_path):
     torch = pytest.importorskip("torch", reason="comes with the extra hf")
     transformers = pytest.importorskip("transformers", reason="comes with the extra hf")
     model = decoder_of(DATA / case)
@@ -159,7 +159,7 @@ def test_transformers_gives_our_logits_for_what_is_written_here(case, tmp_path):
     assert np.abs(np.asarray(logits_of(model, tokens)) - want).max() < TOLERANCE * np.abs(want).max()
 
 
-# As they stand on the hub, with transformers 4.
+# As on the hub, written by transformers 4.
 LLAMA_3_2 = {
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
@@ -232,7 +232,7 @@ def test_configs_of_the_hub_become_settings():
     assert (qwen.head_dim, qwen.qkv_bias, qwen.qk_norm, qwen.rope_factor) == (64, True, False, 1.0)
 
 
-def test_what_a_config_leaves_out_means_what_it_means_to_its_family():
+def test_absent_keys_have_the_defaults_of_their_family():
     def without(config, *keys):
         return decoder_config_from_hf({key: value for key, value in config.items() if key not in keys})
 
@@ -248,7 +248,7 @@ def test_what_a_config_leaves_out_means_what_it_means_to_its_family():
 
 
 @pytest.mark.parametrize("config", [LLAMA_3_2, QWEN_2], ids=["llama", "qwen2"])
-def test_both_spellings_of_transformers_mean_the_same(config):
+def test_old_and_new_spellings_of_keys_are_equivalent(config):
     new = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_theta", "torch_dtype")}
     rope = {"rope_type": "default"} | config.get("rope_scaling", {}) | {"rope_theta": config["rope_theta"]}
     new |= {"dtype": config["torch_dtype"], "rope_parameters": rope}
@@ -285,7 +285,7 @@ def test_both_spellings_of_transformers_mean_the_same(config):
         ({"hidden_size": "2048"}, "hidden_size must be of type int, got '2048'"),
         ({"hidden_size": None, "head_dim": None}, "head_dim must be of type int, got None"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings must be of type bool, got 1"),
-        ({"logit_scale": 0.5}, r"logit_scale=0.5 is not known here; if it has no effect: ignore=\('logit_scale',\)"),
+        ({"logit_scale": 0.5}, r"logit_scale=0.5 is an unknown key; if it has no effect: ignore=\('logit_scale',\)"),
         ({"model_type": "gpt2"}, "model_type must be one of llama, qwen2, .*, got 'gpt2'"),
         ({"model_type": None}, "model_type must be one of .*, got None"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window must be False, got True"),
@@ -296,31 +296,31 @@ def test_both_spellings_of_transformers_mean_the_same(config):
     ],
     ids=lambda value: "" if isinstance(value, str) else ",".join(value),
 )
-def test_a_config_of_another_decoder_is_refused_by_name(change, message):
+def test_unsupported_values_are_refused_by_name(change, message):
     assert decoder_config_from_hf(LLAMA_3_2)
     with pytest.raises(ConfigError, match=message):
         decoder_config_from_hf(LLAMA_3_2 | change)
 
 
-def test_all_that_is_refused_stands_in_one_error_and_may_be_ignored():
+def test_one_error_lists_every_unsupported_key():
     config = LLAMA_3_2 | {"hidden_act": "gelu", "logit_scale": 2.0, "rope_scaling": {"type": "yarn"}}
-    with pytest.raises(ConfigError, match=r"(?s)does not compute this llama:.*hidden_act.*logit_scale.*rope_scaling"):
+    with pytest.raises(ConfigError, match=r"(?s)does not support this llama:.*hidden_act.*logit_scale.*rope_scaling"):
         decoder_config_from_hf(config)
     ignored = decoder_config_from_hf(LLAMA_3_2 | {"unsloth_fixed": True}, ignore=["unsloth_fixed"])
     assert ignored == decoder_config_from_hf(LLAMA_3_2)
 
 
-def test_a_config_must_be_there_and_be_an_object(tmp_path):
+def test_config_json_must_exist_and_be_an_object(tmp_path):
     with pytest.raises(ConfigError, match=r"config.json: no such file"):
         read_config(tmp_path)
-    for text, message in (("[]", "must be a JSON object"), ("{", "no JSON that can be used")):
+    for text, message in (("[]", "must be a JSON object"), ("{", "not valid JSON")):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ConfigError, match=message):
             read_config(tmp_path)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_configs_come_back(case):
+def test_settings_survive_a_round_trip_through_config_json(case):
     settings = decoder_config_from_hf(read_config(DATA / case))
     config = json.loads(json.dumps(huggingface_config(vars(DecoderConfig(**settings)))))
     assert decoder_config_from_hf(config) == settings
@@ -335,14 +335,14 @@ def test_a_decoder_of_no_family_is_refused():
     assert scaled["max_position_embeddings"] == 65536 and scaled["rope_scaling"]["rope_type"] == "llama3"
 
 
-def test_settings_from_before_a_choice_was_there_mean_that_it_is_off():
+def test_options_that_older_settings_lack_are_off():
     settings = vars(DecoderConfig())
     older = {key: value for key, value in settings.items() if not key.startswith(("q", "rope_factor", "num_experts"))}
     assert len(older) == len(settings) - 4
     assert huggingface_config(older) == huggingface_config(settings)
 
 
-def test_every_family_has_its_table_and_a_case():
+def test_every_family_has_a_table_and_a_case():
     assert FAMILIES.keys() == DECODER_NAMES.keys() == {read_config(DATA / case)["model_type"] for case in CASES}
     assert {folder.name for folder in DATA.iterdir()} == CASES.keys()
     assert sum(file.stat().st_size for file in Path(DATA).rglob("*")) < 300_000

@@ -1,4 +1,4 @@
-"""The file format: bitwise there and back, read slice by slice, and no file can make it read what is not there."""
+"""The safetensors format: bitwise round trips, slices that read only their pages, invalid files that are refused."""
 
 import json
 import re
@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flax_mesh.checkpoint.hf.safetensors import DTYPES, INDEX, WHOLE, open_safetensors, write_safetensors
+from flax_mesh.checkpoint.hf.safetensors import DTYPES, INDEX, SINGLE_FILE, open_safetensors, write_safetensors
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError
 
 GOOD = {
@@ -24,7 +24,7 @@ GOOD = {
 
 
 def bits(shape, dtype, seed=0):
-    """Random bits as an array: NaNs and all."""
+    """Random bits as an array, NaNs included."""
     dtype = jnp.dtype(dtype)
     high = 2 if dtype.kind == "b" else 256
     data = np.random.default_rng(seed).integers(0, high, int(np.prod(shape)) * dtype.itemsize).astype(np.uint8)
@@ -40,7 +40,7 @@ def write(folder, arrays, **kinds):
 
 
 def raw(path: Path, header: Any, data: int | bytes = 32) -> Path:
-    """A file with this header, as JSON or as bytes, and so much data."""
+    """A file with this header, as JSON or as bytes, and this data, or so many zeros."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + (bytes(data) if isinstance(data, int) else data))
     return path
@@ -56,7 +56,7 @@ contents = st.dictionaries(
 
 @settings(max_examples=30, deadline=None)
 @given(contents, st.integers(1, 300))
-def test_arrays_come_back_bitwise_from_however_many_files(kinds, max_file_bytes):
+def test_round_trips_are_bitwise_for_any_number_of_files(kinds, max_file_bytes):
     arrays = {name: bits(*kind, seed=seed) for seed, (name, kind) in enumerate(kinds.items())}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "out"
@@ -68,12 +68,12 @@ def test_arrays_come_back_bitwise_from_however_many_files(kinds, max_file_bytes)
             assert found[name].flags.aligned, name
         files = list(folder.glob("*.safetensors"))
         for file in files:
-            held = [array.nbytes for array in open_safetensors(file).values()]
-            assert sum(held) <= max_file_bytes or len([size for size in held if size]) == 1
+            sizes = [array.nbytes for array in open_safetensors(file).values()]
+            assert sum(sizes) <= max_file_bytes or len([size for size in sizes if size]) == 1
         assert (folder / INDEX).exists() == (len(files) > 1)
 
 
-def test_the_package_reads_what_is_written_and_its_files_are_read(tmp_path):
+def test_the_safetensors_package_reads_and_writes_the_same_files(tmp_path):
     package = pytest.importorskip("safetensors", reason="the reference implementation; comes with the extra hf")
     from safetensors.numpy import save_file  # pyright: ignore[reportMissingImports]
 
@@ -92,7 +92,7 @@ def test_the_package_reads_what_is_written_and_its_files_are_read(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pages in memory are read from /proc")
-def test_a_slice_reads_its_own_pages_alone(tmp_path):
+def test_a_slice_reads_only_its_own_pages(tmp_path):
     rows, width = 1024, 1 << 17  # 512 MiB of float32, a sparse file
     size = rows * width * 4
     file = raw(
@@ -108,7 +108,7 @@ def test_a_slice_reads_its_own_pages_alone(tmp_path):
 
 
 def pages_in_memory(file):
-    """Bytes of the mapped file that this process has touched."""
+    """Bytes of the mapped file that are resident in this process."""
     text = Path("/proc/self/smaps").read_text()
     entry = text[text.index(str(file)) :]
     found = re.search(r"Rss:\s+(\d+) kB", entry)
@@ -116,7 +116,7 @@ def pages_in_memory(file):
     return int(found[1]) * 1024
 
 
-def test_layers_are_in_their_order_and_wide_dtypes_first(tmp_path):
+def test_arrays_are_in_natural_order_with_wide_dtypes_first(tmp_path):
     names = ["l.10.w", "l.9.w", "l.1.w", "l.1.b"]
     write(tmp_path / "out", {name: bits((2,), "float32") for name in names} | {"a": bits((3,), "bfloat16")})
     assert list(open_safetensors(tmp_path / "out")) == ["l.1.b", "l.1.w", "l.9.w", "l.10.w", "a"]
@@ -126,25 +126,34 @@ def test_layers_are_in_their_order_and_wide_dtypes_first(tmp_path):
     ("header", "message"),
     [
         ([], "header must be a JSON object"),
-        (b"{", "no JSON that can be used"),
-        (b'{"a": \xff}', "no JSON that can be used"),
-        (b'{"a": ' + b"[" * 100_000, "no JSON that can be used"),
-        (b'{"a": ' + b"9" * 10_000 + b"}", "no JSON that can be used"),
-        (b'{"a": {}, "a": {}}', "stand there more than once: a"),
+        (b"{", "not valid JSON"),
+        (b'{"a": \xff}', "not valid JSON"),
+        (b'{"a": ' + b"[" * 100_000, "not valid JSON"),
+        (b'{"a": ' + b"9" * 10_000 + b"}", "not valid JSON"),
+        (b'{"a": {}, "a": {}}', "duplicate keys: a"),
         (GOOD | {"__metadata__": {"format": 1}}, "__metadata__ must map strings to strings"),
         (GOOD | {"b": {}}, "'b': must have dtype, shape and data_offsets, got {}"),
         (GOOD | {"b": GOOD["b"] | {"more": 1}}, "'b': must have dtype, shape and data_offsets"),
         (GOOD | {"b": GOOD["b"] | {"dtype": "F4"}}, "'b': dtype must be one of .*, got 'F4'"),
         (GOOD | {"b": GOOD["b"] | {"dtype": []}}, r"'b': dtype must be one of .*, got \[\]"),
-        (GOOD | {"b": GOOD["b"] | {"shape": [-4]}}, r"'b': shape must be .* whole numbers .*, got \[-4\]"),
-        (GOOD | {"b": GOOD["b"] | {"shape": [True]}}, r"'b': shape must be .* whole numbers .*, got \[True\]"),
-        (GOOD | {"b": GOOD["b"] | {"shape": [4.0]}}, "'b': shape must be .* whole numbers"),
+        (GOOD | {"b": GOOD["b"] | {"shape": [-4]}}, r"'b': shape must be .* non-negative integers .*, got \[-4\]"),
+        (GOOD | {"b": GOOD["b"] | {"shape": [True]}}, r"'b': shape must be .* non-negative integers .*, got \[True\]"),
+        (GOOD | {"b": GOOD["b"] | {"shape": [4.0]}}, "'b': shape must be .* non-negative integers"),
         (GOOD | {"b": GOOD["b"] | {"shape": [1] * 33}}, "'b': shape must be at most 32"),
         (GOOD | {"b": GOOD["b"] | {"shape": [0, 2**40, 2**40]}}, "'b': shape must be .* elements"),
-        (GOOD | {"b": GOOD["b"] | {"shape": [5]}}, r"'b': BF16 \[5\] takes 10 bytes, but data_offsets are \[24, 32\]"),
-        (GOOD | {"b": GOOD["b"] | {"data_offsets": [32, 24]}}, "'b': data_offsets must be two rising whole numbers"),
-        (GOOD | {"b": GOOD["b"] | {"data_offsets": [24]}}, "'b': data_offsets must be two rising whole numbers"),
-        (GOOD | {"b": GOOD["b"] | {"data_offsets": [-8, 0]}}, "'b': data_offsets must be two rising whole numbers"),
+        (GOOD | {"b": GOOD["b"] | {"shape": [5]}}, r"'b': BF16 \[5\] needs 10 bytes, but data_offsets are \[24, 32\]"),
+        (
+            GOOD | {"b": GOOD["b"] | {"data_offsets": [32, 24]}},
+            "'b': data_offsets must be two ascending non-negative integers",
+        ),
+        (
+            GOOD | {"b": GOOD["b"] | {"data_offsets": [24]}},
+            "'b': data_offsets must be two ascending non-negative integers",
+        ),
+        (
+            GOOD | {"b": GOOD["b"] | {"data_offsets": [-8, 0]}},
+            "'b': data_offsets must be two ascending non-negative integers",
+        ),
         (GOOD | {"b": GOOD["b"] | {"data_offsets": [16, 24]}}, "'b': begins at byte 16, which overlaps 'a'"),
         (GOOD | {"b": GOOD["b"] | {"data_offsets": [32, 40]}}, "'b': ends at byte 40 of the data, which has 32"),
         (
@@ -157,24 +166,24 @@ def test_layers_are_in_their_order_and_wide_dtypes_first(tmp_path):
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
-def test_a_header_that_lies_is_refused(header, message, tmp_path):
+def test_invalid_headers_are_refused(header, message, tmp_path):
     assert open_safetensors(raw(tmp_path / "good.safetensors", GOOD)).keys() == GOOD.keys()
-    with pytest.raises(CheckpointCorruptedError, match=f"(?s)is damaged, or not what its name says.*{message}"):
+    with pytest.raises(CheckpointCorruptedError, match=f"(?s)is damaged, or not in the expected format.*{message}"):
         open_safetensors(raw(tmp_path / "bad.safetensors", header))
 
 
 @pytest.mark.parametrize(
     "content", [b"", b"1234567", b"\xff" * 8, b"\x09" + bytes(7) + b"{}", (10**9).to_bytes(8, "little")]
 )
-def test_a_length_beyond_the_file_is_refused(content, tmp_path):
+def test_a_header_longer_than_the_file_is_refused(content, tmp_path):
     (tmp_path / "bad.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointCorruptedError, match=r"its header should have \d+ bytes, the file has \d+"):
+    with pytest.raises(CheckpointCorruptedError, match=r"its header should have \d+ bytes, but the file has \d+"):
         open_safetensors(tmp_path / "bad.safetensors")
 
 
-def test_all_that_is_wrong_with_a_header_stands_in_one_error(tmp_path):
+def test_one_error_lists_all_errors_of_a_header(tmp_path):
     header = {"a": GOOD["a"] | {"dtype": "F7"}, "b": GOOD["b"] | {"shape": [9]}}
-    with pytest.raises(ConfigError, match=r"(?s)'a': dtype must.*'b': BF16 \[9\] takes 18 bytes"):
+    with pytest.raises(ConfigError, match=r"(?s)'a': dtype must.*'b': BF16 \[9\] needs 18 bytes"):
         open_safetensors(raw(tmp_path / "bad.safetensors", header))
 
 
@@ -205,7 +214,7 @@ def sharded(folder):
     "file",
     ["/etc/x.safetensors", "../x.safetensors", "..", "a/b.safetensors", ".x.safetensors", "x.bin", "", 3, "x\\y", None],
 )
-def test_an_index_reaches_no_file_outside_its_folder(file, tmp_path):
+def test_an_index_cannot_name_files_outside_its_folder(file, tmp_path):
     folder = tmp_path / "in"
     _, index = sharded(folder)
     raw(tmp_path / "x.safetensors", GOOD)
@@ -227,34 +236,38 @@ def test_an_index_and_its_files_must_agree(tmp_path):
     with pytest.raises(CheckpointCorruptedError) as error:
         open_safetensors(tmp_path / "in")
     text = str(error.value)
-    assert "w7: the index has it in model-00001-of-00003.safetensors, which does not" in text
+    assert "w7: listed in the index, but not in model-00001-of-00003.safetensors" in text
     assert "gone.safetensors: no such file" in text
-    assert "w1: model-00002-of-00003.safetensors has it, the index does not" in text
-    assert "w3: the index has it in model-00002-of-00003.safetensors, which does not" in text
+    assert "w1: in model-00002-of-00003.safetensors, but not listed in the index" in text
+    assert "w3: listed in the index, but not in model-00002-of-00003.safetensors" in text
 
 
 @pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', "{", '{"weight_map": 1}'])
-def test_an_index_that_is_none_is_refused(index, tmp_path):
+def test_an_invalid_index_is_refused(index, tmp_path):
     sharded(tmp_path / "in")
     (tmp_path / "in" / INDEX).write_text(index)
     with pytest.raises(
-        ConfigError, match=r"not what its name says(?s:.*)(no JSON that can be used|must be an object with a)"
+        ConfigError, match=r"not in the expected format(?s:.*)(not valid JSON|must be an object with a)"
     ):
         open_safetensors(tmp_path / "in")
 
 
-def test_a_folder_must_say_which_files_count(tmp_path):
-    with pytest.raises(ConfigError, match=f"must hold either {WHOLE} or {INDEX}.*it holds no safetensors files"):
+def test_a_folder_has_either_one_file_or_an_index(tmp_path):
+    with pytest.raises(
+        ConfigError, match=f"must hold either {SINGLE_FILE} or {INDEX}.*it contains no safetensors files"
+    ):
         open_safetensors(tmp_path)
     with pytest.raises(ConfigError, match="no such file"):
         open_safetensors(tmp_path / "gone")
     sharded(tmp_path / "in")
-    raw(tmp_path / "in" / WHOLE, GOOD)
-    with pytest.raises(ConfigError, match=f"(?s)must hold either .* not both; it holds model-00001-of-00003.*{WHOLE}"):
+    raw(tmp_path / "in" / SINGLE_FILE, GOOD)
+    with pytest.raises(
+        ConfigError, match=f"(?s)must hold either .* not both; it contains model-00001-of-00003.*{SINGLE_FILE}"
+    ):
         open_safetensors(tmp_path / "in")
 
 
-def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+def test_a_folder_is_written_completely_or_not_at_all(tmp_path):
     arrays = {"a": bits((4,), "float32"), "b": bits((4,), "float32")}
 
     def pieces():
@@ -266,20 +279,20 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
         write_safetensors(tmp_path / "deep" / "out", arrays, pieces())
     assert not list((tmp_path / "deep").iterdir())
     for wrong, message in [
-        ([("a", arrays["a"])], "announced and never came: b"),
-        ([("a", arrays["a"]), ("a", arrays["a"])], "a: came twice, or was never announced"),
-        ([("a", arrays["a"][:2]), ("b", arrays["b"])], r"a: announced float32\(4,\), came float32\(2,\)"),
-        ([("a", arrays["a"].view(np.int32)), ("b", arrays["b"])], "a: announced float32.*came int32"),
+        ([("a", arrays["a"])], "in `arrays`, but not in `values`: b"),
+        ([("a", arrays["a"]), ("a", arrays["a"])], "a: in `values` twice, or not in `arrays`"),
+        ([("a", arrays["a"][:2]), ("b", arrays["b"])], r"a: float32\(4,\) in `arrays`, float32\(2,\) in `values`"),
+        ([("a", arrays["a"].view(np.int32)), ("b", arrays["b"])], "a: float32.* in `arrays`, int32"),
     ]:
         with pytest.raises(ValueError, match=message):
             write_safetensors(tmp_path / "deep" / "out", arrays, wrong)
-    with pytest.raises(ConfigError, match="safetensors cannot hold:\n  a: complex64"):
+    with pytest.raises(ConfigError, match="the safetensors format cannot store:\n  a: complex64"):
         write(tmp_path / "deep" / "out", {"a": np.zeros(2, np.complex64)})
     with pytest.raises(ConfigError, match="max_file_bytes must be at least 1, got 0"):
         write(tmp_path / "deep" / "out", arrays, max_file_bytes=0)
     assert not list((tmp_path / "deep").iterdir())
     write(tmp_path / "deep" / "out", arrays, json_files={"config.json": {"ä": 1}})
-    assert sorted(file.name for file in (tmp_path / "deep" / "out").iterdir()) == ["config.json", WHOLE]
+    assert sorted(file.name for file in (tmp_path / "deep" / "out").iterdir()) == ["config.json", SINGLE_FILE]
     assert json.loads((tmp_path / "deep" / "out" / "config.json").read_text(encoding="utf-8")) == {"ä": 1}
     with pytest.raises(ConfigError, match="exists; nothing was overwritten"):
         write(tmp_path / "deep" / "out", arrays)

@@ -1,0 +1,64 @@
+"""A decoder from a folder in Hugging Face's format, directly sharded over a mesh."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from flax_mesh.checkpoint.hf.decoders import open_decoder
+from flax_mesh.errors import ConfigError
+from flax_mesh.models.decoder import Decoder, DecoderConfig, make_decoder
+from flax_mesh.sharding.abstract import abstract_model, abstract_state
+
+
+def load_decoder(
+    folder: str | Path, mesh: Mesh, *, dtype: Any = None, ignore: Iterable[str] = (), **overrides: Any
+) -> tuple[Decoder, DecoderConfig]:
+    """Load a pretrained decoder from a Hugging Face folder, each device reading only its own slices.
+
+    The folder contains config.json and the parameters as safetensors, as a model of the hub does after its download or
+    as `save_safetensors` writes it. The families are those of `DECODER_NAMES`: Llama, Qwen2, Qwen3, Qwen3-MoE and
+    Mixtral. Parameters are sharded by the decoder's own rule table.
+
+    Args:
+        folder: The local folder.
+        mesh: Mesh of devices, as made by `fm.create_mesh`. An axis of the rule table that it lacks splits nothing.
+        dtype: dtype of the parameters and of the computation: float32, bfloat16 or float16. Default: the dtype in
+            config.json. For a training run with float32 parameters and bfloat16 computation pass
+            `dtype="bfloat16", param_dtype="float32"`.
+        ignore: Keys of config.json, and regular expressions for names of arrays, that have no effect.
+        **overrides: Fields of `DecoderConfig` that replace those of config.json, such as `scan=True`, `remat="full"`
+            or `attention="cudnn"`.
+
+    Returns:
+        The model, with its arrays on the devices of the mesh, and its config.
+
+    Raises:
+        ConfigError: `folder` is not a local folder or has no config.json; its config.json has
+            unsupported or unknown keys; or its arrays do not match the model. Each error lists every key or array.
+        ShardingError: The mesh does not divide a dim of a parameter; the error lists every such parameter.
+        CheckpointCorruptedError: A safetensors file is damaged.
+
+    Example:
+        >>> from flax_mesh.checkpoint import DECODER_NAMES, huggingface_config, save_safetensors
+        >>> from flax_mesh.models import DecoderConfig, load_decoder, make_decoder
+        >>> small = DecoderConfig(num_layers=2, hidden_size=64, mlp_size=96, head_dim=8)
+        >>> parameters = nnx.state(make_decoder(small, nnx.Rngs(0)))
+        >>> save_safetensors("pretrained", parameters, DECODER_NAMES["llama"], config=huggingface_config(vars(small)))
+        >>> model, config = load_decoder("pretrained", fm.create_mesh((2, 2, 1, 2, 1)), remat="full")  # dp, fsdp, tp
+        >>> model.layers[0].mlp.up.kernel.sharding.spec
+        P('fsdp', 'tp')
+        >>> model(np.zeros((1, 16), np.int32)).shape
+        (1, 16, 256)
+    """
+    source = open_decoder(folder, ignore=ignore)
+    dtypes = {} if dtype is None else dict.fromkeys(("dtype", "param_dtype"), jnp.dtype(dtype).name)
+    config = DecoderConfig(**{**source.settings, **dtypes, **overrides})
+    if problems := [*config.problems(), *config.problems_on(mesh), *source.problems()]:
+        raise ConfigError(problems)
+    make = lambda: make_decoder(config, nnx.Rngs(0))  # noqa: E731
+    state = source.load(abstract_state(make, mesh))
+    return nnx.merge(nnx.graphdef(abstract_model(make)), state), config

@@ -1,0 +1,229 @@
+"""`load_decoder`: a folder in Hugging Face's format becomes a decoder whose arrays are sharded over any mesh."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from flax_mesh import CheckpointCorruptedError, ConfigError, ShardingError, abstract_state, create_mesh, named_leaves
+from flax_mesh.checkpoint import DECODER_NAMES, huggingface_config, save_safetensors
+from flax_mesh.checkpoint.hf.safetensors import open_safetensors, write_safetensors
+from flax_mesh.models import Decoder, DecoderConfig, load_decoder, make_decoder
+from tests.models.test_decoder import with_random_parameters
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+CONFIG = DecoderConfig(
+    **{"vocab_size": 32, "hidden_size": 16, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4},
+    **{"mlp_size": 24, "qk_norm": True, "tied": False},
+)
+TOKENS = np.random.default_rng(0).integers(0, 32, (8, 8)).astype(np.int32)
+MESHES = {
+    "one device": ((1, 1, 1, 1, 1), None),
+    "dp8": ((8, 1, 1, 1, 1), None),
+    "fsdp8": ((1, 8, 1, 1, 1), None),
+    "dp2 fsdp2 tp2": ((2, 2, 1, 2, 1), None),
+    "fsdp4 tp2 without other axes": ((4, 2), ("fsdp", "tp")),
+}
+logits_of = jax.jit(lambda model, tokens: model(tokens))
+
+
+def mesh_of(name):
+    dims, axes = MESHES[name]
+    devices = jax.devices()[: np.prod(dims)]
+    return create_mesh(dims, devices=devices) if axes is None else create_mesh(dims, axes, devices=devices)
+
+
+def logits_on(mesh, model, tokens=TOKENS):
+    with jax.set_mesh(mesh):
+        return np.asarray(logits_of(model, tokens))
+
+
+@pytest.fixture(scope="module")
+def source():
+    return with_random_parameters(lambda: make_decoder(CONFIG, nnx.Rngs(0)))
+
+
+@pytest.fixture(scope="module")
+def folder(source, tmp_path_factory):
+    path = tmp_path_factory.mktemp("hf") / "qwen3"
+    config = huggingface_config(vars(CONFIG), max_position_embeddings=64, eos_token_id=3)
+    save_safetensors(path, nnx.state(source), DECODER_NAMES["qwen3"], config=config, max_file_bytes=4_000)
+    assert len(list(path.glob("*.safetensors"))) > 1
+    return path
+
+
+@pytest.fixture
+def copy(folder, tmp_path):
+    return shutil.copytree(folder, tmp_path / "copy")
+
+
+def change_config(folder, **change):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+
+
+def change_arrays(folder, change):
+    """Write the arrays of `folder` again, as `change` returns them."""
+    arrays = change({name: np.array(array) for name, array in open_safetensors(folder).items()})
+    config = json.loads((folder / "config.json").read_text())
+    shutil.rmtree(folder)
+    write_safetensors(folder, arrays, arrays.items(), json_files={"config.json": config})
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_the_loaded_decoder_equals_the_saved_one_on_every_mesh(name, source, folder):
+    mesh = mesh_of(name)
+    model, config = load_decoder(folder, mesh)
+    assert isinstance(model, Decoder) and config == model.config == CONFIG
+    abstract = abstract_state(lambda: make_decoder(CONFIG, nnx.Rngs(0)), mesh)
+    for (path, got), (_, want), (_, layout) in zip(
+        *(named_leaves(tree) for tree in (nnx.state(model), nnx.state(source), abstract)), strict=True
+    ):
+        assert got.sharding == layout.sharding and got.dtype == want.dtype, path
+        assert np.asarray(got).tobytes() == np.asarray(want).tobytes(), path
+    # The same program on the same values: the loaded arrays, and the saved ones placed by device_put.
+    graphdef, state = nnx.split(source)
+    leaves, treedef = jax.tree.flatten(state)
+    leaves = jax.device_put(leaves, [leaf.sharding for leaf in jax.tree.leaves(abstract)])
+    placed = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
+    logits = logits_on(mesh, model)
+    np.testing.assert_array_equal(logits, logits_on(mesh, placed))
+    on_one = np.asarray(logits_of(source, TOKENS))
+    assert on_one.std() > 0.1
+    np.testing.assert_allclose(logits, on_one, atol=1e-5 * np.abs(on_one).max())
+
+
+def test_a_changed_value_in_the_folder_changes_the_logits(source, copy):
+    def change(arrays):
+        arrays["model.layers.1.mlp.down_proj.weight"][0, 0] += 1.0
+        return arrays
+
+    change_arrays(copy, change)
+    model, _ = load_decoder(copy, mesh_of("one device"))
+    want = np.asarray(logits_of(source, TOKENS))
+    assert np.abs(logits_on(mesh_of("one device"), model) - want).max() > 1e-3 * np.abs(want).max()
+
+
+def test_no_device_holds_more_than_its_shards(folder):
+    mesh = mesh_of("dp2 fsdp2 tp2")
+    model, _ = load_decoder(folder, mesh)
+    kernel = model.layers[0].mlp.up.kernel[...]
+    assert {shard.data.shape for shard in kernel.addressable_shards} == {(8, 12)} and kernel.shape == (16, 24)
+    size = dict.fromkeys(mesh.devices.flat, 0)
+    for path, array in named_leaves(nnx.state(model)):
+        assert len(array.addressable_shards) == 8, path
+        for shard in array.addressable_shards:
+            assert shard.data.shape == array.sharding.shard_shape(array.shape), path
+            size[shard.device] += shard.data.nbytes
+    total = sum(array.nbytes for _, array in named_leaves(nnx.state(model)))
+    assert len(set(size.values())) == 1 and max(size.values()) < 0.4 * total  # kernels in four, norms in full
+
+
+def test_dtype_is_that_of_parameters_and_computation(source, folder):
+    mesh = mesh_of("fsdp8")
+    model, config = load_decoder(folder, mesh, dtype=jnp.bfloat16)
+    assert (config.dtype, config.param_dtype) == ("bfloat16", "bfloat16")
+    for (path, got), (_, want) in zip(named_leaves(nnx.state(model)), named_leaves(nnx.state(source)), strict=True):
+        assert np.array_equal(got, np.asarray(want).astype(jnp.bfloat16)), path
+    mixed, config = load_decoder(folder, mesh, dtype="bfloat16", param_dtype="float32")
+    assert config.dtype == "bfloat16" and mixed.norm.scale.dtype == jnp.float32
+
+
+def test_overrides_replace_fields_of_the_config(source, folder):
+    mesh = mesh_of("dp2 fsdp2 tp2")
+    model, config = load_decoder(folder, mesh, scan=True, remat="full", loss_chunk=8)
+    assert (config.scan, config.remat, config.loss_chunk) == (True, "full", 8)
+    stack = model.layers.attention.q.kernel[...]
+    assert stack.sharding.spec == jax.P(None, "fsdp", "tp", None)
+    np.testing.assert_array_equal(stack, np.stack([layer.attention.q.kernel[...] for layer in source.layers]))
+
+
+def test_a_tied_head_and_rotary_frequencies_in_the_folder_are_ignored(tmp_path):
+    tied = DecoderConfig(**{**vars(CONFIG), "tied": True})
+    model = with_random_parameters(lambda: make_decoder(tied, nnx.Rngs(0)))
+    save_safetensors(tmp_path / "a", nnx.state(model), DECODER_NAMES["qwen3"], config=huggingface_config(vars(tied)))
+    again = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}
+    again["lm_head.weight"] = np.asarray(model.embed.embedding)
+    change_arrays(tmp_path / "a", lambda arrays: arrays | again)
+    loaded, config = load_decoder(tmp_path / "a", mesh_of("one device"))
+    assert config.tied
+    np.testing.assert_array_equal(loaded.embed.embedding, model.embed.embedding)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type must be one of llama, .*, got 'gpt2'"),
+        ({"logit_scale": 0.5}, r"logit_scale=0.5 is an unknown key.*ignore=\('logit_scale',\)"),
+        ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
+        ({"num_hidden_layers": 10**9}, "has 1000000000 layers"),
+        ({"num_hidden_layers": 2}, r"model.layers.2.mlp.up_proj.weight: only in the folder"),
+        ({"num_hidden_layers": 4}, r"model.layers.3.mlp.up_proj.weight: only in the model"),
+        ({"head_dim": 3}, "model.head_dim must be even"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else ",".join(f"{k}={v}" for k, v in value.items()),
+)
+def test_another_decoder_is_refused(change, message, copy):
+    change_config(copy, **change)
+    with pytest.raises(ConfigError, match=message):
+        load_decoder(copy, mesh_of("one device"))
+
+
+def test_missing_and_extra_arrays_are_refused_together(copy):
+    def change(arrays):
+        del arrays["model.norm.weight"]
+        arrays["model.layers.0.mlp.up_proj.weight"] = arrays["model.layers.0.mlp.up_proj.weight"][:-1]
+        return arrays | {"extra.weight": np.zeros((2, 3), np.float32)}
+
+    change_arrays(copy, change)
+    with pytest.raises(ConfigError) as error:
+        load_decoder(copy, mesh_of("fsdp8"))
+    text = str(error.value)
+    assert "(3 differences)" in text and "model.norm.weight: only in the model, f32[16] (norm/scale)" in text
+    assert "model.layers.0.mlp.up_proj.weight: folder f32[23,16], model f32[24,16]" in text
+    assert "extra.weight: only in the folder, f32[2,3]" in text
+
+
+def test_ignore_takes_keys_and_arrays_without_effect(copy):
+    change_config(copy, new_key=1)
+    change_arrays(copy, lambda arrays: arrays | {"extra.weight": np.zeros(3, np.float32)})
+    load_decoder(copy, mesh_of("one device"), ignore=["new_key", r"^extra\."])
+    with pytest.raises(ConfigError, match=r"ignore='\(' is not a valid regular expression"):
+        load_decoder(copy, mesh_of("one device"), ignore=["new_key", "("])
+
+
+def test_the_path_must_be_a_folder_with_a_config(folder, tmp_path):
+    mesh = mesh_of("one device")
+    for path in ("Qwen/Qwen3-0.6B", folder / "config.json"):
+        with pytest.raises(ConfigError, match=f"{path} is not a local folder. Download the model first"):
+            load_decoder(path, mesh)
+    with pytest.raises(ConfigError, match=r"config.json: no such file"):
+        load_decoder(tmp_path, mesh)
+    shutil.copy(folder / "config.json", tmp_path)
+    with pytest.raises(ConfigError, match="no safetensors files"):
+        load_decoder(tmp_path, mesh)
+
+
+def test_a_damaged_file_is_refused(copy):
+    path = sorted(copy.glob("*.safetensors"))[0]
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(CheckpointCorruptedError, match=path.name):
+        load_decoder(copy, mesh_of("one device"))
+
+
+def test_options_that_the_model_or_the_mesh_does_not_allow_are_refused(folder):
+    mesh = mesh_of("one device")
+    with pytest.raises(TypeError, match="no_such_field"):
+        load_decoder(folder, mesh, no_such_field=1)
+    with pytest.raises(ConfigError, match=r"model.dtype must be float32, bfloat16 or float16, got 'int8'"):
+        load_decoder(folder, mesh, dtype="int8")
+    if jax.default_backend() == "cpu":
+        with pytest.raises(ConfigError, match=r"model.attention=cudnn needs GPUs"):
+            load_decoder(folder, mesh, dtype="bfloat16", attention="cudnn", head_dim=8)
+    with pytest.raises(ShardingError, match=r"attention/k/kernel: dim 1 has size 2, not divisible by 8"):
+        load_decoder(folder, create_mesh((1, 1, 1, 8, 1)))
