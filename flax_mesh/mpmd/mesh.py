@@ -117,7 +117,9 @@ class MpmdMesh:
         chosen = tuple(map(operator.index, indices))
         if not chosen:
             last = self.mpmd_dim - 1
-            raise ValueError(f"indices is empty, but a mesh needs devices. Select at least one of the groups 0..{last}.")
+            raise ValueError(
+                f"indices is empty, but a mesh needs devices. Select at least one of the groups 0..{last}."
+            )
         outside = sorted({index for index in chosen if not 0 <= index < self.mpmd_dim})
         repeated = sorted({index for index in chosen if chosen.count(index) > 1})
         if outside or repeated:
@@ -133,7 +135,7 @@ class MpmdMesh:
 
     @cached_property
     def speakers(self) -> tuple[int, ...]:
-        """The representative groups: the first group of every process. A value sent to all of them reaches every process."""
+        """The representative groups, the first group of each process: what is sent to them reaches every process."""
         owned = groups_of_processes([mesh.devices.flat for mesh in self._groups])
         return tuple(sorted({groups[0] for groups in owned.values()}))
 

@@ -185,7 +185,10 @@ def test_a_process_with_several_groups():
     mpmd_mesh = MpmdMesh(seen_from(1, [0, 0, 1, 1]), "pp")
     assert mpmd_mesh.my_mpmd_axis_indices == (2, 3)
     assert mpmd_mesh.lowering_mesh() is mpmd_mesh.unstack[2]
-    with pytest.raises(ValueError, match=r"exactly one group, but this process has the groups 2, 3 of .*my_mpmd_axis_indices, here \(2, 3\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"exactly one group, but this process has the groups 2, 3 of .*my_mpmd_axis_indices, here \(2, 3\)",
+    ):
         mpmd_mesh.my_mpmd_axis_index  # noqa: B018
 
 
