@@ -60,8 +60,8 @@ class MpmdArray:
         """Indices of the groups on which the array is placed. Raises ValueError without an `mpmd_mesh`."""
         if self.mpmd_mesh is None:
             raise ValueError(
-                "This array has no MpmdMesh, which defines the indices of groups. Create it inside `with mpmd_mesh:` for "
-                "a mesh with its devices, or pass mpmd_mesh=."
+                "This array has no MpmdMesh, which defines the indices of groups. Create it inside `with mpmd_mesh:` "
+                "for a mesh with its devices, or pass mpmd_mesh=."
             )
         return _groups(self.sharding, self.mpmd_mesh)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from flax_mesh.mpmd.split.assign import EXPENSIVE, is_expensive
 from flax_mesh.mpmd.split.jaxpr import ELEMENTWISE, Program, Var, num_bytes, variables
-from flax_mesh.mpmd.split.min_cut import cheapest_cut, to_make
+from flax_mesh.mpmd.split.min_cut import minimum_cut, recomputed
 
 # What B recomputes. "none": operations of about one instruction per element; "cheap": all but STORED; "full": the
 # stage.
@@ -44,8 +44,8 @@ def fewest_bytes(
         times = 2 if held and maker.get(v) == 0 and v not in held else 1
         return times * num_bytes(v.aval) if v in maker else None
 
-    chosen = cheapest_cut(taken, parents, weight)
-    again = {producer[v] for v in to_make(taken, chosen, parents) if v in producer}
+    chosen = minimum_cut(taken, parents, weight)
+    again = {producer[v] for v in recomputed(taken, chosen, parents) if v in producer}
     return [v for i in sorted({producer[v] for v in chosen}) for v in whole.eqns[i].outvars if v in chosen], again
 
 

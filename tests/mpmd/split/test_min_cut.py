@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 from flax_mesh.mpmd import split_stages
-from flax_mesh.mpmd.split.min_cut import cheapest_cut
+from flax_mesh.mpmd.split.min_cut import minimum_cut
 from tests.mpmd.runtime.test_pipeline import compare, groups
 
 
@@ -43,7 +43,7 @@ def is_enough(chosen, parents, wanted) -> bool:
 @given(graphs())
 def test_no_other_set_is_lighter_or_as_light_with_fewer(case):
     parents, weights, wanted = case
-    chosen = cheapest_cut(wanted, parents.__getitem__, weights.__getitem__)
+    chosen = minimum_cut(wanted, parents.__getitem__, weights.__getitem__)
     assert is_enough(chosen, parents, wanted)
     assert all(weights[node] is not None for node in chosen)
 
@@ -58,14 +58,14 @@ def test_no_other_set_is_lighter_or_as_light_with_fewer(case):
 def test_of_equal_cuts_the_nearest_is_taken():
     parents = {0: None, 1: [0], 2: [1], 3: [2], 4: [2]}
     weights = {0: 4, 1: 4, 2: 4, 3: 4, 4: 4}
-    assert cheapest_cut([3, 4], parents.__getitem__, weights.__getitem__) == {2}
-    assert cheapest_cut([3], parents.__getitem__, weights.__getitem__) == {3}
+    assert minimum_cut([3, 4], parents.__getitem__, weights.__getitem__) == {2}
+    assert minimum_cut([3], parents.__getitem__, weights.__getitem__) == {3}
 
 
 def test_a_long_chain_is_cut_in_no_time():
     parents = {node: [node - 1] if node % 3 else None if node == 0 else [node - 1, -node] for node in range(3000)}
     parents |= {-node: None for node in range(3000)}
-    assert cheapest_cut([2999], parents.__getitem__, lambda node: 8) == {2999}
+    assert minimum_cut([2999], parents.__getitem__, lambda node: 8) == {2999}
 
 
 class Block(nnx.Module):
