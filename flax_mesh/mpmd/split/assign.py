@@ -231,8 +231,8 @@ def _update_stages(
 ) -> dict[int, int | None]:
     """The stage that updates every variable that changes, such as a batch statistic.
 
-    It is the first stage in which anything else reads the old value, so that the variable is read and stored in the same
-    stage. A variable that nothing else reads is updated in the last stage that its new value depends on.
+    It is the first stage in which anything else reads the old value, so that one stage both reads and stores it. A
+    variable that nothing else reads is updated in the last stage that its new value depends on.
     """
     found: dict[int, int | None] = dict.fromkeys(updates)
     while True:  # until nothing changes: the new value of one variable may read another variable
