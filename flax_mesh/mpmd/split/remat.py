@@ -45,8 +45,8 @@ def choose_residuals(
     """Returns (values that a slice takes from earlier slices, equations that it repeats to compute `required`).
 
     The inputs of the stage are available in every slice. Casts of weights, masks and other cheap functions of the
-    inputs are therefore not stored for every microbatch in flight. `slice_of` is the slice that computes each value, `stored`
-    contains the values that an earlier slice takes.
+    inputs are therefore not stored for every microbatch in flight. `slice_of` is the slice that computes each value;
+    `stored` contains the values that an earlier slice takes.
     """
     producer = {v: i for i, eqn in enumerate(program.eqns) for v in eqn.outvars}
 
@@ -69,9 +69,9 @@ def choose_residuals(
 def find_repeatable(program: Program, num_given: int, *, cheap: bool) -> set[int]:
     """Equations that a later slice may repeat: those in FREE, and with `cheap` all except STORED.
 
-    Equations that depend only on the first `num_given` inputs, leaves of the model and the batch, may be repeated unless
-    they are in STORED. Any other equation that changes a known layout is not repeated, because it communicates between
-    devices.
+    Equations that depend only on the first `num_given` inputs, leaves of the model and the batch, may be repeated
+    unless they are in STORED. Any other equation that changes a known layout is not repeated, because it communicates
+    between devices.
     """
     found: set[int] = set()
     given = {*program.inputs[:num_given], *program.consts}  # and everything computed from them alone

@@ -15,7 +15,7 @@ layers in reverse. Its carry is g, the gradient of h:
 
 The first scan has the equations of the body that the early outputs depend on (g'). For each layer it also outputs the
 values that the remaining equations use (d), as scanned outputs. The second scan takes them as scanned inputs and has
-the remaining equations (dw). No equation is computed twice; the cost is the memory of the stacked values between B and W.
+the remaining equations (dw). No equation runs twice; the cost is the memory of the stacked values between B and W.
 """
 
 from collections.abc import Sequence

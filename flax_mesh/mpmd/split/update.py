@@ -61,8 +61,8 @@ def cut_by_group(
 ) -> tuple[list[GroupProgram], list[tuple[int, ...]]]:
     """Returns (programs in a valid order of execution, groups that have each output).
 
-    `groups` contains the group of every input, or SHARED. `required` contains the groups that need each output, or () if
-    any group may have it.
+    `groups` contains the group of every input, or SHARED. `required` contains the groups that need each output, or
+    () if any group may have it.
     """
     place, ready, phases = _place(program, groups)
     anywhere = [(max(place.get(v, 0), 0),) if is_var(v) else (0,) for v in program.outputs]
@@ -100,8 +100,8 @@ def _place(program: Program, groups: Sequence[int]) -> tuple[dict[Var, int], dic
         # An array computed from scalars only, such as the zero gradient of an unused leaf, is SHARED: it must not be
         # transferred, so the group that needs it computes it.
         from_scalars = not arrays and any(prod(v.aval.shape) > 1 for v in eqn.outvars)
-        # A value that depends on scalars of several groups is SHARED. Otherwise a sum over leaves that alternate between
-        # groups, ((s0 + s1) + s2) + s3, would be transferred to and fro, with one exchange per addition.
+        # A value that depends on scalars of several groups is SHARED. Otherwise a sum over leaves that alternate
+        # between groups, ((s0 + s1) + s2) + s3, would be transferred to and fro, with one exchange per addition.
         mixed = any(place[v] == SHARED and ready[v] for v in inputs)
         on_one_group = (arrays or (len(among) == 1 and not mixed)) and not from_scalars
         here = next(iter(arrays or among), SHARED) if on_one_group else SHARED
@@ -137,9 +137,9 @@ def _latest_phases(program, group, eqns, phases, transfers, packs, ready, requir
     """The last phase in which each equation of a group can run without delaying a result or a transfer.
 
     An equation that needs no exchange, such as the decay of a moment, then runs in the program that uses its result.
-    In an earlier program it would write the result to memory, to be read again. A result that needs no exchange, such as
-    a counter, is computed in a program that exists in any case. Equations with outputs smaller than their inputs, such
-    as norms, run as early as possible, because delaying them would keep the inputs alive.
+    In an earlier program it would write the result to memory, to be read again. A result that needs no exchange, such
+    as a counter, is computed in a program that exists in any case. Equations with outputs smaller than their inputs,
+    such as norms, run as early as possible, because delaying them would keep the inputs alive.
     """
     exchanges = {phase for sender, phase in packs if sender == group}
     exchanges |= {ready[v] + 1 for g, v in transfers if g == group}
