@@ -1,4 +1,4 @@
-"""The assumptions of flax_mesh.mpmd.split.jaxpr about JAX. The names of failing tests report what a release has changed.
+"""The assumptions of flax_mesh.mpmd.split.jaxpr about JAX. The names of failing tests report what changed.
 
 Only jaxpr.py uses JAX's semi-public interpreter, so only that file needs a change.
 """
