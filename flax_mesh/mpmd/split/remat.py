@@ -1,7 +1,7 @@
 """Chooses the residuals that one slice of a stage (F or B) stores for the next: a minimum cut in bytes.
 
 This is the min-cut rematerialization of functorch (He and Chen 2022), except that matrix products, loops, random bits
-and exchanges between devices are never repeated (unless remat="full"), so the gradients are bitwise the same.
+and communication between devices are never repeated, unless remat="full".
 
 Example: softplus after a matrix product in bfloat16, y = log(1 + exp(x @ w)). B multiplies the cotangent by e / p.
 

@@ -70,13 +70,18 @@ def _two_scans(eqn: Eqn, values: Sequence[Any], early: Sequence[bool]) -> list[A
     start_xs = num_consts + num_carry
     consts, carry, xs = values[:num_consts], values[num_consts:start_xs], list(values[start_xs:])
     carry_in = inner.inputs[num_consts:start_xs]
+
+    # 1. Outputs of the first scan: the early ones, and every carry that they depend on.
     is_early = _with_required_carries(inner, carry_in, early)
     is_late = [not chosen for chosen in is_early]
+    # 2. Equations of the first scan: those that these outputs depend on.
     early_eqns, _ = needed(inner.eqns, pick(inner.outputs, is_early))
     known_early = {v for i in early_eqns for v in inner.eqns[i].outvars} | set(pick(carry_in, is_early))
+    # 3. Equations of the second scan: those of the rest that the other outputs depend on. What they use of the first
+    #    scan is passed on, stacked over the layers.
     rest = [i for i in range(len(inner.eqns)) if i not in set(early_eqns)]
     late, late_live = needed([inner.eqns[i] for i in rest], pick(inner.outputs, is_late))
-    passed = [v for v in late_live if v in known_early]  # from the first scan to the second, stacked over layers
+    passed = [v for v in late_live if v in known_early]
 
     first = _scan_body(inner, early_eqns, is_early, num_carry, passed)
     second = _scan_body(inner, [rest[i] for i in late], is_late, num_carry, [])

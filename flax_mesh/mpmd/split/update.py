@@ -65,12 +65,14 @@ def cut_by_group(
     () if any group may have it.
     """
     place, ready, phases = _place(program, groups)
-    anywhere = [(max(place.get(v, 0), 0),) if is_var(v) else (0,) for v in program.outputs]
-    required = [tuple(chosen) or default for chosen, default in zip(required, anywhere, strict=True)]
+    default = [(max(place.get(v, 0), 0),) if is_var(v) else (0,) for v in program.outputs]
+    required = [tuple(chosen) or fallback for chosen, fallback in zip(required, default, strict=True)]
     producer = {v: i for i, eqn in enumerate(program.eqns) for v in eqn.outvars}
     eqns_of, transfers = _needed_by_group(program, place, producer, required)
     packs: dict[tuple[int, int], list[Var]] = {}
-    for sender, v in sorted({(place[v], v) for _, v in transfers}, key=lambda pair: _order(pair[1], producer, program)):
+    for sender, v in sorted(
+        {(place[v], v) for _, v in transfers}, key=lambda pair: _sort_key(pair[1], producer, program)
+    ):
         packs.setdefault((sender, ready[v]), []).append(v)
     phases_of = {
         group: _latest_phases(program, group, sorted(eqns), phases, transfers, packs, ready, required)
@@ -105,6 +107,7 @@ def _place(program: Program, groups: Sequence[int]) -> tuple[dict[Var, int], dic
         mixed = any(place[v] == SHARED and ready[v] for v in inputs)
         on_one_group = (arrays or (len(among) == 1 and not mixed)) and not from_scalars
         here = next(iter(arrays or among), SHARED) if on_one_group else SHARED
+        # An input on another group must be exchanged first, which makes it available one phase later.
         phase = max((ready[v] + (place[v] not in (SHARED, here)) for v in inputs), default=0)
         phases.append(phase)
         place |= dict.fromkeys(eqn.outvars, here)
@@ -194,7 +197,7 @@ def _roots(program: Program, atoms: Sequence[Var]) -> list[int]:
     return [at for at, v in enumerate(program.inputs) if v in live]
 
 
-def _order(v: Var, producer, program: Program) -> tuple[int, int]:
+def _sort_key(v: Var, producer, program: Program) -> tuple[int, int]:
     """A sort key that is the same in all processes: inputs first, then by equation."""
     if v in producer:
         return producer[v] + 1, program.eqns[producer[v]].outvars.index(v)
