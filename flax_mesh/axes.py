@@ -1,6 +1,7 @@
-"""PartitionAxis: which mesh axes each logical axis (batch, heads, vocab, experts ...) is split over."""
+"""PartitionAxis: the mapping from logical axes (batch, heads, vocab, experts ...) to mesh axes."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -10,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from flax_mesh.errors import ShardingError
 
-AxisName = str | tuple[str, ...] | None  # one mesh axis, several that split one dim together, or none
+AxisName = str | tuple[str, ...] | None  # one mesh axis, several that shard one dim together, or none
 Mode = Literal["train", "prefill", "decode"]
 
 
@@ -27,7 +28,7 @@ _FOLLOW_TENSOR: Any = _Follow(("tensor_parallel_axis",))
 _FOLLOW_SEQUENCE: Any = _Follow(("sequence_parallel_axis",))
 _FOLLOW_EXPERT: Any = _Follow(("expert_parallel_axis",))
 
-# Logical axis -> field; `layers` (the leading dim of a scanned stack) is never split.
+# Logical axis -> field; `layers` (the leading dim of a scanned stack) is never sharded.
 LOGICAL_AXES = {
     "batch": "batch_axis",
     "sequence": "sequence_axis",
@@ -56,7 +57,7 @@ _IN_DECODE = {
 
 
 class Lost(NamedTuple):
-    """A mesh axis that `dim` asked for and an earlier dim of the same array already had."""
+    """A mesh axis that `dim` requested but that an earlier dim of the same array already uses."""
 
     dim: int
     logical: str
@@ -66,10 +67,34 @@ class Lost(NamedTuple):
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class PartitionAxis:
-    """Maps logical axes onto mesh axes; a value, hashable, without arrays.
+    """Maps logical axes to mesh axes.
 
-    A field left out follows its mesh axis: `PartitionAxis(tensor_parallel_axis="model").head_axis == "model"`.
-    `extra` names further logical axes, and overrides the built-in ones: `extra={"kv_heads": None}`.
+    The five `*_parallel_axis` fields hold the names of the mesh axes. The other fields assign a mesh axis, a tuple of
+    mesh axes, or None (not sharded) to each logical axis. A field that is not passed follows its mesh axis: with
+    `tensor_parallel_axis="model"`, `head_axis` is "model" too. A mesh without an axis that only the defaults name is
+    used as if the axis had size 1. Instances are immutable and hashable, and are static in pytrees.
+
+    Args:
+        data_parallel_axis: Mesh axis of replicas of the parameters. Default "dp".
+        fully_sharded_data_parallel_axis: Mesh axis over which parameters and batch are sharded. Default "fsdp"; the
+            logical axis "embed" maps to it.
+        tensor_parallel_axis: Default "tp". Heads, hidden state, mlp and vocab follow it.
+        sequence_parallel_axis: Default "sp". The sequence axes follow it.
+        expert_parallel_axis: Default "ep". `expert_axis` follows it.
+        batch_axis: Default: the fully sharded and the data parallel axis together, `("fsdp", "dp")`.
+        generation_batch_axis: One of the five `generation_*` fields, which replace their counterparts in mode "decode".
+        extra: Additional logical axes, as a mapping from name to mesh axis. An entry overrides a built-in logical axis
+            of the same name: `extra={"kv_heads": None}`.
+
+    Raises:
+        TypeError: A field is not a string, a tuple of strings or None.
+
+    Example:
+        >>> axes = fm.PartitionAxis(tensor_parallel_axis="model", extra={"patches": "sp"})
+        >>> axes.resolve(("batch", "patches", "heads"))
+        P(('fsdp', 'dp'), 'sp', 'model')
+        >>> axes.resolve(("embed", "mlp"))
+        P('fsdp', 'model')
     """
 
     data_parallel_axis: AxisName = "dp"
@@ -108,7 +133,7 @@ class PartitionAxis:
         object.__setattr__(self, "extra", tuple((k, _axis_name(f"extra[{k!r}]", v)) for k, v in extra))
 
     def mesh_axes(self, logical: str | None, mode: Mode = "train") -> tuple[str, ...]:
-        """Mesh axes of one logical axis, () for None and for an axis that is not split."""
+        """Mesh axes of one logical axis; () for None and for an axis that is not sharded."""
         if mode not in ("train", "prefill", "decode"):
             raise ValueError(f"mode must be 'train', 'prefill' or 'decode', got {mode!r}.")
         if logical is None:
@@ -127,19 +152,19 @@ class PartitionAxis:
     def resolve_and_report(
         self, logical_axes: Iterable[str | None], mode: Mode = "train"
     ) -> tuple[PartitionSpec, tuple[Lost, ...]]:
-        """The spec of an array whose dims carry `logical_axes`, and what later dims lost to earlier ones."""
+        """The spec of an array with dims `logical_axes`, and the mesh axes that later dims lost to earlier ones."""
         taken: set[str] = set()
         dims: list[AxisName] = []
         lost: list[Lost] = []
         for dim, logical in enumerate(logical_axes):
-            mine = []
+            granted = []
             for axis in self.mesh_axes(logical, mode):
                 if axis in taken:
                     lost.append(Lost(dim, str(logical), axis))
                 else:
                     taken.add(axis)
-                    mine.append(axis)
-            dims.append(as_entry(mine))
+                    granted.append(axis)
+            dims.append(as_entry(granted))
         return PartitionSpec(*dims), tuple(lost)
 
     def resolve(
@@ -149,23 +174,38 @@ class PartitionAxis:
         *,
         on_duplicate: Literal["keep_first", "error"] = "keep_first",
     ) -> PartitionSpec:
-        """The spec of an array whose dims carry `logical_axes`.
+        """The spec of an array whose dims have the names `logical_axes`.
 
-        A mesh axis that two dims ask for goes to the earlier one (`resolve_and_report` returns what the later one
-        lost); with `on_duplicate="error"` that is a ShardingError.
+        If two dims request the same mesh axis, the earlier one gets it (`resolve_and_report` returns what the later
+        one lost). With `on_duplicate="error"` this raises a ShardingError instead.
 
         >>> PartitionAxis().resolve(("batch", "sequence", "heads", None))
-        P(("fsdp", "dp"), "sp", "tp", None)
+        P(('fsdp', 'dp'), 'sp', 'tp', None)
         """
         logical_axes = tuple(logical_axes)
         spec, lost = self.resolve_and_report(logical_axes, mode)
         if lost and on_duplicate == "error":
-            each = "; ".join(f"dim {d} ({name!r}) wants mesh axis {axis!r}" for d, name, axis in lost)
-            raise ShardingError(f"{logical_axes} uses a mesh axis twice: {each}, which an earlier dim has already.")
+            each = "; ".join(f"dim {d} ({name!r}) resolves to mesh axis {axis!r}" for d, name, axis in lost)
+            raise ShardingError(f"{logical_axes} uses a mesh axis twice: {each}, which an earlier dim already uses.")
         return spec
 
+    @functools.cached_property
+    def default_names(self) -> frozenset[str]:
+        """Mesh axes that only default values name. A mesh without such an axis is used as if the axis had size 1."""
+        mesh_axis_fields = _FOLLOW_DATA.mesh_axis_fields + _FOLLOW_TENSOR.mesh_axis_fields
+        mesh_axis_fields += _FOLLOW_SEQUENCE.mesh_axis_fields + _FOLLOW_EXPERT.mesh_axis_fields
+        followed = PartitionAxis(**{name: getattr(self, name) for name in mesh_axis_fields})
+        explicit = [axis for _, axis in self.extra]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            expected = field.default if field.name in mesh_axis_fields else getattr(followed, field.name)
+            if field.name != "extra" and value != expected:
+                explicit.append(value)
+        used = {name for field in mesh_axis_fields for name in as_tuple(getattr(self, field))}
+        return frozenset(used - {name for axis in explicit for name in as_tuple(axis)})
+
     def validate(self, mesh: Mesh | AbstractMesh) -> None:
-        """Raise one ShardingError naming every field whose mesh axis `mesh` lacks."""
+        """Raises one ShardingError that lists every field, including defaults, whose mesh axis is not in `mesh`."""
         named = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "extra"}
         named |= {f"extra[{name!r}]": axis for name, axis in self.extra}
         missing = [(k, axis) for k, value in named.items() for axis in as_tuple(value) if axis not in mesh.axis_names]
@@ -178,14 +218,14 @@ class PartitionAxis:
 
 
 def as_tuple(axis: AxisName) -> tuple[str, ...]:
-    """Mesh axes of one entry of a PartitionSpec."""
+    """The mesh axes of one PartitionSpec entry."""
     if axis is None:
         return ()
     return (axis,) if isinstance(axis, str) else tuple(axis)
 
 
 def as_entry(axes: Iterable[AxisName]) -> AxisName:
-    """One entry of a PartitionSpec, of all these mesh axes."""
+    """The PartitionSpec entry for these mesh axes together."""
     flat = tuple(name for axis in axes for name in as_tuple(axis))
     return flat[0] if len(flat) == 1 else flat or None
 
@@ -201,7 +241,19 @@ def _axis_name(field: str, value: Any) -> AxisName:
 DEFAULT_AXES = PartitionAxis()
 
 
+@dataclass(frozen=True)
+class LargestDim:
+    """Dims of a rule for arrays of any shape: shards the largest divisible dim over `mesh_axes`."""
+
+    mesh_axes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"largest dim over {'+'.join(self.mesh_axes)}"
+
+
 def dims_text(dims: Any) -> str:
-    """Entries of a spec or of a rule, `-` for None; a rule that is a spec is marked as such."""
+    """The entries of a spec or a rule as text, with `-` for None; an empty PartitionSpec prints as `P()`."""
+    if isinstance(dims, LargestDim):
+        return str(dims)
     text = ", ".join("+".join(as_tuple(entry)) or "-" for entry in dims or ())
-    return f"P({text})" if isinstance(dims, PartitionSpec) and not text else text or "whole"
+    return f"P({text})" if isinstance(dims, PartitionSpec) and not text else text or "replicated"

@@ -1,14 +1,14 @@
-"""The errors a user can meet; those that a user made are ValueErrors, so that one `except` catches them."""
+"""Public exceptions. Errors in user input are ValueErrors, so that one `except` clause catches them."""
 
 from collections.abc import Sequence
 
 
 class ShardingError(ValueError):
-    """A tree, a rule table and a mesh do not fit together; the message lists every offender."""
+    """A tree, a rule table and a mesh are inconsistent; the message lists every offending entry."""
 
 
 class ConfigError(ValueError):
-    """A recipe, an override or a run folder is wrong; `problems` holds one line per mistake."""
+    """A recipe, an override or a run folder is invalid; `problems` contains one line per mistake."""
 
     def __init__(self, problems: Sequence[str] | str):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
@@ -16,12 +16,12 @@ class ConfigError(ValueError):
 
 
 class CheckpointCorruptedError(ConfigError):
-    """Files of a checkpoint are missing or are not what was written; `problems` names them."""
+    """Files of a checkpoint are missing or differ from what was written; `problems` names them."""
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be written; those before it are whole."""
+    """A checkpoint could not be written; earlier checkpoints remain valid."""
 
 
 class PeerError(RuntimeError):
-    """Something that all processes do together has failed in another one, which the message names."""
+    """A collective operation failed in another process; the message names the process."""

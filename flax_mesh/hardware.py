@@ -1,16 +1,16 @@
-"""What the vendors' datasheets say of chips."""
+"""Peak FLOP/s and bandwidths of accelerators, from the vendors' datasheets."""
 
 from typing import NamedTuple
 
 
 class Chip(NamedTuple):
-    """One kind of device. `kind` is a part of JAX's `device_kind`."""
+    """One kind of device. `kind` is a substring of JAX's `device_kind`."""
 
     kind: str
     peak_flops: float  # dense bf16 FLOP/s of one device
 
 
-# The first chip whose `kind` is found counts: the longer of two kinds comes first.
+# The first entry whose `kind` matches is used, so "H100 PCIe" must precede "H100".
 CHIPS = (
     Chip("H100 PCIe", 756e12),
     Chip("H100", 989e12),
@@ -26,7 +26,7 @@ CHIPS = (
     Chip("TPU v4", 275e12),
 )
 
-# Bytes per second, one way. ICI per link, DCN per chip: jax-ml.github.io/scaling-book/tpus, "TPU specs".
+# Bytes per second and direction. ICI per link, DCN per chip: jax-ml.github.io/scaling-book/tpus, "TPU specs".
 ICI_BANDWIDTH = {
     "TPU v3": 1.0e11,
     "TPU v4": 4.5e10,
@@ -45,5 +45,5 @@ DEFAULT_ICI, DEFAULT_DCN = 4.5e10, 6.25e9  # kinds without a published figure
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Dense bf16 FLOP/s of one device; None where it is not known (a CPU)."""
+    """Dense bf16 FLOP/s of one device; None if unknown (for example a CPU)."""
     return next((chip.peak_flops for chip in CHIPS if chip.kind in device_kind), None)

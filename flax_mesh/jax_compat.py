@@ -1,8 +1,8 @@
-"""The only file that uses names of JAX that are not public; `tests/test_jax_compat.py` has a test for each of them.
+"""All uses of private JAX names; `tests/test_jax_compat.py` contains a test for each of them.
 
-A name is looked up where it is first used, so that a JAX that has moved it breaks that use alone, by an error that says
-so, or by a slower way that the function names. What is counted as public: jax.core, jax.extend and jax.experimental,
-the attributes of jax.Device, and the parameters of equations that a printed jaxpr shows.
+A name is looked up at its first use, so a JAX release that moved it affects only that use: the function raises an error
+that names it, or takes the slower fallback that its docstring describes. These count as public: jax.core, jax.extend
+and jax.experimental, the attributes of jax.Device, and equation parameters that appear in a printed jaxpr.
 """
 
 import threading
@@ -15,48 +15,49 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, Sharding
 
-TESTED = "0.10.2"  # the version of JAX whose private names these are
+TESTED = "0.10.2"  # the JAX version in which these private names were tested
 
 
 def distributed_state() -> Any:
-    """What jax.distributed knows: `client`, which has the key-value store (None: not initialized), the text
-    `coordinator_address`, and `num_processes`, for which `jax.process_count` would start the backends.
+    """The state of jax.distributed: `client` (the key-value store; None if not initialized), `coordinator_address` and
+    `num_processes`. The public `jax.process_count` would initialize the backends.
 
-    Public is only `jax.distributed.is_initialized`. Without it no process finds another: RuntimeError.
+    The only public function is `jax.distributed.is_initialized`. Without the private name processes cannot connect to
+    each other: RuntimeError.
     """
     return _required("jax._src.distributed.global_state")
 
 
 def backends_are_initialized() -> bool:
-    """Whether JAX has looked for devices, after which `jax.distributed.initialize` is an error.
+    """Whether JAX has initialized its backends, after which `jax.distributed.initialize` raises an error.
 
-    Public is only that error. Without it: RuntimeError.
+    There is no public query, only that error. Without the private name: RuntimeError.
     """
     return _required("jax._src.xla_bridge.backends_are_initialized")()
 
 
 def legacy_mesh() -> Mesh | None:
-    """The mesh of the legacy context, `with mesh:`, in this thread.
+    """The mesh of the legacy context manager, `with mesh:`, in this thread.
 
-    The public name, `jax.interpreters.pxla.thread_resources`, is deprecated and warns. Without the private one there is
-    no legacy context: None.
+    The public name, `jax.interpreters.pxla.thread_resources`, is deprecated and warns. Without the private one the
+    legacy context is ignored: None.
     """
     resources = _optional("jax._src.mesh.thread_resources")
     return None if resources is None or resources.env.physical_mesh.empty else resources.env.physical_mesh
 
 
 def supports_cross_host_transfers(client: Any) -> bool:
-    """Whether the runtime of `client`, a device's, lets `jax.device_put` move arrays between processes.
+    """Whether the runtime of `client` (of a device) lets `jax.device_put` transfer arrays between processes.
 
-    JAX asks the same of it, and has no public name for it. Without the attribute: False, the transfer server is used.
+    JAX checks the same attribute and has no public name for it. Without it: False, and the transfer server is used.
     """
     return getattr(client, "supports_cross_host_transfers", False)
 
 
 def transfers_over_dcn_are_forced() -> bool:
-    """Whether the flag is set under which `jax.device_put` between processes does not use the runtime's transfers.
+    """Whether a flag keeps `jax.device_put` between processes from using the transfers of the runtime.
 
-    The flag is no attribute of `jax.config`. Without it: False.
+    The flag can be read but is not an attribute of `jax.config`. Without it: False.
     """
     try:
         return bool(jax.config.read("jax_force_dcn_cross_host_transfers"))
@@ -65,25 +66,25 @@ def transfers_over_dcn_are_forced() -> bool:
 
 
 def device_copy(target: Sharding) -> Callable[[jax.Array], jax.Array] | None:
-    """`jax.device_put(x, target)` in a tenth of its time, for an `x` of the same layout on other devices of this
-    process: the copy that it calls in the end, without the checks before it.
+    """A function equivalent to `jax.device_put(x, target)` that takes a tenth of the host time, for arrays that differ
+    from `target` only in their devices, all in this process. It calls the runtime's copy without the preceding checks.
 
-    The copy has no public name. None where one of the names is gone: call `jax.device_put`.
+    The copy has no public name. None if one of the private names is missing: call `jax.device_put` instead.
     """
     copy = _optional("jaxlib.xla_client.batched_copy_array_to_devices_with_sharding")
     array_type, semantics = _optional("jaxlib.xla_client.ArrayImpl"), _optional("jaxlib.xla_client.ArrayCopySemantics")
     devices = getattr(target, "_internal_device_list", None)
     if copy is None or array_type is None or semantics is None or devices is None:
         return None
-    there = [devices.addressable_device_list], [target], [semantics.REUSE_INPUT]
+    destination = [devices.addressable_device_list], [target], [semantics.REUSE_INPUT]
 
     def copied(x: Any) -> jax.Array:
-        # Random keys have no buffers of their own; of an array that is deleted the copy would read freed memory.
+        # Random keys have no buffers of their own, and the copy of a deleted array would read freed memory.
         if not isinstance(x, array_type) or x.is_deleted():
             return jax.device_put(x, target)
         try:
-            return copy([x], *there)[0]
-        except jax.errors.JaxRuntimeError:  # jax.transfer_guard takes this for an implicit transfer
+            return copy([x], *destination)[0]
+        except jax.errors.JaxRuntimeError:  # jax.transfer_guard treats this as an implicit transfer
             return jax.device_put(x, target)
 
     return copied
@@ -91,19 +92,19 @@ def device_copy(target: Sharding) -> Callable[[jax.Array], jax.Array] | None:
 
 @lru_cache(maxsize=1)
 def empty_debug_info() -> Any:
-    """What `jax.extend.core.Jaxpr` wants to be told of the function that it was traced from: nothing.
+    """An empty DebugInfo, which `jax.extend.core.Jaxpr` requires as the description of the traced function.
 
-    No public name makes a DebugInfo. It is taken from a traced function that has no arguments and no results; without
-    `with_unknown_names` that function's own name appears in error messages.
+    There is no public constructor, so it is taken from the jaxpr of a function without arguments and results. Without
+    `with_unknown_names` the name of that function appears in error messages.
     """
     info: Any = jax.make_jaxpr(lambda: ())().jaxpr.debug_info
     return info.with_unknown_names() if hasattr(info, "with_unknown_names") else info
 
 
 def scan_sizes(eqn: Any) -> tuple[int, int]:
-    """How many of the inputs of a scan are constants, and how many after them are carried.
+    """The numbers of constants and of carries among the inputs of a scan.
 
-    JAX 0.11 has both in a tree of its own, `ft_in`, where 0.10 has two numbers. Without either: KeyError.
+    JAX 0.10 stores them as two parameters of the equation, JAX 0.11 in the tree `ft_in`. Without either: KeyError.
     """
     if "ft_in" in eqn.params:
         consts, carry, _ = eqn.params["ft_in"].unpack()
@@ -118,19 +119,18 @@ _saved: list[Any] = []
 
 @contextmanager
 def short_tracer_errors() -> Iterator[None]:
-    """Within it, JAX errors about traced values do not tell which operations the value came from.
+    """A context in which JAX errors about traced values do not report the operations that produced the value.
 
-    Flax asks the count of a random stream for its `sharding` at every use; on a traced value JAX answers with an
-    AttributeError, for whose text it walks all operations traced so far. Flax drops the error, and with it 120 of the
-    130 s that tracing a decoder of 126 layers takes. JAX has no setting for it. Without the method: tracing as slow as
-    that.
+    Flax reads the `sharding` of a random stream's count at every use. For a traced value JAX raises an AttributeError,
+    and traverses all operations traced so far to build its message, which Flax discards. This took 120 of the 130 s
+    that tracing a decoder of 126 layers takes. JAX has no setting for it. Without the private method: slow tracing.
     """
     global _depth
     tracer = _optional("jax.interpreters.partial_eval.DynamicJaxprTracer")
     if tracer is None or "_origin_msg" not in vars(tracer):
         yield
         return
-    with _lock:  # threads may overlap: the first one in replaces the method, the last one out puts it back
+    with _lock:  # threads may overlap: the first one to enter replaces the method, the last one to leave restores it
         _depth += 1
         if _depth == 1:
             _saved.append(tracer._origin_msg)
@@ -146,7 +146,7 @@ def short_tracer_errors() -> Iterator[None]:
 
 @lru_cache(maxsize=64)
 def _optional(name: str) -> Any:
-    """What has this dotted name, None where nothing has."""
+    """The object with this dotted name; None if it does not exist."""
     module, _, attribute = name.rpartition(".")
     try:
         return getattr(import_module(module), attribute, None)
@@ -155,11 +155,10 @@ def _optional(name: str) -> Any:
 
 
 def _required(name: str) -> Any:
-    """What has this dotted name; RuntimeError where nothing has."""
     found = _optional(name)
     if found is None:
         raise RuntimeError(
-            f"JAX {jax.__version__} has no {name}, which flax_mesh needs here and which has no public name. flax_mesh "
-            f"was tested with JAX {TESTED}: install that version."
+            f"JAX {jax.__version__} has no {name}, which flax_mesh requires and for which there is no public name. "
+            f"flax_mesh was tested with JAX {TESTED}: install that version."
         )
     return found

@@ -1,11 +1,11 @@
-"""The parts of an SVG document that all pictures are made of. Standard library only."""
+"""SVG helpers shared by the drawings of meshes and schedules. Standard library only."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
 
 
 def svg_document(width: float, height: float, parts: Iterable[str], style: str = "") -> str:
-    """The document: `parts`, one a line, on white; `style` is CSS."""
+    """An SVG document with one of `parts` per line on a white background; `style` is CSS."""
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     root = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
     styles = [f"<style>{style}</style>"] if style else []
@@ -13,17 +13,17 @@ def svg_document(width: float, height: float, parts: Iterable[str], style: str =
 
 
 def element(tag: str, content: str | None = None, **attributes: object) -> str:
-    """`<tag name="value"/>`, or with `content` as its text; `stroke_width` is written stroke-width, `class_` class."""
+    """`<tag name="value"/>`, or with `content` as its text. `stroke_width` becomes stroke-width, `class_` class."""
     names = (f' {name.rstrip("_").replace("_", "-")}="{value}"' for name, value in attributes.items())
     head = f"<{tag}{''.join(names)}"
     return f"{head}/>" if content is None else f"{head}>{escape(content)}</{tag}>"
 
 
 def svg_text(x: object, y: object, content: str, *, size: int, anchor: str = "start", **attributes: object) -> str:
-    """Text that starts at x, or has its middle there; y is its base line."""
+    """A text element; `anchor` is what x refers to (start, middle, end), and y is the baseline."""
     return element("text", content, x=x, y=y, font_size=size, text_anchor=anchor, **attributes)
 
 
 def hex_colour(parts: Sequence[int]) -> str:
-    """`#rrggbb` of red, green and blue, 0 to 255."""
+    """`#rrggbb` from red, green and blue in 0..255."""
     return "#" + "".join(f"{part:02x}" for part in parts)

@@ -1,4 +1,4 @@
-"""Text for people: counts, bytes, meshes, arrays, groups of paths, aligned tables."""
+"""Formatting for messages and reports: counts, bytes, meshes, arrays, groups of paths, aligned tables."""
 
 import io
 import math
@@ -11,7 +11,7 @@ SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
 
 def plural(noun: str, count: int) -> str:
-    """The noun for `count` things: `file` or `files`, `process` or `processes`."""
+    """The noun in the number of `count`: `file` or `files`, `process` or `processes`."""
     return noun if count == 1 else f"{noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
@@ -32,23 +32,23 @@ def processes_text(processes: Iterable[int]) -> str:
 
 
 def mesh_text(shape: Mapping[str, int]) -> str:
-    """`pp:2,fsdp:2`, as the setting mesh.shape has it, without axes of size 1; `format_mesh_shape` keeps them."""
+    """`pp:2,fsdp:2`, as in the setting mesh.shape, without axes of size 1 (`format_mesh_shape` includes them)."""
     return ",".join(f"{name}:{size}" for name, size in shape.items() if size != 1) or "one device"
 
 
 def axes_text(sizes: Mapping[str, int], axes: Iterable[str]) -> str:
-    """`fsdp=2, tp=4`: some axes of a mesh with their sizes."""
+    """`fsdp=2, tp=4`: the given axes with their sizes."""
     return ", ".join(f"{axis}={sizes[axis]}" for axis in axes)
 
 
 def array_text(array: Any) -> str:
-    """`f32[8,128]`, as JAX prints types, of anything that has a dtype and a shape."""
+    """`f32[8,128]`, as JAX prints types, for any object with a dtype and a shape."""
     name, bits = re.fullmatch(r"(\D*)(.*)", str(array.dtype)).groups()  # pyright: ignore[reportOptionalMemberAccess]
     return f"{SHORT.get(name, name)}{bits}[{','.join(map(str, array.shape))}]"
 
 
 def bytes_text(count: float) -> str:
-    """`1.49 GiB`: three figures, binary units."""
+    """`1.49 GiB`: three significant digits, binary units."""
     units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
     while count >= 1000 and len(units) > 1:
         count /= 1024
@@ -57,9 +57,9 @@ def bytes_text(count: float) -> str:
 
 
 def group_paths(paths: Sequence[str], keys: Sequence[Hashable]) -> list[tuple[str, list[int]]]:
-    """(pattern, indices) of paths that differ in numbers alone and have equal keys: `layers/{0..125}/q/kernel`.
+    """(pattern, indices) for paths that have equal keys and differ only in numbers: `layers/{0..125}/q/kernel`.
 
-    In the order of the first of each group. Numbers that form no product of ranges are left ungrouped.
+    Groups are in the order of their first path. Numbers that do not form a product of ranges stay ungrouped.
     """
     groups: dict[Hashable, list[int]] = {}
     for i, (path, key) in enumerate(zip(paths, keys, strict=True)):
@@ -84,16 +84,16 @@ def table_text(
     right: Collection[str] = (),
     wrap: Collection[str] = (),
 ) -> str:
-    """An aligned table of at most `width` characters; the columns `right` are aligned to the right.
+    """An aligned table of at most `width` characters; the columns in `right` are right-aligned.
 
-    Cells too long continue on the next line, first those of `wrap`.
+    Cells that are too long wrap onto the next line, those of the columns in `wrap` first.
     """
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
     for head in heads:
-        # rich takes what is missing from the columns that may wrap, and from the others only if that is not enough.
+        # rich narrows the columns that may wrap first, and the others only if that is not enough.
         justify = "right" if head in right else "left"
         table.add_column(head, justify=justify, overflow="fold", no_wrap=bool(wrap) and head not in wrap)
     for row in rows:
@@ -105,7 +105,7 @@ def table_text(
 
 
 def _range_text(parts: list[str]) -> str | None:
-    """One part as it is, consecutive numbers as {0..3}; None for other sets."""
+    """A single part unchanged, consecutive numbers as {0..3}; None for any other set."""
     if len(parts) == 1:
         return parts[0]
     first, last = int(parts[0]), int(parts[-1])

@@ -1,4 +1,4 @@
-"""Paths of leaves: the one place that knows the path formats of NNX and JAX. A path is "layers/0/attn/q/kernel"."""
+"""Paths of leaves, such as "layers/0/attn/q/kernel". Only this file depends on the key path formats of NNX and JAX."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -10,9 +10,9 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 
 def path_of(key_path: Sequence[Any]) -> str:
-    """Path of a leaf, from a JAX key path or a tuple of NNX (`nnx.to_flat_state`).
+    """Path of a leaf, from a JAX key path or an NNX path tuple (`nnx.to_flat_state`).
 
-    JAX walks into NNX Variables, so its key paths end in `.value`; that step is no part of the path.
+    JAX traverses NNX Variables, so its key paths end in `.value`; the path omits that component.
     """
     if key_path and isinstance(key_path[-1], GetAttrKey) and key_path[-1].name == "value":
         key_path = key_path[:-1]
@@ -20,7 +20,7 @@ def path_of(key_path: Sequence[Any]) -> str:
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """(path, leaf) of every leaf, in the order of `jax.tree.leaves`. Variables are walked into, and leave no trace."""
+    """(path, leaf) of every leaf, in the order of `jax.tree.leaves`. NNX Variables add no component to the path."""
     found: list[tuple[str, Any]] = []
     root = tree.get_raw_value() if isinstance(tree, nnx.Variable) else tree
     if jax.tree_util.all_leaves([root]):
@@ -30,12 +30,12 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
 
 
 def map_named(fn: Callable[[str, Any], Any], tree: Any) -> Any:
-    """A tree of the same structure whose leaves are `fn(path, leaf)`."""
+    """A tree of the same structure with leaves `fn(path, leaf)`."""
     return jax.tree.unflatten(jax.tree.structure(tree), [fn(path, leaf) for path, leaf in named_leaves(tree)])
 
 
 def nest(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Nested dict with string keys, from (path, leaf) pairs."""
+    """A nested dict with string keys, from (path, leaf) pairs."""
     root: dict[str, Any] = {}
     for path, leaf in named:
         *parents, last = path.split("/")
@@ -47,17 +47,17 @@ def nest(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def owner_of(path: str, parameters: Collection[str]) -> str | None:
-    """The parameter whose path is the longest tail of `path`: "opt_state/0/mu/layers/0/q" -> "layers/0/q"."""
+    """The parameter whose path is the longest suffix of `path`: "opt_state/0/mu/layers/0/q" -> "layers/0/q"."""
     parts = path.split("/")
     tails = ("/".join(parts[i:]) for i in range(len(parts)))
     return next((tail for tail in tails if tail in parameters), None)
 
 
 def in_stack(path: str, layers: Iterable[str]) -> str | None:
-    """The scanned stack that `path` lies in, if any: "layers/q/kernel" does, "layers/0/q/kernel" does not.
+    """The scanned stack that contains `path`, or None: "layers" for "layers/q/kernel", None for "layers/0/q/kernel".
 
-    `layers` are the paths of layer lists. Below a list stands the layer's number; below a stack there is none,
-    and the leaf has a leading layer dim instead.
+    `layers` are the paths of layer lists. In a list the next path component is the index of the layer. A stack has no
+    such component; its leaves have a leading layer dim instead.
     """
     for stack in layers:
         if path.startswith(stack + "/") and not re.match(r"\d+(/|$)", path[len(stack) + 1 :]):
@@ -66,13 +66,13 @@ def in_stack(path: str, layers: Iterable[str]) -> str | None:
 
 
 def path_and_start(path: str) -> tuple[str, int]:
-    """("layers/q", 2) for "layers/q/from 2", the layers of a scanned stack from 2 on; otherwise (path, 0)."""
+    """("layers/q", 2) for "layers/q/from 2", which is the part of a scanned stack from layer 2 on; else (path, 0)."""
     head, _, tail = path.rpartition("/")
     return (head, int(tail.removeprefix("from "))) if tail.startswith("from ") else (path, 0)
 
 
 def layer_path(path: str, stack: str, index: int) -> str:
-    """Path that layer `index` of a scanned stack would have in a list: ("layers/q", "layers", 3) -> "layers/3/q"."""
+    """Path of layer `index` of a scanned stack as it would be in a list: ("layers/q", "layers", 3) -> "layers/3/q"."""
     return f"{stack}/{index}/{path[len(stack) + 1 :]}"
 
 
@@ -82,13 +82,13 @@ Children = Callable[[Any], Iterable[tuple[Any, Any]]]  # (name, child) pairs of 
 def _walk(
     prefix: str, pairs: Iterable[tuple[Any, Any]], children: dict[type, Children], found: list[tuple[str, Any]]
 ) -> None:
-    """Append the leaves at and below `pairs`. Ours, for JAX's own walk with key paths takes five times as long."""
+    """Appends the leaves at and below `pairs`. `jax.tree_util.tree_flatten_with_path` takes five times as long."""
     for name, node in pairs:
         kind = type(node)
         if issubclass(kind, nnx.Variable):
             node = node.get_raw_value()
             kind = type(node)
-        if kind not in children:  # JAX tells nodes from leaves by their type
+        if kind not in children:  # JAX distinguishes nodes from leaves by type
             children[kind] = _none if jax.tree_util.all_leaves([node]) else _one_level
         path = f"{prefix}{name}"
         if children[kind] is _none:
@@ -98,7 +98,7 @@ def _walk(
 
 
 def _one_level(node: Any) -> list[tuple[str, Any]]:
-    """Children of any node that JAX knows."""
+    """Children of any node type that is registered with JAX."""
     pairs = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)[0]
     return [(_join(keys), child) for keys, child in pairs]
 
@@ -111,10 +111,10 @@ def _join(keys: Sequence[Any]) -> str:
     return "/".join([str(getattr(key, _NAME_OF[type(key)]) if type(key) in _NAME_OF else key) for key in keys])
 
 
-# Key of JAX -> its attribute that appears in a path.
+# JAX key type -> the attribute that appears in a path.
 _NAME_OF: dict[type, str] = {DictKey: "key", FlattenedIndexKey: "key", GetAttrKey: "name", SequenceKey: "idx"}
 
-# Children of the nodes that large trees consist of, in JAX's order.
+# Children, in JAX's order, of the node types that are common in large trees; others take the slower `_one_level`.
 _CHILDREN: dict[type, Children] = {
     dict: lambda node: [(key, node[key]) for key in sorted(node)],
     list: enumerate,

@@ -1,10 +1,10 @@
-"""Llama-style models of a billion parameters on GPUs: bf16 compute, float32 master weights, AdamW.
+"""Llama-style models with a billion parameters for GPUs: bf16 compute, float32 master weights, AdamW.
 
 flax-mesh train recipes/llama_1b.py data.source=TOKENS.bin
 flax-mesh train recipes/llama_1b.py:llama_3_2_1b data.source=TOKENS.bin
 
-The batch is what one device of 141 GB takes without remat; see docs/benchmarks.md. With less memory, lower
-data.batch_size or set model.remat; on N devices, mesh.shape=fsdp:N and N times data.batch_size.
+The batch size is for one device with 141 GB of memory, without remat; see docs/benchmarks.md. With less memory, reduce
+data.batch_size or set model.remat. On N devices, set mesh.shape=fsdp:N and multiply data.batch_size by N.
 """
 
 from flax_mesh.models import DecoderConfig, flops_per_token, make_decoder, next_token_loss, sample
@@ -17,12 +17,12 @@ from flax_mesh.train import (
     TrainConfig,
 )
 
-# Of XLA, for the training step: hides copies and collectives behind products.
+# XLA option of the training step: overlaps copies and collectives with matrix products.
 COMPILER_OPTIONS = "xla_gpu_enable_latency_hiding_scheduler=true"
 
 
 def recipe() -> TrainConfig:
-    """1.1B parameters, the sizes of TinyLlama (Zhang et al. 2024)."""
+    """1.1B parameters, the architecture of TinyLlama (Zhang et al. 2024)."""
     model = DecoderConfig(
         vocab_size=32_000,
         hidden_size=2048,
@@ -41,7 +41,7 @@ def recipe() -> TrainConfig:
 
 
 def llama_3_2_1b() -> TrainConfig:
-    """1.24B parameters, the sizes of Llama-3.2-1B (Meta 2024), from random weights."""
+    """1.24B parameters, the architecture of Llama-3.2-1B (Meta 2024), initialized randomly."""
     model = DecoderConfig(
         vocab_size=128_256,
         hidden_size=2048,

@@ -1,4 +1,6 @@
-"""A decoder of a million parameters on the source of Python's standard library: minutes on a laptop's CPU.
+"""A decoder with a million parameters, trained on the source code of Python's standard library.
+
+Takes minutes on the CPU of a laptop:
 
 flax-mesh train recipes/tiny.py
 """

@@ -1,4 +1,6 @@
-"""A mixture of experts on the source of Python's standard library: 2 of 8 experts a token, minutes on a laptop's CPU.
+"""A mixture of experts, 2 of 8 per token, trained on the source code of Python's standard library.
+
+Takes minutes on the CPU of a laptop:
 
 flax-mesh train recipes/tiny_moe.py
 """
@@ -31,7 +33,7 @@ def recipe() -> TrainConfig:
             mlp_size=128,
             num_experts=8,
             experts_per_token=2,
-            # The batch is split over ep too: attention would otherwise be computed on both of its devices.
+            # The batch is split over ep too; otherwise the devices along ep would repeat the computation of attention.
             axes=PartitionAxis(batch_axis=("fsdp", "dp", "ep"), hidden_state_axis=None),
         ),
         mesh=MeshConfig(shape="fsdp:2,ep:2,tp:2"),

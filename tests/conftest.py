@@ -1,4 +1,4 @@
-"""Every test sees 8 CPU devices, unless `--platform` asks for the devices of another backend."""
+"""Tests run on 8 CPU devices, unless `--platform` selects another backend."""
 
 import os
 import shutil
@@ -11,19 +11,19 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--platform", default="cpu", help="JAX backend of the tests: cpu (8 virtual devices), gpu, tpu")
-    parser.addoption("--update-golden", action="store_true", help="write tests/golden anew from what the recipes give")
+    parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden from the recipes")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    _compile_once(config)
+    _share_compilation_cache(config)
     platform = config.getoption("--platform")
     if platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", 8)
 
 
-def _compile_once(config: pytest.Config) -> None:
-    """XLA compiles a program once for all tests and the processes they start; most of their time would go there."""
+def _share_compilation_cache(config: pytest.Config) -> None:
+    """Shares XLA's compilation cache among all tests and the processes that they start, to reduce their time."""
     folder = tempfile.mkdtemp(prefix="flax_mesh-compiled-")
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     settings = {
@@ -38,7 +38,7 @@ def _compile_once(config: pytest.Config) -> None:
 
 @pytest.fixture
 def quick_compilation(request: pytest.FixtureRequest) -> Iterator[None]:
-    """XLA leaves most of its optimizations out, except in slow tests: a third to a half less time to compile."""
+    """Disables most XLA optimizations except in slow tests, which reduces compile time by a third to a half."""
     jax.config.update("jax_disable_most_optimizations", "slow" not in request.keywords)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
@@ -46,7 +46,7 @@ def quick_compilation(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def compilations() -> Iterator[list[str]]:
-    """Grows by an event for everything XLA compiles during the test."""
+    """A list that contains one event for every XLA compilation during the test."""
     events: list[str] = []
 
     def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:

@@ -10,7 +10,7 @@ from flax_mesh.axes import LOGICAL_AXES, Lost, PartitionAxis, as_tuple
 from flax_mesh.errors import ShardingError
 
 
-def test_defaults_follow_the_mesh_names():
+def test_defaults_follow_the_default_mesh_axes():
     axes = PartitionAxis()
     assert axes.batch_axis == ("fsdp", "dp")
     assert (axes.sequence_axis, axes.head_axis, axes.expert_axis) == ("sp", "tp", "ep")
@@ -18,21 +18,21 @@ def test_defaults_follow_the_mesh_names():
     assert axes.generation_head_axis == "tp" and axes.generation_key_sequence_axis == "sp"
 
 
-def test_a_field_left_out_follows_a_renamed_axis():
+def test_an_omitted_field_follows_a_renamed_mesh_axis():
     axes = PartitionAxis(tensor_parallel_axis="model", data_parallel_axis=None)
     assert axes.head_axis == axes.mlp_intermediate_axis == axes.generation_head_axis == "model"
     assert axes.batch_axis == "fsdp"
     assert PartitionAxis(tensor_parallel_axis="model", head_axis=None).head_axis is None
 
 
-def test_it_is_a_hashable_static_value():
+def test_partition_axis_is_a_hashable_static_value():
     assert PartitionAxis() == PartitionAxis() and hash(PartitionAxis()) == hash(PartitionAxis())
     assert PartitionAxis(extra={"a": "tp", "b": None}) == PartitionAxis(extra={"b": None, "a": "tp"})
     assert jax.tree.leaves(PartitionAxis()) == []
     assert pickle.loads(pickle.dumps(PartitionAxis(head_axis=None))) == PartitionAxis(head_axis=None)
 
 
-def test_resolve_gives_the_table_of_the_contract():
+def test_resolve_returns_the_default_specs():
     axes = PartitionAxis()
     assert axes.resolve(("batch", "sequence", "hidden")) == PartitionSpec(("fsdp", "dp"), "sp", "tp")
     assert axes.resolve(("embed", "kv_heads", "head_dim")) == PartitionSpec("fsdp", "tp", None)
@@ -40,7 +40,7 @@ def test_resolve_gives_the_table_of_the_contract():
     assert axes.resolve(("layers", None, "vocab")) == PartitionSpec(None, None, "tp")
 
 
-def test_decode_takes_the_generation_fields():
+def test_decode_uses_the_generation_fields():
     axes = PartitionAxis(generation_batch_axis="dp", generation_head_axis=None)
     logical = ("batch", "query_sequence", "heads", "head_dim")
     assert axes.resolve(logical, mode="decode") == PartitionSpec("dp", None, None, None)
@@ -53,15 +53,15 @@ def test_decode_takes_the_generation_fields():
         axes.resolve(logical, mode="generate")  # pyright: ignore[reportArgumentType]
 
 
-def test_the_earlier_dim_keeps_an_axis_and_the_loss_is_reported():
+def test_the_earlier_dim_keeps_a_duplicate_axis_and_the_later_one_is_reported():
     spec, lost = PartitionAxis().resolve_and_report(("heads", "mlp"))
     assert spec == PartitionSpec("tp", None)
     assert lost == (Lost(1, "mlp", "tp"),)
-    with pytest.raises(ShardingError, match=r"uses a mesh axis twice: dim 1 \('mlp'\) wants mesh axis 'tp'"):
+    with pytest.raises(ShardingError, match=r"uses a mesh axis twice: dim 1 \('mlp'\) resolves to mesh axis 'tp'"):
         PartitionAxis().resolve(("heads", "mlp"), on_duplicate="error")
 
 
-def test_extra_names_add_and_override():
+def test_extra_adds_and_overrides_logical_axes():
     axes = PartitionAxis(extra={"patches": ("dp", "sp"), "kv_heads": None})
     assert axes.resolve(("patches", "kv_heads", "heads")) == PartitionSpec(("dp", "sp"), None, "tp")
     with pytest.raises(ShardingError, match=r"unknown logical axis 'patch'.*Add it with PartitionAxis\(extra="):
@@ -74,7 +74,7 @@ def test_validate_lists_every_missing_axis():
         PartitionAxis(extra={"x": "y"}).validate(AbstractMesh((1,) * 4, ("dp", "fsdp", "tp", "sp")))
 
 
-def test_a_wrong_type_is_a_type_error():
+def test_a_field_of_a_wrong_type_is_a_type_error():
     with pytest.raises(TypeError, match=r"PartitionAxis.head_axis must be a mesh axis name.*got 3"):
         PartitionAxis(head_axis=3)  # pyright: ignore[reportArgumentType]
 
@@ -83,11 +83,11 @@ names = st.sampled_from([*LOGICAL_AXES, None])
 
 
 @given(st.lists(names, max_size=6), st.sampled_from(["train", "prefill", "decode"]))
-def test_no_mesh_axis_stands_twice_and_nothing_is_lost_unreported(logical, mode):
+def test_no_mesh_axis_appears_twice_and_every_lost_axis_is_reported(logical, mode):
     axes = PartitionAxis()
     spec, lost = axes.resolve_and_report(logical, mode)
     assert len(spec) == len(logical)
     used = [a for entry in spec for a in as_tuple(entry)]
     assert len(used) == len(set(used))
-    wanted = sorted(a for name in logical for a in axes.mesh_axes(name, mode))
-    assert wanted == sorted(used + [entry.mesh_axis for entry in lost])
+    requested = sorted(a for name in logical for a in axes.mesh_axes(name, mode))
+    assert requested == sorted(used + [entry.mesh_axis for entry in lost])

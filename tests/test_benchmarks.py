@@ -1,4 +1,4 @@
-"""Every benchmark runs, at its smallest, and ends with a line of JSON that says how its figures came about."""
+"""Every benchmark runs at its smallest size and prints a last line of JSON with its results and their origin."""
 
 import importlib
 import json
@@ -65,7 +65,7 @@ def test_a_slow_benchmark_runs(name: str):
 
 def test_every_benchmark_is_run_here():
     names = {m.name for m in pkgutil.iter_modules(tests.benchmarks.__path__) if not m.name.startswith("_")}
-    assert names - {"gpu"} == QUICK.keys() | SLOW.keys()  # tests/test_gpu_benchmark.py has that one
+    assert names - {"gpu"} == QUICK.keys() | SLOW.keys()  # tested in tests/test_gpu_benchmark.py
 
 
 def test_a_table_has_a_column_for_every_key(capsys: pytest.CaptureFixture[str]):

@@ -1,4 +1,4 @@
-"""The benchmark of one accelerator, on a CPU: both of its steps are the same step, and its figures add up."""
+"""The benchmark of one accelerator, run on a CPU: both of its steps are equal, and its results are consistent."""
 
 import json
 
@@ -21,14 +21,14 @@ def row_of(capsys, *arguments):
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-def test_the_step_by_hand_is_the_step_of_the_recipe(capsys, tmp_path):
+def test_the_handwritten_step_equals_the_step_of_the_recipe(capsys, tmp_path):
     quickly = "run.compiler_options=xla_backend_optimization_level=0"
     row = row_of(capsys, gpu.RECIPE, "model.num_layers=1", quickly, "--ceilings", f"--profile={tmp_path}")
     assert row["command"].startswith("python -m tests.benchmarks gpu --tiny") and row["versions"]["jax"] and row["date"]
     assert row["loss_difference"] < 1e-6 and len(set(row["losses"])) == 3
     assert row["ratios"].keys() == {"flax_mesh/plain", "fed/plain", "plain/plain"}
     assert f"run.compiler_options={row['options']}" == quickly
-    # Per token, with nothing of the table: q and o, k and v, three of the mlp, two norms; then a norm and the head.
+    # Per token, without the embedding: q and o, k and v, three matrices of the MLP, two norms; final norm and head.
     layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32
     assert row["flops_per_token"] == 6 * (layer + 32 + 32 * 96) + 6 * 32 * 16
     assert row["tokens_per_s"]["plain"] * row["seconds_per_step"]["plain"] == pytest.approx(4 * 16)
@@ -45,18 +45,18 @@ def test_the_step_by_hand_is_the_step_of_the_recipe(capsys, tmp_path):
     ],
     ids=lambda settings: settings[-1],
 )
-def test_they_are_the_same_with_other_settings(settings, capsys):
+def test_both_steps_are_equal_with_other_settings(settings, capsys):
     row = row_of(capsys, *settings)
     assert row["loss_difference"] < (5e-3 if "model.dtype=bfloat16" in settings else 1e-6)
 
 
 @pytest.mark.slow
-def test_another_step_by_hand_is_noticed(capsys, monkeypatch):
+def test_a_different_handwritten_step_is_detected(capsys, monkeypatch):
     monkeypatch.setattr("tests.benchmarks._plain_llama.rotate", lambda llama, x: x)
     assert row_of(capsys)["loss_difference"] > 1e-5
 
 
-def test_kernels_are_counted_once_and_idle_time_is_what_no_stream_fills():
+def test_kernels_are_counted_once_and_idle_time_is_time_without_kernels():
     def event(name, begin, time):
         return f"events {{ metadata_id: {name} offset_ps: {begin * 1000} duration_ps: {time * 1000} }}"
 
@@ -81,7 +81,7 @@ def test_kernels_are_counted_once_and_idle_time_is_what_no_stream_fills():
     assert "no kernel ran in 10.0%" in kernels_text(kernels, 1)
 
 
-def test_parameters_of_lists_and_of_stacks_are_the_same():
+def test_parameters_of_lists_and_of_stacks_are_equal():
     leaves = [(f"layers/{i}/mlp/up/kernel", jnp.full((2, 3), i)) for i in range(2)]
     stacked = [("layers/mlp/up/kernel", jnp.stack([leaf for _, leaf in leaves]))]
     for given in (leaves, stacked):
@@ -91,11 +91,11 @@ def test_parameters_of_lists_and_of_stacks_are_the_same():
 
 
 @pytest.mark.slow
-def test_all_variants_run_one_after_the_other_and_go_on_where_they_stopped(tmp_path, monkeypatch, capsys):
+def test_all_variants_run_in_order_and_resume_where_they_stopped(tmp_path, monkeypatch, capsys):
     variants = {"good": (gpu.RECIPE, "--steps=2", "--block=1", "--no-plain"), "bad": ("recipes/none.py",)}
     monkeypatch.setattr(gpu, "VARIANTS", variants)
     assert gpu.main(["--all", str(tmp_path), "--tiny", "--time-limit=50"]) == 0
-    assert capsys.readouterr().out.count("not run") == 2  # too little time is left for any
+    assert capsys.readouterr().out.count("not run") == 2  # the time limit is too short for both
     for _ in range(2):
         assert gpu.main(["--all", str(tmp_path), "--tiny", "--time-limit=300"]) == 0
         assert "| bad | failed |" in capsys.readouterr().out
@@ -103,7 +103,7 @@ def test_all_variants_run_one_after_the_other_and_go_on_where_they_stopped(tmp_p
 
 
 @pytest.mark.parametrize("name", gpu.VARIANTS)
-def test_every_variant_is_one_that_the_recipe_and_the_compiler_take(name):
+def test_every_variant_is_accepted_by_the_recipe_and_the_compiler(name):
     recipe, *words = gpu.VARIANTS[name]
     config = apply_overrides(load_recipe(recipe), [word for word in words if not word.startswith("--")])
     assert check_config(config) == []

@@ -15,10 +15,10 @@ from flax_mesh.hardware import CHIPS, peak_flops
         ("cpu", None),
     ],
 )
-def test_the_peak_of_a_device(kind, flops):
+def test_peak_flops_of_known_and_unknown_devices(kind, flops):
     assert peak_flops(kind) == flops
 
 
-def test_no_chip_is_hidden_by_one_before_it():
-    for number, chip in enumerate(CHIPS):
-        assert not [before.kind for before in CHIPS[:number] if before.kind in chip.kind and before[1:] != chip[1:]]
+def test_no_chip_is_shadowed_by_an_earlier_one():
+    for index, chip in enumerate(CHIPS):
+        assert not [other.kind for other in CHIPS[:index] if other.kind in chip.kind and other[1:] != chip[1:]]

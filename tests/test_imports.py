@@ -1,4 +1,4 @@
-"""What importing flax_mesh brings with it, in a fresh process."""
+"""The side effects of importing flax_mesh, in a new process."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ print(json.dumps([sorted(set(sys.modules) - before), changed]))
 """
 
 
-def test_importing_adds_only_its_own_modules_and_sets_nothing():
+def test_importing_loads_only_its_own_modules_and_changes_no_settings():
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
     modules, changed = json.loads(done.stdout.splitlines()[-1])
     packages = {name.split(".")[0] for name in modules}
@@ -23,6 +23,6 @@ def test_importing_adds_only_its_own_modules_and_sets_nothing():
     assert packages <= {"flax_mesh", "jax", *sys.stdlib_module_names}, packages
 
 
-def test_training_needs_no_checksums_until_something_is_saved():
+def test_training_can_be_imported_without_xxhash():
     code = "import sys; sys.modules['xxhash'] = None; import flax_mesh.models, flax_mesh.train"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,4 @@
-"""What flax_mesh uses of JAX and Orbax beyond their public names: the names of failing tests say what has moved."""
+"""The private names of JAX and Orbax that flax_mesh uses: the name of a failing test states which one has moved."""
 
 import ast
 import importlib
@@ -30,7 +30,7 @@ def test_jax_src_distributed_global_state_has_client_coordinator_address_num_pro
 
 @pytest.mark.parametrize("method", ["key_value_set", "blocking_key_value_get", "key_value_try_get", "key_value_delete"])
 def test_the_client_of_jax_distributed_has(method):
-    """`processes/store.py` calls these, and nothing else."""
+    """The methods that `processes/store.py` calls."""
     assert callable(getattr(importlib.import_module("jaxlib._jax").DistributedRuntimeClient, method))
 
 
@@ -53,7 +53,7 @@ def test_the_flag_jax_force_dcn_cross_host_transfers_can_be_read():
 
 
 def test_clients_have_supports_cross_host_transfers():
-    """Of GPU and TPU; that of a CPU has not, and JAX asks as it is asked here."""
+    """Clients of GPU and TPU have it, that of CPU does not; JAX reads the same attribute."""
     source = Path(jax.__file__).parent / "_src" / "dispatch.py"
     assert "supports_cross_host_transfers" in source.read_text()
     assert not jax_compat.supports_cross_host_transfers(jax.devices()[0].client)
@@ -66,7 +66,7 @@ def two_layouts() -> tuple[NamedSharding, NamedSharding]:
 
 
 def test_jaxlib_xla_client_has_batched_copy_array_to_devices_with_sharding():
-    """Without it pipelines run as before, with some ten times the host's cost of a transfer."""
+    """Without it pipelines still run, but the host time of a transfer is about ten times as long."""
     here, there = two_layouts()
     assert callable(xla_client.batched_copy_array_to_devices_with_sharding)
     copy, x = jax_compat.device_copy(there), jax.device_put(np.arange(8.0), here)
@@ -87,9 +87,9 @@ def test_shardings_have_internal_device_list():
 
 
 def test_debug_info_has_with_unknown_names():
-    """Without it errors about a program that is evaluated name a lambda of jax_compat.py."""
-    made: Any = jax.make_jaxpr(lambda: ())().jaxpr.debug_info
-    assert made.with_unknown_names() != made
+    """Without it errors during the evaluation of a program mention a lambda of jax_compat.py."""
+    original: Any = jax.make_jaxpr(lambda: ())().jaxpr.debug_info
+    assert original.with_unknown_names() != original
     info = jax_compat.empty_debug_info()
     assert core.Jaxpr((), (), (), (), debug_info=info).debug_info == info == info.with_unknown_names()
 
@@ -101,11 +101,11 @@ def test_scans_have_num_consts_and_num_carry_or_ft_in():
 
 
 def test_jax_interpreters_partial_eval_dynamic_jaxpr_tracer_has_origin_msg():
-    """Without it tracing takes time that grows with the square of the number of layers."""
+    """Without it the time of tracing grows quadratically with the number of layers."""
     assert "_origin_msg" in vars(partial_eval.DynamicJaxprTracer)
 
 
-def test_tracer_errors_are_short_within_and_as_before_afterwards():
+def test_tracer_errors_are_short_in_the_context_and_restored_afterwards():
     tracer = partial_eval.DynamicJaxprTracer
     before, seen, inside = tracer._origin_msg, [], threading.Event()
 
@@ -126,7 +126,7 @@ def test_tracer_errors_are_short_within_and_as_before_afterwards():
         thread.start()
         assert inside.wait(10)
         jax.eval_shape(lambda x: message(x), jnp.float32(1))
-    assert tracer._origin_msg is not before  # the other thread is still within
+    assert tracer._origin_msg is not before  # the other thread is still in the context
     done.set()
     thread.join()
     assert tracer._origin_msg is before
@@ -134,7 +134,7 @@ def test_tracer_errors_are_short_within_and_as_before_afterwards():
     assert len(seen[0]) < len(seen[1]) and "while tracing" not in seen[0] and "while tracing" in seen[1]
 
 
-def test_without_a_private_name_a_use_falls_back_or_says_which_name_is_gone(monkeypatch):
+def test_without_a_private_name_a_use_falls_back_or_reports_the_missing_name(monkeypatch):
     monkeypatch.setattr(jax_compat, "_optional", lambda name: None)
     _, there = two_layouts()
     assert jax_compat.legacy_mesh() is None and jax_compat.device_copy(there) is None
@@ -149,12 +149,12 @@ def test_without_a_private_name_a_use_falls_back_or_says_which_name_is_gone(monk
 
 
 @pytest.mark.parametrize("name", ["jax._src.distributed.nothing", "jax._src.nothing.nothing", "nothing.nothing"])
-def test_a_name_that_is_gone_is_none(name):
+def test_a_missing_name_is_none(name):
     assert jax_compat._optional(name) is None
 
 
 def test_orbax_src_serialization_types_has_transfer_priority_and_default_serialization_status_callback():
-    """Without them `checkpoint/orbax.py` cannot limit what of a state is on the host at a time."""
+    """Without them `checkpoint/orbax.py` cannot limit how much of a state is on the host at a time."""
     from orbax.checkpoint._src.serialization import types
 
     callback = importlib.import_module("flax_mesh.checkpoint.orbax").deferred()
@@ -163,17 +163,17 @@ def test_orbax_src_serialization_types_has_transfer_priority_and_default_seriali
 
 
 def private_uses(path: Path, own: set[str]) -> list[str]:
-    """What the file takes of JAX that is not public: imports, and underscore attributes that no class here has."""
+    """Private names of JAX that the file uses: imports, and underscore attributes that are not defined in `own`."""
     tree = ast.parse(path.read_text())
-    names = [one.name for one in read_imports(path.read_text())]
-    found = [name for name in names if f"{name}.".startswith(tuple(f"{one}." for one in PRIVATE))]
+    names = [item.name for item in read_imports(path.read_text())]
+    found = [name for name in names if f"{name}.".startswith(tuple(f"{prefix}." for prefix in PRIVATE))]
     for node in ast.walk(tree):
         name = None
         if isinstance(node, ast.Attribute):
             name = node.attr
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
             name = node.args[1].value if isinstance(node.args[1], ast.Constant) else None
-        elif isinstance(node, ast.Constant) and str(node.value).startswith(tuple(f"{one}." for one in PRIVATE)):
+        elif isinstance(node, ast.Constant) and str(node.value).startswith(tuple(f"{prefix}." for prefix in PRIVATE)):
             found.append(str(node.value))
         if isinstance(name, str) and re.match("_[a-z]", name) and name not in own:
             found.append(name)
@@ -181,7 +181,7 @@ def private_uses(path: Path, own: set[str]) -> list[str]:
 
 
 def own_names(paths: list[Path]) -> set[str]:
-    """The underscore names that the files define: functions, fields, attributes of `self`; and those of namedtuples."""
+    """Names that the files define (functions, fields, attributes of `self`), and underscore methods of namedtuples."""
     found = {"_replace", "_asdict", "_exit"}
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -194,7 +194,7 @@ def own_names(paths: list[Path]) -> set[str]:
     return found
 
 
-def test_private_names_are_used_in_one_file_for_jax_and_one_for_orbax():
+def test_private_names_are_used_only_in_one_file_for_jax_and_one_for_orbax():
     paths = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "jax_compat.py"]
     assert len(paths) > 50
     own = own_names(paths)
@@ -202,7 +202,7 @@ def test_private_names_are_used_in_one_file_for_jax_and_one_for_orbax():
     assert found == ["checkpoint/orbax.py: orbax.checkpoint._src.serialization.types"]
 
 
-def test_private_uses_are_seen(tmp_path):
+def test_private_uses_are_detected(tmp_path):
     file = tmp_path / "bad.py"
     file.write_text(
         "import jax\nfrom jaxlib import xla_client\nfrom jax._src import core\nfrom jax.interpreters import pxla\n"

@@ -36,7 +36,7 @@ def test_all_formats_of_one_model_give_the_same_paths():
     assert MODEL_PATHS == by_jax == by_nnx == pure == module == {path for path, _ in named_leaves(state)}
 
 
-def test_named_leaves_stand_in_the_order_of_jax():
+def test_named_leaves_are_in_the_order_of_jax():
     for tree in (nnx.state(Net(nnx.Rngs(0))), {"b": 1, "a": [2, {"value": 3}]}):
         leaves = [leaf for _, leaf in named_leaves(tree)]
         assert all(a is b for a, b in zip(leaves, jax.tree.leaves(tree), strict=True))
@@ -63,23 +63,23 @@ def test_every_kind_of_node_has_the_paths_of_jax():
     ]
     for tree in trees:
         keyed = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, nnx.Variable))[0]
-        want = [(path_of(keys), node) for keys, node in keyed if not isinstance(node, nnx.Variable)]
+        expected = [(path_of(keys), node) for keys, node in keyed if not isinstance(node, nnx.Variable)]
         for keys, variable in keyed:
             if isinstance(variable, nnx.Variable):
                 inner = jax.tree_util.tree_flatten_with_path(variable.get_raw_value())[0]
-                want += [(path_of((*keys, *rest)), leaf) for rest, leaf in inner]
+                expected += [(path_of((*keys, *rest)), leaf) for rest, leaf in inner]
         found = named_leaves(tree)
-        assert sorted(path for path, _ in found) == sorted(path for path, _ in want)
-        assert all(dict(want)[path] is leaf for path, leaf in found)
+        assert sorted(path for path, _ in found) == sorted(path for path, _ in expected)
+        assert all(dict(expected)[path] is leaf for path, leaf in found)
         assert all(a is b for (_, a), b in zip(found, jax.tree.leaves(tree), strict=True))
 
 
-def test_a_leaf_and_a_variable_alone_have_the_empty_path():
+def test_a_single_leaf_or_variable_has_the_empty_path():
     assert named_leaves(3) == named_leaves(nnx.Variable(3)) == [("", 3)]
     assert named_leaves(nnx.Variable({"a": [1, 2]})) == [("a/0", 1), ("a/1", 2)]
 
 
-def test_optax_states_are_walked_and_a_field_called_value_is_kept():
+def test_optax_states_are_traversed_and_a_field_named_value_is_kept():
     params = {"layers": [{"kernel": jnp.ones(3)}]}
     state = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)).init(params)
     assert {p for p, _ in named_leaves(state)} == {
@@ -99,12 +99,12 @@ def test_map_named_keeps_the_structure():
     assert mapped["layers"][0]["kernel"].get_value() == "layers/0/kernel"
 
 
-def test_nest_undoes_named_leaves_of_a_dict():
+def test_nest_inverts_named_leaves_of_a_dict():
     tree = {"a": {"0": 1, "b": 2}, "c": 3}
     assert nest(named_leaves(tree)) == tree
 
 
-def test_an_optimizer_leaf_finds_its_parameter():
+def test_owner_of_finds_the_parameter_of_an_optimizer_leaf():
     parameters = {"layers/0/q/kernel", "q/kernel"}
     assert owner_of("opt_state/0/mu/layers/0/q/kernel", parameters) == "layers/0/q/kernel"
     assert owner_of("opt_state/0/mu/head/q/kernel", parameters) == "q/kernel"
@@ -112,7 +112,7 @@ def test_an_optimizer_leaf_finds_its_parameter():
     assert owner_of("xlayers/0/q", {"layers/0/q"}) is None
 
 
-def test_stacks_are_told_from_lists():
+def test_stacks_are_distinguished_from_lists():
     assert in_stack("layers/q/kernel", ["layers"]) == "layers"
     assert in_stack("layers/0/q/kernel", ["layers"]) is None
     assert in_stack("layers/0/mlp/layers/kernel", ["layers"]) is None

@@ -23,8 +23,8 @@ from flax_mesh.checkpoint.retention import RetentionPolicy
 from flax_mesh.checkpoint.stacks import check_stacks_are_named
 from flax_mesh.checkpoint.warm_start import RestoreReport, restore_partial
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, PeerError, SaveError
-from flax_mesh.processes import Phases
-from flax_mesh.step import TrainState
+from flax_mesh.processes.agree import Phases
+from flax_mesh.step.state import TrainState
 from flax_mesh.text import count_text
 from flax_mesh.tree import named_leaves
 

@@ -8,7 +8,7 @@ from typing import Any
 from flax import nnx
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.step import TrainState
+from flax_mesh.step.state import TrainState
 from flax_mesh.text import array_text
 from flax_mesh.tree import in_stack, named_leaves, path_and_start, path_of
 

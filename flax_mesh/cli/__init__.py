@@ -1,3 +1,3 @@
-"""The command line: a file for each command, which parses its arguments and prints its answer."""
+"""The command line, one file per command: its arguments and its output."""
 
 from flax_mesh.cli.main import main as main

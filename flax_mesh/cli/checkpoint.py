@@ -9,14 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flax_mesh.checkpoint import arrays_on_disk, find, find_damage
+from flax_mesh.checkpoint import find
 from flax_mesh.checkpoint import read as describe
+from flax_mesh.checkpoint.checkpointer import arrays_on_disk
+from flax_mesh.checkpoint.checksums import find_damage
 from flax_mesh.checkpoint.diff import SECTIONS, differences, in_both, in_one, value_differences
 from flax_mesh.cli import checkpoint_text as text
 from flax_mesh.cli.common import DONE, FINDINGS, config_of, table_width, use_platform
 from flax_mesh.errors import ConfigError
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
-from flax_mesh.sharding import abstract_state
+from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.text import array_text
 from flax_mesh.train.build import make_modules, run_rules
 from flax_mesh.train.checks import check_config
@@ -27,23 +29,23 @@ from flax_mesh.train.metadata import layout_of, layout_record, saved_record
 from flax_mesh.train.overrides import to_texts
 
 RECIPE = re.compile(r".*\.py(:\w+)?")
-DIR = "a run folder, its checkpoints/, or one step in there"
+DIR = "a run folder, its checkpoints/, or one step in it"
 
 
 @dataclass(frozen=True)
-class Answer:
+class Output:
     data: dict[str, Any]  # for --json
-    text: Callable[[int], str]  # for people, of the width of the terminal
+    text: Callable[[int], str]  # text for the given terminal width
     findings: bool = False  # damage or differences
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "What lies in a folder of checkpoints, and other forms of it. No checkpoint is ever changed."
-    parser.epilog = "Exit codes: 0 fine, 1 unexpected error, 2 bad input, 3 damage or differences found."
+    parser.description = "Inspect, verify, compare and convert checkpoints. Existing checkpoints are never changed."
+    parser.epilog = "Exit codes: 0 success, 1 unexpected error, 2 invalid input, 3 damage or differences found."
     kinds = parser.add_subparsers(required=True, metavar="WHAT", dest="what")
 
     def kind(name: str, help: str, *arguments: tuple[str, dict[str, Any]], fails: str = "") -> None:
-        codes = f"Exit codes: 0 fine, 1 unexpected error, 2 bad input{fails}."
+        codes = f"Exit codes: 0 success, 1 unexpected error, 2 invalid input{fails}."
         parser = kinds.add_parser(name, help=help, description=help, epilog=codes, allow_abbrev=False)
         for flag, options in arguments:
             parser.add_argument(flag, **options)
@@ -51,59 +53,63 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     folder = ("folder", {"metavar": "DIR", "help": DIR})
     step = ("--step", {"metavar": "N", "type": int, "help": "this step (default: the newest)"})
-    whole = ("--step", {"metavar": "N", "type": int, "help": "this step (default: the newest that is whole)"})
-    out = ("out", {"metavar": "OUT", "help": "the folder to write, which must not exist"})
+    valid_step = ("--step", {"metavar": "N", "type": int, "help": "this step (default: the newest valid one)"})
+    out = ("out", {"metavar": "OUT", "help": "the output folder; it must not exist"})
     settings = {"nargs": "*", "default": [], "metavar": "section.key=value", "help": "settings of the recipe"}
     damage = ", 3 damage found"
     kind(
         "list",
-        "steps with size, date, validity, metrics and mesh",
+        "list the steps with size, date, validity, metrics and mesh",
         folder,
-        ("--quick", {"action": "store_true", "help": "do not read the files to verify them"}),
+        ("--quick", {"action": "store_true", "help": "do not verify the files"}),
         fails=damage,
     )
     kind(
         "inspect",
-        "every array of one step, none of which is read; settings, mesh, rules, versions",
+        "show the arrays (shapes, not values), settings, mesh, rules and versions of one step",
         folder,
         step,
-        ("--all", {"action": "store_true", "help": "every layer on its own"}),
+        ("--all", {"action": "store_true", "help": "list every layer separately"}),
         fails=damage,
     )
-    only = {"metavar": "N", "type": int, "help": "this step alone"}
-    kind("verify", "every byte of every step against its checksums", folder, ("--step", only), fails=damage)
+    only = {"metavar": "N", "type": int, "help": "only this step"}
+    kind("verify", "verify all bytes of every step against their checksums", folder, ("--step", only), fails=damage)
     kind(
         "diff",
-        "what differs between two checkpoints, or a checkpoint and a recipe",
+        "compare two checkpoints, or a checkpoint and a recipe",
         ("folder", {"metavar": "A", "help": DIR}),
-        ("other", {"metavar": "B", "help": "another one, or RECIPE.py with its settings after it"}),
+        ("other", {"metavar": "B", "help": "another checkpoint, or RECIPE.py followed by its settings"}),
         ("overrides", settings),
-        ("--values", {"action": "store_true", "help": "compare the arrays too, a few at a time"}),
-        fails=", 3 something differs or is damaged",
+        ("--values", {"action": "store_true", "help": "also compare the values of the arrays"}),
+        fails=", 3 differences or damage found",
     )
-    dtype = {"choices": ("float32", "bfloat16", "float16"), "help": "cast floating arrays to it"}
-    to = {"choices": ("safetensors", "orbax"), "required": True, "help": "Hugging Face's names, or a plain Orbax tree"}
+    dtype = {"choices": ("float32", "bfloat16", "float16"), "help": "cast floating-point arrays to this dtype"}
+    to = {
+        "choices": ("safetensors", "orbax"),
+        "required": True,
+        "help": "safetensors with Hugging Face names, or a plain Orbax checkpoint",
+    }
     kind(
         "export",
-        "the parameters, as safetensors or as a plain tree of Orbax",
-        *(folder, out, ("--to", to), whole, ("--dtype", dtype)),
+        "write the parameters as safetensors or as a plain Orbax checkpoint",
+        *(folder, out, ("--to", to), valid_step, ("--dtype", dtype)),
         fails=damage,
     )
-    ignored = "without effect on the model: a key of config.json, or a pattern of names of arrays; may be repeated"
+    ignored = "ignore a key of config.json, or the arrays whose names match a regular expression; may be repeated"
     ignore = {"metavar": "NAME", "action": "append", "default": [], "help": ignored}
     kind(
         "import",
-        "a folder of safetensors as a checkpoint of step 0, for checkpoint.start_from",
-        ("folder", {"metavar": "HF_FOLDER", "help": "with config.json and safetensors"}),
+        "write a folder of safetensors as a checkpoint of step 0, for checkpoint.start_from",
+        ("folder", {"metavar": "HF_FOLDER", "help": "a folder with config.json and *.safetensors"}),
         out,
         ("--ignore", ignore),
         fails=damage,
     )
     kind(
         "reshard",
-        "a step saved anew in the layout of a recipe, on the devices that are here",
+        "save a step in the layout of a recipe, on the available devices",
         *(folder, out, ("recipe", {"metavar": "RECIPE", "help": "FILE.py or FILE.py:function"})),
-        *(("overrides", settings), whole),
+        *(("overrides", settings), valid_step),
         fails=damage,
     )
 
@@ -113,23 +119,23 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     config = config_of(recipe, arguments.overrides) if recipe else None
     # Everything but reshard runs on the CPU, and must not occupy an accelerator.
     use_platform(config.run.platform if config and arguments.what == "reshard" else "cpu")
-    answer = _answer(arguments, config)
-    print(json.dumps(answer.data, indent=1) if arguments.json else answer.text(table_width()))
-    return FINDINGS if answer.findings else DONE
+    output = _output(arguments, config)
+    print(json.dumps(output.data, indent=1) if arguments.json else output.text(table_width()))
+    return FINDINGS if output.findings else DONE
 
 
 def _recipe_of(arguments: argparse.Namespace) -> str | None:
-    """The recipe that the arguments name, if any. ConfigError for settings without a recipe."""
+    """The recipe in the arguments, if any. Raises ConfigError for settings without a recipe."""
     if arguments.what == "reshard":
         return arguments.recipe
     if arguments.what == "diff" and RECIPE.fullmatch(arguments.other) and not Path(arguments.other).is_dir():
         return arguments.other
     if given := getattr(arguments, "overrides", []):
-        raise ConfigError(f"{' '.join(given)}: settings follow a recipe, and {arguments.other} is a checkpoint")
+        raise ConfigError(f"{' '.join(given)}: settings require a recipe, but {arguments.other} is a checkpoint")
     return None
 
 
-def _answer(arguments: argparse.Namespace, config: TrainConfig | None) -> Answer:
+def _output(arguments: argparse.Namespace, config: TrainConfig | None) -> Output:
     step = getattr(arguments, "step", None)
     if arguments.what == "diff":
         return _diff(arguments.folder, arguments.other, config, arguments.overrides, arguments.values)
@@ -146,27 +152,27 @@ def _answer(arguments: argparse.Namespace, config: TrainConfig | None) -> Answer
     else:
         assert config is not None
         data = reshard(arguments.folder, arguments.out, config, step)
-    return Answer(data, lambda width: text.written_text(data))
+    return Output(data, lambda width: text.written_text(data))
 
 
 def _imported(settings: Mapping[str, Any]) -> TrainConfig:
     return TrainConfig(make_model=make_decoder, loss_fn=next_token_loss, model=DecoderConfig(**settings))
 
 
-def _list(path: str, *, verify: bool) -> Answer:
+def _list(path: str, *, verify: bool) -> Output:
     steps = find.find_steps(path)
     found = [describe.step_data(step, verify=verify and find.STEP.fullmatch(step.name) is not None) for step in steps]
-    found = [data for step, data in zip(steps, found, strict=True) if step.is_dir()]  # a run may delete old ones
+    found = [data for step, data in zip(steps, found, strict=True) if step.is_dir()]  # a run may have deleted old ones
     data = {
         "folder": str(steps[0].parent),
         "checkpoints": found,
         "leftovers": [leftover.name for leftover in find.find_leftovers(steps[0].parent)],
         "verified": verify,
     }
-    return Answer(data, partial(text.list_text, data), any(step["problems"] for step in found))
+    return Output(data, partial(text.list_text, data), any(step["problems"] for step in found))
 
 
-def _inspect(step: Path, every: bool) -> Answer:
+def _inspect(step: Path, every: bool) -> Output:
     record = saved_record(step)
     arrays = list(describe.read_tree(step, record).values())
     data = {"folder": str(step.parent)} | describe.step_data(step, verify=False)
@@ -176,11 +182,11 @@ def _inspect(step: Path, every: bool) -> Answer:
         "subtotals": {part: _total(arrays, part) for part in ("model", "optimizer", "")},
         "arrays": [one._asdict() | {"shape": list(one.shape), "bytes": one.nbytes} for one in arrays],
     }
-    return Answer(data, lambda width: text.inspect_text(data, arrays, width, every=every))
+    return Output(data, lambda width: text.inspect_text(data, arrays, width, every=every))
 
 
 def _total(arrays: Sequence[describe.Array], part: str) -> dict[str, int]:
-    """Counts of the arrays below `part`; "" for all."""
+    """Numbers of arrays, values and bytes below `part`; "" for all."""
     chosen = [one for one in arrays if one.path.startswith(f"{part}/") or not part]
     return {
         "arrays": len(chosen),
@@ -189,23 +195,23 @@ def _total(arrays: Sequence[describe.Array], part: str) -> dict[str, int]:
     }
 
 
-def _verify(path: str, number: int | None) -> Answer:
+def _verify(path: str, number: int | None) -> Output:
     steps = find.find_steps(path)
     chosen = [find.find_step(path, number)] if number is not None else steps
-    if len(chosen) > 1:  # those set aside are known to be damaged; by their own path they are read too
+    if len(chosen) > 1:  # quarantined steps are known to be damaged; they are verified only if their path is given
         chosen = [step for step in steps if find.STEP.fullmatch(step.name)] or steps
     found = []
     for step in chosen:
         files, size = describe.folder_size(step)
         problems = find_damage(step)
-        if step.is_dir():  # a run may delete old ones
+        if step.is_dir():  # a run may have deleted old ones
             found.append({"name": step.name, "files": files, "bytes": size, "problems": problems})
-    aside = [step.name for step in steps if step not in chosen and not find.STEP.fullmatch(step.name)]
-    data = {"folder": str(steps[0].parent), "checkpoints": found, "set_aside": aside}
-    return Answer(data, lambda width: text.verify_text(data), any(step["problems"] for step in found))
+    quarantined = [step.name for step in steps if step not in chosen and not find.STEP.fullmatch(step.name)]
+    data = {"folder": str(steps[0].parent), "checkpoints": found, "set_aside": quarantined}
+    return Output(data, lambda width: text.verify_text(data), any(step["problems"] for step in found))
 
 
-def _diff(a: str, b: str, config: TrainConfig | None, overrides: Sequence[str], values: bool) -> Answer:
+def _diff(a: str, b: str, config: TrainConfig | None, overrides: Sequence[str], values: bool) -> Output:
     old, new = find.find_step(a), find.find_step(b) if config is None else None
     if values and new is not None:
         for step in (old, new):
@@ -218,7 +224,7 @@ def _diff(a: str, b: str, config: TrainConfig | None, overrides: Sequence[str], 
     else:
         assert config is not None
         if values:
-            raise ConfigError(f"--values compares two checkpoints, and {b} is a recipe, which has no values")
+            raise ConfigError(f"--values requires two checkpoints, but {b} is a recipe, which has no values")
         name = " ".join([b, *overrides])
         other, other_tree = _recipe_record(config)
     found = differences(record, other, tree, other_tree)
@@ -239,15 +245,15 @@ def _diff(a: str, b: str, config: TrainConfig | None, overrides: Sequence[str], 
         largest = value_differences(old, new, same)
         data["values"] = {"compared": len(same), "differing": describe.finite(largest)}
         differs = differs or bool(largest)
-    return Answer(data, lambda width: text.diff_text(data, found), differs)
+    return Output(data, lambda width: text.diff_text(data, found), differs)
 
 
 def _recipe_record(config: TrainConfig) -> tuple[dict[str, Any], dict[str, describe.Array]]:
-    """Record and tree that the recipe would save, as far as they are known without devices."""
+    """The record and the arrays that the recipe would save, as far as they are known without devices."""
     if problems := check_config(config):
         raise ConfigError(problems)
     mesh, rules = abstract_mesh(config), run_rules(config)
-    # The mesh is that of one group of a pipeline: arrays are split the same way as on it.
+    # With pp this is the mesh of one group: arrays are split in the same way on all groups.
     table = rules if rules.table else None
     state = abstract_state(partial(make_modules, config), mesh, table, shard_optimizer_over=shard_over(config))
     layout = layout_of(state, rules.layers)

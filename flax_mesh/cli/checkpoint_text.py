@@ -1,4 +1,4 @@
-"""What `flax-mesh checkpoint` prints for people; names and texts from checkpoints are shown plain."""
+"""The text output of `flax-mesh checkpoint`. Control characters in names from checkpoints are escaped (`plain`)."""
 
 import shlex
 import textwrap
@@ -13,12 +13,12 @@ from flax_mesh.text import array_text, bytes_text, count_text, group_paths, mesh
 from flax_mesh.tree import owner_of
 
 SHOWN_METRICS = ("loss", "eval_loss")
-GROUPED = ("layout", "tree")  # sections whose names are paths
-MOST = 20  # arrays shown of those that differ in value
+GROUPED = ("layout", "tree")  # sections whose names are paths: paths that differ only in a number share a line
+MAX_SHOWN = 20  # arrays listed of those that differ in value
 
 
 def list_text(data: Mapping[str, Any], width: int) -> str:
-    """A line for every step, then damage and unfinished saves."""
+    """One line per step, then damaged steps and unfinished saves."""
     steps = data["checkpoints"]
     rows = [
         [
@@ -38,29 +38,29 @@ def list_text(data: Mapping[str, Any], width: int) -> str:
     if damaged := [step for step in steps if step["problems"]]:
         lines += ["", *(line for step in damaged for line in _problem_lines(step))]
     if data["leftovers"]:
-        lines += ["", f"unfinished, of a save or a deletion under way or cut off: {', '.join(data['leftovers'])}"]
+        lines += ["", f"unfinished, from a save or deletion in progress or interrupted: {', '.join(data['leftovers'])}"]
     return "\n".join(lines)
 
 
 def verify_text(data: Mapping[str, Any]) -> str:
-    """A line for every step, one for every damaged file, and the sum."""
+    """One line per step, one per damaged file, and the number of damaged steps."""
     lines, steps = [_path(data["folder"])], data["checkpoints"]
     for step in steps:
         if step["problems"]:
             lines += _problem_lines(step)
         else:
             lines.append(
-                f"step {step['name']}: whole, {bytes_text(step['bytes'])} in {count_text(step['files'], 'file')}"
+                f"step {step['name']}: valid, {bytes_text(step['bytes'])} in {count_text(step['files'], 'file')}"
             )
     if data["set_aside"]:
-        lines.append(f"not read, for they were set aside as damaged: {', '.join(data['set_aside'])}")
+        lines.append(f"quarantined as damaged, not verified: {', '.join(data['set_aside'])}")
     if damaged := sum(bool(step["problems"]) for step in steps):
         lines.append(f"{damaged} of {count_text(len(steps), 'checkpoint')} damaged")
     return "\n".join(lines)
 
 
 def inspect_text(data: Mapping[str, Any], arrays: Sequence[Array], width: int, *, every: bool) -> str:
-    """Facts, the tree with its sums, and the settings."""
+    """Metadata, arrays with subtotals, rules and settings."""
     copies = {} if every else _copies_of_parameters(arrays)
     copied = {one.path for members in copies.values() for one in members}
     listed = [one for one in arrays if one.path not in copied]
@@ -85,14 +85,14 @@ def inspect_text(data: Mapping[str, Any], arrays: Sequence[Array], width: int, *
     parts = ["\n".join(_facts(data, width)), tree, "\n".join(sums)]
     if data["rules"]:
         rules = [f"  {plain(str(pattern))}  {plain(str(dims))}" for pattern, dims in data["rules"]]
-        parts.append("\n".join(["rules, the first whose pattern is found in a path", *rules]))
+        parts.append("\n".join(["rules (the first whose pattern matches a path applies)", *rules]))
     if data["config"]:
         parts.append("\n".join(["settings", *_settings(data["config"], width)]))
     return "\n\n".join(parts)
 
 
 def diff_text(data: Mapping[str, Any], found: Sequence[Difference]) -> str:
-    """Every difference by section, then the sections that are the same."""
+    """The differences by section, then the sections without differences."""
     lines = [f"A  {_path(data['a'])}", f"B  {plain(data['b']) if data['recipe'] else _path(data['b'])}"]
     for section in SECTIONS:
         if here := [one for one in found if one.section == section]:
@@ -100,22 +100,22 @@ def diff_text(data: Mapping[str, Any], found: Sequence[Difference]) -> str:
     if same := [section for section in data["compared"] if not any(one.section == section for one in found)]:
         lines += ["", f"the same: {', '.join(same)}"]
     if data["not_compared"]:
-        lines += ["", f"only in one, and not compared: {', '.join(data['not_compared'])}"]
+        lines += ["", f"not compared, only in one of them: {', '.join(data['not_compared'])}"]
     if data["values"] is not None:
         lines += ["", *_value_lines(data["values"])]
     elif not data["recipe"]:
-        lines += ["", "values: not compared; --values does"]
+        lines += ["", "values: not compared; use --values"]
     return "\n".join(lines)
 
 
 def written_text(data: Mapping[str, Any]) -> str:
-    """One line for what was written, and one for everything to know about it."""
+    """Warnings and notes, then the source, the output and the change of the mesh."""
     lines = [
-        f"warning: step {name} is damaged and was passed over ({plain(problems[0])})"
+        f"warning: step {name} is damaged and was skipped ({plain(problems[0])})"
         for name, problems in data.get("passed_over", {}).items()
     ]
     lines += [plain(note) for note in data.get("notes", ())]
-    what = {"checkpoint": "a checkpoint", "orbax": "a tree of Orbax"}.get(data["to"], data["to"])
+    what = {"checkpoint": "a checkpoint", "orbax": "a plain Orbax checkpoint"}.get(data["to"], data["to"])
     kind = f" of {data['model_type']}" if "model_type" in data else ""
     lines.append(_path(data["from"]))
     lines.append(
@@ -127,12 +127,12 @@ def written_text(data: Mapping[str, Any]) -> str:
 
 
 def date_text(saved: str | None) -> str:
-    """In local time, to the minute."""
+    """Format an ISO date in local time, to the minute."""
     return datetime.fromisoformat(saved).astimezone().strftime("%Y-%m-%d %H:%M") if saved else "?"
 
 
 def _path(path: str) -> str:
-    """Relative to the working directory if it is below it."""
+    """The path relative to the working directory if it is inside it."""
     here = Path.cwd()
     return plain(str(Path(path).relative_to(here) if Path(path).is_relative_to(here) else path))
 
@@ -157,7 +157,7 @@ def _facts(data: Mapping[str, Any], width: int) -> Iterator[str]:
 
 
 def _settings(config: Mapping[str, Any], width: int) -> list[str]:
-    """`section.key=value` as the command line takes them, a paragraph for each section."""
+    """Settings as `section.key=value` for the command line, one paragraph per section."""
     sections: dict[str, list[str]] = {}
     for key, value in config.items():
         sections.setdefault(key.partition(".")[0], []).append(shlex.quote(plain(f"{key}={value}")))
@@ -169,18 +169,19 @@ def _difference_lines(found: Sequence[Difference]) -> list[str]:
     if found[0].section not in GROUPED:
         return [f"  {plain(one.name)}: {_sides(one)}" for one in found]
     of_model = {one.name.removeprefix("model/"): one[2:] for one in found if one.name.startswith("model/")}
-    apart = [one for one in found if not _is_likewise(one, of_model)]
+    apart = [one for one in found if not _repeats_parameter(one, of_model)]
     lines = []
     for path, members in group_paths([one.name for one in apart], [one[2:] for one in apart]):
         number = f" ({len(members)})" if len(members) > 1 else ""
         lines.append(f"  {plain(path)}{number}: {_sides(apart[members[0]])}")
     if count := len(found) - len(apart):
-        lines.append(f"  optimizer/: {count_text(count, 'array')} likewise (--json has all)")
+        number = count_text(count, "array")
+        lines.append(f"  optimizer/: {number} with the same differences as their parameters (--json lists all)")
     return lines
 
 
-def _is_likewise(one: Difference, of_model: Mapping[str, Any]) -> bool:
-    """Whether it is the optimizer's array of a parameter with the same difference."""
+def _repeats_parameter(one: Difference, of_model: Mapping[str, Any]) -> bool:
+    """Whether `one` is an optimizer array whose parameter has the same difference."""
     owner = owner_of(one.name, of_model) if one.name.startswith("optimizer/") else None
     return owner is not None and of_model[owner] == one[2:]
 
@@ -191,8 +192,10 @@ def _value_lines(values: Mapping[str, Any]) -> list[str]:
         return [f"values: the same in all {count_text(compared, 'array')}, bit for bit"]
     lines = [f"values: {len(differing)} of {count_text(compared, 'array')} differ; largest absolute difference"]
     ranked = sorted(differing.items(), key=lambda item: -(float("inf") if item[1] is None else item[1]))
-    lines += [f"  {'nan' if size is None else f'{size:.3g}':>9}  {plain(path)}" for path, size in ranked[:MOST]]
-    return lines + ([f"  and {len(ranked) - MOST} smaller ones (--json has all)"] if len(ranked) > MOST else [])
+    lines += [f"  {'nan' if size is None else f'{size:.3g}':>9}  {plain(path)}" for path, size in ranked[:MAX_SHOWN]]
+    return lines + (
+        [f"  and {len(ranked) - MAX_SHOWN} smaller ones (--json lists all)"] if len(ranked) > MAX_SHOWN else []
+    )
 
 
 def _problem_lines(step: Mapping[str, Any]) -> list[str]:
@@ -201,12 +204,12 @@ def _problem_lines(step: Mapping[str, Any]) -> list[str]:
 
 def _state(step: Mapping[str, Any], verified: bool) -> str:
     if step["set_aside"]:
-        return "set aside"
-    return ("damaged" if step["problems"] else "whole") if verified else "not verified"
+        return "quarantined"
+    return ("damaged" if step["problems"] else "valid") if verified else "not verified"
 
 
 def _copies_of_parameters(arrays: Sequence[Array]) -> dict[str, list[Array]]:
-    """Path -> the optimizer's arrays below it that equal their parameters in shape, dtype and split."""
+    """Path prefix -> the optimizer arrays below it with the same shape, dtype and split as their parameters."""
     like = {one.path.removeprefix("model/"): one[1:] for one in arrays if one.path.startswith("model/")}
     found: dict[str, list[Array]] = {}
     for one in arrays:

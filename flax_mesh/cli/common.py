@@ -1,4 +1,4 @@
-"""What the commands share: exit codes and errors, the settings of a recipe, output, the JAX platform."""
+"""Helpers shared by the commands: exit codes, error messages, settings, output files, the JAX platform."""
 
 import argparse
 import shutil
@@ -16,11 +16,11 @@ from flax_mesh.train.overrides import setting_of
 
 DONE, FAILED, BAD_INPUT, FINDINGS, STOPPED = 0, 1, 2, 3, 4
 EXIT_CODES = {CheckpointCorruptedError: FINDINGS, ConfigError: BAD_INPUT, ShardingError: BAD_INPUT, SaveError: FAILED}
-PIPED_WIDTH = 200  # columns of tables that go into a file or another program
+PIPED_WIDTH = 200  # columns of a table if the output is not a terminal
 
 
-def tell_failure(error: BaseException) -> int:
-    """Print an expected error as lines, any other with its traceback. Returns the exit code."""
+def report_failure(error: BaseException) -> int:
+    """Print the lines of an expected error, or the traceback of any other error. Returns the exit code."""
     code = next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), None)
     if code is None:
         traceback.print_exception(error)
@@ -37,7 +37,7 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         default=[],
         metavar="section.key=value",
-        help="settings such as run.steps=20; @FILE reads them from a file",
+        help="settings, such as run.steps=20; @FILE reads settings from a file",
     )
 
 
@@ -46,7 +46,7 @@ def config_of(recipe: str, overrides: Sequence[str]) -> TrainConfig:
 
 
 def _with_files(overrides: Iterable[str]) -> list[str]:
-    """The settings with every @FILE replaced by its lines; a setting on the command line overrides the file's."""
+    """Replace every @FILE by its lines. A setting on the command line overrides the same setting in a file."""
     given = [text for text in overrides if not text.startswith("@")]
     keys = {setting_of(text) for text in given}
     lines = [line for text in overrides if text.startswith("@") for line in _settings_file(text[1:])]
@@ -54,11 +54,13 @@ def _with_files(overrides: Iterable[str]) -> list[str]:
 
 
 def _settings_file(name: str) -> list[str]:
-    """Lines of a file that are neither empty nor a remark (#)."""
+    """The lines of a file, without empty lines and comments (#)."""
     try:
         text = Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"@{name} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}") from error
+        raise ConfigError(
+            f"@{name} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}"
+        ) from error
     return [line for line in text.split("\n") if line.strip() and not line.startswith("#")]
 
 
@@ -74,17 +76,19 @@ def table_width() -> int:
 
 
 def use_platform(platform: str) -> None:
-    """Choose the JAX backend before any device is touched: "auto", "cpu", "cpu:8", "gpu", "tpu"."""
+    """Select the JAX backend: "auto", "cpu", "cpu:8", "gpu" or "tpu". Must be called before JAX is initialized."""
     name, _, count = platform.partition(":")
     try:
         if name != "auto":
-            # The first is the default; checkpoints are cut into layers on the CPU.
+            # The first platform is the default. The CPU is required to divide stacked layers of checkpoints.
             jax.config.update("jax_platforms", {"gpu": "cuda,cpu", "cpu": "cpu"}.get(name, f"{name},cpu"))
         if count:
             jax.config.update("jax_num_cpu_devices", int(count))
         found, reason = jax.devices()[0].platform, ""
-    except (RuntimeError, AssertionError) as error:  # JAX asserts that cuda has devices
+    except (RuntimeError, AssertionError) as error:  # JAX raises AssertionError if cuda has no devices
         found, reason = None, f" ({' '.join(str(error).split())})" if str(error) else ""
-    if name not in ("auto", found):  # without its plugin for cuda JAX goes on to the CPU, and says nothing
+    if name not in ("auto", found):  # without the cuda plugin, JAX silently uses the CPU
         reason = reason or f" (JAX found {found})"
-        raise ConfigError(f"run.platform={platform} has no devices here{reason}; use auto for those that are here")
+        raise ConfigError(
+            f"run.platform={platform} has no devices here{reason}; use run.platform=auto for the available devices"
+        )

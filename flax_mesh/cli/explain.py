@@ -1,4 +1,4 @@
-"""`flax-mesh explain`: what the sharding rules make of a recipe, without devices."""
+"""`flax-mesh explain`: the sharding of every array of a recipe, without devices."""
 
 import argparse
 import json
@@ -10,13 +10,13 @@ from flax_mesh.train.explain import explain
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Mesh, every array with its rule and bytes per device, and all that looks wrong. Needs no devices."
+        "Print the mesh, every array with its rule and bytes per device, and findings. Needs no devices."
     )
-    parser.epilog = "Exit codes: 0 clean, 1 unexpected error, 2 bad input, 3 findings."
+    parser.epilog = "Exit codes: 0 no findings, 1 unexpected error, 2 invalid input, 3 findings."
     add_recipe(parser)
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print JSON")
-    output.add_argument("--html", metavar="FILE", help="write one HTML page with a picture of who holds what")
+    output.add_argument("--html", metavar="FILE", help="write an HTML page that shows the placement of every array")
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:

@@ -4,17 +4,18 @@ import argparse
 from collections.abc import Sequence
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.processes import LOST, launch
+from flax_mesh.processes.launch import launch
+from flax_mesh.processes.watchdog import LOST
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Start N processes of train, which talk over 127.0.0.1, and merge their output. Signals go to all."
+        "Run train in N processes connected over 127.0.0.1, and merge their output. Signals are sent to all."
     )
-    parser.epilog = "Exit codes: that of the first process that ended with an error, 5 where a signal ended it; else 0."
-    parser.add_argument("-n", "--processes", type=int, required=True, metavar="N", help="how many processes")
-    parser.add_argument("--devices-per-process", type=int, metavar="K", help="virtual CPU devices of each")
-    parser.add_argument("what", nargs="+", metavar="-- train RECIPE ...", help="the command that each of them runs")
+    parser.epilog = "Exit code: that of the first process that failed, 5 if a signal ended it; 0 if none failed."
+    parser.add_argument("-n", "--processes", type=int, required=True, metavar="N", help="number of processes")
+    parser.add_argument("--devices-per-process", type=int, metavar="K", help="virtual CPU devices per process")
+    parser.add_argument("what", nargs="+", metavar="-- train RECIPE ...", help="the command that every process runs")
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -25,7 +26,9 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     if devices is not None and devices < 1:
         problems.append(f"--devices-per-process must be at least 1, got {devices}")
     if what[0] != "train":
-        problems.append(f"launch starts train alone, got {what[0]}; write flax-mesh launch -n 4 -- train RECIPE ...")
+        problems.append(
+            f"launch runs only the command train, got {what[0]}; use flax-mesh launch -n 4 -- train RECIPE ..."
+        )
     if problems:
         raise ConfigError(problems)
     extra = [] if devices is None else [f"--devices-per-process={devices}"]

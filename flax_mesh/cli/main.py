@@ -1,7 +1,7 @@
 """flax-mesh: the command line.
 
-Exit codes: 0 done, 1 anything unexpected, 2 bad input, 3 findings or damage, 4 stopped by a signal after saving,
-5 another process of the run was lost, or no step ended in time.
+Exit codes: 0 success, 1 unexpected error, 2 invalid input, 3 findings or damaged checkpoints, 4 stopped by a signal
+after saving, 5 another process of the run was lost, or a step timed out.
 """
 
 import argparse
@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from flax_mesh.cli import checkpoint, explain, launch, mesh, schedule, train
-from flax_mesh.cli.common import EXIT_CODES, tell_failure
+from flax_mesh.cli.common import EXIT_CODES, report_failure
 from flax_mesh.errors import ConfigError
 
 COMMANDS = {
-    "train": (train, "train from a recipe, or resume where it stopped"),
+    "train": (train, "train a recipe, or resume its run"),
     "launch": (launch, "run train in several processes on this machine"),
-    "explain": (explain, "show what the sharding rules make of a recipe, without devices"),
-    "mesh": (mesh, "show how a mesh lies on the devices that are here"),
-    "schedule": (schedule, "show a pipeline schedule in time, or search for one"),
+    "explain": (explain, "show the sharding of every array of a recipe, without devices"),
+    "mesh": (mesh, "show how a mesh is placed on the available devices"),
+    "schedule": (schedule, "show or search a pipeline schedule"),
     "checkpoint": (checkpoint, "list, inspect, verify, compare, export, import and reshard checkpoints"),
 }
 
@@ -27,19 +27,19 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    for name in ("absl", "asyncio"):  # Orbax logs every file it writes, and errors twice and once a task
+    for name in ("absl", "asyncio"):  # Orbax logs every file, and every error several times
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    if sys.unraisablehook is sys.__unraisablehook__:  # where another program has its own, as pytest does, it stays
+    if sys.unraisablehook is sys.__unraisablehook__:  # do not replace the hook of another program, such as pytest
         sys.unraisablehook = _unraisable
     try:
         arguments = _parse(argv)
         return arguments.command(arguments, argv)
     except tuple(EXIT_CODES) as error:
-        return tell_failure(error)
+        return report_failure(error)
 
 
 def _unraisable(found: Any) -> None:
-    """As Python does, except what tensorstore prints, once an array, after a save that failed and was reported."""
+    """Suppress the message that tensorstore prints for every array after a failed save, which was reported already."""
     if found.object is not None or str(found.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(found)
 
@@ -50,20 +50,22 @@ class _ArgumentParser(argparse.ArgumentParser):
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command and its arguments; settings may appear before, between and after options."""
+    """Parse the command line. Settings may appear before, between and after options."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     if options := [text for text in rest if text.startswith("-")]:
-        parser.error(f"no such option: {' '.join(options)}")
+        parser.error(f"unknown option: {' '.join(options)}")
     if rest and not hasattr(arguments, "overrides"):
-        parser.error(f"too many arguments: {' '.join(rest)}")
+        parser.error(f"unexpected arguments: {' '.join(rest)}")
     if rest:
-        arguments.overrides += rest  # argparse takes one unbroken run of them only
+        arguments.overrides += rest  # argparse collects only the first contiguous group of settings
     return arguments
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _ArgumentParser(prog="flax-mesh", description="Any Flax NNX model on any mesh.", allow_abbrev=False)
+    parser = _ArgumentParser(
+        prog="flax-mesh", description="Train and inspect Flax NNX models on any device mesh.", allow_abbrev=False
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (module, help) in COMMANDS.items():
         command = commands.add_parser(name, help=help, allow_abbrev=False)

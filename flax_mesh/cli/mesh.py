@@ -1,20 +1,26 @@
-"""`flax-mesh mesh`: how a mesh is placed on the devices that are here."""
+"""`flax-mesh mesh`: how a mesh is placed on the available devices."""
 
 import argparse
 from collections.abc import Sequence
 
 from flax_mesh.cli.common import DONE, use_platform, write_file
 from flax_mesh.errors import ConfigError
-from flax_mesh.mesh import create_mesh, describe_mesh, draw_mesh_svg, parse_mesh_shape
+from flax_mesh.mesh import describe_mesh, draw_mesh_svg
+from flax_mesh.mesh.create import create_mesh
+from flax_mesh.mesh.shape import parse_mesh_shape
 from flax_mesh.train.config import AXIS_NAMES, PLATFORM
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "What each axis got: links, rings, what crosses slices."
-    parser.epilog = "Exit codes: 0 done, 1 unexpected error, 2 bad input."
-    parser.add_argument("shape", metavar="SHAPE", help='such as "dp:2,fsdp:-1,tp:2"')
-    parser.add_argument("--platform", default="auto", help="auto, cpu, cpu:N, gpu or tpu")
-    parser.add_argument("--svg", metavar="FILE", help="write a picture too")
+    parser.description = "Print the links and rings of every mesh axis, and which axes cross slices."
+    parser.epilog = "Exit codes: 0 success, 1 unexpected error, 2 invalid input."
+    parser.add_argument(
+        "shape", metavar="SHAPE", help='axis sizes, such as "dp:2,fsdp:-1,tp:2"; -1 is the remaining devices'
+    )
+    parser.add_argument(
+        "--platform", default="auto", help="auto, cpu, cpu:N (N virtual devices), gpu or tpu (default: auto)"
+    )
+    parser.add_argument("--svg", metavar="FILE", help="also write a picture")
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""`flax-mesh schedule`: a schedule by name, or searched for, as a table, as JSON and as a picture."""
+"""`flax-mesh schedule`: print a named schedule, or search one, as a table, JSON or a picture."""
 
 import argparse
 import json
@@ -9,19 +9,18 @@ from typing import Any, NamedTuple
 from flax_mesh.cli.common import DONE, config_of, table_width, use_platform, write_file
 from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd.schedules import (
-    SCHEDULE_NAMES,
     Schedule,
     SearchResult,
     StageCost,
     draw_schedule_svg,
     make_schedule,
-    memory_limits,
-    peak_activations,
     schedule_table,
     search_schedule,
     simulate,
-    stage_costs,
 )
+from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES
+from flax_mesh.mpmd.schedules.simulate import peak_activations, stage_costs
+from flax_mesh.mpmd.schedules.validate import memory_limits
 from flax_mesh.train.explain import Measured, measure_recipe
 
 SEARCH = "search"
@@ -30,27 +29,36 @@ DEFAULT_SECONDS = 5.0
 
 class Found(NamedTuple):
     schedule: Schedule
-    costs: tuple[StageCost, ...]  # of its stages
-    result: SearchResult | None = None  # of schedule search
+    costs: tuple[StageCost, ...]  # one per stage
+    result: SearchResult | None = None  # None for a named schedule
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Makespan, bubble, memory and order of a pipeline schedule. Needs no devices."
-    parser.epilog = "Exit codes: 0 done, 1 unexpected error, 2 bad input."
+    parser.description = "Print makespan, bubble, memory and order of a pipeline schedule. Needs no devices."
+    parser.epilog = "Exit codes: 0 success, 1 unexpected error, 2 invalid input."
     add = parser.add_argument
-    add("name", metavar="NAME", help=f"{', '.join(SCHEDULE_NAMES)}; or search: the best for these costs and memory")
-    add("--stages", metavar="S", type=int, help="groups of devices; each has V stages")
-    add("--microbatches", metavar="M", type=int)
-    add("--virtual", metavar="V", type=int, help="stages on each group (default: what the schedule is made for)")
+    add(
+        "name",
+        metavar="NAME",
+        help=f"{', '.join(SCHEDULE_NAMES)}; or search, for the best schedule at given costs and memory",
+    )
+    add("--stages", metavar="S", type=int, help="number of groups of devices; each has V stages")
+    add("--microbatches", metavar="M", type=int, help="number of microbatches")
+    add("--virtual", metavar="V", type=int, help="stages per group (default: that of the schedule)")
     costs = (
-        "time of forward, backward to input, backward to weights, transfer (default 1,1,1); one per stage: joined by /"
+        "times of forward, backward to input, backward to weights and transfer (default 1,1,1); to set them per stage, "
+        "join them by /: 1,1,1/2,2,2"
     )
     add("--costs", metavar="F,B,W[,T]", default="1,1,1", help=costs)
-    add("--memory", metavar="K", help="most activations a group may hold; one number, or one per group: 4,3,2,1")
-    add("--seconds", metavar="N", type=float, help=f"search: how long, about (default {DEFAULT_SECONDS:g})")
-    add("--seed", metavar="N", type=int, help="search: another seed may find another schedule (default 0)")
-    add("--whole-backward", action="store_true", help="search: do not split the backward")
-    measure = "take stages, microbatches and costs (in ms) from a recipe, run on the devices that are here"
+    add(
+        "--memory",
+        metavar="K",
+        help="maximum number of activations that a group may store; one number, or one per group: 4,3,2,1",
+    )
+    add("--seconds", metavar="N", type=float, help=f"search: approximate time limit (default {DEFAULT_SECONDS:g})")
+    add("--seed", metavar="N", type=int, help="search: random seed (default 0)")
+    add("--whole-backward", action="store_true", help="search: do not split the backward pass into B and W")
+    measure = "measure the stages of a recipe on the available devices; sets stages, microbatches and costs"
     add("--measure", metavar="RECIPE section.key=value", nargs="+", help=measure)
     add("--svg", metavar="FILE", help="write a picture")
     add("--json", action="store_true", help="print JSON")
@@ -61,7 +69,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         recipe, *overrides = arguments.measure
         config = config_of(recipe, overrides)
         use_platform(config.run.platform)
-        unit = _give_measured(arguments, measure_recipe(config))
+        unit = _set_measured(arguments, measure_recipe(config))
         print(f"measured: --costs {arguments.costs}, in units of {unit:.3g} ms", file=sys.stderr)
     found = _find(arguments)
     if arguments.svg:
@@ -71,7 +79,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     else:
         print(schedule_table(found.schedule, found.costs, width=table_width()))
         if found.result is not None:
-            print(f"\n{_judgement(found.result)}")
+            print(f"\n{_summary(found.result)}")
     return DONE
 
 
@@ -97,14 +105,14 @@ def _data(found: Found) -> dict[str, Any]:
     return data
 
 
-def _give_measured(arguments: argparse.Namespace, measured: Measured) -> float:
-    """Set the options to what was measured.
+def _set_measured(arguments: argparse.Namespace, measured: Measured) -> float:
+    """Set the options from the measurement.
 
-    Costs become multiples of the shortest forward, which is returned in ms, so that time is drawn as for costs of 1.
+    Costs are divided by the shortest forward pass, which is returned in ms, so that tables have the usual width.
     """
     given = {"--stages": arguments.stages, "--virtual": arguments.virtual}
-    if taken := [option for option, value in given.items() if value is not None]:
-        raise ConfigError(f"{' '.join(taken)}: --measure takes this from the recipe; leave it out")
+    if redundant := [option for option, value in given.items() if value is not None]:
+        raise ConfigError(f"{' '.join(redundant)}: --measure reads this from the recipe; remove it")
     arguments.stages = measured.num_groups
     arguments.virtual = len(measured.costs) // measured.num_groups
     arguments.microbatches = arguments.microbatches or measured.num_microbatches
@@ -118,7 +126,7 @@ def _find(arguments: argparse.Namespace) -> Found:
         sizes = {"--stages": arguments.stages, "--microbatches": arguments.microbatches}
         if missing := [option for option, value in sizes.items() if value is None]:
             raise ConfigError(
-                f"{' and '.join(missing)} must be given, or --measure RECIPE; see flax-mesh schedule --help"
+                f"{' and '.join(missing)}: required, unless --measure RECIPE is given; see flax-mesh schedule --help"
             )
         _check_search_options(arguments)
         memory = None if arguments.memory is None else _numbers("--memory", arguments.memory, int)
@@ -135,8 +143,8 @@ def _find(arguments: argparse.Namespace) -> Found:
         raise ConfigError(" ".join(str(error).split())) from error
 
 
-def _judgement(result: SearchResult) -> str:
-    gap = f"at most {result.gap:.2%} slower than the best there is (lower bound {result.lower_bound:.6g})"
+def _summary(result: SearchResult) -> str:
+    gap = f"at most {result.gap:.2%} slower than the optimum (lower bound {result.lower_bound:.6g})"
     named = "no named schedule fits this memory"
     if result.best_named is not None and result.best_named_makespan is not None:
         named = f"best named schedule that fits: {result.best_named}, makespan {result.best_named_makespan:.6g}"
@@ -167,8 +175,8 @@ def _named(arguments: argparse.Namespace, memory: Sequence[int] | None) -> Sched
     if memory is not None and any(peak > limit for peak, limit in zip(peaks, memory, strict=True)):
         least = schedule.num_stages // schedule.num_groups
         raise ConfigError(
-            f"{arguments.name} needs memory for {_listed(peaks)} activations, more than {_listed(memory)}; "
-            f"flax-mesh schedule search takes any limit of at least {least}"
+            f"{arguments.name} stores {_listed(peaks)} activations, more than --memory {_listed(memory)}; "
+            f"flax-mesh schedule search accepts any limit of at least {least}"
         )
     return schedule
 
@@ -182,13 +190,13 @@ def _check_search_options(arguments: argparse.Namespace) -> None:
     options["--whole-backward"] = arguments.whole_backward or None
     given = [option for option, value in options.items() if value is not None]
     if given and arguments.name != SEARCH:
-        raise ConfigError(f"{' '.join(given)}: only flax-mesh schedule search takes this, not {arguments.name}")
+        raise ConfigError(f"{' '.join(given)}: only flax-mesh schedule search accepts this, not {arguments.name}")
 
 
 def _costs(text: str) -> list[tuple[float, ...]]:
     costs = [_numbers("--costs", part, float) for part in text.split("/")]
     if wrong := [part for part, cost in zip(text.split("/"), costs, strict=True) if not 3 <= len(cost) <= 4]:
-        raise ConfigError(f"--costs: want F,B,W or F,B,W,T, got {' and '.join(wrong)}")
+        raise ConfigError(f"--costs must be F,B,W or F,B,W,T, got {' and '.join(wrong)}")
     return costs
 
 
@@ -196,5 +204,5 @@ def _numbers(option: str, text: str, kind: type) -> tuple:
     try:
         return tuple(kind(part) for part in text.split(","))
     except ValueError as error:
-        numbers = "whole numbers" if kind is int else "numbers"
-        raise ConfigError(f"{option}: want {numbers} joined by commas, got {text!r}") from error
+        numbers = "integers" if kind is int else "numbers"
+        raise ConfigError(f"{option} must be {numbers} joined by commas, got {text!r}") from error

@@ -1,4 +1,4 @@
-"""`flax-mesh train`: train from a recipe, alone or as one of several processes."""
+"""`flax-mesh train`: train a recipe, in one process or as one of several."""
 
 import argparse
 import atexit
@@ -12,48 +12,57 @@ from typing import Any
 
 import jax
 
-from flax_mesh.cli.common import DONE, STOPPED, add_recipe, config_of, tell_failure, use_platform
+from flax_mesh.cli.common import DONE, STOPPED, add_recipe, config_of, report_failure, use_platform
 from flax_mesh.errors import ConfigError
-from flax_mesh.processes import Watch, parse_processes, start_processes
-from flax_mesh.train import TrainResult, to_lines, train
+from flax_mesh.processes import Watch, start_processes
+from flax_mesh.processes.start import parse_processes
+from flax_mesh.train import TrainResult, train
 from flax_mesh.train.checks import check_config
 from flax_mesh.train.metrics import Row
+from flax_mesh.train.overrides import to_lines
 
 STEP_TIMEOUT_S = 1800.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Train from a recipe. Run again, the same command resumes."
+    parser.description = "Train a recipe. The same command run again resumes from the newest valid checkpoint."
     parser.epilog = (
-        "Exit codes: 0 done, 1 unexpected error or a checkpoint that could not be written, 2 bad input, "
-        "3 no checkpoint is whole, 4 stopped by a signal after saving, "
-        "5 another process was lost or no step ended in time."
+        "Exit codes: 0 success, 1 unexpected error or a checkpoint that could not be written, 2 invalid input, "
+        "3 all checkpoints are damaged, 4 stopped by a signal after saving, "
+        "5 another process was lost or a step timed out."
     )
     add_recipe(parser)
-    parser.add_argument("--print-config", action="store_true", help="print the whole config, as @FILE reads it")
-    parser.add_argument("--restart", action="store_true", help="start over in a new folder beside run.folder")
     parser.add_argument(
-        "--allow-changes", action="store_true", help="resume although settings that change the result differ"
+        "--print-config", action="store_true", help="print all settings, in the format that @FILE reads, and exit"
+    )
+    parser.add_argument("--restart", action="store_true", help="start a new run in a new folder beside run.folder")
+    parser.add_argument(
+        "--allow-changes",
+        action="store_true",
+        help="resume even if settings that change the result differ from the checkpoint's",
     )
     parser.add_argument(
-        "--trace", metavar="FILE.json", help="of a pipeline: when each action of the third step ran, and a picture"
+        "--trace",
+        metavar="FILE.json",
+        help="write the times of all actions of a pipeline's third step, and a picture beside it",
     )
     parser.add_argument(
         "--process",
         metavar="I/N@HOST:PORT",
-        help="be process I of N, of which process 0 listens at HOST:PORT; by default as the cluster tells JAX",
+        help="run as process I of N, with process 0 listening at HOST:PORT (default: detected by JAX on a cluster)",
     )
     parser.add_argument(
         "--devices-per-process",
         type=int,
         metavar="K",
-        help="virtual CPU devices of each process; by default N of run.platform=cpu:N are divided among them",
+        help="virtual CPU devices per process (default: those of run.platform=cpu:N divided among the processes)",
     )
     parser.add_argument(
         "--step-timeout",
         type=float,
         metavar="SECONDS",
-        help="end with all stacks and code 5 when no step ends for so long; 1800 with several processes, else none",
+        help="if no step ends for this long, print all stacks and exit with code 5 "
+        "(default: 1800 with several processes, else no timeout)",
     )
 
 
@@ -69,12 +78,12 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         raise ConfigError(problems)
     count = start_processes(parse_processes(arguments.process) if arguments.process else None)
     use_platform(devices_of_process(config.run.platform, count, arguments.devices_per_process))
-    atexit.register(gc.freeze)  # else Python's last collection, of all that a run has made, takes most of a second
+    atexit.register(gc.freeze)  # otherwise the garbage collection at exit takes most of a second
     first, limit = jax.process_index() == 0, arguments.step_timeout or (STEP_TIMEOUT_S if count > 1 else None)
     with (
         _display(config.run.steps) as display,
         _signals(display.say) as should_stop,
-        Watch(tell_failure, limit) as watch,
+        Watch(report_failure, limit) as watch,
     ):
         result = train(
             config,
@@ -93,33 +102,33 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def devices_of_process(platform: str, count: int, devices: int | None) -> str:
-    """`run.platform` of one of `count` processes: its share of cpu:N, or cpu:`devices` if that is given."""
+    """`run.platform` of one of `count` processes: cpu:`devices` if given, else its share of cpu:N."""
     name, _, total = platform.partition(":")
     if devices is not None:
         if name not in ("cpu", "auto"):
-            raise ConfigError(f"--devices-per-process is for virtual CPU devices, and run.platform={platform}")
+            raise ConfigError(f"--devices-per-process requires run.platform=cpu or auto, got run.platform={platform}")
         return f"cpu:{devices}"
     if not total or count == 1:
         return platform
     if int(total) % count:
         raise ConfigError(
-            f"run.platform={platform} cannot be divided among {count} processes; give --devices-per-process, or a "
-            "multiple"
+            f"run.platform={platform} cannot be divided among {count} processes; use a multiple of {count}, or set "
+            "--devices-per-process"
         )
     return f"cpu:{int(total) // count}"
 
 
 def same_command(argv: Sequence[str], process: str | None) -> list[str]:
-    """The arguments that run `argv` again, by `launch` if the process was launched."""
-    kept = [text for text in argv if not text.startswith(("--process=", "--devices-per-process="))]
+    """The arguments that repeat `argv`, by `launch` if this process was started by it."""
+    remaining = [text for text in argv if not text.startswith(("--process=", "--devices-per-process="))]
     if process is None:
-        return kept
+        return remaining
     devices = [text for text in argv if text.startswith("--devices-per-process=")]
-    return ["launch", "-n", str(parse_processes(process).count), *devices, "--", *kept]
+    return ["launch", "-n", str(parse_processes(process).count), *devices, "--", *remaining]
 
 
 class _Display:
-    """Prints a line per step, above a progress bar if the output is a terminal."""
+    """Prints one line per step, above a progress bar if the output is a terminal."""
 
     def __init__(self, progress: Any, task: Any):
         self._progress, self._task = progress, task
@@ -160,13 +169,15 @@ def _display(steps: int) -> Iterator[_Display]:
 
 @contextmanager
 def _signals(say: Any) -> Iterator[Any]:
-    """SIGTERM and the first SIGINT ask the run to save and stop; a SIGINT after that ends the process at once."""
+    """SIGTERM and the first SIGINT request that the run saves and stops. A second SIGINT ends the process at once."""
     received: list[int] = []
 
     def on_signal(number: int, frame: object) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the kernel's: a handler in Python waits for compiled code
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Python handler would have to wait for compiled code
         received.append(number)
-        os.write(2, f"\n{signal.Signals(number).name}: saving after this step\n".encode())  # safe in a handler
+        os.write(
+            2, f"\n{signal.Signals(number).name}: saving after this step\n".encode()
+        )  # async-signal-safe, unlike print
 
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = {number: signal.signal(number, on_signal) for number in numbers}
@@ -183,8 +194,8 @@ def _print_result(result: TrainResult, argv: Sequence[str], steps: int) -> None:
         print(f"held-out: {row['bits_per_byte']:.3f} bits per byte at step {result.step}")
     if result.sample:
         print(f"sample, after the first bytes of the held-out text:\n{result.sample}\n")
-    kept = [a for a in argv if a != "--restart" and not a.startswith(("run.folder=", "run.steps="))]
-    command = shlex.join(["flax-mesh", *kept, f"run.folder={result.folder}"])
+    repeated = [a for a in argv if a != "--restart" and not a.startswith(("run.folder=", "run.steps="))]
+    command = shlex.join(["flax-mesh", *repeated, f"run.folder={result.folder}"])
     print(f"{result.status} at step {result.step}; metrics and checkpoints: {result.folder}")
     if result.status == "stopped":
         print(f"resume: {command} run.steps={steps}")

@@ -1,7 +1,7 @@
-"""The mesh in context: which one it is, its axes and their sizes, and where a device stands inside `shard_map`.
+"""The current mesh, its axes and their sizes, and the index of a device inside `shard_map`.
 
-JAX keeps two mesh contexts that do not see each other: `jax.set_mesh` (the one to use) and the legacy `with mesh:`.
-Everything here sees both, the first before the second. Both belong to a thread: a new thread starts without a mesh.
+JAX has two independent mesh contexts: `jax.set_mesh` (recommended) and the legacy `with mesh:`. The functions here use
+the first if it is set, otherwise the second. Both are thread-local: a new thread starts without a mesh.
 """
 
 import math
@@ -16,54 +16,55 @@ AnyMesh = Mesh | AbstractMesh
 
 
 class NoMeshError(AssertionError):
-    """No mesh is in context where one is needed."""
+    """There is no mesh in context, but one is required."""
 
 
 def current_mesh() -> AnyMesh | None:
     """The mesh in context, or None.
 
-    Outside a trace: the `Mesh` of `jax.set_mesh`, else that of the legacy `with mesh:`. Inside jit, `shard_map` or
-    `eval_shape`, under `jax.set_mesh`: the `AbstractMesh` of the trace, whose axis types show what is Manual there;
-    a trace holds no devices. Under `jax.sharding.use_abstract_mesh`: that AbstractMesh.
+    Outside a trace: the `Mesh` of `jax.set_mesh`, otherwise that of the legacy `with mesh:`. Inside jit, `shard_map` or
+    `eval_shape` under `jax.set_mesh`: the `AbstractMesh` of the trace, because a trace has no devices; its axis types
+    mark the axes that are Manual there. Under `jax.sharding.use_abstract_mesh`: that AbstractMesh.
     """
     abstract = jax.sharding.get_abstract_mesh()
     if abstract.empty:
         return legacy_mesh()
     try:
         concrete = jax.sharding.get_mesh()
-    except ValueError:  # inside a trace JAX hands out the abstract mesh alone
+    except ValueError:  # inside a trace JAX provides only the abstract mesh
         return abstract
     return concrete if not concrete.empty and concrete.abstract_mesh == abstract else abstract
 
 
 def get_incontext_mesh() -> AnyMesh:
-    """As `current_mesh`; NoMeshError, an AssertionError, where there is none."""
+    """As `current_mesh`, but raises NoMeshError (an AssertionError) if there is no mesh."""
     mesh = current_mesh()
     if mesh is None:
         raise NoMeshError(
-            "No mesh is in context. Enter one around this call, `with jax.set_mesh(mesh):`, or pass the mesh itself. "
-            "Mesh contexts belong to a thread: a thread that you start must enter the mesh again."
+            "No mesh is in context. Wrap this call in `with jax.set_mesh(mesh):`, or pass the mesh as an argument. "
+            "Mesh contexts are thread-local: enter the mesh again in every thread that you start."
         )
     return mesh
 
 
 def names_in_current_mesh(*names: str) -> bool:
-    """Whether the mesh in context has all these axes; False without a mesh, unless no name is asked for."""
+    """Whether the mesh in context has all these axes. Without a mesh: False, unless `names` is empty."""
     mesh = current_mesh()
     return set(names) <= set(() if mesh is None else mesh.axis_names)
 
 
 def get_mesh_axis_names(mesh: AnyMesh | None = None) -> list[str]:
-    """Axis names in mesh order, of `mesh` or of the mesh in context."""
+    """Axis names of `mesh` (default: the mesh in context), in mesh order."""
     return list((get_incontext_mesh() if mesh is None else mesh).axis_names)
 
 
 def get_axes_size_in_mesh(axis_names: str | Sequence[str], mesh: AnyMesh | None = None) -> int:
-    """Number of devices along one axis, or along several together, of `mesh` or of the mesh in context.
+    """Number of devices along one axis, or along several axes together, of `mesh` (default: the mesh in context).
 
-    KeyError names every axis that the mesh does not have; TypeError where `axis_names` is no string or list of them.
+    Raises a KeyError that lists every axis that the mesh does not have, and a TypeError if `axis_names` is not a string
+    or a sequence of strings.
 
-    >>> get_axes_size_in_mesh(("dp", "tp"), mesh)  # dp:2,tp:4
+    >>> get_axes_size_in_mesh(("dp", "tp"), jax.make_mesh((2, 4), ("dp", "tp")))
     8
     """
     names = _as_names(axis_names)
@@ -75,24 +76,24 @@ def get_axes_size_in_mesh(axis_names: str | Sequence[str], mesh: AnyMesh | None 
 
 
 def get_mesh_axis_size(axis_names: str | Sequence[str]) -> int:
-    """As `get_axes_size_in_mesh`, first of the axes that are mapped here: inside `shard_map` or `vmap(axis_name=)`.
+    """As `get_axes_size_in_mesh`, but axes that are mapped (by `shard_map` or `vmap(axis_name=)`) take precedence.
 
-    A Python int in every case, so that shapes can be made of it; 1 for no axis.
+    Always returns a Python int, so that it can be used in shapes; 1 for no axis.
     """
     sizes = []
     for name in _as_names(axis_names):
         try:
             sizes.append(int(jax.lax.axis_size(name)))
-        except NameError:  # not a mapped axis: the mesh in context knows it, or nobody does
+        except NameError:  # not a mapped axis: look it up in the mesh, which raises if it is unknown there too
             sizes.append(get_axes_size_in_mesh(name))
     return math.prod(sizes)
 
 
 def get_submesh_device_index(axis_names: str | Sequence[str]) -> jax.Array | int:
-    """Index of this device among those along `axis_names`, the first name being the most significant. 0 for no axis.
+    """Index of this device among those along `axis_names`; the first name is the most significant. 0 for no axis.
 
-    It is a value per device, so it exists only where the axes are mapped: a traced int32 scalar inside `shard_map`.
-    ValueError elsewhere.
+    The value differs per device, so it is defined only if the axes are mapped: inside `shard_map` it is a traced int32
+    scalar. Raises a ValueError elsewhere.
     """
     index = 0
     for name in (names := _as_names(axis_names)):

@@ -1,4 +1,4 @@
-"""`create_mesh`: axis sizes and names to a `jax.sharding.Mesh` over the devices at hand."""
+"""`create_mesh`: a `jax.sharding.Mesh` from axis sizes and names."""
 
 import math
 import os
@@ -24,7 +24,9 @@ from flax_mesh.mesh.shape import (
 from flax_mesh.mesh.slices import find_granules, resolve_dcn_dims
 
 AxisTypes: TypeAlias = AxisType | str | Sequence[AxisType | str] | None
-NUM_SLICES_VARIABLE = "MEGASCALE_NUM_SLICES"  # set by multislice TPU runs; the one variable that the library reads
+NUM_SLICES_VARIABLE = (
+    "MEGASCALE_NUM_SLICES"  # set by multislice TPU runs; the only environment variable that the library reads
+)
 _AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit, "manual": AxisType.Manual}
 
 
@@ -40,34 +42,54 @@ def create_mesh(
     devices: Sequence[Any] | None = None,
     num_slices: int | None = None,
 ) -> Mesh:
-    """A mesh of exactly the shape asked for; equal arguments give the same object.
+    """Creates a mesh of the given shape.
 
-    axis_dims: sizes; one -1 takes what is left. The last axis is the busiest: it gets the best links.
-    dcn_mesh_dims: how many slices (or hosts) each axis spans; one -1. By default pp, then dp, then fsdp take them.
-    should_sort_granules_by_key: slices in the order of their index; False: in the order of `devices`.
-    allow_split_physical_axes: let two mesh axes share one side of the torus.
-    backend: whose devices, by default those of the default backend.
-    use_jax: by `jax.make_mesh`, where there is one slice and one process.
-    axis_types: "auto" (default), "explicit", "manual" or AxisType; one for all axes, or one per axis.
-    devices: a subset of the devices; their order does not matter.
-    num_slices: where the devices do not know their slice. On TPU MEGASCALE_NUM_SLICES is read in that case.
+    Mesh axes are laid out over the network so that the last axis, which should have the most traffic, gets the fastest
+    links. On TPU this is JAX's assignment of mesh axes to the torus, unless `torus.assign` finds a strictly better one.
+    Several slices, or hosts without a fast network between them, are connected by the slow network (DCN); the axes pp,
+    dp and fsdp are split over it first. Equal arguments return the same object, so repeated calls are cheap.
 
-    ValueError for sizes that do not fit (naming what would), duplicate names, wrong axis types, devices that form no
-    torus; NotImplementedError where a side of the torus must be split and may not. Warns with `SlowNetworkWarning`
-    where only ep, sp or tp could take the slow network.
+    Args:
+        axis_dims: The size of each axis; one of them may be -1, which is inferred from the number of devices.
+        axis_names: The name of each axis. Default: dp, fsdp, ep, tp, sp, with all devices on fsdp.
+        dcn_mesh_dims: The number of slices (or hosts) that each axis spans; one of them may be -1. Default: chosen
+            in the order pp, dp, fsdp, axes with other names, ep, sp, tp.
+        should_sort_granules_by_key: Order slices by their index. If False, by their first device in `devices`.
+        allow_split_physical_axes: Allow several mesh axes to share one physical axis of the torus.
+        backend: The platform of the devices ("cpu", "gpu", "tpu"). Default: JAX's default backend.
+        use_jax: Use `jax.make_mesh` if there is a single slice and a single process.
+        axis_types: "auto" (default), "explicit", "manual" or a `jax.sharding.AxisType`; one for all axes or one each.
+        devices: The devices to use, in any order. Default: all devices of the backend.
+        num_slices: The number of slices, if the devices have no slice index. On TPU the default is then the environment
+            variable MEGASCALE_NUM_SLICES.
 
-    >>> create_mesh((2, -1), ("dp", "tp")).shape  # 8 devices
-    OrderedDict({'dp': 2, 'tp': 4})
+    Returns:
+        A `jax.sharding.Mesh` with `devices.shape` equal to `axis_dims`, with -1 filled in.
+
+    Raises:
+        ValueError: The sizes do not match the number of devices (the message lists sizes that do), names or devices are
+            not unique, an axis type is invalid, or the devices do not form a torus.
+        NotImplementedError: A physical axis would have to be split, and `allow_split_physical_axes` is False.
+
+    Warns:
+        SlowNetworkWarning: ep, sp or tp had to be split over the slow network.
+
+    Example:
+        >>> mesh = fm.create_mesh((2, -1), ("dp", "tp"))  # on 8 devices
+        >>> dict(mesh.shape)
+        {'dp': 2, 'tp': 4}
+        >>> fm.create_mesh((2, 4), ("dp", "tp")) is mesh
+        True
     """
     if devices is None:
         client = _client(backend)
-        # The number of a client is a quick key, and a safe one: the cached mesh keeps its client alive.
+        # The id of a client is fast to hash, and cannot be reused: the cached mesh keeps its client alive.
         source = id(client)
         environment = _slices_in_environment(client.devices()) if _is_tpu(client) else None
     else:
         source = tuple(devices)
         environment = _slices_in_environment(source)
-    # Tuples make the key hashable and a list equal to a tuple; what is in them is checked once, in _cached_mesh.
+    # With tuples the key is hashable, and lists equal tuples. Their contents are checked once, in _cached_mesh.
     return _cached_mesh(
         axis_dims if type(axis_dims) is tuple else _as_tuple(axis_dims),
         axis_names if type(axis_names) is tuple else _as_tuple(axis_names),
@@ -107,10 +129,10 @@ def _cached_mesh(
         num_slices, origin = _parse_environment(environment), NUM_SLICES_VARIABLE
     granules, granule = find_granules(devices, num_slices, source=origin, dcn_mesh_dims=dcn_mesh_dims, sort=sort)
     kind = devices[0].device_kind
-    cuts = resolve_dcn_dims(dims, names, len(granules), granule, dcn_mesh_dims=dcn_mesh_dims, kind=kind)
+    dcn_dims = resolve_dcn_dims(dims, names, len(granules), granule, dcn_mesh_dims=dcn_mesh_dims, kind=kind)
     if len(granules) > 1:
-        inner = tuple(size // cut for size, cut in zip(dims, cuts, strict=True))
-        array = hybrid_mesh_of(granules, inner, cuts, allow_split_physical_axes=allow_split)
+        inner = tuple(size // dcn for size, dcn in zip(dims, dcn_dims, strict=True))
+        array = hybrid_mesh_of(granules, inner, dcn_dims, allow_split_physical_axes=allow_split)
     elif use_jax and len({device.process_index for device in devices}) == 1:
         return jax.make_mesh(dims, names, axis_types=types, devices=devices)
     else:
@@ -119,7 +141,7 @@ def _cached_mesh(
 
 
 def normalize_axis_types(axis_types: AxisTypes, names: Sequence[str]) -> tuple[AxisType, ...]:
-    """One AxisType per axis; None means Auto. ValueError for a wrong string or count, TypeError for a wrong type."""
+    """One AxisType per axis; None means Auto. ValueError for an invalid string or count, TypeError for a wrong type."""
     if axis_types is None or isinstance(axis_types, str | AxisType):
         given = [axis_types or AxisType.Auto] * len(names)
     elif isinstance(axis_types, Sequence):
@@ -129,24 +151,25 @@ def normalize_axis_types(axis_types: AxisTypes, names: Sequence[str]) -> tuple[A
     if len(given) != len(names):
         raise ValueError(
             f"axis_types has {len(given)} entries {tuple(given)} for {len(names)} axes {tuple(names)}. "
-            "Give one for all, or one per axis."
+            "Pass one for all axes, or one per axis."
         )
     wrong = [repr(entry) for entry in given if not isinstance(entry, str | AxisType)]
     if wrong:
-        raise TypeError(f"axis_types must hold AxisType or strings, got {', '.join(wrong)}.")
+        raise TypeError(f"axis_types must contain AxisType values or strings, got {', '.join(wrong)}.")
     unknown = [repr(entry) for entry in given if isinstance(entry, str) and entry.strip().lower() not in _AXIS_TYPES]
     if unknown:
-        raise ValueError(f"axis_types must be of {', '.join(_AXIS_TYPES)}, got {', '.join(unknown)}.")
+        raise ValueError(f"axis_types must be one of {', '.join(_AXIS_TYPES)}, got {', '.join(unknown)}.")
     return tuple(_AXIS_TYPES[entry.strip().lower()] if isinstance(entry, str) else entry for entry in given)
 
 
 def calculate_host_mesh_shape(
     global_mesh_shape: Sequence[int], total_devices: int | None = None, num_processes: int | None = None
 ) -> tuple[int, ...]:
-    """Shape of the block of a mesh that one process holds, when equal blocks are cut from the leading axes first.
+    """Shape of the block of a mesh that each process owns if the mesh is split evenly, leading axes first.
 
-    `total_devices` counts the devices of one process (default: of this one), `num_processes` the processes (default:
-    of this run). A split is found wherever one exists; ValueError where the sizes do not multiply to all devices.
+    `total_devices` is the number of devices per process (default: of this one), `num_processes` the number of processes
+    (default: of this run). Finds a split whenever one exists. Raises a ValueError if the product of the sizes is not
+    the total number of devices.
 
     >>> calculate_host_mesh_shape((4, 6), total_devices=4, num_processes=6)
     (2, 2)
@@ -154,19 +177,19 @@ def calculate_host_mesh_shape(
     per_process = jax.local_device_count() if total_devices is None else total_devices
     processes = jax.process_count() if num_processes is None else num_processes
     shape = tuple(int(size) for size in global_mesh_shape)
-    cuts = split_between_hosts(shape, processes)
-    if cuts is None or math.prod(shape) != per_process * processes:
+    splits = split_between_hosts(shape, processes)
+    if splits is None or math.prod(shape) != per_process * processes:
         raise ValueError(
-            f"Mesh shape {shape} holds {math.prod(shape)} devices, but {processes} processes of "
-            f"{per_process} devices have {per_process * processes}. The sizes must multiply to that number."
+            f"Mesh shape {shape} has {math.prod(shape)} devices, but {processes} processes with {per_process} devices "
+            f"each have {per_process * processes}. The sizes must multiply to that number."
         )
-    return tuple(size // cut for size, cut in zip(shape, cuts, strict=True))
+    return tuple(size // split for size, split in zip(shape, splits, strict=True))
 
 
 def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:
-    """`create_mesh` from `"dp:2,tp:4"` (mesh axes in the order of the string) or `"2,4"` (in the order of `names`).
+    """`create_mesh` from `"dp:2,tp:4"` (axes in the order of the string) or `"2,4"` (in the order of `names`).
 
-    The string errors are those of `parse_mesh_shape`; the sizes must fit the devices as in `create_mesh`.
+    Raises the errors of `parse_mesh_shape` for the string, and those of `create_mesh` for the sizes.
     """
     shape = parse_mesh_shape(axis_dims, names)
     return create_mesh(tuple(shape.values()), tuple(shape))
@@ -175,13 +198,13 @@ def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:
 def create_cpu_mesh(
     axis_dims: Sequence[int] = DEFAULT_AXIS_DIMS, axis_names: Sequence[str] = DEFAULT_AXIS_NAMES
 ) -> Mesh:
-    """`create_mesh` over the CPU devices, also where the default backend is another."""
+    """`create_mesh` over the CPU devices, whatever the default backend is."""
     return create_mesh(axis_dims, axis_names, backend="cpu")
 
 
 @contextmanager
 def force_cpu() -> Iterator[Any]:
-    """New arrays and uncommitted computations go to the first local CPU device, which is yielded."""
+    """Places new arrays and uncommitted computations on the first local CPU device, and yields that device."""
     device = jax.local_devices(backend="cpu")[0]
     with jax.default_device(device):
         yield device
@@ -189,7 +212,7 @@ def force_cpu() -> Iterator[Any]:
 
 @contextmanager
 def cpu_context() -> Iterator[Mesh]:
-    """`create_cpu_mesh()` entered with `jax.set_mesh`, within `force_cpu`; yields the mesh."""
+    """Enters `create_cpu_mesh()` with `jax.set_mesh`, inside `force_cpu`; yields the mesh."""
     mesh = create_cpu_mesh()
     with force_cpu(), jax.set_mesh(mesh):
         yield mesh
@@ -204,16 +227,16 @@ def _client(backend: str | None) -> Any:
 
 @lru_cache(maxsize=8)
 def _is_tpu(client: Any) -> bool:
-    return client.platform == "tpu"  # asking the client each time costs a fifth of a cached create_mesh
+    return client.platform == "tpu"  # uncached, this is a fifth of the time of a cached create_mesh
 
 
 def _as_tuple(values: Any) -> Any:
-    """A tuple of a sequence; a string or what is no sequence stays, for the checks to name it."""
+    """A tuple of a sequence; strings and other values are returned unchanged, so that the checks can report them."""
     return tuple(values) if hasattr(values, "__iter__") and not isinstance(values, str) else values
 
 
 def _slices_in_environment(devices: Sequence[Any]) -> str | None:
-    """MEGASCALE_NUM_SLICES where the devices are TPUs that do not know their slice, else None."""
+    """MEGASCALE_NUM_SLICES if the devices are TPUs without a slice index, else None."""
     if not devices or devices[0].platform != "tpu":
         return None
     if all(getattr(device, "slice_index", None) is not None for device in devices):
@@ -229,16 +252,18 @@ def _parse_environment(text: str) -> int:
 
 def _checked(devices: tuple[Any, ...], backend: str | None) -> list[Any]:
     if not devices:
-        raise ValueError("devices is empty. Leave it out to use all devices.")
+        raise ValueError("devices is empty. Omit it to use all devices.")
     twice = [str(device) for device, count in Counter(devices).items() if count > 1]
     if twice:
-        raise ValueError(f"devices must differ, but it holds {', '.join(twice)} more than once.")
-    platforms = sorted({device.platform for device in devices})
-    wanted = platforms[:1] if backend is None else [_client(backend).platform]
-    if platforms != wanted:
-        asked = "" if backend is None else f", but backend={backend!r}"
         raise ValueError(
-            f"devices are of platform {', '.join(platforms)}{asked}. "
-            "A mesh holds devices of one platform: pass those, without backend."
+            f"devices must be unique, but {', '.join(twice)} appears more than once. Remove the duplicates."
+        )
+    platforms = sorted({device.platform for device in devices})
+    expected = platforms[:1] if backend is None else [_client(backend).platform]
+    if platforms != expected:
+        requested = "" if backend is None else f", but backend={backend!r}"
+        raise ValueError(
+            f"devices are of platform {', '.join(platforms)}{requested}. "
+            "All devices of a mesh must be of one platform: pass only those, and omit backend."
         )
     return list(devices)

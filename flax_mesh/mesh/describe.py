@@ -1,4 +1,4 @@
-"""What a mesh got: physical axes, rings or lines, what crosses the slow network. Read from its devices alone."""
+"""The layout of a mesh: physical axes, rings or lines, axes over the slow network. Computed from its devices only."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,35 +10,31 @@ from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.mesh.shape import format_mesh_shape
 from flax_mesh.mesh.slices import find_granules
-from flax_mesh.mesh.torus import (
+from flax_mesh.mesh.torus.assign import (
     DEFAULT_BYTES,
-    Assignment,
-    Torus,
-    arrange,
     assignment_cost,
     axis_phases,
     gather_seconds,
     is_better,
-    known_assignment,
-    mean_hops,
-    physical_mesh,
     strides_of,
 )
+from flax_mesh.mesh.torus.torus import Assignment, Torus, arrange, known_assignment, mean_hops, physical_mesh
 from flax_mesh.text import plural, table_text
 
-PICTURE_LIMIT = 64  # devices of a slice up to which the text draws all planes
+PICTURE_LIMIT = 64  # the text draws all planes of slices with at most this many devices
 
 
 @dataclass(frozen=True)
 class MeshLayout:
-    """How the devices of a mesh lie. `cuts` granules along each axis; `block` is the part of one granule.
+    """The layout of the devices of a mesh: `splits` granules along each axis, each of which owns a block like `block`.
 
-    `torus`, `points` (coordinates of the block, [..., physical axis]) and `hops` are None off a torus, with the reason
-    in `why_no_torus`; `assignment` is None where the block is in a ring order, or in none that an assignment makes.
+    `torus`, `points` (coordinates of the block, [..., physical axis]) and `hops` are None if the devices do not form a
+    torus, and `why_no_torus` is the reason. `assignment` is None for ring orders and for all other orders that do not
+    follow from an assignment.
     """
 
     granule: str
-    cuts: tuple[int, ...]
+    splits: tuple[int, ...]
     block: np.ndarray
     torus: Torus | None = None
     points: np.ndarray | None = None
@@ -48,50 +44,49 @@ class MeshLayout:
 
 
 def read_layout(mesh: Mesh) -> MeshLayout:
-    """The layout of a mesh, however it was made."""
     devices = np.asarray(mesh.devices)
-    granule, cuts = _granules(devices)
-    block = devices[tuple(slice(size // cut) for size, cut in zip(devices.shape, cuts, strict=True))]
+    granule, splits = _granules(devices)
+    block = devices[tuple(slice(size // split) for size, split in zip(devices.shape, splits, strict=True))]
     flat = list(block.flat)
     if flat[0].platform != "tpu":
-        why = f"{flat[0].platform} devices form no torus, all links count alike"
-        return MeshLayout(granule, cuts, block, why_no_torus=why)
+        why = f"{flat[0].platform} devices do not form a torus, so all links are treated as equal"
+        return MeshLayout(granule, splits, block, why_no_torus=why)
     try:
         physical, torus = physical_mesh(flat)
     except ValueError as error:
-        return MeshLayout(granule, cuts, block, why_no_torus=str(error))
-    place = {id(device): where for where, device in np.ndenumerate(physical)}
-    points = np.array([place[id(device)] for device in flat]).reshape(*block.shape, len(torus.shape))
+        return MeshLayout(granule, splits, block, why_no_torus=str(error))
+    coords = {id(device): index for index, device in np.ndenumerate(physical)}
+    points = np.array([coords[id(device)] for device in flat]).reshape(*block.shape, len(torus.shape))
     assignment = _assignment_of(points, torus)
     if assignment is not None and not np.array_equal(_ids(arrange(physical, assignment)), _ids(block)):
         assignment = None
-    return MeshLayout(granule, cuts, block, torus, points, mean_hops(points, torus), assignment)
+    return MeshLayout(granule, splits, block, torus, points, mean_hops(points, torus), assignment)
 
 
 def describe_mesh(mesh: Mesh | AbstractMesh) -> str:
-    """Text for a terminal: where each mesh axis lies (ring or line, slices), whose assignment it is, and a picture.
+    """Text for a terminal: the placement of each mesh axis (ring or line, slices), how it was chosen, and a drawing.
 
-    hops: mean ICI hops between ring neighbours. gather, GB/s: a gather of 64 MiB along the axis, see `gather_seconds`.
-
-    An AbstractMesh has no devices: its shape and axis types are all there is to say.
+    The column hops is the mean number of ICI hops between ring neighbors; the columns gather and GB/s are the predicted
+    time and rate of a gather of 64 MiB along the axis (`gather_seconds`). For an AbstractMesh, which has no devices,
+    the text is only its shape and axis types.
     """
     types = sorted({str(kind).removeprefix("AxisType.").lower() for kind in mesh.axis_types})
     sizes = tuple(mesh.shape.values())
     head = f"mesh {format_mesh_shape(mesh.axis_names, sizes)}, {mesh.size} devices, axis types {', '.join(types)}"
     if isinstance(mesh, AbstractMesh):
-        return f"{head}\nan abstract mesh: no devices, so no layout"
+        return f"{head}\nan abstract mesh: it has no devices, so there is no layout"
     layout = read_layout(mesh)
-    lines = [head, _where(mesh, layout), "", _axes_table(mesh, layout)]
+    lines = [head, _summary(mesh, layout), "", _axes_table(mesh, layout)]
     if layout.torus is not None:
-        lines += ["", _verdict(layout, mesh.axis_names)]
-    return "\n".join([*lines, "", *_picture(mesh, layout)])
+        lines += ["", _assignment_text(layout, mesh.axis_names)]
+    return "\n".join([*lines, "", *_drawing(mesh, layout)])
 
 
 def place_texts(layout: MeshLayout) -> list[str]:
-    """Per mesh axis where it lies: `2 slices over DCN, x 4 ring, y 2 of 4`; "-" for an axis of one device."""
+    """The placement of each mesh axis: `2 slices over DCN, x 4 ring, y 2 of 4`; "-" for an axis of one device."""
     texts = []
-    for axis, cut in enumerate(layout.cuts):
-        parts = [f"{cut} {plural(layout.granule, cut)} over DCN"] if cut > 1 else []
+    for axis, split in enumerate(layout.splits):
+        parts = [f"{split} {plural(layout.granule, split)} over DCN"] if split > 1 else []
         if layout.assignment is not None and layout.torus is not None:
             parts += _factor_texts(layout.torus, layout.assignment, axis)
         elif layout.block.shape[axis] > 1:
@@ -101,20 +96,20 @@ def place_texts(layout: MeshLayout) -> list[str]:
 
 
 def _granules(devices: np.ndarray) -> tuple[str, tuple[int, ...]]:
-    """What a granule is, and how many of them each axis spans: 1 + its changes along the axis."""
+    """The kind of granule, and how many granules each axis spans: 1 + the number of changes along the axis."""
     groups, granule = find_granules(list(devices.flat))
     number = {device: i for i, group in enumerate(groups) for device in group}
     grid = np.array([number[device] for device in devices.flat]).reshape(devices.shape)
-    cuts = []
+    splits = []
     for axis, size in enumerate(devices.shape):
         line = np.moveaxis(grid, axis, 0).reshape(size, -1)
-        cuts.append(1 + int(sum((line[i] != line[i - 1]).any() for i in range(1, size))))
-    even = all(size % cut == 0 for size, cut in zip(devices.shape, cuts, strict=True))
-    return granule, tuple(cuts) if even else devices.shape
+        splits.append(1 + int(sum((line[i] != line[i - 1]).any() for i in range(1, size))))
+    even = all(size % split == 0 for size, split in zip(devices.shape, splits, strict=True))
+    return granule, tuple(splits) if even else devices.shape
 
 
 def _assignment_of(points: np.ndarray, torus: Torus) -> Assignment | None:
-    """The factors seen along each mesh axis, if they multiply to both shapes."""
+    """The number of distinct coordinates along each mesh axis, if these factors multiply to both shapes."""
     columns = []
     for axis, size in enumerate(points.shape[:-1]):
         line = np.moveaxis(points, axis, 0).reshape(size, -1, len(torus.shape))[:, 0]
@@ -141,8 +136,8 @@ def _factor_texts(torus: Torus, assignment: Assignment, axis: int) -> list[str]:
 
 
 def _axes_table(mesh: Mesh, layout: MeshLayout) -> str:
-    """A row per axis; columns of which nothing is known are left out."""
-    heads, rows = ("axis", "size", "where", "hops", "gather 64 MiB", "GB/s"), []
+    """One row per axis; empty columns are omitted."""
+    heads, rows = ("axis", "size", "placement", "hops", "gather 64 MiB", "GB/s"), []
     for axis, (name, place) in enumerate(zip(mesh.axis_names, place_texts(layout), strict=True)):
         size = mesh.devices.shape[axis]
         hops = "" if layout.hops is None or layout.block.shape[axis] == 1 else f"{layout.hops[axis]:.3g}"
@@ -150,8 +145,8 @@ def _axes_table(mesh: Mesh, layout: MeshLayout) -> str:
         time = f"{seconds * 1e3:.3g} ms" if seconds else ""
         rate = f"{DEFAULT_BYTES * (size - 1) / size / seconds / 1e9:.3g}" if seconds else ""
         rows.append((name, str(size), place, hops, time, rate))
-    known = [any(column) for column in zip(*rows, strict=True)]
-    return table_text(list(compress(heads, known)), [list(compress(row, known)) for row in rows])
+    filled = [any(column) for column in zip(*rows, strict=True)]
+    return table_text(list(compress(heads, filled)), [list(compress(row, filled)) for row in rows])
 
 
 def _seconds(layout: MeshLayout, axis: int) -> float:
@@ -159,35 +154,37 @@ def _seconds(layout: MeshLayout, axis: int) -> float:
         return 0.0
     factors = [row[axis] for row in layout.assignment]
     strides = [row[axis] for row in strides_of(layout.assignment)]
-    return gather_seconds(axis_phases(layout.torus, factors, strides, layout.cuts[axis]))
+    return gather_seconds(axis_phases(layout.torus, factors, strides, layout.splits[axis]))
 
 
-def _where(mesh: Mesh, layout: MeshLayout) -> str:
-    num_granules = int(np.prod(layout.cuts))
+def _summary(mesh: Mesh, layout: MeshLayout) -> str:
+    num_granules = int(np.prod(layout.splits))
     if layout.torus is not None:
         processes = len({device.process_index for device in mesh.devices.flat})
         hosts = f"{processes} {plural('process', processes)}"
         return f"{num_granules} {plural('slice', num_granules)} of {layout.torus}; {hosts}"
-    each = f"{layout.block.size} devices in each of {num_granules} {plural(layout.granule, num_granules)}"
-    return f"{each}; {layout.why_no_torus}"
+    granules = f"{num_granules} {plural(layout.granule, num_granules)}"
+    return f"{granules} with {layout.block.size} devices{' each' if num_granules > 1 else ''}; {layout.why_no_torus}"
 
 
-def _verdict(layout: MeshLayout, names: Sequence[str]) -> str:
+def _assignment_text(layout: MeshLayout, names: Sequence[str]) -> str:
     if layout.torus is None or layout.assignment is None:
-        return "order: the ring order of this kind of device, as in JAX, or one that no assignment of axes makes"
+        return (
+            "order: the ring order of this device kind, as in JAX, or an order that does not follow from an assignment"
+        )
     shape, ours = layout.block.shape, assignment_cost(layout.torus, layout.assignment)
-    known = []
+    jax_assignments = []
     for allow_split in (False, True):
         try:
-            known.append(known_assignment(layout.torus.shape, shape, allow_split=allow_split))
+            jax_assignments.append(known_assignment(layout.torus.shape, shape, allow_split=allow_split))
         except NotImplementedError:
             continue
-    if layout.assignment in known:
-        return "assignment: JAX's own"
-    theirs = assignment_cost(layout.torus, known[-1])
+    if layout.assignment in jax_assignments:
+        return "assignment: the same as JAX's"
+    theirs = assignment_cost(layout.torus, jax_assignments[-1])
     pairs = zip(names, ours, theirs, strict=True)
     changes = [
-        f"{name} gathers at {old.seconds / new.seconds:.2f} times the speed, hops {new.hops:.3g} for {old.hops:.3g}"
+        f"{name} gathers {old.seconds / new.seconds:.2f} times as fast, hops {new.hops:.3g} instead of {old.hops:.3g}"
         for name, new, old in pairs
         if new.seconds and not np.allclose((new.seconds, new.hops), (old.seconds, old.hops))
     ]
@@ -195,8 +192,8 @@ def _verdict(layout: MeshLayout, names: Sequence[str]) -> str:
     return f"assignment: {word}: {'; '.join(changes) or 'of equal cost'}"
 
 
-def _picture(mesh: Mesh, layout: MeshLayout) -> list[str]:
-    """Mesh indices at the place of each device: planes of y (down) and x (across), or a table off the torus."""
+def _drawing(mesh: Mesh, layout: MeshLayout) -> list[str]:
+    """The mesh indices at the position of each device: planes of y (down) and x (across), or one table."""
     shown = [axis for axis, size in enumerate(mesh.devices.shape) if size > 1] or [0]
     title = f"({', '.join(mesh.axis_names[axis] for axis in shown)})"
     label = {device: ",".join(str(index[axis]) for axis in shown) for index, device in np.ndenumerate(mesh.devices)}
@@ -210,20 +207,20 @@ def _picture(mesh: Mesh, layout: MeshLayout) -> list[str]:
         width = max(len(cell) for row in cells for cell in row)
         lines += ["  " + "  ".join(cell.ljust(width) for cell in row).rstrip() for row in cells]
     if len(planes) < len(panels):
-        lines.append(f"and {len(panels) - len(planes)} more planes; draw_mesh_svg draws all")
+        lines.append(f"and {len(panels) - len(planes)} more planes; draw_mesh_svg draws all of them")
     return lines
 
 
 def device_panels(mesh: Mesh, layout: MeshLayout) -> list[tuple[str, str, list[list[Any]]]]:
     """(granule, plane, rows of devices) for every plane of every granule: rows run along y, columns along x.
 
-    Off the torus a granule is one plane: the last axis longer than 1 runs across, the axes before it down.
+    Without a torus each granule is one plane: the last axis longer than 1 is horizontal, the axes before it vertical.
     """
     panels = []
     inner = layout.block.shape
-    for index in np.ndindex(*layout.cuts):
+    for index in np.ndindex(*layout.splits):
         part = mesh.devices[tuple(slice(i * n, (i + 1) * n) for i, n in zip(index, inner, strict=True))]
-        number = int(np.ravel_multi_index(index, layout.cuts))
+        number = int(np.ravel_multi_index(index, layout.splits))
         granule = f"{layout.granule} {number}"
         if layout.torus is None:
             columns = next((size for size in reversed(inner) if size > 1), 1)

@@ -1,4 +1,4 @@
-"""Arrays of devices in mesh order: within one slice, and over several slices or processes."""
+"""Arrays of devices in mesh order: for one slice, and for several slices or processes."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -7,10 +7,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from flax_mesh.mesh.torus import arrange, choose_assignment, known_assignment, physical_mesh, read_device, ring_order
+from flax_mesh.mesh.torus.assign import choose_assignment
+from flax_mesh.mesh.torus.rings import ring_order
+from flax_mesh.mesh.torus.torus import arrange, known_assignment, physical_mesh, read_device
 
-# Mesh shapes (axes of 1 left out) for which a permutation of the physical axes gives every process of 2x2x1 chips a
-# contiguous block of the mesh, by slice. These and no others: jax.experimental.mesh_utils knows the same.
+# Slice -> mesh shapes (without axes of 1) for which a permutation of the physical axes makes the devices of every
+# process (2x2x1 chips) a contiguous block of the mesh. The same entries as in jax.experimental.mesh_utils.
 CONTIGUOUS: dict[tuple[int, ...], dict[tuple[int, ...], tuple[int, ...]]] = {
     (2, 2, 1): {(2, 2): (0, 1, 2)},
     (2, 2, 4): {(4, 4): (0, 1, 2)},
@@ -28,14 +30,16 @@ def create_device_mesh(
     contiguous_submeshes: bool = False,
     allow_split_physical_axes: bool = False,
 ) -> np.ndarray:
-    """The devices of one slice as an array of shape `mesh_shape`, its axes ordered by rising traffic.
+    """The devices of one slice as an array of shape `mesh_shape`, whose axes are ordered by increasing traffic.
 
     TPUs are laid out along the physical axes of their torus (`torus.choose_assignment`), or in the ring order of their
-    kind; other devices stand in the order of JAX. The order in which `devices` are given does not matter.
-    `contiguous_submeshes` gives every process a contiguous block, for the few slices and shapes that allow it.
+    kind; other devices keep JAX's order. The order of `devices` does not matter. With `contiguous_submeshes` the
+    devices of every process form a contiguous block, which only a few slices and shapes allow.
 
-    ValueError: wrong number of devices, devices that fill no cuboid, a slice without contiguous sub-meshes.
-    NotImplementedError: a physical axis would have to be split, and `allow_split_physical_axes` is False.
+    Raises:
+        ValueError: The number of devices does not match, the devices do not form a cuboid, or contiguous sub-meshes are
+            not known for this slice and shape.
+        NotImplementedError: A physical axis would have to be split, and `allow_split_physical_axes` is False.
     """
     devices = jax.devices() if devices is None else list(devices)
     shape = tuple(int(size) for size in mesh_shape)
@@ -65,14 +69,15 @@ def create_hybrid_device_mesh(
     should_sort_granules_by_key: bool = True,
     allow_split_physical_axes: bool = False,
 ) -> np.ndarray:
-    """Devices of several slices as an array of shape `mesh_shape * dcn_mesh_shape`, axis by axis.
+    """The devices of several slices as an array of shape `mesh_shape * dcn_mesh_shape` (elementwise).
 
-    Slices (or processes, with `process_is_granule`) form the outer mesh `dcn_mesh_shape`, joined by the slow network;
-    within each, the devices form the inner mesh `mesh_shape`, the same coordinates at the same place in every slice.
-    Slices stand in the order of their index, or of their first device where `should_sort_granules_by_key` is False.
+    Slices (or processes, with `process_is_granule`) form the outer mesh `dcn_mesh_shape` over the slow network. The
+    devices of each slice form the inner mesh `mesh_shape`, with equal coordinates at equal positions in all slices.
+    Slices are ordered by their index, or by their first device if `should_sort_granules_by_key` is False.
 
-    ValueError: devices without a slice index, a number of slices that `dcn_mesh_shape` does not hold, slices of
-    different size, and all that `create_device_mesh` raises.
+    Raises:
+        ValueError: Devices have no slice index, the number of slices is not the product of `dcn_mesh_shape`, slices
+            differ in size, or any error of `create_device_mesh`.
     """
     devices = jax.devices() if devices is None else list(devices)
     keys = [read_device(device).process if process_is_granule else read_device(device).slice for device in devices]
@@ -93,7 +98,7 @@ def hybrid_mesh_of(
     *,
     allow_split_physical_axes: bool,
 ) -> np.ndarray:
-    """As `create_hybrid_device_mesh`, for devices that are grouped already."""
+    """As `create_hybrid_device_mesh`, for devices that are already grouped into granules."""
     inner, outer = tuple(mesh_shape), tuple(dcn_mesh_shape)
     if len(inner) != len(outer):
         raise ValueError(f"mesh_shape {inner} and dcn_mesh_shape {outer} must have one size for each mesh axis.")
@@ -105,7 +110,7 @@ def hybrid_mesh_of(
     uneven = {i: len(granule) for i, granule in enumerate(granules) if len(granule) != math.prod(inner)}
     if uneven:
         raise ValueError(
-            f"mesh_shape {inner} needs {math.prod(inner)} devices in each granule (slice or process); "
+            f"mesh_shape {inner} requires {math.prod(inner)} devices in each granule (slice or process); "
             f"found {', '.join(f'{count} in granule {i}' for i, count in uneven.items())}."
         )
     blocks = [
@@ -117,12 +122,12 @@ def hybrid_mesh_of(
 
 
 def in_jax_order(devices: Sequence[Any]) -> list[Any]:
-    """By process, then id, as `jax.devices()` lists them; GPUs by id alone, which XLA numbers by their topology."""
+    """Sorted by process, then id, as in `jax.devices()`; GPUs by id only, because XLA numbers them by topology."""
     return sorted(devices, key=lambda d: (0 if d.platform == "gpu" else d.process_index, d.id))
 
 
 def group_by_key(devices: Sequence[Any], keys: Sequence[Hashable], *, sort: bool) -> list[list[Any]]:
-    """The devices of each key; groups in the order of their keys, or of their first device."""
+    """The devices of each key; groups are ordered by key, or by first device if `sort` is False."""
     groups: dict[Any, list[Any]] = {}
     for device, key in zip(devices, keys, strict=True):
         groups.setdefault(key, []).append(device)
@@ -135,18 +140,18 @@ def _contiguous_order(topology: tuple[int, ...], shape: tuple[int, ...]) -> tupl
     if known is None:
         slices = ", ".join("x".join(map(str, sizes)) for sizes in CONTIGUOUS)
         raise ValueError(
-            f"No contiguous sub-meshes are known for the physical topology {sides}; they are for {slices}. "
+            f"No contiguous sub-meshes are known for the physical topology {sides}, only for {slices}. "
             "Pass contiguous_submeshes=False."
         )
     order = known.get(tuple(size for size in shape if size != 1))
     if order is None:
         raise ValueError(
-            f"No contiguous sub-meshes are known for mesh shape {shape} on the physical topology {sides}; there the "
-            f"shapes are {', '.join(map(str, known))}, with any axes of 1. Pass contiguous_submeshes=False."
+            f"No contiguous sub-meshes are known for mesh shape {shape} on the physical topology {sides}, only for "
+            f"{', '.join(map(str, known))}, plus axes of size 1. Pass contiguous_submeshes=False."
         )
     return order
 
 
 def _as_array(devices: Sequence[Any]) -> np.ndarray:
-    """A one-dimensional object array; `np.array` would look for sequences inside the devices."""
+    """A one-dimensional object array. `np.array` would try to iterate over the devices."""
     return np.fromiter(devices, object, len(devices))

@@ -1,4 +1,4 @@
-"""A mesh as a picture: every device at its place on the torus, coloured by the group it talks to most."""
+"""A drawing of a mesh: every device at its position on the torus, colored by its group along the busiest axis."""
 
 from colorsys import hls_to_rgb
 from functools import partial
@@ -19,9 +19,10 @@ _text = partial(svg_text, font_family="Helvetica, Arial, sans-serif")
 def draw_mesh_svg(mesh: Mesh) -> str:
     """The mesh as an SVG document.
 
-    One panel per plane of each slice, x across and y down; off a torus one panel per process. A device shows its index
-    along the mesh axes longer than 1. Devices that differ only along the busiest axis (the last one longer than 1)
-    share a colour, and lines join neighbours along it; a stub at a panel's edge is the wrap-around link of a ring.
+    There is one panel per plane of each slice (x is horizontal, y vertical), or one per slice or process if the devices
+    do not form a torus. Each device is labeled with its index along the mesh axes longer than 1. Devices that differ
+    only along the busiest axis (the last one longer than 1) have the same color, and lines connect neighbors along it.
+    A stub at the edge of a panel is the wraparound link of a ring.
     """
     layout = read_layout(mesh)
     panels = device_panels(mesh, layout)
@@ -64,7 +65,7 @@ def _device(mesh: Mesh, index: tuple[int, ...], device: Any, spots: dict[Any, tu
     group = 0
     for axis, (i, size) in enumerate(zip(index, mesh.devices.shape, strict=True)):
         group = group if axis == busiest else group * size + i
-    hue = group * 0.381966 % 1  # the golden angle: consecutive groups get distant colours
+    hue = group * 0.381966 % 1  # the golden angle: consecutive groups get clearly different colors
     fill = hex_colour([round(255 * part) for part in hls_to_rgb(hue, 0.82, 0.65)])
     _, _, _, left, upper = spots[device]
     label = ",".join(str(i) for i, size in zip(index, mesh.devices.shape, strict=True) if size > 1) or "0"
@@ -73,7 +74,7 @@ def _device(mesh: Mesh, index: tuple[int, ...], device: Any, spots: dict[Any, tu
 
 
 def _links(mesh: Mesh, layout: MeshLayout, spots: dict[Any, tuple[int, ...]], columns: int, rows: int) -> list[str]:
-    """Lines between neighbours along the busiest axis that lie in one panel; stubs where the link wraps around."""
+    """Lines between neighbors along the busiest axis in the same panel; stubs for links that wrap around."""
     lines = []
     devices = np.moveaxis(mesh.devices, _busiest(mesh), -1)
     size = devices.shape[-1]

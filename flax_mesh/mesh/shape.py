@@ -1,4 +1,4 @@
-"""Sizes and names of mesh axes: checked, inferred, read from a string, split between hosts. No devices, no jax."""
+"""Sizes and names of mesh axes: validation, inference, parsing, splitting between hosts. No devices, no JAX."""
 
 import math
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ DEFAULT_AXIS_NAMES = ("dp", "fsdp", "ep", "tp", "sp")
 
 
 def format_mesh_shape(names: Sequence[str], sizes: Sequence[int]) -> str:
-    """`dp:2,tp:1`, which `parse_mesh_shape` reads: every axis, where `text.mesh_text` leaves out those of size 1."""
+    """`dp:2,tp:1`, as parsed by `parse_mesh_shape`: all axes, while `text.mesh_text` omits those of size 1."""
     return ",".join(f"{name}:{size}" for name, size in zip(names, sizes, strict=True))
 
 
 def check_axis_names(names: Sequence[str]) -> tuple[str, ...]:
-    """The names as a tuple; ValueError unless they are non-empty strings, each used once."""
+    """The names as a tuple; raises a ValueError unless they are unique, non-empty strings."""
     if isinstance(names, str):
         raise ValueError(f"axis_names must be a sequence of names, got the string {names!r}. Write ({names!r},).")
     names = tuple(names)
@@ -22,9 +22,11 @@ def check_axis_names(names: Sequence[str]) -> tuple[str, ...]:
         raise ValueError(f"Axis names must be non-empty strings, got {', '.join(wrong)} in {names}.")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"Axis names must differ, but {names} holds {', '.join(twice)} more than once. Rename them.")
+        raise ValueError(
+            f"Axis names must be unique, but {names} contains {', '.join(twice)} more than once. Rename the duplicates."
+        )
     if not names:
-        raise ValueError("A mesh needs at least one axis; for one device write axis_dims=(1,), axis_names=('dp',).")
+        raise ValueError("A mesh requires at least one axis; for one device pass axis_dims=(1,), axis_names=('dp',).")
     return names
 
 
@@ -37,9 +39,10 @@ def resolve_dims(
     unit: str = "devices",
     advice: str = "",
 ) -> tuple[int, ...]:
-    """`dims` with its single -1 filled in, so that the product is `total`.
+    """`dims` with the -1, if any, replaced so that the product is `total`.
 
-    `what` and `unit` name the argument and the thing counted in messages; `advice` is added where the product is wrong.
+    In errors, `what` is the name of the argument and `unit` what is counted; `advice` is appended if the product does
+    not match.
 
     >>> resolve_dims((1, -1, 2), ("dp", "fsdp", "tp"), 8)
     (1, 4, 2)
@@ -47,7 +50,7 @@ def resolve_dims(
     sizes = _integers(dims, what)
     if len(sizes) != len(names):
         raise ValueError(
-            f"{what} has {len(sizes)} sizes {sizes} for {len(names)} axes {tuple(names)}. Give one size per axis."
+            f"{what} has {len(sizes)} sizes {sizes} for {len(names)} axes {tuple(names)}. Pass one size per axis."
         )
     text = format_mesh_shape(names, sizes)
     problems = [f"{name}:{size}" for name, size in zip(names, sizes, strict=True) if size == 0 or size < -1]
@@ -76,15 +79,15 @@ def resolve_dims(
 def parse_mesh_shape(text: str, names: Sequence[str], *, omitted: int | None = None) -> dict[str, int]:
     """Axis sizes from `"dp:2,tp:4"` (in the order of the string) or `"2,4"` (in the order of `names`).
 
-    Spaces and `=` are allowed, and one -1. Every axis of `names` must appear, unless `omitted` gives the size of
-    those that do not; they then follow the named ones. All mistakes of a string are reported in one ValueError.
+    Spaces, `=` instead of `:`, and one -1 are allowed. Every axis of `names` must appear, unless `omitted` is set: it
+    is the size of the missing axes, which are appended in the order of `names`. One ValueError reports all mistakes.
 
     >>> parse_mesh_shape("tp = 4, dp: -1", ("dp", "tp"))
     {'tp': 4, 'dp': -1}
     """
     names = check_axis_names(names)
     if not isinstance(text, str) or not text.strip():
-        raise ValueError(f"A mesh string must hold axis sizes, got {text!r}. {_example(names)}")
+        raise ValueError(f"A mesh string must contain axis sizes, got {text!r}. {_example(names)}")
     items = [item.strip() for item in text.split(",")]
     if not any(":" in item or "=" in item for item in items):
         return _positional(text, items, names)
@@ -109,20 +112,20 @@ def parse_mesh_shape(text: str, names: Sequence[str], *, omitted: int | None = N
 
 
 def split_between_hosts(shape: Sequence[int], num_hosts: int) -> tuple[int, ...] | None:
-    """How many ways each axis is cut so that `num_hosts` hosts hold equal blocks, leading axes first; None if it fails.
+    """How many ways each axis is split so that `num_hosts` hosts own equal blocks, leading axes first, or None.
 
-    Taking gcd(what is left, size) from each axis in turn is a complete search: every prime of `num_hosts` is taken as
-    early as any split could take it, so the result is the lexicographically largest split, and none exists
-    exactly where something is left over.
+    Taking gcd(remaining hosts, size) from each axis in turn finds a split whenever one exists: each prime factor of
+    `num_hosts` is taken from the earliest axis that has it, so the result is the lexicographically largest split, and
+    if a factor remains, no split exists.
 
     >>> split_between_hosts((4, 6), 6)
     (2, 3)
     """
-    left, cuts = num_hosts, []
+    left, splits = num_hosts, []
     for size in shape:
-        cuts.append(math.gcd(left, size))
-        left //= cuts[-1]
-    return tuple(cuts) if left == 1 else None
+        splits.append(math.gcd(left, size))
+        left //= splits[-1]
+    return tuple(splits) if left == 1 else None
 
 
 def _integers(dims: Sequence[int], what: str) -> tuple[int, ...]:
@@ -132,20 +135,20 @@ def _integers(dims: Sequence[int], what: str) -> tuple[int, ...]:
         raise ValueError(f"{what} must be a sequence of integers, got {dims!r}.") from None
     wrong = [repr(size) for size in sizes if not hasattr(size, "__index__") or isinstance(size, bool)]
     if wrong:
-        raise ValueError(f"{what} must hold integers, got {', '.join(wrong)} in {sizes}.")
+        raise ValueError(f"{what} must contain integers, got {', '.join(wrong)} in {sizes}.")
     return tuple(int(size) for size in sizes)
 
 
 def _repair(sizes: Sequence[int], names: Sequence[str], total: int) -> str:
-    """The changes of one size that would make the product right."""
-    works = []
+    """The changes of a single size that make the product match."""
+    repairs = []
     for i, size in enumerate(sizes):
         others = math.prod(other for j, other in enumerate(sizes) if j != i and other != -1)
         if -1 not in sizes and total % others == 0:
-            works.append(f"{names[i]}:{total // others}")
+            repairs.append(f"{names[i]}:{total // others}")
         elif -1 in sizes and size > 1:
-            works += [f"{names[i]}:{d}" for d in range(size - 1, 0, -1) if total % (others * d) == 0][:1]
-    return f"What works, one at a time: {', '.join(works)}." if works else f"Sizes must multiply to {total}."
+            repairs += [f"{names[i]}:{d}" for d in range(size - 1, 0, -1) if total % (others * d) == 0][:1]
+    return f"Valid changes of one size: {', '.join(repairs)}." if repairs else f"Sizes must multiply to {total}."
 
 
 def _positional(text: str, items: list[str], names: tuple[str, ...]) -> dict[str, int]:

@@ -6,6 +6,3 @@ from flax_mesh.models.decoder import flops_per_token as flops_per_token
 from flax_mesh.models.decoder import make_decoder as make_decoder
 from flax_mesh.models.decoder import next_token_loss as next_token_loss
 from flax_mesh.models.decoder import sample as sample
-from flax_mesh.models.moe import MoE as MoE
-from flax_mesh.models.moe import router_losses as router_losses
-from flax_mesh.models.rotary import RopeScaling as RopeScaling

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from flax_mesh.axes import PartitionAxis, as_tuple
-from flax_mesh.mesh import current_mesh
+from flax_mesh.mesh.context import current_mesh
 from flax_mesh.models.matmul import dot_float32
-from flax_mesh.sharding import constrain, with_sharding_constraint
+from flax_mesh.sharding.constrain import constrain, with_sharding_constraint
 
 
 def project(x_BSD: jax.Array, weights_DV: jax.Array, axes: PartitionAxis, mode: Any = "train") -> jax.Array:

@@ -17,12 +17,13 @@ from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.axes import Mode, PartitionAxis
 from flax_mesh.errors import ConfigError
-from flax_mesh.mesh import current_mesh
+from flax_mesh.mesh.context import current_mesh
 from flax_mesh.models.cross_entropy import cross_entropy, project
 from flax_mesh.models.matmul import dot_float32
 from flax_mesh.models.moe import Aux, MoE, router_losses
 from flax_mesh.models.rotary import RopeScaling, rotate, scaling_problems
-from flax_mesh.sharding import constrain, partitioned
+from flax_mesh.sharding.abstract import partitioned
+from flax_mesh.sharding.constrain import constrain
 from flax_mesh.text import axes_text
 
 RunLayer = Callable[..., tuple[jax.Array, Aux]]

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from flax_mesh.axes import Mode, PartitionAxis, as_tuple
 from flax_mesh.errors import ShardingError
-from flax_mesh.mesh import current_mesh
+from flax_mesh.mesh.context import current_mesh
 from flax_mesh.text import axes_text
 
 Aux = dict[str, jax.Array]

@@ -1,4 +1,4 @@
-"""What all processes of a run do together: compare facts, follow process 0, stop at one step, pass phases of a task."""
+"""Collective operations of all processes: equality checks, broadcasts, stopping at the same step, tasks in phases."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -9,22 +9,26 @@ from flax_mesh.errors import CheckpointCorruptedError, ConfigError, PeerError
 from flax_mesh.processes.store import call_number, delete_texts, get_text, put_text, try_get_text
 from flax_mesh.text import processes_text
 
-KINDS = {kind.__name__: kind for kind in (ConfigError, CheckpointCorruptedError)}  # errors raised in all processes
-TIMEOUT_S = 600  # for the slowest process to come here: it may have a model to trace first
-PHASE_TIMEOUT_S = 1200  # for the slowest process to end a phase
-MARGIN_S = 60  # the others wait so much longer than process 0, which says who is late
+BROADCAST_ERRORS = {kind.__name__: kind for kind in (ConfigError, CheckpointCorruptedError)}
+TIMEOUT_S = 600  # for the slowest process, which may have to trace a model first
+PHASE_TIMEOUT_S = 1200  # for the slowest process to complete a phase
+MARGIN_S = 60  # the other processes wait this much longer than process 0, which reports the late process
 
 
 def assert_equal(name: str, facts: Mapping[str, str]) -> None:
-    """Every process calls it with its own `facts`; if they differ, ConfigError in all names fields and processes."""
+    """Raises a ConfigError in all processes unless `facts` is equal in all of them.
+
+    Every process must call it with the same `name`, in the same order. The error lists the fields that differ, and the
+    processes with each value.
+    """
     if jax.process_count() == 1:
         return
     name = f"{name}/{call_number(f'assert_equal {name}')}"
     put_text(f"assert_equal/{name}/{jax.process_index()}", json.dumps(dict(facts)))
 
     def differences() -> str:
-        told = [json.loads(_wait(f"assert_equal/{name}/{process}", process)) for process in range(jax.process_count())]
-        return "\n".join(_differences(told))
+        keys = [f"assert_equal/{name}/{process}" for process in range(jax.process_count())]
+        return "\n".join(_differences([json.loads(_wait(key, process)) for process, key in enumerate(keys)]))
 
     if found := broadcast_from_process_0(f"assert_equal/{name}/differences", differences):
         repair = "Start all processes with the same code, recipe, settings, data and versions."
@@ -32,56 +36,66 @@ def assert_equal(name: str, facts: Mapping[str, str]) -> None:
 
 
 def broadcast_from_process_0(name: str, decide: Callable[[], str]) -> str:
-    """What `decide()` returns in process 0; its ConfigError or CheckpointCorruptedError is raised in all processes."""
+    """Calls `decide` in process 0 and returns its result in all processes.
+
+    Every process must call it with the same `name`, in the same order. A ConfigError or CheckpointCorruptedError of
+    `decide` is raised in all processes.
+    """
     if jax.process_count() == 1:
         return decide()
     name = f"{name}/{call_number(f'broadcast_from_process_0 {name}')}"
     if jax.process_index() != 0:
-        answer = json.loads(_wait(f"first/{name}", 0))
-        if "problems" in answer:
-            raise KINDS[answer["kind"]]([f"process 0: {problem}" for problem in answer["problems"]])
-        return answer["value"]
+        result = json.loads(_wait(f"broadcast/{name}", 0))
+        if "problems" in result:
+            raise BROADCAST_ERRORS[result["kind"]]([f"process 0: {problem}" for problem in result["problems"]])
+        return result["value"]
     try:
         value = decide()
     except ConfigError as error:
-        put_text(f"first/{name}", json.dumps({"kind": type(error).__name__, "problems": error.problems}))
+        put_text(f"broadcast/{name}", json.dumps({"kind": type(error).__name__, "problems": error.problems}))
         raise
-    put_text(f"first/{name}", json.dumps({"value": value}))
+    put_text(f"broadcast/{name}", json.dumps({"value": value}))
     return value
 
 
 def stop_together(should_stop: Callable[[], bool], name: str = "stop") -> Callable[[], bool]:
-    """A function for every process to call once a step: true in all of them after the same step, soon after
-    `should_stop` was true in one.
+    """A function that every process calls once after each step. It returns True in all processes after the same step,
+    soon after `should_stop` returned True in one of them.
 
-    Each call must come after the step before the last one is known to have ended in all processes, as it has where its
-    metrics were read. Process 0 names a step two calls ahead; nobody can have passed that one.
+    The call after step n requires that step n - 1 is known to have ended in all processes. Reading its metrics ensures
+    this.
     """
     if jax.process_count() == 1:
         return should_stop
     name = f"{name}/{call_number(name)}"
-    first, calls, last = jax.process_index() == 0, 0, 0
+    is_first, calls, stop_after = jax.process_index() == 0, 0, 0
 
+    # Process 0 announces in its call n that all stop after call n + 2. No process can be past that call: call n + 2
+    # requires that step n + 1 has ended, and process 0 dispatches step n + 1 only after the announcement.
+    #
+    #     process 0   call n: announce n + 2 -- step n + 1 -- call n + 1 -- step n + 2 -- call n + 2: stop
+    #     process 1   call n + 1 at the latest, may miss the announcement -- step n + 2 -- call n + 2: stop
     def stop() -> bool:
-        nonlocal calls, last
+        nonlocal calls, stop_after
         calls += 1
-        if not last and first and (should_stop() or try_get_text(f"{name}/wish") is not None):
-            last = calls + 2
-            put_text(f"{name}/after", str(last))
-        elif not last and not first:
-            last = int(try_get_text(f"{name}/after") or 0)
-            if not last and should_stop():
-                put_text(f"{name}/wish", "please", overwrite=True)
-        return bool(last) and calls >= last
+        if not stop_after and is_first and (should_stop() or try_get_text(f"{name}/request") is not None):
+            stop_after = calls + 2
+            put_text(f"{name}/after", str(stop_after))
+        elif not stop_after and not is_first:
+            stop_after = int(try_get_text(f"{name}/after") or 0)
+            if not stop_after and should_stop():
+                put_text(f"{name}/request", "stop", overwrite=True)
+        return bool(stop_after) and calls >= stop_after
 
     return stop
 
 
 class Phases:
-    """One task `name` of the phases `phases`; every process makes it in the same order of calls, and passes or fails.
+    """A collective task `name` in several `phases`, each of which succeeds in all processes or raises an error in all.
 
-    Process 0 collects how each phase has ended and tells the others: 2 messages a process. Phases may be passed in
-    several threads. In one process alone there is nobody to wait for.
+    Every process creates its `Phases` in the same order, and calls `passed` at the end of each phase, or `failed` on an
+    error. Process 0 collects the results of a phase and sends them to the others: 2 messages per process. The calls may
+    come from several threads. With a single process nothing is sent or waited for.
     """
 
     def __init__(self, name: str, phases: Sequence[str]):
@@ -90,27 +104,29 @@ class Phases:
         self._index = jax.process_index()
         self._number = call_number(f"phases {name}")
         self._root = f"phases/{name}"
-        self._ahead = list(phases)  # of which this process knows no end
-        self._collected: set[str] = set()  # phases of which process 0 has told the others how they ended
+        self._remaining = list(phases)  # phases whose result this process does not know yet
+        self._collected: set[str] = set()  # phases whose result process 0 has sent to the others
 
     def passed(self, phase: str) -> None:
-        """Return once all processes have come here; PeerError where one has failed before."""
+        """Returns when all processes have called it for this phase; raises a PeerError if one of them has failed."""
         if self.together:
             problems = self._collect(phase) if self._index == 0 else self._report(phase)
             if problems:
                 raise PeerError("; ".join(problems))
-        self._ahead.remove(phase)
+        self._remaining.remove(phase)
         if self.together and self._index == 0 and phase == self.phases[0]:
-            delete_texts(f"{self._root}/{self._number - 1}")  # nobody asks for it any more: all have come here
+            delete_texts(
+                f"{self._root}/{self._number - 1}"
+            )  # all processes are in this task, so none reads the previous one
 
     def is_past(self, phase: str) -> bool:
-        return phase not in self._ahead
+        return phase not in self._remaining
 
     def failed(self, reason: str) -> None:
-        """Tell the others that it has failed here, `reason` in one line; waits for nobody."""
+        """Reports to the other processes that the task failed here; `reason` is one line. Does not wait for them."""
         text = json.dumps([reason])
-        # What ended a phase stays as it was collected: a slow process may not have read it yet.
-        for phase in (one for one in self._ahead if one not in self._collected) if self.together else ():
+        # Results that are already collected are not overwritten: a slow process may not have read them yet.
+        for phase in [phase for phase in self._remaining if phase not in self._collected] if self.together else ():
             put_text(self._key(phase, "all" if self._index == 0 else self._index), text, overwrite=True)
 
     def _collect(self, phase: str) -> list[str]:
@@ -119,7 +135,7 @@ class Phases:
             try:
                 problems += json.loads(get_text(self._key(phase, process), PHASE_TIMEOUT_S))
             except TimeoutError:
-                problems.append(f"process {process} has not come to the end of {phase!r} within {PHASE_TIMEOUT_S} s")
+                problems.append(f"process {process} has not completed the phase {phase!r} within {PHASE_TIMEOUT_S} s")
         self._collected.add(phase)
         put_text(self._key(phase, "all"), json.dumps(problems), overwrite=True)
         return problems
@@ -128,8 +144,8 @@ class Phases:
         put_text(self._key(phase, self._index), "[]", overwrite=True)
         return json.loads(get_text(self._key(phase, "all"), PHASE_TIMEOUT_S + MARGIN_S))
 
-    def _key(self, phase: str, who: int | str) -> str:
-        return f"{self._root}/{self._number}/{phase}/{who}"
+    def _key(self, phase: str, sender: int | str) -> str:
+        return f"{self._root}/{self._number}/{phase}/{sender}"
 
 
 def _wait(key: str, process: int) -> str:
@@ -141,14 +157,14 @@ def _wait(key: str, process: int) -> str:
         ) from None
 
 
-def _differences(told: Sequence[Mapping[str, str]]) -> list[str]:
-    """A line for every field, with its values and who has them."""
+def _differences(all_facts: Sequence[Mapping[str, str]]) -> list[str]:
+    """One line per field that differs, with its values and the processes with each value."""
     found = []
-    for field in sorted(set().union(*told)):
+    for field in sorted(set().union(*all_facts)):
         values: dict[str, list[int]] = {}
-        for process, facts in enumerate(told):
-            values.setdefault(facts.get(field, "(nothing)"), []).append(process)
+        for process, facts in enumerate(all_facts):
+            values.setdefault(facts.get(field, "(missing)"), []).append(process)
         if len(values) > 1:
-            each = "; ".join(f"{value} on {processes_text(who)}" for value, who in values.items())
+            each = "; ".join(f"{value} on {processes_text(processes)}" for value, processes in values.items())
             found.append(f"  {field}: {each}")
     return found

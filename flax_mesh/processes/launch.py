@@ -1,6 +1,7 @@
-"""`flax-mesh launch`: several processes of one command on this machine, as one program.
+"""`flax-mesh launch`: runs one command in several processes on this machine.
 
-They talk to each other over 127.0.0.1 alone. Their output comes line by line, each line with the number of its process.
+The processes communicate only over 127.0.0.1. Their output is merged line by line, with the number of the process in
+front of each line.
 """
 
 import os
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-GRACE_S = 20.0  # for the others to notice by themselves that one is gone, and say what they were waiting for
+GRACE_S = 20.0  # for the others to detect the failure themselves, and to report what they were waiting for
 HOST = "127.0.0.1"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -29,14 +30,15 @@ class End(NamedTuple):
     def __str__(self) -> str:
         if self.code >= 0:
             return f"process {self.index} ended with exit code {self.code}"
-        return f"process {self.index} was ended by {signal.Signals(-self.code).name}"
+        return f"process {self.index} was terminated by {signal.Signals(-self.code).name}"
 
 
 def launch(command: Sequence[str], count: int, extra: Sequence[str] = (), *, lost: int = 5) -> int:
-    """Run `command`, with `--process I/N@HOST:PORT` and `extra` added, in `count` processes; gives the exit code.
+    """Runs `command`, with `--process I/N@HOST:PORT` and `extra` appended, in `count` processes. Returns the exit code.
 
-    Signals go to all of them. When one ends with an error the others have `GRACE_S` to notice; then they are ended. The
-    exit code is that of the first that ended with an error, `lost` where a signal ended it, else 0.
+    Signals are forwarded to all processes. If one ends with an error, the others have `GRACE_S` seconds to detect it
+    before they are killed. The exit code is that of the first process that ended with an error (`lost` if it was
+    terminated by a signal), otherwise 0.
     """
     port = _free_port()
     ends: queue.Queue[End] = queue.Queue()
@@ -52,11 +54,11 @@ def launch(command: Sequence[str], count: int, extra: Sequence[str] = (), *, los
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
-                process_group=0,  # a Ctrl-C comes to this process alone, which forwards it once
+                process_group=0,  # so that Ctrl-C reaches only this process, which forwards it once
             )
             children.append(child)
-            threading.Thread(target=_follow, args=(index, child, printing, ends), daemon=True).start()
-        with _forwarded(children):
+            threading.Thread(target=_forward_output, args=(index, child, printing, ends), daemon=True).start()
+        with _forward_signals(children):
             return _wait(children, ends, lost)
     finally:
         for child in children:
@@ -72,25 +74,27 @@ def _wait(children: Sequence[subprocess.Popen[str]], ends: "queue.Queue[End]", l
             end = ends.get(timeout=0.2)
         except queue.Empty:
             if time.monotonic() > deadline:
-                slow = [index for index in range(len(children)) if index not in {end.index for end in ended}]
-                _say(f"ending process {', '.join(map(str, slow))}, {GRACE_S:.0f} s after that")
-                for index in slow:
+                running = [index for index in range(len(children)) if index not in {end.index for end in ended}]
+                _log(f"killing process {', '.join(map(str, running))}, still running {GRACE_S:.0f} s later")
+                for index in running:
                     _kill(children[index])
                 deadline = float("inf")
             continue
         ended.append(end)
         if end.code != 0 and first is None:
             first, deadline = end, time.monotonic() + GRACE_S
-            _say(str(end))
+            _log(str(end))
     if first is None:
         return 0
     others = [str(end) for end in ended if end is not first and end.code != first.code]
-    _say("; ".join(["the run has ended early", f"first {first}", *others]) if others or first.code != 4 else "stopped")
+    _log("; ".join([f"the run ended early: first, {first}", *others]) if others or first.code != 4 else "stopped")
     return first.code if first.code > 0 else lost
 
 
-def _follow(index: int, child: subprocess.Popen[str], printing: threading.Lock, ends: "queue.Queue[End]") -> None:
-    """Print what a process prints, and tell when it has ended."""
+def _forward_output(
+    index: int, child: subprocess.Popen[str], printing: threading.Lock, ends: "queue.Queue[End]"
+) -> None:
+    """Prints the output of a process, then puts how it ended into `ends`."""
     assert child.stdout is not None
     for line in child.stdout:
         with printing:
@@ -100,18 +104,17 @@ def _follow(index: int, child: subprocess.Popen[str], printing: threading.Lock, 
 
 
 @contextmanager
-def _forwarded(children: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
-
+def _forward_signals(children: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
     def forward(number: int, frame: object) -> None:
         for child in children:
             if child.poll() is None:
                 child.send_signal(number)
 
-    before = {number: signal.signal(number, forward) for number in SIGNALS}
+    previous = {number: signal.signal(number, forward) for number in SIGNALS}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
@@ -127,5 +130,5 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     os.write(2, f"flax-mesh launch: {text}\n".encode())

@@ -1,4 +1,4 @@
-"""How a process becomes one of several: told on the command line, or as the cluster tells JAX."""
+"""Initialization of jax.distributed, from the command line or from the cluster environment that JAX detects."""
 
 import re
 import socket
@@ -10,11 +10,11 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.jax_compat import backends_are_initialized, distributed_state
 
 PROCESS = re.compile(r"(\d+)/(\d+)@(.+:\d+)")
-NO_CLUSTER = "coordinator_address should be defined"  # what JAX says where it finds none
+NO_CLUSTER = "coordinator_address should be defined"  # part of JAX's error if it detects no cluster
 
 
 class Processes(NamedTuple):
-    """This process is number `index` of `count`; number 0 listens at `coordinator`, "host:port"."""
+    """This process has number `index` of `count`; process 0 listens at `coordinator`, "host:port"."""
 
     index: int
     count: int
@@ -22,7 +22,7 @@ class Processes(NamedTuple):
 
 
 def parse_processes(text: str) -> Processes:
-    """ "2/4@127.0.0.1:1234"; ConfigError for anything else."""
+    """Parses "2/4@127.0.0.1:1234"; raises a ConfigError for any other format."""
     match = PROCESS.fullmatch(text)
     if match is None or int(match[1]) >= int(match[2]):
         raise ConfigError(f"--process must be I/N@HOST:PORT with I in 0..N-1, such as 2/4@10.0.0.1:1234, got {text!r}")
@@ -30,21 +30,20 @@ def parse_processes(text: str) -> Processes:
 
 
 def resolve_address(address: str) -> tuple[socket.AddressFamily, Any]:
-    """The family of "host:port", and the address that a socket of this family connects to."""
+    """The address family of "host:port", and the address for a socket of this family."""
     host, _, port = address.rpartition(":")
     family, _, _, _, found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
     return family, found
 
 
 def start_processes(given: Processes | None) -> int:
-    """Start jax.distributed, before the first use of a device; without a cluster and `given` there is nothing to start.
-    Gives the number of processes.
+    """Initializes jax.distributed and returns the number of processes. Call it before the first use of a device.
 
-    What JAX detects by itself: SLURM, Open MPI, Kubernetes, Cloud TPU. A process that JAX was used in before, such as a
-    notebook, stays alone.
+    With `given=None` JAX detects the cluster: SLURM, Open MPI, Kubernetes or Cloud TPU. If there is none, or if the
+    backends of JAX are already initialized (for example in a notebook), the process runs alone.
     """
     if given is not None:
-        # Only where the others are told to reach it does the coordinator listen; JAX's default is every address.
+        # The coordinator listens only at the given address; JAX's default is all network interfaces.
         jax.distributed.initialize(
             given.coordinator,
             given.count,

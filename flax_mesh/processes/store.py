@@ -1,4 +1,4 @@
-"""The key-value store that the processes of jax.distributed share: short texts, each written once."""
+"""The key-value store of jax.distributed, which all processes share: short texts, each written once by default."""
 
 from collections import Counter
 from typing import Any
@@ -8,26 +8,26 @@ import jax
 from flax_mesh.jax_compat import distributed_state
 
 ROOT = "flax_mesh"
-_calls: Counter[str] = Counter()  # one, as there is one jax.distributed in a process
+_calls: Counter[str] = Counter()  # global, because jax.distributed is global to a process
 
 
 def put_text(key: str, text: str, *, overwrite: bool = False) -> None:
-    """Write what every process can read. A key that is written already is an error, unless `overwrite`."""
+    """Writes `text` under `key` for all processes. An existing key is an error, unless `overwrite` is set."""
     _client().key_value_set(f"{ROOT}/{key}", text, allow_overwrite=overwrite)
 
 
 def get_text(key: str, timeout_s: float) -> str:
-    """What some process writes under `key`, waiting for it; TimeoutError after `timeout_s`."""
+    """The text under `key`. Waits until a process has written it; raises a TimeoutError after `timeout_s` seconds."""
     try:
         return _client().blocking_key_value_get(f"{ROOT}/{key}", int(1000 * timeout_s))
     except jax.errors.JaxRuntimeError as error:
         if "DEADLINE_EXCEEDED" not in str(error):
             raise
-        raise TimeoutError(f"nobody has written {key} within {timeout_s:.0f} s") from error
+        raise TimeoutError(f"no process has written {key} within {timeout_s:.0f} s") from error
 
 
 def try_get_text(key: str) -> str | None:
-    """What stands under `key` now, None: nothing."""
+    """The text under `key`, or None if it is not written yet."""
     try:
         return _client().key_value_try_get(f"{ROOT}/{key}")
     except jax.errors.JaxRuntimeError as error:
@@ -37,13 +37,16 @@ def try_get_text(key: str) -> str | None:
 
 
 def delete_texts(folder: str) -> None:
-    """Forget all that stands under keys below `folder`."""
+    """Deletes all keys below `folder`."""
     _client().key_value_delete(f"{ROOT}/{folder}/")
 
 
 def call_number(name: str) -> int:
-    """How often this process has asked for it: equal in all processes that make the same calls, so that a key that is
-    written once can be used again under another number."""
+    """The number of calls with this `name` in this process, including this one.
+
+    It is equal in all processes that make the same calls. As a part of a key it makes the keys of repeated collective
+    operations unique, because each key can be written only once.
+    """
     _calls[name] += 1
     return _calls[name]
 
@@ -51,5 +54,7 @@ def call_number(name: str) -> int:
 def _client() -> Any:
     client = distributed_state().client
     if client is None:
-        raise RuntimeError("jax.distributed is not initialised: this process has nobody to share anything with.")
+        raise RuntimeError(
+            "jax.distributed must be initialized to use its key-value store. Call jax.distributed.initialize() first."
+        )
     return client

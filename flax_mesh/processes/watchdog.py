@@ -1,9 +1,9 @@
-"""Notices within seconds that another process of the run is gone, stopped or has failed, and ends this one.
+"""Detects within seconds that another process of the run has exited, stopped or failed, and then ends this process.
 
-Process 0 is the hub: every other process holds one connection to it, over which both say every second that they are
-alive. A process that is killed closes its connection, one that is stopped falls silent; the hub tells the others. JAX
-itself would wait for its heartbeat (100 s) and then abort. A second watch is on the steps: where none ends in time, the
-stacks of all threads are written, for whoever has to find out why.
+Process 0 is the hub: every other process has one connection to it, over which both send a heartbeat every second. The
+connection of a killed process closes, a stopped process sends no heartbeats, and the hub forwards this to the others.
+Without the watchdog JAX would wait for its own heartbeat (100 s) and then abort. The watchdog also limits the time of a
+step: if no step finishes in time, the stacks of all threads are printed.
 """
 
 import faulthandler
@@ -26,14 +26,15 @@ import jax
 from flax_mesh.jax_compat import distributed_state
 from flax_mesh.processes.start import resolve_address
 from flax_mesh.processes.store import call_number, get_text, put_text
+from flax_mesh.text import count_text
 
-PEER_TIMEOUT_S = 12.0  # silence after which a process counts as stopped; what is noticed is noticed within 15 s
+PEER_TIMEOUT_S = 12.0  # without a message for this long a process counts as stopped; all detect it within 15 s
 HEARTBEAT_S = 1.0
 TICK_S = 0.25
-LINGER_S = 4.0
-NOTICE_S = 2.0  # after an error of JAX, which may come before its cause is noticed here
-SETTLE_S = 0.5  # until this process has come to where it waits for the one that is lost, so that it can say so
-GRACE_S = 2.0  # after another's failure, for this process to come to the same by itself and say it better
+LINGER_S = 4.0  # process 0 waits at most this long for the others to exit first
+NOTICE_S = 2.0  # after a JAX error: its cause, a failure in another process, may be detected only later
+SETTLE_S = 0.5  # until this process waits for the lost one, so that the error can report what it waits for
+GRACE_S = 2.0  # after a failure in another process: this process may raise a more specific error itself
 JOIN_TIMEOUT_S = 300
 LOST = 5  # exit code
 
@@ -41,30 +42,31 @@ LOST = 5  # exit code
 @dataclass
 class _Peer:
     process: int
-    heard: float
+    last_message: float
     unread: bytes = b""
-    done: bool = False  # said goodbye
+    done: bool = False  # announced that it is about to exit normally
 
 
 @dataclass
 class Watch:
-    """The watch of this process over the others, and over its own steps; a context manager around the run.
+    """Monitors the other processes and the steps of this one; a context manager around the run.
 
-    `step_timeout_s`: None for no limit. `tell_failure(error)` prints an error that ends the run here and gives the exit
-    code; the others are told, and the process ends at once, without waiting for them.
+    `tell_failure(error)` must print an error that ends the run in this process, and return the exit code. The other
+    processes are notified, and this process exits immediately, without waiting for them. `step_timeout_s` is the time
+    limit of a step; None for no limit.
     """
 
     tell_failure: Callable[[BaseException], int]
     step_timeout_s: float | None = None
     peer_timeout_s: float = PEER_TIMEOUT_S
-    waiting: Callable[[], list[str]] = list  # what this process is waiting for; the pipeline knows
+    waiting: Callable[[], list[str]] = list  # returns what this process is waiting for; set by the pipeline
     _step: int = 0
     _since: float = field(default_factory=time.monotonic)
     _peers: dict[socket.socket, _Peer] = field(default_factory=dict)
     _stop: threading.Event = field(default_factory=threading.Event)
-    _noticed: threading.Event = field(default_factory=threading.Event)  # that another is lost or has failed
-    _ending: threading.Event = field(default_factory=threading.Event)  # with an error
-    _finished: threading.Event = field(default_factory=threading.Event)  # here
+    _peer_failed: threading.Event = field(default_factory=threading.Event)  # another process is lost or has failed
+    _ending: threading.Event = field(default_factory=threading.Event)  # this process exits with an error
+    _finished: threading.Event = field(default_factory=threading.Event)  # this process has finished normally
     _all_done: threading.Event = field(default_factory=threading.Event)
 
     def __enter__(self) -> "Watch":
@@ -80,18 +82,18 @@ class Watch:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None and self._count > 1:
-            if isinstance(error, jax.errors.JaxRuntimeError) and self._noticed.wait(NOTICE_S):
-                self._thread.join()  # what came of a lost process is told and ended there
+            if isinstance(error, jax.errors.JaxRuntimeError) and self._peer_failed.wait(NOTICE_S):
+                self._thread.join()  # that thread reports the lost process, and exits
             self._ending.set()
             code = self.tell_failure(error)
-            self._say({"failed": f"process {self._index} has failed: {_first_line(error)}"})
+            self._send({"failed": f"process {self._index} has failed: {_first_line(error)}"})
             self._linger()
-            _end(code)
+            _exit_now(code)
         if self._count > 1:
-            # Until the others are done too: a failure during shutdown is still detected.
+            # Wait until the others have finished too, so that a failure during shutdown is still detected.
             self._finished.set()
             if self._index != 0:
-                self._say({"done": True})
+                self._send({"done": True})
             while self._thread.is_alive() and not self._all_done.wait(1):
                 pass
         self._stop.set()
@@ -99,11 +101,11 @@ class Watch:
             connection.close()
 
     def step_ended(self, row: Any = None) -> None:
-        """To be called after every step: the limit for the next one begins."""
+        """Restarts the time limit. Call it after every step."""
         self._step, self._since = self._step + 1, time.monotonic()
 
     def _listen(self) -> None:
-        # The others reach process 0 where they reach the coordinator of jax.distributed.
+        # Listen at the address of the jax.distributed coordinator, which all processes can reach.
         family, (address, *_) = resolve_address(distributed_state().coordinator_address)
         server = socket.create_server((address, 0), family=family)
         token = secrets.token_hex(16)
@@ -116,19 +118,20 @@ class Watch:
             except TimeoutError as error:
                 missing = sorted(set(range(1, self._count)) - {peer.process for peer in self._peers.values()})
                 raise TimeoutError(
-                    f"process {', '.join(map(str, missing))} did not come to process 0 ({address}) within "
-                    f"{JOIN_TIMEOUT_S} s. Every process must reach it there, on a port that it chooses."
+                    f"process {', '.join(map(str, missing))} did not connect to process 0 ({address}) within "
+                    f"{JOIN_TIMEOUT_S} s. Every process must be able to reach this address, on a port that is chosen "
+                    "by the system."
                 ) from error
             connection.settimeout(10)
             try:
                 hello = json.loads(_line(connection))
-                known = isinstance(hello, dict) and hello.get("token") == token
+                is_peer = isinstance(hello, dict) and hello.get("token") == token
             except (ValueError, OSError):
-                known = False
-            if known:
+                is_peer = False
+            if is_peer:
                 self._add(connection, int(hello["process"]))
             else:
-                connection.close()  # a stranger
+                connection.close()  # not a process of this run
         server.close()
 
     def _join(self) -> None:
@@ -143,22 +146,22 @@ class Watch:
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _run(self) -> None:
-        said = looked = time.monotonic()
+        last_heartbeat = last_check = time.monotonic()
         while not self._stop.is_set():
             if not self._peers:
                 time.sleep(TICK_S)
             for key, _ in self._selector.select(TICK_S) if self._peers else ():
                 self._read(key.fileobj)  # pyright: ignore[reportArgumentType]
             now = time.monotonic()
-            if now - looked > self.peer_timeout_s / 2:  # this process was stopped itself: the others' words come late
+            if now - last_check > self.peer_timeout_s / 2:  # this process itself was stopped: messages are unread
                 for peer in self._peers.values():
-                    peer.heard = now
-            looked = now
-            if now - said >= HEARTBEAT_S:
-                said = now
-                self._say({})
-            self._judge(now)
-            self.waiting()  # lets go of what has arrived
+                    peer.last_message = now
+            last_check = now
+            if now - last_heartbeat >= HEARTBEAT_S:
+                last_heartbeat = now
+                self._send({})
+            self._check(now)
+            self.waiting()  # frees the arrays that have arrived
 
     def _read(self, connection: socket.socket) -> None:
         peer = self._peers.get(connection)
@@ -171,90 +174,92 @@ class Watch:
         except OSError:
             data = b""
         if not data:
-            self._forget(connection)
+            self._remove(connection)
             if not (peer.done or self._stop.is_set() or self._ending.is_set()):
-                self._lost(f"process {peer.process} is gone: its connection is closed")
+                self._lost(f"lost process {peer.process}: its connection is closed")
             return
-        peer.heard = time.monotonic()
+        peer.last_message = time.monotonic()
         *lines, peer.unread = (peer.unread + data).split(b"\n")
         for line in lines:
-            self._hear(peer, json.loads(line))
+            self._handle(peer, json.loads(line))
 
-    def _forget(self, connection: socket.socket) -> None:
+    def _remove(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
         del self._peers[connection]
 
-    def _hear(self, peer: _Peer, message: dict[str, Any]) -> None:
+    def _handle(self, peer: _Peer, message: dict[str, Any]) -> None:
         if self._ending.is_set():
             return
         if "failed" in message:
-            self._noticed.set()
+            self._peer_failed.set()
             if self._index == 0:
-                self._say(message, but=peer.process)
+                self._send(message, exclude=peer.process)
             time.sleep(GRACE_S)
             self._end(message["failed"])
         if "lost" in message:
-            self._noticed.set()
+            self._peer_failed.set()
             time.sleep(SETTLE_S)
             self._end(message["lost"])
         if "done" in message:
             peer.done = True
-            if self._index != 0:  # the hub says it last
+            if self._index != 0:  # sent by the hub when all processes are done
                 self._all_done.set()
 
-    def _judge(self, now: float) -> None:
+    def _check(self, now: float) -> None:
         if self._ending.is_set():
             return
         for connection, peer in list(self._peers.items()):
-            if now - peer.heard > self.peer_timeout_s and not peer.done:
-                self._forget(connection)
-                self._lost(f"process {peer.process} has said nothing for {now - peer.heard:.0f} s: stopped, or stuck")
+            silence_s = now - peer.last_message
+            if silence_s > self.peer_timeout_s and not peer.done:
+                self._remove(connection)
+                self._lost(f"lost process {peer.process}: no heartbeat for {silence_s:.0f} s, it is stopped or blocked")
         if self._finished.is_set():
             if self._index == 0 and not self._all_done.is_set() and all(peer.done for peer in self._peers.values()):
-                self._say({"done": True})
+                self._send({"done": True})
                 self._all_done.set()
         elif self.step_timeout_s is not None and now - self._since > self.step_timeout_s:
-            text = f"no step has ended within {self.step_timeout_s:.0f} s, after {self._step} of this start"
+            since = f"after {count_text(self._step, 'step')} since the start"
+            text = f"no step has finished within {self.step_timeout_s:.0f} s, {since}"
             sys.stderr.flush()
             faulthandler.dump_traceback(all_threads=True)
-            self._say({"failed": f"process {self._index}: {text}"})
+            self._send({"failed": f"process {self._index}: {text}"})
             self._end(text)
 
     def _lost(self, text: str) -> None:
-        self._noticed.set()
+        self._peer_failed.set()
         if self._index == 0:
-            self._say({"lost": text})
+            self._send({"lost": text})
             time.sleep(SETTLE_S)
         self._end(text)
 
-    def _say(self, message: dict[str, Any], but: int | None = None) -> None:
-        """To the hub, or from it to all others, except process `but`."""
+    def _send(self, message: dict[str, Any], exclude: int | None = None) -> None:
+        """Sends to the hub, or from the hub to all other processes except `exclude`."""
         data = json.dumps(message).encode() + b"\n"
         for connection, peer in list(self._peers.items()):
-            if peer.process != but:
-                with suppress(OSError):  # its end is noticed where it is read
-                    connection.send(data)  # a few bytes: they fit the buffer of the socket, or nobody reads it
+            if peer.process != exclude:
+                with suppress(OSError):  # a closed connection is detected in _read
+                    connection.send(data)  # a few bytes, which fit the buffer unless the peer has stopped reading
 
     def _end(self, text: str) -> None:
-        if self._ending.is_set():  # by an error of its own
+        if self._ending.is_set():  # because of an error in this process
             return
-        waited = self.waiting()
+        waiting = self.waiting()
         lines = [f"flax-mesh: {text}"]
-        lines += [f"flax-mesh: process {self._index} was waiting: {what}" for what in waited[:4]]
-        if len(waited) > 4:
-            lines.append(f"flax-mesh: ... and for {len(waited) - 4} arrays more")
-        lines.append(f"flax-mesh: process {self._index} ends with exit code {LOST}; the last checkpoint is whole")
-        os.write(2, ("\n".join(lines) + "\n").encode())  # at once: JAX may be about to abort
+        lines += [f"flax-mesh: process {self._index} was waiting: {what}" for what in waiting[:4]]
+        if len(waiting) > 4:
+            lines.append(f"flax-mesh: ... and for {len(waiting) - 4} more arrays")
+        lines.append(f"flax-mesh: process {self._index} ends with exit code {LOST}; the last checkpoint is valid")
+        os.write(2, ("\n".join(lines) + "\n").encode())  # unbuffered, because JAX may be about to abort
         self._ending.set()
         self._linger()
-        _end(LOST)
+        _exit_now(LOST)
 
     def _linger(self) -> None:
-        """Process 0 goes last: JAX aborts the others as soon as its coordinator is gone."""
+        """In process 0, waits for the others to exit: JAX aborts them as soon as its coordinator is gone."""
         until = time.monotonic() + LINGER_S
         while self._index == 0 and self._peers and time.monotonic() < until:
             if threading.current_thread() is not self._thread:
-                time.sleep(TICK_S)  # the other thread reads
+                time.sleep(TICK_S)  # the watch thread reads the connections
                 continue
             for key, _ in self._selector.select(TICK_S):
                 self._read(key.fileobj)  # pyright: ignore[reportArgumentType]
@@ -274,8 +279,8 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
-def _end(code: int) -> None:
-    """Without the exit handlers, which wait for the other processes."""
+def _exit_now(code: int) -> None:
+    """Exits without the exit handlers, which would wait for the other processes."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,34 +1,7 @@
-"""Rule tables, the sharded abstract state, and what consumes it: initialisation, shard, gather, constraints."""
+"""Rule tables, the sharded abstract state, its initialization and placement, sharding constraints, and reports."""
 
-from flax_mesh.sharding.abstract import abstract_model as abstract_model
-from flax_mesh.sharding.abstract import abstract_state as abstract_state
-from flax_mesh.sharding.abstract import init_model as init_model
-from flax_mesh.sharding.abstract import init_state as init_state
-from flax_mesh.sharding.abstract import model_layers as model_layers
-from flax_mesh.sharding.abstract import partition_rules as partition_rules
-from flax_mesh.sharding.abstract import partitioned as partitioned
-from flax_mesh.sharding.annotations import annotations_of as annotations_of
-from flax_mesh.sharding.constrain import constrain as constrain
-from flax_mesh.sharding.constrain import with_sharding_constraint as with_sharding_constraint
-from flax_mesh.sharding.gather import gather as gather
-from flax_mesh.sharding.legacy import create_pattern_based_partition_spec as create_pattern_based_partition_spec
-from flax_mesh.sharding.legacy import extract_sharding_structure as extract_sharding_structure
-from flax_mesh.sharding.legacy import extract_shardings as extract_shardings
-from flax_mesh.sharding.legacy import get_names_from_partition_spec as get_names_from_partition_spec
-from flax_mesh.sharding.legacy import get_partition_spec as get_partition_spec
-from flax_mesh.sharding.legacy import get_shardings_with_structure as get_shardings_with_structure
-from flax_mesh.sharding.report import Audit as Audit
-from flax_mesh.sharding.report import Explanation as Explanation
-from flax_mesh.sharding.report import ShardingReport as ShardingReport
-from flax_mesh.sharding.report import analyze_sharding_strategy as analyze_sharding_strategy
-from flax_mesh.sharding.report import audit_rules as audit_rules
-from flax_mesh.sharding.report import check_same_on_all_processes as check_same_on_all_processes
-from flax_mesh.sharding.report import explain_sharding as explain_sharding
-from flax_mesh.sharding.report import read_collectives as read_collectives
-from flax_mesh.sharding.report import sharding_fingerprint as sharding_fingerprint
-from flax_mesh.sharding.report import sum_traffic as sum_traffic
-from flax_mesh.sharding.rules import PartitionRules as PartitionRules
-from flax_mesh.sharding.rules import match_partition_rules as match_partition_rules
-from flax_mesh.sharding.transfer import make_shard_and_gather_fns as make_shard_and_gather_fns
-from flax_mesh.sharding.transfer import reshard as reshard
-from flax_mesh.sharding.transfer import shard as shard
+from flax_mesh.sharding.report.audit import Audit as Audit
+from flax_mesh.sharding.report.audit import audit_rules as audit_rules
+from flax_mesh.sharding.report.explain import Explanation as Explanation
+from flax_mesh.sharding.report.fingerprint import check_same_on_all_processes as check_same_on_all_processes
+from flax_mesh.sharding.report.fingerprint import sharding_fingerprint as sharding_fingerprint

@@ -1,4 +1,4 @@
-"""From a model and a rule table to the sharded abstract state, and from there to arrays that are born sharded."""
+"""From a model and a rule table to the sharded abstract state, and to arrays initialized directly sharded."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -12,23 +12,33 @@ from flax_mesh.errors import ShardingError
 from flax_mesh.jax_compat import short_tracer_errors
 from flax_mesh.sharding.annotations import annotations_of, match_annotations
 from flax_mesh.sharding.optimizer import match_optimizer
-from flax_mesh.sharding.rules import Finding, PartitionRules, Policy, RuleMatch, apply_policy, as_rules, match_leaves
+from flax_mesh.sharding.rules import (
+    Finding,
+    PartitionRules,
+    Policy,
+    RuleMatch,
+    Rules,
+    apply_policy,
+    as_rules,
+    match_leaves,
+)
 from flax_mesh.text import array_text
 from flax_mesh.tree import named_leaves
 
 Model = TypeVar("Model", bound=type[nnx.Module])
-ATTRIBUTE = "partition_rules"  # where a class carries its table
+ATTRIBUTE = "partition_rules"  # attribute of a class that has a rule table
 Make = Callable[[], Any]  # returns a model, or (model, nnx.Optimizer)
 
 
 def partitioned(
-    rules: Iterable[tuple[str, Any]],
+    rules: str | Iterable[tuple[str, Any]],
     layers: str | Iterable[str] = (),
     axes: PartitionAxis = DEFAULT_AXES,
 ) -> Callable[[Model], Model]:
-    """Class decorator: the model carries its own rule table and the paths of its layer lists.
+    """Class decorator that gives a model its own rule table and the paths of its layer lists.
 
-    The table is resolved through the attribute `axes` of an instance where that is a PartitionAxis.
+    `rules`, `axes` and `layers` are those of PartitionRules. If an instance has an attribute `axes` that is a
+    PartitionAxis, its table is resolved through that one.
     """
     table = PartitionRules(rules, axes, layers if isinstance(layers, str) else tuple(layers))
 
@@ -40,19 +50,23 @@ def partitioned(
 
 
 def partition_rules(model: Any) -> PartitionRules:
-    """The table a model carries by `@partitioned`, through the model's own `axes`."""
+    """The rule table of a model whose class is `@partitioned`, resolved through the model's own `axes`.
+
+    Raises a ShardingError if the class has no table.
+    """
     rules = getattr(model, ATTRIBUTE, None)
     if rules is None:
         raise ShardingError(
-            f"{type(model).__name__} carries no rules and no annotations. Pass rules=PartitionRules([...]), or "
-            "decorate the class with @partitioned(rules=[...])."
+            f'{type(model).__name__} has neither a rule table nor annotations. Pass rules="fsdp" to split every '
+            "array on its largest dim, pass rules=PartitionRules([...]), or decorate the class with "
+            "@partitioned(rules=[...])."
         )
     axes = getattr(model, "axes", None)
     return as_rules(rules, axes if isinstance(axes, PartitionAxis) else None)
 
 
 def model_layers(model: Any) -> tuple[str, ...]:
-    """Paths of the layer lists and scanned stacks in the table that a model carries; () where it carries none."""
+    """Paths of the layer lists and scanned stacks in the model's own table; () if it has none."""
     rules = getattr(model, ATTRIBUTE, None)
     return () if rules is None else as_rules(rules).layers
 
@@ -60,7 +74,7 @@ def model_layers(model: Any) -> tuple[str, ...]:
 def abstract_state(
     make: Make,
     mesh: Mesh | AbstractMesh,
-    rules: PartitionRules | Iterable[tuple[str, Any]] | None = None,
+    rules: Rules | None = None,
     *,
     axes: PartitionAxis | None = None,
     on_mismatch: Policy = "error",
@@ -68,19 +82,42 @@ def abstract_state(
     shard_optimizer_over: str | tuple[str, ...] = (),
     dropped: list[Finding] | None = None,
 ) -> nnx.State:
-    """The state of what `make()` returns, as `ShapeDtypeStruct(shape, dtype, sharding)`; nothing is allocated.
+    """The state of a model, or of a model and its optimizer, as ShapeDtypeStructs with shardings.
 
-    `make` may return (model, optimizer): the state then has the parts "model" and "optimizer". Parameters follow
-    `rules`; by default the table the model carries, or else Flax's own annotations on its Variables, whose names are
-    mesh axes or logical axes of `axes`. `rules` without `layers` take those of the model's own table. An optimizer
-    leaf follows the parameter whose path ends its own, dim by dim where it has another shape (`match_optimizer`), or
-    else the table. `shard_optimizer_over="dp"` splits the optimizer's arrays over that mesh axis as well, on which
-    parameters are copies: ZeRO stage 1 (`split_over`). Whatever does not fit, of all leaves, follows `on_mismatch` and
-    adds to `dropped`, as in `match_partition_rules`.
+    `make` is only traced; nothing is allocated. The result is what initialization (`init_state`, `init_model`), steps
+    (`init_train_state`, `make_train_step`) and `Checkpointer.restore` take as the layout of a state.
+
+    Args:
+        make: Returns an nnx.Module, or (model, nnx.Optimizer): the state then has the parts "model" and "optimizer".
+        mesh: The mesh of the shardings. It may be an AbstractMesh, with which nothing can be initialized.
+        rules: A rule table, a PartitionRules, or mesh axes such as "fsdp" (see PartitionRules), for the parameters. By
+            default the model's own table (`@partitioned`), or else Flax's annotations on its Variables, whose names are
+            mesh axes or logical axes. Rules without `layers` use those of the model's own table.
+        axes: The mesh axes of each logical axis; by default those of the table.
+        on_mismatch, min_size, dropped: As in `match_partition_rules`.
+        shard_optimizer_over: Mesh axes such as "dp", over which parameters are replicated, that split the optimizer's
+            arrays as well: ZeRO stage 1 (Rajbhandari et al. 2020, arXiv:1910.02054).
+
+    An optimizer array follows the parameter whose path ends its own, dim by dim if it has another shape. Others follow
+    the table.
+
+    Returns:
+        An nnx.State with the paths of `nnx.state(model)`; leaves are ShapeDtypeStruct(shape, dtype, sharding=...).
+
+    Raises:
+        ShardingError: The model has no rules, leaves match no rule, or specs do not fit. Lists all leaves.
+
+    Example:
+        >>> make = lambda: nnx.Linear(64, 256, rngs=nnx.Rngs(0))
+        >>> abstract = fm.abstract_state(make, fm.create_mesh(), rules="fsdp")
+        >>> abstract["kernel"].get_value().sharding.spec
+        PartitionSpec(None, 'fsdp')
     """
     made = abstract_model(make)
     match = _match(made, mesh, rules, axes, min_size, as_tuple(shard_optimizer_over))
     apply_policy(match.findings, on_mismatch, dropped)
+    if dropped is not None:
+        dropped += match.replicated
     return lay_out(nnx.state(made), match.specs, mesh)
 
 
@@ -97,7 +134,7 @@ def lay_out(state: nnx.State, specs: Sequence[PartitionSpec], mesh: Mesh | Abstr
 def _match(
     made: Any,
     mesh: Mesh | AbstractMesh,
-    rules: PartitionRules | Iterable[tuple[str, Any]] | None,
+    rules: Rules | None,
     axes: PartitionAxis | None,
     min_size: int,
     over: tuple[str, ...],
@@ -115,39 +152,66 @@ def _match(
     if not isinstance(made, dict):
         return match
     rest = match_optimizer(made["optimizer"], model, match.specs, table, mesh, min_size=min_size, over=over, own=own)
-    return match._replace(specs=match.specs + rest.specs, findings=match.findings + rest.findings)
+    return match._replace(
+        specs=match.specs + rest.specs,
+        findings=match.findings + rest.findings,
+        replicated=match.replicated + rest.replicated,
+    )
 
 
 def abstract_model(make: Make) -> Any:
-    """The module that `make()` returns, or {"model": ..., "optimizer": ...}, without allocating anything."""
+    """The abstract module that `make()` returns, or {"model": ..., "optimizer": ...}; nothing is allocated."""
     with short_tracer_errors():
         return nnx.eval_shape(lambda: _made(make))
 
 
 def init_state(make: Make, abstract: nnx.State) -> nnx.State:
-    """The state of `make()` as arrays, born with the shardings of `abstract`: one compilation, optimizer included.
+    """The state of `make()` as arrays, initialized directly with the shardings of `abstract`.
 
-    No device ever holds more than its own shards and what initialises them. Random initialisers give the same bits
-    on every mesh (JAX's threefry is partitionable).
+    One compilation initializes model and optimizer. No device stores more than its own shards and the temporaries that
+    initialize them. Random initializers return the same bits on every mesh (JAX's threefry is partitionable).
+
+    Raises:
+        ShardingError: `abstract` is not the state of `make()`, or was made for an AbstractMesh.
     """
     _check_same(abstract, nnx.state(abstract_model(make)))
     shardings = [leaf.sharding for leaf in jax.tree.leaves(abstract)]
     if any(isinstance(s.mesh, AbstractMesh) for s in shardings):
-        raise ShardingError("init_state needs devices, and the abstract state was made for an AbstractMesh.")
+        raise ShardingError(
+            "init_state needs a mesh of devices, but the abstract state was made for an AbstractMesh. Make it with a "
+            "mesh from create_mesh(...)."
+        )
     with short_tracer_errors():
         leaves = jax.jit(lambda: jax.tree.leaves(nnx.state(_made(make))), out_shardings=shardings)()
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
 
 def init_model(make: Make, abstract: nnx.State) -> Any:
-    """As `init_state`, but merged: the model, or (model, optimizer)."""
+    """The model, or (model, optimizer), initialized directly with the shardings of `abstract`.
+
+    Args:
+        make: Returns an nnx.Module or (model, nnx.Optimizer); the function that `abstract` was made from.
+        abstract: The layout, from `abstract_state(make, mesh, ...)`.
+
+    Returns:
+        What `make()` returns, with arrays that are placed on the mesh. See `init_state`, which returns the state.
+
+    Raises:
+        ShardingError: `abstract` is not the state of `make()`, or was made for an AbstractMesh.
+
+    Example:
+        >>> make = lambda: nnx.Linear(64, 256, rngs=nnx.Rngs(0))
+        >>> model = fm.init_model(make, fm.abstract_state(make, fm.create_mesh(), rules="fsdp"))
+        >>> model.kernel.sharding.spec, model.kernel.addressable_shards[0].data.shape
+        (PartitionSpec(None, 'fsdp'), (64, 32))
+    """
     graphdef = nnx.graphdef(abstract_model(make))
     made = nnx.merge(graphdef, init_state(make, abstract))
     return (made["model"], made["optimizer"]) if isinstance(made, dict) else made
 
 
 def _made(make: Make) -> Any:
-    # Flax shards annotated variables as they are made, which needs a mesh and fails on names it does not map.
+    # Flax would shard annotated variables when they are created, which needs a mesh and fails for unmapped names.
     with nnx.use_eager_sharding(False):
         made = make()
     return dict(zip(("model", "optimizer"), made, strict=True)) if isinstance(made, tuple) else made
@@ -155,11 +219,13 @@ def _made(make: Make) -> Any:
 
 def _check_same(abstract: nnx.State, made: nnx.State) -> None:
     want, have = dict(named_leaves(abstract)), dict(named_leaves(made))
-    problems = [f"{p}: make() does not give it" for p in want if p not in have]
-    problems += [f"{p}: the abstract state lacks it" for p in have if p not in want]
+    problems = [f"{p}: only in the abstract state" for p in want if p not in have]
+    problems += [f"{p}: only in the state of make()" for p in have if p not in want]
     for path in want.keys() & have.keys():
         a, b = want[path], have[path]
         if (a.shape, a.dtype) != (b.shape, b.dtype):
-            problems.append(f"{path}: abstract {array_text(a)}, make() gives {array_text(b)}")
+            problems.append(f"{path}: abstract {array_text(a)}, make() returns {array_text(b)}")
     if problems:
-        raise ShardingError("make() and the abstract state differ:\n" + "\n".join(sorted(problems)))
+        raise ShardingError(
+            "make() and the abstract state must have the same arrays; these differ:\n" + "\n".join(sorted(problems))
+        )

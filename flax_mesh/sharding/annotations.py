@@ -1,4 +1,4 @@
-"""Flax's own annotations (`out_sharding` metadata of Variables), read into the specs that a rule table would give."""
+"""Specs from Flax's own annotations, the `out_sharding` metadata of Variables."""
 
 from typing import Any
 
@@ -17,10 +17,10 @@ def annotations_of(state: nnx.State) -> dict[str, Any]:
 
 
 def match_annotations(state: nnx.State, mesh: Mesh | AbstractMesh, axes: PartitionAxis) -> RuleMatch:
-    """Specs as the annotations say; a leaf without one stays whole.
+    """The specs of annotated leaves; leaves without an annotation are replicated.
 
-    A name is a mesh axis, else a logical axis of `axes`; any other is a finding. So is an annotation with fewer names
-    than the array has dims, which is what stacking layers without `transform_metadata` leaves behind.
+    A name is looked up as a mesh axis first, then as a logical axis of `axes`. Unknown names are findings. So are
+    annotations with fewer names than the array has dims: stacking layers without `transform_metadata` causes those.
     """
     annotated = annotations_of(state)
     specs, findings = [], []
@@ -32,7 +32,8 @@ def match_annotations(state: nnx.State, mesh: Mesh | AbstractMesh, axes: Partiti
             repair = f"Map it: axes=PartitionAxis(extra={{{name!r}: MESH_AXIS_OR_NONE}}), or pass rules="
             findings.append(Finding(path, problem, repair))
         if annotation and len(tuple(annotation)) < len(leaf.shape) and not isinstance(annotation, PartitionSpec):
-            problem = f"its annotation {tuple(annotation)} has {len(tuple(annotation))} names, the array {leaf.shape}"
+            sizes = f"{len(tuple(annotation))} names, but the array {leaf.shape} has {len(leaf.shape)} dims"
+            problem = f"its annotation {tuple(annotation)} has {sizes}"
             repair = "Name every dim; for stacked layers pass transform_metadata={nnx.PARTITION_NAME: None} to nnx.vmap"
             findings.append(Finding(path, problem, repair))
             dims = ()
@@ -43,7 +44,7 @@ def match_annotations(state: nnx.State, mesh: Mesh | AbstractMesh, axes: Partiti
 
 
 def _resolve(annotation: Any, mesh: Mesh | AbstractMesh, axes: PartitionAxis) -> tuple[tuple[Any, ...], list[str]]:
-    """(mesh axes of each dim, names that are neither mesh axes nor logical axes)."""
+    """(mesh axes of each dim, names that are neither a mesh axis nor a logical axis)."""
     known = {*LOGICAL_AXES, *dict(axes.extra)}
     dims, unmapped = [], []
     for entry in annotation:
@@ -52,7 +53,8 @@ def _resolve(annotation: Any, mesh: Mesh | AbstractMesh, axes: PartitionAxis) ->
             if name in mesh.axis_names:
                 names.append(name)
             elif name in known:
-                names.extend(axis for axis in axes.mesh_axes(name) if axis not in names)
+                found = [axis for axis in axes.mesh_axes(name) if axis not in names]
+                names += [axis for axis in found if axis in mesh.axis_names or axis not in axes.default_names]
             else:
                 unmapped.append(name)
         dims.append(tuple(names) or None)

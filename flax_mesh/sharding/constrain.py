@@ -17,11 +17,11 @@ Array = TypeVar("Array")
 def with_sharding_constraint(
     x: Array, spec: PartitionSpec, *, on_mismatch: Policy = "error", dropped: list[Finding] | None = None
 ) -> Array:
-    """`x` laid out as `spec` on the mesh in context, inside jit or outside; `P()` replicates.
+    """Returns `x` with the sharding `spec` on the mesh in context, inside or outside of jit; `P()` replicates.
 
-    Axes of type Auto are constrained, Explicit ones resharded; Manual ones (inside `shard_map`) are left alone, since
-    there the array is one shard already. A spec that does not fit `x` and the mesh follows `on_mismatch` as in
-    `match_partition_rules`, inside jit once a trace. Without a mesh in context: the error of `get_incontext_mesh`.
+    Axes of type Auto become a sharding constraint, Explicit axes a `jax.sharding.reshard`. Manual axes are ignored:
+    inside `shard_map` the array is one shard already. `on_mismatch` and `dropped` are those of `match_partition_rules`;
+    inside jit, mismatches are reported once per trace. Raises NoMeshError if no mesh is in context.
     """
     mesh: Any = get_incontext_mesh()
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
@@ -34,12 +34,12 @@ def with_sharding_constraint(
     auto = [_only(entry, types, AxisType.Auto) for entry in fitting]
     if both := [dim for dim, (a, b) in enumerate(zip(explicit, auto, strict=True)) if a and b]:
         raise ShardingError(
-            f"{spec} splits dim {both[0]} over Explicit and Auto axes together, for which JAX has no operation. "
-            "Split it over axes of one type, or give both axes the same type in create_mesh(axis_types=...)."
+            f"{spec} splits dim {both[0]} over Explicit and Auto axes together, which JAX does not support. Split it "
+            "over axes of one type, or give both axes the same type in create_mesh(axis_types=...)."
         )
     if AxisType.Explicit in types.values():
         x = jax.sharding.reshard(x, _target(mesh, PartitionSpec(*explicit)))
-        # The constraint on the Auto axes that follows must not undo this.
+        # The constraint on the Auto axes below must leave these dims as they are.
         auto = [PartitionSpec.UNCONSTRAINED if split else entry for split, entry in zip(explicit, auto, strict=True)]
     if AxisType.Auto in types.values():
         x = jax.lax.with_sharding_constraint(x, _target(mesh, PartitionSpec(*auto)))
@@ -55,20 +55,47 @@ def constrain(
     on_mismatch: Policy = "error",
     dropped: list[Finding] | None = None,
 ) -> Array:
-    """`x` with its dims laid out as its logical axes say: `constrain(x, ("batch", "sequence", "hidden"), axes=axes)`.
+    """Constrains the sharding of an activation, given the logical axis of each of its dims.
 
-    Without a mesh in context returns `x`. What does not fit, as a mesh axis for two dims, follows `on_mismatch`.
+    `axes` maps the logical axes to mesh axes, and `with_sharding_constraint` applies the resulting spec. Without a mesh
+    in context, `x` is returned unchanged, so that the same model runs on a single device. Mesh axes that only the
+    default values of `axes` name may be missing in the mesh, and then count as size 1.
+
+    Args:
+        x: Array of any shape, usually traced.
+        logical_axes: One name or None per dim, at most as many as `x` has dims. Dims with None and dims that are not
+            named are replicated.
+        axes: The mapping from logical axes to mesh axes.
+        mode: "train", "prefill" or "decode". "decode" uses the `generation_*` fields of `axes`.
+        on_mismatch: What happens if a mesh axis is used for two dims, or does not divide its dim: "error" raises a
+            ShardingError, "warn" and "drop" leave out the mesh axes that do not fit.
+        dropped: List to which "warn" and "drop" append a finding for every mesh axis that is left out.
+
+    Returns:
+        `x` with the constraint.
+
+    Raises:
+        ShardingError: A logical axis is unknown, or a mesh axis does not fit and `on_mismatch` is "error".
+
+    Example:
+        >>> axes = fm.PartitionAxis()
+        >>> with jax.set_mesh(fm.create_mesh((1, 2, 1, 4, 1))):  # dp, fsdp, ep, tp, sp
+        ...     x = fm.constrain(np.ones((8, 16, 64)), ("batch", "sequence", "hidden"), axes=axes)
+        >>> x.addressable_shards[0].data.shape
+        (4, 16, 16)
     """
-    if current_mesh() is None:
+    if (mesh := current_mesh()) is None:
         return x
     logical_axes = tuple(logical_axes)
     spec, lost = axes.resolve_and_report(logical_axes, mode)
     apply_policy([lost_finding(f"constrain{logical_axes}", one) for one in lost], on_mismatch, dropped)
-    return with_sharding_constraint(x, spec, on_mismatch=on_mismatch, dropped=dropped)
+    absent = axes.default_names - set(mesh.axis_names)
+    present = PartitionSpec(*(as_entry(axis for axis in as_tuple(entry) if axis not in absent) for entry in spec))
+    return with_sharding_constraint(x, present, on_mismatch=on_mismatch, dropped=dropped)
 
 
 def _only(entry: Any, types: dict[str, AxisType], *kinds: AxisType | None) -> Any:
-    """The axes of one entry whose type is one of `kinds`; an axis the mesh lacks has type None."""
+    """The axes of one entry whose type is one of `kinds`. An axis that the mesh lacks has type None."""
     if entry is PartitionSpec.UNCONSTRAINED:
         return entry
     return as_entry(axis for axis in as_tuple(entry) if types.get(axis) in kinds)

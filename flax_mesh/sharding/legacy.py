@@ -1,4 +1,4 @@
-"""Shardings and specs read back from trees; specs from short patterns."""
+"""Functions that read shardings and specs from trees, and specs from short text patterns."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -16,22 +16,22 @@ from flax_mesh.tree import map_named, named_leaves
 
 
 def extract_sharding_structure(tree: Any) -> Any:
-    """A tree of the same structure: each leaf's NamedSharding, None where it has none.
+    """Returns a tree of the same structure with the NamedSharding of each leaf, or None.
 
-    None stands for numpy arrays, numbers, abstract leaves without a layout, and for arrays on one device that were
-    never placed on a mesh. `None` is no leaf for `jax.tree`: walk the result with `is_leaf=lambda x: x is None`.
+    The result is None for numpy arrays, numbers, abstract leaves without a sharding, and arrays on one device that were
+    never placed on a mesh. `jax.tree` functions skip None: pass them `is_leaf=lambda x: x is None`.
     """
     return map_named(lambda _, leaf: _named(getattr(leaf, "sharding", None)), tree)
 
 
-get_shardings_with_structure = extract_sharding_structure  # both names are known
+get_shardings_with_structure = extract_sharding_structure  # both names are in use
 
 
 def extract_shardings(tree: Any, mesh: Mesh | AbstractMesh | None = None) -> Any:
-    """As `extract_sharding_structure`, where leaves may also be PartitionSpecs, or carry one as their `sharding`.
+    """As `extract_sharding_structure`, but leaves may also be PartitionSpecs, or have one as their `sharding`.
 
-    A PartitionSpec becomes a NamedSharding of `mesh`, or of the mesh in context; without either: NoMeshError. A tree
-    without PartitionSpecs needs no mesh. One ShardingError names all specs that do not fit the mesh.
+    A PartitionSpec becomes a NamedSharding on `mesh`, or on the mesh in context; raises NoMeshError without either. A
+    tree without PartitionSpecs requires no mesh. One ShardingError names all specs that do not fit the mesh.
     """
     findings = []
 
@@ -39,11 +39,11 @@ def extract_shardings(tree: Any, mesh: Mesh | AbstractMesh | None = None) -> Any
         found = leaf if isinstance(leaf, PartitionSpec) else getattr(leaf, "sharding", None)
         if not isinstance(found, PartitionSpec):
             return _named(found)
-        where = mesh if mesh is not None else get_incontext_mesh()
-        shape = getattr(leaf, "shape", (0,) * len(found))  # a bare spec has no sizes: zeros divide by anything
-        spec, problems = fit_spec(path, shape, found, where)
+        target = mesh if mesh is not None else get_incontext_mesh()
+        shape = getattr(leaf, "shape", (0,) * len(found))  # for a spec without an array: 0 is divisible by every size
+        spec, problems = fit_spec(path, shape, found, target)
         findings.extend(problems)
-        return NamedSharding(where, spec)
+        return NamedSharding(target, spec)
 
     shardings = map_named(sharding, tree)
     apply_policy(findings, "error")
@@ -51,10 +51,11 @@ def extract_shardings(tree: Any, mesh: Mesh | AbstractMesh | None = None) -> Any
 
 
 def get_partition_spec(tree: Any) -> Any:
-    """A tree of the same structure: each leaf's PartitionSpec.
+    """Returns a tree of the same structure with the PartitionSpec of each leaf.
 
-    Numbers, numpy arrays, and jax arrays on one device without a mesh have `P()`. One ShardingError names the others:
-    abstract leaves without a sharding, arrays over devices whose sharding has no spec, and leaves that are no arrays.
+    It is `P()` for numbers, numpy arrays, and jax arrays on one device without a mesh. One ShardingError names all
+    leaves without a spec: abstract leaves without a sharding, arrays on several devices whose sharding is not a
+    NamedSharding, and leaves that are not arrays.
     """
     problems = []
 
@@ -65,9 +66,9 @@ def get_partition_spec(tree: Any) -> Any:
         if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1:
             problems.append(f"{path}: {type(leaf.sharding).__name__} has no spec; place it with a NamedSharding")
         elif isinstance(leaf, jax.ShapeDtypeStruct):
-            problems.append(f"{path}: an abstract leaf without a sharding; make it by abstract_state")
+            problems.append(f"{path}: an abstract leaf without a sharding; create it with abstract_state")
         elif not hasattr(leaf, "dtype") and not isinstance(leaf, bool | int | float | complex):
-            problems.append(f"{path}: {type(leaf).__name__} is no array and no number")
+            problems.append(f"{path}: {type(leaf).__name__} is neither an array nor a number")
         return PartitionSpec()
 
     specs = map_named(spec, tree)
@@ -77,9 +78,10 @@ def get_partition_spec(tree: Any) -> Any:
 
 
 def get_names_from_partition_spec(specs: Any) -> list[str]:
-    """Mesh axes named in a PartitionSpec, in a sequence or a mapping of them, or in a tree: by first use, each once.
+    """Mesh axes in a PartitionSpec, a sequence or mapping of them, or a tree: each once, in the order of first use.
 
-    >>> get_names_from_partition_spec(P(("dp", "fsdp"), None, "tp"))
+    >>> P = jax.sharding.PartitionSpec
+    >>> fm.get_names_from_partition_spec(P(("dp", "fsdp"), None, "tp"))
     ['dp', 'fsdp', 'tp']
     """
     names: dict[str, None] = {}
@@ -91,7 +93,7 @@ def get_names_from_partition_spec(specs: Any) -> list[str]:
         elif isinstance(node, Mapping):
             children = node.values()
         elif isinstance(node, PartitionSpec | list | tuple | set | frozenset):
-            children = sorted(node) if isinstance(node, set | frozenset) else node
+            children = sorted(node) if isinstance(node, set | frozenset) else node  # sets: independent of the hash seed
         elif node is not None and node is not PartitionSpec.UNCONSTRAINED:
             children = [child for _, child in named_leaves(node)]
             if len(children) == 1 and children[0] is node:
@@ -108,16 +110,17 @@ def create_pattern_based_partition_spec(
     mesh: Mesh | AbstractMesh | None = None,
     default_spec: PartitionSpec = PartitionSpec(),  # noqa: B008 (a frozen value)
 ) -> Callable[..., PartitionSpec]:
-    r"""A function (path, array) -> PartitionSpec from text: `"attention|mlp->data,hidden->model"`.
+    r"""Parses text such as `"attention|mlp->data,hidden->model"` into a function (path, array) -> PartitionSpec.
 
-    Entries are separated by commas; each is patterns separated by `|`, an arrow, and a spec: `.` joins dims, `+` joins
-    the axes of one dim, `_`, `None` or nothing is a whole dim. `kernel->fsdp+dp._.tp` gives `P(("fsdp", "dp"), None,
-    "tp")`. The first pattern that `re.search` finds in the path counts, `default_spec` where there is none. In a
-    pattern a backslash keeps the next `,`, `|` or `->` from separating: `a{1\,2}` is the regular expression `a{1,2}`,
-    `(q\|k)` is `(q|k)`; other backslashes stay, so that `\.` and `\d` mean what they mean in `re`.
+    Entries are separated by commas. Each consists of patterns separated by `|`, an arrow, and a spec. In a spec, `.`
+    separates dims, `+` separates the axes of one dim, and `_`, `None` or an empty text is a replicated dim:
+    `kernel->fsdp+dp._.tp` is `P(("fsdp", "dp"), None, "tp")`. The first pattern that `re.search` finds in the path
+    applies, or `default_spec` if there is none. A backslash before `,`, `|` or `->` in a pattern makes it part of the
+    pattern: `a{1\,2}` is the regular expression `a{1,2}`, `(q\|k)` is `(q|k)`. Other backslashes keep their meaning
+    in `re`, such as `\.` and `\d`.
 
-    `mesh`, or the mesh in context if there is one, checks the axis names; the array is not looked at. One ShardingError
-    names every entry that cannot be read.
+    Axis names are checked against `mesh`, or against the mesh in context if there is one. The returned function ignores
+    its array argument. One ShardingError names every entry that is invalid.
     """
     rules: list[tuple[re.Pattern[str], PartitionSpec]] = []
     problems: list[str] = []
@@ -133,7 +136,7 @@ def create_pattern_based_partition_spec(
             try:
                 rules.append((re.compile(_unescape(text.strip())), spec))
             except re.error as error:
-                problems.append(f"{text.strip()!r} is no regular expression: {error}")
+                problems.append(f"{text.strip()!r} is not a regular expression: {error}")
             if not text.strip():
                 problems.append(f"{entry.strip()!r}: an empty pattern would match every path; write .* to mean that")
     if problems:
@@ -150,10 +153,11 @@ def _named(sharding: Any) -> NamedSharding | None:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """`text` cut at every separator that no backslash precedes. A pair of backslashes escapes itself, as in `re`."""
+    """`text` split at every separator without a backslash before it. Two backslashes are one escaped backslash."""
+    # The first alternative consumes escaped characters, so that an escaped separator is not matched on its own.
     found = re.finditer(rf"\\(?:->|.)|{re.escape(separator)}", text, re.DOTALL)
-    cuts = [(0, 0), *(match.span() for match in found if match[0] == separator), (len(text), len(text))]
-    return [text[end:start] for (_, end), (start, _) in pairwise(cuts)]
+    spans = [(0, 0), *(match.span() for match in found if match[0] == separator), (len(text), len(text))]
+    return [text[end:start] for (_, end), (start, _) in pairwise(spans)]
 
 
 def _unescape(pattern: str) -> str:

@@ -1,4 +1,4 @@
-"""Layouts of optimizer states, for any optax transformation: by structure, and split further over data (ZeRO-1)."""
+"""Layouts of optimizer states, for any optax transformation: from the parameters, and split further by ZeRO-1."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,14 +8,14 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from flax_mesh.axes import as_entry, as_tuple
+from flax_mesh.axes import as_tuple
 from flax_mesh.sharding.annotations import annotations_of
-from flax_mesh.sharding.rules import Finding, PartitionRules, RuleMatch, match_leaves
+from flax_mesh.sharding.rules import Finding, PartitionRules, RuleMatch, match_leaves, split_first_dim
 from flax_mesh.tree import named_leaves, owner_of
 
 Shape = tuple[int, ...]
-Dims = tuple[int | None, ...]  # for each dim of an optimizer array: which dim of its parameter it is
-LARGE = 2**24  # bytes from which an array that belongs to no parameter needs a rule
+Dims = tuple[int | None, ...]  # for each dim of an optimizer array: the dim of its parameter that it corresponds to
+LARGE = 2**24  # bytes; a larger array that belongs to no parameter needs a rule
 
 
 def match_optimizer(
@@ -29,13 +29,17 @@ def match_optimizer(
     over: Iterable[str] = (),
     own: RuleMatch | None = None,
 ) -> RuleMatch:
-    """Specs of an nnx.Optimizer's leaves, from those of the model's, in the order of `named_leaves(nnx.state(model))`.
+    """Specs of the leaves of an nnx.Optimizer, from those of the model.
 
-    A leaf whose path ends in a parameter's path, or goes through it, belongs to that parameter. With its shape it takes
-    its spec; otherwise each dim takes the axes of the parameter's dim that it is, as in Adafactor's row and column
-    statistics. Other leaves follow `table`, and are replicated where it has no rule. `over`: see `split_over`. `own` is
-    the match of Flax's annotations on the optimizer, used where they differ from the parameter's: a Variable with the
-    metadata `optimizer_sharding`. What does not fit is a finding.
+    A leaf whose path ends in the path of a parameter, or continues it, belongs to that parameter. If it has the same
+    shape, it gets the same spec. Otherwise each of its dims gets the axes of the corresponding dim of the parameter,
+    as in the row and column statistics of Adafactor. Other leaves follow `table`; without a rule they are replicated.
+
+    Args:
+        parameter_specs: Specs of the model's leaves, in the order of `named_leaves(nnx.state(model))`.
+        over: Mesh axes of ZeRO stage 1, see `split_over`.
+        own: The match of Flax's annotations on the optimizer, used for leaves whose annotation differs from that of
+            their parameter: a Variable with the metadata `optimizer_sharding`.
     """
     parameters = named_leaves(nnx.state(model))
     owners = {path: (leaf.shape, spec) for (path, leaf), spec in zip(parameters, parameter_specs, strict=True)}
@@ -50,21 +54,21 @@ def match_optimizer(
             spec = differing[path]
         if leaf.shape != shape:
             spec = _spec_of_dims(dims[path], spec)
-            findings += _check_whole(path, leaf.shape, spec, owner, *owners[owner])
+            findings += _check_replicated(path, leaf.shape, spec, owner, *owners[owner])
         specs[path], problems = split_over(path, leaf.shape, spec, mesh, over, min_size)
         findings += problems
     others = [(path, leaf) for path, leaf in leaves if path not in specs]
-    match = match_leaves(_complete(table, others), others, mesh=mesh, min_size=min_size)
+    match = match_leaves(_with_default_rule(table, others), others, mesh=mesh, min_size=min_size)
     specs |= {path: spec for (path, _), spec in zip(others, match.specs, strict=True)}
     return match._replace(specs=[specs[path] for path, _ in leaves], findings=[*findings, *match.findings])
 
 
 def dims_of_parameters(optimizer: Any, model: Any, owner_of_leaf: Mapping[str, str]) -> dict[str, Dims]:
-    """For each leaf named, which dim of its parameter each of its dims is, None for a dim that is none.
+    """For each leaf: the dim of its parameter that each of its dims corresponds to, None for a dim without one.
 
-    Sizes cannot tell: the row and the column statistics of a square matrix have the same shape. So the transformation's
-    own `init` is traced once more on parameters whose dims are a little larger, each by another amount: the dim that
-    has grown to the size of one of these is that one.
+    Sizes alone do not determine it: the row and the column statistics of a square matrix have the same shape. So `init`
+    of the transformation is traced once more with parameters whose dims are larger by distinct amounts; the new size of
+    a dim then identifies the dim of the parameter.
     """
     if not owner_of_leaf:
         return {}
@@ -86,26 +90,24 @@ def split_over(
     axes: Iterable[str],
     min_size: int = 0,
 ) -> tuple[PartitionSpec, list[Finding]]:
-    """`spec` with its first dim that divides split over `axes` too, which then hold no copies of each other.
+    """`spec` with its first dim that divides split over `axes` too, over which the array was replicated.
 
-    ZeRO stage 1 (Rajbhandari et al. 2020, arXiv:1910.02054) for an array of an optimizer. Axes that split the array
-    already are done, and so are arrays of fewer than `min_size` elements or fewer than there are devices to split
-    over. Any other array none of whose dims divides is a finding, and keeps its spec.
+    ZeRO stage 1 (Rajbhandari et al. 2020, arXiv:1910.02054) for one array of an optimizer. Axes that split the array
+    already are skipped. Arrays of fewer elements than `min_size`, or than there are devices to split over, keep their
+    spec. So does an array of which no dim divides, with a finding.
     """
     entries = [as_tuple(entry) for entry in (*spec, *[None] * (len(shape) - len(spec)))]
     further = tuple(axis for axis in axes if not any(axis in entry for entry in entries))
     if unknown := [axis for axis in further if axis not in mesh.axis_names]:
-        problem = f"is to be split over {unknown}, which the mesh {dict(mesh.shape)} lacks"
+        problem = f"must be split over axes of the mesh {dict(mesh.shape)}, which lacks {unknown}"
         return spec, [Finding(path, problem, "Name axes of the mesh, or add them with size 1")]
     ways = math.prod(mesh.shape[axis] for axis in further)
     if ways == 1 or math.prod(shape) < max(ways, min_size):
         return spec, []
-    for dim, (size, entry) in enumerate(zip(shape, entries, strict=True)):
-        if size % (ways * math.prod(mesh.shape[axis] for axis in entry)) == 0:
-            entries[dim] = entry + further
-            return PartitionSpec(*map(as_entry, entries)), []
-    problem = f"no dim of {shape}, laid out as {spec}, divides by {ways} more (axes {further})"
-    repair = f"Keep arrays of its size as they are with min_size={math.prod(shape) + 1}, or on_mismatch='warn'"
+    if (split := split_first_dim(shape, spec, mesh, further, range(len(shape)))) is not None:
+        return split, []
+    problem = f"no dim of {shape} with spec {spec} can be divided by {ways} more (axes {further})"
+    repair = f"Leave arrays of this size unchanged with min_size={math.prod(shape) + 1}, or use on_mismatch='warn'"
     return spec, [Finding(path, problem, repair)]
 
 
@@ -113,23 +115,23 @@ def _differing(
     own: RuleMatch, optimizer: Any, model: Any, owner_of_leaf: Mapping[str, str]
 ) -> dict[str, PartitionSpec]:
     state = nnx.state(optimizer)
-    said, of_parameters = annotations_of(state), annotations_of(nnx.state(model))
+    annotated, of_parameters = annotations_of(state), annotations_of(nnx.state(model))
     return {
         path: spec
         for (path, _), spec in zip(named_leaves(state), own.specs, strict=True)
-        if path in owner_of_leaf and path in said and said[path] != of_parameters.get(owner_of_leaf[path])
+        if path in owner_of_leaf and path in annotated and annotated[path] != of_parameters.get(owner_of_leaf[path])
     }
 
 
 def _owner(path: str, parameters: Mapping[str, Any]) -> str | None:
-    """The parameter a leaf belongs to: "0/mu/layers/0/q" belongs to "layers/0/q", as does "0/mu/layers/0/q/1"."""
+    """The parameter that a leaf belongs to: "layers/0/q" for "0/mu/layers/0/q" and for "0/mu/layers/0/q/1"."""
     parts = path.split("/")
     heads = ("/".join(parts[:end]) for end in range(len(parts), 0, -1))
     return next((owner for head in heads if (owner := owner_of(head, parameters))), None)
 
 
 def _grown(shape: Shape) -> Shape:
-    """Larger, all sizes distinct, in the order in which `argsort` has them: so that `init` decides as before."""
+    """A larger shape with distinct sizes in the same order, so that `init` takes the same decisions."""
     order = sorted(range(len(shape)), key=lambda dim: (shape[dim], dim))
     return tuple(size + 1 + order.index(dim) for dim, size in enumerate(shape))
 
@@ -142,25 +144,27 @@ def _dims(before: Shape, after: Shape, parameter: Shape) -> Dims:
 
 
 def _spec_of_dims(dims: Dims, spec: PartitionSpec) -> PartitionSpec:
-    """The axes of the parameter's dims; a dim of it that stands twice, as in a Gram matrix, splits the first."""
+    """The axes of the corresponding dims; a dim of the parameter that occurs twice (Gram matrix) splits the first."""
     entries = [spec[d] if d is not None and d < len(spec) and d not in dims[:i] else None for i, d in enumerate(dims)]
     while entries and entries[-1] is None:
         entries.pop()
     return PartitionSpec(*entries)
 
 
-def _check_whole(
+def _check_replicated(
     path: str, shape: Shape, spec: PartitionSpec, owner: str, owner_shape: Shape, owner_spec: PartitionSpec
 ) -> list[Finding]:
     split = any(as_tuple(entry) for entry in owner_spec)
     if any(as_tuple(entry) for entry in spec) or not split or math.prod(shape) < math.prod(owner_shape):
         return []
-    problem = f"{shape} would stay whole: none of its dims is one that {owner_spec} splits of {owner} {owner_shape}"
+    problem = (
+        f"{shape} would be replicated: {owner_spec} splits none of the dims that it shares with {owner} {owner_shape}"
+    )
     return [Finding(path, problem, f"Split another dim of {owner}, or accept the copies with on_mismatch='warn'")]
 
 
-def _complete(table: PartitionRules, leaves: Iterable[tuple[str, Any]]) -> PartitionRules:
-    """The table with a last rule for an optimizer's own small arrays, such as Muon's coefficients."""
+def _with_default_rule(table: PartitionRules, leaves: Iterable[tuple[str, Any]]) -> PartitionRules:
+    """The table with a last rule for small arrays of the optimizer itself, such as Muon's coefficients."""
     if any(table.find(path) is None and leaf.size * leaf.dtype.itemsize >= LARGE for path, leaf in leaves):
         return table
     return PartitionRules((*table.table, (".*", ())), table.axes, table.layers)

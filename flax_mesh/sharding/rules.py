@@ -1,8 +1,8 @@
-"""Rule tables: the first pattern found in a leaf's path says how its dims are split."""
+"""Rule tables: the first pattern found in the path of a leaf defines how its dims are split."""
 
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -10,30 +10,46 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from flax_mesh.axes import DEFAULT_AXES, Lost, PartitionAxis, as_entry, as_tuple
+from flax_mesh.axes import DEFAULT_AXES, LargestDim, Lost, PartitionAxis, as_entry, as_tuple
 from flax_mesh.errors import ShardingError
-from flax_mesh.text import axes_text
+from flax_mesh.text import axes_text, group_paths
 from flax_mesh.tree import in_stack, named_leaves
 
-Dims = PartitionSpec | tuple[str | None, ...] | None  # mesh axes, or logical axes, or whole
-CompiledRule = tuple[re.Pattern[str], PartitionSpec, tuple[Lost, ...]]  # the last: what dims lost to earlier ones
+Dims = PartitionSpec | LargestDim | tuple[str | None, ...] | None  # tuple: logical axes; None: replicated
+CompiledRule = tuple[re.Pattern[str], PartitionSpec, tuple[Lost, ...]]  # Lost: mesh axes that an earlier dim has taken
 Policy = Literal["error", "warn", "drop"]
 MATCHES_KEPT = 8
-# What a pattern needs to tell digits apart: a digit, a character by its name, or a back-reference.
-_TELLS_DIGITS = re.compile(r"[0-9]|\\N|\(\?P=")
-# Words, groups and a few classes: digits stand behind the letters of a word, in them and nowhere else.
+# A pattern distinguishes digits only by a digit, a character by its name, or a back-reference.
+_DISTINGUISHES_DIGITS = re.compile(r"[0-9]|\\N|\(\?P=")
+# Words, groups and a few classes, in which digits appear only behind the letters of a word.
 _WORDS = re.compile(r"(?:[A-Za-z_]\w*+|\((?:\?[:=!]|(?!\?))|[)|/$^.*+?-]|\\[.dw]|\[\^/\]|\[0-9\])*+", re.ASCII)
 
 
 @dataclass(frozen=True)
 class PartitionRules:
-    """A table of (pattern, dims); for each leaf the first pattern that `re.search` finds in its path counts.
+    """A rule table: an ordered list of (pattern, dims) that maps paths of arrays to PartitionSpecs.
 
-    dims are logical axes, `("embed", "heads")`, resolved through `axes`; or a `PartitionSpec` of mesh axes; or None
-    or () for a leaf that stays whole. `layers` holds the paths of layer lists: in a scanned stack of layers the leaf
-    has one more dim, in front, which the table need not know of.
+    The first rule whose pattern `re.search` finds in the path of a leaf ("layers/0/attention/q/kernel") decides.
 
-    Raises one ShardingError that names every bad rule.
+    Args:
+        table: (pattern, dims) pairs. dims are logical axes, `("embed", "heads")`, which `axes` maps to mesh axes; or a
+            `PartitionSpec` of mesh axes; or None or () for a replicated array. Instead of a table, the names of mesh
+            axes: "fsdp", or "fsdp+dp". Every array is then split over these axes on its largest dim that divides (the
+            last one, of equal dims), and replicated where none divides.
+        axes: The mesh axes of each logical axis.
+        layers: Paths of the layer lists, "layers" or ("encoder/layers", "decoder/layers"). An array of a scanned stack
+            there has one more dim, in front. Rules do not name it, and it is never split.
+
+    Raises:
+        ShardingError: A pattern is no regular expression, or dims are malformed. Names every such rule.
+
+    Example:
+        >>> rules = fm.PartitionRules([("kernel$", ("embed", "mlp")), ("bias$", ())], layers="layers")
+        >>> print(rules.explain("layers/3/up/kernel"))
+        layers/3/up/kernel: rule 1 of 2, 'kernel$' -> ('embed', 'mlp') -> P('fsdp', 'tp')
+        >>> params = {"up": {"kernel": np.zeros((64, 256)), "bias": np.zeros(256)}}
+        >>> fm.match_partition_rules("fsdp", params, mesh=fm.create_mesh())
+        {'up': {'bias': PartitionSpec('fsdp',), 'kernel': PartitionSpec(None, 'fsdp')}}
     """
 
     table: tuple[tuple[str, Dims], ...]
@@ -45,7 +61,7 @@ class PartitionRules:
 
     def __init__(
         self,
-        table: Iterable[tuple[str, Any]],
+        table: str | Iterable[tuple[str, Any]],
         axes: PartitionAxis = DEFAULT_AXES,
         layers: str | Sequence[str] = (),
     ):
@@ -60,32 +76,38 @@ class PartitionRules:
         return next((index for index, (pattern, _, _) in enumerate(self._compiled) if pattern.search(path)), None)
 
     def spec(self, index: int, path: str) -> PartitionSpec:
-        """Spec of rule `index` for the leaf at `path`: in a scanned stack with the layer dim in front."""
+        """Spec of rule `index` for the leaf at `path`; in a scanned stack it starts with the layer dim."""
         spec = self._compiled[index][1]
         dims = self.table[index][1]
-        names_the_stack = not isinstance(dims, PartitionSpec) and bool(dims) and dims[0] == "layers"
+        names_the_stack = isinstance(dims, tuple) and dims[:1] == ("layers",)
         return PartitionSpec(None, *spec) if self.stack(path) and not names_the_stack else spec
 
     def stack(self, path: str) -> str | None:
-        """The scanned stack that holds the leaf, also below an optimizer's prefix: "0/mu/layers/q" lies in "layers"."""
+        """Path of the scanned stack that contains the leaf, also below an optimizer's prefix: "0/mu/layers/q"."""
         parts = path.split("/") if self.layers else []
         heads = tuple(f"{stack}/" for stack in self.layers)
         tails = ("/".join(parts[start:]) for start in range(len(parts)))
         return in_stack(next((tail for tail in tails if tail.startswith(heads)), ""), self.layers)
 
     def explain(self, path: str) -> str:
-        """Which rule decides `path`, what it became, and why."""
+        """The rule that decides `path`, the spec that it resolves to, and later rules that match too, as text."""
         index = self.find(path)
         if index is None:
             return f"{path}: no rule matches; add one, or end the table with ('.*', ())"
         pattern, dims = self.table[index]
         later = [p.pattern for p, _, _ in self._compiled[index + 1 :] if p.search(path)]
-        text = f"{path}: rule {index + 1} of {len(self.table)}, {pattern!r} -> {dims!r} -> {self.spec(index, path)}"
+        text = f"{path}: rule {index + 1} of {len(self.table)}, {pattern!r} -> "
+        if isinstance(dims, LargestDim):
+            return f"{text}the {dims} that divides"
+        text += f"{dims!r} -> {self.spec(index, path)}"
         for lost in self._compiled[index][2]:
             text += f"; {lost_finding(path, lost).problem}"
         if stack := self.stack(path):
             text += f"; the leading dim counts the layers of the stack {stack!r}"
         return text + (f"; later rules that match too: {', '.join(map(repr, later))}" if later else "")
+
+
+Rules = PartitionRules | str | Iterable[tuple[str, Any]]  # what `rules=` accepts; see PartitionRules
 
 
 class Finding(NamedTuple):
@@ -98,14 +120,15 @@ class Finding(NamedTuple):
 
 
 class RuleMatch(NamedTuple):
-    """Specs of the leaves in the order of `jax.tree.leaves`, and what does not fit."""
+    """Specs of the leaves in the order of `jax.tree.leaves`."""
 
     specs: list[PartitionSpec]
-    findings: list[Finding]
+    findings: list[Finding]  # what does not fit
+    replicated: list[Finding] = []  # noqa: RUF012 (never changed): arrays of which a LargestDim could split no dim
 
 
 def match_partition_rules(
-    rules: PartitionRules | Iterable[tuple[str, Any]],
+    rules: Rules,
     tree: Any,
     *,
     mesh: Mesh | AbstractMesh | None = None,
@@ -114,13 +137,24 @@ def match_partition_rules(
     on_mismatch: Policy = "error",
     dropped: list[Finding] | None = None,
 ) -> Any:
-    """A tree of PartitionSpec of the same structure as `tree` (nnx.State, pure dict, optax state; arrays or abstract).
+    """The PartitionSpec of every leaf of a tree, in a tree of the same structure.
 
-    Scalars, leaves of one element or of fewer than `min_size`, and leaves that are no arrays get `P()`.
-    A leaf without a rule is a ShardingError. So is, by default, a spec that does not fit: longer than the rank, a mesh
-    axis twice and, where `mesh` is given, an axis it lacks or a dim that does not divide. All leaves stand in one
-    error. `on_mismatch="warn"` and "drop" leave out the axes that do not fit instead, with or without one warning;
-    what they left out is added to `dropped`.
+    Scalars, leaves of one element or of fewer than `min_size`, and leaves that are not arrays get `P()`. A mesh axis
+    that only the defaults of PartitionAxis bring in, and that the mesh lacks, counts as an axis of size 1.
+
+    Args:
+        rules: A table, a PartitionRules, or names of mesh axes such as "fsdp" (see PartitionRules).
+        tree: An nnx.State, pure dict or optax state; leaves are arrays or ShapeDtypeStructs.
+        mesh: Checks axis names and sizes against this mesh. Required for rules such as "fsdp".
+        axes: The mesh axes of each logical axis; by default those of `rules`.
+        min_size: Arrays of fewer elements are replicated.
+        on_mismatch: For specs that do not fit (longer than the rank, a mesh axis twice, an axis that the mesh lacks, a
+            dim that does not divide): "error"; "warn" and "drop" leave these axes out, with or without one warning.
+        dropped: A list that receives a finding for every axis that was left out, and for every array that rules such
+            as "fsdp" leave replicated because none of its dims divides.
+
+    Raises:
+        ShardingError: Leaves without a rule, or specs that do not fit. Lists all of them.
     """
     rules = as_rules(rules, axes)
     leaves, treedef = jax.tree.flatten(tree)
@@ -131,13 +165,13 @@ def match_partition_rules(
         while len(rules._matches) > MATCHES_KEPT:
             rules._matches.pop(next(iter(rules._matches)))
     apply_policy(match.findings, on_mismatch, dropped)
+    if dropped is not None:
+        dropped += match.replicated
     return jax.tree.unflatten(treedef, match.specs)
 
 
-def as_rules(
-    rules: PartitionRules | Iterable[tuple[str, Any]], axes: PartitionAxis | None = None, layers: Sequence[str] = ()
-) -> PartitionRules:
-    """The table as PartitionRules: resolved through `axes` where given, with `layers` where it names none itself."""
+def as_rules(rules: Rules, axes: PartitionAxis | None = None, layers: Sequence[str] = ()) -> PartitionRules:
+    """`rules` as PartitionRules, resolved through `axes` if given, with `layers` if it names none itself."""
     if not isinstance(rules, PartitionRules):
         return PartitionRules(rules, axes or DEFAULT_AXES, layers)
     if axes is None and (rules.layers or not layers):
@@ -152,19 +186,19 @@ def match_leaves(
     mesh: Mesh | AbstractMesh | None = None,
     min_size: int = 0,
 ) -> RuleMatch:
-    """Specs for (path, leaf) pairs. Unmatched leaves raise; what else does not fit is left out and listed."""
-    specs, findings, unmatched = [], [], []
-    # The layers of a model are alike: same path but for numbers, same shape, same first rule of those that can tell
-    # numbers apart -> same spec.
+    """Specs for (path, leaf) pairs. Unmatched leaves raise; axes that do not fit are left out and listed."""
+    specs, findings, kept, unmatched = [], [], [], []
+    # Equal layers get equal specs: the path is the same except for numbers, the shape is the same, and so is the first
+    # matching rule of those that distinguish numbers.
     replicated, decided = PartitionSpec(), {}
     alike = str if any(map(has_numbers, rules.layers)) else without_numbers
-    telling = [(i, p) for i, (p, _, _) in enumerate(rules._compiled) if not ignores_numbers(p.pattern)]
+    numbered = [(i, p) for i, (p, _, _) in enumerate(rules._compiled) if not ignores_numbers(p.pattern)]
     for path, leaf in leaves:
         shape = getattr(leaf, "shape", None)
         if not shape:
             specs.append(replicated)
             continue
-        key = (alike(path), shape, next((i for i, p in telling if p.search(path)), None) if telling else None)
+        key = (alike(path), shape, next((i for i, p in numbered if p.search(path)), None) if numbered else None)
         if key in decided:
             specs.append(decided[key])
             continue
@@ -174,7 +208,14 @@ def match_leaves(
             if index is None:
                 unmatched.append(f"Partition rule not found for param: {path} {tuple(shape)}")
                 continue
-            spec, problems = fit_rule(rules, index, path, shape, mesh)
+            if isinstance(dims := rules.table[index][1], LargestDim):
+                spec, problem = split_largest_dim(path, shape, dims.mesh_axes, mesh, rules.stack(path) is not None)
+                if problem:
+                    kept.append(problem)
+                    specs.append(spec)
+                    continue
+            else:
+                spec, problems = fit_rule(rules, index, path, shape, mesh)
         findings += problems
         if not problems:  # mismatches are reported per leaf, so they are not cached
             decided[key] = spec
@@ -182,21 +223,66 @@ def match_leaves(
     if unmatched:
         repair = "Add rules for them, or end the table with ('.*', ())."
         raise ShardingError("\n".join([*unmatched, repair, *(f"{finding}." for finding in findings)]))
-    return RuleMatch(specs, findings)
+    return RuleMatch(specs, findings, kept)
+
+
+def split_largest_dim(
+    path: str, shape: Sequence[int], axes: Sequence[str], mesh: Mesh | AbstractMesh | None, stacked: bool
+) -> tuple[PartitionSpec, Finding | None]:
+    """The spec that splits the largest dim that divides over `axes`, the last of equal dims.
+
+    The layer dim of a `stacked` array is never split. Where no dim divides by all of `axes`, the last ones are left
+    out, and the finding reports it.
+    """
+    if mesh is None:
+        rule = "+".join(axes)
+        raise ShardingError(f"rules={rule!r} depend on the sizes of the mesh: pass mesh=.")
+    if unknown := [axis for axis in axes if axis not in mesh.axis_names]:
+        raise ShardingError(
+            f"rules={'+'.join(axes)!r} must name axes of the mesh {dict(mesh.shape)}, which lacks {unknown}. Use "
+            f"{' or '.join(repr(name) for name in mesh.axis_names)}, several joined by '+'."
+        )
+    order = sorted(range(1 if stacked else 0, len(shape)), key=lambda dim: (shape[dim], dim), reverse=True)
+    for end in range(len(axes), 0, -1):
+        spec = split_first_dim(shape, PartitionSpec(), mesh, axes[:end], order)
+        if spec is not None and all(mesh.shape[axis] == 1 for axis in axes[end:]):
+            return spec, None
+        if spec is not None:
+            break
+    else:
+        spec, end = PartitionSpec(), 0
+    ways = prod(mesh.shape[axis] for axis in axes)
+    problem = f"no dim of {tuple(shape)} is divisible by {ways} (axes {'+'.join(axes)})"
+    repair = f"It is split over {'+'.join(axes[:end])} alone" if end else "It stays replicated"
+    return spec, Finding(path, problem, repair)
+
+
+def split_first_dim(
+    shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh, axes: Sequence[str], order: Iterable[int]
+) -> PartitionSpec | None:
+    """`spec` with the first dim of `order` that divides split over `axes` too; None if none divides."""
+    entries = [as_tuple(entry) for entry in (*spec, *[None] * (len(shape) - len(spec)))]
+    ways = prod(mesh.shape[axis] for axis in axes)
+    for dim in order:
+        if shape[dim] % (ways * prod(mesh.shape[axis] for axis in entries[dim])) == 0:
+            entries[dim] = (*entries[dim], *axes)
+            return PartitionSpec(*map(as_entry, entries))
+    return None
 
 
 def needs_no_rule(rules: PartitionRules, path: str, shape: Sequence[int], min_size: int = 0) -> bool:
-    """Whether the array at `path` stays whole without a rule: of one element (a layer, in a stack), or too small."""
+    """Whether the array at `path` is replicated without a rule: it has one element (a layer, in a stack), or few."""
     return prod(shape[1:] if rules.stack(path) else shape) <= 1 or prod(shape) < min_size
 
 
 def fit_rule(
     rules: PartitionRules, index: int, path: str, shape: Sequence[int], mesh: Mesh | AbstractMesh | None
 ) -> tuple[PartitionSpec, list[Finding]]:
-    """`fit_spec` of rule `index`, and a finding for each axis that one of its dims lost to an earlier one."""
+    """`fit_spec` of rule `index`, and a finding for each mesh axis that two of its dims resolve to."""
     _, written, lost = rules._compiled[index]
-    spec = rules.spec(index, path)
-    fitting, findings = fit_spec(path, shape, spec, mesh, rules.table[index], len(spec) - len(written))
+    spec, dims = rules.spec(index, path), rules.table[index][1]
+    optional = frozenset() if isinstance(dims, PartitionSpec) else rules.axes.default_names
+    fitting, findings = fit_spec(path, shape, spec, mesh, rules.table[index], len(spec) - len(written), optional)
     return fitting, [*findings, *(lost_finding(path, one) for one in lost)]
 
 
@@ -207,11 +293,12 @@ def fit_spec(
     mesh: Mesh | AbstractMesh | None,
     rule: tuple[str, Dims] | None = None,
     layer_dims: int = 0,
+    optional: Collection[str] = (),
 ) -> tuple[PartitionSpec, list[Finding]]:
-    """The part of `spec` that fits an array of `shape` on `mesh`, and a finding for everything that does not.
+    """The part of `spec` that fits an array of `shape` on `mesh`, and a finding for each axis that does not.
 
-    `rule`, where the spec comes from one, is named in the findings, and its dims are counted as it has them: without
-    the `layer_dims` that a stack of layers puts in front.
+    Findings name the `rule` that the spec comes from, and count dims as the rule does: without the `layer_dims` that a
+    stack of layers has in front. Axes of `optional` that the mesh lacks are left out without a finding.
     """
     of_rule = f" of rule {rule[0]!r}" if rule else ""
     findings, dims, taken = [], [], set()
@@ -227,10 +314,11 @@ def fit_spec(
         kept, in_rule = [], f"dim {dim - layer_dims}{of_rule}"
         for axis in as_tuple(entry):
             if axis in taken:
-                problem = f"{in_rule} uses mesh axis {axis!r}" + (
-                    " twice" if axis in kept else ", which an earlier dim has already"
-                )
+                where = "twice" if axis in kept else "that an earlier dim uses already"
+                problem = f"{in_rule} uses mesh axis {axis!r} {where}"
                 findings.append(Finding(path, problem, f"Map {in_rule} to another axis or to None"))
+            elif mesh is not None and axis not in mesh.axis_names and axis in optional:
+                continue
             elif mesh is not None and axis not in mesh.axis_names:
                 problem = f"{in_rule} names mesh axis {axis!r}, which the mesh {dict(mesh.shape)} lacks"
                 findings.append(Finding(path, problem, f"Add {axis!r} to the mesh, with size 1 if need be"))
@@ -250,11 +338,11 @@ def fit_spec(
 
 
 def apply_policy(findings: Iterable[Finding], on_mismatch: Policy, dropped: list[Finding] | None = None) -> None:
-    """Raise for all that does not fit, or warn of it, or accept that it is left out: adds the findings to `dropped`."""
+    """Raise an error or warn for all findings, or accept them; `dropped` receives those that were accepted."""
     if on_mismatch not in ("error", "warn", "drop"):
         raise ValueError(f"on_mismatch must be 'error', 'warn' or 'drop', got {on_mismatch!r}.")
     findings = list(findings)
-    text = "\n".join(f"{finding}." for finding in findings)
+    text = "\n".join(f"{finding}." for finding in group_findings(findings))
     if findings and on_mismatch == "error":
         raise ShardingError(text)
     if findings and on_mismatch == "warn":
@@ -263,19 +351,25 @@ def apply_policy(findings: Iterable[Finding], on_mismatch: Policy, dropped: list
         dropped += findings
 
 
+def group_findings(findings: Sequence[Finding]) -> list[Finding]:
+    """Findings that differ only in the number of a layer as one, in the order of the first."""
+    groups = group_paths([finding.path for finding in findings], [finding[1:] for finding in findings])
+    return [findings[indices[0]]._replace(path=pattern) for pattern, indices in groups]
+
+
 def lost_finding(path: str, lost: Lost) -> Finding:
-    problem = f"dim {lost.dim} ({lost.logical!r}) wants mesh axis {lost.mesh_axis!r}, which an earlier dim has"
+    problem = f"dim {lost.dim} ({lost.logical!r}) resolves to mesh axis {lost.mesh_axis!r}, which an earlier dim uses"
     return Finding(path, problem, f"Map one of the two to None, or {lost.logical!r} to another axis")
 
 
 def ignores_numbers(pattern: str) -> bool:
-    """Whether `pattern` finds the same in any two paths with the same `without_numbers`; False where unsure.
+    """Whether `pattern` gives the same result for any two paths with the same `without_numbers`; False if unsure.
 
-    A search sees the characters of a path through literals, sets and back-references. Without a digit, a `\\N{...}`
-    and a back-reference in its text a pattern treats all digits alike. Nor is a number seen by a digit that belongs
-    to a word, as in `block_0/kernel`: what it is compared to stands behind a letter, and in a number none does.
+    A pattern compares characters through literals, sets and back-references. One without a digit, a `\\N{...}` and a
+    back-reference treats all digits alike. A digit inside a word, as in `block_0/kernel`, cannot match a number
+    either: it follows a letter, and a number contains none.
     """
-    return not _TELLS_DIGITS.search(pattern) or _WORDS.fullmatch(pattern) is not None
+    return not _DISTINGUISHES_DIGITS.search(pattern) or _WORDS.fullmatch(pattern) is not None
 
 
 def has_numbers(path: str) -> bool:
@@ -291,7 +385,10 @@ def _compile(table: tuple[tuple[str, Dims], ...], axes: PartitionAxis) -> tuple[
     compiled, problems = [], []
     for number, (pattern, dims) in enumerate(table, start=1):
         try:
-            spec, lost = (dims, ()) if isinstance(dims, PartitionSpec) else axes.resolve_and_report(dims or ())
+            if isinstance(dims, LargestDim):
+                spec, lost = PartitionSpec(), ()
+            else:
+                spec, lost = (dims, ()) if isinstance(dims, PartitionSpec) else axes.resolve_and_report(dims or ())
             compiled.append((re.compile(pattern), spec, lost))
         except re.error as error:
             problems.append(f"rule {number}: {pattern!r} is no regular expression: {error}.")
@@ -302,18 +399,25 @@ def _compile(table: tuple[tuple[str, Dims], ...], axes: PartitionAxis) -> tuple[
     return tuple(compiled)
 
 
-def _frozen(table: Iterable[Any]) -> tuple[tuple[str, Dims], ...]:
+def _frozen(table: str | Iterable[Any]) -> tuple[tuple[str, Dims], ...]:
+    if isinstance(table, str):
+        names = tuple(name.strip() for name in table.split("+"))
+        if not all(map(str.isidentifier, names)) or len(set(names)) < len(names):
+            raise ShardingError(f"rules={table!r} must name mesh axes joined by '+', each once, such as 'fsdp+dp'.")
+        return ((".*", LargestDim(names)),)
     rules, problems = [], []
     for number, rule in enumerate(table, start=1):
         pattern, dims = rule if isinstance(rule, tuple | list) and len(rule) == 2 else (None, None)
         if not isinstance(pattern, str):
             problems.append(f"rule {number} is {rule!r}: write (pattern, dims).")
-        elif not isinstance(dims, PartitionSpec | tuple | list | None):
-            problems.append(f"rule {number}, {pattern!r}: dims are a tuple or a PartitionSpec, got {dims!r}.")
-        elif not isinstance(dims, PartitionSpec) and any(not isinstance(d, str | None) for d in dims or ()):
+        elif not isinstance(dims, PartitionSpec | LargestDim | tuple | list | None):
+            problems.append(f"rule {number}, {pattern!r}: dims must be a tuple or a PartitionSpec, got {dims!r}.")
+        elif not isinstance(dims, PartitionSpec | LargestDim) and any(
+            not isinstance(d, str | None) for d in dims or ()
+        ):
             problems.append(
-                f"rule {number}, {pattern!r} -> {dims!r}: each dim is one logical axis or None. Write "
-                f"P(...) for mesh axes, several of which may split one dim."
+                f"rule {number}, {pattern!r} -> {dims!r}: each dim must be one logical axis or None. For mesh axes, "
+                "of which several may split one dim, write a PartitionSpec."
             )
         else:
             rules.append((pattern, tuple(dims) if isinstance(dims, list) else dims))

@@ -1,4 +1,4 @@
-"""Whole trees from the host or from devices into a layout: `shard`, `reshard`, and the classic trees of functions."""
+"""Placement of trees of arrays on a mesh: `shard`, `reshard` and `make_shard_and_gather_fns`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from flax_mesh.tree import map_named, named_leaves
 
 
 class UnfittedSharding(NamedTuple):
-    """What makes a NamedSharding, before it is known whether the spec fits the mesh."""
+    """The arguments of a NamedSharding whose spec has not been checked against an array and the mesh yet."""
 
     spec: PartitionSpec
     mesh: Any
@@ -34,20 +34,25 @@ def shard(
     on_mismatch: Policy = "error",
     dropped: list[Finding] | None = None,
 ) -> Any:
-    """`tree` with every leaf laid out as its spec says; leaves are numpy arrays, numbers, or jax arrays anywhere.
+    """Places every leaf of `tree`: a numpy array, a number or a jax array with any sharding.
 
-    specs: a tree of the same structure, or one for all leaves, of PartitionSpecs (for `mesh`, or the mesh in context),
-        of shardings, or of arrays and ShapeDtypeStructs that have one, such as an `abstract_state`
-    dtype: floating leaves are cast to it; on the host, but for leaves that lie on several devices
-    memory_kind: "device" or "pinned_host"; by default that of the sharding
-    donate: one leaf after another, each source let go once it is copied. On devices it is freed, and the caller's
-        array with it. Not on CPU, where donation to `jax.device_put` frees nothing and has been seen to crash: there,
-        as for numpy leaves, memory is free if the caller holds no reference: `shard(load(), ..., donate=True)`
+    Args:
+        tree: Any pytree.
+        specs: PartitionSpecs, shardings, or arrays and ShapeDtypeStructs with a sharding, such as an `abstract_state`:
+            one per leaf in a tree of the same structure, or a single one for all leaves.
+        mesh: The mesh of PartitionSpecs. Default: the mesh in context.
+        dtype: Floating leaves are cast to it: on the host, or on the devices for leaves on several devices.
+        memory_kind: "device" or "pinned_host". Default: that of the sharding.
+        donate: Transfer one leaf at a time, and drop each source once it is copied. A source on devices is freed, and
+            the caller's array becomes invalid. On CPU, sources are not donated: `jax.device_put` frees nothing there,
+            and has been seen to crash. There, and for numpy leaves, memory is freed only if the caller holds no
+            reference: `shard(load(), ..., donate=True)`.
+        on_mismatch: "error", "warn" or "drop" for a spec that does not fit its leaf, as in `match_partition_rules`.
+        dropped: List to which "warn" and "drop" append the findings.
 
-    Nothing is compiled for numpy leaves and for leaves that lie as asked, and at most once a shape for arrays on one
-    device. In several processes each copies what its own devices hold. On CPU the arrays may share the memory of numpy
-    leaves, as after `jax.device_put`: do not change these afterwards. A spec that does not fit its leaf follows
-    `on_mismatch`, and adds to `dropped`, as in `match_partition_rules`.
+    Nothing is compiled for numpy leaves and for leaves that have the sharding already. Arrays on one device compile at
+    most one program per shape. Every process copies only the shards of its own devices. On CPU the result may share
+    memory with numpy leaves, as after `jax.device_put`: do not modify them afterwards.
     """
     leaves, treedef = jax.tree.flatten(tree)
     layouts = [_layout(x, mesh, memory_kind) for x in _aligned(tree, leaves, treedef, specs)]
@@ -68,19 +73,21 @@ def reshard(
     on_mismatch: Policy = "error",
     dropped: list[Finding] | None = None,
 ) -> Any:
-    """As `shard`, for a tree that lies on a mesh: in another layout, on another mesh, in another memory, or cast.
+    """As `shard`, for arrays that are on a mesh already: changes their specs, mesh, memory kind or dtype.
 
-    Without `specs` each leaf keeps its layout, without `mesh` its mesh, without `memory_kind` its memory:
-    `reshard(state, memory_kind="pinned_host")` offloads a state. ShardingError names leaves that are on no mesh.
+    A leaf keeps its spec, mesh or memory kind where the argument is None: `reshard(state, memory_kind="pinned_host")`
+    offloads a state. Raises a ShardingError that names the leaves without a mesh.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    homes = [getattr(leaf, "sharding", None) for leaf in leaves]
-    if strangers := [number for number, home in enumerate(homes) if not isinstance(home, NamedSharding)]:
+    current = [getattr(leaf, "sharding", None) for leaf in leaves]
+    if without_mesh := [number for number, sharding in enumerate(current) if not isinstance(sharding, NamedSharding)]:
         named = named_leaves(tree)
-        paths = ", ".join(named[number][0] for number in strangers)
-        raise ShardingError(f"reshard: {paths} lie on no mesh. Place them with shard(tree, specs, mesh).")
-    given = homes if specs is None else _aligned(tree, leaves, treedef, specs)
-    layouts = [_layout(x, mesh, memory_kind, home) for x, home in zip(given, homes, strict=True)]
+        paths = ", ".join(named[number][0] for number in without_mesh)
+        raise ShardingError(
+            f"reshard requires arrays on a mesh, and these are not: {paths}. Place them with shard(tree, specs, mesh)."
+        )
+    requested = current if specs is None else _aligned(tree, leaves, treedef, specs)
+    layouts = [_layout(x, mesh, memory_kind, sharding) for x, sharding in zip(requested, current, strict=True)]
     shardings, findings = _fitting(tree, leaves, layouts)
     apply_policy(findings, on_mismatch, dropped)
     del tree
@@ -95,15 +102,45 @@ def make_shard_and_gather_fns(
     on_mismatch: Policy = "error",
     dropped: list[Finding] | None = None,
 ) -> tuple[Any, Any]:
-    """Two trees of functions, one function a leaf: x -> x laid out as its spec says, and back to numpy.
+    """Creates one function per array that places it on the mesh, and one that copies it back to the host.
 
-    Arguments as in `shard`; `dtype` casts floating leaves on either way. `on_mismatch` is followed at the first array
-    of each shape. For a whole tree at once `shard` and `gather` do the same.
+    Use it where arrays arrive one by one, for example when a checkpoint is read file by file. To place or to gather an
+    entire tree at once, call `shard` or `gather`, which overlap the transfers of its arrays.
+
+    Args:
+        specs: Tree of PartitionSpecs, of shardings, or of arrays and ShapeDtypeStructs that have a sharding, such as an
+            `abstract_state`.
+        mesh: The mesh of PartitionSpecs. Default: the mesh in context when this function is called.
+        dtype: Floating arrays are cast to it in both directions. Default: dtypes do not change.
+        on_mismatch: What a spec causes that does not fit an array: "error" raises a ShardingError, "warn" and "drop"
+            leave out the mesh axes that do not fit. Specs are checked when a function is first called with a shape.
+        dropped: List to which "warn" and "drop" append a finding for everything that is left out.
+
+    Returns:
+        (shard_fns, gather_fns), two trees with the structure of `specs`. A shard function takes a numpy array, a
+        number or a jax array and returns a jax array with the sharding of its spec. A gather function takes a jax
+        array and returns the complete array as numpy.
+
+    Raises:
+        NoMeshError: `specs` contains PartitionSpecs, `mesh` is None and no mesh is in context.
+        ShardingError: A leaf of `specs` has no sharding. The shard functions raise it for specs that do not fit, the
+            gather functions for arrays that are partly on devices of other processes.
+
+    Example:
+        >>> P = jax.sharding.PartitionSpec
+        >>> mesh = fm.create_mesh((2, 4), ("fsdp", "tp"))
+        >>> specs = {"kernel": P("fsdp", "tp"), "bias": P("tp")}
+        >>> shard_fns, gather_fns = fm.make_shard_and_gather_fns(specs, mesh)
+        >>> kernel = shard_fns["kernel"](np.ones((64, 256), np.float32))
+        >>> kernel.addressable_shards[0].data.shape
+        (32, 64)
+        >>> gather_fns["kernel"](kernel).shape
+        (64, 256)
     """
 
     def shard_fn(path: str, spec: Any) -> Callable[[Any], jax.Array]:
         layout = _layout(spec, mesh, None)
-        fitting: dict[Any, Sharding] = {}  # by shape: as a rule there is one
+        fitting: dict[Any, Sharding] = {}  # by shape; usually there is only one
 
         def place(x: Any) -> jax.Array:
             shape = np.shape(x)
@@ -115,42 +152,48 @@ def make_shard_and_gather_fns(
 
         return place
 
-    given = iter(_aligned(specs, *jax.tree.flatten(specs), specs))
-    shard_fns = map_named(lambda path, _: shard_fn(path, next(given)), specs)
+    layouts = iter(_aligned(specs, *jax.tree.flatten(specs), specs))
+    shard_fns = map_named(lambda path, _: shard_fn(path, next(layouts)), specs)
     return shard_fns, map_named(lambda path, spec: lambda x: gather_leaf(x, dtype), specs)
 
 
 def _aligned(tree: Any, leaves: list[Any], treedef: Any, specs: Any) -> list[Any]:
-    """A PartitionSpec or a sharding for each leaf, by structure or else by path."""
+    """A PartitionSpec or a sharding for each leaf. Trees of different node types are matched by path."""
     if isinstance(specs, PartitionSpec | Sharding):
         return [specs] * len(leaves)
-    given, structure = jax.tree.flatten(specs)
+    layouts, structure = jax.tree.flatten(specs)
     if structure != treedef:
-        given = align_by_path(tree, specs)
-    given = [x if isinstance(x, PartitionSpec | Sharding) else getattr(x, "sharding", None) for x in given]
-    if None in given:
-        problems = [p for (p, _), layout in zip(named_leaves(specs), given, strict=True) if layout is None]
-        raise ShardingError(f"no PartitionSpec and no sharding for {', '.join(problems)} in specs.")
-    return given
+        layouts = align_by_path(tree, specs)
+    layouts = [x if isinstance(x, PartitionSpec | Sharding) else getattr(x, "sharding", None) for x in layouts]
+    if None in layouts:
+        paths = [path for (path, _), layout in zip(named_leaves(specs), layouts, strict=True) if layout is None]
+        raise ShardingError(
+            "leaves of specs must be PartitionSpecs, shardings or arrays with a sharding, and these are not: "
+            f"{', '.join(paths)}."
+        )
+    return layouts
 
 
 def align_by_path(tree: Any, specs: Any, further_problems: Sequence[str] = ()) -> list[Any]:
-    """The leaf of `specs` for each leaf of `tree`; ShardingError, with the further problems, unless the paths agree."""
-    wanted, by_path = [path for path, _ in named_leaves(tree)], dict(named_leaves(specs))
-    problems = [f"{path}: no spec" for path in wanted if path not in by_path]
-    problems += [f"{path}: a spec, but the tree has no such leaf" for path in by_path if path not in set(wanted)]
+    """The leaf of `specs` for each leaf of `tree`.
+
+    Raises one ShardingError that lists all paths that only one of the trees has, and `further_problems`.
+    """
+    expected, by_path = [path for path, _ in named_leaves(tree)], dict(named_leaves(specs))
+    problems = [f"{path}: missing in specs" for path in expected if path not in by_path]
+    problems += [f"{path}: in specs, but not in the tree" for path in by_path if path not in set(expected)]
     if problems := [*problems, *further_problems]:
         raise ShardingError("specs must be a tree of the same structure:\n" + "\n".join(problems))
-    return [by_path[path] for path in wanted]
+    return [by_path[path] for path in expected]
 
 
 def _layout(
-    spec: Any, mesh: Any, memory_kind: str | None, home: NamedSharding | None = None
+    spec: Any, mesh: Any, memory_kind: str | None, current: NamedSharding | None = None
 ) -> UnfittedSharding | Sharding:
-    """`spec` with what it leaves out taken from `home`, the sharding so far, or else from the context."""
+    """`spec` with the mesh and the memory kind that it lacks: from the `current` sharding, or else the context."""
     if isinstance(spec, PartitionSpec):
-        where = mesh or (home.mesh if home else get_incontext_mesh())
-        return UnfittedSharding(spec, where, memory_kind or (home.memory_kind if home else None))
+        mesh = mesh or (current.mesh if current else get_incontext_mesh())
+        return UnfittedSharding(spec, mesh, memory_kind or (current.memory_kind if current else None))
     if isinstance(spec, NamedSharding):
         return UnfittedSharding(spec.spec, spec.mesh, memory_kind or spec.memory_kind)
     return spec.with_memory_kind(memory_kind) if memory_kind else spec
@@ -159,20 +202,20 @@ def _layout(
 def _fitting(
     tree: Any, leaves: Sequence[Any], layouts: Sequence[UnfittedSharding | Sharding]
 ) -> tuple[list[Sharding], list[Finding]]:
-    made: dict[Any, Sharding] = {}
+    cache: dict[Any, Sharding] = {}
     shardings: list[Sharding] = []
     findings: list[Finding] = []
     paths: list[str] = []
     for number, (leaf, layout) in enumerate(zip(leaves, layouts, strict=True)):
         shape = getattr(leaf, "shape", ())
-        sharding = made.get((shape, layout))
+        sharding = cache.get((shape, layout))
         if sharding is None:
             sharding, problems = _sharding("", shape, layout)
-            if problems:  # only now are the paths made, which takes longer than all the rest
+            if problems:  # building the paths takes longer than all the rest, so it is done only for errors
                 paths = paths or [path for path, _ in named_leaves(tree)]
                 findings += [problem._replace(path=paths[number]) for problem in problems]
             else:
-                made[shape, layout] = sharding
+                cache[shape, layout] = sharding
         shardings.append(sharding)
     return shardings, findings
 
@@ -181,19 +224,22 @@ def _sharding(path: str, shape: tuple[int, ...], layout: UnfittedSharding | Shar
     if not isinstance(layout, UnfittedSharding):
         return layout, []
     if isinstance(layout.mesh, AbstractMesh):
-        raise ShardingError("arrays need devices, and the specs are for an AbstractMesh. Pass mesh=.")
+        raise ShardingError(
+            "arrays can be placed only on a mesh of devices, but the specs are for an AbstractMesh. Pass a Mesh as "
+            "mesh=, or shardings on one."
+        )
     spec, findings = fit_spec(path, shape, layout.spec, layout.mesh)
     return NamedSharding(layout.mesh, spec, memory_kind=layout.memory_kind), findings
 
 
 def _place(leaves: list[Any], shardings: Sequence[Sharding], dtype: Any, donate: bool = False) -> list[jax.Array]:
-    """The leaves as asked; with `donate` one by one, and taken out of the list."""
+    """The leaves with their shardings. `donate` transfers one leaf at a time and removes it from the list."""
     if donate:
         return [_place_and_free(leaves, number, sharding, dtype) for number, sharding in enumerate(shardings)]
     if dtype is not None:
         leaves = [cast(leaf, dtype) for leaf in leaves]
     placed: list[Any] = [
-        # Not device_put: it takes longer, and in several processes it compares the whole array with the others'.
+        # device_put takes longer, and with several processes it compares the entire array across all of them.
         jax.make_array_from_callback(leaf.shape, sharding, leaf.__getitem__) if isinstance(leaf, np.ndarray) else None
         for leaf, sharding in zip(leaves, shardings, strict=True)
     ]
@@ -213,13 +259,13 @@ def _place_and_free(leaves: list[Any], number: int, sharding: Sharding, dtype: A
     memory, before = (x.memory_kind or device.default_memory().kind for x in (sharding, source.sharding))
     if leaf is source and memory == before:
         return jax.block_until_ready(jax.device_put(leaf, sharding, donate=True))
-    placed = jax.block_until_ready(jax.device_put(leaf, sharding))  # JAX donates within one memory only
+    placed = jax.block_until_ready(jax.device_put(leaf, sharding))  # JAX can donate only within one memory kind
     source.delete()
     return placed
 
 
 def cast(x: Any, dtype: Any) -> Any:
-    """`x` in `dtype` if it is floating. On the host, so that nothing compiles, unless it lies on several devices."""
+    """`x` cast to `dtype` if it is floating: on the host, which compiles nothing, unless it is on several devices."""
     found = getattr(x, "dtype", None) or np.result_type(x)
     if dtype is None or found == dtype or not jnp.issubdtype(found, jnp.floating):
         return x

@@ -1,6 +1,6 @@
-"""What a loss function is, how its random streams are keyed, and what follows from its gradients.
+"""The protocol of loss functions, the seeding of random streams, and the parameter update from summed gradients.
 
-The plain step and the pipeline share this file, so that they cannot differ in it.
+The plain step and the pipeline both call these functions, so that both compute the same numbers.
 """
 
 import zlib
@@ -20,11 +20,12 @@ Metrics = dict[str, jax.Array]
 
 
 class LossFn(Protocol):
-    """loss_fn(model, batch) -> (loss_sum, weight) or (loss_sum, weight, metrics), or a bare scalar.
+    """loss_fn(model, batch) returns (loss_sum, weight), (loss_sum, weight, metrics) or a scalar.
 
-    loss_sum is summed over the tokens (or examples) of the batch and not normalised; weight is their number. Sums and
-    weights of microbatches add up, and are divided once, so that microbatches of unequal weight are right. metrics is
-    a dict of further sums, divided by the same weight. A bare scalar counts with weight 1 per microbatch.
+    `loss_sum` is the sum over the tokens (or examples) of the batch, not the mean; `weight` is their number. Both are
+    summed over the microbatches and divided once at the end: the result is the mean over the entire batch, also if
+    microbatches differ in weight. `metrics` is a dict of further sums, divided by the same weight. A scalar is a
+    loss_sum with weight 1 per microbatch.
     """
 
     def __call__(self, model: Any, batch: Any, /) -> Any: ...
@@ -40,13 +41,18 @@ def run_loss(
     seeds: Sequence[Any],
     layers: Iterable[str],
 ) -> tuple[jax.Array, tuple[jax.Array, Metrics, nnx.State]]:
-    """loss_sum, (weight, metrics, `others` after the call) of `model` with its `wrt` variables replaced by `params`
-    and its variables that are neither these nor random streams by `others`. The streams are keyed by `seeds`."""
+    """Returns loss_sum, (weight, metrics, `others` after the call), in the form of `jax.value_and_grad(has_aux=True)`.
+
+    Before the call, the `wrt` variables of `model` are replaced by `params`, its random streams are reseeded from
+    `seeds`, and all other variables are replaced by `others`.
+    """
     graphdef, _, streams, _ = nnx.split(model, wrt, nnx.RngState, ...)
     keyed = reseed(streams, seeds, layers)
-    here = jax.tree.map(lambda x: x, others)  # Variables may be changed only in the trace that made them
-    called = nnx.merge(graphdef, params, keyed, here)
-    with nnx.use_eager_sharding(False):  # as the model was made: what it makes anew must come out the same
+    # Flax allows a Variable to be changed only in the trace that created it, and `others` may be from an outer one.
+    local = jax.tree.map(lambda x: x, others)
+    called = nnx.merge(graphdef, params, keyed, local)
+    # The model was created with eager sharding off; variables that the call creates must have the same metadata.
+    with nnx.use_eager_sharding(False):
         loss_sum, weight, metrics = sums_of(loss_fn(called, batch))
     after, *parts = nnx.split(called, wrt, nnx.RngState, ...)
     check_same_structure(graphdef, (params, keyed, others), after, parts)
@@ -61,15 +67,15 @@ def apply_gradients(
     weight: jax.Array,
     learning_rate: optax.Schedule | None = None,
 ) -> tuple[TrainState, Metrics]:
-    """The state after one optimizer step, and the metrics, from what the microbatches summed up to.
+    """Returns the state after one optimizer step and the metrics, given sums over all microbatches.
 
-    `grads` and `sums` are divided by `weight` here, once. `others` are the variables that are neither trained nor
-    random streams, as the last microbatch left them.
+    `grads` and `sums` are divided by `weight` here. `others` are the variables after the last microbatch that are
+    neither trained nor random streams.
     """
     model, optimizer = state.merge()
     count = optimizer.step[...]
     graphdef, params, streams, _ = nnx.split(model, optimizer.wrt, nnx.RngState, ...)
-    divisor = jnp.where(weight == 0, 1.0, weight)  # a batch without a single target: no gradient, not NaN
+    divisor = jnp.where(weight == 0, 1.0, weight)  # without a single target the gradient is 0, not NaN
     grads = jax.tree.map(lambda g, p: (g / divisor).astype(p.dtype), grads, params)
     metrics = {name: total / divisor for name, total in sums.items()}
     metrics |= {"weight": weight, "grad_norm": optax.tree.norm(grads)}
@@ -81,24 +87,31 @@ def apply_gradients(
 
 
 def sums_of(result: Any) -> tuple[jax.Array, jax.Array, Metrics]:
-    """(loss_sum, weight, metrics) of what a loss function returned, in the forms that LossFn allows."""
+    """(loss_sum, weight, metrics) from the return value of a loss function, in any of the forms of `LossFn`."""
     parts = result if isinstance(result, tuple) else (result, 1.0)
     if len(parts) not in (2, 3) or result is None:
         what = "None" if result is None else f"a tuple of {len(parts)}"
         raise ValueError(
-            f"loss_fn returned {what}; it must return (loss_sum, weight), (loss_sum, weight, metrics) or a scalar."
+            f"loss_fn must return (loss_sum, weight), (loss_sum, weight, metrics) or a scalar; it returned {what}."
         )
     loss_sum, weight = (jnp.asarray(x, jnp.promote_types(jnp.result_type(x), jnp.float32)) for x in parts[:2])
     if loss_sum.shape or weight.shape:
         raise ValueError(f"loss_fn must return scalars, got loss {loss_sum.shape} and weight {weight.shape}.")
     metrics = dict(parts[2]) if len(parts) == 3 else {}
     if taken := metrics.keys() & {"loss", "weight", "grad_norm", "learning_rate"}:
-        raise ValueError(f"metrics of loss_fn must not be called {', '.join(sorted(taken))}: the step gives these.")
+        raise ValueError(
+            f"metrics of loss_fn must not be named {', '.join(sorted(taken))}: the step returns metrics of these "
+            "names. Rename them."
+        )
     return loss_sum, weight, metrics
 
 
 def reseed(streams: nnx.State, parts: Sequence[Any], layers: Iterable[str] = ()) -> nnx.State:
-    """Random streams keyed by `parts` and by their own path, counters at 0. A scanned stack has one key a layer."""
+    """Random streams with keys that depend only on `parts` and on their path; counters are 0.
+
+    In a scanned stack every layer has the key that it would have in a list of layers, "layers/3/rngs": the masks of
+    dropout do not depend on the layout of the model.
+    """
 
     def new(path: str, leaf: jax.Array) -> jax.Array:
         if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -117,4 +130,4 @@ def reseed(streams: nnx.State, parts: Sequence[Any], layers: Iterable[str] = ())
 
 
 def _number(path: str) -> int:
-    return zlib.crc32(path.encode())  # the same in every process, unlike hash()
+    return zlib.crc32(path.encode())  # equal on all processes, unlike hash()

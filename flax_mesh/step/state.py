@@ -1,4 +1,4 @@
-"""The train state: a tuple of leaves and a static tree definition, merged into modules only inside a trace."""
+"""TrainState: model and optimizer as a tuple of leaves and a static tree definition."""
 
 import functools
 from collections.abc import Callable
@@ -8,20 +8,20 @@ from typing import Any
 import jax
 from flax import nnx
 
-from flax_mesh.sharding import abstract_model, init_state, model_layers
+from flax_mesh.sharding.abstract import abstract_model, init_state, model_layers
 from flax_mesh.tree import named_leaves
 
 
 @dataclass(frozen=True)
 class TreeDefinition:
-    """Rebuilds the nnx.State of {"model", "optimizer"} from leaves, and the two modules from that."""
+    """The static part of a `TrainState`: the structure of the nnx.State and the graph definition of the modules."""
 
     graphdef: Any
     treedef: Any
 
     @functools.cached_property
     def layers(self) -> tuple[str, ...]:
-        """Paths of the layer lists and scanned stacks in the model's own rule table; () if it has none."""
+        """Paths of the layer lists and scanned stacks that the rule table of the model names; () without a table."""
         without_leaves = jax.tree.unflatten(self.treedef, [None] * self.treedef.num_leaves)
         return model_layers(nnx.merge(self.graphdef, without_leaves)["model"])
 
@@ -29,9 +29,10 @@ class TreeDefinition:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Model and optimizer as flat leaves: what a jitted step takes and returns at the cost of a plain tuple.
+    """Model and optimizer as flat leaves, which a jitted step takes and returns with the overhead of a tuple.
 
-    Leaves are arrays, shardings or ShapeDtypeStructs.
+    Modules exist only inside the trace: flattening and merging them at every call would cost time on the host. Leaves
+    are arrays, shardings or ShapeDtypeStructs.
     """
 
     leaves: tuple[Any, ...]
@@ -42,42 +43,42 @@ class TrainState:
         return jax.tree.unflatten(self.definition.treedef, self.leaves)
 
     def merge(self) -> tuple[Any, nnx.Optimizer]:
-        """Model and optimizer. Outside a trace: modules that share the arrays of this state."""
+        """Returns model and optimizer. Outside of a trace they share the arrays of this state."""
         both = nnx.merge(self.definition.graphdef, self.to_nnx())
         return both["model"], both["optimizer"]
 
     def replace(self, model: nnx.Module, optimizer: nnx.Optimizer) -> "TrainState":
-        """The state of modules that came from `merge`, after their variables have changed."""
+        """Returns the state of two modules that `merge` returned and whose variables have changed since."""
         graphdef, state = nnx.split({"model": model, "optimizer": optimizer})
         check_same_structure(self.definition.graphdef, self.to_nnx(), graphdef, state)
-        # The same definition, not an equal one: comparing it at every dispatch is then free.
+        # Pass on the same object: jit compares static fields at every dispatch, and identity is the fast case.
         return TrainState(tuple(jax.tree.leaves(state)), self.definition)
 
     def with_state(self, state: Any) -> "TrainState":
-        """The train state with the leaves of `state`, which has the form of `to_nnx()`: an nnx.State or a dict.
+        """Returns a train state with the leaves of `state`, an nnx.State or a dict with the structure of `to_nnx()`.
 
-        Its leaves may be of another kind: arrays where this state is abstract. A ValueError lists all paths that are
-        missing in `state` or unknown here.
+        The leaves may be of another kind, such as arrays where this state is abstract. Raises a ValueError that lists
+        all paths that are missing in `state` or unknown here.
         """
-        found, own = dict(named_leaves(state)), [path for path, _ in named_leaves(self.to_nnx())]
-        problems = [f"  {path}: missing" for path in own if path not in found]
-        problems += [f"  {path}: unknown" for path in found.keys() - set(own)]
+        found, expected = dict(named_leaves(state)), [path for path, _ in named_leaves(self.to_nnx())]
+        problems = [f"  {path}: missing" for path in expected if path not in found]
+        problems += [f"  {path}: unknown" for path in found.keys() - set(expected)]
         if problems:
-            head = "a state must have the paths of the train state that it becomes, as `to_nnx()` returns them; found:"
+            head = "state must have the same paths as `to_nnx()` of this train state, but these differ:"
             raise ValueError("\n".join([head, *sorted(problems)]))
-        return TrainState(tuple(found[path] for path in own), self.definition)
+        return TrainState(tuple(found[path] for path in expected), self.definition)
 
 
 def check_same_structure(graphdef_before: Any, before: Any, graphdef_after: Any, after: Any) -> None:
-    """Raise a ValueError that names the variables that came or went; `before` and `after` are trees of States."""
+    """Raises a ValueError that names the variables that were added or removed. The trees may contain several States."""
     was, now = ({path for path, _ in named_leaves(tree)} for tree in (before, after))
     if was != now or graphdef_before != graphdef_after:
-        what = f"gone {sorted(was - now) or 'nothing'}, new {sorted(now - was) or 'nothing'}"
+        what = f"removed {sorted(was - now) or 'nothing'}, added {sorted(now - was) or 'nothing'}"
         if was == now:
-            what = "the variables are the same, but a static attribute or the metadata of a variable is not"
+            what = "the variables are the same, but a static attribute or the metadata of a variable changed"
         raise ValueError(
-            f"the step changed the structure of the model: {what}. Variables and static attributes must be the same "
-            "before and after the call of the model."
+            "the model must have the same variables and static attributes before and after a call, but the step "
+            f"changed its structure: {what}. Create all variables in __init__."
         )
 
 
@@ -89,5 +90,31 @@ def abstract_train_state(make: Callable[[], Any], abstract: nnx.State) -> TrainS
 
 
 def init_train_state(make: Callable[[], Any], abstract: nnx.State) -> TrainState:
-    """The initial train state, initialized directly with the shardings of `abstract`."""
+    """Initializes model and optimizer directly sharded, and returns them as a `TrainState`.
+
+    `make` is traced and compiled with the shardings of `abstract` as its output shardings: no device ever stores a
+    complete copy of a sharded array. The random bits are the same on every mesh.
+
+    Args:
+        make: Function without arguments that returns (model, optimizer), an nnx.Module and an nnx.Optimizer.
+        abstract: `abstract_state(make, mesh, ...)`.
+
+    Returns:
+        The state that `make_train_step` and `Checkpointer.save` take.
+
+    Raises:
+        ShardingError: `abstract` was made for another `make`, or for an AbstractMesh, which has no devices.
+
+    Example:
+        >>> def make():
+        ...     model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+        ...     return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+        >>> from flax_mesh.train import init_train_state
+        >>> mesh = fm.create_mesh((2, 4), ("fsdp", "tp"))
+        >>> rules = [("kernel", ("embed", "mlp")), ("bias", ("mlp",))]
+        >>> state = init_train_state(make, fm.abstract_state(make, mesh, rules))
+        >>> model, optimizer = state.merge()
+        >>> model.kernel[...].addressable_shards[0].data.shape
+        (8, 2)
+    """
     return abstract_train_state(make, abstract).with_state(init_state(make, abstract))

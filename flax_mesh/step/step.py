@@ -1,4 +1,4 @@
-"""The training step: (state, batch) -> (state, metrics), for any loss function of any NNX model."""
+"""The train step, (state, batch) -> (state, metrics), for any loss function of any NNX model."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -10,11 +10,11 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
-from flax_mesh.mesh import current_mesh
-from flax_mesh.sharding import with_sharding_constraint
+from flax_mesh.mesh.context import current_mesh
+from flax_mesh.sharding.constrain import with_sharding_constraint
+from flax_mesh.step.batch import microbatch_shapes
 from flax_mesh.step.loss import Batch, LossFn, Metrics, apply_gradients, run_loss, sums_of
 from flax_mesh.step.state import TrainState
-from flax_mesh.tree import path_of
 
 Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
@@ -30,14 +30,53 @@ def make_train_step(
     learning_rate: optax.Schedule | None = None,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Step:
-    """A jitted step that donates its state; metrics are loss, weight, grad_norm (before clipping) and the loss's own.
+    """Creates a jitted train step: loss, gradients, gradient accumulation and optimizer update.
 
-    `state` shows the layout, as arrays or abstractly: the state comes back in that same layout, and constraints inside
-    the model see its mesh, whatever mesh the caller has in context. The batch is cut into `num_microbatches` equal
-    parts, run one after another. Every random stream of the model is keyed by (seed, step, microbatch, path of the
-    stream), `layers` naming the paths of layer lists (by default as the table of the model does), so that neither mesh,
-    remat nor scan changes a mask. Only variables of the optimizer's `wrt` are trained; all others are threaded through
-    the microbatches and come back updated. `compiler_options` go to XLA, as in `jax.jit`.
+    The step returns the state with the shardings of the argument `state`, and constraints in the model refer to its
+    mesh, whatever mesh is in context. The keys of all random streams are derived from (seed, step, microbatch, path of
+    the stream): the masks of dropout depend neither on the mesh nor on remat or scan, and a resumed run repeats them.
+
+    Variables that the `wrt` filter of the optimizer selects are trained. All others, such as the statistics of
+    BatchNorm, are passed from one microbatch to the next and returned updated.
+
+    Args:
+        loss_fn: loss_fn(model, batch) -> (loss_sum, weight) or (loss_sum, weight, metrics) or a scalar; see `LossFn`.
+        state: Arrays or an abstract state. Only its structure, shardings and dtypes are used.
+        seed: Seed of the random streams.
+        num_microbatches: The batch is split into this number of equal parts along its first dim, which are computed
+            one after another. Their gradients are accumulated in float32 or wider, and divided by the summed weight.
+        layers: Paths of the layer lists or scanned stacks, which make the random streams of both the same. Default:
+            those of the model's rule table.
+        axes: Maps the logical axis "batch" to mesh axes, for the rows of a microbatch.
+        learning_rate: Schedule that is evaluated at the step count and reported as the metric "learning_rate". It does
+            not change the optimizer.
+        compiler_options: Options of XLA, as in `jax.jit`.
+
+    Returns:
+        step(state, batch) -> (state, metrics). The state is donated: do not use the argument after the call. `metrics`
+        is a dict of scalars: "loss", "weight", "grad_norm" (before any clipping) and the metrics of `loss_fn`.
+
+    Raises:
+        ValueError: When the step is traced: a dim of the batch is not divisible by `num_microbatches`, the return value
+            of `loss_fn` has another form, or the call of the model adds or removes variables.
+
+    Example:
+        >>> from flax_mesh.train import init_train_state, make_train_step
+        >>> def make():
+        ...     model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+        ...     return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+        >>> def loss_fn(model, batch):
+        ...     errors = model(batch["x"]) - batch["y"]
+        ...     return (errors**2).sum(), len(errors)
+        >>> mesh = fm.create_mesh((8,), ("fsdp",))
+        >>> rules = [("kernel", ("embed", None)), ("bias", ())]
+        >>> state = init_train_state(make, fm.abstract_state(make, mesh, rules))
+        >>> step = make_train_step(loss_fn, state, num_microbatches=2)
+        >>> batch = {"x": np.ones((32, 16), np.float32), "y": np.ones((32, 8), np.float32)}
+        >>> state, first = step(state, batch)
+        >>> state, second = step(state, batch)
+        >>> bool(second["loss"] < first["loss"])
+        True
     """
     layers = (layers,) if isinstance(layers, str) else state.definition.layers if layers is None else tuple(layers)
     mesh = mesh_of(state)
@@ -61,14 +100,17 @@ def make_train_step(
         others, (grads, sums, weight) = _accumulate(run, others, batch, num_microbatches, axes)
         return apply_gradients(state, others, grads, sums, weight, learning_rate)
 
-    # Left to itself, the compiler may return a leaf in another layout than it came in.
-    layout = jax.tree.map(lambda x: x.sharding, state) if mesh is not None else None
+    # Without out_shardings the compiler may return a leaf with another sharding than that of the input.
+    shardings = jax.tree.map(lambda x: x.sharding, state) if mesh is not None else None
     options = dict(compiler_options) if compiler_options else None
-    return jax.jit(step, donate_argnums=0, out_shardings=(layout, None), compiler_options=options)
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options)
 
 
 def make_eval_step(loss_fn: LossFn, state: TrainState) -> Callable[[TrainState, Batch], Metrics]:
-    """A jitted function: the sums "loss", "weight" and the loss's own metrics, with the model in `eval()` mode."""
+    """Creates a jitted function that returns the sums "loss", "weight" and the metrics of `loss_fn`, not divided.
+
+    The model is in `eval()` mode. Neither the state nor its random streams change.
+    """
     mesh = mesh_of(state)
 
     def evaluate(state: TrainState, batch: Batch) -> Metrics:
@@ -82,18 +124,16 @@ def make_eval_step(loss_fn: LossFn, state: TrainState) -> Callable[[TrainState, 
 
 
 def _accumulate(run: Callable[..., Any], others: Any, batch: Batch, num_microbatches: int, axes: PartitionAxis):
-    """Sum the results of `run(others, part, index)` over equal parts of the batch, threading `others` through."""
+    """Sums the results of `run(others, part, index)` over equal parts of the batch; `others` is carried along."""
     if num_microbatches == 1:
         return run(others, batch, 0)
-    sizes = {path_of(p): x.shape[0] for p, x in jax.tree_util.tree_flatten_with_path(batch)[0]}
-    if uneven := {p: n for p, n in sizes.items() if n % num_microbatches}:
-        raise ValueError(f"batch dims {uneven} cannot be cut into {num_microbatches} equal microbatches.")
+    first = microbatch_shapes(batch, num_microbatches), jax.ShapeDtypeStruct((), jnp.int32)
 
-    def cut(x: jax.Array) -> jax.Array:
+    def split(x: jax.Array) -> jax.Array:
         x = x.reshape(num_microbatches, x.shape[0] // num_microbatches, *x.shape[1:])
         if current_mesh() is None:
             return x
-        # A hint for the placement of the rows, so what does not fit this mesh is left out.
+        # Only a hint: the result is correct with any sharding, so axes that do not fit this mesh are dropped.
         return with_sharding_constraint(x, axes.resolve((None, "batch")), on_mismatch="drop")
 
     def body(carry: Any, indexed: Any):
@@ -101,21 +141,20 @@ def _accumulate(run: Callable[..., Any], others: Any, batch: Batch, num_microbat
         others, found = run(others, *indexed)
         return (others, jax.tree.map(jnp.add, total, found)), None
 
-    parts = (jax.tree.map(cut, batch), jnp.arange(num_microbatches))
-    first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parts)
-    # Sums in float32 at least, whatever the parameters are: what is small must not get lost in what is large.
+    parts = (jax.tree.map(split, batch), jnp.arange(num_microbatches))
+    # Accumulate in float32 or wider: in bfloat16, small gradients would be rounded away when added to a large sum.
     wide = lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))  # noqa: E731
     zeros = jax.tree.map(wide, jax.eval_shape(run, others, *first)[1])
     return jax.lax.scan(body, (others, zeros), parts)[0]
 
 
 def mesh_of(state: TrainState) -> Mesh | AbstractMesh | None:
-    """The mesh that the leaves are laid out on, None for a state on a single device without one."""
+    """The mesh of the leaves; None for a state on a single device without a mesh."""
     shardings = [getattr(leaf, "sharding", None) for leaf in state.leaves]
     return next((s.mesh for s in shardings if isinstance(s, NamedSharding)), None)
 
 
 def in_mesh(mesh: Mesh | AbstractMesh | None):
-    """Context, inside a trace, in which constraints see `mesh`."""
-    # Inside a trace only the abstract mesh may be set; it is all that constraints need.
+    """Context manager that sets the mesh of sharding constraints inside a trace; None keeps the current one."""
+    # Inside a trace JAX allows only the abstract mesh to be set, which is enough for constraints.
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh if mesh is not None else jax.sharding.get_abstract_mesh())

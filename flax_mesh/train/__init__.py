@@ -1,4 +1,4 @@
-"""Training from recipes: configuration, data, the loop and the run folder."""
+"""Training: the state and the step; recipes and the training loop."""
 
 from flax_mesh.step.state import TrainState as TrainState
 from flax_mesh.step.state import abstract_train_state as abstract_train_state
@@ -7,7 +7,6 @@ from flax_mesh.step.step import make_eval_step as make_eval_step
 from flax_mesh.step.step import make_train_step as make_train_step
 from flax_mesh.train.build import TrainProgram as TrainProgram
 from flax_mesh.train.build import build_program as build_program
-from flax_mesh.train.checks import check_config as check_config
 from flax_mesh.train.config import CheckpointConfig as CheckpointConfig
 from flax_mesh.train.config import MeshConfig as MeshConfig
 from flax_mesh.train.config import OptimizerConfig as OptimizerConfig
@@ -16,14 +15,6 @@ from flax_mesh.train.config import RunConfig as RunConfig
 from flax_mesh.train.config import TrainConfig as TrainConfig
 from flax_mesh.train.config import load_recipe as load_recipe
 from flax_mesh.train.data.data import DataConfig as DataConfig
-from flax_mesh.train.explain import explain as explain
-from flax_mesh.train.explain import measure_recipe as measure_recipe
-from flax_mesh.train.export import export as export
-from flax_mesh.train.export import import_huggingface as import_huggingface
-from flax_mesh.train.export import reshard as reshard
 from flax_mesh.train.loop import TrainResult as TrainResult
 from flax_mesh.train.loop import train as train
-from flax_mesh.train.metadata import saved_record as saved_record
-from flax_mesh.train.metrics import Row as Row
 from flax_mesh.train.overrides import apply_overrides as apply_overrides
-from flax_mesh.train.overrides import to_lines as to_lines

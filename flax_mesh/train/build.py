@@ -1,4 +1,4 @@
-"""From a TrainConfig to the program of a run: mesh, rules, optimizer, layout of the state, step."""
+"""From a TrainConfig to a TrainProgram: mesh, rules, optimizer, layout of the state, step."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -10,20 +10,27 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
 from flax_mesh.errors import ConfigError
-from flax_mesh.mesh import create_mesh
-from flax_mesh.mpmd import MpmdMesh, Pipeline, Schedule, StagedModel, make_schedule, split_stages
-from flax_mesh.sharding import PartitionRules, abstract_model, abstract_state, init_state, partition_rules
-from flax_mesh.sharding.abstract import ATTRIBUTE, model_layers
+from flax_mesh.mesh.create import create_mesh
+from flax_mesh.mpmd import MpmdMesh, Pipeline, StagedModel, split_stages
+from flax_mesh.mpmd.schedules.schedule import Schedule, make_schedule
+from flax_mesh.sharding.abstract import (
+    ATTRIBUTE,
+    abstract_model,
+    abstract_state,
+    init_state,
+    model_layers,
+    partition_rules,
+)
 from flax_mesh.sharding.annotations import annotations_of
-from flax_mesh.sharding.rules import as_rules
+from flax_mesh.sharding.rules import PartitionRules, as_rules, group_findings, match_partition_rules
 from flax_mesh.step.loss import Metrics
 from flax_mesh.step.state import TrainState, abstract_train_state
 from flax_mesh.step.step import Step, make_eval_step, make_train_step
-from flax_mesh.text import mesh_text
+from flax_mesh.text import count_text, mesh_text
 from flax_mesh.train.checks import check_compiler_options, check_config, check_on_mesh
 from flax_mesh.train.config import (
     OptimizerConfig,
@@ -35,12 +42,12 @@ from flax_mesh.train.config import (
 )
 from flax_mesh.tree import map_named
 
-SHRINK_ORDER = ("pp", "dp", "fsdp", "sp", "ep", "tp")  # stages first, then copies and shards of the batch
+SHRINK_ORDER = ("pp", "dp", "fsdp", "sp", "ep", "tp")  # stages, copies, shards of the batch ...
 
 
 @dataclass(frozen=True)
 class TrainProgram:
-    """A recipe on a mesh: all that a run computes. Nothing is compiled before the first call."""
+    """Everything that a run of a recipe computes on a mesh. Nothing is compiled before the first call."""
 
     config: TrainConfig
     mesh: Mesh
@@ -54,7 +61,7 @@ class TrainProgram:
 
     @property
     def parameters(self) -> list[Any]:
-        """Statistics and random keys are state, but no parameters."""
+        """The trainable variables, abstract: statistics and random keys are not parameters."""
         return jax.tree.leaves(nnx.filter_state(self.layout.to_nnx()["model"], nnx.Param))
 
     @property
@@ -77,7 +84,20 @@ def build_program(
     options, device = parse_compiler_options(config.run.compiler_options), mesh.local_devices[0]
     if problems := [*check_on_mesh(config, mesh, rules.axes), *check_compiler_options(options, device)]:
         raise ConfigError(problems)
+    if config.mesh.rules:
+        say(_report_rules(config, mesh, rules))
     return train_program(config, mesh, rules, change)
+
+
+def _report_rules(config: TrainConfig, mesh: Mesh, rules: PartitionRules) -> str:
+    """One line: how many arrays of the model `mesh.rules` splits, and which stay replicated."""
+    model = abstract_model(lambda: config.make_model(config.model, nnx.Rngs(config.run.seed)))
+    state, replicated = nnx.state(model), []
+    specs = match_partition_rules(rules, state, mesh=mesh, dropped=replicated)
+    count = sum(any(spec) for spec in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec)))
+    total = count_text(len(jax.tree.leaves(state)), "array")
+    text = f"rules: {config.mesh.rules} splits {count} of {total} on their largest dim"
+    return text + "".join(f"\n  {finding}" for finding in group_findings(replicated))
 
 
 def train_program(
@@ -129,12 +149,11 @@ def _pipeline(
     config: TrainConfig, mesh: Mesh, rules: PartitionRules, change: Callable[[Schedule], Schedule]
 ) -> Pipeline:
     groups = MpmdMesh(mesh, "pp")
-    staged, schedule = cut_model(config, rules.layers, groups.mpmd_dim, groups.unstack[0])
+    staged, schedule = split_model(config, rules.layers, groups.mpmd_dim, groups)
     return Pipeline(
         staged,
-        groups,
-        change(schedule),
         make_optimizer(config.optimizer),
+        schedule=change(schedule),
         rules=rules if rules.table else None,  # None: the model is annotated
         axes=rules.axes,
         seed=config.run.seed,
@@ -146,10 +165,10 @@ def _pipeline(
     )
 
 
-def cut_model(
-    config: TrainConfig, layers: Sequence[str], num_groups: int, mesh: Mesh | AbstractMesh
+def split_model(
+    config: TrainConfig, layers: Sequence[str], num_groups: int, mesh: MpmdMesh | AbstractMesh
 ) -> tuple[StagedModel, Schedule]:
-    """The stages of the recipe's model and their schedule on `num_groups` groups; `mesh` is that of one group."""
+    """The stages of the recipe's model and their schedule; `mesh` is an MpmdMesh or the mesh of one group."""
     wanted = config.pipeline
     schedule = make_schedule(
         wanted.schedule,
@@ -157,15 +176,15 @@ def cut_model(
         num_microbatches=wanted.num_microbatches,
         num_virtual_stages=wanted.num_virtual_stages,
     )
-    shape = config.data.batch_size // wanted.num_microbatches, config.data.sequence_length
+    shape = config.data.batch_size, config.data.sequence_length
     rows = jax.ShapeDtypeStruct(shape, jnp.int32)
     staged = split_stages(
         config.loss_fn,
         lambda: config.make_model(config.model, nnx.Rngs(config.run.seed)),
         {"inputs": rows, "targets": rows},
-        layers=layers or None,
-        num_stages=schedule.num_stages,
         mesh=mesh,
+        schedule=schedule,
+        layers=layers or None,
         **parse_cut(wanted.cut),
     )
     return staged, schedule
@@ -187,7 +206,7 @@ def make_mesh(config: TrainConfig, say: Callable[[str], None]) -> Mesh:
         if used < len(devices):
             say(f"mesh: uses {used} of the {len(devices)} devices here")
             devices = devices[:used]
-    names = sorted(shape, key=lambda name: name != "pp")  # the groups of a pipeline are far from each other
+    names = sorted(shape, key=lambda name: name != "pp")  # outermost: groups communicate over the slowest network
     try:
         return create_mesh(tuple(shape[name] for name in names), tuple(names), devices=devices)
     except ValueError as error:
@@ -208,8 +227,15 @@ def fit_mesh(shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
 
 
 def run_rules(config: TrainConfig) -> PartitionRules:
-    """The recipe's rule table, with the model's layers if it names none; else the model's, empty if it is annotated."""
+    """The rules of `mesh.rules`, of the recipe or of the model, in this order; empty if the model is annotated.
+
+    Layers are those of the model's own table where the rules name none.
+    """
     model = abstract_model(lambda: config.make_model(config.model, nnx.Rngs(config.run.seed)))
+    if config.mesh.rules:
+        model_axes = getattr(model, "axes", None)
+        axes = model_axes if isinstance(model_axes, PartitionAxis) else DEFAULT_AXES
+        return PartitionRules(config.mesh.rules, axes, model_layers(model))
     if config.rules is not None:
         return as_rules(config.rules, layers=model_layers(model))
     if not hasattr(model, ATTRIBUTE) and annotations_of(nnx.state(model)):

@@ -1,4 +1,4 @@
-"""Every mistake of a recipe, found before anything large compiles: a line for each."""
+"""Checks that find every mistake in a config before anything large compiles. Each mistake is one line."""
 
 import math
 from pathlib import Path
@@ -11,7 +11,8 @@ from flax_mesh.axes import PartitionAxis
 from flax_mesh.checkpoint.find import find_step
 from flax_mesh.checkpoint.hf.decoders import decoder_config_from_hf, read_config
 from flax_mesh.errors import ConfigError
-from flax_mesh.mpmd import Pipeline, make_schedule
+from flax_mesh.mpmd import Pipeline
+from flax_mesh.mpmd.schedules.schedule import make_schedule
 from flax_mesh.mpmd.split.remat import REMAT_MODES
 from flax_mesh.mpmd.transport.ordered import TRANSPORTS
 from flax_mesh.train.config import (
@@ -29,11 +30,12 @@ from flax_mesh.train.config import (
 from flax_mesh.train.data.data import Corpus, check_data_config
 from flax_mesh.train.warm_start import is_huggingface
 
-FREE = {"dtype", "param_dtype"}  # settings that may differ from those of the folder: parameters are cast
+# Settings of the model that may differ from config.json of `checkpoint.start_from`: parameters are cast.
+MAY_DIFFER = {"dtype", "param_dtype"}
 
 
 def check_config(config: TrainConfig) -> list[str]:
-    """One line per mistake that shows without devices, files or tracing."""
+    """One line for every mistake that can be found without devices and without tracing the model."""
     found = [*check_data_config(config.data), *getattr(config.model, "problems", list)()]
     optimizer, run = config.optimizer, config.run
     at_least_one = {
@@ -58,18 +60,21 @@ def check_config(config: TrainConfig) -> list[str]:
     found += [f"{key} must not be negative, got {value}" for key, value in not_negative.items() if not value >= 0]
     if unknown := [name for name in shard_over(config) if name not in AXIS_NAMES[1:]]:
         names = ", ".join(AXIS_NAMES[1:])
-        found.append(f"optimizer.shard_over: {', '.join(map(repr, unknown))} is no mesh axis; use some of {names}")
+        found.append(f"optimizer.shard_over: {', '.join(map(repr, unknown))} is not a mesh axis; use {names}")
+    if config.mesh.rules and (unknown := [a for a in config.mesh.rules.split("+") if a.strip() not in AXIS_NAMES[1:]]):
+        names = ", ".join(AXIS_NAMES[1:])
+        found.append(f"mesh.rules: {', '.join(map(repr, unknown))} is not a mesh axis; use {names}, joined by +")
     if config.checkpoint.on_failure not in ("stop", "continue"):
         found.append(f"checkpoint.on_failure must be 'stop' or 'continue', got {config.checkpoint.on_failure!r}")
     found += check_start(config.checkpoint.start_from, config.model)
     if not optimizer.clip_norm > 0:
-        found.append(f"optimizer.clip_norm must be above 0 (inf for no clipping), got {optimizer.clip_norm}")
+        found.append(f"optimizer.clip_norm must be above 0 (inf disables clipping), got {optimizer.clip_norm}")
     if run.seed >= 2**32:
         found.append(f"run.seed must be below 2**32, got {run.seed}")
     if optimizer.warmup_steps >= optimizer.decay_steps:
         found.append(
             f"optimizer.warmup_steps={optimizer.warmup_steps} must be below "
-            f"optimizer.decay_steps={optimizer.decay_steps}, which counts the warm-up too"
+            f"optimizer.decay_steps={optimizer.decay_steps}, which includes the warm-up"
         )
     batch, parts = config.data.batch_size, config.pipeline.num_microbatches
     if parts >= 1 and batch % parts:
@@ -78,7 +83,7 @@ def check_config(config: TrainConfig) -> list[str]:
         found.append(f"run.platform must be auto, cpu, cpu:N (N devices), gpu or tpu, got {run.platform!r}")
     try:
         if (num_groups := mesh_shape(config)["pp"]) == -1:
-            found.append(f"mesh.shape={config.mesh.shape} leaves pp to the number of devices; give it a size")
+            found.append(f"mesh.shape={config.mesh.shape} leaves the size of pp to the number of devices; set it")
         found += check_pipeline(config.pipeline, num_groups)
     except ValueError as error:
         found.append(f"mesh.shape: {error}")
@@ -92,7 +97,7 @@ def check_config(config: TrainConfig) -> list[str]:
 
 
 def check_pipeline(config: PipelineConfig, num_groups: int) -> list[str]:
-    """One line per mistake in the settings of a pipeline over `num_groups` groups."""
+    """One line for every mistake in the settings of a pipeline over `num_groups` groups."""
     found = []
     try:
         parse_cut(config.cut)
@@ -122,23 +127,24 @@ def check_start(folder: str, model: Any) -> list[str]:
         if not is_huggingface(folder):
             find_step(folder)
             return []
-        there = decoder_config_from_hf(read_config(Path(folder).expanduser()))
+        stored = decoder_config_from_hf(read_config(Path(folder).expanduser()))
     except ConfigError as error:
         return [f"checkpoint.start_from: {problem}" for problem in error.problems]
     return [
-        f"model.{name}={getattr(model, name)} differs from {value} in checkpoint.start_from={folder}; set it to that"
-        for name, value in there.items()
-        if name not in FREE and getattr(model, name, value) != value
+        f"model.{name}={getattr(model, name)} differs from {value} in checkpoint.start_from={folder}; "
+        f"set model.{name}={value}"
+        for name, value in stored.items()
+        if name not in MAY_DIFFER and getattr(model, name, value) != value
     ]
 
 
 def check_compiler_options(options: CompilerOptions, device: Any) -> list[str]:
-    """One line for every option that the compiler of `device` refuses."""
+    """One line for every option that the compiler of `device` rejects, found by compiling `x + 1` with it."""
     found, sharding = [], jax.sharding.SingleDeviceSharding(device)
     for name, value in options.items():
-        one = jax.jit(lambda x: x + 1, compiler_options={name: value})
+        add_one = jax.jit(lambda x: x + 1, compiler_options={name: value})
         try:
-            one.lower(jax.ShapeDtypeStruct((), "float32", sharding=sharding)).compile()
+            add_one.lower(jax.ShapeDtypeStruct((), "float32", sharding=sharding)).compile()
         except (jax.errors.JaxRuntimeError, ValueError) as error:
             found.append(
                 f"run.compiler_options: {options_text({name: value})} is refused: {str(error).splitlines()[0]}"
@@ -147,18 +153,18 @@ def check_compiler_options(options: CompilerOptions, device: Any) -> list[str]:
 
 
 def check_on_mesh(config: TrainConfig, mesh: Mesh | AbstractMesh, axes: PartitionAxis) -> list[str]:
-    """Dims of the batch and of the model that do not divide over the mesh, one line each.
+    """One line for every dim of the batch and of the model that is not divisible by its mesh axes.
 
-    A model config may have `dims() -> [(setting, logical axis, size)]`, because one line about the number of heads is
-    clearer than the error of `abstract_state` with a line for every array, and `problems_on(mesh)` for the rest.
+    A model config may define `dims() -> [(setting, logical axis, size)]`: one line about the number of heads is clearer
+    than the error of `abstract_state`, which has one line for every array. `problems_on(mesh)` returns further lines.
     """
     data, parts = config.data, config.pipeline.num_microbatches
-    cut = f" / pipeline.num_microbatches={parts}" if parts > 1 else ""
+    divisor = f" / pipeline.num_microbatches={parts}" if parts > 1 else ""
     dims = [
-        (f"data.batch_size={data.batch_size}{cut}", "batch", data.batch_size // parts),
+        (f"data.batch_size={data.batch_size}{divisor}", "batch", data.batch_size // parts),
         (f"data.sequence_length={data.sequence_length}", "sequence", data.sequence_length),
     ]
-    if config.rules is None:  # the model's own table; another one may leave these dims whole
+    if config.rules is None and not config.mesh.rules:  # the model's own table; another one may not split these dims
         model_dims = getattr(config.model, "dims", list)()
         dims += [(f"{setting}={size}", logical, size) for setting, logical, size in model_dims]
     found = []
@@ -172,7 +178,7 @@ def check_on_mesh(config: TrainConfig, mesh: Mesh | AbstractMesh, axes: Partitio
 
 
 def check_on_corpus(config: TrainConfig, corpus: Corpus) -> list[str]:
-    """One line if the model has fewer token ids than the text."""
+    """One line if the model's vocabulary is smaller than that of the text."""
     ids, found = getattr(config.model, "vocab_size", None), corpus.vocab_size
     if isinstance(ids, int) and found is not None and ids < found:
         return [f"model.vocab_size={ids} is too small for data.source={config.data.source}: text needs {found}"]
@@ -182,11 +188,13 @@ def check_on_corpus(config: TrainConfig, corpus: Corpus) -> list[str]:
 def check_trace(path: Path, shape: str, pipeline: Pipeline | None) -> list[str]:
     found = []
     if pipeline is None:
-        found.append(f"--trace {path}: only a pipeline has actions to show; add pp to mesh.shape={shape}")
+        found.append(f"--trace {path}: only a pipeline can be traced; add pp to mesh.shape={shape}")
     elif pipeline.channel is not None:
-        found.append(f"--trace {path}: it needs all groups in one process, and this run has {jax.process_count()}")
+        found.append(f"--trace {path}: all groups must be in one process; this run has {jax.process_count()} processes")
     if path.suffix == ".svg":
-        found.append(f"--trace {path}: the picture goes there; name the trace, such as {path.with_suffix('.json')}")
+        found.append(
+            f"--trace {path}: the trace is a JSON file, with an .svg beside it; use {path.with_suffix('.json')}"
+        )
     if not path.parent.is_dir():
-        found.append(f"--trace {path}: there is no folder {path.parent}; make it first")
+        found.append(f"--trace {path}: folder {path.parent} does not exist; create it first")
     return found

@@ -1,6 +1,6 @@
-"""TrainConfig: everything that defines a run, as a value that is printed whole, read back and compared.
+"""TrainConfig: everything that defines a run, as frozen dataclasses that can be printed, parsed and compared.
 
-Behind the dataclasses: the settings that are small texts with a form of their own, read.
+The functions after the dataclasses load recipes and parse the settings whose text has a syntax of its own.
 """
 
 import importlib.util
@@ -16,30 +16,43 @@ import jax
 from flax import nnx
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.mesh import parse_mesh_shape
+from flax_mesh.mesh.shape import parse_mesh_shape
 from flax_mesh.train.data.data import DataConfig
 
 PLATFORM = re.compile(r"auto|cpu(:[1-9][0-9]*)?|gpu|cuda|tpu")
 AXIS_NAMES = ("pp", "dp", "fsdp", "ep", "tp", "sp")
-SAME_RESULT = {"changes_result": False}  # fields that may differ when a run is resumed
+SAME_RESULT = {"changes_result": False}  # fields that may change when a run is resumed
 
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """`shape` is "dp:2,fsdp:-1,tp:2"; one size may be -1 (what is left); axes not named have size 1."""
+    """The device mesh.
+
+    Attributes:
+        shape: Axis sizes, such as "dp:2,fsdp:-1,tp:2". One size may be -1: the remaining devices. Axes that are not
+            listed have size 1.
+        rules: Mesh axes such as "fsdp" or "fsdp+dp". Every array is then split over them on its largest dim that
+            divides; the rule table of the recipe or of the model is not used.
+    """
 
     shape: str = field(default="fsdp:-1", metadata=SAME_RESULT)
+    rules: str = field(default="", metadata=SAME_RESULT)
 
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """`num_microbatches`: the batch is cut into this many, whose gradients are summed.
+    """Microbatches and, for a mesh with pp > 1, the pipeline. Every field but the first has no effect with pp = 1.
 
-    The rest is for pp > 1. `schedule`: a name of docs/schedules.md. `cut`: "flops" (the heaviest stage is as light as
-    can be), "count" (of layers), or the first layer of every stage but the first, "2,5". `num_virtual_stages`: stages a
-    group, none for what the schedule is made for. `remat`: what a stage stores for its backward pass: "none" recomputes
-    next to nothing, "cheap" what takes no matrix product, loop or random bits, "full" everything from the stage's
-    inputs. `transport` between processes: "server" (JAX's transfer server), "native" (`jax.device_put`), or "auto".
+    Attributes:
+        num_microbatches: Number of equal parts of the batch whose gradients are accumulated, with or without pp.
+        schedule: One of the schedule names in docs/schedules.md.
+        cut: How layers are assigned to stages: "flops" minimizes the FLOPs of the largest stage, "count" balances the
+            number of layers, and "2,5" lists the first layer of every stage but the first.
+        num_virtual_stages: Stages per group. None: the schedule's default.
+        remat: What the backward pass of a stage recomputes: "none" next to nothing, "cheap" every operation except
+            matrix products, loops and random bits, "full" everything from the stage's inputs.
+        transport: Transfers between processes: "server" (JAX's transfer server), "native" (`jax.device_put`), or
+            "auto".
     """
 
     num_microbatches: int = 1
@@ -52,11 +65,16 @@ class PipelineConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW behind a global-norm clip. The rate rises linearly for `warmup_steps` to `learning_rate`, then falls by a
-    cosine to `end_learning_rate` at step `decay_steps` and stays there: when a run ends does not change its steps.
+    """AdamW after clipping by the global norm.
 
-    `shard_over`: a mesh axis, or several joined by commas, over which the moments are split although the parameters are
-    copies there, such as dp (ZeRO stage 1); "" for none.
+    The learning rate rises linearly to `learning_rate` during `warmup_steps`, decays by a cosine to `end_learning_rate`
+    at step `decay_steps`, and is constant from there. It does not depend on `run.steps`, so a run can be extended.
+
+    Attributes:
+        decay_steps: Step at which the decay ends, counted from step 0, the warm-up included.
+        clip_norm: Maximum global norm of the gradients; inf disables clipping.
+        shard_over: Comma-separated mesh axes over which the optimizer's moments are sharded although the parameters are
+            replicated there, such as "dp" (ZeRO stage 1). "": none.
     """
 
     learning_rate: float = 3e-4
@@ -73,12 +91,18 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """A checkpoint every `every` steps and at the end.
+    """When checkpoints are saved and which are kept. The last step is always saved.
 
-    Those stay that are among the newest `keep`, or the best `keep_best` by `best_metric` of a row of metrics (lower is
-    better), or whose step `keep_every` divides (0: none). `on_failure`: "stop" when a checkpoint cannot be written, or
-    "continue" without it. `compress`: smaller files, slower saves. `start_from`: a run folder, a checkpoint or a folder
-    of safetensors whose parameters a new run begins with, as far as they fit; "" for none.
+    Attributes:
+        every: Steps between checkpoints.
+        keep: Number of newest checkpoints to keep.
+        keep_best: Number of best checkpoints to keep in addition, by `best_metric`.
+        best_metric: Name of a metric in metrics.jsonl; lower is better.
+        keep_every: Keep in addition every checkpoint whose step is a multiple of this. 0: none.
+        compress: Compress with zstd: smaller files, slower saves.
+        on_failure: "stop" the run if a checkpoint cannot be written, or "continue" without it.
+        start_from: A run folder, a checkpoint or a folder of safetensors from which a new run takes its initial
+            parameters, as far as their paths and shapes match. "": random initialization.
     """
 
     every: int = field(default=100, metadata=SAME_RESULT)
@@ -93,9 +117,18 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """`steps`: where to stop. `platform`: "auto" (the devices that are there), "cpu", "cpu:8" (virtual devices), "gpu",
-    "tpu". `eval_every`: steps between evaluations, 0 for none. `sample_tokens`: length of the text at the end.
-    `compiler_options`: of XLA for the training step, NAME=VALUE joined by commas; "" for none."""
+    """Length, folder and devices of the run.
+
+    Attributes:
+        steps: Step at which training stops. It does not affect the learning rate.
+        folder: The run folder: metrics.jsonl, config.txt and checkpoints/.
+        seed: Seed of parameters, random streams and, unless `data.seed` is set, the order of the data.
+        platform: "auto" (the devices that JAX finds; the mesh is shrunk to fit them), "cpu", "cpu:8" (8 virtual CPU
+            devices), "gpu" or "tpu".
+        eval_every: Steps between evaluations on held-out data. 0: none.
+        sample_tokens: Number of tokens to sample at the end of the run. 0: no sample.
+        compiler_options: XLA options of the training step, "NAME=VALUE,NAME=VALUE".
+    """
 
     steps: int = field(default=1000, metadata=SAME_RESULT)
     folder: str = field(default="runs/default", metadata=SAME_RESULT)
@@ -108,14 +141,35 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """What a recipe returns. The functions come from the recipe alone; the sections can be overridden by text.
+    """The complete definition of a run: what a recipe returns and what `train` takes.
 
-    make_model(model, rngs) -> nnx.Module
-    loss_fn(module, batch) -> (loss_sum, weight) or (loss_sum, weight, metrics): see `train.step`; a metric
-        "cross_entropy", where the loss has more in it, is what counts as held-out loss
-    sample(module, prompt (P,), num_tokens, key) -> (P + num_tokens,) token ids, or None for no sample
-    flops_per_token(model, num_parameters, sequence_length) -> float, or None for no MFU
-    rules: the rule table, None for the one the model carries
+    The fields of the sections (`model`, `mesh`, `pipeline`, `data`, `optimizer`, `checkpoint`, `run`) can be overridden
+    on the command line as `section.key=value`; see `apply_overrides`. The functions can be set by a recipe only.
+
+    Attributes:
+        make_model: `make_model(model, rngs) -> nnx.Module`. It is only traced: parameters are initialized directly
+            sharded.
+        loss_fn: `loss_fn(module, batch) -> (loss_sum, weight)` or `(loss_sum, weight, metrics)`, sums over the batch;
+            `batch` has "inputs" and "targets", int32 of shape (batch_size, sequence_length). If the loss has further
+            terms, return the metric "cross_entropy" (a sum too): evaluation then reports it as the held-out loss.
+        model: The config of the model, a dataclass. Its fields are the settings `model.*`.
+        mesh: Mesh shape, "fsdp:-1" by default.
+        pipeline: Number of microbatches (gradient accumulation) and, for pp > 1, schedule, stages, remat and transport.
+        data: Text or token files, sequence length, batch size and held-out share.
+        optimizer: AdamW, its learning rate schedule, and ZeRO-1 sharding of its moments.
+        checkpoint: When checkpoints are saved, which are kept, and where a new run takes its parameters from.
+        run: Number of steps, run folder, seed, platform, evaluation.
+        sample: `sample(module, prompt, num_tokens, key) -> tokens`, token ids of shape (P,) -> (P + num_tokens,). None:
+            no text is sampled at the end.
+        flops_per_token: `flops_per_token(model, num_parameters, sequence_length) -> float`. None: no MFU is reported.
+        rules: Rule table for the parameters. None: the table or the annotations of the model.
+
+    Example:
+        >>> from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
+        >>> from flax_mesh.train import MeshConfig, TrainConfig, apply_overrides
+        >>> config = TrainConfig(make_decoder, next_token_loss, DecoderConfig(), mesh=MeshConfig("fsdp:4,tp:2"))
+        >>> apply_overrides(config, ["run.steps=20"]).run.steps
+        20
     """
 
     make_model: Callable[[Any, nnx.Rngs], nnx.Module]
@@ -133,23 +187,43 @@ class TrainConfig:
 
 
 def load_recipe(name: str) -> TrainConfig:
-    """The config that a recipe returns; `name` is "FILE.py" (its function `recipe`) or "FILE.py:function"."""
+    """Run a recipe and return its config.
+
+    A recipe is a Python file with a function without arguments that returns a `TrainConfig`. The file is executed as a
+    module; its directory is not added to `sys.path`.
+
+    Args:
+        name: "FILE.py", for its function `recipe`, or "FILE.py:function".
+
+    Returns:
+        The recipe's config, without overrides.
+
+    Raises:
+        ConfigError: The file does not exist or is not a Python file, the function does not exist, or it does not return
+            a `TrainConfig`.
+
+    Example:
+        >>> from flax_mesh.train import apply_overrides, load_recipe
+        >>> config = apply_overrides(load_recipe("recipes/tiny.py"), ["run.steps=20", "mesh.shape=fsdp:8"])
+        >>> config.mesh.shape, config.run.steps
+        ('fsdp:8', 20)
+    """
     file, _, function = name.partition(":")
     function = function or "recipe"
     path = Path(file)
     if not path.is_file():
-        beside = sorted(str(p) for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
-        raise ConfigError(f"recipe {file}: no such file" + (f"; there are {', '.join(beside)}" if beside else ""))
+        siblings = sorted(str(p) for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
+        raise ConfigError(f"recipe {file}: no such file" + (f"; found {', '.join(siblings)}" if siblings else ""))
     spec = importlib.util.spec_from_file_location(f"flax_mesh_recipe_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"recipe {file}: not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look up the annotations of a recipe's own config
+    sys.modules[spec.name] = module  # dataclasses resolve the annotations of a recipe's own config there
     spec.loader.exec_module(module)
     make = getattr(module, function, None)
     if not callable(make):
-        own = [k for k, v in vars(module).items() if isinstance(v, types.FunctionType) and v.__module__ == spec.name]
-        raise ConfigError(f"recipe {file} has no function {function!r}; it has {', '.join(own) or 'none'}")
+        found = [k for k, v in vars(module).items() if isinstance(v, types.FunctionType) and v.__module__ == spec.name]
+        raise ConfigError(f"recipe {file} has no function {function!r}; it defines {', '.join(found) or 'none'}")
     config = make()
     if not isinstance(config, TrainConfig):
         raise ConfigError(f"recipe {name}: {function}() must return a TrainConfig, got {type(config).__name__}")
@@ -157,7 +231,7 @@ def load_recipe(name: str) -> TrainConfig:
 
 
 def mesh_shape(config: TrainConfig) -> dict[str, int]:
-    """Axis sizes of `mesh.shape` in its order, then the axes it leaves out with size 1; one may be -1."""
+    """Axis sizes of `mesh.shape` in its order, then the omitted axes with size 1. One size may be -1."""
     return parse_mesh_shape(config.mesh.shape, AXIS_NAMES, omitted=1)
 
 
@@ -166,7 +240,7 @@ def shard_over(config: TrainConfig) -> tuple[str, ...]:
 
 
 def parse_cut(text: str) -> dict[str, Any]:
-    """Arguments of `split_stages` for `pipeline.cut`: "flops", "count", or first layers, "2,5". Else ConfigError."""
+    """Convert `pipeline.cut` ("flops", "count", or first layers, "2,5") to arguments of `split_stages`."""
     if text in ("flops", "count"):
         return {"balance": text}
     try:
@@ -182,17 +256,17 @@ CompilerOptions = dict[str, bool | int | str]
 
 
 def parse_compiler_options(text: str) -> CompilerOptions:
-    """name -> value of "NAME=VALUE,NAME=VALUE"; true, false and whole numbers are read as such.
+    """Parse "NAME=VALUE,NAME=VALUE". The values true and false become bools, integers become ints.
 
-    A value may have commas: what follows one, up to the next NAME=, belongs to it. Raises ConfigError, a line for
-    every part that is not of this form or that sets a name twice.
+    A value may contain commas: it extends to the next `NAME=`. Raises ConfigError with one line for every malformed
+    part and for every name that is set twice.
     """
     found, problems = {}, []
     for part in re.split(r",(?=[^,=]*=)", text) if text else []:
         name, equals, value = part.strip().partition("=")
         if not (name and equals) or name.startswith("-"):
             problems.append(
-                f"run.compiler_options: {part!r} is no option; write NAME=VALUE, such as "
+                f"run.compiler_options: {part!r} is not an option; write NAME=VALUE, such as "
                 "xla_gpu_enable_latency_hiding_scheduler=true"
             )
         elif name in found:
@@ -205,7 +279,7 @@ def parse_compiler_options(text: str) -> CompilerOptions:
 
 
 def options_text(options: CompilerOptions) -> str:
-    """The options as `parse_compiler_options` reads them."""
+    """The inverse of `parse_compiler_options`."""
     texts = {name: str(value).lower() if isinstance(value, bool) else value for name, value in options.items()}
     return ",".join(f"{name}={text}" for name, text in texts.items())
 

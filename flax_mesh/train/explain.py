@@ -1,6 +1,6 @@
-"""What a recipe would be, before it is trained: its sharding, and what the stages of its pipeline cost.
+"""Reports on a recipe before training: the sharding of its arrays, and the cost of its pipeline stages.
 
-`explain` works from the config alone, without devices; `measure_recipe` runs every stage on the devices that are here.
+`explain` needs only the config, no devices; `measure_recipe` runs every stage on the available devices.
 """
 
 from functools import partial
@@ -15,42 +15,44 @@ from flax_mesh.mpmd import CutError
 from flax_mesh.mpmd.runtime.placement import MODEL, OPTIMIZER, bytes_of_groups
 from flax_mesh.mpmd.runtime.profile import measure_costs, with_split_backward
 from flax_mesh.mpmd.schedules.simulate import StageCost
-from flax_mesh.sharding import Explanation, explain_sharding
+from flax_mesh.sharding import Explanation
+from flax_mesh.sharding.report.explain import explain_sharding
 from flax_mesh.sharding.rules import Finding
 from flax_mesh.text import bytes_text, count_text
-from flax_mesh.train.build import build_program, cut_model, make_modules, run_rules
+from flax_mesh.train.build import build_program, make_modules, run_rules, split_model
 from flax_mesh.train.checks import check_config, check_on_mesh
 from flax_mesh.train.config import TrainConfig, mesh_shape, shard_over
 
 
 def explain(config: TrainConfig) -> Explanation:
-    """Every array of the recipe's model and optimizer on `mesh.shape`, and all findings.
+    """Explain the sharding of every array of the recipe's model and optimizer on `mesh.shape`, and list all findings.
 
-    With pp > 1 the mesh is that of one group, as if it held the arrays of all stages; the note lists the stages and
-    what each group holds. `run.platform` matters only as `cpu:N` where `mesh.shape` has a -1: N devices then. Raises
-    ConfigError for settings that are wrong by themselves; dims that do not divide over the mesh are findings.
+    With pp > 1 the report is for the mesh of one group as if it stored the arrays of all stages; the note lists the
+    stages and the bytes that each group stores. `run.platform` is read only if `mesh.shape` contains -1: it then must
+    be `cpu:N`, for N devices. Raises ConfigError for invalid settings; dims that are not divisible by their mesh
+    axes are findings.
     """
     if problems := check_config(config):
         raise ConfigError(problems)
     mesh = abstract_mesh(config)
     explanation = explain_sharding(
-        partial(make_modules, config), mesh, config.rules, shard_optimizer_over=shard_over(config)
+        partial(make_modules, config), mesh, config.mesh.rules or config.rules, shard_optimizer_over=shard_over(config)
     )
     settings = [_setting_finding(line) for line in check_on_mesh(config, mesh, explanation.axes)]
-    note, uncut = ("", []) if settings else _stages(config, explanation, mesh)
-    return explanation._replace(findings=(*settings, *uncut, *explanation.findings), note=note)
+    note, unsplit = ("", []) if settings else _stages(config, explanation, mesh)
+    return explanation._replace(findings=(*settings, *unsplit, *explanation.findings), note=note)
 
 
 def abstract_mesh(config: TrainConfig) -> AbstractMesh:
-    """The mesh of `mesh.shape` as it is written, never shrunk to the devices that are here; of one group, with pp."""
+    """The mesh of `mesh.shape`, not shrunk to the available devices; with pp, the mesh of one group."""
     shape = mesh_shape(config)
     sizes = tuple(shape.values())
     if -1 in sizes:
         platform, _, count = config.run.platform.partition(":")
         if not count:
             raise ConfigError(
-                f"mesh.shape={config.mesh.shape} leaves a size to the number of devices, and explain looks at none. "
-                f"Give every size, or the number of devices by run.platform=cpu:N (it is {platform})"
+                f"mesh.shape={config.mesh.shape} derives a size from the number of devices, which is not known here. "
+                f"Set every size, or set the number of devices by run.platform=cpu:N (it is {platform})"
             )
         try:
             sizes = resolve_dims(sizes, tuple(shape), int(count), what="mesh.shape")
@@ -61,48 +63,51 @@ def abstract_mesh(config: TrainConfig) -> AbstractMesh:
 
 
 def _stages(config: TrainConfig, explanation: Explanation, mesh: AbstractMesh) -> tuple[str, list[Finding]]:
-    """(note, findings): what each group of the pipeline holds and does, or why the model cannot be cut so."""
+    """(note, findings): the stages and bytes of every group, or why the model cannot be split into these stages."""
     num_groups = mesh_shape(config)["pp"]
     if num_groups == 1:
         return "", []
     try:
-        staged, schedule = cut_model(config, run_rules(config).layers, num_groups, mesh)
+        staged, schedule = split_model(config, run_rules(config).layers, num_groups, mesh)
     except CutError as error:
-        return "", [Finding("pipeline", str(error).rstrip("."), "Cut it otherwise, or use another mesh.shape")]
+        return "", [Finding("pipeline", str(error).rstrip("."), "Change pipeline.cut or mesh.shape")]
     parts = [OPTIMIZER if leaf.kind == "optimizer" else MODEL for leaf in explanation.report.leaves]
     leaves = [(part + x.path, x, x.device_bytes) for part, x in zip(parts, explanation.report.leaves, strict=True)]
     sizes = bytes_of_groups(staged, schedule.stage_to_group, leaves)
     lines = [
         f"pipeline: {schedule.name} over {num_groups} groups of this mesh (pp), "
         f"{count_text(schedule.num_microbatches, 'microbatch')}; "
-        "what follows is for one group, as if it held all arrays",
-        *(f"group {group} holds {bytes_text(size)} a device" for group, size in enumerate(sizes)),
+        "the table below is for one group as if it stored all arrays",
+        *(f"group {group} stores {bytes_text(size)} per device" for group, size in enumerate(sizes)),
         str(staged),
     ]
     return "\n".join(lines), []
 
 
 def _setting_finding(line: str) -> Finding:
-    """A line of `check_on_mesh`, "SETTING is not divisible by N (AXES); REPAIR", as a finding."""
+    """Convert a line of `check_on_mesh`, "SETTING is not divisible by N (AXES); REPAIR", to a finding."""
     what, _, repair = line.partition("; ")
     setting, _, problem = what.partition(" is ")
     return Finding(setting, problem, repair[:1].upper() + repair[1:])
 
 
 class Measured(NamedTuple):
-    costs: tuple[StageCost, ...]  # in milliseconds, one a stage
+    costs: tuple[StageCost, ...]  # in milliseconds, one per stage
     num_groups: int
     num_microbatches: int
 
 
 def measure_recipe(config: TrainConfig) -> Measured:
-    """Run every stage of the recipe alone, on random tokens: forward, backward to the input, to the weights, transfer.
+    """Measure every stage of the recipe by itself on random tokens.
 
-    Raises ConfigError for settings that are wrong, or without pp.
+    The costs of a stage are those of its forward pass, of its backward pass to the input and to the weights, and of the
+    transfer of its output. Raises ConfigError for invalid settings, or if the mesh has no axis pp.
     """
     pipeline = build_program(config, change=with_split_backward).pipeline
     if pipeline is None:
-        raise ConfigError(f"mesh.shape={config.mesh.shape} has no pp: a recipe without stages has nothing to measure")
+        raise ConfigError(
+            f"mesh.shape={config.mesh.shape} has no axis pp, so the model is not split into stages; add pp:N"
+        )
     shape = config.data.batch_size, config.data.sequence_length
     ids = getattr(config.model, "vocab_size", None) or 2
     tokens = np.random.default_rng(config.run.seed).integers(0, ids, shape).astype(np.int32)

@@ -1,5 +1,7 @@
-"""Checkpoints in other forms: safetensors, a plain tree of Orbax, another layout. What is written appears whole or not
-at all, in a folder that did not exist."""
+"""Conversion of checkpoints: export to safetensors or to a plain Orbax checkpoint, import, and resharding.
+
+The output folder must not exist. It is written under a temporary name and renamed, so that it is complete or absent.
+"""
 
 import os
 import re
@@ -22,8 +24,9 @@ from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, decoder_config_from_
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors, write_safetensors
 from flax_mesh.checkpoint.read import Array, mesh_of, read_tree
 from flax_mesh.errors import ConfigError, SaveError
-from flax_mesh.mesh import create_mesh
-from flax_mesh.sharding import abstract_state, sharding_fingerprint
+from flax_mesh.mesh.create import create_mesh
+from flax_mesh.sharding import sharding_fingerprint
+from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.text import mesh_text
 from flax_mesh.train.build import build_program, run_rules
 from flax_mesh.train.config import TrainConfig
@@ -31,15 +34,15 @@ from flax_mesh.train.metadata import FORMAT, layout_of, layout_record, saved_rec
 from flax_mesh.train.overrides import apply_overrides, parse_value, to_texts
 from flax_mesh.tree import named_leaves, nest
 
-ImportModel = Callable[[Mapping[str, Any]], TrainConfig]  # settings of a config.json -> the model that has them
+ImportModel = Callable[[Mapping[str, Any]], TrainConfig]  # decoder settings from config.json -> config
 MODEL = "model/"
-FILE_BYTES = 5_000_000_000  # of a file of safetensors
-HOST_BYTES = 2**30  # of a state on its way to the disk
-WITHOUT_EFFECT = (r"\.rotary_emb\.inv_freq$",)  # made anew from the settings
+FILE_BYTES = 5_000_000_000  # maximum size of one safetensors file
+HOST_BYTES = 2**30  # maximum size of the arrays copied to the host at a time
+WITHOUT_EFFECT = (r"\.rotary_emb\.inv_freq$",)  # recomputed from the settings
 
 
 def export(folder: str, out: str, to: str, step: int | None, dtype: str | None) -> dict[str, Any]:
-    """Write the parameters of the newest valid step, or of `step`, as `to`: "safetensors" or "orbax"."""
+    """Write the parameters of the newest valid step, or of `step`, in the format `to`: "safetensors" or "orbax"."""
     found, passed_over = find_valid(folder, step)
     record = saved_record(found)
     tree = _parameters(read_tree(found, record))
@@ -51,18 +54,18 @@ def export(folder: str, out: str, to: str, step: int | None, dtype: str | None) 
 
 
 def import_huggingface(folder: str, out: str, ignore: Sequence[str], model: ImportModel) -> dict[str, Any]:
-    """Write the parameters of a folder of safetensors, all on the host meanwhile, as a checkpoint of step 0."""
+    """Write the parameters of a folder of safetensors as a checkpoint of step 0; they must fit in host memory."""
     described = read_config(folder)
-    with _told_of_option():
+    with _errors_name_option():
         config = model(decoder_config_from_hf(described, ignore=ignore))
     _check_import(folder, config, ignore)
     mesh = create_mesh((1, 1, 1, 1, 1), devices=jax.devices()[:1])
     rules = run_rules(config)
     abstract = abstract_state(lambda: config.make_model(config.model, nnx.Rngs(0)), mesh, rules)
-    # A head that is tied to the embedding may be stored once more.
+    # Some files store a head that is tied to the embedding a second time.
     without_effect = [*ignore, *WITHOUT_EFFECT, *([r"^lm_head\.weight$"] if config.model.tied else [])]
     names = DECODER_NAMES[described["model_type"]]
-    with _told_of_option():
+    with _errors_name_option():
         state = {"model": load_safetensors(folder, abstract, names, ignore=without_effect)}
     record = {
         "format": FORMAT,
@@ -80,17 +83,17 @@ def import_huggingface(folder: str, out: str, ignore: Sequence[str], model: Impo
 
 
 def reshard(folder: str, out: str, config: TrainConfig, step: int | None) -> dict[str, Any]:
-    """Save the newest valid step, or `step`, in the layout of a recipe on the devices that are here."""
+    """Save the newest valid step, or `step`, in the layout of a recipe on the available devices."""
     notes: list[str] = []
-    # Compiler options do not affect a layout, and need not be those of the devices that are here.
+    # Compiler options do not affect the layout, and those of the recipe may be unknown on the available devices.
     program = build_program(apply_overrides(config, ["run.compiler_options="]), notes.append)
     abstract, layers = program.layout, program.rules.layers
     found, passed_over = find_valid(folder, step)
     if not STEP.fullmatch(found.name):
-        raise ConfigError(f"{found} was set aside; give it the name {step_number(found)} first")
+        raise ConfigError(f"{found} is quarantined; rename it to {step_number(found)} first")
     number, record = step_number(found), saved_record(found)
     with Checkpointer(found.parent, layers=layers or None) as checkpointer:
-        state = checkpointer.restore(abstract, number, verify=False)  # find_valid has
+        state = checkpointer.restore(abstract, number, verify=False)  # find_valid has verified it
     before, after = mesh_text(mesh_of(record)), mesh_text(program.mesh.shape)
     record |= layout_record(program.mesh.shape, program.rules, layout_of(abstract, layers))
     record |= {"sharding": sharding_fingerprint(abstract.to_nnx()), "resharded_from": before}
@@ -104,58 +107,62 @@ def reshard(folder: str, out: str, config: TrainConfig, step: int | None) -> dic
 def _check_import(folder: str, config: TrainConfig, ignore: Sequence[str]) -> None:
     problems = getattr(config.model, "problems", list)()
     layers, experts = config.model.num_layers, max(1, config.model.num_experts)
-    if layers * experts > (stored := len(open_safetensors(folder))):  # before anything of that size is made
-        problems.append(f"{folder}: config.json has {layers} layers with {experts} MLPs, more than the {stored} arrays")
+    if layers * experts > (stored := len(open_safetensors(folder))):  # before a model of that size is traced
+        problems.append(
+            f"{folder}: config.json has {layers} layers with {experts} MLPs each, but only {stored} arrays are stored"
+        )
     for pattern in ignore:
         try:
             re.compile(pattern)
         except re.error as error:
-            problems.append(f"--ignore {pattern} is no regular expression: {error}")
+            problems.append(f"--ignore {pattern} is not a regular expression: {error}")
     if problems:
         raise ConfigError(problems)
 
 
 @contextmanager
-def _told_of_option() -> Iterator[None]:
-    """Adds to errors about `ignore` its name on the command line."""
+def _errors_name_option() -> Iterator[None]:
+    """Add the name of the command-line option to errors about `ignore=`."""
     try:
         yield
     except ConfigError as error:
-        lines = [] if "ignore=" not in str(error) else ["  ignore= is --ignore NAME on the command line."]
+        lines = [] if "ignore=" not in str(error) else ["  On the command line, ignore= is --ignore NAME."]
         raise ConfigError([*error.problems, *lines]) from error
 
 
 @contextmanager
 def new_folder(out: str | Path, *, by_orbax: bool = True) -> Iterator[Path]:
-    """A folder to create in the block, renamed to `out` afterwards; nothing is left after an error.
+    """Yield a temporary path next to `out` that is renamed to `out` at the end of the block, or removed after an error.
 
-    ConfigError if `out` exists or cannot be written, SaveError if writing fails.
+    Raises ConfigError if `out` exists or its parent cannot be written, SaveError if writing fails.
     """
     path = Path(out).expanduser().absolute()
     if by_orbax:
         check_path(path)
     if os.path.lexists(path):
-        raise ConfigError(f"{path} exists; nothing was overwritten. Name a folder that does not, or remove it.")
+        raise ConfigError(f"{path} exists; nothing was overwritten. Use another folder, or remove this one.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; name another folder") from error
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; use another folder") from error
     with temporary as folder:
         work = Path(folder) / path.name
         try:
             yield work
             os.rename(work, path)
         except OSError as error:
-            raise SaveError(f"{path} could not be written: {error.strerror or error}; nothing is left of it") from error
+            raise SaveError(
+                f"{path} could not be written: {error.strerror or error}; the partial output was removed"
+            ) from error
 
 
 def _parameters(tree: Mapping[str, Array]) -> dict[str, Array]:
-    """Path without "model/" -> array of the model; a state without parts is a model."""
+    """Path without "model/" -> array of the model. A tree without "model/" and "optimizer/" is a model itself."""
     parts = any(path.startswith((MODEL, "optimizer/")) for path in tree)
     found = {path.removeprefix(MODEL): array for path, array in tree.items() if path.startswith(MODEL) or not parts}
     if not found:
-        raise ConfigError(f"the checkpoint has nothing below {MODEL}")
+        raise ConfigError(f"the checkpoint must have arrays below {MODEL}, found none")
     return found
 
 
@@ -174,7 +181,7 @@ def _export_safetensors(
 
 
 def read_values(step: Path, tree: Mapping[str, Array]) -> Iterator[tuple[str, np.ndarray]]:
-    """(name in `tree`, value) of its arrays, read and cast a few at a time."""
+    """Yield (name in `tree`, value) of every array, read and cast in batches of bounded size."""
     names = {array.path: name for name, array in tree.items()}
     for batch in batches(list(tree.values())):
         yield from ((names[path], value) for path, value in read_batch(step, batch).items())
@@ -183,14 +190,14 @@ def read_values(step: Path, tree: Mapping[str, Array]) -> Iterator[tuple[str, np
 def _export_orbax(
     step: Path, work: Path, tree: Mapping[str, Array], record: Mapping[str, Any], dtype: str | None
 ) -> dict[str, Any]:
-    """As numpy arrays, all on the host meanwhile, so that a machine with other devices can read them."""
+    """Save numpy arrays, so that a machine with other devices can read them. All of them must fit in host memory."""
     import orbax.checkpoint as ocp
 
     values = nest(read_values(step, tree))
     try:
         with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as orbax:
             orbax.save(work, args=ocp.args.StandardSave(values))
-    # Tensorstore raises ValueError for most of what goes wrong with files, Orbax RuntimeError.
+    # Tensorstore raises ValueError for most file errors, Orbax RuntimeError.
     except (OSError, RuntimeError, ValueError) as error:
         raise SaveError(f"{work.name} could not be written: {' '.join(str(error).split())[:300]}") from error
     return {}
@@ -208,7 +215,7 @@ def _huggingface_config(lines: Mapping[str, Any], dtype: str | None) -> dict[str
         )
     except (KeyError, TypeError) as error:
         raise ConfigError(
-            f"the checkpoint is of no decoder that Hugging Face's names are known for (its settings: {error}); "
+            f"the model of the checkpoint has no known Hugging Face equivalent (its settings: {error}); "
             "--to orbax exports any model"
         ) from error
 
@@ -218,12 +225,12 @@ def _cast(stored: str, dtype: str | None) -> str:
 
 
 def _save(folder: Path, step: int, state: Any, layers: Sequence[str], record: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the number of arrays and bytes in `state`."""
+    """Save and verify `state`. Returns the number of its arrays and bytes."""
     with Checkpointer(folder, keep=None, layers=layers or None, host_bytes=HOST_BYTES) as checkpointer:
         checkpointer.save(step, state, record)
         checkpointer.wait()
         if problems := checkpointer.verify(step):
-            raise SaveError(f"{folder}: what was written is not what lies there: {problems[0]}")
+            raise SaveError(f"{folder}: the files differ from what was written: {problems[0]}")
     named = named_leaves(state)
     return {"arrays": len(named), "bytes": sum(leaf.nbytes for _, leaf in named)}
 

@@ -1,4 +1,4 @@
-"""The loop: from a TrainConfig to a trained, saved state, or on from where an earlier run stopped."""
+"""The training loop: start or resume a run, train, evaluate, save checkpoints."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_mesh.checkpoint import Checkpointer, RetentionPolicy
 from flax_mesh.checkpoint.find import CHECKPOINTS
 from flax_mesh.errors import ConfigError, SaveError
-from flax_mesh.mpmd.runtime.profile import costs_of, trace_step, write_timeline
+from flax_mesh.mpmd.runtime.profile import costs_of, trace_step
 from flax_mesh.mpmd.schedules.simulate import simulate
 from flax_mesh.processes import Watch, stop_together
 from flax_mesh.step.state import TrainState
@@ -33,12 +33,20 @@ from flax_mesh.train.run import Run, Say, describe
 from flax_mesh.train.run_folder import METRICS, check_agreement, folder_of_run, is_first, latest_step, write_config
 from flax_mesh.train.warm_start import start_from
 
-TRACED = 2  # steps before the one that --trace shows: they compile
+TRACED = 2  # steps before the traced one: they include compilation
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended: after `step` steps, with its files in `folder`."""
+    """How a run ended.
+
+    Attributes:
+        status: "finished" at `run.steps`, "already finished" if nothing was left to do, "stopped" by `should_stop`.
+        step: Number of completed steps.
+        folder: The run folder.
+        last_row: The last row of metrics; empty if no step ran.
+        sample: Sampled text; "" if the recipe samples none.
+    """
 
     status: Literal["finished", "already finished", "stopped"]
     step: int
@@ -59,16 +67,45 @@ def train(
     trace: str | Path | None = None,
     watch: Watch | None = None,
 ) -> TrainResult:
-    """Train as `config` says; if `run.folder` holds a checkpoint of this run, go on from there.
+    """Run a recipe, resuming from the newest valid checkpoint in `config.run.folder` if there is one.
 
-    `restart` starts over in a new folder beside it. `hooks` get every row of metrics, `say` every line for people.
-    Once `should_stop()` is true, the current step is finished and saved. `trace`: a file for the times of all actions
-    of a pipeline's third step, with a picture beside it. `watch` can then report what a pipeline waits for. Raises
-    ConfigError, before anything compiles, for wrong settings and for those that change the result and differ from the
-    checkpoint's (unless `allow_changes`).
+    A step is a pure function of the seed and the step number: a run that was stopped and resumed computes the same
+    losses, bit for bit, as one that was not. The run folder contains metrics.jsonl (one row per step), config.txt and
+    checkpoints/.
 
-    With several processes, all call it with the same arguments. `hooks` run in all, only process 0 calls `say` and
-    writes, and all stop after the same step once one should.
+    With several processes, all of them call `train` with the same arguments. `hooks` run in every process; only
+    process 0 calls `say` and writes files. All processes stop after the same step once `should_stop` is true in one.
+
+    Args:
+        config: The config of the run, from `load_recipe` and `apply_overrides` or constructed directly.
+        recipe: Name of the recipe, stored in the metadata of the checkpoints.
+        restart: Start a new run in a new folder beside `run.folder`.
+        allow_changes: Resume although settings that change the result differ from those of the checkpoint.
+        say: Called with every line of output. By default the run prints nothing.
+        hooks: Called with every row of metrics, a dict with step, loss, grad_norm, tokens_per_s and others.
+        should_stop: Polled after every step. Once true, the step is saved and the run ends.
+        trace: Write the times of all actions of the third step of a pipeline to this JSON file (Chrome trace format),
+            and a picture of them beside it.
+        watch: A watchdog that is to report what a pipeline waits for.
+
+    Returns:
+        A `TrainResult`: status, step, run folder, last row of metrics and sampled text.
+
+    Raises:
+        ConfigError: A setting is invalid, or one that changes the result differs from the checkpoint's. All mistakes
+            are reported in one error, before anything compiles.
+        CheckpointCorruptedError: The run folder has checkpoints, but none of them is valid.
+        SaveError: A checkpoint cannot be written, and `checkpoint.on_failure` is "stop" or it is the final one.
+
+    Example:
+        >>> import tempfile
+        >>> from flax_mesh.train import apply_overrides, load_recipe, train
+        >>> settings = ["run.steps=2", "model.num_layers=1", "run.eval_every=0", "run.sample_tokens=0"]
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     config = apply_overrides(load_recipe("recipes/tiny.py"), [*settings, f"run.folder={folder}"])
+        ...     result = train(config)
+        >>> result.status, result.step
+        ('finished', 2)
     """
     say = say if is_first() else lambda text: None
     should_stop = stop_together(should_stop)
@@ -91,11 +128,11 @@ def train(
             for damaged, problems in checkpointer.damaged.items():
                 more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
                 say(
-                    f"warning: the checkpoint of step {damaged} is damaged and passed over ({problems[0]}{more}); the "
-                    f"next save keeps it as {damaged}.damaged"
+                    f"warning: the checkpoint of step {damaged} is damaged and was skipped ({problems[0]}{more}); the "
+                    f"next save renames it to {damaged}.damaged"
                 )
             if step is None:
-                say(f"run: {folder} is new, {config.run.steps} steps")
+                say(f"run: new run in {folder}, {config.run.steps} steps")
                 write_config(folder, config)
                 return _steps(run, checkpointer, _initial(run), 0)
             saved = checkpointer.metadata(step)
@@ -105,9 +142,10 @@ def train(
                 say(f"run: {folder} is finished: step {step} of {config.run.steps}. Nothing to do.")
                 return TrainResult("already finished", step, folder)
             say(f"run: found {folder} at step {step}; resuming, {config.run.steps - step} steps to go")
-            if moved := layout_changes(saved, record):
-                say(f"layout: saved on another, {moved[0]}" + f"; {len(moved) - 1} more lines" * (len(moved) > 1))
-            state = checkpointer.restore(program.layout, step, verify=False)  # latest_step has
+            if changed := layout_changes(saved, record):
+                more = f"; {len(changed) - 1} more changes" * (len(changed) > 1)
+                say(f"layout: changed since the checkpoint: {changed[0]}{more}")
+            state = checkpointer.restore(program.layout, step, verify=False)  # latest_step has verified it
             write_config(folder, config)
             return _steps(run, checkpointer, state, step)
 
@@ -116,18 +154,18 @@ def _changes(run: Run, checkpointer: Checkpointer, saved: Mapping[str, Any], *, 
     try:
         return check_resume(saved, run.record, run.config, allow_changes=allow_changes)
     except ConfigError:
-        # Of another model no setting can be allowed: name the arrays instead.
+        # If the model differs, --allow-changes would not help: `check` then raises an error that lists the arrays.
         checkpointer.check(run.program.layout, saved["step"])
         raise
 
 
 def _steps(run: Run, checkpointer: Checkpointer, state: TrainState, start: int) -> TrainResult:
-    """Train from `start` completed steps to `run.steps`; every step's row is written before its state is saved."""
+    """Train from `start` completed steps to `run.steps`. The row of a step is written before its state is saved."""
     config = run.config
     if run.trace is not None and config.run.steps - start <= TRACED:
         raise ConfigError(
-            f"--trace {run.trace} shows step {start + TRACED + 1}, the third from here, and "
-            f"run.steps={config.run.steps} ends before it; raise run.steps"
+            f"--trace {run.trace} records step {start + TRACED + 1}, the third of this run, but "
+            f"run.steps={config.run.steps} ends before it; increase run.steps"
         )
     rows = Rows(
         run.folder / METRICS if is_first() else None,
@@ -135,7 +173,7 @@ def _steps(run: Run, checkpointer: Checkpointer, state: TrainState, start: int) 
         start,
         hooks=run.hooks,
         say=run.say,
-        go_on_or_raise=run.go_on_or_raise,
+        warn_or_raise=run.warn_or_raise,
     )
     step, status = start, "finished"
     with ExitStack() as stack:
@@ -147,7 +185,7 @@ def _steps(run: Run, checkpointer: Checkpointer, state: TrainState, start: int) 
             else:
                 state, metrics = run.program.step(state, batch)
             step = index + 1
-            rows.finish()  # of the step before: the device is busy with this one meanwhile
+            rows.finish()  # the row of the previous step, while the device computes this one
             rows.begin(step, metrics, waited)
             last = step == config.run.steps
             stop = run.should_stop()
@@ -181,36 +219,39 @@ def _checkpointer(config: CheckpointConfig, folder: Path, layers: Sequence[str])
 
 
 def _save(run: Run, checkpointer: Checkpointer, step: int, state: TrainState, row: Row, *, final: bool) -> None:
-    """Start to save. A failure, of this save or the one before, is handled as `checkpoint.on_failure` says, but the
-    final save must not fail: a finished run has its state on disk."""
+    """Start an asynchronous save.
+
+    A failure of this save or of the previous one is handled according to `checkpoint.on_failure`, except that a failure
+    of the final save is always raised.
+    """
     save = partial(checkpointer.save, step, state, step_record(run.record, step, row))
-    for call in (checkpointer.wait, save):  # if the save before has failed, this one is begun all the same
+    for call in (checkpointer.wait, save):  # a failure of the previous save does not prevent this one
         try:
             call()
         except SaveError as error:
             if final and call is save:
                 raise
-            run.go_on_or_raise(error)
+            run.warn_or_raise(error)
 
 
 def _traced_step(run: Run, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
     assert run.program.pipeline is not None and run.trace is not None
     state, metrics, timeline = trace_step(run.program.pipeline, state, batch)
     try:
-        trace, picture = write_timeline(timeline, run.trace)
+        trace, picture = timeline.write(run.trace)
     except (OSError, ValueError) as error:
         run.say(f"trace: {run.trace} cannot be written: {error}")
         return state, metrics
     simulated = simulate(timeline.schedule, costs_of(timeline))
     run.say(
         f"trace: {trace} and {picture}; bubble {timeline.bubble:.0%} (simulated {simulated.bubble:.0%}), "
-        f"{timeline.overlap:.1f} of {timeline.schedule.num_groups} groups at work on average"
+        f"{timeline.overlap:.1f} of {timeline.schedule.num_groups} groups busy on average"
     )
     return state, metrics
 
 
 def _data_functions(program: TrainProgram, corpus: Corpus) -> tuple[BatchFn, Callable[[TrainState], Row] | None]:
-    """The batch of a step, and the evaluation on held-out batches (None: run.eval_every=0)."""
+    """The function that returns the batch of a step, and the evaluation function (None if run.eval_every=0)."""
     config, sharding = program.config, batch_sharding(program.mesh, program.rules.axes)
     vocab = getattr(config.model, "vocab_size", None)
     seed = config.run.seed if config.data.seed is None else config.data.seed
@@ -222,7 +263,7 @@ def _data_functions(program: TrainProgram, corpus: Corpus) -> tuple[BatchFn, Cal
 
     def evaluate(state: TrainState) -> Row:
         sums = [jax.device_get(program.evaluate(state, eval_fn(k))) for k in range(batches)]
-        # The training loss of a mixture of experts has the router's losses in it; bits per byte must not.
+        # The training loss of a mixture of experts includes the router's losses; bits per byte must not.
         loss = float(sum(s.get("cross_entropy", s["loss"]) for s in sums) / sum(s["weight"] for s in sums))
         per_token = corpus.bytes_per_token
         return {"eval_loss": loss, "bits_per_byte": loss / math.log(2) / per_token if per_token else None}
@@ -238,7 +279,7 @@ def _watch_pipeline(watch: Watch | None, program: TrainProgram) -> None:
 
 
 def _sample(run: Run, state: TrainState) -> str:
-    """Text that the model writes after the first bytes of the held-out part; "" if the tokens are no bytes."""
+    """Sample text after the first 64 bytes of the held-out part; "" if tokens are not bytes."""
     num_tokens, sample = run.config.run.sample_tokens, run.config.sample
     if not num_tokens or sample is None or run.corpus.bytes_per_token != 1:
         return ""

@@ -1,4 +1,4 @@
-"""What is written beside the state in a checkpoint, and what of it has changed when a run goes on."""
+"""The metadata saved with every checkpoint, and its comparison with the settings of a run that resumes."""
 
 import dataclasses
 import importlib.metadata
@@ -8,23 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from flax_mesh.axes import dims_text
-from flax_mesh.checkpoint import arrays_on_disk, read_record
-from flax_mesh.checkpoint.read import mesh_of
+from flax_mesh.checkpoint.checkpointer import arrays_on_disk
+from flax_mesh.checkpoint.read import mesh_of, read_record
 from flax_mesh.errors import ConfigError
-from flax_mesh.sharding import PartitionRules, sharding_fingerprint
+from flax_mesh.sharding import sharding_fingerprint
+from flax_mesh.sharding.rules import PartitionRules
 from flax_mesh.text import mesh_text
 from flax_mesh.train.build import TrainProgram
 from flax_mesh.train.config import TrainConfig
 from flax_mesh.train.data.data import Corpus
 from flax_mesh.train.metrics import Row
-from flax_mesh.train.overrides import Change, changes, present_settings, to_texts
+from flax_mesh.train.overrides import Change, changes, current_settings, to_texts
 
 FORMAT = 1
 PACKAGES = ("flax-mesh", "jax", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 def run_record(recipe: str, program: TrainProgram, corpus: Corpus) -> dict[str, Any]:
-    """The metadata of a run's checkpoints, as JSON: what is the same for all of them, and that of step 0."""
+    """The metadata of a run's checkpoints as JSON, with the fields that depend on the step filled in for step 0."""
     state = program.layout.to_nnx()
     return {
         "format": FORMAT,
@@ -40,19 +41,19 @@ def run_record(recipe: str, program: TrainProgram, corpus: Corpus) -> dict[str, 
 
 
 def step_record(run: Mapping[str, Any], step: int, row: Row) -> dict[str, Any]:
-    """The metadata of one checkpoint; a run's data is a function of the step, which is its position."""
+    """The metadata of one checkpoint. The data position is the step, since batches are a function of the step."""
     metrics = {name: value for name, value in row.items() if isinstance(value, int | float)}
     return {**run, "step": step, "data": run["data"] | {"position": step}, "metrics": metrics}
 
 
 def saved_record(step: Path) -> dict[str, Any]:
-    """What any version saved beside the state, with the settings under their present names."""
+    """The metadata of a checkpoint saved by any version, with the settings under their current names."""
     record = read_record(step)
-    return record | {"config": present_settings(record["config"])}
+    return record | {"config": current_settings(record["config"])}
 
 
 def layout_record(sizes: Mapping[str, int], rules: PartitionRules, layout: Mapping[str, str]) -> dict[str, Any]:
-    """The layout of a checkpoint as JSON: tuples are lists, as they are read back."""
+    """The layout of a checkpoint as JSON. Tuples are converted to lists, so that it equals what is read back."""
     found = {
         "mesh": {"axis_names": list(sizes), "shape": list(sizes.values())},
         "axes": {field.name: getattr(rules.axes, field.name) for field in dataclasses.fields(rules.axes)},
@@ -67,7 +68,7 @@ def versions() -> dict[str, str]:
 
 
 def layout_of(state: Any, layers: Sequence[str]) -> dict[str, str]:
-    """path on disk -> how the array is split, as "fsdp+dp, -, tp", or "whole"."""
+    """Path on disk -> the mesh axes of every dim, as "fsdp+dp, -, tp", or "whole" for a replicated array."""
     specs = {path: leaf.sharding.spec for path, leaf in arrays_on_disk(state, layers).items()}
     return {path: dims_text(spec) if any(spec) else "whole" for path, spec in specs.items()}
 
@@ -75,7 +76,10 @@ def layout_of(state: Any, layers: Sequence[str]) -> dict[str, str]:
 def check_resume(
     saved: Mapping[str, Any], now: Mapping[str, Any], config: TrainConfig, *, allow_changes: bool
 ) -> list[Change]:
-    """What changed since the checkpoint was saved; ConfigError if that changes the result and is not allowed."""
+    """List the settings that changed since the checkpoint was saved.
+
+    Raises ConfigError if one of them changes the result, unless `allow_changes`.
+    """
     found = changes(saved["config"], config)
     before, after = saved["data"]["content_hash"], now["data"]["content_hash"]
     if before != after:
@@ -83,9 +87,9 @@ def check_resume(
     if (refused := [change for change in found if change.changes_result]) and not allow_changes:
         raise ConfigError(
             [
-                f"the checkpoint of step {saved['step']} was made with other settings:",
+                f"the checkpoint of step {saved['step']} was saved with different settings:",
                 *(f"  {change}" for change in refused),
-                "  Undo them, start another run (--restart, or another run.folder), or go on all the same with "
+                "  Restore these settings, start a new run (--restart, or another run.folder), or resume with them by "
                 "--allow-changes.",
             ]
         )
@@ -93,7 +97,7 @@ def check_resume(
 
 
 def layout_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """One line on the mesh if it is another, and one for every array that is split over other axes than when saved."""
+    """One line if the mesh changed, and one for every array that is split over other axes than in the checkpoint."""
     before, after = mesh_of(saved), mesh_of(now)
     lines = [f"mesh {mesh_text(before)} -> {mesh_text(after)}"] if before != after else []
     old = saved.get("layout", {})

@@ -1,4 +1,4 @@
-"""What a step reports: a row of numbers, kept in RUN_FOLDER/metrics.jsonl."""
+"""Metrics of the training steps: one row of numbers per step, written to RUN_FOLDER/metrics.jsonl."""
 
 import errno
 import json
@@ -19,26 +19,26 @@ Row = dict[str, Any]
 
 
 def peak_memory(devices: Sequence[Any]) -> int | None:
-    """Largest peak of bytes in use over the devices of this process, None where the backend does not report it."""
+    """The largest peak of bytes in use over the local devices, None if the backend does not report it."""
     stats = [d.memory_stats() for d in devices if d.process_index == jax.process_index()]
     peaks = [s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s]
     return max(peaks, default=None)
 
 
 class MetricsFile:
-    """Appends rows to a jsonl file; a row is on disk when `write` returns. Not a number becomes null."""
+    """Appends rows to a JSON Lines file, unbuffered. NaN and infinities are written as null."""
 
     def __init__(self, path: Path):
         self._path, self._file = path, path.open("ab", buffering=0)
 
     def write(self, row: Row) -> None:
-        """Append the whole row, or nothing and raise SaveError."""
+        """Append the row. If it cannot be written completely, the file is truncated to its old size: SaveError."""
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         line = (json.dumps(clean) + "\n").encode()
         end = self._file.seek(0, os.SEEK_END)
         try:
             written = self._file.write(line)
-            if written < len(line):  # the next attempt would say why; on a full disk it is this
+            if written < len(line):  # a short write reports no errno; in practice the disk is full
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             self._file.truncate(end)
@@ -49,9 +49,10 @@ class MetricsFile:
 
 
 class Rows:
-    """Rows of metrics, read from the device one step late, so that the host never waits before it dispatches.
+    """Rows of metrics, read from the device one step late, so that the host dispatches a step without waiting.
 
-    `path`: the file for them, None in a process that writes none. `go_on_or_raise` is given what could not be written.
+    `path` is the file for the rows, None in processes that do not write. `warn_or_raise` is called with the error if a
+    row cannot be written.
     """
 
     def __init__(
@@ -62,12 +63,12 @@ class Rows:
         *,
         hooks: Sequence[Callable[[Row], None]],
         say: Callable[[str], None],
-        go_on_or_raise: Callable[[SaveError], None],
+        warn_or_raise: Callable[[SaveError], None],
     ):
         self.file = MetricsFile(path) if path is not None else None
         self.last: Row = {}
-        self._hooks, self._say, self._go_on_or_raise = hooks, say, go_on_or_raise
-        self._lost = 0  # rows in a row that could not be written
+        self._hooks, self._say, self._warn_or_raise = hooks, say, warn_or_raise
+        self._lost = 0  # consecutive rows that could not be written
         self._pending: tuple[int, Any, float] | None = None
         self._extra: Row = {"resumed_from": start} if start else {}
         self._since = time.perf_counter()
@@ -81,7 +82,7 @@ class Rows:
         self._pending = (step, metrics, waited)
 
     def finish(self, more: Callable[[], Row] = dict) -> None:
-        """Write the row begun last, with what `more()` returns; the time that takes counts for no row."""
+        """Write the pending row, merged with `more()`. The time spent here is excluded from `seconds` of all rows."""
         if self._pending is None:
             return
         self.last = self._row(*self._pending) | self._extra | more()
@@ -116,7 +117,7 @@ class Rows:
             self.file.write(self.last)
         except SaveError as error:
             if not self._lost:
-                self._go_on_or_raise(error)
+                self._warn_or_raise(error)
             self._lost += 1
             return
         if self._lost:

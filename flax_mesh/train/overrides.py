@@ -1,4 +1,4 @@
-"""The text form of a config: `section.key=value`, on the command line, in files and in saved records."""
+"""The text form of a config: `section.key=value`, as used on the command line, in files and in checkpoints."""
 
 import dataclasses
 import difflib
@@ -13,9 +13,9 @@ from flax_mesh.train.config import TrainConfig
 SECTIONS = ("model", "mesh", "pipeline", "data", "optimizer", "checkpoint", "run")
 
 
-# Names and values of the first version, read wherever settings are text and never written: old name -> the present
-# name, and old value -> the present value where these have changed too.
-OLD: dict[str, tuple[str, dict[str, str]]] = {
+# Names and values of the first version: old name -> (current name, {old value: current value} if values were renamed
+# too). They are accepted wherever settings are parsed from text, and never written.
+RENAMED: dict[str, tuple[str, dict[str, str]]] = {
     "pipeline.microbatches": ("pipeline.num_microbatches", {}),
     "pipeline.virtual": ("pipeline.num_virtual_stages", {}),
     "pipeline.residuals": ("pipeline.remat", {"store": "none", "lean": "cheap", "recompute": "full"}),
@@ -23,69 +23,72 @@ OLD: dict[str, tuple[str, dict[str, str]]] = {
 
 
 def flat_fields(config: TrainConfig) -> dict[str, tuple[Any, Any, bool]]:
-    """ "section.key" -> (value, type, whether another value changes the result of the run)."""
+    """ "section.key" -> (value, annotated type, whether changing the value changes the result of the run)."""
     sections = {name: getattr(config, name) for name in SECTIONS}
     trees = [_flatten(node, name, True) for name, node in sections.items() if dataclasses.is_dataclass(node)]
     return {key: field for tree in trees for key, field in tree.items()}
 
 
 def to_lines(config: TrainConfig) -> list[str]:
-    """The whole config, one `section.key=value` a line: what `apply_overrides` reads back."""
+    """The complete config, one `section.key=value` per line, as `apply_overrides` accepts them."""
     return [f"{key}={text}" for key, text in to_texts(config).items()]
 
 
 def to_texts(config: TrainConfig) -> dict[str, str]:
-    """ "section.key" -> text of the value, as it is saved with a checkpoint."""
+    """ "section.key" -> text of the value, as saved in the metadata of a checkpoint."""
     return {key: value_to_text(value) for key, (value, _, _) in flat_fields(config).items()}
 
 
 def apply_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfig:
-    """`config` with `section.key=value` strings applied. Raises one ConfigError with a line for every mistake."""
+    """Return `config` with `section.key=value` strings applied.
+
+    Raises one ConfigError with a line for every unknown or repeated setting and for every value of the wrong type.
+    """
     fields, problems, values = flat_fields(config), [], {}
     for text in overrides:
-        typed, equals, value = text.partition("=")
-        key, present_values = OLD.get(typed, (typed, {}))
+        given, equals, value = text.partition("=")
+        key, renamed_values = RENAMED.get(given, (given, {}))
         if not equals:
-            problems.append(f"{text!r} is no override; write section.key=value, such as run.steps=20")
+            problems.append(f"{text!r} is not an override; write section.key=value, such as run.steps=20")
         elif key not in fields:
             near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]}?" if near else f"; sections are {', '.join(SECTIONS)}"
-            problems.append(f"{key} is no setting{hint}")
+            problems.append(f"{key} is not a setting{hint}")
         elif key in values:
-            problems.append(f"{key} is set twice" + (f", once by its old name {typed}" if typed != key else ""))
-        elif present_values and value not in present_values:
-            old, present = ", ".join(present_values), ", ".join(present_values.values())
-            problems.append(f"{typed} must be one of {old}, got {value!r}; it is {key} now, one of {present}")
+            problems.append(f"{key} is set twice" + (f", once under its old name {given}" if given != key else ""))
+        elif renamed_values and value not in renamed_values:
+            old, current = ", ".join(renamed_values), ", ".join(renamed_values.values())
+            problems.append(f"{given} must be one of {old}, got {value!r}; its current name is {key}, one of {current}")
         else:
             try:
-                values[key] = parse_value(present_values.get(value, value), fields[key][1])
+                values[key] = parse_value(renamed_values.get(value, value), fields[key][1])
             except ValueError as error:
-                problems.append(f"{typed} must be {error}, got {value!r}")
+                problems.append(f"{given} must be {error}, got {value!r}")
     if problems:
         raise ConfigError(problems)
     try:
         return _replace(config, values)
-    except ValueError as error:  # of a __post_init__
+    except ValueError as error:  # raised by a __post_init__
         raise ConfigError(f"{', '.join(values)}: {error}") from error
 
 
 def setting_of(text: str) -> str:
-    """The present name of the setting in `section.key=value`."""
+    """The current name of the setting in `section.key=value`."""
     key = text.partition("=")[0]
-    return OLD[key][0] if key in OLD else key
+    return RENAMED[key][0] if key in RENAMED else key
 
 
-def present_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as any version has saved them, under their present names; a value that none had stays as it is."""
+def current_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings saved by any version, under their current names. Unknown values are returned unchanged."""
     found = {}
     for key, value in saved.items():
-        name, values = OLD.get(key, (key, {}))
+        name, values = RENAMED.get(key, (key, {}))
         found[name] = values.get(value, value) if isinstance(value, str) else value
     return found
 
 
 class Change(typing.NamedTuple):
-    """A setting that differs between a saved run and now."""
+    """A setting whose value differs from the saved one."""
 
     key: str
     saved: str
@@ -97,8 +100,8 @@ class Change(typing.NamedTuple):
 
 
 def changes(saved: Mapping[str, str], config: TrainConfig) -> list[Change]:
-    """What differs between `config` and the text values saved with a checkpoint, by any version."""
-    fields, now, saved = flat_fields(config), to_texts(config), present_settings(saved)
+    """Differences between the settings saved with a checkpoint, by any version, and `config`."""
+    fields, now, saved = flat_fields(config), to_texts(config), current_settings(saved)
     keys = [*now, *(key for key in saved if key not in now)]
     return [
         Change(key, saved.get(key, "(absent)"), now.get(key, "(absent)"), key not in fields or fields[key][2])
@@ -108,7 +111,7 @@ def changes(saved: Mapping[str, str], config: TrainConfig) -> list[Change]:
 
 
 def parse_value(text: str, kind: Any) -> Any:
-    """`text` as a value of the annotated type; a ValueError names what it must be."""
+    """Parse `text` as a value of the annotated type. The ValueError's text is what the value must be."""
     kinds = _kinds(kind)
     if type(None) in kinds and text.lower() == "none":
         return None
@@ -142,9 +145,9 @@ def _parse_tuple(text: str, kind: Any) -> tuple[Any, ...] | None:
         return None
 
 
-# Tried in this order; None means "not one of these". A tuple needs a comma, a str takes anything.
+# Tried in this order. A parser returns None if the text is not of its type; a tuple requires a comma, str accepts all.
 _PARSERS: dict[Any, tuple[Callable[[str, Any], Any], str]] = {
-    int: (_parse_number, "a whole number"),
+    int: (_parse_number, "an integer"),
     float: (_parse_number, "a number"),
     bool: (lambda text, _: {"true": True, "false": False}.get(text.lower()), "true or false"),
     tuple: (lambda text, kind: _parse_tuple(text, kind) if "," in text else None, "values joined by commas"),
@@ -153,7 +156,7 @@ _PARSERS: dict[Any, tuple[Callable[[str, Any], Any], str]] = {
 
 
 def _kinds(hint: Any) -> dict[Any, Any]:
-    """Plain type -> annotation: `str | tuple[int, ...] | None` -> {str: str, tuple: tuple[int, ...], NoneType: ...}."""
+    """Origin -> annotation: `str | tuple[int, ...] | None` -> {str: str, tuple: tuple[int, ...], NoneType: ...}."""
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     return {typing.get_origin(option) or option: option for option in options}
 
@@ -176,13 +179,16 @@ def _flatten(section: Any, prefix: str, changes_result: bool) -> dict[str, tuple
         matters = changes_result and item.metadata.get("changes_result", True)
         if dataclasses.is_dataclass(value):
             found |= _flatten(value, key, matters)
-        elif _has_text(hints[item.name]):  # the rest stays with the recipe
+        elif _has_text(hints[item.name]):  # other fields can be set by the recipe only
             found[key] = (value, hints[item.name], matters)
     return found
 
 
 def _replace(node: Any, values: Mapping[str, Any]) -> Any:
-    """`node` with dotted keys replaced, those of one dataclass at once: its __post_init__ sees them together."""
+    """Replace dotted keys in nested dataclasses.
+
+    All fields of one dataclass are replaced in one call, so that its `__post_init__` checks them together.
+    """
     own, nested = {}, {}
     for key, value in values.items():
         head, dot, rest = key.partition(".")

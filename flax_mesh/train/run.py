@@ -1,4 +1,4 @@
-"""A run: what stays the same from its first step to its last, and what it says of itself."""
+"""A run: the objects that do not change between its steps, and the description printed at its start."""
 
 import math
 from collections import Counter
@@ -28,7 +28,7 @@ class Run:
     corpus: Corpus
     batch: BatchFn
     evaluate: Callable[[TrainState], Row] | None  # None: run.eval_every=0
-    record: dict[str, Any]  # what is saved beside the state of every step
+    record: dict[str, Any]  # metadata saved with every checkpoint
     folder: Path
     say: Say
     hooks: Sequence[Callable[[Row], None]]
@@ -39,22 +39,22 @@ class Run:
     def config(self) -> TrainConfig:
         return self.program.config
 
-    def go_on_or_raise(self, error: SaveError) -> None:
+    def warn_or_raise(self, error: SaveError) -> None:
         if self.config.checkpoint.on_failure == "stop":
             raise error
-        self.say(f"warning: {error}; training goes on (checkpoint.on_failure)")
+        self.say(f"warning: {error}; training continues (checkpoint.on_failure)")
 
 
 def describe(run: Run) -> None:
     program, leaves = run.program, run.program.layout.leaves
     shard = max(_bytes_by_device(leaves).values())
-    whole = sum(math.prod(x.shape) * _itemsize(x) for x in leaves)
+    total = sum(math.prod(x.shape) * _itemsize(x) for x in leaves)
     devices = program.mesh.devices
     run.say(f"mesh: {mesh_text(program.mesh.shape)} on {devices.size} x {devices.flat[0].device_kind}")
     run.say(f"data: {run.corpus.description}")
     run.say(
         f"model: {program.num_parameters / 1e6:.2f}M parameters in {len(program.parameters)} arrays; "
-        f"with the optimizer {bytes_text(whole)}, {bytes_text(shard)} a device"
+        f"with the optimizer {bytes_text(total)}, {bytes_text(shard)} per device"
     )
     if program.pipeline is not None:
         for line in str(program.pipeline.staged).splitlines():

@@ -1,4 +1,4 @@
-"""The run folder: metrics.jsonl, config.txt and checkpoints/. Process 0 chooses, locks and writes it for all."""
+"""The run folder: metrics.jsonl, config.txt and checkpoints/. Process 0 selects, locks and writes it."""
 
 import fcntl
 import json
@@ -20,7 +20,7 @@ METRICS, CONFIG, LOCK = "metrics.jsonl", "config.txt", ".lock"
 
 
 def is_first() -> bool:
-    """Process 0 writes and prints for all."""
+    """Whether this is process 0, which writes files and prints for all processes."""
     return jax.process_index() == 0
 
 
@@ -31,7 +31,7 @@ def next_free(folder: Path) -> Path:
 
 @contextmanager
 def run_folder(folder: Path) -> Iterator[None]:
-    """The folder, created if it is missing and locked against a second writer; ConfigError if that fails."""
+    """Create the folder if it does not exist, and lock it against a second run. Raises ConfigError if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / LOCK).open("a")
@@ -39,15 +39,17 @@ def run_folder(folder: Path) -> Iterator[None]:
         raise ConfigError(f"run.folder={folder} cannot be written ({error.strerror}); use another folder") from error
     with lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the kernel, however this process ends
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel releases it however this process ends
         except BlockingIOError:
-            raise ConfigError(f"run.folder={folder} is in use by another run; stop that one, or use another") from None
+            raise ConfigError(
+                f"run.folder={folder} is in use by another run; stop that run, or use another folder"
+            ) from None
         yield
 
 
 @contextmanager
 def folder_of_run(wanted: Path, restart: bool) -> Iterator[Path]:
-    """The folder of the run, chosen and locked by process 0, whose ConfigError is raised in all processes."""
+    """Yield the run folder, selected and locked by process 0. A ConfigError of process 0 is raised in all processes."""
     with ExitStack() as stack:
 
         def choose() -> str:
@@ -59,7 +61,7 @@ def folder_of_run(wanted: Path, restart: bool) -> Iterator[Path]:
 
 
 def latest_step(checkpointer: Checkpointer) -> int | None:
-    """The newest valid step; only process 0 reads the bytes. Leftovers of interrupted saves are removed."""
+    """The newest valid step, verified by process 0 only. Removes the leftovers of interrupted saves."""
 
     def look() -> str:
         checkpointer.clear_leftovers()
@@ -72,7 +74,7 @@ def latest_step(checkpointer: Checkpointer) -> int | None:
 
 
 def write_config(folder: Path, config: TrainConfig) -> None:
-    """Write config.txt, as `@FILE` reads it, atomically and only in process 0."""
+    """Write config.txt atomically, in process 0 only, in the format that `@FILE` reads."""
     if not is_first():
         return
     partial = folder / (CONFIG + ".new")
@@ -84,7 +86,7 @@ def write_config(folder: Path, config: TrainConfig) -> None:
 
 
 def check_agreement(record: Mapping[str, Any]) -> None:
-    """ConfigError in every process, naming fields and processes, unless all have made the same `record` of the run."""
+    """Check that all processes have the same `record`. If not, all raise ConfigError with the differing fields."""
     facts = {f"config {key}": value for key, value in record["config"].items()}
     facts |= {f"version of {name}": value for name, value in record["versions"].items()}
     facts |= {"mesh": str(record["mesh"]), "rules": str(record["rules"]), "axes": str(record["axes"])}

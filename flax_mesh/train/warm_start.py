@@ -1,4 +1,4 @@
-"""A run that starts from the parameters of another model: a checkpoint, or a folder in Hugging Face's format."""
+"""Initialize the parameters of a new run from a checkpoint or from a folder in the Hugging Face format."""
 
 import json
 from collections.abc import Sequence
@@ -16,22 +16,22 @@ from flax_mesh.tree import named_leaves
 
 
 def start_from(folder: str, state: TrainState, layers: Sequence[str]) -> tuple[TrainState, str]:
-    """`state` with the parameters in `folder`, and a text on what was and was not filled."""
+    """Return `state` with the parameters from `folder`, and a text that lists what was and was not restored."""
     if is_huggingface(folder):
         path, tree = Path(folder).expanduser(), state.to_nnx()
         model = load_safetensors(path, tree["model"], DECODER_NAMES[read_config(path)["model_type"]])
-        text = f"filled all {len(named_leaves(model))} arrays of the model"
+        text = f"restored all {len(named_leaves(model))} arrays of the model"
         return state.with_state(nnx.State({**tree.raw_mapping, "model": model})), text
-    step, damaged = _whole_step(folder)
+    step, damaged = _valid_step(folder)
     with Checkpointer(step.parent, layers=layers or None) as checkpointer:
-        # `_whole_step` has verified it.
-        state, filled = checkpointer.restore_partial(state, step_number(step), include="model/", verify=False)
-    passed = "".join(f"{path} is damaged and passed over; " for path in damaged)
-    return state, f"{passed}step {step_number(step)}, {filled}"
+        # `_valid_step` has verified it.
+        state, report = checkpointer.restore_partial(state, step_number(step), include="model/", verify=False)
+    skipped = "".join(f"{path} is damaged and was skipped; " for path in damaged)
+    return state, f"{skipped}step {step_number(step)}, {report}"
 
 
-def _whole_step(folder: str) -> tuple[Path, list[str]]:
-    """The newest valid step, and the damaged ones passed over; only process 0 reads the bytes."""
+def _valid_step(folder: str) -> tuple[Path, list[str]]:
+    """The newest valid step and the damaged newer ones. Only process 0 reads the files to verify them."""
 
     def look() -> str:
         step, damaged = find_valid(folder)

@@ -1,4 +1,4 @@
-"""`python -m tests.benchmarks NAME`: prints a table and a line of JSON; without a name, the names there are."""
+"""`python -m tests.benchmarks NAME`: prints a table and a line of JSON. Without a name it lists the names."""
 
 import importlib
 import pkgutil

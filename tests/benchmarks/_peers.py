@@ -1,6 +1,6 @@
-"""The libraries that do a part of the same work: measured in the same run where they are installed, else left out.
+"""Libraries with some of the same functions, measured in the same run if they are installed.
 
-They are no dependencies of flax_mesh; docs/benchmarks.md says how to make an environment with them.
+They are not dependencies of flax_mesh; docs/benchmarks.md describes an environment with them.
 """
 
 import importlib
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def peer(module: str) -> Any:
-    """The module, such as "eformer.escale", or None where its package is not installed."""
+    """The module, such as "eformer.escale", or None if its package is not installed."""
     if importlib.util.find_spec(module.split(".")[0]) is None:
         return None
     with warnings.catch_warnings():

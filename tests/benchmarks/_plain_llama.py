@@ -1,4 +1,4 @@
-"""A Llama training step written by hand in jax and optax alone, for one device: what `gpu` holds flax_mesh against.
+"""A handwritten Llama training step in jax and optax, for one device: the baseline of the benchmark `gpu`.
 
 Parameters are {"embed" (V, D), "layers" [{"attention_norm", "q" (D, H, C), "k" and "v" (D, K, C), "o" (H, C, D),
 "mlp_norm", "gate" and "up" (D, F), "down" (F, D)}], "norm", "head" (D, V) unless tied}, float32.
@@ -22,7 +22,7 @@ class Llama(NamedTuple):
     dtype: str
     attention: str
     remat: str
-    chunk: int  # tokens whose logits exist at a time, 0: all
+    chunk: int  # tokens whose logits are stored at a time; 0: all
 
 
 def make_step(llama: Llama, optimizer: optax.GradientTransformation, options: dict[str, Any]):
@@ -38,7 +38,7 @@ def make_step(llama: Llama, optimizer: optax.GradientTransformation, options: di
 
 
 def make_optimizer(settings: Any) -> optax.GradientTransformation:
-    """AdamW behind a clip of the global norm; norms are not decayed."""
+    """AdamW after clipping by the global norm, without weight decay of norms."""
     rate = optax.warmup_cosine_decay_schedule(
         settings.learning_rate / (settings.warmup_steps + 1),
         settings.learning_rate,
@@ -108,7 +108,7 @@ def rotate(llama: Llama, x: jax.Array) -> jax.Array:
 
 
 def _dot(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """A product summed in float32 whose cotangent is rounded to the dtype of `x` before it is multiplied."""
+    """A product accumulated in float32 whose cotangent is rounded to the dtype of `x` before the backward products."""
     return jnp.einsum(spec, x, w, **SUM)
 
 
@@ -132,7 +132,7 @@ def losses(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array,
 
 @jax.custom_vjp
 def loss_in_chunks(x: jax.Array, head: jax.Array, targets: jax.Array) -> jax.Array:
-    """Sum of the losses of x (N, C, D); the gradients are made chunk by chunk in the forward pass."""
+    """Sum of the losses of x (N, C, D); the gradients are computed chunk by chunk in the forward pass."""
     return _chunks(x, head, targets)[0]
 
 

@@ -23,7 +23,7 @@ class Kernels(NamedTuple):
 
 
 def profile(run: Callable[[], Any], folder: Path) -> Kernels:
-    """Trace `run()`, which must wait for its results, and read the trace that lies in `folder` then."""
+    """Trace `run()`, which must wait for its results, and read the trace from `folder`."""
     with jax.profiler.trace(str(folder)):
         run()
     newest = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
@@ -31,11 +31,11 @@ def profile(run: Callable[[], Any], folder: Path) -> Kernels:
 
 
 def summarize(data: Any) -> Kernels:
-    """Kernels of the first device; on a backend without device planes, what its compiled programs ran on the host."""
+    """Kernels of the first device; on a backend without device planes, the HLO operations on the host."""
     planes = sorted((p for p in data.planes if p.name.startswith("/device:") and list(p.lines)), key=lambda p: p.name)
     plane = planes[0] if planes else next(p for p in data.planes if p.name.startswith("/host:CPU"))
     with warnings.catch_warnings():
-        # jaxlib's types for events warn once on Python 3.12, from where a warning made an error ends the process.
+        # jaxlib's event types warn once on Python 3.12; as an error, this warning would end the process.
         warnings.simplefilter("ignore", DeprecationWarning)
         events = list(_kernels(plane, host=not planes))
     spent, calls = defaultdict(float), defaultdict(int)
@@ -64,7 +64,7 @@ def kind_of(name: str) -> str:
 
 
 def kernels_text(kernels: Kernels, steps: int, top: int = 10) -> str:
-    """A line for each of the longest kernels, then the shares of the kinds and the idle time."""
+    """One line for each of the longest kernels, then the shares of the kinds and the idle time."""
     lines = [
         f"{1e3 * time / steps:9.3f} ms/step {time / kernels.total:6.1%}  {calls / steps:6.1f} calls/step  {name[:90]}"
         for name, time, calls in kernels.longest[:top]

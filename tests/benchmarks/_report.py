@@ -1,4 +1,4 @@
-"""What every benchmark prints: a table, then one line of JSON that says how, where and when its figures came about."""
+"""The output of the benchmarks: a table, then a line of JSON with results, command, date, versions and hardware."""
 
 import datetime
 import importlib.metadata
@@ -15,13 +15,13 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint", "efor
 
 
 def use_cpu(devices: int = 8) -> None:
-    """Before the first array: `devices` virtual CPU devices, whatever else the machine has."""
+    """Use `devices` virtual CPU devices only. Must be called before the first array is created."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Columns by key, in the order in which they first come; a row without the key leaves its cell empty."""
+    """Print one column per key, in order of first appearance. Cells of missing keys are empty."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     lines = [columns, *([_text(row.get(key)) for key in columns] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
@@ -50,7 +50,7 @@ def origin(benchmark: str, arguments: Sequence[str] | None = None) -> dict[str, 
 
 
 def print_json(benchmark: str, arguments: Sequence[str] | None = None, **figures: Any) -> None:
-    """One line: `figures`, to four digits, with where they come from."""
+    """Print one line with `figures`, rounded to four digits, and their origin."""
     print(json.dumps(origin(benchmark, arguments) | _rounded(figures)), flush=True)
 
 
@@ -65,7 +65,7 @@ def _versions() -> dict[str, str]:
 
 
 def _rounded(value: Any) -> Any:
-    """Floats to four digits, inside lists and dicts too: there is no more in a measured time."""
+    """Round floats to four digits, also inside lists and dicts: measured times are no more precise."""
     if isinstance(value, Mapping):
         return {key: _rounded(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -1,13 +1,12 @@
 """Saving and restoring 1 GiB (64 arrays of 16 MiB), against plain Orbax and against tensorstore alone.
 
 flax_mesh: `Checkpointer`, with checksums written and every byte verified before it is restored. orbax: its
-AsyncCheckpointer (v0) with the PyTree handler and the same compression. tensorstore: one zarr3 array a leaf, no record
-of the tree, no commit; "blocked" is all but the wait for the last writes. The arrays are random, over 8 CPU devices,
-restored into the same layout; every round saves new steps, so that nothing is cached but the files just written. They
-take turns in every order, so that none always has the memory that another has warmed: most of an uncompressed save is
-the kernel's work on fresh pages. The best round counts, of the time and, because a busy machine spoils that, of the CPU
-time of all threads; "checksums" is what they take, done once more by
-themselves.
+AsyncCheckpointer (v0) with the PyTree handler and the same compression. tensorstore: one zarr3 array per leaf, without
+a record of the tree and without a commit; "blocked" excludes only the wait for the last writes. The arrays are random,
+on 8 CPU devices, and restored into the same layout. Every round saves new steps, so that only the files just written
+are cached. The libraries alternate in all orders, so that none always profits from memory that another has touched:
+most of an uncompressed save is the kernel's work on fresh pages. The result is the best round, in time and, since a
+busy machine distorts that, in CPU time of all threads. "checksums" is the time to compute them once more by themselves.
 
 Targets: save at least 0.9x Orbax's speed; restore at most 1.5x its time; the caller blocked at most 1.2x as long.
 Options: --folder (on the disk to measure; default: a temporary one), --mib, --rounds.
@@ -39,7 +38,7 @@ TARGETS = {"save": 1 / 0.9, "blocked": 1.2, "restore": 1.5}  # of Orbax's time
 
 
 def make_arrays(mib: int) -> dict[str, jax.Array]:
-    """Float32 of a normal distribution, as weights are: zstd takes about a sixth off."""
+    """Normally distributed float32, as weights are: zstd compresses them by about a sixth."""
     mesh = jax.make_mesh((DEVICES,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
     rng = np.random.default_rng(0)
@@ -55,7 +54,7 @@ def save_by_flax_mesh(folder: Path, arrays: dict[str, jax.Array], compress: bool
     from flax_mesh.checkpoint import Checkpointer
 
     with Checkpointer(folder, compress=compress) as checkpointer:
-        checkpointer.save(0, nnx.State({"first": arrays["w0"]}), {})  # the folder, the threads
+        checkpointer.save(0, nnx.State({"first": arrays["w0"]}), {})  # creates the folder and the threads
         checkpointer.wait()
         state = nnx.State(arrays)
         return timed(lambda: checkpointer.save(1, state, {}), checkpointer.wait)
@@ -99,7 +98,7 @@ def save_by_tensorstore(folder: Path, arrays: dict[str, jax.Array], compress: bo
             spec = {"driver": "zarr3", "kvstore": f"file://{folder / name}/", "metadata": metadata, "create": True}
             store = ts.open(spec).result()
             for shard in x.addressable_shards:
-                # A view of the array on the host, as both others have of a CPU's arrays; nothing changes it here.
+                # A view of the array, as both other libraries use for CPU arrays; nothing modifies it here.
                 written.append(
                     store[shard.index].write(np.asarray(shard.data), can_reference_source_data_indefinitely=True)
                 )
@@ -132,7 +131,7 @@ LIBRARIES = {
 
 
 def timed(start: Callable[[], Any], finish: Callable[[], Any]) -> dict[str, float]:
-    """Seconds until the arrays may change, until the save is durable, and of the CPU."""
+    """Seconds until the arrays may be modified, until the save is complete, and of CPU time."""
     began, cpu = time.perf_counter(), time.process_time()
     start()
     blocked = time.perf_counter() - began
@@ -141,7 +140,7 @@ def timed(start: Callable[[], Any], finish: Callable[[], Any]) -> dict[str, floa
 
 
 def checksums(step: Path) -> dict[str, float]:
-    """Seconds to compute and write them once more, the files being where the save has left them."""
+    """Seconds to compute and write the checksums of a saved step once more."""
     from flax_mesh.checkpoint.checksums import write_checksums
 
     began = time.perf_counter()
@@ -158,7 +157,7 @@ def measure(folder: Path, arrays: dict[str, jax.Array], compress: bool, rounds: 
             save, restore = LIBRARIES[name]
             place = folder / name
             place.mkdir()
-            os.sync()  # what the one before left to write
+            os.sync()  # pending writes of the previous save
             seconds = save(place, arrays, compress)
             if name == "flax_mesh":
                 seconds |= checksums(place / "1")
@@ -178,11 +177,11 @@ def measure(folder: Path, arrays: dict[str, jax.Array], compress: bool, rounds: 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks checkpoints")
-    parser.add_argument("--folder", help="where to write; default: a temporary folder")
+    parser.add_argument("--folder", help="folder to write to (default: a temporary folder)")
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=6)
     given = parser.parse_args(arguments)
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells of files that it does without
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns about missing optional files
     use_cpu(DEVICES)
     arrays = make_arrays(given.mib)
     rows = []

@@ -1,16 +1,16 @@
 """Time and memory to compile the train step of a decoder (AdamW) of 4 to 96 layers, scanned and unrolled.
 
-Every figure comes from a fresh process, the best of `--rounds` that take turns. The plain script of the benchmark
-`step` stands beside it: the same model with Flax and optax alone.
+Every figure is measured in a fresh process, the best of `--rounds` alternating ones. "plain" is the script of the
+benchmark `step`: the same model in Flax and optax only.
 
-Seconds: of tracing, of lowering to StableHLO, of XLA, and of all three; "CPU s" is all three in CPU time of the
-process, which other jobs disturb less. "host MiB": by how much tracing, lowering and compiling raised
-the peak of the process. "program KiB": of the compiled program as text.
+Seconds: tracing, lowering to StableHLO, XLA, and the sum of the three; "CPU s" is the sum in CPU time of the process,
+which other jobs affect less. "host MiB": increase of the peak memory of the process by tracing, lowering and compiling.
+"program KiB": size of the compiled program as text.
 
-"temp MiB" is what the step takes beside its arguments and results, as XLA plans it. Some of it belongs to the layers
-and must grow with them: the gradients, and what the backward pass needs. With remat "full" both are known: a gradient
-as large as its parameter, and the input of every layer. "rest MiB" is temp without these two. Without remat XLA keeps
-what the layers computed, for which there is no formula here.
+"temp MiB" is the memory of the step beside its arguments and results, as planned by XLA. Part of it grows with the
+layers by necessity: the gradients, and the residuals of the backward pass. With remat "full" both are known: every
+gradient is as large as its parameter, and the residuals are the inputs of the layers. "rest MiB" is temp without these
+two. Without remat, XLA stores intermediate results of the layers, for which there is no formula here.
 
 Target, scanned with remat "full": 96 layers at most 1.2 times 4 layers, in seconds of all three together, in host
 memory, in the size of the program, and in the rest.
@@ -44,7 +44,7 @@ from tests.benchmarks.step import plain_step
 
 ROOT = Path(__file__).parent.parent.parent
 TARGET = 1.2
-BOUND = ("seconds", "CPU s", "host MiB", "program KiB", "rest MiB")  # what the target is about
+BOUND = ("seconds", "CPU s", "host MiB", "program KiB", "rest MiB")  # the figures to which the target applies
 ROWS, LENGTH = 4, 128
 SIZES: dict[str, Any] = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "mlp_size": 128}
 KINDS: dict[str, dict[str, Any]] = {
@@ -58,7 +58,7 @@ MIB = 2**20
 
 
 def program(kind: str, config: DecoderConfig) -> tuple[Any, tuple[Any, ...], Any]:
-    """(jitted step, its arguments in the abstract, the parameters)."""
+    """(jitted step, its abstract arguments, the abstract parameters)."""
     batch = dict.fromkeys(("inputs", "targets"), jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32))
     tx = optax.adamw(1e-3)
     if kind.endswith("plain"):
@@ -75,7 +75,7 @@ def program(kind: str, config: DecoderConfig) -> tuple[Any, tuple[Any, ...], Any
 
 
 def measure(kind: str, num_layers: int) -> dict[str, float]:
-    """Seconds and memory of one compilation, in this process."""
+    """Seconds and memory of one compilation in this process."""
     config = DecoderConfig(num_layers=num_layers, **SIZES, **KINDS[kind])
     step, arguments, params = program(kind, config)
     before, cpu, marks = peak_mib(), time.process_time(), [time.perf_counter()]
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks compile")
     parser.add_argument("--layers", default="4,12,24,48,96")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--kinds", default=";".join(KINDS), help=f"of {'; '.join(KINDS)}; joined by semicolons")
+    parser.add_argument("--kinds", default=";".join(KINDS), help=f"of {'; '.join(KINDS)}; separated by semicolons")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.worker:

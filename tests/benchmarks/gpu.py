@@ -1,17 +1,17 @@
-"""The step of a recipe on one accelerator against the same step written by hand in jax and optax, in one run.
+"""The step of a recipe on one accelerator, compared in one run with the same step handwritten in jax and optax.
 
-`python -m tests.benchmarks gpu [RECIPE] [section.key=value ...]` takes recipes of the decoder; every setting, remat,
-batch, attention, loss chunk and options of the compiler, is the recipe's own. The steps take turns, a block of steps
-each, waited for at both ends of a block: `flax_mesh` is the step of the recipe on batches that lie on the device,
-`fed` the same with batches made and metrics read as `flax_mesh.train` does it, `plain` the one of `_plain_llama`.
+`python -m tests.benchmarks gpu [RECIPE] [section.key=value ...]` runs recipes of the decoder; remat, batch, attention,
+loss chunk and compiler options are those of the recipe. The steps alternate in blocks, with a wait at both ends of a
+block: `flax_mesh` is the step of the recipe with batches on the device, `fed` the same with batches created and metrics
+read as in `flax_mesh.train`, `plain` the one of `_plain_llama`.
 
-MFU = tokens/s * (6 (N - N_embedding_lookup) + 6 L D S) / peak FLOP/s, D = heads * head_dim: attention counted
-causally, recomputation not at all. Goal 0.5; the ratio of flax_mesh to plain at least 0.99.
+MFU = tokens/s * (6 (N - N_embedding_lookup) + 6 L D S) / peak FLOP/s, D = heads * head_dim: attention is counted
+as causal, recomputation is not counted. Targets: MFU 0.5, ratio of flax_mesh to plain at least 0.99.
 
---tiny       sizes for a CPU, to see that all of it runs
---profile F  a trace of 5 steps in the folder F, and its ten longest kernels
---all F      every variant of VARIANTS in a process of its own, as far as --time-limit goes; results in F, and the same
-             command goes on from there
+--tiny       small sizes, to test the benchmark on a CPU
+--profile F  write a trace of 5 steps to the folder F, and print its ten longest kernels
+--all F      run every variant of VARIANTS in a separate process until --time-limit; results are written to F, and the
+             same command continues from there
 """
 
 import argparse
@@ -45,14 +45,14 @@ from tests.benchmarks._profile import kernels_text, profile
 from tests.benchmarks._report import origin
 
 RECIPE = "recipes/llama_1b.py"
-BATCHES = 4  # different ones, that lie on the device
+BATCHES = 4  # number of different batches on the device
 TINY = [
     *(f"model.{name}={size}" for name, size in {"vocab_size": 96, "hidden_size": 32, "num_layers": 2, "num_heads": 4,
       "num_kv_heads": 2, "head_dim": 8, "mlp_size": 48, "loss_chunk": 32}.items()),
     *("model.dtype=float32", "model.attention=xla", "data.batch_size=4", "data.sequence_length=16", "run.platform=cpu"),
     *("optimizer.warmup_steps=1", "optimizer.learning_rate=1e-3", "optimizer.end_learning_rate=1e-4"),
 ]  # fmt: skip
-# name -> arguments; the first that matter most. What is compared with `base` differs from it in one thing.
+# name -> arguments, most important first. Every variant differs from `base` in one setting.
 SHORT = ("--no-plain", "--steps=20")
 LLAMA_3 = f"{RECIPE}:llama_3_2_1b"
 LATENCY = "run.compiler_options=xla_gpu_enable_latency_hiding_scheduler=true"
@@ -79,7 +79,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "llama-3.2-1b-whole-logits": (LLAMA_3, "model.loss_chunk=0", *SHORT),
 }
 
-Block = Callable[[int], list[jax.Array]]  # runs so many steps and waits for them; losses
+Block = Callable[[int], list[jax.Array]]  # runs a number of steps, waits for them and returns the losses
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,18 +95,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ceilings", action="store_true")
     parser.add_argument("--profile", type=Path, nargs="?", const=Path("profile"))
     parser.add_argument("--all", type=Path, metavar="FOLDER", dest="folder")
-    parser.add_argument("--time-limit", type=float, default=1500, help="seconds, of --all")
+    parser.add_argument("--time-limit", type=float, default=1500, help="of --all, in seconds")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.folder:
         return run_all(arguments.folder, arguments.time_limit, ["--tiny"] * arguments.tiny)
-    # JAX takes three quarters of the memory unless it is told otherwise, before its first device is asked for.
+    # By default JAX preallocates three quarters of the memory. Must be set before JAX is initialized.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     print(json.dumps(origin("gpu", argv) | run_one(arguments)))
     return 0
 
 
 def run_one(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The row of one configuration; prints as it goes."""
+    """Measure one configuration, printing its results, and return its row."""
     config = apply_overrides(
         apply_overrides(load_recipe(arguments.recipe), TINY if arguments.tiny else []), arguments.overrides
     )
@@ -130,10 +130,10 @@ def run_one(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 class Bench:
-    """The steps of one recipe on one device; each block goes on from where the block before stopped."""
+    """The steps of one recipe on one device. Each block continues from the end of the previous one."""
 
     def __init__(self, config: TrainConfig, device: Any, *, plain: bool = True):
-        # Blocks of any length: the schedule must not end.
+        # The learning rate schedule must not end within any number of blocks.
         self.config = replace(config, optimizer=replace(config.optimizer, decay_steps=10**6))
         self.options = parse_compiler_options(config.run.compiler_options)
         self.mesh = mesh = create_mesh((1,) * 5, devices=[device])
@@ -152,7 +152,7 @@ class Bench:
         tokens = np.random.default_rng(0).integers(0, model.vocab_size, count).astype(np.int32)
         self.make_batch = make_batch_fn(tokens, seed=0, config=data, sharding=batch_sharding(mesh, rules.axes))
         self.batches = [self.make_batch(i) for i in range(BATCHES)]
-        # On the host, where they count for no peak of device memory.
+        # On the host, so that they do not count in the peak of device memory.
         self.initial = plain_parameters(parameters, model.num_layers) if plain else None
         self.done = {"flax_mesh": 0, "plain": 0}
 
@@ -168,7 +168,7 @@ class Bench:
         state, before, losses = self.state, None, []
         for _, batch, _ in prefetch(self.make_batch, 0, steps):
             state, metrics = self.program.step(state, batch)
-            if before is not None:  # of the step before, while this one runs
+            if before is not None:  # of the previous step, while this one runs
                 losses.append(jax.device_get(before)["loss"])
             before = metrics
         self.state = jax.block_until_ready(state)
@@ -180,10 +180,10 @@ class Bench:
                       model.attention, model.remat, model.loss_chunk)  # fmt: skip
         optimizer = make_optimizer(self.config.optimizer)
         self.plain_step = make_step(llama, optimizer, self.options)
-        # Laid out as the step gives them back: it would compile once more for anything else.
-        whole = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
-        self.plain_params = jax.device_put(self.initial, whole)
-        self.plain_state = jax.jit(optimizer.init, out_shardings=whole)(self.plain_params)
+        # In the layout that the step returns; otherwise the second step would compile again.
+        replicated = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
+        self.plain_params = jax.device_put(self.initial, replicated)
+        self.plain_state = jax.jit(optimizer.init, out_shardings=replicated)(self.plain_params)
 
     def plain(self, steps: int) -> list[jax.Array]:
         losses = []
@@ -194,7 +194,7 @@ class Bench:
         return losses
 
     def compare(self, warmup: int, steps: int, block: int) -> dict[str, Any]:
-        """Times of `steps` steps of each, in blocks that take turns, after `warmup` steps of each."""
+        """Times of `steps` steps of each variant in alternating blocks, after `warmup` steps of each."""
         began = time.perf_counter()
         losses = self.flax_mesh(1)
         row: dict[str, Any] = {"first_step_seconds": time.perf_counter() - began}
@@ -236,7 +236,7 @@ class Bench:
 
 
 def plain_parameters(leaves: Sequence[tuple[str, Any]], num_layers: int) -> dict[str, Any]:
-    """The parameters of `_plain_llama` in numpy, from the leaves of a decoder, listed or stacked."""
+    """Convert the leaves of a decoder, listed or stacked, to numpy parameters of `_plain_llama`."""
     params: dict[str, Any] = {"layers": [{} for _ in range(num_layers)]}
     for path, leaf in leaves:
         parts = path.split("/")
@@ -252,7 +252,7 @@ def plain_parameters(leaves: Sequence[tuple[str, Any]], num_layers: int) -> dict
 
 
 def ceilings(size: int) -> dict[str, float]:
-    """What this device reaches on a product of bf16 matrices and on a copy."""
+    """Speed of the device for a product of bf16 matrices and for a copy."""
     x = jnp.ones((size, size), jnp.bfloat16)
     multiply, copy = jax.jit(lambda a, b: a @ b), jax.jit(lambda a: a + 1, donate_argnums=0)
     values = jnp.zeros((8 * size, size), jnp.float32)
@@ -288,12 +288,12 @@ def text_of(row: dict[str, Any]) -> str:
             f"{name:10} {1e3 * row['seconds_per_step'][name]:9.2f} ms {rate:10,.0f} tokens/s{mfu}{ratio}{spread}"
         )
     if "loss_difference" in row:
-        lines.append(f"losses of flax_mesh and plain differ by {row['loss_difference']:.1e} at most")
+        lines.append(f"losses of flax_mesh and plain differ by at most {row['loss_difference']:.1e}")
     return "\n".join(filter(None, lines))
 
 
 def run_all(folder: Path, limit: float, extra: Sequence[str]) -> int:
-    """Every variant that has no result in `folder` yet, each in a process of its own, then the table of all results."""
+    """Run every variant without a result in `folder` in a separate process, then print the table of all results."""
     folder.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + limit
     for name, arguments in VARIANTS.items():
@@ -321,7 +321,7 @@ def run_all(folder: Path, limit: float, extra: Sequence[str]) -> int:
 
 
 def table(folder: Path) -> str:
-    """One line a variant: tokens/s, MFU, peak memory."""
+    """One line per variant: tokens/s, MFU, peak memory."""
     lines = ["| variant | tokens/s | MFU | of plain | peak GiB |", "|---|---|---|---|---|"]
     for name in VARIANTS:
         if not (path := folder / f"{name}.json").exists():

@@ -1,8 +1,8 @@
-"""Time to import flax_mesh where jax and flax.nnx are imported already, and what it brings with it.
+"""Time to import flax_mesh after jax and flax.nnx, and the number of modules that it imports.
 
-Each run is a fresh process, and all take turns; the best CPU time counts, since reading files for the first time says
-nothing of the code; bytecode is kept, as an installed package has it. heavy: the modules of orbax and tensorstore.
-Target: at most 50 ms, no module of orbax or tensorstore. eformer and scalax take part where they are installed.
+Each run is a fresh process, and the packages alternate. The result is the best CPU time, which excludes reading files
+for the first time. Bytecode is written, as for an installed package. heavy: the number of modules of orbax and
+tensorstore. Target: at most 50 ms, no module of orbax or tensorstore. eformer and scalax are included if installed.
 
     python -m tests.benchmarks imports [--runs 7]
 """
@@ -32,14 +32,14 @@ print(json.dumps([1e3 * spent, sorted(set(sys.modules) - before)]))
 
 
 def import_once(name: str) -> tuple[float, list[str]]:
-    """Milliseconds of CPU time, and the modules that came."""
+    """Milliseconds of CPU time, and the imported modules."""
     command = [sys.executable, "-c", CODE.format(name=name)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def measure(number: int) -> list[dict[str, Any]]:
-    """A row for every module of NAMES that is installed: the best of `number` runs that take turns."""
+    """One row per installed module of NAMES: the best of `number` alternating runs."""
     names = [name for name in NAMES if importlib.util.find_spec(name.split(".")[0])]
     best, modules = dict.fromkeys(names, float("inf")), {}
     for _ in range(number):

@@ -1,8 +1,8 @@
-"""create_mesh against jax.make_mesh, and against eformer where it is installed.
+"""create_mesh compared with jax.make_mesh, and with eformer and scalax if they are installed.
 
-8 CPU devices; microseconds, the best of interleaved rounds, so that ratios come from one run on one machine. "repeated"
-asks for the same mesh again. "cold" asks for axis names never used before: neither our cache nor JAX's table of Mesh
-objects has it. The search rows lay out a v4 slice of 8x8x16 chips from nothing.
+8 CPU devices; microseconds, the best of interleaved rounds, so that ratios are measured in one run on one machine.
+"repeated" creates the same mesh again. "cold" uses new axis names, which are neither in our cache nor in JAX's table of
+Mesh objects. The search rows compute the assignment of a v4 slice of 8x8x16 chips without a cache.
 
     python -m tests.benchmarks mesh [--rounds 15]
 """
@@ -17,8 +17,9 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType
 
-from flax_mesh.mesh import create_device_mesh, create_mesh
-from flax_mesh.mesh.torus import Torus, choose_assignment, wraps_around
+from flax_mesh import create_device_mesh, create_mesh
+from flax_mesh.mesh.torus.assign import choose_assignment
+from flax_mesh.mesh.torus.torus import Torus, wraps_around
 from tests.benchmarks._peers import peer
 from tests.benchmarks._report import print_json, print_table, use_cpu
 from tests.mesh.fakes import tpu_slice
@@ -30,7 +31,7 @@ TARGETS = {("repeated", "flax_mesh"): 1.0, ("cold", "flax_mesh"): 300.0, ("searc
 
 
 def candidates() -> dict[str, Row]:
-    """{row: {who: (function of two axis names, calls per round)}}."""
+    """{row: {library: (function of two axis names, calls per round)}}."""
     rows: dict[str, Row] = {
         "repeated": {
             "flax_mesh": (lambda names: create_mesh((2, 4), ("dp", "tp")), 20_000),
@@ -60,7 +61,7 @@ def candidates() -> dict[str, Row]:
 
 
 def measure(rounds: int) -> list[dict[str, Any]]:
-    """Microseconds per call, the best round of each, and their ratio to those of flax_mesh."""
+    """Microseconds per call in the best round, and their ratio to those of flax_mesh."""
     fresh = (f"axis{number}" for number in itertools.count())
     rows = []
     for what, group in candidates().items():

@@ -1,9 +1,9 @@
-"""Do the groups of a pipeline work at the same time? The step time against the makespan of its schedule.
+"""Whether the groups of a pipeline run concurrently: the step time over the makespan of its schedule.
 
-The layers sleep: a small native op, so that the time of a stage does not depend on the cores that are free. A layer
-sleeps for F in the forward, and for B and for W in the two halves of its backward. Four groups of one device. Prints
-the median step over the makespan that `simulate` gives for these costs; without a C++ compiler it says so. A loaded
-machine wakes sleepers late, which the first line tells: what one sleep really takes. Target: at most 1.05.
+The layers sleep in a small native op, so that the time of a stage does not depend on free cores. A layer sleeps in F
+and in both parts of its backward pass, B and W. Four groups of one device. Prints the median step time over the
+makespan that `simulate` returns for these costs; a C++ compiler is required. On a loaded machine sleeps end late: the
+first line reports the measured time of a single sleep. Target: at most 1.05.
 
     python -m tests.benchmarks overlap [--ms 50] [--microbatches 8,32] [--steps 7] [--schedules 1f1b,zb-h1]
 """
@@ -26,18 +26,18 @@ import optax
 from flax import nnx
 
 from flax_mesh import create_mesh
-from flax_mesh.mpmd import MpmdMesh, Pipeline, Schedule, make_schedule, split_stages
-from flax_mesh.mpmd.schedules import StageCost, simulate
+from flax_mesh.mpmd import MpmdMesh, Pipeline, split_stages
+from flax_mesh.mpmd.schedules import Schedule, StageCost, make_schedule, simulate
 from tests.benchmarks._report import print_json, print_table, use_cpu
 
 TARGET = 1.05
 GROUPS, WIDTH, ROWS = 4, 256, 8
-SCHEDULES = {"gpipe": 4, "1f1b": 4, "interleaved-1f1b": 8, "zb-h1": 4}  # name -> layers, one a stage
+SCHEDULES = {"gpipe": 4, "1f1b": 4, "interleaved-1f1b": 8, "zb-h1": 4}  # name -> layers, one per stage
 SOURCE = Path(__file__).with_name("sleep_op.cc")
 
 
 def load_nap() -> str | None:
-    """Build and register the op; the reason where that cannot be done."""
+    """Build and register the op. Returns the reason if that fails, else None."""
     compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
     if compiler is None:
         return "no C++ compiler (c++, g++, clang++)"
@@ -46,41 +46,41 @@ def load_nap() -> str | None:
         command = [compiler, "-O2", "-std=c++17", "-fPIC", "-shared", f"-I{jax.ffi.include_dir()}", str(SOURCE)]
         built = subprocess.run([*command, "-o", str(library)], capture_output=True, text=True)
         if built.returncode:
-            return f"{compiler} does not build {SOURCE.name}: {built.stderr.strip().splitlines()[-1]}"
+            return f"{compiler} cannot compile {SOURCE.name}: {built.stderr.strip().splitlines()[-1]}"
         handler = ctypes.cdll.LoadLibrary(str(library)).NapHandler
     jax.ffi.register_ffi_target("nap", jax.ffi.pycapsule(handler), platform="cpu")
     return None
 
 
 def nap(x: jax.Array, us: int, after: jax.Array) -> jax.Array:
-    """`x`, `us` microseconds after both are there."""
+    """Return `x`, `us` microseconds after `x` and `after` are available."""
     return jax.ffi.ffi_call("nap", jax.ShapeDtypeStruct(x.shape, x.dtype))(x, after, us=np.int64(us))
 
 
 def sleepy_product(forward: int, backward: int, weights: int):
-    """tanh(x @ w) that takes so many microseconds forward, to the gradient of x, and to that of w."""
+    """tanh(x @ w) that sleeps the given microseconds in F, in B (gradient of x) and in W (gradient of w)."""
 
     @jax.custom_vjp
     def product(x, w):
-        return keep(x, w)[0]
+        return forward_pass(x, w)[0]
 
-    def keep(x, w):
+    def forward_pass(x, w):
         y = nap(jnp.tanh(x @ w), forward, x)
         return y, (x, w, y)
 
-    def pull(kept, cotangent):
-        x, w, y = kept
+    def backward_pass(residuals, cotangent):
+        x, w, y = residuals
         inner = cotangent * (1 - y * y)
         to_x = nap(inner @ w.T, backward, inner)
-        return to_x, nap(x.T @ inner, weights, to_x)  # after the other: one device does one thing at a time
+        return to_x, nap(x.T @ inner, weights, to_x)  # ordered after B: a device runs one operation at a time
 
-    product.defvjp(keep, pull)
+    product.defvjp(forward_pass, backward_pass)
     return product
 
 
 class Net(nnx.Module):
     def __init__(self, num_layers: int, product, rngs: nnx.Rngs):
-        self.embed = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)  # so that stage 0 has a B, too
+        self.embed = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)  # so that stage 0 has a B too
         self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs) for _ in range(num_layers)])
         self.product = product
 
@@ -96,7 +96,7 @@ def loss_fn(model, batch):
 
 
 def nap_alone(ms: float) -> float:
-    """What one sleep of `ms` milliseconds takes, with nothing else going on: the median of nine."""
+    """Measured milliseconds of one sleep of `ms`, without other work: the median of nine."""
     x = jnp.ones((WIDTH, WIDTH))
     once = jax.jit(lambda x: nap(x @ x, round(ms * 1000), x))
     took = []
@@ -110,7 +110,7 @@ def nap_alone(ms: float) -> float:
 def sleepy_pipeline(
     name: str, ms: float, count: int, num_groups: int = GROUPS
 ) -> tuple[Pipeline, dict[str, np.ndarray]]:
-    """A pipeline whose stages sleep, and a batch of `count` microbatches for it; `load_nap` comes first."""
+    """A pipeline whose stages sleep, and a batch of `count` microbatches for it. Call `load_nap` before."""
     num_layers, micros = SCHEDULES[name] * num_groups // GROUPS, round(ms * 1000)
     groups = MpmdMesh(create_mesh((num_groups, 1), ("pp", "dp"), devices=jax.devices()[:num_groups]), "pp")
     product = sleepy_product(micros, micros, micros)
@@ -125,18 +125,20 @@ def sleepy_pipeline(
         mesh=groups.unstack[0],
     )
     schedule = make_schedule(name, num_groups=num_groups, num_microbatches=count)
-    return Pipeline(staged, groups, schedule, optax.sgd(1e-3)), batch
+    return Pipeline(staged, optax.sgd(1e-3), mesh=groups, schedule=schedule), batch
 
 
 def costs_of_sleep(schedule: Schedule, ms: float) -> list[StageCost]:
-    """What the stages of `sleepy_pipeline` sleep. Where B and W are apart, stage 0 does all in W: nobody waits for the
-    gradient of its input."""
+    """The costs of the stages of `sleepy_pipeline`.
+
+    If the backward pass is split, stage 0 does all of it in W, since the gradient of its input is not needed.
+    """
     first = StageCost(ms, 0, 2 * ms) if schedule.splits_backward else StageCost(ms, ms, ms)
     return [first] + [StageCost(ms, ms, ms)] * (schedule.num_stages - 1)
 
 
 def measure(name: str, ms: float, count: int, steps: int, num_groups: int = GROUPS) -> dict[str, float]:
-    """The median step, the makespan, their ratio, and the host's time until the step returned, in milliseconds."""
+    """The median step time, the makespan, their ratio, and the host time until the step returned, in milliseconds."""
     pipeline, batch = sleepy_pipeline(name, ms, count, num_groups)
     state = pipeline.init_state()
     took, returned = [], []
@@ -158,9 +160,9 @@ def measure(name: str, ms: float, count: int, steps: int, num_groups: int = GROU
 
 
 def compare(names: Iterable[str], counts: Iterable[int], ms: float, steps: int = 7) -> list[dict[str, Any]]:
-    """A row for every schedule and number of microbatches; none, and a line that says why, without the op."""
+    """One row per schedule and number of microbatches. If the op cannot be built, prints why and returns no row."""
     if reason := load_nap():
-        print(f"overlap left out: {reason}")
+        print(f"overlap skipped: {reason}")
         return []
     print(f"a sleep of {ms:g} ms takes {nap_alone(ms):.1f} ms")
     cases = [(name, count) for name in names for count in counts]
@@ -169,10 +171,10 @@ def compare(names: Iterable[str], counts: Iterable[int], ms: float, steps: int =
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks overlap")
-    parser.add_argument("--ms", type=float, default=50.0, help="what a layer sleeps for F, for B and for W")
-    parser.add_argument("--microbatches", default="8", help="joined by commas")
+    parser.add_argument("--ms", type=float, default=50.0, help="sleep of a layer in each of F, B and W")
+    parser.add_argument("--microbatches", default="8", help="separated by commas")
     parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--schedules", default=",".join(SCHEDULES), help="which of them, joined by commas")
+    parser.add_argument("--schedules", default=",".join(SCHEDULES), help="schedules, separated by commas")
     given = parser.parse_args(arguments)
     use_cpu()
     counts = [int(count) for count in given.microbatches.split(",")]

@@ -1,17 +1,17 @@
-"""Host cost of a pipeline step, against a loop written by hand for the same model, and how well its groups overlap.
+"""Host cost of a pipeline step compared with a handwritten loop for the same model, and the overlap of its groups.
 
-Four residual MLP blocks of width 64, one a stage, one device a stage, 1F1B, plain SGD. The loop by hand knows its
-model: a jit for F, B and the fused last stage, `jax.device_put` between them, and no loss weights, norms or metrics.
+Four residual MLP blocks of width 64, one per stage, one device per stage, 1F1B, plain SGD. The handwritten loop is
+specialized for this model: a jit for F, for B and for the fused last stage, `jax.device_put` between them, and no loss
+weights, norms or metrics.
 
-The first table: medians over interleaved steps of the ratio of the two, in time and in CPU time of the process; what
-the dispatching thread spends on an action (F, B, and all of a step over the number of its actions), in microseconds of
-its CPU time; the bytes that go from one group's devices to another's in one step, counted from the arrays that are
-given to what copies them; and the ratio in time in the second half of the run over that in the first. Target: time at
-most 1.5 times, no growth.
+The first table: medians over interleaved steps of the ratio of the two, in time and in CPU time of the process; CPU
+time of the dispatching thread per action in microseconds (F, B, and the whole step over the number of its actions);
+bytes transferred between groups in one step, counted from the arrays passed to the copy functions; and the ratio of the
+second half of the run over that of the first. Target: time at most 1.5 times, no growth.
 
-The second: layers that sleep, and the step over the makespan that the simulator gives, as in the benchmark `overlap`.
+The second table: layers that sleep, and the step time over the simulated makespan, as in the benchmark `overlap`.
 
-    python -m tests.benchmarks pipeline [--microbatches 8,32] [--steps 200] [--ms 50, 0: without the second]
+    python -m tests.benchmarks pipeline [--microbatches 8,32] [--steps 200] [--ms 50]
 """
 
 import argparse
@@ -29,7 +29,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh import create_mesh
-from flax_mesh.mpmd import MpmdMesh, Pipeline, make_schedule, split_stages
+from flax_mesh.mpmd import MpmdMesh, Pipeline, split_stages
+from flax_mesh.mpmd.schedules import make_schedule
 from flax_mesh.mpmd.transport import local_copy
 from tests.benchmarks import overlap
 from tests.benchmarks._report import print_json, print_table, use_cpu
@@ -62,10 +63,10 @@ def loss_fn(model, batch):
     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
 
-def by_hand(parameters, count):
-    """step(parameters, xs, ys) -> parameters, loss; one list entry a stage or a microbatch."""
+def handwritten_step(parameters, count):
+    """step(parameters, xs, ys) -> parameters, loss; one list entry per stage or microbatch."""
     meshes = [Mesh(np.array(jax.devices()[k : k + 1]), ("dp",)) for k in range(STAGES)]
-    there = [NamedSharding(mesh, PartitionSpec()) for mesh in meshes]
+    shardings = [NamedSharding(mesh, PartitionSpec()) for mesh in meshes]
 
     def block(p, x):
         return x + jnp.tanh(x @ p[0]) @ p[1]
@@ -83,7 +84,7 @@ def by_hand(parameters, count):
     zero = jax.jit(lambda p: jnp.zeros(()))
     update = jax.jit(lambda p, g: [w - RATE * x / count for w, x in zip(p, g, strict=True)], donate_argnums=1)
     order = make_schedule("1f1b", num_groups=STAGES, num_microbatches=count).order()
-    parameters = [jax.device_put(p, t) for p, t in zip(parameters, there, strict=True)]
+    parameters = [jax.device_put(p, t) for p, t in zip(parameters, shardings, strict=True)]
 
     def step(parameters, xs, ys):
         acc = [zeros(p) for p in parameters]
@@ -91,21 +92,21 @@ def by_hand(parameters, count):
         for kind, k, m in order:
             if kind == "F" and k < STAGES - 1:
                 saved[k, m] = x = values.pop((k, m)) if k else xs[m]
-                values[k + 1, m] = jax.device_put(forward(parameters[k], x), there[k + 1])
+                values[k + 1, m] = jax.device_put(forward(parameters[k], x), shardings[k + 1])
             elif kind == "B":
                 if k == STAGES - 1:
                     total, acc[k], dx = last(parameters[k], values.pop((k, m)), ys[m], acc[k], total)
                 else:
                     acc[k], dx = backward(parameters[k], saved.pop((k, m)), values.pop((k, m, "ct")), acc[k])
                 if k:
-                    values[k - 1, m, "ct"] = jax.device_put(dx, there[k - 1])
+                    values[k - 1, m, "ct"] = jax.device_put(dx, shardings[k - 1])
         return [update(p, a) for p, a in zip(parameters, acc, strict=True)], total
 
-    return step, parameters, there
+    return step, parameters, shardings
 
 
 class Turn:
-    """One of the two that take turns: `call()` dispatches a step and gives what to wait for."""
+    """One of two alternating steps: `call()` dispatches a step and returns the arrays to wait for."""
 
     def __init__(self, call: Callable[[], Any]):
         self.call, self.time, self.cpu, self.dispatch = call, [], [], []
@@ -123,37 +124,39 @@ def measure(count: int, remat: Any, steps: int) -> dict[str, Any]:
     """A row of the table for `count` microbatches."""
     pipeline, batch = make_pipeline(count, remat)
     model = Net(nnx.Rngs(0))
-    step, parameters, there = by_hand([[x.up.kernel[...], x.down.kernel[...]] for x in model.layers], count)
-    cut = {name: x.reshape(count, ROWS, LENGTH, WIDTH) for name, x in batch.items()}
-    xs = [jax.device_put(x, there[0]) for x in cut["x"]]
-    ys = [jax.device_put(y, there[-1]) for y in cut["y"]]
+    step, parameters, shardings = handwritten_step(
+        [[x.up.kernel[...], x.down.kernel[...]] for x in model.layers], count
+    )
+    microbatches = {name: x.reshape(count, ROWS, LENGTH, WIDTH) for name, x in batch.items()}
+    xs = [jax.device_put(x, shardings[0]) for x in microbatches["x"]]
+    ys = [jax.device_put(y, shardings[-1]) for y in microbatches["y"]]
     state, metrics, total = pipeline.init_state(), {}, jnp.float32(jnp.nan)
 
-    def ours() -> Any:
+    def run_pipeline() -> Any:
         nonlocal state, metrics
         state, metrics = pipeline.step(state, batch)
         return state.leaves, metrics
 
-    def theirs() -> Any:
+    def run_handwritten() -> Any:
         nonlocal parameters, total
         parameters, total = step(parameters, xs, ys)
         return parameters, total
 
-    turns = Turn(ours), Turn(theirs)
+    turns = Turn(run_pipeline), Turn(run_handwritten)
     for number in range(steps + WARM):
         for turn in turns if number % 2 else turns[::-1]:
             turn.run()
     error = abs(float(metrics["loss"]) - float(total) / count)
     num_actions = len(pipeline.schedule.order())
-    mine, hand = turns
-    ratios = [a / b for a, b in zip(mine.time, hand.time, strict=True)]
+    pipelined, baseline = turns
+    ratios = [a / b for a, b in zip(pipelined.time, baseline.time, strict=True)]
     early, late = ratios[WARM : WARM + steps // 2], ratios[WARM + steps // 2 :]
     row: dict[str, Any] = {"M": count, "remat": remat}
-    row |= {"time": median_ratio(mine.time, hand.time), "CPU time": median_ratio(mine.cpu, hand.cpu)}
-    row |= dispatch_of_actions(pipeline, ours)
-    for name, turn in (("action", mine), ("by hand", hand)):
+    row |= {"time": median_ratio(pipelined.time, baseline.time), "CPU time": median_ratio(pipelined.cpu, baseline.cpu)}
+    row |= dispatch_of_actions(pipeline, run_pipeline)
+    for name, turn in (("action", pipelined), ("by hand", baseline)):
         row[f"{name} us"] = 1e6 * statistics.median(turn.dispatch[WARM:]) / num_actions
-    row |= {"bytes": copied_bytes(ours), "by hand bytes": copied_bytes(theirs)}
+    row |= {"bytes": copied_bytes(run_pipeline), "by hand bytes": copied_bytes(run_handwritten)}
     row["late / early"] = statistics.median(late) / statistics.median(early)
     return row | {"loss differs": error}
 
@@ -165,15 +168,15 @@ def make_pipeline(count: int, remat: Any) -> tuple[Pipeline, dict[str, np.ndarra
     micro = {name: x[:ROWS] for name, x in batch.items()}
     staged = split_stages(loss_fn, lambda: Net(nnx.Rngs(0)), micro, num_stages=STAGES, mesh=groups.unstack[0])
     schedule = make_schedule("1f1b", num_groups=STAGES, num_microbatches=count)
-    return Pipeline(staged, groups, schedule, optax.sgd(RATE), remat=remat), batch
+    return Pipeline(staged, optax.sgd(RATE), mesh=groups, schedule=schedule, remat=remat), batch
 
 
-def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    return statistics.median(a / b for a, b in zip(ours[WARM:], theirs[WARM:], strict=True))
+def median_ratio(times: Sequence[float], baseline: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(times[WARM:], baseline[WARM:], strict=True))
 
 
 def dispatch_of_actions(pipeline: Pipeline, call: Callable[[], Any], steps: int = 20) -> dict[str, float]:
-    """Median CPU microseconds of this thread for the actions of each kind, what they send included."""
+    """Median CPU microseconds of this thread per action of each kind, transfers included."""
     found: dict[str, list[float]] = {"F": [], "B": []}
     before = None
 
@@ -186,36 +189,36 @@ def dispatch_of_actions(pipeline: Pipeline, call: Callable[[], Any], steps: int 
 
     pipeline.on_action = mark
     for _ in range(steps):
-        before = None  # the first action of a step comes after its preparations
+        before = None  # excludes the preparation of a step
         jax.block_until_ready(call())
     pipeline.on_action = None
     return {f"{kind} us": 1e6 * statistics.median(spent) for kind, spent in found.items()}
 
 
 def copied_bytes(call: Callable[[], Any]) -> int:
-    """Bytes of the arrays that one call puts from some devices on others."""
+    """Bytes of the arrays that one call copies between devices."""
     put, make_copy, copied = jax.device_put, local_copy.device_copy, 0
 
     def count(x: Any, device: Any = None, **options: Any) -> Any:
         nonlocal copied
-        there = put(x, device, **options)
-        for source, target in zip(jax.tree.leaves(x), jax.tree.leaves(there), strict=True):
+        moved = put(x, device, **options)
+        for source, target in zip(jax.tree.leaves(x), jax.tree.leaves(moved), strict=True):
             if isinstance(source, jax.Array) and source.devices() != target.devices():
                 copied += source.nbytes
-        return there
+        return moved
 
     def counted_copy(target: Any) -> Callable[[jax.Array], jax.Array] | None:
         if (copy := make_copy(target)) is None:
             return None
 
-        def count_alike(x: jax.Array) -> jax.Array:
+        def count_bytes(x: jax.Array) -> jax.Array:
             nonlocal copied
-            before, there = copied, copy(x)
-            if copied == before:  # else it was by `jax.device_put`
+            before, moved = copied, copy(x)
+            if copied == before:  # otherwise `jax.device_put` has counted it
                 copied += x.nbytes
-            return there
+            return moved
 
-        return count_alike
+        return count_bytes
 
     local_copy.mover.cache_clear()
     with patch.object(jax, "device_put", count), patch.object(local_copy, "device_copy", counted_copy):
@@ -228,7 +231,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks pipeline")
     parser.add_argument("--microbatches", default="8,32")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--ms", type=float, default=50.0, help="what a layer sleeps in the second table; 0: none")
+    parser.add_argument(
+        "--ms", type=float, default=50.0, help="sleep of a layer in the second table; 0: no second table"
+    )
     given = parser.parse_args(arguments)
     use_cpu()
     counts = [int(count) for count in given.microbatches.split(",")]

@@ -1,16 +1,16 @@
-"""Placing and gathering a tree of 302 arrays on 8 devices, against `jax.device_put(tree)` and `jax.device_get(tree)`.
+"""Sharding and gathering 302 arrays on 8 devices, compared with `jax.device_put(tree)` and `jax.device_get(tree)`.
 
-shard, gather: the whole tree; functions: the trees of `make_shard_and_gather_fns`, made anew for each round; stream:
-`gather(bytes_in_flight=)`. Best CPU time of interleaved rounds, the first of which is told apart, and how often XLA
-compiled in all rounds together. Target: at most 1.2 times JAX's own, no compilation.
+shard, gather: the complete tree; functions: the trees of `make_shard_and_gather_fns`, created again for each round;
+stream: `gather(bytes_in_flight=)`. Best CPU time of interleaved rounds, the time of the first round, and the number of
+compilations in all rounds. Target: at most 1.2 times JAX's own, no compilation.
 
-eformer and scalax take part where they are installed, for two rounds, with functions made anew for each. They are given
-arrays on one device, since numpy arrays stay where they are with eformer.
+eformer and scalax are included if they are installed, for two rounds, with functions created again for each. They get
+arrays on one device, since eformer does not move numpy arrays.
 
-Then one table of all that flax_mesh and these two have in common, from the benchmarks rules, mesh and imports. "floor"
-is what nobody can do without: the path strings of a tree, `jax.device_put` and `jax.device_get` of it.
+The last table has everything that flax_mesh and these two have in common, from the benchmarks rules, mesh and imports.
+"floor" is the minimum cost: the path strings of the tree, `jax.device_put` and `jax.device_get` of it.
 
-    python -m tests.benchmarks placement [--rounds 15] [--alone: without the other benchmarks]
+    python -m tests.benchmarks placement [--rounds 15] [--alone]
 """
 
 import argparse
@@ -33,9 +33,8 @@ from tests.benchmarks._report import print_json, print_table, use_cpu
 PEER_ROUNDS = 2
 TARGET = 1.2  # of the time of JAX itself
 P = PartitionSpec
-Variant = tuple[
-    int, Callable[[], Callable[[], Any]]
-]  # rounds, and a function that prepares one: what it returns is timed
+# Number of rounds, and a function that prepares a round and returns the function to time.
+Variant = tuple[int, Callable[[], Callable[[], Any]]]
 
 
 def host_tree() -> dict[str, Any]:
@@ -71,7 +70,7 @@ def shard_variants(tree: Any, specs: Any, mesh: Any, rounds: int) -> dict[str, V
 def gather_variants(tree: Any, specs: Any, mesh: Any, rounds: int) -> dict[str, Variant]:
     def on(make: Callable[[], Callable[[Any], Any]]) -> Callable[[], Callable[[], Any]]:
         def prepare() -> Callable[[], Any]:
-            placed = jax.block_until_ready(shard(tree, specs, mesh))  # anew: JAX keeps what it has copied to the host
+            placed = jax.block_until_ready(shard(tree, specs, mesh))  # again: JAX caches copies on the host
             return functools.partial(make(), placed)
 
         return prepare
@@ -88,7 +87,7 @@ def gather_variants(tree: Any, specs: Any, mesh: Any, rounds: int) -> dict[str, 
 
 
 def measure(what: str, variants: dict[str, Variant]) -> list[dict[str, Any]]:
-    """A row for each variant: milliseconds of CPU time, best and first, and the number of compilations."""
+    """One row per variant: milliseconds of CPU time, best and first, and the number of compilations."""
     events: list[str] = []
 
     def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
@@ -119,7 +118,7 @@ def measure(what: str, variants: dict[str, Variant]) -> list[dict[str, Any]]:
 
 
 def peers(specs: Any, mesh: Any, tree: Any) -> dict[str, Callable[[], tuple[Any, Any]]]:
-    """name -> a function that gives (shard functions, gather functions)."""
+    """name -> a function that returns (shard functions, gather functions)."""
     found: dict[str, Callable[[], tuple[Any, Any]]] = {}
     if (eformer := peer("eformer.escale")) is not None:
         found["eformer"] = lambda: eformer.make_shard_and_gather_fns(specs, mesh)
@@ -130,7 +129,7 @@ def peers(specs: Any, mesh: Any, tree: Any) -> dict[str, Callable[[], tuple[Any,
 
 
 def side_by_side(placed: list[dict[str, Any]], rounds: int) -> list[dict[str, Any]]:
-    """One row for each kind of work, with a column for each library; in the unit that the row names."""
+    """One row per kind of work with one column per library, in the unit given in the row."""
     columns = {"flax_mesh": ("cold", "shard", "gather", "flax_mesh")}  # names of flax_mesh in the other benchmarks
     columns |= {"floor": ("paths", "jax.device_put", "jax.device_get"), "jax": ("jax.make_mesh",)}
     columns |= {"eformer": ("eformer", "eformer.escale"), "scalax": ("scalax", "scalax.sharding"), "flax": ("flax",)}
@@ -158,13 +157,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks placement")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument(
-        "--alone", action="store_true", help="placement alone, without the benchmarks rules, mesh, imports"
+        "--alone", action="store_true", help="only placement, without the benchmarks rules, mesh and imports"
     )
     given = parser.parse_args(arguments)
     use_cpu()
     mesh, tree = create_mesh((2, 2, 1, 2, 1)), host_tree()
     specs = jax.tree.map(lambda x: P("fsdp", "tp") if x.ndim == 2 else P(), tree)
-    jax.block_until_ready(jax.device_put(np.ones(8), NamedSharding(mesh, P())))  # the first of a process starts things
+    jax.block_until_ready(jax.device_put(np.ones(8), NamedSharding(mesh, P())))  # initializes the backend
     rows = measure("shard", shard_variants(tree, specs, mesh, given.rounds))
     rows += measure("gather", gather_variants(tree, specs, mesh, given.rounds))
     print(f"{len(jax.tree.leaves(tree))} arrays on 8 CPU devices, CPU ms, ratio to JAX's own")

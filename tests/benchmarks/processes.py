@@ -1,8 +1,8 @@
-"""Do the processes of a pipeline work at the same time? A process for each group, on this machine.
+"""Whether the processes of a pipeline run concurrently: one process per group, on this machine.
 
-"overlap": stages that sleep, as in the benchmark of that name; the median step over the makespan of the schedule.
-"cores": real matrix products, two processes pinned to a core each against one process with both groups pinned to one
-core, best of `--repeats`; with M microbatches and two groups the ideal is 2M / (M + 1). It needs two idle cores.
+"overlap": stages that sleep, as in the benchmark of that name; the median step time over the makespan of the schedule.
+"cores": real matrix products in two processes, each pinned to a core, compared with one process with both groups pinned
+to one core, best of `--repeats`. With M microbatches and two groups the ideal is 2M / (M + 1). Requires two idle cores.
 
     python -m tests.benchmarks processes [--processes 2,4] [--ms 50] [--microbatches 8] [--steps 7] [--cores]
 """
@@ -22,7 +22,8 @@ import optax
 from flax import nnx
 
 from flax_mesh import create_mesh
-from flax_mesh.mpmd import MpmdMesh, Pipeline, make_schedule, split_stages
+from flax_mesh.mpmd import MpmdMesh, Pipeline, split_stages
+from flax_mesh.mpmd.schedules import make_schedule
 from tests.benchmarks import overlap
 from tests.benchmarks._report import print_json, print_table, use_cpu
 from tests.multiprocess.processes import free_port, join, run_all
@@ -32,7 +33,7 @@ WIDTH, ROWS, LAYERS = 512, 256, 8
 
 
 def start_workers(count: int, what: str, given: argparse.Namespace, devices: int = 1) -> list[Any]:
-    """The answers of `count` processes, each a dict."""
+    """Run `count` processes and return their results, one dict each."""
     port = free_port()
     options = [str(given.ms), str(given.microbatches), str(given.steps)]
     command = ["-m", "tests.benchmarks", "processes", "--worker", what]
@@ -43,7 +44,7 @@ def start_workers(count: int, what: str, given: argparse.Namespace, devices: int
 
 
 def work(what: str, index: int, count: int, port: int, devices: int, ms: float, microbatches: int, steps: int) -> None:
-    """One process: prints its answer as JSON."""
+    """One process: prints its result as JSON."""
     if what == "cores":
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[index]})
     if count > 1:
@@ -59,7 +60,7 @@ def work(what: str, index: int, count: int, port: int, devices: int, ms: float, 
 
 
 def real_steps(count: int, steps: int) -> dict[str, float]:
-    """Median and best step of two groups that multiply matrices, in milliseconds."""
+    """Median and best step time of two groups that multiply matrices, in milliseconds."""
     groups = MpmdMesh(create_mesh((2, 1), ("pp", "dp"), devices=jax.devices()[:2]), "pp")
     schedule = make_schedule("1f1b", num_groups=2, num_microbatches=count)
     rng = np.random.default_rng(0)
@@ -73,7 +74,7 @@ def real_steps(count: int, steps: int) -> dict[str, float]:
         balance="count",
         mesh=groups.unstack[0],
     )
-    pipeline = Pipeline(staged, groups, schedule, optax.sgd(1e-3))
+    pipeline = Pipeline(staged, optax.sgd(1e-3), mesh=groups, schedule=schedule)
     state = pipeline.init_state()
     took = []
     for _ in range(steps + 2):  # the first two compile
@@ -97,15 +98,15 @@ class Wide(nnx.Module):
 
 
 def compare_overlap(given: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for every number of processes and every schedule; none where the op cannot be built."""
+    """One row per number of processes and schedule; none if the op cannot be built."""
     rows: list[dict[str, Any]] = []
     for count in map(int, given.processes.split(",")):
         for name in given.schedules.split(","):
             found = start_workers(count, name, given)
             if "skipped" in found[0]:
-                print(f"left out: {found[0]['skipped']}")
+                print(f"skipped: {found[0]['skipped']}")
                 return []
-            slowest = max(found, key=lambda one: one["step_ms"])  # a step has ended when all have
+            slowest = max(found, key=lambda one: one["step_ms"])  # a step ends when all processes have ended it
             rows.append({"processes": count, "schedule": name, **slowest})
     return rows
 
@@ -123,11 +124,11 @@ def compare_cores(given: argparse.Namespace) -> list[dict[str, Any]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks processes")
     parser.add_argument("--processes", default="2,4")
-    parser.add_argument("--ms", type=float, default=50.0, help="what a layer sleeps for F, for B and for W")
+    parser.add_argument("--ms", type=float, default=50.0, help="sleep of a layer in each of F, B and W")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--schedules", default="1f1b,zb-h1", help="joined by commas")
-    parser.add_argument("--cores", action="store_true", help="real work on two cores instead")
+    parser.add_argument("--schedules", default="1f1b,zb-h1", help="separated by commas")
+    parser.add_argument("--cores", action="store_true", help="measure real work on two cores instead")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--worker", nargs=8, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)

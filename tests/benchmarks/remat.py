@@ -1,8 +1,8 @@
-"""What a pipeline keeps for its backward pass, and what it costs to make the rest again.
+"""The residuals that a pipeline stores for its backward pass, and the cost to recompute the rest.
 
-A decoder on four groups of one device, 1F1B, four microbatches. For each dtype and way of `remat`: MiB that F hands
-over, for one microbatch of all stages, and a step over that of a pipeline that makes nothing again, in time and in CPU
-time of the process: medians of the ratios in rounds, in which all take a step, in an order drawn anew.
+A decoder on four groups of one device, 1F1B, four microbatches. For each dtype and mode of `remat`: MiB of residuals
+for one microbatch of all stages, and the step time over that of a pipeline that recomputes nothing, in time and in CPU
+time of the process: medians of the ratios over rounds of one step each, in random order.
 
     python -m tests.benchmarks remat [--layers 8] [--width 256] [--sequence 256] [--steps 15]
         [--dtypes float32,bfloat16]
@@ -23,44 +23,46 @@ from flax import nnx
 
 from flax_mesh import create_mesh
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
-from flax_mesh.mpmd import MpmdMesh, Pipeline, make_schedule, split_stages
+from flax_mesh.mpmd import MpmdMesh, Pipeline, split_stages
+from flax_mesh.mpmd.schedules import make_schedule
 from flax_mesh.mpmd.split import remat
 from tests.benchmarks._report import print_json, print_table, use_cpu
 
 GROUPS, MICROBATCHES, ROWS = 4, 4, 4
 AXES = ("pp", "dp", "fsdp", "ep", "tp", "sp")
-NOTHING_AGAIN = "all"  # the way that the others are held against
+STORE_ALL = "all"  # the baseline: nothing is recomputed
 
 
-class Way:
-    """One pipeline, and what its steps took."""
+class Variant:
+    """One pipeline and its step times."""
 
-    def __init__(self, config: DecoderConfig, how: str, batch: dict[str, np.ndarray]):
+    def __init__(self, config: DecoderConfig, mode: str, batch: dict[str, np.ndarray]):
         mesh = MpmdMesh(create_mesh((GROUPS, 1, 1, 1, 1, 1), AXES, devices=jax.devices()[:GROUPS]), "pp")
         schedule = make_schedule("1f1b", num_groups=GROUPS, num_microbatches=MICROBATCHES)
         micro = {name: x[:ROWS] for name, x in batch.items()}
         staged = split_stages(
             next_token_loss, lambda: make_decoder(config, nnx.Rngs(0)), micro, num_stages=GROUPS, mesh=mesh.unstack[0]
         )
-        known: Any = "none" if how == NOTHING_AGAIN else how
-        self.pipeline = Pipeline(staged, mesh, schedule, optax.sgd(1e-2), rules=[(".*", ())], remat=known)
+        accepted: Any = "none" if mode == STORE_ALL else mode
+        rules = [(".*", ())]
+        self.pipeline = Pipeline(staged, optax.sgd(1e-2), mesh=mesh, schedule=schedule, rules=rules, remat=accepted)
         self.batch, self.state = batch, self.pipeline.init_state()
         self.time: list[float] = []
         self.cpu: list[float] = []
-        kept: dict[int, int] = {}
+        residual_bytes: dict[int, int] = {}
 
-        def watch(action: Any, saved: Any) -> None:
+        def record(action: Any, saved: Any) -> None:
             if action.kind == "F":
-                kept[action.stage] = sum(x.nbytes for x in saved[action.stage, action.microbatch][1])
+                residual_bytes[action.stage] = sum(x.nbytes for x in saved[action.stage, action.microbatch][1])
 
-        self.pipeline.on_action = watch
-        if how == NOTHING_AGAIN:
+        self.pipeline.on_action = record
+        if mode == STORE_ALL:
             with patch.object(remat, "is_expensive", lambda *_: True):
                 self.step()
         else:
             self.step()
         self.pipeline.on_action = None
-        self.kept = sum(kept.values())
+        self.residual_bytes = sum(residual_bytes.values())
 
     def step(self) -> None:
         began, cpu = time.perf_counter(), time.process_time()
@@ -71,25 +73,29 @@ class Way:
 
 
 def measure(config: DecoderConfig, sequence: int, steps: int) -> list[dict[str, Any]]:
-    """A row for every way."""
+    """One row per mode."""
     rng = np.random.default_rng(0)
     shape = MICROBATCHES * ROWS, sequence
     batch = {name: rng.integers(0, config.vocab_size, shape).astype(np.int32) for name in ("inputs", "targets")}
-    ways = {how: Way(config, how, batch) for how in (NOTHING_AGAIN, *remat.REMAT_MODES)}
-    order = list(ways.values())
+    variants = {mode: Variant(config, mode, batch) for mode in (STORE_ALL, *remat.REMAT_MODES)}
+    order = list(variants.values())
     for _ in range(steps + 1):
         random.shuffle(order)
-        for way in order:
-            way.step()
-    base = ways[NOTHING_AGAIN]
+        for variant in order:
+            variant.step()
+    base = variants[STORE_ALL]
 
-    def ratio(mine: Sequence[float], theirs: Sequence[float]) -> float:
-        return statistics.median(a / b for a, b in zip(mine[2:], theirs[2:], strict=True))  # the first two compile
+    def ratio(times: Sequence[float], baseline: Sequence[float]) -> float:
+        return statistics.median(a / b for a, b in zip(times[2:], baseline[2:], strict=True))  # the first two compile
 
     return [
-        {"dtype": config.dtype, "remat": how, "kept MiB": way.kept / 2**20}
-        | {"of all": way.kept / base.kept, "time": ratio(way.time, base.time), "CPU time": ratio(way.cpu, base.cpu)}
-        for how, way in ways.items()
+        {"dtype": config.dtype, "remat": mode, "kept MiB": variant.residual_bytes / 2**20}
+        | {
+            "of all": variant.residual_bytes / base.residual_bytes,
+            "time": ratio(variant.time, base.time),
+            "CPU time": ratio(variant.cpu, base.cpu),
+        }
+        for mode, variant in variants.items()
     ]
 
 

@@ -1,10 +1,10 @@
-"""Matching 30 rules against about 2,000 and 20,000 leaves, against the time to build the path strings alone.
+"""Matching 30 rules with about 2,000 and 20,000 leaves, compared with building the path strings only.
 
-paths: `jax.tree_util.keystr` over the tree; cold: rules that have seen no tree yet; warm: a fresh tree of the same
-structure; map: `jax.tree.map` of nothing, the least that anything pays that returns a tree of this kind. Best CPU time
-of interleaved rounds, so that the ratios hold on a busy machine. Targets: cold at most 1.5 times the paths, warm at
-most 0.6 times. Beside them the same work by eformer and scalax, where they are installed, and by Flax: 30 logical axis
-rules on a state whose every Variable is annotated.
+paths: `jax.tree_util.keystr` over the tree; cold: rules that were not applied before; warm: another tree of the same
+structure; map: `jax.tree.map` of the identity, the minimum cost of returning such a tree. Best CPU time of interleaved
+rounds, so that the ratios are valid on a busy machine. Targets: cold at most 1.5 times the paths, warm at most 0.6
+times. Also the same work by eformer and scalax, if they are installed, and by Flax: 30 logical axis rules for a state
+with annotated Variables.
 
     python -m tests.benchmarks rules [--rounds 15] [--layers 83,832]
 """
@@ -25,7 +25,7 @@ from flax_mesh import PartitionRules, match_partition_rules
 from tests.benchmarks._peers import peer
 from tests.benchmarks._report import print_json, print_table, use_cpu
 
-TARGETS = {"cold": 1.5, "warm": 0.6}  # of the time of the paths
+TARGETS = {"cold": 1.5, "warm": 0.6}  # relative to the time of the paths
 NAMES = [f"{part}_{i}" for i in range(4) for part in ("attention", "mlp", "norm")]
 TABLE = [
     *((rf"{name}/(kernel|scale)$", ("embed", "mlp")) for name in NAMES),
@@ -37,7 +37,7 @@ TABLE = [
 
 
 def state_of(layers: int, **metadata: Any) -> nnx.State:
-    """A state of 24 leaves a layer and one table; `metadata` of every Variable."""
+    """A state of 24 leaves per layer and one table, with `metadata` for every Variable."""
     layer = {name: {"kernel": np.ones((2, 2)), "bias": np.ones(2)} for name in NAMES}
     tree = {"layers": dict.fromkeys(range(layers), layer), "embed": {"table": np.ones((2, 2))}}
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -79,7 +79,7 @@ def measure(layers: int, kind: str, rounds: int) -> dict[str, Any]:
 
 
 def peers() -> dict[str, Callable[[Any], Any]]:
-    """The same table by the libraries that are here."""
+    """The same table in the libraries that are installed."""
     specs = [(pattern, PartitionSpec("fsdp", "tp")) for pattern, _ in TABLE]
     found = {}
     if (eformer := peer("eformer.escale")) is not None:
@@ -95,7 +95,7 @@ def by_flax(annotated: nnx.State) -> Any:
 
 
 def ratios(row: dict[str, Any]) -> dict[str, Any]:
-    """The same row with times over that of the paths."""
+    """The same row with times relative to that of the paths."""
     texts = ("tree", "leaves")
     return {name: value if name in texts else value / row["paths"] for name, value in row.items()}
 
@@ -103,14 +103,14 @@ def ratios(row: dict[str, Any]) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks rules")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--layers", default="83,832", help="of 24 leaves each")
+    parser.add_argument("--layers", default="83,832", help="numbers of layers, of 24 leaves each")
     given = parser.parse_args(arguments)
     use_cpu()
     depths = [int(depth) for depth in given.layers.split(",")]
     rows = [measure(depth, kind, given.rounds) for kind in ("dict", "state") for depth in depths]
     print(f"{len(TABLE)} rules; CPU ms")
     print_table(rows)
-    print("\nover the paths")
+    print("\nrelative to the paths")
     print_table([ratios(row) for row in rows])
     print_json("rules", arguments, targets=TARGETS, ms=rows, ratios=[ratios(row) for row in rows])
     return 0

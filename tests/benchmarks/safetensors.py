@@ -1,7 +1,7 @@
-"""Saving and loading safetensors against writing and reading the same bytes, and against the reference package.
+"""Saving and loading safetensors, compared with writing and reading the same bytes and with the reference package.
 
-A decoder in bfloat16 on 8 CPU devices, fsdp 4 and tp 2: nearly all of it is transposed on its way. Writing is synced to
-disk; reading finds the file in memory, if there is room for it.
+A decoder in bfloat16 on 8 CPU devices, fsdp 4 and tp 2; nearly all of its arrays are transposed. Writes are synced to
+disk; reads are served from the page cache, if the file fits in memory.
 
     python -m tests.benchmarks safetensors [--layers 4] [--rounds 3]
 """
@@ -46,7 +46,7 @@ def write_seconds(path: Path, data: np.ndarray) -> float:
 
 
 def measure(state: nnx.State, folder: Path) -> dict[str, float]:
-    """Seconds of everything, one after the other."""
+    """Seconds of every operation, measured in sequence."""
     found = {"save": seconds(lambda: save_safetensors(folder / "out", state, NAMES))}
     file = folder / "out" / WHOLE
     found["write"] = write_seconds(folder / "raw", np.fromfile(file, np.uint8))

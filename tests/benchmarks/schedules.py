@@ -1,9 +1,8 @@
-"""Schedules found for uneven stages, against a lower bound and the best named schedule.
+"""Schedules found by the search for uneven stages, compared with a lower bound and the best named schedule.
 
-100 seeded cost sets: 2 to 8 stages, 1 to 32 microbatches, memory for 1 microbatch up to twice as many as there are
-stages, transfers of up to half a forward. Prints how far each schedule is from a lower bound
-(flax_mesh.mpmd.schedules.lower_bound)
-and how much faster it is than the best named schedule that fits the memory.
+100 seeded sets of costs: 2 to 8 stages, 1 to 32 microbatches, memory limits from 1 to twice the number of stages,
+transfers of up to half a forward pass. Prints the gap of each schedule to a lower bound
+(flax_mesh.mpmd.schedules.lower_bound), and how much faster it is than the best named schedule that fits the memory.
 
     python -m tests.benchmarks schedules [--seconds 5] [--cases 100]
 """

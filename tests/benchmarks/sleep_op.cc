@@ -1,4 +1,4 @@
-// nap(us, x, after) -> x, after sleeping: takes time without taking a core. `after` is not read; it orders two naps.
+// nap(us, x, after) -> x, after sleeping: takes time without occupying a core. `after` is not read; it orders two naps.
 #include <cstdint>
 #include <cstring>
 #include <ctime>

@@ -1,13 +1,13 @@
 """Host time to dispatch one training step (AdamW), for models of 150 and 450 leaves on 1, 2 and 8 devices.
 
 train step: `make_train_step` on a TrainState. flat jit: `jax.jit` of the same computation on a flat list of the same
-leaves, the floor. plain: a script of Flax and optax alone, `nnx.merge` inside a `jax.jit` of (params, optimizer state,
-batch). nnx.jit: the modules themselves.
+leaves, the minimum cost. plain: a script in Flax and optax only, `nnx.merge` inside a `jax.jit` of (params, optimizer
+state, batch). nnx.jit: the modules themselves.
 
-All take turns, in an order drawn anew for each round, since a call pays for the caches that the one before it left;
-each call is waited for outside the measured time. A figure is the median
-over the rounds of the ratio to flat jit in the same round, in time and in CPU time of the dispatching thread, which
-other jobs disturb less. Target: train step at most 1.1 times flat jit.
+The variants alternate in random order, since the cost of a call depends on the caches that the previous call left. The
+wait for each call is not measured. A figure is the median over the rounds of the ratio to flat jit in the same round,
+in time and in CPU time of the dispatching thread, which other jobs affect less. Target: train step at most 1.1 times
+flat jit.
 
     python -m tests.benchmarks step [--rounds 200] [--leaves 150,450] [--devices 1,2,8]
 """
@@ -31,14 +31,14 @@ from tests.benchmarks._report import print_json, print_table, use_cpu
 
 TARGET = 1.1
 WARM = 10  # rounds not counted
-SLOW = {"nnx.jit": 10}  # takes part in every tenth round: a hundred times slower, fewer do
+SLOW = {"nnx.jit": 10}  # measured in every tenth round only: it is much slower, and fewer rounds suffice
 TX = optax.adamw(1e-3)
 
-Call = Callable[[Any], Any]  # dispatches a step on what the last one gave
+Call = Callable[[Any], Any]  # dispatches a step on the result of the previous one
 
 
 class Net(nnx.Module):
-    """Two leaves a layer."""
+    """Two leaves per layer."""
 
     def __init__(self, num_layers: int, rngs: nnx.Rngs):
         self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(num_layers)])
@@ -56,7 +56,7 @@ def loss_fn(model: Net, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
 def plain_step(
     loss_fn: Callable[..., Any], graphdef: Any, tx: optax.GradientTransformation, sharding: Any = None
 ) -> Callable[..., Any]:
-    """step(params, optimizer state, batch) as one writes it with Flax and optax alone."""
+    """step(params, optimizer state, batch) written in Flax and optax only."""
 
     def step(params: nnx.State, opt_state: Any, batch: Any):
         def loss_of(params: nnx.State) -> jax.Array:
@@ -71,7 +71,7 @@ def plain_step(
 
 
 def calls(num_leaves: int, devices: int) -> dict[str, tuple[Call, Any]]:
-    """name -> (dispatch, what the first step takes)."""
+    """name -> (dispatch, argument of the first call)."""
     mesh = create_mesh((devices,), ("fsdp",), devices=jax.devices()[:devices])
     replicated = NamedSharding(mesh, PartitionSpec())
 
@@ -109,7 +109,7 @@ def calls(num_leaves: int, devices: int) -> dict[str, tuple[Call, Any]]:
 
 
 def measure(num_leaves: int, devices: int, rounds: int) -> list[dict[str, Any]]:
-    """A row for each variant: microseconds, CPU microseconds, and both as ratios to flat jit."""
+    """One row per variant: microseconds, CPU microseconds, and both as ratios to flat jit."""
     variants = calls(num_leaves, devices)
     names, last = list(variants), {name: first for name, (_, first) in variants.items()}
     times: dict[str, dict[int, tuple[float, float]]] = {name: {} for name in names}  # round -> time, CPU time

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from flax_mesh import named_leaves
-from flax_mesh.step import TrainState
+from flax_mesh.train import TrainState
 
 
 def by_layer(state: Any) -> dict[str, np.ndarray]:

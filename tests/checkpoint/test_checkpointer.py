@@ -12,7 +12,7 @@ from flax import nnx
 from flax_mesh import ConfigError, abstract_state, create_mesh, init_state, named_leaves
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.models import Decoder, DecoderConfig
-from flax_mesh.step import abstract_train_state
+from flax_mesh.train import abstract_train_state
 from tests.checkpoint.by_layer import by_layer, check_same
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

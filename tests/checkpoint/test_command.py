@@ -61,7 +61,7 @@ def test_list_tells_steps_sizes_validity_metrics_and_mesh(command, saved):
     code, out, _ = command("list", saved)
     assert code == DONE and out.startswith(f"{saved / 'checkpoints'}: 2 checkpoints, ")
     assert [line.split()[0] for line in out.splitlines()[3:]] == ["5", "10"]
-    assert out.count("  whole  ") == 2 and out.count("dp:2,fsdp:2,tp:2") == 2
+    assert out.count("  valid  ") == 2 and out.count("dp:2,fsdp:2,tp:2") == 2
     assert [step["step"] for step in as_json(command, "list", saved / "checkpoints" / "5")["checkpoints"]] == [5]
 
 
@@ -72,9 +72,9 @@ def test_damage_is_found_by_list_and_verify_and_named(command, copy):
     code, out, _ = command("verify", copy)
     assert code == FINDINGS
     lines = out.splitlines()
-    assert lines[1].startswith("step 5: whole, ") and lines[2] == "step 10: damaged"
+    assert lines[1].startswith("step 5: valid, ") and lines[2] == "step 10: damaged"
     assert lines[3].startswith(f"  {file}: damaged within bytes ")
-    assert lines[4] == "not read, for they were set aside as damaged: 7.damaged"
+    assert lines[4] == "quarantined as damaged, not verified: 7.damaged"
     assert lines[5] == "1 of 2 checkpoints damaged"
     five, ten = as_json(command, "verify", copy, code=FINDINGS)["checkpoints"]
     assert not five["problems"] and [line.split(":")[0] for line in ten["problems"]] == [file]
@@ -82,8 +82,8 @@ def test_damage_is_found_by_list_and_verify_and_named(command, copy):
     assert command("verify", copy / "checkpoints" / "5")[0] == DONE
     assert command("verify", copy / "checkpoints" / "7.damaged")[0] == FINDINGS
     code, out, _ = command("list", copy)
-    assert code == FINDINGS and f"  {file}: damaged" in out and "  set aside  " in out
-    assert out.rstrip().endswith("under way or cut off: 12.orbax-checkpoint-tmp")
+    assert code == FINDINGS and f"  {file}: damaged" in out and "  quarantined  " in out
+    assert out.rstrip().endswith("in progress or interrupted: 12.orbax-checkpoint-tmp")
     code, out, _ = command("list", copy, "--quick")
     assert code == DONE and out.count("not verified") == 2
 
@@ -157,7 +157,7 @@ def test_diff_of_values_finds_the_one_array_and_how_far_apart(command, saved):
 def test_diff_with_the_recipe_that_saved_it_is_empty_also_for_a_scan(command, saved):
     code, out, _ = command("diff", saved, RECIPE)
     assert code == DONE and "the same: settings, mesh, axes, rules, tree, layout" in out
-    assert "only in one, and not compared: data, versions" in out  # a recipe has neither
+    assert "not compared, only in one of them: data, versions" in out  # a recipe has neither
     found = as_json(command, "diff", saved, RECIPE, "model.scan=true", code=FINDINGS)["differences"]
     assert [(one["name"], one["a"], one["b"]) for one in found] == [("model.scan", "false", "true")]
 
@@ -174,7 +174,10 @@ def test_diff_with_another_recipe_tells_settings_mesh_tree_and_layout(command, s
     assert by_section["tree"]["model/layers/2/mlp/up/kernel"] == ("f32[16,32]", None)
     assert "model/layers/1/mlp/up/kernel" not in by_section["tree"]
     out = command("diff", *argv)[1]
-    assert "  model/layers/2/mlp/up/kernel: only in A, f32[16,32]" in out and "arrays likewise" in out
+    assert (
+        "  model/layers/2/mlp/up/kernel: only in A, f32[16,32]" in out
+        and "arrays with the same differences as their parameters" in out
+    )
 
 
 def test_diff_tells_how_a_mesh_without_an_axis_splits_otherwise(command, saved):
@@ -270,7 +273,7 @@ def test_a_run_goes_on_from_what_was_resharded(command, capsys, tmp_path):
     capsys.readouterr()
     assert main(["train", *argv, *other, f"run.folder={tmp_path / 'b'}", "run.steps=4"]) == DONE
     out = capsys.readouterr().out
-    assert "at step 2; resuming, 2 steps to go" in out and "layout: saved on another" not in out
+    assert "at step 2; resuming, 2 steps to go" in out and "layout: changed" not in out
     rows = [[json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()] for run in "ab"]
     losses = [{row["step"]: row["loss"] for row in of_run if row["step"] > 2} for of_run in rows]
     assert losses[0].keys() == losses[1].keys() == {3, 4}
@@ -280,7 +283,7 @@ def test_a_run_goes_on_from_what_was_resharded(command, capsys, tmp_path):
 def test_a_damaged_step_is_passed_over_or_refused(command, copy, tmp_path):
     damage(copy / "checkpoints" / "10")
     code, out, _ = command("export", copy, tmp_path / "a", "--to", "orbax")
-    assert code == DONE and out.startswith("warning: step 10 is damaged and was passed over (")
+    assert code == DONE and out.startswith("warning: step 10 is damaged and was skipped (")
     code, _, err = command("export", copy, tmp_path / "b", "--to", "orbax", "--step", 10)
     assert code == FINDINGS and "10 is damaged:" in err and not (tmp_path / "b").exists()
     damage(copy / "checkpoints" / "5")
@@ -298,5 +301,8 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(command, saved, tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert code == FAILED
-    assert err == f"flax-mesh: {tmp_path / 'out' / 'hf'} could not be written: File too large; nothing is left of it\n"
+    assert (
+        err == f"flax-mesh: {tmp_path / 'out' / 'hf'} could not be written: File too large; "
+        "the partial output was removed\n"
+    )
     assert list((tmp_path / "out").iterdir()) == []

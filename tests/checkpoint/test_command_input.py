@@ -32,9 +32,12 @@ pytestmark = pytest.mark.usefixtures("on_cpu")
         (["list", "{tmp}"], "{tmp} holds no checkpoint (but 3.orbax-checkpoint-tmp, of a save under way or cut off)"),
         (["inspect", "{run}", "--step", "6"], "{run} has no step 6; it has 5, 10"),
         (["inspect", "{run}/checkpoints/5", "--step", "10"], "{run}/checkpoints/5 has no step 10; it has 5"),
-        (["diff", "{run}", "{run}", "run.steps=3"], "run.steps=3: settings follow a recipe, and {run} is a checkpoint"),
-        (["diff", "{run}", "{recipe}", "--values"], "--values compares two checkpoints, and {recipe} is a recipe"),
-        (["diff", "{run}", "{recipe}", "run.stps=3"], "run.stps is no setting; did you mean run.steps?"),
+        (
+            ["diff", "{run}", "{run}", "run.steps=3"],
+            "run.steps=3: settings require a recipe, but {run} is a checkpoint",
+        ),
+        (["diff", "{run}", "{recipe}", "--values"], "--values requires two checkpoints, but {recipe} is a recipe"),
+        (["diff", "{run}", "{recipe}", "run.stps=3"], "run.stps is not a setting; did you mean run.steps?"),
         (["diff", "{run}", "{recipe}", "run.steps=0"], "run.steps must be at least 1, got 0"),
         (["diff", "{run}", "none.py"], "recipe none.py: no such file"),
         (["export", "{run}", "{run}", "--to", "orbax"], "{run} exists; nothing was overwritten"),
@@ -79,7 +82,7 @@ def test_import_names_what_it_does_not_know_and_takes_it_as_told(command, tmp_pa
     assert code == BAD_INPUT and "new_key=1 is not known here" in err and "--ignore NAME" in err
     assert command("import", folder, tmp_path / "out", "--ignore", "new_key")[0] == DONE
     code, _, err = command("import", folder, tmp_path / "out2", "--ignore", "new_key", "--ignore", "(")
-    assert code == BAD_INPUT and "--ignore ( is no regular expression" in err
+    assert code == BAD_INPUT and "--ignore ( is not a regular expression" in err
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
     code, _, err = command("import", folder, tmp_path / "out2")
     assert code == BAD_INPUT and "1000000000 layers" in err  # and at once: no model of that size is made

@@ -12,8 +12,7 @@ import pytest
 
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
-from flax_mesh.step import TrainState
-from flax_mesh.train import DataConfig, OptimizerConfig, RunConfig, TrainConfig, apply_overrides
+from flax_mesh.train import DataConfig, OptimizerConfig, RunConfig, TrainConfig, TrainState, apply_overrides
 from flax_mesh.train.build import TrainProgram, batch_sharding, make_mesh, run_rules, train_program
 from flax_mesh.train.data.batches import make_batch_fn
 from flax_mesh.train.data.data import load_corpus

@@ -12,8 +12,9 @@ from flax import nnx
 from flax_mesh import ConfigError, abstract_state, create_mesh, partitioned
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
-from flax_mesh.mpmd import MpmdMesh, Pipeline, make_schedule, split_stages
-from flax_mesh.step import TrainState, abstract_train_state
+from flax_mesh.mpmd import MpmdMesh, Pipeline, split_stages
+from flax_mesh.mpmd.schedules import make_schedule
+from flax_mesh.train import TrainState, abstract_train_state
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -202,7 +203,7 @@ def test_the_chunks_of_a_pipelined_stack_must_be_named(tmp_path):
     make = lambda: make_decoder(config, nnx.Rngs(0))  # noqa: E731
     staged = split_stages(next_token_loss, make, batch, num_stages=2, mesh=groups.unstack[0])
     schedule = make_schedule("1f1b", num_groups=2, num_microbatches=2)
-    state = filled(Pipeline(staged, groups, schedule, optax.sgd(1e-3)).abstract)
+    state = filled(Pipeline(staged, optax.sgd(1e-3), mesh=groups, schedule=schedule).abstract)
     listed = train_state(lambda: make_decoder(dataclasses.replace(config, scan=False), nnx.Rngs(0)))
     problems = refused(tmp_path / "a", state.to_nnx())  # of which the model is not known
     assert "  layers/attention/q/kernel/from 2: f32[2,16,4,4]" in problems

@@ -1,4 +1,4 @@
-"""`flax-mesh explain`: every finding at once, exit codes, no backend; and the golden text of every recipe."""
+"""`flax-mesh explain`: findings, exit codes, no use of devices; and the golden text of every recipe."""
 
 import dataclasses
 import difflib
@@ -20,9 +20,10 @@ from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, PartitionSpec
 
 import flax_mesh as fm
+from flax_mesh import ShardingReport, explain_sharding
 from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE, FINDINGS
-from flax_mesh.sharding import ShardingReport, explain_sharding, sharding_fingerprint
+from flax_mesh.sharding import sharding_fingerprint
 from flax_mesh.sharding.report.report import group_leaves
 from flax_mesh.text import array_text
 from flax_mesh.train import apply_overrides, load_recipe
@@ -52,7 +53,7 @@ LLAMA_405B = [
 
 
 def golden_text(report: ShardingReport) -> str:
-    """Path, array, split and bytes per device, a line each: a change of a sharding shows in a diff of two of these."""
+    """One line per array: path, shape, split and bytes per device. A diff of two texts shows what changed."""
     lines = [report.mesh_line]
     for path, members in group_leaves(report.leaves):
         leaf = report.leaves[members[0]]
@@ -61,23 +62,26 @@ def golden_text(report: ShardingReport) -> str:
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.py")), ids=lambda path: path.stem)
-def test_the_sharding_of_every_recipe_is_the_golden_one(recipe, request):
+def test_the_sharding_of_every_recipe_equals_its_golden_text(recipe, request):
     explanation = explain(load_recipe(str(recipe)))
     assert not explanation.findings
     file, text = GOLDEN / f"{recipe.stem}.txt", golden_text(explanation.report)
     if request.config.getoption("--update-golden"):
         file.write_text(text, encoding="utf-8")
-    want = file.read_text(encoding="utf-8") if file.exists() else ""
-    if text != want:
-        diff = "\n".join(difflib.unified_diff(want.splitlines(), text.splitlines(), str(file), "now", lineterm="", n=0))
-        pytest.fail(f"the sharding of {recipe.name} changed; if it is meant: pytest {__file__} --update-golden\n{diff}")
+    expected = file.read_text(encoding="utf-8") if file.exists() else ""
+    if text != expected:
+        lines = difflib.unified_diff(expected.splitlines(), text.splitlines(), str(file), "now", lineterm="", n=0)
+        diff = "\n".join(lines)
+        pytest.fail(
+            f"the sharding of {recipe.name} changed; if this is intended: pytest {__file__} --update-golden\n{diff}"
+        )
 
 
 def test_every_golden_text_belongs_to_a_recipe():
     assert {file.stem for file in GOLDEN.glob("*.txt")} == {file.stem for file in (ROOT / "recipes").glob("*.py")}
 
 
-def test_the_figures_are_those_of_the_arrays_that_are_placed():
+def test_the_reported_bytes_equal_those_of_placed_arrays():
     config = load_recipe(TINY)
 
     def make():
@@ -89,8 +93,8 @@ def test_the_figures_are_those_of_the_arrays_that_are_placed():
     state = jax.tree.map(place, fm.abstract_state(make, mesh))
     report = explain(config).report
     assert explain(config).fingerprint == sharding_fingerprint(state)
-    held = [sum(leaf.addressable_shards[i].data.nbytes for leaf in jax.tree.leaves(state)) for i in range(8)]
-    assert held == list(report.memory_per_device.values())
+    stored = [sum(leaf.addressable_shards[i].data.nbytes for leaf in jax.tree.leaves(state)) for i in range(8)]
+    assert stored == list(report.memory_per_device.values())
     model = [sum(x.addressable_shards[i].data.nbytes for x in jax.tree.leaves(state["model"])) for i in range(8)]
     assert model == [report.parameter_bytes] * 8
 
@@ -98,7 +102,7 @@ def test_the_figures_are_those_of_the_arrays_that_are_placed():
 # --- large models, no backend ---
 
 
-def test_the_name_of_no_platform_stops_whatever_asks_for_a_device():
+def test_an_unknown_platform_makes_device_access_fail():
     probe = [sys.executable, "-c", "import jax; jax.devices()"]
     run = subprocess.run(probe, env=os.environ | {"JAX_PLATFORMS": "nowhere"}, capture_output=True, text=True)
     assert run.returncode != 0 and "Unable to initialize backend 'nowhere'" in run.stderr
@@ -106,23 +110,23 @@ def test_the_name_of_no_platform_stops_whatever_asks_for_a_device():
 
 @pytest.mark.parametrize("scan", [pytest.param("true", marks=pytest.mark.slow), "false"])
 def test_405b_on_4096_devices_is_explained_in_seconds_without_a_backend(scan):
-    """JAX_PLATFORMS names no platform: whatever asks for a device fails."""
+    """JAX_PLATFORMS is not a platform, so that any access to a device fails."""
     command = [sys.executable, "-m", "flax_mesh.cli", "explain", TINY, *LLAMA_405B, f"model.scan={scan}", "--json"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     run = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "nowhere"}, capture_output=True, text=True)
     assert run.returncode == DONE, run.stderr
-    # CPU seconds, for other processes share the cores: 3 as a stack and 10 as a list, 130 without short_tracer_errors.
+    # CPU seconds, since other processes share the cores: 3 as a stack, 10 as a list, 130 without short_tracer_errors.
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 45
     data = json.loads(run.stdout)
     assert data["total_parameters"] == 405_853_388_800
-    split = 405_849_243_648 // (128 * 8) + 4_145_152  # norms are whole
+    split = 405_849_243_648 // (128 * 8) + 4_145_152  # norms are replicated
     assert data["parameter_bytes"] == data["gradient_bytes"] == 4 * split
     assert data["optimizer_bytes"] == 8 * split + 3 * 4
     assert data["num_devices"] == 4096
 
 
-def test_models_are_made_in_time_that_grows_with_their_size():
-    """For a pipeline and for its state, and without a pipeline: wherever a model is made within a trace."""
+def test_tracing_time_grows_linearly_with_the_model():
+    """In all places that trace a model: a pipeline, its state, and the state without a pipeline."""
     tracer, seen = partial_eval.DynamicJaxprTracer, []
     before = tracer._origin_msg
 
@@ -161,17 +165,17 @@ class Net(nnx.Module):
 MESH = AbstractMesh((2, 2, 2), ("dp", "fsdp", "tp"))
 
 
-def test_everything_that_is_wrong_stands_in_one_list():
+def test_all_findings_are_in_one_list():
     explanation = explain_sharding(Net, MESH, RULES, large=64 * 64 * 4)
     found = [str(finding) for finding in explanation.findings]
     for start in (
-        "tables/{0..2}: no rule matches this array (5, 5), counted as whole",
+        "tables/{0..2}: no rule matches this array (5, 5); it is counted as replicated",
         "unmatched: no rule matches this array (3, 4)",
         "odd: dim 0 has size 7, not divisible by 2",
-        "twice: dim 1 ('heads') wants mesh axis 'tp'",
+        "twice: dim 1 ('heads') resolves to mesh axis 'tp'",
         "elsewhere: dim 0 of rule 'elsewhere' names mesh axis 'nowhere'",
-        "large: 16.0 KiB stay whole on each of 8 devices. Split a dim in its rule",
-        "rule 2, 'first/kernel$': decides no array: rule 1, 'first/kernel', comes first",
+        "large: 16.0 KiB are replicated on all 8 devices. Shard a dim in its rule",
+        "rule 2, 'first/kernel$': applies to no array: rule 1, 'first/kernel', matches first",
         "rule 3, 'frist/bias': matches no array of the model",
     ):
         assert sum(text.startswith(start) for text in found) == 1, (start, found)
@@ -185,17 +189,17 @@ def test_a_clean_table_has_no_findings_and_each_threshold_is_exact():
     rules = [("kernel", ("embed", "mlp")), (".*", ())]
     assert not explain_sharding(Net, MESH, rules).findings
     (large,) = explain_sharding(Net, MESH, rules, large=64 * 64 * 4).findings
-    assert large.path == "large" and "(a finding from 16.0 KiB on)" in large.repair
+    assert large.path == "large" and "(reported for 16.0 KiB or more)" in large.repair
     assert not explain_sharding(Net, MESH, rules, large=64 * 64 * 4 + 1).findings
-    # Where nothing is split, as in plain data parallelism, copies are no finding.
+    # If nothing is split, as in plain data parallelism, replicated arrays are not findings.
     assert not explain_sharding(Net, AbstractMesh((8,), ("dp",)), [(".*", ())], large=1).findings
 
 
-def test_rules_that_match_nothing_are_no_finding_in_a_table_that_the_model_carries():
-    carried = fm.partitioned(rules=[("head", ("embed", "vocab")), (".*", ()), ("first", ())])(type("Own", (Net,), {}))
-    (only,) = explain_sharding(carried, MESH).findings
-    assert only.path == "rule 3, 'first'" and "rule 2, '.*', comes first" in only.problem
-    assert len(explain_sharding(Net, MESH, fm.partition_rules(carried())).findings) == 2
+def test_unmatched_rules_are_not_findings_in_the_table_of_a_model():
+    model = fm.partitioned(rules=[("head", ("embed", "vocab")), (".*", ()), ("first", ())])(type("Own", (Net,), {}))
+    (only,) = explain_sharding(model, MESH).findings
+    assert only.path == "rule 3, 'first'" and "rule 2, '.*', matches first" in only.problem
+    assert len(explain_sharding(Net, MESH, fm.partition_rules(model())).findings) == 2
 
 
 def test_annotated_models_are_explained_by_their_annotations():
@@ -214,7 +218,7 @@ def test_annotated_models_are_explained_by_their_annotations():
     text = explanation.to_text()
     assert "no table: the model is annotated" in text
     assert re.search(r"^ *a?/?kernel +f32\[8,8\] +- +embed, tp +fsdp, tp ", text, re.MULTILINE), text
-    with pytest.raises(fm.ShardingError, match="Net carries no rules"):
+    with pytest.raises(fm.ShardingError, match="Net has neither a rule table nor annotations"):
         explain_sharding(Net, MESH)
 
 
@@ -229,7 +233,7 @@ def test_a_recipe_that_does_not_fit_its_mesh_has_findings_for_settings_and_array
     assert any("matches no array" in str(finding) for finding in explain(with_rules).findings)
 
 
-def test_a_recipe_may_hold_an_annotated_model():
+def test_a_recipe_may_use_an_annotated_model():
     class Annotated(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):
             init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "strange"))
@@ -249,10 +253,10 @@ def test_a_pipeline_is_explained_as_one_of_its_groups(capsys, tmp_path):
     assert main(["explain", TINY, *settings]) == DONE
     first, second, *lines = capsys.readouterr().out.splitlines()[:7]
     assert first.startswith("mesh fsdp:2,tp:2, 4 devices;") and second.startswith(note)
-    assert [line.split(" holds ")[0] for line in lines[:2]] == ["group 0", "group 1"]
-    held = [float(line.split()[3]) for line in lines[:2]]
-    whole = explain(apply_overrides(load_recipe(TINY), ["mesh.shape=fsdp:2,tp:2"])).report
-    assert sum(held) == pytest.approx(max(whole.memory_per_device.values()) / 2**20, abs=0.02)
+    assert [line.split(" stores ")[0] for line in lines[:2]] == ["group 0", "group 1"]
+    stored = [float(line.split()[3]) for line in lines[:2]]
+    unsplit = explain(apply_overrides(load_recipe(TINY), ["mesh.shape=fsdp:2,tp:2"])).report
+    assert sum(stored) == pytest.approx(max(unsplit.memory_per_device.values()) / 2**20, abs=0.02)
     assert [line.split(";")[0] for line in lines[2:4]] == [
         "stage 0: layers/0 .. layers/1",
         "stage 1: layers/2 .. layers/3",
@@ -265,7 +269,7 @@ def test_a_pipeline_is_explained_as_one_of_its_groups(capsys, tmp_path):
     assert not explain(load_recipe(TINY)).note
 
 
-def test_data_and_text_hold_every_finding_and_array():
+def test_data_and_text_contain_every_finding_and_array():
     explanation = explain_sharding(Net, MESH, RULES)
     data = json.loads(json.dumps(explanation.to_dict()))
     assert [finding["path"] for finding in data["findings"]] == [finding.path for finding in explanation.findings]
@@ -286,10 +290,10 @@ def test_data_and_text_hold_every_finding_and_array():
         (["mesh.shape=dp:4,fsdp:128,tp:8", "run.platform=auto"], {"dp": 4, "fsdp": 128, "tp": 8}),
         (["mesh.shape=fsdp:-1,tp:2", "run.platform=cpu:64"], {"fsdp": 32, "tp": 2}),
         (["mesh.shape=pp:4,fsdp:-1,tp:2", "run.platform=cpu:64"], {"fsdp": 8, "tp": 2}),
-        (["mesh.shape=tp:64", "run.platform=cpu:8"], {"tp": 64}),  # as written: nothing is shrunk
+        (["mesh.shape=tp:64", "run.platform=cpu:8"], {"tp": 64}),  # not shrunk to 8 devices
     ],
 )
-def test_the_mesh_is_that_of_the_recipe(settings, shape):
+def test_the_mesh_is_the_one_of_the_recipe(settings, shape):
     mesh = abstract_mesh(apply_overrides(load_recipe(TINY), settings))
     assert {name: size for name, size in mesh.shape.items() if size > 1} == shape
 
@@ -297,20 +301,23 @@ def test_the_mesh_is_that_of_the_recipe(settings, shape):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["mesh.shape=fsdp:-1", "run.platform=gpu"], "Give every size, or the number of devices by run.platform=cpu:N"),
+        (
+            ["mesh.shape=fsdp:-1", "run.platform=gpu"],
+            "Set every size, or set the number of devices by run.platform=cpu:N",
+        ),
         (["mesh.shape=fsdp:-1,tp:3", "run.platform=cpu:8"], "does not divide 8"),
-        (["model.hidden=3"], "model.hidden is no setting; did you mean model.hidden_size?"),
+        (["model.hidden=3"], "model.hidden is not a setting; did you mean model.hidden_size?"),
         (["model.num_heads=0"], "model.num_heads must be at least 1"),
         (["--html", "/nowhere/x.html"], "--html /nowhere/x.html cannot be written: No such file or directory"),
         (["--json", "--html", "x"], "not allowed with argument"),
     ],
 )
-def test_bad_input_is_2(arguments, line, capsys):
+def test_invalid_input_is_exit_code_2(arguments, line, capsys):
     assert main(["explain", TINY, *arguments]) == BAD_INPUT
     assert line in capsys.readouterr().err
 
 
-def test_exit_codes_tell_clean_from_findings(capsys, tmp_path):
+def test_exit_codes_distinguish_clean_from_findings(capsys, tmp_path):
     assert main(["explain", TINY]) == DONE
     assert capsys.readouterr().out.endswith("no findings\n")
     page = tmp_path / "page.html"

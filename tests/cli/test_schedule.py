@@ -1,4 +1,4 @@
-"""flax-mesh schedule: what it prints and writes, and one line for every mistake."""
+"""flax-mesh schedule: its output and files, and one line for every mistake."""
 
 import json
 import re
@@ -10,15 +10,16 @@ import pytest
 
 from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE
-from flax_mesh.mpmd.schedules import SCHEDULE_NAMES, Action, Schedule, check_schedule, make_schedule, simulate
+from flax_mesh.mpmd.schedules import Action, Schedule, check_schedule, make_schedule, simulate
+from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES
 
 SIZES = ("--stages", "4", "--microbatches", "8")
 PAGE = Path(__file__).parents[2] / "docs" / "schedules.md"
 
 
 @pytest.fixture
-def answer(capsys):
-    """Run a command that must succeed; what it printed."""
+def output_of(capsys):
+    """Run a command that must succeed, and return its output."""
 
     def run(*argv: str) -> str:
         assert main(["schedule", *argv]) == DONE
@@ -34,8 +35,8 @@ def rows(data: dict) -> Schedule:
 
 
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
-def test_json_of_every_named_schedule(name, answer):
-    data = json.loads(answer(name, *SIZES, "--json"))
+def test_json_of_every_named_schedule(name, output_of):
+    data = json.loads(output_of(name, *SIZES, "--json"))
     schedule = make_schedule(name, num_groups=4, num_microbatches=8)
     assert rows(data) == schedule
     result = simulate(schedule)
@@ -43,9 +44,9 @@ def test_json_of_every_named_schedule(name, answer):
     assert data["peak_activations"] == list(result.peak_activations)
 
 
-def test_costs_are_of_all_stages_or_of_each(answer):
+def test_costs_apply_to_all_stages_or_to_each(output_of):
     def makespan(*argv: str) -> float:
-        return json.loads(answer("1f1b", *SIZES, "--json", *argv))["makespan"]
+        return json.loads(output_of("1f1b", *SIZES, "--json", *argv))["makespan"]
 
     assert makespan() == makespan("--costs", "1,1,1") == 33
     assert makespan("--costs", "2,3,1") == 6 * 11
@@ -54,24 +55,24 @@ def test_costs_are_of_all_stages_or_of_each(answer):
     assert makespan("--costs", "1,1,1/1,1,1/2,2,2/1,1,1") > 6 * 8
 
 
-def test_virtual_stages(answer):
-    data = json.loads(answer("interleaved-1f1b", *SIZES, "--virtual", "4", "--json"))
+def test_virtual_stages(output_of):
+    data = json.loads(output_of("interleaved-1f1b", *SIZES, "--virtual", "4", "--json"))
     assert data["makespan"] == 3 * 4 * 8 + 3 * 3
     assert data["stage_to_group"] == [0, 1, 2, 3] * 4
 
 
-def test_the_search_finds_a_schedule_that_fits(answer):
+def test_the_search_finds_a_schedule_that_fits(output_of):
     costs = "1,1,1/1,1,1/2,2,1/1,2,2"
-    data = json.loads(answer("search", *SIZES, "--costs", costs, "--memory", "4,3,3,2", "--seconds", "1", "--json"))
+    data = json.loads(output_of("search", *SIZES, "--costs", costs, "--memory", "4,3,3,2", "--seconds", "1", "--json"))
     check_schedule(rows(data), [4, 3, 3, 2])
     assert data["lower_bound"] <= data["makespan"] + 1e-9
     assert data["best_named"] == "1f1b" and data["best_named_makespan"] >= data["makespan"]
-    text = answer("search", *SIZES, "--costs", costs, "--memory", "4", "--whole-backward")
+    text = output_of("search", *SIZES, "--costs", costs, "--memory", "4", "--whole-backward")
     assert "W0" not in text and "best named schedule that fits: 1f1b, makespan" in text
 
 
-def test_the_table_and_the_picture(answer, tmp_path):
-    text = answer("zb-v", *SIZES, "--svg", str(tmp_path / "zb-v.svg"))
+def test_the_table_and_the_picture(output_of, tmp_path):
+    text = output_of("zb-v", *SIZES, "--svg", str(tmp_path / "zb-v.svg"))
     assert "zb-v: 4 groups, 8 stages, 8 microbatches" in text and "makespan 51, bubble 5.9%, 96 transfers" in text
     boxes = [e for e in ElementTree.parse(tmp_path / "zb-v.svg").iter() if e.get("class", "")[:1] in ("F", "B", "W")]
     assert len(boxes) == 3 * 8 * 8 + 3 * 2  # and the legend
@@ -81,31 +82,31 @@ def test_the_table_and_the_picture(answer, tmp_path):
     ("argv", "line"),
     [
         (("zb-w", *SIZES), r"'zb-w' is no schedule; did you mean zb-v\?"),
-        (("1f1b", "--stages", "4"), r"--microbatches must be given, or --measure RECIPE"),
+        (("1f1b", "--stages", "4"), r"--microbatches: required, unless --measure RECIPE is given"),
         (("1f1b", "--stages", "0", "--microbatches", "8"), r"the number of groups must be at least 1, got 0"),
         (("search", "--stages", "0", "--microbatches", "8"), r"--stages and --virtual must be at least 1, got 0 and 1"),
         (("search", "--stages", "2", "--microbatches", "0"), r"num_microbatches must be at least 1, got 0"),
         (("dualpipe-v", "--stages", "4", "--microbatches", "7"), r"at least 2 \* 4, got 7; the nearest is 8"),
         (("1f1b", *SIZES, "--virtual", "2"), r"1f1b puts 1 on each group, not 2 stages; interleaved-1f1b takes any"),
-        (("1f1b", *SIZES, "--costs", "1,1"), r"--costs: want F,B,W or F,B,W,T, got 1,1$"),
-        (("1f1b", *SIZES, "--costs", "1,1,1,1,1/1,1"), r"--costs: want F,B,W or F,B,W,T, got 1,1,1,1,1 and 1,1$"),
-        (("1f1b", *SIZES, "--costs", "1,x,1"), r"--costs: want numbers joined by commas, got '1,x,1'"),
+        (("1f1b", *SIZES, "--costs", "1,1"), r"--costs must be F,B,W or F,B,W,T, got 1,1$"),
+        (("1f1b", *SIZES, "--costs", "1,1,1,1,1/1,1"), r"--costs must be F,B,W or F,B,W,T, got 1,1,1,1,1 and 1,1$"),
+        (("1f1b", *SIZES, "--costs", "1,x,1"), r"--costs must be numbers joined by commas, got '1,x,1'"),
         (("1f1b", *SIZES, "--costs", "1,-1,1"), r"costs of stage 0: want finite numbers of at least 0, got 1,-1,1,0"),
         (("1f1b", *SIZES, "--costs=-1,1,1"), r"costs of stage 0: want finite numbers of at least 0, got -1,1,1,0"),
         (("1f1b", *SIZES, "--costs", "1,1,1/1,1,1"), r"there are 4 stages, but costs of 2"),
-        (("1f1b", *SIZES, "--memory", "3"), r"1f1b needs memory for 4,3,2,1 activations, more than 3; .* at least 1$"),
-        (("zb-v", *SIZES, "--memory", "7"), r"zb-v needs memory for 8 activations, more than 7; .* at least 2$"),
+        (("1f1b", *SIZES, "--memory", "3"), r"1f1b stores 4,3,2,1 activations, more than --memory 3; .* at least 1$"),
+        (("zb-v", *SIZES, "--memory", "7"), r"zb-v stores 8 activations, more than --memory 7; .* at least 2$"),
         (("search", *SIZES, "--memory", "0"), r"no schedule fits a memory limit of 0: .* at least 1 activation$"),
         (("search", *SIZES, "--virtual", "2", "--memory", "1"), r"a group needs at least 2 activations, 1 for each"),
         (("search", *SIZES, "--memory", "4,4"), r"there are 4 groups, but memory limits of 2"),
-        (("search", *SIZES, "--memory", "2.5"), r"--memory: want whole numbers joined by commas, got '2.5'"),
+        (("search", *SIZES, "--memory", "2.5"), r"--memory must be integers joined by commas, got '2.5'"),
         (("search", *SIZES, "--seconds", "0"), r"seconds must be more than 0, got 0"),
-        (("gpipe", *SIZES, "--seed", "1", "--whole-backward"), r"--seed --whole-backward: only .* search takes this"),
+        (("gpipe", *SIZES, "--seed", "1", "--whole-backward"), r"--seed --whole-backward: only .* search accepts this"),
         (("gpipe", *SIZES, "--svg", "/nowhere/x.svg"), r"--svg /nowhere/x.svg cannot be written"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_bad_input_is_one_line_and_exit_code_2(argv, line, capsys):
+def test_invalid_input_is_one_line_and_exit_code_2(argv, line, capsys):
     assert main(["schedule", *argv]) == BAD_INPUT
     printed = capsys.readouterr()
     assert not printed.out
@@ -127,9 +128,9 @@ def test_the_commands_of_the_docs_run(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
 
 
-def test_the_pictures_of_the_docs_are_what_the_command_draws(tmp_path):
+def test_the_pictures_of_the_docs_are_drawn_by_the_command(tmp_path):
     for name in SCHEDULE_NAMES:
         file = tmp_path / f"{name}.svg"
         assert main(["schedule", name, *SIZES, "--svg", str(file)]) == DONE
         committed = PAGE.parent / "pictures" / f"schedule-{name}.svg"
-        assert committed.read_text() == file.read_text(), f"draw {committed.name} anew: see docs/schedules.md"
+        assert committed.read_text() == file.read_text(), f"redraw {committed.name}: see docs/schedules.md"

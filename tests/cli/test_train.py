@@ -1,4 +1,4 @@
-"""The command line: what a user who makes a mistake reads, and that settings can be printed and read back."""
+"""The command line: the errors for mistakes of the user, and settings that are printed and read back."""
 
 import re
 import shlex
@@ -13,7 +13,8 @@ import pytest
 from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE
 from flax_mesh.cli.train import step_line
-from flax_mesh.train import apply_overrides, load_recipe, to_lines
+from flax_mesh.train import apply_overrides, load_recipe
+from flax_mesh.train.overrides import to_lines
 from tests.train.bigram import count_compilations, write_text
 
 ROOT = Path(__file__).parents[2]
@@ -24,12 +25,12 @@ BIGRAM = str(ROOT / "tests" / "train" / "bigram.py")
 @pytest.fixture(scope="module", autouse=True)
 def on_eight_cpu_devices():
     if jax.default_backend() != "cpu":
-        pytest.skip("recipes/tiny.py asks for CPU devices")
+        pytest.skip("recipes/tiny.py requires CPU devices")
 
 
 @pytest.fixture
-def complaint(capsys):
-    """Run a command that must fail; the lines it wrote to stderr, without their prefix."""
+def error_lines(capsys):
+    """Run a command that must fail, and return the lines of its error without their prefix."""
 
     def run(*argv: str) -> list[str]:
         with count_compilations() as compiled:
@@ -44,20 +45,20 @@ def complaint(capsys):
 
 @pytest.fixture
 def small(tmp_path):
-    """The command that trains on a text of this test, in a folder of this test."""
+    """The command that trains on the text and in the folder of this test."""
     return ("train", BIGRAM, f"data.source={write_text(tmp_path)}", f"run.folder={tmp_path / 'run'}")
 
 
-# --- bad input: exit code 2 and one line that names the setting and the repair ---
+# --- invalid input: exit code 2 and one line with the setting and the repair ---
 
 
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        (["run.stps=3"], r"run\.stps is no setting; did you mean run\.steps\?"),
-        (["run.steps=many"], r"run\.steps must be a whole number, got 'many'"),
+        (["run.stps=3"], r"run\.stps is not a setting; did you mean run\.steps\?"),
+        (["run.steps=many"], r"run\.steps must be an integer, got 'many'"),
         (["optimizer.learning_rate=fast"], r"optimizer\.learning_rate must be a number, got 'fast'"),
-        (["run.steps"], r"'run\.steps' is no override; write section\.key=value, such as run\.steps=20"),
+        (["run.steps"], r"'run\.steps' is not an override; write section\.key=value, such as run\.steps=20"),
         (["run.steps=3", "run.steps=4"], r"run\.steps is set twice"),
         (["mesh.shape=dp:3"], r"mesh\.shape=dp:3: .*multiply to 3.* 8.*dp:8.*"),
         (["mesh.shape=dp:2,foo:4"], r"mesh\.shape: .*unknown axis 'foo': the axes are pp, dp, fsdp, ep, tp, sp.*"),
@@ -92,29 +93,29 @@ def small(tmp_path):
         (["run.folder="], r"run\.folder is empty; name a folder, such as runs/default"),
         (["run.platform=npu"], r"run\.platform must be auto, cpu, cpu:N \(N devices\), gpu or tpu, got 'npu'"),
         (["@/no/such/file"], r"@/no/such/file cannot be read: No such file or directory"),
-        (["--restrat"], r"no such option: --restrat; see flax-mesh --help"),
-        (["-x", "run.steps=3"], r"no such option: -x; see flax-mesh --help"),
+        (["--restrat"], r"unknown option: --restrat; see flax-mesh --help"),
+        (["-x", "run.steps=3"], r"unknown option: -x; see flax-mesh --help"),
     ],
 )
-def test_a_mistake_is_one_line(complaint, tmp_path, monkeypatch, settings, line):
-    monkeypatch.chdir(tmp_path)  # where a command that is not refused would write
-    lines = complaint("train", TINY, *settings)
+def test_a_mistake_is_reported_in_one_line(error_lines, tmp_path, monkeypatch, settings, line):
+    monkeypatch.chdir(tmp_path)  # a command that is not rejected would write there
+    lines = error_lines("train", TINY, *settings)
     assert len(lines) == 1 and re.fullmatch(line, lines[0]), lines
     assert not list(tmp_path.iterdir())
 
 
-def test_heads_that_tp_does_not_divide_are_a_line_each_setting(complaint):
-    lines = complaint("train", TINY, "mesh.shape=dp:2,tp:4", "model.num_heads=6")
+def test_heads_that_tp_does_not_divide_are_one_line_per_setting(error_lines):
+    lines = error_lines("train", TINY, "mesh.shape=dp:2,tp:4", "model.num_heads=6")
     assert lines == [
         "model.num_heads=6 is not divisible by 4 (tp=4); use a multiple, or another mesh.shape",
         "model.num_kv_heads=2 is not divisible by 4 (tp=4); use a multiple, or another mesh.shape",
     ]
 
 
-def test_all_mistakes_are_told_at_once(complaint):
-    lines = complaint("train", TINY, "run.stps=3", "run.seed=x", "nonsense", "model.scan=maybe")
+def test_all_mistakes_are_reported_at_once(error_lines):
+    lines = error_lines("train", TINY, "run.stps=3", "run.seed=x", "nonsense", "model.scan=maybe")
     assert [line.split()[0] for line in lines] == ["run.stps", "run.seed", "'nonsense'", "model.scan"]
-    lines = complaint("train", TINY, "run.steps=0", "run.platform=npu", "mesh.shape=pp:-1", "model.head_dim=3")
+    lines = error_lines("train", TINY, "run.steps=0", "run.platform=npu", "mesh.shape=pp:-1", "model.head_dim=3")
     assert sorted(line.split()[0].split("=")[0] for line in lines) == [
         "mesh.shape",
         "model.head_dim",
@@ -130,42 +131,42 @@ def test_all_mistakes_are_told_at_once(complaint):
         (["trian", TINY], r"argument COMMAND: invalid choice: 'trian' .*; see flax-mesh --help"),
         ([], r"the following arguments are required: COMMAND; see flax-mesh --help"),
         (["train", "recipes/tinny.py"], r"recipe recipes/tinny\.py: no such file.*"),
-        (["train", f"{TINY}:large"], r"recipe .*/tiny\.py has no function 'large'; it has recipe"),
+        (["train", f"{TINY}:large"], r"recipe .*/tiny\.py has no function 'large'; it defines recipe"),
         (["train", "run.steps=3"], r"recipe run\.steps=3: no such file.*"),
         (["train", TINY, "--step-timeout=0"], r"--step-timeout must be more than 0 seconds, got 0"),
         (["train", TINY, "--step-timeout=nan"], r"--step-timeout must be more than 0 seconds, got nan"),
         (["checkpoint"], r"the following arguments are required: WHAT; see flax-mesh checkpoint --help"),
         (["checkpoint", "list"], r"the following arguments are required: DIR; see flax-mesh checkpoint list --help"),
-        (["checkpoint", "list", "/", "--bogus"], r"no such option: --bogus; see flax-mesh --help"),
-        (["checkpoint", "list", "/", "more"], r"too many arguments: more; see flax-mesh --help"),
+        (["checkpoint", "list", "/", "--bogus"], r"unknown option: --bogus; see flax-mesh --help"),
+        (["checkpoint", "list", "/", "more"], r"unexpected arguments: more; see flax-mesh --help"),
     ],
 )
-def test_a_command_that_is_not_one_is_one_line(complaint, argv, line):
-    lines = complaint(*argv)
+def test_an_invalid_command_is_reported_in_one_line(error_lines, argv, line):
+    lines = error_lines(*argv)
     assert len(lines) == 1 and re.fullmatch(line, lines[0]), lines
 
 
-def test_an_unreadable_settings_file_is_one_line(complaint, tmp_path):
+def test_an_unreadable_settings_file_is_reported_in_one_line(error_lines, tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    assert complaint("train", TINY, f"@{tmp_path / 'binary'}") == [
-        f"@{tmp_path / 'binary'} cannot be read: it is no text"
+    assert error_lines("train", TINY, f"@{tmp_path / 'binary'}") == [
+        f"@{tmp_path / 'binary'} cannot be read: it is not UTF-8 text"
     ]
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
-def test_a_platform_without_devices_is_one_line(platform):
+def test_a_platform_without_devices_is_reported_in_one_line(platform):
     argv = ["train", TINY, f"run.platform={platform}"]
     done = command(*argv, timeout=120)
     assert done.returncode == BAD_INPUT
     assert re.fullmatch(
-        r"flax-mesh: run\.platform=\S+ has no devices here \(.+\); use auto for those .*\n", done.stderr
+        r"flax-mesh: run\.platform=\S+ has no devices here \(.+\); use run\.platform=auto for .*\n", done.stderr
     )
 
 
-def test_a_checkpoint_of_another_model_is_listed_whole(small, complaint, capsys):
+def test_all_arrays_of_a_checkpoint_of_another_model_are_listed(small, error_lines, capsys):
     assert main([*small, "run.steps=1", "run.eval_every=0"]) == DONE
     capsys.readouterr()
-    head, *lines, tail = complaint(*small, "run.steps=2", "run.eval_every=0", "model.hidden_size=32")
+    head, *lines, tail = error_lines(*small, "run.steps=2", "run.eval_every=0", "model.hidden_size=32")
     assert re.fullmatch(r"checkpoint .*/run/checkpoints/1 is of another model \(7 of \d+ leaves differ\):", head)
     assert "  model/embed/embedding: checkpoint f32[256,64], model f32[256,32]" in lines
     assert "  model/head/kernel: checkpoint f32[64,256], model f32[32,256]" in lines
@@ -190,15 +191,15 @@ def test_the_printed_config_is_read_back_to_the_same_config(capsys, tmp_path):
     file.write_text(printed)
     assert main(["train", TINY, f"@{file}", "--print-config"]) == DONE
     assert capsys.readouterr().out == printed
-    remark, *lines = printed.splitlines()
-    assert remark == f"# flax-mesh train {TINY} @THIS_FILE"
+    comment, *lines = printed.splitlines()
+    assert comment == f"# flax-mesh train {TINY} @THIS_FILE"
     assert lines == to_lines(apply_overrides(load_recipe(TINY), changed))
     assert {"run.folder=my runs/a b", "model.axes.batch_axis=dp"} <= set(lines)
 
 
-def test_a_setting_beside_a_file_wins_over_the_file_s(capsys, tmp_path):
+def test_a_setting_on_the_command_line_overrides_a_file(capsys, tmp_path):
     file = tmp_path / "settings.txt"
-    file.write_text("# a remark\n\nrun.steps=5\nrun.seed=9\n")
+    file.write_text("# a comment\n\nrun.steps=5\nrun.seed=9\n")
     for argv in ([f"@{file}", "run.steps=7"], ["run.steps=7", f"@{file}"]):
         assert main(["train", TINY, *argv, "--print-config"]) == DONE
         lines = capsys.readouterr().out.splitlines()
@@ -213,7 +214,7 @@ def test_a_setting_beside_a_file_wins_over_the_file_s(capsys, tmp_path):
         ("pipeline.residuals=store", "pipeline.residuals=recompute"),
     ],
 )
-def test_it_wins_under_an_old_name_too_and_is_printed_under_the_present_one(capsys, tmp_path, line, argument):
+def test_an_old_name_overrides_a_file_too_and_is_printed_under_the_current_one(capsys, tmp_path, line, argument):
     file = tmp_path / "settings.txt"
     file.write_text(f"{line}\npipeline.microbatches=2\n")
     assert main(["train", TINY, f"@{file}", argument, "--print-config"]) == DONE
@@ -222,10 +223,10 @@ def test_it_wins_under_an_old_name_too_and_is_printed_under_the_present_one(caps
     assert not any("residuals" in line or "pipeline.microbatches" in line for line in lines)
 
 
-def test_two_files_that_contradict_each_other_are_refused(complaint, tmp_path):
+def test_contradicting_files_are_rejected(error_lines, tmp_path):
     for name, steps in (("a", 5), ("b", 6)):
         (tmp_path / name).write_text(f"run.steps={steps}\n")
-    assert complaint("train", TINY, f"@{tmp_path / 'a'}", f"@{tmp_path / 'b'}") == ["run.steps is set twice"]
+    assert error_lines("train", TINY, f"@{tmp_path / 'a'}", f"@{tmp_path / 'b'}") == ["run.steps is set twice"]
 
 
 @pytest.mark.parametrize(
@@ -237,7 +238,7 @@ def test_two_files_that_contradict_each_other_are_refused(complaint, tmp_path):
         [TINY, "run.steps=7", "run.seed=9", "--print-config"],
     ],
 )
-def test_options_may_stand_anywhere(capsys, argv):
+def test_options_may_appear_anywhere(capsys, argv):
     assert main(["train", *argv]) == DONE
     assert {"run.steps=7", "run.seed=9"} <= set(capsys.readouterr().out.splitlines())
 
@@ -245,7 +246,7 @@ def test_options_may_stand_anywhere(capsys, argv):
 # --- a run ---
 
 
-def test_a_run_prints_its_steps_and_the_command_that_trains_on(small, capsys, tmp_path):
+def test_a_run_prints_its_steps_and_the_command_that_extends_it(small, capsys, tmp_path):
     assert main([*small, "run.steps=2", "run.sample_tokens=4"]) == DONE
     out = capsys.readouterr().out
     assert len(re.findall(r"^step +[12]  loss \d\.\d{4}  grad \d\.\d{3}  lr \S+  [\d,]+ tok/s", out, re.M)) == 2
@@ -261,7 +262,7 @@ def test_a_run_prints_its_steps_and_the_command_that_trains_on(small, capsys, tm
     assert "Nothing to do." in capsys.readouterr().out
 
 
-def test_the_command_printed_after_a_restart_names_the_new_folder_and_restarts_no_more(small, capsys, tmp_path):
+def test_the_command_printed_after_a_restart_uses_the_new_folder(small, capsys, tmp_path):
     assert main([*small, "run.steps=1", "run.eval_every=0"]) == DONE
     assert main([*small, "run.steps=1", "--restart", "run.eval_every=0"]) == DONE
     argv = printed_command(capsys.readouterr().out, "train on")
@@ -275,7 +276,7 @@ def printed_command(out: str, label: str) -> list[str]:
     return argv
 
 
-def test_a_row_is_a_line_with_what_is_known():
+def test_a_row_is_printed_as_a_line_without_unknown_values():
     row = {"step": 3, "loss": 2.5, "grad_norm": 0.25, "tokens_per_s": 12345.6, "mfu": None, "device_bytes": None}
     assert step_line(row) == "step      3  loss 2.5000  grad 0.250  12,346 tok/s"
     row |= {"learning_rate": 3e-4, "mfu": 0.415, "device_bytes": 3 * 2**30, "eval_loss": 2.0, "bits_per_byte": None}
@@ -285,7 +286,7 @@ def test_a_row_is_a_line_with_what_is_known():
     assert step_line(row | {"bits_per_byte": 2.885}).endswith("  held-out 2.0000 = 2.885 bits/byte")
 
 
-def test_signal_handlers_are_those_of_before_after_a_run(small):
+def test_signal_handlers_are_restored_after_a_run(small):
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     assert main([*small, "run.steps=1", "run.eval_every=0"]) == DONE
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before

@@ -1,4 +1,4 @@
-"""TPU devices that exist on paper: what jax.experimental.mesh_utils and flax_mesh read of a device, and no more."""
+"""Fake devices with exactly the attributes that jax.experimental.mesh_utils and flax_mesh read."""
 
 import itertools
 import math
@@ -29,7 +29,7 @@ def tpu_slice(
     slice_index: int | None = None,
     host: tuple[int, int, int] = (2, 2, 1),
 ) -> list[FakeDevice]:
-    """One slice in the order of `jax.devices()`: by process; ids count x, y, z; a process has a box of `host` chips."""
+    """One slice in the order of `jax.devices()`: by process. Ids count x, y, z; a process has a box of `host` chips."""
     shape = (*shape, 1, 1)[:3]
     first = 100_000 * (slice_index + 1) if slice_index is not None else 0
     devices = []
@@ -54,7 +54,7 @@ def gpu_hosts(hosts: int, per_host: int, *, slice_index: bool = False) -> list[F
 
 
 def factor_shapes(total: int, num_axes: int) -> Iterator[tuple[int, ...]]:
-    """Every mesh shape of so many axes that multiplies to `total`."""
+    """Every mesh shape with `num_axes` axes whose product is `total`."""
     if num_axes == 1:
         yield (total,)
         return

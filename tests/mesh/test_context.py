@@ -1,4 +1,4 @@
-"""Which mesh is in context, seen from everywhere a user may ask."""
+"""The current mesh: outside and inside traces, in threads, with both kinds of context."""
 
 import threading
 import warnings
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from flax_mesh.mesh import (
+from flax_mesh import (
     NoMeshError,
     create_mesh,
     current_mesh,
@@ -32,18 +32,18 @@ def mesh():
 @pytest.fixture
 def legacy(mesh):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # `with mesh:` is deprecated; seeing it is the subject
+        warnings.simplefilter("ignore", DeprecationWarning)  # `with mesh:` is deprecated, but still supported
         with mesh:
             yield mesh
 
 
-def seen_inside_jit():
+def current_mesh_inside_jit():
     seen = []
     jax.jit(lambda x: (seen.append(current_mesh()), x)[1])(1.0)
     return seen[0]
 
 
-def test_no_mesh():
+def test_without_a_mesh_there_is_none_or_an_error():
     assert current_mesh() is None
     assert not names_in_current_mesh("dp")
     assert names_in_current_mesh()
@@ -51,32 +51,32 @@ def test_no_mesh():
         get_incontext_mesh()
     with pytest.raises(NoMeshError):
         get_axes_size_in_mesh("dp")
-    assert seen_inside_jit() is None
+    assert current_mesh_inside_jit() is None
 
 
-def test_set_mesh(mesh):
+def test_set_mesh_sets_the_current_mesh(mesh):
     with jax.set_mesh(mesh):
         assert current_mesh() is mesh
         assert get_incontext_mesh() is mesh
-        inside = seen_inside_jit()
+        inside = current_mesh_inside_jit()
     assert isinstance(inside, AbstractMesh) and inside == mesh.abstract_mesh
     assert current_mesh() is None
 
 
-def test_legacy_context(legacy):
+def test_the_legacy_context_sets_the_current_mesh(legacy):
     assert current_mesh() is legacy
     assert get_mesh_axis_names() == ["dp", "tp"]
-    assert isinstance(seen_inside_jit(), Mesh)
+    assert isinstance(current_mesh_inside_jit(), Mesh)
 
 
-def test_set_mesh_goes_before_the_legacy_context(legacy):
+def test_set_mesh_takes_precedence_over_the_legacy_context(legacy):
     other = create_mesh((8,), ("fsdp",))
     with jax.set_mesh(other):
         assert current_mesh() is other
     assert current_mesh() is legacy
 
 
-def test_an_abstract_mesh_in_context(mesh):
+def test_an_abstract_mesh_takes_precedence_over_the_mesh(mesh):
     other = AbstractMesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
     with jax.set_mesh(mesh), jax.sharding.use_abstract_mesh(other):
         assert current_mesh() == other
@@ -90,7 +90,7 @@ def test_eval_shape_and_grad_see_the_mesh(mesh):
     assert gradient == 8
 
 
-def test_shard_map_shows_manual_axes(mesh):
+def test_manual_axes_are_visible_inside_shard_map(mesh):
     seen = []
 
     def body(x):
@@ -117,7 +117,7 @@ def test_another_thread_starts_without_a_mesh(mesh):
     assert seen == [None, mesh]
 
 
-def test_names_and_sizes(mesh):
+def test_names_and_sizes_of_axes(mesh):
     assert get_mesh_axis_names(mesh) == ["dp", "tp"]
     assert get_axes_size_in_mesh("tp", mesh) == 4
     assert get_axes_size_in_mesh(["dp", "tp"], mesh) == 8
@@ -136,7 +136,7 @@ def test_names_and_sizes(mesh):
     ("names", "expected"),
     [("tp", [0, 1, 2, 3] * 2), (("dp", "tp"), list(range(8))), (("tp", "dp"), [0, 2, 4, 6, 1, 3, 5, 7]), ((), [0] * 8)],
 )
-def test_device_indices_count_the_first_name_as_the_slowest(mesh, names, expected):
+def test_the_first_name_is_the_most_significant_of_a_device_index(mesh, names, expected):
     def body(x):
         return x + get_submesh_device_index(names)
 
@@ -144,13 +144,13 @@ def test_device_indices_count_the_first_name_as_the_slowest(mesh, names, expecte
     assert np.array(index).tolist() == expected
 
 
-def test_mapped_axes_win_over_the_mesh(mesh):
+def test_mapped_axes_take_precedence_over_the_mesh(mesh):
     with jax.set_mesh(mesh):
         sizes = jax.vmap(lambda x: x * get_mesh_axis_size("rows"), axis_name="rows")(jnp.ones(3))
     assert sizes.tolist() == [3, 3, 3]
 
 
-def test_a_device_index_needs_a_mapped_axis(mesh):
+def test_a_device_index_requires_a_mapped_axis(mesh):
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"'tp' is not mapped here.*shard_map"):
         get_submesh_device_index("tp")
     with pytest.raises(TypeError, match="got 3"):

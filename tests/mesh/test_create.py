@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from flax_mesh.mesh import (
+from flax_mesh import (
     SlowNetworkWarning,
     cpu_context,
     create_cpu_mesh,
@@ -38,14 +38,14 @@ def test_the_default_puts_all_devices_on_fsdp():
     assert sorted(device.id for device in mesh.devices.flat) == sorted(device.id for device in jax.devices())
 
 
-def test_arrays_live_on_the_mesh():
+def test_arrays_can_be_sharded_over_the_mesh():
     mesh = create_mesh((2, -1), ("dp", "tp"))
     x = jax.device_put(jnp.arange(16.0).reshape(4, 4), NamedSharding(mesh, PartitionSpec("dp", "tp")))
     assert {shard.data.shape for shard in x.addressable_shards} == {(2, 1)}
     assert np.array_equal(jax.jit(lambda x: x * 2)(x), np.arange(16.0).reshape(4, 4) * 2)
 
 
-def test_equal_arguments_give_the_same_object():
+def test_equal_arguments_return_the_same_object():
     mesh = create_mesh((2, 4), ("dp", "tp"))
     assert create_mesh([2, 4], ["dp", "tp"]) is mesh
     assert create_mesh(tuple(np.array([2, 4])), ("dp", "tp")) is mesh
@@ -62,7 +62,7 @@ def test_equal_arguments_give_the_same_object():
         {"num_slices": 4, "dcn_mesh_dims": (1, 4)},
     ],
 )
-def test_every_input_that_matters_is_in_the_key(other):
+def test_arguments_that_change_the_mesh_are_in_the_cache_key(other):
     dims = (2, -1)
     mesh = create_mesh(dims, ("dp", "tp"))
     if "devices" in other:
@@ -72,7 +72,7 @@ def test_every_input_that_matters_is_in_the_key(other):
     assert create_mesh(dims, ("dp", "tp")) is mesh
 
 
-def test_granule_order_and_splitting_are_in_the_key():
+def test_granule_order_and_splitting_are_in_the_cache_key():
     devices = tpu_slices(2, "TPU v4", (2, 2, 1))[::-1]
     kept = create_mesh((2, 4), ("dp", "tp"), devices=devices, should_sort_granules_by_key=False)
     assert [row[0].slice_index for row in kept.devices] == [1, 0]
@@ -90,26 +90,26 @@ def test_axis_types_are_auto_on_both_paths(use_jax):
     assert types == (AxisType.Explicit, AxisType.Auto)
 
 
-def test_use_jax_gives_the_mesh_of_jax():
+def test_use_jax_returns_the_mesh_of_make_mesh():
     auto = (AxisType.Auto,) * 2
     assert create_mesh((2, 4), ("dp", "tp"), use_jax=True) == jax.make_mesh((2, 4), ("dp", "tp"), axis_types=auto)
     several = create_mesh((2, 16), ("dp", "tp"), devices=tpu_slices(2, "TPU v5 lite", (4, 4)), use_jax=True)
-    assert shape_of(several) == (2, 16)  # jax.make_mesh refuses several slices
+    assert shape_of(several) == (2, 16)  # jax.make_mesh does not support several slices
 
 
-def test_axis_type_mistakes():
-    with pytest.raises(ValueError, match=r"must be of auto, explicit, manual, got 'automatic'"):
+def test_invalid_axis_types_are_rejected():
+    with pytest.raises(ValueError, match=r"must be one of auto, explicit, manual, got 'automatic'"):
         create_mesh(axis_types="automatic")
     with pytest.raises(ValueError, match=r"2 entries .* for 5 axes"):
         create_mesh(axis_types=("auto", "auto"))
-    with pytest.raises(TypeError, match=r"must hold AxisType or strings, got 3"):
+    with pytest.raises(TypeError, match=r"must contain AxisType values or strings, got 3"):
         create_mesh((2, 4), ("dp", "tp"), axis_types=("auto", 3))  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"AxisType, a string or a sequence of them, got 3"):
         create_mesh(axis_types=3)  # pyright: ignore[reportArgumentType]
     assert normalize_axis_types("manual", ("a", "b")) == (AxisType.Manual,) * 2
 
 
-def test_a_subset_of_the_devices():
+def test_devices_selects_a_subset():
     mesh = create_mesh((2, -1), ("dp", "tp"), devices=jax.devices()[5:1:-1])
     assert [device.id for device in mesh.devices.flat] == [2, 3, 4, 5]
     with pytest.raises(ValueError, match=r"multiply to 8, not to 4, the number of devices"):
@@ -118,7 +118,7 @@ def test_a_subset_of_the_devices():
         create_mesh((2, 2), ("dp", "tp"))
 
 
-def test_device_mistakes():
+def test_invalid_devices_are_rejected():
     with pytest.raises(ValueError, match="devices is empty"):
         create_mesh(devices=[])
     with pytest.raises(ValueError, match="more than once"):
@@ -131,10 +131,10 @@ def test_device_mistakes():
         create_mesh(backend="nothing")
 
 
-def test_size_and_name_mistakes_reach_the_user():
+def test_invalid_sizes_and_names_are_rejected():
     with pytest.raises(ValueError, match="only one size can be -1"):
         create_mesh((-1, -1), ("dp", "tp"))
-    with pytest.raises(ValueError, match="holds dp more than once"):
+    with pytest.raises(ValueError, match="contains dp more than once"):
         create_mesh((2, 4), ("dp", "dp"))
     with pytest.raises(ValueError, match=r"Write \('fsdp',\)"):
         create_mesh((8,), "fsdp")
@@ -154,28 +154,28 @@ SLICES = [
 ]
 
 
-@pytest.mark.parametrize(("dims", "names", "dcn", "cuts"), SLICES)
-def test_several_slices_keep_the_shape_asked_for(dims, names, dcn, cuts):
+@pytest.mark.parametrize(("dims", "names", "dcn", "splits"), SLICES)
+def test_several_slices_have_the_requested_shape(dims, names, dcn, splits):
     mesh = create_mesh(dims, names, dcn, devices=tpu_slices(2, "TPU v5 lite", (4, 4)))
     assert mesh.devices.shape == dims
-    inner = tuple(size // cut for size, cut in zip(dims, cuts, strict=True))
-    for index in np.ndindex(*cuts):
+    inner = tuple(size // split for size, split in zip(dims, splits, strict=True))
+    for index in np.ndindex(*splits):
         part = mesh.devices[tuple(slice(i * n, (i + 1) * n) for i, n in zip(index, inner, strict=True))]
         assert len({device.slice_index for device in part.flat}) == 1
 
 
-def test_a_slow_network_under_tp_is_a_warning_that_says_what_it_costs():
+def test_splitting_tp_over_dcn_warns_with_the_cost():
     devices = tpu_slices(2, "TPU v5 lite", (4, 4))
-    with pytest.warns(SlowNetworkWarning, match=r"cut as ep:1,tp:2: tp crosses.*3.125 GB/s.*45 GB/s.*14 times") as seen:
+    with pytest.warns(SlowNetworkWarning, match=r"split as ep:1,tp:2: tp comm.*3.125 GB/s.*45 GB/s.*14 times") as seen:
         mesh = create_mesh((1, 32), ("ep", "tp"), devices=devices)
     assert mesh.devices.shape == (1, 32)
     assert seen[0].filename == __file__
-    create_mesh((1, 32), ("ep", "tp"), (1, 2), devices=devices)  # said on purpose: no warning
+    create_mesh((1, 32), ("ep", "tp"), (1, 2), devices=devices)  # explicit: no warning
 
 
-def test_dcn_dims_are_checked_everywhere():
+def test_invalid_dcn_mesh_dims_are_rejected():
     devices = tpu_slices(2, "TPU v5 lite", (4, 4))
-    with pytest.raises(ValueError, match=r"dp:1,tp:2.*tp has size 1, not divisible by 2.*works: dp:2,tp:1"):
+    with pytest.raises(ValueError, match=r"dp:1,tp:2.*tp has size 1, not divisible by 2.*valid choice is dp:2,tp:1"):
         create_mesh((32, 1), ("dp", "tp"), (1, 2), devices=devices)
     with pytest.raises(ValueError, match=r"dcn_mesh_dims dp:4,tp:1: .* multiply to 4, not to 2, the number of slices"):
         create_mesh((4, 8), ("dp", "tp"), (4, 1), devices=devices)
@@ -185,7 +185,7 @@ def test_dcn_dims_are_checked_everywhere():
         ValueError, match=r"dcn_mesh_dims dp:2,tp:1: .* multiply to 2, not to 1, the number of processes"
     ):
         create_mesh((2, 4), ("dp", "tp"), (2, 1))  # one process
-    with pytest.raises(ValueError, match=r"dcn_mesh_dims must hold integers, got 'a'"):
+    with pytest.raises(ValueError, match=r"dcn_mesh_dims must contain integers, got 'a'"):
         create_mesh((2, 4), ("dp", "tp"), ("a", 1))  # pyright: ignore[reportArgumentType]
     assert shape_of(create_mesh((2, 4), ("dp", "tp"), (1, -1))) == (2, 4)
 
@@ -197,28 +197,31 @@ def test_hosts_without_slices_are_granules():
     assert [{device.slice_index for device in row} for row in mesh.devices] == [{0}, {1}, {2}, {3}]
 
 
-def test_the_hosts_of_one_torus_are_no_granules():
+def test_the_hosts_of_one_torus_are_not_granules():
     devices = tpu_slice("TPU v4", (4, 4, 4))
     assert len({device.process_index for device in devices}) == 16
     mesh = create_mesh((16, 4), ("fsdp", "tp"), devices=devices)
     x, _, _ = np.array([device.coords for device in mesh.devices.flat]).reshape(16, 4, 3).transpose(2, 0, 1)
-    assert (x == np.arange(4)).all()  # tp has the whole ring x, across hosts
+    assert (x == np.arange(4)).all()  # tp is the entire ring along x, across hosts
 
 
-def test_num_slices_makes_slices_of_devices_that_do_not_know_theirs():
+def test_num_slices_groups_devices_without_a_slice_index():
     mesh = create_mesh((2, 4), ("tp", "dp"), num_slices=4)
-    assert [[device.id for device in row] for row in mesh.devices] == [[0, 2, 4, 6], [1, 3, 5, 7]]  # dp takes DCN
+    assert [[device.id for device in row] for row in mesh.devices] == [
+        [0, 2, 4, 6],
+        [1, 3, 5, 7],
+    ]  # dp is split over DCN
     with pytest.raises(ValueError, match=r"num_slices=3 must be a positive divisor of the number of devices, 8"):
         create_mesh(num_slices=3)
     with pytest.raises(ValueError, match=r"num_slices must be an integer, got '2'"):
         create_mesh(num_slices="2")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"num_slices=8 makes slices of 2 devices, which cuts process"):
+    with pytest.raises(ValueError, match=r"num_slices=8 makes slices of 2 devices, which splits process"):
         create_mesh((16,), ("dp",), devices=gpu_hosts(4, 4), num_slices=8)
     grouped = create_mesh((2, 8), ("dp", "tp"), devices=gpu_hosts(4, 4, slice_index=True), num_slices=2)
     assert [{device.slice_index for device in row} for row in grouped.devices] == [{0, 1}, {2, 3}]
 
 
-def test_the_slice_variable_is_read_only_for_tpus_that_do_not_know_their_slice(monkeypatch):
+def test_the_slice_variable_is_read_only_for_tpus_without_a_slice_index(monkeypatch):
     known = tpu_slices(2, "TPU v5 lite", (4, 2))
     unknown = [replace(device, id=i, process_index=i // 8, slice_index=None) for i, device in enumerate(known)]
     monkeypatch.setenv("MEGASCALE_NUM_SLICES", "2")
@@ -229,13 +232,13 @@ def test_the_slice_variable_is_read_only_for_tpus_that_do_not_know_their_slice(m
     with pytest.raises(ValueError, match="MEGASCALE_NUM_SLICES must be a positive integer, got 'two'"):
         create_mesh((2, 8), ("dp", "tp"), devices=unknown)
     monkeypatch.delenv("MEGASCALE_NUM_SLICES")
-    with pytest.raises(ValueError, match="different slices"):  # the value is part of the key: no stale mesh
+    with pytest.raises(ValueError, match="different slices"):  # the value is part of the cache key
         create_mesh((2, 8), ("dp", "tp"), devices=unknown)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from([2, 3, 4]), st.permutations(["pp", "dp", "fsdp", "tp", "data"]), st.data())
-def test_any_shape_over_any_slices_holds_every_device_once(count, names, data):
+def test_any_shape_over_any_slices_contains_every_device_once(count, names, data):
     devices = tpu_slices(count, "TPU v4", (2, 2, 2))
     dims, left = [], len(devices)
     for _ in names[1:]:
@@ -248,14 +251,14 @@ def test_any_shape_over_any_slices_holds_every_device_once(count, names, data):
     assert sorted(device.id for device in mesh.devices.flat) == sorted(device.id for device in devices)
 
 
-def test_strings_make_meshes():
+def test_meshes_are_created_from_strings():
     assert dict(parse_mesh_from_string("tp:4,dp:-1", ("dp", "tp")).shape) == {"tp": 4, "dp": 2}
     assert dict(parse_mesh_from_string("2,4", ("dp", "tp")).shape) == {"dp": 2, "tp": 4}
     with pytest.raises(ValueError, match="missing axis 'tp'"):
         parse_mesh_from_string("dp:8", ("dp", "tp"))
 
 
-def test_cpu_helpers():
+def test_cpu_helpers_use_the_cpu_devices():
     assert create_cpu_mesh((8,), ("fsdp",)).devices.size == 8
     with force_cpu() as device:
         assert jnp.zeros(3).devices() == {device}
@@ -272,11 +275,12 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]))
 import numpy as np
-from flax_mesh.mesh import calculate_host_mesh_shape, create_mesh, describe_mesh
+from flax_mesh import calculate_host_mesh_shape, create_mesh
+from flax_mesh.mesh import describe_mesh
 mesh = create_mesh((2, 2, 2), ("tp", "fsdp", "dp"))
 hosts = np.vectorize(lambda device: device.process_index)(mesh.devices)
 assert mesh.devices.shape == (2, 2, 2)
-assert (hosts == np.array([0, 1])).all(), hosts  # dp, the last axis here, takes the network between the processes
+assert (hosts == np.array([0, 1])).all(), hosts  # dp, here the last axis, is split over the processes
 rows = create_mesh((4, 2), ("fsdp", "tp")).devices
 assert [{device.process_index for device in row} for row in rows] == [{0}, {0}, {1}, {1}]
 assert calculate_host_mesh_shape((2, 4)) == (1, 4)
@@ -285,7 +289,7 @@ print("done", flush=True)
 """
 
 
-def test_two_processes_keep_the_shape_and_cut_dp():
+def test_two_processes_have_the_requested_shape_and_split_dp():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])

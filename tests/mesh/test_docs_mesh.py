@@ -1,4 +1,4 @@
-"""docs/mesh.md: the pictures and the table of gains are what the code says today."""
+"""The drawings and the table in docs/mesh.md match the code."""
 
 import contextlib
 import io
@@ -13,21 +13,21 @@ from tests.mesh.torus.test_assign import FAMILY, changes
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "mesh.md").read_text()
-PICTURES = {"cube": "mesh-cube.svg", "pair": "mesh-slices.svg"}  # variable of the page -> picture
+DRAWINGS = {"cube": "mesh-cube.svg", "pair": "mesh-slices.svg"}  # variable of the page -> drawing
 
 
-def test_the_pictures_are_those_of_the_page():
+def test_the_drawings_are_those_of_the_page():
     namespace: dict[str, Any] = {"__name__": "mesh_page"}
     with contextlib.redirect_stdout(io.StringIO()):
         for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
             exec(compile(block, "docs/mesh.md", "exec"), namespace)
-    for variable, name in PICTURES.items():
+    for variable, name in DRAWINGS.items():
         assert name in PAGE
         assert (DOCS / name).read_text() == draw_mesh_svg(namespace[variable])
 
 
 @pytest.mark.slow
-def test_the_table_of_gains_is_complete():
+def test_the_table_of_better_meshes_is_complete():
     listed = set()
     for kind, sides, shapes in re.findall(r"^\| (v4|v5e) \| ([\dx]+) \| ([\dx, ]+) \|", PAGE, re.MULTILINE):
         listed |= {(kind, sides, shape) for shape in shapes.split(", ")}

@@ -1,4 +1,4 @@
-"""Sizes, names and strings: what is inferred, and what every mistake says."""
+"""Sizes, names and strings of mesh axes: inference, parsing, and errors."""
 
 import itertools
 import math
@@ -7,8 +7,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from flax_mesh.mesh import calculate_host_mesh_shape, parse_mesh_shape
-from flax_mesh.mesh.shape import check_axis_names, format_mesh_shape, resolve_dims, split_between_hosts
+from flax_mesh import calculate_host_mesh_shape
+from flax_mesh.mesh.shape import (
+    check_axis_names,
+    format_mesh_shape,
+    parse_mesh_shape,
+    resolve_dims,
+    split_between_hosts,
+)
 
 NAMES = ("dp", "fsdp", "tp")
 
@@ -28,17 +34,17 @@ def test_one_size_is_inferred(dims, total, result):
         ((0, 4, -3), r"sizes must be positive, or -1 for one of them; found dp:0, tp:-3"),
         (
             (3, -1, 1),
-            r"multiply to 3, which does not divide 8, the number of devices, so fsdp cannot.*works.*dp:2",
+            r"multiply to 3, which does not divide 8, the number of devices, so fsdp cannot.*Valid.*dp:2",
         ),
-        ((2, 2, 1), r"multiply to 4, not to 8, the number of devices. What works, one at a time: dp:4, fsdp:4, tp:2"),
+        ((2, 2, 1), r"multiply to 4, not to 8, the number of devices. Valid changes of one size: dp:4, fsdp:4, tp:2"),
         ((3, 5, 7), r"multiply to 105, not to 8, the number of devices. Sizes must multiply to 8"),
         ((2, 4), r"2 sizes \(2, 4\) for 3 axes \('dp', 'fsdp', 'tp'\)"),
-        ((2.0, 4, 1), r"must hold integers, got 2.0"),
-        ((True, 8, 1), r"must hold integers, got True"),
+        ((2.0, 4, 1), r"must contain integers, got 2.0"),
+        ((True, 8, 1), r"must contain integers, got True"),
         (8, r"must be a sequence of integers, got 8"),
     ],
 )
-def test_wrong_sizes_are_named(dims, message):
+def test_invalid_sizes_are_reported(dims, message):
     with pytest.raises(ValueError, match=message):
         resolve_dims(dims, NAMES, 8)
 
@@ -46,13 +52,13 @@ def test_wrong_sizes_are_named(dims, message):
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (("dp", "tp", "dp"), r"must differ, but .* holds dp more than once"),
+        (("dp", "tp", "dp"), r"must be unique, but .* contains dp more than once"),
         ("dp", r"got the string 'dp'. Write \('dp',\)"),
         (("dp", 3, ""), r"non-empty strings, got 3, ''"),
         ((), "at least one axis"),
     ],
 )
-def test_wrong_names_are_named(names, message):
+def test_invalid_names_are_reported(names, message):
     with pytest.raises(ValueError, match=message):
         check_axis_names(names)
 
@@ -65,13 +71,13 @@ def test_wrong_names_are_named(names, message):
         ("2, 4,-1", {"dp": 2, "fsdp": 4, "tp": -1}),
     ],
 )
-def test_strings_are_read(text, result):
+def test_strings_are_parsed(text, result):
     shape = parse_mesh_shape(text, NAMES)
     assert shape == result
-    assert list(shape) == list(result)  # the order counts: it is the order of the mesh
+    assert list(shape) == list(result)  # the order matters: it is the order of the mesh axes
 
 
-def test_omitted_axes_follow_where_that_is_allowed():
+def test_omitted_axes_are_appended_if_allowed():
     assert list(parse_mesh_shape("tp:4,dp:2", NAMES, omitted=1).items()) == [("tp", 4), ("dp", 2), ("fsdp", 1)]
 
 
@@ -88,22 +94,22 @@ def test_omitted_axes_follow_where_that_is_allowed():
         ("2,x,1", "'x' is malformed: write an integer"),
         ("dp:0,fsdp:-2,tp:1", "dp has size 0.*fsdp has size -2"),
         ("-1,-1,2", r"only one size can be -1, found 2 \(dp, fsdp\)"),
-        ("", "must hold axis sizes, got ''"),
-        (None, "must hold axis sizes, got None"),
+        ("", "must contain axis sizes, got ''"),
+        (None, "must contain axis sizes, got None"),
     ],
 )
-def test_wrong_strings_have_their_own_messages(text, message):
+def test_invalid_strings_are_reported(text, message):
     with pytest.raises(ValueError, match=message):
         parse_mesh_shape(text, NAMES)
 
 
-def test_all_mistakes_of_a_string_come_at_once():
+def test_all_mistakes_of_a_string_are_reported_together():
     with pytest.raises(ValueError, match=r"unknown axis 'xx'.*malformed.*duplicate axis 'tp'.*missing axis 'fsdp'"):
         parse_mesh_shape("xx:2,dp:a,tp:2,tp:3", NAMES)
 
 
 @given(st.dictionaries(st.sampled_from(NAMES), st.integers(1, 64), min_size=3))
-def test_format_and_parse_are_inverse(sizes):
+def test_parsing_inverts_formatting(sizes):
     assert list(parse_mesh_shape(format_mesh_shape(list(sizes), list(sizes.values())), NAMES).items()) == list(
         sizes.items()
     )
@@ -119,7 +125,7 @@ def test_format_and_parse_are_inverse(sizes):
         ((8,), 8, 1, (8,)),
     ],
 )
-def test_host_shapes(shape, devices, processes, result):
+def test_host_shapes_split_the_leading_axes_first(shape, devices, processes, result):
     assert calculate_host_mesh_shape(shape, devices, processes) == result
 
 
@@ -127,23 +133,23 @@ def test_host_shapes_default_to_this_run():
     assert calculate_host_mesh_shape((2, 4)) == (2, 4)
 
 
-def test_a_host_shape_that_does_not_fit_counts_devices():
-    with pytest.raises(ValueError, match=r"\(3, 4\) holds 12 devices, but 2 processes of 5 devices have 10"):
+def test_a_host_shape_that_does_not_match_reports_the_numbers_of_devices():
+    with pytest.raises(ValueError, match=r"\(3, 4\) has 12 devices, but 2 processes with 5 devices each have 10"):
         calculate_host_mesh_shape((3, 4), 5, 2)
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=4), st.integers(1, 24))
-def test_the_split_between_hosts_is_the_first_of_all_splits(shape, hosts):
-    every = [
-        cuts
-        for cuts in itertools.product(*([d for d in range(1, size + 1) if size % d == 0] for size in shape))
-        if math.prod(cuts) == hosts
+def test_the_split_between_hosts_is_the_lexicographically_largest(shape, hosts):
+    valid = [
+        splits
+        for splits in itertools.product(*([d for d in range(1, size + 1) if size % d == 0] for size in shape))
+        if math.prod(splits) == hosts
     ]
-    assert split_between_hosts(shape, hosts) == (max(every) if every else None)
+    assert split_between_hosts(shape, hosts) == (max(valid) if valid else None)
 
 
 @given(st.lists(st.integers(1, 6), min_size=3, max_size=3), st.integers(0, 2))
-def test_inference_restores_any_hidden_size(sizes, hidden):
+def test_inference_restores_any_single_size(sizes, hidden):
     assume(math.prod(sizes) > 0)
-    asked = [-1 if i == hidden else size for i, size in enumerate(sizes)]
-    assert resolve_dims(asked, NAMES, math.prod(sizes)) == tuple(sizes)
+    dims = [-1 if i == hidden else size for i, size in enumerate(sizes)]
+    assert resolve_dims(dims, NAMES, math.prod(sizes)) == tuple(sizes)

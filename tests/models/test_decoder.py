@@ -11,8 +11,8 @@ from flax import nnx
 
 from flax_mesh import create_mesh
 from flax_mesh.errors import ConfigError
-from flax_mesh.models import Decoder, DecoderConfig, RopeScaling, flops_per_token, make_decoder, next_token_loss, sample
-from flax_mesh.models.rotary import rotate
+from flax_mesh.models import Decoder, DecoderConfig, flops_per_token, make_decoder, next_token_loss, sample
+from flax_mesh.models.rotary import RopeScaling, rotate
 from flax_mesh.tree import named_leaves
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -13,7 +13,8 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh import PartitionAxis, PartitionRules, ShardingError, abstract_state, create_mesh
-from flax_mesh.models import DecoderConfig, MoE, make_decoder, moe, router_losses
+from flax_mesh.models import DecoderConfig, make_decoder, moe
+from flax_mesh.models.moe import MoE, router_losses
 from flax_mesh.tree import named_leaves
 from tests.models.test_decoder import filled
 

@@ -14,7 +14,8 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from flax_mesh import abstract_state, partition_rules
-from flax_mesh.models import make_decoder, moe, next_token_loss, router_losses
+from flax_mesh.models import make_decoder, moe, next_token_loss
+from flax_mesh.models.moe import router_losses
 from flax_mesh.sharding.abstract import abstract_model
 from flax_mesh.train import DataConfig, OptimizerConfig, abstract_train_state, init_train_state, make_train_step
 from flax_mesh.train.build import batch_sharding, make_optimizer

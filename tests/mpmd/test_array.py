@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from flax_mesh.mesh import create_mesh
+from flax_mesh import create_mesh
 from flax_mesh.mpmd import (
     MpmdArray,
     MpmdMesh,

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flax_mesh import mpmd
-from flax_mesh.mesh import create_mesh
+from flax_mesh import create_mesh, mpmd
 from flax_mesh.mpmd import MpmdArray, MpmdMesh
 from tests.mpmd.fakes import seen_from
 

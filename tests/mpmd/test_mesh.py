@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from flax_mesh.mesh import create_mesh
-from flax_mesh.mpmd import MpmdMesh, current_mpmd_mesh
-from flax_mesh.mpmd.mesh import groups_of_processes
+from flax_mesh import create_mesh
+from flax_mesh.mpmd import MpmdMesh
+from flax_mesh.mpmd.mesh import current_mpmd_mesh, groups_of_processes
 from tests.mpmd.fakes import seen_from
 
 P = PartitionSpec

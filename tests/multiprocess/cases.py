@@ -1,4 +1,4 @@
-"""Pipelines that tests run in one process, and in several by `tests.multiprocess.worker`; what its cases share."""
+"""Pipelines for runs in one process and in several (`tests.multiprocess.worker`), and helpers of its cases."""
 
 import os
 from collections.abc import Callable
@@ -12,15 +12,16 @@ from flax import nnx
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.models import make_decoder, next_token_loss
-from flax_mesh.mpmd import Pipeline, make_schedule, split_stages
-from flax_mesh.processes import get_text, put_text
+from flax_mesh.mpmd import Pipeline, split_stages
+from flax_mesh.mpmd.schedules import make_schedule
+from flax_mesh.processes.store import get_text, put_text
 from tests.mpmd.runtime.test_pipeline import CONFIG, FAST, decoder_batch, groups, make_net, net_batch, net_loss
 
 STEPS, ROWS, COUNT = 20, 8, 4
 
 
 def clipped() -> optax.GradientTransformation:
-    """A clip that is always at work, skipping what is not finite."""
+    """An optimizer with a clip that is always active, and that skips updates that are not finite."""
     inner = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
     return optax.apply_if_finite(inner, max_consecutive_errors=5)
 
@@ -33,33 +34,33 @@ MODELS: dict[str, Any] = {
 
 
 def parse_sizes(text: str) -> dict[str, int]:
-    """ "pp:2,fsdp:2"."""
+    """Parses "pp:2,fsdp:2"."""
     return {name: int(size) for name, size in (part.split(":") for part in text.split(","))}
 
 
 def make_pipeline(model: str, schedule: str, sizes: dict[str, int]) -> Pipeline:
-    """On as many devices as `sizes` say."""
+    """A pipeline on a mesh with these sizes."""
     make, loss, batch, rules = MODELS[model]
     mesh = groups(**sizes)
     plan = make_schedule(schedule, num_groups=mesh.mpmd_dim, num_microbatches=COUNT)
     micro = jax.tree.map(lambda x: x[: ROWS // COUNT], batch(ROWS))
     staged = split_stages(loss, make, micro, num_stages=plan.num_stages, mesh=mesh.unstack[0])
-    return Pipeline(staged, mesh, plan, clipped(), rules=rules, compiler_options=FAST)
+    return Pipeline(staged, clipped(), mesh=mesh, schedule=plan, rules=rules, compiler_options=FAST)
 
 
 def batches(model: str, steps: int) -> list[Any]:
-    """Numpy batches, the same in every process."""
+    """NumPy batches, equal in every process."""
     make_batch = MODELS[model][2]
     return [make_batch(ROWS, seed=seed) for seed in range(steps)]
 
 
 def named_shards(pipeline: Pipeline, state: Any) -> dict[str, np.ndarray]:
-    """ "leaf/place of the device in the mesh" -> shard, of the shards that are here."""
-    places = {device: at for at, device in enumerate(pipeline.mesh.jax_mesh.devices.flat)}
+    """ "leaf/index of the device in the mesh" -> shard, for the shards in this process."""
+    indices = {device: index for index, device in enumerate(pipeline.mesh.jax_mesh.devices.flat)}
     found = {}
-    for at, leaf in enumerate(state.leaves):
+    for number, leaf in enumerate(state.leaves):
         leaf = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-        found |= {f"{at}/{places[shard.device]}": np.asarray(shard.data) for shard in leaf.addressable_shards}
+        found |= {f"{number}/{indices[shard.device]}": np.asarray(shard.data) for shard in leaf.addressable_shards}
     return found
 
 
@@ -87,7 +88,7 @@ def put_and_get_all(name: str, text: str) -> list[str]:
 
 
 def end_at_once(text: str) -> None:
-    """Without waiting for what was offered and is never fetched; process 0, which has the store, last."""
+    """Exits without waiting for transfers that are never fetched; process 0, which hosts the store, exits last."""
     print(text, flush=True)
     if jax.process_index() == 0:
         for process in range(1, jax.process_count()):

@@ -1,4 +1,4 @@
-"""`jax.device_put` between processes as GPU and TPU carry it out, on CPU: by nothing but the number of the call."""
+"""A CPU model of `jax.device_put` between processes on GPU and TPU, where calls are matched only by their number."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from flax_mesh.mpmd.transport.server import transport_of
 
 
 class CountedMoves:
-    """A shard travels by the transfer server under the number of the call: the n-th of one process meets the n-th of
-    another, whatever they are meant for."""
+    """Transfers each shard by the transfer server under the number of the call: the n-th call of one process is matched
+    with the n-th call of another, whatever arrays they are for."""
 
     def __init__(self, calls: int = 0):
         self.calls = calls
@@ -38,7 +38,7 @@ def devices_of(sharding: Any) -> list[Any]:
 
 
 def check_as_jax_does(array: jax.Array, target: NamedSharding) -> None:
-    """What JAX 0.10.2 asks before it hands an array to the runtime, `_is_supported_cross_host_transfer`, but for the
+    """The checks of JAX 0.10.2 before a transfer by the runtime (`_is_supported_cross_host_transfer`), except for the
     backend."""
     source = array.sharding
     assert isinstance(array, jax.Array) and array.committed

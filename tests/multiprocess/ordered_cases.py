@@ -1,4 +1,4 @@
-"""Cases of `tests.multiprocess.worker`: the ordered transport, with calls that have nothing but a number."""
+"""Cases of `tests.multiprocess.worker`: the ordered transport, with calls that are matched only by number."""
 
 from typing import Any
 
@@ -16,15 +16,17 @@ from tests.multiprocess.counted import CountedMoves
 
 
 def native(model: str, schedule: str, sizes: str, steps: str) -> None:
-    """Train by calls that have nothing but a number, then by the transfer server: the same bits. Then let the numbers
-    differ."""
+    """Trains with calls that are matched by number, then with the transfer server, and compares the results bit for
+    bit. Then checks that changed values and mismatched numbers are detected."""
     pipeline = cases.make_pipeline(model, schedule, cases.parse_sizes(sizes))
     channel = pipeline.channel
-    assert channel is not None and pipeline.native is None  # CPU says that it cannot
+    assert channel is not None and pipeline.native is None  # CPU clients do not support it
 
     def forced() -> Pipeline:
         plan = pipeline.schedule
-        return Pipeline(pipeline.staged, pipeline.mesh, plan, pipeline.optimizer, rules=[], transport="native")
+        return Pipeline(
+            pipeline.staged, pipeline.optimizer, mesh=pipeline.mesh, schedule=plan, rules=[], transport="native"
+        )
 
     print("forced:", error_of(forced), flush=True)
     moves = CountedMoves()
@@ -34,7 +36,7 @@ def native(model: str, schedule: str, sizes: str, steps: str) -> None:
         return arrived + 1 if arrived.addressable_shards else arrived
 
     pipeline.native = OrderedTransport(channel, moves)
-    mine = train_and_evaluate(pipeline, model, int(steps))
+    ordered = train_and_evaluate(pipeline, model, int(steps))
     state = pipeline.init_state()
     before = moves.calls
     state, _ = pipeline.step(state, cases.batches(model, 1)[0])
@@ -44,11 +46,11 @@ def native(model: str, schedule: str, sizes: str, steps: str) -> None:
     sent = sum(map(int, put_and_get_all("sent", f"{pipeline.num_transfers}")))
     assert shards > 0 and (shards == sent or len(pipeline.groups) != jax.process_count())
     pipeline.native = None
-    theirs = train_and_evaluate(pipeline, model, int(steps))
+    keyed = train_and_evaluate(pipeline, model, int(steps))
     assert moves.calls == calls
-    assert mine[:2] == theirs[:2] and len(mine[0]) == int(steps)
-    assert mine[2].keys() == theirs[2].keys()
-    assert all(np.array_equal(x, theirs[2][name]) for name, x in mine[2].items())
+    assert ordered[:2] == keyed[:2] and len(ordered[0]) == int(steps)
+    assert ordered[2].keys() == keyed[2].keys()
+    assert all(np.array_equal(x, keyed[2][name]) for name, x in ordered[2].items())
     print(f"{shards} transfers a step", flush=True)
     off_by_one = CountedMoves(10**6 + (jax.process_index() == jax.process_count() - 1))
     for move, limit_s in ((changed, 60), (off_by_one, 3)):
@@ -64,30 +66,30 @@ def train_and_evaluate(pipeline: Pipeline, model: str, steps: int) -> tuple[Any,
 
 
 def forgetful() -> None:
-    """Under a watch; in its third step process 3 leaves out a call in which it has no part."""
+    """With a `Watch`. In its third step process 3 omits a call in which it neither sends nor receives."""
 
-    def tell(error: BaseException) -> int:
-        print(f"told: {error}", flush=True)
+    def report(error: BaseException) -> int:
+        print(f"reported: {error}", flush=True)
         return 1
 
     pipeline = cases.make_pipeline("net", "1f1b", {"pp": 4})
     channel = pipeline.channel
     assert channel is not None
     channel.watched = True
-    moves, forgotten = CountedMoves(), []
+    moves, omitted = CountedMoves(), []
 
     def move(array: jax.Array, target: NamedSharding) -> jax.Array:
         idle = not array.addressable_shards and not target.addressable_devices
-        if number == 2 and jax.process_index() == 3 and idle and not forgotten:
-            forgotten.append(array)
+        if number == 2 and jax.process_index() == 3 and idle and not omitted:
+            omitted.append(array)
             return array
         return moves(array, target)
 
     pipeline.native = OrderedTransport(channel, move)
-    with Watch(tell, waiting=channel.waiting) as watch:
+    with Watch(report, waiting=channel.waiting) as watch:
         state = pipeline.init_state()
         for number, batch in enumerate(cases.batches("net", 6)):
             state, metrics = pipeline.step(state, batch)
             print(f"step {number} loss {float(np.asarray(metrics['loss']))}", flush=True)
             watch.step_ended()
-            watch.step_timeout_s = 8  # all is compiled
+            watch.step_timeout_s = 8  # everything is compiled

@@ -1,6 +1,7 @@
-"""Real processes for tests: started together on 127.0.0.1, ended by their own ids, within a hard limit.
+"""Starts real processes for tests on 127.0.0.1, with a time limit; each is ended by its own process id.
 
-A worker is a module with functions, its cases, that ends in `run_case(globals())`; `run_workers` starts several of it.
+A worker is a module whose functions are its cases, and that ends with `run_case(globals())`. `run_workers` starts
+several processes of it.
 """
 
 import faulthandler
@@ -19,18 +20,18 @@ from typing import Any, NamedTuple
 import jax
 
 ROOT = Path(__file__).parent.parent.parent
-TIME_LIMIT_S = 240  # of one process; a worker also ends itself by then
+TIME_LIMIT_S = 240  # of one process; a worker also exits by itself before
 
 
 class Ended(NamedTuple):
-    """How a process ended."""
+    """The exit code and the output of a process."""
 
     code: int
     output: str
 
 
 class Running:
-    """A process whose output is read as it comes; a context manager, at whose end it is killed if it still runs."""
+    """A process whose output is read continuously; a context manager that kills the process at its end."""
 
     def __init__(self, arguments: Sequence[str]):
         self.process = subprocess.Popen(
@@ -56,18 +57,18 @@ class Running:
         return "".join(self.lines)
 
     def wait_for(self, text: str, limit_s: float = TIME_LIMIT_S) -> None:
-        """Until `text` has been printed; AssertionError where it ends before, or does not print it in time."""
+        """Waits until `text` is printed; raises an AssertionError if the process ends first, or after `limit_s`."""
         end = time.monotonic() + limit_s
         while text not in self.output:
             if self.process.poll() is not None:
-                self._reader.join(10)  # what it printed last may be the text
+                self._reader.join(10)  # `text` may be in its last output
                 assert text in self.output, f"ended with {self.process.returncode} before {text!r}:\n{self.output}"
                 return
             assert time.monotonic() < end, f"{text!r} was not printed within {limit_s} s:\n{self.output}"
             time.sleep(0.02)
 
     def ended(self, limit_s: float = TIME_LIMIT_S) -> Ended:
-        """Once it has ended; AssertionError with its output where it does not in time."""
+        """Waits until the process ends; raises an AssertionError with its output after `limit_s`."""
         try:
             code = self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -95,7 +96,7 @@ def free_port() -> int:
 
 
 def run_all(commands: Sequence[Sequence[str]], limit_s: float = TIME_LIMIT_S) -> list[Ended]:
-    """Start Python with each of these arguments; how they ended, once all have."""
+    """Starts Python with each of these arguments, and waits until all processes have ended."""
     with ExitStack() as stack:
         started = [stack.enter_context(Running(arguments)) for arguments in commands]
         return [running.ended(limit_s) for running in started]
@@ -104,14 +105,14 @@ def run_all(commands: Sequence[Sequence[str]], limit_s: float = TIME_LIMIT_S) ->
 def run_workers(
     case: str, processes: int, devices: int, *arguments: str, module: str = "tests.multiprocess.worker"
 ) -> list[Ended]:
-    """Every process of a case of `module`, once all have ended."""
+    """Runs a case of `module` in several processes, and waits until all have ended."""
     port = free_port()
     numbers = [map(str, (process, processes, port, devices)) for process in range(processes)]
     return run_all([["-m", module, case, *four, *arguments] for four in numbers])
 
 
 def run_case(cases: Mapping[str, Callable[..., object]]) -> None:
-    """What one of the processes does that `run_workers` starts."""
+    """The main function of the processes that `run_workers` starts."""
     faulthandler.dump_traceback_later(TIME_LIMIT_S - 20, exit=True)
     case, process, processes, port, devices = sys.argv[1], *map(int, sys.argv[2:6])
     join(process, processes, port, devices)
@@ -120,7 +121,7 @@ def run_case(cases: Mapping[str, Callable[..., object]]) -> None:
 
 
 def join(process: int, processes: int, port: int, devices: int) -> None:
-    """Become number `process` of `processes`, each with `devices` CPU devices."""
+    """Initializes jax.distributed as number `process` of `processes`, with `devices` CPU devices each."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
     address = f"127.0.0.1:{port}"
@@ -130,6 +131,6 @@ def join(process: int, processes: int, port: int, devices: int) -> None:
 
 
 def assert_all_done(ended: Sequence[Ended], text: str) -> None:
-    """Every process ended with 0 and printed `text`; otherwise all outputs."""
-    good = all(one.code == 0 and text in one.output for one in ended)
-    assert good, "\n".join(f"--- process {i}, exit code {one.code}\n{one.output}" for i, one in enumerate(ended))
+    """Asserts that every process exited with 0 and printed `text`; the error contains all outputs."""
+    succeeded = all(one.code == 0 and text in one.output for one in ended)
+    assert succeeded, "\n".join(f"--- process {i}, exit code {one.code}\n{one.output}" for i, one in enumerate(ended))

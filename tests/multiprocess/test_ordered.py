@@ -1,7 +1,7 @@
-"""Ordered transport between real processes: calls that meet by their number alone give the transfer server's bits.
+"""Ordered transport between real processes: calls that are matched only by number give the transfer server's results.
 
-`jax.device_put` itself cannot move anything between processes on CPU; `tests.multiprocess.counted` stands in its place,
-with what is known of its semantics.
+On CPU `jax.device_put` cannot transfer arrays between processes. `tests.multiprocess.counted` replaces it, with the
+semantics that are known.
 """
 
 import re
@@ -39,22 +39,22 @@ def check(model: str, schedule: str, sizes: str, processes: int, devices: int, s
     assert len({re.search(r"\d+ transfers a step", one.output)[0] for one in ended}) == 1  # pyright: ignore
 
 
-def test_calls_by_number_give_the_bits_of_the_transfer_server():
+def test_calls_matched_by_number_equal_the_transfer_server_bit_for_bit():
     check("net", "1f1b", "pp:2", 2, 1, steps=3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "schedule", "sizes", "processes", "devices"), MATRIX)
-def test_calls_by_number_give_the_bits_of_the_transfer_server_elsewhere(model, schedule, sizes, processes, devices):
+def test_calls_matched_by_number_equal_the_transfer_server_in_other_layouts(model, schedule, sizes, processes, devices):
     check(model, schedule, sizes, processes, devices, steps=4)
 
 
 @pytest.mark.slow
-def test_a_call_left_out_ends_the_run():
+def test_a_missing_call_ends_the_run():
     ended = run_workers("forgetful", 4, 1)
     texts = "\n".join(one.output for one in ended)
     assert {one.code for one in ended} == {5}, texts
     assert all("step 1 loss" in one.output and "step 5 loss" not in one.output for one in ended), texts
-    assert "no step has ended within 8 s" in texts
+    assert "no step has finished within 8 s" in texts
     waited = re.findall(r"process 3 was waiting: group 3 for the input of F of stage 3, microbatch \d", texts)
     assert waited, texts

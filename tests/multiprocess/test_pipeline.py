@@ -1,4 +1,4 @@
-"""A pipeline over several processes: the numbers of one process with the same schedule, and those of one device."""
+"""A pipeline over several processes has the same results as in one process, and as the plain step on one device."""
 
 import json
 import re
@@ -48,7 +48,7 @@ def reports(folder: Path, processes: int) -> list[dict[str, Any]]:
 
 
 def shards(folder: Path, processes: int) -> dict[str, np.ndarray]:
-    """ "leaf/device" -> shard, of all processes; a device is one process's alone."""
+    """ "leaf/device" -> shard, for all processes; each device belongs to one process."""
     found: dict[str, np.ndarray] = {}
     for process in range(processes):
         own = dict(np.load(folder / f"shards{process}.npz"))
@@ -75,7 +75,7 @@ def check(model: str, schedule: str, sizes: str, processes: int, devices: int, f
     arguments = (model, schedule, sizes, str(folder), str(steps))
     assert_all_done(run_workers("train", processes, devices, *arguments), "train is done")
     found = reports(folder, processes)
-    for report in found[1:]:  # every process has all metrics, the same to the bit
+    for report in found[1:]:  # every process has all metrics, equal bit for bit
         assert report["rows"] == found[0]["rows"]
         assert report["sums"] == found[0]["sums"]
     pipeline = make_pipeline(model, schedule, parse_sizes(sizes))
@@ -87,15 +87,15 @@ def check(model: str, schedule: str, sizes: str, processes: int, devices: int, f
     sums = pipeline.evaluate(state, batches(model, 1)[0])
     for name, value in sums.items():
         np.testing.assert_allclose(found[0]["sums"][name], np.asarray(value), rtol=1e-6)
-    have, want = shards(folder, processes), named_shards(pipeline, state)
-    assert have.keys() == want.keys()
-    for name, value in want.items():
-        np.testing.assert_allclose(have[name], value, rtol=1e-5, atol=1e-5 * np.abs(value).max(initial=0))
+    found_shards, expected = shards(folder, processes), named_shards(pipeline, state)
+    assert found_shards.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(found_shards[name], value, rtol=1e-5, atol=1e-5 * np.abs(value).max(initial=0))
     check_stages([set(report["compiled"]) for report in found], pipeline, processes)
 
 
 def check_stages(compiled: list[set[int]], pipeline: Pipeline, processes: int) -> None:
-    """Every stage is compiled in the processes that have devices of its group, and in these alone."""
+    """Every stage is compiled in exactly the processes that have devices of its group."""
     devices = pipeline.mesh.jax_mesh.size // processes  # of one process, in JAX's order: row by row of the mesh
     per_group = pipeline.mesh.jax_mesh.size // pipeline.mesh.mpmd_dim
     for process, stages in enumerate(compiled):
@@ -104,29 +104,32 @@ def check_stages(compiled: list[set[int]], pipeline: Pipeline, processes: int) -
 
 
 @pytest.mark.parametrize(("model", "schedule", "sizes", "processes", "devices"), LIGHT)
-def test_processes_give_the_numbers_of_one(model, schedule, sizes, processes, devices, tmp_path):
+def test_several_processes_have_the_results_of_one(model, schedule, sizes, processes, devices, tmp_path):
     check(model, schedule, sizes, processes, devices, tmp_path, steps=5)
 
 
 @pytest.mark.slow
-def test_another_shape_is_refused_before_it_is_sent():
+def test_a_different_shape_is_rejected_before_the_transfer():
     ended = run_workers("mismatch", 2, 1)
     assert [one.code for one in ended] == [0, 0], [one.output for one in ended]
     shapes = [re.findall(r'"shape": \[(\d+), 3, 8\]', one.output) for one in ended]
-    assert shapes == [["4", "2"], ["2", "4"]]  # what group 1 sends and group 0 expects, and the other way round
+    assert shapes == [
+        ["4", "2"],
+        ["2", "4"],
+    ]  # the shape that group 1 sends and the one that group 0 expects, and vice versa
 
 
 @pytest.mark.slow
-def test_the_code_of_the_page_runs_in_two_processes():
+def test_the_code_of_the_docs_page_runs_in_two_processes():
     ended = run_workers("page", 2, 4)
     assert_all_done(ended, "page is done")
     found = [re.search(r"(\d) of 9 leaves have a shard here; loss (\S+)", one.output) for one in ended]
     first, second = [(int(match[1]), match[2]) for match in found if match]
-    assert first[0] == second[0] == 5 and first[1] == second[1]  # two layers of two leaves each, and the step
+    assert first[0] == second[0] == 5 and first[1] == second[1]  # two layers with two leaves each, and the step
 
 
 @pytest.mark.slow
-def test_several_processes_start_from_the_parameters_of_a_folder(tmp_path):
+def test_several_processes_start_from_the_parameters_in_a_folder(tmp_path):
     config = config_of("dp:1")
     rules = run_rules(config)
     program = train_program(config, make_mesh(config, print), rules)
@@ -137,10 +140,12 @@ def test_several_processes_start_from_the_parameters_of_a_folder(tmp_path):
     assert_all_done(ended, "starts is done")
     for one in ended:
         assert len(re.findall(r"shards are new; step 7, filled \d+ arrays, 0 keep", one.output)) == 2, one.output
-        assert len(re.findall(r"shards are new; filled all \d+ arrays of the model", one.output)) == 2, one.output
+        assert len(re.findall(r"shards are new; restored all \d+ arrays of the model", one.output)) == 2, one.output
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "schedule", "sizes", "processes", "devices"), MATRIX)
-def test_processes_give_the_numbers_of_one_over_many_steps(model, schedule, sizes, processes, devices, tmp_path):
+def test_several_processes_have_the_results_of_one_over_many_steps(
+    model, schedule, sizes, processes, devices, tmp_path
+):
     check(model, schedule, sizes, processes, devices, tmp_path, steps=STEPS)

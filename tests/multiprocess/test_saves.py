@@ -1,4 +1,4 @@
-"""Saves of several processes that fail in one of them: all are told the same, none waits, the last good one stays."""
+"""Saves that fail in one of several processes: all raise the same error, none waits, the last valid one remains."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.checksums import CHECKSUMS, MARKERS
 from tests.multiprocess.processes import Ended, assert_all_done, run_workers
 
-# what is broken, where, and what is said of it
+# what is broken, in which process, and the reason that is reported
 LIGHT = [("no room for files", 1, "File too large")]
 MATRIX = [
     ("no room for files", 0, "File too large"),
@@ -20,8 +20,8 @@ MATRIX = [
 ]
 
 
-def told(one: Ended) -> str:
-    (line,) = re.findall(r"^told: (.*)$", one.output, re.MULTILINE)
+def reported(one: Ended) -> str:
+    (line,) = re.findall(r"^reported: (.*)$", one.output, re.MULTILINE)
     return re.sub(r" in \S+/own\d: ", ": ", line)
 
 
@@ -29,11 +29,11 @@ def check(what: str, who: int, reason: str, folder: Path) -> None:
     ended = run_workers("saves", 2, 1, str(folder), what, str(who))
     assert_all_done(ended, "saves is done")
     expected = f"the checkpoint of step 2 could not be saved: process {who}: {reason}; the newest there is of step 1"
-    assert told(ended[1 - who]) == expected
+    assert reported(ended[1 - who]) == expected
     if what == "no way to the folder":
-        expected = expected.replace("the newest there is of step 1", "there is none")  # that it can see
-    assert told(ended[who]) == expected
-    assert len({"the call of save is passed" in one.output for one in ended}) == 1  # all are told in the same call
+        expected = expected.replace("the newest there is of step 1", "there is none")  # visible in this process
+    assert reported(ended[who]) == expected
+    assert len({"save has returned" in one.output for one in ended}) == 1  # the same call raises in all
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["1", "3"]
 
 
@@ -50,26 +50,26 @@ def test_a_save_that_fails_anywhere_fails_in_all(what, who, reason, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_step_that_one_process_alone_sees_fails_in_all(who, tmp_path):
+def test_a_step_that_exists_only_for_one_process_fails_in_all(who, tmp_path):
     ended = run_workers("saves", 2, 1, str(tmp_path), "a step that is there", str(who))
     assert_all_done(ended, "saves is done")
     reason = rf"{tmp_path}/own{who} already holds a checkpoint of step 2; nothing was overwritten."
     for process, one in enumerate(ended):
-        (line,) = re.findall(r"^told: (.*)$", one.output, re.MULTILINE)
+        (line,) = re.findall(r"^reported: (.*)$", one.output, re.MULTILINE)
         assert (
             (line == reason) if process == who else f": process {who}: {reason}; the newest there is of step 1" in line
         )
-        assert "the call of save is passed" not in one.output
+        assert "save has returned" not in one.output
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["1", "3"]
 
 
 @pytest.mark.slow
-def test_each_process_reads_what_it_wrote_itself_for_the_checksums(tmp_path):
+def test_each_process_reads_only_its_own_files_for_the_checksums(tmp_path):
     ended = run_workers("checksums", 2, 1, str(tmp_path))
     assert_all_done(ended, "checksums is done")
     for one in ended:
         (count,) = re.findall(r"read (\d+) bytes", one.output)
-        assert 2**23 <= int(count) < 1.5 * 2**23, one.output  # its own 8 MiB, and not those of the other
+        assert 2**23 <= int(count) < 1.5 * 2**23, one.output  # its own 8 MiB, and not those of the other process
     with Checkpointer(tmp_path) as checkpointer:
         assert checkpointer.verify(2) == []
     files = json.loads((tmp_path / "2" / CHECKSUMS).read_text())["files"]

@@ -21,7 +21,8 @@ from flax_mesh.checkpoint import DECODER_NAMES, Checkpointer, load_safetensors
 from flax_mesh.checkpoint.layout import is_key
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, PeerError, SaveError, ShardingError
 from flax_mesh.mpmd import Pipeline
-from flax_mesh.processes import Phases, Watch, assert_equal, broadcast_from_process_0, stop_together
+from flax_mesh.processes import Watch, assert_equal, broadcast_from_process_0, stop_together
+from flax_mesh.processes.agree import Phases
 from flax_mesh.train import apply_overrides, load_recipe
 from flax_mesh.train.build import make_mesh, run_rules, train_program
 from flax_mesh.train.warm_start import start_from
@@ -33,7 +34,7 @@ from tests.train.test_warm_start import LLAMA, config_of
 
 
 def train(model: str, schedule: str, sizes: str, folder: str, steps: str) -> None:
-    """Write the metrics of every step, the sums of an evaluation, and every shard of the state that is here."""
+    """Writes the metrics of every step, the sums of an evaluation, and every shard of the state in this process."""
     pipeline = cases.make_pipeline(model, schedule, cases.parse_sizes(sizes))
     state, rows = cases.train(pipeline, model, int(steps))
     compiled = compiled_stages(pipeline)
@@ -47,14 +48,14 @@ def train(model: str, schedule: str, sizes: str, folder: str, steps: str) -> Non
 
 
 def agreement() -> None:
-    """Facts, decisions of process 0 and its errors are the same everywhere."""
+    """The collective operations have the same results and raise the same errors in all processes."""
     here = jax.process_index()
     assert_equal("same", {"seed": "0", "mesh": "pp:2"})
     differing = error_of(
         lambda: assert_equal("other", {"seed": str(here % 2), "mesh": "pp:2", **({"odd": "x"} if here else {})})
     )
     assert "seed: 0 on processes 0, 2; 1 on process 1" in differing, differing
-    assert "odd: (nothing) on process 0; x on processes 1, 2" in differing, differing
+    assert "odd: (missing) on process 0; x on processes 1, 2" in differing, differing
     assert "mesh" not in differing
     assert [broadcast_from_process_0("number", lambda: f"of {here}") for _ in range(2)] == ["of 0", "of 0"]
 
@@ -64,13 +65,13 @@ def agreement() -> None:
     def damaged() -> str:
         raise CheckpointCorruptedError("a file is missing")
 
-    who = "process 0: " if here else ""
-    assert who + "the folder is locked" == error_of(lambda: broadcast_from_process_0("folder", wrong))
-    assert who + "a file is missing" == error_of(
+    sender = "process 0: " if here else ""
+    assert sender + "the folder is locked" == error_of(lambda: broadcast_from_process_0("folder", wrong))
+    assert sender + "a file is missing" == error_of(
         lambda: broadcast_from_process_0("step", damaged), CheckpointCorruptedError
     )
 
-    for failing in (2, 0, None):  # nobody in the end
+    for failing in (2, 0, None):  # None: no process fails
         phases = Phases("task", ("one", "two", "three"))
         phases.passed("one")
         if here == failing:
@@ -80,12 +81,14 @@ def agreement() -> None:
             phases.passed("three")
         else:
             assert f"process {failing}: no room" == error_of(lambda p=phases: p.passed("two"), PeerError)
-            phases.failed("as all know")
+            phases.failed("already known")
         assert phases.is_past("one") and phases.is_past("two") == phases.is_past("three") == (failing is None)
 
     stop = stop_together(lambda: here == 2 and step == 3)  # one process is asked to stop, in step 3
     for step in range(1, 20):
-        put_and_get_all(f"step {step}", "ended")  # as metrics, which come when all have dispatched the step
+        put_and_get_all(
+            f"step {step}", "ended"
+        )  # like metrics, which are available when all processes have dispatched the step
         if stop():
             break
     assert 3 <= step <= 7, step
@@ -94,17 +97,17 @@ def agreement() -> None:
 
 
 def watched(what: str) -> None:
-    """Train under a watch; in the fifth step process 1 fails, is stuck, or ends."""
+    """Trains with a `Watch`. In the fifth step process 1 fails, blocks, or exits."""
 
-    def tell(error: BaseException) -> int:
-        print(f"told: {error}", flush=True)
+    def report(error: BaseException) -> int:
+        print(f"reported: {error}", flush=True)
         return 1
 
     pipeline = cases.make_pipeline("net", "1f1b", {"pp": 2})
     channel = pipeline.channel
     assert channel is not None
     channel.watched = True
-    with Watch(tell, waiting=channel.waiting) as watch:
+    with Watch(report, waiting=channel.waiting) as watch:
         state = pipeline.init_state()
         for number, batch in enumerate(cases.batches("net", 30)):
             if jax.process_index() == 1 and number == 4:
@@ -117,12 +120,12 @@ def watched(what: str) -> None:
             state, metrics = pipeline.step(state, batch)
             print(f"step {number} loss {float(np.asarray(metrics['loss']))}", flush=True)
             watch.step_ended()
-            if what == "stuck" and number == 3:  # all is compiled
+            if what == "stuck" and number == 3:  # everything is compiled
                 watch.step_timeout_s = 4
 
 
 def mismatch() -> None:
-    """Process 1 has a batch of other rows: what crosses has another shape."""
+    """Process 1 has a batch with more rows, so that the stage boundary activations differ in shape."""
     pipeline = cases.make_pipeline("net", "1f1b", {"pp": 2})
     batch = cases.batches("net", 1)[0]
     batch = jax.tree.map(lambda x: np.concatenate([x] * (1 + jax.process_index())), batch)
@@ -147,9 +150,9 @@ def page() -> None:
 
 
 def saves(folder: str, what: str, who: str) -> None:
-    """Save three times; the second save fails in process `who` alone. Prints what this process is told."""
+    """Saves three times; the second save fails only in process `who`. Prints the error in this process."""
     here = jax.process_index()
-    own = Path(folder) / f"own{here}"  # each process has its own way to the folder of checkpoints, which can be cut
+    own = Path(folder) / f"own{here}"  # each process has its own link to the folder, which can be removed
     (Path(folder) / "checkpoints").mkdir(exist_ok=True)
     own.symlink_to("checkpoints")
     mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
@@ -161,13 +164,13 @@ def saves(folder: str, what: str, who: str) -> None:
         put_and_get_all("broken", "yes")
         try:
             checkpointer.save(2, state, {})
-            print("the call of save is passed", flush=True)
+            print("save has returned", flush=True)
             checkpointer.wait()
         except (SaveError, ConfigError) as error:
-            print("told:", error, flush=True)
-        put_and_get_all("told", "yes")
+            print("reported:", error, flush=True)
+        put_and_get_all("reported", "yes")
         restore_limits()
-        put_and_get_all("mended", "yes")
+        put_and_get_all("repaired", "yes")
         checkpointer.save(3, state, {})
         checkpointer.wait()
         restored = checkpointer.restore(state, 3)
@@ -175,7 +178,7 @@ def saves(folder: str, what: str, who: str) -> None:
 
 
 def checksums(folder: str) -> None:
-    """Save 8 MiB a process, and print how much this process has read meanwhile."""
+    """Saves 8 MiB per process, and prints how many bytes this process has read meanwhile."""
     mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
     size = 2**21 * jax.device_count()
     numbers = jax.jit(
@@ -183,7 +186,7 @@ def checksums(folder: str) -> None:
     )
     state = nnx.State({"a": numbers()})
     with Checkpointer(folder, compress=False) as checkpointer:
-        checkpointer.save(1, nnx.State({"a": np.ones(3)}), {})  # imports what saving needs
+        checkpointer.save(1, nnx.State({"a": np.ones(3)}), {})  # imports the modules for saving
         checkpointer.wait()
         before = bytes_read()
         checkpointer.save(2, state, {})
@@ -196,7 +199,7 @@ def bytes_read() -> int:
 
 
 def starts(checkpoint: str) -> None:
-    """Runs that start from a checkpoint, and from Hugging Face's files that hold the same, with pp and without."""
+    """Runs that start from a checkpoint, and from Hugging Face files with the same parameters, with and without pp."""
     alone = jax.make_mesh((1,), ("fsdp",), devices=jax.local_devices()[:1])
     for shape, folder in itertools.product(("pp:2,fsdp:2", "fsdp:4"), (checkpoint, LLAMA)):
         config = config_of(shape)
@@ -222,7 +225,7 @@ def starts(checkpoint: str) -> None:
 
 
 def restores(checkpoints: str, step: str, folder: str, *settings: str) -> None:
-    """Write every shard that this process restores, under "path@where in the array"."""
+    """Writes every shard that this process restores, under "path@slice of the array"."""
     config = apply_overrides(load_recipe(settings[0]), settings[1:])
     mesh, rules = make_mesh(config, print), run_rules(config)
     layout = train_program(config, mesh, rules).layout.to_nnx()
@@ -241,7 +244,7 @@ def shards_of(state: Any) -> list[Any]:
 
 
 def break_saving(what: str, own: Path, folder: Path) -> Callable[[], object]:
-    """Let saves fail in this process alone; gives what mends it."""
+    """Makes saves fail in this process only. Returns a function that repairs it."""
     if what == "no way to the folder":
         own.unlink()
         return lambda: own.symlink_to("checkpoints")
@@ -250,12 +253,12 @@ def break_saving(what: str, own: Path, folder: Path) -> Callable[[], object]:
         (folder / "others" / "2").mkdir(parents=True)
         own.symlink_to("others")
         return lambda: (own.unlink(), own.symlink_to("checkpoints"))
-    if what == "no room for files":  # found out in the background
+    if what == "no room for files":  # detected in the background
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, limits[1]))
         return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert what == "something in the way", what
-    link = folder / "checkpoints" / "2.orbax-checkpoint-tmp"  # where process 0 makes a folder
+    link = folder / "checkpoints" / "2.orbax-checkpoint-tmp"  # where process 0 creates a folder
     link.symlink_to("1")
     return lambda: link.unlink()
 
@@ -265,7 +268,7 @@ def raise_in_stage(action: Any, saved: Any) -> None:
 
 
 def compiled_stages(pipeline: Pipeline) -> list[int]:
-    """Stages of which this process has compiled anything."""
+    """Stages for which this process has compiled any function."""
     found = {
         stage.stage
         for made in pipeline.compiled.values()

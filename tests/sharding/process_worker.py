@@ -12,12 +12,12 @@ from tests.multiprocess.processes import run_case
 def placement() -> None:
     """Two processes with 4 devices each."""
     rank = jax.process_index()
-    # Granules are not the point here: the devices of process 0 come first.
+    # use_jax=False keeps the order of jax.devices(): the devices of process 0 come first, so dp is the process.
     mesh = fm.create_mesh((2, 4), ("dp", "tp"), devices=jax.devices(), use_jax=False)
     values = np.arange(8 * 16, dtype=np.float32).reshape(8, 16)
     other = values if rank == 0 else values.copy()
     if rank == 1:
-        other[:4] = -1  # rows that only process 0 holds: each process gives what its own devices hold
+        other[:4] = -1  # rows of process 0 alone: each process must read only the shards of its own devices
     tree = {"split": other, "copies": values, "both": values.astype(np.int32), "bf16": values.astype("bfloat16")}
     specs = {"split": P("dp", "tp"), "copies": P("tp"), "both": P(("dp", "tp")), "bf16": P(None, "dp")}
     placed = fm.shard(tree, specs, mesh)
@@ -26,12 +26,13 @@ def placement() -> None:
     assert isinstance(left["split"], jax.Array) and isinstance(left["copies"], np.ndarray)
     for found in (fm.gather(placed, remote="collect"), fm.gather(placed, remote="collect", bytes_in_flight=64)):
         for name, x in found.items():
-            want = values.astype(x.dtype)
-            assert x.dtype == placed[name].dtype and np.array_equal(x, want), name
+            expected = values.astype(x.dtype)
+            assert x.dtype == placed[name].dtype and np.array_equal(x, expected), name
     for name, x in fm.gather(placed, remote="collect", dtype=np.float16).items():
-        want = np.int32 if name == "both" else np.float16  # those of other processes too; integers stay
-        assert x.dtype == want and np.array_equal(x, values), name
-    np.testing.assert_array_equal(fm.gather(placed["copies"]), values)  # every element is here too
+        # The shards of other processes are cast too; integers keep their dtype.
+        expected = np.int32 if name == "both" else np.float16
+        assert x.dtype == expected and np.array_equal(x, values), name
+    np.testing.assert_array_equal(fm.gather(placed["copies"]), values)  # every element is local too
 
 
 def check_errors(placed: dict[str, jax.Array], rank: int) -> None:
@@ -39,15 +40,15 @@ def check_errors(placed: dict[str, jax.Array], rank: int) -> None:
         fm.gather(placed)
     except fm.ShardingError as error:
         text = str(error)
-        assert f"not all is on devices of process {rank}" in text, text
-        assert f"split (8, 16): 64 of 128 elements lie on processes [{1 - rank}]" in text, text
+        assert f"gather requires all elements on devices of process {rank}" in text, text
+        assert f"split (8, 16): 64 of 128 elements are only on process {1 - rank}\n" in text, text
         assert "both (8, 16): 64 of 128" in text and "copies" not in text, text
     else:
-        raise AssertionError("gather gave arrays of which a half is elsewhere")
+        raise AssertionError("gather returned arrays of which one half is on the other process")
 
 
 def fingerprint() -> None:
-    """Of several processes number 1 has another text than all others."""
+    """Process 1 passes a different text than all other processes."""
     rank = jax.process_index()
     check_same_on_all_processes("the same")
     try:

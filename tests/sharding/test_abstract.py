@@ -58,7 +58,7 @@ def test_the_abstract_state_allocates_nothing_and_needs_no_devices():
 
 
 @pytest.mark.parametrize("rules", [list, fm.PartitionRules])
-def test_rules_without_layers_take_those_of_the_table_of_the_model(rules):
+def test_rules_without_layers_use_those_of_the_model(rules):
     @fm.partitioned([("kernel", ("mlp", "embed"))], layers="blocks")
     class Scanned(nnx.Module):
         def __init__(self):
@@ -71,7 +71,7 @@ def test_rules_without_layers_take_those_of_the_table_of_the_model(rules):
     specs = {path: leaf.sharding.spec for path, leaf in fm.named_leaves(state)}
     assert specs["model/blocks/kernel"] == specs["optimizer/opt_state/0/mu/blocks/kernel"] == P(None, "fsdp", "tp")
     assert fm.explain_sharding(make, mesh, rules(table)).fingerprint == sharding_fingerprint(state)
-    other = fm.PartitionRules(table, layers="others")  # an argument that names layers overrides
+    other = fm.PartitionRules(table, layers="others")  # layers of the argument override those of the model
     assert dict(fm.named_leaves(fm.abstract_state(Scanned, mesh, other)))["blocks/kernel"].sharding.spec == P(
         "fsdp", "tp"
     )
@@ -86,7 +86,7 @@ def test_optimizer_leaves_follow_their_parameters():
     assert specs["optimizer/opt_state/1/0/count"] == specs["optimizer/step"] == P()
 
 
-def test_moments_follow_by_structure_even_where_the_pattern_is_anchored():
+def test_moments_follow_by_structure_even_if_the_pattern_is_anchored():
     rules = [("^out/kernel$", ("embed", "mlp")), ("^layers/", ()), ("^(out/bias|drop)", ())]
     abstract = fm.abstract_state(make_both, meshes()["fsdp8"], rules)
     specs = {path: leaf.sharding.spec for path, leaf in fm.named_leaves(abstract)}
@@ -94,13 +94,13 @@ def test_moments_follow_by_structure_even_where_the_pattern_is_anchored():
 
 
 @pytest.mark.parametrize("maker", [pytest.param(make, marks=pytest.mark.slow), make_both])
-def test_the_state_is_born_sharded_with_the_same_bits_on_every_mesh(maker):
+def test_the_state_is_initialized_sharded_with_the_same_bits_on_every_mesh(maker):
     reference = None
     for mesh in meshes().values():
         abstract = fm.abstract_state(maker, mesh, RULES)
         state = fm.init_state(maker, abstract)
-        for want, have in zip(jax.tree.leaves(abstract), jax.tree.leaves(state), strict=True):
-            assert have.sharding == want.sharding and have.shape == want.shape and have.dtype == want.dtype
+        for expected, have in zip(jax.tree.leaves(abstract), jax.tree.leaves(state), strict=True):
+            assert have.sharding == expected.sharding and have.shape == expected.shape and have.dtype == expected.dtype
         leaves = jax.tree.leaves(fm.gather(state))
         reference = reference or digest(leaves)
         assert digest(leaves) == reference
@@ -111,7 +111,7 @@ def test_the_state_is_born_sharded_with_the_same_bits_on_every_mesh(maker):
                 np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
 
 
-def test_initialisation_never_holds_a_full_copy_on_one_device():
+def test_initialization_never_allocates_a_full_copy_on_one_device():
     class Wide(nnx.Module):
         def __init__(self, rngs):
             self.layers = nnx.List([nnx.Linear(1024, 1024, rngs=rngs) for _ in range(4)])
@@ -121,12 +121,12 @@ def test_initialisation_never_holds_a_full_copy_on_one_device():
     init = jax.jit(lambda: jax.tree.leaves(nnx.state(Wide(nnx.Rngs(0)))), out_shardings=shardings)
     memory = init.lower().compile().memory_analysis()
     assert memory is not None
-    whole = sum(x.size * 4 for x in jax.tree.leaves(abstract))
-    assert memory.output_size_in_bytes < whole / 7
-    assert memory.output_size_in_bytes + memory.temp_size_in_bytes < whole / 2
+    full = sum(x.size * 4 for x in jax.tree.leaves(abstract))
+    assert memory.output_size_in_bytes < full / 7
+    assert memory.output_size_in_bytes + memory.temp_size_in_bytes < full / 2
 
 
-def test_init_model_gives_modules_that_run():
+def test_init_model_returns_modules_that_can_be_called():
     mesh = meshes()["fsdp8"]
     model, optimizer = fm.init_model(make_both, fm.abstract_state(make_both, mesh, RULES))
     assert isinstance(model, MLP) and isinstance(optimizer, nnx.Optimizer)
@@ -135,15 +135,15 @@ def test_init_model_gives_modules_that_run():
     assert model.out(jnp.ones((2, 16))).shape == (2, 8)
 
 
-def test_another_make_than_the_abstract_state_is_refused():
+def test_a_make_other_than_that_of_the_abstract_state_is_an_error():
     abstract = fm.abstract_state(make, meshes()["fsdp8"], RULES)
-    with pytest.raises(fm.ShardingError, match="make\\(\\) and the abstract state differ") as error:
+    with pytest.raises(fm.ShardingError, match="make\\(\\) and the abstract state must have the same arrays") as error:
         fm.init_state(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), abstract)
-    assert "out/kernel: make() does not give it" in str(error.value)
-    assert "kernel: the abstract state lacks it" in str(error.value)
+    assert "out/kernel: only in the abstract state" in str(error.value)
+    assert "kernel: only in the state of make()" in str(error.value)
 
 
-def test_all_bad_leaves_of_model_and_optimizer_stand_in_one_error():
+def test_all_mismatches_are_listed_in_one_error():
     mesh = fm.create_mesh((1, 1, 1, 8, 1))
 
     def make_odd():
@@ -164,7 +164,7 @@ def spec_of(state, path):
     return dict(fm.named_leaves(state))[path].sharding.spec
 
 
-def test_annotations_of_flax_are_rules_too():
+def test_flax_annotations_replace_rules():
     mesh = meshes()["dp2fsdp2tp2"]
     state = fm.init_state(annotated("embed", "tp"), fm.abstract_state(annotated("embed", "tp"), mesh))
     assert spec_of(state, "kernel") == P("fsdp", "tp")  # a logical axis and a mesh axis
@@ -180,7 +180,7 @@ def test_annotations_of_flax_are_rules_too():
     assert spec_of(abstract, "optimizer/opt_state/0/mu/kernel") == P("fsdp", "tp")
 
 
-def test_names_that_map_to_nothing_are_findings_not_crashes():
+def test_unknown_names_in_annotations_are_reported():
     mesh = meshes()["dp2fsdp2tp2"]
     with pytest.raises(
         fm.ShardingError, match=r"kernel: its annotation \('nowhere', 'tp'\) names 'nowhere', neither a mesh"
@@ -188,15 +188,17 @@ def test_names_that_map_to_nothing_are_findings_not_crashes():
         fm.abstract_state(annotated("nowhere", "tp"), mesh)
     with pytest.raises(fm.ShardingError, match="dim 1 has size 9, not divisible by 2"):
         fm.abstract_state(annotated("embed", "tp", features=9), mesh)
-    abstract = fm.abstract_state(annotated("nowhere", "tp"), mesh, RULES)  # a table overrides annotations
+    abstract = fm.abstract_state(annotated("nowhere", "tp"), mesh, RULES)  # a table overrides the annotations
     assert spec_of(fm.init_state(annotated("nowhere", "tp"), abstract), "kernel") == P("fsdp", "tp")
 
 
-def test_a_stack_whose_annotation_lacks_the_layer_dim_is_noticed():
+def test_a_stack_whose_annotation_lacks_the_layer_dim_is_reported():
     def stacked(**kinds):
         return lambda: nnx.Dict(layers=nnx.vmap(lambda key: annotated("embed", "tp")(), **kinds)(jnp.arange(3)))
 
-    with pytest.raises(fm.ShardingError, match=r"layers/kernel: its annotation .* has 2 names, the array \(3, 8, 8\)"):
+    with pytest.raises(
+        fm.ShardingError, match=r"layers/kernel: its annotation .* has 2 names, but the array \(3, 8, 8\)"
+    ):
         fm.abstract_state(stacked(), meshes()["dp2fsdp2tp2"])
     named = {"transform_metadata": {nnx.PARTITION_NAME: None}}
     assert spec_of(fm.abstract_state(stacked(**named), meshes()["dp2fsdp2tp2"]), "layers/kernel") == P(
@@ -216,7 +218,7 @@ def test_linen_models_work_through_the_bridge():
     np.testing.assert_allclose(model(jnp.ones((1, 8))), make()(jnp.ones((1, 8))), rtol=1e-6)
 
 
-def test_a_class_may_carry_its_rules_and_its_axes():
+def test_a_class_may_define_its_rules_and_axes():
     @fm.partitioned(rules=[("kernel", ("embed", "mlp")), (".*", ())], layers="layers")
     class Own(nnx.Module):
         def __init__(self, axes):
@@ -229,6 +231,6 @@ def test_a_class_may_carry_its_rules_and_its_axes():
     assert dict(fm.named_leaves(abstract))["linear/kernel"].sharding.spec == P("x", "y")
     assert fm.partition_rules(Own(axes)).layers == ("layers",)
     with pytest.raises(
-        fm.ShardingError, match=r"Linear carries no rules and no annotations. Pass rules=.*@partitioned"
+        fm.ShardingError, match=r'Linear has neither a rule table nor annotations. Pass rules="fsdp" .*@partitioned'
     ):
         fm.abstract_state(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh)

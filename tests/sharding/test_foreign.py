@@ -1,4 +1,4 @@
-"""Models of Flax's own layers, put together in other ways than ours: with a table each, the results of one device."""
+"""Models of Flax's own layers and of Linen, with a rule table each: sharded results equal those of one device."""
 
 import dataclasses
 import math
@@ -20,7 +20,7 @@ from flax_mesh.train import init_train_state, make_train_step
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 P = PartitionSpec
-# Filters are (height, width, in, out): "embed" of a table is what fsdp splits, "mlp" what tp splits.
+# Filters are (height, width, in, out). "embed" maps to fsdp, "mlp" to tp.
 CONV_RULES = [
     ("(conv|shortcut)\\d*/kernel$", (None, None, "embed", "mlp")),
     ("norm\\d*/(scale|bias|mean|var)$", ("mlp",)),
@@ -41,7 +41,7 @@ ENCODER_RULES = [
 
 
 def waves(key, shape, dtype=jnp.float32):
-    """An initialiser that compiles fast: on CPU that of normal ones takes seconds for each array of four dims."""
+    """An initializer that compiles fast: on CPU, normal ones take seconds to compile per array of four dims."""
     phase = (jax.random.key_data(key)[-1] % 1000).astype(jnp.float32)
     values = jnp.sin(phase + 1.7 * jnp.arange(math.prod(shape), dtype=jnp.float32))
     return (values * (2 / math.prod(shape[:-1])) ** 0.5).reshape(shape).astype(dtype)
@@ -82,12 +82,12 @@ class EncoderLayer(nnx.Module):
         self.up, self.down = nnx.Linear(16, 32, **linear), nnx.Linear(32, 16, **linear)
 
     def __call__(self, x, mask):
-        x = self.norm1(x + self.attention(x, mask=mask))  # each sees all that are no padding, on both sides
+        x = self.norm1(x + self.attention(x, mask=mask))  # attention in both directions, except to padding
         return self.norm2(x + self.down(jax.nn.gelu(self.up(x))))
 
 
 class Encoder(nnx.Module):
-    """A masked language model (Devlin et al. 2018) with the embedding as its output layer."""
+    """A masked language model (Devlin et al. 2018) with tied embeddings."""
 
     def __init__(self, rngs):
         self.embed = nnx.Embed(32, 16, embedding_init=waves, rngs=rngs)
@@ -103,12 +103,12 @@ class Encoder(nnx.Module):
 
 
 class Adapted(nnx.Module):
-    """A model that is given, with adapters of rank 2 beside its layers (Hu et al. 2021)."""
+    """A base model with LoRA adapters of rank 2 (Hu et al. 2021)."""
 
     def __init__(self, rngs):
         self.up = nnx.LoRALinear(16, 32, lora_rank=2, rngs=rngs)
         self.down = nnx.LoRA(32, 2, 16, base_module=nnx.Linear(32, 16, rngs=rngs), rngs=rngs)
-        # As made, lora_b is zero and so is the gradient of lora_a.
+        # lora_b is initialized to zero, so that the gradient of lora_a would be zero too.
         for adapter in (self.up.lora, self.down):
             adapter.lora_b[...] = 0.1 * jax.random.normal(rngs.params(), adapter.lora_b.shape)
 
@@ -125,7 +125,7 @@ class LinenNet(nn.Module):
 
 
 class Bridged(nnx.Module):
-    """A Linen model inside an NNX one."""
+    """A Linen model inside an NNX model."""
 
     def __init__(self, rngs):
         self.net = nnx.bridge.lazy_init(nnx.bridge.ToNNX(LinenNet(), rngs=rngs), jnp.zeros((1, 8, 8, 3)))
@@ -163,7 +163,7 @@ class Case(NamedTuple):
     model: Callable[[nnx.Rngs], Any]
     rules: list[tuple[str, Any]]
     loss_fn: Callable[[Any, Any], Any]
-    specs: dict[str, PartitionSpec]  # of some leaves, on dp:2,fsdp:2,tp:2
+    specs: dict[str, PartitionSpec]  # expected for some leaves, on dp:2,fsdp:2,tp:2
     wrt: Any = nnx.Param
 
 
@@ -229,7 +229,7 @@ class Run(NamedTuple):
 
 
 def run(name, state, steps=3):
-    """Train from `state`, wherever it lies."""
+    """Trains from `state` on its own mesh."""
     step, batch = make_train_step(CASES[name].loss_fn, state), batch_of(name)
     layout, before, losses = {p: x.sharding for p, x in fm.named_leaves(state.to_nnx())}, values(state.to_nnx()), []
     batch = fm.shard(batch, P(("fsdp", "dp")), next(iter(layout.values())).mesh, dtype=np.float32)
@@ -246,18 +246,18 @@ def values(state):
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (i % 3 > 0)) for i, n in enumerate(CASES)])
-def test_sharded_stepped_and_gathered_it_gives_what_one_device_gives(name):
+def test_training_sharded_equals_training_on_one_device(name):
     case = CASES[name]
     state = init_train_state(maker(case), fm.abstract_state(maker(case), mesh_of(8), case.rules))
     alone = dataclasses.replace(state, leaves=fm.shard(fm.gather(state.leaves), P(), mesh_of(1)))
-    found, wanted = run(name, state), run(name, alone)
+    found, expected = run(name, state), run(name, alone)
     for path, spec in case.specs.items():
-        momentum = found.layout.get(f"optimizer/opt_state/0/trace/{path}")  # none of what is not trained
+        momentum = found.layout.get(f"optimizer/opt_state/0/trace/{path}")  # None if the parameter is frozen
         assert found.layout[f"model/{path}"].spec == spec and (momentum is None or momentum.spec == spec), path
     assert found.losses[-1] < 0.97 * found.losses[0]
-    np.testing.assert_allclose(found.losses, wanted.losses, rtol=1e-5)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
     for path, x in found.after.items():
-        np.testing.assert_allclose(x, wanted.after[path], rtol=1e-4, atol=1e-6, err_msg=path)
+        np.testing.assert_allclose(x, expected.after[path], rtol=1e-4, atol=1e-6, err_msg=path)
     changed = {path for path in found.after if not np.array_equal(found.before[path], found.after[path])}
     trained = {path.removeprefix("optimizer/opt_state/0/trace/") for path in found.after if "/trace/" in path}
     trained |= {path.removeprefix("model/") for path in found.after if path.endswith(("mean", "var"))}
@@ -266,7 +266,7 @@ def test_sharded_stepped_and_gathered_it_gives_what_one_device_gives(name):
         assert trained == {"up/lora/lora_a", "up/lora/lora_b", "down/lora_a", "down/lora_b"}
 
 
-def test_a_loop_of_plain_nnx_runs_on_the_model_that_came_sharded():
+def test_a_plain_nnx_training_loop_runs_on_a_sharded_model():
     case, losses = CASES["adapters"], {}
 
     @nnx.jit
@@ -290,7 +290,7 @@ def test_a_loop_of_plain_nnx_runs_on_the_model_that_came_sharded():
 
 
 @pytest.mark.parametrize("name", ["adapters", *(pytest.param(n, marks=pytest.mark.slow) for n in ("encoder", "linen"))])
-def test_weights_that_were_trained_elsewhere_are_placed_and_come_back_as_they_were(name):
+def test_existing_weights_are_unchanged_by_shard_and_gather(name):
     case, mesh = CASES[name], mesh_of(8)
     state = nnx.state(case.model(nnx.Rngs(0)))
     specs = fm.match_partition_rules(case.rules, state, mesh=mesh, on_mismatch="error")

@@ -28,7 +28,7 @@ def tree(mesh):
     }
 
 
-def test_the_structure_is_kept_and_what_has_no_named_sharding_is_none(mesh, tree):
+def test_sharding_structure_is_none_for_leaves_without_a_named_sharding(mesh, tree):
     found = fm.extract_sharding_structure(tree)
     assert found == dict.fromkeys(tree) | {"placed": NamedSharding(mesh, P("data", "model"))}
     assert fm.get_shardings_with_structure(tree) == found
@@ -36,33 +36,33 @@ def test_the_structure_is_kept_and_what_has_no_named_sharding_is_none(mesh, tree
     assert fm.extract_sharding_structure(state)["kernel"].get_value() is None
 
 
-def test_specs_become_shardings_of_the_mesh_given_or_in_context(mesh):
+def test_specs_become_shardings_on_the_mesh_passed_or_in_context(mesh):
     specs = {"a": P("data"), "b": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(mesh, P("model")))}
-    want = {"a": NamedSharding(mesh, P("data")), "b": NamedSharding(mesh, P("model"))}
-    assert fm.extract_shardings(specs, mesh) == want
+    expected = {"a": NamedSharding(mesh, P("data")), "b": NamedSharding(mesh, P("model"))}
+    assert fm.extract_shardings(specs, mesh) == expected
     with jax.set_mesh(mesh):
-        assert fm.extract_shardings(specs) == want
+        assert fm.extract_shardings(specs) == expected
     with pytest.raises(AssertionError, match="No mesh is in context"):
         fm.extract_shardings(specs)
-    assert fm.extract_shardings({"b": specs["b"]}) == {"b": want["b"]}  # nothing to resolve: no mesh needed
+    assert fm.extract_shardings({"b": specs["b"]}) == {"b": expected["b"]}  # nothing to resolve: no mesh needed
     with pytest.raises(fm.ShardingError, match="a: dim 0 names mesh axis 'x'") as error:
         fm.extract_shardings({"a": P("x"), "b": P("data", "data")}, mesh)
     assert "b: dim 1 uses mesh axis 'data'" in str(error.value)
 
 
 def test_specs_of_arrays_numbers_and_numpy(tree):
-    whole = {k: P() for k in tree}
-    assert fm.get_partition_spec(tree) == whole | {"placed": P("data", "model")}
+    replicated = {k: P() for k in tree}
+    assert fm.get_partition_spec(tree) == replicated | {"placed": P("data", "model")}
 
 
-def test_leaves_without_a_spec_stand_in_one_error():
+def test_leaves_without_a_spec_are_listed_in_one_error():
     tree = {"abstract": jax.ShapeDtypeStruct((2,), jnp.float32), "text": "x", "fine": np.zeros(2)}
     with pytest.raises(fm.ShardingError, match="abstract: an abstract leaf without a sharding") as error:
         fm.get_partition_spec(tree)
-    assert "text: str is no array and no number" in str(error.value) and "fine" not in str(error.value)
+    assert "text: str is neither an array nor a number" in str(error.value) and "fine" not in str(error.value)
 
 
-def test_names_come_in_order_of_first_use_each_once():
+def test_names_are_unique_and_in_order_of_first_use():
     names = fm.get_names_from_partition_spec
     assert names(P(("dp", "fsdp"), None, "tp")) == ["dp", "fsdp", "tp"]
     assert names({"a": P("tp"), "b": {"c": P(("dp", "tp")), "d": P()}, "e": P(P.UNCONSTRAINED, "sp")}) == [
@@ -86,7 +86,7 @@ def test_names_come_in_order_of_first_use_each_once():
         ("other", P()),
     ],
 )
-def test_the_known_pattern_language(path, spec):
+def test_pattern_syntax(path, spec):
     of = fm.create_pattern_based_partition_spec("attention|mlp->data,hidden->model")
     assert of(path, np.zeros(2)) == of(path) == spec
 
@@ -107,7 +107,7 @@ def test_the_known_pattern_language(path, spec):
         (r"x\->y->tp", "x->y", P("tp")),
     ],
 )
-def test_dims_joint_axes_and_escapes(pattern, path, spec):
+def test_dims_combined_axes_and_escapes(pattern, path, spec):
     assert fm.create_pattern_based_partition_spec(pattern, default_spec=P("default"))(path) == spec
 
 
@@ -116,11 +116,11 @@ def test_an_escaped_backslash_does_not_escape_what_follows():
     assert of("a\\") == P("tp") and of("b") == P("sp") and of("a") == P()
 
 
-def test_every_bad_entry_stands_in_one_error(mesh):
+def test_all_invalid_entries_are_listed_in_one_error(mesh):
     with pytest.raises(fm.ShardingError, match=r"'attention': write PATTERN\|PATTERN->AXIS.AXIS") as error:
         fm.create_pattern_based_partition_spec("attention,(x->data,w->nowhere,v->data.data,|k->model", mesh)
     text = str(error.value)
-    assert "'(x' is no regular expression" in text
+    assert "'(x' is not a regular expression" in text
     assert "'w->nowhere': dim 0 names mesh axis 'nowhere', which the mesh" in text
     assert "'v->data.data': dim 1 uses mesh axis 'data'" in text
     assert "'|k->model': an empty pattern would match every path" in text
@@ -159,29 +159,30 @@ CONTRACT = [
 ]
 
 
-def test_the_names_that_this_field_knows_are_importable_from_the_package():
+def test_the_documented_names_are_importable_from_the_package():
     assert not [name for name in CONTRACT if not hasattr(fm, name)]
 
 
-def test_specs_find_the_mesh_of_the_legacy_context_too(mesh):
+def test_specs_use_the_mesh_of_the_legacy_context(mesh):
     specs, tree = {"a": P("data"), "b": P(None, "model")}, {"a": np.ones(8), "b": np.ones((2, 8))}
-    want = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    expected = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # `with mesh:` is deprecated; seeing it is the subject
+        warnings.simplefilter("ignore", DeprecationWarning)  # of `with mesh:`, which this test is about
         with mesh:
-            assert fm.extract_shardings(specs) == want
-            assert {k: x.sharding for k, x in fm.shard(tree, specs).items()} == want
+            assert fm.extract_shardings(specs) == expected
+            assert {k: x.sharding for k, x in fm.shard(tree, specs).items()} == expected
             shard_fns, gather_fns = fm.make_shard_and_gather_fns(specs)
             report = fm.analyze_sharding_strategy(tree, specs)
             with pytest.raises(fm.ShardingError, match="'w->nowhere'"):
                 fm.create_pattern_based_partition_spec("w->nowhere")
     assert set(report.memory_per_device) == set(jax.devices())
-    placed = {name: shard_fns[name](x) for name, x in tree.items()}  # the mesh was that of when they were made
-    assert {k: x.sharding for k, x in placed.items()} == want and gather_fns["b"](placed["b"]).sum() == 16
+    # On the mesh that was in context when the functions were created.
+    placed = {name: shard_fns[name](x) for name, x in tree.items()}
+    assert {k: x.sharding for k, x in placed.items()} == expected and gather_fns["b"](placed["b"]).sum() == 16
 
 
 def test_shardings_are_read_inside_shard_map_and_jit(mesh):
-    """Values there are traced: what they say of their sharding is about the mesh of the trace, without devices."""
+    """Traced values have shardings on the abstract mesh of the trace, without devices."""
     seen = {}
 
     def local(x):

@@ -1,4 +1,4 @@
-"""Optimizer states lie as their parameters do, for any optax transformation, and the step does not change for it."""
+"""Optimizer states are sharded as their parameters, for any optax transformation, and steps have the same result."""
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,12 @@ from jax.sharding import AbstractMesh, PartitionSpec
 import flax_mesh as fm
 from flax_mesh.sharding.optimizer import _dims, _grown, split_over
 from flax_mesh.train import init_train_state, make_train_step
+from flax_mesh.tree import map_named
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 P = PartitionSpec
-RULES = [("kernel$", ("embed", "mlp")), ("bias$", ("mlp",))]  # none that an optimizer's own leaf would match
+RULES = [("kernel$", ("embed", "mlp")), ("bias$", ("mlp",))]  # no rule matches a leaf of the optimizer by itself
 SPEC = {"square/kernel": P("fsdp", "tp"), "out/kernel": P("fsdp", "tp"), "square/bias": P("tp"), "out/bias": P("tp")}
 
 
@@ -34,14 +35,14 @@ def loss_fn(model, batch):
 
 
 def of_kernels(params):
-    return fm.map_named(lambda path, _: path.endswith("kernel"), params)
+    return map_named(lambda path, _: path.endswith("kernel"), params)
 
 
 def label(params):
-    return fm.map_named(lambda path, _: "matrices" if path.endswith("kernel") else "vectors", params)
+    return map_named(lambda path, _: "matrices" if path.endswith("kernel") else "vectors", params)
 
 
-# Each has the state that its name says; all learn fast enough for a wrong update to show.
+# name -> a transformation with that kind of state. The learning rates are large, so that a wrong update shows.
 OPTIMIZERS = {
     "adam": lambda: optax.adamw(1e-2),
     "chained": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2), optax.ema(0.9)),
@@ -94,7 +95,7 @@ RARE = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_no_array_of_an_optimizer_is_a_copy_on_every_device(name):
+def test_no_array_of_an_optimizer_is_replicated_on_all_devices(name):
     mesh = AbstractMesh((2, 2, 2), ("dp", "fsdp", "tp"))
     report = fm.analyze_sharding_strategy(fm.abstract_state(maker(name), mesh, RULES))
     sizable = [leaf for leaf in report.leaves if leaf.kind == "optimizer" and max(leaf.shape, default=0) >= 16]
@@ -105,29 +106,30 @@ def test_no_array_of_an_optimizer_is_a_copy_on_every_device(name):
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in RARE)) for n in OPTIMIZERS])
-def test_every_moment_lies_as_its_parameter_and_the_step_is_that_of_one_device(name):
+def test_moments_are_sharded_as_their_parameters_and_steps_equal_those_of_one_device(name):
     mesh = fm.create_mesh((2, 2, 1, 2, 1))
     abstract, state = after_steps(name, mesh)
     big = []
     for path, leaf in fm.named_leaves(state.to_nnx()["optimizer"]):
         owner = next((p for p in SPEC if path.endswith(p)), None)
-        whole = dict(fm.named_leaves(abstract["model"]))
-        if owner and leaf.shape == whole[owner].shape:
+        parameters = dict(fm.named_leaves(abstract["model"]))
+        if owner and leaf.shape == parameters[owner].shape:
             assert leaf.sharding.spec == SPEC[owner], path
         if leaf.size >= 16:
             big.append(path)
             assert not leaf.is_fully_replicated, path
-    assert big  # of every optimizer here
+    assert big  # every optimizer of this table has large arrays
     _, alone = after_steps(name, fm.create_mesh((1, 1, 1, 1, 1), devices=jax.devices()[:1]))
     start = fm.gather(fm.init_state(maker(name), abstract))
-    assert np.abs(start["model"]["out"]["kernel"][...] - state.merge()[0].out.kernel[...]).max() > 1e-3  # it did learn
+    change = np.abs(start["model"]["out"]["kernel"][...] - state.merge()[0].out.kernel[...]).max()
+    assert change > 1e-3
     assert_close(fm.gather(state.to_nnx()), fm.gather(alone.to_nnx()))
 
 
-def test_factored_moments_take_the_dims_that_they_are():
+def test_factored_moments_take_the_axes_of_their_dims():
     abstract = fm.abstract_state(maker("adafactor"), fm.create_mesh((2, 2, 1, 2, 1)), RULES)
     specs = specs_of(abstract["optimizer"]["opt_state"])
-    # Rows and columns of the square kernel have the same shape, and differ in what they are.
+    # Row and column statistics of the square kernel have the same shape, but belong to different dims.
     assert specs["0/v_row/square/kernel"] == specs["0/v_row/out/kernel"] == P("fsdp")
     assert specs["0/v_col/square/kernel"] == specs["0/v_col/out/kernel"] == P("tp")
     assert specs["0/v/square/kernel"] == P() and specs["0/v/square/bias"] == P("tp")
@@ -135,7 +137,7 @@ def test_factored_moments_take_the_dims_that_they_are():
     assert (sm3["0/mu/square/kernel/0"], sm3["0/mu/square/kernel/1"]) == (P("fsdp"), P("tp"))
 
 
-def test_factored_moments_of_a_stack_of_layers_keep_its_dim_in_front():
+def test_factored_moments_of_a_stack_keep_the_layer_dim_in_front():
     def make():
         stack = nnx.vmap(lambda key: nnx.Linear(16, 16, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 3))
         model = nnx.Dict(layers=stack)
@@ -152,18 +154,19 @@ shapes = st.lists(st.integers(1, 9), max_size=5).map(tuple)
 
 @settings(max_examples=100, deadline=None)
 @given(shapes, st.data())
-def test_any_choice_of_dims_is_told_from_the_sizes_after_growing(shape, data):
+def test_any_choice_of_dims_is_recovered_from_the_sizes_after_growing(shape, data):
     grown = _grown(shape)
     assert len(set(grown)) == len(grown) and all(a < b for a, b in zip(shape, grown, strict=True))
     assert np.argsort(shape, kind="stable").tolist() == np.argsort(grown).tolist()
-    chosen = data.draw(st.lists(st.sampled_from([None, *range(len(shape))]), max_size=4))  # None: no dim of it
+    # None: not a dim of the parameter.
+    chosen = data.draw(st.lists(st.sampled_from([None, *range(len(shape))]), max_size=4))
     before, after = ([7 if dim is None else sizes[dim] for dim in chosen] for sizes in (shape, grown))
     assert _dims(tuple(before), tuple(after), shape) == tuple(chosen)
-    assert _dims(tuple(before), (*after, 1), shape) == (None,) * len(chosen)  # another rank: nothing is known
+    assert _dims(tuple(before), (*after, 1), shape) == (None,) * len(chosen)  # another rank: unknown
 
 
 def transformation(init):
-    """An optax transformation that only has a state."""
+    """An optax transformation that has a state and does not change the updates."""
     return optax.GradientTransformation(
         lambda params: init(params), lambda updates, state, params=None: (updates, state)
     )
@@ -177,8 +180,8 @@ def abstract_of(init, mesh=None, rules=RULES, **kinds):
     return fm.abstract_state(make, mesh or fm.create_mesh((2, 2, 1, 2, 1)), rules, **kinds)["optimizer"]["opt_state"]
 
 
-def test_dims_are_told_by_structure_not_by_size():
-    def gram(x):  # Shampoo's statistics, and one that is no dim of the parameter but of its size
+def test_dims_are_recovered_by_structure_and_not_by_size():
+    def gram(x):  # statistics of Shampoo, and an array with a dim of equal size that is not a dim of the parameter
         first, last = x.shape[0], x.shape[-1]
         return {
             "left": jnp.zeros((first, first)),
@@ -189,19 +192,19 @@ def test_dims_are_told_by_structure_not_by_size():
     specs = specs_of(abstract_of(lambda params: jax.tree.map(gram, params)))
     assert specs["out/kernel/left"] == P("fsdp") and specs["out/kernel/right"] == P("tp")
     assert specs["out/kernel/history"] == P(None, None, "tp")
-    assert specs["square/kernel/left"] == P("fsdp", "tp")  # of the parameter's shape: split as far as it
+    assert specs["square/kernel/left"] == P("fsdp", "tp")  # has the shape of the parameter, and so its spec
 
 
-def test_what_is_as_large_as_its_parameter_and_would_stay_whole_is_a_finding():
+def test_replicated_arrays_as_large_as_their_parameter_are_findings():
     flat = lambda params: jax.tree.map(lambda x: jnp.zeros(x.size), params)  # noqa: E731
-    with pytest.raises(fm.ShardingError, match=r"opt_state/square/kernel: \(256,\) would stay whole: none") as error:
+    with pytest.raises(fm.ShardingError, match=r"opt_state/square/kernel: \(256,\) would be replicated") as error:
         abstract_of(flat)
     assert "opt_state/out/kernel: (512,)" in str(error.value)
-    with pytest.warns(UserWarning, match="would stay whole"):
+    with pytest.warns(UserWarning, match="would be replicated"):
         abstract_of(flat, on_mismatch="warn")
 
 
-def test_leaves_of_no_parameter_follow_the_table_and_need_no_rule_while_they_are_small():
+def test_leaves_without_a_parameter_follow_the_table_and_may_lack_a_rule_if_small():
     state = lambda params: {"table": jnp.zeros((8, 4)), "list": jnp.zeros(3)}  # noqa: E731
     assert specs_of(abstract_of(state)) == {"list": P(), "table": P()}
     assert specs_of(abstract_of(state, rules=[*RULES, ("opt_state/table", P("tp"))]))["table"] == P("tp")
@@ -209,7 +212,7 @@ def test_leaves_of_no_parameter_follow_the_table_and_need_no_rule_while_they_are
         abstract_of(lambda params: {"large": jnp.zeros((4096, 1024))})
 
 
-def test_annotated_models_have_factored_moments_too():
+def test_factored_moments_of_annotated_models():
     def make():
         init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "tp"))
         model = nnx.Linear(16, 16, kernel_init=init, rngs=nnx.Rngs(0))
@@ -220,7 +223,7 @@ def test_annotated_models_have_factored_moments_too():
     assert specs["optimizer/opt_state/0/v_col/kernel"] == P("tp")
 
 
-def test_an_optimizer_may_be_annotated_otherwise_than_its_parameters():
+def test_an_optimizer_may_be_annotated_differently_from_its_parameters():
     def make_with(names):
         def make():
             model = Net(nnx.Rngs(0))
@@ -237,7 +240,7 @@ def test_an_optimizer_may_be_annotated_otherwise_than_its_parameters():
     assert specs_of(split)["optimizer/opt_state/0/nu/out/kernel"] == P(("tp", "dp"), None)
     with pytest.raises(fm.ShardingError, match=r"opt_state/0/mu/out/kernel: its annotation .* names 'nowhere'"):
         fm.abstract_state(make_with(("nowhere", None)), mesh)
-    by_table = specs_of(fm.abstract_state(make_with(("tp", "dp")), mesh, RULES))  # which goes before annotations
+    by_table = specs_of(fm.abstract_state(make_with(("tp", "dp")), mesh, RULES))  # a table overrides the annotations
     assert by_table["optimizer/opt_state/0/mu/out/kernel"] == P("fsdp", "tp")
 
 
@@ -252,23 +255,23 @@ def bytes_per_device(state):
 @pytest.mark.parametrize(
     "name", ["adam", *[pytest.param(n, marks=pytest.mark.slow) for n in ("adafactor", "multi_steps")]]
 )
-def test_moments_split_over_dp_take_that_factor_less_and_the_step_stays(name):
+def test_sharding_moments_over_dp_divides_their_bytes_and_keeps_the_results(name):
     mesh = fm.create_mesh((4, 2, 1, 1, 1))
     _, plain = after_steps(name, mesh)
     abstract, zero = after_steps(name, mesh, shard_optimizer_over="dp")
     assert bytes_per_device(plain.to_nnx()) == 4 * bytes_per_device(zero.to_nnx()) > 0
-    for want, have in zip(jax.tree.leaves(abstract), zero.leaves, strict=True):
-        assert have.sharding == want.sharding  # also after the step
-    report, held = fm.analyze_sharding_strategy(abstract), {}
+    for expected, have in zip(jax.tree.leaves(abstract), zero.leaves, strict=True):
+        assert have.sharding == expected.sharding  # also after a step
+    report, stored = fm.analyze_sharding_strategy(abstract), {}
     for shard in (shard for leaf in zero.leaves for shard in leaf.addressable_shards):
-        held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
-    assert report.memory_per_device == held and report.optimizer_bytes < report.parameter_bytes
+        stored[shard.device] = stored.get(shard.device, 0) + shard.data.nbytes
+    assert report.memory_per_device == stored and report.optimizer_bytes < report.parameter_bytes
     assert specs_of(zero.to_nnx()["model"]) == specs_of(plain.to_nnx()["model"])
     _, alone = after_steps(name, fm.create_mesh((1, 1, 1, 1, 1), devices=jax.devices()[:1]))
     assert_close(fm.gather(zero.to_nnx()), fm.gather(alone.to_nnx()))
 
 
-def test_the_first_dim_that_divides_is_split_further():
+def test_the_first_divisible_dim_is_split_further():
     mesh = AbstractMesh((4, 2, 2), ("dp", "fsdp", "tp"))
 
     def split(*shape, spec=None):
@@ -277,7 +280,7 @@ def test_the_first_dim_that_divides_is_split_further():
     assert split(16, 8, spec=P("fsdp", "tp")) == (P(("fsdp", "dp"), "tp"), [])
     assert split(6, 8, spec=P("fsdp", "tp")) == (P("fsdp", ("tp", "dp")), [])
     assert split(3, 5, 8) == (P(None, None, "dp"), [])
-    assert split(8, spec=P("dp")) == (P("dp"), [])  # already
+    assert split(8, spec=P("dp")) == (P("dp"), [])  # already sharded over dp
     assert split(3) == split() == (P(), [])  # fewer elements than devices
     assert split_over("x", (8,), P(), mesh, ("dp", "fsdp")) == (P(("dp", "fsdp")), [])
     assert split_over("x", (6,), P(), mesh, ("dp",), min_size=7) == (P(), [])
@@ -289,7 +292,9 @@ def test_moments_that_cannot_be_split_further_are_findings():
         return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
 
     mesh = fm.create_mesh((8, 1, 1, 1, 1))
-    with pytest.raises(fm.ShardingError, match=r"mu/kernel: no dim of \(6, 10\), laid out as .*divides by 8") as error:
+    with pytest.raises(
+        fm.ShardingError, match=r"mu/kernel: no dim of \(6, 10\) with spec .* can be divided by 8"
+    ) as error:
         fm.abstract_state(make, mesh, RULES, shard_optimizer_over="dp")
     assert "nu/bias: no dim of (10,)" in str(error.value) and "min_size=61" in str(error.value)
     findings = []
@@ -297,7 +302,7 @@ def test_moments_that_cannot_be_split_further_are_findings():
     assert [finding.path.rsplit("/", 2)[-2:] for finding in findings] == [
         [m, p] for m in ("mu", "nu") for p in ("bias", "kernel")
     ]
-    assert specs_of(odd)["optimizer/opt_state/0/mu/kernel"] == P("fsdp", "tp")  # as its parameter
+    assert specs_of(odd)["optimizer/opt_state/0/mu/kernel"] == P("fsdp", "tp")  # the spec of its parameter
     small = fm.abstract_state(make, mesh, RULES, shard_optimizer_over="dp", min_size=61)
     assert set(specs_of(small).values()) == {P()}
     with pytest.raises(fm.ShardingError, match=r"to be split over \['data'\], which the mesh"):

@@ -1,4 +1,4 @@
-"""Layers are matched once only where no pattern can tell them apart; everywhere else the plain loop decides."""
+"""Matching layers only once is equivalent to matching every path: patterns that distinguish numbers are detected."""
 
 import re
 
@@ -32,12 +32,12 @@ P = PartitionSpec
         ".*",
     ],
 )
-def test_patterns_without_an_eye_for_numbers(pattern):
+def test_patterns_that_ignore_numbers(pattern):
     assert ignores_numbers(pattern)
 
 
 @pytest.mark.parametrize(
-    ("pattern", "sees", "misses"),
+    ("pattern", "match", "mismatch"),
     [
         ("layers/1/q", "layers/1/q", "layers/2/q"),
         ("[1-3]/q", "layers/1/q", "layers/4/q"),
@@ -55,18 +55,18 @@ def test_patterns_without_an_eye_for_numbers(pattern):
         (r"layers(?!/1)/\d", "layers/2", "layers/1"),
     ],
 )
-def test_patterns_that_tell_numbers_apart(pattern, sees, misses):
-    assert re.search(pattern, sees) and not re.search(pattern, misses)
-    assert without_numbers(sees) == without_numbers(misses)
+def test_patterns_that_distinguish_numbers(pattern, match, mismatch):
+    assert re.search(pattern, match) and not re.search(pattern, mismatch)
+    assert without_numbers(match) == without_numbers(mismatch)
     assert not ignores_numbers(pattern)
 
 
-def test_numbers_are_whole_parts_of_ascii_digits():
+def test_numbers_are_path_components_of_ascii_digits():
     assert without_numbers("layers/12/block_0/3x/²/7") == "layers/00/block_0/3x/²/0"
     assert has_numbers("blocks/0/layers") and not has_numbers("block_0/layers/²")
 
 
-def test_stacks_whose_path_has_numbers_are_told_apart():
+def test_stacks_with_numbers_in_their_path_are_distinguished():
     rules = PartitionRules([("w", ("mlp",))], layers=["blocks/0/layers"])
     leaf = jax.ShapeDtypeStruct((4, 4), jnp.float32)
     specs = match_partition_rules(rules, {"blocks": [{"layers": {"w": leaf}}, {"layers": {"w": leaf}}]})
@@ -110,7 +110,7 @@ paths = st.lists(parts, min_size=1, max_size=4).map("/".join)
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(patterns, min_size=1, max_size=4), st.lists(paths, min_size=1, max_size=8, unique=True))
-def test_every_leaf_gets_the_first_rule_that_is_found(patterns, paths):
+def test_the_first_rule_found_in_a_path_applies_to_every_leaf(patterns, paths):
     table = [*((pattern, P(f"axis_{i}")) for i, pattern in enumerate(patterns)), ("", P("rest"))]
     tree = nest((f"{path}/w", jax.ShapeDtypeStruct((4,), jnp.float32)) for path in paths)
     specs = match_partition_rules(PartitionRules(table), tree)
@@ -120,7 +120,7 @@ def test_every_leaf_gets_the_first_rule_that_is_found(patterns, paths):
 
 @settings(max_examples=300, deadline=None)
 @given(patterns, paths)
-def test_a_search_that_ignores_numbers_ends_the_same_without_them(pattern, path):
+def test_patterns_that_ignore_numbers_match_the_same_span_without_them(pattern, path):
     if ignores_numbers(pattern):
         found, again = re.search(pattern, path), re.search(pattern, without_numbers(path))
         assert (found and found.span()) == (again and again.span())

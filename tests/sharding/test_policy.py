@@ -1,4 +1,4 @@
-"""`on_mismatch` means the same wherever specs meet arrays, and what was left out comes back the same."""
+"""`on_mismatch` and `dropped` have the same meaning in every function that takes them."""
 
 import warnings
 
@@ -82,7 +82,7 @@ def short(spec):
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("policy", ["warn", "drop"])
-def test_what_does_not_fit_is_left_out_and_told_alike(place, policy):
+def test_all_functions_leave_out_and_report_the_same_axes(place, policy):
     dropped = []
     with warnings.catch_warnings(record=True, action="always") as caught:
         specs = PLACES[place](on_mismatch=policy, dropped=dropped)
@@ -91,7 +91,7 @@ def test_what_does_not_fit_is_left_out_and_told_alike(place, policy):
     assert problems == [
         "dim 1 has size 6, not divisible by 4 (axes ('b',) of b=4)",
         "dim 1 names mesh axis 'c', which the mesh {'a': 2, 'b': 4} lacks",
-        "dim 1 uses mesh axis 'b', which an earlier dim has already",
+        "dim 1 uses mesh axis 'b' that an earlier dim uses already",
         f"spec {SPECS['long']} has 3 dims, the array (8, 8) has 2",
     ]
     texts = [str(warning.message) for warning in caught if "left out of the sharding" in str(warning.message)]
@@ -100,6 +100,6 @@ def test_what_does_not_fit_is_left_out_and_told_alike(place, policy):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_by_default_it_is_an_error(place):
+def test_all_functions_raise_for_the_policy_error(place):
     with pytest.raises(fm.ShardingError, match=r"dim 1 |has 3 dims"):
         PLACES[place](on_mismatch="error", dropped=[])

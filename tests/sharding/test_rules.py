@@ -23,14 +23,14 @@ def tree(**shapes):
     return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
 
 
-def test_the_first_rule_found_anywhere_in_the_path_counts():
+def test_the_first_rule_found_anywhere_in_the_path_applies():
     rules = [("q/kernel", ("embed", "heads")), ("kernel$", P(None, "sp")), (".*", ())]
     params = {"layers": [{"q": {"kernel": jnp.ones((4, 4))}, "o": {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}}]}
     specs = match_partition_rules(rules, params)
     assert specs == {"layers": [{"q": {"kernel": P("fsdp", "tp")}, "o": {"kernel": P(None, "sp"), "bias": P()}}]}
 
 
-def test_nnx_paths_have_no_value_suffix_and_the_structure_is_kept():
+def test_nnx_paths_have_no_value_suffix_and_the_result_has_the_same_structure():
     state = nnx.state(nnx.Linear(4, 8, rngs=nnx.Rngs(0)))
     specs = match_partition_rules([("kernel$", ("embed", "mlp")), ("bias$", ("mlp",))], state, mesh=MESH)
     assert jax.tree.structure(specs) == jax.tree.structure(state)
@@ -44,14 +44,14 @@ def test_moments_follow_their_parameter_by_path():
     assert specs[0].count == P()
 
 
-def test_scalars_small_leaves_and_non_arrays_stay_whole_without_a_rule():
+def test_scalars_small_leaves_and_non_arrays_are_replicated_without_a_rule():
     leaves = {"scalar": jnp.ones(()), "one": jnp.ones((1, 1)), "text": "no array", "number": 3, "w": jnp.ones((4, 4))}
     specs = match_partition_rules([("w", ("embed", None))], leaves)
     assert specs == {"scalar": P(), "one": P(), "text": P(), "number": P(), "w": P("fsdp", None)}
     assert match_partition_rules([("w", ("embed", None))], {"w": jnp.ones((4, 4))}, min_size=17) == {"w": P()}
 
 
-def test_all_unmatched_leaves_stand_in_one_error():
+def test_all_unmatched_leaves_are_listed_in_one_error():
     with pytest.raises(ShardingError, match="Partition rule not found for param: a ") as error:
         match_partition_rules([("kernel", ())], tree(a=(2, 2), kernel=(2, 2), b=(3, 3)))
     assert "Partition rule not found for param: b (3, 3)" in str(error.value)
@@ -59,7 +59,7 @@ def test_all_unmatched_leaves_stand_in_one_error():
     assert isinstance(error.value, ValueError)
 
 
-def test_everything_that_does_not_fit_stands_in_one_error():
+def test_all_mismatches_are_listed_in_one_error():
     rules = [
         ("long", ("embed", "heads", None)),
         ("unknown", P("model")),
@@ -76,11 +76,11 @@ def test_everything_that_does_not_fit_stands_in_one_error():
     assert "unknown: dim 0 of rule 'unknown' names mesh axis 'model', which the mesh" in text
     assert "uneven: dim 1 has size 7, not divisible by 2 (axes ('tp',) of tp=2)" in text
     assert "Use a mesh where tp divides 7, or map dim 1 of rule 'uneven' to None" in text
-    assert "twice: dim 1 of rule 'twice' uses mesh axis 'tp', which an earlier dim has already" in text
-    assert "lost: dim 1 ('mlp') wants mesh axis 'tp', which an earlier dim has" in text
+    assert "twice: dim 1 of rule 'twice' uses mesh axis 'tp' that an earlier dim uses already" in text
+    assert "lost: dim 1 ('mlp') resolves to mesh axis 'tp', which an earlier dim uses" in text
 
 
-def test_drop_and_warn_leave_out_only_what_does_not_fit():
+def test_drop_and_warn_leave_out_only_mesh_axes_that_do_not_fit():
     rules = [("w", ("embed", "heads"))]
     assert match_partition_rules(rules, tree(w=(4, 7)), mesh=MESH, on_mismatch="drop") == {"w": P("fsdp", None)}
     with pytest.warns(UserWarning, match="left out of the sharding:\nw: dim 1 has size 7"):
@@ -89,7 +89,7 @@ def test_drop_and_warn_leave_out_only_what_does_not_fit():
         match_partition_rules(rules, tree(w=(4, 4)), on_mismatch="trim")  # pyright: ignore[reportArgumentType]
 
 
-def test_what_is_left_out_comes_back_as_the_findings_of_the_error():
+def test_dropped_contains_the_findings_of_the_error():
     rules = [("w", ("embed", "heads")), ("v", P("tp", "tp"))]
     with pytest.raises(ShardingError) as error:
         match_partition_rules(rules, tree(w=(4, 7), v=(4, 4)), mesh=MESH)
@@ -104,12 +104,12 @@ def test_what_is_left_out_comes_back_as_the_findings_of_the_error():
         assert len(caught) == (policy == "warn") and all(str(error.value) in str(one.message) for one in caught)
 
 
-def test_leaves_without_a_rule_stand_beside_what_does_not_fit():
+def test_leaves_without_a_rule_and_mismatches_are_listed_in_one_error():
     with pytest.raises(ShardingError, match=r"rule not found for param: a \(2, 2\)\n.*\nw: dim 1 has size 7"):
         match_partition_rules([("w", ("embed", "heads"))], tree(a=(2, 2), w=(4, 7)), mesh=MESH, on_mismatch="drop")
 
 
-def test_the_dims_of_a_stack_are_counted_as_the_rule_has_them():
+def test_dims_of_a_stack_are_counted_without_the_layer_dim():
     rules = PartitionRules(
         [
             ("long", (None, "mlp", None)),
@@ -126,11 +126,12 @@ def test_the_dims_of_a_stack_are_counted_as_the_rule_has_them():
     assert f"spec {P(None, 'tp', None)} of rule 'long' has 3 dims, one layer of the array (3, 4, 4) has 2" in long
     assert "dim 2 (dim 1 of a layer) has size 7, not divisible by 2" in odd
     assert odd.endswith("or map dim 1 of rule 'odd' to None.")
-    assert "layers/s: dim 1 has size 7" in s and s.endswith("or map dim 1 of rule 's' to None.")  # it names the layers
-    assert "dim 1 of rule 'twice' uses mesh axis 'tp', which an earlier dim has already" in twice
+    # The rule "s" names the layer dim itself.
+    assert "layers/s: dim 1 has size 7" in s and s.endswith("or map dim 1 of rule 's' to None.")
+    assert "dim 1 of rule 'twice' uses mesh axis 'tp' that an earlier dim uses already" in twice
 
 
-def test_without_a_mesh_sizes_and_axis_names_are_not_judged():
+def test_without_a_mesh_sizes_and_axis_names_are_not_checked():
     assert match_partition_rules([("w", P("model", "x"))], tree(w=(3, 7))) == {"w": P("model", "x")}
 
 
@@ -145,26 +146,26 @@ def test_the_layer_dim_of_a_scanned_stack_comes_before_the_rule():
     assert moments["mu"]["layers"]["q"] == P(None, "fsdp", "tp")
 
 
-def test_bad_rules_are_named_at_once():
+def test_all_invalid_rules_are_listed_in_one_error():
     with pytest.raises(ShardingError, match=r"rule 1: '\(q' is no regular expression") as error:
         PartitionRules([("(q", ()), ("k", ("embd",))])
     assert "rule 2, 'k' -> ('embd',): unknown logical axis 'embd'" in str(error.value)
 
 
-def test_rules_of_another_form_are_named_at_once():
+def test_all_malformed_rules_are_listed_in_one_error():
     with pytest.raises(ShardingError) as error:
         PartitionRules([("a", "embed"), ("b",), (P(), "b"), ("c", ("embed", ("fsdp", "tp"))), ("d", None), ("e", 3)])  # pyright: ignore
     assert str(error.value).splitlines() == [
-        "rule 1, 'a': dims are a tuple or a PartitionSpec, got 'embed'.",
+        "rule 1, 'a': dims must be a tuple or a PartitionSpec, got 'embed'.",
         "rule 2 is ('b',): write (pattern, dims).",
         f"rule 3 is {(P(), 'b')}: write (pattern, dims).",
-        "rule 4, 'c' -> ('embed', ('fsdp', 'tp')): each dim is one logical axis or None. "
-        "Write P(...) for mesh axes, several of which may split one dim.",
-        "rule 6, 'e': dims are a tuple or a PartitionSpec, got 3.",
+        "rule 4, 'c' -> ('embed', ('fsdp', 'tp')): each dim must be one logical axis or None. "
+        "For mesh axes, of which several may split one dim, write a PartitionSpec.",
+        "rule 6, 'e': dims must be a tuple or a PartitionSpec, got 3.",
     ]
 
 
-def test_explain_tells_the_rule_the_spec_and_what_shadows():
+def test_explain_reports_the_rule_the_spec_and_later_matches():
     rules = PartitionRules([("q/kernel", ("embed", "heads")), ("kernel", ())], layers="layers")
     text = rules.explain("layers/q/kernel")
     assert f"rule 1 of 2, 'q/kernel' -> ('embed', 'heads') -> {P(None, 'fsdp', 'tp')}" in text
@@ -198,7 +199,7 @@ entries = st.sampled_from([None, "dp", "fsdp", "tp", "sp", ("fsdp", "tp"), ("dp"
 
 
 @given(st.lists(entries, max_size=4), st.lists(st.integers(1, 12), max_size=4))
-def test_what_is_kept_fits_and_what_is_dropped_is_reported(spec, shape):
+def test_fitted_specs_fit_and_dropped_axes_are_reported(spec, shape):
     kept, findings = fit_spec("w", shape, P(*spec), MESH)
     again, none = fit_spec("w", shape, kept, MESH)
     assert again == kept and not none
@@ -206,5 +207,5 @@ def test_what_is_kept_fits_and_what_is_dropped_is_reported(spec, shape):
     assert len(used) == len(set(used)) and len(kept) <= len(shape)
     for size, entry in zip(shape, kept, strict=False):
         assert size % np.prod([MESH.shape[a] for a in as_tuple(entry)], dtype=int) == 0
-    wanted = [a for e in spec for a in as_tuple(e)]
-    assert bool(findings) == (used != wanted or len(spec) > len(shape))
+    requested = [a for e in spec for a in as_tuple(e)]
+    assert bool(findings) == (used != requested or len(spec) > len(shape))

@@ -1,4 +1,4 @@
-"""Whole trees between host and devices: what comes back, what is compiled, what is held meanwhile."""
+"""Transfers of trees between host and devices: results, compilations and memory."""
 
 import weakref
 from pathlib import Path
@@ -30,15 +30,15 @@ def host_tree():
     return {
         "a": rng.normal(size=(8, 16)).astype(np.float32),
         "b": {"c": jnp.asarray(rng.normal(size=(16,)), jnp.bfloat16), "n": np.arange(8, dtype=np.int32)},
-        "whole": np.float32(3.0),
+        "replicated": np.float32(3.0),
     }
 
 
-SPECS = {"a": P("fsdp", "tp"), "b": {"c": P(("dp", "fsdp")), "n": P("tp")}, "whole": P()}
+SPECS = {"a": P("fsdp", "tp"), "b": {"c": P(("dp", "fsdp")), "n": P("tp")}, "replicated": P()}
 
 
 @pytest.mark.parametrize("classic", [False, True])
-def test_shard_then_gather_gives_the_tree_back(classic):
+def test_gather_after_shard_returns_the_same_tree(classic):
     mesh, tree = meshes()["dp2fsdp2tp2"], host_tree()
     if classic:
         shard_fns, gather_fns = fm.make_shard_and_gather_fns(SPECS, mesh)
@@ -57,7 +57,7 @@ def test_shard_then_gather_gives_the_tree_back(classic):
         assert after.dtype == before.dtype and np.array_equal(np.asarray(before), after)
 
 
-def test_shard_takes_the_mesh_in_context_and_casts_floating_leaves():
+def test_shard_uses_the_mesh_in_context_and_casts_floating_leaves():
     mesh = meshes()["fsdp8"]
     with jax.set_mesh(mesh):
         sharded = fm.shard(
@@ -68,13 +68,13 @@ def test_shard_takes_the_mesh_in_context_and_casts_floating_leaves():
         fm.make_shard_and_gather_fns({"a": P("fsdp")})
 
 
-def test_shard_lists_what_does_not_divide():
+def test_shard_lists_all_dims_that_are_not_divisible():
     with pytest.raises(fm.ShardingError, match="a: dim 0 has size 6, not divisible by 8") as error:
         fm.shard({"a": np.ones(6), "b": np.ones(9)}, {"a": P("fsdp"), "b": P("fsdp")}, meshes()["fsdp8"])
     assert "b: dim 0 has size 9" in str(error.value)
 
 
-def test_nothing_is_compiled_for_numpy_and_sharded_leaves_also_after_a_rebuild(compilations):
+def test_nothing_is_compiled_for_numpy_and_sharded_leaves(compilations):
     mesh = meshes()["dp2fsdp2tp2"]
     tree = jax.tree.map(np.asarray, host_tree())
     sharded = fm.shard(tree, SPECS, mesh)
@@ -87,10 +87,10 @@ def test_nothing_is_compiled_for_numpy_and_sharded_leaves_also_after_a_rebuild(c
     fm.gather(fm.shard(tree, SPECS, mesh))
     assert not compilations
     jax.jit(lambda x: x * 17.25)(np.ones(3))
-    assert compilations  # it does hear
+    assert compilations  # the fixture does count compilations
 
 
-def test_one_device_inputs_compile_at_most_once_a_shape_also_after_a_rebuild(compilations):
+def test_inputs_on_one_device_compile_at_most_once_per_shape(compilations):
     mesh = meshes()["dp2fsdp2tp2"]
     tree = [
         jax.device_put(np.full(shape, i, np.float32), jax.devices()[2])
@@ -106,7 +106,7 @@ def test_one_device_inputs_compile_at_most_once_a_shape_also_after_a_rebuild(com
     assert 0 < len(compilations) <= 2
 
 
-def test_casts_happen_on_the_host_and_compile_nothing(compilations):
+def test_casts_are_on_the_host_and_compile_nothing(compilations):
     mesh = meshes()["fsdp8"]
     one = jax.device_put(np.full((8, 2), 1 / 3, np.float32), jax.devices()[3])
     keys = jax.device_put(jax.random.split(jax.random.key(0), 8), NamedSharding(mesh, P("fsdp")))
@@ -124,35 +124,36 @@ def test_casts_happen_on_the_host_and_compile_nothing(compilations):
     assert back["numpy"].dtype == np.float32 and back["ints"].dtype == np.int32 and back["flag"].dtype == np.bool_
     np.testing.assert_array_equal(back["one"], np.full((8, 2), 1 / 3, jnp.bfloat16).astype(np.float32))
     assert not compilations
-    again = fm.shard(placed, P("fsdp"), mesh, dtype=np.float32)  # on several devices: one for each array
+    again = fm.shard(placed, P("fsdp"), mesh, dtype=np.float32)  # on several devices, a cast is compiled per array
     assert again["one"].dtype == np.float32 and again["one"].sharding == NamedSharding(mesh, P("fsdp"))
 
 
-def test_specs_may_be_a_spec_for_all_shardings_or_an_abstract_state():
+def test_specs_may_be_one_spec_shardings_arrays_or_an_abstract_state():
     mesh = meshes()["dp2fsdp2tp2"]
     make = lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0))  # noqa: E731
     abstract = fm.abstract_state(make, mesh, [("kernel", P("fsdp", "tp")), ("bias", P("tp"))])
     state = nnx.state(make())
-    want = {"kernel": NamedSharding(mesh, P("fsdp", "tp")), "bias": NamedSharding(mesh, P("tp"))}
-    layouts = {"abstract": abstract, "shardings": want, "of arrays": fm.init_state(make, abstract)}
+    expected = {"kernel": NamedSharding(mesh, P("fsdp", "tp")), "bias": NamedSharding(mesh, P("tp"))}
+    layouts = {"abstract": abstract, "shardings": expected, "of arrays": fm.init_state(make, abstract)}
     for name, specs in layouts.items():
         placed = fm.shard(state, specs)
-        assert {path: x.sharding for path, x in fm.named_leaves(placed)} == want, name
+        assert {path: x.sharding for path, x in fm.named_leaves(placed)} == expected, name
         assert isinstance(placed, nnx.State)
     assert all(
         x.is_fully_replicated and len(x.sharding.device_set) == 8 for x in jax.tree.leaves(fm.shard(state, P(), mesh))
     )
     with pytest.raises(
-        fm.ShardingError, match="specs must be a tree of the same structure:\nbias: no spec\nbeta: a spec"
+        fm.ShardingError,
+        match="specs must be a tree of the same structure:\nbias: missing in specs\nbeta: in specs, but",
     ):
         fm.shard(state, {"kernel": P(), "beta": P()}, mesh)
-    with pytest.raises(fm.ShardingError, match="no sharding for kernel in specs"):
+    with pytest.raises(fm.ShardingError, match="arrays with a sharding, and these are not: kernel"):
         fm.shard(state, {"kernel": 3, "bias": P()}, mesh)
-    with pytest.raises(fm.ShardingError, match="arrays need devices, and the specs are for an AbstractMesh"):
+    with pytest.raises(fm.ShardingError, match="only on a mesh of devices, but the specs are for an AbstractMesh"):
         fm.shard(state, P(), AbstractMesh((2,), ("a",)))  # pyright: ignore[reportArgumentType]
 
 
-def test_what_does_not_fit_follows_the_policy():
+def test_mesh_axes_that_do_not_fit_follow_the_policy():
     mesh = meshes()["fsdp8"]
     tree, specs = (
         {"a": np.ones((6, 8)), "b": np.ones(8), "c": np.ones(8)},
@@ -174,13 +175,13 @@ def test_what_does_not_fit_follows_the_policy():
     shard_fns, _ = fm.make_shard_and_gather_fns(specs, mesh, on_mismatch="drop", dropped=findings)
     for _ in range(2):
         assert shard_fns["a"](tree["a"]).sharding.spec == P(None, "tp")
-    assert [f.path for f in findings] == ["a", "b", "a"]  # once
+    assert [f.path for f in findings] == ["a", "b", "a"]  # once per shape
 
 
-# --- memory kinds, other layouts, donation ---
+# --- memory kinds, resharding, donation ---
 
 
-def test_a_tree_goes_to_the_memory_of_the_host_and_back(compilations):
+def test_a_tree_is_offloaded_to_host_memory_and_back(compilations):
     mesh, tree = meshes()["dp2fsdp2tp2"], {"a": np.arange(128.0, dtype=np.float32).reshape(8, 16), "n": np.arange(8)}
     specs = {"a": P("fsdp", "tp"), "n": P("tp")}
     direct = fm.shard(tree, specs, mesh, memory_kind="pinned_host")
@@ -195,7 +196,7 @@ def test_a_tree_goes_to_the_memory_of_the_host_and_back(compilations):
     assert not compilations
 
 
-def test_reshard_changes_what_is_asked_and_nothing_else():
+def test_reshard_changes_only_what_is_passed():
     meshes_ = meshes()
     half = fm.create_mesh((4,), ("fsdp",), devices=jax.devices()[4:])
     values = np.arange(128.0, dtype=np.float32).reshape(8, 16)
@@ -212,12 +213,15 @@ def test_reshard_changes_what_is_asked_and_nothing_else():
         np.testing.assert_array_equal(fm.gather(found)["a"].astype(np.float32), values)
     assert cases[-1][0]["a"].dtype == jnp.bfloat16
     assert fm.reshard(x)["a"] is x["a"]
-    with pytest.raises(fm.ShardingError, match=r"reshard: n, one lie on no mesh. Place them with shard\(tree"):
+    with pytest.raises(
+        fm.ShardingError,
+        match=r"reshard requires arrays on a mesh, and these are not: n, one. Place them with shard\(tree",
+    ):
         fm.reshard({"a": x["a"], "n": np.ones(3), "one": jnp.ones(3)}, P())
 
 
 class Counted(np.ndarray):
-    """Notes at every read how many arrays of its kind are alive."""
+    """Records at every read how many arrays of this class are alive."""
 
     alive: "list[weakref.ref[Counted]]" = []  # noqa: RUF012
     seen: "list[int]" = []  # noqa: RUF012
@@ -233,14 +237,14 @@ def counted_tree():
     return leaves
 
 
-def test_donated_numpy_leaves_are_let_go_one_by_one():
+def test_donated_numpy_leaves_are_freed_one_by_one():
     mesh = meshes()["fsdp8"]
     placed = fm.shard(counted_tree(), P("fsdp"), mesh, donate=True)
     assert sorted(set(Counted.seen), reverse=True) == [4, 3, 2, 1] and Counted.seen[0] == 4
     np.testing.assert_array_equal(fm.gather(placed)[3], np.full((8, 4), 3.0))
     kept = counted_tree()
     fm.shard(kept, P("fsdp"), mesh, donate=True)
-    assert set(Counted.seen) == {4}  # the caller has them still
+    assert set(Counted.seen) == {4}  # the caller still has references
 
 
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
@@ -253,11 +257,11 @@ def test_donating_arrays_is_safe_on_cpu(dtype):
         assert not x["a"].is_deleted() and fm.gather(x)["a"].sum() == 64
 
 
-# --- gathering in a stream ---
+# --- streamed gather ---
 
 
 def layouts():
-    """Arrays whose shards lie in many ways."""
+    """Arrays with many different shardings."""
     mesh = meshes()["dp2fsdp2tp2"]
     values = np.random.default_rng(0).normal(size=(8, 16, 4)).astype(np.float32)
     specs = [P(), P("fsdp"), P(None, ("tp", "dp")), P("dp", "fsdp", "tp"), P(("dp", "fsdp", "tp"))]
@@ -277,7 +281,7 @@ def layouts():
 
 
 @pytest.mark.parametrize("limit", [1, 200, 10**9])
-def test_a_stream_gives_what_gathering_at_once_gives(limit, compilations):
+def test_a_streamed_gather_equals_gathering_at_once(limit, compilations):
     tree = layouts()
     at_once = fm.gather(tree)
     compilations.clear()
@@ -287,15 +291,15 @@ def test_a_stream_gives_what_gathering_at_once_gives(limit, compilations):
     for name, x in streamed.items():
         assert isinstance(x, np.ndarray) and x.dtype == at_once[name].dtype, name
         np.testing.assert_array_equal(x, at_once[name])
-    streamed["P()"][:] = 0  # its own memory, no copy that JAX keeps
+    streamed["P()"][:] = 0  # its own memory, not the host copy that JAX caches
     assert fm.gather(tree["P()"]).any()
     assert fm.gather(tree["one"], bytes_in_flight=limit, dtype=np.float16).dtype == np.int32
     assert fm.gather(tree["bf16"], bytes_in_flight=limit, dtype=np.float32).dtype == np.float32
 
 
 def peak_of(fn) -> int:
-    """Bytes by which the resident memory of this process rises at most while `fn` runs."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    """Peak increase of the resident memory of this process, in bytes, while `fn` runs."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = status_bytes("VmRSS")
     fn()
     return status_bytes("VmHWM") - before
@@ -306,45 +310,48 @@ def status_bytes(name) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs the peak of resident memory, as in Linux")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="requires the peak of resident memory, as on Linux"
+)
 def test_gathering_replicates_nothing_on_devices():
     mesh, size = meshes()["fsdp8"], 32 * 2**20
     x, y, z = (fm.shard(np.ones((8, size // 32), np.float32), P("fsdp"), mesh) for _ in range(3))
     assert peak_of(lambda: fm.gather(x)) < 4 * size
     assert peak_of(lambda: fm.gather(y, bytes_in_flight=2**20)) < 4 * size
-    assert peak_of(lambda: jax.block_until_ready(fm.reshard(z, P()))) > 5 * size  # what it would be: 8
+    # For comparison: replicating on 8 devices allocates 8 times the size.
+    assert peak_of(lambda: jax.block_until_ready(fm.reshard(z, P()))) > 5 * size
 
 
 class Piece:
-    """A shard on its way: counts the bytes of all that have started and not landed."""
+    """A fake shard. The class counts the bytes of all transfers that have started and not finished."""
 
-    flying = 0
+    in_flight = 0
     most = 0
 
     def __init__(self, nbytes):
         self.nbytes = nbytes
 
     def copy_to_host_async(self):
-        Piece.flying += self.nbytes
-        Piece.most = max(Piece.most, Piece.flying)
+        Piece.in_flight += self.nbytes
+        Piece.most = max(Piece.most, Piece.in_flight)
 
     def __array__(self, dtype=None, copy=None):
-        Piece.flying -= self.nbytes
+        Piece.in_flight -= self.nbytes
         return np.array(self.nbytes)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 120))
-def test_no_more_than_the_limit_is_in_flight_and_no_room_is_left_unused(sizes, limit):
-    Piece.flying = Piece.most = 0
-    landed = [(name, int(data)) for name, data in in_turn(((i, Piece(n)) for i, n in enumerate(sizes)), limit)]
-    assert landed == list(enumerate(sizes)) and Piece.flying == 0
+def test_bytes_in_flight_never_exceed_the_limit_and_use_it(sizes, limit):
+    Piece.in_flight = Piece.most = 0
+    finished = [(name, int(data)) for name, data in in_turn(((i, Piece(n)) for i, n in enumerate(sizes)), limit)]
+    assert finished == list(enumerate(sizes)) and Piece.in_flight == 0
     assert Piece.most <= max([limit, *sizes])
     if sum(sizes) <= limit:
         assert Piece.most == sum(sizes)  # all at once
 
 
-def test_bad_arguments_of_gather_are_named():
+def test_invalid_arguments_of_gather_are_errors():
     with pytest.raises(ValueError, match="bytes_in_flight must be at least 1, got 0"):
         fm.gather(jnp.ones(3), bytes_in_flight=0)
     with pytest.raises(ValueError, match="remote must be 'error', 'leave' or 'collect', got 'all'"):

@@ -1,4 +1,4 @@
-"""TrainState.with_state: the train state of another tree with the same paths."""
+"""TrainState.with_state: a train state with the leaves of another tree with the same paths."""
 
 import jax
 import numpy as np
@@ -6,8 +6,9 @@ import optax
 import pytest
 from flax import nnx
 
-from flax_mesh import abstract_state, create_mesh, init_state, map_named, named_leaves
-from flax_mesh.step import abstract_train_state
+from flax_mesh import abstract_state, create_mesh, init_state, named_leaves
+from flax_mesh.train import abstract_train_state
+from flax_mesh.tree import map_named
 
 
 def make():
@@ -21,27 +22,27 @@ def abstract():
 
 
 @pytest.mark.parametrize("kind", [lambda state: state, nnx.State.to_pure_dict])
-def test_a_state_of_the_same_paths_becomes_a_train_state_of_the_same_definition(kind, abstract):
+def test_with_state_takes_the_leaves_and_keeps_the_definition(kind, abstract):
     layout, state = abstract_train_state(make, abstract), init_state(make, abstract)
     got = layout.with_state(kind(state))
     assert got.definition is layout.definition
-    kernels = [layer.kernel[...] for layer in got.merge()[0].layers]  # more than ten: 10 comes before 2 as text
-    want = dict(named_leaves(state))
+    kernels = [layer.kernel[...] for layer in got.merge()[0].layers]  # more than ten layers: as text, 10 sorts before 2
+    expected = dict(named_leaves(state))
     assert len(kernels) == 11
-    assert all(np.array_equal(kernel, want[f"model/layers/{i}/kernel"]) for i, kernel in enumerate(kernels))
+    assert all(np.array_equal(kernel, expected[f"model/layers/{i}/kernel"]) for i, kernel in enumerate(kernels))
 
 
-def test_every_path_that_differs_is_named(abstract):
+def test_with_state_names_every_path_that_differs(abstract):
     layout = abstract_train_state(make, abstract)
     other = {"model": abstract["model"], "more": 1, "optimizer": {"step": 0}}
-    with pytest.raises(ValueError, match="as `to_nnx\\(\\)` returns them") as error:
+    with pytest.raises(ValueError, match="must have the same paths as `to_nnx\\(\\)`") as error:
         layout.with_state(other)
     lines = str(error.value).splitlines()[1:]
     assert "  more: unknown" in lines and "  optimizer/opt_state/0/mu/layers/10/kernel: missing" in lines
     assert len(lines) == 1 + 2 * 22 + 1 and not any("  model/" in line or "/step" in line for line in lines)
 
 
-def test_leaves_are_matched_by_path(abstract):
+def test_with_state_matches_leaves_by_path(abstract):
     layout = abstract_train_state(make, abstract)
     named = map_named(lambda path, _: path, layout.to_nnx())
     assert layout.with_state(named).leaves[0] == "model/layers/0/bias"

@@ -1,4 +1,4 @@
-"""The step against a plain loop over one device, for models and losses that are not ours."""
+"""The train step against a plain Flax and optax loop on one device, for models and losses of the tests."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ RULES = [("kernel$", ("embed", "mlp")), (".*", ())]
 
 
 class Net(nnx.Module):
-    """Dropout and BatchNorm: random streams and statistics; `seen` counts its calls."""
+    """A model with dropout and, optionally, BatchNorm. `seen` counts its calls."""
 
     def __init__(self, rngs: nnx.Rngs, rate: float = 0.0, norm: bool = False):
         self.layers = nnx.List([nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)])
@@ -35,11 +35,11 @@ class Net(nnx.Module):
 
 
 def make(optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)), **kinds):  # noqa: B008
-    def made():
+    def create():
         model = Net(nnx.Rngs(0), **kinds)
         return model, nnx.Optimizer(model, optimizer, wrt=nnx.Param)
 
-    return made
+    return create
 
 
 def start(maker, mesh=None):
@@ -60,7 +60,7 @@ def weighted_loss(model, batch):
 
 
 def run(loss_fn, state, batches, **kinds):
-    """(state, rows of metrics) after a step a batch."""
+    """(state, rows of metrics) after one step per batch."""
     step = make_train_step(loss_fn, state, **kinds)
     rows = []
     for b in batches:
@@ -75,7 +75,7 @@ def assert_same_leaves(a, b, **tolerance):
             np.testing.assert_allclose(x, y, err_msg=path, **tolerance)
 
 
-def test_a_step_is_the_plain_flax_and_optax_step():
+def test_a_step_equals_the_plain_flax_and_optax_step():
     state = start(make())
     model, optimizer = state.merge()
     plain_model, plain_optimizer = nnx.clone(model), nnx.clone(optimizer)
@@ -96,16 +96,17 @@ def test_a_step_is_the_plain_flax_and_optax_step():
 
 
 @pytest.mark.parametrize("parts", [2, 4])
-def test_accumulation_is_right_where_microbatches_weigh_differently(parts):
+def test_accumulation_is_correct_for_microbatches_of_different_weight(parts):
     live = np.array([1] * 4 + [1, 0, 0, 0] + [0] * 4 + [0, 1, 1, 0], np.float32)  # weights 4, 1, 0, 2
-    whole, rows = run(weighted_loss, start(make()), [batch(live=live)] * 2)
-    cut, cut_rows = run(weighted_loss, start(make()), [batch(live=live)] * 2, num_microbatches=parts)
-    for a, b in zip(rows, cut_rows, strict=True):
+    full, rows = run(weighted_loss, start(make()), [batch(live=live)] * 2)
+    split, split_rows = run(weighted_loss, start(make()), [batch(live=live)] * 2, num_microbatches=parts)
+    for a, b in zip(rows, split_rows, strict=True):
         for name in ("loss", "grad_norm", "weight", "errors"):
             np.testing.assert_allclose(a[name], b[name], rtol=1e-5, err_msg=name)
-    assert [int(s.merge()[0].seen[...]) for s in (whole, cut)] == [2, 2 * parts]  # threaded through the microbatches
+    # `seen` is carried from one microbatch to the next.
+    assert [int(s.merge()[0].seen[...]) for s in (full, split)] == [2, 2 * parts]
 
-    def mean_of_means(model, b):  # the common mistake: a mean per microbatch
+    def mean_of_means(model, b):  # a common mistake: the mean over each microbatch
         loss, weight, _ = weighted_loss(model, b)
         return loss / jnp.maximum(weight, 1.0)
 
@@ -113,17 +114,17 @@ def test_accumulation_is_right_where_microbatches_weigh_differently(parts):
     assert abs(wrong[0]["loss"] - rows[0]["loss"]) > 1e-2
 
 
-def test_a_batch_without_weight_changes_no_parameter_by_gradients():
+def test_a_batch_of_weight_zero_has_a_zero_gradient():
     state, rows = run(weighted_loss, start(make()), [batch(live=np.zeros(16, np.float32))])
     assert rows[0]["loss"] == rows[0]["grad_norm"] == 0
     assert all(np.isfinite(x).all() for p, x in named_leaves(state.to_nnx()) if "rngs" not in p)
 
 
-def test_statistics_come_back_updated_on_a_mesh_as_on_one_device():
+def test_batch_statistics_are_the_same_on_a_mesh_as_on_one_device():
     mesh = create_mesh((2, 2, 1, 2, 1))
     place = NamedSharding(mesh, PartitionSpec(("fsdp", "dp")))
     batches = [batch(seed=i) for i in range(3)]
-    # Not Adam: a bias before a norm has no gradient, and Adam would make steps of its rounding errors.
+    # Not Adam: the gradient of a bias before a norm is zero but for rounding errors, which Adam scales to full steps.
     maker = make(norm=True, optimizer=optax.sgd(0.1, momentum=0.9))
     one, _ = run(weighted_loss, start(maker), batches)
     sharded = [jax.device_put(b, place) for b in batches]
@@ -132,11 +133,11 @@ def test_statistics_come_back_updated_on_a_mesh_as_on_one_device():
     first = start(maker, mesh)
     assert not np.allclose(first.merge()[0].norm.mean[...], eight.merge()[0].norm.mean[...])
     for (path, a), (_, b) in zip(named_leaves(first.to_nnx()), named_leaves(eight.to_nnx()), strict=True):
-        assert a.sharding.is_equivalent_to(b.sharding, a.ndim), path  # no layout drifts
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim), path  # no sharding changes
 
 
 @pytest.mark.slow
-def test_dropout_masks_are_those_of_seed_step_and_microbatch_whatever_the_mesh():
+def test_dropout_masks_depend_on_seed_step_and_microbatch_but_not_on_the_mesh():
     def masks(model, b):
         kept = model.drop(jnp.ones_like(b["x"])) > 0
         return jnp.sum((model(b["x"]) - 1.0) ** 2), 1.0, {"mask": jnp.sum(kept * 2.0 ** jnp.arange(8))}
@@ -148,18 +149,18 @@ def test_dropout_masks_are_those_of_seed_step_and_microbatch_whatever_the_mesh()
 
     one = seen()
     assert one == seen(create_mesh((2, 2, 1, 2, 1)))
-    assert one[0] != one[1]  # another step, another mask
+    assert one[0] != one[1]  # different steps have different masks
     assert one != seen(seed=1)
     assert one != seen(parts=2)
 
-    def first_mask(model, b):  # of each microbatch alone
+    def first_mask(model, b):  # of each microbatch separately
         return masks(model, b)[0], 1.0, {"product": jnp.prod(masks(model, b)[2]["mask"])}
 
     _, rows = run(first_mask, start(make(rate=0.5)), [batch()], num_microbatches=2)
     assert np.isfinite(rows[0]["product"])
 
 
-def test_a_scanned_stack_has_the_streams_of_the_list_it_stands_for():
+def test_a_scanned_stack_has_the_same_streams_as_the_list_of_its_layers():
     keys = nnx.Rngs(0)
     listed = nnx.state(nnx.Dict(layers=nnx.List([nnx.Dropout(0.5, rngs=keys) for _ in range(3)])))
     stacked = nnx.state(
@@ -174,7 +175,7 @@ def test_a_scanned_stack_has_the_streams_of_the_list_it_stands_for():
         ).any()
 
 
-def test_the_table_of_the_model_names_its_layers_and_an_argument_overrides_it():
+def test_layers_default_to_those_of_the_model_and_an_argument_overrides_them():
     @partitioned([(".*", ())], layers="layers")
     class Drops(nnx.Module):
         def __init__(self):
@@ -185,40 +186,40 @@ def test_the_table_of_the_model_names_its_layers_and_an_argument_overrides_it():
         def __call__(self, x):
             return nnx.vmap(lambda drop: drop(x))(self.layers) * self.scale
 
-    def made():
+    def create():
         model = Drops()
         return model, nnx.Optimizer(model, optax.sgd(0.0), wrt=nnx.Param)
 
     mask = lambda model, b: (0.0, 1.0, {"mask": jnp.sum(model(jnp.ones(64)) * 2.0 ** jnp.arange(3)[:, None])})  # noqa: E731
-    seen = lambda **kinds: float(run(mask, start(made), [batch()], **kinds)[1][0]["mask"])  # noqa: E731
+    seen = lambda **kinds: float(run(mask, start(create), [batch()], **kinds)[1][0]["mask"])  # noqa: E731
     assert seen() == seen(layers="layers") == seen(layers=["layers"])
     assert seen() != seen(layers=())
 
 
-def test_a_scalar_loss_counts_once_per_microbatch():
+def test_a_scalar_loss_has_weight_one_per_microbatch():
     scalar = lambda model, b: jnp.mean((model(b["x"]) - 1.0) ** 2)  # noqa: E731
-    whole = run(scalar, start(make()), [batch()])[1][0]
-    cut = run(scalar, start(make()), [batch()], num_microbatches=4)[1][0]
-    np.testing.assert_allclose(whole["loss"], cut["loss"], rtol=1e-6)
-    np.testing.assert_allclose(whole["grad_norm"], cut["grad_norm"], rtol=1e-5)
-    with pytest.raises(ValueError, match=r"batch dims .*16.* cannot be cut into 3 equal microbatches"):
+    full = run(scalar, start(make()), [batch()])[1][0]
+    split = run(scalar, start(make()), [batch()], num_microbatches=4)[1][0]
+    np.testing.assert_allclose(full["loss"], split["loss"], rtol=1e-6)
+    np.testing.assert_allclose(full["grad_norm"], split["grad_norm"], rtol=1e-5)
+    with pytest.raises(ValueError, match="16 rows, not divisible into 3 microbatches"):
         run(scalar, start(make()), [batch()], num_microbatches=3)
 
 
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (lambda loss: (loss,), r"returned a tuple of 1; it must return \(loss_sum, weight\)"),
+        (lambda loss: (loss,), r"must return \(loss_sum, weight\).*; it returned a tuple of 1"),
         (lambda loss: (jnp.ones(3) * loss, 1.0), r"must return scalars, got loss \(3,\)"),
-        (lambda loss: (loss, 1.0, {"loss": loss}), "must not be called loss"),
+        (lambda loss: (loss, 1.0, {"loss": loss}), "must not be named loss"),
     ],
 )
-def test_a_loss_function_of_another_form_is_refused(result, message):
+def test_a_loss_function_with_an_invalid_return_value_is_an_error(result, message):
     with pytest.raises(ValueError, match=message):
         run(lambda model, b: result(jnp.sum(model(b["x"]))), start(make()), [batch()])
 
 
-def test_tied_weights_stay_one():
+def test_tied_weights_remain_one_parameter():
     class Tied(nnx.Module):
         def __init__(self):
             self.a = nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0))
@@ -228,11 +229,11 @@ def test_tied_weights_stay_one():
         def __call__(self, x):
             return self.b(self.a(x))
 
-    def made():
+    def create():
         model = Tied()
         return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
 
-    state = start(made)
+    state = start(create)
     assert sum("kernel" in p for p, _ in named_leaves(state.to_nnx()["model"])) == 1
     loss = lambda model, b: jnp.mean((model(b["x"]) - 1.0) ** 2)  # noqa: E731
     kernel = np.asarray(state.merge()[0].a.kernel[...])
@@ -244,31 +245,31 @@ def test_tied_weights_stay_one():
     np.testing.assert_allclose(model.a.kernel[...], kernel - 0.1 * plain, atol=1e-6)
 
 
-def test_frozen_parameters_do_not_move():
-    def made():
+def test_frozen_parameters_do_not_change():
+    def create():
         model = Net(nnx.Rngs(0))
         only_first = nnx.All(nnx.Param, nnx.PathContains(0))
         return model, nnx.Optimizer(model, optax.adamw(1e-2, weight_decay=0.1), wrt=only_first)
 
-    before = {p: np.asarray(x) for p, x in named_leaves(start(made).to_nnx()["model"]) if "layers" in p}
-    state, _ = run(weighted_loss, start(made), [batch()] * 2)
+    before = {p: np.asarray(x) for p, x in named_leaves(start(create).to_nnx()["model"]) if "layers" in p}
+    state, _ = run(weighted_loss, start(create), [batch()] * 2)
     after = dict(named_leaves(state.to_nnx()["model"]))
     assert not np.array_equal(before["layers/0/kernel"], after["layers/0/kernel"])
     assert np.array_equal(before["layers/1/kernel"], after["layers/1/kernel"])
 
 
-def test_a_model_that_changes_its_structure_is_named():
+def test_a_call_that_adds_a_variable_is_an_error_that_names_it():
     class Growing(Net):
         def __call__(self, x):
             self.more = nnx.BatchStat(jnp.zeros(3))
             return super().__call__(x)
 
-    def made():
+    def create():
         model = Growing(nnx.Rngs(0))
         return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
 
-    with pytest.raises(ValueError, match=r"changed the structure of the model: gone nothing, new \['2/more'\]"):
-        run(weighted_loss, start(made), [batch()])
+    with pytest.raises(ValueError, match=r"the step changed its structure: removed nothing, added \['2/more'\]"):
+        run(weighted_loss, start(create), [batch()])
 
 
 def test_the_state_is_donated_and_nothing_recompiles(compilations):
@@ -282,10 +283,10 @@ def test_the_state_is_donated_and_nothing_recompiles(compilations):
         state, _ = step(state, batch(seed=i))
     assert not compilations
     step(state, batch(rows=32))
-    assert compilations  # it does hear
+    assert compilations  # the fixture does count compilations
 
 
-def test_evaluation_is_without_dropout_and_leaves_the_state_alone():
+def test_evaluation_has_no_dropout_and_does_not_change_the_state():
     state = start(make(rate=0.9, norm=True))
     evaluate = make_eval_step(weighted_loss, state)
     a, b = evaluate(state, batch()), evaluate(state, batch())

@@ -1,7 +1,7 @@
-"""The recipe of these tests: a small model with something of everything that a resume must bring back.
+"""The recipe of these tests: a small model with every kind of state that a resumed run must restore.
 
-Weights, their moments, a running mean that the loss depends on, and dropout, whose masks follow seed and step.
-`count_compilations` and `snapshot` are here because every test of the loop needs them.
+These are weights, their moments, a running mean that the loss depends on, and dropout, whose masks depend on seed and
+step. `count_compilations` and `snapshot` are defined here because all tests of the loop use them.
 """
 
 import time
@@ -59,7 +59,7 @@ def loss_fn(model: Bigram, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.
     return losses.sum(), jnp.float32(losses.size)
 
 
-# The next two sleep without working, on one device: devices that wait for each other must not wait for Python too.
+# The next two sleep, and run on one device only: devices that wait for each other must not wait for Python too.
 
 
 def loss_with_slow_evaluation(model: Bigram, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -94,12 +94,12 @@ def recipe() -> TrainConfig:
 
 
 def slow_recipe() -> TrainConfig:
-    """Every step takes a second and more: time for a signal to arrive in."""
+    """Every step takes more than a second, so that a signal arrives during a step."""
     return replace(recipe(), loss_fn=slow_loss, mesh=MeshConfig(shape="dp:1"))
 
 
 def write_text(folder: Path) -> Path:
-    """Twenty kilobytes of text to learn."""
+    """Write twenty kilobytes of regular text."""
     path = folder / "squares.txt"
     path.write_text("".join(f"{i} squared is {i * i}\n" for i in range(1000)))
     return path
@@ -112,7 +112,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 @contextmanager
 def count_compilations() -> Iterator[list[str]]:
-    """A list that grows by one with every program that this process has XLA compile, or finds compiled."""
+    """Yield a list with one item per program that XLA compiles in this process or loads from the cache."""
     found: list[str] = []
 
     def listen(event: str, duration_secs: float, **_: object) -> None:

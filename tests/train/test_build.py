@@ -1,10 +1,11 @@
-"""Meshes that fit the devices, and the layers that a rule table names."""
+"""Meshes that are fitted to the devices, and the layers of rule tables."""
 
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from flax_mesh import PartitionRules
 from flax_mesh.errors import ConfigError
 from flax_mesh.train import apply_overrides, load_recipe
-from flax_mesh.train.build import fit_mesh, make_mesh, run_rules
+from flax_mesh.train.build import build_program, fit_mesh, make_mesh, run_rules
 from flax_mesh.train.config import AXIS_NAMES
+from flax_mesh.tree import named_leaves
 from tests.train.bigram import recipe
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.py"
@@ -21,25 +23,27 @@ sizes = st.integers(1, 12)
 
 
 @given(st.dictionaries(st.sampled_from(AXIS_NAMES[1:]), sizes, min_size=1), st.integers(1, 70), st.data())
-def test_a_fitted_mesh_fits_and_every_axis_divides_the_one_asked_for(shape, num_devices, data):
+def test_a_fitted_mesh_fits_and_every_axis_divides_the_requested_one(shape, num_devices, data):
     free = data.draw(st.none() | st.sampled_from(sorted(shape)))
-    asked = shape if free is None else shape | {free: -1}
-    fitted = fit_mesh(asked, num_devices)
+    requested = shape if free is None else shape | {free: -1}
+    fitted = fit_mesh(requested, num_devices)
     used = math.prod(fitted.values())
-    assert list(fitted) == list(asked)
+    assert list(fitted) == list(requested)
     assert 1 <= used <= num_devices
     assert all(size >= 1 for size in fitted.values())
-    assert all(asked[name] % size == 0 for name, size in fitted.items() if name != free)
+    assert all(requested[name] % size == 0 for name, size in fitted.items() if name != free)
     if free is not None:
-        assert used + used // fitted[free] > num_devices, "-1 takes what is left"
-    if math.prod(size for size in asked.values() if size != -1) <= num_devices:
-        assert all(fitted[name] == size for name, size in asked.items() if size != -1), "what fits is not shrunk"
+        assert used + used // fitted[free] > num_devices, "-1 uses all remaining devices"
+    if math.prod(size for size in requested.values() if size != -1) <= num_devices:
+        assert all(fitted[name] == size for name, size in requested.items() if size != -1), (
+            "a mesh that fits is not shrunk"
+        )
 
 
-def test_a_mesh_shrinks_copies_of_the_model_before_splits_of_its_layers():
-    asked = {"dp": 2, "fsdp": 2, "tp": 2}
-    assert [fit_mesh(asked, n) for n in (8, 7, 2, 1)] == [
-        asked,
+def test_a_mesh_shrinks_dp_before_the_axes_that_split_the_model():
+    requested = {"dp": 2, "fsdp": 2, "tp": 2}
+    assert [fit_mesh(requested, n) for n in (8, 7, 2, 1)] == [
+        requested,
         {"dp": 1, "fsdp": 2, "tp": 2},
         {"dp": 1, "fsdp": 1, "tp": 2},
         {"dp": 1, "fsdp": 1, "tp": 1},
@@ -49,7 +53,7 @@ def test_a_mesh_shrinks_copies_of_the_model_before_splits_of_its_layers():
 
 
 @pytest.mark.parametrize(
-    ("shape", "sizes", "said"),
+    ("shape", "sizes", "printed"),
     [
         ("dp:2,fsdp:2,tp:2", (2, 2, 2), []),
         ("dp:2,fsdp:-1", (2, 4), []),
@@ -61,16 +65,16 @@ def test_a_mesh_shrinks_copies_of_the_model_before_splits_of_its_layers():
         ("dp:3", (3,), ["mesh: uses 3 of the 8 devices here"]),
     ],
 )
-def test_auto_takes_the_devices_that_are_there_and_says_what_it_changed(shape, sizes, said):
+def test_auto_uses_the_available_devices_and_reports_changes(shape, sizes, printed):
     assert jax.device_count() == 8
-    heard = []
+    output = []
     config = apply_overrides(recipe(), [f"mesh.shape={shape}", "run.platform=auto"])
-    mesh = make_mesh(config, heard.append)
+    mesh = make_mesh(config, output.append)
     assert tuple(size for size in mesh.shape.values() if size > 1) == sizes
-    assert heard == said
+    assert output == printed
 
 
-def test_a_platform_that_was_named_is_never_shrunk():
+def test_an_explicit_platform_never_shrinks_the_mesh():
     config = apply_overrides(recipe(), ["mesh.shape=dp:3", "run.platform=cpu"])
     with pytest.raises(ConfigError, match=r"^mesh.shape=dp:3: .*multiply to 3.* 8.*dp:8"):
         make_mesh(config, lambda text: pytest.fail(text))
@@ -90,7 +94,7 @@ REPLICATED = [(".*", ())]
         (PartitionRules(REPLICATED, layers="blocks"), ("blocks",)),
     ],
 )
-def test_a_table_of_the_recipe_takes_the_layers_of_the_model_unless_it_names_its_own(rules, layers):
+def test_a_table_of_the_recipe_uses_the_layers_of_the_model_by_default(rules, layers):
     tiny = load_recipe(str(TINY))
     found = run_rules(replace(tiny, rules=rules))
     assert found.layers == layers
@@ -99,3 +103,34 @@ def test_a_table_of_the_recipe_takes_the_layers_of_the_model_unless_it_names_its
 
 def test_a_model_without_a_table_has_no_layers():
     assert run_rules(replace(recipe(), rules=REPLICATED)).layers == ()
+
+
+@pytest.mark.parametrize("shape", ["dp:2,fsdp:4", "pp:2,fsdp:4"])
+def test_mesh_rules_replace_the_table_and_do_not_change_the_losses(shape):
+    said: list[str] = []
+    losses = []
+    for rules in ("", "fsdp"):
+        small = ["model.num_layers=2", "model.hidden_size=32", "model.mlp_size=64", "data.sequence_length=16"]
+        config = load_recipe(str(Path(__file__).parents[2] / "recipes" / "tiny.py"))
+        overrides = [*small, f"mesh.shape={shape}", f"mesh.rules={rules}", "pipeline.num_microbatches=2"]
+        config = apply_overrides(config, overrides)
+        program = build_program(config, said.append)
+        rows = np.arange(config.data.batch_size * 16).reshape(-1, 16) % 256
+        batch = {"inputs": rows, "targets": (rows + 1) % 256}
+        state = program.init()
+        specs = {path: leaf.sharding.spec for path, leaf in named_leaves(state.to_nnx()["model"])}
+        for _ in range(2):
+            state, metrics = program.step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert all("fsdp" in spec for spec in specs.values()), specs
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    (line,) = [line for line in said if line.startswith("rules:")]
+    assert line == f"rules: fsdp splits {len(specs)} of {len(specs)} arrays on their largest dim"
+
+
+def test_mesh_rules_must_name_mesh_axes():
+    config = apply_overrides(recipe(), ["mesh.rules=fdsp+tp"])
+    with pytest.raises(
+        ConfigError, match=r"mesh.rules: 'fdsp' is not a mesh axis; use dp, fsdp, ep, tp, sp, joined by"
+    ):
+        build_program(config)

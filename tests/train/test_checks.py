@@ -1,4 +1,4 @@
-"""Settings that cannot be, and options that the compiler refuses: a line each, before anything large compiles."""
+"""Invalid settings and options that the compiler rejects: one line each, before anything large compiles."""
 
 import re
 from functools import partial
@@ -23,12 +23,12 @@ TINY = Path(__file__).parents[2] / "recipes" / "tiny.py"
         ("run.seed=-1", "run.seed must not be negative, got -1"),
         ("run.seed=4294967296", r"run.seed must be below 2\*\*32, got 4294967296"),
         ("optimizer.learning_rate=nan", "optimizer.learning_rate must not be negative, got nan"),
-        ("optimizer.clip_norm=0", r"optimizer.clip_norm must be above 0 \(inf for no clipping\), got 0.0"),
+        ("optimizer.clip_norm=0", r"optimizer.clip_norm must be above 0 \(inf disables clipping\), got 0.0"),
         ("optimizer.warmup_steps=200", "optimizer.warmup_steps=200 must be below optimizer.decay_steps=150"),
         ("pipeline.num_microbatches=3", "data.batch_size=16 is not divisible by pipeline.num_microbatches=3"),
-        ("data.batch_size=0", "data.batch_size must be an integer of at least 1, is 0"),
-        ("optimizer.shard_over=dp,data", "optimizer.shard_over: 'data' is no mesh axis; use some of dp, fsdp, ep"),
-        ("mesh.shape=pp:-1", "mesh.shape=pp:-1 leaves pp to the number of devices; give it a size"),
+        ("data.batch_size=0", "data.batch_size must be an integer of at least 1, got 0"),
+        ("optimizer.shard_over=dp,data", "optimizer.shard_over: 'data' is not a mesh axis; use dp, fsdp, ep"),
+        ("mesh.shape=pp:-1", "mesh.shape=pp:-1 leaves the size of pp to the number of devices; set it"),
         ("pipeline.cut=2;3", "pipeline.cut must be flops, count, or the first layer of every stage but the first"),
         ("pipeline.remat=keep", "pipeline.remat must be one of none, cheap, full, got 'keep'"),
         ("pipeline.transport=nccl", "pipeline.transport must be one of auto, server, native, got 'nccl'"),
@@ -41,27 +41,27 @@ TINY = Path(__file__).parents[2] / "recipes" / "tiny.py"
         ("model.head_dim=3", "model.head_dim must be even for rotary positions, got 3"),
     ],
 )
-def test_a_value_that_cannot_be_is_one_line(setting, problem):
+def test_an_invalid_value_is_reported_in_one_line(setting, problem):
     tiny = load_recipe(str(TINY))
     assert check_config(tiny) == []
     found = check_config(apply_overrides(tiny, [setting]))
     assert len(found) == 1 and re.match(problem, found[0]), found
 
 
-def test_all_mistakes_in_the_text_are_told_at_once(tmp_path):
+def test_all_mistakes_in_the_options_are_reported_at_once(tmp_path):
     text = "fast,xla_a=1,--xla_b=2,xla_a=3"
     config = apply_overrides(recipe(), [f"run.compiler_options={text}", "run.steps=0"])
     assert check_config(config) == [
         "run.steps must be at least 1, got 0",
-        "run.compiler_options: 'fast' is no option; write NAME=VALUE, such as "
+        "run.compiler_options: 'fast' is not an option; write NAME=VALUE, such as "
         "xla_gpu_enable_latency_hiding_scheduler=true",
-        "run.compiler_options: '--xla_b=2' is no option; write NAME=VALUE, such as "
+        "run.compiler_options: '--xla_b=2' is not an option; write NAME=VALUE, such as "
         "xla_gpu_enable_latency_hiding_scheduler=true",
         "run.compiler_options: xla_a is set twice",
     ]
 
 
-def test_the_compiler_is_asked_which_options_it_has():
+def test_options_are_checked_by_the_compiler():
     check = partial(check_compiler_options, device=jax.devices()[0])
     assert check({"xla_gpu_enable_latency_hiding_scheduler": True, "xla_gpu_autotune_level": 4}) == []
     unknown, wrong = check({"xla_no_such_option": 1, "xla_gpu_autotune_level": "high"})
@@ -69,14 +69,14 @@ def test_the_compiler_is_asked_which_options_it_has():
     assert wrong.startswith("run.compiler_options: xla_gpu_autotune_level=high is refused: ")
 
 
-def test_a_run_says_and_uses_its_options_and_refuses_unknown_ones(tmp_path):
-    text, said = write_text(tmp_path), []
+def test_a_run_prints_and_uses_its_options_and_rejects_unknown_ones(tmp_path):
+    text, printed = write_text(tmp_path), []
     base = [f"data.source={text}", f"run.folder={tmp_path / 'run'}", "run.steps=1", "run.eval_every=0",
             "run.sample_tokens=0"]  # fmt: skip
     with pytest.raises(ConfigError, match=r"run.compiler_options: xla_fast=true is refused"):
         train(apply_overrides(recipe(), [*base, "run.compiler_options=xla_fast=true"]))
     assert not (tmp_path / "run").exists()
     dump = f"xla_dump_to={tmp_path / 'dump'}"
-    train(apply_overrides(recipe(), [*base, f"run.compiler_options={dump}"]), say=said.append)
-    assert f"compiler: {dump}" in said
+    train(apply_overrides(recipe(), [*base, f"run.compiler_options={dump}"]), say=printed.append)
+    assert f"compiler: {dump}" in printed
     assert list((tmp_path / "dump").glob("*jit_step*"))

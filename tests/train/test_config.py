@@ -1,12 +1,13 @@
-"""Recipes by name, and settings that are small texts of their own."""
+"""Loading recipes by name, and settings whose text has a syntax of its own."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.train import apply_overrides, load_recipe, to_lines
+from flax_mesh.train import apply_overrides, load_recipe
 from flax_mesh.train.config import options_text, parse_compiler_options
+from flax_mesh.train.overrides import to_lines
 
 RECIPE = """
 from __future__ import annotations
@@ -35,25 +36,25 @@ def recipe_file(tmp_path):
     return path
 
 
-def test_a_recipe_is_a_function_of_a_file(recipe_file):
+def test_a_recipe_is_a_function_in_a_file(recipe_file):
     assert load_recipe(str(recipe_file)).run.steps == 1000
     assert load_recipe(f"{recipe_file}:long").run.steps == 9000
 
 
-def test_a_recipe_s_own_config_class_has_settings(recipe_file):
+def test_fields_of_a_config_class_in_a_recipe_are_settings(recipe_file):
     config = apply_overrides(load_recipe(str(recipe_file)), ["model.width=5"])
     assert to_lines(config)[0] == "model.width=5"
 
 
-def test_a_missing_recipe_is_named_with_those_beside_it(recipe_file):
-    with pytest.raises(ConfigError, match=r"recipe .*/owm\.py: no such file; there are .*/own\.py$"):
+def test_a_missing_recipe_is_reported_with_the_files_beside_it(recipe_file):
+    with pytest.raises(ConfigError, match=r"recipe .*/owm\.py: no such file; found .*/own\.py$"):
         load_recipe(str(recipe_file.with_name("owm.py")))
     with pytest.raises(ConfigError, match=r"^recipe nowhere/own\.py: no such file$"):
         load_recipe("nowhere/own.py")
 
 
-def test_a_missing_function_is_named_with_those_there_are(recipe_file):
-    with pytest.raises(ConfigError, match=r"own\.py has no function 'short'; it has recipe, long, number$"):
+def test_a_missing_function_is_reported_with_the_defined_ones(recipe_file):
+    with pytest.raises(ConfigError, match=r"own\.py has no function 'short'; it defines recipe, long, number$"):
         load_recipe(f"{recipe_file}:short")
 
 
@@ -75,5 +76,5 @@ VALUES = st.booleans() | st.integers(-9, 99) | st.from_regex(r"[A-Z]{0,5}(,[A-Z]
 
 @settings(max_examples=30)
 @given(st.dictionaries(NAMES, VALUES, max_size=4))
-def test_options_survive_as_text(options):
+def test_options_round_trip_through_text(options):
     assert parse_compiler_options(options_text(options)) == options

@@ -1,14 +1,14 @@
-"""A run folder of the first version, whose settings and checkpoints have old names, goes on bit for bit.
+"""A run folder of the first version, whose settings and checkpoints have old names, resumes bit for bit.
 
-tests/data/first_version was made by commit 6591be0 with JAX 0.10.2 on x86-64, on one path of instructions
+tests/data/first_version was created by commit 6591be0 with JAX 0.10.2 on x86-64, restricted to one instruction set
 (xla_cpu_max_isa=SSE4_2) so that any x86-64 computes the same bits. `run.tar.xz` is the folder of
 
     flax-mesh train recipe.py pipeline.microbatches=2 pipeline.residuals=lean \
         run.compiler_options=xla_cpu_max_isa=SSE4_2 run.steps=4
 
-after one bit in the middle of step 4 was changed and the same command with run.steps=6 checkpoint.keep=1 went on from
-step 2. `expected.json` holds rows and state of the command with run.steps=10 in another folder, which nothing stopped:
-rows after step 6, and of every array of step 10 the start of its SHA-256.
+after one bit in the middle of step 4 was flipped and the same command with run.steps=6 checkpoint.keep=1 resumed from
+step 2. `expected.json` contains the rows and the state of the command with run.steps=10 in another folder without
+interruption: the rows after step 6, and for every array of step 10 the start of its SHA-256.
 """
 
 import json
@@ -30,11 +30,11 @@ from flax_mesh.train.export import read_values
 DATA = Path(__file__).parents[1] / "data" / "first_version"
 EXPECTED = json.loads((DATA / "expected.json").read_text())
 OLD = {"pipeline.microbatches=2", "pipeline.virtual=none", "pipeline.residuals=lean"}
-PRESENT = {"pipeline.num_microbatches=2", "pipeline.num_virtual_stages=none", "pipeline.remat=cheap"}
+CURRENT = {"pipeline.num_microbatches=2", "pipeline.num_virtual_stages=none", "pipeline.remat=cheap"}
 
 
 def instructions() -> str:
-    """The sets of instructions of this processor, among which libraries below XLA choose, as a short hash."""
+    """A short hash of the instruction sets of this processor, among which the libraries below XLA choose."""
     path = Path("/proc/cpuinfo")
     flags = re.search(r"^flags\s*:(.*)$", path.read_text() if path.exists() else "", re.MULTILINE)
     return sha256(" ".join(sorted(flags[1].split())).encode()).hexdigest()[:16] if flags else "unknown"
@@ -42,7 +42,7 @@ def instructions() -> str:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """A copy of the folder in the current directory, which the names in its settings are relative to."""
+    """A copy of the folder in the current directory: the paths in its settings are relative."""
     if jax.default_backend() != "cpu":
         pytest.skip("the run was on CPU devices")
     for name in ("recipe.py", "tokens.npy"):
@@ -53,7 +53,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path / "run"
 
 
-def test_it_resumes_and_ends_as_a_run_of_the_first_version(folder, capsys):
+def test_a_run_of_the_first_version_resumes_bit_for_bit(folder, capsys):
     old_rows = (folder / "metrics.jsonl").read_text()
     assert set((folder / "config.txt").read_text().splitlines()) >= OLD
     assert main(["train", "recipe.py", f"@{folder / 'config.txt'}", "run.steps=10"]) == DONE
@@ -62,18 +62,18 @@ def test_it_resumes_and_ends_as_a_run_of_the_first_version(folder, capsys):
     assert [line for line in lines if "changed since" in line] == [
         "changed since the checkpoint: run.steps: 6 -> 10",
     ]
-    assert set((folder / "config.txt").read_text().splitlines()) >= PRESENT
+    assert set((folder / "config.txt").read_text().splitlines()) >= CURRENT
     step = folder / "checkpoints" / "10"
     saved = read_record(step)
-    assert saved["config"].items() >= dict(line.split("=") for line in PRESENT).items()
+    assert saved["config"].items() >= dict(line.split("=") for line in CURRENT).items()
     assert not any("residuals" in key for key in saved["config"])
 
     text = (folder / "metrics.jsonl").read_text()
     assert text.startswith(old_rows)
     rows = [json.loads(line) for line in text.removeprefix(old_rows).splitlines()]
-    rows = [{name: row[name] for name in want} for row, want in zip(rows, EXPECTED["rows"], strict=True)]
-    for row, want in zip(rows, EXPECTED["rows"], strict=True):
-        assert row == pytest.approx(want, rel=1e-4)
+    rows = [{name: row[name] for name in expected} for row, expected in zip(rows, EXPECTED["rows"], strict=True)]
+    for row, expected in zip(rows, EXPECTED["rows"], strict=True):
+        assert row == pytest.approx(expected, rel=1e-4)
     here, there = [jax.__version__, instructions()], [EXPECTED["jax"], EXPECTED["instructions"]]
     if here != there:
         pytest.skip(f"resumed; bits cannot be compared between the versions and processors {here} and {there}")
@@ -90,16 +90,16 @@ def test_the_damaged_step_is_listed(folder, capsys):
     assert "damaged" in capsys.readouterr().out
 
 
-def test_its_settings_are_read_and_printed_by_their_present_names(folder, capsys):
+def test_its_settings_are_printed_under_their_current_names(folder, capsys):
     assert main(["train", "recipe.py", f"@{folder / 'config.txt'}", "--print-config"]) == DONE
     printed = set(capsys.readouterr().out.splitlines())
-    assert printed >= PRESENT and not printed & OLD
+    assert printed >= CURRENT and not printed & OLD
     assert main(["train", "recipe.py", f"@{folder / 'config.txt'}", "pipeline.remat=full", "--print-config"]) == DONE
     assert "pipeline.remat=full" in capsys.readouterr().out.splitlines()
 
 
-def test_its_checkpoint_is_compared_and_written_anew_by_the_present_names(folder, capsys):
-    assert main(["checkpoint", "diff", str(folder), "recipe.py", *sorted(PRESENT), "--json"]) == FINDINGS
+def test_its_checkpoint_is_compared_and_resharded_under_the_current_names(folder, capsys):
+    assert main(["checkpoint", "diff", str(folder), "recipe.py", *sorted(CURRENT), "--json"]) == FINDINGS
     found = json.loads(capsys.readouterr().out)["differences"]
     settings = {one["name"] for one in found if one["section"] == "settings"}
     assert settings == {"checkpoint.keep", "run.compiler_options"}
@@ -108,7 +108,7 @@ def test_its_checkpoint_is_compared_and_written_anew_by_the_present_names(folder
     capsys.readouterr()
     assert main(["checkpoint", "inspect", str(folder)]) == DONE
     shown = set(capsys.readouterr().out.split())
-    assert shown >= PRESENT and not shown & OLD
+    assert shown >= CURRENT and not shown & OLD
     saved = read_record(folder.parent / "resharded" / "6")["config"]
-    assert saved.items() >= dict(line.split("=") for line in PRESENT).items()
+    assert saved.items() >= dict(line.split("=") for line in CURRENT).items()
     assert not any("residuals" in key for key in saved)

@@ -1,4 +1,4 @@
-"""Whole runs in this process: their rows, their files, and how one goes on from another."""
+"""Complete runs in this process: their rows and files, and how one resumes from another."""
 
 import itertools
 import json
@@ -11,8 +11,9 @@ import jax
 import pytest
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.train import TrainConfig, apply_overrides, loop, to_lines, train
+from flax_mesh.train import TrainConfig, apply_overrides, loop, train
 from flax_mesh.train.loop import TrainResult
+from flax_mesh.train.overrides import to_lines
 from tests.train.bigram import count_compilations, loss_with_slow_evaluation, recipe, snapshot, write_text
 
 
@@ -24,12 +25,12 @@ def text(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def on_eight_cpu_devices():
     if jax.default_backend() != "cpu":
-        pytest.skip("the rows and meshes expected here are those of CPU devices")
+        pytest.skip("the expected rows and meshes are those of CPU devices")
 
 
 @pytest.fixture
 def config(text, tmp_path):
-    """`config("run.steps=6")`: the recipe on the text, in a folder of the test."""
+    """`config("run.steps=6")` is the recipe with the text, in a folder of this test."""
     return partial(make_config, text, tmp_path / "run")
 
 
@@ -39,10 +40,10 @@ def make_config(text: Path, folder: Path, *overrides: str) -> TrainConfig:
 
 @pytest.fixture(scope="module")
 def undisturbed(text, tmp_path_factory) -> tuple[TrainResult, list[str], list[dict]]:
-    """A run of 12 steps: its result, what it said, and its rows."""
-    said, rows = [], []
+    """A run of 12 steps: its result, its output and its rows."""
+    printed, rows = [], []
     config = make_config(text, tmp_path_factory.mktemp("undisturbed") / "run", "run.sample_tokens=8")
-    return train(config, say=said.append, hooks=[rows.append]), said, rows
+    return train(config, say=printed.append, hooks=[rows.append]), printed, rows
 
 
 def rows_of(folder: Path) -> list[dict]:
@@ -60,7 +61,7 @@ def checkpoints(folder: Path) -> list[int]:
 # --- one run ---
 
 
-def test_every_step_has_a_row_with_what_it_promises(undisturbed):
+def test_every_step_has_a_complete_row(undisturbed):
     result, _, rows = undisturbed
     assert [row["step"] for row in rows] == list(range(1, 13))
     for row in rows:
@@ -68,23 +69,23 @@ def test_every_step_has_a_row_with_what_it_promises(undisturbed):
         assert row["tokens_per_s"] == pytest.approx(8 * 32 / row["seconds"])
         assert row["tokens_per_s_per_device"] == row["tokens_per_s"] / 2
         assert row["data_wait_seconds"] >= 0
-        assert row["mfu"] is None and row["device_bytes"] is None  # a CPU tells neither its peak nor its memory
+        assert row["mfu"] is None and row["device_bytes"] is None  # not available on a CPU
         assert "resumed_from" not in row
     assert result == TrainResult("finished", 12, result.folder, rows[-1], result.sample)
 
 
-def test_the_learning_rate_of_the_rows_warms_up_and_falls(undisturbed):
+def test_the_learning_rate_of_the_rows_warms_up_and_decays(undisturbed):
     rates = [row["learning_rate"] for row in undisturbed[2]]
     assert rates[:3] == pytest.approx([1e-2 / 3, 2e-2 / 3, 1e-2])
     assert all(a > b for a, b in itertools.pairwise(rates[2:]))
 
 
-def test_metrics_jsonl_holds_the_rows(undisturbed):
+def test_metrics_jsonl_contains_the_rows(undisturbed):
     result, _, rows = undisturbed
     assert rows_of(result.folder) == rows
 
 
-def test_held_out_bits_per_byte_fall(undisturbed):
+def test_held_out_bits_per_byte_decrease(undisturbed):
     bits = {row["step"]: row["bits_per_byte"] for row in undisturbed[2] if "bits_per_byte" in row}
     assert list(bits) == [4, 8, 12]
     assert bits[12] < bits[8] < bits[4] < 8.5  # 8 bits: no better than chance
@@ -97,16 +98,16 @@ def test_the_sample_continues_the_held_out_text(undisturbed, text):
     assert len(result.sample) == 64 + 8
 
 
-def test_a_new_run_says_what_it_is(undisturbed):
-    result, said, _ = undisturbed
-    assert said[0] == "mesh: uses 2 of the 8 devices here"
-    assert said[1] == "mesh: dp:2 on 2 x cpu"
-    assert said[2].startswith("data: ") and "squares.txt" in said[2]
-    assert said[3].startswith("model: 0.03M parameters in 2 arrays; with the optimizer 384 KiB")
-    assert said[4:] == [f"run: {result.folder} is new, 12 steps"]
+def test_a_new_run_prints_its_description(undisturbed):
+    result, printed, _ = undisturbed
+    assert printed[0] == "mesh: uses 2 of the 8 devices here"
+    assert printed[1] == "mesh: dp:2 on 2 x cpu"
+    assert printed[2].startswith("data: ") and "squares.txt" in printed[2]
+    assert printed[3].startswith("model: 0.03M parameters in 2 arrays; with the optimizer 384 KiB")
+    assert printed[4:] == [f"run: new run in {result.folder}, 12 steps"]
 
 
-def test_the_config_stands_beside_the_metrics(undisturbed, text):
+def test_the_config_is_written_beside_the_metrics(undisturbed, text):
     folder = undisturbed[0].folder
     lines = (folder / "config.txt").read_text().splitlines()
     assert f"data.source={text}" in lines and f"run.folder={folder}" in lines
@@ -116,10 +117,10 @@ def test_the_config_stands_beside_the_metrics(undisturbed, text):
 def test_nothing_is_compiled_after_the_second_step(config):
     counts = {}
     with count_compilations() as compiled:
-        # The row of a step is written once the next step is dispatched, so counts[1] has both of them.
+        # The row of a step is written after the next step is dispatched, so counts[1] includes both.
         hook = lambda row: counts.update({row["step"]: len(compiled)})  # noqa: E731
         train(config("run.steps=8", "run.eval_every=0"), hooks=[hook])
-    assert counts[1] > 0, "the counter counts nothing"
+    assert counts[1] > 0, "no compilation was counted"
     assert counts[8] - counts[1] == 0
 
 
@@ -145,12 +146,12 @@ def test_a_step_is_queued_behind_the_one_whose_metrics_are_read(config, monkeypa
     quiet = config("run.steps=4", "run.eval_every=0", "checkpoint.every=100")
     train(quiet, hooks=[lambda row: order.append(("row", row["step"]))])
     text = [f"{kind} {number}" for kind, number in order]
-    # The device has the next step before the host waits for this one, and the host waits for nothing else.
+    # The next step is dispatched before the host waits for this one, and the host waits for nothing else.
     assert text == ["step 1", "step 2", "row 1", "step 3", "row 2", "step 4", "row 3", "row 4"]
     assert made == [0, 1, 2, 3]
 
 
-def test_evaluation_does_not_slow_the_steps_on_paper(config):
+def test_evaluation_time_is_not_counted_in_the_steps(config):
     short = config("run.steps=3", "run.eval_every=2", "data.eval_batches=1", "mesh.shape=dp:1")
     rows = []
     train(replace(short, loss_fn=loss_with_slow_evaluation), hooks=[rows.append])
@@ -158,7 +159,7 @@ def test_evaluation_does_not_slow_the_steps_on_paper(config):
     assert max(row["seconds"] for row in rows[1:]) < 2, "an evaluation sleeps for 2 s"
 
 
-def test_without_evaluation_no_held_out_batch_is_needed(config):
+def test_without_evaluation_no_held_out_batch_is_required(config):
     too_small = ["data.held_out=0.005", "run.steps=1"]  # 2 windows; a batch has 8
     with pytest.raises(ConfigError, match=r"data\.held_out"):
         train(config(*too_small))
@@ -191,45 +192,45 @@ def test_bad_settings_stop_before_anything_is_compiled_or_written(config, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-def test_auto_shrinks_the_mesh_of_a_run_and_says_so(config):
-    said = []
-    result = train(config("mesh.shape=dp:4,fsdp:4", "run.steps=1", "run.eval_every=0"), say=said.append)
+def test_auto_shrinks_the_mesh_of_a_run_and_prints_it(config):
+    printed = []
+    result = train(config("mesh.shape=dp:4,fsdp:4", "run.steps=1", "run.eval_every=0"), say=printed.append)
     assert result.status == "finished"
-    assert said[:2] == [
+    assert printed[:2] == [
         "mesh: dp:4,fsdp:4 needs more than the 8 devices here; shrunk to dp:2,fsdp:4",
         "mesh: dp:2,fsdp:4 on 8 x cpu",
     ]
 
 
-# --- going on ---
+# --- resuming ---
 
 
-def test_a_finished_run_says_so_and_does_nothing(undisturbed, text):
-    folder, said = undisturbed[0].folder, []
+def test_a_finished_run_prints_that_and_does_nothing(undisturbed, text):
+    folder, printed = undisturbed[0].folder, []
     before = snapshot(folder)
     with count_compilations() as compiled:
-        result = train(make_config(text, folder, "run.sample_tokens=8", "run.eval_every=5"), say=said.append)
+        result = train(make_config(text, folder, "run.sample_tokens=8", "run.eval_every=5"), say=printed.append)
     assert result == TrainResult("already finished", 12, folder)
-    assert said[-1] == f"run: {folder} is finished: step 12 of 12. Nothing to do."
+    assert printed[-1] == f"run: {folder} is finished: step 12 of 12. Nothing to do."
     assert snapshot(folder) == before
     assert not compiled
 
 
-def test_an_extended_run_takes_the_steps_of_a_longer_one(config, undisturbed):
-    said = []
+def test_an_extended_run_has_the_losses_of_a_longer_one(config, undisturbed):
+    printed = []
     first = train(config("run.steps=5"))
     assert first.step == 5
-    second = train(config("run.steps=12"), say=said.append)
+    second = train(config("run.steps=12"), say=printed.append)
     rows = rows_of(second.folder)
     assert second.status == "finished"
-    assert f"run: found {second.folder} at step 5; resuming, 7 steps to go" in said
-    assert "changed since the checkpoint: run.steps: 5 -> 12" in said
+    assert f"run: found {second.folder} at step 5; resuming, 7 steps to go" in printed
+    assert "changed since the checkpoint: run.steps: 5 -> 12" in printed
     assert [row["step"] for row in rows] == list(range(1, 13))
     assert [row.get("resumed_from") for row in rows] == [None] * 5 + [5] + [None] * 6
     assert losses(rows) == losses(undisturbed[2])
 
 
-def test_a_run_told_to_stop_saves_that_step_and_goes_on_from_it(config, undisturbed):
+def test_a_stopped_run_saves_its_step_and_resumes_from_it(config, undisturbed):
     seen = []
     stopped = train(config(), hooks=[seen.append], should_stop=lambda: len(seen) >= 6)
     assert stopped.status == "stopped" and stopped.sample == ""
@@ -241,30 +242,30 @@ def test_a_run_told_to_stop_saves_that_step_and_goes_on_from_it(config, undistur
     assert losses(rows_of(resumed.folder)) == losses(undisturbed[2])
 
 
-def test_checkpoints_come_at_their_interval_and_the_newest_stay(config):
+def test_checkpoints_are_saved_at_their_interval_and_the_newest_are_kept(config):
     result = train(config("checkpoint.every=2", "checkpoint.keep=2", "run.steps=7", "run.eval_every=0"))
     assert checkpoints(result.folder) == [6, 7]
 
 
-def test_changed_settings_are_listed_and_refused_where_they_change_the_result(config, text, undisturbed):
+def test_changed_settings_are_listed_and_rejected_if_they_change_the_result(config, text, undisturbed):
     result = train(config("run.steps=4"))
     before = snapshot(result.folder)
     changed = ["optimizer.b1=0.8", "run.seed=3", "run.eval_every=3", "mesh.shape=fsdp:4"]
-    with count_compilations() as compiled, pytest.raises(ConfigError) as refused:
+    with count_compilations() as compiled, pytest.raises(ConfigError) as rejected:
         train(config(*changed))
-    assert refused.value.problems == [
-        "the checkpoint of step 4 was made with other settings:",
+    assert rejected.value.problems == [
+        "the checkpoint of step 4 was saved with different settings:",
         "  optimizer.b1: 0.9 -> 0.8 (changes the result)",
         "  run.seed: 0 -> 3 (changes the result)",
-        "  Undo them, start another run (--restart, or another run.folder), or go on all the same with "
+        "  Restore these settings, start a new run (--restart, or another run.folder), or resume with them by "
         "--allow-changes.",
     ]
     assert not compiled
-    assert snapshot(result.folder) == before, "a refused run left its traces"
-    said = []
-    accepted = train(config(*changed), allow_changes=True, say=said.append)
+    assert snapshot(result.folder) == before, "a rejected run changed the folder"
+    printed = []
+    accepted = train(config(*changed), allow_changes=True, say=printed.append)
     assert accepted.status == "finished" and accepted.step == 12
-    assert [line for line in said if line.startswith("changed")] == [
+    assert [line for line in printed if line.startswith("changed")] == [
         "changed since the checkpoint: mesh.shape: dp:2 -> fsdp:4",
         "changed since the checkpoint: optimizer.b1: 0.9 -> 0.8 (changes the result)",
         "changed since the checkpoint: run.steps: 4 -> 12",
@@ -276,7 +277,7 @@ def test_changed_settings_are_listed_and_refused_where_they_change_the_result(co
     assert [step for step in after if after[step] == straight[step]] == [1, 2, 3, 4]
 
 
-def test_changed_data_is_refused(tmp_path):
+def test_changed_data_is_rejected(tmp_path):
     text = write_text(tmp_path)
     make = partial(make_config, text, tmp_path / "run", "run.eval_every=0")
     train(make("run.steps=1"))
@@ -285,11 +286,11 @@ def test_changed_data_is_refused(tmp_path):
         train(make("run.steps=2"))
 
 
-def test_neutral_changes_go_on_and_keep_the_losses(config, undisturbed):
+def test_neutral_changes_are_accepted_and_keep_the_losses(config, undisturbed):
     train(config("run.steps=6"))
-    said = []
-    train(config("checkpoint.every=3", "run.eval_every=0", "model.note=new"), say=said.append)
-    assert [re.sub(r".*checkpoint: ", "", line) for line in said if line.startswith("changed")] == [
+    printed = []
+    train(config("checkpoint.every=3", "run.eval_every=0", "model.note=new"), say=printed.append)
+    assert [re.sub(r".*checkpoint: ", "", line) for line in printed if line.startswith("changed")] == [
         "model.note:  -> new",
         "checkpoint.every: 100 -> 3",
         "run.steps: 6 -> 12",
@@ -299,12 +300,12 @@ def test_neutral_changes_go_on_and_keep_the_losses(config, undisturbed):
 
 
 @pytest.mark.parametrize("allow_changes", [False, True])
-def test_a_checkpoint_of_another_model_is_refused_with_every_array_that_differs(config, allow_changes):
+def test_a_checkpoint_of_another_model_is_rejected_with_every_array_that_differs(config, allow_changes):
     folder = train(config("run.steps=1", "run.eval_every=0")).folder
     before = snapshot(folder)
-    with count_compilations() as compiled, pytest.raises(ConfigError) as refused:
+    with count_compilations() as compiled, pytest.raises(ConfigError) as rejected:
         train(config("run.steps=2", "run.eval_every=0", "model.hidden_size=32"), allow_changes=allow_changes)
-    head, *lines, tail = refused.value.problems
+    head, *lines, tail = rejected.value.problems
     assert re.fullmatch(rf"checkpoint {folder}/checkpoints/1 is of another model \(7 of \d+ leaves differ\):", head)
     assert tail.startswith("  Restore it into the model it was saved from, or start another run")
     assert lines == sorted(lines) and len(lines) == 7
@@ -319,7 +320,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_array_that_differs(
     assert not compiled
 
 
-def test_a_restart_takes_a_new_folder_and_leaves_the_old_one_as_it_was(config):
+def test_a_restart_uses_a_new_folder_and_does_not_change_the_old_one(config):
     short = ["run.steps=2", "run.eval_every=0"]
     old = train(config(*short)).folder
     before = snapshot(old)
@@ -333,11 +334,11 @@ def test_a_restart_takes_a_new_folder_and_leaves_the_old_one_as_it_was(config):
         assert checkpoints(folder) == [2]
 
 
-def test_a_restart_without_an_old_run_takes_the_folder_itself(config, tmp_path):
+def test_a_restart_without_an_old_run_uses_the_folder_itself(config, tmp_path):
     assert train(config("run.steps=1", "run.eval_every=0"), restart=True).folder == tmp_path / "run"
 
 
 def test_a_folder_in_the_home_directory_is_found(text, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    result = train(make_config(text, Path("~/mine"), "run.steps=1", "run.eval_every=0"))
-    assert result.folder == tmp_path / "mine" and (tmp_path / "mine" / "metrics.jsonl").exists()
+    result = train(make_config(text, Path("~/local"), "run.steps=1", "run.eval_every=0"))
+    assert result.folder == tmp_path / "local" and (tmp_path / "local" / "metrics.jsonl").exists()

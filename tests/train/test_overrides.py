@@ -1,4 +1,4 @@
-"""Settings as text: read, printed, compared with saved ones, and under the names of the first version."""
+"""Settings as text: parsing, printing, comparison with saved settings, and the names of the first version."""
 
 import dataclasses
 import math
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from flax_mesh.axes import PartitionAxis
 from flax_mesh.errors import ConfigError
-from flax_mesh.train import PipelineConfig, RunConfig, TrainConfig, apply_overrides, load_recipe, to_lines
-from flax_mesh.train.overrides import Change, changes, flat_fields, parse_value, to_texts, value_to_text
+from flax_mesh.train import PipelineConfig, RunConfig, TrainConfig, apply_overrides, load_recipe
+from flax_mesh.train.overrides import Change, changes, flat_fields, parse_value, to_lines, to_texts, value_to_text
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.py"
 
@@ -26,7 +26,7 @@ class Inner:
 
 @dataclass(frozen=True)
 class Model:
-    """A field of every type that text can say, and two that it cannot."""
+    """A field of every type that has a text form, and two that have none."""
 
     count: int = 1
     rate: float = 0.5
@@ -44,7 +44,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two fields that hold only together."""
+    """Two fields that depend on each other."""
 
     width: int = 8
     heads: int = 4
@@ -55,7 +55,9 @@ class Pair:
 
 
 def config_of(model: Any, **sections: Any) -> TrainConfig:
-    return TrainConfig(make_model=lambda config, rngs: pytest.fail("never made"), loss_fn=max, model=model, **sections)
+    return TrainConfig(
+        make_model=lambda config, rngs: pytest.fail("must not be called"), loss_fn=max, model=model, **sections
+    )
 
 
 def problems_of(config: TrainConfig, *overrides: str) -> list[str]:
@@ -104,27 +106,27 @@ def test_an_override_becomes_a_value_of_the_field_s_type(key, text, value):
 @pytest.mark.parametrize(
     ("setting", "problem"),
     [
-        ("model.count=many", "model.count must be a whole number, got 'many'"),
-        ("model.count=1.5", "model.count must be a whole number, got '1.5'"),
+        ("model.count=many", "model.count must be an integer, got 'many'"),
+        ("model.count=1.5", "model.count must be an integer, got '1.5'"),
         ("model.rate=fast", "model.rate must be a number, got 'fast'"),
         ("model.flag=1", "model.flag must be true or false, got '1'"),
-        ("model.maybe=x", "model.maybe must be a whole number or none, got 'x'"),
-        ("model.mixed=x", "model.mixed must be a whole number or a number, got 'x'"),
+        ("model.maybe=x", "model.maybe must be an integer or none, got 'x'"),
+        ("model.mixed=x", "model.mixed must be an integer or a number, got 'x'"),
         ("model.names=a", "model.names must be values joined by commas, got 'a'"),
         ("model.inner.sizes=1,b", "model.inner.sizes must be values joined by commas, got '1,b'"),
-        ("run.steps=", "run.steps must be a whole number, got ''"),
-        ("run.stepz=3", "run.stepz is no setting; did you mean run.steps?"),
-        ("steps=3", "steps is no setting; did you mean run.steps?"),
-        ("model.iner.name=x", "model.iner.name is no setting; did you mean model.inner.name?"),
-        ("qq=1", "qq is no setting; sections are model, mesh, pipeline, data, optimizer, checkpoint, run"),
-        ("run.steps", "'run.steps' is no override; write section.key=value, such as run.steps=20"),
+        ("run.steps=", "run.steps must be an integer, got ''"),
+        ("run.stepz=3", "run.stepz is not a setting; did you mean run.steps?"),
+        ("steps=3", "steps is not a setting; did you mean run.steps?"),
+        ("model.iner.name=x", "model.iner.name is not a setting; did you mean model.inner.name?"),
+        ("qq=1", "qq is not a setting; sections are model, mesh, pipeline, data, optimizer, checkpoint, run"),
+        ("run.steps", "'run.steps' is not an override; write section.key=value, such as run.steps=20"),
     ],
 )
 def test_a_wrong_override_is_one_line_that_names_the_setting(setting, problem):
     assert problems_of(config_of(Model()), setting) == [problem]
 
 
-def test_all_mistakes_stand_in_one_error_a_line_each_in_their_order():
+def test_all_mistakes_are_in_one_error_in_order_one_line_each():
     wrong = ["run.stps=3", "model.count=x", "nonsense", "run.seed=1", "run.seed=2", "model.rate=y"]
     problems = problems_of(config_of(Model()), *wrong)
     assert [line.split()[0] for line in problems] == [
@@ -140,10 +142,10 @@ def test_all_mistakes_stand_in_one_error_a_line_each_in_their_order():
     assert str(caught.value).splitlines() == problems
 
 
-def test_a_field_that_text_cannot_say_stays_with_the_recipe():
+def test_a_field_without_text_form_can_be_set_by_the_recipe_only():
     assert not {"model.shape", "model.other"} & flat_fields(config_of(Model())).keys()
     assert apply_overrides(config_of(Model(shape=(2, "b"))), ["model.count=3"]).model == Model(count=3, shape=(2, "b"))
-    assert problems_of(config_of(Model()), "model.shape=1,a")[0].startswith("model.shape is no setting")
+    assert problems_of(config_of(Model()), "model.shape=1,a")[0].startswith("model.shape is not a setting")
 
 
 def test_overrides_leave_the_given_config_and_all_other_settings_alone():
@@ -157,13 +159,13 @@ def test_overrides_leave_the_given_config_and_all_other_settings_alone():
     )
 
 
-def test_settings_that_hold_only_together_are_changed_together():
+def test_settings_that_depend_on_each_other_are_changed_together():
     assert apply_overrides(config_of(Pair()), ["model.width=9", "model.heads=3"]).model == Pair(9, 3)
     assert problems_of(config_of(Pair()), "model.width=9") == ["model.width: width 9 must be a multiple of heads 4"]
 
 
 @pytest.mark.parametrize("model", [None, {"width": 3}, 7])
-def test_a_model_config_that_is_no_dataclass_has_no_settings(model):
+def test_a_model_config_that_is_not_a_dataclass_has_no_settings(model):
     config = apply_overrides(config_of(model), ["run.steps=3"])
     assert config.model is model and config.run.steps == 3
     assert not [key for key in flat_fields(config) if key.startswith("model")]
@@ -202,7 +204,7 @@ def test_numbers_keep_every_bit(number, count):
     assert parse_value(value_to_text(count), int) == count
 
 
-def test_the_whole_tiny_recipe_reads_back_onto_another_one():
+def test_the_printed_tiny_recipe_overrides_every_setting_of_another_config():
     tiny = load_recipe(str(TINY))
     lines = to_lines(tiny)
     assert {"mesh.shape=dp:2,fsdp:2,tp:2", "model.axes.batch_axis=fsdp,dp", "data.seed=none"} <= set(lines)
@@ -214,10 +216,10 @@ def test_the_whole_tiny_recipe_reads_back_onto_another_one():
     assert isinstance(apply_overrides(changed, lines).model.axes, PartitionAxis)
 
 
-# --- what changed ---
+# --- changes ---
 
 
-def test_changes_tell_what_differs_and_whether_the_result_does():
+def test_changes_lists_differences_and_whether_they_change_the_result():
     before = config_of(Model(inner=Inner(sizes=(1,), name="old")))
     saved = dict(line.split("=", 1) for line in to_lines(before))
     assert changes(saved, before) == []
@@ -233,7 +235,7 @@ def test_changes_tell_what_differs_and_whether_the_result_does():
     assert str(found["run.steps"]) == "run.steps: 1000 -> 20"
 
 
-def test_settings_that_came_or_went_count_as_changed():
+def test_added_and_removed_settings_count_as_changed():
     config = config_of(Pair())
     saved = dict(line.split("=", 1) for line in to_lines(config))
     saved["model.gone"] = "3"
@@ -247,41 +249,41 @@ def test_settings_that_came_or_went_count_as_changed():
 # --- names and values of the first version ---
 
 
-def test_the_old_name_of_a_setting_means_the_present_one():
+def test_the_old_name_of_a_setting_sets_the_renamed_one():
     old = ["pipeline.microbatches=4", "pipeline.virtual=2", "pipeline.residuals=lean"]
     config = apply_overrides(config_of(Model()), old)
     assert config.pipeline == PipelineConfig(num_microbatches=4, num_virtual_stages=2, remat="cheap")
-    present = {"pipeline.num_microbatches=4", "pipeline.num_virtual_stages=2", "pipeline.remat=cheap"}
+    current = {"pipeline.num_microbatches=4", "pipeline.num_virtual_stages=2", "pipeline.remat=cheap"}
     lines = set(to_lines(config))
-    assert lines >= present and not lines & set(old)
+    assert lines >= current and not lines & set(old)
 
 
-@pytest.mark.parametrize(("old", "present"), [("store", "none"), ("lean", "cheap"), ("recompute", "full")])
-def test_old_values_are_read_as_present_ones(old, present):
+@pytest.mark.parametrize(("old", "current"), [("store", "none"), ("lean", "cheap"), ("recompute", "full")])
+def test_old_values_are_read_as_the_renamed_ones(old, current):
     config = apply_overrides(config_of(Model()), [f"pipeline.residuals={old}"])
-    assert config.pipeline.remat == present
+    assert config.pipeline.remat == current
     saved = to_texts(config)
-    assert changes({**saved, "pipeline.residuals": old, "pipeline.remat": present}, config) == []
+    assert changes({**saved, "pipeline.residuals": old, "pipeline.remat": current}, config) == []
     del saved["pipeline.remat"]
     assert changes({**saved, "pipeline.residuals": old}, config) == []
 
 
-def test_mistakes_under_an_old_name_name_what_was_typed():
+def test_mistakes_under_an_old_name_report_the_name_that_was_typed():
     both = ["pipeline.microbatches=2", "pipeline.num_microbatches=2", "pipeline.remat=full", "pipeline.residuals=lean"]
     wrong = ["pipeline.virtual=many"]
     assert problems_of(config_of(Model()), *both, *wrong) == [
         "pipeline.num_microbatches is set twice",
-        "pipeline.remat is set twice, once by its old name pipeline.residuals",
-        "pipeline.virtual must be a whole number or none, got 'many'",
+        "pipeline.remat is set twice, once under its old name pipeline.residuals",
+        "pipeline.virtual must be an integer or none, got 'many'",
     ]
     for value in ("keep", "cheap", ""):
         assert problems_of(config_of(Model()), f"pipeline.residuals={value}") == [
             f"pipeline.residuals must be one of store, lean, recompute, got {value!r}; "
-            "it is pipeline.remat now, one of none, cheap, full"
+            "its current name is pipeline.remat, one of none, cheap, full"
         ]
 
 
-def test_saved_settings_are_compared_under_their_present_names():
+def test_saved_settings_are_compared_under_their_current_names():
     config = apply_overrides(config_of(Model()), ["pipeline.num_microbatches=2"])
     saved = to_texts(config)
     for name in ("num_microbatches", "num_virtual_stages", "remat"):

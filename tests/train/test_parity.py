@@ -1,4 +1,4 @@
-"""The oracle of the whole walk: every mesh trains as one device does, and mistakes that look plausible are noticed."""
+"""End-to-end parity: every mesh has the losses of one device, and plausible mistakes are detected."""
 
 import dataclasses
 import hashlib
@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from flax_mesh.mesh import create_mesh
+from flax_mesh import abstract_state, create_mesh, partition_rules
 from flax_mesh.models import DecoderConfig, decoder, make_decoder, next_token_loss
 from flax_mesh.models.rotary import rotate
-from flax_mesh.sharding import abstract_state, partition_rules
 from flax_mesh.sharding.abstract import abstract_model
 from flax_mesh.train import DataConfig, OptimizerConfig, abstract_train_state, init_train_state, make_train_step
 from flax_mesh.train.build import batch_sharding, make_optimizer
@@ -32,7 +31,7 @@ OPTIMIZER = OptimizerConfig(learning_rate=1e-3, warmup_steps=20, decay_steps=100
 SMALL_DATA = DataConfig(sequence_length=32, batch_size=8)
 DATA = DataConfig(sequence_length=128, batch_size=8)
 SLOWLY = OptimizerConfig(learning_rate=3e-4, warmup_steps=20, decay_steps=1000)
-# By default XLA leaves out roundings to bf16 between operations that it fuses, which is not the same on every mesh.
+# By default XLA omits roundings to bf16 between operations that it fuses, which differ between meshes.
 AS_WRITTEN = {"xla_allow_excess_precision": False}
 FP32, BF16 = 5e-5, 2e-3  # largest difference of a loss over the run
 
@@ -49,8 +48,9 @@ def losses(
     initial=None,
     **kinds,
 ):
-    """(losses of `steps` steps on real text, SHA-256 of the initial parameters, these leaves); `initial` leaves save
-    the time to initialise."""
+    """(losses of `steps` steps on real text, SHA-256 of the initial parameters, initial leaves).
+
+    If the `initial` leaves are given, the initialization is skipped."""
     sizes = MESHES[mesh]
     device_mesh = create_mesh(tuple(sizes.values()), devices=jax.devices()[: math.prod(sizes.values())])
 
@@ -82,7 +82,7 @@ def losses(
 def check_parity(got, reference, tolerance):
     assert got[1] == reference[1], "initial parameters differ"
     assert np.max(np.abs(got[0] - reference[0])) <= tolerance
-    assert reference[0][-1] < reference[0][0] - 0.5  # something was learned, so that equality says something
+    assert reference[0][-1] < reference[0][0] - 0.5  # the model learned something: otherwise equality would be vacuous
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def small_reference():
 
 
 @pytest.mark.parametrize("mesh", ["dp2fsdp2tp2", pytest.param("tp4sp2", marks=pytest.mark.slow)])
-def test_a_mesh_trains_as_one_device_does(mesh, small_reference):
+def test_every_mesh_has_the_losses_of_one_device(mesh, small_reference):
     check_parity(losses(mesh, SMALL, 12, SMALL_DATA), small_reference, FP32)
 
 
@@ -100,7 +100,7 @@ def test_a_mesh_trains_as_one_device_does(mesh, small_reference):
     [{"remat": "full", "scan": True}, pytest.param({"remat": "dots_saveable"}, marks=pytest.mark.slow)],
     ids=str,
 )
-def test_scan_and_remat_change_nothing(change, small_reference):
+def test_scan_and_remat_do_not_change_the_losses(change, small_reference):
     model = dataclasses.replace(SMALL, **change)
     initial = None if model.scan else small_reference[2]
     got = losses("one", model, 12, SMALL_DATA, initial=initial)
@@ -108,13 +108,13 @@ def test_scan_and_remat_change_nothing(change, small_reference):
 
 
 @pytest.mark.slow
-def test_microbatches_change_nothing(small_reference):
+def test_microbatches_do_not_change_the_losses(small_reference):
     got = losses("dp2fsdp2tp2", SMALL, 12, SMALL_DATA, num_microbatches=2, initial=small_reference[2])
     check_parity(got, small_reference, FP32)
 
 
 def without_gradient_reduction(model, batch):
-    """The loss of all rows with the gradient of the first data shard's rows alone."""
+    """The loss of all rows with the gradient of the rows of the first data shard only."""
     loss, weight = next_token_loss(model, batch)
     local, _ = next_token_loss(model, jax.tree.map(lambda x: x[: x.shape[0] // 4], batch))
     return jax.lax.stop_gradient(loss - 4 * local) + 4 * local, weight
@@ -136,7 +136,7 @@ def attention_that_sees_one_token_ahead(self, x, mode="train"):
 @pytest.mark.parametrize(
     "mutation", ["gradient", *(pytest.param(m, marks=pytest.mark.slow) for m in ("mask", "layers"))]
 )
-def test_a_mistake_is_noticed(mutation, small_reference, monkeypatch):
+def test_a_mistake_in_the_model_or_the_gradient_is_detected(mutation, small_reference, monkeypatch):
     changed = {}
     if mutation == "gradient":
         changed["loss_fn"] = without_gradient_reduction
@@ -144,11 +144,13 @@ def test_a_mistake_is_noticed(mutation, small_reference, monkeypatch):
         monkeypatch.setattr(decoder.Attention, "__call__", attention_that_sees_one_token_ahead)
     else:
         changed["make_model"] = with_layers_swapped
-    initial = None if mutation == "layers" else small_reference[2]  # leaves go by path, which would undo the swap
+    initial = (
+        None if mutation == "layers" else small_reference[2]
+    )  # leaves are assigned by path, which would undo the swap
     got = losses("one", SMALL, 12, SMALL_DATA, initial=initial, **changed)
     with pytest.raises(AssertionError):
         check_parity((got[0], small_reference[1]), small_reference, FP32)
-    assert np.isfinite(got[0]).all()  # wrong, not broken
+    assert np.isfinite(got[0]).all()  # wrong, but finite
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +166,7 @@ def five_million(mesh, model):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp2fsdp2tp2", "fsdp8", "tp4sp2"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", FP32), ("bfloat16", BF16)])
-def test_five_million_parameters_train_the_same_on_every_mesh(mesh, dtype, tolerance, references):
+def test_five_million_parameters_have_the_same_losses_on_every_mesh(mesh, dtype, tolerance, references):
     model, reference = references[dtype]
     count = sum(x.size for x in jax.tree.leaves(nnx.state(abstract_model(lambda: make_decoder(model, nnx.Rngs(0))))))
     assert 4.5e6 < count < 5.5e6

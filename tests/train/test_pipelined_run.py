@@ -1,4 +1,4 @@
-"""A recipe whose mesh has pp: it trains, evaluates and saves, and any other mesh goes on from there."""
+"""A recipe whose mesh has pp trains, evaluates and saves, and any other mesh resumes from its checkpoints."""
 
 import json
 from typing import Any
@@ -58,21 +58,21 @@ def losses(config):
     return [row["loss"] for row in rows], [row["eval_loss"] for row in rows if "eval_loss" in row], result.sample
 
 
-def test_a_pipelined_run_is_the_plain_run(tmp_path, text):
+def test_a_pipelined_run_has_the_losses_of_a_plain_run(tmp_path, text):
     settings = ("run.eval_every=0", "run.platform=auto")  # auto: four of the devices
-    want = losses(config_of(tmp_path / "plain", text, "mesh.shape=fsdp:4", *settings))
-    have = losses(config_of(tmp_path / "pp", text, "mesh.shape=pp:2,fsdp:2", *settings))
-    np.testing.assert_allclose(have[0], want[0], rtol=1e-5)
+    expected = losses(config_of(tmp_path / "plain", text, "mesh.shape=fsdp:4", *settings))
+    found = losses(config_of(tmp_path / "pp", text, "mesh.shape=pp:2,fsdp:2", *settings))
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
 
 
 @pytest.mark.slow
-def test_either_goes_on_from_the_other(tmp_path, text):
+def test_a_plain_run_resumes_from_a_pipelined_checkpoint(tmp_path, text):
     plain = "mesh.shape=fsdp:2,tp:2,dp:2"
-    want = losses(config_of(tmp_path / "plain", text, plain, "run.steps=4"))
+    expected = losses(config_of(tmp_path / "plain", text, plain, "run.steps=4"))
     first = losses(config_of(tmp_path / "pp", text, "mesh.shape=pp:2,fsdp:2,tp:2"))
     then = losses(config_of(tmp_path / "pp", text, plain, "run.steps=4"))
-    np.testing.assert_allclose(first[0] + then[0], want[0], rtol=1e-5)
-    np.testing.assert_allclose(first[1] + then[1], want[1], rtol=1e-5)
+    np.testing.assert_allclose(first[0] + then[0], expected[0], rtol=1e-5)
+    np.testing.assert_allclose(first[1] + then[1], expected[1], rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -94,51 +94,51 @@ def test_a_pipelined_run_writes_a_sample(tmp_path, text):
         ("mesh.shape=pp:2,ep:2,fsdp:2", "model.num_experts=4", "model.scan=true"),
     ],
 )
-def test_every_kind_of_pipeline_goes_on_from_a_plain_run_and_back(tmp_path, text, settings):
+def test_every_pipeline_resumes_from_a_plain_run_and_back(tmp_path, text, settings):
     experts = [s for s in settings if "experts" in s or "num_layers" in s]
     plain = ("mesh.shape=fsdp:4,tp:2", *experts)
-    want = losses(config_of(tmp_path / "plain", text, *plain, "run.steps=6"))
+    expected = losses(config_of(tmp_path / "plain", text, *plain, "run.steps=6"))
     parts = [
         losses(config_of(tmp_path / "mixed", text, *kind, f"run.steps={stop}"))
         for kind, stop in ((plain, 2), (settings, 4), (plain, 6))
     ]
-    np.testing.assert_allclose([x for part in parts for x in part[0]], want[0], rtol=5e-5)
-    np.testing.assert_allclose([x for part in parts for x in part[1]], want[1], rtol=5e-5)
+    np.testing.assert_allclose([x for part in parts for x in part[0]], expected[0], rtol=5e-5)
+    np.testing.assert_allclose([x for part in parts for x in part[1]], expected[1], rtol=5e-5)
 
 
 @pytest.mark.slow
-def test_moments_split_further_train_the_same(tmp_path, text):
+def test_sharding_the_moments_does_not_change_the_losses(tmp_path, text):
     settings = ("mesh.shape=dp:4,tp:2", "run.eval_every=0", "model.num_layers=1")
     plain = losses(config_of(tmp_path / "plain", text, *settings))
     split = losses(config_of(tmp_path / "split", text, *settings, "optimizer.shard_over=dp"))
     np.testing.assert_allclose(split[0], plain[0], rtol=1e-6)
 
 
-def test_what_needs_a_pipeline_says_so(tmp_path, text):
+def test_trace_and_measure_require_a_pipeline(tmp_path, text):
     plain = config_of(tmp_path / "run", text, "mesh.shape=fsdp:4,tp:2")
-    with pytest.raises(ConfigError, match=r"--trace t.json: only a pipeline has actions.* mesh.shape=fsdp:4,tp:2"):
+    with pytest.raises(ConfigError, match=r"--trace t.json: only a pipeline can be traced.* mesh.shape=fsdp:4,tp:2"):
         train(plain, trace="t.json")
-    with pytest.raises(ConfigError, match=r"t.svg: the picture goes there(.|\n)*there is no folder /nowhere"):
+    with pytest.raises(ConfigError, match=r"t.svg: the trace is a JSON file(.|\n)*folder /nowhere does not exist"):
         train(plain, trace="/nowhere/t.svg")
     assert not (tmp_path / "run").exists()
     short = config_of(tmp_path / "run", text, "mesh.shape=pp:2,fsdp:4", "run.steps=2")
-    with pytest.raises(ConfigError, match=r"--trace .*t.json shows step 3, .* and run.steps=2 ends before it"):
+    with pytest.raises(ConfigError, match=r"--trace .*t.json records step 3, .* but run.steps=2 ends before it"):
         train(short, trace=tmp_path / "t.json")
-    with pytest.raises(ConfigError, match=r"mesh.shape=fsdp:4,tp:2 has no pp"):
+    with pytest.raises(ConfigError, match=r"mesh.shape=fsdp:4,tp:2 has no axis pp"):
         measure_recipe(plain)
 
 
 @pytest.mark.slow
 def test_the_third_step_is_traced(tmp_path, text):
     settings = ("mesh.shape=pp:2,fsdp:4", "run.steps=4", "run.eval_every=0")
-    said, trace = [], tmp_path / "trace.json"
-    result = train(config_of(tmp_path / "run", text, *settings), say=said.append, trace=trace)
+    printed, trace = [], tmp_path / "trace.json"
+    result = train(config_of(tmp_path / "run", text, *settings), say=printed.append, trace=trace)
     plain = losses(config_of(tmp_path / "plain", text, *settings))
     assert result.last_row["loss"] == pytest.approx(plain[0][-1], rel=1e-6)
     names = [e["name"] for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X" and e["pid"] == 0]
     assert sorted(names) == sorted(f"{stage}{kind}{m}" for stage in range(2) for kind in "FB" for m in range(4))
     assert trace.with_suffix(".svg").read_text().startswith("<svg")
-    assert any("groups at work on average" in line for line in said)
+    assert any("groups busy on average" in line for line in printed)
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
-"""Runs that are killed or told to stop, as processes of their own, and what the same command does afterwards.
+"""Runs in separate processes that are killed or stopped, and what the same command does afterwards.
 
-Every comparison is with an undisturbed run, bit by bit: losses are written with all their digits.
+Every run is compared with an undisturbed run, bit for bit: losses are written with all their digits.
 """
 
 import contextlib
@@ -29,13 +29,13 @@ from tests.train.bigram import write_text
 RECIPE = Path(__file__).with_name("bigram.py")
 STEPS = 24
 KILLS_IN_ALL = 20
-PATIENCE = 120  # seconds for anything a process is waited for
+PATIENCE = 120  # seconds, timeout of every wait for a process
 SETTINGS = (
     f"run.steps={STEPS}",
     "run.eval_every=0",
     "run.platform=cpu:2",
     "checkpoint.every=2",
-    "model.hidden_size=1024",  # 6 MB of state: a save takes long enough to be met at work
+    "model.hidden_size=1024",  # 6 MB of state: a save takes long enough to be interrupted
 )
 
 
@@ -53,7 +53,9 @@ class Run:
 
     def rows(self) -> list[dict]:
         path = self.folder / "metrics.jsonl"
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []  # whole lines only: it may be writing
+        lines = (
+            path.read_text().split("\n")[:-1] if path.exists() else []
+        )  # complete lines only: the run may be writing
         return [json.loads(line) for line in lines]
 
     def committed(self) -> list[int]:
@@ -68,14 +70,14 @@ class Run:
         return self.output.read_text()
 
     def wait_for(self, condition: Callable[[], object]) -> None:
-        """Return as soon as the condition holds; fail if the process ends or time runs out before."""
+        """Return as soon as the condition is true; fail if the process ends or the time is up before."""
         end = time.monotonic() + PATIENCE
         while True:
-            ended = self.process.poll()  # asked before the condition: an end in between may be what it waits for
+            ended = self.process.poll()  # polled before the condition, which may wait for the end of the process
             if condition():
                 return
             assert ended is None, f"ended with {ended} too early:\n{self.text()}"
-            assert time.monotonic() < end, f"waited in vain:\n{self.text()}"
+            assert time.monotonic() < end, f"timed out:\n{self.text()}"
             time.sleep(0.0005)
 
     def ended(self) -> int:
@@ -92,7 +94,7 @@ def text(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def start(text) -> Iterator[Start]:
-    """`start(folder, *settings)` starts the command; whatever still runs in the end is killed."""
+    """`start(folder, *settings)` starts the command. Processes that still run at the end are killed."""
     runs: list[Run] = []
 
     def start(folder: Path, *settings: str, recipe: str = str(RECIPE), cached: bool = True) -> Run:
@@ -118,23 +120,23 @@ def start(text) -> Iterator[Start]:
 
 
 def final_losses(rows: list[dict]) -> dict[int, float]:
-    """Loss of every step; where a step was run twice the later row counts."""
+    """The loss of every step; of a step that was run twice, the later one."""
     return {row["step"]: row["loss"] for row in rows}
 
 
 @pytest.fixture(scope="module")
 def undisturbed(start, tmp_path_factory) -> dict[int, float]:
-    """The losses of a run that nothing happened to."""
+    """The losses of an uninterrupted run."""
     run = start(tmp_path_factory.mktemp("undisturbed") / "run", *SETTINGS)
     assert run.ended() == DONE, run.text()
     assert [row["step"] for row in run.rows()] == list(range(1, STEPS + 1))
     losses = final_losses(run.rows())
-    assert len(set(losses.values())) == STEPS, "losses that do not differ prove nothing"
+    assert len(set(losses.values())) == STEPS, "the test requires distinct losses"
     return losses
 
 
 def check_resumed(run: Run, committed: int, reached: int, expected: dict[int, float]) -> None:
-    """The run went on after step `committed`, ran the steps up to `reached` again, and ended as if undisturbed."""
+    """Check that the run resumed after `committed`, repeated the steps up to `reached`, and has the expected losses."""
     assert run.ended() == DONE, run.text()
     rows = run.rows()
     assert f"run: found {run.folder} at step {committed}; resuming, {STEPS - committed} steps to go" in run.text()
@@ -147,7 +149,7 @@ def check_resumed(run: Run, committed: int, reached: int, expected: dict[int, fl
 
 
 def killed_after_a_save(start: Start, folder: Path, at_least: int, **kinds: bool) -> tuple[int, int]:
-    """Kill a run whose newest step lies beyond its newest checkpoint: (newest checkpoint, newest step)."""
+    """Kill a run whose newest step is later than its newest checkpoint. Returns (newest checkpoint, newest step)."""
     run = start(folder, *SETTINGS, **kinds)
     run.wait_for(lambda: (done := run.committed()) and done[-1] >= at_least and run.rows()[-1]["step"] > done[-1])
     run.process.kill()
@@ -156,7 +158,7 @@ def killed_after_a_save(start: Start, folder: Path, at_least: int, **kinds: bool
 
 
 def killed_during_a_save(start: Start, folder: Path, at_least: int, **kinds: bool) -> tuple[int, int]:
-    """Kill a run while a save is on its way: (newest checkpoint, newest step)."""
+    """Kill a run during a save. Returns (newest checkpoint, newest step)."""
     run = start(folder, *SETTINGS, **kinds)
     run.wait_for(lambda: (done := run.committed()) and done[-1] >= at_least)
     run.wait_for(run.unfinished)
@@ -179,13 +181,13 @@ def test_a_killed_run_resumes_bit_for_bit(start, undisturbed, tmp_path, moment):
 @pytest.mark.slow
 @pytest.mark.parametrize("at_least", [2, 10, 16])
 @pytest.mark.parametrize("moment", KILLS)
-def test_a_run_killed_anywhere_resumes_bit_for_bit_though_compiled_anew(start, undisturbed, tmp_path, moment, at_least):
+def test_a_run_killed_anywhere_resumes_bit_for_bit_after_recompilation(start, undisturbed, tmp_path, moment, at_least):
     committed, reached = KILLS[moment](start, tmp_path / "run", at_least, cached=False)
     check_resumed(start(tmp_path / "run", *SETTINGS, cached=False), committed, reached, undisturbed)
 
 
 @pytest.mark.slow
-def test_a_run_killed_again_and_again_ends_as_if_undisturbed(start, undisturbed, tmp_path):
+def test_a_run_killed_several_times_has_the_losses_of_an_undisturbed_run(start, undisturbed, tmp_path):
     for at_least in (2, 8, 14):
         killed_after_a_save(start, tmp_path / "run", at_least)
     run = start(tmp_path / "run", *SETTINGS)
@@ -195,28 +197,28 @@ def test_a_run_killed_again_and_again_ends_as_if_undisturbed(start, undisturbed,
 
 
 def saving_since(run: Run, began: float) -> bool:
-    """Whether there is an unfinished save that is no leftover of an earlier process."""
+    """Whether there is an unfinished save that was not left over by an earlier process."""
     times = []
     for name in run.unfinished():
-        with contextlib.suppress(FileNotFoundError):  # it is done
+        with contextlib.suppress(FileNotFoundError):  # it has finished
             times.append((run.checkpoints / name).stat().st_mtime)
     return any(time > began for time in times)
 
 
 @pytest.mark.slow
-def test_twenty_kills_at_random_moments(start, undisturbed, tmp_path):
-    """Seeded moments after the first new row; a run is resumed and killed again until it ends or all are done."""
+def test_a_run_killed_at_random_moments_has_the_losses_of_an_undisturbed_run(start, undisturbed, tmp_path):
+    """Kill runs at seeded moments after the first new row, and resume them until they end or all kills are done."""
     rng = np.random.default_rng(0)
     kills = in_a_save = run_again = 0
     for attempt in itertools.count():
         folder = tmp_path / f"run-{attempt}"
-        while kills < KILLS_IN_ALL:  # until the run gets to its end
+        while kills < KILLS_IN_ALL:  # until the run finishes
             run = start(folder, *SETTINGS)
             rows, began = len(run.rows()), time.time()
             run.wait_for(lambda run=run, rows=rows: run.process.poll() == DONE or len(run.rows()) > rows)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 run.process.wait(float(rng.uniform(0, 0.6)))
-            if kills % 5 == 4:  # a save takes a fifth of the time or less: some kills wait for one
+            if kills % 5 == 4:  # saves take at most a fifth of the time: some kills wait for one
                 run.wait_for(lambda run=run, began=began: run.process.poll() == DONE or saving_since(run, began))
             run.process.kill()
             if run.ended() == DONE:
@@ -240,20 +242,20 @@ def test_twenty_kills_at_random_moments(start, undisturbed, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_second_interrupt_during_a_save_leaves_what_is_committed_whole(start, undisturbed, tmp_path):
+def test_a_second_interrupt_during_a_save_leaves_committed_checkpoints_valid(start, undisturbed, tmp_path):
     run = start(tmp_path / "run", *SETTINGS)
     run.wait_for(lambda: run.committed() and run.unfinished())
     run.process.send_signal(signal.SIGINT)
     run.wait_for(lambda: "SIGINT: saving after this step" in run.text())
     run.process.send_signal(signal.SIGINT)
-    assert run.ended() in (-signal.SIGINT, STOPPED)  # the save may have been quicker
+    assert run.ended() in (-signal.SIGINT, STOPPED)  # the save may have finished first
     assert run.committed() and all(find_damage(run.checkpoints / str(step)) == [] for step in run.committed())
     again = start(tmp_path / "run", *SETTINGS)
     assert again.ended() == DONE and final_losses(again.rows()) == undisturbed
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_signal_saves_the_step_at_hand_and_the_same_command_goes_on(start, undisturbed, tmp_path, number):
+def test_a_signal_saves_the_current_step_and_the_same_command_resumes(start, undisturbed, tmp_path, number):
     run = start(tmp_path / "run", *SETTINGS)
     run.wait_for(run.rows)
     run.process.send_signal(number)
@@ -280,18 +282,18 @@ def test_a_second_interrupt_ends_the_run_at_once(start, tmp_path):
     assert "stopped at step" not in run.text() and "Traceback" not in run.text()
 
 
-def test_a_second_process_on_the_same_folder_is_refused(start, text, tmp_path, capsys):
+def test_a_second_process_in_the_same_folder_is_rejected(start, text, tmp_path, capsys):
     folder = tmp_path / "run"
-    first = start(folder, *SETTINGS[1:], "run.steps=1000000")  # it must not end before the second one has looked
+    first = start(folder, *SETTINGS[1:], "run.steps=1000000")  # it must not end before the second one starts
     first.wait_for((folder / "config.txt").exists)
     command = ["train", str(RECIPE), f"data.source={text}", f"run.folder={folder}"]
     before = (folder / "config.txt").read_bytes()
     assert main(command) == BAD_INPUT
     assert capsys.readouterr().err == (
-        f"flax-mesh: run.folder={folder} is in use by another run; stop that one, or use another\n"
+        f"flax-mesh: run.folder={folder} is in use by another run; stop that run, or use another folder\n"
     )
     assert (folder / "config.txt").read_bytes() == before
     first.process.kill()
     first.ended()
-    with run_folder(folder):  # the lock went with the process
+    with run_folder(folder):  # the lock ended with the process
         pass

@@ -1,4 +1,4 @@
-"""checkpoint.start_from: a new run has the parameters of another, on whatever mesh, and says what it filled."""
+"""checkpoint.start_from: a new run has the parameters of another, on any mesh, and reports what it restored."""
 
 from pathlib import Path
 
@@ -41,16 +41,16 @@ def started(config, folder):
 
 
 @pytest.mark.parametrize("shape", [pytest.param("fsdp:2,tp:2,dp:2", marks=pytest.mark.slow), "pp:2,fsdp:2,tp:2"])
-def test_the_run_begins_with_the_logits_of_the_folder(shape):
+def test_the_run_starts_with_the_logits_of_the_folder(shape):
     model, text = started(config_of(shape, "model.scan=true"), LLAMA)
     reference = np.load(LLAMA / "reference.npz")
     logits = jax.jit(lambda model, tokens: model(tokens))(model, reference["tokens"])
     np.testing.assert_allclose(logits, reference["logits"], atol=1e-5 * np.abs(reference["logits"]).max())
-    assert text.startswith("filled all ")
+    assert text.startswith("restored all ")
 
 
 @pytest.mark.slow
-def test_a_deeper_model_keeps_what_the_checkpoint_does_not_have(tmp_path):
+def test_a_deeper_model_keeps_its_initial_values_for_missing_arrays(tmp_path):
     shallow = config_of("fsdp:4")
     program = build_program(shallow)
     saved = program.init()
@@ -58,13 +58,13 @@ def test_a_deeper_model_keeps_what_the_checkpoint_does_not_have(tmp_path):
         checkpointer.save(7, saved.to_nnx(), {})
     deeper = apply_overrides(config_of("dp:2,tp:2"), ["model.num_layers=3", "run.seed=1"])
     model, text = started(deeper, tmp_path)
-    mine, theirs = (dict(named_leaves(nnx.state(model))) for model in (model, program.model(saved)))
-    assert len(mine) > len(theirs) and all(np.array_equal(mine[path], theirs[path]) for path in theirs)
+    found, stored = (dict(named_leaves(nnx.state(model))) for model in (model, program.model(saved)))
+    assert len(found) > len(stored) and all(np.array_equal(found[path], stored[path]) for path in stored)
     assert text.splitlines()[0].endswith("keep their values, 0 unused")
     assert "kept model/layers/2/attention/q/kernel: not in the checkpoint" in text and "layers/1/" not in text
 
 
-def test_a_model_that_computes_something_else_is_refused_before_anything_is_read(tmp_path):
+def test_a_model_with_other_settings_is_rejected_before_files_are_read(tmp_path):
     settings = [f"checkpoint.start_from={LLAMA}", "model.rope_theta=500.0", f"run.folder={tmp_path / 'run'}"]
     with pytest.raises(ConfigError, match=r"model\.rope_theta=500\.0 differs from 1000\.0 in checkpoint\.start_from"):
         train(apply_overrides(config_of("fsdp:4"), settings))

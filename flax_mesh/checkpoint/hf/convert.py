@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors, write_safetensors
 from flax_mesh.errors import ConfigError
-from flax_mesh.sharding import gather
+from flax_mesh.sharding.gather import gather
 from flax_mesh.text import array_text
 from flax_mesh.tree import named_leaves, path_and_start
 

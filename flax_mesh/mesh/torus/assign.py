@@ -1,21 +1,29 @@
-"""What an assignment costs each logical axis under a stated model of the links, and the exact search under it.
+"""The cost of an assignment for each logical axis, from a model of the links, and an exact search for the best one.
 
-**Seconds** of an all-gather of `num_bytes` over an axis of n devices (a reduce-scatter is its mirror image, an
-all-reduce is both). The axis is gathered in phases, slowest links first because they then carry least:
+**Seconds**: the time of an all-gather of `num_bytes` over an axis of n devices (a reduce-scatter takes the same time,
+an all-reduce takes both). The axis is gathered in phases, slowest links first, because early phases transfer the least:
 
-- the slices that the axis joins: one phase, at the DCN bandwidth of a chip;
-- each part of a physical axis (a factor smaller than the axis) is a line. Only every `stride`-th chip belongs to one
+- slices along the axis are one phase, at the DCN bandwidth of a chip;
+- a factor smaller than its physical axis is one phase over a line. Only every `stride`-th chip belongs to the same
   group, so `stride` groups share each link: bandwidth = link / stride;
-- its whole physical axes work at the same time, as one phase: bandwidth = sum of 2 links for a ring, 1 for a line.
+- all complete physical axes are one phase and work concurrently: bandwidth = 2 links per ring + 1 link per line.
 
 A phase of m devices that starts from s of the n pieces receives `num_bytes * s * (m - 1) / n` at its bandwidth.
 
-**Hops**: ICI links between neighbours of the axis, mean over the closed ring of its devices. They are what a shift
-costs (`ppermute`, ring attention, a pipeline).
+Example: fsdp:2,tp:8 on a v5e slice of 4x4 (no wraparound, 45 GB/s per link), each chip with its index (fsdp,tp):
 
-An assignment is *better* than another if no axis is slower, no axis has more hops, and some axis is faster. Of several
-better ones the busiest axis (most bytes; at equal bytes the later one) chooses first, by seconds, then by hops. Hops
-alone are no reason to leave an assignment: many permutations of equal physical axes differ in nothing else.
+    x -->
+    0,0  0,2  0,4  0,6  |    tp:    x 4 (complete, a line), 45 GB/s; then y 2 of 4, stride 1, 45 GB/s
+    0,1  0,3  0,5  0,7  y    fsdp:  y 2 of 4, stride 2: 0,0 to 1,0 and 0,1 to 1,1 share the link
+    1,0  1,2  1,4  1,6  |           between the second and the third row, 45 / 2 GB/s
+    1,1  1,3  1,5  1,7  v
+
+**Hops**: ICI links between consecutive devices of the axis, averaged over the closed ring of its devices. They are the
+cost of a shift (`ppermute`, ring attention, a pipeline).
+
+An assignment is *better* than another if no axis is slower, no axis has more hops, and some axis is faster. Among
+several better ones the busiest axis (most bytes; the later one if equal) chooses first, by seconds, then by hops. Fewer
+hops alone do not justify a change: many permutations of equal physical axes differ only in hops.
 """
 
 import math
@@ -29,19 +37,19 @@ from flax_mesh.hardware import DCN_BANDWIDTH, DEFAULT_DCN, DEFAULT_ICI, ICI_BAND
 from flax_mesh.mesh.torus.torus import Assignment, Torus, factorings, known_assignment, mean_hops
 
 CORE_LINKS = 6  # two devices of one chip: the die-to-die link of 7x is six ICI links wide
-DEFAULT_BYTES = 2.0**26  # bytes gathered along an axis where nothing is known: all alike, so the order of axes decides
-SAME = 1e-9  # costs closer than this are equal: the rounding of a sum is no reason to leave JAX's assignment
+DEFAULT_BYTES = 2.0**26  # bytes gathered along an axis if unknown: equal for all, so the order of the axes decides
+SAME = 1e-9  # relative tolerance: rounding errors must not replace JAX's assignment
 
 
 class AxisCost(NamedTuple):
-    """Predicted seconds of a gather, and mean hops between neighbours, of one logical axis."""
+    """Predicted seconds of a gather along one logical axis, and mean hops between its neighbors."""
 
     seconds: float
     hops: float
 
 
 class Phase(NamedTuple):
-    """One step of a gather: `size` devices over links of `bandwidth` bytes/s each way."""
+    """One phase of a gather: `size` devices over links of `bandwidth` bytes/s per direction."""
 
     size: int
     bandwidth: float
@@ -50,25 +58,25 @@ class Phase(NamedTuple):
 def axis_phases(torus: Torus, factors: Sequence[int], strides: Sequence[int], num_slices: int = 1) -> list[Phase]:
     """The phases of one logical axis, slowest first.
 
-    `factors` is its column of the assignment, `strides` the chips between neighbours along each physical axis.
+    `factors` is its column of the assignment, `strides` its distance in chips between neighbors on each physical axis.
     """
     link = ICI_BANDWIDTH.get(torus.kind, DEFAULT_ICI)
     phases = [Phase(num_slices, DCN_BANDWIDTH.get(torus.kind, DEFAULT_DCN))] if num_slices > 1 else []
-    whole, links = 1, 0
+    complete, links = 1, 0
     for axis, size, wraps, factor, stride in zip(torus.axes, torus.shape, torus.wraps, factors, strides, strict=True):
         width = CORE_LINKS if axis == "core" else 1
         if 1 < factor < size:
             phases.append(Phase(factor, link * width / stride))
         elif factor > 1:
-            whole *= factor
+            complete *= factor
             links += 2 if wraps else width
-    if whole > 1:
-        phases.append(Phase(whole, link * links))
+    if complete > 1:
+        phases.append(Phase(complete, link * links))
     return sorted(phases, key=lambda phase: (phase.bandwidth, phase.size))
 
 
 def gather_seconds(phases: Sequence[Phase], num_bytes: float = DEFAULT_BYTES) -> float:
-    """Predicted time of the all-gather that the module describes; 0 for an axis of one device."""
+    """Predicted time of the all-gather described in the module docstring; 0 for an axis of one device."""
     pieces, seconds = 1, []
     total = math.prod(phase.size for phase in phases)
     for phase in phases:
@@ -78,25 +86,25 @@ def gather_seconds(phases: Sequence[Phase], num_bytes: float = DEFAULT_BYTES) ->
 
 
 def neighbour_hops(torus: Torus, factors: Sequence[int], strides: Sequence[int]) -> float:
-    """Mean ICI hops between ring neighbours of a logical axis laid out by `arrange`."""
+    """Mean ICI hops between ring neighbors of a logical axis laid out by `arrange`."""
     places = np.stack(np.unravel_index(np.arange(math.prod(factors)), tuple(factors)), axis=-1) * np.array(strides)
     return mean_hops(places, torus)[0]
 
 
 def strides_of(assignment: Assignment) -> Assignment:
-    """Chips between neighbours, in the layout of `arrange`: the product of the later logical axes' factors."""
+    """Chips between neighbors in the layout of `arrange`: the product of the factors of all later logical axes."""
     return tuple(tuple(math.prod(row[i + 1 :]) for i in range(len(row))) for row in assignment)
 
 
 def assignment_cost(torus: Torus, assignment: Assignment, axis_bytes: Sequence[float] | None = None) -> list[AxisCost]:
-    """The cost of each logical axis; `axis_bytes` are the bytes gathered along each, equal by default."""
+    """The cost of each logical axis. `axis_bytes` are the bytes gathered along each axis; equal by default."""
     sizes = axis_bytes or [DEFAULT_BYTES] * len(assignment[0])
     columns = zip(zip(*assignment, strict=True), zip(*strides_of(assignment), strict=True), sizes, strict=True)
     return [_axis_cost(torus, factors, strides, size) for factors, strides, size in columns]
 
 
 def is_better(cost: Sequence[AxisCost], other: Sequence[AxisCost]) -> bool:
-    """Whether `cost` is strictly better: no axis slower or of more hops, some axis faster."""
+    """Whether `cost` is strictly better: no axis is slower or has more hops, and some axis is faster."""
     pairs = list(zip(cost, other, strict=True))
     faster = any(new.seconds < old.seconds * (1 - SAME) for new, old in pairs)
     return faster and all(_within(new, old) for new, old in pairs)
@@ -110,10 +118,11 @@ def best_assignment(
     allow_split: bool,
     limits: Sequence[AxisCost] | None = None,
 ) -> Assignment | None:
-    """The assignment that the busiest axes choose, among those where no axis costs more than its limit.
+    """The best assignment for the busiest axes where no axis costs more than its limit; None if none exists.
 
-    None where there is none. Exact: what the axes 0..i cost depends on what the later axes left of each physical axis
-    and on nothing else, so the best of each (i, what is left) is found once; 8x8x16 over six axes takes milliseconds.
+    Exact, by dynamic programming: the cost of axes 0..i depends on the later axes only through what they leave of each
+    physical axis, so the best result for each (i, remaining sizes) is computed once. 8x8x16 over six axes takes
+    milliseconds.
     """
     order = sorted(range(len(axis_bytes)), key=lambda axis: (-axis_bytes[axis], -axis))
 
@@ -124,7 +133,7 @@ def best_assignment(
 
     @cache
     def best(axis: int, left: tuple[int, ...]) -> tuple[tuple[AxisCost, ...], tuple[tuple[int, ...], ...]] | None:
-        """Costs and columns of the axes 0..`axis`; `left` is what the later ones leave of each physical axis."""
+        """Best costs and columns of axes 0..`axis`; `left` is what later axes leave of each physical axis."""
         if axis < 0:
             return (), ()
         priority = [other for other in order if other <= axis]
@@ -135,7 +144,7 @@ def best_assignment(
             cost = axis_cost(axis, factors, left)
             if limits is not None and not _within(cost, limits[axis]):
                 continue
-            rest = best(axis - 1, tuple(have // f for have, f in zip(left, factors, strict=True)))
+            rest = best(axis - 1, tuple(size // f for size, f in zip(left, factors, strict=True)))
             if rest is None:
                 continue
             costs = (*rest[0], cost)
@@ -150,10 +159,11 @@ def best_assignment(
 def choose_assignment(
     torus: Torus, mesh_shape: Sequence[int], *, allow_split: bool, axis_bytes: Sequence[float] | None = None
 ) -> Assignment:
-    """JAX's assignment, unless a strictly better one exists, or JAX's greedy choice finds none.
+    """JAX's assignment, unless a strictly better one exists or JAX's greedy algorithm finds none.
 
-    `mesh_shape` must multiply to the devices of the torus. `axis_bytes` are the bytes gathered along each logical
-    axis, equal by default. NotImplementedError where a physical axis would have to be split and `allow_split` is False.
+    The product of `mesh_shape` must be the number of devices of the torus. `axis_bytes` are the bytes gathered along
+    each logical axis; equal by default. Raises NotImplementedError if a physical axis would have to be split and
+    `allow_split` is False.
     """
     sizes = axis_bytes or [DEFAULT_BYTES] * len(mesh_shape)
     try:
@@ -178,7 +188,7 @@ def _within(cost: AxisCost, limit: AxisCost) -> bool:
 
 
 def _chosen_before(costs: Sequence[AxisCost], others: Sequence[AxisCost], order: Sequence[int]) -> bool:
-    """Whether the axes, busiest first, choose `costs`: by seconds, and where all those are equal by hops."""
+    """Whether `costs` precede `others`: by the seconds of the axes in `order`, then (if all equal) by their hops."""
     for field in (0, 1):
         for axis in order:
             new, old = costs[axis][field], others[axis][field]

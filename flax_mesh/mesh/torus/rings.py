@@ -1,8 +1,15 @@
-"""Ring orders of small slices: by device kind, the order in which JAX walks the chips so that neighbours are linked.
+"""Ring orders of small slices: for each device kind, an order of the chips in which consecutive chips share a link.
 
-The handler of a kind gets the devices in the order of `jax.devices()` and the mesh shape, and returns all devices in
-ring order, to be reshaped to the mesh shape, or None where the ordinary torus assignment applies. The orders are those
-of `jax.experimental.mesh_utils`: on a real slice of these kinds both give the same mesh.
+The handler of a kind takes the devices in the order of `jax.devices()` and the mesh shape. It returns all devices in
+ring order, to be reshaped to the mesh shape, or None if the regular torus assignment applies. The orders are those of
+`jax.experimental.mesh_utils`, so on a slice of these kinds both create the same mesh. For example RING_4X4, with the
+position of each chip in the ring:
+
+    x -->
+     0   1   2   3  |
+    15   6   5   4  y        chip 5 of the slice (row 1, column 1) has position 6
+    14   7   8   9  |        the last chip of the ring, position 15, is linked to the first
+    13  12  11  10  v
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,49 +21,49 @@ from flax_mesh.mesh.torus.torus import physical_mesh, read_device
 
 RingHandler = Callable[[Sequence[Any], tuple[int, ...]], Sequence[Any] | None]
 
-# Positions in the order of (z, y, x), or of `jax.devices()`, that close a ring of direct links.
+# Indices into the devices sorted by (z, y, x), or in the order of `jax.devices()`, that form a ring of direct links.
 RING_2X2 = (0, 1, 3, 2)
-RING_4X2 = (0, 1, 2, 3, 7, 6, 5, 4)  # out along one row of four, back along the other; JAX's order for 2x4 as well
+RING_4X2 = (0, 1, 2, 3, 7, 6, 5, 4)  # along one row of four, back along the other; JAX uses it for 2x4 too
 RING_4X4 = (0, 1, 2, 3, 7, 6, 5, 9, 10, 11, 15, 14, 13, 12, 8, 4)
-RING_2X2X2 = (0, 1, 3, 2, 6, 7, 5, 4)  # a Gray code: one coordinate changes at a time
-RING_TRAY = (0, 1, 2, 3, 6, 7, 4, 5)  # eight cores on four chips, both cores of a chip in turn
-Z_MAJOR_2X2X2 = (0, 4, 2, 6, 1, 5, 3, 7)  # v5e boxes of 2x2x2: not a ring; z runs fastest
+RING_2X2X2 = (0, 1, 3, 2, 6, 7, 5, 4)  # a Gray code: one coordinate changes per step
+RING_TRAY = (0, 1, 2, 3, 6, 7, 4, 5)  # eight cores on four chips; the two cores of a chip are consecutive
+Z_MAJOR_2X2X2 = (0, 4, 2, 6, 1, 5, 3, 7)  # v5e slices of 2x2x2, JAX's order: not a ring; z varies fastest
 
 
 def _tray(devices: Sequence[Any], mesh_shape: tuple[int, ...]) -> Sequence[Any]:
-    """v2 and v3: a tray of eight cores is a ring; larger slices keep their order, trays along a last axis of 8."""
+    """v2 and v3: a tray of eight cores is a ring. Larger slices use it only if the last axis is 8."""
     if len(devices) != 8 and (not mesh_shape or mesh_shape[-1] != 8):
         return devices
-    return [devices[start + place] for start in range(0, len(devices), 8) for place in RING_TRAY]
+    return [devices[start + index] for start in range(0, len(devices), 8) for index in RING_TRAY]
 
 
 def _square(devices: Sequence[Any], mesh_shape: tuple[int, ...]) -> Sequence[Any] | None:
-    """v4 lite and 8i: four chips are a ring."""
-    return [devices[place] for place in RING_2X2] if len(devices) == 4 else None
+    """v4 lite and 8i: four chips form a ring."""
+    return [devices[index] for index in RING_2X2] if len(devices) == 4 else None
 
 
 def _lite(devices: Sequence[Any], mesh_shape: tuple[int, ...]) -> Sequence[Any] | None:
-    """v5e and v6e: 2x2, eight chips, and 4x4 where one mesh axis holds all of it."""
+    """v5e and v6e: 2x2, eight chips, and 4x4 if one mesh axis contains all 16 chips."""
     extent = _extent(devices)
     if len(devices) == 4 and extent == (2, 2, 1):
-        return _walk(devices, RING_2X2)
+        return _reorder(devices, RING_2X2)
     if len(devices) == 8:
-        return _walk(devices, Z_MAJOR_2X2X2 if extent == (2, 2, 2) else RING_4X2)
+        return _reorder(devices, Z_MAJOR_2X2X2 if extent == (2, 2, 2) else RING_4X2)
     if len(devices) == 16 and extent == (4, 4, 1) and max(mesh_shape) == 16:
-        return _walk(devices, RING_4X4)
+        return _reorder(devices, RING_4X4)
     return None
 
 
 def _cube(devices: Sequence[Any], mesh_shape: tuple[int, ...]) -> Sequence[Any] | None:
-    """v5p: 2x2x2 chips are a ring."""
-    return _walk(devices, RING_2X2X2) if len(devices) == 8 and _extent(devices) == (2, 2, 2) else None
+    """v5p: 2x2x2 chips form a ring."""
+    return _reorder(devices, RING_2X2X2) if len(devices) == 8 and _extent(devices) == (2, 2, 2) else None
 
 
 def _columns(devices: Sequence[Any], mesh_shape: tuple[int, ...]) -> Sequence[Any] | None:
-    """7x: up to four layers of 2x2 chips with two cores each; every layer is a ring, the next follows above."""
+    """7x: up to four layers of 2x2 chips with two cores each. Every layer is a ring; layers are concatenated."""
     if len(devices) % 8 or len(devices) > 32 or max(physical_mesh(devices)[1].shape[:2]) > 2:
         return None
-    return [devices[start + place] for start in range(0, len(devices), 8) for place in RING_TRAY]
+    return [devices[start + index] for start in range(0, len(devices), 8) for index in RING_TRAY]
 
 
 RING_HANDLERS: Mapping[str, RingHandler] = {
@@ -73,17 +80,17 @@ RING_HANDLERS: Mapping[str, RingHandler] = {
 
 
 def ring_order(devices: Sequence[Any], mesh_shape: tuple[int, ...]) -> Sequence[Any] | None:
-    """The devices in the ring order of their kind, or None where the kind has none for this slice and mesh."""
+    """The devices in the ring order of their kind, or None if the kind has none for this slice and mesh shape."""
     handler = RING_HANDLERS.get(devices[-1].device_kind)
     return None if handler is None else handler(devices, mesh_shape)
 
 
 def _extent(devices: Sequence[Any]) -> tuple[int, ...]:
-    """Size of the box that holds the devices, wherever it starts; devices without coordinates stand in one place."""
+    """Size of the bounding box of the devices; devices without coordinates count as being at the origin."""
     points = np.array([read_device(device).coords or (0, 0, 0) for device in devices])
     return tuple(int(size) for size in points.max(axis=0) - points.min(axis=0) + 1)
 
 
-def _walk(devices: Sequence[Any], order: Sequence[int]) -> Sequence[Any]:
-    by_place = sorted(devices, key=lambda device: tuple(reversed(read_device(device).coords or ())))
-    return [by_place[place] for place in order]
+def _reorder(devices: Sequence[Any], order: Sequence[int]) -> Sequence[Any]:
+    by_coords = sorted(devices, key=lambda device: tuple(reversed(read_device(device).coords or ())))
+    return [by_coords[index] for index in order]

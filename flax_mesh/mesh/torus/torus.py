@@ -1,8 +1,13 @@
-"""Devices of a torus, and logical axes laid onto its physical axes. numpy only: real devices and records alike.
+"""The torus of a TPU slice, and the layout of logical axes over its physical axes. Uses numpy only, not JAX.
 
-A slice of TPUs is a cuboid of chips joined by ICI links along x, y and z. Where both ends of a line of chips are
-joined too, the line is a ring: the axis *wraps*. An **assignment** is a matrix `[physical axis][logical axis]` of
-factors: the product over a row is the size of that physical axis, the product over a column that of the logical axis.
+A TPU slice is a cuboid of chips connected by ICI links along x, y and z. If the two ends of a line of chips are
+connected too, the line is a ring: the axis *wraps*. An **assignment** is a matrix `[physical axis][logical axis]` of
+factors. The product of a row is the size of that physical axis, the product of a column the size of that logical axis.
+For example fsdp:2,tp:8 on a slice of 4x4 chips (the drawing is in `assign.py`):
+
+              fsdp  tp
+        x 4 [   1    4 ]
+        y 4 [   2    2 ]
 """
 
 import itertools
@@ -16,19 +21,19 @@ import numpy as np
 
 Assignment = tuple[tuple[int, ...], ...]  # [physical axis][logical axis]
 
-# Chips per side of a pod of these kinds, which wraps only along a side that the slice spans whole.
+# Chips per side of a pod of these kinds. A slice wraps only along an axis where it spans the entire pod.
 POD_SIDE = {"TPU v2": 16, "TPU v3": 32, "TPU v5 lite": 16, "TPU v5e": 16, "TPU v6 lite": 16, "TPU v6e": 16}
-# Slices of these kinds are built from cubes of 4x4x4 chips joined by optical switches: whole cubes wrap on every side.
+# These kinds consist of 4x4x4 cubes connected by optical switches: slices of complete cubes wrap on every axis.
 CUBE_SIDE = 4
 CUBE_KINDS = ("TPU v4", "TPU v5", "TPU v5p", "TPU7x", "TPU7")
-# Where a chip is more than one device the physical axes are x, y, core (v2, v3: flat slices) or x, y, z, core.
+# If a chip is more than one device, the physical axes are x, y, core (v2, v3: flat slices) or x, y, z, core.
 FLAT_KINDS = ("TPU v2", "TPU v3")
 CORE_KINDS = ("TPU7x", "TPU7", "TPU8i")
-EITHER_KINDS = ("TPU v5p",)  # one device per chip with megacore, else two
+EITHER_KINDS = ("TPU v5p",)  # one device per chip with megacore, otherwise two
 
 
 class Device(NamedTuple):
-    """What a mesh needs to know of a device. `coords` are chips along (x, y, z), `core` the device within its chip."""
+    """The attributes of a device that a mesh depends on. `coords` are of the chip, `core` is the device within it."""
 
     id: int
     platform: str
@@ -41,7 +46,7 @@ class Device(NamedTuple):
 
 @dataclass(frozen=True)
 class Torus:
-    """The physical axes of one slice: their names, sizes, and which of them wrap."""
+    """The physical axes of one slice: their names, their sizes, and which of them wrap."""
 
     kind: str
     axes: tuple[str, ...]
@@ -55,7 +60,7 @@ class Torus:
 
 
 def read_device(device: Any) -> Device:
-    """The record of a `jax.Device`, or of anything with the same attributes; missing coordinates become None."""
+    """The record of a `jax.Device`, or of any object with the same attributes; missing coordinates become None."""
     coords = getattr(device, "coords", None)
     return Device(
         id=device.id,
@@ -69,10 +74,10 @@ def read_device(device: Any) -> Device:
 
 
 def wraps_around(kind: str, shape: Sequence[int]) -> tuple[bool, ...]:
-    """Which physical axes close to rings, by device kind. An axis of 2 or less never does: both ways are one link.
+    """Which physical axes are rings, by device kind. An axis of 2 or less never is: both directions are one link.
 
-    v4, v5p and 7x: every chip axis, where all three are multiples of 4 (the slice is made of whole cubes).
-    v5e and v6e: an axis of 16, v2 16 and v3 32 (the pod's side). Other kinds, and the cores of a chip: none.
+    v4, v5p and 7x: every chip axis, if all three are multiples of 4 (the slice consists of complete cubes).
+    v5e, v6e and v2: an axis of 16, v3: an axis of 32 (the side of the pod). Other kinds, and the cores of a chip: none.
     Sources: cloud.google.com/tpu/docs/v5p ("4x4x4 and larger slices have full 3D torus"),
     jax-ml.github.io/scaling-book/tpus (wraparound on an axis of 16, or of a multiple of 4 on v4p and v5p).
     """
@@ -85,16 +90,17 @@ def wraps_around(kind: str, shape: Sequence[int]) -> tuple[bool, ...]:
 
 
 def physical_mesh(devices: Sequence[Any]) -> tuple[np.ndarray, Torus]:
-    """The devices of one slice as an array by coordinate, and the torus they form.
+    """The devices of one slice as an array indexed by coordinates, and the torus that they form.
 
-    The cuboid may start anywhere. ValueError, naming all offenders, for a hole, two devices at one place,
-    missing coordinates, devices of several kinds, or two cores per chip on a kind that shows one device per chip.
+    The cuboid may start at any coordinates. Raises a ValueError that lists all offending devices for holes, two devices
+    with the same coordinates, missing coordinates, several device kinds, and second cores on a kind that has one device
+    per chip.
     """
     records = [read_device(device) for device in devices]
     kind = records[0].kind
     kinds = sorted({record.kind for record in records})
     if len(kinds) > 1:
-        raise ValueError(f"Devices of one slice must be of one kind; got {', '.join(kinds)}. Pass only one.")
+        raise ValueError(f"Devices of one slice must be of one kind; got {', '.join(kinds)}. Pass devices of one kind.")
     without = [record.id for record in records if record.coords is None or len(record.coords) != 3]
     if without:
         raise ValueError(f"{kind} devices need coords (x, y, z); these ids have none: {_few(without)}.")
@@ -102,8 +108,8 @@ def physical_mesh(devices: Sequence[Any]) -> tuple[np.ndarray, Torus]:
     second = [record.id for record in records if record.core != 0]
     if second and kind not in FLAT_KINDS + CORE_KINDS + EITHER_KINDS:
         raise ValueError(
-            f"A mesh of {kind} needs one device per chip, but these ids are a second core: {_few(second)}. "
-            "Run with megacore, so that a chip is one device."
+            f"A mesh of {kind} requires one device per chip, but these ids are a second core: {_few(second)}. "
+            "Run with megacore, which makes each chip one device."
         )
     axes = ("x", "y", "z")
     points = [record.coords for record in records]
@@ -116,20 +122,20 @@ def physical_mesh(devices: Sequence[Any]) -> tuple[np.ndarray, Torus]:
 
 
 def known_assignment(shape: Sequence[int], mesh_shape: Sequence[int], *, allow_split: bool) -> Assignment:
-    """The assignment that `jax.experimental.mesh_utils` makes: busiest logical axis (the last) first, greedily.
+    """The assignment of `jax.experimental.mesh_utils`: a greedy choice, busiest logical axis (the last) first.
 
-    NotImplementedError where its greedy choice of whole axes gets stuck and `allow_split` is False.
+    Raises NotImplementedError if the greedy choice of complete physical axes fails and `allow_split` is False.
     """
     try:
-        return _whole_axes(shape, mesh_shape)
+        return _assign_complete_axes(shape, mesh_shape)
     except NotImplementedError:
         if not allow_split:
             raise
-    return _split_axes(shape, mesh_shape)
+    return _assign_split_axes(shape, mesh_shape)
 
 
 def factorings(size: int, limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Every tuple of factors with the product `size` whose entries divide `limits`, one by one.
+    """Every tuple of factors with product `size` whose i-th entry divides `limits[i]`.
 
     >>> list(factorings(4, (2, 4)))
     [(1, 4), (2, 2)]
@@ -145,10 +151,10 @@ def factorings(size: int, limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def arrange(physical: np.ndarray, assignment: Assignment) -> np.ndarray:
-    """Devices in mesh order.
+    """The devices in mesh order.
 
-    Within a physical axis the later logical axis is the faster one, so that it keeps direct neighbours; within a
-    logical axis the physical axes run in their own order. So jax.experimental.mesh_utils lays them out too.
+    If several logical axes share a physical axis, the later one varies faster, so that its neighbors are directly
+    linked. Within a logical axis the physical axes keep their order. `jax.experimental.mesh_utils` does the same.
     """
     matrix = np.array(assignment)
     num_physical, num_logical = matrix.shape
@@ -157,10 +163,10 @@ def arrange(physical: np.ndarray, assignment: Assignment) -> np.ndarray:
 
 
 def mean_hops(points: np.ndarray, torus: Torus) -> tuple[float, ...]:
-    """Mean ICI hops between ring neighbours (the last and the first too) along each mesh axis; 0 for an axis of 1.
+    """Mean ICI hops between ring neighbors (including last to first) along each mesh axis; 0 for an axis of 1.
 
-    `points` holds physical coordinates, of shape mesh_shape + (number of physical axes,). The two cores of a chip are
-    one hop apart. It looks at the finished mesh alone, so it judges every way of making one.
+    `points` contains physical coordinates and has shape mesh_shape + (number of physical axes,). The two cores of a
+    chip are one hop apart. The result depends only on the finished mesh, so it applies to any method of creating one.
     """
     hops = []
     for axis in range(points.ndim - 1):
@@ -180,14 +186,14 @@ def _fill_cuboid(devices: Sequence[Any], points: np.ndarray, kind: str, axes: tu
     shared = [_add(place, origin) for place, count in taken.items() if count > 1]
     if shared:
         raise ValueError(
-            f"Two {kind} devices stand at the same ({', '.join(axes)}): {_few(shared)}. "
+            f"Two {kind} devices have the same coordinates ({', '.join(axes)}): {_few(shared)}. "
             "They belong to different slices: pass num_slices, or devices= of one slice."
         )
     holes = [_add(place, origin) for place in np.ndindex(grid.shape) if place not in taken]
     if holes:
         raise ValueError(
-            f"{len(devices)} {kind} devices do not fill their cuboid {'x'.join(map(str, grid.shape))}: there is a hole "
-            f"at ({', '.join(axes)}) = {_few(holes)}. Pass devices= that form a full cuboid."
+            f"{len(devices)} {kind} devices do not fill their bounding box {'x'.join(map(str, grid.shape))}: there is "
+            f"a hole at ({', '.join(axes)}) = {_few(holes)}. Pass devices= that fill it completely."
         )
     return grid
 
@@ -196,38 +202,39 @@ def _add(place: Sequence[int], origin: np.ndarray) -> tuple[int, ...]:
     return tuple(int(a + b) for a, b in zip(place, origin, strict=True))
 
 
-def _whole_axes(shape: Sequence[int], mesh_shape: Sequence[int]) -> Assignment:
-    """Each logical axis takes as many whole physical axes as multiply to its size, the first such set in order."""
+def _assign_complete_axes(shape: Sequence[int], mesh_shape: Sequence[int]) -> Assignment:
+    """Each logical axis takes the most complete physical axes that multiply to its size, ties in axis order."""
     left = dict(enumerate(shape))
     columns: list[tuple[int, ...]] = [()] * len(mesh_shape)
     for logical in reversed(range(len(mesh_shape))):
         size = mesh_shape[logical]
-        fits = (
+        candidates = (
             chosen
             for count in range(len(left), 0, -1)
             for chosen in itertools.combinations(left, count)
             if math.prod(left[axis] for axis in chosen) == size
         )
-        columns[logical] = next(fits, ())
+        columns[logical] = next(candidates, ())
         if not columns[logical] and size > 1:
             raise NotImplementedError(
-                f"Logical axis {logical} of size {size} is no product of whole physical axes: of "
-                f"{'x'.join(map(str, shape))} there remain {list(left.values())}. Mesh shape {tuple(mesh_shape)}. "
-                "Pass allow_split_physical_axes=True, or sizes that are products of whole axes."
+                f"Logical axis {logical} of size {size} must be a product of complete physical axes, but the "
+                f"remaining axes of {'x'.join(map(str, shape))} have sizes {list(left.values())}. Mesh shape "
+                f"{tuple(mesh_shape)}. "
+                "Pass allow_split_physical_axes=True, or use sizes that are products of complete physical axes."
             )
         left = {axis: extent for axis, extent in left.items() if axis not in columns[logical]}
     return tuple(tuple(shape[p] if p in column else 1 for column in columns) for p in range(len(shape)))
 
 
-def _split_axes(shape: Sequence[int], mesh_shape: Sequence[int]) -> Assignment:
-    """As `_whole_axes`, with parts of axes: whole axes are preferred, then those that busier axes already share."""
+def _assign_split_axes(shape: Sequence[int], mesh_shape: Sequence[int]) -> Assignment:
+    """As above, but may split axes: prefers complete axes, then axes of which busier ones already took a factor."""
     used = [1] * len(shape)
     columns: list[tuple[int, ...]] = []
 
     def preference(factors: tuple[int, ...]) -> tuple[int, int, int, tuple[int, ...]]:
-        whole = [factor for factor, size in zip(factors, shape, strict=True) if factor == size]
+        complete = [factor for factor, size in zip(factors, shape, strict=True) if factor == size]
         shared = math.prod(factor for factor, taken in zip(factors, used, strict=True) if taken > 1)
-        return math.prod(whole), sum(factor > 1 for factor in whole), shared, factors
+        return math.prod(complete), sum(factor > 1 for factor in complete), shared, factors
 
     for size in reversed(mesh_shape):
         limits = [extent // taken for extent, taken in zip(shape, used, strict=True)]

@@ -8,28 +8,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from flax_mesh.axes import PartitionAxis
-from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.transport.layout import on_group, put_host
 from flax_mesh.sharding.rules import fit_spec
-from flax_mesh.step.loss import Batch
-from flax_mesh.tree import path_of
-
-
-def check_batch(batch: Batch, count: int) -> Batch:
-    """Shapes of one of `count` equal microbatches; ConfigError where the batch cannot be cut so."""
-    sizes = {path_of(path): np.shape(x)[:1] for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]}
-    if count < 1:
-        raise ConfigError(f"the number of microbatches must be at least 1, got {count}")
-    problems = [f"batch {path!r} is a scalar; its first dim must be the rows" for path in sizes if not sizes[path]]
-    if len(rows := {size[0] for size in sizes.values() if size}) > 1:
-        problems.append(f"the arrays of the batch have different numbers of rows, {sorted(rows)}; give all the same")
-    for path, size in sizes.items():
-        if size and size[0] % count:
-            problems.append(f"batch {path!r} has {size[0]} rows, not divisible into {count} microbatches")
-    if problems:
-        raise ConfigError(problems)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // count, *x.shape[1:]), x.dtype), batch)
 
 
 def place_array(x: Any, count: int, mesh: MpmdMesh, group: int, axes: PartitionAxis) -> jax.Array:

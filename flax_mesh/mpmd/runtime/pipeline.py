@@ -1,7 +1,7 @@
-"""Pipeline: a schedule carried out on the groups of a mesh, with the same step as without a pipeline."""
+"""Pipeline: a schedule executed on the groups of a mesh, with the step of a program without a pipeline."""
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import cache, cached_property
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
 from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd.mesh import MpmdMesh
-from flax_mesh.mpmd.runtime.batch import check_batch, place_array
+from flax_mesh.mpmd.runtime.batch import place_array
 from flax_mesh.mpmd.runtime.compile import CompiledPipeline, compile_pipeline
 from flax_mesh.mpmd.runtime.executor import Saved, ScheduleRun, announce_layouts, sums_everywhere
 from flax_mesh.mpmd.runtime.optimizer import Update
@@ -29,43 +29,74 @@ from flax_mesh.mpmd.split.trace import Forward
 from flax_mesh.mpmd.split.update import SHARED
 from flax_mesh.mpmd.transport.layout import on_all_groups, on_group, put_host, sharding_on
 from flax_mesh.mpmd.transport.ordered import TRANSPORTS, ordered_transport_of
-from flax_mesh.sharding import PartitionRules
+from flax_mesh.sharding.rules import Rules
+from flax_mesh.step.batch import microbatch_shapes
 from flax_mesh.step.loss import Batch, Metrics
 from flax_mesh.step.state import TrainState
 
 
 class Pipeline:
-    """Trains a `StagedModel` on the groups of `mesh` in the order of `schedule`.
+    """Trains a `StagedModel` on groups of devices, in the order of a schedule.
 
-        pipeline = Pipeline(split_stages(...), mesh, make_schedule("1f1b", ...), optax.adamw(1e-3))
-        state = pipeline.init_state()
-        state, metrics = pipeline.step(state, batch)
+    The step is that of `make_train_step` with as many microbatches: same arguments, same results up to the order of
+    sums. Every leaf of the state is placed on the group of the first stage that uses it. Other groups that use it
+    receive its value in every step. The optimizer runs on these groups, one part per group; its parts may exchange
+    scalars, as the clip of the global norm does. Gradients are summed in float32 at least.
 
-    The numbers are those of `make_train_step` with as many microbatches. Every leaf of the state lies on the group of
-    the first stage that uses it, laid out there as `rules` say (by default the table that the model carries, or its
-    annotations); other groups that use it are sent its value in every step. The optimizer runs on these groups, one
-    part each; it may look at other leaves through scalars, as the clip of the global norm does. ConfigError where mesh,
-    model and schedule do not fit each other, or the schedule does not pass `check_schedule` or has no backward.
+    In a run of several processes every process makes the same pipeline and makes the same calls. Each compiles and runs
+    the stages of its own groups. Leaves of the state on other groups are arrays without a shard; metrics are returned
+    in every process.
 
-    `remat`: what a stage stores for its backward pass. "none": all that it needs, less what costs about one instruction
-    per element to recompute; "cheap": only results of matrix products, loops and random bits; "full": nothing but the
-    inputs of the stage. Gradients are summed in float32 at least. `shard_optimizer_over` as in `abstract_state`;
-    `compiler_options` go to XLA, as in `jax.jit`.
+    Args:
+        staged: The stages, from `split_stages` or `chain_stages`.
+        optimizer: An optax transformation.
+        mesh: The groups. By default those that `staged` was split for.
+        schedule: The order of the actions. By default the one that `staged` was split for.
+        rules: Layout of the leaves within a group: a rule table, a PartitionRules, or mesh axes such as "fsdp". By
+            default the model's own table or annotations; nothing is split on groups of one device.
+        axes: The mesh axes of each logical axis, as in `abstract_state`.
+        seed: Seed of the random streams, as in `make_train_step`.
+        learning_rate: A function of the step whose value is added to the metrics.
+        remat: Residuals that a stage stores for its backward pass. "none": all, except results that cost about one
+            instruction per element to recompute; "cheap": results of matrix products, loops and random bits only;
+            "full": the inputs of the stage only.
+        shard_optimizer_over: Mesh axes for ZeRO stage 1, as in `abstract_state`.
+        compiler_options: Options of XLA, as in `jax.jit`.
+        transport: How activations and gradients are transferred between processes. "server": JAX's transfer server;
+            "ordered": `jax.device_put`, with all calls in one order; "auto": ordered where the backend supports it.
 
-    In a run of several processes every process makes the same pipeline and calls it alike; each compiles and runs the
-    stages of its own groups. Leaves of the state that lie on other groups are arrays without a shard here; metrics
-    arrive in every process. `transport`: how activations and gradients go from process to process; "server" JAX's
-    transfer server, "native" `jax.device_put`, a ConfigError where the backend cannot, "auto" native where it can.
+    Raises:
+        ConfigError: Mesh, model and schedule do not fit each other, the schedule does not pass `check_schedule` or has
+            no backward pass, or the transport is not supported.
+
+    Example:
+        >>> from flax_mesh.mpmd import MpmdMesh, Pipeline, split_stages
+        >>> class Net(nnx.Module):
+        ...     def __init__(self, rngs):
+        ...         self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(4)])
+        ...     def __call__(self, x):
+        ...         for layer in self.layers:
+        ...             x = nnx.relu(layer(x))
+        ...         return x
+        >>> loss_fn = lambda model, x: ((model(x) ** 2).sum(), x.size)
+        >>> batch = np.ones((8, 8), np.float32)
+        >>> mesh = MpmdMesh(fm.create_mesh((2, 4), ("pp", "fsdp")), "pp")
+        >>> net = Net(nnx.Rngs(0))
+        >>> staged = split_stages(loss_fn, net, batch, mesh=mesh, schedule="1f1b", num_microbatches=4)
+        >>> pipeline = Pipeline(staged, optax.adamw(1e-3), rules="fsdp")
+        >>> state, metrics = pipeline.step(pipeline.init_state(), batch)
+        >>> sorted(metrics)
+        ['grad_norm', 'loss', 'weight']
     """
 
     def __init__(
         self,
         staged: StagedModel,
-        mesh: MpmdMesh,
-        schedule: Schedule,
         optimizer: optax.GradientTransformation,
         *,
-        rules: PartitionRules | Iterable[tuple[str, Any]] | None = None,
+        mesh: MpmdMesh | None = None,
+        schedule: Schedule | None = None,
+        rules: Rules | None = None,
         axes: PartitionAxis | None = None,
         seed: int = 0,
         learning_rate: optax.Schedule | None = None,
@@ -74,6 +105,13 @@ class Pipeline:
         compiler_options: Mapping[str, Any] | None = None,
         transport: Literal["auto", "server", "native"] = "auto",
     ):
+        mesh, schedule = mesh or staged.groups, schedule or staged.schedule
+        if mesh is None or schedule is None:
+            lacking = [name for name, value in (("mesh", mesh), ("schedule", schedule)) if value is None]
+            raise ConfigError(
+                f"the pipeline needs {' and '.join(lacking)}: pass mesh=MpmdMesh(...) and schedule= to split_stages or "
+                "to Pipeline"
+            )
         _check(staged, mesh, schedule, remat, transport)
         self.transfers = GroupTransfers(mesh)
         self.groups, self.channel = self.transfers.meshes, self.transfers.channel
@@ -84,7 +122,7 @@ class Pipeline:
         self.remat = "full" if staged.needs_full_remat else remat
         self.group_of = schedule.stage_to_group
         if rules is None and math.prod(mesh.jax_mesh.devices.shape) == mesh.mpmd_dim:
-            rules = [(".*", ())]  # groups of one device: nothing is to be split
+            rules = [(".*", ())]  # groups of one device: nothing can be split
         self.axes = axes or getattr(rules, "axes", None) or getattr(staged.model, "axes", DEFAULT_AXES)
         self.placement = place(self._make, staged, mesh, self.group_of, rules, axes, shard_optimizer_over)
         self.num_transfers = 0  # of activations and gradients between groups, in the last step
@@ -120,7 +158,7 @@ class Pipeline:
         return sums_everywhere(run) if self.channel else {name: value for name, (_, value) in run.named_sums().items()}
 
     def model(self, state: TrainState) -> Any:
-        """The model as one module, every leaf on all devices: laid out as on its group, and the same on every group."""
+        """The model as one module on the whole mesh: every leaf has the layout of its group, replicated over groups."""
         placed = zip(self.placement.homes, state.leaves, strict=True)
         homes, leaves = zip(*((home, leaf) for home, leaf in placed if home.path.startswith(MODEL)), strict=True)
         number, transfer = self.transfers.next_number(), self.transfers.transfer
@@ -145,13 +183,13 @@ class Pipeline:
         return self._own(self.schedule)
 
     def _own(self, schedule: Schedule) -> list[Action]:
-        """The actions of the groups of this process, in an order in which they can be dispatched."""
+        """The actions of this process's groups, in an order in which they can be dispatched."""
         return [action for action in schedule.order() if self.group_of[action.stage] in self.transfers.mine]
 
     def start(self, state: TrainState, batch: Batch, count: int, *, train: bool) -> ScheduleRun:
-        """A pass over `count` microbatches before its first action, with state and batch on the groups that use them.
+        """A run over `count` microbatches before its first action, with state and batch on the groups that use them.
 
-        Every process calls it for the same pass.
+        Every process must call it for the same run.
         """
         number = self.transfers.next_number()
         compiled = self._compiled(batch, count, train)
@@ -161,7 +199,7 @@ class Pipeline:
         return ScheduleRun(compiled, number, held, self._batch_on_groups(batch, count, compiled), slots)
 
     def update(self, state: TrainState, run: ScheduleRun) -> tuple[TrainState, Metrics]:
-        """The optimizer step from what a run over the whole schedule has summed up; donates `state`."""
+        """The optimizer step from the sums of a run over the entire schedule; donates `state`."""
         sums = run.named_sums()
         groups = {name: group for name, (group, _) in sums.items()}
         trained = sorted({(stage.group, at) for stage in run.stages for at in stage.trained})
@@ -188,7 +226,7 @@ class Pipeline:
         arrays, tree = jax.tree.flatten(batch)
         key = (train, count, tree, *((np.shape(x), getattr(x, "dtype", None)) for x in arrays))
         if key not in self._by_batch:
-            forward = self.staged.cut(check_batch(batch, count), seed=self.seed, train=train)
+            forward = self.staged.cut(microbatch_shapes(batch, count), seed=self.seed, train=train)
             if id(forward) not in self.compiled:
                 self.compiled[id(forward)] = self._compile(forward, train)
             self._by_batch[key] = self.compiled[id(forward)]

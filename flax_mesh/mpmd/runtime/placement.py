@@ -17,7 +17,8 @@ from flax_mesh.mpmd.split.split import StagedModel
 from flax_mesh.mpmd.split.trace import ModelLeaf
 from flax_mesh.mpmd.split.update import SHARED
 from flax_mesh.mpmd.transport.layout import on_all_groups, remote_array, sharding_on
-from flax_mesh.sharding import PartitionRules, abstract_state
+from flax_mesh.sharding.abstract import abstract_state
+from flax_mesh.sharding.rules import Rules
 from flax_mesh.step.state import TrainState, TreeDefinition, abstract_train_state
 from flax_mesh.tree import named_leaves, owner_of
 
@@ -52,7 +53,7 @@ def place(
     staged: StagedModel,
     mesh: MpmdMesh,
     stage_to_group: Sequence[int],
-    rules: PartitionRules | Iterable[tuple[str, Any]] | None,
+    rules: Rules | None,
     axes: PartitionAxis | None,
     shard_optimizer_over: str | tuple[str, ...] = (),
 ) -> Placement:

@@ -53,6 +53,20 @@ class Timeline:
         """Idle share of the groups' time."""
         return 1 - self.overlap / self.schedule.num_groups if self.span else 0.0
 
+    def write(self, path: str | Path, costs: Costs | None = None) -> tuple[Path, Path]:
+        """Write the trace to `path` and the picture beside it, as .svg; returns both paths.
+
+        Both show the same schedule simulated with `costs`, from `measure_costs`; None: with the medians of what ran.
+        """
+        path = Path(path)
+        if path.suffix == ".svg":
+            raise ValueError(f"{path} is where the picture goes; name the trace, such as {path.with_suffix('.json')}.")
+        costs = costs_of(self) if costs is None else costs
+        path.write_text(json.dumps(chrome_trace(self, costs)))
+        picture = path.with_suffix(".svg")
+        picture.write_text(draw_timeline_svg(self.schedule, self.events, costs))
+        return path, picture
+
 
 def trace_step(pipeline: Pipeline, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics, Timeline]:
     """`pipeline.step(state, batch)`, and when each of its actions ran; donates `state`.
@@ -130,7 +144,7 @@ def costs_of(timeline: Timeline) -> tuple[StageCost, ...]:
 def chrome_trace(timeline: Timeline, costs: Costs | None = None) -> dict[str, Any]:
     """The timeline and its simulation as Trace Event Format, which Perfetto and chrome://tracing open.
 
-    One row per group; `costs` of the simulation as in `write_timeline`.
+    One row per group; `costs` of the simulation as in `Timeline.write`.
     """
     schedule = timeline.schedule
     result = simulate(schedule, costs_of(timeline) if costs is None else costs)
@@ -149,21 +163,6 @@ def chrome_trace(timeline: Timeline, costs: Costs | None = None) -> dict[str, An
     numbers = {"schedule": schedule.name, "span_ms": timeline.span, "bubble": timeline.bubble}
     numbers |= {"overlap": timeline.overlap, "simulated_ms": result.makespan, "simulated_bubble": result.bubble}
     return {"traceEvents": entries, "displayTimeUnit": "ms", "otherData": numbers}
-
-
-def write_timeline(timeline: Timeline, path: str | Path, costs: Costs | None = None) -> tuple[Path, Path]:
-    """Write the trace to `path` and the picture beside it, as .svg; gives both paths.
-
-    Both show the same schedule simulated with `costs`, from `measure_costs`; None: with the medians of what ran.
-    """
-    path = Path(path)
-    if path.suffix == ".svg":
-        raise ValueError(f"{path} is where the picture goes; name the trace, such as {path.with_suffix('.json')}.")
-    costs = costs_of(timeline) if costs is None else costs
-    path.write_text(json.dumps(chrome_trace(timeline, costs)))
-    picture = path.with_suffix(".svg")
-    picture.write_text(draw_timeline_svg(timeline.schedule, timeline.events, costs))
-    return path, picture
 
 
 class _Watch:

@@ -1,5 +1,4 @@
-"""split_stages: any NNX model and its loss function, unmodified, as the stages of a pipeline. chain_stages: the same of
-modules that are stages already."""
+"""Splitting a model into the stages of a pipeline: split_stages for any NNX model, chain_stages for ready stages."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,10 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
+from flax_mesh.errors import ConfigError
 from flax_mesh.jax_compat import short_tracer_errors
+from flax_mesh.mpmd.mesh import MpmdMesh
+from flax_mesh.mpmd.schedules.schedule import Schedule, make_schedule
 from flax_mesh.mpmd.split import assign as cut
 from flax_mesh.mpmd.split.assign import DATA, VARIABLES, CutError
 from flax_mesh.mpmd.split.jaxpr import Program, Var, num_bytes
@@ -26,36 +28,39 @@ from flax_mesh.mpmd.split.trace import (
     trace_forward,
 )
 from flax_mesh.sharding.abstract import model_layers
+from flax_mesh.step.batch import microbatch_shapes
 from flax_mesh.step.loss import Batch, LossFn
 from flax_mesh.text import array_text, bytes_text
 
 
 @dataclass(frozen=True, eq=False)
 class StagedModel:
-    """A model cut into stages; print it to see them. Made by `split_stages`."""
+    """A model split into stages by `split_stages` or `chain_stages`. Print it to see the stages."""
 
     loss_fn: LossFn
-    make: Callable[[], Any]  # gives the model with its initial values
+    make: Callable[[], Any]  # returns the model with its initial values
     model: Any  # abstract
     wrt: Any
     layers: tuple[str, ...]
-    mesh: AbstractMesh | None
+    mesh: AbstractMesh | None  # of one group
     num_stages: int
-    ranks: Mapping[Layer, int]  # place of every layer in the order of the calls
+    ranks: Mapping[Layer, int]  # position of every layer in the order of the calls
     bounds: tuple[int, ...]  # stage k has the ranks [bounds[k], bounds[k + 1])
     costs: tuple[int, ...]  # FLOPs of the forward pass of one microbatch, by rank
     leaves: tuple[ModelLeaf, ...]
-    needs_full_remat: bool  # a remat spans several layers, so that a Pipeline takes remat="full", whatever it is told
-    example: Batch  # shapes of the microbatch that it was cut for
+    needs_full_remat: bool  # a remat spans several layers: a Pipeline uses remat="full", whatever its argument is
+    example: Batch  # shapes of the microbatch that was traced
+    groups: MpmdMesh | None = None  # as passed to split_stages, for the Pipeline
+    schedule: Schedule | None = None  # likewise
 
     def stage_of(self, layer: Layer) -> int:
         """The stage of a layer, ("layers", 3)."""
         return _stage(self.bounds, self.ranks[layer])
 
     def cut(self, microbatch: Batch, *, seed: int = 0, train: bool = True) -> Forward:
-        """The forward pass for microbatches of these shapes with its stages, traced once.
+        """The forward pass for microbatches of these shapes, split into stages; traced once per set of shapes.
 
-        `train=False`: in `eval()` mode, and without new values of variables.
+        With `train=False` the model is in `eval()` mode, and its variables keep their values.
         """
         shapes = shapes_of(microbatch)
         key = (tuple(jax.tree.leaves(shapes)), jax.tree.structure(shapes), seed if train else 0, train)
@@ -73,14 +78,16 @@ class StagedModel:
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
-        """The stages that use each leaf; its owner is the first. A leaf that no stage uses belongs to stage 0, or to
-        the stage of its layer."""
+        """The stages that use each leaf; the first one is its owner.
+
+        A leaf that no stage uses belongs to the stage of its layer, or to stage 0.
+        """
         stages = self.cut(self.example).stages
         found = []
         for at, leaf in enumerate(self.leaves):
             layer = leaf.layer(self.layers)
-            home = self.stage_of(layer) if layer is not None and layer in self.ranks else 0
-            found.append(tuple(k for k, stage in enumerate(stages) if at in stage.inputs) or (home,))
+            owner = self.stage_of(layer) if layer is not None and layer in self.ranks else 0
+            found.append(tuple(k for k, stage in enumerate(stages) if at in stage.inputs) or (owner,))
         return tuple(found)
 
     def __str__(self) -> str:
@@ -88,11 +95,11 @@ class StagedModel:
         for k, stage in enumerate(self.cut(self.example).stages):
             ranks = range(self.bounds[k], self.bounds[k + 1])
             names = [f"{path}/{i}" for (path, i), rank in self.ranks.items() if rank in ranks]
-            held = [leaf for leaf, users in zip(self.leaves, self.users, strict=True) if users[0] == k]
+            owned = [leaf for leaf, users in zip(self.leaves, self.users, strict=True) if users[0] == k]
             share = sum(self.costs[r] for r in ranks) / max(sum(self.costs), 1)
             what = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}" if names else f"calls {ranks}"
             lines.append(
-                f"stage {k}: {what}; {bytes_text(sum(map(num_bytes, held)))} of state; {share:.0%} of the FLOPs"
+                f"stage {k}: {what}; {bytes_text(sum(map(num_bytes, owned)))} of state; {share:.0%} of the FLOPs"
             )
             lines += [f"  receives {array_text(v.aval)}, {bytes_text(num_bytes(v.aval))}" for v in stage.received]
         return "\n".join(lines)
@@ -103,25 +110,61 @@ def split_stages(
     model: Any,
     batch: Batch,
     *,
+    mesh: MpmdMesh | Mesh | AbstractMesh | None = None,
+    schedule: Schedule | str | None = None,
+    num_microbatches: int | None = None,
+    num_stages: int | None = None,
     layers: str | Iterable[str] | None = None,
-    num_stages: int,
     cuts: Sequence[int] | None = None,
     balance: Literal["flops", "count"] = "flops",
     wrt: Any = nnx.Param,
-    mesh: Mesh | AbstractMesh | None = None,
 ) -> StagedModel:
-    """Cut the forward pass of `loss_fn(model, batch)` into `num_stages` stages, by its layers.
+    """Split the forward pass of `loss_fn(model, batch)` into the stages of a pipeline, by the layers of the model.
 
-    `model` is an nnx.Module, also an abstract one, or a function that makes one; `batch` is one microbatch, as arrays
-    or ShapeDtypeStructs. `layers` is the path of the `nnx.List` or of the scanned stack to cut, "layers" or
-    "encoder/layers", or several such paths; by default those of the table that the model carries by `@partitioned`, or
-    else "layers", where that is a list. The order of the layers is that in which the model calls them. `cuts` holds the
-    place of the first layer of every stage but the first; without it the heaviest stage is made as light as can be by
-    `balance`: "flops", embedding and head included, or the "count" of layers. `mesh` is the mesh of a group, for the
-    constraints in the model. `wrt` filters the variables that are trained.
+    The loss function is traced once, and its trace is split; the model itself is not changed. Layers are ordered as
+    the model calls them, and a stage is a range of them.
 
-    Raises CutError where the model has no such layers, fewer than stages, or cannot be cut there.
+    Args:
+        loss_fn: A LossFn: `loss_fn(model, batch)` returns (loss_sum, weight) or (loss_sum, weight, metrics).
+        model: An nnx.Module, abstract or not, or a function that makes one.
+        batch: A batch of `num_microbatches` equal microbatches, as arrays or ShapeDtypeStructs.
+        mesh: The groups of the pipeline as an MpmdMesh; or, if a Pipeline is not wanted, the mesh of one group.
+            Constraints in the model see the mesh of a group.
+        schedule: A name of `schedules.SCHEDULE_NAMES` for the groups of `mesh`, or a Schedule. It determines the number
+            of stages.
+        num_microbatches: Microbatches of a batch. By default those of `schedule`, and 1 without one.
+        num_stages: The number of stages, if no schedule is given.
+        layers: Path of the `nnx.List` or scanned stack to split, "layers" or "encoder/layers", or several paths. By
+            default those of the model's own table (`@partitioned`), or else "layers" if that is a list.
+        cuts: Position of the first layer of every stage but the first. By default the most expensive stage is made as
+            cheap as possible.
+        balance: What makes a stage expensive: its "flops", embedding and head included, or the "count" of its layers.
+        wrt: Filter of the variables that are trained.
+
+    Returns:
+        A StagedModel, for `Pipeline`. Its text lists stages, bytes of state, share of FLOPs, and boundary activations.
+
+    Raises:
+        CutError: The model has no such layers, has fewer layers than stages, or cannot be split there.
+        ConfigError: Mesh, schedule, batch and numbers do not fit each other.
+
+    Example:
+        >>> from flax_mesh.mpmd import MpmdMesh, split_stages
+        >>> class Net(nnx.Module):
+        ...     def __init__(self, rngs):
+        ...         self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(4)])
+        ...     def __call__(self, x):
+        ...         for layer in self.layers:
+        ...             x = nnx.relu(layer(x))
+        ...         return x
+        >>> loss_fn = lambda model, x: ((model(x) ** 2).sum(), x.size)
+        >>> mesh = MpmdMesh(fm.create_mesh((2, 4), ("pp", "fsdp")), "pp")
+        >>> batch = np.ones((8, 8), np.float32)
+        >>> split_stages(loss_fn, Net(nnx.Rngs(0)), batch, mesh=mesh, schedule="1f1b", num_microbatches=4).num_stages
+        2
     """
+    groups = mesh if isinstance(mesh, MpmdMesh) else None
+    schedule, num_microbatches, num_stages = _plan(groups, schedule, num_microbatches, num_stages)
     make, abstract = _abstract(model)
     layers = _layers_of(abstract) if layers is None else (layers,) if isinstance(layers, str) else tuple(layers)
     if not layers:
@@ -129,8 +172,9 @@ def split_stages(
     num_calls = _calls_of_shared(abstract, layers)
     if num_calls:
         loss_fn = _marked(loss_fn, layers[0])
-    around = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
-    shapes = shapes_of(batch)
+    around = mesh.unstack[0] if isinstance(mesh, MpmdMesh) else mesh
+    around = around.abstract_mesh if isinstance(around, Mesh) else around
+    shapes = microbatch_shapes(batch, num_microbatches) if num_microbatches is not None else shapes_of(batch)
     forward = trace_forward(loss_fn, abstract, wrt, layers, around, shapes)
     single = split_leaves(forward, layers)
     opened = open_forward(forward, single, layers)
@@ -157,13 +201,51 @@ def split_stages(
         leaves=leaves,
         needs_full_remat=opened.opened_remat,
         example=shapes,
+        groups=groups,
+        schedule=schedule,
     )
     _check_states(staged)
     return staged
 
 
+def _plan(
+    groups: MpmdMesh | None, schedule: Schedule | str | None, num_microbatches: int | None, num_stages: int | None
+) -> tuple[Schedule | None, int | None, int]:
+    """Schedule, number of microbatches (None: the batch is one microbatch of any structure) and number of stages."""
+    if isinstance(schedule, str):
+        if groups is None or num_microbatches is None:
+            raise ConfigError(
+                f"schedule={schedule!r} needs the number of groups and of microbatches: pass mesh=MpmdMesh(...) and "
+                "num_microbatches=, or a schedule from make_schedule(...)"
+            )
+        schedule = make_schedule(schedule, num_groups=groups.mpmd_dim, num_microbatches=num_microbatches)
+    if schedule is None:
+        if num_stages is None:
+            raise ConfigError("the number of stages is unknown: pass schedule= with mesh=, or num_stages=")
+        return None, num_microbatches, num_stages
+    problems = []
+    if groups is not None and schedule.num_groups != groups.mpmd_dim:
+        problems.append(
+            f"schedule {schedule.name} has {schedule.num_groups} groups, the mesh has {groups.mpmd_dim} along "
+            f"{groups.mpmd_axis_name!r}; make both the same"
+        )
+    if num_microbatches not in (None, schedule.num_microbatches):
+        problems.append(
+            f"num_microbatches={num_microbatches} differs from the {schedule.num_microbatches} of schedule "
+            f"{schedule.name}; leave one of them out"
+        )
+    if num_stages not in (None, schedule.num_stages):
+        problems.append(
+            f"num_stages={num_stages} differs from the {schedule.num_stages} of schedule {schedule.name}; leave one of "
+            "them out"
+        )
+    if problems:
+        raise ConfigError(problems)
+    return schedule, schedule.num_microbatches, schedule.num_stages
+
+
 class _Chain(nnx.Module):
-    """Modules called one after the other: the first on the batch, each of the others on what the one before returns."""
+    """Modules called in order: the first one with the batch, each of the others with the result of the previous one."""
 
     def __init__(self, stages: Sequence[nnx.Module]):
         self.stages = nnx.List(stages)
@@ -174,13 +256,22 @@ def chain_stages(
     stages: Callable[[], Sequence[nnx.Module]] | Sequence[nnx.Module],
     batch: Batch,
     *,
+    mesh: MpmdMesh | Mesh | AbstractMesh | None = None,
+    schedule: Schedule | str | None = None,
+    num_microbatches: int | None = None,
     wrt: Any = nnx.Param,
-    mesh: Mesh | AbstractMesh | None = None,
 ) -> StagedModel:
-    """A StagedModel of modules, one a stage: `loss_fn(outputs of the last, batch)` gives what a LossFn gives.
+    """A StagedModel from modules that are stages already, called in order; the low-level API beside `split_stages`.
 
-    `stages` may be a function that makes them. Every stage takes one argument, any pytree, and must have variables.
-    Raises CutError that names the stage which cannot take what it is given.
+    Args:
+        loss_fn: `loss_fn(outputs, batch)`, with the outputs of the last stage, returns what a LossFn returns.
+        stages: One module per stage, or a function that makes them. The first one is called with the batch, each of
+            the others with the result of the previous one, any pytree. Every stage must have variables.
+        batch, mesh, schedule, num_microbatches, wrt: As in `split_stages`.
+
+    Raises:
+        CutError: Names the stage that cannot be called with the result of the previous one.
+        ConfigError: As in `split_stages`; also if the schedule has another number of stages.
     """
     make = stages if callable(stages) else lambda: stages
 
@@ -197,16 +288,18 @@ def chain_stages(
 
     found = make()
     if not found:
-        raise CutError("stages is empty; give one module a stage.")
+        raise CutError("stages is empty; it must have one module per stage.")
     return split_stages(
         loss_of,
         lambda: _Chain(make()),
         batch,
         layers="stages",
+        mesh=mesh,
+        schedule=schedule,
+        num_microbatches=num_microbatches,
         num_stages=len(found),
         cuts=range(1, len(found)),
         wrt=wrt,
-        mesh=mesh,
     )
 
 
@@ -234,7 +327,7 @@ def _stage(bounds: Sequence[int], rank: int) -> int:
 def _input_ranks(
     program: Program, leaves: Sequence[ModelLeaf], layers: Sequence[str], ranks: Mapping[Layer, int]
 ) -> dict[Var, int]:
-    """Rank of every input; a layer that is never called, or stands in the list several times, has none."""
+    """Rank of every input; a layer that is never called, or appears several times in the list, has none."""
     found = dict.fromkeys(program.inputs, DATA)
     for leaf, v in zip(leaves, program.inputs, strict=False):
         layer = leaf.layer(layers)
@@ -249,7 +342,7 @@ def _calls_in_order(program: Program, leaves: Sequence[ModelLeaf], layers: Seque
 
 
 def _abstract(model: Any) -> tuple[Callable[[], Any], Any]:
-    """What makes the module, and the abstract module, of a module or of a function that makes one."""
+    """(function that makes the module, abstract module), from a module or from a function that makes one."""
     if not isinstance(model, nnx.Module):
         with nnx.use_eager_sharding(False), short_tracer_errors():
             return model, nnx.eval_shape(model)
@@ -259,7 +352,7 @@ def _abstract(model: Any) -> tuple[Callable[[], Any], Any]:
 
 
 def _calls_of_shared(model: Any, layers: Sequence[str]) -> int:
-    """Number of places in the list, where one layer object stands in several of them; else 0."""
+    """Length of the list if one layer object appears in it several times; else 0."""
     for path in layers:
         try:
             found = layer_list(model, path)
@@ -268,26 +361,28 @@ def _calls_of_shared(model: Any, layers: Sequence[str]) -> int:
         modules = [id(item) for item in found if isinstance(item, nnx.Module)] if isinstance(found, nnx.List) else []
         if len(set(modules)) < len(modules):
             if len(layers) > 1:
-                raise CutError(f"layers={path!r} holds one layer several times; cut it as the only list, not {layers}.")
+                raise CutError(
+                    f"layers={path!r} has one layer several times; it must be the only list, not one of {layers}."
+                )
             return len(modules)
     return 0
 
 
 def _layers_of(model: Any) -> tuple[str, ...]:
-    """The layers of a model that `split_stages` is not told: those of its table, or else the list `layers`."""
+    """Default of `layers=`: those of the model's table, or else the list `layers`."""
     if found := model_layers(model):
         return found
     own = getattr(model, "layers", None)
     if isinstance(own, nnx.List) and any(isinstance(item, nnx.Module) for item in own):
         return ("layers",)
-    # A module `layers` may be a scanned stack or anything else: nothing in it says which dim is of the layers.
-    what = "its `layers` is no list" if own is not None else "it has no list `layers`"
+    # A module `layers` may be a scanned stack or anything else: it does not show which dim is that of the layers.
+    what = "its `layers` is not a list" if own is not None else "it has no list `layers`"
     modules = sorted(
         name for name, value in vars(model).items() if isinstance(value, nnx.Module) and not isinstance(value, nnx.List)
     )
     raise CutError(
-        f"the layers of {type(model).__name__} must be named: it carries no table that names them, and {what}. Name "
-        "the list or the scanned stack to cut, by split_stages(..., layers=...) or @partitioned(..., layers=...) on "
+        f"the layers of {type(model).__name__} must be named: it has no table that names them, and {what}. Name "
+        "the list or the scanned stack to split, by split_stages(..., layers=...) or @partitioned(..., layers=...) on "
         f"the class. {_lists_text(model)} It has modules at {', '.join(map(repr, modules)) or 'no path'}."
     )
 
@@ -315,14 +410,14 @@ def _bounds(costs: Sequence[int], num_stages: int, cuts: Sequence[int] | None, b
     bounds = (0, *cuts, len(costs))
     if len(cuts) != num_stages - 1 or any(a >= b for a, b in pairwise(bounds)):
         raise CutError(
-            f"cuts={list(cuts)} must be {num_stages - 1} rising numbers between 1 and {len(costs) - 1}: the first "
+            f"cuts={list(cuts)} must be {num_stages - 1} increasing numbers between 1 and {len(costs) - 1}: the first "
             f"layer of every stage but the first, of {len(costs)} layers."
         )
     return bounds
 
 
 def _check_effects(program: Program) -> None:
-    """CutError for what must happen in one order over all stages: nothing keeps programs of several groups in step."""
+    """CutError for effects that are ordered over all stages: programs of different groups run in no fixed order."""
     ordered = sorted({eqn.primitive.name for eqn in program.eqns if any("Ordered" in str(e) for e in eqn.effects)})
     if ordered:
         raise CutError(
@@ -334,7 +429,8 @@ def _check_effects(program: Program) -> None:
 def _check_trained(leaves: Sequence[ModelLeaf], wrt: Any) -> None:
     if not any(leaf.trained for leaf in leaves):
         raise CutError(
-            f"wrt={getattr(wrt, '__name__', wrt)} matches no variable of the model: nothing would be trained."
+            f"wrt={getattr(wrt, '__name__', wrt)} must match a variable of the model; it matches none, and nothing "
+            "would be trained."
         )
 
 
@@ -350,7 +446,7 @@ def _check_layers(leaves: Sequence[ModelLeaf], layers: Sequence[str], order: Seq
 
 
 def _check_states(staged: StagedModel) -> None:
-    """Something to do in every stage, and every variable that changes used only where it changes."""
+    """CutError unless every stage computes something, and every variable that changes is used in one stage."""
     forward = staged.cut(staged.example)
     stages, updates = forward.stages, forward.updates
     makers = {updates[at]: k for k, stage in enumerate(stages) for at in stage.outputs if at in updates}
@@ -358,14 +454,14 @@ def _check_states(staged: StagedModel) -> None:
     for at, (leaf, users) in enumerate(zip(staged.leaves, staged.users, strict=True)):
         if at in makers and any(k != makers[at] for k in users if at in stages[k].inputs):
             problems.append(
-                f"{leaf.path} changes in stage {makers[at]} and is read in stages {', '.join(map(str, users))}: the "
-                "microbatches there would not see its value of the microbatch before. Read and change it in one layer, "
-                "or move the cut (cuts=)."
+                f"{leaf.path} changes in stage {makers[at]} and is read in stages {', '.join(map(str, users))}, which "
+                "would not see its value from the previous microbatch. Read and change it in one layer, or move the "
+                "cut (cuts=)."
             )
     for k in range(staged.num_stages):
         if not stages[k].forward.eqns:
             problems.append(
-                f"stage {k} has nothing to do: no result depends on its layers. Name a list of layers that the model "
+                f"stage {k} computes nothing: no result depends on its layers. Name a list of layers that the model "
                 "calls, or a stack that it scans (layers=)."
             )
     if problems:

@@ -20,7 +20,7 @@ from flax_mesh.errors import ShardingError
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.transport.device_put import copy_to
 from flax_mesh.mpmd.transport.server import transport_of
-from flax_mesh.processes import get_text, put_text
+from flax_mesh.processes.store import get_text, put_text
 from flax_mesh.text import processes_text
 
 LAYOUT_TIMEOUT_S = 3600  # until the sender's stage is compiled; a sender that is dead is found out by other means

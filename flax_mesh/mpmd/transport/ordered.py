@@ -22,7 +22,7 @@ from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule
 from flax_mesh.mpmd.transport.keyed import Channel
 from flax_mesh.mpmd.transport.layout import put_host
-from flax_mesh.processes import call_number, get_text, put_text
+from flax_mesh.processes.store import call_number, get_text, put_text
 from flax_mesh.text import processes_text
 
 TRANSPORTS = ("auto", "server", "native")

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from flax_mesh.jax_compat import distributed_state
-from flax_mesh.processes import get_text, put_text, resolve_address
+from flax_mesh.processes.start import resolve_address
+from flax_mesh.processes.store import get_text, put_text
 
 ADDRESS_TIMEOUT_S = 300  # how long a first receive waits for the sender's first transfer of all
 

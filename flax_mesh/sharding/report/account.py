@@ -1,4 +1,4 @@
-"""What a sharding costs: bytes per device, balance, copies, padding, and what each mesh axis splits and carries."""
+"""Costs of a sharding: bytes per device, balance, replication, padding; arrays and traffic of each mesh axis."""
 
 import math
 from collections import Counter
@@ -18,22 +18,46 @@ from flax_mesh.sharding.rules import apply_policy, fit_spec
 from flax_mesh.sharding.transfer import align_by_path
 from flax_mesh.tree import named_leaves, path_of
 
-Holder = tuple[Any, bool]  # a mesh or a set of devices, and whether the array lies in their host memory
+Location = tuple[Any, bool]  # a mesh or a set of devices, and whether the array is in their host memory
 
 
 def analyze_sharding_strategy(
     tree: Any, specs: Any = None, mesh: AnyMesh | None = None, *, compiled: Any = None
 ) -> ShardingReport:
-    """What `tree` costs under `specs` on `mesh`; nothing is allocated and no device is touched.
+    """Computes the memory of a sharded tree: bytes per device, replication, balance, and the use of each mesh axis.
 
-    `tree` holds arrays or ShapeDtypeStructs. `specs` is a tree of the same structure of PartitionSpecs (for `mesh`, or
-    the mesh in context) or shardings; without it the leaves' own shardings count, as in an `abstract_state` or a live
-    state. `mesh` may be an AbstractMesh. `compiled`, a compiled step (`jit(...).lower(...).compile()`), adds what its
-    collectives move. A dim that does not divide is counted as the compiler would pad it.
+    The report is computed from shapes, dtypes and specs. Nothing is allocated, and no device is required. The bytes are
+    those of the arrays of `tree`, not of activations.
 
-    Leaves that are no arrays (numbers, text) take no device memory and are left out; arrays without a mesh count on
-    the device they lie on. One ShardingError names all leaves without a layout, such as numpy arrays without `specs`,
-    and all specs that are too long or name unknown axes.
+    Dims that are not divisible are counted with the padding of the compiler. Leaves that are not arrays, such as
+    numbers and text, are left out. Arrays without a mesh are counted on their device.
+
+    Args:
+        tree: Arrays or ShapeDtypeStructs, such as an `abstract_state` or a state. Parameters, optimizer state and other
+            variables are distinguished by their Variable types; plain arrays are parameters.
+        specs: Tree of the same structure of PartitionSpecs or shardings. Default: the shardings of the leaves.
+        mesh: Mesh or AbstractMesh of PartitionSpecs. Default: the mesh in context.
+        compiled: A compiled step, `jax.jit(...).lower(...).compile()`. Adds its collectives to the report: which mesh
+            axes they use, how often per step, and how many bytes a device sends.
+
+    Returns:
+        A `ShardingReport`, a mapping with attributes. Sizes are in bytes. Print it, or use `to_text()`, `to_dict()` and
+        `to_html()`.
+
+    Raises:
+        ShardingError: Leaves without a sharding, such as numpy arrays without `specs`; specs that are too long, name
+            unknown mesh axes or use one twice. One error lists all of them.
+        NoMeshError: `specs` contains PartitionSpecs, `mesh` is None and no mesh is in context.
+
+    Example:
+        >>> P = jax.sharding.PartitionSpec
+        >>> mesh = jax.sharding.AbstractMesh((2, 4), ("fsdp", "tp"))
+        >>> tree = {"w": jax.ShapeDtypeStruct((64, 256), np.float32), "b": jax.ShapeDtypeStruct((256,), np.float32)}
+        >>> report = fm.analyze_sharding_strategy(tree, {"w": P("fsdp", "tp"), "b": P()}, mesh)
+        >>> report.memory_per_device[0]  # 64 * 256 * 4 / 8 + 256 * 4
+        9216
+        >>> report["replicated_bytes"], report["balance_score"]
+        (7168, 1.0)
     """
     placed, problems = [], []
     for (path, leaf), kind, layout in zip(named_leaves(tree), _kinds(tree), _layouts(tree, specs), strict=True):
@@ -47,33 +71,37 @@ def analyze_sharding_strategy(
             problems.append(str(error))
     if problems:
         raise ShardingError("\n".join(problems))
-    leaves, holders = [leaf for leaf, _ in placed], [holder for _, holder in placed]
-    mesh = mesh or next((where for where, _ in holders if isinstance(where, Mesh | AbstractMesh)), None)
+    leaves, locations = [leaf for leaf, _ in placed], [location for _, location in placed]
+    mesh = mesh or next((where for where, _ in locations if isinstance(where, Mesh | AbstractMesh)), None)
     if compiled is not None and mesh is None:
-        raise ShardingError("no array lies on a mesh, so a compiled step has no mesh axes. Pass mesh=.")
+        raise ShardingError(
+            "a mesh is required to assign the collectives of a compiled step to mesh axes, and no array is on one. "
+            "Pass mesh=."
+        )
     traffic = sum_traffic(read_collectives(compiled, mesh)) if compiled is not None and mesh is not None else []
-    return _report(leaves, holders, mesh, tuple(traffic))
+    return _report(leaves, locations, mesh, tuple(traffic))
 
 
-def _report(leaves: list[ArrayReport], holders: list[Holder], mesh: AnyMesh | None, traffic: tuple[Traffic, ...]):
-    per_holder: dict[Any, Counter[str]] = {}
+def _report(leaves: list[ArrayReport], locations: list[Location], mesh: AnyMesh | None, traffic: tuple[Traffic, ...]):
+    # Summed per mesh first, not per device: a model has thousands of arrays on thousands of devices, but few meshes.
+    per_location: dict[Any, Counter[str]] = {}
     host_bytes = 0
-    for leaf, (where, on_host) in zip(leaves, holders, strict=True):
+    for leaf, (where, on_host) in zip(leaves, locations, strict=True):
         if on_host:
             host_bytes += leaf.device_bytes * leaf.num_devices
         else:
-            per_holder.setdefault(where, Counter())[leaf.kind] += leaf.device_bytes
+            per_location.setdefault(where, Counter())[leaf.kind] += leaf.device_bytes
             if leaf.kind == "parameter" and leaf.dtype.startswith(("float", "bfloat", "complex")):
-                per_holder[where]["gradient"] += leaf.device_bytes
-    devices = _devices(per_holder)
-    held = {device: parts.total() - parts["gradient"] for device, parts in devices.items()}
-    fullest = devices[max(held, key=held.__getitem__)] if held else Counter()
+                per_location[where]["gradient"] += leaf.device_bytes
+    devices = _devices(per_location)
+    stored = {device: parts.total() - parts["gradient"] for device, parts in devices.items()}
+    fullest = devices[max(stored, key=stored.__getitem__)] if stored else Counter()
     parameters = [leaf for leaf in leaves if leaf.kind == "parameter"]
     return ShardingReport(
         total_parameters=sum(math.prod(leaf.shape) for leaf in parameters),
         sharded_parameters=sum(math.prod(leaf.shape) for leaf in parameters if math.prod(leaf.pieces) > 1),
-        memory_per_device=held,
-        balance_score=min(held.values()) / max(held.values()) if any(held.values()) else 1.0,
+        memory_per_device=stored,
+        balance_score=min(stored.values()) / max(stored.values()) if any(stored.values()) else 1.0,
         partition_stats=_axis_stats(leaves, mesh, traffic),
         total_bytes=sum(leaf.total_bytes for leaf in leaves),
         replicated_bytes=sum(round((leaf.copies - 1) * leaf.total_bytes) for leaf in leaves),
@@ -89,7 +117,7 @@ def _report(leaves: list[ArrayReport], holders: list[Holder], mesh: AnyMesh | No
     )
 
 
-def _place(path: str, kind: Kind, leaf: Any, layout: Any, mesh: AnyMesh | None) -> tuple[ArrayReport, Holder]:
+def _place(path: str, kind: Kind, leaf: Any, layout: Any, mesh: AnyMesh | None) -> tuple[ArrayReport, Location]:
     shape, itemsize = tuple(leaf.shape), leaf.dtype.itemsize
     if layout is None:
         raise ShardingError(
@@ -101,7 +129,7 @@ def _place(path: str, kind: Kind, leaf: Any, layout: Any, mesh: AnyMesh | None) 
     if isinstance(spec, PartitionSpec) and mesh is not None:
         pieces = _pieces(path, shape, spec, mesh)
         where, num_devices = mesh, mesh.size
-    else:  # one device, or a sharding that has no spec
+    else:  # one device, or a sharding without a spec, such as a GSPMDSharding
         sizes = zip(shape, layout.shard_shape(shape), strict=True)
         pieces = tuple(-(-size // part) if part else 1 for size, part in sizes)
         spec, where, num_devices = None, frozenset(layout.device_set), len(layout.device_set)
@@ -117,8 +145,11 @@ def _place(path: str, kind: Kind, leaf: Any, layout: Any, mesh: AnyMesh | None) 
 
 def _pieces(path: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh) -> tuple[int, ...]:
     if PartitionSpec.UNCONSTRAINED in tuple(spec):
-        raise ShardingError(f"{path}: {spec} leaves a dim to the compiler, so its bytes are not known. Name its axes.")
-    # Zeros divide by anything: sizes that do not divide are padded here, all other mistakes are errors.
+        raise ShardingError(
+            f"{path}: the bytes per device of {spec} are unknown, since the compiler chooses how to split the "
+            "UNCONSTRAINED dim. Name its mesh axes, or None."
+        )
+    # Sizes that are not divisible are padded, all other mismatches are errors: 0 is divisible by every size.
     _, findings = fit_spec(path, (0,) * len(shape), spec, mesh)
     apply_policy(findings, "error")
     entries = (*spec, *(None,) * (len(shape) - len(spec)))
@@ -130,7 +161,7 @@ def _layouts(tree: Any, specs: Any) -> list[Any]:
     if specs is None:
         return [getattr(leaf, "sharding", None) for _, leaf in named_leaves(tree)]
     wrong = [
-        f"{path}: {layout!r} is no PartitionSpec and no Sharding"
+        f"{path}: {layout!r} is neither a PartitionSpec nor a Sharding"
         for path, layout in named_leaves(specs)
         if not isinstance(layout, PartitionSpec | Sharding)
     ]
@@ -144,7 +175,7 @@ def _kinds(tree: Any) -> list[Kind]:
 
 
 def _kind(key_path: Any, node: Any) -> Kind:
-    """What a leaf is, by its Variable; a plain array is a parameter unless it lies below an optimizer."""
+    """The kind of a leaf by its Variable type. A plain array is a parameter unless its path is in an optimizer."""
     if isinstance(node, nnx.optimizer.OptState):
         return "optimizer"
     if isinstance(node, nnx.Variable):
@@ -152,17 +183,17 @@ def _kind(key_path: Any, node: Any) -> Kind:
     return "optimizer" if {"optimizer", "opt_state"} & set(path_of(key_path).split("/")) else "parameter"
 
 
-def _devices(per_holder: dict[Any, Counter[str]]) -> dict[Any, Counter[str]]:
-    """Device, or index in the one AbstractMesh -> bytes by kind."""
-    abstract = [where for where in per_holder if isinstance(where, AbstractMesh)]
-    if len(abstract) > 1 or (abstract and len(per_holder) > 1):
-        shapes = ", ".join(str(dict(where.shape)) if hasattr(where, "shape") else "devices" for where in per_holder)
+def _devices(per_location: dict[Any, Counter[str]]) -> dict[Any, Counter[str]]:
+    """Device, or index in the only AbstractMesh -> bytes by kind."""
+    abstract = [where for where in per_location if isinstance(where, AbstractMesh)]
+    if len(abstract) > 1 or (abstract and len(per_location) > 1):
+        shapes = ", ".join(str(dict(where.shape)) if hasattr(where, "shape") else "devices" for where in per_location)
         raise ShardingError(
-            f"leaves lie on an AbstractMesh and elsewhere ({shapes}), so which of them share a device is not known. "
-            "Make the abstract state on concrete meshes, or report each part alone."
+            f"arrays must be on a single AbstractMesh or all on devices, got {shapes}: it is unknown which arrays "
+            "share a device. Use meshes of devices, or report each part separately."
         )
     devices: dict[Any, Counter[str]] = {}
-    for where, parts in per_holder.items():
+    for where, parts in per_location.items():
         members = where.devices.flat if isinstance(where, Mesh) else where
         for device in range(where.size) if isinstance(where, AbstractMesh) else members:
             devices.setdefault(device, Counter()).update(parts)

@@ -1,4 +1,4 @@
-"""One short text for a whole layout, and the check that all processes of a run have the same one."""
+"""Fingerprint of the layout of a tree, and the check that all processes of a run have the same one."""
 
 import hashlib
 from typing import Any
@@ -15,16 +15,16 @@ from flax_mesh.tree import named_leaves
 
 
 def sharding_fingerprint(tree: Any) -> str:
-    """SHA-256, in hex, of path, shape, dtype, spec and mesh axes with their sizes of every array of `tree`.
+    """SHA-256, in hex, of the path, shape, dtype, spec and mesh axes (with sizes) of every array of `tree`.
 
-    The same for an abstract state and a live one, and in every process. Devices of the mesh, axes of size 1 and the
-    spelling of a spec, `P("fsdp")` or `P(("fsdp",), None)`, do not count. One ShardingError names the arrays without a
-    sharding.
+    An abstract state and the arrays that are initialized from it have the same fingerprint, on every process. It does
+    not depend on the devices of the mesh, on axes of size 1, or on the spelling of a spec: `P("fsdp")` equals
+    `P(("fsdp",), None)`. One ShardingError names all arrays without a sharding.
     """
     lines, missing = [], []
     for path, leaf in named_leaves(tree):
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            continue  # numbers and text lie nowhere
+            continue  # numbers and text are not on devices
         sharding = getattr(leaf, "sharding", None)
         if sharding is None:
             missing.append(f"{path}: {type(leaf).__name__} {tuple(leaf.shape)} has no sharding")
@@ -38,21 +38,21 @@ def sharding_fingerprint(tree: Any) -> str:
 
 
 def check_same_on_all_processes(text: str, what: str = "sharding") -> None:
-    """Raise a ShardingError unless all processes of the run call this with the same `text`, such as a fingerprint.
+    """Raises a ShardingError unless all processes of the run pass the same `text`, such as a fingerprint.
 
-    Processes that disagree on a layout compile different programs and hang, or compute nonsense. Every process has to
-    call it; in a run of one process it does nothing.
+    Processes with different layouts compile different programs, and then hang or compute wrong results. Every process
+    must call this function. With a single process it does nothing.
     """
     if jax.process_count() == 1:
         return
-    mine = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
+    local = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
     groups: dict[bytes, list[int]] = {}
-    for process, digest in enumerate(np.asarray(multihost_utils.process_allgather(mine))):
+    for process, digest in enumerate(np.asarray(multihost_utils.process_allgather(local))):
         groups.setdefault(digest.tobytes(), []).append(process)
     if len(groups) > 1:
         each = "; ".join(f"{digest.hex()[:12]} on {processes_text(them)}" for digest, them in groups.items())
         raise ShardingError(
-            f"the processes of this run must have the same {what}, and have {len(groups)} different ones: {each}. "
+            f"all processes of this run must have the same {what}, but there are {len(groups)} versions: {each}. "
             "Start all of them with the same code, recipe and settings."
         )
 

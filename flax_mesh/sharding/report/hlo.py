@@ -1,9 +1,11 @@
-"""The collectives of a compiled step: which mesh axes carry them, how often a step runs them, how many bytes move.
+"""The collectives of a compiled step: their mesh axes, executions per step and bytes.
 
-Read from the text of the optimised program (`compiled.as_text()`), for `cost_analysis` has nothing of it and counts
-the body of a loop once. **Payload** is what one device ends up with (all-gather), starts from (reduce-scatter), or
-both (the others), in bytes. **Sent** is what one device of n sends for it by the usual ring algorithms:
-payload * (n - 1) / n, twice that for an all-reduce, the whole payload for a permute (Patarasuk and Yuan 2009).
+They are parsed from the text of the optimized program (`compiled.as_text()`), because `cost_analysis()` does not report
+collectives and counts the body of a loop once.
+
+Payload: bytes of the result on one device (all-gather), of the input (reduce-scatter), or of either (all others).
+Sent: bytes that one of n devices sends with the usual ring algorithms (Patarasuk and Yuan 2009): payload * (n - 1) / n;
+twice that for an all-reduce; the entire payload for a permute or a broadcast.
 """
 
 import math
@@ -26,7 +28,7 @@ KINDS = (
     "ragged-all-to-all",
     "reduce-scatter",
 )
-BITS = {"pred": 8, "token": 0, "opaque": 0, "s4": 4, "u4": 4, "s2": 2, "u2": 2}  # the others end in their bits: bf16
+BITS = {"pred": 8, "token": 0, "opaque": 0, "s4": 4, "u4": 4, "s2": 2, "u2": 2}  # other names contain the bits: bf16
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)")
@@ -45,19 +47,19 @@ _SOURCE = re.compile(r'op_name="([^"]*)"')
 
 
 class Collective(NamedTuple):
-    """One collective instruction. Bytes are per device and per execution; see the head of this file."""
+    """One collective instruction. Bytes are per device and per execution, as defined in the module docstring."""
 
     kind: str
-    axes: tuple[str, ...]  # along which the devices that talk to each other differ, in mesh order
+    axes: tuple[str, ...]  # mesh axes along which the devices of one group differ, in mesh order
     group_size: int
     payload_bytes: int
     times: int  # executions per step
-    times_known: bool  # False inside a loop of unknown length, which is counted once
-    source: str  # the operation of the traced function, "jit(step)/while/body/dot_general"
+    times_known: bool  # False inside a loop of unknown trip count, which is counted once
+    source: str  # operation of the traced function, such as "jit(step)/while/body/dot_general"
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes one device sends per execution, ring algorithms."""
+        """Bytes that one device sends per execution with a ring algorithm."""
         if self.kind in ("collective-permute", "collective-broadcast"):
             return self.payload_bytes
         once = self.payload_bytes * (self.group_size - 1) // self.group_size
@@ -76,17 +78,18 @@ class Traffic(NamedTuple):
 
 
 def read_collectives(compiled: Any, mesh: Mesh | AbstractMesh) -> list[Collective]:
-    """Every collective of a compiled step (`jax.stages.Compiled`, or its `as_text()`), which must run on `mesh`.
+    """Returns every collective of a compiled step, a `jax.stages.Compiled` or its `as_text()`.
 
-    The ids in the program number the devices in the order of `mesh.devices.flat`. Groups of one device are left out:
-    they move nothing. A form of device groups that is not known here is a ShardingError, not a guess.
+    `mesh` must be the mesh of the step: device ids in the program are positions in `mesh.devices.flat`. Collectives
+    over groups of one device are left out, since they transfer nothing. Raises a ShardingError for a notation of device
+    groups that it cannot parse.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     partitions = re.search(r"num_partitions=(\d+)", text.partition("\n")[0])
     if int(partitions[1] if partitions else 1) != mesh.size:
         raise ShardingError(
-            f"the compiled step runs on {partitions[1] if partitions else 1} devices, the mesh {dict(mesh.shape)} has "
-            f"{mesh.size}. Pass the mesh of its shardings."
+            f"mesh must be the one of the compiled step, but the step runs on {partitions[1] if partitions else 1} "
+            f"devices and the mesh {dict(mesh.shape)} has {mesh.size}. Pass the mesh of its shardings."
         )
     computations, entry = _computations(text)
     executions = _executions(computations, entry)
@@ -106,7 +109,7 @@ def read_collectives(compiled: Any, mesh: Mesh | AbstractMesh) -> list[Collectiv
 
 
 def sum_traffic(collectives: Iterable[Collective]) -> list[Traffic]:
-    """Per mesh axes and kind, the most bytes first. What several axes carry together stands under all of them."""
+    """Sums per kind and combination of mesh axes, in descending order of the bytes sent."""
     sums: dict[tuple[tuple[str, ...], str], Traffic] = {}
     for one in collectives:
         before = sums.get((one.axes, one.kind), Traffic(one.axes, one.kind, 0, 0, 0, True))
@@ -122,7 +125,7 @@ def sum_traffic(collectives: Iterable[Collective]) -> list[Traffic]:
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
-    """Computation -> its instructions without their names, and the name of the entry computation."""
+    """(computation -> its instructions without their names, name of the entry computation)."""
     computations: dict[str, list[str]] = {}
     entry, current = "", []
     for line in text.splitlines():
@@ -133,12 +136,15 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
         elif instruction := _INSTRUCTION.match(line):
             current.append(instruction[2])
     if not entry:
-        raise ShardingError("the text holds no ENTRY computation; pass jax.jit(f).lower(...).compile().as_text().")
+        raise ShardingError(
+            "the text must be an optimized HLO program, but it has no ENTRY computation. Pass "
+            "jax.jit(f).lower(...).compile().as_text()."
+        )
     return computations, entry
 
 
 def _executions(computations: dict[str, list[str]], entry: str) -> dict[str, tuple[int, bool]]:
-    """Computation -> how often one step runs it, and whether that is certain. Each branch of a conditional counts."""
+    """Computation -> (executions per step, whether that number is exact). All branches of a conditional count once."""
     calls = {name: list(_calls(instructions)) for name, instructions in computations.items()}
     executions: dict[str, tuple[int, bool]] = dict.fromkeys(computations, (0, True))
 
@@ -154,19 +160,19 @@ def _executions(computations: dict[str, list[str]], entry: str) -> dict[str, tup
 
 
 def _calls(instructions: Iterable[str]) -> Iterator[tuple[str, int | None]]:
-    """(computation, times) of every call; None for the body of a loop whose length the compiler does not know."""
+    """(computation, times) of every call; None for the body of a loop whose trip count the compiler does not know."""
     for instruction in instructions:
         trips = _TRIPS.search(instruction)
         for role, callee in _CALLS.findall(instruction):
-            # A loop's condition counts once: it holds no collectives.
+            # The condition of a loop is counted once: it contains no collectives.
             yield callee, 1 if role != "body" else int(trips[1]) if trips else None
         for branches in _BRANCHES.findall(instruction):
             yield from ((name.strip().lstrip("%"), 1) for name in branches.split(","))
 
 
 def _collective(instruction: str) -> tuple[str, int, str] | None:
-    """(kind, bytes of the result, attributes) of a collective; None for other instructions and the `-done` halves."""
-    result, rest = _cut_tuple(instruction) if instruction.startswith("(") else instruction.split(" ", 1)
+    """(kind, bytes of the result, attributes) of a collective; None for other instructions and `-done` operations."""
+    result, rest = _split_tuple(instruction) if instruction.startswith("(") else instruction.split(" ", 1)
     opcode = _OPCODE.match(rest)
     if not opcode:
         return None
@@ -174,7 +180,7 @@ def _collective(instruction: str) -> tuple[str, int, str] | None:
     if kind not in KINDS:
         return None
     sizes = [_bytes(*found) for found in _ARRAY.findall(result)]
-    if opcode[1].endswith("-start"):  # the tuple holds the operands, the results, and for a permute two u32 contexts
+    if opcode[1].endswith("-start"):  # a tuple of the operands, the results, and for a permute two u32 contexts
         if kind == "collective-permute":
             sizes = sizes[:2]
         if kind != "all-reduce" and len(sizes) > 1:
@@ -182,8 +188,8 @@ def _collective(instruction: str) -> tuple[str, int, str] | None:
     return kind, sum(sizes), rest
 
 
-def _cut_tuple(text: str) -> list[str]:
-    """The balanced parentheses that `text` starts with, and what follows."""
+def _split_tuple(text: str) -> list[str]:
+    """The balanced parentheses at the start of `text`, and the remaining text."""
     depth = 0
     for i, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
@@ -199,10 +205,17 @@ def _bytes(dtype: str, dims: str) -> int:
 
 
 def _groups(attributes: str, num_devices: int) -> np.ndarray:
-    """Device ids [group, member], from any of the three notations of XLA."""
+    """Device ids [group, member] from any of XLA's three notations.
+
+    {{0,2},{1,3}}            lists of ids
+    [2,2]<=[2,2]T(1,0)       the same: ids 0..3 as a 2x2 array, transposed, reshaped to 2 groups of 2
+    mesh['x'=2,'y'=2] {'x'}  the same: groups along axis x of a mesh that the compiler defines
+    """
     match = _GROUPS.search(attributes)
     if match is None:
-        raise ShardingError(f"replica_groups in a form that is not known: {attributes[:200]}")
+        raise ShardingError(
+            f"replica_groups must be in a notation that this parser knows, got: {attributes[:200]}. Please report it."
+        )
     if match["list"] is not None:
         groups = [_integers(group) for group in re.findall(r"\{([\d,]*)\}", match["list"][1:-1])]
         return np.array(groups or [list(range(num_devices))])  # {}: all devices in one group
@@ -212,7 +225,7 @@ def _groups(attributes: str, num_devices: int) -> np.ndarray:
 
 
 def _mesh_groups(match: re.Match[str]) -> np.ndarray:
-    """Groups written as axes of a mesh of the compiler's own: `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}`."""
+    """Groups along axes of a mesh that the compiler defines: `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}`."""
     shape = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", match["mesh"])}
     ids = match["ids"]
     if ids is None:
@@ -221,21 +234,21 @@ def _mesh_groups(match: re.Match[str]) -> np.ndarray:
         devices = _iota(iota[1], iota[2])
     else:
         devices = np.array(_integers(ids))
-    # An axis that is split further, 'a':(2)4, stands for its middle factor: 2 before it, 4 of it, the rest after it.
-    cuts: dict[str, set[int]] = {name: {1, size} for name, size in shape.items()}
-    wanted: list[tuple[str, int, int]] = []
+    # A sub-axis 'a':(2)4 of an axis of size 16 is the factor of size 4 in 16 = 2 * 4 * 2. It lies between the partial
+    # products 2 and 8, and the axis is factored at the partial products of all its sub-axes: 1, 2, 8, 16.
+    bounds: dict[str, set[int]] = {name: {1, size} for name, size in shape.items()}
+    selected: list[tuple[str, int, int]] = []
     for name, before, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", match["axes"]):
         if name not in shape:
-            raise ShardingError(f"replica_groups names no axis of its mesh by {name!r}: {match[0]}")
+            raise ShardingError(f"replica_groups must name axes of their mesh, got {name!r}: {match[0]}")
         first, last = (int(before), int(before) * int(size)) if size else (1, shape[name])
-        cuts[name] |= {first, last}
-        wanted.append((name, first, last))
-    # Every axis as its factors between cuts; a wanted part is all factors that lie within it.
-    factors = [(name, a, b) for name in shape for a, b in pairwise(sorted(cuts[name]))]
+        bounds[name] |= {first, last}
+        selected.append((name, first, last))
+    factors = [(name, a, b) for name in shape for a, b in pairwise(sorted(bounds[name]))]
     sizes = [b // a for _, a, b in factors]
     inner = [
         i
-        for part, first, last in wanted
+        for part, first, last in selected
         for i, (name, a, b) in enumerate(factors)
         if name == part and first <= a and b <= last
     ]
@@ -244,10 +257,10 @@ def _mesh_groups(match: re.Match[str]) -> np.ndarray:
 
 
 def _pairs(attributes: str) -> np.ndarray:
-    """(source, target) of every pair that moves data."""
+    """(source, target) of every pair of different devices."""
     match = _PAIRS.search(attributes)
     if match is None:
-        raise ShardingError(f"a collective-permute without source_target_pairs: {attributes[:200]}")
+        raise ShardingError(f"a collective-permute must have source_target_pairs, got: {attributes[:200]}")
     pairs = [_integers(pair) for pair in re.findall(r"\{([\d,]*)\}", match[1])]
     return np.array([pair for pair in pairs if pair[0] != pair[1]], int).reshape(-1, 2)
 

@@ -1,7 +1,7 @@
-"""A sharding as one HTML file without external resources: who holds which piece of every array, on meshes of any rank.
+"""A sharding as one HTML file without external resources, which draws the shards of every array on the mesh.
 
-The array and the mesh are drawn by one function: a box of any number of dims becomes a grid of its last two, inside a
-grid of the two before, and so on. A piece of the array and the devices that hold it share a colour.
+Arrays and meshes of any rank are drawn by the same function: the last two dims become a grid of cells, the two dims
+before them a grid of such grids, and so on. A shard and the devices that store it have the same color.
 """
 
 import json
@@ -26,7 +26,7 @@ def html_page(
     rules: str,
     data: dict[str, Any],
 ) -> str:
-    """The HTML document: (label, value) tiles, findings unless None, tables of `html_table`, and what is drawn."""
+    """The HTML document. `tiles` are pairs (label, value), `traffic` and `rules` are tables of `html_table`."""
     parts = {
         "title": escape(title),
         "mesh": escape(mesh),
@@ -34,14 +34,14 @@ def html_page(
         "findings": "" if findings is None else _findings(findings),
         "traffic": traffic,
         "rules": rules,
-        "data": json.dumps(data).replace("<", "\\u003c"),  # so that no text can end the script
+        "data": json.dumps(data).replace("<", "\\u003c"),  # a path that contains </script> must not end the element
     }
     page = TEMPLATE.read_text(encoding="utf-8")
-    return re.sub("%([a-z]+)%", lambda match: parts[match[1]], page)  # in one pass: a title may hold %data%
+    return re.sub("%([a-z]+)%", lambda match: parts[match[1]], page)  # in one pass, since a title may contain "%data%"
 
 
 def html_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A section with a table; nothing without rows."""
+    """A section with a table, or an empty text if there are no rows."""
     if not rows:
         return ""
     head = "".join(f"<th>{escape(text)}</th>" for text in heads)

@@ -1,4 +1,4 @@
-"""ShardingReport: what a sharding costs, as a mapping, as text for a terminal, as data for JSON, as an HTML page."""
+"""ShardingReport: the memory and traffic of a sharding as a mapping, text, data for JSON and an HTML page."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,70 +13,72 @@ from flax_mesh.sharding.report.html import html_page, html_table
 from flax_mesh.text import array_text, bytes_text, count_text, group_paths, mesh_text, table_text
 
 Kind = Literal["parameter", "optimizer", "variable"]
-RULE_HEADS = ("rule", "pattern", "dims", "decides")
-TRAFFIC_HEADS = ("over", "collective", "times a step", "payload", "a device sends")
+RULE_HEADS = ("rule", "pattern", "dims", "applies to")
+TRAFFIC_HEADS = ("mesh axes", "collective", "times per step", "payload", "sent per device")
 
 
 class ArrayReport(NamedTuple):
-    """One array and its placement. `rule` and `logical` are filled where a rule table decided (`explain_sharding`)."""
+    """One array and its placement. `rule` and `logical` are set by `explain_sharding` only."""
 
     path: str
     kind: Kind
     shape: tuple[int, ...]
     dtype: str
-    spec: PartitionSpec | None  # None: a sharding that is not written as a spec
-    pieces: tuple[int, ...]  # how many pieces each dim is cut into
+    spec: PartitionSpec | None  # None: a sharding without a spec
+    pieces: tuple[int, ...]  # number of shards along each dim
     total_bytes: int  # of one copy
-    device_bytes: int  # of the piece of one device
+    device_bytes: int  # of one shard
     num_devices: int
-    padded_bytes: int  # of all devices: pieces of a dim that does not divide are as large as the largest
-    rule: int | None = None
+    padded_bytes: int  # on all devices together: if a dim is not divisible, all shards have the size of the largest
+    rule: int | None = None  # index in the table
     logical: tuple[str | None, ...] | None = None
 
     @property
     def copies(self) -> float:
-        """How many devices hold each element, on average."""
+        """Number of devices that store each element, on average."""
         return (self.num_devices * self.device_bytes - self.padded_bytes) / max(self.total_bytes, 1)
 
     @property
     def spec_text(self) -> str:
-        """`fsdp+dp, -, tp`; `whole` where no dim names an axis, `?` for a sharding that is not written as a spec."""
+        """`fsdp+dp, -, tp`; `replicated` if no dim names a mesh axis, `?` for a sharding without a spec."""
         if self.spec is None:
             return "one device" if self.num_devices == 1 else "?"
-        return dims_text(self.spec) if any(self.spec) else "whole"
+        return dims_text(self.spec) if any(self.spec) else "replicated"
 
     @property
     def logical_text(self) -> str:
-        """`embed, heads, head_dim`; `-` where the rule is a PartitionSpec, or there is none."""
+        """`embed, heads, head_dim`; `-` if there is no rule, or it is a PartitionSpec."""
         return dims_text(self.logical) if self.logical else "-"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; the spec as a list with None, a name or a list of names for each dim."""
+        """Plain data. The spec is a list with None, a name or a list of names per dim."""
         spec = None if self.spec is None else [list(e) if isinstance(e, tuple) else e for e in self.spec]
         return self._asdict() | {"spec": spec, "copies": round(self.copies, 6)}
 
 
 class AxisStats(NamedTuple):
-    """What one mesh axis splits; bytes of one copy. `traffic` is what it carries, alone or with other axes."""
+    """The arrays that are sharded over one mesh axis, and its collectives, including those over several axes."""
 
     size: int
     arrays: int
-    parameters: int  # elements
-    total_bytes: int
+    parameters: int  # number of elements
+    total_bytes: int  # of one copy
     traffic: tuple[Traffic, ...] = ()
 
 
 @dataclass(frozen=True, repr=False)
 class ShardingReport(Mapping[str, Any]):
-    """Readable by attribute and by key: `report["balance_score"]`. Bytes are those of arrays at rest, not activations.
+    """Memory and traffic of a sharding, by attribute or by key: `report["balance_score"]`. Activations are not counted.
 
-    memory_per_device: a device, or its index in an AbstractMesh -> bytes of the state it holds
-    balance_score: least over most of these, 1.0 for equal
-    replicated_bytes: what all devices together hold beyond one copy of every array
-    parameter_bytes, optimizer_bytes, variable_bytes: parts of the fullest device; variables are BatchNorm statistics,
-        random streams and the like
-    gradient_bytes: what the gradients of the floating parameters add there, laid out and typed as these are
-    host_bytes: in pinned host memory, all devices together; no part of the others
+    Attributes:
+        memory_per_device: Device, or its index in an AbstractMesh -> bytes of the state that it stores.
+        balance_score: The smallest of these divided by the largest; 1.0 if all are equal.
+        replicated_bytes: Bytes on all devices together in excess of one copy of every array.
+        parameter_bytes, optimizer_bytes, variable_bytes: Parts of the device with the most bytes. Variables are the
+            statistics of BatchNorm, random streams and the like.
+        gradient_bytes: Bytes that gradients add on that device, with the dtypes and shardings of the floating
+            parameters. Not part of `memory_per_device`.
+        host_bytes: Bytes in pinned host memory, on all devices together. Not part of the other figures per device.
     """
 
     total_parameters: int
@@ -118,9 +120,9 @@ class ShardingReport(Mapping[str, Any]):
         return f"{mesh}, {count_text(len(self.memory_per_device), 'device')}"
 
     def to_text(self, *, width: int = 100, mesh: bool = True) -> str:
-        """The mesh unless told otherwise, every array of the model, totals, mesh axes and collectives.
+        """The mesh (unless `mesh=False`), every array of the model, totals, mesh axes and collectives.
 
-        Like arrays of numbered layers share a line with their summed bytes. Optimizer arrays are in the totals alone.
+        Equal arrays of numbered layers share one line with their summed bytes. Optimizer arrays are only in the totals.
         """
         rows = _traffic_rows(self)
         traffic = table_text(TRAFFIC_HEADS, rows, width, right={*TRAFFIC_HEADS[2:]}) if rows else ""
@@ -128,15 +130,15 @@ class ShardingReport(Mapping[str, Any]):
         return "\n\n".join(part for part in [*parts, traffic] if part)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for `json.dumps`: every array on its own, devices by their text."""
+        """Plain data for `json.dumps`, with one entry per array. Devices are converted to text."""
         devices = {str(device): size for device, size in self.memory_per_device.items()}
-        same = set(devices.values())
+        sizes = set(devices.values())
         return {
             **{name: value for name, value in self.items() if isinstance(value, int | float)},
             "mesh": self.mesh,
             "num_devices": len(devices),
-            # Thousands of equal numbers say no more than one.
-            "memory_per_device": devices if len(same) > 1 else {"every device": next(iter(same), 0)},
+            # A mesh may have thousands of devices, usually with equal numbers.
+            "memory_per_device": devices if len(sizes) > 1 else {"every device": next(iter(sizes), 0)},
             "partition_stats": {
                 name: {**stats._asdict(), "traffic": [one._asdict() for one in stats.traffic]}
                 for name, stats in self.partition_stats.items()
@@ -146,7 +148,7 @@ class ShardingReport(Mapping[str, Any]):
         }
 
     def to_html(self, *, title: str = "sharding") -> str:
-        """One HTML file without external resources: who holds which piece of every array."""
+        """One HTML file without external resources that draws the shards of every array on the mesh."""
         return report_page(self, title)
 
 
@@ -157,7 +159,7 @@ def report_page(
     rules: Sequence[Sequence[str]] = (),
     findings: Sequence[str] | None = None,
 ) -> str:
-    """The HTML page of a report, with what an Explanation adds to it; `findings` None: they are not known."""
+    """The HTML page of a report, with the rules and findings of an Explanation. `findings` None: not computed."""
     leaves = [leaf for leaf in report.leaves if leaf.kind != "optimizer"]
     arrays = [_array_data(path, [leaves[i] for i in where], report) for path, where in group_leaves(leaves)]
     shown = {name: size for name, size in report.mesh.items() if size > 1} or {"device": 1}
@@ -167,22 +169,22 @@ def report_page(
         _tiles(report),
         findings=findings,
         traffic=html_table("Collectives of a step", TRAFFIC_HEADS, _traffic_rows(report)),
-        rules=html_table("Rules, the first that matches decides", RULE_HEADS, rules),
+        rules=html_table("Rules, the first that matches applies", RULE_HEADS, rules),
         data={"mesh": [{"name": name, "size": size} for name, size in shown.items()], "arrays": arrays},
     )
 
 
 def group_leaves(leaves: Sequence[ArrayReport]) -> list[tuple[str, list[int]]]:
-    """`group_paths` of leaves that are alike in all but their path."""
+    """`group_paths` of leaves that differ only in their path."""
     return group_paths([leaf.path for leaf in leaves], [leaf._replace(path="") for leaf in leaves])
 
 
 def _arrays_text(report: ShardingReport, width: int) -> str:
-    """The table of arrays, without its rule columns where no rules and no annotations are known."""
+    """The table of arrays, without the columns on rules if there are neither rules nor annotations."""
     leaves = [leaf for leaf in report.leaves if leaf.kind != "optimizer"]
     with_rules = any(leaf.rule is not None or leaf.logical for leaf in leaves)
     groups = group_leaves(leaves)
-    # Lines share what goes up to the numbers of a layer list, else the first name.
+    # Paths with a common prefix are indented below it: the prefix up to the layer numbers, or else the first name.
     matches = [re.match(r".*?\{\d+\.\.\d+\}/|[^/]+/", path) for path, _ in groups]
     prefixes = [match[0] if match else "" for match in matches]
     rows: list[list[str]] = []
@@ -208,7 +210,7 @@ def _totals_text(report: ShardingReport) -> str:
     host = f", {bytes_text(report.host_bytes)} of it in host memory" if report.host_bytes else ""
     lines = [
         f"parameters   {report.total_parameters:,} in {count_text(len(parameters), 'array')}; "
-        f"{report.sharded_parameters:,} are split, {report.total_parameters - report.sharded_parameters:,} are whole",
+        f"{report.sharded_parameters:,} sharded, {report.total_parameters - report.sharded_parameters:,} replicated",
         f"per device   {bytes_text(fullest)}: parameters {bytes_text(report.parameter_bytes)}, optimizer "
         f"{bytes_text(report.optimizer_bytes)}, variables {bytes_text(report.variable_bytes)}; "
         f"gradients add {bytes_text(report.gradient_bytes)}",
@@ -246,14 +248,14 @@ def _tiles(report: ShardingReport) -> list[tuple[str, str]]:
     count = report.total_parameters
     number = next((f"{count / size:.3g} {word}" for word, size in units if count >= size), f"{count:,}")
     return [
-        ("state on a device", bytes_text(max(report.memory_per_device.values(), default=0))),
-        ("parameters of that", bytes_text(report.parameter_bytes)),
-        ("optimizer of that", bytes_text(report.optimizer_bytes)),
-        ("gradients on top", bytes_text(report.gradient_bytes)),
-        ("parameters in all", number),
+        ("state per device", bytes_text(max(report.memory_per_device.values(), default=0))),
+        ("of it parameters", bytes_text(report.parameter_bytes)),
+        ("of it optimizer", bytes_text(report.optimizer_bytes)),
+        ("gradients, in addition", bytes_text(report.gradient_bytes)),
+        ("number of parameters", number),
         ("one copy of the state", bytes_text(report.total_bytes)),
         ("further copies", bytes_text(report.replicated_bytes)),
-        ("balance, least over most", f"{report.balance_score:.3f}"),
+        ("balance, min / max", f"{report.balance_score:.3f}"),
     ]
 
 

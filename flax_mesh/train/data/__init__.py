@@ -1,1 +1,1 @@
-"""Data of a run: files to tokens, tokens to batches."""
+"""The data of a run: reading files as tokens, and forming batches of tokens."""

@@ -1,8 +1,14 @@
-"""A batch is a pure function of (seed, step): no iterator, no state, the same on every mesh and number of processes.
+"""Batches as a pure function of (seed, step): no iterator state, and the same on every mesh and number of processes.
 
-A part of the corpus is cut into windows of sequence_length + 1 tokens; window w starts at w * sequence_length, so every
-token but the first is a target exactly once. An epoch visits each window once, in an order that (seed, epoch) alone
-decides. Every process reads only the rows and columns its own devices hold.
+A part of the corpus is divided into windows of sequence_length + 1 tokens. Window w starts at w * sequence_length, so
+every token except the first is a target exactly once:
+
+    tokens    t0 t1 t2 t3 t4 t5 t6      sequence_length = 3
+    window 0  t0 t1 t2 t3               inputs t0 t1 t2, targets t1 t2 t3
+    window 1           t3 t4 t5 t6      inputs t3 t4 t5, targets t4 t5 t6
+
+An epoch visits every window once, in an order that depends on (seed, epoch) only. A process reads only the rows and
+columns of its local devices.
 """
 
 import functools
@@ -28,29 +34,30 @@ FEISTEL_ROUNDS = 8
 
 
 def num_windows(part: Tokens, sequence_length: int) -> int:
-    """Windows of sequence_length + 1 tokens in a part; neighbours share one token."""
+    """Number of windows of sequence_length + 1 tokens in a part. Adjacent windows share one token."""
     return max(len(part) - 1, 0) // sequence_length
 
 
 def num_eval_batches(part: Tokens, config: DataConfig) -> int:
-    """Full batches of an evaluation: `config.eval_batches`, or fewer if the part is small. ConfigError if not one."""
+    """Number of full batches of an evaluation: at most `config.eval_batches`. Raises ConfigError if there is none."""
     windows = num_windows(part, config.sequence_length)
     if windows < config.batch_size:
         raise ConfigError(
             f"data.held_out: the held-out part has {windows} windows of data.sequence_length {config.sequence_length}, "
-            f"one batch needs data.batch_size {config.batch_size}. Raise data.held_out ({config.held_out}), "
-            f"give more text, or lower data.batch_size."
+            f"one batch requires data.batch_size {config.batch_size}. Raise data.held_out ({config.held_out}), "
+            f"use more text, or lower data.batch_size."
         )
     return min(config.eval_batches, windows // config.batch_size)
 
 
 def permuted(index: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
-    """Images of `index`, shape (n,), under a pseudo-random permutation of range(size) that (seed, epoch) decides.
+    """Apply a pseudo-random permutation of range(size), determined by (seed, epoch), to `index` of shape (n,).
 
-    Needs O(n) time and memory whatever the size. A balanced Feistel network (Luby and Rackoff, 1988) permutes the
-    smallest range of 4^h >= size numbers; a number that falls outside `size` is permuted again until it is inside
-    (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002), which takes fewer than 4 passes
-    on average. The round function is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
+    Takes O(n) time and memory for any size: a step permutes its own rows, not the epoch. A balanced Feistel network
+    (Luby and Rackoff, 1988) permutes the smallest range of 4^h >= size numbers. A result that is not below `size` is
+    permuted again until it is (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002), which
+    takes fewer than 4 passes on average. The round function is the finalizer of SplitMix64 (Steele, Lea and Flood,
+    2014).
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     shift, mask = np.uint64(half), np.uint64(2**half - 1)
@@ -84,15 +91,17 @@ def batch_rows(
     columns: slice = ALL,
     vocab_size: int | None = None,
 ) -> Rows:
-    """`inputs` and `targets` of one training batch: int32, (batch_size, sequence_length) cut to `rows` and `columns`.
+    """The "inputs" and "targets" of one training batch: int32, (batch_size, sequence_length)[rows, columns].
 
     Row r of step s is sample s * batch_size + r of an endless sequence of epochs; a batch may span several epochs.
-    Raises ConfigError if the part is shorter than one window or holds an id outside the vocabulary or int32.
+    Raises ConfigError if the part is shorter than one window, or if a token id is outside the vocabulary or int32.
     """
     size = num_windows(part, config.sequence_length)
     if not size:
         window = config.sequence_length + 1
-        raise ConfigError(f"data.source: {len(part)} tokens hold no window of data.sequence_length + 1 = {window}.")
+        raise ConfigError(
+            f"data.source: {len(part)} tokens are fewer than one window of data.sequence_length + 1 = {window}."
+        )
     epochs, index = np.divmod(step * config.batch_size + np.arange(config.batch_size)[rows], size)
     windows = np.empty_like(index)
     for epoch in np.unique(epochs):
@@ -108,10 +117,10 @@ def held_out_rows(
     columns: slice = ALL,
     vocab_size: int | None = None,
 ) -> Rows:
-    """As `batch_rows`, but batch k holds the windows from k * batch_size on, in order; past the end: IndexError."""
+    """As `batch_rows`, but batch k contains the windows from k * batch_size on, in order. IndexError past the end."""
     full = num_windows(part, config.sequence_length) // config.batch_size
     if not 0 <= step < full:
-        raise IndexError(f"held-out batch {step} was asked for, but the part holds {full} full batches.")
+        raise IndexError(f"held-out batch must be in range({full}), the number of full batches; got {step}")
     windows = step * config.batch_size + np.arange(config.batch_size)[rows]
     return _read(part, windows, config.sequence_length, columns, vocab_size)
 
@@ -119,9 +128,9 @@ def held_out_rows(
 def make_batch_fn(
     part: Tokens, *, seed: int, config: DataConfig, sharding: jax.sharding.Sharding, vocab_size: int | None = None
 ) -> BatchFn:
-    """A function step -> `batch_rows` as global jax.Arrays; `sharding` may split rows and columns.
+    """Return a function step -> `batch_rows` as global `jax.Array`s. `sharding` may split rows and columns.
 
-    With `vocab_size`, an id the model has no row for is a ConfigError instead of a NaN.
+    With `vocab_size`, a token id outside the vocabulary raises ConfigError; otherwise the loss would be NaN.
     """
     rows_of = functools.partial(batch_rows, part, seed, config, vocab_size=vocab_size)
     return _make_placed_fn(rows_of, config, sharding)
@@ -130,17 +139,17 @@ def make_batch_fn(
 def make_eval_fn(
     part: Tokens, *, config: DataConfig, sharding: jax.sharding.Sharding, vocab_size: int | None = None
 ) -> BatchFn:
-    """A function k -> `held_out_rows` as global jax.Arrays, for k in range(num_eval_batches(part, config))."""
-    num_eval_batches(part, config)  # raises for a part without a single batch
+    """Return a function k -> `held_out_rows` as global `jax.Array`s, for k in range(num_eval_batches(part, config))."""
+    num_eval_batches(part, config)  # raises if there is no full batch
     rows_of = functools.partial(held_out_rows, part, config, vocab_size=vocab_size)
     return _make_placed_fn(rows_of, config, sharding)
 
 
 def prefetch(fn: Callable[[int], T], start: int, stop: int) -> Generator[tuple[int, T, float], None, None]:
-    """(step, fn(step), seconds waited for it) for every step in range(start, stop).
+    """Yield (step, fn(step), seconds waited for it) for every step in range(start, stop).
 
-    One background thread, alive from the first `next` to the end or the closing of the generator, makes the next batch
-    while the consumer works on this one. An exception of `fn` is raised where its batch would have come.
+    A background thread computes the next batch while the consumer processes the current one. It ends with the
+    generator. An exception of `fn` is raised when its batch is requested.
     """
     if start >= stop:
         return
@@ -155,12 +164,12 @@ def prefetch(fn: Callable[[int], T], start: int, stop: int) -> Generator[tuple[i
             yield step, batch, waited
 
 
-# --- which tokens, on which devices ---
+# --- reading tokens and placing them on devices ---
 
 
 def _read(part: Tokens, windows: np.ndarray, sequence_length: int, columns: slice, vocab_size: int | None) -> Rows:
     first, last, _ = columns.indices(sequence_length)
-    tokens = np.empty((len(windows), last - first + 1), part.dtype)  # the last is the last column's target
+    tokens = np.empty((len(windows), last - first + 1), part.dtype)  # one more than inputs: the last target
     for row, start in enumerate(windows * sequence_length):
         tokens[row] = part[start + first : start + last + 1]
     num_ids = min(vocab_size or INT32_IDS, INT32_IDS)
@@ -179,20 +188,20 @@ def _make_placed_fn(rows_of: Callable[..., Rows], config: DataConfig, sharding: 
         sharding.shard_shape(shape)
     except ValueError as error:
         sizes = f"data.batch_size = {shape[0]} by data.sequence_length = {shape[1]}"
-        raise ConfigError(f"{sizes} cannot be cut evenly over the mesh: {error}") from error
+        raise ConfigError(f"{sizes} is not evenly divisible over the mesh: {error}") from error
 
     def batch_fn(step: int) -> dict[str, jax.Array]:
-        @functools.cache  # one read for inputs and targets, and for all devices that hold a copy of the same piece
+        @functools.cache  # inputs and targets, and all devices with the same shard, share one read
         def read(rows: tuple[int, int], columns: tuple[int, int]) -> Rows:
             return rows_of(step, slice(*rows), slice(*columns))
 
-        def piece(name: str, index: Any) -> np.ndarray:  # index: one slice for each dim
-            rows, columns = (cut.indices(size)[:2] for cut, size in zip(index, shape, strict=True))
+        def shard(name: str, index: Any) -> np.ndarray:  # index: one slice per dim
+            rows, columns = (dim.indices(size)[:2] for dim, size in zip(index, shape, strict=True))
             return read(rows, columns)[name]
 
         return {
-            # dtype: a process without a shard of the batch cannot infer it
-            name: jax.make_array_from_callback(shape, sharding, functools.partial(piece, name), dtype=np.int32)
+            # dtype is required: a process without a shard of the batch cannot infer it.
+            name: jax.make_array_from_callback(shape, sharding, functools.partial(shard, name), dtype=np.int32)
             for name in ("inputs", "targets")
         }
 

@@ -1,7 +1,7 @@
-"""From files to tokens: what a run reads, what it holds out, and a hash that tells whether that has changed.
+"""Reading files as tokens: the training part, the held-out part, and a hash that detects changes of the data.
 
 Text is read as bytes, one token each (UTF-8, 256 ids). Token files are memory-mapped: `.npy` (1-D, integers) and `.bin`
-(little-endian uint16, no header). How tokens become batches is in batches.py.
+(little-endian uint16, no header). Batches are formed in batches.py.
 """
 
 import codecs
@@ -36,24 +36,30 @@ NUM_HASH_BLOCKS = 256
 class DataConfig:
     """The `data` section of a recipe.
 
-    `source` is `stdlib` (the source of Python's own standard library) or a path:
-      a file             text, or tokens by its suffix (.npy, .bin)
-      a folder           its text files, at any depth: suffix .txt .md .py .rst .json .csv, or no suffix and UTF-8;
-                         hidden files and folders are left out
-      a glob             every file it matches ("**" for any depth): all text, or all token files
+    Attributes:
+        source: "stdlib" (the source code of Python's standard library) or a path:
+            a file: text, or tokens if its suffix is .npy or .bin;
+            a folder: its text files at any depth (suffix .txt .md .py .rst .json .csv, or no suffix and UTF-8), without
+            hidden files and folders;
+            a glob: all matching files ("**" for any depth), either all text or all token files.
+        sequence_length: Tokens per row.
+        batch_size: Rows of the global batch, over all devices and processes.
+        held_out: Share of the files that is held out for evaluation; of a single file, the share of its end.
+        seed: Seed of the order of the windows. None: the run's seed.
+        eval_batches: Maximum number of held-out batches per evaluation.
     """
 
     source: str = STDLIB
-    sequence_length: int = 128  # tokens per row
-    batch_size: int = 16  # rows of the whole batch, over all devices and processes
-    held_out: float = 0.05  # share of the files; of a single file, its tail
-    seed: int | None = None  # order of the windows; None: the run's seed
-    eval_batches: int = 4  # held-out batches per evaluation, at most
+    sequence_length: int = 128
+    batch_size: int = 16
+    held_out: float = 0.05
+    seed: int | None = None
+    eval_batches: int = 4
 
 
 @dataclass(frozen=True, eq=False)
 class TokenFiles:
-    """Several memory-mapped token files of one dtype, behind one another; a slice reads only what it covers."""
+    """The concatenation of several memory-mapped token files of one dtype. A slice reads only the tokens it covers."""
 
     pieces: tuple[np.ndarray, ...]
 
@@ -79,29 +85,29 @@ Tokens = np.ndarray | TokenFiles
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Tokens to train on and tokens held out. No file is in both, but a corpus of one file is cut in two."""
+    """Training tokens and held-out tokens. No file is in both, except that a single file is divided between them."""
 
     train: Tokens  # 1-D integers, at least one window
     held_out: Tokens
-    description: str  # one line for people
+    description: str  # one line, printed by the run
     content_hash: str  # SHA-256 of both parts, sampled above 1 GiB
-    vocab_size: int | None  # 256 for text; None for token files, which are not scanned
+    vocab_size: int | None  # 256 for text; None for token files: the largest id is unknown
     bytes_per_token: float | None  # 1.0 for text; None for token files
 
 
 def check_data_config(config: DataConfig) -> list[str]:
-    """One line per mistake; touches no file."""
+    """One line for every invalid setting. Does not access files."""
     problems = []
     if not config.source:
-        problems.append(f"data.source must be {STDLIB!r}, a file, a folder or a glob; it is empty.")
+        problems.append(f"data.source must be {STDLIB!r}, a file, a folder or a glob; got an empty string.")
     for key in ("sequence_length", "batch_size", "eval_batches"):
         value = getattr(config, key)
         if not _is_int(value) or value < 1:
-            problems.append(f"data.{key} must be an integer of at least 1, is {value!r}.")
+            problems.append(f"data.{key} must be an integer of at least 1, got {value!r}.")
     if isinstance(config.held_out, bool) or not isinstance(config.held_out, int | float) or not 0 < config.held_out < 1:
-        problems.append(f"data.held_out must be a share above 0 and below 1, such as 0.05, is {config.held_out!r}.")
+        problems.append(f"data.held_out must be a share above 0 and below 1, such as 0.05, got {config.held_out!r}.")
     if config.seed is not None and (not _is_int(config.seed) or config.seed < 0):
-        problems.append(f"data.seed must be None (the run's seed) or an integer of at least 0, is {config.seed!r}.")
+        problems.append(f"data.seed must be None (the run's seed) or an integer of at least 0, got {config.seed!r}.")
     return problems
 
 
@@ -110,16 +116,18 @@ def _is_int(value: object) -> bool:
 
 
 def load_corpus(config: DataConfig) -> Corpus:
-    """Find, read or map, split and hash what `config.source` names.
+    """Read or memory-map the files of `config.source`, and divide them into a training part and a held-out part.
 
-    Text files are joined, in the order of their relative paths, by a zero byte; empty ones are left out. Token files
-    follow each other as they are. Token files, and a single text file of 64 MiB or more, stay memory-mapped.
+    Text files are concatenated in the order of their relative paths, separated by a zero byte; empty files are left
+    out. Token files are concatenated without a separator. Token files, and a single text file of 64 MiB or more, are
+    memory-mapped.
 
-    A single file holds out its tail. Among several, a file is held out if the hash of its path, relative to the folder
-    or to the fixed part of the glob, falls below `held_out`; the lowest hash always is and the highest never. So
-    `held_out` is then a share of files, not of tokens.
+    The end of a single file is held out. Of several files, a file is held out if the hash of its path (relative to the
+    folder or to the fixed part of the glob) is below `held_out`: a share of the files, not of the tokens. The file with
+    the lowest hash is always held out, the file with the highest never.
 
-    Raises ConfigError: nothing there, not text, not tokens, unreadable, or a part shorter than one window.
+    Raises ConfigError if no file is found, a file is unreadable or of the wrong kind, or a part is shorter than one
+    window.
     """
     if problems := check_data_config(config):
         raise ConfigError(problems)
@@ -132,8 +140,9 @@ def load_corpus(config: DataConfig) -> Corpus:
     for name, part in (("training", corpus.train), ("held-out", corpus.held_out)):
         if len(part) < window:
             problems.append(
-                f"data.source: the {name} part of {config.source} has {len(part)} tokens, one window needs {window}. "
-                f"Give more text, change data.held_out ({config.held_out}) or lower data.sequence_length."
+                f"data.source: the {name} part of {config.source} has {len(part)} tokens, but one window "
+                f"requires {window}. Use more text, change data.held_out ({config.held_out}) "
+                "or lower data.sequence_length."
             )
     if problems:
         raise ConfigError(problems)
@@ -169,7 +178,7 @@ def _read_corpus(files: dict[str, Path], config: DataConfig) -> Corpus:
 def _split(
     documents: dict[str, np.ndarray], share: float, join: Callable[[list[np.ndarray]], Tokens]
 ) -> tuple[Tokens, Tokens, str]:
-    """(train, held-out, text on the split)."""
+    """(training tokens, held-out tokens, description of the division)."""
     if len(documents) == 1:
         (tokens,) = documents.values()
         cut = len(tokens) - round(len(tokens) * share)
@@ -183,17 +192,17 @@ def _split(
 
 
 def _held_out_names(names: Sequence[str] | dict[str, np.ndarray], share: float) -> set[str]:
-    """Which of two or more files are held out: the same on every machine and in every process."""
+    """Names of the held-out files of two or more. They are the same on every machine and in every process."""
     score = {n: int.from_bytes(hashlib.blake2b(os.fsencode(n), digest_size=8).digest(), "big") / 2**64 for n in names}
     ranked = sorted(names, key=lambda name: (score[name], name))
     return {ranked[0]} | {name for name in ranked[:-1] if score[name] < share}
 
 
 def _hash_tokens(parts: Sequence[Tokens]) -> str:
-    """SHA-256 over each part's type, length and bytes, as hex.
+    """SHA-256 of the dtype, length and bytes of every part, as hex.
 
-    Above 1 GiB in all, only 256 blocks of 64 KiB of each part are hashed, evenly spaced from its first to its last
-    byte: a change of size is always seen, a change between the blocks is not.
+    Above a total of 1 GiB, only 256 blocks of 64 KiB of each part are hashed, evenly spaced from its first to its last
+    byte: a change of size is always detected, a change between the blocks is not.
     """
     digest = hashlib.sha256()
     sampled = sum(len(part) * part.dtype.itemsize for part in parts) > FULL_HASH_BYTES
@@ -208,10 +217,10 @@ def _hash_tokens(parts: Sequence[Tokens]) -> str:
 
 
 def decode(tokens: np.ndarray) -> str:
-    """Text of byte tokens (any integer type); bytes that are not UTF-8, and ids that are no byte, become U+FFFD."""
+    """Decode byte tokens of any integer dtype as UTF-8. Invalid bytes and ids above 255 become U+FFFD."""
     tokens = np.asarray(tokens)
-    no_byte = (tokens < 0) | (tokens > 255)
-    return np.where(no_byte, 0xFF, tokens).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+    not_a_byte = (tokens < 0) | (tokens > 255)
+    return np.where(not_a_byte, 0xFF, tokens).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
 # --- finding files: relative posix path -> path, sorted ---
@@ -222,7 +231,7 @@ def _stdlib_files() -> dict[str, Path]:
     files = {name: path for name, path in _walk(root, NOT_STDLIB).items() if path.suffix == ".py"}
     if not files:
         raise ConfigError(
-            f"data.source: {root} holds no .py files (a Python without sources). Name a text file instead."
+            f"data.source: {root} contains no .py files (Python without sources). Use a text file instead."
         )
     return files
 
@@ -238,7 +247,7 @@ def _find_files(source: str) -> dict[str, Path]:
         raise _missing(fixed)
     matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True) if os.path.isfile(match))
     if not matches:
-        raise ConfigError(f"data.source: no file below {fixed.absolute()} matches {source}.")
+        raise ConfigError(f"data.source: no file in {fixed.absolute()} matches {source}.")
     return _distinct({match.relative_to(fixed).as_posix(): match for match in matches})
 
 
@@ -250,16 +259,16 @@ def _text_files(root: Path) -> dict[str, Path]:
     texts = {name: path for name, path in found.items() if is_text(path)}
     if not texts:
         tokens = {path.suffix.lower() for path in found.values()} & set(TOKEN_SUFFIXES)
-        hint = "".join(f" For its token files write {root / '**' / ('*' + suffix)}." for suffix in sorted(tokens))
+        hint = "".join(f" For its token files, use {root / '**' / ('*' + suffix)}." for suffix in sorted(tokens))
         raise ConfigError(
-            f"data.source: {root} holds no text files (suffix {' '.join(TEXT_SUFFIXES)}, or none and UTF-8) "
+            f"data.source: {root} contains no text files (suffix {' '.join(TEXT_SUFFIXES)}, or none and UTF-8) "
             f"among its {count_text(len(found), 'file')}.{hint}"
         )
     return texts
 
 
 def _walk(root: Path, excluded: set[str]) -> dict[str, Path]:
-    def fail(error: OSError) -> None:  # os.walk would pass over a folder that cannot be read
+    def fail(error: OSError) -> None:  # by default os.walk skips folders that cannot be read
         raise error
 
     found = {}
@@ -271,7 +280,7 @@ def _walk(root: Path, excluded: set[str]) -> dict[str, Path]:
 
 
 def _distinct(files: dict[str, Path]) -> dict[str, Path]:
-    """Sorted by name; a file that links reach under several names is kept once, so it cannot be on both sides."""
+    """Sort by name. A file with several names (links) is kept once, so that it cannot be in both parts."""
     by_target = {os.path.realpath(files[name]): name for name in sorted(files, reverse=True)}
     return {name: files[name] for name in sorted(by_target.values())}
 
@@ -289,7 +298,7 @@ def _missing(path: Path) -> ConfigError:
 
 
 def _decodes(path: Path) -> bool:
-    """Whether the first 64 KiB are UTF-8; a character may be cut at their end."""
+    """Whether the first 64 KiB are UTF-8. A character may be incomplete at their end."""
     with path.open("rb") as file:
         head = file.read(TEXT_PROBE_BYTES)
     try:
@@ -302,7 +311,7 @@ def _decodes(path: Path) -> bool:
 def _open(path: Path, is_text: bool) -> np.ndarray:
     try:
         return _open_text(path) if is_text else _open_tokens(path)
-    except OSError as error:  # a failing disk names no file
+    except OSError as error:  # read errors of the disk have no file name
         raise _unreadable(path, error) from error
 
 
@@ -313,7 +322,8 @@ def _unreadable(what: object, error: OSError) -> ConfigError:
 def _open_text(path: Path) -> np.ndarray:
     if path.suffix.lower() not in TEXT_SUFFIXES and not _decodes(path):
         raise ConfigError(
-            f"data.source: {path} is not UTF-8 text. Convert it, or give tokens: .npy (1-D integers) or .bin (uint16)."
+            f"data.source: {path} is not UTF-8 text. Convert it, or use token files: "
+            ".npy (1-D integers) or .bin (uint16)."
         )
     if path.stat().st_size >= MAPPED_BYTES:
         return np.memmap(path, np.uint8, mode="r")
@@ -324,7 +334,7 @@ def _open_tokens(path: Path) -> np.ndarray:
     size = path.stat().st_size
     if path.suffix.lower() == ".bin":
         if size % 2:
-            raise ConfigError(f"data.source: {path} has {size} bytes, not a whole number of uint16 tokens.")
+            raise ConfigError(f"data.source: {path} has {size} bytes; uint16 tokens require an even number.")
         return np.memmap(path, "<u2", mode="r") if size else np.empty(0, "<u2")
     try:
         tokens = np.lib.format.open_memmap(path, mode="r")
@@ -332,8 +342,8 @@ def _open_tokens(path: Path) -> np.ndarray:
         raise ConfigError(f"data.source: {path} is not a readable .npy file: {' '.join(str(error).split())}") from error
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise ConfigError(
-            f"data.source: {path} must hold token ids as a 1-D array of integers, "
-            f"holds shape {tokens.shape} of {tokens.dtype}."
+            f"data.source: {path} must contain token ids as a 1-D array of integers, "
+            f"got shape {tokens.shape} of {tokens.dtype}."
         )
     return tokens
 
@@ -345,5 +355,5 @@ def _join_text(documents: list[np.ndarray]) -> np.ndarray:
 def _join_tokens(documents: list[np.ndarray]) -> TokenFiles:
     dtypes = sorted({str(tokens.dtype) for tokens in documents})
     if len(dtypes) > 1:
-        raise ConfigError(f"data.source: the token files must share one integer type, found {', '.join(dtypes)}.")
+        raise ConfigError(f"data.source: the token files must have the same integer dtype, found {', '.join(dtypes)}.")
     return TokenFiles(tuple(documents))

@@ -21,7 +21,8 @@ from flax_mesh.checkpoint.hf.convert import ParamMapping, load_safetensors, save
 from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES
 from flax_mesh.checkpoint.hf.safetensors import INDEX, open_safetensors, write_safetensors
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
-from flax_mesh.mpmd import MpmdMesh, Pipeline, make_schedule, split_stages
+from flax_mesh.mpmd import MpmdMesh, Pipeline, split_stages
+from flax_mesh.mpmd.schedules import make_schedule
 from flax_mesh.tree import in_stack, layer_path, path_and_start
 
 LISTED = DecoderConfig(
@@ -46,7 +47,7 @@ def pipelined(config, virtual=1):
     staged = split_stages(next_token_loss, make, batch, num_stages=2 * virtual, mesh=groups.unstack[0])
     kind = "interleaved-1f1b" if virtual > 1 else "1f1b"
     schedule = make_schedule(kind, num_groups=2, num_microbatches=2, num_virtual_stages=virtual)
-    return Pipeline(staged, groups, schedule, optax.sgd(1e-3)).abstract.to_nnx()["model"]
+    return Pipeline(staged, optax.sgd(1e-3), mesh=groups, schedule=schedule).abstract.to_nnx()["model"]
 
 
 LAYOUTS = {

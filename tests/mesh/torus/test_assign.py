@@ -1,4 +1,4 @@
-"""Better than the known heuristic, and never worse: by our score, and by two measures that do not know it."""
+"""Assignments are never worse than JAX's: by the cost model, and by two measurements independent of it."""
 
 import math
 from collections import Counter
@@ -6,21 +6,18 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from flax_mesh.mesh.torus import (
-    Torus,
-    arrange,
+from flax_mesh.mesh.torus.assign import (
+    AxisCost,
     assignment_cost,
     axis_phases,
+    best_assignment,
     choose_assignment,
-    factorings,
     gather_seconds,
     is_better,
-    known_assignment,
-    mean_hops,
+    neighbour_hops,
     strides_of,
-    wraps_around,
 )
-from flax_mesh.mesh.torus.assign import AxisCost, best_assignment, neighbour_hops
+from flax_mesh.mesh.torus.torus import Torus, arrange, factorings, known_assignment, mean_hops, wraps_around
 from tests.mesh.fakes import factor_shapes
 
 SAMPLE = [("TPU v4", (4, 4, 4)), ("TPU v4", (4, 8, 8)), ("TPU v5 lite", (8, 16, 1))]
@@ -37,15 +34,15 @@ def torus_of(kind, shape):
 
 
 def points_of(torus, assignment):
-    """Coordinates in mesh order, from the arrangement of a grid of numbers."""
+    """Coordinates in mesh order, computed by arranging a grid of numbers."""
     numbers = arrange(np.arange(math.prod(torus.shape)).reshape(torus.shape), assignment)
     return np.stack(np.unravel_index(numbers, torus.shape), axis=-1)
 
 
 def most_loaded_link(points, torus):
-    """Per mesh axis: the messages over the busiest directed link when all devices send to their next neighbour.
+    """Per mesh axis: the messages over the busiest directed link when all devices send to their next neighbor.
 
-    Routed along x, then y, then z, the short way round.
+    Messages are routed along x, then y, then z, in the shorter direction.
     """
     loads = []
     for axis in range(points.ndim - 1):
@@ -67,7 +64,7 @@ def most_loaded_link(points, torus):
 
 
 def changes(family):
-    """(torus, mesh shape, JAX's assignment, ours) for every case of a family where the two differ."""
+    """(torus, mesh shape, JAX's assignment, ours) for every case of a family in which the two differ."""
     for kind, shape in family:
         torus = torus_of(kind, shape)
         for num_axes in (2, 3, 4):
@@ -85,7 +82,7 @@ def changes(family):
 
 
 def check_never_worse(family):
-    """Hops and link loads are measured on the finished mesh, busiest axis first; ours may not come after JAX's."""
+    """Hops and link loads are measured on the finished mesh and compared lexicographically, busiest axis first."""
     better = []
     for torus, mesh_shape, known, ours in changes(family):
         before, after = points_of(torus, known), points_of(torus, ours)
@@ -106,12 +103,12 @@ def test_never_worse_than_jax_and_sometimes_better():
 
 
 @pytest.mark.slow
-def test_never_worse_than_jax_on_the_whole_family():
+def test_never_worse_than_jax_on_the_entire_family():
     assert len(check_never_worse(FAMILY)) >= 80
 
 
-def test_the_check_sees_a_worse_assignment(monkeypatch):
-    """The mutation: a search that turns JAX's assignment upside down must fail the check above."""
+def test_the_check_detects_a_worse_assignment(monkeypatch):
+    """Mutation test: an assignment that is not strictly better must fail the check above."""
     worse = ((1, 2, 2), (4, 2, 1), (1, 1, 8))
     torus = torus_of("TPU v4", (4, 8, 8))
     known = known_assignment(torus.shape, (4, 4, 16), allow_split=True)
@@ -120,8 +117,8 @@ def test_the_check_sees_a_worse_assignment(monkeypatch):
         check_never_worse(SAMPLE)
 
 
-def test_a_split_axis_keeps_off_links_that_are_taken():
-    """JAX gives fsdp every second chip of y, although x is free; ours takes the ring of x; tp is as it was."""
+def test_a_free_ring_is_preferred_to_sharing_links():
+    """JAX assigns every second chip of y to fsdp although x is free; ours assigns the ring x, and tp is unchanged."""
     torus = torus_of("TPU v4", (4, 8, 8))
     assert known_assignment(torus.shape, (4, 4, 16), allow_split=True) == ((1, 2, 2), (1, 1, 8), (4, 2, 1))
     ours = choose_assignment(torus, (4, 4, 16), allow_split=True)
@@ -129,7 +126,7 @@ def test_a_split_axis_keeps_off_links_that_are_taken():
 
 
 @pytest.mark.parametrize(("shape", "mesh_shape"), [((4, 4, 16), (4, 4, 16)), ((2, 2, 4), (2, 2, 4))])
-def test_whole_axes_are_found_where_the_greedy_choice_gets_stuck(shape, mesh_shape):
+def test_complete_axes_are_found_if_the_greedy_choice_fails(shape, mesh_shape):
     with pytest.raises(NotImplementedError):
         known_assignment(shape, mesh_shape, allow_split=False)
     ours = choose_assignment(torus_of("TPU v4", shape), mesh_shape, allow_split=False)
@@ -139,7 +136,7 @@ def test_whole_axes_are_found_where_the_greedy_choice_gets_stuck(shape, mesh_sha
 
 @pytest.mark.parametrize("mesh_shape", [(4, 4, 2), (2, 16), (2, 2, 8), (32,), (8, 4)])
 def test_the_search_is_exact(mesh_shape):
-    """Against all matrices of factors, compared by the same rule."""
+    """Compared with a brute-force search over all matrices of factors."""
     torus = torus_of("TPU v5 lite", (4, 8, 1))
     columns = [list(factorings(size, torus.shape)) for size in mesh_shape]
     matrices = [[]]
@@ -158,7 +155,7 @@ def test_the_search_is_exact(mesh_shape):
     assert key(found) == min(map(key, valid))
 
 
-def test_bytes_decide_which_axis_chooses_first():
+def test_the_axis_with_the_most_bytes_chooses_first():
     torus = torus_of("TPU v4", (4, 4, 8))
     last = best_assignment(torus, (16, 8), [1.0, 1.0], allow_split=True)
     first = best_assignment(torus, (16, 8), [9.0, 1.0], allow_split=True)
@@ -168,7 +165,7 @@ def test_bytes_decide_which_axis_chooses_first():
     assert cost["last"][1].seconds <= cost["first"][1].seconds
 
 
-def test_a_gather_takes_the_time_of_its_links():
+def test_gather_seconds_follow_from_the_bandwidth_of_the_links():
     torus = torus_of("TPU v4", (4, 4, 8))
     gib = 2.0**30
     ring = gather_seconds(axis_phases(torus, (1, 1, 8), (1, 1, 1)), gib)
@@ -182,7 +179,7 @@ def test_a_gather_takes_the_time_of_its_links():
     assert gather_seconds(axis_phases(torus, (1, 1, 1), (1, 1, 1)), gib) == 0
 
 
-def test_predicted_hops_are_the_measured_ones():
+def test_predicted_hops_equal_measured_hops():
     torus = torus_of("TPU v4", (4, 4, 4))
     for mesh_shape in factor_shapes(64, 3):
         assignment = known_assignment(torus.shape, mesh_shape, allow_split=True)
@@ -192,16 +189,16 @@ def test_predicted_hops_are_the_measured_ones():
         assert predicted == pytest.approx(mean_hops(points_of(torus, assignment), torus))
 
 
-def test_better_needs_a_faster_axis_and_no_worse_one():
+def test_better_requires_a_faster_axis_and_no_worse_axis():
     old = [AxisCost(2.0, 1.0), AxisCost(1.0, 1.0)]
     assert is_better([AxisCost(1.0, 1.0), AxisCost(1.0, 1.0)], old)
     assert not is_better([AxisCost(2.0, 0.5), AxisCost(1.0, 1.0)], old)  # hops alone
     assert not is_better([AxisCost(1.0, 2.0), AxisCost(1.0, 1.0)], old)  # faster, with more hops
-    assert not is_better([AxisCost(1.0, 1.0), AxisCost(1.1, 1.0)], old)  # another axis pays
+    assert not is_better([AxisCost(1.0, 1.0), AxisCost(1.1, 1.0)], old)  # another axis is slower
 
 
-def test_large_slices_are_searched_whole():
-    """8x8x16 over six axes; the search visits every factorisation, so its result is checked, not timed."""
+def test_large_slices_are_searched_exhaustively():
+    """8x8x16 over six axes. Only the result is checked, not the time."""
     torus = torus_of("TPU v4", (8, 8, 16))
     found = choose_assignment(torus, (2, 4, 2, 2, 4, 8), allow_split=True)
     assert np.array(found).prod(axis=1).tolist() == [8, 8, 16]

@@ -1,4 +1,4 @@
-"""The torus: the reference table, jax.experimental.mesh_utils as an oracle, and what always holds."""
+"""The torus: a reference table, jax.experimental.mesh_utils as an oracle, and property tests."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax.experimental import mesh_utils
 
 from flax_mesh.mesh.device_mesh import create_device_mesh, create_hybrid_device_mesh
-from flax_mesh.mesh.torus import (
+from flax_mesh.mesh.torus.torus import (
     arrange,
     factorings,
     known_assignment,
@@ -46,13 +46,13 @@ ASSIGNMENTS = [
 
 
 @pytest.mark.parametrize(("shape", "mesh_shape", "assignment"), ASSIGNMENTS)
-def test_reference_assignments_hold(shape, mesh_shape, assignment):
+def test_assignments_match_the_reference_table(shape, mesh_shape, assignment):
     devices = tpu_slice("TPU v4", shape)
     physical, _ = physical_mesh(devices)
     split = mesh_shape == (8, 8)
     assert np.array(known_assignment(shape, mesh_shape, allow_split=split)).tolist() == assignment
     expected = arrange(physical, assignment)
-    for allow_split in {split, True}:  # allowing a split changes nothing where none is needed
+    for allow_split in {split, True}:  # allowing a split changes nothing if none is required
         mesh = create_device_mesh(mesh_shape, devices, allow_split_physical_axes=allow_split)
         assert np.array_equal(ids(mesh), ids(expected))
 
@@ -80,14 +80,14 @@ def test_v3_rows_are_the_rings_of_their_trays():
         assert list(row) == [local[place] for place in (0, 1, 2, 3, 6, 7, 4, 5)]
 
 
-def test_a_box_that_starts_elsewhere_works():
+def test_a_cuboid_may_start_at_any_coordinates():
     devices = tpu_slice("TPU v4", (2, 2, 1), origin=(2, 2, 3))
     assert coords(physical_mesh(devices)[0]) == [(2, 2, 3), (2, 3, 3), (3, 2, 3), (3, 3, 3)]
     mesh = create_device_mesh((2, 2), devices)
     assert np.array_equal(ids(mesh), ids(mesh_utils.create_device_mesh((2, 2), devices)))
 
 
-def test_v5e_rows_and_columns():
+def test_v5e_meshes_follow_rows_and_columns():
     mesh = create_device_mesh((4, 4), tpu_slice("TPU v5 lite", (4, 4)), allow_split_physical_axes=True)
     assert [[device.coords[:2] for device in row] for row in mesh] == [[(x, y) for x in range(4)] for y in range(4)]
 
@@ -97,7 +97,7 @@ def test_v5e_splits_an_axis():
     assert [device.coords[:2] for device in mesh[0]] == [(x, y) for x in range(4) for y in range(2)]
 
 
-def test_contiguous_submeshes_give_each_process_a_block():
+def test_contiguous_submeshes_assign_a_block_to_each_process():
     mesh = create_device_mesh((16, 4), tpu_slice("TPU v4", (4, 4, 4)), contiguous_submeshes=True)
     for process in range(16):
         where = np.argwhere(np.vectorize(lambda device: device.process_index)(mesh) == process)
@@ -105,7 +105,7 @@ def test_contiguous_submeshes_give_each_process_a_block():
     assert {device.process_index for device in mesh[:2, :2].flat} == {0}
 
 
-def test_contiguous_submeshes_name_the_topology_where_none_are_known():
+def test_unknown_contiguous_submeshes_report_the_topology():
     with pytest.raises(ValueError, match="4x4x8"):
         create_device_mesh((16, 8), tpu_slice("TPU v4", (4, 4, 8)), contiguous_submeshes=True)
     with pytest.raises(ValueError, match=r"mesh shape \(8, 8\).*4x4x4.*\(16, 4\)"):
@@ -141,7 +141,7 @@ FAMILY = [
 
 @pytest.mark.parametrize(("kind", "shape", "cores"), FAMILY)
 def test_small_slices_agree_with_mesh_utils(kind, shape, cores):
-    """Where nothing is strictly better (no seconds to gain on these), ours is JAX's mesh, or both refuse."""
+    """No assignment is strictly better on these slices: the mesh is the same as JAX's, or both raise an error."""
     devices = tpu_slice(kind, shape, cores=cores)
     compared = 0
     for num_axes in (1, 2, 3):
@@ -154,7 +154,7 @@ def test_small_slices_agree_with_mesh_utils(kind, shape, cores):
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 2, 4), (2, 4, 4), (4, 4, 8), (4, 8, 8), (8, 8, 8), (4, 4, 12), (4, 4, 16)])
 def test_known_assignments_agree_with_mesh_utils_on_large_slices(shape):
-    """The assignment itself, before the search: equal to JAX's for every mesh shape of up to three axes."""
+    """`known_assignment`, which the search starts from, equals JAX's for every mesh shape of up to three axes."""
     devices = tpu_slice("TPU v4", shape)
     physical, _ = physical_mesh(devices)
     for num_axes, split in itertools.product((1, 2, 3), (False, True)):
@@ -181,20 +181,20 @@ def _same_as_mesh_utils(mesh_shape, devices, split):
     return 1
 
 
-def test_a_needed_split_names_axis_size_and_what_remains():
+def test_a_required_split_reports_the_axis_its_size_and_the_remaining_axes():
     devices = tpu_slice("TPU v4", (4, 4, 4))
     with pytest.raises(NotImplementedError, match=r"Logical axis 1 of size 8.*4x4x4.*\[4, 4, 4\].*allow_split"):
         create_device_mesh((8, 8), devices)
 
 
-def test_wrong_counts_holes_and_cores_are_named():
+def test_invalid_devices_are_reported():
     with pytest.raises(ValueError, match=r"number of devices 4 .*product 16 of mesh shape \(4, 4\)"):
         create_device_mesh((4, 4), tpu_slice("TPU v4", (2, 2, 1)))
     with pytest.raises(ValueError, match=r"hole at \(x, y, z\) = \(1, 1, 0\)"):
         create_device_mesh((3,), tpu_slice("TPU v4", (2, 2, 1))[:3])
     with pytest.raises(ValueError, match=r"one device per chip.*1, 3, 5, 7"):
         create_device_mesh((8,), tpu_slice("TPU v4", (2, 2, 1), cores=2))
-    with pytest.raises(ValueError, match=r"same \(x, y, z\).*different slices"):
+    with pytest.raises(ValueError, match=r"same coordinates \(x, y, z\).*different slices"):
         create_device_mesh((8,), tpu_slices(2, "TPU v4", (2, 2, 1)))
     with pytest.raises(ValueError, match=r"one kind; got TPU v4, TPU v5"):
         devices = tpu_slice("TPU v4", (2, 2, 1)) + tpu_slice("TPU v5", (2, 2, 1), origin=(0, 0, 1))
@@ -203,7 +203,7 @@ def test_wrong_counts_holes_and_cores_are_named():
         create_device_mesh((2,), [FakeDevice(i, "tpu", "TPU v4", 0, (), 0, None) for i in range(2)])
 
 
-def test_wrap_around_follows_the_kind():
+def test_wraparound_depends_on_the_kind():
     assert wraps_around("TPU v4", (4, 4, 8)) == (True, True, True)
     assert wraps_around("TPU v4", (2, 4, 4)) == (False, False, False)
     assert wraps_around("TPU v5 lite", (8, 16, 1)) == (False, True, False)
@@ -211,7 +211,7 @@ def test_wrap_around_follows_the_kind():
     assert wraps_around("an unknown kind", (16, 16, 16)) == (False, False, False)
 
 
-def test_hybrid_meshes_stack_slices_with_equal_coordinates_at_equal_places():
+def test_hybrid_meshes_have_equal_coordinates_at_equal_positions_of_all_slices():
     devices = tpu_slices(2, "TPU v4", (4, 4, 4))
     mesh = create_hybrid_device_mesh((1, 16, 4), (2, 1, 1), devices)
     assert mesh.shape == (2, 16, 4)
@@ -236,17 +236,17 @@ def test_hybrid_meshes_agree_with_mesh_utils():
         assert np.array_equal(ids(ours), ids(theirs)), (inner, outer)
 
 
-def test_hybrid_errors_count_granules_and_devices():
+def test_hybrid_errors_report_the_numbers_of_granules_and_devices():
     devices = tpu_slices(2, "TPU v4", (2, 2, 1))
     with pytest.raises(ValueError, match=r"\(4, 1\) multiplies to 4.*2 granules"):
         create_hybrid_device_mesh((1, 4), (4, 1), devices)
-    with pytest.raises(ValueError, match=r"needs 4 devices.*3 in granule 1"):
+    with pytest.raises(ValueError, match=r"requires 4 devices.*3 in granule 1"):
         create_hybrid_device_mesh((1, 4), (2, 1), devices[:7])
     with pytest.raises(ValueError, match="one size for each mesh axis"):
         create_hybrid_device_mesh((1, 4), (2,), devices)
 
 
-def test_granules_keep_the_given_order_when_asked():
+def test_granules_can_keep_the_order_of_the_devices():
     devices = tpu_slices(2, "TPU v4", (2, 2, 1))[::-1]
     mesh = create_hybrid_device_mesh((1, 4), (2, 1), devices, should_sort_granules_by_key=False)
     assert [row[0].slice_index for row in mesh] == [1, 0]
@@ -270,7 +270,7 @@ def slice_and_mesh(draw):
 
 @settings(max_examples=60, deadline=None)
 @given(slice_and_mesh(), st.randoms(use_true_random=False))
-def test_every_device_once_in_the_shape_asked_whatever_the_input_order(case, shuffler):
+def test_meshes_contain_every_device_once_whatever_the_input_order(case, shuffler):
     kind, shape, mesh_shape = case
     devices = tpu_slice(kind, shape)
     mesh = create_device_mesh(mesh_shape, devices, allow_split_physical_axes=True)
@@ -291,7 +291,7 @@ def test_assignments_multiply_to_both_shapes(case):
 
 
 @given(st.integers(1, 64), st.lists(st.integers(1, 16), max_size=3))
-def test_factorings_are_all_factorings(size, limits):
+def test_factorings_match_a_brute_force_search(size, limits):
     brute = [
         factors
         for factors in itertools.product(*(range(1, limit + 1) for limit in limits))
@@ -300,7 +300,7 @@ def test_factorings_are_all_factorings(size, limits):
     assert sorted(factorings(size, limits)) == brute
 
 
-def test_mean_hops_of_a_line_a_ring_and_a_split():
+def test_mean_hops_of_lines_and_rings():
     torus = physical_mesh(tpu_slice("TPU v5 lite", (16, 2)))[1]
     grid = np.stack(np.meshgrid(range(16), range(2), range(1), indexing="ij"), axis=-1)
     assert mean_hops(grid, torus) == (1.0, 1.0, 0.0)  # x wraps at 16
@@ -319,6 +319,6 @@ def test_the_order_does_not_depend_on_the_hash_seed():
     assert printed_with_another_hash_seed(code) == str([device.id for device in mesh.flat])
 
 
-def test_records_read_real_and_fake_devices():
+def test_device_records_have_the_attributes_of_the_device():
     record = read_device(tpu_slice("TPU v4", (2, 2, 1), slice_index=3)[1])
     assert (record.kind, record.coords, record.core, record.slice) == ("TPU v4", (1, 0, 0), 0, 3)

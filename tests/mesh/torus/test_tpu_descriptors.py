@@ -1,5 +1,5 @@
-"""Real TPU descriptors, without hardware: needs the extra `tpu-aot` (libtpu). Run in a process of its own, because
-libtpu may abort the process it lives in, and because it wants its variables before jax starts."""
+"""Meshes of real TPU descriptors, without hardware. Requires the extra `tpu-aot` (libtpu). Each case runs in its own
+process, because libtpu may abort the process, and reads its environment variables before JAX is imported."""
 
 import importlib.util
 import os
@@ -16,7 +16,8 @@ SCRIPT = """
 import sys
 import numpy as np
 from jax.experimental import mesh_utils, topologies
-from flax_mesh.mesh import create_mesh, describe_mesh
+from flax_mesh import create_mesh
+from flax_mesh.mesh import describe_mesh
 from flax_mesh.mesh.describe import read_layout
 
 name, num_slices, dims = sys.argv[1], int(sys.argv[2]), tuple(map(int, sys.argv[3].split(",")))

@@ -12,8 +12,9 @@ from flax import nnx
 
 from flax_mesh import abstract_state, create_mesh
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
-from flax_mesh.mpmd import CutError, MpmdMesh, Pipeline, chain_stages, make_schedule, split_stages
+from flax_mesh.mpmd import CutError, MpmdMesh, Pipeline, chain_stages, split_stages
 from flax_mesh.mpmd.runtime.placement import chunked
+from flax_mesh.mpmd.schedules import make_schedule
 from flax_mesh.train import init_train_state, make_train_step
 from flax_mesh.tree import named_leaves
 
@@ -85,7 +86,7 @@ def build(make, loss_fn, batch, count, optimizer, *, name="1f1b", mesh=None, spl
     staged = split_stages(
         loss_fn, make, micro, num_stages=schedule.num_stages, mesh=mesh.unstack[0], **(split or {})
     )  # fmt: skip
-    return Pipeline(staged, mesh, schedule, optimizer, compiler_options=FAST, **kinds)
+    return Pipeline(staged, optimizer, mesh=mesh, schedule=schedule, compiler_options=FAST, **kinds)
 
 
 def plain(make, loss_fn, optimizer, count, layers=("layers",), **kinds):
@@ -309,7 +310,7 @@ def test_explicit_stages_run_in_the_same_pipeline():
 
     mesh, batch = groups(pp=2), net_batch(4)
     staged = chain_stages(loss_of, stages, net_batch(2))
-    pipeline = Pipeline(staged, mesh, make_schedule("1f1b", num_groups=2, num_microbatches=2), PLAIN_SGD)
+    pipeline = Pipeline(staged, PLAIN_SGD, mesh=mesh, schedule=make_schedule("1f1b", num_groups=2, num_microbatches=2))
     state, metrics = pipeline.step(pipeline.init_state(), batch)
     want, step = plain(staged.make, staged.loss_fn, PLAIN_SGD, 2, ("stages",))
     assert_same(pipeline, state, metrics, *step(want, batch))

@@ -11,13 +11,16 @@ import optax
 import pytest
 from flax import nnx
 
+from flax_mesh import partitioned
 from flax_mesh.errors import ConfigError, ShardingError
-from flax_mesh.mpmd import Action, CutError, Pipeline, Schedule, forward_schedule, make_schedule, split_stages
+from flax_mesh.mpmd import CutError, Pipeline, split_stages
 from flax_mesh.mpmd.runtime.profile import with_split_backward
+from flax_mesh.mpmd.schedules import Action, Schedule, make_schedule
+from flax_mesh.mpmd.schedules.schedule import forward_schedule
 from flax_mesh.mpmd.schedules.simulate import peak_activations
 from flax_mesh.mpmd.split.update import SHARED
-from flax_mesh.sharding import partitioned
 from tests.mpmd.runtime.test_pipeline import (
+    FAST,
     PLAIN_SGD,
     Net,
     Stack,
@@ -31,6 +34,8 @@ from tests.mpmd.runtime.test_pipeline import (
 )
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
+P = jax.sharding.PartitionSpec
+FOUR_STAGES = make_schedule("zb-v", num_groups=2, num_microbatches=4)
 
 
 def test_an_optimizer_over_arrays_of_several_groups_is_refused():
@@ -147,22 +152,22 @@ BAD = {
     ),
     "count": (lambda p: p.evaluate(p.init_state(), net_batch(4), -1), ConfigError, "at least 1, got -1"),
     "groups": (
-        lambda p: Pipeline(p.staged, groups(pp=4), p.schedule, PLAIN_SGD),
+        lambda p: Pipeline(p.staged, PLAIN_SGD, mesh=groups(pp=4), schedule=p.schedule),
         ConfigError,
         "has 2 groups, the mesh has 4 along 'pp'",
     ),
     "stages": (
-        lambda p: Pipeline(p.staged, p.mesh, make_schedule("zb-v", num_groups=2, num_microbatches=4), PLAIN_SGD),
+        lambda p: Pipeline(p.staged, PLAIN_SGD, mesh=p.mesh, schedule=FOUR_STAGES),
         ConfigError,
         r"has 4 stages, the model is cut into 2; use split_stages\(num_stages=4\)",
     ),
     "remat": (
-        lambda p: Pipeline(p.staged, p.mesh, p.schedule, PLAIN_SGD, remat="keep"),  # pyright: ignore[reportArgumentType]
+        lambda p: Pipeline(p.staged, PLAIN_SGD, mesh=p.mesh, schedule=p.schedule, remat="keep"),  # pyright: ignore[reportArgumentType]
         ConfigError,
         "remat must be one of 'none', 'cheap', 'full', got 'keep'",
     ),
     "pp in a spec": (
-        lambda p: Pipeline(p.staged, p.mesh, p.schedule, PLAIN_SGD, rules=[(".*", jax.sharding.PartitionSpec("pp"))]),
+        lambda p: Pipeline(p.staged, PLAIN_SGD, mesh=p.mesh, schedule=p.schedule, rules=[(".*", P("pp"))]),
         ShardingError,
         r"model/layers/0/kernel: .*'pp'.*\n[^$]*must not mention 'pp'",
     ),
@@ -211,13 +216,66 @@ def test_a_wrong_schedule_is_refused_before_anything_is_placed(name, two_stages,
     schedule, message = WRONG[name]
     monkeypatch.setattr("flax_mesh.mpmd.runtime.pipeline.place", None)
     with pytest.raises(ConfigError, match=message) as caught:
-        Pipeline(two_stages, groups(pp=2), schedule, PLAIN_SGD, remat="keep")  # pyright: ignore[reportArgumentType]
+        Pipeline(two_stages, PLAIN_SGD, mesh=groups(pp=2), schedule=schedule, remat="keep")  # pyright: ignore[reportArgumentType]
     assert "remat must be one of 'none', 'cheap', 'full', got 'keep'" in caught.value.problems  # with the others
 
 
 @pytest.mark.parametrize("schedule", [GOOD, with_split_backward(GOOD), with_row(1, "1F0 1F1 1B0 1B1")])
 def test_a_schedule_that_can_run_is_accepted(schedule, two_stages):
-    Pipeline(two_stages, groups(pp=2), schedule, PLAIN_SGD)
+    Pipeline(two_stages, PLAIN_SGD, mesh=groups(pp=2), schedule=schedule)
+
+
+def test_groups_stages_and_microbatches_follow_from_mesh_schedule_and_batch():
+    mesh, batch = groups(pp=2), net_batch(8)
+    staged = split_stages(net_loss, make_net, batch, mesh=mesh, schedule="interleaved-1f1b", num_microbatches=4)
+    schedule = make_schedule("interleaved-1f1b", num_groups=2, num_microbatches=4)
+    assert staged.schedule == schedule and staged.groups is mesh
+    explicit = split_stages(net_loss, make_net, net_batch(2), num_stages=schedule.num_stages, mesh=mesh.unstack[0])
+    assert str(staged) == str(explicit) and staged.num_stages == 4
+    results = []
+    for pipeline in (
+        Pipeline(staged, PLAIN_SGD, compiler_options=FAST),
+        Pipeline(explicit, PLAIN_SGD, mesh=mesh, schedule=schedule, compiler_options=FAST),
+    ):
+        results.append(pipeline.step(pipeline.init_state(), batch)[1])
+    assert results[0] == results[1]
+    assert Pipeline(staged, PLAIN_SGD, schedule=with_split_backward(schedule)).schedule != schedule  # an override
+
+
+def test_a_batch_is_divided_into_microbatches_without_a_schedule_too():
+    whole = split_stages(net_loss, make_net, net_batch(8), num_stages=2, num_microbatches=4)
+    part = split_stages(net_loss, make_net, net_batch(2), num_stages=2)
+    assert whole.example == part.example
+
+
+@pytest.mark.parametrize(
+    ("kinds", "message"),
+    [
+        ({}, "the number of stages is unknown: pass schedule= with mesh=, or num_stages="),
+        (
+            {"schedule": "1f1b", "num_microbatches": 2},
+            r"schedule='1f1b' needs the number of groups and of microbatches",
+        ),
+        ({"schedule": "1f1b", "mesh": 2}, r"schedule='1f1b' needs the number of groups and of microbatches"),
+        ({"schedule": GOOD, "mesh": 4}, "has 2 groups, the mesh has 4 along 'pp'; make both the same"),
+        ({"schedule": GOOD, "num_microbatches": 8}, "num_microbatches=8 differs from the 2 of schedule 1f1b"),
+        ({"schedule": GOOD, "num_stages": 3}, "num_stages=3 differs from the 2 of schedule 1f1b"),
+        ({"num_stages": 2, "num_microbatches": 3}, "has 8 rows, not divisible into 3 microbatches"),
+        ({"schedule": "1f1c", "mesh": 2, "num_microbatches": 2}, "'1f1c' is no schedule"),
+    ],
+)
+def test_mesh_schedule_and_batch_that_do_not_fit_each_other(kinds, message):
+    if "mesh" in kinds:
+        kinds = {**kinds, "mesh": groups(pp=kinds["mesh"])}
+    with pytest.raises(ValueError, match=message):
+        split_stages(net_loss, make_net, net_batch(8), **kinds)
+
+
+def test_a_pipeline_needs_a_mesh_and_a_schedule(two_stages):
+    with pytest.raises(ConfigError, match=r"the pipeline needs mesh and schedule: pass mesh=MpmdMesh"):
+        Pipeline(two_stages, PLAIN_SGD)
+    with pytest.raises(ConfigError, match=r"the pipeline needs schedule: pass mesh="):
+        Pipeline(two_stages, PLAIN_SGD, mesh=groups(pp=2))
 
 
 def test_an_unknown_schedule():
@@ -229,10 +287,10 @@ CUTS = {
     "nothing there": ({"layers": "blocks"}, r"layers='blocks': Net has nothing there. It has lists at 'layers'."),
     "too many": ({"num_stages": 5}, r"has 4 layers, of which the loss calls 4: too few for 5 stages"),
     "no stage": ({"num_stages": 0}, "num_stages must be at least 1, got 0"),
-    "cuts": ({"num_stages": 3, "cuts": [3, 2]}, r"cuts=\[3, 2\] must be 2 rising numbers between 1 and 3"),
+    "cuts": ({"num_stages": 3, "cuts": [3, 2]}, r"cuts=\[3, 2\] must be 2 increasing numbers between 1 and 3"),
     "no layers": ({"layers": ()}, "layers is empty; name the list or the stack to cut"),
-    "nothing trained": ({"wrt": nnx.LoRAParam}, "wrt=LoRAParam matches no variable of the model"),
-    "no list": ({"layers": "embed"}, r"stage 0 has nothing to do.* Name a list of layers"),
+    "nothing trained": ({"wrt": nnx.LoRAParam}, "wrt=LoRAParam must match a variable of the model; it matches none"),
+    "no list": ({"layers": "embed"}, r"stage 0 computes nothing.* Name a list of layers"),
     "balance": ({"num_stages": 2, "balance": "bytes"}, "balance must be 'flops' or 'count', got 'bytes'"),
 }
 
@@ -275,7 +333,7 @@ def test_layers_are_those_of_the_table_and_the_argument_overrides_them():
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
-        (Stack, r"layers of Stack must be named: .* its `layers` is no list\. .* modules at 'embed', 'layers'\."),
+        (Stack, r"layers of Stack must be named: .* its `layers` is not a list\. .* modules at 'embed', 'layers'\."),
         (Renamed, r"layers of Renamed must be named: .* it has no list `layers`\. .* It has lists at 'blocks'\."),
     ],
 )

@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 
-from flax_mesh.mpmd import Action, make_schedule
 from flax_mesh.mpmd.runtime.profile import (
     Timeline,
     chrome_trace,
@@ -17,8 +16,8 @@ from flax_mesh.mpmd.runtime.profile import (
     measure_costs,
     trace_step,
     with_split_backward,
-    write_timeline,
 )
+from flax_mesh.mpmd.schedules import Action, make_schedule
 from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, dependencies
 from flax_mesh.mpmd.schedules.search import search_schedule
 from flax_mesh.mpmd.schedules.simulate import StageCost, simulate
@@ -94,7 +93,7 @@ def test_every_action_runs_once_in_the_order_of_its_group_and_the_step_is_the_sa
 def test_the_trace_and_the_picture_hold_every_action_measured_and_simulated(split, tmp_path):
     pipeline, initial = split
     _, _, timeline = trace_step(pipeline, fresh(initial), BATCH)
-    trace, picture = write_timeline(timeline, tmp_path / "step.json")
+    trace, picture = timeline.write(tmp_path / "step.json")
     loaded = json.loads(trace.read_text())
     spans = [entry for entry in loaded["traceEvents"] if entry["ph"] == "X"]
     for process in (0, 1):
@@ -122,7 +121,7 @@ def test_the_trace_is_in_microseconds_and_its_numbers_are_those_of_the_events():
 
 def test_the_trace_does_not_take_the_name_of_its_picture(tmp_path):
     with pytest.raises(ValueError, match=r"name the trace, such as .*step\.json"):
-        write_timeline(by_hand(), tmp_path / "step.svg")
+        by_hand().write(tmp_path / "step.svg")
 
 
 def test_measured_costs_leave_the_state_and_feed_the_search(split):

@@ -11,12 +11,12 @@ from flax_mesh.mpmd.schedules import (
     StageCost,
     draw_schedule_svg,
     draw_timeline_svg,
-    forward_schedule,
     make_schedule,
     schedule_table,
     simulate,
 )
 from flax_mesh.mpmd.schedules.draw import fills
+from flax_mesh.mpmd.schedules.schedule import forward_schedule
 from tests.mpmd.schedules.test_schedule import schedules
 
 SVG = "{http://www.w3.org/2000/svg}"

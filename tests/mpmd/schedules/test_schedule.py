@@ -4,7 +4,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from flax_mesh.mpmd.schedules import SCHEDULE_NAMES, Action, Schedule, dependencies, forward_schedule, make_schedule
+from flax_mesh.mpmd.schedules import Action, Schedule, make_schedule
+from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, dependencies, forward_schedule
 
 SIZES = {"num_groups": st.integers(1, 8), "num_microbatches": st.integers(1, 32)}
 

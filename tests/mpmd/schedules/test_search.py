@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flax_mesh.mpmd.schedules import (
-    SCHEDULE_NAMES,
     Action,
     Schedule,
     StageCost,
@@ -18,6 +17,7 @@ from flax_mesh.mpmd.schedules import (
     simulate,
 )
 from flax_mesh.mpmd.schedules.lower_bound import lower_bound, make_problem, reverse, tails
+from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES
 from tests.benchmarks.schedules import cases
 
 QUICK = 0.05  # seconds of search: some hundred partial schedules

@@ -8,18 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flax_mesh.mpmd.schedules import (
-    SCHEDULE_NAMES,
-    Action,
-    Schedule,
-    StageCost,
-    check_schedule,
-    dependencies,
-    forward_schedule,
-    make_schedule,
-    simulate,
-    stage_costs,
-)
+from flax_mesh.mpmd.schedules import Action, Schedule, StageCost, check_schedule, make_schedule, simulate
+from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, dependencies, forward_schedule
+from flax_mesh.mpmd.schedules.simulate import stage_costs
 from tests.mpmd.schedules.test_schedule import schedules
 
 GROUPS, MICROBATCHES = st.integers(1, 8), st.integers(1, 32)

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from flax_mesh import mpmd
-from flax_mesh.mesh import create_mesh
+from flax_mesh import create_mesh, mpmd
 from flax_mesh.mpmd import MpmdArray, MpmdMesh
 from flax_mesh.mpmd.transport.device_put import find_route
 from flax_mesh.mpmd.transport.server import CallNames, Transport, address_towards, check_key, transport_of

@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 from flax_mesh import create_mesh
-from flax_mesh.mpmd import MpmdMesh, Pipeline, StagedModel, make_schedule, split_stages
+from flax_mesh.mpmd import MpmdMesh, Pipeline, StagedModel, split_stages
+from flax_mesh.mpmd.schedules import make_schedule
 from flax_mesh.mpmd.schedules.schedule import Schedule
 from flax_mesh.step.state import TrainState
 from flax_mesh.tree import named_leaves
@@ -48,7 +49,7 @@ def pipeline_of(case: Case, num_stages: int, schedule: Schedule | None = None, *
     devices = jax.devices()[:num_stages]
     mesh = MpmdMesh(create_mesh((num_stages, 1), ("pp", "fsdp"), devices=devices), "pp")
     schedule = schedule or make_schedule("1f1b", num_groups=num_stages, num_microbatches=MICROBATCHES)
-    return Pipeline(cut(case, num_stages), mesh, schedule, OPTIMIZER, seed=seed_of(case), **kinds)
+    return Pipeline(cut(case, num_stages), OPTIMIZER, mesh=mesh, schedule=schedule, seed=seed_of(case), **kinds)
 
 
 def merged_leaves(state: TrainState) -> dict[str, np.ndarray]:

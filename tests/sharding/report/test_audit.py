@@ -1,4 +1,4 @@
-"""Everything that looks wrong about a table, for a model and for its optimizer, in one list and in one error."""
+"""Audit of a rule table against a model and its optimizer: all findings in one list and in one error."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh, PartitionSpec
 
 import flax_mesh as fm
-from flax_mesh.sharding import audit_rules, explain_sharding
+from flax_mesh import explain_sharding
+from flax_mesh.sharding import audit_rules
 from flax_mesh.sharding.rules import apply_policy
 from flax_mesh.tree import named_leaves
 
@@ -37,17 +38,17 @@ TREE = {
 }
 
 
-def test_every_kind_of_mistake_is_one_line_of_one_report_and_of_one_error():
+def test_every_kind_of_mistake_is_a_finding_and_a_line_of_one_error():
     audit = audit_rules(RULES, TREE, MESH, large=64 * 64 * 4)
     lines = [str(finding) for finding in audit.findings]
     starts = [
-        "layers/{0..2}/unmatched: no rule matches this array (3, 4), counted as whole",
+        "layers/{0..2}/unmatched: no rule matches this array (3, 4); it is counted as replicated",
         "elsewhere: dim 0 of rule 'elsewhere' names mesh axis 'nowhere', which the mesh",
         f"long: spec {P('tp', None, None)} of rule 'long' has 3 dims, the array (8, 8) has 2",
         "odd: dim 0 has size 7, not divisible by 2 (axes ('tp',) of tp=2)",
-        "twice: dim 1 ('heads') wants mesh axis 'tp', which an earlier dim has",
-        "large: 16.0 KiB stay whole on each of 8 devices",
-        "rule 2, 'layers/.*/kernel$': decides no array: rule 1, 'kernel', comes first",
+        "twice: dim 1 ('heads') resolves to mesh axis 'tp', which an earlier dim uses",
+        "large: 16.0 KiB are replicated on all 8 devices",
+        "rule 2, 'layers/.*/kernel$': applies to no array: rule 1, 'kernel', matches first",
         "rule 3, 'kernal': matches no array of the model",
     ]
     assert len(lines) == len(starts) and all(map(str.startswith, lines, starts))
@@ -60,14 +61,14 @@ def test_every_kind_of_mistake_is_one_line_of_one_report_and_of_one_error():
     assert [use.arrays for use in audit.uses] == [3, 0, 0, 1, 1, 1, 1, 1]
 
 
-def test_an_audit_without_findings_lets_the_match_pass():
+def test_specs_of_an_audit_without_findings_are_those_of_match_partition_rules():
     rules = [("kernel", ("embed", "mlp")), (".*", ())]
     audit = audit_rules(rules, TREE, MESH)
     assert not audit.findings
     assert jax.tree.unflatten(jax.tree.structure(TREE), audit.specs) == fm.match_partition_rules(rules, TREE, mesh=MESH)
 
 
-def test_unused_rules_and_large_arrays_are_findings_on_demand():
+def test_unused_rules_and_large_layers_are_findings():
     rules = [("kernel", ("embed", "mlp")), ("nothing", ()), (".*", ())]
     assert [f.path for f in audit_rules(rules, TREE, MESH).findings] == ["rule 2, 'nothing'"]
     assert not audit_rules(rules, TREE, MESH, unused=False).findings
@@ -75,9 +76,9 @@ def test_unused_rules_and_large_arrays_are_findings_on_demand():
         fm.PartitionRules([("q", ("embed", None)), (".*", ())], layers="layers"),
         {"layers": arrays(o=(4, 8, 8), q=(4, 8, 8))},
         MESH,
-        large=8 * 8 * 4,  # of one layer of the stack
+        large=8 * 8 * 4,  # bytes of one layer of the stack
     ).findings
-    assert layer.path == "layers/o" and layer.problem == "256 B stay whole on each of 8 devices"
+    assert layer.path == "layers/o" and layer.problem == "256 B are replicated on all 8 devices"
 
 
 OPTIMIZERS = {
@@ -100,7 +101,7 @@ class MLP(nnx.Module):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_are_explained_as_they_are_placed(name):
+def test_the_explained_specs_of_an_optimizer_are_those_of_its_abstract_state(name):
     def make():
         model = MLP(nnx.Rngs(0))
         transform: optax.GradientTransformation = OPTIMIZERS[name]  # pyright: ignore[reportAssignmentType]
@@ -110,13 +111,13 @@ def test_optimizers_are_explained_as_they_are_placed(name):
     explanation = explain_sharding(make, MESH, rules)
     assert not explanation.findings
     placed = dict(named_leaves(fm.abstract_state(make, MESH, rules)["optimizer"]))
-    told = {x.path.removeprefix("optimizer/"): x.spec for x in explanation.report.leaves if x.kind == "optimizer"}
-    assert told == {path: leaf.sharding.spec for path, leaf in placed.items()}
-    assert any(spec and any(spec) for spec in told.values())
+    explained = {x.path.removeprefix("optimizer/"): x.spec for x in explanation.report.leaves if x.kind == "optimizer"}
+    assert explained == {path: leaf.sharding.spec for path, leaf in placed.items()}
+    assert any(spec and any(spec) for spec in explained.values())
 
 
-def test_what_does_not_fit_of_an_optimizer_is_a_finding_too():
-    def table_of_losses():  # an array that belongs to no parameter
+def test_mismatches_of_an_optimizer_are_findings():
+    def table_of_losses():  # an array without a parameter
         init = lambda params: {"losses": jnp.zeros((64, 64))}  # noqa: E731
         return optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
 
@@ -125,10 +126,10 @@ def test_what_does_not_fit_of_an_optimizer_is_a_finding_too():
         return model, nnx.Optimizer(model, optax.chain(table_of_losses(), optax.adam(1e-3)), wrt=nnx.Param)
 
     rules = [("kernel", (None, "mlp")), ("bias", ())]
-    (whole,) = explain_sharding(make, MESH, rules, large=64 * 64 * 4).findings
-    assert whole.path == "opt_state/0/losses" and whole.problem == "16.0 KiB stay whole on each of 8 devices"
+    (replicated,) = explain_sharding(make, MESH, rules, large=64 * 64 * 4).findings
+    assert replicated.path == "opt_state/0/losses" and replicated.problem == "16.0 KiB are replicated on all 8 devices"
     assert not explain_sharding(make, MESH, rules, large=64 * 64 * 4 + 1).findings
-    # Moments of a parameter that does not fit are no findings of their own.
+    # Moments of a parameter that does not fit are not findings of their own.
     (rows,) = explain_sharding(lambda: make(7), MESH, [("kernel", ("embed", "mlp")), ("bias", ())]).findings
     assert rows.path == "kernel" and rows.problem.startswith("dim 0 has size 7, not divisible by 2")
     mesh = AbstractMesh((8, 2), ("dp", "tp"))

@@ -32,7 +32,7 @@ def of(spec=FSDP, *, path="w", shape=(8, 8), dtype=jnp.float32, mesh=MESH):
     return sharding_fingerprint({path: leaf, "other": leaf})
 
 
-def test_an_abstract_state_and_the_arrays_made_from_it_have_one_fingerprint():
+def test_an_abstract_state_and_its_arrays_have_the_same_fingerprint():
     abstract = fm.abstract_state(make, fm.create_mesh((2, 4), ("fsdp", "tp")), RULES)
     fingerprint = sharding_fingerprint(abstract)
     assert len(fingerprint) == 64 and int(fingerprint, 16)
@@ -40,7 +40,7 @@ def test_an_abstract_state_and_the_arrays_made_from_it_have_one_fingerprint():
     assert fingerprint == sharding_fingerprint(fm.abstract_state(make, MESH, RULES))
 
 
-def test_it_changes_with_all_that_it_is_made_of_and_with_nothing_else():
+def test_the_fingerprint_depends_on_paths_shapes_dtypes_specs_and_mesh_sizes_alone():
     changes = [
         of(P("tp")),
         of(P(None, "fsdp")),
@@ -56,7 +56,7 @@ def test_it_changes_with_all_that_it_is_made_of_and_with_nothing_else():
     assert of() == of(P("fsdp", "sp"), mesh=AbstractMesh((2, 4, 1), ("fsdp", "tp", "sp")))
 
 
-def test_it_is_the_same_under_every_hash_seed():
+def test_the_fingerprint_does_not_depend_on_the_hash_seed():
     code = (
         "from tests.sharding.report.test_fingerprint import *;"
         "print(sharding_fingerprint(fm.abstract_state(make, MESH, RULES)))"
@@ -64,20 +64,20 @@ def test_it_is_the_same_under_every_hash_seed():
     assert printed_with_another_hash_seed(code) == sharding_fingerprint(fm.abstract_state(make, MESH, RULES))
 
 
-def test_arrays_without_a_sharding_are_named():
+def test_arrays_without_a_sharding_are_listed_in_one_error():
     with pytest.raises(
         fm.ShardingError, match=r"a: ndarray \(2,\) has no sharding\nb: ndarray .*\nTake the fingerprint"
     ):
-        sharding_fingerprint({"a": np.ones(2), "b": np.ones(2), "text": "lies nowhere"})
+        sharding_fingerprint({"a": np.ones(2), "b": np.ones(2), "text": "no array"})
 
 
-def test_one_process_agrees_with_itself():
+def test_a_single_process_is_never_an_error():
     check_same_on_all_processes("anything")
 
 
-def test_processes_that_differ_are_named_in_all_of_them():
+def test_all_processes_report_which_ones_differ():
     ended = run_workers("fingerprint", 3, 1, module="tests.sharding.process_worker")
     assert_all_done(ended, "fingerprint is done")
     for rank, (_, text) in enumerate(ended):
-        assert f"process {rank}: the processes of this run must have the same rules, and have 2 different ones" in text
+        assert f"process {rank}: all processes of this run must have the same rules, but there are 2 versions" in text
         assert "on processes 0, 2; " in text and "on process 1. Start all of them" in text

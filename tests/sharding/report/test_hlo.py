@@ -1,4 +1,4 @@
-"""Collectives read from compiled programs whose traffic is known by construction, and from each notation of XLA."""
+"""Collectives of compiled programs whose traffic is known by construction, and of each notation of XLA."""
 
 from functools import partial
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import flax_mesh as fm
-from flax_mesh.sharding import read_collectives, sum_traffic
+from flax_mesh.sharding.report.hlo import read_collectives, sum_traffic
 
 P = PartitionSpec
 SIZES = {"a": 2, "b": 2, "c": 2}
@@ -23,7 +23,7 @@ def mesh():
 
 
 def compiled(mesh, fn, *shapes, specs):
-    """`fn` inside shard_map over the whole mesh, compiled: one collective written is one collective read."""
+    """`fn` compiled in a shard_map over the entire mesh, so that each collective of `fn` is one of the program."""
     mapped = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
     arrays = [
         jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
@@ -32,7 +32,7 @@ def compiled(mesh, fn, *shapes, specs):
     return jax.jit(mapped).lower(*arrays).compile()
 
 
-# The local piece is f32[4, 4] = 64 bytes. (operation, axes) -> kind, payload, bytes one device sends
+# The local shard is f32[4, 4] = 64 bytes. name -> (operation, kind, payload, bytes that one device sends)
 LOCAL = 64
 CASES = {
     "psum": (lambda x, axes: jax.lax.psum(x, axes), "all-reduce", lambda n: LOCAL, lambda n: 2 * LOCAL * (n - 1) // n),
@@ -59,7 +59,7 @@ CASES = {
 
 @pytest.mark.parametrize("axes", [("a",), ("b",), ("c",), ("a", "c"), ("b", "c")], ids="+".join)
 @pytest.mark.parametrize("name", CASES)
-def test_kind_axes_and_bytes_of_one_collective(mesh, name, axes):
+def test_kind_axes_and_bytes_of_a_collective(mesh, name, axes):
     operation, kind, payload, sent = CASES[name]
     program = compiled(mesh, lambda x: operation(x, axes), (32, 4), specs=(P(("a", "b", "c")),))
     (one,) = read_collectives(program, mesh)
@@ -71,13 +71,13 @@ def test_kind_axes_and_bytes_of_one_collective(mesh, name, axes):
     assert read_collectives(program.as_text(), mesh) == read_collectives(program, mesh.abstract_mesh) == [one]
 
 
-def test_a_permute_names_the_axes_it_crosses(mesh):
+def test_the_axes_of_a_permute(mesh):
     shift = lambda x: jax.lax.ppermute(x, ("b", "c"), [(i, (i + 1) % 4) for i in range(4)])  # noqa: E731
     (one,) = read_collectives(compiled(mesh, shift, (32, 4), specs=(P(("a", "b", "c")),)), mesh)
     assert (one.kind, one.axes, one.sent_bytes) == ("collective-permute", ("b", "c"), LOCAL)
 
 
-def test_what_a_loop_runs_counts_once_per_turn(mesh):
+def test_collectives_in_a_loop_count_once_per_trip(mesh):
     def nested(x, w):
         def layer(x, w):
             inner = lambda i, x: jax.lax.psum(x @ w, "c") / 2  # noqa: E731
@@ -91,7 +91,7 @@ def test_what_a_loop_runs_counts_once_per_turn(mesh):
     assert one.payload_bytes == 15 * LOCAL
 
 
-def test_a_loop_of_unknown_length_counts_once_and_says_so(mesh):
+def test_a_loop_of_unknown_trip_count_counts_once_and_is_marked(mesh):
     def until(x):
         return jax.lax.while_loop(lambda x: jnp.sum(x) < 1e3, lambda x: jax.lax.psum(x, "a"), x)
 
@@ -99,7 +99,7 @@ def test_a_loop_of_unknown_length_counts_once_and_says_so(mesh):
     assert (one.times, one.times_known) == (1, False)
 
 
-def test_both_branches_of_a_conditional_are_read(mesh):
+def test_both_branches_of_a_conditional_are_counted(mesh):
     def either(x):
         add = lambda axis: partial(jax.lax.psum, axis_name=axis)  # noqa: E731
         return jax.lax.cond(jnp.sum(x) > 0, add("a"), add("b"), x)
@@ -111,7 +111,7 @@ def test_both_branches_of_a_conditional_are_read(mesh):
 
 
 def test_a_training_step_reports_its_traffic_by_axis(mesh):
-    """Data parallel over a, columns over c: gradients are summed over a alone, activations over c alone."""
+    """Data parallel over a, tensor parallel over c: gradients are reduced over a only, activations over c only."""
     w = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=NamedSharding(mesh, P(None, "c")))
     v = jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=NamedSharding(mesh, P("c", None)))
     x = jax.ShapeDtypeStruct((32, 8), jnp.float32, sharding=NamedSharding(mesh, P("a")))
@@ -126,7 +126,7 @@ def test_a_training_step_reports_its_traffic_by_axis(mesh):
     report = fm.analyze_sharding_strategy(params, compiled=program)
     assert {one.axes for one in report.traffic} == {("a",), ("c",)}
     over_a = [one for one in report.partition_stats["a"].traffic if one.kind == "all-reduce"]
-    assert sum(one.payload_bytes for one in over_a) == 2 * 8 * 16 * 4 // 2  # both gradients, their columns only
+    assert sum(one.payload_bytes for one in over_a) == 2 * 8 * 16 * 4 // 2  # both gradients, of which a device has half
     assert report.partition_stats["b"].traffic == ()
     assert "all-reduce" in str(report)
 
@@ -155,7 +155,7 @@ def read_line(line: str, mesh=AbstractMesh((2, 2, 2), ("a", "b", "c"))):  # noqa
         ("mesh['x'=8] {'x':(1)2,'x':(4)2}", ("a", "c")),
     ],
 )
-def test_every_notation_of_groups(groups, axes):
+def test_every_notation_of_device_groups(groups, axes):
     (one,) = read_line(f"%r = f32[4]{{0}} all-reduce(%p), channel_id=1, replica_groups={groups}, to_apply=%add")
     assert one.axes == axes and one.group_size == 2 ** len(axes)
 
@@ -181,31 +181,31 @@ def test_every_notation_of_groups(groups, axes):
         ("%s = f8e4m3fn[16]{0} all-gather(%p), replica_groups=[4,2]<=[8]", "all-gather", 16),
     ],
 )
-def test_results_of_asynchronous_and_joint_collectives(line, kind, payload):
+def test_payloads_of_asynchronous_and_combined_collectives(line, kind, payload):
     (one,) = read_line(line)
     assert (one.kind, one.payload_bytes) == (kind, payload)
 
 
-def test_halves_and_groups_of_one_are_not_counted():
+def test_done_operations_and_groups_of_one_device_are_not_counted():
     assert not read_line("%d = f32[8]{0} all-gather-done(%s)")
     assert not read_line("%d = f32[8]{0} all-reduce(%s), replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}")
     assert not read_line("%d = f32[8]{0} collective-permute(%s), source_target_pairs={{0,0},{1,1}}")
 
 
-def test_what_cannot_be_read_is_an_error():
-    with pytest.raises(fm.ShardingError, match=r"replica_groups in a form that is not known: .*=@new"):
+def test_text_that_cannot_be_parsed_is_an_error():
+    with pytest.raises(fm.ShardingError, match=r"replica_groups must be in a notation that .* knows, got: .*=@new"):
         read_line("%r = f32[4]{0} all-reduce(%p), replica_groups=@new<x>, to_apply=%add")
-    with pytest.raises(fm.ShardingError, match="names no axis of its mesh"):
+    with pytest.raises(fm.ShardingError, match="replica_groups must name axes of their mesh, got 'w'"):
         read_line("%r = f32[4]{0} all-reduce(%p), replica_groups=mesh['x'=8] {'w'}")
-    with pytest.raises(fm.ShardingError, match=r"runs on 8 devices, the mesh \{'a': 4\} has 4"):
+    with pytest.raises(fm.ShardingError, match=r"runs on 8 devices and the mesh \{'a': 4\} has 4"):
         read_line("%r = f32[4]{0} all-reduce(%p), replica_groups={}", AbstractMesh((4,), ("a",)))
-    with pytest.raises(fm.ShardingError, match="holds no ENTRY computation"):
+    with pytest.raises(fm.ShardingError, match="has no ENTRY computation"):
         read_collectives("HloModule m\n", AbstractMesh((1,), ("a",)))
 
 
 @given(st.permutations(["a", "b", "c"]), st.integers(1, 3), st.randoms())
-def test_groups_written_by_hand_name_their_axes(order, count, random):
-    """The devices that differ along some axes, grouped and shuffled: those axes come back, in mesh order."""
+def test_shuffled_lists_of_groups_have_the_axes_along_which_they_differ(order, count, random):
+    """Devices are grouped along some axes and shuffled within a group: the result is these axes, in mesh order."""
     shape = (2, 3, 4)
     chosen = sorted(order[:count])
     inner = ["abc".index(axis) for axis in chosen]

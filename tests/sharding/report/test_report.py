@@ -1,4 +1,4 @@
-"""Reported bytes are those of real shards; abstract trees and abstract meshes give the same figures."""
+"""Reported bytes equal those of the real shards, also for abstract trees and abstract meshes."""
 
 import json
 
@@ -38,16 +38,16 @@ def specs():
 
 
 def bytes_of_shards(tree) -> dict:
-    """Device -> bytes, by asking every array for its shards."""
-    held = {}
+    """Device -> bytes, from the addressable shards of every array."""
+    stored = {}
     for leaf in jax.tree.leaves(tree):
         for shard in leaf.addressable_shards:
-            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
-    return held
+            stored[shard.device] = stored.get(shard.device, 0) + shard.data.nbytes
+    return stored
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_bytes_are_those_of_the_real_shards_and_of_the_abstract_tree(name):
+def test_bytes_equal_those_of_the_real_shards_and_of_the_abstract_tree(name):
     mesh = mesh_of(name)
     real = fm.shard({k: np.zeros(shape, dtype) for k, (shape, dtype, _) in SHAPES.items()}, specs(), mesh)
     real["key"] = jax.device_put(jax.random.split(jax.random.key(0), 8), NamedSharding(mesh, P("a")))
@@ -65,7 +65,7 @@ def test_bytes_are_those_of_the_real_shards_and_of_the_abstract_tree(name):
     assert list(abstract.memory_per_device.values()) == list(report.memory_per_device.values())
 
 
-def test_devices_that_hold_more_show_in_the_balance():
+def test_devices_with_more_bytes_lower_the_balance_score():
     left, right = (fm.create_mesh((4,), ("a",), devices=jax.devices()[i : i + 4]) for i in (0, 4))
     tree = {
         "x": jax.device_put(np.zeros(8, np.float32), NamedSharding(left, P("a"))),
@@ -78,7 +78,7 @@ def test_devices_that_hold_more_show_in_the_balance():
     assert len(report.memory_per_device) == 8
 
 
-def test_the_known_keys_are_filled():
+def test_the_report_is_a_mapping_with_the_documented_keys():
     report = fm.analyze_sharding_strategy(abstract_tree(), specs(), mesh_of("2x2x2"))
     known = dict(report)
     assert known["total_parameters"] == 16 * 32 + 16 * 8 * 3 + 8 + 35 + 1
@@ -90,12 +90,12 @@ def test_the_known_keys_are_filled():
         report["nothing"]
 
 
-def test_axes_of_size_one_split_nothing():
+def test_axes_of_size_one_shard_nothing():
     report = fm.analyze_sharding_strategy(abstract_tree(), specs(), mesh_of("1x1x1"))
     assert report.sharded_parameters == 0 and report.replicated_bytes == 0
 
 
-def test_dims_that_do_not_divide_are_counted_as_padded():
+def test_dims_that_are_not_divisible_are_counted_with_padding():
     mesh = AbstractMesh((4, 2), ("a", "b"))
     report = fm.analyze_sharding_strategy({"x": jax.ShapeDtypeStruct((10, 6), jnp.float32)}, {"x": P("a")}, mesh)
     assert set(report.memory_per_device.values()) == {3 * 6 * 4}
@@ -116,7 +116,7 @@ def make_both():
     return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
 
 
-def test_parameters_optimizer_variables_and_gradients_are_told_apart():
+def test_parameters_optimizer_variables_and_gradients_are_counted_separately():
     mesh = mesh_of("2x2x2")
     abstract = fm.abstract_state(make_both, mesh, [("linear/kernel", P("a", "b")), (".*", ())])
     report = fm.analyze_sharding_strategy(abstract)
@@ -135,7 +135,7 @@ def test_offloaded_arrays_count_as_host_memory():
     assert report.host_bytes == 8 * (4 * 8 * 4) and not report.memory_per_device
 
 
-def test_every_mistake_stands_in_one_error():
+def test_all_mistakes_are_listed_in_one_error():
     mesh = mesh_of("2x2x2")
     tree = {"a": np.zeros(4), "b": np.zeros((4, 4)), "c": np.zeros(4), "text": "no array"}
     with pytest.raises(fm.ShardingError, match=r"a: ndarray \(4,\) has no sharding. Pass specs") as error:
@@ -145,31 +145,31 @@ def test_every_mistake_stands_in_one_error():
     with pytest.raises(fm.ShardingError, match="has 2 dims, the array") as error:
         fm.analyze_sharding_strategy(tree, given, mesh)
     assert "b: dim 0 names mesh axis 'nowhere', which the mesh" in str(error.value)
-    assert "c: " in str(error.value) and "leaves a dim to the compiler" in str(error.value)
+    assert "c: " in str(error.value) and "the compiler chooses how to split the UNCONSTRAINED dim" in str(error.value)
     with pytest.raises(fm.ShardingError, match="specs must be a tree of the same structure") as error:
         fm.analyze_sharding_strategy({"a": np.zeros(4), "b": np.zeros(4)}, {"a": P(), "z": P(), "b": 3}, mesh)
-    assert "z: a spec, but the tree has no such leaf" in str(error.value)
-    assert "b: 3 is no PartitionSpec" in str(error.value)
+    assert "z: in specs, but not in the tree" in str(error.value)
+    assert "b: 3 is neither a PartitionSpec nor a Sharding" in str(error.value)
     with pytest.raises(AssertionError, match="No mesh is in context"):
         fm.analyze_sharding_strategy({"a": np.zeros(4)}, {"a": P("a")})
 
 
-def test_abstract_and_concrete_meshes_are_not_mixed():
+def test_mixing_abstract_meshes_and_devices_is_an_error():
     mesh = mesh_of("2x2x2")
     leaf = lambda m: jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(m, P("a")))  # noqa: E731
-    with pytest.raises(fm.ShardingError, match="which of them share a device is not known"):
+    with pytest.raises(fm.ShardingError, match="it is unknown which arrays share a device"):
         fm.analyze_sharding_strategy({"x": leaf(mesh), "y": leaf(mesh.abstract_mesh)})
 
 
-# --- text, JSON and the page ---
+# --- text, JSON and HTML ---
 
 
-def test_like_layers_share_a_line_and_unlike_ones_do_not():
+def test_only_equal_layers_share_a_line():
     paths = [f"layers/{i}/q" for i in range(12)] + ["layers/3/k", "layers/7/k", "head"]
     groups = group_paths(paths, ["same"] * len(paths))
     assert groups == [
         ("layers/{0..11}/q", list(range(12))),
-        ("layers/3/k", [12]),  # 3 and 7 are no range
+        ("layers/3/k", [12]),  # 3 and 7 are not a range
         ("layers/7/k", [13]),
         ("head", [14]),
     ]
@@ -182,11 +182,11 @@ def test_like_layers_share_a_line_and_unlike_ones_do_not():
 @pytest.mark.parametrize(
     ("count", "text"), [(0, "0 B"), (999, "999 B"), (1000, "0.98 KiB"), (1536, "1.50 KiB"), (2**44 * 17.9, "286 TiB")]
 )
-def test_bytes_have_three_figures(count, text):
+def test_bytes_have_three_digits(count, text):
     assert bytes_text(count) == text
 
 
-def test_the_text_keeps_to_its_width():
+def test_the_text_fits_its_width():
     tree = {"layers": [{"attention": abstract_tree()} for _ in range(3)]}
     report = fm.analyze_sharding_strategy(tree, {"layers": [{"attention": specs()}] * 3}, mesh_of("2x2x2"))
     for width in (70, 100, 200):
@@ -196,7 +196,7 @@ def test_the_text_keeps_to_its_width():
     assert str(report).startswith("mesh a:2,b:2,c:2, 8 devices\n")
 
 
-def test_json_holds_every_array():
+def test_json_contains_every_array():
     report = fm.analyze_sharding_strategy(abstract_tree(), specs(), AbstractMesh((4, 2, 2), ("a", "b", "c")))
     data = json.loads(json.dumps(report.to_dict()))
     leaves = {leaf["path"]: leaf for leaf in data["leaves"]}
@@ -205,11 +205,11 @@ def test_json_holds_every_array():
     assert data["partition_stats"]["a"]["size"] == 4
 
 
-def test_the_page_holds_its_data_and_nothing_from_elsewhere():
+def test_the_page_contains_its_data_and_no_external_resources():
     tree = {"</script><b>%data%": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
     report = fm.analyze_sharding_strategy(tree, {"</script><b>%data%": P("a")}, mesh_of("2x2x2"))
     page = report.to_html(title="<i>%mesh%")
-    assert page.count("</script>") == 2  # the data and the code: no name has ended either
+    assert page.count("</script>") == 2  # of the data and of the code: no path ends an element
     assert "&lt;i&gt;%mesh%" in page and "<i>" not in page
     assert not any(word in page for word in ("http:", "https:", "src=", "@import", "url("))
     text = page.split('type="application/json">')[1].split("</script>")[0]

@@ -1,4 +1,4 @@
-"""Batches: which windows a step reads, that no mesh changes them, and the background thread."""
+"""Batches: the windows of a step, equality on all meshes, and the background thread."""
 
 import math
 import threading
@@ -43,16 +43,16 @@ def test_permuted_is_a_permutation(size, seed, epoch):
 
 @given(st.integers(2**31, 2**60), st.integers(0, 100))
 @settings(max_examples=30, deadline=None)
-def test_permuted_stays_in_range_and_apart_for_sizes_nobody_could_list(size, seed):
+def test_permuted_stays_in_range_and_distinct_for_very_large_sizes(size, seed):
     index = np.array([0, 1, 2, size // 2, size - 1])
     image = permuted(index, size, seed, 0)
     assert len(set(image.tolist())) == 5
     assert image.min() >= 0 and image.max() < size
 
 
-def test_permuted_of_one_index_needs_no_others():
-    whole = permuted(np.arange(1000), 1000, 7, 3)
-    assert [int(permuted(np.array([i]), 1000, 7, 3)[0]) for i in (999, 0, 500)] == whole[[999, 0, 500]].tolist()
+def test_permuted_of_one_index_does_not_depend_on_the_others():
+    image = permuted(np.arange(1000), 1000, 7, 3)
+    assert [int(permuted(np.array([i]), 1000, 7, 3)[0]) for i in (999, 0, 500)] == image[[999, 0, 500]].tolist()
 
 
 def test_orders_differ_between_epochs_and_seeds_and_from_the_files():
@@ -66,7 +66,7 @@ def test_orders_differ_between_epochs_and_seeds_and_from_the_files():
 
 
 @pytest.mark.parametrize("size", [2, 10, 17])
-def test_each_place_is_equally_likely(size):
+def test_each_position_is_equally_likely(size):
     """Chi-square over 100 * size epochs: mean size - 1, deviation sqrt(2 (size - 1)); five deviations are allowed."""
     expected = 100
     for index in (0, size - 1):
@@ -80,7 +80,7 @@ def test_each_place_is_equally_likely(size):
 
 @given(st.integers(1, 60), st.integers(1, 9), st.integers(0, 1000))
 @settings(max_examples=60, deadline=None)
-def test_every_window_once_per_epoch(windows, batch_size, seed):
+def test_every_window_is_visited_once_per_epoch(windows, batch_size, seed):
     part = np.arange(windows * S + 1, dtype=np.uint16)
     assert num_windows(part, S) == windows
     steps = math.ceil(3 * windows / batch_size)
@@ -105,29 +105,29 @@ def test_targets_are_inputs_shifted_by_one():
 
 @pytest.mark.parametrize("rows", [slice(0, 8), slice(2, 4), slice(7, None), slice(3, 3), slice(None, None, 3)])
 @pytest.mark.parametrize("columns", [slice(None), slice(0, 2), slice(2, 4), slice(1, 2)])
-def test_rows_and_columns_are_cuts_of_the_whole(rows, columns):
+def test_rows_and_columns_are_slices_of_the_batch(rows, columns):
     pairs = (
         (batch_rows(PART, 1, CONFIG, 0), batch_rows(PART, 1, CONFIG, 0, rows, columns)),
         (batch_rows(PART, 1, CONFIG, 3), batch_rows(PART, 1, CONFIG, 3, rows, columns)),  # over the end of an epoch
         (held_out_rows(PART, CONFIG, 2), held_out_rows(PART, CONFIG, 2, rows, columns)),
     )
-    for whole, cut in pairs:
+    for batch, part in pairs:
         for name in ("inputs", "targets"):
-            np.testing.assert_array_equal(cut[name], whole[name][rows, columns])
+            np.testing.assert_array_equal(part[name], batch[name][rows, columns])
 
 
-def test_only_the_rows_asked_for_are_read():
+def test_only_the_requested_rows_are_read():
     part = PART.astype(np.int64)
     wanted = batch_rows(part, 1, CONFIG, 0, rows=slice(0, 4))
     other = starts(batch_rows(part, 1, CONFIG, 0))[6]
-    part[other * S + 2] = 2**40  # an id that cannot be read without an error
+    part[other * S + 2] = 2**40  # reading this id raises an error
     np.testing.assert_array_equal(batch_rows(part, 1, CONFIG, 0, rows=slice(0, 4))["inputs"], wanted["inputs"])
     batch_rows(part, 1, CONFIG, 0, columns=slice(0, 1))
     with pytest.raises(ConfigError, match=f"token id {2**40} is outside the vocabulary of {2**31} ids"):
         batch_rows(part, 1, CONFIG, 0)
 
 
-def test_a_step_needs_no_steps_before_it():
+def test_a_batch_does_not_depend_on_earlier_steps():
     in_order = [batch_rows(PART, 3, CONFIG, step) for step in range(10)]
     for step in (9, 4, 0):
         np.testing.assert_array_equal(batch_rows(PART, 3, CONFIG, step)["inputs"], in_order[step]["inputs"])
@@ -135,7 +135,7 @@ def test_a_step_needs_no_steps_before_it():
     assert starts(batch_rows(PART, 4, CONFIG, 0)) != starts(in_order[0])
 
 
-def test_token_files_give_the_same_batches_as_one_array():
+def test_token_files_have_the_same_batches_as_one_array():
     files = TokenFiles((PART[:7], PART[7:50], PART[50:]))
     for step in range(7):
         one, several = batch_rows(PART, 3, CONFIG, step), batch_rows(files, 3, CONFIG, step)
@@ -149,15 +149,16 @@ def test_held_out_batches_are_in_order_and_do_not_wrap():
         [*range(16, 24)],
     ]
     for k in (-1, 3):
-        with pytest.raises(IndexError, match=f"held-out batch {k} was asked for, but the part holds 3 full batches"):
+        with pytest.raises(IndexError, match=rf"held-out batch must be in range\(3\), .* got {k}"):
             held_out_rows(PART, CONFIG, k)
 
 
-def test_evaluation_takes_fewer_batches_of_a_small_part_but_at_least_one():
+def test_evaluation_uses_fewer_batches_of_a_small_part_but_at_least_one():
     assert [num_eval_batches(PART[:n], CONFIG) for n in (101, 65, 64, 33)] == [3, 2, 1, 1]
     assert num_eval_batches(np.zeros(10000, np.uint8), CONFIG) == CONFIG.eval_batches
     message = (
-        "held-out part has 7 windows of data.sequence_length 4, one batch needs data.batch_size 8. Raise data.held_out"
+        "held-out part has 7 windows of data.sequence_length 4, one batch requires data.batch_size 8. "
+        "Raise data.held_out"
     )
     with pytest.raises(ConfigError, match=message):
         num_eval_batches(PART[:32], CONFIG)
@@ -165,8 +166,8 @@ def test_evaluation_takes_fewer_batches_of_a_small_part_but_at_least_one():
         make_eval_fn(PART[:32], config=CONFIG, sharding=SingleDeviceSharding(jax.devices()[0]))
 
 
-def test_a_part_without_a_window_is_refused():
-    with pytest.raises(ConfigError, match=r"4 tokens hold no window of data.sequence_length \+ 1 = 5"):
+def test_a_part_shorter_than_one_window_is_rejected():
+    with pytest.raises(ConfigError, match=r"4 tokens are fewer than one window of data.sequence_length \+ 1 = 5"):
         batch_rows(PART[:4], 0, CONFIG, 0)
 
 
@@ -195,16 +196,16 @@ def test_batches_are_the_same_on_every_mesh(spec):
             np.testing.assert_array_equal(on_one[name], rows[name])
 
 
-def test_a_batch_that_does_not_divide_is_refused_before_the_first_step():
+def test_a_batch_that_is_not_divisible_is_rejected_before_the_first_step():
     config = DataConfig(batch_size=6, sequence_length=S)
     with pytest.raises(
-        ConfigError, match=r"data.batch_size = 6 by data.sequence_length = 4 cannot be cut evenly .* 4 times"
+        ConfigError, match=r"data.batch_size = 6 by data.sequence_length = 4 is not evenly divisible .* 4 times"
     ):
         make_batch_fn(PART, seed=0, config=config, sharding=mesh_sharding("data"))
 
 
 @pytest.mark.parametrize(("dtype", "bad"), [(np.uint16, 300), (np.int64, -1)])
-def test_ids_outside_the_vocabulary_are_refused(dtype, bad):
+def test_ids_outside_the_vocabulary_are_rejected(dtype, bad):
     part = np.arange(101, dtype=dtype)
     single = SingleDeviceSharding(jax.devices()[0])
     make_batch_fn(part, seed=0, config=CONFIG, sharding=single, vocab_size=101)(0)
@@ -245,7 +246,7 @@ def test_the_next_batch_is_made_while_the_consumer_works():
             assert step == 1 or not made[2].is_set()  # one batch ahead, not more
 
 
-def test_waiting_is_measured():
+def test_the_time_spent_waiting_is_measured():
     release = threading.Event()
     timer = threading.Timer(0.2, release.set)
     timer.start()

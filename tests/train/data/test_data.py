@@ -1,4 +1,4 @@
-"""Corpora: which files are read, how they are split, and what a user is told when something is wrong."""
+"""Corpora: which files are read, how they are divided, and the errors."""
 
 import dataclasses
 import os
@@ -43,7 +43,7 @@ def documents(tokens: data.Tokens) -> Counter[bytes]:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """Forty documents, each of which names itself, so that a part of the corpus tells which files it was made from."""
+    """Forty documents that contain their own names, so that the files of a part of the corpus can be identified."""
     return write(tmp_path, {f"part{i % 4}/file{i}.txt": f"document {i:02}".encode() for i in range(40)})
 
 
@@ -59,7 +59,7 @@ def test_stdlib_is_split_by_file_and_leaves_out_tests_and_installed_packages():
         assert not [name for name in files if excluded in name.split("/")[:-1]]
     contents = Counter(path.read_bytes() for path in files.values() if path.stat().st_size)
     train, held_out = documents(corpus.train), documents(corpus.held_out)
-    assert train + held_out == contents  # every file on one side, once
+    assert train + held_out == contents  # every file is in exactly one part
     assert 0.02 < held_out.total() / contents.total() < 0.10
     assert (corpus.vocab_size, corpus.bytes_per_token, corpus.train.dtype) == (256, 1.0, np.uint8)
     assert re.fullmatch(
@@ -69,7 +69,7 @@ def test_stdlib_is_split_by_file_and_leaves_out_tests_and_installed_packages():
     )
 
 
-def test_text_file_of_any_suffix_holds_out_its_tail(tmp_path):
+def test_a_text_file_of_any_suffix_holds_out_its_end(tmp_path):
     path = write(tmp_path, {"poem.poem": b"0123456789" * 10}) / "poem.poem"
     corpus = load(path)
     assert corpus.train[:].tobytes() == (b"0123456789" * 10)[:75]
@@ -77,7 +77,7 @@ def test_text_file_of_any_suffix_holds_out_its_tail(tmp_path):
     assert corpus.description == f"{path}: 1 file, 100 bytes; trains on the first 75, holds out the last 25"
 
 
-def test_folder_takes_text_suffixes_and_utf8_files_without_suffix(tmp_path):
+def test_a_folder_includes_text_suffixes_and_utf8_files_without_suffix(tmp_path):
     taken = {f"a/b/{suffix}{suffix}": f"taken {suffix}".encode() for suffix in (*data.TEXT_SUFFIXES, ".TXT")}
     taken |= {"LICENSE": "free as in frei für alle".encode(), "latin.txt": b"caf\xe9 noir"}
     taken = {name.replace("/.", "/x."): content for name, content in taken.items()}
@@ -92,7 +92,7 @@ def test_folder_takes_text_suffixes_and_utf8_files_without_suffix(tmp_path):
     assert documents(corpus.train) + documents(corpus.held_out) == Counter(taken.values())
 
 
-def test_folder_is_joined_in_path_order_by_zero_bytes(folder):
+def test_files_of_a_folder_are_joined_in_path_order_by_zero_bytes(folder):
     train = load(folder).train[:].tobytes()
     by_name = {f"part{i % 4}/file{i}.txt": f"document {i:02}".encode() for i in range(40)}
     kept = set(train.split(b"\0"))
@@ -100,7 +100,7 @@ def test_folder_is_joined_in_path_order_by_zero_bytes(folder):
     assert train == b"\0".join(by_name[name] for name in sorted(by_name) if by_name[name] in kept)
 
 
-def test_glob_takes_what_it_matches(folder):
+def test_a_glob_includes_all_matching_files(folder):
     corpus = load(f"{folder}/part[01]/*.txt")
     found = documents(corpus.train) + documents(corpus.held_out)
     assert found == Counter(f"document {i:02}".encode() for i in range(40) if i % 4 in (0, 1))
@@ -109,7 +109,7 @@ def test_glob_takes_what_it_matches(folder):
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.int64])
-def test_npy_is_memory_mapped_and_holds_out_its_tail(tmp_path, dtype):
+def test_npy_is_memory_mapped_and_holds_out_its_end(tmp_path, dtype):
     np.save(tmp_path / "tokens.npy", np.arange(100, dtype=dtype))
     corpus = load(tmp_path / "tokens.npy")
     assert isinstance(corpus.train, np.memmap) and isinstance(corpus.held_out, np.memmap)
@@ -140,27 +140,27 @@ def test_several_token_files_are_split_by_file_and_stay_mapped(tmp_path):
 
 def test_a_slice_of_token_files_equals_the_slice_of_their_concatenation():
     pieces = tuple(np.arange(n, dtype=np.uint16) + 10 * i for i, n in enumerate((3, 1, 7, 5)))
-    whole, joined = np.concatenate(pieces), TokenFiles(pieces)
-    assert len(joined) == 16
+    array, files = np.concatenate(pieces), TokenFiles(pieces)
+    assert len(files) == 16
     for start in range(17):
         for stop in range(start, 18):
-            np.testing.assert_array_equal(joined[start:stop], whole[start:stop])
+            np.testing.assert_array_equal(files[start:stop], array[start:stop])
 
 
 @pytest.mark.slow
 def test_large_files_are_mapped_not_read(tmp_path):
     for name in ("text.txt", "tokens.bin"):
         with (tmp_path / name).open("wb") as file:
-            file.truncate(2**38)  # sparse: 256 GiB that reading would not survive
+            file.truncate(2**38)  # sparse: 256 GiB cannot be read into memory
         corpus = load(tmp_path / name)
         assert isinstance(corpus.train, np.memmap) and isinstance(corpus.held_out, np.memmap)
         assert (len(corpus.train) + len(corpus.held_out)) * corpus.train.dtype.itemsize == 2**38
 
 
-# --- split and hash ---
+# --- division and hash ---
 
 
-def test_split_is_disjoint_complete_and_about_the_share(folder):
+def test_the_parts_are_disjoint_complete_and_of_about_the_share(folder):
     corpus = load(folder)
     train, held_out = documents(corpus.train), documents(corpus.held_out)
     assert not train & held_out
@@ -168,7 +168,7 @@ def test_split_is_disjoint_complete_and_about_the_share(folder):
     assert 4 <= len(held_out) <= 16
 
 
-def test_split_and_hash_do_not_depend_on_the_place_or_the_process(folder, tmp_path_factory):
+def test_parts_and_hash_do_not_depend_on_the_location_or_the_process(folder, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere") / "moved"
     corpus = load(folder)
     folder.rename(elsewhere)
@@ -182,7 +182,7 @@ def test_split_and_hash_do_not_depend_on_the_place_or_the_process(folder, tmp_pa
     assert printed == corpus.content_hash
 
 
-def test_a_file_stays_on_its_side_when_others_come_and_go():
+def test_a_file_stays_in_its_part_when_others_are_added_or_removed():
     names = [f"file{i}" for i in range(200)]
     before = data._held_out_names(names, 0.1)
     after = data._held_out_names([*names[:150], *(f"new{i}" for i in range(100))], 0.1)
@@ -190,7 +190,7 @@ def test_a_file_stays_on_its_side_when_others_come_and_go():
 
 
 @pytest.mark.parametrize("share", [1e-9, 0.999999])
-def test_both_sides_get_a_file_whatever_the_share(share):
+def test_both_parts_have_a_file_for_every_share(share):
     assert 1 <= len(data._held_out_names(["a", "b", "c"], share)) <= 2
 
 
@@ -235,7 +235,7 @@ def test_decode_inverts_utf8(text):
     assert decode(tokens.astype(np.int32)) == text
 
 
-def test_what_is_not_utf8_becomes_a_replacement_character():
+def test_invalid_utf8_becomes_a_replacement_character():
     assert decode(np.array([97, 0xE6, 98, 300, -1, 99])) == "a\ufffdb\ufffd\ufffdc"
 
 
@@ -245,18 +245,18 @@ def test_what_is_not_utf8_becomes_a_replacement_character():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"source": ""}, "data.source must be 'stdlib', a file, a folder or a glob; it is empty"),
-        ({"sequence_length": 0}, "data.sequence_length must be an integer of at least 1, is 0"),
-        ({"batch_size": -2}, "data.batch_size must be an integer of at least 1, is -2"),
-        ({"batch_size": True}, "data.batch_size must be an integer of at least 1, is True"),
-        ({"eval_batches": 1.5}, "data.eval_batches must be an integer of at least 1, is 1.5"),
-        ({"held_out": 0.0}, "data.held_out must be a share above 0 and below 1, such as 0.05, is 0.0"),
-        ({"held_out": 1.0}, "data.held_out must be a share above 0 and below 1, such as 0.05, is 1.0"),
-        ({"held_out": float("nan")}, "data.held_out must be .* is nan"),
-        ({"seed": -1}, r"data.seed must be None \(the run's seed\) or an integer of at least 0, is -1"),
+        ({"source": ""}, "data.source must be 'stdlib', a file, a folder or a glob; got an empty string"),
+        ({"sequence_length": 0}, "data.sequence_length must be an integer of at least 1, got 0"),
+        ({"batch_size": -2}, "data.batch_size must be an integer of at least 1, got -2"),
+        ({"batch_size": True}, "data.batch_size must be an integer of at least 1, got True"),
+        ({"eval_batches": 1.5}, "data.eval_batches must be an integer of at least 1, got 1.5"),
+        ({"held_out": 0.0}, "data.held_out must be a share above 0 and below 1, such as 0.05, got 0.0"),
+        ({"held_out": 1.0}, "data.held_out must be a share above 0 and below 1, such as 0.05, got 1.0"),
+        ({"held_out": float("nan")}, "data.held_out must be .* got nan"),
+        ({"seed": -1}, r"data.seed must be None \(the run's seed\) or an integer of at least 0, got -1"),
     ],
 )
-def test_check_names_the_key_and_the_value(changes, message):
+def test_a_problem_names_the_key_and_the_value(changes, message):
     (problem,) = check_data_config(dataclasses.replace(DataConfig(), **changes))
     assert re.match(message, problem)
 
@@ -291,24 +291,24 @@ def test_missing_file_names_the_nearest_folder_and_similar_names(folder):
     refuse(folder / ("x" * 300), "does not exist")
 
 
-def test_a_pattern_that_matches_nothing_says_where_it_looked(folder):
-    refuse(folder / "part0/*.md", rf"no file below {re.escape(str(folder))}/part0 matches .*part0/\*.md")
+def test_a_pattern_without_matches_names_the_searched_folder(folder):
+    refuse(folder / "part0/*.md", rf"no file in {re.escape(str(folder))}/part0 matches .*part0/\*.md")
 
 
 def test_folder_without_text_points_to_its_token_files(tmp_path):
     write(tmp_path, {"a/tokens.bin": b"1234", "image.png": b"\x89PNG"})
-    refuse(tmp_path, r"holds no text files .* among its 2 files\. For its token files write .*/\*\*/\*\.bin\.")
+    refuse(tmp_path, r"contains no text files .* among its 2 files\. For its token files, use .*/\*\*/\*\.bin\.")
 
 
 def test_empty_files_and_files_that_are_not_text(tmp_path):
     write(tmp_path, {"none.txt": b"", "none.bin": b"", "x.gz": b"\x1f\x8b\xff", "y.gz": b"\x1f\x8b\xff"})
     refuse(tmp_path / "none.txt", "none.txt is empty: 1 file without content")
     refuse(tmp_path / "none.bin", "none.bin is empty: 1 file without content")
-    refuse(tmp_path / "x.gz", "x.gz is not UTF-8 text. Convert it, or give tokens")
+    refuse(tmp_path / "x.gz", "x.gz is not UTF-8 text. Convert it, or use token files")
     refuse(tmp_path / "*.gz", "x.gz is not UTF-8 text")
 
 
-def test_a_character_cut_by_the_probe_is_still_text(tmp_path):
+def test_a_character_truncated_by_the_probe_is_still_text(tmp_path):
     text = "é" * data.TEXT_PROBE_BYTES
     path = write(tmp_path, {"cut.log": b"x" + text.encode()}) / "cut.log"
     assert len(load(path).train) > data.TEXT_PROBE_BYTES
@@ -319,10 +319,10 @@ def test_a_character_cut_by_the_probe_is_still_text(tmp_path):
     [
         (
             np.zeros((4, 25), np.uint16),
-            r"must hold token ids as a 1-D array of integers, holds shape \(4, 25\) of uint16",
+            r"must contain token ids as a 1-D array of integers, got shape \(4, 25\) of uint16",
         ),
-        (np.zeros(100, np.float32), r"1-D array of integers, holds shape \(100,\) of float32"),
-        (np.zeros(100, bool), r"1-D array of integers, holds shape \(100,\) of bool"),
+        (np.zeros(100, np.float32), r"1-D array of integers, got shape \(100,\) of float32"),
+        (np.zeros(100, bool), r"1-D array of integers, got shape \(100,\) of bool"),
         (np.array(["a"] * 100, object), "is not a readable .npy file: .*[Pp]ython objects"),
     ],
 )
@@ -333,12 +333,12 @@ def test_npy_of_wrong_type_or_rank(tmp_path, tokens, message):
 
 def test_broken_token_files(tmp_path):
     np.save(tmp_path / "cut.npy", np.arange(100))
-    whole = (tmp_path / "cut.npy").read_bytes()
-    write(tmp_path, {"cut.npy": whole[:-80], "no.npy": b"hello", "empty.npy": b"", "odd.bin": b"12345"})
+    content = (tmp_path / "cut.npy").read_bytes()
+    write(tmp_path, {"cut.npy": content[:-80], "no.npy": b"hello", "empty.npy": b"", "odd.bin": b"12345"})
     refuse(tmp_path / "cut.npy", "cut.npy is not a readable .npy file: .*greater than file size")
     refuse(tmp_path / "no.npy", "no.npy is not a readable .npy file")
     refuse(tmp_path / "empty.npy", "empty.npy is not a readable .npy file")
-    refuse(tmp_path / "odd.bin", "odd.bin has 5 bytes, not a whole number of uint16 tokens")
+    refuse(tmp_path / "odd.bin", "odd.bin has 5 bytes; uint16 tokens require an even number")
 
 
 def test_kinds_and_types_are_not_mixed(tmp_path):
@@ -346,7 +346,7 @@ def test_kinds_and_types_are_not_mixed(tmp_path):
     refuse(tmp_path / "*", r"matches 1 token files \(.npy, .bin\) and 1 others. Use a pattern that matches one kind")
     for i in range(6):
         np.save(tmp_path / f"{i}.npy", np.arange(100, dtype=(np.uint16, np.int64)[i % 2]))
-    refuse(tmp_path / "*.npy", "the token files must share one integer type, found int64, uint16")
+    refuse(tmp_path / "*.npy", "the token files must have the same integer dtype, found int64, uint16")
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that even root cannot read")
@@ -355,10 +355,12 @@ def test_unreadable_file(folder):
     refuse(folder, r"memory.txt cannot be read: Input/output error\.")
 
 
-def test_both_parts_must_hold_a_window(tmp_path):
+def test_both_parts_must_contain_a_window(tmp_path):
     path = write(tmp_path, {"a.txt": b"x" * 40}) / "a.txt"
     assert len(load(path, sequence_length=9).held_out) == 10
-    refuse(path, "the held-out part of .* has 10 tokens, one window needs 11. Give more text, .*", sequence_length=10)
+    refuse(
+        path, "the held-out part of .* has 10 tokens, but one window requires 11. Use more text, .*", sequence_length=10
+    )
     with pytest.raises(ConfigError) as caught:
         load(path, sequence_length=100)
     assert [re.findall("the (.*) part", problem) for problem in caught.value.problems] == [["training"], ["held-out"]]
