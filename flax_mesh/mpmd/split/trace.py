@@ -78,7 +78,7 @@ def trace_forward(
             loss_sum, weight, metrics = sums_of(loss_fn(called, batch))
         names[:] = ["loss", "weight", *metrics]
         sums = [loss_sum, weight, *metrics.values()]
-        # Only equations have a stage. Adding zero gives each sum an equation, even if it is a constant or an input.
+        # Only equations have a stage. Adding zero creates an equation for each sum, even for a constant or an input.
         return [x + jnp.zeros_like(x) for x in sums], jax.tree.leaves(after)
 
     around = jax.sharding.use_abstract_mesh(mesh) if mesh is not None else contextlib.nullcontext()

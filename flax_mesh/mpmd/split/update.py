@@ -49,7 +49,7 @@ class GroupProgram(NamedTuple):
     group: int
     phase: int
     program: Program
-    takes: tuple[Var, ...]  # inputs of the update, or outputs (`gives`) of an earlier part of the same group
+    takes: tuple[Var, ...]  # inputs of the update, or outputs of an earlier part of the same group
     receives: tuple[tuple[int, int], ...]  # (group, phase) of the parts whose packs are inputs
     gives: tuple[Var, ...]  # the first outputs: results, and values for later parts of the same group
     packs: tuple[Var, ...]  # the other outputs: scalars for other groups

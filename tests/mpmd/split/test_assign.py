@@ -174,12 +174,12 @@ def test_running_the_stages_in_order_equals_the_unsplit_program(case):
         np.testing.assert_array_equal(outputs[at], want)
 
 
-@pytest.mark.parametrize(("ops", "crossing"), [("matmul", 1), ("scale", 1), ("mask", 1)])
-def test_a_chain_sends_one_activation_and_recomputes_masks(ops, crossing):
+@pytest.mark.parametrize(("ops", "received"), [("matmul", 1), ("scale", 1), ("mask", 1)])
+def test_a_chain_sends_one_activation_and_recomputes_masks(ops, received):
     net = Net((0, 1, 2, 3), ((ops,),) * 4)
     stages = staged(traced(net), 4)[2]
     floats = [[v for v in stage.received if v.aval.shape == (ROWS, WIDTH)] for stage in stages]
-    assert [len(found) for found in floats] == [0, *[crossing] * 3]
+    assert [len(found) for found in floats] == [0, *[received] * 3]
     assert not any(v.aval.dtype == bool for stage in stages for v in stage.received)
 
 
