@@ -1,4 +1,4 @@
-"""mpmd.jit: a program that every process calls, and that runs where its inputs live."""
+"""mpmd.jit: a program that every process calls and that runs on the devices of its inputs."""
 
 import functools
 import inspect
@@ -16,20 +16,20 @@ from flax_mesh.mpmd.mesh import MpmdMesh, current_mpmd_mesh
 def jit(fun: Callable[..., Any], *, out_shardings: Any = None, **options: Any) -> Callable[..., Any]:
     """`jax.jit(fun, out_shardings=..., **options)` for arrays on groups; every process calls it with the same inputs.
 
-    A process that has devices of the inputs runs the program. Any other traces `fun` for the shapes of its outputs and
-    gets them fully remote, without compiling. The outputs are MpmdArrays everywhere. Inputs are MpmdArrays, arrays of
-    JAX, and what else `jax.jit` takes; what is uncommitted (numbers, numpy arrays) must be equal in all processes.
-    Where no input is committed, the program runs where its outputs are to live.
+    A process that has devices of the inputs runs the program. Every other process only traces `fun` for the shapes of
+    its outputs, compiles nothing, and returns fully remote arrays. The outputs are MpmdArrays in all processes. Inputs
+    may be MpmdArrays, JAX arrays and anything else that `jax.jit` accepts. Uncommitted inputs (Python numbers, numpy
+    arrays) must be equal in all processes. Without committed inputs, the program runs on the devices of its outputs.
 
-    `out_shardings` is a Sharding, or a tree of them that is a prefix of the output; None there stands for no array.
-    ValueError where it is missing or no prefix, and where inputs and outputs do not all live on the same devices: the
-    message lists all of them by where they live, remote ones first.
+    `out_shardings` is required: a Sharding, or a pytree prefix of Shardings for the output, with None for subtrees
+    without arrays. Raises ValueError if it is missing or not a prefix, or if inputs and outputs are not all on the same
+    devices. The message then lists them by devices, remote ones first.
     """
     name = getattr(fun, "__name__", repr(fun))
     prefix = _checked_prefix(name, out_shardings)
-    home = prefix[0][1].device_set
+    devices = prefix[0][1].device_set
     is_remote = is_fully_remote_sharding(prefix[0][1])
-    may_lack = len(prefix) < len(jax.tree.leaves(out_shardings, is_leaf=_is_none))
+    has_none = len(prefix) < len(jax.tree.leaves(out_shardings, is_leaf=_is_none))
     jitted = jax.jit(fun, out_shardings=out_shardings, **options)
     layouts: dict[Any, list[Sharding]] = {}
 
@@ -42,10 +42,10 @@ def jit(fun: Callable[..., Any], *, out_shardings: Any = None, **options: Any) -
     @functools.wraps(fun)
     def call(*args: Any, **kwargs: Any) -> Any:
         arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if _is_committed(leaf)]
-        shardings = {id(array.sharding): array.sharding for array in arrays}  # few, for many arrays
-        if any(sharding.device_set != home for sharding in shardings.values()):
-            raise _not_one_place(name, [*_named_inputs(fun, args, kwargs), *prefix])
-        if is_remote or may_lack:  # the second finds out before donated inputs are gone
+        shardings = {id(array.sharding): array.sharding for array in arrays}  # many arrays share few shardings
+        if any(sharding.device_set != devices for sharding in shardings.values()):
+            raise _device_mismatch(name, [*_named_inputs(fun, args, kwargs), *prefix])
+        if is_remote or has_none:  # a None for an array must raise before the program consumes donated inputs
             leaves, tree, layout = flatten(_apply(jitted.eval_shape, _abstract, args, kwargs))
         if not is_remote:
             leaves, tree, layout = flatten(_apply(jitted, _value, args, kwargs))
@@ -75,7 +75,7 @@ def _is_committed(leaf: Any) -> bool:
 
 
 def _value(arg: Any) -> Any:
-    """`arg` with the local parts of its MpmdArrays; the same object where it has none, as static arguments are."""
+    """`arg` with its MpmdArrays replaced by their local parts. The same object if it has none: it may be static."""
     if isinstance(arg, MpmdArray):
         return arg.value
     leaves, tree = jax.tree.flatten(arg)
@@ -85,7 +85,7 @@ def _value(arg: Any) -> Any:
 
 
 def _abstract(arg: Any) -> Any:
-    """`arg` with shapes in place of committed arrays; the same object where it has none."""
+    """`arg` with its committed arrays replaced by ShapeDtypeStructs. The same object if it has none."""
     leaves, tree = jax.tree.flatten(arg)
     if not any(map(_is_committed, leaves)):
         return arg
@@ -101,22 +101,22 @@ def _is_none(leaf: Any) -> bool:
 
 
 def _checked_prefix(name: str, out_shardings: Any) -> list[tuple[str, Sharding]]:
-    """(name such as `out_shardings['loss']`, sharding) of every Sharding in the prefix tree."""
+    """Pairs (name such as `out_shardings['loss']`, sharding) for every Sharding in the prefix tree."""
     leaves = jax.tree.leaves_with_path(out_shardings)
     prefix = [(f"out_shardings{jax.tree_util.keystr(path)}", leaf) for path, leaf in leaves]
     if not prefix:
         raise ValueError(
-            f"mpmd.jit({name}): out_shardings is missing. A process that does not run the program knows only from it "
-            "where the outputs live: give a Sharding, or a tree of them that is a prefix of the output."
+            f"mpmd.jit({name}): out_shardings is missing. A process that does not run the program needs it to know "
+            "where the outputs are placed: pass a Sharding, or a pytree prefix of Shardings for the output."
         )
     wrong = [f"{path} is {leaf!r}" for path, leaf in prefix if not isinstance(leaf, Sharding)]
     if wrong:
         raise ValueError(
-            f"mpmd.jit({name}): out_shardings must hold Shardings, but {', '.join(wrong)}. "
-            "For a PartitionSpec write NamedSharding(mpmd_mesh.unstack[i], spec)."
+            f"mpmd.jit({name}): out_shardings must contain only Shardings, but {', '.join(wrong)}. "
+            "Instead of a PartitionSpec, pass NamedSharding(mpmd_mesh.unstack[i], spec)."
         )
     if any(sharding.device_set != prefix[0][1].device_set for _, sharding in prefix):
-        raise _not_one_place(name, prefix)
+        raise _device_mismatch(name, prefix)
     return prefix
 
 
@@ -131,7 +131,7 @@ def _broadcast(name: str, out_shardings: Any, outputs: Any) -> list[Sharding]:
     without = [path for path, sharding in zip(paths, shardings, strict=True) if sharding is None]
     if without:
         raise ValueError(
-            f"mpmd.jit({name}): out_shardings has None for output {', '.join(without)}. Give every array a Sharding."
+            f"mpmd.jit({name}): out_shardings has None for output {', '.join(without)}. Pass a Sharding for each array."
         )
     return shardings
 
@@ -139,7 +139,7 @@ def _broadcast(name: str, out_shardings: Any, outputs: Any) -> list[Sharding]:
 def _named_inputs(
     fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, Sharding]]:
-    """(name such as `params['w']`, sharding) of every committed input."""
+    """Pairs (name such as `params['w']`, sharding) for every committed input."""
     try:
         arguments = inspect.signature(fun).bind(*args, **kwargs).arguments
     except ValueError:  # some built-in functions have no signature
@@ -150,14 +150,14 @@ def _named_inputs(
                 yield name + jax.tree_util.keystr(path), leaf.sharding
 
 
-def _not_one_place(name: str, arrays: Iterable[tuple[str, Sharding]]) -> ValueError:
-    places: dict[frozenset[Any], list[str]] = {}
+def _device_mismatch(name: str, arrays: Iterable[tuple[str, Sharding]]) -> ValueError:
+    paths_by_devices: dict[frozenset[Any], list[str]] = {}
     for path, sharding in sorted(arrays, key=lambda array: not is_fully_remote_sharding(array[1])):
-        places.setdefault(frozenset(sharding.device_set), []).append(path)
-    found = [f"{', '.join(paths)} on {_describe(devices)}" for devices, paths in places.items()]
+        paths_by_devices.setdefault(frozenset(sharding.device_set), []).append(path)
+    found = [f"{', '.join(paths)} on {_describe(devices)}" for devices, paths in paths_by_devices.items()]
     return ValueError(
-        f"mpmd.jit({name}): its inputs and outputs must all live on the same devices, but found {'; '.join(found)}. "
-        "Bring the inputs to one group with mpmd.device_put first, and name that group in out_shardings."
+        f"mpmd.jit({name}): inputs and outputs must all be on the same devices, but found {'; '.join(found)}. "
+        "Transfer the inputs to one group with mpmd.device_put first, and use that group in out_shardings."
     )
 
 

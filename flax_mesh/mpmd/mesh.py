@@ -1,4 +1,4 @@
-"""MpmdMesh: a mesh cut along one axis into groups of devices, each of which runs programs of its own."""
+"""MpmdMesh: a mesh split along one axis into groups of devices, each of which runs its own programs."""
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,25 +14,40 @@ from jax.sharding import Mesh
 from flax_mesh.mesh.shape import format_mesh_shape
 from flax_mesh.text import listed
 
-# One stack per thread: a new thread starts with an empty one, as it starts without a mesh of `jax.set_mesh`.
+# One stack per thread: a new thread starts with an empty stack, just as it starts without the mesh of `jax.set_mesh`.
 _entered: ContextVar[tuple["MpmdMesh", ...]] = ContextVar("entered_mpmd_meshes", default=())
 
 
 @dataclass(frozen=True, repr=False)
 class MpmdMesh:
-    """`jax_mesh` as a row of groups: group i is the sub-mesh at index i of axis `mpmd_axis_name`.
+    """A mesh split into groups along one axis: group i is the submesh at index i of axis `mpmd_axis_name`.
 
-    Every derived mesh keeps all axes and their types, the MPMD axis with its smaller size, so that one PartitionSpec
-    serves all groups. Equal arguments make equal meshes with equal hashes.
+    Each group runs its own programs (multiple program, multiple data); in a pipeline, a group is the submesh of one
+    pipeline rank. Submeshes keep all axes and axis types of `jax_mesh`, and only the MPMD axis becomes smaller, so the
+    same PartitionSpec is valid on every group. A process must own one or more entire groups, or share exactly one group
+    with other processes.
 
-    A process owns one or more whole groups, or shares one group with other processes; ValueError names every process
-    that does neither. ValueError too where the axis is not one of the mesh.
+    Equal arguments produce meshes that compare and hash equal. `with mpmd_mesh:` makes the mesh the one that
+    `current_mpmd_mesh` returns in this thread; it does not change the mesh set by `jax.set_mesh`.
 
-    `with mpmd_mesh:` makes it the one that `current_mpmd_mesh` gives in this thread; it enters no mesh of JAX.
+    Args:
+        jax_mesh: A mesh with concrete devices. It may span several processes.
+        mpmd_axis_name: The axis of `jax_mesh` to split along. Its size is the number of groups.
 
-    >>> groups = MpmdMesh(create_mesh((2, 4), ("pp", "fsdp")), "pp")
-    >>> [dict(mesh.shape) for mesh in groups.unstack]
-    [{'pp': 1, 'fsdp': 4}, {'pp': 1, 'fsdp': 4}]
+    Raises:
+        ValueError: If `jax_mesh` is not a `jax.sharding.Mesh`, if it has no axis `mpmd_axis_name`, or if a process owns
+            only part of a group that it shares and also has devices in another group.
+
+    Example:
+        >>> from flax_mesh.mpmd import MpmdMesh
+        >>> groups = MpmdMesh(fm.create_mesh((2, 4), ("pp", "fsdp")), "pp")
+        >>> groups
+        MpmdMesh(pp:2,fsdp:4, groups along pp)
+        >>> [dict(mesh.shape) for mesh in groups.unstack]
+        [{'pp': 1, 'fsdp': 4}, {'pp': 1, 'fsdp': 4}]
+        >>> x = jax.device_put(np.zeros((8, 2)), jax.NamedSharding(groups.unstack[1], jax.P("fsdp")))
+        >>> sorted(device.id for device in x.devices())
+        [4, 5, 6, 7]
     """
 
     jax_mesh: Mesh
@@ -40,13 +55,13 @@ class MpmdMesh:
 
     def __post_init__(self) -> None:
         if not isinstance(self.jax_mesh, Mesh):
-            raise ValueError(f"jax_mesh must be a jax.sharding.Mesh, which holds devices; got {self.jax_mesh!r}.")
+            raise ValueError(f"jax_mesh must be a jax.sharding.Mesh, which has devices; got {self.jax_mesh!r}.")
         names = self.jax_mesh.axis_names
         if self.mpmd_axis_name not in names:
             axes = format_mesh_shape(names, self.jax_mesh.axis_sizes)
             raise ValueError(
-                f"mpmd_axis_name {self.mpmd_axis_name!r} is no axis of the mesh {axes}. Name one of its axes, or add "
-                f"one: create_mesh((num_groups, ...), ({self.mpmd_axis_name!r}, ...))."
+                f"mpmd_axis_name {self.mpmd_axis_name!r} is not an axis of the mesh {axes}. Use one of its axes, or "
+                f"add one: create_mesh((num_groups, ...), ({self.mpmd_axis_name!r}, ...))."
             )
         groups_of_processes([mesh.devices.flat for mesh in self.unstack])
 
@@ -63,7 +78,7 @@ class MpmdMesh:
 
     @cached_property
     def mpmd_axis(self) -> int:
-        """Index of the MPMD axis among the axes of the mesh."""
+        """Position of the MPMD axis in the axis names of the mesh."""
         return self.jax_mesh.axis_names.index(self.mpmd_axis_name)
 
     @property
@@ -73,12 +88,12 @@ class MpmdMesh:
 
     @cached_property
     def device_coords(self) -> Mapping[Any, tuple[int, ...]]:
-        """Every device to its index along each axis."""
+        """Coordinates of every device in the mesh, one index per axis."""
         return MappingProxyType({device: coords for coords, device in np.ndenumerate(self.jax_mesh.devices)})
 
     @cached_property
     def device_mpmd_idx(self) -> Mapping[Any, int]:
-        """Every device to its group."""
+        """Group index of every device."""
         return MappingProxyType({device: coords[self.mpmd_axis] for device, coords in self.device_coords.items()})
 
     @cached_property
@@ -87,66 +102,69 @@ class MpmdMesh:
 
     @property
     def unstack(self) -> list[Mesh]:
-        """The groups in order, each a Mesh in which the MPMD axis has size 1."""
+        """The submesh of every group, in order. The MPMD axis has size 1 in each."""
         return list(self._groups)
 
     @cached_property
     def mpmd_idx_for_mesh(self) -> Mapping[Mesh, int]:
-        """Every mesh of `unstack` to its group."""
+        """Group index of every submesh in `unstack`."""
         return MappingProxyType({mesh: index for index, mesh in enumerate(self._groups)})
 
     def mpmd_submesh(self, indices: Sequence[SupportsIndex]) -> "MpmdMesh":
-        """The groups at `indices`, in that order, as an MpmdMesh. ValueError unless they exist and differ."""
+        """An MpmdMesh of the groups at `indices`, in that order. Raises ValueError for invalid or repeated indices."""
         if not isinstance(indices, list | tuple) or not all(hasattr(index, "__index__") for index in indices):
             raise ValueError(f"indices must be a list or tuple of integers, got {indices!r}.")
         chosen = tuple(map(operator.index, indices))
         if not chosen:
             last = self.mpmd_dim - 1
-            raise ValueError(f"indices is empty, but a mesh has devices. Name some of the groups 0..{last}.")
+            raise ValueError(
+                f"indices is empty, but a mesh needs devices. Select at least one of the groups 0..{last}."
+            )
         outside = sorted({index for index in chosen if not 0 <= index < self.mpmd_dim})
-        twice = sorted({index for index in chosen if chosen.count(index) > 1})
-        if outside or twice:
+        repeated = sorted({index for index in chosen if chosen.count(index) > 1})
+        if outside or repeated:
             problems = [f"{listed(outside)} not in 0..{self.mpmd_dim - 1}"] if outside else []
-            problems += [f"{listed(twice)} more than once"] if twice else []
-            raise ValueError(f"indices {chosen} must be groups of {self!r}, each once; found {' and '.join(problems)}.")
+            problems += [f"{listed(repeated)} more than once"] if repeated else []
+            raise ValueError(f"indices {chosen} must be distinct groups of {self!r}; found {' and '.join(problems)}.")
         return MpmdMesh(self._take(chosen), self.mpmd_axis_name)
 
     @cached_property
     def my_mpmd_axis_indices(self) -> tuple[int, ...]:
-        """The groups in which this process has devices, in order; all of them in one process."""
+        """The groups in which this process has devices, in order. A single process has all groups."""
         return tuple(sorted({self.device_mpmd_idx[device] for device in self.jax_mesh.local_devices}))
 
     @cached_property
     def speakers(self) -> tuple[int, ...]:
-        """The first group of every process, each once: what is brought to these reaches every process."""
-        held = groups_of_processes([mesh.devices.flat for mesh in self._groups])
-        return tuple(sorted({groups[0] for groups in held.values()}))
+        """The representative groups, the first group of each process: what is sent to them reaches every process."""
+        owned = groups_of_processes([mesh.devices.flat for mesh in self._groups])
+        return tuple(sorted({groups[0] for groups in owned.values()}))
 
     @property
     def my_mpmd_axis_index(self) -> int:
-        """The one group of this process. ValueError in one process, and where it has no group or several."""
+        """The only group of this process. Raises ValueError in a single-process run, or for no or several groups."""
         indices = self.my_mpmd_axis_indices
         if not self.jax_mesh.is_multi_process:
             raise ValueError(
-                f"All groups of {self!r} belong to this one process, so none is its own. "
-                "Use unstack[i] for group i; my_mpmd_axis_indices lists all."
+                f"my_mpmd_axis_index requires several processes, but this process owns all groups of {self!r}. "
+                "Use unstack[i] for group i; my_mpmd_axis_indices lists all groups."
             )
         if len(indices) != 1:
             owned = f"the groups {listed(indices)}" if indices else "no device"
             raise ValueError(
-                f"This process has {owned} of {self!r}, not one group. Use my_mpmd_axis_indices, here {indices}."
+                f"my_mpmd_axis_index requires exactly one group, but this process has {owned} of {self!r}. "
+                f"Use my_mpmd_axis_indices, here {indices}."
             )
         return indices[0]
 
     @property
     def my_mpmd_group_mesh(self) -> Mesh:
-        """The sub-mesh of the one group of this process. ValueError as for `my_mpmd_axis_index`."""
+        """The submesh of the only group of this process. Raises ValueError like `my_mpmd_axis_index`."""
         return self._groups[self.my_mpmd_axis_index]
 
     def lowering_mesh(self) -> Mesh:
-        """A group that this process can lower programs for: its first one, which in one process is group 0."""
+        """The submesh that this process lowers programs for: its first group, which is group 0 in a single process."""
         if not self.my_mpmd_axis_indices:
-            raise ValueError(f"This process has no device of {self!r}, so it has nothing to lower programs for.")
+            raise ValueError(f"This process has no device of {self!r}, so it cannot lower programs for any group.")
         return self._groups[self.my_mpmd_axis_indices[0]]
 
     def _take(self, indices: tuple[int, ...]) -> Mesh:
@@ -155,27 +173,27 @@ class MpmdMesh:
 
 
 def current_mpmd_mesh() -> MpmdMesh | None:
-    """The MpmdMesh entered last in this thread with `with mpmd_mesh:`, or None."""
+    """The innermost `with mpmd_mesh:` of this thread, or None."""
     entered = _entered.get()
     return entered[-1] if entered else None
 
 
 def groups_of_processes(groups: Sequence[Iterable[Any]]) -> dict[int, tuple[int, ...]]:
-    """Every process index to the groups in which it has devices.
+    """The groups in which each process has devices, by process index.
 
-    `groups` holds the devices of each group; of a device only `process_index` is read. ValueError names every process
-    that shares a group with another process and has devices of a further group too.
+    `groups` contains the devices of each group; only their `process_index` is read. Raises ValueError that names every
+    process that shares a group with another process and also has devices in a different group.
     """
-    held: dict[int, dict[int, list[Any]]] = {}  # process -> group -> devices
-    sharers: list[set[int]] = []
+    owned: dict[int, dict[int, list[Any]]] = {}  # process -> group -> devices
+    sharers: list[set[int]] = []  # processes that have devices in each group
     for index, devices in enumerate(groups):
         sharers.append(set())
         for device in devices:
-            held.setdefault(device.process_index, {}).setdefault(index, []).append(device)
+            owned.setdefault(device.process_index, {}).setdefault(index, []).append(device)
             sharers[-1].add(device.process_index)
     wrong = {
         process: parts
-        for process, parts in sorted(held.items())
+        for process, parts in sorted(owned.items())
         if len(parts) > 1 and any(len(sharers[index]) > 1 for index in parts)
     }
     if wrong:
@@ -189,8 +207,8 @@ def groups_of_processes(groups: Sequence[Iterable[Any]]) -> dict[int, tuple[int,
             for process, parts in wrong.items()
         ]
         raise ValueError(
-            "A process owns one or more whole groups, or shares one group with other processes; but "
+            "A process must own one or more entire groups, or share exactly one group with other processes; but "
             + "; ".join(lines)
-            + ". Choose the sizes so that each group holds whole processes, or each process whole groups."
+            + ". Choose axis sizes so that a group consists of entire processes, or a process of entire groups."
         )
-    return {process: tuple(parts) for process, parts in sorted(held.items())}
+    return {process: tuple(parts) for process, parts in sorted(owned.items())}

@@ -1,4 +1,4 @@
-"""Devices of several processes, as one of these processes sees them: what Mesh and flax_mesh.mpmd read of a device."""
+"""Fake devices of several processes from the view of one process, with the attributes that Mesh and mpmd read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,6 +34,6 @@ def seen_from(
     shape: tuple[int, ...] | None = None,
     names: tuple[str, ...] = ("pp", "fsdp"),
 ) -> Any:
-    """A mesh over one device for each entry of `owners`, the process that it belongs to, as seen from `process`."""
+    """A mesh as seen from `process`, with one device per entry of `owners`, which is the process of the device."""
     devices = np.array([FakeDevice(100 + i, owner, FakeClient(process)) for i, owner in enumerate(owners)])
     return Mesh(devices.reshape(shape or (len(owners), 1)), names)

@@ -1,4 +1,4 @@
-"""MpmdArray: what a process knows of an array on some groups, whether it has devices of it or not."""
+"""MpmdArray: its attributes and errors, in processes with and without devices of the array."""
 
 import gc
 import weakref
@@ -65,7 +65,7 @@ def test_a_remote_array():
             read()
 
 
-def test_block_until_ready_gives_itself_every_time(value):
+def test_block_until_ready_returns_the_array(value):
     for array in (array_of(value * 2), MpmdArray((4, 2), jnp.float32, remote_sharding())):
         assert [array.block_until_ready() is array for _ in range(3)] == [True] * 3
 
@@ -84,7 +84,7 @@ def test_equality_is_identity(value):
     assert {one: 1, other: 2}[one] == 1 and len({one, other}) == 2
 
 
-def test_it_is_a_leaf_and_frozen(value):
+def test_an_mpmd_array_is_a_frozen_leaf(value):
     array = array_of(value)
     assert jax.tree.leaves({"a": [array]}) == [array]
     with pytest.raises(AttributeError):
@@ -101,7 +101,7 @@ def test_random_keys_and_weak_types(mpmd_mesh):
         array_of(weak)
 
 
-def test_it_holds_its_value_no_longer_than_needed(value):
+def test_the_value_is_freed_with_the_array(value):
     array = array_of(value + 1)
     alive = weakref.ref(array.jax_array)
     assert alive() is not None
@@ -110,7 +110,7 @@ def test_it_holds_its_value_no_longer_than_needed(value):
     assert alive() is None
 
 
-def test_groups_are_those_of_the_mesh_given_or_in_context(mpmd_mesh, value):
+def test_groups_are_indices_in_the_mesh_argument_or_the_mesh_in_context(mpmd_mesh, value):
     pair = mpmd_mesh.mpmd_submesh([2, 1]).jax_mesh
     spread = jax.device_put(value, NamedSharding(pair, P("pp", "fsdp")))
     assert array_of(spread, mpmd_mesh=mpmd_mesh).groups == (1, 2)
@@ -119,40 +119,40 @@ def test_groups_are_those_of_the_mesh_given_or_in_context(mpmd_mesh, value):
         with mpmd_mesh.mpmd_submesh([2, 3]):
             assert array_of(value).groups == (0,)
             assert array_of(value, mpmd_mesh=mpmd_mesh).groups == (2,)
-        with mpmd_mesh.mpmd_submesh([0, 1]), pytest.raises(ValueError, match="No MpmdMesh numbers the groups"):
+        with mpmd_mesh.mpmd_submesh([0, 1]), pytest.raises(ValueError, match="This array has no MpmdMesh"):
             array_of(value).groups  # noqa: B018
-    with pytest.raises(ValueError, match="Make it under `with mpmd_mesh:`"):
+    with pytest.raises(ValueError, match="Create it inside `with mpmd_mesh:`"):
         array_of(value).groups  # noqa: B018
     assert "groups" not in repr(array_of(value))
-    strangers = ", ".join(sorted(map(str, value.devices())))
-    with pytest.raises(ValueError, match=rf"not in MpmdMesh\(pp:2,fsdp:2, groups along pp\): {strangers}\."):
+    foreign = ", ".join(sorted(map(str, value.devices())))
+    with pytest.raises(ValueError, match=rf"not in MpmdMesh\(pp:2,fsdp:2, groups along pp\): {foreign}\."):
         array_of(value, mpmd_mesh=mpmd_mesh.mpmd_submesh([0, 1]))
 
 
-def test_a_remote_array_knows_its_groups():
+def test_a_remote_array_has_groups():
     mpmd_mesh = MpmdMesh(seen_from(1, [0, 0, 1, 1], (2, 2)), "pp")
     array = MpmdArray((4,), jnp.float32, NamedSharding(mpmd_mesh.unstack[0], P("fsdp")), mpmd_mesh=mpmd_mesh)
     assert array.groups == (0,) and array.is_fully_remote
     assert repr(array) == "MpmdArray(f32[4], P('fsdp',), groups=(0,), remote)"
 
 
-def test_a_value_stands_exactly_where_the_process_has_devices(value):
-    with pytest.raises(ValueError, match="Process 0 has devices of it, so value must be given; the sharding is Named"):
+def test_value_is_required_exactly_if_the_process_has_devices(value):
+    with pytest.raises(ValueError, match="Process 0 has devices of the sharding, so value must not be None; got Named"):
         MpmdArray((4, 2), jnp.float32, value.sharding)
-    with pytest.raises(ValueError, match="Process 0 has no device of it, so value must be None"):
+    with pytest.raises(ValueError, match="Process 0 has no device of the sharding, so value must be None"):
         MpmdArray((4, 2), jnp.float32, remote_sharding(), value)
     MpmdArray((4, 2), jnp.float32, remote_sharding(process=2))
-    with pytest.raises(ValueError, match="Process 1 has devices of it"):
+    with pytest.raises(ValueError, match="Process 1 has devices of the sharding"):
         MpmdArray((4, 2), jnp.float32, remote_sharding(process=1))
 
 
-def test_a_value_of_another_shape_dtype_or_layout(value):
+def test_a_value_with_another_shape_dtype_or_layout_raises(value):
     with pytest.raises(ValueError, match=r"its shape is \(4, 2\), not \(2, 4\); its dtype is float32, not int32"):
         MpmdArray((2, 4), jnp.int32, value.sharding, value)
     other = NamedSharding(value.sharding.mesh, P(None, "fsdp"))
     with pytest.raises(ValueError, match=r"its sharding is .*'fsdp',.*, not .*None, 'fsdp'"):
         MpmdArray((4, 2), jnp.float32, other, value)
-    same = NamedSharding(value.sharding.mesh, P(("pp", "fsdp"), None))  # another name for the same layout
+    same = NamedSharding(value.sharding.mesh, P(("pp", "fsdp"), None))  # an equivalent spec
     assert MpmdArray((4, 2), jnp.float32, same, value).sharding == same
 
 
@@ -173,13 +173,13 @@ def test_local_and_remote_devices_and_shardings(value):
         assert is_fully_local_sharding(sharding) == fully_local
         assert is_fully_remote_sharding(sharding) == fully_remote
     assert not is_fully_remote_array(value)
-    nowhere = NamedSharding(create_mesh().abstract_mesh, P())
-    for question in (is_fully_local_sharding, is_fully_remote_sharding):
+    abstract = NamedSharding(create_mesh().abstract_mesh, P())
+    for predicate in (is_fully_local_sharding, is_fully_remote_sharding):
         with pytest.raises(ValueError, match="AbstractMesh"):
-            question(nowhere)
+            predicate(abstract)
 
 
-def test_as_jax_array_takes_what_jax_takes(value):
+def test_as_jax_array_accepts_array_likes(value):
     assert as_jax_array(value) is value
     for plain in (1.5, np.arange(3), [1, 2]):
         array = as_jax_array(plain)

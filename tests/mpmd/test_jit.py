@@ -1,4 +1,4 @@
-"""mpmd.jit: where a program runs, what the other processes get, and what it refuses."""
+"""mpmd.jit: where a program runs, its outputs in other processes, and its errors."""
 
 import functools
 import inspect
@@ -29,7 +29,7 @@ def here(mpmd_mesh):
 
 @pytest.fixture
 def there():
-    """On two devices of process 1, as process 0 sees it."""
+    """On two devices of process 1, from the view of process 0."""
     return NamedSharding(seen_from(0, [1, 1], (1, 2)), P("fsdp"))
 
 
@@ -42,14 +42,14 @@ def remote(sharding, shape=(8,), dtype=jnp.float32):
     return MpmdArray(shape, dtype, sharding)
 
 
-def test_it_runs_where_its_inputs_live(mpmd_mesh, here, x):
-    whole = NamedSharding(here.mesh, P())
-    step = mpmd.jit(lambda x, w: (x * w, jnp.sum(x)), out_shardings=(here, whole))
+def test_a_program_runs_on_the_devices_of_its_inputs(mpmd_mesh, here, x):
+    replicated = NamedSharding(here.mesh, P())
+    step = mpmd.jit(lambda x, w: (x * w, jnp.sum(x)), out_shardings=(here, replicated))
     with mpmd_mesh:
         scaled, total = step(x, jax.device_put(jnp.full(8, 2.0), here))
     assert isinstance(scaled, MpmdArray) and isinstance(total, MpmdArray)
     assert scaled.jax_array.devices() == set(mpmd_mesh.unstack[1].devices.flat)
-    assert (scaled.sharding, total.sharding, scaled.groups) == (here, whole, (1,))
+    assert (scaled.sharding, total.sharding, scaled.groups) == (here, replicated, (1,))
     assert np.array_equal(scaled, 2 * np.arange(8)) and np.asarray(total) == 28
 
 
@@ -59,7 +59,7 @@ def test_groups_come_from_the_inputs_or_the_context(mpmd_mesh, here, x):
         y = mpmd.device_put(x, here)
         assert step(x).groups == (1,)
     assert step(y).groups == (1,)
-    with pytest.raises(ValueError, match="No MpmdMesh numbers"):
+    with pytest.raises(ValueError, match="This array has no MpmdMesh"):
         step(x).groups  # noqa: B018
 
 
@@ -67,10 +67,12 @@ def test_inputs_of_every_kind(here, x):
     step = mpmd.jit(lambda a, b, c: a + b["p"] + b["q"] + c, out_shardings=here)
     inputs = {"p": np.ones(8, np.float32), "q": jax.device_put(jnp.ones(8), here)}
     assert np.array_equal(step(x, inputs, 3), np.arange(8) + 5)
-    assert np.array_equal(step(jnp.zeros(8), {"p": 1.0, "q": True}, c=1), [3] * 8)  # nothing committed: where it goes
+    assert np.array_equal(
+        step(jnp.zeros(8), {"p": 1.0, "q": True}, c=1), [3] * 8
+    )  # nothing is committed: runs on the output devices
 
 
-def test_without_inputs_it_runs_where_its_outputs_live(here, there):
+def test_without_inputs_a_program_runs_on_the_devices_of_its_outputs(here, there):
     make = functools.partial(mpmd.jit, lambda: jnp.arange(8.0))
     assert np.array_equal(make(out_shardings=here)(), np.arange(8))
     assert make(out_shardings=there)().is_fully_remote
@@ -93,7 +95,7 @@ def test_keyword_static_and_donated_arguments(here, x):
     assert np.array_equal(last, np.arange(8) ** 3)
 
 
-def test_static_arguments_reach_the_function_as_they_are(here, there):
+def test_static_arguments_are_passed_unchanged(here, there):
     class Config(tuple):
         __slots__ = ()
 
@@ -114,29 +116,34 @@ def test_out_shardings_may_be_a_prefix(here, there):
     def step(x):
         return {"a": [x, x + 1, None], "b": (jnp.sum(x), {})}
 
-    for home in (here, there):
-        x = mpmd.device_put(np.arange(8, dtype=np.float32), home)
-        whole = NamedSharding(home.mesh, P())
-        full = {"a": [home, whole, None], "b": (whole, {})}
-        for prefix in (whole, {"a": whole, "b": (whole, {})}, {"a": [home, whole, None], "b": whole}, full):
+    for sharded in (here, there):
+        x = mpmd.device_put(np.arange(8, dtype=np.float32), sharded)
+        replicated = NamedSharding(sharded.mesh, P())
+        full = {"a": [sharded, replicated, None], "b": (replicated, {})}
+        for prefix in (
+            replicated,
+            {"a": replicated, "b": (replicated, {})},
+            {"a": [sharded, replicated, None], "b": replicated},
+            full,
+        ):
             got = mpmd.jit(step, out_shardings=prefix)(x)
             assert jax.tree.structure(got) == jax.tree.structure(step(jnp.ones(8)))
-            expected = home if isinstance(prefix, dict) and isinstance(prefix["a"], list) else whole
+            expected = sharded if isinstance(prefix, dict) and isinstance(prefix["a"], list) else replicated
             assert got["a"][0].sharding == expected
-            assert [array.sharding for array in (got["a"][1], got["b"][0])] == [whole, whole]
+            assert [array.sharding for array in (got["a"][1], got["b"][0])] == [replicated, replicated]
             assert [array.shape for array in jax.tree.leaves(got)] == [(8,), (8,), ()]
 
 
-def test_out_shardings_that_are_no_prefix(here, there):
-    for home in (here, there):
-        x = mpmd.device_put(np.arange(8, dtype=np.float32), home)
+def test_out_shardings_that_are_not_a_prefix_raise(here, there):
+    for sharded in (here, there):
+        x = mpmd.device_put(np.arange(8, dtype=np.float32), sharded)
         with pytest.raises(ValueError, match=r"out_shardings.*"):
-            mpmd.jit(lambda x: {"a": x}, out_shardings=(home,))(x)
+            mpmd.jit(lambda x: {"a": x}, out_shardings=(sharded,))(x)
         with pytest.raises(ValueError, match=r"out_shardings has None for output \[1\]\['b'\], \[2\]"):
-            mpmd.jit(lambda x: (x, {"a": None, "b": x}, x), out_shardings=(home, None, None))(x)
+            mpmd.jit(lambda x: (x, {"a": None, "b": x}, x), out_shardings=(sharded, None, None))(x)
 
 
-def test_a_missing_sharding_is_found_before_anything_is_donated(here, x):
+def test_a_missing_sharding_raises_before_inputs_are_donated(here, x):
     with pytest.raises(ValueError, match="None for output"):
         mpmd.jit(lambda x: (x, x + 1), out_shardings=(here, None), donate_argnums=0)(x)
     assert not x.jax_array.is_deleted()
@@ -145,8 +152,8 @@ def test_a_missing_sharding_is_found_before_anything_is_donated(here, x):
 @pytest.mark.parametrize(
     "nothing", [{}, {"out_shardings": None}, {"out_shardings": ()}, {"out_shardings": {"a": None}}]
 )
-def test_missing_out_shardings(nothing):
-    with pytest.raises(ValueError, match=r"mpmd.jit\(step\): out_shardings is missing\..*where the outputs live"):
+def test_missing_out_shardings_raise(nothing):
+    with pytest.raises(ValueError, match=r"mpmd.jit\(step\): out_shardings is missing\..*where the outputs are placed"):
 
         def step(x):
             return x
@@ -154,19 +161,21 @@ def test_missing_out_shardings(nothing):
         mpmd.jit(step, **nothing)
 
 
-def test_out_shardings_of_another_type(here):
-    with pytest.raises(ValueError, match=r"out_shardings\['a'\] is P\('fsdp',\), out_shardings\['b'\] is 'fsdp'\. For"):
+def test_out_shardings_of_another_type_raise(here):
+    with pytest.raises(
+        ValueError, match=r"out_shardings\['a'\] is P\('fsdp',\), out_shardings\['b'\] is 'fsdp'\. Instead of"
+    ):
         mpmd.jit(lambda x: x, out_shardings={"a": P("fsdp"), "b": "fsdp", "c": here})
 
 
-def test_out_shardings_in_two_places(mpmd_mesh, here):
+def test_out_shardings_on_different_devices_raise(mpmd_mesh, here):
     other = NamedSharding(mpmd_mesh.unstack[0], P("fsdp"))
     message = r"out_shardings\[0\] on devices 4, 5, 6, 7 of process 0; out_shardings\[1\] on devices 0, 1, 2, 3 of"
     with pytest.raises(ValueError, match=message):
         mpmd.jit(lambda x: (x, x), out_shardings=(here, other))
 
 
-def test_all_remote_inputs_are_named(here, there, x):
+def test_the_error_names_all_remote_inputs(here, there, x):
     def step(params, batch, *rest, scale, **more):
         return batch
 
@@ -174,20 +183,20 @@ def test_all_remote_inputs_are_named(here, there, x):
     program = mpmd.jit(step, out_shardings=here)
     found = (
         "found params['b'][0], params['w'], rest[1], scale, more['extra'] on remote devices 100, 101 of process 1; "
-        "params['b'][1], batch, out_shardings on devices 4, 5, 6, 7 of process 0. Bring the inputs"
+        "params['b'][1], batch, out_shardings on devices 4, 5, 6, 7 of process 0. Transfer the inputs"
     )
     with pytest.raises(ValueError, match=r"mpmd.jit\(step\): .*" + re.escape(found)):
         program(params, x, 1.0, remote(there), scale=remote(there), extra=remote(there))
 
 
-def test_remote_inputs_for_local_outputs_and_back(here, there, x):
+def test_remote_inputs_with_local_outputs_and_the_reverse_raise(here, there, x):
     with pytest.raises(ValueError, match=r"found x on remote devices .*; out_shardings on devices 4"):
         mpmd.jit(lambda x: x, out_shardings=here)(remote(there))
     with pytest.raises(ValueError, match=r"found out_shardings on remote devices .*; x on devices 4"):
         mpmd.jit(lambda x: x, out_shardings=there)(x)
 
 
-def test_inputs_of_two_groups_of_one_process(mpmd_mesh, here, x):
+def test_inputs_on_two_groups_of_one_process_raise(mpmd_mesh, here, x):
     elsewhere = mpmd.device_put(x, NamedSharding(mpmd_mesh.unstack[0], P("fsdp")))
     with pytest.raises(
         ValueError, match=r"found x, out_shardings on devices 4.*; y\[0\], y\[1\] on devices 0, 1, 2, 3"
@@ -195,28 +204,30 @@ def test_inputs_of_two_groups_of_one_process(mpmd_mesh, here, x):
         mpmd.jit(lambda x, y: x, out_shardings=here)(x, [elsewhere, elsewhere.jax_array])
 
 
-def test_remote_outputs_know_shape_dtype_and_sharding(there):
-    whole = NamedSharding(there.mesh, P())
+def test_remote_outputs_have_shape_dtype_and_sharding(there):
+    replicated = NamedSharding(there.mesh, P())
     mpmd_mesh = MpmdMesh(seen_from(0, [0, 0, 1, 1], (2, 2)), "pp")
     with mpmd_mesh:
         x = mpmd.device_put(np.zeros((8, 2), np.float32), NamedSharding(mpmd_mesh.unstack[1], P("fsdp")))
-    there, whole = x.sharding, NamedSharding(mpmd_mesh.unstack[1], P())
+    there, replicated = x.sharding, NamedSharding(mpmd_mesh.unstack[1], P())
     y, loss, n = mpmd.jit(
-        lambda x, k: (x.astype(jnp.bfloat16).T, jnp.sum(x), k), out_shardings=(whole, whole, whole), static_argnums=1
+        lambda x, k: (x.astype(jnp.bfloat16).T, jnp.sum(x), k),
+        out_shardings=(replicated, replicated, replicated),
+        static_argnums=1,
     )(x, 7)
-    assert (y.shape, y.dtype, y.sharding, y.groups) == ((2, 8), jnp.bfloat16, whole, (1,))
+    assert (y.shape, y.dtype, y.sharding, y.groups) == ((2, 8), jnp.bfloat16, replicated, (1,))
     assert (loss.shape, loss.dtype, n.dtype, n.weak_type) == ((), jnp.float32, jnp.int32, True)
     assert all(array.is_fully_remote and array.block_until_ready() is array for array in (y, loss, n))
 
 
-def test_both_sides_agree_on_dtypes_of_weakly_typed_arrays(here, there):
-    """A process that only traces must find the dtype that the others compute."""
+def test_all_processes_infer_the_same_dtype_from_weakly_typed_arrays(here, there):
+    """A process that only traces must infer the dtype that the other processes compute."""
     dtypes = []
-    for home in (here, there):
-        whole = NamedSharding(home.mesh, P())
-        weak = mpmd.jit(lambda: 2.0, out_shardings=whole)()
-        half = mpmd.device_put(np.ones(8, jnp.bfloat16), home)
-        product = mpmd.jit(lambda a, b: a * b, out_shardings=whole)(weak, half)
+    for sharded in (here, there):
+        replicated = NamedSharding(sharded.mesh, P())
+        weak = mpmd.jit(lambda: 2.0, out_shardings=replicated)()
+        half = mpmd.device_put(np.ones(8, jnp.bfloat16), sharded)
+        product = mpmd.jit(lambda a, b: a * b, out_shardings=replicated)(weak, half)
         dtypes.append((weak.weak_type, product.dtype, product.weak_type))
     assert dtypes[0] == dtypes[1] == (True, jnp.bfloat16, False)
 
@@ -253,7 +264,7 @@ def test_a_local_program_is_traced_and_compiled_once(here, x, compilations):
     assert np.array_equal(x, np.arange(8) + 4)
 
 
-def test_the_function_keeps_its_face(here):
+def test_the_program_keeps_name_docstring_and_signature(here):
     def step(x: int) -> int:
         """Steps."""
         return x
@@ -264,17 +275,17 @@ def test_the_function_keeps_its_face(here):
     assert mpmd.jit(functools.partial(step), out_shardings=here)(np.ones(8)).shape == (8,)
 
 
-def test_errors_of_the_function_pass_through(here, x):
+def test_errors_of_the_function_propagate(here, x):
     def step(x):
-        raise ValueError("mine")
+        raise ValueError("custom")
 
-    with pytest.raises(ValueError, match=r"^mine\b"):
+    with pytest.raises(ValueError, match=r"^custom\b"):
         mpmd.jit(step, out_shardings=here)(x)
     with pytest.raises(TypeError, match="missing"):
         mpmd.jit(lambda x, y: x, out_shardings=here)(x)
 
 
-def test_not_inside_a_trace(here):
+def test_calling_a_program_inside_a_trace_raises(here):
     program = mpmd.jit(lambda x: x, out_shardings=here)
     with pytest.raises(ValueError, match=r"inside a trace.*inside a trace call the function itself"):
         jax.jit(program)(jnp.ones(8))

@@ -1,4 +1,4 @@
-"""MpmdMesh: groups, submeshes, what belongs to which process."""
+"""MpmdMesh: groups, submeshes, and which process owns which group."""
 
 import copy
 import itertools
@@ -38,12 +38,12 @@ def test_groups_are_the_slices_along_the_axis(mpmd_mesh):
     assert mpmd_mesh.mpmd_idx_for_mesh is mpmd_mesh.mpmd_idx_for_mesh
 
 
-def test_a_changed_list_of_groups_changes_no_mesh(mpmd_mesh):
+def test_changing_the_returned_list_does_not_change_the_mesh(mpmd_mesh):
     mpmd_mesh.unstack.clear()
     assert len(mpmd_mesh.unstack) == 2
 
 
-def test_devices_know_their_place(mpmd_mesh):
+def test_devices_map_to_coordinates_and_groups(mpmd_mesh):
     devices = mpmd_mesh.jax_mesh.devices
     assert len(mpmd_mesh.device_coords) == 8
     for coords in itertools.product(range(2), repeat=3):
@@ -60,17 +60,17 @@ def test_axis_types_are_kept():
     assert mpmd_mesh.mpmd_submesh([0]).jax_mesh.axis_types == types
     assert mpmd_mesh.lowering_mesh().axis_types == types
     one = jax.device_put(jnp.arange(4.0), NamedSharding(mpmd_mesh.unstack[1], P("tp")))
-    assert jax.typeof(one).sharding.spec == P("tp")  # Explicit: the type of a real array knows its axes
+    assert jax.typeof(one).sharding.spec == P("tp")  # Explicit axes are part of the array's type
 
 
-def test_one_spec_serves_every_group(mpmd_mesh):
+def test_one_spec_is_valid_on_every_group(mpmd_mesh):
     for group in mpmd_mesh.unstack:
         array = jax.device_put(jnp.arange(8.0).reshape(4, 2), NamedSharding(group, P(("pp", "dp"), "tp")))
         assert array.sharding.device_set == set(group.devices.flat)
         assert array.sharding.shard_shape(array.shape) == (2, 1)
 
 
-def test_a_group_mesh_is_the_same_object_for_equal_mpmd_meshes(mpmd_mesh):
+def test_equal_mpmd_meshes_have_identical_group_meshes(mpmd_mesh):
     again = MpmdMesh(mpmd_mesh.jax_mesh, "pp")
     assert again == mpmd_mesh and hash(again) == hash(mpmd_mesh)
     assert [id(group) for group in again.unstack] == [id(group) for group in mpmd_mesh.unstack]
@@ -78,13 +78,13 @@ def test_a_group_mesh_is_the_same_object_for_equal_mpmd_meshes(mpmd_mesh):
     assert len({mpmd_mesh, again, MpmdMesh(mpmd_mesh.jax_mesh, "dp")}) == 2
 
 
-def test_it_is_frozen(mpmd_mesh):
+def test_an_mpmd_mesh_is_frozen(mpmd_mesh):
     with pytest.raises(AttributeError):
         mpmd_mesh.mpmd_axis_name = "dp"
 
 
-def test_it_survives_a_copy(mpmd_mesh):
-    mpmd_mesh.unstack  # noqa: B018 - filled caches must not hinder a copy
+def test_an_mpmd_mesh_can_be_copied(mpmd_mesh):
+    mpmd_mesh.unstack  # noqa: B018 - filled caches must not prevent a copy
     assert copy.copy(mpmd_mesh) == mpmd_mesh
 
 
@@ -92,14 +92,14 @@ def test_repr_names_axes_and_groups(mpmd_mesh):
     assert repr(mpmd_mesh) == "MpmdMesh(dp:2,pp:2,tp:2, groups along pp)"
 
 
-def test_an_unknown_axis_is_refused_at_once(mpmd_mesh):
-    with pytest.raises(ValueError, match=r"'stage' is no axis of the mesh dp:2,pp:2,tp:2\. Name one"):
+def test_an_unknown_axis_raises_on_construction(mpmd_mesh):
+    with pytest.raises(ValueError, match=r"'stage' is not an axis of the mesh dp:2,pp:2,tp:2\. Use one"):
         MpmdMesh(mpmd_mesh.jax_mesh, "stage")
-    with pytest.raises(ValueError, match=r"must be a jax.sharding.Mesh, which holds devices; got AbstractMesh"):
+    with pytest.raises(ValueError, match=r"must be a jax.sharding.Mesh, which has devices; got AbstractMesh"):
         MpmdMesh(mpmd_mesh.jax_mesh.abstract_mesh, "pp")
 
 
-def test_submeshes_take_groups_in_the_order_asked_for():
+def test_submeshes_keep_the_requested_order_of_groups():
     mpmd_mesh = MpmdMesh(create_mesh((4, 2), ("pp", "tp")), "pp")
     for indices in ([2, 0], (2, 0), (np.int64(2), 0)):
         part = mpmd_mesh.mpmd_submesh(indices)
@@ -120,7 +120,7 @@ def test_submeshes_take_groups_in_the_order_asked_for():
         (("0",), "list or tuple of integers"),
     ],
 )
-def test_submeshes_of_wrong_indices(mpmd_mesh, indices, message):
+def test_invalid_submesh_indices_raise(mpmd_mesh, indices, message):
     with pytest.raises(ValueError, match=message):
         mpmd_mesh.mpmd_submesh(indices)
 
@@ -128,7 +128,7 @@ def test_submeshes_of_wrong_indices(mpmd_mesh, indices, message):
 def test_one_process_owns_all_groups(mpmd_mesh):
     assert mpmd_mesh.my_mpmd_axis_indices == (0, 1)
     assert mpmd_mesh.lowering_mesh() is mpmd_mesh.unstack[0]
-    with pytest.raises(ValueError, match="one process, so none is its own"):
+    with pytest.raises(ValueError, match="requires several processes, but this process owns all groups"):
         mpmd_mesh.my_mpmd_axis_index  # noqa: B018
     with pytest.raises(ValueError, match=r"Use unstack\[i\]"):
         mpmd_mesh.my_mpmd_group_mesh  # noqa: B018
@@ -148,7 +148,7 @@ def test_the_context_is_a_stack(mpmd_mesh):
     assert current_mpmd_mesh() is None
 
 
-def test_the_context_belongs_to_a_thread(mpmd_mesh):
+def test_the_context_is_local_to_a_thread(mpmd_mesh):
     other, seen = MpmdMesh(mpmd_mesh.jax_mesh, "dp"), []
 
     def work():
@@ -185,7 +185,10 @@ def test_a_process_with_several_groups():
     mpmd_mesh = MpmdMesh(seen_from(1, [0, 0, 1, 1]), "pp")
     assert mpmd_mesh.my_mpmd_axis_indices == (2, 3)
     assert mpmd_mesh.lowering_mesh() is mpmd_mesh.unstack[2]
-    with pytest.raises(ValueError, match=r"the groups 2, 3 of .*my_mpmd_axis_indices, here \(2, 3\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"exactly one group, but this process has the groups 2, 3 of .*my_mpmd_axis_indices, here \(2, 3\)",
+    ):
         mpmd_mesh.my_mpmd_axis_index  # noqa: B018
 
 
@@ -194,14 +197,14 @@ def test_a_process_with_no_group():
     assert mpmd_mesh.my_mpmd_axis_indices == ()
     with pytest.raises(ValueError, match="has no device of"):
         mpmd_mesh.my_mpmd_group_mesh  # noqa: B018
-    with pytest.raises(ValueError, match="nothing to lower"):
+    with pytest.raises(ValueError, match="cannot lower programs"):
         mpmd_mesh.lowering_mesh()
 
 
-def test_a_process_must_not_hold_parts_of_groups():
+def test_a_process_with_parts_of_several_groups_raises():
     message = (
         r"process 1 has device 101 of group 0, which processes 0, 1 share, device 102 of group 1, which processes 1, 2 "
-        r"share\. Choose the sizes"
+        r"share\. Choose axis sizes"
     )
     with pytest.raises(ValueError, match=message):
         MpmdMesh(seen_from(0, [0, 1, 1, 2], (2, 2)), "pp")
@@ -221,16 +224,15 @@ class Owned:
 
 @given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4), min_size=1, max_size=5))
 @settings(max_examples=60, deadline=None)
-def test_ownership_is_refused_exactly_where_a_sharer_has_more(owners):
-    """The rule, process by process, in the words of the contract."""
+def test_ownership_raises_exactly_if_a_sharing_process_has_another_group(owners):
     fits = all(
-        all(set(group) == {process} for group in mine) or len(mine) == 1
+        all(set(group) == {process} for group in local) or len(local) == 1
         for process in {owner for group in owners for owner in group}
-        for mine in [[group for group in owners if process in group]]
+        for local in [[group for group in owners if process in group]]
     )
     groups = [[Owned(owner) for owner in group] for group in owners]
     if not fits:
-        with pytest.raises(ValueError, match="owns one or more whole groups"):
+        with pytest.raises(ValueError, match="must own one or more entire groups"):
             groups_of_processes(groups)
         return
     found = groups_of_processes(groups)

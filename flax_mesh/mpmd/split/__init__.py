@@ -1,1 +1,1 @@
-"""Splitting traced programs: by stage, by F, B and W, by group."""
+"""Splits traced programs: into stages, into F, B and W, and into groups."""

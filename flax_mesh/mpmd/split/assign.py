@@ -1,7 +1,25 @@
-"""The cut of a forward pass into pipeline stages, by forward labels.
+"""Assigns the equations of a traced forward pass to pipeline stages.
 
-A parameter of the layer called r-th carries rank r; an equation carries the largest rank among what it depends on, so
-that nothing can flow backwards. Stages are ranges of ranks.
+1. `label`: the parameters of the layer that is called r-th have rank r. An equation has the largest rank among its
+   dependencies, so it never depends on an equation of a later rank. Equations without a layer have a negative label.
+2. `balance`: stages are contiguous ranges of ranks.
+3. `settle`: equations without a layer are assigned to the first stage that uses them, except cheap ones that depend
+   only on the batch or only on parameters. Every stage that uses those computes its own copy, so they are not sent.
+4. `stage_programs`: what a stage receives from earlier stages is a minimum cut in bytes, see `min_cut.py`.
+
+Example: four layers w0..w3 in two stages, with an embedding e that is also the output projection.
+
+    equation                         depends on                 label       stage
+    mask = tokens > 0                tokens                     DATA        a copy in 0 and in 1
+    x0 = e[tokens]                   tokens, e                  OUTSIDE     0, the first that uses it
+    x1 = x0 + mask * tanh(x0 @ w0)   tokens, e, w0              0           0
+    x2 = x1 + mask * tanh(x1 @ w1)   tokens, e, w0, w1          1           0
+    x3 = x2 + mask * tanh(x2 @ w2)   tokens, e, w0, w1, w2      2           1
+    x4 = x3 + mask * tanh(x3 @ w3)   tokens, e, w0, ..., w3     3           1
+    t = bfloat16(e)                  e                          VARIABLES   a copy in 1
+    loss = sum(x4 @ t.T)             tokens, e, w0, ..., w3     3           1
+
+    stage 0: mask x0 x1 x2  -- x2 -->  stage 1: mask x3 x4 t loss
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -12,44 +30,45 @@ from jax.extend import core as jex
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd.split.jaxpr import Eqn, Program, Var, bodies, flops, is_var, num_bytes, variables
-from flax_mesh.mpmd.split.min_cut import cheapest_cut, to_make
+from flax_mesh.mpmd.split.min_cut import minimum_cut, recomputed
 
-# Labels of what depends on no layer: on nothing at all, on variables of the model alone, on the batch alone, on both.
+# Labels of equations that depend on no layer: on no input, only on variables of the model, only on the batch, on both.
 CONSTANT, VARIABLES, DATA, OUTSIDE = -4, -3, -2, -1
-# Never made twice to save a transfer.
+# Primitives that are never repeated in a second stage to avoid a transfer.
 EXPENSIVE = {"dot_general", "conv_general_dilated", "scan", "while", "cond", "checkpoint", "sort", "shard_map", "top_k"}
 
-mark_p = jex.Primitive("layer_mark")  # identity on the outputs of the call number `call` of a layer
+mark_p = jex.Primitive("layer_mark")  # identity on the outputs of layer call number `call`
 mark_p.multiple_results = True
 mark_p.def_abstract_eval(lambda *avals, call: list(avals))
 mark_p.def_impl(lambda *values, call: list(values))
 
 
 class CutError(ConfigError):
-    """The model cannot be cut as asked."""
+    """The model cannot be split into stages as requested."""
 
 
 class StageProgram(NamedTuple):
-    """One stage of a traced loss function: its forward pass F, and once differentiated its backward pass, B and W.
+    """One stage of a traced loss function: the forward program F and, once differentiated, the backward programs B, W.
 
-    `arguments` names the inputs of these programs: of F the values of `inputs` and of what is received; of B and W also
-    cotangents, residuals (made by F) and the carry from B to W. Each program takes those that it uses.
+    `arguments` are the groups of inputs of these programs: for F, the values of `inputs` and `received`; for B and W
+    also the cotangents, the residuals that F stores, and the values that B passes on to W. Each program takes only the
+    arguments that it uses.
     """
 
-    inputs: tuple[int, ...]  # positions among the inputs of the loss function's program
-    received: tuple[Var, ...]  # its variables that earlier stages make
-    sent: tuple[Var, ...]  # those that are made here for later stages
-    outputs: tuple[int, ...]  # positions among its outputs of what is made here
+    inputs: tuple[int, ...]  # positions in the inputs of the loss function's program
+    received: tuple[Var, ...]  # activations from earlier stages
+    sent: tuple[Var, ...]  # activations for later stages
+    outputs: tuple[int, ...]  # positions in the outputs of the loss function's program
     arguments: tuple[tuple[Var, ...], ...]
-    forward: Program  # -> sent, outputs, residuals
-    backward: Program | None = None  # -> gradients of floats_in, those of trained unless there is a W, carry
-    weights: Program | None = None  # -> gradients of trained
-    trained: tuple[int, ...] = ()  # those of `inputs` that are differentiated
-    floats_in: tuple[int, ...] = ()  # indices into `received` of what is differentiated
-    floats_out: tuple[int, ...] = ()  # indices into `sent` of what has a cotangent
+    forward: Program  # returns sent, outputs, residuals
+    backward: Program | None = None  # returns gradients of floats_in, gradients of trained unless W does, inputs of W
+    weights: Program | None = None  # returns gradients of trained
+    trained: tuple[int, ...] = ()  # the `inputs` that are differentiated
+    floats_in: tuple[int, ...] = ()  # indices into `received`: the ones that have a gradient
+    floats_out: tuple[int, ...] = ()  # indices into `sent`: the ones that have a cotangent
 
     def call(self, program: Program, *values: Sequence[Any]) -> list[Any]:
-        """The outputs of F, B or W for the values of `arguments`, in groups as there; later groups may be left out."""
+        """Evaluate F, B or W. `values` has one sequence per group of `arguments`; trailing groups may be omitted."""
         known: dict[Var, Any] = {}
         for names, given in zip(self.arguments, values, strict=False):
             known |= zip(names, given, strict=True)
@@ -57,10 +76,10 @@ class StageProgram(NamedTuple):
 
 
 def layer_order(program: Program, layer_of: Mapping[Var, Any], data: Iterable[Var]) -> list[Any]:
-    """Layers, anything that sorts, in the order of their first use: the first equation that mixes one with the batch.
+    """The layers, as sortable keys, in the order of their first use: the first equation on a layer and the batch.
 
-    A loss may add up the weights of all layers before it calls the model: these sums are no use. Layers that never meet
-    the batch come last.
+    Equations on parameters alone are not a use, because a loss may compute the norm of all weights before it calls the
+    model. Layers that are never combined with the batch come last.
     """
     mixed = set(data)
     layers: dict[Var, frozenset[Any]] = {v: frozenset([layer]) for v, layer in layer_of.items()}
@@ -78,21 +97,25 @@ def layer_order(program: Program, layer_of: Mapping[Var, Any], data: Iterable[Va
 
 
 def label(program: Program, rank_of: Mapping[Var, int], num_ranks: int) -> list[int]:
-    """The rank of every equation, or its label below 0. `rank_of` holds that of every input."""
+    """The rank of every equation, or its negative label. `rank_of` contains the rank or label of every input."""
     known, labels = dict(rank_of), []
     for eqn in program.eqns:
         among = {known.get(v, CONSTANT) for v in variables(eqn.invars)}
         rank = OUTSIDE if max(among, default=CONSTANT) == DATA and VARIABLES in among else max(among, default=CONSTANT)
+        # A mark is the last equation of its call: everything that uses its outputs belongs to the next call.
         if eqn.primitive is mark_p:
             rank = max(rank, eqn.params["call"])
         labels.append(rank)
         after = min(rank + 1, num_ranks - 1) if eqn.primitive is mark_p else rank
         known |= dict.fromkeys(eqn.outvars, after)
-    return _with_marked(program, labels)
+    return _label_before_marks(program, labels)
 
 
-def _with_marked(program: Program, labels: Sequence[int]) -> list[int]:
-    """What is OUTSIDE and feeds marks belongs to the first of these calls: shared parameters carry no rank."""
+def _label_before_marks(program: Program, labels: Sequence[int]) -> list[int]:
+    """`labels` where an OUTSIDE equation that leads to marks has the number of the first of these calls.
+
+    Parameters of a layer that is called several times have no rank, so the equations of its first call are OUTSIDE.
+    """
     found, feeds = list(labels), {}
     for i in reversed(range(len(found))):
         eqn = program.eqns[i]
@@ -106,7 +129,7 @@ def _with_marked(program: Program, labels: Sequence[int]) -> list[int]:
 
 
 def costs(program: Program, labels: Sequence[int], num_ranks: int) -> list[int]:
-    """FLOPs of the forward pass by rank, the first and last with what precedes and follows the layers."""
+    """FLOPs of the forward pass per rank. The first rank includes equations before the layers, the last those after."""
     found = [0] * num_ranks
     for eqn, rank in zip(program.eqns, labels, strict=True):
         found[max(rank, 0)] += flops(eqn)
@@ -114,19 +137,20 @@ def costs(program: Program, labels: Sequence[int], num_ranks: int) -> list[int]:
 
 
 def balance(weights: Sequence[int], num_stages: int) -> list[int]:
-    """Boundaries [0, ..., len(weights)] of `num_stages` ranges, none empty, whose heaviest is as light as can be.
+    """Boundaries [0, ..., len(weights)] of `num_stages` non-empty ranges that minimize the weight of the heaviest one.
 
-    Exact, by dynamic programming over (stages, layers).
+    Exact, by dynamic programming over (stages, layers): best[end] is the minimum for the first `stage` stages when they
+    contain the first `end` layers.
     """
     total = [*accumulate(weights, initial=0)]
     best = {0: (0, [0])}
     for stage in range(1, num_stages + 1):
-        # The stages that follow need a layer each; behind the last nothing may be left.
+        # Each later stage needs at least one layer, and the last stage must end at the last layer.
         ends = range(stage, len(weights) - (num_stages - stage) + 1) if stage < num_stages else [len(weights)]
         best = {
             end: min(
-                (max(worst, total[end] - total[start]), [*cut, end])
-                for start, (worst, cut) in best.items()
+                (max(heaviest, total[end] - total[start]), [*bounds, end])
+                for start, (heaviest, bounds) in best.items()
                 if start < end
             )
             for end in ends
@@ -151,103 +175,114 @@ def drop_marks(program: Program, labels: Sequence[int]) -> tuple[Program, list[i
 def settle(
     program: Program, stages: Sequence[int], num_stages: int, updates: Mapping[int, int]
 ) -> tuple[list[int], list[int | None]]:
-    """(stage of every equation, stage that makes every output).
+    """Assign the equations without a layer. Returns (stage of every equation, stage that returns every output).
 
-    OUTSIDE equations go to their first user, and so do expensive ones and those with effects of the labels below. What
-    is cheap keeps its label: whoever needs it makes it, be it a mask or the cast of a tied weight. Output 0, the loss,
-    is made by the last stage. `updates` maps the position of an output to that of the input whose new value it is.
-    None: an output that is an input or a literal.
+    OUTSIDE equations are assigned to the first stage that uses them. So are equations with a lower label that are
+    expensive or have effects. Cheap ones, such as a mask or the cast of a tied weight, keep their label: every stage
+    that needs them computes them. Output 0, the loss, is returned by the last stage. The stage of an output that is an
+    input or a literal is None. `updates` maps positions of outputs to the inputs whose new values they are.
     """
-    homes = _output_homes(program, num_stages, _update_homes(program, stages, num_stages, updates))
-    settled, _ = _first_uses(program, stages, num_stages, homes)
-    makers = {v: stage for eqn, stage in zip(program.eqns, settled, strict=True) for v in eqn.outvars}
+    targets = _output_stages(program, num_stages, _update_stages(program, stages, num_stages, updates))
+    settled, _ = _first_uses(program, stages, num_stages, targets)
+    stage_of = {v: stage for eqn, stage in zip(program.eqns, settled, strict=True) for v in eqn.outvars}
     return settled, [
-        None if home is None else home if makers.get(atom, CONSTANT) < 0 or at == 0 else makers[atom]
-        for at, (atom, home) in enumerate(zip(program.outputs, homes, strict=True))
+        None if target is None else target if stage_of.get(atom, CONSTANT) < 0 or at == 0 else stage_of[atom]
+        for at, (atom, target) in enumerate(zip(program.outputs, targets, strict=True))
     ]
 
 
 def stage_programs(
-    program: Program, stages: Sequence[int], makers: Sequence[int | None], num_stages: int, is_data: Sequence[bool]
+    program: Program,
+    stages: Sequence[int],
+    output_stages: Sequence[int | None],
+    num_stages: int,
+    is_data: Sequence[bool],
 ) -> tuple[StageProgram, ...]:
-    """The stages of a settled program. `is_data` tells of every input whether it belongs to the batch."""
+    """The stages of a program, from the results of `settle`. `is_data` marks the inputs that belong to the batch."""
     producer = {v: i for i, eqn in enumerate(program.eqns) for v in eqn.outvars}
     position = {v: i for i, v in enumerate(program.inputs)}
-    outputs = [tuple(at for at, maker in enumerate(makers) if maker == stage) for stage in range(num_stages)]
+    outputs = [tuple(at for at, owner in enumerate(output_stages) if owner == stage) for stage in range(num_stages)]
     received: list[tuple[Var, ...]] = []
-    indices: list[list[int]] = []  # of the equations
+    indices: list[list[int]] = []  # equations of every stage
     sent: list[dict[Var, None]] = [{} for _ in range(num_stages)]
     for stage in range(num_stages):
         own = [i for i, s in enumerate(stages) if s == stage]
-        wanted = [v for i in own for v in program.eqns[i].invars] + [program.outputs[at] for at in outputs[stage]]
-        copies, needed = _gather(program, wanted, stages, stage, producer, position)
-        needed, again = _crossing(program, needed, stages, producer, position, is_data)
-        received.append(tuple(needed))
-        indices.append(sorted({*own, *copies, *again}))
-        for v in needed:
+        required = [v for i in own for v in program.eqns[i].invars] + [program.outputs[at] for at in outputs[stage]]
+        copies, crossing = _copies_and_crossing(program, required, stages, stage, producer, position)
+        activations, repeated = _stage_boundary(program, crossing, stages, producer, position, is_data)
+        received.append(tuple(activations))
+        indices.append(sorted({*own, *copies, *repeated}))
+        for v in activations:
             sent[stages[producer[v]]][v] = None
     found = []
     for stage in range(num_stages):
         eqns = tuple(program.eqns[i] for i in indices[stage])
-        made = [program.outputs[at] for at in outputs[stage]]
-        used = {*variables(atom for eqn in eqns for atom in eqn.invars), *variables(made)}
+        results = [program.outputs[at] for at in outputs[stage]]
+        used = {*variables(atom for eqn in eqns for atom in eqn.invars), *variables(results)}
         inputs = tuple(sorted(position[v] for v in used if v in position))
         arguments = tuple(program.inputs[at] for at in inputs), received[stage]
-        forward = Program(eqns, (*arguments[0], *arguments[1]), (*sent[stage], *made), program.consts)
+        forward = Program(eqns, (*arguments[0], *arguments[1]), (*sent[stage], *results), program.consts)
         found.append(StageProgram(inputs, received[stage], tuple(sent[stage]), outputs[stage], arguments, forward))
     return tuple(found)
 
 
-def _update_homes(
+def _update_stages(
     program: Program, stages: Sequence[int], num_stages: int, updates: Mapping[int, int]
 ) -> dict[int, int | None]:
-    """The stage in which every variable changes: where something else reads it, else where the new value is made of."""
-    homes: dict[int, int | None] = dict.fromkeys(updates)
-    while True:  # the new value of one may read another
-        settled, use = _first_uses(program, stages, num_stages, _output_homes(program, num_stages, homes))
-        read = {out: use.get(program.inputs[at]) for out, at in updates.items() if homes[out] is None}
-        homes |= read
-        if not any(home is not None for home in read.values()):
+    """The stage that updates every variable that changes, such as a batch statistic.
+
+    It is the first stage in which anything else reads the old value, so that one stage both reads and stores it. A
+    variable that nothing else reads is updated in the last stage that its new value depends on.
+    """
+    found: dict[int, int | None] = dict.fromkeys(updates)
+    while True:  # until nothing changes: the new value of one variable may read another variable
+        settled, use = _first_uses(program, stages, num_stages, _output_stages(program, num_stages, found))
+        read = {out: use.get(program.inputs[at]) for out, at in updates.items() if found[out] is None}
+        found |= read
+        if not any(stage is not None for stage in read.values()):
             break
-    made = {
+    stage_of = {
         v: settled[i]
         for i, eqn in enumerate(program.eqns)
         if stages[i] >= 0 or any(out in use for out in eqn.outvars)
         for v in eqn.outvars
     }
     producer = {v: eqn for eqn in program.eqns for v in eqn.outvars}
-    for out in (out for out, home in homes.items() if home is None):
-        homes[out], todo, seen = 0, [program.outputs[out]], set()
+    for out in (out for out, stage in found.items() if stage is None):
+        found[out], todo, seen = 0, [program.outputs[out]], set()
         while todo:
             v = todo.pop()
             if not is_var(v) or v in seen:
                 continue
             seen.add(v)
-            if v in made:
-                homes[out] = max(homes[out] or 0, made[v])
+            if v in stage_of:
+                found[out] = max(found[out] or 0, stage_of[v])
             elif v in producer:
                 todo += producer[v].invars
-    return homes
+    return found
 
 
-def _output_homes(program: Program, num_stages: int, homes: Mapping[int, int | None]) -> list[int | None]:
-    """The stage in which every output is wanted, that of `homes` or the last; None where no equation makes it. The loss
-    is made in every case."""
-    made = {v for eqn in program.eqns for v in eqn.outvars}
+def _output_stages(program: Program, num_stages: int, known: Mapping[int, int | None]) -> list[int | None]:
+    """The stage that returns every output: `known`, else the last. None without an equation, except for the loss."""
+    computed = {v for eqn in program.eqns for v in eqn.outvars}
     return [
-        homes.get(at, num_stages - 1) if at == 0 or (is_var(atom) and atom in made) else None
+        known.get(at, num_stages - 1) if at == 0 or (is_var(atom) and atom in computed) else None
         for at, atom in enumerate(program.outputs)
     ]
 
 
 def _first_uses(
-    program: Program, stages: Sequence[int], num_stages: int, homes: Sequence[int | None]
+    program: Program, stages: Sequence[int], num_stages: int, targets: Sequence[int | None]
 ) -> tuple[list[int], dict[Var, int]]:
-    """Stages with every OUTSIDE or expensive DATA equation at its first user, and the first user of every variable."""
+    """Returns (stage of every equation, first stage that uses every variable).
+
+    OUTSIDE equations, and expensive equations with a lower label, are moved to the first stage that uses them. One pass
+    in reverse order is enough, because all uses of a variable come after the equation that computes it.
+    """
     settled, use = list(stages), {}
-    for atom, home in zip(program.outputs, homes, strict=True):
-        if is_var(atom) and home is not None:
-            use[atom] = min(use.get(atom, num_stages), home)
+    for atom, target in zip(program.outputs, targets, strict=True):
+        if is_var(atom) and target is not None:
+            use[atom] = min(use.get(atom, num_stages), target)
     for i in reversed(range(len(settled))):
         eqn = program.eqns[i]
         first = min((use[v] for v in eqn.outvars if v in use), default=None)
@@ -261,12 +296,12 @@ def _first_uses(
     return settled, use
 
 
-def _gather(program, wanted, stages, stage, producer, position) -> tuple[set[int], list[Var]]:
-    """Cheap equations that a stage makes for itself, and what it receives from earlier ones."""
+def _copies_and_crossing(program, required, stages, stage, producer, position) -> tuple[set[int], list[Var]]:
+    """The cheap equations of which a stage runs its own copy, and the values of earlier stages that it uses."""
     copies: set[int] = set()
-    received: list[Var] = []
+    crossing: list[Var] = []
     seen: set[Var] = set()
-    todo = list(wanted)
+    todo = list(required)
     while todo:
         v = todo.pop()
         if not is_var(v) or v in seen or v in position or v not in producer:
@@ -278,14 +313,19 @@ def _gather(program, wanted, stages, stage, producer, position) -> tuple[set[int
             todo.extend(program.eqns[i].invars)
         elif stages[i] != stage:
             if stages[i] > stage:
-                raise CutError(f"{v.aval} is made in stage {stages[i]} and used in stage {stage}, before it.")
-            received.append(v)
-    return copies, received
+                raise CutError(
+                    f"{v.aval} is computed in stage {stages[i]} but used in stage {stage}, which runs before it."
+                )
+            crossing.append(v)
+    return copies, crossing
 
 
-def _crossing(program, wanted, stages, producer, position, is_data) -> tuple[list[Var], set[int]]:
-    """The fewest bytes from which a stage makes what it wants of earlier ones, without parameters or anything
-    expensive; and the equations that it runs for that."""
+def _stage_boundary(program, required, stages, producer, position, is_data) -> tuple[list[Var], set[int]]:
+    """The fewest bytes to receive, and the equations to run again to compute the `required` values from them.
+
+    The stage repeats only cheap equations without effects. It does not repeat equations on parameters, because the
+    parameters of an earlier stage would then have to be sent as well.
+    """
 
     def parents(v: Var) -> list[Var] | None:
         if v in position:
@@ -298,14 +338,13 @@ def _crossing(program, wanted, stages, producer, position, is_data) -> tuple[lis
     def weight(v: Var) -> int | None:
         return num_bytes(v.aval) if v in producer and stages[producer[v]] >= 0 else None
 
-    chosen = cheapest_cut(wanted, parents, weight)
+    chosen = minimum_cut(required, parents, weight)
     received = [v for i in sorted({producer[v] for v in chosen}) for v in program.eqns[i].outvars if v in chosen]
-    again = {producer[v] for v in to_make(wanted, chosen, parents) if v in producer}
-    return received, again
+    return received, {producer[v] for v in recomputed(required, chosen, parents) if v in producer}
 
 
 def is_expensive(eqn: Eqn, names: Collection[str] = EXPENSIVE) -> bool:
-    """Whether it is one of `names`, or something inside it is."""
+    """Whether the primitive of the equation, or of one in its body, is one of `names`."""
     return eqn.primitive.name in names or any(is_expensive(e, names) for body in bodies(eqn) for e in body.eqns)
 
 

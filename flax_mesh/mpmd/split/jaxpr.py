@@ -1,4 +1,4 @@
-"""Jaxprs as material: every call into JAX's half-public interpreter that the pipeline needs is in this file."""
+"""Evaluates and rewrites jaxprs. All calls of the pipeline to JAX's semi-public interpreter are in this file."""
 
 import functools
 import math
@@ -14,11 +14,11 @@ from jax.tree_util import DictKey
 
 from flax_mesh.jax_compat import empty_debug_info, scan_sizes
 
-Var: TypeAlias = Any  # jex.Var; JAX tells a type checker nothing of shapes and dtypes of its avals
+Var: TypeAlias = Any  # jex.Var; the shapes and dtypes of its avals are not typed in JAX
 Eqn: TypeAlias = Any  # jex.JaxprEqn
 JIT = ("jit", "pjit", "closed_call", "core_call")
 REMAT = ("checkpoint", "remat", "remat2")
-# Work on every element by itself, so also on every chunk of a stack.
+# Primitives that compute each element independently, so they can run on every chunk of a stack.
 ELEMENTWISE = frozenset(
     """abs add add_any and atan2 cbrt ceil clamp convert_element_type copy cos cosh div eq erf exp exp2 expm1 floor ge
     gt integer_pow is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow real reduce_precision rem
@@ -29,7 +29,7 @@ REDUCE |= {"reduce_and": jnp.logical_and, "reduce_or": jnp.logical_or}
 
 
 class Program(NamedTuple):
-    """A traced function: equations from `inputs` to `outputs`; `consts` are the arrays that it closed over."""
+    """A traced function: the equations from `inputs` to `outputs`. `consts` are the arrays that it closes over."""
 
     eqns: tuple[Eqn, ...]
     inputs: tuple[Var, ...]
@@ -37,26 +37,26 @@ class Program(NamedTuple):
     consts: Mapping[Var, Any]
 
     def call(self, *args: Any) -> list[Any]:
-        """The outputs for `args`, one an input; inside a trace the equations become part of it."""
+        """Evaluate the program on one value per input. Inside a trace, the equations become part of the trace."""
         names = tuple(self.consts)
         jaxpr = _jaxpr(names, self.inputs, self.outputs, self.eqns)
         return core.eval_jaxpr(jaxpr, tuple(self.consts.values()), *args)
 
 
 def is_var(atom: Any) -> bool:
-    """Whether an atom of a jaxpr is a variable; a literal carries its value."""
+    """Whether an atom of a jaxpr is a variable. Otherwise it is a literal."""
     return isinstance(atom, jex.Var)
 
 
 def variables(atoms: Iterable[Any]) -> list[Var]:
-    """The variables among `atoms`, each once, in order."""
+    """The variables in `atoms`, without duplicates, in order."""
     return list(dict.fromkeys(atom for atom in atoms if is_var(atom)))
 
 
 def trace(fn: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
-    """The program of `fn` on arrays or ShapeDtypeStructs, and the tree of ShapeDtypeStructs that it returns."""
+    """Trace `fn` on arrays or ShapeDtypeStructs. Returns its program and the pytree of its output shapes."""
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
-    # A constant lies on one device, and the program is to run on others: numpy goes anywhere.
+    # A jax.Array is placed on a device, but the program may run on others. Numpy arrays can be used on any device.
     consts = [np.asarray(c) if isinstance(c, jax.Array) and not _is_key(c) else c for c in closed.consts]
     return _program(closed.jaxpr, consts), shape
 
@@ -69,10 +69,7 @@ def bodies(eqn: Eqn) -> list[Any]:
 
 @jax.tree_util.register_pytree_with_keys_class
 class Chunks:
-    """A leaf of a scanned stack, cut along its leading layer dim into `parts`; part i starts at layer `starts[i]`.
-
-    `whole` is traced only where something wants it.
-    """
+    """A leaf of a scanned stack, split along its leading layer dim into `parts`. Part i starts at layer `starts[i]`."""
 
     def __init__(self, parts: Iterable[Any], starts: Iterable[int]):
         self.parts, self.starts = tuple(parts), tuple(starts)
@@ -92,10 +89,10 @@ class Chunks:
 
 
 def interpret(program: Program, args: Sequence[Any], opens: Callable[[Eqn], bool] = lambda eqn: False) -> list[Any]:
-    """The outputs of `program`, traced anew with jit inlined, and remat and cond too where `opens` says so.
+    """Evaluate `program` with every jit inlined, and also each remat and cond for which `opens` returns True.
 
-    Chunks may come as arguments and go as outputs: scans over them become one scan a chunk, elementwise equations one
-    a chunk. An opened cond makes both sides and selects.
+    Arguments and outputs may be Chunks: a scan over Chunks becomes one scan per chunk, and an elementwise equation one
+    equation per chunk. An opened cond evaluates all branches and selects the result.
     """
     env = dict(program.consts) | dict(zip(program.inputs, args, strict=True))
     for eqn in program.eqns:
@@ -115,7 +112,7 @@ def interpret(program: Program, args: Sequence[Any], opens: Callable[[Eqn], bool
 
 
 def inline(program: Program, opens: Callable[[Eqn], bool] = lambda eqn: False) -> Program:
-    """The same program without nested jits, and without remats that `opens` says to open."""
+    """The same program without nested jits, and without the remats and conds for which `opens` returns True."""
     if not any(eqn.primitive.name in JIT or opens(eqn) for eqn in program.eqns):
         return program
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.inputs]
@@ -123,19 +120,19 @@ def inline(program: Program, opens: Callable[[Eqn], bool] = lambda eqn: False) -
 
 
 def evaluate(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
-    """What one equation returns for the values of its inputs."""
-    # eval_jaxpr knows how to bind primitives that carry functions, such as custom_jvp.
+    """The outputs of one equation for the values of its inputs."""
+    # eval_jaxpr also handles primitives with functions as parameters, such as custom_jvp.
     known = {atom: value for atom, value in zip(eqn.invars, values, strict=True) if is_var(atom)}
     jaxpr = _jaxpr((), tuple(known), eqn.outvars, [eqn])
     return core.eval_jaxpr(jaxpr, (), *known.values())
 
 
-def needed(eqns: Sequence[Eqn], wanted: Iterable[Any], effects: bool = True) -> tuple[list[int], list[Var]]:
-    """Indices of the equations that `wanted` depends on, and the variables that they and `wanted` mention.
+def needed(eqns: Sequence[Eqn], required: Iterable[Any], effects: bool = True) -> tuple[list[int], list[Var]]:
+    """Returns (indices of the equations that `required` depends on, `required` and the inputs of these equations).
 
-    With `effects`, equations that have some are needed in any case.
+    With `effects`, equations with side effects are always included.
     """
-    live, kept = dict.fromkeys(variables(wanted)), []
+    live, kept = dict.fromkeys(variables(required)), []
     for index in reversed(range(len(eqns))):
         eqn = eqns[index]
         if (effects and eqn.effects) or any(out in live for out in eqn.outvars):
@@ -145,15 +142,16 @@ def needed(eqns: Sequence[Eqn], wanted: Iterable[Any], effects: bool = True) -> 
 
 
 def num_bytes(aval: Any) -> int:
-    """Bytes of an array; a random key counts the numbers it is made of."""
+    """Bytes of an array. A random key counts as 8 bytes, the size of its two uint32 words."""
     itemsize = 8 if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) else aval.dtype.itemsize
     return math.prod(aval.shape) * itemsize
 
 
 def flops(eqn: Eqn) -> int:
-    """Floating-point operations of an equation: 2 a multiply-add; elementwise ones count 1 an element of the result.
+    """Floating-point operations of an equation: 2 per multiply-add, otherwise 1 per element of the result.
 
-    A scan counts its body once an iteration. A while loop, whose trips are unknown, counts once.
+    A scan counts its body once per iteration, a cond its most expensive branch. A while loop counts its body once,
+    since the number of iterations is unknown.
     """
     name = eqn.primitive.name
     size = math.prod(eqn.outvars[0].aval.shape) if eqn.outvars else 0
@@ -171,12 +169,12 @@ def flops(eqn: Eqn) -> int:
 
 
 def body(eqn: Eqn) -> Program:
-    """What a jit or remat equation runs."""
+    """The program of a jit or remat equation."""
     return _closed(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"])
 
 
 def whole(value: Any) -> Any:
-    """The value itself, Chunks put together."""
+    """The value itself, with Chunks concatenated."""
     return value.whole() if isinstance(value, Chunks) else value
 
 
@@ -202,31 +200,31 @@ def _select(index: Any, values: Sequence[Any]) -> Any:
 
 
 def _on_chunks(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
-    """One equation that has Chunks among its inputs; put together only where nothing better is known."""
+    """Evaluate an equation with Chunks as inputs. Concatenates them only if it cannot run on each chunk."""
     name, chunks = eqn.primitive.name, next(v for v in values if isinstance(v, Chunks))
     if name == "scan":
         return _scan_chunks(eqn, values)
     if name in REDUCE and 0 in eqn.params["axes"]:
         parts = [evaluate(eqn, [part])[0] for part in chunks.parts]
         return [functools.reduce(REDUCE[name], parts)]
-    if name in ELEMENTWISE or name in REDUCE:  # such a REDUCE is of every layer by itself
+    if name in ELEMENTWISE or name in REDUCE:  # this REDUCE does not reduce over layers
         rows = [_rows(v, chunks) for v in values]
         return [Chunks((evaluate(eqn, part)[0] for part in zip(*rows, strict=True)), chunks.starts)]
     return evaluate(eqn, [whole(value) for value in values])
 
 
 def _rows(value: Any, like: Chunks) -> list[Any]:
-    """`value` for every chunk of `like`; scalars go to each."""
+    """The rows of `value` for every chunk of `like`; a scalar is repeated."""
     if isinstance(value, Chunks) and value.starts == like.starts:
         return list(value.parts)
-    value = whole(value)  # a stack that is cut elsewhere
+    value = whole(value)  # a stack that is split at other layers
     if not jnp.shape(value):
         return [value] * len(like.parts)
     return [value[s : s + part.shape[0]] for s, part in zip(like.starts, like.parts, strict=True)]
 
 
 def _scan_chunks(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
-    """One scan for each chunk, the carry handed on; what is scanned over and is not in chunks is sliced."""
+    """One scan per chunk, each starting from the carry of the previous one. Other scanned inputs are sliced."""
     params = dict(eqn.params)
     num_consts, num_carry = scan_sizes(eqn)
     consts = [whole(value) for value in values[:num_consts]]
@@ -235,12 +233,12 @@ def _scan_chunks(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
     chunks = next((x for x in xs if isinstance(x, Chunks)), None)
     if chunks is None:
         return evaluate(eqn, [*consts, *carry, *xs])
-    cut = [_rows(x, chunks) for x in xs]
+    rows_of = [_rows(x, chunks) for x in xs]
     order = range(len(chunks.parts))
     ys: list[Any] = [None] * len(order)
     for k in reversed(order) if params["reverse"] else order:
         length = chunks.parts[k].shape[0]
-        outs = eqn.primitive.bind(*consts, *carry, *(rows[k] for rows in cut), **{**params, "length": length})
+        outs = eqn.primitive.bind(*consts, *carry, *(rows[k] for rows in rows_of), **{**params, "length": length})
         carry, ys[k] = outs[:num_carry], outs[num_carry:]
     return [*carry, *(Chunks(parts, chunks.starts) for parts in zip(*ys, strict=True))]
 

@@ -1,8 +1,30 @@
-"""The lightest set of nodes of a graph from which others can be made: what crosses between stages, what is kept.
+"""Minimum cut of a graph of values: the fewest bytes from which required values can be computed.
 
-A minimum cut of nodes between what is expensive to make and what is wanted (Ford and Fulkerson 1956), found by
-augmenting along shortest paths (Edmonds and Karp 1972). Of several cuts of the same weight it is the one nearest to
-what is wanted, so that the least is made again.
+Used twice: for the activations that a stage receives (`assign.py`), and for the residuals that the forward pass stores
+for the backward pass (`remat.py`). In both cases cheap values are recomputed rather than transferred or stored.
+
+Example: a residual stream in bfloat16 at a stage boundary, followed by a norm in float32.
+
+    x = a @ b                bf16[4,16]   128 B    a matrix product, which must not be repeated
+    f = float32(x)            f32[4,16]   256 B    required: the residual connection of the next stage
+    r = rsqrt(mean(f * f))    f32[4,1]     16 B
+    n = f * r                 f32[4,16]   256 B    required: the input of the next layer
+
+            +--------------------> f required
+            |
+    x ----> f ----> r ----> n ---> n required
+       ^    |               ^
+       |    +---------------+
+       |
+       minimum cut: transfer x, 128 B (f and n would be 512 B, f and r 272 B)
+
+As a flow network, every value is an edge with its bytes as capacity, and every dependency has infinite capacity:
+
+    source ==> (x.in -128-> x.out) ==> (f.in -256-> f.out) ==> ... ==> (n.in -256-> n.out) ==> sink
+
+The source is connected to the values that must not be recomputed, the sink to the required ones. A set of values is
+sufficient if every path from the source to the sink contains one of them, so the lightest sufficient set is a minimum
+cut (Ford and Fulkerson 1956). It is found by augmenting along shortest paths (Edmonds and Karp 1972).
 """
 
 from collections import deque
@@ -10,32 +32,37 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 Node = TypeVar("Node", bound=Hashable)
-Residual = dict[Any, dict[Any, int]]  # edge -> what may still flow; every edge has its reverse
+Residual = dict[Any, dict[Any, int]]  # residual capacity of every edge; every edge has a reverse edge
 SOURCE, SINK = "source", "sink"
 
 
-def cheapest_cut(
-    wanted: Iterable[Node], parents: Callable[[Node], Sequence[Node] | None], weight: Callable[[Node], int | None]
+def minimum_cut(
+    required: Iterable[Node], parents: Callable[[Node], Sequence[Node] | None], weight: Callable[[Node], int | None]
 ) -> set[Node]:
-    """The lightest set of nodes from which all that is `wanted` can be made.
+    """The set of nodes with the smallest total weight from which all `required` nodes can be computed.
 
-    `parents(node)` are all the nodes that it is made of, () for one that is always there, None for one that can be had
-    only by being in the set. `weight(node)` is at least 0; None: it must not be in the set. Wanted nodes have weights.
+    `parents(node)` returns the nodes that it is computed from: () if it is always available, None if it must not be
+    computed and so is available only as a member of the set. `weight(node)` is at least 0, or None if the node must not
+    be in the set. Required nodes must have a weight. Among sets of equal weight, one with the fewest nodes is returned,
+    and among those the one closest to the required nodes, which leaves the least to recompute.
     """
-    residual = _network(list(wanted), parents, weight)
-    while path := _shortest_path(residual):
+    residual = _network(list(required), parents, weight)
+    while path := _augmenting_path(residual):
         flow = min(residual[a][b] for a, b in path)
         for a, b in path:
             residual[a][b] -= flow
             residual[b][a] += flow
-    before = _reaching_sink(residual)
-    return {node for node, side in before - {SINK} if side == "out" and (node, "in") not in before}
+    # Minimum cuts are not unique: the one with the smallest sink side is closest to the required nodes.
+    sink_side = _reaching_sink(residual)
+    return {node for node, side in sink_side - {SINK} if side == "out" and (node, "in") not in sink_side}
 
 
-def to_make(wanted: Iterable[Node], chosen: set[Node], parents: Callable[[Node], Sequence[Node] | None]) -> set[Node]:
-    """All that is made of `chosen`, a set from which the `wanted` can be, on the way to them."""
+def recomputed(
+    required: Iterable[Node], chosen: set[Node], parents: Callable[[Node], Sequence[Node] | None]
+) -> set[Node]:
+    """The nodes that are computed on the way from `chosen`, a sufficient set, to the `required` nodes."""
     found: set[Node] = set()
-    todo = list(wanted)
+    todo = list(required)
     while todo:
         node = todo.pop()
         if node not in chosen and node not in found:
@@ -44,50 +71,50 @@ def to_make(wanted: Iterable[Node], chosen: set[Node], parents: Callable[[Node],
     return found
 
 
-def _network(wanted: list[Any], parents: Callable[..., Any], weight: Callable[..., int | None]) -> Residual:
-    """Every node as two, with its weight between them: one more than it, for a node of weight 0 cuts too."""
+def _network(required: list[Any], parents: Callable[..., Any], weight: Callable[..., int | None]) -> Residual:
     residual: Residual = {SOURCE: {}, SINK: {}}
 
     def edge(a: Any, b: Any, capacity: int) -> None:
         residual.setdefault(a, {})[b] = capacity
         residual.setdefault(b, {}).setdefault(a, 0)
 
-    made_of, todo = {}, list(wanted)
+    parents_of, todo = {}, list(required)
     while todo:
         node = todo.pop()
-        if node not in made_of:
-            made_of[node] = parents(node)
-            todo += made_of[node] or ()
-    weights = {node: weight(node) for node in made_of}
-    # Heavier than all together: such an edge is never cut. In units so small that one more never adds up to a byte.
-    unit = len(made_of) + 1
-    endless = unit * (1 + sum(w for w in weights.values() if w is not None)) + unit
-    for node, above in made_of.items():
-        own = weights[node]
-        edge((node, "in"), (node, "out"), endless if own is None else unit * own + 1)
-        if above is None:
-            edge(SOURCE, (node, "in"), endless)
-        for parent in above or ():
-            edge((parent, "out"), (node, "in"), endless)
-    for node in wanted:
-        edge((node, "out"), SINK, endless)
+        if node not in parents_of:
+            parents_of[node] = parents(node)
+            todo += parents_of[node] or ()
+    weights = {node: weight(node) for node in parents_of}
+    # A capacity of unit * weight + 1 minimizes the weight first and the number of nodes second: with fewer nodes than
+    # `unit`, the ones never add up to one unit of weight. They also give nodes of weight 0 an edge that can be cut.
+    unit = len(parents_of) + 1
+    infinite = unit * (1 + sum(w for w in weights.values() if w is not None)) + unit  # more than all finite edges
+    for node, node_parents in parents_of.items():
+        size = weights[node]
+        edge((node, "in"), (node, "out"), infinite if size is None else unit * size + 1)
+        if node_parents is None:
+            edge(SOURCE, (node, "in"), infinite)
+        for parent in node_parents or ():
+            edge((parent, "out"), (node, "in"), infinite)
+    for node in required:
+        edge((node, "out"), SINK, infinite)
     return residual
 
 
-def _shortest_path(residual: Residual) -> list[tuple[Any, Any]]:
-    """Edges from the source to the sink along which more may flow; [] for none."""
-    came: dict[Any, Any] = {SOURCE: None}
+def _augmenting_path(residual: Residual) -> list[tuple[Any, Any]]:
+    """Edges of a shortest path with residual capacity from the source to the sink, or [] if there is none."""
+    previous: dict[Any, Any] = {SOURCE: None}
     todo = deque([SOURCE])
-    while todo and SINK not in came:
+    while todo and SINK not in previous:
         here = todo.popleft()
         for there, capacity in residual[here].items():
-            if capacity and there not in came:
-                came[there] = here
+            if capacity and there not in previous:
+                previous[there] = here
                 todo.append(there)
     path, here = [], SINK
-    while came.get(here) is not None:
-        path.append((came[here], here))
-        here = came[here]
+    while previous.get(here) is not None:
+        path.append((previous[here], here))
+        here = previous[here]
     return path[::-1]
 
 

@@ -1,7 +1,22 @@
-"""What is kept of one half of a stage for the next: the fewest bytes from which it can make what it takes, cheaply.
+"""Chooses the residuals that one slice of a stage (F or B) stores for the next: a minimum cut in bytes.
 
-As in the min-cut rematerialisation of functorch (He and Chen 2022), but that matrix products, loops, random bits and
-exchanges between devices are never repeated: gradients have the numbers that they would have had.
+This is the min-cut rematerialization of functorch (He and Chen 2022), except that matrix products, loops, random bits
+and communication between devices are never repeated, unless remat="full".
+
+Example: softplus after a matrix product in bfloat16, y = log(1 + exp(x @ w)). B multiplies the cotangent by e / p.
+
+    x --- @ w ---> h -----> f -----> e -----> p -----> y
+                 bf16      f32      f32      f32
+                         float32   exp(f)   e + 1    log(p)
+                                     |        |
+                                     +--------+-----> required by B
+
+    remat       stored   bytes per element   recomputed in B
+    "none"      e        4                   p: one instruction per element. exp(f) is not, so h is not enough
+    "cheap"     h        2                   f, e, p
+    "full"      nothing  0                   h, f, e, p
+
+Automatic differentiation alone would store e and p, 8 bytes. x and w are inputs of the stage, which B always has.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,14 +24,14 @@ from typing import Any
 
 from flax_mesh.mpmd.split.assign import EXPENSIVE, is_expensive
 from flax_mesh.mpmd.split.jaxpr import ELEMENTWISE, Program, Var, num_bytes, variables
-from flax_mesh.mpmd.split.min_cut import cheapest_cut, to_make
+from flax_mesh.mpmd.split.min_cut import minimum_cut, recomputed
 
-# What B recomputes. "none": operations of about one instruction per element; "cheap": all but STORED; "full": the
-# stage.
+# What B recomputes. "none": operations of about one instruction per element; "cheap": all except STORED; "full": the
+# entire stage.
 REMAT_MODES = ("none", "cheap", "full")
 STORED = EXPENSIVE | {"random_bits", "threefry2x32"}
 CONSTRAINT = "sharding_constraint"
-# At most one instruction an element: no function such as exp, no division, no sum.
+# At most one instruction per element: no functions such as exp, no divisions, no reductions.
 FREE = frozenset(
     """abs add add_any and broadcast_in_dim ceil clamp concatenate convert_element_type copy eq expand_dims floor ge gt
     iota is_finite le lt max min mul ne neg not or pad real reduce_precision reshape rev round select_n
@@ -24,44 +39,49 @@ FREE = frozenset(
 )
 
 
-def fewest_bytes(
-    whole: Program, taken: Sequence[Var], repeatable: set[int], maker: Mapping[Var, int], held: set[Var]
+def choose_residuals(
+    program: Program, required: Sequence[Var], repeatable: set[int], slice_of: Mapping[Var, int], stored: set[Var]
 ) -> tuple[list[Var], set[int]]:
-    """What a slice of `whole` takes of earlier ones to have `taken`, and the equations that it runs again for it.
+    """Returns (values that a slice takes from earlier slices, equations that it repeats to compute `required`).
 
-    The inputs of the stage are there in every slice, so that casts of weights, masks and what follows from the inputs
-    freely need not be kept for every microbatch in flight. `maker` has the slice that makes each value, `held` what a
-    slice before takes: another value of slice 0 is kept twice as long as one of those.
+    The inputs of the stage are available in every slice. Casts of weights, masks and other cheap functions of the
+    inputs are therefore not stored for every microbatch in flight. `slice_of` is the slice that computes each value;
+    `stored` contains the values that an earlier slice takes.
     """
-    producer = {v: i for i, eqn in enumerate(whole.eqns) for v in eqn.outvars}
+    producer = {v: i for i, eqn in enumerate(program.eqns) for v in eqn.outvars}
 
     def parents(v: Var) -> list[Var] | None:
         if v not in producer:
             return []
-        return variables(whole.eqns[producer[v]].invars) if producer[v] in repeatable else None
+        return variables(program.eqns[producer[v]].invars) if producer[v] in repeatable else None
 
     def weight(v: Var) -> int | None:
-        times = 2 if held and maker.get(v) == 0 and v not in held else 1
-        return times * num_bytes(v.aval) if v in maker else None
+        # Bytes times duration. For W, a value of F that B does not take is stored twice as long (F to B to W) as a
+        # value that B computes, or that is stored until B in any case.
+        duration = 2 if stored and slice_of.get(v) == 0 and v not in stored else 1
+        return duration * num_bytes(v.aval) if v in slice_of else None
 
-    chosen = cheapest_cut(taken, parents, weight)
-    again = {producer[v] for v in to_make(taken, chosen, parents) if v in producer}
-    return [v for i in sorted({producer[v] for v in chosen}) for v in whole.eqns[i].outvars if v in chosen], again
+    chosen = minimum_cut(required, parents, weight)
+    residuals = [v for i in sorted({producer[v] for v in chosen}) for v in program.eqns[i].outvars if v in chosen]
+    return residuals, {producer[v] for v in recomputed(required, chosen, parents) if v in producer}
 
 
-def find_repeatable(whole: Program, num_given: int, *, cheap: bool) -> set[int]:
-    """Equations that a later slice may run again: free ones, and cheap ones if `cheap`, or if they follow from the
-    first `num_given` inputs alone, leaves and the batch. One that changes a known layout is neither, because devices
-    exchange something for it; they do so anyway for leaves and the batch."""
+def find_repeatable(program: Program, num_given: int, *, cheap: bool) -> set[int]:
+    """Equations that a later slice may repeat: those in FREE, and with `cheap` all except STORED.
+
+    Equations that depend only on the first `num_given` inputs, leaves of the model and the batch, may be repeated
+    unless they are in STORED. Any other equation that changes a known layout is not repeated, because it communicates
+    between devices.
+    """
     found: set[int] = set()
-    given = {*whole.inputs[:num_given], *whole.consts}  # and what follows from them
+    given = {*program.inputs[:num_given], *program.consts}  # and everything computed from them alone
     layouts: dict[Var, Any] = {}
-    for i, eqn in enumerate(whole.eqns):
+    for i, eqn in enumerate(program.eqns):
         inputs, name = variables(eqn.invars), eqn.primitive.name
         is_given, layout = given.issuperset(inputs), _layout(eqn, layouts)
-        moves = name == CONSTRAINT and layouts.get(inputs[0], layout) != layout
-        may = is_given or (not moves and (cheap or name in FREE))
-        if may and not eqn.effects and not is_expensive(eqn, STORED):
+        changes_layout = name == CONSTRAINT and layouts.get(inputs[0], layout) != layout
+        allowed = is_given or (not changes_layout and (cheap or name in FREE))
+        if allowed and not eqn.effects and not is_expensive(eqn, STORED):
             found.add(i)
             given |= set(eqn.outvars) if is_given else set()
         if layout is not None:
@@ -70,7 +90,7 @@ def find_repeatable(whole: Program, num_given: int, *, cheap: bool) -> set[int]:
 
 
 def _layout(eqn: Any, layouts: Mapping[Var, Any]) -> Any:
-    """The sharding of the result of an equation, as far as constraints say; else None."""
+    """The sharding of the result of an equation as far as sharding constraints define it, else None."""
     if eqn.primitive.name == CONSTRAINT:
         return eqn.params["sharding"]
     if eqn.primitive.name not in ELEMENTWISE:

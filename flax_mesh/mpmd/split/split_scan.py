@@ -1,8 +1,21 @@
-"""Scans of a backward pass, each cut into one for the inputs and one for the weights.
+"""Splits every scan of a backward pass in two: one scan for the gradients of the inputs, one for those of the weights.
 
-Differentiated, a scan over layers is one equation that gives both kinds of gradients; whoever wants the one would
-compute the other. Unzipped, the first scan gives the gradients of the inputs and, layer by layer, the values that the
-second one needs; the second has the rest of the body and gives the gradients of the weights.
+The derivative of a scan over layers is one scan equation that computes both kinds of gradients, so B and W could not
+each have its part of it. Example with the layer h = tanh(x @ w), whose residuals are x and h. The scan runs over the
+layers in reverse. Its carry is g, the gradient of h:
+
+    one scan                         first scan, part of B            second scan, part of W
+
+    g --> +--------------------+     g --> +--------------------+
+          | d = g * (1 - h*h)  |           | d = g * (1 - h*h)  | --> d of all layers, stacked
+          | g' = d @ w.T       |           | g' = d @ w.T       |     |
+          | dw = x.T @ d       |     g' <- +--------------------+     |     +---------------+
+    g' <- +--------------------+ --> dw                               +---> | dw = x.T @ d  | --> dw
+                                                                            +---------------+
+
+The first scan has the equations of the body that the early outputs depend on (g'). For each layer it also outputs the
+values that the remaining equations use (d), as scanned outputs. The second scan takes them as scanned inputs and has
+the remaining equations (dw). No equation runs twice; the cost is the memory of the stacked values between B and W.
 """
 
 from collections.abc import Sequence
@@ -26,10 +39,10 @@ from flax_mesh.mpmd.split.jaxpr import (
 )
 
 
-def unzip_scans(program: Program, first: Sequence[Any]) -> Program:
-    """`program` with every scan in two that gives something for the outputs `first` and something for others alone."""
+def split_scans(program: Program, first: Sequence[Any]) -> Program:
+    """`program` with every scan split in two of whose outputs `first` needs some, but not all."""
     kept, live = needed(program.eqns, first)
-    early, splits = set(live), {program.eqns[i].outvars[0] for i in kept if _gives_both(program.eqns[i], set(live))}
+    early, splits = set(live), {program.eqns[i].outvars[0] for i in kept if _is_mixed(program.eqns[i], set(live))}
     if not splits:
         return program
 
@@ -45,47 +58,52 @@ def unzip_scans(program: Program, first: Sequence[Any]) -> Program:
     return trace(run, *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.inputs))[0]
 
 
-def _gives_both(eqn: Eqn, early: set[Var]) -> bool:
+def _is_mixed(eqn: Eqn, early: set[Var]) -> bool:
     return eqn.primitive.name == "scan" and 1 <= sum(v in early for v in eqn.outvars) < len(eqn.outvars)
 
 
 def _two_scans(eqn: Eqn, values: Sequence[Any], early: Sequence[bool]) -> list[Any]:
-    """All outputs of a scan; those that are `early` from a scan that computes nothing of the others."""
+    """All outputs of a scan, the `early` ones from a first scan that computes nothing for the others."""
     pick = lambda items, chosen: [x for x, c in zip(items, chosen, strict=False) if c]  # noqa: E731
     inner = inline(body(eqn), lambda inner: inner.primitive.name in REMAT)
     num_consts, num_carry = scan_sizes(eqn)
     start_xs = num_consts + num_carry
     consts, carry, xs = values[:num_consts], values[num_consts:start_xs], list(values[start_xs:])
     carry_in = inner.inputs[num_consts:start_xs]
-    one = _closure(inner, carry_in, early)
-    other = [not chosen for chosen in one]
-    early_eqns, _ = needed(inner.eqns, pick(inner.outputs, one))
-    made = {v for i in early_eqns for v in inner.eqns[i].outvars} | set(pick(carry_in, one))
-    rest = [i for i in range(len(inner.eqns)) if i not in set(early_eqns)]
-    late, late_live = needed([inner.eqns[i] for i in rest], pick(inner.outputs, other))
-    handed = [v for v in late_live if v in made]
 
-    first = _part(inner, early_eqns, one, num_carry, handed)
-    second = _part(inner, [rest[i] for i in late], other, num_carry, [])
-    kinds = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    # 1. Outputs of the first scan: the early ones, and every carry that they depend on.
+    is_early = _with_required_carries(inner, carry_in, early)
+    is_late = [not chosen for chosen in is_early]
+    # 2. Equations of the first scan: those that these outputs depend on.
+    early_eqns, _ = needed(inner.eqns, pick(inner.outputs, is_early))
+    known_early = {v for i in early_eqns for v in inner.eqns[i].outvars} | set(pick(carry_in, is_early))
+    # 3. Equations of the second scan: those of the rest that the other outputs depend on. What they use of the first
+    #    scan is passed on, stacked over the layers.
+    rest = [i for i in range(len(inner.eqns)) if i not in set(early_eqns)]
+    late, late_live = needed([inner.eqns[i] for i in rest], pick(inner.outputs, is_late))
+    passed = [v for v in late_live if v in known_early]
+
+    first = _scan_body(inner, early_eqns, is_early, num_carry, passed)
+    second = _scan_body(inner, [rest[i] for i in late], is_late, num_carry, [])
+    params = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
 
     def run_first(c: list[Any], x: list[Any]):
         known = dict(zip(inner.inputs, [*consts, *[None] * num_carry, *x], strict=True))
-        return first(known | dict(zip(pick(carry_in, one), c, strict=True)))
+        return first(known | dict(zip(pick(carry_in, is_early), c, strict=True)))
 
     def run_second(c: list[Any], x: tuple[list[Any], list[Any]]):
         known = dict(zip(inner.inputs, [*consts, *[None] * num_carry, *x[0]], strict=True))
-        known |= dict(zip(handed, x[1], strict=True))
-        return second(known | dict(zip(pick(carry_in, other), c, strict=True)))
+        known |= dict(zip(passed, x[1], strict=True))
+        return second(known | dict(zip(pick(carry_in, is_late), c, strict=True)))
 
-    carry_one, (ys_one, passed) = jax.lax.scan(run_first, pick(carry, one), xs, **kinds)
-    carry_other, (ys_other, _) = jax.lax.scan(run_second, pick(carry, other), (xs, passed), **kinds)
-    found = {True: iter([*carry_one, *ys_one]), False: iter([*carry_other, *ys_other])}
-    return [next(found[chosen]) for chosen in one]
+    early_carry, (early_ys, stacked) = jax.lax.scan(run_first, pick(carry, is_early), xs, **params)
+    late_carry, (late_ys, _) = jax.lax.scan(run_second, pick(carry, is_late), (xs, stacked), **params)
+    found = {True: iter([*early_carry, *early_ys]), False: iter([*late_carry, *late_ys])}
+    return [next(found[chosen]) for chosen in is_early]
 
 
-def _closure(inner: Program, carry_in: Sequence[Var], early: Sequence[bool]) -> list[bool]:
-    """`early` with every carry that an early output depends on."""
+def _with_required_carries(inner: Program, carry_in: Sequence[Var], early: Sequence[bool]) -> list[bool]:
+    """`early`, extended by every carry that an early output depends on, in this or in a previous iteration."""
     chosen = list(early)
     while True:
         _, live = needed(inner.eqns, [v for v, c in zip(inner.outputs, chosen, strict=True) if c])
@@ -95,18 +113,18 @@ def _closure(inner: Program, carry_in: Sequence[Var], early: Sequence[bool]) -> 
         chosen = grown
 
 
-def _part(inner: Program, eqns: Sequence[int], chosen: Sequence[bool], num_carry: int, handed: Sequence[Var]):
-    """A body of a scan that runs some equations: known values -> carry, (ys, handed)."""
+def _scan_body(inner: Program, eqns: Sequence[int], chosen: Sequence[bool], num_carry: int, passed: Sequence[Var]):
+    """The body of a scan with some of the equations: a function from known values to carry, (ys, passed)."""
     outputs = [atom for atom, c in zip(inner.outputs, chosen, strict=True) if c]
-    split = sum(chosen[:num_carry])
+    num_chosen_carry = sum(chosen[:num_carry])
 
     def run(known: dict[Var, Any]):
         part = [inner.eqns[i] for i in eqns]
-        made = {v for eqn in part for v in eqn.outvars}
-        used = variables([atom for eqn in part for atom in eqn.invars] + [*outputs, *handed])
-        inputs = [v for v in used if v not in made and v not in inner.consts]
-        program = Program(tuple(part), tuple(inputs), (*outputs, *handed), inner.consts)
+        computed = {v for eqn in part for v in eqn.outvars}
+        used = variables([atom for eqn in part for atom in eqn.invars] + [*outputs, *passed])
+        inputs = [v for v in used if v not in computed and v not in inner.consts]
+        program = Program(tuple(part), tuple(inputs), (*outputs, *passed), inner.consts)
         outs = program.call(*(known[v] for v in inputs))
-        return outs[:split], (outs[split : len(outputs)], outs[len(outputs) :])
+        return outs[:num_chosen_carry], (outs[num_chosen_carry : len(outputs)], outs[len(outputs) :])
 
     return run

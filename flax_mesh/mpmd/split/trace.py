@@ -1,4 +1,4 @@
-"""The forward pass of a model and its loss function as one program, whose inputs are the leaves of the model."""
+"""Traces the forward pass of a model and its loss function as one program on the leaves of the model."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,21 +14,21 @@ from flax_mesh.mpmd.split.jaxpr import JIT, REMAT, Chunks, Eqn, Program, inline,
 from flax_mesh.step.loss import Batch, LossFn, run_loss, sums_of
 from flax_mesh.tree import in_stack, named_leaves
 
-Layer = tuple[str, int]  # path of the list or stack, and the number of the layer in it
+Layer = tuple[str, int]  # path of the list or stack, and the index of the layer in it
 
 
 class ModelLeaf(NamedTuple):
-    """A leaf of the model, or a range of layers of a leaf of a scanned stack."""
+    """A leaf of the model, or a range of layers of a leaf in a scanned stack."""
 
     path: str
     shape: tuple[int, ...]
     dtype: Any
     trained: bool
     source: int  # index of the leaf of the model
-    rows: tuple[int, int] | None  # layers of the stack, [first, stop); None: the whole leaf
+    rows: tuple[int, int] | None  # layers of the stack, [first, stop); None: the entire leaf
 
     def layer(self, layers: Iterable[str]) -> Layer | None:
-        """The layer that the leaf belongs to: the first of its range in a stack, None outside the layers."""
+        """The layer of the leaf, or None outside the layers. In a stack, the first layer of its range."""
         for path in layers:
             if self.path.startswith(path + "/"):
                 head = self.path[len(path) + 1 :].split("/")[0]
@@ -39,15 +39,15 @@ class ModelLeaf(NamedTuple):
 class Forward(NamedTuple):
     """A traced loss function: (leaves, arrays of the batch, step, microbatch) -> (sums, new values of variables).
 
-    Once opened by `open_forward`, it has no jit, no remat over several layers, and a scan for each range of layers.
+    After `open_forward`, it has no jit, no remat over several layers, and one scan per range of layers.
     """
 
     program: Program
-    leaves: tuple[ModelLeaf, ...]  # the first inputs; as traced, those of `jax.tree.leaves(nnx.state(model))`
-    names: tuple[str, ...]  # of the first outputs, the sums: "loss", "weight" and the metrics
-    updates: Mapping[int, int]  # position of another output -> the leaf whose new value it is
-    opened_remat: bool = False  # one that spans several layers
-    stages: tuple[StageProgram, ...] = ()  # once it is cut
+    leaves: tuple[ModelLeaf, ...]  # the first inputs; initially those of `jax.tree.leaves(nnx.state(model))`
+    names: tuple[str, ...]  # of the first outputs, which are sums: "loss", "weight" and the metrics
+    updates: Mapping[int, int]  # position of any other output -> index of the leaf whose new value it is
+    opened_remat: bool = False  # a remat over several layers was inlined
+    stages: tuple[StageProgram, ...] = ()  # after the split
 
 
 def trace_forward(
@@ -61,7 +61,7 @@ def trace_forward(
     seed: int = 0,
     train: bool = True,
 ) -> Forward:
-    """Trace `loss_fn(model, batch)`, both abstract; `train=False`: in `eval()` mode, and no new values."""
+    """Trace `loss_fn(model, batch)`, both abstract. `train=False` is `eval()` mode without new values of variables."""
     graphdef, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
     names: list[str] = []
@@ -78,7 +78,7 @@ def trace_forward(
             loss_sum, weight, metrics = sums_of(loss_fn(called, batch))
         names[:] = ["loss", "weight", *metrics]
         sums = [loss_sum, weight, *metrics.values()]
-        # An equation of its own for every sum, also for one that is a constant or an input.
+        # Only equations have a stage. Adding zero creates an equation for each sum, even for a constant or an input.
         return [x + jnp.zeros_like(x) for x in sums], jax.tree.leaves(after)
 
     around = jax.sharding.use_abstract_mesh(mesh) if mesh is not None else contextlib.nullcontext()
@@ -98,7 +98,7 @@ def trace_forward(
 def split_leaves(
     forward: Forward, layers: Sequence[str], stage_of: Mapping[Layer, int] | None = None
 ) -> tuple[ModelLeaf, ...]:
-    """Every leaf, those of scanned stacks cut into ranges of layers: one a stage, or else one a layer."""
+    """Every leaf, with leaves of scanned stacks split into ranges of layers: one range per stage, or one per layer."""
     found = []
     for leaf in forward.leaves:
         stack = in_stack(leaf.path, layers)
@@ -114,7 +114,7 @@ def split_leaves(
 
 
 def open_forward(forward: Forward, leaves: tuple[ModelLeaf, ...], layers: Sequence[str]) -> Forward:
-    """`forward`, as it was traced, with one input for each of `leaves`, and ready to be cut."""
+    """Trace `forward` again with one input per item of `leaves`, without jits and remats over several layers."""
     spanning = _spanning_remats(forward, leaves, layers)
     parts: dict[int, list[int]] = {}
     for at, leaf in enumerate(leaves):
@@ -122,7 +122,7 @@ def open_forward(forward: Forward, leaves: tuple[ModelLeaf, ...], layers: Sequen
     num_sums = len(forward.names)
     updates: dict[int, int] = {}
 
-    def again(values: list[Any], data: list[Any]) -> list[Any]:
+    def retraced(values: list[Any], data: list[Any]) -> list[Any]:
         args = [
             Chunks((values[at] for at in ats), (rows[0] for at in ats if (rows := leaves[at].rows)))
             if leaves[ats[0]].rows
@@ -141,17 +141,17 @@ def open_forward(forward: Forward, leaves: tuple[ModelLeaf, ...], layers: Sequen
 
     data = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in forward.program.inputs[len(forward.leaves) :]]
     arrays = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-    program = inline(trace(again, arrays, data)[0])
-    kept, _ = needed(program.eqns, program.outputs)  # what nothing depends on would sit in the last stage
+    program = inline(trace(retraced, arrays, data)[0])
+    kept, _ = needed(program.eqns, program.outputs)  # unused equations would be assigned to the last stage
     program = program._replace(eqns=tuple(program.eqns[at] for at in kept))
     return Forward(program, leaves, forward.names, updates, bool(spanning))
 
 
 @contextlib.contextmanager
 def marked_calls(model: Any, path: str) -> Iterator[None]:
-    """While open, every call of a layer of the list marks its outputs with the number of the call.
+    """Context in which every call of a layer in the list marks its outputs with the number of the call.
 
-    For a list that holds one layer object several times: there a variable does not tell which call it is.
+    For a list that contains one layer object several times: its variables do not determine the call of an equation.
     """
     calls = 0
     before: dict[int, tuple[Any, type]] = {}
@@ -162,7 +162,7 @@ def marked_calls(model: Any, path: str) -> Iterator[None]:
         calls += 1
         return jax.tree.unflatten(tree, mark_p.bind(*leaves, call=calls - 1))
 
-    # Past nnx's own __setattr__, which would write the class down as a new attribute.
+    # object.__setattr__, because the __setattr__ of nnx would store the class as a new attribute.
     for layer in layer_list(model, path):
         if isinstance(layer, nnx.Module) and id(layer) not in before:
             cls = type(layer)
@@ -177,14 +177,14 @@ def marked_calls(model: Any, path: str) -> Iterator[None]:
 
 
 def layer_list(model: Any, path: str) -> Any:
-    """The attribute at "encoder/layers"; AttributeError where there is none."""
+    """The attribute at a path such as "encoder/layers". Raises AttributeError if there is none."""
     for part in path.split("/"):
         model = model[int(part)] if part.isdigit() else getattr(model, part)
     return model
 
 
 def _spanning_remats(forward: Forward, leaves: Sequence[ModelLeaf], layers: Sequence[str]) -> set[int]:
-    """ids of the remat equations of `forward`, those inside jits too, that take variables of several layers."""
+    """The ids of the remat equations of `forward`, including those in jits, that use variables of several layers."""
     inputs, found = forward.program.inputs, set()
     layers_of: dict[Any, set[Any]] = {}
     for leaf in leaves:
@@ -202,7 +202,7 @@ def _spanning_remats(forward: Forward, leaves: Sequence[ModelLeaf], layers: Sequ
                 body = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
                 body = getattr(body, "jaxpr", body)
                 walk(body.eqns, dict(zip(body.invars, sources, strict=True)))
-            elif len(eqn.invars) == 1:  # a cast of a parameter is still that layer's
+            elif len(eqn.invars) == 1:  # a cast of a parameter still belongs to its layer
                 layers_of |= dict.fromkeys(eqn.outvars, sources[0])
 
     walk(forward.program.eqns, layers_of)

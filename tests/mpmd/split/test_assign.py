@@ -1,4 +1,4 @@
-"""The pure parts of the cut, on small random programs: labels, stages, the backward's halves."""
+"""Labels, stages, and the backward programs B and W, on small random models."""
 
 from itertools import combinations, pairwise
 from typing import NamedTuple
@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flax_mesh.mpmd.split import assign as cut
+from flax_mesh.mpmd.split import assign
 from flax_mesh.mpmd.split.assign import CONSTANT, DATA, OUTSIDE, VARIABLES
 from flax_mesh.mpmd.split.backward import differentiate
 from flax_mesh.mpmd.split.jaxpr import Program, bodies, is_var, trace, variables
 
 ROWS, WIDTH = 2, 3
 few = settings(max_examples=25, deadline=None)
-fewer = settings(max_examples=10, deadline=None)  # of what traces a backward pass
+fewer = settings(max_examples=10, deadline=None)  # for tests that trace a backward pass
 
 
 # balance
@@ -25,19 +25,19 @@ fewer = settings(max_examples=10, deadline=None)  # of what traces a backward pa
 
 @few
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.data())
-def test_no_cut_has_a_lighter_heaviest_stage_and_no_stage_is_empty(weights, data):
+def test_balance_minimizes_the_heaviest_stage_and_leaves_no_stage_empty(weights, data):
     stages = data.draw(st.integers(1, len(weights)))
 
     def heaviest(bounds):
         return max(sum(weights[a:b]) for a, b in pairwise(bounds))
 
     every = [(0, *inner, len(weights)) for inner in combinations(range(1, len(weights)), stages - 1)]
-    bounds = cut.balance(weights, stages)
-    assert tuple(bounds) in every  # that many ranges, none empty
+    bounds = assign.balance(weights, stages)
+    assert tuple(bounds) in every  # `stages` ranges, none empty
     assert heaviest(bounds) == min(map(heaviest, every))
 
 
-# Random models: leaves are one matrix a layer and a table outside the layers, `x` is the batch.
+# Random models. The leaves are one matrix per layer and a table outside the layers; `x` is the batch.
 
 
 class Net(NamedTuple):
@@ -51,7 +51,7 @@ class Net(NamedTuple):
         mask, h = x > 0, x @ table
         hidden, aux = [h], 0.0
         for at, ops in zip(self.order, self.ops, strict=True):
-            p = matrices[at] * 2.0  # of the layer alone: no use of it yet
+            p = matrices[at] * 2.0  # depends on the layer alone, so it does not count as a use
             for op in ops:
                 h = {
                     "matmul": lambda h, p: jnp.tanh(h @ p),
@@ -81,7 +81,7 @@ class Traced(NamedTuple):
 
 
 def traced(net: Net) -> Traced:
-    """The layer called r-th has rank r; sizes are the same for all, so that little compiles."""
+    """The layer called r-th has rank r. All models have the same sizes, so that few operations are compiled."""
     rng = np.random.default_rng(0)
     leaves = [rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 2 for _ in (*net.order, None)]
     x = rng.normal(size=(ROWS, WIDTH)).astype(np.float32)
@@ -94,12 +94,12 @@ def traced(net: Net) -> Traced:
 def staged(model: Traced, num_stages: int):
     """(bounds, stage of every equation, programs of the stages)."""
     program, num_ranks = model.program, len(model.net.order)
-    labels = cut.label(program, model.ranks, num_ranks)
-    bounds = cut.balance([1] * num_ranks, num_stages)
+    labels = assign.label(program, model.ranks, num_ranks)
+    bounds = assign.balance([1] * num_ranks, num_stages)
     stages = [next(k for k in range(num_stages) if r < bounds[k + 1]) if r >= 0 else r for r in labels]
-    stages, makers = cut.settle(program, stages, num_stages, {})
+    stages, makers = assign.settle(program, stages, num_stages, {})
     is_data = [model.ranks[v] == DATA for v in program.inputs]
-    return bounds, stages, cut.stage_programs(program, stages, makers, num_stages, is_data)
+    return bounds, stages, assign.stage_programs(program, stages, makers, num_stages, is_data)
 
 
 @few
@@ -107,10 +107,10 @@ def staged(model: Traced, num_stages: int):
 def test_layers_are_ordered_by_their_calls(net):
     program = traced(net).program
     layer_of = {program.inputs[at]: at for at in net.order}
-    assert cut.layer_order(program, layer_of, program.inputs[-1:]) == list(net.order)
+    assert assign.layer_order(program, layer_of, program.inputs[-1:]) == list(net.order)
 
 
-def test_weights_added_up_before_the_call_are_no_use():
+def test_summing_weights_before_the_call_is_not_a_use():
     def loss(leaves, x):
         decay = sum(jnp.sum(p * p) for p in leaves)
         for p in (leaves[2], leaves[0], leaves[1]):
@@ -120,7 +120,7 @@ def test_weights_added_up_before_the_call_are_no_use():
     matrix = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
     program, _ = trace(loss, [matrix] * 4, jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32))
     layer_of = dict(zip(program.inputs, range(4), strict=False))
-    assert cut.layer_order(program, layer_of, program.inputs[-1:]) == [2, 0, 1, 3]  # the last is never called
+    assert assign.layer_order(program, layer_of, program.inputs[-1:]) == [2, 0, 1, 3]  # the last is never called
 
 
 @few
@@ -128,7 +128,7 @@ def test_weights_added_up_before_the_call_are_no_use():
 def test_a_label_is_the_largest_rank_among_all_that_an_equation_depends_on(net):
     program, ranks = traced(net)[1:3]
     reach = {v: {rank} for v, rank in ranks.items()}
-    for eqn, found in zip(program.eqns, cut.label(program, ranks, len(net.order)), strict=True):
+    for eqn, found in zip(program.eqns, assign.label(program, ranks, len(net.order)), strict=True):
         among = {CONSTANT}.union(*(reach.get(v, {CONSTANT}) for v in eqn.invars if is_var(v)))
         reach |= dict.fromkeys(eqn.outvars, among)
         assert found == (OUTSIDE if max(among) == DATA and VARIABLES in among else max(among))
@@ -140,18 +140,18 @@ def with_stages(model_nets):
 
 @few
 @given(with_stages(nets()))
-def test_stages_hold_their_layers_and_nothing_flows_backwards(case):
+def test_stages_contain_their_layers_and_receive_only_from_earlier_stages(case):
     net, num_stages = case
     model = traced(net)
     bounds, stages, parts = staged(model, num_stages)
     program = model.program
-    maker = {v: stage for eqn, stage in zip(program.eqns, stages, strict=True) for v in eqn.outvars}
+    stage_of = {v: stage for eqn, stage in zip(program.eqns, stages, strict=True) for v in eqn.outvars}
     for k, part in enumerate(parts):
-        mine = {at for rank, at in enumerate(net.order) if bounds[k] <= rank < bounds[k + 1]}
-        assert mine <= set(part.inputs) <= mine | {len(net.order), len(net.order) + 1}
-        assert all(maker[v] < k and v in parts[maker[v]].sent for v in part.received)
+        own = {at for rank, at in enumerate(net.order) if bounds[k] <= rank < bounds[k + 1]}
+        assert own <= set(part.inputs) <= own | {len(net.order), len(net.order) + 1}
+        assert all(stage_of[v] < k and v in parts[stage_of[v]].sent for v in part.received)
         known = {*(program.inputs[at] for at in part.inputs), *part.received, *program.consts}
-        for eqn in part.forward.eqns:  # a stage can run with what it has
+        for eqn in part.forward.eqns:  # the stage has all inputs of its equations
             assert set(variables(eqn.invars)) <= known
             known |= set(eqn.outvars)
     assert sorted(at for part in parts for at in part.outputs) == [0, 1]
@@ -162,7 +162,7 @@ def test_stages_hold_their_layers_and_nothing_flows_backwards(case):
 
 @few
 @given(with_stages(nets()))
-def test_the_stages_one_after_the_other_give_the_whole(case):
+def test_running_the_stages_in_order_equals_the_unsplit_program(case):
     net, num_stages = case
     model = traced(net)
     sent, outputs = {}, {}
@@ -174,52 +174,52 @@ def test_the_stages_one_after_the_other_give_the_whole(case):
         np.testing.assert_array_equal(outputs[at], want)
 
 
-@pytest.mark.parametrize(("ops", "crossing"), [("matmul", 1), ("scale", 1), ("mask", 1)])
-def test_a_chain_sends_one_value_and_masks_are_made_again(ops, crossing):
+@pytest.mark.parametrize(("ops", "received"), [("matmul", 1), ("scale", 1), ("mask", 1)])
+def test_a_chain_sends_one_activation_and_recomputes_masks(ops, received):
     net = Net((0, 1, 2, 3), ((ops,),) * 4)
     stages = staged(traced(net), 4)[2]
     floats = [[v for v in stage.received if v.aval.shape == (ROWS, WIDTH)] for stage in stages]
-    assert [len(found) for found in floats] == [0, *[crossing] * 3]
+    assert [len(found) for found in floats] == [0, *[received] * 3]
     assert not any(v.aval.dtype == bool for stage in stages for v in stage.received)
 
 
-def test_a_wrong_order_of_stages_is_refused():
+def test_a_wrong_order_of_stages_raises():
     model = traced(Net((0, 1), (("matmul",), ("matmul",))))
     _, stages, _ = staged(model, 2)
-    with pytest.raises(cut.CutError, match=r"is made in stage 1 and used in stage 0, before it"):
-        cut.stage_programs(model.program, [1 - s if s >= 0 else s for s in stages], [1, 1], 2, [False] * 3 + [True])
+    with pytest.raises(assign.CutError, match=r"is computed in stage 1 but used in stage 0, which runs before it"):
+        assign.stage_programs(model.program, [1 - s if s >= 0 else s for s in stages], [1, 1], 2, [False] * 3 + [True])
 
 
 # F, B and W
 
 
-def halves_of(model: Traced, num_stages: int, recompute: bool = False, split: bool = True):
-    """F, B and W of every stage; all leaves are trained."""
+def differentiated(model: Traced, num_stages: int, recompute: bool = False, split: bool = True):
+    """Every stage with F, B and, if `split`, W. All leaves are trained."""
     trained = range(len(model.values) - 1)
     remat = "full" if recompute else "none"
     return [differentiate(stage, trained, remat=remat, split=split) for stage in staged(model, num_stages)[2]]
 
 
-def run_backward(model: Traced, halves, recompute: bool, split: bool):
-    """(loss, gradients by input): F of every stage, then B and W backwards, as the executor runs them."""
+def run_backward(model: Traced, parts, recompute: bool, split: bool):
+    """Returns (loss, gradient of every input): runs F of every stage, then B and W in reverse, like the executor."""
     sent, saved, cotangents, grads, loss = {}, [], {}, {}, np.nan
-    for half in halves:
-        given_ = [[model.values[at] for at in half.inputs], [sent[v] for v in half.received]]
-        outs = half.call(half.forward, *given_)
-        sent |= dict(zip(half.sent, outs, strict=False))
-        num = len(half.sent) + len(half.outputs)
+    for part in parts:
+        given_ = [[model.values[at] for at in part.inputs], [sent[v] for v in part.received]]
+        outs = part.call(part.forward, *given_)
+        sent |= dict(zip(part.sent, outs, strict=False))
+        num = len(part.sent) + len(part.outputs)
         saved.append([*given_, outs[num:]])
-        loss = outs[len(half.sent) + half.outputs.index(0)] if 0 in half.outputs else loss
-    for half, (inputs, received, residuals) in reversed(list(zip(halves, saved, strict=True))):
+        loss = outs[len(part.sent) + part.outputs.index(0)] if 0 in part.outputs else loss
+    for part, (inputs, received, residuals) in reversed(list(zip(parts, saved, strict=True))):
         assert not (recompute and residuals)
-        pulled = [sum(cotangents.pop(half.sent[i])) for i in half.floats_out]
-        outs = half.call(half.backward, inputs, received, pulled, residuals)
-        for i, value in zip(half.floats_in, outs, strict=False):
-            cotangents.setdefault(half.received[i], []).append(value)
-        rest = outs[len(half.floats_in) :]
+        pulled = [sum(cotangents.pop(part.sent[i])) for i in part.floats_out]
+        outs = part.call(part.backward, inputs, received, pulled, residuals)
+        for i, value in zip(part.floats_in, outs, strict=False):
+            cotangents.setdefault(part.received[i], []).append(value)
+        rest = outs[len(part.floats_in) :]
         if split:
-            rest = half.call(half.weights, inputs, received, pulled, residuals, rest)
-        for at, value in zip(half.trained, rest, strict=True):
+            rest = part.call(part.weights, inputs, received, pulled, residuals, rest)
+        for at, value in zip(part.trained, rest, strict=True):
             grads[at] = grads.get(at, 0) + value
     assert not cotangents
     return loss, grads
@@ -227,9 +227,9 @@ def run_backward(model: Traced, halves, recompute: bool, split: bool):
 
 @fewer
 @given(with_stages(nets(max_layers=3)), st.booleans(), st.booleans())
-def test_forward_backward_and_weights_give_the_gradients(case, recompute, split):
+def test_f_b_and_w_compute_the_gradients(case, recompute, split):
     model = traced(case[0])
-    have, grads = run_backward(model, halves_of(model, case[1], recompute, split), recompute, split)
+    have, grads = run_backward(model, differentiated(model, case[1], recompute, split), recompute, split)
     *leaves, x = model.values
     (loss, _), want = jax.value_and_grad(case[0], has_aux=True)(leaves, x)
     np.testing.assert_allclose(have, loss, rtol=1e-5)
@@ -243,30 +243,30 @@ def dots(part):
 
 @fewer
 @given(with_stages(nets(max_layers=3)))
-def test_the_halves_multiply_no_more_matrices_than_the_whole_backward(case):
+def test_b_and_w_together_have_as_many_matrix_products_as_the_unsplit_backward(case):
     model = traced(case[0])
-    for whole, half in zip(halves_of(model, case[1], split=False), halves_of(model, case[1]), strict=True):
-        assert half.weights is not None and whole.weights is None
-        assert dots(half.forward) == dots(whole.forward)
-        assert dots(half.backward) + dots(half.weights) == dots(whole.backward)
+    for whole, part in zip(differentiated(model, case[1], split=False), differentiated(model, case[1]), strict=True):
+        assert part.weights is not None and whole.weights is None
+        assert dots(part.forward) == dots(whole.forward)
+        assert dots(part.backward) + dots(part.weights) == dots(whole.backward)
 
 
-@pytest.mark.parametrize(("recompute", "again"), [(False, 0), (True, 3)])
-def test_the_half_to_the_input_multiplies_nothing_for_the_weights(recompute, again):
+@pytest.mark.parametrize(("recompute", "repeated"), [(False, 0), (True, 3)])
+def test_b_computes_no_matrix_product_of_a_weight_gradient(recompute, repeated):
     net = Net(tuple(range(6)), (("matmul",),) * 6)
-    first, last = halves_of(traced(net), 2, recompute)
+    first, last = differentiated(traced(net), 2, recompute)
     # The last stage: three layers and the head, which multiplies by the table.
     assert dots(last.forward) == 4
-    assert dots(last.backward) == 4 + again  # the layers are made again, the head is not needed for it
+    assert dots(last.backward) == 4 + repeated  # recomputes the layers; the head is not needed for that
     assert dots(last.weights) == 4
-    # The first: the table and three layers. Nothing comes before it, so that all of its backward is for weights.
+    # The first: the table and three layers. It receives nothing, so its whole backward pass is for weight gradients.
     assert dots(first.forward) == 4
     assert dots(first.backward) == 0
     assert dots(first.weights) == 4 + 3 + (4 if recompute else 0)
 
 
 def all_dots(part):
-    """As `dots`, with those inside scans and remats."""
+    """Like `dots`, including those inside scans and remats."""
 
     def count(eqns):
         inner = [(eqn.params.get("length", 1), body.eqns) for eqn in eqns for body in bodies(eqn)]
@@ -276,8 +276,8 @@ def all_dots(part):
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize(("remat", "again"), [(False, 0), (True, 4)])
-def test_a_scan_over_layers_is_cut_into_both_halves(remat, again, reverse):
+@pytest.mark.parametrize(("remat", "repeated"), [(False, 0), (True, 4)])
+def test_a_scan_over_layers_is_split_into_b_and_w(remat, repeated, reverse):
     def loss(leaves, x):
         def layer(h, w):
             h = jnp.tanh(h @ w)
@@ -292,11 +292,11 @@ def test_a_scan_over_layers_is_cut_into_both_halves(remat, again, reverse):
     program, _ = trace(loss, values[:2], values[2])
     ranks = dict(zip(program.inputs, [0, 1, DATA], strict=True))
     model = Traced(Net((0, 1), ()), program, ranks, values)
-    halves = halves_of(model, 2)
-    last = halves[1]
+    parts = differentiated(model, 2)
+    last = parts[1]
     assert last.backward is not None and last.weights is not None
-    assert [all_dots(part) for part in (last.forward, last.backward, last.weights)] == [4, 4 + again, 4]
-    value, grads = run_backward(model, halves, recompute=False, split=True)
+    assert [all_dots(part) for part in (last.forward, last.backward, last.weights)] == [4, 4 + repeated, 4]
+    value, grads = run_backward(model, parts, recompute=False, split=True)
     (want, _), wanted = jax.value_and_grad(loss, has_aux=True)(values[:2], values[2])
     np.testing.assert_allclose(value, want, rtol=1e-5)
     for at, grad in enumerate(wanted):
@@ -305,10 +305,7 @@ def test_a_scan_over_layers_is_cut_into_both_halves(remat, again, reverse):
 
 def test_frozen_leaves_get_no_gradient():
     model = traced(Net((0, 1), (("matmul",), ("matmul",))))
-    halves = [differentiate(stage, [1], split=True) for stage in staged(model, 2)[2]]
-    assert [half.trained for half in halves] == [(), (1,)]
-    assert dots(halves[0].backward) == dots(halves[0].weights) == 0
-    assert dots(halves[1].weights) == 1
-
-
-# The update by groups
+    parts = [differentiate(stage, [1], split=True) for stage in staged(model, 2)[2]]
+    assert [part.trained for part in parts] == [(), (1,)]
+    assert dots(parts[0].backward) == dots(parts[0].weights) == 0
+    assert dots(parts[1].weights) == 1

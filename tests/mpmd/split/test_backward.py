@@ -1,4 +1,4 @@
-"""F, B and W together do the work of the whole backward pass: no more, and each its own part of it."""
+"""B and W together have the matrix products of the unsplit backward pass, each a part of them."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ SIZES: dict[str, Any] = {
 
 
 def matmul_flops(part):
-    """Of the matrix products of a slice, scans counted once an iteration."""
+    """FLOPs of the matrix products of a slice. Scans count once per iteration."""
 
     def count(eqns):
         own = sum(flops(e) for e in eqns if e.primitive.name == "dot_general")
@@ -46,26 +46,26 @@ def stages(**kinds):
     [{}, {"scan": True}, {"remat": "full"}, {"scan": True, "remat": "full"}],
     ids=["list", "scan", "remat", "scan-remat"],
 )
-def test_the_halves_of_a_backward_pass_are_the_whole(kinds):
+def test_b_and_w_sum_to_the_unsplit_backward_pass(kinds):
     for number, stage in enumerate(stages(**kinds)):
         whole, split = differentiate(*stage), differentiate(*stage, split=True)
         assert matmul_flops(split.forward) == matmul_flops(whole.forward)
-        halves = matmul_flops(split.backward), matmul_flops(split.weights)
-        assert sum(halves) == matmul_flops(whole.backward)
-        assert (halves[0] > 0) == (number > 0)  # the first stage has no inputs to differentiate
-        assert halves[1] >= 0.9 * matmul_flops(whole.forward)  # W is a product for every one of F with a weight
+        b, w = matmul_flops(split.backward), matmul_flops(split.weights)
+        assert b + w == matmul_flops(whole.backward)
+        assert (b > 0) == (number > 0)  # the first stage has no inputs to differentiate
+        assert w >= 0.9 * matmul_flops(whole.forward)  # W has one product for every product of F with a weight
 
 
-def test_recomputation_stays_in_the_first_half():
+def test_recomputation_is_part_of_b():
     stage = stages()[1]
-    kept, again = differentiate(*stage, split=True), differentiate(*stage, split=True, remat="full")
-    assert not again.arguments[3] and kept.arguments[3]  # residuals
-    assert matmul_flops(again.weights) == matmul_flops(kept.weights)
-    assert matmul_flops(again.backward) > matmul_flops(kept.backward)
+    stored, recomputed = differentiate(*stage, split=True), differentiate(*stage, split=True, remat="full")
+    assert not recomputed.arguments[3] and stored.arguments[3]  # residuals
+    assert matmul_flops(recomputed.weights) == matmul_flops(stored.weights)
+    assert matmul_flops(recomputed.backward) > matmul_flops(stored.backward)
 
 
 @pytest.mark.slow
-def test_xla_counts_the_same():
+def test_xla_counts_equal_flops():
     stage = stages()[1]
     whole, split = differentiate(*stage), differentiate(*stage, split=True)
 

@@ -1,6 +1,6 @@
-"""What flax_mesh.mpmd.split.jaxpr takes for granted of JAX: when JAX moves, the names of failing tests say what moved.
+"""The assumptions of flax_mesh.mpmd.split.jaxpr about JAX. The names of failing tests report what changed.
 
-Everything half-public is touched in jaxprs.py alone, so that a new release is met there and here.
+Only jaxpr.py uses JAX's semi-public interpreter, so only that file needs a change.
 """
 
 import math
@@ -32,7 +32,7 @@ from flax_mesh.mpmd.split.jaxpr import (
     whole,
 )
 
-DEPTH = 4  # layers of the stacks that are cut into chunks
+DEPTH = 4  # layers of the stacks that are split into chunks
 
 
 def f32(*shape):
@@ -48,12 +48,12 @@ def names(program):
 
 
 def only(program, name):
-    """The one equation of that primitive."""
+    """The only equation with this primitive."""
     (found,) = [eqn for eqn in program.eqns if eqn.primitive.name == name]
     return found
 
 
-# Names and parameters that the cut reads.
+# Names and parameters that the split reads.
 
 
 @pytest.mark.parametrize(
@@ -86,22 +86,22 @@ def test_elementwise_and_reductions_keep_their_names():
     assert only(inline(program), "reduce_max").params["axes"] == (0,)
 
 
-def test_a_program_runs_again_and_its_constants_are_numpy():
+def test_a_program_can_be_called_and_its_constants_are_numpy_arrays():
     table = jnp.arange(3.0)  # an array that the function closes over
     program, shape = trace(lambda x: {"y": x + table, "one": 1.0}, f32(3))
     assert all(isinstance(const, np.ndarray) for const in program.consts.values()) and program.consts
-    assert shape["y"].shape == (3,) and not is_var(program.outputs[0])  # a literal: "one" comes first
+    assert shape["y"].shape == (3,) and not is_var(program.outputs[0])  # a literal: "one" sorts first
     np.testing.assert_array_equal(program.call(np.ones(3, np.float32))[1], [1, 2, 3])
 
 
-def test_a_key_stays_a_key():
+def test_a_random_key_constant_stays_a_key():
     key = jax.random.key(0)
     program, _ = trace(lambda x: x + jax.random.normal(key, (2,)), f32(2))
     np.testing.assert_array_equal(program.call(np.zeros(2, np.float32))[0], jax.random.normal(key, (2,)))
     assert num_bytes(key.aval) == 8 and num_bytes(f32(3, 5)) == 60
 
 
-def test_equations_that_carry_functions_can_be_evaluated_alone():
+def test_equations_with_function_parameters_can_be_evaluated():
     program, _ = trace(lambda x: jax.nn.relu(x), f32(3))
     program = inline(program)
     values = [normal(0, 3)]
@@ -109,10 +109,10 @@ def test_equations_that_carry_functions_can_be_evaluated_alone():
         values = evaluate(eqn, values)
     np.testing.assert_array_equal(values[0], np.maximum(normal(0, 3), 0))
     grad = jax.grad(lambda x: program.call(x)[0].sum())(jnp.zeros(3))
-    np.testing.assert_array_equal(grad, np.zeros(3))  # relu's own rule at 0, not that of max
+    np.testing.assert_array_equal(grad, np.zeros(3))  # the custom rule of relu at 0, not that of max
 
 
-# inline and interpret.
+# inline and interpret
 
 
 def deep(x, w):
@@ -120,7 +120,7 @@ def deep(x, w):
     return jax.jit(lambda x: inner(x) + inner(2 * x))(x)
 
 
-def test_inlining_leaves_no_jit_and_the_same_numbers():
+def test_inlining_removes_all_jits_and_keeps_the_values():
     program, _ = trace(deep, f32(2, 3), f32(3, 3))
     flat = inline(program)
     assert set(names(program)) & set(JIT) and not set(names(flat)) & set(JIT)
@@ -129,22 +129,25 @@ def test_inlining_leaves_no_jit_and_the_same_numbers():
     assert inline(flat) is flat
 
 
-def test_remat_and_cond_open_only_where_asked():
+def test_remat_and_cond_are_opened_only_if_requested():
     def fn(x):
         return lax.cond(x.sum() > 0, jnp.sin, jnp.cos, jax.checkpoint(lambda x: x * x)(x))
 
     program, _ = trace(fn, f32(3))
-    for asked in (set(), {"cond"}, set(REMAT), {"cond", *REMAT}):
+    for opened_names in (set(), {"cond"}, set(REMAT), {"cond", *REMAT}):
         opened, _ = trace(
-            lambda x, asked=asked: interpret(program, [x], lambda eqn: eqn.primitive.name in asked), f32(3)
+            lambda x, opened_names=opened_names: interpret(
+                program, [x], lambda eqn: eqn.primitive.name in opened_names
+            ),
+            f32(3),
         )
         closed = {"cond", *REMAT} & set(names(program))
-        assert closed & set(names(opened)) == closed - asked
+        assert closed & set(names(opened)) == closed - opened_names
         for x in (np.ones(3, np.float32), np.zeros(3, np.float32)):  # either branch
             np.testing.assert_array_equal(opened.call(x)[0], fn(x))
 
 
-# Chunks: every function of a stack, whole and in chunks.
+# Chunks: functions of a stack, evaluated on the entire stack and on chunks
 
 
 def layer(carry, w):
@@ -162,18 +165,18 @@ STACKED = {  # (stack (DEPTH, 3, 3), x (2, 3)) -> a pytree
     "norm of each layer": lambda w, x: jnp.sum(w * w, axis=(1, 2)),
     "minimum over layers": lambda w, x: jnp.min(w, axis=0) @ x.T,
     "all finite": lambda w, x: jnp.all(jnp.isfinite(w)) | jnp.any(w > 9),
-    "put together": lambda w, x: jnp.flip(w, 0).reshape(2, 18),
+    "concatenated": lambda w, x: jnp.flip(w, 0).reshape(2, 18),
     "jit": lambda w, x: jax.jit(lambda w: lax.scan(layer, x, 2 * w)[0])(w),
     "an input": lambda w, x: w,
 }
-# Of these even the result is in chunks.
+# Functions whose result is Chunks as well.
 IN_CHUNKS = {"gradient", "elementwise", "norm of each layer", "an input"}
 
 
 @pytest.mark.parametrize("name", STACKED)
 @settings(max_examples=3, deadline=None)
 @given(cuts=st.sets(st.integers(1, DEPTH - 1)), seed=st.integers(0, 9))
-def test_chunks_give_what_the_whole_stack_gives(name, cuts, seed):
+def test_chunks_compute_the_same_as_the_entire_stack(name, cuts, seed):
     starts = [0, *sorted(cuts)]
     stack, x = normal(seed, DEPTH, 3, 3), normal(seed + 1, 2, 3)
     program, _ = trace(STACKED[name], stack, x)
@@ -185,23 +188,23 @@ def test_chunks_give_what_the_whole_stack_gives(name, cuts, seed):
         np.testing.assert_allclose(whole(have), want, rtol=2e-6, atol=1e-6)
 
 
-def test_stacks_cut_at_different_places_meet():
+def test_stacks_with_different_chunks_can_be_combined():
     program, _ = trace(lambda a, b: a + b, f32(4, 2), f32(4, 2))
     a, b = normal(0, 4, 2), normal(1, 4, 2)
     out = interpret(program, [Chunks(np.split(a, [1]), (0, 1)), Chunks(np.split(b, [3]), (0, 3))])[0]
     np.testing.assert_array_equal(whole(out), a + b)
 
 
-def test_a_scan_over_chunks_becomes_one_scan_a_chunk():
+def test_a_scan_over_chunks_becomes_one_scan_per_chunk():
     program, _ = trace(STACKED["scan"], f32(4, 3, 3), f32(2, 3))
-    cut, _ = trace(
+    split, _ = trace(
         lambda a, b, x: [whole(out) for out in interpret(program, [Chunks((a, b), (0, 3)), x])],
         f32(3, 3, 3), f32(1, 3, 3), f32(2, 3),
     )  # fmt: skip
-    assert [eqn.params["length"] for eqn in cut.eqns if eqn.primitive.name == "scan"] == [3, 1]
+    assert [eqn.params["length"] for eqn in split.eqns if eqn.primitive.name == "scan"] == [3, 1]
 
 
-def test_chunks_are_a_pytree_whose_paths_say_where_they_start():
+def test_chunks_are_a_pytree_whose_paths_contain_the_first_layer():
     chunks = Chunks((np.ones(3), np.ones(1)), (0, 3))
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(chunks)[0]]
     assert paths == ["['from 0']", "['from 3']"]
@@ -209,7 +212,7 @@ def test_chunks_are_a_pytree_whose_paths_say_where_they_start():
     assert doubled.starts == (0, 3) and doubled.whole().tolist() == [2, 2, 2, 2]
 
 
-# Counts.
+# Counts
 
 
 def conv(image, kernel, groups=1):
@@ -218,7 +221,7 @@ def conv(image, kernel, groups=1):
     )
 
 
-FLOPS = {  # function, shapes, count by hand
+FLOPS = {  # function, shapes, expected count
     "dot": (lambda a, b: a @ b, [(2, 3), (3, 5)], 2 * 2 * 3 * 5),
     "batched dot": (lambda a, b: jnp.einsum("bij,bkj->bik", a, b), [(7, 2, 3), (7, 5, 3)], 2 * 7 * 2 * 5 * 3),
     "convolution": (conv, [(2, 8, 8, 3), (3, 3, 3, 5)], 2 * (2 * 8 * 8 * 5) * (3 * 3 * 3)),
@@ -230,20 +233,20 @@ FLOPS = {  # function, shapes, count by hand
 
 
 @pytest.mark.parametrize("name", FLOPS)
-def test_flops_are_those_counted_by_hand(name):
+def test_flops_equal_the_expected_count(name):
     fn, shapes, want = FLOPS[name]
     program, _ = trace(fn, *(f32(*shape) for shape in shapes))
     assert sum(flops(eqn) for eqn in program.eqns) == want
 
 
-def test_a_cond_counts_its_dearest_branch():
+def test_a_cond_counts_its_most_expensive_branch():
     program, _ = trace(lambda p, a: lax.cond(p, lambda: a @ a, lambda: a), jax.ShapeDtypeStruct((), bool), f32(3, 3))
     assert flops(only(program, "cond")) == 2 * 3 * 3 * 3
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), min_size=1, max_size=12), st.data())
-def test_needed_is_the_ancestors_of_what_is_wanted(pairs, data):
+def test_needed_returns_the_ancestors_of_the_required_variables(pairs, data):
     def fn(x, y):
         values = [x, y]
         for a, b in pairs:
@@ -254,7 +257,7 @@ def test_needed_is_the_ancestors_of_what_is_wanted(pairs, data):
     outs = data.draw(st.sets(st.integers(2, len(pairs) + 1), min_size=1))
     wanted = [program.outputs[i] for i in outs]
     ancestors, todo = set(), [i - 2 for i in outs]
-    while todo:  # of equation k: those before it that pairs[k] names
+    while todo:  # equation k depends on the earlier values in pairs[k]
         k = todo.pop()
         if k not in ancestors:
             ancestors.add(k)
@@ -264,7 +267,7 @@ def test_needed_is_the_ancestors_of_what_is_wanted(pairs, data):
     assert set(live) == {v for k in ancestors for v in variables(program.eqns[k].invars)} | set(wanted)
 
 
-def test_effects_are_needed_in_any_case():
+def test_equations_with_effects_are_always_needed():
     def fn(x):
         jax.debug.callback(lambda _: None, x)
         return 2 * x
@@ -274,7 +277,7 @@ def test_effects_are_needed_in_any_case():
     assert len(needed(program.eqns, wanted)[0]) == len(needed(program.eqns, wanted, effects=False)[0]) + 1 == 2
 
 
-def test_the_dtypes_and_shapes_of_variables_are_read_from_avals():
+def test_avals_have_the_shapes_and_dtypes_of_variables():
     program, _ = trace(lambda x: x.astype(jnp.bfloat16), f32(2, 3))
     (eqn,) = program.eqns
     assert eqn.outvars[0].aval.dtype == jnp.bfloat16 and math.prod(eqn.outvars[0].aval.shape) == 6

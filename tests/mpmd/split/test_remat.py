@@ -1,4 +1,4 @@
-"""What F keeps for B and W: few bytes, of which the same gradients come."""
+"""Residuals that F stores for B and W: fewer bytes, and bitwise equal gradients."""
 
 import weakref
 from typing import Any
@@ -25,7 +25,7 @@ EVERYTHING = lambda *_: True  # noqa: E731
 
 
 def stages(make, loss_fn, batch, **kinds):
-    """(F, B and W of each of two stages, the leaves)."""
+    """Both stages with F, B and W."""
     staged = split_stages(loss_fn, make, batch, num_stages=2)
     trained = [at for at, leaf in enumerate(staged.leaves) if leaf.trained]
     return [differentiate(stage, trained, **kinds) for stage in staged.cut(batch).stages]
@@ -37,21 +37,23 @@ def decoder(dtype="bfloat16", **kinds):
     return stages(lambda: make_decoder(config, nnx.Rngs(0)), next_token_loss, batch, **kinds)
 
 
-def kept(stage):
+def residuals(stage):
     return [v.aval for v in stage.forward.outputs[len(stage.sent) + len(stage.outputs) :]]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_layer_keeps_what_its_products_give(dtype):
+def test_a_layer_stores_the_results_of_its_matrix_products(dtype):
     for stage in decoder(dtype, remat="cheap"):
-        rows = [aval.shape for aval in kept(stage)]
-        assert sum(shape[-1] == MLP for shape in rows) == 2 * 2  # gate and up of two layers; not what is made of them
-        # The stream after attention and after each mlp but the last; of the first layer it is received, or looked up.
-        # The last stage keeps what the head multiplies instead of what made it.
+        rows = [aval.shape for aval in residuals(stage)]
+        assert (
+            sum(shape[-1] == MLP for shape in rows) == 2 * 2
+        )  # gate and up of two layers; no values computed from them
+        # The stream after attention and after each mlp but the last. The input of the first layer is received or looked
+        # up. The last stage stores the input of the head instead of the values that it is computed from.
         assert sum(shape[-1] == HIDDEN for shape in rows) <= 2 * 2
-        scores = [aval for aval in kept(stage) if aval.shape[-1] == SEQUENCE]
+        scores = [aval for aval in residuals(stage) if aval.shape[-1] == SEQUENCE]
         assert len(scores) == 2 and all(aval.dtype == jnp.float32 for aval in scores)
-        others = [aval for aval in kept(stage) if aval.shape[-1] in (MLP, HIDDEN, HEADS["head_dim"])]
+        others = [aval for aval in residuals(stage) if aval.shape[-1] in (MLP, HIDDEN, HEADS["head_dim"])]
         assert {str(aval.dtype) for aval in others} == {dtype}
 
 
@@ -60,11 +62,11 @@ def test_a_layer_keeps_what_its_products_give(dtype):
     ("dtype", "how", "share"),
     [("float32", "none", 0.8), ("bfloat16", "none", 0.7), ("float32", "cheap", 0.6), ("bfloat16", "cheap", 0.6)],
 )
-def test_much_less_is_kept_and_the_gradients_are_the_same_bits(dtype, how, share, split, monkeypatch):
+def test_fewer_bytes_are_stored_and_gradients_are_bitwise_equal(dtype, how, share, split, monkeypatch):
     lean = decoder(dtype, split=split, remat=how)
-    monkeypatch.setattr(remat, "is_expensive", EVERYTHING)  # nothing is made again
+    monkeypatch.setattr(remat, "is_expensive", EVERYTHING)  # nothing is recomputed
     full = decoder(dtype, split=split)
-    size = [[sum(map(num_bytes, kept(stage))) for stage in some] for some in (lean, full)]
+    size = [[sum(map(num_bytes, residuals(stage))) for stage in some] for some in (lean, full)]
     assert all(0 < a < share * b for a, b in zip(*size, strict=True)), size
     for a, b in zip(lean, full, strict=True):
         for have, want in zip(gradients(a), gradients(b), strict=True):
@@ -72,10 +74,10 @@ def test_much_less_is_kept_and_the_gradients_are_the_same_bits(dtype, how, share
 
 
 def gradients(stage) -> list[Any]:
-    """Those of the inputs and of the weights, one operation after the other, from random arrays."""
+    """Gradients of the inputs and the weights for random arrays, evaluated operation by operation."""
     rng = np.random.default_rng(0)
 
-    def some(avals) -> list[Any]:
+    def random(avals) -> list[Any]:
         return [
             jnp.asarray(
                 rng.normal(size=a.shape) if jnp.issubdtype(a.dtype, jnp.floating) else np.ones(a.shape), a.dtype
@@ -83,9 +85,9 @@ def gradients(stage) -> list[Any]:
             for a in avals
         ]
 
-    given = [some([v.aval for v in names]) for names in stage.arguments[:2]]  # inputs and received
-    handed = stage.call(stage.forward, *given)[len(stage.sent) + len(stage.outputs) :]
-    given += some([stage.sent[i].aval for i in stage.floats_out]), handed
+    given = [random([v.aval for v in names]) for names in stage.arguments[:2]]  # inputs and received
+    stored = stage.call(stage.forward, *given)[len(stage.sent) + len(stage.outputs) :]
+    given += random([stage.sent[i].aval for i in stage.floats_out]), stored
     outs = stage.call(stage.backward, *given)
     if stage.weights is None:
         return outs
@@ -108,7 +110,7 @@ def primitives(part) -> set[str]:
     return {eqn.primitive.name for eqn in part.eqns}
 
 
-def test_random_bits_are_made_once():
+def test_random_bits_are_generated_once():
     batch = {"x": np.zeros((4, 8), np.float32)}
     for stage in stages(lambda: Dropped(nnx.Rngs(0)), lambda m, b: jnp.mean(m(b["x"]) ** 2), batch):
         assert "random_bits" in primitives(stage.forward)
@@ -117,14 +119,14 @@ def test_random_bits_are_made_once():
 
 def test_an_exchange_between_devices_is_not_repeated():
     mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
-    split, whole = (NamedSharding(mesh, spec) for spec in (PartitionSpec("tp"), PartitionSpec(None)))
-    again = jax.lax.with_sharding_constraint
+    split, replicated = (NamedSharding(mesh, spec) for spec in (PartitionSpec("tp"), PartitionSpec(None)))
+    constrain = jax.lax.with_sharding_constraint
 
     def chain(weight, x):
-        x = again(x, split)
-        same = again(jnp.tanh(x), split)  # where it lies already
-        gathered = again(jnp.sin(same), whole)
-        return gathered, again(weight * 2, whole), jnp.cos(gathered)
+        x = constrain(x, split)
+        same = constrain(jnp.tanh(x), split)  # already has this layout
+        gathered = constrain(jnp.sin(same), replicated)
+        return gathered, constrain(weight * 2, replicated), jnp.cos(gathered)
 
     shapes = [jax.ShapeDtypeStruct((4,), jnp.float32)] * 2
     program, _ = trace(chain, *shapes)
@@ -137,7 +139,7 @@ def test_an_exchange_between_devices_is_not_repeated():
     assert {names[i] for i in set(range(len(names))) - free} == {"sharding_constraint", "tanh", "sin", "cos"}
 
 
-def test_what_w_does_not_take_is_gone_after_b():
+def test_residuals_that_w_does_not_need_are_freed_after_b():
     config = DecoderConfig(**SIZES, **HEADS)
     batch = decoder_batch(4)
     pipeline = build(
@@ -145,19 +147,19 @@ def test_what_w_does_not_take_is_gone_after_b():
         mesh=groups(pp=2), rules=[(".*", ())],
     )  # fmt: skip
     alive: dict[Any, list[Any]] = {}
-    gone: list[int] = []
+    freed: list[int] = []
 
     def watch(action, saved) -> None:
         key = action.stage, action.microbatch
         if action.kind == "F":
             alive[key] = [weakref.ref(x) for x in saved[key][1]]
         elif action.kind == "B":
-            gone.append(sum(ref() is None for ref in alive[key]))
+            freed.append(sum(ref() is None for ref in alive[key]))
 
     pipeline.on_action = watch
     pipeline.step(pipeline.init_state(), batch)
     (compiled,) = pipeline.compiled.values()
     lasting = [len(stage.lasting) for stage in compiled.stages]
     total = [len(refs) for (stage, _), refs in sorted(alive.items()) if stage in (0, 1)][::2]
-    assert sorted(gone) == sorted(2 * [a - b for a, b in zip(total, lasting, strict=True)])
-    assert max(gone) > 0
+    assert sorted(freed) == sorted(2 * [a - b for a, b in zip(total, lasting, strict=True)])
+    assert max(freed) > 0

@@ -1,4 +1,4 @@
-"""The optimizer's update, cut into a program for every group."""
+"""The optimizer update, split into programs of one group each."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ few = settings(max_examples=25, deadline=None)
 
 @st.composite
 def updates(draw):
-    """(groups of the leaves, a function of the leaves and a shared count): elementwise, and norms over all of them."""
+    """Pairs (groups of the leaves, update of the leaves and a shared count) with elementwise operations and norms."""
     groups = draw(st.lists(st.integers(0, 2), min_size=1, max_size=5))
     kinds = ("clip", "decay", "max", "count", "own norm", "scalar leaf", "noise")
     ops = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=4))
@@ -34,7 +34,7 @@ def updates(draw):
                 leaves = [x / (1 + jnp.linalg.norm(x)) for x in leaves]
             elif op == "scalar leaf":
                 leaves = [x * (1 + leaves[0].ravel()[0]) for x in leaves]
-            elif op == "noise":  # arrays made of scalars alone
+            elif op == "noise":  # arrays computed from scalars only
                 leaves = [x + jnp.full(x.shape, 0.1 * norm) for x in leaves]
             else:
                 leaves = [x - 0.1 * x if op == "decay" else x * count for x in leaves]
@@ -45,18 +45,18 @@ def updates(draw):
 
 @few
 @given(updates())
-def test_the_parts_of_an_update_one_after_the_other_give_the_whole(case):
+def test_running_the_parts_in_order_equals_the_unsplit_update(case):
     groups, update = case
     rng = np.random.default_rng(0)
     values = [rng.normal(size=(2, 3) if i % 2 else (1,)).astype(np.float32) for i in range(len(groups))]
     program, _ = trace(update, values, np.float32(2))
-    homes = [*groups, SHARED]
+    owners = [*groups, SHARED]
     every = (0, 1, 2)
     wanted = [*((g,) for g in groups), every, *[()] * (len(program.outputs) - len(groups) - 1)]
-    parts, held = cut_by_group(program, homes, wanted)
+    parts, groups_of_outputs = cut_by_group(program, owners, wanted)
     env = {g: {} for g in every}
-    for v, value, home in zip(program.inputs, [*values, np.float32(2)], homes, strict=True):
-        for group in every if home == SHARED else (home,):
+    for v, value, owner in zip(program.inputs, [*values, np.float32(2)], owners, strict=True):
+        for group in every if owner == SHARED else (owner,):
             env[group][v] = value
     sizes, packs = {}, {}
     for part in parts:
@@ -64,18 +64,18 @@ def test_the_parts_of_an_update_one_after_the_other_give_the_whole(case):
         scalars = [x for key in part.receives for x in packs[key]]
         outs = part.program.call(*(here[v] for v in part.takes), *scalars)
         for v in part.dies:
-            del here[v]  # as donation does
+            del here[v]  # like donation
         here |= dict(zip(part.gives, outs, strict=False))
         packs[part.group, part.phase] = outs[len(part.gives) :]
         sizes |= {v: v.aval.size for v in part.packs}
-    assert set(sizes.values()) <= {1}  # scalars alone cross
-    for v, groups_, want in zip(program.outputs, held, program.call(*values, np.float32(2)), strict=True):
+    assert set(sizes.values()) <= {1}  # only scalars are transferred
+    for v, groups_, want in zip(program.outputs, groups_of_outputs, program.call(*values, np.float32(2)), strict=True):
         for group in groups_:
             np.testing.assert_array_equal(env[group][v] if is_var(v) else v.val, want)
 
 
 @pytest.mark.parametrize("groups", [[0, 0, 1, 1], [0, 1] * 4, [0, 1, 2] * 3])
-def test_a_norm_takes_one_exchange(groups):
+def test_a_norm_requires_one_exchange(groups):
     def clip(leaves):
         norm = jnp.sqrt(sum(jnp.sum(x * x) for x in leaves))
         return [x / norm for x in leaves]
@@ -85,7 +85,7 @@ def test_a_norm_takes_one_exchange(groups):
     assert [(part.phase, part.group) for part in parts] == [(p, g) for p in (0, 1) for g in sorted(set(groups))]
 
 
-def test_groups_keep_to_their_leaves_and_donate_them_last():
+def test_groups_use_only_their_leaves_and_donate_them_in_the_last_phase():
     def clip(leaves):
         norm = jnp.sqrt(sum(jnp.sum(x * x) for x in leaves))
         return [x / norm for x in leaves]
@@ -93,17 +93,17 @@ def test_groups_keep_to_their_leaves_and_donate_them_last():
     program, _ = trace(clip, [jax.ShapeDtypeStruct((3,), jnp.float32)] * 4)
     parts, _ = cut_by_group(program, [0, 0, 1, 1], [(0,), (0,), (1,), (1,)])
     for group in (0, 1):
-        mine = [part for part in parts if part.group == group]
+        local = [part for part in parts if part.group == group]
         leaves = set(program.inputs[2 * group :][:2])
-        assert not leaves & set(mine[0].dies)  # the norm comes first
-        assert leaves & set(mine[-1].takes) == leaves & set(mine[-1].dies) == leaves
-        assert all(v in leaves or v not in program.inputs for part in mine for v in part.takes)
-        assert all(sender != group for part in mine for sender, _ in part.receives)
+        assert not leaves & set(local[0].dies)  # computes the norm
+        assert leaves & set(local[-1].takes) == leaves & set(local[-1].dies) == leaves
+        assert all(v in leaves or v not in program.inputs for part in local for v in part.takes)
+        assert all(sender != group for part in local for sender, _ in part.receives)
 
 
 @few
 @given(st.sets(st.integers(0, 4), min_size=2), st.data())
-def test_arrays_of_several_groups_are_refused_with_their_names(joined, data):
+def test_joining_arrays_of_several_groups_raises_with_their_inputs(joined, data):
     joined = sorted(joined)
     groups = [data.draw(st.integers(0, 1)) for _ in range(5)]
     groups[joined[0]], groups[joined[1]] = 0, 1
@@ -112,13 +112,13 @@ def test_arrays_of_several_groups_are_refused_with_their_names(joined, data):
         return [2 * x for x in leaves], jnp.concatenate([3 * leaves[i] for i in joined])
 
     program, _ = trace(update, [jax.ShapeDtypeStruct((3,), jnp.float32)] * 5)
-    with pytest.raises(MixedGroups, match="concatenate takes arrays of several groups") as error:
+    with pytest.raises(MixedGroups, match="concatenate requires arrays of several groups") as error:
         cut_by_group(program, groups, [(g,) for g in groups] + [()])
     assert error.value.inputs == joined
 
 
 def adam(clipped):
-    """(leaves, moments, weight, count) -> new ones and the norm of what was added; one SHARED count."""
+    """An update (leaves, moments, weight, count) -> (leaves, moments, count, gradient norm), like Adam."""
 
     def update(leaves, moments, weight, count):
         grads = [x / weight for x in leaves]
@@ -130,23 +130,23 @@ def adam(clipped):
 
 
 @pytest.mark.parametrize("clipped", [False, True])
-def test_nothing_is_written_that_the_next_exchange_or_the_result_does_not_need(clipped):
+def test_a_part_outputs_only_results_and_values_that_a_later_phase_requires(clipped):
     groups = [0, 1, 2]
     leaf, scalar = jax.ShapeDtypeStruct((3,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
     program, _ = trace(adam(clipped), [leaf] * 3, [leaf] * 3, scalar, scalar)
-    # The weight lies on group 2, where the loss is; the norm is wanted on group 0.
+    # The weight is on group 2, like the loss; the norm is required on group 0.
     wanted = [*((g,) for g in groups * 2), (0, 1, 2), (0,)]
     parts, _ = cut_by_group(program, [*groups * 2, 2, SHARED], wanted)
     phases = {g: [part.phase for part in parts if part.group == g] for g in groups}
     for group in groups:
-        made = [v for part in parts if part.group == group for v in part.gives if v.aval.size > 1]
+        written = [v for part in parts if part.group == group for v in part.gives if v.aval.size > 1]
         results = [v for v, here in zip(program.outputs, wanted, strict=True) if here == (group,)]
-        divided = [v for v in made if v not in results]
-        assert len(made) == len(set(made)) and set(results) - {program.outputs[-1]} <= set(made)
-        assert len(divided) == clipped  # the gradient that the norm is of; no product of a moment
+        divided = [v for v in written if v not in results]
+        assert len(written) == len(set(written)) and set(results) - {program.outputs[-1]} <= set(written)
+        assert len(divided) == clipped  # the gradients whose norm is computed; no decayed moment
     if clipped:
         assert phases == {0: [1, 2], 1: [1, 2], 2: [0, 2]}
     else:
         assert phases == {0: [1, 2], 1: [1], 2: [0]}
         [norm_part] = [part for part in parts if part.phase == 2]
-        assert [v.aval.shape for v in norm_part.gives] == [()]  # no leaf waits for the norms of the others
+        assert [v.aval.shape for v in norm_part.gives] == [()]  # no leaf waits for the norms of other groups

@@ -1,4 +1,4 @@
-"""What the models of the zoo share: the form of a case, seeded batches, losses, and the plain step as their oracle."""
+"""Shared code of the model zoo: the `Case` type, seeded batches, losses, and the plain step as the oracle."""
 
 import functools
 import zlib
@@ -19,13 +19,13 @@ from flax_mesh.train import make_train_step
 from flax_mesh.tree import named_leaves
 
 VOCAB, WIDTH, LENGTH = 32, 16, 6
-FAST = {"xla_backend_optimization_level": 0}  # half the time to compile
-# A large epsilon: where a gradient is nearly zero, Adam would make full steps out of rounding errors.
+FAST = {"xla_backend_optimization_level": 0}  # halves the compile time
+# A large epsilon: otherwise Adam turns rounding errors of gradients near zero into full steps.
 OPTIMIZER = optax.adamw(1e-2, eps=1e-2, weight_decay=1e-2)
 
 
 class Case(NamedTuple):
-    """A model in somebody's style, with its loss. `unused` are paths of trainable leaves without any gradient."""
+    """A model with its loss. `unused` are paths of trainable leaves whose gradient is zero."""
 
     name: str
     make: Callable[[], nnx.Module]
@@ -38,7 +38,7 @@ class Case(NamedTuple):
 
 
 def text(rows: int) -> dict[str, np.ndarray]:
-    """Tokens and targets, (rows, LENGTH); rows have different numbers of targets, so microbatches weigh differently."""
+    """Tokens and targets (rows, LENGTH). The number of targets differs by row, so microbatches differ in weight."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(1, VOCAB, (rows, LENGTH + 1)).astype(np.int32)
     live = np.arange(LENGTH) < rng.integers(2, LENGTH + 1, (rows, 1))
@@ -59,7 +59,7 @@ def vectors(rows: int) -> dict[str, np.ndarray]:
 
 
 def cross_entropy(logits: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """Summed over the live targets, with their number, and how many were right."""
+    """Returns (sum of the losses of live targets, number of live targets, number of correct predictions)."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
     right = (jnp.argmax(logits, -1) == batch["targets"]) * batch["mask"]
     return jnp.sum(losses * batch["mask"]), jnp.sum(batch["mask"]), {"accuracy": jnp.sum(right)}
@@ -83,17 +83,17 @@ def layers_of(case: Case) -> tuple[str, ...]:
 
 
 def start(case: Case, optimizer: optax.GradientTransformation = OPTIMIZER) -> TrainState:
-    """The initial state on one device, made operation by operation: that takes far less time than compiling it."""
+    """The initial state on one device, computed operation by operation, which is much faster than compiling."""
     model = case.make()
-    made = {"model": model, "optimizer": nnx.Optimizer(model, optimizer, wrt=case.wrt)}
-    graphdef, state = nnx.split(made)
-    place = NamedSharding(create_mesh((1,), ("fsdp",), devices=jax.devices()[:1]), PartitionSpec())
-    leaves, treedef = jax.tree.flatten(jax.device_put(state, place))
+    modules = {"model": model, "optimizer": nnx.Optimizer(model, optimizer, wrt=case.wrt)}
+    graphdef, state = nnx.split(modules)
+    sharding = NamedSharding(create_mesh((1,), ("fsdp",), devices=jax.devices()[:1]), PartitionSpec())
+    leaves, treedef = jax.tree.flatten(jax.device_put(state, sharding))
     return TrainState(tuple(leaves), TreeDefinition(graphdef, treedef))
 
 
 class Run(NamedTuple):
-    """Every leaf of the state by its path, before and after, and the metrics of each step."""
+    """The leaves of the state by path, before and after the run, and the metrics of each step."""
 
     before: dict[str, np.ndarray]
     after: dict[str, np.ndarray]
@@ -101,7 +101,7 @@ class Run(NamedTuple):
 
 
 def leaves_of(state: TrainState) -> dict[str, np.ndarray]:
-    """Leaves by path, on the host. Keys are left out: a step gives them back as they were."""
+    """Leaves by path, on the host, without random keys, which a step does not change."""
     found = named_leaves(state.to_nnx())
     return {p: np.array(x) for p, x in found if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)}
 

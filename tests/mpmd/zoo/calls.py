@@ -26,7 +26,7 @@ class Block(nnx.Module):
 
 
 class Language(nnx.Module):
-    """Embedding, blocks, head. Subclasses say how the blocks run."""
+    """Embedding, blocks, head. Subclasses define how the blocks are called."""
 
     def __init__(self, depth: int = 4, seed: int = 0):
         rngs = nnx.Rngs(seed)
@@ -72,7 +72,7 @@ class Permuted(Language):
 
 
 class ListedTwice(Language):
-    """Two groups of shared layers, as ALBERT shares them."""
+    """Two groups of shared layers, as in ALBERT."""
 
     def make_layers(self, depth, rngs):
         first, second = Block(WIDTH, rngs), Block(WIDTH, rngs)
@@ -80,7 +80,7 @@ class ListedTwice(Language):
 
 
 class ListedAlternating(Language):
-    """a b a b: no cut puts both calls of a on one stage."""
+    """Layers a, b, a, b: no split has both calls of a in one stage."""
 
     def make_layers(self, depth, rngs):
         first, second = Block(WIDTH, rngs), Block(WIDTH, rngs)
@@ -95,7 +95,7 @@ class CalledTwice(Language):
 
 
 class Looped(Language):
-    """The whole stack twice over, as a looped transformer does."""
+    """Calls the entire stack twice, as in a looped transformer."""
 
     def run(self, x):
         for _ in range(2):
@@ -122,7 +122,7 @@ class Keywords(Language):
 
 
 class PairBlock(nnx.Module):
-    """Two streams, a running aux value and an optional one, in a dict, as protein folding models pass them."""
+    """Two streams, an accumulated value and an optional one in a dict, as in protein folding models."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.single = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
@@ -183,7 +183,7 @@ class RematModel(Language):
 
 
 class Checkpointed(Language):
-    """jax.checkpoint over a function that closes over its layer; the layers have no variables that change."""
+    """jax.checkpoint of a function that closes over its layer. The layers have no variables that change."""
 
     def run(self, x):
         for layer in self.layers:
@@ -192,7 +192,7 @@ class Checkpointed(Language):
 
 
 class CheckpointedGroups(Language):
-    """One checkpoint over every three layers, so that cuts go through checkpoints."""
+    """One checkpoint for every three layers, so that stage boundaries are inside checkpoints."""
 
     def run(self, x):
         for at in range(0, len(self.layers), 3):
@@ -230,7 +230,7 @@ class JitModel(Language):
 
 
 class PerExample(Language):
-    """Layers written for one sequence, mapped over the batch where they are called."""
+    """Layers for one sequence, mapped over the batch at each call."""
 
     def run(self, x):
         for layer in self.layers:
@@ -266,7 +266,7 @@ class Nested(nnx.Module):
 
 
 class Scanned(Language):
-    """Made by nnx.vmap, run by nnx.scan with remat inside."""
+    """Layers created by nnx.vmap and called in nnx.scan, with remat inside."""
 
     block = Block
 
@@ -304,7 +304,7 @@ class ScannedNoisy(Scanned):
 
 
 class ScannedInJax(Scanned):
-    """jax.lax.scan over the state of the stack, with a constant, a second scanned input and an output of each layer."""
+    """jax.lax.scan over the state of the stack, with a constant, a second scanned input and an output per layer."""
 
     def __call__(self, tokens):
         graphdef, stacked = nnx.split(self.layers)
@@ -352,14 +352,14 @@ class Sowing(Language):
 
 
 def popped_loss(model, batch):
-    """The training loop of the Flax guides: what the layers sowed is popped after the call."""
+    """As in the Flax guides: the values that the layers sow are popped after the call."""
     loss, weight, metrics = language_loss(model, batch)
     change = sum(jax.tree.leaves(nnx.pop(model, nnx.Intermediate)))
     return loss + 1e-3 * change, weight, metrics | {"change": change}
 
 
 def captured_loss(model, batch):
-    """The newer way: what the layers sowed is captured around the call, and the model keeps nothing."""
+    """The newer API: nnx.capture returns the values that the layers sow, and the model does not store them."""
     forward: Any = nnx.capture(nnx.Intermediate)(lambda model: model(batch["tokens"]))
     logits, sown = forward(model)
     loss, weight, metrics = cross_entropy(logits, batch)
@@ -368,7 +368,7 @@ def captured_loss(model, batch):
 
 
 def sequential() -> nnx.Module:
-    """Layers and plain functions in one list; the model is the list."""
+    """Layers and functions in one list. The model itself is the list."""
     rngs = nnx.Rngs(3)
     parts = [f for _ in range(4) for f in (nnx.Linear(WIDTH, WIDTH, rngs=rngs), jax.nn.gelu)]
     return nnx.Sequential(nnx.LayerNorm(WIDTH, rngs=rngs), *parts, nnx.Linear(WIDTH, WIDTH, rngs=rngs))

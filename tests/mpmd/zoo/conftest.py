@@ -1,4 +1,4 @@
-"""The plain runs and the pipelines of the zoo are compiled alike, so that their rounding is too."""
+"""Compiles plain runs and pipelines of the zoo with equal options, so that they round equally."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def quick_compilation() -> Iterator[None]:
-    """As in tests/conftest.py, but in slow tests too: they are many, and they share the cached plain runs."""
+    """As in tests/conftest.py, but also for slow tests, because they share the cached plain runs."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)

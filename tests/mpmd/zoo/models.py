@@ -1,4 +1,4 @@
-"""Models in many people's NNX styles that a pipeline cut must handle: one case each, collected from the zoo's files."""
+"""All cases of the zoo: models in various NNX styles that split_stages must support."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.mpmd.zoo.base import Case
 CASES: list[Case] = [*calls.CASES, *text.CASES, *vision.CASES, *params.CASES]
 BY_NAME = {case.name: case for case in CASES}
 
-# What the default suite compiles. All others are marked slow; that all are cut is tested in any case.
+# Cases that the default suite compiles. All others are marked slow. The default suite splits all cases.
 SAMPLE = ("shared_gate", "unused_parameters")
 
 PARAMETERS = [pytest.param(c, id=c.name, marks=() if c.name in SAMPLE else pytest.mark.slow) for c in CASES]

@@ -1,4 +1,4 @@
-"""Models that differ in what becomes of parameters: tied, shared, borrowed, frozen, unused, regularised, averaged."""
+"""Models that differ in the use of parameters: tied, shared, borrowed, frozen, unused, regularized, averaged."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ class Model(nnx.Module):
 
 
 class BorrowedKernel(Model):
-    """The head projects by a kernel of the first layer: a parameter of one layer that the last stage needs too."""
+    """The head projects with a kernel of the first layer, which the last stage therefore needs as well."""
 
     def __call__(self, tokens):
         x = self.embed(tokens)
@@ -51,7 +51,7 @@ class RoutedLayer(Layer):
 
 
 class SharedGate(Model):
-    """One module that all layers hold: its path lies in the first of them."""
+    """One module that all layers share. Its path is in the first layer."""
 
     def __init__(self):
         super().__init__(0)
@@ -61,7 +61,7 @@ class SharedGate(Model):
 
 
 class TiedVariables(Model):
-    """Every second layer has the kernel of the one before, as one Variable of two modules."""
+    """Every second layer shares a kernel with the previous layer: one Variable in two modules."""
 
     def __init__(self):
         super().__init__(5)
@@ -70,7 +70,7 @@ class TiedVariables(Model):
 
 
 class LearnedScalars(Model):
-    """A scalar that all layers read, and one scale for each layer in a single vector outside of the list."""
+    """A scalar that all layers use, and one vector outside the list with a scale for each layer."""
 
     def __init__(self):
         super().__init__()
@@ -85,7 +85,7 @@ class LearnedScalars(Model):
 
 
 class Positions(Model):
-    """Tables once: learned positions that all layers add, a mask from the batch, slopes from nothing."""
+    """Tables computed once: learned positions for all layers, a mask from the batch, constant slopes."""
 
     def __init__(self):
         super().__init__()
@@ -102,7 +102,7 @@ class Positions(Model):
 
 
 class Unused(Model):
-    """A layer skipped, a head never called, and a parameter that only a stopped gradient reaches."""
+    """A skipped layer, a head that is never called, and a parameter used only under stop_gradient."""
 
     def __init__(self):
         super().__init__(5)
@@ -121,7 +121,7 @@ UNUSED += ("old_head/kernel", "old_head/bias", "target")
 
 
 def lora(rank: int = 2) -> Model:
-    """A finished model whose layers get adapters afterwards."""
+    """A model with adapters added to its layers after construction."""
     model, rngs = Model(), nnx.Rngs(9)
     for layer in model.layers:
         adapted = nnx.LoRA(WIDTH, rank, WIDTH, base_module=layer.linear, rngs=rngs)
@@ -130,19 +130,19 @@ def lora(rank: int = 2) -> Model:
 
 
 def frozen_leaves(path, _):
-    """Trained are the last three layers without their biases."""
+    """Selects the kernels of the last three layers."""
     return path[0] == "layers" and path[1] > 0 and path[-1] == "kernel"
 
 
 def regularised_loss(model, batch):
-    """Weight decay written into the loss: every parameter of every stage appears in it."""
+    """Weight decay in the loss, which therefore depends on every parameter of every stage."""
     loss, weight, metrics = language_loss(model, batch)
     squares = sum(jnp.sum(jnp.square(p)) for p in jax.tree.leaves(nnx.state(model, nnx.Param)))
     return loss + 1e-3 * weight * squares, weight, metrics | {"squares": squares}
 
 
 class EarlyExits(Model):
-    """Logits after every layer by the one head, all of them in the loss; and a learned mixture of all layers."""
+    """Logits after every layer from one shared head, all in the loss, and a learned mixture of all layers."""
 
     def __init__(self):
         super().__init__()
@@ -165,7 +165,7 @@ def exits_loss(model, batch):
 
 
 class Average(nnx.Variable):
-    """A running average, as some keep of codes and activations."""
+    """A running average, as used for codes and activations."""
 
 
 class AveragingLayer(Layer):
@@ -180,7 +180,7 @@ class AveragingLayer(Layer):
 
 
 class Averages(nnx.Module):
-    """Variables of its own kind that change, in the layers and outside, one of them read before it is written."""
+    """A custom Variable type that changes, in the layers and outside. One variable is read before it is written."""
 
     def __init__(self):
         rngs = nnx.Rngs(0)
@@ -207,7 +207,7 @@ clip_gradient.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.05, 0.05)
 
 
 class OwnGradients(Model):
-    """custom_vjp between layers, a branch chosen by data and a loop with a number of rounds known only at run time."""
+    """custom_vjp between layers, a data-dependent branch and a loop with a data-dependent number of iterations."""
 
     def __call__(self, tokens):
         x = self.embed(tokens)
@@ -220,7 +220,7 @@ class OwnGradients(Model):
 
 
 def mean_loss(model, batch):
-    """A bare scalar: the mean over the microbatch."""
+    """Returns only a scalar, the mean over the microbatch."""
     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
 

@@ -1,4 +1,4 @@
-"""Every model of the zoo trains without a pipeline: the oracle that pipelines are compared with."""
+"""Every model of the zoo trains without a pipeline. These runs are the oracle for pipelines."""
 
 import numpy as np
 import pytest
@@ -16,9 +16,9 @@ def test_the_plain_step_trains_every_used_parameter(case: Case):
     assert all(np.isfinite(x).all() for row in run.metrics for x in row.values())
     assert run.metrics[0]["loss"] != run.metrics[1]["loss"]
     moments = {path.removeprefix(MOMENT): x for path, x in run.after.items() if path.startswith(MOMENT)}
-    still = {path for path, moment in moments.items() if not moment.any()}
-    assert moments and still == set(case.unused)
-    for path in moments.keys() - still:
+    unchanged = {path for path, moment in moments.items() if not moment.any()}
+    assert moments and unchanged == set(case.unused)
+    for path in moments.keys() - unchanged:
         assert not np.array_equal(run.before[f"model/{path}"], run.after[f"model/{path}"]), path
 
 
@@ -27,7 +27,7 @@ def test_names_of_cases_are_unique_and_the_sample_exists():
 
 
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
-def test_sown_values_that_stay_in_the_model_are_refused():
+def test_sown_values_that_remain_in_the_model_raise():
     sowing = BY_NAME["sow_popped"]._replace(name="sow_left", loss_fn=language_loss)
     with pytest.raises(ValueError, match=r"the step changed its structure: removed nothing, added .*layers/0/change"):
         plain_run(sowing)

@@ -1,4 +1,4 @@
-"""Models that are not ours, cut and pipelined as they are, against the plain step on one device."""
+"""Unmodified models of many styles, split and pipelined, compared with the plain step on one device."""
 
 import re
 from dataclasses import replace
@@ -17,16 +17,16 @@ from flax_mesh.tree import named_leaves
 from tests.mpmd.zoo.base import OPTIMIZER, Case, Run, leaves_of, plain_run, seed_of
 from tests.mpmd.zoo.models import BY_NAME, CASES, PARAMETERS
 
-ROWS, MICROBATCHES, STEPS = 8, 4, 2  # those of plain_run
-# Parameters that stand in several layers of these models, or layers that are called again after all others.
+ROWS, MICROBATCHES, STEPS = 8, 4, 2  # equal to the defaults of plain_run
+# Models in which several layers share parameters, or layers are called again after all other layers.
 SHARING = {"listed_twice", "listed_alternating", "looped", "borrowed_kernel", "shared_gate", "tied_variables"}
-# What these send beside the one activation: skips, memories, conditions, losses and metrics of earlier layers.
+# Models that send more than one activation: skips, memories, conditions, losses and metrics of earlier layers.
 SENDING_MORE = {"looped", "dicts", "scanned_in_jax", "sow_popped", "sow_captured", "first_layer_bias", "shared_gate"}
 SENDING_MORE |= {"encoder_decoder", "experts", "u_net", "dense_skips", "two_towers", "diffusion", "autoencoder"}
 SENDING_MORE |= {"position_tables", "regularised", "early_exits"}
 
 ignore_sow = pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
-# Every model in two stages; in four those whose stages have more to say to each other than one activation.
+# Every model in two stages; models whose stages share parameters or send more than one activation also in four.
 RUNS = [pytest.param(*p.values, 2, marks=p.marks, id=f"{p.id}-2") for p in PARAMETERS]
 RUNS += [
     pytest.param(case, 4, marks=pytest.mark.slow, id=f"{case.name}-4")
@@ -52,8 +52,8 @@ def pipeline_of(case: Case, num_stages: int, schedule: Schedule | None = None, *
     return Pipeline(cut(case, num_stages), OPTIMIZER, mesh=mesh, schedule=schedule, seed=seed_of(case), **kinds)
 
 
-def whole_leaves(state: TrainState) -> dict[str, np.ndarray]:
-    """Leaves by path; those of a stack, which lie in pieces "from 2", put together."""
+def merged_leaves(state: TrainState) -> dict[str, np.ndarray]:
+    """Leaves by path, with the chunks of a stack ("from 2") concatenated."""
     found: dict[str, list[np.ndarray]] = {}
     for path, leaf in leaves_of(state).items():
         found.setdefault(re.sub(r"/from \d+$", "", path), []).append(leaf)
@@ -61,23 +61,23 @@ def whole_leaves(state: TrainState) -> dict[str, np.ndarray]:
 
 
 def piped_run(pipeline: Pipeline, case: Case, change=lambda first, state: state) -> Run:
-    """As `plain_run`; `change(leaves of the first state, state)` may spoil the state between two steps."""
+    """Like `plain_run`. `change(leaves of the first state, state)` may corrupt the state between two steps."""
     state = pipeline.init_state()
-    before, first, metrics = whole_leaves(state), leaves_of(state), []
+    before, first, metrics = merged_leaves(state), leaves_of(state), []
     for _ in range(STEPS):
         state, row = pipeline.step(state, case.batch(ROWS))
         metrics.append({name: np.asarray(x) for name, x in row.items()})
         state = change(first, state)
-    return Run(before, whole_leaves(state), metrics)
+    return Run(before, merged_leaves(state), metrics)
 
 
 def differences(want: Run, have: Run, rtol: float = 1e-5) -> list[str]:
-    """What differs by more than rounding: leaves of the state by their path, metrics by their name and step."""
+    """Names of leaves and metrics that differ by more than rounding."""
     pairs = {f"after {path}": (x, have.after.get(path)) for path, x in want.after.items()}
     pairs |= {f"before {path}": (x, have.before.get(path)) for path, x in want.before.items()}
     for step, (a, b) in enumerate(zip(want.metrics, have.metrics, strict=True)):
         pairs |= {f"step {step}: {name}": (a.get(name), b.get(name)) for name in a.keys() | b.keys()}
-    extra = [f"too much: {path}" for path in have.after.keys() - want.after.keys()]
+    extra = [f"unexpected: {path}" for path in have.after.keys() - want.after.keys()]
     return extra + [name for name, (a, b) in pairs.items() if not _close(a, b, rtol)]
 
 
@@ -86,20 +86,20 @@ def _close(a: np.ndarray | None, b: np.ndarray | None, rtol: float) -> bool:
         return False
     if not np.issubdtype(a.dtype, np.inexact):
         return np.array_equal(a, b)
-    # Sums that cancel have an error of the size of their terms, so the largest of the leaf counts.
+    # Sums that cancel have an error relative to their terms, so compare relative to the largest value of the leaf.
     return np.allclose(a, b, rtol=0.0, atol=rtol * np.abs(a).max(initial=0.0))
 
 
 @ignore_sow
 @pytest.mark.parametrize(("case", "num_stages"), RUNS)
-def test_a_pipeline_computes_what_the_plain_step_computes(case: Case, num_stages: int):
+def test_a_pipeline_equals_the_plain_step(case: Case, num_stages: int):
     assert differences(plain_run(case), piped_run(pipeline_of(case, num_stages), case)) == []
 
 
 @ignore_sow
 @pytest.mark.parametrize("num_stages", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_layer_lies_in_one_stage_and_a_chain_sends_one_value_a_cut(case: Case, num_stages: int):
+def test_every_layer_is_in_one_stage_and_a_chain_sends_one_value_per_boundary(case: Case, num_stages: int):
     staged = cut(case, num_stages)
     stages = [staged.stage_of(layer) for layer in staged.ranks]
     assert stages == sorted(stages) and set(stages) == set(range(num_stages))  # in the order of the calls
@@ -116,27 +116,27 @@ def test_every_layer_lies_in_one_stage_and_a_chain_sends_one_value_a_cut(case: C
         assert received == [0] + [1] * (num_stages - 1)
 
 
-def test_the_comparison_hears_a_dropped_microbatch():
+def test_the_comparison_detects_a_dropped_microbatch():
     case = BY_NAME["residual"]
     full = make_schedule("1f1b", num_groups=2, num_microbatches=MICROBATCHES)
     rows = tuple(tuple(action for action in row if action.microbatch != 1) for row in full.rows)
     pipeline = pipeline_of(case, 2, full)
-    pipeline.schedule = replace(full, rows=rows)  # past the check of the pipeline, which would refuse it
+    pipeline.schedule = replace(full, rows=rows)  # bypasses the check of the pipeline, which would raise
     found = differences(plain_run(case), piped_run(pipeline, case))
     assert "step 0: loss" in found and "after model/layers/0/up/kernel" in found
 
 
-def test_the_comparison_hears_swapped_stages():
+def test_the_comparison_detects_swapped_stages():
     case, swapped = BY_NAME["residual"], BY_NAME["reversed"]._replace(name="residual")
     found = differences(plain_run(case), piped_run(pipeline_of(swapped, 2), swapped))
     assert "step 0: loss" in found and "after model/layers/0/up/kernel" in found
 
 
-def test_the_comparison_hears_stale_weights():
+def test_the_comparison_detects_stale_weights():
     case = BY_NAME["residual"]
     pipeline = pipeline_of(case, 2)
 
-    def stale(first, state):  # what a group gives that uses its first weights for ever
+    def stale(first, state):  # as if a group always used its initial weights
         old = {"model/layers/3/up/kernel", "model/layers/3/down/kernel"}
         named = named_leaves(state.to_nnx())
         leaves = [jax.device_put(first[path], x.sharding) if path in old else x for path, x in named]

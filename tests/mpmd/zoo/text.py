@@ -45,7 +45,7 @@ def causal(length: int = LENGTH) -> jax.Array:
 
 
 class CachingLayer(nnx.Module):
-    """Returns (cache, x), takes its mask and its tables by keyword."""
+    """Returns (cache, x) and takes its mask and tables as keyword arguments."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.attention, self.mlp = Attention(rngs), MLP(rngs)
@@ -62,7 +62,7 @@ class CachingLayer(nnx.Module):
 
 
 class CachingDecoder(nnx.Module):
-    """A tied decoder: mask and rotary tables once, caches of all layers handed back beside the logits."""
+    """A tied decoder: computes mask and rotary tables once, and returns the caches of all layers with the logits."""
 
     def __init__(self):
         rngs = nnx.Rngs(0)
@@ -103,7 +103,7 @@ class T5Layer(nnx.Module):
 
 
 class FirstLayerBias(nnx.Module):
-    """The first layer owns a table whose bias all later layers use."""
+    """All layers use the bias of a table in the first layer."""
 
     def __init__(self):
         rngs = nnx.Rngs(0)
@@ -157,7 +157,7 @@ class Half(nnx.Module):
 
 
 class Translator(nnx.Module):
-    """Encoder and decoder with one table for source, target and output; every decoder layer reads the encoder."""
+    """Encoder and decoder share one table for source, target and output. Every decoder layer attends to the encoder."""
 
     def __init__(self):
         rngs = nnx.Rngs(0)
@@ -176,7 +176,7 @@ def translation_loss(model, batch):
 
 
 class ExpertLayer(nnx.Module):
-    """Top-2 of 4 experts; gives x, its auxiliary loss and how many tokens each expert got."""
+    """Top-2 of 4 experts. Returns x, the auxiliary loss and the number of tokens of each expert."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.router = nnx.Linear(WIDTH, 4, use_bias=False, rngs=rngs)
@@ -225,7 +225,7 @@ class DropLayer(nnx.Module):
 
     def __call__(self, x):
         x = x + self.drop(self.attention(self.norm(x), mask=causal())[0])
-        return x + self.drop(self.mlp(x))  # the same Dropout again: its counter goes on
+        return x + self.drop(self.mlp(x))  # the same Dropout again, with its next counter
 
 
 class Dropping(nnx.Module):
@@ -249,7 +249,7 @@ class RematDropLayer(DropLayer):
 
 
 class OneStream(nnx.Module):
-    """One stream for the whole model: its counter runs through all layers. Layers are also skipped at random."""
+    """One random stream for the entire model, whose counter increases through all layers. Skips layers at random."""
 
     def __init__(self):
         self.rngs = nnx.Rngs(0, noise=1)
@@ -267,7 +267,7 @@ class OneStream(nnx.Module):
 
 
 class SegmentLayer(nnx.Module):
-    """Every layer looks at the integers of the batch itself."""
+    """Every layer uses the integers of the batch directly."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.values, self.attention = nnx.Embed(VOCAB, WIDTH, rngs=rngs), Attention(rngs)

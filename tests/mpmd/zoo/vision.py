@@ -1,4 +1,4 @@
-"""Models of images and vectors: convolutions with statistics, patches, U-nets, two towers, diffusion, autoencoders."""
+"""Models of images and vectors: convolutions with batch norm, patches, U-nets, two towers, diffusion, autoencoders."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from tests.mpmd.zoo.base import WIDTH, Case, images, label_loss, squared_loss, v
 
 class ConvBlock(nnx.Module):
     def __init__(self, width: int, rngs: nnx.Rngs):
-        # No bias before a norm: it would have no gradient but rounding errors.
+        # No bias before a norm: its gradient would consist of rounding errors.
         self.conv1 = nnx.Conv(width, width, (3, 3), use_bias=False, rngs=rngs)
         self.bn1 = nnx.BatchNorm(width, momentum=0.9, rngs=rngs)
         self.conv2 = nnx.Conv(width, width, (3, 3), use_bias=False, rngs=rngs)
@@ -21,7 +21,7 @@ class ConvBlock(nnx.Module):
 
 
 class ConvNet(nnx.Module):
-    """A residual network; the statistics of stem and blocks are variables that change."""
+    """A residual network. The batch statistics of stem and blocks are variables that change."""
 
     def __init__(self):
         rngs = nnx.Rngs(0)
@@ -40,7 +40,7 @@ class ConvNet(nnx.Module):
 
 
 class Stages(nnx.Module):
-    """A list of lists: stages of different widths, each with blocks of its own and a way down."""
+    """A list of lists: stages of different widths, each with its blocks and a downsampling layer."""
 
     def __init__(self, rngs: nnx.Rngs, width: int, depth: int):
         self.down = nnx.Conv(width // 2, width, (2, 2), strides=(2, 2), use_bias=False, rngs=rngs)
@@ -101,7 +101,7 @@ class VisionTransformer(nnx.Module):
 
 
 class UNet(nnx.Module):
-    """Two lists; what goes down is joined again on the way up, the first with the last."""
+    """Two lists with skip connections: the input of the first down layer joins the output of the last up layer, etc."""
 
     def __init__(self):
         rngs = nnx.Rngs(0)
@@ -134,7 +134,7 @@ class Residual(nnx.Module):
 
 
 class Dense(nnx.Module):
-    """Every layer reads all outputs before it."""
+    """Every layer uses the outputs of all previous layers."""
 
     def __init__(self):
         rngs = nnx.Rngs(0)
@@ -165,7 +165,7 @@ class TwoTowers(nnx.Module):
 
 
 def pair_loss(model, batch):
-    """A mean over the microbatch, as a bare scalar."""
+    """Returns only a scalar, the mean over the microbatch."""
     logits = model(batch["x"], batch["y"])
     return -(jnp.diagonal(jax.nn.log_softmax(logits)) + jnp.diagonal(jax.nn.log_softmax(logits.T))).mean() / 2
 
@@ -181,7 +181,7 @@ class Modulated(nnx.Module):
 
 
 class Diffusion(nnx.Module):
-    """A condition with parameters of its own that all blocks read; noise that both input and target use."""
+    """All blocks use a condition with its own parameters. Input and target use the same noise."""
 
     def __init__(self):
         rngs = nnx.Rngs(0, noise=1)
@@ -206,7 +206,7 @@ class Diffusion(nnx.Module):
 
 
 class Autoencoder(nnx.Module):
-    """A random code between encoder and decoder, whose divergence from the prior is a loss from the middle."""
+    """A random code between encoder and decoder. Its divergence from the prior is a loss of a middle stage."""
 
     def __init__(self):
         rngs = nnx.Rngs(0, code=5)
