@@ -311,8 +311,8 @@ def _check(staged: StagedModel, mesh: MpmdMesh, schedule: Schedule, remat: str, 
         )
     if schedule.num_stages != staged.num_stages:
         problems.append(
-            f"schedule {schedule.name} has {schedule.num_stages} stages, the model is cut into {staged.num_stages}; "
-            f"use split_stages(num_stages={schedule.num_stages})"
+            f"schedule {schedule.name} has {schedule.num_stages} stages, but the model is split into "
+            f"{staged.num_stages}; pass this schedule to split_stages"
         )
     if remat not in REMAT_MODES:
         problems.append(f"remat must be one of {', '.join(map(repr, REMAT_MODES))}, got {remat!r}")

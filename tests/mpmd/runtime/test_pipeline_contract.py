@@ -161,7 +161,7 @@ BAD = {
     "stages": (
         lambda p: Pipeline(p.staged, PLAIN_SGD, mesh=p.mesh, schedule=FOUR_STAGES),
         ConfigError,
-        r"has 4 stages, the model is cut into 2; use split_stages\(num_stages=4\)",
+        r"has 4 stages, but the model is split into 2; pass this schedule to split_stages",
     ),
     "remat": (
         lambda p: Pipeline(p.staged, PLAIN_SGD, mesh=p.mesh, schedule=p.schedule, remat="keep"),  # pyright: ignore[reportArgumentType]
