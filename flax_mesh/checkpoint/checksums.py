@@ -1,8 +1,8 @@
 """Checksums of the files of a checkpoint: written before it is committed, compared before it is read.
 
-Every byte of every file counts, so that what is found whole was saved so; neither Orbax nor the file systems of most
-machines notice a flipped bit. XXH3 (64 bits, Collet 2019) of blocks: as fast as memory, so quick enough to leave on;
-damage goes unnoticed with a chance of 2**-64.
+Every byte of every file is covered, since neither Orbax nor most file systems detect a flipped bit. Each block has an
+XXH3 checksum (64 bits, Collet 2019), which runs at the speed of memory and is therefore always enabled. The probability
+that damage is not detected is 2**-64.
 """
 
 import json

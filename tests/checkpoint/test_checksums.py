@@ -164,7 +164,7 @@ def test_a_truncated_or_missing_file_is_found_whichever_it_is(harm, copy, state)
 
 def test_a_damaged_step_is_skipped_and_quarantined(copy, state):
     truncate(copy / "2" / "state" / "_METADATA")
-    kept = (copy / "2" / "state" / "_METADATA").read_bytes()
+    damaged = (copy / "2" / "state" / "_METADATA").read_bytes()
     with Checkpointer(copy) as checkpointer:
         assert same(checkpointer.restore(abstract_net()), state)
         assert checkpointer.steps() == [1, 2] and list(checkpointer.damaged) == [2]  # reading has renamed nothing
@@ -172,13 +172,13 @@ def test_a_damaged_step_is_skipped_and_quarantined(copy, state):
         checkpointer.wait()
         assert checkpointer.steps() == [1, 2] and checkpointer.latest_step() == 2 and not checkpointer.damaged
         assert checkpointer.metadata(2) == {"step": "again"}
-    assert (copy / "2.damaged" / "state" / "_METADATA").read_bytes() == kept
+    assert (copy / "2.damaged" / "state" / "_METADATA").read_bytes() == damaged
     truncate(copy / "2" / "metadata" / "metadata")  # a second time: the first is not overwritten
     with Checkpointer(copy) as checkpointer:
         assert checkpointer.latest_step() == 1
         checkpointer.save(3, state, {})
     assert sorted(path.name for path in copy.iterdir()) == ["1", "2.damaged", "2.damaged-2", "3"]
-    assert (copy / "2.damaged" / "state" / "_METADATA").read_bytes() == kept
+    assert (copy / "2.damaged" / "state" / "_METADATA").read_bytes() == damaged
 
 
 def test_no_valid_checkpoint_is_an_error_that_names_every_file(copy, state):

@@ -160,8 +160,8 @@ SECTIONS = ("config", "mesh", "axes", "rules", "layout", "data", "metrics", "ver
 @given(st.dictionaries(st.sampled_from(SECTIONS), json_like) | json_like)
 def test_any_json_as_metadata_is_accepted(saved, strange, metadata):
     file = strange / "metadata" / "metadata"
-    whole = json.loads((saved / "checkpoints" / "5" / "metadata" / "metadata").read_text())
-    file.write_text(json.dumps(whole | metadata if isinstance(metadata, dict) else metadata))
+    valid = json.loads((saved / "checkpoints" / "5" / "metadata" / "metadata").read_text())
+    file.write_text(json.dumps(valid | metadata if isinstance(metadata, dict) else metadata))
     for argv in (["list", "--quick"], ["inspect"], ["diff", str(saved)]):
         with contextlib.redirect_stdout(io.StringIO()) as out:
             assert main(["checkpoint", argv[0], str(strange), *argv[1:]]) in (DONE, FINDINGS)

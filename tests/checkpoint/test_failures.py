@@ -14,7 +14,7 @@ from flax_mesh.errors import SaveError
 
 STATE = nnx.State({"w": jnp.arange(8.0)})
 
-# A limit on the size of files simulates a full disk, in a process of its own since it applies to the whole process.
+# A limit on the size of files simulates a full disk, in a separate process since it applies to all threads.
 PROGRAM = """
 import json, logging, os, resource, sys
 sys.unraisablehook = lambda found: None  # as the command line: tensorstore reports one failure once per array

@@ -1,8 +1,8 @@
-"""Extra memory of saves, as the high-water mark of a process of its own.
+"""Extra memory of saves, measured as the peak of a separate process.
 
-On the CPU the devices' memory is the host's: what lies on the host already is referred to, not copied. What is counted
-here are the layers that are cut from stacks, copies on their way, buffers of files and threads. Memory that is freed is
-given back at once (MALLOC_MMAP_THRESHOLD_), so that the mark is what was held at a time.
+On the CPU, arrays on devices are in host memory, and are not copied to save them. The extra memory consists of layers
+sliced from stacks, temporary copies, buffers of files and threads. Freed memory is returned to the system immediately
+(MALLOC_MMAP_THRESHOLD_), so that the peak is the memory in use at one time.
 """
 
 import json
@@ -14,7 +14,7 @@ import pytest
 
 MIB = 2**20
 STATE, LARGEST = 256 * MIB, 16 * MIB  # as in the program below
-# What a save holds beside arrays: buffers of files, threads, the record of the tree.
+# Memory of a save besides arrays: buffers of files, threads, the metadata of the tree.
 BESIDE = 32 * MIB
 
 SAVE = """
@@ -52,7 +52,7 @@ def watch():
 with Checkpointer(folder, layers=["layers"], host_bytes=host_bytes, compress=False) as checkpointer:
     checkpointer.save(1, nnx.State({"small": put((4, 4), jax.P())}), {})  # imports, threads
     checkpointer.wait()
-    for leaf in jax.tree.leaves(state):  # compiles how layers are cut
+    for leaf in jax.tree.leaves(state):  # compiles the slicing of layers
         jax.block_until_ready([shard.data[0] for shard in leaf.addressable_shards])
     before = rss()
     watcher = threading.Thread(target=watch)
@@ -72,7 +72,7 @@ def extra_bytes(folder, kind: str, host_bytes: int | None) -> int:
         text=True,
         timeout=300,
         check=False,
-        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": str(MIB)},  # what is freed is given back at once
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": str(MIB)},  # returns freed memory immediately
     )
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)["extra"]
@@ -88,7 +88,7 @@ def extra_bytes(folder, kind: str, host_bytes: int | None) -> int:
         ),
     ],
 )
-def test_a_limit_holds_or_two_of_the_largest_arrays(kind, host_bytes, tmp_path):
+def test_a_save_uses_at_most_host_bytes_or_two_of_the_largest_arrays(kind, host_bytes, tmp_path):
     extra = extra_bytes(tmp_path, kind, host_bytes)
     print(f"{kind}, host_bytes={host_bytes / MIB:.0f} MiB: {extra / MIB:.1f} MiB")
     assert extra <= max(host_bytes, 2 * LARGEST) + BESIDE < STATE / 2
@@ -96,7 +96,7 @@ def test_a_limit_holds_or_two_of_the_largest_arrays(kind, host_bytes, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["list", "stack"])
-def test_in_the_background_at_most_one_copy(kind, tmp_path):
+def test_a_save_in_the_background_makes_at_most_one_copy(kind, tmp_path):
     extra = extra_bytes(tmp_path, kind, None)
     print(f"{kind}, in the background: {extra / MIB:.1f} MiB")
     assert extra <= STATE + BESIDE

@@ -131,7 +131,7 @@ def test_dtype_is_that_of_parameters_and_computation(source, folder):
     for (path, got), (_, want) in zip(named_leaves(nnx.state(model)), named_leaves(nnx.state(source)), strict=True):
         assert np.array_equal(got, np.asarray(want).astype(jnp.bfloat16)), path
     mixed, config = load_decoder(folder, mesh, dtype="bfloat16", param_dtype="float32")
-    assert config.dtype == "bfloat16" and mixed.norm.scale.dtype == jnp.float32
+    assert config.dtype == "bfloat16" and nnx.state(mixed)["norm"]["scale"].dtype == jnp.float32
 
 
 def test_overrides_replace_fields_of_the_config(source, folder):

@@ -181,7 +181,7 @@ def test_every_device_reads_only_its_own_slices(layout, folders, abstracts, monk
             sizes = [len(range(*part.indices(size))) for part, size in zip(index, leaf.shape, strict=True)]
             layers = sizes[0] if in_stack(path, ["layers"]) else 1
             shards[path, str(index)] = (int(np.prod(sizes)) * dtype.itemsize, layers)
-    # What is held by several devices is read once, and every byte of the files once; a stack is read layer by layer.
+    # A replicated slice is read once, and so is every byte of the files; a stack is read layer by layer.
     assert sum(copies) == sum(size for size, _ in shards.values())
     assert sum(copies) == sum(array.nbytes for array in open_safetensors(of_layout["one device"]).values())
     assert sorted(copies) == sorted(size // layers for size, layers in shards.values() for _ in range(layers))
