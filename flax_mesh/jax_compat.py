@@ -102,7 +102,7 @@ def empty_debug_info() -> Any:
 
 
 def scan_sizes(eqn: Any) -> tuple[int, int]:
-    """The numbers of constants and of carries among the inputs of a scan.
+    """The numbers of constants and of loop variables among the inputs of a scan.
 
     JAX 0.10 stores them as two parameters of the equation, JAX 0.11 in the tree `ft_in`. Without either: KeyError.
     """

@@ -1,4 +1,4 @@
-"""Finds the checkpoints at a path that a user gives, and the newest valid one. Changes no files."""
+"""Finds the checkpoints at a path that a user passes, and the newest valid one. Changes no files."""
 
 import re
 from collections.abc import Mapping

@@ -25,7 +25,7 @@ UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, Recursio
 
 
 class Array(NamedTuple):
-    """One array of a checkpoint; `split` is how the metadata says it was sharded, "" if unknown."""
+    """One array of a checkpoint; `split` is its sharding according to the metadata, "" if unknown."""
 
     path: str
     shape: tuple[int, ...]

@@ -35,7 +35,7 @@ def partitioned(
     layers: str | Iterable[str] = (),
     axes: PartitionAxis = DEFAULT_AXES,
 ) -> Callable[[Model], Model]:
-    """Class decorator that gives a model its own rule table and the paths of its layer lists.
+    """Class decorator: defines the rule table of a model, and the paths of its layer lists.
 
     `rules`, `axes` and `layers` are those of PartitionRules. If an instance has an attribute `axes` that is a
     PartitionAxis, its table is resolved through that one.
@@ -111,7 +111,7 @@ def abstract_state(
         >>> make = lambda: nnx.Linear(64, 256, rngs=nnx.Rngs(0))
         >>> abstract = fm.abstract_state(make, fm.create_mesh(), rules="fsdp")
         >>> abstract["kernel"].get_value().sharding.spec
-        PartitionSpec(None, 'fsdp')
+        P(None, 'fsdp')
     """
     made = abstract_model(make)
     match = _match(made, mesh, rules, axes, min_size, as_tuple(shard_optimizer_over))
@@ -203,7 +203,7 @@ def init_model(make: Make, abstract: nnx.State) -> Any:
         >>> make = lambda: nnx.Linear(64, 256, rngs=nnx.Rngs(0))
         >>> model = fm.init_model(make, fm.abstract_state(make, fm.create_mesh(), rules="fsdp"))
         >>> model.kernel.sharding.spec, model.kernel.addressable_shards[0].data.shape
-        (PartitionSpec(None, 'fsdp'), (64, 32))
+        (P(None, 'fsdp'), (64, 32))
     """
     graphdef = nnx.graphdef(abstract_model(make))
     made = nnx.merge(graphdef, init_state(make, abstract))

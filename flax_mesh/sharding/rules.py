@@ -49,7 +49,7 @@ class PartitionRules:
         layers/3/up/kernel: rule 1 of 2, 'kernel$' -> ('embed', 'mlp') -> P('fsdp', 'tp')
         >>> params = {"up": {"kernel": np.zeros((64, 256)), "bias": np.zeros(256)}}
         >>> fm.match_partition_rules("fsdp", params, mesh=fm.create_mesh())
-        {'up': {'bias': PartitionSpec('fsdp',), 'kernel': PartitionSpec(None, 'fsdp')}}
+        {'up': {'bias': P('fsdp',), 'kernel': P(None, 'fsdp')}}
     """
 
     table: tuple[tuple[str, Dims], ...]
@@ -363,7 +363,7 @@ def lost_finding(path: str, lost: Lost) -> Finding:
 
 
 def ignores_numbers(pattern: str) -> bool:
-    """Whether `pattern` gives the same result for any two paths with the same `without_numbers`; False if unsure.
+    """Whether `pattern` has the same result for any two paths with the same `without_numbers`; False if unsure.
 
     A pattern compares characters through literals, sets and back-references. One without a digit, a `\\N{...}` and a
     back-reference treats all digits alike. A digit inside a word, as in `block_0/kernel`, cannot match a number

@@ -67,10 +67,13 @@ def versions() -> dict[str, str]:
     return {name: _version(name) for name in PACKAGES}
 
 
+STORED_REPLICATED = "whole"  # since the first version: records of different versions are compared as text
+
+
 def layout_of(state: Any, layers: Sequence[str]) -> dict[str, str]:
-    """Path on disk -> the mesh axes of every dim, as "fsdp+dp, -, tp", or "whole" for a replicated array."""
+    """Path on disk -> the mesh axes of every dim, as "fsdp+dp, -, tp", or STORED_REPLICATED."""
     specs = {path: leaf.sharding.spec for path, leaf in arrays_on_disk(state, layers).items()}
-    return {path: dims_text(spec) if any(spec) else "whole" for path, spec in specs.items()}
+    return {path: dims_text(spec) if any(spec) else STORED_REPLICATED for path, spec in specs.items()}
 
 
 def check_resume(
