@@ -114,7 +114,7 @@ class ShardingReport(Mapping[str, Any]):
 
     @property
     def mesh_line(self) -> str:
-        """`mesh dp:4,fsdp:128,tp:8, 4,096 devices`; axes of size 1 are left out."""
+        """Axis sizes and the number of devices, as text; axes of size 1 are left out."""
         split = any(size > 1 for size in self.mesh.values())
         mesh = f"mesh {mesh_text(self.mesh)}" if split else "mesh of one device" if self.mesh else "no mesh"
         return f"{mesh}, {count_text(len(self.memory_per_device), 'device')}"
