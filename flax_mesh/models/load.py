@@ -25,7 +25,7 @@ def load_decoder(
 
     Args:
         folder: The local folder.
-        mesh: Mesh of devices, as made by `fm.create_mesh`. An axis of the rule table that it lacks splits nothing.
+        mesh: Mesh of devices, as made by `fm.create_mesh`. Default axes of the decoder that it lacks have size 1.
         dtype: dtype of the parameters and of the computation: float32, bfloat16 or float16. Default: the dtype in
             config.json. For a training run with float32 parameters and bfloat16 computation pass
             `dtype="bfloat16", param_dtype="float32"`.
@@ -37,8 +37,8 @@ def load_decoder(
         The model, with its arrays on the devices of the mesh, and its config.
 
     Raises:
-        ConfigError: `folder` is not a local folder or has no config.json; its config.json has
-            unsupported or unknown keys; or its arrays do not match the model. Each error lists every key or array.
+        ConfigError: `folder` is not a local folder or has no config.json; its config.json has unsupported or unknown
+            keys; or its arrays do not match the model. Each error lists every key or array.
         ShardingError: The mesh does not divide a dim of a parameter; the error lists every such parameter.
         CheckpointCorruptedError: A safetensors file is damaged.
 

@@ -1,4 +1,4 @@
-"""`flax-mesh checkpoint`, run as from the command line: what it prints, what it writes, and that it changes nothing."""
+"""`flax-mesh checkpoint`, run as from the command line: its output, the files it writes; reading changes no files."""
 
 import json
 import resource
