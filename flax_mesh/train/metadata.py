@@ -18,7 +18,7 @@ from flax_mesh.train.build import TrainProgram
 from flax_mesh.train.config import TrainConfig
 from flax_mesh.train.data.data import Corpus
 from flax_mesh.train.metrics import Row
-from flax_mesh.train.overrides import Change, changes, current_settings, to_texts
+from flax_mesh.train.overrides import Change, changes, complete_settings, to_texts
 
 FORMAT = 1
 PACKAGES = ("flax-mesh", "jax", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -47,9 +47,9 @@ def step_record(run: Mapping[str, Any], step: int, row: Row) -> dict[str, Any]:
 
 
 def saved_record(step: Path) -> dict[str, Any]:
-    """The metadata of a checkpoint saved by any version, with the settings under their current names."""
+    """The metadata of a checkpoint saved by any version, with all settings under their current names."""
     record = read_record(step)
-    return record | {"config": current_settings(record["config"])}
+    return record | {"config": complete_settings(record["config"])}
 
 
 def layout_record(sizes: Mapping[str, int], rules: PartitionRules, layout: Mapping[str, str]) -> dict[str, Any]:

@@ -88,6 +88,21 @@ def current_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def default_settings() -> dict[str, str]:
+    """The text of the default value of every setting that has one, those of the model excepted."""
+    sections = [(field.name, field.default) for field in dataclasses.fields(TrainConfig) if field.name in SECTIONS]
+    trees = [_flatten(config, name, True) for name, config in sections if dataclasses.is_dataclass(config)]
+    return {key: value_to_text(value) for tree in trees for key, (value, _, _) in tree.items()}
+
+
+def complete_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """`current_settings`, with defaults for settings that did not exist yet when these were saved.
+
+    The default of a setting that is added to a section is therefore what runs did before it existed.
+    """
+    return {**default_settings(), **current_settings(saved)}
+
+
 class Change(typing.NamedTuple):
     """A setting whose value differs from the saved one."""
 
@@ -102,7 +117,7 @@ class Change(typing.NamedTuple):
 
 def changes(saved: Mapping[str, str], config: TrainConfig) -> list[Change]:
     """Differences between the settings saved with a checkpoint, by any version, and `config`."""
-    fields, now, saved = flat_fields(config), to_texts(config), current_settings(saved)
+    fields, now, saved = flat_fields(config), to_texts(config), complete_settings(saved)
     keys = [*now, *(key for key in saved if key not in now)]
     return [
         Change(key, saved.get(key, "(absent)"), now.get(key, "(absent)"), key not in fields or fields[key][2])

@@ -266,7 +266,7 @@ def test_a_batch_is_divided_into_microbatches_without_a_schedule_too():
         ({"schedule": GOOD, "num_microbatches": 8}, "num_microbatches=8 differs from the 2 of schedule 1f1b"),
         ({"schedule": GOOD, "num_stages": 3}, "num_stages=3 differs from the 2 of schedule 1f1b"),
         ({"num_stages": 2, "num_microbatches": 3}, "has 8 rows, not divisible into 3 microbatches"),
-        ({"schedule": "1f1c", "mesh": 2, "num_microbatches": 2}, "'1f1c' is no schedule"),
+        ({"schedule": "1f1c", "mesh": 2, "num_microbatches": 2}, "unknown schedule '1f1c'"),
     ],
 )
 def test_mesh_schedule_and_batch_that_do_not_fit_each_other(kinds, message):
