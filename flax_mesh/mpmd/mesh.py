@@ -134,7 +134,7 @@ class MpmdMesh:
         return tuple(sorted({self.device_mpmd_idx[device] for device in self.jax_mesh.local_devices}))
 
     @cached_property
-    def speakers(self) -> tuple[int, ...]:
+    def representative_groups(self) -> tuple[int, ...]:
         """The representative groups, the first group of each process: what is sent to them reaches every process."""
         owned = groups_of_processes([mesh.devices.flat for mesh in self._groups])
         return tuple(sorted({groups[0] for groups in owned.values()}))

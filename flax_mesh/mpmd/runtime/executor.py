@@ -227,7 +227,7 @@ def sums_everywhere(run: ScheduleRun) -> dict[str, jax.Array]:
         packed: Any = jax.ShapeDtypeStruct((len(names),), jnp.float32)
         if owner in run.local_groups:
             packed = _pack([named[name][1] for name in names])
-        for group in transfers.mesh.speakers:
+        for group in transfers.mesh.representative_groups:
             replicated = NamedSharding(transfers.meshes[group], PartitionSpec())
             received = transfers.transfer(("sums", run.number, owner), packed, replicated, owner, group)
             if group == first and received is not None:

@@ -59,7 +59,9 @@ class Update:
         self.owner_of_leaf = {owner.leaf: owner for owner in owners if owner.leaf is not None}
         every = tuple(range(len(self.meshes)))
         self.local_groups = frozenset(mesh.my_mpmd_axis_indices)
-        readers = mesh.speakers if mesh.jax_mesh.is_multi_process else ()  # (): any group may compute metrics
+        readers = (
+            mesh.representative_groups if mesh.jax_mesh.is_multi_process else ()
+        )  # (): any group may compute metrics
         groups = [owner.group for owner in owners]
         groups += [self.owner_of_leaf[leaf].group for _, leaf in self.grads] + [sum_groups[name] for name in self.names]
         destinations = [every if owner.group == SHARED else (owner.group,) for owner in owners]
@@ -109,8 +111,8 @@ class Update:
                 if group not in self.local_groups and (group, phase, part.group) not in packs:
                     send(group, phase, self.packs[group, phase], part.group)
             received = [packs[(*key, part.group)] for key in part.receives]
-            gives, packed = call([values.pop(v) for v in donated], [values[v] for v in kept], received)
-            values.update(zip(part.gives, gives, strict=True))
+            results, packed = call([values.pop(v) for v in donated], [values[v] for v in kept], received)
+            values.update(zip(part.results, results, strict=True))
             for reader in self.readers.get((part.group, part.phase), ()):
                 send(part.group, part.phase, packed, reader)
         owners = self.placement.owners
@@ -164,24 +166,24 @@ def _compile(
 
     Inputs whose last use is here are donated if an output has the same shape and dtype.
     """
-    free = [(v.aval.shape, v.aval.dtype) for v in part.gives]
+    free = [(v.aval.shape, v.aval.dtype) for v in part.results]
     donated = []
     # Leaves first: a new leaf has the sharding of the old one.
-    for v in sorted(part.dies, key=lambda v: v not in shardings):
+    for v in sorted(part.last_used, key=lambda v: v not in shardings):
         if (v.aval.shape, v.aval.dtype) in free and v.aval.shape:
             free.remove((v.aval.shape, v.aval.dtype))
             donated.append(v)
-    kept = [v for v in part.takes if v not in set(donated)]
+    kept = [v for v in part.arguments if v not in set(donated)]
     order = {v: i for i, v in enumerate([*donated, *kept])}
 
     def update(donated, kept, received):
         values = [*donated, *kept]
         scalars = [x for key, packed in zip(part.receives, received, strict=True) for x in unpack(packed, packs[key])]
-        outs = part.program.call(*(values[order[v]] for v in part.takes), *scalars)
-        num = len(part.gives)
+        outs = part.program.call(*(values[order[v]] for v in part.arguments), *scalars)
+        num = len(part.results)
         return outs[:num], pack([jnp.asarray(x) for x in outs[num:]])
 
-    out = [shardings.get(v) for v in part.gives]
+    out = [shardings.get(v) for v in part.results]
     call = named_jit(update, f"update{part.phase}", (0,), (out, None), options)
     return part, donated, kept, call
 

@@ -44,16 +44,16 @@ class MixedGroups(ValueError):
 
 
 class GroupProgram(NamedTuple):
-    """The program of one group in one phase. Its inputs are `takes`, then the scalars of the packs in `receives`."""
+    """The program of one group in one phase. Its inputs are `arguments`, then the scalars of `receives`."""
 
     group: int
     phase: int
     program: Program
-    takes: tuple[Var, ...]  # inputs of the update, or outputs of an earlier part of the same group
+    arguments: tuple[Var, ...]  # inputs of the update, or outputs of an earlier part of the same group
     receives: tuple[tuple[int, int], ...]  # (group, phase) of the parts whose packs are inputs
-    gives: tuple[Var, ...]  # the first outputs: results, and values for later parts of the same group
+    results: tuple[Var, ...]  # the first outputs: results, and values for later parts of the same group
     packs: tuple[Var, ...]  # the other outputs: scalars for other groups
-    dies: tuple[Var, ...]  # the `takes` whose last use is in this part
+    last_used: tuple[Var, ...]  # the `arguments` whose last use is in this part
 
 
 def cut_by_group(
@@ -173,21 +173,23 @@ def _group_program(program, group, phase, phases, transfers, packs, ready, place
     used = dict.fromkeys(v for i in local for v in variables(program.eqns[i].invars)) | dict.fromkeys([*sent, *fetched])
     outside = [v for v in used if v not in computed and v not in program.consts]
     receives = sorted({(place[v], ready[v]) for v in outside if (group, v) in transfers})
-    takes = [v for v in outside if (group, v) not in transfers]
+    arguments = [v for v in outside if (group, v) not in transfers]
     needed_later = {v for i in later for v in program.eqns[i].invars if is_var(v)} | results
     needed_later |= {v for (g, p), vs in packs.items() if g == group and p > phase for v in vs}
-    gives = [v for v in dict.fromkeys(v for i in local for v in program.eqns[i].outvars) if v in needed_later] + fetched
-    inputs = (*takes, *(v for key in receives for v in packs[key]))
+    results = [
+        v for v in dict.fromkeys(v for i in local for v in program.eqns[i].outvars) if v in needed_later
+    ] + fetched
+    inputs = (*arguments, *(v for key in receives for v in packs[key]))
     eqns = tuple(program.eqns[i] for i in local)
     return GroupProgram(
         group=group,
         phase=phase,
-        program=Program(eqns, inputs, (*gives, *sent), program.consts),
-        takes=tuple(takes),
+        program=Program(eqns, inputs, (*results, *sent), program.consts),
+        arguments=tuple(arguments),
         receives=tuple(receives),
-        gives=tuple(gives),
+        results=tuple(results),
         packs=tuple(sent),
-        dies=tuple(v for v in takes if v not in needed_later),
+        last_used=tuple(v for v in arguments if v not in needed_later),
     )
 
 

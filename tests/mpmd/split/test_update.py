@@ -62,11 +62,11 @@ def test_running_the_parts_in_order_equals_the_unsplit_update(case):
     for part in parts:
         here = env[part.group]
         scalars = [x for key in part.receives for x in packs[key]]
-        outs = part.program.call(*(here[v] for v in part.takes), *scalars)
-        for v in part.dies:
+        outs = part.program.call(*(here[v] for v in part.arguments), *scalars)
+        for v in part.last_used:
             del here[v]  # like donation
-        here |= dict(zip(part.gives, outs, strict=False))
-        packs[part.group, part.phase] = outs[len(part.gives) :]
+        here |= dict(zip(part.results, outs, strict=False))
+        packs[part.group, part.phase] = outs[len(part.results) :]
         sizes |= {v: v.aval.size for v in part.packs}
     assert set(sizes.values()) <= {1}  # only scalars are transferred
     for v, groups_, want in zip(program.outputs, groups_of_outputs, program.call(*values, np.float32(2)), strict=True):
@@ -95,9 +95,9 @@ def test_groups_use_only_their_leaves_and_donate_them_in_the_last_phase():
     for group in (0, 1):
         local = [part for part in parts if part.group == group]
         leaves = set(program.inputs[2 * group :][:2])
-        assert not leaves & set(local[0].dies)  # computes the norm
-        assert leaves & set(local[-1].takes) == leaves & set(local[-1].dies) == leaves
-        assert all(v in leaves or v not in program.inputs for part in local for v in part.takes)
+        assert not leaves & set(local[0].last_used)  # computes the norm
+        assert leaves & set(local[-1].arguments) == leaves & set(local[-1].last_used) == leaves
+        assert all(v in leaves or v not in program.inputs for part in local for v in part.arguments)
         assert all(sender != group for part in local for sender, _ in part.receives)
 
 
@@ -139,7 +139,7 @@ def test_a_part_outputs_only_results_and_values_that_a_later_phase_requires(clip
     parts, _ = cut_by_group(program, [*groups * 2, 2, SHARED], wanted)
     phases = {g: [part.phase for part in parts if part.group == g] for g in groups}
     for group in groups:
-        written = [v for part in parts if part.group == group for v in part.gives if v.aval.size > 1]
+        written = [v for part in parts if part.group == group for v in part.results if v.aval.size > 1]
         results = [v for v, here in zip(program.outputs, wanted, strict=True) if here == (group,)]
         divided = [v for v in written if v not in results]
         assert len(written) == len(set(written)) and set(results) - {program.outputs[-1]} <= set(written)
@@ -149,4 +149,4 @@ def test_a_part_outputs_only_results_and_values_that_a_later_phase_requires(clip
     else:
         assert phases == {0: [1, 2], 1: [1], 2: [0]}
         [norm_part] = [part for part in parts if part.phase == 2]
-        assert [v.aval.shape for v in norm_part.gives] == [()]  # no leaf waits for the norms of other groups
+        assert [v.aval.shape for v in norm_part.results] == [()]  # no leaf waits for the norms of other groups
