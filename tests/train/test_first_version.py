@@ -48,7 +48,9 @@ def folder(tmp_path, monkeypatch) -> Path:
     for name in ("recipe.py", "tokens.npy"):
         shutil.copy(DATA / name, tmp_path)
     with tarfile.open(DATA / "run.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
+        if hasattr(tarfile, "data_filter"):  # Python 3.11.4 and later; the default of 3.14
+            archive.extraction_filter = tarfile.data_filter
+        archive.extractall(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path / "run"
 
