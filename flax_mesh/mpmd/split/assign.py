@@ -232,7 +232,8 @@ def _update_stages(
     """The stage that updates every variable that changes, such as a batch statistic.
 
     It is the first stage in which anything else reads the old value, so that one stage both reads and stores it. A
-    variable that nothing else reads is updated in the last stage that its new value depends on.
+    variable that nothing else reads is updated in the last stage that its new value depends on, or that updates a
+    variable that its new value depends on.
     """
     found: dict[int, int | None] = dict.fromkeys(updates)
     while True:  # until nothing changes: the new value of one variable may read another variable
@@ -248,17 +249,23 @@ def _update_stages(
         for v in eqn.outvars
     }
     producer = {v: eqn for eqn in program.eqns for v in eqn.outvars}
-    for out in (out for out, stage in found.items() if stage is None):
-        found[out], todo, seen = 0, [program.outputs[out]], set()
-        while todo:
-            v = todo.pop()
-            if not is_var(v) or v in seen:
-                continue
-            seen.add(v)
-            if v in stage_of:
-                found[out] = max(found[out] or 0, stage_of[v])
-            elif v in producer:
-                todo += producer[v].invars
+    update_of = {program.inputs[at]: out for out, at in updates.items()}
+    unread = [out for out, stage in found.items() if stage is None]
+    before, found = None, found | dict.fromkeys(unread, 0)
+    while found != before:  # stages only increase
+        before = dict(found)
+        for out in unread:
+            todo, seen = [program.outputs[out]], set()
+            while todo:
+                v = todo.pop()
+                if not is_var(v) or v in seen:
+                    continue
+                seen.add(v)
+                if v in stage_of or v in update_of:
+                    stage = stage_of[v] if v in stage_of else found[update_of[v]]
+                    found[out] = max(found[out] or 0, stage or 0)
+                elif v in producer:
+                    todo += producer[v].invars
     return found
 
 

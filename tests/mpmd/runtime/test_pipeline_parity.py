@@ -1,4 +1,4 @@
-"""Complex activations: gradients as in the plain step."""
+"""Complex activations and variables that are assigned rather than computed: as in the plain step."""
 
 from functools import partial
 
@@ -9,7 +9,8 @@ import optax
 import pytest
 from flax import nnx
 
-from tests.mpmd.runtime.test_pipeline import compare
+from flax_mesh.mpmd import CutError
+from tests.mpmd.runtime.test_pipeline import build, compare
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -94,3 +95,122 @@ def test_complex_activations_have_gradients(cls, name):
     pipeline, _ = equals_plain_step(cls, name)
     (received,) = [v.aval.dtype for v in pipeline.staged.cut(pipeline.staged.example).stages[1].received]
     assert received == jnp.complex64
+
+
+# Variables whose new value no equation computes
+
+
+class Stored(Layers):
+    """`before` reads and `after` assigns the variables; both depend on the values of the previous microbatch."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        zeros, ones = np.zeros((2, WIDTH), np.float32), np.ones((2, WIDTH), np.float32)
+        self.a, self.b = nnx.BatchStat(jnp.asarray(zeros)), nnx.BatchStat(jnp.asarray(ones))
+        self.flag = nnx.BatchStat(jnp.asarray(False))
+
+    def __call__(self, x):
+        y = super().__call__(self.before(x))
+        self.after(x, y)
+        return y
+
+    def before(self, x):
+        return x + self.a[...]
+
+    def after(self, x, y):
+        raise NotImplementedError
+
+
+class Literal(Stored):
+    def before(self, x):
+        return jnp.where(self.flag[...], x, 2 * x)
+
+    def after(self, x, y):
+        self.flag[...] = jnp.asarray(True)
+
+
+class Constant(Stored):
+    def after(self, x, y):
+        self.a[...] = jnp.asarray(np.arange(2 * WIDTH, dtype=np.float32).reshape(2, WIDTH))
+
+
+class Input(Stored):
+    def after(self, x, y):
+        self.a[...] = x
+
+
+class Parameter(Stored):
+    """The target of a layer of the last stage, read there."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.target = nnx.BatchStat(jnp.zeros((WIDTH, WIDTH)))
+
+    def __call__(self, x):
+        y = super().__call__(x) + x @ self.target[...]
+        self.target[...] = self.layers[1].kernel[...]
+        return y
+
+    def after(self, x, y):
+        pass
+
+
+class UnreadCopy(Stored):
+    """Copies of a parameter of each stage, which nothing reads."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.copies = nnx.List([nnx.BatchStat(jnp.zeros((WIDTH, WIDTH))) for _ in range(2)])
+
+    def after(self, x, y):
+        self.copies[0][...], self.copies[1][...] = self.layers[1].kernel[...], self.embed.kernel[...]
+
+
+class Swap(Stored):
+    def after(self, x, y):
+        self.a[...], self.b[...] = self.b[...], self.a[...]
+
+
+class SwapInJit(Stored):
+    def after(self, x, y):
+        self.a[...], self.b[...] = jax.jit(lambda a, b: (b, a))(self.a[...], self.b[...])
+
+
+class Delay(Stored):
+    """The last two activations of the last stage; nothing else reads them."""
+
+    def before(self, x):
+        return x
+
+    def after(self, x, y):
+        self.a[...], self.b[...] = self.b[...], y
+
+
+class UnreadSwap(Stored):
+    def before(self, x):
+        return x
+
+    after = Swap.after
+
+
+ASSIGNED = with_schedules(
+    [Literal, Constant, Input, Parameter, UnreadCopy, Swap, SwapInJit, Delay, UnreadSwap],
+    quick={Literal: "1f1b", Input: "1f1b", Parameter: "zb-h1", Swap: "zb-h1", Delay: "1f1b"},
+)
+
+
+@pytest.mark.parametrize(("cls", "name"), ASSIGNED)
+def test_variables_that_are_assigned_have_their_new_values(cls, name):
+    equals_plain_step(cls, name)
+
+
+class SwapAcrossStages(Stored):
+    def __call__(self, x):
+        y = Layers.__call__(self, x + self.a[...]) + self.b[...]
+        self.a[...], self.b[...] = self.b[...], self.a[...]
+        return y
+
+
+def test_a_swap_of_variables_of_different_stages_is_refused():
+    with pytest.raises(CutError, match=r"a changes in stage 0 and is read in stages 0, 1[^\n]*\nb changes in stage"):
+        build(lambda: SwapAcrossStages(nnx.Rngs(0)), square_loss, batches(3)[0], 3, optax.sgd(0.1))
