@@ -1,4 +1,4 @@
-"""Complex activations and variables that are assigned rather than computed: as in the plain step."""
+"""Complex activations, variables that are assigned rather than computed, and custom_vjp rules: as in the plain step."""
 
 from functools import partial
 
@@ -10,6 +10,8 @@ import pytest
 from flax import nnx
 
 from flax_mesh.mpmd import CutError
+from flax_mesh.mpmd.split.assign import is_expensive
+from flax_mesh.mpmd.split.jaxpr import trace
 from tests.mpmd.runtime.test_pipeline import build, compare
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -214,3 +216,59 @@ class SwapAcrossStages(Stored):
 def test_a_swap_of_variables_of_different_stages_is_refused():
     with pytest.raises(CutError, match=r"a changes in stage 0 and is read in stages 0, 1[^\n]*\nb changes in stage"):
         build(lambda: SwapAcrossStages(nnx.Rngs(0)), square_loss, batches(3)[0], 3, optax.sgd(0.1))
+
+
+# custom_vjp
+
+
+@jax.custom_vjp
+def clipped(x):
+    """The identity. Its backward rule clips the gradient, so the sum of two clipped gradients is another one."""
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
+
+
+def in_scan(x):
+    return jax.lax.scan(lambda total, _: (total + clipped(x), None), jnp.zeros_like(x), length=1)[0]
+
+
+CLIPS = {
+    "plain": clipped,
+    "jit": jax.jit(clipped),
+    "remat": jax.checkpoint(clipped),
+    "scan": in_scan,
+    "cond": lambda x: jax.lax.cond(jnp.sum(x) > -1e3, clipped, lambda x: x, x),
+    "vmap": jax.vmap(clipped),
+    "nested": jax.jit(jax.checkpoint(lambda x: jax.jit(clipped)(x))),
+}
+
+
+class Clipped(Layers):
+    """The rule applies to a tied table, to a value of the first stage that the second one also uses, and to the sum."""
+
+    clip = staticmethod(clipped)
+
+    def __call__(self, x):
+        table = self.clip(self.embed.kernel[...])
+        x = 5 * x @ table
+        both = self.clip(x)
+        x = both
+        for layer in self.layers:
+            x = x + jnp.tanh(layer(x)) + both
+        return 3 * x @ table.T
+
+
+@pytest.mark.parametrize(("kind", "name"), with_schedules(CLIPS, quick={"plain": "zb-h1", "nested": "1f1b"}))
+def test_a_custom_vjp_rule_that_is_not_linear_runs_once(kind, name):
+    equals_plain_step(type("Clipped", (Clipped,), {"clip": staticmethod(CLIPS[kind])}), name)
+
+
+def test_custom_jvp_rules_are_linear_and_may_be_repeated():
+    for fn in (jax.nn.relu, jax.nn.silu, jax.nn.logsumexp):
+        program, _ = trace(fn, jnp.ones(WIDTH))
+        assert not any(is_expensive(eqn) for eqn in program.eqns)
+    for fn in CLIPS.values():
+        program, _ = trace(fn, jnp.ones(WIDTH))
+        assert any(is_expensive(eqn) for eqn in program.eqns)
