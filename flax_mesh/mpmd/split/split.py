@@ -78,16 +78,17 @@ class StagedModel:
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
-        """The stages that use each leaf; the first one is its owner.
+        """The stages that read or change each leaf; the first one is its owner.
 
         A leaf that no stage uses belongs to the stage of its layer, or to stage 0.
         """
-        stages = self.cut(self.example).stages
+        forward = self.cut(self.example)
+        uses = [{*stage.inputs, *(forward.updates.get(at) for at in stage.outputs)} for stage in forward.stages]
         found = []
         for at, leaf in enumerate(self.leaves):
             layer = leaf.layer(self.layers)
             owner = self.stage_of(layer) if layer is not None and layer in self.ranks else 0
-            found.append(tuple(k for k, stage in enumerate(stages) if at in stage.inputs) or (owner,))
+            found.append(tuple(k for k, used in enumerate(uses) if at in used) or (owner,))
         return tuple(found)
 
     def __str__(self) -> str:
@@ -451,12 +452,13 @@ def _check_states(staged: StagedModel) -> None:
     stages, updates = forward.stages, forward.updates
     makers = {updates[at]: k for k, stage in enumerate(stages) for at in stage.outputs if at in updates}
     problems = []
-    for at, (leaf, users) in enumerate(zip(staged.leaves, staged.users, strict=True)):
-        if at in makers and any(k != makers[at] for k in users if at in stages[k].inputs):
+    for at, leaf in enumerate(staged.leaves):
+        readers = [k for k, stage in enumerate(stages) if at in stage.inputs]
+        if at in makers and any(k != makers[at] for k in readers):
             problems.append(
-                f"{leaf.path} changes in stage {makers[at]} and is read in stages {', '.join(map(str, users))}, which "
-                "would not see its value from the previous microbatch. Read and change it in one layer, or move the "
-                "cut (cuts=)."
+                f"{leaf.path} changes in stage {makers[at]} and is read in stages {', '.join(map(str, readers))}, "
+                "which would not see its value from the previous microbatch. Read and change it in one layer, or move "
+                "the cut (cuts=)."
             )
     for k in range(staged.num_stages):
         if not stages[k].forward.eqns:

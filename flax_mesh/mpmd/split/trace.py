@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.extend.core.primitives import copy_p
 from jax.sharding import AbstractMesh
 
 from flax_mesh.mpmd.split.assign import StageProgram, mark_p
@@ -141,10 +142,31 @@ def open_forward(forward: Forward, leaves: tuple[ModelLeaf, ...], layers: Sequen
 
     data = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in forward.program.inputs[len(forward.leaves) :]]
     arrays = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-    program = inline(trace(retraced, arrays, data)[0])
+    program = _with_copies(inline(trace(retraced, arrays, data)[0]), updates)
     kept, _ = needed(program.eqns, program.outputs)  # unused equations would be assigned to the last stage
     program = program._replace(eqns=tuple(program.eqns[at] for at in kept))
     return Forward(program, leaves, forward.names, updates, bool(spanning))
+
+
+def _with_copies(program: Program, updates: Mapping[int, int]) -> Program:
+    """`program` with an equation for every new value of a variable: a copy of an input, a literal or a constant.
+
+    Only equations have a stage. And without a copy, two leaves of the state would be one array, which is donated twice.
+    The new value of a variable that does not change is the variable itself, and has no equation.
+    """
+    computed = {v for eqn in program.eqns for v in eqn.outvars}
+    assigned = {
+        at
+        for at, leaf in updates.items()
+        if not is_var(atom := program.outputs[at]) or (atom not in computed and atom is not program.inputs[leaf])
+    }
+    if not assigned:
+        return program
+
+    def copied(*args: Any) -> list[Any]:
+        return [copy_p.bind(x) if at in assigned else x for at, x in enumerate(program.call(*args))]
+
+    return trace(copied, *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.inputs))[0]
 
 
 @contextlib.contextmanager
