@@ -149,9 +149,10 @@ class TrainConfig:
     Attributes:
         make_model: `make_model(model, rngs) -> nnx.Module`. It is only traced: parameters are initialized directly
             sharded.
-        loss_fn: `loss_fn(module, batch) -> (loss_sum, weight)` or `(loss_sum, weight, metrics)`, sums over the batch;
-            `batch` has "inputs" and "targets", int32 of shape (batch_size, sequence_length). If the loss has further
-            terms, return the metric "cross_entropy" (a sum too): evaluation then reports it as the held-out loss.
+        loss_fn: `loss_fn(module, batch) -> (loss_sum, weight)` or `(loss_sum, weight, metrics)`, sums over the batch,
+            or another form of `LossFn`; `batch` has "inputs" and "targets", int32 of shape (batch_size,
+            sequence_length). If the loss has further terms, return the metric "cross_entropy" (a sum too): evaluation
+            then reports it as the held-out loss.
         model: The config of the model, a dataclass. Its fields are the settings `model.*`.
         mesh: Mesh shape, "fsdp:-1" by default.
         pipeline: Number of microbatches (gradient accumulation) and, for pp > 1, schedule, stages, remat and transport.

@@ -206,19 +206,6 @@ def test_a_scalar_loss_has_weight_one_per_microbatch():
         run(scalar, start(make()), [batch()], num_microbatches=3)
 
 
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        (lambda loss: (loss,), r"must return \(loss_sum, weight\).*; it returned a tuple of 1"),
-        (lambda loss: (jnp.ones(3) * loss, 1.0), r"must return scalars, got loss \(3,\)"),
-        (lambda loss: (loss, 1.0, {"loss": loss}), "must not be named loss"),
-    ],
-)
-def test_a_loss_function_with_an_invalid_return_value_is_an_error(result, message):
-    with pytest.raises(ValueError, match=message):
-        run(lambda model, b: result(jnp.sum(model(b["x"]))), start(make()), [batch()])
-
-
 def test_tied_weights_remain_one_parameter():
     class Tied(nnx.Module):
         def __init__(self):

@@ -205,7 +205,7 @@ def _trace(
         named = dict(zip(names, sums, strict=True))
         weight = named.pop("weight")
         tree = jax.tree.unflatten(jax.tree.structure(params), trained)
-        after, metrics = apply_gradients(state, others, tree, named, weight, learning_rate)
+        after, metrics = apply_gradients(state, (params, others), tree, named, weight, learning_rate)
         metric_names[:] = list(metrics)
         return [*after.leaves, *metrics.values()]
 

@@ -126,7 +126,7 @@ def split_stages(
     the model calls them, and a stage is a range of them.
 
     Args:
-        loss_fn: A LossFn: `loss_fn(model, batch)` returns (loss_sum, weight) or (loss_sum, weight, metrics).
+        loss_fn: A LossFn: `loss_fn(model, batch)` returns (loss_sum, weight), or another of its forms.
         model: An nnx.Module, abstract or not, or a function that makes one.
         batch: A batch of `num_microbatches` equal microbatches, as arrays or ShapeDtypeStructs.
         mesh: The groups of the pipeline as an MpmdMesh; or, if a Pipeline is not wanted, the mesh of one group.

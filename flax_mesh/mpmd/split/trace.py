@@ -12,7 +12,8 @@ from jax.sharding import AbstractMesh
 
 from flax_mesh.mpmd.split.assign import StageProgram, mark_p
 from flax_mesh.mpmd.split.jaxpr import JIT, REMAT, Chunks, Eqn, Program, inline, interpret, is_var, needed, trace, whole
-from flax_mesh.step.loss import Batch, LossFn, run_loss, sums_of
+from flax_mesh.step.loss import Batch, LossFn, check_weight, run_loss, sums_of
+from flax_mesh.step.parameter_flow import flow
 from flax_mesh.tree import in_stack, named_leaves
 
 Layer = tuple[str, int]  # path of the list or stack, and the index of the layer in it
@@ -73,7 +74,7 @@ def trace_forward(
         if train:
             params, _, others = nnx.state(called, wrt, nnx.RngState, ...)
             seeds = (seed, step, microbatch)
-            loss_sum, (weight, metrics, after) = run_loss(loss_fn, called, wrt, params, others, batch, seeds, layers)
+            loss_sum, (weight, metrics, after) = run_loss(loss_fn, called, wrt, (params, others), batch, seeds, layers)
         else:
             called.eval()
             loss_sum, weight, metrics = sums_of(loss_fn(called, batch))
@@ -91,9 +92,18 @@ def trace_forward(
         ModelLeaf(path, leaf.shape, leaf.dtype, path in kinds[0], at, None)
         for at, (path, leaf) in enumerate(named_leaves(state))
     ]
-    # Variables that are neither trained nor random streams may change: the last outputs are their new values.
-    others = [leaf.source for leaf in found if leaf.path in kinds[2]] if train else []
-    return Forward(program, tuple(found), tuple(names), dict(enumerate(others, start=len(names))))
+    # Trained parameters and variables that are no random streams may change: the last outputs are their new values.
+    sources = [leaf.source for kind in (kinds[0], kinds[2]) for leaf in found if leaf.path in kind] if train else []
+    trained = [leaf.source if leaf.trained else None for leaf in found]
+    given = [*trained, *[None] * (len(program.inputs) - len(found))]
+    flows = flow(program.eqns, program.inputs, program.outputs, given)
+    check_weight(flows[1])
+    num_sums = len(names)
+    new = zip(sources, program.outputs[num_sums:], flows[num_sums:], strict=True)
+    changed = [(source, atom) for source, atom, name in new if name != source]
+    program = program._replace(outputs=(*program.outputs[:num_sums], *(atom for _, atom in changed)))
+    updates = dict(enumerate((source for source, _ in changed), start=num_sums))
+    return Forward(program, tuple(found), tuple(names), updates)
 
 
 def split_leaves(
