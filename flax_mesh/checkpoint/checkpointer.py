@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from flax_mesh.checkpoint.stacks import check_stacks_are_named
 from flax_mesh.checkpoint.warm_start import RestoreReport, restore_partial
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, PeerError, SaveError
 from flax_mesh.processes.agree import Phases
+from flax_mesh.stacks import without_single_layers
 from flax_mesh.step.state import TrainState
 from flax_mesh.text import count_text
 from flax_mesh.tree import named_leaves
@@ -220,8 +221,9 @@ class Checkpointer:
 
         Returns shape, dtype and sharding of every array to restore, by path on disk.
         """
-        target = arrays_on_disk(abstract, self.layers)
-        stored = {path: leaf for path, leaf in self.arrays(step).items() if re.match(include, path)}
+        stored = self.arrays(step)
+        target = arrays_on_disk(abstract, self.layers, stored)
+        stored = {path: leaf for path, leaf in stored.items() if re.match(include, path)}
         check_same(target, stored, f"checkpoint {self._step(step)}", cast=cast, repair=REPAIR)
         return target
 
@@ -253,7 +255,8 @@ class Checkpointer:
         step = self._valid_step(step, verify)
         target = self.check(abstract, step, include=include, cast=cast)
         named = named_leaves(_tree(abstract))
-        leaves = from_disk(self._reader(step, target), named, stacked_paths(named, _layers_of(abstract, self.layers)))
+        layers = _layers_of(abstract, self.layers, target)
+        leaves = from_disk(self._reader(step, target), named, stacked_paths(named, layers))
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
     def restore_partial(
@@ -267,8 +270,9 @@ class Checkpointer:
         """
         self.wait()
         step = self._valid_step(step, verify)
-        named, layers = named_leaves(_tree(state)), _layers_of(state, self.layers)
-        leaves, report = restore_partial(named, self.arrays(step), partial(self._reader, step), layers, include, cast)
+        named, stored = named_leaves(_tree(state)), self.arrays(step)
+        layers = _layers_of(state, self.layers, stored)
+        leaves, report = restore_partial(named, stored, partial(self._reader, step), layers, include, cast)
         return jax.tree.unflatten(jax.tree.structure(state), leaves), report
 
     def _valid_step(self, step: int | None, verify: bool) -> int:
@@ -389,21 +393,41 @@ class Checkpointer:
         self._deleting.start()
 
 
-def arrays_on_disk(state: Any, layers: Sequence[str] | None = None) -> dict[str, Any]:
-    """Shape, dtype and sharding of the arrays that a Checkpointer with these `layers` saves, by path on disk."""
+def arrays_on_disk(
+    state: Any, layers: Sequence[str] | None = None, stored: Collection[str] | None = None
+) -> dict[str, Any]:
+    """Shape, dtype and sharding of the arrays that a Checkpointer with these `layers` saves, by path on disk.
+
+    With the paths that a checkpoint has `stored`: of the arrays that it restores from there.
+    """
     named = named_leaves(_tree(state))
-    return disk_target(named, stacked_paths(named, _layers_of(state, layers)))
+    return disk_target(named, stacked_paths(named, _layers_of(state, layers, stored)))
 
 
 def _tree(state: Any) -> Any:
     return state.to_nnx() if isinstance(state, TrainState) else state
 
 
-def _layers_of(state: Any, layers: Sequence[str] | None) -> Sequence[str]:
-    """`layers`, or by default those of the rule table of a TrainState's model."""
-    if layers is not None:
-        return layers
-    return state.definition.layers if isinstance(state, TrainState) else ()
+def _layers_of(state: Any, layers: Sequence[str] | None, stored: Collection[str] | None = None) -> tuple[str, ...]:
+    """`layers`, or by default those of the rule table of a TrainState's model, without the names of single layers.
+
+    A checkpoint shows by the paths that it has `stored` what was saved layer by layer: in a tree without modules a
+    single layer may look like a stack, and flax_mesh 0.1.0 took every module that `layers` names for a stack.
+    """
+    definition = state.definition if isinstance(state, TrainState) else None
+    if layers is None:
+        layers = definition.layers if definition else ()
+    if not layers:
+        return ()
+    named = [(path.removeprefix("model/"), leaf) for path, leaf in named_leaves(_tree(state))]
+    found = without_single_layers(layers, named, definition.ranks if definition else {})
+    if stored is None:
+        return found
+    heads = {path: re.compile(rf"(?:model/)?{re.escape(path)}/(\d+(?:/|$))?") for path in layers}
+    by_layer = {
+        path: [bool(match[1]) for name in stored if (match := head.match(name))] for path, head in heads.items()
+    }
+    return tuple(path for path in layers if (any(by_layer[path]) if by_layer[path] else path in found))
 
 
 def _reason(error: BaseException) -> str:

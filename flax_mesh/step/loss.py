@@ -214,7 +214,7 @@ def reseed(streams: nnx.State, parts: Sequence[Any], layers: Iterable[str] = ())
         for part in parts:
             key = jax.random.fold_in(key, part)
         stack = in_stack(path, layers)
-        if stack is None and leaf.ndim == 0:
+        if leaf.ndim == 0:  # also in a single layer, which `layers` may name
             return jax.random.fold_in(key, _number(path))
         paths = [layer_path(path, stack, i) if stack else f"{path}/{i}" for i in range(leaf.shape[0])]
         keys = jax.vmap(lambda n: jax.random.fold_in(key, n))(jnp.array([_number(p) for p in paths], jnp.uint32))

@@ -1,7 +1,7 @@
 """TrainState: model and optimizer as a tuple of leaves and a static tree definition."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 
 from flax_mesh.sharding.abstract import abstract_model, init_state, model_layers
+from flax_mesh.stacks import ranks_in
 from flax_mesh.tree import named_leaves
 
 
@@ -22,8 +23,17 @@ class TreeDefinition:
     @functools.cached_property
     def layers(self) -> tuple[str, ...]:
         """Paths of the layer lists and scanned stacks that the rule table of the model names; () without a table."""
+        return model_layers(self._model)
+
+    @functools.cached_property
+    def ranks(self) -> Mapping[str, int]:
+        """Number of dims of the variables of Flax's layers in the model, see `flax_mesh.stacks`."""
+        return ranks_in(self._model)
+
+    @property
+    def _model(self) -> Any:
         without_leaves = jax.tree.unflatten(self.treedef, [None] * self.treedef.num_leaves)
-        return model_layers(nnx.merge(self.graphdef, without_leaves)["model"])
+        return nnx.merge(self.graphdef, without_leaves)["model"]
 
 
 @jax.tree_util.register_dataclass

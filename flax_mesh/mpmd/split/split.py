@@ -21,16 +21,17 @@ from flax_mesh.mpmd.split.trace import (
     Forward,
     Layer,
     ModelLeaf,
-    layer_list,
     marked_calls,
     open_forward,
+    places_of,
     split_leaves,
     trace_forward,
 )
 from flax_mesh.sharding.abstract import model_layers
+from flax_mesh.stacks import is_single_layer, module_at
 from flax_mesh.step.batch import microbatch_shapes
 from flax_mesh.step.loss import Batch, LossFn
-from flax_mesh.text import array_text, bytes_text
+from flax_mesh.text import array_text, bytes_text, count_text
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +69,7 @@ class StagedModel:
             forward = trace_forward(
                 self.loss_fn, self.model, self.wrt, self.layers, self.mesh, shapes, seed=seed, train=train
             )
-            opened = open_forward(forward, self.leaves, self.layers)
+            opened = open_forward(forward, self.leaves)
             self._cuts[key] = _cut(opened, self)
         return self._cuts[key]
 
@@ -86,16 +87,17 @@ class StagedModel:
         uses = [{*stage.inputs, *(forward.updates.get(at) for at in stage.outputs)} for stage in forward.stages]
         found = []
         for at, leaf in enumerate(self.leaves):
-            layer = leaf.layer(self.layers)
-            owner = self.stage_of(layer) if layer is not None and layer in self.ranks else 0
+            owner = self.stage_of(leaf.layer) if leaf.layer is not None and leaf.layer in self.ranks else 0
             found.append(tuple(k for k, used in enumerate(uses) if at in used) or (owner,))
         return tuple(found)
 
     def __str__(self) -> str:
+        single = [path for path in self.layers if is_single_layer(module_at(self.model, path))]
         lines = []
         for k, stage in enumerate(self.cut(self.example).stages):
             ranks = range(self.bounds[k], self.bounds[k + 1])
-            names = [f"{path}/{i}" for (path, i), rank in self.ranks.items() if rank in ranks]
+            layers = [layer for layer, rank in self.ranks.items() if rank in ranks]
+            names = [path if path in single else f"{path}/{i}" for path, i in layers]
             owned = [leaf for leaf, users in zip(self.leaves, self.users, strict=True) if users[0] == k]
             share = sum(self.costs[r] for r in ranks) / max(sum(self.costs), 1)
             what = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}" if names else f"calls {ranks}"
@@ -103,6 +105,14 @@ class StagedModel:
                 f"stage {k}: {what}; {bytes_text(sum(map(num_bytes, owned)))} of state; {share:.0%} of the FLOPs"
             )
             lines += [f"  receives {array_text(v.aval)}, {bytes_text(num_bytes(v.aval))}" for v in stage.received]
+        for path in self.layers:
+            called = sum(found == path for found, _ in self.ranks) if ("", 0) not in self.ranks else None
+            module = module_at(self.model, path)
+            stacked = [leaf.rows[1] for leaf in self.leaves if leaf.rows and leaf.layer and leaf.layer[0] == path]
+            entries = len(module) if isinstance(module, nnx.List) else max(stacked, default=1)
+            what = "one layer" if path in single else f"{'a stack' if stacked else 'a list'} of {entries}"
+            calls = "" if called in (entries, None) else f", of which the loss calls {called}"
+            lines.append(f"{path}: {what}{calls}")
         return "\n".join(lines)
 
 
@@ -135,8 +145,9 @@ def split_stages(
             of stages.
         num_microbatches: Microbatches of a batch. By default those of `schedule`, and 1 without one.
         num_stages: The number of stages, if no schedule is given.
-        layers: Path of the `nnx.List` or scanned stack to split, "layers" or "encoder/layers", or several paths. By
-            default those of the model's own table (`@partitioned`), or else "layers" if that is a list.
+        layers: Path of the `nnx.List` or scanned stack to split, "layers" or "encoder/layers", or several paths. Any
+            other module is one layer, as in ("inc", "down", "up", "out"). By default the paths of the model's own table
+            (`@partitioned`), or else "layers" if that is a list.
         cuts: Position of the first layer of every stage but the first. By default the most expensive stage is made as
             cheap as possible.
         balance: What makes a stage expensive: its "flops", embedding and head included, or the "count" of its layers.
@@ -177,17 +188,18 @@ def split_stages(
     around = around.abstract_mesh if isinstance(around, Mesh) else around
     shapes = microbatch_shapes(batch, num_microbatches) if num_microbatches is not None else shapes_of(batch)
     forward = trace_forward(loss_fn, abstract, wrt, layers, around, shapes)
-    single = split_leaves(forward, layers)
-    opened = open_forward(forward, single, layers)
+    places = places_of(abstract, layers)
+    single = split_leaves(forward, places)
+    opened = open_forward(forward, single)
     _check_effects(opened.program)
     _check_trained(single, wrt)
-    order = _calls_in_order(opened.program, single, layers) if not num_calls else [("", i) for i in range(num_calls)]
+    order = _calls_in_order(opened.program, single) if not num_calls else [("", i) for i in range(num_calls)]
     _check_layers(single, layers, order, num_stages)
     ranks = {layer: at for at, layer in enumerate(order)}
-    labels = cut.label(opened.program, _input_ranks(opened.program, single, layers, ranks), len(order))
+    labels = cut.label(opened.program, _input_ranks(opened.program, single, ranks), len(order))
     costs = cut.costs(opened.program, labels, len(order))
     bounds = _bounds(costs, num_stages, cuts, balance)
-    leaves = split_leaves(forward, layers, {layer: _stage(bounds, at) for layer, at in ranks.items()})
+    leaves = split_leaves(forward, places, {layer: _stage(bounds, at) for layer, at in ranks.items()})
     staged = StagedModel(
         loss_fn=loss_fn,
         make=make,
@@ -311,7 +323,7 @@ def shapes_of(batch: Batch) -> Batch:
 
 def _cut(opened: Forward, staged: StagedModel) -> Forward:
     num_leaves, num_ranks = len(staged.leaves), len(staged.costs)
-    ranks = _input_ranks(opened.program, staged.leaves, staged.layers, staged.ranks)
+    ranks = _input_ranks(opened.program, staged.leaves, staged.ranks)
     labels = cut.label(opened.program, ranks, num_ranks)
     program, labels = cut.drop_marks(opened.program, labels)
     stages = [_stage(staged.bounds, rank) if rank >= 0 else rank for rank in labels]
@@ -325,20 +337,16 @@ def _stage(bounds: Sequence[int], rank: int) -> int:
     return next(k for k in range(len(bounds) - 1) if rank < bounds[k + 1])
 
 
-def _input_ranks(
-    program: Program, leaves: Sequence[ModelLeaf], layers: Sequence[str], ranks: Mapping[Layer, int]
-) -> dict[Var, int]:
+def _input_ranks(program: Program, leaves: Sequence[ModelLeaf], ranks: Mapping[Layer, int]) -> dict[Var, int]:
     """Rank of every input; a layer that is never called, or appears several times in the list, has none."""
     found = dict.fromkeys(program.inputs, DATA)
     for leaf, v in zip(leaves, program.inputs, strict=False):
-        layer = leaf.layer(layers)
-        found[v] = ranks.get(layer, VARIABLES) if layer else VARIABLES
+        found[v] = ranks.get(leaf.layer, VARIABLES) if leaf.layer else VARIABLES
     return found
 
 
-def _calls_in_order(program: Program, leaves: Sequence[ModelLeaf], layers: Sequence[str]) -> list[Layer]:
-    owners = zip(program.inputs, (leaf.layer(layers) for leaf in leaves), strict=False)
-    layer_of = {v: layer for v, layer in owners if layer is not None}
+def _calls_in_order(program: Program, leaves: Sequence[ModelLeaf]) -> list[Layer]:
+    layer_of = {v: leaf.layer for v, leaf in zip(program.inputs, leaves, strict=False) if leaf.layer is not None}
     return cut.layer_order(program, layer_of, program.inputs[len(leaves) :])
 
 
@@ -356,7 +364,7 @@ def _calls_of_shared(model: Any, layers: Sequence[str]) -> int:
     """Length of the list if one layer object appears in it several times; else 0."""
     for path in layers:
         try:
-            found = layer_list(model, path)
+            found = module_at(model, path)
         except (AttributeError, IndexError, TypeError):
             raise CutError(f"layers={path!r}: {type(model).__name__} has nothing there. {_lists_text(model)}") from None
         modules = [id(item) for item in found if isinstance(item, nnx.Module)] if isinstance(found, nnx.List) else []
@@ -439,10 +447,11 @@ def _check_layers(leaves: Sequence[ModelLeaf], layers: Sequence[str], order: Seq
     if num_stages < 1:
         raise CutError(f"num_stages must be at least 1, got {num_stages}.")
     if len(order) < num_stages:
-        have = sorted({layer for leaf in leaves if (layer := leaf.layer(layers))})
+        have = {leaf.layer for leaf in leaves if leaf.layer is not None}
         raise CutError(
-            f"layers={', '.join(layers)} has {len(have)} layers, of which the loss calls {len(order)}: too few for "
-            f"{num_stages} stages. Use at most {len(order)} stages, or name another list of layers."
+            f"layers={', '.join(layers)} has {count_text(len(have), 'layer')}, of which the loss calls {len(order)}: "
+            f"too few for {num_stages} stages. Use at most {count_text(len(order), 'stage')}, or name another list of "
+            "layers."
         )
 
 
