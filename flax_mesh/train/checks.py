@@ -17,6 +17,7 @@ from flax_mesh.mpmd.split.remat import REMAT_MODES
 from flax_mesh.mpmd.transport.ordered import TRANSPORTS
 from flax_mesh.train.config import (
     AXIS_NAMES,
+    CHECKS,
     PLATFORM,
     CompilerOptions,
     PipelineConfig,
@@ -107,6 +108,8 @@ def check_pipeline(config: PipelineConfig, num_groups: int) -> list[str]:
         found.append(f"pipeline.remat must be one of {', '.join(REMAT_MODES)}, got {config.remat!r}")
     if config.transport not in TRANSPORTS:
         found.append(f"pipeline.transport must be one of {', '.join(TRANSPORTS)}, got {config.transport!r}")
+    if config.check not in CHECKS:
+        found.append(f"pipeline.check must be one of {', '.join(CHECKS)}, got {config.check!r}")
     if num_groups > 1 and config.num_microbatches >= 1:
         try:
             make_schedule(

@@ -19,6 +19,7 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.mesh.shape import parse_mesh_shape
 from flax_mesh.train.data.data import DataConfig
 
+CHECKS = ("auto", "always", "never")  # values of pipeline.check
 PLATFORM = re.compile(r"auto|cpu(:[1-9][0-9]*)?|gpu|cuda|tpu")
 AXIS_NAMES = ("pp", "dp", "fsdp", "ep", "tp", "sp")
 SAME_RESULT = {"changes_result": False}  # fields that may change when a run is resumed
@@ -53,6 +54,9 @@ class PipelineConfig:
             matrix products, loops and random bits, "full" everything from the stage's inputs.
         transport: Transfers between processes: "server" (JAX's transfer server), "ordered" (`jax.device_put`), or
             "auto".
+        check: Whether the stages are compared with the model before the split, on one microbatch and one device:
+            "auto" at the start of a new run, if a microbatch takes less than 1e10 FLOPs and 1 GiB; "always", whatever
+            it takes and also if the run is resumed; or "never".
     """
 
     num_microbatches: int = 1
@@ -61,6 +65,7 @@ class PipelineConfig:
     num_virtual_stages: int | None = field(default=None, metadata=SAME_RESULT)
     remat: str = field(default="none", metadata=SAME_RESULT)
     transport: str = field(default="auto", metadata=SAME_RESULT)
+    check: str = field(default="auto", metadata=SAME_RESULT)
 
 
 @dataclass(frozen=True)
@@ -234,6 +239,10 @@ def load_recipe(name: str) -> TrainConfig:
 def mesh_shape(config: TrainConfig) -> dict[str, int]:
     """Axis sizes of `mesh.shape` in its order, then the omitted axes with size 1. One size may be -1."""
     return parse_mesh_shape(config.mesh.shape, AXIS_NAMES, omitted=1)
+
+
+def data_seed(config: TrainConfig) -> int:
+    return config.run.seed if config.data.seed is None else config.data.seed
 
 
 def shard_over(config: TrainConfig) -> tuple[str, ...]:

@@ -18,13 +18,13 @@ from flax_mesh.checkpoint.find import CHECKPOINTS
 from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.mpmd.runtime.profile import costs_of, trace_step
 from flax_mesh.mpmd.schedules.simulate import simulate
-from flax_mesh.processes import Watch, stop_together
+from flax_mesh.processes import Watch, broadcast_from_process_0, stop_together
 from flax_mesh.step.state import TrainState
 from flax_mesh.step.step import in_mesh
 from flax_mesh.train.build import TrainProgram, batch_sharding, build_program
 from flax_mesh.train.checks import check_on_corpus, check_trace
-from flax_mesh.train.config import CheckpointConfig, TrainConfig
-from flax_mesh.train.data.batches import BatchFn, make_batch_fn, make_eval_fn, num_eval_batches, prefetch
+from flax_mesh.train.config import CheckpointConfig, TrainConfig, data_seed
+from flax_mesh.train.data.batches import BatchFn, batch_rows, make_batch_fn, make_eval_fn, num_eval_batches, prefetch
 from flax_mesh.train.data.data import Corpus, decode, load_corpus
 from flax_mesh.train.metadata import check_resume, layout_changes, run_record, step_record
 from flax_mesh.train.metrics import Row, Rows
@@ -133,6 +133,7 @@ def train(
                 )
             if step is None:
                 say(f"run: new run in {folder}, {config.run.steps} steps")
+                _check_stages(run, is_new=True)
                 write_config(folder, config)
                 return _steps(run, checkpointer, _initial(run), 0)
             saved = checkpointer.metadata(step)
@@ -145,9 +146,33 @@ def train(
             if changed := layout_changes(saved, record):
                 more = f"; {len(changed) - 1} more changes" * (len(changed) > 1)
                 say(f"layout: changed since the checkpoint: {changed[0]}{more}")
+            _check_stages(run, is_new=False)
             state = checkpointer.restore(program.layout, step, verify=False)  # latest_step has verified it
             write_config(folder, config)
             return _steps(run, checkpointer, state, step)
+
+
+def _check_stages(run: Run, *, is_new: bool) -> None:
+    """`pipeline.check`: the stages are compared with the model before the split, in process 0, on its own data."""
+    config, corpus, pipeline = run.config, run.corpus, run.program.pipeline
+    setting = config.pipeline.check
+    if pipeline is None or setting == "never" or (setting == "auto" and not is_new):
+        return
+
+    def check() -> str:
+        if setting == "auto" and not pipeline.staged.is_cheap_to_check:
+            return "pipeline.check: left out, because a microbatch takes more than 1e10 FLOPs or 1 GiB"
+        vocab = getattr(config.model, "vocab_size", None)
+        batch = batch_rows(corpus.train, data_seed(config), config.data, 0, vocab_size=vocab)
+        pipeline.staged.check(
+            batch,
+            seed=config.run.seed,
+            remat=pipeline.remat,  # pyright: ignore[reportArgumentType] (checked with the config)
+            split_backward=pipeline.schedule.splits_backward,
+        )
+        return "pipeline.check: the stages compute what the model computes, on one microbatch"
+
+    run.say(broadcast_from_process_0("check of the stages", check))
 
 
 def _changes(run: Run, checkpointer: Checkpointer, saved: Mapping[str, Any], *, allow_changes: bool) -> list[Change]:
@@ -254,8 +279,9 @@ def _data_functions(program: TrainProgram, corpus: Corpus) -> tuple[BatchFn, Cal
     """The function that returns the batch of a step, and the evaluation function (None if run.eval_every=0)."""
     config, sharding = program.config, batch_sharding(program.mesh, program.rules.axes)
     vocab = getattr(config.model, "vocab_size", None)
-    seed = config.run.seed if config.data.seed is None else config.data.seed
-    batch_fn = make_batch_fn(corpus.train, seed=seed, config=config.data, sharding=sharding, vocab_size=vocab)
+    batch_fn = make_batch_fn(
+        corpus.train, seed=data_seed(config), config=config.data, sharding=sharding, vocab_size=vocab
+    )
     if not config.run.eval_every:
         return batch_fn, None
     eval_fn = make_eval_fn(corpus.held_out, config=config.data, sharding=sharding, vocab_size=vocab)

@@ -1,7 +1,7 @@
 """Splitting a model into the stages of a pipeline: split_stages for any NNX model, chain_stages for ready stages."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.schedules.schedule import Schedule, make_schedule
 from flax_mesh.mpmd.split import assign as cut
 from flax_mesh.mpmd.split.assign import DATA, VARIABLES, CutError
+from flax_mesh.mpmd.split.check import check_stages, full_precision, is_cheap, one_device_mesh
 from flax_mesh.mpmd.split.jaxpr import Program, Var, num_bytes
 from flax_mesh.mpmd.split.trace import (
     Forward,
@@ -64,14 +65,72 @@ class StagedModel:
         With `train=False` the model is in `eval()` mode, and its variables keep their values.
         """
         shapes = shapes_of(microbatch)
-        key = (tuple(jax.tree.leaves(shapes)), jax.tree.structure(shapes), seed if train else 0, train)
+        precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+        key = (tuple(jax.tree.leaves(shapes)), jax.tree.structure(shapes), seed if train else 0, train, precision)
         if key not in self._cuts:
+            shared = ("", 0) in self.ranks  # the list has one layer several times: the ranks are those of the calls
+            loss_fn = _marked(self.loss_fn, self.layers[0]) if shared else self.loss_fn
             forward = trace_forward(
-                self.loss_fn, self.model, self.wrt, self.layers, self.mesh, shapes, seed=seed, train=train
+                loss_fn, self.model, self.wrt, self.layers, self.mesh, shapes, seed=seed, train=train
             )
             opened = open_forward(forward, self.leaves)
             self._cuts[key] = _cut(opened, self)
         return self._cuts[key]
+
+    def check(
+        self,
+        batch: Batch = None,
+        *,
+        seed: int = 0,
+        remat: Literal["none", "cheap", "full"] = "none",
+        split_backward: bool | None = None,
+    ) -> None:
+        """Compare the stages with the model before the split, on one microbatch and one device of this process.
+
+        The stages run one after another, forward and backward, from the initial values of the model. The loss, its
+        weight and metrics, the new values of all variables, and all gradients must be those of the model, up to 1e-5 of
+        the largest value of each, or 3e-2 if the model computes in half precision. A larger difference is accepted
+        where rounding the parameters differently changes the result of the model as much.
+
+        Args:
+            batch: A batch, of which the first microbatch is used. By default, and for ShapeDtypeStructs, random values:
+                normal floats, and the integers 0 and 1.
+            seed: Seed of the random streams.
+            remat: As in `Pipeline`.
+            split_backward: Whether W is separate from B. By default as in the schedule.
+
+        Raises:
+            CutError: Names the first result that differs.
+        """
+        if split_backward is None:
+            split_backward = self.schedule is not None and self.schedule.splits_backward
+
+        def first(x: Any, shape: jax.ShapeDtypeStruct) -> Any:
+            return shape if isinstance(x, jax.ShapeDtypeStruct) else x[: shape.shape[0]] if shape.shape else x
+
+        microbatch = self.example if batch is None else jax.tree.map(first, batch, self.example)
+        mesh = one_device_mesh(self.mesh)
+        alone = self if mesh is None or mesh.abstract_mesh == self.mesh else replace(self, mesh=mesh.abstract_mesh)
+        with full_precision():
+            forward = alone.cut(self.example, seed=seed)
+        check_stages(
+            forward,
+            self.loss_fn,
+            self.model,
+            self.wrt,
+            self.layers,
+            mesh,
+            self.make,
+            microbatch,
+            seed=seed,
+            remat="full" if self.needs_full_remat else remat,
+            split=split_backward,
+        )
+
+    @property
+    def is_cheap_to_check(self) -> bool:
+        """Whether one microbatch of the model takes less than 1e10 FLOPs and 1 GiB, with its backward pass."""
+        return is_cheap(self.cut(self.example).program)
 
     @cached_property
     def _cuts(self) -> dict[Any, Forward]:
@@ -129,6 +188,7 @@ def split_stages(
     cuts: Sequence[int] | None = None,
     balance: Literal["flops", "count"] = "flops",
     wrt: Any = nnx.Param,
+    check: bool = False,
 ) -> StagedModel:
     """Split the forward pass of `loss_fn(model, batch)` into the stages of a pipeline, by the layers of the model.
 
@@ -152,12 +212,15 @@ def split_stages(
             cheap as possible.
         balance: What makes a stage expensive: its "flops", embedding and head included, or the "count" of its layers.
         wrt: Filter of the variables that are trained.
+        check: Run the stages on the first microbatch and compare all results with those of the model, on one device;
+            see `StagedModel.check`.
 
     Returns:
         A StagedModel, for `Pipeline`. Its text lists stages, bytes of state, share of FLOPs, and boundary activations.
 
     Raises:
-        CutError: The model has no such layers, has fewer layers than stages, or cannot be split there.
+        CutError: The model has no such layers, has fewer layers than stages, or cannot be split there; or `check` has
+            found a result that differs.
         ConfigError: Mesh, schedule, batch and numbers do not fit each other.
 
     Example:
@@ -182,12 +245,11 @@ def split_stages(
     if not layers:
         raise CutError("layers is empty; name the list or the stack to cut, such as layers='layers'.")
     num_calls = _calls_of_shared(abstract, layers)
-    if num_calls:
-        loss_fn = _marked(loss_fn, layers[0])
     around = mesh.unstack[0] if isinstance(mesh, MpmdMesh) else mesh
     around = around.abstract_mesh if isinstance(around, Mesh) else around
     shapes = microbatch_shapes(batch, num_microbatches) if num_microbatches is not None else shapes_of(batch)
-    forward = trace_forward(loss_fn, abstract, wrt, layers, around, shapes)
+    traced_fn = _marked(loss_fn, layers[0]) if num_calls else loss_fn
+    forward = trace_forward(traced_fn, abstract, wrt, layers, around, shapes)
     places = places_of(abstract, layers)
     single = split_leaves(forward, places)
     opened = open_forward(forward, single)
@@ -218,6 +280,8 @@ def split_stages(
         schedule=schedule,
     )
     _check_states(staged)
+    if check:
+        staged.check(batch)
     return staged
 
 
@@ -273,6 +337,7 @@ def chain_stages(
     schedule: Schedule | str | None = None,
     num_microbatches: int | None = None,
     wrt: Any = nnx.Param,
+    check: bool = False,
 ) -> StagedModel:
     """A StagedModel from modules that are stages already, called in order; the low-level API beside `split_stages`.
 
@@ -280,7 +345,7 @@ def chain_stages(
         loss_fn: `loss_fn(outputs, batch)`, with the outputs of the last stage, returns what a LossFn returns.
         stages: One module per stage, or a function that makes them. The first one is called with the batch, each of
             the others with the result of the previous one, any pytree. Every stage must have variables.
-        batch, mesh, schedule, num_microbatches, wrt: As in `split_stages`.
+        batch, mesh, schedule, num_microbatches, wrt, check: As in `split_stages`.
 
     Raises:
         CutError: Names the stage that cannot be called with the result of the previous one.
@@ -313,6 +378,7 @@ def chain_stages(
         num_stages=len(found),
         cuts=range(1, len(found)),
         wrt=wrt,
+        check=check,
     )
 
 
