@@ -24,7 +24,7 @@ class Shared(NamedTuple):
 
     rngs: nnx.Rngs
     kernel: nnx.Param  # tied: several layers use it
-    counter: "Variable"
+    average: "Variable"
 
 
 class Operation(nnx.Module):
@@ -482,15 +482,12 @@ class Swap(Ordered):
         self.variable[...], self.other[...] = self.other[...], self.variable[...]
 
 
-@in_orders("shared_count", "variable_of_layers", "rw", "r")
-class SharedCount(Ordered):
+@in_orders("shared_average", "variable_of_layers", "rw", "r")
+class SharedAverage(Average):
     """A variable of several layers: refused if these are in several stages."""
 
     def setup(self, shared):
-        self.variable = shared.counter
-
-    def write(self, s, c):
-        self.variable[...] += 0.1
+        self.variable = shared.average
 
 
 # --- parameters that the forward pass changes ---

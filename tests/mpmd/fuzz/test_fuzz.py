@@ -33,9 +33,9 @@ def quick_compilation():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-@pytest.mark.parametrize("seed", [1, 5])
+@pytest.mark.parametrize("seed", [237, 252])
 def test_a_random_pipeline_equals_one_device(seed: int):
-    outcome = check_case(random_case(seed, KNOWN))
+    outcome = check_case(random_case(seed, tuple(KNOWN)))
     assert outcome.kind == "same", outcome.detail
 
 
@@ -119,7 +119,7 @@ def test_the_comparison_detects_other_masks_of_dropout():
 
 
 def test_what_the_library_refuses_is_no_failure():
-    case = Case.parse("layers=linear+shared_count_rw,linear+shared_count_rw")
+    case = Case.parse("layers=linear+shared_average_rw,linear+shared_average_rw")
     outcome = check_case(case)
     assert outcome.kind == "refused" and "changes in stage" in outcome.detail
     assert not outcome.failed and not any(char.isdigit() for char in outcome.reason)
