@@ -8,7 +8,7 @@ from tests.mpmd.fuzz.case import VARIANTS, Case, random_case, shrink
 from tests.mpmd.fuzz.operations import FEATURES, OPERATIONS, RULES, WRAPPERS
 from tests.mpmd.fuzz.run import check_case, check_seeds, differences, on_one_device, pipelined
 
-SECONDS, FEWEST = 15 * 60, 60  # of the slow run; a machine of its own checks about 300 cases
+SECONDS, FEWEST = 12 * 60, 60  # of the slow run; shrinking three failures takes at most three minutes more
 SEEDS = range(100_000)
 # Features that the library is known to compute wrongly, with cases that show it. A repair removes its entry here, and
 # its cases become cases of REPAIRED.
@@ -45,7 +45,7 @@ def test_random_pipelines_equal_one_device():
     print(report)
     assert not report.failures, f"{report}"
     assert report.kinds["same"] >= FEWEST, f"{report}"
-    assert report.kinds["same"] >= 0.7 * report.kinds.total(), f"{report}"
+    assert report.kinds["same"] >= 0.5 * report.kinds.total(), f"{report}"
 
 
 @pytest.mark.slow
