@@ -18,7 +18,7 @@ import jax
 
 from flax_mesh.checkpoint.checksums import find_damage
 from flax_mesh.checkpoint.find import STEP, check_path, find_leftovers
-from flax_mesh.checkpoint.layout import check_same, disk_target, from_disk, stacked_paths, to_disk
+from flax_mesh.checkpoint.layout import check_same, disk_target, from_disk, paths_on_disk, to_disk
 from flax_mesh.checkpoint.retention import RetentionPolicy
 from flax_mesh.checkpoint.stacks import check_stacks_are_named
 from flax_mesh.checkpoint.warm_start import RestoreReport, restore_partial
@@ -26,7 +26,6 @@ from flax_mesh.errors import CheckpointCorruptedError, ConfigError, PeerError, S
 from flax_mesh.processes.agree import Phases
 from flax_mesh.step.state import TrainState
 from flax_mesh.text import count_text
-from flax_mesh.tree import named_leaves
 
 Tree = TypeVar("Tree")
 # The phases of a save, at the end of which processes learn of each other's failures. The storage reports the end of
@@ -153,14 +152,15 @@ class Checkpointer:
 
         Raises:
             SaveError: This save failed, or the one before it.
-            ConfigError: The step exists already, or `layers` does not name a stack of layers. A stack is recognized in
-                a TrainState and in a pipeline only.
+            ConfigError: The step exists already, two arrays have the same name on disk, or `layers` does not name a
+                stack of layers. A stack is recognized in a TrainState and in a pipeline only.
         """
         self.wait()
         definition = state.definition if isinstance(state, TrainState) else None
         if definition is None or definition is not self._checked:
             check_stacks_are_named(state, _layers_of(state, self.layers))
             self._checked = definition
+        named, stacks = paths_on_disk(_tree(state), _layers_of(state, self.layers))
         self._phases = Phases("save", PHASES)
         if step in self.steps() and step not in self.damaged:
             problem = f"{self.folder} already contains a checkpoint of step {step}; nothing was overwritten."
@@ -171,7 +171,7 @@ class Checkpointer:
             storage = self._open()
             self._phases.passed("begin")  # from here on no other process writes to the folder
             self._tidy()
-            arrays = to_disk(_tree(state), _layers_of(state, self.layers), on_host=self.host_bytes is None)
+            arrays = to_disk(named, stacks, on_host=self.host_bytes is None)
             self._saving = step
             storage.save(self._path(step), arrays, dict(metadata or {}))
             self._phases.passed("start")
@@ -252,8 +252,9 @@ class Checkpointer:
         self.wait()
         step = self._valid_step(step, verify)
         target = self.check(abstract, step, include=include, cast=cast)
-        named = named_leaves(_tree(abstract))
-        leaves = from_disk(self._reader(step, target), named, stacked_paths(named, _layers_of(abstract, self.layers)))
+        leaves = from_disk(
+            self._reader(step, target), *paths_on_disk(_tree(abstract), _layers_of(abstract, self.layers))
+        )
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
     def restore_partial(
@@ -267,8 +268,8 @@ class Checkpointer:
         """
         self.wait()
         step = self._valid_step(step, verify)
-        named, layers = named_leaves(_tree(state)), _layers_of(state, self.layers)
-        leaves, report = restore_partial(named, self.arrays(step), partial(self._reader, step), layers, include, cast)
+        named, stacks = paths_on_disk(_tree(state), _layers_of(state, self.layers))
+        leaves, report = restore_partial(named, self.arrays(step), partial(self._reader, step), stacks, include, cast)
         return jax.tree.unflatten(jax.tree.structure(state), leaves), report
 
     def _valid_step(self, step: int | None, verify: bool) -> int:
@@ -391,8 +392,7 @@ class Checkpointer:
 
 def arrays_on_disk(state: Any, layers: Sequence[str] | None = None) -> dict[str, Any]:
     """Shape, dtype and sharding of the arrays that a Checkpointer with these `layers` saves, by path on disk."""
-    named = named_leaves(_tree(state))
-    return disk_target(named, stacked_paths(named, _layers_of(state, layers)))
+    return disk_target(*paths_on_disk(_tree(state), _layers_of(state, layers)))
 
 
 def _tree(state: Any) -> Any:
