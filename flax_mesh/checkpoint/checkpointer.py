@@ -18,7 +18,7 @@ import jax
 
 from flax_mesh.checkpoint.checksums import find_damage
 from flax_mesh.checkpoint.find import STEP, check_path, find_leftovers
-from flax_mesh.checkpoint.layout import check_same, disk_target, from_disk, stacked_paths, to_disk
+from flax_mesh.checkpoint.layout import check_same, disk_target, from_disk, paths_on_disk, to_disk
 from flax_mesh.checkpoint.retention import RetentionPolicy
 from flax_mesh.checkpoint.stacks import check_stacks_are_named
 from flax_mesh.checkpoint.warm_start import RestoreReport, restore_partial
@@ -154,14 +154,15 @@ class Checkpointer:
 
         Raises:
             SaveError: This save failed, or the one before it.
-            ConfigError: The step exists already, or `layers` does not name a stack of layers. A stack is recognized in
-                a TrainState and in a pipeline only.
+            ConfigError: The step exists already, two arrays have the same name on disk, or `layers` does not name a
+                stack of layers. A stack is recognized in a TrainState and in a pipeline only.
         """
         self.wait()
         definition = state.definition if isinstance(state, TrainState) else None
         if definition is None or definition is not self._checked:
             check_stacks_are_named(state, _layers_of(state, self.layers))
             self._checked = definition
+        named, stacks = paths_on_disk(_tree(state), _layers_of(state, self.layers))
         self._phases = Phases("save", PHASES)
         if step in self.steps() and step not in self.damaged:
             problem = f"{self.folder} already contains a checkpoint of step {step}; nothing was overwritten."
@@ -172,7 +173,7 @@ class Checkpointer:
             storage = self._open()
             self._phases.passed("begin")  # from here on no other process writes to the folder
             self._tidy()
-            arrays = to_disk(_tree(state), _layers_of(state, self.layers), on_host=self.host_bytes is None)
+            arrays = to_disk(named, stacks, on_host=self.host_bytes is None)
             self._saving = step
             storage.save(self._path(step), arrays, dict(metadata or {}))
             self._phases.passed("start")
@@ -254,9 +255,8 @@ class Checkpointer:
         self.wait()
         step = self._valid_step(step, verify)
         target = self.check(abstract, step, include=include, cast=cast)
-        named = named_leaves(_tree(abstract))
         layers = _layers_of(abstract, self.layers, target)
-        leaves = from_disk(self._reader(step, target), named, stacked_paths(named, layers))
+        leaves = from_disk(self._reader(step, target), *paths_on_disk(_tree(abstract), layers))
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
     def restore_partial(
@@ -270,9 +270,9 @@ class Checkpointer:
         """
         self.wait()
         step = self._valid_step(step, verify)
-        named, stored = named_leaves(_tree(state)), self.arrays(step)
-        layers = _layers_of(state, self.layers, stored)
-        leaves, report = restore_partial(named, stored, partial(self._reader, step), layers, include, cast)
+        stored = self.arrays(step)
+        named, stacks = paths_on_disk(_tree(state), _layers_of(state, self.layers, stored))
+        leaves, report = restore_partial(named, stored, partial(self._reader, step), stacks, include, cast)
         return jax.tree.unflatten(jax.tree.structure(state), leaves), report
 
     def _valid_step(self, step: int | None, verify: bool) -> int:
@@ -400,8 +400,7 @@ def arrays_on_disk(
 
     With the paths that a checkpoint has `stored`: of the arrays that it restores from there.
     """
-    named = named_leaves(_tree(state))
-    return disk_target(named, stacked_paths(named, _layers_of(state, layers, stored)))
+    return disk_target(*paths_on_disk(_tree(state), _layers_of(state, layers, stored)))
 
 
 def _tree(state: Any) -> Any:

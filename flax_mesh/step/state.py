@@ -1,6 +1,7 @@
 """TrainState: model and optimizer as a tuple of leaves and a static tree definition."""
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,11 +69,13 @@ class TrainState:
         """Returns a train state with the leaves of `state`, an nnx.State or a dict with the structure of `to_nnx()`.
 
         The leaves may be of another kind, such as arrays where this state is abstract. Raises a ValueError that lists
-        all paths that are missing in `state` or unknown here.
+        all paths that are missing in `state` or unknown here, or that several leaves have.
         """
         found, expected = dict(named_leaves(state)), [path for path, _ in named_leaves(self.to_nnx())]
-        problems = [f"  {path}: missing" for path in expected if path not in found]
-        problems += [f"  {path}: unknown" for path in found.keys() - set(expected)]
+        counts = Counter(expected)
+        problems = [f"  {path}: {count} leaves have this path" for path, count in counts.items() if count > 1]
+        problems += [f"  {path}: missing" for path in counts if path not in found]
+        problems += [f"  {path}: unknown" for path in found.keys() - counts.keys()]
         if problems:
             head = "state must have the same paths as `to_nnx()` of this train state, but these differ:"
             raise ValueError("\n".join([head, *sorted(problems)]))

@@ -93,7 +93,8 @@ def train(
 
     Raises:
         ConfigError: A setting is invalid, or one that changes the result differs from the checkpoint's. All mistakes
-            are reported in one error, before anything compiles.
+            are reported in one error, before anything compiles. Or a memory-mapped file of `data.source` was rewritten
+            or shortened under the run; this is compared before every save and every read.
         CheckpointCorruptedError: The run folder has checkpoints, but none of them is valid.
         SaveError: A checkpoint cannot be written, and `checkpoint.on_failure` is "stop" or it is the final one.
 
@@ -218,6 +219,7 @@ def _steps(run: Run, checkpointer: Checkpointer, state: TrainState, start: int) 
                 rows.finish(partial(run.evaluate, state))
             if last or stop or step % config.checkpoint.every == 0:
                 rows.finish()
+                run.corpus.check_unchanged()
                 _save(run, checkpointer, step, state, rows.last, final=last or stop)
             if stop and not last:
                 status = "stopped"

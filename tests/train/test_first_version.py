@@ -92,6 +92,14 @@ def test_the_damaged_step_is_listed(folder, capsys):
     assert "damaged" in capsys.readouterr().out
 
 
+def test_a_renamed_step_is_found_by_the_record_of_the_run(folder, capsys):
+    (folder / "checkpoints" / "6").rename(folder / "checkpoints" / "9")
+    assert main(["checkpoint", "verify", str(folder), "--step", "9"]) == FINDINGS
+    assert "the folder is named 9, but contains the checkpoint of step 6" in capsys.readouterr().out
+    assert main(["train", "recipe.py", f"@{folder / 'config.txt'}"]) == FINDINGS
+    assert "none is valid" in capsys.readouterr().err
+
+
 def test_its_settings_are_printed_under_their_current_names(folder, capsys):
     assert main(["train", "recipe.py", f"@{folder / 'config.txt'}", "--print-config"]) == DONE
     printed = set(capsys.readouterr().out.splitlines())
