@@ -8,8 +8,7 @@ from flax import nnx
 
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.find import find_valid, step_number
-from flax_mesh.checkpoint.hf.convert import load_safetensors
-from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, read_config
+from flax_mesh.checkpoint.hf.decoders import open_decoder
 from flax_mesh.processes import broadcast_from_process_0
 from flax_mesh.step.state import TrainState
 from flax_mesh.tree import named_leaves
@@ -18,8 +17,8 @@ from flax_mesh.tree import named_leaves
 def start_from(folder: str, state: TrainState, layers: Sequence[str]) -> tuple[TrainState, str]:
     """Return `state` with the parameters from `folder`, and a text that lists what was and was not restored."""
     if is_huggingface(folder):
-        path, tree = Path(folder).expanduser(), state.to_nnx()
-        model = load_safetensors(path, tree["model"], DECODER_NAMES[read_config(path)["model_type"]])
+        tree = state.to_nnx()
+        model = open_decoder(folder).load(tree["model"])
         text = f"restored all {len(named_leaves(model))} arrays of the model"
         return state.with_state(nnx.State({**tree.raw_mapping, "model": model})), text
     step, damaged = _valid_step(folder)

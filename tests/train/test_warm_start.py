@@ -1,5 +1,6 @@
 """checkpoint.start_from: a new run has the parameters of another, on any mesh, and reports what it restored."""
 
+import shutil
 from pathlib import Path
 
 import jax
@@ -10,10 +11,13 @@ from flax import nnx
 from flax_mesh import ConfigError, named_leaves
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.hf.decoders import decoder_config_from_hf, read_config
+from flax_mesh.checkpoint.hf.safetensors import open_safetensors
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.train import DataConfig, MeshConfig, RunConfig, TrainConfig, apply_overrides, train
 from flax_mesh.train.build import build_program
+from flax_mesh.train.checks import check_config
 from flax_mesh.train.warm_start import start_from
+from tests.models.test_load import change_arrays
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -70,4 +74,19 @@ def test_a_model_with_other_settings_is_rejected_before_files_are_read(tmp_path)
         train(apply_overrides(config_of("fsdp:4"), settings))
     with pytest.raises(ConfigError, match=r"start_from: .* is not a folder"):
         train(apply_overrides(config_of("fsdp:4"), [f"checkpoint.start_from={tmp_path / 'none'}", settings[-1]]))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tied_head_in_the_folder_must_equal_the_embedding(tmp_path):
+    folder = shutil.copytree(LLAMA, tmp_path / "llama")
+    head = np.array(open_safetensors(folder)["model.embed_tokens.weight"])
+    config = apply_overrides(config_of("fsdp:1"), [f"checkpoint.start_from={folder}", f"run.folder={tmp_path / 'run'}"])
+    change_arrays(folder, lambda arrays: arrays | {"lm_head.weight": head})
+    assert not check_config(config)
+    program = build_program(config)
+    _, text = start_from(str(folder), program.init(), program.rules.layers)
+    assert text.startswith("restored all ")
+    change_arrays(folder, lambda arrays: arrays | {"lm_head.weight": head + 1})
+    with pytest.raises(ConfigError, match=r"start_from: .*lm_head\.weight differs from model\.embed_tokens\.weight"):
+        train(config)
     assert not (tmp_path / "run").exists()
