@@ -28,10 +28,7 @@ from flax_mesh.train.config import (
     shard_over,
 )
 from flax_mesh.train.data.data import Corpus, check_data_config
-from flax_mesh.train.warm_start import is_huggingface
-
-# Settings of the model that may differ from config.json of `checkpoint.start_from`: parameters are cast.
-MAY_DIFFER = {"dtype", "param_dtype"}
+from flax_mesh.train.warm_start import MAY_DIFFER, is_huggingface
 
 
 def check_config(config: TrainConfig) -> list[str]:
