@@ -39,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-changes",
         action="store_true",
-        help="resume even if settings that change the result differ from the checkpoint's",
+        help="resume, or start from checkpoint.start_from, even if settings that change the result differ from those "
+        "of the checkpoint",
     )
     parser.add_argument(
         "--trace",

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.axes import PartitionAxis
 from flax_mesh.checkpoint.find import find_step
-from flax_mesh.checkpoint.hf.decoders import decoder_config_from_hf, read_config
+from flax_mesh.checkpoint.hf.decoders import open_decoder
 from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd import Pipeline
 from flax_mesh.mpmd.schedules.schedule import make_schedule
@@ -29,10 +29,7 @@ from flax_mesh.train.config import (
     shard_over,
 )
 from flax_mesh.train.data.data import Corpus, check_data_config
-from flax_mesh.train.warm_start import is_huggingface
-
-# Settings of the model that may differ from config.json of `checkpoint.start_from`: parameters are cast.
-MAY_DIFFER = {"dtype", "param_dtype"}
+from flax_mesh.train.warm_start import MAY_DIFFER, is_huggingface
 
 
 def check_config(config: TrainConfig) -> list[str]:
@@ -130,13 +127,14 @@ def check_start(folder: str, model: Any) -> list[str]:
         if not is_huggingface(folder):
             find_step(folder)
             return []
-        stored = decoder_config_from_hf(read_config(Path(folder).expanduser()))
+        source = open_decoder(folder)
+        problems = [f"checkpoint.start_from: {problem}" for problem in source.problems()]
     except ConfigError as error:
         return [f"checkpoint.start_from: {problem}" for problem in error.problems]
-    return [
+    return problems + [
         f"model.{name}={getattr(model, name)} differs from {value} in checkpoint.start_from={folder}; "
         f"set model.{name}={value}"
-        for name, value in stored.items()
+        for name, value in source.settings.items()
         if name not in MAY_DIFFER and getattr(model, name, value) != value
     ]
 

@@ -31,7 +31,7 @@ from flax_mesh.train.metrics import Row, Rows
 from flax_mesh.train.overrides import Change
 from flax_mesh.train.run import Run, Say, describe
 from flax_mesh.train.run_folder import METRICS, check_agreement, folder_of_run, is_first, latest_step, write_config
-from flax_mesh.train.warm_start import start_from
+from flax_mesh.train.warm_start import Start, check_start_settings, find_start, start_from
 
 TRACED = 2  # steps before the traced one: they include compilation
 
@@ -80,7 +80,8 @@ def train(
         config: The config of the run, from `load_recipe` and `apply_overrides` or constructed directly.
         recipe: Name of the recipe, stored in the metadata of the checkpoints.
         restart: Start a new run in a new folder beside `run.folder`.
-        allow_changes: Resume although settings that change the result differ from those of the checkpoint.
+        allow_changes: Resume, or start from `checkpoint.start_from`, although settings that change the result differ
+            from those of the checkpoint.
         say: Called with every line of output. By default the run prints nothing.
         hooks: Called with every row of metrics, a dict with step, loss, grad_norm, tokens_per_s and others.
         should_stop: Polled after every step. Once true, the step is saved and the run ends.
@@ -133,10 +134,14 @@ def train(
                     f"next save renames it to {damaged}.damaged"
                 )
             if step is None:
+                start = find_start(config.checkpoint.start_from) if config.checkpoint.start_from else None
+                if start is not None:
+                    for change in check_start_settings(start, config, allow_changes=allow_changes):
+                        say(f"changed since the checkpoint: {change}")
                 say(f"run: new run in {folder}, {config.run.steps} steps")
                 _check_stages(run, is_new=True)
                 write_config(folder, config)
-                return _steps(run, checkpointer, _initial(run), 0)
+                return _steps(run, checkpointer, _initial(run, start), 0)
             saved = checkpointer.metadata(step)
             for change in _changes(run, checkpointer, saved, allow_changes=allow_changes):
                 say(f"changed since the checkpoint: {change}")
@@ -230,11 +235,11 @@ def _steps(run: Run, checkpointer: Checkpointer, state: TrainState, start: int) 
     return TrainResult(status, step, run.folder, rows.last, sample)
 
 
-def _initial(run: Run) -> TrainState:
-    state, folder = run.program.init(), run.config.checkpoint.start_from
-    if folder:
-        state, text = start_from(folder, state, run.program.rules.layers)
-        run.say(f"start: {folder}: {text}")
+def _initial(run: Run, start: Start | None) -> TrainState:
+    state = run.program.init()
+    if start is not None:
+        state, text = start_from(start, state, run.program.rules.layers)
+        run.say(f"start: {start.folder}: {text}")
     return state
 
 

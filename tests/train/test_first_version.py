@@ -25,7 +25,10 @@ import pytest
 from flax_mesh.checkpoint.read import read_record, read_tree
 from flax_mesh.cli import main
 from flax_mesh.cli.common import DONE, FINDINGS
+from flax_mesh.errors import ConfigError
+from flax_mesh.train import apply_overrides, load_recipe
 from flax_mesh.train.export import read_values
+from flax_mesh.train.warm_start import check_start_settings, find_start
 
 DATA = Path(__file__).parents[1] / "data" / "first_version"
 EXPECTED = json.loads((DATA / "expected.json").read_text())
@@ -82,6 +85,13 @@ def test_a_run_of_the_first_version_resumes_bit_for_bit(folder, capsys):
     assert rows == EXPECTED["rows"]
     values = read_values(step, read_tree(step, saved))
     assert {path: sha256(np.asarray(x).tobytes()).hexdigest()[:16] for path, x in values} == EXPECTED["state"]
+
+
+def test_a_new_run_that_starts_from_it_needs_its_settings_of_the_model(folder):
+    start, config = find_start(str(folder)), load_recipe("recipe.py")
+    assert check_start_settings(start, config, allow_changes=False) == []
+    with pytest.raises(ConfigError, match=r"model\.norm_epsilon: .* -> 0\.1"):
+        check_start_settings(start, apply_overrides(config, ["model.norm_epsilon=0.1"]), allow_changes=False)
 
 
 def test_the_damaged_step_is_listed(folder, capsys):
