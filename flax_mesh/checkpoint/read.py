@@ -18,6 +18,7 @@ import numpy as np
 
 from flax_mesh.checkpoint.checksums import MARKERS, find_damage
 from flax_mesh.checkpoint.find import STEP, step_number
+from flax_mesh.checkpoint.retention import has_finite_numbers
 from flax_mesh.errors import CheckpointCorruptedError
 
 MOST = sys.float_info.max
@@ -42,7 +43,10 @@ class Array(NamedTuple):
 
 
 def step_data(step: Path, *, verify: bool) -> dict[str, Any]:
-    """Name, size, date, metrics and mesh of a step (None: unknown), and the problems of its files (None: not read)."""
+    """Name, size, date, metrics and mesh of a step (None: unknown), and the problems of its files (None: not read).
+
+    "finite" is taken from the metadata: no array is read.
+    """
     record = read_record(step)
     count, size = folder_size(step)
     return {
@@ -54,6 +58,7 @@ def step_data(step: Path, *, verify: bool) -> dict[str, Any]:
         "saved": saved_at(step),
         "problems": find_damage(step) if verify else None,
         "metrics": record["metrics"],
+        "finite": has_finite_numbers(record),
         "mesh": mesh_of(record) if record["mesh"] else None,
     }
 
