@@ -19,7 +19,7 @@ import jax
 from flax_mesh.checkpoint.checksums import find_damage
 from flax_mesh.checkpoint.find import STEP, check_path, find_leftovers
 from flax_mesh.checkpoint.layout import check_same, disk_target, from_disk, paths_on_disk, to_disk
-from flax_mesh.checkpoint.retention import RetentionPolicy
+from flax_mesh.checkpoint.retention import RetentionPolicy, has_finite_numbers
 from flax_mesh.checkpoint.stacks import check_stacks_are_named
 from flax_mesh.checkpoint.warm_start import RestoreReport, restore_partial
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, PeerError, SaveError
@@ -50,7 +50,8 @@ class Checkpointer:
 
     Args:
         folder: Where the checkpoints are stored, one sub-folder per step. The first save creates it.
-        keep: Which checkpoints to retain: a RetentionPolicy, or the number of the newest ones. Default: 3.
+        keep: Which checkpoints to retain: a RetentionPolicy, or the number of the newest ones. Default: 3. The newest
+            one with finite numbers is always retained; `metadata` decides this ("finite", or the losses in "metrics").
         layers: Paths of layer lists (`PartitionRules.layers`): scanned stacks there are saved layer by layer. Default:
             those of a TrainState's model (`@partitioned(layers=...)`), none for other trees.
         best_metric: The metric by which `RetentionPolicy.best` ranks, a key of `metadata["metrics"]`; lower is better.
@@ -137,6 +138,11 @@ class Checkpointer:
                 ]
             )
         return None
+
+    def newest_finite_step(self) -> int | None:
+        """The newest step with finite numbers according to its metadata; reads no array, and verifies nothing."""
+        steps = reversed(self.steps())
+        return next((step for step in steps if has_finite_numbers(self._readable_metadata(step))), None)
 
     def verify(self, step: int) -> list[str]:
         """Problems of the files of a step, one line each, after reading all of them; empty for a valid checkpoint."""
@@ -374,12 +380,17 @@ class Checkpointer:
         steps = self.steps()
         metrics = {}
         for step in steps if self.keep.best else ():
-            try:
-                value = self.metadata(step).get(METRICS, {}).get(self.best_metric)
-            except (OSError, ValueError):  # damaged: not a candidate for the best
-                continue
+            value = self._readable_metadata(step).get(METRICS, {}).get(self.best_metric)
             metrics |= {} if value is None else {step: float(value)}
-        return self.keep.steps(steps, metrics)
+        finite = self.newest_finite_step()
+        return self.keep.steps(steps, metrics) | (set() if finite is None else {finite})
+
+    def _readable_metadata(self, step: int) -> dict[str, Any]:
+        """The metadata of a step; of a damaged one, which is not a candidate for the best, {"finite": False}."""
+        try:
+            return self.metadata(step)
+        except (OSError, TypeError, ValueError):
+            return {"finite": False}
 
     def _delete(self, steps: Iterable[int]) -> None:
         """Rename now, so that no partly deleted checkpoint is ever seen, and delete in the background."""

@@ -18,6 +18,7 @@ import numpy as np
 
 from flax_mesh.checkpoint.checksums import MARKERS, find_damage, find_other_step
 from flax_mesh.checkpoint.find import STEP, step_number
+from flax_mesh.checkpoint.retention import has_finite_numbers
 from flax_mesh.errors import CheckpointCorruptedError
 
 MOST = sys.float_info.max
@@ -44,7 +45,8 @@ class Array(NamedTuple):
 def step_data(step: Path, *, verify: bool) -> dict[str, Any]:
     """Name, size, date, metrics and mesh of a step (None: unknown), and the problems of its files (None: not read).
 
-    Without `verify` the only problem that is found is another number in a step than in its name.
+    Without `verify` the only problem that is found is another number in a step than in its name. "finite" is taken from
+    the metadata: no array is read.
     """
     record, set_aside = read_record(step), not STEP.fullmatch(step.name)
     count, size = folder_size(step)
@@ -57,6 +59,7 @@ def step_data(step: Path, *, verify: bool) -> dict[str, Any]:
         "saved": saved_at(step),
         "problems": find_damage(step) if verify else None if set_aside else find_other_step(step) or None,
         "metrics": record["metrics"],
+        "finite": has_finite_numbers(record),
         "mesh": mesh_of(record) if record["mesh"] else None,
     }
 

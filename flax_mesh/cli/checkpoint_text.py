@@ -206,7 +206,8 @@ def _problem_lines(step: Mapping[str, Any]) -> list[str]:
 def _state(step: Mapping[str, Any], verified: bool) -> str:
     if step["set_aside"]:
         return "quarantined"
-    return "damaged" if step["problems"] else "valid" if verified else "not verified"
+    state = "damaged" if step["problems"] else "valid" if verified else "not verified"
+    return state if step["finite"] else f"{state}, not finite"
 
 
 def _copies_of_parameters(arrays: Sequence[Array]) -> dict[str, list[Array]]:

@@ -3,6 +3,7 @@
 The plain step and the pipeline both call these functions, so that both compute the same numbers.
 """
 
+import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -27,6 +28,8 @@ FORMS = (
     "loss_fn must return loss, (loss, metrics), (loss_sum, weight) or (loss_sum, weight, metrics), where metrics is a "
     "dict and the others are real scalars."
 )
+Limits = tuple[Any, Any]  # the largest loss and the largest gradient norm whose update is applied
+NO_LIMITS = (math.inf, math.inf)
 
 
 class LossFn(Protocol):
@@ -134,6 +137,24 @@ def apply_gradients(
     model = nnx.merge(graphdef, params, streams, others)
     optimizer.update(model, grads)
     return state.replace(model, optimizer), metrics
+
+
+def skip_update(before: TrainState, after: TrainState, metrics: Metrics, limits: Limits) -> tuple[TrainState, Metrics]:
+    """Returns `after`, or `before` if the loss or the gradient norm is not finite or above its limit, and the metrics.
+
+    They then include "skipped", 0 or 1. A skipped step changes no leaf: neither parameters, moments and statistics nor
+    the counts of the optimizer, from which the learning rate and the keys of random streams are derived.
+    """
+    if "skipped" in metrics:
+        raise ValueError(
+            "metrics of loss_fn must not be named skipped: the step returns a metric of this name. Rename it."
+        )
+    found = metrics["loss"], metrics["grad_norm"]
+    is_good = [jnp.isfinite(value) & (value <= limit) for value, limit in zip(found, limits, strict=True)]
+    applied = is_good[0] & is_good[1]
+    pairs = zip(before.leaves, after.leaves, strict=True)
+    leaves = tuple(old if new is old else jax.lax.select(applied, new, old) for old, new in pairs)
+    return TrainState(leaves, after.definition), metrics | {"skipped": 1.0 - applied.astype(jnp.float32)}
 
 
 def sums_of(result: Any) -> tuple[jax.Array, jax.Array, Metrics]:

@@ -13,10 +13,22 @@ from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
 from flax_mesh.mesh.context import current_mesh
 from flax_mesh.sharding.constrain import with_sharding_constraint
 from flax_mesh.step.batch import microbatch_shapes
-from flax_mesh.step.loss import Batch, LossFn, Metrics, Variables, apply_gradients, run_loss, sums_of, traced_loss
+from flax_mesh.step.loss import (
+    NO_LIMITS,
+    Batch,
+    Limits,
+    LossFn,
+    Metrics,
+    Variables,
+    apply_gradients,
+    run_loss,
+    skip_update,
+    sums_of,
+    traced_loss,
+)
 from flax_mesh.step.state import TrainState
 
-Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+Step = Callable[..., tuple[TrainState, Metrics]]
 
 
 def make_train_step(
@@ -29,6 +41,7 @@ def make_train_step(
     axes: PartitionAxis = DEFAULT_AXES,
     learning_rate: optax.Schedule | None = None,
     compiler_options: Mapping[str, Any] | None = None,
+    skip_nonfinite: bool = False,
 ) -> Step:
     """Creates a jitted train step: loss, gradients, gradient accumulation and optimizer update.
 
@@ -53,6 +66,9 @@ def make_train_step(
         learning_rate: Schedule that is evaluated at the step count and reported as the metric "learning_rate". It does
             not change the optimizer.
         compiler_options: Options of XLA, as in `jax.jit`.
+        skip_nonfinite: Whether a step returns the state unchanged if its loss or its gradient norm is NaN or infinite.
+            The metric "skipped" is then 1, otherwise 0. The step also accepts a third argument, the largest loss and
+            the largest gradient norm whose update is applied: step(state, batch, (10.0, 5.0)).
 
     Returns:
         step(state, batch) -> (state, metrics). The state is donated: do not use the argument after the call. `metrics`
@@ -88,6 +104,10 @@ def make_train_step(
         with in_mesh(mesh):
             return train(state, batch)
 
+    def guarded_step(state: TrainState, batch: Batch, limits: Limits = NO_LIMITS) -> tuple[TrainState, Metrics]:
+        with in_mesh(mesh):
+            return skip_update(state, *train(state, batch), limits)
+
     def train(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         model, optimizer = state.merge()
         count, wrt = optimizer.step[...], optimizer.wrt
@@ -109,7 +129,8 @@ def make_train_step(
     # Without out_shardings the compiler may return a leaf with another sharding than that of the input.
     shardings = jax.tree.map(lambda x: x.sharding, state) if mesh is not None else None
     options = dict(compiler_options) if compiler_options else None
-    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options)
+    chosen = guarded_step if skip_nonfinite else step
+    return jax.jit(chosen, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options)
 
 
 def make_eval_step(loss_fn: LossFn, state: TrainState) -> Callable[[TrainState, Batch], Metrics]:

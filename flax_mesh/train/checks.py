@@ -64,6 +64,10 @@ def check_config(config: TrainConfig) -> list[str]:
         found.append(f"mesh.rules: {', '.join(map(repr, unknown))} is not a mesh axis; use {names}, joined by +")
     if config.checkpoint.on_failure not in ("stop", "continue"):
         found.append(f"checkpoint.on_failure must be 'stop' or 'continue', got {config.checkpoint.on_failure!r}")
+    if run.on_nonfinite not in ("stop", "skip", "continue"):
+        found.append(f"run.on_nonfinite must be 'stop', 'skip' or 'continue', got {run.on_nonfinite!r}")
+    if not (run.spike_factor == 0 or run.spike_factor > 1):
+        found.append(f"run.spike_factor must be above 1, or 0 for no limit, got {run.spike_factor}")
     found += check_start(config.checkpoint.start_from, config.model)
     if not optimizer.clip_norm > 0:
         found.append(f"optimizer.clip_norm must be above 0 (inf disables clipping), got {optimizer.clip_norm}")

@@ -133,6 +133,10 @@ class RunConfig:
         eval_every: Steps between evaluations on held-out data. 0: none.
         sample_tokens: Number of tokens to sample at the end of the run. 0: no sample.
         compiler_options: XLA options of the training step, "NAME=VALUE,NAME=VALUE".
+        on_nonfinite: What happens after a step whose loss or gradient norm is NaN or infinite: "stop" the run, "skip"
+            the update (the state stays as it is, and the next step takes the next batch), or "continue".
+        spike_factor: Treat a step in the same way if its loss or gradient norm is above this factor times its median
+            over up to 64 recent steps, from the 18th step on. 0: no limit.
     """
 
     steps: int = field(default=1000, metadata=SAME_RESULT)
@@ -142,6 +146,8 @@ class RunConfig:
     eval_every: int = field(default=100, metadata=SAME_RESULT)
     sample_tokens: int = field(default=200, metadata=SAME_RESULT)
     compiler_options: str = field(default="", metadata=SAME_RESULT)
+    on_nonfinite: str = field(default="stop", metadata=SAME_RESULT)
+    spike_factor: float = field(default=0.0, metadata=SAME_RESULT)
 
 
 @dataclass(frozen=True)

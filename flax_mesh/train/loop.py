@@ -15,10 +15,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh.checkpoint import Checkpointer, RetentionPolicy
 from flax_mesh.checkpoint.find import CHECKPOINTS
+from flax_mesh.checkpoint.retention import has_finite_numbers
 from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.mpmd.runtime.profile import costs_of, trace_step
 from flax_mesh.mpmd.schedules.simulate import simulate
 from flax_mesh.processes import Watch, broadcast_from_process_0, stop_together
+from flax_mesh.step.loss import Limits
 from flax_mesh.step.state import TrainState
 from flax_mesh.step.step import in_mesh
 from flax_mesh.train.build import TrainProgram, batch_sharding, build_program
@@ -27,7 +29,7 @@ from flax_mesh.train.config import CheckpointConfig, TrainConfig, data_seed
 from flax_mesh.train.data.batches import BatchFn, batch_rows, make_batch_fn, make_eval_fn, num_eval_batches, prefetch
 from flax_mesh.train.data.data import Corpus, decode, load_corpus
 from flax_mesh.train.metadata import check_resume, layout_changes, run_record, step_record
-from flax_mesh.train.metrics import Row, Rows
+from flax_mesh.train.metrics import Row, Rows, StepCheck
 from flax_mesh.train.overrides import Change
 from flax_mesh.train.run import Run, Say, describe
 from flax_mesh.train.run_folder import METRICS, check_agreement, folder_of_run, is_first, latest_step, write_config
@@ -41,14 +43,15 @@ class TrainResult:
     """How a run ended.
 
     Attributes:
-        status: "finished" at `run.steps`, "already finished" if nothing was left to do, "stopped" by `should_stop`.
+        status: "finished" at `run.steps`, "already finished" if nothing was left to do, "stopped" by `should_stop`,
+            "diverged" if a step was refused (`run.on_nonfinite`, `run.spike_factor`).
         step: Number of completed steps.
         folder: The run folder.
         last_row: The last row of metrics; empty if no step ran.
         sample: Sampled text; "" if the recipe samples none.
     """
 
-    status: Literal["finished", "already finished", "stopped"]
+    status: Literal["finished", "already finished", "stopped", "diverged"]
     step: int
     folder: Path
     last_row: Row = field(default_factory=dict)
@@ -141,7 +144,7 @@ def train(
                 say(f"run: new run in {folder}, {config.run.steps} steps")
                 _check_stages(run, is_new=True)
                 write_config(folder, config)
-                return _steps(run, checkpointer, _initial(run, start), 0)
+                return _steps(run, checkpointer, _initial(run, start), 0, {})
             saved = checkpointer.metadata(step)
             for change in _changes(run, checkpointer, saved, allow_changes=allow_changes):
                 say(f"changed since the checkpoint: {change}")
@@ -152,10 +155,13 @@ def train(
             if changed := layout_changes(saved, record):
                 more = f"; {len(changed) - 1} more changes" * (len(changed) > 1)
                 say(f"layout: changed since the checkpoint: {changed[0]}{more}")
+            if not has_finite_numbers(saved):
+                known = _newest_finite(checkpointer)
+                say(f"warning: the numbers of the checkpoint of step {step} are not finite; {known}")
             _check_stages(run, is_new=False)
             state = checkpointer.restore(program.layout, step, verify=False)  # latest_step has verified it
             write_config(folder, config)
-            return _steps(run, checkpointer, state, step)
+            return _steps(run, checkpointer, state, step, saved)
 
 
 def _check_stages(run: Run, *, is_new: bool) -> None:
@@ -190,18 +196,25 @@ def _changes(run: Run, checkpointer: Checkpointer, saved: Mapping[str, Any], *, 
         raise
 
 
-def _steps(run: Run, checkpointer: Checkpointer, state: TrainState, start: int) -> TrainResult:
-    """Train from `start` completed steps to `run.steps`. The row of a step is written before its state is saved."""
+def _steps(
+    run: Run, checkpointer: Checkpointer, state: TrainState, start: int, saved: Mapping[str, Any]
+) -> TrainResult:
+    """Train from `start` completed steps to `run.steps`. The row of a step is written before its state is saved.
+
+    `saved` is the metadata of the checkpoint of step `start`.
+    """
     config = run.config
     if run.trace is not None and config.run.steps - start <= TRACED:
         raise ConfigError(
             f"--trace {run.trace} records step {start + TRACED + 1}, the third of this run, but "
             f"run.steps={config.run.steps} ends before it; increase run.steps"
         )
+    check = StepCheck(config.run, saved)
     rows = Rows(
         run.folder / METRICS if is_first() else None,
         run.program,
         start,
+        check,
         hooks=run.hooks,
         say=run.say,
         warn_or_raise=run.warn_or_raise,
@@ -211,12 +224,17 @@ def _steps(run: Run, checkpointer: Checkpointer, state: TrainState, start: int) 
         stack.callback(rows.close)
         batches = stack.enter_context(closing(prefetch(run.batch, start, config.run.steps)))
         for index, batch, waited in batches:
-            if run.trace is not None and index == start + TRACED:
-                state, metrics = _traced_step(run, state, batch)
-            else:
-                state, metrics = run.program.step(state, batch)
             step = index + 1
+            limits = [check.limits(step)] if check.limits_are_used else []
+            if run.trace is not None and index == start + TRACED:
+                state, metrics = _traced_step(run, state, batch, *limits)
+            else:
+                state, metrics = run.program.step(state, batch, *limits)
             rows.finish()  # the row of the previous step, while the device computes this one
+            if check.stopped:
+                # Other processes may wait for values of this step, so it must not end with this process.
+                jax.block_until_ready([x for x in jax.tree.leaves((state, metrics)) if x.addressable_shards])
+                break
             rows.begin(step, metrics, waited)
             last = step == config.run.steps
             stop = run.should_stop()
@@ -224,14 +242,21 @@ def _steps(run: Run, checkpointer: Checkpointer, state: TrainState, start: int) 
                 rows.finish(partial(run.evaluate, state))
             if last or stop or step % config.checkpoint.every == 0:
                 rows.finish()
+                if check.stopped:
+                    break
                 run.corpus.check_unchanged()
-                _save(run, checkpointer, step, state, rows.last, final=last or stop)
+                record = step_record(run.record, step, rows.last, check.record())
+                _save(run, checkpointer, step, state, record, final=last or stop)
             if stop and not last:
                 status = "stopped"
                 break
         rows.finish()
+        status = "diverged" if check.stopped else status
         sample = _sample(run, state) if status == "finished" else ""
     checkpointer.wait()
+    if check.stopped:
+        run.say(f"stopped: {check.stopped}; {_newest_finite(checkpointer)} (run.on_nonfinite)")
+        step = rows.last["step"]
     return TrainResult(status, step, run.folder, rows.last, sample)
 
 
@@ -250,13 +275,24 @@ def _checkpointer(config: CheckpointConfig, folder: Path, layers: Sequence[str])
     )
 
 
-def _save(run: Run, checkpointer: Checkpointer, step: int, state: TrainState, row: Row, *, final: bool) -> None:
+def _newest_finite(checkpointer: Checkpointer) -> str:
+    step = checkpointer.newest_finite_step()
+    return (
+        "no checkpoint has finite numbers"
+        if step is None
+        else f"the newest checkpoint with finite ones is of step {step}"
+    )
+
+
+def _save(
+    run: Run, checkpointer: Checkpointer, step: int, state: TrainState, record: dict[str, Any], *, final: bool
+) -> None:
     """Start an asynchronous save.
 
     A failure of this save or of the previous one is handled according to `checkpoint.on_failure`, except that a failure
     of the final save is always raised.
     """
-    save = partial(checkpointer.save, step, state, step_record(run.record, step, row))
+    save = partial(checkpointer.save, step, state, record)
     for call in (checkpointer.wait, save):  # a failure of the previous save does not prevent this one
         try:
             call()
@@ -266,9 +302,9 @@ def _save(run: Run, checkpointer: Checkpointer, step: int, state: TrainState, ro
             run.warn_or_raise(error)
 
 
-def _traced_step(run: Run, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+def _traced_step(run: Run, state: TrainState, batch: Any, *limits: Limits) -> tuple[TrainState, Any]:
     assert run.program.pipeline is not None and run.trace is not None
-    state, metrics, timeline = trace_step(run.program.pipeline, state, batch)
+    state, metrics, timeline = trace_step(run.program.pipeline, state, batch, *limits)
     try:
         trace, picture = timeline.write(run.trace)
     except (OSError, ValueError) as error:

@@ -61,7 +61,8 @@ def test_list_reports_steps_sizes_validity_metrics_and_mesh(command, saved):
     code, out, _ = command("list", saved)
     assert code == DONE and out.startswith(f"{saved / 'checkpoints'}: 2 checkpoints, ")
     assert [line.split()[0] for line in out.splitlines()[3:]] == ["5", "10"]
-    assert out.count("  valid  ") == 2 and out.count("dp:2,fsdp:2,tp:2") == 2
+    assert out.splitlines()[3].count("  valid  ") == out.splitlines()[4].count("  valid, not finite  ") == 1
+    assert (five["finite"], ten["finite"]) == (True, False) and out.count("dp:2,fsdp:2,tp:2") == 2
     assert [step["step"] for step in as_json(command, "list", saved / "checkpoints" / "5")["checkpoints"]] == [5]
 
 
