@@ -179,7 +179,7 @@ def test_a_stored_head_that_differs_from_the_tied_embedding_is_refused(tied, whe
     assert config.tied
     for untied in ({"tied": False}, {}):  # as an override, and in config.json
         change_config(folder, tie_word_embeddings=bool(untied))
-        loaded, config = load_decoder(folder, mesh_of("one device"), **untied)
+        loaded, config = load_decoder(folder, mesh_of("one device"), ignore=(), **untied)
         assert not config.tied
         np.testing.assert_array_equal(loaded.head.kernel, head.T)
 

@@ -142,10 +142,11 @@ def _unsplit(forward: Forward, loss_fn: LossFn, model: Any, wrt: Any, layers: Se
         params, _, others = nnx.state(called, wrt, nnx.RngState, ...)
 
         def loss_of(params: nnx.State) -> Any:
-            return run_loss(loss_fn, called, wrt, params, others, batch, (seed, step, microbatch), layers)
+            return run_loss(loss_fn, called, wrt, (params, others), batch, (seed, step, microbatch), layers)
 
         (loss_sum, (weight, metrics, after)), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
-        new, grads = dict(named_leaves(after)), dict(named_leaves(grads))
+        new = {path: value for variables in after for path, value in named_leaves(variables)}
+        grads = dict(named_leaves(grads))
         return Results(
             [{"loss": loss_sum, "weight": weight, **metrics}[name] for name in forward.names],
             {at: _rows(leaf, new[leaf.path]) for at, leaf in enumerate(leaves) if leaf.path in new},
