@@ -36,6 +36,7 @@ from flax_mesh.mpmd.split.min_cut import minimum_cut, recomputed
 CONSTANT, VARIABLES, DATA, OUTSIDE = -4, -3, -2, -1
 # Primitives that are never repeated in a second stage to avoid a transfer.
 EXPENSIVE = {"dot_general", "conv_general_dilated", "scan", "while", "cond", "checkpoint", "sort", "shard_map", "top_k"}
+EXPENSIVE |= {"ragged_dot_general", "triangular_solve", "cholesky", "lu", "geqrf", "householder_product", "eigh", "svd"}
 # Nor are those with a custom_vjp rule: it need not be linear, so it must run once, on the sum of the gradients of all
 # stages. The rules of custom_jvp are linear.
 RUN_ONCE = EXPENSIVE | {"custom_vjp_call"}
