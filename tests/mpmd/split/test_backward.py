@@ -92,7 +92,7 @@ def ragged(mode):
         (lambda x, k: conv(x, k, feature_group_count=4), (f32(2, 40, 16), f32(5, 4, 24))),
         (lambda x, k: conv(x, k, rhs_dilation=(2,)), (f32(2, 40, 16), f32(5, 16, 24))),
         (ragged("rows"), (f32(24, 64), f32(1, 64, 32))),
-        (ragged("contracted rows"), (f32(64, 24), f32(64, 256))),
+        (ragged("contracted rows"), (f32(64, 128), f32(64, 128))),
     ],
     ids=["matmul", "batched", "conv", "grouped conv", "dilated conv", "ragged rows", "ragged contraction"],
 )
