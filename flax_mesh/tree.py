@@ -8,6 +8,9 @@ import jax
 from flax import nnx
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
+# A stack is below a list of layers, so its path has at least two names.
+PART_OF_STACK = re.compile(r"(.+/.+)/from (0|[1-9][0-9]*)", re.DOTALL)
+
 
 def path_of(key_path: Sequence[Any]) -> str:
     """Path of a leaf, from a JAX key path or an NNX path tuple (`nnx.to_flat_state`).
@@ -32,6 +35,12 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
 def map_named(fn: Callable[[str, Any], Any], tree: Any) -> Any:
     """A tree of the same structure with leaves `fn(path, leaf)`."""
     return jax.tree.unflatten(jax.tree.structure(tree), [fn(path, leaf) for path, leaf in named_leaves(tree)])
+
+
+def indexed_paths(tree: Any) -> list[str]:
+    """Paths of the leaves as Python indexes them, such as "['a']['b'][0]". Different leaves have different ones."""
+    keys = [key for key, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    return [jax.tree_util.keystr(key).removesuffix(".value") for key in keys]
 
 
 def nest(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -67,8 +76,8 @@ def in_stack(path: str, layers: Iterable[str]) -> str | None:
 
 def path_and_start(path: str) -> tuple[str, int]:
     """("layers/q", 2) for "layers/q/from 2", which is the part of a scanned stack from layer 2 on; else (path, 0)."""
-    head, _, tail = path.rpartition("/")
-    return (head, int(tail.removeprefix("from "))) if tail.startswith("from ") else (path, 0)
+    part = PART_OF_STACK.fullmatch(path)
+    return (part[1], int(part[2])) if part else (path, 0)
 
 
 def layer_path(path: str, stack: str, index: int) -> str:

@@ -57,6 +57,7 @@ SHARED = {
     "sharding.annotations",
     "step.batch",  # microbatches of a batch, likewise
     "step.loss",  # one loss and one update for the plain step and the pipeline
+    "step.parameter_flow",  # which parameters a call changes, likewise
     "train.checks",
     "train.explain",
     "train.export",

@@ -6,7 +6,17 @@ import numpy as np
 import optax
 from flax import nnx
 
-from flax_mesh.tree import in_stack, layer_path, map_named, named_leaves, nest, owner_of, path_of
+from flax_mesh.tree import (
+    in_stack,
+    indexed_paths,
+    layer_path,
+    map_named,
+    named_leaves,
+    nest,
+    owner_of,
+    path_and_start,
+    path_of,
+)
 
 
 class Net(nnx.Module):
@@ -119,3 +129,15 @@ def test_stacks_are_distinguished_from_lists():
     assert in_stack("encoder/layers/q", ["layers", "encoder/layers"]) == "encoder/layers"
     assert in_stack("layers_norm/scale", ["layers"]) is None
     assert layer_path("layers/q/kernel", "layers", 3) == "layers/3/q/kernel"
+
+
+def test_only_a_number_after_from_below_a_list_of_layers_is_a_part_of_a_stack():
+    assert path_and_start("layers/q/from 2") == ("layers/q", 2)
+    for name in ("layers/q/from here", "layers/q/from ", "layers/q/from -1", "layers/q/from 02", "q/from 2", "from 2"):
+        assert path_and_start(name) == (name, 0)
+
+
+def test_indexed_paths_distinguish_leaves_with_the_same_path():
+    tree = nnx.State({"a/b": nnx.Param(1), "a": {"b": nnx.Param(2), "c": [3]}})
+    assert [path for path, _ in named_leaves(tree)] == ["a/b", "a/c/0", "a/b"]
+    assert indexed_paths(tree) == ["['a']['b']", "['a']['c'][0]", "['a/b']"]

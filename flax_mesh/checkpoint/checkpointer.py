@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,12 +18,13 @@ import jax
 
 from flax_mesh.checkpoint.checksums import find_damage
 from flax_mesh.checkpoint.find import STEP, check_path, find_leftovers
-from flax_mesh.checkpoint.layout import check_same, disk_target, from_disk, stacked_paths, to_disk
-from flax_mesh.checkpoint.retention import RetentionPolicy
+from flax_mesh.checkpoint.layout import check_same, disk_target, from_disk, paths_on_disk, to_disk
+from flax_mesh.checkpoint.retention import RetentionPolicy, has_finite_numbers
 from flax_mesh.checkpoint.stacks import check_stacks_are_named
 from flax_mesh.checkpoint.warm_start import RestoreReport, restore_partial
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, PeerError, SaveError
 from flax_mesh.processes.agree import Phases
+from flax_mesh.stacks import without_single_layers
 from flax_mesh.step.state import TrainState
 from flax_mesh.text import count_text
 from flax_mesh.tree import named_leaves
@@ -49,7 +50,8 @@ class Checkpointer:
 
     Args:
         folder: Where the checkpoints are stored, one sub-folder per step. The first save creates it.
-        keep: Which checkpoints to retain: a RetentionPolicy, or the number of the newest ones. Default: 3.
+        keep: Which checkpoints to retain: a RetentionPolicy, or the number of the newest ones. Default: 3. The newest
+            one with finite numbers is always retained; `metadata` decides this ("finite", or the losses in "metrics").
         layers: Paths of layer lists (`PartitionRules.layers`): scanned stacks there are saved layer by layer. Default:
             those of a TrainState's model (`@partitioned(layers=...)`), none for other trees.
         best_metric: The metric by which `RetentionPolicy.best` ranks, a key of `metadata["metrics"]`; lower is better.
@@ -137,6 +139,11 @@ class Checkpointer:
             )
         return None
 
+    def newest_finite_step(self) -> int | None:
+        """The newest step with finite numbers according to its metadata; reads no array, and verifies nothing."""
+        steps = reversed(self.steps())
+        return next((step for step in steps if has_finite_numbers(self._readable_metadata(step))), None)
+
     def verify(self, step: int) -> list[str]:
         """Problems of the files of a step, one line each, after reading all of them; empty for a valid checkpoint."""
         return find_damage(self._step(step))
@@ -153,14 +160,15 @@ class Checkpointer:
 
         Raises:
             SaveError: This save failed, or the one before it.
-            ConfigError: The step exists already, or `layers` does not name a stack of layers. A stack is recognized in
-                a TrainState and in a pipeline only.
+            ConfigError: The step exists already, two arrays have the same name on disk, or `layers` does not name a
+                stack of layers. A stack is recognized in a TrainState and in a pipeline only.
         """
         self.wait()
         definition = state.definition if isinstance(state, TrainState) else None
         if definition is None or definition is not self._checked:
             check_stacks_are_named(state, _layers_of(state, self.layers))
             self._checked = definition
+        named, stacks = paths_on_disk(_tree(state), _layers_of(state, self.layers))
         self._phases = Phases("save", PHASES)
         if step in self.steps() and step not in self.damaged:
             problem = f"{self.folder} already contains a checkpoint of step {step}; nothing was overwritten."
@@ -171,7 +179,7 @@ class Checkpointer:
             storage = self._open()
             self._phases.passed("begin")  # from here on no other process writes to the folder
             self._tidy()
-            arrays = to_disk(_tree(state), _layers_of(state, self.layers), on_host=self.host_bytes is None)
+            arrays = to_disk(named, stacks, on_host=self.host_bytes is None)
             self._saving = step
             storage.save(self._path(step), arrays, dict(metadata or {}))
             self._phases.passed("start")
@@ -220,8 +228,9 @@ class Checkpointer:
 
         Returns shape, dtype and sharding of every array to restore, by path on disk.
         """
-        target = arrays_on_disk(abstract, self.layers)
-        stored = {path: leaf for path, leaf in self.arrays(step).items() if re.match(include, path)}
+        stored = self.arrays(step)
+        target = arrays_on_disk(abstract, self.layers, stored)
+        stored = {path: leaf for path, leaf in stored.items() if re.match(include, path)}
         check_same(target, stored, f"checkpoint {self._step(step)}", cast=cast, repair=REPAIR)
         return target
 
@@ -252,8 +261,8 @@ class Checkpointer:
         self.wait()
         step = self._valid_step(step, verify)
         target = self.check(abstract, step, include=include, cast=cast)
-        named = named_leaves(_tree(abstract))
-        leaves = from_disk(self._reader(step, target), named, stacked_paths(named, _layers_of(abstract, self.layers)))
+        layers = _layers_of(abstract, self.layers, target)
+        leaves = from_disk(self._reader(step, target), *paths_on_disk(_tree(abstract), layers))
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
     def restore_partial(
@@ -267,8 +276,9 @@ class Checkpointer:
         """
         self.wait()
         step = self._valid_step(step, verify)
-        named, layers = named_leaves(_tree(state)), _layers_of(state, self.layers)
-        leaves, report = restore_partial(named, self.arrays(step), partial(self._reader, step), layers, include, cast)
+        stored = self.arrays(step)
+        named, stacks = paths_on_disk(_tree(state), _layers_of(state, self.layers, stored))
+        leaves, report = restore_partial(named, stored, partial(self._reader, step), stacks, include, cast)
         return jax.tree.unflatten(jax.tree.structure(state), leaves), report
 
     def _valid_step(self, step: int | None, verify: bool) -> int:
@@ -370,12 +380,17 @@ class Checkpointer:
         steps = self.steps()
         metrics = {}
         for step in steps if self.keep.best else ():
-            try:
-                value = self.metadata(step).get(METRICS, {}).get(self.best_metric)
-            except (OSError, ValueError):  # damaged: not a candidate for the best
-                continue
+            value = self._readable_metadata(step).get(METRICS, {}).get(self.best_metric)
             metrics |= {} if value is None else {step: float(value)}
-        return self.keep.steps(steps, metrics)
+        finite = self.newest_finite_step()
+        return self.keep.steps(steps, metrics) | (set() if finite is None else {finite})
+
+    def _readable_metadata(self, step: int) -> dict[str, Any]:
+        """The metadata of a step; of a damaged one, which is not a candidate for the best, {"finite": False}."""
+        try:
+            return self.metadata(step)
+        except (OSError, TypeError, ValueError):
+            return {"finite": False}
 
     def _delete(self, steps: Iterable[int]) -> None:
         """Rename now, so that no partly deleted checkpoint is ever seen, and delete in the background."""
@@ -389,21 +404,40 @@ class Checkpointer:
         self._deleting.start()
 
 
-def arrays_on_disk(state: Any, layers: Sequence[str] | None = None) -> dict[str, Any]:
-    """Shape, dtype and sharding of the arrays that a Checkpointer with these `layers` saves, by path on disk."""
-    named = named_leaves(_tree(state))
-    return disk_target(named, stacked_paths(named, _layers_of(state, layers)))
+def arrays_on_disk(
+    state: Any, layers: Sequence[str] | None = None, stored: Collection[str] | None = None
+) -> dict[str, Any]:
+    """Shape, dtype and sharding of the arrays that a Checkpointer with these `layers` saves, by path on disk.
+
+    With the paths that a checkpoint has `stored`: of the arrays that it restores from there.
+    """
+    return disk_target(*paths_on_disk(_tree(state), _layers_of(state, layers, stored)))
 
 
 def _tree(state: Any) -> Any:
     return state.to_nnx() if isinstance(state, TrainState) else state
 
 
-def _layers_of(state: Any, layers: Sequence[str] | None) -> Sequence[str]:
-    """`layers`, or by default those of the rule table of a TrainState's model."""
-    if layers is not None:
-        return layers
-    return state.definition.layers if isinstance(state, TrainState) else ()
+def _layers_of(state: Any, layers: Sequence[str] | None, stored: Collection[str] | None = None) -> tuple[str, ...]:
+    """`layers`, or by default those of the rule table of a TrainState's model, without the names of single layers.
+
+    A checkpoint shows by the paths that it has `stored` what was saved layer by layer: in a tree without modules a
+    single layer may look like a stack, and flax_mesh 0.1.0 took every module that `layers` names for a stack.
+    """
+    definition = state.definition if isinstance(state, TrainState) else None
+    if layers is None:
+        layers = definition.layers if definition else ()
+    if not layers:
+        return ()
+    named = [(path.removeprefix("model/"), leaf) for path, leaf in named_leaves(_tree(state))]
+    found = without_single_layers(layers, named, definition.ranks if definition else {})
+    if stored is None:
+        return found
+    heads = {path: re.compile(rf"(?:model/)?{re.escape(path)}/(\d+(?:/|$))?") for path in layers}
+    by_layer = {
+        path: [bool(match[1]) for name in stored if (match := head.match(name))] for path, head in heads.items()
+    }
+    return tuple(path for path in layers if (any(by_layer[path]) if by_layer[path] else path in found))
 
 
 def _reason(error: BaseException) -> str:

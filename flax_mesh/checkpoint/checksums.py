@@ -7,6 +7,7 @@ that damage is not detected is 2**-64.
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
@@ -15,6 +16,8 @@ from typing import Any, TypeAlias
 CHECKSUMS = "checksums.json"
 BLOCK = 2**26  # bytes that one checksum covers
 READ = 2**22  # bytes read at a time
+NUMBER = "step"  # the file with the number of the step, as text
+RECORD = "metadata/metadata"  # of Orbax; until 0.1.0 only the record of a run contains the number
 FileSums: TypeAlias = tuple[int, list[Any]]  # bytes of a file, and the checksums of its blocks
 # Orbax writes these at the very end, after the checksums; restoring reads neither.
 MARKERS = ("_CHECKPOINT_METADATA", "commit_success.txt")
@@ -42,7 +45,8 @@ def write_checksums(folder: Path, parts: Iterable[Path] = ()) -> None:
 def find_damage(folder: Path, reads: Callable[[str], bool] | None = None) -> list[str]:
     """Problems of the files below `folder`, one line per file: missing, another size, or the damaged bytes.
 
-    `reads` selects files by name; files without checksums are then not reported.
+    Undamaged files of another step than the folder's name are a problem too. `reads` selects files by name; files
+    without checksums and the name of the folder are then not reported.
     """
     try:
         block, files = _decode((folder / CHECKSUMS).read_bytes())
@@ -61,7 +65,34 @@ def find_damage(folder: Path, reads: Callable[[str], bool] | None = None) -> lis
             where = f"within bytes {start} to {min(files[name][0], start + block)}: checksum {got}, saved with {value}"
             found[name] = f"{found[name]}, and {where}" if found[name] else f"damaged {where}"
     problems = [f"{name}: {problem}" for name, problem in found.items() if problem]
-    return problems if reads else problems + _marker_problems(folder)
+    return problems if reads else problems + _marker_problems(folder) or find_other_step(folder)
+
+
+def write_number(folder: Path) -> None:
+    """Write the number in the name of `folder`, or of Orbax's temporary folder, to a file in it."""
+    (folder / NUMBER).write_text(folder.name.partition(".")[0])
+
+
+def find_other_step(folder: Path) -> list[str]:
+    """A problem if `folder` contains the checkpoint of another step than its name; reads no array."""
+    named, found = re.match(r"[0-9]+(?=\.|$)", folder.name), _number(folder)
+    if not named or found is None or found == int(named[0]):
+        return []
+    return [
+        f"the folder is named {named[0]}, but contains the checkpoint of step {found}: it was renamed or overwritten. "
+        f"Rename it to {found}, or remove it if that exists"
+    ]
+
+
+def _number(folder: Path) -> int | None:
+    """The number of the step in its files, None if they contain none."""
+    try:
+        if (folder / NUMBER).exists():
+            return int((folder / NUMBER).read_bytes())
+        record = json.loads((folder / RECORD).read_bytes())
+        return int(record["step"]) if isinstance(record["format"], int) else None
+    except (KeyError, OSError, RecursionError, TypeError, ValueError):
+        return None
 
 
 def _marker_problems(folder: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.text import array_text
-from flax_mesh.tree import in_stack, layer_path, named_leaves, owner_of, path_and_start
+from flax_mesh.tree import in_stack, indexed_paths, layer_path, named_leaves, owner_of, path_and_start
 
 BATCH_BYTES = 2**30  # of stacks assembled at a time: the memory that restoring needs beside the state
 
@@ -54,14 +55,44 @@ class ShardedArray:
         self.addressable_shards = list(shards) or [ArrayShard((), sys.maxsize, None, lambda: shard)]
 
 
-def to_disk(state: Any, layers: Sequence[str], *, on_host: bool = True) -> Iterator[tuple[str, Any]]:
+def paths_on_disk(state: Any, layers: Sequence[str]) -> tuple[list[tuple[str, Any]], dict[str, list[str]]]:
+    """(path, leaf) of every leaf, and `stacked_paths`. ConfigError if two leaves have the same name on disk.
+
+    A path on disk is a tree of names, which Orbax also joins with dots: the leaves ["a"]["b"], ["a.b"] and ["a/b"]
+    would be one array, and a leaf ["a"] cannot contain another one.
+    """
+    named = named_leaves(state)
+    stacks = stacked_paths(named, layers)
+    owners: dict[str, list[int]] = {}  # name on disk -> indices of leaves
+    paths: dict[str, list[int]] = {}
+    for i, (path, leaf) in enumerate(named):
+        for part in () if 0 in leaf.shape else stacks.get(path, [path]):
+            owners.setdefault(part.replace("/", "."), []).append(i)
+            paths.setdefault(part, []).append(i)
+    shared = [found for found in owners.values() if len(found) > 1]
+    shared += [paths[top] + paths[path] for path in paths for top in _above(path) if top in paths]
+    if shared:
+        keys = indexed_paths(state)
+        raise ConfigError(
+            [
+                "every array of a checkpoint must have its own name, but these have the same one. On disk the names of "
+                "a path are joined with dots, / separates names, and an array cannot contain another one:",
+                *dict.fromkeys(f"  {' and '.join(keys[i] for i in found)}" for found in shared),
+                "  Rename one of each line.",
+            ]
+        )
+    return named, stacks
+
+
+def to_disk(
+    named: Sequence[tuple[str, Any]], stacks: Mapping[str, list[str]], *, on_host: bool = True
+) -> Iterator[tuple[str, Any]]:
     """(path on disk, array to write) of every leaf of nonzero size; random keys as their uint32 data.
 
     `on_host`: copy the shards of stacks to the host first and slice them there; otherwise every layer is sliced on its
     device when it is read.
     """
-    named = [(path, jax.random.key_data(x) if is_key(x) else x) for path, x in named_leaves(state)]
-    stacks = stacked_paths(named, layers)
+    named = [(path, jax.random.key_data(x) if is_key(x) else x) for path, x in named]
     on_host = on_host and _host() is not None
     if on_host:
         for path, leaf in named:
@@ -127,6 +158,11 @@ def stacked_paths(named: Sequence[tuple[str, Any]], layers: Sequence[str]) -> di
             head = base[: len(base) - len(owner)]
             found[path] = [head + layer_path(owner, stack, start + i) for i in range(leaf.shape[0])]
     return found
+
+
+def _above(path: str) -> Iterator[str]:
+    """The folders that contain `path`: "a" and "a/b" for "a/b/c"."""
+    return (path[: match.start()] for match in re.finditer("/", path))
 
 
 def check_same(

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from flax_mesh.checkpoint.checksums import find_damage, write_checksums, write_part
+from flax_mesh.checkpoint.checksums import find_damage, write_checksums, write_number, write_part
 from flax_mesh.checkpoint.layout import ShardedArray
 from flax_mesh.errors import CheckpointCorruptedError
 from flax_mesh.tree import named_leaves, nest
@@ -29,6 +29,7 @@ class _Step(ocp.CompositeCheckpointHandler):
     def finalize(self, directory: Any) -> None:
         super().finalize(directory)
         step = Path(directory)
+        write_number(step)
         write_checksums(step, step.glob(PART.format("*")))
 
 

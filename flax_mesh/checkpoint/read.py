@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flax_mesh.checkpoint.checksums import MARKERS, find_damage
+from flax_mesh.checkpoint.checksums import MARKERS, find_damage, find_other_step
 from flax_mesh.checkpoint.find import STEP, step_number
+from flax_mesh.checkpoint.retention import has_finite_numbers
 from flax_mesh.errors import CheckpointCorruptedError
 
 MOST = sys.float_info.max
@@ -42,18 +43,23 @@ class Array(NamedTuple):
 
 
 def step_data(step: Path, *, verify: bool) -> dict[str, Any]:
-    """Name, size, date, metrics and mesh of a step (None: unknown), and the problems of its files (None: not read)."""
-    record = read_record(step)
+    """Name, size, date, metrics and mesh of a step (None: unknown), and the problems of its files (None: not read).
+
+    Without `verify` the only problem that is found is another number in a step than in its name. "finite" is taken from
+    the metadata: no array is read.
+    """
+    record, set_aside = read_record(step), not STEP.fullmatch(step.name)
     count, size = folder_size(step)
     return {
         "name": step.name,
         "step": step_number(step),
-        "set_aside": not STEP.fullmatch(step.name),
+        "set_aside": set_aside,
         "bytes": size,
         "files": count,
         "saved": saved_at(step),
-        "problems": find_damage(step) if verify else None,
+        "problems": find_damage(step) if verify else None if set_aside else find_other_step(step) or None,
         "metrics": record["metrics"],
+        "finite": has_finite_numbers(record),
         "mesh": mesh_of(record) if record["mesh"] else None,
     }
 

@@ -3,6 +3,9 @@
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+JUDGED = ("loss", "grad_norm", "eval_loss")
 
 
 @dataclass(frozen=True)
@@ -36,3 +39,15 @@ class RetentionPolicy:
         ranked.sort(key=lambda step: (metrics[step], -step))
         stay = {*order[-self.newest :], *ranked[: self.best]}
         return stay | {step for step in order if self.every and step % self.every == 0}
+
+
+def has_finite_numbers(metadata: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint contains finite numbers, according to its metadata: no array is read.
+
+    The training loop saves this as "finite". Without it, the loss and the gradient norm in "metrics" decide.
+    """
+    flag, metrics = metadata.get("finite"), metadata.get("metrics")
+    if isinstance(flag, bool):
+        return flag
+    values = [metrics[name] for name in JUDGED if name in metrics] if isinstance(metrics, Mapping) else []
+    return all(isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)) for value in values)

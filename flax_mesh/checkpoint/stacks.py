@@ -8,19 +8,12 @@ from typing import Any
 from flax import nnx
 
 from flax_mesh.errors import ConfigError
+from flax_mesh.stacks import ranks_of
 from flax_mesh.step.state import TrainState
 from flax_mesh.text import array_text
 from flax_mesh.tree import in_stack, named_leaves, path_and_start, path_of
 
 MODEL = "model/"
-# Number of dims of the variables of Flax's layers. One dim more is the layer dim of nnx.vmap or nnx.scan.
-DIMS: dict[type[nnx.Module], dict[str, int]] = {
-    nnx.Linear: {"kernel": 2, "bias": 1},
-    nnx.Embed: {"embedding": 2},
-    nnx.LayerNorm: {"scale": 1, "bias": 1},
-    nnx.RMSNorm: {"scale": 1},
-    nnx.BatchNorm: {"scale": 1, "bias": 1, "mean": 1, "var": 1},
-}
 
 
 def check_stacks_are_named(state: Any, layers: Sequence[str]) -> None:
@@ -66,7 +59,7 @@ def _unnamed_arrays(model: nnx.Module, layers: Sequence[str]) -> set[str]:
     unnamed: set[tuple[str, tuple[int, ...]]] = set()  # those that `layers` does not name
     others = False  # whether any Flax layer is outside of a stack
     for at, module in nnx.iter_modules(model):
-        ranks = {path: rank for name, rank in _ranks(module).items() if (path := path_of((*at, name))) in shapes}
+        ranks = {path: rank for name, rank in ranks_of(module).items() if (path := path_of((*at, name))) in shapes}
         extra = {(len(shapes[path]) - rank, shapes[path][:1]) for path, rank in ranks.items()}
         dims, size = extra.pop() if len(extra) == 1 else (0, ())
         if dims < 1:
@@ -77,10 +70,3 @@ def _unnamed_arrays(model: nnx.Module, layers: Sequence[str]) -> set[str]:
             unnamed |= {(str(at[0]), size) for path in ranks if not in_stack(path, layers)}
     is_ensemble = not others and len(tops) > 1 == len({size for _, size in tops})
     return set() if is_ensemble else {path for path in shapes if (path.split("/")[0], shapes[path][:1]) in unnamed}
-
-
-def _ranks(module: nnx.Module) -> dict[str, int]:
-    """Names of the variables of a Flax layer, with their numbers of dims; empty for any other class."""
-    if type(module) is nnx.Conv:
-        return {"kernel": len(module.kernel_size) + 2, "bias": 1}
-    return DIMS.get(type(module), {})

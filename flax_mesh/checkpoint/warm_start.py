@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flax_mesh.checkpoint.layout import disk_target, fits, from_disk, stacked_paths
+from flax_mesh.checkpoint.layout import disk_target, fits, from_disk
 from flax_mesh.errors import ConfigError
 from flax_mesh.text import array_text
 
@@ -33,7 +33,7 @@ def restore_partial(
     named: Sequence[tuple[str, Any]],
     stored: Mapping[str, Any],
     reader: Callable[[Mapping[str, Any]], Callable[[list[str]], Mapping[str, Any]]],
-    layers: Sequence[str],
+    stacks: Mapping[str, list[str]],
     include: str,
     cast: bool,
 ) -> tuple[list[Any], RestoreReport]:
@@ -41,7 +41,6 @@ def restore_partial(
 
     Raises ConfigError if no array can be restored.
     """
-    stacks = stacked_paths(named, layers)
     target = disk_target(named, stacks)
     included = {path for path in target if re.match(include, path)}
     unchanged = {path: why for path in target if path in included and (why := _mismatch(stored, path, target, cast))}

@@ -176,13 +176,12 @@ def _inspect(step: Path, every: bool) -> Output:
     record = saved_record(step)
     arrays = list(describe.read_tree(step, record).values())
     data = {"folder": str(step.parent)} | describe.step_data(step, verify=False)
-    del data["problems"]
     more = {name: record.get(name) for name in ("recipe", "sharding", "data", "versions", "config", "axes", "rules")}
     data |= more | {
         "subtotals": {part: _total(arrays, part) for part in ("model", "optimizer", "")},
         "arrays": [one._asdict() | {"shape": list(one.shape), "bytes": one.nbytes} for one in arrays],
     }
-    return Output(data, lambda width: text.inspect_text(data, arrays, width, every=every))
+    return Output(data, lambda width: text.inspect_text(data, arrays, width, every=every), bool(data["problems"]))
 
 
 def _total(arrays: Sequence[describe.Array], part: str) -> dict[str, int]:

@@ -140,6 +140,7 @@ def _path(path: str) -> str:
 def _facts(data: Mapping[str, Any], width: int) -> Iterator[str]:
     files = f"{bytes_text(data['bytes'])} in {count_text(data['files'], 'file')}"
     facts = {
+        "damaged": "; ".join(data["problems"] or ()),
         "saved": f"{date_text(data['saved'])}, {files}",
         "recipe": str(data["recipe"] or ""),
         "mesh": _mesh(data["mesh"]),
@@ -205,7 +206,8 @@ def _problem_lines(step: Mapping[str, Any]) -> list[str]:
 def _state(step: Mapping[str, Any], verified: bool) -> str:
     if step["set_aside"]:
         return "quarantined"
-    return ("damaged" if step["problems"] else "valid") if verified else "not verified"
+    state = "damaged" if step["problems"] else "valid" if verified else "not verified"
+    return state if step["finite"] else f"{state}, not finite"
 
 
 def _copies_of_parameters(arrays: Sequence[Array]) -> dict[str, list[Array]]:

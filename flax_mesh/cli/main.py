@@ -1,7 +1,8 @@
 """flax-mesh: the command line.
 
 Exit codes: 0 success, 1 unexpected error, 2 invalid input, 3 findings or damaged checkpoints, 4 stopped by a signal
-after saving, 5 another process of the run was lost, or a step timed out.
+after saving, 5 another process of the run was lost, or a step timed out, 6 the numbers of a step were not finite, or
+above a limit.
 """
 
 import argparse

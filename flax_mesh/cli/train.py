@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from flax_mesh.cli.common import DONE, STOPPED, add_recipe, config_of, report_failure, use_platform
+from flax_mesh.cli.common import DIVERGED, DONE, STOPPED, add_recipe, config_of, report_failure, use_platform
 from flax_mesh.errors import ConfigError
 from flax_mesh.processes import Watch, start_processes
 from flax_mesh.processes.start import parse_processes
@@ -29,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Exit codes: 0 success, 1 unexpected error or a checkpoint that could not be written, 2 invalid input, "
         "3 all checkpoints are damaged, 4 stopped by a signal after saving, "
-        "5 another process was lost or a step timed out."
+        "5 another process was lost or a step timed out, "
+        "6 the loss or the gradients of a step were not finite, or above run.spike_factor."
     )
     add_recipe(parser)
     parser.add_argument(
@@ -39,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-changes",
         action="store_true",
-        help="resume even if settings that change the result differ from the checkpoint's",
+        help="resume, or start from checkpoint.start_from, even if settings that change the result differ from those "
+        "of the checkpoint",
     )
     parser.add_argument(
         "--trace",
@@ -98,7 +100,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         )
     if first:
         _print_result(result, same_command(argv, arguments.process), config.run.steps)
-    return STOPPED if result.status == "stopped" else DONE
+    return {"stopped": STOPPED, "diverged": DIVERGED}.get(result.status, DONE)
 
 
 def devices_of_process(platform: str, count: int, devices: int | None) -> str:
@@ -194,10 +196,13 @@ def _print_result(result: TrainResult, argv: Sequence[str], steps: int) -> None:
         print(f"held-out: {row['bits_per_byte']:.3f} bits per byte at step {result.step}")
     if result.sample:
         print(f"sample, after the first bytes of the held-out text:\n{result.sample}\n")
-    repeated = [a for a in argv if a != "--restart" and not a.startswith(("run.folder=", "run.steps="))]
+    left_out = ["run.on_nonfinite="] if result.status == "diverged" else []
+    repeated = [a for a in argv if a != "--restart" and not a.startswith(("run.folder=", "run.steps=", *left_out))]
     command = shlex.join(["flax-mesh", *repeated, f"run.folder={result.folder}"])
     print(f"{result.status} at step {result.step}; metrics and checkpoints: {result.folder}")
     if result.status == "stopped":
         print(f"resume: {command} run.steps={steps}")
+    elif result.status == "diverged":
+        print(f"resume without such updates: {command} run.steps={steps} run.on_nonfinite=skip")
     else:
         print(f"train on: {command} run.steps={2 * result.step}")

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.axes import Mode, PartitionAxis
@@ -27,6 +28,7 @@ from flax_mesh.sharding.constrain import constrain
 from flax_mesh.text import axes_text
 
 RunLayer = Callable[..., tuple[jax.Array, Aux]]
+GREEDY_BELOW = 1e-30  # of the temperature; logits divided by less may be infinite
 CUDNN_HEAD_DIM = 256  # the most since Hopper; 128 before
 SAME_RESULT = {"changes_result": False}  # metadata of fields that do not change the result of the computation
 
@@ -327,8 +329,14 @@ def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[Any, .
 def sample(model: Decoder, prompt: jax.Array, num_tokens: int, key: jax.Array, temperature: float = 0.8) -> jax.Array:
     """Continue `prompt` (P,) int32 by `num_tokens` sampled ids; returns all (P + num_tokens,) ids.
 
+    Temperature 0 is greedy: every id is that of the largest logit. A negative temperature or nan raises ConfigError; if
+    it is traced, the sampled ids are -1.
+
     Runs the model on the full sequence for every token, without a cache: meant for short samples during training.
     """
+    if not isinstance(temperature, Tracer) and not temperature >= 0:
+        raise ConfigError(f"temperature must be at least 0 (0: greedy), got {temperature}")
+    is_greedy = temperature < GREEDY_BELOW
     start = prompt.shape[0]
     mesh = current_mesh()
     ways = math.prod(mesh.shape.get(name, 1) for name in model.axes.mesh_axes("sequence")) if mesh is not None else 1
@@ -337,8 +345,9 @@ def sample(model: Decoder, prompt: jax.Array, num_tokens: int, key: jax.Array, t
 
     def add_token(i: jax.Array, tokens: jax.Array) -> jax.Array:
         logits_V = model(tokens[None], mode="decode")[0, i - 1]
-        token = jax.random.categorical(jax.random.fold_in(key, i), logits_V / temperature)
-        return tokens.at[i].set(token.astype(jnp.int32))
+        token = jax.random.categorical(jax.random.fold_in(key, i), logits_V / jnp.where(is_greedy, 1.0, temperature))
+        token = jnp.where(is_greedy, jnp.argmax(logits_V), token)
+        return tokens.at[i].set(jnp.where(temperature >= 0, token, -1).astype(jnp.int32))
 
     return jax.lax.fori_loop(start, start + num_tokens, add_token, tokens)[: start + num_tokens]
 

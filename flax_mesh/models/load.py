@@ -57,6 +57,7 @@ def load_decoder(
     source = open_decoder(folder, ignore=ignore)
     dtypes = {} if dtype is None else dict.fromkeys(("dtype", "param_dtype"), jnp.dtype(dtype).name)
     config = DecoderConfig(**{**source.settings, **dtypes, **overrides})
+    source = source._replace(settings=vars(config))
     if problems := [*config.problems(), *config.problems_on(mesh), *source.problems()]:
         raise ConfigError(problems)
     make = lambda: make_decoder(config, nnx.Rngs(0))  # noqa: E731

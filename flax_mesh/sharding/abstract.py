@@ -147,8 +147,10 @@ def _match(
         if isinstance(made, dict):
             own = match_annotations(nnx.state(made["optimizer"]), mesh, axes or DEFAULT_AXES)
     else:
+        leaves = named_leaves(nnx.state(model))
         table = as_rules(rules if rules is not None else partition_rules(model), axes, model_layers(model))
-        match = match_leaves(table, named_leaves(nnx.state(model)), mesh=mesh, min_size=min_size)
+        table = table.without_single_layers(leaves, model)
+        match = match_leaves(table, leaves, mesh=mesh, min_size=min_size)
     if not isinstance(made, dict):
         return match
     rest = match_optimizer(made["optimizer"], model, match.specs, table, mesh, min_size=min_size, over=over, own=own)

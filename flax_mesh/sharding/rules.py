@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from flax_mesh.axes import DEFAULT_AXES, LargestDim, Lost, PartitionAxis, as_entry, as_tuple
 from flax_mesh.errors import ShardingError
+from flax_mesh.stacks import ranks_in, without_single_layers
 from flax_mesh.text import axes_text, group_paths
 from flax_mesh.tree import in_stack, named_leaves
 
@@ -88,6 +89,12 @@ class PartitionRules:
         heads = tuple(f"{stack}/" for stack in self.layers)
         tails = ("/".join(parts[start:]) for start in range(len(parts)))
         return in_stack(next((tail for tail in tails if tail.startswith(heads)), ""), self.layers)
+
+    def without_single_layers(self, leaves: Sequence[tuple[str, Any]], model: Any = None) -> "PartitionRules":
+        """These rules with only lists and stacks as `layers`, see `flax_mesh.stacks`."""
+        ranks = ranks_in(model) if model is not None and self.layers else {}
+        layers = without_single_layers(self.layers, leaves, ranks)
+        return self if layers == self.layers else PartitionRules(self.table, self.axes, layers)
 
     def explain(self, path: str) -> str:
         """The rule that decides `path`, the spec that it resolves to, and later rules that match too, as text."""
@@ -187,6 +194,7 @@ def match_leaves(
     min_size: int = 0,
 ) -> RuleMatch:
     """Specs for (path, leaf) pairs. Unmatched leaves raise; axes that do not fit are left out and listed."""
+    rules = rules.without_single_layers(leaves)
     specs, findings, kept, unmatched = [], [], [], []
     # Equal layers get equal specs: the path is the same except for numbers, the shape is the same, and so is the first
     # matching rule of those that distinguish numbers.

@@ -3,29 +3,52 @@
 The plain step and the pipeline both call these functions, so that both compute the same numbers.
 """
 
+import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
+from jax.extend import core as jex
 
+from flax_mesh.step.parameter_flow import flow
 from flax_mesh.step.state import TrainState, check_same_structure
-from flax_mesh.tree import in_stack, layer_path, map_named
+from flax_mesh.text import array_text
+from flax_mesh.tree import in_stack, layer_path, map_named, named_leaves
 
 Batch = Any  # a pytree of arrays whose first dim is the batch
 Metrics = dict[str, jax.Array]
+Variables = tuple[nnx.State, nnx.State]  # (trained parameters, variables that are neither trained nor random streams)
+RESERVED = {"loss", "weight", "grad_norm", "learning_rate"}  # names of metrics that the step adds
+FORMS = (
+    "loss_fn must return loss, (loss, metrics), (loss_sum, weight) or (loss_sum, weight, metrics), where metrics is a "
+    "dict and the others are real scalars."
+)
+Limits = tuple[Any, Any]  # the largest loss and the largest gradient norm whose update is applied
+NO_LIMITS = (math.inf, math.inf)
 
 
 class LossFn(Protocol):
-    """loss_fn(model, batch) returns (loss_sum, weight), (loss_sum, weight, metrics) or a scalar.
+    """loss_fn(model, batch) returns one of four forms:
+
+        loss                              a scalar
+        loss, metrics                     means over the batch
+        loss_sum, weight
+        loss_sum, weight, metrics         sums over the batch
 
     `loss_sum` is the sum over the tokens (or examples) of the batch, not the mean; `weight` is their number. Both are
     summed over the microbatches and divided once at the end: the result is the mean over the entire batch, also if
-    microbatches differ in weight. `metrics` is a dict of further sums, divided by the same weight. A scalar is a
-    loss_sum with weight 1 per microbatch.
+    microbatches differ in weight. `metrics` is a dict of further sums, divided by the same weight. It may contain
+    dicts: the metric "b" of the dict "a" is named "a/b".
+
+    Without a weight, every microbatch has weight 1: loss and metrics are means of the microbatches' values.
+
+    A weight that depends on a trained parameter is an error, also if its gradient is zero: (loss, accuracy) would
+    divide by the accuracy. Pass (loss, {"accuracy": accuracy}).
     """
 
     def __call__(self, model: Any, batch: Any, /) -> Any: ...
@@ -35,33 +58,62 @@ def run_loss(
     loss_fn: LossFn,
     model: Any,
     wrt: Any,
-    params: nnx.State,
-    others: nnx.State,
+    variables: Variables,
     batch: Batch,
     seeds: Sequence[Any],
     layers: Iterable[str],
-) -> tuple[jax.Array, tuple[jax.Array, Metrics, nnx.State]]:
-    """Returns loss_sum, (weight, metrics, `others` after the call), in the form of `jax.value_and_grad(has_aux=True)`.
+) -> tuple[jax.Array, tuple[jax.Array, Metrics, Variables]]:
+    """Returns loss_sum, (weight, metrics, `variables` after the call), as for `jax.value_and_grad(has_aux=True)`.
 
-    Before the call, the `wrt` variables of `model` are replaced by `params`, its random streams are reseeded from
-    `seeds`, and all other variables are replaced by `others`.
+    Before the call, the variables of `model` are replaced by `variables`, and its random streams are reseeded from
+    `seeds`.
     """
     graphdef, _, streams, _ = nnx.split(model, wrt, nnx.RngState, ...)
     keyed = reseed(streams, seeds, layers)
-    # Flax allows a Variable to be changed only in the trace that created it, and `others` may be from an outer one.
-    local = jax.tree.map(lambda x: x, others)
-    called = nnx.merge(graphdef, params, keyed, local)
+    # Flax allows a Variable to be changed only in the trace that created it, and these may be from an outer one.
+    params, others = jax.tree.map(lambda x: x, variables)
+    called = nnx.merge(graphdef, params, keyed, others)
     # The model was created with eager sharding off; variables that the call creates must have the same metadata.
     with nnx.use_eager_sharding(False):
         loss_sum, weight, metrics = sums_of(loss_fn(called, batch))
     after, *parts = nnx.split(called, wrt, nnx.RngState, ...)
-    check_same_structure(graphdef, (params, keyed, others), after, parts)
-    return loss_sum, (weight, metrics, parts[2])
+    check_same_structure(graphdef, (variables[0], keyed, variables[1]), after, parts)
+    _check_same_types(variables[0], parts[0])
+    return loss_sum, (weight, metrics, (parts[0], parts[2]))
+
+
+def traced_loss(loss_of: Callable[[nnx.State], Any], params: nnx.State) -> Callable[[nnx.State], Any]:
+    """A function that evaluates the trace of `loss_of(params)`, whose results are those of `run_loss`.
+
+    Raises a ValueError if the weight depends on `params`. A parameter that the call did not change is the argument
+    itself, also if it went through a loop of NNX.
+    """
+    closed, shapes = jax.make_jaxpr(loss_of, return_shape=True)(params)
+    jaxpr, tree = closed.jaxpr, jax.tree.structure(shapes)
+    flows = flow(jaxpr.eqns, jaxpr.invars, jaxpr.outvars, range(len(jaxpr.invars)))
+    check_weight(jax.tree.unflatten(tree, flows)[1][0])
+
+    def evaluate(params: nnx.State) -> Any:
+        leaves = jax.tree.leaves(params)
+        outs = jex.jaxpr_as_fun(closed)(*leaves)
+        same = (leaves[at] if isinstance(at, int) else out for out, at in zip(outs, flows, strict=True))
+        return jax.tree.unflatten(tree, same)
+
+    return evaluate
+
+
+def check_weight(weight: Any) -> None:
+    """Raises a ValueError unless `weight`, its `flow` from the trained parameters, is None."""
+    if weight is not None:
+        raise ValueError(
+            "the weight that loss_fn returns must not depend on trained parameters, but it does; it is the number of "
+            f"tokens or examples. A metric belongs into a dict, {{'accuracy': ...}}. {FORMS}"
+        )
 
 
 def apply_gradients(
     state: TrainState,
-    others: nnx.State,
+    variables: Variables,
     grads: nnx.State,
     sums: Metrics,
     weight: jax.Array,
@@ -69,12 +121,13 @@ def apply_gradients(
 ) -> tuple[TrainState, Metrics]:
     """Returns the state after one optimizer step and the metrics, given sums over all microbatches.
 
-    `grads` and `sums` are divided by `weight` here. `others` are the variables after the last microbatch that are
-    neither trained nor random streams.
+    `grads` and `sums` are divided by `weight` here. `variables` are those after the last microbatch: the optimizer
+    updates the parameters that the forward pass left.
     """
     model, optimizer = state.merge()
     count = optimizer.step[...]
-    graphdef, params, streams, _ = nnx.split(model, optimizer.wrt, nnx.RngState, ...)
+    graphdef, _, streams, _ = nnx.split(model, optimizer.wrt, nnx.RngState, ...)
+    params, others = variables
     divisor = jnp.where(weight == 0, 1.0, weight)  # without a single target the gradient is 0, not NaN
     grads = jax.tree.map(lambda g, p: (g / divisor).astype(p.dtype), grads, params)
     metrics = {name: total / divisor for name, total in sums.items()}
@@ -86,24 +139,86 @@ def apply_gradients(
     return state.replace(model, optimizer), metrics
 
 
+def skip_update(before: TrainState, after: TrainState, metrics: Metrics, limits: Limits) -> tuple[TrainState, Metrics]:
+    """Returns `after`, or `before` if the loss or the gradient norm is not finite or above its limit, and the metrics.
+
+    They then include "skipped", 0 or 1. A skipped step changes no leaf: neither parameters, moments and statistics nor
+    the counts of the optimizer, from which the learning rate and the keys of random streams are derived.
+    """
+    if "skipped" in metrics:
+        raise ValueError(
+            "metrics of loss_fn must not be named skipped: the step returns a metric of this name. Rename it."
+        )
+    found = metrics["loss"], metrics["grad_norm"]
+    is_good = [jnp.isfinite(value) & (value <= limit) for value, limit in zip(found, limits, strict=True)]
+    applied = is_good[0] & is_good[1]
+    pairs = zip(before.leaves, after.leaves, strict=True)
+    leaves = tuple(old if new is old else jax.lax.select(applied, new, old) for old, new in pairs)
+    return TrainState(leaves, after.definition), metrics | {"skipped": 1.0 - applied.astype(jnp.float32)}
+
+
 def sums_of(result: Any) -> tuple[jax.Array, jax.Array, Metrics]:
     """(loss_sum, weight, metrics) from the return value of a loss function, in any of the forms of `LossFn`."""
     parts = result if isinstance(result, tuple) else (result, 1.0)
-    if len(parts) not in (2, 3) or result is None:
-        what = "None" if result is None else f"a tuple of {len(parts)}"
+    last = parts[-1] if parts else None
+    *scalars, metrics = parts if isinstance(last, Mapping) else (*parts, {})
+    if len(parts) == 2 and metrics is last:
+        scalars.append(1.0)
+    named = _flat(metrics)
+    if len(scalars) != 2 or not all(map(_is_scalar, scalars)) or not all(_is_numeric(value) for _, value in named):
+        raise ValueError(f"{FORMS} It returned {_form_text(result)}.")
+    names = [name for name, _ in named]
+    problems = [f"{name!r} is a metric of the step" for name in sorted(RESERVED.intersection(names))]
+    problems += [f"{name!r} occurs twice" for name in sorted({name for name in names if names.count(name) > 1})]
+    if problems:
+        raise ValueError(f"metrics of loss_fn must have names of their own: {', '.join(problems)}. Rename them.")
+    loss_sum, weight = (jnp.asarray(x, jnp.promote_types(jnp.result_type(x), jnp.float32)) for x in scalars)
+    return loss_sum, weight, dict(named)
+
+
+def _flat(metrics: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    """(name, value) of all metrics; the names of nested dicts are joined by "/"."""
+    found = []
+    for name, value in metrics.items():
+        found += _flat(value, f"{prefix}{name}/") if isinstance(value, Mapping) else [(f"{prefix}{name}", value)]
+    return found
+
+
+def _is_numeric(x: Any) -> bool:
+    """Whether `x` is a number or an array of numbers."""
+    if isinstance(x, bool | int | float | np.generic):
+        return True
+    return isinstance(x, jax.Array | np.ndarray) and (
+        jnp.issubdtype(x.dtype, jnp.number) or jnp.issubdtype(x.dtype, jnp.bool_)
+    )
+
+
+def _is_scalar(x: Any) -> bool:
+    return _is_numeric(x) and jnp.shape(x) == () and not jnp.issubdtype(jnp.result_type(x), jnp.complexfloating)
+
+
+def _form_text(x: Any) -> str:
+    """A return value with types in the place of values: (f32[], {'accuracy': f32[8]})."""
+    if isinstance(x, tuple):
+        return f"({', '.join(map(_form_text, x))}{',' * (len(x) == 1)})"
+    if isinstance(x, Mapping):
+        return f"{{{', '.join(f'{name!r}: {_form_text(value)}' for name, value in x.items())}}}"
+    return array_text(x) if hasattr(x, "dtype") else "None" if x is None else type(x).__name__
+
+
+def _check_same_types(before: nnx.State, after: nnx.State) -> None:
+    """Raises a ValueError for parameters that the call changed to another shape or dtype."""
+    pairs = zip(named_leaves(before), named_leaves(after), strict=True)
+    problems = [
+        f"{path} changed from {array_text(old)} to {array_text(new)}"
+        for (path, old), (_, new) in pairs
+        if (old.shape, old.dtype) != (new.shape, new.dtype)
+    ]
+    if problems:
         raise ValueError(
-            f"loss_fn must return (loss_sum, weight), (loss_sum, weight, metrics) or a scalar; it returned {what}."
+            "a call of the model may change parameters, but not their shape or dtype, which are those of their "
+            f"moments: {', '.join(problems)}. Cast or reshape the new value."
         )
-    loss_sum, weight = (jnp.asarray(x, jnp.promote_types(jnp.result_type(x), jnp.float32)) for x in parts[:2])
-    if loss_sum.shape or weight.shape:
-        raise ValueError(f"loss_fn must return scalars, got loss {loss_sum.shape} and weight {weight.shape}.")
-    metrics = dict(parts[2]) if len(parts) == 3 else {}
-    if taken := metrics.keys() & {"loss", "weight", "grad_norm", "learning_rate"}:
-        raise ValueError(
-            f"metrics of loss_fn must not be named {', '.join(sorted(taken))}: the step returns metrics of these "
-            "names. Rename them."
-        )
-    return loss_sum, weight, metrics
 
 
 def reseed(streams: nnx.State, parts: Sequence[Any], layers: Iterable[str] = ()) -> nnx.State:
@@ -120,7 +235,7 @@ def reseed(streams: nnx.State, parts: Sequence[Any], layers: Iterable[str] = ())
         for part in parts:
             key = jax.random.fold_in(key, part)
         stack = in_stack(path, layers)
-        if stack is None and leaf.ndim == 0:
+        if leaf.ndim == 0:  # also in a single layer, which `layers` may name
             return jax.random.fold_in(key, _number(path))
         paths = [layer_path(path, stack, i) if stack else f"{path}/{i}" for i in range(leaf.shape[0])]
         keys = jax.vmap(lambda n: jax.random.fold_in(key, n))(jnp.array([_number(p) for p in paths], jnp.uint32))

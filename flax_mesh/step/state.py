@@ -1,7 +1,8 @@
 """TrainState: model and optimizer as a tuple of leaves and a static tree definition."""
 
 import functools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 from flax import nnx
 
 from flax_mesh.sharding.abstract import abstract_model, init_state, model_layers
+from flax_mesh.stacks import ranks_in
 from flax_mesh.tree import named_leaves
 
 
@@ -22,8 +24,17 @@ class TreeDefinition:
     @functools.cached_property
     def layers(self) -> tuple[str, ...]:
         """Paths of the layer lists and scanned stacks that the rule table of the model names; () without a table."""
+        return model_layers(self._model)
+
+    @functools.cached_property
+    def ranks(self) -> Mapping[str, int]:
+        """Number of dims of the variables of Flax's layers in the model, see `flax_mesh.stacks`."""
+        return ranks_in(self._model)
+
+    @property
+    def _model(self) -> Any:
         without_leaves = jax.tree.unflatten(self.treedef, [None] * self.treedef.num_leaves)
-        return model_layers(nnx.merge(self.graphdef, without_leaves)["model"])
+        return nnx.merge(self.graphdef, without_leaves)["model"]
 
 
 @jax.tree_util.register_dataclass
@@ -58,11 +69,13 @@ class TrainState:
         """Returns a train state with the leaves of `state`, an nnx.State or a dict with the structure of `to_nnx()`.
 
         The leaves may be of another kind, such as arrays where this state is abstract. Raises a ValueError that lists
-        all paths that are missing in `state` or unknown here.
+        all paths that are missing in `state` or unknown here, or that several leaves have.
         """
         found, expected = dict(named_leaves(state)), [path for path, _ in named_leaves(self.to_nnx())]
-        problems = [f"  {path}: missing" for path in expected if path not in found]
-        problems += [f"  {path}: unknown" for path in found.keys() - set(expected)]
+        counts = Counter(expected)
+        problems = [f"  {path}: {count} leaves have this path" for path, count in counts.items() if count > 1]
+        problems += [f"  {path}: missing" for path in counts if path not in found]
+        problems += [f"  {path}: unknown" for path in found.keys() - counts.keys()]
         if problems:
             head = "state must have the same paths as `to_nnx()` of this train state, but these differ:"
             raise ValueError("\n".join([head, *sorted(problems)]))

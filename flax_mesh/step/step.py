@@ -13,10 +13,22 @@ from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
 from flax_mesh.mesh.context import current_mesh
 from flax_mesh.sharding.constrain import with_sharding_constraint
 from flax_mesh.step.batch import microbatch_shapes
-from flax_mesh.step.loss import Batch, LossFn, Metrics, apply_gradients, run_loss, sums_of
+from flax_mesh.step.loss import (
+    NO_LIMITS,
+    Batch,
+    Limits,
+    LossFn,
+    Metrics,
+    Variables,
+    apply_gradients,
+    run_loss,
+    skip_update,
+    sums_of,
+    traced_loss,
+)
 from flax_mesh.step.state import TrainState
 
-Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+Step = Callable[..., tuple[TrainState, Metrics]]
 
 
 def make_train_step(
@@ -29,6 +41,7 @@ def make_train_step(
     axes: PartitionAxis = DEFAULT_AXES,
     learning_rate: optax.Schedule | None = None,
     compiler_options: Mapping[str, Any] | None = None,
+    skip_nonfinite: bool = False,
 ) -> Step:
     """Creates a jitted train step: loss, gradients, gradient accumulation and optimizer update.
 
@@ -36,11 +49,13 @@ def make_train_step(
     mesh, whatever mesh is in context. The keys of all random streams are derived from (seed, step, microbatch, path of
     the stream): the masks of dropout depend neither on the mesh nor on remat or scan, and a resumed run repeats them.
 
-    Variables that the `wrt` filter of the optimizer selects are trained. All others, such as the statistics of
-    BatchNorm, are passed from one microbatch to the next and returned updated.
+    Variables that the `wrt` filter of the optimizer selects are trained. All variables that a call of the model
+    changes, such as the statistics of BatchNorm, are passed from one microbatch to the next and returned updated. This
+    includes trained parameters, as in `nnx.value_and_grad`: the gradient of a microbatch is that at the values before
+    its call, and the optimizer updates the values after the last call.
 
     Args:
-        loss_fn: loss_fn(model, batch) -> (loss_sum, weight) or (loss_sum, weight, metrics) or a scalar; see `LossFn`.
+        loss_fn: loss_fn(model, batch) -> (loss_sum, weight) or another form of `LossFn`.
         state: Arrays or an abstract state. Only its structure, shardings and dtypes are used.
         seed: Seed of the random streams.
         num_microbatches: The batch is split into this number of equal parts along its first dim, which are computed
@@ -51,6 +66,9 @@ def make_train_step(
         learning_rate: Schedule that is evaluated at the step count and reported as the metric "learning_rate". It does
             not change the optimizer.
         compiler_options: Options of XLA, as in `jax.jit`.
+        skip_nonfinite: Whether a step returns the state unchanged if its loss or its gradient norm is NaN or infinite.
+            The metric "skipped" is then 1, otherwise 0. The step also accepts a third argument, the largest loss and
+            the largest gradient norm whose update is applied: step(state, batch, (10.0, 5.0)).
 
     Returns:
         step(state, batch) -> (state, metrics). The state is donated: do not use the argument after the call. `metrics`
@@ -58,7 +76,8 @@ def make_train_step(
 
     Raises:
         ValueError: When the step is traced: a dim of the batch is not divisible by `num_microbatches`, the return value
-            of `loss_fn` has another form, or the call of the model adds or removes variables.
+            of `loss_fn` has another form, its weight depends on trained parameters, or the call of the model adds or
+            removes variables or changes the shape or dtype of a parameter.
 
     Example:
         >>> from flax_mesh.train import init_train_state, make_train_step
@@ -85,25 +104,33 @@ def make_train_step(
         with in_mesh(mesh):
             return train(state, batch)
 
+    def guarded_step(state: TrainState, batch: Batch, limits: Limits = NO_LIMITS) -> tuple[TrainState, Metrics]:
+        with in_mesh(mesh):
+            return skip_update(state, *train(state, batch), limits)
+
     def train(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         model, optimizer = state.merge()
         count, wrt = optimizer.step[...], optimizer.wrt
         params, _, others = nnx.state(model, wrt, nnx.RngState, ...)
 
-        def run(others: nnx.State, part: Batch, index: Any):
-            def loss_of(params: nnx.State):
-                return run_loss(loss_fn, model, wrt, params, others, part, (seed, count, index), layers)
+        def run(variables: Variables, part: Batch, index: Any):
+            params, others = variables
 
-            (loss_sum, (weight, metrics, after)), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
+            def loss_of(params: nnx.State):
+                return run_loss(loss_fn, model, wrt, (params, others), part, (seed, count, index), layers)
+
+            traced = traced_loss(loss_of, params)
+            (loss_sum, (weight, metrics, after)), grads = jax.value_and_grad(traced, has_aux=True)(params)
             return after, (grads, {"loss": loss_sum, **metrics}, weight)
 
-        others, (grads, sums, weight) = _accumulate(run, others, batch, num_microbatches, axes)
-        return apply_gradients(state, others, grads, sums, weight, learning_rate)
+        variables, (grads, sums, weight) = _accumulate(run, (params, others), batch, num_microbatches, axes)
+        return apply_gradients(state, variables, grads, sums, weight, learning_rate)
 
     # Without out_shardings the compiler may return a leaf with another sharding than that of the input.
     shardings = jax.tree.map(lambda x: x.sharding, state) if mesh is not None else None
     options = dict(compiler_options) if compiler_options else None
-    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options)
+    chosen = guarded_step if skip_nonfinite else step
+    return jax.jit(chosen, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options)
 
 
 def make_eval_step(loss_fn: LossFn, state: TrainState) -> Callable[[TrainState, Batch], Metrics]:
@@ -115,18 +142,25 @@ def make_eval_step(loss_fn: LossFn, state: TrainState) -> Callable[[TrainState, 
 
     def evaluate(state: TrainState, batch: Batch) -> Metrics:
         with in_mesh(mesh):
-            model, _ = state.merge()
+            model, optimizer = state.merge()
             model.eval()
-            loss_sum, weight, metrics = sums_of(loss_fn(model, batch))
+            graphdef, params, others = nnx.split(model, optimizer.wrt, ...)
+
+            def sums(params: nnx.State):
+                called = nnx.merge(graphdef, params, jax.tree.map(lambda x: x, others))
+                loss_sum, weight, metrics = sums_of(loss_fn(called, batch))
+                return loss_sum, (weight, metrics)
+
+            loss_sum, (weight, metrics) = traced_loss(sums, params)(params)
             return {"loss": loss_sum, "weight": weight, **metrics}
 
     return jax.jit(evaluate)
 
 
-def _accumulate(run: Callable[..., Any], others: Any, batch: Batch, num_microbatches: int, axes: PartitionAxis):
-    """Sums the results of `run(others, part, index)` over equal parts of the batch; `others` is carried along."""
+def _accumulate(run: Callable[..., Any], variables: Any, batch: Batch, num_microbatches: int, axes: PartitionAxis):
+    """Sums the results of `run(variables, part, index)` over equal parts of the batch; `variables` is carried along."""
     if num_microbatches == 1:
-        return run(others, batch, 0)
+        return run(variables, batch, 0)
     first = microbatch_shapes(batch, num_microbatches), jax.ShapeDtypeStruct((), jnp.int32)
 
     def split(x: jax.Array) -> jax.Array:
@@ -137,15 +171,15 @@ def _accumulate(run: Callable[..., Any], others: Any, batch: Batch, num_microbat
         return with_sharding_constraint(x, axes.resolve((None, "batch")), on_mismatch="drop")
 
     def body(carry: Any, indexed: Any):
-        others, total = carry
-        others, found = run(others, *indexed)
-        return (others, jax.tree.map(jnp.add, total, found)), None
+        variables, total = carry
+        variables, found = run(variables, *indexed)
+        return (variables, jax.tree.map(jnp.add, total, found)), None
 
     parts = (jax.tree.map(split, batch), jnp.arange(num_microbatches))
     # Accumulate in float32 or wider: in bfloat16, small gradients would be rounded away when added to a large sum.
     wide = lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))  # noqa: E731
-    zeros = jax.tree.map(wide, jax.eval_shape(run, others, *first)[1])
-    return jax.lax.scan(body, (others, zeros), parts)[0]
+    zeros = jax.tree.map(wide, jax.eval_shape(run, variables, *first)[1])
+    return jax.lax.scan(body, (variables, zeros), parts)[0]
 
 
 def mesh_of(state: TrainState) -> Mesh | AbstractMesh | None:

@@ -136,6 +136,7 @@ def _plain(config: TrainConfig, mesh: Mesh, rules: PartitionRules) -> TrainProgr
         axes=rules.axes,
         learning_rate=make_learning_rate_schedule(config.optimizer),
         compiler_options=parse_compiler_options(config.run.compiler_options),
+        skip_nonfinite=config.run.on_nonfinite == "skip",
     )
 
     def init() -> TrainState:
@@ -162,6 +163,7 @@ def _pipeline(
         compiler_options=parse_compiler_options(config.run.compiler_options),
         remat=config.pipeline.remat,  # pyright: ignore[reportArgumentType] (checked with the config)
         transport=config.pipeline.transport,  # pyright: ignore[reportArgumentType]
+        skip_nonfinite=config.run.on_nonfinite == "skip",
     )
 
 

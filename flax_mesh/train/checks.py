@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.axes import PartitionAxis
 from flax_mesh.checkpoint.find import find_step
-from flax_mesh.checkpoint.hf.decoders import decoder_config_from_hf, read_config
+from flax_mesh.checkpoint.hf.decoders import open_decoder
 from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd import Pipeline
 from flax_mesh.mpmd.schedules.schedule import make_schedule
@@ -17,6 +17,7 @@ from flax_mesh.mpmd.split.remat import REMAT_MODES
 from flax_mesh.mpmd.transport.ordered import TRANSPORTS
 from flax_mesh.train.config import (
     AXIS_NAMES,
+    CHECKS,
     PLATFORM,
     CompilerOptions,
     PipelineConfig,
@@ -28,10 +29,7 @@ from flax_mesh.train.config import (
     shard_over,
 )
 from flax_mesh.train.data.data import Corpus, check_data_config
-from flax_mesh.train.warm_start import is_huggingface
-
-# Settings of the model that may differ from config.json of `checkpoint.start_from`: parameters are cast.
-MAY_DIFFER = {"dtype", "param_dtype"}
+from flax_mesh.train.warm_start import MAY_DIFFER, is_huggingface
 
 
 def check_config(config: TrainConfig) -> list[str]:
@@ -66,6 +64,10 @@ def check_config(config: TrainConfig) -> list[str]:
         found.append(f"mesh.rules: {', '.join(map(repr, unknown))} is not a mesh axis; use {names}, joined by +")
     if config.checkpoint.on_failure not in ("stop", "continue"):
         found.append(f"checkpoint.on_failure must be 'stop' or 'continue', got {config.checkpoint.on_failure!r}")
+    if run.on_nonfinite not in ("stop", "skip", "continue"):
+        found.append(f"run.on_nonfinite must be 'stop', 'skip' or 'continue', got {run.on_nonfinite!r}")
+    if not (run.spike_factor == 0 or run.spike_factor > 1):
+        found.append(f"run.spike_factor must be above 1, or 0 for no limit, got {run.spike_factor}")
     found += check_start(config.checkpoint.start_from, config.model)
     if not optimizer.clip_norm > 0:
         found.append(f"optimizer.clip_norm must be above 0 (inf disables clipping), got {optimizer.clip_norm}")
@@ -107,6 +109,8 @@ def check_pipeline(config: PipelineConfig, num_groups: int) -> list[str]:
         found.append(f"pipeline.remat must be one of {', '.join(REMAT_MODES)}, got {config.remat!r}")
     if config.transport not in TRANSPORTS:
         found.append(f"pipeline.transport must be one of {', '.join(TRANSPORTS)}, got {config.transport!r}")
+    if config.check not in CHECKS:
+        found.append(f"pipeline.check must be one of {', '.join(CHECKS)}, got {config.check!r}")
     if num_groups > 1 and config.num_microbatches >= 1:
         try:
             make_schedule(
@@ -127,13 +131,14 @@ def check_start(folder: str, model: Any) -> list[str]:
         if not is_huggingface(folder):
             find_step(folder)
             return []
-        stored = decoder_config_from_hf(read_config(Path(folder).expanduser()))
+        source = open_decoder(folder)
+        problems = [f"checkpoint.start_from: {problem}" for problem in source.problems()]
     except ConfigError as error:
         return [f"checkpoint.start_from: {problem}" for problem in error.problems]
-    return [
+    return problems + [
         f"model.{name}={getattr(model, name)} differs from {value} in checkpoint.start_from={folder}; "
         f"set model.{name}={value}"
-        for name, value in stored.items()
+        for name, value in source.settings.items()
         if name not in MAY_DIFFER and getattr(model, name, value) != value
     ]
 

@@ -19,6 +19,7 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.mesh.shape import parse_mesh_shape
 from flax_mesh.train.data.data import DataConfig
 
+CHECKS = ("auto", "always", "never")  # values of pipeline.check
 PLATFORM = re.compile(r"auto|cpu(:[1-9][0-9]*)?|gpu|cuda|tpu")
 AXIS_NAMES = ("pp", "dp", "fsdp", "ep", "tp", "sp")
 SAME_RESULT = {"changes_result": False}  # fields that may change when a run is resumed
@@ -53,6 +54,9 @@ class PipelineConfig:
             matrix products, loops and random bits, "full" everything from the stage's inputs.
         transport: Transfers between processes: "server" (JAX's transfer server), "ordered" (`jax.device_put`), or
             "auto".
+        check: Whether the stages are compared with the model before the split, on one microbatch and one device:
+            "auto" at the start of a new run, if a microbatch takes less than 1e10 FLOPs and 1 GiB; "always", whatever
+            it takes and also if the run is resumed; or "never".
     """
 
     num_microbatches: int = 1
@@ -61,6 +65,7 @@ class PipelineConfig:
     num_virtual_stages: int | None = field(default=None, metadata=SAME_RESULT)
     remat: str = field(default="none", metadata=SAME_RESULT)
     transport: str = field(default="auto", metadata=SAME_RESULT)
+    check: str = field(default="auto", metadata=SAME_RESULT)
 
 
 @dataclass(frozen=True)
@@ -128,6 +133,10 @@ class RunConfig:
         eval_every: Steps between evaluations on held-out data. 0: none.
         sample_tokens: Number of tokens to sample at the end of the run. 0: no sample.
         compiler_options: XLA options of the training step, "NAME=VALUE,NAME=VALUE".
+        on_nonfinite: What happens after a step whose loss or gradient norm is NaN or infinite: "stop" the run, "skip"
+            the update (the state stays as it is, and the next step takes the next batch), or "continue".
+        spike_factor: Treat a step in the same way if its loss or gradient norm is above this factor times its median
+            over up to 64 recent steps, from the 18th step on. 0: no limit.
     """
 
     steps: int = field(default=1000, metadata=SAME_RESULT)
@@ -137,6 +146,8 @@ class RunConfig:
     eval_every: int = field(default=100, metadata=SAME_RESULT)
     sample_tokens: int = field(default=200, metadata=SAME_RESULT)
     compiler_options: str = field(default="", metadata=SAME_RESULT)
+    on_nonfinite: str = field(default="stop", metadata=SAME_RESULT)
+    spike_factor: float = field(default=0.0, metadata=SAME_RESULT)
 
 
 @dataclass(frozen=True)
@@ -149,9 +160,10 @@ class TrainConfig:
     Attributes:
         make_model: `make_model(model, rngs) -> nnx.Module`. It is only traced: parameters are initialized directly
             sharded.
-        loss_fn: `loss_fn(module, batch) -> (loss_sum, weight)` or `(loss_sum, weight, metrics)`, sums over the batch;
-            `batch` has "inputs" and "targets", int32 of shape (batch_size, sequence_length). If the loss has further
-            terms, return the metric "cross_entropy" (a sum too): evaluation then reports it as the held-out loss.
+        loss_fn: `loss_fn(module, batch) -> (loss_sum, weight)` or `(loss_sum, weight, metrics)`, sums over the batch,
+            or another form of `LossFn`; `batch` has "inputs" and "targets", int32 of shape (batch_size,
+            sequence_length). If the loss has further terms, return the metric "cross_entropy" (a sum too): evaluation
+            then reports it as the held-out loss.
         model: The config of the model, a dataclass. Its fields are the settings `model.*`.
         mesh: Mesh shape, "fsdp:-1" by default.
         pipeline: Number of microbatches (gradient accumulation) and, for pp > 1, schedule, stages, remat and transport.
@@ -233,6 +245,10 @@ def load_recipe(name: str) -> TrainConfig:
 def mesh_shape(config: TrainConfig) -> dict[str, int]:
     """Axis sizes of `mesh.shape` in its order, then the omitted axes with size 1. One size may be -1."""
     return parse_mesh_shape(config.mesh.shape, AXIS_NAMES, omitted=1)
+
+
+def data_seed(config: TrainConfig) -> int:
+    return config.run.seed if config.data.seed is None else config.data.seed
 
 
 def shard_over(config: TrainConfig) -> tuple[str, ...]:

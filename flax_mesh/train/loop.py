@@ -15,23 +15,25 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh.checkpoint import Checkpointer, RetentionPolicy
 from flax_mesh.checkpoint.find import CHECKPOINTS
+from flax_mesh.checkpoint.retention import has_finite_numbers
 from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.mpmd.runtime.profile import costs_of, trace_step
 from flax_mesh.mpmd.schedules.simulate import simulate
-from flax_mesh.processes import Watch, stop_together
+from flax_mesh.processes import Watch, broadcast_from_process_0, stop_together
+from flax_mesh.step.loss import Limits
 from flax_mesh.step.state import TrainState
 from flax_mesh.step.step import in_mesh
 from flax_mesh.train.build import TrainProgram, batch_sharding, build_program
 from flax_mesh.train.checks import check_on_corpus, check_trace
-from flax_mesh.train.config import CheckpointConfig, TrainConfig
-from flax_mesh.train.data.batches import BatchFn, make_batch_fn, make_eval_fn, num_eval_batches, prefetch
+from flax_mesh.train.config import CheckpointConfig, TrainConfig, data_seed
+from flax_mesh.train.data.batches import BatchFn, batch_rows, make_batch_fn, make_eval_fn, num_eval_batches, prefetch
 from flax_mesh.train.data.data import Corpus, decode, load_corpus
 from flax_mesh.train.metadata import check_resume, layout_changes, run_record, step_record
-from flax_mesh.train.metrics import Row, Rows
+from flax_mesh.train.metrics import Row, Rows, StepCheck
 from flax_mesh.train.overrides import Change
 from flax_mesh.train.run import Run, Say, describe
 from flax_mesh.train.run_folder import METRICS, check_agreement, folder_of_run, is_first, latest_step, write_config
-from flax_mesh.train.warm_start import start_from
+from flax_mesh.train.warm_start import Start, check_start_settings, find_start, start_from
 
 TRACED = 2  # steps before the traced one: they include compilation
 
@@ -41,14 +43,15 @@ class TrainResult:
     """How a run ended.
 
     Attributes:
-        status: "finished" at `run.steps`, "already finished" if nothing was left to do, "stopped" by `should_stop`.
+        status: "finished" at `run.steps`, "already finished" if nothing was left to do, "stopped" by `should_stop`,
+            "diverged" if a step was refused (`run.on_nonfinite`, `run.spike_factor`).
         step: Number of completed steps.
         folder: The run folder.
         last_row: The last row of metrics; empty if no step ran.
         sample: Sampled text; "" if the recipe samples none.
     """
 
-    status: Literal["finished", "already finished", "stopped"]
+    status: Literal["finished", "already finished", "stopped", "diverged"]
     step: int
     folder: Path
     last_row: Row = field(default_factory=dict)
@@ -80,7 +83,8 @@ def train(
         config: The config of the run, from `load_recipe` and `apply_overrides` or constructed directly.
         recipe: Name of the recipe, stored in the metadata of the checkpoints.
         restart: Start a new run in a new folder beside `run.folder`.
-        allow_changes: Resume although settings that change the result differ from those of the checkpoint.
+        allow_changes: Resume, or start from `checkpoint.start_from`, although settings that change the result differ
+            from those of the checkpoint.
         say: Called with every line of output. By default the run prints nothing.
         hooks: Called with every row of metrics, a dict with step, loss, grad_norm, tokens_per_s and others.
         should_stop: Polled after every step. Once true, the step is saved and the run ends.
@@ -93,7 +97,8 @@ def train(
 
     Raises:
         ConfigError: A setting is invalid, or one that changes the result differs from the checkpoint's. All mistakes
-            are reported in one error, before anything compiles.
+            are reported in one error, before anything compiles. Or a memory-mapped file of `data.source` was rewritten
+            or shortened under the run; this is compared before every save and every read.
         CheckpointCorruptedError: The run folder has checkpoints, but none of them is valid.
         SaveError: A checkpoint cannot be written, and `checkpoint.on_failure` is "stop" or it is the final one.
 
@@ -132,9 +137,14 @@ def train(
                     f"next save renames it to {damaged}.damaged"
                 )
             if step is None:
+                start = find_start(config.checkpoint.start_from) if config.checkpoint.start_from else None
+                if start is not None:
+                    for change in check_start_settings(start, config, allow_changes=allow_changes):
+                        say(f"changed since the checkpoint: {change}")
                 say(f"run: new run in {folder}, {config.run.steps} steps")
+                _check_stages(run, is_new=True)
                 write_config(folder, config)
-                return _steps(run, checkpointer, _initial(run), 0)
+                return _steps(run, checkpointer, _initial(run, start), 0, {})
             saved = checkpointer.metadata(step)
             for change in _changes(run, checkpointer, saved, allow_changes=allow_changes):
                 say(f"changed since the checkpoint: {change}")
@@ -145,9 +155,36 @@ def train(
             if changed := layout_changes(saved, record):
                 more = f"; {len(changed) - 1} more changes" * (len(changed) > 1)
                 say(f"layout: changed since the checkpoint: {changed[0]}{more}")
+            if not has_finite_numbers(saved):
+                known = _newest_finite(checkpointer)
+                say(f"warning: the numbers of the checkpoint of step {step} are not finite; {known}")
+            _check_stages(run, is_new=False)
             state = checkpointer.restore(program.layout, step, verify=False)  # latest_step has verified it
             write_config(folder, config)
-            return _steps(run, checkpointer, state, step)
+            return _steps(run, checkpointer, state, step, saved)
+
+
+def _check_stages(run: Run, *, is_new: bool) -> None:
+    """`pipeline.check`: the stages are compared with the model before the split, in process 0, on its own data."""
+    config, corpus, pipeline = run.config, run.corpus, run.program.pipeline
+    setting = config.pipeline.check
+    if pipeline is None or setting == "never" or (setting == "auto" and not is_new):
+        return
+
+    def check() -> str:
+        if setting == "auto" and not pipeline.staged.is_cheap_to_check:
+            return "pipeline.check: left out, because a microbatch takes more than 1e10 FLOPs or 1 GiB"
+        vocab = getattr(config.model, "vocab_size", None)
+        batch = batch_rows(corpus.train, data_seed(config), config.data, 0, vocab_size=vocab)
+        pipeline.staged.check(
+            batch,
+            seed=config.run.seed,
+            remat=pipeline.remat,  # pyright: ignore[reportArgumentType] (checked with the config)
+            split_backward=pipeline.schedule.splits_backward,
+        )
+        return "pipeline.check: the stages compute what the model computes, on one microbatch"
+
+    run.say(broadcast_from_process_0("check of the stages", check))
 
 
 def _changes(run: Run, checkpointer: Checkpointer, saved: Mapping[str, Any], *, allow_changes: bool) -> list[Change]:
@@ -159,18 +196,25 @@ def _changes(run: Run, checkpointer: Checkpointer, saved: Mapping[str, Any], *, 
         raise
 
 
-def _steps(run: Run, checkpointer: Checkpointer, state: TrainState, start: int) -> TrainResult:
-    """Train from `start` completed steps to `run.steps`. The row of a step is written before its state is saved."""
+def _steps(
+    run: Run, checkpointer: Checkpointer, state: TrainState, start: int, saved: Mapping[str, Any]
+) -> TrainResult:
+    """Train from `start` completed steps to `run.steps`. The row of a step is written before its state is saved.
+
+    `saved` is the metadata of the checkpoint of step `start`.
+    """
     config = run.config
     if run.trace is not None and config.run.steps - start <= TRACED:
         raise ConfigError(
             f"--trace {run.trace} records step {start + TRACED + 1}, the third of this run, but "
             f"run.steps={config.run.steps} ends before it; increase run.steps"
         )
+    check = StepCheck(config.run, saved)
     rows = Rows(
         run.folder / METRICS if is_first() else None,
         run.program,
         start,
+        check,
         hooks=run.hooks,
         say=run.say,
         warn_or_raise=run.warn_or_raise,
@@ -180,12 +224,17 @@ def _steps(run: Run, checkpointer: Checkpointer, state: TrainState, start: int) 
         stack.callback(rows.close)
         batches = stack.enter_context(closing(prefetch(run.batch, start, config.run.steps)))
         for index, batch, waited in batches:
-            if run.trace is not None and index == start + TRACED:
-                state, metrics = _traced_step(run, state, batch)
-            else:
-                state, metrics = run.program.step(state, batch)
             step = index + 1
+            limits = [check.limits(step)] if check.limits_are_used else []
+            if run.trace is not None and index == start + TRACED:
+                state, metrics = _traced_step(run, state, batch, *limits)
+            else:
+                state, metrics = run.program.step(state, batch, *limits)
             rows.finish()  # the row of the previous step, while the device computes this one
+            if check.stopped:
+                # Other processes may wait for values of this step, so it must not end with this process.
+                jax.block_until_ready([x for x in jax.tree.leaves((state, metrics)) if x.addressable_shards])
+                break
             rows.begin(step, metrics, waited)
             last = step == config.run.steps
             stop = run.should_stop()
@@ -193,21 +242,29 @@ def _steps(run: Run, checkpointer: Checkpointer, state: TrainState, start: int) 
                 rows.finish(partial(run.evaluate, state))
             if last or stop or step % config.checkpoint.every == 0:
                 rows.finish()
-                _save(run, checkpointer, step, state, rows.last, final=last or stop)
+                if check.stopped:
+                    break
+                run.corpus.check_unchanged()
+                record = step_record(run.record, step, rows.last, check.record())
+                _save(run, checkpointer, step, state, record, final=last or stop)
             if stop and not last:
                 status = "stopped"
                 break
         rows.finish()
+        status = "diverged" if check.stopped else status
         sample = _sample(run, state) if status == "finished" else ""
     checkpointer.wait()
+    if check.stopped:
+        run.say(f"stopped: {check.stopped}; {_newest_finite(checkpointer)} (run.on_nonfinite)")
+        step = rows.last["step"]
     return TrainResult(status, step, run.folder, rows.last, sample)
 
 
-def _initial(run: Run) -> TrainState:
-    state, folder = run.program.init(), run.config.checkpoint.start_from
-    if folder:
-        state, text = start_from(folder, state, run.program.rules.layers)
-        run.say(f"start: {folder}: {text}")
+def _initial(run: Run, start: Start | None) -> TrainState:
+    state = run.program.init()
+    if start is not None:
+        state, text = start_from(start, state, run.program.rules.layers)
+        run.say(f"start: {start.folder}: {text}")
     return state
 
 
@@ -218,13 +275,24 @@ def _checkpointer(config: CheckpointConfig, folder: Path, layers: Sequence[str])
     )
 
 
-def _save(run: Run, checkpointer: Checkpointer, step: int, state: TrainState, row: Row, *, final: bool) -> None:
+def _newest_finite(checkpointer: Checkpointer) -> str:
+    step = checkpointer.newest_finite_step()
+    return (
+        "no checkpoint has finite numbers"
+        if step is None
+        else f"the newest checkpoint with finite ones is of step {step}"
+    )
+
+
+def _save(
+    run: Run, checkpointer: Checkpointer, step: int, state: TrainState, record: dict[str, Any], *, final: bool
+) -> None:
     """Start an asynchronous save.
 
     A failure of this save or of the previous one is handled according to `checkpoint.on_failure`, except that a failure
     of the final save is always raised.
     """
-    save = partial(checkpointer.save, step, state, step_record(run.record, step, row))
+    save = partial(checkpointer.save, step, state, record)
     for call in (checkpointer.wait, save):  # a failure of the previous save does not prevent this one
         try:
             call()
@@ -234,9 +302,9 @@ def _save(run: Run, checkpointer: Checkpointer, step: int, state: TrainState, ro
             run.warn_or_raise(error)
 
 
-def _traced_step(run: Run, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+def _traced_step(run: Run, state: TrainState, batch: Any, *limits: Limits) -> tuple[TrainState, Any]:
     assert run.program.pipeline is not None and run.trace is not None
-    state, metrics, timeline = trace_step(run.program.pipeline, state, batch)
+    state, metrics, timeline = trace_step(run.program.pipeline, state, batch, *limits)
     try:
         trace, picture = timeline.write(run.trace)
     except (OSError, ValueError) as error:
@@ -254,8 +322,9 @@ def _data_functions(program: TrainProgram, corpus: Corpus) -> tuple[BatchFn, Cal
     """The function that returns the batch of a step, and the evaluation function (None if run.eval_every=0)."""
     config, sharding = program.config, batch_sharding(program.mesh, program.rules.axes)
     vocab = getattr(config.model, "vocab_size", None)
-    seed = config.run.seed if config.data.seed is None else config.data.seed
-    batch_fn = make_batch_fn(corpus.train, seed=seed, config=config.data, sharding=sharding, vocab_size=vocab)
+    batch_fn = make_batch_fn(
+        corpus.train, seed=data_seed(config), config=config.data, sharding=sharding, vocab_size=vocab
+    )
     if not config.run.eval_every:
         return batch_fn, None
     eval_fn = make_eval_fn(corpus.held_out, config=config.data, sharding=sharding, vocab_size=vocab)

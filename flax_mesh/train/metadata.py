@@ -40,10 +40,13 @@ def run_record(recipe: str, program: TrainProgram, corpus: Corpus) -> dict[str, 
     }
 
 
-def step_record(run: Mapping[str, Any], step: int, row: Row) -> dict[str, Any]:
-    """The metadata of one checkpoint. The data position is the step, since batches are a function of the step."""
+def step_record(run: Mapping[str, Any], step: int, row: Row, check: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata of one checkpoint, with the fields `check` of a StepCheck.
+
+    The data position is the step, since batches are a function of the step.
+    """
     metrics = {name: value for name, value in row.items() if isinstance(value, int | float)}
-    return {**run, "step": step, "data": run["data"] | {"position": step}, "metrics": metrics}
+    return {**run, "step": step, "data": run["data"] | {"position": step}, "metrics": metrics, **check}
 
 
 def saved_record(step: Path) -> dict[str, Any]:

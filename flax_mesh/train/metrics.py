@@ -1,21 +1,31 @@
-"""Metrics of the training steps: one row of numbers per step, written to RUN_FOLDER/metrics.jsonl."""
+"""Metrics of the training steps: one row of numbers per step, written to RUN_FOLDER/metrics.jsonl.
+
+`StepCheck` finds the rows whose numbers are not finite, or far above those of earlier rows.
+"""
 
 import errno
 import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import jax
+import numpy as np
 
+from flax_mesh.checkpoint.retention import has_finite_numbers
 from flax_mesh.errors import SaveError
 from flax_mesh.hardware import peak_flops
+from flax_mesh.step.loss import Limits
 from flax_mesh.train.build import TrainProgram
+from flax_mesh.train.config import RunConfig
 
 Row = dict[str, Any]
+WINDOW, LEAST = 64, 16  # values of the running median: at most, and before there is a limit
+MOST_SKIPPED = 100  # consecutive updates; then the parameters themselves are probably not finite
 
 
 def peak_memory(devices: Sequence[Any]) -> int | None:
@@ -48,6 +58,70 @@ class MetricsFile:
         self._file.close()
 
 
+class StepCheck:
+    """Compares the loss and the gradient norm of every step with its limits, and applies `run.on_nonfinite`.
+
+    Without `run.spike_factor` only NaN and infinite values are refused. With it, the limits of step n are that factor
+    times the medians of the last WINDOW finite values up to step n - 2: the row of step n - 1 is read only after step n
+    is dispatched. `saved` is the metadata of the checkpoint that the run resumes from, which contains `record()`.
+    """
+
+    def __init__(self, config: RunConfig, saved: Mapping[str, Any]):
+        self.stopped = ""  # why the run must stop
+        self.limits_are_used = config.on_nonfinite == "skip" and config.spike_factor > 0
+        self._policy, self._factor = config.on_nonfinite, config.spike_factor
+        self._is_finite = has_finite_numbers(saved)
+        self._was_refused = False
+        self._recent = [tuple(values) for values in saved.get("recent", ())]  # (step, loss, gradient norm)
+        self._skipped = int(saved.get("metrics", {}).get("skipped", 0))
+        self._skipped_in_a_row = 0
+
+    def record(self) -> dict[str, Any]:
+        """The fields of the metadata of a checkpoint that is saved after the last row."""
+        return {"finite": self._is_finite} | ({"recent": self._recent} if self._factor else {})
+
+    def limits(self, step: int) -> Limits:
+        """The largest loss and gradient norm that are accepted in a step."""
+        values = [pair for at, *pair in self._recent if at <= step - 2][-WINDOW:]
+        if not self._factor or len(values) < LEAST:
+            return np.float32(math.inf), np.float32(math.inf)
+        loss, grad_norm = (self._factor * median(column) for column in zip(*values, strict=True))
+        # A factor of a median that is not positive limits nothing.
+        return np.float32(loss if loss > 0 else math.inf), np.float32(grad_norm if grad_norm > 0 else math.inf)
+
+    def read(self, row: Row) -> str:
+        """Check a row, and replace its "skipped", 0 or 1, by their number so far. Returns a warning, "" for none."""
+        names, step = ("loss", "grad_norm"), row["step"]
+        found = {
+            name: (row[name], float(limit))
+            for name, limit in zip(names, self.limits(step), strict=True)
+            if not (math.isfinite(row[name]) and row[name] <= limit)
+        }
+        texts = [
+            f"{name} {value:.4g}" + (f" (limit {limit:.4g}, run.spike_factor)" if math.isfinite(value) else "")
+            for name, (value, limit) in found.items()
+        ]
+        skipped, of_step = bool(row.get("skipped")), all(math.isfinite(row[name]) for name in names)
+        if of_step and self._factor:
+            self._recent = [*self._recent, (step, *(row[name] for name in names))][-WINDOW - 1 :]
+        if "skipped" in row:
+            row["skipped"] = self._skipped = self._skipped + skipped
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        self._is_finite = self._is_finite if skipped else of_step
+        if not math.isfinite(row.get("eval_loss", 0.0)):
+            self._is_finite = False
+            texts.append(f"eval_loss {row['eval_loss']}")
+        before, self._was_refused = self._was_refused, bool(texts)
+        text = f"step {step}: {', '.join(texts)}"
+        if (texts and self._policy == "stop") or self._skipped_in_a_row >= MOST_SKIPPED:
+            self.stopped = text + (f"; {MOST_SKIPPED} updates in a row were skipped" if self._policy == "skip" else "")
+        elif skipped:
+            return f"warning: {text}; the update was skipped ({self._skipped} so far)"
+        elif texts and not before:
+            return f"warning: {text}; training continues (run.on_nonfinite)"
+        return ""
+
+
 class Rows:
     """Rows of metrics, read from the device one step late, so that the host dispatches a step without waiting.
 
@@ -60,6 +134,7 @@ class Rows:
         path: Path | None,
         program: TrainProgram,
         start: int,
+        check: StepCheck,
         *,
         hooks: Sequence[Callable[[Row], None]],
         say: Callable[[str], None],
@@ -67,6 +142,7 @@ class Rows:
     ):
         self.file = MetricsFile(path) if path is not None else None
         self.last: Row = {}
+        self._check = check
         self._hooks, self._say, self._warn_or_raise = hooks, say, warn_or_raise
         self._lost = 0  # consecutive rows that could not be written
         self._pending: tuple[int, Any, float] | None = None
@@ -87,6 +163,8 @@ class Rows:
             return
         self.last = self._row(*self._pending) | self._extra | more()
         self._pending, self._extra, self._since = None, {}, time.perf_counter()
+        if warning := self._check.read(self.last):
+            self._say(warning)
         self._write()
         for hook in self._hooks:
             hook(self.last)

@@ -95,6 +95,18 @@ def default_settings() -> dict[str, str]:
     return {key: value_to_text(value) for tree in trees for key, (value, _, _) in tree.items()}
 
 
+def default_texts(config: TrainConfig, section: str) -> dict[str, str]:
+    """The text of the default value of every field of a section that has one; nested sections are left out."""
+    node = getattr(config, section)
+    fields = dataclasses.fields(node) if dataclasses.is_dataclass(node) else ()
+    known = flat_fields(config)
+    return {
+        key: value_to_text(item.default)
+        for item in fields
+        if (key := f"{section}.{item.name}") in known and item.default is not dataclasses.MISSING
+    }
+
+
 def complete_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
     """`current_settings`, with defaults for settings that did not exist yet when these were saved.
 

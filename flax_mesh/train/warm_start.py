@@ -3,42 +3,85 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from flax import nnx
 
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.find import find_valid, step_number
-from flax_mesh.checkpoint.hf.convert import load_safetensors
-from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, read_config
+from flax_mesh.checkpoint.hf.decoders import open_decoder
+from flax_mesh.checkpoint.read import read_record
+from flax_mesh.errors import ConfigError
 from flax_mesh.processes import broadcast_from_process_0
 from flax_mesh.step.state import TrainState
+from flax_mesh.train.config import TrainConfig
+from flax_mesh.train.overrides import Change, changes, default_texts
 from flax_mesh.tree import named_leaves
 
+# Settings of the model that a new run may change: parameters are cast, and these are coefficients of the loss.
+MAY_DIFFER = {"dtype", "param_dtype", "load_balance_loss", "router_z_loss"}
 
-def start_from(folder: str, state: TrainState, layers: Sequence[str]) -> tuple[TrainState, str]:
-    """Return `state` with the parameters from `folder`, and a text that lists what was and was not restored."""
+
+class Start(NamedTuple):
+    """A folder to start from: safetensors (`step` is None), or its newest valid step and the damaged newer ones."""
+
+    folder: str
+    step: Path | None = None
+    damaged: tuple[str, ...] = ()
+
+
+def find_start(folder: str) -> Start:
+    """Find what `folder` contains. Only process 0 reads the files to verify them."""
     if is_huggingface(folder):
-        path, tree = Path(folder).expanduser(), state.to_nnx()
-        model = load_safetensors(path, tree["model"], DECODER_NAMES[read_config(path)["model_type"]])
-        text = f"restored all {len(named_leaves(model))} arrays of the model"
-        return state.with_state(nnx.State({**tree.raw_mapping, "model": model})), text
-    step, damaged = _valid_step(folder)
-    with Checkpointer(step.parent, layers=layers or None) as checkpointer:
-        # `_valid_step` has verified it.
-        state, report = checkpointer.restore_partial(state, step_number(step), include="model/", verify=False)
-    skipped = "".join(f"{path} is damaged and was skipped; " for path in damaged)
-    return state, f"{skipped}step {step_number(step)}, {report}"
-
-
-def _valid_step(folder: str) -> tuple[Path, list[str]]:
-    """The newest valid step and the damaged newer ones. Only process 0 reads the files to verify them."""
+        return Start(folder)
 
     def look() -> str:
         step, damaged = find_valid(folder)
         return json.dumps([str(step), [str(path) for path in damaged]])
 
     step, damaged = json.loads(broadcast_from_process_0("start_from", look))
-    return Path(step), damaged
+    return Start(folder, Path(step), tuple(damaged))
+
+
+def check_start_settings(start: Start, config: TrainConfig, *, allow_changes: bool) -> list[Change]:
+    """List the settings of the model that differ from those saved with the checkpoint.
+
+    Raises ConfigError if one of them changes the result, unless `allow_changes` or it is in MAY_DIFFER. Nothing is
+    compared with a checkpoint without settings; `check_config` compares those of config.json.
+    """
+    if start.step is None:
+        return []
+    step, saved = start.step.name, read_record(start.step)["config"]
+    if not any(key.startswith("model.") for key in saved):
+        return []
+    found = [
+        change for change in changes(default_texts(config, "model") | saved, config) if change.key.startswith("model.")
+    ]
+    refused = [one for one in found if one.changes_result and one.key.removeprefix("model.") not in MAY_DIFFER]
+    if refused and not allow_changes:
+        raise ConfigError(
+            [
+                f"checkpoint.start_from={start.folder}: step {step} was saved with other settings of the model:",
+                *(f"  {change}" for change in refused),
+                "  Use the saved settings, or start with these by --allow-changes.",
+            ]
+        )
+    return found
+
+
+def start_from(start: Start, state: TrainState, layers: Sequence[str]) -> tuple[TrainState, str]:
+    """Return `state` with the parameters from `start`, and a text that lists what was and was not restored."""
+    if start.step is None:
+        tree = state.to_nnx()
+        model = open_decoder(start.folder).load(tree["model"])
+        text = f"restored all {len(named_leaves(model))} arrays of the model"
+        return state.with_state(nnx.State({**tree.raw_mapping, "model": model})), text
+    step = start.step
+    with Checkpointer(step.parent, layers=layers or None) as checkpointer:
+        # `find_start` has verified it.
+        state, report = checkpointer.restore_partial(state, step_number(step), include="model/", verify=False)
+    skipped = "".join(f"{path} is damaged and was skipped; " for path in start.damaged)
+    return state, f"{skipped}step {step_number(step)}, {report}"
 
 
 def is_huggingface(folder: str) -> bool:

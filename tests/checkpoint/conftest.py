@@ -40,7 +40,7 @@ def saved(state, tmp_path_factory) -> Path:
     with Checkpointer(folder / "checkpoints", layers=program.rules.layers) as checkpointer:
         for step, loss, what in ((5, 2.5, state), (10, float("nan"), changed(state))):
             row = {"step": step, "loss": loss, "eval_loss": 2.25}
-            checkpointer.save(step, what, step_record(record, step, row))
+            checkpointer.save(step, what, step_record(record, step, row, {}))
     return folder
 
 

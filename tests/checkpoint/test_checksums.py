@@ -181,6 +181,46 @@ def test_a_damaged_step_is_skipped_and_quarantined(copy, state):
     assert (copy / "2.damaged" / "state" / "_METADATA").read_bytes() == damaged
 
 
+OTHER = "the folder is named {}, but contains the checkpoint of step {}: it was renamed or overwritten. Rename it to {}"
+
+
+@pytest.mark.parametrize("how", ["renamed", "overwritten"])
+def test_the_checkpoint_of_another_step_is_damage(how, copy, state):
+    """A run would otherwise continue from its arrays as from the step in the name of the folder."""
+    if how == "renamed":
+        (copy / "2").rename(copy / "20")
+    else:
+        with Checkpointer(copy) as checkpointer:
+            checkpointer.save(20, state)
+        shutil.copytree(copy / "2", copy / "20", dirs_exist_ok=True)
+        for file in set(files_of(copy / "20")) - set(files_of(copy / "2")):
+            (copy / "20" / file).unlink()
+        shutil.rmtree(copy / "2")
+    with Checkpointer(copy) as checkpointer:
+        (problem,) = checkpointer.verify(20)
+        assert problem.startswith(OTHER.format(20, 2, 2))
+        with pytest.raises(CheckpointCorruptedError, match="the checkpoint of step 2"):
+            checkpointer.restore(abstract_net(), 20)
+        with pytest.raises(CheckpointCorruptedError, match="the checkpoint of step 2"):
+            checkpointer.restore_partial(state, 20)
+        assert checkpointer.latest_step() == 1 and checkpointer.damaged == {20: [problem]}
+        checkpointer.save(21, state)
+    assert sorted(path.name for path in copy.iterdir()) == ["1", "20.damaged", "21"]
+    (copy / "20.damaged").rename(copy / "2")
+    with Checkpointer(copy) as checkpointer:
+        assert [checkpointer.verify(step) for step in checkpointer.steps()] == [[], [], []]
+
+
+def test_the_number_of_a_step_does_not_depend_on_its_metadata(tmp_path, state):
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(3, state)
+        checkpointer.save(4, state, {"format": 1, "step": 9})
+        checkpointer.wait()
+        assert checkpointer.verify(3) == checkpointer.verify(4) == []
+        (tmp_path / "3").rename(tmp_path / "5")
+        assert checkpointer.verify(5)[0].startswith(OTHER.format(5, 3, 3))
+
+
 def test_no_valid_checkpoint_is_an_error_that_names_every_file(copy, state):
     truncate(copy / "1" / "metadata" / "metadata")
     (copy / "2" / CHECKSUMS).unlink()

@@ -61,7 +61,8 @@ def test_list_reports_steps_sizes_validity_metrics_and_mesh(command, saved):
     code, out, _ = command("list", saved)
     assert code == DONE and out.startswith(f"{saved / 'checkpoints'}: 2 checkpoints, ")
     assert [line.split()[0] for line in out.splitlines()[3:]] == ["5", "10"]
-    assert out.count("  valid  ") == 2 and out.count("dp:2,fsdp:2,tp:2") == 2
+    assert out.splitlines()[3].count("  valid  ") == out.splitlines()[4].count("  valid, not finite  ") == 1
+    assert (five["finite"], ten["finite"]) == (True, False) and out.count("dp:2,fsdp:2,tp:2") == 2
     assert [step["step"] for step in as_json(command, "list", saved / "checkpoints" / "5")["checkpoints"]] == [5]
 
 
@@ -86,6 +87,19 @@ def test_list_and_verify_name_the_damaged_file(command, copy):
     assert out.rstrip().endswith("in progress or interrupted: 12.orbax-checkpoint-tmp")
     code, out, _ = command("list", copy, "--quick")
     assert code == DONE and out.count("not verified") == 2
+
+
+def test_the_checkpoint_of_another_step_is_reported_as_damage(command, copy):
+    (copy / "checkpoints" / "5").rename(copy / "checkpoints" / "20")
+    problem = "the folder is named 20, but contains the checkpoint of step 5: it was renamed or overwritten."
+    for arguments in (("list",), ("list", "--quick"), ("verify",), ("inspect",)):
+        code, out, err = command(arguments[0], copy, *arguments[1:])
+        assert (code, err) == (FINDINGS, "") and problem in " ".join(out.split()), arguments
+    assert "not verified" in command("list", copy, "--quick")[1].splitlines()[3]  # step 10
+    assert as_json(command, "inspect", copy, code=FINDINGS)["problems"][0].startswith(problem)
+    assert as_json(command, "inspect", copy, "--step", 10)["problems"] is None
+    found, damaged = find_valid(copy)
+    assert found.name == "10" and damaged[copy / "checkpoints" / "20"][0].startswith(problem)
 
 
 def test_a_step_without_its_state_is_listed_as_damaged(command, copy):

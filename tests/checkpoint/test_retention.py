@@ -97,6 +97,21 @@ def test_the_best_are_retained_over_a_restart(tmp_path):
     assert sorted(os.listdir(tmp_path), key=int) == ["1", "5", "10", "11"]  # nothing partly deleted
 
 
+@pytest.mark.parametrize(
+    "bad", [{"metrics": {"loss": math.nan}}, {"metrics": {"grad_norm": math.inf}}, {"finite": False}]
+)
+def test_the_newest_checkpoint_with_finite_numbers_is_retained(tmp_path, bad):
+    with Checkpointer(tmp_path, keep=2) as checkpointer:
+        for step in range(1, 8):
+            checkpointer.save(step, state_of(step), bad if step > 3 else {"metrics": {"loss": 1.0}})
+        checkpointer.wait()
+        assert checkpointer.steps() == [3, 6, 7] and checkpointer.newest_finite_step() == 3
+    with Checkpointer(tmp_path, keep=2) as checkpointer:
+        checkpointer.save(8, state_of(8), {"finite": True, "metrics": {"loss": math.nan}})  # the update was skipped
+        checkpointer.wait()
+        assert checkpointer.steps() == [7, 8] and checkpointer.newest_finite_step() == 8
+
+
 def test_a_damaged_checkpoint_is_not_a_candidate_for_the_best(tmp_path):
     with Checkpointer(tmp_path, keep=RetentionPolicy(1, best=1)) as checkpointer:
         save(checkpointer, {1: 0.1, 2: 0.9})

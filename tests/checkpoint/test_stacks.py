@@ -214,3 +214,57 @@ def test_the_chunks_of_a_pipelined_stack_must_be_named(tmp_path):
     assert {p for p in save(tmp_path / "b", state) if "model/" in p} == {
         p for p in save(tmp_path / "c", listed) if "model/" in p
     }
+
+
+class Single(nnx.Module):
+    """Layers as attributes. All arrays of `norm` have the same leading size, as those of a stack."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.inc, self.norm = nnx.Conv(2, 8, (3, 3), rngs=rngs), nnx.LayerNorm(8, rngs=rngs)
+        self.down = nnx.Dict(conv=nnx.Conv(8, 4, (3, 3), rngs=rngs), drop=nnx.Dropout(0.1, rngs=rngs))
+        self.layers = stack(Block, 3)
+
+
+NAMES = ("inc", "norm", "down", "layers")
+WithTable = partitioned([(".*", ())], layers=NAMES)(type("WithTable", (Single,), {}))
+
+
+def test_named_modules_that_are_no_stack_are_saved_as_they_are(tmp_path):
+    state = train_state(Single)
+    want = save(tmp_path / "a", state, layers="layers")
+    assert "model/inc/kernel" in want and "model/layers/2/gate" in want
+    assert save(tmp_path / "b", state, layers=NAMES) == want
+    assert save(tmp_path / "c", train_state(WithTable)) == want
+    for layers in ("layers", NAMES):
+        with Checkpointer(tmp_path / "b", layers=layers) as checkpointer:
+            for tree in (state, state.to_nnx()):  # an nnx.State does not show that `norm` is one layer
+                restored = checkpointer.restore(tree)
+                again, report = checkpointer.restore_partial(tree)
+                assert not report.unchanged
+                for found in (restored, again):
+                    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(found), strict=True)
+                    assert all(np.array_equal(key_data(x), key_data(y)) for x, y in pairs)
+
+
+def test_a_tree_of_arrays_with_several_sizes_is_no_stack(tmp_path):
+    tree = {"inc": {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4)}, "layers": {"kernel": jnp.ones((2, 4))}}
+    assert sorted(save(tmp_path, tree, layers=("inc", "layers"))) == [
+        "inc/bias",
+        "inc/kernel",
+        "layers/0/kernel",
+        "layers/1/kernel",
+    ]
+
+
+def test_checkpoints_in_which_a_single_layer_was_cut_are_restored(tmp_path):
+    """Before, every module that `layers` names was saved by its first dim."""
+    single = {"inc": {"kernel": jnp.arange(12.0).reshape(3, 4), "bias": jnp.arange(4.0)}}
+    cut = {"inc": {str(i): {"kernel": single["inc"]["kernel"][i]} for i in range(3)}}
+    for i in range(4):
+        cut["inc"].setdefault(str(i), {})["bias"] = single["inc"]["bias"][i]
+    save(tmp_path, cut)
+    with Checkpointer(tmp_path, layers="inc") as checkpointer:
+        restored, (again, _) = checkpointer.restore(single), checkpointer.restore_partial(single)
+    jax.tree.map(np.testing.assert_array_equal, restored, single)
+    jax.tree.map(np.testing.assert_array_equal, again, single)

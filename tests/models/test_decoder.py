@@ -1,6 +1,7 @@
 """The dense decoder against an independent implementation in numpy; scan, remat and dtype do not change its results."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -228,11 +229,38 @@ def test_samples_depend_on_the_key_and_start_with_the_prompt():
         assert (drawn[:5] == prompt).all() and (drawn >= 0).all() and (drawn < SMALL.vocab_size).all()
 
 
-def test_a_sample_of_low_temperature_is_greedy():
+def test_a_sample_of_temperature_0_or_almost_0_is_greedy():
     model, prompt = small(), tokens_of(1, 5)[0]
-    drawn = np.asarray(jax.jit(sample, static_argnums=2)(model, jnp.asarray(prompt), 4, jax.random.key(0), 1e-6))
+    draw = jax.jit(sample, static_argnums=2)
+    drawn = np.asarray(draw(model, jnp.asarray(prompt), 4, jax.random.key(0), 1e-6))
     for i in range(5, 9):
         assert drawn[i] == np.argmax(numpy_decoder(model, drawn[None, :i])[0, -1])
+    assert len({*drawn[5:]} - {0}) > 1
+    for temperature in (0.0, 0, 1e-45):
+        assert (draw(model, jnp.asarray(prompt), 4, jax.random.key(1), temperature) == drawn).all()
+    model.norm.scale[...] *= 1000  # several logits divided by the temperature are infinite
+    greedy, cold = (draw(model, jnp.asarray(prompt), 4, jax.random.key(1), at) for at in (0.0, 2e-38))
+    assert (greedy == cold).all()
+    model.norm.scale[...] /= 1000
+    constant = jax.jit(functools.partial(sample, temperature=0.0), static_argnums=2)
+    assert (constant(model, jnp.asarray(prompt), 4, jax.random.key(1)) == drawn).all()
+
+
+def test_a_sample_of_any_other_temperature_divides_the_logits():
+    model, prompt, key = small(), tokens_of(1, 5)[0], jax.random.key(0)
+    for temperature in (0.8, 3.0, float("inf")):
+        drawn = np.asarray(sample(model, jnp.asarray(prompt), 1, key, temperature))
+        logits = numpy_decoder(model, drawn[None, :5])[0, -1] / temperature
+        assert drawn[5] == jax.random.categorical(jax.random.fold_in(key, 5), logits)
+
+
+@pytest.mark.parametrize("temperature", [-1.0, -0.001, float("nan"), np.float32("nan"), float("-inf")])
+def test_a_negative_temperature_or_nan_is_refused(temperature):
+    model, prompt, key = small(), jnp.asarray(tokens_of(1, 5)[0]), jax.random.key(0)
+    with pytest.raises(ConfigError, match=f"temperature must be at least 0 .0: greedy., got {temperature}"):
+        sample(model, prompt, 2, key, temperature)
+    drawn = jax.jit(sample, static_argnums=2)(model, prompt, 2, key, temperature)
+    assert (drawn == jnp.asarray([*prompt, -1, -1])).all()
 
 
 @pytest.mark.parametrize(

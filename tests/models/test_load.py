@@ -143,16 +143,53 @@ def test_overrides_replace_fields_of_the_config(source, folder):
     np.testing.assert_array_equal(stack, np.stack([layer.attention.q.kernel[...] for layer in source.layers]))
 
 
-def test_a_tied_head_and_rotary_frequencies_in_the_folder_are_ignored(tmp_path):
-    tied = DecoderConfig(**{**vars(CONFIG), "tied": True})
-    model = with_random_parameters(lambda: make_decoder(tied, nnx.Rngs(0)))
-    save_safetensors(tmp_path / "a", nnx.state(model), DECODER_NAMES["qwen3"], config=huggingface_config(vars(tied)))
+@pytest.fixture
+def tied(tmp_path):
+    """A folder with tied embeddings in its config.json, and its model."""
+    config = DecoderConfig(**{**vars(CONFIG), "tied": True})
+    model = with_random_parameters(lambda: make_decoder(config, nnx.Rngs(0)))
+    more = huggingface_config(vars(config))
+    save_safetensors(tmp_path / "tied", nnx.state(model), DECODER_NAMES["qwen3"], config=more)
+    return tmp_path / "tied", model
+
+
+def test_a_tied_head_and_rotary_frequencies_in_the_folder_are_ignored(tied):
+    folder, model = tied
     again = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}
     again["lm_head.weight"] = np.asarray(model.embed.embedding)
-    change_arrays(tmp_path / "a", lambda arrays: arrays | again)
-    loaded, config = load_decoder(tmp_path / "a", mesh_of("one device"))
+    change_arrays(folder, lambda arrays: arrays | again)
+    loaded, config = load_decoder(folder, mesh_of("one device"))
     assert config.tied
     np.testing.assert_array_equal(loaded.embed.embedding, model.embed.embedding)
+
+
+@pytest.mark.parametrize("where", [0, -1], ids=["first", "last"])
+def test_a_stored_head_that_differs_from_the_tied_embedding_is_refused(tied, where):
+    folder, model = tied
+    head = np.array(model.embed.embedding)
+    head[where, where] += 1
+    change_arrays(folder, lambda arrays: arrays | {"lm_head.weight": head})
+    change_config(folder, num_hidden_layers=10**9)
+    with pytest.raises(
+        ConfigError, match=r"(?s)has 1000000000 layers.*lm_head\.weight differs from model\.embed_tokens"
+    ):
+        load_decoder(folder, mesh_of("one device"))
+    change_config(folder, num_hidden_layers=CONFIG.num_layers)
+    loaded, config = load_decoder(folder, mesh_of("one device"), ignore=["lm_head.weight"])
+    assert config.tied
+    for untied in ({"tied": False}, {}):  # as an override, and in config.json
+        change_config(folder, tie_word_embeddings=bool(untied))
+        loaded, config = load_decoder(folder, mesh_of("one device"), ignore=(), **untied)
+        assert not config.tied
+        np.testing.assert_array_equal(loaded.head.kernel, head.T)
+
+
+@pytest.mark.parametrize("change", [lambda x: x[:-1], lambda x: x.astype(np.float16)], ids=["shape", "dtype"])
+def test_a_stored_head_of_another_shape_or_dtype_is_refused(change, tied):
+    folder, model = tied
+    change_arrays(folder, lambda arrays: arrays | {"lm_head.weight": change(np.asarray(model.embed.embedding))})
+    with pytest.raises(ConfigError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+        load_decoder(folder, mesh_of("one device"))
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,25 @@ def test_a_signal_saves_and_stops_all_processes_at_the_same_step(tmp_path):
     assert f"at step {step}; resuming, 2 steps to go" in output
 
 
+@pytest.mark.slow
+def test_all_processes_end_with_exit_code_6_or_skip_the_same_updates(tmp_path):
+    diverging = ("mesh.shape=pp:2", "optimizer.learning_rate=1e30", "optimizer.warmup_steps=0", "checkpoint.every=1")
+    with start(2, 1, tmp_path / "run", *diverging, "run.steps=40") as running:
+        ended = running.ended(LIMIT_S)
+    assert ended.code == 6, ended.output
+    assert set(re.findall(r"exit code (\d+)", ended.output)) == {"6"}, ended.output
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    bad = rows[-1]["step"]
+    assert [row["step"] for row in rows if None in (row["loss"], row["grad_norm"])] == [bad] and 1 < bad < 40
+    assert f"diverged at step {bad}" in ended.output and "stopped: step" in ended.output
+    with Checkpointer(tmp_path / "run" / "checkpoints") as checkpointer:
+        assert checkpointer.steps() == list(range(1, bad))
+    output = run(2, 1, tmp_path / "run", *diverging, f"run.steps={bad + 1}", "run.on_nonfinite=skip")
+    assert "resuming, 2 steps to go" in output and "the update was skipped (2 so far)" in output
+    before, after = (stored(tmp_path / "run", step) for step in (bad - 1, bad + 1))
+    assert_same_state(before, after)
+
+
 def limit_files(running: Running, process: int, size: int) -> None:
     resource.prlimit(children(running)[process], resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 

@@ -11,7 +11,7 @@ import pytest
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.mpmd import Pipeline
 from flax_mesh.train.build import make_mesh, run_rules, train_program
-from flax_mesh.train.warm_start import start_from
+from flax_mesh.train.warm_start import find_start, start_from
 from tests.mpmd.runtime.test_pipeline import FAST, plain
 from tests.multiprocess.cases import (
     COUNT,
@@ -133,7 +133,7 @@ def test_several_processes_start_from_the_parameters_in_a_folder(tmp_path):
     config = config_of("dp:1")
     rules = run_rules(config)
     program = train_program(config, make_mesh(config, print), rules)
-    state, _ = start_from(str(LLAMA), program.init(), rules.layers)
+    state, _ = start_from(find_start(str(LLAMA)), program.init(), rules.layers)
     with Checkpointer(tmp_path, layers=rules.layers) as checkpointer:
         checkpointer.save(7, state.to_nnx(), {})
     ended = run_workers("starts", 2, 2, str(tmp_path))

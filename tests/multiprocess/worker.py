@@ -25,7 +25,7 @@ from flax_mesh.processes import Watch, assert_equal, broadcast_from_process_0, s
 from flax_mesh.processes.agree import Phases
 from flax_mesh.train import apply_overrides, load_recipe
 from flax_mesh.train.build import make_mesh, run_rules, train_program
-from flax_mesh.train.warm_start import start_from
+from flax_mesh.train.warm_start import find_start, start_from
 from tests.multiprocess import cases
 from tests.multiprocess.cases import end_at_once, error_of, put_and_get_all
 from tests.multiprocess.ordered_cases import forgetful, ordered  # noqa: F401  cases
@@ -206,7 +206,7 @@ def starts(checkpoint: str) -> None:
         mesh, rules = make_mesh(config, print), run_rules(config)
         program = train_program(config, mesh, rules)
         fresh = program.init()
-        state, text = start_from(str(folder), fresh, rules.layers)
+        state, text = start_from(find_start(str(folder)), fresh, rules.layers)
         before, after = (dict(named_leaves(one.to_nnx())) for one in (fresh, state))
         model = state.to_nnx()["model"]
         on_one = jax.tree.map(

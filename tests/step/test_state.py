@@ -1,13 +1,14 @@
 """TrainState.with_state: a train state with the leaves of another tree with the same paths."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
 
 from flax_mesh import abstract_state, create_mesh, init_state, named_leaves
-from flax_mesh.train import abstract_train_state
+from flax_mesh.train import abstract_train_state, init_train_state
 from flax_mesh.tree import map_named
 
 
@@ -46,3 +47,15 @@ def test_with_state_matches_leaves_by_path(abstract):
     layout = abstract_train_state(make, abstract)
     named = map_named(lambda path, _: path, layout.to_nnx())
     assert layout.with_state(named).leaves[0] == "model/layers/0/bias"
+
+
+def test_with_state_refuses_leaves_with_the_same_path():
+    """Both would get the value of one of them."""
+
+    def make():
+        model = nnx.Dict({"a/b": nnx.Param(jnp.zeros(2)), "a": nnx.Dict(b=nnx.Param(jnp.ones(2)))})
+        return model, nnx.Optimizer(model, optax.sgd(1e-3), wrt=nnx.Param)
+
+    abstract = abstract_state(make, create_mesh(), [(".*", ())])
+    with pytest.raises(ValueError, match="  model/a/b: 2 leaves have this path"):
+        init_train_state(make, abstract)

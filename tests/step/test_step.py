@@ -206,19 +206,6 @@ def test_a_scalar_loss_has_weight_one_per_microbatch():
         run(scalar, start(make()), [batch()], num_microbatches=3)
 
 
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        (lambda loss: (loss,), r"must return \(loss_sum, weight\).*; it returned a tuple of 1"),
-        (lambda loss: (jnp.ones(3) * loss, 1.0), r"must return scalars, got loss \(3,\)"),
-        (lambda loss: (loss, 1.0, {"loss": loss}), "must not be named loss"),
-    ],
-)
-def test_a_loss_function_with_an_invalid_return_value_is_an_error(result, message):
-    with pytest.raises(ValueError, match=message):
-        run(lambda model, b: result(jnp.sum(model(b["x"]))), start(make()), [batch()])
-
-
 def test_tied_weights_remain_one_parameter():
     class Tied(nnx.Module):
         def __init__(self):
@@ -294,3 +281,74 @@ def test_evaluation_has_no_dropout_and_does_not_change_the_state():
     model, _ = state.merge()
     model.eval()
     np.testing.assert_allclose(a["loss"], weighted_loss(model, batch())[0], rtol=1e-6)
+
+
+def scaled_loss(model, batch):
+    error = jnp.mean((model(batch["x"]) - 1.0) ** 2, axis=-1)
+    return jnp.sum(error * batch["w"]), jnp.float32(error.size)
+
+
+def loss_with_a_pole(model, batch):
+    """The loss is finite; its gradient is not, if a weight is above 1: the slope of the root at 0 is infinite."""
+    total, weight = scaled_loss(model, batch)
+    return total + jnp.sqrt(jnp.where(jnp.max(batch["w"]) > 1, 0.0 * total, 1.0)), weight
+
+
+BAD_STEPS = {
+    "a NaN loss": (scaled_loss, {"live": np.full(16, np.nan, np.float32)}, ()),
+    "an infinite loss": (scaled_loss, {"live": np.full(16, np.inf, np.float32)}, ()),
+    "a gradient that is not finite": (loss_with_a_pole, {"live": np.full(16, 2, np.float32)}, ()),
+    "a loss above its limit": (scaled_loss, {"live": np.full(16, 9, np.float32)}, (5.0, 1e9)),
+    "a gradient norm above its limit": (scaled_loss, {"live": np.full(16, 9, np.float32)}, (1e9, 5.0)),
+}
+
+
+@pytest.mark.parametrize("case", BAD_STEPS)
+def test_a_skipped_step_changes_no_leaf_and_the_next_equals_the_first(case):
+    """Statistics of the forward pass and all counts are compared too; dropout masks depend on the count."""
+    loss_fn, bad, limits = BAD_STEPS[case]
+    good = batch(live=np.ones(16, np.float32))
+    make_noisy = make(norm=True, rate=0.3)
+    step = make_train_step(loss_fn, start(make_noisy), num_microbatches=2, skip_nonfinite=True)
+    state = start(make_noisy)
+    before = [np.asarray(x) for x in jax.tree.leaves(as_numbers(state))]
+    state, metrics = step(state, batch(**bad), *[limits] * bool(limits))
+    assert float(metrics["skipped"]) == 1
+    if not limits:
+        assert np.isfinite(metrics["loss"]) == (loss_fn is loss_with_a_pole)
+        assert not (np.isfinite(metrics["loss"]) and np.isfinite(metrics["grad_norm"]))
+    for old, new in zip(before, jax.tree.leaves(as_numbers(state)), strict=True):
+        assert old.tobytes() == np.asarray(new).tobytes()
+    state, metrics = step(state, good, *[limits] * bool(limits))
+    want, wanted = make_train_step(loss_fn, state, num_microbatches=2)(start(make_noisy), good)
+    assert float(metrics.pop("skipped")) == 0
+    for old, new in zip(as_numbers(want), as_numbers(state), strict=True):
+        np.testing.assert_allclose(new, old, rtol=1e-6, atol=1e-7)
+    assert metrics.keys() == wanted.keys()
+    assert float(metrics["loss"]) == pytest.approx(float(wanted["loss"]), rel=1e-6)
+
+
+def as_numbers(state):
+    """The leaves of a state, with random keys as numbers."""
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+    return [jax.random.key_data(x) if is_key(x) else x for x in state.leaves]
+
+
+def test_by_default_a_step_that_is_not_finite_is_applied():
+    state = start(make())
+    state, metrics = make_train_step(scaled_loss, state)(state, batch(live=np.full(16, np.nan, np.float32)))
+    assert "skipped" not in metrics and any(np.isnan(x).any() for x in as_numbers(state))
+    state, _ = make_train_step(scaled_loss, start(make()))(start(make()), batch())
+    with pytest.raises(ValueError, match=r"metrics of loss_fn must not be named skipped"):
+        make_train_step(lambda model, b: (*scaled_loss(model, b), {"skipped": 1.0}), state, skip_nonfinite=True)(
+            state, batch()
+        )
+
+
+def test_limits_that_change_compile_nothing(compilations):
+    state = start(make())
+    step = make_train_step(scaled_loss, state, skip_nonfinite=True)
+    state, _ = step(state, batch(), (np.float32(1e9), np.float32(1e9)))
+    compilations.clear()
+    state, metrics = step(state, batch(), (np.float32(1e8), np.float32(0)))
+    assert float(metrics["skipped"]) == 1 and not compilations

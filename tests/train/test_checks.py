@@ -31,6 +31,7 @@ TINY = Path(__file__).parents[2] / "recipes" / "tiny.py"
         ("mesh.shape=pp:-1", "mesh.shape=pp:-1 leaves the size of pp to the number of devices; set it"),
         ("pipeline.cut=2;3", "pipeline.cut must be flops, count, or the first layer of every stage but the first"),
         ("pipeline.remat=keep", "pipeline.remat must be one of none, cheap, full, got 'keep'"),
+        ("pipeline.check=sometimes", "pipeline.check must be one of auto, always, never, got 'sometimes'"),
         ("pipeline.transport=nccl", "pipeline.transport must be one of auto, server, ordered, got 'nccl'"),
         ("mesh.shape=dp:two", r"mesh.shape: .*'dp:two' is malformed"),
         ("mesh.shape=dp:-1,tp:-1", r"mesh.shape: .*only one size can be -1"),

@@ -25,7 +25,10 @@ import pytest
 from flax_mesh.checkpoint.read import read_record, read_tree
 from flax_mesh.cli import main
 from flax_mesh.cli.common import DONE, FINDINGS
+from flax_mesh.errors import ConfigError
+from flax_mesh.train import apply_overrides, load_recipe
 from flax_mesh.train.export import read_values
+from flax_mesh.train.warm_start import check_start_settings, find_start
 
 DATA = Path(__file__).parents[1] / "data" / "first_version"
 EXPECTED = json.loads((DATA / "expected.json").read_text())
@@ -84,12 +87,27 @@ def test_a_run_of_the_first_version_resumes_bit_for_bit(folder, capsys):
     assert {path: sha256(np.asarray(x).tobytes()).hexdigest()[:16] for path, x in values} == EXPECTED["state"]
 
 
+def test_a_new_run_that_starts_from_it_needs_its_settings_of_the_model(folder):
+    start, config = find_start(str(folder)), load_recipe("recipe.py")
+    assert check_start_settings(start, config, allow_changes=False) == []
+    with pytest.raises(ConfigError, match=r"model\.norm_epsilon: .* -> 0\.1"):
+        check_start_settings(start, apply_overrides(config, ["model.norm_epsilon=0.1"]), allow_changes=False)
+
+
 def test_the_damaged_step_is_listed(folder, capsys):
     assert main(["checkpoint", "list", str(folder), "--json"]) == DONE
     steps = json.loads(capsys.readouterr().out)["checkpoints"]
     assert [(step["name"], step["set_aside"]) for step in steps] == [("6", False), ("4.damaged", True)]
     assert main(["checkpoint", "verify", str(folder / "checkpoints" / "4.damaged")]) == FINDINGS
     assert "damaged" in capsys.readouterr().out
+
+
+def test_a_renamed_step_is_found_by_the_record_of_the_run(folder, capsys):
+    (folder / "checkpoints" / "6").rename(folder / "checkpoints" / "9")
+    assert main(["checkpoint", "verify", str(folder), "--step", "9"]) == FINDINGS
+    assert "the folder is named 9, but contains the checkpoint of step 6" in capsys.readouterr().out
+    assert main(["train", "recipe.py", f"@{folder / 'config.txt'}"]) == FINDINGS
+    assert "none is valid" in capsys.readouterr().err
 
 
 def test_its_settings_are_printed_under_their_current_names(folder, capsys):

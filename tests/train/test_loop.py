@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from flax_mesh.errors import ConfigError
@@ -284,6 +285,25 @@ def test_changed_data_is_rejected(tmp_path):
     text.write_text(text.read_text().replace("squared", "SQUARED"))
     with pytest.raises(ConfigError, match=r"content of data\.source: [0-9a-f]{12} -> [0-9a-f]{12} \(changes the resul"):
         train(make("run.steps=2"))
+
+
+def test_a_run_whose_data_are_rewritten_stops_without_saving(tmp_path):
+    path = tmp_path / "tokens.npy"
+    np.save(path, np.arange(4000, dtype=np.uint16) % 256)
+    config = make_config(path, tmp_path / "run", "run.steps=8", "checkpoint.every=2", "run.eval_every=0")
+
+    def rewrite(row):
+        if row["step"] == 3:
+            with path.open("r+b") as file:  # in place, and never shorter than before
+                np.save(file, np.arange(4000, dtype=np.uint16) % 255)
+
+    with pytest.raises(ConfigError, match=f"{path} was rewritten while the run read it"):
+        train(config, hooks=[rewrite])
+    assert checkpoints(tmp_path / "run") == [2]
+    np.save(path, np.arange(4000, dtype=np.uint16) % 256)
+    result = train(config)
+    assert (result.status, checkpoints(tmp_path / "run")) == ("finished", [4, 6, 8])
+    assert [row["step"] for row in rows_of(tmp_path / "run")] == [1, 2, 3, 4, 3, 4, 5, 6, 7, 8]
 
 
 def test_neutral_changes_are_accepted_and_keep_the_losses(config, undisturbed):

@@ -8,13 +8,17 @@ import pytest
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss, sample
+from flax_mesh.mpmd import CutError, StagedModel
+from flax_mesh.mpmd.split import check as split_check
 from flax_mesh.train import (
     CheckpointConfig,
     DataConfig,
     OptimizerConfig,
     RunConfig,
     TrainConfig,
+    TrainResult,
     apply_overrides,
+    loop,
     train,
 )
 from flax_mesh.train.explain import measure_recipe
@@ -56,6 +60,50 @@ def losses(config):
     rows = []
     result = train(config, hooks=[rows.append])
     return [row["loss"] for row in rows], [row["eval_loss"] for row in rows if "eval_loss" in row], result.sample
+
+
+SHORT = ("mesh.shape=pp:2,fsdp:1", "run.platform=auto", "run.eval_every=0")
+
+
+def planted(staged, batch, **kinds):
+    raise CutError("the loss differs")
+
+
+def without_steps(run, checkpointer, state, start, saved):
+    return TrainResult("finished", start, run.folder)
+
+
+def test_the_stages_are_checked_at_the_start_of_a_new_run(tmp_path, text, monkeypatch):
+    monkeypatch.setattr(loop, "_steps", without_steps)
+    calls, printed, folder = [], [], tmp_path / "run"
+    with monkeypatch.context() as changed:
+        changed.setattr(StagedModel, "check", lambda staged, batch, **kinds: calls.append((batch, kinds)))
+        train(config_of(folder, text, *SHORT, "run.seed=3", "pipeline.schedule=zb-h1"), say=printed.append)
+    assert "pipeline.check: the stages compute what the model computes, on one microbatch" in printed
+    ((batch, kinds),) = calls
+    assert batch["inputs"].shape == (16, 16) and kinds == {"seed": 3, "remat": "none", "split_backward": True}
+    monkeypatch.setattr(StagedModel, "check", planted)
+    for setting in ("auto", "always"):
+        with pytest.raises(ConfigError, match=r"^the loss differs$"):
+            train(config_of(tmp_path / setting, text, *SHORT, f"pipeline.check={setting}"))
+        assert not (tmp_path / setting / "config.txt").exists()  # before the run has a state
+    train(config_of(tmp_path / "never", text, *SHORT, "pipeline.check=never"))
+    train(config_of(tmp_path / "plain", text, "mesh.shape=fsdp:2", *SHORT[1:], "pipeline.check=always"))
+
+
+def test_expensive_models_and_resumed_runs_are_checked_on_request_only(tmp_path, text, monkeypatch):
+    folder, printed, skipped = tmp_path / "run", [], "pipeline.check: left out, because a microbatch takes more than"
+    monkeypatch.setattr(StagedModel, "check", planted)
+    with monkeypatch.context() as changed:
+        changed.setattr(split_check, "CHEAP_FLOPS", 0)
+        train(config_of(folder, text, *SHORT, "run.steps=1"), say=printed.append)
+        assert f"{skipped} 1e10 FLOPs or 1 GiB" in printed
+    monkeypatch.setattr(loop, "_steps", without_steps)
+    printed.clear()
+    assert train(config_of(folder, text, *SHORT), say=printed.append).step == 1  # resumed, with pipeline.check=auto
+    assert any("resuming" in line for line in printed) and not any("pipeline.check" in line for line in printed)
+    with pytest.raises(ConfigError, match=r"^the loss differs$"):
+        train(config_of(folder, text, *SHORT, "pipeline.check=always"))
 
 
 def test_a_pipelined_run_has_the_losses_of_a_plain_run(tmp_path, text):

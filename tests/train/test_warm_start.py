@@ -1,5 +1,6 @@
 """checkpoint.start_from: a new run has the parameters of another, on any mesh, and reports what it restored."""
 
+import shutil
 from pathlib import Path
 
 import jax
@@ -10,10 +11,15 @@ from flax import nnx
 from flax_mesh import ConfigError, named_leaves
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.hf.decoders import decoder_config_from_hf, read_config
+from flax_mesh.checkpoint.hf.safetensors import open_safetensors
+from flax_mesh.cli import main
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.train import DataConfig, MeshConfig, RunConfig, TrainConfig, apply_overrides, train
 from flax_mesh.train.build import build_program
-from flax_mesh.train.warm_start import start_from
+from flax_mesh.train.checks import check_config
+from flax_mesh.train.overrides import to_texts
+from flax_mesh.train.warm_start import check_start_settings, find_start, start_from
+from tests.models.test_load import change_arrays
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -34,7 +40,7 @@ def config_of(shape, *settings):
 
 def started(config, folder):
     program = build_program(config)
-    state, text = start_from(str(folder), program.init(), program.rules.layers)
+    state, text = start_from(find_start(str(folder)), program.init(), program.rules.layers)
     for before, after in zip(program.layout.leaves, state.leaves, strict=True):
         assert after.sharding.is_equivalent_to(before.sharding, after.ndim)
     return program.model(state), text
@@ -47,6 +53,46 @@ def test_the_run_starts_with_the_logits_of_the_folder(shape):
     logits = jax.jit(lambda model, tokens: model(tokens))(model, reference["tokens"])
     np.testing.assert_allclose(logits, reference["logits"], atol=1e-5 * np.abs(reference["logits"]).max())
     assert text.startswith("restored all ")
+
+
+def save_parameters(config, folder):
+    """Save a checkpoint of step 7 with the parameters of a run and its settings."""
+    program = build_program(config)
+    with Checkpointer(folder, layers=program.rules.layers) as checkpointer:
+        checkpointer.save(7, program.init().to_nnx(), {"config": to_texts(config)})
+
+
+def test_settings_of_the_model_that_differ_from_the_checkpoint_are_refused_together(tmp_path):
+    small = ["model.num_layers=1", "model.vocab_size=256"]
+    save_parameters(config_of("fsdp:1", *small), tmp_path / "saved")
+    start = [*small, f"checkpoint.start_from={tmp_path / 'saved'}", f"run.folder={tmp_path / 'run'}"]
+    other = ["model.rope_theta=500.0", "model.norm_epsilon=0.1", "model.rope_factor=2.0"]
+    free = ["model.dtype=bfloat16", "model.remat=full", "model.router_z_loss=0.5", "optimizer.learning_rate=0.5"]
+    config, lines = config_of("fsdp:1", *start, *other, *free), []
+    message = (
+        r"(?s)step 7 .*rope_theta: 1000\.0 -> 500\.0.*rope_factor: 8\.0 -> 2\.0.*norm_epsilon: .* -> 0\.1.*--allow-c"
+    )
+    with pytest.raises(ConfigError, match=message) as error:
+        train(config, say=lines.append)
+    assert len(error.value.problems) == 5 and not any("new run" in line for line in lines)
+    train(config, allow_changes=True, say=lines.append)
+    changed = [line for line in lines if line.startswith("changed since the checkpoint: model.")]
+    assert len(changed) == 6
+    # A run that resumes has parameters of its own.
+    assert train(config).status == "already finished"
+
+
+def test_settings_of_an_imported_checkpoint_and_of_one_without_settings(tmp_path):
+    assert main(["checkpoint", "import", str(LLAMA), str(tmp_path / "imported")]) == 0
+    start = find_start(str(tmp_path / "imported"))
+    assert check_start_settings(start, config_of("fsdp:1"), allow_changes=False) == []
+    for setting in ("rope_theta=500.0", "num_layers=3"):
+        with pytest.raises(ConfigError, match=setting.replace("=", ".* -> ")):
+            check_start_settings(start, config_of("fsdp:1", f"model.{setting}"), allow_changes=False)
+    with Checkpointer(tmp_path / "bare") as checkpointer:
+        checkpointer.save(7, {"x": np.zeros(2)}, {})
+    start = find_start(str(tmp_path / "bare"))
+    assert check_start_settings(start, config_of("fsdp:1", "model.rope_theta=500.0"), allow_changes=False) == []
 
 
 @pytest.mark.slow
@@ -70,4 +116,19 @@ def test_a_model_with_other_settings_is_rejected_before_files_are_read(tmp_path)
         train(apply_overrides(config_of("fsdp:4"), settings))
     with pytest.raises(ConfigError, match=r"start_from: .* is not a folder"):
         train(apply_overrides(config_of("fsdp:4"), [f"checkpoint.start_from={tmp_path / 'none'}", settings[-1]]))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tied_head_in_the_folder_must_equal_the_embedding(tmp_path):
+    folder = shutil.copytree(LLAMA, tmp_path / "llama")
+    head = np.array(open_safetensors(folder)["model.embed_tokens.weight"])
+    config = apply_overrides(config_of("fsdp:1"), [f"checkpoint.start_from={folder}", f"run.folder={tmp_path / 'run'}"])
+    change_arrays(folder, lambda arrays: arrays | {"lm_head.weight": head})
+    assert not check_config(config)
+    program = build_program(config)
+    _, text = start_from(find_start(str(folder)), program.init(), program.rules.layers)
+    assert text.startswith("restored all ")
+    change_arrays(folder, lambda arrays: arrays | {"lm_head.weight": head + 1})
+    with pytest.raises(ConfigError, match=r"start_from: .*lm_head\.weight differs from model\.embed_tokens\.weight"):
+        train(config)
     assert not (tmp_path / "run").exists()

@@ -34,6 +34,7 @@ from flax_mesh.tree import named_leaves, path_and_start
 Tree = TypeVar("Tree")
 REPAIR = "  Use the config and the table of the model that was saved; pass arrays that have no effect to ignore=."
 BYTES_IN_FLIGHT = 1 << 28  # from devices to the host
+NUMBER = "(?:0|[1-9][0-9]*)"  # in a path; "01" would have the name of "1" in the files
 COLUMNS = 8  # of a transposed copy at a time: 3 to 8 times as fast as a single copy (elements of 1 to 4 bytes)
 
 
@@ -148,8 +149,11 @@ def save_safetensors(
 
 def map_params(state: Any, names: Iterable[ParamMapping]) -> list[MappedParam]:
     """Every parameter with its arrays; one ConfigError lists all parameters that do not match the table."""
-    table, params, problems = tuple(names), [], []
-    for path, value in named_leaves(state):
+    table, params = tuple(names), []
+    named = named_leaves(state)
+    paths = Counter(path for path, _ in named)
+    problems = [f"  {path}: {count} parameters have this path" for path, count in paths.items() if count > 1]
+    for path, value in named:
         try:
             params.append(_map_param(path, value, table))
         except ConfigError as error:
@@ -195,9 +199,9 @@ def _pattern(path: str) -> re.Pattern[str]:
     first, *others = re.findall(r"\{(\w+)\}", path) or [None]
     text = re.escape(path)
     if first:
-        text = text.replace(rf"\{{{first}\}}/", rf"(?:(?P<{first}>\d+)/)?")
+        text = text.replace(rf"\{{{first}\}}/", rf"(?:(?P<{first}>{NUMBER})/)?")
     for letter in others:
-        text = text.replace(rf"\{{{letter}\}}", rf"(?P<{letter}>\d+)")
+        text = text.replace(rf"\{{{letter}\}}", rf"(?P<{letter}>{NUMBER})")
     return re.compile(text)
 
 

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 from flax_mesh.checkpoint.hf.convert import ParamMapping, load_safetensors
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors, read_json
 from flax_mesh.errors import ConfigError
@@ -63,7 +65,7 @@ class Family(NamedTuple):
 
     keys: key of config.json -> setting
     absent: default of a key that config.json lacks: a value, or a function of the config; other keys are required
-    must: key -> the only value that this decoder computes, which is also the default of the key
+    must: key -> the only value that this decoder computes, also the default of the key where `absent` has none
     settings: settings that all models of the family share
     """
 
@@ -120,7 +122,7 @@ FAMILIES = {
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         QWEN_MOE_KEYS,
-        ABSENT,
+        {**ABSENT, "norm_topk_prob": False},
         {**MUST, **BIASES, **WINDOW, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
         {"qkv_bias": False, "qk_norm": True},
     ),
@@ -151,7 +153,9 @@ SCALING = {  # key of rope_scaling -> setting
 NOT_WRITTEN = ("quantization_config", "partial_rotary_factor")
 DTYPES = ("float32", "bfloat16", "float16")
 IGNORED_ARRAYS = (r"\.rotary_emb\.inv_freq$",)  # recomputed from rope_theta and rope_scaling
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TIED_HEAD = r"^lm_head\.weight$"  # a head that is tied to the embedding may be stored a second time
+COMPARED_BYTES = 1 << 24  # of two arrays at a time
 
 
 class DecoderFolder(NamedTuple):
@@ -163,20 +167,31 @@ class DecoderFolder(NamedTuple):
     ignore: tuple[str, ...]
 
     def problems(self) -> list[str]:
-        """Errors in `ignore` and in the sizes of config.json, one line each, found without building the model."""
+        """Errors in `ignore` and in the sizes of config.json, and a head that is not tied, one line each.
+
+        They are found without building the model.
+        """
         layers, experts = self.settings["num_layers"], max(1, self.settings["num_experts"])
-        found = []
+        found, stored = [], open_safetensors(self.path)
         # A config.json that asks for a billion layers must fail before a model of that size is traced.
-        if layers * experts > (stored := len(open_safetensors(self.path))):
+        if layers * experts > len(stored):
             found.append(
                 f"{self.path}: config.json has {layers} layers with {experts} MLPs each, "
-                f"but the folder contains only {stored} arrays"
+                f"but the folder contains only {len(stored)} arrays"
             )
+        ignores_head = False
         for pattern in self.ignore:
             try:
-                re.compile(pattern)
+                ignores_head |= bool(re.search(pattern, HEAD))
             except re.error as error:
                 found.append(f"ignore={pattern!r} is not a valid regular expression: {error}")
+        # Versions of transformers differ in which of the two arrays is the head.
+        if self.settings["tied"] and not ignores_head and not _equal(stored.get(HEAD), stored.get(EMBEDDING)):
+            found.append(
+                f"{self.path}: tie_word_embeddings is true, but {HEAD} differs from {EMBEDDING}; set "
+                f"tie_word_embeddings to false in config.json to use {HEAD}, or pass ignore=({HEAD!r},) to use "
+                f"{EMBEDDING} as the head"
+            )
         return found
 
     def load(self, abstract: Tree) -> Tree:
@@ -316,6 +331,17 @@ def _rope(config: Mapping[str, Any], family: Family, problems: list[str]) -> dic
     return settings
 
 
+def _equal(one: np.ndarray | None, other: np.ndarray | None) -> bool:
+    """Whether two stored arrays have the same bytes, or one is missing. Only a slice of each is in memory at a time."""
+    if one is None or other is None:
+        return True
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    first, second = (x.reshape(-1).view(np.uint8) for x in (one, other))  # views of the memory-mapped files
+    pieces = (slice(start, start + COMPARED_BYTES) for start in range(0, len(first), COMPARED_BYTES))
+    return all(np.array_equal(first[piece], second[piece]) for piece in pieces)
+
+
 def _divide(size: Any, parts: Any) -> int | None:
     return size // parts if type(size) is int and type(parts) is int and parts else None
 
@@ -327,7 +353,7 @@ def _is_number(value: Any) -> bool:
 def _unsupported(config: Mapping[str, Any], family: Family) -> list[str]:
     found = []
     for key, value in family.must.items():
-        given = config.get(key, value)
+        given = config.get(key, family.absent.get(key, value))
         if given != value and (key, given) != ("hidden_act", "swish"):  # another name for silu
             found.append(f"  {key} must be {value!r}, got {given!r}")
     architectures = config.get("architectures")

@@ -122,7 +122,8 @@ class ScheduleRun:
             leaves, self.data[k], self.slots[group][microbatch], received, self.sums[k]
         )
         if self._trains:
-            self.saved[k, microbatch] = (received, residuals, {at: stored[at] for at in stage.changed}, None)
+            old = {at: stored[at] for at in stage.changed if at in stage.leaves}  # the others are only written
+            self.saved[k, microbatch] = (received, residuals, old, None)
         for at, value in zip(stage.changed, new, strict=True):
             stored[at] = self.changed[at] = value
         for v, value in zip(stage.sent, sent, strict=True):

@@ -18,7 +18,7 @@ from flax_mesh.mpmd.split.jaxpr import Chunks, Program, Var, inline, interpret, 
 from flax_mesh.mpmd.split.split import StagedModel
 from flax_mesh.mpmd.split.update import SHARED, GroupProgram, MixedGroups, cut_by_group, pack, unpack
 from flax_mesh.mpmd.transport.layout import on_all_groups, put_host
-from flax_mesh.step.loss import Metrics, apply_gradients
+from flax_mesh.step.loss import Limits, Metrics, apply_gradients, skip_update
 from flax_mesh.step.state import TrainState
 
 # What one group runs in one phase: its program, its donated and its other input variables, and the jitted
@@ -27,7 +27,11 @@ GroupFunction = tuple[GroupProgram, list[Var], list[Var], Jitted]
 
 
 class Update:
-    """new leaves, metrics, copies = update(leaves, grads, sums, shared, transfer); leaves are placed as in `placement`.
+    """new leaves, metrics, copies = update(leaves, grads, sums, shared, old, limits, transfer).
+
+    Leaves are placed as in `placement`. With `old_at`, an update whose loss or gradient norm is not finite, or above
+    `limits`, returns the leaves of before the step. `old` has their values where the forward passes changed them: at
+    the indices `old_at`.
 
     `grads` has the summed gradients by group and leaf of the staged model. `sums` has the sums of the loss function by
     name, each on its group of `sum_groups`. `shared` has the local copies of every SHARED leaf by group, `copies` every
@@ -49,12 +53,14 @@ class Update:
         sum_groups: Mapping[str, int],
         learning_rate: optax.Schedule | None,
         options: dict[str, Any] | None,
+        old_at: Sequence[int] | None = None,
     ):
+        self.old_at = list(old_at or ())
         self.placement, self.meshes, self.grads, self.names = placement, mesh.unstack, list(grads), list(sum_groups)
         owners = placement.owners
         self.sum_groups = list(sum_groups.values())
         self.replicated = [NamedSharding(mesh, PartitionSpec()) for mesh in self.meshes]
-        program, self.metrics = _trace(staged, placement, self.grads, self.names, learning_rate)
+        program, self.metrics = _trace(staged, placement, self.grads, self.names, learning_rate, old_at)
         self.wide = {leaf: _wide(staged.leaves[leaf]) for _, leaf in self.grads}
         self.owner_of_leaf = {owner.leaf: owner for owner in owners if owner.leaf is not None}
         every = tuple(range(len(self.meshes)))
@@ -64,6 +70,7 @@ class Update:
         )  # (): any group may compute metrics
         groups = [owner.group for owner in owners]
         groups += [self.owner_of_leaf[leaf].group for _, leaf in self.grads] + [sum_groups[name] for name in self.names]
+        groups += [owners[at].group for at in self.old_at] + [SHARED] * (0 if old_at is None else 2)
         destinations = [every if owner.group == SHARED else (owner.group,) for owner in owners]
         destinations += [readers] * len(self.metrics)
         try:
@@ -94,9 +101,11 @@ class Update:
         grads: Mapping[int, Mapping[int, Any]],
         sums: Mapping[str, Any],
         shared: Mapping[int, Mapping[int, Any]],
+        old: Mapping[int, Any],
+        limits: Limits,
         transfer: Callable[..., Any],
     ) -> tuple[tuple[Any, ...], Metrics, dict[int, tuple[jax.Array, dict[int, jax.Array]]]]:
-        env = self._inputs(leaves, grads, sums, shared, transfer)
+        env = self._inputs(leaves, grads, sums, shared, old, limits, transfer)
         packs: dict[tuple[int, int, int], Any] = {}  # (group and phase of the sender, reader) -> vectors of scalars
 
         def send(group: int, phase: int, packed: Sequence[Any], reader: int) -> None:
@@ -134,7 +143,7 @@ class Update:
         metrics = {name: env[g][v] for name, g, v in zip(self.metrics, stored, outputs, strict=True)}
         return tuple(new), metrics, copies
 
-    def _inputs(self, leaves, grads, sums, shared, transfer) -> list[dict[Any, Any]]:
+    def _inputs(self, leaves, grads, sums, shared, old, limits, transfer) -> list[dict[Any, Any]]:
         """[group][variable]: its value, for the local groups."""
         env: list[dict[Any, Any]] = [{} for _ in self.meshes]
         names = iter(self.program.inputs)
@@ -153,6 +162,11 @@ class Update:
             env[owner.group][next(names)] = transfer("gradient", key, value, owner.sharding, group, owner.group)
         for name, group in zip(self.names, self.sum_groups, strict=True):
             env[group][next(names)] = sums[name]
+        for at in self.old_at:
+            env[self.placement.owners[at].group][next(names)] = old[at]
+        for limit, v in zip(limits, names, strict=False):  # no variables are left if no update is skipped
+            for group in self.local_groups:
+                env[group][v] = put_host(np.float32(limit), self.replicated[group])
         return env
 
 
@@ -194,18 +208,24 @@ def _trace(
     grads: Sequence[tuple[int, int]],
     names: Sequence[str],
     learning_rate: optax.Schedule | None,
+    old_at: Sequence[int] | None,
 ) -> tuple[Program, list[str]]:
-    """The program (leaves, grads, sums) -> (new leaves, metrics), and the names of the metrics."""
+    """The program (leaves, grads, sums, old leaves, limits) -> (new leaves, metrics), and the names of the metrics."""
     plain, metric_names = placement.plain, []
+    old_sources = list(dict.fromkeys(placement.owners[at].source for at in old_at or ()))
 
-    def update(leaves: list[Any], trained: list[Any], sums: list[Any]):
+    def update(leaves: list[Any], trained: list[Any], sums: list[Any], old: list[Any], limits: list[Any]):
         state = TrainState(tuple(leaves), plain.definition)
         model, optimizer = state.merge()
         params, _, others = nnx.state(model, optimizer.wrt, nnx.RngState, ...)
         named = dict(zip(names, sums, strict=True))
         weight = named.pop("weight")
         tree = jax.tree.unflatten(jax.tree.structure(params), trained)
-        after, metrics = apply_gradients(state, others, tree, named, weight, learning_rate)
+        after, metrics = apply_gradients(state, (params, others), tree, named, weight, learning_rate)
+        if limits:
+            replaced = dict(zip(old_sources, old, strict=True))
+            before = TrainState(tuple(replaced.get(at, x) for at, x in enumerate(leaves)), plain.definition)
+            after, metrics = skip_update(before, after, metrics, (limits[0], limits[1]))
         metric_names[:] = list(metrics)
         return [*after.leaves, *metrics.values()]
 
@@ -213,9 +233,12 @@ def _trace(
     trained = list(dict.fromkeys(leaf.source for leaf in staged.leaves if leaf.trained))
     wide = [_wide(plain.leaves[source]) for source in trained]
     scalars = [jax.ShapeDtypeStruct((), "float32") for _ in names]
-    plain_update, _ = trace(update, shapes, wide, scalars)
+    limits = [jax.ShapeDtypeStruct((), "float32")] * (0 if old_at is None else 2)
+    plain_update, _ = trace(update, shapes, wide, scalars, [shapes[source] for source in old_sources], limits)
 
-    def placed_update(leaves: list[Any], parts: list[Any], sums: list[Any]) -> list[Any]:
+    def placed_update(
+        leaves: list[Any], parts: list[Any], sums: list[Any], old: list[Any], limits: list[Any]
+    ) -> list[Any]:
         found: dict[int, Any] = {}
         for (_, leaf), value in zip(grads, parts, strict=True):
             found[leaf] = found[leaf] + value if leaf in found else value
@@ -225,7 +248,10 @@ def _trace(
         model = [owner for owner in placement.owners if owner.leaf is not None]
         # None: not trained, such as a random key.
         gradients = chunked(model, [None if owner.leaf is None else found.get(owner.leaf) for owner in model])
+        replaced = dict(zip(old_at or (), old, strict=True))
+        before = chunked(placement.owners, [replaced.get(at, x) for at, x in enumerate(leaves)])
         args = [*chunked(placement.owners, leaves), *(gradients[source] for source in trained), *sums]
+        args += [*(before[source] for source in old_sources), *limits]
         outs = interpret(plain_update, args, lambda eqn: True)
         flat = []
         for source, out in enumerate(outs[: len(plain.leaves)]):
@@ -235,7 +261,8 @@ def _trace(
 
     leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in placement.abstract.leaves]
     parts = [_wide(staged.leaves[leaf]) for _, leaf in grads]
-    return inline(trace(placed_update, leaves, parts, scalars)[0]), metric_names
+    old = [leaves[at] for at in old_at or ()]
+    return inline(trace(placed_update, leaves, parts, scalars, old, limits)[0]), metric_names
 
 
 def _wide(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -31,7 +31,7 @@ from flax_mesh.mpmd.transport.layout import on_all_groups, on_group, put_host, s
 from flax_mesh.mpmd.transport.ordered import TRANSPORTS, ordered_transport_of
 from flax_mesh.sharding.rules import Rules
 from flax_mesh.step.batch import microbatch_shapes
-from flax_mesh.step.loss import Batch, Metrics
+from flax_mesh.step.loss import NO_LIMITS, Batch, Limits, Metrics
 from flax_mesh.step.state import TrainState
 
 
@@ -64,6 +64,7 @@ class Pipeline:
         compiler_options: Options of XLA, as in `jax.jit`.
         transport: How activations and gradients are transferred between processes. "server": JAX's transfer server;
             "ordered": `jax.device_put`, with all calls in one order; "auto": ordered where the backend supports it.
+        skip_nonfinite: Whether a step whose loss or gradient norm is not finite is skipped, as in `make_train_step`.
 
     Raises:
         ConfigError: Mesh, model and schedule do not fit each other, the schedule does not pass `check_schedule` or has
@@ -104,6 +105,7 @@ class Pipeline:
         shard_optimizer_over: str | tuple[str, ...] = (),
         compiler_options: Mapping[str, Any] | None = None,
         transport: Literal["auto", "server", "ordered"] = "auto",
+        skip_nonfinite: bool = False,
     ):
         mesh, schedule = mesh or staged.groups, schedule or staged.schedule
         if mesh is None or schedule is None:
@@ -117,7 +119,7 @@ class Pipeline:
         self.groups, self.channel = self.transfers.meshes, self.transfers.channel
         self.ordered = ordered_transport_of(self.channel, mesh, transport)  # None: by the transfer server
         self.staged, self.mesh, self.schedule, self.optimizer = staged, mesh, schedule, optimizer
-        self.seed, self.learning_rate = seed, learning_rate
+        self.seed, self.learning_rate, self.skip_nonfinite = seed, learning_rate, skip_nonfinite
         self.options = dict(compiler_options) if compiler_options else None
         self.remat = "full" if staged.needs_full_remat else remat
         self.group_of = schedule.stage_to_group
@@ -144,12 +146,15 @@ class Pipeline:
             init_leaves(self._make, self.placement, self.transfers.local_meshes), self.abstract.definition
         )
 
-    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """One optimizer step over a batch of `schedule.num_microbatches` equal parts; donates `state`."""
+    def step(self, state: TrainState, batch: Batch, limits: Limits = NO_LIMITS) -> tuple[TrainState, Metrics]:
+        """One optimizer step over a batch of `schedule.num_microbatches` equal parts; donates `state`.
+
+        `limits` are the largest loss and gradient norm whose update is applied; only `skip_nonfinite` reads them.
+        """
         run = self.start(state, batch, self.schedule.num_microbatches, train=True)
         run.follow(self.schedule, self._order, self.ordered, self.on_action)
         self.num_transfers = run.num_transfers
-        return self.update(state, run)
+        return self.update(state, run, limits)
 
     def evaluate(self, state: TrainState, batch: Batch, num_microbatches: int | None = None) -> Metrics:
         """The sums "loss", "weight" and the loss's own metrics over a batch, with the model in `eval()` mode."""
@@ -200,16 +205,19 @@ class Pipeline:
         slots = {group: [(step, index) for index in self._indices(group, count)] for group, step in steps.items()}
         return ScheduleRun(compiled, number, leaves, self._batch_on_groups(batch, count, compiled), slots)
 
-    def update(self, state: TrainState, run: ScheduleRun) -> tuple[TrainState, Metrics]:
+    def update(self, state: TrainState, run: ScheduleRun, limits: Limits = NO_LIMITS) -> tuple[TrainState, Metrics]:
         """The optimizer step from the sums of a run over the entire schedule; donates `state`."""
         sums = run.named_sums()
         groups = {name: group for name, (group, _) in sums.items()}
         trained = sorted({(stage.group, at) for stage in run.stages for at in stage.trained})
-        key = tuple(trained), tuple(groups.items())
+        changed = sorted({self._leaf_at[leaf] for stage in run.stages for leaf in stage.changed})
+        key = tuple(trained), tuple(groups.items()), tuple(changed)
         if key not in self._updates:
-            rate = self.learning_rate
-            self._updates[key] = Update(self.staged, self.mesh, self.placement, trained, groups, rate, self.options)
-        leaves = list(state.leaves)
+            rate, old_at = self.learning_rate, changed if self.skip_nonfinite else None
+            self._updates[key] = Update(
+                self.staged, self.mesh, self.placement, trained, groups, rate, self.options, old_at
+            )
+        leaves, old = list(state.leaves), {at: state.leaves[at] for at in changed}
         for leaf, value in run.changed.items():
             leaves[self._leaf_at[leaf]] = value
         values = {name: value for name, (_, value) in sums.items()}
@@ -219,7 +227,7 @@ class Pipeline:
         def transfer(kind: str, detail: tuple[Any, ...], *what: Any) -> Any:
             return self.transfers.transfer((kind, run.number, *detail), *what)
 
-        new, metrics, copies = self._updates[key](leaves, run.grads, values, shared, transfer)
+        new, metrics, copies = self._updates[key](leaves, run.grads, values, shared, old, limits, transfer)
         self._shared |= copies
         return TrainState(new, self.abstract.definition), metrics
 

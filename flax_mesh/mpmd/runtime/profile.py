@@ -23,7 +23,7 @@ from flax_mesh.mpmd.runtime.pipeline import Pipeline
 from flax_mesh.mpmd.schedules.draw import Event, draw_timeline_svg
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule
 from flax_mesh.mpmd.schedules.simulate import Costs, StageCost, simulate
-from flax_mesh.step.loss import Batch, Metrics
+from flax_mesh.step.loss import NO_LIMITS, Batch, Limits, Metrics
 from flax_mesh.step.state import TrainState
 
 # Results of F, B and W that the next action of the stage donates: they may be deleted before a worker waits for them.
@@ -69,7 +69,9 @@ class Timeline:
         return path, picture
 
 
-def trace_step(pipeline: Pipeline, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics, Timeline]:
+def trace_step(
+    pipeline: Pipeline, state: TrainState, batch: Batch, limits: Limits = NO_LIMITS
+) -> tuple[TrainState, Metrics, Timeline]:
     """Runs `pipeline.step(state, batch)` and measures when each action ran. Donates `state`.
 
     Dispatch does not block: one thread per group waits for the results, in the order of the group. An action starts
@@ -88,7 +90,7 @@ def trace_step(pipeline: Pipeline, state: TrainState, batch: Batch) -> tuple[Tra
             recorder.action = action
             run.do(action)
         times = {action: (begun.result(), ended.result()) for action, (begun, ended) in recorder.times.items()}
-    new, metrics = pipeline.update(state, run)
+    new, metrics = pipeline.update(state, run, limits)
     return new, metrics, _timeline(pipeline.schedule, times)
 
 

@@ -36,6 +36,10 @@ from flax_mesh.mpmd.split.min_cut import minimum_cut, recomputed
 CONSTANT, VARIABLES, DATA, OUTSIDE = -4, -3, -2, -1
 # Primitives that are never repeated in a second stage to avoid a transfer.
 EXPENSIVE = {"dot_general", "conv_general_dilated", "scan", "while", "cond", "checkpoint", "sort", "shard_map", "top_k"}
+EXPENSIVE |= {"ragged_dot_general", "triangular_solve", "cholesky", "lu", "geqrf", "householder_product", "eigh", "svd"}
+# Nor are those with a custom_vjp rule: it need not be linear, so it must run once, on the sum of the gradients of all
+# stages. The rules of custom_jvp are linear.
+RUN_ONCE = EXPENSIVE | {"custom_vjp_call"}
 
 mark_p = jex.Primitive("layer_mark")  # identity on the outputs of layer call number `call`
 mark_p.multiple_results = True
@@ -178,9 +182,10 @@ def settle(
     """Assign the equations without a layer. Returns (stage of every equation, stage that returns every output).
 
     OUTSIDE equations are assigned to the first stage that uses them. So are equations with a lower label that are
-    expensive or have effects. Cheap ones, such as a mask or the cast of a tied weight, keep their label: every stage
-    that needs them computes them. Output 0, the loss, is returned by the last stage. The stage of an output that is an
-    input or a literal is None. `updates` maps positions of outputs to the inputs whose new values they are.
+    expensive, have a custom_vjp rule or have effects. Cheap ones, such as a mask or the cast of a tied weight, keep
+    their label: every stage that needs them computes them. Output 0, the loss, is returned by the last stage. The stage
+    of an output that is an input or a literal is None. `updates` maps positions of outputs to the inputs whose new
+    values they are.
     """
     targets = _output_stages(program, num_stages, _update_stages(program, stages, num_stages, updates))
     settled, _ = _first_uses(program, stages, num_stages, targets)
@@ -232,7 +237,8 @@ def _update_stages(
     """The stage that updates every variable that changes, such as a batch statistic.
 
     It is the first stage in which anything else reads the old value, so that one stage both reads and stores it. A
-    variable that nothing else reads is updated in the last stage that its new value depends on.
+    variable that nothing else reads is updated in the last stage that its new value depends on, or that updates a
+    variable that its new value depends on.
     """
     found: dict[int, int | None] = dict.fromkeys(updates)
     while True:  # until nothing changes: the new value of one variable may read another variable
@@ -248,17 +254,23 @@ def _update_stages(
         for v in eqn.outvars
     }
     producer = {v: eqn for eqn in program.eqns for v in eqn.outvars}
-    for out in (out for out, stage in found.items() if stage is None):
-        found[out], todo, seen = 0, [program.outputs[out]], set()
-        while todo:
-            v = todo.pop()
-            if not is_var(v) or v in seen:
-                continue
-            seen.add(v)
-            if v in stage_of:
-                found[out] = max(found[out] or 0, stage_of[v])
-            elif v in producer:
-                todo += producer[v].invars
+    update_of = {program.inputs[at]: out for out, at in updates.items()}
+    unread = [out for out, stage in found.items() if stage is None]
+    before, found = None, found | dict.fromkeys(unread, 0)
+    while found != before:  # stages only increase
+        before = dict(found)
+        for out in unread:
+            todo, seen = [program.outputs[out]], set()
+            while todo:
+                v = todo.pop()
+                if not is_var(v) or v in seen:
+                    continue
+                seen.add(v)
+                if v in stage_of or v in update_of:
+                    stage = stage_of[v] if v in stage_of else found[update_of[v]]
+                    found[out] = max(found[out] or 0, stage or 0)
+                elif v in producer:
+                    todo += producer[v].invars
     return found
 
 
@@ -323,8 +335,8 @@ def _copies_and_crossing(program, required, stages, stage, producer, position) -
 def _stage_boundary(program, required, stages, producer, position, is_data) -> tuple[list[Var], set[int]]:
     """The fewest bytes to receive, and the equations to run again to compute the `required` values from them.
 
-    The stage repeats only cheap equations without effects. It does not repeat equations on parameters, because the
-    parameters of an earlier stage would then have to be sent as well.
+    The stage repeats only cheap equations without effects and custom_vjp rules. It does not repeat equations on
+    parameters, because the parameters of an earlier stage would then have to be sent as well.
     """
 
     def parents(v: Var) -> list[Var] | None:
@@ -343,7 +355,7 @@ def _stage_boundary(program, required, stages, producer, position, is_data) -> t
     return received, {producer[v] for v in recomputed(required, chosen, parents) if v in producer}
 
 
-def is_expensive(eqn: Eqn, names: Collection[str] = EXPENSIVE) -> bool:
+def is_expensive(eqn: Eqn, names: Collection[str] = RUN_ONCE) -> bool:
     """Whether the primitive of the equation, or of one in its body, is one of `names`."""
     return eqn.primitive.name in names or any(is_expensive(e, names) for body in bodies(eqn) for e in body.eqns)
 

@@ -28,8 +28,8 @@ def differentiate(
     the gradients of the weights; otherwise B does, and there is no W.
     """
     trained = tuple(at for at in stage.inputs if at in set(trained))
-    floats_in = tuple(i for i, v in enumerate(stage.received) if _is_float(v))
-    floats_out = tuple(i for i, v in enumerate(stage.sent) if _is_float(v))
+    floats_in = tuple(i for i, v in enumerate(stage.received) if _has_gradient(v))
+    floats_out = tuple(i for i, v in enumerate(stage.sent) if _has_gradient(v))
     program = _joint(stage, trained, floats_in, floats_out)
     num_outputs = len(stage.forward.outputs)
     if split:
@@ -114,5 +114,6 @@ def _slice(
     return Program(tuple(program.eqns[i] for i in eqns), inputs, tuple(outputs), program.consts)
 
 
-def _is_float(v: Var) -> bool:
-    return jnp.issubdtype(v.aval.dtype, jnp.floating)
+def _has_gradient(v: Var) -> bool:
+    """Whether a value is of a real or complex floating-point dtype."""
+    return jnp.issubdtype(v.aval.dtype, jnp.inexact)

@@ -158,6 +158,16 @@ def flops(eqn: Eqn) -> int:
     if name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
         return 2 * size * math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
+    if name == "ragged_dot_general":
+        # Every row is multiplied with the matrix of its own group. If the rows are contracted, so with one result per
+        # group, every group contracts its own rows only.
+        ragged = eqn.params["ragged_dot_dimension_numbers"]
+        (contracted, _), _ = ragged.dot_dimension_numbers
+        groups = eqn.invars[2].aval.shape[-1] if set(ragged.lhs_ragged_dimensions) & set(contracted) else 1
+        return 2 * size * math.prod(eqn.invars[0].aval.shape[d] for d in contracted) // groups
+    if name == "triangular_solve":
+        a, b = (v.aval.shape for v in eqn.invars)
+        return math.prod(b) * a[-1]
     if name == "conv_general_dilated":
         kernel = eqn.invars[1].aval.shape
         out_features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]

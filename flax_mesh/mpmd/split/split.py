@@ -1,7 +1,7 @@
 """Splitting a model into the stages of a pipeline: split_stages for any NNX model, chain_stages for ready stages."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
@@ -16,21 +16,23 @@ from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.schedules.schedule import Schedule, make_schedule
 from flax_mesh.mpmd.split import assign as cut
 from flax_mesh.mpmd.split.assign import DATA, VARIABLES, CutError
+from flax_mesh.mpmd.split.check import check_stages, full_precision, is_cheap, one_device_mesh
 from flax_mesh.mpmd.split.jaxpr import Program, Var, num_bytes
 from flax_mesh.mpmd.split.trace import (
     Forward,
     Layer,
     ModelLeaf,
-    layer_list,
     marked_calls,
     open_forward,
+    places_of,
     split_leaves,
     trace_forward,
 )
 from flax_mesh.sharding.abstract import model_layers
+from flax_mesh.stacks import is_single_layer, module_at
 from flax_mesh.step.batch import microbatch_shapes
 from flax_mesh.step.loss import Batch, LossFn
-from flax_mesh.text import array_text, bytes_text
+from flax_mesh.text import array_text, bytes_text, count_text
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,14 +65,72 @@ class StagedModel:
         With `train=False` the model is in `eval()` mode, and its variables keep their values.
         """
         shapes = shapes_of(microbatch)
-        key = (tuple(jax.tree.leaves(shapes)), jax.tree.structure(shapes), seed if train else 0, train)
+        precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+        key = (tuple(jax.tree.leaves(shapes)), jax.tree.structure(shapes), seed if train else 0, train, precision)
         if key not in self._cuts:
+            shared = ("", 0) in self.ranks  # the list has one layer several times: the ranks are those of the calls
+            loss_fn = _marked(self.loss_fn, self.layers[0]) if shared else self.loss_fn
             forward = trace_forward(
-                self.loss_fn, self.model, self.wrt, self.layers, self.mesh, shapes, seed=seed, train=train
+                loss_fn, self.model, self.wrt, self.layers, self.mesh, shapes, seed=seed, train=train
             )
-            opened = open_forward(forward, self.leaves, self.layers)
+            opened = open_forward(forward, self.leaves)
             self._cuts[key] = _cut(opened, self)
         return self._cuts[key]
+
+    def check(
+        self,
+        batch: Batch = None,
+        *,
+        seed: int = 0,
+        remat: Literal["none", "cheap", "full"] = "none",
+        split_backward: bool | None = None,
+    ) -> None:
+        """Compare the stages with the model before the split, on one microbatch and one device of this process.
+
+        The stages run one after another, forward and backward, from the initial values of the model. The loss, its
+        weight and metrics, the new values of all variables, and all gradients must be those of the model, up to 1e-5 of
+        the largest value of each, or 3e-2 if the model computes in half precision. A larger difference is accepted
+        where rounding the parameters differently changes the result of the model as much.
+
+        Args:
+            batch: A batch, of which the first microbatch is used. By default, and for ShapeDtypeStructs, random values:
+                normal floats, and the integers 0 and 1.
+            seed: Seed of the random streams.
+            remat: As in `Pipeline`.
+            split_backward: Whether W is separate from B. By default as in the schedule.
+
+        Raises:
+            CutError: Names the first result that differs.
+        """
+        if split_backward is None:
+            split_backward = self.schedule is not None and self.schedule.splits_backward
+
+        def first(x: Any, shape: jax.ShapeDtypeStruct) -> Any:
+            return shape if isinstance(x, jax.ShapeDtypeStruct) else x[: shape.shape[0]] if shape.shape else x
+
+        microbatch = self.example if batch is None else jax.tree.map(first, batch, self.example)
+        mesh = one_device_mesh(self.mesh)
+        alone = self if mesh is None or mesh.abstract_mesh == self.mesh else replace(self, mesh=mesh.abstract_mesh)
+        with full_precision():
+            forward = alone.cut(self.example, seed=seed)
+        check_stages(
+            forward,
+            self.loss_fn,
+            self.model,
+            self.wrt,
+            self.layers,
+            mesh,
+            self.make,
+            microbatch,
+            seed=seed,
+            remat="full" if self.needs_full_remat else remat,
+            split=split_backward,
+        )
+
+    @property
+    def is_cheap_to_check(self) -> bool:
+        """Whether one microbatch of the model takes less than 1e10 FLOPs and 1 GiB, with its backward pass."""
+        return is_cheap(self.cut(self.example).program)
 
     @cached_property
     def _cuts(self) -> dict[Any, Forward]:
@@ -78,23 +138,25 @@ class StagedModel:
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
-        """The stages that use each leaf; the first one is its owner.
+        """The stages that read or change each leaf; the first one is its owner.
 
         A leaf that no stage uses belongs to the stage of its layer, or to stage 0.
         """
-        stages = self.cut(self.example).stages
+        forward = self.cut(self.example)
+        uses = [{*stage.inputs, *(forward.updates.get(at) for at in stage.outputs)} for stage in forward.stages]
         found = []
         for at, leaf in enumerate(self.leaves):
-            layer = leaf.layer(self.layers)
-            owner = self.stage_of(layer) if layer is not None and layer in self.ranks else 0
-            found.append(tuple(k for k, stage in enumerate(stages) if at in stage.inputs) or (owner,))
+            owner = self.stage_of(leaf.layer) if leaf.layer is not None and leaf.layer in self.ranks else 0
+            found.append(tuple(k for k, used in enumerate(uses) if at in used) or (owner,))
         return tuple(found)
 
     def __str__(self) -> str:
+        single = [path for path in self.layers if is_single_layer(module_at(self.model, path))]
         lines = []
         for k, stage in enumerate(self.cut(self.example).stages):
             ranks = range(self.bounds[k], self.bounds[k + 1])
-            names = [f"{path}/{i}" for (path, i), rank in self.ranks.items() if rank in ranks]
+            layers = [layer for layer, rank in self.ranks.items() if rank in ranks]
+            names = [path if path in single else f"{path}/{i}" for path, i in layers]
             owned = [leaf for leaf, users in zip(self.leaves, self.users, strict=True) if users[0] == k]
             share = sum(self.costs[r] for r in ranks) / max(sum(self.costs), 1)
             what = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}" if names else f"calls {ranks}"
@@ -102,6 +164,14 @@ class StagedModel:
                 f"stage {k}: {what}; {bytes_text(sum(map(num_bytes, owned)))} of state; {share:.0%} of the FLOPs"
             )
             lines += [f"  receives {array_text(v.aval)}, {bytes_text(num_bytes(v.aval))}" for v in stage.received]
+        for path in self.layers:
+            called = sum(found == path for found, _ in self.ranks) if ("", 0) not in self.ranks else None
+            module = module_at(self.model, path)
+            stacked = [leaf.rows[1] for leaf in self.leaves if leaf.rows and leaf.layer and leaf.layer[0] == path]
+            entries = len(module) if isinstance(module, nnx.List) else max(stacked, default=1)
+            what = "one layer" if path in single else f"{'a stack' if stacked else 'a list'} of {entries}"
+            calls = "" if called in (entries, None) else f", of which the loss calls {called}"
+            lines.append(f"{path}: {what}{calls}")
         return "\n".join(lines)
 
 
@@ -118,6 +188,7 @@ def split_stages(
     cuts: Sequence[int] | None = None,
     balance: Literal["flops", "count"] = "flops",
     wrt: Any = nnx.Param,
+    check: bool = False,
 ) -> StagedModel:
     """Split the forward pass of `loss_fn(model, batch)` into the stages of a pipeline, by the layers of the model.
 
@@ -125,7 +196,7 @@ def split_stages(
     the model calls them, and a stage is a range of them.
 
     Args:
-        loss_fn: A LossFn: `loss_fn(model, batch)` returns (loss_sum, weight) or (loss_sum, weight, metrics).
+        loss_fn: A LossFn: `loss_fn(model, batch)` returns (loss_sum, weight), or another of its forms.
         model: An nnx.Module, abstract or not, or a function that makes one.
         batch: A batch of `num_microbatches` equal microbatches, as arrays or ShapeDtypeStructs.
         mesh: The groups of the pipeline as an MpmdMesh; or, if a Pipeline is not wanted, the mesh of one group.
@@ -134,18 +205,22 @@ def split_stages(
             of stages.
         num_microbatches: Microbatches of a batch. By default those of `schedule`, and 1 without one.
         num_stages: The number of stages, if no schedule is given.
-        layers: Path of the `nnx.List` or scanned stack to split, "layers" or "encoder/layers", or several paths. By
-            default those of the model's own table (`@partitioned`), or else "layers" if that is a list.
+        layers: Path of the `nnx.List` or scanned stack to split, "layers" or "encoder/layers", or several paths. Any
+            other module is one layer, as in ("inc", "down", "up", "out"). By default the paths of the model's own table
+            (`@partitioned`), or else "layers" if that is a list.
         cuts: Position of the first layer of every stage but the first. By default the most expensive stage is made as
             cheap as possible.
         balance: What makes a stage expensive: its "flops", embedding and head included, or the "count" of its layers.
         wrt: Filter of the variables that are trained.
+        check: Run the stages on the first microbatch and compare all results with those of the model, on one device;
+            see `StagedModel.check`.
 
     Returns:
         A StagedModel, for `Pipeline`. Its text lists stages, bytes of state, share of FLOPs, and boundary activations.
 
     Raises:
-        CutError: The model has no such layers, has fewer layers than stages, or cannot be split there.
+        CutError: The model has no such layers, has fewer layers than stages, or cannot be split there; or `check` has
+            found a result that differs.
         ConfigError: Mesh, schedule, batch and numbers do not fit each other.
 
     Example:
@@ -170,23 +245,23 @@ def split_stages(
     if not layers:
         raise CutError("layers is empty; name the list or the stack to cut, such as layers='layers'.")
     num_calls = _calls_of_shared(abstract, layers)
-    if num_calls:
-        loss_fn = _marked(loss_fn, layers[0])
     around = mesh.unstack[0] if isinstance(mesh, MpmdMesh) else mesh
     around = around.abstract_mesh if isinstance(around, Mesh) else around
     shapes = microbatch_shapes(batch, num_microbatches) if num_microbatches is not None else shapes_of(batch)
-    forward = trace_forward(loss_fn, abstract, wrt, layers, around, shapes)
-    single = split_leaves(forward, layers)
-    opened = open_forward(forward, single, layers)
+    traced_fn = _marked(loss_fn, layers[0]) if num_calls else loss_fn
+    forward = trace_forward(traced_fn, abstract, wrt, layers, around, shapes)
+    places = places_of(abstract, layers)
+    single = split_leaves(forward, places)
+    opened = open_forward(forward, single)
     _check_effects(opened.program)
     _check_trained(single, wrt)
-    order = _calls_in_order(opened.program, single, layers) if not num_calls else [("", i) for i in range(num_calls)]
+    order = _calls_in_order(opened.program, single) if not num_calls else [("", i) for i in range(num_calls)]
     _check_layers(single, layers, order, num_stages)
     ranks = {layer: at for at, layer in enumerate(order)}
-    labels = cut.label(opened.program, _input_ranks(opened.program, single, layers, ranks), len(order))
+    labels = cut.label(opened.program, _input_ranks(opened.program, single, ranks), len(order))
     costs = cut.costs(opened.program, labels, len(order))
     bounds = _bounds(costs, num_stages, cuts, balance)
-    leaves = split_leaves(forward, layers, {layer: _stage(bounds, at) for layer, at in ranks.items()})
+    leaves = split_leaves(forward, places, {layer: _stage(bounds, at) for layer, at in ranks.items()})
     staged = StagedModel(
         loss_fn=loss_fn,
         make=make,
@@ -205,6 +280,8 @@ def split_stages(
         schedule=schedule,
     )
     _check_states(staged)
+    if check:
+        staged.check(batch)
     return staged
 
 
@@ -260,6 +337,7 @@ def chain_stages(
     schedule: Schedule | str | None = None,
     num_microbatches: int | None = None,
     wrt: Any = nnx.Param,
+    check: bool = False,
 ) -> StagedModel:
     """A StagedModel from modules that are stages already, called in order; the low-level API beside `split_stages`.
 
@@ -267,7 +345,7 @@ def chain_stages(
         loss_fn: `loss_fn(outputs, batch)`, with the outputs of the last stage, returns what a LossFn returns.
         stages: One module per stage, or a function that makes them. The first one is called with the batch, each of
             the others with the result of the previous one, any pytree. Every stage must have variables.
-        batch, mesh, schedule, num_microbatches, wrt: As in `split_stages`.
+        batch, mesh, schedule, num_microbatches, wrt, check: As in `split_stages`.
 
     Raises:
         CutError: Names the stage that cannot be called with the result of the previous one.
@@ -300,6 +378,7 @@ def chain_stages(
         num_stages=len(found),
         cuts=range(1, len(found)),
         wrt=wrt,
+        check=check,
     )
 
 
@@ -310,7 +389,7 @@ def shapes_of(batch: Batch) -> Batch:
 
 def _cut(opened: Forward, staged: StagedModel) -> Forward:
     num_leaves, num_ranks = len(staged.leaves), len(staged.costs)
-    ranks = _input_ranks(opened.program, staged.leaves, staged.layers, staged.ranks)
+    ranks = _input_ranks(opened.program, staged.leaves, staged.ranks)
     labels = cut.label(opened.program, ranks, num_ranks)
     program, labels = cut.drop_marks(opened.program, labels)
     stages = [_stage(staged.bounds, rank) if rank >= 0 else rank for rank in labels]
@@ -324,20 +403,16 @@ def _stage(bounds: Sequence[int], rank: int) -> int:
     return next(k for k in range(len(bounds) - 1) if rank < bounds[k + 1])
 
 
-def _input_ranks(
-    program: Program, leaves: Sequence[ModelLeaf], layers: Sequence[str], ranks: Mapping[Layer, int]
-) -> dict[Var, int]:
+def _input_ranks(program: Program, leaves: Sequence[ModelLeaf], ranks: Mapping[Layer, int]) -> dict[Var, int]:
     """Rank of every input; a layer that is never called, or appears several times in the list, has none."""
     found = dict.fromkeys(program.inputs, DATA)
     for leaf, v in zip(leaves, program.inputs, strict=False):
-        layer = leaf.layer(layers)
-        found[v] = ranks.get(layer, VARIABLES) if layer else VARIABLES
+        found[v] = ranks.get(leaf.layer, VARIABLES) if leaf.layer else VARIABLES
     return found
 
 
-def _calls_in_order(program: Program, leaves: Sequence[ModelLeaf], layers: Sequence[str]) -> list[Layer]:
-    owners = zip(program.inputs, (leaf.layer(layers) for leaf in leaves), strict=False)
-    layer_of = {v: layer for v, layer in owners if layer is not None}
+def _calls_in_order(program: Program, leaves: Sequence[ModelLeaf]) -> list[Layer]:
+    layer_of = {v: leaf.layer for v, leaf in zip(program.inputs, leaves, strict=False) if leaf.layer is not None}
     return cut.layer_order(program, layer_of, program.inputs[len(leaves) :])
 
 
@@ -355,7 +430,7 @@ def _calls_of_shared(model: Any, layers: Sequence[str]) -> int:
     """Length of the list if one layer object appears in it several times; else 0."""
     for path in layers:
         try:
-            found = layer_list(model, path)
+            found = module_at(model, path)
         except (AttributeError, IndexError, TypeError):
             raise CutError(f"layers={path!r}: {type(model).__name__} has nothing there. {_lists_text(model)}") from None
         modules = [id(item) for item in found if isinstance(item, nnx.Module)] if isinstance(found, nnx.List) else []
@@ -438,10 +513,11 @@ def _check_layers(leaves: Sequence[ModelLeaf], layers: Sequence[str], order: Seq
     if num_stages < 1:
         raise CutError(f"num_stages must be at least 1, got {num_stages}.")
     if len(order) < num_stages:
-        have = sorted({layer for leaf in leaves if (layer := leaf.layer(layers))})
+        have = {leaf.layer for leaf in leaves if leaf.layer is not None}
         raise CutError(
-            f"layers={', '.join(layers)} has {len(have)} layers, of which the loss calls {len(order)}: too few for "
-            f"{num_stages} stages. Use at most {len(order)} stages, or name another list of layers."
+            f"layers={', '.join(layers)} has {count_text(len(have), 'layer')}, of which the loss calls {len(order)}: "
+            f"too few for {num_stages} stages. Use at most {count_text(len(order), 'stage')}, or name another list of "
+            "layers."
         )
 
 
@@ -451,12 +527,13 @@ def _check_states(staged: StagedModel) -> None:
     stages, updates = forward.stages, forward.updates
     makers = {updates[at]: k for k, stage in enumerate(stages) for at in stage.outputs if at in updates}
     problems = []
-    for at, (leaf, users) in enumerate(zip(staged.leaves, staged.users, strict=True)):
-        if at in makers and any(k != makers[at] for k in users if at in stages[k].inputs):
+    for at, leaf in enumerate(staged.leaves):
+        readers = [k for k, stage in enumerate(stages) if at in stage.inputs]
+        if at in makers and any(k != makers[at] for k in readers):
             problems.append(
-                f"{leaf.path} changes in stage {makers[at]} and is read in stages {', '.join(map(str, users))}, which "
-                "would not see its value from the previous microbatch. Read and change it in one layer, or move the "
-                "cut (cuts=)."
+                f"{leaf.path} changes in stage {makers[at]} and is read in stages {', '.join(map(str, readers))}, "
+                "which would not see its value from the previous microbatch. Read and change it in one layer, or move "
+                "the cut (cuts=)."
             )
     for k in range(staged.num_stages):
         if not stages[k].forward.eqns:

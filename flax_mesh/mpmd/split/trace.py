@@ -1,20 +1,25 @@
 """Traces the forward pass of a model and its loss function as one program on the leaves of the model."""
 
 import contextlib
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.extend.core.primitives import copy_p
 from jax.sharding import AbstractMesh
 
 from flax_mesh.mpmd.split.assign import StageProgram, mark_p
 from flax_mesh.mpmd.split.jaxpr import JIT, REMAT, Chunks, Eqn, Program, inline, interpret, is_var, needed, trace, whole
-from flax_mesh.step.loss import Batch, LossFn, run_loss, sums_of
-from flax_mesh.tree import in_stack, named_leaves
+from flax_mesh.stacks import is_single_layer, module_at
+from flax_mesh.step.loss import Batch, LossFn, check_weight, run_loss, sums_of
+from flax_mesh.step.parameter_flow import flow
+from flax_mesh.tree import named_leaves, path_of
 
-Layer = tuple[str, int]  # path of the list or stack, and the index of the layer in it
+Layer = tuple[str, int]  # path of the list or stack, and the index of the layer in it; (path, 0) of a single layer
+Places = Mapping[str, tuple[str, int | None]]  # path in the state -> layer; (path, None) for a stack
 
 
 class ModelLeaf(NamedTuple):
@@ -26,14 +31,7 @@ class ModelLeaf(NamedTuple):
     trained: bool
     source: int  # index of the leaf of the model
     rows: tuple[int, int] | None  # layers of the stack, [first, stop); None: the entire leaf
-
-    def layer(self, layers: Iterable[str]) -> Layer | None:
-        """The layer of the leaf, or None outside the layers. In a stack, the first layer of its range."""
-        for path in layers:
-            if self.path.startswith(path + "/"):
-                head = self.path[len(path) + 1 :].split("/")[0]
-                return (path, self.rows[0]) if self.rows else (path, int(head)) if head.isdigit() else None
-        return None
+    layer: Layer | None = None  # None outside the layers; in a stack, the first layer of `rows`
 
 
 class Forward(NamedTuple):
@@ -72,7 +70,7 @@ def trace_forward(
         if train:
             params, _, others = nnx.state(called, wrt, nnx.RngState, ...)
             seeds = (seed, step, microbatch)
-            loss_sum, (weight, metrics, after) = run_loss(loss_fn, called, wrt, params, others, batch, seeds, layers)
+            loss_sum, (weight, metrics, after) = run_loss(loss_fn, called, wrt, (params, others), batch, seeds, layers)
         else:
             called.eval()
             loss_sum, weight, metrics = sums_of(loss_fn(called, batch))
@@ -90,32 +88,61 @@ def trace_forward(
         ModelLeaf(path, leaf.shape, leaf.dtype, path in kinds[0], at, None)
         for at, (path, leaf) in enumerate(named_leaves(state))
     ]
-    # Variables that are neither trained nor random streams may change: the last outputs are their new values.
-    others = [leaf.source for leaf in found if leaf.path in kinds[2]] if train else []
-    return Forward(program, tuple(found), tuple(names), dict(enumerate(others, start=len(names))))
+    # Trained parameters and variables that are no random streams may change: the last outputs are their new values.
+    sources = [leaf.source for kind in (kinds[0], kinds[2]) for leaf in found if leaf.path in kind] if train else []
+    trained = [leaf.source if leaf.trained else None for leaf in found]
+    given = [*trained, *[None] * (len(program.inputs) - len(found))]
+    flows = flow(program.eqns, program.inputs, program.outputs, given)
+    check_weight(flows[1])
+    num_sums = len(names)
+    new = zip(sources, program.outputs[num_sums:], flows[num_sums:], strict=True)
+    changed = [(source, atom) for source, atom, name in new if name != source]
+    program = program._replace(outputs=(*program.outputs[:num_sums], *(atom for _, atom in changed)))
+    updates = dict(enumerate((source for source, _ in changed), start=num_sums))
+    return Forward(program, tuple(found), tuple(names), updates)
+
+
+def places_of(model: Any, layers: Sequence[str]) -> Places:
+    """Where the state has the layers of each list, stack and single layer of `layers`.
+
+    A module that the model has under several paths is in the state under the first of them only.
+    """
+    first = {id(node): path_of(path) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Pytree)}
+    named = tuple(f"{path}/" for path in layers)
+    places: dict[str, tuple[str, int | None]] = {}
+    for path in layers:
+        found = module_at(model, path)
+        if isinstance(found, (nnx.List, list, tuple)):
+            each = [(f"{path}/{i}", item, i) for i, item in enumerate(found)]
+        else:
+            each = [(path, found, 0 if is_single_layer(found) else None)]
+        for own, module, index in each:
+            home = first.get(id(module), own)
+            places.setdefault(own if home.startswith(named) else home, (path, index))
+    return places
 
 
 def split_leaves(
-    forward: Forward, layers: Sequence[str], stage_of: Mapping[Layer, int] | None = None
+    forward: Forward, places: Places, stage_of: Mapping[Layer, int] | None = None
 ) -> tuple[ModelLeaf, ...]:
-    """Every leaf, with leaves of scanned stacks split into ranges of layers: one range per stage, or one per layer."""
+    """Every leaf with its layer. Leaves of stacks are split into ranges of layers: one per stage, or one per layer."""
     found = []
     for leaf in forward.leaves:
-        stack = in_stack(leaf.path, layers)
-        if stack is None or not leaf.shape:
-            found.append(leaf)
+        stack, index = _place(leaf.path, places)
+        if stack is None or index is not None or not leaf.shape:
+            found.append(leaf._replace(layer=None if stack is None or index is None else (stack, index)))
             continue
         depth = leaf.shape[0]
         stages = [i if stage_of is None else stage_of[stack, i] for i in range(depth)]
         starts = [i for i in range(depth) if i == 0 or stages[i] != stages[i - 1]]
         for first, stop in zip(starts, [*starts[1:], depth], strict=True):
-            found.append(leaf._replace(shape=(stop - first, *leaf.shape[1:]), rows=(first, stop)))
+            found.append(leaf._replace(shape=(stop - first, *leaf.shape[1:]), rows=(first, stop), layer=(stack, first)))
     return tuple(found)
 
 
-def open_forward(forward: Forward, leaves: tuple[ModelLeaf, ...], layers: Sequence[str]) -> Forward:
+def open_forward(forward: Forward, leaves: tuple[ModelLeaf, ...]) -> Forward:
     """Trace `forward` again with one input per item of `leaves`, without jits and remats over several layers."""
-    spanning = _spanning_remats(forward, leaves, layers)
+    spanning = _spanning_remats(forward, leaves)
     parts: dict[int, list[int]] = {}
     for at, leaf in enumerate(leaves):
         parts.setdefault(leaf.source, []).append(at)
@@ -141,10 +168,31 @@ def open_forward(forward: Forward, leaves: tuple[ModelLeaf, ...], layers: Sequen
 
     data = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in forward.program.inputs[len(forward.leaves) :]]
     arrays = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-    program = inline(trace(retraced, arrays, data)[0])
+    program = _with_copies(inline(trace(retraced, arrays, data)[0]), updates)
     kept, _ = needed(program.eqns, program.outputs)  # unused equations would be assigned to the last stage
     program = program._replace(eqns=tuple(program.eqns[at] for at in kept))
     return Forward(program, leaves, forward.names, updates, bool(spanning))
+
+
+def _with_copies(program: Program, updates: Mapping[int, int]) -> Program:
+    """`program` with an equation for every new value of a variable: a copy of an input, a literal or a constant.
+
+    Only equations have a stage. And without a copy, two leaves of the state would be one array, which is donated twice.
+    The new value of a variable that does not change is the variable itself, and has no equation.
+    """
+    computed = {v for eqn in program.eqns for v in eqn.outvars}
+    assigned = {
+        at
+        for at, leaf in updates.items()
+        if not is_var(atom := program.outputs[at]) or (atom not in computed and atom is not program.inputs[leaf])
+    }
+    if not assigned:
+        return program
+
+    def copied(*args: Any) -> list[Any]:
+        return [copy_p.bind(x) if at in assigned else x for at, x in enumerate(program.call(*args))]
+
+    return trace(copied, *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.inputs))[0]
 
 
 @contextlib.contextmanager
@@ -163,7 +211,7 @@ def marked_calls(model: Any, path: str) -> Iterator[None]:
         return jax.tree.unflatten(tree, mark_p.bind(*leaves, call=calls - 1))
 
     # object.__setattr__, because the __setattr__ of nnx would store the class as a new attribute.
-    for layer in layer_list(model, path):
+    for layer in module_at(model, path):
         if isinstance(layer, nnx.Module) and id(layer) not in before:
             cls = type(layer)
             before[id(layer)] = (layer, cls)
@@ -176,19 +224,21 @@ def marked_calls(model: Any, path: str) -> Iterator[None]:
             object.__setattr__(layer, "__class__", cls)
 
 
-def layer_list(model: Any, path: str) -> Any:
-    """The attribute at a path such as "encoder/layers". Raises AttributeError if there is none."""
-    for part in path.split("/"):
-        model = model[int(part)] if part.isdigit() else getattr(model, part)
-    return model
+def _place(path: str, places: Places) -> tuple[str | None, int | None]:
+    """The innermost of `places` that contains the leaf at `path`, or (None, None)."""
+    for end in (len(path), *(at.start() for at in reversed([*re.finditer("/", path)]))):
+        if (place := places.get(path[:end])) is not None:
+            index = path[end + 1 :].split("/")[0]  # children with numbers as names count as a list
+            return (place[0], int(index)) if place[1] is None and index.isdigit() else place
+    return None, None
 
 
-def _spanning_remats(forward: Forward, leaves: Sequence[ModelLeaf], layers: Sequence[str]) -> set[int]:
+def _spanning_remats(forward: Forward, leaves: Sequence[ModelLeaf]) -> set[int]:
     """The ids of the remat equations of `forward`, including those in jits, that use variables of several layers."""
     inputs, found = forward.program.inputs, set()
     layers_of: dict[Any, set[Any]] = {}
     for leaf in leaves:
-        if (layer := leaf.layer(layers)) is not None:
+        if (layer := leaf.layer) is not None:
             among = {layer, (layer[0], leaf.rows[1])} if leaf.rows else {layer}
             layers_of.setdefault(inputs[leaf.source], set()).update(among)
 

@@ -61,7 +61,8 @@ def audit_rules(
     that match nothing. Layers with the same mismatch share one finding. `apply_policy(audit.findings, "error")` raises
     all of them as one ShardingError.
     """
-    table, leaves = as_rules(rules, axes), named_leaves(tree)
+    leaves = named_leaves(tree)
+    table = as_rules(rules, axes).without_single_layers(leaves)
     match = match_leaves(complete(table), leaves, mesh=mesh)
     uses = rule_uses(table, [path for path, _ in leaves])
     stacks = [table.stack(path) is not None for path, _ in leaves]

@@ -132,6 +132,7 @@ def explain_sharding(
         table, audit = None, _audit_annotations(nnx.state(model), mesh, axes or DEFAULT_AXES, large)
     else:
         table = as_rules(partition_rules(model) if rules is None else rules, axes, model_layers(model))
+        table = table.without_single_layers(named_leaves(nnx.state(model)), model)
         audit = audit_rules(table, nnx.state(model), mesh, large=large, unused=rules is not None)
     state, findings = {"model": lay_out(nnx.state(model), audit.specs, mesh)}, list(audit.findings)
     if optimizer is not None:

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.train.data.data import DataConfig, Tokens
+from flax_mesh.train.data.data import DataConfig, Tokens, check_sizes
 
 T = TypeVar("T")
 Rows = dict[str, np.ndarray]
@@ -168,6 +168,7 @@ def prefetch(fn: Callable[[int], T], start: int, stop: int) -> Generator[tuple[i
 
 
 def _read(part: Tokens, windows: np.ndarray, sequence_length: int, columns: slice, vocab_size: int | None) -> Rows:
+    check_sizes(part)
     first, last, _ = columns.indices(sequence_length)
     tokens = np.empty((len(windows), last - first + 1), part.dtype)  # one more than inputs: the last target
     for row, start in enumerate(windows * sequence_length):

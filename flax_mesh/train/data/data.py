@@ -9,11 +9,12 @@ import difflib
 import glob
 import hashlib
 import itertools
+import mmap
 import os
 import platform
 import sysconfig
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +82,11 @@ class TokenFiles:
 
 
 Tokens = np.ndarray | TokenFiles
+FileStamp = tuple[int, int, int]  # size, mtime_ns, inode
+_CHANGED = (
+    "data.source: {} {} while the run read it; its tokens must not change under a run. Restore the file and resume "
+    "from the newest checkpoint, or start a new run; write new data to another file."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +99,35 @@ class Corpus:
     content_hash: str  # SHA-256 of both parts, sampled above 1 GiB
     vocab_size: int | None  # 256 for text; None for token files: the largest id is unknown
     bytes_per_token: float | None  # 1.0 for text; None for token files
+    stamps: dict[str, FileStamp | None] = field(default_factory=dict)  # of the memory-mapped files, by path
+
+    def check_unchanged(self) -> None:
+        """Raise ConfigError if a memory-mapped file was rewritten since the corpus was read.
+
+        The tokens are hashed again only if size, time or inode of a file differ from those that were last seen. A file
+        that was replaced by another of the same name stays mapped as it was.
+        """
+        stamps = {path: _stamp(path) for path in self.stamps}
+        changed = [path for path, stamp in stamps.items() if stamp != self.stamps[path]]
+        if not changed:
+            return
+        for part in (self.train, self.held_out):
+            check_sizes(part)
+        if _hash_tokens([self.train, self.held_out]) != self.content_hash:
+            raise ConfigError([_CHANGED.format(path, "was rewritten") for path in changed])
+        self.stamps.update(stamps)
+
+
+def check_sizes(part: Tokens) -> None:
+    """Raise ConfigError if a file is shorter than its memory map: reading past its end would end the process."""
+    for piece in part.pieces if isinstance(part, TokenFiles) else (part,):
+        if isinstance(piece, np.memmap):
+            base = piece.base
+            while isinstance(base, np.ndarray):
+                base = base.base
+            if isinstance(base, mmap.mmap) and base.size() < len(base):
+                what = f"was shortened from {len(base):,} to {base.size():,} bytes"
+                raise ConfigError(_CHANGED.format(piece.filename, what))
 
 
 def check_data_config(config: DataConfig) -> list[str]:
@@ -161,6 +196,8 @@ def _read_corpus(files: dict[str, Path], config: DataConfig) -> Corpus:
     documents = {name: tokens for name, tokens in opened.items() if len(tokens)}
     if not documents:
         raise ConfigError(f"data.source: {config.source} is empty: {count_text(len(files), 'file')} without content.")
+    # Before the tokens are hashed: a file that is written after that has another stamp.
+    stamps = {str(path): _stamp(path) for name, path in files.items() if isinstance(opened[name], np.memmap)}
     train, held_out, split = _split(documents, config.held_out, _join_text if is_text else _join_tokens)
 
     label = f"standard library of Python {platform.python_version()}" if config.source == STDLIB else config.source
@@ -172,7 +209,17 @@ def _read_corpus(files: dict[str, Path], config: DataConfig) -> Corpus:
         content_hash=_hash_tokens([train, held_out]),
         vocab_size=256 if is_text else None,
         bytes_per_token=1.0 if is_text else None,
+        stamps=stamps,
     )
+
+
+def _stamp(path: str | Path) -> FileStamp | None:
+    """None if the file is gone. Its memory map remains valid."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_size, found.st_mtime_ns, found.st_ino
 
 
 def _split(

@@ -331,6 +331,23 @@ def test_names_must_differ(tmp_path):
         save_safetensors(tmp_path / "out", {"a": jnp.zeros(2), "b": jnp.zeros(2)}, table)
 
 
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"h/0": {"w": 1.0}, "h": {"0": {"w": 2.0}}}, "  h/0/w: 2 parameters have this path"),
+        ({"h": {"01": {"w": 1.0}, "1": {"w": 2.0}}}, "  h/01/w f32[2]: exactly one line must match it"),
+    ],
+)
+def test_parameters_with_the_same_name_in_the_files_are_not_loaded(tree, message, tmp_path):
+    """Both would be read from one array."""
+    table = [ParamMapping("h/{i}/w", "h.{i}", "d -> d")]
+    names = {"h": {str(i): {"w": jnp.full(2, float(i))} for i in range(2)}}
+    save_safetensors(tmp_path / "out", names, table)
+    abstract = jax.tree.map(lambda x: jnp.full(2, x), tree)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_safetensors(tmp_path / "out", abstract, table, ignore=["h.*"])
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_slices_of_any_dims_equal_the_stored_elements(data):

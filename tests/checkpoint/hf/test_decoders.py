@@ -290,6 +290,7 @@ def test_old_and_new_spellings_of_keys_are_equivalent(config):
         ({"model_type": None}, "model_type must be one of .*, got None"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window must be False, got True"),
         ({"model_type": "qwen3_moe", "norm_topk_prob": False}, "norm_topk_prob must be True, got False"),
+        ({"model_type": "qwen3_moe"}, "norm_topk_prob must be True, got False"),  # the default of transformers
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers must be \[\], got \[0\]"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step must be 1, got 2"),
         ({"model_type": "mixtral", "sliding_window": 4096}, "sliding_window must be None, got 4096"),

@@ -261,6 +261,46 @@ def test_a_step_that_is_not_finite_is_skipped_on_every_group():
     assert any((whole(pipeline, state)[path] != before[path]).any() for path in before if path.startswith("model/"))
 
 
+class Counted(Net):
+    """A running mean in every block, and the blocks in a list or as one scanned stack."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.means = nnx.List([nnx.BatchStat(jnp.zeros(8)) for _ in range(4)])
+
+    def __call__(self, x):
+        x = self.embed(x)
+        for layer, mean in zip(self.layers, self.means, strict=True):
+            mean[...] = 0.9 * mean[...] + 0.1 * jax.lax.stop_gradient(x.mean((0, 1)))
+            x = x + jnp.tanh(layer(x) - mean[...])
+        return self.embed.attend(x)
+
+
+@pytest.mark.parametrize("make", [lambda: Counted(nnx.Rngs(0)), lambda: Stack(nnx.Rngs(0))], ids=["list", "stack"])
+@pytest.mark.parametrize(
+    "optimizer", [optax.adam(1e-2, eps=1e-3), optax.chain(optax.clip_by_global_norm(1.0), PLAIN_SGD)]
+)
+def test_a_skipped_step_changes_no_leaf_on_any_group(make, optimizer, compilations):
+    good, broken = (net_batch(4) | {"scale": np.array([1, 1, 1, last], np.float32)} for last in (1, np.inf))
+    split = {"layers": "layers", "cuts": [2]}
+    pipeline = build(make, scaled_loss, good, 2, optimizer, split=split, skip_nonfinite=True)
+    state = pipeline.init_state()
+    before = {path: x.tobytes() for path, x in whole(pipeline, state).items()}
+    state, metrics = pipeline.step(state, broken)
+    assert float(metrics["skipped"]) == 1 and not np.isfinite(float(metrics["loss"]))
+    assert {path: x.tobytes() for path, x in whole(pipeline, state).items()} == before
+    state, _ = pipeline.step(state, broken)  # the first two steps compile
+    compilations.clear()
+    state, metrics = pipeline.step(state, good, (1e9, 0.0))
+    assert float(metrics["skipped"]) == 1 and np.isfinite(float(metrics["loss"])) and not compilations
+    assert {path: x.tobytes() for path, x in whole(pipeline, state).items()} == before
+    state, metrics = pipeline.step(state, good)
+    want, step = plain(make, scaled_loss, optimizer, 2, compiler_options=FAST, skip_nonfinite=True)
+    want, wanted = step(want, good)
+    assert float(metrics["skipped"]) == 0 and "model/embed/embedding" in before
+    assert_same(pipeline, state, metrics, want, wanted)
+
+
 def scaled_loss(model, batch):
     loss, weight, _ = net_loss(model, batch)
     return loss * jnp.mean(batch["scale"]), weight

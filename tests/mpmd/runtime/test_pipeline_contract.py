@@ -295,7 +295,10 @@ CUTS = {
     "cuts": ({"num_stages": 3, "cuts": [3, 2]}, r"cuts=\[3, 2\] must be 2 increasing numbers between 1 and 3"),
     "no layers": ({"layers": ()}, "layers is empty; name the list or the stack to cut"),
     "nothing trained": ({"wrt": nnx.LoRAParam}, "wrt=LoRAParam must match a variable of the model; it matches none"),
-    "no list": ({"layers": "embed"}, r"stage 0 computes nothing.* Name a list of layers"),
+    "no list": (
+        {"layers": "embed"},
+        "embed has 1 layer, of which the loss calls 1: too few for 2 stages. Use at most 1 stage,",
+    ),
     "balance": ({"num_stages": 2, "balance": "bytes"}, "balance must be 'flops' or 'count', got 'bytes'"),
 }
 
@@ -362,4 +365,5 @@ def test_staged_models_print_their_stages():
         "stage 0: layers/0 .. layers/2",
         "stage 1: layers/3",
         "  receives f32[2,3,8], 192 B",
+        "layers: a list of 4",
     ]

@@ -265,6 +265,33 @@ class Nested(nnx.Module):
         return self.out(self.backbone.features(x))
 
 
+class Attributes(nnx.Module):
+    """Layers without a list; those of a stack would share their leading size, as these of `norm` and `second` do."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(params=1, dropout=2)
+        self.first, self.second = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs), nnx.Linear(2 * WIDTH, 2 * WIDTH, rngs=rngs)
+        self.norm, self.out = nnx.LayerNorm(2 * WIDTH, rngs=rngs), nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        wide = jnp.tanh(self.first(x))
+        return self.out(self.norm(wide + jnp.tanh(self.second(wide))))
+
+
+class ListedElsewhere(nnx.Module):
+    """In the state, the first half of the layers is under `early`."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(params=1)
+        layers = [nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(4)]
+        self.early, self.layers = nnx.List(layers[:2]), nnx.List(layers)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = x + jnp.tanh(layer(x))
+        return x
+
+
 class Scanned(Language):
     """Layers created by nnx.vmap and called in nnx.scan, with remat inside."""
 
@@ -394,6 +421,8 @@ CASES = [
     Case("jit_model", JitModel, language_loss, text),
     Case("per_example", PerExample, language_loss, text),
     Case("nested", Nested, squared_loss, vectors, layers="backbone/trunk/blocks"),
+    Case("attributes", Attributes, squared_loss, vectors, layers=("first", "second", "norm", "out")),
+    Case("listed_elsewhere", ListedElsewhere, squared_loss, vectors),
     Case("scanned", Scanned, language_loss, text),
     Case("scanned_noisy", ScannedNoisy, language_loss, text),
     Case("scanned_in_jax", ScannedInJax, moved_loss, text),

@@ -104,7 +104,7 @@ def test_every_layer_is_in_one_stage_and_a_chain_sends_one_value_per_boundary(ca
     stages = [staged.stage_of(layer) for layer in staged.ranks]
     assert stages == sorted(stages) and set(stages) == set(range(num_stages))  # in the order of the calls
     for leaf, users in zip(staged.leaves, staged.users, strict=True):
-        layer = leaf.layer(staged.layers)
+        layer = leaf.layer
         if layer is not None and layer in staged.ranks and case.name not in SHARING:
             assert users == (staged.stage_of(layer),), leaf.path
     every = {path for path, _ in named_leaves(nnx.state(nnx.eval_shape(case.make)))}

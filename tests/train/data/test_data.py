@@ -13,6 +13,7 @@ import pytest
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.train.data import data
+from flax_mesh.train.data.batches import batch_rows, held_out_rows
 from flax_mesh.train.data.data import (
     Corpus,
     DataConfig,
@@ -223,6 +224,77 @@ def test_content_hash_of_a_huge_file_samples_its_ends_and_its_size(tmp_path):
                 file.write(b"\1")
         hashes.append(load(path).content_hash)
     assert len(set(hashes)) == 4
+
+
+# --- files that change under a run ---
+
+
+@pytest.fixture
+def mapped(tmp_path) -> Path:
+    for i in range(4):
+        np.save(tmp_path / f"shard{i}.npy", np.arange(50, dtype=np.uint16) + 100 * i)
+    return tmp_path
+
+
+def overwrite(path: Path, at: int, content: bytes) -> None:
+    """Write into a file, and wait for a clock tick, so that its time differs."""
+    before = path.stat().st_mtime_ns
+    while path.stat().st_mtime_ns == before:
+        with path.open("r+b") as file:
+            file.seek(at)
+            file.write(content)
+
+
+@pytest.mark.parametrize("shards", [(0,), (0, 1, 2, 3)])
+def test_mapped_files_that_were_rewritten_are_named(mapped, shards):
+    corpus = load(mapped / "*.npy")
+    corpus.check_unchanged()
+    for i in shards:
+        overwrite(mapped / f"shard{i}.npy", -2 + (mapped / f"shard{i}.npy").stat().st_size, b"\7\7")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="its tokens must not change under a run") as error:
+            corpus.check_unchanged()
+        assert [line.split()[1:4] for line in error.value.problems] == [
+            [str(mapped / f"shard{i}.npy"), "was", "rewritten"] for i in shards
+        ]
+
+
+def test_files_are_hashed_again_only_if_their_stamp_changes(mapped, monkeypatch):
+    corpus, hash_tokens, hashed = load(mapped / "*.npy"), data._hash_tokens, []
+    monkeypatch.setattr(data, "_hash_tokens", lambda parts: hashed.append(1) or hash_tokens(parts))
+    before = corpus.train[:].tolist(), corpus.held_out[:].tolist()
+    changes = [
+        lambda: overwrite(mapped / "shard0.npy", 0, (mapped / "shard0.npy").read_bytes()),  # the same bytes
+        lambda: overwrite(mapped / "shard1.npy", (mapped / "shard1.npy").stat().st_size, b"more"),
+        lambda: (np.save(mapped / "new.npy", np.arange(9)), os.replace(mapped / "new.npy", mapped / "shard2.npy")),
+        lambda: (mapped / "shard3.npy").unlink(),
+    ]
+    for number, change in enumerate(changes, 1):
+        corpus.check_unchanged()
+        assert len(hashed) == number - 1
+        change()
+        corpus.check_unchanged()
+        assert len(hashed) == number
+    assert (corpus.train[:].tolist(), corpus.held_out[:].tolist()) == before
+
+
+def test_text_that_is_in_memory_may_change(folder):
+    corpus = load(folder)
+    assert not corpus.stamps
+    overwrite(folder / "part0" / "file0.txt", 0, b"other")
+    corpus.check_unchanged()
+
+
+@pytest.mark.parametrize("source", ["*.npy", "shard1.npy"])
+def test_reading_a_file_that_has_shrunk_is_an_error(mapped, source):
+    corpus = load(mapped / source)
+    os.truncate(mapped / "shard1.npy", 100)
+    message = "shard1.npy was shortened from 228 to 100 bytes while the run read it"
+    pieces = [x for part in (corpus.train, corpus.held_out) for x in getattr(part, "pieces", [part])]
+    part = TokenFiles(tuple(pieces)) if source == "*.npy" else corpus.train
+    for call in (lambda: batch_rows(part, 0, TINY, 0), lambda: held_out_rows(part, TINY, 0), corpus.check_unchanged):
+        with pytest.raises(ConfigError, match=message):
+            call()
 
 
 # --- bytes and text ---

@@ -1,0 +1,84 @@
+"""Distinguishes the scanned stacks under `layers` from single layers, by shapes and, in a module, by Flax's layers.
+
+A stack, made by nnx.vmap or nnx.scan, has one array per parameter for all of its layers:
+
+    layers/up/kernel (3, 8, 16)    layers/up/bias (3, 16)    a stack of three layers
+    inc/conv/kernel  (3, 3, 1, 8)  inc/conv/bias  (8,)       one layer, a convolution
+    norm/scale       (8,)          norm/bias      (8,)       one layer, since an nnx.LayerNorm has one dim; an nnx.State
+                                                             has no classes, so there it counts as a stack of eight
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from flax import nnx
+
+from flax_mesh.tree import named_leaves, path_and_start, path_of
+
+EMPTY: Mapping[str, int] = {}
+# Number of dims of the variables of Flax's layers. One dim more is the layer dim of nnx.vmap or nnx.scan.
+DIMS: dict[type[nnx.Module], dict[str, int]] = {
+    nnx.Linear: {"kernel": 2, "bias": 1},
+    nnx.Embed: {"embedding": 2},
+    nnx.LayerNorm: {"scale": 1, "bias": 1},
+    nnx.RMSNorm: {"scale": 1},
+    nnx.BatchNorm: {"scale": 1, "bias": 1, "mean": 1, "var": 1},
+}
+
+
+def ranks_of(module: nnx.Module) -> dict[str, int]:
+    """Names of the variables of a Flax layer, with their numbers of dims; empty for any other class."""
+    if type(module) is nnx.Conv:
+        return {"kernel": len(module.kernel_size) + 2, "bias": 1}
+    return DIMS.get(type(module), {})
+
+
+def ranks_in(model: Any) -> dict[str, int]:
+    """Path of every variable of a Flax layer in the model, with its number of dims outside of a stack."""
+    modules = nnx.iter_modules(model)
+    return {path_of((*at, name)): dims for at, part in modules for name, dims in ranks_of(part).items()}
+
+
+def without_single_layers(
+    layers: Sequence[str], leaves: Sequence[tuple[str, Any]], ranks: Mapping[str, int] = EMPTY
+) -> tuple[str, ...]:
+    """The paths of `layers` except those of modules that are one layer: neither a list nor a scanned stack.
+
+    Args:
+        layers: Paths of lists, stacks and single layers.
+        leaves: (path, leaf) pairs of a model or of a tree of its arrays.
+        ranks: `ranks_in` of the model, if it is known.
+    """
+    return tuple(path for path in layers if not _is_single(path, leaves, ranks))
+
+
+def module_at(model: Any, path: str) -> Any:
+    """The attribute at a path such as "encoder/layers". Raises AttributeError if there is none."""
+    for part in path.split("/"):
+        model = model[int(part)] if part.isdigit() else getattr(model, part)
+    return model
+
+
+def is_single_layer(module: Any) -> bool:
+    """Whether a module is one layer: neither a list nor a scanned stack."""
+    if not isinstance(module, nnx.Pytree):
+        return False
+    return _has_no_layer_dim({path: leaf.shape for path, leaf in named_leaves(nnx.state(module))}, ranks_in(module))
+
+
+def _is_single(top: str, leaves: Iterable[tuple[str, Any]], ranks: Mapping[str, int]) -> bool:
+    start = len(top) + 1
+    shapes = {path[start:]: getattr(leaf, "shape", ()) for path, leaf in leaves if path.startswith(f"{top}/")}
+    return _has_no_layer_dim(shapes, {path: ranks[f"{top}/{path}"] for path in shapes if f"{top}/{path}" in ranks})
+
+
+def _has_no_layer_dim(shapes: Mapping[str, tuple[int, ...]], ranks: Mapping[str, int]) -> bool:
+    """Whether the arrays of a module, by path inside it, are not those of several layers: no list, and no stack.
+
+    Scalars are no evidence: a stack may have one counter for all of its layers.
+    """
+    shapes = {path: shape for path, shape in shapes.items() if not path.split("/")[0].isdigit()}
+    if any(path_and_start(path)[0] != path for path in shapes):
+        return False  # the chunks of a stack in a pipeline
+    sizes = {shape[0] for shape in shapes.values() if shape}
+    return bool(shapes) and (len(sizes) != 1 or any(len(shape) == ranks.get(path) for path, shape in shapes.items()))

@@ -1,0 +1,78 @@
+"""Every array of a checkpoint has its own name on disk: leaves that would share one are refused, with both names."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from flax_mesh import ConfigError
+from flax_mesh.checkpoint import Checkpointer
+
+
+def array(value, *shape):
+    return jnp.full(shape or (3,), value, jnp.float32)
+
+
+SAME = {
+    "dot": ({"a.b": array(1), "a": {"b": array(2)}}, "['a']['b'] and ['a.b']"),
+    "slash": ({"a/b": array(1), "a": {"b": array(2)}}, "['a']['b'] and ['a/b']"),
+    "dot and slash": ({"a/b.c": array(1), "a.b": {"c": array(2)}}, "['a.b']['c'] and ['a/b.c']"),
+    "index": ({"p": [array(1)], "p.0": array(2)}, "['p'][0] and ['p.0']"),
+    "number and text": (collections.OrderedDict([(0, array(1)), ("0", array(2))]), "[0] and ['0']"),
+    "empty name": ({"a": {"": array(1)}, "a.": array(2)}, "['a'][''] and ['a.']"),
+    "array as folder": ({"a": array(1), "a/b": array(2)}, "['a'] and ['a/b']"),
+    "layer of a stack": ({"layers": {"q": array(1, 2, 3), "1": {"q": array(2)}}}, "['layers']['1']['q'] and"),
+    "variables": (
+        nnx.state(nnx.Dict({"a.b": nnx.Param(array(1)), "a": nnx.Dict(b=nnx.Param(array(2)))})),
+        "['a']['b']",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_leaves_with_one_name_on_disk_are_refused_with_both_names(name, tmp_path):
+    tree, names = SAME[name]
+    with Checkpointer(tmp_path, layers=["layers"]) as checkpointer:
+        checkpointer.save(0, {"x": array(0)})
+        checkpointer.wait()
+        for call in (
+            lambda: checkpointer.save(1, tree),
+            lambda: checkpointer.restore(tree, 0),
+            lambda: checkpointer.check(tree, 0),
+            lambda: checkpointer.restore_partial(tree, 0),
+        ):
+            with pytest.raises(ConfigError, match="every array of a checkpoint must have its own name") as error:
+                call()
+            assert any(line.startswith(f"  {names}") for line in error.value.problems)
+        assert checkpointer.steps() == [0]
+
+
+def test_all_leaves_with_one_name_are_reported_at_once(tmp_path):
+    tree = {"a.b": array(1), "a": {"b": array(2), "c": array(3)}, "a/c": array(4), "d": array(5)}
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(ConfigError) as error:
+        checkpointer.save(1, tree)
+    assert error.value.problems[1:-1] == ["  ['a']['b'] and ['a.b']", "  ['a']['c'] and ['a/c']"]
+
+
+def test_names_that_look_alike_but_differ_on_disk_are_restored(tmp_path):
+    tree = {
+        "a": array(1),
+        "a.b": array(2),
+        "c/d": array(3),
+        "e": {"from here": array(4), "from 2": array(5), "": array(6)},
+        "": array(7),
+        "A": array(8),
+        "p": [array(9)],
+        "p0": array(10),
+        "..": {".zarray": array(11)},
+        "none": {"0": array(0, 0, 2)},  # not stored
+        "none/0": array(0, 0, 2),
+    }
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, tree)
+        got = checkpointer.restore(jax.tree.map(jnp.zeros_like, tree))
+    for saved, found in zip(jax.tree.leaves(tree), jax.tree.leaves(got), strict=True):
+        assert np.array_equal(saved, found)

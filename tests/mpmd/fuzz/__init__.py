@@ -1,0 +1,1 @@
+"""Random NNX models, split at random layers and run by random schedules, compared with one device."""

@@ -1,0 +1,235 @@
+"""Runs a case as a pipeline and on one device, and compares."""
+
+import functools
+import re
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from flax_mesh import ConfigError, create_mesh
+from flax_mesh.mpmd import MpmdMesh, Pipeline, split_stages
+from flax_mesh.step.loss import reseed, sums_of
+from flax_mesh.step.state import TrainState, TreeDefinition
+from flax_mesh.train import make_train_step
+from flax_mesh.tree import named_leaves
+from tests.mpmd.fuzz.case import Case, random_case, shrink
+from tests.mpmd.fuzz.model import Model, make_batch, make_loss, make_optimizer
+
+FAST = {"xla_backend_optimization_level": 0}
+STEPS, SEED = 2, 7
+LAYERS = ("layers",)
+Values = dict[str, np.ndarray]  # metrics of every step and leaves of the final state, by name
+
+
+class Outcome(NamedTuple):
+    """kind: same, refused (by a ConfigError), different, raised, or not finite (on one device already)."""
+
+    kind: str
+    detail: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return self.kind in ("different", "raised")
+
+    @property
+    def reason(self) -> str:
+        """The first sentence of `detail` without numbers and paths, by which refusals are counted."""
+        text = re.sub(r"\S+/\S+|\d+", "N", self.detail.split("\n")[0].split(". ")[0].split(": ")[0])
+        return re.sub(r"N(, N)+", "N", text)
+
+
+def check_case(case: Case) -> Outcome:
+    """The pipeline of a case compared with one device."""
+    try:
+        want = on_one_device(case.on_one_device)
+        if not all(np.isfinite(x).all() for x in want.values()):
+            return Outcome("not finite")
+        if "changed_parameter" in case.features and (found := differences(reference(case.on_one_device), want, case)):
+            return Outcome("different", "plain step against nnx.value_and_grad:\n" + "\n".join(found))
+        found = differences(want, pipelined(case), case)
+    except ConfigError as error:
+        return Outcome("refused", str(error))
+    except Exception as error:  # a fuzzer reports whatever is raised
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return Outcome("raised", f"{type(error).__name__}: {error}\n({where.filename}:{where.lineno})")
+    return Outcome("different", "\n".join(found)) if found else Outcome("same")
+
+
+@functools.lru_cache(maxsize=2)
+def on_one_device(case: Case) -> Values:
+    """`make_train_step` with as many microbatches."""
+    state = start(case)
+    step = make_train_step(
+        make_loss(case),
+        state,
+        seed=SEED,
+        num_microbatches=case.microbatches,
+        layers=LAYERS,
+        compiler_options=FAST,
+    )
+    return _follow(step, state, case)
+
+
+def pipelined(case: Case, seed: int = SEED) -> Values:
+    devices = jax.devices()[: case.groups]
+    staged = split_stages(
+        make_loss(case),
+        lambda: Model(case),
+        make_batch(case),
+        mesh=MpmdMesh(create_mesh((case.groups, 1), ("pp", "fsdp"), devices=devices), "pp"),
+        schedule=case.make_schedule(),
+        cuts=case.cuts or None,
+    )
+    optimizer: Any = make_optimizer(case)
+    pipeline = Pipeline(staged, optimizer, seed=seed, remat=case.remat, compiler_options=FAST)  # pyright: ignore
+    abstract = pipeline.abstract
+    leaves = [jax.device_put(x, a.sharding) for x, a in zip(start(case).leaves, abstract.leaves, strict=True)]
+    return _follow(pipeline.step, TrainState(tuple(leaves), abstract.definition), case)
+
+
+@functools.lru_cache(maxsize=2)
+def reference(case: Case) -> Values:
+    """Microbatch after microbatch with `nnx.value_and_grad`, without code of flax_mesh for the update."""
+    loss_fn = make_loss(case)
+
+    def loss_of(model: Model, part: Any) -> Any:
+        loss, weight, metrics = sums_of(loss_fn(model, part))
+        return loss, (weight, {"loss": loss, **metrics})
+
+    differentiate = nnx.value_and_grad(loss_of, has_aux=True, argnums=nnx.DiffState(0, nnx.Param))
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        model, optimizer = state.merge()
+        before = nnx.state(model, nnx.RngState)
+        count, found = optimizer.step[...], []
+        for index in range(case.microbatches):
+            part = jax.tree.map(lambda x: x.reshape(case.microbatches, -1, *x.shape[1:])[index], batch)  # noqa: B023
+            nnx.update(model, reseed(before, (SEED, count, jnp.int32(index)), LAYERS))
+            (_, (weight, sums)), grads = differentiate(model, part)
+            found.append((weight, sums, grads))
+        nnx.update(model, before)
+        weight, sums, grads = functools.reduce(functools.partial(jax.tree.map, jnp.add), found)
+        grads = jax.tree.map(lambda g: g / weight, grads)
+        norm = jnp.sqrt(sum(jnp.sum(jnp.abs(g) ** 2) for g in jax.tree.leaves(grads)))
+        metrics = {name: total / weight for name, total in sums.items()}
+        optimizer.update(model, grads)
+        return state.replace(model, optimizer), metrics | {"weight": weight, "grad_norm": norm}
+
+    return _follow(jax.jit(step, compiler_options=FAST), start(case), case)
+
+
+def start(case: Case) -> TrainState:
+    """The initial state on one device, computed operation by operation."""
+    model = Model(case)
+    modules = {"model": model, "optimizer": nnx.Optimizer(model, make_optimizer(case), wrt=nnx.Param)}
+    graphdef, state = nnx.split(modules)
+    sharding = NamedSharding(create_mesh((1,), ("fsdp",), devices=jax.devices()[:1]), PartitionSpec())
+    leaves, treedef = jax.tree.flatten(jax.device_put(state, sharding))
+    return TrainState(tuple(leaves), TreeDefinition(graphdef, treedef))
+
+
+def _follow(step: Callable[..., Any], state: TrainState, case: Case) -> Values:
+    batch, found = make_batch(case), {}
+    for number in range(STEPS):
+        state, metrics = step(state, batch)
+        found |= {f"step {number}: {name}": np.asarray(x) for name, x in metrics.items()}
+    leaves = named_leaves(state.to_nnx())
+    return found | {p: np.asarray(x) for p, x in leaves if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)}
+
+
+def differences(want: Values, have: Values, case: Case) -> list[str]:
+    """One line per value that differs by more than rounding.
+
+    Rounding is measured relative to the largest element of a leaf, or to a small part of the largest one of the model
+    or the optimizer: the gradient of a bias before a norm is a sum that cancels.
+    """
+    rtol, floor = (5e-2, 1e-2) if "cast" in case.features else (2e-4, 2e-5)
+    largest: dict[str, float] = {}
+    for name, x in want.items():
+        group = name.split("/")[0]
+        largest[group] = max(largest.get(group, 0.0), float(np.abs(x).max(initial=0.0)))
+    found = [f"{name}: only in one of the runs" for name in sorted(want.keys() ^ have.keys())]
+    for name in want.keys() & have.keys():
+        a, b = want[name], have[name]
+        bound = rtol * float(np.abs(a).max(initial=0.0)) + floor * largest[name.split("/")[0]]
+        if a.shape != b.shape or a.dtype != b.dtype:
+            found.append(f"{name}: {a.dtype}{a.shape} and {b.dtype}{b.shape}")
+        elif not np.isfinite(b).all() or np.abs(a - b).max(initial=0.0) > bound:
+            at = np.unravel_index(np.abs(a - b).argmax(), a.shape)
+            found.append(
+                f"{name}: {a[at]} on one device, {b[at]} here" + ("" if not a.shape else f", at {tuple(map(int, at))}")
+            )
+    return sorted(found)
+
+
+@dataclass
+class Report:
+    """Outcomes of many cases."""
+
+    kinds: Counter = field(default_factory=Counter)
+    refused: Counter = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        head = f"{self.kinds.total()} cases: " + ", ".join(f"{n} {kind}" for kind, n in self.kinds.most_common())
+        refused = [f"  refused {n} times: {reason}" for reason, n in self.refused.most_common()]
+        return "\n".join([head, *refused, *self.failures])
+
+
+def check_seeds(
+    seeds: Iterable[int],
+    *,
+    having: Collection[str] = (),
+    without: Collection[str] = (),
+    seconds: float = float("inf"),
+    shrinks: int = 3,
+    shrink_seconds: float = 60.0,
+    log: Callable[[str], None] = print,
+) -> Report:
+    """Checks the cases of `seeds` that have all features in `having`, until `seconds` have passed.
+
+    The first failures, as many as `shrinks`, are shrunk, each for at most `shrink_seconds`.
+    """
+    report, end = Report(), time.monotonic() + seconds
+    for seed in seeds:
+        if time.monotonic() > end:
+            break
+        case = random_case(seed, without)
+        if not case.features.issuperset(having):
+            continue
+        outcome = check_case(case)
+        report.kinds[outcome.kind] += 1
+        if outcome.kind == "refused":
+            report.refused[outcome.reason] += 1
+        if outcome.failed:
+            text = f"seed {seed}: {case}"
+            if len(report.failures) < shrinks:
+                text = describe_failure(seed, case, outcome, until=time.monotonic() + shrink_seconds)
+            log(text)
+            report.failures.append(text)
+    return report
+
+
+def describe_failure(seed: int, case: Case, outcome: Outcome, until: float = float("inf")) -> str:
+    """The failing case, the simplest case found that fails likewise before the time `until`, and its differences."""
+
+    def fails(simpler: Case) -> bool:
+        return time.monotonic() < until and check_case(simpler).kind == outcome.kind
+
+    smallest = shrink(case, fails)
+    return "\n".join(
+        [
+            f"seed {seed} {outcome.kind}: {case}",
+            f"  shrunk: python -m tests.mpmd.fuzz '{smallest}'",
+            *(f"    {line}" for line in check_case(smallest).detail.splitlines()[:12]),
+        ]
+    )

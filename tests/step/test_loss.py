@@ -1,0 +1,139 @@
+"""The forms of a loss function's result: which are accepted, what they mean, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from flax_mesh.mpmd import split_stages
+from flax_mesh.train import make_eval_step
+from tests.step.test_step import Net, batch, make, run, start
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def parts(model, b):
+    """Sum of the losses, their number, and the number of errors that are small: no gradient, but of the model."""
+    error = jnp.mean((model(b["x"]) - 1.0) ** 2, axis=-1)
+    return jnp.sum(error), len(error), jnp.sum(error < 1.5)
+
+
+def test_every_accepted_form_gives_the_same_mean():
+    def mean(model, b):
+        total, count, small = parts(model, b)
+        return total / count, small / count
+
+    forms = {
+        "loss": lambda m, b: mean(m, b)[0],
+        "loss, metrics": lambda m, b: (mean(m, b)[0], {"small": mean(m, b)[1], "more": {"half": mean(m, b)[1] / 2}}),
+        "sum, weight": lambda m, b: parts(m, b)[:2],
+        "sum, weight, metrics": lambda m, b: (
+            *parts(m, b)[:2],
+            {"small": parts(m, b)[2], "more": {"half": parts(m, b)[2] / 2}},
+        ),
+    }
+    rows = {name: run(form, start(make()), [batch()], num_microbatches=2)[1][0] for name, form in forms.items()}
+    for name, row in rows.items():
+        assert row["weight"] == (16 if "weight" in name else 2)
+        np.testing.assert_allclose(row["loss"], rows["loss"]["loss"], rtol=1e-6, err_msg=name)
+        np.testing.assert_allclose(row["grad_norm"], rows["loss"]["grad_norm"], rtol=1e-5, err_msg=name)
+        assert row.keys() - {"loss", "grad_norm", "weight"} == ({"small", "more/half"} if "metrics" in name else set())
+        if "metrics" in name:
+            assert 0 < row["small"] < 1
+            np.testing.assert_allclose(row["small"], 2 * row["more/half"])
+    small = parts(make()()[0], batch())[2] / 16
+    np.testing.assert_allclose(rows["loss, metrics"]["small"], small, rtol=1e-6)
+
+
+STATE = start(make())
+REFUSED = {
+    "a tuple of one": (lambda loss: (loss,), r"It returned \(f32\[\],\)"),
+    "an empty tuple": (lambda loss: (), r"It returned \(\)"),
+    "four parts": (lambda loss: (loss, 1.0, {}, {}), r"It returned \(f32\[\], float, \{\}, \{\}\)"),
+    "None": (lambda loss: None, "It returned None"),
+    "a dict": (lambda loss: {"loss": loss}, r"It returned \{'loss': f32\[\]\}"),
+    "a list": (lambda loss: [loss, 1.0], "It returned list"),
+    "an array": (lambda loss: jnp.ones(3) * loss, r"It returned f32\[3\]"),
+    "an array of weights": (lambda loss: (loss, jnp.ones(3)), r"It returned \(f32\[\], f32\[3\]\)"),
+    "pairs": (lambda loss: (loss, 1.0, [("a", loss)]), r"It returned \(f32\[\], float, list\)"),
+    "a complex loss": (lambda loss: loss * 1j, r"It returned c64\[\]"),
+    "text": (lambda loss: (loss, {"a": 1, "b": {"c": "no"}}), r"It returned \(f32\[\], \{'a': int, 'b': \{'c': str"),
+    "taken names": (lambda loss: (loss, 1.0, {"loss": 1, "weight": 1}), "'loss' is a metric of the step, 'weight'"),
+    "equal names": (lambda loss: (loss, {"a/b": loss, "a": {"b": loss}}), "'a/b' occurs twice"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_any_other_form_is_refused_in_one_line(name):
+    result, message = REFUSED[name]
+    for call in (lambda loss_fn: run(loss_fn, STATE, [batch()]), lambda loss_fn: evaluate(loss_fn)):
+        with pytest.raises(ValueError, match=message) as caught:
+            call(lambda model, b: result(jnp.sum(model(b["x"]))))
+        assert "\n" not in str(caught.value)
+        assert "names" in name or "loss_fn must return loss, (loss, metrics), (loss_sum, weight) or" in str(
+            caught.value
+        )
+
+
+def evaluate(loss_fn):
+    make_eval_step(loss_fn, STATE)(STATE, batch())
+
+
+def split(loss_fn):
+    split_stages(loss_fn, lambda: Net(nnx.Rngs(0)), batch(), num_stages=2)
+
+
+def train(loss_fn):
+    run(loss_fn, start(make()), [batch()])
+
+
+WEIGHTS = {
+    "accuracy": lambda model, b: parts(model, b)[2] / 16,
+    "a sum of losses": lambda model, b: parts(model, b)[0],
+    "a parameter": lambda model, b: model.layers[0].bias[0],
+    "behind stop_gradient": lambda model, b: jax.lax.stop_gradient(parts(model, b)[0]),
+    "in a jitted function": lambda model, b: jax.jit(lambda x: (jnp.sum(x > 0), 1))(model(b["x"]))[0],
+    "carried by a scan": lambda model, b: jax.lax.scan(lambda c, y: (c + jnp.sum(y > 0), None), 0, model(b["x"]))[0],
+    "selected by a branch": lambda model, b: jax.lax.cond(
+        model(b["x"]).sum() > 0, lambda: jnp.float32(1), lambda: jnp.float32(2)
+    ),
+    "a number of iterations": lambda model, b: (
+        lambda y: jax.lax.while_loop(lambda c: c[0] < y, lambda c: (c[0] + 1, c[1] + 1), (jnp.float32(0), 1.0))[1]
+    )(model(b["x"]).max()),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("call", [train, evaluate, split])
+def test_a_weight_that_depends_on_a_parameter_is_refused(name, call):
+    with pytest.raises(ValueError, match="weight that loss_fn returns must not depend on trained parameters"):
+        call(lambda model, b: (jnp.mean(model(b["x"]) ** 2), WEIGHTS[name](model, b)))
+
+
+def loss_and_count(y, w):
+    """A loss and a weight from one loop over the rows, as chunked losses compute them."""
+
+    def add(carry, row):
+        y, w = row
+        return (carry[0] + jnp.sum((y - 1.0) ** 2) * w, carry[1] + w), None
+
+    return jax.lax.scan(jax.checkpoint(add), (jnp.float32(0), jnp.float32(0)), (y, w))[0]
+
+
+SAFE = {
+    "a scan": loss_and_count,
+    "a jitted function": jax.jit(lambda y, w: (jnp.sum(y), jnp.sum(w))),
+    "a remat": jax.checkpoint(lambda y, w: (jnp.sum(y), jnp.sum(w))),
+    "the shape of the scores": lambda y, w: (jnp.sum(y), jnp.ones_like(y).sum()),
+}
+
+
+def test_a_weight_computed_beside_the_loss_is_accepted():
+    def loss_fn(model, b):
+        results = [fn(model(b["x"]), b["w"]) for fn in SAFE.values()]
+        return tuple(map(sum, zip(*results, strict=True)))
+
+    train(loss_fn)
+    evaluate(loss_fn)
+    split(loss_fn)
