@@ -110,7 +110,7 @@ def default_texts(config: TrainConfig, section: str) -> dict[str, str]:
 def complete_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
     """`current_settings`, with defaults for settings that did not exist yet when these were saved.
 
-    The default of a setting that is added to a section is therefore what runs did before it existed.
+    The default of a setting that is added must therefore not change the numbers of a run whose numbers are finite.
     """
     return {**default_settings(), **current_settings(saved)}
 
