@@ -1,0 +1,66 @@
+"""Every invalid command of bad_input.py: its exit code, one short error without a traceback, and no file changed."""
+
+import re
+import shlex
+from pathlib import Path
+
+import jax
+import pytest
+
+from flax_mesh.cli import main
+from flax_mesh.cli.common import BAD_INPUT, DONE
+from tests.cli.bad_input import commands, write_files, write_recipe
+
+MOST_LINES, LONGEST_LINE = 30, 1000
+COMMANDS = commands()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, str]:
+    """Name -> path of the files that the commands name, among them the folder of a run of two steps."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("the recipe requires CPU devices")
+    root = tmp_path_factory.mktemp("files")
+    recipe, run = write_recipe(root), root / "run"
+    settings = ("run.steps=2", "checkpoint.every=1", "run.eval_every=0", "run.sample_tokens=0")
+    assert main(["train", str(recipe), f"run.folder={run}", *settings]) == DONE
+    write_files(root, run)
+    named = {path.stem: str(path) for path in root.iterdir()}
+    return named | {
+        "root": str(root),
+        "long": str(root / ("x/" * 2500)),
+        **{n: str(root / n) for n in ("out", "nothing")},
+    }
+
+
+def listing(folder: Path) -> dict[str, tuple[int, int]]:
+    """Relative path -> (size, time of the last change) of everything below `folder`, links not followed."""
+    found = {str(path.relative_to(folder)): path.lstat() for path in folder.rglob("*")}
+    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in found.items() if not name.endswith("__pycache__")}
+
+
+@pytest.mark.parametrize(
+    ("code", "command", "text"), COMMANDS, ids=[f"{i} {c[1]}"[:70] for i, c in enumerate(COMMANDS)]
+)
+def test_an_invalid_command_ends_with_one_short_error_and_changes_no_file(
+    files, code, command, text, capfd, monkeypatch
+):
+    root = Path(files["root"])
+    monkeypatch.chdir(root)
+    before = listing(root)
+    argv = [re.sub(r"\{(\w+)\}", lambda name: files[name[1]], word) for word in shlex.split(command)]
+    got = main(argv)
+    out, err = capfd.readouterr()
+    assert "Traceback" not in err, err
+    assert got == code, err or out
+    assert text in err
+    assert not out or code != BAD_INPUT, out
+    lines = err.splitlines()
+    longest = LONGEST_LINE + max(map(len, argv), default=0)
+    assert all(line.startswith("flax-mesh: ") and len(line) < longest for line in lines), err
+    assert len(lines) <= MOST_LINES
+    assert listing(root) == before
+
+
+def test_there_are_at_least_400_invalid_commands():
+    assert len({command for _, command, _ in COMMANDS}) == len(COMMANDS) >= 400
