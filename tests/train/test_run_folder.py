@@ -416,16 +416,13 @@ class Broken(nnx.Module):
         raise ZeroDivisionError("in the model")
 
 
+NO_MEMORY = r"(?i)memory|YNNPACK operation failed"  # depends on the operation that allocates
 # Failure -> (how the config changes, further settings, text in the error)
 FAILED_STARTS = {
     "the model raises": (lambda config: replace(config, make_model=Broken), (), "in the model"),
     "the loss raises": (lambda config: replace(config, loss_fn=fail), (), "in the recipe"),
     "a step raises": (lambda config: replace(config, loss_fn=fail_in_a_step), ("mesh.shape=dp:1",), "in the recipe"),
-    "out of memory": (
-        lambda config: replace(config, loss_fn=too_large_loss),
-        ("mesh.shape=dp:1",),
-        "",
-    ),  # the text of XLA varies
+    "out of memory": (lambda config: replace(config, loss_fn=too_large_loss), ("mesh.shape=dp:1",), NO_MEMORY),
     "no data": (lambda config: replace(config, data=replace(config.data, source="/nowhere")), (), "/nowhere"),
     "bad mesh": (lambda config: config, ("mesh.shape=dp:3,tp:5", "run.platform=cpu"), "mesh.shape=dp:3,tp:5"),
     "bad settings": (lambda config: config, ("data.batch_size=0",), "data.batch_size"),
@@ -435,13 +432,13 @@ FAILED_STARTS = {
 @pytest.mark.parametrize("failure", FAILED_STARTS)
 def test_a_start_that_fails_leaves_no_folder_or_the_old_one_unchanged(failure, config, tmp_path):
     change, settings, text = FAILED_STARTS[failure]
-    with pytest.raises(Exception, match=re.escape(text)):
+    with pytest.raises(Exception, match=text):
         train(change(config("run.steps=4", *settings)))
     assert os.listdir(tmp_path) == []
     train(config("run.steps=2"))
     (tmp_path / "run" / ".lock").unlink()
     before = snapshot(tmp_path)
-    with pytest.raises(Exception, match=re.escape(text)):
+    with pytest.raises(Exception, match=text):
         train(change(config("run.steps=4", "checkpoint.every=7", *settings)), allow_changes=True)
     assert snapshot(tmp_path) == before
 
