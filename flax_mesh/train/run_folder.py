@@ -113,7 +113,8 @@ class MetricsFile:
     """
 
     def __init__(self, folder: Path, config: TrainConfig, start: int, say: Callable[[str], None]):
-        self._folder, self._path = folder, folder / METRICS
+        self._folder = folder.absolute()  # a recipe may change the current folder
+        self._path = self._folder / METRICS
         self._config, self._start, self._say = config, start, say
         self._file: BinaryIO | None = None  # unbuffered
         self._written: tuple[int, ...] = ()  # identity and size of the file after the last row

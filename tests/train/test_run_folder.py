@@ -1,14 +1,13 @@
-"""The run folder: its lock, entries of another kind, rows of metrics after a kill, and starts that fail.
-
-Nothing here compiles except in the last two sections, which train in this process.
-"""
+"""The run folder: its lock, entries of another kind, rows of metrics after a kill, and starts that fail."""
 
 import itertools
 import json
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -213,6 +212,17 @@ def test_rows_are_written_to_the_file_of_the_name_and_missing_ones_are_counted(c
         assert (tmp_path / "metrics.jsonl.1").read_bytes() == b"".join(ROWS[:3])
 
 
+def test_rows_of_a_relative_folder_do_not_follow_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = MetricsFile(Path(), recipe(), 0, print)
+    file.write(row(1))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    file.write(row(2))
+    file.close()
+    assert metrics(tmp_path) == ROWS[0] + ROWS[1] and os.listdir() == []
+
+
 def test_a_row_for_a_folder_that_is_gone_is_an_error(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
@@ -336,6 +346,24 @@ def test_entries_without_rights_are_an_error(name, mode, tmp_path):
     ]
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints", ""])
+def test_immutable_entries_are_an_error(name, tmp_path):
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "metrics.jsonl").touch()
+    chattr = shutil.which("chattr")
+    if chattr is None or subprocess.run([chattr, "+i", folder / name], capture_output=True, check=False).returncode:
+        pytest.skip("no file can be made immutable here")
+    try:
+        with pytest.raises(ConfigError) as rejected, run_folder(folder):
+            pass
+    finally:
+        subprocess.run([chattr, "-i", folder / name], check=True)
+    assert rejected.value.problems == [
+        f"run.folder: {folder / name} must be readable and writable; change its rights, or use another run.folder"
+    ]
+
+
 def test_folders_are_removed_as_far_as_they_were_created(tmp_path):
     (tmp_path / "runs").mkdir()
     for _ in range(2):
@@ -453,6 +481,34 @@ def test_a_run_whose_checkpoints_are_gone_starts_again_and_keeps_the_old_rows(co
     assert [line for line in said if line.endswith("are now metrics.jsonl.old and config.txt.old")]
     after = snapshot(folder)
     assert {after[f"{name}.old"] == before[name] for name in ("metrics.jsonl", "config.txt")} == {True}
+
+
+@pytest.mark.parametrize("on_failure", ["stop", "continue"])
+def test_rows_that_can_no_longer_be_written_stop_the_run_or_are_counted_at_its_end(on_failure, config, tmp_path):
+    path, said, expectation = tmp_path / "run" / "metrics.jsonl", [], nullcontext()
+
+    def replace_by_a_folder(row):
+        if row["step"] == 3:
+            path.rename(tmp_path / "old")
+            path.mkdir()
+
+    reason = f"the row of step 4 could not be written to {path}: Is a directory"
+    if on_failure == "stop":
+        expectation = pytest.raises(SaveError, match=re.escape(reason))
+    with expectation:
+        settings = (f"checkpoint.on_failure={on_failure}", "run.steps=6")
+        result = train(config(*settings), hooks=[replace_by_a_folder], say=said.append)
+        assert result.status == "finished"
+    warnings = [line for line in said if line.startswith("warning")]
+    assert warnings == (
+        []
+        if on_failure == "stop"
+        else [
+            f"warning: {reason}; training continues (checkpoint.on_failure)",
+            "warning: the last rows of metrics could not be written; rows lost: 3",
+        ]
+    )
+    assert steps_of((tmp_path / "old").read_bytes()) == [1, 2, 3]
 
 
 def test_a_run_does_not_start_from_scratch_if_its_checkpoints_cannot_be_found(config, text, tmp_path, capsys):
