@@ -58,7 +58,7 @@ def run_folder(folder: Path) -> Iterator[None]:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             before = {*os.listdir(folder)}
-            # Nobody loses the lock of the folder by deleting a file in it. On a network file system it may exclude the
+            # The lock of the folder is not lost if a file in it is deleted. On a network file system it may exclude the
             # processes of this machine only; there the lock of the file excludes those of other machines.
             for path, flags in ((folder, os.O_RDONLY), (folder / LOCK, os.O_RDWR | os.O_CREAT)):
                 descriptor = os.open(path, flags, 0o666)
