@@ -227,8 +227,12 @@ def _rewrite(path: Path, before: bytes, after: bytes) -> None:
 
 def _replace(path: Path, text: bytes) -> None:
     partial = path.with_name(path.name + ".new")
-    partial.write_bytes(text)
-    os.replace(partial, path)
+    try:
+        partial.write_bytes(text)
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _rename_old(folder: Path, names: Sequence[str]) -> list[str]:

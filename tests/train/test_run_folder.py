@@ -24,8 +24,10 @@ from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.train import apply_overrides, train
 from flax_mesh.train.metadata import FIELDS, check_record
 from flax_mesh.train.run_folder import MetricsFile, next_free, rows_until, run_folder
+from tests.multiprocess.processes import run_all
 from tests.train.bigram import recipe, snapshot, write_text
 
+RECIPE = Path(__file__).with_name("bigram.py")
 STEPS = 5
 NOBODY = 65534
 LONG = "a" * 999
@@ -511,13 +513,41 @@ def test_rows_that_can_no_longer_be_written_stop_the_run_or_are_counted_at_its_e
     assert steps_of((tmp_path / "old").read_bytes()) == [1, 2, 3]
 
 
+@pytest.mark.slow
+def test_all_of_several_processes_report_what_is_in_the_way(text, tmp_path):
+    (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints").touch()
+    settings = [str(RECIPE), f"data.source={text}", f"run.folder={tmp_path / 'run'}", "run.platform=cpu:2"]
+    command = ["-m", "flax_mesh.cli", "launch", "-n", "2", "--", "train", *settings]
+    (ended,) = run_all([command])
+    assert ended.code == BAD_INPUT and "Traceback" not in ended.output
+    for start in (r"\[0\] flax-mesh: run\.folder", r"\[1\] flax-mesh: process 0: run\.folder"):
+        assert len(re.findall(f"^{start}: .* must be a .*, found a ", ended.output, re.MULTILINE)) == 2, ended.output
+    assert sorted(os.listdir(tmp_path / "run")) == ["checkpoints", "metrics.jsonl"]
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_at_the_first_row_ends_the_run_in_one_line(config, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", folder]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no file system can be mounted")
+    try:
+        with pytest.raises(SaveError, match=r"the row of step 1 could not be written to .*: No space left on device$"):
+            train(config("run.steps=2"))
+        assert not (folder / "config.txt.new").exists()
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
 def test_a_run_does_not_start_from_scratch_if_its_checkpoints_cannot_be_found(config, text, tmp_path, capsys):
     folder = tmp_path / "run"
     train(config("run.steps=2"))
     (folder / "checkpoints").rename(folder / "moved")
     (folder / "checkpoints").symlink_to(folder / "elsewhere")
     before = snapshot(folder)
-    command = ["train", str(Path(__file__).with_name("bigram.py")), f"data.source={text}", f"run.folder={folder}"]
+    command = ["train", str(RECIPE), f"data.source={text}", f"run.folder={folder}"]
     assert main([*command, "run.eval_every=0"]) == BAD_INPUT
     assert capsys.readouterr().err == (
         f"flax-mesh: run.folder: {folder}/checkpoints must be a folder, found a broken link (No such file or "
