@@ -20,7 +20,7 @@ from flax_mesh.mesh.shape import parse_mesh_shape
 from flax_mesh.train.data.data import DataConfig
 
 CHECKS = ("auto", "always", "never")  # values of pipeline.check
-PLATFORM = re.compile(r"auto|cpu(:[1-9][0-9]*)?|gpu|cuda|tpu")
+PLATFORM = re.compile(r"auto|cpu(:[1-9][0-9]*)?|gpu|tpu")
 AXIS_NAMES = ("pp", "dp", "fsdp", "ep", "tp", "sp")
 SAME_RESULT = {"changes_result": False}  # fields that may change when a run is resumed
 

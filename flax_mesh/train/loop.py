@@ -28,11 +28,11 @@ from flax_mesh.train.checks import check_on_corpus, check_trace
 from flax_mesh.train.config import CheckpointConfig, TrainConfig, data_seed
 from flax_mesh.train.data.batches import BatchFn, batch_rows, make_batch_fn, make_eval_fn, num_eval_batches, prefetch
 from flax_mesh.train.data.data import Corpus, decode, load_corpus
-from flax_mesh.train.metadata import check_resume, layout_changes, run_record, step_record
+from flax_mesh.train.metadata import check_record, check_resume, layout_changes, run_record, step_record
 from flax_mesh.train.metrics import Row, Rows, StepCheck
 from flax_mesh.train.overrides import Change
 from flax_mesh.train.run import Run, Say, describe
-from flax_mesh.train.run_folder import METRICS, check_agreement, folder_of_run, is_first, latest_step, write_config
+from flax_mesh.train.run_folder import MetricsFile, check_agreement, folder_of_run, is_first, latest_step
 from flax_mesh.train.warm_start import Start, check_start_settings, find_start, start_from
 
 TRACED = 2  # steps before the traced one: they include compilation
@@ -143,9 +143,9 @@ def train(
                         say(f"changed since the checkpoint: {change}")
                 say(f"run: new run in {folder}, {config.run.steps} steps")
                 _check_stages(run, is_new=True)
-                write_config(folder, config)
                 return _steps(run, checkpointer, _initial(run, start), 0, {})
             saved = checkpointer.metadata(step)
+            check_record(saved, step, folder)
             for change in _changes(run, checkpointer, saved, allow_changes=allow_changes):
                 say(f"changed since the checkpoint: {change}")
             if step >= config.run.steps:
@@ -160,7 +160,6 @@ def train(
                 say(f"warning: the numbers of the checkpoint of step {step} are not finite; {known}")
             _check_stages(run, is_new=False)
             state = checkpointer.restore(program.layout, step, verify=False)  # latest_step has verified it
-            write_config(folder, config)
             return _steps(run, checkpointer, state, step, saved)
 
 
@@ -211,7 +210,7 @@ def _steps(
         )
     check = StepCheck(config.run, saved)
     rows = Rows(
-        run.folder / METRICS if is_first() else None,
+        MetricsFile(run.folder, config, start, run.say) if is_first() else None,
         run.program,
         start,
         check,

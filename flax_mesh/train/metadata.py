@@ -3,7 +3,7 @@
 import dataclasses
 import importlib.metadata
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,16 @@ from flax_mesh.train.metrics import Row
 from flax_mesh.train.overrides import Change, changes, complete_settings, to_texts
 
 FORMAT = 1
+# What a run reads from the metadata of the checkpoint that it resumes from: field -> whether its value is usable.
+FIELDS: dict[str, Callable[[Any], bool]] = {
+    "step": lambda value: isinstance(value, int),
+    "config": lambda value: _is_record(value, str),
+    "data": lambda value: isinstance(value, dict) and isinstance(value.get("content_hash"), str),
+    "mesh": lambda value: isinstance(value, dict),
+    "layout": lambda value: value is None or _is_record(value, str),
+    "metrics": lambda value: isinstance(value, dict) and isinstance(value.get("skipped", 0), int | float),
+    "recent": lambda value: value is None or _is_table(value, 3),
+}
 PACKAGES = ("flax-mesh", "jax", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
@@ -79,6 +89,16 @@ def layout_of(state: Any, layers: Sequence[str]) -> dict[str, str]:
     return {path: dims_text(spec) if any(spec) else STORED_REPLICATED for path, spec in specs.items()}
 
 
+def check_record(saved: Mapping[str, Any], step: int, folder: Path) -> None:
+    """Raise ConfigError if a run cannot resume from a checkpoint because its metadata is not that of a run."""
+    if missing := [name for name, is_usable in FIELDS.items() if not is_usable(saved.get(name))]:
+        raise ConfigError(
+            f"the checkpoint of step {step} in {folder} was not saved by a run: its metadata has no valid "
+            f"{', '.join(missing)}. Use another run.folder, with checkpoint.start_from={folder} to start from its "
+            "parameters"
+        )
+
+
 def check_resume(
     saved: Mapping[str, Any], now: Mapping[str, Any], config: TrainConfig, *, allow_changes: bool
 ) -> list[Change]:
@@ -110,6 +130,18 @@ def layout_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
     return lines + [
         f"{path}: {old[path]} -> {spec}" for path, spec in now["layout"].items() if old.get(path, spec) != spec
     ]
+
+
+def _is_record(value: Any, kind: type) -> bool:
+    return isinstance(value, dict) and all(isinstance(one, kind) for one in value.values())
+
+
+def _is_table(value: Any, width: int) -> bool:
+    """Whether the value is a list of rows of `width` numbers."""
+    return isinstance(value, list) and all(
+        isinstance(row, list) and len(row) == width and all(isinstance(one, int | float) for one in row)
+        for row in value
+    )
 
 
 def _version(package: str) -> str:

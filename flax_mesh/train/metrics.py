@@ -1,15 +1,11 @@
-"""Metrics of the training steps: one row of numbers per step, written to RUN_FOLDER/metrics.jsonl.
+"""Metrics of the training steps: one row of numbers per step, written to metrics.jsonl of the run folder.
 
 `StepCheck` finds the rows whose numbers are not finite, or far above those of earlier rows.
 """
 
-import errno
-import json
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -22,8 +18,8 @@ from flax_mesh.hardware import peak_flops
 from flax_mesh.step.loss import Limits
 from flax_mesh.train.build import TrainProgram
 from flax_mesh.train.config import RunConfig
+from flax_mesh.train.run_folder import MetricsFile, Row
 
-Row = dict[str, Any]
 WINDOW, LEAST = 64, 16  # values of the running median: at most, and before there is a limit
 MOST_SKIPPED = 100  # consecutive updates; then the parameters themselves are probably not finite
 
@@ -33,29 +29,6 @@ def peak_memory(devices: Sequence[Any]) -> int | None:
     stats = [d.memory_stats() for d in devices if d.process_index == jax.process_index()]
     peaks = [s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s]
     return max(peaks, default=None)
-
-
-class MetricsFile:
-    """Appends rows to a JSON Lines file, unbuffered. NaN and infinities are written as null."""
-
-    def __init__(self, path: Path):
-        self._path, self._file = path, path.open("ab", buffering=0)
-
-    def write(self, row: Row) -> None:
-        """Append the row. If it cannot be written completely, the file is truncated to its old size: SaveError."""
-        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        line = (json.dumps(clean) + "\n").encode()
-        end = self._file.seek(0, os.SEEK_END)
-        try:
-            written = self._file.write(line)
-            if written < len(line):  # a short write reports no errno; in practice the disk is full
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            self._file.truncate(end)
-            raise SaveError(f"the row of step {row['step']} could not be written to {self._path}: {error}") from error
-
-    def close(self) -> None:
-        self._file.close()
 
 
 class StepCheck:
@@ -125,13 +98,12 @@ class StepCheck:
 class Rows:
     """Rows of metrics, read from the device one step late, so that the host dispatches a step without waiting.
 
-    `path` is the file for the rows, None in processes that do not write. `warn_or_raise` is called with the error if a
-    row cannot be written.
+    `file` is None in processes that do not write. `warn_or_raise` is called with the error if a row cannot be written.
     """
 
     def __init__(
         self,
-        path: Path | None,
+        file: MetricsFile | None,
         program: TrainProgram,
         start: int,
         check: StepCheck,
@@ -140,9 +112,8 @@ class Rows:
         say: Callable[[str], None],
         warn_or_raise: Callable[[SaveError], None],
     ):
-        self.file = MetricsFile(path) if path is not None else None
         self.last: Row = {}
-        self._check = check
+        self._file, self._check = file, check
         self._hooks, self._say, self._warn_or_raise = hooks, say, warn_or_raise
         self._lost = 0  # consecutive rows that could not be written
         self._pending: tuple[int, Any, float] | None = None
@@ -189,10 +160,10 @@ class Rows:
         }
 
     def _write(self) -> None:
-        if self.file is None:
+        if self._file is None:
             return
         try:
-            self.file.write(self.last)
+            self._file.write(self.last)
         except SaveError as error:
             if not self._lost:
                 self._warn_or_raise(error)
@@ -203,5 +174,7 @@ class Rows:
             self._lost = 0
 
     def close(self) -> None:
-        if self.file is not None:
-            self.file.close()
+        if self._lost:
+            self._say(f"warning: the last rows of metrics could not be written; rows lost: {self._lost}")
+        if self._file is not None:
+            self._file.close()

@@ -1,22 +1,37 @@
-"""The run folder: metrics.jsonl, config.txt and checkpoints/. Process 0 selects, locks and writes it."""
+"""The run folder: metrics.jsonl, config.txt and checkpoints/. Process 0 selects, locks and writes it.
 
+Nothing is written before the first row of metrics: a run that fails earlier leaves no folder, or the old one unchanged.
+"""
+
+import errno
 import fcntl
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import re
+import stat
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import jax
 
 from flax_mesh.checkpoint import Checkpointer
-from flax_mesh.errors import ConfigError
+from flax_mesh.checkpoint.find import CHECKPOINTS
+from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.processes import assert_equal, broadcast_from_process_0
+from flax_mesh.text import count_text
 from flax_mesh.train.config import TrainConfig
 from flax_mesh.train.overrides import to_lines
 
+Row = dict[str, Any]
 METRICS, CONFIG, LOCK = "metrics.jsonl", "config.txt", ".lock"
+PLAIN_ROW = re.compile(rb'\{"step": ([0-9]{1,18})(?:,[^{}\0]*)?\}')  # not two rows; found 10 times faster than by JSON
+KINDS = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder"}
+FOLDER = ("a folder", os.R_OK | os.W_OK | os.X_OK)
+# What each entry must be, and the required rights. To replace a config.txt no right to write it is required.
+ENTRIES = {METRICS: ("a file", os.R_OK | os.W_OK), CONFIG: ("a file", 0), CHECKPOINTS: FOLDER}
 
 
 def is_first() -> bool:
@@ -25,25 +40,42 @@ def is_first() -> bool:
 
 
 def next_free(folder: Path) -> Path:
+    """`folder`, or the first of folder-2, folder-3 ... that does not exist."""
     candidates = (folder, *(folder.with_name(f"{folder.name}-{i}") for i in range(2, 10_000)))
-    return next(path for path in candidates if not path.exists())
+    return next(path for path in candidates if not os.path.lexists(path))
 
 
 @contextmanager
 def run_folder(folder: Path) -> Iterator[None]:
-    """Create the folder if it does not exist, and lock it against a second run. Raises ConfigError if that fails."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK).open("a")
-    except OSError as error:
-        raise ConfigError(f"run.folder={folder} cannot be written ({error.strerror}); use another folder") from error
-    with lock:
+    """Create the folder if it does not exist, and lock it against a second run. Raises ConfigError if that fails.
+
+    If nothing was added to it in the block, the folder and its parents are removed again, as far as they were created.
+    """
+    if problem := _problem(folder, *FOLDER):
+        raise ConfigError(f"run.folder: {problem}")
+    created = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
+    with ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel releases it however this process ends
+            folder.mkdir(parents=True, exist_ok=True)
+            before = {*os.listdir(folder)}
+            # The lock of the folder is not lost if a file in it is deleted. On a network file system it may exclude the
+            # processes of this machine only; there the lock of the file excludes those of other machines.
+            for path, flags in ((folder, os.O_RDONLY), (folder / LOCK, os.O_RDWR | os.O_CREAT)):
+                descriptor = os.open(path, flags, 0o666)
+                stack.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel releases it however the run ends
         except BlockingIOError:
             raise ConfigError(
                 f"run.folder={folder} is in use by another run; stop that run, or use another folder"
             ) from None
+        except OSError as error:
+            _remove_empty(created)
+            raise ConfigError(
+                f"run.folder={folder} cannot be written ({error.strerror}); use another folder"
+            ) from error
+        stack.callback(_remove_unused, folder, before, created)  # while the folder is locked
+        if problems := [text for name, wanted in ENTRIES.items() if (text := _problem(folder / name, *wanted))]:
+            raise ConfigError([f"run.folder: {problem}" for problem in problems])
         yield
 
 
@@ -73,16 +105,172 @@ def latest_step(checkpointer: Checkpointer) -> int | None:
     return step
 
 
-def write_config(folder: Path, config: TrainConfig) -> None:
-    """Write config.txt atomically, in process 0 only, in the format that `@FILE` reads."""
-    if not is_first():
-        return
-    partial = folder / (CONFIG + ".new")
+class MetricsFile:
+    """metrics.jsonl of a run that has completed `start` steps: one row per line. NaN and infinities become null.
+
+    The first row also prepares the folder: config.txt is written, and an older metrics.jsonl is cut back to the first
+    `start` steps, because the later ones are computed again. A new run renames both files of an older run.
+    """
+
+    def __init__(self, folder: Path, config: TrainConfig, start: int, say: Callable[[str], None]):
+        self._folder = folder.absolute()  # a recipe may change the current folder
+        self._path = self._folder / METRICS
+        self._config, self._start, self._say = config, start, say
+        self._file: BinaryIO | None = None  # unbuffered
+        self._written: tuple[int, ...] = ()  # identity and size of the file after the last row
+        self._count = 0  # rows that the file should contain
+
+    def write(self, row: Row) -> None:
+        """Append the row. If it cannot be written completely, the file is truncated to its old size: SaveError."""
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+        try:
+            if not self._written:
+                self._prepare()
+            if self._file is None or self._found() != self._written:
+                self._open(row["step"])
+            self._append((json.dumps(clean) + "\n").encode())
+        except OSError as error:
+            path = error.filename2 or error.filename or self._path
+            raise SaveError(
+                f"the row of step {row['step']} could not be written to {path}: {error.strerror}"
+            ) from error
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+    def _prepare(self) -> None:
+        """Write config.txt and remove the rows of steps that this run computes, or rename the files of an older run."""
+        text = self._path.read_bytes() if self._path.exists() else b""
+        if text and not self._start:
+            names = _rename_old(self._folder, [name for name in (METRICS, CONFIG) if (self._folder / name).exists()])
+            self._say(f"run: the folder has no checkpoint of its earlier run; its files are now {' and '.join(names)}")
+            text = b""
+        kept = rows_until(text, self._start)
+        if kept != text:
+            _rewrite(self._path, text, kept)
+            before, after = count_text(_num_lines(text), "row"), _num_lines(kept)
+            self._say(
+                f"run: {METRICS} is cut back to the checkpoint of step {self._start}: {before} before, {after} now"
+            )
+        self._count = _num_lines(kept)
+        lines = "\n".join(to_lines(self._config)) + "\n"
+        _replace(self._folder / CONFIG, lines.encode())  # in the format that @FILE reads
+
+    def _found(self) -> tuple[int, ...]:
+        """Identity and size of the file that the path names now; (0,) without a file."""
+        try:
+            found = self._path.stat()
+        except FileNotFoundError:
+            return (0,)
+        return found.st_dev, found.st_ino, found.st_size
+
+    def _open(self, step: int) -> None:
+        """Open the file that the path names, and create it if it is gone. Warns if rows of this run are not in it."""
+        self.close()
+        self._file = self._path.open("a+b", buffering=0)
+        self._file.seek(0)
+        text = self._file.read()
+        if (lost := self._count - _num_lines(rows_until(text, step))) > 0:
+            self._say(
+                f"warning: {self._path} was removed, replaced or cut while the run wrote it: it lacks "
+                f"{count_text(lost, 'row')} before step {step}; later rows are appended to the file of this name"
+            )
+        self._count = _num_lines(rows_until(text, step))
+        if text and not text.endswith(b"\n"):
+            self._append(b"\n")  # two rows must never share a line
+
+    def _append(self, line: bytes) -> None:
+        assert self._file is not None
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            if self._file.write(line) < len(line):  # a short write reports no errno; in practice the disk is full
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            self._file.truncate(end)
+            raise
+        found = os.fstat(self._file.fileno())
+        self._written = found.st_dev, found.st_ino, found.st_size
+        self._count += line != b"\n"
+
+
+def rows_until(text: bytes, step: int) -> bytes:
+    """The complete rows of a metrics.jsonl up to `step`, in order; of a step that it has several times, the last."""
+    numbered = [(_step_of(line), line) for line in text.split(b"\n")]
+    rows = {number: line + b"\n" for number, line in numbered if 0 < number <= step}
+    return b"".join(rows[number] for number in sorted(rows))
+
+
+def _step_of(line: bytes) -> int:
+    """The step of a row, 0 if the line is not a complete row."""
+    if plain := PLAIN_ROW.fullmatch(line):
+        return int(plain[1])
     try:
-        partial.write_text("\n".join(to_lines(config)) + "\n", encoding="utf-8")
-        os.replace(partial, folder / CONFIG)
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return 0
+    return step if isinstance(step, int) else 0
+
+
+def _num_lines(text: bytes) -> int:
+    return text.count(b"\n") + (not text.endswith(b"\n") and text != b"")
+
+
+def _rewrite(path: Path, before: bytes, after: bytes) -> None:
+    """Replace the content of a file atomically, without room on the disk if only its end is removed."""
+    if before.startswith(after):
+        os.truncate(path, len(after))
+    else:
+        _replace(path.resolve(), after)
+
+
+def _replace(path: Path, text: bytes) -> None:
+    partial = path.with_name(path.name + ".new")
+    try:
+        partial.write_bytes(text)
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _rename_old(folder: Path, names: Sequence[str]) -> list[str]:
+    """Rename these files to NAME.old, or all to NAME.old-2 and so on if a name is taken. Returns the new names."""
+    ends = (".old" + (f"-{i}" if i > 1 else "") for i in range(1, 10_000))
+    end = next(end for end in ends if not any(os.path.lexists(folder / (name + end)) for name in names))
+    for name in names:
+        os.rename(folder / name, folder / (name + end))
+    return [name + end for name in names]
+
+
+def _problem(path: Path, wanted: str, rights: int) -> str:
+    """One line if what is at `path` is not `wanted`, or cannot be used with these rights; "" if nothing is there."""
+    if not os.path.lexists(path):
+        return ""
+    try:
+        found = KINDS.get(stat.S_IFMT(path.stat().st_mode), "neither a file nor a folder")
     except OSError as error:
-        raise ConfigError(f"run.folder={folder} cannot be written ({error.strerror}); use another folder") from error
+        found = f"{'a broken link' if path.is_symlink() else 'something else'} ({error.strerror})"
+    if found != wanted:
+        return f"{path} must be {wanted}, found {found}; rename or remove it, or use another run.folder"
+    if not os.access(path, rights, effective_ids=os.access in os.supports_effective_ids):
+        return f"{path} must be readable and writable; change its rights, or use another run.folder"
+    return ""
+
+
+def _remove_unused(folder: Path, before: Collection[str], created: Sequence[Path]) -> None:
+    """Remove the lock file and the folders that were created, if nothing else was added to the folder."""
+    with suppress(OSError):
+        if {*os.listdir(folder)} - {LOCK} == {*before} - {LOCK} and LOCK not in before:
+            os.unlink(folder / LOCK)
+            _remove_empty(created)
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        with suppress(OSError):  # it was not created, or is not empty
+            folder.rmdir()
 
 
 def check_agreement(record: Mapping[str, Any]) -> None:

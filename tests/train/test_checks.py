@@ -36,6 +36,7 @@ TINY = Path(__file__).parents[2] / "recipes" / "tiny.py"
         ("mesh.shape=dp:two", r"mesh.shape: .*'dp:two' is malformed"),
         ("mesh.shape=dp:-1,tp:-1", r"mesh.shape: .*only one size can be -1"),
         ("run.platform=npu", r"run.platform must be auto, cpu, cpu:N \(N devices\), gpu or tpu, got 'npu'"),
+        ("run.platform=cuda", "run.platform must be .*got 'cuda'"),
         ("run.platform=cpu:0", "run.platform must be .*got 'cpu:0'"),
         ("run.platform=gpu:2", "run.platform must be .*got 'gpu:2'"),
         ("run.folder=", "run.folder is empty; name a folder, such as runs/default"),

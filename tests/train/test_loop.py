@@ -303,7 +303,7 @@ def test_a_run_whose_data_are_rewritten_stops_without_saving(tmp_path):
     np.save(path, np.arange(4000, dtype=np.uint16) % 256)
     result = train(config)
     assert (result.status, checkpoints(tmp_path / "run")) == ("finished", [4, 6, 8])
-    assert [row["step"] for row in rows_of(tmp_path / "run")] == [1, 2, 3, 4, 3, 4, 5, 6, 7, 8]
+    assert [row["step"] for row in rows_of(tmp_path / "run")] == list(range(1, 9))
 
 
 def test_neutral_changes_are_accepted_and_keep_the_losses(config, undisturbed):

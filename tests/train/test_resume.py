@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,9 +118,11 @@ def start(text) -> Iterator[Start]:
             run.process.wait(PATIENCE)
 
 
-def final_losses(rows: list[dict]) -> dict[int, float]:
-    """The loss of every step; of a step that was run twice, the later one."""
-    return {row["step"]: row["loss"] for row in rows}
+def losses(rows: list[dict]) -> dict[int, float]:
+    """The loss of every step; every step must have one row, in order."""
+    found = {row["step"]: row["loss"] for row in rows}
+    assert [row["step"] for row in rows] == list(range(1, len(found) + 1))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -130,21 +131,20 @@ def undisturbed(start, tmp_path_factory) -> dict[int, float]:
     run = start(tmp_path_factory.mktemp("undisturbed") / "run", *SETTINGS)
     assert run.ended() == DONE, run.text()
     assert [row["step"] for row in run.rows()] == list(range(1, STEPS + 1))
-    losses = final_losses(run.rows())
-    assert len(set(losses.values())) == STEPS, "the test requires distinct losses"
-    return losses
+    expected = losses(run.rows())
+    assert len(set(expected.values())) == STEPS, "the test requires distinct losses"
+    return expected
 
 
 def check_resumed(run: Run, committed: int, reached: int, expected: dict[int, float]) -> None:
-    """Check that the run resumed after `committed`, repeated the steps up to `reached`, and has the expected losses."""
+    """Check that the run resumed after `committed`, repeated the steps up to `reached`, and has the expected rows."""
     assert run.ended() == DONE, run.text()
     rows = run.rows()
     assert f"run: found {run.folder} at step {committed}; resuming, {STEPS - committed} steps to go" in run.text()
     assert [(row["step"], row["resumed_from"]) for row in rows if "resumed_from" in row] == [(committed + 1, committed)]
-    counts = Counter(row["step"] for row in rows)
-    assert [step for step in counts if counts[step] == 2] == list(range(committed + 1, reached + 1))
-    assert list(counts) == list(range(1, STEPS + 1)) and max(counts.values()) <= 2
-    assert final_losses(rows) == expected
+    assert losses(rows) == expected
+    cut = re.findall(r"cut back to the checkpoint of step (\d+): (\d+) rows before, \1 now", run.text())
+    assert cut == ([(str(committed), str(reached))] if reached > committed else [])
     assert run.committed()[-1] == STEPS and not run.unfinished()
 
 
@@ -192,8 +192,8 @@ def test_a_run_killed_several_times_has_the_losses_of_an_undisturbed_run(start, 
         killed_after_a_save(start, tmp_path / "run", at_least)
     run = start(tmp_path / "run", *SETTINGS)
     assert run.ended() == DONE, run.text()
-    assert len([row for row in run.rows() if "resumed_from" in row]) == 3
-    assert final_losses(run.rows()) == undisturbed
+    assert len([row for row in run.rows() if "resumed_from" in row]) >= 1  # others may have been cut off again
+    assert losses(run.rows()) == undisturbed
 
 
 def saving_since(run: Run, began: float) -> bool:
@@ -207,7 +207,10 @@ def saving_since(run: Run, began: float) -> bool:
 
 @pytest.mark.slow
 def test_a_run_killed_at_random_moments_has_the_losses_of_an_undisturbed_run(start, undisturbed, tmp_path):
-    """Kill runs at seeded moments after the first new row, and resume them until they end or all kills are done."""
+    """Kill runs at seeded moments, and resume them until they end or all kills are done.
+
+    Most kills come after a new row, so that the runs end; some come earlier, while the folder is prepared.
+    """
     rng = np.random.default_rng(0)
     kills = in_a_save = run_again = 0
     for attempt in itertools.count():
@@ -215,7 +218,10 @@ def test_a_run_killed_at_random_moments_has_the_losses_of_an_undisturbed_run(sta
         while kills < KILLS_IN_ALL:  # until the run finishes
             run = start(folder, *SETTINGS)
             rows, began = len(run.rows()), time.time()
-            run.wait_for(lambda run=run, rows=rows: run.process.poll() == DONE or len(run.rows()) > rows)
+            if kills % 5 == 3:
+                run.wait_for(lambda run=run: "\nrun: " in run.text())
+            else:
+                run.wait_for(lambda run=run, rows=rows: run.process.poll() == DONE or len(run.rows()) > rows)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 run.process.wait(float(rng.uniform(0, 0.6)))
             if kills % 5 == 4:  # saves take at most a fifth of the time: some kills wait for one
@@ -226,12 +232,12 @@ def test_a_run_killed_at_random_moments_has_the_losses_of_an_undisturbed_run(sta
             assert run.ended() == -signal.SIGKILL
             kills += 1
             in_a_save += saving_since(run, began)
-            run_again += bool(run.rows()[-1]["step"] > max(run.committed(), default=0))
+            run_again += max((row["step"] for row in run.rows()), default=0) > max(run.committed(), default=0)
             assert all(find_damage(run.checkpoints / str(step)) == [] for step in run.committed())
         else:
             run = start(folder, *SETTINGS)
             assert run.ended() == DONE
-        assert final_losses(run.rows()) == undisturbed
+        assert losses(run.rows()) == undisturbed
         assert run.committed()[-1] == STEPS
         leftovers = [name for name in os.listdir(run.checkpoints) if not name.isdecimal()]
         assert not leftovers or "Nothing to do" in run.text()  # a finished run saves nothing and clears nothing
@@ -251,7 +257,7 @@ def test_a_second_interrupt_during_a_save_leaves_committed_checkpoints_valid(sta
     assert run.ended() in (-signal.SIGINT, STOPPED)  # the save may have finished first
     assert run.committed() and all(find_damage(run.checkpoints / str(step)) == [] for step in run.committed())
     again = start(tmp_path / "run", *SETTINGS)
-    assert again.ended() == DONE and final_losses(again.rows()) == undisturbed
+    assert again.ended() == DONE and losses(again.rows()) == undisturbed
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])

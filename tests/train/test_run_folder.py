@@ -1,0 +1,569 @@
+"""The run folder: its lock, entries of another kind, rows of metrics after a kill, and starts that fail."""
+
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from flax_mesh.checkpoint import Checkpointer
+from flax_mesh.cli import main
+from flax_mesh.cli.common import BAD_INPUT
+from flax_mesh.errors import ConfigError, SaveError
+from flax_mesh.train import apply_overrides, train
+from flax_mesh.train.metadata import FIELDS, check_record
+from flax_mesh.train.run_folder import MetricsFile, next_free, rows_until, run_folder
+from tests.multiprocess.processes import run_all
+from tests.train.bigram import recipe, snapshot, write_text
+
+RECIPE = Path(__file__).with_name("bigram.py")
+STEPS = 5
+NOBODY = 65534
+LONG = "a" * 999
+
+
+def row(step: int) -> dict:
+    return {"step": step, "loss": step / 3, "mfu": None} | ({"eval_loss": float("nan")} if step % 2 else {})
+
+
+def line(step: int) -> bytes:
+    return (json.dumps(row(step)).replace("NaN", "null") + "\n").encode()
+
+
+ROWS = [line(step) for step in range(1, STEPS + 1)]
+TEXT = b"".join(ROWS)
+
+
+def write_rows(folder: Path, start: int, end: int = STEPS) -> list[str]:
+    """Write the rows of a run that has completed `start` steps. Returns what it says."""
+    said: list[str] = []
+    file = MetricsFile(folder, recipe(), start, said.append)
+    for step in range(start + 1, end + 1):
+        file.write(row(step))
+    file.close()
+    return said
+
+
+def metrics(folder: Path) -> bytes:
+    return (folder / "metrics.jsonl").read_bytes()
+
+
+def steps_of(text: bytes) -> list[int]:
+    return [json.loads(line)["step"] for line in text.splitlines()]
+
+
+# --- rows of a run that was killed ---
+
+
+@pytest.mark.parametrize("start", range(1, STEPS))
+def test_a_file_that_was_cut_at_any_byte_gets_the_rows_of_an_uninterrupted_run(start, tmp_path):
+    saved = (
+        len(b"".join(ROWS[:start])) - 1
+    )  # a row is written before its checkpoint; without its newline it is complete
+    for end in range(saved, len(TEXT) + 1):
+        (tmp_path / "metrics.jsonl").write_bytes(TEXT[:end])
+        said = write_rows(tmp_path, start)
+        assert metrics(tmp_path) == TEXT, (start, end)
+        rest = TEXT[saved + 1 : end]
+        lines = start + rest.count(b"\n") + (rest != b"" and not rest.endswith(b"\n"))
+        unchanged = end == saved + 1
+        cut = f"run: metrics.jsonl is cut back to the checkpoint of step {start}: {lines} rows before, {start} now"
+        assert [re.sub(r"\b1 row\b", "1 rows", text) for text in said] == ([] if unchanged else [cut])
+    assert sorted(os.listdir(tmp_path)) == ["config.txt", "metrics.jsonl"]
+
+
+@pytest.mark.parametrize("start", range(1, STEPS))
+def test_rows_that_a_crash_of_the_machine_has_removed_stay_missing_and_the_others_are_complete(start, tmp_path):
+    for end in range(len(b"".join(ROWS[:start])) - 1):
+        (tmp_path / "metrics.jsonl").write_bytes(TEXT[:end])
+        write_rows(tmp_path, start)
+        complete = sum(end >= len(b"".join(ROWS[:step])) - 1 for step in range(1, STEPS + 1))
+        assert metrics(tmp_path) == b"".join([*ROWS[:complete], *ROWS[start:]]), (start, end)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_rows_that_earlier_versions_wrote_twice_or_on_one_line_are_repaired(seed):
+    """Those appended to the file, wherever the run was killed and resumed: here at random bytes and steps."""
+    rng = np.random.default_rng(seed)
+    text, start, complete = b"", 0, set()
+    for _ in range(rng.integers(1, 6)):
+        new = b"".join(ROWS[start:])
+        new = new[: rng.integers(0, len(new) + 1)]
+        glued = text != b"" and not text.endswith(b"\n")
+        text += new
+        reached = start + new.count(b"\n")
+        complete |= set(range(start + 1 + glued, reached + 1))
+        start = int(rng.integers(0, reached + 1))
+    for step in range(STEPS + 1):
+        kept = rows_until(text, step)
+        assert kept == b"".join(ROWS[number - 1] for number in steps_of(kept))
+        assert steps_of(kept) == sorted(set(steps_of(kept)))
+        # A complete row that is followed by no newline is kept too.
+        assert {number for number in complete if number <= step} <= set(steps_of(kept)) <= set(range(1, step + 1))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        b"",
+        b"[]",
+        b"3",
+        b"null",
+        b'{"loss": 1}',
+        b'{"step": "3"}',
+        b'{"step": null}',
+        b"\xff\xfe",
+        b"\0" * 40,
+        b"[" * 9999,
+        b'{"step": 2, "lo{"step": 2, "loss": 1}',
+        b'{"step": 2, "loss": \0\0\0}',
+        b'{"step": 1e999}',
+        b'{"step": -2}',
+    ],
+)
+def test_lines_that_are_not_rows_are_removed(bad):
+    assert rows_until(ROWS[0] + bad + b"\n" + ROWS[2], STEPS) == ROWS[0] + ROWS[2]
+
+
+def test_names_of_metrics_may_contain_braces():
+    text = b'{"step": 1, "norm of {embed}": 2.0}\n'
+    assert rows_until(text + ROWS[1], 1) == text
+
+
+def test_a_new_run_keeps_the_files_of_an_old_one_under_other_names(tmp_path):
+    for expected in ("", ".old", ".old-2"):
+        said = write_rows(tmp_path, 0, 3)
+        files = f"metrics.jsonl{expected} and config.txt{expected}"
+        moved = f"run: the folder has no checkpoint of its earlier run; its files are now {files}"
+        assert said == ([moved] if expected else [])
+    assert {metrics(tmp_path), (tmp_path / "metrics.jsonl.old").read_bytes()} == {b"".join(ROWS[:3])}
+    assert len(os.listdir(tmp_path)) == 6
+
+
+def test_a_folder_does_not_change_before_the_first_row(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(TEXT[:-7])
+    before = snapshot(tmp_path)
+    MetricsFile(tmp_path, recipe(), 2, print).close()
+    assert snapshot(tmp_path) == before
+
+
+# --- a file that is changed while the run writes it ---
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def rotate(path: Path) -> None:
+    path.rename(path.with_name("metrics.jsonl.1"))
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def restore_a_copy(path: Path) -> None:
+    """As an editor saves it: another file with the same content."""
+    path.with_name("copy").write_bytes(path.read_bytes())
+    path.with_name("copy").replace(path)
+
+
+def cut_in_a_row(path: Path) -> None:
+    os.truncate(path, len(ROWS[0]) + 9)
+
+
+@pytest.mark.parametrize(
+    ("change", "rows", "lost"),
+    [
+        (remove, [4, 5], "3 rows"),
+        (rotate, [4, 5], "3 rows"),
+        (empty, [4, 5], "3 rows"),
+        (cut_in_a_row, [1, 4, 5], "2 rows"),
+        (restore_a_copy, [1, 2, 3, 4, 5], ""),
+    ],
+)
+def test_rows_are_written_to_the_file_of_the_name_and_missing_ones_are_counted(change, rows, lost, tmp_path):
+    said: list[str] = []
+    file = MetricsFile(tmp_path, recipe(), 0, said.append)
+    for step in (1, 2, 3):
+        file.write(row(step))
+    change(tmp_path / "metrics.jsonl")
+    for step in (4, 5):
+        file.write(row(step))
+    file.close()
+    assert steps_of(rows_until(metrics(tmp_path), STEPS)) == rows
+    assert metrics(tmp_path).endswith(b"\n" + ROWS[4])
+    warning = (
+        f"warning: {tmp_path}/metrics.jsonl was removed, replaced or cut while the run wrote it: it lacks {lost} "
+        "before step 4; later rows are appended to the file of this name"
+    )
+    assert said == ([warning] if lost else [])
+    assert write_rows(tmp_path, 5) == []  # nothing was left to repair, except of a torn row
+    if change is rotate:
+        assert (tmp_path / "metrics.jsonl.1").read_bytes() == b"".join(ROWS[:3])
+
+
+def test_rows_of_a_relative_folder_do_not_follow_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = MetricsFile(Path(), recipe(), 0, print)
+    file.write(row(1))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    file.write(row(2))
+    file.close()
+    assert metrics(tmp_path) == ROWS[0] + ROWS[1] and os.listdir() == []
+
+
+def test_a_row_for_a_folder_that_is_gone_is_an_error(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    file = MetricsFile(folder, recipe(), 0, print)
+    file.write(row(1))
+    folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(
+        SaveError, match=rf"the row of step 2 could not be written to {folder}/metrics.jsonl: No such fi"
+    ):
+        file.write(row(2))
+    (tmp_path / "elsewhere").rename(folder)
+    file.write(row(3))
+    file.close()
+    assert metrics(folder) == ROWS[0] + ROWS[2]
+
+
+# --- the lock, and what is in the way ---
+
+
+def test_a_second_run_is_rejected_though_the_lock_file_was_deleted(tmp_path):
+    folder = tmp_path / "run"
+    with run_folder(folder):
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=f"run.folder={folder} is in use by another run"), run_folder(folder):
+                pass
+            (folder / ".lock").unlink(missing_ok=True)
+        (folder / "metrics.jsonl").touch()
+    with run_folder(folder):
+        pass
+
+
+def make_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def make_link_loop(path: Path) -> None:
+    path.symlink_to(path)
+
+
+def make_broken_link(path: Path) -> None:
+    path.symlink_to(path.with_name("gone"))
+
+
+def make_file(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+OTHERS = {
+    "a folder": make_folder,
+    "a file": make_file,
+    "a broken link (Too many levels of symbolic links)": make_link_loop,
+    "a broken link (No such file or directory)": make_broken_link,
+    "neither a file nor a folder": os.mkfifo,
+}
+WANTED = {"metrics.jsonl": "a file", "config.txt": "a file", "checkpoints": "a folder", "": "a folder"}
+
+
+@pytest.mark.parametrize(
+    ("name", "found"), [pair for pair in itertools.product(WANTED, OTHERS) if WANTED[pair[0]] != pair[1]]
+)
+def test_an_entry_of_another_kind_is_an_error_and_stays(name, found, tmp_path):
+    folder = tmp_path / "run"
+    if name:
+        folder.mkdir()
+    OTHERS[found](folder / name)
+    with pytest.raises(ConfigError) as rejected, run_folder(folder):
+        pass
+    assert rejected.value.problems == [
+        f"run.folder: {folder / name} must be {WANTED[name]}, found {found}; rename or remove it, or use another "
+        "run.folder"
+    ]
+    assert os.listdir(folder if name else tmp_path) == [name or "run"]
+
+
+def test_all_entries_of_another_kind_are_listed(tmp_path):
+    for name in ("metrics.jsonl", "config.txt"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(ConfigError) as rejected, run_folder(tmp_path):
+        pass
+    assert len(rejected.value.problems) == 3
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """Without the rights of root, which may read and write everything."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints", ""])
+@pytest.mark.parametrize("mode", [0o000, 0o555, 0o333])
+def test_entries_without_rights_are_an_error(name, mode, tmp_path):
+    folder = tmp_path / "run"
+    for path in (folder, folder / "checkpoints"):
+        path.mkdir()
+    (folder / "metrics.jsonl").touch()
+    paths = [tmp_path, folder, folder / "checkpoints", folder / "metrics.jsonl"]
+    outside = [path for path in tmp_path.parents if path.stat().st_uid == os.getuid() and path.stat().st_mode & 7 == 0]
+    modes = {path: path.stat().st_mode & 0o777 for path in [*outside, folder / name]}
+    for path in outside:
+        path.chmod(0o711)
+    if os.geteuid() == 0:
+        for path in paths:
+            os.chown(path, NOBODY, NOBODY)
+    (folder / name).chmod(mode)
+    try:
+        with as_nobody(), pytest.raises(ConfigError) as rejected, run_folder(folder):
+            pass
+    finally:
+        for path, old in modes.items():
+            path.chmod(old)
+    assert rejected.value.problems == [
+        f"run.folder: {folder / name} must be readable and writable; change its rights, or use another run.folder"
+    ]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints", ""])
+def test_immutable_entries_are_an_error(name, tmp_path):
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "metrics.jsonl").touch()
+    chattr = shutil.which("chattr")
+    if chattr is None or subprocess.run([chattr, "+i", folder / name], capture_output=True, check=False).returncode:
+        pytest.skip("no file can be made immutable here")
+    try:
+        with pytest.raises(ConfigError) as rejected, run_folder(folder):
+            pass
+    finally:
+        subprocess.run([chattr, "-i", folder / name], check=True)
+    assert rejected.value.problems == [
+        f"run.folder: {folder / name} must be readable and writable; change its rights, or use another run.folder"
+    ]
+
+
+def test_folders_are_removed_as_far_as_they_were_created(tmp_path):
+    (tmp_path / "runs").mkdir()
+    for _ in range(2):
+        with run_folder(tmp_path / "runs" / "a" / "b"):
+            assert os.listdir(tmp_path / "runs" / "a" / "b") == [".lock"]
+        assert os.listdir(tmp_path / "runs") == []
+    with (
+        pytest.raises(ConfigError, match=r"cannot be written \(File name too long\)"),
+        run_folder(tmp_path / "x" / LONG),
+    ):
+        pass
+    assert os.listdir(tmp_path) == ["runs"]
+
+
+def test_a_restart_passes_over_everything_that_exists(tmp_path):
+    (tmp_path / "run").touch()
+    (tmp_path / "run-2").symlink_to("gone")
+    assert next_free(tmp_path / "run") == tmp_path / "run-3"
+
+
+# --- metadata of a checkpoint that is not a run's ---
+
+RECORD = {
+    "step": 3,
+    "config": {"run.steps": "3"},
+    "data": {"content_hash": "0"},
+    "mesh": {"axis_names": [], "shape": []},
+    "layout": {"model/head/kernel": "-, -"},
+    "metrics": {"loss": 2.0, "skipped": 1},
+    "recent": [[1, 2.0, 3.0]],
+}
+FORGED = [None, 0, "text", [], [1], [[1]], {}, {"a": []}, {"a": None}, {"skipped": "a"}, {"content_hash": 1}]
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_metadata_of_another_form_than_a_runs_is_an_error(name, tmp_path):
+    check_record(RECORD, 3, tmp_path)
+    refused = 0
+    for value in FORGED:
+        try:
+            check_record(RECORD | {name: value}, 3, tmp_path)
+        except ConfigError as error:
+            assert f"its metadata has no valid {name}." in str(error)
+            refused += 1
+    assert refused >= 5
+
+
+# --- runs in this process ---
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture
+def config(text, tmp_path):
+    common = (f"data.source={text}", f"run.folder={tmp_path / 'run'}", "run.eval_every=0", "model.hidden_size=8")
+    return lambda *settings: apply_overrides(recipe(), [*common, *settings])
+
+
+def fail(*arguments: object) -> None:
+    raise ZeroDivisionError("in the recipe")
+
+
+def fail_in_a_step(model, batch):
+    jax.debug.callback(fail)
+    return jnp.float32(0), jnp.float32(1)
+
+
+def too_large_loss(model, batch):
+    huge = jax.lax.optimization_barrier(jnp.ones((2**20, 2**20, 2**8)))  # 1 PiB
+    return huge.sum() * model.head.kernel[...].sum(), jnp.float32(1)
+
+
+class Broken(nnx.Module):
+    def __init__(self, *arguments: object):
+        raise ZeroDivisionError("in the model")
+
+
+NO_MEMORY = r"(?i)memory|YNNPACK operation failed"  # depends on the operation that allocates
+# Failure -> (how the config changes, further settings, text in the error)
+FAILED_STARTS = {
+    "the model raises": (lambda config: replace(config, make_model=Broken), (), "in the model"),
+    "the loss raises": (lambda config: replace(config, loss_fn=fail), (), "in the recipe"),
+    "a step raises": (lambda config: replace(config, loss_fn=fail_in_a_step), ("mesh.shape=dp:1",), "in the recipe"),
+    "out of memory": (lambda config: replace(config, loss_fn=too_large_loss), ("mesh.shape=dp:1",), NO_MEMORY),
+    "no data": (lambda config: replace(config, data=replace(config.data, source="/nowhere")), (), "/nowhere"),
+    "bad mesh": (lambda config: config, ("mesh.shape=dp:3,tp:5", "run.platform=cpu"), "mesh.shape=dp:3,tp:5"),
+    "bad settings": (lambda config: config, ("data.batch_size=0",), "data.batch_size"),
+}
+
+
+@pytest.mark.parametrize("failure", FAILED_STARTS)
+def test_a_start_that_fails_leaves_no_folder_or_the_old_one_unchanged(failure, config, tmp_path):
+    change, settings, text = FAILED_STARTS[failure]
+    with pytest.raises(Exception, match=text):
+        train(change(config("run.steps=4", *settings)))
+    assert os.listdir(tmp_path) == []
+    train(config("run.steps=2"))
+    (tmp_path / "run" / ".lock").unlink()
+    before = snapshot(tmp_path)
+    with pytest.raises(Exception, match=text):
+        train(change(config("run.steps=4", "checkpoint.every=7", *settings)), allow_changes=True)
+    assert snapshot(tmp_path) == before
+
+
+def test_a_run_whose_checkpoints_are_gone_starts_again_and_keeps_the_old_rows(config, tmp_path):
+    folder, said = tmp_path / "run", []
+    train(config("run.steps=3"))
+    before = snapshot(folder)
+    (folder / "checkpoints").rename(tmp_path / "elsewhere")
+    train(config("run.steps=2"), say=said.append)
+    assert steps_of(metrics(folder)) == [1, 2]
+    assert [line for line in said if line.endswith("are now metrics.jsonl.old and config.txt.old")]
+    after = snapshot(folder)
+    assert {after[f"{name}.old"] == before[name] for name in ("metrics.jsonl", "config.txt")} == {True}
+
+
+@pytest.mark.parametrize("on_failure", ["stop", "continue"])
+def test_rows_that_can_no_longer_be_written_stop_the_run_or_are_counted_at_its_end(on_failure, config, tmp_path):
+    path, said, expectation = tmp_path / "run" / "metrics.jsonl", [], nullcontext()
+
+    def replace_by_a_folder(row):
+        if row["step"] == 3:
+            path.rename(tmp_path / "old")
+            path.mkdir()
+
+    reason = f"the row of step 4 could not be written to {path}: Is a directory"
+    if on_failure == "stop":
+        expectation = pytest.raises(SaveError, match=re.escape(reason))
+    with expectation:
+        settings = (f"checkpoint.on_failure={on_failure}", "run.steps=6")
+        result = train(config(*settings), hooks=[replace_by_a_folder], say=said.append)
+        assert result.status == "finished"
+    warnings = [line for line in said if line.startswith("warning")]
+    assert warnings == (
+        []
+        if on_failure == "stop"
+        else [
+            f"warning: {reason}; training continues (checkpoint.on_failure)",
+            "warning: the last rows of metrics could not be written; rows lost: 3",
+        ]
+    )
+    assert steps_of((tmp_path / "old").read_bytes()) == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_all_of_several_processes_report_what_is_in_the_way(text, tmp_path):
+    (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints").touch()
+    settings = [str(RECIPE), f"data.source={text}", f"run.folder={tmp_path / 'run'}", "run.platform=cpu:2"]
+    command = ["-m", "flax_mesh.cli", "launch", "-n", "2", "--", "train", *settings]
+    (ended,) = run_all([command])
+    assert ended.code == BAD_INPUT and "Traceback" not in ended.output
+    for start in (r"\[0\] flax-mesh: run\.folder", r"\[1\] flax-mesh: process 0: run\.folder"):
+        assert len(re.findall(f"^{start}: .* must be a .*, found a ", ended.output, re.MULTILINE)) == 2, ended.output
+    assert sorted(os.listdir(tmp_path / "run")) == ["checkpoints", "metrics.jsonl"]
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_at_the_first_row_ends_the_run_in_one_line(config, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", folder]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no file system can be mounted")
+    try:
+        with pytest.raises(SaveError, match=r"the row of step 1 could not be written to .*: No space left on device$"):
+            train(config("run.steps=2"))
+        assert not (folder / "config.txt.new").exists()
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_a_run_does_not_start_from_scratch_if_its_checkpoints_cannot_be_found(config, text, tmp_path, capsys):
+    folder = tmp_path / "run"
+    train(config("run.steps=2"))
+    (folder / "checkpoints").rename(folder / "moved")
+    (folder / "checkpoints").symlink_to(folder / "elsewhere")
+    before = snapshot(folder)
+    command = ["train", str(RECIPE), f"data.source={text}", f"run.folder={folder}"]
+    assert main([*command, "run.eval_every=0"]) == BAD_INPUT
+    assert capsys.readouterr().err == (
+        f"flax-mesh: run.folder: {folder}/checkpoints must be a folder, found a broken link (No such file or "
+        "directory); rename or remove it, or use another run.folder\n"
+    )
+    assert snapshot(folder) == before
+
+
+def test_a_checkpoint_from_the_python_api_is_an_error_that_names_start_from(text, tmp_path):
+    with Checkpointer(tmp_path / "other" / "checkpoints") as checkpointer:
+        checkpointer.save(7, {"w": jnp.ones(3)}, {"loss": 1.0})
+    message = (
+        rf"^the checkpoint of step 7 in {tmp_path}/other was not saved by a run: its metadata has no valid step, "
+        rf"config, data, mesh, metrics\. Use another run\.folder, with checkpoint\.start_from={tmp_path}/other to"
+    )
+    before = snapshot(tmp_path / "other")
+    with pytest.raises(ConfigError, match=message):
+        train(apply_overrides(recipe(), [f"data.source={text}", f"run.folder={tmp_path}/other"]))
+    assert snapshot(tmp_path / "other") == before
