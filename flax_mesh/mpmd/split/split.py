@@ -393,9 +393,8 @@ def _cut(opened: Forward, staged: StagedModel) -> Forward:
     labels = cut.label(opened.program, ranks, num_ranks)
     program, labels = cut.drop_marks(opened.program, labels)
     stages = [_stage(staged.bounds, rank) if rank >= 0 else rank for rank in labels]
-    stages, makers = cut.settle(program, stages, staged.num_stages, opened.updates)
     is_data = [at >= num_leaves for at in range(len(program.inputs))]
-    found = cut.stage_programs(program, stages, makers, staged.num_stages, is_data)
+    found = cut.cut_stages(program, stages, staged.num_stages, opened.updates, is_data)
     return opened._replace(program=program, stages=found)
 
 
@@ -525,13 +524,17 @@ def _check_states(staged: StagedModel) -> None:
     """CutError unless every stage computes something, and every variable that changes is used in one stage."""
     forward = staged.cut(staged.example)
     stages, updates = forward.stages, forward.updates
-    makers = {updates[at]: k for k, stage in enumerate(stages) for at in stage.outputs if at in updates}
+    makers: dict[int, set[int]] = {}
+    for k, stage in enumerate(stages):
+        for at in stage.outputs:
+            if at in updates:
+                makers.setdefault(updates[at], set()).add(k)
     problems = []
     for at, leaf in enumerate(staged.leaves):
         readers = [k for k, stage in enumerate(stages) if at in stage.inputs]
-        if at in makers and any(k != makers[at] for k in readers):
+        if at in makers and not makers[at].issuperset(readers):
             problems.append(
-                f"{leaf.path} changes in stage {makers[at]} and is read in stages {', '.join(map(str, readers))}, "
+                f"{leaf.path} changes in stage {min(makers[at])} and is read in stages {', '.join(map(str, readers))}, "
                 "which would not see its value from the previous microbatch. Read and change it in one layer, or move "
                 "the cut (cuts=)."
             )
