@@ -2,7 +2,7 @@
 
 1. `label`: the parameters of the layer that is called r-th have rank r. An equation has the largest rank among its
    dependencies, so it never depends on an equation of a later rank. Equations without a layer have a negative label.
-2. `balance`: stages are contiguous ranges of ranks.
+2. `balance`: stages are contiguous ranges of ranks, with equal FLOPs and without boundaries of many bytes.
 3. `cut_stages` repeats 4 and 5 until every stage that reads a variable returns its new value.
 4. `settle`: equations without a layer are assigned to the first stage that uses them, except cheap ones that depend
    only on the batch or only on parameters. Every stage that uses those computes its own copy, so they are not sent.
@@ -42,6 +42,8 @@ EXPENSIVE |= {"ragged_dot_general", "triangular_solve", "cholesky", "lu", "geqrf
 # stages. The rules of custom_jvp are linear.
 RUN_ONCE = EXPENSIVE | {"custom_vjp_call"}
 
+# What a byte that crosses a stage boundary costs: accelerators compute 400 to 10,000 FLOPs in the time of its transfer.
+FLOPS_PER_BYTE = 1000
 NO_UPDATES: Mapping[int, int] = {}
 
 mark_p = jex.Primitive("layer_mark")  # identity on the outputs of layer call number `call`
@@ -143,20 +145,46 @@ def costs(program: Program, labels: Sequence[int], num_ranks: int) -> list[int]:
     return found
 
 
-def balance(weights: Sequence[int], num_stages: int) -> list[int]:
+def boundary_bytes(program: Program, labels: Sequence[int], num_ranks: int, is_data: Sequence[bool]) -> list[int]:
+    """Bytes of the activations that cross the boundary before each rank, if there is one; 0 before the first.
+
+    They are those of a split with one stage per rank. The outputs of `program` must be sums.
+    """
+    settled, targets = settle(program, labels, num_ranks, {})
+    stages = stage_programs(program, settled, targets, num_ranks, is_data)
+    sender = {v: k for k, stage in enumerate(stages) for v in stage.sent}
+    last = {v: k for k, stage in enumerate(stages) for v in stage.received}
+    found = [0] * num_ranks
+    for v, end in last.items():
+        for rank in range(sender[v] + 1, end + 1):
+            found[rank] += num_bytes(v.aval)
+    return found
+
+
+def entry_costs(num_bytes: Sequence[int]) -> list[int]:
+    """What the boundary before each rank costs in FLOPs, from `boundary_bytes`.
+
+    Only bytes beyond twice the smallest boundary count, which no choice avoids: stages of equal layers are balanced by
+    their FLOPs alone.
+    """
+    free = 2 * min(num_bytes[1:], default=0)
+    return [FLOPS_PER_BYTE * max(0, size - free) for size in num_bytes]
+
+
+def balance(weights: Sequence[int], num_stages: int, entries: Sequence[int] = ()) -> list[int]:
     """Boundaries [0, ..., len(weights)] of `num_stages` non-empty ranges that minimize the weight of the heaviest one.
 
-    Exact, by dynamic programming over (stages, layers): best[end] is the minimum for the first `stage` stages when they
+    The weight of a range is the sum of its `weights` and the entry of its first rank. Exact, by dynamic programming over (stages, layers): best[end] is the minimum for the first `stage` stages when they
     contain the first `end` layers.
     """
-    total = [*accumulate(weights, initial=0)]
+    total, entries = [*accumulate(weights, initial=0)], entries or [0] * len(weights)
     best = {0: (0, [0])}
     for stage in range(1, num_stages + 1):
         # Each later stage needs at least one layer, and the last stage must end at the last layer.
         ends = range(stage, len(weights) - (num_stages - stage) + 1) if stage < num_stages else [len(weights)]
         best = {
             end: min(
-                (max(heaviest, total[end] - total[start]), [*bounds, end])
+                (max(heaviest, total[end] - total[start] + entries[start]), [*bounds, end])
                 for start, (heaviest, bounds) in best.items()
                 if start < end
             )
