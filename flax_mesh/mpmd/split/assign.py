@@ -174,8 +174,9 @@ def entry_costs(num_bytes: Sequence[int]) -> list[int]:
 def balance(weights: Sequence[int], num_stages: int, entries: Sequence[int] = ()) -> list[int]:
     """Boundaries [0, ..., len(weights)] of `num_stages` non-empty ranges that minimize the weight of the heaviest one.
 
-    The weight of a range is the sum of its `weights` and the entry of its first rank. Exact, by dynamic programming over (stages, layers): best[end] is the minimum for the first `stage` stages when they
-    contain the first `end` layers.
+    The weight of a range is the sum of its `weights` and the entry of its first rank. Exact, by dynamic programming
+    over (stages, layers): best[end] is the minimum for the first `stage` stages when they contain the first `end`
+    layers.
     """
     total, entries = [*accumulate(weights, initial=0)], entries or [0] * len(weights)
     best = {0: (0, [0])}
