@@ -7,14 +7,17 @@ and jax.experimental, the attributes of jax.Device, and equation parameters that
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+import flax
 import jax
 from jax.sharding import Mesh, Sharding
 
+LIBRARIES = tuple(f"{Path(file).parent}/" for file in (flax.__file__, __file__))  # whose lines are not the user's
 TESTED = "0.10.2"  # the JAX version in which these private names were tested
 
 
@@ -110,6 +113,24 @@ def scan_sizes(eqn: Any) -> tuple[int, int]:
         consts, carry, _ = eqn.params["ft_in"].unpack()
         return len(list(consts)), len(list(carry))
     return eqn.params["num_consts"], eqn.params["num_carry"]
+
+
+def source_line(eqn: Any) -> str:
+    """The line of the user's code that an equation comes from: `model.py:31 (Net.__call__)`.
+
+    A printed jaxpr shows it, but there is no public function for it. Without the private name: "".
+    """
+    frames = _optional("jax._src.source_info_util.user_frames")
+    for frame in () if frames is None else frames(eqn.source_info.traceback):
+        if not frame.file_name.startswith(LIBRARIES):
+            return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+    return ""
+
+
+def in_source_of(eqn: Any) -> AbstractContextManager[Any]:
+    """A context in which new equations have the source line of `eqn`. Without the private name they have their own."""
+    context = _optional("jax._src.source_info_util.user_context")
+    return nullcontext() if context is None else context(eqn.source_info.traceback)
 
 
 _lock = threading.Lock()

@@ -47,6 +47,18 @@ def test_jax_src_mesh_has_thread_resources():
     assert jax_compat.legacy_mesh() is None
 
 
+def test_jax_src_source_info_util_has_user_frames_and_user_context():
+    def double(x):
+        return x + x
+
+    eqn = jax.make_jaxpr(double)(1.0).jaxpr.eqns[0]
+    here = re.escape(__file__)
+    assert re.fullmatch(rf"{here}:\d+ \(.*double\)", jax_compat.source_line(eqn))
+    with jax_compat.in_source_of(eqn):
+        other = jax.make_jaxpr(lambda x: jnp.sin(x))(1.0).jaxpr.eqns[0]
+    assert isinstance(jax_compat.source_line(other), str)
+
+
 def test_the_flag_jax_force_dcn_cross_host_transfers_can_be_read():
     assert jax.config.read("jax_force_dcn_cross_host_transfers") is False
     assert not jax_compat.transfers_over_dcn_are_forced()

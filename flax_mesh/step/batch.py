@@ -3,25 +3,50 @@
 from typing import Any
 
 import jax
-import numpy as np
 
 from flax_mesh.errors import ConfigError
+from flax_mesh.text import listed
 from flax_mesh.tree import path_of
+
+
+def shapes_of(batch: Any) -> Any:
+    """`batch` as ShapeDtypeStructs without shardings; ConfigError for leaves that are no arrays."""
+    named = [(path_of(path), x) for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]]
+    others = [(path, x) for path, x in named if not hasattr(x, "dtype") or getattr(x.dtype, "kind", "") in "OSTU"]
+    if others:
+        kinds = [f"an array of {x.dtype}" if hasattr(x, "dtype") else f"of type {type(x).__name__}" for _, x in others]
+        raise ConfigError(
+            [
+                f"batch {path!r} is {kind}; every leaf must be an array of numbers with rows as its first dim. Close "
+                "over it in loss_fn, or leave it out of the batch"
+                for (path, _), kind in zip(others, kinds, strict=True)
+            ]
+        )
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
 
 
 def microbatch_shapes(batch: Any, count: int) -> Any:
     """ShapeDtypeStructs of one of `count` equal microbatches; ConfigError if the batch cannot be divided into them."""
-    sizes = {path_of(path): np.shape(x)[:1] for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]}
+    shapes = shapes_of(batch)
+    sizes = {path_of(path): x.shape[:1] for path, x in jax.tree_util.tree_flatten_with_path(shapes)[0]}
     if count < 1:
         raise ConfigError(f"the number of microbatches must be at least 1, got {count}")
     problems = [
-        f"batch {path!r} is a scalar; every array must have rows as its first dim" for path in sizes if not sizes[path]
+        f"batch {path!r} is a scalar; every array must have rows as its first dim. Close over it in loss_fn, or repeat "
+        "it for every row"
+        for path in sizes
+        if not sizes[path]
     ]
     if len(rows := {size[0] for size in sizes.values() if size}) > 1:
-        problems.append(f"the arrays of the batch have different numbers of rows, {sorted(rows)}; they must be equal")
+        each = "; ".join(f"{n} in {listed(repr(p) for p in sizes if sizes[p] == (n,))}" for n in sorted(rows))
+        problems.append(
+            f"the arrays of the batch have different numbers of rows, {sorted(rows)}; they must be equal: {each}. "
+            "Close over an array without rows in loss_fn, such as class weights or a mask of positions, or repeat it "
+            "for every row"
+        )
     for path, size in sizes.items():
         if size and size[0] % count:
             problems.append(f"batch {path!r} has {size[0]} rows, not divisible into {count} microbatches")
     if problems:
         raise ConfigError(problems)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // count, *x.shape[1:]), x.dtype), batch)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // count, *x.shape[1:]), x.dtype), shapes)

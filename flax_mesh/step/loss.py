@@ -17,7 +17,7 @@ from jax.extend import core as jex
 
 from flax_mesh.step.parameter_flow import flow
 from flax_mesh.step.state import TrainState, check_same_structure
-from flax_mesh.text import array_text
+from flax_mesh.text import array_text, group_paths
 from flax_mesh.tree import in_stack, layer_path, map_named, named_leaves
 
 Batch = Any  # a pytree of arrays whose first dim is the batch
@@ -206,15 +206,30 @@ def _form_text(x: Any) -> str:
     return array_text(x) if hasattr(x, "dtype") else "None" if x is None else type(x).__name__
 
 
+def check_trainable(named: Iterable[tuple[str, Any]]) -> None:
+    """Raises a ValueError for trained leaves, as (path, leaf) pairs, whose dtype has no sums in float32."""
+    wrong = [(path, x.dtype) for path, x in named if not jnp.issubdtype(x.dtype, jnp.inexact) or x.dtype.itemsize < 2]
+    if wrong:
+        groups = group_paths([path for path, _ in wrong], [dtype for _, dtype in wrong])
+        raise ValueError(
+            "trained variables must have a floating-point dtype of at least 16 bits, because JAX differentiates no "
+            "integers and promotes no 8-bit floats, but these have not: "
+            f"{', '.join(f'{pattern} ({wrong[at[0]][1]})' for pattern, at in groups)}. Make them Variables of another "
+            "type or leave them out by wrt=; or store them in bfloat16 and cast them in the call."
+        )
+
+
 def _check_same_types(before: nnx.State, after: nnx.State) -> None:
     """Raises a ValueError for parameters that the call changed to another shape or dtype."""
     pairs = zip(named_leaves(before), named_leaves(after), strict=True)
-    problems = [
-        f"{path} changed from {array_text(old)} to {array_text(new)}"
+    changed = [
+        (path, f"changed from {array_text(old)} to {array_text(new)}")
         for (path, old), (_, new) in pairs
         if (old.shape, old.dtype) != (new.shape, new.dtype)
     ]
-    if problems:
+    if changed:
+        groups = group_paths([path for path, _ in changed], [text for _, text in changed])
+        problems = [f"{pattern} {changed[at[0]][1]}" for pattern, at in groups]
         raise ValueError(
             "a call of the model may change parameters, but not their shape or dtype, which are those of their "
             f"moments: {', '.join(problems)}. Cast or reshape the new value."

@@ -4,6 +4,7 @@ from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
@@ -18,6 +19,9 @@ def place_array(x: Any, count: int, mesh: MpmdMesh, group: int, axes: PartitionA
 
     An array on the mesh of all groups is already replicated over them; any other is transferred through the host.
     """
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        bits = place_array(jax.random.key_data(x), count, mesh, group, axes)
+        return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(x))
     shape = (count, x.shape[0] // count, *x.shape[1:])
     sharding = _sharding(shape, mesh.unstack[group], axes)
     if not isinstance(getattr(x, "sharding", None), NamedSharding) or x.sharding.mesh != mesh.jax_mesh:

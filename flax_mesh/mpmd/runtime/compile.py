@@ -38,6 +38,7 @@ class StageFunctions(NamedTuple):
     data: tuple[int, ...]  # inputs that are arrays of the batch: their indices there
     trained: tuple[int, ...]  # leaves whose gradients this stage computes
     changed: tuple[int, ...]  # leaves that F updates
+    stored: frozenset[int]  # those of them that no earlier stage updates: the group of this stage stores them
     sums: tuple[int, ...]  # outputs that are sums
     received: tuple[Var, ...]
     sent: tuple[Var, ...]
@@ -100,11 +101,12 @@ def compile_pipeline(
 ) -> CompiledPipeline:
     """Compile the stages of `forward`. `shardings` has one entry per leaf, `group_of` has the group of every stage."""
     wrt = [at for at, leaf in enumerate(forward.leaves) if leaf.trained]
-    stages = []
+    stages, seen = [], set()
     for number_of_stage, (stage, group) in enumerate(zip(forward.stages, group_of, strict=True)):
         program = differentiate(stage, wrt, remat=remat, split=split) if train else stage
         compiler = _StageCompiler(forward, program, number_of_stage, transfers.meshes[group], options)
-        stages.append(compiler.compile(group, shardings))
+        stages.append(compiler.compile(group, shardings, seen))
+        seen |= set(stages[-1].changed)
     sender = {v: (s.stage, i) for s in stages for i, v in enumerate(s.sent)}
     zeros = {
         group: _zeros([s for s in stages if s.group == group], forward.leaves, shardings, mesh)
@@ -134,7 +136,7 @@ class _StageCompiler:
         self.leaves = tuple(at for at in program.inputs if at < self.num_leaves)
         self.data = tuple(at for at in program.inputs if self.num_leaves <= at < self.num_arrays)
 
-    def compile(self, group: int, shardings: Sequence[NamedSharding]) -> StageFunctions:
+    def compile(self, group: int, shardings: Sequence[NamedSharding], stored_before: set[int]) -> StageFunctions:
         program, updates = self.program, self.updates
         changed = tuple(updates[at] for at in program.outputs if at in updates)
         grads = [sharding_on(shardings[at], self.mesh) for at in program.trained]
@@ -146,6 +148,7 @@ class _StageCompiler:
             data=tuple(at - self.num_leaves for at in self.data),
             trained=program.trained,
             changed=changed,
+            stored=frozenset(changed) - stored_before,
             sums=tuple(at for at in program.outputs if at not in updates),
             received=program.received,
             sent=program.sent,

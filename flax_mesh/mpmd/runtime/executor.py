@@ -67,7 +67,9 @@ class ScheduleRun:
         self.values: dict[tuple[Var, int, int], Any] = {}  # (variable, microbatch, receiving stage) -> activation there
         # (variable, microbatch, stage that received it) -> its gradient on the group that computed the variable
         self.cotangents: dict[tuple[Var, int, int], Any] = {}
-        self.changed: dict[int, jax.Array] = {}  # leaf -> new value
+        self.changed: dict[int, jax.Array] = {}  # leaf -> new value, on the group that stores it
+        # (stage, leaf) -> new value. The stages of one group that read a variable are at different microbatches.
+        self._current: dict[tuple[int, int], jax.Array] = {}
         self.grads: dict[int, dict[int, jax.Array]] = {}  # by group and leaf
         self.sums: list[list[Any]] = [[None] * len(stage.sums) for stage in self.stages]
         for group, zeros in compiled.zeros.items():
@@ -117,15 +119,18 @@ class ScheduleRun:
     def _forward(self, stage: StageFunctions, microbatch: int) -> None:
         k, group, stored = stage.stage, stage.group, self.leaves[stage.group]
         received = [self._value(v, microbatch, k, group) for v in stage.received]
-        leaves = [stored[at] for at in stage.leaves]
+        leaves = [self._current.get((k, at), stored[at]) for at in stage.leaves]
         sent, residuals, new, self.sums[k] = stage.forward(
             leaves, self.data[k], self.slots[group][microbatch], received, self.sums[k]
         )
         if self._trains:
-            old = {at: stored[at] for at in stage.changed if at in stage.leaves}  # the others are only written
+            # The other variables that change are only written.
+            old = {at: x for at, x in zip(stage.leaves, leaves, strict=True) if at in stage.changed}
             self.saved[k, microbatch] = (received, residuals, old, None)
         for at, value in zip(stage.changed, new, strict=True):
-            stored[at] = self.changed[at] = value
+            self._current[k, at] = value
+            if at in stage.stored:
+                self.changed[at] = value
         for v, value in zip(stage.sent, sent, strict=True):
             for receiver in self._receivers[v]:
                 key = ("F", microbatch, receiver)

@@ -15,6 +15,7 @@ from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.runtime.compile import Jitted, named_jit
 from flax_mesh.mpmd.runtime.placement import Placement, chunked, cut_rows
 from flax_mesh.mpmd.split.jaxpr import Chunks, Program, Var, inline, interpret, is_var, trace, whole
+from flax_mesh.mpmd.split.problems import paths_text
 from flax_mesh.mpmd.split.split import StagedModel
 from flax_mesh.mpmd.split.update import SHARED, GroupProgram, MixedGroups, cut_by_group, pack, unpack
 from flax_mesh.mpmd.transport.layout import on_all_groups, put_host
@@ -80,8 +81,9 @@ class Update:
             named += [f"the gradient of {staged.leaves[leaf].path}" for _, leaf in self.grads]
             paths = dict.fromkeys(named[at] for at in error.inputs if at < len(named) and groups[at] != SHARED)
             raise ConfigError(
-                f"the optimizer computes {error.primitive} over arrays of several pipeline groups: {', '.join(paths)}. "
-                "It may use other leaves only through scalars, such as norms. Use another optimizer, or pp:1."
+                f"the optimizer computes {error.primitive} over arrays of several pipeline groups: "
+                f"{paths_text(paths)}. It may use other leaves only through scalars, such as norms. Use another "
+                "optimizer, or pp:1."
             ) from error
         self.program = program
         shardings = {

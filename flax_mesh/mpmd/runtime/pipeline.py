@@ -178,7 +178,7 @@ class Pipeline:
             everywhere = NamedSharding(self.mesh.jax_mesh, owner.sharding.spec)
             arrays.append(on_all_groups([part for part in parts if part is not None], everywhere))
         values = [whole(array) for array in chunked(owners, arrays)]
-        graphdef, abstract = nnx.split(self.staged.model)
+        graphdef, abstract = self.staged.split_model
         return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(abstract), values))
 
     def _make(self) -> tuple[Any, nnx.Optimizer]:

@@ -13,6 +13,7 @@ from flax_mesh.errors import ShardingError
 from flax_mesh.jax_compat import short_tracer_errors
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.split.jaxpr import Chunks
+from flax_mesh.mpmd.split.problems import grouped
 from flax_mesh.mpmd.split.split import StagedModel
 from flax_mesh.mpmd.split.trace import ModelLeaf
 from flax_mesh.mpmd.split.update import SHARED
@@ -152,10 +153,12 @@ def cut_rows(value: Any, rows: tuple[int, int] | None) -> Any:
 def check_specs(specs: Iterable[tuple[str, PartitionSpec]], mesh: MpmdMesh) -> None:
     """Raises a ShardingError if a spec contains the MPMD axis: its groups have different leaves."""
     name = mesh.mpmd_axis_name
-    wrong = [f"{path}: {spec}" for path, spec in specs if any(name in as_tuple(entry) for entry in spec)]
+    wrong = [(path, str(spec)) for path, spec in specs if any(name in as_tuple(entry) for entry in spec)]
     if wrong:
+        groups = grouped([path for path, _ in wrong], [spec for _, spec in wrong])
+        lines = [f"{pattern}: {wrong[members[0]][1]}" if members else pattern for pattern, members in groups]
         raise ShardingError(
-            "\n".join(wrong) + f"\nA spec must not contain {name!r}, the axis of the pipeline's groups: each group "
+            "\n".join(lines) + f"\nA spec must not contain {name!r}, the axis of the pipeline's groups: each group "
             "has its own leaves. Map these dims to other axes, or to None."
         )
 

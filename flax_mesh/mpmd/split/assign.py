@@ -2,10 +2,11 @@
 
 1. `label`: the parameters of the layer that is called r-th have rank r. An equation has the largest rank among its
    dependencies, so it never depends on an equation of a later rank. Equations without a layer have a negative label.
-2. `balance`: stages are contiguous ranges of ranks.
-3. `settle`: equations without a layer are assigned to the first stage that uses them, except cheap ones that depend
+2. `balance`: stages are contiguous ranges of ranks, with equal FLOPs and without boundaries of many bytes.
+3. `cut_stages` repeats 4 and 5 until every stage that reads a variable returns its new value.
+4. `settle`: equations without a layer are assigned to the first stage that uses them, except cheap ones that depend
    only on the batch or only on parameters. Every stage that uses those computes its own copy, so they are not sent.
-4. `stage_programs`: what a stage receives from earlier stages is a minimum cut in bytes, see `min_cut.py`.
+5. `stage_programs`: what a stage receives from earlier stages is a minimum cut in bytes, see `min_cut.py`.
 
 Example: four layers w0..w3 in two stages, with an embedding e that is also the output projection.
 
@@ -29,7 +30,7 @@ from typing import Any, NamedTuple
 from jax.extend import core as jex
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.mpmd.split.jaxpr import Eqn, Program, Var, bodies, flops, is_var, num_bytes, variables
+from flax_mesh.mpmd.split.jaxpr import Eqn, Program, Var, bodies, flops, is_var, needed, num_bytes, variables
 from flax_mesh.mpmd.split.min_cut import minimum_cut, recomputed
 
 # Labels of equations that depend on no layer: on no input, only on variables of the model, only on the batch, on both.
@@ -40,6 +41,10 @@ EXPENSIVE |= {"ragged_dot_general", "triangular_solve", "cholesky", "lu", "geqrf
 # Nor are those with a custom_vjp rule: it need not be linear, so it must run once, on the sum of the gradients of all
 # stages. The rules of custom_jvp are linear.
 RUN_ONCE = EXPENSIVE | {"custom_vjp_call"}
+
+# What a byte that crosses a stage boundary costs: accelerators compute 400 to 10,000 FLOPs in the time of its transfer.
+FLOPS_PER_BYTE = 1000
+NO_UPDATES: Mapping[int, int] = {}
 
 mark_p = jex.Primitive("layer_mark")  # identity on the outputs of layer call number `call`
 mark_p.multiple_results = True
@@ -140,20 +145,47 @@ def costs(program: Program, labels: Sequence[int], num_ranks: int) -> list[int]:
     return found
 
 
-def balance(weights: Sequence[int], num_stages: int) -> list[int]:
+def boundary_bytes(program: Program, labels: Sequence[int], num_ranks: int, is_data: Sequence[bool]) -> list[int]:
+    """Bytes of the activations that cross the boundary before each rank, if there is one; 0 before the first.
+
+    They are those of a split with one stage per rank. The outputs of `program` must be sums.
+    """
+    settled, targets = settle(program, labels, num_ranks, {})
+    stages = stage_programs(program, settled, targets, num_ranks, is_data)
+    sender = {v: k for k, stage in enumerate(stages) for v in stage.sent}
+    last = {v: k for k, stage in enumerate(stages) for v in stage.received}
+    found = [0] * num_ranks
+    for v, end in last.items():
+        for rank in range(sender[v] + 1, end + 1):
+            found[rank] += num_bytes(v.aval)
+    return found
+
+
+def entry_costs(num_bytes: Sequence[int]) -> list[int]:
+    """What the boundary before each rank costs in FLOPs, from `boundary_bytes`.
+
+    Only bytes beyond twice the smallest boundary count, which no choice avoids: stages of equal layers are balanced by
+    their FLOPs alone.
+    """
+    free = 2 * min(num_bytes[1:], default=0)
+    return [FLOPS_PER_BYTE * max(0, size - free) for size in num_bytes]
+
+
+def balance(weights: Sequence[int], num_stages: int, entries: Sequence[int] = ()) -> list[int]:
     """Boundaries [0, ..., len(weights)] of `num_stages` non-empty ranges that minimize the weight of the heaviest one.
 
-    Exact, by dynamic programming over (stages, layers): best[end] is the minimum for the first `stage` stages when they
-    contain the first `end` layers.
+    The weight of a range is the sum of its `weights` and the entry of its first rank. Exact, by dynamic programming
+    over (stages, layers): best[end] is the minimum for the first `stage` stages when they contain the first `end`
+    layers.
     """
-    total = [*accumulate(weights, initial=0)]
+    total, entries = [*accumulate(weights, initial=0)], entries or [0] * len(weights)
     best = {0: (0, [0])}
     for stage in range(1, num_stages + 1):
         # Each later stage needs at least one layer, and the last stage must end at the last layer.
         ends = range(stage, len(weights) - (num_stages - stage) + 1) if stage < num_stages else [len(weights)]
         best = {
             end: min(
-                (max(heaviest, total[end] - total[start]), [*bounds, end])
+                (max(heaviest, total[end] - total[start] + entries[start]), [*bounds, end])
                 for start, (heaviest, bounds) in best.items()
                 if start < end
             )
@@ -176,49 +208,99 @@ def drop_marks(program: Program, labels: Sequence[int]) -> tuple[Program, list[i
     return program._replace(eqns=tuple(eqns), outputs=outputs), kept
 
 
+def cut_stages(
+    program: Program, stages: Sequence[int], num_stages: int, updates: Mapping[int, int], is_data: Sequence[bool]
+) -> tuple[StageProgram, ...]:
+    """The stages of a program. `stages` has the stage of every equation, or its negative label.
+
+    `updates` maps positions of outputs to the inputs whose new values they are, such as batch statistics. `is_data`
+    marks the inputs that belong to the batch.
+
+    Every stage that reads a variable also returns its new value, which it computes or receives, so that it has the
+    value in the next microbatch. That requires a value that no later stage computes; otherwise a stage of the result
+    reads a variable that it does not return. Which stages read a variable depends on where new values are returned, so
+    the stages are found again until no variable has a further reader.
+    """
+    returned: dict[int, frozenset[int]] = dict.fromkeys(updates, frozenset())
+    computed_in = {v: max(stage, 0) for eqn, stage in zip(program.eqns, stages, strict=True) for v in eqn.outvars}
+    while True:
+        settled, targets = settle(program, stages, num_stages, returned)
+        found = stage_programs(program, settled, targets, num_stages, is_data, updates)
+        grown = {}
+        for out, at in updates.items():
+            readers = {k for k, stage in enumerate(found) if at in stage.inputs}
+            first = computed_in.get(program.outputs[out], 0)
+            # A stage before `first` cannot return the value, so the result is a reader that does not return it.
+            grown[out] = returned[out] | {max(k, first) for k in readers}
+        if grown == returned:
+            grown |= _stages_of_unread(program, stages, settled, found, updates, returned)
+        if grown == returned:
+            return found
+        returned = grown
+
+
 def settle(
-    program: Program, stages: Sequence[int], num_stages: int, updates: Mapping[int, int]
-) -> tuple[list[int], list[int | None]]:
-    """Assign the equations without a layer. Returns (stage of every equation, stage that returns every output).
+    program: Program, stages: Sequence[int], num_stages: int, returned: Mapping[int, Collection[int]]
+) -> tuple[list[int], list[tuple[int, ...]]]:
+    """Assign the equations without a layer. Returns (stage of every equation, stages that return every output).
 
     OUTSIDE equations are assigned to the first stage that uses them. So are equations with a lower label that are
     expensive, have a custom_vjp rule or have effects. Cheap ones, such as a mask or the cast of a tied weight, keep
-    their label: every stage that needs them computes them. Output 0, the loss, is returned by the last stage. The stage
-    of an output that is an input or a literal is None. `updates` maps positions of outputs to the inputs whose new
-    values they are.
+    their label: every stage that needs them computes them. Output 0, the loss, is returned by the last stage, and the
+    new value of a variable by the stages that `returned` has for the output. No stage returns any other output that is
+    an input or a literal.
     """
-    targets = _output_stages(program, num_stages, _update_stages(program, stages, num_stages, updates))
-    settled, _ = _first_uses(program, stages, num_stages, targets)
-    stage_of = {v: stage for eqn, stage in zip(program.eqns, settled, strict=True) for v in eqn.outvars}
-    return settled, [
-        None if target is None else target if stage_of.get(atom, CONSTANT) < 0 or at == 0 else stage_of[atom]
-        for at, (atom, target) in enumerate(zip(program.outputs, targets, strict=True))
+    computed = {v for eqn in program.eqns for v in eqn.outvars}
+    last = (num_stages - 1,)
+    targets = [
+        tuple(sorted(returned.get(at, last))) if at == 0 or (is_var(atom) and atom in computed) else ()
+        for at, atom in enumerate(program.outputs)
     ]
+    settled = _at_first_use(program, stages, num_stages, targets)
+    stage_of = {v: stage for eqn, stage in zip(program.eqns, settled, strict=True) for v in eqn.outvars}
+    for at, atom in enumerate(program.outputs):
+        if at > 0 and at not in returned and targets[at] and stage_of[atom] >= 0:
+            targets[at] = (stage_of[atom],)
+    return settled, targets
 
 
 def stage_programs(
     program: Program,
     stages: Sequence[int],
-    output_stages: Sequence[int | None],
+    output_stages: Sequence[Collection[int]],
     num_stages: int,
     is_data: Sequence[bool],
+    updates: Mapping[int, int] = NO_UPDATES,
 ) -> tuple[StageProgram, ...]:
-    """The stages of a program, from the results of `settle`. `is_data` marks the inputs that belong to the batch."""
+    """The stages of a program, from the results of `settle`. The other arguments are those of `cut_stages`."""
     producer = {v: i for i, eqn in enumerate(program.eqns) for v in eqn.outvars}
     position = {v: i for i, v in enumerate(program.inputs)}
-    outputs = [tuple(at for at, owner in enumerate(output_stages) if owner == stage) for stage in range(num_stages)]
-    received: list[tuple[Var, ...]] = []
-    indices: list[list[int]] = []  # equations of every stage
-    sent: list[dict[Var, None]] = [{} for _ in range(num_stages)]
-    for stage in range(num_stages):
-        own = [i for i, s in enumerate(stages) if s == stage]
-        required = [v for i in own for v in program.eqns[i].invars] + [program.outputs[at] for at in outputs[stage]]
+    outputs = [tuple(at for at, owners in enumerate(output_stages) if k in owners) for k in range(num_stages)]
+    # Equations that lead only to new values of variables; a later stage that returns the value may repeat them.
+    for_updates = {*range(len(program.eqns))}
+    for_updates -= {*needed(program.eqns, [x for at, x in enumerate(program.outputs) if at not in updates])[0]}
+    own: list[list[int]] = [[] for _ in range(num_stages)]
+    for i, stage in enumerate(stages):
+        if stage >= 0:
+            own[stage].append(i)
+    received: list[tuple[Var, ...]] = [()] * num_stages
+    indices: list[list[int]] = [[]] * num_stages  # equations of every stage
+    sent_by: list[set[Var]] = [set() for _ in range(num_stages)]
+    for stage in reversed(range(num_stages)):
+        results = [program.outputs[at] for at in outputs[stage]]
+        used, _ = needed([program.eqns[i] for i in own[stage]], [*results, *sent_by[stage]])
+        used = {own[stage][at] for at in used}
+        run = [i for i in own[stage] if i in used or i not in for_updates]
+        required = [v for i in run for v in program.eqns[i].invars] + results
         copies, crossing = _copies_and_crossing(program, required, stages, stage, producer, position)
-        activations, repeated = _stage_boundary(program, crossing, stages, producer, position, is_data)
-        received.append(tuple(activations))
-        indices.append(sorted({*own, *copies, *repeated}))
+        # Of the inputs, a stage always has the batch and the current values of the variables that it returns.
+        current = {updates[at] for at in outputs[stage] if at in updates}
+        available = [is_data[at] or at in current for at in range(len(program.inputs))]
+        activations, repeated = _stage_boundary(program, crossing, stages, producer, position, available)
+        received[stage] = tuple(activations)
+        indices[stage] = sorted({*run, *copies, *repeated})
         for v in activations:
-            sent[stages[producer[v]]][v] = None
+            sent_by[stages[producer[v]]].add(v)
     found = []
     for stage in range(num_stages):
         eqns = tuple(program.eqns[i] for i in indices[stage])
@@ -226,39 +308,37 @@ def stage_programs(
         used = {*variables(atom for eqn in eqns for atom in eqn.invars), *variables(results)}
         inputs = tuple(sorted(position[v] for v in used if v in position))
         arguments = tuple(program.inputs[at] for at in inputs), received[stage]
-        forward = Program(eqns, (*arguments[0], *arguments[1]), (*sent[stage], *results), program.consts)
-        found.append(StageProgram(inputs, received[stage], tuple(sent[stage]), outputs[stage], arguments, forward))
+        sent = variables(v for others in received for v in others if v in sent_by[stage])
+        forward = Program(eqns, (*arguments[0], *arguments[1]), (*sent, *results), program.consts)
+        found.append(StageProgram(inputs, received[stage], tuple(sent), outputs[stage], arguments, forward))
     return tuple(found)
 
 
-def _update_stages(
-    program: Program, stages: Sequence[int], num_stages: int, updates: Mapping[int, int]
-) -> dict[int, int | None]:
-    """The stage that updates every variable that changes, such as a batch statistic.
+def _stages_of_unread(
+    program: Program,
+    stages: Sequence[int],
+    settled: Sequence[int],
+    found: Sequence[StageProgram],
+    updates: Mapping[int, int],
+    returned: Mapping[int, frozenset[int]],
+) -> dict[int, frozenset[int]]:
+    """The stage of every variable that is written and never read, and so is not in `returned`.
 
-    It is the first stage in which anything else reads the old value, so that one stage both reads and stores it. A
-    variable that nothing else reads is updated in the last stage that its new value depends on, or that updates a
-    variable that its new value depends on.
+    It is the last stage that its new value depends on, or that returns a variable that its new value depends on.
     """
-    found: dict[int, int | None] = dict.fromkeys(updates)
-    while True:  # until nothing changes: the new value of one variable may read another variable
-        settled, use = _first_uses(program, stages, num_stages, _output_stages(program, num_stages, found))
-        read = {out: use.get(program.inputs[at]) for out, at in updates.items() if found[out] is None}
-        found |= read
-        if not any(stage is not None for stage in read.values()):
-            break
+    runs = {id(eqn) for stage in found for eqn in stage.forward.eqns}
     stage_of = {
         v: settled[i]
         for i, eqn in enumerate(program.eqns)
-        if stages[i] >= 0 or any(out in use for out in eqn.outvars)
+        if stages[i] >= 0 or (settled[i] >= 0 and id(eqn) in runs)
         for v in eqn.outvars
     }
     producer = {v: eqn for eqn in program.eqns for v in eqn.outvars}
     update_of = {program.inputs[at]: out for out, at in updates.items()}
-    unread = [out for out, stage in found.items() if stage is None]
-    before, found = None, found | dict.fromkeys(unread, 0)
-    while found != before:  # stages only increase
-        before = dict(found)
+    last = {out: max(owners, default=0) for out, owners in returned.items()}
+    unread, before = [out for out, owners in returned.items() if not owners], None
+    while last != before:  # the new value of one variable may read another variable; stages only increase
+        before = dict(last)
         for out in unread:
             todo, seen = [program.outputs[out]], set()
             while todo:
@@ -267,34 +347,23 @@ def _update_stages(
                     continue
                 seen.add(v)
                 if v in stage_of or v in update_of:
-                    stage = stage_of[v] if v in stage_of else found[update_of[v]]
-                    found[out] = max(found[out] or 0, stage or 0)
+                    last[out] = max(last[out], stage_of[v] if v in stage_of else last[update_of[v]])
                 elif v in producer:
                     todo += producer[v].invars
-    return found
+    return {out: frozenset([last[out]]) for out in unread}
 
 
-def _output_stages(program: Program, num_stages: int, known: Mapping[int, int | None]) -> list[int | None]:
-    """The stage that returns every output: `known`, else the last. None without an equation, except for the loss."""
-    computed = {v for eqn in program.eqns for v in eqn.outvars}
-    return [
-        known.get(at, num_stages - 1) if at == 0 or (is_var(atom) and atom in computed) else None
-        for at, atom in enumerate(program.outputs)
-    ]
+def _at_first_use(
+    program: Program, stages: Sequence[int], num_stages: int, targets: Sequence[Collection[int]]
+) -> list[int]:
+    """The stage of every equation: that of its first use for OUTSIDE equations, and expensive ones with a lower label.
 
-
-def _first_uses(
-    program: Program, stages: Sequence[int], num_stages: int, targets: Sequence[int | None]
-) -> tuple[list[int], dict[Var, int]]:
-    """Returns (stage of every equation, first stage that uses every variable).
-
-    OUTSIDE equations, and expensive equations with a lower label, are moved to the first stage that uses them. One pass
-    in reverse order is enough, because all uses of a variable come after the equation that computes it.
+    One pass in reverse order is enough, because all uses of a variable come after the equation that computes it.
     """
     settled, use = list(stages), {}
-    for atom, target in zip(program.outputs, targets, strict=True):
-        if is_var(atom) and target is not None:
-            use[atom] = min(use.get(atom, num_stages), target)
+    for atom, owners in zip(program.outputs, targets, strict=True):
+        if is_var(atom) and owners:
+            use[atom] = min(use.get(atom, num_stages), *owners)
     for i in reversed(range(len(settled))):
         eqn = program.eqns[i]
         first = min((use[v] for v in eqn.outvars if v in use), default=None)
@@ -305,7 +374,7 @@ def _first_uses(
         if here is not None:
             for v in variables(eqn.invars):
                 use[v] = min(use.get(v, num_stages), here)
-    return settled, use
+    return settled
 
 
 def _copies_and_crossing(program, required, stages, stage, producer, position) -> tuple[set[int], list[Var]]:
@@ -332,16 +401,16 @@ def _copies_and_crossing(program, required, stages, stage, producer, position) -
     return copies, crossing
 
 
-def _stage_boundary(program, required, stages, producer, position, is_data) -> tuple[list[Var], set[int]]:
+def _stage_boundary(program, required, stages, producer, position, available) -> tuple[list[Var], set[int]]:
     """The fewest bytes to receive, and the equations to run again to compute the `required` values from them.
 
     The stage repeats only cheap equations without effects and custom_vjp rules. It does not repeat equations on
-    parameters, because the parameters of an earlier stage would then have to be sent as well.
+    inputs that are not `available`: the parameters of an earlier stage would then have to be sent as well.
     """
 
     def parents(v: Var) -> list[Var] | None:
         if v in position:
-            return [] if is_data[position[v]] else None
+            return [] if available[position[v]] else None
         eqn = program.eqns[producer[v]]
         if is_expensive(eqn) or eqn.effects:
             return None

@@ -63,7 +63,7 @@ def is_cheap(program: Program) -> bool:
 def check_stages(
     forward: Forward,
     loss_fn: LossFn,
-    model: Any,
+    split_model: tuple[Any, nnx.State],
     wrt: Any,
     layers: Sequence[str],
     mesh: Mesh | None,
@@ -78,6 +78,7 @@ def check_stages(
 
     Args:
         forward: The stages, traced on `mesh`.
+        split_model: Graph definition and state of the model.
         mesh: A mesh of one device, or None.
         make: Returns the model with its initial values.
         batch: Arrays, or ShapeDtypeStructs, which are replaced by random values.
@@ -97,7 +98,7 @@ def check_stages(
     with full_precision():
         leaves = jax.device_put(compiled(lambda: jax.tree.leaves(nnx.state(make())))(), place)
         args = jax.device_put((_values(batch), jnp.uint32(0), jnp.int32(0)), place)
-        unsplit = compiled(_unsplit(forward, loss_fn, model, wrt, layers, seed))
+        unsplit = compiled(_unsplit(forward, loss_fn, split_model, wrt, layers, seed))
         want, have = unsplit(leaves, *args), compiled(_staged(forward, remat, split))(leaves, *args)
         half = [x for x in _dtypes(forward.program) if jnp.issubdtype(x, jnp.floating) and x.itemsize < 4]
         tolerance = HALF_TOLERANCE if half else TOLERANCE
@@ -132,9 +133,11 @@ def _quick_compilation() -> dict[str, Any] | None:
     return options
 
 
-def _unsplit(forward: Forward, loss_fn: LossFn, model: Any, wrt: Any, layers: Sequence[str], seed: int) -> Run:
+def _unsplit(
+    forward: Forward, loss_fn: LossFn, split_model: tuple[Any, nnx.State], wrt: Any, layers: Sequence[str], seed: int
+) -> Run:
     """The reference: the loss and its gradient, as in the plain step."""
-    (graphdef, state), leaves = nnx.split(model), forward.leaves
+    (graphdef, state), leaves = split_model, forward.leaves
     treedef = jax.tree.structure(state)
 
     def run(values: list[Any], batch: Batch, step: Any, microbatch: Any) -> Results:
@@ -269,6 +272,8 @@ def _values(batch: Batch) -> Batch:
             return x
         if jnp.issubdtype(x.dtype, jnp.inexact):
             return rng.normal(size=x.shape).astype(x.dtype)
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.split(jax.random.key(0), x.shape)
         return rng.integers(0, 2, x.shape).astype(x.dtype)
 
     return jax.tree.map(value, batch)

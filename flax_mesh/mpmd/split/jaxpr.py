@@ -12,7 +12,7 @@ from jax import core
 from jax.extend import core as jex
 from jax.tree_util import DictKey
 
-from flax_mesh.jax_compat import empty_debug_info, scan_sizes
+from flax_mesh.jax_compat import empty_debug_info, in_source_of, scan_sizes
 
 Var: TypeAlias = Any  # jex.Var; the shapes and dtypes of its avals are not typed in JAX
 Eqn: TypeAlias = Any  # jex.JaxprEqn
@@ -104,7 +104,8 @@ def interpret(program: Program, args: Sequence[Any], opens: Callable[[Eqn], bool
             sides = [interpret(_closed(branch), values[1:], opens) for branch in eqn.params["branches"]]
             outs = [_select(values[0], each) for each in zip(*sides, strict=True)]
         elif any(isinstance(value, Chunks) for value in values):
-            outs = _on_chunks(eqn, values)
+            with in_source_of(eqn):  # errors name the line that combines several layers
+                outs = _on_chunks(eqn, values)
         else:
             outs = evaluate(eqn, values)
         env.update(zip(eqn.outvars, outs, strict=True))

@@ -1,5 +1,6 @@
 """Splitting a model into the stages of a pipeline: split_stages for any NNX model, chain_stages for ready stages."""
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,6 +19,14 @@ from flax_mesh.mpmd.split import assign as cut
 from flax_mesh.mpmd.split.assign import DATA, VARIABLES, CutError
 from flax_mesh.mpmd.split.check import check_stages, full_precision, is_cheap, one_device_mesh
 from flax_mesh.mpmd.split.jaxpr import Program, Var, num_bytes
+from flax_mesh.mpmd.split.problems import (
+    check_effects,
+    check_layers,
+    check_meshes,
+    check_states,
+    check_trained,
+    modules_text,
+)
 from flax_mesh.mpmd.split.trace import (
     Forward,
     Layer,
@@ -30,9 +39,9 @@ from flax_mesh.mpmd.split.trace import (
 )
 from flax_mesh.sharding.abstract import model_layers
 from flax_mesh.stacks import is_single_layer, module_at
-from flax_mesh.step.batch import microbatch_shapes
+from flax_mesh.step.batch import microbatch_shapes, shapes_of
 from flax_mesh.step.loss import Batch, LossFn
-from flax_mesh.text import array_text, bytes_text, count_text
+from flax_mesh.text import array_text, bytes_text
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +50,7 @@ class StagedModel:
 
     loss_fn: LossFn
     make: Callable[[], Any]  # returns the model with its initial values
-    model: Any  # abstract
+    split_model: tuple[Any, nnx.State]  # graph definition and abstract state
     wrt: Any
     layers: tuple[str, ...]
     mesh: AbstractMesh | None  # of one group
@@ -54,6 +63,7 @@ class StagedModel:
     example: Batch  # shapes of the microbatch that was traced
     groups: MpmdMesh | None = None  # as passed to split_stages, for the Pipeline
     schedule: Schedule | None = None  # likewise
+    remark: str = ""  # why the cut is not that of equal FLOPs
 
     def stage_of(self, layer: Layer) -> int:
         """The stage of a layer, ("layers", 3)."""
@@ -71,7 +81,7 @@ class StagedModel:
             shared = ("", 0) in self.ranks  # the list has one layer several times: the ranks are those of the calls
             loss_fn = _marked(self.loss_fn, self.layers[0]) if shared else self.loss_fn
             forward = trace_forward(
-                loss_fn, self.model, self.wrt, self.layers, self.mesh, shapes, seed=seed, train=train
+                loss_fn, self.split_model, self.wrt, self.layers, self.mesh, shapes, seed=seed, train=train
             )
             opened = open_forward(forward, self.leaves)
             self._cuts[key] = _cut(opened, self)
@@ -116,7 +126,7 @@ class StagedModel:
         check_stages(
             forward,
             self.loss_fn,
-            self.model,
+            self.split_model,
             self.wrt,
             self.layers,
             mesh,
@@ -126,6 +136,11 @@ class StagedModel:
             remat="full" if self.needs_full_remat else remat,
             split=split_backward,
         )
+
+    @cached_property
+    def model(self) -> Any:
+        """The abstract module."""
+        return nnx.merge(*self.split_model)
 
     @property
     def is_cheap_to_check(self) -> bool:
@@ -172,6 +187,7 @@ class StagedModel:
             what = "one layer" if path in single else f"{'a stack' if stacked else 'a list'} of {entries}"
             calls = "" if called in (entries, None) else f", of which the loss calls {called}"
             lines.append(f"{path}: {what}{calls}")
+        lines += [self.remark] if self.remark else []
         return "\n".join(lines)
 
 
@@ -211,6 +227,7 @@ def split_stages(
         cuts: Position of the first layer of every stage but the first. By default the most expensive stage is made as
             cheap as possible.
         balance: What makes a stage expensive: its "flops", embedding and head included, or the "count" of its layers.
+            With "flops", each byte that it receives beyond twice the smallest possible boundary counts as 1000 FLOPs.
         wrt: Filter of the variables that are trained.
         check: Run the stages on the first microbatch and compare all results with those of the model, on one device;
             see `StagedModel.check`.
@@ -240,7 +257,9 @@ def split_stages(
     """
     groups = mesh if isinstance(mesh, MpmdMesh) else None
     schedule, num_microbatches, num_stages = _plan(groups, schedule, num_microbatches, num_stages)
-    make, abstract = _abstract(model)
+    _check_order(loss_fn, model)
+    make, split_model = _abstract(model)
+    abstract = nnx.merge(*split_model)
     layers = _layers_of(abstract) if layers is None else (layers,) if isinstance(layers, str) else tuple(layers)
     if not layers:
         raise CutError("layers is empty; name the list or the stack to cut, such as layers='layers'.")
@@ -249,23 +268,24 @@ def split_stages(
     around = around.abstract_mesh if isinstance(around, Mesh) else around
     shapes = microbatch_shapes(batch, num_microbatches) if num_microbatches is not None else shapes_of(batch)
     traced_fn = _marked(loss_fn, layers[0]) if num_calls else loss_fn
-    forward = trace_forward(traced_fn, abstract, wrt, layers, around, shapes)
+    forward = trace_forward(traced_fn, split_model, wrt, layers, around, shapes)
     places = places_of(abstract, layers)
     single = split_leaves(forward, places)
     opened = open_forward(forward, single)
-    _check_effects(opened.program)
-    _check_trained(single, wrt)
+    check_effects(opened.program)
+    check_meshes(opened.program)
+    check_trained(single, wrt)
     order = _calls_in_order(opened.program, single) if not num_calls else [("", i) for i in range(num_calls)]
-    _check_layers(single, layers, order, num_stages)
+    check_layers(abstract, single, layers, order, num_stages)
     ranks = {layer: at for at, layer in enumerate(order)}
     labels = cut.label(opened.program, _input_ranks(opened.program, single, ranks), len(order))
     costs = cut.costs(opened.program, labels, len(order))
-    bounds = _bounds(costs, num_stages, cuts, balance)
+    bounds, remark = _bounds(costs, num_stages, cuts, balance, lambda: _boundary_bytes(opened, labels, len(order)))
     leaves = split_leaves(forward, places, {layer: _stage(bounds, at) for layer, at in ranks.items()})
     staged = StagedModel(
         loss_fn=loss_fn,
         make=make,
-        model=abstract,
+        split_model=split_model,
         wrt=wrt,
         layers=layers,
         mesh=around,
@@ -278,8 +298,9 @@ def split_stages(
         example=shapes,
         groups=groups,
         schedule=schedule,
+        remark=remark,
     )
-    _check_states(staged)
+    check_states(staged.cut(shapes), abstract, layers, ranks, bounds)
     if check:
         staged.check(batch)
     return staged
@@ -382,20 +403,14 @@ def chain_stages(
     )
 
 
-def shapes_of(batch: Batch) -> Batch:
-    """ShapeDtypeStructs without shardings."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-
-
 def _cut(opened: Forward, staged: StagedModel) -> Forward:
     num_leaves, num_ranks = len(staged.leaves), len(staged.costs)
     ranks = _input_ranks(opened.program, staged.leaves, staged.ranks)
     labels = cut.label(opened.program, ranks, num_ranks)
     program, labels = cut.drop_marks(opened.program, labels)
     stages = [_stage(staged.bounds, rank) if rank >= 0 else rank for rank in labels]
-    stages, makers = cut.settle(program, stages, staged.num_stages, opened.updates)
     is_data = [at >= num_leaves for at in range(len(program.inputs))]
-    found = cut.stage_programs(program, stages, makers, staged.num_stages, is_data)
+    found = cut.cut_stages(program, stages, staged.num_stages, opened.updates, is_data)
     return opened._replace(program=program, stages=found)
 
 
@@ -416,14 +431,50 @@ def _calls_in_order(program: Program, leaves: Sequence[ModelLeaf]) -> list[Layer
     return cut.layer_order(program, layer_of, program.inputs[len(leaves) :])
 
 
-def _abstract(model: Any) -> tuple[Callable[[], Any], Any]:
-    """(function that makes the module, abstract module), from a module or from a function that makes one."""
-    if not isinstance(model, nnx.Module):
-        with nnx.use_eager_sharding(False), short_tracer_errors():
-            return model, nnx.eval_shape(model)
-    graphdef, state = nnx.split(model)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-    return lambda: nnx.merge(graphdef, state, copy=True), nnx.merge(graphdef, shapes)
+def _check_order(loss_fn: Any, model: Any) -> None:
+    """ConfigError for arguments in another order than split_stages(loss_fn, model, batch)."""
+    given = f"got {_kind_text(loss_fn)} and {_kind_text(model)}"
+    if isinstance(loss_fn, nnx.Module) or not callable(loss_fn):
+        raise ConfigError(f"split_stages takes loss_fn, a function, before the model: {given}. Exchange them.")
+    if isinstance(model, nnx.Module):
+        return
+    if not callable(model):
+        raise ConfigError(f"model must be an nnx.Module, or a function without arguments that makes one: {given}.")
+    try:
+        inspect.signature(model).bind()
+    except TypeError:
+        raise ConfigError(
+            f"split_stages takes loss_fn before the model, which must be an nnx.Module, or a function without "
+            f"arguments that makes one: {given}, which requires arguments. Exchange them, or pass a lambda."
+        ) from None
+    except ValueError:  # a callable without a signature
+        return
+
+
+def _kind_text(x: Any) -> str:
+    return f"the function {x.__name__}" if inspect.isroutine(x) else f"an object of type {type(x).__name__}"
+
+
+def _abstract(model: Any) -> tuple[Callable[[], Any], tuple[Any, nnx.State]]:
+    """(function that makes the module, its graph definition and abstract state), from a module or such a function."""
+    if isinstance(model, nnx.Module):
+        graphdef, state = nnx.split(model)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+        return lambda: nnx.merge(graphdef, state, copy=True), (graphdef, shapes)
+    graphdefs = []
+
+    def split() -> nnx.State:
+        made = model()
+        if not isinstance(made, nnx.Module):
+            raise ConfigError(f"the function that makes the model must return an nnx.Module, got {_kind_text(made)}.")
+        graphdef, state = nnx.split(made)
+        graphdefs.append(graphdef)
+        return state
+
+    # `nnx.eval_shape` would lose arrays in dicts and lists: Flax takes a ShapeDtypeStruct there for a static value.
+    with nnx.use_eager_sharding(False), short_tracer_errors():
+        state = jax.eval_shape(split)
+    return model, (graphdefs[0], state)
 
 
 def _calls_of_shared(model: Any, layers: Sequence[str]) -> int:
@@ -432,7 +483,9 @@ def _calls_of_shared(model: Any, layers: Sequence[str]) -> int:
         try:
             found = module_at(model, path)
         except (AttributeError, IndexError, TypeError):
-            raise CutError(f"layers={path!r}: {type(model).__name__} has nothing there. {_lists_text(model)}") from None
+            raise CutError(
+                f"layers={path!r}: {type(model).__name__} has nothing there. {modules_text(model)}"
+            ) from None
         modules = [id(item) for item in found if isinstance(item, nnx.Module)] if isinstance(found, nnx.List) else []
         if len(set(modules)) < len(modules):
             if len(layers) > 1:
@@ -452,21 +505,11 @@ def _layers_of(model: Any) -> tuple[str, ...]:
         return ("layers",)
     # A module `layers` may be a scanned stack or anything else: it does not show which dim is that of the layers.
     what = "its `layers` is not a list" if own is not None else "it has no list `layers`"
-    modules = sorted(
-        name for name, value in vars(model).items() if isinstance(value, nnx.Module) and not isinstance(value, nnx.List)
-    )
     raise CutError(
         f"the layers of {type(model).__name__} must be named: it has no table that names them, and {what}. Name "
         "the list or the scanned stack to split, by split_stages(..., layers=...) or @partitioned(..., layers=...) on "
-        f"the class. {_lists_text(model)} It has modules at {', '.join(map(repr, modules)) or 'no path'}."
+        f"the class. {modules_text(model)}"
     )
-
-
-def _lists_text(model: Any) -> str:
-    paths = sorted(
-        "/".join(map(str, path)) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.List) and len(node)
-    )
-    return f"It has lists at {', '.join(map(repr, paths)) or 'no path'}."
 
 
 def _marked(loss_fn: LossFn, path: str) -> LossFn:
@@ -477,69 +520,39 @@ def _marked(loss_fn: LossFn, path: str) -> LossFn:
     return marked
 
 
-def _bounds(costs: Sequence[int], num_stages: int, cuts: Sequence[int] | None, balance: str) -> tuple[int, ...]:
-    if cuts is None:
-        if balance not in ("flops", "count"):
-            raise CutError(f"balance must be 'flops' or 'count', got {balance!r}.")
-        return tuple(cut.balance(costs if balance == "flops" else [1] * len(costs), num_stages))
-    bounds = (0, *cuts, len(costs))
-    if len(cuts) != num_stages - 1 or any(a >= b for a, b in pairwise(bounds)):
-        raise CutError(
-            f"cuts={list(cuts)} must be {num_stages - 1} increasing numbers between 1 and {len(costs) - 1}: the first "
-            f"layer of every stage but the first, of {len(costs)} layers."
-        )
-    return bounds
+def _boundary_bytes(opened: Forward, labels: Sequence[int], num_ranks: int) -> list[int]:
+    program, labels = cut.drop_marks(opened.program, labels)
+    program = program._replace(outputs=program.outputs[: len(opened.names)])  # without new values of variables
+    is_data = [at >= len(opened.leaves) for at in range(len(program.inputs))]
+    return cut.boundary_bytes(program, labels, num_ranks, is_data)
 
 
-def _check_effects(program: Program) -> None:
-    """CutError for effects that are ordered over all stages: programs of different groups run in no fixed order."""
-    ordered = sorted({eqn.primitive.name for eqn in program.eqns if any("Ordered" in str(e) for e in eqn.effects)})
-    if ordered:
-        raise CutError(
-            f"the model has ordered effects ({', '.join(ordered)}), and the stages of a pipeline run at the same time. "
-            "Use ordered=False, or take the callback out of the model."
-        )
-
-
-def _check_trained(leaves: Sequence[ModelLeaf], wrt: Any) -> None:
-    if not any(leaf.trained for leaf in leaves):
-        raise CutError(
-            f"wrt={getattr(wrt, '__name__', wrt)} must match a variable of the model; it matches none, and nothing "
-            "would be trained."
-        )
-
-
-def _check_layers(leaves: Sequence[ModelLeaf], layers: Sequence[str], order: Sequence[Layer], num_stages: int) -> None:
-    if num_stages < 1:
-        raise CutError(f"num_stages must be at least 1, got {num_stages}.")
-    if len(order) < num_stages:
-        have = {leaf.layer for leaf in leaves if leaf.layer is not None}
-        raise CutError(
-            f"layers={', '.join(layers)} has {count_text(len(have), 'layer')}, of which the loss calls {len(order)}: "
-            f"too few for {num_stages} stages. Use at most {count_text(len(order), 'stage')}, or name another list of "
-            "layers."
-        )
-
-
-def _check_states(staged: StagedModel) -> None:
-    """CutError unless every stage computes something, and every variable that changes is used in one stage."""
-    forward = staged.cut(staged.example)
-    stages, updates = forward.stages, forward.updates
-    makers = {updates[at]: k for k, stage in enumerate(stages) for at in stage.outputs if at in updates}
-    problems = []
-    for at, leaf in enumerate(staged.leaves):
-        readers = [k for k, stage in enumerate(stages) if at in stage.inputs]
-        if at in makers and any(k != makers[at] for k in readers):
-            problems.append(
-                f"{leaf.path} changes in stage {makers[at]} and is read in stages {', '.join(map(str, readers))}, "
-                "which would not see its value from the previous microbatch. Read and change it in one layer, or move "
-                "the cut (cuts=)."
+def _bounds(
+    costs: Sequence[int],
+    num_stages: int,
+    cuts: Sequence[int] | None,
+    balance: str,
+    boundary_bytes: Callable[[], list[int]],
+) -> tuple[tuple[int, ...], str]:
+    """(boundaries of the stages, why they are not those of equal FLOPs)."""
+    if cuts is not None:
+        bounds = (0, *cuts, len(costs))
+        if len(cuts) != num_stages - 1 or any(a >= b for a, b in pairwise(bounds)):
+            raise CutError(
+                f"cuts={list(cuts)} must be {num_stages - 1} increasing numbers between 1 and {len(costs) - 1}: the "
+                f"first layer of every stage but the first, of {len(costs)} layers."
             )
-    for k in range(staged.num_stages):
-        if not stages[k].forward.eqns:
-            problems.append(
-                f"stage {k} computes nothing: no result depends on its layers. Name a list of layers that the model "
-                "calls, or a stack that it scans (layers=)."
-            )
-    if problems:
-        raise CutError("\n".join(problems))
+        return bounds, ""
+    if balance not in ("flops", "count"):
+        raise CutError(f"balance must be 'flops' or 'count', got {balance!r}.")
+    if balance == "count" or num_stages in (1, len(costs)):
+        return tuple(cut.balance([1] * len(costs), num_stages)), ""
+    sizes = boundary_bytes()
+    equal, found = (tuple(cut.balance(costs, num_stages, x)) for x in ((), cut.entry_costs(sizes)))
+    if found == equal:
+        return found, ""
+    before, after = (bytes_text(sum(sizes[at] for at in bounds[1:-1])) for bounds in (equal, found))
+    return found, (
+        f"cuts={list(found[1:-1])}: {after} cross the boundaries; equal FLOPs would be cuts={list(equal[1:-1])}, where "
+        f"{before} cross"
+    )

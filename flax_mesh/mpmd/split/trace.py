@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh
 from flax_mesh.mpmd.split.assign import StageProgram, mark_p
 from flax_mesh.mpmd.split.jaxpr import JIT, REMAT, Chunks, Eqn, Program, inline, interpret, is_var, needed, trace, whole
 from flax_mesh.stacks import is_single_layer, module_at
-from flax_mesh.step.loss import Batch, LossFn, check_weight, run_loss, sums_of
+from flax_mesh.step.loss import Batch, LossFn, check_trainable, check_weight, run_loss, sums_of
 from flax_mesh.step.parameter_flow import flow
 from flax_mesh.tree import named_leaves, path_of
 
@@ -50,7 +50,7 @@ class Forward(NamedTuple):
 
 def trace_forward(
     loss_fn: LossFn,
-    model: Any,
+    split: tuple[Any, nnx.State],
     wrt: Any,
     layers: Sequence[str],
     mesh: AbstractMesh | None,
@@ -59,8 +59,11 @@ def trace_forward(
     seed: int = 0,
     train: bool = True,
 ) -> Forward:
-    """Trace `loss_fn(model, batch)`, both abstract. `train=False` is `eval()` mode without new values of variables."""
-    graphdef, state = nnx.split(model)
+    """Trace `loss_fn(model, batch)`, both abstract. `split` is the graph definition and the state of the model.
+
+    `train=False` is `eval()` mode without new values of variables.
+    """
+    graphdef, state = split
     leaves, treedef = jax.tree.flatten(state)
     names: list[str] = []
 
@@ -79,11 +82,13 @@ def trace_forward(
         # Only equations have a stage. Adding zero creates an equation for each sum, even for a constant or an input.
         return [x + jnp.zeros_like(x) for x in sums], jax.tree.leaves(after)
 
+    kinds = [named_leaves(part) for part in nnx.split_state(state, wrt, nnx.RngState, ...)]
+    check_trainable(kinds[0])
     around = jax.sharding.use_abstract_mesh(mesh) if mesh is not None else contextlib.nullcontext()
     with around, nnx.use_eager_sharding(False):
         counts = jax.ShapeDtypeStruct((), jnp.uint32), jax.ShapeDtypeStruct((), jnp.int32)
         program, _ = trace(forward, leaves, batch, *counts)
-    kinds = [{path for path, _ in named_leaves(part)} for part in nnx.split_state(state, wrt, nnx.RngState, ...)]
+    kinds = [{path for path, _ in kind} for kind in kinds]
     found = [
         ModelLeaf(path, leaf.shape, leaf.dtype, path in kinds[0], at, None)
         for at, (path, leaf) in enumerate(named_leaves(state))

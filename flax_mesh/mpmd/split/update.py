@@ -96,12 +96,12 @@ def _place(program: Program, groups: Sequence[int]) -> tuple[dict[Var, int], dic
     for eqn in program.eqns:
         inputs = variables(eqn.invars)
         among = {place[v] for v in inputs} - {SHARED}
-        arrays = {place[v] for v in inputs if prod(v.aval.shape) > 1} - {SHARED}
+        arrays = {place[v] for v in inputs if _is_array(v)} - {SHARED}
         if len(arrays) > 1:
             raise MixedGroups(eqn.primitive.name, _roots(program, inputs))
         # An array computed from scalars only, such as the zero gradient of an unused leaf, is SHARED: it must not be
         # transferred, so the group that needs it computes it.
-        from_scalars = not arrays and any(prod(v.aval.shape) > 1 for v in eqn.outvars)
+        from_scalars = not arrays and any(map(_is_array, eqn.outvars))
         # A value that depends on scalars of several groups is SHARED. Otherwise a sum over leaves that alternate
         # between groups, ((s0 + s1) + s2) + s3, would be transferred to and fro, with one exchange per addition.
         mixed = any(place[v] == SHARED and ready[v] for v in inputs)
@@ -191,6 +191,11 @@ def _group_program(program, group, phase, phases, transfers, packs, ready, place
         packs=tuple(sent),
         last_used=tuple(v for v in arguments if v not in needed_later),
     )
+
+
+def _is_array(v: Var) -> bool:
+    """Whether a value cannot be transferred as one number: it has several elements, or none."""
+    return prod(v.aval.shape) != 1
 
 
 def _roots(program: Program, atoms: Sequence[Var]) -> list[int]:

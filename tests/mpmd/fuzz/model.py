@@ -43,9 +43,8 @@ class Layer(nnx.Module):
 class Model(nnx.Module):
     def __init__(self, case: Case):
         rngs = nnx.Rngs(0)
-        shared = Shared(
-            rngs, nnx.Param(0.3 * jax.random.normal(rngs.params(), (WIDTH, WIDTH))), Variable(jnp.zeros(WIDTH))
-        )
+        kernel = nnx.Param(0.3 * jax.random.normal(rngs.params(), (WIDTH, WIDTH)))
+        shared = Shared(rngs, kernel, Variable(jnp.zeros(WIDTH)), Variable(jnp.zeros(WIDTH)))
         self.table, self.head, self.tied = (
             weight(shared, VOCAB, WIDTH),
             weight(shared, VOCAB, WIDTH),

@@ -25,6 +25,7 @@ class Shared(NamedTuple):
     rngs: nnx.Rngs
     kernel: nnx.Param  # tied: several layers use it
     average: "Variable"
+    count: "Variable"
 
 
 class Operation(nnx.Module):
@@ -427,6 +428,17 @@ class Count(Ordered):
         self.variable[...] += 0.1
 
 
+@in_orders("memory", "variable", "rw", "wr", "rwr")
+class MemoryOfInput(Ordered):
+    """The streams of the previous microbatch, which the stage before may compute."""
+
+    def setup(self, shared):
+        self.variable = Variable(jnp.zeros((ROWS, LENGTH, WIDTH)))
+
+    def write(self, s, c):
+        self.variable[...] = jax.lax.stop_gradient(s["x"]).astype(jnp.float32)
+
+
 @in_orders("from_batch", "variable", "rw", "wr")
 class FromBatch(Ordered):
     def write(self, s, c):
@@ -488,6 +500,14 @@ class SharedAverage(Average):
 
     def setup(self, shared):
         self.variable = shared.average
+
+
+@in_orders("shared_count", "variable_of_layers", "rw", "wr", "r")
+class SharedCount(Count):
+    """A counter of several layers, which every stage computes."""
+
+    def setup(self, shared):
+        self.variable = shared.count
 
 
 # --- parameters that the forward pass changes ---

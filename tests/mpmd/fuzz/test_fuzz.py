@@ -18,6 +18,9 @@ REPAIRED = (
     *(f"layers=linear+{name}_rw,linear" for name in ("literal", "input", "parameter", "swap")),
     *(f"layers=linear,linear table={rule} head=tied microbatches=1" for rule in ("clip", "jit_clip", "remat_clip")),
     *(f"layers=linear+{name},linear" for name in ("clip_weights_wr", "normalize_weights_rw", "shrink_weights_rwr")),
+    # Refused once: memories of inputs, and counters of several stages.
+    *(f"layers=linear,linear+memory_{order} cuts=1" for order in ("rw", "wr", "rwr")),
+    "layers=linear+shared_count_rw,linear+shared_count_r,linear,linear+shared_count_r schedule=interleaved-1f1b",
 )
 
 

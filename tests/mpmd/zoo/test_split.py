@@ -24,6 +24,9 @@ SHARING = {"listed_twice", "listed_alternating", "looped", "borrowed_kernel", "s
 SENDING_MORE = {"looped", "dicts", "scanned_in_jax", "sow_popped", "sow_captured", "first_layer_bias", "shared_gate"}
 SENDING_MORE |= {"encoder_decoder", "experts", "u_net", "dense_skips", "two_towers", "diffusion", "autoencoder"}
 SENDING_MORE |= {"position_tables", "regularised", "early_exits"}
+SENDING_MORE |= {"statistics_of_the_first_layer", "clipped_kernel", "teacher"}
+# Models of which several stages read a variable that changes, so that each of them has its own copy.
+COPYING = {"counter", "statistics_of_the_first_layer", "clipped_kernel", "teacher"}
 
 ignore_sow = pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 # Every model in two stages; models whose stages share parameters or send more than one activation also in four.
@@ -31,7 +34,7 @@ RUNS = [pytest.param(*p.values, 2, marks=p.marks, id=f"{p.id}-2") for p in PARAM
 RUNS += [
     pytest.param(case, 4, marks=pytest.mark.slow, id=f"{case.name}-4")
     for case in CASES
-    if case.name in SHARING | SENDING_MORE
+    if case.name in SHARING | SENDING_MORE | COPYING
 ]
 
 
@@ -114,6 +117,17 @@ def test_every_layer_is_in_one_stage_and_a_chain_sends_one_value_per_boundary(ca
         assert num_stages < 4 or sum(received) > 3
     else:
         assert received == [0] + [1] * (num_stages - 1)
+
+
+@pytest.mark.parametrize(
+    "name", ["counter", *(pytest.param(n, marks=pytest.mark.slow) for n in sorted(COPYING - {"counter"}))]
+)
+def test_two_stages_of_one_group_have_their_own_copies_of_a_variable(name: str):
+    case = BY_NAME[name]
+    mesh = MpmdMesh(create_mesh((2, 1), ("pp", "fsdp"), devices=jax.devices()[:2]), "pp")
+    schedule = make_schedule("interleaved-1f1b", num_groups=2, num_microbatches=MICROBATCHES)
+    pipeline = Pipeline(cut(case, 4), OPTIMIZER, mesh=mesh, schedule=schedule, seed=seed_of(case))
+    assert differences(plain_run(case), piped_run(pipeline, case)) == []
 
 
 def test_the_comparison_detects_a_dropped_microbatch():

@@ -1,0 +1,218 @@
+"""Why a model cannot be split into stages: the checks of split_stages, whose errors name lines of the model."""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from flax_mesh.jax_compat import source_line
+from flax_mesh.mpmd.split.assign import CutError
+from flax_mesh.mpmd.split.jaxpr import Eqn, Program, Var, bodies, variables
+from flax_mesh.mpmd.split.trace import Forward, Layer, ModelLeaf
+from flax_mesh.stacks import is_single_layer, module_at
+from flax_mesh.text import count_text, group_paths, listed, plural
+
+MOST = 12  # items of a list in a message
+
+
+def grouped(paths: Sequence[str], keys: Sequence[Hashable] | None = None) -> list[tuple[str, list[int]]]:
+    """`group_paths`, cut after MOST groups, the last of which then is their number."""
+    groups = group_paths(paths, [None] * len(paths) if keys is None else keys)
+    rest = groups[MOST:]
+    return groups[:MOST] + ([(f"and {len(rest)} more", [])] if rest else [])
+
+
+def paths_text(paths: Iterable[str]) -> str:
+    """`embed/embedding, layers/{0..3}/kernel, and 5 more`."""
+    return listed(pattern for pattern, _ in grouped(list(dict.fromkeys(paths))))
+
+
+def stages_text(stages: Iterable[int]) -> str:
+    """`stage 1`, `stages 0, 2`."""
+    found = sorted(stages)
+    return f"{plural('stage', len(found))} {listed(found)}"
+
+
+def modules_text(model: Any) -> str:
+    """What the model has that `layers=` may name."""
+    lists = sorted(
+        "/".join(map(str, path)) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.List) and len(node)
+    )
+    children = _children(model)
+    modules = f" It has modules at {_quoted(sorted(children))}." if children else ""
+    if lists:
+        return f"It has lists at {_quoted(lists)}.{modules}"
+    if len(children) < 2:
+        return f"It has no list: put the layers into an nnx.List.{modules}"
+    return f"It has no list.{modules} Each module may be one layer; name several in the order of their calls."
+
+
+def check_effects(program: Program) -> None:
+    """CutError for effects that are ordered over all stages: programs of different groups run in no fixed order."""
+    ordered = sorted({eqn.primitive.name for eqn in program.eqns if any("Ordered" in str(e) for e in eqn.effects)})
+    if ordered:
+        raise CutError(
+            f"the model has ordered effects ({', '.join(ordered)}), and the stages of a pipeline run at the same time. "
+            "Use ordered=False, or take the callback out of the model."
+        )
+
+
+def check_meshes(program: Program) -> None:
+    """CutError for sharding constraints on a mesh of devices: each stage runs on the mesh of its own group."""
+    found: dict[str, Any] = {}
+
+    def walk(eqns: Iterable[Eqn]) -> None:
+        for eqn in eqns:
+            sharding = eqn.params.get("sharding")
+            if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+                found.setdefault(source_line(eqn), sharding)
+            for body in bodies(eqn):
+                walk(body.eqns)
+
+    walk(program.eqns)
+    if found:
+        lines = [f"{line}: {sharding.spec} on {sharding.mesh.size} devices" for line, sharding in found.items()]
+        raise CutError(
+            "the model constrains arrays to a mesh of devices, but every stage runs on the mesh of its own group:\n"
+            + "\n".join(line for line, _ in grouped(lines))
+            + "\nPass the spec without a mesh, with_sharding_constraint(x, PartitionSpec(...)): it then refers to the "
+            "mesh of the stage."
+        )
+
+
+def check_trained(leaves: Sequence[ModelLeaf], wrt: Any) -> None:
+    if not any(leaf.trained for leaf in leaves):
+        raise CutError(
+            f"wrt={getattr(wrt, '__name__', wrt)} must match a variable of the model; it matches none, and nothing "
+            "would be trained."
+        )
+
+
+def check_layers(
+    model: Any, leaves: Sequence[ModelLeaf], layers: Sequence[str], order: Sequence[Layer], num_stages: int
+) -> None:
+    """CutError unless the loss calls as many layers as there are stages."""
+    if num_stages < 1:
+        raise CutError(f"num_stages must be at least 1, got {num_stages}.")
+    if len(order) >= num_stages:
+        return
+    name = f"layers={', '.join(layers)}"
+    have = len({leaf.layer for leaf in leaves if leaf.layer is not None})
+    children = [f"{layers[0]}/{child}" for child in _children(module_at(model, layers[0]))] if len(layers) == 1 else []
+    if have == 0:
+        problem = f"{name} has no variables, so no part of the loss belongs to its layers."
+    elif not order:
+        problem = f"{name} has {count_text(have, 'layer')}, of which the loss uses none."
+    elif have == 1 and len(children) > 1 and is_single_layer(module_at(model, layers[0])):
+        raise CutError(
+            f"{name} is one layer, since it is no list: too few for {num_stages} stages. If its modules are the "
+            f"layers, name them in the order of their calls: layers=({_quoted(children)}). {modules_text(model)}"
+        )
+    else:
+        fewer = f"Use at most {len(order)} stages, or name" if len(order) > 1 else "Name"
+        raise CutError(
+            f"{name} has {count_text(have, 'layer')}, of which the loss calls {len(order)}: too few for {num_stages} "
+            f"stages. {fewer} another list of layers. {modules_text(model)}"
+        )
+    raise CutError(f"{problem} Name the list of layers that the model calls. {modules_text(model)}")
+
+
+def check_states(forward: Forward, model: Any, layers: Sequence[str], ranks: Mapping[Layer, int], bounds) -> None:
+    """CutError unless every stage computes something, and has the new value of every variable that it reads."""
+    problems = _unavailable_variables(forward, model, layers)
+    empty = [k for k, stage in enumerate(forward.stages) if not stage.forward.eqns]
+    if empty:
+        problems.append(_empty_stages(forward, empty, ranks, bounds))
+    if problems:
+        raise CutError("\n".join(problems))
+
+
+def _unavailable_variables(forward: Forward, model: Any, layers: Sequence[str]) -> list[str]:
+    """One line per group of variables that a stage reads before a later stage has computed their new value."""
+    stages, updates = forward.stages, forward.updates
+    found: list[tuple[ModelLeaf, int, tuple[int, ...], str, str]] = []
+    for out, at in updates.items():
+        owners = {k for k, stage in enumerate(stages) if out in stage.outputs}
+        before = tuple(k for k, stage in enumerate(stages) if at in stage.inputs and k not in owners)
+        if owners and before:  # without an owner it does not change
+            written = _line_of(forward.program.eqns, lambda eqn, out=out: forward.program.outputs[out] in eqn.outvars)
+            v = forward.program.inputs[at]
+            read = _line_of(stages[before[0]].forward.eqns, lambda eqn, v=v: v in eqn.invars)
+            found.append((forward.leaves[at], min(owners), before, written, read))
+    if not found:
+        return []
+    groups = grouped([leaf.path for leaf, *_ in found], [tuple(what) for _, *what in found])
+    lines = []
+    for pattern, members in groups:
+        if not members:
+            lines.append(pattern)
+            continue
+        _, stage, before, written, read = found[members[0]]
+        lines.append(f"{pattern} changes in stage {stage}{written} and is read in {stages_text(before)}{read}")
+    outside = [leaf.path for leaf, *_ in found if leaf.layer is None]
+    others = [path for path in _lists_around(model, outside) if path not in layers]
+    hint = f" Only {listed(layers)} is split: if {_quoted(others)} has the layers, name it (layers=)." if others else ""
+    lines.append(
+        "An earlier stage cannot see a value that a later one computes from the previous microbatch. Read and change a "
+        f"variable in one layer, or move the cut (cuts=).{hint}"
+    )
+    return ["\n".join(lines)]
+
+
+def _empty_stages(forward: Forward, empty: Sequence[int], ranks: Mapping[Layer, int], bounds: Sequence[int]) -> str:
+    """Why the stages `empty` compute nothing: the equation that takes their layers together with later ones."""
+    ends = {rank: bounds[k + 1] for k in empty for rank in range(bounds[k], bounds[k + 1])}
+    leaf_of = dict(zip(forward.program.inputs, forward.leaves, strict=False))
+    # The layers that a value depends on, for values that depend on variables alone.
+    taken: dict[Var, frozenset[Var]] = {v: frozenset([v]) for v, leaf in leaf_of.items() if leaf.layer in ranks}
+    head = f"{stages_text(empty)} {'computes' if len(empty) == 1 else 'compute'} nothing"
+    for eqn in forward.program.eqns:
+        inputs = variables(eqn.invars)
+        among = frozenset().union(*(taken.get(v, ()) for v in inputs))
+        of_layers = {ranks[layer] for v in among if (layer := leaf_of[v].layer) is not None}
+        if any(rank in ends and max(of_layers) >= ends[rank] for rank in of_layers):
+            paths = paths_text(sorted(leaf_of[v].path for v in among))
+            return (
+                f"{head}: {eqn.primitive.name}{_at(eqn)} takes the variables of several layers at once, {paths}, and "
+                "what follows depends on the last of them. Call the layers one after another, or scan a stack with "
+                "nnx.scan; do not stack or index their variables and do not loop over them with fori_loop."
+            )
+        if all(v in taken for v in inputs):
+            taken |= dict.fromkeys(eqn.outvars, among)
+    return (
+        f"{head}: no result depends on the layers there. Name a list of layers that the model calls, or a stack that "
+        "it scans (layers=)."
+    )
+
+
+def _line_of(eqns: Iterable[Eqn], has: Any) -> str:
+    return next((_at(eqn) for eqn in eqns if has(eqn)), "")
+
+
+def _at(eqn: Eqn) -> str:
+    """` (model.py:12)`, or nothing if the line is unknown."""
+    line = source_line(eqn)
+    return f" ({line})" if line else ""
+
+
+def _children(module: Any) -> list[str]:
+    """Names of the attributes, or of the entries of an nnx.Dict, that are modules but no lists."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, nnx.Module) and not isinstance(value, nnx.List)
+    ]
+
+
+def _lists_around(model: Any, paths: Sequence[str]) -> list[str]:
+    """The outermost lists of the model that contain one of `paths`."""
+    lists = ["/".join(map(str, path)) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.List)]
+    around = (min((x for x in lists if path.startswith(f"{x}/")), key=len, default=None) for path in paths)
+    return list(dict.fromkeys(path for path in around if path is not None))
+
+
+def _quoted(items: Sequence[str]) -> str:
+    """`'a', 'b'`, or the first of them and their number."""
+    rest = f", and {len(items) - MOST} more" if len(items) > MOST else ""
+    return listed(map(repr, items[:MOST])) + rest

@@ -1,0 +1,320 @@
+"""Models, batches and arguments that cannot be split: the errors name the cause, its line and the repair, once."""
+
+import re
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from flax_mesh import create_mesh
+from flax_mesh.mpmd import CutError, split_stages
+from flax_mesh.mpmd.split.problems import MOST, grouped
+from flax_mesh.train import make_train_step
+from tests.mpmd.zoo.base import Case, squared_loss, start, vectors
+from tests.mpmd.zoo.variables import Layer, Memory, Model
+
+WIDTH = 16
+
+
+class Plain(nnx.Module):
+    """Layers that a subclass calls in its own way."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(4)])
+        self.head = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(x)
+
+
+class Indexed(Plain):
+    def __call__(self, x):
+        stacked = jnp.stack([layer.kernel[...] for layer in self.layers])
+        for i in range(4):
+            x = jnp.tanh(x @ stacked[i])
+        return x
+
+
+class Looped(Plain):
+    def __call__(self, x):
+        stacked = jnp.stack([layer.kernel[...] for layer in self.layers])
+        return jax.lax.fori_loop(0, 4, lambda i, x: jnp.tanh(x @ stacked[i]), x)
+
+
+class IndexedStack(nnx.Module):
+    def __init__(self):
+        make = lambda key: nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(key))  # noqa: E731
+        self.layers = nnx.vmap(make)(jax.random.split(jax.random.key(0), 4))
+
+    def __call__(self, x):
+        for i in range(4):
+            x = jnp.tanh(x @ self.layers.kernel[i])
+        return x
+
+
+class Entries(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.Dict({name: Layer(rngs) for name in "abcd"})
+
+    def __call__(self, x):
+        for name in "abcd":
+            x = self.layers[name](x)
+        return x
+
+
+class Attributes(nnx.Module):
+    def __init__(self):
+        self.inc, self.out = Layer(nnx.Rngs(0)), Layer(nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.out(self.inc(x))
+
+
+class Activation(nnx.Module):
+    def __call__(self, x):
+        return jnp.tanh(x)
+
+
+class WithoutVariables(Plain):
+    def __init__(self):
+        super().__init__()
+        self.layers = nnx.List([Activation() for _ in range(4)])
+
+
+class Averaging(Layer):
+    """Its statistics are read before all layers."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.mean = Memory(jnp.zeros(WIDTH))
+
+    def __call__(self, x):
+        self.mean[...] = 0.5 * self.mean[...] + jax.lax.stop_gradient(x).mean(0)
+        return super().__call__(x)
+
+
+class OtherList(nnx.Module):
+    """Its layers are in `blocks`, and not in `layers`."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.blocks = nnx.List([Averaging(rngs) for _ in range(12)])
+        self.layers = nnx.List([Layer(rngs) for _ in range(4)])
+
+    def __call__(self, x):
+        x = x + sum(block.mean[...] for block in self.blocks)
+        for layer in [*self.layers, *self.blocks]:
+            x = layer(x)
+        return x
+
+
+class OnAMesh(Layer):
+    def __call__(self, x):
+        return super().__call__(jax.lax.with_sharding_constraint(x, NamedSharding(create_mesh((8,), ("fsdp",)), P())))
+
+
+class Constrained(Model):
+    layer = OnAMesh
+
+
+def split(make, layers="layers", num_stages=3, loss_fn=squared_loss, batch=None, **kinds):
+    batch = vectors(2) if batch is None else batch
+    return split_stages(loss_fn, make, batch, layers=layers, num_stages=num_stages, **kinds)
+
+
+HERE = re.escape(__file__)
+REFUSED = {
+    "indexed": (
+        Indexed,
+        "layers",
+        rf"^stages 0, 1 compute nothing: \w+ \({HERE}:\d+ \(Indexed.__call__\)\) takes the variables of several layers "
+        r"at once, layers/\{0..3\}/kernel, .* do not stack or index their variables [^\n]*$",
+    ),
+    "loop": (Looped, "layers", rf"^stages 0, 1 compute nothing: \w+ \({HERE}:\d+ \(Looped.__call__\)\) takes [^\n]*$"),
+    "stack": (IndexedStack, "layers", rf"\w+ \({HERE}:\d+ \(IndexedStack.__call__\)\) takes .* layers/kernel, "),
+    "dict": (
+        Entries,
+        "layers",
+        r"layers=layers is one layer, since it is no list: .* layers=\('layers/a', 'layers/b', 'layers/c', 'layers/d'",
+    ),
+    "no list": (
+        Attributes,
+        None,
+        r"It has no list\. It has modules at 'inc', 'out'\. Each module may be one layer; name",
+    ),
+    "one of no list": (Attributes, "inc", r"layers=inc has 1 layer, .* too few for 3 stages\. Name another list of"),
+    "uncalled": (
+        Plain,
+        "layers",
+        r"layers=layers has 4 layers, of which the loss uses none\. Name the list of layers that the model calls\. "
+        r"It has lists at 'layers'\.",
+    ),
+    "without variables": (WithoutVariables, "layers", r"layers=layers has no variables, so no part of the loss"),
+    "another list": (
+        OtherList,
+        "layers",
+        rf"^blocks/\{{0..11\}}/mean changes in stage 2 \({HERE}:\d+ \(Averaging.__call__\)\) and is read in stage 0 "
+        rf"\({HERE}:\d+ \(.*OtherList.__call__.*\)\)\nAn earlier stage cannot see .* Only layers is split: if 'blocks'",
+    ),
+    "a mesh": (
+        Constrained,
+        "layers",
+        rf"every stage runs on the mesh of its own group:\n{HERE}:\d+ \(OnAMesh.__call__\): P\(\) on 8 devices\nPass",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_is_refused_with_the_cause_its_line_and_the_repair(name):
+    make, layers, message = REFUSED[name]
+    with pytest.raises(CutError, match=message) as caught:
+        split(make, layers)
+    assert "at most 0" not in str(caught.value) and "no path" not in str(caught.value)
+
+
+def test_the_repairs_of_the_errors_split_the_models():
+    assert split(Entries, ("layers/a", "layers/b", "layers/c", "layers/d")).num_stages == 3
+    assert split(Attributes, ("inc", "out"), 2).num_stages == 2
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "model", "message"),
+    [
+        (
+            Model(),
+            squared_loss,
+            "takes loss_fn, a function, before the model: got an object of type Model and the func",
+        ),
+        (
+            lambda: Model(),
+            squared_loss,
+            r"got the function <lambda> and the function squared_loss, which requires argum",
+        ),
+        (squared_loss, 3, "model must be an nnx.Module, or a function without arguments .* and an object of type int"),
+        (squared_loss, lambda: 3, "must return an nnx.Module, got an object of type int"),
+    ],
+)
+def test_arguments_in_another_order_are_refused(loss_fn, model, message):
+    with pytest.raises(ValueError, match=message):
+        split(model, loss_fn=loss_fn)
+
+
+def test_long_lists_in_errors_are_cut():
+    paths = [f"layer_{i}/kernel" for i in range(MOST + 5)]
+    groups = grouped(paths)
+    assert len(groups) == MOST + 1 and groups[-1] == ("and 5 more", [])
+    assert grouped([f"layers/{i}/kernel" for i in range(100)]) == [("layers/{0..99}/kernel", list(range(100)))]
+
+
+class QuantizedLayer(Layer):
+    dtype, kind = jnp.int8, nnx.Param
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.scale = self.kind(jnp.ones(WIDTH, self.dtype))
+
+    def __call__(self, x):
+        return super().__call__(x * self.scale[...].astype(x.dtype))
+
+
+def quantized(dtype, kind=nnx.Param):
+    layer = type("Quantized", (QuantizedLayer,), {"dtype": dtype, "kind": kind})
+    return type("QuantizedModel", (Model,), {"layer": layer})
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+def test_trained_variables_without_sums_in_float32_are_refused(dtype):
+    message = rf"at least 16 bits, .*: layers/\{{0..3\}}/scale \({jnp.dtype(dtype)}\)\. Make them Variables of another"
+    with pytest.raises(ValueError, match=message):
+        split(quantized(dtype))
+    case = Case("quantized", quantized(dtype), squared_loss, vectors)
+    state = start(case)
+    with pytest.raises(ValueError, match=message):
+        make_train_step(squared_loss, state)(state, vectors(2))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+@pytest.mark.slow
+def test_variables_of_few_bits_that_are_not_trained_are_split(dtype):
+    split(quantized(dtype, Memory), check=True)
+
+
+BATCHES = {
+    "a number": ({"weight": 3.0}, "batch 'weight' is of type float; every leaf must be an array of numbers"),
+    "a string": ({"name": "dog"}, "batch 'name' is of type str; .* Close over it in loss_fn, or leave it out"),
+    "strings": ({"names": np.array(["a", "b"] * 4)}, "batch 'names' is an array of <U1; every leaf must"),
+    "a scalar": (
+        {"weight": np.float32(3)},
+        "batch 'weight' is a scalar; .* Close over it in loss_fn, or repeat it for",
+    ),
+    "class weights": (
+        {"weights": np.ones(5)},
+        r"different numbers of rows, \[5, 8\]; they must be equal: 5 in 'weights'; 8 in 'x', 'y'\. Close over an array "
+        "without rows in loss_fn, such as class weights",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_batch_with_anything_but_rows_is_refused_with_the_remedy(name):
+    extra, message = BATCHES[name]
+    with pytest.raises(ValueError, match=message):
+        split(Model, batch=vectors(8) | extra, num_microbatches=4)
+
+
+def test_eval_in_a_loss_function_is_refused_with_the_attribute():
+    class Dropping(Model):
+        def __init__(self):
+            super().__init__()
+            self.drop = nnx.Dropout(0.1, rngs=nnx.Rngs(0))
+
+    def evaluated(model, batch):
+        model.eval()
+        return squared_loss(model, batch)
+
+    with pytest.raises(
+        ValueError, match=r"static attribute deterministic from False to True\. A loss function must not"
+    ):
+        split(Dropping, loss_fn=evaluated)
+
+
+class Normalized(Layer):
+    def __init__(self, rngs):
+        self.linear = nnx.WeightNorm(nnx.Linear(WIDTH, WIDTH, rngs=rngs), rngs=rngs)
+
+
+def test_arrays_in_containers_of_a_module_are_part_of_its_state():
+    model = type("NormalizedModel", (Model,), {"layer": Normalized})
+    staged = split(model, check=True)
+    assert sum("scales" in leaf.path for leaf in staged.leaves) == 4
+
+
+class Widening(nnx.Module):
+    """Layers whose activations are 16 times as large at one boundary, where the FLOPs are equal on both sides."""
+
+    def __init__(self, wide: int = 16):
+        rngs = nnx.Rngs(0)
+        sizes = [WIDTH, WIDTH, WIDTH, wide * WIDTH, WIDTH, WIDTH]
+        self.layers = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in pairwise(sizes)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        return x
+
+
+def test_stages_are_not_cut_where_many_times_the_bytes_cross():
+    staged = split(Widening, num_stages=2)
+    assert staged.bounds == (0, 2, 5)
+    assert str(staged).splitlines()[-1] == (
+        "cuts=[2]: 128 B cross the boundaries; equal FLOPs would be cuts=[3], where 2.00 KiB cross"
+    )
+    equal = split(lambda: Widening(1), num_stages=2)
+    assert equal.remark == "" and "cross" not in str(equal)

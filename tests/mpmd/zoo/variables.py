@@ -1,0 +1,168 @@
+"""Models with variables that change and that other layers, other stages or nobody reads."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from tests.mpmd.zoo.base import WIDTH, Case, squared_loss, vectors
+
+ROWS = 2  # of a microbatch
+
+
+class Memory(nnx.Variable):
+    """A value of the previous microbatch."""
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return x + jnp.tanh(self.linear(x))
+
+
+class Model(nnx.Module):
+    layer: type[Layer] = Layer
+
+    def __init__(self, depth: int = 4):
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([self.layer(rngs) for _ in range(depth)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class RememberingLayer(Layer):
+    """Reads its input of the previous microbatch, as in Transformer-XL."""
+
+    decay = 0.0
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.recall, self.memory = nnx.Linear(WIDTH, WIDTH, rngs=rngs), Memory(jnp.zeros((ROWS, WIDTH)))
+
+    def __call__(self, x):
+        y = x + jnp.tanh(self.linear(x) + self.recall(self.memory[...]))
+        self.memory[...] = self.decay * self.memory[...] + jax.lax.stop_gradient(x) if self.decay else x
+        return y
+
+
+class DecayingLayer(RememberingLayer):
+    decay = 0.5
+
+
+class Remembering(Model):
+    layer = RememberingLayer
+
+
+class Decaying(Model):
+    layer = DecayingLayer
+
+
+class Counting(Model):
+    """All layers read a counter, which is changed before them; another one is changed after them."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = Memory(jnp.zeros(())), Memory(jnp.zeros(()))
+
+    def __call__(self, x):
+        self.before[...] += 1
+        for layer in self.layers:
+            x = layer(x) * (1 + 0.1 * self.before[...]) / (1 + 0.3 * self.after[...])
+        self.after[...] += self.before[...]
+        return x
+
+
+class Following(Model):
+    """All layers read statistics of the first one: those of the previous microbatch, then those of this one."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = Memory(jnp.zeros((WIDTH,)))
+
+    def __call__(self, x):
+        for i, layer in enumerate(self.layers):
+            x = layer(x - 0.5 * self.mean[...])
+            if i == 0:
+                previous = self.mean[...]
+                self.mean[...] = 0.5 * previous + 0.5 * jax.lax.stop_gradient(x).mean(0)
+            x = x + 0.1 * previous
+        return x
+
+
+class ClippedKernel(Model):
+    """A parameter that all layers use and that the call clips: every stage clips its own copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernel = nnx.Param(0.3 * jax.random.normal(jax.random.key(3), (WIDTH, WIDTH)))
+
+    def __call__(self, x):
+        self.kernel[...] = jnp.clip(self.kernel[...], -0.2, 0.2)
+        for layer in self.layers:
+            x = layer(x) + jnp.sin(x @ self.kernel)
+        return x
+
+
+class Teacher(nnx.Module):
+    """A moving average of the model, which computes the targets of the last stage."""
+
+    def __init__(self):
+        self.student, self.teacher = Model(), Model()
+        for _, variable in nnx.iter_graph(self.teacher):
+            if isinstance(variable, nnx.Linear):
+                variable.kernel, variable.bias = Memory(variable.kernel[...]), Memory(variable.bias[...])
+
+
+def teacher_loss(model, batch):
+    target = model.teacher(batch["x"])
+    found = jnp.sum((model.student(batch["x"]) - target) ** 2)
+    for of_teacher, of_student in zip(model.teacher.layers, model.student.layers, strict=True):
+        for name in ("kernel", "bias"):
+            old, new = getattr(of_teacher.linear, name), getattr(of_student.linear, name)
+            old[...] = 0.9 * old[...] + 0.1 * jax.lax.stop_gradient(new[...])
+    return found, batch["x"].shape[0]
+
+
+class UnreadLayer(Layer):
+    """Writes variables that nobody reads: of its input, of its output, a constant, and another variable."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.input, self.output = Memory(jnp.zeros((WIDTH,))), Memory(jnp.zeros((WIDTH,)))
+        self.constant, self.copy = Memory(jnp.zeros((WIDTH,))), Memory(jnp.zeros((WIDTH,)))
+
+    def __call__(self, x):
+        y = super().__call__(x)
+        self.copy[...] = self.output[...]
+        self.input[...], self.output[...] = (jax.lax.stop_gradient(z).mean(0) for z in (x, y))
+        self.constant[...] = jnp.ones((WIDTH,))
+        return y
+
+
+class Unread(Model):
+    layer = UnreadLayer
+
+
+class SpectralLayer(Layer):
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.SpectralNorm(nnx.Linear(WIDTH, WIDTH, rngs=rngs), rngs=rngs)
+
+
+class Spectral(Model):
+    layer = SpectralLayer
+
+
+CASES = [
+    Case("memory_of_the_input", Remembering, squared_loss, vectors),
+    Case("decaying_memory", Decaying, squared_loss, vectors),
+    Case("counter", Counting, squared_loss, vectors),
+    Case("statistics_of_the_first_layer", Following, squared_loss, vectors),
+    Case("clipped_kernel", ClippedKernel, squared_loss, vectors),
+    Case("teacher", Teacher, teacher_loss, vectors, layers="student/layers"),
+    Case("unread_variables", Unread, squared_loss, vectors),
+    Case("spectral_norm", Spectral, squared_loss, vectors),
+]
