@@ -365,6 +365,12 @@ def group_findings(findings: Sequence[Finding]) -> list[Finding]:
     return [findings[indices[0]]._replace(path=pattern) for pattern, indices in groups]
 
 
+def grouped(problems: Sequence[tuple[str, str]]) -> list[str]:
+    """`PATH: PROBLEM` lines, one for all paths that have the same problem and differ only in the number of a layer."""
+    groups = group_paths([path for path, _ in problems], [problem for _, problem in problems])
+    return [f"{pattern}: {problems[indices[0]][1]}" for pattern, indices in groups]
+
+
 def lost_finding(path: str, lost: Lost) -> Finding:
     problem = f"dim {lost.dim} ({lost.logical!r}) resolves to mesh axis {lost.mesh_axis!r}, which an earlier dim uses"
     return Finding(path, problem, f"Map one of the two to None, or {lost.logical!r} to another axis")

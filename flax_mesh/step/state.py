@@ -9,9 +9,18 @@ from typing import Any
 import jax
 from flax import nnx
 
-from flax_mesh.sharding.abstract import abstract_model, init_state, model_layers
+from flax_mesh.errors import ShardingError
+from flax_mesh.sharding.abstract import (
+    abstract_split,
+    check_same_arrays,
+    has_optimizer,
+    init_state,
+    mesh_of_leaves,
+    model_layers,
+)
+from flax_mesh.sharding.rules import grouped
 from flax_mesh.stacks import ranks_in
-from flax_mesh.tree import named_leaves
+from flax_mesh.tree import named_leaves, path_of
 
 
 @dataclass(frozen=True)
@@ -73,33 +82,67 @@ class TrainState:
         """
         found, expected = dict(named_leaves(state)), [path for path, _ in named_leaves(self.to_nnx())]
         counts = Counter(expected)
-        problems = [f"  {path}: {count} leaves have this path" for path, count in counts.items() if count > 1]
-        problems += [f"  {path}: missing" for path in counts if path not in found]
-        problems += [f"  {path}: unknown" for path in found.keys() - counts.keys()]
+        problems = [(path, f"{count} leaves have this path") for path, count in counts.items() if count > 1]
+        problems += [(path, "missing") for path in counts if path not in found]
+        problems += [(path, "unknown") for path in found.keys() - counts.keys()]
         if problems:
             head = "state must have the same paths as `to_nnx()` of this train state, but these differ:"
-            raise ValueError("\n".join([head, *sorted(problems)]))
+            raise ValueError("\n  ".join([head, *grouped(sorted(problems))]))
         return TrainState(tuple(found[path] for path in expected), self.definition)
 
 
 def check_same_structure(graphdef_before: Any, before: Any, graphdef_after: Any, after: Any) -> None:
-    """Raises a ValueError that names the variables that were added or removed. The trees may contain several States."""
-    was, now = ({path for path, _ in named_leaves(tree)} for tree in (before, after))
-    if was != now or graphdef_before != graphdef_after:
-        what = f"removed {sorted(was - now) or 'nothing'}, added {sorted(now - was) or 'nothing'}"
-        if was == now:
-            what = "the variables are the same, but a static attribute or the metadata of a variable changed"
+    """Raises a ValueError that names the variables, attributes and metadata that differ.
+
+    `before` and `after` are a State or several, as `nnx.split` returns them.
+    """
+    before, after = ((state,) if isinstance(state, nnx.State) else tuple(state) for state in (before, after))
+    was, now = ({path for part in state for path, _ in named_leaves(part)} for state in (before, after))
+    problems = [(path, "the call removed this variable") for path in sorted(was - now)]
+    problems += [(path, "the call added this variable") for path in sorted(now - was)]
+    if not problems and graphdef_before != graphdef_after:
+        problems = _changes(_static_values(graphdef_before, before), _static_values(graphdef_after, after))
+    if problems:
         raise ValueError(
-            "the model must have the same variables and static attributes before and after a call, but the step "
-            f"changed its structure: {what}. Create all variables in __init__."
+            "the model must have the same variables, static attributes and metadata before and after a call, but the "
+            "step changed:\n"
+            + "\n".join(grouped(problems))
+            + "\nCreate all variables in __init__, set attributes that "
+            "are no arrays there, and call train() or eval() outside of the step."
         )
+
+
+def _changes(before: Mapping[tuple[str, str], Any], after: Mapping[tuple[str, str], Any]) -> list[tuple[str, str]]:
+    """(path, problem) of every static value that differs, or one for the model."""
+    pairs = {key: (before.get(key), after.get(key)) for key in before | after}
+    found = [(path, f"{name} was {old!r}, is {new!r}") for (path, name), (old, new) in pairs.items() if old != new]
+    return found or [("the model", "other modules, or variables that are shared in another way")]
+
+
+def _static_values(graphdef: Any, state: tuple[nnx.State, ...]) -> dict[tuple[str, str], Any]:
+    """(path, name) -> value, of the static attributes of all modules and the metadata of all variables."""
+    found: dict[tuple[str, str], Any] = {}
+    for path, node in nnx.iter_graph(nnx.merge(graphdef, *state)):
+        at = path_of(path) or "the model"
+        if isinstance(node, nnx.Variable):
+            found |= {(at, f"metadata {name!r}"): value for name, value in node.get_metadata().items()}
+        elif isinstance(node, nnx.Pytree):
+            values = {name: value for name, value in vars(node).items() if not name.startswith("_pytree__")}
+            found |= {(at, f"attribute {name!r}"): x for name, x in values.items() if not nnx.has_data(x)}
+    return found
 
 
 def abstract_train_state(make: Callable[[], Any], abstract: nnx.State) -> TrainState:
     """The train state of `make() -> (model, optimizer)` with the leaves of `abstract_state(make, ...)`."""
-    graphdef = nnx.graphdef(abstract_model(make))
-    leaves, treedef = jax.tree.flatten(abstract)
-    return TrainState(tuple(leaves), TreeDefinition(graphdef, treedef))
+    graphdef, state = abstract_split(make, mesh_of_leaves(jax.tree.leaves(abstract)))
+    if not has_optimizer(made := nnx.merge(graphdef, state)):
+        raise ShardingError(
+            "make() must return (model, nnx.Optimizer) for a train state, got "
+            f"an object of type {type(made).__name__}. For a model alone, call init_model or init_state."
+        )
+    check_same_arrays(abstract, state)
+    leaves, treedef = jax.tree.flatten(state)
+    return TrainState(tuple(leaves), TreeDefinition(graphdef, treedef)).with_state(abstract)
 
 
 def init_train_state(make: Callable[[], Any], abstract: nnx.State) -> TrainState:
