@@ -214,7 +214,7 @@ def match_leaves(
         if not needs_no_rule(rules, path, shape, min_size):
             index = rules.find(path)
             if index is None:
-                unmatched.append(f"Partition rule not found for param: {path} {tuple(shape)}")
+                unmatched.append((path, tuple(shape)))
                 continue
             if isinstance(dims := rules.table[index][1], LargestDim):
                 spec, problem = split_largest_dim(path, shape, dims.mesh_axes, mesh, rules.stack(path) is not None)
@@ -229,8 +229,10 @@ def match_leaves(
             decided[key] = spec
         specs.append(spec)
     if unmatched:
+        groups = group_paths([path for path, _ in unmatched], [shape for _, shape in unmatched])
+        lines = [f"Partition rule not found for param: {path} {unmatched[indices[0]][1]}" for path, indices in groups]
         repair = "Add rules for them, or end the table with ('.*', ())."
-        raise ShardingError("\n".join([*unmatched, repair, *(f"{finding}." for finding in findings)]))
+        raise ShardingError("\n".join([*lines, repair, *(f"{finding}." for finding in group_findings(findings))]))
     return RuleMatch(specs, findings, kept)
 
 

@@ -15,6 +15,7 @@ import optax
 from flax import nnx
 from jax.extend import core as jex
 
+from flax_mesh.sharding.rules import grouped
 from flax_mesh.step.parameter_flow import flow
 from flax_mesh.step.state import TrainState, check_same_structure
 from flax_mesh.text import array_text
@@ -68,6 +69,7 @@ def run_loss(
     Before the call, the variables of `model` are replaced by `variables`, and its random streams are reseeded from
     `seeds`.
     """
+    _check_trainable(variables[0])
     graphdef, _, streams, _ = nnx.split(model, wrt, nnx.RngState, ...)
     keyed = reseed(streams, seeds, layers)
     # Flax allows a Variable to be changed only in the trace that created it, and these may be from an outer one.
@@ -220,15 +222,31 @@ def _check_same_types(before: nnx.State, after: nnx.State) -> None:
     """Raises a ValueError for parameters that the call changed to another shape or dtype."""
     pairs = zip(named_leaves(before), named_leaves(after), strict=True)
     problems = [
-        f"{path} changed from {array_text(old)} to {array_text(new)}"
+        (path, f"{array_text(old)} became {array_text(new)}")
         for (path, old), (_, new) in pairs
         if (old.shape, old.dtype) != (new.shape, new.dtype)
     ]
     if problems:
         raise ValueError(
             "a call of the model may change parameters, but not their shape or dtype, which are those of their "
-            f"moments: {', '.join(problems)}. Cast or reshape the new value."
+            "moments:\n" + "\n".join(grouped(problems)) + "\nCast or reshape the new value."
         )
+
+
+def _check_trainable(params: nnx.State) -> None:
+    """Raises a ValueError for parameters that have no gradient of their dtype, or none that can be computed with."""
+    problems = [(path, array_text(x)) for path, x in named_leaves(params) if not _is_trainable(x.dtype)]
+    if problems:
+        raise ValueError(
+            "the optimizer trains parameters of an integer type or of fewer than 16 bits, which is not possible:\n"
+            + "\n".join(grouped(problems))
+            + "\nTrain a wider copy that the call casts, or freeze them: make them "
+            "nnx.Variable instead of nnx.Param, or give the optimizer another `wrt` filter."
+        )
+
+
+def _is_trainable(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize > 1
 
 
 def reseed(streams: nnx.State, parts: Sequence[Any], layers: Iterable[str] = ()) -> nnx.State:

@@ -4,6 +4,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from reprlib import repr as short_text
 from typing import Any
 
 import jax
@@ -77,8 +78,9 @@ class TrainState:
     def with_state(self, state: Any) -> "TrainState":
         """Returns a train state with the leaves of `state`, an nnx.State or a dict with the structure of `to_nnx()`.
 
-        The leaves may be of another kind, such as arrays where this state is abstract. Raises a ValueError that lists
-        all paths that are missing in `state` or unknown here, or that several leaves have.
+        The leaves may be of another kind, such as arrays where this state is abstract. They are not copied: a step that
+        donates the train state deletes the arrays of `state`. Raises a ValueError that lists all paths that are missing
+        in `state` or unknown here, or that several leaves have.
         """
         found, expected = dict(named_leaves(state)), [path for path, _ in named_leaves(self.to_nnx())]
         counts = Counter(expected)
@@ -115,7 +117,11 @@ def check_same_structure(graphdef_before: Any, before: Any, graphdef_after: Any,
 def _changes(before: Mapping[tuple[str, str], Any], after: Mapping[tuple[str, str], Any]) -> list[tuple[str, str]]:
     """(path, problem) of every static value that differs, or one for the model."""
     pairs = {key: (before.get(key), after.get(key)) for key in before | after}
-    found = [(path, f"{name} was {old!r}, is {new!r}") for (path, name), (old, new) in pairs.items() if old != new]
+    found = [
+        (path, f"{name} was {short_text(old)}, is {short_text(new)}")
+        for (path, name), (old, new) in pairs.items()
+        if old != new
+    ]
     return found or [("the model", "other modules, or variables that are shared in another way")]
 
 
