@@ -15,10 +15,9 @@ import optax
 from flax import nnx
 from jax.extend import core as jex
 
-from flax_mesh.sharding.rules import grouped
 from flax_mesh.step.parameter_flow import flow
 from flax_mesh.step.state import TrainState, check_same_structure
-from flax_mesh.text import array_text
+from flax_mesh.text import array_text, group_paths
 from flax_mesh.tree import in_stack, layer_path, map_named, named_leaves
 
 Batch = Any  # a pytree of arrays whose first dim is the batch
@@ -69,7 +68,6 @@ def run_loss(
     Before the call, the variables of `model` are replaced by `variables`, and its random streams are reseeded from
     `seeds`.
     """
-    _check_trainable(variables[0])
     graphdef, _, streams, _ = nnx.split(model, wrt, nnx.RngState, ...)
     keyed = reseed(streams, seeds, layers)
     # Flax allows a Variable to be changed only in the trace that created it, and these may be from an outer one.
@@ -218,35 +216,34 @@ def _form_text(x: Any) -> str:
     return array_text(x) if hasattr(x, "dtype") else "None" if x is None else type(x).__name__
 
 
+def check_trainable(named: Iterable[tuple[str, Any]]) -> None:
+    """Raises a ValueError for trained leaves, as (path, leaf) pairs, whose dtype has no sums in float32."""
+    wrong = [(path, x.dtype) for path, x in named if not jnp.issubdtype(x.dtype, jnp.inexact) or x.dtype.itemsize < 2]
+    if wrong:
+        groups = group_paths([path for path, _ in wrong], [dtype for _, dtype in wrong])
+        raise ValueError(
+            "trained variables must have a floating-point dtype of at least 16 bits, because JAX differentiates no "
+            "integers and promotes no 8-bit floats, but these have not: "
+            f"{', '.join(f'{pattern} ({wrong[at[0]][1]})' for pattern, at in groups)}. Make them Variables of another "
+            "type or leave them out by wrt=; or store them in bfloat16 and cast them in the call."
+        )
+
+
 def _check_same_types(before: nnx.State, after: nnx.State) -> None:
     """Raises a ValueError for parameters that the call changed to another shape or dtype."""
     pairs = zip(named_leaves(before), named_leaves(after), strict=True)
-    problems = [
-        (path, f"{array_text(old)} became {array_text(new)}")
+    changed = [
+        (path, f"changed from {array_text(old)} to {array_text(new)}")
         for (path, old), (_, new) in pairs
         if (old.shape, old.dtype) != (new.shape, new.dtype)
     ]
-    if problems:
+    if changed:
+        groups = group_paths([path for path, _ in changed], [text for _, text in changed])
+        problems = [f"{pattern} {changed[at[0]][1]}" for pattern, at in groups]
         raise ValueError(
             "a call of the model may change parameters, but not their shape or dtype, which are those of their "
-            "moments:\n" + "\n".join(grouped(problems)) + "\nCast or reshape the new value."
+            f"moments: {', '.join(problems)}. Cast or reshape the new value."
         )
-
-
-def _check_trainable(params: nnx.State) -> None:
-    """Raises a ValueError for parameters that have no gradient of their dtype, or none that can be computed with."""
-    problems = [(path, array_text(x)) for path, x in named_leaves(params) if not _is_trainable(x.dtype)]
-    if problems:
-        raise ValueError(
-            "the optimizer trains parameters of an integer type or of fewer than 16 bits, which is not possible:\n"
-            + "\n".join(grouped(problems))
-            + "\nTrain a wider copy that the call casts, or freeze them: make them "
-            "nnx.Variable instead of nnx.Param, or give the optimizer another `wrt` filter."
-        )
-
-
-def _is_trainable(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize > 1
 
 
 def reseed(streams: nnx.State, parts: Sequence[Any], layers: Iterable[str] = ()) -> nnx.State:

@@ -93,6 +93,31 @@ class TrainState:
         return TrainState(tuple(found[path] for path in expected), self.definition)
 
 
+def check_train_state(state: Any) -> None:
+    """Raises a TypeError for an object that is no TrainState."""
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"state must be a TrainState, got an object of type {type(state).__name__}. Create it with "
+            "init_train_state(make, abstract), or with abstract_train_state for its layout alone."
+        )
+
+
+def check_same_definition(layout: TrainState, state: TrainState) -> None:
+    """Raises a ValueError that names what differs between the state that a step was made for and its argument."""
+    if layout.definition == state.definition:
+        return
+    expected, found = (dict.fromkeys(path for path, _ in named_leaves(x.to_nnx())) for x in (layout, state))
+    problems = [(path, "missing") for path in expected if path not in found]
+    problems += [(path, "unknown") for path in found if path not in expected]
+    statics = (_static_values(x.definition.graphdef, (x.to_nnx(),)) for x in (layout, state))
+    raise ValueError(
+        "the state must have the definition of the one that the step was made for, but these differ:\n"
+        + "\n".join(grouped(problems or _changes(*statics)))
+        + "\nEvery call of make() creates other functions. Make the step for this state, or place its leaves with "
+        "`layout.with_state(state.to_nnx())`, where layout is the state that the step was made for."
+    )
+
+
 def check_same_structure(graphdef_before: Any, before: Any, graphdef_after: Any, after: Any) -> None:
     """Raises a ValueError that names the variables, attributes and metadata that differ.
 

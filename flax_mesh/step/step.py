@@ -21,12 +21,14 @@ from flax_mesh.step.loss import (
     Metrics,
     Variables,
     apply_gradients,
+    check_trainable,
     run_loss,
     skip_update,
     sums_of,
     traced_loss,
 )
-from flax_mesh.step.state import TrainState
+from flax_mesh.step.state import TrainState, check_same_definition, check_train_state
+from flax_mesh.tree import named_leaves
 
 Step = Callable[..., tuple[TrainState, Metrics]]
 
@@ -97,8 +99,9 @@ def make_train_step(
         >>> bool(second["loss"] < first["loss"])
         True
     """
+    check_train_state(state)
     layers = (layers,) if isinstance(layers, str) else state.definition.layers if layers is None else tuple(layers)
-    mesh = mesh_of_leaves(state.leaves)
+    mesh, layout = mesh_of_leaves(state.leaves), state
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         with in_mesh(mesh):
@@ -109,9 +112,11 @@ def make_train_step(
             return skip_update(state, *train(state, batch), limits)
 
     def train(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        check_same_definition(layout, state)
         model, optimizer = state.merge()
         count, wrt = optimizer.step[...], optimizer.wrt
         params, _, others = nnx.state(model, wrt, nnx.RngState, ...)
+        check_trainable(named_leaves(params))
 
         def run(variables: Variables, part: Batch, index: Any):
             params, others = variables
@@ -138,6 +143,7 @@ def make_eval_step(loss_fn: LossFn, state: TrainState) -> Callable[[TrainState, 
 
     The model is in `eval()` mode. Neither the state nor its random streams change.
     """
+    check_train_state(state)
     mesh = mesh_of_leaves(state.leaves)
 
     def evaluate(state: TrainState, batch: Batch) -> Metrics:
