@@ -141,7 +141,7 @@ def check_same_structure(graphdef_before: Any, before: Any, graphdef_after: Any,
 
 def _changes(before: Mapping[tuple[str, str], Any], after: Mapping[tuple[str, str], Any]) -> list[tuple[str, str]]:
     """(path, problem) of every static value that differs, or one for the model."""
-    pairs = {key: (before.get(key), after.get(key)) for key in before | after}
+    pairs = {key: (before.get(key), after.get(key)) for key in {**before, **after}}
     found = [
         (path, f"{name} was {short_text(old)}, is {short_text(new)}")
         for (path, name), (old, new) in pairs.items()

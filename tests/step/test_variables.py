@@ -1,5 +1,7 @@
 """What the variables of a trained model may be: arrays of modules, metadata, narrow dtypes; what a call may change."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +27,8 @@ class Odd(nnx.Module):
 
     def __init__(self, rngs):
         self.scale, self.empty = nnx.Param(jnp.ones(8), rngs=rngs), nnx.Param(jnp.ones((0, 8)))
-        self.both = nnx.Param({"w": jnp.eye(8), "b": [jnp.zeros(8)]}, rngs=rngs)
+        both: dict[str, Any] = {"w": jnp.eye(8), "b": [jnp.zeros(8)]}
+        self.both = nnx.Param(both, rngs=rngs)
         self.int8, self.int4 = (nnx.Variable(jnp.eye(8, dtype=kind)) for kind in (jnp.int8, jnp.int4))
         self.float8, self.mask = nnx.Variable(jnp.eye(8, dtype=jnp.float8_e4m3fn)), nnx.Variable(jnp.ones(8, bool))
         self.normed = nnx.WeightNorm(nnx.Linear(8, 8, rngs=rngs), rngs=rngs)
@@ -44,7 +47,7 @@ class Odd(nnx.Module):
 ADAM = optax.adam(1e-2)
 
 
-def maker(module, wrt=nnx.Param):
+def maker(module, wrt: Any = nnx.Param):
     def make():
         model = module(nnx.Rngs(0))
         return model, nnx.Optimizer(model, ADAM, wrt=wrt)
@@ -194,4 +197,4 @@ def test_a_train_state_needs_model_and_optimizer(mesh):
         init_train_state(make, abstract)
     for create in (make_train_step, make_eval_step):
         with pytest.raises(TypeError, match="state must be a TrainState, got an object of type State"):
-            create(loss_fn, abstract)
+            create(loss_fn, abstract)  # pyright: ignore[reportArgumentType]
