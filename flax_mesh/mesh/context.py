@@ -47,6 +47,12 @@ def get_incontext_mesh() -> AnyMesh:
     return mesh
 
 
+def in_mesh(mesh: Mesh | AbstractMesh | None):
+    """Context manager that sets the mesh of sharding constraints inside a trace; None keeps the current one."""
+    # Inside a trace JAX allows only the abstract mesh to be set, which is enough for constraints.
+    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh if mesh is not None else jax.sharding.get_abstract_mesh())
+
+
 def names_in_current_mesh(*names: str) -> bool:
     """Whether the mesh in context has all these axes. Without a mesh: False, unless `names` is empty."""
     mesh = current_mesh()

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from flax_mesh.checkpoint.hf.decoders import open_decoder
 from flax_mesh.errors import ConfigError
 from flax_mesh.models.decoder import Decoder, DecoderConfig, make_decoder
-from flax_mesh.sharding.abstract import abstract_model, abstract_state
+from flax_mesh.sharding.abstract import abstract_split, abstract_state
 
 
 def load_decoder(
@@ -62,4 +62,4 @@ def load_decoder(
         raise ConfigError(problems)
     make = lambda: make_decoder(config, nnx.Rngs(0))  # noqa: E731
     state = source.load(abstract_state(make, mesh))
-    return nnx.merge(nnx.graphdef(abstract_model(make)), state), config
+    return nnx.merge(abstract_split(make, mesh)[0], state), config

@@ -4,12 +4,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis, as_tuple
 from flax_mesh.errors import ShardingError
 from flax_mesh.jax_compat import short_tracer_errors
+from flax_mesh.mesh.context import in_mesh
 from flax_mesh.sharding.annotations import annotations_of, match_annotations
 from flax_mesh.sharding.optimizer import match_optimizer
 from flax_mesh.sharding.rules import (
@@ -20,14 +22,15 @@ from flax_mesh.sharding.rules import (
     Rules,
     apply_policy,
     as_rules,
+    grouped,
     match_leaves,
 )
 from flax_mesh.text import array_text
-from flax_mesh.tree import named_leaves
+from flax_mesh.tree import named_leaves, path_of
 
 Model = TypeVar("Model", bound=type[nnx.Module])
 ATTRIBUTE = "partition_rules"  # attribute of a class that has a rule table
-Make = Callable[[], Any]  # returns a model, or (model, nnx.Optimizer)
+Make = Callable[[], Any]  # returns a model, (model, nnx.Optimizer), or a dict or list of modules
 
 
 def partitioned(
@@ -89,6 +92,7 @@ def abstract_state(
 
     Args:
         make: Returns an nnx.Module, or (model, nnx.Optimizer): the state then has the parts "model" and "optimizer".
+            It may also return a dict or a list of modules. `mesh` is in context while it is traced.
         mesh: The mesh of the shardings. It may be an AbstractMesh, with which nothing can be initialized.
         rules: A rule table, a PartitionRules, or mesh axes such as "fsdp" (see PartitionRules), for the parameters. By
             default the model's own table (`@partitioned`), or else Flax's annotations on its Variables, whose names are
@@ -99,13 +103,15 @@ def abstract_state(
             arrays as well: ZeRO stage 1 (Rajbhandari et al. 2020, arXiv:1910.02054).
 
     An optimizer array follows the parameter whose path ends its own, dim by dim if it has another shape. Others follow
-    the table.
+    the table. So do arrays that are attributes of a module without a Variable around them: as in `nnx.state`, they are
+    part of the state, and an optimizer with `wrt=nnx.Param` does not train them.
 
     Returns:
-        An nnx.State with the paths of `nnx.state(model)`; leaves are ShapeDtypeStruct(shape, dtype, sharding=...).
+        An nnx.State with the structure of `nnx.state(make())`; leaves are ShapeDtypeStruct(shape, dtype, sharding=...).
 
     Raises:
         ShardingError: The model has no rules, leaves match no rule, or specs do not fit. Lists all leaves.
+        TypeError: `make` is not a function, or returns something else.
 
     Example:
         >>> make = lambda: nnx.Linear(64, 256, rngs=nnx.Rngs(0))
@@ -113,12 +119,12 @@ def abstract_state(
         >>> abstract["kernel"].get_value().sharding.spec
         P(None, 'fsdp')
     """
-    made = abstract_model(make)
-    match = _match(made, mesh, rules, axes, min_size, as_tuple(shard_optimizer_over))
+    graphdef, state = abstract_split(make, mesh)
+    match = _match(nnx.merge(graphdef, state), state, mesh, rules, axes, min_size, as_tuple(shard_optimizer_over))
     apply_policy(match.findings, on_mismatch, dropped)
     if dropped is not None:
         dropped += match.replicated
-    return lay_out(nnx.state(made), match.specs, mesh)
+    return lay_out(state, match.specs, mesh)
 
 
 def lay_out(state: nnx.State, specs: Sequence[PartitionSpec], mesh: Mesh | AbstractMesh) -> nnx.State:
@@ -133,27 +139,30 @@ def lay_out(state: nnx.State, specs: Sequence[PartitionSpec], mesh: Mesh | Abstr
 
 def _match(
     made: Any,
+    state: nnx.State,
     mesh: Mesh | AbstractMesh,
     rules: Rules | None,
     axes: PartitionAxis | None,
     min_size: int,
     over: tuple[str, ...],
 ) -> RuleMatch:
-    """Specs of all leaves of `nnx.state(made)`: the module's, or those of {"model", "optimizer"}."""
-    model, own = made["model"] if isinstance(made, dict) else made, None
-    if rules is None and not hasattr(model, ATTRIBUTE) and annotations_of(nnx.state(model)):
+    """Specs of all leaves of `state`: that of the module `made`, or of {"model", "optimizer"}."""
+    both, own = has_optimizer(made), None
+    model, parameters = (made["model"], state["model"]) if both else (made, state)
+    if rules is None and not hasattr(model, ATTRIBUTE) and annotations_of(parameters):
         table = PartitionRules([])
-        match = match_annotations(nnx.state(model), mesh, axes or DEFAULT_AXES)
-        if isinstance(made, dict):
-            own = match_annotations(nnx.state(made["optimizer"]), mesh, axes or DEFAULT_AXES)
+        match = match_annotations(parameters, mesh, axes or DEFAULT_AXES)
+        if both:
+            own = match_annotations(state["optimizer"], mesh, axes or DEFAULT_AXES)
     else:
-        leaves = named_leaves(nnx.state(model))
+        leaves = named_leaves(parameters)
         table = as_rules(rules if rules is not None else partition_rules(model), axes, model_layers(model))
         table = table.without_single_layers(leaves, model)
         match = match_leaves(table, leaves, mesh=mesh, min_size=min_size)
-    if not isinstance(made, dict):
+    if not both:
         return match
-    rest = match_optimizer(made["optimizer"], model, match.specs, table, mesh, min_size=min_size, over=over, own=own)
+    optimizer = made["optimizer"]
+    rest = match_optimizer(optimizer, parameters, match.specs, table, mesh, min_size=min_size, over=over, own=own)
     return match._replace(
         specs=match.specs + rest.specs,
         findings=match.findings + rest.findings,
@@ -161,10 +170,37 @@ def _match(
     )
 
 
-def abstract_model(make: Make) -> Any:
-    """The abstract module that `make()` returns, or {"model": ..., "optimizer": ...}; nothing is allocated."""
+def abstract_split(make: Make, mesh: Mesh | AbstractMesh | None = None) -> tuple[Any, nnx.State]:
+    """Graph definition and abstract state of what `make()` returns; (model, optimizer) as {"model", "optimizer"}.
+
+    Both are those of one call: metadata may differ between calls. Nothing is allocated. `nnx.state` of the merged
+    module is not a substitute: Flax takes a ShapeDtypeStruct inside of a list or a dict for a static value.
+    """
+    graphdefs = []
+
+    def split() -> nnx.State:
+        graphdef, state = nnx.split(_made(make, mesh))
+        graphdefs.append(graphdef)
+        return state
+
     with short_tracer_errors():
-        return nnx.eval_shape(lambda: _made(make))
+        state = jax.eval_shape(split)
+    return graphdefs[0], state
+
+
+def abstract_model(make: Make, mesh: Mesh | AbstractMesh | None = None) -> Any:
+    """The abstract module that `make()` returns, or {"model": ..., "optimizer": ...}; nothing is allocated."""
+    return nnx.merge(*abstract_split(make, mesh))
+
+
+def has_optimizer(made: Any) -> bool:
+    """Whether `made` is {"model": ..., "optimizer": ...}, what `make()` returned as (model, nnx.Optimizer)."""
+    return isinstance(made, dict) and isinstance(made.get("optimizer"), nnx.Optimizer) and len(made) == 2
+
+
+def made_leaves(make: Make, mesh: Mesh | AbstractMesh | None = None) -> list[Any]:
+    """The leaves of the state of `make()`, in a trace."""
+    return jax.tree.leaves(nnx.state(_made(make, mesh)))
 
 
 def init_state(make: Make, abstract: nnx.State) -> nnx.State:
@@ -176,16 +212,8 @@ def init_state(make: Make, abstract: nnx.State) -> nnx.State:
     Raises:
         ShardingError: `abstract` is not the state of `make()`, or was made for an AbstractMesh.
     """
-    _check_same(abstract, nnx.state(abstract_model(make)))
-    shardings = [leaf.sharding for leaf in jax.tree.leaves(abstract)]
-    if any(isinstance(s.mesh, AbstractMesh) for s in shardings):
-        raise ShardingError(
-            "init_state needs a mesh of devices, but the abstract state was made for an AbstractMesh. Make it with a "
-            "mesh from create_mesh(...)."
-        )
-    with short_tracer_errors():
-        leaves = jax.jit(lambda: jax.tree.leaves(nnx.state(_made(make))), out_shardings=shardings)()
-    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+    state = abstract_split(make, mesh_of_leaves(jax.tree.leaves(abstract)))[1]
+    return jax.tree.unflatten(jax.tree.structure(abstract), _initialize(make, abstract, state))
 
 
 def init_model(make: Make, abstract: nnx.State) -> Any:
@@ -207,27 +235,103 @@ def init_model(make: Make, abstract: nnx.State) -> Any:
         >>> model.kernel.sharding.spec, model.kernel.addressable_shards[0].data.shape
         (P(None, 'fsdp'), (64, 32))
     """
-    graphdef = nnx.graphdef(abstract_model(make))
-    made = nnx.merge(graphdef, init_state(make, abstract))
-    return (made["model"], made["optimizer"]) if isinstance(made, dict) else made
+    graphdef, state = abstract_split(make, mesh_of_leaves(jax.tree.leaves(abstract)))
+    made = nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), _initialize(make, abstract, state)))
+    return (made["model"], made["optimizer"]) if has_optimizer(made) else made
 
 
-def _made(make: Make) -> Any:
-    # Flax would shard annotated variables when they are created, which needs a mesh and fails for unmapped names.
-    with nnx.use_eager_sharding(False):
+def _initialize(make: Make, abstract: nnx.State, state: nnx.State) -> list[jax.Array]:
+    """The leaves of `make()`, whose abstract state is `state`, with the shardings of `abstract`."""
+    check_same_arrays(abstract, state)
+    mesh = mesh_of_leaves(jax.tree.leaves(abstract))
+    if isinstance(mesh, AbstractMesh):
+        raise ShardingError(
+            "init_state needs a mesh of devices, but the abstract state was made for an AbstractMesh. Make it with a "
+            "mesh from create_mesh(...)."
+        )
+    shardings = [leaf.sharding for leaf in jax.tree.leaves(abstract)]
+    with short_tracer_errors():
+        return jax.jit(lambda: made_leaves(make, mesh), out_shardings=shardings)()
+
+
+def mesh_of_leaves(leaves: Iterable[Any]) -> Mesh | AbstractMesh | None:
+    """The mesh of the first leaf that is on one; None for leaves without a mesh."""
+    shardings = (getattr(leaf, "sharding", None) for leaf in leaves)
+    return next((sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)), None)
+
+
+def _made(make: Make, mesh: Mesh | AbstractMesh | None) -> Any:
+    """What `make()` returns, in a trace; (model, optimizer) as a dict."""
+    if not callable(make) or isinstance(make, nnx.Module):
+        raise TypeError(
+            f"make must be a function without arguments that returns a model, got {_type_text(make)}. Pass a function "
+            "that creates it: its arrays are then initialized directly with their shardings."
+        )
+    eager_sharding = nnx.using_eager_sharding()
+    # Flax would shard annotated variables when they are created, which fails for logical axes.
+    with in_mesh(mesh), nnx.use_eager_sharding(False):
         made = make()
-    return dict(zip(("model", "optimizer"), made, strict=True)) if isinstance(made, tuple) else made
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], nnx.Optimizer):
+        made = {"model": made[0], "optimizer": made[1]}
+    if not isinstance(made, nnx.Pytree | nnx.Module | nnx.State | dict | list | tuple):
+        raise TypeError(
+            "make() must return an nnx.Module, (model, nnx.Optimizer), or a dict or list of modules, got "
+            f"{_type_text(made)}."
+        )
+    _normalize(made, eager_sharding)
+    return made
 
 
-def _check_same(abstract: nnx.State, made: nnx.State) -> None:
-    want, have = dict(named_leaves(abstract)), dict(named_leaves(made))
-    problems = [f"{p}: only in the abstract state" for p in want if p not in have]
-    problems += [f"{p}: only in the state of make()" for p in have if p not in want]
-    for path in want.keys() & have.keys():
-        a, b = want[path], have[path]
-        if (a.shape, a.dtype) != (b.shape, b.dtype):
-            problems.append(f"{path}: abstract {array_text(a)}, make() returns {array_text(b)}")
+def _normalize(made: Any, eager_sharding: bool) -> None:
+    """Gives modules that were created in a trace the attributes and metadata that they have outside of one."""
+    problems = []
+    for path, node in nnx.iter_graph(made):
+        if isinstance(node, nnx.Variable):
+            for name, value in node.get_metadata().items():
+                # Random streams are equal only to themselves and contain arrays of this trace: nothing can use them.
+                if isinstance(value, nnx.Rngs | nnx.RngStream):
+                    node.del_metadata(name)
+                elif has_array(value):
+                    problems.append((path_of(path), f"its metadata {name!r} contains an array"))
+            node.set_metadata(eager_sharding=eager_sharding)
+        elif isinstance(node, nnx.Pytree):
+            for name, value in list(vars(node).items()):
+                if has_array(value):  # Flax 0.12 takes a traced array for a static attribute, unless it is nnx.data
+                    setattr(node, name, nnx.data(value))
     if problems:
         raise ShardingError(
-            "make() and the abstract state must have the same arrays; these differ:\n" + "\n".join(sorted(problems))
+            "\n".join(grouped(problems)) + "\nMetadata is static. Make the array a Variable of the module instead."
         )
+
+
+def has_array(value: Any) -> bool:
+    """Whether `value` is an array, or a list, tuple or dict that contains one."""
+    if isinstance(value, list | tuple):
+        return any(map(has_array, value))
+    if isinstance(value, dict):
+        return any(map(has_array, value.values()))
+    return isinstance(value, jax.Array | np.ndarray)
+
+
+def check_same_arrays(abstract: nnx.State, made: nnx.State) -> None:
+    """Raises a ShardingError that names the arrays in which the abstract state and that of `make()` differ."""
+    want, have = dict(named_leaves(abstract)), dict(named_leaves(made))
+    problems = [(path, "only in the abstract state") for path in want if path not in have]
+    problems += [(path, "only in the state of make()") for path in have if path not in want]
+    for path in want.keys() & have.keys():
+        a, b = want[path], have[path]
+        if not isinstance(getattr(a, "sharding", None), NamedSharding):
+            problems.append((path, "no sharding on a mesh; make the abstract state with abstract_state(make, mesh)"))
+        elif (a.shape, a.dtype) != (b.shape, b.dtype):
+            problems.append((path, f"abstract {array_text(a)}, make() returns {array_text(b)}"))
+    if problems:
+        raise ShardingError(
+            "make() and the abstract state must have the same arrays; these differ:\n"
+            + "\n".join(grouped(sorted(problems)))
+        )
+
+
+def _type_text(value: Any) -> str:
+    if value is None or isinstance(value, jax.Array):
+        return "None" if value is None else "an array"
+    return f"an object of type {type(value).__name__}"

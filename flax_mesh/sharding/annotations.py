@@ -12,7 +12,8 @@ from flax_mesh.tree import named_leaves, path_of
 
 def annotations_of(state: nnx.State) -> dict[str, Any]:
     """path -> `out_sharding` of every annotated Variable."""
-    found = {path_of(path): v.get_metadata().get("out_sharding") for path, v in nnx.to_flat_state(state)}
+    variables = [(path_of(path), x) for path, x in nnx.to_flat_state(state) if isinstance(x, nnx.Variable)]
+    found = {path: variable.get_metadata().get("out_sharding") for path, variable in variables}
     return {path: value for path, value in found.items() if value is not None}
 
 

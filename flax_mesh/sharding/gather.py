@@ -11,6 +11,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from flax_mesh.errors import ShardingError
+from flax_mesh.sharding.rules import grouped
 from flax_mesh.text import processes_text
 from flax_mesh.tree import named_leaves
 
@@ -158,15 +159,17 @@ def _bounds(index: Index, shape: Sequence[int]) -> Bounds:
 
 
 def _remote_text(named: Sequence[tuple[str, jax.Array]]) -> str:
-    lines = []
+    problems = []
     for path, x in named:
         local = {_bounds(shard.index, x.shape) for shard in x.addressable_shards}
         missing = {bounds: process for bounds, process in _all_bounds(x).items() if bounds not in local}
         count = sum(math.prod(stop - start for start, stop in bounds) for bounds in missing)
         processes = processes_text(missing.values())
-        lines.append(f"{path} {x.shape}: {count} of {x.size} elements are only on {processes}")
+        problems.append((path, f"{count} of {x.size} elements {x.shape} are only on {processes}"))
     return (
-        f"gather requires all elements on devices of process {jax.process_index()}, but:\n" + "\n".join(lines) + "\n"
+        f"gather requires all elements on devices of process {jax.process_index()}, but:\n"
+        + "\n".join(grouped(problems))
+        + "\n"
         'Pass remote="collect" on all processes to exchange them, pass remote="leave" to keep these as jax arrays, or '
         "save a checkpoint."
     )

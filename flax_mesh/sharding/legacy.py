@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from flax_mesh.axes import AxisName, as_entry
 from flax_mesh.errors import ShardingError
 from flax_mesh.mesh.context import current_mesh, get_incontext_mesh
-from flax_mesh.sharding.rules import apply_policy, fit_spec
+from flax_mesh.sharding.rules import apply_policy, fit_spec, grouped
 from flax_mesh.tree import map_named, named_leaves
 
 
@@ -64,16 +64,16 @@ def get_partition_spec(tree: Any) -> Any:
         if isinstance(sharding, NamedSharding):
             return sharding.spec
         if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1:
-            problems.append(f"{path}: {type(leaf.sharding).__name__} has no spec; place it with a NamedSharding")
+            problems.append((path, f"{type(leaf.sharding).__name__} has no spec; place it with a NamedSharding"))
         elif isinstance(leaf, jax.ShapeDtypeStruct):
-            problems.append(f"{path}: an abstract leaf without a sharding; create it with abstract_state")
+            problems.append((path, "an abstract leaf without a sharding; create it with abstract_state"))
         elif not hasattr(leaf, "dtype") and not isinstance(leaf, bool | int | float | complex):
-            problems.append(f"{path}: {type(leaf).__name__} is neither an array nor a number")
+            problems.append((path, f"{type(leaf).__name__} is neither an array nor a number"))
         return PartitionSpec()
 
     specs = map_named(spec, tree)
     if problems:
-        raise ShardingError("no PartitionSpec for\n" + "\n".join(problems))
+        raise ShardingError("no PartitionSpec for\n" + "\n".join(grouped(problems)))
     return specs
 
 

@@ -20,7 +20,7 @@ LARGE = 2**24  # bytes; a larger array that belongs to no parameter needs a rule
 
 def match_optimizer(
     optimizer: Any,
-    model: Any,
+    model: nnx.State,
     parameter_specs: Sequence[PartitionSpec],
     table: PartitionRules,
     mesh: Mesh | AbstractMesh,
@@ -36,12 +36,13 @@ def match_optimizer(
     as in the row and column statistics of Adafactor. Other leaves follow `table`; without a rule they are replicated.
 
     Args:
-        parameter_specs: Specs of the model's leaves, in the order of `named_leaves(nnx.state(model))`.
+        model: The state of the model.
+        parameter_specs: Specs of its leaves, in the order of `named_leaves(model)`.
         over: Mesh axes of ZeRO stage 1, see `split_over`.
         own: The match of Flax's annotations on the optimizer, used for leaves whose annotation differs from that of
             their parameter: a Variable with the metadata `optimizer_sharding`.
     """
-    parameters = named_leaves(nnx.state(model))
+    parameters = named_leaves(model)
     owners = {path: (leaf.shape, spec) for (path, leaf), spec in zip(parameters, parameter_specs, strict=True)}
     leaves = named_leaves(nnx.state(optimizer))
     pairs = [(path, leaf, owner) for path, leaf in leaves if (owner := _owner(path, owners))]
@@ -63,7 +64,7 @@ def match_optimizer(
     return match._replace(specs=[specs[path] for path, _ in leaves], findings=[*findings, *match.findings])
 
 
-def dims_of_parameters(optimizer: Any, model: Any, owner_of_leaf: Mapping[str, str]) -> dict[str, Dims]:
+def dims_of_parameters(optimizer: Any, model: nnx.State, owner_of_leaf: Mapping[str, str]) -> dict[str, Dims]:
     """For each leaf: the dim of its parameter that each of its dims corresponds to, None for a dim without one.
 
     Sizes alone do not determine it: the row and the column statistics of a square matrix have the same shape. So `init`
@@ -72,7 +73,7 @@ def dims_of_parameters(optimizer: Any, model: Any, owner_of_leaf: Mapping[str, s
     """
     if not owner_of_leaf:
         return {}
-    parameters = nnx.state(model, optimizer.wrt)
+    parameters = nnx.filter_state(model, optimizer.wrt)
     grown = jax.tree.map(lambda x: jax.ShapeDtypeStruct(_grown(x.shape), x.dtype), parameters)
     before = {path: leaf.shape for path, leaf in named_leaves(nnx.state(optimizer))}
     after = {f"opt_state/{p}": x.shape for p, x in named_leaves(jax.eval_shape(optimizer.tx.init, grown))}
@@ -112,10 +113,10 @@ def split_over(
 
 
 def _differing(
-    own: RuleMatch, optimizer: Any, model: Any, owner_of_leaf: Mapping[str, str]
+    own: RuleMatch, optimizer: Any, model: nnx.State, owner_of_leaf: Mapping[str, str]
 ) -> dict[str, PartitionSpec]:
     state = nnx.state(optimizer)
-    annotated, of_parameters = annotations_of(state), annotations_of(nnx.state(model))
+    annotated, of_parameters = annotations_of(state), annotations_of(model)
     return {
         path: spec
         for (path, _), spec in zip(named_leaves(state), own.specs, strict=True)

@@ -214,7 +214,7 @@ def match_leaves(
         if not needs_no_rule(rules, path, shape, min_size):
             index = rules.find(path)
             if index is None:
-                unmatched.append(f"Partition rule not found for param: {path} {tuple(shape)}")
+                unmatched.append((path, tuple(shape)))
                 continue
             if isinstance(dims := rules.table[index][1], LargestDim):
                 spec, problem = split_largest_dim(path, shape, dims.mesh_axes, mesh, rules.stack(path) is not None)
@@ -229,8 +229,10 @@ def match_leaves(
             decided[key] = spec
         specs.append(spec)
     if unmatched:
+        groups = group_paths([path for path, _ in unmatched], [shape for _, shape in unmatched])
+        lines = [f"Partition rule not found for param: {path} {unmatched[indices[0]][1]}" for path, indices in groups]
         repair = "Add rules for them, or end the table with ('.*', ())."
-        raise ShardingError("\n".join([*unmatched, repair, *(f"{finding}." for finding in findings)]))
+        raise ShardingError("\n".join([*lines, repair, *(f"{finding}." for finding in group_findings(findings))]))
     return RuleMatch(specs, findings, kept)
 
 
@@ -363,6 +365,12 @@ def group_findings(findings: Sequence[Finding]) -> list[Finding]:
     """Findings that differ only in the number of a layer as one, in the order of the first."""
     groups = group_paths([finding.path for finding in findings], [finding[1:] for finding in findings])
     return [findings[indices[0]]._replace(path=pattern) for pattern, indices in groups]
+
+
+def grouped(problems: Sequence[tuple[str, str]]) -> list[str]:
+    """`PATH: PROBLEM` lines, one for all paths that have the same problem and differ only in the number of a layer."""
+    groups = group_paths([path for path, _ in problems], [problem for _, problem in problems])
+    return [f"{pattern}: {problems[indices[0]][1]}" for pattern, indices in groups]
 
 
 def lost_finding(path: str, lost: Lost) -> Finding:

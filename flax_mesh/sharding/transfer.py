@@ -1,6 +1,6 @@
 """Placement of trees of arrays on a mesh: `shard`, `reshard` and `make_shard_and_gather_fns`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +11,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from flax_mesh.errors import ShardingError
 from flax_mesh.mesh.context import get_incontext_mesh
 from flax_mesh.sharding.gather import gather_leaf
-from flax_mesh.sharding.rules import Finding, Policy, apply_policy, fit_spec
+from flax_mesh.sharding.rules import Finding, Policy, apply_policy, fit_spec, grouped
+from flax_mesh.text import group_paths, listed
 from flax_mesh.tree import map_named, named_leaves
 
 
@@ -31,6 +32,7 @@ def shard(
     dtype: Any = None,
     memory_kind: str | None = None,
     donate: bool = False,
+    may_alias: bool | None = None,
     on_mismatch: Policy = "error",
     dropped: list[Finding] | None = None,
 ) -> Any:
@@ -47,19 +49,22 @@ def shard(
             the caller's array becomes invalid. On CPU, sources are not donated: `jax.device_put` frees nothing there,
             and has been seen to crash. There, and for numpy leaves, memory is freed only if the caller holds no
             reference: `shard(load(), ..., donate=True)`.
+        may_alias: As in `jax.device_put`, whether the result may share memory with the leaves. By default it may: a
+            leaf that has the sharding already is returned itself, and an array of one device becomes the shard of that
+            device. A step that donates the result then deletes the caller's array too. False copies all of it.
         on_mismatch: "error", "warn" or "drop" for a spec that does not fit its leaf, as in `match_partition_rules`.
         dropped: List to which "warn" and "drop" append the findings.
 
     Nothing is compiled for numpy leaves and for leaves that have the sharding already. Arrays on one device compile at
     most one program per shape. Every process copies only the shards of its own devices. On CPU the result may share
-    memory with numpy leaves, as after `jax.device_put`: do not modify them afterwards.
+    memory with numpy leaves, as after `jax.device_put`: do not modify them afterwards, or pass `may_alias=False`.
     """
     leaves, treedef = jax.tree.flatten(tree)
     layouts = [_layout(x, mesh, memory_kind) for x in _aligned(tree, leaves, treedef, specs)]
     shardings, findings = _fitting(tree, leaves, layouts)
     apply_policy(findings, on_mismatch, dropped)
     del tree
-    return jax.tree.unflatten(treedef, _place(leaves, shardings, dtype, donate))
+    return jax.tree.unflatten(treedef, _place(leaves, shardings, dtype, donate, may_alias))
 
 
 def reshard(
@@ -70,28 +75,30 @@ def reshard(
     dtype: Any = None,
     memory_kind: str | None = None,
     donate: bool = False,
+    may_alias: bool | None = None,
     on_mismatch: Policy = "error",
     dropped: list[Finding] | None = None,
 ) -> Any:
     """As `shard`, for arrays that are on a mesh already: changes their specs, mesh, memory kind or dtype.
 
     A leaf keeps its spec, mesh or memory kind where the argument is None: `reshard(state, memory_kind="pinned_host")`
-    offloads a state. Raises a ShardingError that names the leaves without a mesh.
+    offloads a state. Leaves that need not change are returned themselves, unless `may_alias=False`. Raises a
+    ShardingError that names the leaves without a mesh.
     """
     leaves, treedef = jax.tree.flatten(tree)
     current = [getattr(leaf, "sharding", None) for leaf in leaves]
     if without_mesh := [number for number, sharding in enumerate(current) if not isinstance(sharding, NamedSharding)]:
         named = named_leaves(tree)
-        paths = ", ".join(named[number][0] for number in without_mesh)
         raise ShardingError(
-            f"reshard requires arrays on a mesh, and these are not: {paths}. Place them with shard(tree, specs, mesh)."
+            f"reshard requires arrays on a mesh, and these are not: {_paths(named[i][0] for i in without_mesh)}. Place "
+            "them with shard(tree, specs, mesh)."
         )
     requested = current if specs is None else _aligned(tree, leaves, treedef, specs)
     layouts = [_layout(x, mesh, memory_kind, sharding) for x, sharding in zip(requested, current, strict=True)]
     shardings, findings = _fitting(tree, leaves, layouts)
     apply_policy(findings, on_mismatch, dropped)
     del tree
-    return jax.tree.unflatten(treedef, _place(leaves, shardings, dtype, donate))
+    return jax.tree.unflatten(treedef, _place(leaves, shardings, dtype, donate, may_alias))
 
 
 def make_shard_and_gather_fns(
@@ -99,6 +106,7 @@ def make_shard_and_gather_fns(
     mesh: Mesh | None = None,
     *,
     dtype: Any = None,
+    may_alias: bool | None = None,
     on_mismatch: Policy = "error",
     dropped: list[Finding] | None = None,
 ) -> tuple[Any, Any]:
@@ -112,6 +120,7 @@ def make_shard_and_gather_fns(
             `abstract_state`.
         mesh: The mesh of PartitionSpecs. Default: the mesh in context when this function is called.
         dtype: Floating arrays are cast to it in both directions. Default: dtypes do not change.
+        may_alias: Whether a sharded array may share memory with its source, as in `shard`.
         on_mismatch: What a spec causes that does not fit an array: "error" raises a ShardingError, "warn" and "drop"
             leave out the mesh axes that do not fit. Specs are checked when a function is first called with a shape.
         dropped: List to which "warn" and "drop" append a finding for everything that is left out.
@@ -148,7 +157,7 @@ def make_shard_and_gather_fns(
                 sharding, findings = _sharding(path, shape, layout)
                 apply_policy(findings, on_mismatch, dropped)
                 fitting[shape] = sharding
-            return _place([x], [fitting[shape]], dtype)[0]
+            return _place([x], [fitting[shape]], dtype, may_alias=may_alias)[0]
 
         return place
 
@@ -169,7 +178,7 @@ def _aligned(tree: Any, leaves: list[Any], treedef: Any, specs: Any) -> list[Any
         paths = [path for (path, _), layout in zip(named_leaves(specs), layouts, strict=True) if layout is None]
         raise ShardingError(
             "leaves of specs must be PartitionSpecs, shardings or arrays with a sharding, and these are not: "
-            f"{', '.join(paths)}."
+            f"{_paths(paths)}."
         )
     return layouts
 
@@ -180,11 +189,17 @@ def align_by_path(tree: Any, specs: Any, further_problems: Sequence[str] = ()) -
     Raises one ShardingError that lists all paths that only one of the trees has, and `further_problems`.
     """
     expected, by_path = [path for path, _ in named_leaves(tree)], dict(named_leaves(specs))
-    problems = [f"{path}: missing in specs" for path in expected if path not in by_path]
-    problems += [f"{path}: in specs, but not in the tree" for path in by_path if path not in set(expected)]
-    if problems := [*problems, *further_problems]:
+    differing = [(path, "missing in specs") for path in expected if path not in by_path]
+    differing += [(path, "in specs, but not in the tree") for path in by_path if path not in set(expected)]
+    if problems := [*grouped(differing), *further_problems]:
         raise ShardingError("specs must be a tree of the same structure:\n" + "\n".join(problems))
     return [by_path[path] for path in expected]
+
+
+def _paths(paths: Iterable[str]) -> str:
+    """`layers/{0..3}/kernel, bias`."""
+    found = list(paths)
+    return listed(pattern for pattern, _ in group_paths(found, [None] * len(found)))
 
 
 def _layout(
@@ -232,29 +247,47 @@ def _sharding(path: str, shape: tuple[int, ...], layout: UnfittedSharding | Shar
     return NamedSharding(layout.mesh, spec, memory_kind=layout.memory_kind), findings
 
 
-def _place(leaves: list[Any], shardings: Sequence[Sharding], dtype: Any, donate: bool = False) -> list[jax.Array]:
+def _place(
+    leaves: list[Any],
+    shardings: Sequence[Sharding],
+    dtype: Any,
+    donate: bool = False,
+    may_alias: bool | None = None,
+) -> list[jax.Array]:
     """The leaves with their shardings. `donate` transfers one leaf at a time and removes it from the list."""
     if donate:
-        return [_place_and_free(leaves, number, sharding, dtype) for number, sharding in enumerate(shardings)]
+        pairs = enumerate(shardings)
+        return [_place_and_free(leaves, number, sharding, dtype, may_alias) for number, sharding in pairs]
     if dtype is not None:
         leaves = [cast(leaf, dtype) for leaf in leaves]
     placed: list[Any] = [
-        # device_put takes longer, and with several processes it compares the entire array across all of them.
-        jax.make_array_from_callback(leaf.shape, sharding, leaf.__getitem__) if isinstance(leaf, np.ndarray) else None
+        _from_numpy(leaf, sharding, may_alias) if isinstance(leaf, np.ndarray) else None
         for leaf, sharding in zip(leaves, shardings, strict=True)
     ]
     if rest := [number for number, leaf in enumerate(placed) if leaf is None]:
-        moved = jax.device_put([leaves[i] for i in rest], [shardings[i] for i in rest])
+        targets = [shardings[i] for i in rest]
+        moved = jax.device_put([leaves[i] for i in rest], targets)
+        if may_alias is False:
+            # device_put copies only if the sharding stays the same: otherwise it may still use buffers of the source.
+            moved = jax.device_put(moved, targets, may_alias=False)
         for number, leaf in zip(rest, moved, strict=True):
             placed[number] = leaf
     return placed
 
 
-def _place_and_free(leaves: list[Any], number: int, sharding: Sharding, dtype: Any) -> jax.Array:
+def _from_numpy(leaf: np.ndarray, sharding: Sharding, may_alias: bool | None) -> jax.Array:
+    part = (lambda index: leaf[index].copy()) if may_alias is False else leaf.__getitem__
+    # device_put takes longer, and with several processes it compares the entire array across all of them.
+    return jax.make_array_from_callback(leaf.shape, sharding, part)
+
+
+def _place_and_free(
+    leaves: list[Any], number: int, sharding: Sharding, dtype: Any, may_alias: bool | None
+) -> jax.Array:
     leaf, leaves[number] = leaves[number], None
     device = next(iter(leaf.sharding.device_set)) if isinstance(leaf, jax.Array) else None
     if device is None or device.platform == "cpu":
-        return jax.block_until_ready(_place([leaf], [sharding], dtype)[0])
+        return jax.block_until_ready(_place([leaf], [sharding], dtype, may_alias=may_alias)[0])
     source, leaf = leaf, cast(leaf, dtype)
     memory, before = (x.memory_kind or device.default_memory().kind for x in (sharding, source.sharding))
     if leaf is source and memory == before:

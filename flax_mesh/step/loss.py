@@ -73,13 +73,23 @@ def run_loss(
     # Flax allows a Variable to be changed only in the trace that created it, and these may be from an outer one.
     params, others = jax.tree.map(lambda x: x, variables)
     called = nnx.merge(graphdef, params, keyed, others)
-    # The model was created with eager sharding off; variables that the call creates must have the same metadata.
+    before = _eager_sharding(called)
+    # As in the call of make(): Flax would shard annotated variables that the call creates by their logical axes.
     with nnx.use_eager_sharding(False):
         loss_sum, weight, metrics = sums_of(loss_fn(called, batch))
+    for path, (variable, flag) in _eager_sharding(called).items():
+        if flag != (expected := before.get(path, (None, flag))[1]):
+            variable.set_metadata(eager_sharding=expected)
     after, *parts = nnx.split(called, wrt, nnx.RngState, ...)
     check_same_structure(graphdef, (variables[0], keyed, variables[1]), after, parts)
     _check_same_types(variables[0], parts[0])
     return loss_sum, (weight, metrics, (parts[0], parts[2]))
+
+
+def _eager_sharding(model: Any) -> dict[Any, tuple[nnx.Variable, bool]]:
+    """path -> (variable, its metadata `eager_sharding`) of all variables."""
+    variables = [(path, x) for path, x in nnx.iter_graph(model) if isinstance(x, nnx.Variable)]
+    return {path: (x, x.get_metadata("eager_sharding")) for path, x in variables}
 
 
 def traced_loss(loss_of: Callable[[nnx.State], Any], params: nnx.State) -> Callable[[nnx.State], Any]:

@@ -4,14 +4,24 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from reprlib import repr as short_text
 from typing import Any
 
 import jax
 from flax import nnx
 
-from flax_mesh.sharding.abstract import abstract_model, init_state, model_layers
+from flax_mesh.errors import ShardingError
+from flax_mesh.sharding.abstract import (
+    abstract_split,
+    check_same_arrays,
+    has_optimizer,
+    init_state,
+    mesh_of_leaves,
+    model_layers,
+)
+from flax_mesh.sharding.rules import grouped
 from flax_mesh.stacks import ranks_in
-from flax_mesh.tree import named_leaves
+from flax_mesh.tree import named_leaves, path_of
 
 
 @dataclass(frozen=True)
@@ -68,58 +78,102 @@ class TrainState:
     def with_state(self, state: Any) -> "TrainState":
         """Returns a train state with the leaves of `state`, an nnx.State or a dict with the structure of `to_nnx()`.
 
-        The leaves may be of another kind, such as arrays where this state is abstract. Raises a ValueError that lists
-        all paths that are missing in `state` or unknown here, or that several leaves have.
+        The leaves may be of another kind, such as arrays where this state is abstract. They are not copied: a step that
+        donates the train state deletes the arrays of `state`. Raises a ValueError that lists all paths that are missing
+        in `state` or unknown here, or that several leaves have.
         """
         found, expected = dict(named_leaves(state)), [path for path, _ in named_leaves(self.to_nnx())]
         counts = Counter(expected)
-        problems = [f"  {path}: {count} leaves have this path" for path, count in counts.items() if count > 1]
-        problems += [f"  {path}: missing" for path in counts if path not in found]
-        problems += [f"  {path}: unknown" for path in found.keys() - counts.keys()]
+        problems = [(path, f"{count} leaves have this path") for path, count in counts.items() if count > 1]
+        problems += [(path, "missing") for path in counts if path not in found]
+        problems += [(path, "unknown") for path in found.keys() - counts.keys()]
         if problems:
             head = "state must have the same paths as `to_nnx()` of this train state, but these differ:"
-            raise ValueError("\n".join([head, *sorted(problems)]))
+            raise ValueError("\n  ".join([head, *grouped(sorted(problems))]))
         return TrainState(tuple(found[path] for path in expected), self.definition)
 
 
-def check_same_structure(graphdef_before: Any, before: Any, graphdef_after: Any, after: Any) -> None:
-    """Raises a ValueError that names the variables that were added or removed. The trees may contain several States."""
-    was, now = ({path for path, _ in named_leaves(tree)} for tree in (before, after))
-    if was != now or graphdef_before != graphdef_after:
-        what = f"removed {sorted(was - now) or 'nothing'}, added {sorted(now - was) or 'nothing'}"
-        repair = "Create all variables in __init__."
-        if was == now:
-            what = "the variables are the same, but a static attribute or the metadata of a variable changed"
-        if changed := _changed_attributes(graphdef_before, graphdef_after):
-            what = f"the static attribute {', '.join(changed)}"
-            repair = (
-                "A loss function must not set it; model.eval() and model.train() do. Evaluation calls eval() itself."
-            )
-        raise ValueError(
-            "the model must have the same variables and static attributes before and after a call, but the step "
-            f"changed its structure: {what}. {repair}"
+def check_train_state(state: Any) -> None:
+    """Raises a TypeError for an object that is no TrainState."""
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"state must be a TrainState, got an object of type {type(state).__name__}. Create it with "
+            "init_train_state(make, abstract), or with abstract_train_state for its layout alone."
         )
 
 
-def _changed_attributes(before: Any, after: Any) -> list[str]:
-    """`deterministic from False to True` for every static attribute that two graph definitions have otherwise."""
-    pairs = zip(before.attributes, after.attributes, strict=False)
-    if [name for name, _ in before.attributes] != [name for name, _ in after.attributes]:
-        return []
-    changed = [(name, old, new) for (name, old), (_, new) in pairs if old != new]
+def check_same_definition(layout: TrainState, state: TrainState) -> None:
+    """Raises a ValueError that names what differs between the state that a step was made for and its argument."""
+    if layout.definition == state.definition:
+        return
+    expected, found = (dict.fromkeys(path for path, _ in named_leaves(x.to_nnx())) for x in (layout, state))
+    problems = [(path, "missing") for path in expected if path not in found]
+    problems += [(path, "unknown") for path in found if path not in expected]
+    statics = (_static_values(x.definition.graphdef, (x.to_nnx(),)) for x in (layout, state))
+    raise ValueError(
+        "the state must have the definition of the one that the step was made for, but these differ:\n"
+        + "\n".join(grouped(problems or _changes(*statics)))
+        + "\nEvery call of make() creates other functions. Make the step for this state, or place its leaves with "
+        "`layout.with_state(state.to_nnx())`, where layout is the state that the step was made for."
+    )
+
+
+def check_same_structure(graphdef_before: Any, before: Any, graphdef_after: Any, after: Any) -> None:
+    """Raises a ValueError that names the variables, attributes and metadata that differ.
+
+    `before` and `after` are a State or several, as `nnx.split` returns them.
+    """
+    before, after = ((state,) if isinstance(state, nnx.State) else tuple(state) for state in (before, after))
+    was, now = ({path for part in state for path, _ in named_leaves(part)} for state in (before, after))
+    problems = [(path, "the call removed this variable") for path in sorted(was - now)]
+    problems += [(path, "the call added this variable") for path in sorted(now - was)]
+    if not problems and graphdef_before != graphdef_after:
+        problems = _changes(_static_values(graphdef_before, before), _static_values(graphdef_after, after))
+    if problems:
+        raise ValueError(
+            "the model must have the same variables, static attributes and metadata before and after a call, but the "
+            "step changed:\n"
+            + "\n".join(grouped(problems))
+            + "\nCreate all variables in __init__, set attributes that "
+            "are no arrays there, and call train() or eval() outside of the step."
+        )
+
+
+def _changes(before: Mapping[tuple[str, str], Any], after: Mapping[tuple[str, str], Any]) -> list[tuple[str, str]]:
+    """(path, problem) of every static value that differs, or one for the model."""
+    pairs = {key: (before.get(key), after.get(key)) for key in {**before, **after}}
     found = [
-        f"{name} from {old.value!r} to {new.value!r}"
-        for name, old, new in changed
-        if hasattr(old, "value") and hasattr(new, "value")
+        (path, f"{name} was {short_text(old)}, is {short_text(new)}")
+        for (path, name), (old, new) in pairs.items()
+        if old != new
     ]
-    return list(dict.fromkeys(found))
+    return found or [("the model", "other modules, or variables that are shared in another way")]
+
+
+def _static_values(graphdef: Any, state: tuple[nnx.State, ...]) -> dict[tuple[str, str], Any]:
+    """(path, name) -> value, of the static attributes of all modules and the metadata of all variables."""
+    found: dict[tuple[str, str], Any] = {}
+    for path, node in nnx.iter_graph(nnx.merge(graphdef, *state)):
+        at = path_of(path) or "the model"
+        if isinstance(node, nnx.Variable):
+            found |= {(at, f"metadata {name!r}"): value for name, value in node.get_metadata().items()}
+        elif isinstance(node, nnx.Pytree):
+            values = {name: value for name, value in vars(node).items() if not name.startswith("_pytree__")}
+            found |= {(at, f"attribute {name!r}"): x for name, x in values.items() if not nnx.has_data(x)}
+    return found
 
 
 def abstract_train_state(make: Callable[[], Any], abstract: nnx.State) -> TrainState:
     """The train state of `make() -> (model, optimizer)` with the leaves of `abstract_state(make, ...)`."""
-    graphdef = nnx.graphdef(abstract_model(make))
-    leaves, treedef = jax.tree.flatten(abstract)
-    return TrainState(tuple(leaves), TreeDefinition(graphdef, treedef))
+    graphdef, state = abstract_split(make, mesh_of_leaves(jax.tree.leaves(abstract)))
+    if not has_optimizer(made := nnx.merge(graphdef, state)):
+        raise ShardingError(
+            "make() must return (model, nnx.Optimizer) for a train state, got "
+            f"an object of type {type(made).__name__}. For a model alone, call init_model or init_state."
+        )
+    check_same_arrays(abstract, state)
+    leaves, treedef = jax.tree.flatten(state)
+    return TrainState(tuple(leaves), TreeDefinition(graphdef, treedef)).with_state(abstract)
 
 
 def init_train_state(make: Callable[[], Any], abstract: nnx.State) -> TrainState:

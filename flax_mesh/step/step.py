@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
-from flax_mesh.mesh.context import current_mesh
+from flax_mesh.mesh.context import current_mesh, in_mesh
+from flax_mesh.sharding.abstract import mesh_of_leaves
 from flax_mesh.sharding.constrain import with_sharding_constraint
 from flax_mesh.step.batch import microbatch_shapes
 from flax_mesh.step.loss import (
@@ -27,7 +27,7 @@ from flax_mesh.step.loss import (
     sums_of,
     traced_loss,
 )
-from flax_mesh.step.state import TrainState
+from flax_mesh.step.state import TrainState, check_same_definition, check_train_state
 from flax_mesh.tree import named_leaves
 
 Step = Callable[..., tuple[TrainState, Metrics]]
@@ -99,8 +99,9 @@ def make_train_step(
         >>> bool(second["loss"] < first["loss"])
         True
     """
+    check_train_state(state)
     layers = (layers,) if isinstance(layers, str) else state.definition.layers if layers is None else tuple(layers)
-    mesh = mesh_of(state)
+    mesh, layout = mesh_of_leaves(state.leaves), state
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         with in_mesh(mesh):
@@ -111,6 +112,7 @@ def make_train_step(
             return skip_update(state, *train(state, batch), limits)
 
     def train(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        check_same_definition(layout, state)
         model, optimizer = state.merge()
         count, wrt = optimizer.step[...], optimizer.wrt
         params, _, others = nnx.state(model, wrt, nnx.RngState, ...)
@@ -141,7 +143,8 @@ def make_eval_step(loss_fn: LossFn, state: TrainState) -> Callable[[TrainState, 
 
     The model is in `eval()` mode. Neither the state nor its random streams change.
     """
-    mesh = mesh_of(state)
+    check_train_state(state)
+    mesh = mesh_of_leaves(state.leaves)
 
     def evaluate(state: TrainState, batch: Batch) -> Metrics:
         with in_mesh(mesh):
@@ -183,15 +186,3 @@ def _accumulate(run: Callable[..., Any], variables: Any, batch: Batch, num_micro
     wide = lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))  # noqa: E731
     zeros = jax.tree.map(wide, jax.eval_shape(run, variables, *first)[1])
     return jax.lax.scan(body, (variables, zeros), parts)[0]
-
-
-def mesh_of(state: TrainState) -> Mesh | AbstractMesh | None:
-    """The mesh of the leaves; None for a state on a single device without a mesh."""
-    shardings = [getattr(leaf, "sharding", None) for leaf in state.leaves]
-    return next((s.mesh for s in shardings if isinstance(s, NamedSharding)), None)
-
-
-def in_mesh(mesh: Mesh | AbstractMesh | None):
-    """Context manager that sets the mesh of sharding constraints inside a trace; None keeps the current one."""
-    # Inside a trace JAX allows only the abstract mesh to be set, which is enough for constraints.
-    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh if mesh is not None else jax.sharding.get_abstract_mesh())

@@ -17,12 +17,12 @@ from flax_mesh.checkpoint import Checkpointer, RetentionPolicy
 from flax_mesh.checkpoint.find import CHECKPOINTS
 from flax_mesh.checkpoint.retention import has_finite_numbers
 from flax_mesh.errors import ConfigError, SaveError
+from flax_mesh.mesh.context import in_mesh
 from flax_mesh.mpmd.runtime.profile import costs_of, trace_step
 from flax_mesh.mpmd.schedules.simulate import simulate
 from flax_mesh.processes import Watch, broadcast_from_process_0, stop_together
 from flax_mesh.step.loss import Limits
 from flax_mesh.step.state import TrainState
-from flax_mesh.step.step import in_mesh
 from flax_mesh.train.build import TrainProgram, batch_sharding, build_program
 from flax_mesh.train.checks import check_on_corpus, check_trace
 from flax_mesh.train.config import CheckpointConfig, TrainConfig, data_seed

@@ -356,3 +356,38 @@ def test_invalid_arguments_of_gather_are_errors():
         fm.gather(jnp.ones(3), bytes_in_flight=0)
     with pytest.raises(ValueError, match="remote must be 'error', 'leave' or 'collect', got 'all'"):
         fm.gather(jnp.ones(3), remote="all")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("place", ["shard", "shard_fns", "reshard"])
+@pytest.mark.parametrize("source", ["same sharding", "one device", "replicated", "numpy"])
+def test_without_aliasing_the_result_may_be_donated(place, source):
+    """By default a source that is in place already is returned itself, and donation deletes it under the caller."""
+    mesh = fm.create_mesh((8,), ("fsdp",))
+    target, replicated = NamedSharding(mesh, P("fsdp")), NamedSharding(mesh, P())
+    target = replicated if source == "one device" else target
+    values = np.arange(512 * 128, dtype=np.float32).reshape(512, 128)
+    x = {
+        "same sharding": lambda: jax.device_put(values, target),
+        "one device": lambda: jnp.array(values),
+        "replicated": lambda: jax.device_put(values, replicated),
+        "numpy": lambda: values,
+    }[source]()
+    if place == "reshard" and source in ("one device", "numpy"):
+        pytest.skip("not on a mesh")
+    calls = {
+        "shard": lambda may_alias: fm.shard(x, target, may_alias=may_alias),
+        "reshard": lambda may_alias: fm.reshard(x, target, may_alias=may_alias),
+        "shard_fns": lambda may_alias: fm.make_shard_and_gather_fns(target, may_alias=may_alias)[0](x),
+    }
+    donate = jax.jit(lambda x: x + 1, donate_argnums=0)
+    copied = calls[place](False)
+    assert copied.sharding == target
+    if source == "numpy":
+        values[0, 0] = -1.0
+        assert copied[0, 0] == 0.0
+        return
+    donate(copied)
+    assert copied.is_deleted() and not x.is_deleted()
+    np.testing.assert_array_equal(x, values)
+    if source == "same sharding":
+        assert calls[place](None) is x and calls[place](True) is x

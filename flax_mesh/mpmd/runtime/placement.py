@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh.axes import PartitionAxis, as_tuple
@@ -18,7 +17,7 @@ from flax_mesh.mpmd.split.split import StagedModel
 from flax_mesh.mpmd.split.trace import ModelLeaf
 from flax_mesh.mpmd.split.update import SHARED
 from flax_mesh.mpmd.transport.layout import on_all_groups, remote_array, sharding_on
-from flax_mesh.sharding.abstract import abstract_state
+from flax_mesh.sharding.abstract import abstract_state, made_leaves
 from flax_mesh.sharding.rules import Rules
 from flax_mesh.step.state import TrainState, TreeDefinition, abstract_train_state
 from flax_mesh.tree import named_leaves, owner_of
@@ -121,15 +120,13 @@ def init_leaves(make: Callable[[], Any], placement: Placement, meshes: Mapping[i
     for group in sorted({owner.group for owner in placement.owners} & {SHARED, *meshes}):
         of_group = [at for at, owner in enumerate(placement.owners) if owner.group == group]
 
-        def leaves(of_group: list[int] = of_group) -> list[Any]:
-            with nnx.use_eager_sharding(False):
-                model, optimizer = make()
-            values = jax.tree.leaves(nnx.state({"model": model, "optimizer": optimizer}))
+        mesh = meshes[first if group == SHARED else group]
+
+        def leaves(of_group: list[int] = of_group, mesh: Mesh = mesh) -> list[Any]:
+            values = made_leaves(make, mesh)
             return [cut_rows(values[placement.owners[at].source], placement.owners[at].rows) for at in of_group]
 
-        there = [
-            sharding_on(placement.owners[at].sharding, meshes[first if group == SHARED else group]) for at in of_group
-        ]
+        there = [sharding_on(placement.owners[at].sharding, mesh) for at in of_group]
         with short_tracer_errors():
             made = jax.jit(leaves, out_shardings=there)()
         if group == SHARED:

@@ -8,7 +8,14 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis, as_tuple, dims_text
-from flax_mesh.sharding.abstract import ATTRIBUTE, abstract_model, lay_out, model_layers, partition_rules
+from flax_mesh.sharding.abstract import (
+    ATTRIBUTE,
+    abstract_split,
+    has_optimizer,
+    lay_out,
+    model_layers,
+    partition_rules,
+)
 from flax_mesh.sharding.annotations import annotations_of, match_annotations
 from flax_mesh.sharding.optimizer import match_optimizer
 from flax_mesh.sharding.report.account import analyze_sharding_strategy
@@ -125,25 +132,26 @@ def explain_sharding(
         >>> explanation.report.memory_per_device[0]  # the kernel is sharded over fsdp only
         33000
     """
-    made = abstract_model(make)
-    parts = made if isinstance(made, dict) else {"model": made}
-    model, optimizer = parts["model"], parts.get("optimizer")
-    if rules is None and not hasattr(model, ATTRIBUTE) and annotations_of(nnx.state(model)):
-        table, audit = None, _audit_annotations(nnx.state(model), mesh, axes or DEFAULT_AXES, large)
+    graphdef, state = abstract_split(make, mesh)
+    made = nnx.merge(graphdef, state)
+    model, optimizer = (made["model"], made["optimizer"]) if has_optimizer(made) else (made, None)
+    arrays = state["model"] if optimizer is not None else state
+    if rules is None and not hasattr(model, ATTRIBUTE) and annotations_of(arrays):
+        table, audit = None, _audit_annotations(arrays, mesh, axes or DEFAULT_AXES, large)
     else:
         table = as_rules(partition_rules(model) if rules is None else rules, axes, model_layers(model))
-        table = table.without_single_layers(named_leaves(nnx.state(model)), model)
-        audit = audit_rules(table, nnx.state(model), mesh, large=large, unused=rules is not None)
-    state, findings = {"model": lay_out(nnx.state(model), audit.specs, mesh)}, list(audit.findings)
+        table = table.without_single_layers(named_leaves(arrays), model)
+        audit = audit_rules(table, arrays, mesh, large=large, unused=rules is not None)
+    parts, findings = {"model": lay_out(arrays, audit.specs, mesh)}, list(audit.findings)
     if optimizer is not None:
         over, rest = as_tuple(shard_optimizer_over), complete(table or PartitionRules([]))
-        match = match_optimizer(optimizer, model, audit.specs, rest, mesh, over=over)
-        state["optimizer"] = lay_out(nnx.state(optimizer), match.specs, mesh)
-        without_parameter = _large_without_parameter(state["model"], state["optimizer"], match.specs, mesh, large)
+        match = match_optimizer(optimizer, arrays, audit.specs, rest, mesh, over=over)
+        parts["optimizer"] = lay_out(state["optimizer"], match.specs, mesh)
+        without_parameter = _large_without_parameter(parts["model"], parts["optimizer"], match.specs, mesh, large)
         findings += group_findings([*match.findings, *without_parameter])
-    report = _with_rules(analyze_sharding_strategy(state), table, nnx.state(model))
+    report = _with_rules(analyze_sharding_strategy(parts), table, arrays)
     used_axes = table.axes if table else axes or DEFAULT_AXES
-    fingerprint = sharding_fingerprint(nnx.State(state) if optimizer is not None else state["model"])
+    fingerprint = sharding_fingerprint(nnx.State(parts) if optimizer is not None else parts["model"])
     return Explanation(
         report,
         tuple(audit.uses),

@@ -1,0 +1,199 @@
+"""What `make()` may return and contain: arrays without a Variable, metadata, a mesh in context, several modules."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+import flax_mesh as fm
+from flax_mesh.sharding import sharding_fingerprint
+
+P = PartitionSpec
+AXES = ("fsdp", "tp")
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return fm.create_mesh((2, 4), AXES)
+
+
+class Attributes(nnx.Module):
+    """Arrays without a Variable: as attributes, in lists and dicts, and the scales of nnx.WeightNorm."""
+
+    def __init__(self, rngs, **metadata):
+        self.linear = nnx.Linear(8, 8, rngs=rngs, **metadata)
+        self.normed = nnx.WeightNorm(nnx.Linear(8, 8, rngs=rngs), rngs=rngs)
+        self.freqs, self.on_host = jnp.linspace(0.0, 1.0, 8), np.arange(8.0, dtype=np.float32)
+        self.key = rngs.params()
+        self.tables = nnx.data([jnp.ones(8), {"more": jnp.full(8, 2.0)}])
+        self.listed = nnx.List([jnp.arange(8.0)])
+
+    def __call__(self, x):
+        shifted = x + self.freqs + self.on_host + self.tables[0] + self.tables[1]["more"] + self.listed[0]
+        return self.normed(self.linear(shifted + jax.random.normal(self.key, x.shape)))
+
+
+def make():
+    return Attributes(nnx.Rngs(0))
+
+
+def make_both():
+    model = make()
+    return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+
+def paths(tree):
+    return [path for path, _ in fm.named_leaves(tree)]
+
+
+def test_arrays_without_a_variable_are_part_of_the_state(mesh):
+    abstract, plain = fm.abstract_state(make, mesh, "fsdp"), make()
+    assert paths(abstract) == paths(nnx.state(plain)) and {"freqs", "tables/1/more", "listed/0"} < set(paths(abstract))
+    assert dict(fm.named_leaves(abstract))["freqs"].sharding == NamedSharding(mesh, P("fsdp"))
+    model = fm.init_model(make, abstract)
+    np.testing.assert_allclose(model(jnp.ones((2, 8))), plain(jnp.ones((2, 8))), rtol=1e-5)
+    assert model.freqs.sharding == NamedSharding(mesh, P("fsdp"))
+    assert paths(fm.abstract_state(make_both, mesh, "fsdp")["model"]) == paths(abstract)
+    explanation = fm.explain_sharding(make_both, mesh, "fsdp")
+    assert explanation.fingerprint == sharding_fingerprint(fm.abstract_state(make_both, mesh, "fsdp"))
+
+
+def test_arrays_without_a_variable_need_a_rule(mesh):
+    with pytest.raises(fm.ShardingError, match=r"Partition rule not found for param: freqs \(8,\)"):
+        fm.abstract_state(make, mesh, [("kernel|bias|scales|on_host|tables|listed", ())])
+
+
+def test_arrays_without_a_variable_may_stand_beside_annotated_variables(mesh):
+    annotated = lambda: Attributes(nnx.Rngs(0), kernel_metadata={"out_sharding": AXES})  # noqa: E731
+    found = {path: x.sharding.spec for path, x in fm.named_leaves(fm.abstract_state(annotated, mesh))}
+    assert found["linear/kernel"] == P(*AXES) and found["freqs"] == P()
+
+
+def test_metadata_is_that_of_a_plain_call_of_make(mesh):
+    annotated = lambda: nnx.Linear(8, 8, kernel_metadata={"out_sharding": AXES}, rngs=nnx.Rngs(0))  # noqa: E731
+    with jax.set_mesh(mesh):
+        plain = nnx.state(annotated())
+    abstract = fm.abstract_state(annotated, mesh)
+    for state in (abstract, fm.init_state(annotated, abstract), nnx.state(fm.init_model(annotated, abstract))):
+        jax.tree.map(lambda a, b: None, plain, state)  # raises an error if metadata differ
+    with nnx.use_eager_sharding(False):
+        jax.tree.map(lambda a, b: None, nnx.state(annotated()), fm.abstract_state(annotated, mesh))
+
+
+def test_random_streams_in_metadata_are_left_out(mesh):
+    make = lambda: nnx.Dict(x=nnx.Param(jnp.ones(8), rngs=nnx.Rngs(0), kind="a"))  # noqa: E731
+    first, second = (fm.abstract_state(make, mesh, "fsdp") for _ in range(2))
+    assert jax.tree.structure(first) == jax.tree.structure(second)
+    metadata = fm.init_model(make, first).x.get_metadata()
+    assert "rngs" not in metadata and metadata["kind"] == "a"
+
+
+def test_arrays_in_metadata_are_an_error_that_names_the_variables(mesh):
+    make = lambda: nnx.List([nnx.Param(jnp.ones(8), mask=jnp.ones(8)) for _ in range(3)])  # noqa: E731
+    with pytest.raises(fm.ShardingError, match=r"^{0..2}: its metadata 'mask' contains an array\nMetadata is static"):
+        fm.abstract_state(make, mesh, "fsdp")
+
+
+def test_the_mesh_is_in_context_while_make_is_traced(mesh):
+    seen = []
+
+    def constrained():
+        seen.append(fm.current_mesh())
+        x = jax.lax.with_sharding_constraint(jnp.ones((8, 8)), P("fsdp", "tp"))
+        return nnx.Dict(x=nnx.Param(x, out_sharding=P(None, None), eager_sharding=True))
+
+    for given in (mesh, AbstractMesh((2, 4), AXES)):
+        abstract = fm.abstract_state(constrained, given, "fsdp")
+    model = fm.init_model(constrained, fm.abstract_state(constrained, mesh, "fsdp"))
+    fm.explain_sharding(constrained, mesh, "fsdp")
+    assert model.x[...].sharding == NamedSharding(mesh, P(None, "fsdp")) and paths(abstract) == ["x"]
+    assert len(seen) >= 5 and all(found.axis_names == AXES for found in seen)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: {"generator": make(), "critic": nnx.Linear(8, 1, rngs=nnx.Rngs(1))},
+        lambda: [nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(1))],
+        lambda: (nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(1))),
+        lambda: {"model": nnx.Linear(8, 8, rngs=nnx.Rngs(0)), "other": {"array": jnp.ones(8)}},
+        lambda: {"a": jnp.ones((8, 8)), "b": [jnp.ones(8)]},
+    ],
+)
+def test_make_may_return_several_modules_or_arrays(make, mesh):
+    abstract = fm.abstract_state(make, mesh, "fsdp")
+    made, plain = fm.init_model(make, abstract), make()
+    assert type(made) is type(plain) and paths(abstract) == paths(nnx.state(plain))
+    assert [x.sharding for x in jax.tree.leaves(nnx.state(made))] == [x.sharding for x in jax.tree.leaves(abstract)]
+    fm.explain_sharding(make, mesh, "fsdp")
+    with pytest.raises(fm.ShardingError, match=r"(dict|list|tuple) has neither a rule table nor annotations"):
+        fm.abstract_state(make, mesh)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: None, r"make\(\) must return an nnx.Module, .* got None"),
+        (lambda: jnp.ones(8), r"make\(\) must return an nnx.Module, .* got an array"),
+        (lambda: "model", r"make\(\) must return an nnx.Module, .* got an object of type str"),
+        (nnx.Linear(8, 8, rngs=nnx.Rngs(0)), "make must be a function .*, got an object of type Linear"),
+        ({"a": np.ones(8)}, "make must be a function .*, got an object of type dict"),
+    ],
+)
+def test_what_make_must_be_is_said_in_one_line(make, message, mesh):
+    for call in (fm.abstract_state, fm.explain_sharding):
+        with pytest.raises(TypeError, match=message):
+            call(make, mesh, "fsdp")
+
+
+def test_a_state_without_shardings_is_no_layout(mesh):
+    make = lambda: nnx.List([nnx.Linear(8, 8, rngs=nnx.Rngs(0)) for _ in range(3)])  # noqa: E731
+    with pytest.raises(fm.ShardingError, match=r"{0..2}/kernel: no sharding on a mesh; make the abstract state with"):
+        fm.init_model(make, nnx.state(make()))
+
+
+class Empty(nnx.Module):
+    def __init__(self, rngs, **metadata):
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+        self.rows, self.columns = nnx.Param(jnp.ones((0, 8)), **metadata), nnx.BatchStat(jnp.ones((8, 0)), **metadata)
+
+
+@pytest.mark.parametrize("over", [(), "tp"])
+@pytest.mark.parametrize(
+    "rules", ["fsdp", "fsdp+tp", [(".*", ("embed", "mlp"))], [("bias", ()), (".*", P(AXES))], None]
+)
+def test_arrays_of_size_0_have_every_layout(rules, over, mesh):
+    def make():
+        model = Empty(nnx.Rngs(0), **({} if rules else {"out_sharding": AXES}))
+        return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    abstract = fm.abstract_state(make, mesh, rules, on_mismatch="drop", shard_optimizer_over=over)
+    state = fm.init_state(make, abstract)
+    whole = fm.gather(state)
+    for again in (fm.shard(whole, abstract), fm.shard(fm.gather(state, bytes_in_flight=64), abstract)):
+        assert [x.sharding for x in jax.tree.leaves(again)] == [x.sharding for x in jax.tree.leaves(abstract)]
+    assert whole["model"]["rows"].get_value().shape == (0, 8)
+    assert fm.explain_sharding(make, mesh, rules, shard_optimizer_over=over).report.total_parameters == 72
+
+
+def test_messages_name_equal_layers_once(mesh):
+    make = lambda: nnx.Dict(layers=nnx.List([nnx.Linear(8, 8, rngs=nnx.Rngs(0)) for _ in range(4)]))  # noqa: E731
+    state, abstract = nnx.state(make()), fm.abstract_state(make, mesh, "fsdp")
+    wider = lambda: nnx.Dict(layers=nnx.List([nnx.Linear(8, 16, rngs=nnx.Rngs(0)) for _ in range(4)]))  # noqa: E731
+    calls = {
+        r"not found for param: layers/{0..3}/kernel \(8, 8\)": lambda: fm.abstract_state(make, mesh, [("bias", ())]),
+        r"layers/{0..3}/kernel: abstract f32\[8,8\], make": lambda: fm.init_state(wider, abstract),
+        "are not: layers/{0..3}/bias, layers/{0..3}/kernel": lambda: fm.reshard(state, P()),
+        "layers/{0..3}/kernel: missing in specs": lambda: fm.shard(state, {"other": P()}, mesh),
+        "not: layers/{0..3}/kernel": lambda: fm.shard(
+            state, jax.tree.map(lambda x: P() if x.ndim < 2 else 1, state), mesh
+        ),
+        "layers/{0..3}/kernel: an abstract leaf": lambda: fm.get_partition_spec(nnx.state(nnx.eval_shape(make))),
+    }
+    for message, call in calls.items():
+        with pytest.raises(fm.ShardingError, match=message) as error:
+            call()
+        assert "layers/2" not in str(error.value) and len(str(error.value).splitlines()) <= 5
