@@ -98,6 +98,8 @@ def entries(folder: Path) -> list[Path]:
         return sorted(folder.iterdir())
     except ABSENT:
         return []
+    except ValueError as error:  # a null character
+        raise ConfigError(f"{folder} is not a folder: {error}") from error
     except OSError as error:
         raise UnreadableError(
             f"{folder} cannot be read: {error.strerror}; repair that, or use another folder"

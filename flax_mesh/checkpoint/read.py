@@ -160,6 +160,11 @@ def plain(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value of JSON is a number that a float can represent."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and not abs(value) > MOST
+
+
 def finite(value: Any) -> Any:
     """`value` as portable JSON: numbers that no float can represent become null."""
     if isinstance(value, dict):

@@ -93,7 +93,8 @@ def reshard(folder: str, out: str, config: TrainConfig, step: int | None) -> dic
     before, after = mesh_text(mesh_of(record)), mesh_text(program.mesh.shape)
     record |= layout_record(program.mesh.shape, program.rules, layout_of(abstract, layers))
     record |= {"sharding": sharding_fingerprint(abstract.to_nnx()), "resharded_from": before}
-    record["config"] |= {"mesh.shape": config.mesh.shape}
+    if record["config"]:
+        record["config"] |= {"mesh.shape": config.mesh.shape}
     with new_folder(out) as work:
         sizes = _save(work, number, state, layers, record)
     more = {"to": "checkpoint", "mesh": after, "before": before, "notes": notes}
@@ -107,7 +108,7 @@ def _errors_name_option() -> Iterator[None]:
         yield
     except ConfigError as error:
         lines = [] if "ignore=" not in str(error) else ["  On the command line, ignore= is --ignore NAME."]
-        raise ConfigError([*error.problems, *lines]) from error
+        raise type(error)([*error.problems, *lines]) from error
 
 
 @contextmanager
@@ -124,8 +125,9 @@ def new_folder(out: str | Path, *, by_orbax: bool = True) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; use another folder") from error
+    except (OSError, ValueError) as error:  # ValueError: a null character
+        reason = getattr(error, "strerror", error)
+        raise ConfigError(f"{path} cannot be written: {reason}; use another folder") from error
     with temporary as folder:
         work = Path(folder) / path.name
         try:

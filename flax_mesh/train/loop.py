@@ -28,7 +28,7 @@ from flax_mesh.train.checks import check_on_corpus, check_trace
 from flax_mesh.train.config import CheckpointConfig, TrainConfig, data_seed
 from flax_mesh.train.data.batches import BatchFn, batch_rows, make_batch_fn, make_eval_fn, num_eval_batches, prefetch
 from flax_mesh.train.data.data import Corpus, decode, load_corpus
-from flax_mesh.train.metadata import check_resume, layout_changes, run_record, step_record
+from flax_mesh.train.metadata import check_resume, layout_changes, run_metadata, run_record, step_record
 from flax_mesh.train.metrics import Row, Rows, StepCheck
 from flax_mesh.train.overrides import Change
 from flax_mesh.train.run import Run, Say, describe
@@ -145,7 +145,7 @@ def train(
                 _check_stages(run, is_new=True)
                 write_config(folder, config)
                 return _steps(run, checkpointer, _initial(run, start), 0, {})
-            saved = checkpointer.metadata(step)
+            saved = run_metadata(checkpointer.folder / str(step))
             for change in _changes(run, checkpointer, saved, allow_changes=allow_changes):
                 say(f"changed since the checkpoint: {change}")
             if step >= config.run.steps:

@@ -12,14 +12,15 @@ import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mesh.errors import CheckpointCorruptedError, ConfigError
+from flax_mesh.errors import CheckpointCorruptedError, ConfigError, UnreadableError
 
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER = 100_000_000  # bytes; the limit that the format sets
@@ -103,7 +104,18 @@ def write_safetensors(
 
 def read_json(path: Path) -> Any:
     """Parse an untrusted JSON file; CheckpointCorruptedError if it is invalid."""
-    return _parse_json(path, path.read_bytes())
+    with refusals(path):
+        data = path.read_bytes()
+    return _parse_json(path, data)
+
+
+@contextmanager
+def refusals(path: str | Path) -> Iterator[None]:
+    """Raise UnreadableError where the system refuses to read `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise UnreadableError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _open_sharded(folder: Path) -> dict[str, np.ndarray]:
@@ -138,8 +150,9 @@ def _is_file_name(file: Any) -> bool:
 def _open_file(path: Path) -> dict[str, np.ndarray]:
     if not path.is_file():
         raise ConfigError(f"{path}: no such file")
-    header_size, entries = _read_header(path)
-    data = np.memmap(path, mode="r")[8 + header_size :]
+    with refusals(path):
+        header_size, entries = _read_header(path)
+        data = np.memmap(path, mode="r")[8 + header_size :]
     return {
         # asarray: slices of a memmap are memmaps, which are slower and have no use here
         name: np.asarray(data)[stored.begin : stored.end].view(stored.dtype).reshape(stored.shape)
