@@ -33,7 +33,7 @@ from flax_mesh.train.metrics import Row, Rows, StepCheck
 from flax_mesh.train.overrides import Change
 from flax_mesh.train.run import Run, Say, describe
 from flax_mesh.train.run_folder import METRICS, check_agreement, folder_of_run, is_first, latest_step, write_config
-from flax_mesh.train.warm_start import Start, check_start_settings, find_start, start_from
+from flax_mesh.train.warm_start import Start, check_start_settings, find_start, keep_other_files, start_from
 
 TRACED = 2  # steps before the traced one: they include compilation
 
@@ -264,6 +264,8 @@ def _initial(run: Run, start: Start | None) -> TrainState:
     state = run.program.init()
     if start is not None:
         state, text = start_from(start, state, run.program.rules.layers)
+        if is_first():
+            keep_other_files(start, run.folder / CHECKPOINTS)
         run.say(f"start: {start.folder}: {text}")
     return state
 

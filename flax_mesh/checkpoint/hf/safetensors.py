@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -66,6 +67,7 @@ def write_safetensors(
     values: Iterable[tuple[str, np.ndarray]],
     *,
     json_files: Mapping[str, Any] | None = None,
+    copies: Iterable[Path] = (),
     max_file_bytes: int = 5_000_000_000,
 ) -> None:
     """Write a folder atomically: it appears complete, with its data synced to disk, or not at all.
@@ -74,6 +76,7 @@ def write_safetensors(
     arrays: name -> anything with the shape and dtype of the array
     values: (name, array) for each of them, once, in any order; only one at a time is in memory
     json_files: further files, such as {"config.json": {...}}
+    copies: files to copy, under the names that they have
     max_file_bytes: limit for the data in a file, unless a single array is larger
 
     After an error the folder is unchanged. A process that is killed leaves a hidden folder beside it.
@@ -96,6 +99,8 @@ def write_safetensors(
         _write_values(places, values)
         for file, data in {**_index(files), **(json_files or {})}.items():
             (work / file).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        for file in copies:
+            shutil.copyfile(file, work / file.name)
         for file in [*work.iterdir(), work]:
             _sync(file)
         work.rename(folder)
