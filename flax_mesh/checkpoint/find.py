@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from flax_mesh.checkpoint.checksums import ABSENT, CHECKSUMS, MARKERS, find_damage
+from flax_mesh.checkpoint.hf.safetensors import user_path
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, StepDeletedError, UnreadableError
 
 CHECKPOINTS = "checkpoints"  # below a run folder
@@ -25,7 +26,7 @@ def find_steps(path: str | Path) -> list[Path]:
 
     `path` is a run folder, a folder of checkpoints, or the folder of one step. Raises ConfigError for anything else.
     """
-    path = Path(path).expanduser().absolute()
+    path = user_path(path).absolute()
     if _is_step(path):
         return [path]
     for folder in (path / CHECKPOINTS, path):
@@ -40,7 +41,7 @@ def find_steps(path: str | Path) -> list[Path]:
 def find_step(path: str | Path, step: int | None = None) -> Path:
     """The folder of `step` at `path`, or of the newest committed one."""
     steps = find_steps(path)
-    if len(steps) == 1 and steps[0] == Path(path).expanduser().absolute() and step in (None, step_number(steps[0])):
+    if len(steps) == 1 and steps[0] == user_path(path).absolute() and step in (None, step_number(steps[0])):
         return steps[0]
     committed = {step_number(one): one for one in steps if STEP.fullmatch(one.name)}
     if not committed:
@@ -59,7 +60,7 @@ def find_valid(path: str | Path, step: int | None = None) -> tuple[Path, dict[Pa
     UnreadableError if the system refuses to read one: it may be the newest valid one.
     """
     chosen = find_step(path, step)
-    if step is not None or chosen == Path(path).expanduser().absolute():
+    if step is not None or chosen == user_path(path).absolute():
         check_whole(chosen)
         return chosen, {}
     valid, damaged = newest_valid(lambda: [one for one in find_steps(path) if STEP.fullmatch(one.name)])

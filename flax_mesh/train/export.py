@@ -21,7 +21,7 @@ from flax_mesh.checkpoint.find import STEP, check_path, find_valid, step_number
 from flax_mesh.checkpoint.hf.convert import map_params, stored_value
 from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, huggingface_config, open_decoder
 from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT, keep_files, other_files, read_kept_config, updated_config
-from flax_mesh.checkpoint.hf.safetensors import write_safetensors
+from flax_mesh.checkpoint.hf.safetensors import user_path, write_safetensors
 from flax_mesh.checkpoint.read import Array, mesh_of, read_record, read_tree
 from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.mesh.create import create_mesh
@@ -120,7 +120,7 @@ def new_folder(out: str | Path, *, by_orbax: bool = True) -> Iterator[Path]:
 
     Raises ConfigError if `out` exists or its parent cannot be written, SaveError if writing fails.
     """
-    path = Path(out).expanduser().absolute()
+    path = user_path(out).absolute()
     if by_orbax:
         check_path(path)
     if os.path.lexists(path):

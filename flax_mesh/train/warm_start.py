@@ -11,6 +11,7 @@ from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.find import find_valid, step_number
 from flax_mesh.checkpoint.hf.decoders import open_decoder
 from flax_mesh.checkpoint.hf.kept import KEPT, keep_files
+from flax_mesh.checkpoint.hf.safetensors import user_path
 from flax_mesh.checkpoint.read import read_record
 from flax_mesh.errors import ConfigError
 from flax_mesh.processes import broadcast_from_process_0
@@ -87,7 +88,7 @@ def start_from(start: Start, state: TrainState, layers: Sequence[str]) -> tuple[
 
 def keep_other_files(start: Start, checkpoints: Path) -> None:
     """Keep the tokenizer and the other files that came with the parameters, for an export of the run's checkpoints."""
-    source = Path(start.folder).expanduser() if start.step is None else start.step.parent / KEPT
+    source = user_path(start.folder) if start.step is None else start.step.parent / KEPT
     try:
         keep_files(source, checkpoints)
     except OSError as error:
@@ -95,5 +96,5 @@ def keep_other_files(start: Start, checkpoints: Path) -> None:
 
 
 def is_huggingface(folder: str) -> bool:
-    path = Path(folder).expanduser()
+    path = user_path(folder)
     return path.is_dir() and any(path.glob("*.safetensors"))

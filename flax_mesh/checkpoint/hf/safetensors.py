@@ -114,6 +114,14 @@ def read_json(path: Path) -> Any:
     return _parse_json(path, data)
 
 
+def user_path(path: str | Path) -> Path:
+    """`path` with ~ and ~USER replaced. ConfigError if there is no such user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
 @contextmanager
 def refusals(path: str | Path) -> Iterator[None]:
     """Raise UnreadableError where the system refuses to read `path`."""
