@@ -18,7 +18,7 @@ from flax_mesh.errors import StepDeletedError, UnreadableError
 
 CHECKSUMS = "checksums.json"
 BLOCK = 2**26  # bytes that one checksum covers
-READ = 2**22  # bytes read at a time
+READ = 2**19  # bytes read at a time: they stay in the cache of a core while they are hashed
 NUMBER = "step"  # the file with the number of the step, as text
 RECORD = "metadata/metadata"  # of Orbax; until 0.1.0 only the record of a run contains the number
 FileSums: TypeAlias = tuple[int, list[Any]]  # bytes of a file, and the checksums of its blocks
