@@ -19,6 +19,14 @@ class CheckpointCorruptedError(ConfigError):
     """Files of a checkpoint are missing or differ from what was written; `problems` names them."""
 
 
+class StepDeletedError(ConfigError):
+    """A step of a run was deleted or renamed while it was read; it may have been valid."""
+
+
+class UnreadableError(ConfigError):
+    """The system refused to read files of a checkpoint (rights, an I/O error); they may be valid."""
+
+
 class SaveError(RuntimeError):
     """A checkpoint could not be written; earlier checkpoints remain valid."""
 

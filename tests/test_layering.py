@@ -46,6 +46,7 @@ SHARED = {
     "checkpoint.checksums",  # damage of a step, for `flax-mesh checkpoint verify`
     "checkpoint.diff",
     "checkpoint.find",  # the folders of steps
+    "checkpoint.hf.kept",  # the tokenizer and other files of an imported model
     "checkpoint.hf.safetensors",
     "checkpoint.read",
     "mesh.shape",  # axis sizes from and to text

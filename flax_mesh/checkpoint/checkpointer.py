@@ -4,25 +4,27 @@ On disk every parameter is stored under its global path, one array per layer, fo
 a list, one scanned stack or the stages of a pipeline: "model/layers/3/attention/q/kernel". Plain Orbax reads them.
 """
 
+import operator
 import os
 import re
 import shutil
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 
-from flax_mesh.checkpoint.checksums import find_damage
-from flax_mesh.checkpoint.find import STEP, check_path, find_leftovers
+from flax_mesh.checkpoint.checksums import SYSTEM_ERROR, find_damage
+from flax_mesh.checkpoint.find import STEP, check_path, entries, find_leftovers, newest_valid, step_number
 from flax_mesh.checkpoint.layout import check_same, disk_target, from_disk, paths_on_disk, to_disk
-from flax_mesh.checkpoint.retention import RetentionPolicy, has_finite_numbers
+from flax_mesh.checkpoint.read import read_metadata
+from flax_mesh.checkpoint.retention import RetentionPolicy, has_finite_numbers, metric_of
 from flax_mesh.checkpoint.stacks import check_stacks_are_named
 from flax_mesh.checkpoint.warm_start import RestoreReport, restore_partial
-from flax_mesh.errors import CheckpointCorruptedError, ConfigError, PeerError, SaveError
+from flax_mesh.errors import CheckpointCorruptedError, ConfigError, PeerError, SaveError, UnreadableError
 from flax_mesh.processes.agree import Phases
 from flax_mesh.stacks import without_single_layers
 from flax_mesh.step.state import TrainState
@@ -33,7 +35,7 @@ Tree = TypeVar("Tree")
 # The phases of a save, at the end of which processes learn of each other's failures. The storage reports the end of
 # "folders", "files" and "commit".
 PHASES = ("begin", "folders", "start", "files", "commit", "clear")
-METRICS = "metrics"  # in the metadata of a step: name -> number
+UNREADABLE = " unreadable"  # key of the metadata of a step that the system refused to read
 REPAIR = "Restore it into the model it was saved from, or start another run (another folder, or --restart)."
 
 
@@ -113,21 +115,19 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Committed steps, oldest first, damaged ones included."""
-        names = os.listdir(self.folder) if self.folder.is_dir() else []
-        return sorted(int(name) for name in names if STEP.fullmatch(name))
+        return sorted(int(entry.name) for entry in entries(self.folder) if STEP.fullmatch(entry.name))
 
     def latest_step(self) -> int | None:
         """The newest valid step, or None if the folder contains no checkpoint; compares every byte with its checksum.
 
         Newer damaged steps are then listed in `damaged`, and the next save quarantines them. Raises
-        CheckpointCorruptedError if the folder contains checkpoints and all of them are damaged.
+        CheckpointCorruptedError if the folder contains checkpoints and all of them are damaged, and UnreadableError if
+        the system refuses to read one: that is no damage, and it may be the newest valid one.
         """
-        self.damaged = {}
-        for step in reversed(self.steps()):
-            if problems := self.verify(step):
-                self.damaged[step] = problems
-            else:
-                return step
+        newest, damaged = newest_valid(lambda: [self._path(step) for step in self.steps()])
+        self.damaged = {step_number(path): problems for path, problems in damaged.items()}
+        if newest is not None:
+            return step_number(newest)
         if self.damaged:
             each = [_damage_text(self._path(step), problems) for step, problems in self.damaged.items()]
             raise CheckpointCorruptedError(
@@ -145,7 +145,10 @@ class Checkpointer:
         return next((step for step in steps if has_finite_numbers(self._readable_metadata(step))), None)
 
     def verify(self, step: int) -> list[str]:
-        """Problems of the files of a step, one line each, after reading all of them; empty for a valid checkpoint."""
+        """Problems of the files of a step, one line each, after reading all of them; empty for a valid checkpoint.
+
+        Raises UnreadableError if the system refuses to read a file, which is no damage.
+        """
         return find_damage(self._step(step))
 
     def save(self, step: int, state: Any, metadata: Mapping[str, Any] | None = None) -> None:
@@ -154,23 +157,28 @@ class Checkpointer:
         When this returns, the arrays of `state` may be donated.
 
         Args:
-            step: Number of the checkpoint, at least 0. It must not exist in the folder, unless it was found damaged.
+            step: Number of the checkpoint, an integer of at least 0. It must not exist in the folder, unless it was
+                found damaged.
             state: A TrainState, an nnx.State or another tree of arrays.
             metadata: Stored as JSON beside the arrays. Default: {}.
 
         Raises:
             SaveError: This save failed, or the one before it.
-            ConfigError: The step exists already, two arrays have the same name on disk, or `layers` does not name a
-                stack of layers. A stack is recognized in a TrainState and in a pipeline only.
+            ConfigError: The step exists already or is no integer of at least 0, two arrays have the same name on disk,
+                or `layers` does not name a stack of layers. A stack is recognized in a TrainState and in a pipeline
+                only.
         """
         self.wait()
+        step = _checked(step)
         definition = state.definition if isinstance(state, TrainState) else None
         if definition is None or definition is not self._checked:
             check_stacks_are_named(state, _layers_of(state, self.layers))
             self._checked = definition
         named, stacks = paths_on_disk(_tree(state), _layers_of(state, self.layers))
         self._phases = Phases("save", PHASES)
-        if step in self.steps() and step not in self.damaged:
+        with self._as_save_error(step):
+            exists = step in self.steps() and step not in self.damaged
+        if exists:
             problem = f"{self.folder} already contains a checkpoint of step {step}; nothing was overwritten."
             # Another process may not see this step, and would wait for this one.
             self._phases.failed(f"process {jax.process_index()}: {problem}")
@@ -213,8 +221,6 @@ class Checkpointer:
 
     def metadata(self, step: int) -> dict[str, Any]:
         """The metadata of a step, as given to `save`."""
-        from flax_mesh.checkpoint.orbax import read_metadata
-
         return read_metadata(self._step(step))
 
     def arrays(self, step: int) -> dict[str, Any]:
@@ -299,6 +305,7 @@ class Checkpointer:
         return self.folder / str(step)
 
     def _step(self, step: int) -> Path:
+        step = _checked(step)
         if step not in (steps := self.steps()):
             raise ConfigError(f"{self.folder} contains no checkpoint of step {step}; its steps: {steps or 'none'}.")
         return self._path(step)
@@ -330,7 +337,9 @@ class Checkpointer:
             committed = self._phases.is_past("commit")
             what = f"the checkpoint of step {step} could not be saved"
             what = "old checkpoints could not be removed" if committed else what
-            left = [one for one in self.steps() if committed or one != step]
+            left: list[int] = []
+            with suppress(UnreadableError):
+                left = [one for one in self.steps() if committed or one != step]
             newest = f"the newest checkpoint is of step {left[-1]}" if left else "no checkpoint exists"
             raise SaveError(f"{what} in {self.folder}: {reason}; {newest}") from error
 
@@ -378,18 +387,21 @@ class Checkpointer:
 
     def _retained(self) -> set[int]:
         steps = self.steps()
-        metrics = {}
-        for step in steps if self.keep.best else ():
-            value = self._readable_metadata(step).get(METRICS, {}).get(self.best_metric)
-            metrics |= {} if value is None else {step: float(value)}
+        found = {step: self._readable_metadata(step) for step in steps if self.keep.best}
+        metrics = {
+            step: value for step, one in found.items() if (value := metric_of(one, self.best_metric)) is not None
+        }
+        unknown = {step for step, one in found.items() if one.get(UNREADABLE)}  # one of them may be the best
         finite = self.newest_finite_step()
-        return self.keep.steps(steps, metrics) | (set() if finite is None else {finite})
+        return self.keep.steps(steps, metrics) | unknown | (set() if finite is None else {finite})
 
     def _readable_metadata(self, step: int) -> dict[str, Any]:
-        """The metadata of a step; of a damaged one, which is not a candidate for the best, {"finite": False}."""
+        """The metadata of a step; of one without, which is not a candidate for the best, {"finite": False}."""
         try:
             return self.metadata(step)
-        except (OSError, TypeError, ValueError):
+        except UnreadableError:
+            return {"finite": False, UNREADABLE: True}
+        except ConfigError:  # damaged, or deleted meanwhile
             return {"finite": False}
 
     def _delete(self, steps: Iterable[int]) -> None:
@@ -412,6 +424,14 @@ def arrays_on_disk(
     With the paths that a checkpoint has `stored`: of the arrays that it restores from there.
     """
     return disk_target(*paths_on_disk(_tree(state), _layers_of(state, layers, stored)))
+
+
+def _checked(step: Any) -> int:
+    """`step` as an int. ConfigError for anything else, since the text of a step is the name of a folder."""
+    with suppress(TypeError):
+        if not isinstance(step, bool) and operator.index(step) >= 0:
+            return operator.index(step)
+    raise ConfigError(f"a step must be an integer of at least 0, got {step!r}")
 
 
 def _tree(state: Any) -> Any:
@@ -443,7 +463,7 @@ def _layers_of(state: Any, layers: Sequence[str] | None, stored: Collection[str]
 def _reason(error: BaseException) -> str:
     """The text of an error on one line; of tensorstore's long texts only the reason that the system reported."""
     text = " ".join(str(error).split()) or type(error).__name__
-    if code := re.search(r"\[os_error_code='(\d+)'\]", text):
+    if code := SYSTEM_ERROR.search(text):
         return os.strerror(int(code[1]))
     return re.sub(r" \[\w+=.*", "", text)[:300]
 

@@ -10,17 +10,24 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
+from flax_mesh.errors import StepDeletedError, UnreadableError
+
 CHECKSUMS = "checksums.json"
 BLOCK = 2**26  # bytes that one checksum covers
-READ = 2**22  # bytes read at a time
+READ = 2**19  # bytes read at a time: they stay in the cache of a core while they are hashed
 NUMBER = "step"  # the file with the number of the step, as text
 RECORD = "metadata/metadata"  # of Orbax; until 0.1.0 only the record of a run contains the number
 FileSums: TypeAlias = tuple[int, list[Any]]  # bytes of a file, and the checksums of its blocks
 # Orbax writes these at the very end, after the checksums; restoring reads neither.
 MARKERS = ("_CHECKPOINT_METADATA", "commit_success.txt")
+ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # what another OSError says nothing about
+# Raised by Orbax and tensorstore for files that they cannot read.
+READ_ERRORS = (OSError, RuntimeError, TypeError, ValueError, KeyError, AttributeError)
+SYSTEM_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")  # in the texts of tensorstore
 
 
 def write_part(part: Path, folder: Path, below: str, prefix: str) -> None:
@@ -46,24 +53,97 @@ def find_damage(folder: Path, reads: Callable[[str], bool] | None = None) -> lis
     """Problems of the files below `folder`, one line per file: missing, another size, or the damaged bytes.
 
     Undamaged files of another step than the folder's name are a problem too. `reads` selects files by name; files
-    without checksums and the name of the folder are then not reported.
+    without checksums and the name of the folder are then not reported. Raises UnreadableError and StepDeletedError as
+    `reading`: neither says anything about damage.
     """
+    with reading(folder):
+        problems = _damage(folder, reads)
+        if problems:
+            os.stat(folder)  # a run renames a step before it deletes its files
+    return problems
+
+
+@contextmanager
+def reading(step: Path) -> Iterator[None]:
+    """Report errors in reading a step as StepDeletedError if it is gone, and as UnreadableError if the system refused.
+
+    Other errors pass.
+    """
+    try:
+        yield
+    except (StepDeletedError, UnreadableError):
+        raise
+    except READ_ERRORS as error:
+        if _is_gone(step):
+            raise StepDeletedError(
+                f"{step} was deleted or renamed while it was read: a run retains only some of its checkpoints "
+                "(checkpoint.keep). Read a newer one, or let the run retain more."
+            ) from error
+        if not (reason := _refusal(error)):
+            raise
+        raise UnreadableError(
+            [
+                f"{step} cannot be read, so that it is not known whether it is damaged:",
+                *(f"  {line}" for line in reason),
+                "  Repair the cause (rights, the disk), or move the folder away to use another step.",
+            ]
+        ) from error
+
+
+class _Refused(OSError):
+    """The system refused to read files; `args` are lines."""
+
+
+def _refusal(error: BaseException) -> list[str]:
+    """Lines on what the system refused to read, none if `error` has another reason."""
+    if isinstance(error, _Refused):
+        return list(error.args)
+    if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ABSENT):
+        return [f"{error.filename}: {error.strerror}"]
+    code = SYSTEM_ERROR.search(str(error))
+    reason = OSError(int(code[1]), os.strerror(int(code[1]))) if code else None
+    return [] if reason is None or isinstance(reason, ABSENT) else [str(reason.strerror)]
+
+
+def _is_gone(step: Path) -> bool:
+    try:
+        os.lstat(step)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _damage(folder: Path, reads: Callable[[str], bool] | None) -> list[str]:
     try:
         block, files = _decode((folder / CHECKSUMS).read_bytes())
     except FileNotFoundError:
         return [] if reads else [f"{CHECKSUMS} is missing: the other files cannot be verified"]
-    except (OSError, ValueError) as error:
+    except (*ABSENT, ValueError) as error:
         return [] if reads else [f"{CHECKSUMS} is damaged: {error}"]
     if reads:
         files = {name: sums for name, sums in files.items() if reads(name)}
-    found = {name: _size_problem(folder / name, size) for name, (size, _) in files.items()}
+    found: dict[str, str] = {}
+    refused: dict[str, OSError] = {}
+    for name, (size, _) in files.items():
+        try:
+            found[name] = _size_problem(folder / name, size)
+        except OSError as error:
+            found[name], refused[name] = "cannot be read", error
     checked = [(name, sums) for name, (_, sums) in files.items() if not found[name]]
     expected = [(name, i * block, value) for name, sums in checked for i, value in enumerate(sums)]
     sums = _map([(folder / name, start) for name, start, _ in expected], block)
     for (name, start, value), got in zip(expected, sums, strict=True):
-        if got != value:
+        if isinstance(got, ABSENT):
+            found[name] = "missing"
+        elif isinstance(got, OSError):
+            refused[name] = got
+        elif got != value:
             where = f"within bytes {start} to {min(files[name][0], start + block)}: checksum {got}, saved with {value}"
             found[name] = f"{found[name]}, and {where}" if found[name] else f"damaged {where}"
+    if refused:
+        raise _Refused(*(f"{name}: {error.strerror}" for name, error in refused.items()))
     problems = [f"{name}: {problem}" for name, problem in found.items() if problem]
     return problems if reads else problems + _marker_problems(folder) or find_other_step(folder)
 
@@ -102,7 +182,7 @@ def _marker_problems(folder: Path) -> list[str]:
         json.loads(path.read_bytes())
     except FileNotFoundError:
         return [f"{path.name}: missing"]
-    except (OSError, RecursionError, ValueError) as error:
+    except (*ABSENT, RecursionError, ValueError) as error:
         return [f"{path.name}: damaged: {error}"]
     return []
 
@@ -112,7 +192,11 @@ def _checksums(folder: Path, names: Sequence[str]) -> dict[str, FileSums]:
     sizes = [(folder / name).stat().st_size for name in names]
     blocks = [(folder / name, at) for name, size in zip(names, sizes, strict=True) for at in range(0, size, BLOCK)]
     found = _map(blocks, BLOCK)
-    unreadable = [f"{path}: {x}" for (path, _), x in zip(blocks, found, strict=True) if isinstance(x, str)]
+    unreadable = [
+        f"{path}: unreadable ({x.strerror})"
+        for (path, _), x in zip(blocks, found, strict=True)
+        if not isinstance(x, int)
+    ]
     if unreadable:
         raise OSError("; ".join(unreadable))
     sums = iter(found)
@@ -146,10 +230,8 @@ def _decode(data: bytes) -> tuple[int, dict[str, FileSums]]:
 def _size_problem(path: Path, size: int) -> str:
     try:
         found = path.stat().st_size
-    except FileNotFoundError:
+    except ABSENT:
         return "missing"
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
     return "" if found == size else f"{found} bytes, saved with {size}"
 
 
@@ -159,13 +241,13 @@ def _files(folder: Path) -> Iterator[str]:
             yield (Path(parent) / name).relative_to(folder).as_posix()
 
 
-def _map(blocks: list[tuple[Path, int]], size: int) -> list[int | str]:
-    """Checksum of every (file, first byte), or the reason why it cannot be read; hashing releases the GIL."""
+def _map(blocks: list[tuple[Path, int]], size: int) -> list[int | OSError]:
+    """Checksum of every (file, first byte), or the error of reading it; hashing releases the GIL."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return list(pool.map(lambda block: _checksum(block[0], block[1], size), blocks))
 
 
-def _checksum(path: Path, start: int, size: int) -> int | str:
+def _checksum(path: Path, start: int, size: int) -> int | OSError:
     import xxhash
 
     value, left = xxhash.xxh3_64(), size
@@ -177,5 +259,5 @@ def _checksum(path: Path, start: int, size: int) -> int | str:
                 value.update(buffer[:count])
                 left -= count
     except OSError as error:
-        return f"unreadable ({error.strerror})"
+        return error
     return value.intdigest()

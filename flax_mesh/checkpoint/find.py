@@ -1,15 +1,17 @@
 """Finds the checkpoints at a path that a user passes, and the newest valid one. Changes no files."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from flax_mesh.checkpoint.checksums import CHECKSUMS, MARKERS, find_damage
-from flax_mesh.errors import CheckpointCorruptedError, ConfigError
+from flax_mesh.checkpoint.checksums import ABSENT, CHECKSUMS, MARKERS, find_damage
+from flax_mesh.checkpoint.hf.safetensors import user_path
+from flax_mesh.errors import CheckpointCorruptedError, ConfigError, StepDeletedError, UnreadableError
 
 CHECKPOINTS = "checkpoints"  # below a run folder
 STEP, QUARANTINED = re.compile(r"0|[1-9][0-9]*"), re.compile(r"([0-9]+)\.damaged(-[0-9]+)?")
 LEFTOVER = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|deleted)")  # of an interrupted save or deletion
+ATTEMPTS = 5  # to read a step before a run deletes it
 PARTS = (CHECKSUMS, MARKERS[0], "state", "metadata")  # a step contains at least one of them, however damaged it is
 
 
@@ -24,12 +26,11 @@ def find_steps(path: str | Path) -> list[Path]:
 
     `path` is a run folder, a folder of checkpoints, or the folder of one step. Raises ConfigError for anything else.
     """
-    path = Path(path).expanduser().absolute()
+    path = user_path(path).absolute()
     if _is_step(path):
         return [path]
     for folder in (path / CHECKPOINTS, path):
-        found = [entry for entry in folder.iterdir() if _is_step(entry)] if folder.is_dir() else []
-        if found:
+        if found := [entry for entry in entries(folder) if _is_step(entry)]:
             return sorted(found, key=lambda step: (not STEP.fullmatch(step.name), step_number(step), step.name))
     what = "contains no checkpoint" if path.is_dir() else "is not a folder"
     unfinished = [one.name for folder in (path / CHECKPOINTS, path) for one in find_leftovers(folder)]
@@ -40,7 +41,7 @@ def find_steps(path: str | Path) -> list[Path]:
 def find_step(path: str | Path, step: int | None = None) -> Path:
     """The folder of `step` at `path`, or of the newest committed one."""
     steps = find_steps(path)
-    if len(steps) == 1 and steps[0] == Path(path).expanduser().absolute() and step in (None, step_number(steps[0])):
+    if len(steps) == 1 and steps[0] == user_path(path).absolute() and step in (None, step_number(steps[0])):
         return steps[0]
     committed = {step_number(one): one for one in steps if STEP.fullmatch(one.name)}
     if not committed:
@@ -55,24 +56,55 @@ def find_step(path: str | Path, step: int | None = None) -> Path:
 def find_valid(path: str | Path, step: int | None = None) -> tuple[Path, dict[Path, list[str]]]:
     """The folder of `step`, or of the newest valid step, and the problems of newer damaged ones that were skipped.
 
-    Compares every byte with its checksum. Raises CheckpointCorruptedError if `step`, or every step, is damaged.
+    Compares every byte with its checksum. Raises CheckpointCorruptedError if `step`, or every step, is damaged, and
+    UnreadableError if the system refuses to read one: it may be the newest valid one.
     """
     chosen = find_step(path, step)
-    older = [one for one in find_steps(path) if STEP.fullmatch(one.name) and step_number(one) < step_number(chosen)]
-    damaged: dict[Path, list[str]] = {}
-    for one in [chosen, *reversed(older if step is None else [])]:
-        if not (problems := find_damage(one)):
-            return one, damaged
-        if one.is_dir():  # otherwise a run has deleted it meanwhile
-            damaged[one] = problems
-    if not damaged:
-        raise ConfigError(f"{path} no longer contains a checkpoint")
-    raise CheckpointCorruptedError(_damage_lines(damaged))
+    if step is not None or chosen == user_path(path).absolute():
+        check_whole(chosen)
+        return chosen, {}
+    valid, damaged = newest_valid(lambda: [one for one in find_steps(path) if STEP.fullmatch(one.name)])
+    if valid is None:
+        raise CheckpointCorruptedError(_damage_lines(damaged))
+    return valid, damaged
+
+
+def newest_valid(steps: Callable[[], Sequence[Path]]) -> tuple[Path | None, dict[Path, list[str]]]:
+    """The newest valid one of `steps()`, oldest first, or None, and the problems of newer damaged ones.
+
+    Calls `steps` again if a run deletes a step while it is read, since the run has then saved a newer one.
+    """
+    for attempt in range(1, ATTEMPTS + 1):
+        damaged: dict[Path, list[str]] = {}
+        try:
+            for step in reversed(steps()):
+                if not (problems := find_damage(step)):
+                    return step, damaged
+                damaged[step] = problems
+            return None, damaged
+        except StepDeletedError:
+            if attempt == ATTEMPTS:
+                raise
+    raise AssertionError
 
 
 def find_leftovers(folder: Path) -> list[Path]:
     """Files of saves and deletions in progress or interrupted."""
-    return sorted(entry for entry in folder.iterdir() if LEFTOVER.fullmatch(entry.name)) if folder.is_dir() else []
+    return [entry for entry in entries(folder) if LEFTOVER.fullmatch(entry.name)]
+
+
+def entries(folder: Path) -> list[Path]:
+    """What `folder` contains, by name; nothing if it is missing or no folder. UnreadableError if it cannot be read."""
+    try:
+        return sorted(folder.iterdir())
+    except ABSENT:
+        return []
+    except ValueError as error:  # a null character
+        raise ConfigError(f"{folder} is not a folder: {error}") from error
+    except OSError as error:
+        raise UnreadableError(
+            f"{folder} cannot be read: {error.strerror}; repair that, or use another folder"
+        ) from error
 
 
 def check_whole(step: Path) -> None:
@@ -87,8 +119,13 @@ def step_number(step: Path) -> int:
 
 
 def _is_step(path: Path) -> bool:
-    named = STEP.fullmatch(path.name) or QUARANTINED.fullmatch(path.name)
-    return bool(named) and any((path / part).exists() for part in PARTS)
+    """Whether `path` is a step, also if it cannot be read."""
+    if not (STEP.fullmatch(path.name) or QUARANTINED.fullmatch(path.name)):
+        return False
+    try:
+        return bool({*PARTS} & {entry.name for entry in entries(path)})
+    except UnreadableError:
+        return True
 
 
 def _damage_lines(damaged: Mapping[Path, list[str]]) -> list[str]:

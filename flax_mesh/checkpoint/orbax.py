@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from flax_mesh.checkpoint.checksums import find_damage, write_checksums, write_number, write_part
+from flax_mesh.checkpoint.checksums import find_damage, reading, write_checksums, write_number, write_part
 from flax_mesh.checkpoint.layout import ShardedArray
 from flax_mesh.errors import CheckpointCorruptedError
 from flax_mesh.tree import named_leaves, nest
@@ -120,10 +120,6 @@ class Storage:
                 return self._orbax.close()
 
 
-def read_metadata(step: Path) -> dict[str, Any]:
-    return dict(ocp.JsonCheckpointHandler().restore(_path(step / METADATA)))
-
-
 def stored_arrays(step: Path) -> dict[str, Any]:
     """Shape and dtype by path on disk; reads no array. Raises CheckpointCorruptedError if the index is damaged."""
     # Orbax requests all arrays at once; with a damaged index it prints a traceback for every request but the first.
@@ -132,7 +128,8 @@ def stored_arrays(step: Path) -> dict[str, Any]:
         raise CheckpointCorruptedError(
             [f"{step}: its tree cannot be read:", *found, "flax-mesh checkpoint verify reports all damage"]
         )
-    return dict(named_leaves(ocp.PyTreeCheckpointHandler().metadata(_path(step / STATE)).tree))
+    with reading(step):
+        return dict(named_leaves(ocp.PyTreeCheckpointHandler().metadata(_path(step / STATE)).tree))
 
 
 def _is_index(name: str) -> bool:
@@ -145,7 +142,8 @@ def read_arrays(step: Path, target: dict[str, Any]) -> dict[str, Any]:
     args = ocp.args.PyTreeRestore(
         item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
     )
-    return dict(named_leaves(ocp.PyTreeCheckpointHandler().restore(_path(step / STATE), args=args)))
+    with reading(step):
+        return dict(named_leaves(ocp.PyTreeCheckpointHandler().restore(_path(step / STATE), args=args)))
 
 
 def _path(path: Path) -> Any:

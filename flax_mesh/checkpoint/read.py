@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flax_mesh.checkpoint.checksums import MARKERS, find_damage, find_other_step
+from flax_mesh.checkpoint.checksums import ABSENT, MARKERS, RECORD, find_damage, find_other_step, reading
 from flax_mesh.checkpoint.find import STEP, step_number
 from flax_mesh.checkpoint.retention import has_finite_numbers
-from flax_mesh.errors import CheckpointCorruptedError
+from flax_mesh.errors import CheckpointCorruptedError, ConfigError, StepDeletedError, UnreadableError
 
 MOST = sys.float_info.max
-UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)  # raised for invalid metadata
+INVALID = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)  # raised for invalid metadata
 
 
 class Array(NamedTuple):
@@ -46,10 +46,16 @@ def step_data(step: Path, *, verify: bool) -> dict[str, Any]:
     """Name, size, date, metrics and mesh of a step (None: unknown), and the problems of its files (None: not read).
 
     Without `verify` the only problem that is found is another number in a step than in its name. "finite" is taken from
-    the metadata: no array is read.
+    the metadata: no array is read. "unreadable" are lines on what the system refused to read, none if nothing.
     """
-    record, set_aside = read_record(step), not STEP.fullmatch(step.name)
+    set_aside, unreadable = not STEP.fullmatch(step.name), []
+    record, problems = sections_of({}), None
     count, size = folder_size(step)
+    try:
+        record = read_record(step)
+        problems = find_damage(step) if verify else None if set_aside else find_other_step(step) or None
+    except UnreadableError as error:
+        unreadable = error.problems
     return {
         "name": step.name,
         "step": step_number(step),
@@ -57,25 +63,47 @@ def step_data(step: Path, *, verify: bool) -> dict[str, Any]:
         "bytes": size,
         "files": count,
         "saved": saved_at(step),
-        "problems": find_damage(step) if verify else None if set_aside else find_other_step(step) or None,
+        "problems": problems,
+        "unreadable": unreadable,
         "metrics": record["metrics"],
         "finite": has_finite_numbers(record),
         "mesh": mesh_of(record) if record["mesh"] else None,
     }
 
 
-def read_record(step: Path) -> dict[str, Any]:
-    """The metadata of a step by section; a section that is missing or invalid is empty."""
-    from flax_mesh.checkpoint.orbax import read_metadata
+def read_metadata(step: Path) -> dict[str, Any]:
+    """The metadata of a step as it was saved. Raises CheckpointCorruptedError if it is not a JSON object."""
+    try:
+        with reading(step):
+            found = json.loads((step / RECORD).read_bytes())
+    except ConfigError:
+        raise
+    except (*ABSENT, RecursionError, ValueError) as error:
+        raise CheckpointCorruptedError(f"{step}: its metadata cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointCorruptedError(f"{step}: its metadata must be a JSON object, got a {type(found).__name__}")
+    return found
 
+
+def read_record(step: Path) -> dict[str, Any]:
+    """The metadata of a step by section; a section that is missing or invalid is empty.
+
+    Raises StepDeletedError and UnreadableError, which say nothing about the metadata.
+    """
     try:
         found = finite(read_metadata(step))
-    except UNREADABLE:
+    except (StepDeletedError, UnreadableError):
+        raise
+    except INVALID:
         found = {}
-    found = found if isinstance(found, dict) else {}
+    return sections_of(found)
+
+
+def sections_of(found: Mapping[str, Any]) -> dict[str, Any]:
+    """`found` with all sections, empty where they are missing or invalid."""
     sections = {name: found.get(name) for name in ("config", "mesh", "axes", "layout", "data", "metrics", "versions")}
     rules = found.get("rules")
-    record = found | {name: value if isinstance(value, dict) else {} for name, value in sections.items()}
+    record = {**found} | {name: value if isinstance(value, dict) else {} for name, value in sections.items()}
     pairs = [rule for rule in rules if isinstance(rule, list) and len(rule) == 2] if isinstance(rules, list) else []
     return record | {"rules": pairs}
 
@@ -89,9 +117,9 @@ def read_tree(step: Path, record: Mapping[str, Any]) -> dict[str, Array]:
             path: Array(path, tuple(leaf.shape), str(np.dtype(leaf.dtype)), str(record["layout"].get(path, "")))
             for path, leaf in stored_arrays(step).items()
         }
-    except CheckpointCorruptedError:
+    except ConfigError:
         raise
-    except UNREADABLE as error:
+    except INVALID as error:
         reason = " ".join(str(error).split())[:200]
         raise CheckpointCorruptedError(
             f"{step}: its tree cannot be read ({type(error).__name__}: {reason}); "
@@ -113,7 +141,7 @@ def saved_at(step: Path) -> str | None:
     try:
         nanoseconds = json.loads((step / MARKERS[0]).read_bytes())["commit_timestamp_nsecs"]
         return datetime.fromtimestamp(nanoseconds / 1e9, UTC).isoformat(timespec="seconds")
-    except (*UNREADABLE, OverflowError):
+    except (*INVALID, OverflowError):
         return None
 
 
@@ -130,6 +158,11 @@ def folder_size(folder: Path) -> tuple[int, int]:
 def plain(text: str) -> str:
     """`text` on one line, with control characters escaped as in Python source."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of JSON is a number that a float can represent."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and not abs(value) > MOST
 
 
 def finite(value: Any) -> Any:

@@ -1,10 +1,12 @@
 """Which checkpoints are retained."""
 
 import math
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+MOST = sys.float_info.max
 JUDGED = ("loss", "grad_norm", "eval_loss")
 
 
@@ -39,6 +41,15 @@ class RetentionPolicy:
         ranked.sort(key=lambda step: (metrics[step], -step))
         stay = {*order[-self.newest :], *ranked[: self.best]}
         return stay | {step for step in order if self.every and step % self.every == 0}
+
+
+def metric_of(metadata: Mapping[str, Any], name: str) -> float | None:
+    """The number `name` in the "metrics" of a checkpoint, None if there is none."""
+    metrics = metadata.get("metrics")
+    value = metrics.get(name) if isinstance(metrics, Mapping) else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if isinstance(value, float) or abs(value) <= MOST else None
 
 
 def has_finite_numbers(metadata: Mapping[str, Any]) -> bool:

@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,8 +16,8 @@ from flax_mesh.checkpoint.checkpointer import arrays_on_disk
 from flax_mesh.checkpoint.checksums import find_damage
 from flax_mesh.checkpoint.diff import SECTIONS, differences, in_both, in_one, value_differences
 from flax_mesh.cli import checkpoint_text as text
-from flax_mesh.cli.common import DONE, FINDINGS, config_of, table_width, use_platform
-from flax_mesh.errors import ConfigError
+from flax_mesh.cli.common import DONE, FINDINGS, config_of, report_failure, table_width, use_platform
+from flax_mesh.errors import ConfigError, StepDeletedError, UnreadableError
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.text import array_text
@@ -37,6 +38,7 @@ class Output:
     data: dict[str, Any]  # for --json
     text: Callable[[int], str]  # text for the given terminal width
     findings: bool = False  # damage or differences
+    unreadable: Sequence[str] = ()  # lines on what the system refused to read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -121,7 +123,8 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     use_platform(config.run.platform if config and arguments.what == "reshard" else "cpu")
     output = _output(arguments, config)
     print(json.dumps(output.data, indent=1) if arguments.json else output.text(table_width()))
-    return FINDINGS if output.findings else DONE
+    refused = report_failure(UnreadableError(output.unreadable)) if output.unreadable else DONE
+    return FINDINGS if output.findings else refused
 
 
 def _recipe_of(arguments: argparse.Namespace) -> str | None:
@@ -161,15 +164,23 @@ def _imported(settings: Mapping[str, Any]) -> TrainConfig:
 
 def _list(path: str, *, verify: bool) -> Output:
     steps = find.find_steps(path)
-    found = [describe.step_data(step, verify=verify and find.STEP.fullmatch(step.name) is not None) for step in steps]
-    found = [data for step, data in zip(steps, found, strict=True) if step.is_dir()]  # a run may have deleted old ones
+    found = []
+    for step in steps:
+        with suppress(StepDeletedError):
+            found.append(describe.step_data(step, verify=verify and find.STEP.fullmatch(step.name) is not None))
     data = {
         "folder": str(steps[0].parent),
         "checkpoints": found,
         "leftovers": [leftover.name for leftover in find.find_leftovers(steps[0].parent)],
         "verified": verify,
     }
-    return Output(data, partial(text.list_text, data), any(step["problems"] for step in found))
+    return _output_of_steps(data, partial(text.list_text, data))
+
+
+def _output_of_steps(data: dict[str, Any], as_text: Callable[[int], str]) -> Output:
+    steps = data["checkpoints"]
+    unreadable = [line for step in steps for line in step["unreadable"]]
+    return Output(data, as_text, any(step["problems"] for step in steps), unreadable)
 
 
 def _inspect(step: Path, every: bool) -> Output:
@@ -201,13 +212,23 @@ def _verify(path: str, number: int | None) -> Output:
         chosen = [step for step in steps if find.STEP.fullmatch(step.name)] or steps
     found = []
     for step in chosen:
-        files, size = describe.folder_size(step)
-        problems = find_damage(step)
-        if step.is_dir():  # a run may have deleted old ones
-            found.append({"name": step.name, "files": files, "bytes": size, "problems": problems})
+        with suppress(StepDeletedError):
+            found.append(_verified(step))
     quarantined = [step.name for step in steps if step not in chosen and not find.STEP.fullmatch(step.name)]
     data = {"folder": str(steps[0].parent), "checkpoints": found, "set_aside": quarantined}
-    return Output(data, lambda width: text.verify_text(data), any(step["problems"] for step in found))
+    if not found:
+        raise StepDeletedError(f"{chosen[-1]} was deleted or renamed while it was read")
+    return _output_of_steps(data, lambda width: text.verify_text(data))
+
+
+def _verified(step: Path) -> dict[str, Any]:
+    files, size = describe.folder_size(step)
+    problems, unreadable = [], []
+    try:
+        problems = find_damage(step)
+    except UnreadableError as error:
+        unreadable = error.problems
+    return {"name": step.name, "files": files, "bytes": size, "problems": problems, "unreadable": unreadable}
 
 
 def _diff(a: str, b: str, config: TrainConfig | None, overrides: Sequence[str], values: bool) -> Output:

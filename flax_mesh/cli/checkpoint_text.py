@@ -48,6 +48,8 @@ def verify_text(data: Mapping[str, Any]) -> str:
     for step in steps:
         if step["problems"]:
             lines += _problem_lines(step)
+        elif step["unreadable"]:
+            lines.append(f"step {step['name']}: unreadable")
         else:
             lines.append(
                 f"step {step['name']}: valid, {bytes_text(step['bytes'])} in {count_text(step['files'], 'file')}"
@@ -206,6 +208,8 @@ def _problem_lines(step: Mapping[str, Any]) -> list[str]:
 def _state(step: Mapping[str, Any], verified: bool) -> str:
     if step["set_aside"]:
         return "quarantined"
+    if step["unreadable"]:
+        return "unreadable"
     state = "damaged" if step["problems"] else "valid" if verified else "not verified"
     return state if step["finite"] else f"{state}, not finite"
 

@@ -47,7 +47,9 @@ def broadcast_from_process_0(name: str, decide: Callable[[], str]) -> str:
     if jax.process_index() != 0:
         result = json.loads(_wait(f"broadcast/{name}", 0))
         if "problems" in result:
-            raise BROADCAST_ERRORS[result["kind"]]([f"process 0: {problem}" for problem in result["problems"]])
+            raise BROADCAST_ERRORS.get(result["kind"], ConfigError)(
+                [f"process 0: {problem}" for problem in result["problems"]]
+            )
         return result["value"]
     try:
         value = decide()

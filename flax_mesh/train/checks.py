@@ -134,7 +134,9 @@ def check_start(folder: str, model: Any) -> list[str]:
         source = open_decoder(folder)
         problems = [f"checkpoint.start_from: {problem}" for problem in source.problems()]
     except ConfigError as error:
-        return [f"checkpoint.start_from: {problem}" for problem in error.problems]
+        hint = ["  To ignore them: flax-mesh checkpoint import FOLDER OUT --ignore NAME, and checkpoint.start_from=OUT"]
+        found = [f"checkpoint.start_from: {problem}" for problem in error.problems]
+        return found + (hint if "ignore=" in str(error) else [])
     return problems + [
         f"model.{name}={getattr(model, name)} differs from {value} in checkpoint.start_from={folder}; "
         f"set model.{name}={value}"

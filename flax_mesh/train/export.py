@@ -20,8 +20,9 @@ from flax_mesh.checkpoint.diff import batches, read_batch
 from flax_mesh.checkpoint.find import STEP, check_path, find_valid, step_number
 from flax_mesh.checkpoint.hf.convert import map_params, stored_value
 from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, huggingface_config, open_decoder
-from flax_mesh.checkpoint.hf.safetensors import write_safetensors
-from flax_mesh.checkpoint.read import Array, mesh_of, read_tree
+from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT, keep_files, other_files, read_kept_config, updated_config
+from flax_mesh.checkpoint.hf.safetensors import user_path, write_safetensors
+from flax_mesh.checkpoint.read import Array, mesh_of, read_record, read_tree
 from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.mesh.create import create_mesh
 from flax_mesh.sharding import sharding_fingerprint
@@ -75,6 +76,7 @@ def import_huggingface(folder: str, out: str, ignore: Sequence[str], model: Impo
     }
     with new_folder(out) as work:
         sizes = _save(work, 0, state, (), record)
+        keep_files(source.path, work)
     return {"from": folder, "out": out, "to": "checkpoint", "model_type": source.model_type, **sizes}
 
 
@@ -93,9 +95,11 @@ def reshard(folder: str, out: str, config: TrainConfig, step: int | None) -> dic
     before, after = mesh_text(mesh_of(record)), mesh_text(program.mesh.shape)
     record |= layout_record(program.mesh.shape, program.rules, layout_of(abstract, layers))
     record |= {"sharding": sharding_fingerprint(abstract.to_nnx()), "resharded_from": before}
-    record["config"] |= {"mesh.shape": config.mesh.shape}
+    if record["config"]:
+        record["config"] |= {"mesh.shape": config.mesh.shape}
     with new_folder(out) as work:
         sizes = _save(work, number, state, layers, record)
+        keep_files(found.parent / KEPT, work)
     more = {"to": "checkpoint", "mesh": after, "before": before, "notes": notes}
     return _written(found, out, passed_over) | more | sizes
 
@@ -107,7 +111,7 @@ def _errors_name_option() -> Iterator[None]:
         yield
     except ConfigError as error:
         lines = [] if "ignore=" not in str(error) else ["  On the command line, ignore= is --ignore NAME."]
-        raise ConfigError([*error.problems, *lines]) from error
+        raise type(error)([*error.problems, *lines]) from error
 
 
 @contextmanager
@@ -116,7 +120,7 @@ def new_folder(out: str | Path, *, by_orbax: bool = True) -> Iterator[Path]:
 
     Raises ConfigError if `out` exists or its parent cannot be written, SaveError if writing fails.
     """
-    path = Path(out).expanduser().absolute()
+    path = user_path(out).absolute()
     if by_orbax:
         check_path(path)
     if os.path.lexists(path):
@@ -124,8 +128,9 @@ def new_folder(out: str | Path, *, by_orbax: bool = True) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; use another folder") from error
+    except (OSError, ValueError) as error:  # ValueError: a null character
+        reason = getattr(error, "strerror", error)
+        raise ConfigError(f"{path} cannot be written: {reason}; use another folder") from error
     with temporary as folder:
         work = Path(folder) / path.name
         try:
@@ -149,14 +154,19 @@ def _parameters(tree: Mapping[str, Array]) -> dict[str, Array]:
 def _export_safetensors(
     step: Path, work: Path, tree: Mapping[str, Array], record: Mapping[str, Any], dtype: str | None
 ) -> dict[str, Any]:
-    config = _huggingface_config(record["config"], dtype)
+    kept = read_kept_config(step.parent)
+    # Of an imported model it is unknown how long its sequences were; `saved_record` has the default.
+    length = read_record(step)["config"].get("data.sequence_length")
+    config = _huggingface_config(record["config"], dtype, kept, length)
+    copies = [file for file in other_files(step.parent / KEPT) if file.name != CONFIG or config == kept]
+    json_files = {} if config == kept else {CONFIG: config}
     abstract = nest((path, jax.ShapeDtypeStruct(array.shape, array.dtype)) for path, array in tree.items())
     params = map_params(abstract, DECODER_NAMES[config["model_type"]])
     shapes = {one.name: jax.ShapeDtypeStruct(one.shape, param.value.dtype) for param in params for one in param.arrays}
     arrays = {param.path: param.arrays for param in params}
     values = read_values(step, tree)  # a few parameters at a time
     pieces = ((one.name, stored_value(one, value[one.at])) for path, value in values for one in arrays[path])
-    write_safetensors(work, shapes, pieces, json_files={"config.json": config}, max_file_bytes=FILE_BYTES)
+    write_safetensors(work, shapes, pieces, json_files=json_files, copies=copies, max_file_bytes=FILE_BYTES)
     return {"model_type": config["model_type"]}
 
 
@@ -183,16 +193,17 @@ def _export_orbax(
     return {}
 
 
-def _huggingface_config(lines: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:
+def _huggingface_config(
+    lines: Mapping[str, Any], dtype: str | None, kept: Mapping[str, Any], length: Any
+) -> dict[str, Any]:
+    """The config.json of a checkpoint with these settings: `kept`, the imported one, as far as it is still true."""
     kinds = int | float | bool | str | None
     settings = {key: parse_value(str(value), kinds) for key, value in lines.items()}
     model = {key.removeprefix("model."): value for key, value in settings.items() if key.startswith("model.")}
-    length = settings.get("data.sequence_length")
+    model = {"rope_factor": 1.0} | model | ({"param_dtype": dtype} if dtype else {})
+    longest = int(length) if str(length).isdecimal() else None
     try:
-        return huggingface_config(
-            {"rope_factor": 1.0} | model | ({"param_dtype": dtype} if dtype else {}),
-            max_position_embeddings=length if isinstance(length, int) else None,
-        )
+        return updated_config(kept, model) if kept else huggingface_config(model, max_position_embeddings=longest)
     except (KeyError, TypeError) as error:
         raise ConfigError(
             f"the model of the checkpoint has no known Hugging Face equivalent (its settings: {error}); "

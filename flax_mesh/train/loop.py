@@ -28,12 +28,12 @@ from flax_mesh.train.checks import check_on_corpus, check_trace
 from flax_mesh.train.config import CheckpointConfig, TrainConfig, data_seed
 from flax_mesh.train.data.batches import BatchFn, batch_rows, make_batch_fn, make_eval_fn, num_eval_batches, prefetch
 from flax_mesh.train.data.data import Corpus, decode, load_corpus
-from flax_mesh.train.metadata import check_record, check_resume, layout_changes, run_record, step_record
+from flax_mesh.train.metadata import check_resume, layout_changes, run_metadata, run_record, step_record
 from flax_mesh.train.metrics import Row, Rows, StepCheck
 from flax_mesh.train.overrides import Change
 from flax_mesh.train.run import Run, Say, describe
 from flax_mesh.train.run_folder import MetricsFile, check_agreement, folder_of_run, is_first, latest_step
-from flax_mesh.train.warm_start import Start, check_start_settings, find_start, start_from
+from flax_mesh.train.warm_start import Start, check_start_settings, find_start, keep_other_files, start_from
 
 TRACED = 2  # steps before the traced one: they include compilation
 
@@ -144,8 +144,7 @@ def train(
                 say(f"run: new run in {folder}, {config.run.steps} steps")
                 _check_stages(run, is_new=True)
                 return _steps(run, checkpointer, _initial(run, start), 0, {})
-            saved = checkpointer.metadata(step)
-            check_record(saved, step, folder)
+            saved = run_metadata(checkpointer.folder / str(step))
             for change in _changes(run, checkpointer, saved, allow_changes=allow_changes):
                 say(f"changed since the checkpoint: {change}")
             if step >= config.run.steps:
@@ -263,6 +262,8 @@ def _initial(run: Run, start: Start | None) -> TrainState:
     state = run.program.init()
     if start is not None:
         state, text = start_from(start, state, run.program.rules.layers)
+        if is_first():
+            keep_other_files(start, run.folder / CHECKPOINTS)
         run.say(f"start: {start.folder}: {text}")
     return state
 

@@ -3,14 +3,15 @@
 import dataclasses
 import importlib.metadata
 import json
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flax_mesh.axes import dims_text
 from flax_mesh.checkpoint.checkpointer import arrays_on_disk
-from flax_mesh.checkpoint.read import mesh_of, read_record
-from flax_mesh.errors import ConfigError
+from flax_mesh.checkpoint.read import is_number, mesh_of, read_metadata, read_record
+from flax_mesh.errors import CheckpointCorruptedError, ConfigError
 from flax_mesh.sharding import sharding_fingerprint
 from flax_mesh.sharding.rules import PartitionRules
 from flax_mesh.text import mesh_text
@@ -21,16 +22,6 @@ from flax_mesh.train.metrics import Row
 from flax_mesh.train.overrides import Change, changes, complete_settings, to_texts
 
 FORMAT = 1
-# What a run reads from the metadata of the checkpoint that it resumes from: field -> whether its value is usable.
-FIELDS: dict[str, Callable[[Any], bool]] = {
-    "step": lambda value: isinstance(value, int),
-    "config": lambda value: _is_record(value, str),
-    "data": lambda value: isinstance(value, dict) and isinstance(value.get("content_hash"), str),
-    "mesh": lambda value: isinstance(value, dict),
-    "layout": lambda value: value is None or _is_record(value, str),
-    "metrics": lambda value: isinstance(value, dict) and isinstance(value.get("skipped", 0), int | float),
-    "recent": lambda value: value is None or _is_table(value, 3),
-}
 PACKAGES = ("flax-mesh", "jax", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
@@ -60,9 +51,65 @@ def step_record(run: Mapping[str, Any], step: int, row: Row, check: Mapping[str,
 
 
 def saved_record(step: Path) -> dict[str, Any]:
-    """The metadata of a checkpoint saved by any version, with all settings under their current names."""
+    """The metadata of a checkpoint saved by any version, with all settings under their current names.
+
+    A checkpoint that no run has saved has no settings.
+    """
     record = read_record(step)
-    return record | {"config": complete_settings(record["config"])}
+    return record | {"config": complete_settings(record["config"]) if record["config"] else {}}
+
+
+def run_metadata(step: Path) -> dict[str, Any]:
+    """The metadata of a checkpoint that a run resumes from.
+
+    Raises ConfigError if no run has saved it, and CheckpointCorruptedError if a field is not what runs write.
+    """
+    record = read_metadata(step)
+    if "config" not in record:
+        raise ConfigError(
+            f"{step} was not saved by a run (its metadata has no settings), so that no run can resume from it. Use "
+            f"another run.folder, and checkpoint.start_from={step} to start from its parameters."
+        )
+    problems = [
+        f"  {name} must be {what}, got {reprlib.repr(record.get(name))}"
+        for name, (what, is_valid) in RUN_FIELDS.items()
+        if not is_valid(record.get(name))
+    ]
+    if problems:
+        raise CheckpointCorruptedError([f"{step}: its metadata is not that of a run:", *problems])
+    return record
+
+
+def _is_table(value: Any, kind: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(item, kind) for item in value.values())
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _is_rows(value: Any) -> bool:
+    rows = value if isinstance(value, list) else [None]
+    return all(isinstance(row, list) and len(row) == 3 and all(map(is_number, row)) for row in rows)
+
+
+# Fields of the metadata that a resumed run uses -> what they must be, and whether a value is.
+RUN_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "step": ("the number of the step", _is_count),
+    "config": ("settings as text", lambda value: _is_table(value, str)),
+    "data": ("an object with content_hash", lambda value: _is_table(value, object) and _is_text(value, "content_hash")),
+    "mesh": ("an object", lambda value: _is_table(value, list)),
+    "layout": ("an object of text", lambda value: value is None or _is_table(value, str)),
+    "metrics": (
+        "an object of numbers",
+        lambda value: _is_table(value, int | float | None) and _is_count(value.get("skipped", 0)),
+    ),
+    "recent": ("a list of (step, loss, gradient norm)", lambda value: value is None or _is_rows(value)),
+}
+
+
+def _is_text(value: dict[str, Any], name: str) -> bool:
+    return isinstance(value.get(name), str)
 
 
 def layout_record(sizes: Mapping[str, int], rules: PartitionRules, layout: Mapping[str, str]) -> dict[str, Any]:
@@ -87,16 +134,6 @@ def layout_of(state: Any, layers: Sequence[str]) -> dict[str, str]:
     """Path on disk -> the mesh axes of every dim, as "fsdp+dp, -, tp", or STORED_REPLICATED."""
     specs = {path: leaf.sharding.spec for path, leaf in arrays_on_disk(state, layers).items()}
     return {path: dims_text(spec) if any(spec) else STORED_REPLICATED for path, spec in specs.items()}
-
-
-def check_record(saved: Mapping[str, Any], step: int, folder: Path) -> None:
-    """Raise ConfigError if a run cannot resume from a checkpoint because its metadata is not that of a run."""
-    if missing := [name for name, is_usable in FIELDS.items() if not is_usable(saved.get(name))]:
-        raise ConfigError(
-            f"the checkpoint of step {step} in {folder} was not saved by a run: its metadata has no valid "
-            f"{', '.join(missing)}. Use another run.folder, with checkpoint.start_from={folder} to start from its "
-            "parameters"
-        )
 
 
 def check_resume(
@@ -130,18 +167,6 @@ def layout_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
     return lines + [
         f"{path}: {old[path]} -> {spec}" for path, spec in now["layout"].items() if old.get(path, spec) != spec
     ]
-
-
-def _is_record(value: Any, kind: type) -> bool:
-    return isinstance(value, dict) and all(isinstance(one, kind) for one in value.values())
-
-
-def _is_table(value: Any, width: int) -> bool:
-    """Whether the value is a list of rows of `width` numbers."""
-    return isinstance(value, list) and all(
-        isinstance(row, list) and len(row) == width and all(isinstance(one, int | float) for one in row)
-        for row in value
-    )
 
 
 def _version(package: str) -> str:

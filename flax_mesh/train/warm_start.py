@@ -10,6 +10,8 @@ from flax import nnx
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.find import find_valid, step_number
 from flax_mesh.checkpoint.hf.decoders import open_decoder
+from flax_mesh.checkpoint.hf.kept import KEPT, keep_files
+from flax_mesh.checkpoint.hf.safetensors import user_path
 from flax_mesh.checkpoint.read import read_record
 from flax_mesh.errors import ConfigError
 from flax_mesh.processes import broadcast_from_process_0
@@ -84,6 +86,15 @@ def start_from(start: Start, state: TrainState, layers: Sequence[str]) -> tuple[
     return state, f"{skipped}step {step_number(step)}, {report}"
 
 
+def keep_other_files(start: Start, checkpoints: Path) -> None:
+    """Keep the tokenizer and the other files that came with the parameters, for an export of the run's checkpoints."""
+    source = user_path(start.folder) if start.step is None else start.step.parent / KEPT
+    try:
+        keep_files(source, checkpoints)
+    except OSError as error:
+        raise ConfigError(f"the files of {source} cannot be copied to {checkpoints / KEPT}: {error}") from error
+
+
 def is_huggingface(folder: str) -> bool:
-    path = Path(folder).expanduser()
+    path = user_path(folder)
     return path.is_dir() and any(path.glob("*.safetensors"))

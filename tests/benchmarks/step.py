@@ -26,6 +26,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh import abstract_state, create_mesh
+from flax_mesh.text import count_text
 from flax_mesh.train import TrainState, init_train_state, make_train_step
 from tests.benchmarks._report import print_json, print_table, use_cpu
 
@@ -109,7 +110,11 @@ def calls(num_leaves: int, devices: int) -> dict[str, tuple[Call, Any]]:
 
 
 def measure(num_leaves: int, devices: int, rounds: int) -> list[dict[str, Any]]:
-    """One row per variant: microseconds, CPU microseconds, and both as ratios to flat jit."""
+    """One row per variant: microseconds, CPU microseconds, and both as ratios to flat jit.
+
+    Prints a line per variant once it is compiled, and one once it is measured.
+    """
+    what = f"{num_leaves} leaves on {count_text(devices, 'device')}"
     variants = calls(num_leaves, devices)
     names, last = list(variants), {name: first for name, (_, first) in variants.items()}
     times: dict[str, dict[int, tuple[float, float]]] = {name: {} for name in names}  # round -> time, CPU time
@@ -123,6 +128,8 @@ def measure(num_leaves: int, devices: int, rounds: int) -> list[dict[str, Any]]:
             last[name] = call(last[name])
             times[name][number] = time.perf_counter() - began, time.thread_time() - cpu
             jax.block_until_ready(last[name])
+            if number == -WARM:
+                print(f"{what}: {name} compiled in {time.perf_counter() - began:.1f} s", flush=True)
     floor = times["flat jit"]
     rows = []
     for name, found in times.items():
@@ -131,6 +138,7 @@ def measure(num_leaves: int, devices: int, rounds: int) -> list[dict[str, Any]]:
             counted = {number: spent[at] for number, spent in found.items() if number >= 0}
             ratios = [spent / floor[number][at] for number, spent in counted.items()]
             row |= {f"{kind}us": 1e6 * statistics.median(counted.values()), f"{kind}ratio": statistics.median(ratios)}
+        print(f"{what}: {name} {row['us']:.0f} us, {row['ratio']:.3g} of flat jit", flush=True)
         rows.append(row)
     return rows
 

@@ -1,6 +1,10 @@
 """Every array of a checkpoint has its own name on disk: leaves that would share one are refused, with both names."""
 
 import collections
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -76,3 +80,31 @@ def test_names_that_look_alike_but_differ_on_disk_are_restored(tmp_path):
         got = checkpointer.restore(jax.tree.map(jnp.zeros_like, tree))
     for saved, found in zip(jax.tree.leaves(tree), jax.tree.leaves(got), strict=True):
         assert np.array_equal(saved, found)
+
+
+# A program without flax_mesh, on one device; the code of docs/checkpoints.md is put between.
+PLAIN_ORBAX = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+import jax
+import numpy as np
+jax.config.update("jax_platforms", "cpu")
+checkpointer = SimpleNamespace(folder=Path(sys.argv[1]))
+{code}
+assert jax.device_count() == 1 and not any(name.startswith("flax_mesh") for name in sys.modules)
+assert (tree["model"]["layers"]["1"]["bias"] == np.arange(16)).all()
+"""
+
+
+def test_orbax_alone_reads_a_checkpoint_of_other_devices(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    (code,) = re.findall(r"^```python\n(import orbax.*?)^```", page, re.DOTALL | re.MULTILINE)
+    devices = jax.sharding.NamedSharding(jax.make_mesh((8,), ("x",)), jax.P("x"))
+    kernel, bias = (jax.device_put(x, devices) for x in (jnp.zeros((32, 4, 8)), jnp.arange(16.0)))
+    layers = {"0": {"attention": {"q": {"kernel": kernel}}}, "1": {"bias": bias}}
+    with Checkpointer(tmp_path / "c") as checkpointer:
+        checkpointer.save(1, {"model": {"layers": layers}})
+    command = [sys.executable, "-c", PLAIN_ORBAX.format(code=code), str(tmp_path / "c")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]

@@ -11,6 +11,7 @@ from flax import nnx
 from flax_mesh import ConfigError, named_leaves
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.hf.decoders import decoder_config_from_hf, read_config
+from flax_mesh.checkpoint.hf.kept import KEPT
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors
 from flax_mesh.cli import main
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
@@ -75,11 +76,22 @@ def test_settings_of_the_model_that_differ_from_the_checkpoint_are_refused_toget
     with pytest.raises(ConfigError, match=message) as error:
         train(config, say=lines.append)
     assert len(error.value.problems) == 5 and not any("new run" in line for line in lines)
+    (tmp_path / "saved" / KEPT).mkdir()
+    (tmp_path / "saved" / KEPT / "tokenizer.json").write_text("{}")
     train(config, allow_changes=True, say=lines.append)
     changed = [line for line in lines if line.startswith("changed since the checkpoint: model.")]
     assert len(changed) == 6
+    assert (tmp_path / "run" / "checkpoints" / KEPT / "tokenizer.json").read_text() == "{}"
     # A run that resumes has parameters of its own.
     assert train(config).status == "already finished"
+
+
+def test_a_folder_that_needs_ignore_is_to_be_imported_first(tmp_path):
+    folder = shutil.copytree(LLAMA, tmp_path / "hub")
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace("{", '{"new_key": 1,', 1))
+    problems = check_config(config_of("fsdp:1", f"checkpoint.start_from={folder}"))
+    assert "new_key=1 is an unknown key" in problems[1] and "checkpoint import FOLDER OUT --ignore" in problems[-1]
 
 
 def test_settings_of_an_imported_checkpoint_and_of_one_without_settings(tmp_path):

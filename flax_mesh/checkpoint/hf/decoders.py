@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from flax_mesh.checkpoint.hf.convert import ParamMapping, load_safetensors
-from flax_mesh.checkpoint.hf.safetensors import open_safetensors, read_json
+from flax_mesh.checkpoint.hf.safetensors import open_safetensors, read_json, refusals, user_path
 from flax_mesh.errors import ConfigError
 
 Tree = TypeVar("Tree")
@@ -206,7 +206,7 @@ def open_decoder(folder: str | Path, *, ignore: Iterable[str] = ()) -> DecoderFo
 
     `ignore` are keys of config.json and regular expressions for names of arrays that have no effect.
     """
-    path, ignore = Path(folder).expanduser(), tuple(ignore)
+    path, ignore = user_path(folder), tuple(ignore)
     config = read_config(path)
     settings = decoder_config_from_hf(config, ignore=ignore)
     return DecoderFolder(path, config["model_type"], settings, ignore)
@@ -214,7 +214,9 @@ def open_decoder(folder: str | Path, *, ignore: Iterable[str] = ()) -> DecoderFo
 
 def read_config(folder: str | Path) -> dict[str, Any]:
     """Read the config.json of a local folder, as a dict."""
-    if not Path(folder).is_dir():
+    with refusals(folder):
+        is_folder = Path(folder).is_dir()
+    if not is_folder:
         raise ConfigError(
             f"{folder} is not a local folder. Download the model first, and pass the folder with its config.json."
         )

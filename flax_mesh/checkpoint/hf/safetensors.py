@@ -10,16 +10,18 @@ import json
 import math
 import os
 import re
+import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mesh.errors import CheckpointCorruptedError, ConfigError
+from flax_mesh.errors import CheckpointCorruptedError, ConfigError, UnreadableError
 
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER = 100_000_000  # bytes; the limit that the format sets
@@ -65,6 +67,7 @@ def write_safetensors(
     values: Iterable[tuple[str, np.ndarray]],
     *,
     json_files: Mapping[str, Any] | None = None,
+    copies: Iterable[Path] = (),
     max_file_bytes: int = 5_000_000_000,
 ) -> None:
     """Write a folder atomically: it appears complete, with its data synced to disk, or not at all.
@@ -73,6 +76,7 @@ def write_safetensors(
     arrays: name -> anything with the shape and dtype of the array
     values: (name, array) for each of them, once, in any order; only one at a time is in memory
     json_files: further files, such as {"config.json": {...}}
+    copies: files to copy, under the names that they have
     max_file_bytes: limit for the data in a file, unless a single array is larger
 
     After an error the folder is unchanged. A process that is killed leaves a hidden folder beside it.
@@ -95,6 +99,8 @@ def write_safetensors(
         _write_values(places, values)
         for file, data in {**_index(files), **(json_files or {})}.items():
             (work / file).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        for file in copies:
+            shutil.copyfile(file, work / file.name)
         for file in [*work.iterdir(), work]:
             _sync(file)
         work.rename(folder)
@@ -103,7 +109,26 @@ def write_safetensors(
 
 def read_json(path: Path) -> Any:
     """Parse an untrusted JSON file; CheckpointCorruptedError if it is invalid."""
-    return _parse_json(path, path.read_bytes())
+    with refusals(path):
+        data = path.read_bytes()
+    return _parse_json(path, data)
+
+
+def user_path(path: str | Path) -> Path:
+    """`path` with ~ and ~USER replaced. ConfigError if there is no such user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+@contextmanager
+def refusals(path: str | Path) -> Iterator[None]:
+    """Raise UnreadableError where the system refuses to read `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise UnreadableError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _open_sharded(folder: Path) -> dict[str, np.ndarray]:
@@ -138,8 +163,9 @@ def _is_file_name(file: Any) -> bool:
 def _open_file(path: Path) -> dict[str, np.ndarray]:
     if not path.is_file():
         raise ConfigError(f"{path}: no such file")
-    header_size, entries = _read_header(path)
-    data = np.memmap(path, mode="r")[8 + header_size :]
+    with refusals(path):
+        header_size, entries = _read_header(path)
+        data = np.memmap(path, mode="r")[8 + header_size :]
     return {
         # asarray: slices of a memmap are memmaps, which are slower and have no use here
         name: np.asarray(data)[stored.begin : stored.end].view(stored.dtype).reshape(stored.shape)

@@ -1,0 +1,105 @@
+"""The files of a Hugging Face folder that are not parameters: config.json, those of the tokenizer, and others.
+
+The folder of the checkpoints of an imported model keeps them below `huggingface`, and an export writes them again. They
+are no part of a step and have no checksums: a tokenizer may be changed there.
+"""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flax_mesh.checkpoint.hf.decoders import OTHER_NAME, decoder_config_from_hf, huggingface_config
+from flax_mesh.checkpoint.hf.safetensors import read_json
+from flax_mesh.errors import ConfigError
+
+KEPT = "huggingface"
+CONFIG = "config.json"
+# Suffixes of files of parameters, and of archives of them; "model.safetensors.index.json" is one of a table of them.
+PARAMETERS = {
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".gguf",
+    ".onnx",
+    ".npz",
+    ".tar",
+    ".gz",
+}
+INDEX = ".index.json"
+LENGTH = "max_position_embeddings"
+ROPE = ("rope_theta", "rope_scaling")
+
+
+def other_files(folder: Path) -> list[Path]:
+    """The visible files directly in `folder` that contain no parameters; none if there is no such folder."""
+    found = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [
+        file
+        for file in found
+        if file.is_file()
+        and not file.name.startswith(".")
+        and file.suffix not in PARAMETERS
+        and not file.name.endswith(INDEX)
+    ]
+
+
+def keep_files(folder: Path, checkpoints: Path) -> None:
+    """Copy the files beside the parameters in `folder` to the folder of checkpoints, in place of those from before."""
+    if not (files := other_files(folder)):
+        return
+    kept = checkpoints / KEPT
+    shutil.rmtree(kept, ignore_errors=True)
+    kept.mkdir(parents=True)
+    for file in files:
+        shutil.copyfile(file, kept / file.name)
+
+
+def read_kept_config(checkpoints: Path) -> dict[str, Any]:
+    """The config.json that the checkpoints of a folder keep, {} if they keep none."""
+    file = checkpoints / KEPT / CONFIG
+    found = read_json(file) if file.is_file() else {}
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file} must be a JSON object; repair it, or remove {file.parent}")
+    return found
+
+
+def updated_config(kept: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`kept`, a config.json, with the keys that the `settings` of the decoder change; all others stay as they are.
+
+    Without a `kept` of the same family: `huggingface_config(settings)`.
+    """
+    after = huggingface_config(settings)
+    if kept.get("model_type") != after["model_type"]:
+        return after
+    try:
+        before = huggingface_config(_settings_of(kept))
+    except ConfigError:  # a key that the import ignored
+        before = {}
+    for config in (before, after):
+        if LENGTH in kept:  # a derived value in both
+            config.pop(LENGTH, None)
+    found = {key: value for key, value in kept.items() if key in after or key not in before}
+    changed = {key: value for key, value in after.items() if key not in before or before[key] != value}
+    if changed.keys() & {*ROPE} or any(key in before and key not in after for key in ROPE):
+        found.pop("rope_parameters", None)  # the name of both since transformers 5
+        changed |= {key: after[key] for key in ROPE if key in after}
+    for key in changed.keys() & OTHER_NAME.keys():
+        found.pop(OTHER_NAME[key], None)
+    if "torch_dtype" in changed and "dtype" in kept:
+        changed["dtype"] = changed.pop("torch_dtype")
+        found.pop("torch_dtype", None)
+    return found | changed
+
+
+def _settings_of(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings in a config.json with keys that the import ignored."""
+    try:
+        return decoder_config_from_hf(kept)
+    except ConfigError as error:
+        unknown = {key for key in kept if any(f"  {key}=" in line for line in error.problems)}
+        return decoder_config_from_hf(kept, ignore=unknown)

@@ -1,0 +1,227 @@
+"""Readers beside a run that deletes steps, and files that the system refuses to read: neither is damage."""
+
+import os
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from flax_mesh.checkpoint import Checkpointer, RetentionPolicy, find
+from flax_mesh.checkpoint import read as describe
+from flax_mesh.checkpoint.checksums import write_checksums
+from flax_mesh.checkpoint.find import find_steps, find_valid
+from flax_mesh.cli.common import BAD_INPUT, DONE, FINDINGS
+from flax_mesh.errors import ConfigError, SaveError, StepDeletedError, UnreadableError
+from flax_mesh.train import export as export_module
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+STATE = nnx.State({"model": {"w": jnp.arange(8.0), "b": jnp.ones(3)}})
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("three")
+    with Checkpointer(folder, keep=None) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, STATE, {"metrics": {"eval_loss": float(step)}})
+    return folder
+
+
+@pytest.fixture
+def folder(three, tmp_path) -> Path:
+    return Path(shutil.copytree(three, tmp_path / "c"))
+
+
+def delete(step: Path) -> None:
+    """As a run does, which then removes the files."""
+    step.rename(step.with_name(f"{step.name}.deleted"))
+    shutil.rmtree(step.with_name(f"{step.name}.deleted"))
+
+
+def refuse(file: Path) -> None:
+    """Make the system refuse to read a file, for root too: a link to itself."""
+    file.unlink()
+    file.symlink_to(file)
+
+
+def data_of(step: Path) -> Path:
+    return max((path for path in step.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def before(monkeypatch, module, name: str, act) -> None:
+    """Call `act(arguments)` once, before the first call of a function of the package."""
+    function, left = getattr(module, name), [act]
+
+    def call(*arguments, **options):
+        for one in left[:]:
+            left.clear()
+            one(*arguments)
+        return function(*arguments, **options)
+
+    monkeypatch.setattr(module, name, call)
+
+
+# --- a run deletes the step that is read ---
+
+
+def replace_by_four(folder: Path):
+    """Delete step 3 once there is a step 4, as a run does that retains one checkpoint."""
+
+    def act(*_):
+        shutil.copytree(folder / "3", folder / "4")
+        (folder / "4" / "step").write_text("4")
+        write_checksums(folder / "4")
+        delete(folder / "3")
+
+    return act
+
+
+def test_the_newest_step_is_looked_for_again_if_it_is_deleted(folder, monkeypatch):
+    for step in (1, 2):
+        delete(folder / str(step))
+    before(monkeypatch, find, "find_damage", replace_by_four(folder))
+    found, damaged = find_valid(folder)
+    assert (found.name, damaged) == ("4", {})
+
+
+def test_latest_step_looks_again_if_a_step_is_deleted(folder, monkeypatch):
+    for step in (1, 2):
+        delete(folder / str(step))
+    before(monkeypatch, find, "find_damage", replace_by_four(folder))
+    with Checkpointer(folder) as checkpointer:
+        assert checkpointer.latest_step() == 4 and checkpointer.damaged == {}
+
+
+def test_restore_says_that_the_step_was_deleted(folder, monkeypatch):
+    from flax_mesh.checkpoint import orbax
+
+    before(monkeypatch, orbax, "read_arrays", lambda step, _: delete(step))
+    with (
+        Checkpointer(folder) as checkpointer,
+        pytest.raises(StepDeletedError, match=r"/3 was deleted or renamed while it was read"),
+    ):
+        checkpointer.restore(STATE)
+    with Checkpointer(folder) as checkpointer:
+        assert checkpointer.latest_step() == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "module", "name", "step"),
+    [
+        (["export", "{}", "{}/../out", "--to", "orbax"], export_module, "saved_record", 3),
+        (["export", "{}", "{}/../out", "--to", "orbax"], export_module, "read_tree", 3),
+        (["export", "{}", "{}/../out", "--to", "orbax"], export_module, "read_batch", 3),
+        (["inspect", "{}"], describe, "read_record", 3),
+        (["inspect", "{}"], describe, "read_tree", 3),
+        (["diff", "{}/2", "{}/3", "--values"], describe, "read_tree", 2),
+        (["verify", "{}/3"], describe, "folder_size", 3),
+    ],
+)
+def test_a_command_says_that_the_step_was_deleted(command, folder, monkeypatch, argv, module, name, step):
+    before(monkeypatch, module, name, lambda *_: delete(folder / str(step)))
+    code, out, err = command(*(text.format(folder) for text in argv))
+    assert code == BAD_INPUT and not out
+    assert err.startswith(f"flax-mesh: {folder / str(step)} was deleted or renamed while it was read"), err
+    assert err.count("\n") == 1 and sorted(os.listdir(folder.parent)) == ["c"]
+
+
+def test_list_and_verify_leave_out_deleted_steps(command, folder, monkeypatch):
+    before(monkeypatch, describe, "read_record", lambda *_: delete(folder / "2"))
+    code, out, err = command("list", folder)
+    assert (code, err) == (DONE, "") and "2 checkpoints" in out
+    before(monkeypatch, describe, "folder_size", lambda *_: delete(folder / "1"))
+    code, out, err = command("verify", folder)
+    assert (code, err) == (DONE, "") and "damaged" not in out and "step 3: valid" in out
+
+
+# --- files that the system refuses to read ---
+
+
+def test_an_unreadable_step_is_neither_damaged_nor_passed_over(folder):
+    refuse(data_of(folder / "3"))
+    with Checkpointer(folder) as checkpointer:
+        for read in (checkpointer.latest_step, lambda: checkpointer.restore(STATE), lambda: checkpointer.verify(3)):
+            with pytest.raises(UnreadableError, match=r"not known whether it is damaged.*\n.*symbolic links"):
+                read()
+        assert checkpointer.damaged == {}
+        checkpointer.save(4, STATE, {})
+    assert not list(folder.glob("*.damaged"))
+    with pytest.raises(UnreadableError, match="symbolic links"):
+        delete(folder / "4")
+        find_valid(folder)
+
+
+def test_commands_report_an_unreadable_step_and_the_damage_of_others(command, folder, tmp_path):
+    refuse(folder / "3" / "metadata" / "metadata")
+    for argv in (["list"], ["list", "--quick"], ["verify"]):
+        code, out, err = command(argv[0], folder, *argv[1:])
+        assert code == BAD_INPUT and "unreadable" in out and "damaged" not in out, argv
+        assert "3 cannot be read" in err and "symbolic links" in err
+    for argv in (["inspect", folder], ["export", folder, tmp_path / "x", "--to", "orbax"], ["diff", folder, folder]):
+        code, out, err = command(*argv)
+        assert (code, out) == (BAD_INPUT, "") and "3 cannot be read" in err, argv
+    data = data_of(folder / "2")
+    data.write_bytes(b"?" + data.read_bytes()[1:])
+    code, out, _ = command("verify", folder)
+    assert code == FINDINGS and "step 2: damaged" in out and "step 3: unreadable" in out
+
+
+def test_a_step_whose_folder_is_unreadable_is_a_step(command, folder):
+    shutil.rmtree(folder / "3")
+    (folder / "3").symlink_to(folder / "3")
+    assert [step.name for step in find_steps(folder)] == ["1", "2", "3"]
+    code, _, err = command("inspect", folder)
+    assert code == BAD_INPUT and "3 cannot be read" in err
+    with Checkpointer(folder) as checkpointer, pytest.raises(UnreadableError):
+        checkpointer.latest_step()
+
+
+def test_a_folder_that_cannot_be_read_is_one_line(command, tmp_path):
+    (tmp_path / "c").symlink_to(tmp_path / "c")
+    code, _, err = command("list", tmp_path / "c")
+    assert (code, err.count("\n")) == (BAD_INPUT, 1) and "symbolic links" in err
+    with Checkpointer(tmp_path / "c") as checkpointer:
+        with pytest.raises(UnreadableError, match="symbolic links"):
+            checkpointer.steps()
+        with pytest.raises(SaveError, match="symbolic links"):
+            checkpointer.save(1, STATE)
+
+
+def test_retention_keeps_a_step_whose_metrics_cannot_be_read(folder):
+    refuse(folder / "1" / "metadata" / "metadata")
+    with Checkpointer(folder, keep=RetentionPolicy(1, best=1)) as checkpointer:
+        checkpointer.save(4, STATE, {"metrics": {"eval_loss": 9.0}})
+    assert sorted(os.listdir(folder)) == ["1", "2", "4"]
+
+
+def test_retention_ignores_metrics_that_are_no_numbers(tmp_path):
+    with Checkpointer(tmp_path, keep=RetentionPolicy(1, best=1)) as checkpointer:
+        for step, metrics in enumerate(["", [], {"eval_loss": "low"}, {"eval_loss": 10**400}, {"eval_loss": True}]):
+            checkpointer.save(step, STATE, {"metrics": metrics, "finite": True})
+        checkpointer.wait()
+        assert checkpointer.steps() == [4]
+
+
+# --- steps ---
+
+
+@pytest.mark.parametrize("step", ["../x", "1", -1, True, False, 1.0, 1.5, None, jnp.zeros(2), "x" * 300])
+def test_a_step_must_be_an_integer_of_at_least_zero(tmp_path, step):
+    with Checkpointer(tmp_path / "c") as checkpointer:
+        with pytest.raises(ConfigError, match="a step must be an integer of at least 0, got "):
+            checkpointer.save(step, STATE)
+        with pytest.raises(ConfigError, match="a step must be an integer of at least 0, got "):
+            checkpointer.metadata(step)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_step_may_be_an_integer_of_numpy_or_jax(tmp_path):
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(jnp.int32(3), STATE)
+        checkpointer.wait()
+        assert checkpointer.latest_step() == 3
+        assert jax.tree.leaves(checkpointer.restore(STATE, jnp.int32(3)))[0].shape == (3,)
