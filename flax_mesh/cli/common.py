@@ -11,6 +11,7 @@ import jax
 
 from flax_mesh.checkpoint.read import plain
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, SaveError, ShardingError
+from flax_mesh.processes.output import output_failure, reader_has_ended
 from flax_mesh.train import TrainConfig, apply_overrides, load_recipe
 from flax_mesh.train.overrides import setting_of
 
@@ -28,6 +29,16 @@ def report_failure(error: BaseException) -> int:
     for line in str(error).splitlines():
         print(f"flax-mesh: {plain(line)}", file=sys.stderr)
     return code
+
+
+def with_lost_output(code: int) -> int:
+    """`code`, or 1 instead of 0 if standard output could not be written, except if its reader has ended (`| head`)."""
+    sys.stdout.flush()
+    failure = output_failure(sys.stdout)
+    if failure is None or reader_has_ended(sys.stdout):
+        return code
+    print(f"flax-mesh: standard output could not be written: {failure.strerror}", file=sys.stderr)
+    return code or FAILED
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
