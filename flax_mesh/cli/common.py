@@ -2,6 +2,7 @@
 
 import argparse
 import shutil
+import signal
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,7 @@ from flax_mesh.train import TrainConfig, apply_overrides, load_recipe
 from flax_mesh.train.overrides import setting_of
 
 DONE, FAILED, BAD_INPUT, FINDINGS, STOPPED, DIVERGED = 0, 1, 2, 3, 4, 6  # 5: LOST of processes/watchdog.py
+INTERRUPTED = 128 + signal.SIGINT  # as a shell reports it
 EXIT_CODES = {CheckpointCorruptedError: FINDINGS, ConfigError: BAD_INPUT, ShardingError: BAD_INPUT, SaveError: FAILED}
 PIPED_WIDTH = 200  # columns of a table if the output is not a terminal
 

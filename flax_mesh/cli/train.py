@@ -174,8 +174,8 @@ def _display(steps: int) -> Iterator[_Display]:
 
 @contextmanager
 def _stop_requests(output: TextIO) -> Iterator[Callable[[], bool]]:
-    """Whether the run must save and stop: after SIGTERM, SIGHUP or the first SIGINT, or if nobody reads `output` any
-    more. A second SIGINT ends the process at once."""
+    """Whether the run must save and stop: after SIGTERM, SIGHUP or the first SIGINT, or if the reader of `output`
+    has ended. A second SIGINT ends the process at once."""
     reasons: list[str] = []
 
     def request(reason: str) -> None:
@@ -183,7 +183,8 @@ def _stop_requests(output: TextIO) -> Iterator[Callable[[], bool]]:
         write_stderr(f"\n{reason}: saving after this step\n")
 
     def on_signal(number: int, frame: object) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Python handler would have to wait for compiled code
+        if signal.SIGINT in caught:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Python handler would have to wait for compiled code
         request(signal.Signals(number).name)
 
     def should_stop() -> bool:

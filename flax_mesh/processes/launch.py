@@ -41,9 +41,9 @@ class End(NamedTuple):
 def launch(command: Sequence[str], count: int, extra: Sequence[str] = (), *, lost: int = 5) -> int:
     """Runs `command`, with `--process I/N@HOST:PORT` and `extra` appended, in `count` processes. Returns the exit code.
 
-    Signals are forwarded to all processes. If nobody reads standard output any more, they are stopped by SIGTERM. If
-    one ends with an error, the others have `GRACE_S` seconds to detect it before they are killed. The exit code is that
-    of the first process that ended with an error (`lost` if it was terminated by a signal), otherwise 0.
+    Signals are forwarded to all processes. If the reader of standard output has ended, they are stopped by SIGTERM.
+    If one ends with an error, the others have `GRACE_S` seconds to detect it before they are killed. The exit code is
+    that of the first process that ended with an error (`lost` if it was terminated by a signal), otherwise 0.
     """
     port = _free_port()
     ends: queue.Queue[End] = queue.Queue()

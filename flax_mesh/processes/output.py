@@ -67,7 +67,7 @@ def output_failure(stream: TextIO) -> OSError | None:
 
 
 def reader_has_ended(stream: TextIO) -> bool:
-    """Whether `stream` is a pipe that nobody reads any more, as far as a write has shown."""
+    """Whether `stream` is a pipe without a reader, as far as a write has shown."""
     return isinstance(output_failure(stream), BrokenPipeError)
 
 

@@ -41,7 +41,7 @@ NOTICE_S = 2.0  # after a JAX error: its cause, a failure in another process, ma
 SETTLE_S = 0.5  # until this process waits for the lost one, so that the error can report what it waits for
 GRACE_S = 2.0  # after a failure in another process: this process may raise a more specific error itself
 JOIN_TIMEOUT_S = 300
-REPORT_S = 10.0  # to print why this process ends; then it ends even if nobody reads its output
+REPORT_S = 10.0  # to print why this process ends; then it ends even if no process reads its output
 LOST, FAILED = 5, 1  # exit codes
 
 
@@ -304,7 +304,7 @@ def step_timeout_problem(name: str, seconds: float | None) -> str | None:
 def _exit_after(report: Callable[[], int], code: int) -> NoReturn:
     """Exits with the code that `report` returns, without the exit handlers, which would wait for the other processes.
 
-    If `report` raises an error, or if nobody reads its output, the process exits with `code`.
+    If `report` raises an error, or if its output blocks, the process exits with `code`.
     """
     try:
         limit = threading.Timer(REPORT_S + LINGER_S, os._exit, (code,))
