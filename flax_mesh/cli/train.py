@@ -86,8 +86,8 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     atexit.register(gc.freeze)  # otherwise the garbage collection at exit takes most of a second
     first, limit = jax.process_index() == 0, arguments.step_timeout or (STEP_TIMEOUT_S if count > 1 else None)
     with (
-        _display(config.run.steps) as display,
         _stop_requests(sys.stdout) as should_stop,
+        _display(config.run.steps) as display,
         Watch(report_failure, limit) as watch,
     ):
         result = train(

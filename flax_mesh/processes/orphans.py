@@ -14,7 +14,7 @@ import time
 def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    os.read(0, 1)  # returns when the launcher has ended: it writes nothing
+    os.read(0, 1)  # returns when the launcher has ended, which never writes
     os.killpg(0, signal.SIGTERM)  # processes that can save do so, and end
     time.sleep(float(sys.argv[1]))
     os.killpg(0, signal.SIGKILL)

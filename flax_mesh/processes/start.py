@@ -38,18 +38,17 @@ def resolve_address(address: str) -> tuple[socket.AddressFamily, Any]:
     return family, found
 
 
-def check_coordinator(given: Processes) -> None:
-    """Raises a ConfigError if the address has no host, or if process 0 cannot listen there: JAX would crash."""
+def check_coordinator(coordinator: str) -> None:
+    """Raises a ConfigError if this process cannot listen at the address: JAX would crash."""
     try:
-        family, address = resolve_address(given.coordinator)
-        if given.index == 0:
-            with socket.socket(family) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
+        family, address = resolve_address(coordinator)
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
     except (OSError, UnicodeError) as error:  # UnicodeError: a name that cannot be one of a host
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
-            f"--process: process 0 cannot listen at {given.coordinator} ({reason}); use HOST:PORT with an address of "
+            f"--process: process 0 cannot listen at {coordinator} ({reason}); use HOST:PORT with an address of "
             "the machine of process 0, and a free port"
         ) from error
 
@@ -61,7 +60,8 @@ def start_processes(given: Processes | None) -> int:
     backends of JAX are already initialized (for example in a notebook), the process runs alone.
     """
     if given is not None:
-        check_coordinator(given)
+        if given.index == 0:  # the others wait until the address has a host
+            check_coordinator(given.coordinator)
         # The coordinator listens only at the given address; JAX's default is all network interfaces.
         jax.distributed.initialize(
             given.coordinator,

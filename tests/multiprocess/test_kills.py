@@ -98,8 +98,8 @@ def test_processes_may_save_but_not_go_on_after_their_launcher_was_killed(tmp_pa
         stopped = next(pid for pid, arguments in children.items() if "--process=1/2@" in arguments)
         os.kill(stopped, signal.SIGSTOP)
         launcher.process.kill()
-        assert len(children) == 4  # the launcher, its two processes, and the one that waits for its end
         assert_all_end(tmp_path, set(children))
+    assert len(children) == 4  # the launcher, its two processes, and the one that waits for its end
     assert (tmp_path / "saved").exists()
 
 
