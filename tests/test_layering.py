@@ -54,6 +54,7 @@ SHARED = {
     "mpmd.split.remat",  # the values of `pipeline.remat`
     "mpmd.transport.ordered",  # the values of `pipeline.transport`
     "processes.launch",
+    "processes.output",  # standard output that never ends a process
     "processes.store",  # the key-value store of jax.distributed
     "sharding.annotations",
     "step.batch",  # microbatches of a batch, likewise

@@ -2,6 +2,7 @@
 
 import argparse
 import shutil
+import signal
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
@@ -11,10 +12,12 @@ import jax
 
 from flax_mesh.checkpoint.read import plain
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, SaveError, ShardingError
+from flax_mesh.processes.output import output_failure, reader_has_ended
 from flax_mesh.train import TrainConfig, apply_overrides, load_recipe
 from flax_mesh.train.overrides import setting_of
 
 DONE, FAILED, BAD_INPUT, FINDINGS, STOPPED, DIVERGED = 0, 1, 2, 3, 4, 6  # 5: LOST of processes/watchdog.py
+INTERRUPTED = 128 + signal.SIGINT  # as a shell reports it
 EXIT_CODES = {CheckpointCorruptedError: FINDINGS, ConfigError: BAD_INPUT, ShardingError: BAD_INPUT, SaveError: FAILED}
 PIPED_WIDTH = 200  # columns of a table if the output is not a terminal
 
@@ -28,6 +31,16 @@ def report_failure(error: BaseException) -> int:
     for line in str(error).splitlines():
         print(f"flax-mesh: {plain(line)}", file=sys.stderr)
     return code
+
+
+def with_lost_output(code: int) -> int:
+    """`code`, or 1 instead of 0 if standard output could not be written, except if its reader has ended (`| head`)."""
+    sys.stdout.flush()
+    failure = output_failure(sys.stdout)
+    if failure is None or reader_has_ended(sys.stdout):
+        return code
+    print(f"flax-mesh: standard output could not be written: {failure.strerror}", file=sys.stderr)
+    return code or FAILED
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Run train in N processes connected over 127.0.0.1, and merge their output. Signals are sent to all."
     )
-    parser.epilog = "Exit code: that of the first process that failed, 5 if a signal ended it; 0 if none failed."
+    parser.epilog = (
+        "Exit code: that of the first process that failed, 5 if a signal ended it; 4 if all stopped after saving; "
+        "0 if none failed."
+    )
     parser.add_argument("-n", "--processes", type=int, required=True, metavar="N", help="number of processes")
     parser.add_argument("--devices-per-process", type=int, metavar="K", help="virtual CPU devices per process")
     parser.add_argument("what", nargs="+", metavar="-- train RECIPE ...", help="the command that every process runs")

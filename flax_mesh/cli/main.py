@@ -1,8 +1,9 @@
 """flax-mesh: the command line.
 
-Exit codes: 0 success, 1 unexpected error, 2 invalid input, 3 findings or damaged checkpoints, 4 stopped by a signal
-after saving, 5 another process of the run was lost, or a step timed out, 6 the numbers of a step were not finite, or
-above a limit.
+Exit codes: 0 success, 1 unexpected error, 2 invalid input, 3 findings or damaged checkpoints, 4 stopped by a signal or
+a closed standard output after saving, 5 another process of the run was lost, or a step timed out, 6 the numbers of a
+step were not finite, or above a limit, 130 interrupted while nothing could be saved. A reader that ends early
+(`| head`) does not change the code of commands that only print.
 """
 
 import argparse
@@ -12,8 +13,9 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from flax_mesh.cli import checkpoint, explain, launch, mesh, schedule, train
-from flax_mesh.cli.common import EXIT_CODES, report_failure
+from flax_mesh.cli.common import EXIT_CODES, INTERRUPTED, report_failure, with_lost_output
 from flax_mesh.errors import ConfigError
+from flax_mesh.processes.output import tolerant_output
 
 COMMANDS = {
     "train": (train, "train a recipe, or resume its run"),
@@ -32,11 +34,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     if sys.unraisablehook is sys.__unraisablehook__:  # do not replace the hook of another program, such as pytest
         sys.unraisablehook = _unraisable
-    try:
-        arguments = _parse(argv)
-        return arguments.command(arguments, argv)
-    except tuple(EXIT_CODES) as error:
-        return report_failure(error)
+    with tolerant_output():
+        try:
+            arguments = _parse(argv)
+            return with_lost_output(arguments.command(arguments, argv))
+        except tuple(EXIT_CODES) as error:
+            return report_failure(error)
+        except KeyboardInterrupt:  # while train runs, SIGINT saves instead
+            print("flax-mesh: interrupted", file=sys.stderr)
+            return INTERRUPTED
 
 
 def _unraisable(found: Any) -> None:

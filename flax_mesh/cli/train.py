@@ -3,19 +3,22 @@
 import argparse
 import atexit
 import gc
-import os
 import shlex
 import signal
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 
 from flax_mesh.cli.common import DIVERGED, DONE, STOPPED, add_recipe, config_of, report_failure, use_platform
 from flax_mesh.errors import ConfigError
 from flax_mesh.processes import Watch, start_processes
+from flax_mesh.processes.launch import SIGNALS
+from flax_mesh.processes.output import reader_has_ended, write_stderr
 from flax_mesh.processes.start import parse_processes
+from flax_mesh.processes.watchdog import step_timeout_problem
 from flax_mesh.train import TrainResult, train
 from flax_mesh.train.checks import check_config
 from flax_mesh.train.metrics import Row
@@ -28,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Train a recipe. The same command run again resumes from the newest valid checkpoint."
     parser.epilog = (
         "Exit codes: 0 success, 1 unexpected error or a checkpoint that could not be written, 2 invalid input, "
-        "3 all checkpoints are damaged, 4 stopped by a signal after saving, "
+        "3 all checkpoints are damaged, 4 stopped by a signal or a closed standard output after saving, "
         "5 another process was lost or a step timed out, "
         "6 the loss or the gradients of a step were not finite, or above run.spike_factor."
     )
@@ -74,8 +77,8 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         print("\n".join([f"# flax-mesh train {arguments.recipe} @THIS_FILE", *to_lines(config)]))
         return DONE
     problems = check_config(config)
-    if arguments.step_timeout is not None and not arguments.step_timeout > 0:
-        problems = [*problems, f"--step-timeout must be more than 0 seconds, got {arguments.step_timeout:g}"]
+    if problem := step_timeout_problem("--step-timeout", arguments.step_timeout):
+        problems = [*problems, problem]
     if problems:
         raise ConfigError(problems)
     count = start_processes(parse_processes(arguments.process) if arguments.process else None)
@@ -83,8 +86,8 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     atexit.register(gc.freeze)  # otherwise the garbage collection at exit takes most of a second
     first, limit = jax.process_index() == 0, arguments.step_timeout or (STEP_TIMEOUT_S if count > 1 else None)
     with (
+        _stop_requests(sys.stdout) as should_stop,
         _display(config.run.steps) as display,
-        _signals(display.say) as should_stop,
         Watch(report_failure, limit) as watch,
     ):
         result = train(
@@ -170,39 +173,49 @@ def _display(steps: int) -> Iterator[_Display]:
 
 
 @contextmanager
-def _signals(say: Any) -> Iterator[Any]:
-    """SIGTERM and the first SIGINT request that the run saves and stops. A second SIGINT ends the process at once."""
-    received: list[int] = []
+def _stop_requests(output: TextIO) -> Iterator[Callable[[], bool]]:
+    """Whether the run must save and stop: after SIGTERM, SIGHUP or the first SIGINT, or if the reader of `output`
+    has ended. A second SIGINT ends the process at once."""
+    reasons: list[str] = []
+
+    def request(reason: str) -> None:
+        reasons.append(reason)
+        write_stderr(f"\n{reason}: saving after this step\n")
 
     def on_signal(number: int, frame: object) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Python handler would have to wait for compiled code
-        received.append(number)
-        os.write(
-            2, f"\n{signal.Signals(number).name}: saving after this step\n".encode()
-        )  # async-signal-safe, unlike print
+        if signal.SIGINT in caught:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Python handler would have to wait for compiled code
+        request(signal.Signals(number).name)
 
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    before = {number: signal.signal(number, on_signal) for number in numbers}
+    def should_stop() -> bool:
+        if not reasons and reader_has_ended(output):
+            request("standard output is closed")
+        return bool(reasons)
+
+    # A signal that is ignored stays ignored: SIGHUP under nohup.
+    caught = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, on_signal) for number in caught}
     try:
-        yield lambda: bool(received)
+        yield should_stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def _print_result(result: TrainResult, argv: Sequence[str], steps: int) -> None:
-    row = result.last_row
+    row, lines = result.last_row, []
     if row.get("bits_per_byte") is not None:
-        print(f"held-out: {row['bits_per_byte']:.3f} bits per byte at step {result.step}")
+        lines.append(f"held-out: {row['bits_per_byte']:.3f} bits per byte at step {result.step}")
     if result.sample:
-        print(f"sample, after the first bytes of the held-out text:\n{result.sample}\n")
+        lines.append(f"sample, after the first bytes of the held-out text:\n{result.sample}\n")
     left_out = ["run.on_nonfinite="] if result.status == "diverged" else []
     repeated = [a for a in argv if a != "--restart" and not a.startswith(("run.folder=", "run.steps=", *left_out))]
     command = shlex.join(["flax-mesh", *repeated, f"run.folder={result.folder}"])
-    print(f"{result.status} at step {result.step}; metrics and checkpoints: {result.folder}")
+    lines.append(f"{result.status} at step {result.step}; metrics and checkpoints: {result.folder}")
     if result.status == "stopped":
-        print(f"resume: {command} run.steps={steps}")
+        lines.append(f"resume: {command} run.steps={steps}")
     elif result.status == "diverged":
-        print(f"resume without such updates: {command} run.steps={steps} run.on_nonfinite=skip")
+        lines.append(f"resume without such updates: {command} run.steps={steps} run.on_nonfinite=skip")
     else:
-        print(f"train on: {command} run.steps={2 * result.step}")
+        lines.append(f"train on: {command} run.steps={2 * result.step}")
+    print("\n".join(lines), file=sys.stderr if reader_has_ended(sys.stdout) else sys.stdout)

@@ -1,7 +1,7 @@
 """`flax-mesh launch`: runs one command in several processes on this machine.
 
 The processes communicate only over 127.0.0.1. Their output is merged line by line, with the number of the process in
-front of each line.
+front of each line. Neither the end of the launcher nor that of the reader of its output leaves a process behind.
 """
 
 import os
@@ -13,10 +13,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import NamedTuple
 
+from flax_mesh.processes.output import reader_has_ended, write_stderr
+
 GRACE_S = 20.0  # for the others to detect the failure themselves, and to report what they were waiting for
+ORPHAN_GRACE_S = 15.0  # for the processes to save after the launcher was killed
+DRAIN_S = 5.0  # for the rest of the output of a process that has ended: one that it has started may keep it open
 HOST = "127.0.0.1"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -36,15 +41,15 @@ class End(NamedTuple):
 def launch(command: Sequence[str], count: int, extra: Sequence[str] = (), *, lost: int = 5) -> int:
     """Runs `command`, with `--process I/N@HOST:PORT` and `extra` appended, in `count` processes. Returns the exit code.
 
-    Signals are forwarded to all processes. If one ends with an error, the others have `GRACE_S` seconds to detect it
-    before they are killed. The exit code is that of the first process that ended with an error (`lost` if it was
-    terminated by a signal), otherwise 0.
+    Signals are forwarded to all processes. If the reader of standard output has ended, they are stopped by SIGTERM.
+    If one ends with an error, the others have `GRACE_S` seconds to detect it before they are killed. The exit code is
+    that of the first process that ended with an error (`lost` if it was terminated by a signal), otherwise 0.
     """
     port = _free_port()
     ends: queue.Queue[End] = queue.Queue()
     printing = threading.Lock()
     children: list[subprocess.Popen[str]] = []
-    try:
+    with _process_group(children) as group:
         for index in range(count):
             process = [f"--process={index}/{count}@{HOST}:{port}", *extra]
             child = subprocess.Popen(
@@ -54,30 +59,53 @@ def launch(command: Sequence[str], count: int, extra: Sequence[str] = (), *, los
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
-                process_group=0,  # so that Ctrl-C reaches only this process, which forwards it once
+                process_group=group,  # so that Ctrl-C reaches only this process, which forwards it once
             )
             children.append(child)
-            threading.Thread(target=_forward_output, args=(index, child, printing, ends), daemon=True).start()
+            threading.Thread(target=_follow, args=(index, child, printing, ends), daemon=True).start()
         with _forward_signals(children):
             return _wait(children, ends, lost)
+
+
+@contextmanager
+def _process_group(children: Sequence[subprocess.Popen[str]]) -> Iterator[int]:
+    """A process group for `children`. None of it outlives the context, or this process, even if that is killed."""
+    guard = subprocess.Popen(
+        [sys.executable, "-I", "-S", str(Path(__file__).with_name("orphans.py")), str(ORPHAN_GRACE_S)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        process_group=0,
+    )
+    try:
+        yield guard.pid
     finally:
-        for child in children:
-            _kill(child)
+        with suppress(OSError):  # all have ended
+            os.killpg(guard.pid, signal.SIGKILL)
+        for process in (guard, *children):
+            process.wait()
+        assert guard.stdin is not None
+        guard.stdin.close()
 
 
 def _wait(children: Sequence[subprocess.Popen[str]], ends: "queue.Queue[End]", lost: int) -> int:
     ended: list[End] = []
     first: End | None = None
     deadline = float("inf")
+    stopping = False
     while len(ended) < len(children):
+        if not stopping and reader_has_ended(sys.stdout):
+            stopping = True
+            _send_signal(children, signal.SIGTERM)
+            _log("standard output is closed: stopping all processes; the rest of their output is on standard error")
         try:
             end = ends.get(timeout=0.2)
         except queue.Empty:
             if time.monotonic() > deadline:
                 running = [index for index in range(len(children)) if index not in {end.index for end in ended}]
-                _log(f"killing process {', '.join(map(str, running))}, still running {GRACE_S:.0f} s later")
                 for index in running:
-                    _kill(children[index])
+                    children[index].kill()
+                _log(f"killed process {', '.join(map(str, running))}, still running {GRACE_S:.0f} s later")
                 deadline = float("inf")
             continue
         ended.append(end)
@@ -91,26 +119,31 @@ def _wait(children: Sequence[subprocess.Popen[str]], ends: "queue.Queue[End]", l
     return first.code if first.code > 0 else lost
 
 
-def _forward_output(
-    index: int, child: subprocess.Popen[str], printing: threading.Lock, ends: "queue.Queue[End]"
-) -> None:
-    """Prints the output of a process, then puts how it ended into `ends`."""
+def _follow(index: int, child: subprocess.Popen[str], printing: threading.Lock, ends: "queue.Queue[End]") -> None:
+    """Prints the output of a process, and puts how it ended into `ends`."""
+    reader = threading.Thread(target=_forward_output, args=(index, child, printing), daemon=True)
+    reader.start()
+    code = child.wait()
+    reader.join(DRAIN_S)
+    ends.put(End(index, code))
+
+
+def _forward_output(index: int, child: subprocess.Popen[str], printing: threading.Lock) -> None:
     assert child.stdout is not None
     for line in child.stdout:
         with printing:
-            sys.stdout.write(f"[{index}] {line}" if line.endswith("\n") else f"[{index}] {line}\n")
-            sys.stdout.flush()
-    ends.put(End(index, child.wait()))
+            stream = sys.stderr if reader_has_ended(sys.stdout) else sys.stdout
+            print(f"[{index}] {line}", end="" if line.endswith("\n") else "\n", file=stream, flush=True)
 
 
 @contextmanager
 def _forward_signals(children: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
     def forward(number: int, frame: object) -> None:
-        for child in children:
-            if child.poll() is None:
-                child.send_signal(number)
+        _send_signal(children, number)
 
-    previous = {number: signal.signal(number, forward) for number in SIGNALS}
+    # A signal that is ignored stays ignored: SIGHUP under nohup.
+    caught = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, forward) for number in caught}
     try:
         yield
     finally:
@@ -118,10 +151,9 @@ def _forward_signals(children: Sequence[subprocess.Popen[str]]) -> Iterator[None
             signal.signal(number, handler)
 
 
-def _kill(child: subprocess.Popen[str]) -> None:
-    if child.poll() is None:
-        child.kill()
-        child.wait()
+def _send_signal(children: Sequence[subprocess.Popen[str]], number: int) -> None:
+    for child in children:
+        child.send_signal(number)  # nothing if it has ended
 
 
 def _free_port() -> int:
@@ -131,4 +163,4 @@ def _free_port() -> int:
 
 
 def _log(text: str) -> None:
-    os.write(2, f"flax-mesh launch: {text}\n".encode())
+    write_stderr(f"flax-mesh launch: {text}\n")

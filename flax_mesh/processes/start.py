@@ -9,7 +9,7 @@ import jax
 from flax_mesh.errors import ConfigError
 from flax_mesh.jax_compat import backends_are_initialized, distributed_state
 
-PROCESS = re.compile(r"(\d+)/(\d+)@(.+:\d+)")
+PROCESS = re.compile(r"(\d{1,9})/(\d{1,9})@(.+):(\d{1,9})", re.ASCII)
 NO_CLUSTER = "coordinator_address should be defined"  # part of JAX's error if it detects no cluster
 
 
@@ -26,7 +26,9 @@ def parse_processes(text: str) -> Processes:
     match = PROCESS.fullmatch(text)
     if match is None or int(match[1]) >= int(match[2]):
         raise ConfigError(f"--process must be I/N@HOST:PORT with I in 0..N-1, such as 2/4@10.0.0.1:1234, got {text!r}")
-    return Processes(int(match[1]), int(match[2]), match[3])
+    if not 0 < int(match[4]) < 2**16:
+        raise ConfigError(f"--process must have a port in 1..65535, got {match[4]} in {text!r}")
+    return Processes(int(match[1]), int(match[2]), f"{match[3]}:{match[4]}")
 
 
 def resolve_address(address: str) -> tuple[socket.AddressFamily, Any]:
@@ -36,6 +38,21 @@ def resolve_address(address: str) -> tuple[socket.AddressFamily, Any]:
     return family, found
 
 
+def check_coordinator(coordinator: str) -> None:
+    """Raises a ConfigError if this process cannot listen at the address: JAX would crash."""
+    try:
+        family, address = resolve_address(coordinator)
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name that cannot be one of a host
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"--process: process 0 cannot listen at {coordinator} ({reason}); use HOST:PORT with an address of "
+            "the machine of process 0, and a free port"
+        ) from error
+
+
 def start_processes(given: Processes | None) -> int:
     """Initializes jax.distributed and returns the number of processes. Call it before the first use of a device.
 
@@ -43,6 +60,8 @@ def start_processes(given: Processes | None) -> int:
     backends of JAX are already initialized (for example in a notebook), the process runs alone.
     """
     if given is not None:
+        if given.index == 0:  # the others wait until the address has a host
+            check_coordinator(given.coordinator)
         # The coordinator listens only at the given address; JAX's default is all network interfaces.
         jax.distributed.initialize(
             given.coordinator,

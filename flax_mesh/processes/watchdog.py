@@ -13,17 +13,22 @@ import secrets
 import selectors
 import socket
 import sys
+import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
+from flax_mesh.errors import ConfigError
 from flax_mesh.jax_compat import distributed_state
+from flax_mesh.processes.output import write_stderr
 from flax_mesh.processes.start import resolve_address
 from flax_mesh.processes.store import call_number, get_text, put_text
 from flax_mesh.text import count_text
@@ -36,7 +41,8 @@ NOTICE_S = 2.0  # after a JAX error: its cause, a failure in another process, ma
 SETTLE_S = 0.5  # until this process waits for the lost one, so that the error can report what it waits for
 GRACE_S = 2.0  # after a failure in another process: this process may raise a more specific error itself
 JOIN_TIMEOUT_S = 300
-LOST = 5  # exit code
+REPORT_S = 10.0  # to print why this process ends; then it ends even if no process reads its output
+LOST, FAILED = 5, 1  # exit codes
 
 
 @dataclass
@@ -69,6 +75,10 @@ class Watch:
     _finished: threading.Event = field(default_factory=threading.Event)  # this process has finished normally
     _all_done: threading.Event = field(default_factory=threading.Event)
 
+    def __post_init__(self) -> None:
+        if problem := step_timeout_problem("step_timeout_s", self.step_timeout_s):
+            raise ConfigError(problem)
+
     def __enter__(self) -> "Watch":
         self._since = time.monotonic()
         self._count, self._index = jax.process_count(), jax.process_index()
@@ -85,10 +95,7 @@ class Watch:
             if isinstance(error, jax.errors.JaxRuntimeError) and self._peer_failed.wait(NOTICE_S):
                 self._thread.join()  # that thread reports the lost process, and exits
             self._ending.set()
-            code = self.tell_failure(error)
-            self._send({"failed": f"process {self._index} has failed: {_first_line(error)}"})
-            self._linger()
-            _exit_now(code)
+            _exit_after(partial(self._tell, error), FAILED)
         if self._count > 1:
             # Wait until the others have finished too, so that a failure during shutdown is still detected.
             self._finished.set()
@@ -220,10 +227,8 @@ class Watch:
         elif self.step_timeout_s is not None and now - self._since > self.step_timeout_s:
             since = f"after {count_text(self._step, 'step')} since the start"
             text = f"no step has finished within {self.step_timeout_s:.0f} s, {since}"
-            sys.stderr.flush()
-            faulthandler.dump_traceback(all_threads=True)
             self._send({"failed": f"process {self._index}: {text}"})
-            self._end(text)
+            self._end(text, stacks=True)
 
     def _lost(self, text: str) -> None:
         self._peer_failed.set()
@@ -240,19 +245,30 @@ class Watch:
                 with suppress(OSError):  # a closed connection is detected in _read
                     connection.send(data)  # a few bytes, which fit the buffer unless the peer has stopped reading
 
-    def _end(self, text: str) -> None:
+    def _end(self, text: str, *, stacks: bool = False) -> None:
         if self._ending.is_set():  # because of an error in this process
             return
+        self._ending.set()
+        _exit_after(partial(self._report, text, stacks), LOST)
+
+    def _report(self, text: str, stacks: bool) -> int:
+        if stacks:
+            write_stderr(_stacks())
         waiting = self.waiting()
         lines = [f"flax-mesh: {text}"]
         lines += [f"flax-mesh: process {self._index} was waiting: {what}" for what in waiting[:4]]
         if len(waiting) > 4:
             lines.append(f"flax-mesh: ... and for {len(waiting) - 4} more arrays")
         lines.append(f"flax-mesh: process {self._index} ends with exit code {LOST}; the last checkpoint is valid")
-        os.write(2, ("\n".join(lines) + "\n").encode())  # unbuffered, because JAX may be about to abort
-        self._ending.set()
+        write_stderr("\n".join(lines) + "\n")  # unbuffered, because JAX may be about to abort
         self._linger()
-        _exit_now(LOST)
+        return LOST
+
+    def _tell(self, error: BaseException) -> int:
+        self._send({"failed": f"process {self._index} has failed: {_first_line(error)}"})
+        code = self.tell_failure(error)
+        self._linger()
+        return code
 
     def _linger(self) -> None:
         """In process 0, waits for the others to exit: JAX aborts them as soon as its coordinator is gone."""
@@ -279,8 +295,33 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
-def _exit_now(code: int) -> None:
-    """Exits without the exit handlers, which would wait for the other processes."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+def step_timeout_problem(name: str, seconds: float | None) -> str | None:
+    if seconds is None or seconds > 0:
+        return None
+    return f"{name} must be more than 0 seconds, got {seconds:g}"
+
+
+def _exit_after(report: Callable[[], int], code: int) -> NoReturn:
+    """Exits with the code that `report` returns, without the exit handlers, which would wait for the other processes.
+
+    If `report` raises an error, or if its output blocks, the process exits with `code`.
+    """
+    try:
+        limit = threading.Timer(REPORT_S + LINGER_S, os._exit, (code,))
+        limit.daemon = True
+        limit.start()
+        code = report()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except Exception as error:  # whatever it is, the others must not wait for this process
+        write_stderr("".join(traceback.format_exception(error)))
+    finally:
+        os._exit(code)
+
+
+def _stacks() -> str:
+    """The stacks of all threads. faulthandler itself would write to standard error while it holds the GIL."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read().decode(errors="replace")

@@ -1,19 +1,25 @@
 """The command line: the errors for mistakes of the user, and settings that are printed and read back."""
 
+import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 import jax
 import pytest
 
 from flax_mesh.cli import main
-from flax_mesh.cli.common import BAD_INPUT, DONE
+from flax_mesh.cli.common import BAD_INPUT, DONE, FAILED, STOPPED
 from flax_mesh.cli.train import step_line
+from flax_mesh.processes.launch import SIGNALS
 from flax_mesh.train import apply_overrides, load_recipe
+from flax_mesh.train.metrics import Row
 from flax_mesh.train.overrides import to_lines
 from tests.train.bigram import count_compilations, write_text
 
@@ -295,9 +301,120 @@ def test_a_row_is_printed_as_a_line_without_unknown_values():
 
 
 def test_signal_handlers_are_restored_after_a_run(small):
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    before = [signal.getsignal(number) for number in SIGNALS]
     assert main([*small, "run.steps=1", "run.eval_every=0"]) == DONE
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+LONG = ("run.steps=50", "run.eval_every=0", "checkpoint.every=100")
+
+
+@pytest.fixture
+def signal_at_step_2(monkeypatch):
+    """A function that makes the run send itself a signal when it prints its second step."""
+
+    def send(number: int) -> None:
+        def line_of(row: Row) -> str:
+            if row["step"] == 2:
+                signal.raise_signal(number)
+            return step_line(row)
+
+        monkeypatch.setattr("flax_mesh.cli.train.step_line", line_of)
+
+    return send
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_saves_and_stops_the_run(small, signal_at_step_2, capfd, tmp_path, number):
+    signal_at_step_2(number)
+    assert main([*small, *LONG]) == STOPPED
+    captured = capfd.readouterr()
+    assert "stopped at step 3" in captured.out and f"{number.name}: saving after this step" in captured.err
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["3"]
+
+
+def test_an_ignored_signal_stays_ignored(small, signal_at_step_2):
+    """`nohup flax-mesh train`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        signal_at_step_2(signal.SIGHUP)
+        assert main([*small, "run.steps=3", "run.eval_every=0"]) == DONE
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_ctrl_c_before_the_first_step_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr("flax_mesh.cli.explain.explain", lambda config: signal.raise_signal(signal.SIGINT))
+    assert main(["explain", TINY]) == 130
+    assert capsys.readouterr().err == "flax-mesh: interrupted\n"
+
+
+# --- a standard output that cannot be written ---
+
+
+@contextmanager
+def standard_output(stream: TextIO | None) -> Iterator[None]:
+    """Not a fixture, because pytest sets sys.stdout again after the setup of a test."""
+    before, sys.stdout = sys.stdout, stream
+    try:
+        yield
+    finally:
+        sys.stdout = before
+        if stream is not None:
+            stream.close()  # raises an error if something is left that cannot be written
+
+
+def without_reader() -> TextIO:
+    read, write = os.pipe()
+    os.close(read)
+    return open(write, "w")
+
+
+def test_a_run_whose_reader_has_ended_saves_and_stops(small, capfd, tmp_path):
+    with standard_output(without_reader()):
+        assert main([*small, *LONG]) == STOPPED
+    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
+    err = capfd.readouterr().err
+    assert "standard output is closed: saving after this step" in err
+    assert f"stopped at step {saved.name}; metrics" in err and "\nresume: flax-mesh train" in err
+    with standard_output(without_reader()):
+        assert main(["checkpoint", "list", str(tmp_path / "run")]) == DONE
+    assert not capfd.readouterr().err
+
+
+PRINTING = [
+    ("train", TINY, "--print-config"),
+    ("explain", TINY),
+    ("explain", TINY, "--json"),
+    ("schedule", "1f1b", "--stages", "4", "--microbatches", "8"),
+    ("mesh", "dp:8", "--platform", "cpu"),
+]
+
+
+@pytest.mark.parametrize("argv", PRINTING, ids=" ".join)
+def test_a_command_that_only_prints_succeeds_without_a_reader(argv, capfd):
+    with standard_output(without_reader()):
+        assert main(argv) == DONE
+    assert not capfd.readouterr().err
+
+
+def test_a_full_disk_under_standard_output_is_reported(capfd):
+    with standard_output(open("/dev/full", "w")):
+        assert main(["train", TINY, "--print-config"]) == FAILED
+    assert capfd.readouterr().err == "flax-mesh: standard output could not be written: No space left on device\n"
+
+
+def test_a_standard_output_that_was_closed_from_the_start_is_not_needed(small):
+    """`flax-mesh train >&-`."""
+    with standard_output(None):
+        assert main(["explain", TINY]) == DONE
+        assert main([*small, "run.steps=2", "run.eval_every=0"]) == DONE
+
+
+def test_a_character_that_the_terminal_does_not_have_is_escaped(tmp_path):
+    with standard_output(open(tmp_path / "out", "w", encoding="ascii")):
+        assert main(["train", TINY, "--print-config", "run.folder=läufe"]) == DONE
+    assert "run.folder=l\\xe4ufe" in (tmp_path / "out").read_text().splitlines()
 
 
 def command(*argv: str, timeout: float) -> subprocess.CompletedProcess[str]:

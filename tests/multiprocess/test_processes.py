@@ -1,6 +1,7 @@
 """Collective operations, coordinated stopping, and the failure of one process of several."""
 
 import re
+import socket
 import subprocess
 import sys
 
@@ -8,8 +9,9 @@ import pytest
 
 from flax_mesh.cli.train import devices_of_process, same_command
 from flax_mesh.errors import ConfigError
-from flax_mesh.processes.start import Processes, parse_processes
-from tests.multiprocess.processes import ROOT, Ended, assert_all_done, run_workers
+from flax_mesh.processes import Watch
+from flax_mesh.processes.start import Processes, check_coordinator, parse_processes
+from tests.multiprocess.processes import ROOT, Ended, assert_all_done, free_port, run_workers
 
 
 def test_collective_operations_have_the_same_result_in_all_processes():
@@ -63,6 +65,29 @@ def test_processes_are_parsed_from_text():
     for invalid in ("2/4", "4/4@host:1", "a/b@host:1", "0/1@host"):
         with pytest.raises(ConfigError, match="must be I/N@HOST:PORT"):
             parse_processes(invalid)
+    for port in ("0", "65536", "99999"):
+        with pytest.raises(ConfigError, match=rf"must have a port in 1\.\.65535, got {port}"):
+            parse_processes(f"0/1@host:{port}")
+
+
+def test_an_address_at_which_process_0_cannot_listen_is_refused():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        for address, reason in (
+            (f"127.0.0.1:{port}", "Address already in use"),
+            ("no-such-host.invalid:1234", "not known|resolution|No address"),
+            ("127.0.0.1:1234:55", "not known|resolution|No address"),
+            ("a" * 300 + ":1234", "label"),
+        ):
+            with pytest.raises(ConfigError, match=f"process 0 cannot listen at .* \\(.*({reason})"):
+                check_coordinator(address)
+    check_coordinator(f"127.0.0.1:{free_port()}")
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
+def test_a_step_timeout_must_be_positive(seconds):
+    with pytest.raises(ConfigError, match=f"step_timeout_s must be more than 0 seconds, got {seconds:g}"):
+        Watch(lambda error: 1, seconds)
 
 
 def test_virtual_devices_are_divided_evenly_among_processes():
