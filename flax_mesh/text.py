@@ -7,6 +7,9 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 UNLIMITED = 100_000  # characters in a line
+MOST_LINES = 24  # of a list in a message, so that it fits a terminal
+NUMBER = re.compile(r"(?<![^/.\[])(0|[1-9][0-9]{0,8})(?![^/.\]])")  # a whole component of a path
+PATH = re.compile(r"^(\s*[^\s:]*)")  # at the beginning of a line
 SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
 
@@ -23,6 +26,16 @@ def count_text(count: int, noun: str) -> str:
 def listed(items: Iterable[object]) -> str:
     """`2, 3, 5`."""
     return ", ".join(map(str, items))
+
+
+def shortened(text: str, most: int = 200) -> str:
+    """The text, or its first `most` characters and the number of all of them."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
+
+
+def at_most(lines: Sequence[str], most: int = MOST_LINES) -> list[str]:
+    """The lines, or the first `most` of them and the number of the others."""
+    return [*lines[:most], *([f"and {len(lines) - most:,} more"] if len(lines) > most else [])]
 
 
 def processes_text(processes: Iterable[int]) -> str:
@@ -59,21 +72,45 @@ def bytes_text(count: float) -> str:
 def group_paths(paths: Sequence[str], keys: Sequence[Hashable]) -> list[tuple[str, list[int]]]:
     """(pattern, indices) for paths that have equal keys and differ only in numbers: `layers/{0..125}/q/kernel`.
 
-    Groups are in the order of their first path. Numbers that do not form a product of ranges stay ungrouped.
+    Groups are in the order of their first path. Numbers that do not form a product of ranges stay ungrouped. Paths may
+    also have dots (`layers.{0..125}.q`) or the form of `jax.tree_util.keystr` (`['layers'][{0..125}]['q']`).
     """
+    parts = [NUMBER.split(path) for path in paths]  # words and numbers alternate
     groups: dict[Hashable, list[int]] = {}
-    for i, (path, key) in enumerate(zip(paths, keys, strict=True)):
-        groups.setdefault((re.sub(r"(?<![^/])\d+(?![^/])", "*", path), key), []).append(i)
+    for i, (part, key) in enumerate(zip(parts, keys, strict=True)):
+        groups.setdefault((*part[::2], key), []).append(i)
     found = []
     for indices in groups.values():
-        columns = zip(*(paths[i].split("/") for i in indices), strict=True)
-        choices = [sorted(set(column), key=lambda part: (len(part), part)) for column in columns]
+        columns = zip(*(map(int, parts[i][1::2]) for i in indices), strict=True)
+        choices = [sorted(set(column)) for column in columns]
         texts = [_range_text(choice) for choice in choices]
         if math.prod(map(len, choices)) == len(indices) and None not in texts:
-            found.append(("/".join(str(text) for text in texts), indices))
+            words = parts[indices[0]][::2]
+            found.append(("".join(f"{word}{text}" for word, text in zip(words, [*texts, ""], strict=True)), indices))
         else:
             found += [(paths[i], [i]) for i in indices]
     return sorted(found, key=lambda group: group[1][0])
+
+
+def group_lines(lines: Iterable[str]) -> list[str]:
+    """Lines that begin with a path; those that differ only in the numbers of their paths as one.
+
+    >>> group_lines(["layers/0/q: missing", "layers/1/q: missing", "embed: missing"])
+    ['layers/{0..1}/q: missing', 'embed: missing']
+    """
+    halves = [PATH.split(line, maxsplit=1)[1:] for line in lines]
+    groups = group_paths([path for path, _ in halves], [text for _, text in halves])
+    return [pattern + halves[members[0]][1] for pattern, members in groups]
+
+
+def path_lines(lines: Iterable[str]) -> list[str]:
+    """`group_lines`, cut to a screen: the list of arrays or layers in an error message."""
+    return at_most(group_lines(lines))
+
+
+def paths_text(paths: Iterable[str]) -> str:
+    """The paths in one line: `embed, layers/{0..3}/q`."""
+    return listed(path_lines(paths))
 
 
 def table_text(
@@ -104,9 +141,9 @@ def table_text(
     return "\n".join(line.rstrip() for line in capture.get().rstrip("\n").split("\n"))
 
 
-def _range_text(parts: list[str]) -> str | None:
-    """A single part unchanged, consecutive numbers as {0..3}; None for any other set."""
-    if len(parts) == 1:
-        return parts[0]
-    first, last = int(parts[0]), int(parts[-1])
-    return f"{{{first}..{last}}}" if last - first + 1 == len(parts) else None
+def _range_text(numbers: Sequence[int]) -> str | None:
+    """A single number unchanged, consecutive numbers as {0..3}; None for any other set."""
+    first, last = numbers[0], numbers[-1]
+    if first == last:
+        return str(first)
+    return f"{{{first}..{last}}}" if last - first + 1 == len(numbers) else None

@@ -5,7 +5,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from flax_mesh.text import array_text, axes_text, count_text, mesh_text, processes_text
+from flax_mesh.text import (
+    MOST_LINES,
+    array_text,
+    axes_text,
+    count_text,
+    group_lines,
+    mesh_text,
+    path_lines,
+    paths_text,
+    processes_text,
+    shortened,
+)
 
 
 @pytest.mark.parametrize(
@@ -33,3 +44,28 @@ def test_meshes_are_formatted_as_in_the_setting():
 def test_arrays_are_formatted_as_jax_prints_their_types(dtype):
     array = jax.ShapeDtypeStruct((2, 3), dtype)
     assert array_text(array) == jax.make_jaxpr(lambda x: x)(array).in_avals[0].str_short(short_dtypes=True)
+
+
+# --- lists of paths ---
+
+
+def test_lines_that_differ_only_in_the_numbers_of_their_paths_are_one():
+    lines = ["layers/0/q: missing", "layers/1/q: missing", "layers/1/k: missing", "  h.0.w (4,)", "  h.1.w (4,)"]
+    assert group_lines(lines) == ["layers/{0..1}/q: missing", "layers/1/k: missing", "  h.{0..1}.w (4,)"]
+    assert group_lines(["layers/0/q: f32[4]", "layers/1/q: f32[5]"]) == ["layers/0/q: f32[4]", "layers/1/q: f32[5]"]
+    assert group_lines([]) == [] and group_lines(["", "x"]) == ["", "x"]
+
+
+def test_paths_with_brackets_are_grouped():
+    assert paths_text([f"params['layers'][{i}]['q']" for i in range(4)]) == "params['layers'][{0..3}]['q']"
+
+
+def test_only_whole_decimal_numbers_are_grouped():
+    paths = ["layers/0" + "9" * 5000, "layers/01", "layers/02", "block_1/q", "block_2/q"]
+    assert group_lines(paths) == paths
+
+
+def test_a_list_that_is_longer_than_a_screen_is_cut_and_counted():
+    lines = path_lines(f"{name}: missing" for name in map(chr, range(0x100, 0x100 + 1500)))
+    assert len(lines) == MOST_LINES + 1 and lines[-1] == f"and {1500 - MOST_LINES:,} more"
+    assert shortened("x" * 5000) == "x" * 200 + "... (5,000 characters)" and shortened("x" * 200) == "x" * 200

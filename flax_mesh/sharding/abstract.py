@@ -22,7 +22,7 @@ from flax_mesh.sharding.rules import (
     as_rules,
     match_leaves,
 )
-from flax_mesh.text import array_text
+from flax_mesh.text import array_text, path_lines
 from flax_mesh.tree import named_leaves
 
 Model = TypeVar("Model", bound=type[nnx.Module])
@@ -229,5 +229,6 @@ def _check_same(abstract: nnx.State, made: nnx.State) -> None:
             problems.append(f"{path}: abstract {array_text(a)}, make() returns {array_text(b)}")
     if problems:
         raise ShardingError(
-            "make() and the abstract state must have the same arrays; these differ:\n" + "\n".join(sorted(problems))
+            "make() and the abstract state must have the same arrays; these differ:\n"
+            + "\n".join(path_lines(sorted(problems)))
         )

@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from flax_mesh.errors import ShardingError
-from flax_mesh.text import processes_text
+from flax_mesh.text import path_lines, processes_text
 from flax_mesh.tree import named_leaves
 
 Index = tuple[slice, ...]
@@ -166,7 +166,9 @@ def _remote_text(named: Sequence[tuple[str, jax.Array]]) -> str:
         processes = processes_text(missing.values())
         lines.append(f"{path} {x.shape}: {count} of {x.size} elements are only on {processes}")
     return (
-        f"gather requires all elements on devices of process {jax.process_index()}, but:\n" + "\n".join(lines) + "\n"
+        f"gather requires all elements on devices of process {jax.process_index()}, but:\n"
+        + "\n".join(path_lines(lines))
+        + "\n"
         'Pass remote="collect" on all processes to exchange them, pass remote="leave" to keep these as jax arrays, or '
         "save a checkpoint."
     )

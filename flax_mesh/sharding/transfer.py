@@ -12,6 +12,7 @@ from flax_mesh.errors import ShardingError
 from flax_mesh.mesh.context import get_incontext_mesh
 from flax_mesh.sharding.gather import gather_leaf
 from flax_mesh.sharding.rules import Finding, Policy, apply_policy, fit_spec
+from flax_mesh.text import path_lines, paths_text
 from flax_mesh.tree import map_named, named_leaves
 
 
@@ -82,7 +83,7 @@ def reshard(
     current = [getattr(leaf, "sharding", None) for leaf in leaves]
     if without_mesh := [number for number, sharding in enumerate(current) if not isinstance(sharding, NamedSharding)]:
         named = named_leaves(tree)
-        paths = ", ".join(named[number][0] for number in without_mesh)
+        paths = paths_text(named[number][0] for number in without_mesh)
         raise ShardingError(
             f"reshard requires arrays on a mesh, and these are not: {paths}. Place them with shard(tree, specs, mesh)."
         )
@@ -169,7 +170,7 @@ def _aligned(tree: Any, leaves: list[Any], treedef: Any, specs: Any) -> list[Any
         paths = [path for (path, _), layout in zip(named_leaves(specs), layouts, strict=True) if layout is None]
         raise ShardingError(
             "leaves of specs must be PartitionSpecs, shardings or arrays with a sharding, and these are not: "
-            f"{', '.join(paths)}."
+            f"{paths_text(paths)}."
         )
     return layouts
 
@@ -183,7 +184,7 @@ def align_by_path(tree: Any, specs: Any, further_problems: Sequence[str] = ()) -
     problems = [f"{path}: missing in specs" for path in expected if path not in by_path]
     problems += [f"{path}: in specs, but not in the tree" for path in by_path if path not in set(expected)]
     if problems := [*problems, *further_problems]:
-        raise ShardingError("specs must be a tree of the same structure:\n" + "\n".join(problems))
+        raise ShardingError("specs must be a tree of the same structure:\n" + "\n".join(path_lines(problems)))
     return [by_path[path] for path in expected]
 
 

@@ -11,6 +11,7 @@ from flax import nnx
 
 from flax_mesh.sharding.abstract import abstract_model, init_state, model_layers
 from flax_mesh.stacks import ranks_in
+from flax_mesh.text import path_lines, paths_text
 from flax_mesh.tree import named_leaves
 
 
@@ -78,7 +79,7 @@ class TrainState:
         problems += [f"  {path}: unknown" for path in found.keys() - counts.keys()]
         if problems:
             head = "state must have the same paths as `to_nnx()` of this train state, but these differ:"
-            raise ValueError("\n".join([head, *sorted(problems)]))
+            raise ValueError("\n".join([head, *path_lines(sorted(problems))]))
         return TrainState(tuple(found[path] for path in expected), self.definition)
 
 
@@ -86,7 +87,8 @@ def check_same_structure(graphdef_before: Any, before: Any, graphdef_after: Any,
     """Raises a ValueError that names the variables that were added or removed. The trees may contain several States."""
     was, now = ({path for path, _ in named_leaves(tree)} for tree in (before, after))
     if was != now or graphdef_before != graphdef_after:
-        what = f"removed {sorted(was - now) or 'nothing'}, added {sorted(now - was) or 'nothing'}"
+        removed, added = paths_text(sorted(was - now)), paths_text(sorted(now - was))
+        what = f"removed {removed or 'nothing'}, added {added or 'nothing'}"
         if was == now:
             what = "the variables are the same, but a static attribute or the metadata of a variable changed"
         raise ValueError(

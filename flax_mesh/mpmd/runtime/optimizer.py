@@ -20,6 +20,7 @@ from flax_mesh.mpmd.split.update import SHARED, GroupProgram, MixedGroups, cut_b
 from flax_mesh.mpmd.transport.layout import on_all_groups, put_host
 from flax_mesh.step.loss import Limits, Metrics, apply_gradients, skip_update
 from flax_mesh.step.state import TrainState
+from flax_mesh.text import paths_text
 
 # What one group runs in one phase: its program, its donated and its other input variables, and the jitted
 # call(donated, kept, packs) -> (outputs, pack of scalars for other groups).
@@ -80,8 +81,9 @@ class Update:
             named += [f"the gradient of {staged.leaves[leaf].path}" for _, leaf in self.grads]
             paths = dict.fromkeys(named[at] for at in error.inputs if at < len(named) and groups[at] != SHARED)
             raise ConfigError(
-                f"the optimizer computes {error.primitive} over arrays of several pipeline groups: {', '.join(paths)}. "
-                "It may use other leaves only through scalars, such as norms. Use another optimizer, or pp:1."
+                f"the optimizer computes {error.primitive} over arrays of several pipeline groups: "
+                f"{paths_text(paths)}. It may use other leaves only through scalars, such as norms. Use another "
+                "optimizer, or pp:1."
             ) from error
         self.program = program
         shardings = {

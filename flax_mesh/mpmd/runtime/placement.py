@@ -20,6 +20,7 @@ from flax_mesh.mpmd.transport.layout import on_all_groups, remote_array, shardin
 from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.sharding.rules import Rules
 from flax_mesh.step.state import TrainState, TreeDefinition, abstract_train_state
+from flax_mesh.text import path_lines
 from flax_mesh.tree import named_leaves, owner_of
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
@@ -155,7 +156,8 @@ def check_specs(specs: Iterable[tuple[str, PartitionSpec]], mesh: MpmdMesh) -> N
     wrong = [f"{path}: {spec}" for path, spec in specs if any(name in as_tuple(entry) for entry in spec)]
     if wrong:
         raise ShardingError(
-            "\n".join(wrong) + f"\nA spec must not contain {name!r}, the axis of the pipeline's groups: each group "
+            "\n".join(path_lines(wrong))
+            + f"\nA spec must not contain {name!r}, the axis of the pipeline's groups: each group "
             "has its own leaves. Map these dims to other axes, or to None."
         )
 
