@@ -101,6 +101,7 @@ def _data(found: Found) -> dict[str, Any]:
             "optimal": result.optimal,
             "best_named": result.best_named,
             "best_named_makespan": result.best_named_makespan,
+            "interrupted": result.interrupted,
         }
     return data
 
@@ -148,7 +149,8 @@ def _summary(result: SearchResult) -> str:
     named = "no named schedule fits this memory"
     if result.best_named is not None and result.best_named_makespan is not None:
         named = f"best named schedule that fits: {result.best_named}, makespan {result.best_named_makespan:.6g}"
-    return f"{'optimal' if result.optimal else gap}; {named}"
+    interrupted = "interrupted; " if result.interrupted else ""
+    return f"{interrupted}{'optimal' if result.optimal else gap}; {named}"
 
 
 def _search(arguments: argparse.Namespace, costs: list[StageCost], memory: Sequence[int] | None) -> Found:

@@ -47,7 +47,7 @@ class Deadlock(ValueError):
         lines = [
             f"group {group} is blocked at {action}, which depends on {missing}" for group, action, missing in stuck
         ]
-        super().__init__(f"{name}: deadlock: " + "; ".join(lines))
+        super().__init__(f"{name}: deadlock: " + "; ".join(at_most(lines, 8)))
 
 
 def dependencies(action: Action, num_stages: int) -> list[Action]:
@@ -214,6 +214,11 @@ def make_schedule(
         problems.append(
             f"{name} on {num_groups} groups requires a number of microbatches that is {kind.needs.format(num_groups)}, "
             f"got {num_microbatches}; the nearest is {nearest}"
+        )
+    if not problems and (forwards := num_groups * num_virtual_stages * num_microbatches) > MOST_FORWARDS:
+        problems.append(
+            f"{name} would have {forwards:,} forward actions; a schedule has at most {MOST_FORWARDS:,}. Use fewer "
+            "groups, stages or microbatches"
         )
     if problems:
         raise ValueError("; ".join(problems))
