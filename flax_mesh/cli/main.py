@@ -6,6 +6,7 @@ above a limit.
 """
 
 import argparse
+import errno
 import logging
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from typing import Any, NoReturn
 from flax_mesh.cli import checkpoint, explain, launch, mesh, schedule, train
 from flax_mesh.cli.common import EXIT_CODES, report_failure
 from flax_mesh.errors import ConfigError
+from flax_mesh.text import shortened
 
 COMMANDS = {
     "train": (train, "train a recipe, or resume its run"),
@@ -37,6 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return arguments.command(arguments, argv)
     except tuple(EXIT_CODES) as error:
         return report_failure(error)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:  # of an argument; it may be raised wherever its file is looked for
+            raise
+        return report_failure(ConfigError(f"{shortened(str(error.filename))}: {error.strerror}; use a shorter path"))
 
 
 def _unraisable(found: Any) -> None:

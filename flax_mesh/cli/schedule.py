@@ -18,7 +18,7 @@ from flax_mesh.mpmd.schedules import (
     search_schedule,
     simulate,
 )
-from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES
+from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, check_size
 from flax_mesh.mpmd.schedules.simulate import peak_activations, stage_costs
 from flax_mesh.mpmd.schedules.validate import memory_limits
 from flax_mesh.train.explain import Measured, measure_recipe
@@ -130,6 +130,7 @@ def _find(arguments: argparse.Namespace) -> Found:
                 f"{' and '.join(missing)}: required, unless --measure RECIPE is given; see flax-mesh schedule --help"
             )
         _check_search_options(arguments)
+        check_size(arguments.stages * (arguments.virtual or 1), arguments.microbatches)
         memory = None if arguments.memory is None else _numbers("--memory", arguments.memory, int)
         if memory is not None:
             memory = memory_limits(memory[0] if len(memory) == 1 else memory, arguments.stages)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from flax_mesh.text import at_most, count_text, listed, shortened
 
 NUMBER = "[0-9]{1,9}"  # of a stage, a group or a microbatch in the text of a schedule
-MOST_FORWARDS = 3_000_000  # in a schedule that is made; with it, its simulation takes about 3 GB
+MOST_FORWARDS = 3_000_000  # actions in a schedule that is made: simulating it takes about 5 GB
 
 
 class Action(NamedTuple):
@@ -215,13 +215,9 @@ def make_schedule(
             f"{name} on {num_groups} groups requires a number of microbatches that is {kind.needs.format(num_groups)}, "
             f"got {num_microbatches}; the nearest is {nearest}"
         )
-    if not problems and (forwards := num_groups * num_virtual_stages * num_microbatches) > MOST_FORWARDS:
-        problems.append(
-            f"{name} would have {forwards:,} forward actions; a schedule has at most {MOST_FORWARDS:,}. Use fewer "
-            "groups, stages or microbatches"
-        )
     if problems:
         raise ValueError("; ".join(problems))
+    check_size(num_groups * num_virtual_stages, num_microbatches)
     stage_to_group = tuple(range(num_groups)) * num_virtual_stages
     if kind.folded:
         stage_to_group = (*range(num_groups), *reversed(range(num_groups)))
@@ -231,6 +227,15 @@ def make_schedule(
         words = kind.pattern(num_groups, group, num_microbatches, num_virtual_stages)
         rows.append(_numbered(words, stages, num_microbatches))
     return Schedule(name, tuple(rows), stage_to_group, any(action.kind == "W" for action in rows[0]))
+
+
+def check_size(num_stages: int, num_microbatches: int) -> None:
+    """Raises a ValueError if a schedule would have too many actions for the memory of this machine."""
+    if (forwards := num_stages * num_microbatches) > MOST_FORWARDS:
+        raise ValueError(
+            f"the schedule would have {forwards:,} forward actions, and at most {MOST_FORWARDS:,} are supported; use "
+            "fewer stages or microbatches"
+        )
 
 
 def forward_schedule(num_groups: int, num_microbatches: int, stage_to_group: Sequence[int]) -> Schedule:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from flax_mesh.mpmd.schedules.beam import TOLERANCE, BeamSearch
 from flax_mesh.mpmd.schedules.lower_bound import Problem, lower_bound, make_problem, reverse
-from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, Action, Schedule, make_schedule
+from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, Action, Schedule, check_size, make_schedule
 from flax_mesh.mpmd.schedules.simulate import StageCost, peak_activations, simulate, stage_costs
 from flax_mesh.mpmd.schedules.validate import memory_limits
 
@@ -87,6 +87,7 @@ def search_schedule(
         problems.append(f"seconds must be more than 0 and finite, got {seconds:g}")
     if problems:
         raise ValueError("; ".join(problems))
+    check_size(len(stages), num_microbatches)
     virtual = len(stages) // num_groups
     limits = memory_limits(virtual * num_microbatches if memory_limit is None else memory_limit, num_groups)
     if min(limits) < virtual:

@@ -134,7 +134,7 @@ def test_a_damaged_schedule_is_refused_by_a_short_message_or_is_a_schedule(seed)
 
 
 def test_a_schedule_that_would_fill_the_memory_is_refused():
-    with pytest.raises(ValueError, match=r"1f1b would have 10,000,000,000 forward actions; .* at most 3,000,000"):
+    with pytest.raises(ValueError, match=r"would have 10,000,000,000 forward actions, and at most 3,000,000"):
         make_schedule("1f1b", num_groups=100_000, num_microbatches=100_000)
 
 
