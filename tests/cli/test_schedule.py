@@ -97,7 +97,10 @@ def test_the_table_and_the_picture(output_of, tmp_path):
             ("1f1b", *SIZES, "--costs", "1,-1,1"),
             r"costs of stage 0: expected 0 or numbers from 1e-100 to 1e\+100, got 1,-1,1,0",
         ),
-        (("1f1b", *SIZES, "--costs=-1,1,1"), r"costs of stage 0: expected 0 or numbers from 1e-100 to 1e\+100, got -1,1,1,0"),
+        (
+            ("1f1b", *SIZES, "--costs=-1,1,1"),
+            r"costs of stage 0: expected 0 or numbers from 1e-100 to 1e\+100, got -1,1,1,0",
+        ),
         (("1f1b", *SIZES, "--costs", "1,1,1/1,1,1"), r"expected costs of 4 stages, got 2"),
         (("1f1b", *SIZES, "--memory", "3"), r"1f1b stores 4,3,2,1 activations, more than --memory 3; .* at least 1$"),
         (("zb-v", *SIZES, "--memory", "7"), r"zb-v stores 8 activations, more than --memory 7; .* at least 2$"),
