@@ -1,12 +1,14 @@
 """Formatting for messages and reports: counts, bytes, meshes, arrays, groups of paths, aligned tables."""
 
-import io
+import itertools
 import math
 import re
+import textwrap
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 UNLIMITED = 100_000  # characters in a line
+GAP = 2  # characters between the columns of a table
 MOST_LINES = 24  # of a list in a message, so that it fits a terminal
 NUMBER = re.compile(r"(?<![^/.\[])(0|[1-9][0-9]{0,8})(?![^/.\]])")  # a whole component of a path
 PATH = re.compile(r"^(\s*[^\s:]*)")  # at the beginning of a line
@@ -121,24 +123,59 @@ def table_text(
     right: Collection[str] = (),
     wrap: Collection[str] = (),
 ) -> str:
-    """An aligned table of at most `width` characters; the columns in `right` are right-aligned.
+    """An aligned table of `width` characters; the columns in `right` are right-aligned.
 
-    Cells that are too long wrap onto the next line, those of the columns in `wrap` first.
+    Where it is too wide, cells are continued on the next line after a space or a /: those of the columns in `wrap`
+    first, then those of all others. Numbers and names are never cut: the table stays wider if they do not fit.
     """
-    from rich.console import Console
-    from rich.table import Table
+    columns = [list(column) for column in zip(heads, *rows, strict=True)]
+    widths = [max(map(len, column)) for column in columns]
+    least = [max(map(_least_width, column)) for column in columns]
+    for some in (wrap, heads):
+        while sum(widths) + GAP * (len(heads) - 1) > width:
+            shrinking = [i for i, head in enumerate(heads) if head in some and widths[i] > least[i]]
+            if not shrinking:
+                break
+            widths[max(shrinking, key=widths.__getitem__)] -= 1
+    lines = []
+    for row in zip(*columns, strict=True):
+        cells = [_folded(cell, size) for cell, size in zip(row, widths, strict=True)]
+        for part in itertools.zip_longest(*cells, fillvalue=""):
+            aligned = [
+                text.rjust(size) if head in right else text.ljust(size)
+                for head, text, size in zip(heads, part, widths, strict=True)
+            ]
+            lines.append((" " * GAP).join(aligned).rstrip())
+    return "\n".join(lines)
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
-    for head in heads:
-        # rich narrows the columns that may wrap first, and the others only if that is not enough.
-        justify = "right" if head in right else "left"
-        table.add_column(head, justify=justify, overflow="fold", no_wrap=bool(wrap) and head not in wrap)
-    for row in rows:
-        table.add_row(*row)
-    console = Console(file=io.StringIO(), width=width, color_system=None, markup=False, highlight=False, emoji=False)
-    with console.capture() as capture:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().rstrip("\n").split("\n"))
+
+def folded(text: str, width: int, indent: str = "") -> str:
+    """The text in lines of at most `width` characters, except for words that are longer, such as paths."""
+    options: dict[str, Any] = {"break_on_hyphens": False, "break_long_words": False}
+    return textwrap.fill(text, max(width, 20), subsequent_indent=indent, **options)
+
+
+def _pieces(cell: str) -> list[str]:
+    """The parts of a cell after which it may be continued on the next line, without the indentation of the cell."""
+    return re.findall(r"[^ /]*[ /]+|[^ /]+", cell.lstrip(" ")) or [""]
+
+
+def _indent(cell: str) -> str:
+    return " " * (len(cell) - len(cell.lstrip(" ")))
+
+
+def _least_width(cell: str) -> int:
+    return len(_indent(cell)) + max(len(piece.rstrip(" ")) for piece in _pieces(cell))
+
+
+def _folded(cell: str, width: int) -> list[str]:
+    """The lines of a cell."""
+    lines = [_indent(cell)]
+    for piece in _pieces(cell):
+        if len(lines[-1]) + len(piece.rstrip(" ")) > width and lines[-1].strip():
+            lines.append(_indent(cell))
+        lines[-1] += piece
+    return [line.rstrip(" ") for line in lines]
 
 
 def _range_text(numbers: Sequence[int]) -> str | None:

@@ -10,12 +10,14 @@ from flax_mesh.text import (
     array_text,
     axes_text,
     count_text,
+    folded,
     group_lines,
     mesh_text,
     path_lines,
     paths_text,
     processes_text,
     shortened,
+    table_text,
 )
 
 
@@ -69,3 +71,39 @@ def test_a_list_that_is_longer_than_a_screen_is_cut_and_counted():
     lines = path_lines(f"{name}: missing" for name in map(chr, range(0x100, 0x100 + 1500)))
     assert len(lines) == MOST_LINES + 1 and lines[-1] == f"and {1500 - MOST_LINES:,} more"
     assert shortened("x" * 5000) == "x" * 200 + "... (5,000 characters)" and shortened("x" * 200) == "x" * 200
+
+
+# --- tables ---
+
+ROWS = [["layers/{0..125}/attention/q/kernel", "f32[128,4,32]", "1,234,567 B"], ["  norm/scale", "f32[8]", "32 B"]]
+HEADS = ("path", "array", "bytes")
+
+
+def test_a_table_that_fits_has_one_line_per_row():
+    assert table_text(HEADS, ROWS, right={"bytes"}) == (
+        "path                                array                bytes\n"
+        "layers/{0..125}/attention/q/kernel  f32[128,4,32]  1,234,567 B\n"
+        "  norm/scale                        f32[8]                32 B"
+    )
+
+
+def test_a_table_that_is_too_wide_continues_paths_after_a_slash():
+    text = table_text(HEADS, ROWS, 50, right={"bytes"}, wrap={"path"})
+    assert text.splitlines()[1:3] == [
+        "layers/{0..125}/        f32[128,4,32]  1,234,567 B",
+        "attention/q/kernel",
+    ]
+
+
+@pytest.mark.parametrize("width", range(1, 70))
+@pytest.mark.parametrize("wrap", [(), ("path",)])
+def test_no_number_and_no_name_is_cut_at_any_width(width, wrap):
+    text = table_text(HEADS, ROWS, width, right={"bytes"}, wrap=wrap)
+    for part in ("f32[128,4,32]", "1,234,567", "{0..125}/", "attention/", "kernel", "norm/", "scale"):
+        assert part in text
+    assert max(map(len, text.splitlines())) <= max(width, 41)
+
+
+def test_text_is_folded_between_words_only():
+    text = folded("total  " + "x" * 50 + " in 3 files", 30, indent="       ")
+    assert text.splitlines() == ["total", "       " + "x" * 50, "       in 3 files"]

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from flax_mesh.checkpoint.read import plain
 from flax_mesh.cli.common import DIVERGED, DONE, STOPPED, add_recipe, config_of, report_failure, use_platform
 from flax_mesh.errors import ConfigError
 from flax_mesh.processes import Watch, start_processes
@@ -195,7 +196,8 @@ def _print_result(result: TrainResult, argv: Sequence[str], steps: int) -> None:
     if row.get("bits_per_byte") is not None:
         print(f"held-out: {row['bits_per_byte']:.3f} bits per byte at step {result.step}")
     if result.sample:
-        print(f"sample, after the first bytes of the held-out text:\n{result.sample}\n")
+        sample = "\n".join(map(plain, result.sample.split("\n")))  # control characters could change the terminal
+        print(f"sample, after the first bytes of the held-out text:\n{sample}\n")
     left_out = ["run.on_nonfinite="] if result.status == "diverged" else []
     repeated = [a for a in argv if a != "--restart" and not a.startswith(("run.folder=", "run.steps=", *left_out))]
     command = shlex.join(["flax-mesh", *repeated, f"run.folder={result.folder}"])
