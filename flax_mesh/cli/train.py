@@ -191,13 +191,17 @@ def _signals(say: Any) -> Iterator[Any]:
             signal.signal(number, handler)
 
 
+def sample_text(sample: str) -> str:
+    """The sample without control characters other than line breaks: they could change the state of the terminal."""
+    return "\n".join(map(plain, sample.split("\n")))
+
+
 def _print_result(result: TrainResult, argv: Sequence[str], steps: int) -> None:
     row = result.last_row
     if row.get("bits_per_byte") is not None:
         print(f"held-out: {row['bits_per_byte']:.3f} bits per byte at step {result.step}")
     if result.sample:
-        sample = "\n".join(map(plain, result.sample.split("\n")))  # control characters could change the terminal
-        print(f"sample, after the first bytes of the held-out text:\n{sample}\n")
+        print(f"sample, after the first bytes of the held-out text:\n{sample_text(result.sample)}\n")
     left_out = ["run.on_nonfinite="] if result.status == "diverged" else []
     repeated = [a for a in argv if a != "--restart" and not a.startswith(("run.folder=", "run.steps=", *left_out))]
     command = shlex.join(["flax-mesh", *repeated, f"run.folder={result.folder}"])
