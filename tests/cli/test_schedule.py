@@ -1,6 +1,7 @@
 """flax-mesh schedule: its output and files, and one line for every mistake."""
 
 import json
+import random
 import re
 import shlex
 import signal
@@ -134,6 +135,42 @@ def test_invalid_input_is_one_line_and_exit_code_2(argv, line, capsys):
     printed = capsys.readouterr()
     assert not printed.out
     assert re.search(line, printed.err.removesuffix("\n")) and printed.err.count("\n") == 1
+
+
+VALUES = [
+    *("", "0", "1", "2", "3", "-1", "4.5", "1e308", "-inf", "nan", "x", "9" * 9, "9" * 5000, "1,1,1", "1,1,1/2,2,2"),
+    *(
+        "1,1,1,0.5/" * 3 + "1,1,1",
+        "1,1",
+        "1,nan,1",
+        "1e-300,1,1",
+        "4,3,2,1",
+        ",",
+        "/",
+        "\x1b[31m",
+        "٣",
+        "--json",
+        "x" * 5000,
+    ),
+]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_options_succeed_or_are_refused_in_one_line(seed, capsys):
+    choose = random.Random(seed)
+    options = {"--stages": "4", "--microbatches": "8", "--seconds": "0.01"}
+    name = choose.choice([*SCHEDULE_NAMES, "search", "search", "search", "other"])
+    for option in choose.sample([*options, "--costs", "--memory", "--virtual", "--seed"], choose.randint(1, 3)):
+        options[option] = choose.choice(VALUES)
+    if name != "search" and choose.random() < 0.9:
+        del options["--seconds"]
+    code = main(["schedule", name, *(text for pair in options.items() for text in pair)])
+    printed = capsys.readouterr()
+    if code == DONE:
+        assert "makespan" in printed.out and not printed.err
+    else:
+        assert code == BAD_INPUT and not printed.out
+        assert re.fullmatch(r"flax-mesh: [ -~]{10,2100}\n", printed.err)
 
 
 def test_ctrl_c_ends_a_search_and_prints_the_best_so_far(monkeypatch, capsys):
