@@ -1,12 +1,17 @@
 """Formatting for messages and reports: counts, bytes, meshes, arrays, groups of paths, aligned tables."""
 
-import io
+import itertools
 import math
 import re
+import textwrap
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 UNLIMITED = 100_000  # characters in a line
+GAP = 2  # characters between the columns of a table
+MOST_LINES = 24  # of a list in a message, so that it fits a terminal
+NUMBER = re.compile(r"(?<![^/.\[])(0|[1-9][0-9]{0,8})(?![^/.\]])")  # a whole component of a path
+PATH = re.compile(r"^(\s*[^\s:]*)")  # at the beginning of a line
 SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
 
@@ -23,6 +28,16 @@ def count_text(count: int, noun: str) -> str:
 def listed(items: Iterable[object]) -> str:
     """`2, 3, 5`."""
     return ", ".join(map(str, items))
+
+
+def shortened(text: str, most: int = 200) -> str:
+    """The text, or its first `most` characters and the number of all of them."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
+
+
+def at_most(lines: Sequence[str], most: int = MOST_LINES) -> list[str]:
+    """The lines, or the first `most` of them and the number of the others."""
+    return [*lines[:most], *([f"and {len(lines) - most:,} more"] if len(lines) > most else [])]
 
 
 def processes_text(processes: Iterable[int]) -> str:
@@ -59,21 +74,45 @@ def bytes_text(count: float) -> str:
 def group_paths(paths: Sequence[str], keys: Sequence[Hashable]) -> list[tuple[str, list[int]]]:
     """(pattern, indices) for paths that have equal keys and differ only in numbers: `layers/{0..125}/q/kernel`.
 
-    Groups are in the order of their first path. Numbers that do not form a product of ranges stay ungrouped.
+    Groups are in the order of their first path. Numbers that do not form a product of ranges stay ungrouped. Paths may
+    also have dots (`layers.{0..125}.q`) or the form of `jax.tree_util.keystr` (`['layers'][{0..125}]['q']`).
     """
+    parts = [NUMBER.split(path) for path in paths]  # words and numbers alternate
     groups: dict[Hashable, list[int]] = {}
-    for i, (path, key) in enumerate(zip(paths, keys, strict=True)):
-        groups.setdefault((re.sub(r"(?<![^/])\d+(?![^/])", "*", path), key), []).append(i)
+    for i, (part, key) in enumerate(zip(parts, keys, strict=True)):
+        groups.setdefault((*part[::2], key), []).append(i)
     found = []
     for indices in groups.values():
-        columns = zip(*(paths[i].split("/") for i in indices), strict=True)
-        choices = [sorted(set(column), key=lambda part: (len(part), part)) for column in columns]
+        columns = zip(*(map(int, parts[i][1::2]) for i in indices), strict=True)
+        choices = [sorted(set(column)) for column in columns]
         texts = [_range_text(choice) for choice in choices]
         if math.prod(map(len, choices)) == len(indices) and None not in texts:
-            found.append(("/".join(str(text) for text in texts), indices))
+            words = parts[indices[0]][::2]
+            found.append(("".join(f"{word}{text}" for word, text in zip(words, [*texts, ""], strict=True)), indices))
         else:
             found += [(paths[i], [i]) for i in indices]
     return sorted(found, key=lambda group: group[1][0])
+
+
+def group_lines(lines: Iterable[str]) -> list[str]:
+    """Lines that begin with a path; those that differ only in the numbers of their paths as one.
+
+    >>> group_lines(["layers/0/q: missing", "layers/1/q: missing", "embed: missing"])
+    ['layers/{0..1}/q: missing', 'embed: missing']
+    """
+    halves = [PATH.split(line, maxsplit=1)[1:] for line in lines]
+    groups = group_paths([path for path, _ in halves], [text for _, text in halves])
+    return [pattern + halves[members[0]][1] for pattern, members in groups]
+
+
+def path_lines(lines: Iterable[str]) -> list[str]:
+    """`group_lines`, cut to a screen: the list of arrays or layers in an error message."""
+    return at_most(group_lines(lines))
+
+
+def paths_text(paths: Iterable[str]) -> str:
+    """The paths in one line: `embed, layers/{0..3}/q`."""
+    return listed(path_lines(paths))
 
 
 def table_text(
@@ -84,29 +123,64 @@ def table_text(
     right: Collection[str] = (),
     wrap: Collection[str] = (),
 ) -> str:
-    """An aligned table of at most `width` characters; the columns in `right` are right-aligned.
+    """An aligned table of `width` characters; the columns in `right` are right-aligned.
 
-    Cells that are too long wrap onto the next line, those of the columns in `wrap` first.
+    Where it is too wide, cells are continued on the next line after a space or a /: those of the columns in `wrap`
+    first, then those of all others. Numbers and names are never cut: the table stays wider if they do not fit.
     """
-    from rich.console import Console
-    from rich.table import Table
+    columns = [list(column) for column in zip(heads, *rows, strict=True)]
+    widths = [max(map(len, column)) for column in columns]
+    least = [max(map(_least_width, column)) for column in columns]
+    for some in (wrap, heads):
+        while sum(widths) + GAP * (len(heads) - 1) > width:
+            shrinking = [i for i, head in enumerate(heads) if head in some and widths[i] > least[i]]
+            if not shrinking:
+                break
+            widths[max(shrinking, key=widths.__getitem__)] -= 1
+    lines = []
+    for row in zip(*columns, strict=True):
+        cells = [_folded(cell, size) for cell, size in zip(row, widths, strict=True)]
+        for part in itertools.zip_longest(*cells, fillvalue=""):
+            aligned = [
+                text.rjust(size) if head in right else text.ljust(size)
+                for head, text, size in zip(heads, part, widths, strict=True)
+            ]
+            lines.append((" " * GAP).join(aligned).rstrip())
+    return "\n".join(lines)
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
-    for head in heads:
-        # rich narrows the columns that may wrap first, and the others only if that is not enough.
-        justify = "right" if head in right else "left"
-        table.add_column(head, justify=justify, overflow="fold", no_wrap=bool(wrap) and head not in wrap)
-    for row in rows:
-        table.add_row(*row)
-    console = Console(file=io.StringIO(), width=width, color_system=None, markup=False, highlight=False, emoji=False)
-    with console.capture() as capture:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().rstrip("\n").split("\n"))
+
+def folded(text: str, width: int, indent: str = "") -> str:
+    """The text in lines of at most `width` characters, except for words that are longer, such as paths."""
+    options: dict[str, Any] = {"break_on_hyphens": False, "break_long_words": False}
+    return textwrap.fill(text, max(width, 20), subsequent_indent=indent, **options)
 
 
-def _range_text(parts: list[str]) -> str | None:
-    """A single part unchanged, consecutive numbers as {0..3}; None for any other set."""
-    if len(parts) == 1:
-        return parts[0]
-    first, last = int(parts[0]), int(parts[-1])
-    return f"{{{first}..{last}}}" if last - first + 1 == len(parts) else None
+def _pieces(cell: str) -> list[str]:
+    """The parts of a cell after which it may be continued on the next line, without the indentation of the cell."""
+    return re.findall(r"[^ /]*[ /]+|[^ /]+", cell.lstrip(" ")) or [""]
+
+
+def _indent(cell: str) -> str:
+    return " " * (len(cell) - len(cell.lstrip(" ")))
+
+
+def _least_width(cell: str) -> int:
+    return len(_indent(cell)) + max(len(piece.rstrip(" ")) for piece in _pieces(cell))
+
+
+def _folded(cell: str, width: int) -> list[str]:
+    """The lines of a cell."""
+    lines = [_indent(cell)]
+    for piece in _pieces(cell):
+        if len(lines[-1]) + len(piece.rstrip(" ")) > width and lines[-1].strip():
+            lines.append(_indent(cell))
+        lines[-1] += piece
+    return [line.rstrip(" ") for line in lines]
+
+
+def _range_text(numbers: Sequence[int]) -> str | None:
+    """A single number unchanged, consecutive numbers as {0..3}; None for any other set."""
+    first, last = numbers[0], numbers[-1]
+    if first == last:
+        return str(first)
+    return f"{{{first}..{last}}}" if last - first + 1 == len(numbers) else None

@@ -28,7 +28,7 @@ from flax_mesh.errors import CheckpointCorruptedError, ConfigError, PeerError, S
 from flax_mesh.processes.agree import Phases
 from flax_mesh.stacks import without_single_layers
 from flax_mesh.step.state import TrainState
-from flax_mesh.text import count_text
+from flax_mesh.text import at_most, count_text
 from flax_mesh.tree import named_leaves
 
 Tree = TypeVar("Tree")
@@ -469,4 +469,4 @@ def _reason(error: BaseException) -> str:
 
 
 def _damage_text(folder: Path, problems: list[str]) -> list[str]:
-    return [f"checkpoint {folder} is damaged:", *(f"  {problem}" for problem in problems)]
+    return [f"checkpoint {folder} is damaged:", *at_most([f"  {problem}" for problem in problems])]

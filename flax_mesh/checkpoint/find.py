@@ -7,6 +7,7 @@ from pathlib import Path
 from flax_mesh.checkpoint.checksums import ABSENT, CHECKSUMS, MARKERS, find_damage
 from flax_mesh.checkpoint.hf.safetensors import user_path
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, StepDeletedError, UnreadableError
+from flax_mesh.text import at_most
 
 CHECKPOINTS = "checkpoints"  # below a run folder
 STEP, QUARANTINED = re.compile(r"0|[1-9][0-9]*"), re.compile(r"([0-9]+)\.damaged(-[0-9]+)?")
@@ -129,4 +130,5 @@ def _is_step(path: Path) -> bool:
 
 
 def _damage_lines(damaged: Mapping[Path, list[str]]) -> list[str]:
-    return [line for one, found in damaged.items() for line in (f"{one} is damaged:", *(f"  {x}" for x in found))]
+    each = [[f"{one} is damaged:", *at_most([f"  {problem}" for problem in found])] for one, found in damaged.items()]
+    return [line for lines in each for line in lines]

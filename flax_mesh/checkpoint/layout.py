@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.text import array_text
+from flax_mesh.text import array_text, at_most, path_lines
 from flax_mesh.tree import in_stack, indexed_paths, layer_path, named_leaves, owner_of, path_and_start
 
 BATCH_BYTES = 2**30  # of stacks assembled at a time: the memory that restoring needs beside the state
@@ -77,7 +77,7 @@ def paths_on_disk(state: Any, layers: Sequence[str]) -> tuple[list[tuple[str, An
             [
                 "every array of a checkpoint must have its own name, but these have the same one. On disk the names of "
                 "a path are joined with dots, / separates names, and an array cannot contain another one:",
-                *dict.fromkeys(f"  {' and '.join(keys[i] for i in found)}" for found in shared),
+                *at_most(list(dict.fromkeys(f"  {' and '.join(keys[i] for i in found)}" for found in shared))),
                 "  Rename one of each line.",
             ]
         )
@@ -178,7 +178,7 @@ def check_same(
         head = (
             f"{what} does not match the model ({len(problems)} of {len(target.keys() | stored.keys())} leaves differ):"
         )
-        raise ConfigError([head, *sorted(problems), *([f"  {repair}"] if repair else [])])
+        raise ConfigError([head, *path_lines(sorted(problems)), *([f"  {repair}"] if repair else [])])
 
 
 def fits(stored: Any, target: Any, *, cast: bool) -> bool:

@@ -10,7 +10,7 @@ from flax import nnx
 from flax_mesh.errors import ConfigError
 from flax_mesh.stacks import ranks_of
 from flax_mesh.step.state import TrainState
-from flax_mesh.text import array_text
+from flax_mesh.text import array_text, path_lines
 from flax_mesh.tree import in_stack, named_leaves, path_and_start, path_of
 
 MODEL = "model/"
@@ -36,7 +36,7 @@ def check_stacks_are_named(state: Any, layers: Sequence[str]) -> None:
         [
             "these arrays are stacks of layers that `layers` does not name. Saved as they are, a model with a list of "
             "layers could not restore them; nothing was written:",
-            *(f"  {path}: {array_text(named[path])}" for path in unnamed),
+            *path_lines(f"  {path}: {array_text(named[path])}" for path in unnamed),
             f"  Name the stacks: pass layers={names} to Checkpointer, or to @partitioned of the model's class.",
         ]
     )

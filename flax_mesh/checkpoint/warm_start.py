@@ -7,7 +7,7 @@ from typing import Any
 
 from flax_mesh.checkpoint.layout import disk_target, fits, from_disk
 from flax_mesh.errors import ConfigError
-from flax_mesh.text import array_text
+from flax_mesh.text import array_text, path_lines
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,9 @@ class RestoreReport:
 
     def __str__(self) -> str:
         counts = f"{len(self.restored)} arrays, {len(self.unchanged)} unchanged, {len(self.unused)} unused"
-        lines = [f"  unchanged {path}: {why}" for path, why in self.unchanged.items()]
-        return "\n".join([f"restored {counts}", *lines, *(f"  unused {path}" for path in self.unused)])
+        unchanged = path_lines(f"{path}: {why}" for path, why in self.unchanged.items())
+        lines = [f"  unchanged {line}" for line in unchanged] + [f"  unused {path}" for path in path_lines(self.unused)]
+        return "\n".join([f"restored {counts}", *lines])
 
 
 def restore_partial(
@@ -52,7 +53,7 @@ def restore_partial(
     restored = [path for path in target if path in included and path not in unchanged]
     if not restored:
         why = [f"  {path}: {reason}" for path, reason in unchanged.items()] or [f"  no path starts with {include!r}"]
-        raise ConfigError(["no array of the checkpoint matches one of the state:", *why])
+        raise ConfigError(["no array of the checkpoint matches one of the state:", *path_lines(why)])
     read = {path: target[path] for path in restored}
     chosen = [(path, leaf) for path, leaf in named if any(part in read for part in stacks.get(path, [path]))]
     values = dict(zip((path for path, _ in chosen), from_disk(reader(read), chosen, stacks), strict=True))

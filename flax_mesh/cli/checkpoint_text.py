@@ -1,7 +1,6 @@
 """The text output of `flax-mesh checkpoint`. Control characters in names from checkpoints are escaped (`plain`)."""
 
 import shlex
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 from flax_mesh.checkpoint.diff import SECTIONS, Difference
 from flax_mesh.checkpoint.read import Array, plain
-from flax_mesh.text import array_text, bytes_text, count_text, group_paths, mesh_text, table_text
+from flax_mesh.text import array_text, bytes_text, count_text, folded, group_paths, mesh_text, table_text
 from flax_mesh.tree import owner_of
 
 SHOWN_METRICS = ("loss", "eval_loss")
@@ -154,9 +153,7 @@ def _facts(data: Mapping[str, Any], width: int) -> Iterator[str]:
     yield f"step {data['name']} of {_path(data['folder'])}"
     for name, value in facts.items():
         if value:
-            yield textwrap.fill(
-                plain(value), width, initial_indent=f"{name:<10}", subsequent_indent=" " * 10, break_on_hyphens=False
-            )
+            yield folded(f"{name:<10}{plain(value)}", width, indent=" " * 10)
 
 
 def _settings(config: Mapping[str, Any], width: int) -> list[str]:
@@ -164,8 +161,7 @@ def _settings(config: Mapping[str, Any], width: int) -> list[str]:
     sections: dict[str, list[str]] = {}
     for key, value in config.items():
         sections.setdefault(key.partition(".")[0], []).append(shlex.quote(plain(f"{key}={value}")))
-    options: dict[str, Any] = {"initial_indent": "  ", "subsequent_indent": "    ", "break_on_hyphens": False}
-    return [textwrap.fill(" ".join(words), width, break_long_words=False, **options) for words in sections.values()]
+    return [folded(f"  {' '.join(words)}", width, indent=" " * 4) for words in sections.values()]
 
 
 def _difference_lines(found: Sequence[Difference]) -> list[str]:

@@ -13,12 +13,14 @@ import jax
 from flax_mesh.checkpoint.read import plain
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, SaveError, ShardingError
 from flax_mesh.processes.output import output_failure, reader_has_ended
+from flax_mesh.text import shortened
 from flax_mesh.train import TrainConfig, apply_overrides, load_recipe
 from flax_mesh.train.overrides import setting_of
 
 DONE, FAILED, BAD_INPUT, FINDINGS, STOPPED, DIVERGED = 0, 1, 2, 3, 4, 6  # 5: LOST of processes/watchdog.py
 INTERRUPTED = 128 + signal.SIGINT  # as a shell reports it
 EXIT_CODES = {CheckpointCorruptedError: FINDINGS, ConfigError: BAD_INPUT, ShardingError: BAD_INPUT, SaveError: FAILED}
+MOST_PRINTED = 2000  # characters of a line of an error, which may contain an argument of any length
 PIPED_WIDTH = 200  # columns of a table if the output is not a terminal
 
 
@@ -29,7 +31,7 @@ def report_failure(error: BaseException) -> int:
         traceback.print_exception(error)
         return FAILED
     for line in str(error).splitlines():
-        print(f"flax-mesh: {plain(line)}", file=sys.stderr)
+        print(f"flax-mesh: {shortened(plain(line), MOST_PRINTED)}", file=sys.stderr)
     return code
 
 

@@ -7,6 +7,7 @@ step were not finite, or above a limit, 130 interrupted while nothing could be s
 """
 
 import argparse
+import errno
 import logging
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from flax_mesh.cli import checkpoint, explain, launch, mesh, schedule, train
 from flax_mesh.cli.common import EXIT_CODES, INTERRUPTED, report_failure, with_lost_output
 from flax_mesh.errors import ConfigError
 from flax_mesh.processes.output import tolerant_output
+from flax_mesh.text import shortened
 
 COMMANDS = {
     "train": (train, "train a recipe, or resume its run"),
@@ -40,6 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return with_lost_output(arguments.command(arguments, argv))
         except tuple(EXIT_CODES) as error:
             return report_failure(error)
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:  # of an argument; it may be raised wherever its file is looked for
+                raise
+            path = shortened(str(error.filename))
+            return report_failure(ConfigError(f"{path}: {error.strerror}; use a shorter path"))
         except KeyboardInterrupt:  # while train runs, SIGINT saves instead
             print("flax-mesh: interrupted", file=sys.stderr)
             return INTERRUPTED

@@ -18,7 +18,7 @@ from flax_mesh.mpmd.schedules import (
     search_schedule,
     simulate,
 )
-from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES
+from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, check_size
 from flax_mesh.mpmd.schedules.simulate import peak_activations, stage_costs
 from flax_mesh.mpmd.schedules.validate import memory_limits
 from flax_mesh.train.explain import Measured, measure_recipe
@@ -101,6 +101,7 @@ def _data(found: Found) -> dict[str, Any]:
             "optimal": result.optimal,
             "best_named": result.best_named,
             "best_named_makespan": result.best_named_makespan,
+            "interrupted": result.interrupted,
         }
     return data
 
@@ -129,6 +130,7 @@ def _find(arguments: argparse.Namespace) -> Found:
                 f"{' and '.join(missing)}: required, unless --measure RECIPE is given; see flax-mesh schedule --help"
             )
         _check_search_options(arguments)
+        check_size(arguments.stages * (arguments.virtual or 1), arguments.microbatches)
         memory = None if arguments.memory is None else _numbers("--memory", arguments.memory, int)
         if memory is not None:
             memory = memory_limits(memory[0] if len(memory) == 1 else memory, arguments.stages)
@@ -148,7 +150,8 @@ def _summary(result: SearchResult) -> str:
     named = "no named schedule fits this memory"
     if result.best_named is not None and result.best_named_makespan is not None:
         named = f"best named schedule that fits: {result.best_named}, makespan {result.best_named_makespan:.6g}"
-    return f"{'optimal' if result.optimal else gap}; {named}"
+    interrupted = "interrupted; " if result.interrupted else ""
+    return f"{interrupted}{'optimal' if result.optimal else gap}; {named}"
 
 
 def _search(arguments: argparse.Namespace, costs: list[StageCost], memory: Sequence[int] | None) -> Found:

@@ -17,6 +17,7 @@ from flax_mesh.mesh.shape import (
     DEFAULT_AXIS_DIMS,
     DEFAULT_AXIS_NAMES,
     check_axis_names,
+    integers,
     parse_mesh_shape,
     resolve_dims,
     split_between_hosts,
@@ -176,7 +177,7 @@ def calculate_host_mesh_shape(
     """
     per_process = jax.local_device_count() if total_devices is None else total_devices
     processes = jax.process_count() if num_processes is None else num_processes
-    shape = tuple(int(size) for size in global_mesh_shape)
+    shape = integers(global_mesh_shape, "global_mesh_shape", least=1)
     splits = split_between_hosts(shape, processes)
     if splits is None or math.prod(shape) != per_process * processes:
         raise ValueError(

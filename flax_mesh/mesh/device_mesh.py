@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from flax_mesh.mesh.shape import integers
 from flax_mesh.mesh.torus.assign import choose_assignment
 from flax_mesh.mesh.torus.rings import ring_order
 from flax_mesh.mesh.torus.torus import arrange, known_assignment, physical_mesh, read_device
@@ -37,12 +38,12 @@ def create_device_mesh(
     devices of every process form a contiguous block, which only a few slices and shapes allow.
 
     Raises:
-        ValueError: The number of devices does not match, the devices do not form a cuboid, or contiguous sub-meshes are
-            not known for this slice and shape.
+        ValueError: `mesh_shape` is not a sequence of positive integers, the number of devices does not match, the
+            devices do not form a cuboid, or contiguous sub-meshes are not known for this slice and shape.
         NotImplementedError: A physical axis would have to be split, and `allow_split_physical_axes` is False.
     """
     devices = jax.devices() if devices is None else list(devices)
-    shape = tuple(int(size) for size in mesh_shape)
+    shape = integers(mesh_shape, "mesh_shape", least=1)
     if not devices or math.prod(shape) != len(devices):
         raise ValueError(
             f"The number of devices {len(devices)} must equal the product {math.prod(shape)} of mesh shape {shape}."
@@ -99,7 +100,8 @@ def hybrid_mesh_of(
     allow_split_physical_axes: bool,
 ) -> np.ndarray:
     """As `create_hybrid_device_mesh`, for devices that are already grouped into granules."""
-    inner, outer = tuple(mesh_shape), tuple(dcn_mesh_shape)
+    inner = integers(mesh_shape, "mesh_shape", least=1)
+    outer = integers(dcn_mesh_shape, "dcn_mesh_shape", least=1)
     if len(inner) != len(outer):
         raise ValueError(f"mesh_shape {inner} and dcn_mesh_shape {outer} must have one size for each mesh axis.")
     if math.prod(outer) != len(granules):

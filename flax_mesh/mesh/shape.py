@@ -30,6 +30,24 @@ def check_axis_names(names: Sequence[str]) -> tuple[str, ...]:
     return names
 
 
+def integers(sizes: Sequence[int], what: str, *, least: int | None = None) -> tuple[int, ...]:
+    """The sizes as a tuple of ints; a ValueError names `what` and all entries that are no integers, or below `least`.
+
+    Numbers such as 2.5 and strings are refused: `int` accepts them, and the mesh would have another shape.
+    """
+    try:
+        found = tuple(sizes)
+    except TypeError:
+        raise ValueError(f"{what} must be a sequence of integers, got {sizes!r}.") from None
+    wrong = [repr(size) for size in found if not hasattr(size, "__index__") or isinstance(size, bool)]
+    if wrong:
+        raise ValueError(f"{what} must contain integers, got {', '.join(wrong)} in {found}.")
+    low = [str(size) for size in found if least is not None and size < least]
+    if low:
+        raise ValueError(f"{what} must contain integers of at least {least}, got {', '.join(low)} in {found}.")
+    return tuple(int(size) for size in found)
+
+
 def resolve_dims(
     dims: Sequence[int],
     names: Sequence[str],
@@ -47,7 +65,7 @@ def resolve_dims(
     >>> resolve_dims((1, -1, 2), ("dp", "fsdp", "tp"), 8)
     (1, 4, 2)
     """
-    sizes = _integers(dims, what)
+    sizes = integers(dims, what)
     if len(sizes) != len(names):
         raise ValueError(
             f"{what} has {len(sizes)} sizes {sizes} for {len(names)} axes {tuple(names)}. Pass one size per axis."
@@ -126,17 +144,6 @@ def split_between_hosts(shape: Sequence[int], num_hosts: int) -> tuple[int, ...]
         splits.append(math.gcd(left, size))
         left //= splits[-1]
     return tuple(splits) if left == 1 else None
-
-
-def _integers(dims: Sequence[int], what: str) -> tuple[int, ...]:
-    try:
-        sizes = tuple(dims)
-    except TypeError:
-        raise ValueError(f"{what} must be a sequence of integers, got {dims!r}.") from None
-    wrong = [repr(size) for size in sizes if not hasattr(size, "__index__") or isinstance(size, bool)]
-    if wrong:
-        raise ValueError(f"{what} must contain integers, got {', '.join(wrong)} in {sizes}.")
-    return tuple(int(size) for size in sizes)
 
 
 def _repair(sizes: Sequence[int], names: Sequence[str], total: int) -> str:

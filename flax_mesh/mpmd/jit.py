@@ -11,6 +11,7 @@ from jax.sharding import Sharding
 
 from flax_mesh.mpmd.array import MpmdArray, find_mpmd_mesh, is_fully_remote_sharding, is_local_device, is_weakly_typed
 from flax_mesh.mpmd.mesh import MpmdMesh, current_mpmd_mesh
+from flax_mesh.text import paths_text
 
 
 def jit(fun: Callable[..., Any], *, out_shardings: Any = None, **options: Any) -> Callable[..., Any]:
@@ -112,7 +113,7 @@ def _checked_prefix(name: str, out_shardings: Any) -> list[tuple[str, Sharding]]
     wrong = [f"{path} is {leaf!r}" for path, leaf in prefix if not isinstance(leaf, Sharding)]
     if wrong:
         raise ValueError(
-            f"mpmd.jit({name}): out_shardings must contain only Shardings, but {', '.join(wrong)}. "
+            f"mpmd.jit({name}): out_shardings must contain only Shardings, but {paths_text(wrong)}. "
             "Instead of a PartitionSpec, pass NamedSharding(mpmd_mesh.unstack[i], spec)."
         )
     if any(sharding.device_set != prefix[0][1].device_set for _, sharding in prefix):
@@ -131,7 +132,8 @@ def _broadcast(name: str, out_shardings: Any, outputs: Any) -> list[Sharding]:
     without = [path for path, sharding in zip(paths, shardings, strict=True) if sharding is None]
     if without:
         raise ValueError(
-            f"mpmd.jit({name}): out_shardings has None for output {', '.join(without)}. Pass a Sharding for each array."
+            f"mpmd.jit({name}): out_shardings has None for output {paths_text(without)}. Pass a Sharding for each "
+            "array."
         )
     return shardings
 
@@ -154,7 +156,7 @@ def _device_mismatch(name: str, arrays: Iterable[tuple[str, Sharding]]) -> Value
     paths_by_devices: dict[frozenset[Any], list[str]] = {}
     for path, sharding in sorted(arrays, key=lambda array: not is_fully_remote_sharding(array[1])):
         paths_by_devices.setdefault(frozenset(sharding.device_set), []).append(path)
-    found = [f"{', '.join(paths)} on {_describe(devices)}" for devices, paths in paths_by_devices.items()]
+    found = [f"{paths_text(paths)} on {_describe(devices)}" for devices, paths in paths_by_devices.items()]
     return ValueError(
         f"mpmd.jit({name}): inputs and outputs must all be on the same devices, but found {'; '.join(found)}. "
         "Transfer the inputs to one group with mpmd.device_put first, and use that group in out_shardings."

@@ -22,10 +22,9 @@ from flax_mesh.sharding.rules import (
     Rules,
     apply_policy,
     as_rules,
-    grouped,
     match_leaves,
 )
-from flax_mesh.text import array_text
+from flax_mesh.text import array_text, path_lines
 from flax_mesh.tree import named_leaves, path_of
 
 Model = TypeVar("Model", bound=type[nnx.Module])
@@ -300,7 +299,8 @@ def _normalize(made: Any, eager_sharding: bool) -> None:
                     setattr(node, name, nnx.data(value))
     if problems:
         raise ShardingError(
-            "\n".join(grouped(problems)) + "\nMetadata is static. Make the array a Variable of the module instead."
+            "\n".join(path_lines(f"{path}: {what}" for path, what in problems))
+            + "\nMetadata is static. Make the array a Variable of the module instead."
         )
 
 
@@ -327,7 +327,7 @@ def check_same_arrays(abstract: nnx.State, made: nnx.State) -> None:
     if problems:
         raise ShardingError(
             "make() and the abstract state must have the same arrays; these differ:\n"
-            + "\n".join(grouped(sorted(problems)))
+            + "\n".join(path_lines(f"{path}: {what}" for path, what in sorted(problems)))
         )
 
 

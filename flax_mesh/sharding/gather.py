@@ -11,8 +11,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from flax_mesh.errors import ShardingError
-from flax_mesh.sharding.rules import grouped
-from flax_mesh.text import processes_text
+from flax_mesh.text import path_lines, processes_text
 from flax_mesh.tree import named_leaves
 
 Index = tuple[slice, ...]
@@ -168,7 +167,7 @@ def _remote_text(named: Sequence[tuple[str, jax.Array]]) -> str:
         problems.append((path, f"{count} of {x.size} elements {x.shape} are only on {processes}"))
     return (
         f"gather requires all elements on devices of process {jax.process_index()}, but:\n"
-        + "\n".join(grouped(problems))
+        + "\n".join(path_lines(f"{path}: {problem}" for path, problem in problems))
         + "\n"
         'Pass remote="collect" on all processes to exchange them, pass remote="leave" to keep these as jax arrays, or '
         "save a checkpoint."

@@ -11,7 +11,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from flax_mesh.axes import AxisName, as_entry
 from flax_mesh.errors import ShardingError
 from flax_mesh.mesh.context import current_mesh, get_incontext_mesh
-from flax_mesh.sharding.rules import apply_policy, fit_spec, grouped
+from flax_mesh.sharding.rules import apply_policy, fit_spec
+from flax_mesh.text import at_most, path_lines
 from flax_mesh.tree import map_named, named_leaves
 
 
@@ -73,7 +74,7 @@ def get_partition_spec(tree: Any) -> Any:
 
     specs = map_named(spec, tree)
     if problems:
-        raise ShardingError("no PartitionSpec for\n" + "\n".join(grouped(problems)))
+        raise ShardingError("no PartitionSpec for\n" + "\n".join(path_lines(f"{p}: {what}" for p, what in problems)))
     return specs
 
 
@@ -140,7 +141,7 @@ def create_pattern_based_partition_spec(
             if not text.strip():
                 problems.append(f"{entry.strip()!r}: an empty pattern would match every path; write .* to mean that")
     if problems:
-        raise ShardingError("\n".join(problems))
+        raise ShardingError("\n".join(at_most(problems)))
 
     def spec_of(path: str, array: Any = None) -> PartitionSpec:
         return next((spec for regex, spec in rules if regex.search(path)), default_spec)

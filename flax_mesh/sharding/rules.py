@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from flax_mesh.axes import DEFAULT_AXES, LargestDim, Lost, PartitionAxis, as_entry, as_tuple
 from flax_mesh.errors import ShardingError
 from flax_mesh.stacks import ranks_in, without_single_layers
-from flax_mesh.text import axes_text, group_paths
+from flax_mesh.text import at_most, axes_text, group_lines, group_paths
 from flax_mesh.tree import in_stack, named_leaves
 
 Dims = PartitionSpec | LargestDim | tuple[str | None, ...] | None  # tuple: logical axes; None: replicated
@@ -214,7 +214,7 @@ def match_leaves(
         if not needs_no_rule(rules, path, shape, min_size):
             index = rules.find(path)
             if index is None:
-                unmatched.append((path, tuple(shape)))
+                unmatched.append(f"{path} {tuple(shape)}")
                 continue
             if isinstance(dims := rules.table[index][1], LargestDim):
                 spec, problem = split_largest_dim(path, shape, dims.mesh_axes, mesh, rules.stack(path) is not None)
@@ -232,7 +232,8 @@ def match_leaves(
         groups = group_paths([path for path, _ in unmatched], [shape for _, shape in unmatched])
         lines = [f"Partition rule not found for param: {path} {unmatched[indices[0]][1]}" for path, indices in groups]
         repair = "Add rules for them, or end the table with ('.*', ())."
-        raise ShardingError("\n".join([*lines, repair, *(f"{finding}." for finding in group_findings(findings))]))
+        lines = at_most([f"Partition rule not found for param: {line}" for line in group_lines(unmatched)])
+        raise ShardingError("\n".join([*lines, repair, *_finding_lines(findings)]))
     return RuleMatch(specs, findings, kept)
 
 
@@ -352,7 +353,7 @@ def apply_policy(findings: Iterable[Finding], on_mismatch: Policy, dropped: list
     if on_mismatch not in ("error", "warn", "drop"):
         raise ValueError(f"on_mismatch must be 'error', 'warn' or 'drop', got {on_mismatch!r}.")
     findings = list(findings)
-    text = "\n".join(f"{finding}." for finding in group_findings(findings))
+    text = "\n".join(_finding_lines(findings))
     if findings and on_mismatch == "error":
         raise ShardingError(text)
     if findings and on_mismatch == "warn":
@@ -367,10 +368,8 @@ def group_findings(findings: Sequence[Finding]) -> list[Finding]:
     return [findings[indices[0]]._replace(path=pattern) for pattern, indices in groups]
 
 
-def grouped(problems: Sequence[tuple[str, str]]) -> list[str]:
-    """`PATH: PROBLEM` lines, one for all paths that have the same problem and differ only in the number of a layer."""
-    groups = group_paths([path for path, _ in problems], [problem for _, problem in problems])
-    return [f"{pattern}: {problems[indices[0]][1]}" for pattern, indices in groups]
+def _finding_lines(findings: Sequence[Finding]) -> list[str]:
+    return at_most([f"{finding}." for finding in group_findings(findings)])
 
 
 def lost_finding(path: str, lost: Lost) -> Finding:

@@ -1,6 +1,6 @@
 """Placement of trees of arrays on a mesh: `shard`, `reshard` and `make_shard_and_gather_fns`."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,8 +11,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from flax_mesh.errors import ShardingError
 from flax_mesh.mesh.context import get_incontext_mesh
 from flax_mesh.sharding.gather import gather_leaf
-from flax_mesh.sharding.rules import Finding, Policy, apply_policy, fit_spec, grouped
-from flax_mesh.text import group_paths, listed
+from flax_mesh.sharding.rules import Finding, Policy, apply_policy, fit_spec
+from flax_mesh.text import path_lines, paths_text
 from flax_mesh.tree import map_named, named_leaves
 
 
@@ -89,9 +89,9 @@ def reshard(
     current = [getattr(leaf, "sharding", None) for leaf in leaves]
     if without_mesh := [number for number, sharding in enumerate(current) if not isinstance(sharding, NamedSharding)]:
         named = named_leaves(tree)
+        paths = paths_text(named[number][0] for number in without_mesh)
         raise ShardingError(
-            f"reshard requires arrays on a mesh, and these are not: {_paths(named[i][0] for i in without_mesh)}. Place "
-            "them with shard(tree, specs, mesh)."
+            f"reshard requires arrays on a mesh, and these are not: {paths}. Place them with shard(tree, specs, mesh)."
         )
     requested = current if specs is None else _aligned(tree, leaves, treedef, specs)
     layouts = [_layout(x, mesh, memory_kind, sharding) for x, sharding in zip(requested, current, strict=True)]
@@ -178,7 +178,7 @@ def _aligned(tree: Any, leaves: list[Any], treedef: Any, specs: Any) -> list[Any
         paths = [path for (path, _), layout in zip(named_leaves(specs), layouts, strict=True) if layout is None]
         raise ShardingError(
             "leaves of specs must be PartitionSpecs, shardings or arrays with a sharding, and these are not: "
-            f"{_paths(paths)}."
+            f"{paths_text(paths)}."
         )
     return layouts
 
@@ -189,17 +189,11 @@ def align_by_path(tree: Any, specs: Any, further_problems: Sequence[str] = ()) -
     Raises one ShardingError that lists all paths that only one of the trees has, and `further_problems`.
     """
     expected, by_path = [path for path, _ in named_leaves(tree)], dict(named_leaves(specs))
-    differing = [(path, "missing in specs") for path in expected if path not in by_path]
-    differing += [(path, "in specs, but not in the tree") for path in by_path if path not in set(expected)]
-    if problems := [*grouped(differing), *further_problems]:
-        raise ShardingError("specs must be a tree of the same structure:\n" + "\n".join(problems))
+    problems = [f"{path}: missing in specs" for path in expected if path not in by_path]
+    problems += [f"{path}: in specs, but not in the tree" for path in by_path if path not in set(expected)]
+    if problems := [*problems, *further_problems]:
+        raise ShardingError("specs must be a tree of the same structure:\n" + "\n".join(path_lines(problems)))
     return [by_path[path] for path in expected]
-
-
-def _paths(paths: Iterable[str]) -> str:
-    """`layers/{0..3}/kernel, bias`."""
-    found = list(paths)
-    return listed(pattern for pattern, _ in group_paths(found, [None] * len(found)))
 
 
 def _layout(

@@ -19,8 +19,8 @@ from flax_mesh.sharding.abstract import (
     mesh_of_leaves,
     model_layers,
 )
-from flax_mesh.sharding.rules import grouped
 from flax_mesh.stacks import ranks_in
+from flax_mesh.text import path_lines
 from flax_mesh.tree import named_leaves, path_of
 
 
@@ -89,7 +89,7 @@ class TrainState:
         problems += [(path, "unknown") for path in found.keys() - counts.keys()]
         if problems:
             head = "state must have the same paths as `to_nnx()` of this train state, but these differ:"
-            raise ValueError("\n  ".join([head, *grouped(sorted(problems))]))
+            raise ValueError("\n".join([head, *path_lines(f"  {path}: {what}" for path, what in sorted(problems))]))
         return TrainState(tuple(found[path] for path in expected), self.definition)
 
 
@@ -112,7 +112,7 @@ def check_same_definition(layout: TrainState, state: TrainState) -> None:
     statics = (_static_values(x.definition.graphdef, (x.to_nnx(),)) for x in (layout, state))
     raise ValueError(
         "the state must have the definition of the one that the step was made for, but these differ:\n"
-        + "\n".join(grouped(problems or _changes(*statics)))
+        + "\n".join(path_lines(f"{path}: {what}" for path, what in problems or _changes(*statics)))
         + "\nEvery call of make() creates other functions. Make the step for this state, or place its leaves with "
         "`layout.with_state(state.to_nnx())`, where layout is the state that the step was made for."
     )
@@ -133,7 +133,7 @@ def check_same_structure(graphdef_before: Any, before: Any, graphdef_after: Any,
         raise ValueError(
             "the model must have the same variables, static attributes and metadata before and after a call, but the "
             "step changed:\n"
-            + "\n".join(grouped(problems))
+            + "\n".join(path_lines(f"{path}: {what}" for path, what in problems))
             + "\nCreate all variables in __init__, set attributes that "
             "are no arrays there, and call train() or eval() outside of the step."
         )

@@ -30,7 +30,7 @@ from flax_mesh.sharding.rules import PartitionRules, as_rules, group_findings, m
 from flax_mesh.step.loss import Metrics
 from flax_mesh.step.state import TrainState, abstract_train_state
 from flax_mesh.step.step import Step, make_eval_step, make_train_step
-from flax_mesh.text import count_text, mesh_text
+from flax_mesh.text import at_most, count_text, mesh_text
 from flax_mesh.train.checks import check_compiler_options, check_config, check_on_mesh
 from flax_mesh.train.config import (
     OptimizerConfig,
@@ -97,7 +97,7 @@ def _report_rules(config: TrainConfig, mesh: Mesh, rules: PartitionRules) -> str
     count = sum(any(spec) for spec in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec)))
     total = count_text(len(jax.tree.leaves(state)), "array")
     text = f"rules: {config.mesh.rules} splits {count} of {total} on their largest dim"
-    return text + "".join(f"\n  {finding}" for finding in group_findings(replicated))
+    return "\n".join([text, *at_most([f"  {finding}" for finding in group_findings(replicated)])])
 
 
 def train_program(

@@ -1,8 +1,10 @@
 """flax-mesh schedule: its output and files, and one line for every mistake."""
 
 import json
+import random
 import re
 import shlex
+import signal
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -11,6 +13,7 @@ import pytest
 from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE
 from flax_mesh.mpmd.schedules import Action, Schedule, check_schedule, make_schedule, simulate
+from flax_mesh.mpmd.schedules.beam import BeamSearch
 from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES
 
 SIZES = ("--stages", "4", "--microbatches", "8")
@@ -93,9 +96,12 @@ def test_the_table_and_the_picture(output_of, tmp_path):
         (("1f1b", *SIZES, "--costs", "1,x,1"), r"--costs must be numbers joined by commas, got '1,x,1'"),
         (
             ("1f1b", *SIZES, "--costs", "1,-1,1"),
-            r"costs of stage 0: expected finite numbers of at least 0, got 1,-1,1,0",
+            r"costs of stage 0: expected 0 or numbers from 1e-100 to 1e\+100, got 1,-1,1,0",
         ),
-        (("1f1b", *SIZES, "--costs=-1,1,1"), r"costs of stage 0: expected finite numbers of at least 0, got -1,1,1,0"),
+        (
+            ("1f1b", *SIZES, "--costs=-1,1,1"),
+            r"costs of stage 0: expected 0 or numbers from 1e-100 to 1e\+100, got -1,1,1,0",
+        ),
         (("1f1b", *SIZES, "--costs", "1,1,1/1,1,1"), r"expected costs of 4 stages, got 2"),
         (("1f1b", *SIZES, "--memory", "3"), r"1f1b stores 4,3,2,1 activations, more than --memory 3; .* at least 1$"),
         (("zb-v", *SIZES, "--memory", "7"), r"zb-v stores 8 activations, more than --memory 7; .* at least 2$"),
@@ -106,17 +112,76 @@ def test_the_table_and_the_picture(output_of, tmp_path):
         ),
         (("search", *SIZES, "--memory", "4,4"), r"expected one memory limit or 4, one per group, got 2"),
         (("search", *SIZES, "--memory", "2.5"), r"--memory must be integers joined by commas, got '2.5'"),
-        (("search", *SIZES, "--seconds", "0"), r"seconds must be more than 0, got 0"),
+        (("search", *SIZES, "--seconds", "0"), r"seconds must be more than 0 and finite, got 0"),
+        (("search", *SIZES, "--seconds", "inf"), r"seconds must be more than 0 and finite, got inf"),
+        (("search", *SIZES, "--seconds", "nan"), r"seconds must be more than 0 and finite, got nan"),
+        (("search", *SIZES, "--seconds", "-1"), r"seconds must be more than 0 and finite, got -1"),
+        (("1f1b", *SIZES, "--costs", "1e308,1e308,1e308"), r"stage 0: expected 0 or numbers from 1e-100 to 1e\+100"),
+        (("search", *SIZES, "--costs", "1e308,1,1"), r"stage 0: expected 0 or numbers from 1e-100 to 1e\+100"),
+        (("1f1b", *SIZES, "--costs", "1e-320,1,1"), r"stage 0: .* got 9.99989e-321,1,1,0$"),
+        (("search", "--stages", "9" * 9, "--microbatches", "9", "--memory", "4"), r"would have 8,999,999,991 forward"),
+        (("search", *SIZES, "--virtual", "9" * 9), r"at most 3,000,000 are supported; use fewer stages"),
+        (("gpipe", *SIZES, "--svg", "x" * 5000), r"--svg x{1000,}.* characters\)$"),
+        (("gpipe", *SIZES, "--svg", "x/" * 2500), r"--svg [x/]{1000,}.* characters\)$"),
+        (("gpipe", "--measure", "x" * 5000), r"x{200}\.\.\. .*: File name too long; use a shorter path$"),
+        (("x" * 5000, *SIZES), r"unknown schedule 'x{1000,}.* characters\)$"),
         (("gpipe", *SIZES, "--seed", "1", "--whole-backward"), r"--seed --whole-backward: only .* search accepts this"),
         (("gpipe", *SIZES, "--svg", "/nowhere/x.svg"), r"--svg /nowhere/x.svg cannot be written"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, tuple) else "",
 )
 def test_invalid_input_is_one_line_and_exit_code_2(argv, line, capsys):
     assert main(["schedule", *argv]) == BAD_INPUT
     printed = capsys.readouterr()
     assert not printed.out
     assert re.search(line, printed.err.removesuffix("\n")) and printed.err.count("\n") == 1
+
+
+VALUES = [
+    *("", "0", "1", "2", "3", "-1", "4.5", "1e308", "-inf", "nan", "x", "9" * 9, "9" * 5000, "1,1,1", "1,1,1/2,2,2"),
+    *(
+        "1,1,1,0.5/" * 3 + "1,1,1",
+        "1,1",
+        "1,nan,1",
+        "1e-300,1,1",
+        "4,3,2,1",
+        ",",
+        "/",
+        "\x1b[31m",
+        "٣",
+        "--json",
+        "x" * 5000,
+    ),
+]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_options_succeed_or_are_refused_in_one_line(seed, capsys):
+    choose = random.Random(seed)
+    options = {"--stages": "4", "--microbatches": "8", "--seconds": "0.01"}
+    name = choose.choice([*SCHEDULE_NAMES, "search", "search", "search", "other"])
+    for option in choose.sample([*options, "--costs", "--memory", "--virtual", "--seed"], choose.randint(1, 3)):
+        options[option] = choose.choice(VALUES)
+    if name != "search" and choose.random() < 0.9:
+        del options["--seconds"]
+    code = main(["schedule", name, *(text for pair in options.items() for text in pair)])
+    printed = capsys.readouterr()
+    if code == DONE:
+        assert "makespan" in printed.out and not printed.err
+    else:
+        assert code == BAD_INPUT and not printed.out
+        assert re.fullmatch(r"flax-mesh: [ -~]{10,2100}\n", printed.err)
+
+
+def test_ctrl_c_ends_a_search_and_prints_the_best_so_far(monkeypatch, capsys):
+    monkeypatch.setattr(BeamSearch, "run", lambda *args, **kwargs: signal.raise_signal(signal.SIGINT))
+    argv = ("search", *SIZES, "--costs", "1,1,1/1,1,1/2,2,1/1,2,2", "--memory", "4", "--seconds", "1e6")
+    assert main(["schedule", *argv]) == DONE
+    assert re.search(
+        r"\ninterrupted; at most .* slower .* best named schedule that fits: zb-h1", capsys.readouterr().out
+    )
+    assert main(["schedule", *argv, "--json"]) == DONE
+    assert json.loads(capsys.readouterr().out)["interrupted"] is True
 
 
 def commands() -> list[list[str]]:

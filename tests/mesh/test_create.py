@@ -23,7 +23,8 @@ from flax_mesh import (
     force_cpu,
     parse_mesh_from_string,
 )
-from flax_mesh.mesh.create import normalize_axis_types
+from flax_mesh.mesh.create import calculate_host_mesh_shape, normalize_axis_types
+from flax_mesh.mesh.device_mesh import create_device_mesh, create_hybrid_device_mesh
 from tests.mesh.fakes import gpu_hosts, tpu_slice, tpu_slices
 
 
@@ -300,3 +301,30 @@ def test_two_processes_have_the_requested_shape_and_split_dp():
     ]
     outputs = [worker.communicate(timeout=120)[0] for worker in workers]
     assert all("done" in output for output in outputs), outputs
+
+
+# --- sizes ---
+
+BAD_SIZES = {
+    ((4,), 4): r"must contain integers, got \(4,\) in \(\(4,\), 4\)",
+    8: "must be a sequence of integers, got 8",
+    None: "must be a sequence of integers, got None",
+    (2, None): "must contain integers, got None",
+    (2.5, 4): "must contain integers, got 2.5",
+    "24": "must contain integers, got '2', '4'",
+    (True, 8): "must contain integers, got True",
+    (-2, -4): "must contain integers of at least 1, got -2, -4",
+    (0, 8): "must contain integers of at least 1, got 0",
+}
+
+
+@pytest.mark.parametrize(("sizes", "message"), BAD_SIZES.items(), ids=str)
+def test_a_shape_that_is_no_sequence_of_positive_integers_is_named(sizes, message):
+    with pytest.raises(ValueError, match=f"^mesh_shape {message}"):
+        create_device_mesh(sizes)
+    with pytest.raises(ValueError, match=f"^mesh_shape {message}"):
+        create_hybrid_device_mesh(sizes, (1, 1), process_is_granule=True)
+    with pytest.raises(ValueError, match=f"^dcn_mesh_shape {message}"):
+        create_hybrid_device_mesh((2, 4), sizes, process_is_granule=True)
+    with pytest.raises(ValueError, match=f"^global_mesh_shape {message}"):
+        calculate_host_mesh_shape(sizes, 8, 1)

@@ -28,7 +28,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors, write_safetensors
 from flax_mesh.errors import ConfigError
 from flax_mesh.sharding.gather import gather
-from flax_mesh.text import array_text
+from flax_mesh.text import array_text, at_most, listed, path_lines
 from flax_mesh.tree import named_leaves, path_and_start
 
 Tree = TypeVar("Tree")
@@ -111,7 +111,9 @@ def load_safetensors(
     stored = open_safetensors(folder)
     problems = _sharding_problems(params) + _differences(params, stored, tuple(ignore))
     if problems:
-        raise ConfigError([f"{folder} does not match the model ({len(problems)} differences):", *problems, REPAIR])
+        raise ConfigError(
+            [f"{folder} does not match the model ({len(problems)} differences):", *path_lines(problems), REPAIR]
+        )
     with ThreadPoolExecutor(threads) as pool:
         arrays = list(pool.map(lambda param: _load(param, stored), params))
     return jax.tree.unflatten(jax.tree.structure(abstract), arrays)
@@ -139,7 +141,9 @@ def save_safetensors(
     params = map_params(state, names)
     arrays = [(one.name, jax.ShapeDtypeStruct(one.shape, _dtype(p.value, dtype))) for p in params for one in p.arrays]
     if duplicates := [name for name, count in Counter(name for name, _ in arrays).items() if count > 1]:
-        raise ConfigError(f"The table maps several parameters to one name: {', '.join(duplicates)}. Names must differ.")
+        raise ConfigError(
+            f"The table maps several parameters to one name: {listed(at_most(duplicates))}. Names must differ."
+        )
     cast = {} if dtype is None else {"torch_dtype": jnp.dtype(dtype).name}
     files = {} if config is None else {"config.json": {**config, **cast}}
     write_safetensors(
@@ -159,7 +163,7 @@ def map_params(state: Any, names: Iterable[ParamMapping]) -> list[MappedParam]:
         except ConfigError as error:
             problems += error.problems
     if problems:
-        raise ConfigError(["The table of names does not match these parameters:", *problems])
+        raise ConfigError(["The table of names does not match these parameters:", *path_lines(problems)])
     return params
 
 

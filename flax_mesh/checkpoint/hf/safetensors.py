@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, UnreadableError
+from flax_mesh.text import at_most, listed, path_lines
 
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER = 100_000_000  # bytes; the limit that the format sets
@@ -259,7 +260,7 @@ def _parse_json(path: Path, text: bytes) -> Any:
 
 def _refuse(path: Path, problems: Sequence[str]) -> NoReturn:
     raise CheckpointCorruptedError(
-        [f"{path} is damaged, or not in the expected format:", *(f"  {problem}" for problem in problems)]
+        [f"{path} is damaged, or not in the expected format:", *path_lines(f"  {problem}" for problem in problems)]
     )
 
 
@@ -269,7 +270,7 @@ def _plan(arrays: Mapping[str, Any], max_file_bytes: int) -> dict[str, dict[str,
     wrong = [f"  {name}: {x.dtype}" for name, x in arrays.items() if jnp.dtype(x.dtype) not in CODES]
     wrong += [f"  {name!r}: a name must be printable text" for name in arrays if not name or not name.isprintable()]
     if wrong:
-        raise ConfigError(["the safetensors format cannot store:", *wrong])
+        raise ConfigError(["the safetensors format cannot store:", *path_lines(wrong)])
     groups: list[list[str]] = [[]]
     size = 0
     for name in sorted(arrays, key=_natural):
@@ -325,7 +326,7 @@ def _write_values(places: Mapping[str, tuple[Path, int, FileSlice]], values: Ite
             out.seek(start + stored.begin)
             out.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     if missing:
-        raise ValueError(f"in `arrays`, but not in `values`: {', '.join(missing)}")
+        raise ValueError(f"in `arrays`, but not in `values`: {listed(at_most(list(missing)))}")
 
 
 def _sync(path: Path) -> None:

@@ -15,12 +15,12 @@ from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.runtime.compile import Jitted, named_jit
 from flax_mesh.mpmd.runtime.placement import Placement, chunked, cut_rows
 from flax_mesh.mpmd.split.jaxpr import Chunks, Program, Var, inline, interpret, is_var, trace, whole
-from flax_mesh.mpmd.split.problems import paths_text
 from flax_mesh.mpmd.split.split import StagedModel
 from flax_mesh.mpmd.split.update import SHARED, GroupProgram, MixedGroups, cut_by_group, pack, unpack
 from flax_mesh.mpmd.transport.layout import on_all_groups, put_host
 from flax_mesh.step.loss import Limits, Metrics, apply_gradients, skip_update
 from flax_mesh.step.state import TrainState
+from flax_mesh.text import paths_text
 
 # What one group runs in one phase: its program, its donated and its other input variables, and the jitted
 # call(donated, kept, packs) -> (outputs, pack of scalars for other groups).

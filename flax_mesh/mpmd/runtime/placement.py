@@ -12,7 +12,6 @@ from flax_mesh.errors import ShardingError
 from flax_mesh.jax_compat import short_tracer_errors
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.split.jaxpr import Chunks
-from flax_mesh.mpmd.split.problems import grouped
 from flax_mesh.mpmd.split.split import StagedModel
 from flax_mesh.mpmd.split.trace import ModelLeaf
 from flax_mesh.mpmd.split.update import SHARED
@@ -20,6 +19,7 @@ from flax_mesh.mpmd.transport.layout import on_all_groups, remote_array, shardin
 from flax_mesh.sharding.abstract import abstract_state, made_leaves
 from flax_mesh.sharding.rules import Rules
 from flax_mesh.step.state import TrainState, TreeDefinition, abstract_train_state
+from flax_mesh.text import path_lines
 from flax_mesh.tree import named_leaves, owner_of
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
@@ -150,12 +150,11 @@ def cut_rows(value: Any, rows: tuple[int, int] | None) -> Any:
 def check_specs(specs: Iterable[tuple[str, PartitionSpec]], mesh: MpmdMesh) -> None:
     """Raises a ShardingError if a spec contains the MPMD axis: its groups have different leaves."""
     name = mesh.mpmd_axis_name
-    wrong = [(path, str(spec)) for path, spec in specs if any(name in as_tuple(entry) for entry in spec)]
+    wrong = [f"{path}: {spec}" for path, spec in specs if any(name in as_tuple(entry) for entry in spec)]
     if wrong:
-        groups = grouped([path for path, _ in wrong], [spec for _, spec in wrong])
-        lines = [f"{pattern}: {wrong[members[0]][1]}" if members else pattern for pattern, members in groups]
         raise ShardingError(
-            "\n".join(lines) + f"\nA spec must not contain {name!r}, the axis of the pipeline's groups: each group "
+            "\n".join(path_lines(wrong))
+            + f"\nA spec must not contain {name!r}, the axis of the pipeline's groups: each group "
             "has its own leaves. Map these dims to other axes, or to None."
         )
 

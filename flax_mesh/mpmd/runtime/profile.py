@@ -65,7 +65,7 @@ class Timeline:
         costs = costs_of(self) if costs is None else costs
         path.write_text(json.dumps(chrome_trace(self, costs)))
         picture = path.with_suffix(".svg")
-        picture.write_text(draw_timeline_svg(self.schedule, self.events, costs))
+        picture.write_text(draw_timeline_svg(self.schedule, self.events, costs, unit="ms"))
         return path, picture
 
 

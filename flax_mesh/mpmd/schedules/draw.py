@@ -1,16 +1,19 @@
 """A simulated schedule as an SVG document, with the measured timeline above it if there is one."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule
 from flax_mesh.mpmd.schedules.simulate import Costs, Simulation, StageCost, simulate
-from flax_mesh.mpmd.schedules.text import heading, summary
+from flax_mesh.mpmd.schedules.text import heading, summary, time_text
 from flax_mesh.svg import element, hex_colour, svg_document, svg_text
 
 Event = tuple[int, Action, float, float]  # group, action, start, end
 
 BAR, CURVE, GAP, LINE, MARGIN = 24, 14, 10, 18, 20  # heights of the parts of a row, in pixels
 NAME_WIDTH, SIDE_WIDTH = 64, 132
+SAMPLE, LETTER, TITLE_LETTER = 19, 6.3, 7.3  # widths of a sample and of a letter of the legend, of one of a title
+W_INSET = 5
 LEAST_BOX, LEAST_WIDTH, MOST_WIDTH = 17, 560, 2400
 # Distinguishable with every kind of colour vision, in both shades (tests/mpmd/schedules/test_draw.py). W is also lower.
 COLOURS = {"F": (51, 34, 136), "B": (230, 159, 0), "W": (0, 158, 115)}
@@ -30,10 +33,11 @@ def draw_schedule_svg(schedule: Schedule, costs: Costs = StageCost()) -> str:  #
     return _document([_simulated(schedule, costs, result)], result, schedule)
 
 
-def draw_timeline_svg(schedule: Schedule, measured: Iterable[Event], costs: Costs) -> str:
+def draw_timeline_svg(schedule: Schedule, measured: Iterable[Event], costs: Costs, unit: str = "") -> str:
     """A measured timeline above the same schedule simulated with `costs`, on one time scale.
 
-    `measured` has (group, action, start, end) of every action, in the unit of `costs`. Time starts at the first action.
+    `measured` has (group, action, start, end) of every action, in the unit of `costs`, which is printed
+    as `unit`. Time starts at the first action.
     """
     measured = sorted(measured, key=lambda event: event[2])
     if not measured:
@@ -44,19 +48,20 @@ def draw_timeline_svg(schedule: Schedule, measured: Iterable[Event], costs: Cost
     span = max(end for *_, end in events)
     busy = sum(end - start for _, _, start, end in events)
     bubble = 1 - busy / (schedule.num_groups * span) if span else 0.0
-    text = f"measured: {span:.6g}, bubble {bubble:.1%}, {busy / span if span else 0:.2f} groups busy on average"
-    return _document([(text, events), _simulated(schedule, costs, result)], result, schedule)
+    average = busy / span if span else 0.0
+    text = f"measured: {time_text(span, unit)}, bubble {bubble:.1%}, {average:.2f} groups busy on average"
+    return _document([(text, events), _simulated(schedule, costs, result, unit)], result, schedule, unit)
 
 
 Panel = tuple[str, list[Event]]
 
 
-def _simulated(schedule: Schedule, costs: Costs, result: Simulation) -> Panel:
+def _simulated(schedule: Schedule, costs: Costs, result: Simulation, unit: str = "") -> Panel:
     events = [(schedule.stage_to_group[action.stage], action, *times) for action, times in result.times.items()]
-    return f"{heading(schedule, costs)}: {summary(result)}", events
+    return f"{heading(schedule, costs)}: {summary(result, unit)}", events
 
 
-def _document(panels: Sequence[Panel], result: Simulation, schedule: Schedule) -> str:
+def _document(panels: Sequence[Panel], result: Simulation, schedule: Schedule, unit: str = "") -> str:
     span = max((end for _, events in panels for *_, end in events), default=0.0)
     # Actions that take almost no time, such as the empty B of a first stage, do not set the scale.
     lengths = [end - start for _, events in panels for *_, start, end in events]
@@ -69,17 +74,22 @@ def _document(panels: Sequence[Panel], result: Simulation, schedule: Schedule) -
         body.append(_text(MARGIN, top + 4, title, size=14))
         body += _panel(events, schedule, top + LINE, scale, wide)
         top += LINE + height
-        body += _axis(top, scale, span)
+        body += _axis(top, scale, span, unit)
         top += 2 * LINE
-    body += _legend(schedule, top)
+    title = max(len(title) for title, _ in panels)
+    width = round(2 * MARGIN + max(NAME_WIDTH + wide + SIDE_WIDTH, TITLE_LETTER * title))
+    legend, height = _legend(schedule, top, width - MARGIN)
     style = f"text{{font-family:Helvetica,Arial,sans-serif}}.n{{font-size:10px;text-anchor:middle}}{_styles(schedule)}"
-    return svg_document(round(2 * MARGIN + NAME_WIDTH + wide + SIDE_WIDTH), top + LINE + MARGIN, body, style)
+    return svg_document(width, top + height + MARGIN, [*body, *legend], style)
 
 
 def _panel(events: Sequence[Event], schedule: Schedule, top: float, scale: float, wide: float) -> list[str]:
     """The bars of all groups, each with its name, busy fraction and stored activations."""
     span = max((end for *_, end in events), default=0.0)
-    events_of = [[event for event in events if event[0] == group] for group in range(schedule.num_groups)]
+    events_of: list[list[Event]] = [[] for _ in range(schedule.num_groups)]
+    for event in events:
+        events_of[event[0]].append(event)
+    shades = _shades(schedule.stage_to_group)
     curves = [_stored(own, schedule.splits_backward) for own in events_of]
     peaks = [max(count for _, count in curve) for curve in curves]
     body = []
@@ -89,7 +99,7 @@ def _panel(events: Sequence[Event], schedule: Schedule, top: float, scale: float
         busy = sum(end - start for _, _, start, end in own)
         body.append(_text(MARGIN, upper + 16, f"group {group}", size=12))
         body.append(element("rect", x=left, y=upper, width=f"{wide:g}", height=BAR, **IDLE))
-        body += [_box(event, schedule, left, upper, scale) for event in own]
+        body += [_box(event, shades[event[1].stage], left, upper, scale) for event in own]
         body.append(_curve(curve, left, upper + BAR + CURVE, scale, max(peaks), span))
         side = left + wide + 10
         body.append(_text(side, upper + 11, f"busy {busy / span if span else 1:.1%}", size=12))
@@ -97,12 +107,11 @@ def _panel(events: Sequence[Event], schedule: Schedule, top: float, scale: float
     return body
 
 
-def _box(event: Event, schedule: Schedule, left: float, upper: float, scale: float) -> str:
-    group, action, start, end = event
+def _box(event: Event, shade: int, left: float, upper: float, scale: float) -> str:
+    _, action, start, end = event
     x, width = left + start * scale, (end - start) * scale
-    chunk = sum(1 for owner in schedule.stage_to_group[: action.stage] if owner == group)
-    inset = 5 if action.kind == "W" else 0
-    kind, length = f"{action.kind}{chunk}", f"{max(width - 0.8, 0.4):.1f}"
+    inset = W_INSET if action.kind == "W" else 0
+    kind, length = f"{action.kind}{shade}", f"{max(width - 0.8, 0.4):.1f}"
     box = element("rect", class_=kind, x=f"{x:.1f}", y=upper + inset, width=length, height=BAR - inset)
     label = str(action.microbatch)
     if width < 6 * len(label):
@@ -134,11 +143,14 @@ def _curve(curve: Sequence[tuple[float, int]], left: float, base: float, scale: 
     return element("polygon", points=" ".join(points), fill=CURVE_COLOUR)
 
 
-def _axis(y: float, scale: float, span: float) -> list[str]:
+def _axis(y: float, scale: float, span: float, unit: str) -> list[str]:
     left = MARGIN + NAME_WIDTH
     step = _round_step(span / 12) if span else 1.0
     marks = [step * i for i in range(int(span / step + 1e-9) + 1)]
-    lines = [_mark(f"M{left} {y}h{span * scale:.1f}"), _text(MARGIN, y + 14, "time", size=11)]
+    lines = [
+        _mark(f"M{left} {y}h{span * scale:.1f}"),
+        _text(MARGIN, y + 14, f"time, {unit}" if unit else "time", size=11),
+    ]
     for mark in marks:
         x = left + mark * scale
         lines.append(_mark(f"M{x:.1f} {y}v4"))
@@ -154,32 +166,46 @@ def _round_step(least: float) -> float:
     return next(power * part for part in (0.1, 0.2, 0.5, 1.0) if power * part >= least)
 
 
-def _legend(schedule: Schedule, y: float) -> list[str]:
-    x, parts = float(MARGIN), []
-    chunks = schedule.num_stages // schedule.num_groups
-    kinds = [kind for kind in KINDS if any(action.kind == kind for row in schedule.rows for action in row)]
+def _legend(schedule: Schedule, y: float, right: float) -> tuple[list[str], float]:
+    """The elements of the legend and its height; entries that would end right of `right` start a new line."""
+    shades = 1 + max(_shades(schedule.stage_to_group))
+    of_group = f" (stage 1{' to' if shades > 2 else ','} {shades} of its group)" if shades > 1 else ""
     texts = dict(KINDS) | ({"B": "input gradients"} if schedule.splits_backward else {})
-    for kind in kinds:
-        for chunk in range(chunks):
-            inset = 5 if kind == "W" else 0
-            where = {"x": f"{x:.1f}", "y": y + inset, "width": 16, "height": 18 - inset}
-            parts.append(element("rect", class_=f"{kind}{chunk}", **where))
-            x += 19
-        shades = f" (stage 1{' to' if chunks > 2 else ','} {chunks} of its group)" if chunks > 1 else ""
-        label = f"{kind}: {texts[kind]}{shades}"
-        parts.append(_text(x + 3, y + 13, label, size=12))
-        x += 12 + 6.3 * len(label)
-    for look, label, height in ((IDLE, "idle", 18), ({"fill": CURVE_COLOUR}, "stored activations", 9)):
-        parts.append(element("rect", x=f"{x:.1f}", y=y + 18 - height, width=16, height=height, **look))
-        parts.append(_text(x + 21, y + 13, label, size=12))
-        x += 34 + 6.3 * len(label)
-    parts.append(_text(x, y + 13, "number: microbatch", size=12))
-    return parts
+    entries: list[tuple[list[dict[str, object]], str]] = []  # looks of the samples, label
+    for kind in KINDS:
+        if any(action.kind == kind for row in schedule.rows for action in row):
+            height = 18 - (W_INSET if kind == "W" else 0)
+            looks: list[dict[str, object]] = [{"class_": f"{kind}{shade}", "height": height} for shade in range(shades)]
+            entries.append((looks, f"{kind}: {texts[kind]}{of_group}"))
+    entries.append(([{**IDLE, "height": 18}], "idle"))
+    entries.append(([{"fill": CURVE_COLOUR, "height": 9}], "stored activations"))
+    entries.append(([], "number: microbatch"))
+    parts, x, top = [], float(MARGIN), y
+    for looks, label in entries:
+        width = SAMPLE * len(looks) + 2 + LETTER * len(label)
+        if x > MARGIN and x + width > right:
+            x, top = float(MARGIN), top + LINE + 6
+        for look in looks:
+            parts.append(element("rect", x=f"{x:.1f}", y=top + 18 - int(str(look["height"])), width=16, **look))
+            x += SAMPLE
+        parts.append(_text(x + 2, top + 13, label, size=12))
+        x += 18 + LETTER * len(label)
+    return parts, top - y + LINE
+
+
+def _shades(stage_to_group: Sequence[int]) -> list[int]:
+    """Of every stage: its number among the stages of its group."""
+    counts: Counter[int] = Counter()
+    found = []
+    for group in stage_to_group:
+        found.append(counts[group])
+        counts[group] += 1
+    return found
 
 
 def _styles(schedule: Schedule) -> str:
     rules = []
-    for (kind, chunk), fill in fills(schedule.num_stages // schedule.num_groups).items():
+    for (kind, chunk), fill in fills(1 + max(_shades(schedule.stage_to_group))).items():
         light = sum(weight * part for weight, part in zip((0.299, 0.587, 0.114), fill, strict=True))
         rules.append(f".{kind}{chunk}{{fill:{hex_colour(fill)}}}")
         rules.append(f".t{kind}{chunk}{{fill:{INK if light > 110 else 'white'}}}")

@@ -12,7 +12,10 @@ from difflib import get_close_matches
 from re import fullmatch
 from typing import NamedTuple
 
-from flax_mesh.text import count_text
+from flax_mesh.text import at_most, count_text, listed, shortened
+
+NUMBER = "[0-9]{1,9}"  # of a stage, a group or a microbatch in the text of a schedule
+MOST_FORWARDS = 3_000_000  # actions in a schedule that is made: simulating it takes about 5 GB
 
 
 class Action(NamedTuple):
@@ -28,9 +31,11 @@ class Action(NamedTuple):
     @staticmethod
     def parse(text: str) -> "Action":
         """The action that prints as `text`."""
-        match = fullmatch(r"(\d+)([FBW])(\d+)", text)
+        match = fullmatch(rf"({NUMBER})([FBW])({NUMBER})", text)
         if match is None:
-            raise ValueError(f"{text!r} is not an action; write stage, F, B or W, and microbatch, such as 2F0")
+            raise ValueError(
+                f"{shortened(text)!r} is not an action; write stage, F, B or W, and microbatch, such as 2F0"
+            )
         return Action(match[2], int(match[1]), int(match[3]))
 
 
@@ -42,7 +47,7 @@ class Deadlock(ValueError):
         lines = [
             f"group {group} is blocked at {action}, which depends on {missing}" for group, action, missing in stuck
         ]
-        super().__init__(f"{name}: deadlock: " + "; ".join(lines))
+        super().__init__(f"{name}: deadlock: " + "; ".join(at_most(lines, 8)))
 
 
 def dependencies(action: Action, num_stages: int) -> list[Action]:
@@ -94,7 +99,9 @@ class Schedule:
         queue = deque(range(self.num_groups))
         while queue:
             group = queue.popleft()
-            for action in self.rows[group][position[group] :]:
+            row = self.rows[group]
+            while position[group] < len(row):
+                action = row[position[group]]
                 needed = dependencies(action, self.num_stages)
                 missing = next((other for other in needed if other not in times), None)
                 if missing is not None:
@@ -129,13 +136,14 @@ class Schedule:
 
     @staticmethod
     def parse(text: str) -> "Schedule":
-        """The inverse of `str`; a ValueError lists every word that is not an action."""
+        """The inverse of `str`; a ValueError lists the words that are not actions."""
         head, *lines = text.rstrip("\n").split("\n")
-        match = fullmatch(r"(\S+) (\d+(?:,\d+)*)", head.strip())
+        match = fullmatch(rf"(\S+) ({NUMBER}(?:,{NUMBER})*)", head.strip())
         if match is None:
             raise ValueError(
-                f"line 1: expected a name and the group of every stage, such as '1f1b 0,1,2,3', got {head!r}"
+                f"line 1: expected a name and the group of every stage, such as '1f1b 0,1,2,3', got {shortened(head)!r}"
             )
+        stage_to_group = tuple(int(group) for group in match[2].split(","))
         rows, problems = [], []
         for number, line in enumerate(lines, start=2):
             rows.append([])
@@ -144,11 +152,16 @@ class Schedule:
                     rows[-1].append(Action.parse(word))
                 except ValueError as error:
                     problems.append(f"line {number}: {error}")
-        stage_to_group = tuple(int(group) for group in match[2].split(","))
+            if missing := {action.stage for action in rows[-1]} - set(range(len(stage_to_group))):
+                listed_stages = shortened(listed(sorted(missing)))
+                problems.append(
+                    f"line {number}: stages are 0 to {len(stage_to_group) - 1}, the stages of line 1; "
+                    f"found {listed_stages}"
+                )
         if max(stage_to_group) >= len(rows):
             problems.append(f"stages are placed on groups up to {max(stage_to_group)}, but there are {len(rows)} rows")
         if problems:
-            raise ValueError("\n".join(problems))
+            raise ValueError("\n".join(at_most(problems)))
         splits = any(action.kind == "W" for row in rows for action in row)
         return Schedule(match[1], tuple(map(tuple, rows)), stage_to_group, splits)
 
@@ -204,6 +217,7 @@ def make_schedule(
         )
     if problems:
         raise ValueError("; ".join(problems))
+    check_size(num_groups * num_virtual_stages, num_microbatches)
     stage_to_group = tuple(range(num_groups)) * num_virtual_stages
     if kind.folded:
         stage_to_group = (*range(num_groups), *reversed(range(num_groups)))
@@ -213,6 +227,15 @@ def make_schedule(
         words = kind.pattern(num_groups, group, num_microbatches, num_virtual_stages)
         rows.append(_numbered(words, stages, num_microbatches))
     return Schedule(name, tuple(rows), stage_to_group, any(action.kind == "W" for action in rows[0]))
+
+
+def check_size(num_stages: int, num_microbatches: int) -> None:
+    """Raises a ValueError if a schedule would have too many actions for the memory of this machine."""
+    if (forwards := num_stages * num_microbatches) > MOST_FORWARDS:
+        raise ValueError(
+            f"the schedule would have {forwards:,} forward actions, and at most {MOST_FORWARDS:,} are supported; use "
+            "fewer stages or microbatches"
+        )
 
 
 def forward_schedule(num_groups: int, num_microbatches: int, stage_to_group: Sequence[int]) -> Schedule:

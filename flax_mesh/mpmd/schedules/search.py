@@ -1,13 +1,14 @@
 """Search for a fast schedule, given the measured costs of uneven stages and a memory limit. Pure Python."""
 
 import itertools
+import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from flax_mesh.mpmd.schedules.beam import TOLERANCE, BeamSearch
 from flax_mesh.mpmd.schedules.lower_bound import Problem, lower_bound, make_problem, reverse
-from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, Action, Schedule, make_schedule
+from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, Action, Schedule, check_size, make_schedule
 from flax_mesh.mpmd.schedules.simulate import StageCost, peak_activations, simulate, stage_costs
 from flax_mesh.mpmd.schedules.validate import memory_limits
 
@@ -25,6 +26,7 @@ class SearchResult:
     optimal: bool  # proven: the makespan is that of the lower bound
     best_named: str | None
     best_named_makespan: float | None
+    interrupted: bool = False  # by Ctrl-C
 
     @property
     def gap(self) -> float:
@@ -47,7 +49,7 @@ def search_schedule(
     A beam search extends partial schedules, ranked by a lower bound on their makespan; see `beam.py`. The result is
     never slower than a named schedule that fits the memory limit. It is a deterministic function of the arguments:
     `seconds` is converted into a number of partial schedules at a fixed rate. The search stops early if the schedule is
-    proven optimal.
+    proven optimal. Ctrl-C (KeyboardInterrupt) ends it as well; the result is then the best schedule so far.
 
     Args:
         costs: (F, B, W) or (F, B, W, T) of every stage, in any unit of time; see `StageCost`.
@@ -81,10 +83,11 @@ def search_schedule(
         problems.append("costs is empty; pass (F, B, W[, T]) for every stage")
     elif num_groups < 1 or len(stages) % num_groups:
         problems.append(f"{len(stages)} stages cannot be divided evenly over {num_groups} groups")
-    if seconds <= 0:
-        problems.append(f"seconds must be more than 0, got {seconds:g}")
+    if not 0 < seconds < math.inf:
+        problems.append(f"seconds must be more than 0 and finite, got {seconds:g}")
     if problems:
         raise ValueError("; ".join(problems))
+    check_size(len(stages), num_microbatches)
     virtual = len(stages) // num_groups
     limits = memory_limits(virtual * num_microbatches if memory_limit is None else memory_limit, num_groups)
     if min(limits) < virtual:
@@ -93,47 +96,77 @@ def search_schedule(
     placements = [tuple(range(num_groups)) * virtual]
     if virtual == 2 and num_groups > 1:
         placements.append((*range(num_groups), *reversed(range(num_groups))))  # the placement of zb-v
-    work = int(seconds * WORK_PER_SECOND / len(placements))
-    results = []
-    for stage_to_group in placements:
-        problem = make_problem(stages, num_microbatches, stage_to_group, limits, splits_backward)
-        results.append(_search_placement(problem, stages, stage_to_group, work, seed))
-    best = min(results, key=lambda result: result.makespan)
-    bound = min(result.lower_bound for result in results)
-    with_named = (result for result in results if result.best_named is not None)
-    named = min(with_named, key=lambda result: result.best_named_makespan or 0.0, default=best)
-    return replace(
-        best,
+    searches = [
+        _Search(make_problem(stages, num_microbatches, stage_to_group, limits, splits_backward), stages, stage_to_group)
+        for stage_to_group in placements
+    ]
+    interrupted = False
+    try:
+        for search in searches:
+            search.try_named()
+        for search in searches:
+            search.improve_bound()
+        for search in searches:
+            search.improve_schedule(seconds * WORK_PER_SECOND / len(searches), seed)
+    except KeyboardInterrupt:
+        interrupted = True
+    best = min(searches, key=lambda search: search.makespan)
+    bound = min(search.bound for search in searches)
+    named = min(
+        (search.named for search in searches if search.named is not None), key=lambda found: found[1], default=None
+    )
+    return SearchResult(
+        schedule=best.schedule,
+        makespan=best.makespan,
         lower_bound=bound,
         optimal=best.makespan <= bound * (1 + TOLERANCE),
-        best_named=named.best_named,
-        best_named_makespan=named.best_named_makespan,
+        best_named=named and named[0],
+        best_named_makespan=named and named[1],
+        interrupted=interrupted,
     )
 
 
-def _search_placement(
-    problem: Problem, stages: Sequence[StageCost], stage_to_group: Sequence[int], most_work: int, seed: int
-) -> SearchResult:
-    times = {schedule: simulate(schedule, stages).makespan for schedule in _named(problem, stage_to_group)}
-    named = min(times, key=times.__getitem__, default=None)
-    # The fallback runs one microbatch after another: slow, but it fits whenever any schedule fits.
-    one_by_one = list(range(len(problem.lanes))) * problem.num_microbatches
-    best = named or _schedule(problem, stage_to_group, one_by_one, backwards=False)
-    makespan, bound = simulate(best, stages).makespan, lower_bound(problem)
-    searches = {False: BeamSearch(problem), True: BeamSearch(reverse(problem))}
-    for width, backwards, weight, reserve in _plans(seed, several=len(stages) > problem.num_groups):
-        if makespan <= bound * (1 + TOLERANCE) or most_work <= 0:
-            break
-        search = searches[backwards]
-        found = search.run(width, weight=weight, better_than=makespan, most_work=most_work, reserve=reserve)
-        most_work -= found.work
-        if found.served:
-            best = _schedule(problem, stage_to_group, found.served, backwards)
-            makespan = simulate(best, stages).makespan
-        if found.complete and len(stages) == problem.num_groups:
-            bound = makespan  # the search was exhaustive: see beam.py
-    optimal = makespan <= bound * (1 + TOLERANCE)
-    return SearchResult(best, makespan, bound, optimal, named and named.name, times[named] if named else None)
+class _Search:
+    """The best schedule of one placement and a lower bound so far. Both are valid whenever a method is interrupted."""
+
+    def __init__(self, problem: Problem, stages: Sequence[StageCost], stage_to_group: Sequence[int]):
+        self.problem, self.stages, self.stage_to_group = problem, stages, stage_to_group
+        self.named: tuple[str, float] | None = None  # the fastest named schedule
+        # One microbatch after another: slow, but it fits whenever any schedule fits.
+        one_by_one = list(range(len(problem.lanes))) * problem.num_microbatches
+        self.schedule = _schedule(problem, stage_to_group, one_by_one, backwards=False)
+        self.makespan = simulate(self.schedule, stages).makespan
+        work = [0.0] * problem.num_groups
+        for group, duration in zip(problem.group, problem.duration, strict=True):
+            work[group] += duration * problem.num_microbatches
+        self.bound = max(work) * (1 - TOLERANCE)
+
+    def try_named(self) -> None:
+        for schedule in _named(self.problem, self.stage_to_group):
+            makespan = simulate(schedule, self.stages).makespan
+            if self.named is None or makespan < self.named[1]:
+                self.named = schedule.name, makespan
+                if makespan <= self.makespan:
+                    self.schedule, self.makespan = schedule, makespan
+
+    def improve_bound(self) -> None:
+        self.bound = max(self.bound, lower_bound(self.problem))
+
+    def improve_schedule(self, most_work: float, seed: int) -> None:
+        searches = {False: BeamSearch(self.problem), True: BeamSearch(reverse(self.problem))}
+        several = len(self.stages) > self.problem.num_groups
+        for width, backwards, weight, reserve in _plans(seed, several=several):
+            if self.makespan <= self.bound * (1 + TOLERANCE) or most_work <= 0:
+                break
+            found = searches[backwards].run(
+                width, weight=weight, better_than=self.makespan, most_work=most_work, reserve=reserve
+            )
+            most_work -= found.work
+            if found.served:
+                schedule = _schedule(self.problem, self.stage_to_group, found.served, backwards)
+                self.schedule, self.makespan = schedule, simulate(schedule, self.stages).makespan
+            if found.complete and not several:
+                self.bound = self.makespan  # the search was exhaustive: see beam.py
 
 
 def _plans(seed: int, several: bool) -> Iterator[tuple[int, bool, float, bool]]:
@@ -148,8 +181,8 @@ def _plans(seed: int, several: bool) -> Iterator[tuple[int, bool, float, bool]]:
                 yield width, backwards, least * 3 ** choose.random(), reserve
 
 
-def _named(problem: Problem, stage_to_group: Sequence[int]) -> list[Schedule]:
-    found = []
+def _named(problem: Problem, stage_to_group: Sequence[int]) -> Iterator[Schedule]:
+    """The named schedules that have this placement and fit the memory."""
     virtual = len(stage_to_group) // problem.num_groups
     for name in SCHEDULE_NAMES:
         sizes = {"num_groups": problem.num_groups, "num_microbatches": problem.num_microbatches}
@@ -160,8 +193,7 @@ def _named(problem: Problem, stage_to_group: Sequence[int]) -> list[Schedule]:
         fits = all(peak <= limit for peak, limit in zip(peak_activations(schedule), problem.limits, strict=True))
         splits = any(kind == "W" for kind, _ in problem.lanes)
         if fits and schedule.stage_to_group == tuple(stage_to_group) and (splits or not schedule.splits_backward):
-            found.append(schedule)
-    return found
+            yield schedule
 
 
 def _schedule(problem: Problem, stage_to_group: Sequence[int], served: Sequence[int], backwards: bool) -> Schedule:

@@ -4,12 +4,12 @@ A group runs one action at a time. A transfer occupies no group; it only delays 
 Transfers run concurrently, also between the same two groups.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule
+from flax_mesh.text import at_most, shortened
 
 
 class StageCost(NamedTuple):
@@ -26,6 +26,7 @@ class StageCost(NamedTuple):
     transfer: float = 0.0
 
 
+LEAST_COST, MOST_COST = 1e-100, 1e100  # sums and quotients of these are finite numbers
 Costs = StageCost | Sequence[Sequence[float]]  # one for all stages, or one (F, B, W[, T]) per stage
 
 
@@ -124,9 +125,12 @@ def stage_costs(costs: Costs, num_stages: int) -> tuple[StageCost, ...]:
     for stage, cost in enumerate(listed[:1] if isinstance(costs, StageCost) else listed):
         if not 3 <= len(cost) <= 4:
             problems.append(f"costs of stage {stage}: expected F,B,W or F,B,W,T, got {len(cost)} numbers")
-        elif not all(0 <= number < math.inf for number in cost):
-            numbers = ",".join(f"{number:g}" for number in cost)
-            problems.append(f"costs of stage {stage}: expected finite numbers of at least 0, got {numbers}")
+        elif not all(number == 0 or LEAST_COST <= number <= MOST_COST for number in cost):
+            numbers = ",".join(f"{float(number):g}" if abs(number) < MOST_COST else str(number) for number in cost)
+            problems.append(
+                f"costs of stage {stage}: expected 0 or numbers from {LEAST_COST:g} to {MOST_COST:g}, "
+                f"got {shortened(numbers)}"
+            )
     if problems:
-        raise ValueError("; ".join(problems))
+        raise ValueError("; ".join(at_most(problems)))
     return tuple(StageCost(*map(float, cost)) for cost in listed)

@@ -41,8 +41,12 @@ def heading(schedule: Schedule, costs: Costs = StageCost()) -> str:  # noqa: B00
     return f"{schedule.name}: {text}, " + " ".join(f"{name}={cost:g}" for name, cost in names if name != "T" or cost)
 
 
-def summary(result: Simulation) -> str:
-    return f"makespan {result.makespan:.6g}, bubble {result.bubble:.1%}, {result.transfers} transfers"
+def time_text(time: float, unit: str = "") -> str:
+    return f"{time:.6g} {unit}".rstrip()
+
+
+def summary(result: Simulation, unit: str = "") -> str:
+    return f"makespan {time_text(result.makespan, unit)}, bubble {result.bubble:.1%}, {result.transfers} transfers"
 
 
 def _groups_text(schedule: Schedule, result: Simulation) -> str:
@@ -64,8 +68,8 @@ def _bars(schedule: Schedule, result: Simulation, per_block: int) -> list[str]:
         bar = ["."] * round(result.makespan * scale)
         for action in row:
             first, last = (round(time * scale) for time in result.times[action])
-            text, width = str(action), max(last - first - 1, 0)
-            text = text if len(text) <= width else action.kind[:width]
+            text, width = str(action), max(last - first - 1, 1)
+            text = text if len(text) <= width else action.kind
             bar[first:last] = list(f"{text:-<{width}} ")[: last - first]
         bars.append("".join(bar))
     return bars

@@ -1,11 +1,13 @@
 """Validation of schedules: every error names its actions and marks them in the table. Pure Python."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from flax_mesh.mpmd.schedules.schedule import Action, Deadlock, Schedule, dependencies
 from flax_mesh.mpmd.schedules.simulate import peak_activations
+from flax_mesh.text import at_most, listed
 
+Lane = tuple[str, int]  # kind, stage
 Place = tuple[int, int]  # group, position in its row
 Mistake = tuple[str, list[Place]]  # message, and the actions to mark in the table
 MARGIN = 4  # actions shown on either side of a marked one
@@ -40,8 +42,9 @@ def check_schedule(schedule: Schedule, memory_limit: int | Sequence[int] | None 
     """
     mistakes = _misplaced(schedule)
     if not mistakes:
-        mistakes = _before_their_dependencies(schedule)
-        mistakes += _out_of_order(schedule) + ([] if mistakes else _deadlock(schedule))
+        stuck = _deadlock(schedule)
+        early = _before_their_dependencies(schedule) if stuck else []  # each of them is a deadlock too
+        mistakes = [*early, *_out_of_order(schedule), *([] if early else stuck)]
     if memory_limit is not None:
         mistakes += _over_memory_limits(schedule, memory_limits(memory_limit, schedule.num_groups))
     if mistakes:
@@ -58,32 +61,56 @@ def memory_limits(memory_limit: int | Sequence[int], num_groups: int) -> tuple[i
 
 
 def _misplaced(schedule: Schedule) -> list[Mistake]:
+    """Actions that are unknown, repeated, or in another row than their stage's; then those that are missing."""
     kinds = "FBW" if schedule.splits_backward else "FB"
+    if not any(action.kind == "B" for row in schedule.rows for action in row):
+        kinds = "F"  # forward only, for evaluation
+    group_of = {(kind, stage): group for kind in kinds for stage, group in enumerate(schedule.stage_to_group)}
+    seen: set[Action] = set()
+    wrong: set[Action] = set()
+    for group, row in enumerate(schedule.rows):
+        for action in row:
+            if action in seen or group_of.get(action[:2]) != group or action.microbatch < 0:
+                wrong.add(action)
+            seen.add(action)
+    mistakes = _wrong_places(schedule, wrong, group_of) if wrong else []
+    return mistakes + _missing(schedule, seen, group_of)
+
+
+def _missing(schedule: Schedule, seen: Collection[Action], group_of: Mapping[Lane, int]) -> list[Mistake]:
+    """One mistake per stage and kind: a schedule with a wrong microbatch, such as 0F99999, lacks almost all actions."""
+    num_microbatches = schedule.num_microbatches
+    have = Counter(action[:2] for action in seen if action.microbatch >= 0)
+    mistakes = []
+    for lane, group in group_of.items():
+        if not (count := num_microbatches - have[lane]):
+            continue
+        every = (Action(*lane, microbatch) for microbatch in range(num_microbatches))
+        first = next(action for action in every if action not in seen)
+        row = schedule.rows[group] if len(mistakes) < MOST else ()
+        same_microbatch = [(group, i) for i, other in enumerate(row) if other[1:] == first[1:]]
+        are = "is" if count == 1 else f"and {count - 1:,} more of its stage and kind are"
+        mistakes.append((f"{first} {are} missing from the row of group {group}", same_microbatch))
+    return mistakes
+
+
+def _wrong_places(schedule: Schedule, wrong: Collection[Action], group_of: Mapping[Lane, int]) -> list[Mistake]:
     places: dict[Action, list[Place]] = {}
     for group, row in enumerate(schedule.rows):
         for position, action in enumerate(row):
-            places.setdefault(action, []).append((group, position))
-    if not any(action.kind == "B" for action in places):
-        kinds = "F"  # forward only, for evaluation
-    expected = {
-        Action(kind, stage, microbatch): group
-        for stage, group in enumerate(schedule.stage_to_group)
-        for microbatch in range(schedule.num_microbatches)
-        for kind in kinds
-    }
+            if action in wrong:
+                places.setdefault(action, []).append((group, position))
     mistakes = []
     for action, found in sorted(places.items()):
-        if action not in expected:
-            mistakes.append((f"{action} appears in the table, but the schedule has no such action", found))
+        if action[:2] not in group_of or action.microbatch < 0:
+            text = f"{action} appears in the table, but the schedule has no such action"
         elif len(found) > 1:
-            mistakes.append((f"{action} appears {len(found)} times", found))
-        elif found[0][0] != expected[action]:
-            text = f"{action} appears in the row of group {found[0][0]}, but its stage is on group {expected[action]}"
-            mistakes.append((text, found))
-    for action, group in expected.items():
-        if action not in places:
-            same_microbatch = [(group, i) for i, other in enumerate(schedule.rows[group]) if other[1:] == action[1:]]
-            mistakes.append((f"{action} is missing from the row of group {group}", same_microbatch))
+            text = f"{action} appears {len(found)} times"
+        else:
+            text = (
+                f"{action} appears in the row of group {found[0][0]}, but its stage is on group {group_of[action[:2]]}"
+            )
+        mistakes.append((text, found))
     return mistakes
 
 
@@ -130,9 +157,9 @@ def _deadlock(schedule: Schedule) -> list[Mistake]:
     try:
         schedule.times(lambda action: 1.0)
     except Deadlock as error:
-        waits = [f"group {group} at {action} for {missing}" for group, action, missing in error.stuck]
+        waits = at_most([f"group {group} at {action} for {missing}" for group, action, missing in error.stuck], MOST)
         places = [(group, schedule.rows[group].index(action)) for group, action, _ in error.stuck]
-        return [("deadlock, these groups wait for each other: " + ", ".join(waits), places)]
+        return [("deadlock, these groups wait for each other: " + listed(waits), places)]
     return []
 
 
@@ -152,16 +179,17 @@ def _over_memory_limits(schedule: Schedule, limits: Sequence[int]) -> list[Mista
     return mistakes
 
 
-def _excerpt(schedule: Schedule, places: Iterable[Place]) -> list[str]:
-    """The rows around the marked actions, which are in brackets."""
-    places = list(places)
+def _excerpt(schedule: Schedule, places: Sequence[Place]) -> list[str]:
+    """The rows around the marked actions, which are in brackets; not more than `MOST` of them."""
     lines = []
-    for group in sorted({group for group, _ in places}):
-        marked = [position for g, position in places if g == group]
+    for group in sorted({group for group, _ in places[:MOST]}):
+        marked = [position for g, position in places[:MOST] if g == group]
         row = schedule.rows[group]
-        words = [f"[{action}]" if i in marked else f" {action} " for i, action in enumerate(row)]
-        keep = [i for i in range(len(row)) if any(abs(i - m) <= MARGIN for m in marked)]
-        text = "".join(("" if i - 1 in keep or i == 0 else " ... ") + words[i] for i in keep)
+        near = {i for position in marked for i in range(position - MARGIN, position + MARGIN + 1)}
+        keep = sorted(near & set(range(len(row))))
+        words = [f"[{row[i]}]" if i in marked else f" {row[i]} " for i in keep]
+        gaps = ["" if i == 0 or i - 1 in near else " ... " for i in keep]
+        text = "".join(gap + word for gap, word in zip(gaps, words, strict=True))
         tail = " ..." if keep and keep[-1] < len(row) - 1 else ""
         lines.append(f"  group {group}: {text.strip() if not text.startswith('[') else text}{tail}")
     return lines

@@ -1,6 +1,6 @@
 """Why a model cannot be split into stages: the checks of split_stages, whose errors name lines of the model."""
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flax import nnx
@@ -11,21 +11,9 @@ from flax_mesh.mpmd.split.assign import CutError
 from flax_mesh.mpmd.split.jaxpr import Eqn, Program, Var, bodies, variables
 from flax_mesh.mpmd.split.trace import Forward, Layer, ModelLeaf
 from flax_mesh.stacks import is_single_layer, module_at
-from flax_mesh.text import count_text, group_paths, listed, plural
+from flax_mesh.text import at_most, count_text, listed, path_lines, paths_text, plural
 
 MOST = 12  # items of a list in a message
-
-
-def grouped(paths: Sequence[str], keys: Sequence[Hashable] | None = None) -> list[tuple[str, list[int]]]:
-    """`group_paths`, cut after MOST groups, the last of which then is their number."""
-    groups = group_paths(paths, [None] * len(paths) if keys is None else keys)
-    rest = groups[MOST:]
-    return groups[:MOST] + ([(f"and {len(rest)} more", [])] if rest else [])
-
-
-def paths_text(paths: Iterable[str]) -> str:
-    """`embed/embedding, layers/{0..3}/kernel, and 5 more`."""
-    return listed(pattern for pattern, _ in grouped(list(dict.fromkeys(paths))))
 
 
 def stages_text(stages: Iterable[int]) -> str:
@@ -75,7 +63,7 @@ def check_meshes(program: Program) -> None:
         lines = [f"{line}: {sharding.spec} on {sharding.mesh.size} devices" for line, sharding in found.items()]
         raise CutError(
             "the model constrains arrays to a mesh of devices, but every stage runs on the mesh of its own group:\n"
-            + "\n".join(line for line, _ in grouped(lines))
+            + "\n".join(at_most(lines))
             + "\nPass the spec without a mesh, with_sharding_constraint(x, PartitionSpec(...)): it then refers to the "
             "mesh of the stage."
         )
@@ -142,14 +130,10 @@ def _unavailable_variables(forward: Forward, model: Any, layers: Sequence[str]) 
             found.append((forward.leaves[at], min(owners), before, written, read))
     if not found:
         return []
-    groups = grouped([leaf.path for leaf, *_ in found], [tuple(what) for _, *what in found])
-    lines = []
-    for pattern, members in groups:
-        if not members:
-            lines.append(pattern)
-            continue
-        _, stage, before, written, read = found[members[0]]
-        lines.append(f"{pattern} changes in stage {stage}{written} and is read in {stages_text(before)}{read}")
+    lines = path_lines(
+        f"{leaf.path} changes in stage {stage}{written} and is read in {stages_text(before)}{read}"
+        for leaf, stage, before, written, read in found
+    )
     outside = [leaf.path for leaf, *_ in found if leaf.layer is None]
     others = [path for path in _lists_around(model, outside) if path not in layers]
     hint = f" Only {listed(layers)} is split: if {_quoted(others)} has the layers, name it (layers=)." if others else ""

@@ -16,6 +16,7 @@ from flax_mesh.sharding.report.hlo import Traffic, read_collectives, sum_traffic
 from flax_mesh.sharding.report.report import ArrayReport, AxisStats, Kind, ShardingReport
 from flax_mesh.sharding.rules import apply_policy, fit_spec
 from flax_mesh.sharding.transfer import align_by_path
+from flax_mesh.text import path_lines
 from flax_mesh.tree import named_leaves, path_of
 
 Location = tuple[Any, bool]  # a mesh or a set of devices, and whether the array is in their host memory
@@ -70,7 +71,7 @@ def analyze_sharding_strategy(
         except ShardingError as error:
             problems.append(str(error))
     if problems:
-        raise ShardingError("\n".join(problems))
+        raise ShardingError("\n".join(path_lines(problems)))
     leaves, locations = [leaf for leaf, _ in placed], [location for _, location in placed]
     mesh = mesh or next((where for where, _ in locations if isinstance(where, Mesh | AbstractMesh)), None)
     if compiled is not None and mesh is None:

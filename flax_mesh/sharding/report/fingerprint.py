@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from flax_mesh.axes import as_tuple
 from flax_mesh.errors import ShardingError
-from flax_mesh.text import processes_text
+from flax_mesh.text import path_lines, processes_text
 from flax_mesh.tree import named_leaves
 
 
@@ -32,7 +32,7 @@ def sharding_fingerprint(tree: Any) -> str:
             lines.append(f"{path} {leaf.dtype}{list(leaf.shape)} {_layout_text(sharding)}")
     if missing:
         raise ShardingError(
-            "\n".join([*missing, "Take the fingerprint of an abstract_state, or shard the tree first."])
+            "\n".join([*path_lines(missing), "Take the fingerprint of an abstract_state, or shard the tree first."])
         )
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 

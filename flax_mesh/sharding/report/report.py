@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from flax_mesh.axes import as_tuple, dims_text
 from flax_mesh.sharding.report.hlo import Traffic
 from flax_mesh.sharding.report.html import html_page, html_table
-from flax_mesh.text import array_text, bytes_text, count_text, group_paths, mesh_text, table_text
+from flax_mesh.text import array_text, bytes_text, count_text, folded, group_paths, mesh_text, table_text
 
 Kind = Literal["parameter", "optimizer", "variable"]
 RULE_HEADS = ("rule", "pattern", "dims", "applies to")
@@ -126,7 +126,12 @@ class ShardingReport(Mapping[str, Any]):
         """
         rows = _traffic_rows(self)
         traffic = table_text(TRAFFIC_HEADS, rows, width, right={*TRAFFIC_HEADS[2:]}) if rows else ""
-        parts = [self.mesh_line if mesh else "", _arrays_text(self, width), _totals_text(self), _axes_text(self, width)]
+        parts = [
+            self.mesh_line if mesh else "",
+            _arrays_text(self, width),
+            _totals_text(self, width),
+            _axes_text(self, width),
+        ]
         return "\n\n".join(part for part in [*parts, traffic] if part)
 
     def to_dict(self) -> dict[str, Any]:
@@ -165,7 +170,7 @@ def report_page(
     shown = {name: size for name, size in report.mesh.items() if size > 1} or {"device": 1}
     return html_page(
         title,
-        "; ".join(filter(None, [report.mesh_line, note])),
+        "\n".join(filter(None, [report.mesh_line, note])),
         _tiles(report),
         findings=findings,
         traffic=html_table("Collectives of a step", TRAFFIC_HEADS, _traffic_rows(report)),
@@ -203,7 +208,7 @@ def _arrays_text(report: ShardingReport, width: int) -> str:
     )
 
 
-def _totals_text(report: ShardingReport) -> str:
+def _totals_text(report: ShardingReport, width: int) -> str:
     parameters = [leaf for leaf in report.leaves if leaf.kind == "parameter"]
     fullest = max(report.memory_per_device.values(), default=0)
     everywhere = sum(report.memory_per_device.values()) + report.host_bytes
@@ -218,7 +223,7 @@ def _totals_text(report: ShardingReport) -> str:
         f"{bytes_text(report.replicated_bytes)}, padding {bytes_text(report.padded_bytes)}; "
         f"balance {report.balance_score:.3f}",
     ]
-    return "\n".join(lines)
+    return "\n".join(folded(line, width, indent=" " * 13) for line in lines)
 
 
 def _axes_text(report: ShardingReport, width: int) -> str:

@@ -16,7 +16,7 @@ from flax_mesh.mpmd.schedules import (
     simulate,
 )
 from flax_mesh.mpmd.schedules.draw import fills
-from flax_mesh.mpmd.schedules.schedule import forward_schedule
+from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, forward_schedule
 from tests.mpmd.schedules.test_schedule import schedules
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -78,6 +78,33 @@ def test_the_timeline_is_drawn_above_the_simulation_on_one_scale():
         draw_timeline_svg(schedule, [], StageCost())
 
 
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
+@pytest.mark.parametrize(("groups", "microbatches"), [(1, 2), (4, 8)])
+def test_all_text_is_inside_the_picture(name, groups, microbatches):
+    schedule = make_schedule(name, num_groups=groups, num_microbatches=microbatches)
+    root = ElementTree.fromstring(draw_schedule_svg(schedule))
+    for text in root.iter(f"{SVG}text"):
+        if text.get("text-anchor") == "start":  # no letter of Helvetica is wider on average
+            end = float(text.get("x") or 0) + 0.5 * int(text.get("font-size") or 0) * len(text.text or "")
+            assert end <= float(root.get("width") or 0), text.text
+            assert float(text.get("y") or 0) < float(root.get("height") or 0)
+
+
+def test_groups_may_have_different_numbers_of_stages():
+    schedule = forward_schedule(2, 3, (0, 0, 0, 1))
+    picture = draw_schedule_svg(schedule)
+    used = {rect.get("class") or "" for rect in parse(picture)[0]}
+    assert used == {"F0", "F1", "F2"} and all(f".{name}{{fill:" in picture for name in used)
+
+
+def test_a_measured_timeline_has_its_unit():
+    schedule = make_schedule("1f1b", num_groups=2, num_microbatches=2)
+    times = simulate(schedule).times
+    events = [(schedule.stage_to_group[action.stage], action, *times[action]) for action in times]
+    _, text = parse(draw_timeline_svg(schedule, events, StageCost(), unit="ms"))
+    assert "measured: 9 ms, " in text and "makespan 9 ms, " in text and text.count("time, ms") == 2
+
+
 def test_names_are_escaped_and_a_forward_schedule_stores_nothing():
     rows = forward_schedule(2, 3, (0, 1))
     _, text = parse(draw_schedule_svg(Schedule("<a&b>", rows.rows, rows.stage_to_group, False)))
@@ -137,6 +164,13 @@ def test_longer_actions_are_wider_and_long_schedules_continue_in_further_blocks(
     blocks = text.split("\n\n")
     assert [block[:7] for block in blocks[2:]] == ["group 0", "group 0"]
     assert all(len(line) <= 60 for block in blocks[2:] for line in block.splitlines())
+
+
+def test_an_action_of_one_character_is_its_kind():
+    text = schedule_table(make_schedule("gpipe", num_groups=1, num_microbatches=300), [(1, 1, 0)], width=115)
+    bars = [line for line in text.splitlines() if line.startswith("group 0")]
+    assert set("".join(bar.removeprefix("group 0") for bar in bars)) == {"F", "B", " "}
+    assert bars[0].count("F") > 90
 
 
 @given(schedules())

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import signal
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from flax_mesh.mpmd.schedules import (
     search_schedule,
     simulate,
 )
+from flax_mesh.mpmd.schedules.beam import BeamSearch
 from flax_mesh.mpmd.schedules.lower_bound import lower_bound, make_problem, reverse, tails
 from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES
 from tests.benchmarks.schedules import cases
@@ -231,15 +233,45 @@ def test_each_group_can_have_its_own_memory_limit():
         ({"memory_limit": [4, 4]}, r"expected one memory limit or 4, one per group, got 2"),
         ({"num_groups": 3}, r"4 stages cannot be divided evenly over 3 groups"),
         ({"num_microbatches": 0, "seconds": 0}, r"num_microbatches must be at least 1, got 0; seconds must be more"),
+        ({"seconds": float("inf")}, r"seconds must be more than 0 and finite, got inf"),
+        ({"seconds": float("nan")}, r"seconds must be more than 0 and finite, got nan"),
         ({"costs": []}, r"costs is empty"),
         ({"costs": [(1, 1)] * 4}, r"costs of stage 0: expected F,B,W or F,B,W,T, got 2 numbers"),
-        ({"costs": [(1, 1, -1)] * 4}, r"costs of stage 0: expected finite numbers of at least 0, got 1,1,-1"),
+        ({"costs": [(1, 1, -1)] * 4}, r"costs of stage 0: expected 0 or numbers from 1e-100 to 1e\+100, got 1,1,-1"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):
     defaults = {"costs": [(1, 1, 1)] * 4, "memory_limit": 4, "num_microbatches": 8}
     with pytest.raises(ValueError, match=message):
         search_schedule(**{**defaults, **arguments})
+
+
+def test_ctrl_c_ends_the_search_with_the_best_schedule_so_far(monkeypatch):
+    whole, calls = BeamSearch.run, itertools.count(1)
+
+    def run(self, *args, **kwargs):
+        if next(calls) == 6:
+            signal.raise_signal(signal.SIGINT)
+        return whole(self, *args, **kwargs)
+
+    case = max(cases(), key=lambda case: len(case.costs) * case.num_microbatches)
+    finished = search_schedule(case.costs, case.memory, num_microbatches=case.num_microbatches, seconds=0.3)
+    monkeypatch.setattr(BeamSearch, "run", run)
+    found = search_schedule(case.costs, case.memory, num_microbatches=case.num_microbatches, seconds=1e308)
+    assert found.interrupted and next(calls) == 7 and not finished.interrupted
+    check_schedule(found.schedule, case.memory)
+    assert found.makespan == simulate(found.schedule, case.costs).makespan
+    assert found.lower_bound <= finished.makespan
+    assert (found.best_named, found.best_named_makespan) == (finished.best_named, finished.best_named_makespan)
+
+
+def test_ctrl_c_while_the_bound_is_computed_leaves_a_valid_bound(monkeypatch):
+    monkeypatch.setattr(
+        "flax_mesh.mpmd.schedules.search.lower_bound", lambda problem: signal.raise_signal(signal.SIGINT)
+    )
+    found = search_schedule([(1, 1, 1), (2, 2, 2)], 2, num_microbatches=4)
+    assert found.interrupted and found.best_named == "zb-h1"
+    assert found.lower_bound == pytest.approx(4 * 6) and found.lower_bound < found.makespan
 
 
 # --- the lower bound ---

@@ -93,7 +93,7 @@ def test_every_named_schedule_passes_the_checker_at_its_own_peak_and_not_below(s
 
 # --- costs ---
 
-COST = st.builds(StageCost, *[st.floats(0, 5) for _ in range(4)])
+COST = st.builds(StageCost, *[st.just(0.0) | st.floats(1e-100, 5) for _ in range(4)])
 
 
 @given(schedule=schedules(), data=st.data())
@@ -139,8 +139,11 @@ def test_a_forward_schedule_stores_no_activations():
             [(1, 1), (1, -1, 1), (1, 1, 1), (1, math.nan, 1)],
             r"stage 0: expected F,B,W or F,B,W,T, .* stage 1: .*-1.*nan",
         ),
-        (StageCost(forward=-1), r"expected finite numbers of at least 0, got -1,1,1,0$"),
-        (StageCost(weights=math.inf), r"got 1,1,inf,0"),
+        (StageCost(forward=-1), r"expected 0 or numbers from 1e-100 to 1e\+100, got -1,1,1,0$"),
+        (StageCost(weights=1e308), r"got 1,1,1e\+308,0$"),
+        (StageCost(transfer=1e-308), r"got 1,1,1,1e-308$"),
+        (StageCost(backward=10**400), r"got 1,10{150,}\.\.\. \(407 characters\)$"),
+        (StageCost(weights=math.inf), r"got 1,1,inf,0$"),
     ],
 )
 def test_bad_costs(costs, message):
@@ -216,6 +219,23 @@ def test_a_receive_before_its_send():
         "  group 0: 0F0 [0B0] 0F1  0B1\n"
         "  group 1: 1F0 [1F1] 1B0  1B1"
     )
+
+
+def test_a_microbatch_far_away_is_reported_without_listing_all_that_are_missing():
+    message = complaint(Schedule.parse("far 0,1\n0F0 0B0 0F999999999\n1F0 1B0"))
+    assert "0F1 and 999,999,997 more of its stage and kind are missing from the row of group 0" in message
+    assert len(message) < 1000
+
+
+def test_an_action_that_appears_very_often_is_marked_a_few_times():
+    message = complaint(Schedule.parse("often 0\n" + "0F0 " * 5000 + "0B0"))
+    assert "0F0 appears 5000 times" in message and message.count("[0F0]") == 8
+
+
+def test_a_deadlock_of_many_groups_is_cut_to_a_few():
+    rows = [f"{s}B0 {s}F0" if s == 99 else f"{s}F0 {s}B0" for s in range(100)]
+    with pytest.raises(ValueError, match=r"deadlock: group 0 is blocked .*; and 92 more$"):
+        simulate(Schedule.parse("\n".join(["long " + ",".join(map(str, range(100))), *rows])))
 
 
 def test_one_microbatch_too_many_in_flight():

@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 from flax_mesh import create_mesh
 from flax_mesh.mpmd import CutError, split_stages
-from flax_mesh.mpmd.split.problems import MOST, grouped
 from flax_mesh.train import make_train_step
 from tests.mpmd.zoo.base import Case, squared_loss, start, vectors
 from tests.mpmd.zoo.variables import Layer, Memory, Model
@@ -204,13 +203,6 @@ def test_the_repairs_of_the_errors_split_the_models():
 def test_arguments_in_another_order_are_refused(loss_fn, model, message):
     with pytest.raises(ValueError, match=message):
         split(model, loss_fn=loss_fn)
-
-
-def test_long_lists_in_errors_are_cut():
-    paths = [f"layer_{i}/kernel" for i in range(MOST + 5)]
-    groups = grouped(paths)
-    assert len(groups) == MOST + 1 and groups[-1] == ("and 5 more", [])
-    assert grouped([f"layers/{i}/kernel" for i in range(100)]) == [("layers/{0..99}/kernel", list(range(100)))]
 
 
 class QuantizedLayer(Layer):

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import flax_mesh as fm
+from flax_mesh.sharding.report.report import report_page
 from flax_mesh.text import bytes_text, group_paths
 
 P = PartitionSpec
@@ -217,3 +218,19 @@ def test_the_page_contains_its_data_and_no_external_resources():
     assert data["mesh"] == [{"name": n, "size": 2} for n in "abc"]
     assert data["arrays"][0]["path"] == "</script><b>%data%"
     assert data["arrays"][0]["axes"] == [["a"], []] and data["arrays"][0]["copies"] == "4"
+
+
+def test_totals_are_continued_below_their_text_in_a_narrow_terminal():
+    report = fm.analyze_sharding_strategy(abstract_tree(), specs(), mesh_of("2x2x2"))
+    lines = report.to_text(width=60).splitlines()
+    assert max(map(len, lines)) <= 60
+    first = next(i for i, line in enumerate(lines) if line.startswith("per device   "))
+    assert lines[first + 1].startswith(" " * 13) and "MiB" not in lines[first][-2:]
+
+
+def test_the_page_keeps_the_lines_of_a_note():
+    report = fm.analyze_sharding_strategy(abstract_tree(), specs(), mesh_of("2x2x2"))
+    page = report_page(report, "title", note="pipeline: <2> groups\n  receives")
+    assert (
+        'style="white-space: pre-wrap">mesh a:2,b:2,c:2, 8 devices\npipeline: &lt;2&gt; groups\n  receives</p>' in page
+    )
