@@ -41,6 +41,7 @@ from flax_mesh.train.config import (
     shard_over,
 )
 from flax_mesh.tree import map_named
+from flax_mesh.user_code import place_of, user_code
 
 SHRINK_ORDER = ("pp", "dp", "fsdp", "sp", "ep", "tp")  # stages, copies, shards of the batch ...
 
@@ -86,12 +87,34 @@ def build_program(
         raise ConfigError(problems)
     if config.mesh.rules:
         say(_report_rules(config, mesh, rules))
-    return train_program(config, mesh, rules, change)
+    program = train_program(config, mesh, rules, change)
+    _check_functions(program)
+    return program
+
+
+def _check_functions(program: TrainProgram) -> None:
+    """Trace the step and the evaluation, and call `flops_per_token`: their exceptions are raised before the run starts.
+
+    The traces are those that the first call would make; it reuses them.
+    """
+    config, run = program.config, program.config.run
+    shape = config.data.batch_size, config.data.sequence_length
+    rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(program.mesh, program.rules.axes))
+    batch, place = {"inputs": rows, "targets": rows}, place_of(config.loss_fn)
+    if program.pipeline is None:  # split_model has traced the loss of a pipeline
+        with user_code("loss_fn", place):
+            jax.eval_shape(program.step, program.layout, batch)
+    if program.pipeline is None and run.eval_every:
+        with user_code("loss_fn of a model in eval mode", place):
+            jax.eval_shape(program.evaluate, program.layout, batch)
+    if config.flops_per_token is not None:
+        with user_code("flops_per_token", place_of(config.flops_per_token)):
+            float(config.flops_per_token(config.model, program.num_parameters, config.data.sequence_length))
 
 
 def _report_rules(config: TrainConfig, mesh: Mesh, rules: PartitionRules) -> str:
     """One line: how many arrays of the model `mesh.rules` splits, and which stay replicated."""
-    model = abstract_model(lambda: config.make_model(config.model, nnx.Rngs(config.run.seed)))
+    model = abstract_model(partial(make_model, config))
     state, replicated = nnx.state(model), []
     specs = match_partition_rules(rules, state, mesh=mesh, dropped=replicated)
     count = sum(any(spec) for spec in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec)))
@@ -180,15 +203,16 @@ def split_model(
     )
     shape = config.data.batch_size, config.data.sequence_length
     rows = jax.ShapeDtypeStruct(shape, jnp.int32)
-    staged = split_stages(
-        config.loss_fn,
-        lambda: config.make_model(config.model, nnx.Rngs(config.run.seed)),
-        {"inputs": rows, "targets": rows},
-        mesh=mesh,
-        schedule=schedule,
-        layers=layers or None,
-        **parse_cut(wanted.cut),
-    )
+    with user_code("loss_fn", place_of(config.loss_fn)):
+        staged = split_stages(
+            config.loss_fn,
+            partial(make_model, config),
+            {"inputs": rows, "targets": rows},
+            mesh=mesh,
+            schedule=schedule,
+            layers=layers or None,
+            **parse_cut(wanted.cut),
+        )
     return staged, schedule
 
 
@@ -233,7 +257,7 @@ def run_rules(config: TrainConfig) -> PartitionRules:
 
     Layers are those of the model's own table where the rules name none.
     """
-    model = abstract_model(lambda: config.make_model(config.model, nnx.Rngs(config.run.seed)))
+    model = abstract_model(partial(make_model, config))
     if config.mesh.rules:
         model_axes = getattr(model, "axes", None)
         axes = model_axes if isinstance(model_axes, PartitionAxis) else DEFAULT_AXES
@@ -250,9 +274,18 @@ def batch_sharding(mesh: Mesh, axes: PartitionAxis) -> NamedSharding:
     return NamedSharding(mesh, axes.resolve(("batch", "sequence")))
 
 
+def make_model(config: TrainConfig) -> nnx.Module:
+    """The model of a run; only ever traced. An exception of its code is raised as a ConfigError with its line."""
+    with user_code("make_model", place := place_of(config.make_model)):
+        model = config.make_model(config.model, nnx.Rngs(config.run.seed))
+    if not isinstance(model, nnx.Module):
+        raise ConfigError(f"make_model: {place}: it must return an nnx.Module, got {type(model).__name__}")
+    return model
+
+
 def make_modules(config: TrainConfig) -> tuple[nnx.Module, nnx.Optimizer]:
     """Model and optimizer of a run; only ever traced."""
-    model = config.make_model(config.model, nnx.Rngs(config.run.seed))
+    model = make_model(config)
     return model, nnx.Optimizer(model, make_optimizer(config.optimizer), wrt=nnx.Param)
 
 

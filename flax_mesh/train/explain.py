@@ -3,6 +3,7 @@
 `explain` needs only the config, no devices; `measure_recipe` runs every stage on the available devices.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -34,7 +35,8 @@ def explain(config: TrainConfig) -> Explanation:
     """
     if problems := check_config(config):
         raise ConfigError(problems)
-    mesh = abstract_mesh(config)
+    mesh, given = abstract_mesh(config), config.model
+    config = replace(config, model=getattr(given, "without_devices", lambda: given)())
     explanation = explain_sharding(
         partial(make_modules, config), mesh, config.mesh.rules or config.rules, shard_optimizer_over=shard_over(config)
     )
