@@ -88,8 +88,8 @@ def field_types(config: Any) -> dict[str, Any]:
 
 def path_problem(text: str) -> str:
     """Why a text cannot be a path, "" if it can: such a text raises exceptions wherever it is used."""
-    if "\0" in text:
-        return "contains a null byte"
+    if "\0" in text or "\n" in text:
+        return "contains a null byte or a line break"
     expanded = os.path.expanduser(text)
     if expanded.startswith("~"):
         return f"names a user without a home folder, {text.split('/')[0]!r}"

@@ -30,10 +30,23 @@ def user_code(what: str, place: str = "") -> Iterator[None]:
     except (ConfigError, ShardingError):
         raise
     except (Exception, SystemExit) as error:  # code of a user may raise anything
-        found = _place_of_error(error) or (place if isinstance(error, OF_INPUT) else "")
-        if not found:
+        if found := _place_of_error(error):
+            raise ConfigError(f"{what}: {found}: {_named(error)}{_hint(error, found)}") from error
+        if not place or not isinstance(error, OF_INPUT):
             raise
-        raise ConfigError(f"{what}: {found}: {_error_text(error)}{_hint(error, found)}") from error
+        raise ConfigError(f"{what}: {place}: {_first_line(error)}") from error
+
+
+def check_arguments(what: str, function: Callable[..., Any], *names: str) -> None:
+    """Raise a ConfigError with the line of a user's function if it cannot be called with these positional arguments."""
+    try:
+        inspect.signature(function).bind(*names)
+    except TypeError as error:
+        place = ": ".join(filter(None, (what, place_of(function))))
+        wanted = f"be callable with the arguments ({', '.join(names)})" if names else "not need arguments"
+        raise ConfigError(f"{place}: it must {wanted}: {error}") from error
+    except ValueError:  # a function of C without a signature
+        pass
 
 
 def place_of(function: Callable[..., Any] | None) -> str:
@@ -46,12 +59,14 @@ def place_of(function: Callable[..., Any] | None) -> str:
     return f"{code.co_filename}, line {code.co_firstlineno}"
 
 
-def _error_text(error: BaseException) -> str:
-    """`NameError: name 'x' is not defined`: the type and the first line of the text."""
-    lines = [line.strip() for line in str(getattr(error, "msg", error)).splitlines() if line.strip()]
-    text = lines[0] if lines else ""
-    name = type(error).__name__
-    return f"{name}: {text[:MAX_TEXT]}{'...' if len(text) > MAX_TEXT else ''}" if text else name
+def _named(error: BaseException) -> str:
+    """`NameError: name 'x' is not defined`."""
+    return ": ".join(filter(None, (type(error).__name__, _first_line(error))))
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(getattr(error, "msg", error)).strip().partition("\n")[0]  # a SyntaxError appends its file to its msg
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
 
 
 def _place_of_error(error: BaseException) -> str:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from flax_mesh.cli import checkpoint, explain, launch, mesh, schedule, train
 from flax_mesh.cli.common import EXIT_CODES, report_failure
 from flax_mesh.errors import ConfigError
+from flax_mesh.train.metadata import versions
 
 COMMANDS = {
     "train": (train, "train a recipe, or resume its run"),
@@ -67,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _ArgumentParser(
         prog="flax-mesh", description="Train and inspect Flax NNX models on any device mesh.", allow_abbrev=False
     )
+    parser.add_argument("--version", action="version", version=" ".join(f"{k} {v}" for k, v in versions().items()))
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (module, help) in COMMANDS.items():
         command = commands.add_parser(name, help=help, allow_abbrev=False)

@@ -332,6 +332,8 @@ def sample(model: Decoder, prompt: jax.Array, num_tokens: int, key: jax.Array, t
     """
     if not isinstance(temperature, Tracer) and not temperature >= 0:
         raise ConfigError(f"temperature must be at least 0 (0: greedy), got {temperature}")
+    if num_tokens < 0:
+        raise ConfigError(f"num_tokens must be at least 0, got {num_tokens}")
     is_greedy = temperature < GREEDY_BELOW
     start = prompt.shape[0]
     mesh = current_mesh()

@@ -4,7 +4,6 @@ The functions after the dataclasses load recipes and parse the settings whose te
 """
 
 import importlib.util
-import inspect
 import math
 import os
 import re
@@ -24,7 +23,7 @@ from flax_mesh.mpmd.split.remat import REMAT_MODES
 from flax_mesh.mpmd.transport.ordered import TRANSPORTS
 from flax_mesh.settings import MAX_SIZE, SAME_RESULT, path_problem
 from flax_mesh.train.data.data import DataConfig
-from flax_mesh.user_code import place_of, user_code
+from flax_mesh.user_code import check_arguments, place_of, user_code
 
 PLATFORM = re.compile(r"auto|cpu(:[1-9][0-9]*)?|gpu|cuda|tpu")
 SECTIONS = ("model", "mesh", "pipeline", "data", "optimizer", "checkpoint", "run")
@@ -231,14 +230,7 @@ def load_recipe(name: str) -> TrainConfig:
     function = function or "recipe"
     make = _function_of_file(file, function)
     place = place_of(make) or file
-    try:
-        inspect.signature(make).bind()
-    except TypeError as error:
-        raise ConfigError(
-            f"recipe {name}: {place}: {function}() must not need arguments: {error}. Give each a default value"
-        ) from error
-    except ValueError:  # a function of C without a signature
-        pass
+    check_arguments(f"recipe {name}", make)
     with user_code(f"recipe {name}", place):
         config = make()
     if not isinstance(config, TrainConfig):

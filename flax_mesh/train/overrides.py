@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -55,7 +56,9 @@ def read_overrides(config: TrainConfig, overrides: Iterable[str]) -> tuple[Train
     for text in overrides:
         given, equals, value = text.partition("=")
         key, renamed_values = RENAMED.get(given, (given, {}))
-        if not equals:
+        if re.search("[\ud800-\udfff]", text):  # how Python reads other bytes on the command line
+            problems.append(f"{text!r} is not UTF-8, in which settings are saved; use other characters")
+        elif not equals:
             problems.append(f"{text!r} is not an override; write section.key=value, such as run.steps=20")
         elif key not in fields:
             near = _nearest(key, fields)
