@@ -64,11 +64,16 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
+def _version_text() -> str:
+    found = versions()
+    return f"flax-mesh {found['flax-mesh']} (jax {found['jax']}, flax {found['flax']})"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _ArgumentParser(
         prog="flax-mesh", description="Train and inspect Flax NNX models on any device mesh.", allow_abbrev=False
     )
-    parser.add_argument("--version", action="version", version=" ".join(f"{k} {v}" for k, v in versions().items()))
+    parser.add_argument("--version", action="version", version=_version_text())
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (module, help) in COMMANDS.items():
         command = commands.add_parser(name, help=help, allow_abbrev=False)

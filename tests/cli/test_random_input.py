@@ -22,8 +22,8 @@ NUM_DRAWS = 300
 WORDS = """
 0 1 2 3 8 -1 1.5 1e-3 inf -inf nan 1e39 none None true no 0x10 1_0 ٣ dp nope fsdp,dp dp,dp tp, , a=b = ~no_such_user/x
 /dev/null/x { ../.. * ** float32 bfloat16 xla cudnn full checkpoint_dots save_only_these_names dp:2,tp:2 pp:2 pp:2,dp:2
-dp:0 dp:-1,tp:-1 pp:-1 dp:2,dp:2 : cpu cpu:4 cpu:0 tpu:2 2,3 9,9 flops count 1f1b zb-v interleaved gpipe server always stop
-skip eval_loss uint32 --x=1 a=1,a=2 %s {}
+dp:0 dp:-1,tp:-1 pp:-1 dp:2,dp:2 : cpu cpu:4 cpu:0 tpu:2 2,3 9,9 flops count 1f1b zb-v interleaved gpipe server
+always stop skip eval_loss uint32 --x=1 a=1,a=2 %s {}
 """
 VALUES = WORDS.split()
 VALUES += ["", " ", "\n", "9" * 30, "9" * 5000, "x" * 5000, "a\0b", "[" * 5000, "\u00e9\udcff"]
