@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from flax_mesh.errors import ConfigError
 from flax_mesh.models import DecoderConfig
 from flax_mesh.settings import field_types, path_problem, type_problems, value_problems
 from flax_mesh.train import (
@@ -79,9 +80,9 @@ class Own:
     """A config of a user, with one limit and annotations that its values do not follow."""
 
     rate: float = dataclasses.field(default=0.5, metadata={"at_least": 0, "below": 1})
-    dtype: str = dataclasses.field(default=float)  # pyright: ignore[reportArgumentType]
+    dtype: str = float  # type: ignore
     cutoff: float = math.inf
-    count: int = dataclasses.field(default=2.5)  # pyright: ignore[reportArgumentType]
+    count: int = 2.5  # type: ignore
 
 
 def config_of(**changes: Any) -> TrainConfig:
@@ -137,3 +138,12 @@ def test_texts_that_cannot_be_paths(text, problem):
         if problem
         else []
     )
+
+
+def test_annotations_that_cannot_be_evaluated_are_one_line():
+    @dataclasses.dataclass(frozen=True)
+    class Local:
+        width: "Undefined" = 3  # type: ignore  # noqa: F821
+
+    with pytest.raises(ConfigError, match=r"^the annotations of .*Local cannot be evaluated: name 'Undefined' is not"):
+        check_config(config_of(model=Local()))

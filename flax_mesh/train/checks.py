@@ -52,7 +52,7 @@ def _check_together(config: TrainConfig) -> list[str]:
     if config.mesh.rules and (unknown := [a for a in config.mesh.rules.split("+") if a.strip() not in MODEL_AXES]):
         found.append(f"mesh.rules: {', '.join(map(repr, unknown))} is not a mesh axis; use {axes}, joined by +")
     found += _check_axes("model.axes", getattr(config.model, "axes", None))
-    found += _check_axes("axes of the recipe's rules", getattr(config.rules, "axes", None))
+    found += _check_axes("rules.axes", getattr(config.rules, "axes", None))
     found += check_start(config.checkpoint.start_from, config.model)
     if optimizer.warmup_steps >= optimizer.decay_steps:
         found.append(

@@ -410,7 +410,8 @@ def test_npy_of_wrong_type_or_rank(tmp_path, tokens, message):
 def test_bin_files_of_uint32_are_read_by_the_setting(tmp_path):
     np.arange(70_000, 70_100, dtype="<u4").tofile(tmp_path / "tokens.bin")
     corpus = load(tmp_path / "tokens.bin", bin_dtype="uint32")
-    np.testing.assert_array_equal(np.concatenate([corpus.train, corpus.held_out]), np.arange(70_000, 70_100))
+    found = np.concatenate([np.asarray(corpus.train), np.asarray(corpus.held_out)])
+    np.testing.assert_array_equal(found, np.arange(70_000, 70_100))
     assert (corpus.bin_dtype, load(tmp_path / "tokens.bin").bin_dtype) == ("uint32", "uint16")
 
 
