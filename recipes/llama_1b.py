@@ -3,6 +3,9 @@
 flax-mesh train recipes/llama_1b.py data.source=TOKENS.bin
 flax-mesh train recipes/llama_1b.py:llama_3_2_1b data.source=TOKENS.bin
 
+TOKENS.bin contains token ids without a header, little-endian: uint16 for the first, uint32 for the second, which has
+more ids than uint16 (`data.bin_dtype`).
+
 The batch size is for one device with 141 GB of memory, without remat; see docs/benchmarks.md. With less memory, reduce
 data.batch_size or set model.remat. On N devices, set mesh.shape=fsdp:N and multiply data.batch_size by N.
 """
@@ -61,7 +64,8 @@ def llama_3_2_1b() -> TrainConfig:
         attention="cudnn",
         loss_chunk=4096,
     )
-    return train_config(model, DataConfig(sequence_length=4096, batch_size=8), "runs/llama_3_2_1b")
+    data = DataConfig(sequence_length=4096, batch_size=8, bin_dtype="uint32")
+    return train_config(model, data, "runs/llama_3_2_1b")
 
 
 def train_config(model: DecoderConfig, data: DataConfig, folder: str) -> TrainConfig:

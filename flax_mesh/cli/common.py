@@ -13,9 +13,11 @@ import jax
 from flax_mesh.checkpoint.read import plain
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, SaveError, ShardingError
 from flax_mesh.processes.output import output_failure, reader_has_ended
+from flax_mesh.settings import path_problem
 from flax_mesh.text import shortened
-from flax_mesh.train import TrainConfig, apply_overrides, load_recipe
-from flax_mesh.train.overrides import setting_of
+from flax_mesh.train import TrainConfig, load_recipe
+from flax_mesh.train.checks import check_config
+from flax_mesh.train.overrides import read_overrides, setting_of
 
 DONE, FAILED, BAD_INPUT, FINDINGS, STOPPED, DIVERGED = 0, 1, 2, 3, 4, 6  # 5: LOST of processes/watchdog.py
 INTERRUPTED = 128 + signal.SIGINT  # as a shell reports it
@@ -57,7 +59,14 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
 
 
 def config_of(recipe: str, overrides: Sequence[str]) -> TrainConfig:
-    return apply_overrides(load_recipe(recipe), _with_files(overrides))
+    """The config of a recipe with these settings.
+
+    Raises one ConfigError for all mistakes in them: the wrong values too if a setting is unknown.
+    """
+    config, problems = read_overrides(load_recipe(recipe), _with_files(overrides))
+    if problems:
+        raise ConfigError([*problems, *check_config(config)])
+    return config
 
 
 def _with_files(overrides: Iterable[str]) -> list[str]:
@@ -70,6 +79,8 @@ def _with_files(overrides: Iterable[str]) -> list[str]:
 
 def _settings_file(name: str) -> list[str]:
     """The lines of a file, without empty lines and comments (#)."""
+    if problem := path_problem(name):
+        raise ConfigError(f"@{name[:80]}: this text {problem}")
     try:
         text = Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -80,6 +91,8 @@ def _settings_file(name: str) -> list[str]:
 
 
 def write_file(option: str, name: str, text: str) -> None:
+    if problem := path_problem(name):
+        raise ConfigError(f"{option} {name[:80]}: this text {problem}")
     try:
         Path(name).write_text(text, encoding="utf-8")
     except OSError as error:

@@ -18,6 +18,7 @@ from flax_mesh.cli.common import EXIT_CODES, INTERRUPTED, report_failure, with_l
 from flax_mesh.errors import ConfigError
 from flax_mesh.processes.output import tolerant_output
 from flax_mesh.text import shortened
+from flax_mesh.train.metadata import versions
 
 COMMANDS = {
     "train": (train, "train a recipe, or resume its run"),
@@ -76,10 +77,16 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
+def _version_text() -> str:
+    found = versions()
+    return f"flax-mesh {found['flax-mesh']} (jax {found['jax']}, flax {found['flax']})"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _ArgumentParser(
         prog="flax-mesh", description="Train and inspect Flax NNX models on any device mesh.", allow_abbrev=False
     )
+    parser.add_argument("--version", action="version", version=_version_text())
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (module, help) in COMMANDS.items():
         command = commands.add_parser(name, help=help, allow_abbrev=False)

@@ -7,7 +7,7 @@ that of Mixtral (Jiang et al. 2024).
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -22,7 +22,8 @@ from flax_mesh.mesh.context import current_mesh
 from flax_mesh.models.cross_entropy import cross_entropy, project
 from flax_mesh.models.matmul import dot_float32
 from flax_mesh.models.moe import Aux, MoE, router_losses
-from flax_mesh.models.rotary import RopeScaling, rotate, scaling_problems
+from flax_mesh.models.rotary import RopeScaling, rotate
+from flax_mesh.settings import MAX_SIZE, SAME_RESULT, type_problems, value_problems
 from flax_mesh.sharding.abstract import partitioned
 from flax_mesh.sharding.constrain import constrain
 from flax_mesh.text import axes_text
@@ -30,7 +31,8 @@ from flax_mesh.text import axes_text
 RunLayer = Callable[..., tuple[jax.Array, Aux]]
 GREEDY_BELOW = 1e-30  # of the temperature; logits divided by less may be infinite
 CUDNN_HEAD_DIM = 256  # the most since Hopper; 128 before
-SAME_RESULT = {"changes_result": False}  # metadata of fields that do not change the result of the computation
+DTYPES = ("float32", "bfloat16", "float16")
+SIZE = {"at_least": 1, "at_most": MAX_SIZE}
 
 
 @dataclass(frozen=True)
@@ -54,31 +56,31 @@ class DecoderConfig:
     it: see `RopeScaling` (Llama 3.1).
     """
 
-    vocab_size: int = 256
-    hidden_size: int = 256
-    num_layers: int = 4
-    num_heads: int = 8
-    num_kv_heads: int = 4
-    head_dim: int = 32
-    mlp_size: int = 768
-    num_experts: int = 0
-    experts_per_token: int = 2
-    load_balance_loss: float = 0.01
-    router_z_loss: float = 0.001
+    vocab_size: int = field(default=256, metadata=SIZE)
+    hidden_size: int = field(default=256, metadata=SIZE)
+    num_layers: int = field(default=4, metadata=SIZE)
+    num_heads: int = field(default=8, metadata=SIZE)
+    num_kv_heads: int = field(default=4, metadata=SIZE)
+    head_dim: int = field(default=32, metadata=SIZE)
+    mlp_size: int = field(default=768, metadata=SIZE)
+    num_experts: int = field(default=0, metadata={"at_least": 0, "at_most": MAX_SIZE})
+    experts_per_token: int = field(default=2, metadata=SIZE)
+    load_balance_loss: float = field(default=0.01, metadata={"at_least": 0})
+    router_z_loss: float = field(default=0.001, metadata={"at_least": 0})
     qkv_bias: bool = False
     qk_norm: bool = False
-    rope_theta: float = 10_000.0
-    rope_factor: float = 1.0
-    rope_low_frequency_factor: float = 1.0
-    rope_high_frequency_factor: float = 4.0
-    rope_original_length: int = 8192
-    norm_epsilon: float = 1e-6
+    rope_theta: float = field(default=10_000.0, metadata={"above": 0})
+    rope_factor: float = field(default=1.0, metadata={"at_least": 1})
+    rope_low_frequency_factor: float = field(default=1.0, metadata={"above": 0})
+    rope_high_frequency_factor: float = field(default=4.0, metadata={"above": 0})
+    rope_original_length: int = field(default=8192, metadata=SIZE)
+    norm_epsilon: float = field(default=1e-6, metadata={"at_least": 0})
     tied: bool = True
-    dtype: str = "float32"
-    param_dtype: str = "float32"
-    attention: str = field(default="xla", metadata=SAME_RESULT)
+    dtype: str = field(default="float32", metadata={"one_of": DTYPES})
+    param_dtype: str = field(default="float32", metadata={"one_of": DTYPES})
+    attention: str = field(default="xla", metadata=SAME_RESULT | {"one_of": ("xla", "cudnn")})
     remat: str = field(default="none", metadata=SAME_RESULT)
-    loss_chunk: int = field(default=0, metadata=SAME_RESULT)
+    loss_chunk: int = field(default=0, metadata=SAME_RESULT | {"at_least": 0, "at_most": MAX_SIZE})
     scan: bool = field(default=False, metadata=SAME_RESULT)
     # Activations between the layers are replicated over tp (Megatron's layout). Split over tp, they would need an
     # all-gather before each projection: five times the step time for recipes/tiny.py on 8 CPU devices.
@@ -102,35 +104,22 @@ class DecoderConfig:
 
     def problems(self) -> list[str]:
         """Invalid values, one line each."""
-        found = [
-            f"model.{name} must be at least 1, got {getattr(self, name)}"
-            for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_size")
-            if getattr(self, name) < 1
-        ]
-        if not found and self.num_heads % self.num_kv_heads:
+        if wrong := type_problems(self, "model."):
+            return wrong
+        found = value_problems(self, "model.")
+        if self.num_kv_heads >= 1 and self.num_heads % self.num_kv_heads:
             found.append(
                 f"model.num_heads={self.num_heads} must be a multiple of model.num_kv_heads={self.num_kv_heads}"
             )
         if self.head_dim % 2:
             found.append(f"model.head_dim must be even for rotary positions, got {self.head_dim}")
-        found += scaling_problems(self.rope_scaling)
-        if self.loss_chunk < 0:
-            found.append(f"model.loss_chunk must not be negative (0: all logits at once), got {self.loss_chunk}")
-        if self.num_experts < 0:
-            found.append(f"model.num_experts must not be negative (0: no experts), got {self.num_experts}")
-        if self.num_experts > 0 and not 1 <= self.experts_per_token <= self.num_experts:
+        low, high = self.rope_low_frequency_factor, self.rope_high_frequency_factor
+        if low >= high:
+            found.append(f"model.rope_low_frequency_factor={low} must be below model.rope_high_frequency_factor={high}")
+        if 0 < self.num_experts < self.experts_per_token:
             found.append(
-                f"model.experts_per_token={self.experts_per_token} must be between 1 and "
-                f"model.num_experts={self.num_experts}"
+                f"model.experts_per_token={self.experts_per_token} must be at most model.num_experts={self.num_experts}"
             )
-        for name in ("load_balance_loss", "router_z_loss"):
-            if not getattr(self, name) >= 0:
-                found.append(f"model.{name} must not be negative, got {getattr(self, name)}")
-        for name in ("dtype", "param_dtype"):
-            if getattr(self, name) not in ("float32", "bfloat16", "float16"):
-                found.append(f"model.{name} must be float32, bfloat16 or float16, got {getattr(self, name)!r}")
-        if self.attention not in ("xla", "cudnn"):
-            found.append(f"model.attention must be 'xla' or 'cudnn', got {self.attention!r}")
         if self.attention == "cudnn" and self.dtype == "float32":
             found.append(f"model.attention=cudnn needs model.dtype bfloat16 or float16, got {self.dtype}")
         if self.attention == "cudnn" and (self.head_dim % 8 or self.head_dim > CUDNN_HEAD_DIM):
@@ -138,10 +127,17 @@ class DecoderConfig:
                 f"model.attention=cudnn needs a model.head_dim that is a multiple of 8, at most {CUDNN_HEAD_DIM}, "
                 f"got {self.head_dim}"
             )
-        if self.remat not in ("none", "full") and not hasattr(jax.checkpoint_policies, self.remat):
-            names = ", ".join(n for n in dir(jax.checkpoint_policies) if n.endswith("saveable"))
-            found.append(f"model.remat must be none, full or a policy of JAX ({names}), got {self.remat!r}")
+        # The other names of jax.checkpoint_policies are functions that return a policy.
+        policies = [n for n in dir(jax.checkpoint_policies) if n.endswith("saveable") or n.startswith("checkpoint_")]
+        if self.remat not in ("none", "full", *policies):
+            found.append(
+                f"model.remat must be none, full or a policy of JAX ({', '.join(policies)}), got {self.remat!r}"
+            )
         return found
+
+    def without_devices(self) -> "DecoderConfig":
+        """A config of a model with the same arrays that can be traced on any machine: JAX traces cuDNN with it only."""
+        return replace(self, attention="xla")
 
     def problems_on(self, mesh: Mesh | AbstractMesh) -> list[str]:
         """Options that this mesh does not support, one line each; divisibility of dims is checked elsewhere."""
@@ -336,6 +332,8 @@ def sample(model: Decoder, prompt: jax.Array, num_tokens: int, key: jax.Array, t
     """
     if not isinstance(temperature, Tracer) and not temperature >= 0:
         raise ConfigError(f"temperature must be at least 0 (0: greedy), got {temperature}")
+    if num_tokens < 0:
+        raise ConfigError(f"num_tokens must be at least 0, got {num_tokens}")
     is_greedy = temperature < GREEDY_BELOW
     start = prompt.shape[0]
     mesh = current_mesh()

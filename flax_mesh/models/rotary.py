@@ -36,19 +36,3 @@ def rotate(x_BSHC: jax.Array, theta: float, scaling: RopeScaling = RopeScaling()
     cos, sin = jnp.cos(angle_SC)[:, None, :], jnp.sin(angle_SC)[:, None, :]
     a, b = jnp.split(x_BSHC.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BSHC.dtype)
-
-
-def scaling_problems(scaling: RopeScaling) -> list[str]:
-    """Invalid values of the scaling, one line each, by the names of the decoder's settings."""
-    factor, low, high, length = scaling
-    found = []
-    if not factor >= 1:
-        found.append(f"model.rope_factor must be at least 1 (1: no scaling), got {factor}")
-    if not 0 < low < high:
-        found.append(
-            "model.rope_low_frequency_factor must be above 0 and below model.rope_high_frequency_factor, "
-            f"got {low} and {high}"
-        )
-    if length < 1:
-        found.append(f"model.rope_original_length must be at least 1, got {length}")
-    return found

@@ -1,6 +1,7 @@
 """From a TrainConfig to a TrainProgram: mesh, rules, optimizer, layout of the state, step."""
 
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,12 +28,13 @@ from flax_mesh.sharding.abstract import (
 )
 from flax_mesh.sharding.annotations import annotations_of
 from flax_mesh.sharding.rules import PartitionRules, as_rules, group_findings, match_partition_rules
-from flax_mesh.step.loss import Metrics
+from flax_mesh.step.loss import Metrics, sums_of
 from flax_mesh.step.state import TrainState, abstract_train_state
 from flax_mesh.step.step import Step, make_eval_step, make_train_step
 from flax_mesh.text import at_most, count_text, mesh_text
 from flax_mesh.train.checks import check_compiler_options, check_config, check_on_mesh
 from flax_mesh.train.config import (
+    CheckpointConfig,
     OptimizerConfig,
     TrainConfig,
     mesh_shape,
@@ -41,7 +43,10 @@ from flax_mesh.train.config import (
     shard_over,
 )
 from flax_mesh.tree import map_named
+from flax_mesh.user_code import check_arguments, place_of, user_code
 
+METRICS_OF_STEP = ("loss", "grad_norm", "learning_rate", "weight")  # of every recipe; its loss may add others
+METRICS_OF_EVALUATION = ("eval_loss", "bits_per_byte")
 SHRINK_ORDER = ("pp", "dp", "fsdp", "sp", "ep", "tp")  # stages, copies, shards of the batch ...
 
 
@@ -86,12 +91,51 @@ def build_program(
         raise ConfigError(problems)
     if config.mesh.rules:
         say(_report_rules(config, mesh, rules))
-    return train_program(config, mesh, rules, change)
+    program = train_program(config, mesh, rules, change)
+    _check_functions(program)
+    return program
+
+
+def _check_functions(program: TrainProgram) -> None:
+    """Trace the step and the evaluation, and call `flops_per_token`: their exceptions are raised before the run starts.
+
+    The traces are those that the first call would make; it reuses them.
+    """
+    config, run = program.config, program.config.run
+    shape = config.data.batch_size, config.data.sequence_length
+    rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(program.mesh, program.rules.axes))
+    batch, place = {"inputs": rows, "targets": rows}, place_of(config.loss_fn)
+    if program.pipeline is None:  # split_model has traced the loss of a pipeline
+        check_arguments("loss_fn", config.loss_fn, "model", "batch")
+        with user_code("loss_fn", place):
+            jax.eval_shape(program.step, program.layout, batch)
+    if program.pipeline is None and run.eval_every:
+        with user_code("loss_fn of a model in eval mode", place):
+            jax.eval_shape(program.evaluate, program.layout, batch)
+    if (count := config.flops_per_token) is not None:
+        check_arguments("flops_per_token", count, "config", "num_parameters", "sequence_length")
+        with user_code("flops_per_token", place_of(count)):
+            flops = count(config.model, program.num_parameters, config.data.sequence_length)
+            if not isinstance(flops, numbers.Real):
+                raise ValueError(f"it must return a number, got {type(flops).__name__}")
+    _check_best_metric(config, batch)
+
+
+def _check_best_metric(config: TrainConfig, batch: Any) -> None:
+    wanted, best = config.checkpoint.best_metric, config.checkpoint.keep_best
+    known = [*METRICS_OF_STEP, *METRICS_OF_EVALUATION * (config.run.eval_every > 0)]
+    if wanted in known or (not best and wanted == CheckpointConfig.best_metric):
+        return
+    shapes = jax.eval_shape(lambda batch: sums_of(config.loss_fn(make_model(config), batch))[2], batch)
+    if wanted not in shapes:
+        names = ", ".join([*known, *shapes])
+        more = "" if config.run.eval_every else "; held-out metrics require run.eval_every above 0"
+        raise ConfigError(f"checkpoint.best_metric={wanted} is in no row of metrics, which have {names}{more}")
 
 
 def _report_rules(config: TrainConfig, mesh: Mesh, rules: PartitionRules) -> str:
     """One line: how many arrays of the model `mesh.rules` splits, and which stay replicated."""
-    model = abstract_model(lambda: config.make_model(config.model, nnx.Rngs(config.run.seed)))
+    model = abstract_model(partial(make_model, config))
     state, replicated = nnx.state(model), []
     specs = match_partition_rules(rules, state, mesh=mesh, dropped=replicated)
     count = sum(any(spec) for spec in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec)))
@@ -180,15 +224,17 @@ def split_model(
     )
     shape = config.data.batch_size, config.data.sequence_length
     rows = jax.ShapeDtypeStruct(shape, jnp.int32)
-    staged = split_stages(
-        config.loss_fn,
-        lambda: config.make_model(config.model, nnx.Rngs(config.run.seed)),
-        {"inputs": rows, "targets": rows},
-        mesh=mesh,
-        schedule=schedule,
-        layers=layers or None,
-        **parse_cut(wanted.cut),
-    )
+    check_arguments("loss_fn", config.loss_fn, "model", "batch")
+    with user_code("loss_fn", place_of(config.loss_fn)):
+        staged = split_stages(
+            config.loss_fn,
+            partial(make_model, config),
+            {"inputs": rows, "targets": rows},
+            mesh=mesh,
+            schedule=schedule,
+            layers=layers or None,
+            **parse_cut(wanted.cut),
+        )
     return staged, schedule
 
 
@@ -233,7 +279,7 @@ def run_rules(config: TrainConfig) -> PartitionRules:
 
     Layers are those of the model's own table where the rules name none.
     """
-    model = abstract_model(lambda: config.make_model(config.model, nnx.Rngs(config.run.seed)))
+    model = abstract_model(partial(make_model, config))
     if config.mesh.rules:
         model_axes = getattr(model, "axes", None)
         axes = model_axes if isinstance(model_axes, PartitionAxis) else DEFAULT_AXES
@@ -250,9 +296,19 @@ def batch_sharding(mesh: Mesh, axes: PartitionAxis) -> NamedSharding:
     return NamedSharding(mesh, axes.resolve(("batch", "sequence")))
 
 
+def make_model(config: TrainConfig) -> nnx.Module:
+    """The model of a run; only ever traced. An exception of its code is raised as a ConfigError with its line."""
+    check_arguments("make_model", config.make_model, "config", "rngs")
+    with user_code("make_model", place := place_of(config.make_model)):
+        model = config.make_model(config.model, nnx.Rngs(config.run.seed))
+    if not isinstance(model, nnx.Module):
+        raise ConfigError(f"make_model: {place}: it must return an nnx.Module, got {type(model).__name__}")
+    return model
+
+
 def make_modules(config: TrainConfig) -> tuple[nnx.Module, nnx.Optimizer]:
     """Model and optimizer of a run; only ever traced."""
-    model = config.make_model(config.model, nnx.Rngs(config.run.seed))
+    model = make_model(config)
     return model, nnx.Optimizer(model, make_optimizer(config.optimizer), wrt=nnx.Param)
 
 

@@ -1,5 +1,6 @@
 """Checks that find every mistake in a config before anything large compiles. Each mistake is one line."""
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -7,17 +8,15 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from flax_mesh.axes import PartitionAxis
+from flax_mesh.axes import PartitionAxis, as_tuple
 from flax_mesh.checkpoint.find import find_step
 from flax_mesh.checkpoint.hf.decoders import open_decoder
 from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd import Pipeline
 from flax_mesh.mpmd.schedules.schedule import make_schedule
-from flax_mesh.mpmd.split.remat import REMAT_MODES
-from flax_mesh.mpmd.transport.ordered import TRANSPORTS
+from flax_mesh.settings import path_problem, type_problems, value_problems
 from flax_mesh.train.config import (
     AXIS_NAMES,
-    CHECKS,
     PLATFORM,
     CompilerOptions,
     PipelineConfig,
@@ -28,51 +27,33 @@ from flax_mesh.train.config import (
     parse_cut,
     shard_over,
 )
-from flax_mesh.train.data.data import Corpus, check_data_config
+from flax_mesh.train.data.data import NO_SOURCE, Corpus
 from flax_mesh.train.warm_start import MAY_DIFFER, is_huggingface
+
+MODEL_AXES = AXIS_NAMES[1:]  # pp is the axis of the pipeline's groups
+UINT16_IDS = 2**16
 
 
 def check_config(config: TrainConfig) -> list[str]:
     """One line for every mistake that can be found without devices and without tracing the model."""
-    found = [*check_data_config(config.data), *getattr(config.model, "problems", list)()]
-    optimizer, run = config.optimizer, config.run
-    at_least_one = {
-        "pipeline.num_microbatches": config.pipeline.num_microbatches,
-        "optimizer.decay_steps": optimizer.decay_steps,
-        "checkpoint.every": config.checkpoint.every,
-        "checkpoint.keep": config.checkpoint.keep,
-        "run.steps": run.steps,
-    }
-    not_negative = {
-        "optimizer.learning_rate": optimizer.learning_rate,
-        "optimizer.end_learning_rate": optimizer.end_learning_rate,
-        "optimizer.warmup_steps": optimizer.warmup_steps,
-        "optimizer.weight_decay": optimizer.weight_decay,
-        "checkpoint.keep_best": config.checkpoint.keep_best,
-        "checkpoint.keep_every": config.checkpoint.keep_every,
-        "run.eval_every": run.eval_every,
-        "run.sample_tokens": run.sample_tokens,
-        "run.seed": run.seed,
-    }
-    found += [f"{key} must be at least 1, got {value}" for key, value in at_least_one.items() if value < 1]
-    found += [f"{key} must not be negative, got {value}" for key, value in not_negative.items() if not value >= 0]
-    if unknown := [name for name in shard_over(config) if name not in AXIS_NAMES[1:]]:
-        names = ", ".join(AXIS_NAMES[1:])
-        found.append(f"optimizer.shard_over: {', '.join(map(repr, unknown))} is not a mesh axis; use {names}")
-    if config.mesh.rules and (unknown := [a for a in config.mesh.rules.split("+") if a.strip() not in AXIS_NAMES[1:]]):
-        names = ", ".join(AXIS_NAMES[1:])
-        found.append(f"mesh.rules: {', '.join(map(repr, unknown))} is not a mesh axis; use {names}, joined by +")
-    if config.checkpoint.on_failure not in ("stop", "continue"):
-        found.append(f"checkpoint.on_failure must be 'stop' or 'continue', got {config.checkpoint.on_failure!r}")
-    if run.on_nonfinite not in ("stop", "skip", "continue"):
-        found.append(f"run.on_nonfinite must be 'stop', 'skip' or 'continue', got {run.on_nonfinite!r}")
-    if not (run.spike_factor == 0 or run.spike_factor > 1):
-        found.append(f"run.spike_factor must be above 1, or 0 for no limit, got {run.spike_factor}")
+    wrong = type_problems(config)
+    found = [*wrong, *value_problems(config), *getattr(config.model, "problems", list)()]
+    if not wrong:  # otherwise values cannot be compared
+        found += _check_together(config)
+    return list(dict.fromkeys(found))  # a model's own check repeats the lines about its fields
+
+
+def _check_together(config: TrainConfig) -> list[str]:
+    """One line for every mistake in the texts of settings, and in settings that depend on each other."""
+    optimizer, run, found = config.optimizer, config.run, []
+    axes = ", ".join(MODEL_AXES)
+    if unknown := [name for name in shard_over(config) if name not in MODEL_AXES]:
+        found.append(f"optimizer.shard_over: {', '.join(map(repr, unknown))} is not a mesh axis; use {axes}")
+    if config.mesh.rules and (unknown := [a for a in config.mesh.rules.split("+") if a.strip() not in MODEL_AXES]):
+        found.append(f"mesh.rules: {', '.join(map(repr, unknown))} is not a mesh axis; use {axes}, joined by +")
+    found += _check_axes("model.axes", getattr(config.model, "axes", None))
+    found += _check_axes("rules.axes", getattr(config.rules, "axes", None))
     found += check_start(config.checkpoint.start_from, config.model)
-    if not optimizer.clip_norm > 0:
-        found.append(f"optimizer.clip_norm must be above 0 (inf disables clipping), got {optimizer.clip_norm}")
-    if run.seed >= 2**32:
-        found.append(f"run.seed must be below 2**32, got {run.seed}")
     if optimizer.warmup_steps >= optimizer.decay_steps:
         found.append(
             f"optimizer.warmup_steps={optimizer.warmup_steps} must be below "
@@ -86,31 +67,40 @@ def check_config(config: TrainConfig) -> list[str]:
     try:
         if (num_groups := mesh_shape(config)["pp"]) == -1:
             found.append(f"mesh.shape={config.mesh.shape} leaves the size of pp to the number of devices; set it")
-        found += check_pipeline(config.pipeline, num_groups)
+        found += _check_pipeline(config.pipeline, num_groups)
     except ValueError as error:
         found.append(f"mesh.shape: {error}")
     try:
         parse_compiler_options(run.compiler_options)
     except ConfigError as error:
         found += error.problems
+    if config.data.source == "":
+        found.append(NO_SOURCE)
     if run.folder == "":
         found.append("run.folder is empty; name a folder, such as runs/default")
     return found
 
 
-def check_pipeline(config: PipelineConfig, num_groups: int) -> list[str]:
+def _check_axes(prefix: str, axes: Any) -> list[str]:
+    """One line for every field of a PartitionAxis that names an axis which no mesh of a recipe has."""
+    if not isinstance(axes, PartitionAxis):
+        return []
+    values = {item.name: getattr(axes, item.name) for item in dataclasses.fields(axes) if item.name != "extra"}
+    values |= {f"extra[{name!r}]": value for name, value in axes.extra}
+    return [
+        f"{prefix}.{name}: {', '.join(map(repr, unknown))} is not a mesh axis; use {', '.join(MODEL_AXES)} or none"
+        for name, value in values.items()
+        if (unknown := [axis for axis in as_tuple(value) if axis not in MODEL_AXES])
+    ]
+
+
+def _check_pipeline(config: PipelineConfig, num_groups: int) -> list[str]:
     """One line for every mistake in the settings of a pipeline over `num_groups` groups."""
     found = []
     try:
         parse_cut(config.cut)
     except ConfigError as error:
         found.append(str(error))
-    if config.remat not in REMAT_MODES:
-        found.append(f"pipeline.remat must be one of {', '.join(REMAT_MODES)}, got {config.remat!r}")
-    if config.transport not in TRANSPORTS:
-        found.append(f"pipeline.transport must be one of {', '.join(TRANSPORTS)}, got {config.transport!r}")
-    if config.check not in CHECKS:
-        found.append(f"pipeline.check must be one of {', '.join(CHECKS)}, got {config.check!r}")
     if num_groups > 1 and config.num_microbatches >= 1:
         try:
             make_schedule(
@@ -125,7 +115,7 @@ def check_pipeline(config: PipelineConfig, num_groups: int) -> list[str]:
 
 
 def check_start(folder: str, model: Any) -> list[str]:
-    if not folder:
+    if not folder or path_problem(folder):
         return []
     try:
         if not is_huggingface(folder):
@@ -137,6 +127,8 @@ def check_start(folder: str, model: Any) -> list[str]:
         hint = ["  To ignore them: flax-mesh checkpoint import FOLDER OUT --ignore NAME, and checkpoint.start_from=OUT"]
         found = [f"checkpoint.start_from: {problem}" for problem in error.problems]
         return found + (hint if "ignore=" in str(error) else [])
+    except OSError as error:
+        return [f"checkpoint.start_from={folder} cannot be read: {error.strerror}"]
     return problems + [
         f"model.{name}={getattr(model, name)} differs from {value} in checkpoint.start_from={folder}; "
         f"set model.{name}={value}"
@@ -185,10 +177,15 @@ def check_on_mesh(config: TrainConfig, mesh: Mesh | AbstractMesh, axes: Partitio
 
 
 def check_on_corpus(config: TrainConfig, corpus: Corpus) -> list[str]:
-    """One line if the model's vocabulary is smaller than that of the text."""
-    ids, found = getattr(config.model, "vocab_size", None), corpus.vocab_size
+    """One line if the vocabulary is smaller than that of the text, or larger than the dtype of the files."""
+    ids, found, source = getattr(config.model, "vocab_size", None), corpus.vocab_size, config.data.source
     if isinstance(ids, int) and found is not None and ids < found:
-        return [f"model.vocab_size={ids} is too small for data.source={config.data.source}: text needs {found}"]
+        return [f"model.vocab_size={ids} is too small for data.source={source}: text needs {found}"]
+    if isinstance(ids, int) and corpus.bin_dtype == "uint16" and ids > UINT16_IDS:
+        return [
+            f"model.vocab_size={ids} is more than the {UINT16_IDS} ids of uint16, which data.source={source} is read "
+            "as. Set data.bin_dtype=uint32 if its tokens are uint32; save tokens of another type as .npy"
+        ]
     return []
 
 

@@ -4,6 +4,8 @@ The functions after the dataclasses load recipes and parse the settings whose te
 """
 
 import importlib.util
+import math
+import os
 import re
 import sys
 import types
@@ -17,12 +19,16 @@ from flax import nnx
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.mesh.shape import parse_mesh_shape
+from flax_mesh.mpmd.split.remat import REMAT_MODES
+from flax_mesh.mpmd.transport.ordered import TRANSPORTS
+from flax_mesh.settings import MAX_SIZE, SAME_RESULT, path_problem
 from flax_mesh.train.data.data import DataConfig
+from flax_mesh.user_code import check_arguments, place_of, user_code
 
-CHECKS = ("auto", "always", "never")  # values of pipeline.check
 PLATFORM = re.compile(r"auto|cpu(:[1-9][0-9]*)?|gpu|tpu")
+SECTIONS = ("model", "mesh", "pipeline", "data", "optimizer", "checkpoint", "run")
 AXIS_NAMES = ("pp", "dp", "fsdp", "ep", "tp", "sp")
-SAME_RESULT = {"changes_result": False}  # fields that may change when a run is resumed
+AT_LEAST_0, AT_LEAST_1 = {"at_least": 0, "at_most": MAX_SIZE}, {"at_least": 1, "at_most": MAX_SIZE}
 
 
 @dataclass(frozen=True)
@@ -59,13 +65,13 @@ class PipelineConfig:
             it takes and also if the run is resumed; or "never".
     """
 
-    num_microbatches: int = 1
+    num_microbatches: int = field(default=1, metadata=AT_LEAST_1)
     schedule: str = field(default="1f1b", metadata=SAME_RESULT)
     cut: str = field(default="flops", metadata=SAME_RESULT)
-    num_virtual_stages: int | None = field(default=None, metadata=SAME_RESULT)
-    remat: str = field(default="none", metadata=SAME_RESULT)
-    transport: str = field(default="auto", metadata=SAME_RESULT)
-    check: str = field(default="auto", metadata=SAME_RESULT)
+    num_virtual_stages: int | None = field(default=None, metadata=SAME_RESULT | AT_LEAST_1)
+    remat: str = field(default="none", metadata=SAME_RESULT | {"one_of": REMAT_MODES})
+    transport: str = field(default="auto", metadata=SAME_RESULT | {"one_of": TRANSPORTS})
+    check: str = field(default="auto", metadata=SAME_RESULT | {"one_of": ("auto", "always", "never")})
 
 
 @dataclass(frozen=True)
@@ -82,15 +88,15 @@ class OptimizerConfig:
             replicated there, such as "dp" (ZeRO stage 1). "": none.
     """
 
-    learning_rate: float = 3e-4
-    end_learning_rate: float = 3e-5
-    warmup_steps: int = 100
-    decay_steps: int = 1000
-    b1: float = 0.9
-    b2: float = 0.95
-    epsilon: float = 1e-8
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
+    learning_rate: float = field(default=3e-4, metadata={"at_least": 0})
+    end_learning_rate: float = field(default=3e-5, metadata={"at_least": 0})
+    warmup_steps: int = field(default=100, metadata=AT_LEAST_0)
+    decay_steps: int = field(default=1000, metadata=AT_LEAST_1)
+    b1: float = field(default=0.9, metadata={"at_least": 0, "below": 1})
+    b2: float = field(default=0.95, metadata={"at_least": 0, "below": 1})
+    epsilon: float = field(default=1e-8, metadata={"above": 0})
+    weight_decay: float = field(default=0.1, metadata={"at_least": 0})
+    clip_norm: float = field(default=1.0, metadata={"above": 0, "also": (math.inf, "no clipping")})
     shard_over: str = field(default="", metadata=SAME_RESULT)
 
 
@@ -110,14 +116,14 @@ class CheckpointConfig:
             parameters, as far as their paths and shapes match. "": random initialization.
     """
 
-    every: int = field(default=100, metadata=SAME_RESULT)
-    keep: int = field(default=3, metadata=SAME_RESULT)
-    keep_best: int = field(default=0, metadata=SAME_RESULT)
+    every: int = field(default=100, metadata=SAME_RESULT | AT_LEAST_1)
+    keep: int = field(default=3, metadata=SAME_RESULT | AT_LEAST_1)
+    keep_best: int = field(default=0, metadata=SAME_RESULT | AT_LEAST_0)
     best_metric: str = field(default="eval_loss", metadata=SAME_RESULT)
-    keep_every: int = field(default=0, metadata=SAME_RESULT)
+    keep_every: int = field(default=0, metadata=SAME_RESULT | AT_LEAST_0)
     compress: bool = field(default=True, metadata=SAME_RESULT)
-    on_failure: str = field(default="stop", metadata=SAME_RESULT)
-    start_from: str = ""
+    on_failure: str = field(default="stop", metadata=SAME_RESULT | {"one_of": ("stop", "continue")})
+    start_from: str = field(default="", metadata={"path": True})
 
 
 @dataclass(frozen=True)
@@ -139,15 +145,15 @@ class RunConfig:
             over up to 64 recent steps, from the 18th step on. 0: no limit.
     """
 
-    steps: int = field(default=1000, metadata=SAME_RESULT)
-    folder: str = field(default="runs/default", metadata=SAME_RESULT)
-    seed: int = 0
+    steps: int = field(default=1000, metadata=SAME_RESULT | AT_LEAST_1)
+    folder: str = field(default="runs/default", metadata=SAME_RESULT | {"path": True})
+    seed: int = field(default=0, metadata={"at_least": 0, "below": 2**32})
     platform: str = field(default="auto", metadata=SAME_RESULT)
-    eval_every: int = field(default=100, metadata=SAME_RESULT)
-    sample_tokens: int = field(default=200, metadata=SAME_RESULT)
+    eval_every: int = field(default=100, metadata=SAME_RESULT | AT_LEAST_0)
+    sample_tokens: int = field(default=200, metadata=SAME_RESULT | AT_LEAST_0)
     compiler_options: str = field(default="", metadata=SAME_RESULT)
-    on_nonfinite: str = field(default="stop", metadata=SAME_RESULT)
-    spike_factor: float = field(default=0.0, metadata=SAME_RESULT)
+    on_nonfinite: str = field(default="stop", metadata=SAME_RESULT | {"one_of": ("stop", "skip", "continue")})
+    spike_factor: float = field(default=0.0, metadata=SAME_RESULT | {"above": 1, "also": (0, "no limit")})
 
 
 @dataclass(frozen=True)
@@ -186,7 +192,7 @@ class TrainConfig:
 
     make_model: Callable[[Any, nnx.Rngs], nnx.Module]
     loss_fn: Callable[..., Any]
-    model: Any
+    model: Any = field(metadata={"of_user": True})
     mesh: MeshConfig = MeshConfig()
     pipeline: PipelineConfig = PipelineConfig()
     data: DataConfig = DataConfig()  # noqa: RUF009 (a frozen value)
@@ -211,8 +217,8 @@ def load_recipe(name: str) -> TrainConfig:
         The recipe's config, without overrides.
 
     Raises:
-        ConfigError: The file does not exist or is not a Python file, the function does not exist, or it does not return
-            a `TrainConfig`.
+        ConfigError: The file does not exist or is not a Python file, the function does not exist or needs arguments, it
+            does not return a `TrainConfig`, or the code raises an exception, whose file and line are reported.
 
     Example:
         >>> from flax_mesh.train import apply_overrides, load_recipe
@@ -222,24 +228,37 @@ def load_recipe(name: str) -> TrainConfig:
     """
     file, _, function = name.partition(":")
     function = function or "recipe"
+    make = _function_of_file(file, function)
+    place = place_of(make) or file
+    check_arguments(f"recipe {name}", make)
+    with user_code(f"recipe {name}", place):
+        config = make()
+    if not isinstance(config, TrainConfig):
+        got = "the class TrainConfig itself" if config is TrainConfig else type(config).__name__
+        raise ConfigError(f"recipe {name}: {place}: {function}() must return a TrainConfig, got {got}")
+    return config
+
+
+def _function_of_file(file: str, function: str) -> Callable[[], Any]:
+    """Execute a file as a module and return one of its functions."""
     path = Path(file)
-    if not path.is_file():
-        siblings = sorted(str(p) for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
+    if problem := path_problem(file):
+        raise ConfigError(f"recipe {file[:80]}: this text {problem}")
+    if not os.path.isfile(path):
+        siblings = sorted(str(p) for p in path.parent.glob("*.py")) if os.path.isdir(path.parent) else []
         raise ConfigError(f"recipe {file}: no such file" + (f"; found {', '.join(siblings)}" if siblings else ""))
     spec = importlib.util.spec_from_file_location(f"flax_mesh_recipe_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"recipe {file}: not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses resolve the annotations of a recipe's own config there
-    spec.loader.exec_module(module)
+    with user_code(f"recipe {file}", place=file):
+        spec.loader.exec_module(module)
     make = getattr(module, function, None)
     if not callable(make):
         found = [k for k, v in vars(module).items() if isinstance(v, types.FunctionType) and v.__module__ == spec.name]
         raise ConfigError(f"recipe {file} has no function {function!r}; it defines {', '.join(found) or 'none'}")
-    config = make()
-    if not isinstance(config, TrainConfig):
-        raise ConfigError(f"recipe {name}: {function}() must return a TrainConfig, got {type(config).__name__}")
-    return config
+    return make
 
 
 def mesh_shape(config: TrainConfig) -> dict[str, int]:

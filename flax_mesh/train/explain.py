@@ -3,6 +3,7 @@
 `explain` needs only the config, no devices; `measure_recipe` runs every stage on the available devices.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -30,11 +31,13 @@ def explain(config: TrainConfig) -> Explanation:
     With pp > 1 the report is for the mesh of one group as if it stored the arrays of all stages; the note lists the
     stages and the bytes that each group stores. `run.platform` is read only if `mesh.shape` contains -1: it then must
     be `cpu:N`, for N devices. Raises ConfigError for invalid settings; dims that are not divisible by their mesh
-    axes are findings.
+    axes are findings. A model that needs an accelerator to be traced, as with `model.attention=cudnn`, is
+    explained as `without_devices()` of its config returns it: its arrays are the same.
     """
     if problems := check_config(config):
         raise ConfigError(problems)
-    mesh = abstract_mesh(config)
+    mesh, given = abstract_mesh(config), config.model
+    config = replace(config, model=getattr(given, "without_devices", lambda: given)())
     explanation = explain_sharding(
         partial(make_modules, config), mesh, config.mesh.rules or config.rules, shard_optimizer_over=shard_over(config)
     )

@@ -2,16 +2,15 @@
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.train.config import TrainConfig
-
-SECTIONS = ("model", "mesh", "pipeline", "data", "optimizer", "checkpoint", "run")
-
+from flax_mesh.settings import field_types
+from flax_mesh.train.config import SECTIONS, TrainConfig
 
 # Names and values of the first version: old name -> (current name, {old value: current value} if values were renamed
 # too). They are accepted wherever settings are parsed from text, and never written.
@@ -45,15 +44,25 @@ def apply_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfi
 
     Raises one ConfigError with a line for every unknown or repeated setting and for every value of the wrong type.
     """
+    changed, problems = read_overrides(config, overrides)
+    if problems:
+        raise ConfigError(problems)
+    return changed
+
+
+def read_overrides(config: TrainConfig, overrides: Iterable[str]) -> tuple[TrainConfig, list[str]]:
+    """`config` with those of the `section.key=value` strings applied that are valid, and one line for each other."""
     fields, problems, values = flat_fields(config), [], {}
     for text in overrides:
         given, equals, value = text.partition("=")
         key, renamed_values = RENAMED.get(given, (given, {}))
-        if not equals:
+        if re.search("[\ud800-\udfff]", text):  # how Python reads other bytes on the command line
+            problems.append(f"{text!r} is not UTF-8, in which settings are saved; use other characters")
+        elif not equals:
             problems.append(f"{text!r} is not an override; write section.key=value, such as run.steps=20")
         elif key not in fields:
-            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]}?" if near else f"; sections are {', '.join(SECTIONS)}"
+            near = _nearest(key, fields)
+            hint = f"; did you mean {near}?" if near else f"; sections are {', '.join(SECTIONS)}"
             problems.append(f"{key} is not a setting{hint}")
         elif key in values:
             problems.append(f"{key} is set twice" + (f", once under its old name {given}" if given != key else ""))
@@ -65,12 +74,24 @@ def apply_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfi
                 values[key] = parse_value(renamed_values.get(value, value), fields[key][1])
             except ValueError as error:
                 problems.append(f"{given} must be {error}, got {value!r}")
-    if problems:
-        raise ConfigError(problems)
     try:
-        return _replace(config, values)
-    except ValueError as error:  # raised by a __post_init__
-        raise ConfigError(f"{', '.join(values)}: {error}") from error
+        return _replace(config, values), problems
+    except (TypeError, ValueError) as error:  # raised by a __post_init__
+        return config, [*problems, f"{', '.join(values)}: {error}"]
+
+
+def _nearest(key: str, fields: Iterable[str]) -> str | None:
+    """The setting that an unknown name probably means: by its last part, by its initials (lr), or by its letters."""
+    last = key.rpartition(".")[2]
+    shorts = {name: name.rpartition(".")[2] for name in fields}
+    same = [name for name, short in shorts.items() if last == short]
+    initials = [name for name, short in shorts.items() if last == "".join(word[:1] for word in short.split("_"))]
+    found = same or initials
+    return max(
+        found or difflib.get_close_matches(key, shorts, n=1, cutoff=0.5),
+        key=lambda name: difflib.SequenceMatcher(None, key, name).ratio(),
+        default=None,
+    )
 
 
 def setting_of(text: str) -> str:
@@ -200,7 +221,7 @@ def _has_text(hint: Any) -> bool:
 
 
 def _flatten(section: Any, prefix: str, changes_result: bool) -> dict[str, tuple[Any, Any, bool]]:
-    hints = typing.get_type_hints(type(section))
+    hints = field_types(section)
     found = {}
     for item in dataclasses.fields(section):
         key, value = f"{prefix}.{item.name}", getattr(section, item.name)

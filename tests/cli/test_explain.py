@@ -269,6 +269,16 @@ def test_a_pipeline_is_explained_as_one_of_its_groups(capsys, tmp_path):
     assert not explain(load_recipe(TINY)).note
 
 
+@pytest.mark.parametrize("mesh", ["dp:2,fsdp:2", "pp:2"])
+def test_cudnn_attention_is_explained_without_cudnn(mesh, capsys):
+    base = ["explain", TINY, f"mesh.shape={mesh}", "pipeline.num_microbatches=2", "model.dtype=bfloat16"]
+    assert main([*base, "model.attention=cudnn"]) == DONE
+    explained = capsys.readouterr().out
+    assert main(base) == DONE
+    assert explained == capsys.readouterr().out
+    assert main([*base, "model.attention=cudnn", "model.head_dim=12"]) == BAD_INPUT  # the settings are still checked
+
+
 def test_data_and_text_contain_every_finding_and_array():
     explanation = explain_sharding(Net, MESH, RULES)
     data = json.loads(json.dumps(explanation.to_dict()))

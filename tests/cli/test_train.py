@@ -121,6 +121,9 @@ def test_heads_that_tp_does_not_divide_are_one_line_per_setting(error_lines):
 def test_all_mistakes_are_reported_at_once(error_lines):
     lines = error_lines("train", TINY, "run.stps=3", "run.seed=x", "nonsense", "model.scan=maybe")
     assert [line.split()[0] for line in lines] == ["run.stps", "run.seed", "'nonsense'", "model.scan"]
+    for command in (["train"], ["explain"], ["checkpoint", "reshard", "x", "y"], ["schedule", "1f1b", "--measure"]):
+        lines = error_lines(*command, TINY, "run.stps=3", "run.seed=x", "run.steps=0", "model.head_dim=3")
+        assert [line.split()[0] for line in lines] == ["run.stps", "run.seed", "run.steps", "model.head_dim"]
     lines = error_lines("train", TINY, "run.steps=0", "run.platform=npu", "mesh.shape=pp:-1", "model.head_dim=3")
     assert sorted(line.split()[0].split("=")[0] for line in lines) == [
         "mesh.shape",
@@ -178,6 +181,19 @@ def test_all_arrays_of_a_checkpoint_of_another_model_are_listed(small, error_lin
     assert "  model/head/kernel: checkpoint f32[64,256], model f32[32,256]" in lines
     assert len(lines) == 7
     assert "--restart" in tail
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "~no_such_user/x", "/dev/null/x"])
+def test_a_path_that_cannot_exist_is_reported_in_one_line(error_lines, name):
+    for argv in (["train", name], ["train", TINY, f"@{name}"], ["explain", TINY, "--html", name]):
+        assert len(error_lines(*argv)) == 1
+
+
+def test_version_prints_the_versions_of_the_packages(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert re.fullmatch(r"flax-mesh .+ \(jax \d\S*, flax \d\S*\)\n", capsys.readouterr().out)
 
 
 # --- settings as text ---

@@ -59,7 +59,7 @@ def test_a_missing_function_is_reported_with_the_defined_ones(recipe_file):
 
 
 def test_a_recipe_must_return_a_train_config(recipe_file):
-    with pytest.raises(ConfigError, match=r"own\.py:number: number\(\) must return a TrainConfig, got int$"):
+    with pytest.raises(ConfigError, match=r"own\.py, line 16: number\(\) must return a TrainConfig, got int$"):
         load_recipe(f"{recipe_file}:number")
 
 

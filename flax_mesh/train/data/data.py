@@ -1,7 +1,7 @@
 """Reading files as tokens: the training part, the held-out part, and a hash that detects changes of the data.
 
 Text is read as bytes, one token each (UTF-8, 256 ids). Token files are memory-mapped: `.npy` (1-D, integers) and `.bin`
-(little-endian uint16, no header). Batches are formed in batches.py.
+(little-endian, no header; uint16, or uint32 with `data.bin_dtype`). Batches are formed in batches.py.
 """
 
 import codecs
@@ -20,9 +20,12 @@ from pathlib import Path
 import numpy as np
 
 from flax_mesh.errors import ConfigError
+from flax_mesh.settings import MAX_SIZE, type_problems, value_problems
 from flax_mesh.text import count_text
 
+AT_LEAST_1 = {"at_least": 1, "at_most": MAX_SIZE}
 STDLIB = "stdlib"
+NO_SOURCE = f"data.source must be {STDLIB!r}, a file, a folder or a glob; got an empty string."
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst", ".json", ".csv")
 TOKEN_SUFFIXES = (".npy", ".bin")
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -48,14 +51,16 @@ class DataConfig:
         held_out: Share of the files that is held out for evaluation; of a single file, the share of its end.
         seed: Seed of the order of the windows. None: the run's seed.
         eval_batches: Maximum number of held-out batches per evaluation.
+        bin_dtype: dtype of the tokens in .bin files, which do not contain it: "uint16" or "uint32", little-endian.
     """
 
-    source: str = STDLIB
-    sequence_length: int = 128
-    batch_size: int = 16
-    held_out: float = 0.05
-    seed: int | None = None
-    eval_batches: int = 4
+    source: str = field(default=STDLIB, metadata={"path": True})
+    sequence_length: int = field(default=128, metadata=AT_LEAST_1)
+    batch_size: int = field(default=16, metadata=AT_LEAST_1)
+    held_out: float = field(default=0.05, metadata={"above": 0, "below": 1})
+    seed: int | None = field(default=None, metadata={"at_least": 0})
+    eval_batches: int = field(default=4, metadata=AT_LEAST_1)
+    bin_dtype: str = field(default="uint16", metadata={"one_of": ("uint16", "uint32")})
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +104,7 @@ class Corpus:
     content_hash: str  # SHA-256 of both parts, sampled above 1 GiB
     vocab_size: int | None  # 256 for text; None for token files: the largest id is unknown
     bytes_per_token: float | None  # 1.0 for text; None for token files
+    bin_dtype: str | None = None  # of .bin files, which do not contain it; None for other files
     stamps: dict[str, FileStamp | None] = field(default_factory=dict)  # of the memory-mapped files, by path
 
     def check_unchanged(self) -> None:
@@ -132,22 +138,10 @@ def check_sizes(part: Tokens) -> None:
 
 def check_data_config(config: DataConfig) -> list[str]:
     """One line for every invalid setting. Does not access files."""
-    problems = []
-    if not config.source:
-        problems.append(f"data.source must be {STDLIB!r}, a file, a folder or a glob; got an empty string.")
-    for key in ("sequence_length", "batch_size", "eval_batches"):
-        value = getattr(config, key)
-        if not _is_int(value) or value < 1:
-            problems.append(f"data.{key} must be an integer of at least 1, got {value!r}.")
-    if isinstance(config.held_out, bool) or not isinstance(config.held_out, int | float) or not 0 < config.held_out < 1:
-        problems.append(f"data.held_out must be a share above 0 and below 1, such as 0.05, got {config.held_out!r}.")
-    if config.seed is not None and (not _is_int(config.seed) or config.seed < 0):
-        problems.append(f"data.seed must be None (the run's seed) or an integer of at least 0, got {config.seed!r}.")
+    problems = [*type_problems(config, "data."), *value_problems(config, "data.")]
+    if config.source == "":
+        problems.append(NO_SOURCE)
     return problems
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def load_corpus(config: DataConfig) -> Corpus:
@@ -192,7 +186,7 @@ def _read_corpus(files: dict[str, Path], config: DataConfig) -> Corpus:
             f"{tokenized.count(False)} others. Use a pattern that matches one kind."
         )
     is_text = not any(tokenized)
-    opened = {name: _open(path, is_text) for name, path in files.items()}
+    opened = {name: _open(path, is_text, config.bin_dtype) for name, path in files.items()}
     documents = {name: tokens for name, tokens in opened.items() if len(tokens)}
     if not documents:
         raise ConfigError(f"data.source: {config.source} is empty: {count_text(len(files), 'file')} without content.")
@@ -209,6 +203,7 @@ def _read_corpus(files: dict[str, Path], config: DataConfig) -> Corpus:
         content_hash=_hash_tokens([train, held_out]),
         vocab_size=256 if is_text else None,
         bytes_per_token=1.0 if is_text else None,
+        bin_dtype=config.bin_dtype if any(path.suffix.lower() == ".bin" for path in files.values()) else None,
         stamps=stamps,
     )
 
@@ -284,7 +279,7 @@ def _stdlib_files() -> dict[str, Path]:
 
 
 def _find_files(source: str) -> dict[str, Path]:
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if os.path.isfile(path):
         return {path.name: path}
     if os.path.isdir(path):
@@ -355,9 +350,9 @@ def _decodes(path: Path) -> bool:
     return True
 
 
-def _open(path: Path, is_text: bool) -> np.ndarray:
+def _open(path: Path, is_text: bool, bin_dtype: str) -> np.ndarray:
     try:
-        return _open_text(path) if is_text else _open_tokens(path)
+        return _open_text(path) if is_text else _open_tokens(path, np.dtype(bin_dtype).newbyteorder("<"))
     except OSError as error:  # read errors of the disk have no file name
         raise _unreadable(path, error) from error
 
@@ -370,19 +365,22 @@ def _open_text(path: Path) -> np.ndarray:
     if path.suffix.lower() not in TEXT_SUFFIXES and not _decodes(path):
         raise ConfigError(
             f"data.source: {path} is not UTF-8 text. Convert it, or use token files: "
-            ".npy (1-D integers) or .bin (uint16)."
+            ".npy (1-D integers) or .bin (data.bin_dtype)."
         )
     if path.stat().st_size >= MAPPED_BYTES:
         return np.memmap(path, np.uint8, mode="r")
     return np.frombuffer(path.read_bytes(), np.uint8)
 
 
-def _open_tokens(path: Path) -> np.ndarray:
+def _open_tokens(path: Path, bin_dtype: np.dtype) -> np.ndarray:
     size = path.stat().st_size
     if path.suffix.lower() == ".bin":
-        if size % 2:
-            raise ConfigError(f"data.source: {path} has {size} bytes; uint16 tokens require an even number.")
-        return np.memmap(path, "<u2", mode="r") if size else np.empty(0, "<u2")
+        if size % bin_dtype.itemsize:
+            raise ConfigError(
+                f"data.source: {path} has {size} bytes; {bin_dtype.name} tokens (data.bin_dtype) require a multiple of "
+                f"{bin_dtype.itemsize}."
+            )
+        return np.memmap(path, bin_dtype, mode="r") if size else np.empty(0, bin_dtype)
     try:
         tokens = np.lib.format.open_memmap(path, mode="r")
     except (ValueError, EOFError) as error:

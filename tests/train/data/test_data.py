@@ -318,14 +318,18 @@ def test_invalid_utf8_becomes_a_replacement_character():
     ("changes", "message"),
     [
         ({"source": ""}, "data.source must be 'stdlib', a file, a folder or a glob; got an empty string"),
-        ({"sequence_length": 0}, "data.sequence_length must be an integer of at least 1, got 0"),
-        ({"batch_size": -2}, "data.batch_size must be an integer of at least 1, got -2"),
-        ({"batch_size": True}, "data.batch_size must be an integer of at least 1, got True"),
-        ({"eval_batches": 1.5}, "data.eval_batches must be an integer of at least 1, got 1.5"),
-        ({"held_out": 0.0}, "data.held_out must be a share above 0 and below 1, such as 0.05, got 0.0"),
-        ({"held_out": 1.0}, "data.held_out must be a share above 0 and below 1, such as 0.05, got 1.0"),
+        ({"sequence_length": 0}, "data.sequence_length must be at least 1, got 0"),
+        ({"batch_size": -2}, "data.batch_size must be at least 1, got -2"),
+        ({"batch_size": True}, "data.batch_size must be an integer, got True"),
+        ({"eval_batches": 1.5}, "data.eval_batches must be an integer, got 1.5"),
+        ({"held_out": 0.0}, "data.held_out must be above 0, got 0.0"),
+        ({"held_out": 1.0}, "data.held_out must be below 1, got 1.0"),
         ({"held_out": float("nan")}, "data.held_out must be .* got nan"),
-        ({"seed": -1}, r"data.seed must be None \(the run's seed\) or an integer of at least 0, got -1"),
+        ({"source": "~no_such_user/x"}, "data.source names a user without a home folder, '~no_such_user'"),
+        ({"source": "x/" * 2500}, "data.source is too long for a path: 5000 bytes, at most 4095 are possible"),
+        ({"source": "a\0b"}, "data.source contains a null byte"),
+        ({"bin_dtype": "int8"}, "data.bin_dtype must be one of uint16, uint32, got 'int8'"),
+        ({"seed": -1}, "data.seed must be at least 0, got -1"),
     ],
 )
 def test_a_problem_names_the_key_and_the_value(changes, message):
@@ -360,7 +364,7 @@ def test_missing_file_names_the_nearest_folder_and_similar_names(folder):
     )
     refuse(folder / "zzz", rf"zzz does not exist; the nearest folder that does is {where}\.$")
     refuse(folder / "pat0/*.txt", rf"pat0 does not exist; the nearest folder that does is {where}; did you mean part0")
-    refuse(folder / ("x" * 300), "does not exist")
+    refuse(folder / ("x" * 300), "data.source contains a name of 300 bytes, at most 255 are possible")
 
 
 def test_a_pattern_without_matches_names_the_searched_folder(folder):
@@ -403,6 +407,14 @@ def test_npy_of_wrong_type_or_rank(tmp_path, tokens, message):
     refuse(tmp_path / "tokens.npy", message)
 
 
+def test_bin_files_of_uint32_are_read_by_the_setting(tmp_path):
+    np.arange(70_000, 70_100, dtype="<u4").tofile(tmp_path / "tokens.bin")
+    corpus = load(tmp_path / "tokens.bin", bin_dtype="uint32")
+    found = np.concatenate([np.asarray(corpus.train), np.asarray(corpus.held_out)])
+    np.testing.assert_array_equal(found, np.arange(70_000, 70_100))
+    assert (corpus.bin_dtype, load(tmp_path / "tokens.bin").bin_dtype) == ("uint32", "uint16")
+
+
 def test_broken_token_files(tmp_path):
     np.save(tmp_path / "cut.npy", np.arange(100))
     content = (tmp_path / "cut.npy").read_bytes()
@@ -410,7 +422,8 @@ def test_broken_token_files(tmp_path):
     refuse(tmp_path / "cut.npy", "cut.npy is not a readable .npy file: .*greater than file size")
     refuse(tmp_path / "no.npy", "no.npy is not a readable .npy file")
     refuse(tmp_path / "empty.npy", "empty.npy is not a readable .npy file")
-    refuse(tmp_path / "odd.bin", "odd.bin has 5 bytes; uint16 tokens require an even number")
+    refuse(tmp_path / "odd.bin", "odd.bin has 5 bytes; uint16 tokens .data.bin_dtype. require a multiple of 2")
+    refuse(tmp_path / "odd.bin", "odd.bin has 5 bytes; uint32 tokens .* a multiple of 4", bin_dtype="uint32")
 
 
 def test_kinds_and_types_are_not_mixed(tmp_path):

@@ -1,0 +1,146 @@
+"""What the fields of a config may hold: their types, and the limits in their metadata. Each mistake is one line.
+
+    b1: float = field(default=0.9, metadata={"at_least": 0, "below": 1})
+
+The metadata of a field may contain:
+
+    at_least, above, at_most, below     limits of a number, which must then be finite in float32 too
+    also = (value, "its meaning")       a value outside of these limits that is accepted, such as inf for no clipping
+    one_of                              the accepted texts
+    path                                True: the text is a path of this machine, "" for none
+    changes_result                      False: a run may be resumed with another value
+    of_user                             True: a dataclass of the user, in which only fields with limits are checked
+"""
+
+import collections.abc
+import dataclasses
+import numbers
+import operator
+import os
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flax_mesh.errors import ConfigError
+
+SAME_RESULT = {"changes_result": False}
+MAX_SIZE = 2**31 - 1  # indices and counters are int32
+MAX_FLOAT32 = 3.4028234663852886e38
+MAX_PATH_BYTES, MAX_NAME_BYTES = 4095, 255  # limits of Linux for a path and for one name in it
+
+_LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
+    "at_least": (operator.ge, "at least"),
+    "above": (operator.gt, "above"),
+    "at_most": (operator.le, "at most"),
+    "below": (operator.lt, "below"),
+}
+_KINDS = {int: numbers.Integral, float: numbers.Real}
+_NAMES: dict[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    tuple: "a tuple",
+    types.NoneType: "none",
+    collections.abc.Callable: "a function",
+}
+
+
+def type_problems(config: Any, prefix: str = "", *, only_limited: bool = False) -> list[str]:
+    """One line for every field, also of nested dataclasses, whose value is not of its annotated type.
+
+    With `only_limited`, and in a field that is `of_user`, fields without limits may contain anything.
+    """
+    found, hints = [], field_types(config)
+    for item in dataclasses.fields(config):
+        key, value, hint = f"{prefix}{item.name}", getattr(config, item.name), hints[item.name]
+        if not (only_limited and not _is_limited(item.metadata)) and not _is_a(value, hint):
+            names = " or ".join(_NAMES.get(kind, f"a {getattr(kind, '__name__', kind)}") for kind in _kinds_of(hint))
+            found.append(f"{key} must be {names}, got {_short(value)}")
+        elif _is_config(value):
+            found += type_problems(value, f"{key}.", only_limited=only_limited or "of_user" in item.metadata)
+    return found
+
+
+def value_problems(config: Any, prefix: str = "") -> list[str]:
+    """One line for every field, also of nested dataclasses, whose value its metadata does not allow."""
+    found, hints = [], field_types(config)
+    for item in dataclasses.fields(config):
+        key, value = f"{prefix}{item.name}", getattr(config, item.name)
+        if _is_config(value):
+            found += value_problems(value, f"{key}.")
+        elif value is not None and _is_limited(item.metadata) and _is_a(value, hints[item.name]):
+            found += [f"{key} {problem}" for problem in _problems(value, item.metadata)]
+    return found
+
+
+def field_types(config: Any) -> dict[str, Any]:
+    """Name -> evaluated annotation of every field of a dataclass."""
+    try:
+        return typing.get_type_hints(type(config))
+    except (NameError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"the annotations of {type(config).__qualname__} cannot be evaluated: {error}. Define the names that they "
+            "use at the top of the file of the class"
+        ) from error
+
+
+def path_problem(text: str) -> str:
+    """Why a text cannot be a path, "" if it can: such a text raises exceptions wherever it is used."""
+    if "\0" in text or "\n" in text:
+        return "contains a null byte or a line break"
+    expanded = os.path.expanduser(text)
+    if expanded.startswith("~"):
+        return f"names a user without a home folder, {text.split('/')[0]!r}"
+    size = len(os.fsencode(expanded))
+    longest = max(len(os.fsencode(name)) for name in expanded.split("/"))
+    if size > MAX_PATH_BYTES:
+        return f"is too long for a path: {size} bytes, at most {MAX_PATH_BYTES} are possible"
+    if longest > MAX_NAME_BYTES:
+        return f"contains a name of {longest} bytes, at most {MAX_NAME_BYTES} are possible"
+    return ""
+
+
+def _problems(value: Any, metadata: Mapping[str, Any]) -> list[str]:
+    if "one_of" in metadata:
+        names = ", ".join(metadata["one_of"])
+        return [] if value in metadata["one_of"] else [f"must be one of {names}, got {_short(value)}"]
+    if "path" in metadata:
+        problem = path_problem(value)
+        return [f"{problem}: {_short(value)}; use another path"] if problem else []
+    special, meaning = metadata.get("also", (None, ""))
+    broken = [f"{text} {metadata[name]}" for name, (holds, text) in _LIMITS.items()
+              if name in metadata and not holds(value, metadata[name])]  # fmt: skip
+    if not isinstance(value, numbers.Integral) and not -MAX_FLOAT32 <= value <= MAX_FLOAT32:
+        broken.append("finite")
+    if value == special or not broken:
+        return []
+    return [f"must be {' and '.join(broken)}{meaning and f', or {special} for {meaning}'}, got {_short(value)}"]
+
+
+def _is_limited(metadata: Mapping[str, Any]) -> bool:
+    return bool({*_LIMITS, "one_of", "path"} & metadata.keys())
+
+
+def _is_config(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _kinds_of(hint: Any) -> list[Any]:
+    """`str | tuple[int, ...] | None` -> [str, tuple, NoneType]."""
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    return [typing.get_origin(option) or option for option in options]
+
+
+def _is_a(value: Any, hint: Any) -> bool:
+    kinds = [kind for kind in _kinds_of(hint) if kind is not Any and isinstance(kind, type)]
+    if len(kinds) < len(_kinds_of(hint)) or (isinstance(value, bool) and bool in kinds):
+        return True
+    is_of = tuple(_KINDS.get(kind, kind) for kind in kinds)
+    return isinstance(value, is_of) and not (isinstance(value, bool) and not {object, bool} & {*kinds})
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -1,0 +1,96 @@
+"""Exceptions that are raised by a user's recipe, model or loss, as one line with the line of that code."""
+
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from flax_mesh.errors import ConfigError, ShardingError
+
+LIBRARIES = {"flax_mesh", "jax", "jaxlib", "flax", "optax", "orbax", "numpy"} | sys.stdlib_module_names
+INSTALLED = ("/site-packages/", "/dist-packages/")
+OF_INPUT = (ValueError, SyntaxError, OSError, RecursionError, MemoryError)  # raised for source code and return values
+MAX_TEXT = 300  # characters of the text of an exception
+
+
+@contextmanager
+def user_code(what: str, place: str = "") -> Iterator[None]:
+    """Convert an exception of the user's code to a ConfigError: `what`, the line of that code, and the exception.
+
+    The line is the innermost one in the traceback that is in a file of the user. Where there is none, because a file
+    cannot be compiled or a return value is refused, it is `place`. Errors that this library reports with a repair of
+    their own, and errors in which no code of the user takes part, are raised unchanged.
+    """
+    try:
+        yield
+    except (ConfigError, ShardingError):
+        raise
+    except (Exception, SystemExit) as error:  # code of a user may raise anything
+        if found := _place_of_error(error):
+            raise ConfigError(f"{what}: {found}: {_named(error)}{_hint(error, found)}") from error
+        if not place or not isinstance(error, OF_INPUT):
+            raise
+        raise ConfigError(f"{what}: {place}: {_first_line(error)}") from error
+
+
+def check_arguments(what: str, function: Callable[..., Any], *names: str) -> None:
+    """Raise a ConfigError with the line of a user's function if it cannot be called with these positional arguments."""
+    try:
+        inspect.signature(function).bind(*names)
+    except TypeError as error:
+        place = ": ".join(filter(None, (what, place_of(function))))
+        wanted = f"be callable with the arguments ({', '.join(names)})" if names else "not need arguments"
+        raise ConfigError(f"{place}: it must {wanted}: {error}") from error
+    except ValueError:  # a function of C without a signature
+        pass
+
+
+def place_of(function: Callable[..., Any] | None) -> str:
+    """`FILE, line N` of the definition of a user's function; "" for one of a library, and for callable objects."""
+    while hasattr(function, "func"):  # functools.partial
+        function = function.func  # pyright: ignore[reportFunctionMemberAccess, reportOptionalMemberAccess]
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    if code is None or _is_library(getattr(function, "__module__", "") or ""):
+        return ""
+    return f"{code.co_filename}, line {code.co_firstlineno}"
+
+
+def _named(error: BaseException) -> str:
+    """`NameError: name 'x' is not defined`."""
+    return ": ".join(filter(None, (type(error).__name__, _first_line(error))))
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(getattr(error, "msg", error)).strip().partition("\n")[0]  # a SyntaxError appends its file to its msg
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
+
+
+def _place_of_error(error: BaseException) -> str:
+    if isinstance(error, SyntaxError) and os.path.isfile(error.filename or ""):  # the traceback ends in the import
+        return f"{error.filename}, line {error.lineno}" if error.lineno else str(error.filename)
+    frames = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not _is_library(frame.f_globals.get("__name__", ""))
+    ]
+    own = [found for found in frames if not any(folder in found[0] for folder in INSTALLED)] or frames
+    return f"{own[-1][0]}, line {own[-1][1]}" if own else ""
+
+
+def _hint(error: BaseException, place: str) -> str:
+    """The remedy if a module is not found although it is in the folder of the file that imports it."""
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return ""
+    folder = Path(place.rpartition(", line ")[0]).absolute().parent
+    module = folder / error.name.partition(".")[0]
+    if not module.is_dir() and not module.with_suffix(".py").is_file():
+        return ""
+    return f". It is in {folder}, which Python does not search: set PYTHONPATH={folder}"
+
+
+def _is_library(module: str) -> bool:
+    return module.partition(".")[0] in LIBRARIES

@@ -1,0 +1,138 @@
+"""Random settings and mutated recipes through every command that only checks: an exit code of a mistake, no traceback.
+
+Nothing is trained: the commands are `explain` and `train --print-config`. The draws are seeded.
+"""
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from flax_mesh.cli import main
+from flax_mesh.cli.common import BAD_INPUT, DONE, FINDINGS
+from flax_mesh.train import load_recipe
+from flax_mesh.train.checks import check_config
+from flax_mesh.train.overrides import flat_fields, read_overrides, to_texts
+
+ROOT = Path(__file__).parents[2]
+TINY = str(ROOT / "recipes" / "tiny.py")
+NUM_DRAWS = 300
+# Values of all kinds. Counts stay small: a decoder of a million layers is valid, and takes hours to trace.
+WORDS = """
+0 1 2 3 8 -1 1.5 1e-3 inf -inf nan 1e39 none None true no 0x10 1_0 ٣ dp nope fsdp,dp dp,dp tp, , a=b = ~no_such_user/x
+/dev/null/x { ../.. * ** float32 bfloat16 xla cudnn full checkpoint_dots save_only_these_names dp:2,tp:2 pp:2 pp:2,dp:2
+dp:0 dp:-1,tp:-1 pp:-1 dp:2,dp:2 : cpu cpu:4 cpu:0 tpu:2 2,3 9,9 flops count 1f1b zb-v interleaved gpipe server
+always stop skip eval_loss uint32 --x=1 a=1,a=2 %s {}
+"""
+VALUES = WORDS.split()
+VALUES += ["", " ", "\n", "9" * 30, "9" * 5000, "x" * 5000, "a\0b", "[" * 5000, "\u00e9\udcff"]
+KEYS = [
+    "",
+    "run",
+    "run.",
+    ".steps",
+    "run.steps.x",
+    "optimizer.lr",
+    "model.axes",
+    "mesh",
+    "x" * 5000,
+    "run.\0",
+    "é",
+    "[",
+    "@",
+]
+
+
+def run(capsys, argv: list[str]) -> tuple[int, str]:
+    code = main(argv)
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err, (argv, captured.err)
+    return code, captured.err
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_random_settings_end_in_a_documented_exit_code(part, capsys):
+    draw, codes = random.Random(part), []
+    names = [name for name in to_texts(load_recipe(TINY)) if name != "model.num_layers"]
+    for _ in range(NUM_DRAWS // 3):
+        chosen = [draw.choice(names if draw.random() < 0.85 else KEYS) for _ in range(draw.choice((1, 1, 2, 4)))]
+        settings = [f"{name}{'=' * (draw.random() < 0.97)}{draw.choice(VALUES)}" for name in chosen]
+        settings = [text for text in settings if not text.startswith(("@", "-"))]
+        code, errors = run(capsys, ["explain", TINY, *settings])
+        lines = errors.splitlines()
+        assert code in (DONE, FINDINGS, BAD_INPUT), (settings, code, errors)
+        assert bool(lines) == (code == BAD_INPUT), (settings, code, errors)
+        assert all(line.startswith("flax-mesh: ") and len(line) < 6000 for line in lines) and len(lines) < 40, lines
+        printed, _ = run(capsys, ["train", TINY, "--print-config", *settings])
+        assert printed in (DONE, BAD_INPUT) and (printed == BAD_INPUT) <= (code == BAD_INPUT), settings
+        codes.append(code)
+    assert {DONE, BAD_INPUT} <= set(codes)
+
+
+def test_every_setting_takes_or_refuses_values_of_all_kinds():
+    """Each setting alone, as far as a config is checked without tracing."""
+    tiny, draw, refused, tried = load_recipe(TINY), random.Random(0), 0, 0
+    for name in flat_fields(tiny):
+        for value in draw.sample(VALUES, 20):
+            changed, found = read_overrides(tiny, [f"{name}={value}"])
+            found = found or check_config(changed)
+            assert len(found) <= 3 and all("\n" not in line for line in found), (name, value, found)
+            refused, tried = refused + bool(found), tried + 1
+    assert tried > 1000 and tried // 3 < refused < tried
+
+
+RECIPE = """import dataclasses
+from flax_mesh.models import DecoderConfig, flops_per_token, make_decoder, next_token_loss, sample
+from flax_mesh.train import DataConfig, MeshConfig, OptimizerConfig, RunConfig, TrainConfig
+
+
+def recipe():
+    return TrainConfig(
+        make_model=make_decoder,
+        loss_fn=next_token_loss,
+        sample=sample,
+        flops_per_token=flops_per_token,
+        model=DecoderConfig(vocab_size=256, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8),
+        mesh=MeshConfig(shape="dp:2"),
+        data=DataConfig(source="stdlib", sequence_length=8, batch_size=4),
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=2, decay_steps=15, weight_decay=0.1),
+        run=RunConfig(steps=15, folder="runs/small", platform="cpu:8", eval_every=5),
+    )
+"""
+CODE = """
+( ) = , : " None -1 0 1.5 float('nan') '3' [] {} lambda:3 print x return raise yield dataclasses 1/0 exit() é #
+"""
+TOKENS = CODE.split()
+TOKENS += ["", " ", "\n", "\t", "\0", "lambda *a: None"]
+
+
+def mutated(draw: random.Random) -> str:
+    """The recipe with one to three of its words replaced, removed, doubled or exchanged."""
+    words = re.findall(r"\w+|\s+|.", RECIPE)
+    for _ in range(draw.randint(1, 3)):
+        at, other = draw.randrange(len(words)), draw.randrange(len(words))
+        change = draw.randrange(4)
+        if change == 0:
+            words[at] = draw.choice(TOKENS)
+        elif change == 1:
+            words[at] = ""
+        elif change == 2:
+            words[at] *= 2
+        else:
+            words[at], words[other] = words[other], words[at]
+    return "".join(words)
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_mutated_recipes_are_explained_or_refused_with_their_line(part, tmp_path, capsys):
+    draw, codes = random.Random(part), []
+    for index in range(100):
+        path = tmp_path / f"own{index}.py"
+        path.write_text(mutated(draw), encoding="utf-8")
+        code, errors = run(capsys, ["explain", str(path)])
+        lines = errors.splitlines()
+        assert code in (DONE, FINDINGS, BAD_INPUT), (path.read_text(), code, errors)
+        assert bool(lines) == (code == BAD_INPUT) and all(line.startswith("flax-mesh: ") for line in lines), errors
+        codes.append(code)
+    assert {DONE, BAD_INPUT} <= set(codes)
