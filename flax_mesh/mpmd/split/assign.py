@@ -42,7 +42,7 @@ EXPENSIVE |= {"ragged_dot_general", "triangular_solve", "cholesky", "lu", "geqrf
 # stages. The rules of custom_jvp are linear.
 RUN_ONCE = EXPENSIVE | {"custom_vjp_call"}
 
-# What a byte of a stage boundary activation costs: accelerators compute 400 to 10,000 FLOPs in the time of its transfer.
+# What a byte of a stage boundary activation costs: accelerators compute 400 to 10,000 FLOPs while it is transferred.
 FLOPS_PER_BYTE = 1000
 NO_UPDATES: Mapping[int, int] = {}
 
