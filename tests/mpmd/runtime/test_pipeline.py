@@ -366,8 +366,7 @@ class WithKeys(nnx.Module):
     def __init__(self):
         rngs = nnx.Rngs(0)
         self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
-        for layer in self.layers:
-            layer.empty = nnx.Param(jnp.zeros((0, 8)))
+        self.empty = nnx.List([nnx.Param(jnp.zeros((0, 8))) for _ in range(2)])
 
     def __call__(self, batch):
         noise = jax.vmap(lambda key: jax.random.normal(key, (8,)))(batch["key"])
