@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import numpy as np
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.text import listed
@@ -12,7 +13,7 @@ from flax_mesh.tree import path_of
 def shapes_of(batch: Any) -> Any:
     """`batch` as ShapeDtypeStructs without shardings; ConfigError for leaves that are no arrays."""
     named = [(path_of(path), x) for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]]
-    others = [(path, x) for path, x in named if not hasattr(x, "dtype") or getattr(x.dtype, "kind", "") in "OSTU"]
+    others = [(path, x) for path, x in named if not _has_numbers(x)]
     if others:
         kinds = [f"an array of {x.dtype}" if hasattr(x, "dtype") else f"of type {type(x).__name__}" for _, x in others]
         raise ConfigError(
@@ -23,6 +24,12 @@ def shapes_of(batch: Any) -> Any:
             ]
         )
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+
+
+def _has_numbers(x: Any) -> bool:
+    """Whether `x` is an array of numbers or of random keys."""
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and (not isinstance(dtype, np.dtype) or dtype.kind not in "OSTU")
 
 
 def microbatch_shapes(batch: Any, count: int) -> Any:

@@ -42,7 +42,7 @@ EXPENSIVE |= {"ragged_dot_general", "triangular_solve", "cholesky", "lu", "geqrf
 # stages. The rules of custom_jvp are linear.
 RUN_ONCE = EXPENSIVE | {"custom_vjp_call"}
 
-# What a byte that crosses a stage boundary costs: accelerators compute 400 to 10,000 FLOPs in the time of its transfer.
+# What a byte of a stage boundary activation costs: accelerators compute 400 to 10,000 FLOPs while it is transferred.
 FLOPS_PER_BYTE = 1000
 NO_UPDATES: Mapping[int, int] = {}
 
@@ -146,7 +146,7 @@ def costs(program: Program, labels: Sequence[int], num_ranks: int) -> list[int]:
 
 
 def boundary_bytes(program: Program, labels: Sequence[int], num_ranks: int, is_data: Sequence[bool]) -> list[int]:
-    """Bytes of the activations that cross the boundary before each rank, if there is one; 0 before the first.
+    """Bytes of the activations that are transferred over a boundary before each rank; 0 before the first.
 
     They are those of a split with one stage per rank. The outputs of `program` must be sums.
     """

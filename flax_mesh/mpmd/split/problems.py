@@ -98,10 +98,13 @@ def check_layers(
             f"layers, name them in the order of their calls: layers=({_quoted(children)}). {modules_text(model)}"
         )
     else:
-        fewer = f"Use at most {len(order)} stages, or name" if len(order) > 1 else "Name"
+        if len(order) > 1:
+            repair = f"Use at most {len(order)} stages, or name another list of layers."
+        else:
+            repair = f"Name another list of layers. {modules_text(model)}"
         raise CutError(
             f"{name} has {count_text(have, 'layer')}, of which the loss calls {len(order)}: too few for {num_stages} "
-            f"stages. {fewer} another list of layers. {modules_text(model)}"
+            f"stages. {repair}"
         )
     raise CutError(f"{problem} Name the list of layers that the model calls. {modules_text(model)}")
 

@@ -553,6 +553,6 @@ def _bounds(
         return found, ""
     before, after = (bytes_text(sum(sizes[at] for at in bounds[1:-1])) for bounds in (equal, found))
     return found, (
-        f"cuts={list(found[1:-1])}: {after} cross the boundaries; equal FLOPs would be cuts={list(equal[1:-1])}, where "
-        f"{before} cross"
+        f"cuts={list(found[1:-1])}: activations of {after} at the boundaries; for equal FLOPs alone, "
+        f"cuts={list(equal[1:-1])}: {before}"
     )

@@ -358,3 +358,41 @@ def test_explicit_stages_run_in_the_same_pipeline():
         chain_stages(loss_of, lambda: [Front(nnx.Rngs(0)), Back(nnx.Rngs(0), width=5)], net_batch(2))
     with pytest.raises(CutError, match="stages is empty"):
         chain_stages(loss_of, list, net_batch(2))
+
+
+class WithKeys(nnx.Module):
+    """Layers with a parameter without elements; the batch has a random key for every row."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
+        self.empty = nnx.List([nnx.Param(jnp.zeros((0, 8))) for _ in range(2)])
+
+    def __call__(self, batch):
+        noise = jax.vmap(lambda key: jax.random.normal(key, (8,)))(batch["key"])
+        for layer in self.layers:
+            noise = jnp.tanh(layer(batch["x"] + noise))
+        return noise
+
+
+def test_parameters_of_size_zero_and_random_keys_in_a_batch():
+    def make():
+        model = WithKeys()
+        return model, nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+
+    def loss_fn(model, batch):
+        return (model(batch) ** 2).sum(), len(batch["x"])
+
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
+    batch = {"x": np.ones((4, 8), np.float32), "key": jax.random.split(jax.random.key(1), 4)}
+    mesh = MpmdMesh(create_mesh((2, 1), ("pp", "fsdp"), devices=jax.devices()[:2]), "pp")
+    staged = split_stages(loss_fn, lambda: make()[0], batch, mesh=mesh, schedule="1f1b", num_microbatches=2)
+    pipeline = Pipeline(staged, optimizer)
+    have, metrics = pipeline.step(pipeline.init_state(), batch)
+    plain = init_train_state(
+        make, abstract_state(make, create_mesh((1,), ("fsdp",), devices=jax.devices()[:1]), [(".*", ())])
+    )
+    want, expected = make_train_step(loss_fn, plain, num_microbatches=2)(plain, batch)
+    np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-6)
+    for (path, a), (_, b) in zip(named_leaves(want.to_nnx()), named_leaves(have.to_nnx()), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6, err_msg=path)

@@ -2,6 +2,7 @@
 
 import re
 from itertools import pairwise
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -123,7 +124,7 @@ class Constrained(Model):
     layer = OnAMesh
 
 
-def split(make, layers="layers", num_stages=3, loss_fn=squared_loss, batch=None, **kinds):
+def split(make, layers: Any = "layers", num_stages=3, loss_fn=squared_loss, batch=None, **kinds):
     batch = vectors(2) if batch is None else batch
     return split_stages(loss_fn, make, batch, layers=layers, num_stages=num_stages, **kinds)
 
@@ -216,7 +217,7 @@ class QuantizedLayer(Layer):
         return super().__call__(x * self.scale[...].astype(x.dtype))
 
 
-def quantized(dtype, kind=nnx.Param):
+def quantized(dtype, kind: Any = nnx.Param):
     layer = type("Quantized", (QuantizedLayer,), {"dtype": dtype, "kind": kind})
     return type("QuantizedModel", (Model,), {"layer": layer})
 
@@ -306,7 +307,7 @@ def test_stages_are_not_cut_where_many_times_the_bytes_cross():
     staged = split(Widening, num_stages=2)
     assert staged.bounds == (0, 2, 5)
     assert str(staged).splitlines()[-1] == (
-        "cuts=[2]: 128 B cross the boundaries; equal FLOPs would be cuts=[3], where 2.00 KiB cross"
+        "cuts=[2]: activations of 128 B at the boundaries; for equal FLOPs alone, cuts=[3]: 2.00 KiB"
     )
     equal = split(lambda: Widening(1), num_stages=2)
-    assert equal.remark == "" and "cross" not in str(equal)
+    assert equal.remark == "" and "alone" not in str(equal)
