@@ -199,7 +199,7 @@ def test_remote_inputs_with_local_outputs_and_the_reverse_raise(here, there, x):
 def test_inputs_on_two_groups_of_one_process_raise(mpmd_mesh, here, x):
     elsewhere = mpmd.device_put(x, NamedSharding(mpmd_mesh.unstack[0], P("fsdp")))
     with pytest.raises(
-        ValueError, match=r"found x, out_shardings on devices 4.*; y\[0\], y\[1\] on devices 0, 1, 2, 3"
+        ValueError, match=r"found x, out_shardings on devices 4.*; y\[\{0\.\.1\}\] on devices 0, 1, 2, 3"
     ):
         mpmd.jit(lambda x, y: x, out_shardings=here)(x, [elsewhere, elsewhere.jax_array])
 

@@ -42,15 +42,15 @@ def abstract() -> jax.ShapeDtypeStruct:
 ERRORS = {
     "no rule": lambda n: fm.match_partition_rules([("kernel", ())], tree(n, array)),
     "a rule that does not fit": lambda n: fm.match_partition_rules([("q", P("tp"))], tree(n, array), mesh=MESH),
-    "specs of another tree": lambda n: fm.shard(tree(n, array), {"layers": P()}, MESH),
-    "specs without a sharding": lambda n: fm.shard(tree(n, array), tree(n, abstract), MESH),
+    "specs of another tree": lambda n: fm.shard(tree(n, array), {"layers": P()}, fm.create_mesh()),
+    "specs without a sharding": lambda n: fm.shard(tree(n, array), tree(n, abstract), fm.create_mesh()),
     "no mesh": lambda n: fm.reshard(tree(n, array), P()),
     "no fingerprint": lambda n: sharding_fingerprint(tree(n, abstract)),
     "no sharding to analyze": lambda n: fm.analyze_sharding_strategy(tree(n, abstract), P("fsdp", ("fsdp",)), MESH),
     "no spec": lambda n: get_partition_spec(tree(n, abstract)),
     "another checkpoint": lambda n: check_same(dict.fromkeys(paths(n), abstract()), {}, "step 1"),
     "nothing to restore": lambda n: restore_partial(
-        [(path, abstract()) for path in paths(n)], {}, lambda target: dict, {}, "", cast=False
+        [(path, abstract()) for path in paths(n)], {}, lambda target: lambda paths: {}, {}, "", cast=False
     ),
     "another state": lambda n: TrainState((), SimpleNamespace(treedef=jax.tree.structure(()))).with_state(  # pyright: ignore[reportArgumentType]
         tree(n, array)
@@ -82,7 +82,7 @@ def test_an_error_about_many_arrays_is_cut_to_a_screen():
 
 
 def test_arrays_that_differ_in_more_than_a_number_have_lines_of_their_own():
-    sharding = NamedSharding(fm.create_mesh(), P())
-    placed = jax.device_put(np.ones(4), sharding)
+    mesh = fm.create_mesh()
+    placed = jax.device_put(np.ones(4), NamedSharding(mesh, P()))
     with pytest.raises(ShardingError, match=r"a/0: missing in specs\nb/0: missing in specs"):
-        fm.shard({"a": [placed], "b": [placed]}, {}, sharding.mesh)
+        fm.shard({"a": [placed], "b": [placed]}, {}, mesh)

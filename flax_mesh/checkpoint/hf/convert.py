@@ -231,9 +231,9 @@ def _differences(params: Sequence[MappedParam], stored: Mapping[str, np.ndarray]
             found = stored.get(one.name)
             expected = array_text(jax.ShapeDtypeStruct(one.shape, param.value.dtype))
             if found is None:
-                problems.append(f"  {one.name}: only in the model, {expected} ({param.path})")
+                problems.append(f"  {one.name}: only in the model, {expected}")
             elif found.shape != one.shape or not _can_cast(found.dtype, param.value.dtype):
-                problems.append(f"  {one.name}: folder {array_text(found)}, model {expected} ({param.path})")
+                problems.append(f"  {one.name}: folder {array_text(found)}, model {expected}")
     left = [name for name in stored.keys() - used if not any(re.search(pattern, name) for pattern in ignore)]
     return problems + [f"  {name}: only in the folder, {array_text(stored[name])}" for name in sorted(left)]
 

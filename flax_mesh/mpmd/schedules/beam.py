@@ -59,7 +59,7 @@ class BeamSearch:
         self.edge_of = _shared_edges(problem)
 
     def run(
-        self, width: int, *, weight: float, better_than: float, most_work: int, reserve: bool = False
+        self, width: int, *, weight: float, better_than: float, most_work: float, reserve: bool = False
     ) -> BeamResult:
         """The best schedule found with a beam of `width` partial schedules of each length.
 

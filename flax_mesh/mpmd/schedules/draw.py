@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule
 from flax_mesh.mpmd.schedules.simulate import Costs, Simulation, StageCost, simulate
@@ -171,11 +172,11 @@ def _legend(schedule: Schedule, y: float, right: float) -> tuple[list[str], floa
     shades = 1 + max(_shades(schedule.stage_to_group))
     of_group = f" (stage 1{' to' if shades > 2 else ','} {shades} of its group)" if shades > 1 else ""
     texts = dict(KINDS) | ({"B": "input gradients"} if schedule.splits_backward else {})
-    entries: list[tuple[list[dict[str, object]], str]] = []  # looks of the samples, label
+    entries: list[tuple[list[dict[str, Any]], str]] = []  # looks of the samples, label
     for kind in KINDS:
         if any(action.kind == kind for row in schedule.rows for action in row):
             height = 18 - (W_INSET if kind == "W" else 0)
-            looks: list[dict[str, object]] = [{"class_": f"{kind}{shade}", "height": height} for shade in range(shades)]
+            looks: list[dict[str, Any]] = [{"class_": f"{kind}{shade}", "height": height} for shade in range(shades)]
             entries.append((looks, f"{kind}: {texts[kind]}{of_group}"))
     entries.append(([{**IDLE, "height": 18}], "idle"))
     entries.append(([{"fill": CURVE_COLOUR, "height": 9}], "stored activations"))
@@ -186,7 +187,7 @@ def _legend(schedule: Schedule, y: float, right: float) -> tuple[list[str], floa
         if x > MARGIN and x + width > right:
             x, top = float(MARGIN), top + LINE + 6
         for look in looks:
-            parts.append(element("rect", x=f"{x:.1f}", y=top + 18 - int(str(look["height"])), width=16, **look))
+            parts.append(element("rect", x=f"{x:.1f}", y=top + 18 - look["height"], width=16, **look))
             x += SAMPLE
         parts.append(_text(x + 2, top + 13, label, size=12))
         x += 18 + LETTER * len(label)
