@@ -17,6 +17,7 @@ from flax_mesh.mpmd.split.assign import CutError
 from flax_mesh.mpmd.split.backward import differentiate
 from flax_mesh.mpmd.split.jaxpr import Eqn, Program, Var, bodies, flops, num_bytes
 from flax_mesh.mpmd.split.trace import Forward, ModelLeaf
+from flax_mesh.sharding.abstract import made_leaves
 from flax_mesh.step.loss import Batch, LossFn, run_loss
 from flax_mesh.tree import named_leaves
 
@@ -96,7 +97,7 @@ def check_stages(
         return jax.jit(run, compiler_options=options)
 
     with full_precision():
-        leaves = jax.device_put(compiled(lambda: jax.tree.leaves(nnx.state(make())))(), place)
+        leaves = jax.device_put(compiled(lambda: made_leaves(make))(), place)
         args = jax.device_put((_values(batch), jnp.uint32(0), jnp.int32(0)), place)
         unsplit = compiled(_unsplit(forward, loss_fn, split_model, wrt, layers, seed))
         want, have = unsplit(leaves, *args), compiled(_staged(forward, remat, split))(leaves, *args)

@@ -12,7 +12,6 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.jax_compat import short_tracer_errors
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.schedules.schedule import Schedule, make_schedule
 from flax_mesh.mpmd.split import assign as cut
@@ -37,7 +36,7 @@ from flax_mesh.mpmd.split.trace import (
     split_leaves,
     trace_forward,
 )
-from flax_mesh.sharding.abstract import model_layers
+from flax_mesh.sharding.abstract import abstract_split, model_layers
 from flax_mesh.stacks import is_single_layer, module_at
 from flax_mesh.step.batch import microbatch_shapes, shapes_of
 from flax_mesh.step.loss import Batch, LossFn
@@ -258,14 +257,14 @@ def split_stages(
     groups = mesh if isinstance(mesh, MpmdMesh) else None
     schedule, num_microbatches, num_stages = _plan(groups, schedule, num_microbatches, num_stages)
     _check_order(loss_fn, model)
-    make, split_model = _abstract(model)
+    around = mesh.unstack[0] if isinstance(mesh, MpmdMesh) else mesh
+    around = around.abstract_mesh if isinstance(around, Mesh) else around
+    make, split_model = _abstract(model, around)
     abstract = nnx.merge(*split_model)
     layers = _layers_of(abstract) if layers is None else (layers,) if isinstance(layers, str) else tuple(layers)
     if not layers:
         raise CutError("layers is empty; name the list or the stack to cut, such as layers='layers'.")
     num_calls = _calls_of_shared(abstract, layers)
-    around = mesh.unstack[0] if isinstance(mesh, MpmdMesh) else mesh
-    around = around.abstract_mesh if isinstance(around, Mesh) else around
     shapes = microbatch_shapes(batch, num_microbatches) if num_microbatches is not None else shapes_of(batch)
     traced_fn = _marked(loss_fn, layers[0]) if num_calls else loss_fn
     forward = trace_forward(traced_fn, split_model, wrt, layers, around, shapes)
@@ -455,26 +454,20 @@ def _kind_text(x: Any) -> str:
     return f"the function {x.__name__}" if inspect.isroutine(x) else f"an object of type {type(x).__name__}"
 
 
-def _abstract(model: Any) -> tuple[Callable[[], Any], tuple[Any, nnx.State]]:
+def _abstract(model: Any, mesh: AbstractMesh | None) -> tuple[Callable[[], Any], tuple[Any, nnx.State]]:
     """(function that makes the module, its graph definition and abstract state), from a module or such a function."""
     if isinstance(model, nnx.Module):
         graphdef, state = nnx.split(model)
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-        return lambda: nnx.merge(graphdef, state, copy=True), (graphdef, shapes)
-    graphdefs = []
+        copied = lambda: nnx.merge(graphdef, state, copy=True)
+        return copied, abstract_split(copied, mesh)
 
-    def split() -> nnx.State:
+    def make() -> nnx.Module:
         made = model()
         if not isinstance(made, nnx.Module):
             raise ConfigError(f"the function that makes the model must return an nnx.Module, got {_kind_text(made)}.")
-        graphdef, state = nnx.split(made)
-        graphdefs.append(graphdef)
-        return state
+        return made
 
-    # `nnx.eval_shape` would lose arrays in dicts and lists: Flax takes a ShapeDtypeStruct there for a static value.
-    with nnx.use_eager_sharding(False), short_tracer_errors():
-        state = jax.eval_shape(split)
-    return model, (graphdefs[0], state)
+    return make, abstract_split(make, mesh)
 
 
 def _calls_of_shared(model: Any, layers: Sequence[str]) -> int:
