@@ -24,7 +24,7 @@ RECORD = "metadata/metadata"  # of Orbax; until 0.1.0 only the record of a run c
 FileSums: TypeAlias = tuple[int, list[Any]]  # bytes of a file, and the checksums of its blocks
 # Orbax writes these at the very end, after the checksums; restoring reads neither.
 MARKERS = ("_CHECKPOINT_METADATA", "commit_success.txt")
-ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # what another OSError says nothing about
+ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # another OSError does not mean that a file is absent
 # Raised by Orbax and tensorstore for files that they cannot read.
 READ_ERRORS = (OSError, RuntimeError, TypeError, ValueError, KeyError, AttributeError)
 SYSTEM_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")  # in the texts of tensorstore
@@ -54,7 +54,7 @@ def find_damage(folder: Path, reads: Callable[[str], bool] | None = None) -> lis
 
     Undamaged files of another step than the folder's name are a problem too. `reads` selects files by name; files
     without checksums and the name of the folder are then not reported. Raises UnreadableError and StepDeletedError as
-    `reading`: neither says anything about damage.
+    `reading`; neither means that the checkpoint is damaged.
     """
     with reading(folder):
         problems = _damage(folder, reads)

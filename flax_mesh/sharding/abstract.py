@@ -282,7 +282,7 @@ def _made(make: Make, mesh: Mesh | AbstractMesh | None) -> Any:
 
 
 def _normalize(made: Any, eager_sharding: bool) -> None:
-    """Gives modules that were created in a trace the attributes and metadata that they have outside of one."""
+    """Set the attributes and metadata of modules created in a trace to those that they have outside of one."""
     problems = []
     for path, node in nnx.iter_graph(made):
         if isinstance(node, nnx.Variable):

@@ -458,7 +458,10 @@ def _abstract(model: Any, mesh: AbstractMesh | None) -> tuple[Callable[[], Any],
     """(function that makes the module, its graph definition and abstract state), from a module or such a function."""
     if isinstance(model, nnx.Module):
         graphdef, state = nnx.split(model)
-        copied = lambda: nnx.merge(graphdef, state, copy=True)
+
+        def copied() -> nnx.Module:
+            return nnx.merge(graphdef, state, copy=True)
+
         return copied, abstract_split(copied, mesh)
 
     def make() -> nnx.Module:
