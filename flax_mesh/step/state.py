@@ -87,32 +87,12 @@ def check_same_structure(graphdef_before: Any, before: Any, graphdef_after: Any,
     was, now = ({path for path, _ in named_leaves(tree)} for tree in (before, after))
     if was != now or graphdef_before != graphdef_after:
         what = f"removed {sorted(was - now) or 'nothing'}, added {sorted(now - was) or 'nothing'}"
-        repair = "Create all variables in __init__."
         if was == now:
             what = "the variables are the same, but a static attribute or the metadata of a variable changed"
-        if changed := _changed_attributes(graphdef_before, graphdef_after):
-            what = f"the static attribute {', '.join(changed)}"
-            repair = (
-                "A loss function must not set it; model.eval() and model.train() do. Evaluation calls eval() itself."
-            )
         raise ValueError(
             "the model must have the same variables and static attributes before and after a call, but the step "
-            f"changed its structure: {what}. {repair}"
+            f"changed its structure: {what}. Create all variables in __init__."
         )
-
-
-def _changed_attributes(before: Any, after: Any) -> list[str]:
-    """`deterministic from False to True` for every static attribute that two graph definitions have otherwise."""
-    pairs = zip(before.attributes, after.attributes, strict=False)
-    if [name for name, _ in before.attributes] != [name for name, _ in after.attributes]:
-        return []
-    changed = [(name, old, new) for (name, old), (_, new) in pairs if old != new]
-    found = [
-        f"{name} from {old.value!r} to {new.value!r}"
-        for name, old, new in changed
-        if hasattr(old, "value") and hasattr(new, "value")
-    ]
-    return list(dict.fromkeys(found))
 
 
 def abstract_train_state(make: Callable[[], Any], abstract: nnx.State) -> TrainState:

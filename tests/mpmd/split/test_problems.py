@@ -270,22 +270,6 @@ def test_a_batch_with_anything_but_rows_is_refused_with_the_remedy(name):
         split(Model, batch=vectors(8) | extra, num_microbatches=4)
 
 
-def test_eval_in_a_loss_function_is_refused_with_the_attribute():
-    class Dropping(Model):
-        def __init__(self):
-            super().__init__()
-            self.drop = nnx.Dropout(0.1, rngs=nnx.Rngs(0))
-
-    def evaluated(model, batch):
-        model.eval()
-        return squared_loss(model, batch)
-
-    with pytest.raises(
-        ValueError, match=r"static attribute deterministic from False to True\. A loss function must not"
-    ):
-        split(Dropping, loss_fn=evaluated)
-
-
 class Normalized(Layer):
     def __init__(self, rngs):
         self.linear = nnx.WeightNorm(nnx.Linear(WIDTH, WIDTH, rngs=rngs), rngs=rngs)
