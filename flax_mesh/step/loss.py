@@ -206,9 +206,8 @@ def _form_text(x: Any) -> str:
     return array_text(x) if hasattr(x, "dtype") else "None" if x is None else type(x).__name__
 
 
-def check_trainable(params: nnx.State) -> None:
-    """Raises a ValueError for trained variables whose dtype has no gradient, or no sums in float32."""
-    named = named_leaves(params)
+def check_trainable(named: Iterable[tuple[str, Any]]) -> None:
+    """Raises a ValueError for trained leaves, as (path, leaf) pairs, whose dtype has no sums in float32."""
     wrong = [(path, x.dtype) for path, x in named if not jnp.issubdtype(x.dtype, jnp.inexact) or x.dtype.itemsize < 2]
     if wrong:
         groups = group_paths([path for path, _ in wrong], [dtype for _, dtype in wrong])

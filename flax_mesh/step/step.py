@@ -28,6 +28,7 @@ from flax_mesh.step.loss import (
     traced_loss,
 )
 from flax_mesh.step.state import TrainState
+from flax_mesh.tree import named_leaves
 
 Step = Callable[..., tuple[TrainState, Metrics]]
 
@@ -113,7 +114,7 @@ def make_train_step(
         model, optimizer = state.merge()
         count, wrt = optimizer.step[...], optimizer.wrt
         params, _, others = nnx.state(model, wrt, nnx.RngState, ...)
-        check_trainable(params)
+        check_trainable(named_leaves(params))
 
         def run(variables: Variables, part: Batch, index: Any):
             params, others = variables

@@ -82,13 +82,13 @@ def trace_forward(
         # Only equations have a stage. Adding zero creates an equation for each sum, even for a constant or an input.
         return [x + jnp.zeros_like(x) for x in sums], jax.tree.leaves(after)
 
-    parts = nnx.split_state(state, wrt, nnx.RngState, ...)
-    check_trainable(parts[0])
+    kinds = [named_leaves(part) for part in nnx.split_state(state, wrt, nnx.RngState, ...)]
+    check_trainable(kinds[0])
     around = jax.sharding.use_abstract_mesh(mesh) if mesh is not None else contextlib.nullcontext()
     with around, nnx.use_eager_sharding(False):
         counts = jax.ShapeDtypeStruct((), jnp.uint32), jax.ShapeDtypeStruct((), jnp.int32)
         program, _ = trace(forward, leaves, batch, *counts)
-    kinds = [{path for path, _ in named_leaves(part)} for part in parts]
+    kinds = [{path for path, _ in kind} for kind in kinds]
     found = [
         ModelLeaf(path, leaf.shape, leaf.dtype, path in kinds[0], at, None)
         for at, (path, leaf) in enumerate(named_leaves(state))
