@@ -24,7 +24,11 @@ RECORD = "metadata/metadata"  # of Orbax; until 0.1.0 only the record of a run c
 FileSums: TypeAlias = tuple[int, list[Any]]  # bytes of a file, and the checksums of its blocks
 # Orbax writes these at the very end, after the checksums; restoring reads neither.
 MARKERS = ("_CHECKPOINT_METADATA", "commit_success.txt")
-ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # another OSError does not mean that a file is absent
+ABSENT = (
+    FileNotFoundError,
+    NotADirectoryError,
+    IsADirectoryError,
+)  # another OSError does not mean that a file is absent
 # Raised by Orbax and tensorstore for files that they cannot read.
 READ_ERRORS = (OSError, RuntimeError, TypeError, ValueError, KeyError, AttributeError)
 SYSTEM_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")  # in the texts of tensorstore

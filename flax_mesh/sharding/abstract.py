@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 from flax import nnx
+from flax.errors import TraceContextError
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis, as_tuple
@@ -277,7 +278,11 @@ def _made(make: Make, mesh: Mesh | AbstractMesh | None) -> Any:
             "make() must return an nnx.Module, (model, nnx.Optimizer), or a dict or list of modules, got "
             f"{_type_text(made)}."
         )
-    _normalize(made, eager_sharding)
+    try:
+        _normalize(made, eager_sharding)
+    except TraceContextError:  # make() returned a module that exists already, which no trace may change
+        made = nnx.merge(*nnx.split(made))
+        _normalize(made, eager_sharding)
     return made
 
 

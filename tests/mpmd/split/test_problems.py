@@ -273,7 +273,8 @@ def test_eval_in_a_loss_function_is_refused_with_the_attribute():
         return squared_loss(model, batch)
 
     with pytest.raises(
-        ValueError, match=r"attribute 'deterministic' was False, is True\nCreate all variables in __init__, .* call train"
+        ValueError,
+        match=r"attribute 'deterministic' was False, is True\nCreate all variables in __init__, .* call train",
     ):
         split(Dropping, loss_fn=evaluated)
 
