@@ -28,7 +28,7 @@ ABSENT = (
     FileNotFoundError,
     NotADirectoryError,
     IsADirectoryError,
-)  # another OSError does not mean that a file is absent
+)  # no other OSError means it
 # Raised by Orbax and tensorstore for files that they cannot read.
 READ_ERRORS = (OSError, RuntimeError, TypeError, ValueError, KeyError, AttributeError)
 SYSTEM_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")  # in the texts of tensorstore

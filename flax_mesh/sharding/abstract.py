@@ -281,7 +281,7 @@ def _made(make: Make, mesh: Mesh | AbstractMesh | None) -> Any:
     try:
         _normalize(made, eager_sharding)
     except TraceContextError:  # make() returned a module that exists already, which no trace may change
-        made = nnx.merge(*nnx.split(made))
+        made = nnx.merge(*nnx.split(made), copy=True)
         _normalize(made, eager_sharding)
     return made
 

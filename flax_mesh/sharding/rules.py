@@ -229,8 +229,6 @@ def match_leaves(
             decided[key] = spec
         specs.append(spec)
     if unmatched:
-        groups = group_paths([path for path, _ in unmatched], [shape for _, shape in unmatched])
-        lines = [f"Partition rule not found for param: {path} {unmatched[indices[0]][1]}" for path, indices in groups]
         repair = "Add rules for them, or end the table with ('.*', ())."
         lines = at_most([f"Partition rule not found for param: {line}" for line in group_lines(unmatched)])
         raise ShardingError("\n".join([*lines, repair, *_finding_lines(findings)]))

@@ -197,3 +197,12 @@ def test_messages_name_equal_layers_once(mesh):
         with pytest.raises(fm.ShardingError, match=message) as error:
             call()
         assert "layers/2" not in str(error.value) and len(str(error.value).splitlines()) <= 5
+
+
+def test_a_function_that_returns_an_existing_model_leaves_it_unchanged():
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    before = model.kernel.get_metadata()
+    abstract = fm.abstract_state(lambda: model, fm.create_mesh((8,), ("fsdp",)), rules="fsdp")
+    assert abstract["kernel"].sharding.spec == jax.sharding.PartitionSpec(None, "fsdp")
+    assert model.kernel.get_metadata() == before
+    assert isinstance(model.kernel[...], jax.Array)
