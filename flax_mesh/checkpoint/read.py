@@ -19,7 +19,7 @@ import numpy as np
 from flax_mesh.checkpoint.checksums import ABSENT, MARKERS, RECORD, find_damage, find_other_step, reading
 from flax_mesh.checkpoint.find import STEP, step_number
 from flax_mesh.checkpoint.retention import has_finite_numbers
-from flax_mesh.errors import CheckpointCorruptedError, ConfigError, StepDeletedError, UnreadableError
+from flax_mesh.errors import CheckpointCorruptedError, ConfigError, UnreadableError
 
 MOST = sys.float_info.max
 INVALID = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)  # raised for invalid metadata
@@ -45,17 +45,20 @@ class Array(NamedTuple):
 def step_data(step: Path, *, verify: bool) -> dict[str, Any]:
     """Name, size, date, metrics and mesh of a step (None: unknown), and the problems of its files (None: not read).
 
-    Without `verify` the only problem that is found is another number in a step than in its name. "finite" is taken from
-    the metadata: no array is read. "unreadable" are lines on what the system refused to read, none if nothing.
+    Without `verify` the only problems that are found are another number in a step than in its name, and metadata that
+    cannot be read. "finite" is taken from the metadata: no array is read. "unreadable" are lines on what the system
+    refused to read, none if nothing.
     """
     set_aside, unreadable = not STEP.fullmatch(step.name), []
     record, problems = sections_of({}), None
     count, size = folder_size(step)
     try:
-        record = read_record(step)
         problems = find_damage(step) if verify else None if set_aside else find_other_step(step) or None
+        record = read_record(step)
     except UnreadableError as error:
         unreadable = error.problems
+    except CheckpointCorruptedError as error:
+        problems = problems or error.problems
     return {
         "name": step.name,
         "step": step_number(step),
@@ -86,15 +89,15 @@ def read_metadata(step: Path) -> dict[str, Any]:
 
 
 def read_record(step: Path) -> dict[str, Any]:
-    """The metadata of a step by section; a section that is missing or invalid is empty.
+    """The metadata of a step by section; a section that is missing or invalid is empty, all if there is no metadata.
 
-    Raises StepDeletedError and UnreadableError, which say nothing about the metadata.
+    Raises CheckpointCorruptedError if the metadata is not a JSON object, StepDeletedError and UnreadableError.
     """
     try:
         found = finite(read_metadata(step))
-    except (StepDeletedError, UnreadableError):
-        raise
-    except INVALID:
+    except CheckpointCorruptedError:
+        if (step / RECORD).exists():
+            raise
         found = {}
     return sections_of(found)
 

@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         mesh = create_mesh(tuple(shape.values()), tuple(shape))
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(f"{arguments.shape}: {error}") from error
-    print(describe_mesh(mesh))
     if arguments.svg:
         write_file("--svg", arguments.svg, draw_mesh_svg(mesh))
+    print(describe_mesh(mesh))
     return DONE

@@ -22,6 +22,7 @@ from flax_mesh.mesh.shape import parse_mesh_shape
 from flax_mesh.mpmd.split.remat import REMAT_MODES
 from flax_mesh.mpmd.transport.ordered import TRANSPORTS
 from flax_mesh.settings import MAX_SIZE, SAME_RESULT, path_problem
+from flax_mesh.text import at_most, listed
 from flax_mesh.train.data.data import DataConfig
 from flax_mesh.user_code import check_arguments, place_of, user_code
 
@@ -246,7 +247,9 @@ def _function_of_file(file: str, function: str) -> Callable[[], Any]:
         raise ConfigError(f"recipe {file[:80]}: this text {problem}")
     if not os.path.isfile(path):
         siblings = sorted(str(p) for p in path.parent.glob("*.py")) if os.path.isdir(path.parent) else []
-        raise ConfigError(f"recipe {file}: no such file" + (f"; found {', '.join(siblings)}" if siblings else ""))
+        raise ConfigError(
+            f"recipe {file}: no such file" + (f"; found {listed(at_most(siblings, 5))}" if siblings else "")
+        )
     spec = importlib.util.spec_from_file_location(f"flax_mesh_recipe_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"recipe {file}: not a Python file")

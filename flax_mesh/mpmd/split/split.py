@@ -535,8 +535,8 @@ def _bounds(
         bounds = (0, *cuts, len(costs))
         if len(cuts) != num_stages - 1 or any(a >= b for a, b in pairwise(bounds)):
             raise CutError(
-                f"cuts={list(cuts)} must be {num_stages - 1} increasing numbers between 1 and {len(costs) - 1}: the "
-                f"first layer of every stage but the first, of {len(costs)} layers."
+                f"cuts={list(cuts)} (in a recipe pipeline.cut) must be {num_stages - 1} increasing numbers between 1 "
+                f"and {len(costs) - 1}: the first layer of every stage but the first, of {len(costs)} layers."
             )
         return bounds, ""
     if balance not in ("flops", "count"):
