@@ -63,7 +63,7 @@ class Checkpointer:
         compress: Compress with zstd, as Orbax does by default. False makes saves faster and larger.
 
     Raises:
-        ConfigError: Orbax would take `folder` for a pattern.
+        ConfigError: Orbax would take `folder` for a pattern, or it is a file or a broken link.
 
     Example:
         >>> from flax_mesh.checkpoint import Checkpointer
@@ -90,6 +90,11 @@ class Checkpointer:
     ):
         self.folder = Path(folder).absolute()
         check_path(self.folder)
+        if os.path.lexists(self.folder) and not self.folder.is_dir():
+            found = "a broken link" if self.folder.is_symlink() else "a file"
+            raise ConfigError(
+                f"{self.folder} must be a folder, found {found}; rename or remove it, or use another folder"
+            )
         self.layers = (layers,) if isinstance(layers, str) else None if layers is None else tuple(layers)
         self.keep = keep if isinstance(keep, RetentionPolicy) else RetentionPolicy(keep)
         self.best_metric, self.host_bytes, self.compress = best_metric, host_bytes, compress

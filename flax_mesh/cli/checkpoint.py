@@ -272,7 +272,8 @@ def _recipe_record(config: TrainConfig) -> tuple[dict[str, Any], dict[str, descr
     """The record and the arrays that the recipe would save, as far as they are known without devices."""
     if problems := check_config(config):
         raise ConfigError(problems)
-    mesh, rules = abstract_mesh(config), run_rules(config)
+    mesh = abstract_mesh(config)
+    rules = run_rules(config, mesh)
     # With pp this is the mesh of one group: arrays are split in the same way on all groups.
     table = rules if rules.table else None
     state = abstract_state(partial(make_modules, config), mesh, table, shard_optimizer_over=shard_over(config))

@@ -43,7 +43,8 @@ def launch(command: Sequence[str], count: int, extra: Sequence[str] = (), *, los
 
     Signals are forwarded to all processes. If the reader of standard output has ended, they are stopped by SIGTERM.
     If one ends with an error, the others have `GRACE_S` seconds to detect it before they are killed. The exit code is
-    that of the first process that ended with an error (`lost` if it was terminated by a signal), otherwise 0.
+    that of the first process that ended with an error (`lost` if it was terminated by a signal), otherwise 0. A code
+    other than 4 (stopped) and `lost` goes before these two.
     """
     port = _free_port()
     ends: queue.Queue[End] = queue.Queue()
@@ -116,7 +117,9 @@ def _wait(children: Sequence[subprocess.Popen[str]], ends: "queue.Queue[End]", l
         return 0
     others = [str(end) for end in ended if end is not first and end.code != first.code]
     _log("; ".join([f"the run ended early: first, {first}", *others]) if others or first.code != 4 else "stopped")
-    return first.code if first.code > 0 else lost
+    # A process that fails itself may end after the others, which end because they have lost it.
+    cause = next((end for end in ended if end.code > 0 and end.code not in (4, lost)), first)
+    return cause.code if cause.code > 0 else lost
 
 
 def _follow(index: int, child: subprocess.Popen[str], printing: threading.Lock, ends: "queue.Queue[End]") -> None:

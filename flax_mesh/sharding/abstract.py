@@ -188,11 +188,6 @@ def abstract_split(make: Make, mesh: Mesh | AbstractMesh | None = None) -> tuple
     return graphdefs[0], state
 
 
-def abstract_model(make: Make, mesh: Mesh | AbstractMesh | None = None) -> Any:
-    """The abstract module that `make()` returns, or {"model": ..., "optimizer": ...}; nothing is allocated."""
-    return nnx.merge(*abstract_split(make, mesh))
-
-
 def has_optimizer(made: Any) -> bool:
     """Whether `made` is {"model": ..., "optimizer": ...}, what `make()` returned as (model, nnx.Optimizer)."""
     return isinstance(made, dict) and isinstance(made.get("optimizer"), nnx.Optimizer) and len(made) == 2

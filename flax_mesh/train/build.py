@@ -20,7 +20,7 @@ from flax_mesh.mpmd import MpmdMesh, Pipeline, StagedModel, split_stages
 from flax_mesh.mpmd.schedules.schedule import Schedule, make_schedule
 from flax_mesh.sharding.abstract import (
     ATTRIBUTE,
-    abstract_model,
+    abstract_split,
     abstract_state,
     init_state,
     model_layers,
@@ -85,7 +85,8 @@ def build_program(
     """
     if problems := check_config(config):
         raise ConfigError(problems)
-    mesh, rules = make_mesh(config, say), run_rules(config)
+    mesh = make_mesh(config, say)
+    rules = run_rules(config, mesh)
     options, device = parse_compiler_options(config.run.compiler_options), mesh.local_devices[0]
     if problems := [*check_on_mesh(config, mesh, rules.axes), *check_compiler_options(options, device)]:
         raise ConfigError(problems)
@@ -135,8 +136,7 @@ def _check_best_metric(config: TrainConfig, batch: Any) -> None:
 
 def _report_rules(config: TrainConfig, mesh: Mesh, rules: PartitionRules) -> str:
     """One line: how many arrays of the model `mesh.rules` splits, and which stay replicated."""
-    model = abstract_model(partial(make_model, config))
-    state, replicated = nnx.state(model), []
+    (_, state), replicated = abstract_split(partial(make_model, config), mesh), []
     specs = match_partition_rules(rules, state, mesh=mesh, dropped=replicated)
     count = sum(any(spec) for spec in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec)))
     total = count_text(len(jax.tree.leaves(state)), "array")
@@ -274,19 +274,20 @@ def fit_mesh(shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
     return fitted
 
 
-def run_rules(config: TrainConfig) -> PartitionRules:
+def run_rules(config: TrainConfig, mesh: Mesh | AbstractMesh | None = None) -> PartitionRules:
     """The rules of `mesh.rules`, of the recipe or of the model, in this order; empty if the model is annotated.
 
-    Layers are those of the model's own table where the rules name none.
+    Layers are those of the model's own table where the rules name none. `mesh` is in context while the model is made.
     """
-    model = abstract_model(partial(make_model, config))
+    graphdef, state = abstract_split(partial(make_model, config), mesh)
+    model = nnx.merge(graphdef, state)
     if config.mesh.rules:
         model_axes = getattr(model, "axes", None)
         axes = model_axes if isinstance(model_axes, PartitionAxis) else DEFAULT_AXES
         return PartitionRules(config.mesh.rules, axes, model_layers(model))
     if config.rules is not None:
         return as_rules(config.rules, layers=model_layers(model))
-    if not hasattr(model, ATTRIBUTE) and annotations_of(nnx.state(model)):
+    if not hasattr(model, ATTRIBUTE) and annotations_of(state):
         return PartitionRules([], getattr(model, "axes", DEFAULT_AXES))
     return partition_rules(model)
 

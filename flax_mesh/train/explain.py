@@ -71,7 +71,7 @@ def _stages(config: TrainConfig, explanation: Explanation, mesh: AbstractMesh) -
     if num_groups == 1:
         return "", []
     try:
-        staged, schedule = split_model(config, run_rules(config).layers, num_groups, mesh)
+        staged, schedule = split_model(config, run_rules(config, mesh).layers, num_groups, mesh)
     except CutError as error:
         return "", [Finding("pipeline", str(error).rstrip("."), "Change pipeline.cut or mesh.shape")]
     parts = [OPTIMIZER if leaf.kind == "optimizer" else MODEL for leaf in explanation.report.leaves]

@@ -60,7 +60,7 @@ def import_huggingface(folder: str, out: str, ignore: Sequence[str], model: Impo
         if problems := [*getattr(config.model, "problems", list)(), *source.problems()]:
             raise ConfigError(problems)
     mesh = create_mesh((1, 1, 1, 1, 1), devices=jax.devices()[:1])
-    rules = run_rules(config)
+    rules = run_rules(config, mesh)
     abstract = abstract_state(lambda: config.make_model(config.model, nnx.Rngs(0)), mesh, rules)
     with _errors_name_option():
         state = {"model": source.load(abstract)}

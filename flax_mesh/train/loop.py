@@ -34,6 +34,7 @@ from flax_mesh.train.overrides import Change
 from flax_mesh.train.run import Run, Say, describe
 from flax_mesh.train.run_folder import MetricsFile, check_agreement, folder_of_run, is_first, latest_step
 from flax_mesh.train.warm_start import Start, check_start_settings, find_start, keep_other_files, start_from
+from flax_mesh.user_code import place_of, user_code
 
 TRACED = 2  # steps before the traced one: they include compilation
 
@@ -362,5 +363,11 @@ def _sample(run: Run, state: TrainState) -> str:
             return sample(model, prompt, num_tokens, key)
 
     replicated = NamedSharding(run.program.mesh, PartitionSpec())  # so that every process can read them
-    tokens = jax.jit(continue_text, out_shardings=replicated)(leaves, prompt, jax.random.key(run.config.run.seed))
+    try:
+        with user_code("sample", place_of(sample)):
+            key = jax.random.key(run.config.run.seed)
+            tokens = jax.jit(continue_text, out_shardings=replicated)(leaves, prompt, key)
+    except ConfigError as error:  # the run itself is finished and saved
+        run.say(f"warning: no text was sampled: {error}")
+        return ""
     return decode(np.asarray(tokens))

@@ -225,3 +225,11 @@ def test_a_folder_that_orbax_takes_for_a_pattern_is_refused(tmp_path, name):
     """A checkpoint saved there could not be read."""
     with pytest.raises(ConfigError, match=r"takes a path with \*, \? or \[ for a pattern"):
         Checkpointer(tmp_path / name / "checkpoints")
+
+
+def test_a_file_or_a_broken_link_is_no_folder_of_checkpoints(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("gone")
+    for name, found in (("file", "a file"), ("link", "a broken link")):
+        with pytest.raises(ConfigError, match=f"{name} must be a folder, found {found}; rename or remove it"):
+            Checkpointer(tmp_path / name)

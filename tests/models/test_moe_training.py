@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from flax_mesh import abstract_state, partition_rules
 from flax_mesh.models import make_decoder, moe, next_token_loss
 from flax_mesh.models.moe import router_losses
-from flax_mesh.sharding.abstract import abstract_model
+from flax_mesh.sharding.abstract import abstract_split
 from flax_mesh.train import DataConfig, OptimizerConfig, abstract_train_state, init_train_state, make_train_step
 from flax_mesh.train.build import batch_sharding, make_optimizer
 from flax_mesh.train.data.batches import make_batch_fn
@@ -149,7 +149,7 @@ def train(steps, config, data, optimizer, initial=None, **sizes):
         model = make_decoder(config, nnx.Rngs(0))
         return model, nnx.Optimizer(model, optimizer, wrt=nnx.Param)
 
-    rules = partition_rules(abstract_model(make)["model"])
+    rules = partition_rules(nnx.merge(*abstract_split(make))["model"])
     abstract = abstract_state(make, mesh, rules)
     state = abstract_train_state(make, abstract)
     if initial is None:

@@ -249,3 +249,19 @@ def test_nothing_runs_30_seconds_after_a_kill_at_a_random_moment(
             kill(pipeline, numbers)
             assert_all_end(folder, pids)
             assert pipeline.launcher.wait(1) == code, pipeline.log.read_text()
+
+
+FAILS_LAST = """
+import sys, time
+first = sys.argv[1].startswith("--process=0/")
+time.sleep(1.0 if first else 0.0)
+sys.exit(1 if first else 5)
+"""
+
+
+def test_the_code_of_the_process_that_failed_goes_before_that_of_those_that_lost_it():
+    done = subprocess.run([sys.executable, "-c", LAUNCHER, FAILS_LAST], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1, done.stderr
+    assert (
+        "first, process 1 ended with exit code 5" in done.stderr and "process 0 ended with exit code 1" in done.stderr
+    )

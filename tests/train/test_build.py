@@ -5,12 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
 
-from flax_mesh import PartitionRules
+from flax_mesh import PartitionRules, abstract_state
 from flax_mesh.errors import ConfigError
 from flax_mesh.train import apply_overrides, load_recipe
 from flax_mesh.train.build import build_program, fit_mesh, make_mesh, run_rules
@@ -134,3 +137,25 @@ def test_mesh_rules_must_name_mesh_axes():
         ConfigError, match=r"mesh.rules: 'fdsp' is not a mesh axis; use dp, fsdp, ep, tp, sp, joined by"
     ):
         build_program(config)
+
+
+class Frequencies(nnx.Module):
+    """A module with arrays that are no Variables, whose parameter needs a mesh in context."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.scales = {"a": jnp.linspace(0.5, 1, 8)}
+        self.kernel = nnx.Param(rngs.normal((8, 8)), out_sharding=PartitionSpec(None, None))
+
+
+def test_rules_of_a_recipe_find_arrays_in_containers_with_the_mesh_in_context():
+    said: list[str] = []
+    config = apply_overrides(
+        replace(recipe(), make_model=lambda model, rngs: Frequencies(rngs)), ["mesh.shape=fsdp:8", "mesh.rules=fsdp"]
+    )
+    mesh = make_mesh(config, said.append)
+    rules = run_rules(config, mesh)
+    state = abstract_state(lambda: Frequencies(nnx.Rngs(0)), mesh, rules)
+    assert {path: leaf.sharding.spec for path, leaf in named_leaves(state)} == {
+        "kernel": PartitionSpec(None, "fsdp"),
+        "scales/a": PartitionSpec("fsdp"),
+    }

@@ -364,3 +364,14 @@ def test_a_folder_in_the_home_directory_is_found(text, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     result = train(make_config(text, Path("~/local"), "run.steps=1", "run.eval_every=0"))
     assert result.folder == tmp_path / "local" and (tmp_path / "local" / "metrics.jsonl").exists()
+
+
+def test_a_sample_that_raises_is_a_warning_at_the_end_of_the_run(config, text, tmp_path):
+    said: list[str] = []
+
+    def broken(model, prompt, num_tokens, key):
+        raise KeyError("no token")
+
+    result = train(replace(config("run.steps=1", "run.sample_tokens=8"), sample=broken), say=said.append)
+    assert (result.status, result.sample) == ("finished", "")
+    assert any(re.match(r"warning: no text was sampled: sample: .*test_loop.py, line \d+: KeyError", x) for x in said)
