@@ -95,6 +95,8 @@ def read_record(step: Path) -> dict[str, Any]:
     """
     try:
         found = finite(read_metadata(step))
+    except RecursionError as error:
+        raise CheckpointCorruptedError(f"{step}: its metadata is nested too deeply") from error
     except CheckpointCorruptedError:
         if (step / RECORD).exists():
             raise

@@ -257,7 +257,7 @@ def test_options_that_the_model_or_the_mesh_does_not_allow_are_refused(folder):
     mesh = mesh_of("one device")
     with pytest.raises(TypeError, match="no_such_field"):
         load_decoder(folder, mesh, no_such_field=1)
-    with pytest.raises(ConfigError, match=r"model.dtype must be float32, bfloat16 or float16, got 'int8'"):
+    with pytest.raises(ConfigError, match=r"model.dtype must be one of float32, bfloat16, float16, got 'int8'"):
         load_decoder(folder, mesh, dtype="int8")
     if jax.default_backend() == "cpu":
         with pytest.raises(ConfigError, match=r"model.attention=cudnn needs GPUs"):

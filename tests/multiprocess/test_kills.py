@@ -45,7 +45,7 @@ LAUNCHER = """
 import sys
 from flax_mesh.processes import launch
 from flax_mesh.processes.output import tolerant_output
-launch.ORPHAN_GRACE_S = launch.DRAIN_S = 1.0
+launch.ORPHAN_GRACE_S = launch.DRAIN_S = 4.0
 with tolerant_output():
     sys.exit(launch.launch(["-c", *sys.argv[1:]], 2))
 """

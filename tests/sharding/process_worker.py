@@ -42,7 +42,7 @@ def check_errors(placed: dict[str, jax.Array], rank: int) -> None:
         text = str(error)
         assert f"gather requires all elements on devices of process {rank}" in text, text
         assert f"split: 64 of 128 elements (8, 16) are only on process {1 - rank}\n" in text, text
-        assert "both (8, 16): 64 of 128" in text and "copies" not in text, text
+        assert "both: 64 of 128 elements (8, 16)" in text and "copies" not in text, text
     else:
         raise AssertionError("gather returned arrays of which one half is on the other process")
 

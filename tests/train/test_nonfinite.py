@@ -226,9 +226,9 @@ def decoder_loss(model, batch):
 @pytest.mark.parametrize(
     ("wrong", "problem"),
     [
-        ("run.on_nonfinite=ignore", "run.on_nonfinite must be 'stop', 'skip' or 'continue', got 'ignore'"),
+        ("run.on_nonfinite=ignore", "run.on_nonfinite must be one of stop, skip, continue, got 'ignore'"),
         ("run.spike_factor=1", "run.spike_factor must be above 1, or 0 for no limit, got 1.0"),
-        ("run.spike_factor=nan", "run.spike_factor must be above 1, or 0 for no limit, got nan"),
+        ("run.spike_factor=nan", "run.spike_factor must be above 1 and finite, or 0 for no limit, got nan"),
     ],
 )
 def test_invalid_settings_are_refused(config, wrong, problem):

@@ -109,7 +109,7 @@ def reference(case: Case) -> Values:
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         model, optimizer = state.merge()
-        before = nnx.state(model, nnx.RngState)
+        before = jax.tree.map(lambda x: x, nnx.state(model, nnx.RngState))  # a copy: the call changes the streams
         count, found = optimizer.step[...], []
         for index in range(case.microbatches):
             part = jax.tree.map(lambda x: x.reshape(case.microbatches, -1, *x.shape[1:])[index], batch)  # noqa: B023

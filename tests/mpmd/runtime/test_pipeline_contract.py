@@ -292,7 +292,7 @@ CUTS = {
     "nothing there": ({"layers": "blocks"}, r"layers='blocks': Net has nothing there. It has lists at 'layers'."),
     "too many": ({"num_stages": 5}, r"has 4 layers, of which the loss calls 4: too few for 5 stages"),
     "no stage": ({"num_stages": 0}, "num_stages must be at least 1, got 0"),
-    "cuts": ({"num_stages": 3, "cuts": [3, 2]}, r"cuts=\[3, 2\] must be 2 increasing numbers between 1 and 3"),
+    "cuts": ({"num_stages": 3, "cuts": [3, 2]}, r"cuts=\[3, 2\] .* must be 2 increasing numbers between 1 and 3"),
     "no layers": ({"layers": ()}, "layers is empty; name the list or the stack to cut"),
     "nothing trained": ({"wrt": nnx.LoRAParam}, "wrt=LoRAParam must match a variable of the model; it matches none"),
     "no list": (

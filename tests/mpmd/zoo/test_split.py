@@ -20,6 +20,7 @@ from tests.mpmd.zoo.models import BY_NAME, CASES, PARAMETERS
 ROWS, MICROBATCHES, STEPS = 8, 4, 2  # equal to the defaults of plain_run
 # Models in which several layers share parameters, or layers are called again after all other layers.
 SHARING = {"listed_twice", "listed_alternating", "looped", "borrowed_kernel", "shared_gate", "tied_variables"}
+SHARING |= {"unread_variables"}  # a variable that no stage reads is stored where its value is computed
 # Models that send more than one activation: skips, memories, conditions, losses and metrics of earlier layers.
 SENDING_MORE = {"looped", "dicts", "scanned_in_jax", "sow_popped", "sow_captured", "first_layer_bias", "shared_gate"}
 SENDING_MORE |= {"encoder_decoder", "experts", "u_net", "dense_skips", "two_towers", "diffusion", "autoencoder"}
