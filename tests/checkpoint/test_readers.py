@@ -181,14 +181,16 @@ def test_a_step_whose_folder_is_unreadable_is_a_step(command, folder):
 
 
 def test_a_folder_that_cannot_be_read_is_one_line(command, tmp_path):
-    (tmp_path / "c").symlink_to(tmp_path / "c")
-    code, _, err = command("list", tmp_path / "c")
-    assert (code, err.count("\n")) == (BAD_INPUT, 1) and "symbolic links" in err
+    (tmp_path / "c").mkdir()
     with Checkpointer(tmp_path / "c") as checkpointer:
+        (tmp_path / "c").rmdir()
+        (tmp_path / "c").symlink_to(tmp_path / "c")
         with pytest.raises(UnreadableError, match="symbolic links"):
             checkpointer.steps()
         with pytest.raises(SaveError, match="symbolic links"):
             checkpointer.save(1, STATE)
+    code, _, err = command("list", tmp_path / "c")
+    assert (code, err.count("\n")) == (BAD_INPUT, 1) and "symbolic links" in err
 
 
 def test_retention_keeps_a_step_whose_metrics_cannot_be_read(folder):
