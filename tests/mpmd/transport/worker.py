@@ -116,7 +116,7 @@ def two_groups() -> None:
     z = mpmd.device_put(y, second)
     where, other = ("remote ", "") if process else ("", "remote ")
     message = error_of(step, x, z)
-    assert f"x, out_shardings[0], out_shardings[1] on {where}devices" in message, message
+    assert f"x, out_shardings[{{0..1}}] on {where}devices" in message, message
     assert f"w on {other}devices" in message, message
     far = z if process == 0 else x
     assert f"process {process} has none of its devices, which belong to process {1 - process}" in error_of(
