@@ -20,7 +20,8 @@ LIMIT_S = 30  # after a kill
 # What the processes of a launch do here instead of training. Their first argument is the folder of the test.
 STUBBORN = """
 import signal, sys, time
-signal.signal(signal.SIGTERM, lambda number, frame: open(sys.argv[1] + "/saved", "w"))
+for number in (signal.SIGTERM, signal.SIGHUP):  # the kernel hangs up a group without a parent if one of it is stopped
+    signal.signal(number, lambda number, frame: open(sys.argv[1] + "/saved", "w"))
 print("is ready", flush=True)
 while True:
     time.sleep(300)
