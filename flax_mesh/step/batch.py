@@ -11,7 +11,11 @@ from flax_mesh.tree import path_of
 
 
 def shapes_of(batch: Any) -> Any:
-    """`batch` as ShapeDtypeStructs without shardings; ConfigError for leaves that are no arrays."""
+    """`batch` as ShapeDtypeStructs without shardings.
+
+    Their dtypes are those on devices: int32 for int64, unless 64-bit types are enabled. ConfigError for leaves that are
+    no arrays.
+    """
     named = [(path_of(path), x) for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]]
     others = [(path, x) for path, x in named if not _has_numbers(x)]
     if others:
@@ -23,7 +27,11 @@ def shapes_of(batch: Any) -> Any:
                 for (path, _), kind in zip(others, kinds, strict=True)
             ]
         )
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, _device_dtype(x.dtype)), batch)
+
+
+def _device_dtype(dtype: Any) -> Any:
+    return jax.dtypes.canonicalize_dtype(dtype) if isinstance(dtype, np.dtype) else dtype  # not that of random keys
 
 
 def _has_numbers(x: Any) -> bool:
