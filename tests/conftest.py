@@ -24,6 +24,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _share_compilation_cache(config: pytest.Config) -> None:
     """Shares XLA's compilation cache among all tests and the processes that they start, to reduce their time."""
+    if hasattr(config, "workerinput"):  # a process of pytest-xdist, which has inherited the settings
+        return
     folder = tempfile.mkdtemp(prefix="flax_mesh-compiled-")
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     settings = {
