@@ -215,10 +215,10 @@ def make_both(style: str) -> tuple[Any, nnx.Optimizer]:
 
 
 def leaves_of(state: Any) -> dict[str, np.ndarray]:
-    """Leaves by path, without random keys, and with the chunks of a stack ("from 2") concatenated."""
+    """Leaves by path, without random streams, and with the chunks of a stack ("from 2") concatenated."""
     found: dict[str, list[np.ndarray]] = {}
     for path, leaf in named_leaves(state):
-        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if "rngs/" not in path:
             found.setdefault(path_and_start(path)[0], []).append(np.array(leaf))
     return {path: parts[0] if len(parts) == 1 else np.concatenate(parts) for path, parts in found.items()}
 

@@ -37,9 +37,9 @@ from tests.step.modes import (
 )
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-# By default every style in tree mode and two styles in every other mode; the rest of the matrix is slow.
-ALWAYS = {(style, "tree") for style in STYLES}
-ALWAYS |= {(style, mode) for style in ("annotated", "tied_variable") for mode in MODES}
+# The rest of the matrix is slow.
+ALWAYS = {(style, "tree") for style in ("scanned", "tied_variable", "pytree", "linen")}
+ALWAYS |= {("tied_variable", "hijax_ref"), ("annotated", "eager_sharding")}
 MATRIX = [
     pytest.param(style, mode, marks=() if (style, mode) in ALWAYS else pytest.mark.slow)
     for style in STYLES
@@ -56,8 +56,8 @@ def layers_of(style: str) -> str:
     return LAYERS.get(style, "layers")
 
 
-def rules_of(style: str) -> str | None:
-    return None if style == "annotated" else "fsdp"
+def rules_of(style: str) -> fm.PartitionRules | None:
+    return None if style == "annotated" else fm.PartitionRules("fsdp", layers=layers_of(style))
 
 
 def model_leaves(state: TrainState) -> dict[str, np.ndarray]:
@@ -99,7 +99,7 @@ def test_a_pipeline_equals_plain_jax_on_one_device(style, mode):
             num_microbatches=MICROBATCHES,
             layers=layers_of(style),
         )
-        pipeline = Pipeline(staged, OPTIMIZER, rules="fsdp", compiler_options=FAST)
+        pipeline = Pipeline(staged, OPTIMIZER, rules=rules_of(style), compiler_options=FAST)
         assert_equal(train(pipeline.init_state(), pipeline.step), expected)
 
 
@@ -226,13 +226,20 @@ def test_a_model_of_hijax_variables_is_refused_and_with_vars_converts_it(mode, m
 
 def test_calls_of_nnx_that_refuse_shared_variables_in_tree_mode_are_named_in_one_line(mesh):
     make = lambda: (model := TiedVariable(), nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param))  # noqa: E731
-    found = (
-        r"^first[./]kernel and last[./]kernel are one Variable, .* tree mode \(graph=False\).* pass graph=True to that call"
-    )
+    found = r"^first[./]kernel and last[./]kernel are one Variable, .* tree mode \(graph=False\).* pass graph=True"
     with MODES["tree"](), pytest.raises(ShardingError, match=found):
         fm.abstract_state(make, mesh, "fsdp")
     with MODES["tree"](), pytest.raises(ShardingError, match=found):
         split_stages(lambda model, batch: len(nnx.split(model)), TiedVariable, batch(), num_stages=2)
+
+
+def test_rules_that_split_the_layers_of_a_stage_are_refused():
+    groups = MpmdMesh(create_mesh((2, 2), ("pp", "fsdp"), devices=jax.devices()[:4]), "pp")
+    staged = split_stages(
+        loss_fn, STYLES["scanned"], batch(), mesh=groups, schedule="1f1b", num_microbatches=2, layers="layers"
+    )
+    with pytest.raises(ShardingError, match=r"layers/calls: .*1 layers of a stage into 2 parts\n.*layers=\.\.\."):
+        Pipeline(staged, OPTIMIZER, rules="fsdp")
 
 
 def test_a_pytree_passed_instead_of_a_function_is_refused(mesh):
