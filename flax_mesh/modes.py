@@ -51,7 +51,7 @@ def check_variables(made: Any) -> None:
 def set_eval_mode(model: Any) -> None:
     """Calls `model.eval()`, or for an nnx.Pytree, which has no such method, that of the modules in it."""
     with nnx.set_graph_mode(True):
-        for module in [model] if isinstance(model, nnx.Module) else [x for _, x in nnx.iter_modules(model)]:
+        for module in [model] if isinstance(model, nnx.Module) else [x for _, x in nnx.iter_modules(model, graph=True)]:
             module.eval()
 
 

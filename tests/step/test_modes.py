@@ -163,8 +163,8 @@ class Noisy(Listed):
 
 def test_random_streams_are_equal_in_all_modes(mesh):
     found = {}
-    for name, mode in MODES.items():
-        with mode():
+    for name in ("graph", "tree", "hijax_ref"):
+        with MODES[name]():
             make = lambda: (model := Noisy(), nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param))  # noqa: E731
             state = init_train_state(make, fm.abstract_state(make, mesh, "fsdp"))
             found[name] = train(state, make_train_step(loss_fn, state, compiler_options=FAST))
