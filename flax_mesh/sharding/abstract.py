@@ -92,8 +92,9 @@ def abstract_state(
     (`init_train_state`, `make_train_step`) and `Checkpointer.restore` take as the layout of a state.
 
     Args:
-        make: Returns an nnx.Module, or (model, nnx.Optimizer): the state then has the parts "model" and "optimizer".
-            It may also return a dict or a list of modules. `mesh` is in context while it is traced.
+        make: Returns an nnx.Module or another nnx.Pytree, or (model, nnx.Optimizer): the state then has the parts
+            "model" and "optimizer". It may also return a dict or a list of modules. `mesh` is in context while it is
+            traced.
         mesh: The mesh of the shardings. It may be an AbstractMesh, with which nothing can be initialized.
         rules: A rule table, a PartitionRules, or mesh axes such as "fsdp" (see PartitionRules), for the parameters. By
             default the model's own table (`@partitioned`), or else Flax's annotations on its Variables, whose names are

@@ -244,7 +244,7 @@ def test_rules_that_split_the_layers_of_a_stage_are_refused():
 
 def test_a_pytree_passed_instead_of_a_function_is_refused(mesh):
     with pytest.raises(TypeError, match=r"make must be a function .* PytreeModel"):
-        fm.abstract_state(PytreeModel(), mesh, "fsdp")
+        fm.abstract_state(PytreeModel(), mesh, "fsdp")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("mode", ["graph", "tree", "no_eager_sharding"])

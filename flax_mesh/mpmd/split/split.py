@@ -212,7 +212,7 @@ def split_stages(
 
     Args:
         loss_fn: A LossFn: `loss_fn(model, batch)` returns (loss_sum, weight), or another of its forms.
-        model: An nnx.Module, abstract or not, or a function that makes one.
+        model: An nnx.Module or another nnx.Pytree, abstract or not, or a function that makes one.
         batch: A batch of `num_microbatches` equal microbatches, as arrays or ShapeDtypeStructs.
         mesh: The groups of the pipeline as an MpmdMesh; or, if a Pipeline is not wanted, the mesh of one group.
             Constraints in the model see the mesh of a group.
@@ -459,12 +459,12 @@ def _abstract(model: Any, mesh: AbstractMesh | None) -> tuple[Callable[[], Any],
     if isinstance(model, nnx.Pytree):
         graphdef, state = nnx.split(model, graph=True)
 
-        def copied() -> nnx.Module:
+        def copied() -> nnx.Pytree:
             return nnx.merge(graphdef, state, copy=True)
 
         return copied, abstract_split(copied, mesh)
 
-    def make() -> nnx.Module:
+    def make() -> nnx.Pytree:
         made = model()
         if not isinstance(made, nnx.Pytree):
             raise ConfigError(f"the function that makes the model must return an nnx.Module, got {_kind_text(made)}.")
