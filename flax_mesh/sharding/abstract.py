@@ -13,6 +13,7 @@ from flax_mesh.axes import DEFAULT_AXES, PartitionAxis, as_tuple
 from flax_mesh.errors import ShardingError
 from flax_mesh.jax_compat import short_tracer_errors
 from flax_mesh.mesh.context import in_mesh
+from flax_mesh.modes import check_variables, user_modes
 from flax_mesh.sharding.annotations import annotations_of, match_annotations
 from flax_mesh.sharding.optimizer import match_optimizer
 from flax_mesh.sharding.rules import (
@@ -28,7 +29,7 @@ from flax_mesh.sharding.rules import (
 from flax_mesh.text import array_text, path_lines
 from flax_mesh.tree import named_leaves, path_of
 
-Model = TypeVar("Model", bound=type[nnx.Module])
+Model = TypeVar("Model", bound=type[nnx.Pytree])
 ATTRIBUTE = "partition_rules"  # attribute of a class that has a rule table
 Make = Callable[[], Any]  # returns a model, (model, nnx.Optimizer), or a dict or list of modules
 
@@ -91,8 +92,9 @@ def abstract_state(
     (`init_train_state`, `make_train_step`) and `Checkpointer.restore` take as the layout of a state.
 
     Args:
-        make: Returns an nnx.Module, or (model, nnx.Optimizer): the state then has the parts "model" and "optimizer".
-            It may also return a dict or a list of modules. `mesh` is in context while it is traced.
+        make: Returns an nnx.Module or another nnx.Pytree, or (model, nnx.Optimizer): the state then has the parts
+            "model" and "optimizer". It may also return a dict or a list of modules. `mesh` is in context while it is
+            traced.
         mesh: The mesh of the shardings. It may be an AbstractMesh, with which nothing can be initialized.
         rules: A rule table, a PartitionRules, or mesh axes such as "fsdp" (see PartitionRules), for the parameters. By
             default the model's own table (`@partitioned`), or else Flax's annotations on its Variables, whose names are
@@ -179,7 +181,7 @@ def abstract_split(make: Make, mesh: Mesh | AbstractMesh | None = None) -> tuple
     graphdefs = []
 
     def split() -> nnx.State:
-        graphdef, state = nnx.split(_made(make, mesh))
+        graphdef, state = nnx.split(_made(make, mesh), graph=True)
         graphdefs.append(graphdef)
         return state
 
@@ -195,7 +197,7 @@ def has_optimizer(made: Any) -> bool:
 
 def made_leaves(make: Make, mesh: Mesh | AbstractMesh | None = None) -> list[Any]:
     """The leaves of the state of `make()`, in a trace."""
-    return jax.tree.leaves(nnx.state(_made(make, mesh)))
+    return jax.tree.leaves(nnx.state(_made(make, mesh), graph=True))
 
 
 def init_state(make: Make, abstract: nnx.State) -> nnx.State:
@@ -257,26 +259,26 @@ def mesh_of_leaves(leaves: Iterable[Any]) -> Mesh | AbstractMesh | None:
 
 def _made(make: Make, mesh: Mesh | AbstractMesh | None) -> Any:
     """What `make()` returns, in a trace; (model, optimizer) as a dict."""
-    if not callable(make) or isinstance(make, nnx.Module):
+    if not callable(make) or isinstance(make, nnx.Pytree):
         raise TypeError(
             f"make must be a function without arguments that returns a model, got {_type_text(make)}. Pass a function "
             "that creates it: its arrays are then initialized directly with their shardings."
         )
     eager_sharding = nnx.using_eager_sharding()
-    # Flax would shard annotated variables when they are created, which fails for logical axes.
-    with in_mesh(mesh), nnx.use_eager_sharding(False):
+    with in_mesh(mesh), user_modes():
         made = make()
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], nnx.Optimizer):
         made = {"model": made[0], "optimizer": made[1]}
-    if not isinstance(made, nnx.Pytree | nnx.Module | nnx.State | dict | list | tuple):
+    if not isinstance(made, nnx.Pytree | nnx.State | dict | list | tuple):
         raise TypeError(
             "make() must return an nnx.Module, (model, nnx.Optimizer), or a dict or list of modules, got "
             f"{_type_text(made)}."
         )
+    check_variables(made)
     try:
         _normalize(made, eager_sharding)
     except TraceContextError:  # make() returned a module that exists already, which no trace may change
-        made = nnx.merge(*nnx.split(made), copy=True)
+        made = nnx.merge(*nnx.split(made, graph=True), copy=True)
         _normalize(made, eager_sharding)
     return made
 
@@ -284,7 +286,7 @@ def _made(make: Make, mesh: Mesh | AbstractMesh | None) -> Any:
 def _normalize(made: Any, eager_sharding: bool) -> None:
     """Set the attributes and metadata of modules created in a trace to those that they have outside of one."""
     problems = []
-    for path, node in nnx.iter_graph(made):
+    for path, node in nnx.iter_graph(made, graph=True):
         if isinstance(node, nnx.Variable):
             for name, value in node.get_metadata().items():
                 # Random streams are equal only to themselves and contain arrays of this trace: nothing can use them.

@@ -10,6 +10,7 @@ from flax import nnx
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
 from flax_mesh.mesh.context import current_mesh, in_mesh
+from flax_mesh.modes import set_eval_mode, user_modes
 from flax_mesh.sharding.abstract import mesh_of_leaves
 from flax_mesh.sharding.constrain import with_sharding_constraint
 from flax_mesh.step.batch import microbatch_shapes
@@ -115,7 +116,7 @@ def make_train_step(
         check_same_definition(layout, state)
         model, optimizer = state.merge()
         count, wrt = optimizer.step[...], optimizer.wrt
-        params, _, others = nnx.state(model, wrt, nnx.RngState, ...)
+        params, _, others = nnx.state(model, wrt, nnx.RngState, ..., graph=True)
         check_trainable(named_leaves(params))
 
         def run(variables: Variables, part: Batch, index: Any):
@@ -149,12 +150,13 @@ def make_eval_step(loss_fn: LossFn, state: TrainState) -> Callable[[TrainState, 
     def evaluate(state: TrainState, batch: Batch) -> Metrics:
         with in_mesh(mesh):
             model, optimizer = state.merge()
-            model.eval()
-            graphdef, params, others = nnx.split(model, optimizer.wrt, ...)
+            set_eval_mode(model)
+            graphdef, params, others = nnx.split(model, optimizer.wrt, ..., graph=True)
 
             def sums(params: nnx.State):
                 called = nnx.merge(graphdef, params, jax.tree.map(lambda x: x, others))
-                loss_sum, weight, metrics = sums_of(loss_fn(called, batch))
+                with user_modes():
+                    loss_sum, weight, metrics = sums_of(loss_fn(called, batch))
                 return loss_sum, (weight, metrics)
 
             loss_sum, (weight, metrics) = traced_loss(sums, params)(params)

@@ -219,7 +219,7 @@ def _trace(
     def update(leaves: list[Any], trained: list[Any], sums: list[Any], old: list[Any], limits: list[Any]):
         state = TrainState(tuple(leaves), plain.definition)
         model, optimizer = state.merge()
-        params, _, others = nnx.state(model, optimizer.wrt, nnx.RngState, ...)
+        params, _, others = nnx.state(model, optimizer.wrt, nnx.RngState, ..., graph=True)
         named = dict(zip(names, sums, strict=True))
         weight = named.pop("weight")
         tree = jax.tree.unflatten(jax.tree.structure(params), trained)

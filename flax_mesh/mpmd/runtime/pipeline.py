@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
 from flax_mesh.errors import ConfigError
+from flax_mesh.modes import optimizer_of
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.runtime.batch import place_array
 from flax_mesh.mpmd.runtime.compile import CompiledPipeline, compile_pipeline
@@ -183,7 +184,7 @@ class Pipeline:
 
     def _make(self) -> tuple[Any, nnx.Optimizer]:
         model = self.staged.make()
-        return model, nnx.Optimizer(model, self.optimizer, wrt=self.staged.wrt)
+        return model, optimizer_of(model, self.optimizer, self.staged.wrt)
 
     @cached_property
     def _order(self) -> list[Action]:

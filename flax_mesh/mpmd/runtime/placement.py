@@ -1,5 +1,6 @@
 """Placement of a pipeline's state: which group owns each leaf, and how it is sharded there."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -78,6 +79,7 @@ def place(
         leaf, rows = plain.leaves[owner.source], owner.rows
         shape = leaf.shape if rows is None else (rows[1] - rows[0], *leaf.shape[1:])
         leaves.append(jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=owner.sharding))
+    _check_rows(owners, leaves)
     tree = jax.tree.unflatten(plain.definition.treedef, chunked(owners, leaves))
     definition = TreeDefinition(plain.definition.graphdef, jax.tree.structure(tree))
     return Placement(tuple(owners), TrainState(tuple(leaves), definition), plain)
@@ -156,6 +158,25 @@ def check_specs(specs: Iterable[tuple[str, PartitionSpec]], mesh: MpmdMesh) -> N
             "\n".join(path_lines(wrong))
             + f"\nA spec must not contain {name!r}, the axis of the pipeline's groups: each group "
             "has its own leaves. Map these dims to other axes, or to None."
+        )
+
+
+def _check_rows(owners: Sequence[LeafOwner], leaves: Sequence[jax.ShapeDtypeStruct]) -> None:
+    """Raises a ShardingError if a spec splits the layers of a stack into more parts than a stage has layers."""
+    wrong = []
+    for owner, leaf in zip(owners, leaves, strict=True):
+        spec = owner.sharding.spec
+        if (
+            owner.rows is not None
+            and spec
+            and leaf.shape[0] % (ways := math.prod(owner.sharding.mesh.shape[axis] for axis in as_tuple(spec[0])))
+        ):
+            wrong.append(f"{owner.path}: {spec} splits the {leaf.shape[0]} layers of a stage into {ways} parts")
+    if wrong:
+        raise ShardingError(
+            "\n".join(path_lines(dict.fromkeys(wrong)))
+            + "\nThe leading dim of a scanned stack counts its layers, which the stages divide among them. Name the "
+            "stack in the rules, which then apply to the other dims: PartitionRules(..., layers=...)."
         )
 
 

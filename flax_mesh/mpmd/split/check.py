@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh.jax_compat import short_tracer_errors
+from flax_mesh.modes import user_modes
 from flax_mesh.mpmd.split.assign import CutError
 from flax_mesh.mpmd.split.backward import differentiate
 from flax_mesh.mpmd.split.jaxpr import Eqn, Program, Var, bodies, flops, num_bytes
@@ -91,7 +92,7 @@ def check_stages(
     def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             around = contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
-            with around, nnx.use_eager_sharding(False), short_tracer_errors():
+            with around, user_modes(), short_tracer_errors():
                 return fn(*args)
 
         return jax.jit(run, compiler_options=options)
@@ -143,7 +144,7 @@ def _unsplit(
 
     def run(values: list[Any], batch: Batch, step: Any, microbatch: Any) -> Results:
         called = nnx.merge(graphdef, jax.tree.unflatten(treedef, values))
-        params, _, others = nnx.state(called, wrt, nnx.RngState, ...)
+        params, _, others = nnx.state(called, wrt, nnx.RngState, ..., graph=True)
 
         def loss_of(params: nnx.State) -> Any:
             return run_loss(loss_fn, called, wrt, (params, others), batch, (seed, step, microbatch), layers)

@@ -25,7 +25,9 @@ def stages_text(stages: Iterable[int]) -> str:
 def modules_text(model: Any) -> str:
     """What the model has that `layers=` may name."""
     lists = sorted(
-        "/".join(map(str, path)) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.List) and len(node)
+        "/".join(map(str, path))
+        for path, node in nnx.iter_graph(model, graph=True)
+        if isinstance(node, nnx.List) and len(node)
     )
     children = _children(model)
     modules = f" It has modules at {_quoted(sorted(children))}." if children else ""
@@ -188,13 +190,13 @@ def _children(module: Any) -> list[str]:
     return [
         name
         for name, value in vars(module).items()
-        if isinstance(value, nnx.Module) and not isinstance(value, nnx.List)
+        if isinstance(value, nnx.Pytree) and not isinstance(value, nnx.List | nnx.Rngs | nnx.RngStream)
     ]
 
 
 def _lists_around(model: Any, paths: Sequence[str]) -> list[str]:
     """The outermost lists of the model that contain one of `paths`."""
-    lists = ["/".join(map(str, path)) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.List)]
+    lists = ["/".join(map(str, path)) for path, node in nnx.iter_graph(model, graph=True) if isinstance(node, nnx.List)]
     around = (min((x for x in lists if path.startswith(f"{x}/")), key=len, default=None) for path in paths)
     return list(dict.fromkeys(path for path in around if path is not None))
 

@@ -212,7 +212,7 @@ def split_stages(
 
     Args:
         loss_fn: A LossFn: `loss_fn(model, batch)` returns (loss_sum, weight), or another of its forms.
-        model: An nnx.Module, abstract or not, or a function that makes one.
+        model: An nnx.Module or another nnx.Pytree, abstract or not, or a function that makes one.
         batch: A batch of `num_microbatches` equal microbatches, as arrays or ShapeDtypeStructs.
         mesh: The groups of the pipeline as an MpmdMesh; or, if a Pipeline is not wanted, the mesh of one group.
             Constraints in the model see the mesh of a group.
@@ -433,9 +433,9 @@ def _calls_in_order(program: Program, leaves: Sequence[ModelLeaf]) -> list[Layer
 def _check_order(loss_fn: Any, model: Any) -> None:
     """ConfigError for arguments in another order than split_stages(loss_fn, model, batch)."""
     given = f"got {_kind_text(loss_fn)} and {_kind_text(model)}"
-    if isinstance(loss_fn, nnx.Module) or not callable(loss_fn):
+    if isinstance(loss_fn, nnx.Pytree) or not callable(loss_fn):
         raise ConfigError(f"split_stages takes loss_fn, a function, before the model: {given}. Exchange them.")
-    if isinstance(model, nnx.Module):
+    if isinstance(model, nnx.Pytree):
         return
     if not callable(model):
         raise ConfigError(f"model must be an nnx.Module, or a function without arguments that makes one: {given}.")
@@ -456,17 +456,17 @@ def _kind_text(x: Any) -> str:
 
 def _abstract(model: Any, mesh: AbstractMesh | None) -> tuple[Callable[[], Any], tuple[Any, nnx.State]]:
     """(function that makes the module, its graph definition and abstract state), from a module or such a function."""
-    if isinstance(model, nnx.Module):
-        graphdef, state = nnx.split(model)
+    if isinstance(model, nnx.Pytree):
+        graphdef, state = nnx.split(model, graph=True)
 
-        def copied() -> nnx.Module:
+        def copied() -> nnx.Pytree:
             return nnx.merge(graphdef, state, copy=True)
 
         return copied, abstract_split(copied, mesh)
 
-    def make() -> nnx.Module:
+    def make() -> nnx.Pytree:
         made = model()
-        if not isinstance(made, nnx.Module):
+        if not isinstance(made, nnx.Pytree):
             raise ConfigError(f"the function that makes the model must return an nnx.Module, got {_kind_text(made)}.")
         return made
 
@@ -482,7 +482,7 @@ def _calls_of_shared(model: Any, layers: Sequence[str]) -> int:
             raise CutError(
                 f"layers={path!r}: {type(model).__name__} has nothing there. {modules_text(model)}"
             ) from None
-        modules = [id(item) for item in found if isinstance(item, nnx.Module)] if isinstance(found, nnx.List) else []
+        modules = [id(item) for item in found if isinstance(item, nnx.Pytree)] if isinstance(found, nnx.List) else []
         if len(set(modules)) < len(modules):
             if len(layers) > 1:
                 raise CutError(
@@ -497,7 +497,7 @@ def _layers_of(model: Any) -> tuple[str, ...]:
     if found := model_layers(model):
         return found
     own = getattr(model, "layers", None)
-    if isinstance(own, nnx.List) and any(isinstance(item, nnx.Module) for item in own):
+    if isinstance(own, nnx.List) and any(isinstance(item, nnx.Pytree) for item in own):
         return ("layers",)
     # A module `layers` may be a scanned stack or anything else: it does not show which dim is that of the layers.
     what = "its `layers` is not a list" if own is not None else "it has no list `layers`"

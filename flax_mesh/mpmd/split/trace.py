@@ -11,6 +11,7 @@ from flax import nnx
 from jax.extend.core.primitives import copy_p
 from jax.sharding import AbstractMesh
 
+from flax_mesh.modes import set_eval_mode, user_modes
 from flax_mesh.mpmd.split.assign import StageProgram, mark_p
 from flax_mesh.mpmd.split.jaxpr import JIT, REMAT, Chunks, Eqn, Program, inline, interpret, is_var, needed, trace, whole
 from flax_mesh.stacks import is_single_layer, module_at
@@ -71,11 +72,11 @@ def trace_forward(
         called = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
         after: Any = ()
         if train:
-            params, _, others = nnx.state(called, wrt, nnx.RngState, ...)
+            params, _, others = nnx.state(called, wrt, nnx.RngState, ..., graph=True)
             seeds = (seed, step, microbatch)
             loss_sum, (weight, metrics, after) = run_loss(loss_fn, called, wrt, (params, others), batch, seeds, layers)
         else:
-            called.eval()
+            set_eval_mode(called)
             loss_sum, weight, metrics = sums_of(loss_fn(called, batch))
         names[:] = ["loss", "weight", *metrics]
         sums = [loss_sum, weight, *metrics.values()]
@@ -85,7 +86,7 @@ def trace_forward(
     kinds = [named_leaves(part) for part in nnx.split_state(state, wrt, nnx.RngState, ...)]
     check_trainable(kinds[0])
     around = jax.sharding.use_abstract_mesh(mesh) if mesh is not None else contextlib.nullcontext()
-    with around, nnx.use_eager_sharding(False):
+    with around, user_modes():
         counts = jax.ShapeDtypeStruct((), jnp.uint32), jax.ShapeDtypeStruct((), jnp.int32)
         program, _ = trace(forward, leaves, batch, *counts)
     kinds = [{path for path, _ in kind} for kind in kinds]
@@ -112,7 +113,9 @@ def places_of(model: Any, layers: Sequence[str]) -> Places:
 
     A module that the model has under several paths is in the state under the first of them only.
     """
-    first = {id(node): path_of(path) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Pytree)}
+    first = {
+        id(node): path_of(path) for path, node in nnx.iter_graph(model, graph=True) if isinstance(node, nnx.Pytree)
+    }
     named = tuple(f"{path}/" for path in layers)
     places: dict[str, tuple[str, int | None]] = {}
     for path in layers:
@@ -217,7 +220,7 @@ def marked_calls(model: Any, path: str) -> Iterator[None]:
 
     # object.__setattr__, because the __setattr__ of nnx would store the class as a new attribute.
     for layer in module_at(model, path):
-        if isinstance(layer, nnx.Module) and id(layer) not in before:
+        if isinstance(layer, nnx.Pytree) and id(layer) not in before:
             cls = type(layer)
             before[id(layer)] = (layer, cls)
             call = lambda self, *args, cls=cls, **kwargs: mark(cls.__call__(self, *args, **kwargs))  # noqa: E731
