@@ -47,25 +47,27 @@ def check_effects(program: Program) -> None:
 
 
 def check_meshes(program: Program) -> None:
-    """CutError for sharding constraints on a mesh of devices: each stage runs on the mesh of its own group."""
-    found: dict[str, Any] = {}
+    """CutError for shardings on a mesh of devices: each stage runs on the mesh of its own group."""
+    found: dict[str, str] = {}
 
     def walk(eqns: Iterable[Eqn]) -> None:
         for eqn in eqns:
-            sharding = eqn.params.get("sharding")
-            if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-                found.setdefault(source_line(eqn), sharding)
+            named = [x for x in eqn.params.values() if isinstance(x, NamedSharding)]
+            meshes = [x for x in [*eqn.params.values(), *(sharding.mesh for sharding in named)] if isinstance(x, Mesh)]
+            if meshes:
+                what = f"{named[0].spec}" if named else eqn.primitive.name
+                found.setdefault(source_line(eqn), f"{what} on {meshes[0].size} devices")
             for body in bodies(eqn):
                 walk(body.eqns)
 
     walk(program.eqns)
     if found:
-        lines = [f"{line}: {sharding.spec} on {sharding.mesh.size} devices" for line, sharding in found.items()]
+        lines = [f"{line}: {what}" for line, what in found.items()]
         raise CutError(
             "the model constrains arrays to a mesh of devices, but every stage runs on the mesh of its own group:\n"
             + "\n".join(at_most(lines))
-            + "\nPass the spec without a mesh, with_sharding_constraint(x, PartitionSpec(...)): it then refers to the "
-            "mesh of the stage."
+            + "\nPass the spec without a mesh, with_sharding_constraint(x, PartitionSpec(...)), and shard_map without "
+            "mesh=: they then refer to the mesh of the stage."
         )
 
 
