@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd.mesh import MpmdMesh
@@ -17,7 +17,7 @@ from flax_mesh.mpmd.runtime.placement import Placement, chunked, cut_rows
 from flax_mesh.mpmd.split.jaxpr import Chunks, Program, Var, inline, interpret, is_var, shape_of, trace, whole
 from flax_mesh.mpmd.split.split import StagedModel
 from flax_mesh.mpmd.split.update import SHARED, GroupProgram, MixedGroups, cut_by_group, pack, unpack
-from flax_mesh.mpmd.transport.layout import on_all_groups, put_host
+from flax_mesh.mpmd.transport.layout import on_all_groups, put_host, sharding_on
 from flax_mesh.step.loss import Limits, Metrics, apply_gradients, skip_update
 from flax_mesh.step.state import TrainState
 from flax_mesh.text import paths_text
@@ -90,7 +90,11 @@ class Update:
             v: o.sharding for v, o in zip(program.outputs, owners, strict=False) if is_var(v) and o.group != SHARED
         }
         packs = {(part.group, part.phase): part.packs for part in parts if part.packs}
-        self.parts = [_compile(part, packs, shardings, options) for part in parts if part.group in self.local_groups]
+        self.parts = [
+            _compile(part, packs, shardings, self.meshes[part.group], options)
+            for part in parts
+            if part.group in self.local_groups
+        ]
         self.packs = {key: jax.eval_shape(pack, [shape_of(v.aval) for v in scalars]) for key, scalars in packs.items()}
         self.readers = {key: {p.group for p in parts if key in p.receives} for key in packs}
 
@@ -173,6 +177,7 @@ def _compile(
     part: GroupProgram,
     packs: Mapping[tuple[int, int], Sequence[Any]],
     shardings: Mapping[Any, Any],
+    mesh: Mesh,
     options: dict[str, Any] | None,
 ) -> GroupFunction:
     """Jit one part of the update; `shardings` has the shardings of the outputs that are leaves.
@@ -197,6 +202,8 @@ def _compile(
         return outs[:num], pack([jnp.asarray(x) for x in outs[num:]])
 
     out = [shardings.get(v) for v in part.results]
+    if not order and not part.receives:  # constants: without an argument, only the results have devices
+        out = [x or sharding_on(shape_of(v.aval).sharding, mesh) for x, v in zip(out, part.results, strict=True)]
     call = named_jit(update, f"update{part.phase}", (0,), (out, None), options)
     return part, donated, kept, call
 

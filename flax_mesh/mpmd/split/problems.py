@@ -53,7 +53,9 @@ def check_meshes(program: Program) -> None:
     def walk(eqns: Iterable[Eqn]) -> None:
         for eqn in eqns:
             named = [x for x in eqn.params.values() if isinstance(x, NamedSharding)]
-            meshes = [x for x in [*eqn.params.values(), *(sharding.mesh for sharding in named)] if isinstance(x, Mesh)]
+            # A reshard has the mesh of its sharding as `concrete_mesh`, shard_map has `mesh`.
+            own = [eqn.params.get(name) for name in ("concrete_mesh", "mesh")]
+            meshes = [x for x in [*own, *(sharding.mesh for sharding in named)] if isinstance(x, Mesh)]
             if meshes:
                 what = f"{named[0].spec}" if named else eqn.primitive.name
                 found.setdefault(source_line(eqn), f"{what} on {meshes[0].size} devices")
