@@ -20,6 +20,7 @@ from flax_mesh.mpmd.split.assign import DATA, VARIABLES, CutError
 from flax_mesh.mpmd.split.check import check_stages, full_precision, is_cheap, one_device_mesh
 from flax_mesh.mpmd.split.jaxpr import Program, Var, has_explicit_axes, num_bytes
 from flax_mesh.mpmd.split.problems import (
+    ambiguity_explained,
     check_effects,
     check_layers,
     check_meshes,
@@ -89,18 +90,19 @@ class StagedModel:
         if key not in self._cuts:
             shared = ("", 0) in self.ranks  # the list has one layer several times: the ranks are those of the calls
             loss_fn = _marked(self.loss_fn, self.layers[0]) if shared else self.loss_fn
-            forward = trace_forward(
-                loss_fn,
-                self.split_model,
-                self.wrt,
-                self.layers,
-                self.mesh,
-                shapes,
-                specs=self.specs,
-                axes=self.axes,
-                seed=seed,
-                train=train,
-            )
+            with ambiguity_explained():
+                forward = trace_forward(
+                    loss_fn,
+                    self.split_model,
+                    self.wrt,
+                    self.layers,
+                    self.mesh,
+                    shapes,
+                    specs=self.specs,
+                    axes=self.axes,
+                    seed=seed,
+                    train=train,
+                )
             opened = open_forward(forward, self.leaves)
             self._cuts[key] = _cut(opened, self)
         return self._cuts[key]
@@ -288,7 +290,8 @@ def split_stages(
     shapes = microbatch_shapes(batch, num_microbatches) if num_microbatches is not None else shapes_of(batch)
     traced_fn = _marked(loss_fn, layers[0]) if num_calls else loss_fn
     specs, axes = _layout_of(make, abstract, around)
-    forward = trace_forward(traced_fn, split_model, wrt, layers, around, shapes, specs=specs, axes=axes)
+    with ambiguity_explained():
+        forward = trace_forward(traced_fn, split_model, wrt, layers, around, shapes, specs=specs, axes=axes)
     places = places_of(abstract, layers)
     single = split_leaves(forward, places)
     opened = open_forward(forward, single)
