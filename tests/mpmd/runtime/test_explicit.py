@@ -3,6 +3,7 @@
 import functools
 import math
 from itertools import product
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -217,7 +218,7 @@ def test_explicit_axes_train_as_auto_axes(name, mesh, kind, schedule, remat):
 class Written(Linears):
     """`combine(x, y)` combines the stream and the output of a layer."""
 
-    combine = None
+    combine: Any = None
 
     def __call__(self, x):
         for layer in self.layers:
@@ -241,6 +242,7 @@ def test_boundaries_residuals_and_cotangents_have_the_type_of_their_values():
     first, second = (differentiate(stage, [0, 1, 2, 3], split=True) for stage in staged.cut(staged.example).stages)
     rows = P(ROWS, None)
     assert [v.aval.sharding.spec for v in second.received] == [rows]
+    assert second.backward is not None
     assert {v.aval.sharding.spec for v in second.backward.outputs if v.aval.shape == (4, WIDTH)} == {rows}
     assert {v.aval.sharding.spec for v in first.arguments[3] if v.aval.shape == (4, WIDTH)} == {rows}
     (again,) = [v.aval for v in pipeline.staged.cut(staged.example).stages[1].received]
