@@ -127,6 +127,15 @@ def source_line(eqn: Any) -> str:
     return ""
 
 
+def sharding_type_errors() -> tuple[type[Exception], ...]:
+    """The error that JAX raises for an operation whose sharding is ambiguous on Explicit axes, for an except clause.
+
+    It has no public name. Without the private one: (), so the error is not caught.
+    """
+    error = _optional("jax._src.core.ShardingTypeError")
+    return () if error is None else (error,)
+
+
 def in_source_of(eqn: Any) -> AbstractContextManager[Any]:
     """A context in which new equations have the source line of `eqn`. Without the private name they have their own."""
     context = _optional("jax._src.source_info_util.user_context")

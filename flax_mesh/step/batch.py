@@ -4,8 +4,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from flax_mesh.axes import PartitionAxis
 from flax_mesh.errors import ConfigError
+from flax_mesh.sharding.rules import fit_spec
 from flax_mesh.text import listed
 from flax_mesh.tree import path_of
 
@@ -65,3 +68,12 @@ def microbatch_shapes(batch: Any, count: int) -> Any:
     if problems:
         raise ConfigError(problems)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // count, *x.shape[1:]), x.dtype), shapes)
+
+
+def microbatch_spec(shape: tuple[int, ...], mesh: Mesh | AbstractMesh, axes: PartitionAxis) -> PartitionSpec:
+    """The spec of an array of a microbatch in a pipeline. The second dim of an array with two dims is the sequence.
+
+    Rows are sharded if they are divisible: axes that do not divide a dim are dropped.
+    """
+    logical = ("batch", "sequence") if len(shape) == 2 else ("batch",)
+    return fit_spec("batch", shape, axes.resolve(logical), mesh)[0]

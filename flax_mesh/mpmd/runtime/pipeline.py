@@ -128,6 +128,7 @@ class Pipeline:
             rules = [(".*", ())]  # groups of one device: nothing can be split
         self.axes = axes or getattr(rules, "axes", None) or getattr(staged.model, "axes", DEFAULT_AXES)
         self.placement = place(self._make, staged, mesh, self.group_of, rules, axes, shard_optimizer_over)
+        self.staged = staged.with_layout(self.groups[0].abstract_mesh, self.placement.model_specs, self.axes)
         self.num_transfers = 0  # of activations and gradients between groups, in the last step
         self.on_action: Callable[[Action, Saved], None] | None = None  # for tests and tools
         self._by_batch: dict[Hashable, CompiledPipeline] = {}  # by the tree and the shapes of a batch

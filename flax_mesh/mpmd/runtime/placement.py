@@ -48,6 +48,12 @@ class Placement:
     abstract: TrainState  # leaves are ShapeDtypeStructs with shardings
     plain: TrainState  # the same state without groups, one leaf per variable
 
+    @property
+    def model_specs(self) -> tuple[PartitionSpec, ...]:
+        """The specs of the leaves of the model."""
+        leaves = named_leaves(self.plain.to_nnx())
+        return tuple(leaf.sharding.spec for path, leaf in leaves if path.startswith(MODEL))
+
 
 def place(
     make: Callable[[], Any],

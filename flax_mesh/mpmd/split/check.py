@@ -69,6 +69,7 @@ def check_stages(
     wrt: Any,
     layers: Sequence[str],
     mesh: Mesh | None,
+    specs: Sequence[PartitionSpec],
     make: Callable[[], Any],
     batch: Batch,
     *,
@@ -82,6 +83,7 @@ def check_stages(
         forward: The stages, traced on `mesh`.
         split_model: Graph definition and state of the model.
         mesh: A mesh of one device, or None.
+        specs: The specs of the leaves of the model, which belong to their types on Explicit axes; else ().
         make: Returns the model with its initial values.
         batch: Arrays, or ShapeDtypeStructs, which are replaced by random values.
         remat, split: As in `differentiate`.
@@ -98,7 +100,8 @@ def check_stages(
         return jax.jit(run, compiler_options=options)
 
     with full_precision():
-        leaves = jax.device_put(compiled(lambda: made_leaves(make))(), place)
+        of_leaves = [NamedSharding(mesh, spec) for spec in specs] if mesh is not None and specs else place
+        leaves = jax.device_put(compiled(lambda: made_leaves(make))(), of_leaves)
         args = jax.device_put((_values(batch), jnp.uint32(0), jnp.int32(0)), place)
         unsplit = compiled(_unsplit(forward, loss_fn, split_model, wrt, layers, seed))
         want, have = unsplit(leaves, *args), compiled(_staged(forward, remat, split))(leaves, *args)
@@ -179,7 +182,7 @@ def _staged(forward: Forward, remat: str, split: bool) -> Run:
             outputs |= {at: next(found) for at in stage.outputs}
             saved.append((inputs, received, list(found)))
         cotangents: dict[Var, list[Any]] = {}
-        grads = {at: jnp.zeros(leaves[at].shape, leaves[at].dtype) for at in wrt}
+        grads = {at: jnp.zeros_like(leaves[at]) for at in wrt}
         for stage, (inputs, received, residuals) in reversed([*zip(stages, saved, strict=True)]):
             assert stage.backward is not None
             summed = [functools.reduce(operator.add, cotangents[stage.sent[i]]) for i in stage.floats_out]

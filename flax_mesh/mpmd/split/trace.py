@@ -9,12 +9,28 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.extend.core.primitives import copy_p
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
 from flax_mesh.modes import set_eval_mode, user_modes
 from flax_mesh.mpmd.split.assign import StageProgram, mark_p
-from flax_mesh.mpmd.split.jaxpr import JIT, REMAT, Chunks, Eqn, Program, inline, interpret, is_var, needed, trace, whole
+from flax_mesh.mpmd.split.jaxpr import (
+    JIT,
+    REMAT,
+    Chunks,
+    Eqn,
+    Program,
+    has_explicit_axes,
+    inline,
+    interpret,
+    is_var,
+    needed,
+    shape_of,
+    trace,
+    whole,
+)
 from flax_mesh.stacks import is_single_layer, module_at
+from flax_mesh.step.batch import microbatch_spec
 from flax_mesh.step.loss import Batch, LossFn, check_trainable, check_weight, run_loss, sums_of
 from flax_mesh.step.parameter_flow import flow
 from flax_mesh.tree import named_leaves, path_of
@@ -57,15 +73,21 @@ def trace_forward(
     mesh: AbstractMesh | None,
     batch: Batch,
     *,
+    specs: Sequence[PartitionSpec] = (),
+    axes: PartitionAxis = DEFAULT_AXES,
     seed: int = 0,
     train: bool = True,
 ) -> Forward:
     """Trace `loss_fn(model, batch)`, both abstract. `split` is the graph definition and the state of the model.
 
+    On a `mesh` with Explicit axes, `specs`, one per leaf of the model, and `axes` are the layout of model and batch.
     `train=False` is `eval()` mode without new values of variables.
     """
     graphdef, state = split
     leaves, treedef = jax.tree.flatten(state)
+    if mesh is not None and has_explicit_axes(mesh):
+        leaves = [_typed(x, mesh, spec) for x, spec in zip(leaves, specs, strict=True)]
+        batch = jax.tree.map(lambda x: _typed(x, mesh, microbatch_spec(x.shape, mesh, axes)), batch)
     names: list[str] = []
 
     def forward(leaves: list[Any], batch: Batch, step: Any, microbatch: Any):
@@ -106,6 +128,10 @@ def trace_forward(
     program = program._replace(outputs=(*program.outputs[:num_sums], *(atom for _, atom in changed)))
     updates = dict(enumerate((source for source, _ in changed), start=num_sums))
     return Forward(program, tuple(found), tuple(names), updates)
+
+
+def _typed(x: Any, mesh: AbstractMesh, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
 
 def places_of(model: Any, layers: Sequence[str]) -> Places:
@@ -174,8 +200,8 @@ def open_forward(forward: Forward, leaves: tuple[ModelLeaf, ...]) -> Forward:
                 flat.append(out.parts[number] if chunked else whole(out)[slice(*rows)] if rows else whole(out))
         return flat
 
-    data = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in forward.program.inputs[len(forward.leaves) :]]
-    arrays = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    data = [shape_of(v.aval) for v in forward.program.inputs[len(forward.leaves) :]]
+    arrays = [shape_of(forward.program.inputs[leaf.source].aval, leaf.shape) for leaf in leaves]
     program = _with_copies(inline(trace(retraced, arrays, data)[0]), updates)
     kept, _ = needed(program.eqns, program.outputs)  # unused equations would be assigned to the last stage
     program = program._replace(eqns=tuple(program.eqns[at] for at in kept))
@@ -200,7 +226,7 @@ def _with_copies(program: Program, updates: Mapping[int, int]) -> Program:
     def copied(*args: Any) -> list[Any]:
         return [copy_p.bind(x) if at in assigned else x for at, x in enumerate(program.call(*args))]
 
-    return trace(copied, *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.inputs))[0]
+    return trace(copied, *(shape_of(v.aval) for v in program.inputs))[0]
 
 
 @contextlib.contextmanager
