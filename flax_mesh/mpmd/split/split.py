@@ -511,7 +511,7 @@ def _layout_of(
     axes = axes if isinstance(axes, PartitionAxis) else DEFAULT_AXES
     if mesh is None or not has_explicit_axes(mesh):
         return (), axes
-    has_rules = hasattr(model, "partition_rules") or annotations_of(nnx.state(model))
+    has_rules = hasattr(model, "partition_rules") or annotations_of(nnx.state(model, graph=True))
     found = abstract_state(make, mesh, None if has_rules else [(".*", ())], on_mismatch="drop")
     return tuple(leaf.sharding.spec for leaf in jax.tree.leaves(found)), axes
 
