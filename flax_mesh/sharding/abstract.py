@@ -204,7 +204,7 @@ def init_state(make: Make, abstract: nnx.State) -> nnx.State:
     """The state of `make()` as arrays, initialized directly with the shardings of `abstract`.
 
     One compilation initializes model and optimizer. No device stores more than its own shards and the temporaries that
-    initialize them. Random initializers return the same bits on every mesh (JAX's threefry is partitionable).
+    initialize them. Random initializers return the same bits on every mesh, see `initialized`.
 
     Raises:
         ShardingError: `abstract` is not the state of `make()`, or was made for an AbstractMesh.
@@ -246,9 +246,23 @@ def _initialize(make: Make, abstract: nnx.State, state: nnx.State) -> list[jax.A
             "init_state needs a mesh of devices, but the abstract state was made for an AbstractMesh. Make it with a "
             "mesh from create_mesh(...)."
         )
-    shardings = [leaf.sharding for leaf in jax.tree.leaves(abstract)]
+    return initialized(lambda: made_leaves(make, mesh), [leaf.sharding for leaf in jax.tree.leaves(abstract)])
+
+
+def initialized(leaves: Callable[[], list[Any]], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
+    """The arrays of `leaves()`, computed by one program directly with `shardings`, with the same bits for any of them.
+
+    XLA's CPU backend vectorizes a loop over the last dim of a shard and computes the rest of it without vectors. In
+    jax 0.12 the two round exp, tanh and the inverse error function of normal initializers differently, so that the bits
+    depend on the shape of the shard. Without optimizations nothing is vectorized. On CPUs that makes random numbers
+    about ten times slower and the compilation no slower; other backends compile as before. Values that an initializer
+    computes from random ones in several steps, such as tanh(exp(normal)), may still differ by rounding: XLA fuses the
+    steps differently on different meshes, and without fusion every step would be stored (15 times the temporaries).
+    """
+    on_cpu = any(device.platform == "cpu" for sharding in shardings[:1] for device in sharding.device_set)
+    options: Any = {"xla_backend_optimization_level": 0} if on_cpu else None
     with short_tracer_errors():
-        return jax.jit(lambda: made_leaves(make, mesh), out_shardings=shardings)()
+        return jax.jit(leaves, out_shardings=list(shardings), compiler_options=options)()
 
 
 def mesh_of_leaves(leaves: Iterable[Any]) -> Mesh | AbstractMesh | None:

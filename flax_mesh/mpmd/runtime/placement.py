@@ -10,14 +10,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh.axes import PartitionAxis, as_tuple
 from flax_mesh.errors import ShardingError
-from flax_mesh.jax_compat import short_tracer_errors
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.split.jaxpr import Chunks
 from flax_mesh.mpmd.split.split import StagedModel
 from flax_mesh.mpmd.split.trace import ModelLeaf
 from flax_mesh.mpmd.split.update import SHARED
 from flax_mesh.mpmd.transport.layout import on_all_groups, remote_array, sharding_on
-from flax_mesh.sharding.abstract import abstract_state, made_leaves
+from flax_mesh.sharding.abstract import abstract_state, initialized, made_leaves
 from flax_mesh.sharding.rules import Rules
 from flax_mesh.step.state import TrainState, TreeDefinition, abstract_train_state
 from flax_mesh.text import path_lines
@@ -135,8 +134,7 @@ def init_leaves(make: Callable[[], Any], placement: Placement, meshes: Mapping[i
             return [cut_rows(values[placement.owners[at].source], placement.owners[at].rows) for at in of_group]
 
         there = [sharding_on(placement.owners[at].sharding, mesh) for at in of_group]
-        with short_tracer_errors():
-            made = jax.jit(leaves, out_shardings=there)()
+        made = initialized(leaves, there)
         if group == SHARED:
             made = [
                 _copied(x, meshes, first, placement.owners[at].sharding) for at, x in zip(of_group, made, strict=True)
