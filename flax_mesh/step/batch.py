@@ -11,7 +11,10 @@ from flax_mesh.tree import path_of
 
 
 def shapes_of(batch: Any) -> Any:
-    """`batch` as ShapeDtypeStructs without shardings; ConfigError for leaves that are no arrays."""
+    """`batch` as ShapeDtypeStructs without shardings; ConfigError for leaves that are no arrays.
+
+    The dtypes are those that a compiled function receives: int32 for int64 of numpy, unless jax_enable_x64 is set.
+    """
     named = [(path_of(path), x) for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]]
     others = [(path, x) for path, x in named if not _has_numbers(x)]
     if others:
@@ -23,7 +26,11 @@ def shapes_of(batch: Any) -> Any:
                 for (path, _), kind in zip(others, kinds, strict=True)
             ]
         )
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, _dtype(x)), batch)
+
+
+def _dtype(x: Any) -> Any:
+    return jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
 
 
 def _has_numbers(x: Any) -> bool:

@@ -12,7 +12,20 @@ from jax.extend.core.primitives import copy_p
 from jax.sharding import AbstractMesh
 
 from flax_mesh.mpmd.split.assign import StageProgram, mark_p
-from flax_mesh.mpmd.split.jaxpr import JIT, REMAT, Chunks, Eqn, Program, inline, interpret, is_var, needed, trace, whole
+from flax_mesh.mpmd.split.jaxpr import (
+    JIT,
+    REMAT,
+    Chunks,
+    Eqn,
+    Program,
+    bodies,
+    inline,
+    interpret,
+    is_var,
+    needed,
+    trace,
+    whole,
+)
 from flax_mesh.stacks import is_single_layer, module_at
 from flax_mesh.step.loss import Batch, LossFn, check_trainable, check_weight, run_loss, sums_of
 from flax_mesh.step.parameter_flow import flow
@@ -254,8 +267,7 @@ def _spanning_remats(forward: Forward, leaves: Sequence[ModelLeaf]) -> set[int]:
             if name in REMAT and len(set().union(*sources)) > 1:
                 found.add(id(eqn))
             if name in (*REMAT, *JIT):
-                body = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
-                body = getattr(body, "jaxpr", body)
+                (body,) = bodies(eqn)
                 walk(body.eqns, dict(zip(body.invars, sources, strict=True)))
             elif len(eqn.invars) == 1:  # a cast of a parameter still belongs to its layer
                 layers_of |= dict.fromkeys(eqn.outvars, sources[0])
