@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 from jax.extend import core as jex
+from jax.extend.core import primitives
 from jax.sharding import AxisType, NamedSharding
 from jax.tree_util import DictKey
 
@@ -18,13 +19,15 @@ from flax_mesh.jax_compat import empty_debug_info, in_source_of, scan_sizes
 
 Var: TypeAlias = Any  # jex.Var; the shapes and dtypes of its avals are not typed in JAX
 Eqn: TypeAlias = Any  # jex.JaxprEqn
-JIT = ("jit", "pjit", "closed_call", "core_call")
-REMAT = ("checkpoint", "remat", "remat2")
+# Calls of a traced function; their names differ between versions of JAX.
+JIT = tuple({p.name for p in (primitives.jit_p, primitives.call_p, primitives.closed_call_p)})
+REMAT = (primitives.remat_p.name,)
 # Primitives that compute each element independently, so they can run on every chunk of a stack.
 ELEMENTWISE = frozenset(
     """abs add add_any and atan2 cbrt ceil clamp convert_element_type copy cos cosh div eq erf exp exp2 expm1 floor ge
-    gt integer_pow is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow real reduce_precision rem
-    round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh xor""".split()  # noqa: SIM905
+    gt integer_pow is_finite le log log1p log2 logistic lt max min mul ne neg nextafter not one_minus_square or pow real
+    reduce_precision rem round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh
+    xor""".split()  # noqa: SIM905
 )
 REDUCE = {"reduce_sum": jnp.add, "reduce_max": jnp.maximum, "reduce_min": jnp.minimum}
 REDUCE |= {"reduce_and": jnp.logical_and, "reduce_or": jnp.logical_or}

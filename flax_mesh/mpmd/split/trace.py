@@ -20,6 +20,7 @@ from flax_mesh.mpmd.split.jaxpr import (
     Chunks,
     Eqn,
     Program,
+    bodies,
     has_explicit_axes,
     inline,
     interpret,
@@ -283,8 +284,7 @@ def _spanning_remats(forward: Forward, leaves: Sequence[ModelLeaf]) -> set[int]:
             if name in REMAT and len(set().union(*sources)) > 1:
                 found.add(id(eqn))
             if name in (*REMAT, *JIT):
-                body = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
-                body = getattr(body, "jaxpr", body)
+                (body,) = bodies(eqn)
                 walk(body.eqns, dict(zip(body.invars, sources, strict=True)))
             elif len(eqn.invars) == 1:  # a cast of a parameter still belongs to its layer
                 layers_of |= dict.fromkeys(eqn.outvars, sources[0])
