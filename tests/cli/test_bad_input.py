@@ -36,7 +36,7 @@ def files(tmp_path_factory) -> dict[str, str]:
 
 def listing(folder: Path) -> dict[str, tuple[int, int]]:
     """Relative path -> (size, time of the last change) of every file below `folder`, (0, 0) for a folder."""
-    found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.name != "__pycache__"}
+    found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if "__pycache__" not in path.parts}
     stats = {name: path.lstat() for name, path in found.items()}
     return {n: (0, 0) if stat.S_ISDIR(s.st_mode) else (s.st_size, s.st_mtime_ns) for n, s in stats.items()}
 
