@@ -169,7 +169,7 @@ def _accumulate(run: Callable[..., Any], variables: Any, batch: Batch, num_micro
     """Sums the results of `run(variables, part, index)` over equal parts of the batch; `variables` is carried along."""
     if num_microbatches == 1:
         return run(variables, batch, 0)
-    first = microbatch_shapes(batch, num_microbatches), jax.ShapeDtypeStruct((), jnp.int32)
+    microbatch_shapes(batch, num_microbatches)  # checks the batch
 
     def split(x: jax.Array) -> jax.Array:
         x = x.reshape(num_microbatches, x.shape[0] // num_microbatches, *x.shape[1:])
@@ -185,6 +185,9 @@ def _accumulate(run: Callable[..., Any], variables: Any, batch: Batch, num_micro
 
     parts = (jax.tree.map(split, batch), jnp.arange(num_microbatches))
     # Accumulate in float32 or wider: in bfloat16, small gradients would be rounded away when added to a large sum.
-    wide = lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))  # noqa: E731
-    zeros = jax.tree.map(wide, jax.eval_shape(run, variables, *first)[1])
+    # On Explicit axes the zeros have the shardings of the results, which are part of their types.
+    first = jax.eval_shape(
+        lambda variables, parts: run(variables, *jax.tree.map(lambda x: x[0], parts)), variables, parts
+    )
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), first[1])
     return jax.lax.scan(body, (variables, zeros), parts)[0]
