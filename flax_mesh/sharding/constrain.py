@@ -108,8 +108,8 @@ def on_auto_axes(
     mesh = current_mesh()
     if mesh is None or AxisType.Explicit not in mesh.axis_types:
         return function(*args)
-    specs = tuple(_in_mesh(axes.resolve(logical, mode), axes, mesh.axis_names) for logical in out)
-    return jax.sharding.auto_axes(function, out_sharding=specs if len(specs) > 1 else specs[0])(*args)
+    specs = [_in_mesh(axes.resolve(logical, mode), axes, mesh.axis_names) for logical in out]
+    return jax.sharding.auto_axes(function, out_sharding=tuple(specs) if len(specs) > 1 else specs[0])(*args)
 
 
 def _in_mesh(spec: PartitionSpec, axes: PartitionAxis, names: Collection[str]) -> PartitionSpec:
