@@ -15,7 +15,8 @@ from jax.sharding import AxisType, PartitionSpec
 from flax_mesh.axes import PartitionAxis, as_tuple
 from flax_mesh.mesh.context import current_mesh
 from flax_mesh.models.matmul import dot_float32
-from flax_mesh.sharding.constrain import constrain, on_auto_axes, with_sharding_constraint
+from flax_mesh.sharding.constrain import constrain, with_sharding_constraint
+from flax_mesh.sharding.explicit import on_auto_axes
 
 
 def project(x_BSD: jax.Array, weights_DV: jax.Array, axes: PartitionAxis, mode: Any = "train") -> jax.Array:

@@ -25,7 +25,8 @@ from flax_mesh.models.moe import Aux, MoE, router_losses
 from flax_mesh.models.rotary import RopeScaling, rotate
 from flax_mesh.settings import MAX_SIZE, SAME_RESULT, type_problems, value_problems
 from flax_mesh.sharding.abstract import partitioned
-from flax_mesh.sharding.constrain import constrain, on_auto_axes
+from flax_mesh.sharding.constrain import constrain
+from flax_mesh.sharding.explicit import on_auto_axes
 from flax_mesh.text import axes_text
 
 RunLayer = Callable[..., tuple[jax.Array, Aux]]

@@ -12,9 +12,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis, as_tuple
 from flax_mesh.errors import ShardingError
 from flax_mesh.jax_compat import short_tracer_errors
-from flax_mesh.mesh.context import in_mesh
 from flax_mesh.modes import check_variables, user_modes
 from flax_mesh.sharding.annotations import annotations_of, match_annotations
+from flax_mesh.sharding.explicit import made_on_auto_axes
 from flax_mesh.sharding.optimizer import match_optimizer
 from flax_mesh.sharding.rules import (
     Finding,
@@ -279,8 +279,8 @@ def _made(make: Make, mesh: Mesh | AbstractMesh | None) -> Any:
             "that creates it: its arrays are then initialized directly with their shardings."
         )
     eager_sharding = nnx.using_eager_sharding()
-    with in_mesh(mesh), user_modes():
-        made = make()
+    with user_modes():
+        made = made_on_auto_axes(make, mesh)
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], nnx.Optimizer):
         made = {"model": made[0], "optimizer": made[1]}
     if not isinstance(made, nnx.Pytree | nnx.State | dict | list | tuple):

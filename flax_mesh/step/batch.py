@@ -8,6 +8,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from flax_mesh.axes import PartitionAxis
 from flax_mesh.errors import ConfigError
+from flax_mesh.sharding.constrain import spec_in_mesh
 from flax_mesh.sharding.rules import fit_spec
 from flax_mesh.text import listed
 from flax_mesh.tree import path_of
@@ -76,4 +77,4 @@ def microbatch_spec(shape: tuple[int, ...], mesh: Mesh | AbstractMesh, axes: Par
     Rows are sharded if they are divisible: axes that do not divide a dim are dropped.
     """
     logical = ("batch", "sequence") if len(shape) == 2 else ("batch",)
-    return fit_spec("batch", shape, axes.resolve(logical), mesh)[0]
+    return fit_spec("batch", shape, spec_in_mesh(axes.resolve(logical), axes, mesh), mesh)[0]

@@ -7,12 +7,15 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import AxisType, PartitionSpec
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
 from flax_mesh.mesh.context import current_mesh, in_mesh
 from flax_mesh.modes import set_eval_mode, user_modes
 from flax_mesh.sharding.abstract import mesh_of_leaves
 from flax_mesh.sharding.constrain import with_sharding_constraint
+from flax_mesh.sharding.explicit import axis_types_explained
+from flax_mesh.sharding.rules import fit_spec
 from flax_mesh.step.batch import microbatch_shapes
 from flax_mesh.step.loss import (
     NO_LIMITS,
@@ -65,7 +68,8 @@ def make_train_step(
             one after another. Their gradients are accumulated in float32 or wider, and divided by the summed weight.
         layers: Paths of the layer lists or scanned stacks, which make the random streams of both the same. Default:
             those of the model's rule table.
-        axes: Maps the logical axis "batch" to mesh axes, for the rows of a microbatch.
+        axes: Maps the logical axis "batch" to mesh axes, for the rows of a microbatch. On Explicit axes a microbatch
+            has the sharding of the batch instead.
         learning_rate: Schedule that is evaluated at the step count and reported as the metric "learning_rate". It does
             not change the optimizer.
         compiler_options: Options of XLA, as in `jax.jit`.
@@ -105,11 +109,11 @@ def make_train_step(
     mesh, layout = mesh_of_leaves(state.leaves), state
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        with in_mesh(mesh):
+        with in_mesh(mesh), axis_types_explained():
             return train(state, batch)
 
     def guarded_step(state: TrainState, batch: Batch, limits: Limits = NO_LIMITS) -> tuple[TrainState, Metrics]:
-        with in_mesh(mesh):
+        with in_mesh(mesh), axis_types_explained():
             return skip_update(state, *train(state, batch), limits)
 
     def train(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -148,7 +152,7 @@ def make_eval_step(loss_fn: LossFn, state: TrainState) -> Callable[[TrainState, 
     mesh = mesh_of_leaves(state.leaves)
 
     def evaluate(state: TrainState, batch: Batch) -> Metrics:
-        with in_mesh(mesh):
+        with in_mesh(mesh), axis_types_explained():
             model, optimizer = state.merge()
             set_eval_mode(model)
             graphdef, params, others = nnx.split(model, optimizer.wrt, ..., graph=True)
@@ -172,11 +176,14 @@ def _accumulate(run: Callable[..., Any], variables: Any, batch: Batch, num_micro
     microbatch_shapes(batch, num_microbatches)  # checks the batch
 
     def split(x: jax.Array) -> jax.Array:
-        x = x.reshape(num_microbatches, x.shape[0] // num_microbatches, *x.shape[1:])
-        if current_mesh() is None:
-            return x
+        shape, mesh = (num_microbatches, x.shape[0] // num_microbatches, *x.shape[1:]), current_mesh()
+        if mesh is None:
+            return x.reshape(shape)
+        if AxisType.Explicit in mesh.axis_types:
+            spec = PartitionSpec(None, *jax.typeof(x).sharding.spec)
+            return jnp.reshape(x, shape, out_sharding=fit_spec("batch", shape, spec, mesh)[0])
         # Only a hint: the result is correct with any sharding, so axes that do not fit this mesh are dropped.
-        return with_sharding_constraint(x, axes.resolve((None, "batch")), on_mismatch="drop")
+        return with_sharding_constraint(x.reshape(shape), axes.resolve((None, "batch")), on_mismatch="drop")
 
     def body(carry: Any, indexed: Any):
         variables, total = carry

@@ -28,6 +28,7 @@ from flax_mesh.sharding.abstract import (
     partition_rules,
 )
 from flax_mesh.sharding.annotations import annotations_of
+from flax_mesh.sharding.constrain import spec_in_mesh
 from flax_mesh.sharding.rules import PartitionRules, as_rules, group_findings, match_partition_rules
 from flax_mesh.step.loss import Metrics, sums_of
 from flax_mesh.step.state import TrainState, abstract_train_state
@@ -257,7 +258,8 @@ def make_mesh(config: TrainConfig, say: Callable[[str], None]) -> Mesh:
             devices = devices[:used]
     names = sorted(shape, key=lambda name: name != "pp")  # outermost: groups communicate over the slowest network
     try:
-        return create_mesh(tuple(shape[name] for name in names), tuple(names), devices=devices)
+        dims = tuple(shape[name] for name in names)
+        return create_mesh(dims, tuple(names), devices=devices, axis_types=config.mesh.axis_types)
     except ValueError as error:
         raise ConfigError(f"mesh.shape={config.mesh.shape}: {error}") from error
 
@@ -295,7 +297,7 @@ def run_rules(config: TrainConfig, mesh: Mesh | AbstractMesh | None = None) -> P
 
 def batch_sharding(mesh: Mesh, axes: PartitionAxis) -> NamedSharding:
     """Layout of inputs and targets, (batch, sequence)."""
-    return NamedSharding(mesh, axes.resolve(("batch", "sequence")))
+    return NamedSharding(mesh, spec_in_mesh(axes.resolve(("batch", "sequence")), axes, mesh))
 
 
 def make_model(config: TrainConfig) -> nnx.Module:

@@ -41,10 +41,13 @@ class MeshConfig:
             listed have size 1.
         rules: Mesh axes such as "fsdp" or "fsdp+dp". Every array is then split over them on its largest dim that
             divides; the rule table of the recipe or of the model is not used.
+        axis_types: "auto": XLA chooses the shardings of activations. "explicit": the sharding of an array is part of
+            its type, for models that are written so (`jax.sharding.AxisType`).
     """
 
     shape: str = field(default="fsdp:-1", metadata=SAME_RESULT)
     rules: str = field(default="", metadata=SAME_RESULT)
+    axis_types: str = field(default="auto", metadata=SAME_RESULT | {"one_of": ("auto", "explicit")})
 
 
 @dataclass(frozen=True)

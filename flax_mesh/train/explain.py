@@ -8,9 +8,10 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh
 
 from flax_mesh.errors import ConfigError
+from flax_mesh.mesh.create import normalize_axis_types
 from flax_mesh.mesh.shape import resolve_dims
 from flax_mesh.mpmd import CutError
 from flax_mesh.mpmd.runtime.placement import MODEL, OPTIMIZER, bytes_of_groups
@@ -62,7 +63,8 @@ def abstract_mesh(config: TrainConfig) -> AbstractMesh:
         except ValueError as error:
             raise ConfigError(str(error)) from error
     of_group = {name: size for name, size in zip(shape, sizes, strict=True) if name != "pp"}
-    return AbstractMesh(tuple(of_group.values()), tuple(of_group), axis_types=(AxisType.Auto,) * len(of_group))
+    types = normalize_axis_types(config.mesh.axis_types, tuple(of_group))
+    return AbstractMesh(tuple(of_group.values()), tuple(of_group), axis_types=types)
 
 
 def _stages(config: TrainConfig, explanation: Explanation, mesh: AbstractMesh) -> tuple[str, list[Finding]]:

@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import flax_mesh as fm
 from flax_mesh.sharding import sharding_fingerprint
+from flax_mesh.sharding.abstract import made_leaves
 
 P = PartitionSpec
 RULES = [("kernel$", ("embed", "mlp")), (".*", ())]
@@ -37,6 +38,8 @@ def meshes():
         "fsdp8": fm.create_mesh(),
         "dp2fsdp2tp2": fm.create_mesh((2, 2, 1, 2, 1)),
         "tp8": fm.create_mesh((1, 1, 1, 8, 1)),
+        "explicit fsdp8": fm.create_mesh(axis_types="explicit"),
+        "mixed dp2fsdp2tp2": fm.create_mesh((2, 2, 1, 2, 1), axis_types=("auto", *["explicit"] * 4)),
     }
 
 
@@ -150,14 +153,16 @@ def test_with_vectorized_loops_the_bits_depend_on_the_shape_of_a_shard():
     assert len(drawn(vectorized)) > 1
 
 
-def test_initialization_never_allocates_a_full_copy_on_one_device():
+@pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+def test_initialization_never_allocates_a_full_copy_on_one_device(axis_types):
     class Wide(nnx.Module):
         def __init__(self, rngs):
             self.layers = nnx.List([nnx.Linear(1024, 1024, rngs=rngs) for _ in range(4)])
 
-    abstract = fm.abstract_state(lambda: Wide(nnx.Rngs(0)), fm.create_mesh(), RULES)
+    mesh = fm.create_mesh(axis_types=axis_types)
+    abstract = fm.abstract_state(lambda: Wide(nnx.Rngs(0)), mesh, RULES)
     shardings = [x.sharding for x in jax.tree.leaves(abstract)]
-    init = jax.jit(lambda: jax.tree.leaves(nnx.state(Wide(nnx.Rngs(0)))), out_shardings=shardings)
+    init = jax.jit(lambda: made_leaves(lambda: Wide(nnx.Rngs(0)), mesh), out_shardings=shardings)
     memory = init.lower().compile().memory_analysis()
     assert memory is not None
     full = sum(x.size * 4 for x in jax.tree.leaves(abstract))

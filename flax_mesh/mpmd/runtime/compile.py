@@ -14,7 +14,7 @@ from flax_mesh.mpmd.runtime.transfers import GroupTransfers
 from flax_mesh.mpmd.schedules.schedule import Action
 from flax_mesh.mpmd.split.assign import StageProgram
 from flax_mesh.mpmd.split.backward import differentiate
-from flax_mesh.mpmd.split.jaxpr import Program, Var
+from flax_mesh.mpmd.split.jaxpr import Program, Var, with_axes_of
 from flax_mesh.mpmd.split.trace import Forward, ModelLeaf
 from flax_mesh.mpmd.transport.layout import sharding_on
 from flax_mesh.mpmd.transport.ordered import OrderedTransfer
@@ -174,6 +174,13 @@ class _StageCompiler:
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             return self.program.call(part, *values)
 
+    def sum(self, cotangents: Sequence[Sequence[Any]]) -> list[Any]:
+        """The sums of the cotangents of each sent activation over its receivers."""
+        sent = [self.program.sent[i] for i in self.program.floats_out]
+        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+            parts = [[with_axes_of(v, x) for x in given] for v, given in zip(sent, cotangents, strict=True)]
+            return [functools.reduce(operator.add, each) for each in parts]
+
     def forward(self, changed: Sequence[NamedSharding]) -> Jitted:
         program, updates = self.program, self.updates
         num_sent, num_outputs = len(program.sent), len(program.outputs)
@@ -193,7 +200,7 @@ class _StageCompiler:
         all_gradients = program.weights is None
 
         def backward(leaves, data, slot, received, residuals, cotangents, grads):
-            summed = [functools.reduce(operator.add, parts) for parts in cotangents]
+            summed = self.sum(cotangents)
             outs = self.call(program.backward, self.inputs(leaves, data, slot), received, summed, residuals)
             num = len(program.floats_in)
             to_inputs, rest = outs[:num], outs[num:]
@@ -206,7 +213,7 @@ class _StageCompiler:
 
     def weights(self, trained: Sequence[NamedSharding]) -> Jitted:
         def weights(leaves, data, slot, received, residuals, cotangents, carry, grads):
-            summed = [functools.reduce(operator.add, parts) for parts in cotangents]
+            summed = self.sum(cotangents)
             inputs = self.inputs(leaves, data, slot)
             outs = self.call(self.program.weights, inputs, received, summed, residuals, carry)
             return [g + x for g, x in zip(grads, outs, strict=True)]

@@ -45,7 +45,15 @@ class Program(NamedTuple):
         """Evaluate the program on one value per input. Inside a trace, the equations become part of the trace."""
         names = tuple(self.consts)
         jaxpr = _jaxpr(names, self.inputs, self.outputs, self.eqns)
-        return core.eval_jaxpr(jaxpr, tuple(self.consts.values()), *args)
+        return core.eval_jaxpr(jaxpr, tuple(self.consts.values()), *map(with_axes_of, self.inputs, args))
+
+
+def with_axes_of(v: Var, x: Any) -> Any:
+    """`x` with axes of the same types as those of `v`: another program may have returned it on Auto axes."""
+    wanted, found = v.aval.sharding.mesh, jax.typeof(x).sharding.mesh
+    if wanted.empty or found.empty or wanted.axis_types == found.axis_types:
+        return x
+    return jax.sharding.reshard(x, v.aval.sharding)
 
 
 def is_var(atom: Any) -> bool:
@@ -60,7 +68,12 @@ def variables(atoms: Iterable[Any]) -> list[Var]:
 
 def trace(fn: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
     """Trace `fn` on arrays or ShapeDtypeStructs. Returns its program and the pytree of its output shapes."""
-    with _in_mesh_of(args):
+    meshes = [x.sharding.mesh for x in jax.tree.leaves(args) if _is_on_mesh(x)]
+    explicit = next((mesh.abstract_mesh for mesh in meshes if has_explicit_axes(mesh)), None)
+    if explicit is None:
+        args = jax.tree.map(lambda x: x.update(sharding=None) if isinstance(x, jax.ShapeDtypeStruct) else x, args)
+    # Values without a type of their own take the mesh from the context.
+    with jax.sharding.use_abstract_mesh(explicit) if explicit is not None else contextlib.nullcontext():
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
     # A jax.Array is placed on a device, but the program may run on others. Numpy arrays can be used on any device.
     consts = [np.asarray(c) if isinstance(c, jax.Array) and not _is_key(c) else c for c in closed.consts]
@@ -70,10 +83,11 @@ def trace(fn: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
 def shape_of(x: Any, shape: Sequence[int] | None = None) -> jax.ShapeDtypeStruct:
     """The type of an array or of the aval of a variable, with another shape if `shape` is given.
 
-    On a mesh with Explicit axes the sharding belongs to the type: programs are traced with it again.
+    On a mesh with Explicit axes the sharding belongs to the type: programs are traced with it again. In such a program
+    `jax.sharding.auto_axes` makes values on Auto axes.
     """
     shape = x.shape if shape is None else tuple(shape)
-    return jax.ShapeDtypeStruct(shape, x.dtype, sharding=x.sharding if _has_sharding_type(x) else None)
+    return jax.ShapeDtypeStruct(shape, x.dtype, sharding=x.sharding if _is_on_mesh(x) else None)
 
 
 def has_explicit_axes(mesh: Any) -> bool:
@@ -275,15 +289,9 @@ def _scan_chunks(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
     return [*carry, *(Chunks(parts, chunks.starts) for parts in zip(*ys, strict=True))]
 
 
-def _has_sharding_type(x: Any) -> bool:
+def _is_on_mesh(x: Any) -> bool:
     sharding = getattr(x, "sharding", None)
-    return isinstance(sharding, NamedSharding) and has_explicit_axes(sharding.mesh)
-
-
-def _in_mesh_of(args: Any) -> contextlib.AbstractContextManager[Any]:
-    """The context of the mesh of `args` if it has Explicit axes: values without a type of their own need it."""
-    mesh = next((x.sharding.mesh for x in jax.tree.leaves(args) if _has_sharding_type(x)), None)
-    return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+    return isinstance(sharding, NamedSharding) and not sharding.mesh.empty
 
 
 def _is_key(x: Any) -> bool:

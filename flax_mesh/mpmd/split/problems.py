@@ -1,16 +1,12 @@
 """Why a model cannot be split into stages: the checks of split_stages, whose errors name lines of the model."""
 
-import contextlib
-import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from flax_mesh.jax_compat import LIBRARIES, sharding_type_errors, source_line
+from flax_mesh.jax_compat import source_line
 from flax_mesh.mpmd.split.assign import CutError
 from flax_mesh.mpmd.split.jaxpr import Eqn, Program, Var, bodies, variables
 from flax_mesh.mpmd.split.trace import Forward, Layer, ModelLeaf
@@ -40,22 +36,6 @@ def modules_text(model: Any) -> str:
     if len(children) < 2:
         return f"It has no list: put the layers into an nnx.List.{modules}"
     return f"It has no list.{modules} Each module may be one layer; name several in the order of their calls."
-
-
-@contextlib.contextmanager
-def ambiguity_explained() -> Iterator[None]:
-    """Context in which an operation whose sharding is ambiguous on Explicit axes is a CutError that names its line."""
-    try:
-        yield
-    except sharding_type_errors() as error:
-        libraries = (*LIBRARIES, f"{Path(jax.__file__).parent}/")
-        frames = [x for x in traceback.extract_tb(error.__traceback__) if not x.filename.startswith(libraries)]
-        where = f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name}): {frames[-1].line}" if frames else ""
-        raise CutError(
-            "on Explicit axes every operation must determine the sharding of its result, but this one does not:\n"
-            f"{where}\n{str(error).strip()}\nPass out_sharding= to the operation, or reshard its inputs with "
-            "jax.sharding.reshard; or use Auto axes, create_mesh(axis_types='auto')."
-        ) from error
 
 
 def check_effects(program: Program) -> None:

@@ -20,7 +20,6 @@ from flax_mesh.mpmd.split.assign import DATA, VARIABLES, CutError
 from flax_mesh.mpmd.split.check import check_stages, full_precision, is_cheap, one_device_mesh
 from flax_mesh.mpmd.split.jaxpr import Program, Var, has_explicit_axes, num_bytes
 from flax_mesh.mpmd.split.problems import (
-    ambiguity_explained,
     check_effects,
     check_layers,
     check_meshes,
@@ -40,6 +39,7 @@ from flax_mesh.mpmd.split.trace import (
 )
 from flax_mesh.sharding.abstract import abstract_split, abstract_state, model_layers
 from flax_mesh.sharding.annotations import annotations_of
+from flax_mesh.sharding.explicit import axis_types_explained
 from flax_mesh.stacks import is_single_layer, module_at
 from flax_mesh.step.batch import microbatch_shapes, shapes_of
 from flax_mesh.step.loss import Batch, LossFn
@@ -90,7 +90,7 @@ class StagedModel:
         if key not in self._cuts:
             shared = ("", 0) in self.ranks  # the list has one layer several times: the ranks are those of the calls
             loss_fn = _marked(self.loss_fn, self.layers[0]) if shared else self.loss_fn
-            with ambiguity_explained():
+            with axis_types_explained():
                 forward = trace_forward(
                     loss_fn,
                     self.split_model,
@@ -290,7 +290,7 @@ def split_stages(
     shapes = microbatch_shapes(batch, num_microbatches) if num_microbatches is not None else shapes_of(batch)
     traced_fn = _marked(loss_fn, layers[0]) if num_calls else loss_fn
     specs, axes = _layout_of(make, abstract, around)
-    with ambiguity_explained():
+    with axis_types_explained():
         forward = trace_forward(traced_fn, split_model, wrt, layers, around, shapes, specs=specs, axes=axes)
     places = places_of(abstract, layers)
     single = split_leaves(forward, places)

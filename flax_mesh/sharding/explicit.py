@@ -1,0 +1,117 @@
+"""Models on meshes with Explicit axes, where the sharding of an array is part of its type."""
+
+import contextlib
+import linecache
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from flax_mesh.axes import Mode, PartitionAxis
+from flax_mesh.errors import ShardingError
+from flax_mesh.jax_compat import LIBRARIES, sharding_type_errors
+from flax_mesh.mesh.context import current_mesh, in_mesh
+from flax_mesh.sharding.constrain import spec_in_mesh
+from flax_mesh.tree import path_of
+
+
+def on_auto_axes(
+    function: Callable[..., Any],
+    *args: Any,
+    out: Iterable[tuple[str | None, ...]],
+    axes: PartitionAxis,
+    mode: Mode = "train",
+) -> Any:
+    """`function(*args)`, in which the Explicit axes of the mesh in context are Auto: XLA chooses the shardings.
+
+    A model that is written for Auto axes so runs on Explicit axes too. `out` has the logical axes of every result, as
+    in `constrain`; a result that is a tree has the same ones for all of its arrays. All arrays that `function` uses
+    must be in `args`. On a mesh without Explicit axes this is only the call.
+    """
+    mesh = current_mesh()
+    if mesh is None or AxisType.Explicit not in mesh.axis_types:
+        return function(*args)
+    specs = [spec_in_mesh(axes.resolve(logical, mode), axes, mesh) for logical in out]
+    return jax.sharding.auto_axes(function, out_sharding=tuple(specs) if len(specs) > 1 else specs[0])(*args)
+
+
+def made_on_auto_axes(make: Callable[[], Any], mesh: Mesh | AbstractMesh | None) -> Any:
+    """`make()` with `mesh` in context, in a trace. Explicit axes are Auto if `make` does not refer to them.
+
+    On Explicit axes random values are replicated unless `make` passes `out_sharding=`: every device would compute and
+    store all of them. On Auto axes XLA computes on each device the shards that it stores.
+    """
+    if mesh is not None and AxisType.Explicit in mesh.axis_types:
+        auto = dict.fromkeys(mesh.axis_names, AxisType.Auto)
+        try:
+            with in_mesh(mesh.abstract_mesh.update_axis_types(auto)):
+                return make()
+        except ValueError as error:
+            if not _needs_explicit_axes(error):
+                raise
+    with in_mesh(mesh), axis_types_explained():
+        return make()
+
+
+@contextlib.contextmanager
+def axis_types_explained() -> Iterator[None]:
+    """Context in which JAX's errors about the types of mesh axes are ShardingErrors that name the line of the model.
+
+    They are: an operation whose sharding is ambiguous on Explicit axes, and `out_sharding=` or a reshard on Auto axes.
+    """
+    try:
+        yield
+    except sharding_type_errors() as error:
+        raise ShardingError(
+            "on Explicit axes every operation must determine the sharding of its result, but this one does not:\n"
+            f"{_place(error)}\n{str(error).strip()}\nPass out_sharding= to the operation, or reshard its inputs with "
+            "jax.sharding.reshard; or use Auto axes, create_mesh(axis_types='auto')."
+        ) from error
+    except ValueError as error:
+        if not _needs_explicit_axes(error):
+            raise
+        raise ShardingError(
+            "out_sharding= and jax.sharding.reshard refer to Explicit axes, but the axes of this mesh are Auto:\n"
+            f"{_place(error)}\n{str(error).strip()}\nUse Explicit axes, create_mesh(axis_types='explicit') or "
+            "mesh.axis_types=explicit in a recipe; or flax_mesh.with_sharding_constraint, for axes of both types."
+        ) from error
+
+
+def _needs_explicit_axes(error: ValueError) -> bool:
+    """Whether JAX refused `out_sharding=` or a reshard because it names Auto axes."""
+    return "PartitionSpec passed to" in str(error) and "AxisType.Auto" in str(error)
+
+
+def _place(error: BaseException) -> str:
+    """`layers/0 (Block): model.py:31 (__call__): y = x @ w`: the module and the line of the user's code in a traceback.
+
+    The path starts at the outermost module in the traceback. A module that a transformation of NNX copied has no path.
+    """
+    libraries = (*LIBRARIES, f"{Path(jax.__file__).parent}/")
+    frames = [
+        (frame, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not frame.f_code.co_filename.startswith(libraries)
+    ]
+    if not frames:
+        return "(in no file of the model)"
+    frame, line = frames[-1]
+    code = frame.f_code
+    text = linecache.getline(code.co_filename, line).strip()
+    return f"{_module_of([frame for frame, _ in frames])}{code.co_filename}:{line} ({code.co_name}): {text}"
+
+
+def _module_of(frames: list[FrameType]) -> str:
+    """`layers/0 (Block): `, the innermost module whose method is in `frames`."""
+    called = [frame.f_locals.get(name) for frame in frames for name in frame.f_code.co_varnames[:1]]
+    modules = [x for x in called if isinstance(x, nnx.Pytree)]
+    if not modules:
+        return ""
+    path = next((path_of(path) for path, node in nnx.iter_graph(modules[0], graph=True) if node is modules[-1]), "")
+    kind = type(modules[-1]).__name__
+    return f"{path} ({kind}): " if path else f"{kind}: "
