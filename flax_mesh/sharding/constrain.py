@@ -93,13 +93,9 @@ def constrain(
 
 
 def spec_in_mesh(spec: PartitionSpec, axes: PartitionAxis, mesh: Any) -> PartitionSpec:
-    """`spec` without the axes that the mesh lacks and only the default values of `axes` name.
-
-    Explicit axes of size 1 are left out too: the type of an array would contain them, and differ without them.
-    """
-    explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
-    left_out = {name for name in explicit if mesh.shape[name] == 1} | (axes.default_names - set(mesh.axis_names))
-    return PartitionSpec(*(as_entry(axis for axis in as_tuple(entry) if axis not in left_out) for entry in spec))
+    """`spec` without the axes that the mesh lacks and only the default values of `axes` name."""
+    absent = axes.default_names - set(mesh.axis_names)
+    return PartitionSpec(*(as_entry(axis for axis in as_tuple(entry) if axis not in absent) for entry in spec))
 
 
 def _only(entry: Any, types: dict[str, AxisType], *kinds: AxisType | None) -> Any:

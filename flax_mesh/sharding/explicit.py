@@ -88,9 +88,10 @@ def _needs_explicit_axes(error: ValueError) -> bool:
 
 
 def _place(error: BaseException) -> str:
-    """`layers/0 (Block): model.py:31 (__call__): y = x @ w`: the module and the line of the user's code in a traceback.
+    """`layers/0 (Block): model.py:31 (Block.__call__): y = x @ w`, the module and the line of the user's code.
 
-    The path starts at the outermost module in the traceback. A module that a transformation of NNX copied has no path.
+    The path starts at the outermost module in the traceback, which has no path itself; neither has a module that a
+    transformation of NNX copied.
     """
     libraries = (*LIBRARIES, f"{Path(jax.__file__).parent}/")
     frames = [
@@ -103,15 +104,14 @@ def _place(error: BaseException) -> str:
     frame, line = frames[-1]
     code = frame.f_code
     text = linecache.getline(code.co_filename, line).strip()
-    return f"{_module_of([frame for frame, _ in frames])}{code.co_filename}:{line} ({code.co_name}): {text}"
+    return f"{_module_of([frame for frame, _ in frames])}{code.co_filename}:{line} ({code.co_qualname}): {text}"
 
 
 def _module_of(frames: list[FrameType]) -> str:
-    """`layers/0 (Block): `, the innermost module whose method is in `frames`."""
+    """`layers/0 (Block): `, the innermost module that a function in `frames` has as its first argument."""
     called = [frame.f_locals.get(name) for frame in frames for name in frame.f_code.co_varnames[:1]]
     modules = [x for x in called if isinstance(x, nnx.Pytree)]
     if not modules:
         return ""
     path = next((path_of(path) for path, node in nnx.iter_graph(modules[0], graph=True) if node is modules[-1]), "")
-    kind = type(modules[-1]).__name__
-    return f"{path} ({kind}): " if path else f"{kind}: "
+    return f"{path} ({type(modules[-1]).__name__}): " if path else ""

@@ -27,13 +27,22 @@ MODELS = {
     "experts": ["model.num_layers=2", "model.num_experts=4"],
 }
 QUICK = {("tp", "chunked"), ("pp", "plain")}
-SAME = ["data.batch_size=16", "data.sequence_length=8", "pipeline.num_microbatches=2", "optimizer.clip_norm=inf", "optimizer.b1=0"]
+SAME = [
+    "data.batch_size=16",
+    "data.sequence_length=8",
+    "pipeline.num_microbatches=2",
+    "optimizer.clip_norm=inf",
+    "optimizer.b1=0",
+]
 
 
 def batch_of(program) -> Any:
     rng = np.random.default_rng(0)
     rows = program.config.data.batch_size
-    batch = {name: rng.integers(0, 32, (rows, program.config.data.sequence_length)).astype(np.int32) for name in ("inputs", "targets")}
+    batch = {
+        name: rng.integers(0, 32, (rows, program.config.data.sequence_length)).astype(np.int32)
+        for name in ("inputs", "targets")
+    }
     return batch if program.pipeline else jax.device_put(batch, batch_sharding(program.mesh, program.rules.axes))
 
 
