@@ -57,6 +57,7 @@ SHARED = {
     "processes.output",  # standard output that never ends a process
     "processes.store",  # the key-value store of jax.distributed
     "sharding.annotations",
+    "sharding.explicit",  # Explicit axes of models, steps and pipelines
     "step.batch",  # microbatches of a batch, likewise
     "step.loss",  # one loss and one update for the plain step and the pipeline
     "step.parameter_flow",  # which parameters a call changes, likewise

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flax_mesh import create_mesh, with_sharding_constraint
+from flax_mesh.errors import ShardingError
 from flax_mesh.mpmd import CutError, MpmdMesh, Pipeline, split_stages
 from flax_mesh.mpmd.schedules import make_schedule
 from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES
@@ -254,25 +255,28 @@ def test_a_split_on_explicit_axes_is_checked_on_one_device():
 
 
 @pytest.mark.parametrize(
-    ("combine", "message"),
+    ("combine", "error", "message"),
     [
         (
             lambda x, y: y + x @ (x.T @ x),
+            ShardingError,
             r"test_explicit.py:\d+ \(<lambda>\): .*x.T @ x.*\n.*ambiguous.*\n.*out_sharding=",
         ),
-        (lambda x, y: x + jax.sharding.reshard(y, P(None, "dp")), r"test_explicit.py:\d+ .*\nadd "),
+        (lambda x, y: x + jax.sharding.reshard(y, P(None, "dp")), ShardingError, r"test_explicit.py:\d+ .*\nadd "),
         (
             lambda x, y: jax.sharding.reshard(x + y, NamedSharding(one_group(), P(ROWS))),
+            CutError,
             r"test_explicit.py:\d+ \(<lambda>\): P.*'fsdp', 'dp'.* on 2 devices\nPass the spec without a mesh",
         ),
         (
             lambda x, y: x + jax.shard_map(jnp.tanh, mesh=one_group(), in_specs=P(ROWS), out_specs=P(ROWS))(y),
+            CutError,
             r"test_explicit.py:\d+ \(<lambda>\): shard_map on 2 devices\n.*shard_map without mesh=",
         ),
     ],
 )
-def test_errors_name_the_line_of_the_model(combine, message):
-    with pytest.raises(CutError, match=message):
+def test_errors_name_the_line_of_the_model(combine, error, message):
+    with pytest.raises(error, match=message):
         split(combine)
 
 
