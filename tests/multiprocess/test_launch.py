@@ -102,6 +102,18 @@ def test_a_single_process_resumes_the_run_of_a_launch(tmp_path):
     assert sorted(found) == [1, 2, 3, 4, 5, 6] and found[6] < found[1]
 
 
+@pytest.mark.slow
+def test_explicit_axes_of_two_processes_train_as_auto_axes_of_one(tmp_path):
+    same = ["model.num_layers=2", "pipeline.schedule=zb-h1", "run.steps=3"]
+    run(1, 4, tmp_path / "auto", "mesh.shape=pp:2,fsdp:2", *same)
+    for shape in ("pp:2,fsdp:2", "fsdp:2,tp:2"):
+        folder = tmp_path / shape
+        run(2, 2, folder, f"mesh.shape={shape}", "mesh.axis_types=explicit", *same)
+        found, expected = losses(folder), losses(tmp_path / "auto")
+        assert found.keys() == expected.keys() == {1, 2, 3}
+        np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-5)
+
+
 def assert_restored(folder: Path, step: int, processes: int, devices: int, shape: str, where: Path) -> None:
     """Every shard of every array, restored in processes of this layout, has the bits that plain Orbax reads."""
     where.mkdir()
