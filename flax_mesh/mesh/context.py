@@ -4,10 +4,12 @@ JAX has two independent mesh contexts: `jax.set_mesh` (recommended) and the lega
 the first if it is set, otherwise the second. Both are thread-local: a new thread starts without a mesh.
 """
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.jax_compat import legacy_mesh
@@ -51,6 +53,19 @@ def in_mesh(mesh: Mesh | AbstractMesh | None):
     """Context manager that sets the mesh of sharding constraints inside a trace; None keeps the current one."""
     # Inside a trace JAX allows only the abstract mesh to be set, which is enough for constraints.
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh if mesh is not None else jax.sharding.get_abstract_mesh())
+
+
+@contextlib.contextmanager
+def without_mesh() -> Iterator[None]:
+    """Context, or decorator, in which no mesh is set: the mesh of `jax.set_mesh` would be that of all jitted programs.
+
+    Pipelines run programs on the meshes of groups, also if their caller has set the mesh of all groups.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        yield
+        return
+    with jax.set_mesh(Mesh(np.empty((), object), ())):
+        yield
 
 
 def names_in_current_mesh(*names: str) -> bool:

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
 from flax_mesh.errors import ConfigError
+from flax_mesh.mesh.context import without_mesh
 from flax_mesh.modes import optimizer_of
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.runtime.batch import place_array
@@ -91,6 +92,7 @@ class Pipeline:
         ['grad_norm', 'loss', 'weight']
     """
 
+    @without_mesh()
     def __init__(
         self,
         staged: StagedModel,
@@ -142,12 +144,14 @@ class Pipeline:
         """The state as ShapeDtypeStructs with their shardings, on the meshes of several groups."""
         return self.placement.abstract
 
+    @without_mesh()
     def init_state(self) -> TrainState:
         """The initial state, every leaf initialized on its group; the same bits as without a pipeline."""
         return TrainState(
             init_leaves(self._make, self.placement, self.transfers.local_meshes), self.abstract.definition
         )
 
+    @without_mesh()
     def step(self, state: TrainState, batch: Batch, limits: Limits = NO_LIMITS) -> tuple[TrainState, Metrics]:
         """One optimizer step over a batch of `schedule.num_microbatches` equal parts; donates `state`.
 
@@ -158,6 +162,7 @@ class Pipeline:
         self.num_transfers = run.num_transfers
         return self.update(state, run, limits)
 
+    @without_mesh()
     def evaluate(self, state: TrainState, batch: Batch, num_microbatches: int | None = None) -> Metrics:
         """The sums "loss", "weight" and the loss's own metrics over a batch, with the model in `eval()` mode."""
         count = num_microbatches or self.schedule.num_microbatches
@@ -166,6 +171,7 @@ class Pipeline:
         run.follow(schedule, self._own(schedule), self.ordered)
         return sums_everywhere(run) if self.channel else {name: value for name, (_, value) in run.named_sums().items()}
 
+    @without_mesh()
     def model(self, state: TrainState) -> Any:
         """The model as one module on the whole mesh: every leaf has the layout of its group, replicated over groups."""
         placed = zip(self.placement.owners, state.leaves, strict=True)
@@ -195,6 +201,7 @@ class Pipeline:
         """The actions of this process's groups, in an order in which they can be dispatched."""
         return [action for action in schedule.order() if self.group_of[action.stage] in self.transfers.local_groups]
 
+    @without_mesh()
     def start(self, state: TrainState, batch: Batch, count: int, *, train: bool) -> ScheduleRun:
         """A run over `count` microbatches before its first action, with state and batch on the groups that use them.
 
@@ -207,6 +214,7 @@ class Pipeline:
         slots = {group: [(step, index) for index in self._indices(group, count)] for group, step in steps.items()}
         return ScheduleRun(compiled, number, leaves, self._batch_on_groups(batch, count, compiled), slots)
 
+    @without_mesh()
     def update(self, state: TrainState, run: ScheduleRun, limits: Limits = NO_LIMITS) -> tuple[TrainState, Metrics]:
         """The optimizer step from the sums of a run over the entire schedule; donates `state`."""
         sums = run.named_sums()

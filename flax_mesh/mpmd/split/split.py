@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
 from flax_mesh.errors import ConfigError
+from flax_mesh.mesh.context import without_mesh
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.schedules.schedule import Schedule, make_schedule
 from flax_mesh.mpmd.split import assign as cut
@@ -79,6 +80,7 @@ class StagedModel:
             return self
         return replace(self, mesh=mesh, specs=tuple(specs), axes=axes)
 
+    @without_mesh()
     def cut(self, microbatch: Batch, *, seed: int = 0, train: bool = True) -> Forward:
         """The forward pass for microbatches of these shapes, split into stages; traced once per set of shapes.
 
@@ -107,6 +109,7 @@ class StagedModel:
             self._cuts[key] = _cut(opened, self)
         return self._cuts[key]
 
+    @without_mesh()
     def check(
         self,
         batch: Batch = None,
@@ -212,6 +215,7 @@ class StagedModel:
         return "\n".join(lines)
 
 
+@without_mesh()
 def split_stages(
     loss_fn: LossFn,
     model: Any,

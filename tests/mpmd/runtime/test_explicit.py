@@ -282,3 +282,10 @@ def test_errors_name_the_line_of_the_model(combine, error, message):
 
 def one_group():
     return create_mesh((1, 2, 1, 1), AXES, devices=jax.devices()[:2], axis_types="explicit")
+
+
+@pytest.mark.parametrize("kind", [pytest.param("auto", marks=pytest.mark.slow), "explicit"])
+def test_the_mesh_of_all_groups_may_be_in_context(kind):
+    with jax.set_mesh(create_mesh(MESHES["dp"], AXES, devices=jax.devices()[:4], axis_types=TYPES[kind])):
+        have = trained("linears", "dp", kind)
+    assert_close(have, trained("linears", "dp", kind), 0)
