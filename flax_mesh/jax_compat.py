@@ -15,10 +15,15 @@ from typing import Any
 
 import flax
 import jax
+from jax.extend.core import primitives
 from jax.sharding import Mesh, Sharding
 
 LIBRARIES = tuple(f"{Path(file).parent}/" for file in (flax.__file__, __file__))  # whose lines are not the user's
 TESTED = ("0.10.2", "0.12.0")  # the oldest and the newest JAX version in which these private names were tested
+# Names of the primitives of jit and of jax.checkpoint. The name of the latter is remat2; only a printed jaxpr calls it
+# checkpoint. JAX 0.12 has one primitive for what were jit, call and closed_call.
+JIT = tuple({p.name for p in (primitives.jit_p, primitives.call_p, primitives.closed_call_p)})
+REMAT = (primitives.remat_p.name,)
 
 
 def distributed_state() -> Any:

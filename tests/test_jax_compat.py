@@ -1,6 +1,7 @@
 """The private names of JAX and Orbax that flax_mesh uses: the name of a failing test states which one has moved."""
 
 import ast
+import gc
 import importlib
 import re
 import threading
@@ -18,6 +19,8 @@ from jax.sharding import PartitionSpec as P
 from jaxlib import xla_client
 
 from flax_mesh import jax_compat
+from flax_mesh.mpmd.split import assign, jaxpr, remat
+from flax_mesh.step import parameter_flow
 from tests.test_layering import PACKAGE, read_imports
 
 PRIVATE = ("jax._src", "jaxlib", "jax.interpreters", "orbax.checkpoint._src")
@@ -103,6 +106,46 @@ def test_shardings_have_internal_device_list():
     here, _ = two_layouts()
     devices = here._internal_device_list  # pyright: ignore[reportAttributeAccessIssue]
     assert list(devices.addressable_device_list) == jax.devices()[:4]
+
+
+# Tables of names of primitives. A name that JAX does not have has no effect, so nothing else would report it.
+TABLES = {
+    "JIT": jax_compat.JIT,
+    "REMAT": jax_compat.REMAT,
+    "RUN_ONCE": assign.RUN_ONCE,
+    "STORED": remat.STORED,
+    "FREE": remat.FREE,
+    "ELEMENTWISE": jaxpr.ELEMENTWISE,
+    "REDUCE": jaxpr.REDUCE,
+    "CALLS": parameter_flow.CALLS,
+    "layouts": (remat.CONSTRAINT, remat.RESHARD),
+}
+SINCE = {"log2": (0, 11), "one_minus_square": (0, 11)}  # the first version with the primitive; others are older
+COMPARED = re.compile(r"(?<!for )\bname (?:==|in) \(?((?:\"\w+\"(?:, )?)+)")  # as in: eqn.primitive.name == "scan"
+
+
+def names_of_primitives() -> set[str]:
+    return {one.name for one in gc.get_objects() if isinstance(one, core.Primitive)}
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_every_name_in_a_table_is_that_of_a_primitive(table):
+    have = names_of_primitives()
+    assert {name for name in TABLES[table] if name not in have} == {
+        name for name in TABLES[table] if jax.__version_info__ < SINCE.get(name, (0,))
+    }
+
+
+def test_every_name_that_is_compared_with_that_of_an_equation_is_that_of_a_primitive():
+    paths = [path for path in PACKAGE.rglob("*.py") if "primitive.name" in path.read_text()]
+    found = {name for path in paths for text in COMPARED.findall(path.read_text()) for name in re.findall(r"\w+", text)}
+    assert {"scan", "while", "cond", "dot_general"} <= found <= names_of_primitives()
+
+
+def test_the_names_of_jit_and_checkpoint_are_those_of_their_equations():
+    for transform, names in ((jax.jit, jax_compat.JIT), (jax.checkpoint, jax_compat.REMAT)):
+        (eqn,) = jax.make_jaxpr(transform(lambda x: x + 1))(1.0).eqns
+        assert eqn.primitive.name in names
 
 
 def test_debug_info_has_with_unknown_names():

@@ -14,12 +14,10 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.extend.core import primitives
 
-from flax_mesh.jax_compat import scan_sizes
+from flax_mesh.jax_compat import JIT, REMAT, scan_sizes
 from flax_mesh.mpmd.split.jaxpr import (
     ELEMENTWISE,
-    JIT,
     REDUCE,
-    REMAT,
     Chunks,
     bodies,
     body,
