@@ -31,6 +31,7 @@ REMAT = (primitives.remat_p.name,)
 
 # What a missing or changed name raises at its use; jaxlib raises TypeError for other arguments.
 CHANGED = (ImportError, AttributeError, KeyError, TypeError, ValueError, RuntimeError)
+CPU_OPTIONS: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_cpu_experimental_ynn_fusion_type": ""}
 STORE_METHODS = ("key_value_set", "blocking_key_value_get", "key_value_try_get", "key_value_delete")
 Result = TypeVar("Result")
 
@@ -256,6 +257,24 @@ def sharding_type_errors(error: Any) -> tuple[type[Exception], ...]:
 def in_source_of(user_context: Any, eqn: Any) -> AbstractContextManager[Any]:
     """A context in which new equations have the source line of `eqn`. Without the private name they have their own."""
     return user_context(eqn.source_info.traceback)
+
+
+@lru_cache(maxsize=1)
+@_uses(
+    "the option xla_cpu_experimental_ynn_fusion_type of XLA",
+    otherwise={"xla_backend_optimization_level": 0},
+    fallback="sums over the elements of a shard, as in jax.random.maxwell, may be rounded differently on every mesh",
+)
+def reproducible_cpu_options() -> dict[str, Any]:
+    """Compiler options with which XLA's CPU backend rounds every element alike, whatever the shape of the array is.
+
+    Level 0 vectorizes nothing: exp, tanh, the inverse error function and others are rounded differently in vectors and
+    in the rest of a row. The empty list of fusions keeps YNNPACK from computing sums, which it does only in programs
+    for one device. The options are tried on an empty program; those that XLA does not have are an error there.
+    """
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        jax.jit(lambda: (), compiler_options=CPU_OPTIONS).lower().compile()
+    return CPU_OPTIONS
 
 
 _lock = threading.Lock()

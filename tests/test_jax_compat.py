@@ -222,6 +222,7 @@ CALLS = {
     "in_source_of": lambda: jax_compat.in_source_of(EQN),
     "_tracer_type": lambda: jax.eval_shape(jax_compat.short_tracer_errors()(lambda x: x), 1.0),
     "deferred_callback": jax_compat.deferred_callback,
+    "reproducible_cpu_options": jax_compat.reproducible_cpu_options,
 }
 DESCRIBED = {name for use in jax_compat.USES.values() for name in use.names if " " in name}
 MUTATIONS = [
@@ -235,10 +236,12 @@ MUTATIONS = [
 
 @pytest.fixture(autouse=True)
 def uncached():
-    jax_compat._runtime_copy.cache_clear()
-    jax_compat._warn_once.cache_clear()
+    cached = jax_compat._runtime_copy, jax_compat.reproducible_cpu_options, jax_compat._warn_once
+    for function in cached:
+        function.cache_clear()
     yield
-    jax_compat._runtime_copy.cache_clear()
+    for function in cached:
+        function.cache_clear()
 
 
 def check_problem(function: str) -> None:
@@ -293,6 +296,16 @@ def test_the_fallbacks_work(monkeypatch):
 def test_a_copy_with_other_arguments_is_not_used(monkeypatch):
     monkeypatch.setattr(xla_client, "batched_copy_array_to_devices_with_sharding", lambda arrays: arrays)
     check_problem("_runtime_copy")
+
+
+def test_the_options_of_xla_are_tried_also_in_the_context_of_a_mesh():
+    with jax.set_mesh(jax.make_mesh((8,), ("fsdp",))):
+        assert jax_compat.reproducible_cpu_options() == jax_compat.CPU_OPTIONS
+
+
+def test_an_option_that_xla_does_not_have_is_reported_with_the_tested_versions(monkeypatch):
+    monkeypatch.setattr(jax_compat, "CPU_OPTIONS", {"xla_cpu_option_of_another_release": ""})
+    check_problem("reproducible_cpu_options")
 
 
 def test_a_key_value_store_without_a_method_is_reported_with_the_tested_versions(monkeypatch):

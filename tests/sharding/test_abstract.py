@@ -111,13 +111,19 @@ def test_the_state_is_initialized_sharded_with_the_same_bits_on_every_mesh(maker
                 np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
 
 
+def derived(key, shape):
+    return jnp.tanh(jnp.exp(-jax.random.normal(key, shape)))
+
+
+DRAWS = [jax.random.normal, nnx.initializers.lecun_normal(), nnx.initializers.orthogonal(), jax.random.gumbel]
+DRAWS += [jax.random.maxwell, derived]
+
+
 class Drawn(nnx.Module):
     """Arrays whose shards have few elements in their last dim, fewer than a vector of the CPU."""
 
-    def __init__(self):
-        keys = jax.random.split(jax.random.key(0), 4)
-        draws = [jax.random.normal, nnx.initializers.lecun_normal(), nnx.initializers.orthogonal(), jax.random.gumbel]
-        self.drawn = nnx.List([nnx.Param(draw(key, (64, 24))) for draw, key in zip(draws, keys, strict=True)])
+    def __init__(self, draws=DRAWS):
+        self.drawn = nnx.List([nnx.Param(draw(jax.random.key(i), (64, 24))) for i, draw in enumerate(draws)])
 
 
 LAYOUTS = [((1,), ()), ((8,), ("x", None)), ((8,), (None, "x")), ((2, 4), ("x", "y")), ((2, 4), ("y", "x"))]
