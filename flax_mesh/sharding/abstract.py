@@ -254,10 +254,10 @@ def initialized(leaves: Callable[[], list[Any]], shardings: Sequence[NamedShardi
     """The arrays of `leaves()`, computed by one program directly with `shardings`.
 
     On CPUs every element is computed and rounded alike on every mesh, whatever the shape of a shard is: see
-    `reproducible_cpu_options`. The program is compiled in half the time, and computes random numbers several times
-    slower. Two kinds of values may still differ by rounding: sums over a dim that is split between devices, such as the
-    norm of a row or a product of matrices, since every mesh adds other partial sums, and what other backends compute
-    from draws. JAX's random bits, and uniform values, are the same everywhere.
+    `reproducible_cpu_options`. The program compiles slightly faster, and computes random numbers about seven times
+    slower. Sums over a dim that is split between devices, such as the norm of a row or a product of matrices, may still
+    differ by rounding, since every mesh adds other partial sums; so may a few elements of jax.random.beta, and on other
+    backends all functions of draws. JAX's random bits, and uniform values, are the same everywhere.
     """
     on_cpu = any(device.platform == "cpu" for sharding in shardings[:1] for device in sharding.device_set)
     options = reproducible_cpu_options() if on_cpu else None
