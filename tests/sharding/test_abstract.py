@@ -1,4 +1,5 @@
 import hashlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -130,7 +131,7 @@ LAYOUTS = [((1,), ()), ((8,), ("x", None)), ((8,), (None, "x")), ((2, 4), ("x", 
 LAYOUTS += [((4, 2), (None, ("x", "y")))]
 
 
-def drawn(initialize, make=Drawn) -> set[str]:
+def drawn(initialize, make: Any = Drawn) -> set[str]:
     """Digests of the arrays of make() that `initialize(abstract)` returns, one per layout if they depend on it."""
     found = set()
     for shape, spec in LAYOUTS:
