@@ -1,52 +1,140 @@
-"""All uses of private JAX names; `tests/test_jax_compat.py` contains a test for each of them.
+"""All uses of private names of JAX and Orbax; `tests/test_jax_compat.py` contains a test for each of them.
 
-A name is looked up at its first use, so a JAX release that moved it affects only that use: the function raises an error
-that names it, or takes the slower fallback that its docstring describes. These count as public: jax.core, jax.extend
-and jax.experimental, the attributes of jax.Device, and equation parameters that appear in a printed jaxpr.
+A function that uses such names is decorated with `_uses`. It looks them up when it is called, so a release that moved
+or changed one affects only that use: the function raises an error, or warns once and takes the fallback that its
+docstring describes. Both texts name the versions that were tested. These count as public: jax.core, jax.extend and
+jax.experimental, the attributes of jax.Device, and equation parameters that appear in a printed jaxpr.
 """
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache
-from importlib import import_module
+from functools import lru_cache, wraps
+from importlib import import_module, metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import flax
 import jax
-from jax.sharding import Mesh, Sharding
+import numpy as np
+from jax.extend.core import primitives
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 LIBRARIES = tuple(f"{Path(file).parent}/" for file in (flax.__file__, __file__))  # whose lines are not the user's
-TESTED = ("0.10.2", "0.12.0")  # the oldest and the newest JAX version in which these private names were tested
+# The oldest and the newest versions in which these private names were tested.
+TESTED = {"jax": ("0.10.2", "0.12.0"), "flax": ("0.12.8", "0.12.12"), "orbax-checkpoint": ("0.12.8", "0.12.8")}
+# Names of the primitives of jit and of jax.checkpoint. The name of the latter is remat2; only a printed jaxpr calls it
+# checkpoint. JAX 0.12 has one primitive for what were jit, call and closed_call.
+JIT = tuple({p.name for p in (primitives.jit_p, primitives.call_p, primitives.closed_call_p)})
+REMAT = (primitives.remat_p.name,)
+
+# What a missing or changed name raises at its use; jaxlib raises TypeError for other arguments.
+CHANGED = (ImportError, AttributeError, KeyError, TypeError, ValueError, RuntimeError)
+CPU_OPTIONS: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_cpu_experimental_ynn_fusion_type": ""}
+STORE_METHODS = ("key_value_set", "blocking_key_value_get", "key_value_try_get", "key_value_delete")
+Result = TypeVar("Result")
 
 
-def distributed_state() -> Any:
+class Use(NamedTuple):
+    """The private names that a function uses, or in words what it uses, and what happens without: "" for an error."""
+
+    names: tuple[str, ...]
+    fallback: str
+
+
+USES: dict[str, Use] = {}  # by function
+
+
+def _uses(
+    *names: str, otherwise: Any = None, fallback: str = ""
+) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """A decorator: the function gets the objects with these dotted names as its first arguments.
+
+    A name that contains a space is a description, and no argument. If a name is missing, or the function fails because
+    it has changed, the result is `otherwise`, after one warning that describes the `fallback`. Without a `fallback`:
+    RuntimeError.
+    """
+
+    def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
+        USES[function.__name__] = use = Use(names, fallback)
+
+        @wraps(function)
+        def tried(*args: Any) -> Result:
+            try:
+                return function(*(_find(name) for name in names if " " not in name), *args)
+            except CHANGED as error:
+                problem = _changed_text(use, error)
+                if not fallback:
+                    raise RuntimeError(problem) from error
+                _warn_once(problem)
+                return otherwise
+
+        return tried
+
+    return decorate
+
+
+def _find(name: str) -> Any:
+    """The object with this dotted name. Raises ImportError or AttributeError."""
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(import_module(module), attribute)
+    except ModuleNotFoundError:
+        if "." not in module:
+            raise
+        return getattr(_find(module), attribute)  # an attribute of a class
+
+
+def _changed_text(use: Use, error: Exception) -> str:
+    without = use.fallback and f" Without it {use.fallback}."
+    have = ", ".join(f"{package} {metadata.version(package)}" for package in TESTED)
+    tested = ", ".join(f"{package} {' and '.join(dict.fromkeys(ends))}" for package, ends in TESTED.items())
+    return (
+        f"{' and '.join(use.names)}: flax_mesh needs this, there is no public name for it, and it is missing or has "
+        f"changed: {type(error).__name__}: {error}.{without} Installed: {have}. Tested with: {tested}. Install tested "
+        "versions."
+    )
+
+
+@lru_cache(maxsize=64)
+def _warn_once(problem: str) -> None:
+    warnings.warn(problem, RuntimeWarning, stacklevel=4)
+
+
+@_uses("jax._src.distributed.global_state")
+def distributed_state(state: Any) -> Any:
     """The state of jax.distributed: `client` (the key-value store; None if not initialized), `coordinator_address` and
     `num_processes`. The public `jax.process_count` would initialize the backends.
 
-    The only public function is `jax.distributed.is_initialized`. Without the private name processes cannot connect to
-    each other: RuntimeError.
+    The only public function is `jax.distributed.is_initialized`. Without the private names, which include the methods
+    of the client that `processes/store.py` calls, processes cannot connect to each other: RuntimeError.
     """
-    return _required("jax._src.distributed.global_state")
+    used = [(state, name) for name in ("client", "coordinator_address", "num_processes")]
+    used += [(state.client, name) for name in STORE_METHODS if state.client is not None]
+    for owner, name in used:
+        getattr(owner, name)
+    return state
 
 
-def backends_are_initialized() -> bool:
+@_uses("jax._src.xla_bridge.backends_are_initialized")
+def backends_are_initialized(are_initialized: Any) -> bool:
     """Whether JAX has initialized its backends, after which `jax.distributed.initialize` raises an error.
 
     There is no public query, only that error. Without the private name: RuntimeError.
     """
-    return _required("jax._src.xla_bridge.backends_are_initialized")()
+    return are_initialized()
 
 
-def legacy_mesh() -> Mesh | None:
+@_uses("jax._src.mesh.thread_resources", fallback="meshes of the legacy context, `with mesh:`, are ignored")
+def legacy_mesh(resources: Any) -> Mesh | None:
     """The mesh of the legacy context manager, `with mesh:`, in this thread.
 
     The public name, `jax.interpreters.pxla.thread_resources`, is deprecated and warns. Without the private one the
     legacy context is ignored: None.
     """
-    resources = _optional("jax._src.mesh.thread_resources")
-    return None if resources is None or resources.env.physical_mesh.empty else resources.env.physical_mesh
+    mesh = resources.env.physical_mesh
+    return None if mesh.empty else mesh
 
 
 def supports_cross_host_transfers(client: Any) -> bool:
@@ -57,36 +145,31 @@ def supports_cross_host_transfers(client: Any) -> bool:
     return getattr(client, "supports_cross_host_transfers", False)
 
 
-def transfers_over_dcn_are_forced() -> bool:
+@_uses("jax.config.read", otherwise=False, fallback="the flag jax_force_dcn_cross_host_transfers is ignored")
+def transfers_over_dcn_are_forced(read: Any) -> bool:
     """Whether a flag keeps `jax.device_put` between processes from using the transfers of the runtime.
 
     The flag can be read but is not an attribute of `jax.config`. Without it: False.
     """
-    try:
-        return bool(jax.config.read("jax_force_dcn_cross_host_transfers"))
-    except AttributeError:
-        return False
+    return bool(read("jax_force_dcn_cross_host_transfers"))
 
 
 def device_copy(target: Sharding) -> Callable[[jax.Array], jax.Array] | None:
     """A function equivalent to `jax.device_put(x, target)` that takes a tenth of the host time, for arrays that differ
     from `target` only in their devices, all in this process. It calls the runtime's copy without the preceding checks.
 
-    The copy has no public name. None if one of the private names is missing: call `jax.device_put` instead.
+    The copy has no public name. None without it: call `jax.device_put` instead.
     """
-    copy = _optional("jaxlib.xla_client.batched_copy_array_to_devices_with_sharding")
-    array_type, semantics = _optional("jaxlib.xla_client.ArrayImpl"), _optional("jaxlib.xla_client.ArrayCopySemantics")
-    devices = getattr(target, "_internal_device_list", None)
-    if copy is None or array_type is None or semantics is None or devices is None:
+    if (runtime := _runtime_copy()) is None:
         return None
-    destination = [devices.addressable_device_list], [target], [semantics.REUSE_INPUT]
+    copy, array_type = runtime
 
     def copied(x: Any) -> jax.Array:
         # Random keys have no buffers of their own, and the copy of a deleted array would read freed memory.
         if not isinstance(x, array_type) or x.is_deleted():
             return jax.device_put(x, target)
         try:
-            return copy([x], *destination)[0]
+            return copy(x, target)
         except jax.errors.JaxRuntimeError:  # jax.transfer_guard treats this as an implicit transfer
             return jax.device_put(x, target)
 
@@ -94,6 +177,31 @@ def device_copy(target: Sharding) -> Callable[[jax.Array], jax.Array] | None:
 
 
 @lru_cache(maxsize=1)
+@_uses(
+    "jaxlib.xla_client.batched_copy_array_to_devices_with_sharding",
+    "jaxlib.xla_client.ArrayImpl",
+    "jaxlib.xla_client.ArrayCopySemantics",
+    "_internal_device_list of shardings",
+    fallback="transfers between groups of one process take about ten times the host time",
+)
+def _runtime_copy(batched_copy: Any, array_type: Any, semantics: Any) -> tuple[Callable[..., jax.Array], type] | None:
+    """The runtime's copy as a function of an array and a sharding, and the type of its arrays, tried on one element."""
+
+    def copy(x: Any, target: Any) -> jax.Array:
+        devices = [target._internal_device_list.addressable_device_list]
+        return batched_copy([x], devices, [target], [semantics.REUSE_INPUT])[0]
+
+    first, *_, last = (NamedSharding(Mesh(np.array([d]), ("x",)), PartitionSpec()) for d in jax.local_devices()[:2] * 2)
+    with jax.transfer_guard("allow"):
+        x = jax.device_put(np.zeros(1, np.float32), first)
+        there = copy(x, last)
+    if not isinstance(x, array_type) or there.sharding != last or there.shape != x.shape:
+        raise ValueError(f"a copy to {last} returned {type(there).__name__} {there}")
+    return copy, array_type
+
+
+@lru_cache(maxsize=1)
+@_uses("debug_info of a jaxpr")
 def empty_debug_info() -> Any:
     """An empty DebugInfo, which `jax.extend.core.Jaxpr` requires as the description of the traced function.
 
@@ -104,10 +212,11 @@ def empty_debug_info() -> Any:
     return info.with_unknown_names() if hasattr(info, "with_unknown_names") else info
 
 
+@_uses("the parameters ft_in, or num_consts and num_carry, of a scan")
 def scan_sizes(eqn: Any) -> tuple[int, int]:
     """The numbers of constants and of loop variables among the inputs of a scan.
 
-    JAX 0.10 stores them as two parameters of the equation, JAX 0.11 in the tree `ft_in`. Without either: KeyError.
+    JAX 0.10 stores them as two parameters of the equation, JAX 0.11 in the tree `ft_in`. Without either: RuntimeError.
     """
     if "ft_in" in eqn.params:
         consts, carry, _ = eqn.params["ft_in"].unpack()
@@ -115,31 +224,57 @@ def scan_sizes(eqn: Any) -> tuple[int, int]:
     return eqn.params["num_consts"], eqn.params["num_carry"]
 
 
-def source_line(eqn: Any) -> str:
+@_uses(
+    "jax._src.source_info_util.user_frames", otherwise="", fallback="errors do not name the lines of the user's code"
+)
+def source_line(user_frames: Any, eqn: Any) -> str:
     """The line of the user's code that an equation comes from: `model.py:31 (Net.__call__)`.
 
     A printed jaxpr shows it, but there is no public function for it. Without the private name: "".
     """
-    frames = _optional("jax._src.source_info_util.user_frames")
-    for frame in () if frames is None else frames(eqn.source_info.traceback):
+    for frame in user_frames(eqn.source_info.traceback):
         if not frame.file_name.startswith(LIBRARIES):
             return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
     return ""
 
 
-def sharding_type_errors() -> tuple[type[Exception], ...]:
+@_uses("jax._src.core.ShardingTypeError", otherwise=(), fallback="ambiguous shardings end in the errors of JAX")
+def sharding_type_errors(error: Any) -> tuple[type[Exception], ...]:
     """The error that JAX raises for an operation whose sharding is ambiguous on Explicit axes, for an except clause.
 
     It has no public name. Without the private one: (), so the error is not caught.
     """
-    error = _optional("jax._src.core.ShardingTypeError")
-    return () if error is None else (error,)
+    if not issubclass(error, Exception):
+        raise TypeError(f"{error} is no exception")
+    return (error,)
 
 
-def in_source_of(eqn: Any) -> AbstractContextManager[Any]:
+@_uses(
+    "jax._src.source_info_util.user_context",
+    otherwise=nullcontext(),
+    fallback="errors about equations that flax_mesh rewrites do not name the lines of the user's code",
+)
+def in_source_of(user_context: Any, eqn: Any) -> AbstractContextManager[Any]:
     """A context in which new equations have the source line of `eqn`. Without the private name they have their own."""
-    context = _optional("jax._src.source_info_util.user_context")
-    return nullcontext() if context is None else context(eqn.source_info.traceback)
+    return user_context(eqn.source_info.traceback)
+
+
+@lru_cache(maxsize=1)
+@_uses(
+    "the option xla_cpu_experimental_ynn_fusion_type of XLA",
+    otherwise={"xla_backend_optimization_level": 0},
+    fallback="sums over the elements of a shard, as in jax.random.maxwell, may be rounded differently on every mesh",
+)
+def reproducible_cpu_options() -> dict[str, Any]:
+    """Compiler options with which XLA's CPU backend rounds every element alike, whatever the shape of the array is.
+
+    Level 0 vectorizes nothing: exp, tanh, the inverse error function and others are rounded differently in vectors and
+    in the rest of a row. The empty list of fusions keeps YNNPACK from computing sums, which it does only in programs
+    for one device. The options are tried on an empty program; those that XLA does not have are an error there.
+    """
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        jax.jit(lambda: (), compiler_options=CPU_OPTIONS).lower().compile()
+    return CPU_OPTIONS
 
 
 _lock = threading.Lock()
@@ -156,8 +291,7 @@ def short_tracer_errors() -> Iterator[None]:
     that tracing a decoder of 126 layers takes. JAX has no setting for it. Without the private method: slow tracing.
     """
     global _depth
-    tracer = _optional("jax.interpreters.partial_eval.DynamicJaxprTracer")
-    if tracer is None or "_origin_msg" not in vars(tracer):
+    if (tracer := _tracer_type()) is None:
         yield
         return
     with _lock:  # threads may overlap: the first one to enter replaces the method, the last one to leave restores it
@@ -174,21 +308,26 @@ def short_tracer_errors() -> Iterator[None]:
                 tracer._origin_msg = _saved.pop()
 
 
-@lru_cache(maxsize=64)
-def _optional(name: str) -> Any:
-    """The object with this dotted name; None if it does not exist."""
-    module, _, attribute = name.rpartition(".")
-    try:
-        return getattr(import_module(module), attribute, None)
-    except ImportError:
-        return None
+@_uses(
+    "jax.interpreters.partial_eval.DynamicJaxprTracer",
+    "_origin_msg of tracers",
+    fallback="the time to trace a model grows quadratically with its layers",
+)
+def _tracer_type(tracer: Any) -> Any:
+    if not callable(vars(tracer)["_origin_msg"]):
+        raise TypeError("_origin_msg is no method")
+    return tracer
 
 
-def _required(name: str) -> Any:
-    found = _optional(name)
-    if found is None:
-        raise RuntimeError(
-            f"JAX {jax.__version__} has no {name}, which flax_mesh requires and for which there is no public name. "
-            f"flax_mesh was tested with JAX {' and '.join(TESTED)}: install one of these versions."
-        )
-    return found
+@_uses("orbax.checkpoint._src.serialization.types")
+def deferred_callback(types: Any) -> Any:
+    """A callback that makes Orbax copy arrays to the host in turn, within `save_device_host_concurrent_gb`.
+
+    Orbax applies that limit only to deferred arrays, and ignores its own `is_prioritized_key_fn`. There is no public
+    name for this. Without the private one saving with `host_bytes` is an error, RuntimeError; saving without it and
+    reading still work.
+    """
+    deferred = types.TransferPriority.ASYNCHRONOUS_DEPRIORITIZED
+    base = types.DefaultSerializationStatusCallback
+    base.key_priority  # noqa: B018  the method that is replaced
+    return type("Deferred", (base,), {"key_priority": lambda self, *_, **__: deferred})()

@@ -1,9 +1,11 @@
 """The private names of JAX and Orbax that flax_mesh uses: the name of a failing test states which one has moved."""
 
 import ast
+import gc
 import importlib
 import re
 import threading
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,13 @@ from jax.sharding import PartitionSpec as P
 from jaxlib import xla_client
 
 from flax_mesh import jax_compat
+from flax_mesh.mpmd.split import assign, jaxpr, remat
+from flax_mesh.mpmd.transport import local_copy
+from flax_mesh.step import parameter_flow
 from tests.test_layering import PACKAGE, read_imports
 
 PRIVATE = ("jax._src", "jaxlib", "jax.interpreters", "orbax.checkpoint._src")
+DOTTED = tuple(f"{prefix}." for prefix in PRIVATE)
 
 
 def test_jax_src_distributed_global_state_has_client_coordinator_address_num_processes():
@@ -105,6 +111,46 @@ def test_shardings_have_internal_device_list():
     assert list(devices.addressable_device_list) == jax.devices()[:4]
 
 
+# Tables of names of primitives. A name that JAX does not have has no effect, so nothing else would report it.
+TABLES = {
+    "JIT": jax_compat.JIT,
+    "REMAT": jax_compat.REMAT,
+    "RUN_ONCE": assign.RUN_ONCE,
+    "STORED": remat.STORED,
+    "FREE": remat.FREE,
+    "ELEMENTWISE": jaxpr.ELEMENTWISE,
+    "REDUCE": jaxpr.REDUCE,
+    "CALLS": parameter_flow.CALLS,
+    "layouts": (remat.CONSTRAINT, remat.RESHARD),
+}
+SINCE = {"log2": (0, 11), "one_minus_square": (0, 11)}  # the first version with the primitive; others are older
+COMPARED = re.compile(r"(?<!for )\bname (?:==|in) \(?((?:\"\w+\"(?:, )?)+)")  # as in: eqn.primitive.name == "scan"
+
+
+def names_of_primitives() -> set[str]:
+    return {one.name for one in gc.get_objects() if isinstance(one, core.Primitive)}
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_every_name_in_a_table_is_that_of_a_primitive(table):
+    have = names_of_primitives()
+    assert {name for name in TABLES[table] if name not in have} == {
+        name for name in TABLES[table] if jax.__version_info__ < SINCE.get(name, (0,))
+    }
+
+
+def test_every_name_that_is_compared_with_that_of_an_equation_is_that_of_a_primitive():
+    paths = [path for path in PACKAGE.rglob("*.py") if "primitive.name" in path.read_text()]
+    found = {name for path in paths for text in COMPARED.findall(path.read_text()) for name in re.findall(r"\w+", text)}
+    assert {"scan", "while", "cond", "dot_general"} <= found <= names_of_primitives()
+
+
+def test_the_names_of_jit_and_checkpoint_are_those_of_their_equations():
+    for transform, names in ((jax.jit, jax_compat.JIT), (jax.checkpoint, jax_compat.REMAT)):
+        (eqn,) = jax.make_jaxpr(transform(lambda x: x + 1))(1.0).eqns
+        assert eqn.primitive.name in names
+
+
 def test_debug_info_has_with_unknown_names():
     """Without it errors during the evaluation of a program mention a lambda of jax_compat.py."""
     original: Any = jax.make_jaxpr(lambda: ())().jaxpr.debug_info
@@ -153,46 +199,150 @@ def test_tracer_errors_are_short_in_the_context_and_restored_afterwards():
     assert len(seen[0]) < len(seen[1]) and "while tracing" not in seen[0] and "while tracing" in seen[1]
 
 
-def test_without_a_private_name_a_use_falls_back_or_reports_the_missing_name(monkeypatch):
-    monkeypatch.setattr(jax_compat, "_optional", lambda name: None)
-    _, there = two_layouts()
-    assert jax_compat.legacy_mesh() is None and jax_compat.device_copy(there) is None
-    with jax_compat.short_tracer_errors():
-        assert np.array_equal(jax.jit(lambda x: x + 1)(1), 2)
-    for use, name in (
-        (jax_compat.distributed_state, "jax._src.distributed.global_state"),
-        (jax_compat.backends_are_initialized, "jax._src.xla_bridge.backends_are_initialized"),
-    ):
-        with pytest.raises(RuntimeError, match=re.escape(f"has no {name}, ") + ".*tested with JAX 0.10.2 and 0.12.0"):
-            use()
+def test_orbax_src_serialization_types_has_transfer_priority_and_default_serialization_status_callback():
+    """Without them `checkpoint/orbax.py` cannot limit how much of a state is on the host at a time."""
+    types = importlib.import_module("orbax.checkpoint._src.serialization.types")
+    callback = jax_compat.deferred_callback()
+    assert isinstance(callback, types.DefaultSerializationStatusCallback)
+    assert callback.key_priority(()) is types.TransferPriority.ASYNCHRONOUS_DEPRIORITIZED
+
+
+# Every use of private names: how it is called.
+EQN = jax.make_jaxpr(lambda x: x + 1)(1.0).eqns[0]
+CALLS = {
+    "distributed_state": jax_compat.distributed_state,
+    "backends_are_initialized": jax_compat.backends_are_initialized,
+    "legacy_mesh": jax_compat.legacy_mesh,
+    "transfers_over_dcn_are_forced": jax_compat.transfers_over_dcn_are_forced,
+    "_runtime_copy": lambda: jax_compat.device_copy(two_layouts()[1]),
+    "empty_debug_info": jax_compat.empty_debug_info,
+    "scan_sizes": lambda: jax_compat.scan_sizes(EQN),  # of an addition, which has no such parameters
+    "source_line": lambda: jax_compat.source_line(EQN),
+    "sharding_type_errors": jax_compat.sharding_type_errors,
+    "in_source_of": lambda: jax_compat.in_source_of(EQN),
+    "_tracer_type": lambda: jax.eval_shape(jax_compat.short_tracer_errors()(lambda x: x), 1.0),
+    "deferred_callback": jax_compat.deferred_callback,
+    "reproducible_cpu_options": jax_compat.reproducible_cpu_options,
+}
+DESCRIBED = {name for use in jax_compat.USES.values() for name in use.names if " " in name}
+MUTATIONS = [
+    (function, name, how)
+    for function, use in jax_compat.USES.items()
+    for name in use.names
+    for how in ("missing", "changed")
+    if name not in DESCRIBED
+]
+
+
+@pytest.fixture(autouse=True)
+def uncached():
+    cached = jax_compat._runtime_copy, jax_compat.reproducible_cpu_options, jax_compat._warn_once
+    for function in cached:
+        function.cache_clear()
+    yield
+    for function in cached:
+        function.cache_clear()
+
+
+def check_problem(function: str) -> None:
+    """A use of a private name that is missing or has changed is one error, or one warning and a working fallback."""
+    use = jax_compat.USES[function]
+    text = (
+        rf"{re.escape(use.names[0])}.* missing or has changed: \w*Error: .*{re.escape(use.fallback)}.*Installed: jax "
+    )
+    text += rf"{re.escape(metadata.version('jax'))}, flax .*Tested with: jax 0\.10\.2 and 0\.12\.0, flax"
+    if not use.fallback:
+        with pytest.raises(RuntimeError, match=text):
+            CALLS[function]()
+        return
+    with pytest.warns(RuntimeWarning, match=text) as warned:
+        for _ in range(3):
+            CALLS[function]()
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize(("function", "name", "how"), MUTATIONS)
+def test_a_name_that_is_missing_or_has_changed_is_reported_with_the_tested_versions(function, name, how, monkeypatch):
+    found = jax_compat._find
+
+    def find(wanted: str) -> Any:
+        if wanted != name:
+            return found(wanted)
+        return object() if how == "changed" else found(f"{name}_of_another_release")
+
+    monkeypatch.setattr(jax_compat, "_find", find)
+    check_problem(function)
+
+
+def test_changed_parameters_of_a_scan_are_reported_with_the_tested_versions():
+    check_problem("scan_sizes")
+
+
+def test_the_fallbacks_work(monkeypatch):
+    def missing(name: str) -> Any:
+        raise AttributeError(name)
+
+    monkeypatch.setattr(jax_compat, "_find", missing)
+    here, there = two_layouts()
+    with pytest.warns(RuntimeWarning):
+        assert jax_compat.legacy_mesh() is None and not jax_compat.transfers_over_dcn_are_forced()
+        assert jax_compat.source_line(EQN) == "" and jax_compat.sharding_type_errors() == ()
+        with jax_compat.short_tracer_errors(), jax_compat.in_source_of(EQN):
+            assert np.array_equal(jax.jit(lambda x: x + 1)(1), 2)
+        x = jax.device_put(np.arange(8.0), here)
+        assert local_copy.mover.__wrapped__(here, there)(x).sharding == there
+
+
+def test_a_copy_with_other_arguments_is_not_used(monkeypatch):
+    monkeypatch.setattr(xla_client, "batched_copy_array_to_devices_with_sharding", lambda arrays: arrays)
+    check_problem("_runtime_copy")
+
+
+def test_the_options_of_xla_are_tried_also_in_the_context_of_a_mesh():
+    with jax.set_mesh(jax.make_mesh((8,), ("fsdp",))):
+        assert jax_compat.reproducible_cpu_options() == jax_compat.CPU_OPTIONS
+
+
+def test_an_option_that_xla_does_not_have_is_reported_with_the_tested_versions(monkeypatch):
+    monkeypatch.setattr(jax_compat, "CPU_OPTIONS", {"xla_cpu_option_of_another_release": ""})
+    check_problem("reproducible_cpu_options")
+
+
+def test_a_key_value_store_without_a_method_is_reported_with_the_tested_versions(monkeypatch):
+    monkeypatch.setattr(jax_compat.distributed_state(), "client", object())
+    check_problem("distributed_state")
 
 
 @pytest.mark.parametrize("name", ["jax._src.distributed.nothing", "jax._src.nothing.nothing", "nothing.nothing"])
-def test_a_missing_name_is_none(name):
-    assert jax_compat._optional(name) is None
+def test_a_missing_name_is_not_found(name):
+    with pytest.raises((AttributeError, ImportError), match="nothing"):
+        jax_compat._find(name)
 
 
-def test_orbax_src_serialization_types_has_transfer_priority_and_default_serialization_status_callback():
-    """Without them `checkpoint/orbax.py` cannot limit how much of a state is on the host at a time."""
-    from orbax.checkpoint._src.serialization import types
-
-    callback = importlib.import_module("flax_mesh.checkpoint.orbax").deferred()
-    assert isinstance(callback, types.DefaultSerializationStatusCallback)
-    assert callback.key_priority(()) is types.TransferPriority.ASYNCHRONOUS_DEPRIORITIZED
+def test_every_private_name_is_in_the_table_of_uses_and_every_use_is_tried_here():
+    assert set(CALLS) == set(jax_compat.USES)
+    tree = ast.parse((PACKAGE / "jax_compat.py").read_text())
+    used = {name.partition(" ")[0].rpartition(".")[2] for use in jax_compat.USES.values() for name in use.names}
+    own = own_names([PACKAGE / "jax_compat.py"]) | {"_fields"}
+    private = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} - own
+    assert {name for name in private if re.match("_[a-z]", name)} <= used
+    texts = [str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    dotted = {text for text in texts if re.fullmatch(r"[\w.]+", text) and f"{text}.".startswith(DOTTED)}
+    assert dotted and dotted <= {name for use in jax_compat.USES.values() for name in use.names}
 
 
 def private_uses(path: Path, own: set[str]) -> list[str]:
     """Private names of JAX that the file uses: imports, and underscore attributes that are not defined in `own`."""
     tree = ast.parse(path.read_text())
     names = [item.name for item in read_imports(path.read_text())]
-    found = [name for name in names if f"{name}.".startswith(tuple(f"{prefix}." for prefix in PRIVATE))]
+    found = [name for name in names if f"{name}.".startswith(DOTTED)]
     for node in ast.walk(tree):
         name = None
         if isinstance(node, ast.Attribute):
             name = node.attr
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
             name = node.args[1].value if isinstance(node.args[1], ast.Constant) else None
-        elif isinstance(node, ast.Constant) and str(node.value).startswith(tuple(f"{prefix}." for prefix in PRIVATE)):
+        elif isinstance(node, ast.Constant) and str(node.value).startswith(DOTTED):
             found.append(str(node.value))
         if isinstance(name, str) and re.match("_[a-z]", name) and name not in own:
             found.append(name)
@@ -213,12 +363,12 @@ def own_names(paths: list[Path]) -> set[str]:
     return found
 
 
-def test_private_names_are_used_only_in_one_file_for_jax_and_one_for_orbax():
+def test_private_names_are_used_only_in_one_file():
     paths = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "jax_compat.py"]
     assert len(paths) > 50
     own = own_names(paths)
     found = [f"{path.relative_to(PACKAGE)}: {name}" for path in paths for name in private_uses(path, own)]
-    assert found == ["checkpoint/orbax.py: orbax.checkpoint._src.serialization.types"]
+    assert not found
 
 
 def test_private_uses_are_detected(tmp_path):

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import jax
 
 from flax_mesh.checkpoint.checksums import SYSTEM_ERROR, find_damage
-from flax_mesh.checkpoint.find import STEP, check_path, entries, find_leftovers, newest_valid, step_number
+from flax_mesh.checkpoint.find import STEP, check_path, entries, find_leftovers, is_step, newest_valid, step_number
 from flax_mesh.checkpoint.layout import check_same, disk_target, from_disk, paths_on_disk, to_disk
 from flax_mesh.checkpoint.read import read_metadata
 from flax_mesh.checkpoint.retention import RetentionPolicy, has_finite_numbers, metric_of
@@ -120,7 +120,9 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Committed steps, oldest first, damaged ones included."""
-        return sorted(int(entry.name) for entry in entries(self.folder) if STEP.fullmatch(entry.name))
+        return sorted(
+            int(entry.name) for entry in entries(self.folder) if STEP.fullmatch(entry.name) and is_step(entry)
+        )
 
     def latest_step(self) -> int | None:
         """The newest valid step, or None if the folder contains no checkpoint; compares every byte with its checksum.
@@ -182,9 +184,11 @@ class Checkpointer:
         named, stacks = paths_on_disk(_tree(state), _layers_of(state, self.layers))
         self._phases = Phases("save", PHASES)
         with self._as_save_error(step):
-            exists = step in self.steps() and step not in self.damaged
+            committed = step in self.steps()
+            exists = step not in self.damaged and os.path.lexists(self._path(step))
         if exists:
-            problem = f"{self.folder} already contains a checkpoint of step {step}; nothing was overwritten."
+            found = f"a checkpoint of step {step}" if committed else f"{step}, which is not a committed checkpoint"
+            problem = f"{self.folder} already contains {found}; nothing was overwritten."
             # Another process may not see this step, and would wait for this one.
             self._phases.failed(f"process {jax.process_index()}: {problem}")
             raise ConfigError(problem)

@@ -1,6 +1,7 @@
 """Finds the checkpoints at a path that a user passes, and the newest valid one. Changes no files."""
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,14 +30,14 @@ def find_steps(path: str | Path) -> list[Path]:
     `path` is a run folder, a folder of checkpoints, or the folder of one step. Raises ConfigError for anything else.
     """
     path = user_path(path).absolute()
-    if _is_step(path):
+    if is_step(path):
         return [path]
     for folder in (path / CHECKPOINTS, path):
-        if found := [entry for entry in entries(folder) if _is_step(entry)]:
+        if found := [entry for entry in entries(folder) if is_step(entry)]:
             return sorted(found, key=lambda step: (not STEP.fullmatch(step.name), step_number(step), step.name))
     what = "contains no checkpoint" if path.is_dir() else "is not a folder"
-    inside = [one for folder in (path / CHECKPOINTS, path) for one in entries(folder)]
-    unfinished = [one.name for one in inside if LEFTOVER.fullmatch(one.name) or _is_being_written(one)]
+    unfinished = [path.name] if _is_uncommitted(path) else []
+    unfinished += [one.name for folder in (path / CHECKPOINTS, path) for one in find_unfinished(folder)]
     what += f" (only {', '.join(unfinished)}, of a save in progress or interrupted)" if unfinished else ""
     raise ConfigError(f"{path} {what}; pass a run folder, its {CHECKPOINTS}/, or the folder of one step")
 
@@ -92,8 +93,13 @@ def newest_valid(steps: Callable[[], Sequence[Path]]) -> tuple[Path | None, dict
 
 
 def find_leftovers(folder: Path) -> list[Path]:
-    """Files of saves and deletions in progress or interrupted."""
+    """Files of saves and deletions in progress or interrupted, which the next save to the folder removes."""
     return [entry for entry in entries(folder) if LEFTOVER.fullmatch(entry.name)]
+
+
+def find_unfinished(folder: Path) -> list[Path]:
+    """Leftovers, and steps that Orbax has not committed, which are not removed: another program may be writing them."""
+    return sorted([*find_leftovers(folder), *filter(_is_uncommitted, entries(folder))])
 
 
 def entries(folder: Path) -> list[Path]:
@@ -121,30 +127,38 @@ def step_number(step: Path) -> int:
     return int(step.name.partition(".")[0])
 
 
-def _is_step(path: Path) -> bool:
-    """Whether `path` is a step, also if it cannot be read."""
+def is_step(path: Path) -> bool:
+    """Whether `path` is a step, committed or quarantined, also if it is damaged or cannot be read."""
+    return _has_parts(path) and not _is_uncommitted(path)
+
+
+def _has_parts(path: Path) -> bool:
+    """Whether `path` has the name and a part of a step, or cannot be read."""
     if not (STEP.fullmatch(path.name) or QUARANTINED.fullmatch(path.name)):
         return False
     try:
-        return bool({*PARTS} & {entry.name for entry in entries(path)}) and not _is_being_written(path)
+        return bool({*PARTS} & {entry.name for entry in entries(path)})
     except UnreadableError:
         return True
 
 
-def _is_being_written(path: Path) -> bool:
+def _is_uncommitted(path: Path) -> bool:
     """Whether `path` is a step that Orbax saves in place, as on object stores, and has not committed.
 
-    Such a save has the final name from its start, and ends with the time of the commit in its record and with the file
-    commit_success.txt (AtomicityMode.COMMIT_FILE). The steps of flax_mesh are committed by their rename: they always
-    have checksums, and need no such file. Before 0.12.3, steps that Orbax renamed had none either, but a time.
+    Such a save has the final name from its start. It ends with the time of the commit in its record, and then with the
+    file commit_success.txt (AtomicityMode.COMMIT_FILE). The steps of flax_mesh are committed by their rename: they
+    always have checksums, and need no such file. Before 0.12.3, steps that Orbax renamed had none either, but a time;
+    therefore the file is required only where an older step has it.
     """
-    record, done = (path / name for name in MARKERS)
-    if not STEP.fullmatch(path.name) or done.exists() or (path / CHECKSUMS).exists():
+    record, done = MARKERS
+    if not STEP.fullmatch(path.name) or os.path.exists(path / done) or os.path.exists(path / CHECKSUMS):
         return False
     try:
-        return json.loads(record.read_bytes())["commit_timestamp_nsecs"] is None
+        time = json.loads((path / record).read_bytes())["commit_timestamp_nsecs"]
     except (OSError, RecursionError, TypeError, ValueError, KeyError):
         return False
+    older = (one for one in entries(path.parent) if STEP.fullmatch(one.name) and step_number(one) < step_number(path))
+    return time is None or any(os.path.exists(one / done) for one in older)
 
 
 def _damage_lines(damaged: Mapping[Path, list[str]]) -> list[str]:

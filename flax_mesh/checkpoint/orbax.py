@@ -16,6 +16,7 @@ import orbax.checkpoint as ocp
 from flax_mesh.checkpoint.checksums import find_damage, reading, write_checksums, write_number, write_part
 from flax_mesh.checkpoint.layout import ShardedArray
 from flax_mesh.errors import CheckpointCorruptedError
+from flax_mesh.jax_compat import deferred_callback
 from flax_mesh.tree import named_leaves, nest
 
 STATE, METADATA = "state", "metadata"  # the two items of a step
@@ -150,26 +151,10 @@ def _path(path: Path) -> Any:
     return path  # annotated as a class of Orbax, which accepts any path
 
 
-def deferred() -> Any:
-    """A callback that makes Orbax copy arrays to the host in turn, within `save_device_host_concurrent_gb`.
-
-    Orbax applies that limit only to deferred arrays, and ignores its own `is_prioritized_key_fn`. There is no public
-    name for this: it is the only private name of Orbax in flax_mesh (tested with 0.12.8). If a release moves it, saving
-    with `host_bytes` raises ImportError; saving without it and reading still work.
-    """
-    from orbax.checkpoint._src.serialization import types
-
-    class Deferred(types.DefaultSerializationStatusCallback):
-        def key_priority(self, *_: Any, **__: Any) -> types.TransferPriority:
-            return types.TransferPriority.ASYNCHRONOUS_DEPRIORITIZED
-
-    return Deferred()
-
-
 def _type_handlers(*, in_turn: bool) -> Any:
     handlers = ocp.type_handlers
     # Each part is written by one device: a `ShardedArray` contains no replicas.
-    arrays = handlers.ArrayHandler(use_replica_parallel=False, callback=deferred() if in_turn else None)
+    arrays = handlers.ArrayHandler(use_replica_parallel=False, callback=deferred_callback() if in_turn else None)
     kinds = [
         (kind, arrays if kind is jax.Array else handlers.get_type_handler(kind)) for kind in handlers.supported_types()
     ]

@@ -171,7 +171,7 @@ def _list(path: str, *, verify: bool) -> Output:
     data = {
         "folder": str(steps[0].parent),
         "checkpoints": found,
-        "leftovers": [leftover.name for leftover in find.find_leftovers(steps[0].parent)],
+        "leftovers": [leftover.name for leftover in find.find_unfinished(steps[0].parent)],
         "verified": verify,
     }
     return _output_of_steps(data, partial(text.list_text, data))

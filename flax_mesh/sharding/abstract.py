@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis, as_tuple
 from flax_mesh.errors import ShardingError
-from flax_mesh.jax_compat import short_tracer_errors
+from flax_mesh.jax_compat import reproducible_cpu_options, short_tracer_errors
 from flax_mesh.modes import check_variables, user_modes
 from flax_mesh.sharding.annotations import annotations_of, match_annotations
 from flax_mesh.sharding.explicit import made_on_auto_axes
@@ -204,7 +204,8 @@ def init_state(make: Make, abstract: nnx.State) -> nnx.State:
     """The state of `make()` as arrays, initialized directly with the shardings of `abstract`.
 
     One compilation initializes model and optimizer. No device stores more than its own shards and the temporaries that
-    initialize them. Random initializers return the same bits on every mesh, see `initialized`.
+    initialize them. On CPUs an initializer returns the same bits on every mesh, except for sums over a split dim;
+    other backends round as they do in any other program. See `initialized`.
 
     Raises:
         ShardingError: `abstract` is not the state of `make()`, or was made for an AbstractMesh.
@@ -250,17 +251,16 @@ def _initialize(make: Make, abstract: nnx.State, state: nnx.State) -> list[jax.A
 
 
 def initialized(leaves: Callable[[], list[Any]], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
-    """The arrays of `leaves()`, computed by one program directly with `shardings`, with the same bits for any of them.
+    """The arrays of `leaves()`, computed by one program directly with `shardings`.
 
-    XLA's CPU backend vectorizes a loop over the last dim of a shard and computes the rest of it without vectors. In
-    jax 0.12 the two round exp, tanh and the inverse error function of normal initializers differently, so that the bits
-    depend on the shape of the shard. Without optimizations nothing is vectorized. On CPUs that makes random numbers
-    about ten times slower and the compilation no slower; other backends compile as before. Values that an initializer
-    computes from random ones in several steps, such as tanh(exp(normal)), may still differ by rounding: XLA fuses the
-    steps differently on different meshes, and without fusion every step would be stored (15 times the temporaries).
+    On CPUs every element is computed and rounded alike on every mesh, whatever the shape of a shard is: see
+    `reproducible_cpu_options`. The program compiles slightly faster, and computes random numbers about seven times
+    slower. Sums over a dim that is split between devices, such as the norm of a row or a product of matrices, may still
+    differ by rounding, since every mesh adds other partial sums; so may a few elements of jax.random.beta, and on other
+    backends all functions of draws. JAX's random bits, and uniform values, are the same everywhere.
     """
     on_cpu = any(device.platform == "cpu" for sharding in shardings[:1] for device in sharding.device_set)
-    options: Any = {"xla_backend_optimization_level": 0} if on_cpu else None
+    options = reproducible_cpu_options() if on_cpu else None
     with short_tracer_errors():
         return jax.jit(leaves, out_shardings=list(shardings), compiler_options=options)()
 

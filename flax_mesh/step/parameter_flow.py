@@ -6,12 +6,11 @@ from typing import Any, NamedTuple
 
 from jax.extend import core as jex
 
-from flax_mesh.jax_compat import scan_sizes
+from flax_mesh.jax_compat import JIT, REMAT, scan_sizes
 
 DEPENDS = "depends"
 # Primitives that return what their body returns, for the same inputs.
-CALLS = """jit pjit closed_call core_call checkpoint remat remat2 custom_jvp_call custom_vjp_call
-custom_vjp_call_jaxpr""".split()  # noqa: SIM905
+CALLS = (*JIT, *REMAT, "custom_jvp_call", "custom_vjp_call")
 
 
 class _Row(NamedTuple):

@@ -180,7 +180,8 @@ def init_train_state(make: Callable[[], Any], abstract: nnx.State) -> TrainState
     """Initializes model and optimizer directly sharded, and returns them as a `TrainState`.
 
     `make` is traced and compiled with the shardings of `abstract` as its output shardings: no device ever stores a
-    complete copy of a sharded array. The random bits are the same on every mesh.
+    complete copy of a sharded array. On CPUs the initial values have the same bits on every mesh, except for sums over
+    a split dim (see `init_state`).
 
     Args:
         make: Function without arguments that returns (model, optimizer), an nnx.Module and an nnx.Optimizer.

@@ -1,4 +1,5 @@
 import hashlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -114,26 +115,32 @@ def test_the_state_is_initialized_sharded_with_the_same_bits_on_every_mesh(maker
                 np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
 
 
+def derived(key, shape):
+    return jnp.tanh(jnp.exp(-jax.random.normal(key, shape)))
+
+
+DRAWS = [jax.random.normal, nnx.initializers.lecun_normal(), nnx.initializers.orthogonal(), jax.random.gumbel]
+DRAWS += [jax.random.maxwell, derived]
+
+
 class Drawn(nnx.Module):
     """Arrays whose shards have few elements in their last dim, fewer than a vector of the CPU."""
 
-    def __init__(self):
-        keys = jax.random.split(jax.random.key(0), 4)
-        draws = [jax.random.normal, nnx.initializers.lecun_normal(), nnx.initializers.orthogonal(), jax.random.gumbel]
-        self.drawn = nnx.List([nnx.Param(draw(key, (64, 24))) for draw, key in zip(draws, keys, strict=True)])
+    def __init__(self, draws=DRAWS):
+        self.drawn = nnx.List([nnx.Param(draw(jax.random.key(i), (64, 24))) for i, draw in enumerate(draws)])
 
 
 LAYOUTS = [((1,), ()), ((8,), ("x", None)), ((8,), (None, "x")), ((2, 4), ("x", "y")), ((2, 4), ("y", "x"))]
 LAYOUTS += [((4, 2), (None, ("x", "y")))]
 
 
-def drawn(initialize) -> set[str]:
-    """Digests of the arrays of Drawn that `initialize(abstract)` returns, one per layout if they depend on it."""
+def drawn(initialize, make: Any = Drawn) -> set[str]:
+    """Digests of the arrays of make() that `initialize(abstract)` returns, one per layout if they depend on it."""
     found = set()
     for shape, spec in LAYOUTS:
         devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
         mesh = jax.sharding.Mesh(devices, ("x", "y")[: len(shape)])
-        abstract = fm.abstract_state(Drawn, mesh, [(".*", P(*spec))])
+        abstract = fm.abstract_state(make, mesh, [(".*", P(*spec))])
         assert all(x.sharding.spec == P(*spec) for x in jax.tree.leaves(abstract))
         found.add(digest(jax.tree.leaves(initialize(abstract))))
     return found
@@ -141,6 +148,49 @@ def drawn(initialize) -> set[str]:
 
 def test_initial_values_have_the_same_bits_for_every_shape_of_a_shard():
     assert len(drawn(lambda abstract: fm.init_state(Drawn, abstract))) == 1
+
+
+INITIALIZERS = """normal truncated_normal uniform lecun_normal lecun_uniform glorot_normal glorot_uniform he_normal
+he_uniform orthogonal""".split()  # noqa: SIM905
+DISTRIBUTIONS = {
+    **{name: getattr(nnx.initializers, name)() for name in INITIALIZERS},
+    "delta_orthogonal": lambda key, shape: nnx.initializers.delta_orthogonal()(key, (3, shape[1], shape[0]))[1],
+    "derived": derived,
+    "bits": jax.random.bits,
+    "cauchy": jax.random.cauchy,
+    "double_sided_maxwell": lambda key, shape: jax.random.double_sided_maxwell(key, 0.1, 1.0, shape),
+    "exponential": jax.random.exponential,
+    "gumbel": jax.random.gumbel,
+    "laplace": jax.random.laplace,
+    "logistic": jax.random.logistic,
+    "lognormal": lambda key, shape: jax.random.lognormal(key, shape=shape),
+    "maxwell": jax.random.maxwell,
+    "pareto": lambda key, shape: jax.random.pareto(key, 2.0, shape),
+    "rayleigh": lambda key, shape: jax.random.rayleigh(key, 2.0, shape),
+    "t": lambda key, shape: jax.random.t(key, 3.0, shape),
+    "triangular": lambda key, shape: jax.random.triangular(key, 0.0, 0.3, 1.0, shape),
+    "wald": lambda key, shape: jax.random.wald(key, 2.0, shape),
+    "weibull_min": lambda key, shape: jax.random.weibull_min(key, 1.0, 2.0, shape),
+    "gamma": lambda key, shape: jax.random.gamma(key, 1.5, shape),
+    # Sums over rows that are split between devices: every mesh adds other partial sums.
+    "normalized": lambda key, shape: (lambda x: x / jnp.linalg.norm(x, axis=1, keepdims=True))(
+        jax.random.normal(key, shape)
+    ),
+}
+
+
+@pytest.mark.slow
+def test_only_sums_over_a_split_dim_depend_on_the_mesh():
+    found: dict[str, set[str]] = {name: set() for name in DISTRIBUTIONS}
+
+    def initialize(abstract):
+        leaves = jax.tree.leaves(fm.init_state(lambda: Drawn(DISTRIBUTIONS.values()), abstract))
+        for name, leaf in zip(DISTRIBUTIONS, leaves, strict=True):
+            found[name].add(digest([leaf]))
+        return leaves
+
+    drawn(initialize, lambda: Drawn(DISTRIBUTIONS.values()))
+    assert [name for name, digests in found.items() if len(digests) > 1] == ["normalized"]
 
 
 @pytest.mark.slow

@@ -146,7 +146,7 @@ class Pipeline:
 
     @without_mesh()
     def init_state(self) -> TrainState:
-        """The initial state, every leaf initialized on its group; the same bits as without a pipeline."""
+        """The initial state, every leaf initialized on its group; on CPUs with the bits that `init_state` returns."""
         return TrainState(
             init_leaves(self._make, self.placement, self.transfers.local_meshes), self.abstract.definition
         )

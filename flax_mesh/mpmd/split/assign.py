@@ -30,14 +30,16 @@ from typing import Any, NamedTuple
 from jax.extend import core as jex
 
 from flax_mesh.errors import ConfigError
+from flax_mesh.jax_compat import REMAT
 from flax_mesh.mpmd.split.jaxpr import Eqn, Program, Var, bodies, flops, is_var, needed, num_bytes, variables
 from flax_mesh.mpmd.split.min_cut import minimum_cut, recomputed
 
 # Labels of equations that depend on no layer: on no input, only on variables of the model, only on the batch, on both.
 CONSTANT, VARIABLES, DATA, OUTSIDE = -4, -3, -2, -1
 # Primitives that are never repeated in a second stage to avoid a transfer.
-EXPENSIVE = {"dot_general", "conv_general_dilated", "scan", "while", "cond", "checkpoint", "sort", "shard_map", "top_k"}
-EXPENSIVE |= {"ragged_dot_general", "triangular_solve", "cholesky", "lu", "geqrf", "householder_product", "eigh", "svd"}
+EXPENSIVE = {"dot_general", "conv_general_dilated", "scan", "while", "cond", *REMAT, "sort", "shard_map", "top_k"}
+EXPENSIVE |= {"ragged_dot_general", "triangular_solve", "cholesky", "lu", "qr", "geqrf", "householder_product", "eig"}
+EXPENSIVE |= {"eigh", "svd"}
 # Nor are those with a custom_vjp rule: it need not be linear, so it must run once, on the sum of the gradients of all
 # stages. The rules of custom_jvp are linear.
 RUN_ONCE = EXPENSIVE | {"custom_vjp_call"}

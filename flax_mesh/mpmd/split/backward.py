@@ -12,8 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from flax_mesh.jax_compat import REMAT
 from flax_mesh.mpmd.split.assign import StageProgram
-from flax_mesh.mpmd.split.jaxpr import REMAT, Program, Var, inline, needed, shape_of, trace, variables
+from flax_mesh.mpmd.split.jaxpr import Program, Var, inline, needed, shape_of, trace, variables
 from flax_mesh.mpmd.split.remat import choose_residuals, find_repeatable
 from flax_mesh.mpmd.split.split_scan import split_scans
 

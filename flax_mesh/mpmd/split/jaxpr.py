@@ -11,17 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 from jax.extend import core as jex
-from jax.extend.core import primitives
 from jax.sharding import AxisType, NamedSharding
 from jax.tree_util import DictKey
 
-from flax_mesh.jax_compat import empty_debug_info, in_source_of, scan_sizes
+from flax_mesh.jax_compat import JIT, REMAT, empty_debug_info, in_source_of, scan_sizes
 
 Var: TypeAlias = Any  # jex.Var; the shapes and dtypes of its avals are not typed in JAX
 Eqn: TypeAlias = Any  # jex.JaxprEqn
-# Calls of a traced function; their names differ between versions of JAX.
-JIT = tuple({p.name for p in (primitives.jit_p, primitives.call_p, primitives.closed_call_p)})
-REMAT = (primitives.remat_p.name,)
 # Primitives that compute each element independently, so they can run on every chunk of a stack.
 ELEMENTWISE = frozenset(
     """abs add add_any and atan2 cbrt ceil clamp convert_element_type copy cos cosh div eq erf exp exp2 expm1 floor ge

@@ -23,9 +23,8 @@ from typing import Any
 
 import jax
 
-from flax_mesh.jax_compat import scan_sizes
+from flax_mesh.jax_compat import REMAT, scan_sizes
 from flax_mesh.mpmd.split.jaxpr import (
-    REMAT,
     Eqn,
     Program,
     Var,

@@ -12,11 +12,10 @@ from jax.extend.core.primitives import copy_p
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
+from flax_mesh.jax_compat import JIT, REMAT
 from flax_mesh.modes import set_eval_mode, user_modes
 from flax_mesh.mpmd.split.assign import StageProgram, mark_p
 from flax_mesh.mpmd.split.jaxpr import (
-    JIT,
-    REMAT,
     Chunks,
     Eqn,
     Program,

@@ -14,12 +14,10 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.extend.core import primitives
 
-from flax_mesh.jax_compat import scan_sizes
+from flax_mesh.jax_compat import JIT, REMAT, scan_sizes
 from flax_mesh.mpmd.split.jaxpr import (
     ELEMENTWISE,
-    JIT,
     REDUCE,
-    REMAT,
     Chunks,
     bodies,
     body,
@@ -178,7 +176,7 @@ def layer(carry, w):
 STACKED = {  # (stack (DEPTH, 3, 3), x (2, 3)) -> a pytree
     "scan": lambda w, x: lax.scan(layer, x, w),
     "scan backwards": lambda w, x: lax.scan(layer, x, w, reverse=True),
-    "scan of two": lambda w, x: lax.scan(lambda c, ab: layer(c, ab[0] * ab[1]), x, (w, jnp.arange(4.0))),
+    "scan of two": lambda w, x: lax.scan(lambda c, ab: layer(c, ab[0] * ab[1]), x, (w, jnp.arange(1, 5.0) / 4)),
     "gradient": lambda w, x: jax.grad(lambda w: lax.scan(layer, x, w)[0].sum())(w),
     "elementwise": lambda w, x: jnp.where(w > 0, w * 2 + 1, jnp.exp(w)) - jnp.arange(36.0).reshape(4, 3, 3),
     "derivative": lambda w, x: jax.grad(lambda w: jnp.tanh(w).sum())(w),
@@ -207,7 +205,12 @@ def test_chunks_compute_the_same_as_the_entire_stack(name, cuts, seed):
     assert any(isinstance(out, Chunks) for out in outs) == (name in IN_CHUNKS or name.startswith("scan"))
     assert all(out.starts == chunks.starts for out in outs if isinstance(out, Chunks))
     for have, want in zip(outs, program.call(stack, x), strict=True):
-        np.testing.assert_allclose(whole(have), want, rtol=2e-6, atol=1e-6)
+        # XLA inlines a scan of one layer and then rounds its tanh differently: each of DEPTH layers adds an error of
+        # one ulp to values of at most 1, and the product of the next layer sums 3 of them. Results and cotangents are
+        # sums of such values, so that the error of a small one is that of the largest.
+        eps, largest = np.finfo(np.float32).eps, max(1, np.abs(want).max())
+        assert np.abs(want).max() > 0
+        np.testing.assert_allclose(whole(have), want, rtol=0, atol=DEPTH * 3 * np.abs(stack).max() * eps * largest)
 
 
 def test_stacks_with_different_chunks_can_be_combined():

@@ -15,7 +15,7 @@ from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.mpmd import split_stages
 from flax_mesh.mpmd.split import remat
 from flax_mesh.mpmd.split.backward import differentiate
-from flax_mesh.mpmd.split.jaxpr import num_bytes, trace
+from flax_mesh.mpmd.split.jaxpr import inline, num_bytes, trace, variables
 from tests.mpmd.runtime.test_pipeline import build, decoder_batch, groups
 
 HIDDEN, MLP, SEQUENCE = 32, 56, 16
@@ -137,6 +137,24 @@ def test_an_exchange_between_devices_is_not_repeated():
     free = remat.find_repeatable(program, 1, cheap=False)
     assert [i in free for i in (first, same, gathered, of_weight)] == [True, True, False, True]
     assert {names[i] for i in set(range(len(names))) - free} == {"sharding_constraint", "tanh", "sin", "cos"}
+
+
+@pytest.mark.parametrize("cheap", [False, True])
+def test_a_constraint_on_a_constant_changes_no_layout(cheap):
+    sharding = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("tp",)), PartitionSpec())
+    program, _ = trace(lambda x: jax.lax.with_sharding_constraint(2.0, sharding) * x, jax.ShapeDtypeStruct((4,), "f4"))
+    (at,) = (i for i, eqn in enumerate(program.eqns) if eqn.primitive.name == "sharding_constraint")
+    assert not variables(program.eqns[at].invars)
+    assert at in remat.find_repeatable(program, 0, cheap=cheap)
+
+
+def test_factorizations_and_checkpointed_functions_are_computed_once():
+    def factors(x):
+        return jnp.linalg.qr(x)[0], jax.checkpoint(jnp.sin)(x), jax.random.gamma(jax.random.key(0), x)
+
+    program = inline(trace(factors, jax.ShapeDtypeStruct((4, 4), "f4"))[0])
+    repeated = {program.eqns[i].primitive.name for i in remat.find_repeatable(program, 1, cheap=True)}
+    assert {"qr", "remat2", "random_gamma"} <= {eqn.primitive.name for eqn in program.eqns} - repeated
 
 
 def test_residuals_that_w_does_not_need_are_freed_after_b():
