@@ -49,9 +49,9 @@ def test_explanations_show_the_names_of_a_sharding(mesh):
 
 
 def test_two_names_with_the_same_axis_are_an_error(mesh):
-    with nnx.logical_axis_rules([["a", "fsdp"], ["b", "fsdp"]]):
-        with pytest.raises(fm.ShardingError, match="kernel: dim 1 .*uses mesh axis 'fsdp' that an earlier dim uses"):
-            kernel_spec(mesh, ("a", "b"))
+    error = pytest.raises(fm.ShardingError, match=r"kernel: dim 1 .*uses mesh axis 'fsdp' that an earlier dim uses")
+    with nnx.logical_axis_rules([["a", "fsdp"], ["b", "fsdp"]]), error:
+        kernel_spec(mesh, ("a", "b"))
 
 
 def test_arrays_are_initialized_with_the_specs_of_rules(mesh):
