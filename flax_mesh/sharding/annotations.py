@@ -67,7 +67,7 @@ def _resolve(
     dims, unmapped = [], []
     for entry in annotation:
         names: list[str] = []
-        for name in (axis for name in as_tuple(entry) for axis in as_tuple(rules.get(name, name))):
+        for name in (mapped for written in as_tuple(entry) for mapped in as_tuple(rules.get(written, written))):
             if name in mesh.axis_names:
                 names.append(name)
             elif name in known:
