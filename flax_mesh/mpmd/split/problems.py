@@ -94,8 +94,9 @@ def check_layers(
         problem = f"{name} has {count_text(have, 'layer')}, of which the loss uses none."
     elif have == 1 and len(children) > 1 and is_single_layer(module_at(model, layers[0])):
         raise CutError(
-            f"{name} is one layer, since it is no list: too few for {num_stages} stages. If its modules are the "
-            f"layers, name them in the order of their calls: layers=({_quoted(children)}). {modules_text(model)}"
+            f"{name} is one layer, since it is neither a list nor a stack, whose arrays have the layers as dim 0: too "
+            f"few for {num_stages} stages. If its modules are the layers, name them in the order of their calls: "
+            f"layers=({_quoted(children)}). {modules_text(model)}"
         )
     else:
         if len(order) > 1:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from tests.mpmd.zoo.base import LENGTH, VOCAB, cross_entropy, text
 from tests.sharding.test_foreign import waves
@@ -41,7 +41,7 @@ class Config:  # cannot be hashed: it is a dataclass that is not frozen
     num_layers: int = 2
     dropout_rate: float = 0.1
     scan_layers: bool = True
-    remat_policy: str = "minimal"
+    param_scan_axis: int = 0
     logical_axis_rules: list[Any] = dataclasses.field(default_factory=lambda: LOGICAL_RULES)
 
 
@@ -67,7 +67,7 @@ class Norm(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    def __init__(self, config: Config, mesh: Mesh | None, *, rngs: nnx.Rngs):
+    def __init__(self, config: Config, mesh: Mesh | AbstractMesh | None, *, rngs: nnx.Rngs):
         self.config, self.mesh = config, mesh
         width, heads = config.emb_dim, (config.num_heads, config.head_dim)
         self.pre_norm, self.post_norm = Norm(width, rngs=rngs), Norm(width, rngs=rngs)
@@ -79,7 +79,7 @@ class DecoderLayer(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout_rate, broadcast_dims=(-2,), rngs=rngs)
 
     def __call__(self, x, segments, positions, deterministic=False):
-        x = linen.with_logical_constraint(x, ("activation_batch", None, "activation_embed"))
+        x = self._constrain(x, ("activation_batch", None, "activation_embed"))
         h = self.pre_norm(x)
         q, k, v = (checkpoint_name(getattr(self, name)(h), f"{name}_proj") for name in ("query", "key", "value"))
         q, k = rotate(q, positions), rotate(k, positions)
@@ -90,6 +90,12 @@ class DecoderLayer(nnx.Module):
         gate, up = jnp.moveaxis(checkpoint_name(self.wi(self.post_norm(x)), "mlpwi"), -2, 0)
         return x + self.dropout(self.wo(jax.nn.silu(gate) * up), deterministic=deterministic), None
 
+    def _constrain(self, x, names):
+        if self.mesh is None:  # the mesh in context
+            return linen.with_logical_constraint(x, names)
+        spec = linen.logical_to_mesh_axes(names, self.config.logical_axis_rules)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+
 
 def rotate(x, positions):
     angles = positions[..., None, None] / 100 ** (jnp.arange(x.shape[-1] // 2) / (x.shape[-1] // 2))
@@ -98,7 +104,7 @@ def rotate(x, positions):
 
 
 class Decoder(nnx.Module):
-    def __init__(self, config: Config, mesh: Mesh | None = None, *, rngs: nnx.Rngs):
+    def __init__(self, config: Config, mesh: Mesh | AbstractMesh | None = None, *, rngs: nnx.Rngs):
         self.config, self.mesh = config, mesh
         table = waves(rngs.params(), (VOCAB, config.emb_dim))
         self.token_embedder = nnx.Dict(embedding=nnx.Param(table, out_sharding=("vocab", "embed")))
@@ -108,7 +114,9 @@ class Decoder(nnx.Module):
             keys = rngs.fork()
             nnx.split_rngs(keys, splits=config.num_layers)
             named = {nnx.PARTITION_NAME: "layers"}
-            self.layers = nnx.vmap(make, in_axes=0, out_axes=0, axis_name="layers", transform_metadata=named)(keys)
+            out = nnx.StateAxes({nnx.Param: config.param_scan_axis, ...: 0})
+            stack = nnx.vmap(make, in_axes=0, out_axes=out, axis_name="layers", transform_metadata=named)
+            self.layers = stack(keys)
         else:
             self.layers = nnx.List([make(rngs.fork()) for _ in range(config.num_layers)])
 
@@ -123,6 +131,7 @@ class Decoder(nnx.Module):
 
     def _scan(self, x, *context):
         graphdef, params, rest = nnx.split(self.layers, nnx.Param, ...)
+        params = jax.tree.map(lambda x: jnp.moveaxis(x, self.config.param_scan_axis, 0), params)
 
         def body(x, layer):
             merged = nnx.merge(graphdef, *layer)

@@ -9,20 +9,21 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import flax_mesh as fm
 from flax_mesh.checkpoint import Checkpointer
-from flax_mesh.mpmd import MpmdMesh, Pipeline, split_stages
+from flax_mesh.mpmd import CutError, MpmdMesh, Pipeline, split_stages
 from flax_mesh.mpmd.schedules import make_schedule
 from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES
 from flax_mesh.train import TrainState, abstract_train_state, init_train_state, make_train_step
 from tests.mpmd.zoo.base import FAST, OPTIMIZER, Run, leaves_of, seed_of, start
 from tests.mpmd.zoo.test_split import differences, merged_leaves
+from tests.sharding.foreign import maxtext
 from tests.sharding.foreign.styles import BY_NAME, STYLES, Style, context_of, make_both
 
 pytestmark = [
-    pytest.mark.usefixtures("quick_compilation"),
     pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning"),
 ]
 NAMES = [style.case.name for style in STYLES]
@@ -172,3 +173,28 @@ def test_every_schedule_equals_the_plain_step(name: str, schedule: str):
         pipeline = pipeline_of(style, schedule)
         found = run(pipeline.init_state(), pipeline.step, style.case.batch(ROWS), merged_leaves)
         assert differences(plain(name, 4), found) == []
+
+
+def listed(mesh: Any = None) -> nnx.Module:
+    return maxtext.Decoder(maxtext.Config(scan_layers=False), mesh or fm.current_mesh(), rngs=nnx.Rngs(0, dropout=1))
+
+
+@slow
+def test_a_model_that_keeps_a_mesh_takes_the_one_in_context():
+    style = BY_NAME["maxtext_listed"]
+    with context_of(style):
+        pipeline = pipeline_of(style._replace(case=style.case._replace(make=listed)))
+        found = run(pipeline.init_state(), pipeline.step, style.case.batch(ROWS), merged_leaves)
+        assert differences(plain("maxtext_listed"), found) == []
+        fixed = functools.partial(listed, mesh_of(style))
+        message = r"constrains arrays to a mesh of devices, .*\n.*maxtext.py:\d+ .* on 8 devices"
+        with pytest.raises(CutError, match=message):
+            pipeline_of(style._replace(case=style.case._replace(make=fixed)))
+
+
+def test_a_stack_along_another_dim_than_the_first_is_refused_in_a_pipeline():
+    style = BY_NAME["maxtext_scanned"]
+    make = lambda: maxtext.Decoder(maxtext.Config(param_scan_axis=1), rngs=nnx.Rngs(0))  # noqa: E731
+    message = "layers is one layer, since it is neither a list nor a stack, whose arrays have the layers as dim 0"
+    with context_of(style), pytest.raises(CutError, match=message):
+        pipeline_of(style._replace(case=style.case._replace(make=make)))
