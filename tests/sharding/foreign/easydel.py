@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from tests.mpmd.zoo.base import LENGTH, VOCAB, cross_entropy
-from tests.sharding.test_foreign import waves
+from tests.sharding.foreign.initializers import hashed_uniform
 
 
 class BaseConfig:
@@ -50,7 +50,7 @@ class Attention(nnx.Module):
     def __init__(self, config: BaseConfig, *, rngs: nnx.Rngs):
         self.config, self.rngs = config, rngs
         linear = partial(
-            nnx.Linear, config.hidden_size, config.hidden_size, use_bias=False, kernel_init=waves, rngs=rngs
+            nnx.Linear, config.hidden_size, config.hidden_size, use_bias=False, kernel_init=hashed_uniform, rngs=rngs
         )
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = linear(), linear(), linear(), linear()
         self.resid_dropout = nnx.Dropout(0.1, rngs=rngs)
@@ -65,7 +65,7 @@ class Attention(nnx.Module):
 
 class Expert(nnx.Module):
     def __init__(self, config: BaseConfig, *, rngs: nnx.Rngs):
-        up, linear = 2 * config.hidden_size, partial(nnx.Linear, use_bias=False, kernel_init=waves, rngs=rngs)
+        up, linear = 2 * config.hidden_size, partial(nnx.Linear, use_bias=False, kernel_init=hashed_uniform, rngs=rngs)
         self.gate_proj, self.up_proj = linear(config.hidden_size, up), linear(config.hidden_size, up)
         self.down_proj = linear(up, config.hidden_size)
 
@@ -75,7 +75,9 @@ class Expert(nnx.Module):
 
 class SparseMoe(nnx.Module):
     def __init__(self, config: BaseConfig, *, rngs: nnx.Rngs):
-        self.gate = nnx.Linear(config.hidden_size, config.num_experts, use_bias=False, kernel_init=waves, rngs=rngs)
+        self.gate = nnx.Linear(
+            config.hidden_size, config.num_experts, use_bias=False, kernel_init=hashed_uniform, rngs=rngs
+        )
         self.experts = nnx.Dict({f"expert_{i}": Expert(config, rngs=rngs) for i in range(config.num_experts)})
 
     def __call__(self, x):
@@ -100,7 +102,7 @@ class DecoderLayer(nnx.Module):
 class Model(nnx.Module):
     def __init__(self, config: BaseConfig, *, rngs: nnx.Rngs):
         self.config = config
-        self.embed_tokens = nnx.Embed(VOCAB, config.hidden_size, embedding_init=waves, rngs=rngs)
+        self.embed_tokens = nnx.Embed(VOCAB, config.hidden_size, embedding_init=hashed_uniform, rngs=rngs)
         self.layers = nnx.List([DecoderLayer(config, rngs=rngs) for _ in range(config.num_hidden_layers)])
         self.norm = nnx.RMSNorm(config.hidden_size, rngs=rngs)
         self.causal_mask = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))  # an array that is an attribute
@@ -116,7 +118,7 @@ class Model(nnx.Module):
 class ForCausalLM(nnx.Module):
     def __init__(self, config: BaseConfig, *, rngs: nnx.Rngs):
         self.config, self.model = config, Model(config, rngs=rngs)
-        self.lm_head = nnx.Linear(config.hidden_size, VOCAB, use_bias=False, kernel_init=waves, rngs=rngs)
+        self.lm_head = nnx.Linear(config.hidden_size, VOCAB, use_bias=False, kernel_init=hashed_uniform, rngs=rngs)
 
     def __call__(self, input_ids, attention_mask) -> CausalLMOutput:
         hidden, states = self.model(input_ids, attention_mask)

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from tests.mpmd.zoo.base import VOCAB, cross_entropy
-from tests.sharding.test_foreign import waves
+from tests.sharding.foreign.initializers import hashed_uniform
 
 struct = jax.tree_util.register_dataclass
 
@@ -45,7 +45,7 @@ class Config:
 class ArrayInfo:
     shape: tuple[int, ...]
     logical_axes: tuple[str, ...]
-    initializer: Callable[..., jax.Array] = waves
+    initializer: Callable[..., jax.Array] = hashed_uniform
     dtype: Any = jnp.float32
     trained: bool = True
 

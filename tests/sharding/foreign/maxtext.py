@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from tests.mpmd.zoo.base import LENGTH, VOCAB, cross_entropy, text
-from tests.sharding.test_foreign import waves
+from tests.sharding.foreign.initializers import hashed_uniform
 
 AXES = ("data", "fsdp", "tensor")  # of the mesh
 LOGICAL_RULES = [
@@ -50,7 +50,7 @@ class Dense(nnx.Module):
 
     def __init__(self, inputs: tuple[int, ...], outputs: tuple[int, ...], kernel_axes, *, rngs: nnx.Rngs):
         self.inputs, self.kernel_axes = inputs, kernel_axes
-        self.kernel = nnx.Param(waves(rngs.params(), (*inputs, *outputs)), out_sharding=kernel_axes)
+        self.kernel = nnx.Param(hashed_uniform(rngs.params(), (*inputs, *outputs)), out_sharding=kernel_axes)
 
     def __call__(self, x):
         count = len(self.inputs)
@@ -106,7 +106,7 @@ def rotate(x, positions):
 class Decoder(nnx.Module):
     def __init__(self, config: Config, mesh: Mesh | AbstractMesh | None = None, *, rngs: nnx.Rngs):
         self.config, self.mesh = config, mesh
-        table = waves(rngs.params(), (VOCAB, config.emb_dim))
+        table = hashed_uniform(rngs.params(), (VOCAB, config.emb_dim))
         self.token_embedder = nnx.Dict(embedding=nnx.Param(table, out_sharding=("vocab", "embed")))
         self.decoder_norm = Norm(config.emb_dim, rngs=rngs)
         make = lambda rngs: DecoderLayer(config, mesh, rngs=rngs)  # noqa: E731
@@ -125,7 +125,8 @@ class Decoder(nnx.Module):
         if self.config.scan_layers:
             x = self._scan(x, segments, positions)
         else:
-            for layer in self.layers:
+            layers: Any = self.layers
+            for layer in layers:
                 x, _ = layer(x, segments, positions)
         return self.decoder_norm(x) @ self.token_embedder["embedding"][...].T
 

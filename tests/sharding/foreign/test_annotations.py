@@ -28,7 +28,7 @@ def test_the_rules_of_a_variable_map_its_names(mesh):
 
 
 def test_the_rules_in_context_map_names_and_precede_the_logical_axes_of_flax_mesh(mesh):
-    with nnx.logical_axis_rules([["embed", ["data", "fsdp"]], ["rows", "tensor"]]):
+    with nnx.logical_axis_rules((("embed", ("data", "fsdp")), ("rows", "tensor"))):
         assert kernel_spec(mesh, ("embed", "rows")) == P(("data", "fsdp"), "tensor")
         assert kernel_spec(mesh, ("embed", "rows"), sharding_rules=(("rows", None),)) == P(("data", "fsdp"), None)
     with pytest.raises(fm.ShardingError, match="names 'rows', neither a mesh axis nor a logical axis"):
@@ -50,7 +50,7 @@ def test_explanations_show_the_names_of_a_sharding(mesh):
 
 def test_two_names_with_the_same_axis_are_an_error(mesh):
     error = pytest.raises(fm.ShardingError, match=r"kernel: dim 1 .*uses mesh axis 'fsdp' that an earlier dim uses")
-    with nnx.logical_axis_rules([["a", "fsdp"], ["b", "fsdp"]]), error:
+    with nnx.logical_axis_rules((("a", "fsdp"), ("b", "fsdp"))), error:
         kernel_spec(mesh, ("a", "b"))
 
 

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from tests.mpmd.zoo.base import LENGTH, VOCAB, cross_entropy, text
-from tests.sharding.test_foreign import waves
+from tests.sharding.foreign.initializers import hashed_uniform
 
 Names = tuple[str | None, ...]
 
@@ -56,7 +56,7 @@ def shard(x, names: Names):
 class Einsum(nnx.Module):
     def __init__(self, formula: str, shape: tuple[int, ...], *, rngs: nnx.Rngs, sharding: Names):
         self.formula, self.shape, self.sharding = formula, shape, sharding
-        self.w = nnx.Param(waves(rngs.params(), shape), out_sharding=sharding)
+        self.w = nnx.Param(hashed_uniform(rngs.params(), shape), out_sharding=sharding)
 
     def __call__(self, x):
         if hasattr(self, "w"):
@@ -116,7 +116,7 @@ class DecoderLayer(nnx.Module):
 class Transformer(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.config = config
-        table = waves(rngs.params(), (VOCAB, config.embed_dim))
+        table = hashed_uniform(rngs.params(), (VOCAB, config.embed_dim))
         self.embedder = nnx.Param(table, out_sharding=config.shd_config.emb_vd)
         self.layers = nnx.List([DecoderLayer(config, rngs=rngs) for _ in range(config.num_layers)])
         self.final_norm = RMSNorm(config.embed_dim, rngs=rngs, sharding=config.shd_config.rms_norm)
@@ -138,12 +138,13 @@ def quantize_and_adapt(model: nnx.Module, rank: int, rngs: nnx.Rngs) -> None:
             inputs = len(shape) - outputs
             largest = jnp.max(jnp.abs(kernel), tuple(range(inputs)), keepdims=True)
             scale = jnp.exp2(jnp.ceil(jnp.log2(largest / 127)))  # the same integers on every mesh
-            module.qvalue = QuantizedKernel(jnp.round(kernel / scale).astype(jnp.int8), out_sharding=names)
-            module.scale = QuantizedKernel(scale, out_sharding=(None,) * inputs + names[inputs:])
+            changed: Any = module
+            changed.qvalue = QuantizedKernel(jnp.round(kernel / scale).astype(jnp.int8), out_sharding=names)
+            changed.scale = QuantizedKernel(scale, out_sharding=(None,) * inputs + names[inputs:])
             a, b = (*shape[:inputs], rank), (rank, *shape[inputs:])
-            module.w_lora_a = nnx.LoRAParam(waves(rngs.lora(), a), out_sharding=(*names[:inputs], None))
-            module.w_lora_b = nnx.LoRAParam(waves(rngs.lora(), b) / 4, out_sharding=(None, *names[inputs:]))
-            del module.w
+            changed.w_lora_a = nnx.LoRAParam(hashed_uniform(rngs.lora(), a), out_sharding=(*names[:inputs], None))
+            changed.w_lora_b = nnx.LoRAParam(hashed_uniform(rngs.lora(), b) / 4, out_sharding=(None, *names[inputs:]))
+            del changed.w
 
 
 def make(depth: int = 2) -> Transformer:
