@@ -18,7 +18,7 @@ import jax
 from jax.sharding import Mesh, Sharding
 
 LIBRARIES = tuple(f"{Path(file).parent}/" for file in (flax.__file__, __file__))  # whose lines are not the user's
-TESTED = "0.10.2"  # the JAX version in which these private names were tested
+TESTED = ("0.10.2", "0.12.0")  # the oldest and the newest JAX version in which these private names were tested
 
 
 def distributed_state() -> Any:
@@ -127,6 +127,15 @@ def source_line(eqn: Any) -> str:
     return ""
 
 
+def sharding_type_errors() -> tuple[type[Exception], ...]:
+    """The error that JAX raises for an operation whose sharding is ambiguous on Explicit axes, for an except clause.
+
+    It has no public name. Without the private one: (), so the error is not caught.
+    """
+    error = _optional("jax._src.core.ShardingTypeError")
+    return () if error is None else (error,)
+
+
 def in_source_of(eqn: Any) -> AbstractContextManager[Any]:
     """A context in which new equations have the source line of `eqn`. Without the private name they have their own."""
     context = _optional("jax._src.source_info_util.user_context")
@@ -180,6 +189,6 @@ def _required(name: str) -> Any:
     if found is None:
         raise RuntimeError(
             f"JAX {jax.__version__} has no {name}, which flax_mesh requires and for which there is no public name. "
-            f"flax_mesh was tested with JAX {TESTED}: install that version."
+            f"flax_mesh was tested with JAX {' and '.join(TESTED)}: install one of these versions."
         )
     return found

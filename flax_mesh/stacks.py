@@ -35,7 +35,7 @@ def ranks_of(module: nnx.Module) -> dict[str, int]:
 
 def ranks_in(model: Any) -> dict[str, int]:
     """Path of every variable of a Flax layer in the model, with its number of dims outside of a stack."""
-    modules = nnx.iter_modules(model)
+    modules = nnx.iter_modules(model, graph=True)
     return {path_of((*at, name)): dims for at, part in modules for name, dims in ranks_of(part).items()}
 
 
@@ -63,7 +63,9 @@ def is_single_layer(module: Any) -> bool:
     """Whether a module is one layer: neither a list nor a scanned stack."""
     if not isinstance(module, nnx.Pytree):
         return False
-    return _has_no_layer_dim({path: leaf.shape for path, leaf in named_leaves(nnx.state(module))}, ranks_in(module))
+    return _has_no_layer_dim(
+        {path: leaf.shape for path, leaf in named_leaves(nnx.state(module, graph=True))}, ranks_in(module)
+    )
 
 
 def _is_single(top: str, leaves: Iterable[tuple[str, Any]], ranks: Mapping[str, int]) -> bool:

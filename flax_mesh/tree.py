@@ -6,7 +6,11 @@ from typing import Any
 
 import jax
 from flax import nnx
+from flax.nnx.variablelib import HijaxVariable
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
+
+from flax_mesh.errors import ShardingError
+from flax_mesh.text import path_lines
 
 # A stack is below a list of layers, so its path has at least two names.
 PART_OF_STACK = re.compile(r"(.+/.+)/from (0|[1-9][0-9]*)", re.DOTALL)
@@ -28,8 +32,28 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     root = tree.get_raw_value() if isinstance(tree, nnx.Variable) else tree
     if jax.tree_util.all_leaves([root]):
         return [("", root)]
-    _walk("", _CHILDREN.get(type(root), _one_level)(root), dict(_CHILDREN), found)
+    children = dict(_CHILDREN)
+    _walk("", _CHILDREN.get(type(root), _one_level)(root), children, found)
+    if any(issubclass(kind, HijaxVariable | jax.Ref) for kind in children):
+        check_arrays(found)
     return found
+
+
+def check_arrays(named: Iterable[tuple[str, Any]]) -> None:
+    """Raises a ShardingError for leaves that are hijax Variables or Refs in the place of arrays."""
+    wrong = [(path, "hijax" if _is_hijax(x) else "ref") for path, x in named if _is_hijax(x) or isinstance(x, jax.Ref)]
+    if wrong:
+        modes = " and ".join(f"{mode}=True" for mode in sorted({mode for _, mode in wrong}))
+        raise ShardingError(
+            f"Variables must contain arrays, but these were created with {modes}, which Flax does not differentiate in "
+            "a traced step. Remove the argument; flax_mesh calls make() with nnx.var_defaults(hijax=False, ref=False). "
+            "Or convert the model: nnx.with_vars(model, hijax=False, ref=False, allow_duplicates=True).\n"
+            + "\n".join(path_lines(f"{path}: {mode}=True" for path, mode in wrong))
+        )
+
+
+def _is_hijax(x: Any) -> bool:
+    return isinstance(x, nnx.Variable) and not issubclass(type(x), nnx.Variable)
 
 
 def map_named(fn: Callable[[str, Any], Any], tree: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 
@@ -16,6 +17,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     _share_compilation_cache(config)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job in the background of a script
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # tests send it to processes that they start
     platform = config.getoption("--platform")
     if platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
@@ -24,6 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _share_compilation_cache(config: pytest.Config) -> None:
     """Shares XLA's compilation cache among all tests and the processes that they start, to reduce their time."""
+    if hasattr(config, "workerinput"):  # a process of pytest-xdist, which has inherited the settings
+        return
     folder = tempfile.mkdtemp(prefix="flax_mesh-compiled-")
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     settings = {

@@ -59,6 +59,13 @@ def test_jax_src_source_info_util_has_user_frames_and_user_context():
     assert isinstance(jax_compat.source_line(other), str)
 
 
+def test_ambiguous_shardings_raise_the_error_that_is_caught():
+    mesh = jax.make_mesh((2,), ("dp",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])
+    rows = jax.ShapeDtypeStruct((2, 2), "float32", sharding=NamedSharding(mesh, P("dp")))
+    with pytest.raises(jax_compat.sharding_type_errors(), match="ambiguous"):
+        jax.eval_shape(lambda x: x.T @ x, rows)
+
+
 def test_the_flag_jax_force_dcn_cross_host_transfers_can_be_read():
     assert jax.config.read("jax_force_dcn_cross_host_transfers") is False
     assert not jax_compat.transfers_over_dcn_are_forced()
@@ -156,7 +163,7 @@ def test_without_a_private_name_a_use_falls_back_or_reports_the_missing_name(mon
         (jax_compat.distributed_state, "jax._src.distributed.global_state"),
         (jax_compat.backends_are_initialized, "jax._src.xla_bridge.backends_are_initialized"),
     ):
-        with pytest.raises(RuntimeError, match=re.escape(f"has no {name}, ") + ".*tested with JAX 0.10.2"):
+        with pytest.raises(RuntimeError, match=re.escape(f"has no {name}, ") + ".*tested with JAX 0.10.2 and 0.12.0"):
             use()
 
 

@@ -1,5 +1,6 @@
 """Finds the checkpoints at a path that a user passes, and the newest valid one. Changes no files."""
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,7 +35,8 @@ def find_steps(path: str | Path) -> list[Path]:
         if found := [entry for entry in entries(folder) if _is_step(entry)]:
             return sorted(found, key=lambda step: (not STEP.fullmatch(step.name), step_number(step), step.name))
     what = "contains no checkpoint" if path.is_dir() else "is not a folder"
-    unfinished = [one.name for folder in (path / CHECKPOINTS, path) for one in find_leftovers(folder)]
+    inside = [one for folder in (path / CHECKPOINTS, path) for one in entries(folder)]
+    unfinished = [one.name for one in inside if LEFTOVER.fullmatch(one.name) or _is_being_written(one)]
     what += f" (only {', '.join(unfinished)}, of a save in progress or interrupted)" if unfinished else ""
     raise ConfigError(f"{path} {what}; pass a run folder, its {CHECKPOINTS}/, or the folder of one step")
 
@@ -124,9 +126,25 @@ def _is_step(path: Path) -> bool:
     if not (STEP.fullmatch(path.name) or QUARANTINED.fullmatch(path.name)):
         return False
     try:
-        return bool({*PARTS} & {entry.name for entry in entries(path)})
+        return bool({*PARTS} & {entry.name for entry in entries(path)}) and not _is_being_written(path)
     except UnreadableError:
         return True
+
+
+def _is_being_written(path: Path) -> bool:
+    """Whether `path` is a step that Orbax saves in place, as on object stores, and has not committed.
+
+    Such a save has the final name from its start, and ends with the time of the commit in its record and with the file
+    commit_success.txt (AtomicityMode.COMMIT_FILE). The steps of flax_mesh are committed by their rename: they always
+    have checksums, and need no such file. Before 0.12.3, steps that Orbax renamed had none either, but a time.
+    """
+    record, done = (path / name for name in MARKERS)
+    if not STEP.fullmatch(path.name) or done.exists() or (path / CHECKSUMS).exists():
+        return False
+    try:
+        return json.loads(record.read_bytes())["commit_timestamp_nsecs"] is None
+    except (OSError, RecursionError, TypeError, ValueError, KeyError):
+        return False
 
 
 def _damage_lines(damaged: Mapping[Path, list[str]]) -> list[str]:

@@ -54,11 +54,11 @@ def _unnamed_arrays(model: nnx.Module, layers: Sequence[str]) -> set[str]:
     Flax layers below a list are not counted, since a layer of that list may contain a stack of experts; nor are those
     of a model that was created by one nnx.vmap, such as an ensemble.
     """
-    shapes = {path: leaf.shape for path, leaf in named_leaves(nnx.state(model))}
+    shapes = {path: leaf.shape for path, leaf in named_leaves(nnx.state(model, graph=True))}
     tops: set[tuple[str, tuple[int, ...]]] = set()  # (first name of the path, (number of layers,)) of every stack
     unnamed: set[tuple[str, tuple[int, ...]]] = set()  # those that `layers` does not name
     others = False  # whether any Flax layer is outside of a stack
-    for at, module in nnx.iter_modules(model):
+    for at, module in nnx.iter_modules(model, graph=True):
         ranks = {path: rank for name, rank in ranks_of(module).items() if (path := path_of((*at, name))) in shapes}
         extra = {(len(shapes[path]) - rank, shapes[path][:1]) for path, rank in ranks.items()}
         dims, size = extra.pop() if len(extra) == 1 else (0, ())

@@ -15,13 +15,17 @@ from jax.sharding import AxisType, PartitionSpec
 from flax_mesh.axes import PartitionAxis, as_tuple
 from flax_mesh.mesh.context import current_mesh
 from flax_mesh.models.matmul import dot_float32
-from flax_mesh.sharding.constrain import constrain, with_sharding_constraint
+from flax_mesh.sharding.constrain import constrain, on_auto_axes, with_sharding_constraint
 
 
 def project(x_BSD: jax.Array, weights_DV: jax.Array, axes: PartitionAxis, mode: Any = "train") -> jax.Array:
     """Logits (B, S, V) float32."""
-    logits_BSV = dot_float32(x_BSD, weights_DV, (((2,), (0,)), ((), ())))
-    return constrain(logits_BSV, ("batch", "sequence", "vocab"), axes=axes, mode=mode)
+    logical = ("batch", "sequence", "vocab")
+
+    def logits(x_BSD: jax.Array, weights_DV: jax.Array) -> jax.Array:
+        return constrain(dot_float32(x_BSD, weights_DV, (((2,), (0,)), ((), ()))), logical, axes=axes, mode=mode)
+
+    return on_auto_axes(logits, x_BSD, weights_DV, out=[logical], axes=axes, mode=mode)
 
 
 def cross_entropy(
@@ -33,9 +37,13 @@ def cross_entropy(
     gradients are equal up to rounding. The gradients are computed in the forward pass, so that no logits are computed
     twice: the residuals are the gradients of `x_BSD` and `weights_DV`.
     """
-    if chunk:
-        return _chunked(*_in_chunks(x_BSD, weights_DV, targets_BS, chunk, axes))
-    return jnp.sum(_losses(project(x_BSD, weights_DV, axes), targets_BS)[0])
+
+    def loss(x_BSD: jax.Array, weights_DV: jax.Array, targets_BS: jax.Array) -> jax.Array:
+        if chunk:
+            return _chunked(*_in_chunks(x_BSD, weights_DV, targets_BS, chunk, axes))
+        return jnp.sum(_losses(project(x_BSD, weights_DV, axes), targets_BS)[0])
+
+    return on_auto_axes(loss, x_BSD, weights_DV, targets_BS, out=[()], axes=axes)
 
 
 class LossLayout(NamedTuple):

@@ -25,7 +25,7 @@ from flax_mesh.models.moe import Aux, MoE, router_losses
 from flax_mesh.models.rotary import RopeScaling, rotate
 from flax_mesh.settings import MAX_SIZE, SAME_RESULT, type_problems, value_problems
 from flax_mesh.sharding.abstract import partitioned
-from flax_mesh.sharding.constrain import constrain
+from flax_mesh.sharding.constrain import constrain, on_auto_axes
 from flax_mesh.text import axes_text
 
 RunLayer = Callable[..., tuple[jax.Array, Aux]]
@@ -271,6 +271,11 @@ class Decoder(nnx.Module):
 
     def hidden(self, tokens_BS: jax.Array, mode: Mode = "train") -> tuple[jax.Array, jax.Array, Aux]:
         """As `forward`, but with the two factors of the logits: hidden states (B, S, D) and output weights (D, V)."""
+        out = ("batch", "sequence", "hidden"), (None if self.config.tied else "embed", "vocab"), ()
+        call = lambda model, tokens_BS: model._hidden(tokens_BS, mode)  # noqa: E731
+        return on_auto_axes(call, self, tokens_BS, out=out, axes=self.config.axes, mode=mode)
+
+    def _hidden(self, tokens_BS: jax.Array, mode: Mode) -> tuple[jax.Array, jax.Array, Aux]:
         axes = self.config.axes
         # The table stays split over the vocabulary: each shard looks up its own rows, and a sum combines them.
         table_VD = self.embed.embedding[...].astype(self.config.dtype)

@@ -13,6 +13,7 @@ from flax_mesh.axes import DEFAULT_AXES, PartitionAxis, as_tuple
 from flax_mesh.errors import ShardingError
 from flax_mesh.jax_compat import short_tracer_errors
 from flax_mesh.mesh.context import in_mesh
+from flax_mesh.modes import check_variables, user_modes
 from flax_mesh.sharding.annotations import annotations_of, match_annotations
 from flax_mesh.sharding.optimizer import match_optimizer
 from flax_mesh.sharding.rules import (
@@ -28,7 +29,7 @@ from flax_mesh.sharding.rules import (
 from flax_mesh.text import array_text, path_lines
 from flax_mesh.tree import named_leaves, path_of
 
-Model = TypeVar("Model", bound=type[nnx.Module])
+Model = TypeVar("Model", bound=type[nnx.Pytree])
 ATTRIBUTE = "partition_rules"  # attribute of a class that has a rule table
 Make = Callable[[], Any]  # returns a model, (model, nnx.Optimizer), or a dict or list of modules
 
@@ -91,8 +92,9 @@ def abstract_state(
     (`init_train_state`, `make_train_step`) and `Checkpointer.restore` take as the layout of a state.
 
     Args:
-        make: Returns an nnx.Module, or (model, nnx.Optimizer): the state then has the parts "model" and "optimizer".
-            It may also return a dict or a list of modules. `mesh` is in context while it is traced.
+        make: Returns an nnx.Module or another nnx.Pytree, or (model, nnx.Optimizer): the state then has the parts
+            "model" and "optimizer". It may also return a dict or a list of modules. `mesh` is in context while it is
+            traced.
         mesh: The mesh of the shardings. It may be an AbstractMesh, with which nothing can be initialized.
         rules: A rule table, a PartitionRules, or mesh axes such as "fsdp" (see PartitionRules), for the parameters. By
             default the model's own table (`@partitioned`), or else Flax's annotations on its Variables, whose names are
@@ -179,7 +181,7 @@ def abstract_split(make: Make, mesh: Mesh | AbstractMesh | None = None) -> tuple
     graphdefs = []
 
     def split() -> nnx.State:
-        graphdef, state = nnx.split(_made(make, mesh))
+        graphdef, state = nnx.split(_made(make, mesh), graph=True)
         graphdefs.append(graphdef)
         return state
 
@@ -195,14 +197,14 @@ def has_optimizer(made: Any) -> bool:
 
 def made_leaves(make: Make, mesh: Mesh | AbstractMesh | None = None) -> list[Any]:
     """The leaves of the state of `make()`, in a trace."""
-    return jax.tree.leaves(nnx.state(_made(make, mesh)))
+    return jax.tree.leaves(nnx.state(_made(make, mesh), graph=True))
 
 
 def init_state(make: Make, abstract: nnx.State) -> nnx.State:
     """The state of `make()` as arrays, initialized directly with the shardings of `abstract`.
 
     One compilation initializes model and optimizer. No device stores more than its own shards and the temporaries that
-    initialize them. Random initializers return the same bits on every mesh (JAX's threefry is partitionable).
+    initialize them. Random initializers return the same bits on every mesh, see `initialized`.
 
     Raises:
         ShardingError: `abstract` is not the state of `make()`, or was made for an AbstractMesh.
@@ -244,9 +246,23 @@ def _initialize(make: Make, abstract: nnx.State, state: nnx.State) -> list[jax.A
             "init_state needs a mesh of devices, but the abstract state was made for an AbstractMesh. Make it with a "
             "mesh from create_mesh(...)."
         )
-    shardings = [leaf.sharding for leaf in jax.tree.leaves(abstract)]
+    return initialized(lambda: made_leaves(make, mesh), [leaf.sharding for leaf in jax.tree.leaves(abstract)])
+
+
+def initialized(leaves: Callable[[], list[Any]], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
+    """The arrays of `leaves()`, computed by one program directly with `shardings`, with the same bits for any of them.
+
+    XLA's CPU backend vectorizes a loop over the last dim of a shard and computes the rest of it without vectors. In
+    jax 0.12 the two round exp, tanh and the inverse error function of normal initializers differently, so that the bits
+    depend on the shape of the shard. Without optimizations nothing is vectorized. On CPUs that makes random numbers
+    about ten times slower and the compilation no slower; other backends compile as before. Values that an initializer
+    computes from random ones in several steps, such as tanh(exp(normal)), may still differ by rounding: XLA fuses the
+    steps differently on different meshes, and without fusion every step would be stored (15 times the temporaries).
+    """
+    on_cpu = any(device.platform == "cpu" for sharding in shardings[:1] for device in sharding.device_set)
+    options: Any = {"xla_backend_optimization_level": 0} if on_cpu else None
     with short_tracer_errors():
-        return jax.jit(lambda: made_leaves(make, mesh), out_shardings=shardings)()
+        return jax.jit(leaves, out_shardings=list(shardings), compiler_options=options)()
 
 
 def mesh_of_leaves(leaves: Iterable[Any]) -> Mesh | AbstractMesh | None:
@@ -257,26 +273,26 @@ def mesh_of_leaves(leaves: Iterable[Any]) -> Mesh | AbstractMesh | None:
 
 def _made(make: Make, mesh: Mesh | AbstractMesh | None) -> Any:
     """What `make()` returns, in a trace; (model, optimizer) as a dict."""
-    if not callable(make) or isinstance(make, nnx.Module):
+    if not callable(make) or isinstance(make, nnx.Pytree):
         raise TypeError(
             f"make must be a function without arguments that returns a model, got {_type_text(make)}. Pass a function "
             "that creates it: its arrays are then initialized directly with their shardings."
         )
     eager_sharding = nnx.using_eager_sharding()
-    # Flax would shard annotated variables when they are created, which fails for logical axes.
-    with in_mesh(mesh), nnx.use_eager_sharding(False):
+    with in_mesh(mesh), user_modes():
         made = make()
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], nnx.Optimizer):
         made = {"model": made[0], "optimizer": made[1]}
-    if not isinstance(made, nnx.Pytree | nnx.Module | nnx.State | dict | list | tuple):
+    if not isinstance(made, nnx.Pytree | nnx.State | dict | list | tuple):
         raise TypeError(
             "make() must return an nnx.Module, (model, nnx.Optimizer), or a dict or list of modules, got "
             f"{_type_text(made)}."
         )
+    check_variables(made)
     try:
         _normalize(made, eager_sharding)
     except TraceContextError:  # make() returned a module that exists already, which no trace may change
-        made = nnx.merge(*nnx.split(made), copy=True)
+        made = nnx.merge(*nnx.split(made, graph=True), copy=True)
         _normalize(made, eager_sharding)
     return made
 
@@ -284,7 +300,7 @@ def _made(make: Make, mesh: Mesh | AbstractMesh | None) -> Any:
 def _normalize(made: Any, eager_sharding: bool) -> None:
     """Set the attributes and metadata of modules created in a trace to those that they have outside of one."""
     problems = []
-    for path, node in nnx.iter_graph(made):
+    for path, node in nnx.iter_graph(made, graph=True):
         if isinstance(node, nnx.Variable):
             for name, value in node.get_metadata().items():
                 # Random streams are equal only to themselves and contain arrays of this trace: nothing can use them.

@@ -1,6 +1,6 @@
 """Sharding constraints on activations, by mesh axes or by logical axes."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -89,9 +89,33 @@ def constrain(
     logical_axes = tuple(logical_axes)
     spec, lost = axes.resolve_and_report(logical_axes, mode)
     apply_policy([lost_finding(f"constrain{logical_axes}", one) for one in lost], on_mismatch, dropped)
-    absent = axes.default_names - set(mesh.axis_names)
-    present = PartitionSpec(*(as_entry(axis for axis in as_tuple(entry) if axis not in absent) for entry in spec))
-    return with_sharding_constraint(x, present, on_mismatch=on_mismatch, dropped=dropped)
+    return with_sharding_constraint(x, _in_mesh(spec, axes, mesh.axis_names), on_mismatch=on_mismatch, dropped=dropped)
+
+
+def on_auto_axes(
+    function: Callable[..., Any],
+    *args: Any,
+    out: Iterable[tuple[str | None, ...]],
+    axes: PartitionAxis,
+    mode: Mode = "train",
+) -> Any:
+    """`function(*args)`, in which the Explicit axes of the mesh in context are Auto: XLA chooses the shardings.
+
+    A model that is written for Auto axes so runs on Explicit axes too. `out` has the logical axes of every result, as
+    in `constrain`; a result that is a tree has the same ones for all of its arrays. All arrays that `function` uses
+    must be in `args`. On a mesh without Explicit axes this is only the call.
+    """
+    mesh = current_mesh()
+    if mesh is None or AxisType.Explicit not in mesh.axis_types:
+        return function(*args)
+    specs = tuple(_in_mesh(axes.resolve(logical, mode), axes, mesh.axis_names) for logical in out)
+    return jax.sharding.auto_axes(function, out_sharding=specs if len(specs) > 1 else specs[0])(*args)
+
+
+def _in_mesh(spec: PartitionSpec, axes: PartitionAxis, names: Collection[str]) -> PartitionSpec:
+    """`spec` without the axes that the mesh lacks and only the default values of `axes` name."""
+    absent = axes.default_names - set(names)
+    return PartitionSpec(*(as_entry(axis for axis in as_tuple(entry) if axis not in absent) for entry in spec))
 
 
 def _only(entry: Any, types: dict[str, AxisType], *kinds: AxisType | None) -> Any:

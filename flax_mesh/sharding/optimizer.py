@@ -44,7 +44,7 @@ def match_optimizer(
     """
     parameters = named_leaves(model)
     owners = {path: (leaf.shape, spec) for (path, leaf), spec in zip(parameters, parameter_specs, strict=True)}
-    leaves = named_leaves(nnx.state(optimizer))
+    leaves = named_leaves(nnx.state(optimizer, graph=True))
     pairs = [(path, leaf, owner) for path, leaf in leaves if (owner := _owner(path, owners))]
     dims = dims_of_parameters(optimizer, model, {p: owner for p, x, owner in pairs if x.shape != owners[owner][0]})
     differing = _differing(own, optimizer, model, {path: owner for path, _, owner in pairs}) if own else {}
@@ -75,7 +75,7 @@ def dims_of_parameters(optimizer: Any, model: nnx.State, owner_of_leaf: Mapping[
         return {}
     parameters = nnx.filter_state(model, optimizer.wrt)
     grown = jax.tree.map(lambda x: jax.ShapeDtypeStruct(_grown(x.shape), x.dtype), parameters)
-    before = {path: leaf.shape for path, leaf in named_leaves(nnx.state(optimizer))}
+    before = {path: leaf.shape for path, leaf in named_leaves(nnx.state(optimizer, graph=True))}
     after = {f"opt_state/{p}": x.shape for p, x in named_leaves(jax.eval_shape(optimizer.tx.init, grown))}
     shapes = {path: leaf.shape for path, leaf in named_leaves(parameters)}
     return {
@@ -115,7 +115,7 @@ def split_over(
 def _differing(
     own: RuleMatch, optimizer: Any, model: nnx.State, owner_of_leaf: Mapping[str, str]
 ) -> dict[str, PartitionSpec]:
-    state = nnx.state(optimizer)
+    state = nnx.state(optimizer, graph=True)
     annotated, of_parameters = annotations_of(state), annotations_of(model)
     return {
         path: spec

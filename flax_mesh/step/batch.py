@@ -4,14 +4,21 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from flax_mesh.axes import PartitionAxis
 from flax_mesh.errors import ConfigError
+from flax_mesh.sharding.rules import fit_spec
 from flax_mesh.text import listed
 from flax_mesh.tree import path_of
 
 
 def shapes_of(batch: Any) -> Any:
-    """`batch` as ShapeDtypeStructs without shardings; ConfigError for leaves that are no arrays."""
+    """`batch` as ShapeDtypeStructs without shardings.
+
+    Their dtypes are those on devices: int32 for int64, unless 64-bit types are enabled. ConfigError for leaves that are
+    no arrays.
+    """
     named = [(path_of(path), x) for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]]
     others = [(path, x) for path, x in named if not _has_numbers(x)]
     if others:
@@ -23,7 +30,11 @@ def shapes_of(batch: Any) -> Any:
                 for (path, _), kind in zip(others, kinds, strict=True)
             ]
         )
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, _device_dtype(x.dtype)), batch)
+
+
+def _device_dtype(dtype: Any) -> Any:
+    return jax.dtypes.canonicalize_dtype(dtype) if isinstance(dtype, np.dtype) else dtype  # not that of random keys
 
 
 def _has_numbers(x: Any) -> bool:
@@ -57,3 +68,12 @@ def microbatch_shapes(batch: Any, count: int) -> Any:
     if problems:
         raise ConfigError(problems)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // count, *x.shape[1:]), x.dtype), shapes)
+
+
+def microbatch_spec(shape: tuple[int, ...], mesh: Mesh | AbstractMesh, axes: PartitionAxis) -> PartitionSpec:
+    """The spec of an array of a microbatch in a pipeline. The second dim of an array with two dims is the sequence.
+
+    Rows are sharded if they are divisible: axes that do not divide a dim are dropped.
+    """
+    logical = ("batch", "sequence") if len(shape) == 2 else ("batch",)
+    return fit_spec("batch", shape, axes.resolve(logical), mesh)[0]

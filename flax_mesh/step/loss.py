@@ -15,6 +15,7 @@ import optax
 from flax import nnx
 from jax.extend import core as jex
 
+from flax_mesh.modes import user_modes
 from flax_mesh.step.parameter_flow import flow
 from flax_mesh.step.state import TrainState, check_same_structure
 from flax_mesh.text import array_text, group_paths
@@ -68,19 +69,18 @@ def run_loss(
     Before the call, the variables of `model` are replaced by `variables`, and its random streams are reseeded from
     `seeds`.
     """
-    graphdef, _, streams, _ = nnx.split(model, wrt, nnx.RngState, ...)
+    graphdef, _, streams, _ = nnx.split(model, wrt, nnx.RngState, ..., graph=True)
     keyed = reseed(streams, seeds, layers)
     # Flax allows a Variable to be changed only in the trace that created it, and these may be from an outer one.
     params, others = jax.tree.map(lambda x: x, variables)
     called = nnx.merge(graphdef, params, keyed, others)
     before = _eager_sharding(called)
-    # As in the call of make(): Flax would shard annotated variables that the call creates by their logical axes.
-    with nnx.use_eager_sharding(False):
+    with user_modes():
         loss_sum, weight, metrics = sums_of(loss_fn(called, batch))
     for path, (variable, flag) in _eager_sharding(called).items():
         if flag != (expected := before.get(path, (None, flag))[1]):
             variable.set_metadata(eager_sharding=expected)
-    after, *parts = nnx.split(called, wrt, nnx.RngState, ...)
+    after, *parts = nnx.split(called, wrt, nnx.RngState, ..., graph=True)
     check_same_structure(graphdef, (variables[0], keyed, variables[1]), after, parts)
     _check_same_types(variables[0], parts[0])
     return loss_sum, (weight, metrics, (parts[0], parts[2]))
@@ -88,7 +88,7 @@ def run_loss(
 
 def _eager_sharding(model: Any) -> dict[Any, tuple[nnx.Variable, bool]]:
     """path -> (variable, its metadata `eager_sharding`) of all variables."""
-    variables = [(path, x) for path, x in nnx.iter_graph(model) if isinstance(x, nnx.Variable)]
+    variables = [(path, x) for path, x in nnx.iter_graph(model, graph=True) if isinstance(x, nnx.Variable)]
     return {path: (x, x.get_metadata("eager_sharding")) for path, x in variables}
 
 
@@ -136,7 +136,7 @@ def apply_gradients(
     """
     model, optimizer = state.merge()
     count = optimizer.step[...]
-    graphdef, _, streams, _ = nnx.split(model, optimizer.wrt, nnx.RngState, ...)
+    graphdef, _, streams, _ = nnx.split(model, optimizer.wrt, nnx.RngState, ..., graph=True)
     params, others = variables
     divisor = jnp.where(weight == 0, 1.0, weight)  # without a single target the gradient is 0, not NaN
     grads = jax.tree.map(lambda g, p: (g / divisor).astype(p.dtype), grads, params)
@@ -145,7 +145,8 @@ def apply_gradients(
     if learning_rate is not None:
         metrics["learning_rate"] = jnp.asarray(learning_rate(count), jnp.float32)
     model = nnx.merge(graphdef, params, streams, others)
-    optimizer.update(model, grads)
+    with nnx.set_graph_mode(True):  # the model may share Variables
+        optimizer.update(model, grads)
     return state.replace(model, optimizer), metrics
 
 

@@ -70,7 +70,7 @@ class TrainState:
 
     def replace(self, model: nnx.Module, optimizer: nnx.Optimizer) -> "TrainState":
         """Returns the state of two modules that `merge` returned and whose variables have changed since."""
-        graphdef, state = nnx.split({"model": model, "optimizer": optimizer})
+        graphdef, state = nnx.split({"model": model, "optimizer": optimizer}, graph=True)
         check_same_structure(self.definition.graphdef, self.to_nnx(), graphdef, state)
         # Pass on the same object: jit compares static fields at every dispatch, and identity is the fast case.
         return TrainState(tuple(jax.tree.leaves(state)), self.definition)
@@ -153,7 +153,7 @@ def _changes(before: Mapping[tuple[str, str], Any], after: Mapping[tuple[str, st
 def _static_values(graphdef: Any, state: tuple[nnx.State, ...]) -> dict[tuple[str, str], Any]:
     """(path, name) -> value, of the static attributes of all modules and the metadata of all variables."""
     found: dict[tuple[str, str], Any] = {}
-    for path, node in nnx.iter_graph(nnx.merge(graphdef, *state)):
+    for path, node in nnx.iter_graph(nnx.merge(graphdef, *state), graph=True):
         at = path_of(path) or "the model"
         if isinstance(node, nnx.Variable):
             found |= {(at, f"metadata {name!r}"): value for name, value in node.get_metadata().items()}

@@ -10,6 +10,7 @@ from flax import nnx
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
 from flax_mesh.mesh.context import current_mesh, in_mesh
+from flax_mesh.modes import set_eval_mode, user_modes
 from flax_mesh.sharding.abstract import mesh_of_leaves
 from flax_mesh.sharding.constrain import with_sharding_constraint
 from flax_mesh.step.batch import microbatch_shapes
@@ -115,7 +116,7 @@ def make_train_step(
         check_same_definition(layout, state)
         model, optimizer = state.merge()
         count, wrt = optimizer.step[...], optimizer.wrt
-        params, _, others = nnx.state(model, wrt, nnx.RngState, ...)
+        params, _, others = nnx.state(model, wrt, nnx.RngState, ..., graph=True)
         check_trainable(named_leaves(params))
 
         def run(variables: Variables, part: Batch, index: Any):
@@ -149,12 +150,13 @@ def make_eval_step(loss_fn: LossFn, state: TrainState) -> Callable[[TrainState, 
     def evaluate(state: TrainState, batch: Batch) -> Metrics:
         with in_mesh(mesh):
             model, optimizer = state.merge()
-            model.eval()
-            graphdef, params, others = nnx.split(model, optimizer.wrt, ...)
+            set_eval_mode(model)
+            graphdef, params, others = nnx.split(model, optimizer.wrt, ..., graph=True)
 
             def sums(params: nnx.State):
                 called = nnx.merge(graphdef, params, jax.tree.map(lambda x: x, others))
-                loss_sum, weight, metrics = sums_of(loss_fn(called, batch))
+                with user_modes():
+                    loss_sum, weight, metrics = sums_of(loss_fn(called, batch))
                 return loss_sum, (weight, metrics)
 
             loss_sum, (weight, metrics) = traced_loss(sums, params)(params)
@@ -167,7 +169,7 @@ def _accumulate(run: Callable[..., Any], variables: Any, batch: Batch, num_micro
     """Sums the results of `run(variables, part, index)` over equal parts of the batch; `variables` is carried along."""
     if num_microbatches == 1:
         return run(variables, batch, 0)
-    first = microbatch_shapes(batch, num_microbatches), jax.ShapeDtypeStruct((), jnp.int32)
+    microbatch_shapes(batch, num_microbatches)  # checks the batch
 
     def split(x: jax.Array) -> jax.Array:
         x = x.reshape(num_microbatches, x.shape[0] // num_microbatches, *x.shape[1:])
@@ -183,6 +185,9 @@ def _accumulate(run: Callable[..., Any], variables: Any, batch: Batch, num_micro
 
     parts = (jax.tree.map(split, batch), jnp.arange(num_microbatches))
     # Accumulate in float32 or wider: in bfloat16, small gradients would be rounded away when added to a large sum.
-    wide = lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))  # noqa: E731
-    zeros = jax.tree.map(wide, jax.eval_shape(run, variables, *first)[1])
+    # On Explicit axes the zeros have the shardings of the results, which are part of their types.
+    first = jax.eval_shape(
+        lambda variables, parts: run(variables, *jax.tree.map(lambda x: x[0], parts)), variables, parts
+    )
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), first[1])
     return jax.lax.scan(body, (variables, zeros), parts)[0]

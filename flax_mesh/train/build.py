@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
 from flax_mesh.errors import ConfigError
 from flax_mesh.mesh.create import create_mesh
+from flax_mesh.modes import optimizer_of
 from flax_mesh.mpmd import MpmdMesh, Pipeline, StagedModel, split_stages
 from flax_mesh.mpmd.schedules.schedule import Schedule, make_schedule
 from flax_mesh.sharding.abstract import (
@@ -302,7 +303,7 @@ def make_model(config: TrainConfig) -> nnx.Module:
     check_arguments("make_model", config.make_model, "config", "rngs")
     with user_code("make_model", place := place_of(config.make_model)):
         model = config.make_model(config.model, nnx.Rngs(config.run.seed))
-    if not isinstance(model, nnx.Module):
+    if not isinstance(model, nnx.Pytree):
         raise ConfigError(f"make_model: {place}: it must return an nnx.Module, got {type(model).__name__}")
     return model
 
@@ -310,7 +311,7 @@ def make_model(config: TrainConfig) -> nnx.Module:
 def make_modules(config: TrainConfig) -> tuple[nnx.Module, nnx.Optimizer]:
     """Model and optimizer of a run; only ever traced."""
     model = make_model(config)
-    return model, nnx.Optimizer(model, make_optimizer(config.optimizer), wrt=nnx.Param)
+    return model, optimizer_of(model, make_optimizer(config.optimizer), nnx.Param)
 
 
 def make_learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:

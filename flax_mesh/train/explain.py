@@ -8,7 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.mesh.shape import resolve_dims
@@ -62,7 +62,7 @@ def abstract_mesh(config: TrainConfig) -> AbstractMesh:
         except ValueError as error:
             raise ConfigError(str(error)) from error
     of_group = {name: size for name, size in zip(shape, sizes, strict=True) if name != "pp"}
-    return AbstractMesh(tuple(of_group.values()), tuple(of_group))
+    return AbstractMesh(tuple(of_group.values()), tuple(of_group), axis_types=(AxisType.Auto,) * len(of_group))
 
 
 def _stages(config: TrainConfig, explanation: Explanation, mesh: AbstractMesh) -> tuple[str, list[Finding]]:

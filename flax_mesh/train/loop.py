@@ -18,6 +18,7 @@ from flax_mesh.checkpoint.find import CHECKPOINTS
 from flax_mesh.checkpoint.retention import has_finite_numbers
 from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.mesh.context import in_mesh
+from flax_mesh.modes import set_eval_mode
 from flax_mesh.mpmd.runtime.profile import costs_of, trace_step
 from flax_mesh.mpmd.schedules.simulate import simulate
 from flax_mesh.processes import Watch, broadcast_from_process_0, stop_together
@@ -354,12 +355,12 @@ def _sample(run: Run, state: TrainState) -> str:
     if not num_tokens or sample is None or run.corpus.bytes_per_token != 1:
         return ""
     prompt = np.asarray(run.corpus.held_out[:64], np.int32)
-    graphdef, leaves = nnx.split(run.program.model(state))
+    graphdef, leaves = nnx.split(run.program.model(state), graph=True)
 
     def continue_text(leaves: nnx.State, prompt: jax.Array, key: jax.Array) -> jax.Array:
         with in_mesh(run.program.mesh):
             model = nnx.merge(graphdef, leaves)
-            model.eval()
+            set_eval_mode(model)
             return sample(model, prompt, num_tokens, key)
 
     replicated = NamedSharding(run.program.mesh, PartitionSpec())  # so that every process can read them

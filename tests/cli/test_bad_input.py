@@ -36,20 +36,24 @@ def files(tmp_path_factory) -> dict[str, str]:
 
 def listing(folder: Path) -> dict[str, tuple[int, int]]:
     """Relative path -> (size, time of the last change) of every file below `folder`, (0, 0) for a folder."""
-    found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.name != "__pycache__"}
+    found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if "__pycache__" not in path.parts}
     stats = {name: path.lstat() for name, path in found.items()}
     return {n: (0, 0) if stat.S_ISDIR(s.st_mode) else (s.st_size, s.st_mtime_ns) for n, s in stats.items()}
+
+
+@pytest.fixture(scope="module")
+def listed(files) -> dict[str, tuple[int, int]]:
+    return listing(Path(files["root"]))
 
 
 @pytest.mark.parametrize(
     ("code", "command", "text"), COMMANDS, ids=[f"{i} {c[1]}"[:70] for i, c in enumerate(COMMANDS)]
 )
 def test_an_invalid_command_ends_with_one_short_error_and_changes_no_file(
-    files, code, command, text, capfd, monkeypatch
+    files, listed, code, command, text, capfd, monkeypatch
 ):
     root = Path(files["root"])
     monkeypatch.chdir(root)
-    before = listing(root)
     argv = [re.sub(r"\{(\w+)\}", lambda name: files[name[1]], word) for word in shlex.split(command)]
     got = main(argv)
     out, err = capfd.readouterr()
@@ -61,7 +65,7 @@ def test_an_invalid_command_ends_with_one_short_error_and_changes_no_file(
     longest = LONGEST_LINE + max(map(len, argv), default=0)
     assert all(line.startswith("flax-mesh: ") and len(line) < longest for line in lines), err
     assert len(lines) <= MOST_LINES
-    assert listing(root) == before
+    assert listing(root) == listed
 
 
 def test_there_are_at_least_400_invalid_commands():

@@ -55,7 +55,7 @@ def test_chunks_of_any_size_have_equal_sum_and_gradients(chunk):
 def test_the_cotangent_scales_gradients_and_tokens_without_target_have_none():
     x, w, targets = example()
     doubled = jax.jit(jax.grad(lambda x: 2 * cross_entropy(x, w, targets, axes=AXES, chunk=8)))(x)
-    np.testing.assert_allclose(doubled, 2 * with_gradients(8)(x, w, targets)[1][0], rtol=1e-6)
+    assert_close(doubled, 2 * with_gradients(8)(x, w, targets)[1][0], 1e-6)
     loss, grads = with_gradients(8)(x, w, jnp.full_like(targets, -1))
     assert loss == 0 and all((g == 0).all() for g in grads)
 

@@ -1,6 +1,7 @@
 """Pipelines for runs in one process and in several (`tests.multiprocess.worker`), and helpers of its cases."""
 
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -93,6 +94,7 @@ def end_at_once(text: str) -> None:
     if jax.process_index() == 0:
         for process in range(1, jax.process_count()):
             get_text(f"end/{process}", 60)
+        time.sleep(1)  # until the others have the answer to their last call
     else:
         put_text(f"end/{jax.process_index()}", "now")
     os._exit(0)

@@ -151,7 +151,7 @@ with Watch(print, 1.0):
 
 
 @pytest.mark.parametrize("what", ["closed", pytest.param("full", marks=pytest.mark.slow)])
-def test_a_step_timeout_ends_a_process_whose_report_nobody_reads(what):
+def test_a_step_timeout_ends_a_process_whose_report_is_not_read(what):
     read, write = os.pipe()
     if what == "closed":
         os.close(read)

@@ -111,6 +111,45 @@ def test_the_state_is_initialized_sharded_with_the_same_bits_on_every_mesh(maker
                 np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
 
 
+class Drawn(nnx.Module):
+    """Arrays whose shards have few elements in their last dim, fewer than a vector of the CPU."""
+
+    def __init__(self):
+        keys = jax.random.split(jax.random.key(0), 4)
+        draws = [jax.random.normal, nnx.initializers.lecun_normal(), nnx.initializers.orthogonal(), jax.random.gumbel]
+        self.drawn = nnx.List([nnx.Param(draw(key, (64, 24))) for draw, key in zip(draws, keys, strict=True)])
+
+
+LAYOUTS = [((1,), ()), ((8,), ("x", None)), ((8,), (None, "x")), ((2, 4), ("x", "y")), ((2, 4), ("y", "x"))]
+LAYOUTS += [((4, 2), (None, ("x", "y")))]
+
+
+def drawn(initialize) -> set[str]:
+    """Digests of the arrays of Drawn that `initialize(abstract)` returns, one per layout if they depend on it."""
+    found = set()
+    for shape, spec in LAYOUTS:
+        devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
+        mesh = jax.sharding.Mesh(devices, ("x", "y")[: len(shape)])
+        abstract = fm.abstract_state(Drawn, mesh, [(".*", P(*spec))])
+        assert all(x.sharding.spec == P(*spec) for x in jax.tree.leaves(abstract))
+        found.add(digest(jax.tree.leaves(initialize(abstract))))
+    return found
+
+
+def test_initial_values_have_the_same_bits_for_every_shape_of_a_shard():
+    assert len(drawn(lambda abstract: fm.init_state(Drawn, abstract))) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="older versions of XLA's CPU backend round them alike")
+def test_with_vectorized_loops_the_bits_depend_on_the_shape_of_a_shard():
+    def vectorized(abstract):
+        shardings = [x.sharding for x in jax.tree.leaves(abstract)]
+        return jax.jit(lambda: jax.tree.leaves(nnx.state(Drawn())), out_shardings=shardings)()
+
+    assert len(drawn(vectorized)) > 1
+
+
 def test_initialization_never_allocates_a_full_copy_on_one_device():
     class Wide(nnx.Module):
         def __init__(self, rngs):

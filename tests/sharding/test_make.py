@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import flax_mesh as fm
 from flax_mesh.sharding import sharding_fingerprint
@@ -105,7 +105,7 @@ def test_the_mesh_is_in_context_while_make_is_traced(mesh):
         x = jax.lax.with_sharding_constraint(jnp.ones((8, 8)), P("fsdp", "tp"))
         return nnx.Dict(x=nnx.Param(x, out_sharding=P(None, None), eager_sharding=True))
 
-    for given in (mesh, AbstractMesh((2, 4), AXES)):
+    for given in (mesh, AbstractMesh((2, 4), AXES, axis_types=(AxisType.Auto,) * 2)):
         abstract = fm.abstract_state(constrained, given, "fsdp")
     model = fm.init_model(constrained, fm.abstract_state(constrained, mesh, "fsdp"))
     fm.explain_sharding(constrained, mesh, "fsdp")

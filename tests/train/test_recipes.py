@@ -41,7 +41,7 @@ WRONG_RECIPES = [
     (
         "def recipe():\n    return bigram.RunConfig(step=3)\n",
         LINE + 1,
-        "TypeError: .*unexpected keyword argument 'step'",
+        "TypeError: .*unexpected keyword argument 'step'.*",
     ),
     ("def recipe():\n    return 3\n", LINE, r"recipe\(\) must return a TrainConfig, got int"),
     ("def recipe():\n    pass\n", LINE, r"recipe\(\) must return a TrainConfig, got NoneType"),

@@ -6,12 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh.axes import PartitionAxis
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.transport.layout import on_group, put_host
-from flax_mesh.sharding.rules import fit_spec
+from flax_mesh.step.batch import microbatch_spec
 
 
 def place_array(x: Any, count: int, mesh: MpmdMesh, group: int, axes: PartitionAxis) -> jax.Array:
@@ -31,11 +31,8 @@ def place_array(x: Any, count: int, mesh: MpmdMesh, group: int, axes: PartitionA
 
 @lru_cache(maxsize=256)
 def _sharding(shape: tuple[int, ...], mesh: Mesh, axes: PartitionAxis) -> NamedSharding:
-    """Sharding of an array (microbatch, row, ...) on a group. The third dim of a 3-D array is the sequence."""
-    logical = (None, "batch", "sequence") if len(shape) == 3 else (None, "batch")
-    # Rows are sharded if they are divisible; axes that do not divide a dim are dropped.
-    spec, _ = fit_spec("batch", shape, axes.resolve(logical), mesh)
-    return NamedSharding(mesh, spec)
+    """Sharding of an array (microbatch, row, ...) on a group."""
+    return NamedSharding(mesh, PartitionSpec(None, *microbatch_spec(shape[1:], mesh, axes)))
 
 
 @lru_cache(maxsize=256)

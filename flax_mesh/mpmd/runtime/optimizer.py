@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.runtime.compile import Jitted, named_jit
 from flax_mesh.mpmd.runtime.placement import Placement, chunked, cut_rows
-from flax_mesh.mpmd.split.jaxpr import Chunks, Program, Var, inline, interpret, is_var, trace, whole
+from flax_mesh.mpmd.split.jaxpr import Chunks, Program, Var, inline, interpret, is_var, shape_of, trace, whole
 from flax_mesh.mpmd.split.split import StagedModel
 from flax_mesh.mpmd.split.update import SHARED, GroupProgram, MixedGroups, cut_by_group, pack, unpack
-from flax_mesh.mpmd.transport.layout import on_all_groups, put_host
+from flax_mesh.mpmd.transport.layout import on_all_groups, put_host, sharding_on
 from flax_mesh.step.loss import Limits, Metrics, apply_gradients, skip_update
 from flax_mesh.step.state import TrainState
 from flax_mesh.text import paths_text
@@ -90,11 +90,12 @@ class Update:
             v: o.sharding for v, o in zip(program.outputs, owners, strict=False) if is_var(v) and o.group != SHARED
         }
         packs = {(part.group, part.phase): part.packs for part in parts if part.packs}
-        self.parts = [_compile(part, packs, shardings, options) for part in parts if part.group in self.local_groups]
-        self.packs = {
-            key: jax.eval_shape(pack, [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in scalars])
-            for key, scalars in packs.items()
-        }
+        self.parts = [
+            _compile(part, packs, shardings, self.meshes[part.group], options)
+            for part in parts
+            if part.group in self.local_groups
+        ]
+        self.packs = {key: jax.eval_shape(pack, [shape_of(v.aval) for v in scalars]) for key, scalars in packs.items()}
         self.readers = {key: {p.group for p in parts if key in p.receives} for key in packs}
 
     def __call__(
@@ -176,6 +177,7 @@ def _compile(
     part: GroupProgram,
     packs: Mapping[tuple[int, int], Sequence[Any]],
     shardings: Mapping[Any, Any],
+    mesh: Mesh,
     options: dict[str, Any] | None,
 ) -> GroupFunction:
     """Jit one part of the update; `shardings` has the shardings of the outputs that are leaves.
@@ -200,6 +202,8 @@ def _compile(
         return outs[:num], pack([jnp.asarray(x) for x in outs[num:]])
 
     out = [shardings.get(v) for v in part.results]
+    if not order and not part.receives:  # constants: without an argument, only the results have devices
+        out = [x or sharding_on(shape_of(v.aval).sharding, mesh) for x, v in zip(out, part.results, strict=True)]
     call = named_jit(update, f"update{part.phase}", (0,), (out, None), options)
     return part, donated, kept, call
 
@@ -219,7 +223,7 @@ def _trace(
     def update(leaves: list[Any], trained: list[Any], sums: list[Any], old: list[Any], limits: list[Any]):
         state = TrainState(tuple(leaves), plain.definition)
         model, optimizer = state.merge()
-        params, _, others = nnx.state(model, optimizer.wrt, nnx.RngState, ...)
+        params, _, others = nnx.state(model, optimizer.wrt, nnx.RngState, ..., graph=True)
         named = dict(zip(names, sums, strict=True))
         weight = named.pop("weight")
         tree = jax.tree.unflatten(jax.tree.structure(params), trained)
@@ -231,7 +235,7 @@ def _trace(
         metric_names[:] = list(metrics)
         return [*after.leaves, *metrics.values()]
 
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in plain.leaves]
+    shapes = [shape_of(x) for x in plain.leaves]
     trained = list(dict.fromkeys(leaf.source for leaf in staged.leaves if leaf.trained))
     wide = [_wide(plain.leaves[source]) for source in trained]
     scalars = [jax.ShapeDtypeStruct((), "float32") for _ in names]
@@ -246,7 +250,8 @@ def _trace(
             found[leaf] = found[leaf] + value if leaf in found else value
         for at, leaf in enumerate(staged.leaves):
             if leaf.trained and at not in found:  # the loss does not use it
-                found[at] = jnp.zeros(leaf.shape, _wide(leaf).dtype)
+                value = leaves[owner_at[at]]
+                found[at] = jnp.zeros_like(value, _wide(value).dtype)
         model = [owner for owner in placement.owners if owner.leaf is not None]
         # None: not trained, such as a random key.
         gradients = chunked(model, [None if owner.leaf is None else found.get(owner.leaf) for owner in model])
@@ -261,11 +266,14 @@ def _trace(
             flat += out.parts if isinstance(out, Chunks) else [cut_rows(out, r) for r in rows]
         return [*flat, *map(whole, outs[len(plain.leaves) :])]
 
-    leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in placement.abstract.leaves]
-    parts = [_wide(staged.leaves[leaf]) for _, leaf in grads]
+    # The mesh of a type is that of a group, also for leaves on all groups.
+    sources = [shapes[owner.source] for owner in placement.owners]
+    leaves = [shape_of(like, x.shape) for like, x in zip(sources, placement.abstract.leaves, strict=True)]
+    owner_at = {owner.leaf: at for at, owner in enumerate(placement.owners) if owner.leaf is not None}
+    parts = [_wide(leaves[owner_at[leaf]]) for _, leaf in grads]
     old = [leaves[at] for at in old_at or ()]
     return inline(trace(placed_update, leaves, parts, scalars, old, limits)[0]), metric_names
 
 
 def _wide(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, jnp.promote_types(leaf.dtype, "float32"))
+    return shape_of(leaf).update(dtype=jnp.promote_types(leaf.dtype, "float32"))

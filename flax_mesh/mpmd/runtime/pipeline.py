@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
 from flax_mesh.errors import ConfigError
+from flax_mesh.modes import optimizer_of
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.runtime.batch import place_array
 from flax_mesh.mpmd.runtime.compile import CompiledPipeline, compile_pipeline
@@ -127,6 +128,7 @@ class Pipeline:
             rules = [(".*", ())]  # groups of one device: nothing can be split
         self.axes = axes or getattr(rules, "axes", None) or getattr(staged.model, "axes", DEFAULT_AXES)
         self.placement = place(self._make, staged, mesh, self.group_of, rules, axes, shard_optimizer_over)
+        self.staged = staged.with_layout(self.groups[0].abstract_mesh, self.placement.model_specs, self.axes)
         self.num_transfers = 0  # of activations and gradients between groups, in the last step
         self.on_action: Callable[[Action, Saved], None] | None = None  # for tests and tools
         self._by_batch: dict[Hashable, CompiledPipeline] = {}  # by the tree and the shapes of a batch
@@ -183,7 +185,7 @@ class Pipeline:
 
     def _make(self) -> tuple[Any, nnx.Optimizer]:
         model = self.staged.make()
-        return model, nnx.Optimizer(model, self.optimizer, wrt=self.staged.wrt)
+        return model, optimizer_of(model, self.optimizer, self.staged.wrt)
 
     @cached_property
     def _order(self) -> list[Action]:

@@ -1,5 +1,6 @@
 """Placement of a pipeline's state: which group owns each leaf, and how it is sharded there."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,14 +10,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh.axes import PartitionAxis, as_tuple
 from flax_mesh.errors import ShardingError
-from flax_mesh.jax_compat import short_tracer_errors
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.split.jaxpr import Chunks
 from flax_mesh.mpmd.split.split import StagedModel
 from flax_mesh.mpmd.split.trace import ModelLeaf
 from flax_mesh.mpmd.split.update import SHARED
 from flax_mesh.mpmd.transport.layout import on_all_groups, remote_array, sharding_on
-from flax_mesh.sharding.abstract import abstract_state, made_leaves
+from flax_mesh.sharding.abstract import abstract_state, initialized, made_leaves
 from flax_mesh.sharding.rules import Rules
 from flax_mesh.step.state import TrainState, TreeDefinition, abstract_train_state
 from flax_mesh.text import path_lines
@@ -46,6 +46,12 @@ class Placement:
     owners: tuple[LeafOwner, ...]
     abstract: TrainState  # leaves are ShapeDtypeStructs with shardings
     plain: TrainState  # the same state without groups, one leaf per variable
+
+    @property
+    def model_specs(self) -> tuple[PartitionSpec, ...]:
+        """The specs of the leaves of the model."""
+        leaves = named_leaves(self.plain.to_nnx())
+        return tuple(leaf.sharding.spec for path, leaf in leaves if path.startswith(MODEL))
 
 
 def place(
@@ -78,6 +84,7 @@ def place(
         leaf, rows = plain.leaves[owner.source], owner.rows
         shape = leaf.shape if rows is None else (rows[1] - rows[0], *leaf.shape[1:])
         leaves.append(jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=owner.sharding))
+    _check_rows(owners, leaves)
     tree = jax.tree.unflatten(plain.definition.treedef, chunked(owners, leaves))
     definition = TreeDefinition(plain.definition.graphdef, jax.tree.structure(tree))
     return Placement(tuple(owners), TrainState(tuple(leaves), definition), plain)
@@ -127,8 +134,7 @@ def init_leaves(make: Callable[[], Any], placement: Placement, meshes: Mapping[i
             return [cut_rows(values[placement.owners[at].source], placement.owners[at].rows) for at in of_group]
 
         there = [sharding_on(placement.owners[at].sharding, mesh) for at in of_group]
-        with short_tracer_errors():
-            made = jax.jit(leaves, out_shardings=there)()
+        made = initialized(leaves, there)
         if group == SHARED:
             made = [
                 _copied(x, meshes, first, placement.owners[at].sharding) for at, x in zip(of_group, made, strict=True)
@@ -156,6 +162,25 @@ def check_specs(specs: Iterable[tuple[str, PartitionSpec]], mesh: MpmdMesh) -> N
             "\n".join(path_lines(wrong))
             + f"\nA spec must not contain {name!r}, the axis of the pipeline's groups: each group "
             "has its own leaves. Map these dims to other axes, or to None."
+        )
+
+
+def _check_rows(owners: Sequence[LeafOwner], leaves: Sequence[jax.ShapeDtypeStruct]) -> None:
+    """Raises a ShardingError if a spec splits the layers of a stack into more parts than a stage has layers."""
+    wrong = []
+    for owner, leaf in zip(owners, leaves, strict=True):
+        spec = owner.sharding.spec
+        if (
+            owner.rows is not None
+            and spec
+            and leaf.shape[0] % (ways := math.prod(owner.sharding.mesh.shape[axis] for axis in as_tuple(spec[0])))
+        ):
+            wrong.append(f"{owner.path}: {spec} splits the {leaf.shape[0]} layers of a stage into {ways} parts")
+    if wrong:
+        raise ShardingError(
+            "\n".join(path_lines(dict.fromkeys(wrong)))
+            + "\nThe leading dim of a scanned stack counts its layers, which the stages divide among them. Name the "
+            "stack in the rules, which then apply to the other dims: PartitionRules(..., layers=...)."
         )
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from flax_mesh.mpmd.split.assign import StageProgram
-from flax_mesh.mpmd.split.jaxpr import REMAT, Program, Var, inline, needed, trace, variables
+from flax_mesh.mpmd.split.jaxpr import REMAT, Program, Var, inline, needed, shape_of, trace, variables
 from flax_mesh.mpmd.split.remat import choose_residuals, find_repeatable
 from flax_mesh.mpmd.split.split_scan import split_scans
 
@@ -75,8 +75,8 @@ def _joint(stage: StageProgram, trained, floats_in, floats_out) -> Program:
         seeds = [*cotangents, *([jnp.ones_like(differentiated[-1])] if has_loss else [])]
         return [*outs, *vjp_fn(seeds)[0]]
 
-    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in stage.forward.inputs]
-    cotangents = [jax.ShapeDtypeStruct(stage.sent[i].aval.shape, stage.sent[i].aval.dtype) for i in floats_out]
+    shapes = [shape_of(v.aval) for v in stage.forward.inputs]
+    cotangents = [shape_of(stage.sent[i].aval) for i in floats_out]
     return inline(trace(run, shapes, cotangents)[0])
 
 

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh.jax_compat import short_tracer_errors
+from flax_mesh.modes import user_modes
 from flax_mesh.mpmd.split.assign import CutError
 from flax_mesh.mpmd.split.backward import differentiate
 from flax_mesh.mpmd.split.jaxpr import Eqn, Program, Var, bodies, flops, num_bytes
@@ -68,6 +69,7 @@ def check_stages(
     wrt: Any,
     layers: Sequence[str],
     mesh: Mesh | None,
+    specs: Sequence[PartitionSpec],
     make: Callable[[], Any],
     batch: Batch,
     *,
@@ -81,6 +83,7 @@ def check_stages(
         forward: The stages, traced on `mesh`.
         split_model: Graph definition and state of the model.
         mesh: A mesh of one device, or None.
+        specs: The specs of the leaves of the model, which belong to their types on Explicit axes; else ().
         make: Returns the model with its initial values.
         batch: Arrays, or ShapeDtypeStructs, which are replaced by random values.
         remat, split: As in `differentiate`.
@@ -91,13 +94,14 @@ def check_stages(
     def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             around = contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
-            with around, nnx.use_eager_sharding(False), short_tracer_errors():
+            with around, user_modes(), short_tracer_errors():
                 return fn(*args)
 
         return jax.jit(run, compiler_options=options)
 
     with full_precision():
-        leaves = jax.device_put(compiled(lambda: made_leaves(make))(), place)
+        of_leaves = [NamedSharding(mesh, spec) for spec in specs] if mesh is not None and specs else place
+        leaves = jax.device_put(compiled(lambda: made_leaves(make))(), of_leaves)
         args = jax.device_put((_values(batch), jnp.uint32(0), jnp.int32(0)), place)
         unsplit = compiled(_unsplit(forward, loss_fn, split_model, wrt, layers, seed))
         want, have = unsplit(leaves, *args), compiled(_staged(forward, remat, split))(leaves, *args)
@@ -143,7 +147,7 @@ def _unsplit(
 
     def run(values: list[Any], batch: Batch, step: Any, microbatch: Any) -> Results:
         called = nnx.merge(graphdef, jax.tree.unflatten(treedef, values))
-        params, _, others = nnx.state(called, wrt, nnx.RngState, ...)
+        params, _, others = nnx.state(called, wrt, nnx.RngState, ..., graph=True)
 
         def loss_of(params: nnx.State) -> Any:
             return run_loss(loss_fn, called, wrt, (params, others), batch, (seed, step, microbatch), layers)
@@ -178,7 +182,7 @@ def _staged(forward: Forward, remat: str, split: bool) -> Run:
             outputs |= {at: next(found) for at in stage.outputs}
             saved.append((inputs, received, list(found)))
         cotangents: dict[Var, list[Any]] = {}
-        grads = {at: jnp.zeros(leaves[at].shape, leaves[at].dtype) for at in wrt}
+        grads = {at: jnp.zeros_like(leaves[at]) for at in wrt}
         for stage, (inputs, received, residuals) in reversed([*zip(stages, saved, strict=True)]):
             assert stage.backward is not None
             summed = [functools.reduce(operator.add, cotangents[stage.sent[i]]) for i in stage.floats_out]

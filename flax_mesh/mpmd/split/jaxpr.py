@@ -1,5 +1,6 @@
 """Evaluates and rewrites jaxprs. All calls of the pipeline to JAX's semi-public interpreter are in this file."""
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,19 +11,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 from jax.extend import core as jex
+from jax.extend.core import primitives
+from jax.sharding import AxisType, NamedSharding
 from jax.tree_util import DictKey
 
 from flax_mesh.jax_compat import empty_debug_info, in_source_of, scan_sizes
 
 Var: TypeAlias = Any  # jex.Var; the shapes and dtypes of its avals are not typed in JAX
 Eqn: TypeAlias = Any  # jex.JaxprEqn
-JIT = ("jit", "pjit", "closed_call", "core_call")
-REMAT = ("checkpoint", "remat", "remat2")
+# Calls of a traced function; their names differ between versions of JAX.
+JIT = tuple({p.name for p in (primitives.jit_p, primitives.call_p, primitives.closed_call_p)})
+REMAT = (primitives.remat_p.name,)
 # Primitives that compute each element independently, so they can run on every chunk of a stack.
 ELEMENTWISE = frozenset(
     """abs add add_any and atan2 cbrt ceil clamp convert_element_type copy cos cosh div eq erf exp exp2 expm1 floor ge
-    gt integer_pow is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow real reduce_precision rem
-    round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh xor""".split()  # noqa: SIM905
+    gt integer_pow is_finite le log log1p log2 logistic lt max min mul ne neg nextafter not one_minus_square or pow real
+    reduce_precision rem round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh
+    xor""".split()  # noqa: SIM905
 )
 REDUCE = {"reduce_sum": jnp.add, "reduce_max": jnp.maximum, "reduce_min": jnp.minimum}
 REDUCE |= {"reduce_and": jnp.logical_and, "reduce_or": jnp.logical_or}
@@ -55,10 +60,25 @@ def variables(atoms: Iterable[Any]) -> list[Var]:
 
 def trace(fn: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
     """Trace `fn` on arrays or ShapeDtypeStructs. Returns its program and the pytree of its output shapes."""
-    closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
+    with _in_mesh_of(args):
+        closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
     # A jax.Array is placed on a device, but the program may run on others. Numpy arrays can be used on any device.
     consts = [np.asarray(c) if isinstance(c, jax.Array) and not _is_key(c) else c for c in closed.consts]
     return _program(closed.jaxpr, consts), shape
+
+
+def shape_of(x: Any, shape: Sequence[int] | None = None) -> jax.ShapeDtypeStruct:
+    """The type of an array or of the aval of a variable, with another shape if `shape` is given.
+
+    On a mesh with Explicit axes the sharding belongs to the type: programs are traced with it again.
+    """
+    shape = x.shape if shape is None else tuple(shape)
+    return jax.ShapeDtypeStruct(shape, x.dtype, sharding=x.sharding if _has_sharding_type(x) else None)
+
+
+def has_explicit_axes(mesh: Any) -> bool:
+    """Whether the shardings of arrays on `mesh`, which may be None, belong to their types."""
+    return mesh is not None and AxisType.Explicit in mesh.axis_types
 
 
 def bodies(eqn: Eqn) -> list[Any]:
@@ -116,7 +136,7 @@ def inline(program: Program, opens: Callable[[Eqn], bool] = lambda eqn: False) -
     """The same program without nested jits, and without the remats and conds for which `opens` returns True."""
     if not any(eqn.primitive.name in JIT or opens(eqn) for eqn in program.eqns):
         return program
-    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.inputs]
+    shapes = [shape_of(v.aval) for v in program.inputs]
     return trace(lambda *args: interpret(program, args, opens), *shapes)[0]
 
 
@@ -218,7 +238,8 @@ def _on_chunks(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
     if name in REDUCE and 0 in eqn.params["axes"]:
         parts = [evaluate(eqn, [part])[0] for part in chunks.parts]
         return [functools.reduce(REDUCE[name], parts)]
-    if name in ELEMENTWISE or name in REDUCE:  # this REDUCE does not reduce over layers
+    # This REDUCE does not reduce over layers, and a reshard of the other dims keeps every layer where it is.
+    if name in ELEMENTWISE or name in REDUCE or (name == "reshard" and not any(eqn.params["dst_sharding"].spec[:1])):
         rows = [_rows(v, chunks) for v in values]
         return [Chunks((evaluate(eqn, part)[0] for part in zip(*rows, strict=True)), chunks.starts)]
     return evaluate(eqn, [whole(value) for value in values])
@@ -252,6 +273,17 @@ def _scan_chunks(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
         outs = eqn.primitive.bind(*consts, *carry, *(rows[k] for rows in rows_of), **{**params, "length": length})
         carry, ys[k] = outs[:num_carry], outs[num_carry:]
     return [*carry, *(Chunks(parts, chunks.starts) for parts in zip(*ys, strict=True))]
+
+
+def _has_sharding_type(x: Any) -> bool:
+    sharding = getattr(x, "sharding", None)
+    return isinstance(sharding, NamedSharding) and has_explicit_axes(sharding.mesh)
+
+
+def _in_mesh_of(args: Any) -> contextlib.AbstractContextManager[Any]:
+    """The context of the mesh of `args` if it has Explicit axes: values without a type of their own need it."""
+    mesh = next((x.sharding.mesh for x in jax.tree.leaves(args) if _has_sharding_type(x)), None)
+    return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
 def _is_key(x: Any) -> bool:

@@ -1,12 +1,16 @@
 """Why a model cannot be split into stages: the checks of split_stages, whose errors name lines of the model."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from flax_mesh.jax_compat import source_line
+from flax_mesh.jax_compat import LIBRARIES, sharding_type_errors, source_line
 from flax_mesh.mpmd.split.assign import CutError
 from flax_mesh.mpmd.split.jaxpr import Eqn, Program, Var, bodies, variables
 from flax_mesh.mpmd.split.trace import Forward, Layer, ModelLeaf
@@ -25,7 +29,9 @@ def stages_text(stages: Iterable[int]) -> str:
 def modules_text(model: Any) -> str:
     """What the model has that `layers=` may name."""
     lists = sorted(
-        "/".join(map(str, path)) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.List) and len(node)
+        "/".join(map(str, path))
+        for path, node in nnx.iter_graph(model, graph=True)
+        if isinstance(node, nnx.List) and len(node)
     )
     children = _children(model)
     modules = f" It has modules at {_quoted(sorted(children))}." if children else ""
@@ -34,6 +40,22 @@ def modules_text(model: Any) -> str:
     if len(children) < 2:
         return f"It has no list: put the layers into an nnx.List.{modules}"
     return f"It has no list.{modules} Each module may be one layer; name several in the order of their calls."
+
+
+@contextlib.contextmanager
+def ambiguity_explained() -> Iterator[None]:
+    """Context in which an operation whose sharding is ambiguous on Explicit axes is a CutError that names its line."""
+    try:
+        yield
+    except sharding_type_errors() as error:
+        libraries = (*LIBRARIES, f"{Path(jax.__file__).parent}/")
+        frames = [x for x in traceback.extract_tb(error.__traceback__) if not x.filename.startswith(libraries)]
+        where = f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name}): {frames[-1].line}" if frames else ""
+        raise CutError(
+            "on Explicit axes every operation must determine the sharding of its result, but this one does not:\n"
+            f"{where}\n{str(error).strip()}\nPass out_sharding= to the operation, or reshard its inputs with "
+            "jax.sharding.reshard; or use Auto axes, create_mesh(axis_types='auto')."
+        ) from error
 
 
 def check_effects(program: Program) -> None:
@@ -47,25 +69,29 @@ def check_effects(program: Program) -> None:
 
 
 def check_meshes(program: Program) -> None:
-    """CutError for sharding constraints on a mesh of devices: each stage runs on the mesh of its own group."""
-    found: dict[str, Any] = {}
+    """CutError for shardings on a mesh of devices: each stage runs on the mesh of its own group."""
+    found: dict[str, str] = {}
 
     def walk(eqns: Iterable[Eqn]) -> None:
         for eqn in eqns:
-            sharding = eqn.params.get("sharding")
-            if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-                found.setdefault(source_line(eqn), sharding)
+            named = [x for x in eqn.params.values() if isinstance(x, NamedSharding)]
+            # A reshard has the mesh of its sharding as `concrete_mesh`, shard_map has `mesh`.
+            own = [eqn.params.get(name) for name in ("concrete_mesh", "mesh")]
+            meshes = [x for x in [*own, *(sharding.mesh for sharding in named)] if isinstance(x, Mesh)]
+            if meshes:
+                what = f"{named[0].spec}" if named else eqn.primitive.name
+                found.setdefault(source_line(eqn), f"{what} on {meshes[0].size} devices")
             for body in bodies(eqn):
                 walk(body.eqns)
 
     walk(program.eqns)
     if found:
-        lines = [f"{line}: {sharding.spec} on {sharding.mesh.size} devices" for line, sharding in found.items()]
+        lines = [f"{line}: {what}" for line, what in found.items()]
         raise CutError(
             "the model constrains arrays to a mesh of devices, but every stage runs on the mesh of its own group:\n"
             + "\n".join(at_most(lines))
-            + "\nPass the spec without a mesh, with_sharding_constraint(x, PartitionSpec(...)): it then refers to the "
-            "mesh of the stage."
+            + "\nPass the spec without a mesh, with_sharding_constraint(x, PartitionSpec(...)), and shard_map without "
+            "mesh=: they then refer to the mesh of the stage."
         )
 
 
@@ -189,13 +215,13 @@ def _children(module: Any) -> list[str]:
     return [
         name
         for name, value in vars(module).items()
-        if isinstance(value, nnx.Module) and not isinstance(value, nnx.List)
+        if isinstance(value, nnx.Pytree) and not isinstance(value, nnx.List | nnx.Rngs | nnx.RngStream)
     ]
 
 
 def _lists_around(model: Any, paths: Sequence[str]) -> list[str]:
     """The outermost lists of the model that contain one of `paths`."""
-    lists = ["/".join(map(str, path)) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.List)]
+    lists = ["/".join(map(str, path)) for path, node in nnx.iter_graph(model, graph=True) if isinstance(node, nnx.List)]
     around = (min((x for x in lists if path.startswith(f"{x}/")), key=len, default=None) for path in paths)
     return list(dict.fromkeys(path for path in around if path is not None))
 

@@ -30,12 +30,12 @@ from flax_mesh.mpmd.split.min_cut import minimum_cut, recomputed
 # entire stage.
 REMAT_MODES = ("none", "cheap", "full")
 STORED = EXPENSIVE | {"random_bits", "threefry2x32"}
-CONSTRAINT = "sharding_constraint"
+CONSTRAINT, RESHARD = "sharding_constraint", "reshard"  # on Auto axes, on Explicit axes
 # At most one instruction per element: no functions such as exp, no divisions, no reductions.
 FREE = frozenset(
     """abs add add_any and broadcast_in_dim ceil clamp concatenate convert_element_type copy eq expand_dims floor ge gt
-    iota is_finite le lt max min mul ne neg not or pad real reduce_precision reshape rev round select_n
-    sharding_constraint sign slice split square squeeze stop_gradient sub transpose xor""".split()  # noqa: SIM905
+    iota is_finite le lt max min mul ne neg not one_minus_square or pad real reduce_precision reshape reshard rev round
+    select_n sharding_constraint sign slice split square squeeze stop_gradient sub transpose xor""".split()  # noqa: SIM905
 )
 
 
@@ -80,6 +80,7 @@ def find_repeatable(program: Program, num_given: int, *, cheap: bool) -> set[int
         inputs, name = variables(eqn.invars), eqn.primitive.name
         is_given, layout = given.issuperset(inputs), _layout(eqn, layouts)
         changes_layout = name == CONSTRAINT and layouts.get(inputs[0], layout) != layout
+        changes_layout |= name == RESHARD and eqn.invars[0].aval.sharding != eqn.outvars[0].aval.sharding
         allowed = is_given or (not changes_layout and (cheap or name in FREE))
         if allowed and not eqn.effects and not is_expensive(eqn, STORED):
             found.add(i)

@@ -9,16 +9,18 @@ from typing import Any, Literal
 
 import jax
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
 from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.schedules.schedule import Schedule, make_schedule
 from flax_mesh.mpmd.split import assign as cut
 from flax_mesh.mpmd.split.assign import DATA, VARIABLES, CutError
 from flax_mesh.mpmd.split.check import check_stages, full_precision, is_cheap, one_device_mesh
-from flax_mesh.mpmd.split.jaxpr import Program, Var, num_bytes
+from flax_mesh.mpmd.split.jaxpr import Program, Var, has_explicit_axes, num_bytes
 from flax_mesh.mpmd.split.problems import (
+    ambiguity_explained,
     check_effects,
     check_layers,
     check_meshes,
@@ -36,7 +38,8 @@ from flax_mesh.mpmd.split.trace import (
     split_leaves,
     trace_forward,
 )
-from flax_mesh.sharding.abstract import abstract_split, model_layers
+from flax_mesh.sharding.abstract import abstract_split, abstract_state, model_layers
+from flax_mesh.sharding.annotations import annotations_of
 from flax_mesh.stacks import is_single_layer, module_at
 from flax_mesh.step.batch import microbatch_shapes, shapes_of
 from flax_mesh.step.loss import Batch, LossFn
@@ -63,10 +66,18 @@ class StagedModel:
     groups: MpmdMesh | None = None  # as passed to split_stages, for the Pipeline
     schedule: Schedule | None = None  # likewise
     remark: str = ""  # why the cut is not that of equal FLOPs
+    specs: tuple[PartitionSpec, ...] = ()  # of the leaves of the model; () if `mesh` has no Explicit axes
+    axes: PartitionAxis = DEFAULT_AXES  # of the batch, on Explicit axes
 
     def stage_of(self, layer: Layer) -> int:
         """The stage of a layer, ("layers", 3)."""
         return _stage(self.bounds, self.ranks[layer])
+
+    def with_layout(self, mesh: AbstractMesh, specs: Sequence[PartitionSpec], axes: PartitionAxis) -> "StagedModel":
+        """The same stages, traced with the types of this layout if `mesh` has Explicit axes."""
+        if not has_explicit_axes(mesh) or (self.mesh, self.specs, self.axes) == (mesh, tuple(specs), axes):
+            return self
+        return replace(self, mesh=mesh, specs=tuple(specs), axes=axes)
 
     def cut(self, microbatch: Batch, *, seed: int = 0, train: bool = True) -> Forward:
         """The forward pass for microbatches of these shapes, split into stages; traced once per set of shapes.
@@ -79,9 +90,19 @@ class StagedModel:
         if key not in self._cuts:
             shared = ("", 0) in self.ranks  # the list has one layer several times: the ranks are those of the calls
             loss_fn = _marked(self.loss_fn, self.layers[0]) if shared else self.loss_fn
-            forward = trace_forward(
-                loss_fn, self.split_model, self.wrt, self.layers, self.mesh, shapes, seed=seed, train=train
-            )
+            with ambiguity_explained():
+                forward = trace_forward(
+                    loss_fn,
+                    self.split_model,
+                    self.wrt,
+                    self.layers,
+                    self.mesh,
+                    shapes,
+                    specs=self.specs,
+                    axes=self.axes,
+                    seed=seed,
+                    train=train,
+                )
             opened = open_forward(forward, self.leaves)
             self._cuts[key] = _cut(opened, self)
         return self._cuts[key]
@@ -129,6 +150,7 @@ class StagedModel:
             self.wrt,
             self.layers,
             mesh,
+            self.specs,
             self.make,
             microbatch,
             seed=seed,
@@ -212,7 +234,7 @@ def split_stages(
 
     Args:
         loss_fn: A LossFn: `loss_fn(model, batch)` returns (loss_sum, weight), or another of its forms.
-        model: An nnx.Module, abstract or not, or a function that makes one.
+        model: An nnx.Module or another nnx.Pytree, abstract or not, or a function that makes one.
         batch: A batch of `num_microbatches` equal microbatches, as arrays or ShapeDtypeStructs.
         mesh: The groups of the pipeline as an MpmdMesh; or, if a Pipeline is not wanted, the mesh of one group.
             Constraints in the model see the mesh of a group.
@@ -267,7 +289,9 @@ def split_stages(
     num_calls = _calls_of_shared(abstract, layers)
     shapes = microbatch_shapes(batch, num_microbatches) if num_microbatches is not None else shapes_of(batch)
     traced_fn = _marked(loss_fn, layers[0]) if num_calls else loss_fn
-    forward = trace_forward(traced_fn, split_model, wrt, layers, around, shapes)
+    specs, axes = _layout_of(make, abstract, around)
+    with ambiguity_explained():
+        forward = trace_forward(traced_fn, split_model, wrt, layers, around, shapes, specs=specs, axes=axes)
     places = places_of(abstract, layers)
     single = split_leaves(forward, places)
     opened = open_forward(forward, single)
@@ -298,6 +322,8 @@ def split_stages(
         groups=groups,
         schedule=schedule,
         remark=remark,
+        specs=specs,
+        axes=axes,
     )
     check_states(staged.cut(shapes), abstract, layers, ranks, bounds)
     if check:
@@ -433,9 +459,9 @@ def _calls_in_order(program: Program, leaves: Sequence[ModelLeaf]) -> list[Layer
 def _check_order(loss_fn: Any, model: Any) -> None:
     """ConfigError for arguments in another order than split_stages(loss_fn, model, batch)."""
     given = f"got {_kind_text(loss_fn)} and {_kind_text(model)}"
-    if isinstance(loss_fn, nnx.Module) or not callable(loss_fn):
+    if isinstance(loss_fn, nnx.Pytree) or not callable(loss_fn):
         raise ConfigError(f"split_stages takes loss_fn, a function, before the model: {given}. Exchange them.")
-    if isinstance(model, nnx.Module):
+    if isinstance(model, nnx.Pytree):
         return
     if not callable(model):
         raise ConfigError(f"model must be an nnx.Module, or a function without arguments that makes one: {given}.")
@@ -456,21 +482,38 @@ def _kind_text(x: Any) -> str:
 
 def _abstract(model: Any, mesh: AbstractMesh | None) -> tuple[Callable[[], Any], tuple[Any, nnx.State]]:
     """(function that makes the module, its graph definition and abstract state), from a module or such a function."""
-    if isinstance(model, nnx.Module):
-        graphdef, state = nnx.split(model)
+    if isinstance(model, nnx.Pytree):
+        graphdef, state = nnx.split(model, graph=True)
 
-        def copied() -> nnx.Module:
+        def copied() -> nnx.Pytree:
             return nnx.merge(graphdef, state, copy=True)
 
         return copied, abstract_split(copied, mesh)
 
-    def make() -> nnx.Module:
+    def make() -> nnx.Pytree:
         made = model()
-        if not isinstance(made, nnx.Module):
+        if not isinstance(made, nnx.Pytree):
             raise ConfigError(f"the function that makes the model must return an nnx.Module, got {_kind_text(made)}.")
         return made
 
     return make, abstract_split(make, mesh)
+
+
+def _layout_of(
+    make: Callable[[], Any], model: Any, mesh: AbstractMesh | None
+) -> tuple[tuple[PartitionSpec, ...], PartitionAxis]:
+    """The layout with which the model is traced on Explicit axes: (specs of its leaves, mesh axes of the batch).
+
+    It is that of the model's own table or annotations. A Pipeline with other rules traces again, and reports names and
+    dims that do not fit. A model without rules is replicated.
+    """
+    axes = getattr(model, "axes", DEFAULT_AXES)
+    axes = axes if isinstance(axes, PartitionAxis) else DEFAULT_AXES
+    if mesh is None or not has_explicit_axes(mesh):
+        return (), axes
+    has_rules = hasattr(model, "partition_rules") or annotations_of(nnx.state(model, graph=True))
+    found = abstract_state(make, mesh, None if has_rules else [(".*", ())], on_mismatch="drop")
+    return tuple(leaf.sharding.spec for leaf in jax.tree.leaves(found)), axes
 
 
 def _calls_of_shared(model: Any, layers: Sequence[str]) -> int:
@@ -482,7 +525,7 @@ def _calls_of_shared(model: Any, layers: Sequence[str]) -> int:
             raise CutError(
                 f"layers={path!r}: {type(model).__name__} has nothing there. {modules_text(model)}"
             ) from None
-        modules = [id(item) for item in found if isinstance(item, nnx.Module)] if isinstance(found, nnx.List) else []
+        modules = [id(item) for item in found if isinstance(item, nnx.Pytree)] if isinstance(found, nnx.List) else []
         if len(set(modules)) < len(modules):
             if len(layers) > 1:
                 raise CutError(
@@ -497,7 +540,7 @@ def _layers_of(model: Any) -> tuple[str, ...]:
     if found := model_layers(model):
         return found
     own = getattr(model, "layers", None)
-    if isinstance(own, nnx.List) and any(isinstance(item, nnx.Module) for item in own):
+    if isinstance(own, nnx.List) and any(isinstance(item, nnx.Pytree) for item in own):
         return ("layers",)
     # A module `layers` may be a scanned stack or anything else: it does not show which dim is that of the layers.
     what = "its `layers` is not a list" if own is not None else "it has no list `layers`"

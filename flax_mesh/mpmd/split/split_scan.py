@@ -34,6 +34,7 @@ from flax_mesh.mpmd.split.jaxpr import (
     inline,
     is_var,
     needed,
+    shape_of,
     trace,
     variables,
 )
@@ -55,7 +56,7 @@ def split_scans(program: Program, first: Sequence[Any]) -> Program:
             env.update(zip(eqn.outvars, outs, strict=True))
         return [env[atom] if is_var(atom) else atom.val for atom in program.outputs]
 
-    return trace(run, *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.inputs))[0]
+    return trace(run, *(shape_of(v.aval) for v in program.inputs))[0]
 
 
 def _is_mixed(eqn: Eqn, early: set[Var]) -> bool:

@@ -9,11 +9,29 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.extend.core.primitives import copy_p
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
+from flax_mesh.modes import set_eval_mode, user_modes
 from flax_mesh.mpmd.split.assign import StageProgram, mark_p
-from flax_mesh.mpmd.split.jaxpr import JIT, REMAT, Chunks, Eqn, Program, inline, interpret, is_var, needed, trace, whole
+from flax_mesh.mpmd.split.jaxpr import (
+    JIT,
+    REMAT,
+    Chunks,
+    Eqn,
+    Program,
+    bodies,
+    has_explicit_axes,
+    inline,
+    interpret,
+    is_var,
+    needed,
+    shape_of,
+    trace,
+    whole,
+)
 from flax_mesh.stacks import is_single_layer, module_at
+from flax_mesh.step.batch import microbatch_spec
 from flax_mesh.step.loss import Batch, LossFn, check_trainable, check_weight, run_loss, sums_of
 from flax_mesh.step.parameter_flow import flow
 from flax_mesh.tree import named_leaves, path_of
@@ -56,26 +74,32 @@ def trace_forward(
     mesh: AbstractMesh | None,
     batch: Batch,
     *,
+    specs: Sequence[PartitionSpec] = (),
+    axes: PartitionAxis = DEFAULT_AXES,
     seed: int = 0,
     train: bool = True,
 ) -> Forward:
     """Trace `loss_fn(model, batch)`, both abstract. `split` is the graph definition and the state of the model.
 
+    On a `mesh` with Explicit axes, `specs`, one per leaf of the model, and `axes` are the layout of model and batch.
     `train=False` is `eval()` mode without new values of variables.
     """
     graphdef, state = split
     leaves, treedef = jax.tree.flatten(state)
+    if mesh is not None and has_explicit_axes(mesh):
+        leaves = [_typed(x, mesh, spec) for x, spec in zip(leaves, specs, strict=True)]
+        batch = jax.tree.map(lambda x: _typed(x, mesh, microbatch_spec(x.shape, mesh, axes)), batch)
     names: list[str] = []
 
     def forward(leaves: list[Any], batch: Batch, step: Any, microbatch: Any):
         called = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
         after: Any = ()
         if train:
-            params, _, others = nnx.state(called, wrt, nnx.RngState, ...)
+            params, _, others = nnx.state(called, wrt, nnx.RngState, ..., graph=True)
             seeds = (seed, step, microbatch)
             loss_sum, (weight, metrics, after) = run_loss(loss_fn, called, wrt, (params, others), batch, seeds, layers)
         else:
-            called.eval()
+            set_eval_mode(called)
             loss_sum, weight, metrics = sums_of(loss_fn(called, batch))
         names[:] = ["loss", "weight", *metrics]
         sums = [loss_sum, weight, *metrics.values()]
@@ -85,7 +109,7 @@ def trace_forward(
     kinds = [named_leaves(part) for part in nnx.split_state(state, wrt, nnx.RngState, ...)]
     check_trainable(kinds[0])
     around = jax.sharding.use_abstract_mesh(mesh) if mesh is not None else contextlib.nullcontext()
-    with around, nnx.use_eager_sharding(False):
+    with around, user_modes():
         counts = jax.ShapeDtypeStruct((), jnp.uint32), jax.ShapeDtypeStruct((), jnp.int32)
         program, _ = trace(forward, leaves, batch, *counts)
     kinds = [{path for path, _ in kind} for kind in kinds]
@@ -107,12 +131,18 @@ def trace_forward(
     return Forward(program, tuple(found), tuple(names), updates)
 
 
+def _typed(x: Any, mesh: AbstractMesh, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+
 def places_of(model: Any, layers: Sequence[str]) -> Places:
     """Where the state has the layers of each list, stack and single layer of `layers`.
 
     A module that the model has under several paths is in the state under the first of them only.
     """
-    first = {id(node): path_of(path) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Pytree)}
+    first = {
+        id(node): path_of(path) for path, node in nnx.iter_graph(model, graph=True) if isinstance(node, nnx.Pytree)
+    }
     named = tuple(f"{path}/" for path in layers)
     places: dict[str, tuple[str, int | None]] = {}
     for path in layers:
@@ -171,8 +201,8 @@ def open_forward(forward: Forward, leaves: tuple[ModelLeaf, ...]) -> Forward:
                 flat.append(out.parts[number] if chunked else whole(out)[slice(*rows)] if rows else whole(out))
         return flat
 
-    data = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in forward.program.inputs[len(forward.leaves) :]]
-    arrays = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    data = [shape_of(v.aval) for v in forward.program.inputs[len(forward.leaves) :]]
+    arrays = [shape_of(forward.program.inputs[leaf.source].aval, leaf.shape) for leaf in leaves]
     program = _with_copies(inline(trace(retraced, arrays, data)[0]), updates)
     kept, _ = needed(program.eqns, program.outputs)  # unused equations would be assigned to the last stage
     program = program._replace(eqns=tuple(program.eqns[at] for at in kept))
@@ -197,7 +227,7 @@ def _with_copies(program: Program, updates: Mapping[int, int]) -> Program:
     def copied(*args: Any) -> list[Any]:
         return [copy_p.bind(x) if at in assigned else x for at, x in enumerate(program.call(*args))]
 
-    return trace(copied, *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.inputs))[0]
+    return trace(copied, *(shape_of(v.aval) for v in program.inputs))[0]
 
 
 @contextlib.contextmanager
@@ -217,7 +247,7 @@ def marked_calls(model: Any, path: str) -> Iterator[None]:
 
     # object.__setattr__, because the __setattr__ of nnx would store the class as a new attribute.
     for layer in module_at(model, path):
-        if isinstance(layer, nnx.Module) and id(layer) not in before:
+        if isinstance(layer, nnx.Pytree) and id(layer) not in before:
             cls = type(layer)
             before[id(layer)] = (layer, cls)
             call = lambda self, *args, cls=cls, **kwargs: mark(cls.__call__(self, *args, **kwargs))  # noqa: E731
@@ -254,8 +284,7 @@ def _spanning_remats(forward: Forward, leaves: Sequence[ModelLeaf]) -> set[int]:
             if name in REMAT and len(set().union(*sources)) > 1:
                 found.add(id(eqn))
             if name in (*REMAT, *JIT):
-                body = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
-                body = getattr(body, "jaxpr", body)
+                (body,) = bodies(eqn)
                 walk(body.eqns, dict(zip(body.invars, sources, strict=True)))
             elif len(eqn.invars) == 1:  # a cast of a parameter still belongs to its layer
                 layers_of |= dict.fromkeys(eqn.outvars, sources[0])

@@ -109,6 +109,15 @@ def test_one_transfer_each_way_per_stage_boundary_and_microbatch():
     assert pipeline.num_transfers == 2 * (4 - 1) * 5
 
 
+def test_a_batch_in_64_bits_is_that_in_32_bits():
+    narrow = net_batch(4)
+    wide = {"x": narrow["x"].astype(np.int64), "y": narrow["y"].astype(np.int64)}
+    pipeline = build(make_net, net_loss, wide, 2, PLAIN_SGD)
+    state = pipeline.init_state()
+    losses = [pipeline.evaluate(state, batch)["loss"] for batch in (wide, narrow)]
+    assert losses[0] == losses[1] and len(pipeline.compiled) == 1
+
+
 def test_nothing_compiles_after_the_second_step(compilations):
     pipeline = build(make_net, net_loss, net_batch(8), 4, optax.adamw(1e-3))
     state = pipeline.init_state()

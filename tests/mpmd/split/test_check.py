@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 
 from flax_mesh.mpmd import CutError, StagedModel, chain_stages, split_stages
 from flax_mesh.mpmd.split import check
@@ -145,7 +146,7 @@ def test_a_batch_of_several_microbatches_and_shapes_alone_can_be_checked():
 
 
 def test_the_mesh_of_a_group_is_replaced_by_one_device():
-    mesh = jax.sharding.AbstractMesh((2, 2), ("fsdp", "tp"))
+    mesh = jax.sharding.AbstractMesh((2, 2), ("fsdp", "tp"), (AxisType.Auto,) * 2)
 
     def constrained(model, x):
         return loss_fn(model, jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec("fsdp", "tp")))

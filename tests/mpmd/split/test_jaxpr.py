@@ -12,10 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
+from jax.extend.core import primitives
 
 from flax_mesh.jax_compat import scan_sizes
 from flax_mesh.mpmd.split.jaxpr import (
+    ELEMENTWISE,
     JIT,
+    REDUCE,
     REMAT,
     Chunks,
     bodies,
@@ -58,7 +61,10 @@ def only(program, name):
 
 @pytest.mark.parametrize(
     ("fn", "known"),
-    [(lambda x: jax.jit(jnp.sin)(x), JIT), (lambda x: jax.checkpoint(jnp.sin)(x), REMAT)],
+    [
+        (lambda x: jax.jit(jnp.sin)(x), JIT),
+        (lambda x: jax.checkpoint(jnp.sin)(x), REMAT),
+    ],
     ids=["jit", "remat"],
 )
 def test_jit_and_remat_keep_their_names_and_their_body(fn, known):
@@ -66,6 +72,20 @@ def test_jit_and_remat_keep_their_names_and_their_body(fn, known):
     (eqn,) = program.eqns
     assert eqn.primitive.name in known
     assert names(body(eqn)) == ["sin"] == [inner.primitive.name for inner in bodies(eqn)[0].eqns]
+    assert names(inline(program, lambda eqn: eqn.primitive.name in REMAT)) == ["sin"]
+
+
+def test_a_call_of_a_traced_function_is_inlined():
+    """It is an equation of its own in JAX 0.12, and its equations are those of the caller before."""
+    traced = jax.jit(jnp.sin).trace(f32(2))
+    program, _ = trace(lambda x: traced(x), f32(2))
+    assert names(inline(program)) == ["sin"]
+
+
+def test_elementwise_functions_and_reductions_are_names_of_primitives():
+    known = {getattr(primitive, "name", None) for primitive in vars(primitives).values()}
+    since_jax_0_12 = {"log2", "one_minus_square"}
+    assert {*ELEMENTWISE, *REDUCE} - known <= since_jax_0_12
 
 
 def test_scan_and_cond_keep_their_parameters():
@@ -161,6 +181,8 @@ STACKED = {  # (stack (DEPTH, 3, 3), x (2, 3)) -> a pytree
     "scan of two": lambda w, x: lax.scan(lambda c, ab: layer(c, ab[0] * ab[1]), x, (w, jnp.arange(4.0))),
     "gradient": lambda w, x: jax.grad(lambda w: lax.scan(layer, x, w)[0].sum())(w),
     "elementwise": lambda w, x: jnp.where(w > 0, w * 2 + 1, jnp.exp(w)) - jnp.arange(36.0).reshape(4, 3, 3),
+    "derivative": lambda w, x: jax.grad(lambda w: jnp.tanh(w).sum())(w),
+    "logarithm": lambda w, x: jnp.log2(2 + w * w),
     "norm": lambda w, x: jnp.sqrt(jnp.sum(w * w)) + jnp.max(jnp.abs(w)),
     "norm of each layer": lambda w, x: jnp.sum(w * w, axis=(1, 2)),
     "minimum over layers": lambda w, x: jnp.min(w, axis=0) @ x.T,
@@ -170,7 +192,7 @@ STACKED = {  # (stack (DEPTH, 3, 3), x (2, 3)) -> a pytree
     "an input": lambda w, x: w,
 }
 # Functions whose result is Chunks as well.
-IN_CHUNKS = {"gradient", "elementwise", "norm of each layer", "an input"}
+IN_CHUNKS = {"gradient", "elementwise", "derivative", "logarithm", "norm of each layer", "an input"}
 
 
 @pytest.mark.parametrize("name", STACKED)

@@ -1,4 +1,4 @@
-"""Models with variables that change and that other layers, other stages or nobody reads."""
+"""Models with variables that change and that other layers or other stages read, or that no layer reads."""
 
 from typing import Any
 
@@ -130,7 +130,7 @@ def teacher_loss(model, batch):
 
 
 class UnreadLayer(Layer):
-    """Writes variables that nobody reads: of its input, of its output, a constant, and another variable."""
+    """Writes variables that no layer reads: of its input, of its output, a constant, and another variable."""
 
     def __init__(self, rngs: nnx.Rngs):
         super().__init__(rngs)

@@ -1,0 +1,61 @@
+"""The modes of NNX: those in which a user's code is called, and that in which flax_mesh does its own work.
+
+A user's code runs in graph mode or in tree mode (`nnx.set_graph_mode`), as it would without flax_mesh. The calls of
+`nnx.split`, `nnx.state` and the like in flax_mesh itself are always in graph mode, `graph=True`: a state has the same
+structure in both modes, and Variables may be shared.
+"""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from flax import nnx
+
+from flax_mesh.errors import ShardingError
+from flax_mesh.tree import check_arrays, path_of
+
+
+@contextlib.contextmanager
+def user_modes() -> Iterator[None]:
+    """Context for calls of a user's code in a trace: new Variables contain arrays, and flax_mesh alone shards them.
+
+    Eager sharding would place annotated Variables by their logical axes. Variables with `hijax=True` or `ref=True` are
+    not created as such: Flax differentiates neither, and returns neither from a trace.
+
+    Raises a ShardingError of one line for a model that shares Variables where the code calls NNX in tree mode.
+    """
+    try:
+        with nnx.use_eager_sharding(False), nnx.var_defaults(hijax=False, ref=False):
+            yield
+    except ValueError as error:
+        # Flax's message contains the values of the Variable and, in lines of their own, the paths.
+        paths = re.findall(r"^  - \.?(\S+)$", str(error), re.MULTILINE)
+        if "Tree mode" not in str(error) or not paths:
+            raise
+        raise ShardingError(
+            f"{' and '.join(paths)} are one Variable, and a call of NNX in tree mode (graph=False) refuses shared "
+            "Variables: pass graph=True to that call, as in nnx.Optimizer(model, tx, wrt=nnx.Param, graph=True), or "
+            "copy the Variable."
+        ) from error
+
+
+def check_variables(made: Any) -> None:
+    """Raises a ShardingError for Variables of modules that were created with `hijax=True` or `ref=True`."""
+    nodes = ((path_of(path), node) for path, node in nnx.iter_graph(made, graph=True))
+    variables = [(path, node) for path, node in nodes if isinstance(node, nnx.Variable)]
+    hijax = [(path, node) for path, node in variables if not issubclass(type(node), nnx.Variable)]
+    check_arrays(hijax or [(path, node.get_raw_value()) for path, node in variables])
+
+
+def set_eval_mode(model: Any) -> None:
+    """Calls `model.eval()`, or for an nnx.Pytree, which has no such method, that of the modules in it."""
+    with nnx.set_graph_mode(True):
+        for module in [model] if isinstance(model, nnx.Module) else [x for _, x in nnx.iter_modules(model, graph=True)]:
+            module.eval()
+
+
+def optimizer_of(model: Any, transformation: Any, wrt: Any) -> nnx.Optimizer:
+    """An nnx.Optimizer of a model that may share Variables, in any mode."""
+    with nnx.set_graph_mode(True):
+        return nnx.Optimizer(model, transformation, wrt=wrt)
