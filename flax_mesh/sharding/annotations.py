@@ -12,9 +12,11 @@ from flax_mesh.axes import LOGICAL_AXES, PartitionAxis, as_tuple
 from flax_mesh.sharding.rules import Finding, RuleMatch, fit_spec
 from flax_mesh.tree import named_leaves, path_of
 
+Annotation = tuple[Any, ...] | PartitionSpec  # what names the dims of an array
 
-def annotations_of(state: nnx.State) -> dict[str, tuple[Any, ...]]:
-    """path -> names of the dims of every annotated Variable: a tuple, or a PartitionSpec."""
+
+def annotations_of(state: nnx.State) -> dict[str, Annotation]:
+    """path -> names of the dims of every annotated Variable."""
     found = {path: variable.get_metadata().get("out_sharding") for path, variable in _variables(state)}
     return {path: _names(value) for path, value in found.items() if value is not None}
 
@@ -53,14 +55,14 @@ def _variables(state: nnx.State) -> list[tuple[str, nnx.Variable]]:
     return [(path_of(path), x) for path, x in nnx.to_flat_state(state) if isinstance(x, nnx.Variable)]
 
 
-def _names(annotation: Any) -> tuple[Any, ...]:
+def _names(annotation: Any) -> Annotation:
     if isinstance(annotation, Format):
         annotation = annotation.sharding
     return annotation.spec if isinstance(annotation, NamedSharding) else annotation
 
 
 def _resolve(
-    annotation: tuple[Any, ...], rules: Mapping[Any, Any], mesh: Mesh | AbstractMesh, axes: PartitionAxis
+    annotation: Annotation, rules: Mapping[Any, Any], mesh: Mesh | AbstractMesh, axes: PartitionAxis
 ) -> tuple[tuple[Any, ...], list[str]]:
     """(mesh axes of each dim, names that are neither a mesh axis nor a logical axis)."""
     known = {*LOGICAL_AXES, *dict(axes.extra)}

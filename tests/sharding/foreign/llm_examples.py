@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from tests.mpmd.zoo.base import VOCAB, cross_entropy
 from tests.sharding.foreign.initializers import hashed_uniform
@@ -34,11 +34,12 @@ class ShardingRules:
 @dataclasses.dataclass
 class Config:
     embed: int = 16
-    q_heads: int = 4
-    head_dim: int = 4
+    q_heads: int = 8
+    head_dim: int = 2
     ffw: int = 32
     num_layers: int = 2
     rules: ShardingRules = dataclasses.field(default_factory=ShardingRules)
+    mesh: Mesh | AbstractMesh | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +95,17 @@ class Weights:
         return Weights(ArrayInfo((VOCAB, cfg.embed), ("vocab", "embed")), layers, norm)
 
     @classmethod
-    def init(cls, key: jax.Array, cfg: Config, wrap: Callable[[Any, ArrayInfo], Any] = lambda x, _: x) -> "Weights":
-        """`wrap` may turn an array into a Variable."""
-        infos, treedef = jax.tree.flatten(cls.abstract(cfg), is_leaf=lambda x: isinstance(x, ArrayInfo))
-        keys = jax.random.split(key, len(infos))
-        values = [info.initializer(key, info.shape, info.dtype) for key, info in zip(keys, infos, strict=True)]
-        return jax.tree.unflatten(treedef, [wrap(x, info) for x, info in zip(values, infos, strict=True)])
+    def init(cls, key: jax.Array, cfg: Config) -> "Weights":
+        infos, treedef = jax.tree.flatten(cls.abstract(cfg))
+
+        def values(key):
+            keys = jax.random.split(key, len(infos))
+            return [info.initializer(key, info.shape, info.dtype) for key, info in zip(keys, infos, strict=True)]
+
+        if cfg.mesh is not None:
+            shardings = [NamedSharding(cfg.mesh, spec_of(info.logical_axes, cfg.rules)) for info in infos]
+            values = jax.jit(values, out_shardings=shardings)
+        return jax.tree.unflatten(treedef, values(key))
 
 
 def quantized(shape: tuple[int, int], axes: tuple[str, str]) -> QuantArray:
@@ -109,32 +115,36 @@ def quantized(shape: tuple[int, int], axes: tuple[str, str]) -> QuantArray:
     return QuantArray(ArrayInfo(shape, axes, integers, jnp.int8, trained=False), scale)
 
 
-def einsum(formula: str, x, kernel):
+def einsum(formula: str, x, kernel, out_sharding: PartitionSpec | None = None):
     if isinstance(kernel, QuantArray):
-        return jnp.einsum(formula, x, kernel.quant[...].astype(x.dtype)) * kernel.scale[...]
-    return jnp.einsum(formula, x, kernel[...])
+        return jnp.einsum(formula, x, kernel.quant.astype(x.dtype), out_sharding=out_sharding) * kernel.scale
+    return jnp.einsum(formula, x, kernel, out_sharding=out_sharding)
 
 
 def rms_norm(x, gamma):
-    return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-2) * gamma[...]
+    return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-2) * gamma
+
+
+def attention(q, k, v, segments):
+    at = jnp.arange(q.shape[2])
+    mask = (segments[:, :, None] == segments[:, None]) & (at[:, None] >= at)
+    weights = jax.nn.softmax(jnp.where(mask[:, None], jnp.einsum("bhtk,bhsk->bhts", q, k), -1e9))
+    return jnp.einsum("bhts,bhsk->bhtk", weights, v)
 
 
 def forward_layer(x, segments, layer: Layer, cfg: Config):
     x = jax.lax.with_sharding_constraint(x, spec_of(("batch", None, None), cfg.rules)) if _has_mesh() else x
     h = rms_norm(x, layer.norm)
-    q, k, v = (einsum("btd,dhk->bthk", h, kernel) for kernel in (layer.q, layer.k, layer.v))
-    at = jnp.arange(x.shape[1])
-    mask = (segments[:, :, None] == segments[:, None]) & (at[:, None] >= at)
-    weights = jax.nn.softmax(jnp.where(mask[:, None], jnp.einsum("bthk,bshk->bhts", q, k), -1e9))
-    x = x + einsum("bthk,hkd->btd", jnp.einsum("bhts,bshk->bthk", weights, v), layer.o)
+    q, k, v = (einsum("btd,dhk->bhtk", h, kernel) for kernel in (layer.q, layer.k, layer.v))
+    x = x + einsum("bhtk,hkd->btd", attention(q, k, v, segments), layer.o)
     return x + einsum("btf,fd->btd", jax.nn.silu(einsum("btd,df->btf", rms_norm(x, layer.norm), layer.up)), layer.down)
 
 
 def forward(tokens, segments, weights: Weights, cfg: Config):
-    x = weights.embedding[...][tokens] * cfg.embed**0.5
+    x = weights.embedding[tokens] * cfg.embed**0.5
     for layer in weights.layers:
         x = jax.checkpoint(forward_layer, static_argnums=3)(x, segments, layer, cfg)
-    return rms_norm(x, weights.norm) @ weights.embedding[...].T
+    return rms_norm(x, weights.norm) @ weights.embedding.T
 
 
 def _has_mesh() -> bool:
@@ -148,15 +158,17 @@ class Frozen(nnx.Variable):
 class Holder(nnx.Module):
     """The ten lines that such a model needs: its arrays as Variables, which carry their axes."""
 
-    def __init__(self, cfg: Config, key: jax.Array):
-        def variable(x, info: ArrayInfo):
+    def __init__(self, cfg: Config, key: jax.Array, forward: Callable[..., jax.Array] = forward):
+        def variable(info: ArrayInfo, x):
             kind = nnx.Param if info.trained else Frozen
             return kind(x, out_sharding=spec_of(info.logical_axes, cfg.rules))
 
-        self.cfg, self.weights = cfg, nnx.data(Weights.init(key, cfg, variable))
+        self.cfg, self.forward = cfg, forward
+        self.weights = nnx.data(jax.tree.map(variable, Weights.abstract(cfg), Weights.init(key, cfg)))
 
-    def __call__(self, tokens, segments):
-        return forward(tokens, segments, self.weights, self.cfg)
+    def __call__(self, *inputs):
+        arrays = jax.tree.map(lambda x: x[...], self.weights, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        return self.forward(*inputs, arrays, self.cfg)
 
 
 def make(depth: int = 2) -> Holder:

@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen, nnx
+from flax import nnx
+from flax.linen import spmd
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
@@ -92,8 +93,8 @@ class DecoderLayer(nnx.Module):
 
     def _constrain(self, x, names):
         if self.mesh is None:  # the mesh in context
-            return linen.with_logical_constraint(x, names)
-        spec = linen.logical_to_mesh_axes(names, self.config.logical_axis_rules)
+            return spmd.with_logical_constraint(x, names)
+        spec: Any = spmd.logical_to_mesh_axes(names, self.config.logical_axis_rules)
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
 

@@ -4,24 +4,24 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import jax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from tests.mpmd.zoo.base import Case, text
-from tests.sharding.foreign import easydel, llm_examples, maxtext, tunix
+from tests.sharding.foreign import easydel, llm_examples, llm_explicit, maxtext, tunix
 
 
 class Style(NamedTuple):
     """A case of the zoo, the axes of its meshes, its rules, and specs of some leaves if every axis has two devices."""
 
     case: Case
-    mesh_axes: tuple[str, str, str]
+    mesh_axes: tuple[str, ...]
     specs: dict[str, P]
+    axis_types: str = "auto"
+    group: tuple[int, int, int] = (1, 1, 1)  # the mesh of one group of a pipeline
     rules: Any = None
     logical_rules: Any = ()  # of Flax
     batch: tuple[str, ...] = ()  # mesh axes of the rows
-    frozen: Callable[[str], bool] = lambda path: False  # paths of leaves that training must not change
 
 
 def scanned(depth: int = 2) -> nnx.Module:
@@ -67,7 +67,6 @@ STYLES = [
             "layers/0/attn/cache/k": P(),
         },
         batch=("fsdp", "dp"),
-        frozen=lambda path: not path.endswith(("w_lora_a", "w_lora_b")),
     ),
     Style(
         Case("easydel", easydel.make, easydel.loss_fn, text, layers="model/layers"),
@@ -81,7 +80,6 @@ STYLES = [
         },
         rules=easydel.BaseConfig().get_partition_rules(),
         batch=("fsdp",),
-        frozen=lambda path: path.endswith("causal_mask"),
     ),
     Style(
         Case("llm_examples", llm_examples.make, llm_examples.loss_fn, maxtext.packed, layers="weights/layers"),
@@ -93,7 +91,19 @@ STYLES = [
             "weights/layers/1/up/scale": P(("y", "z")),
         },
         batch=("x",),
-        frozen=lambda path: "quant" in path or "scale" in path,
+    ),
+    Style(
+        Case("llm_explicit", llm_explicit.make, llm_explicit.loss_fn, maxtext.packed, layers="weights/layers"),
+        ("x", "y", "z"),
+        {
+            "weights/embedding": P(("y", "z"), None),
+            "weights/layers/0/q": P(None, ("y", "z"), None),
+            "weights/layers/1/up/quant": P(None, ("y", "z")),
+            "weights/layers/1/down/quant": P(("y", "z"), None),
+        },
+        axis_types="explicit",
+        group=(2, 1, 2),
+        batch=("x",),
     ),
 ]
 BY_NAME = {style.case.name: style for style in STYLES}
@@ -112,10 +122,3 @@ def make_both(style: Style, optimizer) -> Callable[[], Any]:
         return model, nnx.Optimizer(model, optimizer, wrt=style.case.wrt)
 
     return make
-
-
-def devices(*shape: int) -> list[jax.Device]:
-    count = 1
-    for size in shape:
-        count *= size
-    return jax.devices()[:count]

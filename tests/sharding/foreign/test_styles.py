@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,11 +40,13 @@ def marked(*default: str) -> list[Any]:
 
 def with_layers(name: str, depth: int) -> Style:
     style = BY_NAME[name]
-    return style._replace(case=style.case._replace(make=functools.partial(style.case.make, depth)))
+    make: Any = style.case.make
+    return style._replace(case=style.case._replace(make=functools.partial(make, depth)))
 
 
 def mesh_of(style: Style, shape: tuple[int, ...] = (2, 2, 2)) -> Mesh:
-    return fm.create_mesh(shape, style.mesh_axes, devices=jax.devices()[: int(np.prod(shape))])
+    devices = jax.devices()[: math.prod(shape)]
+    return fm.create_mesh(shape, style.mesh_axes, axis_types=style.axis_types, devices=devices)
 
 
 def abstract_of(style: Style, mesh: Mesh):
@@ -78,13 +81,14 @@ def on_one_device(style: Style, leaves: Any, state: TrainState) -> TrainState:
 def plain(name: str, depth: int = 2) -> Run:
     """The steps on one device, from values that are computed operation by operation."""
     style = with_layers(name, depth)
-    state = start(style.case)
+    with jax.set_mesh(mesh_of(style, (1, 1, 1))):
+        state = start(style.case)
     return train(style, on_one_device(style, state.leaves, state), mesh_of(style, (1, 1, 1)))
 
 
 def pipeline_of(style: Style, schedule: str = "1f1b", groups: int = 2) -> Pipeline:
     case = style.case
-    mesh = fm.create_mesh((groups, 1, 1, 1), ("pp", *style.mesh_axes), devices=jax.devices()[:groups])
+    mesh = mesh_of(style._replace(mesh_axes=("pp", *style.mesh_axes)), (groups, *style.group))
     plan = make_schedule(schedule, num_groups=groups, num_microbatches=MICROBATCHES)
     staged = split_stages(
         case.loss_fn,
