@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec, auto_axes, reshard
+from jax.sharding import Mesh, PartitionSpec, auto_axes, reshard
 
 import flax_mesh as fm
 from tests.mpmd.zoo.base import cross_entropy
@@ -57,8 +57,8 @@ def forward(tokens, segments, positions, weights: Weights, cfg: Config):
     return reshard(logits, spec_of(("batch", None, None), cfg.rules))
 
 
-def make(depth: int = 2) -> Holder:
-    cfg = Config(num_layers=depth, rules=ShardingRules(), mesh=fm.current_mesh())
+def make(depth: int = 2, mesh: Mesh | None = None) -> Holder:
+    cfg = Config(num_layers=depth, rules=ShardingRules(), mesh=mesh or fm.current_mesh())
     return Holder(cfg, jax.random.key(0), forward)
 
 
