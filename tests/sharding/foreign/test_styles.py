@@ -121,7 +121,7 @@ def test_specs_follow_from_annotations_or_rules(style: Style):
 
 
 @pytest.mark.parametrize("shape", [pytest.param(s, marks=[slow] * (s != MESHES[0])) for s in MESHES])
-@pytest.mark.parametrize("name", marked("maxtext_scanned", "tunix"))
+@pytest.mark.parametrize("name", marked("tunix"))
 def test_training_on_a_mesh_equals_training_on_one_device(name: str, shape: tuple[int, ...]):
     style = BY_NAME[name]
     with context_of(style):
