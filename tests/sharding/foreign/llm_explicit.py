@@ -1,11 +1,10 @@
 """The decoder of llm_examples as most of jax-llm-examples are written today: for a mesh with Explicit axes.
 
-Products, lookups and reshapes state the sharding of their result where it does not follow from their inputs, attention
+Products and lookups state the sharding of their result where it does not follow from their inputs, attention
 is a function on Auto axes, and the weights are created by a jit with their shardings. A config has the mesh.
 """
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 import jax
@@ -26,9 +25,7 @@ class ShardingRules(llm_examples.ShardingRules):
     q_heads: Any = TENSOR
 
 
-@partial(auto_axes, out_sharding=PartitionSpec("x", TENSOR, None, None))
-def attention(q, k, v, segments):
-    return llm_examples.attention(q, k, v, segments)
+attention: Any = auto_axes(llm_examples.attention, out_sharding=PartitionSpec("x", TENSOR, None, None))
 
 
 def rotate(x, positions):
