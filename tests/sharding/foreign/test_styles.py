@@ -32,6 +32,13 @@ MESHES = [(2, 2, 2), (1, 8, 1), (4, 1, 2)]
 ROWS, MICROBATCHES, STEPS = 32, 4, 2
 ONE_LAYER_EACH = make_schedule("1f1b", num_groups=2, num_microbatches=MICROBATCHES)  # of two layers
 slow = pytest.mark.slow
+# Two styles with every schedule, the others with all but those whose programs are similar to those of zb-v.
+PIPELINES = [
+    pytest.param(name, schedule, marks=[slow] * ((name, schedule) != ("llm_explicit", "1f1b")))
+    for name in NAMES
+    for schedule in SCHEDULE_NAMES
+    if name in ("maxtext_scanned", "llm_explicit") or schedule not in ("interleaved-1f1b", "dualpipe-v")
+]
 
 
 def marked(*default: str) -> list[Any]:
@@ -135,14 +142,7 @@ def test_training_on_a_mesh_equals_training_on_one_device(name: str, shape: tupl
     assert {path.removeprefix("model/") for path in changed if path.startswith("model/")} == moments
 
 
-@pytest.mark.parametrize(
-    ("name", "schedule"),
-    [
-        pytest.param(name, schedule, marks=[slow] * ((name, schedule) != ("llm_explicit", "1f1b")))
-        for name in NAMES
-        for schedule in SCHEDULE_NAMES
-    ],
-)
+@pytest.mark.parametrize(("name", "schedule"), PIPELINES)
 def test_a_pipeline_equals_the_plain_step(name: str, schedule: str):
     plan = make_schedule(schedule, num_groups=2, num_microbatches=MICROBATCHES)
     style = with_layers(name, plan.num_stages)
