@@ -178,6 +178,11 @@ def abstract_split(make: Make, mesh: Mesh | AbstractMesh | None = None) -> tuple
     Both are those of one call: metadata may differ between calls. Nothing is allocated. `nnx.state` of the merged
     module is not a substitute: Flax takes a ShapeDtypeStruct inside of a list or a dict for a static value.
     """
+    return trace_split(make, mesh)[1]
+
+
+def trace_split(make: Make, mesh: Mesh | AbstractMesh | None = None) -> tuple[Any, tuple[Any, nnx.State]]:
+    """The closed jaxpr of `make()`, which computes the leaves, and the result of `abstract_split`."""
     graphdefs = []
 
     def split() -> nnx.State:
@@ -186,8 +191,8 @@ def abstract_split(make: Make, mesh: Mesh | AbstractMesh | None = None) -> tuple
         return state
 
     with short_tracer_errors():
-        state = jax.eval_shape(split)
-    return graphdefs[0], state
+        jaxpr, state = jax.make_jaxpr(split, return_shape=True)()
+    return jaxpr, (graphdefs[0], state)
 
 
 def has_optimizer(made: Any) -> bool:

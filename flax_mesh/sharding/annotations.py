@@ -1,33 +1,40 @@
 """Specs from Flax's own annotations, the `out_sharding` metadata of Variables."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from flax.core.spmd import get_logical_axis_rules
+from jax.experimental.layout import Format
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh.axes import LOGICAL_AXES, PartitionAxis, as_tuple
 from flax_mesh.sharding.rules import Finding, RuleMatch, fit_spec
 from flax_mesh.tree import named_leaves, path_of
 
+Annotation = tuple[Any, ...] | PartitionSpec  # what names the dims of an array
 
-def annotations_of(state: nnx.State) -> dict[str, Any]:
-    """path -> `out_sharding` of every annotated Variable."""
-    variables = [(path_of(path), x) for path, x in nnx.to_flat_state(state) if isinstance(x, nnx.Variable)]
-    found = {path: variable.get_metadata().get("out_sharding") for path, variable in variables}
-    return {path: value for path, value in found.items() if value is not None}
+
+def annotations_of(state: nnx.State) -> dict[str, Annotation]:
+    """path -> names of the dims of every annotated Variable."""
+    found = {path: variable.get_metadata().get("out_sharding") for path, variable in _variables(state)}
+    return {path: _names(value) for path, value in found.items() if value is not None}
 
 
 def match_annotations(state: nnx.State, mesh: Mesh | AbstractMesh, axes: PartitionAxis) -> RuleMatch:
     """The specs of annotated leaves; leaves without an annotation are replicated.
 
-    A name is looked up as a mesh axis first, then as a logical axis of `axes`. Unknown names are findings. So are
-    annotations with fewer names than the array has dims: stacking layers without `transform_metadata` causes those.
+    A name is replaced by Flax's rules first: the `sharding_rules` of the Variable, then `nnx.logical_axis_rules` in
+    context. The result is looked up as a mesh axis, then as a logical axis of `axes`. Unknown names are findings. So
+    are annotations with fewer names than the array has dims: stacking layers without `transform_metadata` causes those.
     """
+    context = dict(get_logical_axis_rules())
+    rules = {path: context | dict(x.get_metadata().get("sharding_rules") or ()) for path, x in _variables(state)}
     annotated = annotations_of(state)
     specs, findings = [], []
     for path, leaf in named_leaves(state):
         annotation = annotated.get(path, ())
-        dims, unmapped = _resolve(annotation, mesh, axes)
+        dims, unmapped = _resolve(annotation, rules.get(path, {}), mesh, axes)
         for name in unmapped:
             problem = f"its annotation {tuple(annotation)} names {name!r}, neither a mesh axis nor a logical axis"
             repair = f"Map it: axes=PartitionAxis(extra={{{name!r}: MESH_AXIS_OR_NONE}}), or pass rules="
@@ -44,13 +51,25 @@ def match_annotations(state: nnx.State, mesh: Mesh | AbstractMesh, axes: Partiti
     return RuleMatch(specs, findings)
 
 
-def _resolve(annotation: Any, mesh: Mesh | AbstractMesh, axes: PartitionAxis) -> tuple[tuple[Any, ...], list[str]]:
+def _variables(state: nnx.State) -> list[tuple[str, nnx.Variable]]:
+    return [(path_of(path), x) for path, x in nnx.to_flat_state(state) if isinstance(x, nnx.Variable)]
+
+
+def _names(annotation: Any) -> Annotation:
+    if isinstance(annotation, Format):
+        annotation = annotation.sharding
+    return annotation.spec if isinstance(annotation, NamedSharding) else annotation
+
+
+def _resolve(
+    annotation: Annotation, rules: Mapping[Any, Any], mesh: Mesh | AbstractMesh, axes: PartitionAxis
+) -> tuple[tuple[Any, ...], list[str]]:
     """(mesh axes of each dim, names that are neither a mesh axis nor a logical axis)."""
     known = {*LOGICAL_AXES, *dict(axes.extra)}
     dims, unmapped = [], []
     for entry in annotation:
         names: list[str] = []
-        for name in as_tuple(entry):
+        for name in (mapped for written in as_tuple(entry) for mapped in as_tuple(rules.get(written, written))):
             if name in mesh.axis_names:
                 names.append(name)
             elif name in known:

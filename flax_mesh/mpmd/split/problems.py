@@ -48,13 +48,15 @@ def check_effects(program: Program) -> None:
         )
 
 
-def check_meshes(program: Program) -> None:
+def check_meshes(eqns: Iterable[Eqn]) -> None:
     """CutError for shardings on a mesh of devices: each stage runs on the mesh of its own group."""
     found: dict[str, str] = {}
 
     def walk(eqns: Iterable[Eqn]) -> None:
         for eqn in eqns:
-            named = [x for x in eqn.params.values() if isinstance(x, NamedSharding)]
+            # Those of jit and device_put are in tuples.
+            items = [value if isinstance(value, tuple | list) else (value,) for value in eqn.params.values()]
+            named = [x for values in items for x in values if isinstance(x, NamedSharding)]
             # A reshard has the mesh of its sharding as `concrete_mesh`, shard_map has `mesh`.
             own = [eqn.params.get(name) for name in ("concrete_mesh", "mesh")]
             meshes = [x for x in [*own, *(sharding.mesh for sharding in named)] if isinstance(x, Mesh)]
@@ -64,14 +66,15 @@ def check_meshes(program: Program) -> None:
             for body in bodies(eqn):
                 walk(body.eqns)
 
-    walk(program.eqns)
+    walk(eqns)
     if found:
         lines = [f"{line}: {what}" for line, what in found.items()]
         raise CutError(
             "the model constrains arrays to a mesh of devices, but every stage runs on the mesh of its own group:\n"
             + "\n".join(at_most(lines))
             + "\nPass the spec without a mesh, with_sharding_constraint(x, PartitionSpec(...)), and shard_map without "
-            "mesh=: they then refer to the mesh of the stage."
+            "mesh=: they then refer to the mesh of the stage. Where a mesh is needed, as for out_shardings of jit in a "
+            "constructor, pass flax_mesh.current_mesh()."
         )
 
 
@@ -100,8 +103,9 @@ def check_layers(
         problem = f"{name} has {count_text(have, 'layer')}, of which the loss uses none."
     elif have == 1 and len(children) > 1 and is_single_layer(module_at(model, layers[0])):
         raise CutError(
-            f"{name} is one layer, since it is no list: too few for {num_stages} stages. If its modules are the "
-            f"layers, name them in the order of their calls: layers=({_quoted(children)}). {modules_text(model)}"
+            f"{name} is one layer, since it is neither a list nor a stack, whose arrays have the layers as dim 0: too "
+            f"few for {num_stages} stages. If its modules are the layers, name them in the order of their calls: "
+            f"layers=({_quoted(children)}). {modules_text(model)}"
         )
     else:
         if len(order) > 1:

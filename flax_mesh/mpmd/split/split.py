@@ -38,7 +38,7 @@ from flax_mesh.mpmd.split.trace import (
     split_leaves,
     trace_forward,
 )
-from flax_mesh.sharding.abstract import abstract_split, abstract_state, model_layers
+from flax_mesh.sharding.abstract import abstract_state, model_layers, trace_split
 from flax_mesh.sharding.annotations import annotations_of
 from flax_mesh.sharding.explicit import axis_types_explained
 from flax_mesh.stacks import is_single_layer, module_at
@@ -285,7 +285,8 @@ def split_stages(
     _check_order(loss_fn, model)
     around = mesh.unstack[0] if isinstance(mesh, MpmdMesh) else mesh
     around = around.abstract_mesh if isinstance(around, Mesh) else around
-    make, split_model = _abstract(model, around)
+    make, jaxpr, split_model = _abstract(model, around)
+    check_meshes(jaxpr.eqns)
     abstract = nnx.merge(*split_model)
     layers = _layers_of(abstract) if layers is None else (layers,) if isinstance(layers, str) else tuple(layers)
     if not layers:
@@ -300,7 +301,7 @@ def split_stages(
     single = split_leaves(forward, places)
     opened = open_forward(forward, single)
     check_effects(opened.program)
-    check_meshes(opened.program)
+    check_meshes(opened.program.eqns)
     check_trained(single, wrt)
     order = _calls_in_order(opened.program, single) if not num_calls else [("", i) for i in range(num_calls)]
     check_layers(abstract, single, layers, order, num_stages)
@@ -484,15 +485,15 @@ def _kind_text(x: Any) -> str:
     return f"the function {x.__name__}" if inspect.isroutine(x) else f"an object of type {type(x).__name__}"
 
 
-def _abstract(model: Any, mesh: AbstractMesh | None) -> tuple[Callable[[], Any], tuple[Any, nnx.State]]:
-    """(function that makes the module, its graph definition and abstract state), from a module or such a function."""
+def _abstract(model: Any, mesh: AbstractMesh | None) -> tuple[Callable[[], Any], Any, tuple[Any, nnx.State]]:
+    """From a module or a function that makes one: (such a function, its jaxpr, graph definition and abstract state)."""
     if isinstance(model, nnx.Pytree):
         graphdef, state = nnx.split(model, graph=True)
 
         def copied() -> nnx.Pytree:
             return nnx.merge(graphdef, state, copy=True)
 
-        return copied, abstract_split(copied, mesh)
+        return copied, *trace_split(copied, mesh)
 
     def make() -> nnx.Pytree:
         made = model()
@@ -500,7 +501,7 @@ def _abstract(model: Any, mesh: AbstractMesh | None) -> tuple[Callable[[], Any],
             raise ConfigError(f"the function that makes the model must return an nnx.Module, got {_kind_text(made)}.")
         return made
 
-    return make, abstract_split(make, mesh)
+    return make, *trace_split(make, mesh)
 
 
 def _layout_of(

@@ -142,7 +142,7 @@ REFUSED = {
     "dict": (
         Entries,
         "layers",
-        r"layers=layers is one layer, since it is no list: .* layers=\('layers/a', 'layers/b', 'layers/c', 'layers/d'",
+        r"is one layer, .* neither a list nor a stack, .*\('layers/a', 'layers/b', 'layers/c', 'layers/d'",
     ),
     "no list": (
         Attributes,

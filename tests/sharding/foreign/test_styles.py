@@ -1,0 +1,209 @@
+"""Models as other projects write them: specs, training on meshes, pipelines and checkpoints equal one device's."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import flax_mesh as fm
+from flax_mesh.checkpoint import Checkpointer
+from flax_mesh.mpmd import CutError, MpmdMesh, Pipeline, split_stages
+from flax_mesh.mpmd.schedules import make_schedule
+from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, Schedule
+from flax_mesh.train import TrainState, abstract_train_state, init_train_state, make_train_step
+from tests.mpmd.zoo.base import FAST, OPTIMIZER, Run, leaves_of, seed_of, start
+from tests.mpmd.zoo.test_split import differences, merged_leaves
+from tests.sharding.foreign import llm_explicit, maxtext
+from tests.sharding.foreign.styles import BY_NAME, STYLES, Style, context_of, make_both
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning"),
+]
+NAMES = [style.case.name for style in STYLES]
+MESHES = [(2, 2, 2), (1, 8, 1), (4, 1, 2)]
+ROWS, MICROBATCHES, STEPS = 32, 4, 2
+ONE_LAYER_EACH = make_schedule("1f1b", num_groups=2, num_microbatches=MICROBATCHES)  # of two layers
+slow = pytest.mark.slow
+# Two styles with every schedule, the others with all but those whose programs are similar to those of zb-v.
+PIPELINES = [
+    pytest.param(name, schedule, marks=[slow] * ((name, schedule) != ("llm_explicit", "1f1b")))
+    for name in NAMES
+    for schedule in SCHEDULE_NAMES
+    if name in ("maxtext_scanned", "llm_explicit") or schedule not in ("interleaved-1f1b", "dualpipe-v")
+]
+
+
+def marked(*default: str) -> list[Any]:
+    """The names of all styles; all but those in `default` are slow."""
+    return [name if name in default else pytest.param(name, marks=slow) for name in NAMES]
+
+
+def with_layers(name: str, depth: int) -> Style:
+    style = BY_NAME[name]
+    make: Any = style.case.make
+    return style._replace(case=style.case._replace(make=functools.partial(make, depth)))
+
+
+def mesh_of(style: Style, shape: tuple[int, ...] = (2, 2, 2)) -> Mesh:
+    devices = jax.devices()[: math.prod(shape)]
+    return fm.create_mesh(shape, style.mesh_axes, axis_types=style.axis_types, devices=devices)
+
+
+def abstract_of(style: Style, mesh: Mesh):
+    return fm.abstract_state(make_both(style, OPTIMIZER), mesh, style.rules)
+
+
+def axes_of(style: Style) -> fm.PartitionAxis:
+    return fm.PartitionAxis(batch_axis=style.batch)
+
+
+def run(state: TrainState, step: Callable[..., Any], batch: Any, leaves=leaves_of) -> Run:
+    before, metrics = leaves(state), []
+    for _ in range(STEPS):
+        state, row = step(state, batch)
+        metrics.append({name: np.asarray(x) for name, x in row.items()})
+    return Run(before, leaves(state), metrics)
+
+
+def train(style: Style, state: TrainState, mesh: Mesh) -> Run:
+    case = style.case
+    kinds: dict[str, Any] = {"layers": case.layers, "axes": axes_of(style), "compiler_options": FAST}
+    step = make_train_step(case.loss_fn, state, seed=seed_of(case), num_microbatches=MICROBATCHES, **kinds)
+    return run(state, step, fm.shard(case.batch(ROWS), PartitionSpec(style.batch), mesh))
+
+
+def on_one_device(style: Style, leaves: Any, state: TrainState) -> TrainState:
+    sharding = NamedSharding(mesh_of(style, (1, 1, 1)), PartitionSpec())
+    return dataclasses.replace(state, leaves=jax.device_put(tuple(leaves), sharding))
+
+
+@functools.cache
+def plain(name: str, depth: int = 2) -> Run:
+    """The steps on one device, from values that are computed operation by operation."""
+    style = with_layers(name, depth)
+    with jax.set_mesh(mesh_of(style, (1, 1, 1))):
+        state = start(style.case)
+    return train(style, on_one_device(style, state.leaves, state), mesh_of(style, (1, 1, 1)))
+
+
+def pipeline_of(style: Style, schedule: Schedule = ONE_LAYER_EACH) -> Pipeline:
+    case = style.case
+    mesh = mesh_of(style._replace(mesh_axes=("pp", *style.mesh_axes)), (schedule.num_groups, *style.group))
+    staged = split_stages(
+        case.loss_fn,
+        case.make,
+        case.batch(ROWS),
+        mesh=MpmdMesh(mesh, "pp"),
+        schedule=schedule,
+        layers=case.layers,
+        wrt=case.wrt,
+    )
+    return Pipeline(staged, OPTIMIZER, axes=axes_of(style), seed=seed_of(case), compiler_options=FAST)
+
+
+def as_list(state: TrainState, style: Style) -> dict[str, np.ndarray]:
+    """Leaves by path, on the host, with one array for each layer of a stack."""
+    found = {}
+    for path, x in merged_leaves(state).items():
+        stacked = style.case.name == "maxtext_scanned" and "layers/" in path
+        found |= {path.replace("layers/", f"layers/{i}/"): row for i, row in enumerate(x)} if stacked else {path: x}
+    return found
+
+
+@pytest.mark.parametrize("style", STYLES, ids=NAMES)
+def test_specs_follow_from_annotations_or_rules(style: Style):
+    with context_of(style):
+        found = {path: x.sharding.spec for path, x in fm.named_leaves(abstract_of(style, mesh_of(style)))}
+    assert {path: found[f"model/{path}"] for path in style.specs} == style.specs
+    for path, spec in style.specs.items():  # moments follow their parameters
+        assert found.get(f"optimizer/opt_state/0/mu/{path}", spec) == spec
+
+
+@pytest.mark.parametrize("shape", [pytest.param(s, marks=[slow] * (s != MESHES[0])) for s in MESHES])
+@pytest.mark.parametrize("name", marked("tunix"))
+def test_training_on_a_mesh_equals_training_on_one_device(name: str, shape: tuple[int, ...]):
+    style = BY_NAME[name]
+    with context_of(style):
+        mesh = mesh_of(style, shape)
+        state = init_train_state(make_both(style, OPTIMIZER), abstract_of(style, mesh))
+        alone = on_one_device(style, fm.gather(state.leaves), state)
+        expected, found = train(style, alone, mesh_of(style, (1, 1, 1))), train(style, state, mesh)
+    assert differences(expected, found) == []
+    changed = {path for path, x in found.after.items() if not np.array_equal(found.before[path], x)}
+    moments = {path.removeprefix("optimizer/opt_state/0/mu/") for path in found.after if "/mu/" in path}
+    assert {path.removeprefix("model/") for path in changed if path.startswith("model/")} == moments
+
+
+@pytest.mark.parametrize(("name", "schedule"), PIPELINES)
+def test_a_pipeline_equals_the_plain_step(name: str, schedule: str):
+    plan = make_schedule(schedule, num_groups=2, num_microbatches=MICROBATCHES)
+    style = with_layers(name, plan.num_stages)
+    with context_of(style):
+        pipeline = pipeline_of(style, plan)
+        found = run(pipeline.init_state(), pipeline.step, style.case.batch(ROWS), merged_leaves)
+        assert differences(plain(name, plan.num_stages), found) == []
+
+
+@pytest.mark.parametrize("name", marked("maxtext_scanned"))
+def test_a_checkpoint_is_restored_on_another_mesh_in_a_pipeline_and_as_a_list(name: str, tmp_path: Path):
+    style = BY_NAME[name]
+
+    def abstract(style: Style, shape: tuple[int, ...]) -> TrainState:
+        return abstract_train_state(make_both(style, OPTIMIZER), abstract_of(style, mesh_of(style, shape)))
+
+    with context_of(style):
+        state = init_train_state(make_both(style, OPTIMIZER), abstract_of(style, mesh_of(style)))
+        others = [(style, abstract(style, (1, 8, 1))), (style, pipeline_of(style).abstract)]
+        if other := BY_NAME.get(
+            {"maxtext_scanned": "maxtext_listed", "maxtext_listed": "maxtext_scanned"}.get(name, "")
+        ):
+            others.append((other, abstract(other, (2, 2, 2))))
+        with Checkpointer(tmp_path, layers=style.case.layers) as checkpointer:
+            checkpointer.save(1, state)
+            saved = as_list(state, style)
+            for layout, target in others:
+                restored = as_list(checkpointer.restore(target), layout)
+                assert restored.keys() == saved.keys()
+                for path, x in saved.items():
+                    np.testing.assert_array_equal(restored[path], x, err_msg=path)
+
+
+def listed(mesh: Any = None) -> nnx.Module:
+    return maxtext.Decoder(maxtext.Config(scan_layers=False), mesh or fm.current_mesh(), rngs=nnx.Rngs(0, dropout=1))
+
+
+@slow
+def test_a_model_that_keeps_a_mesh_takes_the_one_in_context():
+    style = BY_NAME["maxtext_listed"]
+    with context_of(style):
+        pipeline = pipeline_of(style._replace(case=style.case._replace(make=listed)))
+        found = run(pipeline.init_state(), pipeline.step, style.case.batch(ROWS), merged_leaves)
+        assert differences(plain("maxtext_listed"), found) == []
+        fixed = functools.partial(listed, mesh_of(style))
+        message = r"constrains arrays to a mesh of devices, .*\n.*maxtext.py:\d+ .* on 8 devices"
+        with pytest.raises(CutError, match=message):
+            pipeline_of(style._replace(case=style.case._replace(make=fixed)))
+
+
+def test_a_constructor_that_keeps_a_mesh_of_devices_is_refused_in_a_pipeline():
+    style = BY_NAME["llm_explicit"]
+    make = functools.partial(llm_explicit.make, mesh=mesh_of(style))
+    message = r"llm_examples.py:\d+ \(Weights.init\): .* on 8 devices\n.*pass flax_mesh.current_mesh\(\)"
+    with context_of(style), pytest.raises(CutError, match=message):
+        pipeline_of(style._replace(case=style.case._replace(make=make)))
+
+
+def test_a_stack_along_another_dim_than_the_first_is_refused_in_a_pipeline():
+    style = BY_NAME["maxtext_scanned"]
+    make = lambda: maxtext.Decoder(maxtext.Config(param_scan_axis=1), rngs=nnx.Rngs(0))  # noqa: E731
+    message = "layers is one layer, since it is neither a list nor a stack, whose arrays have the layers as dim 0"
+    with context_of(style), pytest.raises(CutError, match=message):
+        pipeline_of(style._replace(case=style.case._replace(make=make)))
