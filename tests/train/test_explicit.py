@@ -1,6 +1,6 @@
 """Recipes on meshes with Explicit axes against the same recipes on Auto axes."""
 
-import functools
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,14 @@ from flax_mesh.train.explain import explain
 from tests.checkpoint import small_decoder
 from tests.checkpoint.small_decoder import program_of
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+@pytest.fixture(autouse=True)
+def few_optimizations() -> Iterator[None]:
+    """Programs that differ in nothing but annotations may be fused, and then rounded, differently."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
 
 MESHES = {"dp": "dp:8", "fsdp": "fsdp:8", "tp": "fsdp:2,tp:2,sp:2", "ep": "dp:2,ep:2,tp:2", "pp": "pp:2,fsdp:2,tp:2"}
 MODELS = {
@@ -46,7 +53,6 @@ def batch_of(program) -> Any:
     return batch if program.pipeline else jax.device_put(batch, batch_sharding(program.mesh, program.rules.axes))
 
 
-@functools.cache
 def two_steps(mesh: str, model: str, axis_types: str) -> tuple[list[dict[str, np.ndarray]], dict[str, np.ndarray]]:
     """(metrics of two steps, gradients of the first step by path)."""
     program = program_of(*MODELS[model], *SAME, f"mesh.shape={MESHES[mesh]}", f"mesh.axis_types={axis_types}")
@@ -78,8 +84,8 @@ def test_a_recipe_trains_on_explicit_axes_as_on_auto_axes(mesh: str, model: str)
     (expected, expected_gradients), (found, gradients) = (two_steps(mesh, model, x) for x in ("auto", "explicit"))
     errors = {name: relative_error(found[0][name], value) for name, value in expected[0].items()}
     errors |= {path: relative_error(gradients[path], value) for path, value in expected_gradients.items()}
-    assert {name: error for name, error in errors.items() if error > 1e-6} == {}
-    np.testing.assert_allclose(found[1]["loss"], expected[1]["loss"], rtol=1e-5)  # Adam divides by small moments
+    assert {name: error for name, error in errors.items() if error > 0} == {}
+    assert found[1]["loss"] == expected[1]["loss"]
 
 
 def test_a_step_on_explicit_axes_compiles_once(compilations: list[str]):
