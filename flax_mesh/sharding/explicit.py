@@ -41,19 +41,15 @@ def on_auto_axes(
 
 
 def made_on_auto_axes(make: Callable[[], Any], mesh: Mesh | AbstractMesh | None) -> Any:
-    """`make()` with `mesh` in context, in a trace. Explicit axes are Auto if `make` does not refer to them.
+    """`make()` with `mesh` in context, in a trace. Explicit axes are Auto, unless `make` raises an error on Auto axes.
 
     On Explicit axes random values are replicated unless `make` passes `out_sharding=`: every device would compute and
     store all of them. On Auto axes XLA computes on each device the shards that it stores.
     """
     if mesh is not None and AxisType.Explicit in mesh.axis_types:
-        auto = dict.fromkeys(mesh.axis_names, AxisType.Auto)
-        try:
-            with in_mesh(mesh.abstract_mesh.update_axis_types(auto)):
-                return make()
-        except ValueError as error:
-            if not _needs_explicit_axes(error):
-                raise
+        auto = mesh.abstract_mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Auto))
+        with contextlib.suppress(Exception), in_mesh(auto):  # `make` may need Explicit axes in any of its lines
+            return make()
     with in_mesh(mesh), axis_types_explained():
         return make()
 
@@ -73,18 +69,13 @@ def axis_types_explained() -> Iterator[None]:
             "jax.sharding.reshard; or use Auto axes, create_mesh(axis_types='auto')."
         ) from error
     except ValueError as error:
-        if not _needs_explicit_axes(error):
+        if not ("PartitionSpec passed to" in str(error) and "AxisType.Auto" in str(error)):
             raise
         raise ShardingError(
             "out_sharding= and jax.sharding.reshard refer to Explicit axes, but the axes of this mesh are Auto:\n"
             f"{_place(error)}\n{str(error).strip()}\nUse Explicit axes, create_mesh(axis_types='explicit') or "
             "mesh.axis_types=explicit in a recipe; or flax_mesh.with_sharding_constraint, for axes of both types."
         ) from error
-
-
-def _needs_explicit_axes(error: ValueError) -> bool:
-    """Whether JAX refused `out_sharding=` or a reshard because it names Auto axes."""
-    return "PartitionSpec passed to" in str(error) and "AxisType.Auto" in str(error)
 
 
 def _place(error: BaseException) -> str:
