@@ -471,7 +471,9 @@ def _layers_of(state: Any, layers: Sequence[str] | None, stored: Collection[str]
 
 def _reason(error: BaseException) -> str:
     """The text of an error on one line; of tensorstore's long texts only the reason that the system reported."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    # Since Python 3.13, shutil adds a file to an OSError without a number, whose text is then "[Errno None] None".
+    unnumbered = isinstance(error, OSError) and error.errno is None and error.args
+    text = " ".join(str(error.args[0] if unnumbered else error).split()) or type(error).__name__
     if code := SYSTEM_ERROR.search(text):
         return os.strerror(int(code[1]))
     return re.sub(r" \[\w+=.*", "", text)[:300]
