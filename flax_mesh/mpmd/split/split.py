@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
 from flax_mesh.errors import ConfigError
-from flax_mesh.mesh.context import without_mesh
+from flax_mesh.mesh.context import current_mesh, without_mesh
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.schedules.schedule import Schedule, make_schedule
 from flax_mesh.mpmd.split import assign as cut
@@ -215,7 +215,6 @@ class StagedModel:
         return "\n".join(lines)
 
 
-@without_mesh()
 def split_stages(
     loss_fn: LossFn,
     model: Any,
@@ -240,8 +239,8 @@ def split_stages(
         loss_fn: A LossFn: `loss_fn(model, batch)` returns (loss_sum, weight), or another of its forms.
         model: An nnx.Module or another nnx.Pytree, abstract or not, or a function that makes one.
         batch: A batch of `num_microbatches` equal microbatches, as arrays or ShapeDtypeStructs.
-        mesh: The groups of the pipeline as an MpmdMesh; or, if a Pipeline is not wanted, the mesh of one group.
-            Constraints in the model see the mesh of a group.
+        mesh: The groups of the pipeline as an MpmdMesh; or, if a Pipeline is not wanted, the mesh of one group, by
+            default the mesh in context. Constraints in the model see the mesh of a group.
         schedule: A name of `schedules.SCHEDULE_NAMES` for the groups of `mesh`, or a Schedule. It determines the number
             of stages.
         num_microbatches: Microbatches of a batch. By default those of `schedule`, and 1 without one.
@@ -283,57 +282,58 @@ def split_stages(
     groups = mesh if isinstance(mesh, MpmdMesh) else None
     schedule, num_microbatches, num_stages = _plan(groups, schedule, num_microbatches, num_stages)
     _check_order(loss_fn, model)
-    around = mesh.unstack[0] if isinstance(mesh, MpmdMesh) else mesh
+    around = mesh.unstack[0] if isinstance(mesh, MpmdMesh) else mesh or current_mesh()
     around = around.abstract_mesh if isinstance(around, Mesh) else around
-    make, jaxpr, split_model = _abstract(model, around)
-    check_meshes(jaxpr.eqns)
-    abstract = nnx.merge(*split_model)
-    layers = _layers_of(abstract) if layers is None else (layers,) if isinstance(layers, str) else tuple(layers)
-    if not layers:
-        raise CutError("layers is empty; name the list or the stack to cut, such as layers='layers'.")
-    num_calls = _calls_of_shared(abstract, layers)
-    shapes = microbatch_shapes(batch, num_microbatches) if num_microbatches is not None else shapes_of(batch)
-    traced_fn = _marked(loss_fn, layers[0]) if num_calls else loss_fn
-    specs, axes = _layout_of(make, abstract, around)
-    with axis_types_explained():
-        forward = trace_forward(traced_fn, split_model, wrt, layers, around, shapes, specs=specs, axes=axes)
-    places = places_of(abstract, layers)
-    single = split_leaves(forward, places)
-    opened = open_forward(forward, single)
-    check_effects(opened.program)
-    check_meshes(opened.program.eqns)
-    check_trained(single, wrt)
-    order = _calls_in_order(opened.program, single) if not num_calls else [("", i) for i in range(num_calls)]
-    check_layers(abstract, single, layers, order, num_stages)
-    ranks = {layer: at for at, layer in enumerate(order)}
-    labels = cut.label(opened.program, _input_ranks(opened.program, single, ranks), len(order))
-    costs = cut.costs(opened.program, labels, len(order))
-    bounds, remark = _bounds(costs, num_stages, cuts, balance, lambda: _boundary_bytes(opened, labels, len(order)))
-    leaves = split_leaves(forward, places, {layer: _stage(bounds, at) for layer, at in ranks.items()})
-    staged = StagedModel(
-        loss_fn=loss_fn,
-        make=make,
-        split_model=split_model,
-        wrt=wrt,
-        layers=layers,
-        mesh=around,
-        num_stages=num_stages,
-        ranks=ranks,
-        bounds=bounds,
-        costs=tuple(costs),
-        leaves=leaves,
-        needs_full_remat=opened.opened_remat,
-        example=shapes,
-        groups=groups,
-        schedule=schedule,
-        remark=remark,
-        specs=specs,
-        axes=axes,
-    )
-    check_states(staged.cut(shapes), abstract, layers, ranks, bounds)
-    if check:
-        staged.check(batch)
-    return staged
+    with without_mesh():
+        make, jaxpr, split_model = _abstract(model, around)
+        check_meshes(jaxpr.eqns)
+        abstract = nnx.merge(*split_model)
+        layers = _layers_of(abstract) if layers is None else (layers,) if isinstance(layers, str) else tuple(layers)
+        if not layers:
+            raise CutError("layers is empty; name the list or the stack to cut, such as layers='layers'.")
+        num_calls = _calls_of_shared(abstract, layers)
+        shapes = microbatch_shapes(batch, num_microbatches) if num_microbatches is not None else shapes_of(batch)
+        traced_fn = _marked(loss_fn, layers[0]) if num_calls else loss_fn
+        specs, axes = _layout_of(make, abstract, around)
+        with axis_types_explained():
+            forward = trace_forward(traced_fn, split_model, wrt, layers, around, shapes, specs=specs, axes=axes)
+        places = places_of(abstract, layers)
+        single = split_leaves(forward, places)
+        opened = open_forward(forward, single)
+        check_effects(opened.program)
+        check_meshes(opened.program.eqns)
+        check_trained(single, wrt)
+        order = _calls_in_order(opened.program, single) if not num_calls else [("", i) for i in range(num_calls)]
+        check_layers(abstract, single, layers, order, num_stages)
+        ranks = {layer: at for at, layer in enumerate(order)}
+        labels = cut.label(opened.program, _input_ranks(opened.program, single, ranks), len(order))
+        costs = cut.costs(opened.program, labels, len(order))
+        bounds, remark = _bounds(costs, num_stages, cuts, balance, lambda: _boundary_bytes(opened, labels, len(order)))
+        leaves = split_leaves(forward, places, {layer: _stage(bounds, at) for layer, at in ranks.items()})
+        staged = StagedModel(
+            loss_fn=loss_fn,
+            make=make,
+            split_model=split_model,
+            wrt=wrt,
+            layers=layers,
+            mesh=around,
+            num_stages=num_stages,
+            ranks=ranks,
+            bounds=bounds,
+            costs=tuple(costs),
+            leaves=leaves,
+            needs_full_remat=opened.opened_remat,
+            example=shapes,
+            groups=groups,
+            schedule=schedule,
+            remark=remark,
+            specs=specs,
+            axes=axes,
+        )
+        check_states(staged.cut(shapes), abstract, layers, ranks, bounds)
+        if check:
+            staged.check(batch)
+        return staged
 
 
 def _plan(

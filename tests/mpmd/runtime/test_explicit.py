@@ -289,3 +289,11 @@ def test_the_mesh_of_all_groups_may_be_in_context(kind):
     with jax.set_mesh(create_mesh(MESHES["dp"], AXES, devices=jax.devices()[:4], axis_types=TYPES[kind])):
         have = trained("linears", "dp", kind)
     assert_close(have, trained("linears", "dp", kind), 0)
+
+
+def test_the_default_of_the_mesh_of_one_group_is_the_mesh_in_context():
+    make = lambda: Blocks(nnx.Rngs(0), 2)  # noqa: E731
+    with jax.set_mesh(one_group()):
+        staged = split_stages(decoder_loss, make, batch_of("blocks"), num_stages=2, layers="layers")
+    (received,) = staged.cut(staged.example).stages[1].received
+    assert staged.mesh == one_group().abstract_mesh and received.aval.sharding.spec == P(ROWS, None, None)
