@@ -5,6 +5,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -252,7 +253,7 @@ def break_saving(what: str, own: Path, folder: Path) -> Callable[[], object]:
         return lambda: own.symlink_to("checkpoints")
     if what == "a step that is there":
         own.unlink()
-        (folder / "others" / "2").mkdir(parents=True)
+        shutil.copytree(folder / "checkpoints" / "1", folder / "others" / "2")
         own.symlink_to("others")
         return lambda: (own.unlink(), own.symlink_to("checkpoints"))
     if what == "no room for files":  # detected in the background
