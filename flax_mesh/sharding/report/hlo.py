@@ -37,6 +37,7 @@ _ARRAY = re.compile(r"\b(pred|token|opaque|[a-z]+\d+\w*)\[([\d,<= ]*)\]")
 _CALLS = re.compile(r"\b(body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_LIMIT = re.compile(r"s32\[\](?:\{[^}]*\})? constant\((\d+)\)")
 _GROUPS = re.compile(
     r"replica_groups=(?P<list>\{(?:\{[\d,]*\},?)*\})"
     r"|replica_groups=\[(?P<shape>[\d,]+)\]<=\[(?P<iota>[\d,]+)\](?:T\((?P<perm>[\d,]+)\))?"
@@ -145,7 +146,7 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 def _executions(computations: dict[str, list[str]], entry: str) -> dict[str, tuple[int, bool]]:
     """Computation -> (executions per step, whether that number is exact). All branches of a conditional count once."""
-    calls = {name: list(_calls(instructions)) for name, instructions in computations.items()}
+    calls = {name: list(_calls(instructions, computations)) for name, instructions in computations.items()}
     executions: dict[str, tuple[int, bool]] = dict.fromkeys(computations, (0, True))
 
     def run(name: str, times: int, known: bool) -> None:
@@ -159,15 +160,25 @@ def _executions(computations: dict[str, list[str]], entry: str) -> dict[str, tup
     return executions
 
 
-def _calls(instructions: Iterable[str]) -> Iterator[tuple[str, int | None]]:
-    """(computation, times) of every call; None for the body of a loop whose trip count the compiler does not know."""
+def _calls(instructions: Iterable[str], computations: dict[str, list[str]]) -> Iterator[tuple[str, int | None]]:
+    """(computation, times) of every call; None for the body of a loop whose trip count is not known."""
     for instruction in instructions:
-        trips = _TRIPS.search(instruction)
-        for role, callee in _CALLS.findall(instruction):
+        callees = _CALLS.findall(instruction)
+        trips = _trip_count(instruction, computations.get(dict(callees).get("condition", ""), ()))
+        for role, callee in callees:
             # The condition of a loop is counted once: it contains no collectives.
-            yield callee, 1 if role != "body" else int(trips[1]) if trips else None
+            yield callee, 1 if role != "body" else trips
         for branches in _BRANCHES.findall(instruction):
             yield from ((name.strip().lstrip("%"), 1) for name in branches.split(","))
+
+
+def _trip_count(loop: str, condition: Iterable[str]) -> int | None:
+    """The trip count that the compiler has written, or n of the condition `i < n`: programs for TPUs have only that."""
+    if trips := _TRIPS.search(loop):
+        return int(trips[1])
+    limits = [limit[1] for instruction in condition if (limit := _LIMIT.match(instruction))]
+    compared = any(" compare(" in instruction and "direction=LT" in instruction for instruction in condition)
+    return int(limits[0]) if len(limits) == 1 and compared else None
 
 
 def _collective(instruction: str) -> tuple[str, int, str] | None:

@@ -1,0 +1,321 @@
+"""The operations of a traced step with the sharding of every value, read from its StableHLO module.
+
+JAX lowers the step for a platform without its devices, Shardy propagates the shardings of the arguments and of the
+constraints to all other values (`jax_compat.propagated_module`), and `read_program` copies the result into four small
+types. Functions are inlined. Operations that cannot affect a result, and repeated ones, are left out, as in XLA.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+Spec = tuple[tuple[str, ...], ...]  # per dim: the mesh axes that split it
+
+BITS = {"i1": 8, "index": 32, "token": 0}
+_TYPE = re.compile(r"tensor<((?:\d+x)*)(?:complex<)?([a-z]+)(\d*)\w*")
+_SPEC = re.compile(r"\[((?:\{[^}]*\}(?:p\d+)?(?:, )?)*)\]")
+_DIM = re.compile(r"\{([^}]*)\}")
+_AXIS = re.compile(r'"([^"]+)"(?::\((\d+)\)(\d+))?')
+_LIST = re.compile(r"\[([\d, ]*)\]")
+_NAME = re.compile(r'loc\("([^"]*)"')
+_NUMBER = re.compile(r"dense<(-?\d+)>")
+PURE_EFFECTS = ("custom_call", "all_reduce", "all_gather", "all_to_all", "reduce_scatter", "collective_permute")
+
+
+@dataclass(eq=False, slots=True)
+class Array:
+    """A value of the program. `local` is the shape of the part that one device stores."""
+
+    shape: tuple[int, ...]
+    bits: int  # per element
+    kind: str  # "f", "i" or "c": float, integer or bool, complex
+    spec: Spec
+    local: tuple[int, ...]
+    producer: "Operation | None" = None
+
+    @property
+    def size(self) -> int:
+        """Elements on one device."""
+        return math.prod(self.local)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes on one device."""
+        return -(-self.size * self.bits // 8)
+
+    @property
+    def axes(self) -> frozenset[str]:
+        return frozenset(axis for dim in self.spec for axis in dim)
+
+
+@dataclass(eq=False, slots=True)
+class Operation:
+    """One operation, by its name in StableHLO, such as "dot_general". `times` is the trip count of a loop."""
+
+    kind: str
+    inputs: tuple[Array, ...]
+    outputs: tuple[Array, ...]
+    attributes: Mapping[str, str]
+    source: str  # of the traced function, such as "jit(step)/jvp(Decoder)/while/body/dot_general"
+    bodies: tuple["Block", ...] = ()
+    times: int = 1
+    times_known: bool = True
+
+    def dims(self, name: str) -> tuple[int, ...]:
+        """The numbers of an attribute such as `dimensions = array<i64: 0, 2>`."""
+        return _numbers(self.attributes.get(name, ""))
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """A list of operations with arguments and results: the program itself, or the body of a loop or a conditional."""
+
+    arguments: tuple[Array, ...]
+    operations: list[Operation] = field(default_factory=list)
+    results: tuple[Array, ...] = ()
+
+    def walk(self, times: int = 1) -> Iterator[tuple[Operation, int]]:
+        """Every operation, also those inside of loops, and how often it runs."""
+        for operation in self.operations:
+            yield operation, times
+            for body in operation.bodies:
+                yield from body.walk(times * operation.times)
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A step: its block, the sizes of the mesh axes, and the arguments whose memory a result takes over."""
+
+    block: Block
+    axis_sizes: Mapping[str, int]
+    names: tuple[str, ...]  # of the arguments
+    donated: Mapping[int, int]  # argument -> result
+    platform: str
+
+    def group_size(self, axes: Sequence[str]) -> int:
+        return math.prod(axis_size(axis, self.axis_sizes) for axis in axes)
+
+
+def axis_size(axis: str, sizes: Mapping[str, int]) -> int:
+    """The size of an axis, or of a part of one, which is written `tp:(1)2`."""
+    name, _, part = axis.partition(":")
+    return int(part.rpartition(")")[2]) if part else sizes[name]
+
+
+@lru_cache(4096)
+def _numbers(text: str) -> tuple[int, ...]:
+    before, _, after = text.partition(":")  # `array<i64: 0, 2>`, `array<i64>`, `3 : i64`
+    return tuple(map(int, re.findall(r"-?\d+", after if before.startswith("array") else before)))
+
+
+@lru_cache(65536)
+def parse_type(text: str) -> tuple[tuple[int, ...], int, str]:
+    """(shape, bits per element, kind) of a type such as `tensor<16x128xbf16>`."""
+    match = _TYPE.match(text)
+    if match is None:
+        return (), 0, "i"
+    dims, name, bits = match.groups()
+    width = BITS.get(name + bits) or (16 if name + bits == "bf16" else int(bits or 32))
+    complex_ = "complex<" in text
+    return tuple(map(int, dims.split("x")[:-1])), width * (1 + complex_), "c" if complex_ else _kind(name)
+
+
+def _kind(name: str) -> str:
+    return "f" if name.startswith(("f", "bf")) else "i"
+
+
+@lru_cache(65536)
+def parse_specs(text: str) -> tuple[Spec, ...]:
+    """The specs of a sharding attribute, one per value."""
+    return tuple(tuple(_axes_of_dim(dim) for dim in _DIM.findall(found)) for found in _SPEC.findall(text))
+
+
+def _axes_of_dim(text: str) -> tuple[str, ...]:
+    return tuple(f"{name}:({before}){size}" if size else name for name, before, size in _AXIS.findall(text))
+
+
+class _Reader:
+    """Copies a module. Equal operations on equal values are read once, as common subexpressions."""
+
+    def __init__(self, module: Any, axis_sizes: Mapping[str, int]):
+        self.sizes = dict(axis_sizes)
+        self.functions = {}
+        for operation in module.body.operations:
+            if operation.operation.name == "func.func":
+                self.functions[operation.attributes["sym_name"].value] = operation
+
+    def array(self, value: Any, spec: Spec | None) -> Array:
+        shape, bits, kind = parse_type(str(value.type))
+        spec = spec if spec is not None and len(spec) == len(shape) else ((),) * len(shape)
+        local = tuple(
+            -(-size // math.prod(axis_size(axis, self.sizes) for axis in axes)) if axes else size
+            for size, axes in zip(shape, spec, strict=True)
+        )
+        return Array(shape, bits, kind, spec, local)
+
+    def main(self) -> tuple[Block, tuple[str, ...], dict[int, int]]:
+        function = self.functions["main"]
+        body = function.regions[0].blocks[0]
+        attributes = list(function.attributes["arg_attrs"]) if "arg_attrs" in function.attributes else []
+        arguments, names, donated, values = [], [], {}, {}
+        for index, value in enumerate(body.arguments):
+            text = str(attributes[index]) if attributes else ""
+            specs = parse_specs(text[text.find("sdy.sharding") :]) if "sdy.sharding" in text else ()
+            arguments.append(self.array(value, specs[0] if specs else None))
+            values[value] = arguments[-1]
+            name = _NAME.match(str(value.location))
+            names.append(name[1] if name else f"argument {index}")
+            if alias := re.search(r"tf.aliasing_output = (\d+)", text):
+                donated[index] = int(alias[1])
+            elif "jax.buffer_donor" in text:
+                donated[index] = -1
+        block = Block(tuple(arguments))
+        block.results = tuple(self.block(body, values, block, {}))
+        return block, tuple(names), donated
+
+    def block(self, body: Any, values: dict[Any, Array], into: Block, seen: dict[Any, Operation]) -> list[Array]:
+        """Append the operations of an MLIR block to `into`; returns the values that it returns."""
+        for item in body.operations:
+            operation = item.operation
+            name = operation.name.partition(".")[2]
+            inputs = [values[value] for value in operation.operands]
+            if name == "return":
+                return inputs
+            if name == "call":
+                outputs = self.call(item, inputs, into, seen)
+            elif name == "manual_computation":
+                outputs = self.manual(item, inputs, values, into)
+            else:
+                outputs = self.operation(item, name, inputs, values, into, seen)
+            values.update(zip(operation.results, outputs, strict=True))
+        return []
+
+    def call(self, item: Any, inputs: Sequence[Array], into: Block, seen: dict[Any, Operation]) -> list[Array]:
+        body = self.functions[item.attributes["callee"].value].regions[0].blocks[0]
+        return self.block(body, dict(zip(body.arguments, inputs, strict=True)), into, seen)
+
+    def manual(self, item: Any, inputs: Sequence[Array], values: dict[Any, Array], into: Block) -> list[Array]:
+        """The body of a shard_map: its values have the shapes of one device."""
+        body = item.regions[0].blocks[0]
+        inside = {argument: self.array(argument, None) for argument in body.arguments}
+        inner = values | inside
+        into.operations.append(Operation("shard", tuple(inputs), tuple(inside.values()), {}, ""))
+        results = self.block(body, inner, into, {})
+        outputs = [self.array(v, s) for v, s in zip(item.results, self.specs(item, "out_shardings"), strict=True)]
+        into.operations.append(Operation("shard", tuple(results), tuple(outputs), {}, ""))
+        return outputs
+
+    def specs(self, item: Any, name: str) -> Sequence[Spec | None]:
+        if name not in item.attributes:
+            return [None] * len(item.results)
+        return parse_specs(str(item.attributes[name]))
+
+    def operation(
+        self,
+        item: Any,
+        name: str,
+        inputs: Sequence[Array],
+        values: dict[Any, Array],
+        into: Block,
+        seen: dict[Any, Operation],
+    ) -> Sequence[Array]:
+        regions = [region for region in item.regions if len(region.blocks)]
+        attributes = {n: _attribute_text(item.attributes[n], name) for n in item.attributes if n != "sdy.sharding"}
+        if name in ("reshard", "sharding_constraint"):
+            specs: Sequence[Spec | None] = parse_specs(attributes.pop("sharding"))
+        else:
+            specs = self.specs(item, "sdy.sharding")
+        name = attributes.pop("chlo", name).strip('"')
+        source = _NAME.match(str(item.location)) if regions or name not in CHEAP_NAMES else None
+        outputs = [self.array(value, spec) for value, spec in zip(item.results, specs, strict=True)]
+        operation = Operation(name, tuple(inputs), tuple(outputs), attributes, source[1] if source else "")
+        if name == "while":
+            self.loop(operation, regions, values)
+        elif name in ("case", "if"):
+            operation.bodies = tuple(self.body(region, values, []) for region in regions)
+        elif regions:  # the function of a reduction
+            inner = [str(i.operation.name).partition(".")[2] for i in regions[0].blocks[0].operations]
+            operation.attributes = attributes | {"function": inner[0] if inner else ""}
+        key = None
+        if not operation.bodies and name not in PURE_EFFECTS and name != "optimization_barrier":
+            key = (name, tuple(map(id, inputs)), tuple(sorted(operation.attributes.items())),
+                   tuple((o.shape, o.bits, o.spec) for o in outputs))
+            if name == "constant" and "value" not in attributes:
+                key = None
+            if key is not None and (found := seen.get(key)):
+                return found.outputs
+            if key is not None:
+                seen[key] = operation
+        for output in outputs:
+            output.producer = operation
+        into.operations.append(operation)
+        return outputs
+
+    def body(self, region: Any, values: dict[Any, Array], arguments: Sequence[Array]) -> Block:
+        body = region.blocks[0]
+        given = tuple(arguments)
+        block = Block(given)
+        block.results = tuple(self.block(body, values | dict(zip(body.arguments, given, strict=True)), block, {}))
+        return block
+
+    def loop(self, operation: Operation, regions: Sequence[Any], values: dict[Any, Array]) -> None:
+        condition, body = (region.blocks[0] for region in regions)
+        arguments = [self.array(v, o.spec) for v, o in zip(body.arguments, operation.outputs, strict=True)]
+        operation.bodies = (self.body(regions[1], values, arguments),)
+        count = self.trip_count(condition, values)
+        operation.times, operation.times_known = (count, True) if count is not None else (1, False)
+
+    def trip_count(self, condition: Any, values: dict[Any, Array]) -> int | None:
+        """n of the condition `i < n`, as loops of `jax.lax.scan` have it; None for others."""
+        constants = {}
+        for item in condition.operations:
+            name = item.operation.name
+            if name.endswith(".constant") and (number := _NUMBER.search(str(item.attributes["value"])[:80])):
+                constants[item.results[0]] = int(number[1])
+            if name == "stablehlo.compare" and "LT" in str(item.attributes["comparison_direction"]):
+                limit = item.operands[1]
+                if limit in constants:
+                    return constants[limit]
+                outer = values.get(limit)
+                if outer is not None and outer.producer is not None and "value" in outer.producer.attributes:
+                    number = _NUMBER.search(outer.producer.attributes["value"])
+                    return int(number[1]) if number else None
+        return None
+
+
+CHEAP_NAMES = frozenset({"constant", "broadcast_in_dim", "reshape", "iota", "convert"})
+
+
+def _attribute_text(attribute: Any, name: str) -> str:
+    """The text of an attribute; large constants are not printed."""
+    if name == "constant" and not getattr(attribute, "is_splat", False):
+        return f"{hash(attribute)} : {attribute.type}"
+    return str(attribute)
+
+
+def read_program(module: Any, axis_sizes: Mapping[str, int], platform: str) -> Program:
+    """The program of a propagated module; see `jax_compat.propagated_module`."""
+    block, names, donated = _Reader(module, axis_sizes).main()
+    remove_unused(block)
+    return Program(block, dict(axis_sizes), names, donated, platform)
+
+
+def remove_unused(block: Block) -> None:
+    """Remove the operations whose results nothing uses, loop values included."""
+    used = set(map(id, block.results))
+    kept = []
+    for operation in reversed(block.operations):
+        if not (any(id(x) in used for x in operation.outputs) or operation.attributes.get("has_side_effect") == "true"):
+            continue
+        for body in operation.bodies:
+            remove_unused(body)
+            used |= {id(x) for inner, _ in body.walk() for x in inner.inputs} | set(map(id, body.results))
+        used |= set(map(id, operation.inputs))
+        kept.append(operation)
+    block.operations[:] = reversed(kept)
+
+
+Visit = Callable[[Operation, int], None]
