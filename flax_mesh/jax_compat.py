@@ -34,7 +34,7 @@ REMAT = (primitives.remat_p.name,)
 # What a missing or changed name raises at its use; jaxlib raises TypeError for other arguments.
 CHANGED = (ImportError, AttributeError, KeyError, TypeError, ValueError, RuntimeError)
 CPU_OPTIONS: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_cpu_experimental_ynn_fusion_type": ""}
-BROADCAST = "stablehlo.broadcast_in_dim"
+MOVES = ("stablehlo.broadcast_in_dim", "stablehlo.transpose")
 STORE_METHODS = ("key_value_set", "blocking_key_value_get", "key_value_try_get", "key_value_delete")
 Result = TypeVar("Result")
 
@@ -350,22 +350,66 @@ def propagated_module(ir: Any, manager: Any, lowered: Any) -> Any:
         main = _inline(module)
         for loop in _matching(main, "stablehlo.while".__eq__):
             _free_invariants(ir, loop, main)
-        for operation in _matching(main, lambda name: name.startswith("chlo.") or name == BROADCAST):
+        for operation in _matching(main, lambda name: name.startswith("chlo.") or name in MOVES):
             _replace(ir, operation)
+        _order(main)
         manager.parse("builtin.module(sdy-propagation-pipeline)").run(module.operation)
     return module
 
 
+def _order(operation: Any) -> None:
+    """Order the operations of every block as XLA does: from the results back, operands first, in their order.
+
+    Operations that no result depends on are erased.
+    """
+    for region in operation.regions:
+        for block in region.blocks:
+            *_, last = block.operations
+            placed: set[Any] = set()
+            stack = [(last.operation, False)]
+            while stack:
+                item, ready = stack.pop()
+                if ready:
+                    if item != last.operation:
+                        item.move_before(last.operation)
+                    continue
+                if item in placed:
+                    continue
+                placed.add(item)
+                stack.append((item, True))
+                owners = [value.owner for value in _operands(item)]
+                inside = [o for o in owners if hasattr(o, "regions") and o.parent is not None and o.parent == operation]
+                stack += [(owner, False) for owner in reversed(inside)]
+            for item in reversed(list(block.operations)):
+                if item.operation not in placed:
+                    item.operation.erase()
+                else:
+                    _order(item.operation)
+
+
+def _operands(operation: Any) -> list[Any]:
+    """Operands of an operation, and those of the operations inside of it."""
+    found = list(operation.operands)
+    for region in operation.regions:
+        for block in region.blocks:
+            for item in block.operations:
+                found += _operands(item.operation)
+    return found
+
+
 def _replace(ir: Any, operation: Any) -> None:
-    """Replace broadcasts that only add dims of size 1 by reshapes, and unary functions of the dialect CHLO.
+    """Replace broadcasts and transposes that move only dims of size 1 by reshapes, and unary functions of CHLO.
 
     Shardy has no rule for the latter. A function of StableHLO stands for them, with their name in its attribute `chlo`.
     """
     if len(operation.operands) != 1 or len(operation.results) != 1:
         return
     (value,), (result,) = operation.operands, operation.results
-    if operation.name == BROADCAST:
-        if math.prod(value.type.shape) != math.prod(result.type.shape) or not value.type.shape:
+    if operation.name in MOVES:
+        before, after = ([size for size in array.type.shape if size > 1] for array in (value, result))
+        dims = re.findall(r"\d+", str(operation.attributes["permutation"])) if operation.name == MOVES[1] else []
+        order = [int(d) for d in dims[1:] if value.type.shape[int(d)] > 1]  # the first number is that of i64
+        if before != after or order != sorted(order) or not value.type.shape:
             return
         name, attributes = "stablehlo.reshape", {}
     else:

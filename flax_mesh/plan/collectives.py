@@ -10,10 +10,13 @@ Shardy's own pass, which chooses otherwise:
 """
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from flax_mesh.plan.program import Array, Block, Operation, Program, Spec, axis_size
+import numpy as np
+
+from flax_mesh.plan.program import COLLECTIVES, Array, Block, Operation, Program, Spec, axis_size
 
 Dims = tuple[tuple[int, ...], ...]
 
@@ -53,12 +56,26 @@ def _in_block(block: Block, program: Program, times: int) -> Iterator[Exchange]:
 def _of_operation(
     operation: Operation, program: Program, seen: set[tuple[int, Spec]], partial: "_Partial"
 ) -> Iterator[Found]:
+    if operation.kind in COLLECTIVES:  # written by the user, in a shard_map
+        size = sum(array.bytes for array in operation.inputs)
+        yield operation.kind.replace("_", "-"), axes_of_groups(operation, program.axis_sizes), size
+        return
     needed, over = RULES.get(operation.kind, _elementwise)(operation)
     for array, spec in zip(operation.inputs, needed, strict=False):
         if spec is not None and spec != array.spec and (id(array), spec) not in seen:
             seen.add((id(array), spec))
             yield from reshard(array, spec, program.axis_sizes, scale=partial.scale(array))
     yield from partial.reduce(operation, tuple(over))
+
+
+def axes_of_groups(operation: Operation, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes along which the devices of a group differ. Device ids are positions in the mesh."""
+    text = operation.attributes.get("replica_groups") or operation.attributes.get("source_target_pairs", "")
+    if "dense" not in text and '"' in text:  # names of axes
+        return tuple(name for name in sizes if f'"{name}"' in text)
+    ids = [int(number) for number in re.findall(r"\d+", text.partition(" : ")[0])]
+    places = np.array(np.unravel_index(ids, tuple(sizes.values()))) if ids else np.zeros((len(sizes), 1))
+    return tuple(name for name, place in zip(sizes, places, strict=True) if (place != place[0]).any())
 
 
 class _Partial:
@@ -253,13 +270,25 @@ def _dims_of(text: str, name: str) -> tuple[int, ...]:
 
 
 def _convolution(operation: Operation) -> Rule:
-    """Batch dims as the result needs them, kernels gathered, and a sum where the batch is contracted (kernel gradient)."""
+    """Batch and output features as the result needs them; the sum over input features as in a matrix product."""
     lhs, rhs = operation.inputs[:2]
     out = operation.outputs[0]
-    partial = (lhs.axes & rhs.axes) - out.axes
-    if partial:
-        return [None, None], sorted(partial)
-    return [None, tuple(tuple(a for a in axes if a in out.axes and a not in lhs.axes) for axes in rhs.spec)], ()
+    left, right, result = conv_labels(operation)
+    contracted_l, contracted_r = left.index("f"), right.index("i")
+    batch, features = out.spec[result.index("b")], out.spec[result.index("f")]
+    both = tuple(axis for axis in lhs.spec[contracted_l] if axis in rhs.spec[contracted_r])
+    need_l: list[tuple[str, ...]] = [()] * len(left)
+    need_r: list[tuple[str, ...]] = [()] * len(right)
+    need_l[left.index("b")] = tuple(axis for axis in batch if axis not in both)
+    need_r[right.index("o")] = tuple(axis for axis in features if axis not in both)
+    need_l[contracted_l] = need_r[contracted_r] = both
+    return [tuple(need_l), tuple(need_r)], both
+
+
+def conv_labels(operation: Operation) -> tuple[list[str], list[str], list[str]]:
+    """The labels of the dims of both operands and of the result: b, f, i, o, and numbers for spatial dims."""
+    left, right, result = re.findall(r"\[([^\]]*)\]", operation.attributes["dimension_numbers"])[:3]
+    return left.split(", "), right.split(", "), result.split(", ")
 
 
 def _reduce(operation: Operation) -> Rule:

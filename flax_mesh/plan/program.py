@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 Spec = tuple[tuple[str, ...], ...]  # per dim: the mesh axes that split it
 
 BITS = {"i1": 8, "index": 32, "token": 0}
@@ -22,7 +24,7 @@ _AXIS = re.compile(r'"([^"]+)"(?::\((\d+)\)(\d+))?')
 _LIST = re.compile(r"\[([\d, ]*)\]")
 _NAME = re.compile(r'loc\("([^"]*)"')
 _NUMBER = re.compile(r"dense<(-?\d+)>")
-PURE_EFFECTS = ("custom_call", "all_reduce", "all_gather", "all_to_all", "reduce_scatter", "collective_permute")
+COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "collective_permute", "collective_broadcast")
 
 
 @dataclass(eq=False, slots=True)
@@ -240,7 +242,7 @@ class _Reader:
             inner = [str(i.operation.name).partition(".")[2] for i in regions[0].blocks[0].operations]
             operation.attributes = attributes | {"function": inner[0] if inner else ""}
         key = None
-        if not operation.bodies and name not in PURE_EFFECTS and name != "optimization_barrier":
+        if not operation.bodies and name not in ("custom_call", *COLLECTIVES) and name != "optimization_barrier":
             key = (name, tuple(map(id, inputs)), tuple(sorted(operation.attributes.items())),
                    tuple((o.shape, o.bits, o.spec) for o in outputs))
             if name == "constant" and "value" not in attributes:
@@ -291,6 +293,8 @@ CHEAP_NAMES = frozenset({"constant", "broadcast_in_dim", "reshape", "iota", "con
 
 def _attribute_text(attribute: Any, name: str) -> str:
     """The text of an attribute; large constants are not printed."""
+    if name in COLLECTIVES and hasattr(attribute, "is_splat") and getattr(attribute.type, "rank", 0) == 2:
+        return str(np.array(attribute)[0].tolist())  # the first group of devices
     if name == "constant" and not getattr(attribute, "is_splat", False):
         return f"{hash(attribute)} : {attribute.type}"
     return str(attribute)
