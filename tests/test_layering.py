@@ -60,6 +60,7 @@ SHARED = {
     "processes.output",  # standard output that never ends a process
     "processes.store",  # the key-value store of jax.distributed
     "sharding.annotations",
+    "sharding.report.html",  # tables of an HTML page, for plans
     "sharding.explicit",  # Explicit axes of models, steps and pipelines
     "step.batch",  # microbatches of a batch, likewise
     "step.loss",  # one loss and one update for the plain step and the pipeline
