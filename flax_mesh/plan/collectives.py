@@ -29,6 +29,9 @@ class Exchange(NamedTuple):
     operand_bytes: int
     operation: Operation  # that needs it
     times: int  # executions per step
+    array: Array | None = None  # the operand that is exchanged; None: the result of the operation
+    wanted: Spec = ()  # the spec that it is exchanged to
+    result_bytes: int = 0  # on one device
 
 
 Found = tuple[str, tuple[str, ...], int]  # kind, axes, operand bytes
@@ -44,28 +47,32 @@ def _in_block(block: Block, program: Program, times: int) -> Iterator[Exchange]:
     seen: set[tuple[int, Spec]] = set()
     partial = _Partial(block, program)
     for operation in block.operations:
-        for kind, axes, size in _of_operation(operation, program, seen, partial):
+        for (kind, axes, size), array, spec in _of_operation(operation, program, seen, partial):
             names = {axis.partition(":")[0] for axis in axes}
-            if size and math.prod(axis_size(axis, program.axis_sizes) for axis in axes) > 1:
+            count = math.prod(axis_size(axis, program.axis_sizes) for axis in axes)
+            if size and count > 1:
                 ordered = tuple(name for name in program.axis_sizes if name in names)
-                yield Exchange(kind, ordered, size, operation, times)
+                result = size * count if kind == "all-gather" else size // count if kind == "reduce-scatter" else size
+                yield Exchange(kind, ordered, size, operation, times, array, spec, result)
         for body in operation.bodies:
             yield from _in_block(body, program, times * operation.times)
 
 
 def _of_operation(
     operation: Operation, program: Program, seen: set[tuple[int, Spec]], partial: "_Partial"
-) -> Iterator[Found]:
+) -> Iterator[tuple[Found, Array | None, Spec]]:
     if operation.kind in COLLECTIVES:  # written by the user, in a shard_map
         size = sum(array.bytes for array in operation.inputs)
-        yield operation.kind.replace("_", "-"), axes_of_groups(operation, program.axis_sizes), size
+        yield (operation.kind.replace("_", "-"), axes_of_groups(operation, program.axis_sizes), size), None, ()
         return
     needed, over = RULES.get(operation.kind, _elementwise)(operation)
     for array, spec in zip(operation.inputs, needed, strict=False):
         if spec is not None and spec != array.spec and (id(array), spec) not in seen:
             seen.add((id(array), spec))
-            yield from reshard(array, spec, program.axis_sizes, scale=partial.scale(array))
-    yield from partial.reduce(operation, tuple(over))
+            for found in reshard(array, spec, program.axis_sizes, scale=partial.scale(array)):
+                yield found, array, spec
+    for found in partial.reduce(operation, tuple(over)):
+        yield found, None, ()
 
 
 def axes_of_groups(operation: Operation, sizes: Mapping[str, int]) -> tuple[str, ...]:
