@@ -69,7 +69,7 @@ def _of_operation(
     for array, spec in zip(operation.inputs, needed, strict=False):
         if spec is not None and spec != array.spec and (id(array), spec) not in seen:
             seen.add((id(array), spec))
-            for found in reshard(array, spec, program.axis_sizes, scale=partial.scale(array)):
+            for found in reshard(array, spec, program.axis_sizes):
                 yield found, array, spec
     for found in partial.reduce(operation, tuple(over)):
         yield found, None, ()
@@ -97,10 +97,6 @@ class _Partial:
                 self.uses.setdefault(id(array), []).append(operation)
         self.results = set(map(id, block.results))
 
-    def scale(self, array: Array) -> int:
-        """CPUs compute matrix products of half precision in float32, and exchange their operands so."""
-        return 2 if self.cpu and array.kind == "f" and array.bits == 16 else 1
-
     def reduce(self, operation: Operation, over: tuple[str, ...]) -> Iterator[Found]:
         waiting = [self.pending[id(array)] for array in operation.inputs if id(array) in self.pending]
         if waiting and len(waiting) == len(operation.inputs) and len(set(waiting)) == 1 and not over:
@@ -113,7 +109,7 @@ class _Partial:
             return
         scattered = tuple(axis for axis in over if axis in out.axes)
         rest = tuple(axis for axis in over if axis not in out.axes)
-        size = sum(output.bytes * self.scale(output) for output in operation.outputs)
+        size = sum(output.bytes for output in operation.outputs)
         if scattered:
             whole = size * math.prod(axis_size(axis, self.sizes) for axis in scattered)
             yield "reduce-scatter", scattered, whole
@@ -136,7 +132,7 @@ class _Partial:
         return operation.kind == "dot_general" and bool(_dot(operation)[1])
 
 
-def reshard(array: Array, wanted: Spec, sizes: Mapping[str, int], scale: int = 1) -> Iterator[Found]:
+def reshard(array: Array, wanted: Spec, sizes: Mapping[str, int]) -> Iterator[Found]:
     """The collectives that change the sharding of a value to `wanted`."""
     if array.spec == wanted or not array.shape:
         return
@@ -145,7 +141,7 @@ def reshard(array: Array, wanted: Spec, sizes: Mapping[str, int], scale: int = 1
     moved = tuple(axis for axis, dim in had.items() if axis in wants and wants[axis] != dim)
     lost = tuple(axis for axis in had if axis not in wants)
     new = math.prod(axis_size(axis, sizes) for axis in wants if axis not in had)  # sliced first
-    size = -(-array.bytes * scale // new)
+    size = -(-array.bytes // new)
     if moved:
         yield "all-to-all", moved, size
     if lost:

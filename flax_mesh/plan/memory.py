@@ -15,7 +15,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from flax_mesh.plan.collectives import Exchange, dot_dims
+from flax_mesh.plan.collectives import Exchange, conv_labels, dot_dims
 from flax_mesh.plan.program import COLLECTIVES, Array, Block, Operation, Program
 
 EXPENSIVE = frozenset(
@@ -28,6 +28,7 @@ ROOTS = frozenset(
     | {"while", "case", "if", "custom_call", "rng_bit_generator", "cholesky", "triangular_solve", "fft", "top_k"}
     | {"ragged_dot", "optimization_barrier", *COLLECTIVES}
 )
+PRODUCTS = frozenset({"dot_general", "convolution"})
 FREE = frozenset({"constant", "iota"})
 VIEWS = frozenset({"reshape", "shard", "bitcast_convert", "optimization_barrier"})
 
@@ -69,24 +70,33 @@ class BlockMemory:
 class BlockWalk:
     """Buffers and kernels of one block."""
 
-    def __init__(self, block: Block, program: Program, exchanges: Mapping[int, Sequence[Exchange]], outer=None):
-        self.block, self.program, self.exchanges = block, program, exchanges
+    def __init__(
+        self,
+        block: Block,
+        program: Program,
+        exchanges: Mapping[int, Sequence[Exchange]],
+        outer: Mapping[object, Buffer],
+        in_place: frozenset[int] = frozenset(),
+    ):
+        self.block, self.program, self.exchanges, self.in_place = block, program, exchanges, in_place
         self.cpu = program.platform == "cpu"
         self.uses: dict[int, list[Operation]] = {}
         for operation in block.operations:
-            for array in operation.inputs:
+            inputs = operation.inputs
+            if operation.kind == "while" and not self.cpu:
+                inputs = carried_inputs(operation)  # what a loop does not change is computed in its body
+            for array in inputs:
                 self.uses.setdefault(id(array), []).append(operation)
             for body in operation.bodies:
                 for inner, _ in body.walk():
                     for array in inner.inputs:
-                        self.uses.setdefault(id(array), []).append(operation)
-                for array in body.results:
-                    self.uses.setdefault(id(array), []).append(operation)
+                        self.uses.setdefault(id(array), []).append(inner)
         self.results = set(map(id, block.results))
         self.stored = self._stored()
         self.buffers: dict[object, Buffer] = dict(outer or {})
         self.kernels: list[Kernel] = []
         self._leaves: dict[int, tuple[Array, ...]] = {}
+        self.inherited: dict[int, tuple[Array, ...]] = {}
 
     def _stored(self) -> set[int]:
         """Ids of the values that are stored although they could be fused."""
@@ -96,21 +106,26 @@ class BlockWalk:
                 uses = self.uses.get(id(array), [])
                 if id(array) in self.results or any(self._reads_memory(use, array) for use in uses):
                     stored.add(id(array))
-                elif len(uses) > 1 and operation.kind in EXPENSIVE:
+                elif len(uses) > 1 and is_expensive(operation):
                     stored.add(id(array))
         return stored
 
     def _reads_memory(self, use: Operation, array: Array) -> bool:
-        if use.kind in ("dot_general", "convolution") and not self.cpu:
+        if use.kind in PRODUCTS and not self.cpu:
             return False
         if use.kind == "reduce":
             return False
-        if use.kind in ROOTS and use.kind != "optimization_barrier":
-            return not (use.kind == "dot_general" and self.cpu and self._form(use, array) is not None)
+        if use.kind in ROOTS:
+            return not (self.cpu and use.kind in PRODUCTS and self._form(use, array) is not None)
         return bool(self.exchanges.get(id(use)))
 
     def _form(self, use: Operation, array: Array) -> tuple[int, ...] | None:
-        """The order of dims in which a matrix product on CPU reads an operand; None: as it is."""
+        """The order of dims in which a product on CPU reads an operand; None: as it is."""
+        if use.kind == "convolution":
+            labels = conv_labels(use)[0 if use.inputs[0] is array else 1]
+            first, last = ("b", "f") if use.inputs[0] is array else ("", "o")
+            ends = (not first or labels[0] == first) and labels[-1] == last
+            return None if ends else tuple(range(len(labels)))
         batch_l, batch_r, contract_l, contract_r = dot_dims(use)
         lhs = use.inputs[0] is array
         batch, contract = (batch_l, contract_l) if lhs else (batch_r, contract_r)
@@ -123,7 +138,7 @@ class BlockWalk:
 
     def leaves(self, array: Array) -> tuple[Array, ...]:
         """The stored values that an array is computed from."""
-        found = self._leaves.get(id(array))
+        found = self._leaves.get(id(array)) or self.inherited.get(id(array))
         if found is None:
             producer = array.producer
             if id(array) in self.buffers or producer is None or producer.kind in ROOTS - VIEWS:
@@ -142,7 +157,9 @@ class BlockWalk:
 
     def walk(self) -> None:
         for operation in self.block.operations:
-            if operation.kind in ROOTS - VIEWS:
+            if operation.kind == "optimization_barrier":
+                self.barrier(operation)
+            elif operation.kind in ROOTS - VIEWS:
                 self.root(operation)
             else:
                 for array in operation.outputs:
@@ -150,6 +167,10 @@ class BlockWalk:
                         self.fused(operation, array)
                 for exchange in self.exchanges.get(id(operation), ()):
                     del exchange
+
+    def barrier(self, operation: Operation) -> None:
+        for array, out in zip(operation.inputs, operation.outputs, strict=True):
+            self._leaves[id(out)] = self.leaves(array)
 
     def fused(self, operation: Operation, array: Array) -> None:
         reads = list({id(b): b for x in operation.inputs for b in self.read(x)}.values())
@@ -169,7 +190,7 @@ class BlockWalk:
     def add(self, operation: Operation, reads: list[Buffer], arrays: Sequence[Array], reuses: bool = True) -> Kernel:
         kernel = Kernel(operation, reads, source=operation.source, reuses=reuses)
         for array in arrays:
-            buffer = Buffer(array.bytes, array, operation.source)
+            buffer = Buffer(array.bytes, array, operation.source, fixed=id(array) in self.in_place)
             self.buffers[id(array)] = buffer
             kernel.writes.append(buffer)
         self.kernels.append(kernel)
@@ -192,7 +213,7 @@ class BlockWalk:
         for exchange in self.exchanges.get(id(operation), ()):
             if exchange.kind in ("all-gather", "all-to-all") and exchange.array is array:
                 return [self.copy(("gathered", id(array), exchange.wanted), array, exchange.result_bytes)]
-        if operation.kind == "dot_general" and self.cpu and (form := self._form(operation, array)) is not None:
+        if operation.kind in PRODUCTS and self.cpu and (form := self._form(operation, array)) is not None:
             return [self.copy(("form", id(array), form), array, array.bytes)]
         return self.read(array)
 
@@ -202,58 +223,68 @@ class BlockWalk:
             producer = array.producer
             found = Buffer(size, array, producer.source if producer else "")
             self.buffers[key] = found
-            self.kernels.append(Kernel(producer, self.read(array), [found], source=found.label))
+            reads = self.read(array)
+            if producer is not None and producer.kind not in ROOTS and not is_expensive(producer):
+                reads = list({id(b): b for x in producer.inputs for b in self.read(x)}.values()) or reads
+            self.kernels.append(Kernel(producer, reads, [found], source=found.label, reuses=False))
         return found
 
     def loop(self, operation: Operation) -> None:
-        """The carried values are stored once; the body adds its own temporary peak."""
+        """The carried values are stored once; the body adds its own temporary peak. Invariants are read directly."""
         body = operation.bodies[0]
-        inner: dict[object, Buffer] = {}
+        inner: dict[object, Buffer] = {
+            key: Buffer(buffer.bytes, buffer.array, "", fixed=True) for key, buffer in self.buffers.items()
+        }
         carried, reads = [], []
-        for init, argument, result, out in zip(
-            operation.inputs, body.arguments, body.results, operation.outputs, strict=True
-        ):
-            if result is argument:  # an invariant
-                sources = self.read(init)
-                if sources:
-                    inner[id(argument)] = Buffer(argument.bytes, argument, "", fixed=True)
-                reads += sources
-                self.alias(out, init)
+        changed = set(map(id, carried_inputs(operation)))
+        for init, argument, out in zip(operation.inputs, body.arguments, operation.outputs, strict=True):
+            if id(init) not in changed:
+                self._leaves[id(argument)] = self._leaves[id(out)] = self.leaves(init)
             else:
                 carried.append(out)
                 inner[id(argument)] = Buffer(argument.bytes, argument, "", fixed=True)
                 reads += self.read(init)
-        for buffer_id, buffer in self.buffers.items():
-            inner.setdefault(buffer_id, Buffer(buffer.bytes, buffer.array, "", fixed=True))
-        captured = {id(x) for op, _ in body.walk() for x in op.inputs}
-        for inner_op, _ in body.walk():
-            for x in inner_op.inputs:
-                if x.producer is not None and id(x) in captured and id(x) not in inner:
-                    reads += self.read(x)
-        memory = block_memory(body, self.program, self.exchanges, inner)
-        outer_reads = [self.buffers[k] for k in captured if k in self.buffers]
-        reads = list({id(b): b for b in [*reads, *outer_reads]}.values())
-        kernel = self.add(operation, reads, carried)
+        inside = {id(array) for each, _ in body.walk() for array in each.outputs}
+        for each, _ in body.walk():
+            for array in each.inputs:
+                if id(array) not in inside:
+                    reads += self.read(array)
+        memory = block_memory(body, self.program, self.exchanges, inner, leaves=self._leaves)
+        kernel = self.add(operation, list({id(b): b for b in reads}.values()), carried)
         kernel.inside = memory
 
-    def alias(self, out: Array, init: Array) -> None:
-        found = self.read(init)
-        if len(found) == 1:
-            self.buffers[id(out)] = found[0]
+
+def is_expensive(operation: Operation) -> bool:
+    """Whether a result is stored rather than computed twice. XLA multiplies by the reciprocal of a broadcast value."""
+    if operation.kind == "divide":
+        producer = operation.inputs[1].producer
+        return producer is None or producer.kind != "broadcast_in_dim"
+    return operation.kind in EXPENSIVE
+
+
+def carried_inputs(loop: Operation) -> list[Array]:
+    """The initial values of what a loop changes."""
+    body = loop.bodies[0]
+    computed = {id(array) for operation in body.operations for array in operation.outputs}
+    computed |= set(map(id, body.arguments))
+    triples = zip(loop.inputs, body.arguments, body.results, strict=True)
+    return [init for init, argument, result in triples if result is not argument and id(result) in computed]
 
 
 def block_memory(
     block: Block,
     program: Program,
     exchanges: Mapping[int, Sequence[Exchange]],
-    outer: Mapping[object, Buffer] | None = None,
-    in_place: Mapping[int, Buffer] | None = None,
+    outer: Mapping[object, Buffer],
+    in_place: frozenset[int] = frozenset(),
+    leaves: Mapping[int, tuple[Array, ...]] | None = None,
 ) -> BlockMemory:
-    """The temporary bytes of a block. `outer` are buffers that exist outside of it."""
-    walk = BlockWalk(block, program, exchanges, outer)
+    """The temporary bytes of a block. `outer` are buffers that exist outside of it; results `in_place` take one over."""
+    walk = BlockWalk(block, program, exchanges, outer, in_place)
+    walk.inherited = dict(leaves or {})
     walk.walk()
     kernels = order_kernels(walk.kernels, "breadth" if walk.cpu else "memory")
-    return measure(kernels, [walk.buffers.get(id(x)) for x in block.results], in_place or {})
+    return measure(kernels, [walk.buffers.get(id(x)) for x in block.results])
 
 
 def order_kernels(kernels: list[Kernel], how: str) -> list[Kernel]:
@@ -286,10 +317,11 @@ def order_kernels(kernels: list[Kernel], how: str) -> list[Kernel]:
 
 def _memory_order(kernels: list[Kernel], users: list[list[int]], missing: list[int]) -> list[Kernel]:
     """List scheduling: of the ready kernels, the one that frees most bytes more than it takes."""
-    readers: dict[int, int] = {}
-    for kernel in kernels:
+    reading: dict[int, list[int]] = {}
+    for i, kernel in enumerate(kernels):
         for buffer in kernel.reads:
-            readers[id(buffer)] = readers.get(id(buffer), 0) + 1
+            reading.setdefault(id(buffer), []).append(i)
+    readers = {buffer: len(indices) for buffer, indices in reading.items()}
 
     def gain(i: int) -> int:
         kernel = kernels[i]
@@ -308,9 +340,11 @@ def _memory_order(kernels: list[Kernel], users: list[list[int]], missing: list[i
             continue
         done.add(i)
         result.append(kernels[i])
+        touched = set()
         for buffer in kernels[i].reads:
             readers[id(buffer)] -= 1
-        touched = set()
+            if readers[id(buffer)] == 1:  # the last reader frees it
+                touched |= {j for j in reading[id(buffer)] if j not in done and not missing[j]}
         for j in users[i]:
             missing[j] -= 1
             if not missing[j]:
@@ -321,7 +355,7 @@ def _memory_order(kernels: list[Kernel], users: list[list[int]], missing: list[i
 
 
 def measure(
-    kernels: list[Kernel], results: Sequence[Buffer | None], in_place: Mapping[int, Buffer]
+    kernels: list[Kernel], results: Sequence[Buffer | None]
 ) -> BlockMemory:
     """Peak of the temporary bytes while the kernels run in this order."""
     last: dict[int, int] = {}
@@ -337,9 +371,9 @@ def measure(
         dying = [b for b in kernel.reads if last[id(b)] == i and id(b) in alive]
         freed = 0
         for buffer in kernel.writes:
-            if id(buffer) in in_place or buffer.fixed:
+            if buffer.fixed:
                 continue
-            if kernel.reuses and (match := next((b for b in dying if b.bytes >= buffer.bytes), None)):
+            if kernel.reuses and (match := next((b for b in dying if b.bytes == buffer.bytes), None)):
                 dying.remove(match)
                 total -= alive.pop(id(match)).bytes
             alive[id(buffer)] = buffer
