@@ -1,49 +1,337 @@
-"""Peak FLOP/s and bandwidths of accelerators, from the vendors' datasheets."""
+"""The figures of chips: peak FLOP/s, memory, links and networks, each with its source.
 
-from typing import NamedTuple
+The cost model of meshes, the MFU of the metrics and the plan of a run read this table; `load_chip` reads a chip that it
+lacks from a TOML file. Figures of compute and memory are those of one JAX device: a v7x chip is two devices, each of
+which has half of its FLOP/s and of its memory. Links and networks are those of the chip, shared by its devices.
+Bandwidths are one-way, in bytes/s.
+"""
 
+import dataclasses
+import math
+import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
-class Chip(NamedTuple):
-    """One kind of device. `kind` is a substring of JAX's `device_kind`."""
+from flax_mesh.errors import ConfigError
+from flax_mesh.settings import path_problem
 
-    kind: str
-    peak_flops: float  # dense bf16 FLOP/s of one device
+GIB = 2**30
+MOST = 2**16  # chips along a side of a pod, GPUs of a domain, devices of a chip
+MOST_CHIPS = 2**20  # of a pod: all factorings of its sides are tried
+CUBE = 4  # chips per side of the cubes that optical switches connect
+DEFAULT_LINK, DEFAULT_NETWORK = 4.5e10, 6.25e9  # kinds of TPU without published figures
 
-
-# The first entry whose `kind` matches is used, so "H100 PCIe" must precede "H100".
-CHIPS = (
-    Chip("H100 PCIe", 756e12),
-    Chip("H100", 989e12),
-    Chip("H200", 989e12),
-    Chip("GH200", 989e12),
-    Chip("B200", 2250e12),
-    Chip("A100", 312e12),
-    Chip("TPU v6", 918e12),
-    Chip("TPU v5p", 459e12),
-    Chip("TPU v5 lite", 197e12),
-    Chip("TPU v5e", 197e12),
-    Chip("TPU v5", 459e12),
-    Chip("TPU v4", 275e12),
-)
-
-# Bytes per second and direction. ICI per link, DCN per chip: jax-ml.github.io/scaling-book/tpus, "TPU specs".
-ICI_BANDWIDTH = {
-    "TPU v3": 1.0e11,
-    "TPU v4": 4.5e10,
-    "TPU v5": 9.0e10,
-    "TPU v5p": 9.0e10,
-    "TPU v5 lite": 4.5e10,
-    "TPU v5e": 4.5e10,
-    "TPU v6 lite": 9.0e10,
-    "TPU v6e": 9.0e10,
-    "TPU7x": 9.0e10,
-    "TPU7": 9.0e10,
+SOURCES = {
+    "tpu": "docs.cloud.google.com/tpu/docs/{v4,v5e,v5p-training,v6e,tpu7x}",
+    "book": "jax-ml.github.io/scaling-book/tpus, github.com/jax-ml/scaling-book tpus.md@0819a7d (2025-02-18)",
+    "book, later": "a later text of jax-ml.github.io/scaling-book/tpus, which has 90 GB/s where it had 100",
+    "gpu book": "jax-ml.github.io/scaling-book/gpus, github.com/jax-ml/scaling-book gpus.md@1a55377",
+    "gpu table": "ttsugriy.github.io/distributed-training-book/appendices/hardware-assumptions",
+    "calculon": "github.com/calculon-ai/calculon systems/{a100_80g,h100_80g_nvl8}.json@4f81f02",
+    "mlperf": "github.com/mlcommons/inference_results_v4.1 H200-SXM-141GBx8_TRT_MaxQ.json, "
+    "inference_results_v6.1 GB200-NVL72_GB200-186GB_aarch64x16_Dynamo.json",
+    "b200": "glennklockwood.com/garden/processors/B200 (GB200: at 1200 W)",
+    "nvidia": "NVIDIA's datasheets: nvidia.com/en-us/data-center/{h100,grace-hopper-superchip}",
+    "vendor / links": "inferred: the bidirectional GB/s per chip that the vendor states, divided by 2 and by the links",
+    "inferred": "inferred: the rings of v7x from v5p, its pod from its 9216 chips; the DCN of v3 from that of its host",
+    "assumed": "not published: assumed equal to the figure of a related chip that is",
+    "not measured": "a rough figure of one process on a server CPU, for plans with virtual devices; not measured",
 }
-DCN_BANDWIDTH = {"TPU v5 lite": 3.125e9, "TPU v5e": 3.125e9, "TPU v6 lite": 1.25e10, "TPU v6e": 1.25e10}
-DCN_BANDWIDTH |= {"TPU7x": 1.25e10, "TPU7": 1.25e10}
-DEFAULT_ICI, DEFAULT_DCN = 4.5e10, 6.25e9  # kinds without a published figure
 
 
-def peak_flops(device_kind: str) -> float | None:
-    """Dense bf16 FLOP/s of one device; None if unknown (for example a CPU)."""
-    return next((chip.peak_flops for chip in CHIPS if chip.kind in device_kind), None)
+@dataclass(frozen=True)
+class Chip:
+    """One kind of chip.
+
+    Attributes:
+        name: As in a topology, `v5p:4x4x8`.
+        kinds: Values of JAX's `device_kind`, complete for TPUs; for GPUs each is a part of them.
+        platform: "tpu", "gpu" or "cpu".
+        peak_flops: FLOP/s of dense matrix products of one device, by dtype; at least "bfloat16".
+        memory: Bytes of one device.
+        memory_bandwidth: Bytes/s of one device.
+        link_bandwidth: Bytes/s of one link. A chip of a torus has `links`, others one, to a switch of their domain.
+        network_bandwidth: Bytes/s of a chip to other slices or NVLink domains, over the data center network (DCN).
+        link_fraction: The part of `link_bandwidth` that collectives reach.
+        hop_latency: Seconds from one chip to the next over a link.
+        network_latency: Seconds from one chip to another over the network.
+        pod: Sides of the largest torus, in chips; () if the chips of a domain are connected by a switch.
+        wrap: Which axes of a torus are rings: "cubes": all, if all sizes are multiples of 4; "pod": those of the length
+            of the pod's side; "": none.
+        domain: GPUs that NVLink connects, at most; 0: all devices of a host.
+        domain_spans_hosts: Whether NVLink connects hosts, as in a rack of GB200.
+        devices_per_chip: Number of JAX devices of a chip.
+        matmul_fraction: The part of `peak_flops` that large matrix products reach. Fitted, see docs/plan.md.
+        overlap_fraction: The part of the transfers that can overlap with compute. Fitted, see docs/plan.md.
+        sources: Key of SOURCES (or the path of the file) of every figure; those of `peak_flops` by dtype.
+    """
+
+    name: str
+    platform: str
+    peak_flops: Mapping[str, float] = field(hash=False)
+    memory: float
+    memory_bandwidth: float
+    link_bandwidth: float
+    network_bandwidth: float
+    kinds: tuple[str, ...] = ()
+    link_fraction: float = 1.0
+    hop_latency: float = 1e-6
+    network_latency: float = 2e-6
+    pod: tuple[int, ...] = ()
+    wrap: str = ""
+    domain: int = 0
+    domain_spans_hosts: bool = False
+    devices_per_chip: int = 1
+    matmul_fraction: float = 1.0
+    overlap_fraction: float = 1.0
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def torus(self) -> int:
+        """Number of axes of the torus; 0 for a domain that a switch connects."""
+        return len(self.pod)
+
+    @property
+    def links(self) -> int:
+        """Number of links of a chip."""
+        return 2 * self.torus or 1
+
+    @property
+    def reachable_link(self) -> float:
+        """Bytes/s that collectives reach on one link in one direction."""
+        return self.link_bandwidth * self.link_fraction
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s for operands of a dtype. One without a figure is computed like bfloat16, as by JAX's default precision
+        on TPU for float32."""
+        return self.peak_flops.get(dtype, self.peak_flops["bfloat16"])
+
+    def wraps(self, shape: Sequence[int]) -> tuple[bool, ...]:
+        """Which axes of a slice are rings. An axis of two chips has one link, so it never is."""
+        if self.wrap == "cubes":
+            return (len(shape) == self.torus and all(size % CUBE == 0 for size in shape),) * len(shape)
+        return tuple(self.wrap == "pod" and size == self.pod[0] for size in shape)
+
+
+def figures(chip: Chip) -> set[str]:
+    """The names of the figures of a chip that must have a source: numeric fields that it sets, and dtypes."""
+    numbers = {"memory", "memory_bandwidth", "link_bandwidth", "network_bandwidth", "link_fraction"}
+    numbers |= {"hop_latency", "network_latency", "devices_per_chip", "pod" if chip.pod else "domain"}
+    return numbers | ({"wrap"} if chip.pod else set()) | set(chip.peak_flops)
+
+
+def _chip(name: str, platform: str, sources: Mapping[str, str], **values: Any) -> Chip:
+    """A chip whose figures are from `sources["all"]`, except those that `sources` names."""
+    chip = Chip(name, platform, **values)
+    return dataclasses.replace(chip, sources={name: sources.get(name, sources["all"]) for name in figures(chip)})
+
+
+def _tpu(name: str, sources: Mapping[str, str], **values: Any) -> Chip:
+    usual = {"all": "tpu", "hop_latency": "assumed", "network_latency": "assumed", "pod": "book", "wrap": "book"}
+    return _chip(name, "tpu", usual | sources, **values)
+
+
+def _gpu(name: str, sources: Mapping[str, str], **values: Any) -> Chip:
+    usual = {"all": "gpu book", "hop_latency": "calculon", "network_latency": "calculon", "link_fraction": "assumed"}
+    return _chip(name, "gpu", usual | sources, **{"kinds": (name,), "domain": 8, "link_fraction": 370 / 450} | values)
+
+
+# The vendor's 100 GB/s per link became 90 in later texts of the book: 90% are reachable.
+_ICI = {"link_bandwidth": "vendor / links", "link_fraction": "book, later"}
+
+# Of several GPUs whose kinds match, the one with the longest kind is used: "H100 PCIe" before "H100".
+# fmt: off
+CHIPS = (
+    _tpu("v3", {"all": "book", "network_bandwidth": "inferred"}, kinds=("TPU v3",),
+         peak_flops={"bfloat16": 140e12 / 2}, memory=32e9 / 2, memory_bandwidth=900e9 / 2,
+         link_bandwidth=100e9, network_bandwidth=6.25e9, pod=(32, 32), wrap="pod", devices_per_chip=2),
+    _tpu("v4", {"link_bandwidth": "book", "link_fraction": "book", "network_bandwidth": "book, later"},
+         kinds=("TPU v4",), peak_flops={"bfloat16": 275e12, "int8": 275e12}, memory=32 * GIB, memory_bandwidth=1200e9,
+         link_bandwidth=45e9, network_bandwidth=6.25e9, pod=(16, 16, 16), wrap="cubes"),
+    _tpu("v5e", _ICI | {"hop_latency": "book, later"}, kinds=("TPU v5 lite", "TPU v5e"),
+         peak_flops={"bfloat16": 197e12, "int8": 393e12}, memory=16e9, memory_bandwidth=819e9,
+         link_bandwidth=50e9, link_fraction=0.9, network_bandwidth=3.125e9, pod=(16, 16), wrap="pod"),
+    _tpu("v5p", _ICI | {"int8": "book"}, kinds=("TPU v5", "TPU v5p"),
+         peak_flops={"bfloat16": 459e12, "int8": 918e12}, memory=95 * GIB, memory_bandwidth=2765e9,
+         link_bandwidth=100e9, link_fraction=0.9, network_bandwidth=6.25e9, pod=(16, 20, 28), wrap="cubes"),
+    _tpu("v6e", _ICI, kinds=("TPU v6 lite", "TPU v6e"),
+         peak_flops={"bfloat16": 918e12, "int8": 1836e12}, memory=32e9, memory_bandwidth=1638e9,
+         link_bandwidth=100e9, link_fraction=0.9, network_bandwidth=12.5e9, pod=(16, 16), wrap="pod"),
+    _tpu("v7x", _ICI | {"pod": "inferred", "wrap": "inferred"}, kinds=("TPU7x", "TPU7"),
+         peak_flops={"bfloat16": 2307e12 / 2, "float8": 4614e12 / 2}, memory=192 * GIB / 2, memory_bandwidth=7380e9 / 2,
+         link_bandwidth=100e9, link_fraction=0.9, network_bandwidth=12.5e9, pod=(16, 24, 24), wrap="cubes",
+         devices_per_chip=2),
+    _gpu("A100", {"bfloat16": "gpu table", "network_bandwidth": "calculon"},
+         peak_flops={"bfloat16": 312e12, "int8": 620e12}, memory=80e9, memory_bandwidth=2.0e12,
+         link_bandwidth=300e9, network_bandwidth=25e9),
+    _gpu("H100", {"link_fraction": "gpu book"},
+         peak_flops={"bfloat16": 989e12, "float8": 2000e12, "int8": 2000e12}, memory=80e9, memory_bandwidth=3.35e12,
+         link_bandwidth=450e9, network_bandwidth=50e9),
+    _gpu("H100-PCIe", {"all": "nvidia", "network_bandwidth": "assumed", "domain": "assumed"}, kinds=("H100 PCIe",),
+         peak_flops={"bfloat16": 756e12}, memory=80e9, memory_bandwidth=2.0e12,
+         link_bandwidth=64e9, network_bandwidth=50e9),
+    _gpu("H200", {"bfloat16": "gpu table", "network_bandwidth": "mlperf"},
+         peak_flops={"bfloat16": 989e12, "float8": 2000e12, "int8": 2000e12}, memory=141e9, memory_bandwidth=4.8e12,
+         link_bandwidth=450e9, network_bandwidth=50e9),
+    _gpu("GH200", {"all": "nvidia", "network_bandwidth": "assumed"},
+         peak_flops={"bfloat16": 989e12}, memory=96e9, memory_bandwidth=4.0e12,
+         link_bandwidth=450e9, network_bandwidth=50e9, domain=1),
+    _gpu("B200", {},
+         peak_flops={"bfloat16": 2250e12, "float8": 4500e12, "int8": 4500e12}, memory=192e9, memory_bandwidth=8.0e12,
+         link_bandwidth=900e9, network_bandwidth=50e9),
+    _gpu("GB200", {"bfloat16": "b200", "memory_bandwidth": "b200", "memory": "mlperf"},
+         peak_flops={"bfloat16": 2500e12}, memory=186e9, memory_bandwidth=8.0e12,
+         link_bandwidth=900e9, network_bandwidth=50e9, domain=72, domain_spans_hosts=True),
+    _chip("cpu", "cpu", {"all": "not measured"}, kinds=("cpu",),
+          peak_flops={"bfloat16": 5e10, "float32": 5e10}, memory=4e9, memory_bandwidth=1e10,
+          link_bandwidth=5e9, network_bandwidth=1e9, hop_latency=2e-5, network_latency=5e-5),
+)
+# fmt: on
+
+
+@cache
+def chip_of(device_kind: str) -> Chip | None:
+    """The chip of a `device_kind`; None if the table lacks it."""
+    found = [
+        (len(kind), chip)
+        for chip in CHIPS
+        for kind in chip.kinds
+        if (kind in device_kind if chip.platform == "gpu" else kind == device_kind)
+    ]
+    return max(found, key=lambda item: item[0])[1] if found else None
+
+
+def peak_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
+    """FLOP/s of dense matrix products of one device; None if they are not known, as for a CPU."""
+    chip = chip_of(device_kind)
+    return None if chip is None or chip.platform == "cpu" else chip.peak(dtype)
+
+
+def link_bandwidth(device_kind: str) -> float:
+    """Bytes/s that are reached on one ICI link in one direction."""
+    chip = chip_of(device_kind)
+    return chip.reachable_link if chip is not None and chip.pod else DEFAULT_LINK
+
+
+def network_bandwidth(device_kind: str) -> float:
+    """Bytes/s of one TPU chip over the data center network."""
+    chip = chip_of(device_kind)
+    return chip.network_bandwidth if chip is not None and chip.pod else DEFAULT_NETWORK
+
+
+def load_chip(path: str | os.PathLike[str]) -> Chip:
+    """The chip of a TOML file whose keys are the fields of `Chip`; `base = "v5p"` takes the missing ones from a chip of
+    the table.
+
+        base = "v5p"
+        name = "v5p-slow"
+        memory = 90e9
+        [peak_flops]
+        bfloat16 = 400e12
+
+    Raises a ConfigError that lists all mistakes.
+    """
+    values = _read_toml(os.fspath(path))
+    base = values.pop("base", None)
+    known = {chip.name.lower(): chip for chip in CHIPS}
+    start = known.get(base.lower()) if isinstance(base, str) else None
+    found = []
+    if base is not None and start is None:
+        found.append(f"base must be one of {', '.join(known)}, got {base!r}")
+    fields = [item.name for item in dataclasses.fields(Chip) if item.name != "sources"]
+    found += [
+        f"{key} is not a field of a chip; the fields are {', '.join(fields)}" for key in values if key not in fields
+    ]
+    needed = [
+        item.name
+        for item in dataclasses.fields(Chip)
+        if item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+    ]
+    if base is None and (missing := [name for name in needed if name not in values]):
+        found.append(f'{", ".join(missing)} must be set, or base = "v5p" or another chip')
+    found += [
+        f"{key} {problem}" for key, value in values.items() if key in fields and (problem := _problem(key, value))
+    ]
+    if not found:
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+        if start is not None and "peak_flops" in values:
+            values["peak_flops"] = {**start.peak_flops, **values["peak_flops"]}
+        given = dict.fromkeys({*values, *values.get("peak_flops", ())}, os.fspath(path))
+        options = values | {"sources": {**(start.sources if start else {}), **given}}
+        chip = dataclasses.replace(start, **options) if start is not None else Chip(**options)
+        found = _problems_together(chip)
+        if not found:
+            return chip
+    raise ConfigError([f"{os.fspath(path)}: {problem}" for problem in found])
+
+
+def _read_toml(path: str) -> dict[str, Any]:
+    if problem := path_problem(path):
+        raise ConfigError(f"{path[:80]!r} {problem}")
+    path = os.path.expanduser(path)
+    if not os.path.isfile(path):
+        raise ConfigError(f"{path}: no such file; it must be a TOML file with the figures of a chip")
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not a TOML file: {str(error).splitlines()[0]}") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST
+
+
+# Field -> (whether a value from a file is right, what it must be)
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "name": (lambda v: isinstance(v, str) and bool(re.fullmatch(r"[\w.-]{1,40}", v)), "letters, digits, '.', '_', '-'"),
+    "platform": (lambda v: v in ("tpu", "gpu", "cpu"), "tpu, gpu or cpu"),
+    "kinds": (lambda v: isinstance(v, list) and all(isinstance(kind, str) and kind for kind in v), "a list of texts"),
+    "peak_flops": (
+        lambda v: isinstance(v, dict) and bool(v) and all(map(_is_positive, v.values())),
+        "a table with a positive number for each dtype",
+    ),
+    "pod": (
+        lambda v: isinstance(v, list) and len(v) in (2, 3) and all(map(_is_count, v)),
+        f"a list of 2 or 3 integers from 1 to {MOST}",
+    ),
+    "wrap": (lambda v: v in ("cubes", "pod", ""), "cubes, pod or empty"),
+    "domain": (_is_count, f"an integer from 1 to {MOST}"),
+    "domain_spans_hosts": (lambda v: isinstance(v, bool), "true or false"),
+    "devices_per_chip": (_is_count, f"an integer from 1 to {MOST}"),
+}
+_RULES |= dict.fromkeys(
+    ("link_fraction", "matmul_fraction", "overlap_fraction"),
+    (lambda v: _is_positive(v) and v <= 1, "a number above 0 and at most 1"),
+)
+_NUMBER = (_is_positive, "a positive number")
+
+
+def _problem(key: str, value: Any) -> str:
+    """What is wrong with the value of a field, "" if nothing is."""
+    is_right, text = _RULES.get(key, _NUMBER)
+    return "" if is_right(value) else f"must be {text}, got {str(value)[:80]!r}"
+
+
+def _problems_together(chip: Chip) -> list[str]:
+    """Mistakes in fields that depend on each other."""
+    found = []
+    if "bfloat16" not in chip.peak_flops:
+        found.append("peak_flops must contain bfloat16")
+    if (chip.platform == "tpu") != bool(chip.pod):
+        found.append(f"pod, the sides of the largest torus, must be set for tpu only; platform is {chip.platform}")
+    if math.prod(chip.pod) > MOST_CHIPS:
+        found.append(f"pod must have at most {MOST_CHIPS:,} chips, got {math.prod(chip.pod):,}")
+    if chip.wrap and not chip.pod:
+        found.append(f"wrap={chip.wrap} requires pod")
+    return found

@@ -29,11 +29,12 @@ FLOORS = (
     ("checkpoint",),
     ("models", "train.data"),
     ("train",),
+    ("plan",),
     ("cli",),
 )
 RANK = {floor: rank for rank, floors in enumerate(FLOORS) for floor in floors}
 # Files without JAX -> the packages that they import besides the standard library, each other and WHERE_USED.
-PURE = {"errors.py": set(), "hardware.py": set(), "svg.py": set(), "text.py": set()}
+PURE = {"errors.py": set(), "hardware.py": set(), "settings.py": set(), "svg.py": set(), "text.py": set()}
 PURE |= {"mesh/torus/*.py": {"numpy"}, "mpmd/schedules/*.py": set()}
 WHERE_USED = {"orbax", "tensorstore", "rich", "xxhash"}  # heavy or optional: imported inside functions
 ORBAX = (
@@ -50,6 +51,8 @@ SHARED = {
     "checkpoint.hf.safetensors",
     "checkpoint.read",
     "mesh.shape",  # axis sizes from and to text
+    "mesh.torus.assign",  # axes over a torus, for plans without devices
+    "mesh.torus.torus",
     "mpmd.runtime.placement",  # bytes of every group, for `explain` of a recipe
     "mpmd.split.remat",  # the values of `pipeline.remat`
     "mpmd.transport.ordered",  # the values of `pipeline.transport`

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from flax_mesh.hardware import DCN_BANDWIDTH, DEFAULT_DCN, DEFAULT_ICI, ICI_BANDWIDTH
+from flax_mesh.hardware import chip_of
 from flax_mesh.mesh.device_mesh import group_by_key, in_jax_order
 from flax_mesh.mesh.shape import format_mesh_shape, resolve_dims
 from flax_mesh.mesh.torus.torus import read_device
@@ -68,7 +68,7 @@ def resolve_dcn_dims(
     """
     mesh = format_mesh_shape(names, dims)
     if dcn_mesh_dims is None:
-        splits = _preferred_splits(dims, names, num_granules)
+        splits = preferred_splits(dims, names, num_granules)
         slow = [name for name, split in zip(names, splits, strict=True) if split > 1 and name in DCN_LAST]
         if slow:
             _warn_slow(slow, mesh, format_mesh_shape(names, splits), num_granules, granule, kind)
@@ -79,7 +79,7 @@ def resolve_dcn_dims(
     sizes = zip(names, dims, splits, strict=True)
     wrong = [f"{name} has size {size}, not divisible by {split}" for name, size, split in sizes if size % split]
     if wrong:
-        valid = format_mesh_shape(names, _preferred_splits(dims, names, num_granules))
+        valid = format_mesh_shape(names, preferred_splits(dims, names, num_granules))
         raise ValueError(
             f"dcn_mesh_dims {format_mesh_shape(names, splits)} must divide the mesh {mesh}, but {'; '.join(wrong)}. "
             f"A valid choice is {valid}."
@@ -87,7 +87,7 @@ def resolve_dcn_dims(
     return splits
 
 
-def _preferred_splits(dims: Sequence[int], names: Sequence[str], num_granules: int) -> tuple[int, ...]:
+def preferred_splits(dims: Sequence[int], names: Sequence[str], num_granules: int) -> tuple[int, ...]:
     """Takes gcd(remaining granules, size) from each axis in order of preference. As in `shape.split_between_hosts` this
     finds a split whenever one exists, and splits a later axis only if the earlier ones are not sufficient."""
     rank = {name: i for i, name in enumerate(DCN_FIRST)} | {name: i + 9 for i, name in enumerate(DCN_LAST)}
@@ -131,8 +131,9 @@ def _equal_runs(devices: Sequence[Any], num_slices: int, source: str) -> list[li
 
 def _warn_slow(slow: list[str], mesh: str, splits: str, num_granules: int, granule: str, kind: str) -> None:
     cost = f"it is often 10 to 50 times slower than the links inside a {granule}"
-    if kind in ICI_BANDWIDTH:
-        ici, dcn = ICI_BANDWIDTH.get(kind, DEFAULT_ICI), DCN_BANDWIDTH.get(kind, DEFAULT_DCN)
+    chip = chip_of(kind)
+    if chip is not None and chip.pod:
+        ici, dcn = chip.reachable_link, chip.network_bandwidth
         speeds = f"{dcn / 1e9:g} GB/s per chip instead of {ici / 1e9:g} GB/s per link and direction"
         cost = f"{speeds}, {ici / dcn:.0f} times slower or more"
     warnings.warn(

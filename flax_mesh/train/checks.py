@@ -12,6 +12,7 @@ from flax_mesh.axes import PartitionAxis, as_tuple
 from flax_mesh.checkpoint.find import find_step
 from flax_mesh.checkpoint.hf.decoders import open_decoder
 from flax_mesh.errors import ConfigError
+from flax_mesh.hardware import load_chip
 from flax_mesh.mpmd import Pipeline
 from flax_mesh.mpmd.schedules.schedule import make_schedule
 from flax_mesh.settings import path_problem, type_problems, value_problems
@@ -74,6 +75,11 @@ def _check_together(config: TrainConfig) -> list[str]:
         parse_compiler_options(run.compiler_options)
     except ConfigError as error:
         found += error.problems
+    if run.hardware and not path_problem(run.hardware):
+        try:
+            load_chip(run.hardware)
+        except ConfigError as error:
+            found += [f"run.hardware: {problem}" for problem in error.problems]
     if config.data.source == "":
         found.append(NO_SOURCE)
     if run.folder == "":

@@ -147,6 +147,8 @@ class RunConfig:
             the update (the state stays as it is, and the next step takes the next batch), or "continue".
         spike_factor: Treat a step in the same way if its loss or gradient norm is above this factor times its median
             over up to 64 recent steps, from the 18th step on. 0: no limit.
+        hardware: A TOML file with the figures of the chip, for the MFU and for plans; see
+            `flax_mesh.hardware.load_chip`. "": the table of known chips.
     """
 
     steps: int = field(default=1000, metadata=SAME_RESULT | AT_LEAST_1)
@@ -158,6 +160,7 @@ class RunConfig:
     compiler_options: str = field(default="", metadata=SAME_RESULT)
     on_nonfinite: str = field(default="stop", metadata=SAME_RESULT | {"one_of": ("stop", "skip", "continue")})
     spike_factor: float = field(default=0.0, metadata=SAME_RESULT | {"above": 1, "also": (0, "no limit")})
+    hardware: str = field(default="", metadata=SAME_RESULT | {"path": True})
 
 
 @dataclass(frozen=True)

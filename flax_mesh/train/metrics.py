@@ -14,7 +14,7 @@ import numpy as np
 
 from flax_mesh.checkpoint.retention import has_finite_numbers
 from flax_mesh.errors import SaveError
-from flax_mesh.hardware import peak_flops
+from flax_mesh.hardware import load_chip, peak_flops
 from flax_mesh.step.loss import Limits
 from flax_mesh.train.build import TrainProgram
 from flax_mesh.train.config import RunConfig
@@ -123,6 +123,8 @@ class Rows:
         config = program.config
         self._tokens = config.data.batch_size * config.data.sequence_length
         count = config.flops_per_token
+        hardware, kind = config.run.hardware, self._devices[0].device_kind
+        self._peak = load_chip(hardware).peak("bfloat16") if hardware else peak_flops(kind)
         self._flops = count and count(config.model, program.num_parameters, config.data.sequence_length)
 
     def begin(self, step: int, metrics: Any, waited: float) -> None:
@@ -144,10 +146,10 @@ class Rows:
         """mfu = tokens/s * FLOPs per token / (devices * peak FLOP/s of a device), None where the peak is unknown."""
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}  # waits for the device
         seconds, num_devices = time.perf_counter() - self._since, len(self._devices)
-        tokens_per_s, peak = self._tokens / seconds, peak_flops(self._devices[0].device_kind)
+        tokens_per_s = self._tokens / seconds
         mfu = None
-        if peak is not None and self._flops is not None:
-            mfu = tokens_per_s * self._flops / (num_devices * peak)
+        if self._peak is not None and self._flops is not None:
+            mfu = tokens_per_s * self._flops / (num_devices * self._peak)
         return {
             "step": step,
             **values,

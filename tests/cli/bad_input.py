@@ -90,6 +90,7 @@ SETTINGS = {
     "run.sample_tokens": COUNTS,
     "run.spike_factor": [*NUMBERS, "0.5", "1", "-2"],
     "run.on_nonfinite": NAMES,
+    "run.hardware": ["{nothing}", "{text}", "{no_files}", "~nobody-of-this-name/x", "x" * 300],
     "run.platform": ["", "npu", "cpu:0", "cpu:-1", "cpu:x", "CPU"],
     "run.folder": ["", "/dev/null/run", "{text}", "{text}/run", "~nobody-of-this-name/run", "x" * 300, "y/" * 2500],
     "run.compiler_options": ["x", "=1", "--xla=1", "a=1,a=2", "no_such_option_of_xla=1"],

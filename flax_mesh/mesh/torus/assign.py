@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flax_mesh.hardware import DCN_BANDWIDTH, DEFAULT_DCN, DEFAULT_ICI, ICI_BANDWIDTH
+from flax_mesh.hardware import link_bandwidth, network_bandwidth
 from flax_mesh.mesh.torus.torus import Assignment, Torus, factorings, known_assignment, mean_hops
 
 CORE_LINKS = 6  # two devices of one chip: the die-to-die link of 7x is six ICI links wide
@@ -60,8 +60,8 @@ def axis_phases(torus: Torus, factors: Sequence[int], strides: Sequence[int], nu
 
     `factors` is its column of the assignment, `strides` its distance in chips between neighbors on each physical axis.
     """
-    link = ICI_BANDWIDTH.get(torus.kind, DEFAULT_ICI)
-    phases = [Phase(num_slices, DCN_BANDWIDTH.get(torus.kind, DEFAULT_DCN))] if num_slices > 1 else []
+    link = link_bandwidth(torus.kind)
+    phases = [Phase(num_slices, network_bandwidth(torus.kind))] if num_slices > 1 else []
     complete, links = 1, 0
     for axis, size, wraps, factor, stride in zip(torus.axes, torus.shape, torus.wraps, factors, strides, strict=True):
         width = CORE_LINKS if axis == "core" else 1

@@ -19,13 +19,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flax_mesh.hardware import chip_of
+
 Assignment = tuple[tuple[int, ...], ...]  # [physical axis][logical axis]
 
-# Chips per side of a pod of these kinds. A slice wraps only along an axis where it spans the entire pod.
-POD_SIDE = {"TPU v2": 16, "TPU v3": 32, "TPU v5 lite": 16, "TPU v5e": 16, "TPU v6 lite": 16, "TPU v6e": 16}
-# These kinds consist of 4x4x4 cubes connected by optical switches: slices of complete cubes wrap on every axis.
-CUBE_SIDE = 4
-CUBE_KINDS = ("TPU v4", "TPU v5", "TPU v5p", "TPU7x", "TPU7")
+V2_POD_SIDE = 16  # chips per side of a pod of v2, which `hardware.CHIPS` lacks
 # If a chip is more than one device, the physical axes are x, y, core (v2, v3: flat slices) or x, y, z, core.
 FLAT_KINDS = ("TPU v2", "TPU v3")
 CORE_KINDS = ("TPU7x", "TPU7", "TPU8i")
@@ -81,12 +79,11 @@ def wraps_around(kind: str, shape: Sequence[int]) -> tuple[bool, ...]:
     Sources: cloud.google.com/tpu/docs/v5p ("4x4x4 and larger slices have full 3D torus"),
     jax-ml.github.io/scaling-book/tpus (wraparound on an axis of 16, or of a multiple of 4 on v4p and v5p).
     """
-    if kind in CUBE_KINDS:
-        chips = shape[:3]
-        cubes = len(chips) == 3 and all(size % CUBE_SIDE == 0 for size in chips)
-        return tuple(cubes and axis < 3 for axis in range(len(shape)))
-    side = POD_SIDE.get(kind)
-    return tuple(size == side for size in shape)
+    chip = chip_of(kind)
+    if chip is None or not chip.pod:
+        return tuple(kind == "TPU v2" and size == V2_POD_SIDE for size in shape)
+    rings = chip.wraps(shape[:3])
+    return rings + (False,) * (len(shape) - len(rings))
 
 
 def physical_mesh(devices: Sequence[Any]) -> tuple[np.ndarray, Torus]:
