@@ -505,3 +505,106 @@ def _matching(operation: Any, wanted: Callable[[str], bool]) -> list[Any]:
                 found += [item.operation] if wanted(item.operation.name) else []
                 found += _matching(item.operation, wanted)
     return found
+
+
+ATTENTION = "flax_mesh.attention"  # the target of calls that stand for attention kernels
+CUDNN = "jax._src.cudnn.fused_attention_stablehlo"
+
+
+@contextmanager
+def kernels_without_devices() -> Iterator[None]:
+    """A context in which `jax.nn.dot_product_attention(implementation="cudnn")` is traced on any machine.
+
+    JAX asks for the version of cuDNN and for the compute capability of the GPU while it traces. There is no setting for
+    it. Without the private names: an error.
+    """
+    module = _attention_module()
+    names = ("check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal")
+    saved = {name: getattr(module, name) for name in names}
+    answers = (lambda: 91000, lambda capability: True, lambda capability: False)
+    with _kernels_lock:
+        try:
+            for name, answer in zip(names, answers, strict=True):
+                setattr(module, name, answer)
+            yield
+        finally:
+            for name, original in saved.items():
+                setattr(module, name, original)
+
+
+_kernels_lock = threading.RLock()
+
+
+@_uses(f"{CUDNN}.check_cudnn_version", f"{CUDNN}.check_compute_capability", f"{CUDNN}.is_cuda_compute_capability_equal")
+def _attention_module(*functions: Any) -> Any:
+    return import_module(functions[0].__module__)
+
+
+@_uses(
+    "jaxlib.mlir.ir",
+    "jax._src.interpreters.mlir",
+    "jax._src.dispatch.prim_requires_devices_during_lowering",
+    f"{CUDNN}._dot_product_attention_fwd_p_wrapper",
+    f"{CUDNN}._dot_product_attention_bwd_p_wrapper",
+)
+def lower_without_devices(
+    ir: Any, mlir: Any, needing_devices: Any, forward: Any, backward: Any, traced: Any, platform: str
+) -> Any:
+    """`traced.lower()` for a platform that is not here, on abstract meshes too.
+
+    JAX lowers cuDNN's attention with devices only. Here a call of `ATTENTION` stands for it, whose `backend_config` is
+    "forward" or "backward" and the kind of mask, and whose operands are queries, keys and values first.
+    """
+
+    def rule(name: str) -> Any:
+        def lower(ctx: Any, *operands: Any, mask_type: Any, layout: int, sliding_window_length: Any, **_: Any) -> Any:
+            kept = [*operands[:3], *operands[10:]]  # between them: bias, lengths, offsets and pages
+            avals = [*ctx.avals_in[:3], *ctx.avals_in[10:]]
+            call = mlir.custom_call(
+                ATTENTION,
+                result_types=[
+                    ir.RankedTensorType.get(aval.shape, ir.F32Type.get() if aval.ndim == 3 else operands[0].type.element_type)
+                    for aval in ctx.avals_out
+                ],
+                operands=kept,
+                backend_config=f"{name} {mask_type} {sliding_window_length or 0}",
+            )
+            call.attributes["sdy.sharding_rule"] = ir.Attribute.parse(
+                _attention_rule(avals, ctx.avals_out, swapped=layout == 1)
+            )
+            return call.results
+
+        return lower
+
+    rules = ((forward, rule("forward")), (backward, rule("backward")))
+    removed = {forward, backward} & needing_devices
+    needing_devices -= removed
+    try:
+        parameters = mlir.LoweringParameters(override_lowering_rules=rules)
+        return traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
+    finally:
+        needing_devices |= removed
+
+
+def _attention_rule(inputs: Any, outputs: Any, swapped: bool) -> str:
+    """Shardy's rule for attention: i batch, j queries, k heads of keys, l heads per such head, m and n sizes, o keys.
+
+    `swapped`: heads come before the sequence.
+    """
+    query, key, value = inputs[:3]
+    heads, sequence = (1, 2) if swapped else (2, 1)
+    sizes = {"i": query.shape[0], "j": query.shape[sequence], "k": key.shape[heads]}
+    sizes |= {"l": query.shape[heads] // key.shape[heads], "m": query.shape[3], "n": value.shape[3]}
+    sizes["o"] = key.shape[sequence]
+
+    def dims(aval: Any) -> str:
+        if aval.ndim == 3:
+            return "[i, kl, j]"
+        of_keys = aval.shape[heads] == key.shape[heads] and aval.shape[sequence] == key.shape[sequence]
+        names = ["i", "o" if of_keys and aval is not query else "j", "k" if of_keys and aval is not query else "kl"]
+        last = "n" if aval is value else "m"
+        return f"[{names[0]}, {names[2]}, {names[1]}, {last}]" if swapped else f"[{', '.join(names)}, {last}]"
+
+    ins, outs = ([dims(aval) for aval in avals] for avals in (inputs, outputs))
+    factors = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    return f"#sdy.op_sharding_rule<({', '.join(ins)})->({', '.join(outs)}) {{{factors}}}, custom>"

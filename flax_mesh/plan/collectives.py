@@ -29,6 +29,9 @@ class Exchange(NamedTuple):
     operand_bytes: int
     operation: Operation  # that needs it
     times: int  # executions per step
+    array: Array | None = None  # the operand that is exchanged; None: the result of the operation
+    wanted: Spec = ()  # the spec that it is exchanged to
+    result_bytes: int = 0  # on one device
 
 
 Found = tuple[str, tuple[str, ...], int]  # kind, axes, operand bytes
@@ -44,28 +47,32 @@ def _in_block(block: Block, program: Program, times: int) -> Iterator[Exchange]:
     seen: set[tuple[int, Spec]] = set()
     partial = _Partial(block, program)
     for operation in block.operations:
-        for kind, axes, size in _of_operation(operation, program, seen, partial):
+        for (kind, axes, size), array, spec in _of_operation(operation, program, seen, partial):
             names = {axis.partition(":")[0] for axis in axes}
-            if size and math.prod(axis_size(axis, program.axis_sizes) for axis in axes) > 1:
+            count = math.prod(axis_size(axis, program.axis_sizes) for axis in axes)
+            if size and count > 1:
                 ordered = tuple(name for name in program.axis_sizes if name in names)
-                yield Exchange(kind, ordered, size, operation, times)
+                result = size * count if kind == "all-gather" else size // count if kind == "reduce-scatter" else size
+                yield Exchange(kind, ordered, size, operation, times, array, spec, result)
         for body in operation.bodies:
             yield from _in_block(body, program, times * operation.times)
 
 
 def _of_operation(
     operation: Operation, program: Program, seen: set[tuple[int, Spec]], partial: "_Partial"
-) -> Iterator[Found]:
+) -> Iterator[tuple[Found, Array | None, Spec]]:
     if operation.kind in COLLECTIVES:  # written by the user, in a shard_map
         size = sum(array.bytes for array in operation.inputs)
-        yield operation.kind.replace("_", "-"), axes_of_groups(operation, program.axis_sizes), size
+        yield (operation.kind.replace("_", "-"), axes_of_groups(operation, program.axis_sizes), size), None, ()
         return
     needed, over = RULES.get(operation.kind, _elementwise)(operation)
     for array, spec in zip(operation.inputs, needed, strict=False):
         if spec is not None and spec != array.spec and (id(array), spec) not in seen:
             seen.add((id(array), spec))
-            yield from reshard(array, spec, program.axis_sizes, scale=partial.scale(array))
-    yield from partial.reduce(operation, tuple(over))
+            for found in reshard(array, spec, program.axis_sizes):
+                yield found, array, spec
+    for found in partial.reduce(operation, tuple(over)):
+        yield found, None, ()
 
 
 def axes_of_groups(operation: Operation, sizes: Mapping[str, int]) -> tuple[str, ...]:
@@ -90,10 +97,6 @@ class _Partial:
                 self.uses.setdefault(id(array), []).append(operation)
         self.results = set(map(id, block.results))
 
-    def scale(self, array: Array) -> int:
-        """CPUs compute matrix products of half precision in float32, and exchange their operands so."""
-        return 2 if self.cpu and array.kind == "f" and array.bits == 16 else 1
-
     def reduce(self, operation: Operation, over: tuple[str, ...]) -> Iterator[Found]:
         waiting = [self.pending[id(array)] for array in operation.inputs if id(array) in self.pending]
         if waiting and len(waiting) == len(operation.inputs) and len(set(waiting)) == 1 and not over:
@@ -106,7 +109,7 @@ class _Partial:
             return
         scattered = tuple(axis for axis in over if axis in out.axes)
         rest = tuple(axis for axis in over if axis not in out.axes)
-        size = sum(output.bytes * self.scale(output) for output in operation.outputs)
+        size = sum(output.bytes for output in operation.outputs)
         if scattered:
             whole = size * math.prod(axis_size(axis, self.sizes) for axis in scattered)
             yield "reduce-scatter", scattered, whole
@@ -129,7 +132,7 @@ class _Partial:
         return operation.kind == "dot_general" and bool(_dot(operation)[1])
 
 
-def reshard(array: Array, wanted: Spec, sizes: Mapping[str, int], scale: int = 1) -> Iterator[Found]:
+def reshard(array: Array, wanted: Spec, sizes: Mapping[str, int]) -> Iterator[Found]:
     """The collectives that change the sharding of a value to `wanted`."""
     if array.spec == wanted or not array.shape:
         return
@@ -138,7 +141,7 @@ def reshard(array: Array, wanted: Spec, sizes: Mapping[str, int], scale: int = 1
     moved = tuple(axis for axis, dim in had.items() if axis in wants and wants[axis] != dim)
     lost = tuple(axis for axis in had if axis not in wants)
     new = math.prod(axis_size(axis, sizes) for axis in wants if axis not in had)  # sliced first
-    size = -(-array.bytes * scale // new)
+    size = -(-array.bytes // new)
     if moved:
         yield "all-to-all", moved, size
     if lost:

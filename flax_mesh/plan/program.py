@@ -142,8 +142,10 @@ def _axes_of_dim(text: str) -> tuple[str, ...]:
 class _Reader:
     """Copies a module. Equal operations on equal values are read once, as common subexpressions."""
 
-    def __init__(self, module: Any, axis_sizes: Mapping[str, int]):
+    def __init__(self, module: Any, axis_sizes: Mapping[str, int], platform: str):
         self.sizes = dict(axis_sizes)
+        self.widens = False  # XLA computes half precision in float32 on CPUs; arguments are stored as they are
+        self.cpu = platform == "cpu"
         self.functions = {}
         for operation in module.body.operations:
             if operation.operation.name == "func.func":
@@ -151,6 +153,8 @@ class _Reader:
 
     def array(self, value: Any, spec: Spec | None) -> Array:
         shape, bits, kind = parse_type(str(value.type))
+        if self.widens and kind == "f" and bits == 16:
+            bits = 32
         spec = spec if spec is not None and len(spec) == len(shape) else ((),) * len(shape)
         local = tuple(
             -(-size // math.prod(axis_size(axis, self.sizes) for axis in axes)) if axes else size
@@ -175,6 +179,7 @@ class _Reader:
             elif "jax.buffer_donor" in text:
                 donated[index] = -1
         block = Block(tuple(arguments))
+        self.widens = self.cpu
         block.results = tuple(self.block(body, values, block, {}))
         return block, tuple(names), donated
 
@@ -302,7 +307,7 @@ def _attribute_text(attribute: Any, name: str) -> str:
 
 def read_program(module: Any, axis_sizes: Mapping[str, int], platform: str) -> Program:
     """The program of a propagated module; see `jax_compat.propagated_module`."""
-    block, names, donated = _Reader(module, axis_sizes).main()
+    block, names, donated = _Reader(module, axis_sizes, platform).main()
     remove_unused(block)
     return Program(block, dict(axis_sizes), names, donated, platform)
 
