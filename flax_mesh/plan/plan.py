@@ -42,7 +42,7 @@ class Plan:
         """Whether the step fits into the memory of a device; None if its size is unknown."""
         return self.memory.fits
 
-    def to_text(self, *, width: int = 80) -> str:
+    def to_text(self, *, width: int = report.WIDTH) -> str:
         """The tables for a terminal; the last lines are the summary."""
         sections = [
             "\n".join(

@@ -11,6 +11,7 @@ from flax_mesh.sharding.rules import Finding
 from flax_mesh.text import UNLIMITED, at_most, bytes_text, count_text, folded, listed, mesh_text, table_text
 
 GIB, MS, TERA = 2**30, 1e-3, 1e12
+WIDTH = 80  # columns
 MOST_ROWS = 12  # of a table
 MEMORY_HEADS = ("memory at the peak", "GiB", "share")
 PART_HEADS = ("part", "times", "TFLOP", "HBM GiB", "compute", "memory", "network", "ms", "limit")
@@ -119,6 +120,28 @@ def findings_text(findings: Sequence[Finding], width: int = UNLIMITED) -> str:
 
 def summary_text(summary: str, width: int = UNLIMITED) -> str:
     return folded(summary, width)
+
+
+def forecast_line(memory: Memory, time: Time | None) -> str:
+    """The plan in one line. Without `time` only the bytes, for devices whose speed and capacity are not known."""
+    if time is None:
+        return f"forecast: {bytes_text(memory.peak)} per device"
+    texts = [f"forecast: {of_capacity(memory.peak, memory.capacity)} per device"]
+    if memory.fits is False:
+        texts.append("which does not fit")
+    return ", ".join([*texts, f"{time_text(time.seconds)} per step", *rates(time)])
+
+
+def measured_line(memory: Memory, time: Time, device_bytes: int | None, seconds: float | None) -> list[str]:
+    """What was measured, as far as it is known, with the forecast and its error; an empty list if nothing is known."""
+    texts = []
+    if device_bytes:
+        error = f"{memory.peak / device_bytes - 1:+.1%}"
+        texts.append(f"{bytes_text(device_bytes)} per device (forecast {bytes_text(memory.peak)}, {error})")
+    if seconds:
+        error = f"{time.seconds / seconds - 1:+.1%}"
+        texts.append(f"{time_text(seconds)} per step (forecast {time_text(time.seconds)}, {error})")
+    return [f"measured: {', '.join(texts)}"] if texts else []
 
 
 def tiles(memory: Memory, time: Time, num_devices: int) -> list[tuple[str, str]]:

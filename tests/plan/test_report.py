@@ -12,7 +12,7 @@ from flax_mesh.mesh.torus.torus import Torus, arrange
 from flax_mesh.mpmd.schedules import Schedule, StageCost, make_schedule, simulate
 from flax_mesh.plan.draw import thinned
 from flax_mesh.plan.plan import Memory, Moment, Part, Plan, Time, Traffic
-from flax_mesh.plan.report import MOST_ROWS, group_parts, number, ranges
+from flax_mesh.plan.report import MOST_ROWS, forecast_line, group_parts, measured_line, number, ranges
 from flax_mesh.plan.topology import parse_topology, placement, torus_of
 from flax_mesh.sharding.rules import Finding
 
@@ -143,6 +143,24 @@ def test_numbers_have_three_significant_digits(value, text):
 
 def test_ranges_are_the_numbers():
     assert ranges([0, 2, 3, 4, 7, 8]) == "0,2-4,7-8" and ranges([5]) == "5"
+
+
+def test_the_lines_of_a_run_have_what_is_known():
+    memory, time = PLANS["plain"].memory, PLANS["plain"].time
+    assert forecast_line(memory, time) == (
+        "forecast: 75.0 of 93.0 GiB per device, 4.35 s per step, 15,060 tok/s, mfu 42.1%"
+    )
+    assert forecast_line(memory, None) == "forecast: 75.0 GiB per device"
+    unknown = dataclasses.replace(time, tokens_per_s=None, mfu=None)
+    too_large = dataclasses.replace(memory, capacity=900 * 2**20)
+    assert forecast_line(too_large, unknown) == (
+        "forecast: 75.0 GiB of 900 MiB per device, which does not fit, 4.35 s per step"
+    )
+    assert measured_line(memory, time, 60 * GIB, 5.0) == [
+        "measured: 60.0 GiB per device (forecast 75.0 GiB, +25.0%), 5.00 s per step (forecast 4.35 s, -13.0%)"
+    ]
+    assert measured_line(memory, time, None, 0.5) == ["measured: 500 ms per step (forecast 4.35 s, +770.0%)"]
+    assert measured_line(memory, time, None, None) == []
 
 
 # --- JSON ---
