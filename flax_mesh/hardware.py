@@ -52,7 +52,7 @@ class Chip:
         name: As in a topology, `v5p:4x4x8`.
         kinds: Values of JAX's `device_kind`, complete for TPUs; for GPUs each is a part of them.
         platform: "tpu", "gpu" or "cpu".
-        peak_flops: FLOP/s of dense matrix products of one device, by dtype; at least "bfloat16".
+        peak_flops: FLOP/s of dense matrix products of one device by dtype, such as "float8"; at least "bfloat16".
         memory: Bytes of one device.
         memory_bandwidth: Bytes/s of one device.
         link_bandwidth: Bytes/s of one link. A chip of a torus has `links`, others one, to a switch of their domain.
@@ -107,9 +107,11 @@ class Chip:
         return self.link_bandwidth * self.link_fraction
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s for operands of a dtype. One without a figure is computed like bfloat16, as by JAX's default precision
-        on TPU for float32."""
-        return self.peak_flops.get(dtype, self.peak_flops["bfloat16"])
+        """FLOP/s for operands of a dtype; "float8_e4m3fn" is a float8.
+
+        A dtype without a figure is computed like bfloat16, as float32 is on TPU with JAX's default precision.
+        """
+        return self.peak_flops.get(dtype.partition("_")[0], self.peak_flops["bfloat16"])
 
     def wraps(self, shape: Sequence[int]) -> tuple[bool, ...]:
         """Which axes of a slice are rings. An axis of two chips has one link, so it never is."""

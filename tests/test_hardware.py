@@ -52,7 +52,7 @@ def test_chip_and_peak_of_a_device_kind(kind, name, flops):
 
 def test_peaks_by_dtype():
     assert peak_flops("TPU v5 lite", "int8") == 393e12
-    assert peak_flops("TPU7x", "float8") == 4614e12 / 2
+    assert peak_flops("TPU7x", "float8") == peak_flops("TPU7x", "float8_e4m3fn") == 4614e12 / 2
     assert peak_flops("TPU v5 lite", "float32") == peak_flops("TPU v5 lite") == 197e12
 
 
