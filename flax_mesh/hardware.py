@@ -21,6 +21,7 @@ from flax_mesh.settings import path_problem
 
 GIB = 2**30
 MOST = 2**16  # chips along a side of a pod, GPUs of a domain, devices of a chip
+LARGEST = 1e30  # of any figure, far below the limits of a float
 MOST_CHIPS = 2**20  # of a pod: all factorings of its sides are tried
 CUBE = 4  # chips per side of the cubes that optical switches connect
 DEFAULT_LINK, DEFAULT_NETWORK = 4.5e10, 6.25e9  # kinds of TPU without published figures
@@ -51,7 +52,7 @@ class Chip:
         name: As in a topology, `v5p:4x4x8`.
         kinds: Values of JAX's `device_kind`, complete for TPUs; for GPUs each is a part of them.
         platform: "tpu", "gpu" or "cpu".
-        peak_flops: FLOP/s of dense matrix products of one device, by dtype; at least "bfloat16".
+        peak_flops: FLOP/s of dense matrix products of one device by dtype, such as "float8"; at least "bfloat16".
         memory: Bytes of one device.
         memory_bandwidth: Bytes/s of one device.
         link_bandwidth: Bytes/s of one link. A chip of a torus has `links`, others one, to a switch of their domain.
@@ -106,9 +107,11 @@ class Chip:
         return self.link_bandwidth * self.link_fraction
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s for operands of a dtype. One without a figure is computed like bfloat16, as by JAX's default precision
-        on TPU for float32."""
-        return self.peak_flops.get(dtype, self.peak_flops["bfloat16"])
+        """FLOP/s for operands of a dtype; "float8_e4m3fn" is a float8.
+
+        A dtype without a figure is computed like bfloat16, as float32 is on TPU with JAX's default precision.
+        """
+        return self.peak_flops.get(dtype.partition("_")[0], self.peak_flops["bfloat16"])
 
     def wraps(self, shape: Sequence[int]) -> tuple[bool, ...]:
         """Which axes of a slice are rings. An axis of two chips has one link, so it never is."""
@@ -130,12 +133,12 @@ def _chip(name: str, platform: str, sources: Mapping[str, str], **values: Any) -
     return dataclasses.replace(chip, sources={name: sources.get(name, sources["all"]) for name in figures(chip)})
 
 
-def _tpu(name: str, sources: Mapping[str, str], **values: Any) -> Chip:
+def _tpu(name: str, sources: dict[str, str], **values: Any) -> Chip:
     usual = {"all": "tpu", "hop_latency": "assumed", "network_latency": "assumed", "pod": "book", "wrap": "book"}
     return _chip(name, "tpu", usual | sources, **values)
 
 
-def _gpu(name: str, sources: Mapping[str, str], **values: Any) -> Chip:
+def _gpu(name: str, sources: dict[str, str], **values: Any) -> Chip:
     usual = {"all": "gpu book", "hop_latency": "calculon", "network_latency": "calculon", "link_fraction": "assumed"}
     return _chip(name, "gpu", usual | sources, **{"kinds": (name,), "domain": 8, "link_fraction": 370 / 450} | values)
 
@@ -235,38 +238,36 @@ def load_chip(path: str | os.PathLike[str]) -> Chip:
 
     Raises a ConfigError that lists all mistakes.
     """
-    values = _read_toml(os.fspath(path))
-    base = values.pop("base", None)
-    known = {chip.name.lower(): chip for chip in CHIPS}
+    file = os.fspath(path)
+    values = _read_toml(file)
+    known, base = {chip.name.lower(): chip for chip in CHIPS}, values.pop("base", None)
     start = known.get(base.lower()) if isinstance(base, str) else None
     found = []
     if base is not None and start is None:
         found.append(f"base must be one of {', '.join(known)}, got {base!r}")
-    fields = [item.name for item in dataclasses.fields(Chip) if item.name != "sources"]
-    found += [
-        f"{key} is not a field of a chip; the fields are {', '.join(fields)}" for key in values if key not in fields
-    ]
-    needed = [
-        item.name
-        for item in dataclasses.fields(Chip)
-        if item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
-    ]
-    if base is None and (missing := [name for name in needed if name not in values]):
+    elif missing := [name for name in _NEEDED if start is None and name not in values]:
         found.append(f'{", ".join(missing)} must be set, or base = "v5p" or another chip')
-    found += [
-        f"{key} {problem}" for key, value in values.items() if key in fields and (problem := _problem(key, value))
-    ]
+    fields = [item.name for item in dataclasses.fields(Chip) if item.name != "sources"]
+    unknown = [key for key in values if key not in fields]
+    found += [f"{key} is not a field of a chip; the fields are {', '.join(fields)}" for key in unknown]
+    found += [f"{key} {problem}" for key in fields if key in values and (problem := _problem(key, values[key]))]
     if not found:
-        values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-        if start is not None and "peak_flops" in values:
-            values["peak_flops"] = {**start.peak_flops, **values["peak_flops"]}
-        given = dict.fromkeys({*values, *values.get("peak_flops", ())}, os.fspath(path))
-        options = values | {"sources": {**(start.sources if start else {}), **given}}
-        chip = dataclasses.replace(start, **options) if start is not None else Chip(**options)
+        chip = _merged(start, values, file)
         found = _problems_together(chip)
         if not found:
             return chip
-    raise ConfigError([f"{os.fspath(path)}: {problem}" for problem in found])
+    raise ConfigError([f"{file}: {problem}" for problem in found])
+
+
+def _merged(start: Chip | None, values: Mapping[str, Any], source: str) -> Chip:
+    """The chip of the values of a file, the others from `start`."""
+    options: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in values.items()}
+    sources = dict.fromkeys({*values, *values.get("peak_flops", ())}, source)
+    if start is None:
+        return Chip(**options, sources=sources)
+    if "peak_flops" in values:
+        options["peak_flops"] = {**start.peak_flops, **values["peak_flops"]}
+    return dataclasses.replace(start, **options, sources={**start.sources, **sources})
 
 
 def _read_toml(path: str) -> dict[str, Any]:
@@ -277,15 +278,17 @@ def _read_toml(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path}: no such file; it must be a TOML file with the figures of a chip")
     try:
         with open(path, "rb") as file:
-            return tomllib.load(file)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            values = tomllib.load(file)
+        repr(values)  # a ValueError if a number has too many digits to be printed in a message
+        return values
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not a TOML file: {str(error).splitlines()[0]}") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < LARGEST
 
 
 def _is_count(value: Any) -> bool:
@@ -315,6 +318,11 @@ _RULES |= dict.fromkeys(
     (lambda v: _is_positive(v) and v <= 1, "a number above 0 and at most 1"),
 )
 _NUMBER = (_is_positive, "a positive number")
+_NEEDED = [  # the fields of Chip without a default
+    item.name
+    for item in dataclasses.fields(Chip)
+    if item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+]
 
 
 def _problem(key: str, value: Any) -> str:

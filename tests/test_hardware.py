@@ -52,7 +52,7 @@ def test_chip_and_peak_of_a_device_kind(kind, name, flops):
 
 def test_peaks_by_dtype():
     assert peak_flops("TPU v5 lite", "int8") == 393e12
-    assert peak_flops("TPU7x", "float8") == 4614e12 / 2
+    assert peak_flops("TPU7x", "float8") == peak_flops("TPU7x", "float8_e4m3fn") == 4614e12 / 2
     assert peak_flops("TPU v5 lite", "float32") == peak_flops("TPU v5 lite") == 197e12
 
 
@@ -151,15 +151,15 @@ def test_a_chip_from_a_file_without_a_base(tmp_path):
             [
                 r"color is not a field of a chip; the fields are name, platform, ",
                 r"memory must be a positive number, got '-1'",
-                r"hop_latency must be a positive number, got 'x'",
-                r"link_fraction must be a number above 0 and at most 1, got '2'",
-                r"pod must be a list of 2 or 3 integers from 1 to 65536, got '\[0, 1\]'",
                 r"memory_bandwidth must be a positive number, got 'nan'",
+                r"link_fraction must be a number above 0 and at most 1, got '2'",
+                r"hop_latency must be a positive number, got 'x'",
+                r"pod must be a list of 2 or 3 integers from 1 to 65536, got '\[0, 1\]'",
             ],
         ),
         (
             'base = "v5e"\nname = "a:b"\npeak_flops = {}\nwrap = ["pod"]\nmemory = true',
-            ["name", "peak", "wrap", "memory"],
+            ["name", "peak", "memory", "wrap"],
         ),
         ('base = "h100"\npod = [4, 4]', [r"pod, .* must be set for tpu only; platform is gpu"]),
         ('base = "v5e"\npod = [65536, 65536]', [r"pod must have at most 1,048,576 chips"]),
@@ -179,10 +179,12 @@ def test_all_mistakes_of_a_file_are_reported(tmp_path, text, lines):
 
 def test_files_that_cannot_be_read_are_reported(tmp_path):
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "digits").write_text("memory = 0x" + "f" * 9000)
+    (tmp_path / "deep").write_text("memory = " + "[" * 100_000)
     for path, line in [
         (tmp_path / "nothing", "no such file"),
         (tmp_path, "no such file"),
-        (tmp_path / "bytes", "is not a TOML file"),
+        *((tmp_path / name, "is not a TOML file") for name in ("bytes", "digits", "deep")),
         ("/dev/zero", "no such file"),
         ("x" * 300, "contains a name of 300 bytes"),
     ]:

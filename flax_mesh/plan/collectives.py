@@ -132,6 +132,11 @@ class _Partial:
         return operation.kind == "dot_general" and bool(_dot(operation)[1])
 
 
+def partial_axes(operation: Operation) -> tuple[str, ...]:
+    """The mesh axes over which the result of an operation is a sum of the results of the devices."""
+    return tuple(RULES.get(operation.kind, _elementwise)(operation)[1])
+
+
 def reshard(array: Array, wanted: Spec, sizes: Mapping[str, int]) -> Iterator[Found]:
     """The collectives that change the sharding of a value to `wanted`."""
     if array.spec == wanted or not array.shape:

@@ -156,11 +156,7 @@ class _Reader:
         if self.widens and kind == "f" and bits == 16:
             bits = 32
         spec = spec if spec is not None and len(spec) == len(shape) else ((),) * len(shape)
-        local = tuple(
-            -(-size // math.prod(axis_size(axis, self.sizes) for axis in axes)) if axes else size
-            for size, axes in zip(shape, spec, strict=True)
-        )
-        return Array(shape, bits, kind, spec, local)
+        return Array(shape, bits, kind, spec, local_shape(shape, spec, self.sizes))
 
     def main(self) -> tuple[Block, tuple[str, ...], dict[int, int]]:
         function = self.functions["main"]
@@ -309,7 +305,35 @@ def read_program(module: Any, axis_sizes: Mapping[str, int], platform: str) -> P
     """The program of a propagated module; see `jax_compat.propagated_module`."""
     block, names, donated = _Reader(module, axis_sizes, platform).main()
     remove_unused(block)
+    _split_constants(block, axis_sizes)
     return Program(block, dict(axis_sizes), names, donated, platform)
+
+
+def local_shape(shape: Sequence[int], spec: Spec, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(
+        -(-size // math.prod(axis_size(axis, sizes) for axis in axes)) if axes else size
+        for size, axes in zip(shape, spec, strict=True)
+    )
+
+
+def _split_constants(block: Block, sizes: Mapping[str, int]) -> None:
+    """Give values that are computed from constants alone the sharding of their first use: each device has its part."""
+    constant: set[int] = set()
+    uses: dict[int, Operation] = {}
+    found = []
+    for operation, _ in block.walk():
+        for array in operation.inputs:
+            if operation.outputs and operation.outputs[0].shape == array.shape and not operation.bodies:
+                uses.setdefault(id(array), operation)
+        if operation.kind in ("constant", "iota") or (
+            operation.inputs and not operation.bodies and all(id(x) in constant for x in operation.inputs)
+        ):
+            constant |= set(map(id, operation.outputs))
+            found += operation.outputs
+    for array in reversed(found):
+        if not array.axes and (use := uses.get(id(array))) is not None:
+            array.spec = use.outputs[0].spec
+            array.local = local_shape(array.shape, array.spec, sizes)
 
 
 def remove_unused(block: Block) -> None:

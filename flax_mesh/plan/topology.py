@@ -1,7 +1,7 @@
 """The hardware of a plan, and how the collectives of each mesh axis travel over it.
 
 A topology is a text: `v5p:4x4x8` (chips along x, y, z), `v5p:16x16x16*2` (two slices), `h100:2x8` (hosts x GPUs),
-`cpu:8`. Nothing is created for single devices, so thousands of them cost no more than eight.
+`cpu:8` or `cpu:2x4` (two hosts). Nothing is created for single devices, so thousands of them cost no more than eight.
 
 **Placement** is that of `create_mesh`. Slices, or NVLink domains, are connected by the slow network; the axes pp, dp
 and fsdp are split over them first (mesh/slices.py). Inside a TPU slice `choose_assignment` factors the physical axes of
@@ -176,7 +176,7 @@ def parse_topology(text: str, chip: Chip | None = None) -> Topology:
     problems = _problems(found, dims, slices, has_slices=match[3] is not None)
     if problems:
         raise ConfigError(f"topology {shown}: {'; '.join(problems)}")
-    return _topology(found, dims if found.platform != "cpu" else (1, *dims), slices)
+    return _topology(found, (1, *dims) if len(dims) == 1 else dims, slices)
 
 
 def topology_of_devices(devices: Sequence[Any], chip: Chip | None = None) -> Topology:
@@ -300,9 +300,12 @@ def _runs(row: Sequence[int], chosen: Sequence[int]) -> list[tuple[int, int]]:
     runs: list[tuple[int, int]] = []
     stride = 1
     for axis in reversed(range(len(row))):
-        if row[axis] > 1 and axis in chosen:
-            last, inner = runs[-1] if runs and math.prod(runs[-1]) == stride else (1, stride)
-            runs = [*(runs[:-1] if last > 1 else runs), (last * row[axis], inner)]
+        if axis in chosen and row[axis] > 1:
+            if runs and math.prod(runs[-1]) == stride:  # the run continues
+                factor, inner = runs.pop()
+                runs.append((factor * row[axis], inner))
+            else:
+                runs.append((row[axis], stride))
         stride *= row[axis]
     return runs
 
@@ -327,19 +330,26 @@ def _topology(chip: Chip, shape: tuple[int, ...], slices: int) -> Topology:
     return Topology(chip, text, count, slices, shape)
 
 
+# Axes of the torus, or platform -> (how many numbers a topology has, what they are, an example).
+_FORMS: dict[int | str, tuple[tuple[int, ...], str, str]] = {
+    3: ((3,), "chips along x, y, z", "4x4x8"),
+    2: ((2,), "chips along x, y", "4x8"),
+    "gpu": ((2,), "hosts x GPUs", "2x8"),
+    "cpu": ((1, 2), "devices", "8"),
+}
+
+
 def _problems(chip: Chip, dims: tuple[int, ...], slices: int, *, has_slices: bool) -> list[str]:
     """Everything that is wrong with the numbers of a topology."""
     name, shape = chip.name.lower(), "x".join(map(str, dims))
-    needed = chip.torus or {"gpu": 2, "cpu": 1}[chip.platform]
-    what = {2: "hosts x GPUs", 1: "devices"} if not chip.torus else {2: "chips along x, y", 3: "chips along x, y, z"}
-    if len(dims) != needed:
-        example = {3: "4x4x8", 2: "4x8" if chip.torus else "2x8", 1: "8"}[needed]
-        return [f"{name} needs {count_text(needed, 'number')} ({what[needed]}), such as {name}:{example}; got {shape}"]
+    counts, what, example = _FORMS[chip.torus or chip.platform]
+    if len(dims) not in counts:
+        return [f"{name} needs {count_text(counts[0], 'number')} ({what}), such as {name}:{example}; got {shape}"]
     found = []
     if 0 in (*dims, slices):
         found.append("all numbers must be at least 1")
     if has_slices and not chip.torus:
-        found.append(f"*{slices} is the number of TPU slices; write more hosts" + " instead" * (needed > 1))
+        found.append(f"*{slices} is the number of TPU slices; write more hosts instead")
     if math.prod(dims) * slices * chip.devices_per_chip > MAX_SIZE:
         found.append(f"at most {MAX_SIZE:,} devices are possible")
     largest = "x".join(map(str, chip.pod))
@@ -352,7 +362,7 @@ def _problems(chip: Chip, dims: tuple[int, ...], slices: int, *, has_slices: boo
         found.append(
             f"{shape} is larger than a pod of {name}, {largest} chips; use several slices, such as {name}:{largest}*2"
         )
-    if chip.domain and dims[1] and chip.domain % dims[1]:
+    if chip.platform == "gpu" and chip.domain and dims[1] and chip.domain % dims[1]:
         sizes = [size for size in range(1, chip.domain + 1) if chip.domain % size == 0]
         found.append(
             f"{dims[1]} GPUs per host do not divide the {chip.domain} of an NVLink domain; use {listed(sizes)}"

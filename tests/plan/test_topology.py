@@ -40,6 +40,7 @@ def network(text: str, mesh: dict[str, int], *axes: str, chip=None) -> Network:
         ("gb200:36x4", 144, 1, (36, 4), 2),
         ("gb200:32x4", 128, 1, (32, 4), 2),  # two domains of 64
         ("cpu:8", 8, 1, (1, 8), 1),
+        ("cpu:2x4", 8, 1, (2, 4), 2),
     ],
 )
 def test_topology_of_a_text(text, devices, slices, shape, domains):
@@ -59,7 +60,7 @@ def test_topology_of_a_text(text, devices, slices, shape, domains):
         ("v5p:4x4", r"v5p needs 3 numbers \(chips along x, y, z\), such as v5p:4x4x8; got 4x4"),
         ("v5e:4x4x1", r"v5e needs 2 numbers \(chips along x, y\), such as v5e:4x8; got 4x4x1"),
         ("h100:16", r"h100 needs 2 numbers \(hosts x GPUs\), such as h100:2x8; got 16"),
-        ("cpu:2x4", r"cpu needs 1 number \(devices\), such as cpu:8; got 2x4"),
+        ("cpu:2x4x2", r"cpu needs 1 number \(devices\), such as cpu:8; got 2x4x2"),
         ("v5p:0x4x4", r"all numbers must be at least 1"),
         ("v5p:4x4x4*0", r"all numbers must be at least 1"),
         ("cpu:0", r"all numbers must be at least 1"),
@@ -138,11 +139,13 @@ def test_a_part_of_an_axis_shares_its_links():
 
 
 def test_axes_that_are_not_neighbors_share_links_with_those_between():
-    """dp:4,fsdp:2,tp:8 on 4x4x4: the devices of a group along (dp, tp)."""
-    mesh = {"dp": 2, "fsdp": 2, "tp": 16}
-    topology = parse_topology("v5p:4x4x4")
-    assert network_of(topology, mesh, ("dp", "tp")).size == 32
-    assert network_of(topology, mesh, ("tp", "fsdp")).phases != network_of(topology, mesh, ("tp", "dp")).phases
+    """dp:2,fsdp:2,tp:2 on a line of 8 chips: four groups of dp share the link in the middle."""
+    mesh = {"dp": 2, "fsdp": 2, "tp": 2}
+    assert [tuple(p[1:3]) for p in network("v5e:8x1", mesh, "dp", "tp").phases] == [(2, 45 / 4 * GB), (2, 45 * GB)]
+    assert [tuple(p[1:3]) for p in network("v5e:8x1", mesh, "fsdp", "tp").phases] == [(4, 45 * GB)]
+    assert [tuple(p[1:3]) for p in network("v5e:8x1", mesh, "dp", "fsdp").phases] == [(4, 45 / 2 * GB)]
+    found = network("v5e:8x1", mesh, "dp")
+    assert found.seconds("collective-permute", 1 * GB) == pytest.approx(4 / 45 + 4 * US)
 
 
 def test_h100_across_two_nodes():
@@ -241,6 +244,7 @@ def test_the_two_cores_of_a_chip_are_placed_as_create_mesh_places_them():
         (tpu_slice("TPU v3", (4, 4), cores=2), "v3:4x4"),
         (tpu_slices(2, "TPU v4", (2, 2, 4)), "v4:2x2x4*2"),
         (gpu_hosts(2, 8), "h100:2x8"),
+        ([dataclasses.replace(device, platform="cpu", device_kind="cpu") for device in gpu_hosts(2, 4)], "cpu:2x4"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

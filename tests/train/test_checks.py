@@ -13,6 +13,7 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.train import apply_overrides, build_program, load_recipe, train
 from flax_mesh.train.checks import check_compiler_options, check_config, check_on_corpus
 from flax_mesh.train.data.data import load_corpus
+from flax_mesh.train.metrics import Rows, StepCheck
 from tests.train.bigram import BigramConfig, loss_fn, recipe, write_text
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.py"
@@ -52,6 +53,8 @@ TINY = Path(__file__).parents[2] / "recipes" / "tiny.py"
         (f"data.source={'x' * 5000}", "data.source is too long for a path: 5000 bytes"),
         (f"checkpoint.start_from={'x' * 5000}", "checkpoint.start_from is too long for a path: 5000 bytes"),
         ("checkpoint.start_from=~no_such_user/x", "checkpoint.start_from names a user without a home folder"),
+        ("run.hardware=nothing.toml", r"run.hardware: nothing.toml: no such file; it must be a TOML file"),
+        (f"run.hardware={TINY}", r"run.hardware: .*tiny.py is not a TOML file: "),
         ("model.head_dim=3", "model.head_dim must be even for rotary positions, got 3"),
     ],
 )
@@ -152,3 +155,15 @@ def test_a_run_prints_and_uses_its_options_and_rejects_unknown_ones(tmp_path):
     train(apply_overrides(recipe(), [*base, f"run.compiler_options={dump}"]), say=printed.append)
     assert f"compiler: {dump}" in printed
     assert list((tmp_path / "dump").glob("*jit_step*"))
+
+
+def test_the_peak_of_the_mfu_is_that_of_a_hardware_file(tmp_path):
+    (tmp_path / "chip.toml").write_text('base = "cpu"\npeak_flops = {bfloat16 = 2e9}\n')
+    for settings, peak in [([], None), ([f"run.hardware={tmp_path / 'chip.toml'}"], 2e9)]:
+        config = replace(apply_overrides(recipe(), settings), flops_per_token=lambda model, parameters, length: 1e3)
+        program = build_program(config)
+        rows = Rows(None, program, 0, StepCheck(config.run, {}), hooks=[], say=print, warn_or_raise=print)
+        rows.begin(1, {"loss": np.float32(2), "grad_norm": np.float32(1)}, 0.0)
+        rows.finish()
+        expected = peak and rows.last["tokens_per_s"] * 1e3 / (peak * program.mesh.size)
+        assert rows.last["mfu"] == (expected and pytest.approx(expected))

@@ -1,0 +1,120 @@
+"""FLOPs and bytes of the memory (HBM) of every kernel, and the time of each on a chip.
+
+The time of a kernel is that of the roofline model (Williams et al. 2009): the greater of its FLOPs over the reachable
+peak and its bytes over the bandwidth of the memory. Matrix products, convolutions and attention are counted; the
+arithmetic of all other operations is cheaper than reading their operands.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from flax_mesh.hardware import Chip
+from flax_mesh.jax_compat import ATTENTION
+from flax_mesh.plan.collectives import conv_labels, dot_dims, partial_axes
+from flax_mesh.plan.memory import BlockMemory, Kernel
+from flax_mesh.plan.program import Operation, Program
+
+PHASES = ("forward", "backward", "update")
+DTYPES = {(16, "f"): "bfloat16", (32, "f"): "float32", (64, "f"): "float32", (8, "f"): "float8", (8, "i"): "int8"}
+_STATED = re.compile(r'"flops": ?(\d+)')
+
+
+class Cost(NamedTuple):
+    """FLOPs and bytes of one execution of a kernel on one device."""
+
+    phase: str
+    flops: float
+    bytes: float
+    dtype: str  # of the operands
+    times: int
+
+    def seconds(self, chip: Chip) -> tuple[float, float]:
+        """(compute, memory) of one execution."""
+        return self.flops / (chip.peak(self.dtype) * chip.matmul_fraction), self.bytes / chip.memory_bandwidth
+
+
+def costs(memory: BlockMemory, program: Program, phase: str = "", times: int = 1) -> Iterator[Cost]:
+    """The costs of all kernels of a program, those in loops included."""
+    for kernel in memory.kernels:
+        found = phase_of(kernel.source) or phase
+        if kernel.inside is not None:
+            assert kernel.operation is not None
+            yield from costs(kernel.inside, program, found, times * kernel.operation.times)
+        else:
+            flops = sum(flops_of(operation, program) for operation in kernel.computes)
+            dtype = "bfloat16"
+            if kernel.computes and kernel.computes[0].inputs:
+                widest = kernel.computes[0].inputs[0]
+                dtype = DTYPES.get((widest.bits, widest.kind), "bfloat16")
+            yield Cost(found or "update", flops, kernel.read_bytes + kernel.written_bytes, dtype, times)
+
+
+def phase_of(source: str) -> str:
+    """The phase of an operation, by the name stack that JAX gives it; "" if it has none."""
+    if "transpose(" in source:
+        return "backward"
+    return "forward" if "jvp(" in source else ""
+
+
+def flops_of(operation: Operation, program: Program) -> float:
+    """FLOPs of one execution on one device. A product and a sum count as two."""
+    if operation.kind == "dot_general":
+        lhs, out = operation.inputs[0], operation.outputs[0]
+        contracted = math.prod(lhs.shape[d] for d in dot_dims(operation)[2])
+        return 2.0 * out.size * contracted * _scattered(operation, program)
+    if operation.kind == "convolution":
+        _, right, _ = conv_labels(operation)
+        kernel, out = operation.inputs[1], operation.outputs[0]
+        per_output = math.prod(size for size, label in zip(kernel.shape, right, strict=True) if label != "o")
+        return 2.0 * out.size * per_output * _scattered(operation, program)
+    if operation.kind == "ragged_dot":
+        return 2.0 * operation.outputs[0].size * operation.inputs[0].shape[-1]
+    if operation.kind == "custom_call":
+        return _kernel_flops(operation)
+    return 0.0
+
+
+def _scattered(operation: Operation, program: Program) -> float:
+    """Factor for sums over split dims: a device computes all of the result from its part of the sum."""
+    partial = partial_axes(operation)
+    split = [axis for axis in partial if axis not in operation.outputs[0].axes]
+    return 1 / program.group_size(split)
+
+
+def _kernel_flops(operation: Operation) -> float:
+    """Attention: two products forward, five backward; half of them if the mask is causal. Else what the kernel states."""
+    text = operation.attributes.get("backend_config", "")
+    if ATTENTION not in operation.attributes.get("call_target_name", ""):
+        return float(stated[1]) if (stated := _STATED.search(text.replace('\\\\"', '"'))) else 0.0
+    query, key = operation.inputs[:2]
+    direction, mask, window = text.strip('"').split()
+    keys = attended_keys(query.shape[1], key.shape[1], "CAUSAL" in mask, int(window))
+    products = 2 if direction == "forward" else 5
+    return products * 2.0 * query.size * keys
+
+
+def attended_keys(queries: int, keys: int, causal: bool, window: int) -> float:
+    """Mean number of keys that a query attends to."""
+    if window and window < keys:
+        return window - window * window / (2 * queries)
+    return keys / 2 if causal and queries == keys else float(keys)
+
+
+def total_seconds(found: Sequence[Cost], chip: Chip) -> tuple[float, float, float]:
+    """(compute, memory, both with the greater one of each kernel) of all executions."""
+    compute = memory = total = 0.0
+    for cost in found:
+        a, b = cost.seconds(chip)
+        compute += a * cost.times
+        memory += b * cost.times
+        total += max(a, b) * cost.times
+    return compute, memory, total
+
+
+def kernels_of(memory: BlockMemory) -> Iterator[Kernel]:
+    for kernel in memory.kernels:
+        yield kernel
+        if kernel.inside is not None:
+            yield from kernels_of(kernel.inside)

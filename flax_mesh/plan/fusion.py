@@ -1,0 +1,373 @@
+"""The kernels of a program: which operations XLA computes together, and which values it stores.
+
+Most operations are computed inside of those that use their results. These values are stored:
+
+- results of matrix products, convolutions, reductions, collectives, lookups, loops and kernels, and what they read;
+  but a reduction computes its operand itself, and on accelerators so does a product;
+- results that are expensive to compute (exp, tanh ...) and have several uses;
+- results of the program and of loops.
+
+On accelerators a product includes the operations that follow it elementwise. On CPUs it reads operands whose last dims
+are not those of a matrix product from a transposed copy.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from flax_mesh.plan.collectives import Exchange, conv_labels, dot_dims
+from flax_mesh.plan.program import COLLECTIVES, Array, Block, Operation, Program
+
+EXPENSIVE = frozenset(
+    {"exponential", "exponential_minus_one", "log", "log_plus_one", "logistic", "tanh", "erf", "power", "rsqrt", "sqrt"}
+    | {"cbrt", "divide", "sine", "cosine", "tan", "atan2", "remainder", "erf_inv"}
+)
+PRODUCTS = frozenset({"dot_general", "convolution"})
+ROOTS = PRODUCTS | frozenset(
+    {"reduce", "reduce_window", "select_and_scatter", "gather", "scatter", "sort", "while", "case", "if", "custom_call"}
+    | {"rng_bit_generator", "cholesky", "triangular_solve", "fft", "top_k", "ragged_dot", *COLLECTIVES}
+)
+LARGE = 2**16  # bytes of a constant that is worth to be stored
+CONSTANTS = frozenset({"constant", "iota"})
+VIEWS = frozenset({"reshape", "shard", "bitcast_convert"})
+PARTS = frozenset({"dynamic_slice", "slice", "gather"})  # they read a part of their operand
+MOVES = frozenset({"transpose", "reshape", "slice", "concatenate", "pad", "dynamic_update_slice", "reverse"})
+
+
+@dataclass(eq=False, slots=True)
+class Buffer:
+    """The memory of one value. `fixed`: it exists before and after the block, which therefore does not count it."""
+
+    bytes: int
+    array: Array
+    phase: str  # that writes it
+    fixed: bool = False
+
+
+class Read(NamedTuple):
+    """A buffer that a kernel reads, and how many of its bytes."""
+
+    buffer: Buffer
+    bytes: int
+
+
+@dataclass(eq=False, slots=True)
+class Kernel:
+    """One instruction of the compiled program. The result of an elementwise one may take the memory of an operand."""
+
+    source: str
+    reads: dict[int, Read]  # by the id of the buffer
+    writes: list[Buffer]
+    computes: tuple[Operation, ...] = ()  # the product, the loop or another root
+    elementwise: bool = False
+    updates: Buffer | None = None  # that is changed in place
+    written_bytes: int = 0
+    body: "list[Kernel] | None" = None
+    results: list[Buffer] = field(default_factory=list)  # of the body
+
+    @property
+    def read_bytes(self) -> int:
+        return sum(read.bytes for read in self.reads.values())
+
+
+Leaves = tuple[tuple[Array, int], ...]  # stored values that a value is computed from, and how many bytes of each
+
+
+def fuse(program: Program, exchanges: Sequence[Exchange]) -> tuple[list[Kernel], list[Buffer]]:
+    """The kernels of a program in the order of its operations, and the buffers of its results."""
+    by_operation: dict[int, list[Exchange]] = {}
+    for exchange in exchanges:
+        by_operation.setdefault(id(exchange.operation), []).append(exchange)
+    block = program.block
+    given: dict[object, Buffer] = {id(x): Buffer(x.bytes, x, "", fixed=True) for x in block.arguments}
+    in_place = {id(block.results[result]) for result in program.donated.values() if result >= 0}
+    fusion = _Fusion(block, program, by_operation, given, {}, in_place, "")
+    return fusion.kernels, fusion.buffers_of(block.results)
+
+
+class _Fusion:
+    """The fusion of one block. `given` are buffers outside of it, `outside` the leaves of values outside of it."""
+
+    def __init__(
+        self,
+        block: Block,
+        program: Program,
+        exchanges: Mapping[int, Sequence[Exchange]],
+        given: Mapping[object, Buffer],
+        outside: Mapping[int, Leaves],
+        in_place: set[int],
+        phase: str,
+    ):
+        self.block, self.program, self.exchanges = block, program, exchanges
+        self.in_place, self.phase = in_place, phase
+        self.cpu = program.platform == "cpu"
+        self.buffers = dict(given)
+        self.known = dict(outside)
+        self.results = set(map(id, block.results))
+        self.uses = self._uses()
+        self.chains: dict[int, list[Operation]] = {}  # id of the last value -> the product and what follows it
+        self.absorbed: set[int] = set()
+        if not self.cpu:
+            for operation in block.operations:
+                self._extend(operation)
+        self.stored = self._stored()
+        self.kernels: list[Kernel] = []
+        for operation in block.operations:
+            self._visit(operation)
+
+    def buffers_of(self, arrays: Iterable[Array]) -> list[Buffer]:
+        found = {id(read.buffer): read.buffer for x in arrays for read in self.read(x).values()}
+        return list(found.values())
+
+    # Which values are stored
+
+    def _uses(self) -> dict[int, list[Operation]]:
+        """The operations that use each value. CPUs store what a loop reads, accelerators may compute it in its body."""
+        uses: dict[int, list[Operation]] = {}
+        for operation in self.block.operations:
+            for array in carried_inputs(operation) if operation.kind == "while" else operation.inputs:
+                uses.setdefault(id(array), []).append(operation)
+            for body in operation.bodies:
+                for inner, _ in body.walk():
+                    for array in inner.inputs:
+                        uses.setdefault(id(array), []).append(operation if self.cpu else inner)
+        return uses
+
+    def _is_root(self, operation: Operation) -> bool:
+        return operation.kind in ROOTS or bool(self.exchanges.get(id(operation)))
+
+    def _extend(self, product: Operation) -> None:
+        """Find the operations that follow a product elementwise, one after another."""
+        if product.kind not in PRODUCTS or self.exchanges.get(id(product)):
+            return
+        chain, array, inside = [product], product.outputs[0], set(self.block.operations)
+        while len(uses := self.uses.get(id(array), [])) == 1 and id(array) not in self.results:
+            (use,) = uses
+            if use not in inside or use.kind in CONSTANTS | MOVES or self._is_root(use):
+                break
+            if len(use.outputs) != 1 or use.outputs[0].size != array.size:
+                break
+            chain.append(use)
+            array = use.outputs[0]
+        if len(chain) > 1:
+            self.chains[id(array)] = chain
+            self.absorbed |= {id(each.outputs[0]) for each in chain[:-1]}
+
+    def _stored(self) -> set[int]:
+        stored = set(self.results) | set(self.chains)
+        for operation in self.block.operations:
+            for array in operation.outputs:
+                uses = self.uses.get(id(array), [])
+                if any(self._reads_memory(use, array) for use in uses) or (len(uses) > 1 and is_expensive(operation)):
+                    stored.add(id(array))
+        return stored
+
+    def _reads_memory(self, use: Operation, array: Array) -> bool:
+        if use.kind == "reduce" or (use.kind in PRODUCTS and not self.cpu):
+            return False
+        if use.kind in PRODUCTS:
+            return matrix_order(use, array) is None
+        return self._is_root(use)
+
+    # What a value is computed from
+
+    def leaves(self, array: Array) -> Leaves:
+        found = self.known.get(id(array))
+        if found is not None:
+            return found
+        producer = array.producer
+        if id(array) in self.buffers or producer is None or self._is_root(producer):
+            found = ((array, array.bytes),)
+        elif producer.kind in CONSTANTS:
+            found = ()
+        elif producer.kind == "optimization_barrier":
+            found = self.leaves(producer.inputs[producer.outputs.index(array)])
+        else:
+            most = array.bytes if producer.kind in PARTS else None
+            sizes: dict[int, tuple[Array, int]] = {}
+            for operand in producer.inputs:
+                for x, size in self.leaves(operand):
+                    size = size if most is None else min(size, most)
+                    sizes[id(x)] = (x, max(size, sizes[id(x)][1] if id(x) in sizes else 0))
+            found = tuple(sizes.values())
+        self.known[id(array)] = found
+        return found
+
+    def read(self, *arrays: Array) -> dict[int, Read]:
+        """The buffers that are read to compute values."""
+        found: dict[int, Read] = {}
+        for array in arrays:
+            for x, size in self.leaves(array):
+                if (buffer := self.buffers.get(id(x))) is not None:
+                    before = found[id(buffer)].bytes if id(buffer) in found else 0
+                    found[id(buffer)] = Read(buffer, max(size, before))
+        return found
+
+    # Kernels
+
+    def _visit(self, operation: Operation) -> None:
+        first = id(operation.outputs[0]) if operation.outputs else 0
+        if first in self.absorbed or operation.kind == "optimization_barrier":
+            return
+        if first in self.chains:
+            self._product(self.chains[first])
+        elif operation.kind == "while":
+            self._loop(operation)
+        elif self._is_root(operation):
+            reads = self._operands(operation, operation.inputs)
+            self._add(operation.source, reads, operation.outputs, (operation,))
+        elif operation.kind not in CONSTANTS:
+            for array in operation.outputs:
+                if id(array) in self.stored:
+                    self._fused(operation, array)
+
+    def _add(
+        self, source: str, reads: dict[int, Read], arrays: Sequence[Array], computes: tuple[Operation, ...] = ()
+    ) -> Kernel:
+        phase = phase_of(source) or self.phase
+        writes = [Buffer(x.bytes, x, phase, fixed=id(x) in self.in_place) for x in arrays]
+        self.buffers.update({id(x): buffer for x, buffer in zip(arrays, writes, strict=True)})
+        written = sum(buffer.bytes for buffer in writes)
+        kernel = Kernel(source, reads, writes, computes, elementwise=not computes, written_bytes=written)
+        self.kernels.append(kernel)
+        return kernel
+
+    def _fused(self, operation: Operation, array: Array) -> None:
+        """A stored value of a cheap operation: a view of another one, an update in place, or a kernel."""
+        if not self.cpu and not self.leaves(array) and all(u.kind == "while" for u in self.uses.get(id(array), [])):
+            self.known.pop(id(array))
+            return  # the zeros that a loop starts from are written where the loop updates them
+        self.known.pop(id(array), None)
+        base = self.buffers.get(id(operation.inputs[0])) if operation.inputs else None
+        if operation.kind in VIEWS and base is not None and base.bytes == array.bytes:
+            self.buffers[id(array)] = base
+        elif operation.kind == "dynamic_update_slice" and base is not None and base.bytes == array.bytes:
+            reads = self.read(*operation.inputs[1:])
+            self.buffers[id(array)] = base
+            size = operation.inputs[1].bytes
+            self.kernels.append(Kernel(operation.source, reads, [], updates=base, written_bytes=size))
+        else:
+            self._add(operation.source, self.read(*operation.inputs), (array,))
+
+    def _product(self, chain: Sequence[Operation]) -> None:
+        product, *rest = chain
+        reads = self._operands(product, product.inputs)
+        reads |= self.read(*(x for each in rest for x in each.inputs if id(x) not in self.absorbed))
+        self._add(product.source, reads, chain[-1].outputs, (product,))
+
+    def _operands(self, operation: Operation, arrays: Sequence[Array]) -> dict[int, Read]:
+        """Where a root reads its operands: a gathered copy, a transposed copy, or the value."""
+        found: dict[int, Read] = {}
+        gathered = {
+            id(exchange.array): exchange
+            for exchange in self.exchanges.get(id(operation), ())
+            if exchange.kind in ("all-gather", "all-to-all") and operation.kind != "reshard"
+        }
+        for array in arrays:
+            if (exchange := gathered.get(id(array))) is not None:
+                copy = self._copy(("gathered", id(array), exchange.wanted), array, exchange.result_bytes)
+                found[id(copy)] = Read(copy, copy.bytes)
+            elif operation.kind in PRODUCTS and self.cpu and (order := matrix_order(operation, array)) is not None:
+                copy = self._copy(("transposed", id(array), order), array, array.bytes)
+                found[id(copy)] = Read(copy, copy.bytes)
+            elif operation.kind == "gather" and array is operation.inputs[0]:
+                size = operation.outputs[0].bytes
+                found |= {key: Read(x.buffer, min(x.bytes, size)) for key, x in self.read(array).items()}
+            else:
+                found |= self.read(array)
+        return found
+
+    def _copy(self, key: object, array: Array, size: int) -> Buffer:
+        """A copy of a value, made once. It is computed from what the value is computed from, if that is cheap."""
+        found = self.buffers.get(key)
+        if found is None:
+            producer = array.producer
+            source = producer.source if producer is not None else ""
+            reads = self.read(array)
+            if producer is not None and not self._is_root(producer) and not is_expensive(producer):
+                reads = self.read(*producer.inputs) or reads
+            found = Buffer(size, array, phase_of(source) or self.phase)
+            self.buffers[key] = found
+            self.kernels.append(Kernel(source, reads, [found], written_bytes=size))
+        return found
+
+    def _loop(self, operation: Operation) -> None:
+        """The values that a loop carries are stored once and updated; the others are read where they are."""
+        body = operation.bodies[0]
+        given: dict[object, Buffer] = {
+            key: Buffer(x.bytes, x.array, x.phase, fixed=True) for key, x in self.buffers.items()
+        }
+        changed = set(map(id, carried_inputs(operation)))
+        carried, inits = [], []
+        for init, argument, out in zip(operation.inputs, body.arguments, operation.outputs, strict=True):
+            if id(init) in changed:
+                carried.append(out)
+                inits.append(init)
+                given[id(argument)] = Buffer(argument.bytes, argument, "", fixed=True)
+            else:
+                self.known[id(argument)] = self.known[id(out)] = self.leaves(init)
+        inside = {id(x) for each, _ in body.walk() for x in each.outputs} | set(map(id, body.arguments))
+        captured = {id(x): x for each, _ in body.walk() for x in each.inputs if id(x) not in inside}
+        reads = self.read(*inits, *captured.values())
+        if self.cpu:
+            reads |= self._hoisted(body)
+        phase = phase_of(operation.source) or self.phase
+        inner = _Fusion(body, self.program, self.exchanges, given, self.known, set(), phase)
+        kernel = self._add(operation.source, reads, carried, (operation,))
+        kernel.body, kernel.results = inner.kernels, inner.buffers_of(body.results)
+        kernel.elementwise = True  # each carried value takes the memory of its initial one
+
+
+    def _hoisted(self, body: Block) -> dict[int, Read]:
+        """CPUs compute what does not change in a loop before it, such as masks of attention, and store it."""
+        constant: set[int] = set()
+        found: dict[int, Read] = {}
+        for operation in body.operations:
+            if operation.kind in CONSTANTS or (
+                operation.inputs and not self._is_root(operation) and all(id(x) in constant for x in operation.inputs)
+            ):
+                constant |= set(map(id, operation.outputs))
+                continue
+            for x in operation.inputs:
+                if id(x) in constant and x.bytes >= LARGE:
+                    buffer = self._copy(("hoisted", x.local, x.bits), x, x.bytes)
+                    found[id(buffer)] = Read(buffer, x.bytes)
+        return found
+
+
+def phase_of(source: str) -> str:
+    """The phase of an operation, by the name stack that JAX gives it; "" if it has none."""
+    if "transpose(" in source:
+        return "backward"
+    return "forward" if "jvp(" in source else ""
+
+
+def is_expensive(operation: Operation) -> bool:
+    """Whether a result is stored rather than computed twice. XLA multiplies by the reciprocal of a broadcast value."""
+    if operation.kind == "divide":
+        producer = operation.inputs[1].producer
+        return producer is None or producer.kind != "broadcast_in_dim"
+    return operation.kind in EXPENSIVE
+
+
+def matrix_order(product: Operation, array: Array) -> tuple[int, ...] | None:
+    """The order of dims in which CPUs read an operand of a product: batch, rows, columns. None: the order it has."""
+    left = product.inputs[0] is array
+    if product.kind == "convolution":
+        labels = conv_labels(product)[0 if left else 1]
+        usual = (labels[0] == "b" and labels[-1] == "f") if left else labels[-1] == "o"
+        return None if usual else tuple(range(len(labels)))
+    batch_l, batch_r, contract_l, contract_r = dot_dims(product)
+    batch, contract = (batch_l, contract_l) if left else (batch_r, contract_r)
+    free = tuple(d for d in range(len(array.shape)) if d not in batch + contract)
+    order = (*batch, *free, *contract) if left else (*batch, *contract, *free)
+    moved = [d for d in order if array.local[d] > 1]
+    return None if moved == sorted(moved) else order
+
+
+def carried_inputs(loop: Operation) -> list[Array]:
+    """The initial values of what a loop changes."""
+    body = loop.bodies[0]
+    computed = {id(x) for operation in body.operations for x in operation.outputs} | set(map(id, body.arguments))
+    triples = zip(loop.inputs, body.arguments, body.results, strict=True)
+    return [init for init, argument, result in triples if result is not argument and id(result) in computed]
