@@ -56,6 +56,9 @@ SHARED = {
     "mpmd.runtime.placement",  # bytes of every group, for `explain` of a recipe
     "mpmd.split.remat",  # the values of `pipeline.remat`
     "mpmd.transport.ordered",  # the values of `pipeline.transport`
+    "plan.plan",
+    "plan.report",  # lines of a plan, for `train` and `plan`
+    "plan.topology",
     "processes.launch",
     "processes.output",  # standard output that never ends a process
     "processes.store",  # the key-value store of jax.distributed
