@@ -158,9 +158,7 @@ def draw_traffic(traffic: Sequence[Traffic]) -> str:
     parts, y = [], TOP
     for name in axes:
         own, x = [item for item in traffic if item.axes == name], float(left)
-        parts.append(
-            svg_text(left - 10, y + 16, _short(report.axes_text(name), 18), size=13, anchor="end", class_="ink")
-        )
+        parts.append(svg_text(left - 10, y + 16, _short(listed(name), 18), size=13, anchor="end", class_="ink"))
         for kind in kinds:
             seconds = _seconds([item for item in own if item.kind == kind])
             if seconds:

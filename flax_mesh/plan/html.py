@@ -54,8 +54,8 @@ def paragraph(text: str) -> str:
 
 
 def memory_section(memory: Memory) -> str:
-    heads = report.MEMORY_HEADS
-    table = html_table(heads, report.memory_rows(memory), right=heads[1:])
+    heads, rows = report.memory_table(memory)
+    table = html_table(heads, rows, right=heads[1:])
     notes = [paragraph(note) for note in report.memory_notes(memory)]
     chart = [draw_memory(memory)] if memory.timeline else []
     return section("Memory of one device over a step", *chart, table, *notes)
@@ -64,8 +64,8 @@ def memory_section(memory: Memory) -> str:
 def time_section(time: Time, chip: Chip) -> str:
     if not time.parts:
         return ""
-    heads = report.PART_HEADS
-    table = html_table(heads, report.part_rows(time.parts), right=heads[1:-1])
+    heads, rows = report.part_table(time.parts)
+    table = html_table(heads, rows, right=heads[1:-1])
     return section("Time of the parts", draw_roofline(time.parts, chip), paragraph(report.PARTS_CAPTION), table)
 
 
@@ -79,8 +79,8 @@ def schedule_section(time: Time) -> str:
 def traffic_section(traffic: Sequence[Traffic]) -> str:
     if not traffic:
         return section("Traffic", paragraph("The step has no collectives."))
-    heads = report.TRAFFIC_HEADS
-    table = html_table(heads, report.traffic_rows(traffic), right=heads[2:])
+    heads, rows = report.traffic_table(traffic)
+    table = html_table(heads, rows, right=heads[2:])
     return section("Traffic by mesh axis", draw_traffic(traffic), paragraph(report.TRAFFIC_CAPTION), table)
 
 

@@ -3,43 +3,50 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax_mesh.plan.results import CATEGORIES, Memory, Part, Time, Traffic
 from flax_mesh.plan.topology import Topology
 from flax_mesh.sharding.rules import Finding
 from flax_mesh.text import UNLIMITED, at_most, bytes_text, count_text, folded, listed, mesh_text, table_text
 
-GIB, MS, TERA = 2**30, 1e-3, 1e12
+
+class Unit(NamedTuple):
+    name: str
+    size: float
+    least: float  # the largest value of a table in this unit is at least that
+
+
+FLOPS = (Unit("PFLOP", 1e15, 1e17), Unit("TFLOP", 1e12, 1e11), Unit("GFLOP", 1e9, 1e8), Unit("MFLOP", 1e6, 0))
+BYTES = (Unit("TiB", 2**40, 2**47), Unit("GiB", 2**30, 2**27), Unit("MiB", 2**20, 2**17), Unit("KiB", 2**10, 0))
+TIMES = (Unit("s", 1, 100), Unit("ms", 1e-3, 1e-4), Unit("µs", 1e-6, 0))
 WIDTH = 80  # columns
 MOST_ROWS = 12  # of a table
-MEMORY_HEADS = ("memory at the peak", "GiB", "share")
-PART_HEADS = ("part", "times", "TFLOP", "HBM GiB", "compute", "memory", "network", "ms", "limit")
-TRAFFIC_HEADS = ("axes", "kind", "times", "operand GiB", "ICI GiB", "DCN GiB", "ms")
-PARTS_CAPTION = "time of each part, of one execution on one device in ms"
+PARTS_CAPTION = "time of each part: one execution on one device"
 TRAFFIC_CAPTION = "traffic of one device per step"
 
 # --- text ---
 
 
 def number(value: float) -> str:
-    """`1,234`, `12.3`, `0.0123`: three significant digits, or the integer."""
-    if value == 0:
-        return "0"
-    if abs(value) >= 99.95:
+    """`1,234`, `12.3`, `0.012`: three significant digits, all digits of an integer part, at most three decimals."""
+    if value == 0 or value >= 99.95:
         return f"{value:,.0f}"
-    text = f"{value:.3g}"
-    return text if "e" in text else f"{value:#.3g}".rstrip(".")
-
-
-def gib(count: float) -> str:
-    """The number of GiB of so many bytes."""
-    return number(count / GIB)
+    if value >= 0.9995:
+        return f"{value:#.3g}"
+    return f"{value:.3f}" if value >= 0.0005 else "<0.001"
 
 
 def time_text(seconds: float) -> str:
-    """`4.35 s`, `12.3 ms`."""
-    return f"{number(seconds)} s" if seconds >= 0.9995 else f"{number(seconds / MS)} ms"
+    """`4.35 s`, `12.3 ms`, `150 µs`."""
+    unit = TIMES[0] if seconds >= 0.9995 else unit_of([seconds], TIMES)
+    return f"{number(seconds / unit.size)} {unit.name}"
+
+
+def unit_of(values: Iterable[float], units: Sequence[Unit]) -> Unit:
+    """The largest unit that is not too large for the largest value."""
+    largest = max(values, default=0.0)
+    return next(unit for unit in units if largest >= unit.least)
 
 
 def of_capacity(used: int, capacity: int | None) -> str:
@@ -80,7 +87,8 @@ def rates(time: Time) -> list[str]:
 
 
 def memory_text(memory: Memory, width: int = UNLIMITED) -> str:
-    table = table_text(MEMORY_HEADS, memory_rows(memory), right=MEMORY_HEADS[1:])
+    heads, rows = memory_table(memory)
+    table = table_text(heads, rows, right=heads[1:])
     return "\n".join([table, *(folded(note, width, "  ") for note in memory_notes(memory))])
 
 
@@ -102,14 +110,16 @@ def memory_notes(memory: Memory) -> list[str]:
 def parts_text(parts: Sequence[Part], width: int = UNLIMITED) -> str:
     if not parts:
         return ""
-    table = table_text(PART_HEADS, part_rows(parts), width, right=PART_HEADS[1:-1], wrap=PART_HEADS[:1])
+    heads, rows = part_table(parts)
+    table = table_text(heads, rows, width, right=heads[1:-1], wrap=heads[:1])
     return f"{PARTS_CAPTION}\n{table}"
 
 
 def traffic_text(traffic: Sequence[Traffic], width: int = UNLIMITED) -> str:
     if not traffic:
         return ""
-    table = table_text(TRAFFIC_HEADS, traffic_rows(traffic), width, right=TRAFFIC_HEADS[2:], wrap=TRAFFIC_HEADS[:2])
+    heads, rows = traffic_table(traffic)
+    table = table_text(heads, rows, width, right=heads[2:], wrap=heads[:2])
     return f"{TRAFFIC_CAPTION}\n{table}"
 
 
@@ -158,42 +168,45 @@ def tiles(memory: Memory, time: Time, num_devices: int) -> list[tuple[str, str]]
     return [("fits", verdict), *found]
 
 
-# --- rows of the tables, for text and HTML ---
+# --- tables, for text and HTML: heads and rows ---
+
+Table = tuple[list[str], list[list[str]]]
 
 
-def memory_rows(memory: Memory) -> list[tuple[str, str, str]]:
+def memory_table(memory: Memory) -> Table:
     shares = [(name, memory.at_peak.get(name, 0)) for name in CATEGORIES]
     used = [*((name, size) for name, size in shares if size), ("total", memory.peak)]
-    decimals = 2 if memory.peak >= GIB else 5
-    return [(name, f"{size / GIB:,.{decimals}f}", f"{size / (memory.peak or 1):.1%}") for name, size in used]
+    unit = unit_of([memory.peak], BYTES)
+    rows = [[name, f"{size / unit.size:,.2f}", f"{size / (memory.peak or 1):.1%}"] for name, size in used]
+    return ["memory at the peak", unit.name, "share"], rows
 
 
-def part_rows(parts: Sequence[Part]) -> list[list[str]]:
+def part_table(parts: Sequence[Part]) -> Table:
     """One row for all parts that differ only in a number of their names. Of more rows, those with the most time."""
-    rows = [(names, part) for names, part in group_parts(parts)]
-    kept, rest = rows, []
+    flops, size = unit_of([part.flops for part in parts], FLOPS), unit_of([part.hbm_bytes for part in parts], BYTES)
+    time = unit_of([part.seconds for part in parts], TIMES)
+    heads = ["part", "times", flops.name, f"HBM {size.name}", "compute", "memory", "network", time.name, "limit"]
+    groups = group_parts(parts)
+    rows = []
+    for name, part in groups:
+        seconds = (part.compute_seconds, part.memory_seconds, part.network_seconds, part.seconds)
+        amounts = [part.flops / flops.size, part.hbm_bytes / size.size, *(value / time.size for value in seconds)]
+        rows.append([name, f"{part.times:,}", *map(number, amounts), part.limit])
     if len(rows) > MOST_ROWS:
-        ranked = sorted(range(len(rows)), key=lambda i: rows[i][1].times * rows[i][1].seconds, reverse=True)
-        chosen = set(ranked[: MOST_ROWS - 1])
-        kept = [rows[i] for i in sorted(chosen)]
-        rest = [[f"and {len(rows) - len(kept):,} more", *[""] * (len(PART_HEADS) - 1)]]
-    return [*([name, *_cells(part)] for name, part in kept), *rest]
-
-
-def _cells(part: Part) -> list[str]:
-    times = (part.compute_seconds, part.memory_seconds, part.network_seconds, part.seconds)
-    amounts = [number(part.flops / TERA), gib(part.hbm_bytes), *(number(seconds / MS) for seconds in times)]
-    return [f"{part.times:,}", *amounts, part.limit]
+        ranked = sorted(range(len(rows)), key=lambda i: groups[i][1].times * groups[i][1].seconds, reverse=True)
+        kept = [rows[i] for i in sorted(ranked[: MOST_ROWS - 1])]
+        rows = [*kept, [f"and {len(rows) - len(kept):,} more", *[""] * (len(heads) - 1)]]
+    return heads, rows
 
 
 def group_parts(parts: Sequence[Part]) -> list[tuple[str, Part]]:
-    """(name, first part) of the parts with equal cells whose names differ only in one number: `stages 1-6 F`.
+    """(name, first part) of equal parts whose names differ only in their first number: `stages 1-6 F`.
 
-    In the order of the first part of each.
+    Parts are equal if three significant digits are. The groups are in the order of the first part of each.
     """
     found: dict[tuple[str, ...], list[Part]] = {}
     for part in parts:
-        found.setdefault((re.sub(r"\d+", "#", part.name, count=1), *_cells(part)), []).append(part)
+        found.setdefault((re.sub(r"\d+", "#", part.name, count=1), *(f"{x:.3g}" for x in part[1:])), []).append(part)
     return [(_names_text([part.name for part in group]), group[0]) for group in found.values()]
 
 
@@ -211,28 +224,18 @@ def ranges(numbers: Iterable[int]) -> str:
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def axes_text(axes: Sequence[str]) -> str:
-    """`dp+fsdp`, as in mesh.rules."""
-    return "+".join(axes) or "-"
-
-
-def traffic_rows(traffic: Sequence[Traffic]) -> list[list[str]]:
-    rows = [
-        [
-            axes_text(item.axes),
-            item.kind,
-            f"{item.times:,}",
-            gib(item.operand_bytes),
-            gib(item.ici_bytes),
-            gib(item.dcn_bytes),
-            number(item.seconds / MS),
-        ]
-        for item in traffic
-    ]
-    if len(rows) <= MOST_ROWS:
-        return rows
-    rest = number(sum(item.seconds for item in traffic[MOST_ROWS - 1 :]) / MS)
-    return [*rows[: MOST_ROWS - 1], [f"and {len(rows) - MOST_ROWS + 1:,} more", *[""] * (len(TRAFFIC_HEADS) - 2), rest]]
+def traffic_table(traffic: Sequence[Traffic]) -> Table:
+    size = unit_of([max(item.operand_bytes, item.ici_bytes, item.dcn_bytes) for item in traffic], BYTES)
+    time = unit_of([item.seconds for item in traffic], TIMES)
+    heads = ["axes", "kind", "times", f"operand {size.name}", f"ICI {size.name}", f"DCN {size.name}", time.name]
+    rows = []
+    for item in traffic:
+        amounts = [number(count / size.size) for count in (item.operand_bytes, item.ici_bytes, item.dcn_bytes)]
+        rows.append([listed(item.axes), item.kind, f"{item.times:,}", *amounts, number(item.seconds / time.size)])
+    if len(rows) > MOST_ROWS:
+        rest = number(sum(item.seconds for item in traffic[MOST_ROWS - 1 :]) / time.size)
+        rows[MOST_ROWS - 1 :] = [[f"and {len(rows) - MOST_ROWS + 1:,} more", *[""] * (len(heads) - 2), rest]]
+    return heads, rows
 
 
 # --- plain data ---

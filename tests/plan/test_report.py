@@ -100,7 +100,7 @@ def test_the_text_of_a_pipeline_has_all_numbers():
         r"stages 0,7 F +32 +9\.00 +27\.9 +40\.0 +10\.0 +12\.0 +35\.0 +compute",
         r"stages 1-6 B +32 +18\.0 +55\.9 +60\.0 +20\.0 +24\.0 +70\.0 +compute",
         r"fsdp +all-gather +126 +12\.0 +11\.0 +0 +400",
-        r"dp\+fsdp +all-reduce +1 +3\.00 +1\.00 +6\.00 +150",
+        r"dp, fsdp +all-reduce +1 +3\.00 +1\.00 +6\.00 +150",
         r"1 finding:",
         r"- data\.batch_size=8: too small .*",
     ):
@@ -135,10 +135,30 @@ def test_only_parts_with_equal_cells_are_one_row():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (1234.4, "1,234"), (99.96, "100"), (12.34, "12.3"), (5, "5.00"), (0.01234, "0.0123"), (1e-7, "1e-07")],
+    [(0, "0"), (1234.4, "1,234"), (99.96, "100"), (12.34, "12.3"), (5, "5.00"), (0.0124, "0.012"), (1e-7, "<0.001")],
 )
-def test_numbers_have_three_significant_digits(value, text):
+def test_numbers_are_short(value, text):
     assert number(value) == text
+
+
+def test_small_plans_are_printed_in_smaller_units():
+    part = Part("step", 1, 2.5e9, 3 * 2**20, 1e-5, 2e-5, 0.0, 2.5e-5)
+    traffic = Traffic("collective-permute", ("pp", "dp", "fsdp", "ep", "tp", "sp"), 123_456, 2**20, 2**19, 0, 3e-6)
+    memory = Memory(None, 0, 2**20, 3 * 2**20, {"parameters": 3 * 2**20}, (), (3 * 2**20,))
+    plan = dataclasses.replace(
+        PLANS["plain"], memory=memory, traffic=(traffic,), time=Time(2.5e-5, (part,), None, None, 2.5e9)
+    )
+    text = plan.to_text()
+    for line in (
+        r"step 25\.0 µs",
+        r"memory at the peak +MiB +share",
+        r"total +3\.00 +100\.0%",
+        r"part +times +GFLOP +HBM MiB +compute +memory +network +µs +limit",
+        r"step +1 +2\.50 +3\.00 +10\.0 +20\.0 +0 +25\.0 +memory",
+        r"pp, dp, .*collective-permute +123,456 +1\.00 +0\.500 +0 +3\.00",
+    ):
+        assert re.search(f"^{line}$", text, re.MULTILINE), line
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_ranges_are_the_numbers():
