@@ -13,8 +13,8 @@ from typing import NamedTuple
 from flax_mesh.hardware import Chip
 from flax_mesh.jax_compat import ATTENTION
 from flax_mesh.plan.collectives import conv_labels, dot_dims, partial_axes
-from flax_mesh.plan.memory import BlockMemory, Kernel
-from flax_mesh.plan.program import Operation, Program
+from flax_mesh.plan.fusion import Kernel
+from flax_mesh.plan.program import Operation, Program, phase_of
 
 PHASES = ("forward", "backward", "update")
 DTYPES = {(16, "f"): "bfloat16", (32, "f"): "float32", (64, "f"): "float32", (8, "f"): "float8", (8, "i"): "int8"}
@@ -35,27 +35,19 @@ class Cost(NamedTuple):
         return self.flops / (chip.peak(self.dtype) * chip.matmul_fraction), self.bytes / chip.memory_bandwidth
 
 
-def costs(memory: BlockMemory, program: Program, phase: str = "", times: int = 1) -> Iterator[Cost]:
-    """The costs of all kernels of a program, those in loops included."""
-    for kernel in memory.kernels:
+def costs(kernels: Sequence[Kernel], program: Program, phase: str = "update", times: int = 1) -> Iterator[Cost]:
+    """The costs of all kernels, those in loops included."""
+    for kernel in kernels:
         found = phase_of(kernel.source) or phase
-        if kernel.inside is not None:
-            assert kernel.operation is not None
-            yield from costs(kernel.inside, program, found, times * kernel.operation.times)
-        else:
-            flops = sum(flops_of(operation, program) for operation in kernel.computes)
-            dtype = "bfloat16"
-            if kernel.computes and kernel.computes[0].inputs:
-                widest = kernel.computes[0].inputs[0]
-                dtype = DTYPES.get((widest.bits, widest.kind), "bfloat16")
-            yield Cost(found or "update", flops, kernel.read_bytes + kernel.written_bytes, dtype, times)
-
-
-def phase_of(source: str) -> str:
-    """The phase of an operation, by the name stack that JAX gives it; "" if it has none."""
-    if "transpose(" in source:
-        return "backward"
-    return "forward" if "jvp(" in source else ""
+        if kernel.body is not None:
+            yield from costs(kernel.body, program, found, times * kernel.computes[0].times)
+            continue
+        flops, dtype = 0.0, "bfloat16"
+        for operation in kernel.computes:
+            flops += flops_of(operation, program)
+            if operation.inputs:
+                dtype = DTYPES.get((operation.inputs[0].bits, operation.inputs[0].kind), "bfloat16")
+        yield Cost(found, flops, kernel.read_bytes + kernel.written_bytes, dtype, times)
 
 
 def flops_of(operation: Operation, program: Program) -> float:
@@ -111,10 +103,3 @@ def total_seconds(found: Sequence[Cost], chip: Chip) -> tuple[float, float, floa
         memory += b * cost.times
         total += max(a, b) * cost.times
     return compute, memory, total
-
-
-def kernels_of(memory: BlockMemory) -> Iterator[Kernel]:
-    for kernel in memory.kernels:
-        yield kernel
-        if kernel.inside is not None:
-            yield from kernels_of(kernel.inside)

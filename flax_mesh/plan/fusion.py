@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from flax_mesh.plan.collectives import Exchange, conv_labels, dot_dims
-from flax_mesh.plan.program import COLLECTIVES, Array, Block, Operation, Program
+from flax_mesh.plan.program import COLLECTIVES, Array, Block, Operation, Program, phase_of
 
 EXPENSIVE = frozenset(
     {"exponential", "exponential_minus_one", "log", "log_plus_one", "logistic", "tanh", "erf", "power", "rsqrt", "sqrt"}
@@ -42,6 +42,7 @@ class Buffer:
     array: Array
     phase: str  # that writes it
     fixed: bool = False
+    gathered: bool = False  # the result of a collective
 
 
 class Read(NamedTuple):
@@ -167,7 +168,7 @@ class _Fusion:
             return False
         if use.kind in PRODUCTS:
             return matrix_order(use, array) is None
-        return self._is_root(use)
+        return use.kind == "optimization_barrier" or self._is_root(use)
 
     # What a value is computed from
 
@@ -286,7 +287,7 @@ class _Fusion:
             reads = self.read(array)
             if producer is not None and not self._is_root(producer) and not is_expensive(producer):
                 reads = self.read(*producer.inputs) or reads
-            found = Buffer(size, array, phase_of(source) or self.phase)
+            found = Buffer(size, array, phase_of(source) or self.phase, gathered=isinstance(key, tuple) and key[0] == "gathered")
             self.buffers[key] = found
             self.kernels.append(Kernel(source, reads, [found], written_bytes=size))
         return found
@@ -310,7 +311,7 @@ class _Fusion:
         captured = {id(x): x for each, _ in body.walk() for x in each.inputs if id(x) not in inside}
         reads = self.read(*inits, *captured.values())
         if self.cpu:
-            reads |= self._hoisted(body)
+            reads |= self._hoisted(operation)
         phase = phase_of(operation.source) or self.phase
         inner = _Fusion(body, self.program, self.exchanges, given, self.known, set(), phase)
         kernel = self._add(operation.source, reads, carried, (operation,))
@@ -318,28 +319,19 @@ class _Fusion:
         kernel.elementwise = True  # each carried value takes the memory of its initial one
 
 
-    def _hoisted(self, body: Block) -> dict[int, Read]:
-        """CPUs compute what does not change in a loop before it, such as masks of attention, and store it."""
-        constant: set[int] = set()
+    def _hoisted(self, loop: Operation) -> dict[int, Read]:
+        """CPUs store constants that JAX computes before a loop, such as masks of attention.
+
+        Shardy computes them in the body, for all that use them; the sharding is that of the one there.
+        """
+        inside = {(x.shape, x.bits): x for each, _ in loop.bodies[0].walk() for x in each.outputs}
         found: dict[int, Read] = {}
-        for operation in body.operations:
-            if operation.kind in CONSTANTS or (
-                operation.inputs and not self._is_root(operation) and all(id(x) in constant for x in operation.inputs)
-            ):
-                constant |= set(map(id, operation.outputs))
-                continue
-            for x in operation.inputs:
-                if id(x) in constant and x.bytes >= LARGE:
-                    buffer = self._copy(("hoisted", x.local, x.bits), x, x.bytes)
-                    found[id(buffer)] = Read(buffer, x.bytes)
+        for init in loop.inputs:
+            x = inside.get((init.shape, init.bits))
+            if x is not None and x.bytes >= LARGE and not init.axes and not self.leaves(init):
+                buffer = self._copy(("hoisted", x.local, x.bits), x, x.bytes)
+                found[id(buffer)] = Read(buffer, x.bytes)
         return found
-
-
-def phase_of(source: str) -> str:
-    """The phase of an operation, by the name stack that JAX gives it; "" if it has none."""
-    if "transpose(" in source:
-        return "backward"
-    return "forward" if "jvp(" in source else ""
 
 
 def is_expensive(operation: Operation) -> bool:

@@ -7,7 +7,7 @@ types. Functions are inlined. Operations that cannot affect a result, and repeat
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -301,6 +301,13 @@ def _attribute_text(attribute: Any, name: str) -> str:
     return str(attribute)
 
 
+def phase_of(source: str) -> str:
+    """The phase of an operation, by the name stack that JAX gives it; "" if it has none."""
+    if "transpose(" in source:
+        return "backward"
+    return "forward" if "jvp(" in source else ""
+
+
 def read_program(module: Any, axis_sizes: Mapping[str, int], platform: str) -> Program:
     """The program of a propagated module; see `jax_compat.propagated_module`."""
     block, names, donated = _Reader(module, axis_sizes, platform).main()
@@ -349,6 +356,3 @@ def remove_unused(block: Block) -> None:
         used |= set(map(id, operation.inputs))
         kept.append(operation)
     block.operations[:] = reversed(kept)
-
-
-Visit = Callable[[Operation, int], None]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh.mpmd.runtime.transfers import GroupTransfers
 from flax_mesh.mpmd.schedules.schedule import Action
@@ -100,13 +100,9 @@ def compile_pipeline(
     options: dict[str, Any] | None = None,
 ) -> CompiledPipeline:
     """Compile the stages of `forward`. `shardings` has one entry per leaf, `group_of` has the group of every stage."""
-    wrt = [at for at, leaf in enumerate(forward.leaves) if leaf.trained]
-    stages, seen = [], set()
-    for number_of_stage, (stage, group) in enumerate(zip(forward.stages, group_of, strict=True)):
-        program = differentiate(stage, wrt, remat=remat, split=split) if train else stage
-        compiler = _StageCompiler(forward, program, number_of_stage, transfers.meshes[group], options)
-        stages.append(compiler.compile(group, shardings, seen))
-        seen |= set(stages[-1].changed)
+    stages = compile_stages(
+        forward, group_of, shardings, transfers.meshes, train=train, remat=remat, split=split, options=options
+    )
     sender = {v: (s.stage, i) for s in stages for i, v in enumerate(s.sent)}
     zeros = {
         group: _zeros([s for s in stages if s.group == group], forward.leaves, shardings, mesh)
@@ -116,7 +112,7 @@ def compile_pipeline(
         number=number,
         trains=train,
         transfers=transfers,
-        stages=tuple(stages),
+        stages=stages,
         names=forward.names,
         sender=sender,
         receivers={v: tuple(s.stage for s in stages if v in s.received) for v in sender},
@@ -126,10 +122,40 @@ def compile_pipeline(
     )
 
 
+def compile_stages(
+    forward: Forward,
+    group_of: Sequence[int],
+    shardings: Sequence[NamedSharding],
+    meshes: Sequence[Mesh | AbstractMesh],
+    *,
+    train: bool,
+    remat: str,
+    split: bool,
+    options: dict[str, Any] | None = None,
+) -> tuple[StageFunctions, ...]:
+    """The programs of every stage on the mesh of its group, which may be abstract: nothing is compiled before a call."""
+    wrt = [at for at, leaf in enumerate(forward.leaves) if leaf.trained]
+    stages: list[StageFunctions] = []
+    seen: set[int] = set()
+    for number, (stage, group) in enumerate(zip(forward.stages, group_of, strict=True)):
+        program = differentiate(stage, wrt, remat=remat, split=split) if train else stage
+        compiler = _StageCompiler(forward, program, number, meshes[group], options)
+        stages.append(compiler.compile(group, shardings, seen))
+        seen |= set(stages[-1].changed)
+    return tuple(stages)
+
+
 class _StageCompiler:
     """Jits F, B and W of one stage: maps the arguments described in StageFunctions to the inputs of its programs."""
 
-    def __init__(self, forward: Forward, program: StageProgram, stage: int, mesh: Mesh, options: dict[str, Any] | None):
+    def __init__(
+        self,
+        forward: Forward,
+        program: StageProgram,
+        stage: int,
+        mesh: Mesh | AbstractMesh,
+        options: dict[str, Any] | None,
+    ):
         self.program, self.stage, self.mesh, self.options = program, stage, mesh, options
         self.updates = forward.updates
         self.num_leaves, self.num_arrays = len(forward.leaves), len(forward.program.inputs) - 2

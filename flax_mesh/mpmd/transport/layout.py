@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 
-def sharding_on(sharding: Any, mesh: Mesh) -> NamedSharding:
+def sharding_on(sharding: Any, mesh: Mesh | AbstractMesh) -> NamedSharding:
     """The same spec on `mesh`, the mesh of another group. Shardings other than NamedSharding become replicated."""
     spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
     return NamedSharding(mesh, spec)
