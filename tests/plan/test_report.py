@@ -10,7 +10,7 @@ import pytest
 
 from flax_mesh.mesh.torus.torus import Torus, arrange
 from flax_mesh.mpmd.schedules import Schedule, StageCost, make_schedule, simulate
-from flax_mesh.plan.draw import thinned
+from flax_mesh.plan.html import thinned
 from flax_mesh.plan.plan import Memory, Moment, Part, Plan, Time, Traffic
 from flax_mesh.plan.report import MOST_ROWS, forecast_line, group_parts, measured_line, number, ranges
 from flax_mesh.plan.topology import parse_topology, placement, torus_of
