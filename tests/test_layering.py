@@ -56,10 +56,14 @@ SHARED = {
     "mpmd.runtime.placement",  # bytes of every group, for `explain` of a recipe
     "mpmd.split.remat",  # the values of `pipeline.remat`
     "mpmd.transport.ordered",  # the values of `pipeline.transport`
+    "plan.plan",
+    "plan.report",  # lines of a plan, for `train` and `plan`
+    "plan.topology",
     "processes.launch",
     "processes.output",  # standard output that never ends a process
     "processes.store",  # the key-value store of jax.distributed
     "sharding.annotations",
+    "sharding.report.html",  # tables of an HTML page, for plans
     "sharding.explicit",  # Explicit axes of models, steps and pipelines
     "step.batch",  # microbatches of a batch, likewise
     "step.loss",  # one loss and one update for the plain step and the pipeline

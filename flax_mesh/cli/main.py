@@ -1,9 +1,9 @@
 """flax-mesh: the command line.
 
-Exit codes: 0 success, 1 unexpected error, 2 invalid input, 3 findings or damaged checkpoints, 4 stopped by a signal or
-a closed standard output after saving, 5 another process of the run was lost, or a step timed out, 6 the numbers of a
-step were not finite, or above a limit, 130 interrupted while nothing could be saved. A reader that ends early
-(`| head`) does not change the code of commands that only print.
+Exit codes: 0 success, 1 unexpected error, 2 invalid input, 3 findings, a plan that does not fit or damaged checkpoints,
+4 stopped by a signal or a closed standard output after saving, 5 another process of the run was lost, or a step timed
+out, 6 the numbers of a step were not finite, or above a limit, 130 interrupted while nothing could be saved. A reader
+that ends early (`| head`) does not change the code of commands that only print.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from flax_mesh.cli import checkpoint, explain, launch, mesh, schedule, train
+from flax_mesh.cli import checkpoint, explain, launch, mesh, plan, schedule, train
 from flax_mesh.cli.common import EXIT_CODES, INTERRUPTED, report_failure, with_lost_output
 from flax_mesh.errors import ConfigError
 from flax_mesh.processes.output import tolerant_output
@@ -24,6 +24,7 @@ COMMANDS = {
     "train": (train, "train a recipe, or resume its run"),
     "launch": (launch, "run train in several processes on this machine"),
     "explain": (explain, "show the sharding of every array of a recipe, without devices"),
+    "plan": (plan, "forecast the memory and the time of a step, for devices that need not be here"),
     "mesh": (mesh, "show how a mesh is placed on the available devices"),
     "schedule": (schedule, "show or search a pipeline schedule"),
     "checkpoint": (checkpoint, "list, inspect, verify, compare, export, import and reshard checkpoints"),

@@ -14,6 +14,7 @@ import jax
 
 from flax_mesh.checkpoint.read import plain
 from flax_mesh.cli.common import DIVERGED, DONE, STOPPED, add_recipe, config_of, report_failure, use_platform
+from flax_mesh.cli.forecast import Forecast
 from flax_mesh.errors import ConfigError
 from flax_mesh.processes import Watch, start_processes
 from flax_mesh.processes.launch import SIGNALS
@@ -91,19 +92,21 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         _display(config.run.steps) as display,
         Watch(report_failure, limit) as watch,
     ):
+        forecast = Forecast(display.say)
         result = train(
             config,
             recipe=arguments.recipe,
             restart=arguments.restart,
             allow_changes=arguments.allow_changes,
             say=display.say,
-            hooks=[display.row, watch.step_ended] if first else [watch.step_ended],
+            hooks=[display.row, forecast.row, watch.step_ended] if first else [watch.step_ended],
+            on_start=forecast.start,
             should_stop=should_stop,
             trace=arguments.trace,
             watch=watch,
         )
     if first:
-        _print_result(result, same_command(argv, arguments.process), config.run.steps)
+        _print_result(result, same_command(argv, arguments.process), config.run.steps, forecast.measured())
     return {"stopped": STOPPED, "diverged": DIVERGED}.get(result.status, DONE)
 
 
@@ -208,8 +211,8 @@ def sample_text(sample: str) -> str:
     return "\n".join(map(plain, sample.split("\n")))
 
 
-def _print_result(result: TrainResult, argv: Sequence[str], steps: int) -> None:
-    row, lines = result.last_row, []
+def _print_result(result: TrainResult, argv: Sequence[str], steps: int, measured: Sequence[str]) -> None:
+    row, lines = result.last_row, [*measured]
     if row.get("bits_per_byte") is not None:
         lines.append(f"held-out: {row['bits_per_byte']:.3f} bits per byte at step {result.step}")
     if result.sample:

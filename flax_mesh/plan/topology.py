@@ -241,13 +241,13 @@ def network_of(topology: Topology, mesh_shape: Mapping[str, int], axes: Sequence
 
 @lru_cache(maxsize=1024)
 def _network(topology: Topology, mesh: tuple[tuple[str, int], ...], axes: frozenset[str]) -> Network:
-    chip, (splits, assignment) = topology.chip, _placement(topology, mesh)
+    chip, (splits, assignment) = topology.chip, placement(topology, mesh)
     chosen = [i for i, (name, _) in enumerate(mesh) if name in axes]
     num_domains = math.prod(splits[i] for i in chosen)
     network = chip.network_bandwidth / chip.devices_per_chip
     phases = [_switched("dcn", num_domains, network, chip.network_latency)]
     if assignment is not None:
-        phases += _torus_phases(chip, _torus(topology), assignment, chosen)
+        phases += _torus_phases(chip, torus_of(topology), assignment, chosen)
     else:
         inside = math.prod(mesh[i][1] // splits[i] for i in chosen)
         kind = "nvlink" if chip.platform == "gpu" else "host"
@@ -256,17 +256,17 @@ def _network(topology: Topology, mesh: tuple[tuple[str, int], ...], axes: frozen
 
 
 @lru_cache(maxsize=64)
-def _placement(topology: Topology, mesh: tuple[tuple[str, int], ...]) -> tuple[tuple[int, ...], Assignment | None]:
+def placement(topology: Topology, mesh: tuple[tuple[str, int], ...]) -> tuple[tuple[int, ...], Assignment | None]:
     """How many slices or domains each axis spans, and the assignment of the axes inside a TPU slice."""
     names, sizes = zip(*mesh, strict=True)
     splits = preferred_splits(sizes, names, topology.num_domains)
     if not topology.chip.torus:
         return splits, None
     inner = [size // split for size, split in zip(sizes, splits, strict=True)]
-    return splits, choose_assignment(_torus(topology), inner, allow_split=True)
+    return splits, choose_assignment(torus_of(topology), inner, allow_split=True)
 
 
-def _torus(topology: Topology) -> Torus:
+def torus_of(topology: Topology) -> Torus:
     """As `physical_mesh` reads it from devices: always x, y and z, then the devices of a chip if there are several."""
     chip, shape = topology.chip, topology.slice_shape
     wraps = (*chip.wraps(shape), False, False)[:3]

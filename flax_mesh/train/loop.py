@@ -68,6 +68,7 @@ def train(
     allow_changes: bool = False,
     say: Say = lambda text: None,
     hooks: Sequence[Callable[[Row], None]] = (),
+    on_start: Callable[[TrainProgram], None] = lambda program: None,
     should_stop: Callable[[], bool] = lambda: False,
     trace: str | Path | None = None,
     watch: Watch | None = None,
@@ -79,7 +80,8 @@ def train(
     checkpoints/.
 
     With several processes, all of them call `train` with the same arguments. `hooks` run in every process; only
-    process 0 calls `say` and writes files. All processes stop after the same step once `should_stop` is true in one.
+    process 0 calls `say` and `on_start` and writes files. All processes stop after the same step once `should_stop` is
+    true in one.
 
     Args:
         config: The config of the run, from `load_recipe` and `apply_overrides` or constructed directly.
@@ -89,6 +91,7 @@ def train(
             from those of the checkpoint.
         say: Called with every line of output. By default the run prints nothing.
         hooks: Called with every row of metrics, a dict with step, loss, grad_norm, tokens_per_s and others.
+        on_start: Called with the program once the settings are checked, before anything compiles.
         should_stop: Polled after every step. Once true, the step is saved and the run ends.
         trace: Write the times of all actions of the third step of a pipeline to this JSON file (Chrome trace format),
             and a picture of them beside it.
@@ -130,6 +133,8 @@ def train(
         check_agreement(record)
         run = Run(program, corpus, batch, evaluate, record, folder, say, hooks, should_stop, trace)
         describe(run)
+        if is_first():
+            on_start(program)
         with _checkpointer(config.checkpoint, folder / CHECKPOINTS, program.rules.layers) as checkpointer:
             step = latest_step(checkpointer)
             for damaged, problems in checkpointer.damaged.items():

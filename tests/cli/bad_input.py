@@ -212,6 +212,28 @@ COMMANDS = """
 2 | explain {recipe} model.hidden_size=0 | model.hidden_size
 2 | explain {recipe} model.rope_theta=nan | model.rope_theta
 2 | explain {recipe} model.axes.batch_axis=nope | nope
+2 | plan | RECIPE
+2 | plan {nothing} | no such file
+2 | plan {recipe} --topology | --topology
+2 | plan {recipe} --topology "" | topology
+2 | plan {recipe} --topology nonsense | v5p:4x4x8
+2 | plan {recipe} --topology nope:8 | unknown chip
+2 | plan {recipe} --topology v5p:4x4 | 3 numbers
+2 | plan {recipe} --topology v5p:0x4x4 | at least 1
+2 | plan {recipe} --topology v5p:2x2x2*0 | at least 1
+2 | plan {recipe} --topology cpu:99999999999 | devices
+2 | plan {recipe} --topology cpu:3 | mesh.shape
+2 | plan {recipe} --topology cpu:8 mesh.shape=dp:4 | mesh.shape
+2 | plan {recipe} --topology cpu:8 --html | --html
+2 | plan {recipe} --topology cpu:8 --html {nothing}/x.html | cannot be written
+2 | plan {recipe} --topology cpu:8 --html {no_files} | cannot be written
+2 | plan {recipe} --topology cpu:8 --html {long} | --html
+2 | plan {recipe} --topology cpu:8 --json --html {out} | not allowed
+2 | plan {recipe} --topology cpu:8 run.stps=1 | did you mean run.steps
+2 | plan {recipe} --topology cpu:8 run.hardware={nothing} | hardware
+2 | plan {recipe} --topology cpu:8 model.hidden_size=0 | model.hidden_size
+2 | plan {recipe} --topology cpu:8 data.batch_size=3 | data.batch_size
+2 | plan {recipe} run.platform=npu | run.platform
 2 | mesh | SHAPE
 2 | mesh nope --platform cpu:8 | nope
 2 | mesh dp:0 --platform cpu:8 | dp
@@ -366,12 +388,18 @@ def commands() -> list[tuple[int, str, str]]:
         more = MORE.get(key, "")
         found += [(2, f"train {{recipe}} {more} {shlex.quote(f'{key}={value}')}", key) for value in values]
     for name in RECIPES:
-        for command in ("train {}", "explain {}", "checkpoint diff {{run}} {}", "schedule 1f1b --measure {}"):
+        for command in (
+            "train {}",
+            "explain {}",
+            "plan {} --topology cpu:8",
+            "checkpoint diff {{run}} {}",
+            "schedule 1f1b --measure {}",
+        ):
             found.append((2, command.format(f"{{{name}}}"), f"{name}.py"))
     for name in LOSSES:
-        found.append((2, f"train {{{name}}}", "loss"))
+        found += [(2, f"{command} {{{name}}}", "loss") for command in ("train", "plan")]
     for name in MODELS:
-        found += [(2, f"{command} {{{name}}}", "") for command in ("train", "explain")]
+        found += [(2, f"{command} {{{name}}}", "") for command in ("train", "explain", "plan")]
     return found
 
 

@@ -6,7 +6,7 @@ before them a grid of such grids, and so on. A shard and the devices that store 
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,8 @@ def html_page(
     parts = {
         "title": escape(title),
         "mesh": escape(mesh),
-        "tiles": "".join(f"<li><b>{escape(value)}</b><span>{escape(label)}</span></li>" for label, value in tiles),
-        "findings": "" if findings is None else _findings(findings),
+        "tiles": html_tiles(tiles),
+        "findings": "" if findings is None else html_findings(findings),
         "traffic": traffic,
         "rules": rules,
         "data": json.dumps(data).replace("<", "\\u003c"),  # a path that contains </script> must not end the element
@@ -40,17 +40,28 @@ def html_page(
     return re.sub("%([a-z]+)%", lambda match: parts[match[1]], page)  # in one pass, since a title may contain "%data%"
 
 
-def html_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def html_tiles(tiles: Sequence[tuple[str, str]]) -> str:
+    return "".join(f"<li><b>{escape(value)}</b><span>{escape(label)}</span></li>" for label, value in tiles)
+
+
+def html_section(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A section with a table, or an empty text if there are no rows."""
-    if not rows:
-        return ""
-    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    return f'<section><h2>{escape(title)}</h2><div class="wide">{table}</div></section>'
+    return f"<section><h2>{escape(title)}</h2>{html_table(heads, rows)}</section>" if rows else ""
 
 
-def _findings(findings: Sequence[str]) -> str:
+def html_table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> str:
+    """A table; the columns in `right` are right-aligned."""
+    looks = [' class="number"' if head in right else "" for head in heads]
+
+    def row_text(tag: str, cells: Sequence[str]) -> str:
+        parts = (f"<{tag}{look}>{escape(cell)}</{tag}>" for look, cell in zip(looks, cells, strict=True))
+        return f"<tr>{''.join(parts)}</tr>"
+
+    body = "".join(row_text("td", row) for row in rows)
+    return f'<div class="wide"><table><thead>{row_text("th", heads)}</thead><tbody>{body}</tbody></table></div>'
+
+
+def html_findings(findings: Sequence[str]) -> str:
     if not findings:
         return '<p class="clean">No findings.</p>'
     items = "".join(f"<li>{escape(text)}</li>" for text in findings)

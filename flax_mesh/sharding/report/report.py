@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from flax_mesh.axes import as_tuple, dims_text
 from flax_mesh.sharding.report.hlo import Traffic
-from flax_mesh.sharding.report.html import html_page, html_table
+from flax_mesh.sharding.report.html import html_page, html_section
 from flax_mesh.text import array_text, bytes_text, count_text, folded, group_paths, mesh_text, table_text
 
 Kind = Literal["parameter", "optimizer", "variable"]
@@ -173,8 +173,8 @@ def report_page(
         "\n".join(filter(None, [report.mesh_line, note])),
         _tiles(report),
         findings=findings,
-        traffic=html_table("Collectives of a step", TRAFFIC_HEADS, _traffic_rows(report)),
-        rules=html_table("Rules, the first that matches applies", RULE_HEADS, rules),
+        traffic=html_section("Collectives of a step", TRAFFIC_HEADS, _traffic_rows(report)),
+        rules=html_section("Rules, the first that matches applies", RULE_HEADS, rules),
         data={"mesh": [{"name": name, "size": size} for name, size in shown.items()], "arrays": arrays},
     )
 

@@ -1,0 +1,59 @@
+"""The forecast of a run that `flax-mesh train` prints before anything compiles, and its comparison with the run."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import median
+
+from flax_mesh.hardware import load_chip
+from flax_mesh.mesh.shape import format_mesh_shape
+from flax_mesh.plan import plan
+from flax_mesh.plan.plan import Plan
+from flax_mesh.plan.report import forecast_line, measured_line
+from flax_mesh.plan.topology import topology_of_devices
+from flax_mesh.train import TrainProgram
+from flax_mesh.train.metrics import Row
+
+
+class Forecast:
+    """Prints the plan of a run in one line, and collects what the rows measure.
+
+    The speed of CPUs is not known, so their times are left out, unless `run.hardware` describes them.
+    """
+
+    def __init__(self, say: Callable[[str], None]):
+        self._say = say
+        self._plan: Plan | None = None
+        self._is_timed = False
+        self._device_bytes: int | None = None
+        self._seconds: list[float] = []
+
+    def start(self, program: TrainProgram) -> None:
+        try:
+            self._plan = plan_of(program)
+            self._is_timed = self._plan.topology.chip.platform != "cpu" or bool(program.config.run.hardware)
+            text = forecast_line(self._plan.memory, self._plan.time if self._is_timed else None)
+        except Exception as error:  # whatever the forecast fails with, the run itself may succeed
+            reason = next(iter(str(error).splitlines()), "")
+            text = f"forecast: none ({': '.join(filter(None, [type(error).__name__, reason]))})"
+        self._say(text)
+
+    def row(self, row: Row) -> None:
+        self._device_bytes = row.get("device_bytes")
+        self._seconds.append(row["seconds"])
+
+    def measured(self) -> list[str]:
+        """The line that compares the forecast with the run; none if nothing can be compared."""
+        if self._plan is None:
+            return []
+        steps = self._seconds[1:]  # the first one includes compilation
+        seconds = median(steps) if steps and self._is_timed else None
+        return measured_line(self._plan.memory, self._plan.time, self._device_bytes, seconds)
+
+
+def plan_of(program: TrainProgram) -> Plan:
+    """The plan on the mesh and the devices of the run, which may be fewer than `mesh.shape` and than those here."""
+    config, mesh = program.config, program.mesh
+    shape = format_mesh_shape(mesh.axis_names, mesh.devices.shape)
+    chip = load_chip(config.run.hardware) if config.run.hardware else None
+    topology = topology_of_devices(list(mesh.devices.flat), chip)
+    return plan(replace(config, mesh=replace(config.mesh, shape=shape)), topology)

@@ -1,0 +1,54 @@
+"""`flax-mesh plan`: memory, time and traffic of a recipe's step, for devices that need not be here."""
+
+import argparse
+import json
+from collections.abc import Sequence
+
+from flax_mesh.cli.common import DONE, FINDINGS, add_recipe, config_of, table_width, use_platform, write_file
+from flax_mesh.errors import ConfigError
+from flax_mesh.hardware import load_chip
+from flax_mesh.plan import plan
+from flax_mesh.plan.report import WIDTH, memory_line
+from flax_mesh.plan.topology import EXAMPLES, Topology, parse_topology
+from flax_mesh.train import TrainConfig
+from flax_mesh.train.checks import check_config
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Forecast the memory per device and the time of a training step, without compiling it and without devices."
+    )
+    parser.epilog = (
+        "Exit codes: 0 it fits, or the capacity is unknown, 1 unexpected error, 2 invalid input, 3 it does not fit."
+    )
+    add_recipe(parser)
+    parser.add_argument(
+        "--topology", metavar="T", help=f"the devices, such as {EXAMPLES} (default: the devices that are here)"
+    )
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print JSON")
+    output.add_argument("--html", metavar="FILE", help="write an HTML page with drawings")
+
+
+def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    config = config_of(arguments.recipe, arguments.overrides)
+    if problems := check_config(config):
+        raise ConfigError(problems)
+    found = plan(config, topology_of(arguments.topology, config))
+    if arguments.json:
+        print(json.dumps(found.to_dict(), indent=1))
+    elif arguments.html:
+        title = f"{arguments.recipe} {' '.join(arguments.overrides)}"
+        write_file("--html", arguments.html, found.to_html(title=title))
+        print(f"{arguments.html}: {memory_line(found.memory)}")
+    else:
+        print(found.to_text(width=min(table_width(), WIDTH)))
+    return FINDINGS if found.fits is False else DONE
+
+
+def topology_of(text: str | None, config: TrainConfig) -> Topology | None:
+    """The topology that is named, whose chip may be that of `run.hardware`; None for the devices that are here."""
+    if text is None:
+        use_platform(config.run.platform)
+        return None
+    return parse_topology(text, load_chip(config.run.hardware) if config.run.hardware else None)

@@ -1,0 +1,287 @@
+"""Drawings of a plan as inline SVG: memory over time, roofline, traffic, devices. Colors are classes of page.html."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from colorsys import hls_to_rgb
+
+import numpy as np
+
+from flax_mesh.hardware import Chip
+from flax_mesh.plan import report
+from flax_mesh.plan.results import CATEGORIES, Memory, Moment, Part, Traffic
+from flax_mesh.svg import element, hex_colour, svg_text
+from flax_mesh.text import bytes_text, listed
+
+WIDTH = 960  # of a drawing, in units of its coordinates
+LEFT, RIGHT, TOP, BOTTOM = 64, 16, 18, 34  # margins
+MEMORY_HEIGHT, ROOFLINE_HEIGHT, ROOFLINE_WIDTH = 340, 400, 600
+MOST_MOMENTS = 240
+LIMITS = ("compute", "memory", "network")
+BAR, LINE, DOT = 22, 18, 9
+CELL, GAP, MOST_CELLS, MOST_PLANES = 46, 10, 8, 4  # of the drawing of the mesh
+
+
+def draw_memory(memory: Memory) -> str:
+    """Stacked bars of the categories, one bar per moment, and the capacity as a line."""
+    moments = thinned(memory.timeline)
+    top = max(memory.peak, *(moment.total for moment in moments), 1)
+    if memory.capacity is not None and memory.capacity < 4 * top:
+        top = max(top, memory.capacity)
+    scale_y = Linear(0, top * 1.06, MEMORY_HEIGHT - BOTTOM, TOP)
+    step = (WIDTH - LEFT - RIGHT) / len(moments)
+    names = [name for name in CATEGORIES if any(moment.bytes.get(name) for moment in moments)]
+    parts = [*_byte_axis(scale_y)]
+    lower = [0] * len(moments)
+    for name in names:
+        upper = [below + moment.bytes.get(name, 0) for below, moment in zip(lower, moments, strict=True)]
+        parts.append(
+            _area([scale_y(y) for y in lower], [scale_y(y) for y in upper], step, f"c{CATEGORIES.index(name)}")
+        )
+        lower = upper
+    parts += _capacity(memory, scale_y)
+    for i, moment in enumerate(moments):
+        size = {"x": _text(LEFT + i * step), "y": TOP, "width": _text(step), "height": MEMORY_HEIGHT - TOP - BOTTOM}
+        parts.append(_hover(f"{moment.label}: {bytes_text(moment.total)}", **size))
+    parts.append(svg_text(LEFT, MEMORY_HEIGHT - 12, "start of the step", size=12, class_="dim"))
+    parts.append(svg_text(WIDTH - RIGHT, MEMORY_HEIGHT - 12, "end", size=12, anchor="end", class_="dim"))
+    legend, height = _legend([(f"c{CATEGORIES.index(name)}", name) for name in names], MEMORY_HEIGHT)
+    return drawing(height, [*parts, *legend], "memory over time")
+
+
+def thinned(timeline: Sequence[Moment]) -> list[Moment]:
+    """At most MOST_MOMENTS moments: of neighbors the fullest."""
+    size = math.ceil(len(timeline) / MOST_MOMENTS)
+    chunks = [timeline[i : i + size] for i in range(0, len(timeline), size)]
+    return [max(chunk, key=lambda moment: moment.total) for chunk in chunks]
+
+
+def _area(lower: Sequence[float], upper: Sequence[float], step: float, look: str) -> str:
+    """The area between two step functions, as one path: thousands of rects would be a large page."""
+    over = "".join(f"V{_text(y)}H{_text(LEFT + step * (i + 1))}" for i, y in enumerate(upper))
+    under = "".join(f"V{_text(y)}H{_text(LEFT + step * i)}" for i, y in reversed(list(enumerate(lower))))
+    return element("path", class_=look, d=f"M{LEFT} {_text(lower[0])}{over}{under}Z")
+
+
+def _byte_axis(scale: "Linear") -> list[str]:
+    unit = bytes_text(scale.last).split()[1]
+    size = 1024 ** ("B", "KiB", "MiB", "GiB", "TiB", "PiB").index(unit)
+    parts = []
+    for mark in ticks(scale.last / size):
+        y = _text(scale(mark * size))
+        parts.append(element("path", class_="grid", d=f"M{LEFT} {y}H{WIDTH - RIGHT}"))
+        parts.append(svg_text(LEFT - 8, float(y) + 4, f"{mark:g}", size=12, anchor="end", class_="dim"))
+    return [*parts, svg_text(4, TOP + 2, unit, size=12, class_="dim")]
+
+
+def _capacity(memory: Memory, scale: "Linear") -> list[str]:
+    if memory.capacity is None:
+        return []
+    text = f"capacity {bytes_text(memory.capacity)}"
+    if memory.capacity > scale.last:
+        return [svg_text(WIDTH - RIGHT, TOP - 4, f"{text} is above this drawing", size=12, anchor="end", class_="over")]
+    y = scale(memory.capacity)
+    line = element("path", class_="limit", d=f"M{LEFT} {_text(y)}H{WIDTH - RIGHT}")
+    return [line, svg_text(WIDTH - RIGHT, _text(y - 5), text, size=12, anchor="end", class_="over")]
+
+
+# --- roofline ---
+
+
+def draw_roofline(parts: Sequence[Part], chip: Chip) -> str:
+    """FLOP/s of every part over its FLOPs per byte of memory, below the limits of the chip."""
+    groups = [
+        (name, part) for name, part in report.group_parts(parts) if part.flops and part.hbm_bytes and part.seconds
+    ]
+    groups = sorted(groups, key=lambda group: -group[1].times * group[1].seconds)[: report.MOST_ROWS]
+    peak, bandwidth = chip.peak("bfloat16"), chip.memory_bandwidth
+    places = [(part.flops / part.hbm_bytes, part.flops / part.seconds) for _, part in groups]
+    xs, ys = [peak / bandwidth, *(x for x, _ in places)], [peak, *(y for _, y in places)]
+    left, right, low, high = min(xs) / 4, max(xs) * 4, min(ys) / 3, peak * 2
+    scale_x = Linear(math.log10(left), math.log10(right), LEFT, ROOFLINE_WIDTH - RIGHT)
+    scale_y = Linear(math.log10(low), math.log10(high), ROOFLINE_HEIGHT - BOTTOM - 10, TOP)
+    found = [*_decades(scale_x, scale_y)]
+    start = max(left, low / bandwidth)
+    corners = [(start, bandwidth * start), (peak / bandwidth, peak), (right, peak)]
+    points = [(scale_x(math.log10(x)), scale_y(math.log10(y))) for x, y in corners]
+    line = "L".join(f"{_text(x)} {_text(y)}" for x, y in points)
+    found.append(element("path", class_="roof", d=f"M{line}"))
+    text = f"{chip.name}: {report.number(peak / 1e12)} TFLOP/s bfloat16, {report.number(bandwidth / 1e9)} GB/s"
+    found.append(svg_text(ROOFLINE_WIDTH - RIGHT, TOP - 4, text, size=12, anchor="end", class_="ink"))
+    dots: list[tuple[float, float, str, list[str]]] = []  # x, y, look, lines of the legend
+    for (name, part), (x, y) in zip(groups, places, strict=True):
+        at, look = (scale_x(math.log10(x)), scale_y(math.log10(y))), f"limit-{part.limit}"
+        near = next((dot for dot in dots if math.dist(dot[:2], at) < 2 * DOT and dot[2] == look), None)
+        if near is None:
+            dots.append(near := (*at, look, []))
+        near[3].append(f"{name}: {report.number(y / 1e12)} TFLOP/s")
+    row = TOP + 12
+    for i, (x, y, look, texts) in enumerate(dots, start=1):
+        dot = element("circle", class_=look, cx=_text(x), cy=_text(y), r=DOT)
+        found.append(_with_title(dot, "\n".join(texts)))
+        found.append(svg_text(_text(x), _text(y + 4), str(i), size=11, anchor="middle", class_="on"))
+        found.append(svg_text(ROOFLINE_WIDTH + 24, row, str(i), size=12, anchor="end", class_="dim"))
+        for text in texts:
+            found.append(svg_text(ROOFLINE_WIDTH + 34, row, _short(text, 50), size=12, class_="ink"))
+            row += LINE
+    keys = [(f"limit-{limit}", f"limited by {limit}") for limit in LIMITS]
+    legend, height = _legend(keys, ROOFLINE_HEIGHT)
+    return drawing(height, [*found, *legend], "roofline")
+
+
+def _decades(scale_x: "Linear", scale_y: "Linear") -> list[str]:
+    """The grid of a drawing with logarithmic axes."""
+    found, bottom, right = [], scale_y(scale_y.first), scale_x(scale_x.last)
+    for power in range(math.ceil(scale_x.first), math.floor(scale_x.last) + 1):
+        x = _text(scale_x(power))
+        found.append(element("path", class_="grid", d=f"M{x} {TOP}V{_text(bottom)}"))
+        found.append(svg_text(x, _text(bottom + 16), f"{10.0**power:,g}", size=12, anchor="middle", class_="dim"))
+    for power in range(math.ceil(scale_y.first), math.floor(scale_y.last) + 1):
+        y = scale_y(power)
+        found.append(element("path", class_="grid", d=f"M{LEFT} {_text(y)}H{_text(right)}"))
+        label = f"{10.0 ** (power - 12):g}"
+        found.append(svg_text(LEFT - 8, _text(y + 4), label, size=12, anchor="end", class_="dim"))
+    middle = (LEFT + right) / 2
+    found.append(svg_text(4, TOP - 4, "TFLOP/s", size=12, class_="dim"))
+    label = "FLOPs per byte of memory"
+    return [*found, svg_text(_text(middle), _text(bottom + 34), label, size=12, anchor="middle", class_="dim")]
+
+
+# --- traffic ---
+
+
+def draw_traffic(traffic: Sequence[Traffic]) -> str:
+    """One bar per group of mesh axes: the seconds of its collectives by kind."""
+    axes = sorted({item.axes for item in traffic}, key=lambda axes: -_seconds(traffic, axes))[: report.MOST_ROWS]
+    kinds = sorted({item.kind for item in traffic}, key=lambda kind: -_seconds([t for t in traffic if t.kind == kind]))
+    left, right = 120, 280
+    scale = (WIDTH - left - right) / (max(_seconds(traffic, name) for name in axes) or 1)
+    parts, y = [], TOP
+    for name in axes:
+        own, x = [item for item in traffic if item.axes == name], float(left)
+        parts.append(svg_text(left - 10, y + 16, _short(listed(name), 18), size=13, anchor="end", class_="ink"))
+        for kind in kinds:
+            seconds = _seconds([item for item in own if item.kind == kind])
+            if seconds:
+                size = {"x": _text(x), "y": y, "width": _text(seconds * scale), "height": BAR}
+                box = element("rect", class_=f"k{kinds.index(kind) % 8}", rx=2, **size)
+                parts.append(_with_title(box, f"{kind}: {report.time_text(seconds)}"))
+                x += seconds * scale
+        sizes = [(sum(item.ici_bytes for item in own), "fast links"), (sum(item.dcn_bytes for item in own), "DCN")]
+        texts = [report.time_text(_seconds(own)), *(f"{bytes_text(size)} {where}" for size, where in sizes if size)]
+        parts.append(svg_text(_text(x + 8), y + 16, ", ".join(texts), size=12, class_="dim"))
+        y += BAR + 10
+    legend, height = _legend([(f"k{i % 8}", kind) for i, kind in enumerate(kinds)], y)
+    return drawing(height, [*parts, *legend], "traffic by mesh axis")
+
+
+def _seconds(traffic: Sequence[Traffic], axes: tuple[str, ...] | None = None) -> float:
+    return sum(item.seconds for item in traffic if axes is None or item.axes == axes)
+
+
+# --- mesh ---
+
+
+def draw_corner(places: np.ndarray, names: Sequence[str], sizes: Mapping[str, int]) -> str:
+    """The first devices along every physical axis; `places` is the position of each in a mesh of these sizes.
+
+    x is horizontal, y vertical, and there is one panel per plane of the other axes.
+    """
+    planes = places.reshape(*places.shape[:2], -1)
+    most = MOST_CELLS if planes.shape[2] == 1 else MOST_CELLS // 2
+    shown = planes[:most, :most, :MOST_PLANES]
+    columns, rows, count = shown.shape
+    width, height = columns * (CELL + GAP), rows * (CELL + GAP)
+    pairs = zip(names, shown.shape, places.shape, strict=False)
+    cut = [f"the first {n} of {size} along {name}" for name, n, size in pairs if n < size]
+    parts = [svg_text(LEFT, TOP, "; ".join(cut) or "all devices", size=12, class_="dim")]
+    groups: dict[tuple[int, ...], int] = {}
+    for plane in range(count):
+        left, top = LEFT + plane * (width + 2 * GAP), TOP + 2 * LINE
+        rest = np.unravel_index(plane, places.shape[2:]) if places.ndim > 2 else ()
+        title = ", ".join(f"{name} {at}" for name, at in zip(names[2:], rest, strict=False))
+        parts.append(svg_text(left, top - 8, title or f"{names[0]} and {names[1]}", size=12, class_="ink"))
+        index = np.stack(np.unravel_index(shown[:, :, plane], tuple(sizes.values())), axis=-1)
+        parts += _cells(index[..., [size > 1 for size in sizes.values()]], left, top, groups)
+    wide = max(LEFT + count * (width + 2 * GAP), WIDTH // 2)
+    return drawing(TOP + 2 * LINE + height + GAP, parts, "devices of the mesh", wide)
+
+
+def _cells(index: np.ndarray, left: float, top: float, groups: dict[tuple[int, ...], int]) -> list[str]:
+    """The devices of one plane, and lines between neighbors along the last mesh axis. index[x, y] is that in the mesh.
+
+    `groups` numbers the groups along that axis, in the order in which they are drawn.
+    """
+    lines, boxes = [], []
+    columns, rows = index.shape[:2]
+    for x, y in np.ndindex(columns, rows):
+        own = tuple(index[x, y].tolist())
+        px, py = left + x * (CELL + GAP), top + y * (CELL + GAP)
+        for dx, dy in ((1, 0), (0, 1)):
+            if x + dx < columns and y + dy < rows and own[:-1] == tuple(index[x + dx, y + dy].tolist())[:-1] and own:
+                start = f"M{px + CELL / 2:g} {py + CELL / 2:g}"
+                lines.append(element("path", class_="link", d=f"{start}{f'h{CELL + GAP}' if dx else f'v{CELL + GAP}'}"))
+        hue = groups.setdefault(own[:-1], len(groups)) * 0.381966 % 1  # the golden angle, as in draw_mesh_svg
+        fill = hex_colour([round(255 * part) for part in hls_to_rgb(hue, 0.82, 0.65)])
+        boxes.append(element("rect", class_="device", x=px, y=py, width=CELL, height=CELL, rx=6, fill=fill))
+        label = listed(own).replace(" ", "") or "0"
+        size = 12 if len(label) < 7 else 9
+        boxes.append(svg_text(px + CELL / 2, py + CELL / 2 + 4, label, size=size, anchor="middle", class_="on-device"))
+    return [*lines, *boxes]
+
+
+# --- helpers ---
+
+
+def drawing(height: float, parts: Iterable[str], label: str, width: float = WIDTH) -> str:
+    """An inline SVG element, which shrinks with the window. Its colors are classes of the page."""
+    size = f'viewBox="0 0 {_text(width)} {_text(height)}" style="max-width:{_text(width)}px"'
+    body = "\n".join([element("title", label), *parts])
+    return f'<svg xmlns="http://www.w3.org/2000/svg" class="drawing" role="img" {size}>\n{body}\n</svg>'
+
+
+class Linear:
+    """A linear scale from [first, last] to pixels."""
+
+    def __init__(self, first: float, last: float, start: float, end: float):
+        self.first, self.last, self._start = first, last, start
+        self._factor = (end - start) / ((last - first) or 1)
+
+    def __call__(self, value: float) -> float:
+        return self._start + (value - self.first) * self._factor
+
+
+def ticks(most: float) -> list[float]:
+    """Three to eight round numbers from 0 to `most`."""
+    power = 10.0 ** math.floor(math.log10(most or 1))
+    step = next(power * part for part in (0.1, 0.2, 0.5, 1, 2) if most / (power * part) <= 8)
+    return [step * i for i in range(int(most / step + 1e-9) + 1)]
+
+
+def _legend(entries: Sequence[tuple[str, str]], top: float) -> tuple[list[str], float]:
+    """(elements, bottom): a box with a class of the page and a name for every entry."""
+    parts, x, y = [], float(LEFT), top + 4
+    for look, name in entries:
+        width = 26 + 7 * len(name)
+        if x + width > WIDTH and x > LEFT:
+            x, y = float(LEFT), y + LINE + 4
+        parts.append(element("rect", class_=look, x=_text(x), y=_text(y), width=14, height=14, rx=2))
+        parts.append(svg_text(_text(x + 20), _text(y + 12), name, size=12, class_="ink"))
+        x += width + 10
+    return parts, y + LINE + 8
+
+
+def _hover(text: str, **attributes: object) -> str:
+    return _with_title(element("rect", class_="hover", **attributes), text)
+
+
+def _with_title(shape: str, text: str) -> str:
+    """An empty element that shows `text` while the pointer is on it."""
+    return f"{shape.removesuffix('/>')}>{element('title', text)}</{shape[1:].split()[0]}>"
+
+
+def _short(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _text(value: float) -> str:
+    return f"{value:.1f}".removesuffix(".0")

@@ -1,0 +1,95 @@
+"""The numbers of a plan: bytes over the time of a step, seconds of its parts, traffic per mesh axis."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from flax_mesh.mpmd.schedules.schedule import Schedule
+from flax_mesh.mpmd.schedules.simulate import Simulation
+
+# What memory is used for, in the order in which it is drawn.
+CATEGORIES = (
+    "parameters",
+    "optimizer",
+    "other state",  # statistics, random keys, counters
+    "batch",
+    "gradients",  # and their accumulators
+    "residuals",  # of the forward pass, for the backward pass; of all microbatches that a pipeline stores
+    "boundary",  # activations and gradients between pipeline stages
+    "logits",
+    "activations",  # all other values of the operation that runs
+    "collectives",  # gathered parameters, and other results of collectives
+)
+
+
+class Moment(NamedTuple):
+    """Bytes per category on one device while a part of the step runs."""
+
+    label: str  # operation of the traced function, or action of the pipeline's schedule
+    bytes: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.bytes.values())
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one device: of the fullest one, if pipeline stages differ."""
+
+    capacity: int | None  # bytes that the step may use; None if unknown. The reserve is subtracted already
+    reserve: int  # bytes that are not available to the step
+    arguments: int  # bytes of the arguments of the step: state and batch
+    peak: int
+    at_peak: Mapping[str, int]  # category -> bytes
+    timeline: tuple[Moment, ...]  # over one step, at most a few hundred moments, in order
+    groups: tuple[int, ...]  # peak of every group of a pipeline; one number without a pipeline
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.capacity is None else self.peak <= self.capacity
+
+
+class Traffic(NamedTuple):
+    """All collectives of one kind over the same mesh axes, per device and step."""
+
+    kind: str  # "all-gather" ...; "transfer" for those between pipeline stages
+    axes: tuple[str, ...]
+    times: int
+    operand_bytes: int  # that one device passes to the collectives
+    ici_bytes: int  # that one device sends over fast links: ICI or NVLink
+    dcn_bytes: int  # that one device sends over the network between slices or hosts
+    seconds: float
+
+
+class Part(NamedTuple):
+    """One part of a step: the program without a pipeline, or F, B and W of a stage, and the optimizer's update."""
+
+    name: str
+    times: int  # per step, on the device that runs it
+    flops: float  # per device and execution
+    hbm_bytes: float
+    compute_seconds: float
+    memory_seconds: float
+    network_seconds: float
+    seconds: float
+
+    @property
+    def limit(self) -> str:
+        """What takes most of the time: "compute", "memory" or "network"."""
+        found = {"compute": self.compute_seconds, "memory": self.memory_seconds, "network": self.network_seconds}
+        return max(found, key=lambda name: found[name])
+
+
+@dataclass(frozen=True)
+class Time:
+    """Time of one step, in seconds."""
+
+    seconds: float
+    parts: tuple[Part, ...]
+    tokens_per_s: float | None  # of all devices; None if the batch has no known number of tokens
+    mfu: float | None  # by the FLOPs that the recipe states; None if it states none or the peak is unknown
+    flops: float  # that one device computes per step, recomputation included
+    bubble: float = 0.0  # idle fraction of a pipeline
+    schedule: Schedule | None = None
+    simulation: Simulation | None = None  # of the schedule, in seconds

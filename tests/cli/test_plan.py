@@ -1,0 +1,156 @@
+"""`flax-mesh plan`: its output and exit codes; and the forecast that `flax-mesh train` prints."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+import flax_mesh.cli.forecast
+from flax_mesh.cli import main
+from flax_mesh.cli.common import BAD_INPUT, DONE, FINDINGS
+from flax_mesh.plan import plan
+from flax_mesh.plan.topology import parse_topology
+from flax_mesh.text import bytes_text
+from flax_mesh.train import apply_overrides, load_recipe
+from tests.train.bigram import write_text
+
+ROOT = Path(__file__).parents[2]
+TINY = str(ROOT / "recipes" / "tiny.py")
+BIGRAM = str(ROOT / "tests" / "train" / "bigram.py")
+SMALL = ("model.num_layers=1", "model.hidden_size=32", "model.num_heads=4", "model.num_kv_heads=2", "model.head_dim=8")
+TOO_LARGE = ("mesh.shape=fsdp:4", "model.hidden_size=16384", "model.mlp_size=65536", "model.num_layers=1")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_eight_cpu_devices():
+    if jax.default_backend() != "cpu":
+        pytest.skip("recipes/tiny.py requires CPU devices")
+
+
+# --- flax-mesh plan ---
+
+
+def test_the_text_json_and_page_are_those_of_the_plan(capsys, tmp_path):
+    found = plan(apply_overrides(load_recipe(TINY), SMALL), parse_topology("v5e:2x4"))
+    command = ["plan", TINY, *SMALL, "--topology", "v5e:2x4"]
+    assert main(command) == DONE
+    out = capsys.readouterr().out
+    assert out == f"{found.to_text()}\n"
+    assert out.startswith("v5e:2x4: 8 devices, mesh dp:2,fsdp:2,tp:2\nfits: ")
+    assert max(map(len, out.splitlines())) <= 80
+    assert main([*command, "--json"]) == DONE
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(found.to_dict()))
+    page = tmp_path / "page.html"
+    assert main([*command, "--html", str(page)]) == DONE
+    assert re.fullmatch(rf"{page}: fits: \S+ \S+ of 14\.9 GiB per device.*\n", capsys.readouterr().out)
+    assert page.read_text(encoding="utf-8") == found.to_html(title=f"{TINY} {' '.join(SMALL)}")
+
+
+def test_without_a_topology_the_plan_is_for_the_devices_that_are_here(capsys):
+    assert main(["plan", TINY, *SMALL, "--json"]) == DONE
+    here = json.loads(capsys.readouterr().out)
+    assert main(["plan", TINY, *SMALL, "--json", "--topology", f"cpu:{jax.device_count()}"]) == DONE
+    assert here["topology"]["text"] == f"cpu:{jax.device_count()}"
+    assert here["memory"]["at_peak"] == json.loads(capsys.readouterr().out)["memory"]["at_peak"]
+
+
+def test_a_plan_that_does_not_fit_is_exit_code_3(capsys):
+    command = ["plan", TINY, *TOO_LARGE, "--topology", "v5e:2x2"]
+    assert main(command) == FINDINGS
+    assert re.search(r"^does not fit: \S+ of 14\.9 GiB per device, \S+ GiB too much", capsys.readouterr().out, re.M)
+    assert main([*command, "--json"]) == FINDINGS
+    assert json.loads(capsys.readouterr().out)["fits"] is False
+
+
+def test_the_chip_may_be_that_of_a_file(capsys, tmp_path):
+    chip = tmp_path / "chip.toml"
+    chip.write_text('base = "v5e"\nname = "small"\nmemory = 1e5\n')
+    command = ["plan", TINY, *SMALL, f"run.hardware={chip}", "--json", "--topology"]
+    assert main([*command, "small:2x4"]) == FINDINGS
+    found = json.loads(capsys.readouterr().out)
+    assert found["topology"]["chip"] == "small" and found["memory"]["capacity"] <= 10**5
+
+
+@pytest.mark.slow
+def test_a_plan_with_a_topology_uses_no_device():
+    """JAX_PLATFORMS is not a platform, so that any access to a device fails."""
+    command = [sys.executable, "-m", "flax_mesh.cli", "plan", TINY, "--topology", "v5p:2x2x2", "--json"]
+    run = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "nowhere"}, capture_output=True, text=True)
+    assert run.returncode == DONE, run.stderr
+    assert json.loads(run.stdout)["topology"]["num_devices"] == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--topology", "v9:4"], r"topology 'v9:4': unknown chip 'v9'; known: .*v5p.*"),
+        (["--topology", "v5p"], r"topology 'v5p' must be a chip and its numbers, such as v5p:4x4x8.*"),
+        (["--topology", "v5p:4x4"], r".*v5p needs 3 numbers .*"),
+        (["--topology", "v5e:2x2"], r"mesh\.shape.* multiply to 8.* devices of v5e:2x2.*"),
+        (
+            ["--topology", "cpu:8", "--html", "/nowhere/x.html"],
+            r"--html /nowhere/x\.html cannot be written: No such .*",
+        ),
+        (["--topology", "cpu:8", "--json", "--html", "x"], r".*not allowed with argument.*"),
+        (["--topology", "cpu:8", "run.stps=1"], r"run\.stps is not a setting; did you mean run\.steps\?"),
+        (["--topology", "cpu:8", "run.hardware=/nowhere.toml"], r"run\.hardware: .*/nowhere\.toml.*"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, line, capsys):
+    assert main(["plan", TINY, *arguments]) == BAD_INPUT
+    captured = capsys.readouterr()
+    (error,) = captured.err.splitlines()
+    assert re.fullmatch(f"flax-mesh: {line}", error), error
+    assert not captured.out
+
+
+# --- the forecast of flax-mesh train ---
+
+
+@pytest.fixture
+def small(tmp_path):
+    """The command that trains on the text and in the folder of this test."""
+    folder = tmp_path / "run"
+    return ("train", BIGRAM, f"data.source={write_text(tmp_path)}", f"run.folder={folder}", "run.eval_every=0")
+
+
+def test_a_run_begins_with_the_forecast_of_its_memory(small, capsys):
+    """On the two devices of the run, which are fewer than those that are here."""
+    config = apply_overrides(load_recipe(BIGRAM), small[2:])
+    assert main([*small, "run.steps=2"]) == DONE
+    out = capsys.readouterr().out
+    (peak,) = re.findall(r"^forecast: (.*) per device$", out, re.M)
+    assert out.index("forecast: ") < out.index("step      1")
+    assert peak == bytes_text(plan(config, "cpu:2").memory.peak)
+    assert "measured: " not in out  # CPUs do not report their memory
+
+
+def test_the_time_is_compared_if_the_figures_of_the_chip_are_given(small, capsys, tmp_path):
+    chip = tmp_path / "chip.toml"
+    chip.write_text('base = "cpu"\nname = "here"\n')
+    assert main([*small, "run.steps=3", f"run.hardware={chip}"]) == DONE
+    out = capsys.readouterr().out
+    (before,) = re.findall(r"^forecast: .* per device, (\S+ m?s) per step, [\d,]+ tok/s", out, re.M)
+    (forecast,) = re.findall(r"^measured: \S+ m?s per step \(forecast (\S+ m?s), [+-][\d.]+%\)$", out, re.M)
+    assert before == forecast
+
+
+def test_a_forecast_that_fails_does_not_stop_the_run(small, capsys, monkeypatch):
+    def fail(config, topology):
+        raise ZeroDivisionError("no\nforecast")
+
+    monkeypatch.setattr(flax_mesh.cli.forecast, "plan", fail)
+    assert main([*small, "run.steps=1"]) == DONE
+    captured = capsys.readouterr()
+    assert "\nforecast: none (ZeroDivisionError: no)\n" in captured.out and "Traceback" not in captured.err
+
+
+def test_a_mistake_is_reported_by_train_alone(small, capsys):
+    assert main([*small, "run.steps=1", "data.batch_size=3"]) == BAD_INPUT
+    captured = capsys.readouterr()
+    assert "forecast" not in captured.out + captured.err and "data.batch_size=3" in captured.err

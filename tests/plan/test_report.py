@@ -1,0 +1,260 @@
+"""A plan as text, JSON and HTML, for plans that are written by hand."""
+
+import dataclasses
+import json
+import re
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from flax_mesh.mesh.torus.torus import Torus, arrange
+from flax_mesh.mpmd.schedules import Schedule, StageCost, make_schedule, simulate
+from flax_mesh.plan.draw import thinned
+from flax_mesh.plan.plan import Memory, Moment, Part, Plan, Time, Traffic
+from flax_mesh.plan.report import MOST_ROWS, forecast_line, group_parts, measured_line, number, ranges
+from flax_mesh.plan.topology import parse_topology, placement, torus_of
+from flax_mesh.sharding.rules import Finding
+
+GIB = 2**30
+FINDING = Finding("data.batch_size=8", "too small for <b> & 'fsdp' " + "on many devices " * 4, "Use data.batch_size=64")
+
+
+def make_plan(
+    topology: str = "v5p:4x4x8", mesh: str = "fsdp:16,tp:8", *, capacity: int | None = 93 * GIB, num_moments: int = 60
+) -> Plan:
+    sizes = {name: int(size) for name, _, size in (part.partition(":") for part in mesh.split(","))}
+    half = GIB // 2
+    moments = [
+        Moment(f"layer {i} <dot>", {"parameters": 20 * GIB, "optimizer": 40 * GIB, "residuals": min(i, 60 - i) * half})
+        for i in range(num_moments)
+    ]
+    peak = max(moments, key=lambda moment: moment.total)
+    groups, schedule, simulation = sizes.get("pp", 1), None, None
+    if groups > 1:
+        schedule = make_schedule("1f1b", num_groups=groups, num_microbatches=4 * groups)
+        simulation = simulate(schedule, StageCost(0.0345, 0.0345, 0.0345, 0.001))
+    times = [0.04 if s in (0, groups - 1) else 0.03 for s in range(groups)]
+    parts = [
+        Part(f"stage {s} {kind}", 32, n * 9e12, n * 3e10, n * compute, n * 0.01, n * 0.012, n * 0.035)
+        for s, compute in enumerate(times)
+        for kind, n in (("F", 1), ("B", 2))
+    ]
+    parts.append(Part("optimizer update", 1, 1e9, 9e10, 1e-4, 0.0325, 0.001, 0.034))
+    memory = Memory(
+        capacity,
+        2 * GIB,
+        60 * GIB,
+        peak.total,
+        peak.bytes,
+        tuple(moments),
+        tuple(peak.total - g for g in range(groups)),
+    )
+    traffic = (
+        Traffic("all-gather", ("fsdp",), 126, 12 * GIB, 11 * GIB, 0, 0.4),
+        Traffic("reduce-scatter", ("fsdp",), 63, 12 * GIB, 11 * GIB, 0, 0.2),
+        Traffic("all-reduce", ("dp", "fsdp"), 1, 3 * GIB, GIB, 6 * GIB, 0.15),
+    )
+    time = Time(4.35, tuple(parts), 15060.4, 0.421, 3e14, 0.12 if groups > 1 else 0.0, schedule, simulation)
+    return Plan(parse_topology(topology), sizes, memory, time, traffic, (FINDING,), "Compute limits the run. Use tp:4.")
+
+
+PLANS = {
+    "plain": make_plan(),
+    "pipeline": make_plan("v5p:16x16x16*2", "pp:8,dp:2,fsdp:64,tp:8", num_moments=1000),
+    "unknown capacity": make_plan("h100:2x8", "dp:2,fsdp:8", capacity=None),
+    "does not fit": make_plan("v5e:16x16", "fsdp:32,tp:8", capacity=16 * 10**9),
+    "cpu": make_plan("cpu:8", "fsdp:8"),
+    "one device": make_plan("cpu:1", "dp:1"),
+    "two cores": make_plan("v7x:4x4x4", "fsdp:16,tp:8"),
+}
+PLANS["empty"] = dataclasses.replace(
+    PLANS["plain"],
+    memory=Memory(None, 0, 0, 0, {}, (), (0,)),
+    time=Time(0.0, (), None, None, 0.0),
+    traffic=(),
+    findings=(),
+)
+all_plans = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+
+# --- text ---
+
+
+@all_plans
+def test_the_text_fits_80_columns_and_ends_with_the_summary(plan):
+    lines = plan.to_text().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[-1] == plan.summary
+
+
+def test_the_text_of_a_pipeline_has_all_numbers():
+    text = PLANS["pipeline"].to_text()
+    for line in (
+        r"v5p:16x16x16\*2: 8,192 devices, mesh pp:8,dp:2,fsdp:64,tp:8",
+        r"fits: 75\.0 of 93\.0 GiB per device \(without a reserve of 2\.00 GiB\)",
+        r"step 4\.35 s, 15,060 tok/s, 1\.84 tok/s per device, mfu 42\.1%, bubble 12\.0%",
+        r"residuals +15\.00 +20\.0%",
+        r"total +75\.00 +100\.0%",
+        r"the peak is during layer 30 <dot>",
+        r"group 0 of the pipeline is the fullest; .*",
+        r"stages 0,7 F +32 +9\.00 +27\.9 +40\.0 +10\.0 +12\.0 +35\.0 +compute",
+        r"stages 1-6 B +32 +18\.0 +55\.9 +60\.0 +20\.0 +24\.0 +70\.0 +compute",
+        r"fsdp +all-gather +126 +12\.0 +11\.0 +0 +400",
+        r"dp, fsdp +all-reduce +1 +3\.00 +1\.00 +6\.00 +150",
+        r"1 finding:",
+        r"- data\.batch_size=8: too small .*",
+    ):
+        assert re.search(f"^{line}$", text, re.MULTILINE), line
+
+
+def test_the_verdict_names_what_is_missing():
+    assert "does not fit: 75.0 of 14.9 GiB per device, 60.1 GiB too much" in PLANS["does not fit"].to_text()
+    assert "unknown whether it fits: 75.0 GiB per device" in PLANS["unknown capacity"].to_text()
+    assert [PLANS[name].fits for name in ("plain", "does not fit", "unknown capacity")] == [True, False, None]
+    assert "no findings" in PLANS["empty"].to_text()
+
+
+def test_long_tables_keep_the_rows_with_the_most_time():
+    parts = [Part(f"part {chr(97 + i)}", 1, 1e12, 1e9, 1e-3 * i, 1e-3, 1e-3, 1e-3 * i) for i in range(20)]
+    long = dataclasses.replace(PLANS["plain"], time=dataclasses.replace(PLANS["plain"].time, parts=tuple(parts)))
+    text = long.to_text()
+    assert "and 9 more" in text and "part t " in text and "part i " not in text
+    assert max(map(len, text.splitlines())) <= 80
+    traffic = tuple(Traffic("all-reduce", (f"a{i}",), 1, 1, 1, 1, 0.001) for i in range(20))
+    text = dataclasses.replace(PLANS["plain"], traffic=traffic).to_text()
+    assert re.search(r"^and 9 more +9\.00$", text, re.MULTILINE) and f"a{MOST_ROWS - 2} " in text
+
+
+def test_only_parts_with_equal_cells_are_one_row():
+    parts = PLANS["pipeline"].time.parts
+    names = [name for name, _ in group_parts(parts)]
+    assert names == ["stages 0,7 F", "stages 0,7 B", "stages 1-6 F", "stages 1-6 B", "optimizer update"]
+    changed = [part._replace(flops=1.0) if part.name == "stage 3 F" else part for part in parts]
+    assert {"stages 1-2,4-6 F", "stage 3 F"} < {name for name, _ in group_parts(changed)}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (1234.4, "1,234"), (99.96, "100"), (12.34, "12.3"), (5, "5.00"), (0.0124, "0.012"), (1e-7, "<0.001")],
+)
+def test_numbers_are_short(value, text):
+    assert number(value) == text
+
+
+def test_small_plans_are_printed_in_smaller_units():
+    part = Part("step", 1, 2.5e9, 3 * 2**20, 1e-5, 2e-5, 0.0, 2.5e-5)
+    traffic = Traffic("collective-permute", ("pp", "dp", "fsdp", "ep", "tp", "sp"), 123_456, 2**20, 2**19, 0, 3e-6)
+    memory = Memory(None, 0, 2**20, 3 * 2**20, {"parameters": 3 * 2**20}, (), (3 * 2**20,))
+    plan = dataclasses.replace(
+        PLANS["plain"], memory=memory, traffic=(traffic,), time=Time(2.5e-5, (part,), None, None, 2.5e9)
+    )
+    text = plan.to_text()
+    for line in (
+        r"step 25\.0 µs",
+        r"memory at the peak +MiB +share",
+        r"total +3\.00 +100\.0%",
+        r"part +times +GFLOP +HBM MiB +compute +memory +network +µs +limit",
+        r"step +1 +2\.50 +3\.00 +10\.0 +20\.0 +0 +25\.0 +memory",
+        r"pp, dp, .*collective-permute +123,456 +1\.00 +0\.500 +0 +3\.00",
+    ):
+        assert re.search(f"^{line}$", text, re.MULTILINE), line
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_ranges_are_the_numbers():
+    assert ranges([0, 2, 3, 4, 7, 8]) == "0,2-4,7-8" and ranges([5]) == "5"
+
+
+def test_the_lines_of_a_run_have_what_is_known():
+    memory, time = PLANS["plain"].memory, PLANS["plain"].time
+    assert forecast_line(memory, time) == (
+        "forecast: 75.0 of 93.0 GiB per device, 4.35 s per step, 15,060 tok/s, mfu 42.1%"
+    )
+    assert forecast_line(memory, None) == "forecast: 75.0 GiB per device"
+    unknown = dataclasses.replace(time, tokens_per_s=None, mfu=None)
+    too_large = dataclasses.replace(memory, capacity=900 * 2**20)
+    assert forecast_line(too_large, unknown) == (
+        "forecast: 75.0 GiB of 900 MiB per device, which does not fit, 4.35 s per step"
+    )
+    assert measured_line(memory, time, 60 * GIB, 5.0) == [
+        "measured: 60.0 GiB per device (forecast 75.0 GiB, +25.0%), 5.00 s per step (forecast 4.35 s, -13.0%)"
+    ]
+    assert measured_line(memory, time, None, 0.5) == ["measured: 500 ms per step (forecast 4.35 s, +770.0%)"]
+    assert measured_line(memory, time, None, None) == []
+
+
+# --- JSON ---
+
+
+@all_plans
+def test_json_contains_every_number(plan):
+    data = json.loads(json.dumps(plan.to_dict()))
+    assert data["memory"]["peak"] == plan.memory.peak and data["memory"]["capacity"] == plan.memory.capacity
+    assert [Moment(**moment) for moment in data["memory"]["timeline"]] == list(plan.memory.timeline)
+    parts = [{k: v for k, v in part.items() if k != "limit"} for part in data["time"]["parts"]]
+    assert [Part(**part) for part in parts] == list(plan.time.parts)
+    assert [Traffic(**{**item, "axes": tuple(item["axes"])}) for item in data["traffic"]] == list(plan.traffic)
+    assert [Finding(**finding) for finding in data["findings"]] == list(plan.findings)
+    assert data["mesh"] == plan.mesh and data["fits"] == plan.fits and data["summary"] == plan.summary
+    text = data["time"]["schedule"]
+    assert (None if text is None else Schedule.parse(text)) == plan.time.schedule
+    assert parse_topology(data["topology"]["text"]).num_devices == data["topology"]["num_devices"]
+
+
+# --- HTML ---
+
+
+@all_plans
+def test_the_page_is_well_formed_and_needs_nothing_else(plan):
+    page = plan.to_html(title="a <b> & %summary%")
+    drawings = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    assert drawings
+    for drawing in drawings:
+        ElementTree.fromstring(drawing)
+    body = re.sub(r"<(meta|!doctype)[^>]*>", "", page)
+    ElementTree.fromstring(body)  # every element is closed
+    assert "a &lt;b&gt; &amp; %summary%" in page and "<b> &" not in page and "<dot>" not in page
+    assert not re.search(r"<(script|link|img|iframe|object)\b|@import|url\(|(src|href)=", page)
+    assert set(re.findall(r"\w+://[^\"\s]+", page)) <= {"http://www.w3.org/2000/svg"}
+    assert len(page) < 300_000
+    assert not re.search(r"\b(nan|inf)\b", page)
+
+
+def test_a_page_shows_at_most_some_moments_devices_and_actions():
+    plan = PLANS["pipeline"]
+    assert len(thinned(plan.memory.timeline)) <= 240
+    assert max(thinned(plan.memory.timeline), key=lambda moment: moment.total).total == plan.memory.peak
+    page = plan.to_html()
+    assert "the first 4 of 16 along x" in page and page.count('class="device"') == 64
+    schedule = make_schedule("1f1b", num_groups=16, num_microbatches=512)
+    time = dataclasses.replace(plan.time, schedule=schedule, simulation=simulate(schedule))
+    page = dataclasses.replace(plan, time=time).to_html()
+    assert "; the first " in page and len(page) < 300_000
+
+
+def test_the_drawn_devices_have_their_indices_in_the_mesh():
+    """The label of the device at x, y, z is where `arrange` places it."""
+    plan = PLANS["plain"]
+    _, assignment = placement(plan.topology, tuple(plan.mesh.items()))
+    torus = torus_of(plan.topology)
+    assert assignment is not None and isinstance(torus, Torus)
+    devices = arrange(np.arange(128).reshape(torus.shape), assignment)
+    labels = re.findall(r'class="on-device">([\d,]+)<', plan.to_html())
+    planes = [(x, y, z) for z in range(4) for x in range(4) for y in range(4)]
+    found = [",".join(map(str, np.argwhere(devices == np.ravel_multi_index(at, torus.shape))[0])) for at in planes]
+    assert labels == found
+
+
+def test_the_areas_of_the_memory_chart_end_at_the_peak():
+    """The highest point of the drawing, in bytes by its own axis, is the peak."""
+    plan = PLANS["plain"]
+    (chart,) = re.findall(r"<svg.*?</svg>", plan.to_html(), re.DOTALL)[:1]
+    marks = {
+        float(n): float(y) - 4
+        for y, n in re.findall(r'y="([\d.]+)" font-size="12" text-anchor="end" class="dim">([\d.]+)<', chart)
+    }
+    highest = min(
+        float(y) for path in re.findall(r'class="c\d" d="([^"]*)"', chart) for y in re.findall(r"V([\d.]+)", path)
+    )
+    per_gib = (marks[0] - marks[80]) / 80
+    assert (marks[0] - highest) / per_gib == pytest.approx(plan.memory.peak / GIB, abs=0.5)
