@@ -20,7 +20,8 @@ from flax_mesh.mpmd.schedules.schedule import Schedule
 from flax_mesh.mpmd.schedules.simulate import StageCost, simulate
 from flax_mesh.plan import forecast
 from flax_mesh.plan.pipeline import StageEstimate, estimate_stages, group_moments
-from flax_mesh.plan.plan import CATEGORIES, Memory, Moment, Part, Plan, Time, Traffic
+from flax_mesh.plan.plan import Plan
+from flax_mesh.plan.results import CATEGORIES, Memory, Moment, Part, Time, Traffic
 from flax_mesh.plan.topology import Topology, network_of, parse_topology, resolve_mesh, topology_of_devices
 from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.sharding.rules import Finding
