@@ -536,8 +536,8 @@ _kernels_lock = threading.RLock()
 
 
 @_uses(f"{CUDNN}.check_cudnn_version", f"{CUDNN}.check_compute_capability", f"{CUDNN}.is_cuda_compute_capability_equal")
-def _attention_module(*functions: Any) -> Any:
-    return import_module(functions[0].__module__)
+def _attention_module(*_: Any) -> Any:
+    return import_module(CUDNN)
 
 
 @_uses(

@@ -1,1 +1,6 @@
-"""The forecast of a run: what it needs and how long a step takes, for hardware that need not be here."""
+"""The forecast of a run: memory, time and traffic of a step, for hardware that need not be here."""
+
+from flax_mesh.plan.plan import Plan
+from flax_mesh.plan.recipe import plan, plan_step
+
+__all__ = ["Plan", "plan", "plan_step"]

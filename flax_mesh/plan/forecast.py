@@ -15,7 +15,7 @@ from flax_mesh.plan.collectives import Exchange, find_exchanges
 from flax_mesh.plan.cost import PHASES, Cost, costs
 from flax_mesh.plan.fusion import Buffer, Kernel, fuse
 from flax_mesh.plan.memory import Profile, profile
-from flax_mesh.plan.plan import CATEGORIES, Moment, Part, Traffic
+from flax_mesh.plan.results import CATEGORIES, Moment, Part, Traffic
 from flax_mesh.plan.program import Array, Program, read_program
 from flax_mesh.plan.topology import Topology, network_of
 from flax_mesh.sharding.rules import Finding
