@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 
 def topology_of(text: str | None, config: TrainConfig) -> Topology | None:
     """The topology that is named, whose chip may be that of `run.hardware`; None for the devices that are here."""
+    use_platform(config.run.platform if text is None else "cpu")  # for a topology, accelerators are left alone
     if text is None:
-        use_platform(config.run.platform)
         return None
     return parse_topology(text, load_chip(config.run.hardware) if config.run.hardware else None)

@@ -126,13 +126,13 @@ def draw_corner(places: np.ndarray, names: Sequence[str], sizes: Mapping[str, in
     width, height = columns * (CELL + GAP), rows * (CELL + GAP)
     pairs = zip(names, shown.shape, places.shape, strict=False)
     cut = [f"the first {n} of {size} along {name}" for name, n, size in pairs if n < size]
-    parts = [svg_text(MARGIN, LINE, "; ".join(cut) or "all devices", size=12, class_="dim")]
+    parts = [svg_text(MARGIN, LINE, "; ".join(cut) or "all devices of one of them", size=12, class_="dim")]
     groups: dict[tuple[int, ...], int] = {}
     for plane in range(count):
         left, top = MARGIN + plane * (width + 2 * GAP), 3 * LINE
         rest = np.unravel_index(plane, places.shape[2:]) if places.ndim > 2 else ()
         title = ", ".join(f"{name} {at}" for name, at in zip(names[2:], rest, strict=False))
-        parts.append(svg_text(left, top - 8, title or f"{names[0]} and {names[1]}", size=12, class_="ink"))
+        parts.append(svg_text(left, top - 8, title or f"{names[0]}, {names[1]}", size=12, class_="ink"))
         index = np.stack(np.unravel_index(shown[:, :, plane], tuple(sizes.values())), axis=-1)
         parts += _cells(index[..., [size > 1 for size in sizes.values()]], left, top, groups)
     return parts, MARGIN + max(count * (width + 2 * GAP), 400), 3 * LINE + height + GAP

@@ -235,7 +235,7 @@ def _decades(scale_x: "Linear", scale_y: "Linear") -> list[str]:
     for power in range(math.ceil(scale_y.first), math.floor(scale_y.last) + 1):
         y = scale_y(power)
         found.append(element("path", class_="grid", d=f"M{LEFT} {_text(y)}H{_text(right)}"))
-        label = f"{10.0 ** (power - 12):g}"
+        label = f"{10.0 ** (power - 12):,g}"
         found.append(svg_text(LEFT - 8, _text(y + 4), label, size=12, anchor="end", class_="dim"))
     middle = (LEFT + right) / 2
     found.append(svg_text(4, TOP - 4, "TFLOP/s", size=12, class_="dim"))
