@@ -16,11 +16,12 @@ from flax_mesh.plan.cost import PHASES, Cost, costs
 from flax_mesh.plan.fusion import Buffer, Kernel, fuse
 from flax_mesh.plan.memory import Profile, profile
 from flax_mesh.plan.results import CATEGORIES, Moment, Part, Traffic
-from flax_mesh.plan.program import Array, Program, read_program
+from flax_mesh.plan.program import Array, Program, phase_of, read_program
 from flax_mesh.plan.topology import Topology, network_of
 from flax_mesh.sharding.rules import Finding
 
 PLATFORMS = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}  # of a chip -> of JAX's lowering
+SMALL = 2**20  # bytes of a collective that is combined with others
 MOMENTS = 240  # of a timeline, at most
 
 
@@ -60,12 +61,8 @@ def parts(one: Estimate, topology: Topology, name: str = "", times: int = 1) -> 
     found = []
     for title, phases in groups:
         chosen = [cost for cost in one.costs if cost.phase in phases]
-        network = math.fsum(
-            seconds_of(exchange, one.program, topology) * exchange.times
-            for exchange in one.exchanges
-            if exchange.phase in phases
-        )
-        if chosen or network:
+        network = exchange_seconds([x for x in one.exchanges if x.phase in phases], one.program, topology)
+        if chosen or network or name:
             found.append(_part(title, chosen, network, topology, times))
     return found
 
@@ -87,6 +84,20 @@ def _part(name: str, chosen: Sequence[Cost], network: float, topology: Topology,
         network_seconds=network,
         seconds=kernels + network - hidden,
     )
+
+
+def exchange_seconds(found: Sequence[Exchange], program: Program, topology: Topology) -> float:
+    """Seconds of collectives. XLA combines small ones of one kind over the same devices: they share their latency."""
+    seconds, small = 0.0, dict[tuple[str, tuple[str, ...], int], float]()
+    for exchange in found:
+        if exchange.payload_bytes < SMALL:
+            key = exchange.kind, exchange.axes, exchange.times
+            small[key] = small.get(key, 0.0) + exchange.payload_bytes
+        else:
+            seconds += seconds_of(exchange, program, topology) * exchange.times
+    for (kind, axes, times), payload in small.items():
+        seconds += network_of(topology, program.axis_sizes, axes).seconds(kind, payload) * times
+    return seconds
 
 
 def seconds_of(exchange: Exchange, program: Program, topology: Topology) -> float:
@@ -169,8 +180,6 @@ def _moments(
 
 
 def _phase(kernel: Kernel, outer: str) -> str:
-    from flax_mesh.plan.program import phase_of
-
     return phase_of(kernel.source) or (kernel.writes[0].phase if kernel.writes and kernel.writes[0].phase else outer)
 
 

@@ -1,7 +1,7 @@
 """The estimate of a pipeline: F, B and W of every stage on the mesh of one group, and the groups' memory over time."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -50,13 +50,14 @@ def estimate_stages(
     batch: Any,
     shardings: Sequence[NamedSharding],
     mesh: AbstractMesh,
+    shape: Mapping[str, int],
     axes: Any,
     *,
     remat: str,
     seed: int,
     platform: str,
 ) -> list[StageEstimate]:
-    """The estimates of all stages. `shardings` has one entry per leaf of the staged model.
+    """The estimates of all stages. `shardings` has one entry per leaf of the staged model, `shape` is the whole mesh.
 
     Equal stages are estimated once. An activation has the sharding that the stage that sends it computes it with.
     """
@@ -71,7 +72,7 @@ def estimate_stages(
         remat="full" if staged.needs_full_remat else remat,
         split=schedule.splits_backward,
     )
-    made = _Stages(stages, forward.leaves, jax.tree.leaves(batch), count, shardings, mesh, axes, platform)
+    made = _Stages(stages, forward.leaves, jax.tree.leaves(batch), count, shardings, mesh, shape, axes, platform)
     for stage in stages:
         made.forward(stage)
     for stage in reversed(stages):
@@ -88,12 +89,13 @@ class _Stages:
         count: int,
         shardings: Sequence[NamedSharding],
         mesh: AbstractMesh,
+        shape: Mapping[str, int],
         axes: Any,
         platform: str,
     ):
         self.stages, self.leaves, self.shardings = stages, leaves, shardings
         self.batch, self.count = batch, count
-        self.mesh, self.axes, self.platform = mesh, axes, platform
+        self.mesh, self.shape, self.axes, self.platform = mesh, shape, axes, platform
         self.sender = {v: (stage.stage, i) for stage in stages for i, v in enumerate(stage.sent)}
         self.sent: dict[Any, Any] = {}  # variable -> abstract activation
         self.cotangents: dict[Any, list[Any]] = {}  # variable -> abstract gradients of its receivers
@@ -156,7 +158,8 @@ class _Stages:
         shapes = [(x.shape, str(x.dtype), x.sharding.spec) for x in jax.tree.leaves(arguments)]
         key = (kind, len(stage.sums), len(stage.sent), str(shapes))
         if key not in self.cache:
-            self.cache[key] = estimate(function, arguments, dict(self.mesh.shape), self.platform)
+            one = estimate(function, arguments, dict(self.mesh.shape), self.platform)
+            self.cache[key] = replace(one, program=replace(one.program, axis_sizes=self.shape))  # for their networks
         return self.cache[key]
 
     def _types(self, function: Any, arguments: Any) -> Any:

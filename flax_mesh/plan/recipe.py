@@ -258,6 +258,7 @@ def _pipelined(config: TrainConfig, topology: Topology, shape: Mapping[str, int]
         {"inputs": rows, "targets": rows},
         shardings,
         mesh,
+        shape,
         rules.axes,
         remat=config.pipeline.remat,
         seed=config.run.seed,
@@ -265,8 +266,8 @@ def _pipelined(config: TrainConfig, topology: Topology, shape: Mapping[str, int]
     )
     sizes: dict[str, list[int]] = {}
     for kind in ("parameters", "optimizer", "other state"):
-        leaves = [(path, x, _device_bytes(x)) for path, x in named if _kind(path, x) == kind]
-        sizes[kind] = bytes_of_groups(staged, schedule.stage_to_group, leaves) if leaves else [0] * num_groups
+        leaves = [(path, x, _device_bytes(x) if _kind(path, x) == kind else 0) for path, x in named]
+        sizes[kind] = bytes_of_groups(staged, schedule.stage_to_group, leaves)
     memory = _pipeline_memory(topology, schedule, stages, sizes)
     parts, costs = _stage_parts(topology, shape, schedule, stages)
     update = _update_part(topology, schedule, stages, sizes)
@@ -284,8 +285,7 @@ def _pipelined(config: TrainConfig, topology: Topology, shape: Mapping[str, int]
     time = replace(time, flops=math.fsum(part.flops * part.times for part in parts) / num_groups)
     traffic = _stage_traffic(topology, shape, schedule, stages)
     findings = [*_memory_findings(memory, config.model)]
-    for stage in stages[:1]:
-        findings += forecast.surprises(stage.forward, _of_group(topology, shape))
+    findings += forecast.surprises(stages[0].backward, topology)
     return Plan(
         topology, shape, memory, time, tuple(traffic), tuple(findings),
         _summary(topology, memory, time, traffic, config.model),
@@ -294,12 +294,6 @@ def _pipelined(config: TrainConfig, topology: Topology, shape: Mapping[str, int]
 
 def _device_bytes(x: Any) -> int:
     return math.prod(x.sharding.shard_shape(x.shape)) * jnp.dtype(x.dtype).itemsize
-
-
-def _of_group(topology: Topology, shape: Mapping[str, int]) -> Topology:
-    """The topology as the collectives of one group see it: their networks are those of the whole mesh."""
-    del shape
-    return topology
 
 
 def _pipeline_memory(
@@ -333,8 +327,7 @@ def _stage_parts(
     for number, stage in enumerate(stages):
         seconds = dict.fromkeys("FBW", 0.0)
         for kind, one in stage.programs.items():
-            on_mesh = replace(one, program=replace(one.program, axis_sizes=shape))
-            (part,) = forecast.parts(on_mesh, topology, f"stage {number} {kind}", schedule.num_microbatches)
+            (part,) = forecast.parts(one, topology, f"stage {number} {kind}", schedule.num_microbatches)
             parts.append(part)
             seconds[kind] = part.seconds
         transfer = link.seconds("collective-permute", stage.sent) if stage.sent else 0.0
@@ -366,13 +359,7 @@ def _stage_traffic(
         for number, stage in enumerate(stages):
             if schedule.stage_to_group[number] != group:
                 continue
-            found = [
-                each
-                for one in stage.programs.values()
-                for each in forecast.traffic(
-                    replace(one, program=replace(one.program, axis_sizes=shape)), topology, count
-                )
-            ]
+            found = [x for one in stage.programs.values() for x in forecast.traffic(one, topology, count)]
             if stage.sent:
                 fast, slow = link.split(stage.sent * count, "collective-permute")
                 seconds = link.seconds("collective-permute", stage.sent) * count
