@@ -36,6 +36,7 @@ from flax_mesh.train.build import (
 from flax_mesh.train.checks import check_config, check_on_mesh
 from flax_mesh.train.config import TrainConfig, mesh_shape, shard_over
 from flax_mesh.tree import named_leaves
+from flax_mesh.user_code import check_arguments, place_of, user_code
 
 # Share of the memory that a step cannot use: the runtime, the programs and fragmentation. JAX reserves more on GPUs
 # unless it is told otherwise.
@@ -89,6 +90,9 @@ def plan(config: TrainConfig, topology: Topology | str | None = None) -> Plan:
             sharding=batch_sharding(mesh, rules.axes),  # pyright: ignore[reportArgumentType]
         )
         arguments = (program.layout, {"inputs": rows, "targets": rows})
+        check_arguments("loss_fn", config.loss_fn, "model", "batch")
+        with user_code("loss_fn", place_of(config.loss_fn)):
+            jax.eval_shape(program.step, *arguments)  # `estimate` reuses the trace
         one = forecast.estimate(program.step, arguments, shape, found.chip.platform)
     roles = _roles(arguments, _vocabulary(config))
     return _assemble(found, shape, one, roles, _stated(config, program.num_parameters), config.model)
