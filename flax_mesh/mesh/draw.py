@@ -126,7 +126,7 @@ def draw_corner(places: np.ndarray, names: Sequence[str], sizes: Mapping[str, in
     width, height = columns * (CELL + GAP), rows * (CELL + GAP)
     pairs = zip(names, shown.shape, places.shape, strict=False)
     cut = [f"the first {n} of {size} along {name}" for name, n, size in pairs if n < size]
-    parts = [svg_text(MARGIN, LINE, "; ".join(cut) or "all devices of one of them", size=12, class_="dim")]
+    parts = [svg_text(MARGIN, LINE, "; ".join(cut), size=12, class_="dim")] if cut else []
     groups: dict[tuple[int, ...], int] = {}
     for plane in range(count):
         left, top = MARGIN + plane * (width + 2 * GAP), 3 * LINE

@@ -15,6 +15,7 @@ from flax_mesh.mesh.describe import MeshLayout, place_texts
 from flax_mesh.mesh.draw import draw_corner
 from flax_mesh.mesh.torus.torus import arrange
 from flax_mesh.mpmd.schedules.draw import draw_simulation_svg
+from flax_mesh.mpmd.schedules.simulate import scaled
 from flax_mesh.plan import report
 from flax_mesh.plan.results import CATEGORIES, Memory, Moment, Part, Time, Traffic
 from flax_mesh.plan.topology import Topology, placement, torus_of
@@ -80,7 +81,8 @@ def time_section(time: Time, chip: Chip) -> str:
 def schedule_section(time: Time) -> str:
     if time.schedule is None or time.simulation is None:
         return ""
-    svg = draw_simulation_svg(time.schedule, time.simulation, "s", most=MOST_ACTIONS)
+    unit = report.unit_of_time(time.simulation.makespan)
+    svg = draw_simulation_svg(time.schedule, scaled(time.simulation, 1 / unit.size), unit.name, most=MOST_ACTIONS)
     return section("Schedule of the pipeline", f'<div class="paper">{svg}</div>')
 
 

@@ -25,6 +25,7 @@ MOST_ROWS = 12  # of a table
 PARTS_CAPTION = "time of each part: one execution on one device"
 TRAFFIC_CAPTION = "traffic of one device per step"
 
+
 # --- text ---
 
 
@@ -39,8 +40,13 @@ def number(value: float) -> str:
 
 def time_text(seconds: float) -> str:
     """`4.35 s`, `12.3 ms`, `150 µs`."""
-    unit = TIMES[0] if seconds >= 0.9995 else unit_of([seconds], TIMES)
+    unit = unit_of_time(seconds)
     return f"{number(seconds / unit.size)} {unit.name}"
+
+
+def unit_of_time(seconds: float) -> Unit:
+    """That of a single time: seconds from one second on."""
+    return TIMES[0] if seconds >= 0.9995 else unit_of([seconds], TIMES)
 
 
 def unit_of(values: Iterable[float], units: Sequence[Unit]) -> Unit:
