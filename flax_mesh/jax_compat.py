@@ -596,12 +596,14 @@ def _attention_rule(inputs: Any, outputs: Any, swapped: bool) -> str:
     sizes = {"i": query.shape[0], "j": query.shape[sequence], "k": key.shape[heads]}
     sizes |= {"l": query.shape[heads] // key.shape[heads], "m": query.shape[3], "n": value.shape[3]}
     sizes["o"] = key.shape[sequence]
+    queries = "kl" if sizes["l"] > 1 else "k"  # a factor of size 1 is not allowed beside another one
+    sizes = {name: size for name, size in sizes.items() if name != "l" or size > 1}
 
     def dims(aval: Any) -> str:
         if aval.ndim == 3:
-            return "[i, kl, j]"
+            return f"[i, {queries}, j]"
         of_keys = aval.shape[heads] == key.shape[heads] and aval.shape[sequence] == key.shape[sequence]
-        names = ["i", "o" if of_keys and aval is not query else "j", "k" if of_keys and aval is not query else "kl"]
+        names = ["i", "o" if of_keys and aval is not query else "j", "k" if of_keys and aval is not query else queries]
         last = "n" if aval is value else "m"
         return f"[{names[0]}, {names[2]}, {names[1]}, {last}]" if swapped else f"[{', '.join(names)}, {last}]"
 
