@@ -108,7 +108,7 @@ class Layer(nnx.Module):
         share = jax.nn.sigmoid(_dot("bsd,de->bse", x, self.router)).mean(-1, keepdims=True)
         rows = -(-int(length * s.top_k * s.capacity) // s.experts)
         repeated = jnp.tile(x, (1, -(-rows * s.experts // length), 1))[:, : rows * s.experts]
-        z = repeated.reshape(b, s.experts, rows, d)
+        z = constrain(repeated.reshape(b, s.experts, rows, d), ("batch", None, None, None), axes=AXES)
         h = jax.nn.silu(_dot("bend,edf->benf", z, self.expert_gate)) * _dot("bend,edf->benf", z, self.expert_up)
         z = checkpoint_name(_dot("benf,efd->bend", h, self.expert_down), "mlpwo").reshape(b, -1, d)
         return z[:, :length] * share
