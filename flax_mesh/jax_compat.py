@@ -596,17 +596,16 @@ def _attention_rule(inputs: Any, outputs: Any, swapped: bool) -> str:
     sizes = {"i": query.shape[0], "j": query.shape[sequence], "k": key.shape[heads]}
     sizes |= {"l": query.shape[heads] // key.shape[heads], "m": query.shape[3], "n": value.shape[3]}
     sizes["o"] = key.shape[sequence]
-    queries = "kl" if sizes["l"] > 1 else "k"  # a factor of size 1 is not allowed beside another one
+    of_queries = "kl" if sizes["l"] > 1 else "k"  # a factor of size 1 is not allowed beside another one
     sizes = {name: size for name, size in sizes.items() if name != "l" or size > 1}
 
-    def dims(aval: Any) -> str:
-        if aval.ndim == 3:
-            return f"[i, {queries}, j]"
-        of_keys = aval.shape[heads] == key.shape[heads] and aval.shape[sequence] == key.shape[sequence]
-        names = ["i", "o" if of_keys and aval is not query else "j", "k" if of_keys and aval is not query else queries]
-        last = "n" if aval is value else "m"
-        return f"[{names[0]}, {names[2]}, {names[1]}, {last}]" if swapped else f"[{', '.join(names)}, {last}]"
+    def dims(row: str, head: str, last: str) -> str:
+        return f"[i, {head}, {row}, {last}]" if swapped else f"[i, {row}, {head}, {last}]"
 
-    ins, outs = ([dims(aval) for aval in avals] for avals in (inputs, outputs))
+    q, k, v, out = dims("j", of_queries, "m"), dims("o", "k", "m"), dims("o", "k", "n"), dims("j", of_queries, "n")
+    statistics = f"[i, {of_queries}, j]"
+    ins, outs = [q, k, v, statistics, out, out][: len(inputs)], [out, statistics]
+    if len(inputs) > 3:
+        outs = [q, k, v]
     factors = ", ".join(f"{name}={size}" for name, size in sizes.items())
-    return f"#sdy.op_sharding_rule<({', '.join(ins)})->({', '.join(outs)}) {{{factors}}}, custom>"
+    return f"#sdy.op_sharding_rule<({', '.join(ins)})->({', '.join(outs[: len(outputs)])}) {{{factors}}}, custom>"
