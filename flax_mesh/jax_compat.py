@@ -607,5 +607,7 @@ def _attention_rule(inputs: Any, outputs: Any, swapped: bool) -> str:
     ins, outs = [q, k, v, statistics, out, out][: len(inputs)], [out, statistics]
     if len(inputs) > 3:
         outs = [q, k, v]
-    factors = ", ".join(f"{name}={size}" for name, size in sizes.items())
-    return f"#sdy.op_sharding_rule<({', '.join(ins)})->({', '.join(outs[: len(outputs)])}) {{{factors}}}, custom>"
+    consecutive = str.maketrans(dict(zip(sorted(sizes), "ijklmno", strict=False)))
+    factors = ", ".join(f"{name}={sizes[name]}" for name in sorted(sizes)).translate(consecutive)
+    rule = f"({', '.join(ins)})->({', '.join(outs[: len(outputs)])})".translate(consecutive)
+    return f"#sdy.op_sharding_rule<{rule} {{{factors}}}, custom>"
