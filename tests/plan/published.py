@@ -114,7 +114,7 @@ def _older() -> list[Run]:
     found = []
     for name, topology, shape, per_chip, mesh, policy, published in OLDER:
         chips = math.prod(map(int, topology.partition(":")[2].split("x")))
-        shape = replace(shape, policy=policy)
+        shape = replace(shape, policy=policy, split_hidden="tp" in mesh)
         for slices, tflops in published.items():
             seconds = per_chip * 2048 * stated_flops(shape, 2048) / (tflops * 1e12)
             many = slices > 1

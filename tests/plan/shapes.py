@@ -42,6 +42,11 @@ class Shape:
     policy: str = ""  # a name of jax.checkpoint_policies instead
     param_dtype: str = "float32"
     attention: str = "cudnn"
+    split_hidden: bool = False  # activations between the layers over tp
+
+    @property
+    def axes(self) -> PartitionAxis:
+        return PartitionAxis() if self.split_hidden else AXES
 
     def problems(self) -> list[str]:
         return []
@@ -75,7 +80,7 @@ class Layer(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x + self._attention(_norm(x, self.norms[0]))
         x = x + self._mlp(_norm(x, self.norms[1]))
-        return constrain(x, ("batch", "sequence", "hidden"), axes=AXES)
+        return constrain(x, ("batch", "sequence", "hidden"), axes=self.shape.axes)
 
     def _attention(self, x: jax.Array) -> jax.Array:
         s = self.shape
@@ -172,7 +177,7 @@ class Model(nnx.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         s = self.shape
         x = jnp.take(constrain(self.embed[...], ("vocab", None), axes=AXES), tokens, axis=0).astype(jnp.bfloat16)
-        x = constrain(x, ("batch", "sequence", "hidden"), axes=AXES)
+        x = constrain(x, ("batch", "sequence", "hidden"), axes=s.axes)
         policies = jax.checkpoint_policies
         policy = getattr(policies, s.policy) if s.policy else policies.save_only_these_names(*s.keep)
         graph, state = nnx.split(self.periods)
