@@ -39,6 +39,7 @@ SOURCES = {
     "nvidia": "NVIDIA's datasheets: nvidia.com/en-us/data-center/{h100,grace-hopper-superchip}",
     "vendor / links": "inferred: the bidirectional GB/s per chip that the vendor states, divided by 2 and by the links",
     "inferred": "inferred: the rings of v7x from v5p, its pod from its 9216 chips; the DCN of v3 from that of its host",
+    "fitted": "fitted to half of the published runs in tests/plan/published.py; see docs/plan.md",
     "assumed": "not published: assumed equal to the figure of a related chip that is",
     "not measured": "a rough figure of one process on a server CPU, for plans with virtual devices; not measured",
 }
@@ -123,7 +124,14 @@ class Chip:
 def figures(chip: Chip) -> set[str]:
     """The names of the figures of a chip that must have a source: numeric fields that it sets, and dtypes."""
     numbers = {"memory", "memory_bandwidth", "link_bandwidth", "network_bandwidth", "link_fraction"}
-    numbers |= {"hop_latency", "network_latency", "devices_per_chip", "pod" if chip.pod else "domain"}
+    numbers |= {
+        "matmul_fraction",
+        "overlap_fraction",
+        "hop_latency",
+        "network_latency",
+        "devices_per_chip",
+        "pod" if chip.pod else "domain",
+    }
     return numbers | ({"wrap"} if chip.pod else set()) | set(chip.peak_flops)
 
 
@@ -134,13 +142,34 @@ def _chip(name: str, platform: str, sources: Mapping[str, str], **values: Any) -
 
 
 def _tpu(name: str, sources: dict[str, str], **values: Any) -> Chip:
-    usual = {"all": "tpu", "hop_latency": "assumed", "network_latency": "assumed", "pod": "book", "wrap": "book"}
+    usual = {
+        "all": "tpu",
+        "matmul_fraction": "fitted",
+        "overlap_fraction": "fitted",
+        "hop_latency": "assumed",
+        "network_latency": "assumed",
+        "pod": "book",
+        "wrap": "book",
+    }
     return _chip(name, "tpu", usual | sources, **values)
 
 
 def _gpu(name: str, sources: dict[str, str], **values: Any) -> Chip:
-    usual = {"all": "gpu book", "hop_latency": "calculon", "network_latency": "calculon", "link_fraction": "assumed"}
-    return _chip(name, "gpu", usual | sources, **{"kinds": (name,), "domain": 8, "link_fraction": 370 / 450} | values)
+    usual = {
+        "all": "gpu book",
+        "matmul_fraction": "assumed",
+        "overlap_fraction": "assumed",
+        "hop_latency": "calculon",
+        "network_latency": "calculon",
+        "link_fraction": "assumed",
+    }
+    return _chip(
+        name,
+        "gpu",
+        usual | sources,
+        **{"matmul_fraction": 0.7, "overlap_fraction": 0.5, "kinds": (name,), "domain": 8, "link_fraction": 370 / 450}
+        | values,
+    )
 
 
 # The vendor's 100 GB/s per link became 90 in later texts of the book: 90% are reachable.
@@ -154,20 +183,25 @@ CHIPS = (
          link_bandwidth=100e9, network_bandwidth=6.25e9, pod=(32, 32), wrap="pod", devices_per_chip=2),
     _tpu("v4", {"link_bandwidth": "book", "link_fraction": "book", "network_bandwidth": "book, later"},
          kinds=("TPU v4",), peak_flops={"bfloat16": 275e12, "int8": 275e12}, memory=32 * GIB, memory_bandwidth=1200e9,
-         link_bandwidth=45e9, network_bandwidth=6.25e9, pod=(16, 16, 16), wrap="cubes"),
+         link_bandwidth=45e9, network_bandwidth=6.25e9, pod=(16, 16, 16), wrap="cubes",
+         matmul_fraction=0.67, overlap_fraction=0.2),
     _tpu("v5e", _ICI | {"hop_latency": "book, later"}, kinds=("TPU v5 lite", "TPU v5e"),
          peak_flops={"bfloat16": 197e12, "int8": 393e12}, memory=16e9, memory_bandwidth=819e9,
-         link_bandwidth=50e9, link_fraction=0.9, network_bandwidth=3.125e9, pod=(16, 16), wrap="pod"),
+         link_bandwidth=50e9, link_fraction=0.9, network_bandwidth=3.125e9, pod=(16, 16), wrap="pod",
+         matmul_fraction=0.73, overlap_fraction=0.6),
     _tpu("v5p", _ICI | {"int8": "book"}, kinds=("TPU v5", "TPU v5p"),
          peak_flops={"bfloat16": 459e12, "int8": 918e12}, memory=95 * GIB, memory_bandwidth=2765e9,
-         link_bandwidth=100e9, link_fraction=0.9, network_bandwidth=6.25e9, pod=(16, 20, 28), wrap="cubes"),
+         link_bandwidth=100e9, link_fraction=0.9, network_bandwidth=6.25e9, pod=(16, 20, 28), wrap="cubes",
+         matmul_fraction=0.76, overlap_fraction=0.9),
     _tpu("v6e", _ICI, kinds=("TPU v6 lite", "TPU v6e"),
          peak_flops={"bfloat16": 918e12, "int8": 1836e12}, memory=32e9, memory_bandwidth=1638e9,
-         link_bandwidth=100e9, link_fraction=0.9, network_bandwidth=12.5e9, pod=(16, 16), wrap="pod"),
+         link_bandwidth=100e9, link_fraction=0.9, network_bandwidth=12.5e9, pod=(16, 16), wrap="pod",
+         matmul_fraction=0.54, overlap_fraction=0.4),
     _tpu("v7x", _ICI | {"pod": "inferred", "wrap": "inferred"}, kinds=("TPU7x", "TPU7"),
          peak_flops={"bfloat16": 2307e12 / 2, "float8": 4614e12 / 2}, memory=192 * GIB / 2, memory_bandwidth=7380e9 / 2,
          link_bandwidth=100e9, link_fraction=0.9, network_bandwidth=12.5e9, pod=(16, 24, 24), wrap="cubes",
-         devices_per_chip=2),
+         devices_per_chip=2,
+         matmul_fraction=0.57, overlap_fraction=1.0),
     _gpu("A100", {"bfloat16": "gpu table", "network_bandwidth": "calculon"},
          peak_flops={"bfloat16": 312e12, "int8": 620e12}, memory=80e9, memory_bandwidth=2.0e12,
          link_bandwidth=300e9, network_bandwidth=25e9),
@@ -189,7 +223,7 @@ CHIPS = (
     _gpu("GB200", {"bfloat16": "b200", "memory_bandwidth": "b200", "memory": "mlperf"},
          peak_flops={"bfloat16": 2500e12}, memory=186e9, memory_bandwidth=8.0e12,
          link_bandwidth=900e9, network_bandwidth=50e9, domain=72, domain_spans_hosts=True),
-    _chip("cpu", "cpu", {"all": "not measured"}, kinds=("cpu",),
+    _chip("cpu", "cpu", {"all": "not measured"}, kinds=("cpu",), overlap_fraction=0.0,
           peak_flops={"bfloat16": 5e10, "float32": 5e10}, memory=4e9, memory_bandwidth=1e10,
           link_bandwidth=5e9, network_bandwidth=1e9, hop_latency=2e-5, network_latency=5e-5),
 )

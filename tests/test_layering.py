@@ -29,6 +29,7 @@ FLOORS = (
     ("checkpoint",),
     ("models", "train.data"),
     ("train",),
+    ("plan.program",),
     ("plan",),
     ("cli",),
 )

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from flax_mesh.jax_compat import kernels_without_devices, lower_without_devices, propagated_module
-from flax_mesh.plan.collectives import Exchange, find_exchanges
-from flax_mesh.plan.cost import PHASES, Cost, costs
-from flax_mesh.plan.fusion import Buffer, Kernel, fuse
-from flax_mesh.plan.memory import Profile, profile
+from flax_mesh.plan.program.collectives import Exchange, find_exchanges
+from flax_mesh.plan.program.cost import PHASES, Cost, costs
+from flax_mesh.plan.program.fusion import Buffer, Kernel, fuse
+from flax_mesh.plan.program.memory import Profile, profile
+from flax_mesh.plan.program.normalize import normalize
+from flax_mesh.plan.program.read import Array, Program, phase_of, read_program
 from flax_mesh.plan.results import CATEGORIES, Moment, Part, Traffic
-from flax_mesh.plan.program import Array, Program, phase_of, read_program
 from flax_mesh.plan.topology import Topology, network_of
 from flax_mesh.sharding.rules import Finding
 
@@ -44,7 +45,7 @@ def estimate(step: Any, arguments: Sequence[Any], axis_sizes: Mapping[str, int],
     """The estimate of a jitted function for abstract arguments on a platform: "tpu", "gpu" or "cpu"."""
     with kernels_without_devices():
         traced = step.trace(*arguments)
-    module = propagated_module(lower_without_devices(traced, PLATFORMS[platform]))
+    module = propagated_module(lower_without_devices(traced, PLATFORMS[platform]), normalize)
     program = read_program(module, axis_sizes, platform)
     exchanges = find_exchanges(program)
     kernels, results = fuse(program, exchanges)
@@ -237,7 +238,14 @@ def one_has_flops(operation: Any) -> bool:
 def _is_weight(array: Array, depth: int = 8) -> bool:
     """Whether a value is an argument, or only moved or cast from one."""
     while array.producer is not None and depth:
-        if array.producer.kind not in ("convert", "reshape", "transpose", "dynamic_slice", "optimization_barrier", "slice"):
+        if array.producer.kind not in (
+            "convert",
+            "reshape",
+            "transpose",
+            "dynamic_slice",
+            "optimization_barrier",
+            "slice",
+        ):
             return False
         array, depth = array.producer.inputs[0], depth - 1
     return array.producer is None

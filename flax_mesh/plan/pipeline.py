@@ -12,7 +12,7 @@ from flax_mesh.mpmd.runtime.compile import StageFunctions, compile_stages
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule
 from flax_mesh.mpmd.split.split import StagedModel
 from flax_mesh.plan.forecast import Estimate, estimate
-from flax_mesh.plan.program import Array
+from flax_mesh.plan.program.read import Array
 from flax_mesh.step.batch import microbatch_shapes, microbatch_spec
 
 
@@ -181,7 +181,9 @@ class _Stages:
 
     def _bytes(self, values: Sequence[jax.ShapeDtypeStruct]) -> int:
         return sum(
-            jnp.dtype(x.dtype).itemsize * _size(x.sharding.shard_shape(x.shape)) for x in values if x.sharding is not None
+            jnp.dtype(x.dtype).itemsize * _size(x.sharding.shard_shape(x.shape))
+            for x in values
+            if x.sharding is not None
         )
 
 

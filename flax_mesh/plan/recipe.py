@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
 
 from flax_mesh.errors import ConfigError
@@ -174,7 +173,11 @@ def _roles(arguments: Any, vocabulary: int) -> forecast.Roles:
             kind = _kind(path, leaf)
             kinds.append(kind)
             if kind == "parameters" and math.prod(leaf.shape) > 1:
-                shapes |= {tuple(sorted(leaf.shape)), tuple(sorted(leaf.shape[1:])), tuple(sorted((1, *leaf.shape[1:])))}
+                shapes |= {
+                    tuple(sorted(leaf.shape)),
+                    tuple(sorted(leaf.shape[1:])),
+                    tuple(sorted((1, *leaf.shape[1:]))),
+                }
     if not shapes:  # a loop of one's own: what is as large as a parameter is not known
         state = [x for argument in arguments[:1] for x in jax.tree.leaves(argument)]
         kinds[: len(state)] = ["parameters"] * len(state)
@@ -208,9 +211,7 @@ def _assemble(
     return Plan(topology, shape, memory, time, traffic, findings, _summary(topology, memory, time, traffic, model))
 
 
-def _memory(
-    topology: Topology, moments: Sequence[Moment], arguments: int, groups: tuple[int, ...]
-) -> Memory:
+def _memory(topology: Topology, moments: Sequence[Moment], arguments: int, groups: tuple[int, ...]) -> Memory:
     chip = topology.chip
     reserve = round(RESERVE[chip.platform] * chip.memory)
     highest = max(moments, key=lambda moment: moment.total)
@@ -244,7 +245,9 @@ def _time(topology: Topology, seconds: float, parts: Sequence[Part], stated: Sta
 # Pipelines
 
 
-def _pipelined(config: TrainConfig, topology: Topology, shape: Mapping[str, int], mesh: AbstractMesh, rules: Any) -> Plan:
+def _pipelined(
+    config: TrainConfig, topology: Topology, shape: Mapping[str, int], mesh: AbstractMesh, rules: Any
+) -> Plan:
     num_groups = shape["pp"]
     staged, schedule = split_model(config, rules.layers, num_groups, mesh)
     make = partial(make_modules, config)
@@ -291,7 +294,12 @@ def _pipelined(config: TrainConfig, topology: Topology, shape: Mapping[str, int]
     findings = [*_memory_findings(memory, config.model)]
     findings += forecast.surprises(stages[0].backward, topology)
     return Plan(
-        topology, shape, memory, time, tuple(traffic), tuple(findings),
+        topology,
+        shape,
+        memory,
+        time,
+        tuple(traffic),
+        tuple(findings),
         _summary(topology, memory, time, traffic, config.model),
     )
 
@@ -423,7 +431,9 @@ def _summary(topology: Topology, memory: Memory, time: Time, traffic: Sequence[T
     weights = {
         "compute": math.fsum(p.compute_seconds * p.times for p in time.parts),
         "memory": math.fsum(max(0.0, p.memory_seconds - p.compute_seconds) * p.times for p in time.parts),
-        "network": math.fsum(max(0.0, p.seconds - max(p.compute_seconds, p.memory_seconds)) * p.times for p in time.parts),
+        "network": math.fsum(
+            max(0.0, p.seconds - max(p.compute_seconds, p.memory_seconds)) * p.times for p in time.parts
+        ),
         "bubble": time.bubble * time.seconds * (len(memory.groups) if time.schedule else 1),
     }
     largest = max(weights, key=lambda name: weights[name])
@@ -441,7 +451,9 @@ def _summary(topology: Topology, memory: Memory, time: Time, traffic: Sequence[T
             else "fewer and larger operations would help, such as more rows per device."
         )
     if largest == "bubble":
-        return f"The step is limited by the idle time of the pipeline ({time.bubble:.0%}); more microbatches would help."
+        return (
+            f"The step is limited by the idle time of the pipeline ({time.bubble:.0%}); more microbatches would help."
+        )
     free = (memory.capacity or 0) - memory.peak
     if getattr(model, "remat", "none") == "full" and free > 0.3 * (memory.capacity or 0):
         return f"The step is limited by compute ({share:.0%}); memory is free for less remat, which would compute less."

@@ -8,7 +8,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flax_mesh.plan.fusion import Buffer, Kernel
+from flax_mesh.plan.program.fusion import Buffer, Kernel
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flax_mesh.plan.program import COLLECTIVES, Array, Block, Operation, Program, Spec, axis_size, phase_of
+from flax_mesh.plan.program.read import COLLECTIVES, Array, Block, Operation, Program, Spec, axis_size, phase_of
 
 Dims = tuple[tuple[int, ...], ...]
 
@@ -158,8 +158,10 @@ def reshard(array: Array, wanted: Spec, sizes: Mapping[str, int]) -> Iterator[Fo
         yield "all-to-all", moved, size
     if lost:
         yield "all-gather", lost, size
-    if not moved and not lost and any(
-        set(a) <= set(b) and a != b[: len(a)] for a, b in zip(array.spec, wanted, strict=True)
+    if (
+        not moved
+        and not lost
+        and any(set(a) <= set(b) and a != b[: len(a)] for a, b in zip(array.spec, wanted, strict=True))
     ):
         yield "collective-permute", tuple(had), size
 
@@ -367,17 +369,17 @@ def _slice(operation: Operation) -> Rule:
     x, out = operation.inputs[0], operation.outputs[0]
     if len(x.shape) != len(out.shape):
         return [], ()
-    return [tuple(
-        out.spec[d] if x.shape[d] == out.shape[d] else tuple(a for a in x.spec[d] if a in out.spec[d])
-        for d in range(len(x.shape))
-    )], ()
+    return [
+        tuple(
+            out.spec[d] if x.shape[d] == out.shape[d] else tuple(a for a in x.spec[d] if a in out.spec[d])
+            for d in range(len(x.shape))
+        )
+    ], ()
 
 
 def _update(operation: Operation) -> Rule:
     x, update, out = *operation.inputs[:2], operation.outputs[0]
-    return [out.spec, tuple(
-        out.spec[d] if update.shape[d] == x.shape[d] else () for d in range(len(x.shape))
-    )], ()
+    return [out.spec, tuple(out.spec[d] if update.shape[d] == x.shape[d] else () for d in range(len(x.shape)))], ()
 
 
 def _concatenate(operation: Operation) -> Rule:

@@ -244,8 +244,12 @@ class _Reader:
             operation.attributes = attributes | {"function": inner[0] if inner else ""}
         key = None
         if not operation.bodies and name not in ("custom_call", *COLLECTIVES) and name != "optimization_barrier":
-            key = (name, tuple(map(id, inputs)), tuple(sorted(operation.attributes.items())),
-                   tuple((o.shape, o.bits, o.spec) for o in outputs))
+            key = (
+                name,
+                tuple(map(id, inputs)),
+                tuple(sorted(operation.attributes.items())),
+                tuple((o.shape, o.bits, o.spec) for o in outputs),
+            )
             if name == "constant" and "value" not in attributes:
                 key = None
             if key is not None and (found := seen.get(key)):

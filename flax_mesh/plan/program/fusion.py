@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from flax_mesh.plan.collectives import Exchange, conv_labels, dot_dims
-from flax_mesh.plan.program import COLLECTIVES, Array, Block, Operation, Program, phase_of
+from flax_mesh.plan.program.collectives import Exchange, conv_labels, dot_dims
+from flax_mesh.plan.program.read import COLLECTIVES, Array, Block, Operation, Program, phase_of
 
 EXPENSIVE = frozenset(
     {"exponential", "exponential_minus_one", "log", "log_plus_one", "logistic", "tanh", "erf", "power", "rsqrt", "sqrt"}
@@ -287,7 +287,9 @@ class _Fusion:
             reads = self.read(array)
             if producer is not None and not self._is_root(producer) and not is_expensive(producer):
                 reads = self.read(*producer.inputs) or reads
-            found = Buffer(size, array, phase_of(source) or self.phase, gathered=isinstance(key, tuple) and key[0] == "gathered")
+            found = Buffer(
+                size, array, phase_of(source) or self.phase, gathered=isinstance(key, tuple) and key[0] == "gathered"
+            )
             self.buffers[key] = found
             self.kernels.append(Kernel(source, reads, [found], written_bytes=size))
         return found
@@ -317,7 +319,6 @@ class _Fusion:
         kernel = self._add(operation.source, reads, carried, (operation,))
         kernel.body, kernel.results = inner.kernels, inner.buffers_of(body.results)
         kernel.elementwise = True  # each carried value takes the memory of its initial one
-
 
     def _hoisted(self, loop: Operation) -> dict[int, Read]:
         """CPUs store constants that JAX computes before a loop, such as masks of attention.

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from flax_mesh.hardware import Chip
 from flax_mesh.jax_compat import ATTENTION
-from flax_mesh.plan.collectives import conv_labels, dot_dims, partial_axes
-from flax_mesh.plan.fusion import Kernel
-from flax_mesh.plan.program import Operation, Program, phase_of
+from flax_mesh.plan.program.collectives import conv_labels, dot_dims, partial_axes
+from flax_mesh.plan.program.fusion import Kernel
+from flax_mesh.plan.program.read import Operation, Program, phase_of
 
 PHASES = ("forward", "backward", "update")
 DTYPES = {(16, "f"): "bfloat16", (32, "f"): "float32", (64, "f"): "float32", (8, "f"): "float8", (8, "i"): "int8"}

@@ -1,0 +1,1 @@
+"""The operations of a traced step: their shardings, collectives, kernels, memory and costs."""
