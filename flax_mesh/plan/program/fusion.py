@@ -16,12 +16,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from flax_mesh.plan.program.collectives import Exchange, conv_labels, dot_dims
-from flax_mesh.plan.program.read import COLLECTIVES, Array, Block, Operation, Program, phase_of
+from flax_mesh.plan.program.read import COLLECTIVES, Array, Block, Operation, Program, local_shape, phase_of
 
 EXPENSIVE = frozenset(
     {"exponential", "exponential_minus_one", "log", "log_plus_one", "logistic", "tanh", "erf", "power", "rsqrt", "sqrt"}
     | {"cbrt", "divide", "sine", "cosine", "tan", "atan2", "remainder", "erf_inv"}
 )
+CHEAP_ON_ACCELERATORS = frozenset({"tanh", "divide", "logistic", "erf"})
 PRODUCTS = frozenset({"dot_general", "convolution"})
 ROOTS = PRODUCTS | frozenset(
     {"reduce", "reduce_window", "select_and_scatter", "gather", "scatter", "sort", "while", "case", "if", "custom_call"}
@@ -104,6 +105,7 @@ class _Fusion:
         self.cpu = program.platform == "cpu"
         self.buffers = dict(given)
         self.known = dict(outside)
+        self.gathered: dict[object, Array] = {}
         self.results = set(map(id, block.results))
         self.uses = self._uses()
         self.chains: dict[int, list[Operation]] = {}  # id of the last value -> the product and what follows it
@@ -135,7 +137,9 @@ class _Fusion:
         return uses
 
     def _is_root(self, operation: Operation) -> bool:
-        return operation.kind in ROOTS or bool(self.exchanges.get(id(operation)))
+        """Whether an operation has a result of its own in memory. A gathered operand alone does not make it one."""
+        found = self.exchanges.get(id(operation), ())
+        return operation.kind in ROOTS or any(x.array is None or operation.kind == "reshard" for x in found)
 
     def _extend(self, product: Operation) -> None:
         """Find the operations that follow a product elementwise, one after another."""
@@ -159,9 +163,15 @@ class _Fusion:
         for operation in self.block.operations:
             for array in operation.outputs:
                 uses = self.uses.get(id(array), [])
-                if any(self._reads_memory(use, array) for use in uses) or (len(uses) > 1 and is_expensive(operation)):
+                phases = {phase_of(use.source) for use in uses if use.kind in PRODUCTS}
+                several = len(uses) > 1 and (self._is_expensive(operation) or len(phases) > 1)
+                if several or any(self._reads_memory(use, array) for use in uses):
                     stored.add(id(array))
         return stored
+
+    def _is_expensive(self, operation: Operation) -> bool:
+        """Accelerators compute some functions again that CPUs store."""
+        return is_expensive(operation) and (self.cpu or operation.kind not in CHEAP_ON_ACCELERATORS)
 
     def _reads_memory(self, use: Operation, array: Array) -> bool:
         if use.kind == "reduce" or (use.kind in PRODUCTS and not self.cpu):
@@ -186,12 +196,28 @@ class _Fusion:
         else:
             most = array.bytes if producer.kind in PARTS else None
             sizes: dict[int, tuple[Array, int]] = {}
-            for operand in producer.inputs:
+            for operand in self._gathered(producer):
                 for x, size in self.leaves(operand):
                     size = size if most is None else min(size, most)
                     sizes[id(x)] = (x, max(size, sizes[id(x)][1] if id(x) in sizes else 0))
             found = tuple(sizes.values())
         self.known[id(array)] = found
+        return found
+
+    def _gathered(self, operation: Operation) -> list[Array]:
+        """The operands of a fused operation: what a collective changes is replaced by its result."""
+        found = list(operation.inputs)
+        for exchange in self.exchanges.get(id(operation), ()):
+            if exchange.array is None:
+                continue
+            key = "result", id(exchange.array), exchange.wanted
+            if key not in self.gathered:
+                x = exchange.array
+                local = local_shape(x.shape, exchange.wanted, self.program.axis_sizes)
+                result = self.gathered[key] = Array(x.shape, x.bits, x.kind, exchange.wanted, local, None)
+                self._add(operation.source, self.read(x), (result,))
+                self.buffers[id(result)].gathered = True
+            found = [self.gathered[key] if x is exchange.array else x for x in found]
         return found
 
     def read(self, *arrays: Array) -> dict[int, Read]:
@@ -218,6 +244,7 @@ class _Fusion:
             reads = self._operands(operation, operation.inputs)
             self._add(operation.source, reads, operation.outputs, (operation,))
         elif operation.kind not in CONSTANTS:
+            self._gathered(operation)
             for array in operation.outputs:
                 if id(array) in self.stored:
                     self._fused(operation, array)
@@ -248,7 +275,7 @@ class _Fusion:
             size = operation.inputs[1].bytes
             self.kernels.append(Kernel(operation.source, reads, [], updates=base, written_bytes=size))
         else:
-            self._add(operation.source, self.read(*operation.inputs), (array,))
+            self._add(operation.source, self.read(*self._gathered(operation)), (array,))
 
     def _product(self, chain: Sequence[Operation]) -> None:
         product, *rest = chain
@@ -285,7 +312,7 @@ class _Fusion:
             producer = array.producer
             source = producer.source if producer is not None else ""
             reads = self.read(array)
-            if producer is not None and not self._is_root(producer) and not is_expensive(producer):
+            if producer is not None and not self._is_root(producer) and not self._is_expensive(producer):
                 reads = self.read(*producer.inputs) or reads
             found = Buffer(
                 size, array, phase_of(source) or self.phase, gathered=isinstance(key, tuple) and key[0] == "gathered"
