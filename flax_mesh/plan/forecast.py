@@ -12,11 +12,11 @@ from typing import Any
 
 from flax_mesh.jax_compat import kernels_without_devices, lower_without_devices, propagated_module
 from flax_mesh.plan.program.collectives import Exchange, find_exchanges
-from flax_mesh.plan.program.cost import PHASES, Cost, costs
+from flax_mesh.plan.program.cost import Cost, costs
 from flax_mesh.plan.program.fusion import Buffer, Kernel, fuse
 from flax_mesh.plan.program.memory import Profile, profile
 from flax_mesh.plan.program.normalize import normalize
-from flax_mesh.plan.program.read import Array, Program, phase_of, read_program
+from flax_mesh.plan.program.read import PHASES, Array, Program, read_program
 from flax_mesh.plan.results import CATEGORIES, Moment, Part, Traffic
 from flax_mesh.plan.topology import Topology, network_of
 from flax_mesh.sharding.rules import Finding
@@ -162,26 +162,19 @@ def timeline(one: Estimate, roles: Roles) -> list[Moment]:
     for kind, x in zip(roles.kinds, one.program.block.arguments, strict=True):
         fixed[kind] += x.bytes
     found: list[Moment] = []
-    _moments(one.profile, one.program.platform, roles, fixed, "update", found)
+    _moments(one.profile, one.program.platform, roles, fixed, found)
     return found
 
 
-def _moments(
-    found: Profile, platform: str, roles: Roles, before: Mapping[str, int], outer: str, into: list[Moment]
-) -> None:
+def _moments(found: Profile, platform: str, roles: Roles, before: Mapping[str, int], into: list[Moment]) -> None:
     for kernel, _, alive in found.steps:
-        phase = _phase(kernel, outer)
         now = dict(before)
         for buffer in alive.values():
-            now[roles.of(buffer, phase)] += buffer.bytes
+            now[roles.of(buffer, kernel.phase)] += buffer.bytes
         if kernel.body:
-            _moments(profile(kernel.body, kernel.results, platform), platform, roles, now, phase, into)
+            _moments(profile(kernel.body, kernel.results, platform), platform, roles, now, into)
         else:
-            into.append(Moment(kernel.source or phase, now))
-
-
-def _phase(kernel: Kernel, outer: str) -> str:
-    return phase_of(kernel.source) or (kernel.writes[0].phase if kernel.writes and kernel.writes[0].phase else outer)
+            into.append(Moment(kernel.source or kernel.phase, now))
 
 
 def thinned(moments: Sequence[Moment], most: int = MOMENTS) -> tuple[Moment, ...]:

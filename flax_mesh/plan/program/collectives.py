@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flax_mesh.plan.program.read import COLLECTIVES, Array, Block, Operation, Program, Spec, axis_size, phase_of
+from flax_mesh.plan.program.read import COLLECTIVES, Array, Block, Operation, Program, Spec, axis_size
 
 Dims = tuple[tuple[int, ...], ...]
 
@@ -32,7 +32,10 @@ class Exchange(NamedTuple):
     array: Array | None = None  # the operand that is exchanged; None: the result of the operation
     wanted: Spec = ()  # the spec that it is exchanged to
     result_bytes: int = 0  # on one device
-    phase: str = "update"  # forward, backward or update
+
+    @property
+    def phase(self) -> str:
+        return self.operation.phase
 
     @property
     def payload_bytes(self) -> int:
@@ -45,24 +48,23 @@ Found = tuple[str, tuple[str, ...], int]  # kind, axes, operand bytes
 
 def find_exchanges(program: Program) -> list[Exchange]:
     """All collectives of a program, in the order of its operations."""
-    return list(_in_block(program.block, program, 1, "update"))
+    return list(_in_block(program.block, program, 1))
 
 
-def _in_block(block: Block, program: Program, times: int, outer: str) -> Iterator[Exchange]:
+def _in_block(block: Block, program: Program, times: int) -> Iterator[Exchange]:
     """A value that is needed twice with the same sharding is exchanged once; sums of partial sums are reduced once."""
     seen: set[tuple[int, Spec]] = set()
     partial = _Partial(block, program)
     for operation in block.operations:
-        phase = phase_of(operation.source) or outer
         for (kind, axes, size), array, spec in _of_operation(operation, program, seen, partial):
             names = {axis.partition(":")[0] for axis in axes}
             count = math.prod(axis_size(axis, program.axis_sizes) for axis in axes)
             if size and count > 1:
                 ordered = tuple(name for name in program.axis_sizes if name in names)
                 result = size * count if kind == "all-gather" else size // count if kind == "reduce-scatter" else size
-                yield Exchange(kind, ordered, size, operation, times, array, spec, result, phase)
+                yield Exchange(kind, ordered, size, operation, times, array, spec, result)
         for body in operation.bodies:
-            yield from _in_block(body, program, times * operation.times, phase)
+            yield from _in_block(body, program, times * operation.times)
 
 
 def _of_operation(

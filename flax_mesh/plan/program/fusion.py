@@ -13,10 +13,10 @@ are not those of a matrix product from a transposed copy.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flax_mesh.plan.program.collectives import Exchange, conv_labels, dot_dims
-from flax_mesh.plan.program.read import COLLECTIVES, Array, Block, Operation, Program, local_shape, phase_of
+from flax_mesh.plan.program.read import COLLECTIVES, Array, Block, Operation, Program, local_shape
 
 EXPENSIVE = frozenset(
     {"exponential", "exponential_minus_one", "log", "log_plus_one", "logistic", "tanh", "erf", "power", "rsqrt", "sqrt"}
@@ -58,6 +58,7 @@ class Kernel:
     """One instruction of the compiled program. The result of an elementwise one may take the memory of an operand."""
 
     source: str
+    phase: str
     reads: dict[int, Read]  # by the id of the buffer
     writes: list[Buffer]
     computes: tuple[Operation, ...] = ()  # the product, the loop or another root
@@ -83,7 +84,7 @@ def fuse(program: Program, exchanges: Sequence[Exchange]) -> tuple[list[Kernel],
     block = program.block
     given: dict[object, Buffer] = {id(x): Buffer(x.bytes, x, "", fixed=True) for x in block.arguments}
     in_place = {id(block.results[result]) for result in program.donated.values() if result >= 0}
-    fusion = _Fusion(block, program, by_operation, given, {}, in_place, "")
+    fusion = _Fusion(block, program, by_operation, given, {}, in_place)
     return fusion.kernels, fusion.buffers_of(block.results)
 
 
@@ -98,10 +99,9 @@ class _Fusion:
         given: Mapping[object, Buffer],
         outside: Mapping[int, Leaves],
         in_place: set[int],
-        phase: str,
     ):
         self.block, self.program, self.exchanges = block, program, exchanges
-        self.in_place, self.phase = in_place, phase
+        self.in_place = in_place
         self.cpu = program.platform == "cpu"
         self.buffers = dict(given)
         self.known = dict(outside)
@@ -163,7 +163,7 @@ class _Fusion:
         for operation in self.block.operations:
             for array in operation.outputs:
                 uses = self.uses.get(id(array), [])
-                phases = {phase_of(use.source) for use in uses if use.kind in PRODUCTS}
+                phases = {use.phase for use in uses if use.kind in PRODUCTS}
                 several = len(uses) > 1 and (self._is_expensive(operation) or len(phases) > 1)
                 if several or any(self._reads_memory(use, array) for use in uses):
                     stored.add(id(array))
@@ -215,7 +215,7 @@ class _Fusion:
                 x = exchange.array
                 local = local_shape(x.shape, exchange.wanted, self.program.axis_sizes)
                 result = self.gathered[key] = Array(x.shape, x.bits, x.kind, exchange.wanted, local, None)
-                self._add(operation.source, self.read(x), (result,))
+                self._add(operation, self.read(x), (result,))
                 self.buffers[id(result)].gathered = True
             found = [self.gathered[key] if x is exchange.array else x for x in found]
         return found
@@ -242,7 +242,7 @@ class _Fusion:
             self._loop(operation)
         elif self._is_root(operation):
             reads = self._operands(operation, operation.inputs)
-            self._add(operation.source, reads, operation.outputs, (operation,))
+            self._add(operation, reads, operation.outputs, (operation,))
         elif operation.kind not in CONSTANTS:
             self._gathered(operation)
             for array in operation.outputs:
@@ -250,13 +250,18 @@ class _Fusion:
                     self._fused(operation, array)
 
     def _add(
-        self, source: str, reads: dict[int, Read], arrays: Sequence[Array], computes: tuple[Operation, ...] = ()
+        self,
+        operation: Operation,
+        reads: dict[int, Read],
+        arrays: Sequence[Array],
+        computes: tuple[Operation, ...] = (),
     ) -> Kernel:
-        phase = phase_of(source) or self.phase
-        writes = [Buffer(x.bytes, x, phase, fixed=id(x) in self.in_place) for x in arrays]
+        writes = [Buffer(x.bytes, x, operation.phase, fixed=id(x) in self.in_place) for x in arrays]
         self.buffers.update({id(x): buffer for x, buffer in zip(arrays, writes, strict=True)})
         written = sum(buffer.bytes for buffer in writes)
-        kernel = Kernel(source, reads, writes, computes, elementwise=not computes, written_bytes=written)
+        kernel = Kernel(
+            operation.source, operation.phase, reads, writes, computes, elementwise=not computes, written_bytes=written
+        )
         self.kernels.append(kernel)
         return kernel
 
@@ -273,15 +278,15 @@ class _Fusion:
             reads = self.read(*operation.inputs[1:])
             self.buffers[id(array)] = base
             size = operation.inputs[1].bytes
-            self.kernels.append(Kernel(operation.source, reads, [], updates=base, written_bytes=size))
+            self.kernels.append(Kernel(operation.source, operation.phase, reads, [], updates=base, written_bytes=size))
         else:
-            self._add(operation.source, self.read(*self._gathered(operation)), (array,))
+            self._add(operation, self.read(*self._gathered(operation)), (array,))
 
     def _product(self, chain: Sequence[Operation]) -> None:
         product, *rest = chain
         reads = self._operands(product, product.inputs)
         reads |= self.read(*(x for each in rest for x in each.inputs if id(x) not in self.absorbed))
-        self._add(product.source, reads, chain[-1].outputs, (product,))
+        self._add(product, reads, chain[-1].outputs, (product,))
 
     def _operands(self, operation: Operation, arrays: Sequence[Array]) -> dict[int, Read]:
         """Where a root reads its operands: a gathered copy, a transposed copy, or the value."""
@@ -305,20 +310,17 @@ class _Fusion:
                 found |= self.read(array)
         return found
 
-    def _copy(self, key: object, array: Array, size: int) -> Buffer:
+    def _copy(self, key: tuple[Any, ...], array: Array, size: int) -> Buffer:
         """A copy of a value, made once. It is computed from what the value is computed from, if that is cheap."""
         found = self.buffers.get(key)
         if found is None:
             producer = array.producer
-            source = producer.source if producer is not None else ""
             reads = self.read(array)
             if producer is not None and not self._is_root(producer) and not self._is_expensive(producer):
                 reads = self.read(*producer.inputs) or reads
-            found = Buffer(
-                size, array, phase_of(source) or self.phase, gathered=isinstance(key, tuple) and key[0] == "gathered"
-            )
-            self.buffers[key] = found
-            self.kernels.append(Kernel(source, reads, [found], written_bytes=size))
+            source, phase = (producer.source, producer.phase) if producer is not None else ("", "forward")
+            found = self.buffers[key] = Buffer(size, array, phase, gathered=key[0] == "gathered")
+            self.kernels.append(Kernel(source, phase, reads, [found], written_bytes=size))
         return found
 
     def _loop(self, operation: Operation) -> None:
@@ -341,9 +343,8 @@ class _Fusion:
         reads = self.read(*inits, *captured.values())
         if self.cpu:
             reads |= self._hoisted(operation)
-        phase = phase_of(operation.source) or self.phase
-        inner = _Fusion(body, self.program, self.exchanges, given, self.known, set(), phase)
-        kernel = self._add(operation.source, reads, carried, (operation,))
+        inner = _Fusion(body, self.program, self.exchanges, given, self.known, set())
+        kernel = self._add(operation, reads, carried, (operation,))
         kernel.body, kernel.results = inner.kernels, inner.buffers_of(body.results)
         kernel.elementwise = True  # each carried value takes the memory of its initial one
 

@@ -65,6 +65,7 @@ class Operation:
     bodies: tuple["Block", ...] = ()
     times: int = 1
     times_known: bool = True
+    phase: str = "update"  # forward, backward or update
 
     def dims(self, name: str) -> tuple[int, ...]:
         """The numbers of an attribute such as `dimensions = array<i64: 0, 2>`."""
@@ -203,13 +204,17 @@ class _Reader:
     def manual(self, item: Any, inputs: Sequence[Array], values: dict[Any, Array], into: Block) -> list[Array]:
         """The body of a shard_map: its values have the shapes of one device."""
         body = item.regions[0].blocks[0]
-        inside = {argument: self.array(argument, None) for argument in body.arguments}
-        inner = values | inside
-        into.operations.append(Operation("shard", tuple(inputs), tuple(inside.values()), {}, ""))
-        results = self.block(body, inner, into, {})
-        outputs = [self.array(v, s) for v, s in zip(item.results, self.specs(item, "out_shardings"), strict=True)]
-        into.operations.append(Operation("shard", tuple(results), tuple(outputs), {}, ""))
-        return outputs
+        inside = [self._on_shard(x, self.array(v, None), into) for x, v in zip(inputs, body.arguments, strict=True)]
+        results = self.block(body, values | dict(zip(body.arguments, inside, strict=True)), into, {})
+        specs = self.specs(item, "out_shardings")
+        outside = [self.array(v, spec) for v, spec in zip(item.results, specs, strict=True)]
+        return [self._on_shard(x, y, into) for x, y in zip(results, outside, strict=True)]
+
+    def _on_shard(self, before: Array, after: Array, into: Block) -> Array:
+        """The same memory as a value of the mesh and as one of a device."""
+        after.producer = Operation("shard", (before,), (after,), {}, "")
+        into.operations.append(after.producer)
+        return after
 
     def specs(self, item: Any, name: str) -> Sequence[Spec | None]:
         if name not in item.attributes:
@@ -305,11 +310,28 @@ def _attribute_text(attribute: Any, name: str) -> str:
     return str(attribute)
 
 
-def phase_of(source: str) -> str:
-    """The phase of an operation, by the name stack that JAX gives it; "" if it has none."""
-    if "transpose(" in source:
-        return "backward"
-    return "forward" if "jvp(" in source else ""
+PHASES = ("forward", "backward", "update")
+
+
+def _set_phases(block: Block, outer: str) -> None:
+    """The phase of every operation, by the name stack that JAX gives it.
+
+    Names inside of a loop or a shard_map are relative: there, and for names without a phase, that of the operands
+    counts. What follows the backward pass outside of it is the update.
+    """
+    for operation in block.operations:
+        if "transpose(" in operation.source:
+            operation.phase = "backward"
+        elif "jvp(" in operation.source:
+            operation.phase = "forward"
+        elif operation.source.startswith("jit("):
+            operation.phase = outer or "update"
+        else:
+            found = [PHASES.index(x.producer.phase) for x in operation.inputs if x.producer is not None]
+            operation.phase = PHASES[max(found)] if found else outer or "forward"
+            operation.phase = max(operation.phase, outer or operation.phase, key=PHASES.index)
+        for body in operation.bodies:
+            _set_phases(body, operation.phase)
 
 
 def read_program(module: Any, axis_sizes: Mapping[str, int], platform: str) -> Program:
@@ -317,6 +339,7 @@ def read_program(module: Any, axis_sizes: Mapping[str, int], platform: str) -> P
     block, names, donated = _Reader(module, axis_sizes, platform).main()
     remove_unused(block)
     _split_constants(block, axis_sizes)
+    _set_phases(block, "")
     return Program(block, dict(axis_sizes), names, donated, platform)
 
 
