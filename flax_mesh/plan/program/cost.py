@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from flax_mesh.hardware import Chip
 from flax_mesh.jax_compat import ATTENTION
-from flax_mesh.plan.program.collectives import conv_labels, dot_dims, partial_axes
 from flax_mesh.plan.program.fusion import Kernel
 from flax_mesh.plan.program.read import Operation, Program
+from flax_mesh.plan.program.rules import conv_labels, dot_dims, sharding_needs
 
 DTYPES = {(16, "f"): "bfloat16", (32, "f"): "float32", (64, "f"): "float32", (8, "f"): "float8", (8, "i"): "int8"}
 _STATED = re.compile(r'"flops": ?(\d+)')
@@ -68,13 +68,13 @@ def flops_of(operation: Operation, program: Program) -> float:
 
 def _scattered(operation: Operation, program: Program) -> float:
     """Factor for sums over split dims: a device computes all of the result from its part of the sum."""
-    partial = partial_axes(operation)
+    partial = sharding_needs(operation).partial
     split = [axis for axis in partial if axis not in operation.outputs[0].axes]
     return 1 / program.group_size(split)
 
 
 def _kernel_flops(operation: Operation) -> float:
-    """Attention: two products forward, five backward; half of them if the mask is causal. Else what the kernel states."""
+    """Attention: two products forward, five backward, half of each if causal. Others: what the kernel states."""
     text = operation.attributes.get("backend_config", "")
     if ATTENTION not in operation.attributes.get("call_target_name", ""):
         return float(stated[1]) if (stated := _STATED.search(text.replace('\\\\"', '"'))) else 0.0

@@ -15,8 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from flax_mesh.plan.program.collectives import Exchange, conv_labels, dot_dims
+from flax_mesh.plan.program.collectives import Exchange
 from flax_mesh.plan.program.read import COLLECTIVES, Array, Block, Operation, Program, local_shape
+from flax_mesh.plan.program.rules import conv_labels, dot_dims
 
 EXPENSIVE = frozenset(
     {"exponential", "exponential_minus_one", "log", "log_plus_one", "logistic", "tanh", "erf", "power", "rsqrt", "sqrt"}

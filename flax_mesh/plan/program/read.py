@@ -232,7 +232,9 @@ class _Reader:
     ) -> Sequence[Array]:
         regions = [region for region in item.regions if len(region.blocks)]
         attributes = {n: _attribute_text(item.attributes[n], name) for n in item.attributes if n != "sdy.sharding"}
-        if name in ("reshard", "sharding_constraint"):
+        if name == "sharding_constraint":
+            name = "reshard"
+        if name == "reshard":
             specs: Sequence[Spec | None] = parse_specs(attributes.pop("sharding"))
         else:
             specs = self.specs(item, "sdy.sharding")
