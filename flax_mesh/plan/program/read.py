@@ -2,7 +2,7 @@
 
 JAX lowers the step for a platform without its devices, Shardy propagates the shardings of the arguments and of the
 constraints to all other values (`jax_compat.propagated_module`), and `read_program` copies the result into four small
-types. Functions are inlined. Operations that cannot affect a result, and repeated ones, are left out, as in XLA.
+types. Operations that cannot affect a result, and repeated ones, are left out, as in XLA.
 """
 
 import math
@@ -21,9 +21,10 @@ _TYPE = re.compile(r"tensor<((?:\d+x)*)(?:complex<)?([a-z]+)(\d*)\w*")
 _SPEC = re.compile(r"\[((?:\{[^}]*\}(?:p\d+)?(?:, )?)*)\]")
 _DIM = re.compile(r"\{([^}]*)\}")
 _AXIS = re.compile(r'"([^"]+)"(?::\((\d+)\)(\d+))?')
-_LIST = re.compile(r"\[([\d, ]*)\]")
 _NAME = re.compile(r'loc\("([^"]*)"')
 _NUMBER = re.compile(r"dense<(-?\d+)>")
+# Operations that are not read once if they are repeated.
+DISTINCT = frozenset({"custom_call", "optimization_barrier", "rng", "rng_bit_generator"})
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "collective_permute", "collective_broadcast")
 
 
@@ -147,10 +148,7 @@ class _Reader:
         self.sizes = dict(axis_sizes)
         self.widens = False  # XLA computes half precision in float32 on CPUs; arguments are stored as they are
         self.cpu = platform == "cpu"
-        self.functions = {}
-        for operation in module.body.operations:
-            if operation.operation.name == "func.func":
-                self.functions[operation.attributes["sym_name"].value] = operation
+        self.function = next(item for item in module.body.operations if item.operation.name == "func.func")
 
     def array(self, value: Any, spec: Spec | None) -> Array:
         shape, bits, kind = parse_type(str(value.type))
@@ -160,7 +158,7 @@ class _Reader:
         return Array(shape, bits, kind, spec, local_shape(shape, spec, self.sizes))
 
     def main(self) -> tuple[Block, tuple[str, ...], dict[int, int]]:
-        function = self.functions["main"]
+        function = self.function
         body = function.regions[0].blocks[0]
         attributes = list(function.attributes["arg_attrs"]) if "arg_attrs" in function.attributes else []
         arguments, names, donated, values = [], [], {}, {}
@@ -188,18 +186,12 @@ class _Reader:
             inputs = [values[value] for value in operation.operands]
             if name == "return":
                 return inputs
-            if name == "call":
-                outputs = self.call(item, inputs, into, seen)
-            elif name == "manual_computation":
+            if name == "manual_computation":
                 outputs = self.manual(item, inputs, values, into)
             else:
                 outputs = self.operation(item, name, inputs, values, into, seen)
             values.update(zip(operation.results, outputs, strict=True))
         return []
-
-    def call(self, item: Any, inputs: Sequence[Array], into: Block, seen: dict[Any, Operation]) -> list[Array]:
-        body = self.functions[item.attributes["callee"].value].regions[0].blocks[0]
-        return self.block(body, dict(zip(body.arguments, inputs, strict=True)), into, seen)
 
     def manual(self, item: Any, inputs: Sequence[Array], values: dict[Any, Array], into: Block) -> list[Array]:
         """The body of a shard_map: its values have the shapes of one device."""
@@ -231,7 +223,7 @@ class _Reader:
         seen: dict[Any, Operation],
     ) -> Sequence[Array]:
         regions = [region for region in item.regions if len(region.blocks)]
-        attributes = {n: _attribute_text(item.attributes[n], name) for n in item.attributes if n != "sdy.sharding"}
+        attributes = {n: _attribute_text(name, item.attributes[n]) for n in item.attributes if n != "sdy.sharding"}
         if name == "sharding_constraint":
             name = "reshard"
         if name == "reshard":
@@ -239,7 +231,7 @@ class _Reader:
         else:
             specs = self.specs(item, "sdy.sharding")
         name = attributes.pop("chlo", name).strip('"')
-        source = _NAME.match(str(item.location)) if regions or name not in CHEAP_NAMES else None
+        source = _NAME.match(str(item.location))
         outputs = [self.array(value, spec) for value, spec in zip(item.results, specs, strict=True)]
         operation = Operation(name, tuple(inputs), tuple(outputs), attributes, source[1] if source else "")
         if name == "while":
@@ -249,20 +241,11 @@ class _Reader:
         elif regions:  # the function of a reduction
             inner = [str(i.operation.name).partition(".")[2] for i in regions[0].blocks[0].operations]
             operation.attributes = attributes | {"function": inner[0] if inner else ""}
-        key = None
-        if not operation.bodies and name not in ("custom_call", *COLLECTIVES) and name != "optimization_barrier":
-            key = (
-                name,
-                tuple(map(id, inputs)),
-                tuple(sorted(operation.attributes.items())),
-                tuple((o.shape, o.bits, o.spec) for o in outputs),
-            )
-            if name == "constant" and "value" not in attributes:
-                key = None
-            if key is not None and (found := seen.get(key)):
-                return found.outputs
-            if key is not None:
-                seen[key] = operation
+        if not operation.bodies and name not in DISTINCT:
+            types = tuple((x.shape, x.bits, x.spec) for x in outputs)
+            key = (name, tuple(map(id, inputs)), tuple(sorted(operation.attributes.items())), types)
+            if seen.setdefault(key, operation) is not operation:
+                return seen[key].outputs
         for output in outputs:
             output.producer = operation
         into.operations.append(operation)
@@ -276,6 +259,7 @@ class _Reader:
         return block
 
     def loop(self, operation: Operation, regions: Sequence[Any], values: dict[Any, Array]) -> None:
+        """The body of a loop. Its arguments have the shardings of the results."""
         condition, body = (region.blocks[0] for region in regions)
         arguments = [self.array(v, o.spec) for v, o in zip(body.arguments, operation.outputs, strict=True)]
         operation.bodies = (self.body(regions[1], values, arguments),)
@@ -300,10 +284,7 @@ class _Reader:
         return None
 
 
-CHEAP_NAMES = frozenset({"constant", "broadcast_in_dim", "reshape", "iota", "convert"})
-
-
-def _attribute_text(attribute: Any, name: str) -> str:
+def _attribute_text(name: str, attribute: Any) -> str:
     """The text of an attribute; large constants are not printed."""
     if name in COLLECTIVES and hasattr(attribute, "is_splat") and getattr(attribute.type, "rank", 0) == 2:
         return str(np.array(attribute)[0].tolist())  # the first group of devices
