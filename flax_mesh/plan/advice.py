@@ -1,4 +1,4 @@
-"""What a plan says in words: what does not fit, what is surprising, what limits the run and what would help."""
+"""The words of a plan: what does not fit, what is surprising, what limits the run and what would help."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,6 +1,6 @@
 """From a traced program to numbers: bytes over time, seconds per phase, collectives.
 
-**Time** of a phase (forward, backward, update): kernels run one after another, each as long as its roofline says.
+**Time** of a phase (forward, backward, update): kernels run one after another, each for the time of its roofline.
 Collectives use another unit of the chip; the share `overlap_fraction` of the shorter one of both sums is hidden behind
 the longer one: seconds = max(kernels, collectives) + (1 - overlap_fraction) min(kernels, collectives).
 """
@@ -24,7 +24,7 @@ PLATFORMS = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}  # of a chip -> of JAX's
 SMALL = 2**20  # bytes of a collective that is combined with others
 MOMENTS = 240  # of a timeline, at most
 # Share of the memory that a step cannot use: the runtime, the programs and fragmentation. JAX reserves more on GPUs
-# unless it is told otherwise.
+# by default.
 RESERVE = {"tpu": 0.02, "gpu": 0.06, "cpu": 0.0}
 Stated = tuple[int | None, float | None]  # tokens and FLOPs per step
 

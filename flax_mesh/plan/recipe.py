@@ -164,7 +164,7 @@ def _hardware(config: TrainConfig, topology: Topology | str | None) -> tuple[Top
 
 
 def _limit(devices: Sequence[Any]) -> int | None:
-    """Bytes that the runtime gives a device to allocate; None if it does not report them, as on CPUs."""
+    """Bytes that the runtime can allocate on a device; None if it does not report them, as on CPUs."""
     return (devices[0].memory_stats() or {}).get("bytes_limit")
 
 

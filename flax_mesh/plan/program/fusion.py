@@ -325,7 +325,7 @@ class _Fusion:
         return found
 
     def _loop(self, operation: Operation) -> None:
-        """The values that a loop carries are stored once and updated; the others are read where they are."""
+        """The values that a loop changes are stored once and updated; the others are read where they are."""
         body = operation.bodies[0]
         given: dict[object, Buffer] = {
             key: Buffer(x.bytes, x.array, x.phase, fixed=True) for key, x in self.buffers.items()

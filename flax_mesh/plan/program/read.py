@@ -297,7 +297,7 @@ PHASES = ("forward", "backward", "update")
 
 
 def _set_phases(block: Block, outer: str) -> None:
-    """The phase of every operation, by the name stack that JAX gives it.
+    """The phase of every operation, by its name stack in JAX.
 
     Names inside of a loop or a shard_map are relative: there, and for names without a phase, that of the operands
     counts. What follows the backward pass outside of it is the update.
@@ -334,7 +334,7 @@ def local_shape(shape: Sequence[int], spec: Spec, sizes: Mapping[str, int]) -> t
 
 
 def _split_constants(block: Block, sizes: Mapping[str, int]) -> None:
-    """Give values that are computed from constants alone the sharding of their first use: each device has its part."""
+    """Values that are computed from constants alone get the sharding of their first use: each device has its part."""
     constant: set[int] = set()
     uses: dict[int, Operation] = {}
     found = []
