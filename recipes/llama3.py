@@ -10,7 +10,7 @@ flax-mesh plan recipes/llama3.py:llama3_70b mesh.shape=fsdp:128 model.attention=
 flax-mesh plan recipes/llama3.py:llama3_405b mesh.shape=dp:2,fsdp:512,tp:8 data.batch_size=1024 --topology v5p:16x16x16*2
 
 The same settings after `flax-mesh train` run them: data.source=TOKENS.bin names token ids without a header, uint32.
-"""
+"""  # noqa: E501 (commands in one line)
 
 from flax_mesh.models import DecoderConfig, flops_per_token, make_decoder, next_token_loss, sample
 from flax_mesh.train import (

@@ -53,19 +53,17 @@ def _states_flops(operation: Operation) -> bool:
     return "flops" in text or "forward" in text or "backward" in text
 
 
+MOVES = ("convert", "reshape", "transpose", "slice", "dynamic_slice", "reshard", "optimization_barrier")
+
+
 def _is_weight(array: Array, depth: int = 8) -> bool:
     """Whether a value is an argument, or only moved or cast from one."""
     while array.producer is not None and depth:
-        if array.producer.kind not in (
-            "convert",
-            "reshape",
-            "transpose",
-            "dynamic_slice",
-            "optimization_barrier",
-            "slice",
-        ):
+        producer = array.producer
+        if producer.kind not in MOVES:
             return False
-        array, depth = array.producer.inputs[0], depth - 1
+        index = producer.outputs.index(array) if producer.kind == "optimization_barrier" else 0
+        array, depth = producer.inputs[index], depth - 1
     return array.producer is None
 
 
@@ -108,14 +106,10 @@ def summary(topology: Topology, memory: Memory, time: Time, traffic: Sequence[Tr
     if memory.fits is False:
         finding = memory_findings(memory, model)[0]
         return f"It does not fit: {finding.problem}. {finding.repair}."
-    weights = {
-        "compute": math.fsum(p.compute_seconds * p.times for p in time.parts),
-        "memory": math.fsum(max(0.0, p.memory_seconds - p.compute_seconds) * p.times for p in time.parts),
-        "network": math.fsum(
-            max(0.0, p.seconds - max(p.compute_seconds, p.memory_seconds)) * p.times for p in time.parts
-        ),
-        "bubble": time.bubble * time.seconds * (len(memory.groups) if time.schedule else 1),
-    }
+    weights = dict.fromkeys(("compute", "memory", "network", "bubble"), 0.0)
+    for part in time.parts:
+        weights[part.limit] += part.seconds * part.times
+    weights["bubble"] = time.bubble / (1 - time.bubble) * math.fsum(weights.values())
     largest = max(weights, key=lambda name: weights[name])
     share = weights[largest] / (math.fsum(weights.values()) or 1.0)
     if largest == "network" and traffic:

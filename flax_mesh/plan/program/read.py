@@ -299,20 +299,19 @@ PHASES = ("forward", "backward", "update")
 def _set_phases(block: Block, outer: str) -> None:
     """The phase of every operation, by its name stack in JAX.
 
-    Names inside of a loop or a shard_map are relative: there, and for names without a phase, that of the operands
-    counts. What follows the backward pass outside of it is the update.
+    Names inside of a loop or a shard_map are relative to it: there the phase of the loop counts, or the last one of the
+    operands. What is neither forward nor backward is the update.
     """
     for operation in block.operations:
+        found = [x.producer.phase for x in operation.inputs if x.producer is not None]
         if "transpose(" in operation.source:
             operation.phase = "backward"
         elif "jvp(" in operation.source:
             operation.phase = "forward"
-        elif operation.source.startswith("jit("):
-            operation.phase = outer or "update"
-        else:
-            found = [PHASES.index(x.producer.phase) for x in operation.inputs if x.producer is not None]
-            operation.phase = PHASES[max(found)] if found else outer or "forward"
-            operation.phase = max(operation.phase, outer or operation.phase, key=PHASES.index)
+        elif outer in ("forward", "backward"):
+            operation.phase = outer
+        elif not operation.source.startswith("jit(") and {"forward", "backward"} & set(found):
+            operation.phase = "backward" if "backward" in found else "forward"
         for body in operation.bodies:
             _set_phases(body, operation.phase)
 
