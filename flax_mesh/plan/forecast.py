@@ -6,7 +6,7 @@ the longer one: seconds = max(kernels, collectives) + (1 - overlap_fraction) min
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,8 +138,8 @@ class Roles:
     shapes: frozenset[tuple[int, ...]]  # of parameters, and of one layer of a stack
     vocabulary: int = 0
 
-    def of(self, buffer: Buffer, phase: str) -> str:
-        """The category of a temporary buffer while a kernel of a phase runs."""
+    def of(self, buffer: Buffer, phase: str, residuals: Set[int]) -> str:
+        """The category of a temporary buffer while a kernel of a phase runs; `residuals` are the ids of those."""
         shape = buffer.array.shape
         if buffer.gathered:
             return "collectives"
@@ -147,7 +147,7 @@ class Roles:
             return "gradients" if buffer.phase in ("backward", "update") or phase == "update" else "collectives"
         if self.vocabulary and shape and shape[-1] == self.vocabulary:
             return "logits"
-        if buffer.phase == "forward" and phase != "forward":
+        if id(buffer) in residuals:
             return "residuals"
         return "activations"
 
@@ -162,11 +162,18 @@ def timeline(one: Estimate, roles: Roles) -> list[Moment]:
     return found
 
 
+def _residuals(kernels: Sequence[Kernel]) -> set[int]:
+    """Ids of the buffers that the forward pass writes and the backward pass reads."""
+    later = [kernel for kernel in kernels if kernel.phase != "forward"]
+    return {id(read.buffer) for kernel in later for read in kernel.reads.values() if read.buffer.phase == "forward"}
+
+
 def _moments(found: Profile, platform: str, roles: Roles, before: Mapping[str, int], into: list[Moment]) -> None:
+    residuals = _residuals([kernel for kernel, _, _ in found.steps])
     for kernel, _, alive in found.steps:
         now = dict(before)
         for buffer in alive.values():
-            now[roles.of(buffer, kernel.phase)] += buffer.bytes
+            now[roles.of(buffer, kernel.phase, residuals)] += buffer.bytes
         if kernel.body:
             _moments(profile(kernel.body, kernel.results, platform), platform, roles, now, into)
         else:
