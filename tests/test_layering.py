@@ -55,6 +55,7 @@ SHARED = {
     "mesh.torus.assign",  # axes over a torus, for plans without devices
     "mesh.torus.torus",
     "mpmd.runtime.placement",  # bytes of every group, for `explain` of a recipe
+    "mpmd.runtime.compile",  # the programs of stages, for plans
     "mpmd.split.remat",  # the values of `pipeline.remat`
     "mpmd.transport.ordered",  # the values of `pipeline.transport`
     "plan.plan",

@@ -1,29 +1,32 @@
 """From a traced program to numbers: bytes over time, seconds per phase, collectives.
 
-**Time** of a phase (forward, backward, update): kernels run one after another, each as long as its roofline says.
+**Time** of a phase (forward, backward, update): kernels run one after another, each for the time of its roofline.
 Collectives use another unit of the chip; the share `overlap_fraction` of the shorter one of both sums is hidden behind
 the longer one: seconds = max(kernels, collectives) + (1 - overlap_fraction) min(kernels, collectives).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 from flax_mesh.jax_compat import kernels_without_devices, lower_without_devices, propagated_module
 from flax_mesh.plan.program.collectives import Exchange, find_exchanges
-from flax_mesh.plan.program.cost import PHASES, Cost, costs
+from flax_mesh.plan.program.cost import Cost, costs
 from flax_mesh.plan.program.fusion import Buffer, Kernel, fuse
 from flax_mesh.plan.program.memory import Profile, profile
 from flax_mesh.plan.program.normalize import normalize
-from flax_mesh.plan.program.read import Array, Program, phase_of, read_program
-from flax_mesh.plan.results import CATEGORIES, Moment, Part, Traffic
+from flax_mesh.plan.program.read import PHASES, Program, read_program
+from flax_mesh.plan.results import CATEGORIES, Memory, Moment, Part, Time, Traffic
 from flax_mesh.plan.topology import Topology, network_of
-from flax_mesh.sharding.rules import Finding
 
 PLATFORMS = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}  # of a chip -> of JAX's lowering
 SMALL = 2**20  # bytes of a collective that is combined with others
 MOMENTS = 240  # of a timeline, at most
+# Share of the memory that a step cannot use: the runtime, the programs and fragmentation. JAX reserves more on GPUs
+# by default.
+RESERVE = {"tpu": 0.02, "gpu": 0.06, "cpu": 0.0}
+Stated = tuple[int | None, float | None]  # tokens and FLOPs per step
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +59,7 @@ def estimate(step: Any, arguments: Sequence[Any], axis_sizes: Mapping[str, int],
 # Time
 
 
-def parts(one: Estimate, topology: Topology, name: str = "", times: int = 1) -> list[Part]:
+def parts_of(one: Estimate, topology: Topology, name: str = "", times: int = 1) -> list[Part]:
     """One part per phase; with `name` one part for all of them."""
     groups = [(name, PHASES)] if name else [(phase, (phase,)) for phase in PHASES]
     found = []
@@ -106,7 +109,7 @@ def seconds_of(exchange: Exchange, program: Program, topology: Topology) -> floa
     return network.seconds(exchange.kind, exchange.payload_bytes)
 
 
-def traffic(one: Estimate, topology: Topology, times: int = 1) -> list[Traffic]:
+def traffic_of(one: Estimate, topology: Topology, times: int = 1) -> list[Traffic]:
     """The collectives of a program by kind and axes."""
     sums: dict[tuple[str, tuple[str, ...]], Traffic] = {}
     for exchange in one.exchanges:
@@ -120,14 +123,7 @@ def traffic(one: Estimate, topology: Topology, times: int = 1) -> list[Traffic]:
         count = exchange.times * times
         fast, slow = (round(part * count) for part in network.split(sent, exchange.kind))
         seconds = network.seconds(exchange.kind, exchange.payload_bytes) * count
-        sums[key] = Traffic(
-            *key,
-            before.times + count,
-            before.operand_bytes + exchange.operand_bytes * count,
-            before.ici_bytes + fast,
-            before.dcn_bytes + slow,
-            before.seconds + seconds,
-        )
+        sums[key] = before.plus(Traffic(*key, count, exchange.operand_bytes * count, fast, slow, seconds))
     return sorted(sums.values(), key=lambda each: -each.seconds)
 
 
@@ -142,8 +138,8 @@ class Roles:
     shapes: frozenset[tuple[int, ...]]  # of parameters, and of one layer of a stack
     vocabulary: int = 0
 
-    def of(self, buffer: Buffer, phase: str) -> str:
-        """The category of a temporary buffer while a kernel of a phase runs."""
+    def of(self, buffer: Buffer, phase: str, residuals: Set[int]) -> str:
+        """The category of a temporary buffer while a kernel of a phase runs; `residuals` are the ids of those."""
         shape = buffer.array.shape
         if buffer.gathered:
             return "collectives"
@@ -151,7 +147,7 @@ class Roles:
             return "gradients" if buffer.phase in ("backward", "update") or phase == "update" else "collectives"
         if self.vocabulary and shape and shape[-1] == self.vocabulary:
             return "logits"
-        if buffer.phase == "forward" and phase != "forward":
+        if id(buffer) in residuals:
             return "residuals"
         return "activations"
 
@@ -162,26 +158,26 @@ def timeline(one: Estimate, roles: Roles) -> list[Moment]:
     for kind, x in zip(roles.kinds, one.program.block.arguments, strict=True):
         fixed[kind] += x.bytes
     found: list[Moment] = []
-    _moments(one.profile, one.program.platform, roles, fixed, "update", found)
+    _moments(one.profile, one.program.platform, roles, fixed, found)
     return found
 
 
-def _moments(
-    found: Profile, platform: str, roles: Roles, before: Mapping[str, int], outer: str, into: list[Moment]
-) -> None:
+def _residuals(kernels: Sequence[Kernel]) -> set[int]:
+    """Ids of the buffers that the forward pass writes and the backward pass reads."""
+    later = [kernel for kernel in kernels if kernel.phase != "forward"]
+    return {id(read.buffer) for kernel in later for read in kernel.reads.values() if read.buffer.phase == "forward"}
+
+
+def _moments(found: Profile, platform: str, roles: Roles, before: Mapping[str, int], into: list[Moment]) -> None:
+    residuals = _residuals([kernel for kernel, _, _ in found.steps])
     for kernel, _, alive in found.steps:
-        phase = _phase(kernel, outer)
         now = dict(before)
         for buffer in alive.values():
-            now[roles.of(buffer, phase)] += buffer.bytes
+            now[roles.of(buffer, kernel.phase, residuals)] += buffer.bytes
         if kernel.body:
-            _moments(profile(kernel.body, kernel.results, platform), platform, roles, now, phase, into)
+            _moments(profile(kernel.body, kernel.results, platform), platform, roles, now, into)
         else:
-            into.append(Moment(kernel.source or phase, now))
-
-
-def _phase(kernel: Kernel, outer: str) -> str:
-    return phase_of(kernel.source) or (kernel.writes[0].phase if kernel.writes and kernel.writes[0].phase else outer)
+            into.append(Moment(kernel.source or kernel.phase, now))
 
 
 def thinned(moments: Sequence[Moment], most: int = MOMENTS) -> tuple[Moment, ...]:
@@ -191,61 +187,40 @@ def thinned(moments: Sequence[Moment], most: int = MOMENTS) -> tuple[Moment, ...
     return tuple(max(run, key=lambda moment: moment.total) for run in runs)
 
 
-# What is surprising
+def memory_of(
+    topology: Topology, moments: Sequence[Moment], arguments: int, groups: tuple[int, ...], limit: int | None = None
+) -> Memory:
+    """`groups` are the peaks of the groups of a pipeline, `moments` those of the fullest one.
+
+    `limit` is the capacity that the runtime reports, if the devices are here.
+    """
+    chip = topology.chip
+    capacity = limit or round(chip.memory)
+    reserve = 0 if limit else round(RESERVE[chip.platform] * capacity)
+    highest = max(moments, key=lambda moment: moment.total)
+    peak = max(groups)
+    at_peak = dict(highest.bytes)
+    at_peak["activations"] += max(0, peak - highest.total)  # a moment inside of a kernel
+    return Memory(
+        capacity=capacity - reserve,
+        reserve=reserve,
+        arguments=arguments,
+        peak=max(peak, highest.total),
+        at_peak={name: size for name, size in at_peak.items() if size},
+        timeline=thinned(moments),
+        groups=groups,
+    )
 
 
-def surprises(one: Estimate, topology: Topology) -> list[Finding]:
-    """Loops and kernels that the estimate cannot count, and activations that are gathered."""
-    found = []
-    for operation, _ in one.program.block.walk():
-        place = operation.source or operation.kind
-        if operation.kind == "while" and not operation.times_known:
-            found.append(
-                Finding(place, "the trip count of this loop is not known; one trip is counted", "Use jax.lax.scan")
-            )
-        if operation.kind == "custom_call" and not one_has_flops(operation):
-            name = operation.attributes.get("call_target_name", "").strip('"')
-            if name.endswith("custom_call") or "kernel" in name:
-                repair = "Pass cost_estimate= to pallas_call"
-                found.append(Finding(place, f"the FLOPs of this kernel ({name}) are not known; 0 are counted", repair))
-    total = math.fsum(seconds_of(e, one.program, topology) * e.times for e in one.exchanges)
-    by_place: dict[str, tuple[float, Exchange]] = {}
-    for exchange in one.exchanges:
-        if exchange.kind in ("all-gather", "all-to-all") and exchange.array is not None:
-            if not _is_weight(exchange.array):
-                place = exchange.operation.source or exchange.operation.kind
-                seconds = seconds_of(exchange, one.program, topology) * exchange.times
-                before = by_place.get(place, (0.0, exchange))
-                by_place[place] = (before[0] + seconds, exchange)
-    for place, (seconds, exchange) in sorted(by_place.items(), key=lambda item: -item[1][0])[:4]:
-        if seconds > 0.1 * total:
-            share = f"{seconds / total:.0%} of the time of all collectives"
-            found.append(
-                Finding(
-                    place,
-                    f"an activation is exchanged here ({exchange.kind} over {', '.join(exchange.axes)}): {share}",
-                    "Constrain its sharding where it is made",
-                )
-            )
-    return found
-
-
-def one_has_flops(operation: Any) -> bool:
-    text = operation.attributes.get("backend_config", "")
-    return "flops" in text or "forward" in text or "backward" in text
-
-
-def _is_weight(array: Array, depth: int = 8) -> bool:
-    """Whether a value is an argument, or only moved or cast from one."""
-    while array.producer is not None and depth:
-        if array.producer.kind not in (
-            "convert",
-            "reshape",
-            "transpose",
-            "dynamic_slice",
-            "optimization_barrier",
-            "slice",
-        ):
-            return False
-        array, depth = array.producer.inputs[0], depth - 1
-    return array.producer is None
+def time_of(topology: Topology, seconds: float, parts: Sequence[Part], stated: Stated, **more: Any) -> Time:
+    """`more` are the fields of a pipeline."""
+    tokens, flops = stated
+    count, peak = topology.num_devices, topology.chip.peak("bfloat16")
+    return Time(
+        seconds=seconds,
+        parts=tuple(parts),
+        tokens_per_s=tokens / seconds if tokens and seconds else None,
+        mfu=flops / (seconds * count * peak) if flops and seconds else None,
+        flops=math.fsum(part.flops * part.times for part in parts),
+        **more,
+    )

@@ -1,5 +1,6 @@
 """The estimate of a pipeline: F, B and W of every stage on the mesh of one group, and the groups' memory over time."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -10,9 +11,12 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from flax_mesh.mpmd.runtime.compile import StageFunctions, compile_stages
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule
+from flax_mesh.mpmd.schedules.simulate import StageCost
 from flax_mesh.mpmd.split.split import StagedModel
-from flax_mesh.plan.forecast import Estimate, estimate
+from flax_mesh.plan.forecast import Estimate, estimate, memory_of, parts_of, traffic_of
 from flax_mesh.plan.program.read import Array
+from flax_mesh.plan.results import CATEGORIES, Memory, Moment, Part, Traffic
+from flax_mesh.plan.topology import Topology, network_of
 from flax_mesh.step.batch import microbatch_shapes, microbatch_spec
 
 
@@ -181,17 +185,10 @@ class _Stages:
 
     def _bytes(self, values: Sequence[jax.ShapeDtypeStruct]) -> int:
         return sum(
-            jnp.dtype(x.dtype).itemsize * _size(x.sharding.shard_shape(x.shape))
+            jnp.dtype(x.dtype).itemsize * math.prod(x.sharding.shard_shape(x.shape))
             for x in values
             if x.sharding is not None
         )
-
-
-def _size(shape: Iterable[int]) -> int:
-    found = 1
-    for size in shape:
-        found *= size
-    return found
 
 
 def group_moments(row: Sequence[Action], stages: Sequence[StageEstimate]) -> list[GroupMoment]:
@@ -212,3 +209,85 @@ def group_moments(row: Sequence[Action], stages: Sequence[StageEstimate]) -> lis
         elif action.kind == "W":
             stored, boundary = stored - stage.lasting, boundary - stage.received
     return found
+
+
+def pipeline_memory(
+    topology: Topology,
+    schedule: Schedule,
+    stages: Sequence[StageEstimate],
+    sizes: Mapping[str, Sequence[int]],
+    limit: int | None,
+) -> Memory:
+    """`sizes` has the bytes of every group by category of the state."""
+    found: list[list[Moment]] = []
+    for group, row in enumerate(schedule.rows):
+        base = dict.fromkeys(CATEGORIES, 0) | {kind: of[group] for kind, of in sizes.items()}
+        own = [stage for k, stage in enumerate(stages) if schedule.stage_to_group[k] == group]
+        base["gradients"] = sum(stage.gradients for stage in own)
+        moments = []
+        for moment in group_moments(row, stages):
+            now = dict(base)
+            now["residuals"] += moment.stored - moment.boundary
+            now["boundary"] += moment.boundary
+            now["activations"] += moment.temporary
+            kind, stage, microbatch = moment.action
+            moments.append(Moment(f"{kind} of stage {stage}, microbatch {microbatch}", now))
+        found.append(moments)
+    peaks = tuple(max(moment.total for moment in moments) for moments in found)
+    fullest = peaks.index(max(peaks))
+    arguments = sum(of[fullest] for of in sizes.values())
+    return memory_of(topology, found[fullest], arguments, peaks, limit)
+
+
+def stage_parts(
+    topology: Topology, shape: Mapping[str, int], schedule: Schedule, stages: Sequence[StageEstimate]
+) -> tuple[list[Part], list[StageCost]]:
+    parts, costs = [], []
+    link = network_of(topology, shape, ("pp",))
+    for number, stage in enumerate(stages):
+        seconds = dict.fromkeys("FBW", 0.0)
+        for kind, one in stage.programs.items():
+            (part,) = parts_of(one, topology, f"stage {number} {kind}", schedule.num_microbatches)
+            parts.append(part)
+            seconds[kind] = part.seconds
+        transfer = link.seconds("collective-permute", stage.sent) if stage.sent else 0.0
+        costs.append(StageCost(seconds["F"], seconds["B"], seconds["W"], transfer))
+    return parts, costs
+
+
+def update_part(
+    topology: Topology, schedule: Schedule, stages: Sequence[StageEstimate], sizes: Mapping[str, Sequence[int]]
+) -> Part:
+    """The optimizer reads the gradients, and reads and writes its state and the parameters of its group once."""
+    found = []
+    for group in range(schedule.num_groups):
+        gradients = sum(s.gradients for k, s in enumerate(stages) if schedule.stage_to_group[k] == group)
+        found.append(2 * (sizes["parameters"][group] + sizes["optimizer"][group]) + gradients)
+    moved = float(max(found))
+    seconds = moved / topology.chip.memory_bandwidth
+    return Part("update", 1, 0.0, moved, 0.0, seconds, 0.0, seconds)
+
+
+def stage_traffic(
+    topology: Topology, shape: Mapping[str, int], schedule: Schedule, stages: Sequence[StageEstimate]
+) -> list[Traffic]:
+    """Of the busiest group."""
+    link, count = network_of(topology, shape, ("pp",)), schedule.num_microbatches
+    best: list[Traffic] = []
+    for group in range(schedule.num_groups):
+        sums: dict[Any, Traffic] = {}
+        for number, stage in enumerate(stages):
+            if schedule.stage_to_group[number] != group:
+                continue
+            found = [x for one in stage.programs.values() for x in traffic_of(one, topology, count)]
+            if stage.sent:
+                fast, slow = link.split(stage.sent * count, "collective-permute")
+                seconds = link.seconds("collective-permute", stage.sent) * count
+                found.append(Traffic("transfer", ("pp",), count, stage.sent * count, round(fast), round(slow), seconds))
+            for each in found:
+                before = sums.get(each[:2])
+                sums[each[:2]] = each if before is None else before.plus(each)
+        listed = sorted(sums.values(), key=lambda each: -each.seconds)
+        if math.fsum(x.seconds for x in listed) > math.fsum(x.seconds for x in best):
+            best = listed
+    return best

@@ -8,7 +8,7 @@ from flax_mesh.mpmd.schedules.schedule import Schedule
 from flax_mesh.mpmd.schedules.simulate import Simulation
 
 # What memory is used for, in the order in which it is drawn.
-CATEGORIES = (
+CATEGORIES: tuple[str, ...] = (
     "parameters",
     "optimizer",
     "other state",  # statistics, random keys, counters
@@ -60,6 +60,18 @@ class Traffic(NamedTuple):
     ici_bytes: int  # that one device sends over fast links: ICI or NVLink
     dcn_bytes: int  # that one device sends over the network between slices or hosts
     seconds: float
+
+    def plus(self, other: "Traffic") -> "Traffic":
+        """The sum of two for the same kind and axes."""
+        return Traffic(
+            self.kind,
+            self.axes,
+            self.times + other.times,
+            self.operand_bytes + other.operand_bytes,
+            self.ici_bytes + other.ici_bytes,
+            self.dcn_bytes + other.dcn_bytes,
+            self.seconds + other.seconds,
+        )
 
 
 class Part(NamedTuple):

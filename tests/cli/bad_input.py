@@ -226,8 +226,6 @@ COMMANDS = """
 2 | plan {recipe} --topology cpu:8 mesh.shape=dp:4 | mesh.shape
 2 | plan {recipe} --topology cpu:8 --html | --html
 2 | plan {recipe} --topology cpu:8 --html {nothing}/x.html | cannot be written
-2 | plan {recipe} --topology cpu:8 --html {no_files} | cannot be written
-2 | plan {recipe} --topology cpu:8 --html {long} | --html
 2 | plan {recipe} --topology cpu:8 --json --html {out} | not allowed
 2 | plan {recipe} --topology cpu:8 run.stps=1 | did you mean run.steps
 2 | plan {recipe} --topology cpu:8 run.hardware={nothing} | hardware

@@ -63,8 +63,6 @@ def test_a_plan_that_does_not_fit_is_exit_code_3(capsys):
     command = ["plan", TINY, *TOO_LARGE, "--topology", "v5e:2x2"]
     assert main(command) == FINDINGS
     assert re.search(r"^does not fit: \S+ of 14\.\d GiB per device, \S+ GiB too much", capsys.readouterr().out, re.M)
-    assert main([*command, "--json"]) == FINDINGS
-    assert json.loads(capsys.readouterr().out)["fits"] is False
 
 
 def test_the_chip_may_be_that_of_a_file(capsys, tmp_path):
@@ -92,10 +90,6 @@ def test_a_plan_with_a_topology_uses_no_device():
         (["--topology", "v5p"], r"topology 'v5p' must be a chip and its numbers, such as v5p:4x4x8.*"),
         (["--topology", "v5p:4x4"], r".*v5p needs 3 numbers .*"),
         (["--topology", "v5e:2x2"], r"mesh\.shape.* multiply to 8.* devices of v5e:2x2.*"),
-        (
-            ["--topology", "cpu:8", "--html", "/nowhere/x.html"],
-            r"--html /nowhere/x\.html cannot be written: No such .*",
-        ),
         (["--topology", "cpu:8", "--json", "--html", "x"], r".*not allowed with argument.*"),
         (["--topology", "cpu:8", "run.stps=1"], r"run\.stps is not a setting; did you mean run\.steps\?"),
         (["--topology", "cpu:8", "run.hardware=/nowhere.toml"], r"run\.hardware: .*/nowhere\.toml.*"),

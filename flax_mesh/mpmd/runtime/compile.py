@@ -133,7 +133,7 @@ def compile_stages(
     split: bool,
     options: dict[str, Any] | None = None,
 ) -> tuple[StageFunctions, ...]:
-    """The programs of every stage on the mesh of its group, which may be abstract: nothing is compiled before a call."""
+    """The programs of every stage on the mesh of its group, which may be abstract. Calls compile them."""
     wrt = [at for at, leaf in enumerate(forward.leaves) if leaf.trained]
     stages: list[StageFunctions] = []
     seen: set[int] = set()

@@ -1,24 +1,23 @@
-"""The collectives that follow from the shardings of an operation: one small rule per kind of operation.
+"""The collectives that follow from the shardings of operands and results.
 
-Shardy decides where every value is split; XLA then inserts the collectives. The rules follow what XLA does, not
+Shardy decides how every value is split; XLA then inserts the collectives. This module follows what XLA does, not
 Shardy's own pass, which chooses otherwise:
 
 - a value that is needed with fewer axes on a dim is gathered over them; more axes on a dim cost nothing (a slice);
 - axes that move from one dim to another are an all-to-all, other changes of order a permute;
 - a sum over a split dim (a matrix product, a reduction, a scatter, the lookup in a split table) is an all-reduce of the
-  result. If all uses of the result need it split over these axes, it is counted as a reduce-scatter.
+  result, or a reduce-scatter if the result is split over the same axes.
 """
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
-from flax_mesh.plan.program.read import COLLECTIVES, Array, Block, Operation, Program, Spec, axis_size, phase_of
-
-Dims = tuple[tuple[int, ...], ...]
+from flax_mesh.plan.program.read import COLLECTIVES, Array, Block, Operation, Program, Spec, axis_size
+from flax_mesh.plan.program.rules import sharding_needs
 
 
 class Exchange(NamedTuple):
@@ -32,7 +31,10 @@ class Exchange(NamedTuple):
     array: Array | None = None  # the operand that is exchanged; None: the result of the operation
     wanted: Spec = ()  # the spec that it is exchanged to
     result_bytes: int = 0  # on one device
-    phase: str = "update"  # forward, backward or update
+
+    @property
+    def phase(self) -> str:
+        return self.operation.phase
 
     @property
     def payload_bytes(self) -> int:
@@ -45,24 +47,23 @@ Found = tuple[str, tuple[str, ...], int]  # kind, axes, operand bytes
 
 def find_exchanges(program: Program) -> list[Exchange]:
     """All collectives of a program, in the order of its operations."""
-    return list(_in_block(program.block, program, 1, "update"))
+    return list(_in_block(program.block, program, 1))
 
 
-def _in_block(block: Block, program: Program, times: int, outer: str) -> Iterator[Exchange]:
+def _in_block(block: Block, program: Program, times: int) -> Iterator[Exchange]:
     """A value that is needed twice with the same sharding is exchanged once; sums of partial sums are reduced once."""
     seen: set[tuple[int, Spec]] = set()
     partial = _Partial(block, program)
     for operation in block.operations:
-        phase = phase_of(operation.source) or outer
         for (kind, axes, size), array, spec in _of_operation(operation, program, seen, partial):
             names = {axis.partition(":")[0] for axis in axes}
             count = math.prod(axis_size(axis, program.axis_sizes) for axis in axes)
             if size and count > 1:
                 ordered = tuple(name for name in program.axis_sizes if name in names)
                 result = size * count if kind == "all-gather" else size // count if kind == "reduce-scatter" else size
-                yield Exchange(kind, ordered, size, operation, times, array, spec, result, phase)
+                yield Exchange(kind, ordered, size, operation, times, array, spec, result)
         for body in operation.bodies:
-            yield from _in_block(body, program, times * operation.times, phase)
+            yield from _in_block(body, program, times * operation.times)
 
 
 def _of_operation(
@@ -72,7 +73,7 @@ def _of_operation(
         size = sum(array.bytes for array in operation.inputs)
         yield (operation.kind.replace("_", "-"), axes_of_groups(operation, program.axis_sizes), size), None, ()
         return
-    needed, over = RULES.get(operation.kind, _elementwise)(operation)
+    needed, over = sharding_needs(operation)
     for array, spec in zip(operation.inputs, needed, strict=False):
         if spec is not None and spec != array.spec and (id(array), spec) not in seen:
             seen.add((id(array), spec))
@@ -136,12 +137,7 @@ class _Partial:
                 x.producer is not None and len(self.uses.get(id(x), [])) == 1 and self._is_partial(x.producer)
                 for x in operation.inputs
             )
-        return operation.kind == "dot_general" and bool(_dot(operation)[1])
-
-
-def partial_axes(operation: Operation) -> tuple[str, ...]:
-    """The mesh axes over which the result of an operation is a sum of the results of the devices."""
-    return tuple(RULES.get(operation.kind, _elementwise)(operation)[1])
+        return operation.kind == "dot_general" and bool(sharding_needs(operation).partial)
 
 
 def reshard(array: Array, wanted: Spec, sizes: Mapping[str, int]) -> Iterator[Found]:
@@ -164,253 +160,3 @@ def reshard(array: Array, wanted: Spec, sizes: Mapping[str, int]) -> Iterator[Fo
         and any(set(a) <= set(b) and a != b[: len(a)] for a, b in zip(array.spec, wanted, strict=True))
     ):
         yield "collective-permute", tuple(had), size
-
-
-Rule = tuple[Sequence[Spec | None], Sequence[str]]
-
-
-def _elementwise(operation: Operation) -> Rule:
-    """Operands of the shape of the result need its sharding."""
-    out = operation.outputs[0] if operation.outputs else None
-    if out is None:
-        return [], ()
-    return [out.spec if array.shape == out.shape else None for array in operation.inputs], ()
-
-
-def _none(operation: Operation) -> Rule:
-    return [], ()
-
-
-def _reshard(operation: Operation) -> Rule:
-    return [operation.outputs[0].spec], ()
-
-
-def _broadcast(operation: Operation) -> Rule:
-    (x,), (out,) = operation.inputs, operation.outputs
-    dims = operation.dims("broadcast_dimensions")
-    return [tuple(out.spec[d] if x.shape[i] == out.shape[d] else () for i, d in enumerate(dims))], ()
-
-
-def _transpose(operation: Operation) -> Rule:
-    (out,) = operation.outputs
-    spec: list[tuple[str, ...]] = [()] * len(out.shape)
-    for at, dim in enumerate(operation.dims("permutation")):
-        spec[dim] = out.spec[at]
-    return [tuple(spec)], ()
-
-
-def _reshape(operation: Operation) -> Rule:
-    """The axes of the result on the dims that they come from; a split that cannot be expressed is gathered."""
-    (x,), (out,) = operation.inputs, operation.outputs
-    spec = reshaped(out.spec, out.shape, x.shape, {})
-    lost = x.axes - {axis for axes in spec for axis in axes}
-    kept = x.axes & {axis for dim in out.spec for axis in dim}
-    if not lost or kept == x.axes:  # a dim that is split over both of its factors stays where it is
-        return [], ()
-    return [tuple(tuple(a for a in axes if a in out.axes) for axes in x.spec)], ()
-
-
-def reshaped(spec: Spec, shape: Sequence[int], to: Sequence[int], sizes: Mapping[str, int]) -> Spec:
-    """The spec of a value after a reshape: axes of the first dim of a group go to the first dim of the new group."""
-    result: list[tuple[str, ...]] = [()] * len(to)
-    i = j = 0
-    while i < len(shape) and j < len(to):
-        start_i, start_j, a, b = i, j, shape[i], to[j]
-        while a != b:
-            if a < b and i + 1 < len(shape):
-                i += 1
-                a *= shape[i]
-            elif j + 1 < len(to):
-                j += 1
-                b *= to[j]
-            else:
-                break
-        axes = tuple(axis for dim in spec[start_i : i + 1] for axis in dim)
-        target = next((d for d in range(start_j, j + 1) if to[d] > 1), start_j)
-        if axes:
-            result[target] = axes
-        i, j = i + 1, j + 1
-    return tuple(result)
-
-
-def _dot(operation: Operation) -> Rule:
-    lhs, rhs, out = *operation.inputs[:2], operation.outputs[0]
-    batch_l, batch_r, contract_l, contract_r = dot_dims(operation)
-    free_l = [d for d in range(len(lhs.shape)) if d not in batch_l + contract_l]
-    free_r = [d for d in range(len(rhs.shape)) if d not in batch_r + contract_r]
-    need_l: list[tuple[str, ...]] = [()] * len(lhs.shape)
-    need_r: list[tuple[str, ...]] = [()] * len(rhs.shape)
-    for at, (a, b) in enumerate(zip(batch_l, batch_r, strict=True)):
-        need_l[a] = need_r[b] = out.spec[at]
-    for at, d in enumerate(free_l):
-        need_l[d] = out.spec[len(batch_l) + at]
-    for at, d in enumerate(free_r):
-        need_r[d] = out.spec[len(batch_l) + len(free_l) + at]
-    partial: list[str] = []
-    for a, b in zip(contract_l, contract_r, strict=True):
-        both = [axis for axis in lhs.spec[a] if axis in rhs.spec[b]]
-        one = [axis for axis in (*lhs.spec[a], *rhs.spec[b]) if axis not in both and axis not in out.axes]
-        if lhs.spec[a] and rhs.spec[b]:
-            one = []  # split in two ways: what they do not share is gathered
-        need_l[a] = need_r[b] = (*both, *one)
-        partial += need_l[a]
-    needed = [tuple(tuple(axis for axis in axes if axis not in partial) for axes in need) for need in (need_l, need_r)]
-    for need, dims in zip(needed, (contract_l, contract_r), strict=True):
-        for at, d in enumerate(dims):
-            axes = need_l[contract_l[at]]
-            need_ = list(need)
-            need_[d] = axes
-            needed[needed.index(need)] = need = tuple(need_)
-    return needed, partial
-
-
-def dot_dims(operation: Operation) -> Dims:
-    """(batch dims of lhs, of rhs, contracting dims of lhs, of rhs) of a dot_general."""
-    text = operation.attributes["dot_dimension_numbers"]
-    return tuple(_dims_of(text, name) for name in DOT_FIELDS)
-
-
-DOT_FIELDS = (
-    "lhs_batching_dimensions",
-    "rhs_batching_dimensions",
-    "lhs_contracting_dimensions",
-    "rhs_contracting_dimensions",
-)
-
-
-def _dims_of(text: str, name: str) -> tuple[int, ...]:
-    at = text.find(name)
-    if at < 0:
-        return ()
-    inside = text[text.index("[", at) + 1 : text.index("]", at)]
-    return tuple(int(number) for number in inside.split(",") if number.strip())
-
-
-def _convolution(operation: Operation) -> Rule:
-    """Batch and output features as the result needs them; the sum over input features as in a matrix product."""
-    lhs, rhs = operation.inputs[:2]
-    out = operation.outputs[0]
-    left, right, result = conv_labels(operation)
-    contracted_l, contracted_r = left.index("f"), right.index("i")
-    batch, features = out.spec[result.index("b")], out.spec[result.index("f")]
-    both = tuple(axis for axis in lhs.spec[contracted_l] if axis in rhs.spec[contracted_r])
-    need_l: list[tuple[str, ...]] = [()] * len(left)
-    need_r: list[tuple[str, ...]] = [()] * len(right)
-    need_l[left.index("b")] = tuple(axis for axis in batch if axis not in both)
-    need_r[right.index("o")] = tuple(axis for axis in features if axis not in both)
-    need_l[contracted_l] = need_r[contracted_r] = both
-    return [tuple(need_l), tuple(need_r)], both
-
-
-def conv_labels(operation: Operation) -> tuple[list[str], list[str], list[str]]:
-    """The labels of the dims of both operands and of the result: b, f, i, o, and numbers for spatial dims."""
-    left, right, result = re.findall(r"\[([^\]]*)\]", operation.attributes["dimension_numbers"])[:3]
-    return left.split(", "), right.split(", "), result.split(", ")
-
-
-def _reduce(operation: Operation) -> Rule:
-    count = len(operation.inputs) // 2
-    dims, out = operation.dims("dimensions"), operation.outputs[0]
-    partial: list[str] = []
-    needed: list[Spec | None] = []
-    for x in operation.inputs[:count]:
-        kept = [d for d in range(len(x.shape)) if d not in dims]
-        spec = list(x.spec)
-        for at, d in enumerate(kept):
-            spec[d] = out.spec[at]
-        for d in dims:
-            partial += [axis for axis in x.spec[d] if axis not in partial]
-        spec = [axes if d in dims else tuple(a for a in axes if a not in partial) for d, axes in enumerate(spec)]
-        needed.append(tuple(spec))
-    return needed, partial
-
-
-def _gather(operation: Operation) -> Rule:
-    """A lookup: the rows of a split table are selected where they are, and summed."""
-    table, indices = operation.inputs
-    out = operation.outputs[0]
-    text = operation.attributes["dimension_numbers"]
-    indexed = set(_dims_of(text, "start_index_map"))
-    partial = [axis for d in indexed for axis in table.spec[d] if axis not in out.axes]
-    clash = tuple(() if d in indexed and set(axes) & out.axes else axes for d, axes in enumerate(table.spec))
-    offsets = _dims_of(text, "offset_dims")
-    removed = set(_dims_of(text, "collapsed_slice_dims")) | set(_dims_of(text, "operand_batching_dims"))
-    free = [d for d in range(len(table.shape)) if d not in removed]
-    wanted = list(clash)
-    for d, at in zip(free, offsets, strict=False):
-        if d not in indexed:
-            wanted[d] = out.spec[at] if table.shape[d] == out.shape[at] else ()
-    return [tuple(wanted), None], partial
-
-
-def _scatter(operation: Operation) -> Rule:
-    """Updates are added to a replicated or split table; what the batch is split over is summed."""
-    count = len(operation.inputs) // 2
-    table, updates, out = operation.inputs[0], operation.inputs[count + 1], operation.outputs[0]
-    text = operation.attributes["scatter_dimension_numbers"]
-    window = set(_dims_of(text, "update_window_dims"))
-    partial = [a for d, axes in enumerate(updates.spec) if d not in window for a in axes if a not in out.axes]
-    needed: list[Spec | None] = [None] * len(operation.inputs)
-    gathered = {a for d, axes in enumerate(updates.spec) if d not in window for a in axes if a in out.axes}
-    if gathered:
-        needed[count + 1] = tuple(tuple(a for a in axes if a not in gathered) for axes in updates.spec)
-    del table
-    return needed, partial
-
-
-def _last(operation: Operation) -> Rule:
-    """A sort, or another operation along dims: they must not be split."""
-    dims = operation.dims("dimension")
-    return [tuple(() if d in dims else axes for d, axes in enumerate(x.spec)) for x in operation.inputs], ()
-
-
-def _slice(operation: Operation) -> Rule:
-    """A part of a dim: dims that are cut must not be split; the others are as the result needs them."""
-    x, out = operation.inputs[0], operation.outputs[0]
-    if len(x.shape) != len(out.shape):
-        return [], ()
-    return [
-        tuple(
-            out.spec[d] if x.shape[d] == out.shape[d] else tuple(a for a in x.spec[d] if a in out.spec[d])
-            for d in range(len(x.shape))
-        )
-    ], ()
-
-
-def _update(operation: Operation) -> Rule:
-    x, update, out = *operation.inputs[:2], operation.outputs[0]
-    return [out.spec, tuple(out.spec[d] if update.shape[d] == x.shape[d] else () for d in range(len(x.shape)))], ()
-
-
-def _concatenate(operation: Operation) -> Rule:
-    out = operation.outputs[0]
-    return [out.spec for _ in operation.inputs], ()
-
-
-RULES = {
-    "reshard": _reshard,
-    "sharding_constraint": _reshard,
-    "broadcast_in_dim": _broadcast,
-    "transpose": _transpose,
-    "reshape": _reshape,
-    "dot_general": _dot,
-    "convolution": _convolution,
-    "reduce": _reduce,
-    "gather": _gather,
-    "scatter": _scatter,
-    "sort": _last,
-    "slice": _slice,
-    "dynamic_slice": _slice,
-    "dynamic_update_slice": _update,
-    "concatenate": _concatenate,
-    "pad": _slice,
-    "while": _none,
-    "case": _none,
-    "shard": _none,
-    "iota": _none,
-    "constant": _none,
-    "rng_bit_generator": _none,
-    "custom_call": _none,
-    "reduce_window": _none,
-    "select_and_scatter": _none,
-}

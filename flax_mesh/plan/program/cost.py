@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 from flax_mesh.hardware import Chip
 from flax_mesh.jax_compat import ATTENTION
-from flax_mesh.plan.program.collectives import conv_labels, dot_dims, partial_axes
 from flax_mesh.plan.program.fusion import Kernel
-from flax_mesh.plan.program.read import Operation, Program, phase_of
+from flax_mesh.plan.program.read import Operation, Program
+from flax_mesh.plan.program.rules import conv_labels, dot_dims, sharding_needs
 
-PHASES = ("forward", "backward", "update")
 DTYPES = {(16, "f"): "bfloat16", (32, "f"): "float32", (64, "f"): "float32", (8, "f"): "float8", (8, "i"): "int8"}
 _STATED = re.compile(r'"flops": ?(\d+)')
 
@@ -35,19 +34,18 @@ class Cost(NamedTuple):
         return self.flops / (chip.peak(self.dtype) * chip.matmul_fraction), self.bytes / chip.memory_bandwidth
 
 
-def costs(kernels: Sequence[Kernel], program: Program, phase: str = "update", times: int = 1) -> Iterator[Cost]:
+def costs(kernels: Sequence[Kernel], program: Program, times: int = 1) -> Iterator[Cost]:
     """The costs of all kernels, those in loops included."""
     for kernel in kernels:
-        found = phase_of(kernel.source) or phase
         if kernel.body is not None:
-            yield from costs(kernel.body, program, found, times * kernel.computes[0].times)
+            yield from costs(kernel.body, program, times * kernel.computes[0].times)
             continue
         flops, dtype = 0.0, "bfloat16"
         for operation in kernel.computes:
             flops += flops_of(operation, program)
             if operation.inputs:
                 dtype = DTYPES.get((operation.inputs[0].bits, operation.inputs[0].kind), "bfloat16")
-        yield Cost(found, flops, kernel.read_bytes + kernel.written_bytes, dtype, times)
+        yield Cost(kernel.phase, flops, kernel.read_bytes + kernel.written_bytes, dtype, times)
 
 
 def flops_of(operation: Operation, program: Program) -> float:
@@ -70,13 +68,13 @@ def flops_of(operation: Operation, program: Program) -> float:
 
 def _scattered(operation: Operation, program: Program) -> float:
     """Factor for sums over split dims: a device computes all of the result from its part of the sum."""
-    partial = partial_axes(operation)
+    partial = sharding_needs(operation).partial
     split = [axis for axis in partial if axis not in operation.outputs[0].axes]
     return 1 / program.group_size(split)
 
 
 def _kernel_flops(operation: Operation) -> float:
-    """Attention: two products forward, five backward; half of them if the mask is causal. Else what the kernel states."""
+    """Attention: two products forward, five backward, half of each if causal. Others: what the kernel states."""
     text = operation.attributes.get("backend_config", "")
     if ATTENTION not in operation.attributes.get("call_target_name", ""):
         return float(stated[1]) if (stated := _STATED.search(text.replace('\\\\"', '"'))) else 0.0

@@ -13,15 +13,17 @@ are not those of a matrix product from a transposed copy.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from flax_mesh.plan.program.collectives import Exchange, conv_labels, dot_dims
-from flax_mesh.plan.program.read import COLLECTIVES, Array, Block, Operation, Program, phase_of
+from flax_mesh.plan.program.collectives import Exchange
+from flax_mesh.plan.program.read import COLLECTIVES, Array, Block, Operation, Program, local_shape
+from flax_mesh.plan.program.rules import conv_labels, dot_dims
 
 EXPENSIVE = frozenset(
     {"exponential", "exponential_minus_one", "log", "log_plus_one", "logistic", "tanh", "erf", "power", "rsqrt", "sqrt"}
     | {"cbrt", "divide", "sine", "cosine", "tan", "atan2", "remainder", "erf_inv"}
 )
+CHEAP_ON_ACCELERATORS = frozenset({"tanh", "divide", "logistic", "erf"})
 PRODUCTS = frozenset({"dot_general", "convolution"})
 ROOTS = PRODUCTS | frozenset(
     {"reduce", "reduce_window", "select_and_scatter", "gather", "scatter", "sort", "while", "case", "if", "custom_call"}
@@ -57,6 +59,7 @@ class Kernel:
     """One instruction of the compiled program. The result of an elementwise one may take the memory of an operand."""
 
     source: str
+    phase: str
     reads: dict[int, Read]  # by the id of the buffer
     writes: list[Buffer]
     computes: tuple[Operation, ...] = ()  # the product, the loop or another root
@@ -82,7 +85,7 @@ def fuse(program: Program, exchanges: Sequence[Exchange]) -> tuple[list[Kernel],
     block = program.block
     given: dict[object, Buffer] = {id(x): Buffer(x.bytes, x, "", fixed=True) for x in block.arguments}
     in_place = {id(block.results[result]) for result in program.donated.values() if result >= 0}
-    fusion = _Fusion(block, program, by_operation, given, {}, in_place, "")
+    fusion = _Fusion(block, program, by_operation, given, {}, in_place)
     return fusion.kernels, fusion.buffers_of(block.results)
 
 
@@ -97,13 +100,13 @@ class _Fusion:
         given: Mapping[object, Buffer],
         outside: Mapping[int, Leaves],
         in_place: set[int],
-        phase: str,
     ):
         self.block, self.program, self.exchanges = block, program, exchanges
-        self.in_place, self.phase = in_place, phase
+        self.in_place = in_place
         self.cpu = program.platform == "cpu"
         self.buffers = dict(given)
         self.known = dict(outside)
+        self.gathered: dict[object, Array] = {}
         self.results = set(map(id, block.results))
         self.uses = self._uses()
         self.chains: dict[int, list[Operation]] = {}  # id of the last value -> the product and what follows it
@@ -135,7 +138,9 @@ class _Fusion:
         return uses
 
     def _is_root(self, operation: Operation) -> bool:
-        return operation.kind in ROOTS or bool(self.exchanges.get(id(operation)))
+        """Whether an operation has a result of its own in memory. A gathered operand alone does not make it one."""
+        found = self.exchanges.get(id(operation), ())
+        return operation.kind in ROOTS or any(x.array is None or operation.kind == "reshard" for x in found)
 
     def _extend(self, product: Operation) -> None:
         """Find the operations that follow a product elementwise, one after another."""
@@ -159,9 +164,15 @@ class _Fusion:
         for operation in self.block.operations:
             for array in operation.outputs:
                 uses = self.uses.get(id(array), [])
-                if any(self._reads_memory(use, array) for use in uses) or (len(uses) > 1 and is_expensive(operation)):
+                phases = {use.phase for use in uses if use.kind in PRODUCTS}
+                several = len(uses) > 1 and (self._is_expensive(operation) or len(phases) > 1)
+                if several or any(self._reads_memory(use, array) for use in uses):
                     stored.add(id(array))
         return stored
+
+    def _is_expensive(self, operation: Operation) -> bool:
+        """Accelerators compute some functions again that CPUs store."""
+        return is_expensive(operation) and (self.cpu or operation.kind not in CHEAP_ON_ACCELERATORS)
 
     def _reads_memory(self, use: Operation, array: Array) -> bool:
         if use.kind == "reduce" or (use.kind in PRODUCTS and not self.cpu):
@@ -186,12 +197,28 @@ class _Fusion:
         else:
             most = array.bytes if producer.kind in PARTS else None
             sizes: dict[int, tuple[Array, int]] = {}
-            for operand in producer.inputs:
+            for operand in self._gathered(producer):
                 for x, size in self.leaves(operand):
                     size = size if most is None else min(size, most)
                     sizes[id(x)] = (x, max(size, sizes[id(x)][1] if id(x) in sizes else 0))
             found = tuple(sizes.values())
         self.known[id(array)] = found
+        return found
+
+    def _gathered(self, operation: Operation) -> list[Array]:
+        """The operands of a fused operation: what a collective changes is replaced by its result."""
+        found = list(operation.inputs)
+        for exchange in self.exchanges.get(id(operation), ()):
+            if exchange.array is None:
+                continue
+            key = "result", id(exchange.array), exchange.wanted
+            if key not in self.gathered:
+                x = exchange.array
+                local = local_shape(x.shape, exchange.wanted, self.program.axis_sizes)
+                result = self.gathered[key] = Array(x.shape, x.bits, x.kind, exchange.wanted, local, None)
+                self._add(operation, self.read(x), (result,))
+                self.buffers[id(result)].gathered = True
+            found = [self.gathered[key] if x is exchange.array else x for x in found]
         return found
 
     def read(self, *arrays: Array) -> dict[int, Read]:
@@ -216,20 +243,26 @@ class _Fusion:
             self._loop(operation)
         elif self._is_root(operation):
             reads = self._operands(operation, operation.inputs)
-            self._add(operation.source, reads, operation.outputs, (operation,))
+            self._add(operation, reads, operation.outputs, (operation,))
         elif operation.kind not in CONSTANTS:
+            self._gathered(operation)
             for array in operation.outputs:
                 if id(array) in self.stored:
                     self._fused(operation, array)
 
     def _add(
-        self, source: str, reads: dict[int, Read], arrays: Sequence[Array], computes: tuple[Operation, ...] = ()
+        self,
+        operation: Operation,
+        reads: dict[int, Read],
+        arrays: Sequence[Array],
+        computes: tuple[Operation, ...] = (),
     ) -> Kernel:
-        phase = phase_of(source) or self.phase
-        writes = [Buffer(x.bytes, x, phase, fixed=id(x) in self.in_place) for x in arrays]
+        writes = [Buffer(x.bytes, x, operation.phase, fixed=id(x) in self.in_place) for x in arrays]
         self.buffers.update({id(x): buffer for x, buffer in zip(arrays, writes, strict=True)})
         written = sum(buffer.bytes for buffer in writes)
-        kernel = Kernel(source, reads, writes, computes, elementwise=not computes, written_bytes=written)
+        kernel = Kernel(
+            operation.source, operation.phase, reads, writes, computes, elementwise=not computes, written_bytes=written
+        )
         self.kernels.append(kernel)
         return kernel
 
@@ -246,15 +279,15 @@ class _Fusion:
             reads = self.read(*operation.inputs[1:])
             self.buffers[id(array)] = base
             size = operation.inputs[1].bytes
-            self.kernels.append(Kernel(operation.source, reads, [], updates=base, written_bytes=size))
+            self.kernels.append(Kernel(operation.source, operation.phase, reads, [], updates=base, written_bytes=size))
         else:
-            self._add(operation.source, self.read(*operation.inputs), (array,))
+            self._add(operation, self.read(*self._gathered(operation)), (array,))
 
     def _product(self, chain: Sequence[Operation]) -> None:
         product, *rest = chain
         reads = self._operands(product, product.inputs)
         reads |= self.read(*(x for each in rest for x in each.inputs if id(x) not in self.absorbed))
-        self._add(product.source, reads, chain[-1].outputs, (product,))
+        self._add(product, reads, chain[-1].outputs, (product,))
 
     def _operands(self, operation: Operation, arrays: Sequence[Array]) -> dict[int, Read]:
         """Where a root reads its operands: a gathered copy, a transposed copy, or the value."""
@@ -278,24 +311,21 @@ class _Fusion:
                 found |= self.read(array)
         return found
 
-    def _copy(self, key: object, array: Array, size: int) -> Buffer:
+    def _copy(self, key: tuple[Any, ...], array: Array, size: int) -> Buffer:
         """A copy of a value, made once. It is computed from what the value is computed from, if that is cheap."""
         found = self.buffers.get(key)
         if found is None:
             producer = array.producer
-            source = producer.source if producer is not None else ""
             reads = self.read(array)
-            if producer is not None and not self._is_root(producer) and not is_expensive(producer):
+            if producer is not None and not self._is_root(producer) and not self._is_expensive(producer):
                 reads = self.read(*producer.inputs) or reads
-            found = Buffer(
-                size, array, phase_of(source) or self.phase, gathered=isinstance(key, tuple) and key[0] == "gathered"
-            )
-            self.buffers[key] = found
-            self.kernels.append(Kernel(source, reads, [found], written_bytes=size))
+            source, phase = (producer.source, producer.phase) if producer is not None else ("", "forward")
+            found = self.buffers[key] = Buffer(size, array, phase, gathered=key[0] == "gathered")
+            self.kernels.append(Kernel(source, phase, reads, [found], written_bytes=size))
         return found
 
     def _loop(self, operation: Operation) -> None:
-        """The values that a loop carries are stored once and updated; the others are read where they are."""
+        """The values that a loop changes are stored once and updated; the others are read where they are."""
         body = operation.bodies[0]
         given: dict[object, Buffer] = {
             key: Buffer(x.bytes, x.array, x.phase, fixed=True) for key, x in self.buffers.items()
@@ -314,9 +344,8 @@ class _Fusion:
         reads = self.read(*inits, *captured.values())
         if self.cpu:
             reads |= self._hoisted(operation)
-        phase = phase_of(operation.source) or self.phase
-        inner = _Fusion(body, self.program, self.exchanges, given, self.known, set(), phase)
-        kernel = self._add(operation.source, reads, carried, (operation,))
+        inner = _Fusion(body, self.program, self.exchanges, given, self.known, set())
+        kernel = self._add(operation, reads, carried, (operation,))
         kernel.body, kernel.results = inner.kernels, inner.buffers_of(body.results)
         kernel.elementwise = True  # each carried value takes the memory of its initial one
 

@@ -1,7 +1,7 @@
 """Bytes on one device over the time of a program: the order of its kernels, and how long each value is stored.
 
-A value that dies where an elementwise kernel makes one of its size gives its memory to it; so does the initial value of
-a loop to the carried one. Donated arguments are updated in place.
+An elementwise kernel reuses the memory of an operand that dies there and has the size of its result. A loop reuses that
+of the initial values of what it changes. Donated arguments are updated in place.
 """
 
 import heapq

@@ -1,4 +1,4 @@
-"""Brings a StableHLO module into the form that XLA gives it before it propagates shardings, because they depend on it.
+"""Converts a StableHLO module to the form in which XLA propagates shardings, because they depend on it.
 
 `ir` is the module `jaxlib.mlir.ir`. Calls are inlined, what a loop does not change is used directly in its body,
 operations that only move dims of size 1 become reshapes, and operations are ordered from the results back.

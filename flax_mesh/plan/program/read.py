@@ -2,7 +2,7 @@
 
 JAX lowers the step for a platform without its devices, Shardy propagates the shardings of the arguments and of the
 constraints to all other values (`jax_compat.propagated_module`), and `read_program` copies the result into four small
-types. Functions are inlined. Operations that cannot affect a result, and repeated ones, are left out, as in XLA.
+types. Operations that cannot affect a result, and repeated ones, are left out, as in XLA.
 """
 
 import math
@@ -21,9 +21,10 @@ _TYPE = re.compile(r"tensor<((?:\d+x)*)(?:complex<)?([a-z]+)(\d*)\w*")
 _SPEC = re.compile(r"\[((?:\{[^}]*\}(?:p\d+)?(?:, )?)*)\]")
 _DIM = re.compile(r"\{([^}]*)\}")
 _AXIS = re.compile(r'"([^"]+)"(?::\((\d+)\)(\d+))?')
-_LIST = re.compile(r"\[([\d, ]*)\]")
 _NAME = re.compile(r'loc\("([^"]*)"')
 _NUMBER = re.compile(r"dense<(-?\d+)>")
+# Operations that are not read once if they are repeated.
+DISTINCT = frozenset({"custom_call", "optimization_barrier", "rng", "rng_bit_generator"})
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "collective_permute", "collective_broadcast")
 
 
@@ -65,6 +66,7 @@ class Operation:
     bodies: tuple["Block", ...] = ()
     times: int = 1
     times_known: bool = True
+    phase: str = "update"  # forward, backward or update
 
     def dims(self, name: str) -> tuple[int, ...]:
         """The numbers of an attribute such as `dimensions = array<i64: 0, 2>`."""
@@ -146,10 +148,7 @@ class _Reader:
         self.sizes = dict(axis_sizes)
         self.widens = False  # XLA computes half precision in float32 on CPUs; arguments are stored as they are
         self.cpu = platform == "cpu"
-        self.functions = {}
-        for operation in module.body.operations:
-            if operation.operation.name == "func.func":
-                self.functions[operation.attributes["sym_name"].value] = operation
+        self.function = next(item for item in module.body.operations if item.operation.name == "func.func")
 
     def array(self, value: Any, spec: Spec | None) -> Array:
         shape, bits, kind = parse_type(str(value.type))
@@ -159,7 +158,7 @@ class _Reader:
         return Array(shape, bits, kind, spec, local_shape(shape, spec, self.sizes))
 
     def main(self) -> tuple[Block, tuple[str, ...], dict[int, int]]:
-        function = self.functions["main"]
+        function = self.function
         body = function.regions[0].blocks[0]
         attributes = list(function.attributes["arg_attrs"]) if "arg_attrs" in function.attributes else []
         arguments, names, donated, values = [], [], {}, {}
@@ -187,29 +186,27 @@ class _Reader:
             inputs = [values[value] for value in operation.operands]
             if name == "return":
                 return inputs
-            if name == "call":
-                outputs = self.call(item, inputs, into, seen)
-            elif name == "manual_computation":
+            if name == "manual_computation":
                 outputs = self.manual(item, inputs, values, into)
             else:
                 outputs = self.operation(item, name, inputs, values, into, seen)
             values.update(zip(operation.results, outputs, strict=True))
         return []
 
-    def call(self, item: Any, inputs: Sequence[Array], into: Block, seen: dict[Any, Operation]) -> list[Array]:
-        body = self.functions[item.attributes["callee"].value].regions[0].blocks[0]
-        return self.block(body, dict(zip(body.arguments, inputs, strict=True)), into, seen)
-
     def manual(self, item: Any, inputs: Sequence[Array], values: dict[Any, Array], into: Block) -> list[Array]:
         """The body of a shard_map: its values have the shapes of one device."""
         body = item.regions[0].blocks[0]
-        inside = {argument: self.array(argument, None) for argument in body.arguments}
-        inner = values | inside
-        into.operations.append(Operation("shard", tuple(inputs), tuple(inside.values()), {}, ""))
-        results = self.block(body, inner, into, {})
-        outputs = [self.array(v, s) for v, s in zip(item.results, self.specs(item, "out_shardings"), strict=True)]
-        into.operations.append(Operation("shard", tuple(results), tuple(outputs), {}, ""))
-        return outputs
+        inside = [self._on_shard(x, self.array(v, None), into) for x, v in zip(inputs, body.arguments, strict=True)]
+        results = self.block(body, values | dict(zip(body.arguments, inside, strict=True)), into, {})
+        specs = self.specs(item, "out_shardings")
+        outside = [self.array(v, spec) for v, spec in zip(item.results, specs, strict=True)]
+        return [self._on_shard(x, y, into) for x, y in zip(results, outside, strict=True)]
+
+    def _on_shard(self, before: Array, after: Array, into: Block) -> Array:
+        """The same memory as a value of the mesh and as one of a device."""
+        after.producer = Operation("shard", (before,), (after,), {}, "")
+        into.operations.append(after.producer)
+        return after
 
     def specs(self, item: Any, name: str) -> Sequence[Spec | None]:
         if name not in item.attributes:
@@ -226,13 +223,15 @@ class _Reader:
         seen: dict[Any, Operation],
     ) -> Sequence[Array]:
         regions = [region for region in item.regions if len(region.blocks)]
-        attributes = {n: _attribute_text(item.attributes[n], name) for n in item.attributes if n != "sdy.sharding"}
-        if name in ("reshard", "sharding_constraint"):
+        attributes = {n: _attribute_text(name, item.attributes[n]) for n in item.attributes if n != "sdy.sharding"}
+        if name == "sharding_constraint":
+            name = "reshard"
+        if name == "reshard":
             specs: Sequence[Spec | None] = parse_specs(attributes.pop("sharding"))
         else:
             specs = self.specs(item, "sdy.sharding")
         name = attributes.pop("chlo", name).strip('"')
-        source = _NAME.match(str(item.location)) if regions or name not in CHEAP_NAMES else None
+        source = _NAME.match(str(item.location))
         outputs = [self.array(value, spec) for value, spec in zip(item.results, specs, strict=True)]
         operation = Operation(name, tuple(inputs), tuple(outputs), attributes, source[1] if source else "")
         if name == "while":
@@ -242,20 +241,11 @@ class _Reader:
         elif regions:  # the function of a reduction
             inner = [str(i.operation.name).partition(".")[2] for i in regions[0].blocks[0].operations]
             operation.attributes = attributes | {"function": inner[0] if inner else ""}
-        key = None
-        if not operation.bodies and name not in ("custom_call", *COLLECTIVES) and name != "optimization_barrier":
-            key = (
-                name,
-                tuple(map(id, inputs)),
-                tuple(sorted(operation.attributes.items())),
-                tuple((o.shape, o.bits, o.spec) for o in outputs),
-            )
-            if name == "constant" and "value" not in attributes:
-                key = None
-            if key is not None and (found := seen.get(key)):
-                return found.outputs
-            if key is not None:
-                seen[key] = operation
+        if not operation.bodies and name not in DISTINCT:
+            types = tuple((x.shape, x.bits, x.spec) for x in outputs)
+            key = (name, tuple(map(id, inputs)), tuple(sorted(operation.attributes.items())), types)
+            if seen.setdefault(key, operation) is not operation:
+                return seen[key].outputs
         for output in outputs:
             output.producer = operation
         into.operations.append(operation)
@@ -269,6 +259,7 @@ class _Reader:
         return block
 
     def loop(self, operation: Operation, regions: Sequence[Any], values: dict[Any, Array]) -> None:
+        """The body of a loop. Its arguments have the shardings of the results."""
         condition, body = (region.blocks[0] for region in regions)
         arguments = [self.array(v, o.spec) for v, o in zip(body.arguments, operation.outputs, strict=True)]
         operation.bodies = (self.body(regions[1], values, arguments),)
@@ -293,10 +284,7 @@ class _Reader:
         return None
 
 
-CHEAP_NAMES = frozenset({"constant", "broadcast_in_dim", "reshape", "iota", "convert"})
-
-
-def _attribute_text(attribute: Any, name: str) -> str:
+def _attribute_text(name: str, attribute: Any) -> str:
     """The text of an attribute; large constants are not printed."""
     if name in COLLECTIVES and hasattr(attribute, "is_splat") and getattr(attribute.type, "rank", 0) == 2:
         return str(np.array(attribute)[0].tolist())  # the first group of devices
@@ -305,11 +293,27 @@ def _attribute_text(attribute: Any, name: str) -> str:
     return str(attribute)
 
 
-def phase_of(source: str) -> str:
-    """The phase of an operation, by the name stack that JAX gives it; "" if it has none."""
-    if "transpose(" in source:
-        return "backward"
-    return "forward" if "jvp(" in source else ""
+PHASES = ("forward", "backward", "update")
+
+
+def _set_phases(block: Block, outer: str) -> None:
+    """The phase of every operation, by its name stack in JAX.
+
+    Names inside of a loop or a shard_map are relative to it: there the phase of the loop counts, or the last one of the
+    operands. What is neither forward nor backward is the update.
+    """
+    for operation in block.operations:
+        found = [x.producer.phase for x in operation.inputs if x.producer is not None]
+        if "transpose(" in operation.source:
+            operation.phase = "backward"
+        elif "jvp(" in operation.source:
+            operation.phase = "forward"
+        elif outer in ("forward", "backward"):
+            operation.phase = outer
+        elif not operation.source.startswith("jit(") and {"forward", "backward"} & set(found):
+            operation.phase = "backward" if "backward" in found else "forward"
+        for body in operation.bodies:
+            _set_phases(body, operation.phase)
 
 
 def read_program(module: Any, axis_sizes: Mapping[str, int], platform: str) -> Program:
@@ -317,6 +321,7 @@ def read_program(module: Any, axis_sizes: Mapping[str, int], platform: str) -> P
     block, names, donated = _Reader(module, axis_sizes, platform).main()
     remove_unused(block)
     _split_constants(block, axis_sizes)
+    _set_phases(block, "")
     return Program(block, dict(axis_sizes), names, donated, platform)
 
 
@@ -328,7 +333,7 @@ def local_shape(shape: Sequence[int], spec: Spec, sizes: Mapping[str, int]) -> t
 
 
 def _split_constants(block: Block, sizes: Mapping[str, int]) -> None:
-    """Give values that are computed from constants alone the sharding of their first use: each device has its part."""
+    """Values that are computed from constants alone get the sharding of their first use: each device has its part."""
     constant: set[int] = set()
     uses: dict[int, Operation] = {}
     found = []

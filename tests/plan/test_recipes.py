@@ -1,0 +1,59 @@
+"""The recipes for models of real size: their parameters, and the commands of their docstrings."""
+
+import math
+import shlex
+from pathlib import Path
+
+import jax
+import pytest
+from flax import nnx
+
+from flax_mesh.plan import plan
+from flax_mesh.train import apply_overrides, load_recipe
+from flax_mesh.train.build import make_model
+from tests.plan.commands import plan_commands
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = [words for name in ("llama3", "qwen3") for words in plan_commands(ROOT / "recipes" / f"{name}.py")]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "parameters"),
+    [
+        ("llama3.py:llama3_8b", 8_030_261_248),
+        ("llama3.py:llama3_70b", 70_553_706_496),
+        ("llama3.py:llama3_405b", 405_853_388_800),
+        ("qwen3.py:qwen3_30b_a3b", 30_532_122_624),
+    ],
+)
+def test_the_models_have_the_published_number_of_parameters(recipe, parameters):
+    config = load_recipe(str(ROOT / "recipes" / recipe))
+    state = nnx.eval_shape(lambda: nnx.state(make_model(config), nnx.Param))
+    assert sum(math.prod(x.shape) for x in jax.tree.leaves(state)) == parameters
+
+
+def forecast(words: list[str]):
+    at = words.index("--topology")
+    return plan(apply_overrides(load_recipe(words[1]), words[2:at]), words[at + 1])
+
+
+def test_a_model_of_405b_parameters_fits_8192_chips_as_documented():
+    words = next(words for words in COMMANDS if "llama3_405b" in words[1])
+    found = forecast(words)
+    assert found.fits and found.topology.num_devices == 8192
+    assert 0.2 < found.time.mfu < 0.8
+    norms = 253 * 16384  # their scales are replicated; the other arrays are split over fsdp and tp, and dp copies them
+    assert found.memory.arguments == pytest.approx(12 * (norms + (405_853_388_800 - norms) / 4096), rel=0.001)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", COMMANDS, ids=shlex.join)
+def test_the_documented_commands_are_planned_and_fit(words):
+    found = forecast(words)
+    assert found.fits
+    assert not found.findings
+
+
+def test_the_commands_of_both_recipes_are_found():
+    assert len(COMMANDS) == 8
+    assert plan_commands(ROOT / "recipes" / "tiny.py") == []
