@@ -168,14 +168,30 @@ class Case:
         return "pp" in self.sizes
 
 
-def cpu(name: str, mesh: str, make: Callable[..., Step] = decoder, quick: bool = False, **settings: Any) -> Case:
-    return Case(f"cpu {name}", "cpu", mesh, make, settings, quick=quick)
+def cpu(
+    name: str,
+    mesh: str,
+    make: Callable[..., Step] = decoder,
+    quick: bool = False,
+    outside: str = "",
+    differs: Mapping[str, str] | None = None,
+    **settings: Any,
+) -> Case:
+    return Case(f"cpu {name}", "cpu", mesh, make, settings, outside, differs or {}, quick)
 
 
-def tpu(name: str, topology: str, mesh: str, make: Callable[..., Step] = decoder, **settings: Any) -> Case:
+def tpu(
+    name: str,
+    topology: str,
+    mesh: str,
+    make: Callable[..., Step] = decoder,
+    outside: str = "",
+    differs: Mapping[str, str] | None = None,
+    **settings: Any,
+) -> Case:
     if make is decoder:
         settings = {"base": LARGE, "batch": 32, "seq": 2048} | settings
-    return Case(f"tpu {name}", topology, mesh, make, settings)
+    return Case(f"tpu {name}", topology, mesh, make, settings, outside, differs or {})
 
 
 SCAN: dict[str, Any] = {"scan": True}
@@ -184,9 +200,18 @@ DOTS: dict[str, Any] = {"scan": True, "remat": "dots_saveable"}
 PRODUCTS: dict[str, Any] = {"scan": True, "remat": "dots_with_no_batch_dims_saveable"}
 HALF: dict[str, Any] = {"dtype": "bfloat16"}
 SMALL_VIT: dict[str, Any] = {"width": 384, "depth": 6, "heads": 6, "batch": 64}
+SMALL_MOE: dict[str, Any] = {"batch": 16, "seq": 256, "mlp_size": 512, "num_experts": 8, "num_layers": 4}
 LARGE_VIT: dict[str, Any] = {"width": 1024, "depth": 8, "heads": 8, "batch": 512, "dtype": jnp.bfloat16}
 SMALL_UNET: dict[str, Any] = {"widths": (64, 128, 256), "batch": 32, "size": 64}
 LARGE_UNET: dict[str, Any] = {"widths": (128, 256, 512), "batch": 256, "size": 128, "dtype": jnp.bfloat16}
+
+RING = "XLA sends weight gradients around a ring in parts while it computes them, instead of a reduce-scatter"
+ROUNDED = "XLA reduces the gradients of the embedding and of the logits in bfloat16, not in float32"
+GATHERED = "XLA gathers keys and values in bfloat16, not in float32"
+ROUTED = "XLA splits the tokens of a router over other axes than the estimate"
+ORDER = "XLA chooses the order of layers that no loop holds: it keeps more of them alive than the estimate"
+PIPELINE = "the estimate copies the residuals into the loop of the backward pass"
+ATTENTION = "the estimate stores more matrices of attention scores at the same time than XLA"
 
 CPU = [
     cpu("scan", "fsdp:8", quick=True, **SCAN),
@@ -200,36 +225,36 @@ CPU = [
     cpu("sp", "fsdp:2,sp:4", batch=16, seq=1024, **REMAT),
     cpu("accumulation", "fsdp:8", batch=128, microbatches=4, **SCAN),
     cpu("tp8", "tp:8", batch=8, num_layers=12, num_kv_heads=8, **REMAT),
-    cpu("vit", "fsdp:8", vit, **SMALL_VIT),
+    cpu("vit", "fsdp:8", vit, outside=ORDER, **SMALL_VIT),
     cpu("unet", "dp:8", unet, quick=True, **SMALL_UNET),
     cpu("one device", "fsdp:1", batch=8, num_layers=8, **REMAT),
     cpu("large vocabulary", "fsdp:8", vocab_size=32768, num_layers=4, **REMAT),
-    cpu("layers one by one", "fsdp:8"),
-    cpu("layers one by one remat", "fsdp:4,tp:2", batch=64, num_layers=8, remat="full"),
-    cpu("moe", "fsdp:4,ep:2", batch=16, seq=256, mlp_size=512, num_experts=8, num_layers=4, **REMAT),
+    cpu("layers one by one", "fsdp:8", outside=ORDER),
+    cpu("layers one by one remat", "fsdp:4,tp:2", outside=ORDER, batch=64, num_layers=8, remat="full"),
+    cpu("moe", "fsdp:4,ep:2", differs={"fsdp": ROUTED}, **SMALL_MOE, **REMAT),
 ]
 PIPELINES = [
-    cpu("pipeline 1f1b", "pp:2,fsdp:4", batch=64, schedule="1f1b", **SCAN),
-    cpu("pipeline remat tp", "pp:2,fsdp:2,tp:2", batch=64, schedule="1f1b", stage_remat="full", **SCAN),
-    cpu("pipeline zero bubble", "pp:2,fsdp:4", batch=64, schedule="zb-h1", **SCAN),
+    cpu("pipeline 1f1b", "pp:2,fsdp:4", batch=64, seq=256, num_layers=12, schedule="1f1b", outside=PIPELINE, **SCAN),
+    cpu("pipeline tp remat", "pp:2,fsdp:2,tp:2", batch=128, seq=128, schedule="1f1b", stage_remat="full", outside=ATTENTION, **SCAN),
+    cpu("pipeline zero bubble", "pp:2,fsdp:4", batch=64, seq=256, num_layers=12, schedule="zb-h1", outside=PIPELINE, **SCAN),
 ]
 TPU = [
-    tpu("scan", "v6e:2x4", "fsdp:8", **SCAN),
-    tpu("scan remat", "v5e:2x4", "fsdp:8", **REMAT),
-    tpu("scan remat tp", "v6e:2x4", "fsdp:4,tp:2", **REMAT),
-    tpu("scan dp fsdp tp", "v5p:2x2x2", "dp:2,fsdp:2,tp:2", batch=16, **SCAN),
+    tpu("scan", "v6e:2x4", "fsdp:8", differs={"fsdp": RING}, **SCAN),
+    tpu("scan remat", "v5e:2x4", "fsdp:8", differs={"fsdp": RING}, **REMAT),
+    tpu("scan remat tp", "v6e:2x4", "fsdp:4,tp:2", differs={"fsdp": RING}, **REMAT),
+    tpu("scan dp fsdp tp", "v5p:2x2x2", "dp:2,fsdp:2,tp:2", differs={"dp": ROUNDED, "dp+fsdp": ROUNDED}, batch=16, **SCAN),
     tpu("chunked loss", "v5p:2x2x2", "fsdp:8", loss_chunk=1024, **REMAT),
-    tpu("scan tp", "v6e:2x4", "fsdp:4,tp:2", **SCAN),
-    tpu("dots", "v5e:2x4", "fsdp:8", **DOTS),
-    tpu("products", "v5p:2x2x2", "fsdp:8", **PRODUCTS),
-    tpu("sp", "v6e:2x4", "fsdp:2,sp:4", batch=16, seq=4096, **REMAT),
-    tpu("accumulation", "v5p:2x2x2", "fsdp:8", batch=64, microbatches=4, **SCAN),
-    tpu("moe", "v5p:2x2x2", "fsdp:4,ep:2", batch=16, mlp_size=2048, num_experts=8, **REMAT),
+    tpu("scan tp", "v6e:2x4", "fsdp:4,tp:2", differs={"fsdp": RING}, **SCAN),
+    tpu("dots", "v5e:2x4", "fsdp:8", differs={"fsdp": RING}, **DOTS),
+    tpu("products", "v5p:2x2x2", "fsdp:8", differs={"fsdp": RING}, **PRODUCTS),
+    tpu("sp", "v6e:2x4", "fsdp:2,sp:4", differs={"sp": GATHERED, "fsdp+sp": ROUNDED}, batch=16, seq=4096, **REMAT),
+    tpu("accumulation", "v5p:2x2x2", "fsdp:8", differs={"fsdp": RING}, batch=64, microbatches=4, **SCAN),
+    tpu("moe", "v5p:2x2x2", "fsdp:4,ep:2", differs={"fsdp": RING, "ep": GATHERED, "ep+fsdp": ROUTED}, batch=16, mlp_size=2048, num_experts=8, **REMAT),
     tpu("tp8", "v6e:2x4", "tp:8", batch=8, **REMAT),
-    tpu("large vocabulary", "v6e:2x4", "fsdp:8", vocab_size=131072, num_layers=4, **REMAT),
-    tpu("vit", "v5e:2x4", "fsdp:8", vit, **LARGE_VIT),
-    tpu("unet", "v5p:2x2x2", "dp:8", unet, **LARGE_UNET),
-    tpu("layers one by one", "v5p:2x2x2", "fsdp:8"),
-    tpu("layers one by one remat", "v5p:2x2x2", "fsdp:4,tp:2", remat="full"),
+    tpu("large vocabulary", "v6e:2x4", "fsdp:8", differs={"fsdp": ROUNDED}, vocab_size=131072, num_layers=4, **REMAT),
+    tpu("vit", "v5e:2x4", "fsdp:8", vit, differs={"fsdp": RING}, **LARGE_VIT),
+    tpu("unet", "v5p:2x2x2", "dp:8", unet, outside=ORDER, **LARGE_UNET),
+    tpu("layers one by one", "v5p:2x2x2", "fsdp:8", differs={"fsdp": ROUNDED}),
+    tpu("layers one by one remat", "v5p:2x2x2", "fsdp:4,tp:2", outside=ORDER, remat="full"),
 ]
 CASES = [*CPU, *PIPELINES, *TPU]

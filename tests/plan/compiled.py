@@ -96,9 +96,9 @@ def _add(operands: dict[str, float], axes: Sequence[str], size: float) -> None:
 
 def _in_process(case: Case) -> Programs:
     command = [sys.executable, "-m", "tests.plan.compiled", case.name]
-    done = subprocess.run(
-        command, env=os.environ | TPU_ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS, check=False
-    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | TPU_ENVIRONMENT
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
     programs = json.loads(done.stdout.splitlines()[-1])

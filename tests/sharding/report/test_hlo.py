@@ -218,3 +218,41 @@ def test_shuffled_lists_of_groups_have_the_axes_along_which_they_differ(order, c
     program = HEAD.replace("=8", "=24") + f"  %r = f32[4]{{0}} all-reduce(%p), replica_groups={{{text}}}\n}}\n"
     (one,) = read_collectives(program, AbstractMesh(shape, ("a", "b", "c")))
     assert one.axes == tuple(chosen) and one.group_size == ids.shape[1]
+
+
+LOOP = """HloModule jit_step, num_partitions=8
+
+%body (b: (s32[], f32[4])) -> (s32[], f32[4]) {{
+  %b = (s32[]{{:T(128)}}, f32[4]{{0:T(128)}}) parameter(0)
+  %x = f32[4]{{0:T(128)}} get-tuple-element(%b), index=1
+  %sum = f32[4]{{0:T(128)}} all-reduce(%x), replica_groups={{{{0,1,2,3,4,5,6,7}}}}, to_apply=%add
+  ROOT %next = (s32[]{{:T(128)}}, f32[4]{{0:T(128)}}) tuple(%i, %sum)
+}}
+
+%condition (c: (s32[], f32[4])) -> pred[] {{
+  %c = (s32[]{{:T(128)}}, f32[4]{{0:T(128)}}) parameter(0)
+  %i = s32[]{{:T(128)}} get-tuple-element(%c), index=0
+  {limit}
+  ROOT %less = pred[]{{:T(512)}} compare(%i, %limit), direction={direction}
+}}
+
+ENTRY %main (p: (s32[], f32[4])) -> (s32[], f32[4]) {{
+  %p = (s32[]{{:T(128)}}, f32[4]{{0:T(128)}}) parameter(0)
+  ROOT %loop = (s32[]{{:T(128)}}, f32[4]{{0:T(128)}}) while(%p), condition=%condition, body=%body
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit", "direction", "times", "known"),
+    [
+        ("%limit = s32[]{:T(128)} constant(12)", "LT", 12, True),
+        ("%limit = s32[] constant(12)", "LT", 12, True),
+        ("%limit = s32[]{:T(128)} constant(12)", "NE", 1, False),
+        ("%limit = s32[]{:T(128)} get-tuple-element(%c), index=0", "LT", 1, False),
+    ],
+)
+def test_the_trip_count_of_a_program_for_tpus_is_the_limit_of_its_condition(limit, direction, times, known):
+    mesh = AbstractMesh((8,), ("fsdp",))
+    (one,) = read_collectives(LOOP.format(limit=limit, direction=direction), mesh)
+    assert (one.times, one.times_known, one.payload_bytes, one.axes) == (times, known, 16, ("fsdp",))

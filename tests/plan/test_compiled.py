@@ -1,0 +1,104 @@
+"""The estimate of a step is what XLA allocates and sends when it compiles the step, within 10%.
+
+One compilation of a case serves all tests of it, so they are in one file. `python -m tests.benchmarks plan_memory`
+prints all numbers.
+"""
+
+import importlib.util
+import math
+from dataclasses import replace
+
+import pytest
+
+from tests.plan.cases import CASES, Case
+from tests.plan.compiled import Figures, compiled, estimated, estimates, figures_of, memory_error, operand_errors
+
+BAR = 0.1
+LOOSE = 1.0  # of axes over which XLA sends something else
+# TPUs store arrays in tiles of 8 x 128 elements at least, and scalars in 512 bytes.
+TILES = 0.05
+
+slow = pytest.mark.slow
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is missing: pip install flax-mesh[tpu-aot]"
+)
+
+
+def marked(case: Case):
+    marks = () if case.quick else (slow, needs_libtpu) if case.platform == "tpu" else (slow,)
+    return pytest.param(case, id=case.name, marks=marks)
+
+
+every_case = pytest.mark.parametrize("case", [marked(case) for case in CASES if not case.outside])
+
+
+def check_memory(found: Figures, true: Figures) -> None:
+    error = memory_error(found, true)
+    assert abs(error) <= BAR, f"the estimate is {found.total:,} bytes, XLA allocates {true.total:,}: {error:+.1%}"
+
+
+def check_operands(found: Figures, true: Figures, case: Case) -> None:
+    errors = operand_errors(found, true)
+    wrong = {axes: f"{x:+.1%}" for axes, x in errors.items() if abs(x) > (LOOSE if axes in case.differs else BAR)}
+    assert not wrong, f"operand bytes: {found.operands}, XLA: {true.operands}; errors: {wrong}"
+
+
+@every_case
+def test_the_memory_is_what_xla_allocates(case: Case):
+    for name, true in compiled(case).items():
+        check_memory(estimated(case)[name], true)
+
+
+@every_case
+def test_the_arguments_are_those_of_the_compiled_step(case: Case):
+    for name, true in compiled(case).items():
+        found = estimated(case)[name].arguments
+        if case.platform == "cpu":
+            assert found == true.arguments
+        else:
+            assert (1 - TILES) * true.arguments <= found <= true.arguments
+
+
+@every_case
+def test_the_collectives_are_those_of_the_compiled_step(case: Case):
+    for name, true in compiled(case).items():
+        check_operands(estimated(case)[name], true, case)
+
+
+def test_the_table_has_enough_cases():
+    inside = [case for case in CASES if not case.outside]
+    assert sum(case.platform == "cpu" for case in inside) >= 12
+    assert sum(case.platform == "tpu" for case in inside) >= 12
+    assert sum(mostly_activations(case) for case in inside) >= 12
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+def mostly_activations(case: Case) -> bool:
+    return any(2 * figures.arguments < figures.total for figures in estimated(case).values())
+
+
+QUICK = next(case for case in CASES if case.quick)
+
+
+def test_an_estimate_without_residuals_is_found():
+    one = estimates(QUICK)["step"]
+    residuals = sum(buffer.bytes for buffer in one.profile.alive if buffer.phase == "forward")
+    profile = replace(one.profile, peak=one.profile.peak - residuals)
+    with pytest.raises(AssertionError, match="XLA allocates"):
+        check_memory(figures_of(replace(one, profile=profile)), compiled(QUICK)["step"])
+
+
+def test_an_estimate_that_counts_loops_once_is_found():
+    one = estimates(QUICK)["step"]
+    exchanges = tuple(exchange._replace(times=1) for exchange in one.exchanges)
+    with pytest.raises(AssertionError, match="errors"):
+        check_operands(figures_of(replace(one, exchanges=exchanges)), compiled(QUICK)["step"], QUICK)
+
+
+def test_an_estimate_without_an_axis_is_found():
+    true = Figures(1, 2, {"fsdp": 90.0, "tp": 10.0, "fsdp+tp": 1.0})
+    found = Figures(1, 2, {"fsdp": 90.0})
+    assert operand_errors(found, true) == {"fsdp": 0.0, "tp": -1.0}
+    assert operand_errors(true, found) == {"fsdp": 0.0, "tp": math.inf}
+    with pytest.raises(AssertionError, match="-100.0%"):
+        check_operands(found, true, QUICK)
