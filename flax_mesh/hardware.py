@@ -348,9 +348,9 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "devices_per_chip": (_is_count, f"an integer from 1 to {MOST}"),
 }
 _RULES |= dict.fromkeys(
-    ("link_fraction", "matmul_fraction", "overlap_fraction"),
-    (lambda v: _is_positive(v) and v <= 1, "a number above 0 and at most 1"),
+    ("link_fraction", "matmul_fraction"), (lambda v: _is_positive(v) and v <= 1, "a number above 0 and at most 1")
 )
+_RULES["overlap_fraction"] = (lambda v: v == 0 or (_is_positive(v) and v <= 1), "a number from 0 to 1")
 _NUMBER = (_is_positive, "a positive number")
 _NEEDED = [  # the fields of Chip without a default
     item.name
