@@ -184,7 +184,7 @@ CHIPS = (
     _tpu("v4", {"link_bandwidth": "book", "link_fraction": "book", "network_bandwidth": "book, later"},
          kinds=("TPU v4",), peak_flops={"bfloat16": 275e12, "int8": 275e12}, memory=32 * GIB, memory_bandwidth=1200e9,
          link_bandwidth=45e9, network_bandwidth=6.25e9, pod=(16, 16, 16), wrap="cubes",
-         matmul_fraction=0.67, overlap_fraction=0.2),
+         matmul_fraction=0.68, overlap_fraction=0.0),
     _tpu("v5e", _ICI | {"hop_latency": "book, later"}, kinds=("TPU v5 lite", "TPU v5e"),
          peak_flops={"bfloat16": 197e12, "int8": 393e12}, memory=16e9, memory_bandwidth=819e9,
          link_bandwidth=50e9, link_fraction=0.9, network_bandwidth=3.125e9, pod=(16, 16), wrap="pod",
@@ -196,7 +196,7 @@ CHIPS = (
     _tpu("v6e", _ICI, kinds=("TPU v6 lite", "TPU v6e"),
          peak_flops={"bfloat16": 918e12, "int8": 1836e12}, memory=32e9, memory_bandwidth=1638e9,
          link_bandwidth=100e9, link_fraction=0.9, network_bandwidth=12.5e9, pod=(16, 16), wrap="pod",
-         matmul_fraction=0.54, overlap_fraction=0.4),
+         matmul_fraction=0.53, overlap_fraction=0.5),
     _tpu("v7x", _ICI | {"pod": "inferred", "wrap": "inferred"}, kinds=("TPU7x", "TPU7"),
          peak_flops={"bfloat16": 2307e12 / 2, "float8": 4614e12 / 2}, memory=192 * GIB / 2, memory_bandwidth=7380e9 / 2,
          link_bandwidth=100e9, link_fraction=0.9, network_bandwidth=12.5e9, pod=(16, 24, 24), wrap="cubes",
@@ -348,9 +348,9 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "devices_per_chip": (_is_count, f"an integer from 1 to {MOST}"),
 }
 _RULES |= dict.fromkeys(
-    ("link_fraction", "matmul_fraction", "overlap_fraction"),
-    (lambda v: _is_positive(v) and v <= 1, "a number above 0 and at most 1"),
+    ("link_fraction", "matmul_fraction"), (lambda v: _is_positive(v) and v <= 1, "a number above 0 and at most 1")
 )
+_RULES["overlap_fraction"] = (lambda v: v == 0 or (_is_positive(v) and v <= 1), "a number from 0 to 1")
 _NUMBER = (_is_positive, "a positive number")
 _NEEDED = [  # the fields of Chip without a default
     item.name

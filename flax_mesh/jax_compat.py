@@ -349,6 +349,8 @@ def propagated_module(ir: Any, manager: Any, lowered: Any, prepare: Callable[[An
 
 ATTENTION = "flax_mesh.attention"  # the target of calls that stand for attention kernels
 CUDNN = "jax._src.cudnn.fused_attention_stablehlo"
+CHECKS = ("check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal")
+_kernels_lock = threading.RLock()
 
 
 @contextmanager
@@ -359,24 +361,22 @@ def kernels_without_devices() -> Iterator[None]:
     it. Without the private names: an error.
     """
     module = _attention_module()
-    names = ("check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal")
-    saved = {name: getattr(module, name) for name in names}
     answers = (lambda: 91000, lambda capability: True, lambda capability: False)
     with _kernels_lock:
+        saved = [getattr(module, name) for name in CHECKS]
         try:
-            for name, answer in zip(names, answers, strict=True):
+            for name, answer in zip(CHECKS, answers, strict=True):
                 setattr(module, name, answer)
             yield
         finally:
-            for name, original in saved.items():
+            for name, original in zip(CHECKS, saved, strict=True):
                 setattr(module, name, original)
 
 
-_kernels_lock = threading.RLock()
-
-
-@_uses(f"{CUDNN}.check_cudnn_version", f"{CUDNN}.check_compute_capability", f"{CUDNN}.is_cuda_compute_capability_equal")
-def _attention_module(*_: Any) -> Any:
+@_uses(*(f"{CUDNN}.{name}" for name in CHECKS))
+def _attention_module(*functions: Any) -> Any:
+    if not all(map(callable, functions)):
+        raise TypeError(f"{functions} are no functions")
     return import_module(CUDNN)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.extend import core
 from jax.interpreters import partial_eval
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxlib import xla_client
 
@@ -207,9 +207,67 @@ def test_orbax_src_serialization_types_has_transfer_priority_and_default_seriali
     assert callback.key_priority(()) is types.TransferPriority.ASYNCHRONOUS_DEPRIORITIZED
 
 
+def abstract(shape: tuple[int, ...], *spec: str | None) -> jax.ShapeDtypeStruct:
+    mesh = AbstractMesh((4, 2), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec)))
+
+
+def traced_attention(heads: int = 4) -> Any:
+    """The gradient of an attention by cuDNN on a mesh without devices."""
+
+    def loss(q: jax.Array, k: jax.Array) -> jax.Array:
+        y = jax.nn.dot_product_attention(q, k, k, is_causal=True, implementation="cudnn")
+        return y.astype(jnp.float32).sum()
+
+    arguments = abstract((8, 64, 8, 64), "fsdp", None, "tp"), abstract((8, 64, heads, 64), "fsdp", None, "tp")
+    with jax_compat.kernels_without_devices():
+        return jax.jit(jax.grad(loss, (0, 1))).trace(*arguments)
+
+
+def test_the_mlir_of_jaxlib_and_its_pass_manager_propagate_shardings():
+    """Without them a plan has no shardings of values."""
+
+    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+    arguments = abstract((16, 8), "fsdp"), abstract((3, 8, 8), None, None, "tp")
+    lowered = jax.jit(f).trace(*arguments).lower(lowering_platforms=("tpu",))
+    calls = []
+    module = jax_compat.propagated_module(lowered, lambda *given: calls.append(given))
+    assert re.search(r'dot_general.*sdy.sharding_per_value<\[<@mesh, \[\{"fsdp"\}, \{"tp"\}\]', str(module))
+    assert [given[1] for given in calls] == [module] and calls[0][0].__name__ == "jaxlib.mlir.ir"
+
+
+def test_the_checks_of_cudnn_are_replaced_while_attention_is_traced_and_are_as_before_after_an_error():
+    module = importlib.import_module(jax_compat.CUDNN)
+    before = [getattr(module, name) for name in jax_compat.CHECKS]
+    with jax_compat.kernels_without_devices(), jax_compat.kernels_without_devices():
+        assert traced_attention()
+        assert [getattr(module, name) for name in jax_compat.CHECKS] != before
+    with pytest.raises(ZeroDivisionError), jax_compat.kernels_without_devices():
+        raise ZeroDivisionError
+    assert [getattr(module, name) for name in jax_compat.CHECKS] == before
+
+
+@pytest.mark.parametrize("heads", [2, 8])
+@pytest.mark.parametrize("platform", ["tpu", "cuda", "cpu"])
+def test_the_attention_of_cudnn_is_lowered_without_devices(platform, heads):
+    """Its heads, and those of the keys, stay split over tp; JAX itself cannot lower it on such a mesh afterwards."""
+    lowered = jax_compat.lower_without_devices(traced_attention(heads), platform)
+    text = str(jax_compat.propagated_module(lowered, lambda *_: None))
+    calls = [line for line in text.splitlines() if f"@{jax_compat.ATTENTION}" in line]
+    assert ["forward MaskType.CAUSAL 0" in calls[0], "backward MaskType.CAUSAL 0" in calls[1]] == [True, True]
+    assert all('[{"fsdp"}, {}, {"tp"}, {}]' in line for line in calls)
+    with pytest.raises(ValueError, match="AbstractMesh"):
+        traced_attention(heads).lower(lowering_platforms=(platform,))
+
+
 # Every use of private names: how it is called.
 EQN = jax.make_jaxpr(lambda x: x + 1)(1.0).eqns[0]
 CALLS = {
+    "propagated_module": lambda: jax_compat.propagated_module(jax.jit(jnp.sin).lower(1.0), lambda ir, _: ir.Location),
+    "_attention_module": jax_compat._attention_module,
+    "lower_without_devices": lambda: jax_compat.lower_without_devices(traced_attention(), "tpu"),
     "distributed_state": jax_compat.distributed_state,
     "backends_are_initialized": jax_compat.backends_are_initialized,
     "legacy_mesh": jax_compat.legacy_mesh,
@@ -328,7 +386,8 @@ def test_every_private_name_is_in_the_table_of_uses_and_every_use_is_tried_here(
     assert {name for name in private if re.match("_[a-z]", name)} <= used
     texts = [str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)]
     dotted = {text for text in texts if re.fullmatch(r"[\w.]+", text) and f"{text}.".startswith(DOTTED)}
-    assert dotted and dotted <= {name for use in jax_compat.USES.values() for name in use.names}
+    names = {name for use in jax_compat.USES.values() for name in use.names}
+    assert dotted and dotted - {jax_compat.CUDNN} <= names  # its functions are in the table
 
 
 def private_uses(path: Path, own: set[str]) -> list[str]:

@@ -58,9 +58,7 @@ SHARED = {
     "mpmd.runtime.compile",  # the programs of stages, for plans
     "mpmd.split.remat",  # the values of `pipeline.remat`
     "mpmd.transport.ordered",  # the values of `pipeline.transport`
-    "plan.plan",
     "plan.report",  # lines of a plan, for `train` and `plan`
-    "plan.topology",
     "processes.launch",
     "processes.output",  # standard output that never ends a process
     "processes.store",  # the key-value store of jax.distributed

@@ -35,6 +35,7 @@ from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.sharding.rules import PartitionRules
 from flax_mesh.step.state import TrainState, abstract_train_state
 from flax_mesh.train.build import (
+    TrainProgram,
     batch_sharding,
     make_mesh,
     make_modules,
@@ -83,19 +84,22 @@ def plan(config: TrainConfig, topology: Topology | str | None = None) -> Plan:
             raise ConfigError(problems)
         if "pp" in shape:
             return _pipelined(config, found, shape, mesh, rules, limit)
-        program = train_program(config, mesh, rules)  # pyright: ignore[reportArgumentType] (an abstract mesh)
-        rows = jax.ShapeDtypeStruct(
-            (config.data.batch_size, config.data.sequence_length),
-            jnp.int32,
-            sharding=batch_sharding(mesh, rules.axes),  # pyright: ignore[reportArgumentType]
-        )
-        arguments = (program.layout, {"inputs": rows, "targets": rows})
+        program, arguments = step_of(config, mesh, rules)
         check_arguments("loss_fn", config.loss_fn, "model", "batch")
         with user_code("loss_fn", place_of(config.loss_fn)):
             jax.eval_shape(program.step, *arguments)  # `estimate` reuses the trace
         one = estimate(program.step, arguments, shape, found.chip.platform)
     roles = _roles(arguments, _vocabulary(config))
     return _assemble(found, shape, one, roles, _stated(config, program.num_parameters), config.model, limit)
+
+
+def step_of(config: TrainConfig, mesh: AbstractMesh, rules: PartitionRules) -> tuple[TrainProgram, tuple[Any, ...]]:
+    """The program of a recipe on an abstract mesh, and the abstract arguments of its step."""
+    program = train_program(config, mesh, rules)  # pyright: ignore[reportArgumentType] (an abstract mesh)
+    shape = config.data.batch_size, config.data.sequence_length
+    sharding = batch_sharding(mesh, rules.axes)  # pyright: ignore[reportArgumentType]
+    rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+    return program, (program.layout, {"inputs": rows, "targets": rows})
 
 
 def plan_step(

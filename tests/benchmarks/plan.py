@@ -1,0 +1,90 @@
+"""Predicted step times of published training runs; needs no devices, and measures nothing here.
+
+The rows with a bar are those of Llama and GPT-3 in bf16 and of the older table (tests/plan/published.py). Sorted by id,
+the odd ones were fitted: two constants per chip, `matmul_fraction` and `overlap_fraction` of flax_mesh/hardware.py. The
+even ones are held out. `--fit` fits the constants again and prints them beside those of the table.
+
+    python -m tests.benchmarks plan [--fit]
+"""
+
+import argparse
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import NamedTuple
+
+from jax.sharding import AbstractMesh, AxisType
+
+from flax_mesh.jax_compat import kernels_without_devices
+from flax_mesh.mesh.shape import parse_mesh_shape
+from flax_mesh.plan import Topology, parse_topology, plan
+from flax_mesh.plan.forecast import Estimate, estimate, parts_of
+from flax_mesh.plan.recipe import step_of
+from flax_mesh.train.build import run_rules
+from tests.benchmarks._report import print_json, print_table, use_cpu
+from tests.plan.published import RUNS, Run, fitted, held_out, with_bar
+
+LIMIT = 0.15
+
+
+class Fit(NamedTuple):
+    squares: float  # of the logarithms of the ratios
+    matmul_fraction: float
+    overlap_fraction: float
+
+
+def main() -> int:
+    use_cpu()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fit", action="store_true", help="fit the constants of every chip again")
+    if parser.parse_args().fit:
+        return fit()
+    of_fit, errors, rows = {run.id for run in fitted()}, {}, []
+    for run in RUNS:
+        seconds = plan(run.config(), run.topology).time.seconds
+        errors[run.id] = seconds / run.seconds - 1
+        row = {"run": run.id, "topology": run.topology, "published, s": run.seconds, "predicted, s": seconds}
+        use = run.no_bar or ("fitted" if run.id in of_fit else "held out")
+        rows.append(row | {"error": f"{errors[run.id]:+.0%}", "use, or why there is no bar": use})
+    print_table(rows)
+    within = sum(abs(errors[run.id]) <= LIMIT for run in held_out())
+    print(f"held out: {within} of {len(held_out())} within {LIMIT:.0%}")
+    print_json("plan", errors=errors, within=within, held_out=len(held_out()))
+    return 0
+
+
+def estimate_of(run: Run) -> Estimate:
+    config, shape = run.config(), parse_mesh_shape(run.mesh, ("dp", "fsdp", "ep", "tp", "sp"), omitted=1)
+    mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+    with kernels_without_devices():
+        program, arguments = step_of(config, mesh, run_rules(config, mesh))
+        return estimate(program.step, arguments, shape, "tpu")
+
+
+def fit() -> int:
+    found = {run.id: (run, estimate_of(run), parse_topology(run.topology)) for run in fitted()}
+    rows = []
+    for name in dict.fromkeys(topology.chip.name for _, _, topology in found.values()):
+        of_chip = [each for each in found.values() if each[2].chip.name == name]
+        best, chip = fit_chip(of_chip), of_chip[0][2].chip
+        constants = {"matmul, fitted": best.matmul_fraction, "in the table": chip.matmul_fraction}
+        constants |= {"overlap, fitted": best.overlap_fraction, "in the table ": chip.overlap_fraction}
+        rows.append({"chip": name, "runs": len(of_chip)} | constants)
+    print_table(rows)
+    print(f"{len(with_bar())} runs have a bar")
+    return 0
+
+
+def fit_chip(runs: Iterable[tuple[Run, Estimate, Topology]]) -> Fit:
+    """The constants with the least squares, on a grid."""
+    grid = ((m / 100, o / 10) for m in range(45, 100) for o in range(11))
+    return min(Fit(squares(runs, *constants), *constants) for constants in grid)
+
+
+def squares(runs: Iterable[tuple[Run, Estimate, Topology]], matmul: float, overlap: float) -> float:
+    found = []
+    for run, one, topology in runs:
+        chip = replace(topology.chip, matmul_fraction=matmul, overlap_fraction=overlap)
+        seconds = sum(part.seconds for part in parts_of(one, replace(topology, chip=chip)))
+        found.append(math.log(seconds / run.seconds) ** 2)
+    return math.fsum(found)

@@ -1,0 +1,89 @@
+"""Published training runs: the figures of the table, and predicted step times beside the published ones."""
+
+from dataclasses import replace
+
+import pytest
+
+from flax_mesh.plan import parse_topology, plan
+from tests.plan.published import MINIMAL, RUNS, fitted, held_out, num_parameters, stated_flops, with_bar
+
+BY_ID = {run.id: run for run in RUNS}
+# The greatest relative error of a single run; the bar is for their number.
+LIMIT, SHARE, OUTLIER = 0.15, 0.8, 0.2
+SAMPLE = ("4-22B-02", "5e-16B-08", "5p-512B-01", "6-405B-2x256", "7-70B-256")
+PARAMETERS = {
+    "6-8B-8": 8.03e9,
+    "6-70B-256": 70.55e9,
+    "6-405B-2x256": 405.8e9,
+    "4-22B-01": 22.1e9,
+    "5e-16B-01": 16.4e9,
+    "5e-64B-01": 65.1e9,
+    "5p-32B-01": 32.9e9,
+    "5p-128B-01": 129.5e9,
+    "5p-512B-01": 516.7e9,
+}
+# Published tokens per second and chip.
+TOKENS = {"6-8B-8": 7138.89, "6-70B-256": 960.248, "6-L2-256": 905.021, "5p-405B-512": 124.618, "6-GPT3-256": 357.58}
+
+
+def error(run) -> float:
+    return plan(run.config(), run.topology).time.seconds / run.seconds - 1
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_the_shapes_have_the_published_number_of_parameters(name):
+    assert num_parameters(BY_ID[name].model) == pytest.approx(PARAMETERS[name], rel=0.005)
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_step_times_and_published_tokens_per_second_agree(name):
+    run = BY_ID[name]
+    chips = parse_topology(run.topology).num_devices
+    assert run.batch * run.sequence / run.seconds / chips == pytest.approx(TOKENS[name], rel=0.002)
+
+
+def test_the_mfu_of_the_older_table_follows_from_its_step_times():
+    run = BY_ID["4-22B-01"]
+    flops = run.batch * run.sequence * stated_flops(run.model, run.sequence)
+    assert flops / run.seconds / 64 / 275e12 == pytest.approx(0.567, abs=0.001)
+
+
+def test_half_of_the_runs_with_a_bar_are_held_out():
+    assert {run.id for run in fitted()} | {run.id for run in held_out()} == {run.id for run in with_bar()}
+    assert not {run.id for run in fitted()} & {run.id for run in held_out()}
+    assert abs(len(fitted()) - len(held_out())) <= 1
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_published_step_time_is_predicted(name):
+    assert BY_ID[name] in held_out()
+    assert abs(error(BY_ID[name])) <= LIMIT
+
+
+def test_without_the_fitted_constants_step_times_are_not_predicted():
+    run = BY_ID["6-8B-32"]
+    topology = parse_topology(run.topology)
+    ideal = replace(topology, chip=replace(topology.chip, matmul_fraction=1.0))
+    assert plan(run.config(), ideal).time.seconds / run.seconds - 1 < -2 * LIMIT
+
+
+@pytest.mark.slow
+def test_most_published_step_times_that_were_not_fitted_are_predicted():
+    errors = {run.id: error(run) for run in held_out()}
+    within = [name for name, value in errors.items() if abs(value) <= LIMIT]
+    assert len(within) >= SHARE * len(errors), errors
+    assert max(map(abs, errors.values())) <= OUTLIER, errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [run for run in RUNS if run.model.policy == MINIMAL or run.id[:2] in ("4-", "5e")])
+def test_runs_that_offload_nothing_fit(run):
+    assert plan(run.config(), run.topology).fits
+
+
+def test_dp_over_slices_uses_the_network_between_them():
+    one, two = (plan(BY_ID[name].config(), BY_ID[name].topology) for name in ("5e-16B-01", "5e-16B-02"))
+    assert sum(x.dcn_bytes for x in one.traffic) == 0
+    gradients = 2 * num_parameters(BY_ID["5e-16B-01"].model) / 256  # bfloat16, an all-reduce over 2 slices
+    assert sum(x.dcn_bytes for x in two.traffic if x.axes == ("dp",)) == pytest.approx(gradients, rel=0.05)
+    assert two.time.seconds >= one.time.seconds
