@@ -21,7 +21,14 @@ SMALL = DecoderConfig(
     vocab_size=4096, hidden_size=512, num_layers=6, num_heads=8, num_kv_heads=4, head_dim=128, mlp_size=1536
 )
 LARGE = replace(
-    SMALL, vocab_size=32768, hidden_size=2048, num_layers=8, num_heads=16, num_kv_heads=8, mlp_size=6144, dtype="bfloat16"
+    SMALL,
+    vocab_size=32768,
+    hidden_size=2048,
+    num_layers=8,
+    num_heads=16,
+    num_kv_heads=8,
+    mlp_size=6144,
+    dtype="bfloat16",
 )
 
 Step = tuple[Any, tuple[Any, ...]]  # a jitted step and its abstract arguments
@@ -235,21 +242,55 @@ CPU = [
 ]
 PIPELINES = [
     cpu("pipeline 1f1b", "pp:2,fsdp:4", batch=64, seq=256, num_layers=12, schedule="1f1b", outside=PIPELINE, **SCAN),
-    cpu("pipeline tp remat", "pp:2,fsdp:2,tp:2", batch=128, seq=128, schedule="1f1b", stage_remat="full", outside=ATTENTION, **SCAN),
-    cpu("pipeline zero bubble", "pp:2,fsdp:4", batch=64, seq=256, num_layers=12, schedule="zb-h1", outside=PIPELINE, **SCAN),
+    cpu(
+        "pipeline tp remat",
+        "pp:2,fsdp:2,tp:2",
+        batch=128,
+        seq=128,
+        schedule="1f1b",
+        stage_remat="full",
+        outside=ATTENTION,
+        **SCAN,
+    ),
+    cpu(
+        "pipeline zero bubble",
+        "pp:2,fsdp:4",
+        batch=64,
+        seq=256,
+        num_layers=12,
+        schedule="zb-h1",
+        outside=PIPELINE,
+        **SCAN,
+    ),
 ]
 TPU = [
     tpu("scan", "v6e:2x4", "fsdp:8", differs={"fsdp": RING}, **SCAN),
     tpu("scan remat", "v5e:2x4", "fsdp:8", differs={"fsdp": RING}, **REMAT),
     tpu("scan remat tp", "v6e:2x4", "fsdp:4,tp:2", differs={"fsdp": RING}, **REMAT),
-    tpu("scan dp fsdp tp", "v5p:2x2x2", "dp:2,fsdp:2,tp:2", differs={"dp": ROUNDED, "dp+fsdp": ROUNDED}, batch=16, **SCAN),
+    tpu(
+        "scan dp fsdp tp",
+        "v5p:2x2x2",
+        "dp:2,fsdp:2,tp:2",
+        differs={"dp": ROUNDED, "dp+fsdp": ROUNDED},
+        batch=16,
+        **SCAN,
+    ),
     tpu("chunked loss", "v5p:2x2x2", "fsdp:8", loss_chunk=1024, **REMAT),
     tpu("scan tp", "v6e:2x4", "fsdp:4,tp:2", differs={"fsdp": RING}, **SCAN),
     tpu("dots", "v5e:2x4", "fsdp:8", differs={"fsdp": RING}, **DOTS),
     tpu("products", "v5p:2x2x2", "fsdp:8", differs={"fsdp": RING}, **PRODUCTS),
     tpu("sp", "v6e:2x4", "fsdp:2,sp:4", differs={"sp": GATHERED, "fsdp+sp": ROUNDED}, batch=16, seq=4096, **REMAT),
     tpu("accumulation", "v5p:2x2x2", "fsdp:8", differs={"fsdp": RING}, batch=64, microbatches=4, **SCAN),
-    tpu("moe", "v5p:2x2x2", "fsdp:4,ep:2", differs={"fsdp": RING, "ep": GATHERED, "ep+fsdp": ROUTED}, batch=16, mlp_size=2048, num_experts=8, **REMAT),
+    tpu(
+        "moe",
+        "v5p:2x2x2",
+        "fsdp:4,ep:2",
+        differs={"fsdp": RING, "ep": GATHERED, "ep+fsdp": ROUTED},
+        batch=16,
+        mlp_size=2048,
+        num_experts=8,
+        **REMAT,
+    ),
     tpu("tp8", "v6e:2x4", "tp:8", batch=8, **REMAT),
     tpu("large vocabulary", "v6e:2x4", "fsdp:8", differs={"fsdp": ROUNDED}, vocab_size=131072, num_layers=4, **REMAT),
     tpu("vit", "v5e:2x4", "fsdp:8", vit, differs={"fsdp": RING}, **LARGE_VIT),

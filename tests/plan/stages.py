@@ -1,6 +1,5 @@
 """F, B and W of the stages of a pipeline of decoders: estimated, and compiled for the devices of one group."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -8,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from flax_mesh.mpmd.runtime.compile import StageFunctions, compile_stages
+from flax_mesh.mpmd.runtime.compile import compile_stages
 from flax_mesh.mpmd.runtime.placement import MODEL
 from flax_mesh.mpmd.schedules.schedule import Schedule
 from flax_mesh.mpmd.split.split import StagedModel

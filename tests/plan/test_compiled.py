@@ -69,8 +69,12 @@ def test_the_table_has_enough_cases():
     inside = [case for case in CASES if not case.outside]
     assert sum(case.platform == "cpu" for case in inside) >= 12
     assert sum(case.platform == "tpu" for case in inside) >= 12
-    assert sum(mostly_activations(case) for case in inside) >= 12
     assert len({case.name for case in CASES}) == len(CASES)
+
+
+@slow
+def test_activations_are_more_than_half_in_enough_cases():
+    assert sum(mostly_activations(case) for case in CASES if not case.outside) >= 12
 
 
 def mostly_activations(case: Case) -> bool:
@@ -100,5 +104,5 @@ def test_an_estimate_without_an_axis_is_found():
     found = Figures(1, 2, {"fsdp": 90.0})
     assert operand_errors(found, true) == {"fsdp": 0.0, "tp": -1.0}
     assert operand_errors(true, found) == {"fsdp": 0.0, "tp": math.inf}
-    with pytest.raises(AssertionError, match="-100.0%"):
+    with pytest.raises(AssertionError, match="fsdp"):
         check_operands(found, true, QUICK)
