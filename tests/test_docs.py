@@ -98,6 +98,7 @@ PUBLIC = (  # a public name is one that the `__init__` of one of these exports
     "flax_mesh.mpmd.schedules",
     "flax_mesh.checkpoint",
     "flax_mesh.models",
+    "flax_mesh.plan",
     "flax_mesh.processes",
     "flax_mesh.cli",
 )
@@ -116,7 +117,7 @@ CONTRACT = {
         as_jax_array device_put jit
     """,
 }
-MOST_NAMES = 85
+MOST_NAMES = 87
 # Documented in full, with Args, Returns, Raises and an example.
 ENTRY_POINTS = {
     "flax_mesh": """
@@ -128,6 +129,7 @@ ENTRY_POINTS = {
     "flax_mesh.mpmd.schedules": "make_schedule search_schedule",
     "flax_mesh.checkpoint": "Checkpointer",
     "flax_mesh.models": "load_decoder",
+    "flax_mesh.plan": "plan",
 }
 
 

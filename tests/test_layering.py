@@ -58,6 +58,7 @@ SHARED = {
     "mpmd.runtime.compile",  # the programs of stages, for plans
     "mpmd.split.remat",  # the values of `pipeline.remat`
     "mpmd.transport.ordered",  # the values of `pipeline.transport`
+    "plan.topology",  # hardware from text and from devices, for the commands
     "plan.report",  # lines of a plan, for `train` and `plan`
     "processes.launch",
     "processes.output",  # standard output that never ends a process

@@ -3,5 +3,3 @@
 from flax_mesh.plan.plan import Plan as Plan
 from flax_mesh.plan.recipe import plan as plan
 from flax_mesh.plan.recipe import plan_step as plan_step
-from flax_mesh.plan.topology import Topology as Topology
-from flax_mesh.plan.topology import parse_topology as parse_topology

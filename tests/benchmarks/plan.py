@@ -17,9 +17,10 @@ from jax.sharding import AbstractMesh, AxisType
 
 from flax_mesh.jax_compat import kernels_without_devices
 from flax_mesh.mesh.shape import parse_mesh_shape
-from flax_mesh.plan import Topology, parse_topology, plan
+from flax_mesh.plan import plan
 from flax_mesh.plan.forecast import Estimate, estimate, parts_of
 from flax_mesh.plan.recipe import step_of
+from flax_mesh.plan.topology import Topology, parse_topology
 from flax_mesh.train.build import run_rules
 from tests.benchmarks._report import print_json, print_table, use_cpu
 from tests.plan.published import RUNS, Run, fitted, held_out, with_bar

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from flax_mesh.plan import parse_topology, plan
+from flax_mesh.plan import plan
+from flax_mesh.plan.topology import parse_topology
 from tests.plan.published import MINIMAL, RUNS, fitted, held_out, num_parameters, stated_flops, with_bar
 
 BY_ID = {run.id: run for run in RUNS}
