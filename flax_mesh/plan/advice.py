@@ -106,7 +106,7 @@ def summary(topology: Topology, memory: Memory, time: Time, traffic: Sequence[Tr
     if memory.fits is False:
         finding = memory_findings(memory, model)[0]
         return f"It does not fit: {finding.problem}. {finding.repair}."
-    weights = dict.fromkeys(("compute", "memory", "network", "bubble"), 0.0)
+    weights: dict[str, float] = dict.fromkeys(("compute", "memory", "network", "bubble"), 0.0)
     for part in time.parts:
         weights[part.limit] += part.seconds * part.times
     weights["bubble"] = time.bubble / (1 - time.bubble) * math.fsum(weights.values())

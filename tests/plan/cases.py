@@ -1,4 +1,4 @@
-"""Training steps whose estimate is compared with XLA: a table of models, meshes and settings."""
+"""Training steps whose estimate is compared with what XLA allocates and sends: models, meshes and settings."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -148,8 +148,8 @@ unet = partial(images, model=UNet, loss=image_loss)
 class Case:
     """One step, or with pp in its mesh the stages of a pipeline.
 
-    `outside` says why the case has no bar: it is printed only. `differs` says why XLA sends other bytes over some
-    axes, which have no bar. `quick` cases belong to the default suite.
+    `outside` says why the case has no bar: it is printed only. `differs` says why XLA sends other numbers of bytes over
+    some axes, which have no bar. `quick` cases belong to the default suite.
     """
 
     name: str

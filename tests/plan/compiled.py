@@ -137,7 +137,7 @@ def memory_error(found: Figures, true: Figures) -> float:
 
 
 def operand_errors(found: Figures, true: Figures) -> dict[str, float]:
-    """The error for every combination of axes with at least 5% of the bytes in XLA's program or the estimate."""
+    """The error of all combinations of axes that carry at least 5% of the bytes in XLA's program or the estimate."""
     totals = [sum(each.operands.values()) for each in (found, true)]
     errors = {}
     for axes in sorted(found.operands.keys() | true.operands.keys()):

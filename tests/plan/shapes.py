@@ -41,7 +41,7 @@ class Shape:
     keep: tuple[str, ...] = ()
     policy: str = ""  # a name of jax.checkpoint_policies instead
     param_dtype: str = "float32"
-    attention: str = "cudnn"
+    attention: Any = "cudnn"
     split_hidden: bool = False  # activations between the layers over tp
 
     @property

@@ -1,6 +1,6 @@
 """F, B and W of the stages of a pipeline of decoders: estimated, and compiled for the devices of one group."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -88,7 +88,7 @@ def compiled_stages(case: Case, mesh: Mesh) -> dict[str, Any]:
     sent: dict[Any, Any] = {}
     cotangents: dict[Any, list[Any]] = {}
 
-    def abstract(shape: Sequence[int], dtype: Any, spec: Sequence[Any] = ()) -> jax.ShapeDtypeStruct:
+    def abstract(shape: Sequence[int], dtype: Any, spec: Iterable[Any] = ()) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
 
     def leaf(at: int, wide: bool = False) -> jax.ShapeDtypeStruct:

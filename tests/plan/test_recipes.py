@@ -41,7 +41,7 @@ def test_a_model_of_405b_parameters_fits_8192_chips_as_documented():
     words = next(words for words in COMMANDS if "llama3_405b" in words[1])
     found = forecast(words)
     assert found.fits and found.topology.num_devices == 8192
-    assert 0.2 < found.time.mfu < 0.8
+    assert found.time.mfu is not None and 0.2 < found.time.mfu < 0.8
     norms = 253 * 16384  # their scales are replicated; the other arrays are split over fsdp and tp, and dp copies them
     assert found.memory.arguments == pytest.approx(12 * (norms + (405_853_388_800 - norms) / 4096), rel=0.001)
 
