@@ -1,0 +1,192 @@
+"""The parts of the estimate, by formulas that can be checked by hand. Nothing is compiled but two small models."""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+import flax_mesh as fm
+from flax_mesh.models import DecoderConfig
+from flax_mesh.plan.forecast import Estimate, estimate
+from tests.plan.cases import ViT, class_loss, decoder, images
+
+P = PartitionSpec
+TINY = DecoderConfig(
+    vocab_size=512, hidden_size=128, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=32, mlp_size=384
+)
+BATCH, SEQ = 8, 64
+SIZES = {"fsdp": 4, "tp": 2}
+
+
+def mesh_of(sizes, kind=AxisType.Auto):
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
+
+
+def tiny(sizes=None, kind=AxisType.Auto, platform="cpu", **settings) -> Estimate:
+    sizes = SIZES if sizes is None else sizes
+    step, arguments = decoder(mesh_of(sizes, kind), base=TINY, **({"batch": BATCH, "seq": SEQ} | settings))
+    return estimate(step, arguments, sizes, platform)
+
+
+def flops(one: Estimate, phase: str) -> float:
+    return math.fsum(cost.flops * cost.times for cost in one.costs if cost.phase == phase)
+
+
+def products_per_token(config: DecoderConfig) -> int:
+    """Parameters that every token multiplies: those of the layers and of the head."""
+    heads = config.num_heads * config.head_dim
+    attention = 2 * config.hidden_size * (heads + config.num_kv_heads * config.head_dim)
+    mlp = 3 * config.hidden_size * config.mlp_size
+    return config.num_layers * (attention + mlp) + config.vocab_size * config.hidden_size
+
+
+def forward_flops(devices: int) -> float:
+    """2 N per token, and two products of all queries with all keys."""
+    scores = 4 * TINY.num_layers * SEQ * TINY.num_heads * TINY.head_dim
+    return BATCH * SEQ * (2 * products_per_token(TINY) + scores) / devices
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["layers", "scan"])
+def test_the_flops_of_a_decoder_are_those_of_the_formula(scan):
+    one = tiny(scan=scan)
+    assert flops(one, "forward") == pytest.approx(forward_flops(8), rel=0.01)
+    assert flops(one, "backward") == pytest.approx(2 * forward_flops(8), rel=0.01)
+
+
+def test_full_remat_computes_the_forward_pass_again():
+    """The head is not in a remat region, and the gradients do not need the result of a layer's last product."""
+    one = tiny(scan=True, remat="full")
+    head, last = TINY.vocab_size * TINY.hidden_size, TINY.num_layers * TINY.mlp_size * TINY.hidden_size
+    again = forward_flops(8) - BATCH * SEQ * 2 * (head + last) / 8
+    found = flops(one, "forward"), flops(one, "backward")
+    assert found == pytest.approx((forward_flops(8), 2 * forward_flops(8) + again), rel=0.01)
+
+
+def test_the_flops_of_a_convolution_and_of_its_gradients():
+    split = NamedSharding(mesh_of({"dp": 8}), P("dp"))
+    x = jax.ShapeDtypeStruct((16, 32, 32, 4), jnp.float32, sharding=split)
+    kernel = jax.ShapeDtypeStruct((3, 3, 4, 8), jnp.float32, sharding=NamedSharding(split.mesh, P()))
+
+    def loss(x, kernel):
+        y = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return (y**2).sum()
+
+    one = estimate(jax.jit(jax.grad(loss, (0, 1))), (x, kernel), {"dp": 8}, "cpu")
+    once = 2 * 16 * 32 * 32 * 8 * 3 * 3 * 4 / 8
+    assert flops(one, "forward") == pytest.approx(once)
+    assert flops(one, "backward") == pytest.approx(2 * once)
+
+
+@pytest.mark.parametrize(("sizes", "parts"), [({"fsdp": 8}, 8), ({"fsdp": 1}, 1)])
+def test_the_bytes_of_arguments_are_those_of_their_shards(sizes, parts):
+    mesh = mesh_of(sizes)
+    step, arguments = decoder(mesh, base=TINY, batch=BATCH, seq=SEQ)
+    leaves = jax.tree.leaves(arguments)
+    expected = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+    assert estimate(step, arguments, sizes, "cpu").argument_bytes == expected
+
+
+def test_trip_counts_of_nested_loops_multiply():
+    split = NamedSharding(mesh_of({"dp": 8}), P(None, "dp"))
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=split)
+
+    def body(carry, _):
+        inner, _ = jax.lax.scan(lambda y, _: (jnp.tanh(y @ y), None), carry, None, length=5)
+        return inner, None
+
+    one = estimate(jax.jit(lambda x: jax.lax.scan(body, x, None, length=3)[0]), (x,), {"dp": 8}, "cpu")
+    times = [times for operation, times in one.program.block.walk() if operation.kind == "dot_general"]
+    assert times == [15]
+    assert {exchange.times for exchange in one.exchanges} == {15}
+
+
+def test_collectives_of_a_shard_map_are_counted_as_they_are_written():
+    mesh = mesh_of({"a": 2, "b": 4})
+    x = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=NamedSharding(mesh, P("a", "b")))  # 64 bytes on a device
+
+    def each(x):
+        gathered = jax.lax.all_gather(x, "b", axis=1, tiled=True)  # 256 bytes
+        summed = jax.lax.psum(gathered, "a")
+        return jax.lax.psum_scatter(summed, ("a", "b"), scatter_dimension=1, tiled=True)
+
+    mapped = jax.shard_map(each, mesh=mesh, in_specs=P("a", "b"), out_specs=P(None, ("a", "b")), check_vma=False)
+    one = estimate(jax.jit(mapped), (x,), {"a": 2, "b": 4}, "cpu")
+    found = [(e.kind, e.axes, e.operand_bytes) for e in one.exchanges]
+    assert found == [("all-gather", ("b",), 64), ("all-reduce", ("a",), 256), ("reduce-scatter", ("a", "b"), 256)]
+
+
+def sums(one: Estimate) -> dict[tuple[str, ...], int]:
+    found: dict[tuple[str, ...], int] = {}
+    for exchange in one.exchanges:
+        found[exchange.axes] = found.get(exchange.axes, 0) + exchange.operand_bytes * exchange.times
+    return found
+
+
+def test_explicit_axes_have_the_collectives_of_auto_axes():
+    auto, explicit = sums(tiny(scan=True)), sums(tiny(scan=True, kind=AxisType.Explicit))
+    assert auto.keys() == explicit.keys()
+    large = [axes for axes, size in auto.items() if size > 0.05 * sum(auto.values())]
+    assert large and {axes: explicit[axes] for axes in large} == pytest.approx({axes: auto[axes] for axes in large})
+
+
+def attention(implementation: str, causal: bool = True) -> Estimate:
+    mesh = mesh_of({"fsdp": 1})
+    x = jax.ShapeDtypeStruct((2, 2048, 8, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P()))
+
+    def attend(q, k, v):
+        found = jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation=implementation)
+        return found.astype(jnp.float32).sum()
+
+    return estimate(jax.jit(jax.grad(attend, (0, 1, 2))), (x, x, x), {"fsdp": 1}, "gpu")
+
+
+def test_an_attention_kernel_stores_no_scores():
+    scores = 2 * 8 * 2048 * 2048 * 2
+    assert attention("cudnn").profile.peak < scores
+    assert attention("xla").profile.peak > scores
+
+
+def test_a_causal_kernel_computes_half_of_the_scores():
+    full = 4 * 2 * 8 * 2048 * 2048 * 64
+    assert flops(attention("cudnn", causal=False), "forward") == full
+    assert flops(attention("cudnn"), "forward") == full / 2
+    assert flops(attention("cudnn"), "backward") == 2.5 * full / 2
+
+
+def _small_vit(mesh):
+    return images(mesh, model=ViT, loss=class_loss, size=224, batch=8, width=64, depth=1, heads=2)
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize(
+    "make", [partial(decoder, base=TINY, batch=BATCH, seq=SEQ, scan=True), _small_vit], ids=["decoder", "vit"]
+)
+def test_the_results_have_the_shardings_of_the_compiled_step(make):
+    sizes = {"fsdp": 8}
+    mesh = fm.create_mesh((8,), ("fsdp",))
+    step, arguments = make(mesh)
+    lowered = step.lower(*arguments)
+    one = estimate(*make(mesh_of(sizes)), sizes, "cpu")
+    shapes = jax.tree.leaves(lowered.out_info)
+    true = [
+        sharding.shard_shape(x.shape)
+        for x, sharding in zip(shapes, jax.tree.leaves(lowered.compile().output_shardings), strict=True)
+    ]
+    assert [x.local for x in one.program.block.results] == true
+
+
+def test_a_device_stores_and_computes_an_eighth_of_a_split_batch():
+    alone, split = tiny({"fsdp": 1}, scan=True), tiny({"fsdp": 8}, scan=True)
+    assert flops(split, "forward") == pytest.approx(flops(alone, "forward") / 8, rel=0.01)
+    assert alone.profile.peak / 12 < split.profile.peak < alone.profile.peak / 4
+    assert not alone.exchanges and split.exchanges
+
+
+def test_remat_and_shorter_sequences_need_less_memory():
+    plain = tiny(scan=True, seq=256)
+    assert tiny(scan=True, seq=256, remat="full").profile.peak < 0.7 * plain.profile.peak
+    assert tiny(scan=True, seq=128).profile.peak < 0.6 * plain.profile.peak
+    assert tiny(scan=True, seq=256, num_layers=12).profile.peak > 2 * plain.profile.peak
