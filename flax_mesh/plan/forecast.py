@@ -29,7 +29,7 @@ RESERVE = {"tpu": 0.02, "gpu": 0.06, "cpu": 0.0}
 Stated = tuple[int | None, float | None]  # tokens and FLOPs per step
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Estimate:
     """What one program needs: F, B or W of a stage, or an entire step."""
 

@@ -31,12 +31,12 @@ ROOTS = PRODUCTS | frozenset(
 )
 LARGE = 2**16  # bytes of a constant that is worth to be stored
 CONSTANTS = frozenset({"constant", "iota"})
-VIEWS = frozenset({"reshape", "shard", "bitcast_convert"})
+VIEWS = frozenset({"reshape", "shard", "bitcast_convert", "reshard"})
 PARTS = frozenset({"dynamic_slice", "slice", "gather"})  # they read a part of their operand
 MOVES = frozenset({"transpose", "reshape", "slice", "concatenate", "pad", "dynamic_update_slice", "reverse"})
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, repr=False)
 class Buffer:
     """The memory of one value. `fixed`: it exists before and after the block, which therefore does not count it."""
 
@@ -54,7 +54,7 @@ class Read(NamedTuple):
     bytes: int
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, repr=False)
 class Kernel:
     """One instruction of the compiled program. The result of an elementwise one may take the memory of an operand."""
 

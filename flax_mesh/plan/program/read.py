@@ -28,7 +28,7 @@ DISTINCT = frozenset({"custom_call", "optimization_barrier", "rng", "rng_bit_gen
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "collective_permute", "collective_broadcast")
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, repr=False)
 class Array:
     """A value of the program. `local` is the shape of the part that one device stores."""
 
@@ -54,7 +54,7 @@ class Array:
         return frozenset(axis for dim in self.spec for axis in dim)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, repr=False)
 class Operation:
     """One operation, by its name in StableHLO, such as "dot_general". `times` is the trip count of a loop."""
 
@@ -73,7 +73,7 @@ class Operation:
         return _numbers(self.attributes.get(name, ""))
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, repr=False)
 class Block:
     """A list of operations with arguments and results: the program itself, or the body of a loop or a conditional."""
 
@@ -89,7 +89,7 @@ class Block:
                 yield from body.walk(times * operation.times)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Program:
     """A step: its block, the sizes of the mesh axes, and the arguments whose memory a result takes over."""
 
