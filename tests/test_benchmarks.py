@@ -14,6 +14,7 @@ from tests.benchmarks._report import print_json, print_table
 
 QUICK = {
     "mesh": ["--rounds", "1"],
+    "plan": ["--only", "6-8B"],
     "placement": ["--rounds", "1", "--alone"],
     "rules": ["--rounds", "1", "--layers", "2"],
     "schedules": ["--cases", "5", "--seconds", "0.1"],

@@ -4,12 +4,12 @@ The rows with a bar are those of Llama and GPT-3 in bf16 and of the older table 
 the odd ones were fitted: two constants per chip, `matmul_fraction` and `overlap_fraction` of flax_mesh/hardware.py. The
 even ones are held out. `--fit` fits the constants again and prints them beside those of the table.
 
-    python -m tests.benchmarks plan [--fit]
+    python -m tests.benchmarks plan [--only ID | --fit]
 """
 
 import argparse
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from flax_mesh.plan.recipe import step_of
 from flax_mesh.plan.topology import Topology, parse_topology
 from flax_mesh.train.build import run_rules
 from tests.benchmarks._report import print_json, print_table, use_cpu
-from tests.plan.published import RUNS, Run, fitted, held_out, with_bar
+from tests.plan.published import RUNS, Run, fitted, held_out
 
 LIMIT = 0.15
 
@@ -34,23 +34,26 @@ class Fit(NamedTuple):
     overlap_fraction: float
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     use_cpu()
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks plan", description=__doc__)
     parser.add_argument("--fit", action="store_true", help="fit the constants of every chip again")
-    if parser.parse_args().fit:
-        return fit()
+    parser.add_argument("--only", default="", help="runs whose id contains this text")
+    options = parser.parse_args(arguments)
+    if options.fit:
+        return fit(arguments)
     of_fit, errors, rows = {run.id for run in fitted()}, {}, []
-    for run in RUNS:
+    for run in (run for run in RUNS if options.only in run.id):
         seconds = plan(run.config(), run.topology).time.seconds
         errors[run.id] = seconds / run.seconds - 1
         row = {"run": run.id, "topology": run.topology, "published, s": run.seconds, "predicted, s": seconds}
         use = run.no_bar or ("fitted" if run.id in of_fit else "held out")
         rows.append(row | {"error": f"{errors[run.id]:+.0%}", "use, or why there is no bar": use})
     print_table(rows)
-    within = sum(abs(errors[run.id]) <= LIMIT for run in held_out())
-    print(f"held out: {within} of {len(held_out())} within {LIMIT:.0%}")
-    print_json("plan", errors=errors, within=within, held_out=len(held_out()))
+    held = [run.id for run in held_out() if run.id in errors]
+    within = sum(abs(errors[name]) <= LIMIT for name in held)
+    print(f"held out: {within} of {len(held)} within {LIMIT:.0%}")
+    print_json("plan", arguments, errors=errors, within=within, held_out=len(held))
     return 0
 
 
@@ -62,7 +65,7 @@ def estimate_of(run: Run) -> Estimate:
         return estimate(program.step, arguments, shape, "tpu")
 
 
-def fit() -> int:
+def fit(arguments: Sequence[str] | None) -> int:
     found = {run.id: (run, estimate_of(run), parse_topology(run.topology)) for run in fitted()}
     rows = []
     for name in dict.fromkeys(topology.chip.name for _, _, topology in found.values()):
@@ -72,7 +75,7 @@ def fit() -> int:
         constants |= {"overlap, fitted": best.overlap_fraction, "in the table ": chip.overlap_fraction}
         rows.append({"chip": name, "runs": len(of_chip)} | constants)
     print_table(rows)
-    print(f"{len(with_bar())} runs have a bar")
+    print_json("plan", arguments, constants=rows)
     return 0
 
 

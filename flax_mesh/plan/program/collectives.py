@@ -53,7 +53,7 @@ def find_exchanges(program: Program) -> list[Exchange]:
 def _in_block(block: Block, program: Program, times: int) -> Iterator[Exchange]:
     """A value that is needed twice with the same sharding is exchanged once; sums of partial sums are reduced once."""
     seen: set[tuple[int, Spec]] = set()
-    partial = _Partial(block, program)
+    partial = _Partial(block, program, in_loop=block is not program.block)
     for operation in block.operations:
         for (kind, axes, size), array, spec in _of_operation(operation, program, seen, partial):
             names = {axis.partition(":")[0] for axis in axes}
@@ -77,8 +77,10 @@ def _of_operation(
     for array, spec in zip(operation.inputs, needed, strict=False):
         if spec is not None and spec != array.spec and (id(array), spec) not in seen:
             seen.add((id(array), spec))
-            for found in reshard(array, spec, program.axis_sizes):
-                yield found, array, spec
+            bits = min(array.bits, operation.outputs[0].bits if operation.kind == "convert" else array.bits)
+            for kind, axes, size in reshard(array, spec, program.axis_sizes):
+                # What is cast to a narrower type is cast first.
+                yield (kind, axes, size if program.platform == "cpu" else size * bits // array.bits), array, spec
     for found in partial.reduce(operation, tuple(over)):
         yield found, None, ()
 
@@ -96,7 +98,8 @@ def axes_of_groups(operation: Operation, sizes: Mapping[str, int]) -> tuple[str,
 class _Partial:
     """Sums over split dims. XLA adds partial sums before it reduces them, except on CPUs."""
 
-    def __init__(self, block: Block, program: Program):
+    def __init__(self, block: Block, program: Program, in_loop: bool):
+        self.in_loop = in_loop
         self.sizes, self.cpu = program.axis_sizes, program.platform == "cpu"
         self.pending: dict[int, tuple[str, ...]] = {}
         self.uses: dict[int, list[Operation]] = {}
@@ -118,11 +121,31 @@ class _Partial:
         scattered = tuple(axis for axis in over if axis in out.axes)
         rest = tuple(axis for axis in over if axis not in out.axes)
         size = sum(output.bytes for output in operation.outputs)
+        if (bits := self._narrowed(out)) < out.bits:
+            size = size * bits // out.bits
         if scattered:
             whole = size * math.prod(axis_size(axis, self.sizes) for axis in scattered)
             yield "reduce-scatter", scattered, whole
         if rest:
             yield "all-reduce", rest, size
+
+    def _narrowed(self, array: Array) -> int:
+        """Bits per element of a sum. Accelerators reduce it in the type that its only use casts it to.
+
+        In loops XLA overlaps such sums with their products, and adds them in the wider type.
+        """
+        uses = self.uses.get(id(array), [])
+        while (
+            not self.cpu
+            and not self.in_loop
+            and len(uses) == 1
+            and uses[0].kind in ("convert", "transpose", "reshape", "reshard")
+        ):
+            (out,) = uses[0].outputs
+            if out.bits < array.bits:
+                return out.bits
+            uses = self.uses.get(id(out), [])
+        return array.bits
 
     def _summed(self, array: Array) -> bool:
         """Whether the only use of a value is an addition to another value that is a sum over a split dim."""
