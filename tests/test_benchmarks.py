@@ -25,7 +25,6 @@ SLOW = {
     "imports": ["--runs", "1"],
     "overlap": ["--ms", "2", "--steps", "1", "--schedules", "1f1b"],
     "pipeline": ["--microbatches", "4", "--steps", "4", "--ms", "2"],
-    "plan_memory": ["--only", "cpu unet"],
     "processes": ["--processes", "2", "--ms", "2", "--steps", "1", "--schedules", "1f1b"],
     "remat": ["--layers", "4", "--width", "32", "--sequence", "16", "--steps", "2", "--dtypes", "bfloat16"],
     "safetensors": ["--layers", "1", "--rounds", "1"],

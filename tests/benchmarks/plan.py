@@ -4,7 +4,11 @@ The rows with a bar are those of Llama and GPT-3 in bf16 and of the older table 
 the odd ones were fitted: two constants per chip, `matmul_fraction` and `overlap_fraction` of flax_mesh/hardware.py. The
 even ones are held out. `--fit` fits the constants again and prints them beside those of the table.
 
-    python -m tests.benchmarks plan [--only ID | --fit]
+`--compiled` compares memory and collectives with what XLA allocates and sends, for the cases of tests/plan/cases.py, as
+Markdown: bytes on one device, the errors of the estimate, and why a case has no bar. `--tpu` includes the cases on TPU
+topologies, which need libtpu and a minute each, but no TPU.
+
+    python -m tests.benchmarks plan [--only ID] [--fit | --compiled [--tpu]]
 """
 
 import argparse
@@ -23,9 +27,12 @@ from flax_mesh.plan.recipe import step_of
 from flax_mesh.plan.topology import Topology, parse_topology
 from flax_mesh.train.build import run_rules
 from tests.benchmarks._report import print_json, print_table, use_cpu
+from tests.plan.cases import CASES, Case
+from tests.plan.compiled import Figures, compiled, estimated, memory_error, operand_errors
 from tests.plan.published import RUNS, Run, fitted, held_out
 
 LIMIT = 0.15
+HEADER = "| Case | Mesh | XLA, MiB | Estimate, MiB | Error | Operand bytes, error by mesh axes | Remark |"
 
 
 class Fit(NamedTuple):
@@ -38,10 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     use_cpu()
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks plan", description=__doc__)
     parser.add_argument("--fit", action="store_true", help="fit the constants of every chip again")
-    parser.add_argument("--only", default="", help="runs whose id contains this text")
+    parser.add_argument("--only", default="", help="runs or cases whose name contains this text")
+    parser.add_argument("--compiled", action="store_true", help="compare compiled steps instead")
+    parser.add_argument("--tpu", action="store_true", help="of these also the cases on TPU topologies")
     options = parser.parse_args(arguments)
     if options.fit:
         return fit(arguments)
+    if options.compiled:
+        return compare_compiled(options, arguments)
     of_fit, errors, rows = {run.id for run in fitted()}, {}, []
     for run in (run for run in RUNS if options.only in run.id):
         seconds = plan(run.config(), run.topology).time.seconds
@@ -92,3 +103,36 @@ def squares(runs: Iterable[tuple[Run, Estimate, Topology]], matmul: float, overl
         seconds = sum(part.seconds for part in parts_of(one, replace(topology, chip=chip)))
         found.append(math.log(seconds / run.seconds) ** 2)
     return math.fsum(found)
+
+
+def compare_compiled(options: argparse.Namespace, arguments: Sequence[str] | None) -> int:
+    print(f"{HEADER}\n|---|---|--:|--:|--:|---|---|")
+    errors = {}
+    for case in CASES:
+        if options.only not in case.name or (case.platform == "tpu" and not options.tpu):
+            continue
+        for program, true in compiled(case).items():
+            found = estimated(case)[program]
+            print(case_row(case, program, found, true), flush=True)
+            errors[f"{case.name} {program}"] = memory_error(found, true)
+    print()
+    print_json("plan", arguments, errors=errors)
+    return 0
+
+
+def case_row(case: Case, program: str, found: Figures, true: Figures) -> str:
+    name = case.name if program == "step" else f"{case.name}: {program}"
+    place = case.mesh if case.platform == "cpu" else f"{case.mesh} on {case.topology}"
+    errors = operand_errors(found, true)
+    operands = ", ".join(f"{axes} {size:+.1%}" for axes, size in errors.items()) or "none"
+    remarks = [case.outside, *(f"{axes}: {why}" for axes, why in case.differs.items() if axes in errors)]
+    cells = (
+        name,
+        f"`{place}`",
+        f"{true.total / 2**20:,.1f}",
+        f"{found.total / 2**20:,.1f}",
+        f"{memory_error(found, true):+.1%}",
+        operands,
+        "; ".join(filter(None, remarks)),
+    )
+    return f"| {' | '.join(cells)} |"

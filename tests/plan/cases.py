@@ -222,7 +222,7 @@ ORDER = (
 ATTENTION = "the estimate stores more matrices of attention scores at the same time than XLA"
 
 CPU = [
-    cpu("scan", "fsdp:8", quick=True, **SCAN),
+    cpu("scan", "fsdp:8", **SCAN),
     cpu("scan remat", "fsdp:8", batch=64, num_layers=12, **REMAT),
     cpu("scan remat tp", "fsdp:4,tp:2", batch=64, num_layers=12, quick=True, **REMAT),
     cpu("scan dp fsdp tp", "dp:2,fsdp:2,tp:2", **SCAN),
@@ -234,7 +234,7 @@ CPU = [
     cpu("accumulation", "fsdp:8", batch=128, microbatches=4, **SCAN),
     cpu("tp8", "tp:8", batch=8, num_layers=12, num_kv_heads=8, **REMAT),
     cpu("vit", "fsdp:8", vit, outside=ORDER, **SMALL_VIT),
-    cpu("unet", "dp:8", unet, quick=True, **SMALL_UNET),
+    cpu("unet", "dp:8", unet, **SMALL_UNET),
     cpu("one device", "fsdp:1", batch=8, num_layers=8, **REMAT),
     cpu("large vocabulary", "fsdp:8", vocab_size=32768, num_layers=4, **REMAT),
     cpu("layers one by one", "fsdp:8", outside=ORDER),

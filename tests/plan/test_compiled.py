@@ -1,6 +1,6 @@
 """The estimate of a step is what XLA allocates and sends when it compiles the step, within 10%.
 
-One compilation of a case serves all tests of it, so they are in one file. `python -m tests.benchmarks plan_memory`
+One compilation of a case serves all tests of it, so they are in one file. `python -m tests.benchmarks plan --compiled`
 prints all numbers.
 """
 

@@ -160,6 +160,7 @@ def _small_vit(mesh):
     return images(mesh, model=ViT, loss=class_loss, size=224, batch=8, width=64, depth=1, heads=2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize(
     "make", [partial(decoder, base=TINY, batch=BATCH, seq=SEQ, scan=True), _small_vit], ids=["decoder", "vit"]
@@ -178,6 +179,7 @@ def test_the_results_have_the_shardings_of_the_compiled_step(make):
     assert [x.local for x in one.program.block.results] == true
 
 
+@pytest.mark.slow
 def test_a_device_stores_and_computes_an_eighth_of_a_split_batch():
     alone, split = tiny({"fsdp": 1}, scan=True), tiny({"fsdp": 8}, scan=True)
     assert flops(split, "forward") == pytest.approx(flops(alone, "forward") / 8, rel=0.01)
@@ -185,6 +187,7 @@ def test_a_device_stores_and_computes_an_eighth_of_a_split_batch():
     assert not alone.exchanges and split.exchanges
 
 
+@pytest.mark.slow
 def test_remat_and_shorter_sequences_need_less_memory():
     plain = tiny(scan=True, seq=256)
     assert tiny(scan=True, seq=256, remat="full").profile.peak < 0.7 * plain.profile.peak

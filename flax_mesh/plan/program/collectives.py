@@ -134,13 +134,10 @@ class _Partial:
 
         In loops XLA overlaps such sums with their products, and adds them in the wider type.
         """
+        if self.cpu or self.in_loop:
+            return array.bits
         uses = self.uses.get(id(array), [])
-        while (
-            not self.cpu
-            and not self.in_loop
-            and len(uses) == 1
-            and uses[0].kind in ("convert", "transpose", "reshape", "reshard")
-        ):
+        while len(uses) == 1 and uses[0].kind in ("convert", "transpose", "reshape", "reshard"):
             (out,) = uses[0].outputs
             if out.bits < array.bits:
                 return out.bits
