@@ -154,12 +154,14 @@ class Roles:
 
 def timeline(one: Estimate, roles: Roles) -> list[Moment]:
     """Bytes by category while each kernel runs; one trip of every loop."""
-    fixed = dict.fromkeys(CATEGORIES, 0)
-    for kind, x in zip(roles.kinds, one.program.block.arguments, strict=True):
+    fixed, given, kinds = dict.fromkeys(CATEGORIES, 0), one.program.block.arguments, roles.kinds
+    if len(kinds) != len(given):  # JAX drops arguments that a step does not use
+        kinds = ["parameters" if index in one.program.donated else "batch" for index in range(len(given))]
+    for kind, x in zip(kinds, given, strict=True):
         fixed[kind] += x.bytes
     found: list[Moment] = []
     _moments(one.profile, one.program.platform, roles, fixed, found)
-    return found
+    return found or [Moment("", fixed)]
 
 
 def _residuals(kernels: Sequence[Kernel]) -> set[int]:

@@ -30,6 +30,7 @@ class StageEstimate(NamedTuple):
     residuals: int  # from F to B
     lasting: int  # of the residuals, those that W needs; with what B passes on to W
     sent: int  # bytes of an activation that is sent on
+    returned: int  # bytes of the gradients that are sent back
     gradients: int  # bytes of the accumulators
 
     @property
@@ -155,6 +156,7 @@ class _Stages:
             residuals=sum(x.bytes for x in stored),
             lasting=lasting,
             sent=sum(x.bytes for x in forward.program.block.results[:first]),
+            returned=sum(x.bytes for x in results[: len(stage.floats_in)]),
             gradients=self._bytes(grads),
         )
 
@@ -280,10 +282,10 @@ def stage_traffic(
             if schedule.stage_to_group[number] != group:
                 continue
             found = [x for one in stage.programs.values() for x in traffic_of(one, topology, count)]
-            if stage.sent:
-                fast, slow = link.split(stage.sent * count, "collective-permute")
-                seconds = link.seconds("collective-permute", stage.sent) * count
-                found.append(Traffic("transfer", ("pp",), count, stage.sent * count, round(fast), round(slow), seconds))
+            for size in filter(None, (stage.sent, stage.returned)):
+                fast, slow = link.split(size * count, "collective-permute")
+                seconds = link.seconds("collective-permute", size) * count
+                found.append(Traffic("transfer", ("pp",), count, size * count, round(fast), round(slow), seconds))
             for each in found:
                 before = sums.get(each[:2])
                 sums[each[:2]] = each if before is None else before.plus(each)

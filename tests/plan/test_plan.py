@@ -1,0 +1,119 @@
+"""`plan` and `plan_step`: one walk under both, and what they accept."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from flax_mesh.errors import ConfigError
+from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
+from flax_mesh.plan import plan, plan_step
+from flax_mesh.train import DataConfig, MeshConfig, PipelineConfig, TrainConfig
+
+MESH = AbstractMesh((4, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
+REPLICATED = P()
+CONFIG = TrainConfig(
+    make_decoder,
+    next_token_loss,
+    DecoderConfig(hidden_size=128, num_layers=4, mlp_size=256, scan=True),
+    mesh=MeshConfig("fsdp:4,tp:2"),
+    data=DataConfig(sequence_length=128, batch_size=32),
+)
+
+
+def array(*shape: int, spec: P = REPLICATED, mesh: AbstractMesh = MESH, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+
+def test_a_step_of_ones_own_is_planned_with_its_collectives():
+    found = plan_step(
+        jax.jit(lambda w, x: x @ w), (array(512, 256, spec=P("tp")), array(64, 512, spec=P("dp", "tp"))), "v5e:2x4"
+    )
+    (reduced,) = found.traffic
+    assert (reduced.kind, reduced.axes, reduced.operand_bytes) == ("all-reduce", ("tp",), 64 // 4 * 256 * 2)
+    assert found.memory.arguments == (256 * 256 + 16 * 256) * 2
+    assert found.time.flops == 2 * 16 * 256 * 256
+    assert found.time.mfu is None and found.time.tokens_per_s is None
+
+
+def test_tokens_and_flops_give_the_mfu():
+    step, arguments = jax.jit(lambda w, x: x @ w), (array(512, 512), array(512, 512))
+    found = plan_step(step, arguments, "v5e:2x4", tokens=1000, flops=1e9)
+    assert found.time.tokens_per_s == pytest.approx(1000 / found.time.seconds)
+    assert found.time.mfu == pytest.approx(1e9 / found.time.seconds / (8 * 197e12))
+
+
+def test_arguments_that_a_step_does_not_use_are_dropped_as_in_jax():
+    found = plan_step(jax.jit(lambda x, unused: x + 1), (array(8, 8), array(64, 64)), "v5e:2x4")
+    assert found.memory.arguments == 8 * 8 * 2
+
+
+def test_a_step_without_operations_has_a_plan():
+    found = plan_step(jax.jit(lambda x: x), (array(8, 8),), "v5e:2x4")
+    assert found.time.seconds == 0 and found.memory.peak >= 8 * 8 * 2
+    assert found.to_text() and found.to_dict() and found.to_html(title="nothing")
+
+
+def test_a_loop_of_unknown_length_is_a_finding():
+    def step(x: jax.Array) -> jax.Array:
+        return jax.lax.while_loop(lambda x: x.sum() < 10, lambda x: x @ x, x)
+
+    (finding,) = plan_step(jax.jit(step), (array(64, 64),), "v5e:2x4").findings
+    assert "trip count of this loop is not known" in finding.problem
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ((jax.ShapeDtypeStruct((8,), jnp.float32),), "on one mesh, but they have 0 meshes"),
+        ((array(8), array(8, mesh=AbstractMesh((8,), ("x",)))), "on one mesh, but they have 2 meshes"),
+        ((array(8, mesh=AbstractMesh((4,), ("x",))),), "multiply to 4, not to 8"),
+    ],
+    ids=["no mesh", "two meshes", "another number of devices"],
+)
+def test_arguments_without_one_mesh_are_refused(arguments, problem):
+    with pytest.raises(ConfigError, match=problem):
+        plan_step(jax.jit(lambda *x: x), arguments, "v5e:2x4")
+
+
+@pytest.mark.parametrize(
+    ("topology", "problem"),
+    [("v9:2x4", "v9"), ("v5e:2x2", "multiply to 8, not to 4"), ("nonsense", "nonsense")],
+)
+def test_a_topology_that_does_not_fit_is_one_line(topology, problem):
+    with pytest.raises(ConfigError, match=problem) as error:
+        plan(CONFIG, topology)
+    assert "\n" not in str(error.value)
+
+
+def test_invalid_settings_are_refused_before_anything_is_traced():
+    with pytest.raises(ConfigError, match=r"data.batch_size"):
+        plan(replace(CONFIG, data=replace(CONFIG.data, batch_size=30)), "v5e:2x4")
+
+
+def test_more_devices_need_less_memory_and_more_tokens_take_more_time():
+    small, large = plan(CONFIG, "v5e:2x4"), plan(replace(CONFIG, mesh=MeshConfig("fsdp:16,tp:2")), "v5e:4x8")
+    assert large.memory.arguments < small.memory.arguments / 3
+    assert large.memory.peak < small.memory.peak
+    longer = plan(replace(CONFIG, data=replace(CONFIG.data, batch_size=64)), "v5e:2x4")
+    assert longer.time.seconds > small.time.seconds
+    assert longer.time.flops == pytest.approx(2 * small.time.flops)
+
+
+def test_a_pipeline_has_a_bubble_and_the_flops_of_the_plain_step():
+    staged = replace(CONFIG, mesh=MeshConfig("pp:2,fsdp:4"), pipeline=PipelineConfig(num_microbatches=4))
+    found, plain = plan(staged, "v5e:2x4"), plan(replace(CONFIG, mesh=MeshConfig("fsdp:8")), "v5e:2x4")
+    assert 0 < found.time.bubble < 0.5 and found.time.schedule is not None
+    assert len(found.memory.groups) == 2 and found.memory.peak == max(found.memory.groups)
+    assert found.time.flops == pytest.approx(plain.time.flops, rel=0.1)
+    assert any(each.axes == ("pp",) for each in found.traffic)
+
+
+def test_categories_add_up_to_the_peak():
+    found = plan(CONFIG, "v5e:2x4").memory
+    assert sum(found.at_peak.values()) == found.peak
+    assert found.at_peak["parameters"] + found.at_peak["optimizer"] <= found.arguments
+    assert max(moment.total for moment in found.timeline) == found.peak
