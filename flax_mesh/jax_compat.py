@@ -277,6 +277,11 @@ def reproducible_cpu_options() -> dict[str, Any]:
     return CPU_OPTIONS
 
 
+def float32_on_cpu() -> tuple[str, ...]:
+    """The types, by their names in MLIR, that XLA's CPU backend computes and stores in float32."""
+    return ("f16", "bf16") if jax.__version_info__ < (0, 11, 2) else ("f16",)
+
+
 _lock = threading.Lock()
 _depth = 0
 _saved: list[Any] = []

@@ -361,6 +361,16 @@ def test_the_options_of_xla_are_tried_also_in_the_context_of_a_mesh():
         assert jax_compat.reproducible_cpu_options() == jax_compat.CPU_OPTIONS
 
 
+@pytest.mark.parametrize(("dtype", "name"), [(jnp.bfloat16, "bf16"), (jnp.float16, "f16")])
+def test_half_precision_is_stored_in_float32_on_cpus_if_the_table_says_so(dtype, name):
+    def products(x, n):
+        return jax.lax.fori_loop(0, n, lambda i, y: jnp.tanh(y @ x), x)
+
+    text = jax.jit(products).lower(jnp.ones((64, 64), dtype), 3).compile().as_text()
+    stored = set(re.findall(r" = (\w+)\[64,64\]\S* dot\(", text))
+    assert stored == ({"f32"} if name in jax_compat.float32_on_cpu() else {name})
+
+
 def test_an_option_that_xla_does_not_have_is_reported_with_the_tested_versions(monkeypatch):
     monkeypatch.setattr(jax_compat, "CPU_OPTIONS", {"xla_cpu_option_of_another_release": ""})
     check_problem("reproducible_cpu_options")

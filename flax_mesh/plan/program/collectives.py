@@ -59,11 +59,17 @@ def _in_block(block: Block, program: Program, times: int) -> Iterator[Exchange]:
             names = {axis.partition(":")[0] for axis in axes}
             count = math.prod(axis_size(axis, program.axis_sizes) for axis in axes)
             if size and count > 1:
+                if program.platform == "cpu" and is_half(array or operation.outputs[0]):
+                    size *= 2  # sent in float32
                 ordered = tuple(name for name in program.axis_sizes if name in names)
                 result = size * count if kind == "all-gather" else size // count if kind == "reduce-scatter" else size
                 yield Exchange(kind, ordered, size, operation, times, array, spec, result)
         for body in operation.bodies:
             yield from _in_block(body, program, times * operation.times)
+
+
+def is_half(array: Array) -> bool:
+    return array.kind == "f" and array.bits == 16
 
 
 def _of_operation(

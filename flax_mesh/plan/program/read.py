@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from flax_mesh import jax_compat
+
 Spec = tuple[tuple[str, ...], ...]  # per dim: the mesh axes that split it
 
 BITS = {"i1": 8, "index": 32, "token": 0}
@@ -127,6 +129,12 @@ def parse_type(text: str) -> tuple[tuple[int, ...], int, str]:
     return tuple(map(int, dims.split("x")[:-1])), width * (1 + complex_), "c" if complex_ else _kind(name)
 
 
+@lru_cache(65536)
+def element_type(text: str) -> str:
+    match = _TYPE.match(text)
+    return match[2] + match[3] if match else ""
+
+
 def _kind(name: str) -> str:
     return "f" if name.startswith(("f", "bf")) else "i"
 
@@ -146,13 +154,14 @@ class _Reader:
 
     def __init__(self, module: Any, axis_sizes: Mapping[str, int], platform: str):
         self.sizes = dict(axis_sizes)
-        self.widens = False  # XLA computes half precision in float32 on CPUs; arguments are stored as they are
+        self.widens: tuple[str, ...] = ()  # types that are stored as float32, except in arguments
         self.cpu = platform == "cpu"
         self.function = next(item for item in module.body.operations if item.operation.name == "func.func")
 
     def array(self, value: Any, spec: Spec | None) -> Array:
-        shape, bits, kind = parse_type(str(value.type))
-        if self.widens and kind == "f" and bits == 16:
+        text = str(value.type)
+        shape, bits, kind = parse_type(text)
+        if self.widens and element_type(text) in self.widens:
             bits = 32
         spec = spec if spec is not None and len(spec) == len(shape) else ((),) * len(shape)
         return Array(shape, bits, kind, spec, local_shape(shape, spec, self.sizes))
@@ -174,7 +183,7 @@ class _Reader:
             elif "jax.buffer_donor" in text:
                 donated[index] = -1
         block = Block(tuple(arguments))
-        self.widens = self.cpu
+        self.widens = jax_compat.float32_on_cpu() if self.cpu else ()
         block.results = tuple(self.block(body, values, block, {}))
         return block, tuple(names), donated
 
