@@ -33,6 +33,7 @@ class Partial(NamedTuple):
     remaining: tuple[float, ...]  # per group: total duration of the unscheduled actions
     bound: float  # lower bound on the makespan of every completion
     idle: float  # total idle time of the groups so far
+    start: float  # of the action scheduled last
     trail: "tuple[int, Partial] | None"  # the lane served last, and the schedule before it
 
 
@@ -59,19 +60,28 @@ class BeamSearch:
         self.edge_of = _shared_edges(problem)
 
     def run(
-        self, width: int, *, weight: float, better_than: float, most_work: float, reserve: bool = False
+        self,
+        width: int,
+        *,
+        weight: float,
+        better_than: float,
+        most_work: float,
+        reserve: bool = False,
+        may_wait: bool = False,
     ) -> BeamResult:
         """The best schedule found with a beam of `width` partial schedules of each length.
 
         They are ranked by their bound plus `weight` times their idle time. The search stops after evaluating
         `most_work` partial schedules. With `reserve`, a group of several stages reserves memory for the later ones.
+        With `may_wait`, partial schedules are extended by all actions that start no earlier than the last one, so that
+        a group may wait although it could run an action in the meantime.
         """
         beam, complete, work = [self._empty()], True, 0
         too_long = better_than * (1 - TOLERANCE)
         for _ in range(self.problem.num_microbatches * len(self.problem.lanes)):
             offers = []
             for partial in beam:
-                for lane, start in self._choices(partial, self.rooms[reserve]):
+                for lane, start in self._choices(partial, self.rooms[reserve], may_wait):
                     bound = self._bound(partial, lane, start)
                     if bound < too_long:
                         idle = partial.idle + start - partial.free[self.problem.group[lane]]
@@ -86,7 +96,7 @@ class BeamSearch:
                     complete = False
                     break
                 extended = self._extend(partial, lane, start, bound, idle)
-                if not self._dominated(extended, frontier):
+                if not self._dominated(extended, frontier, may_wait):
                     beam.append(extended)
         best = min(beam, key=lambda partial: max(partial.free), default=None)
         return BeamResult([] if best is None else _served(best), complete, work)
@@ -98,11 +108,14 @@ class BeamSearch:
         ready = tuple(NEVER if needs else 0.0 for needs in problem.needs)
         queues = ((),) * len(set(self.edge_of.values()))
         return Partial(
-            (0,) * lanes, ((),) * lanes, ready, (0.0,) * groups, (0,) * groups, queues, tuple(work), 0.0, 0.0, None
+            (0,) * lanes, ((),) * lanes, ready, (0.0,) * groups, (0,) * groups, queues, tuple(work), 0.0, 0.0, 0.0, None
         )
 
-    def _choices(self, partial: Partial, room: Sequence[float]) -> list[tuple[int, float]]:
-        """(lane, start) of the action that could end first and of those of its group that could start before then."""
+    def _choices(self, partial: Partial, room: Sequence[float], may_wait: bool) -> list[tuple[int, float]]:
+        """(lane, start) of the action that could end first and of those of its group that could start before then.
+
+        With `may_wait`, all that start no earlier than the action scheduled last: the order is that of the starts.
+        """
         free, ready, stored, duration = partial.free, partial.ready, partial.stored, self.problem.duration
         first_end, first, choices = NEVER, -1, []
         for group, lanes in enumerate(self.lanes_of):
@@ -114,8 +127,12 @@ class BeamSearch:
                     found.append((lane, start))
                     if start + duration[lane] < first_end:
                         first_end, first = start + duration[lane], lane
-            if first_end < before:
+            if may_wait:
+                choices = choices + found
+            elif first_end < before:
                 choices = found
+        if may_wait:
+            return [(lane, start) for lane, start in choices if start >= partial.start]
         return [(lane, start) for lane, start in choices if start < first_end or lane == first]
 
     def _can_serve(self, partial: Partial, lane: int) -> bool:
@@ -172,6 +189,7 @@ class BeamSearch:
             remaining=_with(partial.remaining, group, partial.remaining[group] - problem.duration[lane]),
             bound=bound,
             idle=idle,
+            start=start,
             trail=(lane, partial),
         )
 
@@ -195,9 +213,11 @@ class BeamSearch:
             ready = max(ready, ends[other][microbatch] + delay)
         return ready
 
-    def _dominated(self, partial: Partial, frontier: dict[tuple, list[tuple[float, ...]]]) -> bool:
+    def _dominated(
+        self, partial: Partial, frontier: dict[tuple, list[tuple[float, ...]]], may_wait: bool = False
+    ) -> bool:
         """Whether one in `frontier` has the same actions and is nowhere later. If not, adds this one to `frontier`."""
-        times = list(partial.free)
+        times = [*partial.free, partial.start] if may_wait else list(partial.free)
         for lane, user in self.sends:
             times += partial.ends[lane][partial.counts[user] :]
         others = frontier.setdefault((partial.counts, partial.queues), [])

@@ -182,9 +182,10 @@ def _plans(seed: int, several: bool) -> Iterator[tuple[int, bool, float, bool]]:
 
 
 def _named(problem: Problem, stage_to_group: Sequence[int]) -> Iterator[Schedule]:
-    """The named schedules that have this placement and fit the memory."""
+    """The named schedules that have this placement and fit the memory, and the V schedule of this memory limit."""
     virtual = len(stage_to_group) // problem.num_groups
-    for name in SCHEDULE_NAMES:
+    limit = min(min(problem.limits), 2 * problem.num_groups)
+    for name in (*SCHEDULE_NAMES, f"v-{limit}"):
         sizes = {"num_groups": problem.num_groups, "num_microbatches": problem.num_microbatches}
         try:
             schedule = make_schedule(name, **sizes, num_virtual_stages=virtual)

@@ -5,11 +5,12 @@ stage shares group 0 with the first. In units in which F, B and W of a chunk tak
 building block: the times of F of chunk 0, F of chunk 1, B of chunk 1 and B of chunk 0 on each group, all different
 modulo 6. The next microbatch follows 6 units later. The shorter the block, the fewer activations a group stores.
 
-The blocks have hops of 1 to 3 units from group to group, the same on each of the four ways through the groups, except
-that the first way may have two lengths. A block is repeated and squeezed: every group runs its actions in the order of
-the blocks, each as early as its input and the memory limit permit. While the next one has to wait, the group runs a W;
-if it has none, a later B, or a later F before its first B of chunk 0. Of all blocks that are about as long as the
-memory limit permits, the one with the smallest period and then the smallest makespan is used.
+A microbatch passes the groups four times. A hop from group to group takes 1 to 3 units, the same on all groups, except
+that the first pass may have two sizes of hops. A block is repeated and squeezed: every group runs its actions in the
+order of the blocks, each as early as its input and the memory limit permit. While the next one has to wait, the group
+runs a W; if it has none, a later B, or before its first B of chunk 0 a later F, which leaves some memory free. Of the
+blocks that are about as long as the memory limit permits, the one with the smallest period, then the smallest makespan
+is used. For up to 12 groups the idle time of a group then is that of `idle_time`, or up to 2 units more.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,21 +19,21 @@ from itertools import product
 from typing import NamedTuple
 
 PERIOD = 6
-WAYS = (("F", 0), ("F", 1), ("B", 1), ("B", 0))  # (kind, chunk) in the order in which a microbatch passes them
+WAYS = ("F0", "F1", "B1", "B0")  # kind and chunk, in the order in which a microbatch passes them
+FORWARD = (0, 1)
 EARLY = (2, 3, 1, 0)  # ways, by preference, of what runs before its turn
 HOPS = (1, 2, 3)
-TURNS = (1, 2)  # units between the end of a way and the start of the next
-
+TURNS = (1, 2)  # units between two passes
+SPLITS = 8  # of the first pass into hops of two sizes, about
 WORK = 2_000_000  # actions that are simulated to find a block: some seconds
 
 Block = tuple[tuple[int, ...], ...]  # time of each way on every group
-Word = tuple[str, int, int]  # kind, chunk, microbatch
 
 
 class Squeezed(NamedTuple):
     period: int  # the time from the first to the last action of a group, at most
     makespan: int
-    rows: list[list[Word]]
+    rows: tuple[tuple[str, ...], ...]  # words: kind and chunk, such as F0
 
 
 def least_memory(num_groups: int) -> int:
@@ -40,8 +41,12 @@ def least_memory(num_groups: int) -> int:
     return 2 * ((num_groups + 4) // 3)
 
 
-def v_rows(num_groups: int, num_microbatches: int, memory_limit: int) -> list[list[Word]]:
-    """The actions of every group, which stores at most `memory_limit` activations of one chunk."""
+@lru_cache(maxsize=16)
+def v_rows(num_groups: int, num_microbatches: int, memory_limit: int) -> tuple[tuple[str, ...], ...]:
+    """The actions of every group as words such as F0, forward of chunk 0. The microbatches of a word are in order.
+
+    A group stores at most `memory_limit` activations of one chunk, from `least_memory` to 2 * num_groups.
+    """
     block, reserve = _best_block(num_groups, min(num_microbatches, 2 * num_groups), memory_limit)
     found = _squeeze(block, num_microbatches, memory_limit, reserve)
     assert found is not None
@@ -52,10 +57,10 @@ def v_rows(num_groups: int, num_microbatches: int, memory_limit: int) -> list[li
 def _best_block(num_groups: int, num_microbatches: int, memory_limit: int) -> tuple[Block, int]:
     """(block, reserve). From 2 microbatches per group on it does not depend on their number."""
     least = PERIOD * num_microbatches + idle_time(num_groups, memory_limit), PERIOD * num_microbatches + num_groups - 1
-    best, chosen = (least[0] * 10, 0), None
-    work = WORK
+    third = -(-num_groups // 3)
+    best, chosen, work = (least[0] * 10, 0), None, WORK
     for block in _blocks(num_groups, memory_limit):
-        for reserve in _reserves(num_groups):
+        for reserve in (third, third + 1, 1):
             found = _squeeze(block, num_microbatches, memory_limit, reserve)
             work -= PERIOD * num_groups * num_microbatches
             if found is not None and found[:2] < best:
@@ -76,8 +81,13 @@ def _all_blocks(num_groups: int) -> list[tuple[int, Block]]:
     """(length, block) of all blocks."""
     num_hops = num_groups - 1
     even = [(hop,) * num_hops for hop in HOPS]
-    first = [(a,) * j + (b,) * (num_hops - j) for a, b in product(HOPS, HOPS) if abs(a - b) == 1 for j in range(1, num_hops)]
-    found = {_block(num_groups, ways, turns): None for ways in product(even + first, even, even, even) for turns in product(TURNS, repeat=3)}
+    splits = range(1, num_hops, -(-num_groups // SPLITS))
+    first = [(a,) * j + (b,) * (num_hops - j) for a, b in product(HOPS, HOPS) if abs(a - b) == 1 for j in splits]
+    found = {
+        _block(num_groups, ways, turns): None
+        for ways in product(even + first, even, even, even)
+        for turns in product(TURNS, repeat=3)
+    }
     return [(max(b0 - f0 + b1 - f1 for f0, f1, b1, b0 in zip(*block, strict=True)), block) for block in found]
 
 
@@ -94,7 +104,8 @@ def _block(num_groups: int, ways: Sequence[Sequence[int]], turns: Sequence[int])
     block, time = [], 0
     for way, hops in enumerate(ways):
         times = [0] * num_groups
-        for group, hop in zip(_order(way, num_groups), (turns[way - 1] if way else 0, *hops), strict=True):
+        groups = range(num_groups) if way % 2 == 0 else range(num_groups - 1, -1, -1)
+        for group, hop in zip(groups, (turns[way - 1] if way else 0, *hops), strict=True):
             time += hop
             while time % PERIOD in taken[group]:
                 time += 1
@@ -102,10 +113,6 @@ def _block(num_groups: int, ways: Sequence[Sequence[int]], turns: Sequence[int])
             times[group] = time
         block.append(tuple(times))
     return tuple(block)
-
-
-def _order(way: int, num_groups: int) -> Sequence[int]:
-    return range(num_groups) if way % 2 == 0 else range(num_groups - 1, -1, -1)
 
 
 def _squeeze(block: Block, num_microbatches: int, memory_limit: int, reserve: int) -> Squeezed | None:
@@ -118,7 +125,7 @@ def _squeeze(block: Block, num_microbatches: int, memory_limit: int, reserve: in
             return None
         time += 1
         left -= len(running)
-    return Squeezed(max(group.end - group.start for group in groups), time, [group.row for group in groups])
+    return Squeezed(max(group.end - group.start for group in groups), time, tuple(tuple(group.row) for group in groups))
 
 
 class _Group:
@@ -131,8 +138,8 @@ class _Group:
         self.ran_early = [0] * len(WAYS)  # number of actions that must be left out of the order
         self.ends: list[list[int]] = [[] for _ in WAYS]  # of every way and microbatch
         self.num_microbatches, self.stored = num_microbatches, 0
-        self.weights: list[Word] = []  # W that can run
-        self.row: list[Word] = []
+        self.weights: list[str] = []  # W that can run
+        self.row: list[str] = []
         self.start = self.end = 0
         last = len(block[0]) - 1
         self.inputs: list[tuple[int, int] | None] = []  # (way, group) that each way continues
@@ -145,13 +152,12 @@ class _Group:
         """Run an action at this time if one can run."""
         way = self._choose(time, groups, memory_limit, reserve)
         if way is not None:
-            kind, chunk = WAYS[way]
-            word = kind, chunk, len(self.ends[way])
+            word = WAYS[way]
             self.ends[way].append(time + 1)
-            if kind == "F":
+            if way in FORWARD:
                 self.stored += 1
             else:
-                self.weights.append(("W", *word[1:]))
+                self.weights.append(f"W{word[1]}")
         elif self.weights:
             word = self.weights.pop(0)
             self.stored -= 1
@@ -174,8 +180,7 @@ class _Group:
         if self.weights:
             return None
         for way in EARLY:
-            is_forward = WAYS[way][0] == "F"
-            if is_forward and self.ends[-1]:
+            if way in FORWARD and self.ends[-1]:
                 continue  # the first B of chunk 0 ends the warmup
             if self._can_run(way, time, groups, memory_limit - (0 if way else reserve)):
                 early[way] += 1
@@ -184,15 +189,10 @@ class _Group:
 
     def _can_run(self, way: int, time: int, groups: Sequence["_Group"], memory_limit: int) -> bool:
         microbatch = len(self.ends[way])
-        if microbatch == self.num_microbatches or (WAYS[way][0] == "F" and self.stored >= memory_limit):
+        if microbatch == self.num_microbatches or (way in FORWARD and self.stored >= memory_limit):
             return False
         if self.inputs[way] is None:
             return True
         before, group = self.inputs[way]
         ends = groups[group].ends[before]
         return len(ends) > microbatch and ends[microbatch] <= time
-
-
-def _reserves(num_groups: int) -> tuple[int, ...]:
-    third = -(-num_groups // 3)
-    return third, third + 1, 1

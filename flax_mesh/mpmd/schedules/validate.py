@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from flax_mesh.mpmd.schedules.schedule import Action, Deadlock, Schedule, dependencies
+from flax_mesh.mpmd.schedules.schedule import Action, Deadlock, Schedule
 from flax_mesh.mpmd.schedules.simulate import peak_activations
 from flax_mesh.text import at_most, listed
 
@@ -79,13 +79,13 @@ def _misplaced(schedule: Schedule) -> list[Mistake]:
 
 def _missing(schedule: Schedule, seen: Collection[Action], group_of: Mapping[Lane, int]) -> list[Mistake]:
     """One mistake per stage and kind: a schedule with a wrong microbatch, such as 0F99999, lacks almost all actions."""
-    num_microbatches = schedule.num_microbatches
+    num_slots = schedule.num_microbatches * schedule.num_slices
     have = Counter(action[:2] for action in seen if action.microbatch >= 0)
     mistakes = []
     for lane, group in group_of.items():
-        if not (count := num_microbatches - have[lane]):
+        if not (count := num_slots - have[lane]):
             continue
-        every = (Action(*lane, microbatch) for microbatch in range(num_microbatches))
+        every = (Action(*lane, microbatch) for microbatch in range(num_slots))
         first = next(action for action in every if action not in seen)
         row = schedule.rows[group] if len(mistakes) < MOST else ()
         same_microbatch = [(group, i) for i, other in enumerate(row) if other[1:] == first[1:]]
@@ -119,7 +119,7 @@ def _before_their_dependencies(schedule: Schedule) -> list[Mistake]:
     for group, row in enumerate(schedule.rows):
         position = {action: i for i, action in enumerate(row)}
         for action, i in position.items():
-            for needed in dependencies(action, schedule.num_stages):
+            for needed in schedule.needs(action):
                 if position.get(needed, -1) > i:
                     text = f"{action} comes before {needed}, which it depends on, in the row of group {group}"
                     mistakes.append((text, [(group, i), (group, position[needed])]))
@@ -133,7 +133,7 @@ def _out_of_order(schedule: Schedule) -> list[Mistake]:
     receiver_of = {}  # action whose result is sent to another group -> that group
     for group, row in enumerate(schedule.rows):
         for position, action in enumerate(row):
-            for needed in dependencies(action, schedule.num_stages):
+            for needed in schedule.needs(action):
                 sender = schedule.stage_to_group[needed.stage]
                 if sender != group:
                     receives.setdefault((sender, group, action.kind), []).append((needed, (group, position)))
