@@ -26,6 +26,7 @@ class StageCost(NamedTuple):
     transfer: float = 0.0
 
 
+TOLERANCE = 1e-9  # relative, of sums of the same numbers in another order
 LEAST_COST, MOST_COST = 1e-100, 1e100  # sums and quotients of these are finite numbers
 Costs = StageCost | Sequence[Sequence[float]]  # one for all stages, or one (F, B, W[, T]) per stage
 
@@ -105,12 +106,17 @@ def peak_activations(schedule: Schedule) -> tuple[int, ...]:
     pass is split. A group with two stages stores two per microbatch, each of half the size. With slices, one is that of
     a slice. A schedule without a backward pass stores none.
     """
+    return tuple(map(round, peak_memory(schedule, (1,) * schedule.num_stages)))
+
+
+def peak_memory(schedule: Schedule, sizes: Sequence[float]) -> tuple[float, ...]:
+    """The same as memory: `sizes` are those of one activation of every stage, such as bytes."""
     release = "W" if schedule.splits_backward else "B"
     peaks = []
     for row in schedule.rows:
         stored = peak = 0
-        for kind, _, _ in row if any(action.kind == release for action in row) else ():
-            stored += (kind == "F") - (kind == release)
+        for kind, stage, _ in row if any(action.kind == release for action in row) else ():
+            stored += ((kind == "F") - (kind == release)) * sizes[stage]
             peak = max(peak, stored)
         peaks.append(peak)
     return tuple(peaks)

@@ -25,7 +25,7 @@ EARLY = (2, 3, 1, 0)  # ways, by preference, of what runs before its turn
 HOPS = (1, 2, 3)
 TURNS = (1, 2)  # units between two passes
 SPLITS = 8  # of the first pass into hops of two sizes, about
-WORK = 2_000_000  # actions that are simulated to find a block: some seconds
+WORK = 800_000  # actions that are simulated to find a block: about half a second
 
 Block = tuple[tuple[int, ...], ...]  # time of each way on every group
 
