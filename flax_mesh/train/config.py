@@ -19,6 +19,8 @@ from flax import nnx
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.mesh.shape import parse_mesh_shape
+from flax_mesh.mpmd.schedules import Schedule, make_schedule
+from flax_mesh.mpmd.schedules.file import is_schedule_file, read_schedule
 from flax_mesh.mpmd.split.remat import REMAT_MODES
 from flax_mesh.mpmd.transport.ordered import TRANSPORTS
 from flax_mesh.settings import MAX_SIZE, SAME_RESULT, path_problem
@@ -56,7 +58,7 @@ class PipelineConfig:
 
     Attributes:
         num_microbatches: Number of equal parts of the batch whose gradients are accumulated, with or without pp.
-        schedule: One of the schedule names in docs/schedules.md.
+        schedule: One of the schedule names in docs/schedules.md, or a file that `flax-mesh schedule --out FILE` wrote.
         cut: How layers are assigned to stages: "flops" minimizes the FLOPs of the largest stage, "count" balances the
             number of layers, and "2,5" lists the first layer of every stage but the first.
         num_virtual_stages: Stages per group. None: the schedule's default.
@@ -332,3 +334,36 @@ def _parse_option(value: str) -> bool | int | str:
     if value.lower() in ("true", "false"):
         return value.lower() == "true"
     return int(value) if value.lstrip("-").isdecimal() else value
+
+
+def pipeline_schedule(config: PipelineConfig, num_groups: int) -> Schedule:
+    """The schedule of `pipeline.schedule`, a name or a file. Raises ConfigError if it does not fit other settings."""
+    try:
+        if is_schedule_file(config.schedule):
+            schedule = read_schedule(config.schedule)
+        else:
+            schedule = make_schedule(
+                config.schedule,
+                num_groups=num_groups,
+                num_microbatches=config.num_microbatches,
+                num_virtual_stages=config.num_virtual_stages,
+            )
+    except ConfigError as error:  # every line starts with the file
+        raise ConfigError([f"pipeline.schedule={line}" for line in error.problems]) from error
+    except ValueError as error:
+        raise ConfigError(f"pipeline.schedule={config.schedule}: {error}") from error
+    virtual = config.num_virtual_stages or schedule.num_stages // num_groups
+    problems = [
+        f"{setting} is {wanted}, but the schedule has {found}"
+        for setting, wanted, found in (
+            ("pp in mesh.shape", num_groups, schedule.num_groups),
+            ("pipeline.num_microbatches", config.num_microbatches, schedule.num_microbatches),
+            ("the number of stages", virtual * num_groups, schedule.num_stages),
+        )
+        if wanted != found
+    ]
+    if schedule.num_slices > 1:
+        problems.append("a pipeline runs whole sequences, not slices; use 1f1b, whose order is the same")
+    if problems:
+        raise ConfigError([f"pipeline.schedule={config.schedule}: {problem}" for problem in problems])
+    return schedule

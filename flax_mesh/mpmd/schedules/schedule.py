@@ -163,16 +163,22 @@ class Schedule:
 
     @staticmethod
     def parse(text: str) -> "Schedule":
-        """The inverse of `str`; a ValueError lists the words that are not actions."""
-        head, *lines = text.rstrip("\n").split("\n")
-        match = fullmatch(rf"(\S+) ({NUMBER}(?:,{NUMBER})*)(?: slices=([1-9][0-9]{{0,8}}))?", head.strip())
+        """The inverse of `str`. Empty lines and lines that start with # are skipped.
+
+        A ValueError lists the words that are not actions, with the numbers of their lines.
+        """
+        lines = [(n, line.strip()) for n, line in enumerate(text.split("\n"), start=1)]
+        lines = [(n, line) for n, line in lines if line and not line.startswith("#")] or [(1, "")]
+        (number, head), *lines = lines
+        match = fullmatch(rf"(\S+) ({NUMBER}(?:,{NUMBER})*)(?: slices=([1-9][0-9]{{0,8}}))?", head)
         if match is None:
             raise ValueError(
-                f"line 1: expected a name and the group of every stage, such as '1f1b 0,1,2,3', got {shortened(head)!r}"
+                f"line {number}: expected a name and the group of every stage, such as '1f1b 0,1,2,3', got "
+                f"{shortened(head)!r}"
             )
         stage_to_group = tuple(int(group) for group in match[2].split(","))
         rows, problems = [], []
-        for number, line in enumerate(lines, start=2):
+        for number, line in lines:
             rows.append([])
             for word in line.split():
                 try:
@@ -182,7 +188,7 @@ class Schedule:
             if missing := {action.stage for action in rows[-1]} - set(range(len(stage_to_group))):
                 listed_stages = shortened(listed(sorted(missing)))
                 problems.append(
-                    f"line {number}: stages are 0 to {len(stage_to_group) - 1}, the stages of line 1; "
+                    f"line {number}: stages are 0 to {len(stage_to_group) - 1}, the stages of the first line; "
                     f"found {listed_stages}"
                 )
         if max(stage_to_group) >= len(rows):
