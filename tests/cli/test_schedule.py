@@ -76,7 +76,10 @@ def test_the_search_finds_a_schedule_that_fits(output_of):
 
 def test_the_table_and_the_picture(output_of, tmp_path):
     text = output_of("zb-v", *SIZES, "--svg", str(tmp_path / "zb-v.svg"))
-    assert "zb-v: 4 groups, 8 stages, 8 microbatches" in text and "makespan 51, period 48, bubble 5.9%, 96 transfers" in text
+    assert (
+        "zb-v: 4 groups, 8 stages, 8 microbatches" in text
+        and "makespan 51, period 48, bubble 5.9%, 96 transfers" in text
+    )
     boxes = [e for e in ElementTree.parse(tmp_path / "zb-v.svg").iter() if e.get("class", "")[:1] in ("F", "B", "W")]
     assert len(boxes) == 3 * 8 * 8 + 3 * 2  # and the legend
 

@@ -158,7 +158,7 @@ class Pipeline:
         `limits` are the largest loss and gradient norm whose update is applied; only `skip_nonfinite` reads them.
         """
         run = self.start(state, batch, self.schedule.num_microbatches, train=True)
-        run.follow(self.schedule, self._order, self.ordered, self.on_action)
+        run.follow(self.schedule, self._order, self.ordered, self.on_action, self._fused)
         self.num_transfers = run.num_transfers
         return self.update(state, run, limits)
 
@@ -196,6 +196,15 @@ class Pipeline:
     @cached_property
     def _order(self) -> list[Action]:
         return self._own(self.schedule)
+
+    @cached_property
+    def _fused(self) -> frozenset[int]:
+        """The last stage, if B follows directly after every F of it."""
+        last = self.schedule.num_stages - 1
+        row = self.schedule.rows[self.group_of[last]]
+        own = [(at, action) for at, action in enumerate(row) if action.stage == last and action.kind == "F"]
+        together = all(row[at + 1] == action._replace(kind="B") for at, action in own)
+        return frozenset([last] if together else [])
 
     def _own(self, schedule: Schedule) -> list[Action]:
         """The actions of this process's groups, in an order in which they can be dispatched."""

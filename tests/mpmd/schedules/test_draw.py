@@ -69,7 +69,10 @@ def test_the_timeline_is_drawn_above_the_simulation_on_one_scale():
     times = simulate(schedule).times
     slow = [(schedule.stage_to_group[a.stage], a, 50 + 2 * start, 50 + 2 * end) for a, (start, end) in times.items()]
     boxes, text = parse(draw_timeline_svg(schedule, reversed(slow), StageCost()))
-    assert "measured: 18, bubble 33.3%, 1.33 groups busy on average" in text and "makespan 9, period 9, bubble 33.3%" in text
+    assert (
+        "measured: 18, bubble 33.3%, 1.33 groups busy on average" in text
+        and "makespan 9, period 9, bubble 33.3%" in text
+    )
     measured, simulated = boxes[: len(times)], boxes[len(times) : 2 * len(times)]
     for rect, other in zip(measured, simulated, strict=True):
         assert float(rect.get("width") or 0) + 0.8 == pytest.approx(2 * (float(other.get("width") or 0) + 0.8), abs=0.3)
