@@ -19,7 +19,8 @@ from flax import nnx
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.mesh.shape import parse_mesh_shape
-from flax_mesh.mpmd.schedules import Schedule, make_schedule
+from flax_mesh.mpmd.runtime.search import SEARCH
+from flax_mesh.mpmd.schedules import Schedule, StageCost, make_schedule, search_schedule
 from flax_mesh.mpmd.schedules.file import is_schedule_file, read_schedule
 from flax_mesh.mpmd.split.remat import REMAT_MODES
 from flax_mesh.mpmd.transport.ordered import TRANSPORTS
@@ -58,7 +59,10 @@ class PipelineConfig:
 
     Attributes:
         num_microbatches: Number of equal parts of the batch whose gradients are accumulated, with or without pp.
-        schedule: One of the schedule names in docs/schedules.md, or a file that `flax-mesh schedule --out FILE` wrote.
+        schedule: One of the schedule names in docs/schedules.md; a file that `flax-mesh schedule --out FILE` wrote; or
+            "search": the first steps are measured, and the run continues with the best schedule for them.
+        memory_limit: Of schedule=search: the most activations that a group may store, each of one stage. None: as many
+            as there are stages, the memory of 1f1b's first group.
         cut: How layers are assigned to stages: "flops" minimizes the FLOPs of the largest stage, "count" balances the
             number of layers, and "2,5" lists the first layer of every stage but the first.
         num_virtual_stages: Stages per group. None: the schedule's default.
@@ -73,6 +77,7 @@ class PipelineConfig:
 
     num_microbatches: int = field(default=1, metadata=AT_LEAST_1)
     schedule: str = field(default="1f1b", metadata=SAME_RESULT)
+    memory_limit: int | None = field(default=None, metadata=SAME_RESULT | AT_LEAST_1)
     cut: str = field(default="flops", metadata=SAME_RESULT)
     num_virtual_stages: int | None = field(default=None, metadata=SAME_RESULT | AT_LEAST_1)
     remat: str = field(default="none", metadata=SAME_RESULT | {"one_of": REMAT_MODES})
@@ -339,6 +344,8 @@ def _parse_option(value: str) -> bool | int | str:
 def pipeline_schedule(config: PipelineConfig, num_groups: int) -> Schedule:
     """The schedule of `pipeline.schedule`, a name or a file. Raises ConfigError if it does not fit other settings."""
     try:
+        if config.schedule == SEARCH:
+            return first_schedule(config, num_groups)
         if is_schedule_file(config.schedule):
             schedule = read_schedule(config.schedule)
         else:
@@ -367,3 +374,20 @@ def pipeline_schedule(config: PipelineConfig, num_groups: int) -> Schedule:
     if problems:
         raise ConfigError([f"pipeline.schedule={config.schedule}: {problem}" for problem in problems])
     return schedule
+
+
+def first_schedule(config: PipelineConfig, num_groups: int) -> Schedule:
+    """The schedule of the steps that are measured: the best one for stages of equal cost."""
+    num_stages = num_groups * (config.num_virtual_stages or 1)
+    found = search_schedule(
+        [StageCost()] * num_stages,
+        schedule_memory(config, num_groups),
+        num_microbatches=config.num_microbatches,
+        num_groups=num_groups,
+        seconds=1.0,
+    )
+    return found.schedule
+
+
+def schedule_memory(config: PipelineConfig, num_groups: int) -> int:
+    return config.memory_limit or num_groups * (config.num_virtual_stages or 1)

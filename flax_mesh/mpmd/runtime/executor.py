@@ -95,7 +95,7 @@ class ScheduleRun:
         """
         self._fused = frozenset() if on_action is not None else fused
         if ordered is not None:
-            name = self.compiled.number, schedule.num_microbatches
+            name = self.compiled.number, schedule.name, schedule.num_microbatches
             self._pass = ordered.start_pass(name, self.number, schedule, self.compiled.sends)
         for action in actions:
             if self._pass is not None:

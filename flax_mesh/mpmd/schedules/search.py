@@ -46,6 +46,7 @@ def search_schedule(
     *,
     num_microbatches: int,
     num_groups: int | None = None,
+    stage_to_group: Sequence[int] | None = None,
     activation_sizes: Sequence[float] | None = None,
     splits_backward: bool = True,
     objective: str = "makespan",
@@ -69,6 +70,7 @@ def search_schedule(
         num_microbatches: Microbatches per step.
         num_groups: Groups of devices; None: one per stage. With fewer groups than stages, each group runs several
             stages, placed as in interleaved-1f1b or, for two per group, as in zb-v if that is faster.
+        stage_to_group: The group of every stage, if it is given: no other placement is tried.
         splits_backward: Whether W is an action of its own. If False, B takes the time of both halves.
         objective: "makespan", or "period": the longest time from the first to the last action of a group, which is the
             time between two steps if a group starts the next one while others finish.
@@ -92,6 +94,7 @@ def search_schedule(
     """
     stages = stage_costs(costs, len(costs))
     num_groups = len(stages) if num_groups is None else num_groups
+    virtual = len(stages) // max(1, num_groups)
     problems = [f"num_microbatches must be at least 1, got {num_microbatches}"] if num_microbatches < 1 else []
     if not stages:
         problems.append("costs is empty; pass (F, B, W[, T]) for every stage")
@@ -99,27 +102,32 @@ def search_schedule(
         problems.append(f"{len(stages)} stages cannot be divided evenly over {num_groups} groups")
     if not 0 < seconds < math.inf:
         problems.append(f"seconds must be more than 0 and finite, got {seconds:g}")
+    if stage_to_group is not None and sorted(stage_to_group) != sorted([*range(num_groups)] * virtual):
+        problems.append(
+            f"stage_to_group must contain each of {num_groups} groups {virtual} times, got {stage_to_group}"
+        )
     if objective not in OBJECTIVES:
         problems.append(f"objective must be {' or '.join(OBJECTIVES)}, got {objective!r}")
     if problems:
         raise ValueError("; ".join(problems))
     check_size(len(stages), num_microbatches)
     sizes = activation_sizes_of(activation_sizes, len(stages))
-    virtual = len(stages) // num_groups
     limits = memory_limits(math.fsum(sizes) * num_microbatches if memory_limit is None else memory_limit, num_groups)
     placements = [tuple(range(num_groups)) * virtual]
-    if virtual == 2 and num_groups > 1:
+    if stage_to_group is not None:
+        placements = [tuple(stage_to_group)]
+    elif virtual == 2 and num_groups > 1:
         placements.append((*range(num_groups), *reversed(range(num_groups))))  # the placement of the V schedules
     placements = _that_fit(placements, sizes, limits)
     searches = [
         _Search(
-            make_problem(stages, num_microbatches, stage_to_group, limits, splits_backward, sizes),
+            make_problem(stages, num_microbatches, placement, limits, splits_backward, sizes),
             stages,
-            stage_to_group,
+            placement,
             sizes,
             objective,
         )
-        for stage_to_group in placements
+        for placement in placements
     ]
     interrupted = False
     try:
