@@ -228,6 +228,17 @@ def test_the_commands_of_the_docs_run(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
 
 
+def test_the_table_of_the_docs_has_makespan_period_and_bubble_of_every_schedule():
+    """The column for 4 groups and 8 microbatches, and the one after it."""
+    rows = [line.split("|")[1:-1] for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    found = {row[0].strip(" `"): row for row in rows if len(row) == 7}
+    assert {*SCHEDULE_NAMES, "v-7", "seq1f1b-2"} == set(found)
+    for name, row in found.items():
+        result = simulate(make_schedule(name, num_groups=4, num_microbatches=8))
+        assert row[3].strip() == f"{result.makespan:g}, {result.period:g}", name
+        assert row[4].strip() == f"{result.bubble:.1%}", name
+
+
 def test_the_pictures_of_the_docs_are_drawn_by_the_command(tmp_path):
     for name in SCHEDULE_NAMES:
         file = tmp_path / f"{name}.svg"

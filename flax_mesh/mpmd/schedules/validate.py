@@ -65,6 +65,8 @@ def memory_limits(memory_limit: float | Sequence[float], num_groups: int) -> tup
     limits = (memory_limit,) * num_groups if isinstance(memory_limit, int | float) else tuple(memory_limit)
     if len(limits) != num_groups:
         raise ValueError(f"expected one memory limit or {num_groups}, one per group, got {len(limits)}")
+    if not all(0 <= limit <= MOST_COST for limit in limits):
+        raise ValueError(f"memory limits must be numbers from 0 to {MOST_COST:g}, got {shortened(listed(limits))}")
     return limits
 
 
