@@ -367,6 +367,7 @@ def test_half_precision_is_stored_in_float32_on_cpus_if_the_table_says_so(dtype,
         return jax.lax.fori_loop(0, n, lambda i, y: jnp.tanh(y @ x), x)
 
     text = jax.jit(products).lower(jnp.ones((64, 64), dtype), 3).compile().as_text()
+    assert text is not None
     stored = set(re.findall(r" = (\w+)\[64,64\]\S* dot\(", text))
     assert stored == ({"f32"} if name in jax_compat.float32_on_cpu() else {name})
 
