@@ -187,7 +187,7 @@ def _summary(result: SearchResult) -> str:
     return f"{interrupted}{'optimal' if result.optimal else gap}; {named}"
 
 
-def _search(arguments: argparse.Namespace, costs: list[StageCost], memory: Sequence[int] | None) -> Found:
+def _search(arguments: argparse.Namespace, costs: list[StageCost], memory: Sequence[float] | None) -> Found:
     virtual = 1 if arguments.virtual is None else arguments.virtual
     if arguments.stages < 1 or virtual < 1:
         raise ConfigError(f"--stages and --virtual must be at least 1, got {arguments.stages} and {virtual}")
@@ -213,7 +213,7 @@ def _sizes(text: str | None, num_stages: int) -> tuple[float, ...] | None:
     return sizes * num_stages if len(sizes) == 1 else sizes
 
 
-def _named(arguments: argparse.Namespace, memory: Sequence[int] | None) -> Schedule:
+def _named(arguments: argparse.Namespace, memory: Sequence[float] | None) -> Schedule:
     sizes = {"num_groups": arguments.stages, "num_microbatches": arguments.microbatches}
     if is_schedule_file(arguments.name):
         schedule = read_schedule(arguments.name)
@@ -229,7 +229,7 @@ def _named(arguments: argparse.Namespace, memory: Sequence[int] | None) -> Sched
     return schedule
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def _listed(numbers: Sequence[float]) -> str:
     return str(numbers[0]) if len(set(numbers)) == 1 else ",".join(map(str, numbers))
 
 

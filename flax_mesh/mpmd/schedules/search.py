@@ -212,8 +212,8 @@ class _Search:
 
     def _value(self, simulated: Simulation) -> tuple[float, float]:
         """The objective, then the other one."""
-        both = simulated.makespan, simulated.period
-        return both if self.objective == "makespan" else both[::-1]
+        makespan, period = simulated.makespan, simulated.period
+        return (makespan, period) if self.objective == "makespan" else (period, makespan)
 
     def try_named(self) -> None:
         for schedule in _named(self.problem, self.stage_to_group, self.sizes):

@@ -191,8 +191,8 @@ class _Group:
         microbatch = len(self.ends[way])
         if microbatch == self.num_microbatches or (way in FORWARD and self.stored >= memory_limit):
             return False
-        if self.inputs[way] is None:
+        if (given := self.inputs[way]) is None:
             return True
-        before, group = self.inputs[way]
+        before, group = given
         ends = groups[group].ends[before]
         return len(ends) > microbatch and ends[microbatch] <= time

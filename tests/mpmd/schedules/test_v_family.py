@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flax_mesh.mpmd.schedules import Schedule, check_schedule, make_schedule, simulate
+from flax_mesh.mpmd.schedules import Action, Schedule, check_schedule, make_schedule, simulate
 from flax_mesh.mpmd.schedules.v_family import idle_time, least_memory
 
 # Qi et al. (NeurIPS 2024): idle time of a group by groups and memory limit, from two microbatches per group on.
@@ -109,8 +109,8 @@ def test_slices_of_a_sequence_pass_forward_in_order_and_backward_in_reverse_orde
     times = simulate(schedule).times
     for stage in (0, 1):
         for first in (0, 2):
-            assert times["F", stage, first][1] <= times["F", stage, first + 1][0]
-            assert times["B", stage, first + 1][1] <= times["B", stage, first][0]
+            assert times[Action("F", stage, first)][1] <= times[Action("F", stage, first + 1)][0]
+            assert times[Action("B", stage, first + 1)][1] <= times[Action("B", stage, first)][0]
 
 
 def test_slices_in_the_wrong_order_are_found():
