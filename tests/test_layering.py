@@ -54,7 +54,9 @@ SHARED = {
     "mesh.shape",  # axis sizes from and to text
     "mesh.torus.assign",  # axes over a torus, for plans without devices
     "mesh.torus.torus",
+    "mpmd.schedules.file",  # schedules as text files, for recipes and `flax-mesh schedule`
     "mpmd.runtime.placement",  # bytes of every group, for `explain` of a recipe
+    "mpmd.runtime.search",  # pipeline.schedule=search
     "mpmd.runtime.compile",  # the programs of stages, for plans
     "mpmd.split.remat",  # the values of `pipeline.remat`
     "mpmd.transport.ordered",  # the values of `pipeline.transport`

@@ -18,8 +18,10 @@ from flax_mesh.mpmd.schedules import (
     search_schedule,
     simulate,
 )
+from flax_mesh.mpmd.schedules.file import is_schedule_file, read_schedule, schedule_text
 from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, check_size
 from flax_mesh.mpmd.schedules.simulate import peak_activations, stage_costs
+from flax_mesh.mpmd.schedules.text import summary
 from flax_mesh.mpmd.schedules.validate import memory_limits
 from flax_mesh.train.explain import Measured, measure_recipe
 
@@ -40,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "name",
         metavar="NAME",
-        help=f"{', '.join(SCHEDULE_NAMES)}; or search, for the best schedule at given costs and memory",
+        help=f"{', '.join(SCHEDULE_NAMES)}; v-K, with memory for K activations per group; seq1f1b-K, with K slices of "
+        "every sequence; a FILE; or search, for the best schedule at given costs and memory",
     )
     add("--stages", metavar="S", type=int, help="number of groups of devices; each has V stages")
     add("--microbatches", metavar="M", type=int, help="number of microbatches")
@@ -55,12 +58,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="maximum number of activations that a group may store; one number, or one per group: 4,3,2,1",
     )
+    add(
+        "--activations",
+        metavar="A",
+        help="search: size of an activation in the unit of --memory, such as bytes; one number or one per stage: 1,1,2",
+    )
+    add("--period", action="store_true", help="search: minimize the time between two steps, not that of one step")
     add("--seconds", metavar="N", type=float, help=f"search: approximate time limit (default {DEFAULT_SECONDS:g})")
     add("--seed", metavar="N", type=int, help="search: random seed (default 0)")
     add("--whole-backward", action="store_true", help="search: do not split the backward pass into B and W")
     measure = "measure the stages of a recipe on the available devices; sets stages, microbatches and costs"
     add("--measure", metavar="RECIPE section.key=value", nargs="+", help=measure)
     add("--svg", metavar="FILE", help="write a picture")
+    add("--out", metavar="FILE", help="write the schedule as text, for pipeline.schedule=FILE")
     add("--json", action="store_true", help="print JSON")
 
 
@@ -74,6 +84,13 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     found = _find(arguments)
     if arguments.svg:
         write_file("--svg", arguments.svg, draw_schedule_svg(found.schedule, found.costs))
+    if arguments.out:
+        if not is_schedule_file(arguments.out):
+            raise ConfigError(
+                f"--out {arguments.out}: a file of a schedule must contain a dot or a slash, to differ from a name"
+            )
+        notes = f"flax-mesh {' '.join(argv)}\n{summary(simulate(found.schedule, found.costs))}"
+        write_file("--out", arguments.out, schedule_text(found.schedule, notes))
     if arguments.json:
         print(json.dumps(_data(found)))
     else:
@@ -89,6 +106,7 @@ def _data(found: Found) -> dict[str, Any]:
     data: dict[str, Any] = {
         "name": schedule.name,
         "makespan": simulated.makespan,
+        "period": simulated.period,
         "bubble": simulated.bubble,
         "peak_activations": list(simulated.peak_activations),
         "transfers": simulated.transfers,
@@ -101,6 +119,8 @@ def _data(found: Found) -> dict[str, Any]:
             "optimal": result.optimal,
             "best_named": result.best_named,
             "best_named_makespan": result.best_named_makespan,
+            "best_named_period": result.best_named_period,
+            "objective": result.objective,
             "interrupted": result.interrupted,
         }
     return data
@@ -122,8 +142,19 @@ def _set_measured(arguments: argparse.Namespace, measured: Measured) -> float:
     return unit
 
 
+def _set_from_file(arguments: argparse.Namespace) -> None:
+    """Set the options that a file of a schedule defines."""
+    given = {"--stages": arguments.stages, "--microbatches": arguments.microbatches, "--virtual": arguments.virtual}
+    if redundant := [option for option, value in given.items() if value is not None]:
+        raise ConfigError(f"{' '.join(redundant)}: {arguments.name} defines this; remove it")
+    schedule = read_schedule(arguments.name)
+    arguments.stages, arguments.microbatches = schedule.num_groups, schedule.num_microbatches
+
+
 def _find(arguments: argparse.Namespace) -> Found:
     try:
+        if is_schedule_file(arguments.name):
+            _set_from_file(arguments)
         sizes = {"--stages": arguments.stages, "--microbatches": arguments.microbatches}
         if missing := [option for option, value in sizes.items() if value is None]:
             raise ConfigError(
@@ -131,7 +162,8 @@ def _find(arguments: argparse.Namespace) -> Found:
             )
         _check_search_options(arguments)
         check_size(arguments.stages * (arguments.virtual or 1), arguments.microbatches)
-        memory = None if arguments.memory is None else _numbers("--memory", arguments.memory, int)
+        kind = int if arguments.activations is None else float
+        memory = None if arguments.memory is None else _numbers("--memory", arguments.memory, kind)
         if memory is not None:
             memory = memory_limits(memory[0] if len(memory) == 1 else memory, arguments.stages)
         costs = [StageCost(*cost) for cost in _costs(arguments.costs)]
@@ -148,13 +180,14 @@ def _find(arguments: argparse.Namespace) -> Found:
 def _summary(result: SearchResult) -> str:
     gap = f"at most {result.gap:.2%} slower than the optimum (lower bound {result.lower_bound:.6g})"
     named = "no named schedule fits this memory"
-    if result.best_named is not None and result.best_named_makespan is not None:
-        named = f"best named schedule that fits: {result.best_named}, makespan {result.best_named_makespan:.6g}"
+    if result.best_named is not None:
+        value = getattr(result, f"best_named_{result.objective}")
+        named = f"best named schedule that fits: {result.best_named}, {result.objective} {value:.6g}"
     interrupted = "interrupted; " if result.interrupted else ""
     return f"{interrupted}{'optimal' if result.optimal else gap}; {named}"
 
 
-def _search(arguments: argparse.Namespace, costs: list[StageCost], memory: Sequence[int] | None) -> Found:
+def _search(arguments: argparse.Namespace, costs: list[StageCost], memory: Sequence[float] | None) -> Found:
     virtual = 1 if arguments.virtual is None else arguments.virtual
     if arguments.stages < 1 or virtual < 1:
         raise ConfigError(f"--stages and --virtual must be at least 1, got {arguments.stages} and {virtual}")
@@ -164,16 +197,28 @@ def _search(arguments: argparse.Namespace, costs: list[StageCost], memory: Seque
         memory,
         num_microbatches=arguments.microbatches,
         num_groups=arguments.stages,
+        activation_sizes=_sizes(arguments.activations, len(of_stages)),
         splits_backward=not arguments.whole_backward,
+        objective="period" if arguments.period else "makespan",
         seconds=DEFAULT_SECONDS if arguments.seconds is None else arguments.seconds,
         seed=arguments.seed or 0,
     )
     return Found(result.schedule, of_stages, result)
 
 
-def _named(arguments: argparse.Namespace, memory: Sequence[int] | None) -> Schedule:
+def _sizes(text: str | None, num_stages: int) -> tuple[float, ...] | None:
+    if text is None:
+        return None
+    sizes = _numbers("--activations", text, float)
+    return sizes * num_stages if len(sizes) == 1 else sizes
+
+
+def _named(arguments: argparse.Namespace, memory: Sequence[float] | None) -> Schedule:
     sizes = {"num_groups": arguments.stages, "num_microbatches": arguments.microbatches}
-    schedule = make_schedule(arguments.name, **sizes, num_virtual_stages=arguments.virtual)
+    if is_schedule_file(arguments.name):
+        schedule = read_schedule(arguments.name)
+    else:
+        schedule = make_schedule(arguments.name, **sizes, num_virtual_stages=arguments.virtual)
     peaks = peak_activations(schedule)
     if memory is not None and any(peak > limit for peak, limit in zip(peaks, memory, strict=True)):
         least = schedule.num_stages // schedule.num_groups
@@ -184,13 +229,14 @@ def _named(arguments: argparse.Namespace, memory: Sequence[int] | None) -> Sched
     return schedule
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def _listed(numbers: Sequence[float]) -> str:
     return str(numbers[0]) if len(set(numbers)) == 1 else ",".join(map(str, numbers))
 
 
 def _check_search_options(arguments: argparse.Namespace) -> None:
     options = {"--seconds": arguments.seconds, "--seed": arguments.seed}
-    options["--whole-backward"] = arguments.whole_backward or None
+    options |= {"--whole-backward": arguments.whole_backward or None, "--period": arguments.period or None}
+    options["--activations"] = arguments.activations
     given = [option for option, value in options.items() if value is not None]
     if given and arguments.name != SEARCH:
         raise ConfigError(f"{' '.join(given)}: only flax-mesh schedule search accepts this, not {arguments.name}")

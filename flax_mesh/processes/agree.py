@@ -23,16 +23,26 @@ def assert_equal(name: str, facts: Mapping[str, str]) -> None:
     """
     if jax.process_count() == 1:
         return
-    name = f"{name}/{call_number(f'assert_equal {name}')}"
-    put_text(f"assert_equal/{name}/{jax.process_index()}", json.dumps(dict(facts)))
 
-    def differences() -> str:
-        keys = [f"assert_equal/{name}/{process}" for process in range(jax.process_count())]
-        return "\n".join(_differences([json.loads(_wait(key, process)) for process, key in enumerate(keys)]))
+    def differences(texts: Sequence[str]) -> str:
+        return "\n".join(_differences(list(map(json.loads, texts))))
 
-    if found := broadcast_from_process_0(f"assert_equal/{name}/differences", differences):
+    if found := decide_at_process_0(f"assert_equal/{name}", json.dumps(dict(facts)), differences):
         repair = "Start all processes with the same code, recipe, settings, data and versions."
         raise ConfigError(["the processes of this run differ:", *found.split("\n"), repair])
+
+
+def decide_at_process_0(name: str, text: str, decide: Callable[[Sequence[str]], str]) -> str:
+    """Calls `decide` in process 0 with the texts of all processes, and returns its result in all processes.
+
+    Every process must call it with the same `name`, in the same order. Errors are those of `broadcast_from_process_0`.
+    """
+    if jax.process_count() == 1:
+        return decide([text])
+    name = f"{name}/{call_number(f'decide_at_process_0 {name}')}"
+    put_text(f"{name}/{jax.process_index()}", text)
+    processes = range(jax.process_count())
+    return broadcast_from_process_0(f"{name}/decided", lambda: decide([_wait(f"{name}/{p}", p) for p in processes]))
 
 
 def broadcast_from_process_0(name: str, decide: Callable[[], str]) -> str:

@@ -18,7 +18,7 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.mesh.create import create_mesh
 from flax_mesh.modes import optimizer_of
 from flax_mesh.mpmd import MpmdMesh, Pipeline, StagedModel, split_stages
-from flax_mesh.mpmd.schedules.schedule import Schedule, make_schedule
+from flax_mesh.mpmd.schedules.schedule import Schedule
 from flax_mesh.sharding.abstract import (
     ATTRIBUTE,
     abstract_split,
@@ -42,6 +42,7 @@ from flax_mesh.train.config import (
     mesh_shape,
     parse_compiler_options,
     parse_cut,
+    pipeline_schedule,
     shard_over,
 )
 from flax_mesh.tree import map_named
@@ -217,13 +218,7 @@ def split_model(
     config: TrainConfig, layers: Sequence[str], num_groups: int, mesh: MpmdMesh | AbstractMesh
 ) -> tuple[StagedModel, Schedule]:
     """The stages of the recipe's model and their schedule; `mesh` is an MpmdMesh or the mesh of one group."""
-    wanted = config.pipeline
-    schedule = make_schedule(
-        wanted.schedule,
-        num_groups=num_groups,
-        num_microbatches=wanted.num_microbatches,
-        num_virtual_stages=wanted.num_virtual_stages,
-    )
+    schedule = pipeline_schedule(config.pipeline, num_groups)
     shape = config.data.batch_size, config.data.sequence_length
     rows = jax.ShapeDtypeStruct(shape, jnp.int32)
     check_arguments("loss_fn", config.loss_fn, "model", "batch")
@@ -235,7 +230,7 @@ def split_model(
             mesh=mesh,
             schedule=schedule,
             layers=layers or None,
-            **parse_cut(wanted.cut),
+            **parse_cut(config.pipeline.cut),
         )
     return staged, schedule
 

@@ -14,7 +14,6 @@ from flax_mesh.checkpoint.hf.decoders import open_decoder
 from flax_mesh.errors import ConfigError
 from flax_mesh.hardware import load_chip
 from flax_mesh.mpmd import Pipeline
-from flax_mesh.mpmd.schedules.schedule import make_schedule
 from flax_mesh.settings import path_problem, type_problems, value_problems
 from flax_mesh.train.config import (
     AXIS_NAMES,
@@ -26,6 +25,7 @@ from flax_mesh.train.config import (
     options_text,
     parse_compiler_options,
     parse_cut,
+    pipeline_schedule,
     shard_over,
 )
 from flax_mesh.train.data.data import NO_SOURCE, Corpus
@@ -109,14 +109,9 @@ def _check_pipeline(config: PipelineConfig, num_groups: int) -> list[str]:
         found.append(str(error))
     if num_groups > 1 and config.num_microbatches >= 1:
         try:
-            make_schedule(
-                config.schedule,
-                num_groups=num_groups,
-                num_microbatches=config.num_microbatches,
-                num_virtual_stages=config.num_virtual_stages,
-            )
-        except ValueError as error:
-            found.append(f"pipeline.schedule={config.schedule}: {error}")
+            pipeline_schedule(config, num_groups)
+        except ConfigError as error:
+            found += error.problems
     return found
 
 

@@ -19,6 +19,9 @@ from flax import nnx
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.mesh.shape import parse_mesh_shape
+from flax_mesh.mpmd.runtime.search import SEARCH
+from flax_mesh.mpmd.schedules import Schedule, StageCost, make_schedule, search_schedule
+from flax_mesh.mpmd.schedules.file import is_schedule_file, read_schedule
 from flax_mesh.mpmd.split.remat import REMAT_MODES
 from flax_mesh.mpmd.transport.ordered import TRANSPORTS
 from flax_mesh.settings import MAX_SIZE, SAME_RESULT, path_problem
@@ -56,7 +59,10 @@ class PipelineConfig:
 
     Attributes:
         num_microbatches: Number of equal parts of the batch whose gradients are accumulated, with or without pp.
-        schedule: One of the schedule names in docs/schedules.md.
+        schedule: One of the schedule names in docs/schedules.md; a file that `flax-mesh schedule --out FILE` wrote; or
+            "search": the first steps are measured, and the run continues with the best schedule for them.
+        memory_limit: Of schedule=search: the most activations that a group may store, each of one stage. None: as many
+            as there are stages, the memory of 1f1b's first group.
         cut: How layers are assigned to stages: "flops" minimizes the FLOPs of the largest stage, "count" balances the
             number of layers, and "2,5" lists the first layer of every stage but the first.
         num_virtual_stages: Stages per group. None: the schedule's default.
@@ -71,6 +77,7 @@ class PipelineConfig:
 
     num_microbatches: int = field(default=1, metadata=AT_LEAST_1)
     schedule: str = field(default="1f1b", metadata=SAME_RESULT)
+    memory_limit: int | None = field(default=None, metadata=SAME_RESULT | AT_LEAST_1)
     cut: str = field(default="flops", metadata=SAME_RESULT)
     num_virtual_stages: int | None = field(default=None, metadata=SAME_RESULT | AT_LEAST_1)
     remat: str = field(default="none", metadata=SAME_RESULT | {"one_of": REMAT_MODES})
@@ -332,3 +339,55 @@ def _parse_option(value: str) -> bool | int | str:
     if value.lower() in ("true", "false"):
         return value.lower() == "true"
     return int(value) if value.lstrip("-").isdecimal() else value
+
+
+def pipeline_schedule(config: PipelineConfig, num_groups: int) -> Schedule:
+    """The schedule of `pipeline.schedule`, a name or a file. Raises ConfigError if it does not fit other settings."""
+    try:
+        if config.schedule == SEARCH:
+            return first_schedule(config, num_groups)
+        if is_schedule_file(config.schedule):
+            schedule = read_schedule(config.schedule)
+        else:
+            schedule = make_schedule(
+                config.schedule,
+                num_groups=num_groups,
+                num_microbatches=config.num_microbatches,
+                num_virtual_stages=config.num_virtual_stages,
+            )
+    except ConfigError as error:  # every line starts with the file
+        raise ConfigError([f"pipeline.schedule={line}" for line in error.problems]) from error
+    except ValueError as error:
+        raise ConfigError(f"pipeline.schedule={config.schedule}: {error}") from error
+    virtual = config.num_virtual_stages or schedule.num_stages // num_groups
+    problems = [
+        f"{setting} is {wanted}, but the schedule has {found}"
+        for setting, wanted, found in (
+            ("pp in mesh.shape", num_groups, schedule.num_groups),
+            ("pipeline.num_microbatches", config.num_microbatches, schedule.num_microbatches),
+            ("the number of stages", virtual * num_groups, schedule.num_stages),
+        )
+        if wanted != found
+    ]
+    if schedule.num_slices > 1:
+        problems.append("a pipeline runs whole sequences, not slices; use 1f1b, whose order is the same")
+    if problems:
+        raise ConfigError([f"pipeline.schedule={config.schedule}: {problem}" for problem in problems])
+    return schedule
+
+
+def first_schedule(config: PipelineConfig, num_groups: int) -> Schedule:
+    """The schedule of the steps that are measured: the best one for stages of equal cost."""
+    num_stages = num_groups * (config.num_virtual_stages or 1)
+    found = search_schedule(
+        [StageCost()] * num_stages,
+        schedule_memory(config, num_groups),
+        num_microbatches=config.num_microbatches,
+        num_groups=num_groups,
+        seconds=1.0,
+    )
+    return found.schedule
+
+
+def schedule_memory(config: PipelineConfig, num_groups: int) -> int:
+    return config.memory_limit or num_groups * (config.num_virtual_stages or 1)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -20,13 +20,15 @@ from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.mesh.context import in_mesh
 from flax_mesh.modes import set_eval_mode
 from flax_mesh.mpmd.runtime.profile import costs_of, trace_step
+from flax_mesh.mpmd.runtime.search import SEARCH, ScheduleSearch
 from flax_mesh.mpmd.schedules.simulate import simulate
 from flax_mesh.processes import Watch, broadcast_from_process_0, stop_together
 from flax_mesh.step.loss import Limits
 from flax_mesh.step.state import TrainState
+from flax_mesh.text import count_text, mesh_text
 from flax_mesh.train.build import TrainProgram, batch_sharding, build_program
 from flax_mesh.train.checks import check_on_corpus, check_trace
-from flax_mesh.train.config import CheckpointConfig, TrainConfig, data_seed
+from flax_mesh.train.config import CheckpointConfig, TrainConfig, data_seed, schedule_memory
 from flax_mesh.train.data.batches import BatchFn, batch_rows, make_batch_fn, make_eval_fn, num_eval_batches, prefetch
 from flax_mesh.train.data.data import Corpus, decode, load_corpus
 from flax_mesh.train.metadata import check_resume, layout_changes, run_metadata, run_record, step_record
@@ -131,6 +133,7 @@ def train(
     with folder_of_run(Path(config.run.folder).expanduser(), restart) as folder:
         record = run_record(recipe, program, corpus)
         check_agreement(record)
+        program = _with_search(program, folder, say)
         run = Run(program, corpus, batch, evaluate, record, folder, say, hooks, should_stop, trace)
         describe(run)
         if is_first():
@@ -167,6 +170,16 @@ def train(
             _check_stages(run, is_new=False)
             state = checkpointer.restore(program.layout, step, verify=False)  # latest_step has verified it
             return _steps(run, checkpointer, state, step, saved)
+
+
+def _with_search(program: TrainProgram, folder: Path, say: Say) -> TrainProgram:
+    """The program of `pipeline.schedule=search`, whose first steps are measured."""
+    config, pipeline = program.config.pipeline, program.pipeline
+    if pipeline is None or config.schedule != SEARCH:
+        return program
+    setting = f"{mesh_text(program.mesh.shape)}, {count_text(config.num_microbatches, 'microbatch')}"
+    memory = schedule_memory(config, len(pipeline.groups))
+    return replace(program, step=ScheduleSearch(pipeline, memory, folder, setting, say).step)
 
 
 def _check_stages(run: Run, *, is_new: bool) -> None:

@@ -9,6 +9,8 @@ time of the dispatching thread per action in microseconds (F, B, and the whole s
 bytes transferred between groups in one step, counted from the arrays passed to the copy functions; and the ratio of the
 second half of the run over that of the first. Target: time at most 1.5 times, no growth.
 
+"over jit": the time over that of one jitted step of the model on one device, with as many microbatches.
+
 The second table: layers that sleep, and the step time over the simulated makespan, as in the benchmark `overlap`.
 
     python -m tests.benchmarks pipeline [--microbatches 8,32] [--steps 200] [--ms 50]
@@ -32,6 +34,9 @@ from flax_mesh import create_mesh
 from flax_mesh.mpmd import MpmdMesh, Pipeline, split_stages
 from flax_mesh.mpmd.schedules import make_schedule
 from flax_mesh.mpmd.transport import local_copy
+from flax_mesh.sharding.abstract import abstract_state
+from flax_mesh.step.state import TrainState, init_train_state
+from flax_mesh.step.step import make_train_step
 from tests.benchmarks import overlap
 from tests.benchmarks._report import print_json, print_table, use_cpu
 
@@ -142,17 +147,25 @@ def measure(count: int, remat: Any, steps: int) -> dict[str, Any]:
         parameters, total = step(parameters, xs, ys)
         return parameters, total
 
-    turns = Turn(run_pipeline), Turn(run_handwritten)
+    plain, plain_step = plain_program(count)
+
+    def run_plain() -> Any:
+        nonlocal plain
+        plain, found = plain_step(plain, batch)
+        return plain.leaves, found
+
+    turns = Turn(run_pipeline), Turn(run_handwritten), Turn(run_plain)
     for number in range(steps + WARM):
         for turn in turns if number % 2 else turns[::-1]:
             turn.run()
     error = abs(float(metrics["loss"]) - float(total) / count)
     num_actions = len(pipeline.schedule.order())
-    pipelined, baseline = turns
+    pipelined, baseline, jitted = turns
     ratios = [a / b for a, b in zip(pipelined.time, baseline.time, strict=True)]
     early, late = ratios[WARM : WARM + steps // 2], ratios[WARM + steps // 2 :]
     row: dict[str, Any] = {"M": count, "remat": remat}
     row |= {"time": median_ratio(pipelined.time, baseline.time), "CPU time": median_ratio(pipelined.cpu, baseline.cpu)}
+    row["over jit"] = median_ratio(pipelined.time, jitted.time)
     row |= dispatch_of_actions(pipeline, run_pipeline)
     for name, turn in (("action", pipelined), ("by hand", baseline)):
         row[f"{name} us"] = 1e6 * statistics.median(turn.dispatch[WARM:]) / num_actions
@@ -169,6 +182,18 @@ def make_pipeline(count: int, remat: Any) -> tuple[Pipeline, dict[str, np.ndarra
     staged = split_stages(loss_fn, lambda: Net(nnx.Rngs(0)), micro, num_stages=STAGES, mesh=groups.unstack[0])
     schedule = make_schedule("1f1b", num_groups=STAGES, num_microbatches=count)
     return Pipeline(staged, optax.sgd(RATE), mesh=groups, schedule=schedule, remat=remat), batch
+
+
+def plain_program(count: int) -> tuple[TrainState, Callable[..., Any]]:
+    """(state, step) of the same model on one device."""
+    mesh = create_mesh((1,), ("dp",), devices=jax.devices()[:1])
+
+    def make() -> tuple[Net, nnx.Optimizer]:
+        model = Net(nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.sgd(RATE), wrt=nnx.Param)
+
+    state = init_train_state(make, abstract_state(make, mesh, [(".*", ())]))
+    return state, make_train_step(loss_fn, state, num_microbatches=count, layers=("layers",))
 
 
 def median_ratio(times: Sequence[float], baseline: Sequence[float]) -> float:

@@ -76,15 +76,44 @@ def test_the_search_finds_a_schedule_that_fits(output_of):
 
 def test_the_table_and_the_picture(output_of, tmp_path):
     text = output_of("zb-v", *SIZES, "--svg", str(tmp_path / "zb-v.svg"))
-    assert "zb-v: 4 groups, 8 stages, 8 microbatches" in text and "makespan 51, bubble 5.9%, 96 transfers" in text
+    assert (
+        "zb-v: 4 groups, 8 stages, 8 microbatches" in text
+        and "makespan 51, period 48, bubble 5.9%, 96 transfers" in text
+    )
     boxes = [e for e in ElementTree.parse(tmp_path / "zb-v.svg").iter() if e.get("class", "")[:1] in ("F", "B", "W")]
     assert len(boxes) == 3 * 8 * 8 + 3 * 2  # and the legend
+
+
+def test_a_searched_schedule_is_written_and_printed_from_its_file(output_of, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = output_of("search", *SIZES, "--virtual", "2", "--memory", "5", "--seconds", "0.1", "--out", "best.schedule")
+    assert "makespan 56, period 56" in text and "best named schedule that fits: v-5, makespan 56" in text
+    lines = Path("best.schedule").read_text().splitlines()
+    assert lines[0].startswith("# flax-mesh schedule search --stages 4 --microbatches 8 --virtual 2")
+    assert lines[1] == "# makespan 56, period 56, bubble 14.3%, 96 transfers"
+    data = json.loads(output_of("best.schedule", "--json"))
+    check_schedule(rows(data), 5)
+    assert (data["makespan"], data["period"]) == (56, 56)
+
+
+def test_the_search_minimizes_the_period_within_bytes(output_of):
+    sizes = ("--stages", "2", "--microbatches", "4", "--memory", "4e9", "--activations", "1e9,2e9", "--period")
+    text = output_of("search", *sizes)
+    assert "best named schedule that fits: zb-h1, period 13" in text
+    data = json.loads(output_of("search", *sizes, "--json"))
+    assert data["objective"] == "period" and 12 <= data["period"] <= data["best_named_period"] == 13
+    check_schedule(rows(data), 4e9, activation_sizes=(1e9, 2e9))
 
 
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
         (("zb-w", *SIZES), r"unknown schedule 'zb-w'; did you mean zb-v\?"),
+        (("v-9", *SIZES), r"v-9 on 4 groups requires v-4 to v-8: .*; the nearest is v-8"),
+        (("1f1b", *SIZES, "--out", "best"), r"--out best: a file of a schedule must contain a dot or a slash"),
+        (("1f1b", *SIZES, "--period"), r"--period: only flax-mesh schedule search accepts this, not 1f1b"),
+        (("./no.schedule",), r"./no.schedule: no such file; write one with flax-mesh schedule NAME --out"),
+        (("search", *SIZES, "--memory", "4", "--activations", "1,2"), r"activation_sizes must be 4 numbers"),
         (("1f1b", "--stages", "4"), r"--microbatches: required, unless --measure RECIPE is given"),
         (("1f1b", "--stages", "0", "--microbatches", "8"), r"the number of groups must be at least 1, got 0"),
         (("search", "--stages", "0", "--microbatches", "8"), r"--stages and --virtual must be at least 1, got 0 and 1"),
@@ -197,6 +226,17 @@ def test_the_commands_of_the_docs_run(tmp_path, monkeypatch, capsys):
     for command in found:
         assert main(command) == DONE, command
     capsys.readouterr()
+
+
+def test_the_table_of_the_docs_has_makespan_period_and_bubble_of_every_schedule():
+    """The column for 4 groups and 8 microbatches, and the one after it."""
+    rows = [line.split("|")[1:-1] for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    found = {row[0].strip(" `"): row for row in rows if len(row) == 7}
+    assert {*SCHEDULE_NAMES, "v-7", "seq1f1b-2"} == set(found)
+    for name, row in found.items():
+        result = simulate(make_schedule(name, num_groups=4, num_microbatches=8))
+        assert row[3].strip() == f"{result.makespan:g}, {result.period:g}", name
+        assert row[4].strip() == f"{result.bubble:.1%}", name
 
 
 def test_the_pictures_of_the_docs_are_drawn_by_the_command(tmp_path):

@@ -114,6 +114,19 @@ def test_explicit_axes_of_two_processes_train_as_auto_axes_of_one(tmp_path):
         np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-5)
 
 
+@pytest.mark.slow
+def test_two_processes_search_one_schedule_and_resume_with_it(tmp_path):
+    same = ["model.num_layers=2", "mesh.shape=pp:2,fsdp:2"]
+    run(1, 4, tmp_path / "named", *same, "pipeline.schedule=zb-h1", "run.steps=5")
+    for steps in (4, 5):
+        output = run(2, 2, tmp_path / "searched", *same, "pipeline.schedule=search", f"run.steps={steps}")
+        assert ("schedule: searched for the measured stages" in output) == (steps == 4), output
+    assert (tmp_path / "searched" / "schedule.txt").read_text().startswith("# pp:2,fsdp:2, 4 microbatches\n")
+    found, expected = losses(tmp_path / "searched"), losses(tmp_path / "named")
+    assert found.keys() == expected.keys() == {1, 2, 3, 4, 5}
+    np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-5)
+
+
 def assert_restored(folder: Path, step: int, processes: int, devices: int, shape: str, where: Path) -> None:
     """Every shard of every array, restored in processes of this layout, has the bits that plain Orbax reads."""
     where.mkdir()

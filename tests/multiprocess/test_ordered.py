@@ -15,6 +15,8 @@ MATRIX = [
     ("decoder", "1f1b", "pp:4", 4, 1),
     ("net", "interleaved-1f1b", "pp:2", 2, 1),
     ("net", "zb-v", "pp:2", 2, 1),
+    ("net", "v-min", "pp:2", 2, 1),
+    ("net", "zb-h2", "pp:2", 2, 1),
     ("net", "zb-h1", "pp:4", 4, 1),
     ("decoder", "zb-h1", "pp:2,fsdp:2", 2, 2),
     ("decoder", "interleaved-1f1b", "pp:2,tp:2", 2, 2),

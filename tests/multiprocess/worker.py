@@ -276,8 +276,8 @@ def compiled_stages(pipeline: Pipeline) -> list[int]:
         stage.stage
         for made in pipeline.compiled.values()
         for stage in made.stages
-        for function in (stage.forward, stage.backward, stage.weights)
-        if function._cache_size()  # pyright: ignore[reportFunctionMemberAccess]
+        for function in (stage.forward, stage.backward, stage.weights, stage.both)
+        if function is not None and function._cache_size()  # pyright: ignore[reportFunctionMemberAccess]
     }
     return sorted(found)
 

@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,6 +30,8 @@ class StageFunctions(NamedTuple):
         forward(leaves, data, slot, received, sums) -> sent, residuals, new values, sums
         backward(leaves, data, slot, received, residuals, cotangents, grads) -> gradients of floats_in, grads, carry
         weights(leaves, data, slot, received, residuals, cotangents, carry, grads) -> grads
+        both(leaves, data, slot, received, sums, grads) -> new values, sums, gradients of floats_in, grads, residuals of
+            W, carry: F and B in one program, for a stage that sends nothing
     """
 
     stage: int
@@ -47,6 +49,7 @@ class StageFunctions(NamedTuple):
     forward: Jitted
     backward: Jitted  # only if has_weights; otherwise B computes all gradients
     weights: Jitted
+    both: Jitted | None  # None: the stage sends activations, so its B waits for gradients
     has_weights: bool
     lasting: frozenset[int]  # residuals that W also needs; B frees the others
 
@@ -165,8 +168,10 @@ class _StageCompiler:
     def compile(self, group: int, shardings: Sequence[NamedSharding], stored_before: set[int]) -> StageFunctions:
         program, updates = self.program, self.updates
         changed = tuple(updates[at] for at in program.outputs if at in updates)
+        new = [sharding_on(shardings[at], self.mesh) for at in changed]
         grads = [sharding_on(shardings[at], self.mesh) for at in program.trained]
         residuals = program.arguments[3] if program.weights else ()
+        lasting = frozenset(i for i, v in enumerate(residuals) if program.weights and v in program.weights.inputs)
         return StageFunctions(
             stage=self.stage,
             group=group,
@@ -180,11 +185,12 @@ class _StageCompiler:
             sent=program.sent,
             floats_in=program.floats_in,
             floats_out=program.floats_out,
-            forward=self.forward([sharding_on(shardings[at], self.mesh) for at in changed]),
+            forward=self.forward(new),
             backward=self.backward(grads),
             weights=self.weights(grads),
+            both=None if program.sent or program.backward is None else self.both(new, grads, lasting),
             has_weights=program.weights is not None,
-            lasting=frozenset(i for i, v in enumerate(residuals) if program.weights and v in program.weights.inputs),
+            lasting=lasting,
         )
 
     def inputs(self, leaves: Sequence[Any], data: Sequence[Any], slot: tuple[Any, Any]) -> list[Any]:
@@ -208,34 +214,42 @@ class _StageCompiler:
             return [functools.reduce(operator.add, each) for each in parts]
 
     def forward(self, changed: Sequence[NamedSharding]) -> Jitted:
-        program, updates = self.program, self.updates
-        num_sent, num_outputs = len(program.sent), len(program.outputs)
-
-        def forward(leaves, data, slot, received, sums):
-            outs = self.call(program.forward, self.inputs(leaves, data, slot), received)
-            values = dict(zip(program.outputs, outs[num_sent : num_sent + num_outputs], strict=True))
-            new = [value for at, value in values.items() if at in updates]
-            added = [value for at, value in values.items() if at not in updates]
-            sums = [total + value for total, value in zip(sums, added, strict=True)]
-            return outs[:num_sent], outs[num_sent + num_outputs :], new, sums
-
-        return named_jit(forward, f"stage{self.stage}_forward", (4,), (None, None, list(changed), None), self.options)
+        name = f"stage{self.stage}_forward"
+        return named_jit(self._forward, name, (4,), (None, None, list(changed), None), self.options)
 
     def backward(self, trained: Sequence[NamedSharding]) -> Jitted:
+        out = (None, list(trained) if self.program.weights is None else None, None)
+        return named_jit(self._backward, f"stage{self.stage}_backward", (6,), out, self.options)
+
+    def both(self, changed: Sequence[NamedSharding], trained: Sequence[NamedSharding], lasting: Set[int]) -> Jitted:
+        def both(leaves, data, slot, received, sums, grads):
+            _, residuals, new, sums = self._forward(leaves, data, slot, received, sums)
+            to_inputs, grads, carry = self._backward(leaves, data, slot, received, residuals, [], grads)
+            kept = [x if i in lasting else None for i, x in enumerate(residuals)]
+            return new, sums, to_inputs, grads, kept, carry
+
+        out = (list(changed), None, None, list(trained) if self.program.weights is None else None, None, None)
+        return named_jit(both, f"stage{self.stage}_forward_and_backward", (4, 5), out, self.options)
+
+    def _forward(self, leaves, data, slot, received, sums):
+        program, updates = self.program, self.updates
+        num_sent, num_outputs = len(program.sent), len(program.outputs)
+        outs = self.call(program.forward, self.inputs(leaves, data, slot), received)
+        values = dict(zip(program.outputs, outs[num_sent : num_sent + num_outputs], strict=True))
+        new = [value for at, value in values.items() if at in updates]
+        added = [value for at, value in values.items() if at not in updates]
+        sums = [total + value for total, value in zip(sums, added, strict=True)]
+        return outs[:num_sent], outs[num_sent + num_outputs :], new, sums
+
+    def _backward(self, leaves, data, slot, received, residuals, cotangents, grads):
         program = self.program
-        all_gradients = program.weights is None
-
-        def backward(leaves, data, slot, received, residuals, cotangents, grads):
-            summed = self.sum(cotangents)
-            outs = self.call(program.backward, self.inputs(leaves, data, slot), received, summed, residuals)
-            num = len(program.floats_in)
-            to_inputs, rest = outs[:num], outs[num:]
-            if not all_gradients:
-                return to_inputs, grads, rest
-            return to_inputs, [g + x for g, x in zip(grads, rest, strict=True)], []
-
-        out = (None, list(trained) if all_gradients else None, None)
-        return named_jit(backward, f"stage{self.stage}_backward", (6,), out, self.options)
+        summed = self.sum(cotangents)
+        outs = self.call(program.backward, self.inputs(leaves, data, slot), received, summed, residuals)
+        num = len(program.floats_in)
+        to_inputs, rest = outs[:num], outs[num:]
+        if program.weights is not None:
+            return to_inputs, grads, rest
+        return to_inputs, [g + x for g, x in zip(grads, rest, strict=True)], []
 
     def weights(self, trained: Sequence[NamedSharding]) -> Jitted:
         def weights(leaves, data, slot, received, residuals, cotangents, carry, grads):
@@ -266,5 +280,9 @@ def named_jit(
     fn: Jitted, name: str, donate: tuple[int, ...], out_shardings: Any, options: dict[str, Any] | None
 ) -> Jitted:
     """`fn` jitted under a name that profiles show."""
-    fn.__name__ = name
-    return jax.jit(fn, donate_argnums=donate, out_shardings=out_shardings, compiler_options=options)
+
+    def named(*args):
+        return fn(*args)
+
+    named.__name__ = name
+    return jax.jit(named, donate_argnums=donate, out_shardings=out_shardings, compiler_options=options)

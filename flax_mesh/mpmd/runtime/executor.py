@@ -11,6 +11,8 @@ Every process dispatches the actions of its own groups. For stage k and microbat
                                                                      schedule has W, its inputs, to saved[k, m]
     W   saved[k, m]                          ->  stage.weights   ->  weight gradients, added to grads
 
+F and B of a stage that sends nothing are one program, stage.both, if the schedule runs them back to back.
+
 A value for another group of this process is copied when it is computed. A value for another process is sent when it is
 computed and received when it is used. The transfer server matches the two by key, so processes need no common order;
 the ordered transport (`flax_mesh.mpmd.transport.ordered`) has one.
@@ -23,7 +25,7 @@ layout under a layout key. Let stage 0 send activation v to stages 1 and 3:
     3 --dv--> 0       key (B, v, 3): another program computes this gradient, so its layout may differ
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -77,6 +79,7 @@ class ScheduleRun:
             for stage, start in zip((s for s in self.stages if s.group == group), sums, strict=True):
                 self.sums[stage.stage] = start
         self._pass: OrderedPass | None = None
+        self._fused: Set[int] = frozenset()
 
     def follow(
         self,
@@ -84,10 +87,15 @@ class ScheduleRun:
         actions: Sequence[Action],
         ordered: OrderedTransport | None = None,
         on_action: Callable[[Action, Saved], None] | None = None,
+        fused: Set[int] = frozenset(),
     ) -> None:
-        """Dispatch `actions`, the local ones of `schedule`. `ordered` is None if the transfer server is used."""
+        """Dispatch `actions`, the local ones of `schedule`. `ordered` is None if the transfer server is used.
+
+        The F of stages in `fused` run in the program of the B that follows; not if `on_action` looks at single actions.
+        """
+        self._fused = frozenset() if on_action is not None else fused
         if ordered is not None:
-            name = self.compiled.number, schedule.num_microbatches
+            name = self.compiled.number, schedule.name, schedule.num_microbatches
             self._pass = ordered.start_pass(name, self.number, schedule, self.compiled.sends)
         for action in actions:
             if self._pass is not None:
@@ -100,6 +108,10 @@ class ScheduleRun:
 
     def do(self, action: Action) -> None:
         kind, k, microbatch = action
+        if k in self._fused and kind != "W":
+            if kind == "B":
+                self._both(self.stages[k], microbatch)
+            return
         # No table of bound methods in `self`: a reference cycle would keep all arrays until a garbage collection.
         if kind == "F":
             self._forward(self.stages[k], microbatch)
@@ -127,10 +139,7 @@ class ScheduleRun:
             # The other variables that change are only written.
             old = {at: x for at, x in zip(stage.leaves, leaves, strict=True) if at in stage.changed}
             self.saved[k, microbatch] = (received, residuals, old, None)
-        for at, value in zip(stage.changed, new, strict=True):
-            self._current[k, at] = value
-            if at in stage.stored:
-                self.changed[at] = value
+        self._store_changed(stage, new)
         for v, value in zip(stage.sent, sent, strict=True):
             for receiver in self._receivers[v]:
                 key = ("F", microbatch, receiver)
@@ -150,6 +159,34 @@ class ScheduleRun:
         else:
             residuals = [x if i in stage.lasting else None for i, x in enumerate(residuals)]
             self.saved[k, microbatch] = (received, residuals, old, (cotangents, carry))
+        self._send_gradients(stage, microbatch, to_inputs)
+
+    def _both(self, stage: StageFunctions, microbatch: int) -> None:
+        """F and B of a stage that sends nothing."""
+        k, group, stored, summed = stage.stage, stage.group, self.leaves[stage.group], self.grads[stage.group]
+        received = [self._value(v, microbatch, k, group) for v in stage.received]
+        leaves = [self._current.get((k, at), stored[at]) for at in stage.leaves]
+        grads = [summed[at] for at in stage.trained] if not stage.has_weights else []
+        assert stage.both is not None
+        new, self.sums[k], to_inputs, grads, residuals, carry = stage.both(
+            leaves, self.data[k], self.slots[group][microbatch], received, self.sums[k], grads
+        )
+        if not stage.has_weights:
+            summed.update(zip(stage.trained, grads, strict=True))
+        else:
+            old = {at: x for at, x in zip(stage.leaves, leaves, strict=True) if at in stage.changed}
+            self.saved[k, microbatch] = (received, residuals, old, ([], carry))
+        self._store_changed(stage, new)
+        self._send_gradients(stage, microbatch, to_inputs)
+
+    def _store_changed(self, stage: StageFunctions, new: Sequence[jax.Array]) -> None:
+        for at, value in zip(stage.changed, new, strict=True):
+            self._current[stage.stage, at] = value
+            if at in stage.stored:
+                self.changed[at] = value
+
+    def _send_gradients(self, stage: StageFunctions, microbatch: int, to_inputs: Sequence[jax.Array]) -> None:
+        k, group = stage.stage, stage.group
         for i, gradient in zip(stage.floats_in, to_inputs, strict=True):
             v = stage.received[i]
             owner = self.stages[self._sender[v][0]].group

@@ -133,6 +133,7 @@ class Pipeline:
         self.staged = staged.with_layout(self.groups[0].abstract_mesh, self.placement.model_specs, self.axes)
         self.num_transfers = 0  # of activations and gradients between groups, in the last step
         self.on_action: Callable[[Action, Saved], None] | None = None  # for tests and tools
+        self.fuses = True  # F and B of the last stage, where they run back to back; this may round differently
         self._by_batch: dict[Hashable, CompiledPipeline] = {}  # by the tree and the shapes of a batch
         self.compiled: dict[int, CompiledPipeline] = {}  # by the id of a traced Forward, which the staged model keeps
         self._updates: dict[Hashable, Update] = {}
@@ -158,9 +159,25 @@ class Pipeline:
         `limits` are the largest loss and gradient norm whose update is applied; only `skip_nonfinite` reads them.
         """
         run = self.start(state, batch, self.schedule.num_microbatches, train=True)
-        run.follow(self.schedule, self._order, self.ordered, self.on_action)
-        self.num_transfers = run.num_transfers
+        self.dispatch(run)
         return self.update(state, run, limits)
+
+    def dispatch(self, run: ScheduleRun, *, fuse: bool = True) -> None:
+        """Dispatch all local actions of the schedule."""
+        fused = self._fused if fuse and self.fuses else frozenset()
+        run.follow(self.schedule, self._order, self.ordered, self.on_action, fused)
+        self.num_transfers = run.num_transfers
+
+    def use_schedule(self, schedule: Schedule) -> None:
+        """Run another order of the same actions from the next step on. Raises a ConfigError for other actions."""
+        _check(self.staged, self.mesh, schedule, self.remat, "auto")
+        names = ("stage_to_group", "num_microbatches", "splits_backward")
+        both = [(name, getattr(schedule, name), getattr(self.schedule, name)) for name in names]
+        if problems := [f"{name} of the new schedule is {a}, of the old one {b}" for name, a, b in both if a != b]:
+            raise ConfigError(problems)
+        self.schedule = schedule
+        for name in ("_order", "_fused"):
+            self.__dict__.pop(name, None)
 
     @without_mesh()
     def evaluate(self, state: TrainState, batch: Batch, num_microbatches: int | None = None) -> Metrics:
@@ -196,6 +213,15 @@ class Pipeline:
     @cached_property
     def _order(self) -> list[Action]:
         return self._own(self.schedule)
+
+    @cached_property
+    def _fused(self) -> frozenset[int]:
+        """The last stage, if B follows directly after every F of it."""
+        last = self.schedule.num_stages - 1
+        row = self.schedule.rows[self.group_of[last]]
+        own = [(at, action) for at, action in enumerate(row) if action.stage == last and action.kind == "F"]
+        together = all(row[at + 1] == action._replace(kind="B") for at, action in own)
+        return frozenset([last] if together else [])
 
     def _own(self, schedule: Schedule) -> list[Action]:
         """The actions of this process's groups, in an order in which they can be dispatched."""
@@ -347,6 +373,11 @@ def _schedule_problems(schedule: Schedule) -> list[str]:
         return [
             f"schedule {schedule.name} has no backward actions, so it cannot train; use make_schedule(...), and "
             "Pipeline.evaluate for a forward pass"
+        ]
+    if schedule.num_slices > 1:
+        return [
+            f"schedule {schedule.name} runs slices of sequences, but a Pipeline runs whole sequences; use 1f1b, whose "
+            "order is the same"
         ]
     try:
         check_schedule(schedule)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -122,6 +123,32 @@ def _check_one_process(pipeline: Pipeline, what: str) -> None:
             f"{what} requires a single process, got {jax.process_count()}. Run it in one process with as many devices: "
             "the schedule is the same."
         )
+
+
+def measured_step(
+    pipeline: Pipeline, state: TrainState, batch: Batch, limits: Limits = NO_LIMITS
+) -> tuple[TrainState, Metrics, dict[tuple[str, int], list[float]]]:
+    """`pipeline.step(state, batch)`, and the times in ms of the local actions by (kind, stage).
+
+    Every action waits for its inputs and runs alone in this process, so the step takes longer. Donates `state`.
+    """
+    run = pipeline.start(state, batch, pipeline.schedule.num_microbatches, train=True)
+    took: dict[tuple[str, int], list[float]] = {}
+
+    def wrap(call: Callable[..., Any], kind: str, stage: int) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            jax.block_until_ready(args)
+            begun = perf_counter()
+            outs = jax.block_until_ready(call(*args))
+            took.setdefault((kind, stage), []).append(1e3 * (perf_counter() - begun))
+            return outs
+
+        return timed
+
+    run.stages = [_wrapped(stage, partial(wrap, stage=stage.stage)) for stage in run.stages]
+    pipeline.dispatch(run, fuse=False)
+    new, metrics = pipeline.update(state, run, limits)
+    return new, metrics, took
 
 
 def with_split_backward(schedule: Schedule) -> Schedule:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flax_mesh.mpmd.schedules.lower_bound import Problem, tails
+from flax_mesh.mpmd.schedules.simulate import TOLERANCE
 
 NEVER = float("inf")
-TOLERANCE = 1e-9  # relative, of sums of the same numbers in another order
 
 
 class Partial(NamedTuple):
@@ -28,11 +28,13 @@ class Partial(NamedTuple):
     ends: tuple[tuple[float, ...], ...]  # per lane: end of each of them
     ready: tuple[float, ...]  # per lane: when the inputs of the next action are available; NEVER: unknown
     free: tuple[float, ...]  # per group: end of its last scheduled action
-    stored: tuple[int, ...]  # per group: activations in memory
+    stored: tuple[float, ...]  # per group: memory of the activations
+    starts: tuple[float, ...]  # per group: start of its first action; NEVER: it has none yet
     queues: tuple[tuple[int, ...], ...]  # per shared edge: lanes whose inputs are in transit, in sending order
     remaining: tuple[float, ...]  # per group: total duration of the unscheduled actions
     bound: float  # lower bound on the makespan of every completion
     idle: float  # total idle time of the groups so far
+    start: float  # of the action scheduled last
     trail: "tuple[int, Partial] | None"  # the lane served last, and the schedule before it
 
 
@@ -46,8 +48,8 @@ class BeamResult:
 class BeamSearch:
     """Beam searches of one problem, with the tables that they share."""
 
-    def __init__(self, problem: Problem):
-        self.problem = problem
+    def __init__(self, problem: Problem, objective: str = "makespan"):
+        self.problem, self.objective = problem, objective
         self.tails = tails(problem)
         self.users = problem.users()
         group = problem.group
@@ -59,19 +61,28 @@ class BeamSearch:
         self.edge_of = _shared_edges(problem)
 
     def run(
-        self, width: int, *, weight: float, better_than: float, most_work: float, reserve: bool = False
+        self,
+        width: int,
+        *,
+        weight: float,
+        better_than: float,
+        most_work: float,
+        reserve: bool = False,
+        may_wait: bool = False,
     ) -> BeamResult:
         """The best schedule found with a beam of `width` partial schedules of each length.
 
         They are ranked by their bound plus `weight` times their idle time. The search stops after evaluating
         `most_work` partial schedules. With `reserve`, a group of several stages reserves memory for the later ones.
+        With `may_wait`, partial schedules are extended by all actions that start no earlier than the last one, so that
+        a group may wait although it could run an action in the meantime.
         """
         beam, complete, work = [self._empty()], True, 0
         too_long = better_than * (1 - TOLERANCE)
         for _ in range(self.problem.num_microbatches * len(self.problem.lanes)):
             offers = []
             for partial in beam:
-                for lane, start in self._choices(partial, self.rooms[reserve]):
+                for lane, start in self._choices(partial, self.rooms[reserve], may_wait):
                     bound = self._bound(partial, lane, start)
                     if bound < too_long:
                         idle = partial.idle + start - partial.free[self.problem.group[lane]]
@@ -86,7 +97,7 @@ class BeamSearch:
                     complete = False
                     break
                 extended = self._extend(partial, lane, start, bound, idle)
-                if not self._dominated(extended, frontier):
+                if not self._dominated(extended, frontier, may_wait):
                     beam.append(extended)
         best = min(beam, key=lambda partial: max(partial.free), default=None)
         return BeamResult([] if best is None else _served(best), complete, work)
@@ -98,24 +109,42 @@ class BeamSearch:
         ready = tuple(NEVER if needs else 0.0 for needs in problem.needs)
         queues = ((),) * len(set(self.edge_of.values()))
         return Partial(
-            (0,) * lanes, ((),) * lanes, ready, (0.0,) * groups, (0,) * groups, queues, tuple(work), 0.0, 0.0, None
+            (0,) * lanes,
+            ((),) * lanes,
+            ready,
+            (0.0,) * groups,
+            (0,) * groups,
+            (NEVER,) * groups,
+            queues,
+            tuple(work),
+            0.0,
+            0.0,
+            0.0,
+            None,
         )
 
-    def _choices(self, partial: Partial, room: Sequence[float]) -> list[tuple[int, float]]:
-        """(lane, start) of the action that could end first and of those of its group that could start before then."""
+    def _choices(self, partial: Partial, room: Sequence[float], may_wait: bool) -> list[tuple[int, float]]:
+        """(lane, start) of the action that could end first and of those of its group that could start before then.
+
+        With `may_wait`, all that start no earlier than the action scheduled last: the order is that of the starts.
+        """
         free, ready, stored, duration = partial.free, partial.ready, partial.stored, self.problem.duration
         first_end, first, choices = NEVER, -1, []
         for group, lanes in enumerate(self.lanes_of):
             since, in_use, found, before = free[group], stored[group], [], first_end
             for lane in lanes:
                 start = ready[lane]
-                if start < NEVER and in_use < room[lane] and (self.one_stage_each or self._can_serve(partial, lane)):
+                if start < NEVER and in_use <= room[lane] and (self.one_stage_each or self._can_serve(partial, lane)):
                     start = max(start, since)
                     found.append((lane, start))
                     if start + duration[lane] < first_end:
                         first_end, first = start + duration[lane], lane
-            if first_end < before:
+            if may_wait:
+                choices = choices + found
+            elif first_end < before:
                 choices = found
+        if may_wait:
+            return [(lane, start) for lane, start in choices if start >= partial.start]
         return [(lane, start) for lane, start in choices if start < first_end or lane == first]
 
     def _can_serve(self, partial: Partial, lane: int) -> bool:
@@ -130,19 +159,24 @@ class BeamSearch:
         if self.problem.memory_change[lane] <= 0:
             return True
         group, counts = self.problem.group[lane], _with(partial.counts, lane, partial.counts[lane] + 1)
-        pairs = [(counts[first], counts[last]) for first, last in self.pairs_of[group]]
-        unused = self.problem.limits[group] - sum(allocated - released for allocated, released in pairs)
-        for microbatch in range(min(released for _, released in pairs), max(allocated for allocated, _ in pairs)):
-            if sum(allocated <= microbatch for allocated, _ in pairs) > unused:
+        change, limit = self.problem.memory_change, self.problem.limits[group]
+        pairs = [(counts[first], counts[last], change[first]) for first, last in self.pairs_of[group]]
+        unused = limit * (1 + TOLERANCE) - sum((allocated - released) * size for allocated, released, size in pairs)
+        for microbatch in range(min(released for _, released, _ in pairs), max(allocated for allocated, _, _ in pairs)):
+            if sum((allocated <= microbatch) * size for allocated, _, size in pairs) > unused:
                 return False
-            unused += sum(released <= microbatch < allocated for allocated, released in pairs)
+            unused += sum((released <= microbatch < allocated) * size for allocated, released, size in pairs)
         return True
 
     def _bound(self, partial: Partial, lane: int, start: float) -> float:
-        """A lower bound on the makespan of every completion of `partial` that continues with `lane`."""
+        """A lower bound on the objective of every completion of `partial` that continues with `lane`."""
         duration, ready, counts = self.problem.duration, partial.ready, partial.counts
         group = self.problem.group[lane]
         end = start + duration[lane]
+        if self.objective == "period":
+            return max(
+                partial.bound, end + partial.remaining[group] - duration[lane] - min(start, partial.starts[group])
+            )
         bound = max(
             partial.bound, end + self.tails[lane][counts[lane]], end + partial.remaining[group] - duration[lane]
         )
@@ -168,10 +202,12 @@ class BeamSearch:
             ready=tuple(ready),
             free=_with(partial.free, group, end),
             stored=_with(partial.stored, group, partial.stored[group] + problem.memory_change[lane]),
+            starts=_with(partial.starts, group, min(start, partial.starts[group])),
             queues=self._queues(partial, lane),
             remaining=_with(partial.remaining, group, partial.remaining[group] - problem.duration[lane]),
             bound=bound,
             idle=idle,
+            start=start,
             trail=(lane, partial),
         )
 
@@ -195,9 +231,11 @@ class BeamSearch:
             ready = max(ready, ends[other][microbatch] + delay)
         return ready
 
-    def _dominated(self, partial: Partial, frontier: dict[tuple, list[tuple[float, ...]]]) -> bool:
+    def _dominated(
+        self, partial: Partial, frontier: dict[tuple, list[tuple[float, ...]]], may_wait: bool = False
+    ) -> bool:
         """Whether one in `frontier` has the same actions and is nowhere later. If not, adds this one to `frontier`."""
-        times = list(partial.free)
+        times = [*partial.free, partial.start] if may_wait else list(partial.free)
         for lane, user in self.sends:
             times += partial.ends[lane][partial.counts[user] :]
         others = frontier.setdefault((partial.counts, partial.queues), [])
@@ -243,10 +281,11 @@ def _pairs(problem: Problem, group: int) -> list[tuple[int, int]]:
 
 
 def _room(problem: Problem, reserve: bool) -> list[float]:
-    """Per lane: it can be served while its group stores fewer activations than this."""
+    """Per lane: it can be served while its group stores at most this."""
     room: list[float] = [NEVER] * len(problem.lanes)
     for group, limit in enumerate(problem.limits):
-        allocating = [first for first, _ in _pairs(problem, group)]
-        for later, lane in enumerate(reversed(allocating)):
-            room[lane] = limit - later if reserve else limit
+        later = 0.0
+        for lane in reversed([first for first, _ in _pairs(problem, group)]):
+            room[lane] = limit * (1 + TOLERANCE) - problem.memory_change[lane] - later
+            later += problem.memory_change[lane] if reserve else 0
     return room

@@ -5,11 +5,12 @@ therefore one **lane**, and a schedule is the order in which each group serves i
 """
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from flax_mesh.mpmd.schedules.schedule import Action, dependencies
-from flax_mesh.mpmd.schedules.simulate import StageCost, action_duration
+from flax_mesh.mpmd.schedules.simulate import TOLERANCE, StageCost, action_duration
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,8 @@ class Problem:
     group: tuple[int, ...]  # of each lane
     duration: tuple[float, ...]  # of one action of each lane
     needs: tuple[tuple[tuple[int, float], ...], ...]  # of each lane: (lane it depends on, delay)
-    memory_change: tuple[int, ...]  # 1 if an action allocates an activation, -1 if it releases one
-    limits: tuple[int, ...]  # of each group: its memory limit
+    memory_change: tuple[float, ...]  # the size of an activation that an action allocates; negative if it releases one
+    limits: tuple[float, ...]  # of each group: its memory limit, in the unit of the sizes
 
     @property
     def num_groups(self) -> int:
@@ -40,16 +41,28 @@ class Problem:
         """The lanes of the same stage, in the order in which a microbatch passes through them."""
         return [other for other, (_, stage) in enumerate(self.lanes) if stage == self.lanes[lane][1]]
 
+    def most_stored(self, lane: int) -> int:
+        """The most activations of a lane's stage that its group can store. Optimistic: other stages are ignored."""
+        size = max(self.memory_change[other] for other in self.chain(lane))
+        if not size:
+            return self.num_microbatches
+        return math.floor(min(self.limits[self.group[lane]] * (1 + TOLERANCE) / size, self.num_microbatches))
+
 
 def make_problem(
     stages: Sequence[StageCost],
     num_microbatches: int,
     stage_to_group: Sequence[int],
-    limits: Sequence[int],
+    limits: Sequence[float],
     splits_backward: bool = True,
+    sizes: Sequence[float] = (),
 ) -> Problem:
-    """The lanes of a pipeline. Without `splits_backward`, B takes the time of both halves and there is no W."""
+    """The lanes of a pipeline. Without `splits_backward`, B takes the time of both halves and there is no W.
+
+    `sizes` are those of an activation of every stage; () if all are 1.
+    """
     num_stages = len(stages)
+    sizes = sizes or (1,) * num_stages
     lanes = [("F", s) for s in range(num_stages)] + [("B", s) for s in reversed(range(num_stages))]
     lanes += [("W", s) for s in range(num_stages)] if splits_backward else []
     place = {lane: i for i, lane in enumerate(lanes)}
@@ -66,7 +79,7 @@ def make_problem(
         group=tuple(stage_to_group[s] for _, s in lanes),
         duration=tuple(map(action_duration(stages, splits_backward), actions)),
         needs=tuple(tuple(need(other, action) for other in dependencies(action, num_stages)) for action in actions),
-        memory_change=tuple((kind == "F") - (kind == release) for kind, _ in lanes),
+        memory_change=tuple(((kind == "F") - (kind == release)) * sizes[s] for kind, s in lanes),
         limits=tuple(limits),
     )
 
@@ -97,7 +110,7 @@ def heads(problem: Problem) -> list[list[float]]:
     microbatches = range(problem.num_microbatches)
     found = [[0.0 for _ in microbatches] for _ in problem.lanes]
     chains = [problem.chain(lane) for lane in range(len(problem.lanes))]
-    memory = [problem.limits[group] for group in problem.group]  # optimistic: ignores other stages of the group
+    memory = [problem.most_stored(lane) for lane in range(len(problem.lanes))]
     for m in microbatches:
         for lane, needs in enumerate(problem.needs):
             chain, freed = chains[lane], max(0, m + 1 - memory[lane])

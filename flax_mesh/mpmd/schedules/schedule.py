@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from re import fullmatch
 from typing import NamedTuple
 
+from flax_mesh.mpmd.schedules.v_family import least_memory, v_rows
 from flax_mesh.text import at_most, count_text, listed, shortened
 
 NUMBER = "[0-9]{1,9}"  # of a stage, a group or a microbatch in the text of a schedule
@@ -50,28 +51,43 @@ class Deadlock(ValueError):
         super().__init__(f"{name}: deadlock: " + "; ".join(at_most(lines, 8)))
 
 
-def dependencies(action: Action, num_stages: int) -> list[Action]:
-    """The actions whose results `action` uses: first of the neighbouring stage, then of its own stage."""
+def dependencies(action: Action, num_stages: int, num_slices: int = 1) -> list[Action]:
+    """The actions whose results `action` uses: first of the neighbouring stage, then of its own stage.
+
+    With slices, F of one follows F of the slice before it, whose keys and values it attends to, and B follows B of the
+    next slice.
+    """
     kind, stage, microbatch = action
-    if kind == "F":
-        return [Action("F", stage - 1, microbatch)] if stage else []
     if kind == "W":
         return [Action("B", stage, microbatch)]
-    later = [Action("B", stage + 1, microbatch)] if stage + 1 < num_stages else []
-    return [*later, Action("F", stage, microbatch)]
+    found = []
+    if kind == "F":
+        if stage:
+            found.append(Action("F", stage - 1, microbatch))
+        if microbatch % num_slices:
+            found.append(Action("F", stage, microbatch - 1))
+        return found
+    if stage + 1 < num_stages:
+        found.append(Action("B", stage + 1, microbatch))
+    if (microbatch + 1) % num_slices:
+        found.append(Action("B", stage, microbatch + 1))
+    return [*found, Action("F", stage, microbatch)]
 
 
 @dataclass(frozen=True)
 class Schedule:
     """One row of actions per group. The checker, the simulator, the drawing and the executor use the same object.
 
-    `stage_to_group[s]` is the group that runs stage s. The constructor validates nothing; use `check_schedule`.
+    `stage_to_group[s]` is the group that runs stage s. With `num_slices` > 1 a sequence is divided into as many slices,
+    and `microbatch` of an action counts slices: slice i of microbatch m is m * num_slices + i. The constructor
+    validates nothing; use `check_schedule`.
     """
 
     name: str
     rows: tuple[tuple[Action, ...], ...]
     stage_to_group: tuple[int, ...]
     splits_backward: bool  # True: B computes input gradients only, W computes weight gradients
+    num_slices: int = 1  # of the sequence
 
     @property
     def num_stages(self) -> int:
@@ -83,7 +99,16 @@ class Schedule:
 
     @property
     def num_microbatches(self) -> int:
+        return -(-self.num_slots // self.num_slices)
+
+    @property
+    def num_slots(self) -> int:
+        """Number of microbatches, or of slices of all of them, which the actions count."""
         return 1 + max((action.microbatch for row in self.rows for action in row), default=-1)
+
+    def needs(self, action: Action) -> list[Action]:
+        """The `dependencies` of an action."""
+        return dependencies(action, self.num_stages, self.num_slices)
 
     def times(
         self, duration: Callable[[Action], float], delay: Callable[[int, int], float] = lambda sender, receiver: 0.0
@@ -102,7 +127,7 @@ class Schedule:
             row = self.rows[group]
             while position[group] < len(row):
                 action = row[position[group]]
-                needed = dependencies(action, self.num_stages)
+                needed = self.needs(action)
                 missing = next((other for other in needed if other not in times), None)
                 if missing is not None:
                     waiting.setdefault(missing, []).append(group)
@@ -132,20 +157,28 @@ class Schedule:
     def __str__(self) -> str:
         """The name and the group of every stage on one line, then one row per line. `Schedule.parse` is the inverse."""
         head = f"{self.name} {','.join(map(str, self.stage_to_group))}"
+        if self.num_slices > 1:
+            head += f" slices={self.num_slices}"
         return "\n".join([head, *(" ".join(map(str, row)) for row in self.rows)])
 
     @staticmethod
     def parse(text: str) -> "Schedule":
-        """The inverse of `str`; a ValueError lists the words that are not actions."""
-        head, *lines = text.rstrip("\n").split("\n")
-        match = fullmatch(rf"(\S+) ({NUMBER}(?:,{NUMBER})*)", head.strip())
+        """The inverse of `str`. Empty lines and lines that start with # are skipped.
+
+        A ValueError lists the words that are not actions, with the numbers of their lines.
+        """
+        lines = [(n, line.strip()) for n, line in enumerate(text.split("\n"), start=1)]
+        lines = [(n, line) for n, line in lines if line and not line.startswith("#")] or [(1, "")]
+        (number, head), *lines = lines
+        match = fullmatch(rf"(\S+) ({NUMBER}(?:,{NUMBER})*)(?: slices=([1-9][0-9]{{0,8}}))?", head)
         if match is None:
             raise ValueError(
-                f"line 1: expected a name and the group of every stage, such as '1f1b 0,1,2,3', got {shortened(head)!r}"
+                f"line {number}: expected a name and the group of every stage, such as '1f1b 0,1,2,3', got "
+                f"{shortened(head)!r}"
             )
         stage_to_group = tuple(int(group) for group in match[2].split(","))
         rows, problems = [], []
-        for number, line in enumerate(lines, start=2):
+        for number, line in lines:
             rows.append([])
             for word in line.split():
                 try:
@@ -155,7 +188,7 @@ class Schedule:
             if missing := {action.stage for action in rows[-1]} - set(range(len(stage_to_group))):
                 listed_stages = shortened(listed(sorted(missing)))
                 problems.append(
-                    f"line {number}: stages are 0 to {len(stage_to_group) - 1}, the stages of line 1; "
+                    f"line {number}: stages are 0 to {len(stage_to_group) - 1}, the stages of the first line; "
                     f"found {listed_stages}"
                 )
         if max(stage_to_group) >= len(rows):
@@ -163,7 +196,7 @@ class Schedule:
         if problems:
             raise ValueError("\n".join(at_most(problems)))
         splits = any(action.kind == "W" for row in rows for action in row)
-        return Schedule(match[1], tuple(map(tuple, rows)), stage_to_group, splits)
+        return Schedule(match[1], tuple(map(tuple, rows)), stage_to_group, splits, int(match[3] or 1))
 
 
 def make_schedule(
@@ -171,17 +204,19 @@ def make_schedule(
 ) -> Schedule:
     """Makes a named pipeline schedule.
 
-    Stage s runs on group s % num_groups. In zb-v and dualpipe-v the second half of the stages is placed in reverse
-    order, so that the last stage shares group 0 with the first. docs/schedules.md has the source, the makespan and the
-    peak activations of every schedule.
+    Stage s runs on group s % num_groups. In the V schedules (v-min, v-half, v-K, zb-v) and dualpipe-v the second half
+    of the stages is placed in reverse order, so that the last stage shares group 0 with the first. docs/schedules.md
+    has the source, the makespan and the peak activations of every schedule.
 
     Args:
-        name: One of SCHEDULE_NAMES: gpipe, 1f1b, eager-1f1b, interleaved-1f1b, zb-h1, zb-v or dualpipe-v.
+        name: One of SCHEDULE_NAMES: gpipe, 1f1b, eager-1f1b, interleaved-1f1b, zb-h1, zb-h2, v-min, v-half, zb-v or
+            dualpipe-v. Or v-K, such as v-7: the V schedule whose groups store at most K activations, each of half the
+            size. Or seq1f1b-K: 1F1B over K slices of every sequence, which `Pipeline` does not run.
         num_groups: Groups of devices (pipeline ranks).
         num_microbatches: Microbatches per step. interleaved-1f1b requires a multiple of `num_groups`, dualpipe-v at
             least twice `num_groups`.
-        num_virtual_stages: Stages per group. None is 2 for interleaved-1f1b, zb-v and dualpipe-v, else 1. Only
-            interleaved-1f1b accepts other values.
+        num_virtual_stages: Stages per group. None is 2 for interleaved-1f1b, the V schedules and dualpipe-v, else 1.
+            Only interleaved-1f1b accepts other values.
 
     Returns:
         A `Schedule` with one row of actions per group.
@@ -197,11 +232,7 @@ def make_schedule(
         0F0 0F1 0B0 0F2 0B1 0B2
         1F0 1B0 1F1 1B1 1F2 1B2
     """
-    if name not in _KINDS:
-        close = get_close_matches(name, _KINDS, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise ValueError(f"unknown schedule {name!r}{hint} (available: {', '.join(_KINDS)})")
-    kind = _KINDS[name]
+    kind = _kind(name)
     num_virtual_stages = kind.virtual if num_virtual_stages is None else num_virtual_stages
     numbers = {"groups": num_groups, "microbatches": num_microbatches, "stages per group": num_virtual_stages}
     problems = [f"the number of {what} must be at least 1, got {value}" for what, value in numbers.items() if value < 1]
@@ -215,18 +246,25 @@ def make_schedule(
             f"{name} on {num_groups} groups requires a number of microbatches that is {kind.needs.format(num_groups)}, "
             f"got {num_microbatches}; the nearest is {nearest}"
         )
+    if not problems and kind.memory and not (least := least_memory(num_groups)) <= kind.memory <= 2 * num_groups:
+        problems.append(
+            f"{name} on {count_text(num_groups, 'group')} requires v-{least} to v-{2 * num_groups}: the number of "
+            f"activations per group; the nearest is v-{least if kind.memory < least else 2 * num_groups}"
+        )
     if problems:
         raise ValueError("; ".join(problems))
-    check_size(num_groups * num_virtual_stages, num_microbatches)
+    num_slots = num_microbatches * kind.slices
+    check_size(num_groups * num_virtual_stages, num_slots)
     stage_to_group = tuple(range(num_groups)) * num_virtual_stages
     if kind.folded:
         stage_to_group = (*range(num_groups), *reversed(range(num_groups)))
     rows = []
     for group in range(num_groups):
         stages = [stage for stage, owner in enumerate(stage_to_group) if owner == group]
-        words = kind.pattern(num_groups, group, num_microbatches, num_virtual_stages)
-        rows.append(_numbered(words, stages, num_microbatches))
-    return Schedule(name, tuple(rows), stage_to_group, any(action.kind == "W" for action in rows[0]))
+        words = kind.pattern(num_groups, group, num_slots, num_virtual_stages)
+        rows.append(_numbered(words, stages, num_slots, kind.slices))
+    splits_backward = any(action.kind == "W" for action in rows[0])
+    return Schedule(name, tuple(rows), stage_to_group, splits_backward, kind.slices)
 
 
 def check_size(num_stages: int, num_microbatches: int) -> None:
@@ -253,14 +291,19 @@ def forward_schedule(num_groups: int, num_microbatches: int, stage_to_group: Seq
     return Schedule("forward", tuple(map(tuple, rows)), tuple(stage_to_group), splits_backward=False)
 
 
-def _numbered(pattern: Iterable[str], stages: Sequence[int], num_microbatches: int) -> tuple[Action, ...]:
-    """Actions of words such as F1 (forward of the group's second stage); words past the last microbatch are dropped."""
+def _numbered(pattern: Iterable[str], stages: Sequence[int], num_microbatches: int, slices: int) -> tuple[Action, ...]:
+    """Actions of words such as F1 (forward of the group's second stage); words past the last microbatch are dropped.
+
+    The slices of a sequence pass backward in reverse order.
+    """
     counts: dict[str, int] = {}
     row = []
     for word in pattern:
         microbatch = counts.get(word, 0)
         counts[word] = microbatch + 1
         if microbatch < num_microbatches:
+            if word[0] == "B":
+                microbatch += slices - 1 - 2 * (microbatch % slices)
             row.append(Action(word[0], stages[int(word[1:])], microbatch))
     return tuple(row)
 
@@ -307,6 +350,24 @@ def _zb_h1(groups: int, group: int, microbatches: int, virtual: int) -> list[str
     return words + ["W0"] * min(group, microbatches)
 
 
+def _zb_h2(groups: int, group: int, microbatches: int, virtual: int) -> list[str]:
+    """The warmup of eager-1f1b, and group g delays each W by 2 g microbatches: as much memory on all groups."""
+    warmup, delay = min(2 * (groups - group) - 1, microbatches), 2 * group
+    words = ["F0"] * warmup
+    for microbatch in range(microbatches):
+        words.append("B0")
+        words += ["W0"] * (microbatch >= delay) + ["F0"] * (microbatch + warmup < microbatches)
+    return words + ["W0"] * min(delay, microbatches)
+
+
+def _v_min(groups: int, group: int, microbatches: int, virtual: int) -> Sequence[str]:
+    return v_rows(groups, microbatches, least_memory(groups))[group]
+
+
+def _v_half(groups: int, group: int, microbatches: int, virtual: int) -> Sequence[str]:
+    return v_rows(groups, microbatches, 2 * ((groups + 2) // 2))[group]
+
+
 def _zb_v(groups: int, group: int, microbatches: int, virtual: int) -> list[str]:
     after = groups - group  # groups from this one to the last, both included
     rounds = max(microbatches, 2 * groups - 1)  # with fewer, `_numbered` drops the words of missing microbatches
@@ -343,12 +404,14 @@ def _dualpipe_v(groups: int, group: int, microbatches: int, virtual: int) -> lis
 
 
 class _Kind(NamedTuple):
-    pattern: Callable[[int, int, int, int], list[str]]
+    pattern: Callable[[int, int, int, int], Sequence[str]]
     virtual: int = 1
     fixed: bool = True  # `virtual` is the only valid number of stages per group
     folded: bool = False  # the second half of the stages is placed in reverse order
     needs: str = ""
     nearest: Callable[[int, int], int] = lambda groups, microbatches: microbatches
+    memory: int = 0  # K of v-K
+    slices: int = 1  # K of seq1f1b-K
 
 
 def _multiple(groups: int, microbatches: int) -> int:
@@ -361,6 +424,9 @@ _KINDS = {
     "eager-1f1b": _Kind(_eager_one_f_one_b),
     "interleaved-1f1b": _Kind(_interleaved, 2, fixed=False, needs="a multiple of {}", nearest=_multiple),
     "zb-h1": _Kind(_zb_h1),
+    "zb-h2": _Kind(_zb_h2),
+    "v-min": _Kind(_v_min, 2, folded=True),
+    "v-half": _Kind(_v_half, 2, folded=True),
     "zb-v": _Kind(_zb_v, 2, folded=True),
     "dualpipe-v": _Kind(
         _dualpipe_v,
@@ -371,3 +437,20 @@ _KINDS = {
     ),
 }
 SCHEDULE_NAMES = tuple(_KINDS)
+
+
+def _kind(name: str) -> _Kind:
+    if name in _KINDS:
+        return _KINDS[name]
+    if match := fullmatch("(v|seq1f1b)-([1-9][0-9]{0,5})", name):
+        number = int(match[2])
+        if match[1] == "v":
+            return _Kind(
+                lambda groups, group, slots, virtual: v_rows(groups, slots, number)[group], 2, True, True, memory=number
+            )
+        return _Kind(
+            lambda groups, group, slots, virtual: _after_warmup(groups - group - 1 + number, slots), slices=number
+        )
+    close = get_close_matches(name, [*_KINDS, "v-7", "seq1f1b-2"], n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    raise ValueError(f"unknown schedule {name!r}{hint} (available: {', '.join(_KINDS)}, v-K and seq1f1b-K, K a number)")

@@ -26,6 +26,7 @@ class StageCost(NamedTuple):
     transfer: float = 0.0
 
 
+TOLERANCE = 1e-9  # relative, of sums of the same numbers in another order
 LEAST_COST, MOST_COST = 1e-100, 1e100  # sums and quotients of these are finite numbers
 Costs = StageCost | Sequence[Sequence[float]]  # one for all stages, or one (F, B, W[, T]) per stage
 
@@ -36,6 +37,7 @@ class Simulation:
 
     times: Mapping[Action, tuple[float, float]]  # {action: (start, end)}, sorted by start
     makespan: float
+    period: float  # the longest time from the first to the last action of a group: the time between two steps
     busy: tuple[float, ...]
     peak_activations: tuple[int, ...]  # see `peak_activations`
     transfers: int  # values sent from one group to another
@@ -49,7 +51,8 @@ class Simulation:
 def simulate(schedule: Schedule, costs: Costs = StageCost()) -> Simulation:  # noqa: B008  an immutable default
     """Simulates a schedule: every action starts as early as its row and its dependencies permit.
 
-    An activation is stored from the start of F to the end of B, or to the end of W if the backward pass is split.
+    An activation is stored from the start of F to the end of B, or to the end of W if the backward pass is split. A
+    slice of a sequence takes its share of the times of a microbatch.
 
     Args:
         schedule: The schedule.
@@ -57,8 +60,9 @@ def simulate(schedule: Schedule, costs: Costs = StageCost()) -> Simulation:  # n
             default F, B and W take 1 each and transfers take no time.
 
     Returns:
-        A `Simulation`: start and end of every action, makespan, busy time and peak activations per group, number of
-        transfers, and `bubble`, the idle fraction. Times are in the unit of `costs`.
+        A `Simulation`: start and end of every action, makespan, period (in which a group can run one step after the
+        other), busy time and peak activations per group, number of transfers, and `bubble`, the idle fraction. Times
+        are in the unit of `costs`.
 
     Raises:
         ValueError: If `costs` does not fit the number of stages, or if the schedule deadlocks.
@@ -70,11 +74,14 @@ def simulate(schedule: Schedule, costs: Costs = StageCost()) -> Simulation:  # n
         (41.0, (4, 3, 2, 1), 48)
     """
     stages = stage_costs(costs, schedule.num_stages)
+    if schedule.num_slices > 1:
+        stages = tuple(StageCost(*(number / schedule.num_slices for number in cost)) for cost in stages)
     duration = action_duration(stages, schedule.splits_backward)
     times = schedule.times(duration, lambda sender, receiver: stages[sender].transfer)
     return Simulation(
         times=times,
         makespan=max((end for _, end in times.values()), default=0.0),
+        period=max((times[row[-1]][1] - times[row[0]][0] for row in schedule.rows if row), default=0.0),
         busy=tuple(sum(map(duration, row)) for row in schedule.rows),
         peak_activations=peak_activations(schedule),
         transfers=_count_transfers(schedule),
@@ -87,6 +94,7 @@ def scaled(result: Simulation, factor: float) -> Simulation:
         result,
         times={action: (start * factor, end * factor) for action, (start, end) in result.times.items()},
         makespan=result.makespan * factor,
+        period=result.period * factor,
         busy=tuple(time * factor for time in result.busy),
     )
 
@@ -95,15 +103,20 @@ def peak_activations(schedule: Schedule) -> tuple[int, ...]:
     """Maximum number of activations that each group stores at once.
 
     One activation is what one stage stores for one microbatch, from its F until its B, or until its W if the backward
-    pass is split. A group with two stages stores two per microbatch, each of half the size. A schedule without a
-    backward pass stores none.
+    pass is split. A group with two stages stores two per microbatch, each of half the size. With slices, one is that of
+    a slice. A schedule without a backward pass stores none.
     """
+    return tuple(map(round, peak_memory(schedule, (1,) * schedule.num_stages)))
+
+
+def peak_memory(schedule: Schedule, sizes: Sequence[float]) -> tuple[float, ...]:
+    """The same as memory: `sizes` are those of one activation of every stage, such as bytes."""
     release = "W" if schedule.splits_backward else "B"
     peaks = []
     for row in schedule.rows:
         stored = peak = 0
-        for kind, _, _ in row if any(action.kind == release for action in row) else ():
-            stored += (kind == "F") - (kind == release)
+        for kind, stage, _ in row if any(action.kind == release for action in row) else ():
+            stored += ((kind == "F") - (kind == release)) * sizes[stage]
             peak = max(peak, stored)
         peaks.append(peak)
     return tuple(peaks)

@@ -46,7 +46,8 @@ def time_text(time: float, unit: str = "") -> str:
 
 
 def summary(result: Simulation, unit: str = "") -> str:
-    return f"makespan {time_text(result.makespan, unit)}, bubble {result.bubble:.1%}, {result.transfers} transfers"
+    times = f"makespan {time_text(result.makespan, unit)}, period {time_text(result.period, unit)}"
+    return f"{times}, bubble {result.bubble:.1%}, {result.transfers} transfers"
 
 
 def _groups_text(schedule: Schedule, result: Simulation) -> str:

@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from flax_mesh.mpmd.schedules.schedule import Action, Deadlock, Schedule, dependencies
-from flax_mesh.mpmd.schedules.simulate import peak_activations
-from flax_mesh.text import at_most, listed
+from flax_mesh.mpmd.schedules.schedule import Action, Deadlock, Schedule
+from flax_mesh.mpmd.schedules.simulate import MOST_COST, TOLERANCE, peak_memory
+from flax_mesh.text import at_most, listed, shortened
 
 Lane = tuple[str, int]  # kind, stage
 Place = tuple[int, int]  # group, position in its row
@@ -14,7 +14,12 @@ MARGIN = 4  # actions shown on either side of a marked one
 MOST = 8  # mistakes reported at once
 
 
-def check_schedule(schedule: Schedule, memory_limit: int | Sequence[int] | None = None) -> None:
+def check_schedule(
+    schedule: Schedule,
+    memory_limit: float | Sequence[float] | None = None,
+    *,
+    activation_sizes: Sequence[float] | None = None,
+) -> None:
     """Checks that a schedule is complete, can run without deadlock, and fits in memory.
 
     The checks are: every action appears exactly once, in the row of its stage's group; no action comes before one that
@@ -25,6 +30,8 @@ def check_schedule(schedule: Schedule, memory_limit: int | Sequence[int] | None 
         schedule: The schedule. One without any B is checked as forward only.
         memory_limit: Maximum number of activations that a group may store at once, as counted by `peak_activations`:
             one number for all groups or one per group. None: no limit.
+        activation_sizes: The size of an activation of every stage, in the unit of `memory_limit`, such as bytes. None:
+            all are 1.
 
     Raises:
         ValueError: If a check fails. The message has up to 8 mistakes, each with an excerpt of the table in which the
@@ -46,18 +53,31 @@ def check_schedule(schedule: Schedule, memory_limit: int | Sequence[int] | None 
         early = _before_their_dependencies(schedule) if stuck else []  # each of them is a deadlock too
         mistakes = [*early, *_out_of_order(schedule), *([] if early else stuck)]
     if memory_limit is not None:
-        mistakes += _over_memory_limits(schedule, memory_limits(memory_limit, schedule.num_groups))
+        sizes = activation_sizes_of(activation_sizes, schedule.num_stages)
+        mistakes += _over_memory_limits(schedule, memory_limits(memory_limit, schedule.num_groups), sizes)
     if mistakes:
         more = [f"and {len(mistakes) - MOST} more"] if len(mistakes) > MOST else []
         blocks = ["\n".join([line, *_excerpt(schedule, places)]) for line, places in mistakes[:MOST]]
         raise ValueError("\n".join([f"{schedule.name}: invalid schedule", *blocks, *more]))
 
 
-def memory_limits(memory_limit: int | Sequence[int], num_groups: int) -> tuple[int, ...]:
-    limits = (memory_limit,) * num_groups if isinstance(memory_limit, int) else tuple(memory_limit)
+def memory_limits(memory_limit: float | Sequence[float], num_groups: int) -> tuple[float, ...]:
+    limits = (memory_limit,) * num_groups if isinstance(memory_limit, int | float) else tuple(memory_limit)
     if len(limits) != num_groups:
         raise ValueError(f"expected one memory limit or {num_groups}, one per group, got {len(limits)}")
+    if not all(0 <= limit <= MOST_COST for limit in limits):
+        raise ValueError(f"memory limits must be numbers from 0 to {MOST_COST:g}, got {shortened(listed(limits))}")
     return limits
+
+
+def activation_sizes_of(sizes: Sequence[float] | None, num_stages: int) -> tuple[float, ...]:
+    found = (1,) * num_stages if sizes is None else tuple(sizes)
+    if len(found) != num_stages or not all(0 <= size <= MOST_COST for size in found):
+        raise ValueError(
+            f"activation_sizes must be {num_stages} numbers, one per stage, from 0 to {MOST_COST:g}, got "
+            f"{shortened(listed(found))}"
+        )
+    return found
 
 
 def _misplaced(schedule: Schedule) -> list[Mistake]:
@@ -79,13 +99,13 @@ def _misplaced(schedule: Schedule) -> list[Mistake]:
 
 def _missing(schedule: Schedule, seen: Collection[Action], group_of: Mapping[Lane, int]) -> list[Mistake]:
     """One mistake per stage and kind: a schedule with a wrong microbatch, such as 0F99999, lacks almost all actions."""
-    num_microbatches = schedule.num_microbatches
+    num_slots = schedule.num_microbatches * schedule.num_slices
     have = Counter(action[:2] for action in seen if action.microbatch >= 0)
     mistakes = []
     for lane, group in group_of.items():
-        if not (count := num_microbatches - have[lane]):
+        if not (count := num_slots - have[lane]):
             continue
-        every = (Action(*lane, microbatch) for microbatch in range(num_microbatches))
+        every = (Action(*lane, microbatch) for microbatch in range(num_slots))
         first = next(action for action in every if action not in seen)
         row = schedule.rows[group] if len(mistakes) < MOST else ()
         same_microbatch = [(group, i) for i, other in enumerate(row) if other[1:] == first[1:]]
@@ -119,7 +139,7 @@ def _before_their_dependencies(schedule: Schedule) -> list[Mistake]:
     for group, row in enumerate(schedule.rows):
         position = {action: i for i, action in enumerate(row)}
         for action, i in position.items():
-            for needed in dependencies(action, schedule.num_stages):
+            for needed in schedule.needs(action):
                 if position.get(needed, -1) > i:
                     text = f"{action} comes before {needed}, which it depends on, in the row of group {group}"
                     mistakes.append((text, [(group, i), (group, position[needed])]))
@@ -133,7 +153,7 @@ def _out_of_order(schedule: Schedule) -> list[Mistake]:
     receiver_of = {}  # action whose result is sent to another group -> that group
     for group, row in enumerate(schedule.rows):
         for position, action in enumerate(row):
-            for needed in dependencies(action, schedule.num_stages):
+            for needed in schedule.needs(action):
                 sender = schedule.stage_to_group[needed.stage]
                 if sender != group:
                     receives.setdefault((sender, group, action.kind), []).append((needed, (group, position)))
@@ -163,18 +183,19 @@ def _deadlock(schedule: Schedule) -> list[Mistake]:
     return []
 
 
-def _over_memory_limits(schedule: Schedule, limits: Sequence[int]) -> list[Mistake]:
+def _over_memory_limits(schedule: Schedule, limits: Sequence[float], sizes: Sequence[float]) -> list[Mistake]:
     release = "W" if schedule.splits_backward else "B"
+    noun = " activations" if set(sizes) == {1} else ""
     mistakes = []
-    for group, (row, peak, limit) in enumerate(zip(schedule.rows, peak_activations(schedule), limits, strict=True)):
-        if peak <= limit:
+    for group, (row, peak, limit) in enumerate(zip(schedule.rows, peak_memory(schedule, sizes), limits, strict=True)):
+        if peak <= limit * (1 + TOLERANCE):
             continue
-        done: Counter[str] = Counter()
+        stored = 0.0
         for position, action in enumerate(row):
-            done[action.kind] += 1
-            if done["F"] - done[release] > limit:
-                text = f"group {group} stores {limit + 1} activations from {action} on; its limit is {limit}"
-                mistakes.append((f"{text}, the schedule requires {peak}", [(group, position)]))
+            stored += ((action.kind == "F") - (action.kind == release)) * sizes[action.stage]
+            if stored > limit * (1 + TOLERANCE):
+                text = f"group {group} stores {stored:.15g}{noun} from {action} on; its limit is {limit:.15g}"
+                mistakes.append((f"{text}, the schedule requires {peak:.15g}", [(group, position)]))
                 break
     return mistakes
 

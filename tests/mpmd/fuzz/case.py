@@ -11,7 +11,7 @@ from tests.mpmd.fuzz.operations import OPERATIONS, RULES, WITH_PARAMETERS, WRAPP
 
 VARIANTS = 4  # consecutive seeds have the same model, so that its run on one device is computed once
 HEADS, LOSSES, OPTIMIZERS = ("linear", "tied"), ("sum", "metrics", "scalar"), ("momentum", "clip")
-TWO_STAGES_PER_GROUP = {"interleaved-1f1b", "zb-v", "dualpipe-v"}
+TWO_STAGES_PER_GROUP = {"interleaved-1f1b", "v-min", "v-half", "zb-v", "dualpipe-v"}
 
 
 @dataclass(frozen=True)

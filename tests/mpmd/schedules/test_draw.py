@@ -69,7 +69,10 @@ def test_the_timeline_is_drawn_above_the_simulation_on_one_scale():
     times = simulate(schedule).times
     slow = [(schedule.stage_to_group[a.stage], a, 50 + 2 * start, 50 + 2 * end) for a, (start, end) in times.items()]
     boxes, text = parse(draw_timeline_svg(schedule, reversed(slow), StageCost()))
-    assert "measured: 18, bubble 33.3%, 1.33 groups busy on average" in text and "makespan 9, bubble 33.3%" in text
+    assert (
+        "measured: 18, bubble 33.3%, 1.33 groups busy on average" in text
+        and "makespan 9, period 9, bubble 33.3%" in text
+    )
     measured, simulated = boxes[: len(times)], boxes[len(times) : 2 * len(times)]
     for rect, other in zip(measured, simulated, strict=True):
         assert float(rect.get("width") or 0) + 0.8 == pytest.approx(2 * (float(other.get("width") or 0) + 0.8), abs=0.3)
@@ -146,7 +149,7 @@ def test_kinds_of_actions_and_idle_time_are_distinguishable_with_every_colour_vi
 def test_the_table_of_a_small_schedule():
     assert schedule_table(make_schedule("zb-h1", num_groups=2, num_microbatches=2), width=80) == (
         "zb-h1: 2 groups, 2 microbatches, F=1 B=1 W=1\n"
-        "makespan 7, bubble 14.3%, 4 transfers\n"
+        "makespan 7, period 7, bubble 14.3%, 4 transfers\n"
         "\n"
         "group  stages  busy   peak activations\n"
         "0      0       85.7%  2\n"

@@ -60,7 +60,7 @@ def test_the_text_of_a_small_schedule():
     [
         ("1f1b\n0F0 0B0", "line 1: expected a name and the group of every stage"),
         ("1f1b 0\n0F0 0X0 B0", "(?s)line 2: '0X0' is not an action; .* such as 2F0\nline 2: 'B0' is not an action"),
-        ("1f1b 0\n0F0 1F0 7B2", "line 2: stages are 0 to 0, the stages of line 1; found 1, 7"),
+        ("1f1b 0\n0F0 1F0 7B2", "line 2: stages are 0 to 0, the stages of the first line; found 1, 7"),
         ("1f1b 0\n0F\u0660", "line 2: '0F\u0660' is not an action"),
         ("1f1b 0\n0F" + "9" * 5000, r"line 2: '0F9{198}\.\.\. \(5,002 characters\)' is not an action"),
         ("1f1b 0\n" + "0X0 " * 1000, r"(?s)not an action.*\nand 976 more$"),
@@ -121,7 +121,10 @@ def test_no_valid_number_is_nearer_than_the_one_named(name, num_groups, num_micr
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"name": "1f1"}, r"unknown schedule '1f1'; did you mean 1f1b\? \(available: gpipe, 1f1b, .*dualpipe-v\)"),
+        (
+            {"name": "1f1"},
+            r"unknown schedule '1f1'; did you mean 1f1b\? \(available: gpipe, .*dualpipe-v, .*a number\)",
+        ),
         ({"num_groups": 0}, "the number of groups must be at least 1, got 0"),
         ({"num_microbatches": 0, "num_virtual_stages": -1}, "microbatches must be at least 1, got 0; .* got -1"),
         ({"num_virtual_stages": 2}, "1f1b has 1 stage per group, got 2; interleaved-1f1b supports other numbers"),

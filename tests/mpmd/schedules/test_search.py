@@ -161,7 +161,7 @@ def test_the_search_is_never_slower_than_a_named_schedule_that_fits(case):
     assert found.makespan == simulate(found.schedule, case.costs).makespan
     assert found.lower_bound <= found.makespan + 1e-9
     best = float("inf")
-    for name in ("gpipe", "1f1b", "eager-1f1b", "zb-h1"):
+    for name in ("gpipe", "1f1b", "eager-1f1b", "zb-h1", "zb-h2"):
         schedule = make_schedule(name, num_groups=len(case.costs), num_microbatches=case.num_microbatches)
         result = simulate(schedule, case.costs)
         assert result.makespan >= found.lower_bound - 1e-9 or max(result.peak_activations) > case.memory

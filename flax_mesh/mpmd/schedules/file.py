@@ -1,0 +1,47 @@
+"""Schedules as text files, which a person can read and edit. Pure Python."""
+
+import os
+
+from flax_mesh.errors import ConfigError
+from flax_mesh.mpmd.schedules.schedule import Schedule
+from flax_mesh.mpmd.schedules.validate import check_schedule
+from flax_mesh.settings import path_problem
+
+MOST_BYTES = 2**27  # of a file; the largest schedule that can be made has a tenth of this
+
+
+def is_schedule_file(text: str) -> bool:
+    """Whether a setting names a file: names of schedules contain neither "." nor a separator of folders."""
+    return "." in text or "/" in text or os.sep in text
+
+
+def schedule_text(schedule: Schedule, notes: str = "") -> str:
+    """The content of a file; every line of `notes` becomes a comment."""
+    head = "".join(f"# {line}\n" for line in notes.splitlines())
+    return f"{head}# The name and the group of every stage, then a line of actions for each group.\n{schedule}\n"
+
+
+def read_schedule(path: str) -> Schedule:
+    """The schedule of a file that `schedule_text` has made or a person has edited.
+
+    Raises a ConfigError that names the lines if the file is no schedule, or the schedule is not valid.
+    """
+    if problem := path_problem(path):
+        raise ConfigError(f"{path[:80]!r} {problem}")
+    try:
+        if os.path.getsize(path) > MOST_BYTES:
+            raise ConfigError(f"{path} is larger than {MOST_BYTES} bytes, so it is not a schedule")
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: no such file; write one with flax-mesh schedule NAME --out {path}") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not a text file in UTF-8") from error
+    try:
+        schedule = Schedule.parse(text)
+        check_schedule(schedule)
+    except ValueError as error:
+        raise ConfigError([f"{path}: {line}" for line in str(error).splitlines()]) from error
+    return schedule

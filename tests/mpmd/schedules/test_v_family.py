@@ -1,0 +1,122 @@
+"""V schedules at every memory limit, ZB-H2 and Seq1F1B: the makespans, periods and memory that were published."""
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flax_mesh.mpmd.schedules import Action, Schedule, check_schedule, make_schedule, simulate
+from flax_mesh.mpmd.schedules.v_family import idle_time, least_memory
+
+# Qi et al. (NeurIPS 2024): idle time of a group by groups and memory limit, from two microbatches per group on.
+IDLE = {
+    2: {4: 0},
+    3: {4: 5, 5: 3, 6: 0},
+    4: {4: 11, 5: 8, 6: 5, 7: 3, 8: 0},
+    5: {6: 11, 7: 8, 8: 5, 9: 3, 10: 0},
+    6: {6: 17, 7: 14, 8: 11, 9: 8, 10: 5, 11: 3, 12: 0},
+    8: {8: 23, 9: 20, 10: 17, 11: 14, 12: 11, 13: 8, 14: 5, 15: 3, 16: 0},
+}
+MAKESPANS = {
+    (4, 8): {4: 59, 5: 56, 6: 53, 7: 52, 8: 51},
+    (4, 16): {4: 107, 5: 104, 6: 101, 7: 100, 8: 99},
+    (6, 12): {6: 89, 8: 83, 10: 79, 11: 78, 12: 77},
+    (8, 16): {8: 119, 10: 113, 15: 104, 16: 103},
+}
+
+
+def make(name: str, groups: int, microbatches: int) -> Schedule:
+    return make_schedule(name, num_groups=groups, num_microbatches=microbatches)
+
+
+@pytest.mark.parametrize(("groups", "limit"), [(p, k) for p, row in IDLE.items() for k in row])
+def test_the_period_of_a_v_schedule_is_the_published_one(groups, limit):
+    assert idle_time(groups, limit) == IDLE[groups][limit]
+    for microbatches in (2 * groups, 3 * groups + 1):
+        schedule = make(f"v-{limit}", groups, microbatches)
+        check_schedule(schedule, limit)
+        assert simulate(schedule).period == 6 * microbatches + IDLE[groups][limit]
+
+
+@pytest.mark.parametrize(("sizes", "limit"), [(sizes, k) for sizes, row in MAKESPANS.items() for k in row])
+def test_the_makespan_of_a_v_schedule_is_the_published_one(sizes, limit):
+    assert simulate(make(f"v-{limit}", *sizes)).makespan <= MAKESPANS[sizes][limit]
+
+
+@given(groups=st.integers(1, 7), microbatches=st.integers(1, 20), data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_v_schedules_are_valid_within_their_memory_limit(groups, microbatches, data):
+    limit = data.draw(st.integers(least_memory(groups), 2 * groups))
+    schedule = make(f"v-{limit}", groups, microbatches)
+    check_schedule(schedule, limit)
+    assert schedule.stage_to_group == (*range(groups), *reversed(range(groups)))
+    assert Schedule.parse(str(schedule)) == schedule
+
+
+@pytest.mark.parametrize("groups", [2, 4, 7])
+def test_v_min_and_v_half_store_a_third_and_a_half(groups):
+    for name, stored in (("v-min", (groups + 4) // 3), ("v-half", (groups + 2) // 2)):
+        schedule = make(name, groups, 3 * groups)
+        check_schedule(schedule, 2 * stored)
+        assert schedule.rows == make(f"v-{2 * stored}", groups, 3 * groups).rows
+
+
+@pytest.mark.parametrize(("name", "needed"), [("v-3", "v-4"), ("v-9", "v-8")])
+def test_a_memory_limit_outside_the_family_is_refused_with_the_nearest(name, needed):
+    message = f"{name} on 4 groups requires v-4 to v-8: the number of activations per group; the nearest is {needed}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make(name, 4, 8)
+
+
+def test_a_v_schedule_with_one_activation_less_is_refused():
+    schedule = make("v-5", 4, 8)
+    with pytest.raises(ValueError, match="stores 5 activations from"):
+        check_schedule(schedule, 4)
+
+
+@pytest.mark.parametrize(("groups", "microbatches"), [(4, 8), (4, 16), (8, 16)])
+def test_zb_h2_has_no_idle_time_between_steps(groups, microbatches):
+    schedule = make("zb-h2", groups, microbatches)
+    check_schedule(schedule)
+    result = simulate(schedule)
+    assert result.makespan == 3 * microbatches + groups - 1
+    assert result.period == 3 * microbatches
+    assert set(result.peak_activations) == {2 * groups - 1}
+
+
+@pytest.mark.parametrize(("name", "idle"), [("1f1b", 9), ("zb-h1", 3), ("zb-v", 0)])
+def test_the_period_is_the_longest_time_that_a_group_works(name, idle):
+    """4 groups; 1F1B on group 0 starts first and ends last, and every group of ZB-V works without a pause."""
+    per_microbatch = 6 if name == "zb-v" else 3
+    assert simulate(make(name, 4, 8)).period == 8 * per_microbatch + idle
+
+
+@pytest.mark.parametrize(("groups", "microbatches", "slices"), [(4, 8, 2), (4, 8, 4), (8, 16, 2), (8, 16, 4)])
+def test_slices_of_the_sequence_divide_the_bubble_and_the_memory(groups, microbatches, slices):
+    schedule = make(f"seq1f1b-{slices}", groups, microbatches)
+    check_schedule(schedule)
+    result = simulate(schedule)
+    assert schedule.num_microbatches == microbatches
+    assert result.makespan == 3 * microbatches + 3 * (groups - 1) / slices
+    assert result.peak_activations == tuple(groups - 1 - g + slices for g in range(groups))
+    assert Schedule.parse(str(schedule)) == schedule
+
+
+def test_slices_of_a_sequence_pass_forward_in_order_and_backward_in_reverse_order():
+    schedule = make("seq1f1b-2", 2, 2)
+    assert str(schedule) == ("seq1f1b-2 0,1 slices=2\n0F0 0F1 0F2 0B1 0F3 0B0 0B3 0B2\n1F0 1F1 1B1 1F2 1B0 1F3 1B3 1B2")
+    times = simulate(schedule).times
+    for stage in (0, 1):
+        for first in (0, 2):
+            assert times[Action("F", stage, first)][1] <= times[Action("F", stage, first + 1)][0]
+            assert times[Action("B", stage, first + 1)][1] <= times[Action("B", stage, first)][0]
+
+
+def test_slices_in_the_wrong_order_are_found():
+    text = str(make("seq1f1b-2", 1, 1))
+    assert text == "seq1f1b-2 0 slices=2\n0F0 0F1 0B1 0B0"
+    with pytest.raises(ValueError, match="0B0 comes before 0B1, which it depends on"):
+        check_schedule(Schedule.parse(text.replace("0B1 0B0", "0B0 0B1")))
+    with pytest.raises(ValueError, match="0F3 is missing"):
+        check_schedule(Schedule.parse("half 0 slices=2\n0F0 0F1 0F2 0B2 0B1 0B0"))
