@@ -31,6 +31,7 @@ FLOORS = (
     ("train",),
     ("plan.program",),
     ("plan",),
+    ("plan.search",),
     ("cli",),
 )
 RANK = {floor: rank for rank, floors in enumerate(FLOORS) for floor in floors}
@@ -61,6 +62,8 @@ SHARED = {
     "mpmd.split.remat",  # the values of `pipeline.remat`
     "mpmd.transport.ordered",  # the values of `pipeline.transport`
     "plan.topology",  # hardware from text and from devices, for the commands
+    "plan.search.report",  # the text of a search, for the command
+    "plan.search.space",  # the settings that are searched, likewise
     "plan.report",  # lines of a plan, for `train` and `plan`
     "processes.launch",
     "processes.output",  # standard output that never ends a process

@@ -2,16 +2,31 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
-from flax_mesh.cli.common import DONE, FINDINGS, add_recipe, config_of, table_width, use_platform, write_file
+from flax_mesh.cli.common import (
+    DONE,
+    FINDINGS,
+    add_recipe,
+    config_of,
+    table_width,
+    use_platform,
+    with_files,
+    write_file,
+)
 from flax_mesh.errors import ConfigError
 from flax_mesh.hardware import load_chip
 from flax_mesh.plan import plan
 from flax_mesh.plan.report import WIDTH, memory_line
+from flax_mesh.plan.search import report as search_report
+from flax_mesh.plan.search import search_layouts
+from flax_mesh.plan.search.search import PLANS
+from flax_mesh.plan.search.space import SEARCHED
 from flax_mesh.plan.topology import EXAMPLES, Topology, parse_topology
 from flax_mesh.train import TrainConfig
 from flax_mesh.train.checks import check_config
+from flax_mesh.train.overrides import setting_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,12 +43,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print JSON")
     output.add_argument("--html", metavar="FILE", help="write an HTML page with drawings")
+    parser.add_argument(
+        "--search",
+        metavar="CHIPS",
+        help="search the mesh and the other settings that are fastest, on v5p:512 or a topology; settings that are "
+        "passed stay as they are",
+    )
+    parser.add_argument(
+        "--plans", type=int, metavar="N", help=f"plans that a search makes, about one second each (default: {PLANS})"
+    )
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     config = config_of(arguments.recipe, arguments.overrides)
     if problems := check_config(config):
         raise ConfigError(problems)
+    if arguments.search is not None:
+        return run_search(arguments, config)
+    if arguments.plans is not None:
+        raise ConfigError("--plans needs --search CHIPS")
     found = plan(config, topology_of(arguments.topology, config))
     if arguments.json:
         print(json.dumps(found.to_dict(), indent=1))
@@ -52,3 +80,33 @@ def topology_of(text: str | None, config: TrainConfig) -> Topology | None:
     if text is None:
         return None
     return parse_topology(text, load_chip(config.run.hardware) if config.run.hardware else None)
+
+
+@contextmanager
+def progress_line() -> Iterator[Callable[[str], None]]:
+    """A line on standard error that each call replaces; nothing if that is not a terminal."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status("") as status:
+        yield lambda text: status.update(text)
+
+
+def run_search(arguments: argparse.Namespace, config: TrainConfig) -> int:
+    if arguments.topology or arguments.html:
+        raise ConfigError("--search names the devices, and prints text or --json; leave out --topology and --html")
+    use_platform("cpu")
+    fixed = [name for text in with_files(arguments.overrides) if (name := setting_of(text)) in SEARCHED]
+    with progress_line() as say:
+        found = search_layouts(
+            config, arguments.search, fixed=fixed, plans=PLANS if arguments.plans is None else arguments.plans, say=say
+        )
+    if arguments.json:
+        print(json.dumps(search_report.to_dict(found), indent=1))
+    else:
+        command = ["flax-mesh", "train", arguments.recipe, *arguments.overrides]
+        print(search_report.to_text(found, command, table_width()))
+    return DONE if found.planned[0].plan.fits is not False else FINDINGS

@@ -15,6 +15,8 @@ from flax_mesh.hardware import load_chip
 from flax_mesh.jax_compat import kernels_without_devices
 from flax_mesh.mesh.create import normalize_axis_types
 from flax_mesh.mpmd.runtime.placement import MODEL, OPTIMIZER, bytes_of_groups
+from flax_mesh.mpmd.runtime.search import SEARCH, SEARCHED
+from flax_mesh.mpmd.schedules import Schedule, StageCost, search_schedule
 from flax_mesh.mpmd.schedules.simulate import simulate
 from flax_mesh.plan.advice import memory_findings, summary, surprises
 from flax_mesh.plan.forecast import (
@@ -44,7 +46,7 @@ from flax_mesh.train.build import (
     train_program,
 )
 from flax_mesh.train.checks import check_config, check_on_mesh
-from flax_mesh.train.config import TrainConfig, mesh_shape, shard_over
+from flax_mesh.train.config import TrainConfig, mesh_shape, schedule_memory, shard_over
 from flax_mesh.tree import named_leaves
 from flax_mesh.user_code import check_arguments, place_of, user_code
 
@@ -268,8 +270,10 @@ def _pipelined(
     for kind in ("parameters", "optimizer", "other state"):
         leaves = [(path, x, _device_bytes(x) if _kind(path, x) == kind else 0) for path, x in named]
         sizes[kind] = bytes_of_groups(staged, schedule.stage_to_group, leaves)
-    memory = pipeline_memory(topology, schedule, stages, sizes, limit)
     parts, costs = stage_parts(topology, shape, schedule, stages)
+    if config.pipeline.schedule == SEARCH:
+        schedule = _searched(schedule, costs, schedule_memory(config.pipeline, num_groups))
+    memory = pipeline_memory(topology, schedule, stages, sizes, limit)
     update = update_part(topology, schedule, stages, sizes)
     simulated = simulate(schedule, costs)
     count = sum(math.prod(x.shape) for path, x in named if _kind(path, x) == "parameters")
@@ -295,6 +299,19 @@ def _pipelined(
         tuple(findings),
         summary(topology, memory, time, traffic, config.model),
     )
+
+
+def _searched(first: Schedule, costs: Sequence[StageCost], memory_limit: int) -> Schedule:
+    """The schedule that a run with `pipeline.schedule=search` would find, if its stages took the predicted times."""
+    found = search_schedule(
+        costs,
+        memory_limit,
+        num_microbatches=first.num_microbatches,
+        num_groups=first.num_groups,
+        stage_to_group=first.stage_to_group,
+        seconds=1.0,
+    )
+    return replace(found.schedule, name=SEARCHED)
 
 
 def _device_bytes(x: Any) -> int:

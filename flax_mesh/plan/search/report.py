@@ -1,0 +1,127 @@
+"""A search of layouts as text and as plain data: the best layouts, why others are slower, the command of the best."""
+
+import math
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from flax_mesh.plan.report import WIDTH, number, of_capacity, time_text
+from flax_mesh.plan.search.search import SAME, LayoutSearch, Planned
+from flax_mesh.plan.search.space import Settings
+from flax_mesh.text import at_most, bytes_text, count_text, folded, listed, table_text
+
+MOST_LAYOUTS, MOST_REASONS = 10, 6
+HEADS = ["tok/s", "step", "mfu", "GiB", "settings", "compared with the first"]
+
+
+def to_text(found: LayoutSearch, command: Sequence[str], width: int = WIDTH) -> str:
+    """The best layouts, what excludes others, and the command that runs the best; `command` are its first words."""
+    sections = [_head(found, width), _table(found, width), _excluded(found, width)]
+    if found.best is None:
+        nearest = found.planned[0].plan.memory
+        missing = bytes_text(nearest.peak - (nearest.capacity or 0))
+        text = f"No layout fits: the one with the least memory needs {missing} more per device, "
+        sections.append(folded(f"{text}{of_capacity(nearest.peak, nearest.capacity)}.", width))
+    else:
+        sections.append(shlex.join([*command, *overrides(found.best.settings)]))
+    return "\n\n".join(filter(None, sections))
+
+
+def to_dict(found: LayoutSearch) -> dict[str, Any]:
+    """The same for `json.dumps`: bytes, seconds, tokens/s."""
+    first = found.planned[0]
+    return {
+        "topology": found.topology.text,
+        "num_devices": found.topology.num_devices,
+        "axes": list(found.axes),
+        "num_layouts": found.num_layouts,
+        "fits": None if found.best is None and first.plan.fits is None else found.best is not None,
+        "layouts": [_layout_dict(each, first) for each in found.planned],
+        "excluded": dict(found.excluded.most_common()),
+    }
+
+
+def overrides(settings: Settings) -> list[str]:
+    """As they are typed: `mesh.shape=fsdp:8`."""
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+def comparison(one: Planned, first: Planned) -> str:
+    """Why a layout is not the first one; "" for the first one if it fits."""
+    memory = one.plan.memory
+    if one.plan.fits is False:
+        largest = max(memory.at_peak, key=lambda name: memory.at_peak[name])
+        return f"does not fit: {bytes_text(memory.peak - (memory.capacity or 0))} too much, most are {largest}"
+    if one is first:
+        return ""
+    ratio = one.seconds_per_token / first.seconds_per_token
+    if ratio < 1 + SAME:
+        other = "a larger batch" if one.tokens > first.tokens else "more memory"
+        return f"as fast, with {other}"
+    mine, best = _seconds(one), _seconds(first)
+    most = max(mine, key=lambda name: mine[name] - best[name])
+    return f"{ratio - 1:.0%} slower: {_cause(one, most, mine[most], best[most])}"
+
+
+def _cause(one: Planned, name: str, mine: float, best: float) -> str:
+    times = f" {mine / best:.1f} times" if best and mine / best < 100 else ""
+    if name == "bubble":
+        return f"bubble {one.plan.time.bubble:.0%}"
+    if name == "network" and one.plan.traffic:
+        traffic = one.plan.traffic[0]
+        return f"network{times}, most {traffic.kind} over {listed(traffic.axes)}"
+    return {"memory": f"memory traffic{times}"}.get(name, f"{name}{times}")
+
+
+def _seconds(one: Planned) -> dict[str, float]:
+    """Seconds per token of one device by what they are spent on; they may overlap."""
+    time = one.plan.time
+    groups = time.schedule.num_groups if time.schedule else 1
+    parts = [(part, part.times / groups / one.tokens) for part in time.parts]
+    return {
+        "compute": math.fsum(part.compute_seconds * times for part, times in parts),
+        "memory": math.fsum(part.memory_seconds * times for part, times in parts),
+        "network": math.fsum(part.network_seconds * times for part, times in parts),
+        "bubble": time.bubble * time.seconds / one.tokens,
+    }
+
+
+def _head(found: LayoutSearch, width: int) -> str:
+    devices, layouts = count_text(found.topology.num_devices, "device"), count_text(found.num_layouts, "layout")
+    text = f"{found.topology.text}: {devices}, {layouts} over {listed(found.axes)}; {len(found.planned)} planned"
+    return folded(text, width, "  ")
+
+
+def _table(found: LayoutSearch, width: int) -> str:
+    first = found.planned[0]
+    rows = []
+    for one in found.planned[:MOST_LAYOUTS]:
+        mfu = "" if one.plan.time.mfu is None else f"{one.plan.time.mfu:.1%}"
+        memory = number(one.plan.memory.peak / 2**30)
+        numbers = [f"{1 / one.seconds_per_token:,.0f}", time_text(one.plan.time.seconds), mfu, memory]
+        rows.append([*numbers, " ".join(overrides(one.settings)), comparison(one, first)])
+    text = table_text(HEADS, rows, width, right=HEADS[:4], wrap=HEADS[4:])
+    rest = len(found.planned) - MOST_LAYOUTS
+    return text if rest <= 0 else f"{text}\nand {count_text(rest, 'more layout')} that were planned; all are in --json"
+
+
+def _excluded(found: LayoutSearch, width: int) -> str:
+    if not found.excluded:
+        return ""
+    ranked = found.excluded.most_common()
+    lines = [folded(f"  {count:,}: {reason}", width, "    ") for reason, count in ranked]
+    return "\n".join([f"{count_text(found.excluded.total(), 'layout')} excluded:", *at_most(lines, MOST_REASONS)])
+
+
+def _layout_dict(one: Planned, first: Planned) -> dict[str, Any]:
+    return {
+        "settings": dict(one.settings),
+        "fits": one.plan.fits,
+        "peak": one.plan.memory.peak,
+        "capacity": one.plan.memory.capacity,
+        "seconds": one.plan.time.seconds,
+        "tokens_per_s": 1 / one.seconds_per_token,
+        "mfu": one.plan.time.mfu,
+        "bubble": one.plan.time.bubble,
+        "comparison": comparison(one, first),
+    }

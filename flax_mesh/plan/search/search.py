@@ -1,0 +1,219 @@
+"""`search_layouts`: the settings with which a recipe is fastest on a number of chips, by its plans."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flax_mesh.errors import ConfigError, ShardingError
+from flax_mesh.hardware import load_chip
+from flax_mesh.plan.plan import Plan
+from flax_mesh.plan.recipe import plan
+from flax_mesh.plan.search.chips import parse_chips
+from flax_mesh.plan.search.space import SEARCHED, Settings, Space, changes, make_space
+from flax_mesh.plan.search.surrogate import Values, regress
+from flax_mesh.plan.topology import Topology
+from flax_mesh.train.checks import check_config
+from flax_mesh.train.config import TrainConfig
+
+Rows = NDArray[np.intp]
+PLANS = 32
+RANDOM = 3  # one plan in so many is of a random layout: the first ones
+KEPT = 6  # one plan in so many is of a change that is tried with the best layout only: the last ones
+SCORED, NEAR = 4096, 1024  # layouts that are judged for each plan: at random, and next to each of the two best
+SAME = 0.01  # relative difference of times that is less than the error of a plan
+OPTIMISM = 1.0  # standard deviations below the mean at which a layout is judged that is not planned yet
+
+
+class Planned(NamedTuple):
+    """A layout and its plan."""
+
+    settings: Settings
+    plan: Plan
+    tokens: int  # per step
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.plan.time.seconds / self.tokens
+
+    @property
+    def fullness(self) -> float:
+        """Bytes at the peak over the capacity; 0 if that is not known."""
+        memory = self.plan.memory
+        return memory.peak / memory.capacity if memory.capacity else 0.0
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Layouts that fit first, by time; then the others, by memory."""
+        return self.plan.fits is False, self.fullness if self.plan.fits is False else self.seconds_per_token
+
+
+@dataclass(frozen=True)
+class LayoutSearch:
+    """The result of `search_layouts`.
+
+    Attributes:
+        topology: The hardware.
+        planned: The layouts that were planned, best first: those that fit by tokens/s, then the others by memory.
+        num_layouts: Number of layouts of the space, planned or not.
+        excluded: What excluded further layouts without a plan -> how many.
+        axes: The mesh axes that were searched.
+    """
+
+    topology: Topology
+    planned: tuple[Planned, ...]
+    num_layouts: int
+    excluded: Counter[str] = field(default_factory=Counter)
+    axes: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> Planned | None:
+        """The fastest layout that fits; None if none does."""
+        return self.planned[0] if self.planned and self.planned[0].plan.fits is not False else None
+
+
+def search_layouts(
+    config: TrainConfig,
+    chips: Topology | str,
+    *,
+    fixed: Collection[str] = (),
+    plans: int = PLANS,
+    say: Callable[[str], None] = lambda text: None,
+) -> LayoutSearch:
+    """Search the mesh, batch size, microbatches, pipeline and remat with which a recipe has the most tokens/s.
+
+    All layouts whose dims divide and whose state fits are candidates. A few are planned, then a regression of the time
+    and the memory over the plans so far selects the next one, until `plans` are made. The search is deterministic.
+
+    Args:
+        config: A recipe's config.
+        chips: A number of chips, "v5p:512", a topology, "v5p:8x8x8", or a Topology.
+        fixed: Settings that stay as they are in `config`, such as "data.batch_size".
+        plans: The most plans to make; each takes about a second.
+        say: Called with a line of progress after each plan.
+
+    Returns:
+        A `LayoutSearch`.
+
+    Raises:
+        ConfigError: Settings are invalid, the chips are unknown, or no layout works.
+
+    Example:
+        >>> from flax_mesh.plan.search import search_layouts
+        >>> from flax_mesh.train import load_recipe
+        >>> found = search_layouts(load_recipe("recipes/tiny.py"), "v5e:8", fixed=["data.batch_size"], plans=3)
+        >>> len(found.planned), found.best is not None
+        (3, True)
+    """
+    if problems := [*check_config(config), *_fixed_problems(fixed, plans)]:
+        raise ConfigError(problems)
+    chip = load_chip(config.run.hardware) if config.run.hardware else None
+    topology = chips if isinstance(chips, Topology) else parse_chips(chips, chip)
+    space = make_space(config, topology, fixed)
+    search = _Search(space, plans, say)
+    search.start()
+    search.refine(plans - plans // KEPT)
+    search.try_changes()
+    search.refine(plans)
+    if not search.planned:
+        lines = [f"no layout works on {topology.text}; of those that were tried,"]
+        raise ConfigError([*lines, *(f"  {count:,}: {reason}" for reason, count in space.excluded.most_common())])
+    return LayoutSearch(topology, tuple(_ranked(search.planned)), len(space.layouts), space.excluded, space.axes)
+
+
+def _ranked(planned: list[Planned]) -> list[Planned]:
+    """Best first. Of layouts that are as fast as the best one, the one with the smallest batch and the least memory."""
+    found = sorted(planned, key=lambda each: each.rank)
+    if found[0].plan.fits is False:
+        return found
+    limit = found[0].seconds_per_token * (1 + SAME)
+    equal = [each for each in found if each.plan.fits is not False and each.seconds_per_token <= limit]
+    best = min(equal, key=lambda each: (each.tokens, each.plan.memory.peak))
+    return [best, *(each for each in found if each is not best)]
+
+
+def _fixed_problems(fixed: Collection[str], plans: int) -> list[str]:
+    unknown = [name for name in fixed if name not in SEARCHED]
+    found = [f"{name} is not a setting that is searched; those are {', '.join(SEARCHED)}" for name in unknown]
+    return [*found, *([f"plans must be at least 1, got {plans}"] if plans < 1 else [])]
+
+
+class _Search:
+    def __init__(self, space: Space, plans: int, say: Callable[[str], None]):
+        self.space, self.plans, self.say = space, plans, say
+        self.planned: list[Planned] = []
+        self.of_rows: dict[int, Planned] = {}  # those of `planned` that are in the space, by their rows
+        self.open = np.ones(len(space.layouts), bool)
+        self.random = np.random.default_rng(0)
+
+    def start(self) -> None:
+        """Plan the recipe as it is, and random layouts: the regression needs some that differ in all settings."""
+        rows = self.random.permutation(len(self.space.layouts))
+        for row in dict.fromkeys([*self.space.own_rows, *rows]):
+            if len(self.planned) >= max(1, self.plans // RANDOM):
+                return
+            self._plan_row(int(row))
+
+    def refine(self, most: int) -> None:
+        """Plan the layout that is probably the best one, again and again, until there are `most` plans."""
+        while len(self.planned) < most and self.open.any() and self.of_rows:
+            rows = self._candidates()
+            self._plan_row(int(rows[np.argmin(self._scores(rows))]))
+
+    def try_changes(self) -> None:
+        """Change one more setting of the best layout at a time, and keep what is better."""
+        best = min(self.planned, key=lambda each: each.rank, default=None)
+        for settings in changes(self.space, best.settings) if best else ():
+            if len(self.planned) < self.plans:
+                self._plan(settings)
+
+    def _candidates(self) -> Rows:
+        """Rows to score: all that are open, or those next to the best plans and a random sample."""
+        rows = np.flatnonzero(self.open)
+        if len(rows) <= SCORED:
+            return rows
+        features = self.space.features
+        best = sorted(self.of_rows, key=lambda row: self.of_rows[row].rank)[:2]
+        near = [rows[np.argpartition(((features[rows] - features[row]) ** 2).sum(1), NEAR)[:NEAR]] for row in best]
+        return np.unique(np.concatenate([*near, self.random.choice(rows, SCORED, replace=False)]))
+
+    def _scores(self, rows: Rows) -> Values:
+        """Optimistic log seconds per token of layouts that probably fit, or the log memory as long as none does."""
+        known, wanted = self.space.features[list(self.of_rows)], self.space.features[rows]
+        planned = self.of_rows.values()
+        seconds, spread = regress(known, np.log([each.seconds_per_token for each in planned]), wanted)
+        score = seconds - OPTIMISM * spread
+        if not all(each.fullness for each in planned):
+            return score
+        memory, spread = regress(known, np.log([each.fullness for each in planned]), wanted)
+        memory = memory - OPTIMISM * spread
+        fits = memory <= 0
+        return np.where(fits, score, score.max() + memory + 1) if fits.any() else memory
+
+    def _plan_row(self, row: int) -> None:
+        self.open[row] = False
+        if self._plan(self.space.settings(self.space.layouts[row])):
+            self.of_rows[row] = self.planned[-1]
+
+    def _plan(self, settings: Settings) -> bool:
+        config = self.space.apply(settings)
+        try:
+            found = plan(config, self.space.topology)
+        except (ConfigError, ShardingError) as error:
+            self.space.excluded[str(error).splitlines()[0]] += 1
+            return False
+        tokens = config.data.batch_size * config.data.sequence_length
+        self.planned.append(Planned(settings, found, tokens))
+        best = min(self.planned, key=lambda each: each.rank)
+        self.say(f"{len(self.planned)} of {self.plans} plans; best: {tokens_text(best)}")
+        return True
+
+
+def tokens_text(one: Planned) -> str:
+    if one.plan.fits is False:
+        return f"needs {one.fullness:.1f} times the memory"
+    return f"{1 / one.seconds_per_token:,.0f} tok/s" if math.isfinite(one.seconds_per_token) else "none"

@@ -1,0 +1,290 @@
+"""The layouts that a search chooses from: settings of a recipe on a number of devices, and what excludes others."""
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh
+
+from flax_mesh.mesh.create import normalize_axis_types
+from flax_mesh.mpmd.split.remat import REMAT_MODES
+from flax_mesh.plan.search.surrogate import Values
+from flax_mesh.plan.topology import Topology, resolve_mesh
+from flax_mesh.sharding.abstract import abstract_split
+from flax_mesh.sharding.rules import PartitionRules
+from flax_mesh.text import mesh_text
+from flax_mesh.train.build import make_modules, run_rules
+from flax_mesh.train.checks import check_config, check_on_mesh
+from flax_mesh.train.config import AXIS_NAMES, TrainConfig, mesh_shape
+from flax_mesh.train.overrides import apply_overrides, to_texts
+
+MESH, BATCH, MICROBATCHES = "mesh.shape", "data.batch_size", "pipeline.num_microbatches"
+SCHEDULE, STAGES, STAGE_REMAT = "pipeline.schedule", "pipeline.num_virtual_stages", "pipeline.remat"
+REMAT, SHARD_OVER, SCAN = "model.remat", "optimizer.shard_over", "model.scan"
+SEARCHED = (MESH, BATCH, MICROBATCHES, SCHEDULE, STAGES, STAGE_REMAT, REMAT, SHARD_OVER, SCAN)
+
+ROWS = tuple(2.0**k for k in range(-3, 4))  # of the batch, per device
+PARTS = (1, 2, 4, 8)  # microbatches without a pipeline, if the batch size is fixed
+MOST_PARTS = 8  # microbatches per group of a pipeline
+REMATS = ("none", "dots_with_no_batch_dims_saveable", "full")
+# The first schedules are part of the space, the others are tried with the best layout only.
+SCHEDULES: tuple[tuple[str, int], ...] = (("1f1b", 1), ("interleaved-1f1b", 2), ("zb-h1", 1))
+MORE_SCHEDULES: tuple[tuple[str, int], ...] = (
+    ("interleaved-1f1b", 4),
+    ("zb-h2", 1),
+    ("v-half", 2),
+    ("zb-v", 2),
+    ("search", 1),
+)
+TOO_LARGE = "parameters and optimizer alone need more memory than a device has"
+MOST_UNROLLED = 16  # layers that are planned without a scan: tracing takes time in proportion
+
+Settings = Mapping[str, str]
+
+
+class Layout(NamedTuple):
+    """One choice of the settings that are searched; "" leaves a setting as it is."""
+
+    sizes: tuple[int, ...]  # in the order of AXIS_NAMES
+    batch: int
+    parts: int  # microbatches
+    remat: str
+    schedule: str
+    virtual: int  # stages per group
+    shard_over: str
+
+
+@dataclass(frozen=True, eq=False)
+class Space:
+    """The layouts of a recipe on a topology.
+
+    Attributes:
+        config: The recipe. Settings that are not searched, and those of `fixed`, stay as they are in it.
+        layouts: What may work, without duplicates.
+        excluded: What excludes other layouts -> how many.
+        axes: The mesh axes that are searched.
+    """
+
+    config: TrainConfig
+    topology: Topology
+    fixed: frozenset[str]
+    layouts: tuple[Layout, ...]
+    excluded: Counter[str]
+    axes: tuple[str, ...]
+
+    def settings(self, layout: Layout) -> Settings:
+        """The overrides of a layout: what differs from the config."""
+        shape = dict(zip(AXIS_NAMES, layout.sizes, strict=True))
+        found = {
+            MESH: mesh_text(shape) if self.topology.num_devices > 1 else "fsdp:1",
+            BATCH: str(layout.batch),
+            MICROBATCHES: str(layout.parts),
+            REMAT: layout.remat,
+            SHARD_OVER: layout.shard_over,
+        }
+        if layout.schedule:
+            found |= schedule_settings(layout.schedule, layout.virtual)
+        return self.changed({key: text for key, text in found.items() if text})
+
+    def changed(self, settings: Settings) -> Settings:
+        """Those that are not fixed and differ from the config."""
+        return {key: text for key, text in settings.items() if key not in self.fixed and text != self._own[key]}
+
+    @cached_property
+    def _own(self) -> Settings:
+        return to_texts(self.config)
+
+    @property
+    def own_rows(self) -> list[int]:
+        """The row of the layout that the recipe has; none if it is for another number of devices."""
+        data, pipeline = self.config.data, self.config.pipeline
+        mine = (data.batch_size, pipeline.num_microbatches)
+        rows = [row for row, layout in enumerate(self.layouts) if (layout.batch, layout.parts) == mine]
+        return [row for row in rows if not self.settings(self.layouts[row])]
+
+    def apply(self, settings: Settings) -> TrainConfig:
+        return apply_overrides(self.config, [f"{key}={value}" for key, value in settings.items()])
+
+    @cached_property
+    def features(self) -> Values:
+        """One row for each layout: logarithms of sizes, and 0 or 1 for each value of the other settings."""
+        sizes = np.log2([(*layout.sizes, layout.batch, layout.parts) for layout in self.layouts])
+        names = sorted({(1, layout.remat) for layout in self.layouts} | {(2, "zb-h1"), (2, "interleaved-1f1b")})
+        columns = [[layout.remat, layout.schedule] for layout in self.layouts]
+        chosen = np.array([[row[i - 1] == name for i, name in names] for row in columns], float)
+        sharded = np.array([[bool(layout.shard_over)] for layout in self.layouts], float)
+        return np.concatenate([sizes - sizes.mean(0), chosen, sharded], 1)
+
+
+def make_space(config: TrainConfig, topology: Topology, fixed: Collection[str] = ()) -> Space:
+    """All layouts of a recipe on a topology. The settings of `fixed` stay as they are in `config`."""
+    rules = _rules(config, topology)
+    axes = _useful_axes(config, rules)
+    state = StateBytes(config, topology)
+    excluded: Counter[str] = Counter()
+    found: list[Layout] = []
+    too_large: list[tuple[float, Layout]] = []
+    shapes = [resolve_mesh(topology, mesh_shape(config))] if MESH in fixed else _factorings(topology.num_devices, axes)
+    remats, sharded = _remats(config, fixed), SHARD_OVER in fixed or bool(config.optimizer.shard_over)
+    for shape in shapes:
+        sizes, mesh = tuple(shape.get(name, 1) for name in AXIS_NAMES), _abstract_mesh(config, shape)
+        schedules = _schedules(config, shape, fixed)
+        over = [""] if shape.get("dp", 1) == 1 or sharded else ["", "dp"]
+        for batch, parts in _batches(config, topology, shape, rules, fixed):
+            layouts = [Layout(sizes, batch, parts, *rest[0], *rest[1], rest[2])
+                       for rest in product([(r,) for r in remats], schedules, over)]  # fmt: skip
+            if problem := _problem(config, mesh, rules, batch, parts):
+                excluded[problem] += len(layouts)
+                continue
+            for layout in layouts:
+                if problem := _schedule_problem(config, layout):
+                    excluded[problem] += 1
+                elif (least := state.least(shape, layout.shard_over)) > topology.chip.memory:
+                    too_large.append((least, layout))
+                else:
+                    found.append(layout)
+    if too_large and not found:  # the plan of one of them shows how much is missing
+        smallest = min(least for least, _ in too_large)
+        found = [layout for least, layout in too_large if least == smallest]
+        too_large = [each for each in too_large if each[0] != smallest]
+    if too_large:
+        excluded[TOO_LARGE] += len(too_large)
+    return Space(config, topology, frozenset(fixed), tuple(found), excluded, axes)
+
+
+def changes(space: Space, settings: Settings) -> Iterator[Settings]:
+    """What is tried with the best layout only: more schedules, remat of stages, and scan."""
+    config, fixed = space.apply(settings), space.fixed
+    if mesh_shape(config)["pp"] > 1 and SCHEDULE not in fixed:
+        more = [schedule_settings(*each) for each in MORE_SCHEDULES if STAGES not in fixed or each[1] == 1]
+        yield from (space.changed({**settings, **each}) for each in more)
+    if mesh_shape(config)["pp"] > 1 and STAGE_REMAT not in fixed:
+        current = config.pipeline.remat
+        yield from ({**settings, STAGE_REMAT: value} for value in REMAT_MODES if value != current)
+    scan = getattr(config.model, "scan", None)
+    if isinstance(scan, bool) and getattr(config.model, "num_layers", 0) <= MOST_UNROLLED and SCAN not in fixed:
+        yield {**settings, SCAN: str(not scan).lower()}
+
+
+def schedule_settings(schedule: str, virtual: int) -> dict[str, str]:
+    """The other schedules have one number of stages per group, their default."""
+    return {SCHEDULE: schedule, STAGES: str(virtual) if schedule == "interleaved-1f1b" else "none"}
+
+
+def _rules(config: TrainConfig, topology: Topology) -> PartitionRules:
+    return run_rules(config, _abstract_mesh(config, dict.fromkeys(AXIS_NAMES, 1) | {"fsdp": topology.num_devices}))
+
+
+def _abstract_mesh(config: TrainConfig, shape: Mapping[str, int]) -> AbstractMesh:
+    sizes = {name: size for name, size in shape.items() if name != "pp"}
+    types = normalize_axis_types(config.mesh.axis_types, tuple(sizes))
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
+
+
+def _useful_axes(config: TrainConfig, rules: PartitionRules) -> tuple[str, ...]:
+    """The axes over which something is split: the batch, the sequence, or a dim that the model names with `dims()`."""
+    logical = ["batch", "sequence"]
+    if config.rules is None and not config.mesh.rules:
+        logical += [name for _, name, _ in getattr(config.model, "dims", list)()]
+    used = {axis for name in logical for axis in rules.axes.mesh_axes(name)}
+    used |= {axis.strip() for axis in config.mesh.rules.split("+")} | ({"pp"} if rules.layers else set())
+    return tuple(axis for axis in AXIS_NAMES if axis in used)
+
+
+def _factorings(count: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
+    """All axis sizes whose product is `count`."""
+    if not axes:
+        yield from [{}] if count == 1 else []
+        return
+    for size in (size for size in range(1, count + 1) if count % size == 0):
+        yield from ({axes[0]: size, **rest} for rest in _factorings(count // size, axes[1:]))
+
+
+def _batches(
+    config: TrainConfig, topology: Topology, shape: Mapping[str, int], rules: PartitionRules, fixed: Collection[str]
+) -> Iterator[tuple[int, int]]:
+    """(batch size, number of microbatches): divisors of the rows of one shard of the batch, and the recipe's own."""
+    shards = math.prod(shape.get(axis, 1) for axis in rules.axes.mesh_axes("batch"))
+    groups, own = shape.get("pp", 1), config.pipeline.num_microbatches
+    tried = range(groups, MOST_PARTS * groups + 1) if groups > 1 else PARTS if BATCH in fixed else (1,)
+    sizes = {max(1, round(rows * topology.num_devices)) for rows in ROWS}
+    for batch in [config.data.batch_size] if BATCH in fixed else sorted(sizes):
+        parts = {own} if MICROBATCHES in fixed else {own, *(n for n in tried if batch // shards % n == 0)}
+        yield from ((batch, count) for count in sorted(parts))
+
+
+def _remats(config: TrainConfig, fixed: Collection[str]) -> list[str]:
+    own = getattr(config.model, "remat", None)
+    if REMAT in fixed or not isinstance(own, str):
+        return [""]
+    before = check_config(config)
+
+    def is_accepted(value: str) -> bool:
+        changed = dataclasses.replace(config, model=dataclasses.replace(config.model, remat=value))
+        return set(check_config(changed)) <= set(before)
+
+    return [value for value in dict.fromkeys((*REMATS, own)) if is_accepted(value)]
+
+
+def _schedules(config: TrainConfig, shape: Mapping[str, int], fixed: Collection[str]) -> list[tuple[str, int]]:
+    if shape.get("pp", 1) == 1 or SCHEDULE in fixed:
+        return [("", config.pipeline.num_virtual_stages or 1)]
+    return [each for each in SCHEDULES if STAGES not in fixed or each[1] == 1]
+
+
+def _problem(config: TrainConfig, mesh: AbstractMesh, rules: PartitionRules, batch: int, parts: int) -> str:
+    """What excludes all layouts of a mesh, a batch size and a number of microbatches; "" if nothing does."""
+    if batch % parts:
+        return f"{BATCH} is not divisible by {MICROBATCHES}"
+    data, pipeline = (
+        dataclasses.replace(config.data, batch_size=batch),
+        dataclasses.replace(config.pipeline, num_microbatches=parts),
+    )
+    problems = check_on_mesh(dataclasses.replace(config, data=data, pipeline=pipeline), mesh, rules.axes)
+    return _without_sizes(problems[0]) if problems else ""
+
+
+def _without_sizes(problem: str) -> str:
+    """`model.num_kv_heads=8 is not divisible by its mesh axes`: one text for all meshes."""
+    match = re.match(r"([\w.]+)=(\d+)(?: / \S+)? is not divisible", problem)
+    if match is None:
+        return problem
+    if match[1] == BATCH:
+        return f"{BATCH} is not divisible by its mesh axes and {MICROBATCHES}"
+    return f"{match[1]}={match[2]} is not divisible by its mesh axes"
+
+
+def _schedule_problem(config: TrainConfig, layout: Layout) -> str:
+    num_groups, num_layers = layout.sizes[0], getattr(config.model, "num_layers", None)
+    if isinstance(num_layers, int) and num_groups > 1 and num_groups * layout.virtual > num_layers:
+        return f"model.num_layers={num_layers} is less than the number of stages"
+    if layout.schedule == "interleaved-1f1b" and layout.parts % num_groups:
+        return f"interleaved-1f1b needs {MICROBATCHES} that is a multiple of pp"
+    return ""
+
+
+class StateBytes:
+    """The least bytes of parameters and optimizer on a device: every array is split over all axes but dp."""
+
+    def __init__(self, config: TrainConfig, topology: Topology):
+        _, state = abstract_split(partial(make_modules, config))
+        self.topology, self.model, self.optimizer = topology, _bytes(state["model"]), _bytes(state["optimizer"])
+
+    def least(self, shape: Mapping[str, int], shard_over: str) -> float:
+        count = self.topology.num_devices
+        copies = shape.get("dp", 1)
+        return (self.model * copies + self.optimizer * (1 if shard_over else copies)) / count
+
+
+def _bytes(tree: Any) -> int:
+    leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.number)]
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in leaves)

@@ -1,0 +1,382 @@
+"""`search_layouts`: its space, its regression, its result against all plans, and the command."""
+
+import dataclasses
+import json
+import math
+import re
+import shlex
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flax_mesh.cli import main
+from flax_mesh.errors import ConfigError
+from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
+from flax_mesh.plan import plan
+from flax_mesh.plan.search import LayoutSearch, search_layouts
+from flax_mesh.plan.search import search as module
+from flax_mesh.plan.search.chips import parse_chips
+from flax_mesh.plan.search.report import comparison, overrides, to_dict, to_text
+from flax_mesh.plan.search.search import Planned
+from flax_mesh.plan.search.space import SEARCHED, TOO_LARGE, StateBytes, changes, make_space
+from flax_mesh.plan.search.surrogate import regress
+from flax_mesh.plan.topology import Topology, parse_topology
+from flax_mesh.text import bytes_text
+from flax_mesh.train import DataConfig, MeshConfig, OptimizerConfig, PipelineConfig, TrainConfig, apply_overrides
+from flax_mesh.train.build import run_rules
+from flax_mesh.train.checks import check_config, check_on_mesh
+from flax_mesh.train.config import mesh_shape
+from tests.plan.test_plan import CONFIG as DENSE
+
+MODEL = DecoderConfig(hidden_size=256, num_layers=4, num_heads=8, mlp_size=1024, scan=True, dtype="bfloat16")
+CONFIG = TrainConfig(
+    make_decoder,
+    next_token_loss,
+    MODEL,
+    mesh=MeshConfig("fsdp:2,tp:2"),
+    data=DataConfig(sequence_length=512, batch_size=16),
+    pipeline=PipelineConfig(num_microbatches=4),
+)
+EXPERTS = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, num_experts=4, num_layers=2))
+# What the small space holds, so that all of its plans can be made.
+FIXED = ("data.batch_size", "pipeline.num_microbatches", "pipeline.schedule", "pipeline.remat", "optimizer.shard_over")
+FIXED += ("model.scan",)
+BUDGET = 12
+cached_plan = cache(plan)
+
+
+@pytest.fixture(autouse=True)
+def plans_are_made_once(monkeypatch):
+    monkeypatch.setattr(module, "plan", cached_plan)
+
+
+def topology_with(memory: float, text: str = "v5e:2x2") -> Topology:
+    topology = parse_topology(text)
+    return dataclasses.replace(topology, chip=dataclasses.replace(topology.chip, memory=memory))
+
+
+@cache
+def all_plans(config: TrainConfig, text: str, fixed: tuple[str, ...]) -> list[Planned]:
+    """The plans of a whole space."""
+    topology = parse_topology(text)
+    space = make_space(config, topology, fixed)
+    tokens = config.data.batch_size * config.data.sequence_length
+    found = []
+    for layout in space.layouts:
+        settings = space.settings(layout)
+        try:
+            found.append(Planned(settings, cached_plan(space.apply(settings), topology), tokens))
+        except ConfigError as error:  # the search leaves such a layout out, too
+            assert "stage" in str(error)
+    return found
+
+
+# --- chips ---
+
+
+@pytest.mark.parametrize(
+    ("text", "topology"),
+    [
+        ("v5p:512", "v5p:8x8x8"),
+        ("v5p:128", "v5p:4x4x8"),
+        ("v5p:4x4x8", "v5p:4x4x8"),
+        ("v5p:17920", "v5p:16x20x28*2"),
+        ("v5e:8", "v5e:2x4"),
+        ("V5E:512", "v5e:16x16*2"),
+        ("v7x:64", "v7x:4x4x4"),
+        ("h100:16", "h100:2x8"),
+        ("h100:4", "h100:1x4"),
+        ("cpu:8", "cpu:8"),
+    ],
+)
+def test_a_number_of_chips_is_a_topology(text, topology):
+    assert parse_chips(text) == parse_topology(topology)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("v5p:6", "no slice of v5p has 6 chips; name a topology"),
+        ("v5p:0", "no slice of v5p has 0 chips"),
+        ("v5e:768:1", "must be a chip and its numbers"),
+        ("h100:12", "h100:12 must be a multiple of 8, the GPUs of a host"),
+        ("h100:0", "h100:0 must be a multiple of 8"),
+        ("v9:8", "unknown chip 'v9'; known: v3, v4"),
+    ],
+)
+def test_wrong_numbers_of_chips_are_one_line(text, problem):
+    with pytest.raises(ConfigError, match=problem) as caught:
+        parse_chips(text)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+# --- the space ---
+
+
+def test_every_layout_passes_the_checks_and_none_is_there_twice():
+    space = make_space(CONFIG, parse_topology("v5e:2x4"), ["data.batch_size"])
+    texts = [json.dumps(dict(space.settings(layout))) for layout in space.layouts]
+    assert len(texts) == len(set(texts)) > 500
+    rules = run_rules(CONFIG)
+    for layout in space.layouts[::7]:
+        config = space.apply(space.settings(layout))
+        shape = mesh_shape(config)
+        assert math.prod(shape.values()) == 8
+        assert check_config(config) == []
+        mesh = type("Mesh", (), {"axis_names": tuple(shape), "shape": shape})
+        assert check_on_mesh(config, mesh, rules.axes) == []  # pyright: ignore[reportArgumentType]
+
+
+def test_layouts_that_are_excluded_fail_the_checks():
+    """The number of key-value heads excludes tp:8 and nothing else."""
+    space = make_space(CONFIG, parse_topology("v5e:2x4"), ["data.batch_size"])
+    assert max(layout.sizes[4] for layout in space.layouts) == MODEL.num_kv_heads
+    assert space.excluded[f"model.num_kv_heads={MODEL.num_kv_heads} is not divisible by its mesh axes"] > 0
+    with pytest.raises(ConfigError, match=r"model.num_kv_heads=4 is not divisible by 8"):
+        plan(apply_overrides(CONFIG, ["mesh.shape=tp:8"]), "v5e:2x4")
+
+
+def test_the_axes_are_those_that_split_something():
+    def axes(config):
+        return make_space(config, parse_topology("v5e:2x2"), FIXED).axes
+
+    assert axes(CONFIG) == ("pp", "dp", "fsdp", "tp", "sp")
+    assert axes(EXPERTS) == ("pp", "dp", "fsdp", "ep", "tp", "sp")
+    assert axes(dataclasses.replace(CONFIG, mesh=MeshConfig("fsdp:4", rules="fsdp"))) == ("pp", "dp", "fsdp", "sp")
+
+
+def test_settings_that_are_fixed_stay_as_they_are():
+    topology = parse_topology("v5e:2x2")
+    for fixed in SEARCHED:
+        space = make_space(CONFIG, topology, [*FIXED, fixed])
+        assert space.layouts
+        for layout in space.layouts:
+            settings = space.settings(layout)
+            assert not {fixed, *FIXED} & set(settings)
+            assert all(fixed not in each for each in changes(space, settings))
+    space = make_space(CONFIG, topology, ["mesh.shape"])
+    assert {layout.sizes for layout in space.layouts} == {(1, 1, 2, 1, 2, 1)}
+    assert {layout.batch for layout in space.layouts} == {2, 4, 8, 16, 32}
+
+
+def test_settings_that_the_recipe_has_are_not_repeated():
+    space = make_space(CONFIG, parse_topology("v5e:2x2"), FIXED)
+    assert [space.layouts[row].sizes for row in space.own_rows] == [(1, 1, 2, 1, 2, 1)]
+    assert [space.settings(space.layouts[row]) for row in space.own_rows] == [{}]
+    assert make_space(CONFIG, parse_topology("v5e:2x4"), FIXED).own_rows == []
+    first = search_layouts(CONFIG, "v5e:4", fixed=FIXED, plans=1)
+    assert [each.settings for each in first.planned] == [{}]  # the recipe's own layout is the first one
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", ["fsdp:8", "dp:2,fsdp:4", "fsdp:2,tp:4", "dp:4,fsdp:2", "fsdp:2,sp:4"])
+@pytest.mark.parametrize("shard_over", ["", "dp"])
+def test_no_plan_has_less_state_than_the_lower_bound(dtype, shape, shard_over):
+    model = dataclasses.replace(DENSE.model, param_dtype=dtype, dtype=dtype)
+    config = dataclasses.replace(
+        DENSE, model=model, mesh=MeshConfig(shape), optimizer=OptimizerConfig(shard_over=shard_over)
+    )
+    found = plan(config, "v5e:2x4").memory.at_peak
+    least = StateBytes(config, parse_topology("v5e:2x4")).least(mesh_shape(config), shard_over)
+    assert least <= found["parameters"] + found["optimizer"]
+    if shape == "fsdp:8":  # only scales are replicated
+        assert least == pytest.approx(found["parameters"] + found["optimizer"], rel=0.05)
+
+
+# --- the regression ---
+
+
+@given(
+    weights=st.lists(st.floats(-2, 2), min_size=3, max_size=3),
+    offset=st.floats(-5, 5),
+    seed=st.integers(0, 100),
+)
+def test_a_linear_function_is_recovered(weights, offset, seed):
+    rng = np.random.default_rng(seed)
+    known, wanted = rng.integers(-3, 4, (24, 3)).astype(float), rng.integers(-3, 4, (8, 3)).astype(float)
+    mean, spread = regress(known, known @ weights + offset, wanted)
+    scale = np.std(known @ weights + offset) or 1.0
+    assert np.abs(mean - (wanted @ weights + offset)).max() < 0.3 * scale + 1e-9
+    assert (spread >= 0).all()
+
+
+def test_the_uncertainty_is_small_where_the_value_is_known_and_grows_with_the_distance():
+    known = np.array([[0.0], [1.0], [2.0]])
+    mean, spread = regress(known, np.array([1.0, 3.0, 2.0]), np.array([[1.0], [4.0], [9.0]]))
+    assert mean[0] == pytest.approx(3.0, abs=0.1)
+    assert spread[0] < 0.05 < spread[1] < spread[2]
+
+
+# --- the search ---
+
+
+def best_of(plans: list[Planned]) -> float:
+    return min(each.seconds_per_token for each in plans if each.plan.fits)
+
+
+def fastest(found: LayoutSearch) -> float:
+    return min(each.seconds_per_token for each in found.planned if each.plan.fits)
+
+
+def test_a_search_finds_what_brute_force_finds():
+    everything = all_plans(CONFIG, "v5e:2x2", FIXED)
+    found = search_layouts(CONFIG, "v5e:4", fixed=FIXED, plans=BUDGET)
+    assert len(everything) > 2 * BUDGET and len(found.planned) == BUDGET
+    assert fastest(found) <= best_of(everything) * (1 + 1e-9)
+    assert found.best is found.planned[0] and found.best.seconds_per_token <= 1.01 * best_of(everything)
+
+
+def test_a_search_needs_its_regression(monkeypatch):
+    """The same budget at random does not find the best layout."""
+
+    def at_random(features, values, wanted):
+        return np.random.default_rng(len(values)).random(len(wanted)), np.zeros(len(wanted))
+
+    monkeypatch.setattr(module, "regress", at_random)
+    found = search_layouts(CONFIG, "v5e:4", fixed=FIXED, plans=BUDGET)
+    assert fastest(found) > best_of(all_plans(CONFIG, "v5e:2x2", FIXED)) * 1.001
+
+
+def test_the_best_layout_fits_although_faster_ones_do_not():
+    everything = sorted(all_plans(CONFIG, "v5e:2x2", FIXED), key=lambda each: each.seconds_per_token)
+    peaks = sorted(each.plan.memory.peak for each in everything)
+    limit = peaks[len(peaks) // 3] + 1
+    expected = next(each for each in everything if each.plan.memory.peak <= limit)
+    assert everything[0].plan.memory.peak > limit
+    capacity = everything[0].plan.memory.capacity
+    assert capacity is not None
+    reserve = parse_topology("v5e:2x2").chip.memory / capacity
+    found = search_layouts(CONFIG, topology_with(limit * reserve), fixed=FIXED, plans=14)
+    assert found.best is not None and found.best.plan.memory.peak <= limit
+    assert found.best.seconds_per_token <= expected.seconds_per_token * 1.01
+    assert all(a.rank <= b.rank for a, b in zip(found.planned[1:], found.planned[2:], strict=False))
+
+
+def test_of_equally_fast_layouts_the_one_with_the_smallest_batch_is_the_best():
+    found = search_layouts(CONFIG, "v5e:4", fixed=[name for name in FIXED if name != "data.batch_size"], plans=12)
+    assert found.best is not None
+    equal = [each for each in found.planned if each.plan.fits and each.seconds_per_token <= 1.01 * fastest(found)]
+    assert found.best.tokens == min(each.tokens for each in equal)
+
+
+def test_a_search_is_deterministic_and_makes_at_most_the_plans_it_may():
+    lines: list[str] = []
+    runs = [search_layouts(CONFIG, "v5e:4", fixed=FIXED, plans=5, say=lines.append) for _ in range(2)]
+    assert [each.settings for each in runs[0].planned] == [each.settings for each in runs[1].planned]
+    assert len(runs[0].planned) == 5 and lines[4].startswith("5 of 5 plans; best: ") and len(lines) == 10
+
+
+def test_the_changes_of_the_best_layout_are_valid_settings():
+    space = make_space(CONFIG, parse_topology("v5e:2x4"), ["data.batch_size"])
+    layout = next(x for x in space.layouts if x.sizes[0] == 2 and x.schedule == "interleaved-1f1b")
+    found = list(changes(space, space.settings(layout)))
+    configs = [space.apply(settings) for settings in found]
+    assert {config.pipeline.schedule for config in configs} > {"zb-v", "v-half", "search", "zb-h2"}
+    assert {config.pipeline.remat for config in configs} == {"none", "cheap", "full"}
+    assert {config.model.scan for config in configs} == {True, False}
+    assert all(config.pipeline.num_virtual_stages is None for config in configs if config.pipeline.schedule == "zb-v")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "plans"), [(EXPERTS, 32), (CONFIG, 32)], ids=["experts", "dense"])
+def test_a_search_on_8_chips_finds_what_brute_force_finds(config, plans):
+    fixed = ("data.batch_size", "pipeline.num_microbatches", "optimizer.shard_over", "model.scan")
+    everything = all_plans(config, "v5p:2x2x2", fixed)
+    found = search_layouts(config, "v5p:8", fixed=fixed, plans=plans)
+    assert len(everything) > 100
+    assert fastest(found) <= best_of(everything) * 1.005
+
+
+# --- what does not fit, and bad input ---
+
+
+def test_if_no_layout_fits_the_nearest_one_shows_what_is_missing():
+    found = search_layouts(CONFIG, topology_with(1e6), fixed=FIXED, plans=3)  # less than the state of a device
+    assert found.best is None and found.planned
+    assert found.excluded[TOO_LARGE] > 0
+    text = to_text(found, ["flax-mesh", "train", "recipe.py"])
+    missing = found.planned[0].plan.memory.peak - (found.planned[0].plan.memory.capacity or 0)
+    assert f"No layout fits: the one with the least memory needs {bytes_text(missing)} more" in text
+    assert "flax-mesh train" not in text
+    assert to_dict(found)["fits"] is False
+
+
+def test_invalid_arguments_are_all_reported():
+    with pytest.raises(ConfigError) as caught:
+        search_layouts(CONFIG, "v5e:4", fixed=["mesh.size"], plans=0)
+    assert caught.value.problems[0].startswith("mesh.size is not a setting that is searched; those are mesh.shape,")
+    assert caught.value.problems[1] == "plans must be at least 1, got 0"
+
+
+def test_if_no_layout_works_every_reason_is_reported():
+    config = dataclasses.replace(CONFIG, data=DataConfig(sequence_length=511, batch_size=12))
+    with pytest.raises(ConfigError, match=r"no layout works on v5e:2x2") as caught:
+        search_layouts(config, "v5e:4", fixed=[*FIXED, "mesh.shape"])
+    assert "data.batch_size" in str(caught.value)
+
+
+# --- text ---
+
+
+def test_every_layout_but_the_first_has_a_reason():
+    found = search_layouts(CONFIG, "v5e:4", fixed=FIXED, plans=16)
+    reasons = [comparison(each, found.planned[0]) for each in found.planned]
+    assert reasons[0] == "" and all(reasons[1:])
+    assert any("slower: " in reason for reason in reasons)
+    text = to_text(found, ["flax-mesh", "train", "r.py"])
+    assert text.splitlines()[0].startswith("v5e:2x2: 4 devices, ")
+    assert text.splitlines()[-1] == shlex.join(["flax-mesh", "train", "r.py", *overrides(found.planned[0].settings)])
+    assert "and 6 more layouts that were planned" in text
+    assert json.loads(json.dumps(to_dict(found)))["layouts"][0]["tokens_per_s"] > 0
+
+
+def test_the_reason_names_what_takes_the_time():
+    plans = [each for each in all_plans(CONFIG, "v5e:2x2", FIXED) if "model.remat" not in each.settings]
+    found = {each.settings.get("mesh.shape", ""): each for each in plans}
+    assert re.fullmatch(
+        r"\d+% slower: network [\d.]+ times, most all-reduce over tp", comparison(found["tp:4"], found["dp:4"])
+    )
+    assert re.fullmatch(r"\d+% slower: bubble \d+%", comparison(found["pp:4"], found["dp:4"]))
+
+
+# --- the command ---
+
+
+def test_the_command_prints_settings_that_train_runs(capsys, tmp_path):
+    small = ["data.batch_size=8", "data.sequence_length=32", "model.hidden_size=32", "model.mlp_size=64"]
+    small += ["pipeline.num_microbatches=2", "model.num_layers=2"]
+    command = ["plan", "recipes/tiny.py", "--search", "cpu:8", "--plans", "3", *small]
+    assert main(command) == 0
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert words[:3] == ["flax-mesh", "train", "recipes/tiny.py"] and words[3:9] == small
+    run = ["run.steps=1", f"run.folder={tmp_path / 'run'}", "run.sample_tokens=0", "run.eval_every=0"]
+    assert main([*words[1:], *run, "pipeline.check=never"]) == 0
+    assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") == 1
+
+
+def test_the_command_prints_json(capsys):
+    fixed = ["data.batch_size=8", "mesh.shape=fsdp:4", "model.remat=full", "pipeline.num_microbatches=1"]
+    assert main(["plan", "recipes/tiny.py", *fixed, "--search", "v5e:4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["topology"] == "v5e:2x2" and found["num_layouts"] == 1 and found["fits"] is True
+    assert [each["settings"] for each in found["layouts"]] == [{}, {"model.scan": "true"}]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--plans", "3"], "--plans needs --search CHIPS"),
+        (["--search", "v5e:4", "--topology", "v5e:2x2"], "leave out --topology and --html"),
+        (["--search", "v5e:4", "--html", "x.html"], "leave out --topology and --html"),
+        (["--search", "v5e:3"], "no slice of v5e has 3 chips"),
+        (["--search", "v5e:4", "--plans", "0"], "plans must be at least 1, got 0"),
+        (["--search", "v5e:4", "mesh.shape=fsdp:8"], "mesh.shape"),
+    ],
+)
+def test_bad_input_of_the_command_is_one_line(words, problem, capsys):
+    assert main(["plan", "recipes/tiny.py", *words]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and problem in lines[0]
