@@ -4,14 +4,28 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from flax_mesh.cli.common import DONE, FINDINGS, add_recipe, config_of, table_width, use_platform, write_file
+import jax
+
+from flax_mesh.cli.common import (
+    DONE,
+    FINDINGS,
+    add_recipe,
+    check_writable,
+    config_of,
+    table_width,
+    use_platform,
+    write_file,
+)
 from flax_mesh.errors import ConfigError
 from flax_mesh.hardware import load_chip
 from flax_mesh.plan import plan
+from flax_mesh.plan.calibrate import calibrate
 from flax_mesh.plan.report import WIDTH, memory_line
 from flax_mesh.plan.topology import EXAMPLES, Topology, parse_topology
+from flax_mesh.text import shortened
 from flax_mesh.train import TrainConfig
 from flax_mesh.train.checks import check_config
+from flax_mesh.train.config import PLATFORM
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,16 +35,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Exit codes: 0 it fits, or the capacity is unknown, 1 unexpected error, 2 invalid input, 3 it does not fit."
     )
-    add_recipe(parser)
+    add_recipe(parser, optional=True)
     parser.add_argument(
         "--topology", metavar="T", help=f"the devices, such as {EXAMPLES} (default: the devices that are here)"
     )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print JSON")
     output.add_argument("--html", metavar="FILE", help="write an HTML page with drawings")
+    output.add_argument(
+        "--calibrate",
+        metavar="FILE",
+        help="measure the devices that are here, and write the file that run.hardware=FILE reads; without a RECIPE, "
+        "with run.platform=P for the devices of another platform",
+    )
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    if arguments.calibrate is not None:
+        return run_calibration(arguments)
+    if arguments.recipe is None:
+        raise ConfigError("the following arguments are required: RECIPE; see flax-mesh plan --help")
     config = config_of(arguments.recipe, arguments.overrides)
     if problems := check_config(config):
         raise ConfigError(problems)
@@ -44,6 +68,23 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     else:
         print(found.to_text(width=min(table_width(), WIDTH)))
     return FINDINGS if found.fits is False else DONE
+
+
+def run_calibration(arguments: argparse.Namespace) -> int:
+    settings = [arguments.recipe, *arguments.overrides] if arguments.recipe is not None else []
+    platform = settings[-1].removeprefix("run.platform=") if settings else "auto"
+    if len(settings) > 1 or not PLATFORM.fullmatch(platform) or arguments.topology is not None:
+        raise ConfigError(
+            "--calibrate FILE measures the devices that are here: no RECIPE and no --topology; of the settings only "
+            f"run.platform=auto, cpu, cpu:N (N devices), gpu or tpu; got {shortened(' '.join(settings), 80)!r}"
+        )
+    check_writable("--calibrate", arguments.calibrate)
+    use_platform(platform)
+    found = calibrate(jax.devices())
+    write_file("--calibrate", arguments.calibrate, found.to_toml())
+    load_chip(arguments.calibrate)  # a ConfigError if a figure is not a positive number
+    print(f"{found.to_text()}\n\n{arguments.calibrate}: written; use it with run.hardware={arguments.calibrate}")
+    return DONE
 
 
 def topology_of(text: str | None, config: TrainConfig) -> Topology | None:
