@@ -8,8 +8,9 @@ a disturbance reaches all of them, and the median of the repetitions counts.
 **Time** on accelerators is that of the clock. On CPUs other programs use the cores too, so it is the CPU time of this
 process, over the number of cores that the case kept busy in its least disturbed repetition.
 
-**Figures**: the products have the median FLOP/s of their sizes, the memory has the median bytes/s of the copies, and
-latency and bandwidth of the links are fitted to all collectives and sizes (`fit_links`), by the formulas of
+**Figures**: the products have the median FLOP/s of their sizes. The memory has the geometric mean of the median bytes/s
+of copies and of normalizations: on CPUs kernels with reductions reach a fraction of the bytes/s of copies, and steps
+have both. Latency and bandwidth of the links are fitted to all collectives and sizes (`fit_links`), by the formulas of
 plan/topology.py that forecasts use. What is not measured is that of the base chip.
 """
 
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any, NamedTuple
 
 import jax
@@ -37,11 +38,12 @@ AXIS = "all"
 DTYPES = ("bfloat16", "float32")
 KINDS = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
 FIGURES = ("matmul_fraction", "memory", "memory_bandwidth", "link_bandwidth", "link_fraction", "hop_latency")
+PASSES = {"copy": 2, "normalize": 3}  # reads and writes of the array
 LEAST_LATENCY = 1e-9  # seconds, if none can be measured
 TOO_FAR, TOO_WIDE = 2.0, 0.5  # from the fit to a measurement: a factor; between the quartiles: a part of the median
 TARGET, MOST_TIMES = 0.1, 1000  # seconds of a repetition, and executions in it
 ROUNDS = 7
-MIB = 2**20
+MIB, ROW = 2**20, 4096  # bytes; ROW: of what is normalized
 
 
 class Sizes(NamedTuple):
@@ -55,11 +57,11 @@ ACCELERATOR = Sizes((2048, 4096, 8192), (256 * MIB, 512 * MIB, 1024 * MIB), (MIB
 
 def cpu_sizes(count: int) -> Sizes:
     """The caches are shared as the memory is, so that the copies of all devices together exceed them."""
-    return Sizes((256, 512, 1024), tuple(n * MIB // count for n in (128, 256, 512)), (MIB // 16, MIB, 8 * MIB))
+    return Sizes((256, 512, 1024), tuple(n * MIB // count for n in (128, 256, 512)), (MIB // 16, 4 * MIB, 16 * MIB))
 
 
 class Sample(NamedTuple):
-    kind: str  # matmul, copy or a collective
+    kind: str  # matmul, copy, normalize or a collective
     dtype: str
     size: int  # of a side of the matrices, or bytes
     seconds: float
@@ -67,8 +69,8 @@ class Sample(NamedTuple):
 
     @property
     def work(self) -> float:
-        """FLOPs of a product, bytes that a copy reads and writes, bytes of a payload."""
-        return {"matmul": 2.0 * self.size**3, "copy": 2.0 * self.size}.get(self.kind, float(self.size))
+        """FLOPs of a product, bytes that are read and written, or bytes of a payload."""
+        return 2.0 * self.size**3 if self.kind == "matmul" else float(PASSES.get(self.kind, 1) * self.size)
 
     @property
     def text(self) -> str:
@@ -183,8 +185,8 @@ def chip_of_samples(
         peak = best
     fraction = typical[DTYPES[0]] / peak
     peaks = {**base.peak_flops, DTYPES[0]: peak, DTYPES[1]: typical[DTYPES[1]] / fraction}
-    bandwidth = median(s.work / s.seconds for s in samples if s.kind == "copy")
-    chip = replace(base, peak_flops=peaks, matmul_fraction=fraction, memory_bandwidth=bandwidth)
+    bandwidths = [median(s.work / s.seconds for s in samples if s.kind == kind) for kind in PASSES]
+    chip = replace(base, peak_flops=peaks, matmul_fraction=fraction, memory_bandwidth=geometric_mean(bandwidths))
     collectives = [s for s in samples if s.kind in KINDS]
     if not collectives:
         return chip, [*findings, f"one device has no collectives: the links are those of {base.name}"]
@@ -237,7 +239,7 @@ def forecast(sample: Sample, chip: Chip, network: Network) -> float:
     """Seconds of a sample by the figures of a chip."""
     if sample.kind == "matmul":
         return sample.work / (chip.peak(sample.dtype) * chip.matmul_fraction)
-    return sample.work / chip.memory_bandwidth if sample.kind == "copy" else network.seconds(sample.kind, sample.work)
+    return sample.work / chip.memory_bandwidth if sample.kind in PASSES else network.seconds(sample.kind, sample.work)
 
 
 def deviations(samples: Sequence[Sample], forecasts: Sequence[float]) -> list[str]:
@@ -260,6 +262,7 @@ def measure(devices: Sequence[Any], sizes: Sizes, rounds: int) -> list[Sample]:
     mesh = create_mesh((len(devices),), (AXIS,), devices=devices)
     cases = [_matmul(mesh, dtype, n) for dtype in DTYPES for n in sizes.matmul]
     cases += [_Case(mesh, "copy", "float32", size // 4 * 4, _copy) for size in sizes.copy]
+    cases += [_Case(mesh, "normalize", "float32", size // ROW * ROW, _normalize) for size in sizes.copy]
     if len(devices) > 1:
         cases += [_collective(mesh, kind, size) for kind in KINDS for size in sizes.collective]
     for _ in range(rounds):
@@ -328,6 +331,11 @@ def _matmul(mesh: Any, dtype: str, n: int) -> _Case:
 
 def _copy(i: Any, x: Any) -> Any:
     return x + 1
+
+
+def _normalize(i: Any, x: Any) -> Any:
+    rows = x.reshape(-1, ROW // 4)
+    return (rows * jax.lax.rsqrt((rows * rows).mean(-1, keepdims=True))).reshape(-1)
 
 
 def _collective(mesh: Any, kind: str, size: int) -> _Case:
