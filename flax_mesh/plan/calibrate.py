@@ -41,7 +41,7 @@ FIGURES = ("matmul_fraction", "memory", "memory_bandwidth", "link_bandwidth", "l
 PASSES = {"copy": 2, "normalize": 3}  # reads and writes of the array
 LEAST_LATENCY = 1e-9  # seconds, if none can be measured
 TOO_FAR, TOO_WIDE = 2.0, 0.5  # from the fit to a measurement: a factor; between the quartiles: a part of the median
-TARGET, MOST_TIMES = 0.1, 1000  # seconds of a repetition, and executions in it
+TARGET, LEAST_TIMES, MOST_TIMES = 0.1, 3, 1000  # seconds of a repetition, and executions in it
 ROUNDS = 7
 MIB, ROW = 2**20, 4096  # bytes; ROW: of what is normalized
 
@@ -57,7 +57,7 @@ ACCELERATOR = Sizes((2048, 4096, 8192), (256 * MIB, 512 * MIB, 1024 * MIB), (MIB
 
 def cpu_sizes(count: int) -> Sizes:
     """The caches are shared as the memory is, so that the copies of all devices together exceed them."""
-    return Sizes((256, 512, 1024), tuple(n * MIB // count for n in (128, 256, 512)), (MIB // 16, 4 * MIB, 16 * MIB))
+    return Sizes((256, 512, 1024), tuple(n * MIB // count for n in (128, 192, 256)), (MIB // 16, 4 * MIB, 16 * MIB))
 
 
 class Sample(NamedTuple):
@@ -292,7 +292,7 @@ class _Case:
         self.times = 1
         self.run()  # compiles
         self.run()
-        self.times = min(MOST_TIMES, max(1, round(TARGET / self.readings[-1][0])))
+        self.times = min(MOST_TIMES, max(LEAST_TIMES, round(TARGET / self.readings[-1][0])))
         self.readings.clear()
 
     def run(self) -> None:
