@@ -15,6 +15,7 @@ from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE
 from flax_mesh.errors import ConfigError
 from flax_mesh.hardware import CHIPS, chip_of, load_chip
+from flax_mesh.mesh.create import create_mesh
 from flax_mesh.models import DecoderConfig
 from flax_mesh.plan import calibrate as module
 from flax_mesh.plan import plan
@@ -33,6 +34,7 @@ from flax_mesh.plan.calibrate import (
     unit_network,
 )
 from flax_mesh.plan.topology import topology_of_devices
+from flax_mesh.sharding.report.hlo import read_collectives
 from flax_mesh.train import DataConfig
 from tests.plan.ranking import LAYOUTS, config_of, rank, spearman
 
@@ -186,6 +188,30 @@ def test_the_figures_are_positive_and_the_file_is_read_back(measured, tmp_path):
     assert len(comments) == 1 + len(measured.samples) + len(measured.findings)
 
 
+def test_the_work_of_a_sample():
+    found = {kind: Sample(kind, "float32", 100, 1.0).work for kind in ("matmul", "copy", "normalize", *KINDS)}
+    assert found == {"matmul": 2e6, "copy": 200, "normalize": 300, **dict.fromkeys(KINDS, 100)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_case_runs_the_collective_that_it_is_named_after_with_the_payload_of_its_size(kind):
+    mesh = create_mesh((4,), (module.AXIS,), devices=jax.devices()[:4])
+    case = module._collective(mesh, kind, 1 << 14)
+    program = case.program.lower(1, case.x, *case.rest).compile()
+    assert {(one.kind, one.payload_bytes) for one in read_collectives(program, mesh)} == {(kind, case.size)}
+    assert case.size == 1 << 14
+
+
+def test_repeated_products_neither_overflow_nor_vanish():
+    mesh = create_mesh((2,), (module.AXIS,), devices=jax.devices()[:2])
+    case = module._matmul(mesh, "float32", 64)
+    assert case.x.shape == (2 * 64, 64)
+    before = np.linalg.norm(case.x)
+    case.times = 1001
+    case.run()
+    assert np.linalg.norm(case.x) == pytest.approx(before, rel=1e-2)
+
+
 def test_all_kinds_and_sizes_are_measured(measured):
     kinds = [(s.kind, s.dtype, s.size) for s in measured.samples]
     assert len(set(kinds)) == len(kinds) == 2 * 2 + 2 * 1 + 4 * 2
@@ -225,7 +251,7 @@ def test_the_command_writes_the_file_and_a_forecast_prints_times(quick, tmp_path
     assert re.search(r"^memory_bandwidth +1e\+10 +\d", out, re.MULTILINE)
     assert out.endswith(f"{file}: written; use it with run.hardware={file}\n")
     assert load_chip(file).platform == jax.default_backend()
-    small = ["model.num_layers=1", "run.steps=1", "run.eval_every=0", "run.sample_tokens=0", "checkpoint.every=0"]
+    small = ["model.num_layers=1", "run.steps=1", "run.eval_every=0", "run.sample_tokens=0", "run.platform=cpu:8"]
     for settings_, timed in (([], False), ([f"run.hardware={file}"], True)):
         assert main(["train", TINY, *small, f"run.folder={tmp_path}/run{timed}", *settings_]) == DONE
         (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("forecast: ")]
