@@ -18,6 +18,7 @@ import numpy as np
 from flax_mesh.hardware import Chip
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.plan import plan
+from flax_mesh.plan.results import Time
 from flax_mesh.plan.topology import topology_of_devices
 from flax_mesh.train import DataConfig, MeshConfig, PipelineConfig, TrainConfig, build_program
 from flax_mesh.train.build import batch_sharding
@@ -81,8 +82,7 @@ class Running:
 
 def rank(chip: Chip, configs: Mapping[str, TrainConfig], rounds: int = 9) -> list[Ranked]:
     topology = topology_of_devices(jax.devices(), chip)
-    times = {name: plan(config, topology).time for name, config in configs.items()}
-    predicted = {name: each.seconds * (1 - each.bubble) for name, each in times.items()}
+    predicted = {name: busy_seconds(plan(config, topology).time) for name, config in configs.items()}
     running = {name: Running(config) for name, config in configs.items()}
     for _ in range(rounds):
         for one in running.values():
@@ -91,6 +91,11 @@ def rank(chip: Chip, configs: Mapping[str, TrainConfig], rounds: int = 9) -> lis
         Ranked(name, predicted[name], median(one.seconds) / len(os.sched_getaffinity(0)))
         for name, one in running.items()
     ]
+
+
+def busy_seconds(time: Time) -> float:
+    """Seconds of a step without the bubble."""
+    return time.seconds * (1 - time.bubble)
 
 
 def spearman(xs: Sequence[float], ys: Sequence[float]) -> float:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE
+from flax_mesh.cli.forecast import Forecast
 from flax_mesh.errors import ConfigError
 from flax_mesh.hardware import CHIPS, chip_of, load_chip
 from flax_mesh.mesh.create import create_mesh
@@ -35,8 +36,8 @@ from flax_mesh.plan.calibrate import (
 )
 from flax_mesh.plan.topology import topology_of_devices
 from flax_mesh.sharding.report.hlo import read_collectives
-from flax_mesh.train import DataConfig
-from tests.plan.ranking import LAYOUTS, config_of, rank, spearman
+from flax_mesh.train import DataConfig, build_program
+from tests.plan.ranking import LAYOUTS, busy_seconds, config_of, rank, spearman
 
 SMALL = Sizes((64, 128), (1 << 20,), (1 << 14, 1 << 20))
 SHORT = 0.005  # seconds of a repetition
@@ -241,8 +242,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(module, "TARGET", SHORT)
 
 
-def test_the_command_writes_the_file_and_a_forecast_prints_times(quick, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_command_writes_the_file_and_a_forecast_prints_times(quick, tmp_path, capsys):
     file = tmp_path / "chip.toml"
     file.write_text("an older file")
     assert main(["plan", "--calibrate", str(file)]) == DONE
@@ -251,10 +251,12 @@ def test_the_command_writes_the_file_and_a_forecast_prints_times(quick, tmp_path
     assert re.search(r"^memory_bandwidth +1e\+10 +\d", out, re.MULTILINE)
     assert out.endswith(f"{file}: written; use it with run.hardware={file}\n")
     assert load_chip(file).platform == jax.default_backend()
-    small = ["model.num_layers=1", "run.steps=1", "run.eval_every=0", "run.sample_tokens=0", "run.platform=cpu:8"]
-    for settings_, timed in (([], False), ([f"run.hardware={file}"], True)):
-        assert main(["train", TINY, *small, f"run.folder={tmp_path}/run{timed}", *settings_]) == DONE
-        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("forecast: ")]
+    for setting, timed in (("", False), (str(file), True)):
+        lines: list[str] = []
+        config = config_of("fsdp:8", "none", MODEL, DATA)
+        Forecast(lines.append).start(build_program(replace(config, run=replace(config.run, hardware=setting))))
+        (line,) = lines
+        assert line.startswith("forecast: ") and "none" not in line
         assert ("per step" in line) == timed
 
 
@@ -282,15 +284,20 @@ def test_bad_input_is_one_line_before_anything_is_measured(words, problem, tmp_p
 # --- the benchmark ---
 
 
-def test_layouts_are_ranked_by_plan_and_by_cpu_time(measured):
-    configs = {shape: config_of(shape, "none", MODEL, DATA) for shape in ("fsdp:8", "pp:2,fsdp:4")}
-    found = rank(measured.chip, configs, rounds=1)
-    assert [row.layout for row in found] == list(configs)
+def test_layouts_are_ranked_by_plan_and_by_cpu_time(measured, quick_compilation):
+    config = config_of("fsdp:8", "none", MODEL, DATA)
+    (row,) = rank(measured.chip, {"fsdp": config}, rounds=1)
     topology = topology_of_devices(jax.devices(), measured.chip)
-    plain, staged = (plan(config, topology).time for config in configs.values())
-    assert found[0].predicted == plain.seconds and found[1].predicted < staged.seconds
-    assert all(row.measured > 0 for row in found)
+    assert row.predicted == plan(config, topology).time.seconds
+    assert row.layout == "fsdp" and row.measured > 0
     assert len(set(LAYOUTS)) == len(LAYOUTS) == 8
+
+
+def test_of_a_pipeline_the_busy_seconds_count(measured):
+    time = plan(config_of("pp:2,fsdp:4", "none", MODEL, DATA), topology_of_devices(jax.devices(), measured.chip)).time
+    work = sum(part.times * part.seconds for part in time.parts if part.name != "update") / 2  # of two equal groups
+    update = sum(part.seconds for part in time.parts if part.name == "update")
+    assert time.bubble > 0.1 and busy_seconds(time) == pytest.approx(work + update, rel=0.1)
 
 
 def test_spearman():
