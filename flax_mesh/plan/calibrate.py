@@ -43,7 +43,7 @@ LEAST_LATENCY = 1e-9  # seconds, if none can be measured
 TOO_FAR, TOO_WIDE = 2.0, 0.5  # from the fit to a measurement: a factor; between the quartiles: a part of the median
 TARGET, LEAST_TIMES, MOST_TIMES = 0.1, 3, 1000  # seconds of a repetition, and executions in it
 ROUNDS = 7
-MIB, ROW = 2**20, 4096  # bytes; ROW: of what is normalized
+MIB, ROW = 2**20, 4096  # bytes; those of a normalized row
 
 
 class Sizes(NamedTuple):
