@@ -80,7 +80,7 @@ def test_an_exact_line_is_recovered(line):
 @given(LINES, st.integers(0, 1000))
 def test_with_noise_the_forecasts_are_as_wrong_as_the_noise(line, seed):
     noise = np.exp(np.random.default_rng(seed).uniform(-0.1, 0.1, 9))
-    latency, bandwidth, _ = fit_links(rows_of(*line, noise))
+    latency, bandwidth, _ = fit_links(rows_of(line[0], line[1], noise))
     for a, b, seconds in rows_of(*line):
         assert abs(math.log((a * latency + b / bandwidth) / seconds)) < 0.25
 
