@@ -87,9 +87,11 @@ def test_with_noise_the_forecasts_are_as_wrong_as_the_noise(line, seed):
 
 def test_a_forecast_is_as_often_twice_too_much_as_half():
     """Of two kinds that differ by a factor of 4 the fit is in the middle."""
-    rows = [(1e-6, 1e6, 1e-3), (1e-6, 1e6, 4e-3), (1e-6, 1e7, 1e-2), (1e-6, 1e7, 4e-2)]
-    _, bandwidth, _ = fit_links(rows)
-    assert 1e6 / bandwidth == pytest.approx(2e-3, rel=0.05)
+    terms = [(1, 1e5), (1, 1e6), (1, 1e7)]
+    latency, bandwidth, findings = fit_links(
+        [(a, b, factor * (a * 1e-3 + b / 1e9)) for a, b in terms for factor in (1, 4)]
+    )
+    assert (latency, bandwidth) == (pytest.approx(2e-3, rel=0.02), pytest.approx(5e8, rel=0.02)) and not findings
 
 
 @pytest.mark.parametrize(
