@@ -219,7 +219,7 @@ def fit_links(rows: Iterable[tuple[float, float, float]]) -> tuple[float, float,
 
 
 def _balanced(terms: Any, seconds: Any) -> Any:
-    """x with `terms @ x` near `seconds`, so that twice too much weighs as much as half of it.
+    """x with `terms @ x` near `seconds`: of kinds that differ, near the harmonic mean of their times.
 
     The residuals are relative to the geometric mean of forecast and measurement; with those to the measurement alone a
     forecast of nothing would be no worse than twice too much. An x that is not positive is returned at once.
