@@ -61,6 +61,7 @@ SHARED = {
     "mpmd.runtime.compile",  # the programs of stages, for plans
     "mpmd.split.remat",  # the values of `pipeline.remat`
     "mpmd.transport.ordered",  # the values of `pipeline.transport`
+    "plan.calibrate",  # measured figures, for `flax-mesh plan --calibrate`
     "plan.topology",  # hardware from text and from devices, for the commands
     "plan.search.report",  # the text of a search, for the command
     "plan.search.space",  # the settings that are searched, likewise

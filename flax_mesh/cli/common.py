@@ -1,6 +1,7 @@
 """Helpers shared by the commands: exit codes, error messages, settings, output files, the JAX platform."""
 
 import argparse
+import os
 import shutil
 import signal
 import sys
@@ -47,8 +48,8 @@ def with_lost_output(code: int) -> int:
     return code or FAILED
 
 
-def add_recipe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", help="FILE.py or FILE.py:function")
+def add_recipe(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    parser.add_argument("recipe", nargs="?" if optional else None, metavar="RECIPE", help="FILE.py or FILE.py:function")
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -90,13 +91,22 @@ def _settings_file(name: str) -> list[str]:
     return [line for line in text.split("\n") if line.strip() and not line.startswith("#")]
 
 
-def write_file(option: str, name: str, text: str) -> None:
+def write_file(option: str, name: str, text: str, *, mode: str = "w") -> None:
     if problem := path_problem(name):
         raise ConfigError(f"{option} {name[:80]}: this text {problem}")
     try:
-        Path(name).write_text(text, encoding="utf-8")
+        with open(name, mode, encoding="utf-8") as file:
+            file.write(text)
     except OSError as error:
         raise ConfigError(f"{option} {name} cannot be written: {error.strerror}") from error
+
+
+def check_writable(option: str, name: str) -> None:
+    """Raises the ConfigError of `write_file`, for a file that is written much later; an existing one is not changed."""
+    is_new = not path_problem(name) and not os.path.exists(name)
+    write_file(option, name, "", mode="a")
+    if is_new:
+        os.remove(name)
 
 
 def table_width() -> int:

@@ -8,7 +8,10 @@ even ones are held out. `--fit` fits the constants again and prints them beside 
 Markdown: bytes on one device, the errors of the estimate, and why a case has no bar. `--tpu` includes the cases on TPU
 topologies, which need libtpu and a minute each, but no TPU.
 
-    python -m tests.benchmarks plan [--only ID] [--fit | --compiled [--tpu]]
+`--ranking` calibrates the CPU, and compares the plans of 8 layouts of a model with the CPU time of their steps, which
+takes minutes. The last figure is Spearman's rank correlation of both; it should be at least 0.8.
+
+    python -m tests.benchmarks plan [--only ID] [--fit | --compiled [--tpu] | --ranking [--rounds N]]
 """
 
 import argparse
@@ -17,11 +20,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from flax_mesh.jax_compat import kernels_without_devices
 from flax_mesh.mesh.shape import parse_mesh_shape
 from flax_mesh.plan import plan
+from flax_mesh.plan.calibrate import calibrate
 from flax_mesh.plan.forecast import Estimate, estimate, parts_of
 from flax_mesh.plan.recipe import step_of
 from flax_mesh.plan.topology import Topology, parse_topology
@@ -30,6 +35,7 @@ from tests.benchmarks._report import print_json, print_table, use_cpu
 from tests.plan.cases import CASES, Case
 from tests.plan.compiled import Figures, compiled, estimated, memory_error, operand_errors
 from tests.plan.published import RUNS, Run, fitted, held_out
+from tests.plan.ranking import LAYOUTS, config_of, rank, spearman
 
 LIMIT = 0.15
 HEADER = "| Case | Mesh | XLA, MiB | Estimate, MiB | Error | Operand bytes, error by mesh axes | Remark |"
@@ -48,11 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="runs or cases whose name contains this text")
     parser.add_argument("--compiled", action="store_true", help="compare compiled steps instead")
     parser.add_argument("--tpu", action="store_true", help="of these also the cases on TPU topologies")
+    parser.add_argument("--ranking", action="store_true", help="measure layouts of a model, and compare their order")
+    parser.add_argument("--rounds", type=int, default=9, help="repetitions of each layout (default: %(default)s)")
     options = parser.parse_args(arguments)
     if options.fit:
         return fit(arguments)
     if options.compiled:
         return compare_compiled(options, arguments)
+    if options.ranking:
+        return compare_ranks(options, arguments)
     of_fit, errors, rows = {run.id for run in fitted()}, {}, []
     for run in (run for run in RUNS if options.only in run.id):
         seconds = plan(run.config(), run.topology).time.seconds
@@ -136,3 +146,20 @@ def case_row(case: Case, program: str, found: Figures, true: Figures) -> str:
         "; ".join(filter(None, remarks)),
     )
     return f"| {' | '.join(cells)} |"
+
+
+def compare_ranks(options: argparse.Namespace, arguments: Sequence[str] | None) -> int:
+    calibration = calibrate(jax.devices())
+    print(f"{calibration.to_text()}\n", flush=True)
+    configs = {f"{shape}, remat {remat}": config_of(shape, remat) for shape, remat in LAYOUTS}
+    chosen = {name: config for name, config in configs.items() if options.only in name}
+    found = rank(calibration.chip, chosen, options.rounds)
+    rows = [
+        {"layout": row.layout, "predicted, busy s": row.predicted, "measured, CPU s / cores": row.measured}
+        for row in sorted(found, key=lambda row: row.measured)
+    ]
+    print_table(rows)
+    figure = spearman([row.predicted for row in found], [row.measured for row in found])
+    print(f"Spearman's rank correlation: {figure:.3f}")
+    print_json("plan", arguments, layouts=rows, spearman=figure)
+    return 0

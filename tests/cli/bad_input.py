@@ -232,6 +232,10 @@ COMMANDS = """
 2 | plan {recipe} --topology cpu:8 model.hidden_size=0 | model.hidden_size
 2 | plan {recipe} --topology cpu:8 data.batch_size=3 | data.batch_size
 2 | plan {recipe} run.platform=npu | run.platform
+2 | plan --calibrate | --calibrate
+2 | plan --calibrate {nothing}/x.toml | cannot be written
+2 | plan --calibrate {out} run.platform=npu | run.platform
+2 | plan {recipe} --calibrate {out} | no RECIPE
 2 | mesh | SHAPE
 2 | mesh nope --platform cpu:8 | nope
 2 | mesh dp:0 --platform cpu:8 | dp
