@@ -69,6 +69,7 @@ class Chip:
         devices_per_chip: Number of JAX devices of a chip.
         matmul_fraction: The part of `peak_flops` that large matrix products reach. Fitted, see docs/plan.md.
         overlap_fraction: The part of the transfers that can overlap with compute. Fitted, see docs/plan.md.
+        clock: Hz of the cores of a TPU, for the cycles that its compiler states; 0 if it is not published.
         sources: Key of SOURCES (or the path of the file) of every figure; those of `peak_flops` by dtype.
     """
 
@@ -90,6 +91,7 @@ class Chip:
     devices_per_chip: int = 1
     matmul_fraction: float = 1.0
     overlap_fraction: float = 1.0
+    clock: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
@@ -132,7 +134,8 @@ def figures(chip: Chip) -> set[str]:
         "devices_per_chip",
         "pod" if chip.pod else "domain",
     }
-    return numbers | ({"wrap"} if chip.pod else set()) | set(chip.peak_flops)
+    optional = ({"wrap"} if chip.pod else set()) | ({"clock"} if chip.clock else set())
+    return numbers | optional | set(chip.peak_flops)
 
 
 def _chip(name: str, platform: str, sources: Mapping[str, str], **values: Any) -> Chip:
