@@ -63,13 +63,13 @@ def config_of(recipe: str, overrides: Sequence[str]) -> TrainConfig:
 
     Raises one ConfigError for all mistakes in them: the wrong values too if a setting is unknown.
     """
-    config, problems = read_overrides(load_recipe(recipe), _with_files(overrides))
+    config, problems = read_overrides(load_recipe(recipe), with_files(overrides))
     if problems:
         raise ConfigError([*problems, *check_config(config)])
     return config
 
 
-def _with_files(overrides: Iterable[str]) -> list[str]:
+def with_files(overrides: Iterable[str]) -> list[str]:
     """Replace every @FILE by its lines. A setting on the command line overrides the same setting in a file."""
     given = [text for text in overrides if not text.startswith("@")]
     keys = {setting_of(text) for text in given}

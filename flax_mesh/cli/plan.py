@@ -2,12 +2,24 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 
-from flax_mesh.cli.common import DONE, FINDINGS, add_recipe, config_of, table_width, use_platform, write_file
+from flax_mesh.cli.common import (
+    DONE,
+    FINDINGS,
+    add_recipe,
+    config_of,
+    table_width,
+    use_platform,
+    with_files,
+    write_file,
+)
 from flax_mesh.errors import ConfigError
 from flax_mesh.hardware import load_chip
 from flax_mesh.plan import plan
+from flax_mesh.plan.compile import compile_recipe
+from flax_mesh.plan.compile.recipe import LIMIT_S
 from flax_mesh.plan.report import WIDTH, memory_line
 from flax_mesh.plan.topology import EXAMPLES, Topology, parse_topology
 from flax_mesh.train import TrainConfig
@@ -16,12 +28,16 @@ from flax_mesh.train.checks import check_config
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Forecast the memory per device and the time of a training step, without compiling it and without devices."
+        "Forecast the memory per device and the time of a training step, without devices; --compile compiles it too."
     )
     parser.epilog = (
         "Exit codes: 0 it fits, or the capacity is unknown, 1 unexpected error, 2 invalid input, 3 it does not fit."
     )
     add_recipe(parser)
+    parser.add_argument("--compile", action="store_true", help="compile the step for the topology, in another process")
+    parser.add_argument(
+        "--limit", type=float, metavar="SECONDS", help=f"stop --compile after this time (default: {LIMIT_S:g})"
+    )
     parser.add_argument(
         "--topology", metavar="T", help=f"the devices, such as {EXAMPLES} (default: the devices that are here)"
     )
@@ -34,7 +50,10 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     config = config_of(arguments.recipe, arguments.overrides)
     if problems := check_config(config):
         raise ConfigError(problems)
-    found = plan(config, topology_of(arguments.topology, config))
+    topology = topology_of(arguments.topology, config)
+    if arguments.compile or arguments.limit is not None:
+        return _compile(arguments)
+    found = plan(config, topology)
     if arguments.json:
         print(json.dumps(found.to_dict(), indent=1))
     elif arguments.html:
@@ -43,6 +62,24 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         print(f"{arguments.html}: {memory_line(found.memory)}")
     else:
         print(found.to_text(width=min(table_width(), WIDTH)))
+    return FINDINGS if found.fits is False else DONE
+
+
+def _compile(arguments: argparse.Namespace) -> int:
+    if not arguments.compile or arguments.topology is None or arguments.html:
+        raise ConfigError("--compile requires --topology and prints text or --json, not --html; --limit belongs to it")
+    found = compile_recipe(
+        arguments.recipe,
+        with_files(arguments.overrides),
+        arguments.topology,
+        limit=LIMIT_S if arguments.limit is None else arguments.limit,
+        say=lambda text: print(f"flax-mesh: {text}", file=sys.stderr),
+    )
+    if arguments.json:
+        print(json.dumps({**found.plan.to_dict(), "compiled": found.to_dict()}, indent=1))
+    else:
+        width = min(table_width(), WIDTH)
+        print(f"{found.plan.to_text(width=width)}\n\n{found.to_text(width=width)}")
     return FINDINGS if found.fits is False else DONE
 
 

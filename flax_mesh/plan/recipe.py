@@ -107,7 +107,9 @@ def group_mesh(config: TrainConfig, shape: Mapping[str, int]) -> AbstractMesh:
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
 
 
-def step_of(config: TrainConfig, mesh: AbstractMesh | Mesh, rules: PartitionRules) -> tuple[TrainProgram, tuple[Any, ...]]:
+def step_of(
+    config: TrainConfig, mesh: AbstractMesh | Mesh, rules: PartitionRules
+) -> tuple[TrainProgram, tuple[Any, ...]]:
     """The program of a recipe on a mesh, which may be abstract, and the abstract arguments of its step."""
     program = train_program(config, mesh, rules)  # pyright: ignore[reportArgumentType] (an abstract mesh)
     shape = config.data.batch_size, config.data.sequence_length
@@ -334,9 +336,7 @@ def split_recipe(config: TrainConfig, num_groups: int, mesh: AbstractMesh, rules
         leaves = [(path, x, _device_bytes(x) if _kind(path, x) == kind else 0) for path, x in named]
         sizes[kind] = bytes_of_groups(staged, schedule.stage_to_group, leaves)
     count = sum(math.prod(x.shape) for path, x in named if _kind(path, x) == "parameters")
-    return Split(
-        config, staged, schedule, shardings, rules.axes, {"inputs": rows, "targets": rows}, sizes, count
-    )
+    return Split(config, staged, schedule, shardings, rules.axes, {"inputs": rows, "targets": rows}, sizes, count)
 
 
 def _device_bytes(x: Any) -> int:

@@ -4,7 +4,7 @@ The schedule is walked once, loops included: a body is walked one time, since it
 Memory is shared as XLA shares it:
 
 - get-tuple-element, bitcast, tuple and the `-done` of an asynchronous operation store nothing;
-- what a loop carries is stored once: its operand, the parameter of its body and the result of its body are one array;
+- the state of a loop is stored once: its operand, the parameter of its body and the result of its body are one array;
 - a result that the header assigns to a donated argument is stored there, as are operands that an instruction names;
 - an elementwise operation may write its result over an operand of the same size that is not needed afterwards.
 
@@ -19,15 +19,14 @@ from typing import Any, NamedTuple
 from flax_mesh.plan.compile.scheduled import ALIAS, Array, Instruction, Scheduled, Shape
 
 SAME = ("bitcast", "opt-barrier", "copy-done", "optimization-barrier")
-# Operations that only move values: what they make of an argument is still a weight.
-MOVES = frozenset(
-    "bitcast bitcast-convert convert copy copy-start copy-done dynamic-slice get-tuple-element opt-barrier parameter "
-    "reshape slice transpose tuple constant iota broadcast compare select add subtract multiply clamp".split()
+# Operations that only move values, and arithmetic of indices: what a fusion of these makes of an argument is a weight.
+MOVES = re.compile(
+    "bitcast|bitcast-convert|convert|copy|copy-start|dynamic-slice|parameter|reshape|slice|transpose|constant|iota|"
+    "broadcast|compare|select|add|subtract|multiply|clamp"
 )
-# Arithmetic in the line above is that of indices: with it, a fusion still moves if its array operand is an argument.
-ELEMENTWISE = frozenset(
-    "add subtract multiply divide maximum minimum select negate exponential tanh convert compare and or power rsqrt "
-    "sqrt log dynamic-update-slice scatter clamp not xor abs".split()
+ELEMENTWISE = re.compile(
+    "add|subtract|multiply|divide|maximum|minimum|select|negate|exponential|tanh|convert|compare|and|or|not|xor|power|"
+    "rsqrt|sqrt|log|abs|clamp|dynamic-update-slice|scatter"
 )
 COLLECTIVE = re.compile(r"all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute")
 
@@ -36,10 +35,11 @@ COLLECTIVE = re.compile(r"all-gather|all-to-all|all-reduce|reduce-scatter|collec
 class Buffer:
     array: Array
     maker: Instruction | None  # None: an argument of the program
-    born: int
-    dies: int
+    start: int
+    end: int
     number: int = -1  # of an argument
     moved: bool = False  # whether it is an argument, or only moved or cast from one
+    origin: "Buffer | None" = None  # the first operand of the maker
     home: "Buffer | None" = None  # whose memory it uses
 
     @property
@@ -67,14 +67,14 @@ def walk(program: Scheduled) -> Walk:
     made = _Walker(program)
     made.run()
     buffers = [b for b in made.buffers if b.home is None and b.array.bytes and b.array.space == 0]
-    changes = sorted(change for b in buffers for change in ((b.born, b.array.bytes), (b.dies + 1, -b.array.bytes)))
+    changes = sorted(change for b in buffers for change in ((b.start, b.array.bytes), (b.end + 1, -b.array.bytes)))
     peak = now = moment = 0
     for i, (clock, change) in enumerate(changes):
         now += change
         last = i + 1 == len(changes) or changes[i + 1][0] != clock
         if last and now > peak:
             peak, moment = now, clock
-    alive = [b for b in buffers if b.born <= moment <= b.dies]
+    alive = [b for b in buffers if b.start <= moment <= b.end]
     return Walk(peak, sorted(alive, key=lambda b: -b.array.bytes), frozenset(made.weights))
 
 
@@ -99,19 +99,19 @@ class _Walker:
         root = self.computation(self.program.entry, arguments)
         parts = root if isinstance(root, tuple) else (root,)
         for at, buffer in enumerate(leaves(parts)):
-            buffer.dies = self.clock
+            buffer.end = self.clock
             target = arguments.get(self.program.aliases.get(at, -1))
             if target is not None:
                 self.store(buffer, target)
         for buffer in arguments.values():
-            buffer.dies = self.clock
+            buffer.end = self.clock
         self.write_over_operands()
 
     def store(self, buffer: Buffer, target: Buffer) -> None:
         """`buffer` uses the memory of `target`."""
         if buffer.home is None and buffer.number < 0 and target.base is not buffer:
             buffer.home = target
-            target.base.dies = max(target.base.dies, buffer.dies)
+            target.base.end = max(target.base.end, buffer.end)
 
     def computation(self, name: str, arguments: Any) -> Value:
         """The root of a computation. `arguments` are Values, or for the entry a dict that is filled."""
@@ -134,8 +134,8 @@ class _Walker:
     def new(self, shape: Shape, maker: Instruction | None, number: int = -1) -> Value:
         if not isinstance(shape, Array):
             return tuple(self.new(part, maker, number) for part in shape)
-        born = 0 if maker is None else self.clock
-        buffer = Buffer(shape, maker, born, born, number, moved=maker is None)
+        at = 0 if maker is None else self.clock
+        buffer = Buffer(shape, maker, at, at, number, moved=maker is None)
         self.buffers.append(buffer)
         return buffer
 
@@ -164,14 +164,14 @@ class _Walker:
     def use(self, values: Iterable[Value]) -> None:
         for value in values:
             for buffer in leaves(value):
-                buffer.dies = buffer.base.dies = self.clock
+                buffer.end = buffer.base.end = self.clock
 
     def loop(self, one: Instruction, carried: Value) -> Value:
         self.use([carried])
         first = self.clock
         root = self.computation(one.called["body"], [carried])
         for inner, outer in zip(leaves(root), leaves(carried), strict=True):
-            if inner.born > first:
+            if inner.start > first:
                 self.store(inner, outer)
         self.use([carried])
         return carried
@@ -182,7 +182,7 @@ class _Walker:
             first = self.clock
             root = self.computation(name, [operand])
             for inner, outer in zip(leaves(root), leaves(result), strict=True):
-                if inner.born > first:
+                if inner.start > first:
                     self.store(inner, outer)
         self.use([*operands, result])
         return result
@@ -193,8 +193,10 @@ class _Walker:
         given = [buffer for value in operands for buffer in leaves(value)]
         result = self.new(one.shape, one)
         flat = list(leaves(result))
+        for buffer in flat:
+            buffer.origin = given[0] if given else None
         if one.opcode.endswith("-start"):
-            self.start(one, given, flat)
+            self.asynchronous(one, given, flat)
         _, _, text = one.text.partition("output_to_operand_aliasing={")
         for out, number, path in ALIAS.findall(text):
             target = [*leaves(_part(operands[int(number)], path))]
@@ -204,7 +206,7 @@ class _Walker:
         self.uses.append((one, flat, given))
         return result
 
-    def start(self, one: Instruction, given: list[Buffer], made: list[Buffer]) -> None:
+    def asynchronous(self, one: Instruction, given: list[Buffer], made: list[Buffer]) -> None:
         """The tuple of an asynchronous operation has its operands too: those of a copy after the result."""
         free = list(given)
         for buffer in made[1:] if one.opcode == "copy-start" else made:
@@ -223,9 +225,9 @@ class _Walker:
         for each in inner:
             if COLLECTIVE.match(each.opcode) and any(buffer.moved for buffer in large):
                 self.weights.add(each.name)
-        kinds = {each.opcode for each in inner} or {one.opcode}
+        only_moves = all(MOVES.fullmatch(each.opcode) for each in inner or [one])
         for buffer in made:
-            buffer.moved = kinds <= MOVES and bool(large) and all(x.moved for x in large)
+            buffer.moved = only_moves and bool(large) and all(x.moved for x in large)
 
     def write_over_operands(self) -> None:
         """In the order of the program: an operand that is not needed afterwards may hold the result."""
@@ -236,12 +238,12 @@ class _Walker:
             for operand in given:
                 base = operand.base
                 same = base.array.bytes == buffer.array.bytes and base.array.space == buffer.array.space
-                if same and base.number < 0 and base.dies == buffer.born > base.born and buffer.home is None:
+                if same and base.number < 0 and base.end == buffer.start > base.start and buffer.home is None:
                     self.store(buffer, operand)
                     break
 
     def is_elementwise(self, one: Instruction) -> bool:
-        return one.opcode in ELEMENTWISE or (one.opcode == "fusion" and "kind=kLoop" in one.text)
+        return bool(ELEMENTWISE.fullmatch(one.opcode)) or (one.opcode == "fusion" and "kind=kLoop" in one.text)
 
 
 def _without_size(shape: Shape) -> Shape:
@@ -251,7 +253,7 @@ def _without_size(shape: Shape) -> Shape:
 
 def _done(kind: str, value: Value) -> Value:
     """The result in the tuple of the `-start`: after the operands, except of a copy; an all-reduce has only results."""
-    if kind in SAME and kind != "copy-done" or not isinstance(value, tuple) or kind == "all-reduce-done":
+    if (kind in SAME and kind != "copy-done") or not isinstance(value, tuple) or kind == "all-reduce-done":
         return value
     return value[0] if kind == "copy-done" or len(value) < 2 else value[1]
 

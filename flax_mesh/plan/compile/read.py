@@ -1,7 +1,7 @@
 """From a compiled program to numbers: memory, arrays at the peak, collectives, cycles and surprising gathers."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
@@ -21,6 +21,9 @@ REMATERIALIZED = re.compile(
 )
 
 
+Paths = Callable[..., str]
+
+
 class Reading(NamedTuple):
     """`fields` are those of a CompiledProgram, as data for `json.dumps`."""
 
@@ -29,8 +32,8 @@ class Reading(NamedTuple):
     places: dict[str, str]  # operation of the traced function -> the code that made it
 
 
-def read_program(program: Any, name: str, times: int, mesh: Mesh, platform: str, paths: Sequence[str]) -> Reading:
-    """`paths` are those of the arguments, by the numbers in their names: `state.leaves[3]`."""
+def read_program(program: Any, name: str, times: int, mesh: Mesh, platform: str, paths: Paths) -> Reading:
+    """`paths` returns the path of an argument from its parts: `state.leaves[3]` and `args[0][3]`."""
     text = program.as_text()
     found, collectives = scheduled(text), read_collectives(text, mesh)
     walked = walk(found)
@@ -68,15 +71,17 @@ def cycles(found: Scheduled) -> int:
     )
 
 
-def _live(group: Sequence[Buffer], size: int, found: Scheduled, paths: Sequence[str]) -> dict[str, Any]:
+def _live(group: Sequence[Buffer], size: int, found: Scheduled, paths: Paths) -> dict[str, Any]:
     first = group[0]
+    while first.maker is not None and not first.maker.source and first.origin is not None:  # a copy by the compiler
+        first = first.origin
     operation, place = "", ""
     if first.maker is not None:
         operation, place = operation_text(first.maker.source) or first.maker.opcode, found.place(first.maker.text)
     elif argument := next((x for x in found.computations[found.entry] if _is_argument(x, first.number)), None):
         operation, place = argument.source, "argument"
-        if (leaf := re.fullmatch(r"state\.leaves\[(\d+)\]", operation)) and int(leaf[1]) < len(paths):
-            operation = paths[int(leaf[1])]
+        if leaf := re.fullmatch(r"(.+?)\[(\d+)\](?:\[(\d+)\])?", operation):
+            operation = paths(leaf[1], *(int(number) for number in leaf.groups()[1:] if number)) or operation
     return {"bytes": size, "count": len(group), "array": first.array.text, "operation": operation, "place": place}
 
 
@@ -113,7 +118,8 @@ def gathers(collectives: Sequence[Collective], weights: frozenset[str], places: 
     total = sum(one.sent_bytes * one.times for one in collectives)
     sums: dict[tuple[str, str, tuple[str, ...]], float] = {}
     for one in collectives:
-        if one.kind in ("all-gather", "all-to-all") and one.name not in weights and "jvp" in one.source:
+        asked = one.source.rsplit("/", 1)[-1] in ("all_gather", "all_to_all", "ragged_all_to_all")  # by the model
+        if one.kind in ("all-gather", "all-to-all") and one.name not in weights and "jvp" in one.source and not asked:
             key = one.source, one.kind, one.axes
             sums[key] = sums.get(key, 0.0) + one.sent_bytes * one.times
     return [
@@ -134,7 +140,7 @@ def rematerialized(messages: str, places: dict[str, str]) -> list[Finding]:
     return [
         Finding(
             f"{places.get(source, '')} {operation_text(source)}".strip(),
-            f"involuntary full rematerialization: every device gathers the whole array, from {before} to {after}",
+            f"involuntary full rematerialization: every device gathers the complete array, from {before} to {after}",
             "Constrain the value to a sharding in between, or let both sides split the same dims",
         )
         for before, after, source in found

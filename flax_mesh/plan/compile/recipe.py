@@ -1,7 +1,7 @@
 """`compile_recipe`: the step of a recipe, compiled in a process of its own.
 
-libtpu reads its environment when it is loaded, and may abort the process. So the step is made again in the other
-process, from the recipe's name and its overrides: functions of a config cannot be passed to it.
+libtpu reads its environment when it is loaded, and may abort the process. So the other process builds the step
+from the name of the recipe and its overrides: the functions of a config cannot be passed to it.
 """
 
 import math
@@ -36,7 +36,7 @@ def compile_recipe(
     """Compile the training step of a recipe for hardware that need not be here.
 
     A pipeline is compiled stage by stage, for a topology of the shape of one group. XLA compiles in another process,
-    which makes the config again from `recipe` and `overrides`; a config that was made in Python cannot be passed.
+    which builds the config from `recipe` and `overrides`; a config that was made in Python cannot be passed.
 
     Args:
         recipe: FILE.py or FILE.py:function.

@@ -48,7 +48,9 @@ def arrays_text(programs: Sequence[CompiledProgram], width: int = UNLIMITED) -> 
     program = max(programs, key=lambda program: program.peak)
     unit = unit_of([array.bytes for array in program.live], BYTES)
     heads = [unit.name, "array", "operation", "made by"]
-    rows = [[number(array.bytes / unit.size), array_text(array), array.operation, array.place] for array in program.live]
+    rows = [
+        [number(array.bytes / unit.size), array_text(array), array.operation, array.place] for array in program.live
+    ]
     table = table_text(heads, rows, width, right=heads[:1], wrap=heads[2:])
     share = f"they are {sum(array.bytes for array in program.live) / max(program.walked, 1):.0%} of the arrays found"
     text = f"{share}, {bytes_text(program.walked)}; XLA allocates {bytes_text(program.peak)}"

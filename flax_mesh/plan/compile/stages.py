@@ -13,7 +13,7 @@ from flax_mesh.step.batch import microbatch_shapes, microbatch_spec
 
 
 def compiled_stages(split: Split, mesh: Mesh, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
-    """"F0", "B0" and so on -> the compiled program; equal stages are one program, under the name of the first.
+    """ "F0", "B0" and so on -> the compiled program; equal stages are one program, under the name of the first.
 
     `mesh` is that of one group. Stages are compiled in order: the arguments of a program have the shardings with which
     XLA returned them before.
@@ -73,7 +73,7 @@ class _Compiler:
         leaves = [(x.shape, str(x.dtype), str(x.sharding)) for x in jax.tree.leaves(arguments)]
         key = (kind, len(stage.sums), len(stage.sent), str(leaves))
         if key not in self.cache:
-            self.say(f"compiling {kind} of stage {stage.stage + 1} of {self.count}")
+            self.say(f"compiling {kind} of stage {stage.stage} (of stages 0-{self.count - 1})")
             lowered = function.lower(*arguments)
             program = lowered.compile()
             self.cache[key] = program, jax.tree.map(_with_sharding, lowered.out_info, program.output_shardings)

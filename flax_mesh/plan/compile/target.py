@@ -109,9 +109,7 @@ def _devices(topology: Topology) -> Sequence[Any]:
         options["chip_config_name"] = "megacore"  # one device per chip
     if topology.num_slices > 1:
         options["num_slices"] = topology.num_slices
-    return topologies.get_topology_desc(
-        platform="tpu", topology_name=f"{TPU_NAMES[name]}:{sides}", **options
-    ).devices
+    return topologies.get_topology_desc(platform="tpu", topology_name=f"{TPU_NAMES[name]}:{sides}", **options).devices
 
 
 def _table_name(topology: Topology) -> str:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +100,12 @@ def _step(
     progress("compiling")
     compiled = lowered.compile()
     progress("reading the program")
-    paths = [path for path, _ in named_leaves(program.layout.to_nnx())]
-    reading = read_program(compiled, "step", 1, mesh, topology.chip.platform, paths)
+    leaves = [path for path, _ in named_leaves(program.layout.to_nnx())]
+
+    def path_of(name: str, number: int) -> str:
+        return leaves[number] if name == "state.leaves" and number < len(leaves) else ""
+
+    reading = read_program(compiled, "step", 1, mesh, topology.chip.platform, path_of)
     fields = reading.fields
     found = {"peak": fields["peak"], "groups": [fields["peak"]], "sent": fields["sent"], "cycles": fields["cycles"]}
     return [reading], found
@@ -119,7 +124,9 @@ def _pipeline(
     for name, program in compiled.items():
         names.setdefault(id(program), []).append(name)
     readings = {
-        key: read_program(compiled[own[0]], *_named(own, split), mesh, topology.chip.platform, ())
+        key: read_program(
+            compiled[own[0]], *_named(own, split), mesh, topology.chip.platform, partial(_argument_of_stage, own[0][0])
+        )
         for key, own in names.items()
     }
     fields = {name: readings[id(program)].fields for name, program in compiled.items()}
@@ -142,6 +149,19 @@ def _named(names: Sequence[str], split: Split) -> tuple[str, int]:
     groups = [split.schedule.stage_to_group[number] for number in numbers]
     times = max(groups.count(group) for group in groups) * split.schedule.num_microbatches
     return f"{names[0][0]} of {plural('stage', len(numbers))} {ranges(numbers)}", times
+
+
+KNOWN = ("leaf", "rows of the batch", "number of the microbatch", "activation of the stage before")
+ARGUMENTS = {
+    "F": (*KNOWN, "sum of a metric"),
+    "B": (*KNOWN, "residual", "gradient of the stage after", "sum of gradients"),
+    "W": (*KNOWN, "residual", "gradient of the stage after", "value from B", "sum of gradients"),
+}
+
+
+def _argument_of_stage(kind: str, name: str, at: int, number: int = 0) -> str:
+    """`residual 3`, for `args[4][3]` of B."""
+    return f"{ARGUMENTS[kind][at]} {number}" if name == "args" and at < len(ARGUMENTS[kind]) else ""
 
 
 def _with_xla(stage: StageEstimate, number: int, fields: Mapping[str, Any]) -> StageEstimate:
