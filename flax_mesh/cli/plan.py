@@ -66,8 +66,13 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def _compile(arguments: argparse.Namespace) -> int:
-    if not arguments.compile or arguments.topology is None or arguments.html:
-        raise ConfigError("--compile requires --topology and prints text or --json, not --html; --limit belongs to it")
+    wrong = {
+        "--limit requires --compile": not arguments.compile,
+        "--compile requires --topology, such as cpu:8": arguments.topology is None,
+        "--compile prints text or --json; --html is the page of the plan without it": arguments.html is not None,
+    }
+    if problems := [text for text, is_wrong in wrong.items() if is_wrong]:
+        raise ConfigError(problems)
     found = compile_recipe(
         arguments.recipe,
         with_files(arguments.overrides),

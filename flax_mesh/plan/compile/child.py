@@ -29,7 +29,6 @@ def ask(
     request: Mapping[str, Any], topology: Topology, limit: float, say: Callable[[str], None]
 ) -> tuple[str, dict[str, Any]]:
     """("result" or "refused", its value). Raises a ConfigError in one line for everything else."""
-    start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="flax-mesh-") as folder:
         messages = Path(folder, "messages")
         with messages.open("wb") as errors:
@@ -50,10 +49,8 @@ def ask(
                 if stream is not None:
                     stream.close()
         text = messages.read_text(encoding="utf-8", errors="replace")
-    if key == "result":
+    if key in ("result", "refused"):
         return key, value
-    if key == "refused":
-        return key, {"text": value, "seconds": time.monotonic() - start}
     if key == "ended":
         raise ConfigError(f"the compiler for {topology.text} ended {how_it_ended(value, text)}")
     problems = value if isinstance(value, list) else [f"the compiler for {topology.text}: {first_message(value)}"]

@@ -255,7 +255,7 @@ def _done(kind: str, value: Value) -> Value:
     """The result in the tuple of the `-start`: after the operands, except of a copy; an all-reduce has only results."""
     if (kind in SAME and kind != "copy-done") or not isinstance(value, tuple) or kind == "all-reduce-done":
         return value
-    return value[0] if kind == "copy-done" or len(value) < 2 else value[1]
+    return value[0 if kind == "copy-done" else min(1, len(value) - 1)]
 
 
 def _part(value: Value, path: str) -> Value:

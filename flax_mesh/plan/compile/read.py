@@ -17,7 +17,8 @@ UNKNOWN_CYCLES = 2**62  # the compiler writes the largest integer where it has n
 SHARE = 0.1  # of the bytes of all collectives: a smaller gather of an activation is no finding
 WRAPPERS = re.compile(r"jit\((\w+)\)|(?:transpose|jvp|vmap)\(|[()]")
 REMATERIALIZED = re.compile(
-    r"Involuntary full rematerialization.*?go from sharding (\{.*?\}) to (\{.*?\}) .*?op_name=\"([^\"]*)\""
+    r"Involuntary full rematerialization.*?go from sharding (\{.*?\}) to (\{.*?\}) "
+    r".*?metadata=(\{op_name=\"([^\"]*)\".*?\})"
 )
 
 
@@ -29,7 +30,7 @@ class Reading(NamedTuple):
 
     fields: dict[str, Any]
     findings: list[Finding]
-    places: dict[str, str]  # operation of the traced function -> the code that made it
+    program: Scheduled
 
 
 def read_program(program: Any, name: str, times: int, mesh: Mesh, platform: str, paths: Paths) -> Reading:
@@ -47,7 +48,7 @@ def read_program(program: Any, name: str, times: int, mesh: Mesh, platform: str,
         "cycles": cycles(found),
     }
     places = {one.source: place for one in found.instructions() if (place := found.place(one.text))}
-    return Reading(fields, gathers(collectives, walked.weights, places), places)
+    return Reading(fields, gathers(collectives, walked.weights, places), found)
 
 
 def memory_of(program: Any, platform: str) -> dict[str, int]:
@@ -77,7 +78,9 @@ def _live(group: Sequence[Buffer], size: int, found: Scheduled, paths: Paths) ->
         first = first.origin
     operation, place = "", ""
     if first.maker is not None:
-        operation, place = operation_text(first.maker.source) or first.maker.opcode, found.place(first.maker.text)
+        target = re.search(r'custom_call_target="([^"]*)"', first.maker.text)
+        unnamed = target[1] if target else first.maker.opcode
+        operation, place = operation_text(first.maker.source) or unnamed, found.place(first.maker.text)
     elif argument := next((x for x in found.computations[found.entry] if _is_argument(x, first.number)), None):
         operation, place = argument.source, "argument"
         if leaf := re.fullmatch(r"(.+?)\[(\d+)\](?:\[(\d+)\])?", operation):
@@ -94,7 +97,8 @@ def operation_text(source: str) -> str:
     if not source:
         return ""
     phase = "recomputed " if "rematted_computation" in source else "backward " if "transpose(" in source else ""
-    return phase + WRAPPERS.sub(r"\1", source.rsplit("/", 1)[-1])
+    last = WRAPPERS.sub(r"\1", source.rsplit("/", 1)[-1])
+    return phase + re.sub(r"\.\d+$", "", last)  # `broadcast.92` is the compiler's
 
 
 def _sums(collectives: Sequence[Collective]) -> list[dict[str, Any]]:
@@ -134,14 +138,18 @@ def gathers(collectives: Sequence[Collective], weights: frozenset[str], places: 
     ]
 
 
-def rematerialized(messages: str, places: dict[str, str]) -> list[Finding]:
-    """Findings from the compiler's warnings."""
+def rematerialized(messages: str, programs: Sequence[Scheduled]) -> list[Finding]:
+    """Findings from the compiler's warnings. The code is known if there is one program: frames are counted in each."""
+
+    def place(metadata: str) -> str:
+        return programs[0].place(metadata) if len(programs) == 1 else ""
+
     found = dict.fromkeys(REMATERIALIZED.findall(messages))
     return [
         Finding(
-            f"{places.get(source, '')} {operation_text(source)}".strip(),
+            f"{place(metadata)} {operation_text(source)}".strip(),
             f"involuntary full rematerialization: every device gathers the complete array, from {before} to {after}",
             "Constrain the value to a sharding in between, or let both sides split the same dims",
         )
-        for before, after, source in found
+        for before, after, metadata, source in found
     ]

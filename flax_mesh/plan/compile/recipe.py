@@ -22,7 +22,7 @@ from flax_mesh.train import apply_overrides, load_recipe
 
 LIMIT_S = 600.0
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-USED = re.compile(r"[Uu]sed ([\d.]+)([KMGT]) of ([\d.]+)([KMGT])")
+USED = re.compile(r"(?:[Uu]sed |\()([\d.]+)([KMGT])\b")
 
 
 def compile_recipe(
@@ -96,4 +96,5 @@ def _refused(estimated: Plan, found: dict[str, Any]) -> Compiled:
     peak = round(float(used[1]) * UNITS[used[2]]) if used else 0
     text = " ".join(found["text"].split())[:300]
     finding = Finding("memory", f"the compiler has no program: {text}", "Use more devices, or see the plan's findings")
-    return Compiled(estimated, (), peak, (peak,), (), None, (finding,), found["seconds"], 0.0, 0)
+    cost = found["seconds"], found["cpu_seconds"], found["rss"]
+    return Compiled(estimated, (), peak, (peak,), (), None, (finding,), *cost)

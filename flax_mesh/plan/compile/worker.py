@@ -9,6 +9,7 @@ Lines have one key: "progress" (a text), then "result", "refused" (the compiler'
 import json
 import math
 import os
+import re
 import resource
 import sys
 import threading
@@ -38,7 +39,7 @@ from flax_mesh.train.build import run_rules
 from flax_mesh.tree import named_leaves
 
 FRAMES = 40  # of the stack of each operation, so that the path of modules is complete
-OUT_OF_MEMORY = "memory space hbm", "out of memory"
+OUT_OF_MEMORY = re.compile("RESOURCE_EXHAUSTED.*out of memory (on|in memory space) hbm", re.IGNORECASE | re.DOTALL)
 
 
 def main() -> None:
@@ -50,14 +51,18 @@ def main() -> None:
 
     request = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_input, daemon=True).start()
+    start = time.monotonic()
     try:
-        say("result", compile_request(request, lambda text: say("progress", text)))
+        found = compile_request(request, lambda text: say("progress", text))
+        say("result", found | _usage(start))
     except ConfigError as error:
         say("error", error.problems)
     except jax.errors.JaxRuntimeError as error:
         text = str(error)
-        refused = text.startswith("RESOURCE_EXHAUSTED") and any(words in text for words in OUT_OF_MEMORY)
-        say("refused" if refused else "error", text)
+        if OUT_OF_MEMORY.match(text):
+            say("refused", {"text": text, **_usage(start)})
+        else:
+            say("error", text)
 
 
 def _end_with_input() -> None:
@@ -66,7 +71,6 @@ def _end_with_input() -> None:
 
 
 def compile_request(request: Mapping[str, Any], progress: Any) -> dict[str, Any]:
-    start = time.monotonic()
     jax.config.update("jax_traceback_in_locations_limit", FRAMES)
     config = apply_overrides(load_recipe(request["recipe"]), request["overrides"])
     chip = load_chip(config.run.hardware) if config.run.hardware else None
@@ -74,15 +78,18 @@ def compile_request(request: Mapping[str, Any], progress: Any) -> dict[str, Any]
     mesh = make_mesh(topology, shape, config.mesh.axis_types)
     made = _pipeline if "pp" in shape else _step
     readings, found = made(config, topology, shape, mesh, progress)
-    places: dict[str, str] = {}
-    for reading in readings:
-        places = reading.places | places
     messages = Path(request["messages"]).read_text(encoding="utf-8", errors="replace")
-    findings = [*rematerialized(messages, places), *(each for reading in readings for each in reading.findings)]
-    usage = resource.getrusage(resource.RUSAGE_SELF)
+    findings = rematerialized(messages, [reading.program for reading in readings])
+    findings += [each for reading in readings for each in reading.findings]
     return found | {
         "programs": [reading.fields for reading in readings],
         "findings": list(dict.fromkeys(findings)),
+    }
+
+
+def _usage(start: float) -> dict[str, Any]:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return {
         "seconds": time.monotonic() - start,
         "cpu_seconds": usage.ru_utime + usage.ru_stime,
         "rss": usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024),
