@@ -41,6 +41,8 @@ SOURCES = {
     "inferred": "inferred: the rings of v7x from v5p, its pod from its 9216 chips; the DCN of v3 from that of its host",
     "fitted": "fitted to half of the published runs in tests/plan/published.py; see docs/plan.md",
     "assumed": "not published: assumed equal to the figure of a related chip that is",
+    "peak / cells": "inferred: the peak FLOP/s of a chip over 2 FLOPs of every cell of its matrix units; "
+    "8 units of 128x128 cells in v4 and v5p, 4 in v5e (book)",
     "not measured": "a rough figure of one process on a server CPU, for plans with virtual devices; not measured",
 }
 
@@ -69,6 +71,7 @@ class Chip:
         devices_per_chip: Number of JAX devices of a chip.
         matmul_fraction: The part of `peak_flops` that large matrix products reach. Fitted, see docs/plan.md.
         overlap_fraction: The part of the transfers that can overlap with compute. Fitted, see docs/plan.md.
+        clock: Hz of the cores of a TPU, for the cycles that its compiler states; 0 if it is unknown.
         sources: Key of SOURCES (or the path of the file) of every figure; those of `peak_flops` by dtype.
     """
 
@@ -90,6 +93,7 @@ class Chip:
     devices_per_chip: int = 1
     matmul_fraction: float = 1.0
     overlap_fraction: float = 1.0
+    clock: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
@@ -132,7 +136,8 @@ def figures(chip: Chip) -> set[str]:
         "devices_per_chip",
         "pod" if chip.pod else "domain",
     }
-    return numbers | ({"wrap"} if chip.pod else set()) | set(chip.peak_flops)
+    optional = ({"wrap"} if chip.pod else set()) | ({"clock"} if chip.clock else set())
+    return numbers | optional | set(chip.peak_flops)
 
 
 def _chip(name: str, platform: str, sources: Mapping[str, str], **values: Any) -> Chip:
@@ -146,6 +151,7 @@ def _tpu(name: str, sources: dict[str, str], **values: Any) -> Chip:
         "all": "tpu",
         "matmul_fraction": "fitted",
         "overlap_fraction": "fitted",
+        "clock": "peak / cells",
         "hop_latency": "assumed",
         "network_latency": "assumed",
         "pod": "book",
@@ -184,15 +190,15 @@ CHIPS = (
     _tpu("v4", {"link_bandwidth": "book", "link_fraction": "book", "network_bandwidth": "book, later"},
          kinds=("TPU v4",), peak_flops={"bfloat16": 275e12, "int8": 275e12}, memory=32 * GIB, memory_bandwidth=1200e9,
          link_bandwidth=45e9, network_bandwidth=6.25e9, pod=(16, 16, 16), wrap="cubes",
-         matmul_fraction=0.68, overlap_fraction=0.0),
+         matmul_fraction=0.68, overlap_fraction=0.0, clock=1.05e9),
     _tpu("v5e", _ICI | {"hop_latency": "book, later"}, kinds=("TPU v5 lite", "TPU v5e"),
          peak_flops={"bfloat16": 197e12, "int8": 393e12}, memory=16e9, memory_bandwidth=819e9,
          link_bandwidth=50e9, link_fraction=0.9, network_bandwidth=3.125e9, pod=(16, 16), wrap="pod",
-         matmul_fraction=0.73, overlap_fraction=0.6),
+         matmul_fraction=0.73, overlap_fraction=0.6, clock=1.5e9),
     _tpu("v5p", _ICI | {"int8": "book"}, kinds=("TPU v5", "TPU v5p"),
          peak_flops={"bfloat16": 459e12, "int8": 918e12}, memory=95 * GIB, memory_bandwidth=2765e9,
          link_bandwidth=100e9, link_fraction=0.9, network_bandwidth=6.25e9, pod=(16, 20, 28), wrap="cubes",
-         matmul_fraction=0.76, overlap_fraction=0.9),
+         matmul_fraction=0.76, overlap_fraction=0.9, clock=1.75e9),
     _tpu("v6e", _ICI, kinds=("TPU v6 lite", "TPU v6e"),
          peak_flops={"bfloat16": 918e12, "int8": 1836e12}, memory=32e9, memory_bandwidth=1638e9,
          link_bandwidth=100e9, link_fraction=0.9, network_bandwidth=12.5e9, pod=(16, 16), wrap="pod",

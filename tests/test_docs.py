@@ -99,6 +99,7 @@ PUBLIC = (  # a public name is one that the `__init__` of one of these exports
     "flax_mesh.checkpoint",
     "flax_mesh.models",
     "flax_mesh.plan",
+    "flax_mesh.plan.compile",
     "flax_mesh.plan.search",
     "flax_mesh.processes",
     "flax_mesh.cli",
@@ -118,7 +119,7 @@ CONTRACT = {
         as_jax_array device_put jit
     """,
 }
-MOST_NAMES = 89
+MOST_NAMES = 91
 # Documented in full, with Args, Returns, Raises and an example.
 ENTRY_POINTS = {
     "flax_mesh": """
@@ -131,6 +132,7 @@ ENTRY_POINTS = {
     "flax_mesh.checkpoint": "Checkpointer",
     "flax_mesh.models": "load_decoder",
     "flax_mesh.plan": "plan",
+    "flax_mesh.plan.compile": "compile_recipe",
     "flax_mesh.plan.search": "search_layouts",
 }
 

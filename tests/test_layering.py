@@ -31,6 +31,7 @@ FLOORS = (
     ("train",),
     ("plan.program",),
     ("plan",),
+    ("plan.compile",),
     ("plan.search",),
     ("cli",),
 )
@@ -70,6 +71,7 @@ SHARED = {
     "processes.output",  # standard output that never ends a process
     "processes.store",  # the key-value store of jax.distributed
     "sharding.annotations",
+    "sharding.report.hlo",  # the parser of compiled programs, for plans
     "sharding.report.html",  # tables of an HTML page, for plans
     "sharding.explicit",  # Explicit axes of models, steps and pipelines
     "step.batch",  # microbatches of a batch, likewise

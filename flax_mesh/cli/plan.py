@@ -22,9 +22,14 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.hardware import load_chip
 from flax_mesh.plan import plan
 from flax_mesh.plan.calibrate import calibrate
+from flax_mesh.plan.compile import compile_recipe
+from flax_mesh.plan.compile.recipe import LIMIT_S
+from flax_mesh.plan.compile.target import check_target
 from flax_mesh.plan.report import WIDTH, memory_line
 from flax_mesh.plan.search import report as search_report
 from flax_mesh.plan.search import search_layouts
+from flax_mesh.plan.search.chips import parse_chips
+from flax_mesh.plan.search.confirm import confirm
 from flax_mesh.plan.search.search import PLANS
 from flax_mesh.plan.search.space import SEARCHED
 from flax_mesh.plan.topology import EXAMPLES, Topology, parse_topology
@@ -37,7 +42,8 @@ from flax_mesh.train.overrides import setting_of
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Forecast the memory per device and the time of a training step, without compiling it and without devices."
+        "Forecast the memory per device and the time of a training step, without devices and, unless --compile is "
+        "passed, without compiling it."
     )
     parser.epilog = (
         "Exit codes: 0 it fits, or the capacity is unknown, 1 unexpected error, 2 invalid input, 3 it does not fit."
@@ -46,9 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--topology", metavar="T", help=f"the devices, such as {EXAMPLES} (default: the devices that are here)"
     )
-    output = parser.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true", help="print JSON")
-    output.add_argument("--html", metavar="FILE", help="write an HTML page with drawings")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the step, or the best layouts of a search, in another process"
+    )
+    parser.add_argument(
+        "--limit", type=float, metavar="SECONDS", help=f"stop a compilation after this time (default: {LIMIT_S:g})"
+    )
     parser.add_argument(
         "--search",
         metavar="CHIPS",
@@ -58,6 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plans", type=int, metavar="N", help=f"plans that a search makes, about one second each (default: {PLANS})"
     )
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print JSON")
+    output.add_argument("--html", metavar="FILE", help="write an HTML page with drawings")
     output.add_argument(
         "--calibrate",
         metavar="FILE",
@@ -67,17 +79,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    if problems := _option_problems(arguments):
+        raise ConfigError(problems)
     if arguments.calibrate is not None:
-        return run_calibration(arguments)
+        return _calibrate(arguments)
     if arguments.recipe is None:
         raise ConfigError("the following arguments are required: RECIPE; see flax-mesh plan --help")
     config = config_of(arguments.recipe, arguments.overrides)
     if problems := check_config(config):
         raise ConfigError(problems)
     if arguments.search is not None:
-        return run_search(arguments, config)
-    if arguments.plans is not None:
-        raise ConfigError("--plans needs --search CHIPS")
+        return _search(arguments, config)
+    if arguments.compile:
+        return _compile(arguments)
     found = plan(config, topology_of(arguments.topology, config))
     if arguments.json:
         print(json.dumps(found.to_dict(), indent=1))
@@ -90,12 +104,32 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     return FINDINGS if found.fits is False else DONE
 
 
-def run_calibration(arguments: argparse.Namespace) -> int:
+def _option_problems(arguments: argparse.Namespace) -> list[str]:
+    """One line for every option without another one that it requires, or with one that excludes it."""
+    compiles, searches = arguments.compile, arguments.search is not None
+    wrong = {
+        "--limit requires --compile": arguments.limit is not None and not compiles,
+        "--plans requires --search CHIPS": arguments.plans is not None and not searches,
+        "--search names the devices; leave out --topology": searches and arguments.topology is not None,
+        "--compile requires --topology T, such as cpu:8, or --search": (
+            compiles and not searches and arguments.topology is None
+        ),
+        "--html is the page of a plan; --search and --compile print text or --json": (
+            arguments.html is not None and (searches or compiles)
+        ),
+        "--calibrate measures the devices that are here; leave out --topology, --search and --compile": (
+            arguments.calibrate is not None and (arguments.topology is not None or searches or compiles)
+        ),
+    }
+    return [text for text, is_wrong in wrong.items() if is_wrong]
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
     settings = [arguments.recipe, *arguments.overrides] if arguments.recipe is not None else []
     platform = settings[-1].removeprefix("run.platform=") if settings else "auto"
-    if len(settings) > 1 or not PLATFORM.fullmatch(platform) or arguments.topology is not None:
+    if len(settings) > 1 or not PLATFORM.fullmatch(platform):
         raise ConfigError(
-            "--calibrate FILE measures the devices that are here: no RECIPE and no --topology; of the settings only "
+            "--calibrate FILE measures the devices that are here: no RECIPE; of the settings only "
             f"run.platform=auto, cpu, cpu:N (N devices), gpu or tpu; got {shortened(' '.join(settings), 80)!r}"
         )
     check_writable("--calibrate", arguments.calibrate)
@@ -105,6 +139,43 @@ def run_calibration(arguments: argparse.Namespace) -> int:
     load_chip(arguments.calibrate)  # a ConfigError if a figure is not a positive number
     print(f"{found.to_text()}\n\n{arguments.calibrate}: written; use it with run.hardware={arguments.calibrate}")
     return DONE
+
+
+def _compile(arguments: argparse.Namespace) -> int:
+    use_platform("cpu")
+    words = with_files(arguments.overrides)
+    with progress_line() as say:
+        found = compile_recipe(arguments.recipe, words, arguments.topology, limit=_limit(arguments), say=say)
+    if arguments.json:
+        print(json.dumps({**found.plan.to_dict(), "compiled": found.to_dict()}, indent=1))
+    else:
+        width = min(table_width(), WIDTH)
+        print(f"{found.plan.to_text(width=width)}\n\n{found.to_text(width=width)}")
+    return FINDINGS if found.fits is False else DONE
+
+
+def _search(arguments: argparse.Namespace, config: TrainConfig) -> int:
+    use_platform("cpu")
+    topology = parse_chips(arguments.search, load_chip(config.run.hardware) if config.run.hardware else None)
+    if arguments.compile:
+        check_target(topology)
+    words, plans = with_files(arguments.overrides), PLANS if arguments.plans is None else arguments.plans
+    fixed = [name for text in words if (name := setting_of(text)) in SEARCHED]
+    confirmed = []
+    with progress_line() as say:
+        found = search_layouts(config, topology, fixed=fixed, plans=plans, say=say)
+        if arguments.compile:
+            confirmed = confirm(found, arguments.recipe, words, limit=_limit(arguments), say=say)
+    if arguments.json:
+        print(json.dumps(search_report.to_dict(found, confirmed), indent=1))
+    else:
+        command = ["flax-mesh", "train", arguments.recipe, *arguments.overrides]
+        print(search_report.to_text(found, command, table_width(), confirmed))
+    return FINDINGS if search_report.fits(found, confirmed) is False else DONE
+
+
+def _limit(arguments: argparse.Namespace) -> float:
+    return LIMIT_S if arguments.limit is None else arguments.limit
 
 
 def topology_of(text: str | None, config: TrainConfig) -> Topology | None:
@@ -126,20 +197,3 @@ def progress_line() -> Iterator[Callable[[str], None]]:
         return
     with console.status("") as status:
         yield lambda text: status.update(text)
-
-
-def run_search(arguments: argparse.Namespace, config: TrainConfig) -> int:
-    if arguments.topology or arguments.html:
-        raise ConfigError("--search names the devices, and prints text or --json; leave out --topology and --html")
-    use_platform("cpu")
-    fixed = [name for text in with_files(arguments.overrides) if (name := setting_of(text)) in SEARCHED]
-    with progress_line() as say:
-        found = search_layouts(
-            config, arguments.search, fixed=fixed, plans=PLANS if arguments.plans is None else arguments.plans, say=say
-        )
-    if arguments.json:
-        print(json.dumps(search_report.to_dict(found), indent=1))
-    else:
-        command = ["flax-mesh", "train", arguments.recipe, *arguments.overrides]
-        print(search_report.to_text(found, command, table_width()))
-    return DONE if found.planned[0].plan.fits is not False else FINDINGS

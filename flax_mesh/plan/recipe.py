@@ -4,12 +4,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from flax_mesh.axes import PartitionAxis
 from flax_mesh.errors import ConfigError
 from flax_mesh.hardware import load_chip
 from flax_mesh.jax_compat import kernels_without_devices
@@ -18,6 +19,7 @@ from flax_mesh.mpmd.runtime.placement import MODEL, OPTIMIZER, bytes_of_groups
 from flax_mesh.mpmd.runtime.search import SEARCH, SEARCHED
 from flax_mesh.mpmd.schedules import Schedule, StageCost, search_schedule
 from flax_mesh.mpmd.schedules.simulate import simulate
+from flax_mesh.mpmd.split.split import StagedModel
 from flax_mesh.plan.advice import memory_findings, summary, surprises
 from flax_mesh.plan.forecast import (
     Estimate,
@@ -30,7 +32,14 @@ from flax_mesh.plan.forecast import (
     timeline,
     traffic_of,
 )
-from flax_mesh.plan.pipeline import estimate_stages, pipeline_memory, stage_parts, stage_traffic, update_part
+from flax_mesh.plan.pipeline import (
+    StageEstimate,
+    estimate_stages,
+    pipeline_memory,
+    stage_parts,
+    stage_traffic,
+    update_part,
+)
 from flax_mesh.plan.plan import Plan
 from flax_mesh.plan.topology import Topology, parse_topology, resolve_mesh, topology_of_devices
 from flax_mesh.sharding.abstract import abstract_state
@@ -76,10 +85,7 @@ def plan(config: TrainConfig, topology: Topology | str | None = None) -> Plan:
     if problems := check_config(config):
         raise ConfigError(problems)
     found, shape, limit = _hardware(config, topology)
-    sizes = {name: size for name, size in shape.items() if name != "pp"}
-    mesh = AbstractMesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=normalize_axis_types(config.mesh.axis_types, tuple(sizes))
-    )
+    mesh = group_mesh(config, shape)
     with kernels_without_devices():
         rules = run_rules(config, mesh)
         if problems := check_on_mesh(config, mesh, rules.axes):
@@ -95,8 +101,17 @@ def plan(config: TrainConfig, topology: Topology | str | None = None) -> Plan:
     return _assemble(found, shape, one, roles, _stated(config, program.num_parameters), config.model, limit)
 
 
-def step_of(config: TrainConfig, mesh: AbstractMesh, rules: PartitionRules) -> tuple[TrainProgram, tuple[Any, ...]]:
-    """The program of a recipe on an abstract mesh, and the abstract arguments of its step."""
+def group_mesh(config: TrainConfig, shape: Mapping[str, int]) -> AbstractMesh:
+    """The mesh of a step, or of one group of a pipeline, without devices."""
+    sizes = {name: size for name, size in shape.items() if name != "pp"}
+    types = normalize_axis_types(config.mesh.axis_types, tuple(sizes))
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
+
+
+def step_of(
+    config: TrainConfig, mesh: AbstractMesh | Mesh, rules: PartitionRules
+) -> tuple[TrainProgram, tuple[Any, ...]]:
+    """The program of a recipe on a mesh, which may be abstract, and the abstract arguments of its step."""
     program = train_program(config, mesh, rules)  # pyright: ignore[reportArgumentType] (an abstract mesh)
     shape = config.data.batch_size, config.data.sequence_length
     sharding = batch_sharding(mesh, rules.axes)  # pyright: ignore[reportArgumentType]
@@ -243,50 +258,25 @@ def _pipelined(
     rules: PartitionRules,
     limit: int | None,
 ) -> Plan:
-    num_groups = shape["pp"]
-    staged, schedule = split_model(config, rules.layers, num_groups, mesh)
-    make = partial(make_modules, config)
-    table = rules if rules.table else None
-    abstract = abstract_state(make, mesh, table, axes=rules.axes, shard_optimizer_over=shard_over(config))
-    state = abstract_train_state(make, abstract)
-    named = named_leaves(state.to_nnx())
-    model = [leaf for path, leaf in named if path.startswith(MODEL)]
-    shardings = [model[leaf.source].sharding for leaf in staged.leaves]
-    staged = staged.with_layout(mesh, [x.sharding.spec for x in model], rules.axes)
-    rows = jax.ShapeDtypeStruct((config.data.batch_size, config.data.sequence_length), jnp.int32)
-    stages = estimate_stages(
-        staged,
-        schedule,
-        {"inputs": rows, "targets": rows},
-        shardings,
-        mesh,
-        shape,
-        rules.axes,
-        remat=config.pipeline.remat,
-        seed=config.run.seed,
-        platform=topology.chip.platform,
-    )
-    sizes: dict[str, list[int]] = {}
-    for kind in ("parameters", "optimizer", "other state"):
-        leaves = [(path, x, _device_bytes(x) if _kind(path, x) == kind else 0) for path, x in named]
-        sizes[kind] = bytes_of_groups(staged, schedule.stage_to_group, leaves)
+    split = split_recipe(config, shape["pp"], mesh, rules)
+    schedule, sizes = split.schedule, split.sizes
+    stages = split.estimates(mesh, shape, topology.chip.platform)
     parts, costs = stage_parts(topology, shape, schedule, stages)
     if config.pipeline.schedule == SEARCH:
-        schedule = _searched(schedule, costs, schedule_memory(config.pipeline, num_groups))
+        schedule = _searched(schedule, costs, schedule_memory(config.pipeline, schedule.num_groups))
     memory = pipeline_memory(topology, schedule, stages, sizes, limit)
     update = update_part(topology, schedule, stages, sizes)
     simulated = simulate(schedule, costs)
-    count = sum(math.prod(x.shape) for path, x in named if _kind(path, x) == "parameters")
     time = time_of(
         topology,
         simulated.makespan + update.seconds,
         [*parts, update],
-        _stated(config, count),
+        _stated(config, split.num_parameters),
         bubble=simulated.bubble,
         schedule=schedule,
         simulation=simulated,
     )
-    time = replace(time, flops=math.fsum(part.flops * part.times for part in parts) / num_groups)
+    time = replace(time, flops=math.fsum(part.flops * part.times for part in parts) / shape["pp"])
     traffic = stage_traffic(topology, shape, schedule, stages)
     findings = [*memory_findings(memory, config.model)]
     findings += surprises(stages[0].backward, topology)
@@ -299,6 +289,57 @@ def _pipelined(
         tuple(findings),
         summary(topology, memory, time, traffic, config.model),
     )
+
+
+class Split(NamedTuple):
+    """The stages of a recipe, and the state of every group of its pipeline."""
+
+    config: TrainConfig
+    staged: StagedModel
+    schedule: Schedule
+    shardings: list[NamedSharding]  # of the leaves of the staged model
+    axes: PartitionAxis
+    batch: Mapping[str, jax.ShapeDtypeStruct]
+    sizes: Mapping[str, list[int]]  # category of the state -> bytes of every group
+    num_parameters: int
+
+    @property
+    def remat(self) -> str:
+        return "full" if self.staged.needs_full_remat else self.config.pipeline.remat
+
+    def estimates(self, mesh: AbstractMesh, shape: Mapping[str, int], platform: str) -> list[StageEstimate]:
+        """F, B and W of every stage; `mesh` is that of one group, `shape` the whole mesh."""
+        return estimate_stages(
+            self.staged,
+            self.schedule,
+            self.batch,
+            self.shardings,
+            mesh,
+            shape,
+            self.axes,
+            remat=self.config.pipeline.remat,
+            seed=self.config.run.seed,
+            platform=platform,
+        )
+
+
+def split_recipe(config: TrainConfig, num_groups: int, mesh: AbstractMesh, rules: PartitionRules) -> Split:
+    """The stages of a recipe; `mesh` is that of one group."""
+    staged, schedule = split_model(config, rules.layers, num_groups, mesh)
+    make = partial(make_modules, config)
+    table = rules if rules.table else None
+    abstract = abstract_state(make, mesh, table, axes=rules.axes, shard_optimizer_over=shard_over(config))
+    named = named_leaves(abstract_train_state(make, abstract).to_nnx())
+    model = [leaf for path, leaf in named if path.startswith(MODEL)]
+    shardings = [model[leaf.source].sharding for leaf in staged.leaves]
+    staged = staged.with_layout(mesh, [x.sharding.spec for x in model], rules.axes)
+    rows = jax.ShapeDtypeStruct((config.data.batch_size, config.data.sequence_length), jnp.int32)
+    sizes: dict[str, list[int]] = {}
+    for kind in ("parameters", "optimizer", "other state"):
+        leaves = [(path, x, _device_bytes(x) if _kind(path, x) == kind else 0) for path, x in named]
+        sizes[kind] = bytes_of_groups(staged, schedule.stage_to_group, leaves)
+    count = sum(math.prod(x.shape) for path, x in named if _kind(path, x) == "parameters")
+    return Split(config, staged, schedule, shardings, rules.axes, {"inputs": rows, "targets": rows}, sizes, count)
 
 
 def _searched(first: Schedule, costs: Sequence[StageCost], memory_limit: int) -> Schedule:

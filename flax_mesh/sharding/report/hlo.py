@@ -31,7 +31,7 @@ KINDS = (
 BITS = {"pred": 8, "token": 0, "opaque": 0, "s4": 4, "u4": 4, "s2": 2, "u2": 2}  # other names contain the bits: bf16
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)")
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*)")
 _OPCODE = re.compile(r" ?([\w\-]+)\(")
 _ARRAY = re.compile(r"\b(pred|token|opaque|[a-z]+\d+\w*)\[([\d,<= ]*)\]")
 _CALLS = re.compile(r"\b(body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
@@ -57,6 +57,7 @@ class Collective(NamedTuple):
     times: int  # executions per step
     times_known: bool  # False inside a loop of unknown trip count, which is counted once
     source: str  # operation of the traced function, such as "jit(step)/while/body/dot_general"
+    name: str = ""  # of the instruction
 
     @property
     def sent_bytes(self) -> int:
@@ -65,6 +66,14 @@ class Collective(NamedTuple):
             return self.payload_bytes
         once = self.payload_bytes * (self.group_size - 1) // self.group_size
         return 2 * once if self.kind == "all-reduce" else once
+
+
+class Line(NamedTuple):
+    """One instruction: `text` is what follows its name and "="."""
+
+    name: str
+    text: str
+    is_root: bool
 
 
 class Traffic(NamedTuple):
@@ -92,12 +101,15 @@ def read_collectives(compiled: Any, mesh: Mesh | AbstractMesh) -> list[Collectiv
             f"mesh must be the one of the compiled step, but the step runs on {partitions[1] if partitions else 1} "
             f"devices and the mesh {dict(mesh.shape)} has {mesh.size}. Pass the mesh of its shardings."
         )
-    computations, entry = _computations(text)
-    executions = _executions(computations, entry)
+    computations, entry = read_computations(text)
+    executions = count_executions(computations, entry)
     found = []
-    for name, instructions in computations.items():
+    for name, lines in computations.items():
         times, known = executions[name]
-        for kind, result, attributes in filter(None, map(_collective, instructions)) if times else ():
+        for line in lines if times else ():
+            if not (parsed := _collective(line.text)):
+                continue
+            kind, result, attributes = parsed
             ids = _pairs(attributes) if kind == "collective-permute" else _groups(attributes, mesh.size)
             axes = _axes_of(ids, mesh)
             if not axes:
@@ -105,7 +117,7 @@ def read_collectives(compiled: Any, mesh: Mesh | AbstractMesh) -> list[Collectiv
             size = ids.shape[1]
             payload = result * size if kind == "reduce-scatter" else result
             source = _SOURCE.search(attributes)
-            found.append(Collective(kind, axes, size, payload, times, known, source[1] if source else ""))
+            found.append(Collective(kind, axes, size, payload, times, known, source[1] if source else "", line.name))
     return found
 
 
@@ -125,9 +137,9 @@ def sum_traffic(collectives: Iterable[Collective]) -> list[Traffic]:
     return sorted(sums.values(), key=lambda traffic: (-traffic.sent_bytes, traffic.axes, traffic.kind))
 
 
-def _computations(text: str) -> tuple[dict[str, list[str]], str]:
-    """(computation -> its instructions without their names, name of the entry computation)."""
-    computations: dict[str, list[str]] = {}
+def read_computations(text: str) -> tuple[dict[str, list[Line]], str]:
+    """(computation -> its instructions, name of the entry computation)."""
+    computations: dict[str, list[Line]] = {}
     entry, current = "", []
     for line in text.splitlines():
         if line[:1] not in ("", " ", "}"):
@@ -135,7 +147,7 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
                 current = computations.setdefault(header[2], [])
                 entry = header[2] if header[1] else entry
         elif instruction := _INSTRUCTION.match(line):
-            current.append(instruction[2])
+            current.append(Line(instruction[2], instruction[3], bool(instruction[1])))
     if not entry:
         raise ShardingError(
             "the text must be an optimized HLO program, but it has no ENTRY computation. Pass "
@@ -144,9 +156,9 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
     return computations, entry
 
 
-def _executions(computations: dict[str, list[str]], entry: str) -> dict[str, tuple[int, bool]]:
+def count_executions(computations: dict[str, list[Line]], entry: str) -> dict[str, tuple[int, bool]]:
     """Computation -> (executions per step, whether that number is exact). All branches of a conditional count once."""
-    calls = {name: list(_calls(instructions, computations)) for name, instructions in computations.items()}
+    calls = {name: list(_calls(lines, computations)) for name, lines in computations.items()}
     executions: dict[str, tuple[int, bool]] = dict.fromkeys(computations, (0, True))
 
     def run(name: str, times: int, known: bool) -> None:
@@ -160,9 +172,9 @@ def _executions(computations: dict[str, list[str]], entry: str) -> dict[str, tup
     return executions
 
 
-def _calls(instructions: Iterable[str], computations: dict[str, list[str]]) -> Iterator[tuple[str, int | None]]:
+def _calls(lines: Iterable[Line], computations: dict[str, list[Line]]) -> Iterator[tuple[str, int | None]]:
     """(computation, times) of every call; None for the body of a loop whose trip count is not known."""
-    for instruction in instructions:
+    for _, instruction, _ in lines:
         callees = _CALLS.findall(instruction)
         trips = _trip_count(instruction, computations.get(dict(callees).get("condition", ""), ()))
         for role, callee in callees:
@@ -172,18 +184,19 @@ def _calls(instructions: Iterable[str], computations: dict[str, list[str]]) -> I
             yield from ((name.strip().lstrip("%"), 1) for name in branches.split(","))
 
 
-def _trip_count(loop: str, condition: Iterable[str]) -> int | None:
+def _trip_count(loop: str, condition: Iterable[Line]) -> int | None:
     """The trip count that the compiler has written, or n of the condition `i < n`: programs for TPUs have only that."""
     if trips := _TRIPS.search(loop):
         return int(trips[1])
-    limits = [limit[1] for instruction in condition if (limit := _LIMIT.match(instruction))]
-    compared = any(" compare(" in instruction and "direction=LT" in instruction for instruction in condition)
+    texts = [line.text for line in condition]
+    limits = [limit[1] for text in texts if (limit := _LIMIT.match(text))]
+    compared = any(" compare(" in text and "direction=LT" in text for text in texts)
     return int(limits[0]) if len(limits) == 1 and compared else None
 
 
 def _collective(instruction: str) -> tuple[str, int, str] | None:
     """(kind, bytes of the result, attributes) of a collective; None for other instructions and `-done` operations."""
-    result, rest = _split_tuple(instruction) if instruction.startswith("(") else instruction.split(" ", 1)
+    result, rest = split_tuple(instruction) if instruction.startswith("(") else instruction.split(" ", 1)
     opcode = _OPCODE.match(rest)
     if not opcode:
         return None
@@ -199,7 +212,7 @@ def _collective(instruction: str) -> tuple[str, int, str] | None:
     return kind, sum(sizes), rest
 
 
-def _split_tuple(text: str) -> list[str]:
+def split_tuple(text: str) -> list[str]:
     """The balanced parentheses at the start of `text`, and the remaining text."""
     depth = 0
     for i, letter in enumerate(text):

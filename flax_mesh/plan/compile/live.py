@@ -1,0 +1,275 @@
+"""The arrays that are alive while a compiled program runs, and those at its peak.
+
+The schedule is walked once, loops included: a body is walked one time, since its arrays are the same in every trip.
+Memory is shared as XLA shares it:
+
+- get-tuple-element, bitcast, tuple and the `-done` of an asynchronous operation store nothing;
+- the state of a loop is stored once: its operand, the parameter of its body and the result of its body are one array;
+- a result that the header assigns to a donated argument is stored there, as are operands that an instruction names;
+- an elementwise operation may write its result over an operand of the same size that is not needed afterwards.
+
+Not in the text, and so not counted: the heap's fragmentation, and the temporary memory inside of an instruction.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from flax_mesh.plan.compile.scheduled import ALIAS, Array, Instruction, Scheduled, Shape
+
+SAME = ("bitcast", "opt-barrier", "copy-done", "optimization-barrier")
+# Operations that only move values, and arithmetic of indices: what a fusion of these makes of an argument is a weight.
+MOVES = re.compile(
+    "bitcast|bitcast-convert|convert|copy|copy-start|dynamic-slice|parameter|reshape|slice|transpose|constant|iota|"
+    "broadcast|compare|select|add|subtract|multiply|clamp"
+)
+ELEMENTWISE = re.compile(
+    "add|subtract|multiply|divide|maximum|minimum|select|negate|exponential|tanh|convert|compare|and|or|not|xor|power|"
+    "rsqrt|sqrt|log|abs|clamp|dynamic-update-slice|scatter"
+)
+COLLECTIVE = re.compile(r"all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute")
+
+
+@dataclass(eq=False)
+class Buffer:
+    array: Array
+    maker: Instruction | None  # None: an argument of the program
+    start: int
+    end: int
+    number: int = -1  # of an argument
+    moved: bool = False  # whether it is an argument, or only moved or cast from one
+    origin: "Buffer | None" = None  # the first operand of the maker
+    home: "Buffer | None" = None  # whose memory it uses
+
+    @property
+    def base(self) -> "Buffer":
+        found = self
+        while found.home is not None:
+            found = found.home
+        return found
+
+
+Value = Any  # a Buffer, or a tuple of Values
+
+
+class Walk(NamedTuple):
+    """`at_peak` are the arrays at the moment of the most bytes, the largest first; `weights` the names of collectives
+    whose operands are arguments, or moved from them."""
+
+    peak: int
+    at_peak: list[Buffer]
+    weights: frozenset[str]
+
+
+def walk(program: Scheduled) -> Walk:
+    """Walk a program. Only main memory is counted."""
+    made = _Walker(program)
+    made.run()
+    buffers = [b for b in made.buffers if b.home is None and b.array.bytes and b.array.space == 0]
+    changes = sorted(change for b in buffers for change in ((b.start, b.array.bytes), (b.end + 1, -b.array.bytes)))
+    peak = now = moment = 0
+    for i, (clock, change) in enumerate(changes):
+        now += change
+        last = i + 1 == len(changes) or changes[i + 1][0] != clock
+        if last and now > peak:
+            peak, moment = now, clock
+    alive = [b for b in buffers if b.start <= moment <= b.end]
+    return Walk(peak, sorted(alive, key=lambda b: -b.array.bytes), frozenset(made.weights))
+
+
+def leaves(value: Value) -> Iterator[Buffer]:
+    if isinstance(value, tuple):
+        for part in value:
+            yield from leaves(part)
+    else:
+        yield value
+
+
+@dataclass(eq=False)
+class _Walker:
+    program: Scheduled
+    clock: int = 0
+    buffers: list[Buffer] = field(default_factory=list)
+    uses: list[tuple[Instruction, list[Buffer], list[Buffer]]] = field(default_factory=list)
+    weights: set[str] = field(default_factory=set)
+
+    def run(self) -> None:
+        arguments: dict[int, Buffer] = {}
+        root = self.computation(self.program.entry, arguments)
+        parts = root if isinstance(root, tuple) else (root,)
+        for at, buffer in enumerate(leaves(parts)):
+            buffer.end = self.clock
+            target = arguments.get(self.program.aliases.get(at, -1))
+            if target is not None:
+                self.store(buffer, target)
+        for buffer in arguments.values():
+            buffer.end = self.clock
+        self.write_over_operands()
+
+    def store(self, buffer: Buffer, target: Buffer) -> None:
+        """`buffer` uses the memory of `target`."""
+        if buffer.home is None and buffer.number < 0 and target.base is not buffer:
+            buffer.home = target
+            target.base.end = max(target.base.end, buffer.end)
+
+    def computation(self, name: str, arguments: Any) -> Value:
+        """The root of a computation. `arguments` are Values, or for the entry a dict that is filled."""
+        env: dict[str, Value] = {}
+        root: Value = ()
+        for one in self.program.computations[name]:
+            self.clock += 1
+            if one.opcode == "parameter":
+                number = int(one.text[1 : one.text.index(")")])
+                if isinstance(arguments, dict):
+                    arguments[number] = self.new(one.shape, None, number)
+                value = arguments[number]
+            else:
+                value = self.instruction(one, [env[name] for name in one.operands if name in env])
+            env[one.name] = value
+            if one.is_root:
+                root = value
+        return root
+
+    def new(self, shape: Shape, maker: Instruction | None, number: int = -1) -> Value:
+        if not isinstance(shape, Array):
+            return tuple(self.new(part, maker, number) for part in shape)
+        at = 0 if maker is None else self.clock
+        buffer = Buffer(shape, maker, at, at, number, moved=maker is None)
+        self.buffers.append(buffer)
+        return buffer
+
+    def instruction(self, one: Instruction, operands: list[Value]) -> Value:
+        kind = one.opcode
+        if kind == "tuple":
+            return tuple(operands)
+        if kind == "get-tuple-element":
+            found = re.search(r"index=(\d+)", one.text)
+            return operands[0][int(found[1])] if found else operands[0]
+        if kind == "constant":
+            return self.new(_without_size(one.shape), one)
+        if kind in SAME or kind.endswith("-done"):
+            self.use(operands)
+            return _done(kind, operands[0])
+        if kind == "while":
+            return self.loop(one, operands[0])
+        if kind == "call":
+            found = self.computation(one.called["to_apply"], operands)
+            self.use(operands)
+            return found
+        if kind == "conditional":
+            return self.branches(one, operands)
+        return self.compute(one, operands)
+
+    def use(self, values: Iterable[Value]) -> None:
+        for value in values:
+            for buffer in leaves(value):
+                buffer.end = buffer.base.end = self.clock
+
+    def loop(self, one: Instruction, carried: Value) -> Value:
+        self.use([carried])
+        first = self.clock
+        root = self.computation(one.called["body"], [carried])
+        for inner, outer in zip(leaves(root), leaves(carried), strict=True):
+            if inner.start > first:
+                self.store(inner, outer)
+        self.use([carried])
+        return carried
+
+    def branches(self, one: Instruction, operands: list[Value]) -> Value:
+        result = self.new(one.shape, one)
+        for name, operand in zip(one.branches, operands[1:], strict=False):
+            first = self.clock
+            root = self.computation(name, [operand])
+            for inner, outer in zip(leaves(root), leaves(result), strict=True):
+                if inner.start > first:
+                    self.store(inner, outer)
+        self.use([*operands, result])
+        return result
+
+    def compute(self, one: Instruction, operands: list[Value]) -> Value:
+        """Any other instruction: it writes a new array, unless its text names an operand to write to."""
+        self.use(operands)
+        given = [buffer for value in operands for buffer in leaves(value)]
+        result = self.new(one.shape, one)
+        flat = list(leaves(result))
+        for buffer in flat:
+            buffer.origin = given[0] if given else None
+        if one.opcode.endswith("-start"):
+            self.asynchronous(one, given, flat)
+        _, _, text = one.text.partition("output_to_operand_aliasing={")
+        for out, number, path in ALIAS.findall(text):
+            target = [*leaves(_part(operands[int(number)], path))]
+            for inner, outer in zip(leaves(_part(result, out)), target, strict=True):
+                self.store(inner, outer)
+        self.follow_weights(one, operands, flat)
+        self.uses.append((one, flat, given))
+        return result
+
+    def asynchronous(self, one: Instruction, given: list[Buffer], made: list[Buffer]) -> None:
+        """The tuple of an asynchronous operation has its operands too: those of a copy after the result."""
+        free = list(given)
+        for buffer in made[1:] if one.opcode == "copy-start" else made:
+            same = next((x for x in free if x.array == buffer.array), None)
+            if same is not None and one.opcode != "all-reduce-start":
+                free.remove(same)
+                self.store(buffer, same)
+
+    def follow_weights(self, one: Instruction, operands: list[Value], made: list[Buffer]) -> None:
+        """Note whether results are moved arguments, and which collectives have such operands."""
+        given = [buffer for value in operands for buffer in leaves(value)]
+        large = [buffer for buffer in given if buffer.array.bytes > 4096] or given
+        inner = self.program.computations.get(one.called.get("calls", ""), [])
+        if COLLECTIVE.match(one.opcode) and all(buffer.moved for buffer in large):
+            self.weights.add(one.name)
+        for each in inner:
+            if COLLECTIVE.match(each.opcode) and any(buffer.moved for buffer in large):
+                self.weights.add(each.name)
+        only_moves = all(MOVES.fullmatch(each.opcode) for each in inner or [one])
+        for buffer in made:
+            buffer.moved = only_moves and bool(large) and all(x.moved for x in large)
+
+    def write_over_operands(self) -> None:
+        """In the order of the program: an operand that is not needed afterwards may hold the result."""
+        for one, made, given in self.uses:
+            if len(made) != 1 or not self.is_elementwise(one):
+                continue
+            (buffer,) = made
+            for operand in given:
+                base = operand.base
+                same = base.array.bytes == buffer.array.bytes and base.array.space == buffer.array.space
+                if same and base.number < 0 and base.end == buffer.start > base.start and buffer.home is None:
+                    self.store(buffer, operand)
+                    break
+
+    def is_elementwise(self, one: Instruction) -> bool:
+        return bool(ELEMENTWISE.fullmatch(one.opcode)) or (one.opcode == "fusion" and "kind=kLoop" in one.text)
+
+
+def _without_size(shape: Shape) -> Shape:
+    """Constants are part of the program."""
+    return shape._replace(bytes=0) if isinstance(shape, Array) else tuple(map(_without_size, shape))
+
+
+def _done(kind: str, value: Value) -> Value:
+    """The result in the tuple of the `-start`: after the operands, except of a copy; an all-reduce has only results."""
+    if (kind in SAME and kind != "copy-done") or not isinstance(value, tuple) or kind == "all-reduce-done":
+        return value
+    return value[0 if kind == "copy-done" else min(1, len(value) - 1)]
+
+
+def _part(value: Value, path: str) -> Value:
+    for index in filter(None, (part.strip() for part in path.split(","))):
+        value = value[int(index)] if isinstance(value, tuple) else value
+    return value
+
+
+def largest(found: Sequence[Buffer], most: int) -> list[tuple[list[Buffer], int]]:
+    """(arrays of the same shape from the same code, their bytes), the most bytes first."""
+    groups: dict[tuple[str, str], list[Buffer]] = {}
+    for buffer in found:
+        maker = buffer.maker
+        key = str(buffer.number) if maker is None else f"{maker.source} {maker.opcode}"
+        groups.setdefault((buffer.array.text, key), []).append(buffer)
+    sizes = [(group, sum(buffer.array.bytes for buffer in group)) for group in groups.values()]
+    return sorted(sizes, key=lambda item: -item[1])[:most]

@@ -1,0 +1,155 @@
+"""From a compiled program to numbers: memory, arrays at the peak, collectives, cycles and surprising gathers."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from jax.sharding import Mesh
+
+from flax_mesh.plan.compile.live import Buffer, largest, walk
+from flax_mesh.plan.compile.scheduled import Scheduled, scheduled
+from flax_mesh.sharding.report.hlo import Collective, read_collectives
+from flax_mesh.sharding.rules import Finding
+from flax_mesh.text import listed
+
+MOST_ARRAYS = 10
+UNKNOWN_CYCLES = 2**62  # the compiler writes the largest integer where it has no number
+SHARE = 0.1  # of the bytes of all collectives: a smaller gather of an activation is no finding
+WRAPPERS = re.compile(r"jit\((\w+)\)|(?:transpose|jvp|vmap)\(|[()]")
+REMATERIALIZED = re.compile(
+    r"Involuntary full rematerialization.*?go from sharding (\{.*?\}) to (\{.*?\}) "
+    r".*?metadata=(\{op_name=\"([^\"]*)\".*?\})"
+)
+
+
+Paths = Callable[..., str]
+
+
+class Reading(NamedTuple):
+    """`fields` are those of a CompiledProgram, as data for `json.dumps`."""
+
+    fields: dict[str, Any]
+    findings: list[Finding]
+    program: Scheduled
+
+
+def read_program(program: Any, name: str, times: int, mesh: Mesh, platform: str, paths: Paths) -> Reading:
+    """`paths` returns the path of an argument from its parts: `state.leaves[3]` and `args[0][3]`."""
+    text = program.as_text()
+    found, collectives = scheduled(text), read_collectives(text, mesh)
+    walked = walk(found)
+    fields = {
+        "name": name,
+        "times": times,
+        **memory_of(program, platform),
+        "walked": walked.peak,
+        "live": [_live(group, size, found, paths) for group, size in largest(walked.at_peak, MOST_ARRAYS)],
+        "sent": _sums(collectives),
+        "cycles": cycles(found),
+    }
+    places = {one.source: place for one in found.instructions() if (place := found.place(one.text))}
+    return Reading(fields, gathers(collectives, walked.weights, places), found)
+
+
+def memory_of(program: Any, platform: str) -> dict[str, int]:
+    """On TPUs XLA states the peak. Elsewhere that number lacks what loops allocate; all temporary bytes are used."""
+    memory = program.memory_analysis()
+    total = getattr(memory, "peak_memory_in_bytes", 0) if platform == "tpu" else 0
+    if not total:
+        written = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        total = memory.argument_size_in_bytes + written + memory.temp_size_in_bytes
+    return {"arguments": memory.argument_size_in_bytes, "peak": total}
+
+
+def cycles(found: Scheduled) -> int:
+    """The cycles of all instructions with a number, times the trips of the loops around them."""
+    return sum(
+        one.cycles * found.executions[name][0]
+        for name, instructions in found.computations.items()
+        if name not in found.inside
+        for one in instructions
+        if one.cycles < UNKNOWN_CYCLES
+    )
+
+
+def _live(group: Sequence[Buffer], size: int, found: Scheduled, paths: Paths) -> dict[str, Any]:
+    first = group[0]
+    while first.maker is not None and not first.maker.source and first.origin is not None:  # a copy by the compiler
+        first = first.origin
+    operation, place = "", ""
+    if first.maker is not None:
+        target = re.search(r'custom_call_target="([^"]*)"', first.maker.text)
+        unnamed = target[1] if target else first.maker.opcode
+        operation, place = operation_text(first.maker.source) or unnamed, found.place(first.maker.text)
+    elif argument := next((x for x in found.computations[found.entry] if _is_argument(x, first.number)), None):
+        operation, place = argument.source, "argument"
+        if leaf := re.fullmatch(r"(.+?)\[(\d+)\](?:\[(\d+)\])?", operation):
+            operation = paths(leaf[1], *(int(number) for number in leaf.groups()[1:] if number)) or operation
+    return {"bytes": size, "count": len(group), "array": first.array.text, "operation": operation, "place": place}
+
+
+def _is_argument(one: Any, number: int) -> bool:
+    return one.opcode == "parameter" and one.text.startswith(f"({number})")
+
+
+def operation_text(source: str) -> str:
+    """`backward dot_general` of `jit(step)/transpose(jvp())/while/body/dot_general`."""
+    if not source:
+        return ""
+    phase = "recomputed " if "rematted_computation" in source else "backward " if "transpose(" in source else ""
+    last = WRAPPERS.sub(r"\1", source.rsplit("/", 1)[-1])
+    return phase + re.sub(r"\.\d+$", "", last)  # `broadcast.92` is the compiler's
+
+
+def _sums(collectives: Sequence[Collective]) -> list[dict[str, Any]]:
+    sums: dict[tuple[str, tuple[str, ...]], list[float]] = {}
+    for one in collectives:
+        entry = sums.setdefault((one.kind, one.axes), [0, 0.0])
+        entry[0] += one.times
+        entry[1] += operand_bytes(one) * one.times
+    return [
+        {"kind": kind, "axes": list(axes), "times": int(times), "operand_bytes": size}
+        for (kind, axes), (times, size) in sums.items()
+    ]
+
+
+def operand_bytes(one: Collective) -> float:
+    return one.payload_bytes / (one.group_size if one.kind == "all-gather" else 1)
+
+
+def gathers(collectives: Sequence[Collective], weights: frozenset[str], places: dict[str, str]) -> list[Finding]:
+    """Gathers of values that the model computes, not of its weights, that are a large part of all traffic."""
+    total = sum(one.sent_bytes * one.times for one in collectives)
+    sums: dict[tuple[str, str, tuple[str, ...]], float] = {}
+    for one in collectives:
+        asked = one.source.rsplit("/", 1)[-1] in ("all_gather", "all_to_all", "ragged_all_to_all")  # by the model
+        if one.kind in ("all-gather", "all-to-all") and one.name not in weights and "jvp" in one.source and not asked:
+            key = one.source, one.kind, one.axes
+            sums[key] = sums.get(key, 0.0) + one.sent_bytes * one.times
+    return [
+        Finding(
+            f"{places.get(source, '')} {operation_text(source)}".strip(),
+            f"the compiler exchanges an activation here ({kind} over {listed(axes)}): {size / total:.0%} of the bytes "
+            "of all collectives",
+            "Constrain its sharding where it is made",
+        )
+        for (source, kind, axes), size in sorted(sums.items(), key=lambda item: -item[1])
+        if size > SHARE * total
+    ]
+
+
+def rematerialized(messages: str, programs: Sequence[Scheduled]) -> list[Finding]:
+    """Findings from the compiler's warnings. The code is known if there is one program: frames are counted in each."""
+
+    def place(metadata: str) -> str:
+        return programs[0].place(metadata) if len(programs) == 1 else ""
+
+    found = dict.fromkeys(REMATERIALIZED.findall(messages))
+    return [
+        Finding(
+            f"{place(metadata)} {operation_text(source)}".strip(),
+            f"involuntary full rematerialization: every device gathers the complete array, from {before} to {after}",
+            "Constrain the value to a sharding in between, or let both sides split the same dims",
+        )
+        for before, after, metadata, source in found
+    ]

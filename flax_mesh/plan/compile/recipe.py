@@ -1,0 +1,100 @@
+"""`compile_recipe`: the step of a recipe, compiled in a process of its own.
+
+libtpu reads its environment when it is loaded, and may abort the process. So the other process builds the step
+from the name of the recipe and its overrides: the functions of a config cannot be passed to it.
+"""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flax_mesh.errors import ConfigError
+from flax_mesh.plan.compile.child import ask
+from flax_mesh.plan.compile.compiled import Compiled
+from flax_mesh.plan.compile.report import estimate_findings
+from flax_mesh.plan.compile.results import program_of, sent_of
+from flax_mesh.plan.compile.target import check_target
+from flax_mesh.plan.plan import Plan
+from flax_mesh.plan.recipe import plan
+from flax_mesh.sharding.rules import Finding
+from flax_mesh.train import apply_overrides, load_recipe
+
+LIMIT_S = 600.0
+UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+USED = re.compile(r"(?:[Uu]sed |\()([\d.]+)([KMGT])\b")
+
+
+def compile_recipe(
+    recipe: str,
+    overrides: Sequence[str],
+    topology: str,
+    *,
+    limit: float = LIMIT_S,
+    say: Callable[[str], None] = lambda text: None,
+) -> Compiled:
+    """Compile the training step of a recipe for hardware that need not be here.
+
+    A pipeline is compiled stage by stage, for a topology of the shape of one group. XLA compiles in another process,
+    which builds the config from `recipe` and `overrides`; a config that was made in Python cannot be passed.
+
+    Args:
+        recipe: FILE.py or FILE.py:function.
+        overrides: Settings, such as "mesh.shape=fsdp:8".
+        topology: A text such as "v5p:4x4x8". TPUs require the extra `tpu-aot`, GPUs `gpu-aot`.
+        limit: Seconds after which the process is killed.
+        say: Called with each part of the work, such as "compiling".
+
+    Returns:
+        A `Compiled`: memory, the largest arrays, collectives, findings, beside the `Plan`.
+
+    Raises:
+        ConfigError: The settings are invalid, the compiler is not installed, it failed, or it took longer than `limit`.
+
+    Example:
+        >>> from flax_mesh.plan.compile import compile_recipe
+        >>> found = compile_recipe("recipes/tiny.py", ["model.scan=true"], "cpu:8")
+        >>> found.fits
+        True
+    """
+    if not (math.isfinite(limit) and limit > 0):
+        raise ConfigError(f"the limit must be a positive number of seconds, got {limit}")
+    config = apply_overrides(load_recipe(recipe), overrides)
+    estimated = plan(config, topology)
+    check_target(estimated.topology)
+    request = {
+        "recipe": recipe,
+        "overrides": list(overrides),
+        "topology": estimated.topology.text,
+        "mesh": estimated.mesh,
+    }
+    key, value = ask(request, estimated.topology, limit, say)
+    return _refused(estimated, value) if key == "refused" else _compiled(estimated, value)
+
+
+def _compiled(estimated: Plan, found: dict[str, Any]) -> Compiled:
+    programs, sent, peak = tuple(map(program_of, found["programs"])), sent_of(found["sent"]), found["peak"]
+    clock = estimated.topology.chip.clock
+    findings = [*(Finding(*each) for each in found["findings"]), *estimate_findings(peak, sent, estimated)]
+    return Compiled(
+        estimated,
+        programs,
+        peak,
+        tuple(found["groups"]),
+        sent,
+        found["cycles"] / clock if clock and found["cycles"] else None,
+        tuple(findings),
+        found["seconds"],
+        found["cpu_seconds"],
+        found["rss"],
+    )
+
+
+def _refused(estimated: Plan, found: dict[str, Any]) -> Compiled:
+    """The compiler for TPUs has no program for a step that does not fit, but states how much it would use."""
+    used = USED.search(found["text"])
+    peak = round(float(used[1]) * UNITS[used[2]]) if used else 0
+    text = " ".join(found["text"].split())[:300]
+    finding = Finding("memory", f"the compiler has no program: {text}", "Use more devices, or see the plan's findings")
+    cost = found["seconds"], found["cpu_seconds"], found["rss"]
+    return Compiled(estimated, (), peak, (peak,), (), None, (finding,), *cost)

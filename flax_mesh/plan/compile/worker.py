@@ -1,0 +1,211 @@
+"""The process that compiles: one line of JSON on standard input, lines of JSON on standard output.
+
+    python -m flax_mesh.plan.compile.worker
+
+Lines have one key: "progress" (a text), then "result", "refused" (the compiler's reason why the step does not fit) or
+"error". The process ends when standard input does, so that none outlives its parent.
+"""
+
+import json
+import math
+import os
+import re
+import resource
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from flax_mesh.errors import ConfigError
+from flax_mesh.hardware import load_chip
+from flax_mesh.plan.compile.read import Reading, read_program, rematerialized
+from flax_mesh.plan.compile.stages import compiled_stages
+from flax_mesh.plan.compile.target import make_mesh
+from flax_mesh.plan.forecast import Estimate
+from flax_mesh.plan.pipeline import StageEstimate, pipeline_memory
+from flax_mesh.plan.recipe import Split, group_mesh, split_recipe, step_of
+from flax_mesh.plan.report import ranges
+from flax_mesh.plan.topology import Topology, parse_topology
+from flax_mesh.text import plural
+from flax_mesh.train import TrainConfig, apply_overrides, load_recipe
+from flax_mesh.train.build import run_rules
+from flax_mesh.tree import named_leaves
+
+FRAMES = 40  # of the stack of each operation, so that the path of modules is complete
+OUT_OF_MEMORY = re.compile("RESOURCE_EXHAUSTED.*out of memory (on|in memory space) hbm", re.IGNORECASE | re.DOTALL)
+
+
+def main() -> None:
+    output = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a recipe prints is no line of the answer
+
+    def say(key: str, value: Any) -> None:
+        print(json.dumps({key: value}), file=output, flush=True)
+
+    request = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    start = time.monotonic()
+    try:
+        found = compile_request(request, lambda text: say("progress", text))
+        say("result", found | _usage(start))
+    except ConfigError as error:
+        say("error", error.problems)
+    except jax.errors.JaxRuntimeError as error:
+        text = str(error)
+        if OUT_OF_MEMORY.match(text):
+            say("refused", {"text": text, **_usage(start)})
+        else:
+            say("error", text)
+
+
+def _end_with_input() -> None:
+    sys.stdin.read()
+    os._exit(1)
+
+
+def compile_request(request: Mapping[str, Any], progress: Any) -> dict[str, Any]:
+    jax.config.update("jax_traceback_in_locations_limit", FRAMES)
+    config = apply_overrides(load_recipe(request["recipe"]), request["overrides"])
+    chip = load_chip(config.run.hardware) if config.run.hardware else None
+    topology, shape = parse_topology(request["topology"], chip), dict(request["mesh"])
+    mesh = make_mesh(topology, shape, config.mesh.axis_types)
+    made = _pipeline if "pp" in shape else _step
+    readings, found = made(config, topology, shape, mesh, progress)
+    messages = Path(request["messages"]).read_text(encoding="utf-8", errors="replace")
+    findings = rematerialized(messages, [reading.program for reading in readings])
+    findings += [each for reading in readings for each in reading.findings]
+    return found | {
+        "programs": [reading.fields for reading in readings],
+        "findings": list(dict.fromkeys(findings)),
+    }
+
+
+def _usage(start: float) -> dict[str, Any]:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        "seconds": time.monotonic() - start,
+        "cpu_seconds": usage.ru_utime + usage.ru_stime,
+        "rss": usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+    }
+
+
+def _step(
+    config: TrainConfig, topology: Topology, shape: Mapping[str, int], mesh: Mesh, progress: Any
+) -> tuple[list[Reading], dict[str, Any]]:
+    progress("tracing")
+    program, arguments = step_of(config, mesh, run_rules(config, mesh))
+    traced = program.step.trace(*arguments)
+    progress("lowering")
+    lowered = traced.lower()
+    progress("compiling")
+    compiled = lowered.compile()
+    progress("reading the program")
+    leaves = [path for path, _ in named_leaves(program.layout.to_nnx())]
+
+    def path_of(name: str, number: int) -> str:
+        return leaves[number] if name == "state.leaves" and number < len(leaves) else ""
+
+    reading = read_program(compiled, "step", 1, mesh, topology.chip.platform, path_of)
+    fields = reading.fields
+    found = {"peak": fields["peak"], "groups": [fields["peak"]], "sent": fields["sent"], "cycles": fields["cycles"]}
+    return [reading], found
+
+
+def _pipeline(
+    config: TrainConfig, topology: Topology, shape: Mapping[str, int], mesh: Mesh, progress: Any
+) -> tuple[list[Reading], dict[str, Any]]:
+    progress("tracing")
+    abstract = group_mesh(config, shape)
+    split = split_recipe(config, shape["pp"], abstract, run_rules(config, abstract))
+    estimates = split.estimates(abstract, shape, topology.chip.platform)
+    compiled = compiled_stages(split, mesh, progress)
+    progress("reading the programs")
+    names: dict[int, list[str]] = {}
+    for name, program in compiled.items():
+        names.setdefault(id(program), []).append(name)
+    readings = {
+        key: read_program(
+            compiled[own[0]], *_named(own, split), mesh, topology.chip.platform, partial(_argument_of_stage, own[0][0])
+        )
+        for key, own in names.items()
+    }
+    fields = {name: readings[id(program)].fields for name, program in compiled.items()}
+    stages = [_with_xla(stage, k, fields) for k, stage in enumerate(estimates)]
+    memory = pipeline_memory(topology, split.schedule, stages, split.sizes, None)
+    busiest = max(_groups(split, fields), key=lambda own: sum(x["operand_bytes"] for x in _sent(own, split)))
+    cycles = max(sum(each["cycles"] for each in own) for own in _groups(split, fields))
+    found = {
+        "peak": memory.peak,
+        "groups": list(memory.groups),
+        "sent": _sent(busiest, split),
+        "cycles": cycles * split.schedule.num_microbatches,
+    }
+    return list(readings.values()), found
+
+
+def _named(names: Sequence[str], split: Split) -> tuple[str, int]:
+    """`F of stages 1-3` and the executions per step, on the group that runs it most."""
+    numbers = sorted(int(name[1:]) for name in names)
+    groups = [split.schedule.stage_to_group[number] for number in numbers]
+    times = max(groups.count(group) for group in groups) * split.schedule.num_microbatches
+    return f"{names[0][0]} of {plural('stage', len(numbers))} {ranges(numbers)}", times
+
+
+KNOWN = ("leaf", "rows of the batch", "number of the microbatch", "activation of the stage before")
+ARGUMENTS = {
+    "F": (*KNOWN, "sum of a metric"),
+    "B": (*KNOWN, "residual", "gradient of the stage after", "sum of gradients"),
+    "W": (*KNOWN, "residual", "gradient of the stage after", "value from B", "sum of gradients"),
+}
+
+
+def _argument_of_stage(kind: str, name: str, at: int, number: int = 0) -> str:
+    """`residual 3`, for `args[4][3]` of B."""
+    return f"{ARGUMENTS[kind][at]} {number}" if name == "args" and at < len(ARGUMENTS[kind]) else ""
+
+
+def _with_xla(stage: StageEstimate, number: int, fields: Mapping[str, Any]) -> StageEstimate:
+    """The estimate of a stage with the temporary bytes of its compiled programs."""
+
+    def corrected(kind: str, one: Estimate) -> Estimate:
+        found = fields[f"{kind}{number}"]
+        return replace(one, profile=replace(one.profile, peak=found["peak"] - found["arguments"]))
+
+    return stage._replace(
+        forward=corrected("F", stage.forward),
+        backward=corrected("B", stage.backward),
+        weights=None if stage.weights is None else corrected("W", stage.weights),
+    )
+
+
+def _groups(split: Split, fields: Mapping[str, Any]) -> list[list[Any]]:
+    """The programs of every group, one entry for each of its stages."""
+    owner = split.schedule.stage_to_group
+    return [
+        [found for name, found in fields.items() if owner[int(name[1:])] == group]
+        for group in range(split.schedule.num_groups)
+    ]
+
+
+def _sent(programs: Sequence[Any], split: Split) -> list[dict[str, Any]]:
+    """The collectives of a group per step."""
+    keys = {(each["kind"], tuple(each["axes"])) for found in programs for each in found["sent"]}
+    count = split.schedule.num_microbatches
+    rows = []
+    for kind, axes in sorted(keys):
+        own = [x for found in programs for x in found["sent"] if (x["kind"], tuple(x["axes"])) == (kind, axes)]
+        size = math.fsum(x["operand_bytes"] for x in own) * count
+        times = sum(x["times"] for x in own) * count
+        rows.append({"kind": kind, "axes": list(axes), "times": times, "operand_bytes": size})
+    return rows
+
+
+if __name__ == "__main__":
+    main()

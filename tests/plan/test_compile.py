@@ -1,0 +1,404 @@
+"""`plan --compile`: the numbers are XLA's, the walk over the program finds them, and the process that compiles ends.
+
+The tests for TPUs are slow, and need libtpu.
+"""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flax_mesh.cli import main
+from flax_mesh.errors import ConfigError
+from flax_mesh.plan.compile import Compiled, compile_recipe
+from flax_mesh.plan.compile.child import first_message, how_it_ended
+from flax_mesh.plan.compile.live import walk
+from flax_mesh.plan.compile.read import cycles, operation_text
+from flax_mesh.plan.compile.scheduled import read_shape, scheduled
+from flax_mesh.plan.compile.target import GPU_TARGETS, check_target, environment, group_topology
+from flax_mesh.plan.topology import parse_topology
+
+ROOT = Path(__file__).parents[2]
+TINY, MOE = str(ROOT / "recipes" / "tiny.py"), str(ROOT / "recipes" / "tiny_moe.py")
+SMALL = ["model.scan=true", "model.num_layers=2"]
+WALK = 0.05  # the walk finds XLA's peak of a step within this part of it
+STAGE = 0.12  # and that of a small stage, whose results XLA allocates for the whole run on CPUs
+TPU_FIXED = 16 * 2**20  # and on TPUs as many bytes, which XLA counts beside the arrays of small programs
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is missing: pip install flax-mesh[tpu-aot]"
+)
+
+
+def check_walk(found: Compiled, fixed: int = 0) -> None:
+    for program in found.programs:
+        assert abs(program.walked - program.peak) <= WALK * program.peak + fixed, program
+
+
+# Compiled for CPUs
+
+
+def test_a_step_is_compiled_and_compared_with_its_plan():
+    said: list[str] = []
+    found = compile_recipe(TINY, [*SMALL, "model.remat=full"], "cpu:8", say=said.append)
+    assert said == ["tracing", "lowering", "compiling", "reading the program"]
+    assert found.fits and found.peak == found.programs[0].peak == found.groups[0]
+    check_walk(found)
+    assert found.programs[0].arguments == found.plan.memory.arguments
+    by_xla = {each.axes: each.operand_bytes for each in found.sent if each.kind == "all-gather"}
+    estimated = {each.axes: each.operand_bytes for each in found.plan.traffic if each.kind == "all-gather"}
+    assert by_xla[("fsdp",)] == pytest.approx(estimated[("fsdp",)], rel=0.02)
+    assert any(array.place.startswith("Decoder/DecoderLayer/") for array in found.programs[0].live)
+    assert len(found.programs[0].live) == 10 and found.cycles_seconds is None and not found.findings
+    text = found.to_text()
+    assert "fits: " in text and "the largest arrays at the peak" in text and max(map(len, text.splitlines())) <= 80
+
+
+def test_a_pipeline_is_compiled_stage_by_stage_and_may_not_fit(tmp_path, capsys):
+    hardware = tmp_path / "small.toml"
+    hardware.write_text('base = "cpu"\nname = "small"\nmemory = 1e6\n')
+    settings = ["mesh.shape=pp:2,fsdp:2,tp:2", "pipeline.num_microbatches=4", f"run.hardware={hardware}", *SMALL]
+    code = main(["plan", TINY, *settings, "--topology", "small:8", "--compile", "--json"])
+    printed = json.loads(capsys.readouterr().out)
+    found = printed["compiled"]
+    assert code == 3 and found["fits"] is False and printed["fits"] is False
+    assert {(program["name"], program["times"]) for program in found["programs"]} == {
+        (f"{kind} of stage {stage}", 4) for kind in "FB" for stage in (0, 1)
+    }
+    assert len(found["groups"]) == 2 and found["peak"] == max(found["groups"])
+    assert found["peak"] == pytest.approx(printed["memory"]["peak"], rel=0.1)
+    for program in found["programs"]:
+        assert program["walked"] == pytest.approx(program["peak"], rel=STAGE)
+    assert found["sent"] and all("pp" not in each["axes"] for each in found["sent"])
+
+
+SURPRISES = """
+import jax, jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from flax_mesh.train import *
+
+class Swap(nnx.Module):
+    def __init__(self, rngs):
+        self.embed, self.out = nnx.Embed(256, 256, rngs=rngs), nnx.Linear(256, 256, rngs=rngs)
+
+    def __call__(self, x):
+        fixed = jax.lax.with_sharding_constraint
+        x = fixed(jnp.sin(self.embed(x)), P("fsdp", None, "tp"))
+        x = fixed(jnp.cos(x), P("tp", "fsdp", None))
+        x = fixed(jnp.sin(x), P(None, None, ("fsdp", "tp")))
+        return self.out(fixed(jnp.tanh(x), P()))
+
+def loss(model, batch):
+    return jnp.square(model(batch["inputs"])).sum(), batch["inputs"].size
+
+def recipe():
+    return TrainConfig(
+        lambda config, rngs: Swap(rngs), loss, None, rules="fsdp", mesh=MeshConfig("fsdp:2,tp:4"),
+        data=DataConfig(source="stdlib", batch_size=8, sequence_length=64), run=RunConfig(platform="cpu:8"),
+    )
+"""
+
+
+def test_rematerialized_and_gathered_activations_are_findings_with_their_module(tmp_path):
+    recipe = tmp_path / "surprises.py"
+    recipe.write_text(SURPRISES)
+    found = [f for f in compile_recipe(str(recipe), [], "cpu:8").findings if f.path.startswith("Swap (surprises.py:")]
+    assert any("involuntary full rematerialization" in finding.problem for finding in found), found
+    assert any("exchanges an activation here (all-gather" in finding.problem for finding in found), found
+
+
+# The process
+
+
+def test_a_compile_over_its_limit_is_an_error_in_one_line():
+    with pytest.raises(ConfigError, match=r"^compiling took longer than the limit of 0.5 s and was stopped while \w+"):
+        compile_recipe(TINY, SMALL, "cpu:8", limit=0.5)
+
+
+PARENT = """
+import sys
+from flax_mesh.plan.compile import compile_recipe
+compile_recipe(sys.argv[1], [], "cpu:8", say=lambda text: print(text, flush=True))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the children of a process are read from /proc")
+def test_the_process_ends_when_its_parent_is_killed():
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", PARENT, TINY]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None and parent.stdout.readline() == "tracing\n"
+        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        workers = [pid for pid in children if b"plan.compile.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert len(workers) == 1
+        while parent.stdout.readline() != "compiling\n":
+            pass
+        parent.send_signal(signal.SIGKILL)
+    assert ends(int(workers[0]), 20)
+
+
+def ends(pid: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            return True
+        if state in "ZX":  # it has ended, and nobody waits for it
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_the_environment_of_the_process_is_its_own():
+    inherited = {"HOME": "/", "JAX_PLATFORMS": "tpu", "XLA_FLAGS": "--x"}
+    found = environment(parse_topology("v5e:2x4"), inherited)
+    assert found["JAX_PLATFORMS"] == "cpu" and found["TPU_SKIP_MDS_QUERY"] == "1" and found["HOME"] == "/"
+    assert "XLA_FLAGS" not in found and "TPU_SKIP_MDS_QUERY" not in environment(parse_topology("cpu:8"), inherited)
+
+
+def test_a_process_that_aborts_is_reported_with_its_reason():
+    messages = "W1123 spmd: a warning\nF1123 08:00:00.1 77 cost_model.cc:912] Check failed: replica_groups\n@ 0x1\n"
+    assert how_it_ended(-6, messages).startswith("by SIGABRT: F1123 08:00:00.1 77 cost_model.cc:912] Check failed")
+    assert how_it_ended(1, "") == "with exit code 1: it printed no reason"
+
+
+def test_an_error_of_the_compiler_is_one_line():
+    text = "INTERNAL: step failed\n  at x.cc\n  E1001: CompileTimeScopedVmemOom: 20 M of 16 M\nmore"
+    assert first_message(text) == "E1001: CompileTimeScopedVmemOom: 20 M of 16 M"
+    assert first_message("INVALID_ARGUMENT: no such\n topology") == "INVALID_ARGUMENT: no such"
+
+
+# Errors before it
+
+
+def problem(topology: str, settings: list[str], **options: float) -> str:
+    with pytest.raises(ConfigError) as error:
+        compile_recipe(TINY, settings, topology, **options)
+    (line,) = error.value.problems
+    return line
+
+
+def test_wrong_input_is_an_error_in_one_line():
+    assert "unknown chip 'v9'" in problem("v9:2x4", [])
+    assert "the sizes multiply to 4, not to 8" in problem("cpu:8", ["mesh.shape=dp:4"])
+    assert "positive number of seconds, got 0" in problem("cpu:8", [], limit=0)
+    assert "known for H100 only" in problem("b200:1x8", [])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
+def test_a_missing_libtpu_is_an_error_with_its_extra():
+    assert problem("v5e:2x4", []).endswith("requires libtpu: pip install 'flax-mesh[tpu-aot]'")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax_cuda12_plugin") is not None, reason="the CUDA plugin is installed")
+def test_a_missing_cuda_plugin_is_an_error_with_its_extra():
+    assert problem("h100:1x8", []).endswith("JAX's CUDA plugin and nvcc: pip install 'flax-mesh[gpu-aot]'")
+
+
+@pytest.mark.parametrize("name", GPU_TARGETS.values())
+def test_the_figures_of_a_gpu_are_part_of_the_package(name):
+    path = ROOT / "flax_mesh" / "plan" / "compile" / name
+    assert "cuda_compute_capability { major: 9 }" in path.read_text()
+
+
+@pytest.mark.parametrize("options", [["--compile"], ["--limit", "5", "--topology", "cpu:8"]])
+def test_options_that_need_each_other(options, capsys):
+    assert main(["plan", TINY, *options]) == 2
+    assert "requires --" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("topology", "mesh", "group"),
+    [
+        ("v5p:4x4x4", {"pp": 2, "fsdp": 32}, 32),
+        ("v5e:2x4*2", {"pp": 2, "fsdp": 8}, 8),
+        ("v5e:4x4", {"pp": 4, "fsdp": 2, "tp": 2}, 4),
+    ],
+)
+def test_a_group_has_a_topology_of_its_own_shape(topology, mesh, group):
+    found = group_topology(parse_topology(topology), mesh)
+    assert found.num_devices == group and found.num_slices == 1
+    assert parse_topology(found.text) == found
+
+
+def test_a_group_that_has_a_part_of_each_chip_is_an_error():
+    with pytest.raises(ConfigError, match="pp splits the devices of a chip"):
+        group_topology(parse_topology("v7x:2x2x2"), {"pp": 4, "fsdp": 4})
+
+
+# The program's text
+
+LOOP = """HloModule step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias) }, entry_computation_layout={}
+
+FileNames
+1 "/home/me/model.py"
+
+FunctionNames
+1 "Net.__call__"
+2 "Layer.__call__"
+3 "helper"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=10 end_line=10 column=1 end_column=2}
+2 {file_name_id=1 function_name_id=2 line=20 end_line=20 column=1 end_column=2}
+3 {file_name_id=1 function_name_id=3 line=30 end_line=30 column=1 end_column=2}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+3 {file_location_id=3 parent_frame_id=3}
+
+%fused (p: f32[256]) -> f32[256] {
+  %p = f32[256]{0} parameter(0)
+  ROOT %n = f32[256]{0} negate(%p), backend_config={"estimated_cycles":"5"}
+}
+
+%body (state: (s32[], f32[256])) -> (s32[], f32[256]) {
+  %state = (s32[], f32[256]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %x = f32[256]{0} get-tuple-element(%state), index=1
+  %wide = f32[1024]{0} custom-call(%x), metadata={op_name="jit(step)/jvp()/dot" stack_frame_id=3}
+  %fast = f32[4096]{0:S(1)} custom-call(%wide)
+  %y = f32[256]{0} custom-call(%fast), backend_config={"estimated_cycles":"100"}
+  %odd = f32[256]{0} fusion(%y), kind=kLoop, calls=%fused, backend_config={"estimated_cycles":"9223372036854775807"}
+  ROOT %next = (s32[], f32[256]{0}) tuple(%i, %odd)
+}
+
+%condition (state: (s32[], f32[256])) -> pred[] {
+  %state = (s32[], f32[256]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %n = s32[] constant(7)
+  ROOT %less = pred[] compare(%i, %n), direction=LT
+}
+
+ENTRY %main (a: f32[256], b: f32[512]) -> (f32[256], f32[512]) {
+  %a = f32[256]{0} parameter(0), metadata={op_name="state.leaves[0]"}
+  %b = f32[512]{0} parameter(1)
+  %zero = s32[] constant(0)
+  %start = f32[256]{0} copy(%a)
+  %init = (s32[], f32[256]{0}) tuple(%zero, %start)
+  %loop = (s32[], f32[256]{0}) while(%init), condition=%condition, body=%body
+  %end = f32[256]{0} get-tuple-element(%loop), index=1
+  %c = f32[512]{0} fusion(%b), kind=kLoop, calls=%fused, backend_config={"estimated_cycles":"11"}
+  %new = f32[256]{0} custom-call(%end, %c)
+  ROOT %out = (f32[256]{0}, f32[512]{0}) tuple(%new, %c)
+}
+"""
+
+
+def test_the_walk_counts_what_is_alive_once():
+    """At the peak, in the loop: both arguments, the state of the loop, and what its body computes from it."""
+    found = walk(scheduled(LOOP))
+    assert found.peak == 4 * (256 + 512 + 256 + 1024) + 0
+    assert [buffer.array.bytes for buffer in found.at_peak] == [4096, 2048, 1024, 1024]
+    without_loop = LOOP.replace("f32[1024]", "f32[1]")
+    assert walk(scheduled(without_loop)).peak == 4 * (256 + 512 + 256 + 512)  # %c, which is a result
+
+
+def test_a_result_in_a_donated_argument_needs_no_memory():
+    kept = LOOP.replace("input_output_alias={ {0}: (0, {}, may-alias) }", "input_output_alias={ }")
+    kept = kept.replace("f32[1024]", "f32[1]")
+    assert walk(scheduled(kept)).peak == walk(scheduled(LOOP.replace("f32[1024]", "f32[1]"))).peak + 4 * 256
+
+
+def test_cycles_are_multiplied_by_the_trips_of_their_loop():
+    """Those inside of a fusion are part of its own, and the largest integer is no number."""
+    assert cycles(scheduled(LOOP)) == 7 * 100 + 11
+
+
+def test_the_code_that_made_an_array_is_named_by_its_classes():
+    found = scheduled(LOOP)
+    assert found.place("stack_frame_id=3") == found.place("stack_frame_id=2") == "Net/Layer (model.py:20)"
+    assert found.place("stack_frame_id=1") == "Net (model.py:10)" and found.place("") == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "space"),
+    [
+        ("f32[3,5]{1,0}", 60, 0),
+        ("f32[3,5]{1,0:T(8,128)}", 4096, 0),
+        ("f32[200,5]{0,1:T(8,128)}", 8 * 256 * 4, 0),
+        ("bf16[4,16,128]{2,1,0:T(8,128)(2,1)S(1)}", 4 * 16 * 128 * 2, 1),
+        ("s32[]{:T(128)}", 512, 0),
+        ("pred[10]", 10, 0),
+    ],
+)
+def test_the_bytes_of_an_array_include_the_padding_of_its_layout(text, size, space):
+    found = read_shape(text)
+    assert (found.bytes, found.space) == (size, space)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_the_operation_of_a_source():
+    assert (
+        operation_text("jit(step)/transpose(jvp())/while/body/checkpoint/rematted_computation/mul") == "recomputed mul"
+    )
+    assert operation_text("jit(step)/jvp()/vmap(BTNH,BSNH->BNTS)/dot_general") == "dot_general"
+    assert operation_text("broadcast.92") == "broadcast"
+
+
+# Compiled for TPUs
+
+TPU_CASES = [
+    ("v5e:2x4", TINY, ["model.remat=full"]),
+    ("v5p:2x2x2", TINY, ["mesh.shape=fsdp:4,tp:2"]),
+    ("v5e:2x4", MOE, ["mesh.shape=fsdp:2,ep:2,tp:2"]),
+    ("v5p:2x2x2", MOE, ["mesh.shape=fsdp:4,ep:2"]),
+    ("v5e:2x4", TINY, ["mesh.shape=fsdp:2,tp:2,sp:2"]),
+    ("v5p:2x2x2", TINY, ["mesh.shape=fsdp:2,sp:4"]),
+    ("v5e:2x4", TINY, ["mesh.shape=pp:2,fsdp:4", "pipeline.num_microbatches=4"]),
+    ("v5p:2x2x2", TINY, ["mesh.shape=pp:2,fsdp:2,tp:2", "pipeline.num_microbatches=4"]),
+    ("v5e:2x2*2", TINY, ["mesh.shape=dp:2,fsdp:4"]),
+]
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize(("topology", "recipe", "settings"), TPU_CASES)
+def test_recipes_are_compiled_for_tpus(topology, recipe, settings):
+    found = compile_recipe(recipe, ["model.scan=true", "model.num_layers=2", *settings], topology)
+    assert found.fits and found.cycles_seconds and found.sent
+    check_walk(found, TPU_FIXED)
+    assert any("Decoder" in array.place or "argument" in array.place for array in found.programs[0].live)
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_the_walk_finds_the_peak_of_a_large_program_for_tpus():
+    settings = ["model.scan=true", "model.remat=full", "model.hidden_size=1024", "model.mlp_size=4096"]
+    found = compile_recipe(TINY, [*settings, "data.batch_size=256", "data.sequence_length=1024"], "v5p:2x2x2")
+    check_walk(found)
+    assert any(array.place.startswith("Decoder/DecoderLayer/") for array in found.programs[0].live)
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_a_step_that_does_not_fit_a_tpu_is_no_error():
+    settings = ["model.scan=true", "model.num_layers=2", "data.batch_size=4096", "data.sequence_length=4096"]
+    found = compile_recipe(TINY, settings, "v5e:2x4")
+    assert found.fits is False and found.peak > found.plan.topology.chip.memory
+    assert "does not fit" in found.to_text()
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_a_topology_that_libtpu_does_not_have_is_an_error_in_one_line():
+    with pytest.raises(ConfigError, match=r"^v5e:3x5: .*topology"):
+        compile_recipe(TINY, ["mesh.shape=dp:15", "data.batch_size=15"], "v5e:3x5")
+
+
+def test_a_chip_of_a_file_is_compiled_as_its_base():
+    base = parse_topology("v5e:2x4")
+    if importlib.util.find_spec("libtpu") is None:
+        with pytest.raises(ConfigError, match="libtpu"):
+            check_target(replace(base, chip=replace(base.chip, name="mine")))
+    else:
+        check_target(replace(base, chip=replace(base.chip, name="mine")))
