@@ -64,6 +64,9 @@ SHARED = {
     "mpmd.transport.ordered",  # the values of `pipeline.transport`
     "plan.calibrate",  # measured figures, for `flax-mesh plan --calibrate`
     "plan.topology",  # hardware from text and from devices, for the commands
+    "plan.compile.target",  # what must be installed to compile, likewise
+    "plan.search.chips",
+    "plan.search.confirm",
     "plan.search.report",  # the text of a search, for the command
     "plan.search.space",  # the settings that are searched, likewise
     "plan.report",  # lines of a plan, for `train` and `plan`

@@ -1,6 +1,7 @@
 """`search_layouts`: its space, its regression, its result against all plans, and the command."""
 
 import dataclasses
+import importlib.util
 import json
 import math
 import re
@@ -16,12 +17,16 @@ from flax_mesh.cli import main
 from flax_mesh.errors import ConfigError
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.plan import plan
+from flax_mesh.plan.compile import Compiled
+from flax_mesh.plan.compile.results import CompiledProgram
 from flax_mesh.plan.search import LayoutSearch, search_layouts
+from flax_mesh.plan.search import confirm as confirm_module
 from flax_mesh.plan.search import search as module
 from flax_mesh.plan.search.chips import parse_chips
-from flax_mesh.plan.search.report import comparison, overrides, to_dict, to_text
+from flax_mesh.plan.search.confirm import Confirmation
+from flax_mesh.plan.search.report import comparison, fits, to_dict, to_text
 from flax_mesh.plan.search.search import Planned
-from flax_mesh.plan.search.space import SEARCHED, TOO_LARGE, StateBytes, changes, make_space
+from flax_mesh.plan.search.space import SEARCHED, TOO_LARGE, StateBytes, changes, make_space, overrides
 from flax_mesh.plan.search.surrogate import regress
 from flax_mesh.plan.topology import Topology, parse_topology
 from flax_mesh.text import bytes_text
@@ -226,7 +231,8 @@ def test_a_search_finds_what_brute_force_finds():
     found = search_layouts(CONFIG, "v5e:4", fixed=FIXED, plans=BUDGET)
     assert len(everything) > 2 * BUDGET and len(found.planned) == BUDGET
     assert fastest(found) <= best_of(everything) * (1 + 1e-9)
-    assert found.best is found.planned[0] and found.best.seconds_per_token <= 1.01 * best_of(everything)
+    assert found.best is not None and found.best is found.planned[0]
+    assert found.best.seconds_per_token <= 1.01 * best_of(everything)
 
 
 def test_a_search_needs_its_regression(monkeypatch):
@@ -368,9 +374,12 @@ def test_the_command_prints_json(capsys):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--plans", "3"], "--plans needs --search CHIPS"),
-        (["--search", "v5e:4", "--topology", "v5e:2x2"], "leave out --topology and --html"),
-        (["--search", "v5e:4", "--html", "x.html"], "leave out --topology and --html"),
+        (["--plans", "3"], "--plans requires --search CHIPS"),
+        (["--search", "v5e:4", "--topology", "v5e:2x2"], "leave out --topology"),
+        (["--search", "v5e:4", "--html", "x.html"], "--html is the page of a plan"),
+        (["--limit", "3"], "--limit requires --compile"),
+        (["--compile"], "--compile requires --topology T, such as cpu:8, or --search"),
+        (["--calibrate", "x.toml", "--compile"], "--calibrate measures the devices that are here; leave out"),
         (["--search", "v5e:3"], "no slice of v5e has 3 chips"),
         (["--search", "v5e:4", "--plans", "0"], "plans must be at least 1, got 0"),
         (["--search", "v5e:4", "mesh.shape=fsdp:8"], "mesh.shape"),
@@ -380,3 +389,57 @@ def test_bad_input_of_the_command_is_one_line(words, problem, capsys):
     assert main(["plan", "recipes/tiny.py", *words]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and problem in lines[0]
+
+
+# --- confirmed by the compiler ---
+
+SMALL = ["data.batch_size=8", "data.sequence_length=32", "pipeline.num_microbatches=1", "model.remat=none"]
+
+
+def test_the_best_layout_is_confirmed_by_the_compiler(capsys):
+    words = ["recipes/tiny.py", *SMALL, "--search", "cpu:4", "--plans", "2", "--compile"]
+    assert main(["plan", *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (confirmed,) = found["compiled"]
+    assert confirmed["settings"] == found["layouts"][0]["settings"] and confirmed["fits"] is True
+    assert 0.5 < confirmed["compiled"]["peak"] / found["layouts"][0]["peak"] < 2
+
+
+def confirmation(planned: Planned, peak: int) -> Confirmation:
+    return Confirmation(planned, Compiled(planned.plan, (STEP,), peak, (peak,), (), None, (), 0.0, 0.0, 0))
+
+
+STEP = CompiledProgram("step", 1, 0, 0, 0, (), (), 0)
+
+
+def test_layouts_are_compiled_until_one_fits_and_that_one_is_the_best(monkeypatch):
+    found = search_layouts(CONFIG, "v5e:4", fixed=FIXED, plans=4)
+    capacity = found.planned[0].plan.memory.capacity
+    assert capacity is not None
+    asked = []
+
+    def compile_recipe(recipe, words, topology, **options):
+        asked.append(words)
+        if len(asked) == 1:
+            raise ConfigError("the compiler for v5e:2x2: E1001: CompileTimeScopedVmemOom")
+        one = found.planned[len(asked) - 1]
+        return confirmation(one, capacity + 1 if len(asked) == 2 else capacity - 1).compiled
+
+    monkeypatch.setattr(confirm_module, "compile_recipe", compile_recipe)
+    confirmed = confirm_module.confirm(found, "r.py", ["run.steps=1"], limit=60)
+    assert [each.fits for each in confirmed] == [False, False, True] and len(asked) == 3
+    assert asked[2] == ["run.steps=1", *overrides(found.planned[2].settings)]
+    text = to_text(found, ["flax-mesh", "train", "r.py"], confirmed=confirmed)
+    assert "E1001: CompileTimeScopedVmemOom" in text and "does not fit, 14.6 GiB" in text.replace("\n  ", " ")
+    assert text.splitlines()[-1] == shlex.join(["flax-mesh", "train", "r.py", *overrides(found.planned[2].settings)])
+    assert fits(found, confirmed) is True and to_dict(found, confirmed)["compiled"][0]["problem"]
+    text = to_text(found, ["flax-mesh", "train", "r.py"], confirmed=confirmed[:2])
+    assert "None of the layouts that were compiled fits" in text and "flax-mesh train" not in text
+    assert fits(found, confirmed[:2]) is False
+
+
+def test_a_missing_compiler_is_reported_before_the_search(capsys):
+    if importlib.util.find_spec("nvidia") is not None:
+        pytest.skip("the compiler for GPUs is installed")
+    assert main(["plan", "recipes/tiny.py", "--search", "h100:8", "--compile"]) == 2
+    assert "pip install 'flax-mesh[gpu-aot]'" in capsys.readouterr().err

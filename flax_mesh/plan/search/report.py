@@ -6,28 +6,51 @@ from collections.abc import Sequence
 from typing import Any
 
 from flax_mesh.plan.report import WIDTH, number, of_capacity, time_text
+from flax_mesh.plan.search.confirm import Confirmation
 from flax_mesh.plan.search.search import SAME, LayoutSearch, Planned
-from flax_mesh.plan.search.space import Settings
+from flax_mesh.plan.search.space import overrides
 from flax_mesh.text import at_most, bytes_text, count_text, folded, listed, table_text
 
 MOST_LAYOUTS, MOST_REASONS = 10, 6
 HEADS = ["tok/s", "step", "mfu", "GiB", "settings", "compared with the first"]
 
 
-def to_text(found: LayoutSearch, command: Sequence[str], width: int = WIDTH) -> str:
-    """The best layouts, what excludes others, and the command that runs the best; `command` are its first words."""
+def to_text(
+    found: LayoutSearch, command: Sequence[str], width: int = WIDTH, confirmed: Sequence[Confirmation] = ()
+) -> str:
+    """The best layouts, what excludes others, and the command that runs the best; `command` are its first words.
+
+    With `confirmed` the best layout is the one that fits by the compiler.
+    """
     sections = [_head(found, width), _table(found, width), _excluded(found, width)]
-    if found.best is None:
+    if confirmed:
+        sections.append("\n".join(folded(_confirmation(each), width, "  ") for each in confirmed))
+    best = best_of(found, confirmed)
+    if best is None and confirmed:
+        sections.append(folded("None of the layouts that were compiled fits; the others are not confirmed.", width))
+    elif best is None:
         nearest = found.planned[0].plan.memory
         missing = bytes_text(nearest.peak - (nearest.capacity or 0))
         text = f"No layout fits: the one with the least memory needs {missing} more per device, "
         sections.append(folded(f"{text}{of_capacity(nearest.peak, nearest.capacity)}.", width))
     else:
-        sections.append(shlex.join([*command, *overrides(found.best.settings)]))
+        sections.append(shlex.join([*command, *overrides(best.settings)]))
     return "\n\n".join(filter(None, sections))
 
 
-def to_dict(found: LayoutSearch) -> dict[str, Any]:
+def best_of(found: LayoutSearch, confirmed: Sequence[Confirmation] = ()) -> Planned | None:
+    """The best layout; if layouts were compiled, of those."""
+    if not confirmed:
+        return found.best
+    return next((each.planned for each in confirmed if each.fits), None)
+
+
+def fits(found: LayoutSearch, confirmed: Sequence[Confirmation] = ()) -> bool | None:
+    """Whether the best layout fits: by the compiler, if layouts were compiled. None if the capacity is not known."""
+    return best_of(found, confirmed) is not None if confirmed else found.planned[0].plan.fits
+
+
+def to_dict(found: LayoutSearch, confirmed: Sequence[Confirmation] = ()) -> dict[str, Any]:
     """The same for `json.dumps`: bytes, seconds, tokens/s."""
     first = found.planned[0]
     return {
@@ -35,15 +58,19 @@ def to_dict(found: LayoutSearch) -> dict[str, Any]:
         "num_devices": found.topology.num_devices,
         "axes": list(found.axes),
         "num_layouts": found.num_layouts,
-        "fits": None if found.best is None and first.plan.fits is None else found.best is not None,
+        "fits": fits(found, confirmed),
         "layouts": [_layout_dict(each, first) for each in found.planned],
         "excluded": dict(found.excluded.most_common()),
+        "compiled": [
+            {
+                "settings": dict(each.planned.settings),
+                "fits": each.fits,
+                "problem": each.problem,
+                "compiled": None if each.compiled is None else each.compiled.to_dict(),
+            }
+            for each in confirmed
+        ],
     }
-
-
-def overrides(settings: Settings) -> list[str]:
-    """As they are typed: `mesh.shape=fsdp:8`."""
-    return [f"{key}={value}" for key, value in settings.items()]
 
 
 def comparison(one: Planned, first: Planned) -> str:
@@ -64,7 +91,7 @@ def comparison(one: Planned, first: Planned) -> str:
 
 
 def _cause(one: Planned, name: str, mine: float, best: float) -> str:
-    times = f" {mine / best:.1f} times" if best and mine / best < 100 else ""
+    times = f" {number(mine / best)} times" if best and mine / best < 100 else ""
     if name == "bubble":
         return f"bubble {one.plan.time.bubble:.0%}"
     if name == "network" and one.plan.traffic:
@@ -99,10 +126,14 @@ def _table(found: LayoutSearch, width: int) -> str:
         mfu = "" if one.plan.time.mfu is None else f"{one.plan.time.mfu:.1%}"
         memory = number(one.plan.memory.peak / 2**30)
         numbers = [f"{1 / one.seconds_per_token:,.0f}", time_text(one.plan.time.seconds), mfu, memory]
-        rows.append([*numbers, " ".join(overrides(one.settings)), comparison(one, first)])
+        rows.append([*numbers, _words(one), comparison(one, first)])
     text = table_text(HEADS, rows, width, right=HEADS[:4], wrap=HEADS[4:])
     rest = len(found.planned) - MOST_LAYOUTS
     return text if rest <= 0 else f"{text}\nand {count_text(rest, 'more layout')} that were planned; all are in --json"
+
+
+def _words(one: Planned) -> str:
+    return " ".join(overrides(one.settings)) or "(as in the recipe)"
 
 
 def _excluded(found: LayoutSearch, width: int) -> str:
@@ -111,6 +142,16 @@ def _excluded(found: LayoutSearch, width: int) -> str:
     ranked = found.excluded.most_common()
     lines = [folded(f"  {count:,}: {reason}", width, "    ") for reason, count in ranked]
     return "\n".join([f"{count_text(found.excluded.total(), 'layout')} excluded:", *at_most(lines, MOST_REASONS)])
+
+
+def _confirmation(one: Confirmation) -> str:
+    words = _words(one.planned)
+    if one.compiled is None:
+        return f"compiled: {words}: {one.problem}"
+    memory = one.planned.plan.memory
+    verdict = "fits" if one.fits else "does not fit"
+    size = of_capacity(one.compiled.peak, memory.capacity)
+    return f"compiled: {words}: {verdict}, {size} by XLA, {bytes_text(memory.peak)} by the plan"
 
 
 def _layout_dict(one: Planned, first: Planned) -> dict[str, Any]:

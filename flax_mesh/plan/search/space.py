@@ -83,7 +83,7 @@ class Space:
 
     def settings(self, layout: Layout) -> Settings:
         """The overrides of a layout: what differs from the config."""
-        shape = dict(zip(AXIS_NAMES, layout.sizes, strict=True))
+        shape: dict[str, int] = dict(zip(AXIS_NAMES, layout.sizes, strict=True))
         found = {
             MESH: mesh_text(shape) if self.topology.num_devices > 1 else "fsdp:1",
             BATCH: str(layout.batch),
@@ -112,7 +112,7 @@ class Space:
         return [row for row in rows if not self.settings(self.layouts[row])]
 
     def apply(self, settings: Settings) -> TrainConfig:
-        return apply_overrides(self.config, [f"{key}={value}" for key, value in settings.items()])
+        return apply_overrides(self.config, overrides(settings))
 
     @cached_property
     def features(self) -> Values:
@@ -123,6 +123,11 @@ class Space:
         chosen = np.array([[row[i - 1] == name for i, name in names] for row in columns], float)
         sharded = np.array([[bool(layout.shard_over)] for layout in self.layouts], float)
         return np.concatenate([sizes - sizes.mean(0), chosen, sharded], 1)
+
+
+def overrides(settings: Settings) -> list[str]:
+    """As they are typed: `mesh.shape=fsdp:8`."""
+    return [f"{key}={value}" for key, value in settings.items()]
 
 
 def make_space(config: TrainConfig, topology: Topology, fixed: Collection[str] = ()) -> Space:

@@ -1,0 +1,50 @@
+"""The best layouts of a search, compiled one after another until one fits."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from flax_mesh.errors import ConfigError
+from flax_mesh.plan.compile import Compiled, compile_recipe
+from flax_mesh.plan.search.search import LayoutSearch, Planned
+from flax_mesh.plan.search.space import overrides
+
+MOST = 3  # layouts to compile
+
+
+class Confirmation(NamedTuple):
+    """A layout and what the compiler made of it; `problem` is the error of the compiler, "" if there is none."""
+
+    planned: Planned
+    compiled: Compiled | None
+    problem: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return self.compiled is not None and self.compiled.fits is not False
+
+
+def confirm(
+    found: LayoutSearch,
+    recipe: str,
+    settings: Sequence[str],
+    *,
+    limit: float,
+    most: int = MOST,
+    say: Callable[[str], None] = lambda text: None,
+) -> list[Confirmation]:
+    """Compile the layouts of a search that fit by their plans, best first, until one fits by the compiler.
+
+    `settings` are those that the search was called with; `limit` is that of `compile_recipe`, for each layout.
+    """
+    confirmed: list[Confirmation] = []
+    for planned in [each for each in found.planned if each.plan.fits is not False][:most]:
+        words = [*settings, *overrides(planned.settings)]
+        try:
+            compiled = compile_recipe(recipe, words, found.topology.text, limit=limit, say=say)
+        except ConfigError as error:
+            confirmed.append(Confirmation(planned, None, str(error).splitlines()[0]))
+        else:
+            confirmed.append(Confirmation(planned, compiled))
+        if confirmed[-1].fits:
+            break
+    return confirmed
