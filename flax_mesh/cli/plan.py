@@ -106,19 +106,19 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 
 def _option_problems(arguments: argparse.Namespace) -> list[str]:
     """One line for every option without another one that it requires, or with one that excludes it."""
-    compiles, searches = arguments.compile, arguments.search is not None
+    compiles, searches, calibrates = arguments.compile, arguments.search is not None, arguments.calibrate is not None
     wrong = {
         "--limit requires --compile": arguments.limit is not None and not compiles,
         "--plans requires --search CHIPS": arguments.plans is not None and not searches,
         "--search names the devices; leave out --topology": searches and arguments.topology is not None,
         "--compile requires --topology T, such as cpu:8, or --search": (
-            compiles and not searches and arguments.topology is None
+            compiles and not (searches or calibrates) and arguments.topology is None
         ),
         "--html is the page of a plan; --search and --compile print text or --json": (
             arguments.html is not None and (searches or compiles)
         ),
         "--calibrate measures the devices that are here; leave out --topology, --search and --compile": (
-            arguments.calibrate is not None and (arguments.topology is not None or searches or compiles)
+            calibrates and (arguments.topology is not None or searches or compiles)
         ),
     }
     return [text for text, is_wrong in wrong.items() if is_wrong]
