@@ -273,7 +273,7 @@ def test_the_command_writes_the_file_and_a_forecast_prints_times(quick, tmp_path
         (["--calibrate", "{tmp}/chip.toml", TINY], "no RECIPE"),
         (["--calibrate", "{tmp}/chip.toml", "run.steps=1"], "run.steps=1"),
         (["--calibrate", "{tmp}/chip.toml", "run.platform=cpu:0"], "cpu:0"),
-        (["--calibrate", "{tmp}/chip.toml", "--topology", "v5p:2x2x2"], "no --topology"),
+        (["--calibrate", "{tmp}/chip.toml", "--topology", "v5p:2x2x2"], "leave out --topology"),
         (["--calibrate", "{tmp}/chip.toml", "--json"], "not allowed"),
         ([], "RECIPE"),
     ],

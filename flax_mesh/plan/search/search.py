@@ -148,11 +148,19 @@ class _Search:
         self.planned: list[Planned] = []
         self.of_rows: dict[int, Planned] = {}  # those of `planned` that are in the space, by their rows
         self.open = np.ones(len(space.layouts), bool)
+        self.norms = (space.features**2).sum(1)
         self.random = np.random.default_rng(0)
 
     def start(self) -> None:
-        """Plan the recipe as it is, and random layouts: the regression needs some that differ in all settings."""
-        rows = self.random.permutation(len(self.space.layouts))
+        """Plan the recipe as it is, and random layouts: the regression needs some that differ in all settings.
+
+        Most layouts have long pipelines, since these have more schedules and microbatches: they are drawn less often.
+        """
+        if not (layouts := self.space.layouts):
+            return
+        groups = np.array([layout.sizes[0] for layout in layouts])
+        weights = 1 / (groups * np.bincount(groups)[groups])
+        rows = self.random.choice(len(layouts), len(layouts), replace=False, p=weights / weights.sum())
         for row in dict.fromkeys([*self.space.own_rows, *rows]):
             if len(self.planned) >= max(1, self.plans // RANDOM):
                 return
@@ -176,10 +184,12 @@ class _Search:
         rows = np.flatnonzero(self.open)
         if len(rows) <= SCORED:
             return rows
-        features = self.space.features
-        best = sorted(self.of_rows, key=lambda row: self.of_rows[row].rank)[:2]
-        near = [rows[np.argpartition(((features[rows] - features[row]) ** 2).sum(1), NEAR)[:NEAR]] for row in best]
-        return np.unique(np.concatenate([*near, self.random.choice(rows, SCORED, replace=False)]))
+        features, found = self.space.features, [self.random.choice(rows, SCORED, replace=False)]
+        for row in sorted(self.of_rows, key=lambda row: self.of_rows[row].rank)[:2]:
+            distances = self.norms - 2 * features @ features[row]
+            distances[~self.open] = np.inf
+            found.append(np.argpartition(distances, NEAR)[:NEAR])
+        return np.unique(np.concatenate(found))
 
     def _scores(self, rows: Rows) -> Values:
         """Optimistic log seconds per token of layouts that probably fit, or the log memory as long as none does."""

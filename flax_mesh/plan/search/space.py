@@ -45,6 +45,7 @@ MORE_SCHEDULES: tuple[tuple[str, int], ...] = (
     ("zb-v", 2),
     ("search", 1),
 )
+IDLE = 3.0  # weight of the idle time of a pipeline among the features
 TOO_LARGE = "parameters and optimizer alone need more memory than a device has"
 MOST_UNROLLED = 16  # layers that are planned without a scan: tracing takes time in proportion
 
@@ -61,6 +62,7 @@ class Layout(NamedTuple):
     schedule: str
     virtual: int  # stages per group
     shard_over: str
+    shards: int  # of the batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,13 +118,23 @@ class Space:
 
     @cached_property
     def features(self) -> Values:
-        """One row for each layout: logarithms of sizes, and 0 or 1 for each value of the other settings."""
-        sizes = np.log2([(*layout.sizes, layout.batch, layout.parts) for layout in self.layouts])
-        names = sorted({(1, layout.remat) for layout in self.layouts} | {(2, "zb-h1"), (2, "interleaved-1f1b")})
-        columns = [[layout.remat, layout.schedule] for layout in self.layouts]
-        chosen = np.array([[row[i - 1] == name for i, name in names] for row in columns], float)
-        sharded = np.array([[bool(layout.shard_over)] for layout in self.layouts], float)
-        return np.concatenate([sizes - sizes.mean(0), chosen, sharded], 1)
+        """One row for each layout: what time and memory depend on nearly linearly, and 0 or 1 for other settings.
+
+        Logarithms of the axis sizes, of the rows per device and of the rows of a microbatch on one shard; and of the time
+        of a pipeline over that without idle time, (S - 1) / (v M) + 1.
+        """
+        sizes = np.array([layout.sizes for layout in self.layouts], float)
+        batch, parts, virtual, shards = np.array(
+            [(x.batch, x.parts, x.virtual, x.shards) for x in self.layouts], float
+        ).T
+        idle = (sizes[:, 0] - 1) / (virtual * parts) + 1
+        columns = [*np.log2(sizes.T), np.log2(batch), np.log2(batch / shards / parts), IDLE * np.log2(idle)]
+        values = [(layout.remat, layout.schedule == "zb-h1", bool(layout.shard_over)) for layout in self.layouts]
+        remats = sorted({remat for remat, _, _ in values})
+        columns += [np.array([remat == name for remat, _, _ in values], float) for name in remats]
+        columns += [np.array(column, float) for column in list(zip(*values, strict=True))[1:]]
+        table = np.stack(columns, 1)
+        return table - table.mean(0)
 
 
 def overrides(settings: Settings) -> list[str]:
@@ -144,9 +156,10 @@ def make_space(config: TrainConfig, topology: Topology, fixed: Collection[str] =
         sizes, mesh = tuple(shape.get(name, 1) for name in AXIS_NAMES), _abstract_mesh(config, shape)
         schedules = _schedules(config, shape, fixed)
         over = [""] if shape.get("dp", 1) == 1 or sharded else ["", "dp"]
-        for batch, parts in _batches(config, topology, shape, rules, fixed):
-            layouts = [Layout(sizes, batch, parts, *rest[0], *rest[1], rest[2])
-                       for rest in product([(r,) for r in remats], schedules, over)]  # fmt: skip
+        shards = math.prod(shape.get(axis, 1) for axis in rules.axes.mesh_axes("batch"))
+        for batch, parts in _batches(config, topology, shape.get("pp", 1), shards, fixed):
+            layouts = [Layout(sizes, batch, parts, remat, *schedule, zero, shards)
+                       for remat, schedule, zero in product(remats, schedules, over)]  # fmt: skip
             if problem := _problem(config, mesh, rules, batch, parts):
                 excluded[problem] += len(layouts)
                 continue
@@ -215,11 +228,10 @@ def _factorings(count: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
 
 
 def _batches(
-    config: TrainConfig, topology: Topology, shape: Mapping[str, int], rules: PartitionRules, fixed: Collection[str]
+    config: TrainConfig, topology: Topology, groups: int, shards: int, fixed: Collection[str]
 ) -> Iterator[tuple[int, int]]:
     """(batch size, number of microbatches): divisors of the rows of one shard of the batch, and the recipe's own."""
-    shards = math.prod(shape.get(axis, 1) for axis in rules.axes.mesh_axes("batch"))
-    groups, own = shape.get("pp", 1), config.pipeline.num_microbatches
+    own = config.pipeline.num_microbatches
     tried = range(groups, MOST_PARTS * groups + 1) if groups > 1 else PARTS if BATCH in fixed else (1,)
     sizes = {max(1, round(rows * topology.num_devices)) for rows in ROWS}
     for batch in [config.data.batch_size] if BATCH in fixed else sorted(sizes):
