@@ -30,7 +30,7 @@ TINY, MOE = str(ROOT / "recipes" / "tiny.py"), str(ROOT / "recipes" / "tiny_moe.
 SMALL = ["model.scan=true", "model.num_layers=2"]
 WALK = 0.05  # the walk finds XLA's peak of a step within this part of it
 STAGE = 0.12  # and that of a small stage, whose results XLA allocates for the whole run on CPUs
-TPU_FIXED = 16 * 2**20  # and on TPUs as many bytes, which XLA counts beside the arrays of small programs
+TPU_FIXED = 8 * 2**20  # on TPUs, where XLA counts on-chip arrays of small programs otherwise
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is missing: pip install flax-mesh[tpu-aot]"
@@ -180,9 +180,9 @@ def test_an_error_of_the_compiler_is_one_line():
 # Errors before it
 
 
-def problem(topology: str, settings: list[str], **options: float) -> str:
+def problem(topology: str, settings: list[str], limit: float = 600) -> str:
     with pytest.raises(ConfigError) as error:
-        compile_recipe(TINY, settings, topology, **options)
+        compile_recipe(TINY, settings, topology, limit=limit)
     (line,) = error.value.problems
     return line
 
@@ -267,7 +267,7 @@ StackFrames
   %i = s32[] get-tuple-element(%state), index=0
   %x = f32[256]{0} get-tuple-element(%state), index=1
   %wide = f32[1024]{0} custom-call(%x), metadata={op_name="jit(step)/jvp()/dot" stack_frame_id=3}
-  %fast = f32[4096]{0:S(1)} custom-call(%wide)
+  %fast = f32[4096]{0:S(5)} custom-call(%wide)
   %y = f32[256]{0} custom-call(%fast), backend_config={"estimated_cycles":"100"}
   %odd = f32[256]{0} fusion(%y), kind=kLoop, calls=%fused, backend_config={"estimated_cycles":"9223372036854775807"}
   ROOT %next = (s32[], f32[256]{0}) tuple(%i, %odd)
@@ -366,6 +366,9 @@ TPU_CASES = [
 def test_recipes_are_compiled_for_tpus(topology, recipe, settings):
     found = compile_recipe(recipe, ["model.scan=true", "model.num_layers=2", *settings], topology)
     assert found.fits and found.cycles_seconds and found.sent
+    assert {axis for each in found.sent for axis in each.axes} == {a for a, n in found.plan.mesh.items() if n > 1} - {
+        "pp"
+    }
     check_walk(found, TPU_FIXED)
     assert any("Decoder" in array.place or "argument" in array.place for array in found.programs[0].live)
 
@@ -386,13 +389,6 @@ def test_a_step_that_does_not_fit_a_tpu_is_no_error():
     found = compile_recipe(TINY, settings, "v5e:2x4")
     assert found.fits is False and found.peak > found.plan.topology.chip.memory
     assert "does not fit" in found.to_text()
-
-
-@needs_libtpu
-@pytest.mark.slow
-def test_a_topology_that_libtpu_does_not_have_is_an_error_in_one_line():
-    with pytest.raises(ConfigError, match=r"^v5e:3x5: .*topology"):
-        compile_recipe(TINY, ["mesh.shape=dp:15", "data.batch_size=15"], "v5e:3x5")
 
 
 def test_a_chip_of_a_file_is_compiled_as_its_base():
