@@ -210,12 +210,6 @@ def test_the_figures_of_a_gpu_are_part_of_the_package(name):
     assert "cuda_compute_capability { major: 9 }" in path.read_text()
 
 
-@pytest.mark.parametrize("options", [["--compile"], ["--limit", "5", "--topology", "cpu:8"]])
-def test_options_that_need_each_other(options, capsys):
-    assert main(["plan", TINY, *options]) == 2
-    assert "requires --" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("topology", "mesh", "group"),
     [
@@ -302,6 +296,43 @@ def test_the_walk_counts_what_is_alive_once():
     assert [buffer.array.bytes for buffer in found.at_peak] == [4096, 2048, 1024, 1024]
     without_loop = LOOP.replace("f32[1024]", "f32[1]")
     assert walk(scheduled(without_loop)).peak == 4 * (256 + 512 + 256 + 512)  # %c, which is a result
+
+
+BRANCHES = """HloModule step, is_scheduled=true
+
+%left (p: f32[256]) -> f32[256] {
+  %p = f32[256]{0} parameter(0)
+  %wide = f32[512]{0} custom-call(%p)
+  ROOT %r = f32[256]{0} custom-call(%wide)
+}
+
+%right (p: f32[256]) -> f32[256] {
+  %p = f32[256]{0} parameter(0)
+  %wider = f32[1024]{0} custom-call(%p)
+  ROOT %r = f32[256]{0} custom-call(%wider)
+}
+
+ENTRY %main (a: f32[256], i: s32[]) -> f32[256] {
+  %a = f32[256]{0} parameter(0)
+  %i = s32[] parameter(1)
+  %start = (f32[256]{0}, f32[256]{0}, u32[]) copy-start(%a)
+  %copied = f32[256]{0} copy-done(%start)
+  %gathers = (f32[256]{0}, f32[2048]{0}) all-gather-start(%copied), replica_groups={{0,1}}
+  %gathered = f32[2048]{0} all-gather-done(%gathers)
+  %twice = f32[2048]{0} multiply(%gathered, %gathered)
+  %small = f32[256]{0} custom-call(%twice)
+  ROOT %chosen = f32[256]{0} conditional(%i, %small, %small), branch_computations={%left, %right}
+}
+"""
+
+
+def test_the_walk_of_asynchronous_operations_and_branches():
+    """Products are written over their operand; of a conditional the larger branch counts, and results once."""
+    found = walk(scheduled(BRANCHES))
+    assert found.peak == pytest.approx(4 * (256 + 256 + 2048), abs=16)  # an argument, its copy, what is gathered
+    small = walk(scheduled(BRANCHES.replace("2048", "8")))
+    assert small.peak == pytest.approx(4 * (256 + 256 + 256 + 1024), abs=16)  # the operand and the result of a branch
+    assert found.weights == {"gathers"}
 
 
 def test_a_result_in_a_donated_argument_needs_no_memory():

@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -52,13 +53,13 @@ def check_target(topology: Topology) -> None:
 def environment(topology: Topology, inherited: Mapping[str, str]) -> dict[str, str]:
     """The environment of the process that compiles. Settings of JAX and XLA for this process do not apply to it."""
     found = {name: text for name, text in inherited.items() if not name.startswith(("JAX_", "XLA_"))}
-    found |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": ":".join(path or str(Path.cwd()) for path in sys.path)}
+    found |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
     if topology.chip.platform == "tpu":
         found |= TPU_ENVIRONMENT
     if topology.chip.platform == "gpu" and (spec := _spec(NVCC)) is not None:
         folder = next(iter(spec.submodule_search_locations or ()))
         found |= {
-            "PATH": f"{folder}/bin:{found.get('PATH', '')}",
+            "PATH": f"{folder}/bin{os.pathsep}{found.get('PATH', '')}",
             "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={folder}",
         }
     return found
