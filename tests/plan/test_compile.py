@@ -172,8 +172,8 @@ def test_a_process_that_aborts_is_reported_with_its_reason():
 
 
 def test_an_error_of_the_compiler_is_one_line():
-    text = "INTERNAL: step failed\n  at x.cc\n  E1001: CompileTimeScopedVmemOom: 20 M of 16 M\nmore"
-    assert first_message(text) == "E1001: CompileTimeScopedVmemOom: 20 M of 16 M"
+    text = "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\nRan out of memory in memory space vmem"
+    assert first_message(text) == "E1001: CompileTimeScopedVmemOom: Ran out of memory in memory space vmem"
     assert first_message("INVALID_ARGUMENT: no such\n topology") == "INVALID_ARGUMENT: no such"
 
 
