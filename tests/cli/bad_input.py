@@ -232,6 +232,12 @@ COMMANDS = """
 2 | plan {recipe} --topology cpu:8 model.hidden_size=0 | model.hidden_size
 2 | plan {recipe} --topology cpu:8 data.batch_size=3 | data.batch_size
 2 | plan {recipe} run.platform=npu | run.platform
+2 | plan {recipe} --compile | requires --topology
+2 | plan {recipe} --topology cpu:8 --limit 5 | requires --compile
+2 | plan {recipe} --topology cpu:8 --compile --limit nan | positive number of seconds
+2 | plan {recipe} --topology cpu:8 --compile --html {out} | --html is the page
+2 | plan {recipe} --topology cpu:3 --compile | mesh.shape
+2 | plan {recipe} --topology h200:1x8 --compile | H100
 2 | plan --calibrate | --calibrate
 2 | plan --calibrate {nothing}/x.toml | cannot be written
 2 | plan --calibrate {out} run.platform=npu | run.platform

@@ -30,7 +30,7 @@ TINY, MOE = str(ROOT / "recipes" / "tiny.py"), str(ROOT / "recipes" / "tiny_moe.
 SMALL = ["model.scan=true", "model.num_layers=2"]
 WALK = 0.05  # the walk finds XLA's peak of a step within this part of it
 STAGE = 0.12  # and that of a small stage, whose results XLA allocates for the whole run on CPUs
-TPU_FIXED = 16 * 2**20  # and on TPUs as many bytes, which XLA counts beside the arrays of small programs
+TPU_FIXED = 8 * 2**20  # on TPUs, where XLA counts on-chip arrays of small programs otherwise
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is missing: pip install flax-mesh[tpu-aot]"
@@ -172,17 +172,17 @@ def test_a_process_that_aborts_is_reported_with_its_reason():
 
 
 def test_an_error_of_the_compiler_is_one_line():
-    text = "INTERNAL: step failed\n  at x.cc\n  E1001: CompileTimeScopedVmemOom: 20 M of 16 M\nmore"
-    assert first_message(text) == "E1001: CompileTimeScopedVmemOom: 20 M of 16 M"
+    text = "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\nRan out of memory in memory space vmem"
+    assert first_message(text) == "E1001: CompileTimeScopedVmemOom: Ran out of memory in memory space vmem"
     assert first_message("INVALID_ARGUMENT: no such\n topology") == "INVALID_ARGUMENT: no such"
 
 
 # Errors before it
 
 
-def problem(topology: str, settings: list[str], **options: float) -> str:
+def problem(topology: str, settings: list[str], limit: float = 600) -> str:
     with pytest.raises(ConfigError) as error:
-        compile_recipe(TINY, settings, topology, **options)
+        compile_recipe(TINY, settings, topology, limit=limit)
     (line,) = error.value.problems
     return line
 
@@ -208,12 +208,6 @@ def test_a_missing_cuda_plugin_is_an_error_with_its_extra():
 def test_the_figures_of_a_gpu_are_part_of_the_package(name):
     path = ROOT / "flax_mesh" / "plan" / "compile" / name
     assert "cuda_compute_capability { major: 9 }" in path.read_text()
-
-
-@pytest.mark.parametrize("options", [["--compile"], ["--limit", "5", "--topology", "cpu:8"]])
-def test_options_that_need_each_other(options, capsys):
-    assert main(["plan", TINY, *options]) == 2
-    assert "requires --" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -267,7 +261,7 @@ StackFrames
   %i = s32[] get-tuple-element(%state), index=0
   %x = f32[256]{0} get-tuple-element(%state), index=1
   %wide = f32[1024]{0} custom-call(%x), metadata={op_name="jit(step)/jvp()/dot" stack_frame_id=3}
-  %fast = f32[4096]{0:S(1)} custom-call(%wide)
+  %fast = f32[4096]{0:S(5)} custom-call(%wide)
   %y = f32[256]{0} custom-call(%fast), backend_config={"estimated_cycles":"100"}
   %odd = f32[256]{0} fusion(%y), kind=kLoop, calls=%fused, backend_config={"estimated_cycles":"9223372036854775807"}
   ROOT %next = (s32[], f32[256]{0}) tuple(%i, %odd)
@@ -302,6 +296,43 @@ def test_the_walk_counts_what_is_alive_once():
     assert [buffer.array.bytes for buffer in found.at_peak] == [4096, 2048, 1024, 1024]
     without_loop = LOOP.replace("f32[1024]", "f32[1]")
     assert walk(scheduled(without_loop)).peak == 4 * (256 + 512 + 256 + 512)  # %c, which is a result
+
+
+BRANCHES = """HloModule step, is_scheduled=true
+
+%left (p: f32[256]) -> f32[256] {
+  %p = f32[256]{0} parameter(0)
+  %wide = f32[512]{0} custom-call(%p)
+  ROOT %r = f32[256]{0} custom-call(%wide)
+}
+
+%right (p: f32[256]) -> f32[256] {
+  %p = f32[256]{0} parameter(0)
+  %wider = f32[1024]{0} custom-call(%p)
+  ROOT %r = f32[256]{0} custom-call(%wider)
+}
+
+ENTRY %main (a: f32[256], i: s32[]) -> f32[256] {
+  %a = f32[256]{0} parameter(0)
+  %i = s32[] parameter(1)
+  %start = (f32[256]{0}, f32[256]{0}, u32[]) copy-start(%a)
+  %copied = f32[256]{0} copy-done(%start)
+  %gathers = (f32[256]{0}, f32[2048]{0}) all-gather-start(%copied), replica_groups={{0,1}}
+  %gathered = f32[2048]{0} all-gather-done(%gathers)
+  %twice = f32[2048]{0} multiply(%gathered, %gathered)
+  %small = f32[256]{0} custom-call(%twice)
+  ROOT %chosen = f32[256]{0} conditional(%i, %small, %small), branch_computations={%left, %right}
+}
+"""
+
+
+def test_the_walk_of_asynchronous_operations_and_branches():
+    """Products are written over their operand; of a conditional the larger branch counts, and results once."""
+    found = walk(scheduled(BRANCHES))
+    assert found.peak == pytest.approx(4 * (256 + 256 + 2048), abs=16)  # an argument, its copy, what is gathered
+    small = walk(scheduled(BRANCHES.replace("2048", "8")))
+    assert small.peak == pytest.approx(4 * (256 + 256 + 256 + 1024), abs=16)  # the operand and the result of a branch
+    assert found.weights == {"gathers"}
 
 
 def test_a_result_in_a_donated_argument_needs_no_memory():
@@ -366,6 +397,9 @@ TPU_CASES = [
 def test_recipes_are_compiled_for_tpus(topology, recipe, settings):
     found = compile_recipe(recipe, ["model.scan=true", "model.num_layers=2", *settings], topology)
     assert found.fits and found.cycles_seconds and found.sent
+    assert {axis for each in found.sent for axis in each.axes} == {a for a, n in found.plan.mesh.items() if n > 1} - {
+        "pp"
+    }
     check_walk(found, TPU_FIXED)
     assert any("Decoder" in array.place or "argument" in array.place for array in found.programs[0].live)
 
@@ -386,13 +420,6 @@ def test_a_step_that_does_not_fit_a_tpu_is_no_error():
     found = compile_recipe(TINY, settings, "v5e:2x4")
     assert found.fits is False and found.peak > found.plan.topology.chip.memory
     assert "does not fit" in found.to_text()
-
-
-@needs_libtpu
-@pytest.mark.slow
-def test_a_topology_that_libtpu_does_not_have_is_an_error_in_one_line():
-    with pytest.raises(ConfigError, match=r"^v5e:3x5: .*topology"):
-        compile_recipe(TINY, ["mesh.shape=dp:15", "data.batch_size=15"], "v5e:3x5")
 
 
 def test_a_chip_of_a_file_is_compiled_as_its_base():

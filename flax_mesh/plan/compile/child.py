@@ -21,7 +21,7 @@ from flax_mesh.text import shortened
 
 COMMAND = ("-P", "-m", "flax_mesh.plan.compile.worker")  # -P: a file such as jax.py in the folder is not imported
 FATAL = re.compile(r"^(?:F\d{4} .*?\] |.*?Check failed|.*?Fatal Python error)")
-CODE = re.compile(r"\bE\d{4}: .*")  # of libtpu: "E1001: CompileTimeScopedVmemOom: ..."
+CODE = re.compile(r"\bE\d{4}: ")  # of libtpu: "E1001: CompileTimeScopedVmemOom: ..."
 MOST = 400  # characters of an error
 
 
@@ -105,6 +105,6 @@ def how_it_ended(code: int, messages: str) -> str:
 
 
 def first_message(text: str) -> str:
-    """The first line of a compiler's error that has a code of libtpu, or else its first line."""
+    """A compiler's error from its code of libtpu on, or else its first line."""
     found = CODE.search(text)
-    return shortened(found[0] if found else " ".join(text.strip().split("\n", 1)[0].split()), MOST)
+    return shortened(" ".join((text[found.start() :] if found else text.strip().split("\n", 1)[0]).split()), MOST)

@@ -6,6 +6,7 @@ from typing import Any
 from flax_mesh.plan.compile import report
 from flax_mesh.plan.compile.results import CompiledProgram, Sent
 from flax_mesh.plan.plan import Plan
+from flax_mesh.plan.report import WIDTH, findings_text
 from flax_mesh.sharding.rules import Finding
 
 
@@ -46,7 +47,7 @@ class Compiled:
             return False
         return None if capacity is None else self.peak <= capacity
 
-    def to_text(self, *, width: int = report.WIDTH) -> str:
+    def to_text(self, *, width: int = WIDTH) -> str:
         """The tables for a terminal."""
         sections = [
             "\n".join(
@@ -59,7 +60,7 @@ class Compiled:
             report.arrays_text(self.programs, width),
             report.traffic_text(self.sent, self.plan, width) if self.programs else "",
             report.cycles_text(self.cycles_seconds, self.plan, width),
-            report.findings_text(self.findings, width),
+            findings_text(self.findings, width),
         ]
         return "\n\n".join(filter(None, sections))
 

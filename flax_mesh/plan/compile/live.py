@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from flax_mesh.plan.compile.scheduled import ALIAS, Array, Instruction, Scheduled, Shape
 
+COUNTED = (0, 1)  # memory spaces: main memory, on-chip memory of a TPU
 SAME = ("bitcast", "opt-barrier", "copy-done", "optimization-barrier")
 # Operations that only move values, and arithmetic of indices: what a fusion of these makes of an argument is a weight.
 MOVES = re.compile(
@@ -63,10 +64,10 @@ class Walk(NamedTuple):
 
 
 def walk(program: Scheduled) -> Walk:
-    """Walk a program. Only main memory is counted."""
+    """Walk a program. Main and on-chip memory are counted, as in XLA's peak, and not that of the host."""
     made = _Walker(program)
     made.run()
-    buffers = [b for b in made.buffers if b.home is None and b.array.bytes and b.array.space == 0]
+    buffers = [b for b in made.buffers if b.home is None and b.array.bytes and b.array.space in COUNTED]
     changes = sorted(change for b in buffers for change in ((b.start, b.array.bytes), (b.end + 1, -b.array.bytes)))
     peak = now = moment = 0
     for i, (clock, change) in enumerate(changes):
@@ -255,6 +256,8 @@ def _done(kind: str, value: Value) -> Value:
     """The result in the tuple of the `-start`: after the operands, except of a copy; an all-reduce has only results."""
     if (kind in SAME and kind != "copy-done") or not isinstance(value, tuple) or kind == "all-reduce-done":
         return value
+    if kind in ("send-done", "recv-done"):  # (array, context, token), without the context
+        return (value[0], value[-1]) if kind == "recv-done" else value[-1]
     return value[0 if kind == "copy-done" else min(1, len(value) - 1)]
 
 

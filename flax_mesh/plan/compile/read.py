@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 from jax.sharding import Mesh
 
 from flax_mesh.plan.compile.live import Buffer, largest, walk
-from flax_mesh.plan.compile.scheduled import Scheduled, scheduled
+from flax_mesh.plan.compile.scheduled import Array, Scheduled, scheduled
+from flax_mesh.plan.compile.target import slice_mesh
 from flax_mesh.sharding.report.hlo import Collective, read_collectives
 from flax_mesh.sharding.rules import Finding
 from flax_mesh.text import listed
 
 MOST_ARRAYS = 10
+SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 UNKNOWN_CYCLES = 2**62  # the compiler writes the largest integer where it has no number
 SHARE = 0.1  # of the bytes of all collectives: a smaller gather of an activation is no finding
 WRAPPERS = re.compile(r"jit\((\w+)\)|(?:transpose|jvp|vmap)\(|[()]")
@@ -36,7 +38,8 @@ class Reading(NamedTuple):
 def read_program(program: Any, name: str, times: int, mesh: Mesh, platform: str, paths: Paths) -> Reading:
     """`paths` returns the path of an argument from its parts: `state.leaves[3]` and `args[0][3]`."""
     text = program.as_text()
-    found, collectives = scheduled(text), read_collectives(text, mesh)
+    found, (inner, outer) = scheduled(text), slice_mesh(mesh)
+    collectives = [*read_collectives(text, inner), *over_slices(found, outer)]
     walked = walk(found)
     fields = {
         "name": name,
@@ -49,6 +52,20 @@ def read_program(program: Any, name: str, times: int, mesh: Mesh, platform: str,
     }
     places = {one.source: place for one in found.instructions() if (place := found.place(one.text))}
     return Reading(fields, gathers(collectives, walked.weights, places), found)
+
+
+def over_slices(found: Scheduled, axes: tuple[str, ...]) -> list[Collective]:
+    """Collectives between slices: the program of a slice sends their operands to its host."""
+    sends = []
+    for name, instructions in found.computations.items():
+        for one in instructions:
+            if one.opcode != "send" or not (kind := SLICES.search(one.text)) or isinstance(one.shape, Array):
+                continue
+            sent, counts = one.shape[0], found.executions[name]
+            if isinstance(sent, Array):
+                text = kind[1].lower().replace("_", "-")
+                sends.append(Collective(text, axes, 2, sent.bytes, *counts, one.source, one.name))
+    return sends
 
 
 def memory_of(program: Any, platform: str) -> dict[str, int]:

@@ -6,11 +6,9 @@ from typing import Any
 
 from flax_mesh.plan.compile.results import CompiledProgram, LiveArray, Sent
 from flax_mesh.plan.plan import Plan
-from flax_mesh.plan.report import BYTES, WIDTH, findings_text, number, of_capacity, time_text, unit_of
+from flax_mesh.plan.report import BYTES, number, of_capacity, time_text, unit_of
 from flax_mesh.sharding.rules import Finding
 from flax_mesh.text import UNLIMITED, bytes_text, folded, listed, table_text
-
-__all__ = ["WIDTH", "findings_text"]
 
 OFF = 0.1  # an estimate that is off by more is a finding
 SMALL = 0.05  # of the bytes of all collectives: axes with less are not compared

@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.hardware import CHIPS
 from flax_mesh.mesh.create import create_mesh
+from flax_mesh.mesh.slices import preferred_splits
 from flax_mesh.plan.topology import Topology, parse_topology, placement
 from flax_mesh.text import listed
 
@@ -51,13 +53,13 @@ def check_target(topology: Topology) -> None:
 def environment(topology: Topology, inherited: Mapping[str, str]) -> dict[str, str]:
     """The environment of the process that compiles. Settings of JAX and XLA for this process do not apply to it."""
     found = {name: text for name, text in inherited.items() if not name.startswith(("JAX_", "XLA_"))}
-    found |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": ":".join(path or str(Path.cwd()) for path in sys.path)}
+    found |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
     if topology.chip.platform == "tpu":
         found |= TPU_ENVIRONMENT
     if topology.chip.platform == "gpu" and (spec := _spec(NVCC)) is not None:
         folder = next(iter(spec.submodule_search_locations or ()))
         found |= {
-            "PATH": f"{folder}/bin:{found.get('PATH', '')}",
+            "PATH": f"{folder}/bin{os.pathsep}{found.get('PATH', '')}",
             "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={folder}",
         }
     return found
@@ -73,6 +75,17 @@ def make_mesh(topology: Topology, shape: Mapping[str, int], axis_types: Any) -> 
         return create_mesh(tuple(sizes.values()), tuple(sizes), devices=found, axis_types=axis_types)
     except (ValueError, RuntimeError, NotImplementedError) as error:
         raise ConfigError(f"{topology.text}: {' '.join(str(error).split())}") from error
+
+
+def slice_mesh(mesh: Mesh) -> tuple[AbstractMesh, tuple[str, ...]]:
+    """The part of a mesh in one slice, for which libtpu compiles, and the axes that span several slices."""
+    slices = len({getattr(device, "slice_index", None) for device in mesh.devices.flat})
+    if slices == 1:
+        return mesh.abstract_mesh, ()
+    splits = preferred_splits(list(mesh.shape.values()), list(mesh.shape), slices)
+    sizes = tuple(size // split for size, split in zip(mesh.shape.values(), splits, strict=True))
+    outer = tuple(name for name, split in zip(mesh.shape, splits, strict=True) if split > 1)
+    return AbstractMesh(sizes, tuple(mesh.shape)), outer
 
 
 def group_topology(topology: Topology, shape: Mapping[str, int]) -> Topology:
