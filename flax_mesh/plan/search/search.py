@@ -21,12 +21,12 @@ from flax_mesh.train.checks import check_config
 from flax_mesh.train.config import TrainConfig
 
 Rows = NDArray[np.intp]
-PLANS = 32
+PLANS = 24
 RANDOM = 3  # one plan in so many is of a random layout: the first ones
 KEPT = 6  # one plan in so many is of a change that is tried with the best layout only: the last ones
 SCORED, NEAR = 4096, 1024  # layouts that are judged for each plan: at random, and next to each of the two best
 SAME = 0.01  # relative difference of times that is less than the error of a plan
-OPTIMISM = 1.0  # standard deviations below the mean at which a layout is judged that is not planned yet
+OPTIMISM = 0.2  # standard deviations below the mean at which a layout is judged that is not planned yet
 
 
 class Planned(NamedTuple):

@@ -118,17 +118,20 @@ class Space:
 
     @cached_property
     def features(self) -> Values:
-        """One row for each layout: what time and memory depend on nearly linearly, and 0 or 1 for other settings.
+        """One row for each layout: logarithms, in which time and memory are nearly linear, and 0 or 1 for other settings.
 
-        Logarithms of the axis sizes, of the rows per device and of the rows of a microbatch on one shard; and of the time
-        of a pipeline over that without idle time, (S - 1) / (v M) + 1.
+        Logarithms are those of the axis sizes, of the batch, of the rows of a microbatch on one shard, and of the time of
+        a pipeline over that without idle time, (S - 1) / (v M) + 1.
         """
         sizes = np.array([layout.sizes for layout in self.layouts], float)
         batch, parts, virtual, shards = np.array(
             [(x.batch, x.parts, x.virtual, x.shards) for x in self.layouts], float
         ).T
         idle = (sizes[:, 0] - 1) / (virtual * parts) + 1
-        columns = [*np.log2(sizes.T), np.log2(batch), np.log2(batch / shards / parts), IDLE * np.log2(idle)]
+        scale = min(
+            1.0, 3 / np.log2(max(2, self.topology.num_devices))
+        )  # the axes of 8 devices and of pods vary as much
+        columns = [*scale * np.log2(sizes.T), np.log2(batch), np.log2(batch / shards / parts), IDLE * np.log2(idle)]
         values = [(layout.remat, layout.schedule == "zb-h1", bool(layout.shard_over)) for layout in self.layouts]
         remats = sorted({remat for remat, _, _ in values})
         columns += [np.array([remat == name for remat, _, _ in values], float) for name in remats]

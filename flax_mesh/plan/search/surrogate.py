@@ -1,15 +1,15 @@
 """Regression by a Gaussian process: which layouts that are not planned yet are probably fast, and probably fit.
 
 The kernel is a constant, a linear and a squared exponential part (Rasmussen and Williams 2006, chapters 2.2 and 4.2).
-The logarithms of time and memory are nearly linear in the logarithms of the sizes of the mesh axes; the last part fits
-what bends them, such as the step from a compute limit to a network limit.
+The logarithms of time and memory are nearly linear in the features of a layout; the last part fits what bends them, such
+as the step from a compute limit to a network limit.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
 Values = NDArray[np.float64]
-LENGTH, LINEAR, CURVED, NOISE = 1.5, 0.3, 1.0, 1e-4  # chosen by searches of two spaces whose plans were all made
+LENGTH, LINEAR, CURVED, NOISE = 1.5, 0.3, 1.0, 1e-4  # see docs/log.md
 
 
 def regress(features: Values, values: Values, wanted: Values) -> tuple[Values, Values]:
