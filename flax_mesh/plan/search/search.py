@@ -148,7 +148,6 @@ class _Search:
         self.planned: list[Planned] = []
         self.of_rows: dict[int, Planned] = {}  # those of `planned` that are in the space, by their rows
         self.open = np.ones(len(space.layouts), bool)
-        self.norms = (space.features**2).sum(1)
         self.random = np.random.default_rng(0)
 
     def start(self) -> None:
@@ -186,7 +185,7 @@ class _Search:
             return rows
         features, found = self.space.features, [self.random.choice(rows, SCORED, replace=False)]
         for row in sorted(self.of_rows, key=lambda row: self.of_rows[row].rank)[:2]:
-            distances = self.norms - 2 * features @ features[row]
+            distances = (features**2).sum(1) - 2 * features @ features[row]
             distances[~self.open] = np.inf
             found.append(np.argpartition(distances, NEAR)[:NEAR])
         return np.unique(np.concatenate(found))

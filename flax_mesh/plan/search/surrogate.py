@@ -1,8 +1,8 @@
 """Regression by a Gaussian process: which layouts that are not planned yet are probably fast, and probably fit.
 
 The kernel is a constant, a linear and a squared exponential part (Rasmussen and Williams 2006, chapters 2.2 and 4.2).
-The logarithms of time and memory are nearly linear in the features of a layout; the last part fits what bends them, such
-as the step from a compute limit to a network limit.
+The logarithms of time and memory are nearly linear in the features of a layout; the last part fits what bends them,
+such as the step from a compute limit to a network limit.
 """
 
 import numpy as np
