@@ -324,6 +324,19 @@ def test_if_no_layout_works_every_reason_is_reported():
     assert "data.batch_size" in str(caught.value)
 
 
+def test_a_search_ends_if_no_layout_can_be_planned(monkeypatch):
+    tried = []
+
+    def refuse(config, topology):
+        tried.append(config)
+        raise ConfigError("the model cannot be traced")
+
+    monkeypatch.setattr(module, "plan", refuse)
+    with pytest.raises(ConfigError, match="5: the model cannot be traced"):
+        search_layouts(CONFIG, "v5e:4", fixed=FIXED, plans=5)
+    assert len(tried) == 5
+
+
 # --- text ---
 
 

@@ -87,13 +87,13 @@ def search_layouts(
     """Search the mesh, batch size, microbatches, pipeline and remat with which a recipe has the most tokens/s.
 
     All layouts whose dims divide and whose state fits are candidates. A few are planned, then a regression of the time
-    and the memory over the plans so far selects the next one, until `plans` are made. The search is deterministic.
+    and the memory over the plans so far selects the next one, until `plans` are made. Two searches plan the same layouts.
 
     Args:
         config: A recipe's config.
         chips: A number of chips, "v5p:512", a topology, "v5p:8x8x8", or a Topology.
         fixed: Settings that stay as they are in `config`, such as "data.batch_size".
-        plans: The most plans to make; each takes about a second.
+        plans: The most plans to make; each takes one or two seconds. As many layouts may fail to be planned.
         say: Called with a line of progress after each plan.
 
     Returns:
@@ -147,6 +147,7 @@ class _Search:
         self.space, self.plans, self.say = space, plans, say
         self.planned: list[Planned] = []
         self.of_rows: dict[int, Planned] = {}  # those of `planned` that are in the space, by their rows
+        self.failures = 0
         self.open = np.ones(len(space.layouts), bool)
         self.random = np.random.default_rng(0)
 
@@ -161,22 +162,25 @@ class _Search:
         weights = 1 / (groups * np.bincount(groups)[groups])
         rows = self.random.choice(len(layouts), len(layouts), replace=False, p=weights / weights.sum())
         for row in dict.fromkeys([*self.space.own_rows, *rows]):
-            if len(self.planned) >= max(1, self.plans // RANDOM):
+            if self._is_done(max(1, self.plans // RANDOM)):
                 return
             self._plan_row(int(row))
 
     def refine(self, most: int) -> None:
         """Plan the layout that is probably the best one, again and again, until there are `most` plans."""
-        while len(self.planned) < most and self.open.any() and self.of_rows:
+        while not self._is_done(most) and self.open.any() and self.of_rows:
             rows = self._candidates()
             self._plan_row(int(rows[np.argmin(self._scores(rows))]))
 
     def try_changes(self) -> None:
-        """Change one more setting of the best layout at a time, and keep what is better."""
+        """Plan the best layout with one more setting changed, one setting after another."""
         best = min(self.planned, key=lambda each: each.rank, default=None)
         for settings in changes(self.space, best.settings) if best else ():
-            if len(self.planned) < self.plans:
+            if not self._is_done(self.plans):
                 self._plan(settings)
+
+    def _is_done(self, most: int) -> bool:
+        return len(self.planned) >= most or self.failures >= self.plans
 
     def _candidates(self) -> Rows:
         """Rows to score: all that are open, or those next to the best plans and a random sample."""
@@ -213,6 +217,7 @@ class _Search:
         try:
             found = plan(config, self.space.topology)
         except (ConfigError, ShardingError) as error:
+            self.failures += 1
             self.space.excluded[str(error).splitlines()[0]] += 1
             return False
         tokens = config.data.batch_size * config.data.sequence_length
