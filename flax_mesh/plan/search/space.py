@@ -118,7 +118,7 @@ class Space:
 
     @cached_property
     def features(self) -> Values:
-        """One row for each layout: logarithms, in which those of time and memory are nearly linear; choices as 0 or 1.
+        """One row for each layout: logarithms, in which those of time and memory are nearly linear; 0 or 1 else.
 
         Logarithms are those of the axis sizes, of the batch, of the rows of a microbatch on one shard, and of the time
         of a pipeline over that without idle time, (S - 1) / (v M) + 1.
