@@ -87,7 +87,8 @@ def search_layouts(
     """Search the mesh, batch size, microbatches, pipeline and remat with which a recipe has the most tokens/s.
 
     All layouts whose dims divide and whose state fits are candidates. A few are planned, then a regression of the time
-    and the memory over the plans so far selects the next one, until `plans` are made. Two searches plan the same layouts.
+    and the memory over the plans so far selects the next one, until `plans` are made. The same arguments have the same
+    plans, but for those of `pipeline.schedule=search`.
 
     Args:
         config: A recipe's config.
