@@ -120,8 +120,8 @@ class Space:
     def features(self) -> Values:
         """One row of numbers for each layout, in which the logarithms of time and memory are nearly linear.
 
-        They are 0 or 1 for each choice, and logarithms of the axis sizes, of the batch, of the rows of a microbatch on one
-        shard, and of the time of a pipeline over that without idle time, (S - 1) / (v M) + 1.
+        They are 0 or 1 for each choice, and logarithms: of the axis sizes, of the batch, of the rows of a microbatch on
+        one shard, and of the time of a pipeline over that without idle time, (S - 1) / (v M) + 1.
         """
         sizes = np.array([layout.sizes for layout in self.layouts], float)
         batch, parts, virtual, shards = np.array(
