@@ -202,15 +202,15 @@ def chip_of_samples(
 def fit_links(rows: Iterable[tuple[float, float, float]]) -> tuple[float, float, list[str]]:
     """(latency, bandwidth, findings) of rows (a, b, seconds), where seconds should be a latency + b / bandwidth.
 
-    The fit is that of `_balanced`. A latency that is not positive is replaced by `LEAST_LATENCY`, and if the seconds do
-    not grow with b, the bandwidth is that of the row with the largest b alone.
+    The fit is that of `_balanced`. A latency that is not positive is replaced by `LEAST_LATENCY`. If the seconds do not
+    grow with b, all of them are latency, to which the bandwidth adds a tenth in the row with the largest b.
     """
     table = np.array(list(rows), dtype=float)
     latency, inverse = _balanced(table[:, :2], table[:, 2])
     if inverse <= 0:
         _, sent, seconds = table[table[:, 1].argmax()]
-        text = "collectives of more bytes take no more time; the bandwidth of the links is that of the largest alone"
-        return LEAST_LATENCY, float(sent / seconds), [text]
+        text = "collectives of more bytes take no more time: the links are at least as fast as written"
+        return float(np.exp(np.log(table[:, 2] / table[:, 0]).mean())), float(10 * sent / seconds), [text]
     if latency <= 0:
         bandwidth = np.exp(np.log(table[:, 1] / table[:, 2]).mean())
         text = f"the collectives have no positive latency; {LEAST_LATENCY:g} s is used"

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flax_mesh.cli import main
@@ -76,6 +76,7 @@ def test_an_exact_line_is_recovered(line):
     assert not findings
 
 
+@example((0.0008662898992128908, 992898484355.0), 126)  # the noise hides what the bytes take
 @settings(max_examples=50, deadline=None)
 @given(LINES, st.integers(0, 1000))
 def test_with_noise_the_forecasts_are_as_wrong_as_the_noise(line, seed):
@@ -98,16 +99,16 @@ def test_of_kinds_that_differ_the_fit_is_the_harmonic_mean():
 
 
 @pytest.mark.parametrize(
-    ("rows", "bandwidth", "finding"),
+    ("rows", "latency", "bandwidth", "finding"),
     [
-        ([(1, 1e6, 1e-3), (1, 2e6, 5e-4), (1, 4e6, 1e-4)], 4e10, "no more time"),
-        ([(1, 1e6, 1e-4), (1, 2e6, 3e-4), (1, 4e6, 9e-4)], None, "no positive latency"),
+        ([(1, 1e6, 1e-3), (1, 2e6, 5e-4), (1, 4e6, 1e-4)], 5e-11 ** (1 / 3), 4e11, "no more time"),
+        ([(1, 1e6, 1e-4), (1, 2e6, 3e-4), (1, 4e6, 9e-4)], module.LEAST_LATENCY, None, "no positive latency"),
     ],
     ids=["falling", "negative latency"],
 )
-def test_implausible_measurements_are_findings_and_the_figures_stay_positive(rows, bandwidth, finding):
-    latency, found, (text,) = fit_links(rows)
-    assert finding in text and latency == module.LEAST_LATENCY
+def test_implausible_measurements_are_findings_and_the_figures_stay_positive(rows, latency, bandwidth, finding):
+    fitted, found, (text,) = fit_links(rows)
+    assert finding in text and fitted == pytest.approx(latency)
     assert found == pytest.approx(bandwidth) if bandwidth else 1e9 < found < 1e11
 
 

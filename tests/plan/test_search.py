@@ -195,17 +195,18 @@ def test_no_plan_has_less_state_than_the_lower_bound(dtype, shape, shard_over):
 
 
 @given(
-    weights=st.lists(st.floats(-2, 2), min_size=3, max_size=3),
+    weights=st.lists(st.floats(-2, 2), min_size=2, max_size=2).filter(lambda w: max(map(abs, w)) > 0.1),
     offset=st.floats(-5, 5),
     seed=st.integers(0, 100),
 )
 def test_a_linear_function_is_recovered(weights, offset, seed):
+    """Inside of the range of 24 points on average within a tenth of the standard deviation of the values."""
     rng = np.random.default_rng(seed)
-    known, wanted = rng.integers(-3, 4, (24, 3)).astype(float), rng.integers(-3, 4, (8, 3)).astype(float)
-    mean, spread = regress(known, known @ weights + offset, wanted)
-    scale = np.std(known @ weights + offset) or 1.0
-    assert np.abs(mean - (wanted @ weights + offset)).max() < 0.3 * scale + 1e-9
-    assert (spread >= 0).all()
+    known, wanted = rng.uniform(-3, 3, (24, 2)), rng.uniform(-2, 2, (64, 2))
+    values = known @ weights + offset
+    mean, spread = regress(known, values, wanted)
+    assert np.abs(mean - (wanted @ weights + offset)).mean() < 0.1 * values.std()
+    assert (spread >= 0).all() and (spread < values.std()).all()
 
 
 def test_the_uncertainty_is_small_where_the_value_is_known_and_grows_with_the_distance():
