@@ -22,8 +22,8 @@ from flax_mesh.train.config import TrainConfig
 
 Rows = NDArray[np.intp]
 PLANS = 24
-RANDOM = 3  # one plan in so many is of a random layout: the first ones
-KEPT = 6  # one plan in so many is of a change that is tried with the best layout only: the last ones
+FIRST = 2.4  # one plan in so many is of a usual or a random layout
+LAST = 6  # one plan in so many is of a change that is tried with the best layout only
 SCORED, NEAR = 4096, 1024  # layouts that are judged for each plan: at random, and next to each of the two best
 SAME = 0.01  # relative difference of times that is less than the error of a plan
 OPTIMISM = 0.2  # standard deviations below the mean at which a layout is judged that is not planned yet
@@ -117,7 +117,7 @@ def search_layouts(
     space = make_space(config, topology, fixed)
     search = _Search(space, plans, say)
     search.start()
-    search.refine(plans - plans // KEPT)
+    search.refine(plans - plans // LAST)
     search.try_changes()
     search.refine(plans)
     if not search.planned:
@@ -153,17 +153,12 @@ class _Search:
         self.random = np.random.default_rng(0)
 
     def start(self) -> None:
-        """Plan the recipe as it is, and random layouts: the regression needs some that differ in all settings.
-
-        Most layouts have long pipelines, since these have more schedules and microbatches: they are drawn less often.
-        """
+        """Plan the recipe as it is, the usual layouts, and random ones, until there are enough for a regression."""
         if not (layouts := self.space.layouts):
             return
-        groups = np.array([layout.sizes[0] for layout in layouts])
-        weights = 1 / (groups * np.bincount(groups)[groups])
-        rows = self.random.choice(len(layouts), len(layouts), replace=False, p=weights / weights.sum())
-        for row in dict.fromkeys([*self.space.own_rows, *rows]):
-            if self._is_done(max(1, self.plans // RANDOM)):
+        usual = [self.space.nearest(layout) for layout in self.space.usual()]
+        for row in dict.fromkeys([*self.space.own_rows, *usual, *self.random.permutation(len(layouts))]):
+            if self._is_done(max(1, self.plans // FIRST)):
                 return
             self._plan_row(int(row))
 

@@ -118,26 +118,58 @@ class Space:
 
     @cached_property
     def features(self) -> Values:
-        """One row of numbers for each layout, in which the logarithms of time and memory are nearly linear.
+        """One row of numbers for each layout, in which the logarithms of time and memory are nearly linear."""
+        return self._features(self.layouts)
 
-        They are 0 or 1 for each choice, and logarithms: of the axis sizes, of the batch, of the rows of a microbatch on
-        one shard, and of the time of a pipeline over that without idle time, (S - 1) / (v M) + 1.
-        """
-        sizes = np.array([layout.sizes for layout in self.layouts], float)
-        batch, parts, virtual, shards = np.array(
-            [(x.batch, x.parts, x.virtual, x.shards) for x in self.layouts], float
-        ).T
+    def nearest(self, layout: Layout) -> int:
+        """The row of the layout whose features are the most similar ones."""
+        return int(((self.features - self._features([layout])) ** 2).sum(1).argmin())
+
+    def _features(self, layouts: Sequence[Layout]) -> Values:
+        """0 or 1 for each choice, and logarithms: of the axis sizes, of the batch, of the rows of a microbatch on one
+        shard, and of the time of a pipeline over that without idle time, (S - 1) / (v M) + 1."""
+        sizes = np.array([layout.sizes for layout in layouts], float)
+        batch, parts, virtual, shards = np.array([(x.batch, x.parts, x.virtual, x.shards) for x in layouts], float).T
         idle = (sizes[:, 0] - 1) / (virtual * parts) + 1
-        scale = min(
-            1.0, 3 / np.log2(max(2, self.topology.num_devices))
-        )  # the axes of 8 devices and of pods vary as much
-        columns = [*scale * np.log2(sizes.T), np.log2(batch), np.log2(batch / shards / parts), IDLE * np.log2(idle)]
-        values = [(layout.remat, layout.schedule == "zb-h1", bool(layout.shard_over)) for layout in self.layouts]
-        remats = sorted({remat for remat, _, _ in values})
-        columns += [np.array([remat == name for remat, _, _ in values], float) for name in remats]
-        columns += [np.array(column, float) for column in list(zip(*values, strict=True))[1:]]
-        table = np.stack(columns, 1)
-        return table - table.mean(0)
+        count = self.topology.num_devices
+        scale = min(1.0, 3 / np.log2(max(2, count)))  # the axes of pods vary as much as those of 8 devices
+        columns = [*scale * np.log2(sizes.T), np.log2(batch / count), np.log2(batch / shards / parts)]
+        columns += [
+            IDLE * np.log2(idle),
+            *(np.array([x.remat == name for x in layouts], float) for name in self._remats),
+        ]
+        columns += [np.array([x.schedule == "zb-h1" for x in layouts], float)]
+        return np.stack([*columns, np.array([bool(x.shard_over) for x in layouts], float)], 1)
+
+    @cached_property
+    def _remats(self) -> list[str]:
+        return sorted({layout.remat for layout in self.layouts})
+
+    def usual(self) -> list[Layout]:
+        """Layouts around one that splits everything over fsdp (or dp), each of which differs from it in one setting.
+
+        Not all of them need to be in the space; see `nearest`.
+        """
+        count, config = self.topology.num_devices, self.config
+        main = next((axis for axis in ("fsdp", "dp") if axis in self.axes), self.axes[-1] if self.axes else "fsdp")
+        batch = config.data.batch_size if BATCH in self.fixed else count
+        remats = [name for name in REMATS[::-1] if name in self._remats] or [""]
+        center = Layout(_sizes(main, count), batch, 1, remats[0], "", 1, "", count)
+        found = [center]
+        for axis in self.axes:
+            part = min(2 if axis == "pp" else 4, count)
+            if axis != main and count % part == 0:
+                one = center._replace(sizes=_sizes(main, count // part, axis, part), shards=count // part)
+                rows = batch if BATCH in self.fixed else 8 * part * one.shards
+                pipelined = one._replace(batch=rows, parts=8 * part, schedule=SCHEDULES[1][0], virtual=SCHEDULES[1][1])
+                whole = center._replace(sizes=_sizes(axis, count), shard_over="dp")
+                found.append({"pp": pipelined, "dp": whole}.get(axis, one))
+        found += [center._replace(remat=name) for name in remats[1:]]
+        return found if BATCH in self.fixed else [*found, center._replace(batch=4 * count)]
+
+
+def _sizes(main: str, count: int, other: str = "", part: int = 1) -> tuple[int, ...]:
+    return tuple({main: count, other: part}.get(axis, 1) for axis in AXIS_NAMES)
 
 
 def overrides(settings: Settings) -> list[str]:
