@@ -7,6 +7,8 @@ import math
 import re
 import shlex
 from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +28,7 @@ from flax_mesh.plan.search.chips import parse_chips
 from flax_mesh.plan.search.confirm import Confirmation
 from flax_mesh.plan.search.report import comparison, fits, to_dict, to_text
 from flax_mesh.plan.search.search import Planned
-from flax_mesh.plan.search.space import SEARCHED, TOO_LARGE, StateBytes, changes, make_space, overrides
+from flax_mesh.plan.search.space import SEARCHED, TOO_LARGE, Space, StateBytes, changes, make_space, overrides
 from flax_mesh.plan.search.surrogate import regress
 from flax_mesh.plan.topology import Topology, parse_topology
 from flax_mesh.text import bytes_text
@@ -236,15 +238,54 @@ def test_a_search_finds_what_brute_force_finds():
     assert found.best.seconds_per_token <= 1.01 * best_of(everything)
 
 
-def test_a_search_needs_its_regression(monkeypatch):
-    """The same budget at random does not find the best layout."""
+def made_plan(config: TrainConfig, topology: Topology) -> Any:
+    """A plan by a formula: idle time, traffic that grows with the axes, recomputation, memory for activations."""
+    shape, parts = mesh_shape(config), config.pipeline.num_microbatches
+    idle = (shape["pp"] - 1) / ((config.pipeline.num_virtual_stages or 1) * parts)
+    traffic = 0.2 * math.log2(shape["tp"]) + 0.1 * math.log2(shape["sp"]) + 0.02 * math.log2(shape["fsdp"])
+    rows = config.data.batch_size / shape["dp"] / shape["fsdp"] / parts
+    stored, compute = {"none": (8.0, 1.0), "full": (1.0, 1.3)}.get(config.model.remat, (3.0, 1.1))
+    peak = stored * rows / shape["tp"] / shape["sp"] + 16 * shape["dp"] / topology.num_devices
+    seconds = config.data.batch_size * (1 + idle) * (compute + traffic + 0.1 / rows)
+    memory = SimpleNamespace(peak=peak, capacity=8.0)
+    return SimpleNamespace(fits=peak <= 8.0, time=SimpleNamespace(seconds=seconds), memory=memory)
 
-    def at_random(features, values, wanted):
-        return np.random.default_rng(len(values)).random(len(wanted)), np.zeros(len(wanted))
 
-    monkeypatch.setattr(module, "regress", at_random)
-    found = search_layouts(CONFIG, "v5e:4", fixed=FIXED, plans=BUDGET)
-    assert fastest(found) > best_of(all_plans(CONFIG, "v5e:2x2", FIXED)) * 1.001
+@pytest.mark.parametrize("regresses", [True, False])
+def test_among_thousands_of_layouts_the_regression_finds_one_of_the_best(regresses, monkeypatch):
+    """24 plans of which the first ones are random; without the regression all of them are."""
+    space = make_space(CONFIG, parse_topology("v5p:4x4x4"), ["pipeline.num_microbatches"])
+    monkeypatch.setattr(module, "plan", made_plan)
+    monkeypatch.setattr(Space, "usual", lambda self: [])
+    if not regresses:
+        monkeypatch.setattr(
+            module, "regress", lambda known, values, wanted: (np.random.default_rng(0).random(len(wanted)), 0.0)
+        )
+    tokens = CONFIG.data.sequence_length
+    plans = [(x.batch * tokens, made_plan(space.apply(space.settings(x)), space.topology)) for x in space.layouts[::3]]
+    times = sorted(one.time.seconds / count for count, one in plans if one.fits)
+    found = search_layouts(CONFIG, space.topology, fixed=space.fixed, plans=24)
+    rank = sum(time < fastest(found) for time in times) / len(times)
+    assert len(times) > 500
+    assert rank < 0.005 if regresses else rank > 0.005
+
+
+def test_the_usual_layouts_differ_in_one_setting():
+    space = make_space(CONFIG, parse_topology("v5e:2x4"), ["pipeline.num_microbatches"])
+    center, *others = space.usual()
+    assert center.sizes == (1, 1, 8, 1, 1, 1) and center.batch == 8 and center.remat == "full"
+    assert {layout.sizes for layout in others} == {
+        center.sizes,
+        (2, 1, 4, 1, 1, 1),
+        (1, 8, 1, 1, 1, 1),
+        (1, 1, 2, 1, 4, 1),
+        (1, 1, 2, 1, 1, 4),
+    }
+    for layout in space.layouts[::50]:
+        assert space.layouts[space.nearest(layout)] == layout
+    for text in ("cpu:1", "cpu:3", "v5e:2x2"):  # axes that 4 does not divide
+        small = make_space(CONFIG, parse_topology(text), [])
+        assert all(math.prod(layout.sizes) == small.topology.num_devices for layout in small.usual())
 
 
 def test_the_best_layout_fits_although_faster_ones_do_not():
