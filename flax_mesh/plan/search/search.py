@@ -158,7 +158,7 @@ class _Search:
             return
         usual = [self.space.nearest(layout) for layout in self.space.usual()]
         for row in dict.fromkeys([*self.space.own_rows, *usual, *self.random.permutation(len(layouts))]):
-            if self._is_done(max(1, self.plans // FIRST)):
+            if self._is_done(max(1, int(self.plans / FIRST))):
                 return
             self._plan_row(int(row))
 
