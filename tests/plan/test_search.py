@@ -329,12 +329,12 @@ def test_the_changes_of_the_best_layout_are_valid_settings():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("config", "plans"), [(EXPERTS, 32), (CONFIG, 32)], ids=["experts", "dense"])
+@pytest.mark.parametrize(("config", "plans"), [(EXPERTS, 24), (CONFIG, 24)], ids=["experts", "dense"])
 def test_a_search_on_8_chips_finds_what_brute_force_finds(config, plans):
-    fixed = ("data.batch_size", "pipeline.num_microbatches", "optimizer.shard_over", "model.scan")
+    fixed = ("data.batch_size", "pipeline.num_microbatches", "model.remat", "optimizer.shard_over", "model.scan")
     everything = all_plans(config, "v5p:2x2x2", fixed)
     found = search_layouts(config, "v5p:8", fixed=fixed, plans=plans)
-    assert len(everything) > 100
+    assert len(everything) > 2 * plans
     assert fastest(found) <= best_of(everything) * 1.005
 
 
