@@ -21,7 +21,7 @@ from flax_mesh.train.checks import check_config
 from flax_mesh.train.config import TrainConfig
 
 Rows = NDArray[np.intp]
-PLANS = 24
+PLANS = 20
 FIRST = 2.4  # one plan in so many is of a usual or a random layout
 LAST = 6  # one plan in so many is of a change that is tried with the best layout only
 SCORED, NEAR = 4096, 1024  # layouts that are judged for each plan: at random, and next to each of the two best
