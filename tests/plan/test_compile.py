@@ -152,7 +152,7 @@ def ends(pid: int, seconds: float) -> bool:
             state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
         except OSError:
             return True
-        if state in "ZX":  # it has ended, and nobody waits for it
+        if state in "ZX":  # it has ended, and no process has read its exit code
             return True
         time.sleep(0.1)
     return False

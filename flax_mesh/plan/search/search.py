@@ -17,6 +17,7 @@ from flax_mesh.plan.search.chips import parse_chips
 from flax_mesh.plan.search.space import SEARCHED, Settings, Space, changes, make_space
 from flax_mesh.plan.search.surrogate import Values, regress
 from flax_mesh.plan.topology import Topology
+from flax_mesh.text import listed
 from flax_mesh.train.checks import check_config
 from flax_mesh.train.config import TrainConfig
 
@@ -121,8 +122,11 @@ def search_layouts(
     search.try_changes()
     search.refine(plans)
     if not search.planned:
-        lines = [f"no layout works on {topology.text}; of those that were tried,"]
-        raise ConfigError([*lines, *(f"  {count:,}: {reason}" for reason, count in space.excluded.most_common())])
+        reasons = [f"  {count:,}: {reason}" for reason, count in space.excluded.most_common()]
+        head = f"no layout over {listed(space.axes) or 'no axes'} works on {topology.text}; number of layouts, and why:"
+        raise ConfigError(
+            [head, *(reasons or ["  the batch, the sequence and the model are split over none of the axes"])]
+        )
     return LayoutSearch(topology, tuple(_ranked(search.planned)), len(space.layouts), space.excluded, space.axes)
 
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from flax_mesh.mesh.create import normalize_axis_types
 from flax_mesh.mpmd.split.remat import REMAT_MODES
+from flax_mesh.plan.recipe import group_mesh
 from flax_mesh.plan.search.surrogate import Values
 from flax_mesh.plan.topology import Topology, resolve_mesh
 from flax_mesh.sharding.abstract import abstract_split
@@ -188,7 +188,7 @@ def make_space(config: TrainConfig, topology: Topology, fixed: Collection[str] =
     shapes = [resolve_mesh(topology, mesh_shape(config))] if MESH in fixed else _factorings(topology.num_devices, axes)
     remats, sharded = _remats(config, fixed), SHARD_OVER in fixed or bool(config.optimizer.shard_over)
     for shape in shapes:
-        sizes, mesh = tuple(shape.get(name, 1) for name in AXIS_NAMES), _abstract_mesh(config, shape)
+        sizes, mesh = tuple(shape.get(name, 1) for name in AXIS_NAMES), group_mesh(config, shape)
         schedules = _schedules(config, shape, fixed)
         over = [""] if shape.get("dp", 1) == 1 or sharded else ["", "dp"]
         shards = math.prod(shape.get(axis, 1) for axis in rules.axes.mesh_axes("batch"))
@@ -234,13 +234,7 @@ def schedule_settings(schedule: str, virtual: int) -> dict[str, str]:
 
 
 def _rules(config: TrainConfig, topology: Topology) -> PartitionRules:
-    return run_rules(config, _abstract_mesh(config, dict.fromkeys(AXIS_NAMES, 1) | {"fsdp": topology.num_devices}))
-
-
-def _abstract_mesh(config: TrainConfig, shape: Mapping[str, int]) -> AbstractMesh:
-    sizes = {name: size for name, size in shape.items() if name != "pp"}
-    types = normalize_axis_types(config.mesh.axis_types, tuple(sizes))
-    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
+    return run_rules(config, group_mesh(config, dict.fromkeys(AXIS_NAMES, 1) | {"fsdp": topology.num_devices}))
 
 
 def _useful_axes(config: TrainConfig, rules: PartitionRules) -> tuple[str, ...]:
