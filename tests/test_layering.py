@@ -27,7 +27,7 @@ FLOORS = (
     ("mpmd.runtime",),
     ("checkpoint.hf",),
     ("checkpoint",),
-    ("models", "train.data"),
+    ("models", "train.data", "train.optimizers"),
     ("train",),
     ("plan.program",),
     ("plan",),

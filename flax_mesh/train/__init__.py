@@ -9,7 +9,6 @@ from flax_mesh.train.build import TrainProgram as TrainProgram
 from flax_mesh.train.build import build_program as build_program
 from flax_mesh.train.config import CheckpointConfig as CheckpointConfig
 from flax_mesh.train.config import MeshConfig as MeshConfig
-from flax_mesh.train.config import OptimizerConfig as OptimizerConfig
 from flax_mesh.train.config import PipelineConfig as PipelineConfig
 from flax_mesh.train.config import RunConfig as RunConfig
 from flax_mesh.train.config import TrainConfig as TrainConfig
@@ -17,4 +16,5 @@ from flax_mesh.train.config import load_recipe as load_recipe
 from flax_mesh.train.data.data import DataConfig as DataConfig
 from flax_mesh.train.loop import TrainResult as TrainResult
 from flax_mesh.train.loop import train as train
+from flax_mesh.train.optimizers.config import OptimizerConfig as OptimizerConfig
 from flax_mesh.train.overrides import apply_overrides as apply_overrides

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -37,7 +36,6 @@ from flax_mesh.text import at_most, count_text, mesh_text
 from flax_mesh.train.checks import check_compiler_options, check_config, check_on_mesh
 from flax_mesh.train.config import (
     CheckpointConfig,
-    OptimizerConfig,
     TrainConfig,
     mesh_shape,
     parse_compiler_options,
@@ -45,7 +43,7 @@ from flax_mesh.train.config import (
     pipeline_schedule,
     shard_over,
 )
-from flax_mesh.tree import map_named
+from flax_mesh.train.optimizers.make import make_learning_rate_schedule, make_optimizer
 from flax_mesh.user_code import check_arguments, place_of, user_code
 
 METRICS_OF_STEP = ("loss", "grad_norm", "learning_rate", "weight")  # of every recipe; its loss may add others
@@ -309,33 +307,3 @@ def make_modules(config: TrainConfig) -> tuple[nnx.Module, nnx.Optimizer]:
     """Model and optimizer of a run; only ever traced."""
     model = make_model(config)
     return model, optimizer_of(model, make_optimizer(config.optimizer), nnx.Param)
-
-
-def make_learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
-    """Linear warm-up, cosine to `end_learning_rate` at `decay_steps`, constant from there. Step 0 already learns."""
-    return optax.warmup_cosine_decay_schedule(
-        init_value=config.learning_rate / (config.warmup_steps + 1),
-        peak_value=config.learning_rate,
-        warmup_steps=config.warmup_steps,
-        decay_steps=config.decay_steps,
-        end_value=config.end_learning_rate,
-    )
-
-
-def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter 2019) behind a clip of the global norm; scales and biases are not decayed."""
-
-    def decayed(params: Any) -> Any:
-        return map_named(lambda path, _: path.rsplit("/", 1)[-1] not in ("scale", "bias"), params)
-
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
-            make_learning_rate_schedule(config),
-            b1=config.b1,
-            b2=config.b2,
-            eps=config.epsilon,
-            weight_decay=config.weight_decay,
-            mask=decayed,
-        ),
-    )

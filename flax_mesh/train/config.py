@@ -4,7 +4,6 @@ The functions after the dataclasses load recipes and parse the settings whose te
 """
 
 import importlib.util
-import math
 import os
 import re
 import sys
@@ -27,6 +26,7 @@ from flax_mesh.mpmd.transport.ordered import TRANSPORTS
 from flax_mesh.settings import MAX_SIZE, SAME_RESULT, path_problem
 from flax_mesh.text import at_most, listed
 from flax_mesh.train.data.data import DataConfig
+from flax_mesh.train.optimizers.config import OptimizerConfig
 from flax_mesh.user_code import check_arguments, place_of, user_code
 
 PLATFORM = re.compile(r"auto|cpu(:[1-9][0-9]*)?|gpu|tpu")
@@ -83,32 +83,6 @@ class PipelineConfig:
     remat: str = field(default="none", metadata=SAME_RESULT | {"one_of": REMAT_MODES})
     transport: str = field(default="auto", metadata=SAME_RESULT | {"one_of": TRANSPORTS})
     check: str = field(default="auto", metadata=SAME_RESULT | {"one_of": ("auto", "always", "never")})
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW after clipping by the global norm.
-
-    The learning rate rises linearly to `learning_rate` during `warmup_steps`, decays by a cosine to `end_learning_rate`
-    at step `decay_steps`, and is constant from there. It does not depend on `run.steps`, so a run can be extended.
-
-    Attributes:
-        decay_steps: Step at which the decay ends, counted from step 0, the warm-up included.
-        clip_norm: Maximum global norm of the gradients; inf disables clipping.
-        shard_over: Comma-separated mesh axes over which the optimizer's moments are sharded although the parameters are
-            replicated there, such as "dp" (ZeRO stage 1). "": none.
-    """
-
-    learning_rate: float = field(default=3e-4, metadata={"at_least": 0})
-    end_learning_rate: float = field(default=3e-5, metadata={"at_least": 0})
-    warmup_steps: int = field(default=100, metadata=AT_LEAST_0)
-    decay_steps: int = field(default=1000, metadata=AT_LEAST_1)
-    b1: float = field(default=0.9, metadata={"at_least": 0, "below": 1})
-    b2: float = field(default=0.95, metadata={"at_least": 0, "below": 1})
-    epsilon: float = field(default=1e-8, metadata={"above": 0})
-    weight_decay: float = field(default=0.1, metadata={"at_least": 0})
-    clip_norm: float = field(default=1.0, metadata={"above": 0, "also": (math.inf, "no clipping")})
-    shard_over: str = field(default="", metadata=SAME_RESULT)
 
 
 @dataclass(frozen=True)
@@ -210,7 +184,7 @@ class TrainConfig:
     mesh: MeshConfig = MeshConfig()
     pipeline: PipelineConfig = PipelineConfig()
     data: DataConfig = DataConfig()  # noqa: RUF009 (a frozen value)
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()  # noqa: RUF009
     checkpoint: CheckpointConfig = CheckpointConfig()
     run: RunConfig = RunConfig()
     sample: Callable[..., jax.Array] | None = None

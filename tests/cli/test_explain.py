@@ -27,8 +27,8 @@ from flax_mesh.sharding import sharding_fingerprint
 from flax_mesh.sharding.report.report import group_leaves
 from flax_mesh.text import array_text
 from flax_mesh.train import apply_overrides, load_recipe
-from flax_mesh.train.build import make_optimizer
 from flax_mesh.train.explain import abstract_mesh, explain
+from flax_mesh.train.optimizers.make import make_optimizer
 from tests.mpmd.runtime.test_pipeline import build, make_net, net_batch, net_loss
 
 P = PartitionSpec

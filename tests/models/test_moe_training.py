@@ -18,9 +18,10 @@ from flax_mesh.models import make_decoder, moe, next_token_loss
 from flax_mesh.models.moe import router_losses
 from flax_mesh.sharding.abstract import abstract_split
 from flax_mesh.train import DataConfig, OptimizerConfig, abstract_train_state, init_train_state, make_train_step
-from flax_mesh.train.build import batch_sharding, make_optimizer
+from flax_mesh.train.build import batch_sharding
 from flax_mesh.train.data.batches import make_batch_fn
 from flax_mesh.train.data.data import load_corpus
+from flax_mesh.train.optimizers.make import make_optimizer
 from flax_mesh.tree import map_named, named_leaves
 from tests.models.test_decoder import normal, with_random_parameters
 from tests.models.test_moe import (

@@ -15,9 +15,10 @@ from flax_mesh.models import DecoderConfig, decoder, make_decoder, next_token_lo
 from flax_mesh.models.rotary import rotate
 from flax_mesh.sharding.abstract import abstract_split
 from flax_mesh.train import DataConfig, OptimizerConfig, abstract_train_state, init_train_state, make_train_step
-from flax_mesh.train.build import batch_sharding, make_optimizer
+from flax_mesh.train.build import batch_sharding
 from flax_mesh.train.data.batches import make_batch_fn
 from flax_mesh.train.data.data import load_corpus
+from flax_mesh.train.optimizers.make import make_optimizer
 
 MESHES = {
     "one": {"dp": 1, "fsdp": 1, "ep": 1, "tp": 1, "sp": 1},

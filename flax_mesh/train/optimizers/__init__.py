@@ -1,0 +1,1 @@
+"""Optimizers by name: their settings, learning rate schedules and parameter groups."""
