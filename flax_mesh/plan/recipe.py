@@ -328,7 +328,14 @@ def split_recipe(config: TrainConfig, num_groups: int, mesh: AbstractMesh, rules
     staged, schedule = split_model(config, rules.layers, num_groups, mesh)
     make = partial(make_modules, config)
     table = rules if rules.table else None
-    abstract = abstract_state(make, mesh, table, axes=rules.axes, shard_optimizer_over=shard_over(config))
+    abstract = abstract_state(
+        make,
+        mesh,
+        table,
+        axes=rules.axes,
+        shard_optimizer_over=shard_over(config),
+        optimizer_memory=config.optimizer.memory,
+    )
     named = named_leaves(abstract_train_state(make, abstract).to_nnx())
     model = [leaf for path, leaf in named if path.startswith(MODEL)]
     shardings = [model[leaf.source].sharding for leaf in staged.leaves]

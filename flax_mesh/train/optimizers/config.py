@@ -20,6 +20,8 @@ class OptimizerConfig:
         clip_norm: Maximum global norm of the gradients; inf disables clipping.
         shard_over: Comma-separated mesh axes over which the optimizer's moments are sharded although the parameters are
             replicated there, such as "dp" (ZeRO stage 1). "": none.
+        memory: Where the moments are stored between steps: "device", or "pinned_host", the memory of the host. A step
+            copies them to the devices and back.
     """
 
     learning_rate: float = field(default=3e-4, metadata={"at_least": 0})
@@ -32,3 +34,4 @@ class OptimizerConfig:
     weight_decay: float = field(default=0.1, metadata={"at_least": 0})
     clip_norm: float = field(default=1.0, metadata={"above": 0, "also": (math.inf, "no clipping")})
     shard_over: str = field(default="", metadata=SAME_RESULT)
+    memory: str = field(default="device", metadata=SAME_RESULT | {"one_of": ("device", "pinned_host")})
