@@ -146,8 +146,8 @@ def make_train_step(
     shardings = jax.tree.map(lambda x: x.sharding if mesh is not None or is_on_host(x) else None, state)
     options = dict(compiler_options) if compiler_options else None
     chosen = guarded_step if skip_nonfinite else step
-    # JAX assigns the first donated leaf to the first result of its shape, and so on. With leaves that nothing reads left
-    # out, that could be a result in another memory.
+    # JAX assigns the first donated leaf to the first result of its shape, and so on. Without the leaves that nothing
+    # reads, that could be a result in another memory.
     keep = any(map(is_on_host, state.leaves))
     return jax.jit(
         chosen, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options, keep_unused=keep

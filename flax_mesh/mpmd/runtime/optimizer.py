@@ -211,8 +211,8 @@ def _compile(
 def _donated(part: GroupProgram, shardings: Mapping[Any, Any], hosted: Set[Any]) -> list[Var]:
     """The inputs whose last use is in this part and whose memory a result with the same shape and dtype takes over.
 
-    JAX assigns the first donated input to the first such result, the second to the second, and so on. Both must be in the
-    same memory, so inputs are donated up to the first result for which none is left.
+    JAX assigns the first donated input to the first such result, the second to the second, and so on. Both must be in
+    the same memory, so inputs are donated up to the first result for which none is left.
     """
     free: dict[tuple[Any, ...], deque[Var]] = {}
     for v in sorted(part.last_used, key=lambda v: v not in shardings):  # a new leaf has the sharding of the old one
