@@ -107,10 +107,10 @@ class DecoderConfig:
     def remat_names(self) -> tuple[str, ...]:
         """The values of a layer that `remat` may name, in the order in which they are computed.
 
-        "q", "k" and "v" are those that are attended with, "attention" the weighted sums of values, "attention_out" and
-        "mlp_out" what is added to the residual stream, "mlp_gate" and "mlp_up" the products of the MLP's input.
+        "q", "k" and "v" are those that attention reads, "attention" its weighted sums of values, "attention_out" what
+        it adds to the residual stream, "mlp_gate" and "mlp_up" the two products of the MLP's input (without experts).
         """
-        return ("q", "k", "v", "attention", "attention_out", *(() if self.num_experts else MLP_NAMES), "mlp_out")
+        return ("q", "k", "v", "attention", "attention_out", *(() if self.num_experts else MLP_NAMES))
 
     def problems(self) -> list[str]:
         """Invalid values, one line each."""
@@ -231,7 +231,7 @@ class DecoderLayer(nnx.Module):
         x_BSD = (x_BSD + named(y_BSD, "attention_out", remat)).astype(x_BSD.dtype)
         h_BSD = self.mlp_norm(x_BSD)
         y_BSD, aux = self.moe(h_BSD, mode) if self.config.num_experts else (self.mlp(h_BSD, mode), {})
-        x_BSD = (x_BSD + named(y_BSD, "mlp_out", remat)).astype(x_BSD.dtype)
+        x_BSD = (x_BSD + y_BSD).astype(x_BSD.dtype)
         return constrain(x_BSD, ("batch", "sequence", "hidden"), axes=self.config.axes, mode=mode), aux
 
 

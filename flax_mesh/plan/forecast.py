@@ -149,7 +149,7 @@ class Roles:
         if buffer.gathered:
             return "collectives"
         if (producer := buffer.array.producer) is not None and producer.kind == "to_device":
-            return "optimizer"
+            return "optimizer" if buffer.phase == "update" else "residuals"
         if tuple(sorted(shape)) in self.shapes:
             return "gradients" if buffer.phase in ("backward", "update") or phase == "update" else "collectives"
         if self.vocabulary and shape and shape[-1] == self.vocabulary:

@@ -29,6 +29,8 @@ _PLACEMENT = re.compile(r'_xla_buffer_placement = "(\w+)"')
 _NUMBER = re.compile(r"dense<(-?\d+)>")
 # Operations that are not read once if they are repeated.
 DISTINCT = frozenset({"custom_call", "optimization_barrier", "rng", "rng_bit_generator"})
+# Of an operand in the memory of the host, the result is there too.
+KEEP_MEMORY = frozenset({"dynamic_update_slice", "dynamic_slice", "slice", "reshape", "broadcast_in_dim", "transpose"})
 TRANSFERS = frozenset({"to_device", "to_host"})  # between the memory of the host and that of the device
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "collective_permute", "collective_broadcast")
 
@@ -259,7 +261,7 @@ class _Reader:
         source = _NAME.match(str(item.location))
         outputs = [self.array(value, spec) for value, spec in zip(item.results, specs, strict=True)]
         for output in outputs:
-            output.on_host = name == "to_host"
+            output.on_host = name == "to_host" or (name in KEEP_MEMORY and any(x.on_host for x in inputs))
         operation = Operation(name, tuple(inputs), tuple(outputs), attributes, source[1] if source else "")
         if name == "while":
             self.loop(operation, regions, values)
@@ -289,7 +291,15 @@ class _Reader:
         """The body of a loop. Its arguments have the shardings of the results."""
         condition, body = (region.blocks[0] for region in regions)
         arguments = [self.array(v, o.spec) for v, o in zip(body.arguments, operation.outputs, strict=True)]
+        for argument, given in zip(arguments, operation.inputs, strict=True):
+            argument.on_host = given.on_host
         operation.bodies = (self.body(regions[1], values, arguments),)
+        # A loop that collects values in the memory of the host starts from zeros there.
+        results = operation.bodies[0].results
+        for each in zip(operation.inputs, arguments, results, operation.outputs, strict=True):
+            if any(x.on_host for x in each):
+                for x in each:
+                    x.on_host = True
         count = self.trip_count(condition, values)
         operation.times, operation.times_known = (count, True) if count is not None else (1, False)
 
