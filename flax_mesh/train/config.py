@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import optax
 from flax import nnx
 
 from flax_mesh.errors import ConfigError
@@ -162,13 +163,22 @@ class TrainConfig:
         mesh: Mesh shape, "fsdp:-1" by default.
         pipeline: Number of microbatches (gradient accumulation) and, for pp > 1, schedule, stages, remat and transport.
         data: Text or token files, sequence length, batch size and held-out share.
-        optimizer: AdamW, its learning rate schedule, and ZeRO-1 sharding of its moments.
+        optimizer: The optimizer by name, its learning rate schedule, its parameter groups, and ZeRO-1 sharding.
         checkpoint: When checkpoints are saved, which are kept, and where a new run takes its parameters from.
         run: Number of steps, run folder, seed, platform, evaluation.
         sample: `sample(module, prompt, num_tokens, key) -> tokens`, token ids of shape (P,) -> (P + num_tokens,). None:
             no text is sampled at the end.
         flops_per_token: `flops_per_token(model, num_parameters, sequence_length) -> float`. None: no MFU is reported.
         rules: Rule table for the parameters. None: the table or the annotations of the model.
+        make_optimizer: `make_optimizer(config, parameters) -> optax transformation`, called with this config and the
+            trained parameters as an nnx.State of ShapeDtypeStructs. It replaces the optimizer of `optimizer.name` and
+            its clipping; `optimizer.ema`, `optimizer.shard_over` and frozen groups apply to it too. None: that of
+            `optimizer.name`.
+        make_schedule: `make_schedule(config) -> optax schedule`, the learning rate as a function of the step. With
+            `make_optimizer` it is only reported. None: that of `optimizer.schedule`, which is not reported with
+            `make_optimizer`.
+        wrt: Filter of NNX that selects the trained variables, such as nnx.LoRAParam. All others are constants: they
+            have no gradients and no moments.
 
     Example:
         >>> from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
@@ -190,6 +200,9 @@ class TrainConfig:
     sample: Callable[..., jax.Array] | None = None
     flops_per_token: Callable[[Any, int, int], float] | None = None
     rules: Any = None
+    make_optimizer: Callable[["TrainConfig", nnx.State], optax.GradientTransformation] | None = None
+    make_schedule: Callable[["TrainConfig"], optax.Schedule] | None = None
+    wrt: Any = nnx.Param
 
 
 def load_recipe(name: str) -> TrainConfig:

@@ -33,6 +33,7 @@ from flax_mesh.train.data.batches import BatchFn, batch_rows, make_batch_fn, mak
 from flax_mesh.train.data.data import Corpus, decode, load_corpus
 from flax_mesh.train.metadata import check_resume, layout_changes, run_metadata, run_record, step_record
 from flax_mesh.train.metrics import Row, Rows, StepCheck
+from flax_mesh.train.optimizers.average import with_average
 from flax_mesh.train.overrides import Change
 from flax_mesh.train.run import Run, Say, describe
 from flax_mesh.train.run_folder import MetricsFile, check_agreement, folder_of_run, is_first, latest_step
@@ -351,6 +352,7 @@ def _data_functions(program: TrainProgram, corpus: Corpus) -> tuple[BatchFn, Cal
     batches = num_eval_batches(corpus.held_out, config.data)
 
     def evaluate(state: TrainState) -> Row:
+        state = _evaluated(config, state)
         sums = [jax.device_get(program.evaluate(state, eval_fn(k))) for k in range(batches)]
         # The training loss of a mixture of experts includes the router's losses; bits per byte must not.
         loss = float(sum(s.get("cross_entropy", s["loss"]) for s in sums) / sum(s["weight"] for s in sums))
@@ -358,6 +360,11 @@ def _data_functions(program: TrainProgram, corpus: Corpus) -> tuple[BatchFn, Cal
         return {"eval_loss": loss, "bits_per_byte": loss / math.log(2) / per_token if per_token else None}
 
     return batch_fn, evaluate
+
+
+def _evaluated(config: TrainConfig, state: TrainState) -> TrainState:
+    """The state that evaluation and samples use: with `optimizer.ema`, the moving average of the parameters."""
+    return with_average(state, config.optimizer.ema) if config.optimizer.ema else state
 
 
 def _watch_pipeline(watch: Watch | None, program: TrainProgram) -> None:
@@ -373,7 +380,7 @@ def _sample(run: Run, state: TrainState) -> str:
     if not num_tokens or sample is None or run.corpus.bytes_per_token != 1:
         return ""
     prompt = np.asarray(run.corpus.held_out[:64], np.int32)
-    graphdef, leaves = nnx.split(run.program.model(state), graph=True)
+    graphdef, leaves = nnx.split(run.program.model(_evaluated(run.config, state)), graph=True)
 
     def continue_text(leaves: nnx.State, prompt: jax.Array, key: jax.Array) -> jax.Array:
         with in_mesh(run.program.mesh):
