@@ -328,7 +328,8 @@ def transformation_of(config: TrainConfig, model: nnx.State, layers: Sequence[st
 
     Raises a ConfigError with one line for every pattern of a setting that selects no parameter.
     """
-    trained = nnx.filter_state(model, trained_filter(config.wrt, config.optimizer.groups))
+    wrt = trained_filter(config.wrt, config.optimizer.groups)
+    trained = nnx.filter_state(model, wrt)
     parameters = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), trained)
     settings = config.optimizer
     if settings.name == "muon" and not settings.matrices:
@@ -341,8 +342,10 @@ def transformation_of(config: TrainConfig, model: nnx.State, layers: Sequence[st
         if not any(re.search(one.pattern, path) for path in every)
     ]
     if not jax.tree.leaves(parameters):
-        problems.append("nothing is trained: wrt of the recipe, without the frozen groups of optimizer.groups, must "
-                        "select a variable of the model")  # fmt: skip
+        problems.append(
+            f"wrt={getattr(wrt, '__name__', wrt)} must match a variable of the model; it matches none, and nothing "
+            "would be trained."
+        )
     elif config.make_optimizer is None:
         problems += parameter_problems(settings, parameters, layers)
     if problems:
@@ -358,9 +361,7 @@ def _own_optimizer(config: TrainConfig, parameters: nnx.State) -> optax.Gradient
     with user_code("make_optimizer", place := place_of(config.make_optimizer)):
         made = config.make_optimizer(config, parameters)
     if not isinstance(made, optax.GradientTransformation):
-        raise ConfigError(
-            f"make_optimizer: {place}: it must return an optax transformation, got {type(made).__name__}"
-        )
+        raise ConfigError(f"make_optimizer: {place}: it must return an optax transformation, got {type(made).__name__}")
     return made
 
 

@@ -71,7 +71,9 @@ def _averages(step: Path, arrays: Mapping[str, Array], record: Mapping[str, Any]
     (steps,) = read_batch(step, counts).values()
     decay = parse_value(str(record["config"].get("optimizer.ema")), float | str)
     if not isinstance(decay, float) or not 0 < decay < 1:
-        raise CheckpointCorruptedError(f"{step}: optimizer.ema in its metadata must be above 0 and below 1, got {decay}")
+        raise CheckpointCorruptedError(
+            f"{step}: optimizer.ema in its metadata must be above 0 and below 1, got {decay}"
+        )
     return {path: (array, average_factor(decay, int(steps))) for path, array in found.items()} if steps > 0 else {}
 
 

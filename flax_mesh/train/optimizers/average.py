@@ -24,8 +24,9 @@ class AverageState(NamedTuple):
 def average_parameters(decay: float) -> optax.GradientTransformation:
     """Average the parameters after each update: average = decay * average + (1 - decay) * parameters.
 
-    The last transformation of an optimizer. The average starts at zero and is divided by 1 - decay^steps where it is used,
-    as in Adam (Kingma and Ba 2015), so it does not depend on the initial parameters. It is stored in float32 or wider.
+    The last transformation of an optimizer. The average starts at zero and is divided by 1 - decay^steps where it is
+    used, as in Adam (Kingma and Ba 2015), so it does not depend on the initial parameters. It is stored in float32 or
+    wider.
     """
 
     def init(params: Any) -> AverageState:

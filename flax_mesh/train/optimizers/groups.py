@@ -109,6 +109,9 @@ class Trained:
         group = first_match(path_of(path), self.groups)
         return nnx.filterlib.to_predicate(self.wrt)(path, value) and not (group and group.is_frozen)
 
+    def __str__(self) -> str:
+        return f"{getattr(self.wrt, '__name__', self.wrt)} without the frozen groups of optimizer.groups"
+
 
 def trained_filter(wrt: Any, text: str) -> Any:
     """The filter of what is trained: `wrt` without the frozen groups of `optimizer.groups`."""
