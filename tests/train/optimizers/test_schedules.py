@@ -18,6 +18,10 @@ def line(step, start):
     return PEAK + (END - PEAK) * min((step - start) / (DECAY - start), 1)
 
 
+def part(step):
+    return min((step - WARMUP) / (DECAY - WARMUP), 1)
+
+
 FORMULAS = {
     "cosine": lambda step: (
         END + (PEAK - END) * (1 + math.cos(math.pi * min((step - WARMUP) / (DECAY - WARMUP), 1))) / 2
