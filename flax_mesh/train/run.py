@@ -18,6 +18,7 @@ from flax_mesh.train.build import TrainProgram
 from flax_mesh.train.config import TrainConfig, options_text, parse_compiler_options
 from flax_mesh.train.data.batches import BatchFn
 from flax_mesh.train.data.data import Corpus
+from flax_mesh.train.hooks.load import Factory
 from flax_mesh.train.metrics import Row
 from flax_mesh.train.optimizers.groups import trained_filter
 
@@ -34,6 +35,7 @@ class Run:
     folder: Path
     say: Say
     hooks: Sequence[Callable[[Row], None]]
+    factories: Sequence[tuple[str, Factory]]  # of the hooks of run.hooks and of the recipe, for process 0
     should_stop: Callable[[], bool]
     trace: Path | None
 

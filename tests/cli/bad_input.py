@@ -113,6 +113,8 @@ SETTINGS = {
     "optimizer.matrices": ["kernel", "("],
     "optimizer.ema": [*NUMBERS, "-1", "1", "inf"],
     "optimizer.shard_over": ["nope", "pp", "dp,nope"],
+    "run.hooks": ["nope", "tensorbord", "no.such.module.f", "os.path.nope", "math.pi", "os.getcwd", ".x", "a..b"],
+    "run.profile": [*COUNTS, "1000000"],
     "checkpoint.every": [*COUNTS, "0"],
     "checkpoint.keep": [*COUNTS, "0"],
     "checkpoint.keep_best": COUNTS,
