@@ -91,10 +91,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "required": True,
         "help": "safetensors with Hugging Face names, or a plain Orbax checkpoint",
     }
+    no_average = {
+        "action": "store_true",
+        "help": "write the parameters themselves, not their moving average (optimizer.ema)",
+    }
     kind(
         "export",
         "write the parameters as safetensors or as a plain Orbax checkpoint",
-        *(folder, out, ("--to", to), valid_step, ("--dtype", dtype)),
+        *(folder, out, ("--to", to), valid_step, ("--dtype", dtype), ("--no-average", no_average)),
         fails=damage,
     )
     ignored = "ignore a key of config.json, or the arrays whose names match a regular expression; may be repeated"
@@ -149,7 +153,8 @@ def _output(arguments: argparse.Namespace, config: TrainConfig | None) -> Output
     if arguments.what == "verify":
         return _verify(arguments.folder, step)
     if arguments.what == "export":
-        data = export(arguments.folder, arguments.out, arguments.to, step, arguments.dtype)
+        average = not arguments.no_average
+        data = export(arguments.folder, arguments.out, arguments.to, step, arguments.dtype, average=average)
     elif arguments.what == "import":
         data = import_huggingface(arguments.folder, arguments.out, arguments.ignore, _imported)
     else:

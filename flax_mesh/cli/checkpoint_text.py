@@ -118,6 +118,8 @@ def written_text(data: Mapping[str, Any]) -> str:
     lines += [plain(note) for note in data.get("notes", ())]
     what = {"checkpoint": "a checkpoint", "orbax": "a plain Orbax checkpoint"}.get(data["to"], data["to"])
     kind = f" of {data['model_type']}" if "model_type" in data else ""
+    if data.get("averaged"):
+        kind += " with the moving average of the parameters"
     lines.append(_path(data["from"]))
     lines.append(
         f"-> {_path(data['out'])}: {what}{kind}, {count_text(data['arrays'], 'array')}, {bytes_text(data['bytes'])}"

@@ -112,6 +112,11 @@ class DecoderConfig:
         """
         return ("q", "k", "v", "attention", "attention_out", *(() if self.num_experts else MLP_NAMES))
 
+    def matrices(self) -> str:
+        """`optimizer.matrices`: every projection but those of the embedding, the head and the router."""
+        mlp = "moe/(gate|up|down)/kernel 1>2" if self.num_experts else "mlp/.*/kernel"
+        return f"attention/[qkv]/kernel 0>1,2; attention/o/kernel 0,1>2; {mlp}"
+
     def problems(self) -> list[str]:
         """Invalid values, one line each."""
         if wrong := type_problems(self, "model."):

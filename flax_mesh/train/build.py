@@ -2,13 +2,15 @@
 
 import math
 import numbers
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -43,7 +45,11 @@ from flax_mesh.train.config import (
     pipeline_schedule,
     shard_over,
 )
-from flax_mesh.train.optimizers.make import make_learning_rate_schedule, make_optimizer
+from flax_mesh.train.optimizers.average import average_parameters
+from flax_mesh.train.optimizers.groups import parse_groups, trained_filter
+from flax_mesh.train.optimizers.make import make_optimizer, parameter_problems
+from flax_mesh.train.optimizers.schedules import make_learning_rate_schedule
+from flax_mesh.tree import named_leaves
 from flax_mesh.user_code import check_arguments, place_of, user_code
 
 METRICS_OF_STEP = ("loss", "grad_norm", "learning_rate", "weight")  # of every recipe; its loss may add others
@@ -180,7 +186,7 @@ def _plain(config: TrainConfig, mesh: Mesh, rules: PartitionRules) -> TrainProgr
         num_microbatches=config.pipeline.num_microbatches,
         layers=rules.layers or None,
         axes=rules.axes,
-        learning_rate=make_learning_rate_schedule(config.optimizer),
+        learning_rate=learning_rate_of(config),
         compiler_options=parse_compiler_options(config.run.compiler_options),
         skip_nonfinite=config.run.on_nonfinite == "skip",
     )
@@ -199,12 +205,12 @@ def _pipeline(
     staged, schedule = split_model(config, rules.layers, groups.mpmd_dim, groups)
     return Pipeline(
         staged,
-        make_optimizer(config.optimizer),
+        transformation_of(config, staged.split_model[1], rules.layers),
         schedule=change(schedule),
         rules=rules if rules.table else None,  # None: the model is annotated
         axes=rules.axes,
         seed=config.run.seed,
-        learning_rate=make_learning_rate_schedule(config.optimizer),
+        learning_rate=learning_rate_of(config),
         shard_optimizer_over=shard_over(config),
         optimizer_memory=config.optimizer.memory,
         compiler_options=parse_compiler_options(config.run.compiler_options),
@@ -230,6 +236,7 @@ def split_model(
             mesh=mesh,
             schedule=schedule,
             layers=layers or None,
+            wrt=trained_filter(config.wrt, config.optimizer.groups),
             **parse_cut(config.pipeline.cut),
         )
     return staged, schedule
@@ -308,4 +315,73 @@ def make_model(config: TrainConfig) -> nnx.Module:
 def make_modules(config: TrainConfig) -> tuple[nnx.Module, nnx.Optimizer]:
     """Model and optimizer of a run; only ever traced."""
     model = make_model(config)
-    return model, optimizer_of(model, make_optimizer(config.optimizer), nnx.Param)
+    state = nnx.state(model, graph=True)
+    wrt = trained_filter(config.wrt, config.optimizer.groups)
+    return model, optimizer_of(model, transformation_of(config, state, recipe_layers(config, model)), wrt)
+
+
+def recipe_layers(config: TrainConfig, model: nnx.Module) -> Sequence[str]:
+    """The layer lists or stacks that the rules of the recipe or of the model name."""
+    return model_layers(model) if config.rules is None else as_rules(config.rules, layers=model_layers(model)).layers
+
+
+def transformation_of(config: TrainConfig, model: nnx.State, layers: Sequence[str]) -> optax.GradientTransformation:
+    """The optimizer of a recipe for a model with this state, of which only shapes and dtypes are used.
+
+    Raises a ConfigError with one line for every pattern of a setting that selects no parameter.
+    """
+    wrt = trained_filter(config.wrt, config.optimizer.groups)
+    trained = nnx.filter_state(model, wrt)
+    parameters = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), trained)
+    settings = config.optimizer
+    if settings.name == "muon" and not settings.matrices:
+        settings = replace(settings, matrices=getattr(config.model, "matrices", lambda: "")())
+    frozen = [one for one in parse_groups(settings.groups)[0] if one.is_frozen]
+    every = [path for path, _ in named_leaves(model)]
+    problems = [
+        f"optimizer.groups: no variable of the model has {one.pattern!r} in its path"
+        for one in frozen
+        if not any(re.search(one.pattern, path) for path in every)
+    ]
+    if not jax.tree.leaves(parameters):
+        problems.append(
+            f"wrt={getattr(wrt, '__name__', wrt)} must match a variable of the model; it matches none, and nothing "
+            "would be trained."
+        )
+    elif config.make_optimizer is None:
+        problems += parameter_problems(settings, parameters, layers)
+    if problems:
+        raise ConfigError(problems)
+    chosen = _own_optimizer(config, parameters) or make_optimizer(settings, _own_schedule(config), layers)
+    return optax.chain(chosen, average_parameters(settings.ema)) if settings.ema else chosen
+
+
+def _own_optimizer(config: TrainConfig, parameters: nnx.State) -> optax.GradientTransformation | None:
+    if config.make_optimizer is None:
+        return None
+    check_arguments("make_optimizer", config.make_optimizer, "config", "parameters")
+    with user_code("make_optimizer", place := place_of(config.make_optimizer)):
+        made = config.make_optimizer(config, parameters)
+    if not isinstance(made, optax.GradientTransformation):
+        raise ConfigError(f"make_optimizer: {place}: it must return an optax transformation, got {type(made).__name__}")
+    return made
+
+
+def _own_schedule(config: TrainConfig) -> optax.Schedule | None:
+    if config.make_schedule is None:
+        return None
+    check_arguments("make_schedule", config.make_schedule, "config")
+    with user_code("make_schedule", place := place_of(config.make_schedule)):
+        made = config.make_schedule(config)
+        value = made(jnp.zeros([], jnp.int32)) if callable(made) else None
+    if value is None or jnp.shape(value) != ():
+        found = type(made).__name__ if value is None else f"a function that returns the shape {jnp.shape(value)}"
+        raise ConfigError(f"make_schedule: {place}: it must return a function of the step to a number, got {found}")
+    return made
+
+
+def learning_rate_of(config: TrainConfig) -> optax.Schedule | None:
+    """The schedule whose value is reported; None if it is not known, with an optimizer of the recipe."""
+    if config.make_schedule is None and config.make_optimizer is not None:
+        return None
+    return _own_schedule(config) or make_learning_rate_schedule(config.optimizer)

@@ -47,7 +47,7 @@ def check_config(config: TrainConfig) -> list[str]:
 
 def _check_together(config: TrainConfig) -> list[str]:
     """One line for every mistake in the texts of settings, and in settings that depend on each other."""
-    optimizer, run, found = config.optimizer, config.run, []
+    run, found = config.run, []
     axes = ", ".join(MODEL_AXES)
     if unknown := [name for name in shard_over(config) if name not in MODEL_AXES]:
         found.append(f"optimizer.shard_over: {', '.join(map(repr, unknown))} is not a mesh axis; use {axes}")
@@ -56,11 +56,7 @@ def _check_together(config: TrainConfig) -> list[str]:
     found += _check_axes("model.axes", getattr(config.model, "axes", None))
     found += _check_axes("rules.axes", getattr(config.rules, "axes", None))
     found += check_start(config.checkpoint.start_from, config.model)
-    if optimizer.warmup_steps >= optimizer.decay_steps:
-        found.append(
-            f"optimizer.warmup_steps={optimizer.warmup_steps} must be below "
-            f"optimizer.decay_steps={optimizer.decay_steps}, which includes the warm-up"
-        )
+    found += config.optimizer.problems()
     batch, parts = config.data.batch_size, config.pipeline.num_microbatches
     if parts >= 1 and batch % parts:
         found.append(f"data.batch_size={batch} is not divisible by pipeline.num_microbatches={parts}")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import optax
 from flax import nnx
 
 from flax_mesh.errors import ConfigError
@@ -130,6 +131,9 @@ class RunConfig:
             over up to 64 recent steps, from the 18th step on. 0: no limit.
         hardware: A TOML file with the figures of the chip, for the MFU and for plans; see
             `flax_mesh.hardware.load_chip`. "": the table of known chips.
+        hooks: What is called with every row of metrics, comma-separated: "tensorboard", or dotted paths of functions
+            `make_hook(folder, config, start) -> hook` (see docs/watching.md).
+        profile: Number of steps that jax.profiler records, from the third step of this run on. 0: none.
     """
 
     steps: int = field(default=1000, metadata=SAME_RESULT | AT_LEAST_1)
@@ -142,6 +146,8 @@ class RunConfig:
     on_nonfinite: str = field(default="stop", metadata=SAME_RESULT | {"one_of": ("stop", "skip", "continue")})
     spike_factor: float = field(default=0.0, metadata=SAME_RESULT | {"above": 1, "also": (0, "no limit")})
     hardware: str = field(default="", metadata=SAME_RESULT | {"path": True})
+    hooks: str = field(default="", metadata=SAME_RESULT)
+    profile: int = field(default=0, metadata=SAME_RESULT | AT_LEAST_0)
 
 
 @dataclass(frozen=True)
@@ -162,13 +168,24 @@ class TrainConfig:
         mesh: Mesh shape, "fsdp:-1" by default.
         pipeline: Number of microbatches (gradient accumulation) and, for pp > 1, schedule, stages, remat and transport.
         data: Text or token files, sequence length, batch size and held-out share.
-        optimizer: AdamW, its learning rate schedule, and ZeRO-1 sharding of its moments.
+        optimizer: The optimizer by name, its learning rate schedule, its parameter groups, and ZeRO-1 sharding.
         checkpoint: When checkpoints are saved, which are kept, and where a new run takes its parameters from.
         run: Number of steps, run folder, seed, platform, evaluation.
         sample: `sample(module, prompt, num_tokens, key) -> tokens`, token ids of shape (P,) -> (P + num_tokens,). None:
             no text is sampled at the end.
         flops_per_token: `flops_per_token(model, num_parameters, sequence_length) -> float`. None: no MFU is reported.
         rules: Rule table for the parameters. None: the table or the annotations of the model.
+        make_optimizer: `make_optimizer(config, parameters) -> optax transformation`, called with this config and the
+            trained parameters as an nnx.State of ShapeDtypeStructs. It replaces the optimizer of `optimizer.name` and
+            its clipping; `optimizer.ema`, `optimizer.shard_over` and frozen groups apply to it too. None: that of
+            `optimizer.name`.
+        make_schedule: `make_schedule(config) -> optax schedule`, the learning rate as a function of the step. With
+            `make_optimizer` it is only reported. None: that of `optimizer.schedule`, which is not reported with
+            `make_optimizer`.
+        wrt: Filter of NNX that selects the trained variables, such as nnx.LoRAParam. All others are constants: they
+            have no gradients and no moments.
+        hooks: Functions `make_hook(folder, config, start) -> hook`, in addition to those of `run.hooks`: the hook is
+            called with every row of metrics, in process 0 only.
 
     Example:
         >>> from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
@@ -190,6 +207,10 @@ class TrainConfig:
     sample: Callable[..., jax.Array] | None = None
     flops_per_token: Callable[[Any, int, int], float] | None = None
     rules: Any = None
+    make_optimizer: Callable[["TrainConfig", nnx.State], optax.GradientTransformation] | None = None
+    make_schedule: Callable[["TrainConfig"], optax.Schedule] | None = None
+    wrt: Any = nnx.Param
+    hooks: tuple[Callable[..., Any], ...] = ()
 
 
 def load_recipe(name: str) -> TrainConfig:

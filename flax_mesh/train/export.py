@@ -5,7 +5,7 @@ The output folder must not exist. It is written under a temporary name and renam
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, huggingface_config, 
 from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT, keep_files, other_files, read_kept_config, updated_config
 from flax_mesh.checkpoint.hf.safetensors import user_path, write_safetensors
 from flax_mesh.checkpoint.read import Array, mesh_of, read_record, read_tree
-from flax_mesh.errors import ConfigError, SaveError
+from flax_mesh.errors import CheckpointCorruptedError, ConfigError, SaveError
 from flax_mesh.mesh.create import create_mesh
 from flax_mesh.sharding import sharding_fingerprint
 from flax_mesh.sharding.abstract import abstract_state
@@ -31,6 +31,7 @@ from flax_mesh.text import mesh_text
 from flax_mesh.train.build import build_program, run_rules
 from flax_mesh.train.config import TrainConfig
 from flax_mesh.train.metadata import FORMAT, layout_of, layout_record, saved_record, versions
+from flax_mesh.train.optimizers.average import AVERAGE, COUNT, average_factor
 from flax_mesh.train.overrides import apply_overrides, parse_value, to_texts
 from flax_mesh.tree import named_leaves, nest
 
@@ -40,16 +41,50 @@ FILE_BYTES = 5_000_000_000  # maximum size of one safetensors file
 HOST_BYTES = 2**30  # maximum size of the arrays copied to the host at a time
 
 
-def export(folder: str, out: str, to: str, step: int | None, dtype: str | None) -> dict[str, Any]:
-    """Write the parameters of the newest valid step, or of `step`, in the format `to`: "safetensors" or "orbax"."""
+def export(
+    folder: str, out: str, to: str, step: int | None, dtype: str | None, *, average: bool = True
+) -> dict[str, Any]:
+    """Write the parameters of the newest valid step, or of `step`, in the format `to`: "safetensors" or "orbax".
+
+    If the run has a moving average of its parameters (`optimizer.ema`), the average is written, unless `average` is
+    False.
+    """
     found, passed_over = find_valid(folder, step)
     record = saved_record(found)
-    tree = _parameters(read_tree(found, record))
+    arrays = read_tree(found, record)
+    tree = _parameters(arrays)
     cast = {path: array._replace(dtype=_cast(array.dtype, dtype)) for path, array in tree.items()}
+    averages = _averages(found, arrays, record) if average else {}
+    values = _with_averages(found, cast, averages) if averages else read_values(found, cast)  # a few at a time
     with new_folder(out, by_orbax=to == "orbax") as work:
-        more = (_export_safetensors if to == "safetensors" else _export_orbax)(found, work, cast, record, dtype)
-    sizes = {"arrays": len(cast), "bytes": sum(array.nbytes for array in cast.values())}
+        more = (_export_safetensors if to == "safetensors" else _export_orbax)(found, work, cast, values, record, dtype)
+    sizes = {"arrays": len(cast), "bytes": sum(array.nbytes for array in cast.values()), "averaged": len(averages)}
     return _written(found, out, passed_over) | {"to": to} | sizes | more
+
+
+def _averages(step: Path, arrays: Mapping[str, Array], record: Mapping[str, Any]) -> dict[str, tuple[Array, float]]:
+    """Path of a parameter -> its moving average, and what that is multiplied by; {} before the first update."""
+    found = {match[1]: array for path, array in arrays.items() if (match := AVERAGE.fullmatch(path))}
+    counts = [array for path, array in arrays.items() if COUNT.fullmatch(path)]
+    if not found or len(counts) != 1:
+        return {}
+    (steps,) = read_batch(step, counts).values()
+    decay = parse_value(str(record["config"].get("optimizer.ema")), float | str)
+    if not isinstance(decay, float) or not 0 < decay < 1:
+        raise CheckpointCorruptedError(
+            f"{step}: optimizer.ema in its metadata must be above 0 and below 1, got {decay}"
+        )
+    return {path: (array, average_factor(decay, int(steps))) for path, array in found.items()} if steps > 0 else {}
+
+
+def _with_averages(
+    step: Path, tree: Mapping[str, Array], averages: Mapping[str, tuple[Array, float]]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """As `read_values`, with the moving averages in the place of the parameters that have one."""
+    yield from read_values(step, {path: array for path, array in tree.items() if path not in averages})
+    stored = {path: array for path, (array, _) in averages.items() if path in tree}
+    for path, value in read_values(step, stored):
+        yield path, (value * averages[path][1]).astype(tree[path].dtype)
 
 
 def import_huggingface(folder: str, out: str, ignore: Sequence[str], model: ImportModel) -> dict[str, Any]:
@@ -152,7 +187,12 @@ def _parameters(tree: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def _export_safetensors(
-    step: Path, work: Path, tree: Mapping[str, Array], record: Mapping[str, Any], dtype: str | None
+    step: Path,
+    work: Path,
+    tree: Mapping[str, Array],
+    values: Iterable[tuple[str, np.ndarray]],
+    record: Mapping[str, Any],
+    dtype: str | None,
 ) -> dict[str, Any]:
     kept = read_kept_config(step.parent)
     # Of an imported model it is unknown how long its sequences were; `saved_record` has the default.
@@ -164,7 +204,6 @@ def _export_safetensors(
     params = map_params(abstract, DECODER_NAMES[config["model_type"]])
     shapes = {one.name: jax.ShapeDtypeStruct(one.shape, param.value.dtype) for param in params for one in param.arrays}
     arrays = {param.path: param.arrays for param in params}
-    values = read_values(step, tree)  # a few parameters at a time
     pieces = ((one.name, stored_value(one, value[one.at])) for path, value in values for one in arrays[path])
     write_safetensors(work, shapes, pieces, json_files=json_files, copies=copies, max_file_bytes=FILE_BYTES)
     return {"model_type": config["model_type"]}
@@ -178,15 +217,20 @@ def read_values(step: Path, tree: Mapping[str, Array]) -> Iterator[tuple[str, np
 
 
 def _export_orbax(
-    step: Path, work: Path, tree: Mapping[str, Array], record: Mapping[str, Any], dtype: str | None
+    step: Path,
+    work: Path,
+    tree: Mapping[str, Array],
+    values: Iterable[tuple[str, np.ndarray]],
+    record: Mapping[str, Any],
+    dtype: str | None,
 ) -> dict[str, Any]:
     """Save numpy arrays, so that a machine with other devices can read them. All of them must fit in host memory."""
     import orbax.checkpoint as ocp
 
-    values = nest(read_values(step, tree))
+    nested = nest(values)
     try:
         with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as orbax:
-            orbax.save(work, args=ocp.args.StandardSave(values))
+            orbax.save(work, args=ocp.args.StandardSave(nested))
     # Tensorstore raises ValueError for most file errors, Orbax RuntimeError.
     except (OSError, RuntimeError, ValueError) as error:
         raise SaveError(f"{work.name} could not be written: {' '.join(str(error).split())[:300]}") from error

@@ -31,8 +31,11 @@ from flax_mesh.train.checks import check_on_corpus, check_trace
 from flax_mesh.train.config import CheckpointConfig, TrainConfig, data_seed, schedule_memory
 from flax_mesh.train.data.batches import BatchFn, batch_rows, make_batch_fn, make_eval_fn, num_eval_batches, prefetch
 from flax_mesh.train.data.data import Corpus, decode, load_corpus
+from flax_mesh.train.hooks.load import Hooks, find_hooks
+from flax_mesh.train.hooks.profile import Profile, profile_problem
 from flax_mesh.train.metadata import check_resume, layout_changes, run_metadata, run_record, step_record
 from flax_mesh.train.metrics import Row, Rows, StepCheck
+from flax_mesh.train.optimizers.average import with_average
 from flax_mesh.train.overrides import Change
 from flax_mesh.train.run import Run, Say, describe
 from flax_mesh.train.run_folder import MetricsFile, check_agreement, folder_of_run, is_first, latest_step
@@ -125,6 +128,7 @@ def train(
     trace = None if trace is None else Path(trace)
     if trace is not None and (problems := check_trace(trace, config.mesh.shape, program.pipeline)):
         raise ConfigError(problems)
+    factories = find_hooks(config.run.hooks, config.hooks)
     corpus = load_corpus(config.data)
     if problems := check_on_corpus(config, corpus):
         raise ConfigError(problems)
@@ -134,7 +138,7 @@ def train(
         record = run_record(recipe, program, corpus)
         check_agreement(record)
         program = _with_search(program, folder, say)
-        run = Run(program, corpus, batch, evaluate, record, folder, say, hooks, should_stop, trace)
+        run = Run(program, corpus, batch, evaluate, record, folder, say, hooks, factories, should_stop, trace)
         describe(run)
         if is_first():
             on_start(program)
@@ -227,33 +231,45 @@ def _steps(
             f"--trace {run.trace} records step {start + TRACED + 1}, the third of this run, but "
             f"run.steps={config.run.steps} ends before it; increase run.steps"
         )
+    if problem := profile_problem(config.run.profile, start, config.run.steps):
+        if not start:
+            raise ConfigError(problem)
+        run.say(f"note: nothing is recorded: {problem}")
+    profile = Profile(run.folder, 0 if problem or not is_first() else config.run.profile, start, run.say)
     check = StepCheck(config.run, saved)
+    own_hooks = Hooks(run.factories if is_first() else (), run.folder, config, start, run.say)
     rows = Rows(
         MetricsFile(run.folder, config, start, run.say) if is_first() else None,
         run.program,
         start,
         check,
-        hooks=run.hooks,
+        hooks=[*run.hooks, own_hooks],
         say=run.say,
         warn_or_raise=run.warn_or_raise,
     )
     step, status = start, "finished"
     with ExitStack() as stack:
         stack.callback(rows.close)
+        stack.callback(own_hooks.close)
+        stack.callback(profile.close)
         batches = stack.enter_context(closing(prefetch(run.batch, start, config.run.steps)))
         for index, batch, waited in batches:
             step = index + 1
             limits = [check.limits(step)] if check.limits_are_used else []
-            if run.trace is not None and index == start + TRACED:
-                state, metrics = _traced_step(run, state, batch, *limits)
-            else:
-                state, metrics = run.program.step(state, batch, *limits)
+            with profile.step(step):
+                if run.trace is not None and index == start + TRACED:
+                    state, metrics = _traced_step(run, state, batch, *limits)
+                else:
+                    state, metrics = run.program.step(state, batch, *limits)
             rows.finish()  # the row of the previous step, while the device computes this one
             if check.stopped:
                 # Other processes may wait for values of this step, so it must not end with this process.
                 jax.block_until_ready([x for x in jax.tree.leaves((state, metrics)) if x.addressable_shards])
                 break
             rows.begin(step, metrics, waited)
+            if profile.ends_after(step):
+                rows.finish()  # waits for the devices
+                profile.close()
             last = step == config.run.steps
             stop = run.should_stop()
             if run.evaluate and (last or step % config.run.eval_every == 0):
@@ -351,6 +367,7 @@ def _data_functions(program: TrainProgram, corpus: Corpus) -> tuple[BatchFn, Cal
     batches = num_eval_batches(corpus.held_out, config.data)
 
     def evaluate(state: TrainState) -> Row:
+        state = _evaluated(config, state)
         sums = [jax.device_get(program.evaluate(state, eval_fn(k))) for k in range(batches)]
         # The training loss of a mixture of experts includes the router's losses; bits per byte must not.
         loss = float(sum(s.get("cross_entropy", s["loss"]) for s in sums) / sum(s["weight"] for s in sums))
@@ -358,6 +375,11 @@ def _data_functions(program: TrainProgram, corpus: Corpus) -> tuple[BatchFn, Cal
         return {"eval_loss": loss, "bits_per_byte": loss / math.log(2) / per_token if per_token else None}
 
     return batch_fn, evaluate
+
+
+def _evaluated(config: TrainConfig, state: TrainState) -> TrainState:
+    """The state that evaluation and samples use: with `optimizer.ema`, the moving average of the parameters."""
+    return with_average(state, config.optimizer.ema) if config.optimizer.ema else state
 
 
 def _watch_pipeline(watch: Watch | None, program: TrainProgram) -> None:
@@ -373,7 +395,7 @@ def _sample(run: Run, state: TrainState) -> str:
     if not num_tokens or sample is None or run.corpus.bytes_per_token != 1:
         return ""
     prompt = np.asarray(run.corpus.held_out[:64], np.int32)
-    graphdef, leaves = nnx.split(run.program.model(state), graph=True)
+    graphdef, leaves = nnx.split(run.program.model(_evaluated(run.config, state)), graph=True)
 
     def continue_text(leaves: nnx.State, prompt: jax.Array, key: jax.Array) -> jax.Array:
         with in_mesh(run.program.mesh):

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from flax_mesh.errors import SaveError
 from flax_mesh.sharding.memory import is_on_host
@@ -18,7 +19,9 @@ from flax_mesh.train.build import TrainProgram
 from flax_mesh.train.config import TrainConfig, options_text, parse_compiler_options
 from flax_mesh.train.data.batches import BatchFn
 from flax_mesh.train.data.data import Corpus
+from flax_mesh.train.hooks.load import Factory
 from flax_mesh.train.metrics import Row
+from flax_mesh.train.optimizers.groups import trained_filter
 
 Say = Callable[[str], None]
 
@@ -33,6 +36,7 @@ class Run:
     folder: Path
     say: Say
     hooks: Sequence[Callable[[Row], None]]
+    factories: Sequence[tuple[str, Factory]]  # of the hooks of run.hooks and of the recipe, for process 0
     should_stop: Callable[[], bool]
     trace: Path | None
 
@@ -63,13 +67,35 @@ def describe(run: Run) -> None:
         for line in str(program.pipeline.staged).splitlines():
             run.say(line)
     config = run.config
+    run.say(f"optimizer: {_optimizer_text(program)}")
     if config.run.compiler_options:
         run.say(f"compiler: {options_text(parse_compiler_options(config.run.compiler_options))}")
-    if config.run.steps > config.optimizer.decay_steps:
+    settings = config.optimizer
+    is_named = config.make_optimizer is None and config.make_schedule is None and settings.schedule != "constant"
+    if is_named and config.run.steps > settings.decay_steps:
         run.say(
-            f"note: the learning rate stays at {config.optimizer.end_learning_rate} from step "
-            f"{config.optimizer.decay_steps} on (optimizer.decay_steps); the run has {config.run.steps} steps"
+            f"note: the learning rate stays at {settings.end_learning_rate} from step {settings.decay_steps} on "
+            f"(optimizer.decay_steps); the run has {config.run.steps} steps"
         )
+
+
+def _optimizer_text(program: TrainProgram) -> str:
+    """The name and the learning rate schedule, how many arrays are trained, and the moving average."""
+    config = program.config
+    own, own_schedule = (f"{name} of the recipe" for name in ("make_optimizer", "make_schedule"))
+    parts = [config.optimizer.name if config.make_optimizer is None else own]
+    if config.make_schedule is not None:
+        parts.append(own_schedule)
+    elif config.make_optimizer is None:
+        parts.append(f"{config.optimizer.schedule} schedule")
+    model = program.layout.to_nnx()["model"]
+    trained = jax.tree.leaves(nnx.filter_state(model, trained_filter(config.wrt, config.optimizer.groups)))
+    if len(trained) != len(program.parameters):
+        count = sum(math.prod(x.shape) for x in trained)
+        parts.append(f"trains {count / 1e6:.2f}M parameters in {len(trained)} arrays")
+    if config.optimizer.ema:
+        parts.append(f"evaluation uses the moving average of the parameters (ema {config.optimizer.ema})")
+    return ", ".join(parts)
 
 
 def _bytes_by_device(leaves: Sequence[Any]) -> dict[Any, int]:

@@ -28,6 +28,8 @@ ELEMENTWISE = frozenset(
 REDUCE = {"reduce_sum": jnp.add, "reduce_max": jnp.maximum, "reduce_min": jnp.minimum}
 REDUCE |= {"reduce_and": jnp.logical_and, "reduce_or": jnp.logical_or}
 
+BY_ROW = {"dot_general", "transpose", "reshape", "broadcast_in_dim"}  # these may keep the rows of a stack apart
+
 
 class Program(NamedTuple):
     """A traced function: the equations from `inputs` to `outputs`. `consts` are the arrays that it closes over."""
@@ -247,6 +249,8 @@ def _on_chunks(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
         return _scan_chunks(eqn, values)
     if name == "split" and eqn.params["axis"] == 0:
         return _split_chunks(chunks, eqn.params["sizes"])
+    if name in BY_ROW and (found := _by_row(eqn, values, chunks)):
+        return [found]
     if name in REDUCE and 0 in eqn.params["axes"]:
         parts = [evaluate(eqn, [part])[0] for part in chunks.parts]
         return [functools.reduce(REDUCE[name], parts)]
@@ -272,6 +276,42 @@ def _split_chunks(chunks: Chunks, sizes: Sequence[int]) -> list[Chunks]:
     return found
 
 
+def _by_row(eqn: Eqn, values: Sequence[Any], chunks: Chunks) -> Chunks | None:
+    """Evaluate an equation that keeps the rows of the stack apart, one chunk at a time; None if it mixes them.
+
+    So Muon's products of the matrices of a stack run on the group of each. A reshape may merge the layer dim with the
+    next one, as (layers, experts, ...) -> (layers * experts, ...), or undo that.
+    """
+    name, params, out = eqn.primitive.name, eqn.params, eqn.outvars[0].aval
+    if params.get("sharding") is not None or params.get("out_sharding") is not None:
+        return None  # Explicit axes: the result must have one sharding
+    if name == "dot_general":
+        (_, _), batch = params["dimension_numbers"]
+        if any(dims[:1] != (0,) for dims in map(tuple, batch)):
+            return None
+        rows = [_rows(value, chunks) for value in values]
+        return Chunks((evaluate(eqn, part)[0] for part in zip(*rows, strict=True)), chunks.starts)
+    if name == "transpose":
+        is_apart = params["permutation"][0] == 0
+        return Chunks((evaluate(eqn, [x])[0] for x in chunks.parts), chunks.starts) if is_apart else None
+    if name == "broadcast_in_dim":
+        count = sum(part.shape[0] for part in chunks.parts)
+        if params["broadcast_dimensions"][:1] != (0,) or out.shape[0] != count:
+            return None
+        shapes = [(x.shape[0], *out.shape[1:]) for x in chunks.parts]
+        parts = zip(chunks.parts, shapes, strict=True)
+        dims = params["broadcast_dimensions"]
+        return Chunks((jax.lax.broadcast_in_dim(x, shape, dims) for x, shape in parts), chunks.starts)
+    if params["dimensions"] is not None:
+        return None
+    before, after = (math.prod(shape[1:]) for shape in (eqn.invars[0].aval.shape, out.shape))
+    sizes = [*chunks.starts, *(x.shape[0] for x in chunks.parts)]
+    if not after or any(size * before % after for size in sizes):
+        return None
+    parts = (x.reshape(x.shape[0] * before // after, *out.shape[1:]) for x in chunks.parts)
+    return Chunks(parts, (start * before // after for start in chunks.starts))
+
+
 def _rows(value: Any, like: Chunks) -> list[Any]:
     """The rows of `value` for every chunk of `like`; a scalar is repeated."""
     if isinstance(value, Chunks) and value.starts == like.starts:
@@ -283,9 +323,17 @@ def _rows(value: Any, like: Chunks) -> list[Any]:
 
 
 def _scan_chunks(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
-    """One scan per chunk, each starting from the carry of the previous one. Other scanned inputs are sliced."""
+    """One scan per chunk, each starting from the carry of the previous one. Other scanned inputs are sliced.
+
+    A scan that is unrolled completely, and scans nothing, is unrolled here: its carry may be Chunks.
+    """
     params = dict(eqn.params)
     num_consts, num_carry = scan_sizes(eqn)
+    if params["unroll"] >= params["length"] and len(values) == num_consts + num_carry == num_consts + len(eqn.outvars):
+        carry = list(values[num_consts:])
+        for _ in range(params["length"]):
+            carry = interpret(_closed(params["jaxpr"]), [*values[:num_consts], *carry])
+        return carry
     consts = [whole(value) for value in values[:num_consts]]
     carry = [whole(value) for value in values[num_consts : num_consts + num_carry]]
     xs = values[num_consts + num_carry :]

@@ -1,0 +1,66 @@
+"""The moving average of the parameters, `optimizer.ema`, as part of the optimizer's state."""
+
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from flax_mesh.step.state import TrainState
+from flax_mesh.tree import named_leaves
+
+AVERAGE = re.compile(r"optimizer/opt_state/[0-9]+/average/(.+)")
+COUNT = re.compile(r"optimizer/opt_state/[0-9]+/averaged_steps")
+
+
+class AverageState(NamedTuple):
+    """`average` is the sum over steps t of (1 - d) d^(n - t) times the parameters after step t, n = averaged_steps."""
+
+    averaged_steps: Any  # int32 scalar
+    average: Any
+
+
+def average_parameters(decay: float) -> optax.GradientTransformation:
+    """Average the parameters after each update: average = decay * average + (1 - decay) * parameters.
+
+    The last transformation of an optimizer. The average starts at zero and is divided by 1 - decay^steps where it is
+    used, as in Adam (Kingma and Ba 2015), so it does not depend on the initial parameters. It is stored in float32 or
+    wider.
+    """
+
+    def init(params: Any) -> AverageState:
+        zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), params)
+        return AverageState(jnp.zeros([], jnp.int32), zeros)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        new = optax.apply_updates(params, updates)
+        average = jax.tree.map(lambda a, x: decay * a + (1 - decay) * x.astype(a.dtype), state.average, new)
+        return updates, AverageState(optax.safe_increment(state.averaged_steps), average)
+
+    return optax.GradientTransformation(init, update)
+
+
+def average_factor(decay: float, steps: int) -> float:
+    """What the stored average after `steps` updates is multiplied by."""
+    return 1 / (1 - decay**steps)
+
+
+def with_average(state: TrainState, decay: float) -> TrainState:
+    """`state` with the moving average in the place of the parameters; `state` itself before the first update."""
+    tree = state.to_nnx()
+    named = named_leaves(tree)
+    averages = {found[1]: x for path, x in named if (found := AVERAGE.fullmatch(path))}
+    (steps,) = (x for path, x in named if COUNT.fullmatch(path))
+    steps = int(jax.device_get(steps.addressable_shards[0].data))
+    if not steps:
+        return state
+    factor = average_factor(decay, steps)
+
+    def leaf(path: str, x: Any) -> Any:
+        average = averages.get(path.removeprefix("model/")) if path.startswith("model/") else None
+        if average is None or not x.addressable_shards:  # of a group of other processes
+            return x
+        return (jax.device_put(average, x.sharding) * factor).astype(x.dtype)
+
+    return state.with_state(jax.tree.unflatten(jax.tree.structure(tree), [leaf(path, x) for path, x in named]))

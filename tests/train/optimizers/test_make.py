@@ -1,0 +1,281 @@
+"""Every optimizer by name equals plain optax, on one device, on a mesh and in a pipeline; the layout of its state."""
+
+import difflib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from optax.contrib import MuonDimensionNumbers
+
+from flax_mesh.errors import ConfigError
+from flax_mesh.models import DecoderConfig
+from flax_mesh.train import PipelineConfig, apply_overrides, load_recipe
+from flax_mesh.train.explain import explain
+from flax_mesh.tree import map_named, named_leaves
+from tests.cli.test_explain import golden_text
+from tests.train.optimizers.plain import CONFIG, MODEL, SETTINGS, assert_close, config_of, parameters, plain, trained
+
+ROOT = Path(__file__).parents[3]
+GOLDEN = ROOT / "tests" / "golden" / "optimizers"
+RATE: Any = optax.warmup_cosine_decay_schedule(0.01 / 3, 0.01, 2, 6, 0.002)
+CLIP = optax.clip_by_global_norm(0.5)
+OUTPUT, INPUT = MuonDimensionNumbers((0, 1), (2,)), MuonDimensionNumbers((0,), (1, 2))
+
+
+def is_decayed(params):
+    return map_named(lambda path, _: path.split("/")[-1] not in ("scale", "bias"), params)
+
+
+def muon():
+    def dims(path, _):
+        return OUTPUT if path.endswith("o/kernel") else INPUT if "attention" in path else MuonDimensionNumbers()
+
+    def label(path, _):
+        return "muon" if path.endswith("kernel") else "adamw"
+
+    matrices = optax.contrib.muon(
+        RATE,
+        eps=1e-3,
+        weight_decay=0.1,
+        muon_weight_dimension_numbers=lambda params: map_named(dims, params),
+        consistent_rms=0.2,
+    )
+    rest = optax.adamw(RATE, b1=0.9, b2=0.95, eps=1e-3, weight_decay=0.1, mask=is_decayed)
+    return optax.partition({"muon": matrices, "adamw": rest}, lambda params: map_named(label, params))
+
+
+PLAIN = {
+    "adamw": ({}, lambda: optax.adamw(RATE, b1=0.9, b2=0.95, eps=1e-3, weight_decay=0.1, mask=is_decayed)),
+    "bfloat16 moments": (
+        {"moment_dtype": "bfloat16"},
+        lambda: optax.adamw(RATE, b1=0.9, b2=0.95, eps=1e-3, mu_dtype=jnp.bfloat16, weight_decay=0.1, mask=is_decayed),
+    ),
+    "muon": ({"name": "muon"}, muon),
+    "adafactor": (
+        {"name": "adafactor", "momentum": 0.8},
+        lambda: optax.adafactor(
+            RATE, momentum=0.8, weight_decay_rate=lambda count: 0.1 * RATE(count), weight_decay_mask=is_decayed
+        ),
+    ),
+    "sgd": (
+        {"name": "sgd", "weight_decay": 0.2},
+        # AdamW's decay, which optax.sgd has not
+        lambda: optax.chain(
+            optax.trace(0.9), optax.add_decayed_weights(0.2, is_decayed), optax.scale_by_learning_rate(RATE)
+        ),
+    ),
+    "sgd without momentum and decay": (
+        {"name": "sgd", "weight_decay": 0.0, "momentum": 0.0},
+        lambda: optax.sgd(RATE),
+    ),
+}
+
+
+@pytest.mark.parametrize("mesh", ["mesh", "pp"])
+@pytest.mark.parametrize("name", PLAIN)
+def test_an_optimizer_by_name_equals_plain_optax(name, mesh):
+    settings, make = PLAIN[name]
+    expected, losses = plain(optax.chain(CLIP, make()))
+    _, state, rows = trained(config_of(mesh, **settings))
+    # The rounding of a bfloat16 moment to the other neighbour changes a parameter by its share of the learning rate.
+    tolerance = 2e-4 if "bfloat16" in name else 1e-6
+    assert_close(parameters(state), expected[-1], tolerance)
+    assert [row["loss"] for row in rows] == pytest.approx(losses, abs=tolerance)
+    assert [row["learning_rate"] for row in rows] == pytest.approx([float(RATE(step)) for step in range(3)])
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_other_settings_are_noticed_by_the_comparison_with_optax(name):
+    """The oracle itself: a wrong momentum must be found."""
+    settings, make = PLAIN[name]
+    expected, _ = plain(optax.chain(CLIP, make()))
+    _, state, _ = trained(config_of("mesh", **{**settings, "momentum": 0.79}))
+    with pytest.raises(AssertionError):
+        assert_close(parameters(state), expected[-1])
+
+
+@pytest.mark.parametrize("mesh", ["mesh", "pp"])
+def test_parameter_groups_equal_a_partition_by_path(mesh):
+    def label(path, _):
+        return "embed" if path.startswith("embed") else "mlp" if "/mlp/" in path else "rest"
+
+    def adamw(rate, decay):
+        schedule = lambda count: rate * RATE(count)  # noqa: E731
+        return optax.adamw(schedule, b1=0.9, b2=0.95, eps=1e-3, weight_decay=decay, mask=is_decayed)
+
+    parts: dict[Any, Any] = {"embed": adamw(0.1, 0.1), "mlp": adamw(2.0, 0.05), "rest": adamw(1.0, 0.1)}
+    expected, _ = plain(optax.chain(CLIP, optax.partition(parts, lambda params: map_named(label, params))))
+    groups = "embed learning_rate*0.1; /mlp/ learning_rate*2 weight_decay*0.5; embed learning_rate*7"  # the first match
+    _, state, _ = trained(config_of(mesh, groups=groups))
+    assert_close(parameters(state), expected[-1])
+
+
+@pytest.mark.parametrize("mesh", ["mesh", "pp"])
+def test_frozen_parameters_stay_as_they_are_and_have_no_moments(mesh):
+    def is_trained(path):
+        return "attention/" not in path and not path.startswith("layers/0/")
+
+    expected, _ = plain(optax.chain(CLIP, PLAIN["adamw"][1]()), is_trained)
+    program, state, _ = trained(config_of(mesh, groups="attention/ frozen; layers/0/ frozen"))
+    assert_close(parameters(state), expected[-1])
+    first = parameters(program.init())
+    for path, value in parameters(state).items():
+        assert (value == first[path]).all() != is_trained(path), path
+    moments = [path for path, _ in named_leaves(state.to_nnx()["optimizer"]) if "/mu/" in path]
+    assert moments and not [path for path in moments if not is_trained(path.split("/mu/")[1])]
+
+
+@pytest.mark.parametrize("mesh", ["mesh", "pp"])
+def test_an_optimizer_a_schedule_and_a_filter_of_the_recipe(mesh):
+    seen = []
+
+    class Scale(nnx.filterlib.OfType):
+        """All scales, by a filter that compares as one: it is part of the definition of a state."""
+
+        def __init__(self):
+            super().__init__(nnx.Param)
+
+        def __call__(self, path, x):
+            return super().__call__(path, x) and path[-1] == "scale"
+
+    def make_optimizer(config, given):
+        assert config.optimizer.b1 == 0.7
+        seen.append({path: (x.shape, x.dtype) for path, x in named_leaves(given)})
+        return optax.lion(make_schedule(config), b1=config.optimizer.b1)
+
+    def make_schedule(config):
+        return optax.linear_schedule(config.optimizer.learning_rate, 0.0, 10)
+
+    recipe = replace(CONFIG, make_optimizer=make_optimizer, make_schedule=make_schedule, wrt=Scale())
+    expected, losses = plain(
+        optax.lion(optax.linear_schedule(0.01, 0.0, 10), b1=0.7), lambda path: path.endswith("scale")
+    )
+    _, state, rows = trained(config_of(mesh, recipe=recipe, b1=0.7))
+    assert_close(parameters(state), expected[-1])
+    assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-6)
+    assert [row["learning_rate"] for row in rows] == pytest.approx([0.01, 0.009, 0.008])
+    shapes = {path: (x.shape, x.dtype) for path, x in parameters(state).items() if path.endswith("scale")}
+    assert seen and all(given == shapes for given in seen)
+
+
+def test_the_learning_rate_of_a_recipes_optimizer_is_not_made_up():
+    recipe = replace(CONFIG, make_optimizer=lambda config, given: optax.sgd(0.1))
+    _, _, rows = trained(config_of("mesh", recipe=recipe), steps=1)
+    assert "learning_rate" not in rows[0]
+
+
+@pytest.mark.parametrize("mesh", ["mesh", "pp"])
+def test_muon_on_a_stack_treats_every_layer_as_a_matrix(mesh):
+    expected, _ = plain(optax.chain(CLIP, muon()))
+    stack = DecoderConfig(**{**vars(MODEL), "scan": True})
+    _, state, _ = trained(config_of(mesh, model=stack, name="muon"))
+    found = parameters(state)
+    for path, value in expected[-1].items():
+        if not path.startswith("layers/"):
+            continue
+        _, layer, rest = path.split("/", 2)
+        parts = {p: x for p, x in found.items() if p.startswith(f"layers/{rest}")}
+        stacked = jnp.concatenate([parts[p] for p in sorted(parts)])  # one per group of a pipeline
+        assert_close({path: stacked[int(layer)]}, {path: value})
+
+
+def test_muon_of_experts_runs_by_expert_on_a_stack_in_a_pipeline():
+    kinds = {"num_experts": 2, "experts_per_token": 1}
+    results = []
+    for mesh, scan in (("one", False), ("pp", True)):
+        model = DecoderConfig(**{**vars(MODEL), **kinds, "scan": scan})
+        config = replace(config_of(mesh, model=model, name="muon"), pipeline=PipelineConfig(num_microbatches=4))
+        results.append([row["loss"] for row in trained(config)[2]])
+    assert results[0] == pytest.approx(results[1], abs=1e-5)
+
+
+# --- layouts of the states ---
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor", "sgd"])
+def test_the_layout_of_an_optimizers_state_equals_its_golden_text(name, request):
+    settings = [f"optimizer.name={name}", "optimizer.ema=0.99", "optimizer.shard_over=dp", "model.scan=true"]
+    config = apply_overrides(load_recipe(str(ROOT / "recipes" / "tiny_moe.py")), [*settings, "mesh.shape=dp:2,fsdp:2,tp:2"])  # fmt: skip # noqa: E501
+    explanation = explain(config)
+    assert not explanation.findings
+    file, text = GOLDEN / f"{name}.txt", golden_text(explanation.report)
+    if request.config.getoption("--update-golden"):
+        file.write_text(text, encoding="utf-8")
+    lines = difflib.unified_diff(file.read_text().splitlines(), text.splitlines(), str(file), "now", lineterm="", n=0)
+    assert not (diff := "\n".join(lines)), f"if this is intended: pytest {__file__} --update-golden\n{diff}"
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor", "sgd"])
+def test_zero_1_does_not_change_an_optimizer(name):
+    states = [trained(config_of("mesh", name=name, shard_over=over))[1] for over in ("", "dp")]
+    assert_close(parameters(states[1]), parameters(states[0]))
+    moments = [
+        max(shard.data.size / x.size for shard in x.addressable_shards[:1])
+        for path, x in named_leaves(states[1].to_nnx()["optimizer"])
+        if x.size >= 64
+    ]
+    assert moments and max(moments) <= 1 / 2
+
+
+# --- mistakes ---
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    {
+        "group": ({"groups": "nothing weight_decay*0"}, r"^optimizer.groups: no trained parameter has 'nothing' in "),
+        "frozen": ({"groups": "nothing frozen"}, r"^optimizer.groups: no variable of the model has 'nothing' in its "),
+        "decay": ({"no_decay": "nothing"}, r"^optimizer.no_decay: no trained parameter has 'nothing' in its path; the"),
+        "all": (
+            {"groups": ". frozen"},
+            r"^wrt=Param without the frozen groups of optimizer.groups must match a variable",
+        ),
+        "matrices": (
+            {"name": "muon", "matrices": "kernel"},
+            r"^optimizer.matrices: layers/\{0..1\}/attention/k/kernel has 3 dims; write which are inputs and which",
+        ),
+        "few dims": ({"name": "muon", "matrices": "mlp/.*/kernel 0>1,2"}, r"^optimizer.matrices: layers/.* has 2 dims"),
+        "no matrix": (
+            {"name": "muon", "matrices": "x/kernel"},
+            r"(?s)no trained parameter has.*trained parameter is",
+        ),
+    }.values(),
+)
+@pytest.mark.parametrize("mesh", ["mesh", "pp"])
+def test_patterns_that_select_nothing_are_errors(settings, message, mesh):
+    with pytest.raises(ConfigError, match=message):
+        trained(config_of(mesh, **settings), steps=0)
+
+
+def test_a_recipes_functions_must_return_optax_objects():
+    for functions, message in (
+        (
+            {"make_optimizer": lambda config, given: 3},
+            r"^make_optimizer: .*test_make.py, line \d+: it must return an",
+        ),
+        ({"make_optimizer": lambda config: None}, r"^make_optimizer: .*: it must be callable with the argum"),
+        (
+            {"make_optimizer": lambda config, given: 1 / 0},
+            r"^make_optimizer: .*test_make.py, line \d+: ZeroDiv",
+        ),
+        ({"make_schedule": lambda config: 3}, r"^make_schedule: .*: it must return a function of the step .* got int"),
+        (
+            {"make_schedule": lambda config: jnp.atleast_1d},
+            r"^make_schedule: .* a function that returns the shape",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            trained(config_of("mesh", recipe=replace(CONFIG, **functions)), steps=0)
+
+
+def test_the_default_is_the_optimizer_of_earlier_checkpoints():
+    """Paths of moments and counts as those that checkpoints of the first versions contain."""
+    state = trained(config_of("one"), steps=0)[1].to_nnx()["optimizer"]
+    paths = {path.split("/embed/")[0] for path, _ in named_leaves(state) if "layers" not in path and "norm" not in path}
+    assert paths == {"opt_state/1/0/count", "opt_state/1/0/mu", "opt_state/1/0/nu", "opt_state/1/2/count", "step"}
+    assert SETTINGS.name == "adamw" and jax.tree.leaves(state)

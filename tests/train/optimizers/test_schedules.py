@@ -1,0 +1,65 @@
+"""Learning rate schedules by name, against their formulas."""
+
+import math
+from typing import Any
+
+import pytest
+
+from flax_mesh.train.optimizers.config import OptimizerConfig
+from flax_mesh.train.optimizers.schedules import make_learning_rate_schedule
+
+FIRST, PEAK, END, WARMUP, DECAY = 0.2, 1.0, 0.1, 4, 24
+
+
+def learning_rate(config, step) -> Any:
+    return make_learning_rate_schedule(config)(step)
+
+
+def warmup(step):
+    return FIRST + (PEAK - FIRST) * step / WARMUP
+
+
+def line(step, start):
+    return PEAK + (END - PEAK) * min((step - start) / (DECAY - start), 1)
+
+
+def part(step):
+    return min((step - WARMUP) / (DECAY - WARMUP), 1)
+
+
+FORMULAS = {
+    "cosine": lambda step: (
+        END + (PEAK - END) * (1 + math.cos(math.pi * min((step - WARMUP) / (DECAY - WARMUP), 1))) / 2
+    ),
+    "linear": lambda step: line(step, WARMUP),
+    "constant": lambda step: PEAK,
+    "wsd": lambda step: PEAK if step < 21 else line(step, 21),  # 90% of 24
+    "wsd from 10": lambda step: PEAK if step < 10 else line(step, 10),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_schedule_follows_its_formula(name):
+    start = 10 if name.endswith("10") else None
+    config = OptimizerConfig(
+        schedule=name.split()[0], learning_rate=PEAK, end_learning_rate=END, warmup_steps=WARMUP, decay_steps=DECAY,
+        decay_start=start,
+    )  # fmt: skip
+    assert config.problems() == []
+    for step in range(2 * DECAY):
+        expected = warmup(step) if step < WARMUP else FORMULAS[name](step)
+        assert learning_rate(config, step) == pytest.approx(expected, rel=1e-5), step
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "constant", "wsd"])
+def test_without_a_warm_up_the_first_step_has_the_full_learning_rate(name):
+    config = OptimizerConfig(schedule=name, learning_rate=PEAK, warmup_steps=0, decay_steps=DECAY)
+    assert learning_rate(config, 0) == PEAK
+
+
+def test_the_decay_of_wsd_starts_between_warm_up_and_end():
+    for start in (3, 24):
+        (problem,) = OptimizerConfig(schedule="wsd", decay_start=start, warmup_steps=4, decay_steps=24).problems()
+        assert problem.startswith(f"optimizer.decay_start={start} must be at least optimizer.warmup_steps=4 and below")
+    late = OptimizerConfig(schedule="wsd", learning_rate=PEAK, warmup_steps=98, decay_steps=100)
+    assert [learning_rate(late, step) for step in (98, 100)] == pytest.approx([PEAK, 3e-5])
