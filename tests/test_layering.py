@@ -85,6 +85,7 @@ SHARED = {
     "train.export",
     "train.metadata",
     "train.metrics",
+    "train.run_folder",  # the names of the files in it
 }
 
 

@@ -134,6 +134,8 @@ class RunConfig:
         hooks: What is called with every row of metrics, comma-separated: "tensorboard", or dotted paths of functions
             `make_hook(folder, config, start) -> hook` (see docs/watching.md).
         profile: Number of steps that jax.profiler records, from the third step of this run on. 0: none.
+        compilation_cache: Whether `flax-mesh train` keeps compiled programs in RUN_FOLDER/compiled, so that a resumed
+            run does not compile them again. A cache that JAX is configured with is used instead.
     """
 
     steps: int = field(default=1000, metadata=SAME_RESULT | AT_LEAST_1)
@@ -148,6 +150,7 @@ class RunConfig:
     hardware: str = field(default="", metadata=SAME_RESULT | {"path": True})
     hooks: str = field(default="", metadata=SAME_RESULT)
     profile: int = field(default=0, metadata=SAME_RESULT | AT_LEAST_0)
+    compilation_cache: bool = field(default=True, metadata=SAME_RESULT)
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def train(
     allow_changes: bool = False,
     say: Say = lambda text: None,
     hooks: Sequence[Callable[[Row], None]] = (),
-    on_start: Callable[[TrainProgram], None] = lambda program: None,
+    on_start: Callable[[TrainProgram, Path], None] = lambda program, folder: None,
     should_stop: Callable[[], bool] = lambda: False,
     trace: str | Path | None = None,
     watch: Watch | None = None,
@@ -84,8 +84,8 @@ def train(
     losses, bit for bit, as one that was not. The run folder contains metrics.jsonl (one row per step), config.txt and
     checkpoints/.
 
-    With several processes, all of them call `train` with the same arguments. `hooks` run in every process; only
-    process 0 calls `say` and `on_start` and writes files. All processes stop after the same step once `should_stop` is
+    With several processes, all of them call `train` with the same arguments. `hooks` and `on_start` run in every
+    process; only process 0 calls `say` and writes files. All processes stop after the same step once `should_stop` is
     true in one.
 
     Args:
@@ -96,7 +96,7 @@ def train(
             from those of the checkpoint.
         say: Called with every line of output. By default the run prints nothing.
         hooks: Called with every row of metrics, a dict with step, loss, grad_norm, tokens_per_s and others.
-        on_start: Called with the program once the settings are checked, before anything compiles.
+        on_start: Called with the program and the run folder once the settings are checked, before the step compiles.
         should_stop: Polled after every step. Once true, the step is saved and the run ends.
         trace: Write the times of all actions of the third step of a pipeline to this JSON file (Chrome trace format),
             and a picture of them beside it.
@@ -140,8 +140,7 @@ def train(
         program = _with_search(program, folder, say)
         run = Run(program, corpus, batch, evaluate, record, folder, say, hooks, factories, should_stop, trace)
         describe(run)
-        if is_first():
-            on_start(program)
+        on_start(program, folder)
         with _checkpointer(config.checkpoint, folder / CHECKPOINTS, program.rules.layers) as checkpointer:
             step = latest_step(checkpointer)
             for damaged, problems in checkpointer.damaged.items():
