@@ -74,6 +74,7 @@ SHARED = {
     "processes.output",  # standard output that never ends a process
     "processes.store",  # the key-value store of jax.distributed
     "sharding.annotations",
+    "sharding.memory",  # which arrays are in the memory of the host
     "sharding.report.hlo",  # the parser of compiled programs, for plans
     "sharding.report.html",  # tables of an HTML page, for plans
     "sharding.explicit",  # Explicit axes of models, steps and pipelines

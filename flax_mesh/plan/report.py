@@ -101,6 +101,8 @@ def memory_text(memory: Memory, width: int = UNLIMITED) -> str:
 def memory_notes(memory: Memory) -> list[str]:
     """Where the peak is: its moment, and its group of a pipeline."""
     found = [f"state and batch, the arguments of the step, are {bytes_text(memory.arguments)}"]
+    if memory.host:
+        found.append(f"{bytes_text(memory.host)} of the optimizer per device are in the memory of the host")
     if memory.timeline:
         moment = max(memory.timeline, key=lambda moment: moment.total)
         found.append(f"the peak is during {moment.label}")
@@ -262,6 +264,7 @@ def memory_dict(memory: Memory) -> dict[str, Any]:
         "capacity": memory.capacity,
         "reserve": memory.reserve,
         "arguments": memory.arguments,
+        "host": memory.host,
         "peak": memory.peak,
         "at_peak": dict(memory.at_peak),
         "groups": list(memory.groups),

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from flax_mesh.errors import SaveError
+from flax_mesh.sharding.memory import is_on_host
 from flax_mesh.step.state import TrainState
 from flax_mesh.text import bytes_text, mesh_text
 from flax_mesh.train.build import TrainProgram
@@ -51,7 +52,8 @@ class Run:
 
 def describe(run: Run) -> None:
     program, leaves = run.program, run.program.layout.leaves
-    shard = max(_bytes_by_device(leaves).values())
+    shard = max(_bytes_by_device([x for x in leaves if not is_on_host(x)]).values())
+    hosted = max(_bytes_by_device([x for x in leaves if is_on_host(x)]).values(), default=0)
     total = sum(math.prod(x.shape) * _itemsize(x) for x in leaves)
     devices = program.mesh.devices
     run.say(f"mesh: {mesh_text(program.mesh.shape)} on {devices.size} x {devices.flat[0].device_kind}")
@@ -59,6 +61,7 @@ def describe(run: Run) -> None:
     run.say(
         f"model: {program.num_parameters / 1e6:.2f}M parameters in {len(program.parameters)} arrays; "
         f"with the optimizer {bytes_text(total)}, {bytes_text(shard)} per device"
+        + (f" and {bytes_text(hosted)} per device in the memory of the host" if hosted else "")
     )
     if program.pipeline is not None:
         for line in str(program.pipeline.staged).splitlines():
