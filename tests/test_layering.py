@@ -83,6 +83,7 @@ SHARED = {
     "step.parameter_flow",  # which parameters a call changes, likewise
     "train.checks",
     "train.explain",
+    "train.data.own",  # the shapes of a batch, for plans
     "train.export",
     "train.metadata",
     "train.metrics",

@@ -284,5 +284,5 @@ def check_agreement(record: Mapping[str, Any]) -> None:
     facts = {f"config {key}": value for key, value in record["config"].items()}
     facts |= {f"version of {name}": value for name, value in record["versions"].items()}
     facts |= {"mesh": str(record["mesh"]), "rules": str(record["rules"]), "axes": str(record["axes"])}
-    facts |= {"sharding of the state": record["sharding"], "content of data.source": record["data"]["content_hash"]}
+    facts |= {"sharding of the state": record["sharding"], record["data"]["name"]: record["data"]["content_hash"]}
     assert_equal("start", facts)
