@@ -119,7 +119,7 @@ CONTRACT = {
         as_jax_array device_put jit
     """,
 }
-MOST_NAMES = 91
+MOST_NAMES = 93
 # Documented in full, with Args, Returns, Raises and an example.
 ENTRY_POINTS = {
     "flax_mesh": """

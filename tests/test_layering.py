@@ -83,9 +83,11 @@ SHARED = {
     "step.parameter_flow",  # which parameters a call changes, likewise
     "train.checks",
     "train.explain",
+    "train.data.own",  # the shapes of a batch, for plans
     "train.export",
     "train.metadata",
     "train.metrics",
+    "train.run_folder",  # the names of the files in it
 }
 
 

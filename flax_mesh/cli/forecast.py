@@ -11,6 +11,7 @@ from flax_mesh.plan.plan import Plan
 from flax_mesh.plan.report import forecast_line, measured_line
 from flax_mesh.plan.topology import topology_of_devices
 from flax_mesh.train import TrainProgram
+from flax_mesh.train.data.own import zero_batches
 from flax_mesh.train.metrics import Row
 
 
@@ -56,4 +57,7 @@ def plan_of(program: TrainProgram) -> Plan:
     shape = format_mesh_shape(mesh.axis_names, mesh.devices.shape)
     chip = load_chip(config.run.hardware) if config.run.hardware else None
     topology = topology_of_devices(list(mesh.devices.flat), chip)
-    return plan(replace(config, mesh=replace(config.mesh, shape=shape)), topology)
+    config = replace(config, mesh=replace(config.mesh, shape=shape))
+    if program.batches is not None:  # the shapes are known, and make_batches may take long
+        config = replace(config, make_batches=zero_batches(program.batches.shapes))
+    return plan(config, topology)

@@ -6,14 +6,24 @@ import gc
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TextIO
 
 import jax
 
 from flax_mesh.checkpoint.read import plain
-from flax_mesh.cli.common import DIVERGED, DONE, STOPPED, add_recipe, config_of, report_failure, use_platform
+from flax_mesh.cli.common import (
+    DIVERGED,
+    DONE,
+    STOPPED,
+    add_recipe,
+    config_of,
+    report_failure,
+    use_compilation_cache,
+    use_platform,
+)
 from flax_mesh.cli.forecast import Forecast
 from flax_mesh.errors import ConfigError
 from flax_mesh.processes import Watch, start_processes
@@ -21,10 +31,11 @@ from flax_mesh.processes.launch import SIGNALS
 from flax_mesh.processes.output import reader_has_ended, write_stderr
 from flax_mesh.processes.start import parse_processes
 from flax_mesh.processes.watchdog import step_timeout_problem
-from flax_mesh.train import TrainResult, train
+from flax_mesh.train import TrainProgram, TrainResult, train
 from flax_mesh.train.checks import check_config
 from flax_mesh.train.metrics import Row
 from flax_mesh.train.overrides import to_lines
+from flax_mesh.train.run_folder import COMPILED
 
 STEP_TIMEOUT_S = 1800.0
 
@@ -89,10 +100,17 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     first, limit = jax.process_index() == 0, arguments.step_timeout or (STEP_TIMEOUT_S if count > 1 else None)
     with (
         _stop_requests(sys.stdout) as should_stop,
-        _display(config.run.steps) as display,
+        _display(config.run.steps, config.eval_fns.keys()) as display,
         Watch(report_failure, limit) as watch,
     ):
         forecast = Forecast(display.say)
+
+        def on_start(program: TrainProgram, folder: Path) -> None:
+            if config.run.compilation_cache:
+                use_compilation_cache(folder / COMPILED)
+            if first:
+                forecast.start(program)
+
         result = train(
             config,
             recipe=arguments.recipe,
@@ -100,7 +118,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             allow_changes=arguments.allow_changes,
             say=display.say,
             hooks=[display.row, forecast.row, watch.step_ended] if first else [watch.step_ended],
-            on_start=forecast.start,
+            on_start=on_start,
             should_stop=should_stop,
             trace=arguments.trace,
             watch=watch,
@@ -139,22 +157,24 @@ def same_command(argv: Sequence[str], process: str | None) -> list[str]:
 class _Display:
     """Prints one line per step, above a progress bar if the output is a terminal."""
 
-    def __init__(self, progress: Any, task: Any):
-        self._progress, self._task = progress, task
+    def __init__(self, progress: Any, task: Any, eval_fns: Collection[str]):
+        self._progress, self._task, self._eval_fns = progress, task, eval_fns
 
     def say(self, text: str) -> None:
         self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def row(self, row: Row) -> None:
         self._progress.update(self._task, completed=row["step"])
-        self.say(step_line(row))
+        self.say(step_line(row, self._eval_fns))
 
 
-def step_line(row: Row) -> str:
+def step_line(row: Row, eval_fns: Collection[str] = ()) -> str:
+    """One step in one line; `eval_fns` are the names of the recipe's evaluation functions."""
     parts = [f"step {row['step']:>6}", f"loss {row['loss']:.4f}", f"grad {row['grad_norm']:.3f}"]
     if "learning_rate" in row:
         parts.append(f"lr {row['learning_rate']:.2e}")
-    parts.append(f"{row['tokens_per_s']:,.0f} tok/s")
+    units = {"examples_per_s": "examples/s", "tokens_per_s": "tok/s"}
+    parts += [f"{row[name]:,.0f} {unit}" for name, unit in units.items() if name in row]
     if row.get("mfu") is not None:
         parts.append(f"mfu {row['mfu']:.1%}")
     if row.get("device_bytes") is not None:
@@ -162,18 +182,19 @@ def step_line(row: Row) -> str:
     if row.get("eval_loss") is not None:
         bits = row.get("bits_per_byte")
         parts.append(f"held-out {row['eval_loss']:.4f}" + ("" if bits is None else f" = {bits:.3f} bits/byte"))
+    parts += [f"{name} {value:.4f}" for name, value in row.items() if name.partition("/")[0] in eval_fns]
     return "  ".join(parts)
 
 
 @contextmanager
-def _display(steps: int) -> Iterator[_Display]:
+def _display(steps: int, eval_fns: Collection[str]) -> Iterator[_Display]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console()
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-        yield _Display(progress, progress.add_task("training", total=steps))
+        yield _Display(progress, progress.add_task("training", total=steps), eval_fns)
 
 
 @contextmanager

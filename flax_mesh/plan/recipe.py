@@ -48,7 +48,6 @@ from flax_mesh.sharding.rules import PartitionRules
 from flax_mesh.step.state import TrainState, abstract_train_state
 from flax_mesh.train.build import (
     TrainProgram,
-    batch_sharding,
     make_mesh,
     make_modules,
     run_rules,
@@ -56,7 +55,8 @@ from flax_mesh.train.build import (
     train_program,
 )
 from flax_mesh.train.checks import check_config, check_on_mesh
-from flax_mesh.train.config import TrainConfig, mesh_shape, schedule_memory, shard_over
+from flax_mesh.train.config import TrainConfig, mesh_shape, schedule_memory, shard_over, tokens_per_step
+from flax_mesh.train.data.own import abstract_batch, batch_shapes
 from flax_mesh.tree import named_leaves
 from flax_mesh.user_code import check_arguments, place_of, user_code
 
@@ -113,11 +113,9 @@ def step_of(
     config: TrainConfig, mesh: AbstractMesh | Mesh, rules: PartitionRules
 ) -> tuple[TrainProgram, tuple[Any, ...]]:
     """The program of a recipe on a mesh, which may be abstract, and the abstract arguments of its step."""
-    program = train_program(config, mesh, rules)  # pyright: ignore[reportArgumentType] (an abstract mesh)
-    shape = config.data.batch_size, config.data.sequence_length
-    sharding = batch_sharding(mesh, rules.axes)  # pyright: ignore[reportArgumentType]
-    rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
-    return program, (program.layout, {"inputs": rows, "targets": rows})
+    shapes = batch_shapes(config)
+    program = train_program(config, mesh, rules, shapes)  # pyright: ignore[reportArgumentType] (an abstract mesh)
+    return program, (program.layout, abstract_batch(shapes, mesh, rules.axes))
 
 
 def plan_step(
@@ -191,9 +189,10 @@ def _limit(devices: Sequence[Any]) -> int | None:
 
 
 def _stated(config: TrainConfig, num_parameters: int) -> Stated:
-    tokens = config.data.batch_size * config.data.sequence_length
-    count = config.flops_per_token
-    return tokens, None if count is None else tokens * count(config.model, num_parameters, config.data.sequence_length)
+    tokens, count = tokens_per_step(config), config.flops_per_token
+    if tokens is None or count is None:
+        return tokens, None
+    return tokens, tokens * count(config.model, num_parameters, config.data.sequence_length)
 
 
 def _vocabulary(config: TrainConfig) -> int:
@@ -302,7 +301,7 @@ class Split(NamedTuple):
     schedule: Schedule
     shardings: list[NamedSharding]  # of the leaves of the staged model
     axes: PartitionAxis
-    batch: Mapping[str, jax.ShapeDtypeStruct]
+    batch: Any  # a pytree of ShapeDtypeStructs
     sizes: Mapping[str, list[int]]  # category of the state -> bytes of every group, on its devices
     host: list[int]  # bytes of every group in the memory of the host
     num_parameters: int
@@ -329,7 +328,8 @@ class Split(NamedTuple):
 
 def split_recipe(config: TrainConfig, num_groups: int, mesh: AbstractMesh, rules: PartitionRules) -> Split:
     """The stages of a recipe; `mesh` is that of one group."""
-    staged, schedule = split_model(config, rules.layers, num_groups, mesh)
+    batch = batch_shapes(config)
+    staged, schedule = split_model(config, batch, rules.layers, num_groups, mesh)
     make = partial(make_modules, config)
     table = rules if rules.table else None
     abstract = abstract_state(
@@ -344,7 +344,6 @@ def split_recipe(config: TrainConfig, num_groups: int, mesh: AbstractMesh, rules
     model = [leaf for path, leaf in named if path.startswith(MODEL)]
     shardings = [model[leaf.source].sharding for leaf in staged.leaves]
     staged = staged.with_layout(mesh, [x.sharding.spec for x in model], rules.axes)
-    rows = jax.ShapeDtypeStruct((config.data.batch_size, config.data.sequence_length), jnp.int32)
     sizes: dict[str, list[int]] = {}
     for kind in ("parameters", "optimizer", "other state"):
         leaves = [(path, x, _bytes(x) if _kind(path, x) == kind and not is_on_host(x) else 0) for path, x in named]
@@ -352,7 +351,6 @@ def split_recipe(config: TrainConfig, num_groups: int, mesh: AbstractMesh, rules
     hosted = [(path, x, _bytes(x) if is_on_host(x) else 0) for path, x in named]
     host = bytes_of_groups(staged, schedule.stage_to_group, hosted)
     count = sum(math.prod(x.shape) for path, x in named if _kind(path, x) == "parameters")
-    batch = {"inputs": rows, "targets": rows}
     return Split(config, staged, schedule, shardings, rules.axes, batch, sizes, host, count)
 
 

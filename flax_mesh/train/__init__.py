@@ -13,7 +13,9 @@ from flax_mesh.train.config import PipelineConfig as PipelineConfig
 from flax_mesh.train.config import RunConfig as RunConfig
 from flax_mesh.train.config import TrainConfig as TrainConfig
 from flax_mesh.train.config import load_recipe as load_recipe
+from flax_mesh.train.data.arrays import array_batches as array_batches
 from flax_mesh.train.data.data import DataConfig as DataConfig
+from flax_mesh.train.data.evaluation import mean_metrics as mean_metrics
 from flax_mesh.train.loop import TrainResult as TrainResult
 from flax_mesh.train.loop import train as train
 from flax_mesh.train.optimizers.config import OptimizerConfig as OptimizerConfig

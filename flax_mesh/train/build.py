@@ -31,6 +31,7 @@ from flax_mesh.sharding.abstract import (
 from flax_mesh.sharding.annotations import annotations_of
 from flax_mesh.sharding.constrain import spec_in_mesh
 from flax_mesh.sharding.rules import PartitionRules, as_rules, group_findings, match_partition_rules
+from flax_mesh.step.batch import microbatch_shapes
 from flax_mesh.step.loss import Metrics, sums_of
 from flax_mesh.step.state import TrainState, abstract_train_state
 from flax_mesh.step.step import Step, make_eval_step, make_train_step
@@ -45,6 +46,8 @@ from flax_mesh.train.config import (
     pipeline_schedule,
     shard_over,
 )
+from flax_mesh.train.data.evaluation import run_eval_fns, traced_evaluate
+from flax_mesh.train.data.own import OwnBatches, abstract_batch, batch_shapes, own_batches
 from flax_mesh.train.optimizers.average import average_parameters
 from flax_mesh.train.optimizers.groups import parse_groups, trained_filter
 from flax_mesh.train.optimizers.make import make_optimizer, parameter_problems
@@ -70,6 +73,7 @@ class TrainProgram:
     evaluate: Callable[[TrainState, Any], Metrics]  # sums over a batch
     model: Callable[[TrainState], nnx.Module]  # the model on the whole mesh, for sampling
     pipeline: Pipeline | None = None
+    batches: OwnBatches | None = None  # of a recipe with make_batches
 
     @property
     def parameters(self) -> list[Any]:
@@ -99,25 +103,25 @@ def build_program(
         raise ConfigError(problems)
     if config.mesh.rules:
         say(_report_rules(config, mesh, rules))
-    program = train_program(config, mesh, rules, change)
-    _check_functions(program)
+    own = own_batches(config)
+    shapes = batch_shapes(config, own)
+    program = replace(train_program(config, mesh, rules, shapes, change), batches=own)
+    _check_functions(program, shapes)
     return program
 
 
-def _check_functions(program: TrainProgram) -> None:
+def _check_functions(program: TrainProgram, shapes: Any) -> None:
     """Trace the step and the evaluation, and call `flops_per_token`: their exceptions are raised before the run starts.
 
     The traces are those that the first call would make; it reuses them.
     """
     config, run = program.config, program.config.run
-    shape = config.data.batch_size, config.data.sequence_length
-    rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(program.mesh, program.rules.axes))
-    batch, place = {"inputs": rows, "targets": rows}, place_of(config.loss_fn)
+    batch, place = abstract_batch(shapes, program.mesh, program.rules.axes), place_of(config.loss_fn)
     if program.pipeline is None:  # split_model has traced the loss of a pipeline
         check_arguments("loss_fn", config.loss_fn, "model", "batch")
         with user_code("loss_fn", place):
             jax.eval_shape(program.step, program.layout, batch)
-    if program.pipeline is None and run.eval_every:
+    if program.pipeline is None and run.eval_every and config.make_batches is None:
         with user_code("loss_fn of a model in eval mode", place):
             jax.eval_shape(program.evaluate, program.layout, batch)
     if (count := config.flops_per_token) is not None:
@@ -126,17 +130,42 @@ def _check_functions(program: TrainProgram) -> None:
             flops = count(config.model, program.num_parameters, config.data.sequence_length)
             if not isinstance(flops, numbers.Real):
                 raise ValueError(f"it must return a number, got {type(flops).__name__}")
-    _check_best_metric(config, batch)
+    evaluated = [*METRICS_OF_EVALUATION] if run.eval_every and config.make_batches is None else []
+    if run.eval_every and config.eval_fns:
+        evaluated += _metrics_of_eval_fns(program, _metrics_of_loss(config, batch))
+    _check_best_metric(config, batch, evaluated)
 
 
-def _check_best_metric(config: TrainConfig, batch: Any) -> None:
+def _metrics_of_eval_fns(program: TrainProgram, of_loss: Sequence[str]) -> list[str]:
+    """Calls `eval_fns` with sums that are all 1, and returns the names of their metrics."""
+    config, pipeline, place = program.config, program.pipeline, place_of(program.config.loss_fn)
+    parts = 1 if pipeline is None else config.pipeline.num_microbatches
+
+    def trace(batch: Any) -> Sequence[str]:
+        with user_code("loss_fn of a model in eval mode", place):
+            if pipeline is None:
+                return list(jax.eval_shape(program.evaluate, program.layout, batch))
+            pipeline.staged.cut(microbatch_shapes(batch, parts), seed=config.run.seed, train=False)
+            return ["loss", "weight", *of_loss]
+
+    names = list(run_eval_fns(config.eval_fns, config, traced_evaluate(trace, program.mesh, program.rules.axes, parts)))
+    if twice := [name for name in names if name in of_loss]:
+        raise ConfigError([f"eval_fns: {name} is a metric of loss_fn too; use another name" for name in twice])
+    return names
+
+
+def _metrics_of_loss(config: TrainConfig, batch: Any) -> list[str]:
+    return list(jax.eval_shape(lambda batch: sums_of(config.loss_fn(make_model(config), batch))[2], batch))
+
+
+def _check_best_metric(config: TrainConfig, batch: Any, evaluated: Sequence[str]) -> None:
     wanted, best = config.checkpoint.best_metric, config.checkpoint.keep_best
-    known = [*METRICS_OF_STEP, *METRICS_OF_EVALUATION * (config.run.eval_every > 0)]
+    known = [*METRICS_OF_STEP, *evaluated]
     if wanted in known or (not best and wanted == CheckpointConfig.best_metric):
         return
-    shapes = jax.eval_shape(lambda batch: sums_of(config.loss_fn(make_model(config), batch))[2], batch)
-    if wanted not in shapes:
-        names = ", ".join([*known, *shapes])
+    names = _metrics_of_loss(config, batch)
+    if wanted not in names:
+        names = ", ".join([*known, *names])
         more = "" if config.run.eval_every else "; held-out metrics require run.eval_every above 0"
         raise ConfigError(f"checkpoint.best_metric={wanted} is in no row of metrics, which have {names}{more}")
 
@@ -155,12 +184,16 @@ def train_program(
     config: TrainConfig,
     mesh: Mesh,
     rules: PartitionRules,
+    batch: Any = None,
     change: Callable[[Schedule], Schedule] = lambda schedule: schedule,
 ) -> TrainProgram:
-    """The program of a recipe on a mesh: a pipeline where the mesh has an axis pp, else one jitted step."""
+    """The program of a recipe on a mesh: a pipeline where the mesh has an axis pp, else one jitted step.
+
+    `batch` has the shapes of a batch, which a pipeline needs; by default `batch_shapes(config)`.
+    """
     if "pp" not in mesh.axis_names:
         return _plain(config, mesh, rules)
-    pipeline = _pipeline(config, mesh, rules, change)
+    pipeline = _pipeline(config, mesh, rules, batch_shapes(config) if batch is None else batch, change)
     return TrainProgram(
         config,
         mesh,
@@ -199,10 +232,10 @@ def _plain(config: TrainConfig, mesh: Mesh, rules: PartitionRules) -> TrainProgr
 
 
 def _pipeline(
-    config: TrainConfig, mesh: Mesh, rules: PartitionRules, change: Callable[[Schedule], Schedule]
+    config: TrainConfig, mesh: Mesh, rules: PartitionRules, batch: Any, change: Callable[[Schedule], Schedule]
 ) -> Pipeline:
     groups = MpmdMesh(mesh, "pp")
-    staged, schedule = split_model(config, rules.layers, groups.mpmd_dim, groups)
+    staged, schedule = split_model(config, batch, rules.layers, groups.mpmd_dim, groups)
     return Pipeline(
         staged,
         transformation_of(config, staged.split_model[1], rules.layers),
@@ -221,18 +254,16 @@ def _pipeline(
 
 
 def split_model(
-    config: TrainConfig, layers: Sequence[str], num_groups: int, mesh: MpmdMesh | AbstractMesh
+    config: TrainConfig, batch: Any, layers: Sequence[str], num_groups: int, mesh: MpmdMesh | AbstractMesh
 ) -> tuple[StagedModel, Schedule]:
     """The stages of the recipe's model and their schedule; `mesh` is an MpmdMesh or the mesh of one group."""
     schedule = pipeline_schedule(config.pipeline, num_groups)
-    shape = config.data.batch_size, config.data.sequence_length
-    rows = jax.ShapeDtypeStruct(shape, jnp.int32)
     check_arguments("loss_fn", config.loss_fn, "model", "batch")
     with user_code("loss_fn", place_of(config.loss_fn)):
         staged = split_stages(
             config.loss_fn,
             partial(make_model, config),
-            {"inputs": rows, "targets": rows},
+            batch,
             mesh=mesh,
             schedule=schedule,
             layers=layers or None,

@@ -30,6 +30,7 @@ from flax_mesh.train.config import (
     shard_over,
 )
 from flax_mesh.train.data.data import NO_SOURCE, Corpus
+from flax_mesh.train.data.evaluation import eval_fn_problems
 from flax_mesh.train.warm_start import MAY_DIFFER, is_huggingface
 
 MODEL_AXES = AXIS_NAMES[1:]  # pp is the axis of the pipeline's groups
@@ -77,6 +78,9 @@ def _check_together(config: TrainConfig) -> list[str]:
             load_chip(run.hardware)
         except ConfigError as error:
             found += [f"run.hardware: {problem}" for problem in error.problems]
+    if config.make_batches is not None and config.sample is not None:
+        found.append("sample continues text and requires the tokens of data.source; with make_batches, set sample=None")
+    found += eval_fn_problems(config.eval_fns)
     if config.data.source == "":
         found.append(NO_SOURCE)
     if run.folder == "":
@@ -157,10 +161,9 @@ def check_on_mesh(config: TrainConfig, mesh: Mesh | AbstractMesh, axes: Partitio
     """
     data, parts = config.data, config.pipeline.num_microbatches
     divisor = f" / pipeline.num_microbatches={parts}" if parts > 1 else ""
-    dims = [
-        (f"data.batch_size={data.batch_size}{divisor}", "batch", data.batch_size // parts),
-        (f"data.sequence_length={data.sequence_length}", "sequence", data.sequence_length),
-    ]
+    dims = [(f"data.batch_size={data.batch_size}{divisor}", "batch", data.batch_size // parts)]
+    if config.make_batches is None:
+        dims.append((f"data.sequence_length={data.sequence_length}", "sequence", data.sequence_length))
     if config.rules is None and not config.mesh.rules:  # the model's own table; another one may not split these dims
         model_dims = getattr(config.model, "dims", list)()
         dims += [(f"{setting}={size}", logical, size) for setting, logical, size in model_dims]

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -134,6 +134,8 @@ class RunConfig:
         hooks: What is called with every row of metrics, comma-separated: "tensorboard", or dotted paths of functions
             `make_hook(folder, config, start) -> hook` (see docs/watching.md).
         profile: Number of steps that jax.profiler records, from the third step of this run on. 0: none.
+        compilation_cache: Whether `flax-mesh train` keeps compiled programs in RUN_FOLDER/compiled, so that a resumed
+            run does not compile them again. A cache that JAX is configured with is used instead.
     """
 
     steps: int = field(default=1000, metadata=SAME_RESULT | AT_LEAST_1)
@@ -148,6 +150,7 @@ class RunConfig:
     hardware: str = field(default="", metadata=SAME_RESULT | {"path": True})
     hooks: str = field(default="", metadata=SAME_RESULT)
     profile: int = field(default=0, metadata=SAME_RESULT | AT_LEAST_0)
+    compilation_cache: bool = field(default=True, metadata=SAME_RESULT)
 
 
 @dataclass(frozen=True)
@@ -162,8 +165,8 @@ class TrainConfig:
             sharded.
         loss_fn: `loss_fn(module, batch) -> (loss_sum, weight)` or `(loss_sum, weight, metrics)`, sums over the batch,
             or another form of `LossFn`; `batch` has "inputs" and "targets", int32 of shape (batch_size,
-            sequence_length). If the loss has further terms, return the metric "cross_entropy" (a sum too): evaluation
-            then reports it as the held-out loss.
+            sequence_length), or is what `make_batches` defines. If the loss has further terms, return the metric
+            "cross_entropy" (a sum too): evaluation then reports it as the held-out loss.
         model: The config of the model, a dataclass. Its fields are the settings `model.*`.
         mesh: Mesh shape, "fsdp:-1" by default.
         pipeline: Number of microbatches (gradient accumulation) and, for pp > 1, schedule, stages, remat and transport.
@@ -186,6 +189,13 @@ class TrainConfig:
             have no gradients and no moments.
         hooks: Functions `make_hook(folder, config, start) -> hook`, in addition to those of `run.hooks`: the hook is
             called with every row of metrics, in process 0 only.
+        make_batches: `make_batches(config) -> batch_fn`, called with this config; `batch_fn(step)` returns the global
+            batch of a step, a pytree of numpy arrays whose first dim is `data.batch_size`. It must be a pure function
+            of the step, equal in all processes. Or an iterator with `get_state` and `set_state`. None: the tokens of
+            `data.source`.
+        eval_fns: Name -> `eval_fn(config, evaluate) -> metrics`, a dict of numbers, which rows contain as
+            "NAME/METRIC". `evaluate(batch)` returns the sums "loss", "weight" and the metrics of `loss_fn` in eval mode
+            as floats. Called every `run.eval_every` steps and at the end.
 
     Example:
         >>> from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
@@ -211,6 +221,8 @@ class TrainConfig:
     make_schedule: Callable[["TrainConfig"], optax.Schedule] | None = None
     wrt: Any = nnx.Param
     hooks: tuple[Callable[..., Any], ...] = ()
+    make_batches: Callable[["TrainConfig"], Any] | None = None
+    eval_fns: Mapping[str, Callable[..., Any]] = field(default_factory=dict, hash=False)
 
 
 def load_recipe(name: str) -> TrainConfig:
@@ -279,6 +291,13 @@ def mesh_shape(config: TrainConfig) -> dict[str, int]:
 
 def data_seed(config: TrainConfig) -> int:
     return config.run.seed if config.data.seed is None else config.data.seed
+
+
+def tokens_per_step(config: TrainConfig) -> int | None:
+    """None for batches of a recipe without `flops_per_token`: what a token of them is, is not known."""
+    if config.make_batches is not None and config.flops_per_token is None:
+        return None
+    return config.data.batch_size * config.data.sequence_length
 
 
 def shard_over(config: TrainConfig) -> tuple[str, ...]:

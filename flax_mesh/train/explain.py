@@ -24,6 +24,7 @@ from flax_mesh.text import bytes_text, count_text
 from flax_mesh.train.build import build_program, make_modules, run_rules, split_model
 from flax_mesh.train.checks import check_config, check_on_mesh
 from flax_mesh.train.config import TrainConfig, mesh_shape, shard_over
+from flax_mesh.train.data.own import batch_shapes
 
 
 def explain(config: TrainConfig) -> Explanation:
@@ -77,7 +78,8 @@ def _stages(config: TrainConfig, explanation: Explanation, mesh: AbstractMesh) -
     if num_groups == 1:
         return "", []
     try:
-        staged, schedule = split_model(config, run_rules(config, mesh).layers, num_groups, mesh)
+        batch = batch_shapes(config)
+        staged, schedule = split_model(config, batch, run_rules(config, mesh).layers, num_groups, mesh)
     except CutError as error:
         return "", [Finding("pipeline", str(error).rstrip("."), "Change pipeline.cut or mesh.shape")]
     parts = [OPTIMIZER if leaf.kind == "optimizer" else MODEL for leaf in explanation.report.leaves]
@@ -112,18 +114,23 @@ class Measured(NamedTuple):
 
 
 def measure_recipe(config: TrainConfig) -> Measured:
-    """Measure every stage of the recipe by itself on random tokens.
+    """Measure every stage of the recipe by itself on random tokens, or on the first batch of `make_batches`.
 
     The costs of a stage are those of its forward pass, of its backward pass to the input and to the weights, and of the
     transfer of its output. Raises ConfigError for invalid settings, or if the mesh has no axis pp.
     """
-    pipeline = build_program(config, change=with_split_backward).pipeline
-    if pipeline is None:
+    program = build_program(config, change=with_split_backward)
+    if (pipeline := program.pipeline) is None:
         raise ConfigError(
             f"mesh.shape={config.mesh.shape} has no axis pp, so the model is not split into stages; add pp:N"
         )
+    batch = program.batches.first if program.batches else _random_tokens(config)
+    costs = measure_costs(pipeline, pipeline.init_state(), batch)
+    return Measured(costs, len(pipeline.groups), config.pipeline.num_microbatches)
+
+
+def _random_tokens(config: TrainConfig) -> dict[str, np.ndarray]:
     shape = config.data.batch_size, config.data.sequence_length
     ids = getattr(config.model, "vocab_size", None) or 2
     tokens = np.random.default_rng(config.run.seed).integers(0, ids, shape).astype(np.int32)
-    costs = measure_costs(pipeline, pipeline.init_state(), {"inputs": tokens, "targets": tokens})
-    return Measured(costs, len(pipeline.groups), config.pipeline.num_microbatches)
+    return {"inputs": tokens, "targets": tokens}

@@ -1,6 +1,5 @@
 """The training loop: start or resume a run, train, evaluate, save checkpoints."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
@@ -29,8 +28,10 @@ from flax_mesh.text import count_text, mesh_text
 from flax_mesh.train.build import TrainProgram, batch_sharding, build_program
 from flax_mesh.train.checks import check_on_corpus, check_trace
 from flax_mesh.train.config import CheckpointConfig, TrainConfig, data_seed, schedule_memory
-from flax_mesh.train.data.batches import BatchFn, batch_rows, make_batch_fn, make_eval_fn, num_eval_batches, prefetch
-from flax_mesh.train.data.data import Corpus, decode, load_corpus
+from flax_mesh.train.data.batches import prefetch
+from flax_mesh.train.data.data import decode, load_corpus
+from flax_mesh.train.data.evaluation import host_evaluate, run_eval_fns
+from flax_mesh.train.data.run_data import RunData, own_data, token_data
 from flax_mesh.train.hooks.load import Hooks, find_hooks
 from flax_mesh.train.hooks.profile import Profile, profile_problem
 from flax_mesh.train.metadata import check_resume, layout_changes, run_metadata, run_record, step_record
@@ -73,7 +74,7 @@ def train(
     allow_changes: bool = False,
     say: Say = lambda text: None,
     hooks: Sequence[Callable[[Row], None]] = (),
-    on_start: Callable[[TrainProgram], None] = lambda program: None,
+    on_start: Callable[[TrainProgram, Path], None] = lambda program, folder: None,
     should_stop: Callable[[], bool] = lambda: False,
     trace: str | Path | None = None,
     watch: Watch | None = None,
@@ -84,8 +85,8 @@ def train(
     losses, bit for bit, as one that was not. The run folder contains metrics.jsonl (one row per step), config.txt and
     checkpoints/.
 
-    With several processes, all of them call `train` with the same arguments. `hooks` run in every process; only
-    process 0 calls `say` and `on_start` and writes files. All processes stop after the same step once `should_stop` is
+    With several processes, all of them call `train` with the same arguments. `hooks` and `on_start` run in every
+    process; only process 0 calls `say` and writes files. All processes stop after the same step once `should_stop` is
     true in one.
 
     Args:
@@ -96,7 +97,7 @@ def train(
             from those of the checkpoint.
         say: Called with every line of output. By default the run prints nothing.
         hooks: Called with every row of metrics, a dict with step, loss, grad_norm, tokens_per_s and others.
-        on_start: Called with the program once the settings are checked, before anything compiles.
+        on_start: Called with the program and the run folder once the settings are checked, before the step compiles.
         should_stop: Polled after every step. Once true, the step is saved and the run ends.
         trace: Write the times of all actions of the third step of a pipeline to this JSON file (Chrome trace format),
             and a picture of them beside it.
@@ -129,19 +130,16 @@ def train(
     if trace is not None and (problems := check_trace(trace, config.mesh.shape, program.pipeline)):
         raise ConfigError(problems)
     factories = find_hooks(config.run.hooks, config.hooks)
-    corpus = load_corpus(config.data)
-    if problems := check_on_corpus(config, corpus):
-        raise ConfigError(problems)
-    batch, evaluate = _data_functions(program, corpus)
+    data = _load_data(program)
     _watch_pipeline(watch, program)
     with folder_of_run(Path(config.run.folder).expanduser(), restart) as folder:
-        record = run_record(recipe, program, corpus)
+        record = run_record(recipe, program, data)
         check_agreement(record)
         program = _with_search(program, folder, say)
-        run = Run(program, corpus, batch, evaluate, record, folder, say, hooks, factories, should_stop, trace)
+        evaluate = _evaluation(program, data)
+        run = Run(program, data, evaluate, record, folder, say, hooks, factories, should_stop, trace)
         describe(run)
-        if is_first():
-            on_start(program)
+        on_start(program, folder)
         with _checkpointer(config.checkpoint, folder / CHECKPOINTS, program.rules.layers) as checkpointer:
             step = latest_step(checkpointer)
             for damaged, problems in checkpointer.damaged.items():
@@ -172,6 +170,7 @@ def train(
                 known = _newest_finite(checkpointer)
                 say(f"warning: the numbers of the checkpoint of step {step} are not finite; {known}")
             _check_stages(run, is_new=False)
+            data.resume(step, saved["data"])
             state = checkpointer.restore(program.layout, step, verify=False)  # latest_step has verified it
             return _steps(run, checkpointer, state, step, saved)
 
@@ -188,7 +187,7 @@ def _with_search(program: TrainProgram, folder: Path, say: Say) -> TrainProgram:
 
 def _check_stages(run: Run, *, is_new: bool) -> None:
     """`pipeline.check`: the stages are compared with the model before the split, in process 0, on its own data."""
-    config, corpus, pipeline = run.config, run.corpus, run.program.pipeline
+    config, pipeline = run.config, run.program.pipeline
     setting = config.pipeline.check
     if pipeline is None or setting == "never" or (setting == "auto" and not is_new):
         return
@@ -196,10 +195,8 @@ def _check_stages(run: Run, *, is_new: bool) -> None:
     def check() -> str:
         if setting == "auto" and not pipeline.staged.is_cheap_to_check:
             return "pipeline.check: left out, because a microbatch takes more than 1e10 FLOPs or 1 GiB"
-        vocab = getattr(config.model, "vocab_size", None)
-        batch = batch_rows(corpus.train, data_seed(config), config.data, 0, vocab_size=vocab)
         pipeline.staged.check(
-            batch,
+            run.data.first(),
             seed=config.run.seed,
             remat=pipeline.remat,  # pyright: ignore[reportArgumentType] (checked with the config)
             split_backward=pipeline.schedule.splits_backward,
@@ -252,7 +249,7 @@ def _steps(
         stack.callback(rows.close)
         stack.callback(own_hooks.close)
         stack.callback(profile.close)
-        batches = stack.enter_context(closing(prefetch(run.batch, start, config.run.steps)))
+        batches = stack.enter_context(closing(prefetch(run.data.batch, start, config.run.steps)))
         for index, batch, waited in batches:
             step = index + 1
             limits = [check.limits(step)] if check.limits_are_used else []
@@ -278,8 +275,8 @@ def _steps(
                 rows.finish()
                 if check.stopped:
                     break
-                run.corpus.check_unchanged()
-                record = step_record(run.record, step, rows.last, check.record())
+                run.data.check_unchanged()
+                record = step_record(run.record, step, rows.last, check.record(), run.data)
                 _save(run, checkpointer, step, state, record, final=last or stop)
             if stop and not last:
                 status = "stopped"
@@ -354,27 +351,32 @@ def _traced_step(run: Run, state: TrainState, batch: Any, *limits: Limits) -> tu
     return state, metrics
 
 
-def _data_functions(program: TrainProgram, corpus: Corpus) -> tuple[BatchFn, Callable[[TrainState], Row] | None]:
-    """The function that returns the batch of a step, and the evaluation function (None if run.eval_every=0)."""
-    config, sharding = program.config, batch_sharding(program.mesh, program.rules.axes)
-    vocab = getattr(config.model, "vocab_size", None)
-    batch_fn = make_batch_fn(
-        corpus.train, seed=data_seed(config), config=config.data, sharding=sharding, vocab_size=vocab
-    )
-    if not config.run.eval_every:
-        return batch_fn, None
-    eval_fn = make_eval_fn(corpus.held_out, config=config.data, sharding=sharding, vocab_size=vocab)
-    batches = num_eval_batches(corpus.held_out, config.data)
+def _load_data(program: TrainProgram) -> RunData:
+    """The batches of the recipe, or the tokens of `data.source`."""
+    config, axes = program.config, program.rules.axes
+    if program.batches is not None:
+        return own_data(program.batches, program.mesh, axes)
+    corpus = load_corpus(config.data)
+    if problems := check_on_corpus(config, corpus):
+        raise ConfigError(problems)
+    sharding, vocab = batch_sharding(program.mesh, axes), getattr(config.model, "vocab_size", None)
+    return token_data(corpus, config.data, data_seed(config), sharding, vocab, evaluates=config.run.eval_every > 0)
+
+
+def _evaluation(program: TrainProgram, data: RunData) -> Callable[[TrainState], Row] | None:
+    """The metrics of the held-out tokens and of `eval_fns`; None if there are neither or run.eval_every=0."""
+    config, held_out = program.config, data.held_out
+    if not config.run.eval_every or (held_out is None and not config.eval_fns):
+        return None
+    parts = 1 if program.pipeline is None else config.pipeline.num_microbatches
 
     def evaluate(state: TrainState) -> Row:
-        state = _evaluated(config, state)
-        sums = [jax.device_get(program.evaluate(state, eval_fn(k))) for k in range(batches)]
-        # The training loss of a mixture of experts includes the router's losses; bits per byte must not.
-        loss = float(sum(s.get("cross_entropy", s["loss"]) for s in sums) / sum(s["weight"] for s in sums))
-        per_token = corpus.bytes_per_token
-        return {"eval_loss": loss, "bits_per_byte": loss / math.log(2) / per_token if per_token else None}
+        sums = partial(program.evaluate, _evaluated(config, state))
+        on_host = host_evaluate(sums, program.mesh, program.rules.axes, parts)
+        tokens = {} if held_out is None else held_out(sums)
+        return {**tokens, **run_eval_fns(config.eval_fns, config, on_host)}
 
-    return batch_fn, evaluate
+    return evaluate
 
 
 def _evaluated(config: TrainConfig, state: TrainState) -> TrainState:
@@ -392,9 +394,9 @@ def _watch_pipeline(watch: Watch | None, program: TrainProgram) -> None:
 def _sample(run: Run, state: TrainState) -> str:
     """Sample text after the first 64 bytes of the held-out part; "" if tokens are not bytes."""
     num_tokens, sample = run.config.run.sample_tokens, run.config.sample
-    if not num_tokens or sample is None or run.corpus.bytes_per_token != 1:
+    prompt = run.data.prompt
+    if not num_tokens or sample is None or prompt is None:
         return ""
-    prompt = np.asarray(run.corpus.held_out[:64], np.int32)
     graphdef, leaves = nnx.split(run.program.model(_evaluated(run.config, state)), graph=True)
 
     def continue_text(leaves: nnx.State, prompt: jax.Array, key: jax.Array) -> jax.Array:

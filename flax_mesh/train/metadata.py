@@ -17,7 +17,8 @@ from flax_mesh.sharding.rules import PartitionRules
 from flax_mesh.text import mesh_text
 from flax_mesh.train.build import TrainProgram
 from flax_mesh.train.config import TrainConfig
-from flax_mesh.train.data.data import Corpus
+from flax_mesh.train.data.iterators import is_state
+from flax_mesh.train.data.run_data import RunData
 from flax_mesh.train.metrics import Row
 from flax_mesh.train.overrides import Change, changes, complete_settings, to_texts
 
@@ -25,7 +26,7 @@ FORMAT = 1
 PACKAGES = ("flax-mesh", "jax", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
-def run_record(recipe: str, program: TrainProgram, corpus: Corpus) -> dict[str, Any]:
+def run_record(recipe: str, program: TrainProgram, data: RunData) -> dict[str, Any]:
     """The metadata of a run's checkpoints as JSON, with the fields that depend on the step filled in for step 0."""
     state = program.layout.to_nnx()
     return {
@@ -35,19 +36,16 @@ def run_record(recipe: str, program: TrainProgram, corpus: Corpus) -> dict[str, 
         "config": to_texts(program.config),
         **layout_record(program.mesh.shape, program.rules, layout_of(state, program.rules.layers)),
         "sharding": sharding_fingerprint(state),
-        "data": {"description": corpus.description, "content_hash": corpus.content_hash, "position": 0},
+        "data": data.record(0),
         "metrics": {},
         "versions": versions(),
     }
 
 
-def step_record(run: Mapping[str, Any], step: int, row: Row, check: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata of one checkpoint, with the fields `check` of a StepCheck.
-
-    The data position is the step, since batches are a function of the step.
-    """
+def step_record(run: Mapping[str, Any], step: int, row: Row, check: Mapping[str, Any], data: RunData) -> dict[str, Any]:
+    """The metadata of one checkpoint, with the fields `check` of a StepCheck."""
     metrics = {name: value for name, value in row.items() if isinstance(value, int | float)}
-    return {**run, "step": step, "data": run["data"] | {"position": step}, "metrics": metrics, **check}
+    return {**run, "step": step, "data": data.record(step), "metrics": metrics, **check}
 
 
 def saved_record(step: Path) -> dict[str, Any]:
@@ -97,7 +95,12 @@ def _is_rows(value: Any) -> bool:
 RUN_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "step": ("the number of the step", _is_count),
     "config": ("settings as text", lambda value: _is_table(value, str)),
-    "data": ("an object with content_hash", lambda value: _is_table(value, object) and _is_text(value, "content_hash")),
+    "data": (
+        "an object with content_hash and, of an iterator, its state",
+        lambda value: (
+            _is_table(value, object) and _is_text(value, "content_hash") and is_state(value.get("state", {"json": 0}))
+        ),
+    ),
     "mesh": ("an object", lambda value: _is_table(value, list)),
     "layout": ("an object of text", lambda value: value is None or _is_table(value, str)),
     "metrics": (
@@ -146,7 +149,10 @@ def check_resume(
     found = changes(saved["config"], config)
     before, after = saved["data"]["content_hash"], now["data"]["content_hash"]
     if before != after:
-        found.append(Change("content of data.source", before[:12], after[:12], True))
+        found.append(Change(now["data"]["name"], before[:12], after[:12], True))
+    if ("state" in saved["data"]) != ("state" in now["data"]):
+        before, after = ("present" if "state" in record["data"] else "(absent)" for record in (saved, now))
+        found.append(Change("state of the iterator of make_batches", before, after, True))
     if (refused := [change for change in found if change.changes_result]) and not allow_changes:
         raise ConfigError(
             [

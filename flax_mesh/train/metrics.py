@@ -17,7 +17,7 @@ from flax_mesh.errors import SaveError
 from flax_mesh.hardware import load_chip, peak_flops
 from flax_mesh.step.loss import Limits
 from flax_mesh.train.build import TrainProgram
-from flax_mesh.train.config import RunConfig
+from flax_mesh.train.config import RunConfig, tokens_per_step
 from flax_mesh.train.run_folder import MetricsFile, Row
 
 WINDOW, LEAST = 64, 16  # values of the running median: at most, and before there is a limit
@@ -121,7 +121,9 @@ class Rows:
         self._since = time.perf_counter()
         self._devices = list(program.mesh.devices.flat)
         config = program.config
-        self._tokens = config.data.batch_size * config.data.sequence_length
+        own = config.make_batches is not None
+        counts = {"examples": config.data.batch_size if own else None, "tokens": tokens_per_step(config)}
+        self._counts = {name: count for name, count in counts.items() if count is not None}
         count = config.flops_per_token
         hardware, kind = config.run.hardware, self._devices[0].device_kind
         self._peak = load_chip(hardware).peak("bfloat16") if hardware else peak_flops(kind)
@@ -143,18 +145,18 @@ class Rows:
             hook(self.last)
 
     def _row(self, step: int, metrics: Any, waited: float) -> Row:
-        """mfu = tokens/s * FLOPs per token / (devices * peak FLOP/s of a device), None where the peak is unknown."""
+        """mfu = tokens/s * FLOPs per token / (devices * peak FLOP/s of a device), None where one is unknown."""
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}  # waits for the device
         seconds, num_devices = time.perf_counter() - self._since, len(self._devices)
-        tokens_per_s = self._tokens / seconds
+        rates = {f"{name}_per_s": count / seconds for name, count in self._counts.items()}
         mfu = None
         if self._peak is not None and self._flops is not None:
-            mfu = tokens_per_s * self._flops / (num_devices * self._peak)
+            mfu = rates["tokens_per_s"] * self._flops / (num_devices * self._peak)
         return {
             "step": step,
             **values,
-            "tokens_per_s": tokens_per_s,
-            "tokens_per_s_per_device": tokens_per_s / num_devices,
+            **rates,
+            **{f"{name}_per_device": rate / num_devices for name, rate in rates.items()},
             "mfu": mfu,
             "device_bytes": peak_memory(self._devices),
             "seconds": seconds,

@@ -17,8 +17,7 @@ from flax_mesh.step.state import TrainState
 from flax_mesh.text import bytes_text, mesh_text
 from flax_mesh.train.build import TrainProgram
 from flax_mesh.train.config import TrainConfig, options_text, parse_compiler_options
-from flax_mesh.train.data.batches import BatchFn
-from flax_mesh.train.data.data import Corpus
+from flax_mesh.train.data.run_data import RunData
 from flax_mesh.train.hooks.load import Factory
 from flax_mesh.train.metrics import Row
 from flax_mesh.train.optimizers.groups import trained_filter
@@ -29,9 +28,8 @@ Say = Callable[[str], None]
 @dataclass(frozen=True)
 class Run:
     program: TrainProgram
-    corpus: Corpus
-    batch: BatchFn
-    evaluate: Callable[[TrainState], Row] | None  # None: run.eval_every=0
+    data: RunData
+    evaluate: Callable[[TrainState], Row] | None  # None: nothing is evaluated
     record: dict[str, Any]  # metadata saved with every checkpoint
     folder: Path
     say: Say
@@ -57,7 +55,7 @@ def describe(run: Run) -> None:
     total = sum(math.prod(x.shape) * _itemsize(x) for x in leaves)
     devices = program.mesh.devices
     run.say(f"mesh: {mesh_text(program.mesh.shape)} on {devices.size} x {devices.flat[0].device_kind}")
-    run.say(f"data: {run.corpus.description}")
+    run.say(f"data: {run.data.description}")
     run.say(
         f"model: {program.num_parameters / 1e6:.2f}M parameters in {len(program.parameters)} arrays; "
         f"with the optimizer {bytes_text(total)}, {bytes_text(shard)} per device"
@@ -67,6 +65,11 @@ def describe(run: Run) -> None:
         for line in str(program.pipeline.staged).splitlines():
             run.say(line)
     config = run.config
+    if config.run.eval_every and run.evaluate is None:
+        run.say(
+            f"note: run.eval_every={config.run.eval_every} evaluates nothing: make_batches has no held-out part, and "
+            "the recipe has no eval_fns"
+        )
     run.say(f"optimizer: {_optimizer_text(program)}")
     if config.run.compiler_options:
         run.say(f"compiler: {options_text(parse_compiler_options(config.run.compiler_options))}")

@@ -9,7 +9,7 @@ import pytest
 from flax_mesh import named_leaves
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.cli import main
-from flax_mesh.train.data.data import Corpus
+from flax_mesh.train.data.run_data import RunData
 from flax_mesh.train.metadata import run_record, step_record
 from tests.checkpoint.small_decoder import RECIPE, changed, program_of
 
@@ -35,12 +35,13 @@ def state():
 def saved(state, tmp_path_factory) -> Path:
     """A run folder with the steps 5 and 10, as a run of the recipe writes them."""
     program = program_of()
-    record = run_record(RECIPE, program, Corpus(np.zeros(9), np.zeros(9), "nine zeros", "c0ffee", 32, 1.0))
+    data = RunData("content of data.source", "nine zeros", "c0ffee", lambda: None, lambda step: None)
+    record = run_record(RECIPE, program, data)
     folder = tmp_path_factory.mktemp("runs") / "small"
     with Checkpointer(folder / "checkpoints", layers=program.rules.layers) as checkpointer:
         for step, loss, what in ((5, 2.5, state), (10, float("nan"), changed(state))):
             row = {"step": step, "loss": loss, "eval_loss": 2.25}
-            checkpointer.save(step, what, step_record(record, step, row, {}))
+            checkpointer.save(step, what, step_record(record, step, row, {}, data))
     return folder
 
 

@@ -116,6 +116,7 @@ SETTINGS = {
     "optimizer.memory": NAMES,
     "run.hooks": ["nope", "tensorbord", "no.such.module.f", "os.path.nope", "math.pi", "os.getcwd", ".x", "a..b"],
     "run.profile": [*COUNTS, "1000000"],
+    "run.compilation_cache": ["", "yes", "1", "none"],
     "checkpoint.every": [*COUNTS, "0"],
     "checkpoint.keep": [*COUNTS, "0"],
     "checkpoint.keep_best": COUNTS,

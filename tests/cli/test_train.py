@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import jax
 import pytest
@@ -334,10 +334,10 @@ def signal_at_step_2(monkeypatch):
     """A function that makes the run send itself a signal when it prints its second step."""
 
     def send(number: int) -> None:
-        def line_of(row: Row) -> str:
+        def line_of(row: Row, *more: Any) -> str:
             if row["step"] == 2:
                 signal.raise_signal(number)
-            return step_line(row)
+            return step_line(row, *more)
 
         monkeypatch.setattr("flax_mesh.cli.train.step_line", line_of)
 

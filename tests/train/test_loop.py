@@ -13,6 +13,7 @@ import pytest
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.train import TrainConfig, apply_overrides, loop, train
+from flax_mesh.train.data import run_data
 from flax_mesh.train.loop import TrainResult
 from flax_mesh.train.overrides import to_lines
 from tests.train.bigram import count_compilations, loss_with_slow_evaluation, recipe, snapshot, write_text
@@ -127,7 +128,7 @@ def test_nothing_is_compiled_after_the_second_step(config):
 
 def test_a_step_is_queued_behind_the_one_whose_metrics_are_read(config, monkeypatch):
     order, made = [], []
-    build, make = loop.build_program, loop.make_batch_fn
+    build, make = loop.build_program, run_data.make_batch_fn
 
     def spied(*arguments):
         program = build(*arguments)
@@ -143,7 +144,7 @@ def test_a_step_is_queued_behind_the_one_whose_metrics_are_read(config, monkeypa
         return lambda step: (made.append(step), batch_of(step))[1]
 
     monkeypatch.setattr(loop, "build_program", spied)
-    monkeypatch.setattr(loop, "make_batch_fn", counted)
+    monkeypatch.setattr(run_data, "make_batch_fn", counted)
     quiet = config("run.steps=4", "run.eval_every=0", "checkpoint.every=100")
     train(quiet, hooks=[lambda row: order.append(("row", row["step"]))])
     text = [f"{kind} {number}" for kind, number in order]

@@ -12,7 +12,8 @@ from flax_mesh.plan.search.space import overrides
 from flax_mesh.text import at_most, bytes_text, count_text, folded, listed, table_text
 
 MOST_LAYOUTS, MOST_REASONS = 10, 6
-HEADS = ["tok/s", "step", "mfu", "GiB", "settings", "compared with the first"]
+UNITS = {"tok": "tokens", "examples": "examples"}  # as in the rows of metrics
+HEADS = ["step", "mfu", "GiB", "settings", "compared with the first"]
 
 
 def to_text(
@@ -127,7 +128,8 @@ def _table(found: LayoutSearch, width: int) -> str:
         memory = number(one.plan.memory.peak / 2**30)
         numbers = [f"{1 / one.seconds_per_token:,.0f}", time_text(one.plan.time.seconds), mfu, memory]
         rows.append([*numbers, _words(one), comparison(one, first)])
-    text = table_text(HEADS, rows, width, right=HEADS[:4], wrap=HEADS[4:])
+    heads = [f"{first.unit}/s", *HEADS]
+    text = table_text(heads, rows, width, right=heads[:4], wrap=heads[4:])
     rest = len(found.planned) - MOST_LAYOUTS
     return text if rest <= 0 else f"{text}\nand {count_text(rest, 'more layout')} that were planned; all are in --json"
 
@@ -161,7 +163,7 @@ def _layout_dict(one: Planned, first: Planned) -> dict[str, Any]:
         "peak": one.plan.memory.peak,
         "capacity": one.plan.memory.capacity,
         "seconds": one.plan.time.seconds,
-        "tokens_per_s": 1 / one.seconds_per_token,
+        f"{UNITS[one.unit]}_per_s": 1 / one.seconds_per_token,
         "mfu": one.plan.time.mfu,
         "bubble": one.plan.time.bubble,
         "comparison": comparison(one, first),

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +19,8 @@ from flax_mesh.plan.search.surrogate import Values, regress
 from flax_mesh.plan.topology import Topology
 from flax_mesh.text import listed
 from flax_mesh.train.checks import check_config
-from flax_mesh.train.config import TrainConfig
+from flax_mesh.train.config import TrainConfig, tokens_per_step
+from flax_mesh.train.data.own import batch_shapes, zero_batches
 
 Rows = NDArray[np.intp]
 PLANS = 20
@@ -35,7 +36,8 @@ class Planned(NamedTuple):
 
     settings: Settings
     plan: Plan
-    tokens: int  # per step
+    tokens: int  # per step; rows, if the tokens of a batch are not known
+    unit: str = "tok"
 
     @property
     def seconds_per_token(self) -> float:
@@ -113,6 +115,8 @@ def search_layouts(
     """
     if problems := [*check_config(config), *_fixed_problems(fixed, plans)]:
         raise ConfigError(problems)
+    if config.make_batches is not None:  # called once instead of for every layout
+        config = replace(config, make_batches=zero_batches(batch_shapes(config)))
     chip = load_chip(config.run.hardware) if config.run.hardware else None
     topology = chips if isinstance(chips, Topology) else parse_chips(chips, chip)
     space = make_space(config, topology, fixed)
@@ -220,8 +224,9 @@ class _Search:
             self.failures += 1
             self.space.excluded[str(error).splitlines()[0]] += 1
             return False
-        tokens = config.data.batch_size * config.data.sequence_length
-        self.planned.append(Planned(settings, found, tokens))
+        tokens = tokens_per_step(config)
+        count, unit = (config.data.batch_size, "examples") if tokens is None else (tokens, "tok")
+        self.planned.append(Planned(settings, found, count, unit))
         best = min(self.planned, key=lambda each: each.rank)
         self.say(f"{len(self.planned)} of {self.plans} plans; best: {tokens_text(best)}")
         return True
@@ -230,4 +235,4 @@ class _Search:
 def tokens_text(one: Planned) -> str:
     if one.plan.fits is False:
         return f"needs {one.fullness:.1f} times the memory"
-    return f"{1 / one.seconds_per_token:,.0f} tok/s" if math.isfinite(one.seconds_per_token) else "none"
+    return f"{1 / one.seconds_per_token:,.0f} {one.unit}/s" if math.isfinite(one.seconds_per_token) else "none"

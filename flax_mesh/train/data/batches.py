@@ -82,6 +82,15 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
+def sample_rows(samples: np.ndarray, size: int, seed: int) -> np.ndarray:
+    """The rows, of `size`, of these samples of an endless sequence of epochs, each a permutation of all rows."""
+    epochs, index = np.divmod(samples, size)
+    rows = np.empty_like(index)
+    for epoch in np.unique(epochs):
+        rows[epochs == epoch] = permuted(index[epochs == epoch], size, seed, int(epoch))
+    return rows
+
+
 def batch_rows(
     part: Tokens,
     seed: int,
@@ -102,10 +111,8 @@ def batch_rows(
         raise ConfigError(
             f"data.source: {len(part)} tokens are fewer than one window of data.sequence_length + 1 = {window}."
         )
-    epochs, index = np.divmod(step * config.batch_size + np.arange(config.batch_size)[rows], size)
-    windows = np.empty_like(index)
-    for epoch in np.unique(epochs):
-        windows[epochs == epoch] = permuted(index[epochs == epoch], size, seed, int(epoch))
+    samples = step * config.batch_size + np.arange(config.batch_size)[rows]
+    windows = sample_rows(samples, size, seed)
     return _read(part, windows, config.sequence_length, columns, vocab_size)
 
 

@@ -1,0 +1,129 @@
+"""An iterator with `get_state` and `set_state` as a function of the step, and its state as JSON."""
+
+import base64
+import binascii
+import json
+from typing import Any
+
+import jax
+
+from flax_mesh.errors import ConfigError
+from flax_mesh.tree import path_of
+from flax_mesh.user_code import user_code
+
+METHODS = ("__next__", "get_state", "set_state")
+WHAT = "the iterator of make_batches"
+KEPT = 3  # newest states: the prefetch thread is one batch ahead of the step that is saved
+
+State = dict[str, Any]  # {"json": value} or {"base64": text}
+
+
+class IteratorBatches:
+    """The batches of an iterator in order, with the state right after each of them.
+
+    The iterator is called in the order of the steps, one thread at a time. A state is encoded as soon as it is read:
+    the iterator may change the object that it returned.
+    """
+
+    def __init__(self, iterator: Any, place: str):
+        self._iterator, self._place = iterator, place
+        self._drawn = 0
+        self._states = {0: self._read_state()}
+
+    def first(self) -> Any:
+        """The next batch, which is not consumed. ConfigError if `set_state` does not lead back to it."""
+        state = self._states[self._drawn]
+        first = self._draw()
+        self._set_state(state)
+        second = self._draw()
+        self._set_state(state)
+        if not _equal(first, second):
+            raise ConfigError(
+                f"make_batches: {self._place}: after set_state(get_state()) the iterator returns another batch than "
+                "before; a run could not be resumed. set_state must restore everything that the next batch depends on"
+            )
+        return first
+
+    def __call__(self, step: int) -> Any:
+        """The batch of `step`, which must be the one after that of the previous call."""
+        if step != self._drawn:
+            raise RuntimeError(f"batch {step} of an iterator is requested, but its next one is {self._drawn}")
+        batch = self._draw()
+        self._drawn += 1
+        self._states[self._drawn] = self._read_state()
+        self._states = {drawn: state for drawn, state in self._states.items() if drawn > self._drawn - KEPT}
+        return batch
+
+    def state(self, step: int) -> State:
+        """The state after `step` batches."""
+        return self._states[step]
+
+    def resume(self, step: int, state: State | None) -> None:
+        """Continue with the batch of `step`. Without a state, with the batch that the iterator returns next."""
+        if state is not None:
+            self._set_state(state)
+        self._drawn = step
+        self._states = {step: self._read_state()}
+
+    def _draw(self) -> Any:
+        with user_code(f"make_batches: batch {self._drawn} of its iterator", self._place):
+            try:
+                return next(self._iterator)
+            except StopIteration:
+                pass
+        raise ConfigError(
+            f"make_batches: {self._place}: the iterator ended before batch {self._drawn}; it must return one batch for "
+            "each of the run.steps. Repeat the data (.repeat() in grain), or reduce run.steps"
+        )
+
+    def _read_state(self) -> State:
+        with user_code(f"get_state of {WHAT}", self._place):
+            state = self._iterator.get_state()
+        return encode(state)
+
+    def _set_state(self, state: State) -> None:
+        with user_code(f"set_state of {WHAT}", self._place):
+            self._iterator.set_state(decode(state))
+
+
+def encode(state: Any) -> State:
+    """ConfigError if `state` is neither bytes nor equal to what JSON returns for it, as with tuples and NaN."""
+    if isinstance(state, bytes):
+        return {"base64": base64.b64encode(state).decode()}
+    try:
+        text = json.dumps(state)
+        if json.loads(text) == state:
+            return {"json": json.loads(text)}
+        reason = "JSON reads it back as another value; tuples, NaN and keys that are not text have no JSON"
+    except (TypeError, ValueError, RecursionError) as error:
+        reason = str(error).partition("\n")[0]
+    raise ConfigError(f"get_state of {WHAT} must return bytes or a value of JSON, got {type(state).__name__}: {reason}")
+
+
+def decode(state: State) -> Any:
+    return base64.b64decode(state["base64"], validate=True) if "base64" in state else state["json"]
+
+
+def is_state(value: Any) -> bool:
+    """Whether a value from a file is what `encode` returns."""
+    if not isinstance(value, dict) or len(value) != 1:
+        return False
+    if "base64" not in value:
+        return "json" in value
+    try:
+        decode(value)
+    except (TypeError, ValueError, binascii.Error):
+        return False
+    return True
+
+
+def _equal(first: Any, second: Any) -> bool:
+    def known(batch: Any) -> list[Any]:
+        named = jax.tree_util.tree_flatten_with_path(batch)[0]
+        return [(path_of(path), *_content(x)) for path, x in named]
+
+    return known(first) == known(second)
+
+
+def _content(x: Any) -> tuple[Any, ...]:
+    return (x.shape, str(x.dtype), x.tobytes()) if hasattr(x, "tobytes") else (repr(x),)
