@@ -30,8 +30,10 @@ def loss_and_state(config: DecoderConfig) -> tuple[Any, Any]:
     graphdef, state = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
     tokens = np.random.default_rng(0).integers(0, 64, (2, 13)).astype(np.int32)
 
+    batch: Any = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+
     def loss(state: Any) -> Any:
-        return next_token_loss(nnx.merge(graphdef, state), {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]})[0]
+        return next_token_loss(nnx.merge(graphdef, state), batch)[0]
 
     return loss, state
 

@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -79,7 +80,7 @@ def test_moments_are_in_the_memory_of_the_host_between_steps_and_results_do_not_
     assert found == expected and evaluated == expected_evaluated  # bit for bit
     for (path, x), (_, y) in zip(named_leaves(state.to_nnx()), named_leaves(expected_state.to_nnx()), strict=True):
         assert x.sharding.spec == y.sharding.spec
-        if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             np.testing.assert_array_equal(np.asarray(x), np.asarray(y), path)
 
 
