@@ -164,6 +164,9 @@ class _Display:
         self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def row(self, row: Row) -> None:
+        if not self._has_rows:
+            self._progress.reset(self._task, completed=row["step"])
+        self._has_rows = True
         self._progress.update(self._task, completed=row["step"])
         self.say(step_line(row, self._eval_fns))
 
