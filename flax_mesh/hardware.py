@@ -40,6 +40,8 @@ SOURCES = {
     "vendor / links": "inferred: the bidirectional GB/s per chip that the vendor states, divided by 2 and by the links",
     "inferred": "inferred: the rings of v7x from v5p, its pod from its 9216 chips; the DCN of v3 from that of its host",
     "fitted": "fitted to half of the published runs in tests/plan/published.py; see docs/plan.md",
+    "pcie": "inferred: 16 lanes of PCI Express in one direction, of generation 4 (A100) or 5; the faster links between "
+    "GH200 or GB200 and their hosts are not counted",
     "assumed": "not published: assumed equal to the figure of a related chip that is",
     "peak / cells": "inferred: the peak FLOP/s of a chip over 2 FLOPs of every cell of its matrix units; "
     "8 units of 128x128 cells in v4 and v5p, 4 in v5e (book)",
@@ -60,6 +62,7 @@ class Chip:
         memory_bandwidth: Bytes/s of one device.
         link_bandwidth: Bytes/s of one link. A chip of a torus has `links`, others one, to a switch of their domain.
         network_bandwidth: Bytes/s of a chip to other slices or NVLink domains, over the data center network (DCN).
+        host_bandwidth: Bytes/s between a device and the memory of its host.
         link_fraction: The part of `link_bandwidth` that collectives reach.
         hop_latency: Seconds from one chip to the next over a link.
         network_latency: Seconds from one chip to another over the network.
@@ -83,6 +86,7 @@ class Chip:
     link_bandwidth: float
     network_bandwidth: float
     kinds: tuple[str, ...] = ()
+    host_bandwidth: float = 1.6e10
     link_fraction: float = 1.0
     hop_latency: float = 1e-6
     network_latency: float = 2e-6
@@ -127,7 +131,7 @@ class Chip:
 
 def figures(chip: Chip) -> set[str]:
     """The names of the figures of a chip that must have a source: numeric fields that it sets, and dtypes."""
-    numbers = {"memory", "memory_bandwidth", "link_bandwidth", "network_bandwidth", "link_fraction"}
+    numbers = {"memory", "memory_bandwidth", "link_bandwidth", "network_bandwidth", "host_bandwidth", "link_fraction"}
     numbers |= {
         "matmul_fraction",
         "overlap_fraction",
@@ -154,6 +158,7 @@ def _tpu(name: str, sources: dict[str, str], **values: Any) -> Chip:
         "clock": "peak / cells",
         "hop_latency": "assumed",
         "network_latency": "assumed",
+        "host_bandwidth": "book",
         "pod": "book",
         "wrap": "book",
     }
@@ -167,6 +172,7 @@ def _gpu(name: str, sources: dict[str, str], **values: Any) -> Chip:
         "overlap_fraction": "assumed",
         "hop_latency": "calculon",
         "network_latency": "calculon",
+        "host_bandwidth": "pcie",
         "link_fraction": "assumed",
     }
     return _chip(
@@ -174,6 +180,7 @@ def _gpu(name: str, sources: dict[str, str], **values: Any) -> Chip:
         "gpu",
         usual | sources,
         **{"matmul_fraction": 0.7, "overlap_fraction": 0.5, "kinds": (name,), "domain": 8, "link_fraction": 370 / 450}
+        | {"host_bandwidth": 6.4e10}
         | values,
     )
 
@@ -201,16 +208,17 @@ CHIPS = (
          matmul_fraction=0.76, overlap_fraction=0.9, clock=1.75e9),
     _tpu("v6e", _ICI, kinds=("TPU v6 lite", "TPU v6e"),
          peak_flops={"bfloat16": 918e12, "int8": 1836e12}, memory=32e9, memory_bandwidth=1638e9,
-         link_bandwidth=100e9, link_fraction=0.9, network_bandwidth=12.5e9, pod=(16, 16), wrap="pod",
+         link_bandwidth=100e9, link_fraction=0.9, network_bandwidth=12.5e9, host_bandwidth=3.2e10, pod=(16, 16),
+         wrap="pod",
          matmul_fraction=0.53, overlap_fraction=0.5),
-    _tpu("v7x", _ICI | {"pod": "inferred", "wrap": "inferred"}, kinds=("TPU7x", "TPU7"),
+    _tpu("v7x", _ICI | {"pod": "inferred", "wrap": "inferred", "host_bandwidth": "assumed"}, kinds=("TPU7x", "TPU7"),
          peak_flops={"bfloat16": 2307e12 / 2, "float8": 4614e12 / 2}, memory=192 * GIB / 2, memory_bandwidth=7380e9 / 2,
-         link_bandwidth=100e9, link_fraction=0.9, network_bandwidth=12.5e9, pod=(16, 24, 24), wrap="cubes",
-         devices_per_chip=2,
+         link_bandwidth=100e9, link_fraction=0.9, network_bandwidth=12.5e9, host_bandwidth=3.2e10,
+         pod=(16, 24, 24), wrap="cubes", devices_per_chip=2,
          matmul_fraction=0.57, overlap_fraction=1.0),
     _gpu("A100", {"bfloat16": "gpu table", "network_bandwidth": "calculon"},
          peak_flops={"bfloat16": 312e12, "int8": 620e12}, memory=80e9, memory_bandwidth=2.0e12,
-         link_bandwidth=300e9, network_bandwidth=25e9),
+         link_bandwidth=300e9, network_bandwidth=25e9, host_bandwidth=3.2e10),
     _gpu("H100", {"link_fraction": "gpu book"},
          peak_flops={"bfloat16": 989e12, "float8": 2000e12, "int8": 2000e12}, memory=80e9, memory_bandwidth=3.35e12,
          link_bandwidth=450e9, network_bandwidth=50e9),
@@ -231,7 +239,7 @@ CHIPS = (
          link_bandwidth=900e9, network_bandwidth=50e9, domain=72, domain_spans_hosts=True),
     _chip("cpu", "cpu", {"all": "not measured"}, kinds=("cpu",), overlap_fraction=0.0,
           peak_flops={"bfloat16": 5e10, "float32": 5e10}, memory=4e9, memory_bandwidth=1e10,
-          link_bandwidth=5e9, network_bandwidth=1e9, hop_latency=2e-5, network_latency=5e-5),
+          link_bandwidth=5e9, network_bandwidth=1e9, host_bandwidth=1e10, hop_latency=2e-5, network_latency=5e-5),
 )
 # fmt: on
 

@@ -28,6 +28,7 @@ SLOW = {
     "processes": ["--processes", "2", "--ms", "2", "--steps", "1", "--schedules", "1f1b"],
     "remat": ["--layers", "4", "--width", "32", "--sequence", "16", "--steps", "2", "--dtypes", "bfloat16"],
     "safetensors": ["--layers", "1", "--rounds", "1"],
+    "train": ["--rounds", "2", "--steps", "4", "--layers", "1", "--width", "32", "--length", "32"],
     "step": ["--rounds", "2", "--leaves", "4", "--devices", "1,2"],
 }
 

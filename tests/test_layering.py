@@ -27,7 +27,7 @@ FLOORS = (
     ("mpmd.runtime",),
     ("checkpoint.hf",),
     ("checkpoint",),
-    ("models", "train.data", "train.optimizers"),
+    ("models", "train.data", "train.optimizers", "train.hooks"),
     ("train",),
     ("plan.program",),
     ("plan",),
@@ -39,7 +39,7 @@ RANK = {floor: rank for rank, floors in enumerate(FLOORS) for floor in floors}
 # Files without JAX -> the packages that they import besides the standard library, each other and WHERE_USED.
 PURE = {"errors.py": set(), "hardware.py": set(), "settings.py": set(), "svg.py": set(), "text.py": set()}
 PURE |= {"mesh/torus/*.py": {"numpy"}, "mpmd/schedules/*.py": set()}
-WHERE_USED = {"orbax", "tensorstore", "rich", "xxhash"}  # heavy or optional: imported inside functions
+WHERE_USED = {"orbax", "tensorstore", "rich", "xxhash", "tensorboardX"}  # heavy or optional: imported inside functions
 ORBAX = (
     f"{NAME}.checkpoint.orbax"  # subclasses Orbax classes: imports Orbax at its head, and is imported inside functions
 )
@@ -74,6 +74,7 @@ SHARED = {
     "processes.output",  # standard output that never ends a process
     "processes.store",  # the key-value store of jax.distributed
     "sharding.annotations",
+    "sharding.memory",  # which arrays are in the memory of the host
     "sharding.report.hlo",  # the parser of compiled programs, for plans
     "sharding.report.html",  # tables of an HTML page, for plans
     "sharding.explicit",  # Explicit axes of models, steps and pipelines
@@ -86,6 +87,7 @@ SHARED = {
     "train.export",
     "train.metadata",
     "train.metrics",
+    "train.run_folder",  # the names of the files in it
 }
 
 

@@ -281,7 +281,13 @@ def _recipe_record(config: TrainConfig) -> tuple[dict[str, Any], dict[str, descr
     rules = run_rules(config, mesh)
     # With pp this is the mesh of one group: arrays are split in the same way on all groups.
     table = rules if rules.table else None
-    state = abstract_state(partial(make_modules, config), mesh, table, shard_optimizer_over=shard_over(config))
+    state = abstract_state(
+        partial(make_modules, config),
+        mesh,
+        table,
+        shard_optimizer_over=shard_over(config),
+        optimizer_memory=config.optimizer.memory,
+    )
     layout = layout_of(state, rules.layers)
     sizes = {name: size if size > 0 else mesh.shape[name] for name, size in mesh_shape(config).items()}
     record = layout_record(sizes, rules, layout) | {"config": to_texts(config)}

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from flax_mesh.checkpoint.read import plain
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, SaveError, ShardingError
@@ -130,3 +131,16 @@ def use_platform(platform: str) -> None:
         raise ConfigError(
             f"run.platform={platform} has no devices here{reason}; use run.platform=auto for the available devices"
         )
+
+
+def use_compilation_cache(folder: Path) -> None:
+    """Keep compiled programs in a folder, unless JAX has a cache already. This is a setting of the whole process.
+
+    The key of a program contains its text, the compiler's version and options and the kind of the devices, for CPUs
+    their instruction sets too.
+    """
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(folder.absolute()))
+        # XLA's own caches: the keys would contain the path, so that a folder that was moved would be compiled again.
+        jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+        compilation_cache.reset_cache()  # JAX may have found that there is none

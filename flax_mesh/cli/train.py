@@ -8,12 +8,22 @@ import signal
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TextIO
 
 import jax
 
 from flax_mesh.checkpoint.read import plain
-from flax_mesh.cli.common import DIVERGED, DONE, STOPPED, add_recipe, config_of, report_failure, use_platform
+from flax_mesh.cli.common import (
+    DIVERGED,
+    DONE,
+    STOPPED,
+    add_recipe,
+    config_of,
+    report_failure,
+    use_compilation_cache,
+    use_platform,
+)
 from flax_mesh.cli.forecast import Forecast
 from flax_mesh.errors import ConfigError
 from flax_mesh.processes import Watch, start_processes
@@ -21,10 +31,11 @@ from flax_mesh.processes.launch import SIGNALS
 from flax_mesh.processes.output import reader_has_ended, write_stderr
 from flax_mesh.processes.start import parse_processes
 from flax_mesh.processes.watchdog import step_timeout_problem
-from flax_mesh.train import TrainResult, train
+from flax_mesh.train import TrainProgram, TrainResult, train
 from flax_mesh.train.checks import check_config
 from flax_mesh.train.metrics import Row
 from flax_mesh.train.overrides import to_lines
+from flax_mesh.train.run_folder import COMPILED
 
 STEP_TIMEOUT_S = 1800.0
 
@@ -93,6 +104,13 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         Watch(report_failure, limit) as watch,
     ):
         forecast = Forecast(display.say)
+
+        def on_start(program: TrainProgram, folder: Path) -> None:
+            if config.run.compilation_cache:
+                use_compilation_cache(folder / COMPILED)
+            if first:
+                forecast.start(program)
+
         result = train(
             config,
             recipe=arguments.recipe,
@@ -100,7 +118,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             allow_changes=arguments.allow_changes,
             say=display.say,
             hooks=[display.row, forecast.row, watch.step_ended] if first else [watch.step_ended],
-            on_start=forecast.start,
+            on_start=on_start,
             should_stop=should_stop,
             trace=arguments.trace,
             watch=watch,
@@ -146,6 +164,9 @@ class _Display:
         self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def row(self, row: Row) -> None:
+        if not self._has_rows:
+            self._progress.reset(self._task, completed=row["step"])
+        self._has_rows = True
         self._progress.update(self._task, completed=row["step"])
         self.say(step_line(row, self._eval_fns))
 

@@ -6,7 +6,6 @@ that of Mixtral (Jiang et al. 2024).
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +21,7 @@ from flax_mesh.mesh.context import current_mesh
 from flax_mesh.models.cross_entropy import cross_entropy, project
 from flax_mesh.models.matmul import dot_float32
 from flax_mesh.models.moe import Aux, MoE, router_losses
+from flax_mesh.models.remat import call_layers, named, remat_problems
 from flax_mesh.models.rotary import RopeScaling, rotate
 from flax_mesh.settings import MAX_SIZE, SAME_RESULT, type_problems, value_problems
 from flax_mesh.sharding.abstract import partitioned
@@ -29,10 +29,10 @@ from flax_mesh.sharding.constrain import constrain
 from flax_mesh.sharding.explicit import on_auto_axes
 from flax_mesh.text import axes_text
 
-RunLayer = Callable[..., tuple[jax.Array, Aux]]
 GREEDY_BELOW = 1e-30  # of the temperature; logits divided by less may be infinite
 CUDNN_HEAD_DIM = 256  # the most since Hopper; 128 before
 DTYPES = ("float32", "bfloat16", "float16")
+MLP_NAMES = ("mlp_gate", "mlp_up")
 SIZE = {"at_least": 1, "at_most": MAX_SIZE}
 
 
@@ -43,11 +43,12 @@ class DecoderConfig:
     `attention`: "xla" on any platform, or "cudnn", a fused kernel for GPUs in half precision that does not store the
     scores.
 
-    `remat`: "none", "full" (recompute every layer in the backward pass), or the name of a policy in
-    `jax.checkpoint_policies`, which selects the residuals to save. Policies that save dots also save the outputs of
-    cuDNN's attention. With `scan` the layers are one stack, run by one loop, which compiles faster; results and
-    checkpoints are those of the unrolled list. `loss_chunk`: the number of tokens per device whose logits the loss
-    computes at a time, 0 for all (`models.cross_entropy`).
+    `remat`: "none", "full" (recompute every layer in the backward pass), the name of a policy in
+    `jax.checkpoint_policies`, which selects the residuals to save, or names of values, "attention+mlp_up"; for all
+    layers or for runs of them, "full:16,none". See `models.remat` and `remat_names`. Policies that save dots also save
+    the outputs of cuDNN's attention. With `scan` the layers are one stack, run by one loop for each run of `remat`,
+    which compiles faster; results and checkpoints are those of the unrolled list. `loss_chunk`: the number of tokens
+    per device whose logits the loss computes at a time, 0 for all (`models.cross_entropy`).
 
     With `num_experts` above 0 every layer has that many MLPs of `mlp_size`, and each token is routed to
     `experts_per_token` of them. `load_balance_loss` and `router_z_loss` are loss coefficients (`models.moe`).
@@ -103,6 +104,14 @@ class DecoderConfig:
         ]
         return [*found, ("model.num_experts", "experts", self.num_experts)] if self.num_experts else found
 
+    def remat_names(self) -> tuple[str, ...]:
+        """The values of a layer that `remat` may name, in the order in which they are computed.
+
+        "q", "k" and "v" are those that attention reads, "attention" its weighted sums of values, "attention_out" what
+        it adds to the residual stream, "mlp_gate" and "mlp_up" the two products of the MLP's input (without experts).
+        """
+        return ("q", "k", "v", "attention", "attention_out", *(() if self.num_experts else MLP_NAMES))
+
     def matrices(self) -> str:
         """`optimizer.matrices`: every projection but those of the embedding, the head and the router."""
         mlp = "moe/(gate|up|down)/kernel 1>2" if self.num_experts else "mlp/.*/kernel"
@@ -133,13 +142,7 @@ class DecoderConfig:
                 f"model.attention=cudnn needs a model.head_dim that is a multiple of 8, at most {CUDNN_HEAD_DIM}, "
                 f"got {self.head_dim}"
             )
-        # The other names of jax.checkpoint_policies are functions that return a policy.
-        policies = [n for n in dir(jax.checkpoint_policies) if n.endswith("saveable") or n.startswith("checkpoint_")]
-        if self.remat not in ("none", "full", *policies):
-            found.append(
-                f"model.remat must be none, full or a policy of JAX ({', '.join(policies)}), got {self.remat!r}"
-            )
-        return found
+        return [*found, *remat_problems(self.remat, self.num_layers, self.remat_names())]
 
     def without_devices(self) -> "DecoderConfig":
         """A config of a model with the same arrays that can be traced on any machine: JAX traces cuDNN with it only."""
@@ -189,9 +192,11 @@ class Attention(nnx.Module):
         # Every query attends to all keys: under sequence parallelism keys and values are gathered here.
         k_BSKC = constrain(k_BSKC, ("batch", None, "kv_heads", "head_dim"), axes=axes, mode=mode)
         v_BSKC = constrain(self.v(x_BSD), ("batch", None, "kv_heads", "head_dim"), axes=axes, mode=mode)
+        remat = self.config.remat
+        q_BSHC, k_BSKC, v_BSKC = named(q_BSHC, "q", remat), named(k_BSKC, "k", remat), named(v_BSKC, "v", remat)
         y_BSHC = _attend(q_BSHC, k_BSKC, v_BSKC, self.config.attention)
         y_BSHC = constrain(y_BSHC, ("batch", "query_sequence", "heads", "head_dim"), axes=axes, mode=mode)
-        return self.o(y_BSHC)
+        return self.o(named(y_BSHC, "attention", remat))
 
 
 class MLP(nnx.Module):
@@ -205,7 +210,9 @@ class MLP(nnx.Module):
         self.down = nnx.LinearGeneral(config.mlp_size, config.hidden_size, dot_general=dot_float32, **options)
 
     def __call__(self, x_BSD: jax.Array, mode: Mode = "train") -> jax.Array:
-        h_BSF = jax.nn.silu(self.gate(x_BSD)) * self.up(x_BSD)
+        gate, up = MLP_NAMES
+        h_BSF = jax.nn.silu(named(self.gate(x_BSD), gate, self.config.remat))
+        h_BSF = h_BSF * named(self.up(x_BSD), up, self.config.remat)
         return self.down(constrain(h_BSF, ("batch", "sequence", "mlp"), axes=self.config.axes, mode=mode))
 
 
@@ -225,7 +232,8 @@ class DecoderLayer(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array, mode: Mode = "train") -> tuple[jax.Array, Aux]:
         # Attention and MLP are summed over tp in float32 and rounded once, here: equal results on every mesh.
-        x_BSD = (x_BSD + self.attention(self.attention_norm(x_BSD), mode)).astype(x_BSD.dtype)
+        y_BSD, remat = self.attention(self.attention_norm(x_BSD), mode), self.config.remat
+        x_BSD = (x_BSD + named(y_BSD, "attention_out", remat)).astype(x_BSD.dtype)
         h_BSD = self.mlp_norm(x_BSD)
         y_BSD, aux = self.moe(h_BSD, mode) if self.config.num_experts else (self.mlp(h_BSD, mode), {})
         x_BSD = (x_BSD + y_BSD).astype(x_BSD.dtype)
@@ -288,15 +296,10 @@ class Decoder(nnx.Module):
         table_VD = constrain(table_VD, ("vocab", None), axes=axes, mode=mode)
         x_BSD = jnp.take(table_VD, tokens_BS, axis=0)
         x_BSD = constrain(x_BSD, ("batch", "sequence", "hidden"), axes=axes, mode=mode)
-        run_layer = _with_remat(lambda layer, x: layer(x, mode), self.config)
-        if self.config.scan:
-            x_BSD, aux = jax.lax.scan(lambda x, layer: run_layer(layer, x), x_BSD, self.layers)
-        else:
-            each = []
-            for layer in self.layers:
-                x_BSD, found = run_layer(layer, x_BSD)
-                each.append(found)
-            aux = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+        # cuDNN's attention contains dots, but is one opaque primitive.
+        also = _is_fused_attention if self.config.attention == "cudnn" else None
+        call = lambda layer, x_BSD: layer(x_BSD, mode)  # noqa: E731
+        x_BSD, aux = call_layers(call, self.layers, x_BSD, self.config.remat, also=also, scan=self.config.scan)
         x_BSD = self.norm(x_BSD)
         return x_BSD, table_VD.T if self.config.tied else self.head.kernel[...].astype(x_BSD.dtype), aux
 
@@ -385,15 +388,6 @@ def _attend(q_BSHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, implementat
         raise ConfigError(
             f"model.attention={implementation} cannot be traced here: {error} Use model.attention=xla, or JAX for CUDA"
         ) from error
-
-
-def _with_remat(fn: RunLayer, config: DecoderConfig) -> RunLayer:
-    if config.remat == "none":
-        return fn
-    policy = None if config.remat == "full" else getattr(jax.checkpoint_policies, config.remat)
-    if config.remat.startswith("dots") and config.attention == "cudnn":  # contains dots, but is one opaque primitive
-        policy = jax.checkpoint_policies.save_from_both_policies(policy, _is_fused_attention)
-    return jax.checkpoint(fn, policy=policy)
 
 
 def _is_fused_attention(primitive: Any, *_: Any, **params: Any) -> bool:

@@ -89,7 +89,9 @@ def _more_shards(model: Any) -> str:
 
 REPAIRS: dict[str, Callable[[Any], str]] = {
     "parameters": _more_shards,
-    "optimizer": lambda model: "Raise fsdp in mesh.shape, or set optimizer.shard_over=dp",
+    "optimizer": lambda model: (
+        "Raise fsdp in mesh.shape, or set optimizer.shard_over=dp or optimizer.memory=pinned_host"
+    ),
     "other state": _more_shards,
     "batch": lambda model: "Reduce data.batch_size",
     "gradients": _more_shards,

@@ -41,7 +41,12 @@ class Estimate:
 
     @property
     def argument_bytes(self) -> int:
+        """Without those in the memory of the host, which are `host_bytes`."""
         return sum(x.bytes for x in self.program.block.arguments)
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(x.stored_bytes for x in self.program.block.arguments if x.on_host)
 
 
 def estimate(step: Any, arguments: Sequence[Any], axis_sizes: Mapping[str, int], platform: str) -> Estimate:
@@ -143,6 +148,8 @@ class Roles:
         shape = buffer.array.shape
         if buffer.gathered:
             return "collectives"
+        if (producer := buffer.array.producer) is not None and producer.kind == "to_device":
+            return "optimizer" if buffer.phase == "update" else "residuals"
         if tuple(sorted(shape)) in self.shapes:
             return "gradients" if buffer.phase in ("backward", "update") or phase == "update" else "collectives"
         if self.vocabulary and shape and shape[-1] == self.vocabulary:
@@ -190,7 +197,12 @@ def thinned(moments: Sequence[Moment], most: int = MOMENTS) -> tuple[Moment, ...
 
 
 def memory_of(
-    topology: Topology, moments: Sequence[Moment], arguments: int, groups: tuple[int, ...], limit: int | None = None
+    topology: Topology,
+    moments: Sequence[Moment],
+    arguments: int,
+    groups: tuple[int, ...],
+    limit: int | None = None,
+    host: int = 0,
 ) -> Memory:
     """`groups` are the peaks of the groups of a pipeline, `moments` those of the fullest one.
 
@@ -211,6 +223,7 @@ def memory_of(
         at_peak={name: size for name, size in at_peak.items() if size},
         timeline=thinned(moments),
         groups=groups,
+        host=host,
     )
 
 

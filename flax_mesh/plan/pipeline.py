@@ -219,8 +219,9 @@ def pipeline_memory(
     stages: Sequence[StageEstimate],
     sizes: Mapping[str, Sequence[int]],
     limit: int | None,
+    host: Sequence[int] = (),
 ) -> Memory:
-    """`sizes` has the bytes of every group by category of the state."""
+    """`sizes` has the bytes of every group by category of the state, `host` those in the memory of the host."""
     found: list[list[Moment]] = []
     for group, row in enumerate(schedule.rows):
         base = dict.fromkeys(CATEGORIES, 0) | {kind: of[group] for kind, of in sizes.items()}
@@ -238,7 +239,7 @@ def pipeline_memory(
     peaks = tuple(max(moment.total for moment in moments) for moments in found)
     fullest = peaks.index(max(peaks))
     arguments = sum(of[fullest] for of in sizes.values())
-    return memory_of(topology, found[fullest], arguments, peaks, limit)
+    return memory_of(topology, found[fullest], arguments, peaks, limit, max(host, default=0))
 
 
 def stage_parts(
@@ -258,15 +259,24 @@ def stage_parts(
 
 
 def update_part(
-    topology: Topology, schedule: Schedule, stages: Sequence[StageEstimate], sizes: Mapping[str, Sequence[int]]
+    topology: Topology,
+    schedule: Schedule,
+    stages: Sequence[StageEstimate],
+    sizes: Mapping[str, Sequence[int]],
+    host: Sequence[int],
 ) -> Part:
-    """The optimizer reads the gradients, and reads and writes its state and the parameters of its group once."""
-    found = []
+    """The optimizer reads the gradients, and reads and writes its state and the parameters of its group once.
+
+    What is in the memory of the host is copied to the devices and back as well.
+    """
+    found, copied = [], 2 * max(host)
     for group in range(schedule.num_groups):
         gradients = sum(s.gradients for k, s in enumerate(stages) if schedule.stage_to_group[k] == group)
-        found.append(2 * (sizes["parameters"][group] + sizes["optimizer"][group]) + gradients)
+        found.append(2 * (sizes["parameters"][group] + sizes["optimizer"][group] + host[group]) + gradients)
     moved = float(max(found))
-    seconds = moved / topology.chip.memory_bandwidth
+    if topology.chip.platform == "cpu":
+        copied = 0  # as in the programs of stages
+    seconds = moved / topology.chip.memory_bandwidth + copied / topology.chip.host_bandwidth
     return Part("update", 1, 0.0, moved, 0.0, seconds, 0.0, seconds)
 
 

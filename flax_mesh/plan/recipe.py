@@ -43,6 +43,7 @@ from flax_mesh.plan.pipeline import (
 from flax_mesh.plan.plan import Plan
 from flax_mesh.plan.topology import Topology, parse_topology, resolve_mesh, topology_of_devices
 from flax_mesh.sharding.abstract import abstract_state
+from flax_mesh.sharding.memory import is_on_host
 from flax_mesh.sharding.rules import PartitionRules
 from flax_mesh.step.state import TrainState, abstract_train_state
 from flax_mesh.train.build import (
@@ -240,7 +241,9 @@ def _assemble(
     limit: int | None,
 ) -> Plan:
     moments = timeline(one, roles)
-    memory = memory_of(topology, moments, one.argument_bytes, (one.argument_bytes + one.profile.peak,), limit)
+    memory = memory_of(
+        topology, moments, one.argument_bytes, (one.argument_bytes + one.profile.peak,), limit, one.host_bytes
+    )
     parts = parts_of(one, topology)
     seconds = math.fsum(part.seconds for part in parts)
     time = time_of(topology, seconds, parts, stated)
@@ -263,8 +266,8 @@ def _pipelined(
     parts, costs = stage_parts(topology, shape, schedule, stages)
     if config.pipeline.schedule == SEARCH:
         schedule = _searched(schedule, costs, schedule_memory(config.pipeline, schedule.num_groups))
-    memory = pipeline_memory(topology, schedule, stages, sizes, limit)
-    update = update_part(topology, schedule, stages, sizes)
+    memory = pipeline_memory(topology, schedule, stages, sizes, limit, split.host)
+    update = update_part(topology, schedule, stages, sizes, split.host)
     simulated = simulate(schedule, costs)
     time = time_of(
         topology,
@@ -299,7 +302,8 @@ class Split(NamedTuple):
     shardings: list[NamedSharding]  # of the leaves of the staged model
     axes: PartitionAxis
     batch: Any  # a pytree of ShapeDtypeStructs
-    sizes: Mapping[str, list[int]]  # category of the state -> bytes of every group
+    sizes: Mapping[str, list[int]]  # category of the state -> bytes of every group, on its devices
+    host: list[int]  # bytes of every group in the memory of the host
     num_parameters: int
 
     @property
@@ -328,17 +332,26 @@ def split_recipe(config: TrainConfig, num_groups: int, mesh: AbstractMesh, rules
     staged, schedule = split_model(config, batch, rules.layers, num_groups, mesh)
     make = partial(make_modules, config)
     table = rules if rules.table else None
-    abstract = abstract_state(make, mesh, table, axes=rules.axes, shard_optimizer_over=shard_over(config))
+    abstract = abstract_state(
+        make,
+        mesh,
+        table,
+        axes=rules.axes,
+        shard_optimizer_over=shard_over(config),
+        optimizer_memory=config.optimizer.memory,
+    )
     named = named_leaves(abstract_train_state(make, abstract).to_nnx())
     model = [leaf for path, leaf in named if path.startswith(MODEL)]
     shardings = [model[leaf.source].sharding for leaf in staged.leaves]
     staged = staged.with_layout(mesh, [x.sharding.spec for x in model], rules.axes)
     sizes: dict[str, list[int]] = {}
     for kind in ("parameters", "optimizer", "other state"):
-        leaves = [(path, x, _device_bytes(x) if _kind(path, x) == kind else 0) for path, x in named]
+        leaves = [(path, x, _bytes(x) if _kind(path, x) == kind and not is_on_host(x) else 0) for path, x in named]
         sizes[kind] = bytes_of_groups(staged, schedule.stage_to_group, leaves)
+    hosted = [(path, x, _bytes(x) if is_on_host(x) else 0) for path, x in named]
+    host = bytes_of_groups(staged, schedule.stage_to_group, hosted)
     count = sum(math.prod(x.shape) for path, x in named if _kind(path, x) == "parameters")
-    return Split(config, staged, schedule, shardings, rules.axes, batch, sizes, count)
+    return Split(config, staged, schedule, shardings, rules.axes, batch, sizes, host, count)
 
 
 def _searched(first: Schedule, costs: Sequence[StageCost], memory_limit: int) -> Schedule:
@@ -354,5 +367,5 @@ def _searched(first: Schedule, costs: Sequence[StageCost], memory_limit: int) ->
     return replace(found.schedule, name=SEARCHED)
 
 
-def _device_bytes(x: Any) -> int:
+def _bytes(x: Any) -> int:
     return math.prod(x.sharding.shard_shape(x.shape)) * jnp.dtype(x.dtype).itemsize

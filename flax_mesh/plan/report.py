@@ -101,6 +101,8 @@ def memory_text(memory: Memory, width: int = UNLIMITED) -> str:
 def memory_notes(memory: Memory) -> list[str]:
     """Where the peak is: its moment, and its group of a pipeline."""
     found = [f"state and batch, the arguments of the step, are {bytes_text(memory.arguments)}"]
+    if memory.host:
+        found.append(f"{bytes_text(memory.host)} of the optimizer per device are in the memory of the host")
     if memory.timeline:
         moment = max(memory.timeline, key=lambda moment: moment.total)
         found.append(f"the peak is during {moment.label}")
@@ -158,6 +160,15 @@ def measured_line(memory: Memory, time: Time, device_bytes: int | None, seconds:
         error = f"{time.seconds / seconds - 1:+.1%}"
         texts.append(f"{time_text(seconds)} per step (forecast {time_text(time.seconds)}, {error})")
     return [f"measured: {', '.join(texts)}"] if texts else []
+
+
+def compiled_line(memory: Memory, arguments: int, temporaries: int) -> str:
+    """What XLA states about the compiled step, in bytes of one device, beside the forecast."""
+    forecast = f"forecast {bytes_text(memory.arguments)} and {bytes_text(memory.peak - memory.arguments)}"
+    return (
+        f"compiled step: {bytes_text(arguments)} of state and batch and {bytes_text(temporaries)} of temporaries per "
+        f"device, by XLA ({forecast})"
+    )
 
 
 def tiles(memory: Memory, time: Time, num_devices: int) -> list[tuple[str, str]]:
@@ -262,6 +273,7 @@ def memory_dict(memory: Memory) -> dict[str, Any]:
         "capacity": memory.capacity,
         "reserve": memory.reserve,
         "arguments": memory.arguments,
+        "host": memory.host,
         "peak": memory.peak,
         "at_peak": dict(memory.at_peak),
         "groups": list(memory.groups),

@@ -39,11 +39,12 @@ class Memory:
 
     capacity: int | None  # bytes that the step may use; None if unknown. The reserve is subtracted already
     reserve: int  # bytes that are not available to the step
-    arguments: int  # bytes of the arguments of the step: state and batch
+    arguments: int  # bytes of the arguments of the step, state and batch, without those in the memory of the host
     peak: int
     at_peak: Mapping[str, int]  # category -> bytes
     timeline: tuple[Moment, ...]  # over one step, at most a few hundred moments, in order
     groups: tuple[int, ...]  # peak of every group of a pipeline; one number without a pipeline
+    host: int = 0  # bytes of one device in the memory of the host; of a pipeline, on the group with most of them
 
     @property
     def fits(self) -> bool | None:

@@ -15,6 +15,7 @@ from flax_mesh.jax_compat import reproducible_cpu_options, short_tracer_errors
 from flax_mesh.modes import check_variables, user_modes
 from flax_mesh.sharding.annotations import annotations_of, match_annotations
 from flax_mesh.sharding.explicit import made_on_auto_axes
+from flax_mesh.sharding.memory import optimizer_memory_kinds, placed
 from flax_mesh.sharding.optimizer import match_optimizer
 from flax_mesh.sharding.rules import (
     Finding,
@@ -84,6 +85,7 @@ def abstract_state(
     on_mismatch: Policy = "error",
     min_size: int = 0,
     shard_optimizer_over: str | tuple[str, ...] = (),
+    optimizer_memory: str = "device",
     dropped: list[Finding] | None = None,
 ) -> nnx.State:
     """The state of a model, or of a model and its optimizer, as ShapeDtypeStructs with shardings.
@@ -103,6 +105,9 @@ def abstract_state(
         on_mismatch, min_size, dropped: As in `match_partition_rules`.
         shard_optimizer_over: Mesh axes such as "dp", over which parameters are replicated, that split the optimizer's
             arrays as well: ZeRO stage 1 (Rajbhandari et al. 2020, arXiv:1910.02054).
+        optimizer_memory: Where the optimizer's arrays that belong to a parameter are stored between steps: "device", or
+            "pinned_host", the memory of the host. A step copies them to the devices and back. Scalars are on the
+            devices.
 
     An optimizer array follows the parameter whose path ends its own, dim by dim if it has another shape. Others follow
     the table. So do arrays that are attributes of a module without a Variable around them: as in `nnx.state`, they are
@@ -126,15 +131,21 @@ def abstract_state(
     apply_policy(match.findings, on_mismatch, dropped)
     if dropped is not None:
         dropped += match.replicated
-    return lay_out(state, match.specs, mesh)
+    return lay_out(state, match.specs, mesh, optimizer_memory_kinds(state, mesh, optimizer_memory))
 
 
-def lay_out(state: nnx.State, specs: Sequence[PartitionSpec], mesh: Mesh | AbstractMesh) -> nnx.State:
-    """`state` as ShapeDtypeStructs; `specs` in the order of `jax.tree.leaves`."""
+def lay_out(
+    state: nnx.State,
+    specs: Sequence[PartitionSpec],
+    mesh: Mesh | AbstractMesh,
+    memory_kinds: Sequence[str | None] | None = None,
+) -> nnx.State:
+    """`state` as ShapeDtypeStructs; `specs` and `memory_kinds` in the order of `jax.tree.leaves`."""
     leaves, treedef = jax.tree.flatten(state)
+    kinds = memory_kinds or [None] * len(leaves)
     shaped = [
-        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
-        for leaf, spec in zip(leaves, specs, strict=True)
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed(mesh, spec, kind))
+        for leaf, spec, kind in zip(leaves, specs, kinds, strict=True)
     ]
     return jax.tree.unflatten(treedef, shaped)
 

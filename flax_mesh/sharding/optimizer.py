@@ -1,7 +1,7 @@
 """Layouts of optimizer states, for any optax transformation: from the parameters, and split further by ZeRO-1."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -45,7 +45,7 @@ def match_optimizer(
     parameters = named_leaves(model)
     owners = {path: (leaf.shape, spec) for (path, leaf), spec in zip(parameters, parameter_specs, strict=True)}
     leaves = named_leaves(nnx.state(optimizer, graph=True))
-    pairs = [(path, leaf, owner) for path, leaf in leaves if (owner := _owner(path, owners))]
+    pairs = [(path, leaf, owner) for path, leaf in leaves if (owner := owning_parameter(path, owners))]
     dims = dims_of_parameters(optimizer, model, {p: owner for p, x, owner in pairs if x.shape != owners[owner][0]})
     differing = _differing(own, optimizer, model, {path: owner for path, _, owner in pairs}) if own else {}
     specs, findings = {}, [finding for finding in own.findings if finding.path in differing] if own else []
@@ -124,7 +124,7 @@ def _differing(
     }
 
 
-def _owner(path: str, parameters: Mapping[str, Any]) -> str | None:
+def owning_parameter(path: str, parameters: Collection[str]) -> str | None:
     """The parameter that a leaf belongs to: "layers/0/q" for "0/mu/layers/0/q" and for "0/mu/layers/0/q/1"."""
     parts = path.split("/")
     heads = ("/".join(parts[:end]) for end in range(len(parts), 0, -1))

@@ -15,6 +15,7 @@ from flax_mesh.modes import set_eval_mode, user_modes
 from flax_mesh.sharding.abstract import mesh_of_leaves
 from flax_mesh.sharding.constrain import with_sharding_constraint
 from flax_mesh.sharding.explicit import axis_types_explained
+from flax_mesh.sharding.memory import is_on_host, on_device
 from flax_mesh.sharding.rules import fit_spec
 from flax_mesh.step.batch import microbatch_shapes
 from flax_mesh.step.loss import (
@@ -110,14 +111,18 @@ def make_train_step(
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         with in_mesh(mesh), axis_types_explained():
-            return train(state, batch)
+            return train(brought(state), batch)
 
     def guarded_step(state: TrainState, batch: Batch, limits: Limits = NO_LIMITS) -> tuple[TrainState, Metrics]:
         with in_mesh(mesh), axis_types_explained():
+            state = brought(state)
             return skip_update(state, *train(state, batch), limits)
 
-    def train(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def brought(state: TrainState) -> TrainState:
         check_same_definition(layout, state)
+        return TrainState(on_device(state.leaves, layout.leaves), state.definition)
+
+    def train(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         model, optimizer = state.merge()
         count, wrt = optimizer.step[...], optimizer.wrt
         params, _, others = nnx.state(model, wrt, nnx.RngState, ..., graph=True)
@@ -136,11 +141,17 @@ def make_train_step(
         variables, (grads, sums, weight) = _accumulate(run, (params, others), batch, num_microbatches, axes)
         return apply_gradients(state, variables, grads, sums, weight, learning_rate)
 
-    # Without out_shardings the compiler may return a leaf with another sharding than that of the input.
-    shardings = jax.tree.map(lambda x: x.sharding, state) if mesh is not None else None
+    # Without out_shardings the compiler may return a leaf with another sharding than that of the input; and what the
+    # step brought from the memory of the host would stay on the device.
+    shardings = jax.tree.map(lambda x: x.sharding if mesh is not None or is_on_host(x) else None, state)
     options = dict(compiler_options) if compiler_options else None
     chosen = guarded_step if skip_nonfinite else step
-    return jax.jit(chosen, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options)
+    # JAX assigns the first donated leaf to the first result of its shape, and so on. Without the leaves that nothing
+    # reads, that could be a result in another memory.
+    keep = any(map(is_on_host, state.leaves))
+    return jax.jit(
+        chosen, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options, keep_unused=keep
+    )
 
 
 def make_eval_step(loss_fn: LossFn, state: TrainState) -> Callable[[TrainState, Batch], Metrics]:
@@ -149,11 +160,11 @@ def make_eval_step(loss_fn: LossFn, state: TrainState) -> Callable[[TrainState, 
     The model is in `eval()` mode. Neither the state nor its random streams change.
     """
     check_train_state(state)
-    mesh = mesh_of_leaves(state.leaves)
+    mesh, layout = mesh_of_leaves(state.leaves), state
 
     def evaluate(state: TrainState, batch: Batch) -> Metrics:
         with in_mesh(mesh), axis_types_explained():
-            model, optimizer = state.merge()
+            model, optimizer = TrainState(on_device(state.leaves, layout.leaves), state.definition).merge()
             set_eval_mode(model)
             graphdef, params, others = nnx.split(model, optimizer.wrt, ..., graph=True)
 

@@ -209,7 +209,8 @@ def train_program(
 
 def _plain(config: TrainConfig, mesh: Mesh, rules: PartitionRules) -> TrainProgram:
     make = partial(make_modules, config)
-    abstract = abstract_state(make, mesh, rules if rules.table else None, shard_optimizer_over=shard_over(config))
+    table, over = rules if rules.table else None, shard_over(config)
+    abstract = abstract_state(make, mesh, table, shard_optimizer_over=over, optimizer_memory=config.optimizer.memory)
     layout = abstract_train_state(make, abstract)
     step = make_train_step(
         config.loss_fn,
@@ -244,6 +245,7 @@ def _pipeline(
         seed=config.run.seed,
         learning_rate=learning_rate_of(config),
         shard_optimizer_over=shard_over(config),
+        optimizer_memory=config.optimizer.memory,
         compiler_options=parse_compiler_options(config.run.compiler_options),
         remat=config.pipeline.remat,  # pyright: ignore[reportArgumentType] (checked with the config)
         transport=config.pipeline.transport,  # pyright: ignore[reportArgumentType]

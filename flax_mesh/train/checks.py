@@ -15,6 +15,7 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.hardware import load_chip
 from flax_mesh.mpmd import Pipeline
 from flax_mesh.settings import path_problem, type_problems, value_problems
+from flax_mesh.sharding.memory import memory_problem
 from flax_mesh.train.config import (
     AXIS_NAMES,
     PLATFORM,
@@ -173,6 +174,8 @@ def check_on_mesh(config: TrainConfig, mesh: Mesh | AbstractMesh, axes: Partitio
         if size % ways:
             over = " * ".join(f"{name}={mesh.shape[name]}" for name in names if mesh.shape[name] > 1)
             found.append(f"{text} is not divisible by {ways} ({over}); use a multiple, or another mesh.shape")
+    if problem := memory_problem(mesh, config.optimizer.memory):
+        found.append(f"optimizer.memory: {problem}; use optimizer.memory=device")
     return [*found, *getattr(config.model, "problems_on", lambda mesh: [])(mesh)]
 
 

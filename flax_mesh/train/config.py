@@ -131,6 +131,11 @@ class RunConfig:
             over up to 64 recent steps, from the 18th step on. 0: no limit.
         hardware: A TOML file with the figures of the chip, for the MFU and for plans; see
             `flax_mesh.hardware.load_chip`. "": the table of known chips.
+        hooks: What is called with every row of metrics, comma-separated: "tensorboard", or dotted paths of functions
+            `make_hook(folder, config, start) -> hook` (see docs/watching.md).
+        profile: Number of steps that jax.profiler records, from the third step of this run on. 0: none.
+        compilation_cache: Whether `flax-mesh train` keeps compiled programs in RUN_FOLDER/compiled, so that a resumed
+            run does not compile them again. A cache that JAX is configured with is used instead.
     """
 
     steps: int = field(default=1000, metadata=SAME_RESULT | AT_LEAST_1)
@@ -143,6 +148,9 @@ class RunConfig:
     on_nonfinite: str = field(default="stop", metadata=SAME_RESULT | {"one_of": ("stop", "skip", "continue")})
     spike_factor: float = field(default=0.0, metadata=SAME_RESULT | {"above": 1, "also": (0, "no limit")})
     hardware: str = field(default="", metadata=SAME_RESULT | {"path": True})
+    hooks: str = field(default="", metadata=SAME_RESULT)
+    profile: int = field(default=0, metadata=SAME_RESULT | AT_LEAST_0)
+    compilation_cache: bool = field(default=True, metadata=SAME_RESULT)
 
 
 @dataclass(frozen=True)
@@ -179,6 +187,8 @@ class TrainConfig:
             `make_optimizer`.
         wrt: Filter of NNX that selects the trained variables, such as nnx.LoRAParam. All others are constants: they
             have no gradients and no moments.
+        hooks: Functions `make_hook(folder, config, start) -> hook`, in addition to those of `run.hooks`: the hook is
+            called with every row of metrics, in process 0 only.
         make_batches: `make_batches(config) -> batch_fn`, called with this config; `batch_fn(step)` returns the global
             batch of a step, a pytree of numpy arrays whose first dim is `data.batch_size`. It must be a pure function
             of the step, equal in all processes. Or an iterator with `get_state` and `set_state`. None: the tokens of
@@ -210,6 +220,7 @@ class TrainConfig:
     make_optimizer: Callable[["TrainConfig", nnx.State], optax.GradientTransformation] | None = None
     make_schedule: Callable[["TrainConfig"], optax.Schedule] | None = None
     wrt: Any = nnx.Param
+    hooks: tuple[Callable[..., Any], ...] = ()
     make_batches: Callable[["TrainConfig"], Any] | None = None
     eval_fns: Mapping[str, Callable[..., Any]] = field(default_factory=dict, hash=False)
 

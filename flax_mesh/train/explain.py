@@ -41,7 +41,11 @@ def explain(config: TrainConfig) -> Explanation:
     mesh, given = abstract_mesh(config), config.model
     config = replace(config, model=getattr(given, "without_devices", lambda: given)())
     explanation = explain_sharding(
-        partial(make_modules, config), mesh, config.mesh.rules or config.rules, shard_optimizer_over=shard_over(config)
+        partial(make_modules, config),
+        mesh,
+        config.mesh.rules or config.rules,
+        shard_optimizer_over=shard_over(config),
+        optimizer_memory=config.optimizer.memory,
     )
     settings = [_setting_finding(line) for line in check_on_mesh(config, mesh, explanation.axes)]
     note, unsplit = ("", []) if settings else _stages(config, explanation, mesh)
@@ -79,13 +83,18 @@ def _stages(config: TrainConfig, explanation: Explanation, mesh: AbstractMesh) -
     except CutError as error:
         return "", [Finding("pipeline", str(error).rstrip("."), "Change pipeline.cut or mesh.shape")]
     parts = [OPTIMIZER if leaf.kind == "optimizer" else MODEL for leaf in explanation.report.leaves]
-    leaves = [(part + x.path, x, x.device_bytes) for part, x in zip(parts, explanation.report.leaves, strict=True)]
-    sizes = bytes_of_groups(staged, schedule.stage_to_group, leaves)
+    named = [(part + x.path, x) for part, x in zip(parts, explanation.report.leaves, strict=True)]
+    both = [[(path, x, x.device_bytes * (x.on_host == host)) for path, x in named] for host in (False, True)]
+    sizes, on_host = (bytes_of_groups(staged, schedule.stage_to_group, leaves) for leaves in both)
     lines = [
         f"pipeline: {schedule.name} over {num_groups} groups of this mesh (pp), "
         f"{count_text(schedule.num_microbatches, 'microbatch')}; "
         "the table below is for one group as if it stored all arrays",
-        *(f"group {group} stores {bytes_text(size)} per device" for group, size in enumerate(sizes)),
+        *(
+            f"group {group} stores {bytes_text(size)} per device"
+            + (f", and {bytes_text(host)} for it in the memory of the host" if host else "")
+            for group, (size, host) in enumerate(zip(sizes, on_host, strict=True))
+        ),
         str(staged),
     ]
     return "\n".join(lines), []

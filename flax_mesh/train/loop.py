@@ -32,6 +32,8 @@ from flax_mesh.train.data.batches import prefetch
 from flax_mesh.train.data.data import decode, load_corpus
 from flax_mesh.train.data.evaluation import host_evaluate, run_eval_fns
 from flax_mesh.train.data.run_data import RunData, own_data, token_data
+from flax_mesh.train.hooks.load import Hooks, find_hooks
+from flax_mesh.train.hooks.profile import Profile, profile_problem
 from flax_mesh.train.metadata import check_resume, layout_changes, run_metadata, run_record, step_record
 from flax_mesh.train.metrics import Row, Rows, StepCheck
 from flax_mesh.train.optimizers.average import with_average
@@ -72,7 +74,7 @@ def train(
     allow_changes: bool = False,
     say: Say = lambda text: None,
     hooks: Sequence[Callable[[Row], None]] = (),
-    on_start: Callable[[TrainProgram], None] = lambda program: None,
+    on_start: Callable[[TrainProgram, Path], None] = lambda program, folder: None,
     should_stop: Callable[[], bool] = lambda: False,
     trace: str | Path | None = None,
     watch: Watch | None = None,
@@ -83,8 +85,8 @@ def train(
     losses, bit for bit, as one that was not. The run folder contains metrics.jsonl (one row per step), config.txt and
     checkpoints/.
 
-    With several processes, all of them call `train` with the same arguments. `hooks` run in every process; only
-    process 0 calls `say` and `on_start` and writes files. All processes stop after the same step once `should_stop` is
+    With several processes, all of them call `train` with the same arguments. `hooks` and `on_start` run in every
+    process; only process 0 calls `say` and writes files. All processes stop after the same step once `should_stop` is
     true in one.
 
     Args:
@@ -95,7 +97,7 @@ def train(
             from those of the checkpoint.
         say: Called with every line of output. By default the run prints nothing.
         hooks: Called with every row of metrics, a dict with step, loss, grad_norm, tokens_per_s and others.
-        on_start: Called with the program once the settings are checked, before anything compiles.
+        on_start: Called with the program and the run folder once the settings are checked, before the step compiles.
         should_stop: Polled after every step. Once true, the step is saved and the run ends.
         trace: Write the times of all actions of the third step of a pipeline to this JSON file (Chrome trace format),
             and a picture of them beside it.
@@ -127,6 +129,7 @@ def train(
     trace = None if trace is None else Path(trace)
     if trace is not None and (problems := check_trace(trace, config.mesh.shape, program.pipeline)):
         raise ConfigError(problems)
+    factories = find_hooks(config.run.hooks, config.hooks)
     data = _load_data(program)
     _watch_pipeline(watch, program)
     with folder_of_run(Path(config.run.folder).expanduser(), restart) as folder:
@@ -134,10 +137,9 @@ def train(
         check_agreement(record)
         program = _with_search(program, folder, say)
         evaluate = _evaluation(program, data)
-        run = Run(program, data, evaluate, record, folder, say, hooks, should_stop, trace)
+        run = Run(program, data, evaluate, record, folder, say, hooks, factories, should_stop, trace)
         describe(run)
-        if is_first():
-            on_start(program)
+        on_start(program, folder)
         with _checkpointer(config.checkpoint, folder / CHECKPOINTS, program.rules.layers) as checkpointer:
             step = latest_step(checkpointer)
             for damaged, problems in checkpointer.damaged.items():
@@ -226,33 +228,45 @@ def _steps(
             f"--trace {run.trace} records step {start + TRACED + 1}, the third of this run, but "
             f"run.steps={config.run.steps} ends before it; increase run.steps"
         )
+    if problem := profile_problem(config.run.profile, start, config.run.steps):
+        if not start:
+            raise ConfigError(problem)
+        run.say(f"note: nothing is recorded: {problem}")
+    profile = Profile(run.folder, 0 if problem or not is_first() else config.run.profile, start, run.say)
     check = StepCheck(config.run, saved)
+    own_hooks = Hooks(run.factories if is_first() else (), run.folder, config, start, run.say)
     rows = Rows(
         MetricsFile(run.folder, config, start, run.say) if is_first() else None,
         run.program,
         start,
         check,
-        hooks=run.hooks,
+        hooks=[*run.hooks, own_hooks],
         say=run.say,
         warn_or_raise=run.warn_or_raise,
     )
     step, status = start, "finished"
     with ExitStack() as stack:
         stack.callback(rows.close)
+        stack.callback(own_hooks.close)
+        stack.callback(profile.close)
         batches = stack.enter_context(closing(prefetch(run.data.batch, start, config.run.steps)))
         for index, batch, waited in batches:
             step = index + 1
             limits = [check.limits(step)] if check.limits_are_used else []
-            if run.trace is not None and index == start + TRACED:
-                state, metrics = _traced_step(run, state, batch, *limits)
-            else:
-                state, metrics = run.program.step(state, batch, *limits)
+            with profile.step(step):
+                if run.trace is not None and index == start + TRACED:
+                    state, metrics = _traced_step(run, state, batch, *limits)
+                else:
+                    state, metrics = run.program.step(state, batch, *limits)
             rows.finish()  # the row of the previous step, while the device computes this one
             if check.stopped:
                 # Other processes may wait for values of this step, so it must not end with this process.
                 jax.block_until_ready([x for x in jax.tree.leaves((state, metrics)) if x.addressable_shards])
                 break
             rows.begin(step, metrics, waited)
+            if profile.ends_after(step):
+                rows.finish()  # waits for the devices
+                profile.close()
             last = step == config.run.steps
             stop = run.should_stop()
             if run.evaluate and (last or step % config.run.eval_every == 0):

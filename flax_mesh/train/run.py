@@ -12,11 +12,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from flax_mesh.errors import SaveError
+from flax_mesh.sharding.memory import is_on_host
 from flax_mesh.step.state import TrainState
 from flax_mesh.text import bytes_text, mesh_text
 from flax_mesh.train.build import TrainProgram
 from flax_mesh.train.config import TrainConfig, options_text, parse_compiler_options
 from flax_mesh.train.data.run_data import RunData
+from flax_mesh.train.hooks.load import Factory
 from flax_mesh.train.metrics import Row
 from flax_mesh.train.optimizers.groups import trained_filter
 
@@ -32,6 +34,7 @@ class Run:
     folder: Path
     say: Say
     hooks: Sequence[Callable[[Row], None]]
+    factories: Sequence[tuple[str, Factory]]  # of the hooks of run.hooks and of the recipe, for process 0
     should_stop: Callable[[], bool]
     trace: Path | None
 
@@ -47,7 +50,8 @@ class Run:
 
 def describe(run: Run) -> None:
     program, leaves = run.program, run.program.layout.leaves
-    shard = max(_bytes_by_device(leaves).values())
+    shard = max(_bytes_by_device([x for x in leaves if not is_on_host(x)]).values())
+    hosted = max(_bytes_by_device([x for x in leaves if is_on_host(x)]).values(), default=0)
     total = sum(math.prod(x.shape) * _itemsize(x) for x in leaves)
     devices = program.mesh.devices
     run.say(f"mesh: {mesh_text(program.mesh.shape)} on {devices.size} x {devices.flat[0].device_kind}")
@@ -55,6 +59,7 @@ def describe(run: Run) -> None:
     run.say(
         f"model: {program.num_parameters / 1e6:.2f}M parameters in {len(program.parameters)} arrays; "
         f"with the optimizer {bytes_text(total)}, {bytes_text(shard)} per device"
+        + (f" and {bytes_text(hosted)} per device in the memory of the host" if hosted else "")
     )
     if program.pipeline is not None:
         for line in str(program.pipeline.staged).splitlines():

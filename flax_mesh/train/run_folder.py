@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import shutil
 import stat
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -27,6 +28,7 @@ from flax_mesh.train.overrides import to_lines
 
 Row = dict[str, Any]
 METRICS, CONFIG, LOCK = "metrics.jsonl", "config.txt", ".lock"
+COMPILED = "compiled"  # the cache of compiled programs, which the command line uses
 PLAIN_ROW = re.compile(rb'\{"step": ([0-9]{1,18})(?:,[^{}\0]*)?\}')  # not two rows; found 10 times faster than by JSON
 KINDS = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder"}
 FOLDER = ("a folder", os.R_OK | os.W_OK | os.X_OK)
@@ -260,9 +262,13 @@ def _problem(path: Path, wanted: str, rights: int) -> str:
 
 
 def _remove_unused(folder: Path, before: Collection[str], created: Sequence[Path]) -> None:
-    """Remove the lock file and the folders that were created, if nothing else was added to the folder."""
+    """Remove lock file, compiled programs and folders that were created, if nothing else was added to the folder."""
     with suppress(OSError):
-        if {*os.listdir(folder)} - {LOCK} == {*before} - {LOCK} and LOCK not in before:
+        if {*os.listdir(folder)} - {LOCK, COMPILED} != {*before} - {LOCK, COMPILED}:
+            return
+        if COMPILED not in before:
+            shutil.rmtree(folder / COMPILED, ignore_errors=True)
+        if LOCK not in before:
             os.unlink(folder / LOCK)
             _remove_empty(created)
 

@@ -106,7 +106,7 @@ def test_a_new_run_prints_its_description(undisturbed):
     assert printed[1] == "mesh: dp:2 on 2 x cpu"
     assert printed[2].startswith("data: ") and "squares.txt" in printed[2]
     assert printed[3].startswith("model: 0.03M parameters in 2 arrays; with the optimizer 384 KiB")
-    assert printed[4:] == [f"run: new run in {result.folder}, 12 steps"]
+    assert printed[4:] == ["optimizer: adamw, cosine schedule", f"run: new run in {result.folder}, 12 steps"]
 
 
 def test_the_config_is_written_beside_the_metrics(undisturbed, text):

@@ -1,6 +1,7 @@
 """The optimizer's update on a pipeline: traced as for one device, then split into one program per group and phase."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from flax_mesh.mpmd.split.jaxpr import Chunks, Program, Var, inline, interpret, 
 from flax_mesh.mpmd.split.split import StagedModel
 from flax_mesh.mpmd.split.update import SHARED, GroupProgram, MixedGroups, cut_by_group, pack, unpack
 from flax_mesh.mpmd.transport.layout import on_all_groups, put_host, sharding_on
+from flax_mesh.sharding.memory import brought, is_on_host
 from flax_mesh.step.loss import Limits, Metrics, apply_gradients, skip_update
 from flax_mesh.step.state import TrainState
 from flax_mesh.text import paths_text
@@ -89,9 +91,11 @@ class Update:
         shardings = {
             v: o.sharding for v, o in zip(program.outputs, owners, strict=False) if is_var(v) and o.group != SHARED
         }
+        both = (*zip(program.inputs, owners, strict=False), *zip(program.outputs, owners, strict=False))
+        hosted = {v for v, owner in both if is_var(v) and is_on_host(owner.sharding)}
         packs = {(part.group, part.phase): part.packs for part in parts if part.packs}
         self.parts = [
-            _compile(part, packs, shardings, self.meshes[part.group], options)
+            _compile(part, packs, shardings, hosted, self.meshes[part.group], options)
             for part in parts
             if part.group in self.local_groups
         ]
@@ -177,25 +181,21 @@ def _compile(
     part: GroupProgram,
     packs: Mapping[tuple[int, int], Sequence[Any]],
     shardings: Mapping[Any, Any],
+    hosted: Set[Any],
     mesh: Mesh,
     options: dict[str, Any] | None,
 ) -> GroupFunction:
     """Jit one part of the update; `shardings` has the shardings of the outputs that are leaves.
 
-    Inputs whose last use is here are donated if an output has the same shape and dtype.
+    Values in `hosted` are in the memory of the host.
     """
-    free = [(v.aval.shape, v.aval.dtype) for v in part.results]
-    donated = []
-    # Leaves first: a new leaf has the sharding of the old one.
-    for v in sorted(part.last_used, key=lambda v: v not in shardings):
-        if (v.aval.shape, v.aval.dtype) in free and v.aval.shape:
-            free.remove((v.aval.shape, v.aval.dtype))
-            donated.append(v)
+    donated = _donated(part, shardings, hosted)
     kept = [v for v in part.arguments if v not in set(donated)]
     order = {v: i for i, v in enumerate([*donated, *kept])}
+    is_hosted = [v in hosted for v in order]
 
     def update(donated, kept, received):
-        values = [*donated, *kept]
+        values = [brought(x) if on_host else x for x, on_host in zip([*donated, *kept], is_hosted, strict=True)]
         scalars = [x for key, packed in zip(part.receives, received, strict=True) for x in unpack(packed, packs[key])]
         outs = part.program.call(*(values[order[v]] for v in part.arguments), *scalars)
         num = len(part.results)
@@ -206,6 +206,27 @@ def _compile(
         out = [x or sharding_on(shape_of(v.aval).sharding, mesh) for x, v in zip(out, part.results, strict=True)]
     call = named_jit(update, f"update{part.phase}", (0,), (out, None), options)
     return part, donated, kept, call
+
+
+def _donated(part: GroupProgram, shardings: Mapping[Any, Any], hosted: Set[Any]) -> list[Var]:
+    """The inputs whose last use is in this part and whose memory a result with the same shape and dtype takes over.
+
+    JAX assigns the first donated input to the first such result, the second to the second, and so on. Both must be in
+    the same memory, so inputs are donated up to the first result for which none is left.
+    """
+    free: dict[tuple[Any, ...], deque[Var]] = {}
+    for v in sorted(part.last_used, key=lambda v: v not in shardings):  # a new leaf has the sharding of the old one
+        free.setdefault((v.aval.shape, v.aval.dtype, v in hosted), deque()).append(v)
+    donated, ended = [], set()
+    for v in part.results:
+        kind = v.aval.shape, v.aval.dtype
+        if not v.aval.shape or kind in ended:
+            continue
+        if inputs := free.get((*kind, v in hosted)):
+            donated.append(inputs.popleft())
+        else:
+            ended.add(kind)
+    return donated
 
 
 def _trace(

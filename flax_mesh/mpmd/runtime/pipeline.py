@@ -63,6 +63,8 @@ class Pipeline:
             instruction per element to recompute; "cheap": results of matrix products, loops and random bits only;
             "full": the inputs of the stage only.
         shard_optimizer_over: Mesh axes for ZeRO stage 1, as in `abstract_state`.
+        optimizer_memory: Where the optimizer's arrays are stored between steps, "device" or "pinned_host", as in
+            `abstract_state`.
         compiler_options: Options of XLA, as in `jax.jit`.
         transport: How activations and gradients are transferred between processes. "server": JAX's transfer server;
             "ordered": `jax.device_put`, with all calls in one order; "auto": ordered where the backend supports it.
@@ -106,6 +108,7 @@ class Pipeline:
         learning_rate: optax.Schedule | None = None,
         remat: Literal["none", "cheap", "full"] = "none",
         shard_optimizer_over: str | tuple[str, ...] = (),
+        optimizer_memory: str = "device",
         compiler_options: Mapping[str, Any] | None = None,
         transport: Literal["auto", "server", "ordered"] = "auto",
         skip_nonfinite: bool = False,
@@ -129,7 +132,9 @@ class Pipeline:
         if rules is None and math.prod(mesh.jax_mesh.devices.shape) == mesh.mpmd_dim:
             rules = [(".*", ())]  # groups of one device: nothing can be split
         self.axes = axes or getattr(rules, "axes", None) or getattr(staged.model, "axes", DEFAULT_AXES)
-        self.placement = place(self._make, staged, mesh, self.group_of, rules, axes, shard_optimizer_over)
+        self.placement = place(
+            self._make, staged, mesh, self.group_of, rules, axes, shard_optimizer_over, optimizer_memory
+        )
         self.staged = staged.with_layout(self.groups[0].abstract_mesh, self.placement.model_specs, self.axes)
         self.num_transfers = 0  # of activations and gradients between groups, in the last step
         self.on_action: Callable[[Action, Saved], None] | None = None  # for tests and tools

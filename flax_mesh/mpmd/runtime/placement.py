@@ -62,6 +62,7 @@ def place(
     rules: Rules | None,
     axes: PartitionAxis | None,
     shard_optimizer_over: str | tuple[str, ...] = (),
+    optimizer_memory: str = "device",
 ) -> Placement:
     """The placement of the state of `make() -> (model, optimizer)`.
 
@@ -69,7 +70,14 @@ def place(
     are sharded there by `rules`.
     """
     groups = mesh.unstack
-    sharded = abstract_state(make, groups[0], rules, axes=axes, shard_optimizer_over=shard_optimizer_over)
+    sharded = abstract_state(
+        make,
+        groups[0],
+        rules,
+        axes=axes,
+        shard_optimizer_over=shard_optimizer_over,
+        optimizer_memory=optimizer_memory,
+    )
     plain = abstract_train_state(make, sharded)
     named = named_leaves(sharded)
     check_specs([(path, leaf.sharding.spec) for path, leaf in named], mesh)
@@ -77,7 +85,7 @@ def place(
     parts_of = _parts_of(named, staged, stage_to_group)
     for source, ((path, leaf), parts) in enumerate(zip(named, parts_of, strict=True)):
         for rows, group, at in parts:
-            sharding = NamedSharding(mesh.jax_mesh if group == SHARED else groups[group], leaf.sharding.spec)
+            sharding = sharding_on(leaf.sharding, mesh.jax_mesh if group == SHARED else groups[group])
             owners.append(LeafOwner(path, source, rows, group, at, sharding))
     leaves = []
     for owner in owners:

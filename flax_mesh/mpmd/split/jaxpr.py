@@ -22,7 +22,7 @@ Eqn: TypeAlias = Any  # jex.JaxprEqn
 ELEMENTWISE = frozenset(
     """abs add add_any and atan2 cbrt ceil clamp convert_element_type copy cos cosh div eq erf exp exp2 expm1 floor ge
     gt integer_pow is_finite le log log1p log2 logistic lt max min mul ne neg nextafter not one_minus_square or pow real
-    reduce_precision rem round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh
+    name reduce_precision rem round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh
     xor""".split()  # noqa: SIM905
 )
 REDUCE = {"reduce_sum": jnp.add, "reduce_max": jnp.maximum, "reduce_min": jnp.minimum}
@@ -247,6 +247,8 @@ def _on_chunks(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
     name, chunks = eqn.primitive.name, next(v for v in values if isinstance(v, Chunks))
     if name == "scan":
         return _scan_chunks(eqn, values)
+    if name == "split" and eqn.params["axis"] == 0:
+        return _split_chunks(chunks, eqn.params["sizes"])
     if name in BY_ROW and (found := _by_row(eqn, values, chunks)):
         return [found]
     if name in REDUCE and 0 in eqn.params["axes"]:
@@ -257,6 +259,21 @@ def _on_chunks(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
         rows = [_rows(v, chunks) for v in values]
         return [Chunks((evaluate(eqn, part)[0] for part in zip(*rows, strict=True)), chunks.starts)]
     return evaluate(eqn, [whole(value) for value in values])
+
+
+def _split_chunks(chunks: Chunks, sizes: Sequence[int]) -> list[Chunks]:
+    """Consecutive ranges of the layers; a part that is in several of them is sliced."""
+    found, first = [], 0
+    for size in sizes:
+        parts, starts = [], []
+        for start, part in zip(chunks.starts, chunks.parts, strict=True):
+            low, high = max(first, start), min(first + size, start + part.shape[0])
+            if low < high:
+                parts.append(part if high - low == part.shape[0] else part[low - start : high - start])
+                starts.append(low - first)
+        found.append(Chunks(parts, starts))
+        first += size
+    return found
 
 
 def _by_row(eqn: Eqn, values: Sequence[Any], chunks: Chunks) -> Chunks | None:

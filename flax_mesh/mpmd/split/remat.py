@@ -34,7 +34,7 @@ CONSTRAINT, RESHARD = "sharding_constraint", "reshard"  # on Auto axes, on Expli
 # At most one instruction per element: no functions such as exp, no divisions, no reductions.
 FREE = frozenset(
     """abs add add_any and broadcast_in_dim ceil clamp concatenate convert_element_type copy eq floor ge gt iota
-    is_finite le lt max min mul ne neg not one_minus_square or pad real reduce_precision reshape reshard rev round
+    is_finite le lt max min mul name ne neg not one_minus_square or pad real reduce_precision reshape reshard rev round
     select_n sharding_constraint sign slice split square squeeze stop_gradient sub transpose xor""".split()  # noqa: SIM905
 )
 

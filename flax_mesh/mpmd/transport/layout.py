@@ -10,11 +10,14 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from flax_mesh.sharding.memory import host_kind, placed
+
 
 def sharding_on(sharding: Any, mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """The same spec on `mesh`, the mesh of another group. Shardings other than NamedSharding become replicated."""
-    spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
-    return NamedSharding(mesh, spec)
+    """The same spec and memory on `mesh`, the mesh of another group. Other types of shardings become replicated."""
+    if not isinstance(sharding, NamedSharding):
+        return NamedSharding(mesh, PartitionSpec())
+    return placed(mesh, sharding.spec, host_kind(sharding))
 
 
 def on_group(x: jax.Array, mesh: Mesh) -> jax.Array:

@@ -1,7 +1,7 @@
 """From a compiled program to numbers: memory, arrays at the peak, collectives, cycles and surprising gathers."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
@@ -25,6 +25,7 @@ REMATERIALIZED = re.compile(
 
 
 Paths = Callable[..., str]
+NONE_HOSTED: Mapping[str, int] = {}
 
 
 class Reading(NamedTuple):
@@ -35,18 +36,30 @@ class Reading(NamedTuple):
     program: Scheduled
 
 
-def read_program(program: Any, name: str, times: int, mesh: Mesh, platform: str, paths: Paths) -> Reading:
-    """`paths` returns the path of an argument from its parts: `state.leaves[3]` and `args[0][3]`."""
+def read_program(
+    program: Any,
+    name: str,
+    times: int,
+    mesh: Mesh,
+    platform: str,
+    paths: Paths,
+    hosted: Mapping[str, int] = NONE_HOSTED,
+) -> Reading:
+    """`paths` returns the path of an argument from its parts: `state.leaves[3]` and `args[0][3]`.
+
+    `hosted` has the paths and bytes of the arguments that are stored in the memory of the host.
+    """
     text = program.as_text()
     found, (inner, outer) = scheduled(text), slice_mesh(mesh)
     collectives = [*read_collectives(text, inner), *over_slices(found, outer)]
-    walked = walk(found)
+    walked, host = walk(found), sum(hosted.values())
+    live = [_live(group, size, found, paths) for group, size in largest(walked.at_peak, MOST_ARRAYS + len(hosted))]
     fields = {
         "name": name,
         "times": times,
-        **memory_of(program, platform),
-        "walked": walked.peak,
-        "live": [_live(group, size, found, paths) for group, size in largest(walked.at_peak, MOST_ARRAYS)],
+        **memory_of(program, platform, host),
+        "walked": walked.peak - host,
+        "live": [each for each in live if each["operation"] not in hosted][:MOST_ARRAYS],
         "sent": _sums(collectives),
         "cycles": cycles(found),
     }
@@ -68,14 +81,19 @@ def over_slices(found: Scheduled, axes: tuple[str, ...]) -> list[Collective]:
     return sends
 
 
-def memory_of(program: Any, platform: str) -> dict[str, int]:
-    """On TPUs XLA states the peak. Elsewhere that number lacks what loops allocate; all temporary bytes are used."""
+def memory_of(program: Any, platform: str, host: int = 0) -> dict[str, int]:
+    """On TPUs XLA states the peak. Elsewhere that number lacks what loops allocate; all temporary bytes are used.
+
+    For CPUs XLA counts the `host` bytes among the arguments; for others it counts them separately.
+    """
     memory = program.memory_analysis()
+    separate = getattr(memory, "host_argument_size_in_bytes", 0)
+    host = 0 if separate else host
     total = getattr(memory, "peak_memory_in_bytes", 0) if platform == "tpu" else 0
     if not total:
         written = memory.output_size_in_bytes - memory.alias_size_in_bytes
         total = memory.argument_size_in_bytes + written + memory.temp_size_in_bytes
-    return {"arguments": memory.argument_size_in_bytes, "peak": total}
+    return {"arguments": memory.argument_size_in_bytes - host, "peak": total - host}
 
 
 def cycles(found: Scheduled) -> int:

@@ -33,6 +33,7 @@ from flax_mesh.plan.pipeline import StageEstimate, pipeline_memory
 from flax_mesh.plan.recipe import Split, group_mesh, split_recipe, step_of
 from flax_mesh.plan.report import ranges
 from flax_mesh.plan.topology import Topology, parse_topology
+from flax_mesh.sharding.memory import is_on_host
 from flax_mesh.text import plural
 from flax_mesh.train import TrainConfig, apply_overrides, load_recipe
 from flax_mesh.train.build import run_rules
@@ -112,7 +113,11 @@ def _step(
     def path_of(name: str, number: int) -> str:
         return leaves[number] if name == "state.leaves" and number < len(leaves) else ""
 
-    reading = read_program(compiled, "step", 1, mesh, topology.chip.platform, path_of)
+    layout = zip(leaves, program.layout.leaves, strict=True)
+    hosted = {
+        path: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for path, x in layout if is_on_host(x)
+    }
+    reading = read_program(compiled, "step", 1, mesh, topology.chip.platform, path_of, hosted)
     fields = reading.fields
     found = {"peak": fields["peak"], "groups": [fields["peak"]], "sent": fields["sent"], "cycles": fields["cycles"]}
     return [reading], found

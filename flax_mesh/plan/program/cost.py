@@ -13,7 +13,7 @@ from typing import NamedTuple
 from flax_mesh.hardware import Chip
 from flax_mesh.jax_compat import ATTENTION
 from flax_mesh.plan.program.fusion import Kernel
-from flax_mesh.plan.program.read import Operation, Program
+from flax_mesh.plan.program.read import TRANSFERS, Operation, Program
 from flax_mesh.plan.program.rules import conv_labels, dot_dims, sharding_needs
 
 DTYPES = {(16, "f"): "bfloat16", (32, "f"): "float32", (64, "f"): "float32", (8, "f"): "float8", (8, "i"): "int8"}
@@ -28,10 +28,12 @@ class Cost(NamedTuple):
     bytes: float
     dtype: str  # of the operands
     times: int
+    host_bytes: float = 0.0  # that are copied from or to the memory of the host
 
     def seconds(self, chip: Chip) -> tuple[float, float]:
         """(compute, memory) of one execution."""
-        return self.flops / (chip.peak(self.dtype) * chip.matmul_fraction), self.bytes / chip.memory_bandwidth
+        compute = self.flops / (chip.peak(self.dtype) * chip.matmul_fraction)
+        return compute, self.bytes / chip.memory_bandwidth + self.host_bytes / chip.host_bandwidth
 
 
 def costs(kernels: Sequence[Kernel], program: Program, times: int = 1) -> Iterator[Cost]:
@@ -45,7 +47,8 @@ def costs(kernels: Sequence[Kernel], program: Program, times: int = 1) -> Iterat
             flops += flops_of(operation, program)
             if operation.inputs:
                 dtype = DTYPES.get((operation.inputs[0].bits, operation.inputs[0].kind), "bfloat16")
-        yield Cost(kernel.phase, flops, kernel.read_bytes + kernel.written_bytes, dtype, times)
+        copied = sum(x.outputs[0].stored_bytes for x in kernel.computes if x.kind in TRANSFERS)
+        yield Cost(kernel.phase, flops, kernel.read_bytes + kernel.written_bytes, dtype, times, copied)
 
 
 def flops_of(operation: Operation, program: Program) -> float:

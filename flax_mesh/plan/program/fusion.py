@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from flax_mesh.plan.program.collectives import Exchange
-from flax_mesh.plan.program.read import COLLECTIVES, Array, Block, Operation, Program, local_shape
+from flax_mesh.plan.program.read import COLLECTIVES, TRANSFERS, Array, Block, Operation, Program, local_shape
 from flax_mesh.plan.program.rules import conv_labels, dot_dims
 
 EXPENSIVE = frozenset(
@@ -27,7 +27,7 @@ CHEAP_ON_ACCELERATORS = frozenset({"tanh", "divide", "logistic", "erf"})
 PRODUCTS = frozenset({"dot_general", "convolution"})
 ROOTS = PRODUCTS | frozenset(
     {"reduce", "reduce_window", "select_and_scatter", "gather", "scatter", "sort", "while", "case", "if", "custom_call"}
-    | {"rng_bit_generator", "cholesky", "triangular_solve", "fft", "top_k", "ragged_dot", *COLLECTIVES}
+    | {"rng_bit_generator", *TRANSFERS, "cholesky", "triangular_solve", "fft", "top_k", "ragged_dot", *COLLECTIVES}
 )
 LARGE = 2**16  # bytes of a constant that is worth to be stored
 CONSTANTS = frozenset({"constant", "iota"})

@@ -5,6 +5,7 @@ of the initial values of what it changes. Donated arguments are updated in place
 """
 
 import heapq
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -86,7 +87,10 @@ def _breadth_first(kernels: Sequence[Kernel]) -> list[Kernel]:
 
 
 def _least_memory(kernels: Sequence[Kernel]) -> list[Kernel]:
-    """List scheduling: of the kernels that are ready, the one that frees most bytes more than it writes."""
+    """List scheduling: of the kernels that are ready, the one that frees most bytes more than it writes.
+
+    Copies from the memory of the host are ready from the start, and made when nothing else is.
+    """
     users, missing = _dependencies(kernels)
     reading: dict[int, list[int]] = {}
     for i, kernel in enumerate(kernels):
@@ -94,7 +98,9 @@ def _least_memory(kernels: Sequence[Kernel]) -> list[Kernel]:
             reading.setdefault(key, []).append(i)
     readers = {key: len(indices) for key, indices in reading.items()}
 
-    def gain(i: int) -> int:
+    def gain(i: int) -> float:
+        if any(operation.kind == "to_device" for operation in kernels[i].computes):
+            return -math.inf
         reads, writes = kernels[i].reads.values(), kernels[i].writes
         freed = sum(r.buffer.bytes for r in reads if readers[id(r.buffer)] == 1 and not r.buffer.fixed)
         return freed - sum(b.bytes for b in writes if not b.fixed)

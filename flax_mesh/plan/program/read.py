@@ -24,9 +24,14 @@ _SPEC = re.compile(r"\[((?:\{[^}]*\}(?:p\d+)?(?:, )?)*)\]")
 _DIM = re.compile(r"\{([^}]*)\}")
 _AXIS = re.compile(r'"([^"]+)"(?::\((\d+)\)(\d+))?')
 _NAME = re.compile(r'loc\("([^"]*)"')
+_ON_HOST = re.compile(r'mhlo.memory_kind = "(?:un)?pinned_host"')
+_PLACEMENT = re.compile(r'_xla_buffer_placement = "(\w+)"')
 _NUMBER = re.compile(r"dense<(-?\d+)>")
 # Operations that are not read once if they are repeated.
 DISTINCT = frozenset({"custom_call", "optimization_barrier", "rng", "rng_bit_generator"})
+# Of an operand in the memory of the host, the result is there too.
+KEEP_MEMORY = frozenset({"dynamic_update_slice", "dynamic_slice", "slice", "reshape", "broadcast_in_dim", "transpose"})
+TRANSFERS = frozenset({"to_device", "to_host"})  # between the memory of the host and that of the device
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "collective_permute", "collective_broadcast")
 
 
@@ -40,6 +45,7 @@ class Array:
     spec: Spec
     local: tuple[int, ...]
     producer: "Operation | None" = None
+    on_host: bool = False  # an argument, or a copy that is returned, in the memory of the host
 
     @property
     def size(self) -> int:
@@ -48,7 +54,12 @@ class Array:
 
     @property
     def bytes(self) -> int:
-        """Bytes on one device."""
+        """Bytes on one device: none in the memory of the host."""
+        return 0 if self.on_host else self.stored_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the part of one device, wherever it is stored."""
         return -(-self.size * self.bits // 8)
 
     @property
@@ -175,6 +186,7 @@ class _Reader:
             text = str(attributes[index]) if attributes else ""
             specs = parse_specs(text[text.find("sdy.sharding") :]) if "sdy.sharding" in text else ()
             arguments.append(self.array(value, specs[0] if specs else None))
+            arguments[-1].on_host = bool(_ON_HOST.search(text))
             values[value] = arguments[-1]
             name = _NAME.match(str(value.location))
             names.append(name[1] if name else f"argument {index}")
@@ -240,8 +252,16 @@ class _Reader:
         else:
             specs = self.specs(item, "sdy.sharding")
         name = attributes.pop("chlo", name).strip('"')
+        if "annotate_device_placement" in attributes.get("call_target_name", ""):
+            if self.cpu:  # XLA for CPUs computes with the memory of the host, without copies
+                return inputs
+            placement = _PLACEMENT.search(attributes["mhlo.frontend_attributes"])
+            name = "to_host" if placement and placement[1].endswith("host") else "to_device"
+            attributes = {}
         source = _NAME.match(str(item.location))
         outputs = [self.array(value, spec) for value, spec in zip(item.results, specs, strict=True)]
+        for output in outputs:
+            output.on_host = name == "to_host" or (name in KEEP_MEMORY and any(x.on_host for x in inputs))
         operation = Operation(name, tuple(inputs), tuple(outputs), attributes, source[1] if source else "")
         if name == "while":
             self.loop(operation, regions, values)
@@ -271,7 +291,15 @@ class _Reader:
         """The body of a loop. Its arguments have the shardings of the results."""
         condition, body = (region.blocks[0] for region in regions)
         arguments = [self.array(v, o.spec) for v, o in zip(body.arguments, operation.outputs, strict=True)]
+        for argument, given in zip(arguments, operation.inputs, strict=True):
+            argument.on_host = given.on_host
         operation.bodies = (self.body(regions[1], values, arguments),)
+        # A loop that collects values in the memory of the host starts from zeros there.
+        results = operation.bodies[0].results
+        for each in zip(operation.inputs, arguments, results, operation.outputs, strict=True):
+            if any(x.on_host for x in each):
+                for x in each:
+                    x.on_host = True
         count = self.trip_count(condition, values)
         operation.times, operation.times_known = (count, True) if count is not None else (1, False)
 

@@ -180,7 +180,18 @@ def _without(axes: Sequence[str], other: Sequence[str] | frozenset[str]) -> Axes
     return tuple(axis for axis in axes if axis not in other)
 
 
-LOCAL = ("while", "case", "if", "shard", "iota", "constant", "rng_bit_generator", "custom_call")  # no rule
+LOCAL = (
+    "while",
+    "case",
+    "if",
+    "shard",
+    "iota",
+    "constant",
+    "rng_bit_generator",
+    "custom_call",
+    "to_device",
+    "to_host",
+)  # no rule
 RULES: dict[str, Callable[[Operation], Needs]] = dict.fromkeys(
     (*LOCAL, "reduce_window", "select_and_scatter"), _nothing
 )

@@ -20,6 +20,7 @@ from flax_mesh.plan.recipe import group_mesh
 from flax_mesh.plan.search.surrogate import Values
 from flax_mesh.plan.topology import Topology, resolve_mesh
 from flax_mesh.sharding.abstract import abstract_split
+from flax_mesh.sharding.memory import DEVICE
 from flax_mesh.sharding.rules import PartitionRules
 from flax_mesh.text import mesh_text
 from flax_mesh.train.build import make_modules, run_rules
@@ -326,6 +327,8 @@ class StateBytes:
     def __init__(self, config: TrainConfig, topology: Topology):
         _, state = abstract_split(partial(make_modules, config))
         self.topology, self.model, self.optimizer = topology, _bytes(state["model"]), _bytes(state["optimizer"])
+        if config.optimizer.memory != DEVICE:
+            self.optimizer = 0  # all but its scalars are in the memory of the host
 
     def least(self, shape: Mapping[str, int], shard_over: str) -> float:
         count = self.topology.num_devices

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
 from flax_mesh.axes import as_tuple
 from flax_mesh.errors import ShardingError
 from flax_mesh.mesh.context import AnyMesh, get_incontext_mesh
+from flax_mesh.sharding.memory import is_on_host
 from flax_mesh.sharding.report.hlo import Traffic, read_collectives, sum_traffic
 from flax_mesh.sharding.report.report import ArrayReport, AxisStats, Kind, ShardingReport
 from flax_mesh.sharding.rules import apply_policy, fit_spec
@@ -138,10 +139,10 @@ def _place(path: str, kind: Kind, leaf: Any, layout: Any, mesh: AnyMesh | None) 
     total_bytes = math.prod(shape) * itemsize
     padded = device_bytes * math.prod(pieces) - total_bytes
     copies = num_devices // math.prod(pieces)
-    placed = ArrayReport(
-        path, kind, shape, str(leaf.dtype), spec, pieces, total_bytes, device_bytes, num_devices, padded * copies
-    )
-    return placed, (where, getattr(layout, "memory_kind", None) == "pinned_host")
+    on_host = is_on_host(layout)
+    numbers = total_bytes, device_bytes, num_devices, padded * copies
+    placed = ArrayReport(path, kind, shape, str(leaf.dtype), spec, pieces, *numbers, on_host=on_host)
+    return placed, (where, on_host)
 
 
 def _pieces(path: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from flax_mesh.sharding.abstract import (
     partition_rules,
 )
 from flax_mesh.sharding.annotations import annotations_of, match_annotations
+from flax_mesh.sharding.memory import optimizer_memory_kinds
 from flax_mesh.sharding.optimizer import match_optimizer
 from flax_mesh.sharding.report.account import analyze_sharding_strategy
 from flax_mesh.sharding.report.audit import LARGE, Audit, RuleUse, audit_rules, complete, large_replicated
@@ -94,6 +95,7 @@ def explain_sharding(
     *,
     axes: PartitionAxis | None = None,
     shard_optimizer_over: str | tuple[str, ...] = (),
+    optimizer_memory: str = "device",
     large: int = LARGE,
 ) -> Explanation:
     """Reports how a rule table shards a model and its optimizer on a mesh, and lists everything that looks wrong.
@@ -113,6 +115,7 @@ def explain_sharding(
             array is split. Default: the table or the annotations of the model.
         axes: Maps logical axes to mesh axes. Default: the axes of the rules or of the model.
         shard_optimizer_over: Mesh axes over which the optimizer state is sharded in addition (ZeRO stage 1).
+        optimizer_memory: Where the optimizer state is stored between steps, as in `abstract_state`.
         large: Size in bytes, per layer in a scanned stack, from which a replicated array is a finding. Default: 16 MiB.
 
     Returns:
@@ -146,7 +149,8 @@ def explain_sharding(
     if optimizer is not None:
         over, rest = as_tuple(shard_optimizer_over), complete(table or PartitionRules([]))
         match = match_optimizer(optimizer, arrays, audit.specs, rest, mesh, over=over)
-        parts["optimizer"] = lay_out(state["optimizer"], match.specs, mesh)
+        kinds = optimizer_memory_kinds(state, mesh, optimizer_memory)[-len(match.specs) :]
+        parts["optimizer"] = lay_out(state["optimizer"], match.specs, mesh, kinds)
         without_parameter = _large_without_parameter(parts["model"], parts["optimizer"], match.specs, mesh, large)
         findings += group_findings([*match.findings, *without_parameter])
     report = _with_rules(analyze_sharding_strategy(parts), table, arrays)

@@ -10,12 +10,14 @@ from jax.sharding import NamedSharding
 
 from flax_mesh.axes import as_tuple
 from flax_mesh.errors import ShardingError
+from flax_mesh.sharding.memory import is_on_host
 from flax_mesh.text import path_lines, processes_text
 from flax_mesh.tree import named_leaves
 
 
 def sharding_fingerprint(tree: Any) -> str:
-    """SHA-256, in hex, of the path, shape, dtype, spec and mesh axes (with sizes) of every array of `tree`.
+    """SHA-256, in hex, of the path, shape, dtype, spec and mesh axes (with sizes) of every array of `tree`, and of its
+    memory kind if that is one of the host.
 
     An abstract state and the arrays that are initialized from it have the same fingerprint, on every process. It does
     not depend on the devices of the mesh, on axes of size 1, or on the spelling of a spec: `P("fsdp")` equals
@@ -64,4 +66,5 @@ def _layout_text(sharding: Any) -> str:
     entries = ["+".join(axis for axis in as_tuple(entry) if axis in sizes) or "-" for entry in sharding.spec]
     while entries and entries[-1] == "-":
         entries.pop()
-    return f"({', '.join(entries)}) on {','.join(f'{name}:{size}' for name, size in sizes.items())}"
+    kind = f" in {sharding.memory_kind}" if is_on_host(sharding) else ""
+    return f"({', '.join(entries)}) on {','.join(f'{name}:{size}' for name, size in sizes.items())}{kind}"

@@ -32,6 +32,7 @@ class ArrayReport(NamedTuple):
     padded_bytes: int  # on all devices together: if a dim is not divisible, all shards have the size of the largest
     rule: int | None = None  # index in the table
     logical: tuple[str | None, ...] | None = None
+    on_host: bool = False  # stored in the memory of the host
 
     @property
     def copies(self) -> float:

@@ -17,7 +17,7 @@ COUNT = re.compile(r"optimizer/opt_state/[0-9]+/averaged_steps")
 class AverageState(NamedTuple):
     """`average` is the sum over steps t of (1 - d) d^(n - t) times the parameters after step t, n = averaged_steps."""
 
-    averaged_steps: jax.Array
+    averaged_steps: Any  # int32 scalar
     average: Any
 
 
@@ -33,7 +33,7 @@ def average_parameters(decay: float) -> optax.GradientTransformation:
         zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), params)
         return AverageState(jnp.zeros([], jnp.int32), zeros)
 
-    def update(updates: Any, state: AverageState, params: Any = None) -> tuple[Any, AverageState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         new = optax.apply_updates(params, updates)
         average = jax.tree.map(lambda a, x: decay * a + (1 - decay) * x.astype(a.dtype), state.average, new)
         return updates, AverageState(optax.safe_increment(state.averaged_steps), average)

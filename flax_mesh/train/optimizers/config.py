@@ -46,6 +46,8 @@ class OptimizerConfig:
             exports use in the place of the parameters. 0: none.
         shard_over: Comma-separated mesh axes over which the optimizer's moments are sharded although the parameters are
             replicated there, such as "dp" (ZeRO stage 1). "": none.
+        memory: Where the moments are stored between steps: "device", or "pinned_host", the memory of the host. A step
+            copies them to the devices and back.
     """
 
     name: str = field(default="adamw", metadata={"one_of": NAMES})
@@ -67,6 +69,7 @@ class OptimizerConfig:
     clip_norm: float = field(default=1.0, metadata={"above": 0, "also": (math.inf, "no clipping")})
     ema: float = field(default=0.0, metadata={"at_least": 0, "below": 1})
     shard_over: str = field(default="", metadata=SAME_RESULT)
+    memory: str = field(default="device", metadata=SAME_RESULT | {"one_of": ("device", "pinned_host")})
 
     def problems(self) -> list[str]:
         """One line for every mistake in the texts of settings, and in settings that depend on each other."""

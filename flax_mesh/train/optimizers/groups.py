@@ -107,7 +107,7 @@ class Trained:
 
     def __call__(self, path: Sequence[Any], value: Any) -> bool:
         group = first_match(path_of(path), self.groups)
-        return nnx.filterlib.to_predicate(self.wrt)(path, value) and not (group and group.is_frozen)
+        return nnx.filterlib.to_predicate(self.wrt)(tuple(path), value) and not (group and group.is_frozen)
 
     def __str__(self) -> str:
         return f"{getattr(self.wrt, '__name__', self.wrt)} without the frozen groups of optimizer.groups"

@@ -102,7 +102,10 @@ def test_evaluation_and_exports_use_the_average(tmp_path):
         leaves = [named[path] for path, _ in named_leaves(state)]
         plain_model = nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), leaves))
         held_out = load_corpus(config.data).held_out
-        parts = [next_token_loss(plain_model, held_out_rows(held_out, config.data, k)) for k in range(2)]
+        parts = [
+            next_token_loss(plain_model, jax.tree.map(jnp.asarray, held_out_rows(held_out, config.data, k)))
+            for k in range(2)
+        ]
         sums.append(float(sum(p[0] for p in parts) / sum(p[1] for p in parts)))
     assert rows[-1]["eval_loss"] == pytest.approx(sums[0], abs=1e-6)
     assert abs(sums[0] - sums[1]) > 1e-4

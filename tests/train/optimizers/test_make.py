@@ -3,6 +3,7 @@
 import difflib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from tests.train.optimizers.plain import CONFIG, MODEL, SETTINGS, assert_close, 
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden" / "optimizers"
-RATE = optax.warmup_cosine_decay_schedule(0.01 / 3, 0.01, 2, 6, 0.002)
+RATE: Any = optax.warmup_cosine_decay_schedule(0.01 / 3, 0.01, 2, 6, 0.002)
 CLIP = optax.clip_by_global_norm(0.5)
 OUTPUT, INPUT = MuonDimensionNumbers((0, 1), (2,)), MuonDimensionNumbers((0,), (1, 2))
 
@@ -107,7 +108,7 @@ def test_parameter_groups_equal_a_partition_by_path(mesh):
         schedule = lambda count: rate * RATE(count)  # noqa: E731
         return optax.adamw(schedule, b1=0.9, b2=0.95, eps=1e-3, weight_decay=decay, mask=is_decayed)
 
-    parts = {"embed": adamw(0.1, 0.1), "mlp": adamw(2.0, 0.05), "rest": adamw(1.0, 0.1)}
+    parts: dict[Any, Any] = {"embed": adamw(0.1, 0.1), "mlp": adamw(2.0, 0.05), "rest": adamw(1.0, 0.1)}
     expected, _ = plain(optax.chain(CLIP, optax.partition(parts, lambda params: map_named(label, params))))
     groups = "embed learning_rate*0.1; /mlp/ learning_rate*2 weight_decay*0.5; embed learning_rate*7"  # the first match
     _, state, _ = trained(config_of(mesh, groups=groups))

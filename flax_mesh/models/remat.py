@@ -1,0 +1,159 @@
+"""Remat of layers: which values of each layer are saved for its backward pass, as the text of `model.remat`.
+
+    remat = RUN,RUN,...           runs of layers, from the first layer on
+    RUN   = KIND or KIND:LAYERS   one run may lack its number of layers: it takes those that are left
+    KIND  = none                  everything that the backward pass needs is saved
+          | full                  only the input of the layer is saved, the rest is computed again
+          | a policy of JAX       such as dots_with_no_batch_dims_saveable
+          | NAME+NAME+...         only the input and these values are saved; NAME@host: in the memory of the host
+
+Example for 32 layers:
+
+    full:16,none                  layers 0 to 15 recompute everything, layers 16 to 31 nothing
+    attention+mlp_up@host         all layers save two values, the second one in the memory of the host
+
+A scanned stack stays one stack: each run is a scan over its part of it.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from flax_mesh.text import count_text, listed
+
+ON_HOST = "@host"
+# The other names of jax.checkpoint_policies are functions that return a policy.
+POLICIES = tuple(n for n in dir(jax.checkpoint_policies) if n.endswith("saveable") or n.startswith("checkpoint_"))
+
+CallLayer = Callable[[Any, jax.Array], tuple[jax.Array, Any]]
+
+
+class RematRun(NamedTuple):
+    """Consecutive layers with the same remat."""
+
+    kind: str
+    layers: int | None  # None: all that are left
+
+
+@lru_cache
+def parse_remat(text: str) -> tuple[RematRun, ...]:
+    """The runs of a text that `remat_problems` accepts."""
+    parts = (part.strip().partition(":") for part in text.split(","))
+    return tuple(RematRun(kind, int(count) if colon else None) for kind, colon, count in parts)
+
+
+@lru_cache
+def names_of(text: str) -> frozenset[str]:
+    """The names of values in a text, without those of kinds."""
+    kinds = [run.kind for run in parse_remat(text) if run.kind not in ("none", "full", *POLICIES)]
+    return frozenset(name.removesuffix(ON_HOST) for kind in kinds for name in kind.split("+"))
+
+
+def remat_problems(text: str, num_layers: int, names: Sequence[str]) -> list[str]:
+    """What is wrong with a text for a model of so many layers whose values have `names`, one line each."""
+    found, total, without = [], 0, 0
+    for part in text.split(","):
+        kind, colon, count = part.strip().partition(":")
+        found += _kind_problems(kind, names)
+        if not colon:
+            without += 1
+        elif count.isascii() and count.isdecimal() and int(count) > 0:
+            total += int(count)
+        else:
+            found.append(
+                f"model.remat: {part.strip()!r} must have a number of layers after the colon, such as {kind}:2"
+            )
+    if not found and without > 1:
+        found.append(f"model.remat={text}: only one run may be without a number of layers, such as full:2,none")
+    if not found and (total > num_layers or (total < num_layers and not without)):
+        repair = "remove some" if total > num_layers else "add a run for the others, such as none"
+        found.append(f"model.remat={text} is for {count_text(total, 'layer')}, model.num_layers={num_layers}; {repair}")
+    if not found and total == num_layers and without:
+        found.append(f"model.remat={text}: no layer is left for the run without a number; remove it")
+    return found
+
+
+def _kind_problems(kind: str, names: Sequence[str]) -> list[str]:
+    if kind in ("none", "full", *POLICIES):
+        return []
+    parts = [part.removesuffix(ON_HOST) for part in kind.split("+")]
+    twice = sorted({name for name in parts if parts.count(name) > 1})
+    if set(parts) <= set(names) and not twice:
+        return []
+    if twice:
+        return [f"model.remat: {kind!r} has {listed(twice)} twice"]
+    return [
+        f"model.remat must be none, full or a policy of JAX ({listed(POLICIES)}), or names joined by + "
+        f"({listed(names)}), got {kind!r}"
+    ]
+
+
+def named(x: jax.Array, name: str, text: str) -> jax.Array:
+    """`x`, with a name for the policies of `text` if it has this name."""
+    return checkpoint_name(x, name) if name in names_of(text) else x
+
+
+def with_remat(call: CallLayer, kind: str, *, also: Any = None) -> CallLayer:
+    """`call` with one kind of remat. Policies that save dots also save what the policy `also` saves."""
+    if kind == "none":
+        return call
+    if kind == "full":
+        return jax.checkpoint(call)
+    policies = jax.checkpoint_policies
+    if kind in POLICIES:
+        policy = getattr(policies, kind)
+        if kind.startswith("dots") and also is not None:
+            policy = policies.save_from_both_policies(policy, also)
+        return jax.checkpoint(call, policy=policy)
+    names = kind.split("+")
+    on_host = [name.removesuffix(ON_HOST) for name in names if name.endswith(ON_HOST)]
+    if not on_host:
+        return jax.checkpoint(call, policy=policies.save_only_these_names(*names))
+    policy = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[name for name in names if not name.endswith(ON_HOST)],
+        names_which_can_be_offloaded=on_host,
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    return jax.checkpoint(call, policy=policy)
+
+
+def call_layers(
+    call: CallLayer, layers: Any, x: jax.Array, text: str, *, also: Any = None, scan: bool = False
+) -> tuple[jax.Array, Any]:
+    """The output of the last layer, and what the layers returned beside it, with a leading layer dim.
+
+    `layers` is a list, or with `scan` one module whose variables have a leading layer dim. `call(layer, x)` calls one
+    layer; `also` is that of `with_remat`.
+    """
+    depth = jax.tree.leaves(layers)[0].shape[0] if scan else len(layers)
+    runs = parse_remat(text)
+    left = depth - sum(run.layers or 0 for run in runs)
+    sizes = [left if run.layers is None else run.layers for run in runs]
+    each, first = [], 0
+    for run, size, part in zip(runs, sizes, split_stack(layers, sizes) if scan else runs, strict=True):
+        run_layer = with_remat(call, run.kind, also=also)
+        if scan:
+            x, found = jax.lax.scan(lambda x, layer, run_layer=run_layer: run_layer(layer, x), x, part)
+            each.append(found)
+        else:
+            for layer in layers[first : first + size]:
+                x, found = run_layer(layer, x)
+                each.append(found)
+        first += size
+    if scan:
+        return x, each[0] if len(each) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *each)
+    return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+
+
+def split_stack(stack: Any, sizes: Sequence[int]) -> list[Any]:
+    """A scanned stack as consecutive stacks. Their gradients are concatenated, not padded and added."""
+    if len(sizes) == 1:
+        return [stack]
+    leaves, tree = jax.tree.flatten(stack)
+    parts = [jax.lax.split(leaf, sizes) for leaf in leaves]
+    return [jax.tree.unflatten(tree, [part[i] for part in parts]) for i in range(len(sizes))]

@@ -1,0 +1,116 @@
+"""Hooks of a run: found by name or dotted path before it starts, and called with every row of metrics."""
+
+import difflib
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from flax_mesh.errors import ConfigError
+from flax_mesh.user_code import check_arguments, place_of, user_code
+
+Factory = Callable[[Path, Any, int], Callable[[dict[str, Any]], None]]
+NAMES = {"tensorboard": "flax_mesh.train.hooks.tensorboard:make_hook"}
+REQUIRED = {"tensorboard": "tensorboardX"}  # the package of the extra with the name of the hook
+
+
+def find_hooks(text: str, own: Sequence[Any]) -> list[tuple[str, Factory]]:
+    """(name, factory) of the hooks in `run.hooks`, then of the recipe's own. One ConfigError with all mistakes."""
+    found, problems = [], []
+    for name in filter(None, map(str.strip, text.split(","))):
+        try:
+            found.append((f"run.hooks={name}", _import(name)))
+        except ConfigError as error:
+            problems += error.problems
+    found += [(f"hooks[{at}] of the recipe", factory) for at, factory in enumerate(own)]
+    for name, factory in found:
+        if not callable(factory):
+            problems.append(f"{name} must be a function (folder, config, start) -> hook, got {factory!r}")
+            continue
+        try:
+            check_arguments(name, factory, "folder", "config", "start")
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _import(name: str) -> Any:
+    if name in REQUIRED and importlib.util.find_spec(REQUIRED[name]) is None:
+        raise ConfigError(
+            f"run.hooks={name} requires the package {REQUIRED[name]}, which is not installed: "
+            f'pip install "flax-mesh[{name}]"'
+        )
+    path = NAMES.get(name, name)
+    module, separator, attribute = path.partition(":") if ":" in path else path.rpartition(".")
+    if not (separator and module and attribute):
+        near = difflib.get_close_matches(name, NAMES, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(
+            f"run.hooks: {name!r} must be {', '.join(NAMES)}, or package.module.function of a function that makes a "
+            f"hook{hint}"
+        )
+    with user_code(f"run.hooks={name}"):
+        try:
+            found = importlib.import_module(module)
+        except (ModuleNotFoundError, ValueError, TypeError) as error:  # ValueError, TypeError: names such as ".x"
+            if isinstance(error, ModuleNotFoundError) and error.name and not f"{module}.".startswith(f"{error.name}."):
+                raise  # a module that the hook's own module imports
+            raise ConfigError(
+                f"run.hooks: {name!r} cannot be imported: there is no module {module!r}. Install it, or set PYTHONPATH "
+                "to the folder that contains it"
+            ) from error
+    if not hasattr(found, attribute):
+        raise ConfigError(f"run.hooks: {name!r} cannot be imported: {module} has no {attribute!r}")
+    return getattr(found, attribute)
+
+
+class Hooks:
+    """Makes the hooks with the first row, and calls each with every row. A hook that fails is not called again.
+
+    The failure is reported in one line. It does not stop the run: the rows are in metrics.jsonl in any case.
+    """
+
+    def __init__(
+        self,
+        factories: Sequence[tuple[str, Factory]],
+        folder: Path,
+        config: Any,
+        start: int,
+        say: Callable[[str], None],
+    ):
+        self._waiting = list(factories)
+        self._arguments = folder, config, start
+        self._say = say
+        self._hooks: dict[str, Callable[[dict[str, Any]], None]] = {}
+
+    def __call__(self, row: dict[str, Any]) -> None:
+        while self._waiting:
+            name, factory = self._waiting.pop(0)
+            hook = self._guarded(name, factory, *self._arguments)
+            if hook is not None and not callable(hook):
+                self._say(f"warning: {name}: {place_of(factory)}: it must return a function of a row, got {hook!r}")
+            elif hook is not None:
+                self._hooks[name] = hook
+        for name, hook in list(self._hooks.items()):
+            self._guarded(name, hook, dict(row))
+
+    def close(self) -> None:
+        for name, hook in list(self._hooks.items()):
+            self._guarded(name, getattr(hook, "close", lambda: None))
+        self._hooks.clear()
+
+    def _guarded(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            with user_code(name, place_of(function)):
+                return function(*arguments)
+        except Exception as error:  # code of a user may raise anything
+            hook = self._hooks.pop(name, None)
+            text = str(error) if isinstance(error, ConfigError) else f"{name}: {type(error).__name__}: {error}"
+            self._say(f"warning: {' '.join(text.split())}; this hook is not called again")
+            with suppress(Exception):
+                getattr(hook, "close", lambda: None)()
+            return None

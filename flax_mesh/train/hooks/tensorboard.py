@@ -1,0 +1,28 @@
+"""The hook "tensorboard": the numbers of every row as scalars, in RUN_FOLDER/tensorboard."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+FOLDER = "tensorboard"
+
+
+class _Writer:
+    def __init__(self, folder: Path, start: int):
+        from tensorboardX import SummaryWriter
+
+        # purge_step: TensorBoard then ignores the rows that this run computes again.
+        self._writer = SummaryWriter(str(folder / FOLDER), purge_step=start + 1 if start else None)
+
+    def __call__(self, row: dict[str, Any]) -> None:
+        for name, value in row.items():
+            if isinstance(value, int | float) and not isinstance(value, bool) and name != "step":
+                self._writer.add_scalar(name, value, row["step"])
+        self._writer.flush()  # a row that metrics.jsonl contains is not lost here either
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def make_hook(folder: Path, config: Any, start: int) -> Callable[[dict[str, Any]], None]:
+    return _Writer(folder, start)

@@ -1,0 +1,79 @@
+"""The cache of compiled programs in the run folder: used by a resumed run, without effect on its losses."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.train.bigram import write_text
+
+RECIPE = Path(__file__).parents[1] / "train" / "bigram.py"
+# As a user's process: without the cache that the tests share. Small programs are cached too.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+ENVIRONMENT |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0"}
+ENVIRONMENT |= {"JAX_LOG_COMPILES": "1"}
+
+
+def run(folder, *settings, source="squares.txt"):
+    """(exit code, output, losses) of a run of four steps."""
+    more = [f"data.source={folder.parent / source}", f"run.folder={folder}", "run.platform=cpu:2"]
+    command = [sys.executable, "-m", "flax_mesh.cli", "train", str(RECIPE), *more, "checkpoint.every=2", *settings]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    file = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return done.returncode, done.stdout + done.stderr, [row["loss"] for row in rows]
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cache") / "run"
+    write_text(folder.parent)
+    return folder, run(folder, "run.steps=4")
+
+
+def hits(output):
+    return output.count("Persistent compilation cache hit for 'jit_step'")
+
+
+def test_a_resumed_run_reads_the_programs_and_has_the_same_losses(first, tmp_path):
+    folder, (code, output, losses) = first
+    assert code == 0 and not hits(output) and len(losses) == 4
+    assert any("jit_step" in file.name for file in (folder / "compiled").iterdir())
+    copy = tmp_path / "run"
+    shutil.copytree(folder, copy)
+    shutil.copy(folder.parent / "squares.txt", tmp_path)
+    shutil.rmtree(copy / "checkpoints" / "4")
+    code, output, again = run(copy, "run.steps=4", "--allow-changes")
+    assert code == 0 and hits(output) == 1 and again == losses
+
+
+def test_damaged_programs_are_compiled_again(first, tmp_path):
+    folder, (_, _, losses) = first
+    copy = tmp_path / "run"
+    shutil.copytree(folder, copy)
+    shutil.copy(folder.parent / "squares.txt", tmp_path)
+    shutil.rmtree(copy / "checkpoints" / "4")
+    for file in (copy / "compiled").iterdir():
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    code, output, again = run(copy, "run.steps=4", "--allow-changes")
+    assert code == 0 and not hits(output) and again == losses
+
+
+def test_a_run_without_the_cache_has_the_same_losses(first, tmp_path):
+    write_text(tmp_path)
+    code, _, losses = run(tmp_path / "run", "run.steps=4", "run.compilation_cache=false")
+    assert code == 0 and not (tmp_path / "run" / "compiled").exists()
+    assert losses == first[1][2]
+
+
+def test_a_start_that_fails_leaves_no_programs(tmp_path):
+    np.save(tmp_path / "tokens.npy", np.full(5000, 300, np.int32))  # found when the first batch is read
+    code, output, _ = run(tmp_path / "run", "run.steps=4", source="tokens.npy")
+    assert code == 2 and "token id 300 is outside the vocabulary" in output
+    assert "XLA compilation of jit(<lambda>)" in output  # the program of the initial values
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,177 @@
+"""`model.remat` by kind, by name and for runs of layers: the grammar, what is saved, and results that do not change."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from flax_mesh.errors import ConfigError
+from flax_mesh.models import Decoder, DecoderConfig, next_token_loss
+from flax_mesh.models.remat import RematRun, names_of, parse_remat, split_stack
+from flax_mesh.plan import plan
+from flax_mesh.train.build import build_program
+from flax_mesh.train.checks import check_config
+from flax_mesh.tree import named_leaves
+from tests.train.test_optimizer_memory import batch_of
+from tests.train.test_pipelined_run import config_of
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+CONFIG = DecoderConfig(
+    vocab_size=64, hidden_size=16, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=8, mlp_size=40, scan=True
+)
+EXPERTS = dataclasses.replace(CONFIG, num_experts=4, experts_per_token=2)
+ALL_NAMES = "q+k+v+attention+attention_out+mlp_gate+mlp_up"
+
+
+def loss_and_state(config: DecoderConfig) -> tuple[Any, Any]:
+    graphdef, state = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
+    tokens = np.random.default_rng(0).integers(0, 64, (2, 13)).astype(np.int32)
+
+    def loss(state: Any) -> Any:
+        return next_token_loss(nnx.merge(graphdef, state), {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]})[0]
+
+    return loss, state
+
+
+def residuals_and_gradients(config: DecoderConfig) -> tuple[list[Any], list[Any]]:
+    """What the forward pass passes to the backward pass, and the gradients."""
+    loss, state = loss_and_state(config)
+    residuals = jax.tree.leaves(jax.eval_shape(lambda state: jax.vjp(loss, state)[1], state))
+    return residuals, named_leaves(jax.jit(jax.grad(loss))(state))
+
+
+def num_bytes(residuals: list[Any]) -> int:
+    return sum(x.size * x.dtype.itemsize for x in residuals)
+
+
+@pytest.fixture(scope="module")
+def without_remat():
+    return {scan: residuals_and_gradients(dataclasses.replace(CONFIG, scan=scan)) for scan in (False, True)}
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["list", "stack"])
+@pytest.mark.parametrize("remat", ["full:2,none", "none:1,full:2,dots_saveable", "attention+mlp_up@host", ALL_NAMES])
+def test_gradients_do_not_change(remat, scan, without_remat):
+    residuals, gradients = residuals_and_gradients(dataclasses.replace(CONFIG, remat=remat, scan=scan))
+    expected_residuals, expected = without_remat[scan]
+    for (path, a), (_, b) in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * np.abs(b).max(), err_msg=path)
+    assert num_bytes(residuals) < num_bytes(expected_residuals)
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["list", "stack"])
+def test_every_name_and_every_layer_of_a_run_saves_its_bytes(scan):
+    def saved(remat: str, config: DecoderConfig = CONFIG) -> int:
+        return num_bytes(residuals_and_gradients(dataclasses.replace(config, remat=remat, scan=scan))[0])
+
+    least, rows = saved("full"), 4 * 2 * 12  # layers, batch, sequence
+    sizes = dict.fromkeys(("q", "attention", "attention_out"), 16) | {"k": 8, "v": 8}
+    sizes |= {"mlp_gate": 40, "mlp_up": 40}
+    assert set(sizes) == set(CONFIG.remat_names())
+    for name, size in sizes.items():
+        assert saved(name) - least == rows * size * 4, name
+    assert saved("q:3,full") - least == 3 * rows // 4 * 16 * 4
+    most = saved("none")
+    steps = [saved(f"full:{count},none") for count in (1, 2, 3)]
+    assert most > steps[0] > steps[1] > steps[2] > least
+    assert steps[0] - steps[1] == steps[1] - steps[2]  # the same bytes for every layer
+
+
+def test_names_on_the_host_are_saved_there():
+    loss, state = loss_and_state(dataclasses.replace(CONFIG, remat="attention+mlp_up@host"))
+    residuals = jax.make_jaxpr(lambda state: jax.tree.leaves(jax.vjp(loss, state)[1]))(state).out_avals
+    on_host = [x.shape for x in residuals if x.memory_space == jax.memory.Space.Host]
+    assert on_host == [(4, 2, 12, 40)]  # of the stack
+    assert (4, 2, 12, 2, 8) in [x.shape for x in residuals]
+
+
+@pytest.mark.parametrize("name", ["attention_out", "q"])
+def test_layers_of_experts_have_names_too(name):
+    expected = residuals_and_gradients(dataclasses.replace(EXPERTS, remat="full"))
+    residuals, gradients = residuals_and_gradients(dataclasses.replace(EXPERTS, remat=f"full:2,{name}"))
+    assert num_bytes(residuals) - num_bytes(expected[0]) == 2 * 2 * 12 * 16 * 4
+    for (path, a), (_, b) in zip(gradients, expected[1], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * np.abs(b).max(), err_msg=path)
+    assert "mlp_up" not in EXPERTS.remat_names()
+
+
+def test_runs_are_parsed():
+    assert parse_remat("full:16, none") == (RematRun("full", 16), RematRun("none", None))
+    assert parse_remat("attention+mlp_up@host") == (RematRun("attention+mlp_up@host", None),)
+    assert names_of("full:2,dots_saveable:3,attention+mlp_up@host") == {"attention", "mlp_up"}
+
+
+def test_a_stack_is_split_into_consecutive_layers():
+    stack = Decoder(CONFIG, rngs=nnx.Rngs(0)).layers
+    parts = split_stack(stack, [1, 3])
+    for whole, *pieces in zip(*(jax.tree.leaves(x) for x in (stack, *parts)), strict=True):
+        np.testing.assert_array_equal(whole, np.concatenate(pieces))
+        assert [len(piece) for piece in pieces] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("remat", "problem"),
+    [
+        ("full:5", r"model\.remat=full:5 is for 5 layers, model\.num_layers=4; remove some"),
+        ("full:3", r"model\.remat=full:3 is for 3 layers, model\.num_layers=4; add a run for the others, such as none"),
+        ("full:4,none", r"model\.remat=full:4,none: no layer is left for the run without a number; remove it"),
+        ("full,none", "only one run may be without a number of layers, such as full:2,none"),
+        ("full:0,none", r"model\.remat: 'full:0' must have a number of layers after the colon, such as full:2"),
+        ("full:x", "'full:x' must have a number of layers after the colon"),
+        ("full:\N{SUPERSCRIPT TWO},none", "must have a number of layers after the colon"),
+        ("", "must be none, full or a policy of JAX .*, got ''"),
+        ("full:2,", "must be none, full or a policy of JAX .*, got ''"),
+        ("attention+heads", r"or names joined by \+ \(q, k, .*\), got 'attention\+heads'"),
+        ("attention+attention@host", r"model\.remat: 'attention\+attention@host' has attention twice"),
+        ("full+attention", r"got 'full\+attention'"),
+        ("full@host", "got 'full@host'"),
+    ],
+)
+def test_wrong_texts_are_one_line(remat, problem):
+    with pytest.raises(ConfigError, match=problem) as error:
+        Decoder(dataclasses.replace(CONFIG, remat=remat), rngs=nnx.Rngs(0))
+    assert len(error.value.problems) == 1
+
+
+def test_names_of_experts_are_refused_without_experts():
+    (line,) = dataclasses.replace(EXPERTS, remat="mlp_up").problems()
+    assert line.endswith("(q, k, v, attention, attention_out), got 'mlp_up'")
+
+
+@pytest.mark.parametrize("shape", ["fsdp:2,tp:2", "pp:2,fsdp:2"])
+@pytest.mark.parametrize("scan", ["false", "true"])
+def test_training_on_meshes_and_in_pipelines_does_not_change(shape, scan, tmp_path):
+    def losses(remat: str) -> tuple[list[Any], dict[str, tuple[int, ...]]]:
+        settings = f"mesh.shape={shape}", f"model.scan={scan}", f"model.remat={remat}", "model.num_layers=4"
+        config = config_of(tmp_path, tmp_path, *settings, "run.platform=auto", "run.eval_every=0")
+        assert check_config(config) == []
+        program = build_program(config)
+        state, found = program.init(), []
+        shapes = {path: x.shape for path, x in named_leaves(state.to_nnx())}
+        for index in range(2):
+            state, metrics = program.step(state, batch_of(program, index))
+            found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
+        return found, shapes
+
+    (expected, shapes), *others = map(losses, ("none", "full:1,none:2,full", "attention+mlp_up:3,none"))
+    for found, found_shapes in others:
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+        assert found_shapes == shapes  # a stack stays one, as far as the stages allow
+
+
+@pytest.mark.parametrize("scan", ["false", "true"])
+def test_a_stage_computes_and_stores_only_its_own_layers(scan, tmp_path):
+    """With runs that do not end where a stage does: residuals fall on the groups whose layers are recomputed."""
+
+    def peaks(remat: str) -> tuple[int, ...]:
+        settings = "mesh.shape=pp:2,fsdp:2", f"model.scan={scan}", f"model.remat={remat}", "model.num_layers=4"
+        settings = *settings, "data.sequence_length=64", "model.vocab_size=256"
+        return plan(config_of(tmp_path, tmp_path, *settings), "v5e:1x4").memory.groups
+
+    none, first, three, full = (peaks(remat) for remat in ("none", "full:2,none", "full:3,none", "full"))
+    assert first[0] < none[0] and first[1] == none[1]
+    assert three[0] == first[0] and three[1] < none[1]
+    assert full[0] == three[0] and full[1] < three[1]

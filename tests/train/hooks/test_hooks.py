@@ -1,0 +1,172 @@
+"""Hooks by name, by dotted path and of the recipe: what they are called with, and what a mistake in them does."""
+
+import json
+import shutil
+import struct
+from dataclasses import replace
+
+import pytest
+
+from flax_mesh.errors import ConfigError
+from flax_mesh.train import apply_overrides, train
+from flax_mesh.train.hooks.load import find_hooks
+from tests.train.bigram import recipe, write_text
+
+CALLS: list = []
+
+
+def make_recorder(folder, config, start):
+    assert (folder / "metrics.jsonl").exists()  # the row was written before
+    CALLS.append(("made", folder, config.run.steps, start))
+    return Recorder()
+
+
+class Recorder:
+    def __call__(self, row):
+        CALLS.append(("row", row))
+
+    def close(self):
+        CALLS.append(("closed",))
+
+
+def failing(folder, config, start):
+    def hook(row):
+        CALLS.append(("row", row))
+        if row["step"] == 2:
+            raise RuntimeError("no room")
+
+    return hook
+
+
+def failing_factory(folder, config, start):
+    raise RuntimeError("cannot be made")
+
+
+def returns_a_number(folder, config, start):
+    return 3
+
+
+@pytest.fixture
+def config(tmp_path):
+    settings = [
+        f"data.source={write_text(tmp_path)}",
+        f"run.folder={tmp_path / 'run'}",
+        "run.platform=auto",
+        "run.steps=4",
+        "checkpoint.every=2",
+    ]
+    CALLS.clear()
+    return apply_overrides(recipe(), settings)
+
+
+def with_hooks(config, text):
+    return apply_overrides(config, [f"run.hooks={text}"])
+
+
+def test_hooks_are_called_with_every_row_and_closed(config):
+    here = f"{__name__}.make_recorder"
+    rows, changed = [], replace(with_hooks(config, here), hooks=(make_recorder,))
+    result = train(changed, hooks=[rows.append])
+    assert CALLS[:2] == [("made", result.folder, 4, 0)] * 2
+    assert [call[1] for call in CALLS if call[0] == "row"] == [row for row in rows for _ in range(2)]
+    assert CALLS[-2:] == [("closed",)] * 2
+    CALLS.clear()
+    train(apply_overrides(changed, ["run.steps=5"]))
+    assert CALLS[0] == ("made", result.folder, 5, 4)
+
+
+def test_a_hook_that_fails_is_reported_once_and_not_called_again(config):
+    printed, rows = [], []
+    changed = replace(
+        with_hooks(config, f"{__name__}:failing"), hooks=(failing_factory, returns_a_number, make_recorder)
+    )
+    result = train(changed, say=printed.append, hooks=[rows.append])
+    assert result.status == "finished" and len(rows) == 4
+    warnings = [line for line in printed if line.startswith("warning")]
+    assert len(warnings) == 3
+    assert "test_hooks.py, line" in warnings[0] and "RuntimeError: cannot be made; this hook is not" in warnings[0]
+    assert "hooks[1] of the recipe: " in warnings[1] and "must return a function of a row, got 3" in warnings[1]
+    assert warnings[2].startswith(f"warning: run.hooks={__name__}:failing: ") and "RuntimeError: no room" in warnings[2]
+    steps = [call[1]["step"] for call in CALLS if call[0] == "row"]
+    assert steps == [1, 1, 2, 2, 3, 4]  # the first hook two times, the recorder four times
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tensorbord", r"^run.hooks: 'tensorbord' must be tensorboard, or package.module.* did you mean tensorboard\?"),
+        ("no.such.module", r"^run.hooks: 'no.such.module' cannot be imported: there is no module 'no.such'. Install"),
+        ("os.path.nope", r"^run.hooks: 'os.path.nope' cannot be imported: os.path has no 'nope'$"),
+        ("math.pi", r"^run.hooks=math.pi must be a function \(folder, config, start\) -> hook, got 3.14"),
+        ("os.getcwd", r"^run.hooks=os.getcwd: it must be callable with the arguments \(folder, config, start\)"),
+        ("a,b", r"^run.hooks: 'a' must be .*\nrun.hooks: 'b' must be"),
+        (".x", r"^run.hooks: '.x' must be tensorboard"),
+        ("..x", r"^run.hooks: '..x' cannot be imported"),
+    ],
+)
+def test_mistakes_in_names_are_errors_before_the_run(config, text, message):
+    with pytest.raises(ConfigError, match=message):
+        train(with_hooks(config, text))
+    assert not (config.run.folder and list(config_folder(config)))
+
+
+def config_folder(config):
+    from pathlib import Path
+
+    folder = Path(config.run.folder)
+    return folder.iterdir() if folder.exists() else ()
+
+
+def test_a_module_that_fails_names_its_line(tmp_path, monkeypatch):
+    (tmp_path / "hook_of_a_user.py").write_text("import math\nmath.nope()\n")
+    (tmp_path / "hook_without_package.py").write_text("import nonexistent_package\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"^run.hooks=hook_of_a_user.f: .*hook_of_a_user.py, line 2: AttributeError"):
+        find_hooks("hook_of_a_user.f", ())
+    with pytest.raises(ConfigError, match=r"hook_without_package.py, line 1: ModuleNotFoundError: No module named 'no"):
+        find_hooks("hook_without_package.f", ())
+    with pytest.raises(ConfigError, match=r"^hooks\[0\] of the recipe must be a function .*, got 7$"):
+        find_hooks("", (7,))
+
+
+# --- TensorBoard ---
+
+
+def read_events(folder):
+    """[(step, purged from, {name: value})] of the event files in order of time, by the framing of TFRecord files."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    found = []
+    for file in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns):
+        data = file.read_bytes()
+        while data:
+            (size,) = struct.unpack("<Q", data[:8])
+            event = Event.FromString(data[12 : 12 + size])
+            data = data[16 + size :]
+            purged = event.step if event.HasField("session_log") and event.session_log.status == 1 else None
+            found.append((event.step, purged, {v.tag: v.simple_value for v in event.summary.value}))
+    return found
+
+
+def test_tensorboard_has_the_numbers_of_metrics_after_a_kill_too(config, tmp_path):
+    folder = tmp_path / "run"
+    train(with_hooks(config, "tensorboard"))
+    shutil.rmtree(folder / "checkpoints" / "4")  # as after a kill between the saves of steps 2 and 4
+    train(with_hooks(config, "tensorboard"))
+    values: dict = {}
+    for step, purged, scalars in read_events(folder / "tensorboard"):
+        if purged is not None:
+            values = {key: value for key, value in values.items() if key[0] < purged}
+        for name, value in scalars.items():
+            assert (step, name) not in values, "a step occurs twice"
+            values[step, name] = value
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    expected = {
+        (row["step"], name): value
+        for row in rows
+        for name, value in row.items()
+        if isinstance(value, int | float) and name != "step"
+    }
+    assert values.keys() == expected.keys() and len(rows) == 4
+    for key, value in expected.items():
+        assert values[key] == pytest.approx(value, rel=1e-6)
