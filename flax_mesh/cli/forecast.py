@@ -3,15 +3,16 @@
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
+from typing import Any
 
 from flax_mesh.hardware import load_chip
 from flax_mesh.mesh.shape import format_mesh_shape
 from flax_mesh.plan import plan
 from flax_mesh.plan.plan import Plan
-from flax_mesh.plan.report import forecast_line, measured_line
+from flax_mesh.plan.report import compiled_line, forecast_line, measured_line
 from flax_mesh.plan.topology import topology_of_devices
 from flax_mesh.train import TrainProgram
-from flax_mesh.train.data.own import zero_batches
+from flax_mesh.train.data.own import abstract_batch, batch_shapes, zero_batches
 from flax_mesh.train.metrics import Row
 
 
@@ -24,11 +25,13 @@ class Forecast:
     def __init__(self, say: Callable[[str], None]):
         self._say = say
         self._plan: Plan | None = None
+        self._program: TrainProgram | None = None
         self._is_timed = False
         self._device_bytes: int | None = None
         self._seconds: list[float] = []
 
     def start(self, program: TrainProgram) -> None:
+        self._program = program
         try:
             self._plan = plan_of(program)
             self._is_timed = self._plan.topology.chip.platform != "cpu" or bool(program.config.run.hardware)
@@ -43,12 +46,30 @@ class Forecast:
         self._seconds.append(row["seconds"])
 
     def measured(self) -> list[str]:
-        """The line that compares the forecast with the run; none if nothing can be compared."""
-        if self._plan is None:
+        """The lines that compare the forecast with the run; none if nothing can be compared."""
+        if self._plan is None or self._program is None:
             return []
         steps = self._seconds[1:]  # the first one includes compilation
         seconds = median(steps) if steps and self._is_timed else None
-        return measured_line(self._plan.memory, self._plan.time, self._device_bytes, seconds)
+        compiled = compiled_bytes(self._program) if self._seconds else None
+        lines = measured_line(self._plan.memory, self._plan.time, self._device_bytes, seconds)
+        return lines if compiled is None else [*lines, compiled_line(self._plan.memory, *compiled)]
+
+
+def compiled_bytes(program: TrainProgram) -> tuple[int, int] | None:
+    """Bytes of the arguments and of the temporaries of the step that has run, on one device, as XLA states them.
+
+    None for a pipeline, whose step is many programs, and where the step has limits as a third argument. JAX returns the
+    program that it has compiled for the run.
+    """
+    run = program.config.run
+    if program.pipeline is not None or (run.on_nonfinite == "skip" and run.spike_factor):
+        return None
+    shapes = program.batches.shapes if program.batches else batch_shapes(program.config)
+    batch = abstract_batch(shapes, program.mesh, program.rules.axes)
+    step: Any = program.step
+    found = step.lower(program.layout, batch).compile().memory_analysis()
+    return None if found is None else (found.argument_size_in_bytes, found.temp_size_in_bytes)
 
 
 def plan_of(program: TrainProgram) -> Plan:

@@ -155,15 +155,23 @@ def same_command(argv: Sequence[str], process: str | None) -> list[str]:
 
 
 class _Display:
-    """Prints one line per step, above a progress bar if the output is a terminal."""
+    """Prints one line per step, above a progress bar if the output is a terminal.
+
+    The remaining time follows from the steps after the first row: that of a resumed run is not step 1, and its time
+    includes compilation.
+    """
 
     def __init__(self, progress: Any, task: Any, eval_fns: Collection[str]):
         self._progress, self._task, self._eval_fns = progress, task, eval_fns
+        self._has_rows = False
 
     def say(self, text: str) -> None:
         self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def row(self, row: Row) -> None:
+        if not self._has_rows:
+            self._progress.reset(self._task, completed=row["step"])
+        self._has_rows = True
         self._progress.update(self._task, completed=row["step"])
         self.say(step_line(row, self._eval_fns))
 

@@ -162,6 +162,15 @@ def measured_line(memory: Memory, time: Time, device_bytes: int | None, seconds:
     return [f"measured: {', '.join(texts)}"] if texts else []
 
 
+def compiled_line(memory: Memory, arguments: int, temporaries: int) -> str:
+    """What XLA states about the compiled step, in bytes of one device, beside the forecast."""
+    forecast = f"forecast {bytes_text(memory.arguments)} and {bytes_text(memory.peak - memory.arguments)}"
+    return (
+        f"compiled step: {bytes_text(arguments)} of state and batch and {bytes_text(temporaries)} of temporaries per "
+        f"device, by XLA ({forecast})"
+    )
+
+
 def tiles(memory: Memory, time: Time, num_devices: int) -> list[tuple[str, str]]:
     """Pairs (label, value): the numbers that are read first."""
     found = [("peak per device", of_capacity(memory.peak, memory.capacity)), ("step", time_text(time.seconds))]

@@ -69,6 +69,52 @@ MODELS = {
     "model_raises": "raise OSError('no weights')",
     "model_text": "return 'a model'",
 }
+BATCH_RECIPE = """
+import dataclasses
+import numpy as np
+from flax_mesh.train import load_recipe
+
+
+def make(config):
+    tokens = np.zeros((config.data.batch_size, config.data.sequence_length), np.int32)
+    {body}
+
+
+def recipe():
+    return dataclasses.replace(load_recipe({recipe!r}), make_batches=make, sample=None)
+"""
+BATCHES = {
+    "batches_none": "return None",
+    "batches_raise": "raise OSError('no images')",
+    "batches_list": "return [tokens]",
+    "batches_iterator": "return iter([tokens])",
+    "batch_none": "return lambda step: None",
+    "batch_raises": "return lambda step: tokens[step, step, step]",
+    "batch_rows": "return lambda step: {'inputs': tokens[1:], 'targets': tokens[1:]}",
+    "batch_scalar": "return lambda step: {'inputs': tokens, 'targets': 1.0}",
+    "batch_text": "return lambda step: {'inputs': tokens.astype(str), 'targets': tokens}",
+    "batch_large": "return lambda step: {'inputs': tokens.astype(np.int64) + 2**40, 'targets': tokens}",
+    "batch_key": "return lambda step: {'images': tokens}",
+}
+EVAL_RECIPE = """
+import dataclasses
+from flax_mesh.train import load_recipe
+
+
+def evaluate_all(config, evaluate):
+    {body}
+
+
+def recipe():
+    return dataclasses.replace(load_recipe({recipe!r}), eval_fns={{"own": evaluate_all}})
+"""
+EVALS = {
+    "eval_none": "return None",
+    "eval_raises": "raise OSError('no images')",
+    "eval_text": "return {'loss': 'high'}",
+    "eval_name": "return {'a/b': 1.0}",
+    "eval_batch": "return evaluate(None)",
+}
 
 RECIPE = """
 import dataclasses
@@ -419,6 +465,9 @@ def commands() -> list[tuple[int, str, str]]:
             found.append((2, command.format(f"{{{name}}}"), f"{name}.py"))
     for name in LOSSES:
         found += [(2, f"{command} {{{name}}}", "loss") for command in ("train", "plan")]
+    for name in BATCHES:
+        found += [(2, f"{command} {{{name}}}", "") for command in ("train", "plan")]
+    found += [(2, f"train {{{name}}}", "eval_fns['own']") for name in EVALS]
     for name in MODELS:
         found += [(2, f"{command} {{{name}}}", "") for command in ("train", "explain", "plan")]
     return found
@@ -467,7 +516,8 @@ def write_files(root: Path, run: Path) -> None:
     write("odd.bin", b"\0" * 4097)
     for name, text in RECIPES.items():
         write(f"{name}.py", text)
-    for template, bodies in ((LOSS_RECIPE, LOSSES), (MODEL_RECIPE, MODELS)):
+    templates = ((LOSS_RECIPE, LOSSES), (MODEL_RECIPE, MODELS), (BATCH_RECIPE, BATCHES), (EVAL_RECIPE, EVALS))
+    for template, bodies in templates:
         for name, body in bodies.items():
             write(f"{name}.py", template.format(body=body, recipe=str(root / "recipe.py")))
     metadata = {"truncated": b'{"config": {', "deep": deep.encode(), "not_json": b"\xff\0", "a_list": b"[1]"}

@@ -8,16 +8,20 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import flax_mesh.cli.forecast
 from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE, FINDINGS
+from flax_mesh.cli.forecast import compiled_bytes
 from flax_mesh.plan import plan
 from flax_mesh.plan.topology import parse_topology
 from flax_mesh.text import bytes_text
 from flax_mesh.train import apply_overrides, load_recipe
-from tests.train.bigram import write_text
+from flax_mesh.train.build import batch_sharding, build_program
+from tests.train.bigram import count_compilations, write_text
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "recipes" / "tiny.py")
@@ -122,6 +126,34 @@ def test_a_run_begins_with_the_forecast_of_its_memory(small, capsys):
     assert out.index("forecast: ") < out.index("step      1")
     assert peak == bytes_text(plan(config, "cpu:2").memory.peak)
     assert "measured: " not in out  # CPUs do not report their memory
+
+
+def test_a_run_ends_with_the_memory_of_the_compiled_step_beside_the_forecast(small, capsys):
+    """Arguments are the bytes of the arrays on one device; the program is not compiled again to look at it."""
+    config = apply_overrides(load_recipe(BIGRAM), small[2:])
+    with count_compilations() as compiled:
+        assert main([*small, "run.steps=2"]) == DONE
+    out = capsys.readouterr().out
+    forms = r"(.*) of state and batch and (.*) of temporaries per device, by XLA \(forecast (.*) and (.*)\)"
+    ((arguments, temporaries, forecast, _),) = re.findall(f"^compiled step: {forms}$", out, re.M)
+    program = build_program(config)
+    state = program.init()
+    device = program.mesh.devices.flat[0]
+    on_device = [s.data for x in state.leaves for s in x.addressable_shards if s.device == device]
+    batch = 2 * 4 * config.data.batch_size // 2 * config.data.sequence_length
+    stored = [8 if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.dtype.itemsize for x in on_device]
+    total = sum(x.size * size for x, size in zip(on_device, stored, strict=True)) + batch
+    assert arguments == forecast == bytes_text(total)
+    assert temporaries != "0 B"
+    with count_compilations() as again:
+        sharding = batch_sharding(program.mesh, program.rules.axes)
+        rows = np.zeros((config.data.batch_size, config.data.sequence_length), np.int32)
+        batch = jax.device_put({"inputs": rows, "targets": rows}, sharding)
+        program.step(state, batch)
+        before = len(again)
+        assert compiled_bytes(program) is not None
+        assert len(again) == before
+    assert compiled
 
 
 def test_the_time_is_compared_if_the_figures_of_the_chip_are_given(small, capsys, tmp_path):

@@ -13,10 +13,11 @@ from typing import Any, TextIO
 
 import jax
 import pytest
+from rich.progress import Progress
 
 from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE, FAILED, STOPPED
-from flax_mesh.cli.train import sample_text, step_line
+from flax_mesh.cli.train import _Display, sample_text, step_line
 from flax_mesh.processes.launch import SIGNALS
 from flax_mesh.train import apply_overrides, load_recipe
 from flax_mesh.train.metrics import Row
@@ -441,3 +442,15 @@ def command(*argv: str, timeout: float) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "flax_mesh.cli", *argv], capture_output=True, text=True, timeout=timeout, check=False
     )
+
+
+def test_the_remaining_time_of_a_resumed_run_follows_from_its_own_steps():
+    now = [0.0]
+    with Progress(disable=True, get_time=lambda: now[0]) as progress:
+        task = progress.add_task("training", total=110)
+        display = _Display(progress, task, ())
+        for step, seconds in ((101, 60.0), (102, 2.0), (103, 2.0), (104, 2.0)):  # the first one includes compilation
+            now[0] += seconds
+            display.row({"step": step, "loss": 1.0, "grad_norm": 1.0, "tokens_per_s": 1.0})
+        assert progress.tasks[0].completed == 104
+        assert progress.tasks[0].time_remaining == 2 * 6

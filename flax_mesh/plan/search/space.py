@@ -26,6 +26,7 @@ from flax_mesh.text import mesh_text
 from flax_mesh.train.build import make_modules, run_rules
 from flax_mesh.train.checks import check_config, check_on_mesh
 from flax_mesh.train.config import AXIS_NAMES, TrainConfig, mesh_shape
+from flax_mesh.train.data.own import batch_shapes
 from flax_mesh.train.overrides import apply_overrides, to_texts
 
 MESH, BATCH, MICROBATCHES = "mesh.shape", "data.batch_size", "pipeline.num_microbatches"
@@ -240,7 +241,8 @@ def _rules(config: TrainConfig, topology: Topology) -> PartitionRules:
 
 def _useful_axes(config: TrainConfig, rules: PartitionRules) -> tuple[str, ...]:
     """The axes over which something is split: the batch, the sequence, or a dim that the model names with `dims()`."""
-    logical = ["batch", "sequence"]
+    has_sequence = any(len(x.shape) == 2 for x in jax.tree.leaves(batch_shapes(config)))
+    logical = ["batch", "sequence"] if has_sequence else ["batch"]
     if config.rules is None and not config.mesh.rules:
         logical += [name for _, name, _ in getattr(config.model, "dims", list)()]
     used = {axis for name in logical for axis in rules.axes.mesh_axes(name)}

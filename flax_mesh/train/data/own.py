@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from flax_mesh.axes import PartitionAxis
 from flax_mesh.errors import ConfigError
 from flax_mesh.step.batch import microbatch_spec, shapes_of
-from flax_mesh.text import array_text, count_text
+from flax_mesh.text import array_text, at_most, count_text
 from flax_mesh.train.data.data import DataConfig
 from flax_mesh.train.data.iterators import METHODS, IteratorBatches
 from flax_mesh.tree import path_of
@@ -165,7 +165,7 @@ def batch_problems(batch: Any) -> list[str]:
     if not found and len({len(x) for _, x in named}) > 1:
         each = ", ".join(f"{path!r} {len(x)}" for path, x in named)
         found.append(f"the arrays of a batch must have equal numbers of rows, got {each}")
-    return found
+    return at_most(found)
 
 
 def _row_problems(batch: Any, rows: int) -> list[str]:

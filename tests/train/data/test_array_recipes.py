@@ -1,0 +1,95 @@
+"""recipes/vit.py and recipes/encoder_decoder.py: short, they learn, pipelines have the same losses, and they resume."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flax_mesh.cli import main
+from flax_mesh.cli.common import DONE
+from flax_mesh.train import apply_overrides, load_recipe, train
+
+ROOT = Path(__file__).parents[3]
+RECIPES = ("vit", "encoder_decoder")
+MESHES = {
+    "fsdp": ("mesh.shape=fsdp:4",),
+    "microbatches": ("mesh.shape=dp:2,fsdp:2", "pipeline.num_microbatches=2"),
+    "pp": ("mesh.shape=pp:2,fsdp:2", "pipeline.num_microbatches=2"),
+}
+MOST_LINES = 40
+
+
+class Killed(Exception):
+    pass
+
+
+def rows_of(name: str, folder: Path, *settings: str, kill_at: int = 0) -> dict[int, dict[str, Any]]:
+    """The rows of the steps that ran, by step; the run ends without a save after step `kill_at`."""
+    words = [
+        "run.platform=auto",
+        "run.steps=5",
+        "run.eval_every=5",
+        "checkpoint.every=2",
+        f"run.folder={folder}",
+        *settings,
+    ]
+    rows: dict[int, dict[str, Any]] = {}
+
+    def hook(row: dict[str, Any]) -> None:
+        rows[row["step"]] = row
+        if row["step"] == kill_at:
+            raise Killed
+
+    try:
+        train(apply_overrides(load_recipe(str(ROOT / "recipes" / f"{name}.py")), words), hooks=[hook])
+    except Killed:
+        assert kill_at
+    return rows
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_short(name):
+    assert len((ROOT / "recipes" / f"{name}.py").read_text().splitlines()) <= MOST_LINES
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_losses_are_equal_on_every_mesh(name, tmp_path):
+    found = {mesh: rows_of(name, tmp_path / mesh, *words) for mesh, words in MESHES.items()}
+    expected = found.pop("fsdp")
+    assert len(expected) == 5
+    for rows in found.values():
+        for step, row in rows.items():
+            assert row["loss"] == pytest.approx(expected[step]["loss"], rel=1e-4)
+            assert row["accuracy"] == pytest.approx(expected[step]["accuracy"], abs=0.02)
+        assert rows[5]["held_out/loss"] == pytest.approx(expected[5]["held_out/loss"], rel=1e-4)
+        assert 0 <= rows[5]["held_out/accuracy"] <= 1
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("mesh", ["fsdp", "pp"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_killed_run_resumes_bit_for_bit(name, mesh, tmp_path):
+    losses = lambda rows: {step: row["loss"] for step, row in rows.items()}  # noqa: E731
+    whole = losses(rows_of(name, tmp_path / "whole", *MESHES[mesh]))
+    before = losses(rows_of(name, tmp_path / "killed", *MESHES[mesh], kill_at=3))
+    after = losses(rows_of(name, tmp_path / "killed", *MESHES[mesh]))
+    assert min(after) == 3 and before | after == whole
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_commands_work(name, mesh, capsys):
+    recipe = str(ROOT / "recipes" / f"{name}.py")
+    for command in (["explain"], ["plan", "--topology", "v5e:2x2"], ["train", "--print-config"]):
+        assert main([*command[:1], recipe, *MESHES[mesh], *command[1:]]) == DONE, command
+    assert "tok/s" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "least"), [("vit", 0.95), ("encoder_decoder", 0.95)])
+def test_a_recipe_learns(name, least, tmp_path):
+    config = load_recipe(str(ROOT / "recipes" / f"{name}.py"))
+    result = train(apply_overrides(config, [f"run.folder={tmp_path / 'run'}"]))
+    assert result.last_row["held_out/accuracy"] > least

@@ -1,0 +1,248 @@
+"""Batches of a recipe: what they must be, their shapes and placement; and batches of arrays in memory."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from flax_mesh import PartitionAxis, create_mesh
+from flax_mesh.errors import ConfigError
+from flax_mesh.plan import plan
+from flax_mesh.plan.search import search_layouts
+from flax_mesh.train import array_batches
+from flax_mesh.train.data.iterators import IteratorBatches, decode, encode, is_state
+from flax_mesh.train.data.own import OwnBatches, abstract_batch, batch_shapes, place_batch, zero_batches
+from tests.train.data.own_recipe import recipe
+
+ROWS = 8
+IMAGES = {"images": np.zeros((ROWS, 4, 4, 1), np.float32), "labels": np.arange(ROWS)}
+
+
+def batches_of(batch_fn: Any) -> OwnBatches:
+    return OwnBatches(replace(recipe(), make_batches=lambda config: batch_fn))
+
+
+def then(second: Any) -> Any:
+    """Batches of which the first is IMAGES and all others are `second`."""
+    return lambda step: second if step else IMAGES
+
+
+def test_the_shapes_are_those_of_the_first_batch_with_the_dtypes_of_devices():
+    found = batch_shapes(replace(recipe(), make_batches=lambda config: lambda step: IMAGES))
+    assert found["images"].shape == (ROWS, 4, 4, 1) and found["images"].dtype == np.float32
+    assert found["labels"].shape == (ROWS,) and found["labels"].dtype == np.int32
+    tokens = batch_shapes(recipe())
+    assert {name: (x.shape, x.dtype) for name, x in tokens.items()} == dict.fromkeys(
+        ("inputs", "targets"), ((8, 16), np.int32)
+    )
+
+
+def test_a_batch_is_any_tree_and_is_placed_as_rows_and_sequence():
+    mesh, axes = create_mesh((2, 2, 2), ("dp", "sp", "tp")), PartitionAxis()
+    batch = (
+        {"text": np.arange(ROWS * 6).reshape(ROWS, 6), "odd": np.ones((ROWS, 3), bool)},
+        [np.zeros((ROWS, 4, 2))],
+        np.ones(ROWS),
+    )
+    own = batches_of(lambda step: batch)
+    placed = place_batch(own(0), mesh, axes)
+    assert jax.tree.structure(placed) == jax.tree.structure(batch)
+    specs = [x.sharding.spec for x in jax.tree.leaves(placed)]
+    rows = ("fsdp", "dp") if "fsdp" in mesh.axis_names else "dp"
+    assert specs[1] == PartitionSpec(rows, "sp"), specs
+    assert specs[0] in (PartitionSpec(rows), PartitionSpec(rows, None)), "an odd number of columns stays replicated"
+    for x, y in zip(jax.tree.leaves(placed), jax.tree.leaves(batch), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), y)
+    shapes = abstract_batch(own.shapes, mesh, axes)
+    assert [x.sharding for x in jax.tree.leaves(shapes)] == [x.sharding for x in jax.tree.leaves(placed)]
+
+
+BAD_FIRST = [
+    ({}, r"a batch must have at least one array"),
+    ({"x": [3]}, r"'x/0' must be a numpy array .* got int"),
+    ({"x": np.zeros(ROWS), "y": np.float32(3)}, r"'y' must be a numpy array .* got float32"),
+    ({"x": np.zeros(())}, r"'x' is a scalar"),
+    ({"x": np.array(["a"] * ROWS)}, r"'x' must be an array of numbers, got dtype <U1"),
+    ({"x": np.zeros(ROWS, "datetime64[s]")}, r"'x' must be an array of numbers, got dtype datetime64"),
+    ({"x": np.zeros(ROWS), "y": np.zeros(3)}, r"equal numbers of rows, got 'x' 8, 'y' 3"),
+    ({"x": np.zeros(4)}, r"data\.batch_size=8 rows, got 4 rows"),
+    ({"x": np.full(ROWS, 2**40)}, r"'x' is int64 and must fit int32, got values from 1099511627776"),
+]
+
+
+@pytest.mark.parametrize(("batch", "problem"), BAD_FIRST, ids=range(len(BAD_FIRST)))
+def test_what_is_no_batch_is_one_line(batch, problem):
+    with pytest.raises(ConfigError, match=rf"^make_batches: .*{problem}") as caught:
+        batches_of(lambda step: batch)
+    assert len(caught.value.problems) == 1
+
+
+BAD_LATER = [
+    ({"images": IMAGES["images"]}, "its tree must be that of batch 0, but 'labels' is missing"),
+    ({**IMAGES, "more": np.zeros(ROWS)}, "its tree must be that of batch 0, but 'more' is new"),
+    ({**IMAGES, "labels": np.zeros(ROWS, np.float32)}, r"'labels' must be i32\[8\] as in batch 0, got f32\[8\]"),
+    ({**IMAGES, "images": np.zeros((ROWS, 4, 5, 1), np.float32)}, r"'images' must be f32\[8,4,4,1\] .* f32\[8,4,5,1\]"),
+    ({name: x[:4] for name, x in IMAGES.items()}, r"'images' must be f32\[8,4,4,1\] as in batch 0, got f32\[4,4,4,1\]"),
+    (None, "a batch must have at least one array, got NoneType"),
+]
+
+
+@pytest.mark.parametrize(("batch", "problem"), BAD_LATER, ids=range(len(BAD_LATER)))
+def test_a_later_batch_of_another_kind_names_step_and_leaf(batch, problem):
+    own = batches_of(then(batch))
+    own(0)
+    with pytest.raises(ConfigError, match=rf"^make_batches: batch 3: .*{problem}"):
+        own(3)
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: None, "must be callable with the arguments .config."),
+        (lambda config: None, "must return a function of the step, or an iterator .*, got NoneType"),
+        (lambda config: iter([IMAGES]), "got list_iterator, which has no get_state and no set_state"),
+        (lambda config: config.nothing, r"test_own\.py, line \d+: AttributeError"),
+        (lambda config: lambda step: {}["x"], r"batch 0: .*test_own\.py, line \d+: KeyError: 'x'"),
+    ],
+    ids=range(5),
+)
+def test_a_wrong_make_batches_is_one_line(make, problem):
+    with pytest.raises(ConfigError, match=f"^make_batches: .*{problem}"):
+        OwnBatches(replace(recipe(), make_batches=make))
+
+
+def test_the_hash_is_that_of_paths_dtypes_and_values():
+    def hash_of(**arrays: np.ndarray) -> str:
+        return batches_of(lambda step: arrays).content_hash
+
+    first = hash_of(x=np.zeros(ROWS, np.float32))
+    assert first == hash_of(x=np.zeros(ROWS, np.float32))
+    others = {
+        hash_of(y=np.zeros(ROWS, np.float32)),
+        hash_of(x=np.ones(ROWS, np.float32)),
+        hash_of(x=np.zeros(ROWS, "i4")),
+    }
+    assert first not in others and len(others) == 3
+
+
+# --- iterators ---
+
+
+class Count:
+    """Batches of one number that counts up."""
+
+    def __init__(self, state: Any = 0):
+        self.state = state
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        self.state += 1
+        return {"x": np.full(ROWS, self.state)}
+
+    def get_state(self) -> Any:
+        return self.state
+
+    def set_state(self, state: Any) -> None:
+        self.state = state
+
+
+def test_the_state_of_a_step_is_that_after_its_batch_although_the_next_one_is_drawn():
+    batches = IteratorBatches(Count(), "")
+    assert batches.first()["x"][0] == 1, "not consumed"
+    for step in range(4):
+        assert batches(step)["x"][0] == step + 1
+    assert batches.state(4) == {"json": 4} and batches.state(3) == {"json": 3}
+    other = IteratorBatches(Count(), "")
+    other.first()
+    other.resume(3, batches.state(3))
+    assert other(3)["x"][0] == 4
+    with pytest.raises(RuntimeError, match=r"batch 6 .* its next one is 4"):
+        other(6)
+
+
+def test_an_iterator_whose_state_is_not_complete_is_found():
+    class Forgets(Count):
+        def set_state(self, state: Any) -> None:
+            pass
+
+    with pytest.raises(ConfigError, match=r"after set_state\(get_state\(\)\) the iterator returns another batch"):
+        OwnBatches(replace(recipe(), make_batches=lambda config: Forgets()))
+
+
+@pytest.mark.parametrize("state", [3, None, "text", b"", b"\xff\0", {"a": [1, 2.5, {"b": True}]}, 2**127])
+def test_a_state_is_the_same_after_it_was_saved(state):
+    assert is_state(encode(state)) and decode(encode(state)) == state
+
+
+@pytest.mark.parametrize("state", [(1, 2), {1: 2}, float("nan"), np.int64(3), np.zeros(3), object(), {"a": {3}}])
+def test_a_state_without_json_is_one_line(state):
+    with pytest.raises(
+        ConfigError, match=r"^get_state of the iterator of make_batches must return bytes or a value"
+    ) as e:
+        encode(state)
+    assert len(e.value.problems) == 1
+
+
+# --- arrays in memory ---
+
+
+def test_an_epoch_of_arrays_visits_every_row_once_in_an_order_of_its_own():
+    arrays = {"x": np.arange(10), "y": (np.arange(10) * 2, np.arange(20).reshape(10, 2))}
+    batch = array_batches(arrays, batch_size=4, seed=3)
+    seen = np.concatenate([batch(step)["x"] for step in range(5)])
+    epochs = [seen[:10].tolist(), seen[10:].tolist()]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(10))] * 2 and epochs[0] != epochs[1]
+    for step in (4, 0, 2):
+        found = batch(step)
+        np.testing.assert_array_equal(found["y"][0], found["x"] * 2)
+        np.testing.assert_array_equal(found["y"][1][:, 0], found["x"] * 2)
+    other = array_batches(arrays, batch_size=4, seed=4)
+    assert (other(0)["x"] != batch(0)["x"]).any()
+    assert (array_batches(arrays, batch_size=5, seed=3)(1)["x"] == seen[5:10]).all()
+
+
+@pytest.mark.parametrize(
+    ("arrays", "size", "problem"),
+    [
+        ({"x": np.zeros(4), "y": np.zeros(5)}, 2, "equal numbers of rows, got 'x' 4, 'y' 5"),
+        ({"x": np.zeros(4)}, 5, "they have 4 rows, but one batch has 5"),
+        ({}, 5, "at least one array"),
+        ({"x": [0, 1]}, 1, "'x/0' must be a numpy array"),
+        ({"x": np.zeros(4)}, 0, "batch_size must be at least 1, got 0"),
+    ],
+    ids=range(5),
+)
+def test_arrays_of_which_no_batch_can_be_formed_are_one_error(arrays, size, problem):
+    with pytest.raises(ConfigError, match=f"^array_batches: .*{problem}"):
+        array_batches(arrays, batch_size=size, seed=0)
+
+
+# --- plans ---
+
+
+def test_a_plan_has_no_tokens_unless_the_recipe_counts_their_flops():
+    tokens = {"inputs": np.zeros((ROWS, 16), np.int32), "targets": np.zeros((ROWS, 16), np.int32)}
+    config = replace(recipe(), make_batches=lambda config: lambda step: tokens)
+    found, built_in = plan(config, "v5e:1x4"), plan(recipe(), "v5e:1x4")
+    assert found.time.tokens_per_s is None and found.time.seconds == built_in.time.seconds
+    assert found.memory.peak == built_in.memory.peak
+    counted = plan(replace(config, flops_per_token=lambda model, count, length: 6.0 * count), "v5e:1x4")
+    assert counted.time.tokens_per_s == built_in.time.tokens_per_s and counted.time.mfu is not None
+
+
+def test_a_search_calls_make_batches_once_and_counts_examples():
+    calls = []
+
+    def make(config: Any) -> Any:
+        calls.append(config.data.batch_size)
+        shape = config.data.batch_size, 16
+        return lambda step: {"inputs": np.zeros(shape, np.int32), "targets": np.zeros(shape, np.int32)}
+
+    found = search_layouts(replace(recipe(), make_batches=make), "v5e:4", plans=4)
+    assert calls == [8] and len(found.planned) == 4
+    assert {one.unit for one in found.planned} == {"examples"}
+    assert len({one.tokens for one in found.planned}) > 1, "other batch sizes were planned too"
+    zeros = zero_batches(batch_shapes(recipe()))(replace(recipe(), data=replace(recipe().data, batch_size=2**30)))(0)
+    assert zeros["inputs"].shape == (2**30, 16) and zeros["inputs"].base.nbytes == 4
