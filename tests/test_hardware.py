@@ -135,7 +135,7 @@ def test_a_chip_from_a_file_without_a_base(tmp_path):
     assert (chip.name, chip.domain, chip.peak("float32"), chip.link_fraction) == ("npu-1", 16, 1e14, 1.0)
     assert set(chip.sources) == {*figures(chip), "name", "platform", "peak_flops"} - {
         "link_fraction", "matmul_fraction", "overlap_fraction", "hop_latency", "network_latency", "devices_per_chip",
-            "host_bandwidth",
+        "host_bandwidth",
     }  # fmt: skip
 
 
