@@ -60,6 +60,7 @@ SHARED = {
     "mpmd.runtime.placement",  # bytes of every group, for `explain` of a recipe
     "mpmd.runtime.search",  # pipeline.schedule=search
     "mpmd.runtime.compile",  # the programs of stages, for plans
+    "mpmd.split.jaxpr",  # traces and their FLOPs, for plans
     "mpmd.split.remat",  # the values of `pipeline.remat`
     "mpmd.transport.ordered",  # the values of `pipeline.transport`
     "plan.calibrate",  # measured figures, for `flax-mesh plan --calibrate`
@@ -87,6 +88,7 @@ SHARED = {
     "train.export",
     "train.metadata",
     "train.metrics",
+    "train.optimizers.groups",  # the filter of what is trained, for plans
     "train.run_folder",  # the names of the files in it
 }
 

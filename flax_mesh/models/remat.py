@@ -69,6 +69,8 @@ def remat_problems(text: str, num_layers: int, names: Sequence[str]) -> list[str
             )
     if not found and without > 1:
         found.append(f"model.remat={text}: only one run may be without a number of layers, such as full:2,none")
+    if num_layers < 1:  # reported elsewhere
+        return found
     if not found and (total > num_layers or (total < num_layers and not without)):
         repair = "remove some" if total > num_layers else "add a run for the others, such as none"
         found.append(f"model.remat={text} is for {count_text(total, 'layer')}, model.num_layers={num_layers}; {repair}")

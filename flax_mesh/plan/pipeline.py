@@ -264,10 +264,12 @@ def update_part(
     stages: Sequence[StageEstimate],
     sizes: Mapping[str, Sequence[int]],
     host: Sequence[int],
+    flops: float,
 ) -> Part:
     """The optimizer reads the gradients, and reads and writes its state and the parameters of its group once.
 
-    What is in the memory of the host is copied to the devices and back as well.
+    What is in the memory of the host is copied to the devices and back as well. `flops` are those of the products of
+    the update, as Muon's, on one device, if all devices share them equally.
     """
     found, copied = [], 2 * max(host)
     for group in range(schedule.num_groups):
@@ -276,8 +278,9 @@ def update_part(
     moved = float(max(found))
     if topology.chip.platform == "cpu":
         copied = 0  # as in the programs of stages
-    seconds = moved / topology.chip.memory_bandwidth + copied / topology.chip.host_bandwidth
-    return Part("update", 1, 0.0, moved, 0.0, seconds, 0.0, seconds)
+    memory = moved / topology.chip.memory_bandwidth + copied / topology.chip.host_bandwidth
+    compute = flops / topology.chip.peak("float32")
+    return Part("update", 1, flops, moved, compute, memory, 0.0, max(compute, memory))
 
 
 def stage_traffic(

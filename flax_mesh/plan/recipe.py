@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from flax_mesh.axes import PartitionAxis
@@ -19,6 +20,7 @@ from flax_mesh.mpmd.runtime.placement import MODEL, OPTIMIZER, bytes_of_groups
 from flax_mesh.mpmd.runtime.search import SEARCH, SEARCHED
 from flax_mesh.mpmd.schedules import Schedule, StageCost, search_schedule
 from flax_mesh.mpmd.schedules.simulate import simulate
+from flax_mesh.mpmd.split.jaxpr import flops, inline, trace
 from flax_mesh.mpmd.split.split import StagedModel
 from flax_mesh.plan.advice import memory_findings, summary, surprises
 from flax_mesh.plan.forecast import (
@@ -53,10 +55,12 @@ from flax_mesh.train.build import (
     run_rules,
     split_model,
     train_program,
+    transformation_of,
 )
 from flax_mesh.train.checks import check_config, check_on_mesh
 from flax_mesh.train.config import TrainConfig, mesh_shape, schedule_memory, shard_over, tokens_per_step
 from flax_mesh.train.data.own import abstract_batch, batch_shapes
+from flax_mesh.train.optimizers.groups import trained_filter
 from flax_mesh.tree import named_leaves
 from flax_mesh.user_code import check_arguments, place_of, user_code
 
@@ -267,7 +271,7 @@ def _pipelined(
     if config.pipeline.schedule == SEARCH:
         schedule = _searched(schedule, costs, schedule_memory(config.pipeline, schedule.num_groups))
     memory = pipeline_memory(topology, schedule, stages, sizes, limit, split.host)
-    update = update_part(topology, schedule, stages, sizes, split.host)
+    update = update_part(topology, schedule, stages, sizes, split.host, split.update_flops / topology.num_devices)
     simulated = simulate(schedule, costs)
     time = time_of(
         topology,
@@ -304,6 +308,7 @@ class Split(NamedTuple):
     batch: Any  # a pytree of ShapeDtypeStructs
     sizes: Mapping[str, list[int]]  # category of the state -> bytes of every group, on its devices
     host: list[int]  # bytes of every group in the memory of the host
+    update_flops: int  # of the products of the optimizer's update, over all groups
     num_parameters: int
 
     @property
@@ -351,7 +356,17 @@ def split_recipe(config: TrainConfig, num_groups: int, mesh: AbstractMesh, rules
     hosted = [(path, x, _bytes(x) if is_on_host(x) else 0) for path, x in named]
     host = bytes_of_groups(staged, schedule.stage_to_group, hosted)
     count = sum(math.prod(x.shape) for path, x in named if _kind(path, x) == "parameters")
-    return Split(config, staged, schedule, shardings, rules.axes, batch, sizes, host, count)
+    products = _product_flops(config, staged.split_model[1], rules.layers)
+    return Split(config, staged, schedule, shardings, rules.axes, batch, sizes, host, products, count)
+
+
+def _product_flops(config: TrainConfig, model: nnx.State, layers: Sequence[str]) -> int:
+    """FLOPs of the matrix products of the optimizer's update, as those of Muon, over the whole model."""
+    trained = nnx.filter_state(model, trained_filter(config.wrt, config.optimizer.groups))
+    parameters = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), trained)
+    optimizer = transformation_of(config, model, layers)
+    program, _ = trace(optimizer.update, parameters, jax.eval_shape(optimizer.init, parameters), parameters)
+    return sum(flops(eqn) for eqn in inline(program).eqns if eqn.primitive.name in ("dot_general", "scan"))
 
 
 def _searched(first: Schedule, costs: Sequence[StageCost], memory_limit: int) -> Schedule:

@@ -116,7 +116,7 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_run_in_one_line(failure, 
         repair(run)
     steps = check_valid(run.checkpoints)
     assert len(steps) >= 2
-    usual = re.compile(r"(forecast|mesh|data|model|run|note|step)\b")
+    usual = re.compile(r"(forecast|mesh|data|model|optimizer|run|note|step)\b")
     printed = [line for line in run.text().splitlines() if not usual.match(line)]
     (line,) = printed
     assert re.match(r"flax-mesh: the checkpoint of step \d+ could not be saved in ", line) and reason in line, line
