@@ -261,11 +261,11 @@ def _steps(
             rows.finish()  # the row of the previous step, while the device computes this one
             if check.stopped:
                 # Other processes may wait for values of this step, so it must not end with this process.
-                jax.block_until_ready([x for x in jax.tree.leaves((state, metrics)) if x.addressable_shards])
+                _wait_for(state, metrics)
                 break
             rows.begin(step, metrics, waited)
             if profile.ends_after(step):
-                rows.finish()  # waits for the devices
+                _wait_for(state, metrics)
                 profile.close()
             last = step == config.run.steps
             stop = run.should_stop()
@@ -289,6 +289,11 @@ def _steps(
         run.say(f"stopped: {check.stopped}; {_newest_finite(checkpointer)} (run.on_nonfinite)")
         step = rows.last["step"]
     return TrainResult(status, step, run.folder, rows.last, sample)
+
+
+def _wait_for(state: TrainState, metrics: Any) -> None:
+    """Wait until the devices of this process have finished a step."""
+    jax.block_until_ready([x for x in jax.tree.leaves((state, metrics)) if x.addressable_shards])
 
 
 def _initial(run: Run, start: Start | None) -> TrainState:

@@ -41,6 +41,13 @@ def test_the_steps_after_compilation_are_recorded(tmp_path):
     assert line == f"profile: {tmp_path / 'run' / 'profile'}; to open it: xprof --logdir {tmp_path / 'run' / 'profile'}"
 
 
+def test_the_last_recorded_step_is_evaluated(tmp_path):
+    rows = []
+    config = apply_overrides(config_of(tmp_path, "run.profile=2"), ["run.eval_every=2"])
+    train(config, hooks=[rows.append])
+    assert [row["step"] for row in rows if "eval_loss" in row] == [2, 4, 6]  # steps 3 and 4 are recorded
+
+
 def test_a_resumed_run_records_its_own_third_step(tmp_path):
     train(config_of(tmp_path, steps=3))
     train(config_of(tmp_path, "run.profile=1"))

@@ -41,7 +41,7 @@ def average_of(history):
     return found
 
 
-@pytest.mark.parametrize("mesh", ["mesh", "pp"])
+@pytest.mark.parametrize("mesh", [pytest.param("mesh", marks=pytest.mark.slow), "pp"])
 def test_the_average_equals_that_of_optax_over_the_history(mesh):
     history, _ = plain(optax.chain(CLIP, PLAIN["adamw"][1]()))
     _, state, _ = trained(config_of(mesh, ema=DECAY))

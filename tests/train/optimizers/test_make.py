@@ -76,8 +76,19 @@ PLAIN = {
 }
 
 
-@pytest.mark.parametrize("mesh", ["mesh", "pp"])
-@pytest.mark.parametrize("name", PLAIN)
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+# Every optimizer on one of both by default, all of them in the slow tests.
+CASES = [
+    (slow if (mesh == "pp") == (at % 2 == 0) else lambda *values: values)(name, mesh)
+    for at, name in enumerate(PLAIN)
+    for mesh in ("mesh", "pp")
+]
+
+
+@pytest.mark.parametrize(("name", "mesh"), CASES)
 def test_an_optimizer_by_name_equals_plain_optax(name, mesh):
     settings, make = PLAIN[name]
     expected, losses = plain(optax.chain(CLIP, make()))
@@ -99,7 +110,7 @@ def test_other_settings_are_noticed_by_the_comparison_with_optax(name):
         assert_close(parameters(state), expected[-1])
 
 
-@pytest.mark.parametrize("mesh", ["mesh", "pp"])
+@pytest.mark.parametrize("mesh", [slow("mesh"), "pp"])
 def test_parameter_groups_equal_a_partition_by_path(mesh):
     def label(path, _):
         return "embed" if path.startswith("embed") else "mlp" if "/mlp/" in path else "rest"
@@ -115,7 +126,7 @@ def test_parameter_groups_equal_a_partition_by_path(mesh):
     assert_close(parameters(state), expected[-1])
 
 
-@pytest.mark.parametrize("mesh", ["mesh", "pp"])
+@pytest.mark.parametrize("mesh", [slow("mesh"), "pp"])
 def test_frozen_parameters_stay_as_they_are_and_have_no_moments(mesh):
     def is_trained(path):
         return "attention/" not in path and not path.startswith("layers/0/")
@@ -130,7 +141,7 @@ def test_frozen_parameters_stay_as_they_are_and_have_no_moments(mesh):
     assert moments and not [path for path in moments if not is_trained(path.split("/mu/")[1])]
 
 
-@pytest.mark.parametrize("mesh", ["mesh", "pp"])
+@pytest.mark.parametrize("mesh", [slow("mesh"), "pp"])
 def test_an_optimizer_a_schedule_and_a_filter_of_the_recipe(mesh):
     seen = []
 
@@ -169,7 +180,7 @@ def test_the_learning_rate_of_a_recipes_optimizer_is_not_made_up():
     assert "learning_rate" not in rows[0]
 
 
-@pytest.mark.parametrize("mesh", ["mesh", "pp"])
+@pytest.mark.parametrize("mesh", [slow("mesh"), "pp"])
 def test_muon_on_a_stack_treats_every_layer_as_a_matrix(mesh):
     expected, _ = plain(optax.chain(CLIP, muon()))
     stack = DecoderConfig(**{**vars(MODEL), "scan": True})
@@ -210,7 +221,7 @@ def test_the_layout_of_an_optimizers_state_equals_its_golden_text(name, request)
     assert not (diff := "\n".join(lines)), f"if this is intended: pytest {__file__} --update-golden\n{diff}"
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor", "sgd"])
+@pytest.mark.parametrize("name", [slow("adamw"), "muon", slow("adafactor"), slow("sgd")])
 def test_zero_1_does_not_change_an_optimizer(name):
     states = [trained(config_of("mesh", name=name, shard_over=over))[1] for over in ("", "dp")]
     assert_close(parameters(states[1]), parameters(states[0]))
