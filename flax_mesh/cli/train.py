@@ -155,10 +155,15 @@ def same_command(argv: Sequence[str], process: str | None) -> list[str]:
 
 
 class _Display:
-    """Prints one line per step, above a progress bar if the output is a terminal."""
+    """Prints one line per step, above a progress bar if the output is a terminal.
+
+    The remaining time follows from the steps after the first row: that of a resumed run is not step 1, and its time
+    includes compilation.
+    """
 
     def __init__(self, progress: Any, task: Any, eval_fns: Collection[str]):
         self._progress, self._task, self._eval_fns = progress, task, eval_fns
+        self._has_rows = False
 
     def say(self, text: str) -> None:
         self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)

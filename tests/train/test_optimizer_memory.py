@@ -83,6 +83,28 @@ def test_moments_are_in_the_memory_of_the_host_between_steps_and_results_do_not_
             np.testing.assert_array_equal(np.asarray(x), np.asarray(y), path)
 
 
+OPTIMIZERS = {
+    "muon": ("optimizer.name=muon", "optimizer.moment_dtype=bfloat16"),
+    "adafactor": ("optimizer.name=adafactor", "optimizer.momentum=0.9"),
+    "sgd, frozen": ("optimizer.name=sgd", "optimizer.groups=embed frozen; norm learning_rate*0.5"),
+    "average": ("optimizer.ema=0.9",),
+}
+
+
+@pytest.mark.parametrize("shape", ["fsdp:4", "pp:2,fsdp:2"])
+@pytest.mark.parametrize("settings", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_other_optimizers_do_not_change_either(settings, shape, tmp_path):
+    settings = f"mesh.shape={shape}", *settings
+    (state, found, _), (_, expected, _) = (run_steps(program_of(tmp_path, *settings, *more)) for more in ((HOST,), ()))
+    for one, other in zip(found, expected, strict=True):
+        assert {k: float(v) for k, v in one.items()} == pytest.approx({k: float(v) for k, v in other.items()}, rel=1e-6)
+    kinds = kinds_of(state)
+    for path, x in named_leaves(state.to_nnx()):
+        belongs = path.startswith("optimizer/opt_state/") and path.endswith(("kernel", "scale", "embedding"))
+        assert kinds[path] == ("pinned_host" if belongs and x.shape else "device"), path
+    assert "pinned_host" in kinds.values()
+
+
 def test_a_refused_update_leaves_the_moments_as_they_are(tmp_path):
     program = program_of(tmp_path, *LAYOUTS["scan, skip"], HOST)
     state, _ = program.step(program.init(), batch_of(program))

@@ -1,0 +1,70 @@
+"""The forecast of `model.remat` against the memory of the compiled step, on CPU devices."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from flax_mesh.plan import plan
+from flax_mesh.plan.search import search_layouts
+from flax_mesh.train import apply_overrides, load_recipe
+from flax_mesh.train.build import batch_sharding, build_program
+
+SETTINGS = ("model.num_layers=8", "mesh.shape=fsdp:8", "data.batch_size=16", "model.hidden_size=64")
+FALLING = ("none", "full:2,none", "full:4,none", "full:6,none", "full")  # with the number of full layers
+
+
+def config_of(remat: str, scan: str = "true"):
+    settings = [*SETTINGS, f"model.remat={remat}", f"model.scan={scan}"]
+    return apply_overrides(load_recipe("recipes/tiny.py"), settings)
+
+
+def compiled_bytes(config) -> int:
+    program = build_program(config)
+    shape = config.data.batch_size, config.data.sequence_length
+    rows = jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding(program.mesh, program.rules.axes))
+    compiled = program.step.lower(program.layout, {"inputs": rows, "targets": rows}).compile()
+    memory = compiled.memory_analysis()
+    written = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.argument_size_in_bytes + written + memory.temp_size_in_bytes
+
+
+@pytest.mark.slow
+def test_forecasts_are_close_to_the_compiled_step():
+    remats = (*FALLING, "attention+mlp_up", "q+k+v+attention+mlp_gate+mlp_up:4,full", "attention+mlp_up@host")
+    forecasts, measured = {}, {}
+    for remat in remats:
+        config = config_of(remat)
+        forecasts[remat], measured[remat] = plan(config).memory.peak, compiled_bytes(config)
+    errors = {remat: forecasts[remat] / measured[remat] - 1 for remat in remats}
+    assert max(map(abs, errors.values())) < 0.12, errors
+    assert sorted(FALLING, key=lambda remat: -measured[remat]) == list(FALLING)
+
+
+@pytest.mark.parametrize("topology", ["cpu:8", "v5e:2x4", "h100:1x8"])
+@pytest.mark.parametrize("scan", ["true", "false"])
+def test_forecasts_fall_with_the_number_of_recomputed_layers(topology, scan):
+    peaks = [plan(config_of(remat, scan), topology).memory.peak for remat in FALLING]
+    assert all(after < before for before, after in itertools.pairwise(peaks)), peaks
+    assert peaks[-1] < 0.3 * peaks[0]
+
+
+def test_values_on_the_host_are_not_counted_on_the_device_but_their_copies_are():
+    saved, hosted = (plan(config_of(remat), "v5e:2x4") for remat in ("attention+mlp_up", "attention+mlp_up@host"))
+    values = 8 * 2 * 128 * 384 * 4  # layers, rows of a device, sequence, mlp size
+    residuals = [each.memory.at_peak["residuals"] for each in (saved, hosted)]
+    assert residuals[0] - residuals[1] == 7 * values // 8  # those of one layer are on the device
+    assert hosted.memory.peak < saved.memory.peak - 0.7 * values
+    times = [{part.name: part.memory_seconds for part in each.time.parts} for each in (hosted, saved)]
+    for phase in ("forward", "backward"):
+        difference = times[0][phase] - times[1][phase]
+        assert difference == pytest.approx(values / hosted.topology.chip.host_bandwidth, rel=0.2)
+
+
+def test_the_search_keeps_remat_by_name_among_its_choices():
+    config = apply_overrides(load_recipe("recipes/tiny.py"), ["model.remat=attention+mlp_up:2,none"])
+    found = search_layouts(config, "v5e:8", fixed=["data.batch_size", "mesh.shape"], plans=4)
+    assert found.best is not None
+    remats = {one.settings.get("model.remat", config.model.remat) for one in found.planned}
+    assert config.model.remat in remats and len(remats) > 1
