@@ -15,7 +15,7 @@ class Net(nnx.Module):
 
     def loss(self, batch):
         source, inputs, targets = (batch[name] for name in ("source", "inputs", "targets"))
-        memory, x = (self.embed(tokens) + self.positions(np.arange(12)) for tokens in (source, inputs))
+        memory, x = (self.embed(tokens) + self.positions.embedding for tokens in (source, inputs))
         for attend in self.layers[:2]:
             memory = memory + attend(memory, mask=nnx.make_attention_mask(source > 0, source > 0))
         for attend, cross in zip(self.layers[2::2], self.layers[3::2], strict=True):

@@ -28,7 +28,7 @@ class Vit(nnx.Module):
 
 def recipe() -> TrainConfig:
     labels, noise = np.arange(4096) % 8, np.random.default_rng(0).normal(size=(4096, 16, 16, 1))
-    images = np.float32(noise + (np.arange(16) // 2 == labels[:, None, None])[..., None])
+    images = (noise + (np.arange(16) // 2 == labels[:, None, None])[..., None]).astype(np.float32)
     train, test = ({"images": images[rows], "labels": labels[rows]} for rows in (slice(256, None), slice(256)))
     batches = lambda config: array_batches(train, batch_size=config.data.batch_size, seed=config.run.seed)  # noqa: E731
     adam = OptimizerConfig(learning_rate=1e-3, warmup_steps=20, decay_steps=150)

@@ -6,6 +6,7 @@ that of Mixtral (Jiang et al. 2024).
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +28,7 @@ from flax_mesh.settings import MAX_SIZE, SAME_RESULT, type_problems, value_probl
 from flax_mesh.sharding.abstract import partitioned
 from flax_mesh.sharding.constrain import constrain
 from flax_mesh.sharding.explicit import on_auto_axes
-from flax_mesh.text import axes_text
+from flax_mesh.text import array_text, axes_text
 
 GREEDY_BELOW = 1e-30  # of the temperature; logits divided by less may be infinite
 CUDNN_HEAD_DIM = 256  # the most since Hopper; 128 before
@@ -309,6 +310,19 @@ def make_decoder(config: DecoderConfig, rngs: nnx.Rngs) -> Decoder:
     return Decoder(config, rngs=rngs)
 
 
+def _tokens_of(batch: Any) -> tuple[jax.Array, jax.Array]:
+    """Inputs and targets; ConfigError if a recipe's own batches do not have them."""
+    found = batch if isinstance(batch, Mapping) else {}
+    tokens = [found.get(name) for name in ("inputs", "targets")]
+    if any(x is None or x.ndim != 2 or not jnp.issubdtype(x.dtype, jnp.integer) for x in tokens):
+        names = {name: array_text(x) for name, x in found.items() if hasattr(x, "dtype")} or type(batch).__name__
+        raise ConfigError(
+            "next_token_loss takes a batch with 'inputs' and 'targets', integers of shape (batch, sequence), got "
+            f"{names}; write a loss_fn for other batches"
+        )
+    return tokens[0], tokens[1]  # pyright: ignore[reportReturnType] (neither is None)
+
+
 def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[Any, ...]:
     """(summed cross-entropy in nats, number of tokens) of targets (B, S); targets below 0 do not count.
 
@@ -321,8 +335,9 @@ def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[Any, .
     weighted likewise: the cross-entropy alone, both losses as means over layers, and expert_load_max of the worst
     layer. Tokens without a target are routed too, and count in the losses of the router.
     """
-    x_BSD, weights_DV, aux = model.hidden(batch["inputs"])
-    targets_BS, config = batch["targets"], model.config
+    inputs_BS, targets_BS = _tokens_of(batch)
+    x_BSD, weights_DV, aux = model.hidden(inputs_BS)
+    config = model.config
     loss = cross_entropy(x_BSD, weights_DV, targets_BS, axes=config.axes, chunk=config.loss_chunk)
     weight = jnp.sum(targets_BS >= 0, dtype=jnp.float32)
     if not aux:

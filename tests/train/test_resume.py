@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -148,7 +149,7 @@ def check_resumed(run: Run, committed: int, reached: int, expected: dict[int, fl
     assert run.committed()[-1] == STEPS and not run.unfinished()
 
 
-def killed_after_a_save(start: Start, folder: Path, at_least: int, **kinds: bool) -> tuple[int, int]:
+def killed_after_a_save(start: Start, folder: Path, at_least: int, **kinds: Any) -> tuple[int, int]:
     """Kill a run whose newest step is later than its newest checkpoint. Returns (newest checkpoint, newest step)."""
     run = start(folder, *SETTINGS, **kinds)
     run.wait_for(lambda: (done := run.committed()) and done[-1] >= at_least and run.rows()[-1]["step"] > done[-1])
@@ -157,7 +158,7 @@ def killed_after_a_save(start: Start, folder: Path, at_least: int, **kinds: bool
     return run.committed()[-1], run.rows()[-1]["step"]
 
 
-def killed_during_a_save(start: Start, folder: Path, at_least: int, **kinds: bool) -> tuple[int, int]:
+def killed_during_a_save(start: Start, folder: Path, at_least: int, **kinds: Any) -> tuple[int, int]:
     """Kill a run during a save. Returns (newest checkpoint, newest step)."""
     run = start(folder, *SETTINGS, **kinds)
     run.wait_for(lambda: (done := run.committed()) and done[-1] >= at_least)
@@ -176,6 +177,16 @@ def test_a_killed_run_resumes_bit_for_bit(start, undisturbed, tmp_path, moment):
     committed, reached = KILLS[moment](start, tmp_path / "run", at_least=4)
     assert 4 <= committed < reached < STEPS
     check_resumed(start(tmp_path / "run", *SETTINGS), committed, reached, undisturbed)
+
+
+def test_a_killed_run_on_an_iterator_resumes_bit_for_bit(start, tmp_path):
+    """The thread that draws batches is one batch ahead of the step that is saved."""
+    recipe = f"{Path(__file__).with_name('data') / 'own_recipe.py'}:iterator_recipe"
+    whole = start(tmp_path / "whole", *SETTINGS, recipe=recipe)
+    assert whole.ended() == DONE, whole.text()
+    committed, reached = killed_after_a_save(start, tmp_path / "run", at_least=4, recipe=recipe)
+    assert 4 <= committed < reached < STEPS
+    check_resumed(start(tmp_path / "run", *SETTINGS, recipe=recipe), committed, reached, losses(whole.rows()))
 
 
 @pytest.mark.slow

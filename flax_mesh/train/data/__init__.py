@@ -1,1 +1,1 @@
-"""The data of a run: reading files as tokens, and forming batches of tokens."""
+"""The data of a run: tokens of files, batches of a recipe, and how held-out data is evaluated."""

@@ -13,6 +13,7 @@ from flax_mesh.train import CheckpointConfig, DataConfig, OptimizerConfig, RunCo
 from flax_mesh.train.config import data_seed
 from flax_mesh.train.data.batches import batch_rows
 from flax_mesh.train.data.data import load_corpus
+from tests.train import bigram
 
 PLAIN, PIPELINED = ("mesh.shape=dp:2",), ("mesh.shape=pp:2,dp:2", "pipeline.num_microbatches=2")
 MESHES = {"plain": PLAIN, "pp": PIPELINED}
@@ -32,6 +33,11 @@ def recipe() -> TrainConfig:
         checkpoint=CheckpointConfig(every=2),
         run=RunConfig(steps=7, eval_every=0, sample_tokens=0),
     )
+
+
+def iterator_recipe() -> TrainConfig:
+    """The recipe of tests/train/test_resume.py on the batches of an iterator."""
+    return replace(bigram.recipe(), make_batches=Windows, sample=None)
 
 
 def config_of(folder: Path, text: Path, make: Any, *settings: str, **functions: Any) -> TrainConfig:
@@ -59,10 +65,10 @@ class Windows:
         windows = np.stack([self.tokens[start : start + length + 1] for start in starts])
         return {"inputs": windows[:, :-1], "targets": windows[:, 1:]}
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> Any:
         return self.random.bit_generator.state
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: Any) -> None:
         self.random.bit_generator.state = state
 
 
