@@ -139,7 +139,7 @@ def use_compilation_cache(folder: Path) -> None:
     The key of a program contains its text, the compiler's version and options and the kind of the devices, for CPUs
     their instruction sets too.
     """
-    if jax.config.jax_compilation_cache_dir is None:
+    if getattr(jax.config, "jax_compilation_cache_dir") is None:  # noqa: B009 (not in the types of JAX)
         jax.config.update("jax_compilation_cache_dir", str(folder.absolute()))
         # XLA's own caches: the keys would contain the path, so that a folder that was moved would be compiled again.
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")

@@ -38,7 +38,7 @@ class Numbers:
 
     def set_state(self, state):
         new = {name: int(value) for name, value in state.items()}
-        self._random.bit_generator.state = self._random.bit_generator.state | {"state": new}
+        self._random.bit_generator.state = {**self._random.bit_generator.state, "state": new}
 
 
 def make_batches(config):

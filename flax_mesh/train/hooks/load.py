@@ -90,7 +90,7 @@ class Hooks:
     def __call__(self, row: dict[str, Any]) -> None:
         while self._waiting:
             name, factory = self._waiting.pop(0)
-            hook = self._guarded(name, factory, *self._arguments)
+            hook: Any = self._guarded(name, factory, *self._arguments)
             if hook is not None and not callable(hook):
                 self._say(f"warning: {name}: {place_of(factory)}: it must return a function of a row, got {hook!r}")
             elif hook is not None:

@@ -115,7 +115,7 @@ def measure(config: TrainConfig, steps: int) -> tuple[dict[str, list[list[Times]
             texts = [f"{name} {1e3 * median(found[-1]).seconds:.0f} ms" for name, found in rounds.items()]
             print(f"round {row['step'] // steps}: {', '.join(texts)}", flush=True)
 
-    train(config, hooks=[after_row], on_start=lambda program: made.append(Plain(config, program)))
+    train(config, hooks=[after_row], on_start=lambda program, folder: made.append(Plain(config, program)))
     return {name: found[1:] for name, found in rounds.items()}, {"train": losses, "plain": made[0].losses}
 
 

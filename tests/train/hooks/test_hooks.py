@@ -134,7 +134,7 @@ def test_a_module_that_fails_names_its_line(tmp_path, monkeypatch):
 
 def read_events(folder):
     """[(step, purged from, {name: value})] of the event files in order of time, by the framing of TFRecord files."""
-    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue] (made by protobuf)
 
     found = []
     for file in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns):
