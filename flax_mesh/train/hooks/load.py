@@ -85,7 +85,7 @@ class Hooks:
         self._waiting = list(factories)
         self._arguments = folder, config, start
         self._say = say
-        self._hooks: dict[str, Callable[[dict[str, Any]], None]] = {}
+        self._hooks: dict[str, Callable[..., Any]] = {}
 
     def __call__(self, row: dict[str, Any]) -> None:
         while self._waiting:
