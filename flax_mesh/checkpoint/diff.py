@@ -95,8 +95,8 @@ def _section(name: str, record: Mapping[str, Any]) -> dict[str, str]:
     if name == "rules":
         return {str(pattern): str(dims) for pattern, dims in record["rules"]}
     pairs = record["config" if name == "settings" else name].items()
-    # The position in the data follows from the number of the step, as does the state of an iterator.
-    return {str(key): _text(value) for key, value in pairs if name != "data" or key not in ("position", "state")}
+    # The position in the data and the state of an iterator follow from the number of the step; `name` is a constant.
+    return {str(key): _text(value) for key, value in pairs if name != "data" or key not in ("name", "position", "state")}
 
 
 def _text(value: Any) -> str:

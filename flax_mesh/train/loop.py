@@ -109,7 +109,8 @@ def train(
     Raises:
         ConfigError: A setting is invalid, or one that changes the result differs from the checkpoint's. All mistakes
             are reported in one error, before anything compiles. Or a memory-mapped file of `data.source` was rewritten
-            or shortened under the run; this is compared before every save and every read.
+            or shortened under the run; this is compared before every save and every read. Or a batch of `make_batches`
+            differs from the first one in its tree, shapes or dtypes.
         CheckpointCorruptedError: The run folder has checkpoints, but none of them is valid.
         SaveError: A checkpoint cannot be written, and `checkpoint.on_failure` is "stop" or it is the final one.
 
