@@ -69,7 +69,10 @@ def compiled_bytes(program: TrainProgram) -> tuple[int, int] | None:
     batch = abstract_batch(shapes, program.mesh, program.rules.axes)
     step: Any = program.step
     found = step.lower(program.layout, batch).compile().memory_analysis()
-    return None if found is None else (found.argument_size_in_bytes, found.temp_size_in_bytes)
+    if found is None:
+        return None
+    # On CPUs, arguments in the memory of the host count as the others.
+    return found.argument_size_in_bytes + found.host_argument_size_in_bytes, found.temp_size_in_bytes
 
 
 def plan_of(program: TrainProgram) -> Plan:

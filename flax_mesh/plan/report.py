@@ -163,8 +163,12 @@ def measured_line(memory: Memory, time: Time, device_bytes: int | None, seconds:
 
 
 def compiled_line(memory: Memory, arguments: int, temporaries: int) -> str:
-    """What XLA states about the compiled step, in bytes of one device, beside the forecast."""
-    forecast = f"forecast {bytes_text(memory.arguments)} and {bytes_text(memory.peak - memory.arguments)}"
+    """What XLA states about the compiled step, in bytes of one device, beside the forecast.
+
+    The state includes what is in the memory of the host.
+    """
+    state = memory.arguments + memory.host
+    forecast = f"forecast {bytes_text(state)} and {bytes_text(memory.peak - memory.arguments)}"
     return (
         f"compiled step: {bytes_text(arguments)} of state and batch and {bytes_text(temporaries)} of temporaries per "
         f"device, by XLA ({forecast})"

@@ -210,9 +210,11 @@ def _check_stages(run: Run, *, is_new: bool) -> None:
 def _changes(run: Run, checkpointer: Checkpointer, saved: Mapping[str, Any], *, allow_changes: bool) -> list[Change]:
     try:
         return check_resume(saved, run.record, run.config, allow_changes=allow_changes)
-    except ConfigError:
-        # If the model differs, --allow-changes would not help: `check` then raises an error that lists the arrays.
-        checkpointer.check(run.program.layout, saved["step"])
+    except ConfigError as changed:
+        try:
+            checkpointer.check(run.program.layout, saved["step"])
+        except ConfigError as differing:  # --allow-changes would not help, so its line is left out
+            raise ConfigError([*changed.problems[:-1], *differing.problems]) from differing
         raise
 
 

@@ -176,7 +176,8 @@ def test_a_platform_without_devices_is_reported_in_one_line(platform):
 def test_all_arrays_of_a_checkpoint_of_another_model_are_listed(small, error_lines, capsys):
     assert main([*small, "run.steps=1", "run.eval_every=0"]) == DONE
     capsys.readouterr()
-    head, *lines, tail = error_lines(*small, "run.steps=2", "run.eval_every=0", "model.hidden_size=32")
+    _, setting, head, *lines, tail = error_lines(*small, "run.steps=2", "run.eval_every=0", "model.hidden_size=32")
+    assert setting == "  model.hidden_size: 64 -> 32 (changes the result)"
     assert re.fullmatch(r"checkpoint .*/run/checkpoints/1 does not match the model \(7 of \d+ leaves differ\):", head)
     assert "  model/embed/embedding: checkpoint f32[256,64], model f32[256,32]" in lines
     assert "  model/head/kernel: checkpoint f32[64,256], model f32[32,256]" in lines
