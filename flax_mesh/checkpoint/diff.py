@@ -96,7 +96,9 @@ def _section(name: str, record: Mapping[str, Any]) -> dict[str, str]:
         return {str(pattern): str(dims) for pattern, dims in record["rules"]}
     pairs = record["config" if name == "settings" else name].items()
     # The position in the data and the state of an iterator follow from the number of the step; `name` is a constant.
-    return {str(key): _text(value) for key, value in pairs if name != "data" or key not in ("name", "position", "state")}
+    return {
+        str(key): _text(value) for key, value in pairs if name != "data" or key not in ("name", "position", "state")
+    }
 
 
 def _text(value: Any) -> str:

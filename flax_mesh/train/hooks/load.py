@@ -42,7 +42,7 @@ def _import(name: str) -> Any:
     if name in REQUIRED and importlib.util.find_spec(REQUIRED[name]) is None:
         raise ConfigError(
             f"run.hooks={name} requires the package {REQUIRED[name]}, which is not installed: "
-            f'pip install "flax-mesh[{name}]"'
+            f"pip install 'flax-mesh[{name}]'"
         )
     path = NAMES.get(name, name)
     module, separator, attribute = path.partition(":") if ":" in path else path.rpartition(".")

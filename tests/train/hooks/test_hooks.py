@@ -9,6 +9,7 @@ import pytest
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.train import apply_overrides, train
+from flax_mesh.train.hooks import load
 from flax_mesh.train.hooks.load import find_hooks
 from tests.train.bigram import recipe, write_text
 
@@ -130,6 +131,14 @@ def test_a_module_that_fails_names_its_line(tmp_path, monkeypatch):
 
 
 # --- TensorBoard ---
+
+
+def test_the_extra_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setitem(load.REQUIRED, "tensorboard", "a_package_that_does_not_exist")
+    with pytest.raises(
+        ConfigError, match=r"^run.hooks=tensorboard requires .* pip install 'flax-mesh\[tensorboard\]'$"
+    ):
+        find_hooks("tensorboard", ())
 
 
 def read_events(folder):
