@@ -199,7 +199,7 @@ SETTINGS = {
     "model.dtype": [*NAMES, "int32", "float99"],
     "model.param_dtype": [*NAMES, "int32"],
     "model.attention": NAMES,
-    "model.remat": [*NAMES, "full:3", "full:99,none", "full:0,none", "full:x", "attention+nope", "full,none", "q+q"],
+    "model.remat": [*NAMES, "full:77", "full:99,none", "full:0,none", "full:x", "attention+nope", "full,none", "q+q"],
     "model.loss_chunk": COUNTS,
     "model.scan": ["", "yes", "1"],
     "model.tied": ["", "yes", "1"],

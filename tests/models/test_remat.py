@@ -60,11 +60,12 @@ def test_gradients_do_not_change(remat, scan, without_remat):
     residuals, gradients = residuals_and_gradients(dataclasses.replace(CONFIG, remat=remat, scan=scan))
     expected_residuals, expected = without_remat[scan]
     for (path, a), (_, b) in zip(gradients, expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * np.abs(b).max(), err_msg=path)
+        # The largest difference is 1.7e-6 of the largest gradient, with jax 0.12, which rounds recomputed values otherwise.
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=5e-6 * np.abs(b).max(), err_msg=path)
     assert num_bytes(residuals) < num_bytes(expected_residuals)
 
 
-@pytest.mark.parametrize("scan", [False, True], ids=["list", "stack"])
+@pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True], ids=["list", "stack"])
 def test_every_name_and_every_layer_of_a_run_saves_its_bytes(scan):
     def saved(remat: str, config: DecoderConfig = CONFIG) -> int:
         return num_bytes(residuals_and_gradients(dataclasses.replace(config, remat=remat, scan=scan))[0])
@@ -143,8 +144,8 @@ def test_names_of_experts_are_refused_without_experts():
     assert line.endswith("(q, k, v, attention, attention_out), got 'mlp_up'")
 
 
-@pytest.mark.parametrize("shape", ["fsdp:2,tp:2", "pp:2,fsdp:2"])
-@pytest.mark.parametrize("scan", ["false", "true"])
+@pytest.mark.parametrize("shape", [pytest.param("fsdp:2,tp:2", marks=pytest.mark.slow), "pp:2,fsdp:2"])
+@pytest.mark.parametrize("scan", [pytest.param("false", marks=pytest.mark.slow), "true"])
 def test_training_on_meshes_and_in_pipelines_does_not_change(shape, scan, tmp_path):
     def losses(remat: str) -> tuple[list[Any], dict[str, tuple[int, ...]]]:
         settings = f"mesh.shape={shape}", f"model.scan={scan}", f"model.remat={remat}", "model.num_layers=4"

@@ -42,8 +42,10 @@ def test_forecasts_are_close_to_the_compiled_step():
     assert sorted(FALLING, key=lambda remat: -measured[remat]) == list(FALLING)
 
 
-@pytest.mark.parametrize("topology", ["cpu:8", "v5e:2x4", "h100:1x8"])
-@pytest.mark.parametrize("scan", ["true", "false"])
+@pytest.mark.parametrize(
+    "topology", ["v5e:2x4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cpu:8", "h100:1x8"))]
+)
+@pytest.mark.parametrize("scan", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_forecasts_fall_with_the_number_of_recomputed_layers(topology, scan):
     peaks = [plan(config_of(remat, scan), topology).memory.peak for remat in FALLING]
     assert all(after < before for before, after in itertools.pairwise(peaks)), peaks

@@ -229,6 +229,7 @@ def fastest(found: LayoutSearch) -> float:
     return min(each.seconds_per_token for each in found.planned if each.plan.fits)
 
 
+@pytest.mark.slow
 def test_a_search_finds_what_brute_force_finds():
     everything = all_plans(CONFIG, "v5e:2x2", FIXED)
     found = search_layouts(CONFIG, "v5e:4", fixed=FIXED, plans=BUDGET)

@@ -11,8 +11,10 @@ class _Writer:
     def __init__(self, folder: Path, start: int):
         from tensorboardX import SummaryWriter
 
-        # purge_step: TensorBoard then ignores the rows that this run computes again.
-        self._writer = SummaryWriter(str(folder / FOLDER), purge_step=start + 1 if start else None)
+        # purge_step: TensorBoard then ignores the rows that this run computes again. Without the suffix, a run that
+        # resumes within a second would write to the file of the one before.
+        purge = {"purge_step": start + 1} if start else {}
+        self._writer = SummaryWriter(str(folder / FOLDER), filename_suffix=f".from_step_{start}", **purge)
 
     def __call__(self, row: dict[str, Any]) -> None:
         for name, value in row.items():

@@ -67,7 +67,7 @@ def test_the_losses_are_equal_on_every_mesh(name, tmp_path):
 
 
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize("mesh", ["fsdp", "pp"])
+@pytest.mark.parametrize("mesh", [pytest.param("fsdp", marks=pytest.mark.slow), "pp"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_killed_run_resumes_bit_for_bit(name, mesh, tmp_path):
     losses = lambda rows: {step: row["loss"] for step, row in rows.items()}  # noqa: E731
