@@ -13,8 +13,9 @@ class _Writer:
 
         # purge_step: TensorBoard then ignores the rows that this run computes again. Without the suffix, a run that
         # resumes within a second would write to the file of the one before.
-        purge = {"purge_step": start + 1} if start else {}
-        self._writer = SummaryWriter(str(folder / FOLDER), filename_suffix=f".from_step_{start}", **purge)
+        self._writer = SummaryWriter(
+            str(folder / FOLDER), filename_suffix=f".from_step_{start}", purge_step=start + 1 if start else None
+        )
 
     def __call__(self, row: dict[str, Any]) -> None:
         for name, value in row.items():
