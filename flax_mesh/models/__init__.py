@@ -1,7 +1,7 @@
 """Models: a decoder-only language model, dense or with a mixture of experts."""
 
+from flax_mesh.models.config import DecoderConfig as DecoderConfig
 from flax_mesh.models.decoder import Decoder as Decoder
-from flax_mesh.models.decoder import DecoderConfig as DecoderConfig
 from flax_mesh.models.decoder import flops_per_token as flops_per_token
 from flax_mesh.models.decoder import make_decoder as make_decoder
 from flax_mesh.models.decoder import next_token_loss as next_token_loss

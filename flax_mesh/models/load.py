@@ -10,7 +10,8 @@ from jax.sharding import Mesh
 
 from flax_mesh.checkpoint.hf.decoders import open_decoder
 from flax_mesh.errors import ConfigError
-from flax_mesh.models.decoder import Decoder, DecoderConfig, make_decoder
+from flax_mesh.models.config import DecoderConfig
+from flax_mesh.models.decoder import Decoder, make_decoder
 from flax_mesh.sharding.abstract import abstract_split, abstract_state
 
 

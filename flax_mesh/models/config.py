@@ -1,0 +1,161 @@
+"""DecoderConfig: sizes and options of a decoder, and what a layer makes of them."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
+
+from flax_mesh.axes import PartitionAxis
+from flax_mesh.models.remat import remat_problems
+from flax_mesh.models.rotary import RopeScaling
+from flax_mesh.settings import MAX_SIZE, SAME_RESULT, type_problems, value_problems
+from flax_mesh.text import axes_text
+
+CUDNN_HEAD_DIM = 256  # the most since Hopper; 128 before
+DTYPES = ("float32", "bfloat16", "float16")
+MLP_NAMES = ("mlp_gate", "mlp_up")
+SIZE = {"at_least": 1, "at_most": MAX_SIZE}
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes and options of a decoder. `dtype` is the dtype of the computation, `param_dtype` of the parameters.
+
+    `attention`: "xla" on any platform, or "cudnn", a fused kernel for GPUs in half precision that does not store the
+    scores.
+
+    `remat`: "none", "full" (recompute every layer in the backward pass), the name of a policy in
+    `jax.checkpoint_policies`, which selects the residuals to save, or names of values, "attention+mlp_up"; for all
+    layers or for runs of them, "full:16,none". See `models.remat` and `remat_names`. Policies that save dots also save
+    the outputs of cuDNN's attention. With `scan` the layers are one stack, run by one loop for each run of `remat`,
+    which compiles faster; results and checkpoints are those of the unrolled list. `loss_chunk`: the number of tokens
+    per device whose logits the loss computes at a time, 0 for all (`models.cross_entropy`).
+
+    With `num_experts` above 0 every layer has that many MLPs of `mlp_size`, and each token is routed to
+    `experts_per_token` of them. `load_balance_loss` and `router_z_loss` are loss coefficients (`models.moe`).
+
+    `qkv_bias`: queries, keys and values have a bias (Qwen2). `qk_norm`: an RMSNorm over the head dim of queries and
+    keys before the rotation, with one scale for all heads (Qwen3). `sliding_window` above 0:
+    a token attends to that many tokens at most, itself included (Mistral). `rope_factor` above 1 and the three settings
+    after it: see `RopeScaling` (Llama 3.1).
+    """
+
+    vocab_size: int = field(default=256, metadata=SIZE)
+    hidden_size: int = field(default=256, metadata=SIZE)
+    num_layers: int = field(default=4, metadata=SIZE)
+    num_heads: int = field(default=8, metadata=SIZE)
+    num_kv_heads: int = field(default=4, metadata=SIZE)
+    head_dim: int = field(default=32, metadata=SIZE)
+    mlp_size: int = field(default=768, metadata=SIZE)
+    num_experts: int = field(default=0, metadata={"at_least": 0, "at_most": MAX_SIZE})
+    experts_per_token: int = field(default=2, metadata=SIZE)
+    load_balance_loss: float = field(default=0.01, metadata={"at_least": 0})
+    router_z_loss: float = field(default=0.001, metadata={"at_least": 0})
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int = field(default=0, metadata={"at_least": 0, "at_most": MAX_SIZE})
+    rope_theta: float = field(default=10_000.0, metadata={"above": 0})
+    rope_factor: float = field(default=1.0, metadata={"at_least": 1})
+    rope_low_frequency_factor: float = field(default=1.0, metadata={"above": 0})
+    rope_high_frequency_factor: float = field(default=4.0, metadata={"above": 0})
+    rope_original_length: int = field(default=8192, metadata=SIZE)
+    norm_epsilon: float = field(default=1e-6, metadata={"at_least": 0})
+    tied: bool = True
+    dtype: str = field(default="float32", metadata={"one_of": DTYPES})
+    param_dtype: str = field(default="float32", metadata={"one_of": DTYPES})
+    attention: str = field(default="xla", metadata=SAME_RESULT | {"one_of": ("xla", "cudnn")})
+    remat: str = field(default="none", metadata=SAME_RESULT)
+    loss_chunk: int = field(default=0, metadata=SAME_RESULT | {"at_least": 0, "at_most": MAX_SIZE})
+    scan: bool = field(default=False, metadata=SAME_RESULT)
+    # Activations between the layers are replicated over tp (Megatron's layout). Split over tp, they would need an
+    # all-gather before each projection: five times the step time for recipes/tiny.py on 8 CPU devices.
+    axes: PartitionAxis = field(default=PartitionAxis(hidden_state_axis=None), metadata=SAME_RESULT)
+
+    @property
+    def rope_scaling(self) -> RopeScaling:
+        frequency_factors = self.rope_low_frequency_factor, self.rope_high_frequency_factor
+        return RopeScaling(self.rope_factor, *frequency_factors, self.rope_original_length)
+
+    def dims(self) -> list[tuple[str, str, int]]:
+        """(setting, logical axis, size) of every dim that a mesh can split."""
+        found = [
+            ("model.vocab_size", "vocab", self.vocab_size),
+            ("model.hidden_size", "embed", self.hidden_size),
+            ("model.num_heads", "heads", self.num_heads),
+            ("model.num_kv_heads", "kv_heads", self.num_kv_heads),
+            ("model.mlp_size", "mlp", self.mlp_size),
+        ]
+        return [*found, ("model.num_experts", "experts", self.num_experts)] if self.num_experts else found
+
+    def remat_names(self) -> tuple[str, ...]:
+        """The values of a layer that `remat` may name, in the order in which they are computed.
+
+        "q", "k" and "v" are those that attention reads, "attention" its weighted sums of values, "attention_out" what
+        it adds to the residual stream, "mlp_gate" and "mlp_up" the two products of the MLP's input (without experts).
+        """
+        return ("q", "k", "v", "attention", "attention_out", *(() if self.num_experts else MLP_NAMES))
+
+    def matrices(self) -> str:
+        """`optimizer.matrices`: every projection but those of the embedding, the head and the router."""
+        mlp = "moe/(gate|up|down)/kernel 1>2" if self.num_experts else "mlp/.*/kernel"
+        return f"attention/[qkv]/kernel 0>1,2; attention/o/kernel 0,1>2; {mlp}"
+
+    def problems(self) -> list[str]:
+        """Invalid values, one line each."""
+        if wrong := type_problems(self, "model."):
+            return wrong
+        found = value_problems(self, "model.")
+        if self.num_kv_heads >= 1 and self.num_heads % self.num_kv_heads:
+            found.append(
+                f"model.num_heads={self.num_heads} must be a multiple of model.num_kv_heads={self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            found.append(f"model.head_dim must be even for rotary positions, got {self.head_dim}")
+        low, high = self.rope_low_frequency_factor, self.rope_high_frequency_factor
+        if low >= high:
+            found.append(f"model.rope_low_frequency_factor={low} must be below model.rope_high_frequency_factor={high}")
+        if 0 < self.num_experts < self.experts_per_token:
+            found.append(
+                f"model.experts_per_token={self.experts_per_token} must be at most model.num_experts={self.num_experts}"
+            )
+        if self.attention == "cudnn" and self.dtype == "float32":
+            found.append(f"model.attention=cudnn needs model.dtype bfloat16 or float16, got {self.dtype}")
+        if self.attention == "cudnn" and (self.head_dim % 8 or self.head_dim > CUDNN_HEAD_DIM):
+            found.append(
+                f"model.attention=cudnn needs a model.head_dim that is a multiple of 8, at most {CUDNN_HEAD_DIM}, "
+                f"got {self.head_dim}"
+            )
+        return [*found, *remat_problems(self.remat, self.num_layers, self.remat_names())]
+
+    def without_devices(self) -> "DecoderConfig":
+        """A config of a model with the same arrays that can be traced on any machine: JAX traces cuDNN with it only."""
+        return replace(self, attention="xla")
+
+    def problems_on(self, mesh: Mesh | AbstractMesh) -> list[str]:
+        """Options that this mesh does not support, one line each; divisibility of dims is checked elsewhere."""
+        if self.attention != "cudnn":
+            return []
+        found, kinds = [], {d.platform for d in mesh.devices.flat} if isinstance(mesh, Mesh) else set()
+        if kinds - {"gpu", "cuda"}:
+            found.append(f"model.attention=cudnn needs GPUs, got {', '.join(kinds)}; use model.attention=xla")
+        over = [name for name in self.axes.mesh_axes("query_sequence") if mesh.shape.get(name, 1) > 1]
+        if over:
+            found.append(
+                "model.attention=cudnn does not support sequences split over "
+                f"{axes_text(mesh.shape, over)}; use model.attention=xla, or another mesh.shape"
+            )
+        return found
+
+
+def norm(config: DecoderConfig, rngs: nnx.Rngs, size: int | None = None) -> nnx.RMSNorm:
+    return nnx.RMSNorm(size or config.hidden_size, epsilon=config.norm_epsilon, rngs=rngs, **dtypes(config))
+
+
+def linear_options(config: DecoderConfig, rngs: nnx.Rngs) -> dict[str, Any]:
+    return {"use_bias": False, "rngs": rngs, **dtypes(config)}
+
+
+def dtypes(config: DecoderConfig) -> dict[str, Any]:
+    return {"dtype": jnp.dtype(config.dtype), "param_dtype": jnp.dtype(config.param_dtype)}
