@@ -1,6 +1,7 @@
 """Causal grouped-query attention of a decoder.
 
-Shape letters: B batch, S sequence, D hidden, H query heads, K key-value heads, C head dim.
+Shape letters: B batch, S sequence, P slots of a prompt, T slots of a cache, D hidden, H query heads, K key-value heads,
+C head dim.
 """
 
 from typing import Any
@@ -10,11 +11,14 @@ from flax import nnx
 
 from flax_mesh.axes import Mode
 from flax_mesh.errors import ConfigError
+from flax_mesh.models.cache import KVCache, pad_slots, write_slot
 from flax_mesh.models.config import DecoderConfig, linear_options, norm
 from flax_mesh.models.matmul import dot_float32
 from flax_mesh.models.remat import named
 from flax_mesh.models.rotary import rotate
 from flax_mesh.sharding.constrain import constrain
+
+Q_DIMS = ("batch", "query_sequence", "heads", "head_dim")
 
 
 class Attention(nnx.Module):
@@ -35,20 +39,52 @@ class Attention(nnx.Module):
         self.o = nnx.LinearGeneral((heads, width), config.hidden_size, axis=(-2, -1), **options)
 
     def __call__(self, x_BSD: jax.Array, mode: Mode = "train") -> jax.Array:
+        return self._attend(*self._project(x_BSD, mode), mode)
+
+    def prefill(self, x_BPD: jax.Array, num_slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The output for a prompt, and its keys and values (B, T, K, C) for a cache with `num_slots` slots."""
+        q_BPHC, k_BPKC, v_BPKC = self._project(x_BPD, "prefill")
+        y_BPD = self._attend(q_BPHC, k_BPKC, v_BPKC, "prefill")
+        axes = self.config.axes
+        return y_BPD, pad_slots(k_BPKC, num_slots, axes), pad_slots(v_BPKC, num_slots, axes)
+
+    def decode(
+        self, x_B1D: jax.Array, keys: jax.Array, values: jax.Array, cache: KVCache, layer: Any = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The output for one token of each row, and `keys` and `values` with those of the token.
+
+        They are those of one layer, or with the index `layer` those of a stack.
+        """
+        axes, position = self.config.axes, cache.positions_B[:, None]
+        q_B1HC, k_B1KC, v_B1KC = self._project(x_B1D, "decode", position)
+        keys = write_slot(keys, k_B1KC, cache.used, layer, axes)
+        values = write_slot(values, v_B1KC, cache.used, layer, axes)
+        k_BTKC, v_BTKC = (keys, values) if layer is None else (keys[layer], values[layer])
+        mask_BT = cache.mask_BT(k_BTKC.shape[1], self.config.sliding_window)
+        y_B1HC = jax.nn.dot_product_attention(q_B1HC, k_BTKC, v_BTKC, mask=mask_BT[:, None, None, :])
+        return self.o(constrain(y_B1HC, Q_DIMS, axes=axes, mode="decode")), keys, values
+
+    def _project(
+        self, x_BSD: jax.Array, mode: Mode, positions: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Rotated queries (B, S, H, C) and keys (B, S, K, C), and values."""
         axes = self.config.axes
         q_BSHC, k_BSKC = self.q(x_BSD), self.k(x_BSD)
         if self.config.qk_norm:
             q_BSHC, k_BSKC = self.q_norm(q_BSHC), self.k_norm(k_BSKC)
-        q_BSHC = rotate(q_BSHC, self.config.rope_theta, self.config.rope_scaling)
-        k_BSKC = rotate(k_BSKC, self.config.rope_theta, self.config.rope_scaling)
-        q_BSHC = constrain(q_BSHC, ("batch", "query_sequence", "heads", "head_dim"), axes=axes, mode=mode)
+        q_BSHC = rotate(q_BSHC, self.config.rope_theta, self.config.rope_scaling, positions)
+        k_BSKC = rotate(k_BSKC, self.config.rope_theta, self.config.rope_scaling, positions)
+        q_BSHC = constrain(q_BSHC, Q_DIMS, axes=axes, mode=mode)
         # Every query attends to all keys: under sequence parallelism keys and values are gathered here.
         k_BSKC = constrain(k_BSKC, ("batch", None, "kv_heads", "head_dim"), axes=axes, mode=mode)
         v_BSKC = constrain(self.v(x_BSD), ("batch", None, "kv_heads", "head_dim"), axes=axes, mode=mode)
-        remat = self.config.remat
+        return q_BSHC, k_BSKC, v_BSKC
+
+    def _attend(self, q_BSHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, mode: Mode) -> jax.Array:
+        axes, remat = self.config.axes, self.config.remat
         q_BSHC, k_BSKC, v_BSKC = named(q_BSHC, "q", remat), named(k_BSKC, "k", remat), named(v_BSKC, "v", remat)
         y_BSHC = _attend(q_BSHC, k_BSKC, v_BSKC, self.config.attention, self.config.sliding_window)
-        y_BSHC = constrain(y_BSHC, ("batch", "query_sequence", "heads", "head_dim"), axes=axes, mode=mode)
+        y_BSHC = constrain(y_BSHC, Q_DIMS, axes=axes, mode=mode)
         return self.o(named(y_BSHC, "attention", remat))
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
-from flax_mesh.axes import PartitionAxis
+from flax_mesh.axes import Mode, PartitionAxis
 from flax_mesh.models.remat import remat_problems
 from flax_mesh.models.rotary import RopeScaling
 from flax_mesh.settings import MAX_SIZE, SAME_RESULT, type_problems, value_problems
@@ -159,3 +159,8 @@ def linear_options(config: DecoderConfig, rngs: nnx.Rngs) -> dict[str, Any]:
 
 def dtypes(config: DecoderConfig) -> dict[str, Any]:
     return {"dtype": jnp.dtype(config.dtype), "param_dtype": jnp.dtype(config.param_dtype)}
+
+
+def token_dims(mode: Mode) -> tuple[str, str]:
+    """Logical axes of the dims (B, S) of activations: in "decode" S is one token, which no mesh axis splits."""
+    return "batch", "query_sequence" if mode == "decode" else "sequence"

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from flax_mesh.axes import PartitionAxis, as_tuple
 from flax_mesh.mesh.context import current_mesh
+from flax_mesh.models.config import token_dims
 from flax_mesh.models.matmul import dot_float32
 from flax_mesh.sharding.constrain import constrain, with_sharding_constraint
 from flax_mesh.sharding.explicit import on_auto_axes
@@ -21,7 +22,7 @@ from flax_mesh.sharding.explicit import on_auto_axes
 
 def project(x_BSD: jax.Array, weights_DV: jax.Array, axes: PartitionAxis, mode: Any = "train") -> jax.Array:
     """Logits (B, S, V) float32."""
-    logical = ("batch", "sequence", "vocab")
+    logical = (*token_dims(mode), "vocab")
 
     def logits(x_BSD: jax.Array, weights_DV: jax.Array) -> jax.Array:
         return constrain(dot_float32(x_BSD, weights_DV, (((2,), (0,)), ((), ()))), logical, axes=axes, mode=mode)

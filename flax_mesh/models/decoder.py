@@ -7,6 +7,7 @@ that of Mixtral (Jiang et al. 2024).
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,7 +19,8 @@ from flax_mesh.axes import Mode
 from flax_mesh.errors import ConfigError
 from flax_mesh.mesh.context import current_mesh
 from flax_mesh.models.attention import Attention, is_fused_attention
-from flax_mesh.models.config import MLP_NAMES, DecoderConfig, dtypes, linear_options, norm
+from flax_mesh.models.cache import CACHE_DIMS, KVCache
+from flax_mesh.models.config import MLP_NAMES, DecoderConfig, dtypes, linear_options, norm, token_dims
 from flax_mesh.models.cross_entropy import cross_entropy, project
 from flax_mesh.models.matmul import dot_float32
 from flax_mesh.models.moe import Aux, MoE, router_losses
@@ -45,7 +47,7 @@ class MLP(nnx.Module):
         gate, up = MLP_NAMES
         h_BSF = jax.nn.silu(named(self.gate(x_BSD), gate, self.config.remat))
         h_BSF = h_BSF * named(self.up(x_BSD), up, self.config.remat)
-        return self.down(constrain(h_BSF, ("batch", "sequence", "mlp"), axes=self.config.axes, mode=mode))
+        return self.down(constrain(h_BSF, (*token_dims(mode), "mlp"), axes=self.config.axes, mode=mode))
 
 
 class DecoderLayer(nnx.Module):
@@ -63,13 +65,28 @@ class DecoderLayer(nnx.Module):
             self.mlp = MLP(config, rngs=rngs)
 
     def __call__(self, x_BSD: jax.Array, mode: Mode = "train") -> tuple[jax.Array, Aux]:
+        return self._rest(x_BSD, self.attention(self.attention_norm(x_BSD), mode), mode)
+
+    def prefill(self, x_BPD: jax.Array, num_slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The output, and keys and values; see `Attention.prefill`."""
+        y_BPD, keys, values = self.attention.prefill(self.attention_norm(x_BPD), num_slots)
+        return self._rest(x_BPD, y_BPD, "prefill")[0], keys, values
+
+    def decode(
+        self, x_B1D: jax.Array, keys: jax.Array, values: jax.Array, cache: KVCache, layer: Any = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The output for one token, and keys and values; see `Attention.decode`."""
+        y_B1D, keys, values = self.attention.decode(self.attention_norm(x_B1D), keys, values, cache, layer)
+        return self._rest(x_B1D, y_B1D, "decode")[0], keys, values
+
+    def _rest(self, x_BSD: jax.Array, y_BSD: jax.Array, mode: Mode) -> tuple[jax.Array, Aux]:
+        """The layer after its attention, which returned `y_BSD`."""
         # Attention and MLP are summed over tp in float32 and rounded once, here: equal results on every mesh.
-        y_BSD, remat = self.attention(self.attention_norm(x_BSD), mode), self.config.remat
-        x_BSD = (x_BSD + named(y_BSD, "attention_out", remat)).astype(x_BSD.dtype)
+        x_BSD = (x_BSD + named(y_BSD, "attention_out", self.config.remat)).astype(x_BSD.dtype)
         h_BSD = self.mlp_norm(x_BSD)
         y_BSD, aux = self.moe(h_BSD, mode) if self.config.num_experts else (self.mlp(h_BSD, mode), {})
         x_BSD = (x_BSD + y_BSD).astype(x_BSD.dtype)
-        return constrain(x_BSD, ("batch", "sequence", "hidden"), axes=self.config.axes, mode=mode), aux
+        return constrain(x_BSD, (*token_dims(mode), "hidden"), axes=self.config.axes, mode=mode), aux
 
 
 @partitioned(
@@ -122,18 +139,87 @@ class Decoder(nnx.Module):
         return on_auto_axes(call, self, tokens_BS, out=out, axes=self.config.axes, mode=mode)
 
     def _hidden(self, tokens_BS: jax.Array, mode: Mode) -> tuple[jax.Array, jax.Array, Aux]:
-        axes = self.config.axes
-        # The table stays split over the vocabulary: each shard looks up its own rows, and a sum combines them.
-        table_VD = self.embed.embedding[...].astype(self.config.dtype)
-        table_VD = constrain(table_VD, ("vocab", None), axes=axes, mode=mode)
-        x_BSD = jnp.take(table_VD, tokens_BS, axis=0)
-        x_BSD = constrain(x_BSD, ("batch", "sequence", "hidden"), axes=axes, mode=mode)
+        x_BSD, table_VD = self._embed(tokens_BS, mode)
         # cuDNN's attention contains dots, but is one opaque primitive.
         also = is_fused_attention if self.config.attention == "cudnn" else None
         call = lambda layer, x_BSD: layer(x_BSD, mode)  # noqa: E731
         x_BSD, aux = call_layers(call, self.layers, x_BSD, self.config.remat, also=also, scan=self.config.scan)
         x_BSD = self.norm(x_BSD)
-        return x_BSD, table_VD.T if self.config.tied else self.head.kernel[...].astype(x_BSD.dtype), aux
+        return x_BSD, self._output_weights(table_VD, x_BSD), aux
+
+    def _embed(self, tokens_BS: jax.Array, mode: Mode) -> tuple[jax.Array, jax.Array]:
+        """Embedded tokens (B, S, D), and the table (V, D)."""
+        axes = self.config.axes
+        # The table stays split over the vocabulary: each shard looks up its own rows, and a sum combines them.
+        table_VD = self.embed.embedding[...].astype(self.config.dtype)
+        table_VD = constrain(table_VD, ("vocab", None), axes=axes, mode=mode)
+        x_BSD = jnp.take(table_VD, tokens_BS, axis=0)
+        return constrain(x_BSD, (*token_dims(mode), "hidden"), axes=axes, mode=mode), table_VD
+
+    def _output_weights(self, table_VD: jax.Array, x_BSD: jax.Array) -> jax.Array:
+        return table_VD.T if self.config.tied else self.head.kernel[...].astype(x_BSD.dtype)
+
+    def prefill(self, tokens_BP: jax.Array, lengths_B: jax.Array, num_slots: int) -> tuple[jax.Array, KVCache]:
+        """Logits (B, V) float32 of the token after each prompt, and a cache of the prompts with `num_slots` slots.
+
+        Row b of `tokens_BP` has its prompt in the first `lengths_B[b]` tokens; the others have no effect. B must be a
+        multiple of `cache.row_multiple`, P and `num_slots` of `cache.slot_multiple`.
+        """
+        call = lambda model, *args: model._prefill(*args, num_slots)  # noqa: E731
+        logits_BV, keys, values = self._with_logits(call, tokens_BP, lengths_B)
+        prompt = jnp.int32(tokens_BP.shape[1])
+        return logits_BV, KVCache(keys, values, lengths_B.astype(jnp.int32), prompt, prompt)
+
+    def decode(self, tokens_B: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+        """Logits (B, V) float32 of the tokens after `tokens_B`, and the cache with `tokens_B`, in the slot `used`."""
+        call = lambda model, *args: model._decode(*args)  # noqa: E731
+        logits_BV, keys, values = self._with_logits(call, tokens_B, cache)
+        return logits_BV, replace(cache, keys=keys, values=values, used=cache.used + 1)
+
+    def _with_logits(self, call: Any, *args: Any) -> tuple[jax.Array, Any, Any]:
+        """Logits (B, V) of the hidden states (B, 1, D) of `call(self, *args)`, and its keys and values."""
+        stored = ("layers", *CACHE_DIMS) if self.config.scan else CACHE_DIMS
+        axes, embed = self.config.axes, None if self.config.tied else "embed"
+        out = (*token_dims("decode"), "hidden"), (embed, "vocab"), stored, stored
+        x_B1D, weights_DV, keys, values = on_auto_axes(call, self, *args, out=out, axes=axes, mode="decode")
+        return project(x_B1D, weights_DV, axes, "decode")[:, 0], keys, values
+
+    def _prefill(self, tokens_BP: jax.Array, lengths_B: jax.Array, num_slots: int) -> tuple[Any, ...]:
+        x_BPD, table_VD = self._embed(tokens_BP, "prefill")
+        if self.config.scan:
+
+            def run(x_BPD: jax.Array, layer: DecoderLayer) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+                x_BPD, *stored = layer.prefill(x_BPD, num_slots)
+                return x_BPD, tuple(stored)
+
+            x_BPD, (keys, values) = jax.lax.scan(run, x_BPD, self.layers)
+        else:
+            keys, values = [], []
+            for layer in self.layers:
+                x_BPD, k_BTKC, v_BTKC = layer.prefill(x_BPD, num_slots)
+                keys.append(k_BTKC)
+                values.append(v_BTKC)
+        x_B1D = jnp.take_along_axis(x_BPD, (lengths_B - 1)[:, None, None], axis=1)
+        x_B1D = self.norm(constrain(x_B1D, (*token_dims("decode"), "hidden"), axes=self.config.axes, mode="decode"))
+        return x_B1D, self._output_weights(table_VD, x_B1D), keys, values
+
+    def _decode(self, tokens_B: jax.Array, cache: KVCache) -> tuple[Any, ...]:
+        x_B1D, table_VD = self._embed(tokens_B[:, None], "decode")
+        keys, values = cache.keys, cache.values
+        if self.config.scan:
+
+            def run(carry: tuple[Any, ...], part: tuple[jax.Array, DecoderLayer]) -> tuple[Any, None]:
+                # The stack is part of the carry, which is updated in place; as a result of the loop it would be copied.
+                return part[1].decode(*carry, cache, part[0]), None
+
+            indices = jnp.arange(self.config.num_layers)
+            (x_B1D, keys, values), _ = jax.lax.scan(run, (x_B1D, keys, values), (indices, self.layers))
+        else:
+            keys, values = list(keys), list(values)
+            for i, layer in enumerate(self.layers):
+                x_B1D, keys[i], values[i] = layer.decode(x_B1D, keys[i], values[i], cache)
+        x_B1D = self.norm(x_B1D)
+        return x_B1D, self._output_weights(table_VD, x_B1D), keys, values
 
 
 def make_decoder(config: DecoderConfig, rngs: nnx.Rngs) -> Decoder:

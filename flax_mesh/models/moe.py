@@ -19,6 +19,7 @@ from jax.sharding import AxisType, PartitionSpec
 from flax_mesh.axes import Mode, PartitionAxis, as_tuple
 from flax_mesh.errors import ShardingError
 from flax_mesh.mesh.context import current_mesh
+from flax_mesh.models.config import token_dims
 from flax_mesh.text import axes_text
 
 Aux = dict[str, jax.Array]
@@ -139,7 +140,7 @@ def find_layout(axes: PartitionAxis, shape: tuple[int, ...], num_experts: int, m
         return [tuple(a for a in as_tuple(entry) if a in sizes) for entry in axes.resolve(logical, mode)]
 
     experts, embed, mlp = resolve("experts", "embed", "mlp")
-    batch, sequence = resolve("batch", "sequence", mode=mode)
+    batch, sequence = resolve(*token_dims(mode), mode=mode)
     rest = tuple(axis for axis in experts if axis not in batch + sequence)
 
     def divides(size: int, over: tuple[str, ...]) -> bool:

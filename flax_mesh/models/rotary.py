@@ -23,8 +23,16 @@ class RopeScaling(NamedTuple):
     original_length: int = 8192
 
 
-def rotate(x_BSHC: jax.Array, theta: float, scaling: RopeScaling = RopeScaling()) -> jax.Array:  # noqa: B008
-    """Rotate the pairs (i, i + C/2) of the last dim by the position; angles in float32."""
+def rotate(
+    x_BSHC: jax.Array,
+    theta: float,
+    scaling: RopeScaling = RopeScaling(),  # noqa: B008
+    positions: jax.Array | None = None,
+) -> jax.Array:
+    """Rotate the pairs (i, i + C/2) of the last dim by the position; angles in float32.
+
+    `positions` are those of all rows, (S,), or of each, (B, S); by default 0 to S - 1.
+    """
     half = x_BSHC.shape[-1] // 2
     frequency_C = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     if scaling.factor != 1:
@@ -32,7 +40,8 @@ def rotate(x_BSHC: jax.Array, theta: float, scaling: RopeScaling = RopeScaling()
         low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
         unscaled_C = jnp.clip((periods_C - low) / (high - low), 0, 1)  # 1: the frequency is unchanged
         frequency_C = frequency_C * (unscaled_C + (1 - unscaled_C) / scaling.factor)
-    angle_SC = jnp.arange(x_BSHC.shape[1], dtype=jnp.float32)[:, None] * frequency_C
-    cos, sin = jnp.cos(angle_SC)[:, None, :], jnp.sin(angle_SC)[:, None, :]
+    positions = jnp.arange(x_BSHC.shape[1]) if positions is None else positions
+    angle_SC = positions.astype(jnp.float32)[..., None] * frequency_C
+    cos, sin = jnp.cos(angle_SC)[..., None, :], jnp.sin(angle_SC)[..., None, :]
     a, b = jnp.split(x_BSHC.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BSHC.dtype)

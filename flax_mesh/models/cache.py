@@ -1,0 +1,97 @@
+"""The keys and values of all tokens so far, which attention reads instead of computing them again for every token.
+
+Shape letters: L layers, B batch, P slots of the prompt, T slots, K key-value heads, C head dim.
+
+    slots 0 .. P-1   the prompt, and padding after a shorter one, which no query reads
+    slots P .. T-1   the generated tokens: token i of every row is in slot P + i
+
+All rows write the same slot in a step, so that a step writes one slice of every array. The number of slots is fixed:
+FLOPs and bytes of a step do not depend on the number of tokens so far.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from flax_mesh.axes import Mode, PartitionAxis, as_tuple
+from flax_mesh.mesh.context import current_mesh
+from flax_mesh.sharding.constrain import constrain
+
+CACHE_DIMS = ("batch", "key_sequence", "kv_heads", "head_dim")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """Keys, after the rotation, and values of a batch.
+
+    Attributes:
+        keys: One array (B, T, K, C) for each layer, or for a scanned stack of layers one array (L, B, T, K, C).
+        values: As `keys`.
+        lengths_B: Number of tokens in the prompt of each row, int32.
+        prompt: P, the slot of the first generated token, int32.
+        used: Number of used slots, P plus the generated tokens that the model has read, int32.
+    """
+
+    keys: Any
+    values: Any
+    lengths_B: jax.Array
+    prompt: jax.Array
+    used: jax.Array
+
+    @property
+    def positions_B(self) -> jax.Array:
+        """Position of the next token of each row: the number of tokens before it."""
+        return self.lengths_B + self.used - self.prompt
+
+    def mask_BT(self, num_slots: int, window: int) -> jax.Array:
+        """Which slots the next token attends to, its own included; with `window`, only that many positions."""
+        slots_T = jnp.arange(num_slots)
+        is_prompt_BT = slots_T < self.lengths_B[:, None]
+        is_read_BT = is_prompt_BT | ((slots_T >= self.prompt) & (slots_T <= self.used))
+        if not window:
+            return is_read_BT
+        positions_BT = jnp.where(is_prompt_BT, slots_T, self.lengths_B[:, None] + slots_T - self.prompt)
+        return is_read_BT & (self.positions_B[:, None] - positions_BT < window)
+
+
+def pad_slots(x_BPKC: jax.Array, num_slots: int, axes: PartitionAxis) -> jax.Array:
+    """The keys or values of a prompt, with slots for `num_slots` tokens, in the sharding of generation."""
+    padding = num_slots - x_BPKC.shape[1]
+    x_BTKC = jnp.pad(x_BPKC, ((0, 0), (0, padding), (0, 0), (0, 0)))
+    return constrain(x_BTKC, CACHE_DIMS, axes=axes, mode="decode")
+
+
+def write_slot(cache: jax.Array, x_B1KC: jax.Array, slot: jax.Array, layer: Any, axes: PartitionAxis) -> jax.Array:
+    """`cache` with the keys or values of one token; `layer` is the index in a stack, else None."""
+    update, start = (x_B1KC, (0, slot, 0, 0)) if layer is None else (x_B1KC[None], (layer, 0, slot, 0, 0))
+    cache = jax.lax.dynamic_update_slice(cache, update.astype(cache.dtype), start)
+    dims = CACHE_DIMS if layer is None else ("layers", *CACHE_DIMS)
+    return constrain(cache, dims, axes=axes, mode="decode")
+
+
+def row_multiple(axes: PartitionAxis, mesh: Mesh | AbstractMesh | None) -> int:
+    """The number of rows of a batch must be a multiple of this, so that prefill and decode can split it on `mesh`."""
+    ways = [_ways(axes, mesh, "prefill", "batch", "experts"), _ways(axes, mesh, "decode", "batch", "experts")]
+    return math.lcm(*ways)
+
+
+def slot_multiple(axes: PartitionAxis, mesh: Mesh | AbstractMesh | None) -> int:
+    """Likewise the number of slots of the prompt, and of all slots."""
+    return math.lcm(_ways(axes, mesh, "prefill", "sequence"), _ways(axes, mesh, "decode", "key_sequence"))
+
+
+def _ways(axes: PartitionAxis, mesh: Mesh | AbstractMesh | None, mode: Mode, *logical: str) -> int:
+    sizes = {} if mesh is None else mesh.shape
+    names = {name for entry in axes.resolve(logical, mode) for name in as_tuple(entry)}
+    return math.prod(sizes.get(name, 1) for name in names)
+
+
+def generation_multiples(axes: PartitionAxis) -> tuple[int, int]:
+    """`row_multiple` and `slot_multiple` on the mesh in context."""
+    mesh = current_mesh()
+    return row_multiple(axes, mesh), slot_multiple(axes, mesh)
