@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.axes import Mode, PartitionAxis, as_tuple
-from flax_mesh.mesh.context import current_mesh
 from flax_mesh.sharding.constrain import constrain
 
 CACHE_DIMS = ("batch", "key_sequence", "kv_heads", "head_dim")
@@ -89,9 +88,3 @@ def _ways(axes: PartitionAxis, mesh: Mesh | AbstractMesh | None, mode: Mode, *lo
     sizes = {} if mesh is None else mesh.shape
     names = {name for entry in axes.resolve(logical, mode) for name in as_tuple(entry)}
     return math.prod(sizes.get(name, 1) for name in names)
-
-
-def generation_multiples(axes: PartitionAxis) -> tuple[int, int]:
-    """`row_multiple` and `slot_multiple` on the mesh in context."""
-    mesh = current_mesh()
-    return row_multiple(axes, mesh), slot_multiple(axes, mesh)

@@ -5,7 +5,6 @@ Architecture: Llama (Touvron et al. 2023), grouped queries (Ainslie et al. 2023)
 that of Mixtral (Jiang et al. 2024).
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,11 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.core import Tracer
 
 from flax_mesh.axes import Mode
 from flax_mesh.errors import ConfigError
-from flax_mesh.mesh.context import current_mesh
 from flax_mesh.models.attention import Attention, is_fused_attention
 from flax_mesh.models.cache import CACHE_DIMS, KVCache
 from flax_mesh.models.config import MLP_NAMES, DecoderConfig, dtypes, linear_options, norm, token_dims
@@ -29,8 +26,6 @@ from flax_mesh.sharding.abstract import partitioned
 from flax_mesh.sharding.constrain import constrain
 from flax_mesh.sharding.explicit import on_auto_axes
 from flax_mesh.text import array_text
-
-GREEDY_BELOW = 1e-30  # of the temperature; logits divided by less may be infinite
 
 
 class MLP(nnx.Module):
@@ -266,34 +261,6 @@ def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[Any, .
     for name in ("load_balance_loss", "router_z_loss"):
         loss = loss + weight * getattr(config, name) * jnp.sum(found[name])
     return loss, weight, metrics
-
-
-def sample(model: Decoder, prompt: jax.Array, num_tokens: int, key: jax.Array, temperature: float = 0.8) -> jax.Array:
-    """Continue `prompt` (P,) int32 by `num_tokens` sampled ids; returns all (P + num_tokens,) ids.
-
-    Temperature 0 is greedy: every id is that of the largest logit. A negative temperature or nan raises ConfigError; if
-    it is traced, the sampled ids are -1.
-
-    Runs the model on the full sequence for every token, without a cache: meant for short samples during training.
-    """
-    if not isinstance(temperature, Tracer) and not temperature >= 0:
-        raise ConfigError(f"temperature must be at least 0 (0: greedy), got {temperature}")
-    if num_tokens < 0:
-        raise ConfigError(f"num_tokens must be at least 0, got {num_tokens}")
-    is_greedy = temperature < GREEDY_BELOW
-    start = prompt.shape[0]
-    mesh = current_mesh()
-    ways = math.prod(mesh.shape.get(name, 1) for name in model.axes.mesh_axes("sequence")) if mesh is not None else 1
-    unit = math.lcm(32, ways)  # the window must divide over sp like any sequence
-    tokens = jnp.zeros(-(-(start + num_tokens) // unit) * unit, jnp.int32).at[:start].set(prompt)
-
-    def add_token(i: jax.Array, tokens: jax.Array) -> jax.Array:
-        logits_V = model(tokens[None], mode="decode")[0, i - 1]
-        token = jax.random.categorical(jax.random.fold_in(key, i), logits_V / jnp.where(is_greedy, 1.0, temperature))
-        token = jnp.where(is_greedy, jnp.argmax(logits_V), token)
-        return tokens.at[i].set(jnp.where(temperature >= 0, token, -1).astype(jnp.int32))
-
-    return jax.lax.fori_loop(start, start + num_tokens, add_token, tokens)[: start + num_tokens]
 
 
 def flops_per_token(config: DecoderConfig, num_parameters: int, sequence_length: int) -> float:

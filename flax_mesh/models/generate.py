@@ -1,0 +1,359 @@
+"""Continue prompts with a decoder: one program reads the prompts, another one computes a token of every row at a time.
+
+Shape letters: B batch, P slots of the prompts, T slots of the cache, V vocab.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding
+
+from flax_mesh.axes import DEFAULT_AXES
+from flax_mesh.errors import ConfigError
+from flax_mesh.mesh.context import current_mesh, in_mesh
+from flax_mesh.models.cache import row_multiple, slot_multiple
+from flax_mesh.models.decoder import Decoder
+from flax_mesh.sharding.constrain import constrain
+from flax_mesh.sharding.explicit import on_auto_axes
+from flax_mesh.text import at_most
+
+GREEDY_BELOW = 1e-30  # of the temperature; logits divided by less may be infinite
+SMALLEST_BUCKET = 16  # slots of a prompt
+ANY_TOKEN = np.iinfo(np.int32).max
+
+
+class Sampling(NamedTuple):
+    """How a token is chosen from its logits.
+
+    Attributes:
+        temperature: The logits are divided by it. 0: the token of the largest logit (greedy).
+        top_k: Only the tokens of the k largest logits, and those equal to the k-th. 0: all.
+        top_p: Of these only the most probable ones, as few as have this probability together (Holtzman et al. 2020).
+    """
+
+    temperature: Any = 0.0
+    top_k: Any = 0
+    top_p: Any = 1.0
+
+    def problems(self) -> list[str]:
+        found = []
+        if not (_is_number(self.temperature) and 0 <= self.temperature < math.inf):
+            found.append(f"temperature must be a finite number of at least 0 (0: greedy), got {self.temperature!r}")
+        if not (type(self.top_k) is int and 0 <= self.top_k <= ANY_TOKEN):
+            found.append(f"top_k must be an integer of at least 0 (0: all tokens), got {self.top_k!r}")
+        if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
+            found.append(f"top_p must be a number above 0 and at most 1, got {self.top_p!r}")
+        return found
+
+
+class Generated(NamedTuple):
+    """The continuation of one prompt.
+
+    Attributes:
+        tokens: Generated ids, int32; a stop token is the last one.
+        log_probs: Their log-probabilities in nats, float32, those of the model: without temperature, top_k and top_p.
+        stopped: Whether a stop token ended it, not `max_tokens`.
+    """
+
+    tokens: np.ndarray
+    log_probs: np.ndarray
+    stopped: bool
+
+
+def generate(
+    model: Decoder,
+    prompts: Sequence[Any],
+    *,
+    max_tokens: int = 64,
+    sampling: Sampling = Sampling(),  # noqa: B008 (a frozen value)
+    stop_tokens: Sequence[int] = (),
+    seed: int = 0,
+    batch_size: int = 8,
+    cache_length: int | None = None,
+    on_token: Callable[[int, int], None] | None = None,
+) -> list[Generated]:
+    """Continue prompts of any lengths, with the model on the devices and in the sharding of its parameters.
+
+    Prompts are computed in batches. The keys and values of all tokens are stored, in the sharding that the
+    `generation_*` fields of the model's `PartitionAxis` define. Two programs are compiled for every number of slots of
+    the prompts (a power of two) and of the cache, whatever the lengths of the prompts and `sampling` are.
+
+    Args:
+        model: A `Decoder`, or another model with its methods `prefill` and `decode`.
+        prompts: Token ids of every prompt, at least one each.
+        max_tokens: Number of tokens to generate for each prompt.
+        sampling: Temperature, top_k and top_p; greedy by default.
+        stop_tokens: Ids after which a continuation ends.
+        seed: Token i of prompt n depends on (seed, n, i), the model and the prompt, not on the other prompts or the
+            batch.
+        batch_size: Number of prompts that are computed together.
+        cache_length: Slots of the cache, for a prompt and its continuation. Default: as many as the longest needs.
+        on_token: Called as `on_token(prompt, token)` for each generated token, in the order in which they are computed.
+
+    Returns:
+        The continuation of every prompt.
+
+    Raises:
+        ConfigError: An argument is out of its limits, a prompt is empty, has an id outside of the vocabulary or does
+            not fit in the cache. The error lists all of them.
+
+    Example:
+        >>> from flax_mesh.models import DecoderConfig, generate, make_decoder
+        >>> model = make_decoder(DecoderConfig(num_layers=2, hidden_size=64, mlp_size=96, head_dim=8), nnx.Rngs(0))
+        >>> one, other = generate(model, [[1, 2, 3], [4]], max_tokens=5)
+        >>> one.tokens.shape, one.log_probs.dtype, one.stopped
+        ((5,), dtype('float32'), False)
+    """
+    check_model(model)
+    rows = [np.asarray(prompt) for prompt in prompts]
+    options = _option_problems(max_tokens, seed, batch_size, cache_length, stop_tokens, model.config.vocab_size)
+    if problems := [*sampling.problems(), *options, *prompt_problems(rows, model.config.vocab_size)]:
+        raise ConfigError(problems)
+    programs = Programs(model, seed, sampling)
+    if cache_length is not None and (problems := _length_problems(rows, max_tokens, cache_length)):
+        raise ConfigError(problems)
+    run = partial(_continue_batch, programs, max_tokens=max_tokens, stop_tokens=frozenset(stop_tokens))
+    num_rows = min(batch_size, len(rows))
+    num_slots = programs.num_slots(rows, max_tokens, cache_length)
+    found: list[Generated] = []
+    for first in range(0, len(rows), batch_size):
+        batch = rows[first : first + batch_size]
+        found += run(batch, first, num_rows, num_slots, on_token=on_token)
+    return found
+
+
+def check_model(model: Any) -> None:
+    missing = [name for name in ("prefill", "decode") if not callable(getattr(model, name, None))]
+    if missing:
+        raise ConfigError(
+            f"generate needs a model with the methods prefill and decode, as models.Decoder has, got "
+            f"{type(model).__name__} without {' and '.join(missing)}"
+        )
+
+
+def prompt_problems(rows: Sequence[np.ndarray], vocab_size: int) -> list[str]:
+    """Prompts that a model cannot read, one line each."""
+    found = []
+    for n, row in enumerate(rows):
+        if row.size == 0:
+            found.append(f"prompt {n} is empty; it must have at least one token")
+        elif row.ndim != 1 or not np.issubdtype(row.dtype, np.integer):
+            found.append(f"prompt {n} must be a list of token ids, got an array {row.dtype}{list(row.shape)}")
+        elif (wrong := row[(row < 0) | (row >= vocab_size)]).size:
+            found.append(f"prompt {n} has the token {wrong[0]}; the ids of this model are 0 to {vocab_size - 1}")
+    return at_most(found)
+
+
+def _option_problems(
+    max_tokens: Any, seed: Any, batch_size: Any, cache_length: Any, stop_tokens: Sequence[Any], vocab_size: int
+) -> list[str]:
+    limits = {"max_tokens": (max_tokens, 1, ANY_TOKEN), "batch_size": (batch_size, 1, ANY_TOKEN)}
+    limits["seed"] = seed, 0, 2**32 - 1
+    if cache_length is not None:
+        limits["cache_length"] = cache_length, 1, ANY_TOKEN
+    found = [
+        f"{name} must be an integer from {least} to {most}, got {value!r}"
+        for name, (value, least, most) in limits.items()
+        if not isinstance(value, int | np.integer) or isinstance(value, bool) or not least <= value <= most
+    ]
+    wrong = [t for t in stop_tokens if not isinstance(t, int | np.integer) or not 0 <= t < vocab_size]
+    return found + [f"stop token {t!r}: the ids of this model are 0 to {vocab_size - 1}" for t in wrong]
+
+
+class Programs:
+    """The two programs of a model: `prefill` and `decode`. Both return a token of every row and its log-probability."""
+
+    def __init__(self, model: Decoder, seed: int, sampling: Sampling):
+        graphdef, state = nnx.split(model, graph=True)
+        self._leaves, tree = jax.tree.flatten(state)
+        self.mesh = _mesh_of(self._leaves)
+        self.rows = row_multiple(model.axes, self.mesh)
+        self.slots = slot_multiple(model.axes, self.mesh)
+        self._prefill, self._decode = _compiled(graphdef, tree)
+        self._options = (np.uint32(seed), np.float32(sampling.temperature), np.int32(sampling.top_k))
+        self._options += (np.float32(sampling.top_p),)
+
+    def prefill(self, tokens_BP: np.ndarray, lengths_B: np.ndarray, ids_B: np.ndarray, num_slots: int) -> Any:
+        with in_mesh(self.mesh):
+            return self._prefill(self._leaves, tokens_BP, lengths_B, ids_B, *self._options, num_slots=num_slots)
+
+    def decode(self, tokens_B: jax.Array, cache: Any, ids_B: np.ndarray) -> Any:
+        with in_mesh(self.mesh):
+            return self._decode(self._leaves, tokens_B, cache, ids_B, *self._options)
+
+    def num_slots(self, rows: Sequence[np.ndarray], max_tokens: int, cache_length: int | None) -> int:
+        """T, the slots of the cache for all of these prompts."""
+        longest = max(map(len, rows), default=1)
+        if cache_length is None:
+            return round_up(self.bucket(longest) + max_tokens, self.slots)
+        return round_up(round_up(cache_length - max_tokens, self.slots) + max_tokens, self.slots)
+
+    def bucket(self, length: int) -> int:
+        """P, the slots of prompts of at most this length: a power of two, or the next multiple of `slots`."""
+        return round_up(max(SMALLEST_BUCKET, 1 << (length - 1).bit_length()), self.slots)
+
+
+@lru_cache(maxsize=4)  # compiled programs of that many models
+def _compiled(graphdef: Any, tree: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def model_of(leaves: Any) -> Decoder:
+        return nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
+
+    def prefill(
+        leaves: Any, tokens_BP: jax.Array, lengths_B: jax.Array, ids_B: jax.Array, *options: Any, num_slots: int
+    ) -> Any:
+        logits_BV, cache = model_of(leaves).prefill(tokens_BP, lengths_B, num_slots)
+        return (*_choose(logits_BV, cache, ids_B, *options), cache)
+
+    def decode(leaves: Any, tokens_B: jax.Array, cache: Any, ids_B: jax.Array, *options: Any) -> Any:
+        logits_BV, cache = model_of(leaves).decode(tokens_B, cache)
+        return (*_choose(logits_BV, cache, ids_B, *options), cache)
+
+    return jax.jit(prefill, static_argnames="num_slots"), jax.jit(decode, donate_argnums=2)
+
+
+def _choose(logits_BV: jax.Array, cache: Any, ids_B: jax.Array, seed: Any, *sampling: Any) -> tuple[Any, Any]:
+    """The next token of every row, and its log-probability, replicated."""
+    key, index = jax.random.key(seed), cache.used - cache.prompt
+    keys_B = jax.vmap(lambda n: jax.random.fold_in(jax.random.fold_in(key, n), index))(ids_B)
+
+    def choose(logits_BV: jax.Array, keys_B: jax.Array, *sampling: Any) -> tuple[jax.Array, jax.Array]:
+        tokens_B = choose_tokens(logits_BV, keys_B, Sampling(*sampling))
+        log_probs_B = jnp.take_along_axis(jax.nn.log_softmax(logits_BV), tokens_B[:, None], axis=-1)[:, 0]
+        return tuple(constrain(x_B, (), axes=DEFAULT_AXES) for x_B in (tokens_B, log_probs_B))
+
+    return on_auto_axes(choose, logits_BV, keys_B, *sampling, out=[(), ()], axes=DEFAULT_AXES)
+
+
+def choose_tokens(logits_BV: jax.Array, keys_B: jax.Array, sampling: Sampling) -> jax.Array:
+    """A token (B,) int32 of every row, by its own random key. `sampling` may be traced."""
+
+    def sampled() -> jax.Array:
+        scaled_BV = logits_BV / sampling.temperature
+        is_filtered = (jnp.asarray(sampling.top_k) > 0) | (jnp.asarray(sampling.top_p) < 1)
+        kept_BV = jax.lax.cond(is_filtered, lambda: _filtered(scaled_BV, sampling), lambda: scaled_BV)
+        return jax.vmap(jax.random.categorical)(keys_B, kept_BV).astype(jnp.int32)
+
+    is_greedy = jnp.asarray(sampling.temperature) < GREEDY_BELOW
+    return jax.lax.cond(is_greedy, lambda: jnp.argmax(logits_BV, axis=-1).astype(jnp.int32), sampled)
+
+
+def _filtered(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
+    """Logits with -inf for the tokens that top_k and top_p exclude."""
+    sorted_BV = -jnp.sort(-logits_BV, axis=-1)
+    rank_V = jnp.arange(logits_BV.shape[-1])
+    is_top_V = (sampling.top_k == 0) | (rank_V < sampling.top_k)
+    top_BV = jnp.where(is_top_V, sorted_BV, -jnp.inf)
+    probability_BV = jax.nn.softmax(top_BV)
+    before_BV = jnp.cumsum(probability_BV, axis=-1) - probability_BV  # of the more probable tokens
+    is_kept_BV = is_top_V & ((before_BV < sampling.top_p) | (rank_V == 0))
+    least_B = jnp.min(jnp.where(is_kept_BV, sorted_BV, jnp.inf), axis=-1)
+    return jnp.where(logits_BV >= least_B[:, None], logits_BV, -jnp.inf)
+
+
+def _continue_batch(
+    programs: Programs,
+    rows: Sequence[np.ndarray],
+    first: int,
+    num_rows: int,
+    num_slots: int,
+    *,
+    max_tokens: int,
+    stop_tokens: frozenset[int],
+    on_token: Callable[[int, int], None] | None,
+) -> list[Generated]:
+    """Continue prompts `first`, `first` + 1, ... in a batch with `num_rows` rows and a cache with `num_slots` slots."""
+    num_rows = round_up(num_rows, programs.rows)
+    most = (num_slots - max_tokens) // programs.slots * programs.slots
+    bucket = min(programs.bucket(max(map(len, rows))), most)
+    tokens_BP, lengths_B = np.zeros((num_rows, bucket), np.int32), np.ones(num_rows, np.int32)
+    for b, row in enumerate(rows):
+        tokens_BP[b, : len(row)], lengths_B[b] = row, len(row)
+    ids_B = np.arange(first, first + num_rows, dtype=np.int32)
+    tokens, log_probs = [[] for _ in rows], [[] for _ in rows]
+    going = set(range(len(rows)))
+    tokens_B, log_probs_B, cache = programs.prefill(tokens_BP, lengths_B, ids_B, num_slots)
+    for i in range(max_tokens):
+        # Dispatched before the tokens are read, so that the devices do not wait for the host.
+        following = programs.decode(tokens_B, cache, ids_B) if i + 1 < max_tokens else None
+        for b, token, log_prob in zip(range(len(rows)), np.asarray(tokens_B), np.asarray(log_probs_B), strict=False):
+            if b not in going:
+                continue
+            tokens[b].append(int(token))
+            log_probs[b].append(log_prob)
+            if on_token is not None:
+                on_token(first + b, int(token))
+            if int(token) in stop_tokens:
+                going.remove(b)
+        if following is None or not going:
+            break
+        tokens_B, log_probs_B, cache = following
+    return [
+        Generated(np.asarray(ids, np.int32), np.asarray(scores, np.float32), b not in going)
+        for b, (ids, scores) in enumerate(zip(tokens, log_probs, strict=True))
+    ]
+
+
+def _length_problems(rows: Sequence[np.ndarray], max_tokens: int, cache_length: int) -> list[str]:
+    return at_most(
+        [
+            f"prompt {n} has {len(row)} tokens and needs a cache_length of {len(row) + max_tokens} with "
+            f"max_tokens={max_tokens}, got {cache_length}"
+            for n, row in enumerate(rows)
+            if len(row) + max_tokens > cache_length
+        ]
+    )
+
+
+def _mesh_of(leaves: Sequence[Any]) -> Mesh | None:
+    meshes = {x.sharding.mesh for x in leaves if isinstance(getattr(x, "sharding", None), NamedSharding)}
+    if len(meshes) > 1:
+        raise ConfigError(
+            "generate needs a model whose arrays are all on one mesh, got arrays on several, as in a pipeline; use "
+            "pipeline.model(state)"
+        )
+    return next(iter(meshes), None)
+
+
+def sample(model: Decoder, prompt: jax.Array, num_tokens: int, key: jax.Array, temperature: Any = 0.8) -> jax.Array:
+    """Continue `prompt` (P,) int32 by `num_tokens` sampled ids; returns all (P + num_tokens,) ids. It may be traced.
+
+    Temperature 0 is greedy: every id is that of the largest logit. A negative temperature or nan raises ConfigError; if
+    it is traced, the sampled ids are -1. `generate` continues several prompts, with more options.
+    """
+    if not isinstance(temperature, Tracer) and not temperature >= 0:
+        raise ConfigError(f"temperature must be at least 0 (0: greedy), got {temperature}")
+    if num_tokens < 0:
+        raise ConfigError(f"num_tokens must be at least 0, got {num_tokens}")
+    start = prompt.shape[0]
+    if not start:
+        raise ConfigError("the prompt is empty; it must have at least one token")
+    mesh = current_mesh()
+    num_rows, unit = row_multiple(model.axes, mesh), slot_multiple(model.axes, mesh)
+    bucket = round_up(start, unit)
+    tokens_BP = jnp.broadcast_to(jnp.pad(prompt, (0, bucket - start)).astype(jnp.int32), (num_rows, bucket))
+    prefilled = model.prefill(tokens_BP, jnp.full(num_rows, start), round_up(bucket + num_tokens, unit))
+    tokens = jnp.zeros(start + num_tokens, jnp.int32).at[:start].set(prompt)
+
+    def add_token(i: jax.Array, carry: Any) -> Any:
+        tokens, (logits_BV, cache) = carry
+        keys_B = jnp.broadcast_to(jax.random.fold_in(key, i), num_rows)
+        chosen_B = choose_tokens(logits_BV, keys_B, Sampling(temperature))
+        token = jnp.where(temperature >= 0, chosen_B[0], -1)
+        return tokens.at[i].set(token), model.decode(jnp.broadcast_to(token, num_rows), cache)
+
+    return jax.lax.fori_loop(start, start + num_tokens, add_token, (tokens, prefilled))[0]
+
+
+def round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
