@@ -65,7 +65,8 @@ def test_gradients_do_not_change(remat, scan, without_remat):
     assert num_bytes(residuals) < num_bytes(expected_residuals)
 
 
-@pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True], ids=["list", "stack"])
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [False, True], ids=["list", "stack"])
 def test_every_name_and_every_layer_of_a_run_saves_its_bytes(scan):
     def saved(remat: str, config: DecoderConfig = CONFIG) -> int:
         return num_bytes(residuals_and_gradients(dataclasses.replace(config, remat=remat, scan=scan))[0])

@@ -48,7 +48,8 @@ def numbers(folder: Path) -> list[list[float]]:
     return [[row["loss"], row.get("held_out/loss", 0.0)] for row in rows]
 
 
-@pytest.mark.parametrize("mesh", [pytest.param("mesh.shape=fsdp:4", marks=pytest.mark.slow), "mesh.shape=pp:2,fsdp:2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["mesh.shape=fsdp:4", "mesh.shape=pp:2,fsdp:2"])
 def test_two_processes_have_the_losses_of_one(mesh, tmp_path):
     alone(tmp_path / "one", mesh)
     code, output = launch(VIT, tmp_path / "two", mesh)

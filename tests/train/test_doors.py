@@ -97,7 +97,8 @@ def numbers(folder):
     return [{name: row[name] for name in names if name in row} for row in rows_of(folder)]
 
 
-@pytest.mark.parametrize("mesh", ["plain", pytest.param("pp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
 def test_a_killed_run_with_every_door_resumes_bit_for_bit(tmp_path, mesh):
     whole = start(tmp_path / "whole", mesh)
     output = whole.communicate(timeout=PATIENCE)[0]

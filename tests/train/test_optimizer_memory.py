@@ -32,6 +32,7 @@ LAYOUTS = {
     "pipeline, ZeRO-1, skip": ("mesh.shape=pp:2,dp:2", "optimizer.shard_over=dp", "run.on_nonfinite=skip"),
     "pipeline, scan": ("mesh.shape=pp:2,fsdp:2", "model.scan=true"),
 }
+SAMPLED = ("fsdp and tp", "pipeline, ZeRO-1, skip")  # by default; all of them in the slow tests
 
 
 def own_config(tmp_path, *settings):
@@ -67,7 +68,11 @@ def run_steps(program: TrainProgram, steps: int = 3):
     return state, found, jax.device_get(program.evaluate(state, batch_of(program)))
 
 
-@pytest.mark.parametrize("settings", LAYOUTS.values(), ids=LAYOUTS)
+def slow_unless(sampled: bool, *values, id: str):
+    return pytest.param(*values, id=id, marks=[] if sampled else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("settings", [slow_unless(name in SAMPLED, LAYOUTS[name], id=name) for name in LAYOUTS])
 def test_moments_are_in_the_memory_of_the_host_between_steps_and_results_do_not_change(settings, tmp_path):
     hosted = program_of(tmp_path, *settings, HOST)
     before = kinds_of(hosted.init())
@@ -92,8 +97,17 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("shape", ["fsdp:4", "pp:2,fsdp:2"])
-@pytest.mark.parametrize("settings", OPTIMIZERS.values(), ids=OPTIMIZERS)
+PLAIN, PIPELINE = "fsdp:4", "pp:2,fsdp:2"
+WITH_SHAPES = [
+    slow_unless(
+        (name, shape) in (("muon", PLAIN), ("average", PIPELINE)), OPTIMIZERS[name], shape, id=f"{name}-{shape}"
+    )
+    for name in OPTIMIZERS
+    for shape in (PLAIN, PIPELINE)
+]
+
+
+@pytest.mark.parametrize(("settings", "shape"), WITH_SHAPES)
 def test_other_optimizers_do_not_change_either(settings, shape, tmp_path):
     settings = f"mesh.shape={shape}", *settings
     (state, found, _), (_, expected, _) = (run_steps(program_of(tmp_path, *settings, *more)) for more in ((HOST,), ()))

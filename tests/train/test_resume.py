@@ -179,6 +179,7 @@ def test_a_killed_run_resumes_bit_for_bit(start, undisturbed, tmp_path, moment):
     check_resumed(start(tmp_path / "run", *SETTINGS), committed, reached, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_killed_run_on_an_iterator_resumes_bit_for_bit(start, tmp_path):
     """The thread that draws batches is one batch ahead of the step that is saved."""
     recipe = f"{Path(__file__).with_name('data') / 'own_recipe.py'}:iterator_recipe"

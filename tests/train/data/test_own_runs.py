@@ -42,7 +42,9 @@ def run(config: TrainConfig, kill_at: int | None = None, **kinds: Any) -> tuple[
     return losses, lines
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh", [name if name == "pp" else pytest.param(name, marks=pytest.mark.slow) for name in MESHES]
+)
 def test_own_batches_of_the_tokens_have_the_losses_of_the_built_in_ones(mesh, tmp_path, text):
     built_in, _ = run(config_of(tmp_path / "tokens", text, None, *MESHES[mesh]))
     own, lines = run(config_of(tmp_path / "own", text, token_batches, *MESHES[mesh]))
@@ -50,8 +52,15 @@ def test_own_batches_of_the_tokens_have_the_losses_of_the_built_in_ones(mesh, tm
     assert any(line.startswith("data: make_batches of ") and "inputs i32[8,16]" in line for line in lines)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("maker", MAKERS)
+SAMPLED = (("function", "plain"), ("grain", "plain"), ("iterator", "pp"))  # by default; all of them in the slow tests
+CASES = [
+    (maker, mesh) if (maker, mesh) in SAMPLED else pytest.param(maker, mesh, marks=pytest.mark.slow)
+    for maker in MAKERS
+    for mesh in MESHES
+]
+
+
+@pytest.mark.parametrize(("maker", "mesh"), CASES)
 def test_a_killed_run_resumes_bit_for_bit(maker, mesh, tmp_path, text):
     if maker == "grain":
         pytest.importorskip("grain", reason="the extra data is not installed")

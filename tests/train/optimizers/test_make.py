@@ -195,6 +195,7 @@ def test_muon_on_a_stack_treats_every_layer_as_a_matrix(mesh):
         assert_close({path: stacked[int(layer)]}, {path: value})
 
 
+@pytest.mark.slow
 def test_muon_of_experts_runs_by_expert_on_a_stack_in_a_pipeline():
     kinds = {"num_experts": 2, "experts_per_token": 1}
     results = []
