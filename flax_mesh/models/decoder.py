@@ -162,8 +162,9 @@ class Decoder(nnx.Module):
         """
         call = lambda model, *args: model._prefill(*args, num_slots)  # noqa: E731
         logits_BV, keys, values = self._with_logits(call, tokens_BP, lengths_B)
-        prompt = jnp.int32(tokens_BP.shape[1])
-        return logits_BV, KVCache(keys, values, lengths_B.astype(jnp.int32), prompt, prompt)
+        # Arrays of their own, since a step donates them.
+        prompt, used = jnp.int32(tokens_BP.shape[1]), jnp.int32(tokens_BP.shape[1])
+        return logits_BV, KVCache(keys, values, jnp.array(lengths_B, jnp.int32), prompt, used)
 
     def decode(self, tokens_B: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
         """Logits (B, V) float32 of the tokens after `tokens_B`, and the cache with `tokens_B`, in the slot `used`."""
