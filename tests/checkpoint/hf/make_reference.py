@@ -1,4 +1,5 @@
-"""Writes tests/checkpoint/hf/data: small random checkpoints, and the logits that transformers computes from them.
+"""Writes tests/checkpoint/hf/data: small random checkpoints, and what transformers computes from them: the logits of
+reference.npz, and the greedy continuation of generated.json.
 
     python -m tests.checkpoint.hf.make_reference
 
@@ -45,6 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 SHARDED = {"llama": "10KB"}  # cases of several files
 LENGTH = 24
+PROMPT, GENERATED = 7, 64  # tokens
 
 
 def write_reference(case: str, folder: Path, dtype: str = "float32", seed: int = 0) -> None:
@@ -71,11 +73,29 @@ def write_reference(case: str, folder: Path, dtype: str = "float32", seed: int =
     (folder / "generation_config.json").unlink(missing_ok=True)
 
 
+def write_generated(folder: Path) -> None:
+    """Write generated.json: the first tokens of reference.npz, and those that transformers generates after them."""
+    import torch  # pyright: ignore[reportMissingImports]
+    from transformers import AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None  # random weights do not end a text
+    prompt = np.load(folder / "reference.npz")["tokens"][:, :PROMPT]
+    with torch.no_grad():
+        ids = torch.from_numpy(prompt).long()
+        found = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=GENERATED, do_sample=False, pad_token_id=0
+        )
+    tokens = {"prompt": prompt[0].tolist(), "tokens": found[0, PROMPT:].tolist()}
+    (folder / "generated.json").write_text(json.dumps(tokens) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     for case in CASES:
         shutil.rmtree(DATA / case, ignore_errors=True)
         (DATA / case).mkdir(parents=True)
         write_reference(case, DATA / case)
+        write_generated(DATA / case)
         sizes = {file.name: file.stat().st_size for file in sorted((DATA / case).iterdir())}
         print(case, json.dumps(sizes))
 

@@ -1,0 +1,44 @@
+"""Greedy continuations of imported models are those of transformers."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from flax_mesh import create_mesh
+from flax_mesh.models import generate, load_decoder
+from tests.checkpoint.hf.make_reference import CASES, DATA, GENERATED, PROMPT, write_generated, write_reference
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+ONE, MESH = (1, 1, 1, 1, 1), (1, 2, 1, 2, 1)
+SAMPLED = ("llama", "qwen3_moe")  # by default; all of them in the slow tests
+
+
+def check(folder, prompt, expected, shape=ONE):
+    mesh = create_mesh(shape, devices=jax.devices()[: int(np.prod(shape))])
+    model, _ = load_decoder(folder, mesh, dtype="float32")
+    (found,) = generate(model, [prompt], max_tokens=len(expected))
+    assert len(expected) == GENERATED and len(set(expected)) > 4
+    assert found.tokens.tolist() == expected
+
+
+@pytest.mark.parametrize("shape", [ONE, MESH], ids=["one device", "mesh"])
+@pytest.mark.parametrize(
+    "case", [case if case in SAMPLED else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
+def test_greedy_tokens_are_those_that_transformers_generated(case, shape):
+    stored = json.loads((DATA / case / "generated.json").read_text())
+    check(DATA / case, stored["prompt"], stored["tokens"], shape)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_tokens_of_new_weights_are_those_of_transformers(case, seed, tmp_path):
+    pytest.importorskip("torch", reason="comes with the extra hf")
+    pytest.importorskip("transformers", reason="comes with the extra hf")
+    write_reference(case, tmp_path, seed=seed)
+    write_generated(tmp_path)
+    stored = json.loads((tmp_path / "generated.json").read_text())
+    assert len(stored["prompt"]) == PROMPT
+    check(tmp_path, stored["prompt"], stored["tokens"])

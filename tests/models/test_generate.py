@@ -1,0 +1,313 @@
+"""Generation with a cache: the tokens and log-probabilities of the training forward pass, on every mesh."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import flax_mesh as fm
+from flax_mesh.errors import ConfigError
+from flax_mesh.mesh.context import in_mesh
+from flax_mesh.models import DecoderConfig, Sampling, generate, make_decoder
+from flax_mesh.models.cache import KVCache, row_multiple, slot_multiple
+from flax_mesh.models.generate import Programs, choose_tokens
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+CONFIG = DecoderConfig(
+    vocab_size=48, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_size=48
+)
+EXPERTS = {"num_experts": 4, "experts_per_token": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"sliding_window": 4},
+    "stack of experts": {**EXPERTS, "scan": True},
+    "stack": {"scan": True, "tied": False},
+    "window on a stack": {"scan": True, "sliding_window": 4},
+    "experts": EXPERTS,
+    "Qwen": {"qkv_bias": True, "qk_norm": True, "tied": False},
+}
+MESHES = {"dp and tp": (2, 1, 1, 2, 1), "sp": (1, 2, 1, 1, 2), "ep": (1, 2, 2, 2, 1)}
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [3, 3], [40, 30, 20, 10, 0]]
+RANDOM = Sampling(temperature=1.2, top_k=20, top_p=0.95)
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def config_of(name: str) -> DecoderConfig:
+    return dataclasses.replace(CONFIG, **MODELS[name])
+
+
+def model_on(config: DecoderConfig, shape=None, axis_types="auto"):
+    make = lambda: make_decoder(config, nnx.Rngs(0))  # noqa: E731
+    if shape is None:
+        return make()
+    mesh = fm.create_mesh(shape, devices=jax.devices()[: int(np.prod(shape))], axis_types=axis_types)
+    model = fm.init_model(make, fm.abstract_state(make, mesh))
+    state = nnx.state(make())  # the values of one device, whatever the initialization does on this mesh
+    nnx.update(model, jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), state, nnx.state(model)))
+    return model
+
+
+def tokens_of(found) -> list[list[int]]:
+    return [one.tokens.tolist() for one in found]
+
+
+def check_with_forward(config: DecoderConfig, found, *, greedy: bool) -> None:
+    """Log-probabilities are those of the training forward pass on one device, and greedy tokens its largest logits."""
+    model = make_decoder(config, nnx.Rngs(0))
+    length = max(map(len, PROMPTS)) + len(found[0].tokens)
+    rows = np.zeros((len(PROMPTS), length), np.int32)
+    for row, prompt, one in zip(rows, PROMPTS, found, strict=True):
+        row[: len(prompt) + len(one.tokens)] = [*prompt, *one.tokens]
+    scores = np.asarray(jax.nn.log_softmax(jax.jit(lambda model, rows: model(rows))(model, rows)))
+    for each, prompt, one in zip(scores, PROMPTS, found, strict=True):
+        each = each[len(prompt) - 1 :][: len(one.tokens)]
+        np.testing.assert_allclose(one.log_probs, each[np.arange(len(each)), one.tokens], atol=1e-5)
+        if greedy:
+            assert (each.argmax(axis=-1) == one.tokens).all()
+
+
+@pytest.mark.parametrize("name", [n if at < 3 else slow(n) for at, n in enumerate(MODELS)])
+def test_tokens_and_log_probabilities_are_those_of_the_training_forward_pass(name):
+    config = config_of(name)
+    found = generate(model_on(config), PROMPTS, max_tokens=12)
+    assert len({token for one in found for token in one.tokens}) > 3
+    check_with_forward(config, found, greedy=True)
+    check_with_forward(config, generate(model_on(config), PROMPTS, max_tokens=12, sampling=RANDOM), greedy=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "axis_types"),
+    [
+        ("plain", "dp and tp", "auto"),
+        ("window on a stack", "sp", "explicit"),
+        slow("plain", "dp and tp", "explicit"),
+        slow("stack", "sp", "auto"),
+        *(slow("stack of experts", "ep", kind) for kind in ("auto", "explicit")),
+        slow("experts", "sp", "auto"),
+        slow("window", "dp and tp", "auto"),
+    ],
+)
+def test_every_mesh_has_the_tokens_of_one_device(name, mesh, axis_types):
+    config = config_of(name)
+    one, other = model_on(config), model_on(config, MESHES[mesh], axis_types)
+    for sampling in (Sampling(), RANDOM):
+        expected = generate(one, PROMPTS, max_tokens=10, sampling=sampling, batch_size=3)
+        found = generate(other, PROMPTS, max_tokens=10, sampling=sampling, batch_size=3)
+        assert tokens_of(found) == tokens_of(expected)
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return model_on(CONFIG)
+
+
+def test_the_other_prompts_and_the_size_of_the_cache_do_not_change_a_continuation(plain):
+    expected = generate(plain, PROMPTS, max_tokens=6, sampling=RANDOM)
+    for options in ({"batch_size": 1}, {"batch_size": 2, "cache_length": 40}, {"cache_length": 19}):
+        assert tokens_of(generate(plain, PROMPTS, max_tokens=6, sampling=RANDOM, **options)) == tokens_of(expected)
+    longer = generate(plain, PROMPTS, max_tokens=9, sampling=RANDOM)
+    assert [row[:6] for row in tokens_of(longer)] == tokens_of(expected)
+
+
+def test_samples_depend_on_the_seed_and_on_the_number_of_the_prompt(plain):
+    draw = lambda **options: tokens_of(generate(plain, [[1, 2]] * 3, max_tokens=12, **options))  # noqa: E731
+    first, again, other = (draw(sampling=Sampling(2.0), seed=seed) for seed in (0, 0, 1))
+    assert first == again != other
+    assert len(set(map(tuple, first))) == 3
+    assert len(set(map(tuple, draw()))) == 1  # greedy
+
+
+def test_a_stop_token_is_the_last_one(plain):
+    whole = generate(plain, PROMPTS, max_tokens=12, sampling=RANDOM)
+    stop = int(whole[2].tokens[4])
+    seen: list[tuple[int, int]] = []
+    found = generate(
+        plain, PROMPTS, max_tokens=12, sampling=RANDOM, stop_tokens=[stop], on_token=lambda *each: seen.append(each)
+    )
+    for n, (one, before) in enumerate(zip(found, whole, strict=True)):
+        ids = before.tokens.tolist()
+        end = ids.index(stop) + 1 if stop in ids else 12
+        assert one.tokens.tolist() == ids[:end] and one.stopped == (stop in ids)
+        assert [token for row, token in seen if row == n] == ids[:end]
+    assert found[2].stopped and not any(one.stopped for one in whole)
+
+
+def test_one_compilation_of_each_program_serves_all_prompts_of_a_bucket(compilations):
+    model = model_on(dataclasses.replace(CONFIG, mlp_size=40))  # which no other test has compiled
+    generate(model, [[1, 2, 3], [4]], max_tokens=4, cache_length=32)
+    programs = len(compilations)
+    assert programs >= 2
+    for prompt, sampling, seed in (([5] * 13, Sampling(), 1), ([6], RANDOM, 0), ([7, 8] * 8, Sampling(0.5, 3), 2)):
+        generate(model, [prompt, [9, 9]], max_tokens=4, cache_length=32, sampling=sampling, seed=seed)
+    assert len(compilations) == programs
+    generate(model, [[1] * 20, [2]], max_tokens=4, cache_length=32)  # the next bucket
+    assert len(compilations) > programs
+
+
+@pytest.mark.parametrize("scan", [slow(False), True])
+def test_the_cost_of_a_token_does_not_depend_on_the_number_of_tokens_before_it(scan):
+    """It is that of one token of the forward pass, and of attention to the slots of the cache."""
+    config = dataclasses.replace(CONFIG, scan=scan, num_layers=4)
+    model, slots, rows = model_on(config), 64, 2
+    graphdef, state = nnx.split(model)
+    tokens = np.zeros((rows, 16), np.int32)
+    _, cache = model.prefill(tokens, jnp.asarray([3, 16]), slots)
+    decode = jax.jit(lambda state, tokens, cache: nnx.merge(graphdef, state).decode(tokens, cache), donate_argnums=2)
+    program = decode.lower(state, tokens[:, 0], cache).compile()
+    for step in range(3):  # the same program, whose costs are static
+        logits, cache = program(state, tokens[:, 0], cache)
+        assert int(cache.used) == 16 + step + 1 and logits.shape == (rows, 48)
+    memory, stored = program.memory_analysis(), sum(x.nbytes for x in (*cache_arrays(cache),))
+    assert memory.alias_size_in_bytes >= stored  # the cache is updated in place
+    layer = stored // config.num_layers
+    assert memory.temp_size_in_bytes < 3 * layer  # no second cache
+    if not scan:  # cost_analysis counts the body of a loop once
+        parameters = sum(x.size for x in jax.tree.leaves(state))
+        attention = 4 * config.num_layers * slots * config.num_heads * config.head_dim
+        costs: Any = program.cost_analysis()
+        assert costs["flops"] < 1.5 * rows * (2 * parameters + attention)
+
+
+def cache_arrays(cache: KVCache) -> list[Any]:
+    return jax.tree.leaves((cache.keys, cache.values))
+
+
+def test_the_cache_is_placed_by_the_generation_axes():
+    axes = fm.PartitionAxis(hidden_state_axis=None, generation_batch_axis="dp")
+    config = dataclasses.replace(CONFIG, axes=axes)
+    model = model_on(config, (2, 1, 1, 2, 2))
+    programs = Programs(model, 0, Sampling())
+    assert (
+        programs.rows == row_multiple(axes, programs.mesh) == 2
+        and programs.slots == slot_multiple(axes, programs.mesh) == 2
+    )
+    tokens, ids = np.zeros((4, 16), np.int32), np.arange(4)
+    *_, cache = programs.prefill(tokens, np.full(4, 2), ids, 32)
+    *_, after = programs.decode(np.zeros(4, np.int32), cache, ids)
+    for x in (*cache_arrays(after),):
+        assert x.shape == (4, 32, 2, 8)
+        assert x.sharding.shard_shape(x.shape) == (2, 16, 1, 8)  # batch over dp, slots over sp, heads over tp
+
+
+def reference_choice(logits, sampling: Sampling) -> set[int]:
+    """The tokens that top_k and then top_p leave, by a loop over the sorted tokens."""
+    order = np.argsort(-logits, kind="stable")
+    if sampling.top_k:
+        order = [t for t in order if logits[t] >= logits[order[min(sampling.top_k, len(order)) - 1]]]
+    weights = np.exp(np.float64(logits[order]) / sampling.temperature)
+    kept, total = set(), 0.0
+    for token, weight in zip(order, weights / weights.sum(), strict=True):
+        if total >= sampling.top_p:
+            break
+        kept.add(int(token))
+        total += weight
+    return kept
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(1.0), Sampling(1.0, top_k=3), Sampling(0.7, top_p=0.8), Sampling(1.5, 5, 0.6), Sampling(1.0, top_p=1e-9)],
+)
+def test_only_the_tokens_of_top_k_and_top_p_are_drawn_with_their_probabilities(sampling):
+    logits = np.random.default_rng(0).normal(size=12).astype(np.float32) * 1.5
+    draws = 4000
+    keys = jax.random.split(jax.random.key(0), draws)
+    drawn = np.asarray(jax.jit(lambda x, keys: choose_tokens(x, keys, sampling))(np.tile(logits, (draws, 1)), keys))
+    allowed = sorted(reference_choice(logits, sampling))
+    assert sorted(set(drawn.tolist())) == allowed
+    weights = np.exp(logits[allowed] / sampling.temperature)
+    shares = np.bincount(drawn, minlength=12)[allowed] / draws
+    np.testing.assert_allclose(shares, weights / weights.sum(), atol=0.03)
+
+
+def own_slot_missing(self, num_slots, window):
+    slots = jnp.arange(num_slots)
+    return (slots < self.lengths_B[:, None]) | ((slots >= self.prompt) & (slots < self.used))
+
+
+def padding_read(self, num_slots, window):
+    return jnp.broadcast_to(jnp.arange(num_slots) <= self.used, (len(self.lengths_B), num_slots))
+
+
+@pytest.mark.parametrize(
+    ("part", "mistake"),
+    [
+        ("mask_BT", own_slot_missing),
+        ("mask_BT", padding_read),
+        ("positions_B", property(lambda self: jnp.broadcast_to(self.used, self.lengths_B.shape))),
+    ],
+)
+def test_a_mistake_in_the_cache_changes_the_log_probabilities(part, mistake, monkeypatch):
+    monkeypatch.setattr(KVCache, part, mistake)
+    config = dataclasses.replace(CONFIG, rope_theta=9000.0 + len(str(mistake)))  # not a program of another test
+    with pytest.raises(AssertionError):
+        check_with_forward(config, generate(model_on(config), PROMPTS, max_tokens=6), greedy=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": 0}, r"^max_tokens must be an integer from 1 to \d+, got 0$"),
+        ({"batch_size": 2.0}, r"^batch_size must be an integer from 1 to \d+, got 2.0$"),
+        ({"seed": -1}, r"^seed must be an integer from 0 to 4294967295, got -1$"),
+        ({"sampling": Sampling(-1.0)}, r"^temperature must be a finite number of at least 0 \(0: greedy\), got -1.0$"),
+        ({"sampling": Sampling(float("nan"))}, "temperature must be .*, got nan$"),
+        ({"sampling": Sampling(1.0, top_k=-2)}, r"^top_k must be an integer of at least 0 \(0: all tokens\), got -2$"),
+        ({"sampling": Sampling(1.0, top_p=0)}, r"^top_p must be a number above 0 and at most 1, got 0$"),
+        ({"stop_tokens": [48]}, r"^stop token 48: the ids of this model are 0 to 47$"),
+        ({"prompts": [[1], []]}, r"^prompt 1 is empty; it must have at least one token$"),
+        ({"prompts": [[1, 48, -3]]}, r"^prompt 0 has the token 48; the ids of this model are 0 to 47$"),
+        ({"prompts": [[1.5]]}, r"^prompt 0 must be a list of token ids, got an array float64\[1\]$"),
+        (
+            {"prompts": [[1] * 5, [1] * 9], "max_tokens": 8, "cache_length": 16},
+            r"^prompt 1 has 9 tokens and needs a cache_length of 17 with max_tokens=8, got 16$",
+        ),
+    ],
+)
+def test_wrong_arguments_are_one_line(options, message, plain):
+    with pytest.raises(ConfigError, match=message) as error:
+        generate(plain, options.pop("prompts", [[1, 2]]), **options)
+    assert len(error.value.problems) == 1
+
+
+def test_all_mistakes_are_listed_together(plain):
+    with pytest.raises(ConfigError) as error:
+        generate(plain, [[], [99]], max_tokens=0, sampling=Sampling(-1.0, -1, 2.0), stop_tokens=[99])
+    assert len(error.value.problems) == 7
+
+
+def test_a_model_that_cannot_generate_is_refused():
+    model: Any = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    with pytest.raises(ConfigError, match=r"the methods prefill and decode, .* got Linear without prefill and decode$"):
+        generate(model, [[1]])
+
+
+def test_no_prompts_are_no_continuations(plain):
+    assert generate(plain, []) == []
+
+
+def test_a_model_in_a_pipelines_layout_is_refused():
+    model = model_on(CONFIG)
+    devices = jax.devices()
+    for n, layer in enumerate(model.layers):
+        mesh = fm.create_mesh((1, 2, 1, 1, 1), devices=devices[2 * n : 2 * n + 2])
+        place = jax.sharding.NamedSharding(mesh, jax.P())
+        nnx.update(layer, jax.tree.map(lambda x, place=place: jax.device_put(x, place), nnx.state(layer)))
+    with pytest.raises(ConfigError, match=r"all on one mesh, .*use pipeline.model\(state\)"):
+        generate(model, [[1]])
+
+
+def test_generation_runs_inside_the_context_of_its_mesh():
+    model = model_on(CONFIG, MESHES["dp and tp"])
+    expected = tokens_of(generate(model, PROMPTS, max_tokens=4))
+    with in_mesh(fm.create_mesh((2, 1, 1, 2, 1), devices=jax.devices()[:4])):
+        assert tokens_of(generate(model, PROMPTS, max_tokens=4)) == expected
