@@ -62,9 +62,11 @@ class DecoderLayer(nnx.Module):
         else:
             self.mlp = MLP(config, rngs=rngs)
 
-    def __call__(self, x_BSD: jax.Array, mode: Mode = "train") -> tuple[jax.Array, Aux]:
+    def __call__(
+        self, x_BSD: jax.Array, mode: Mode = "train", segment_ids_BS: jax.Array | None = None
+    ) -> tuple[jax.Array, Aux]:
         # Attention and MLP are summed over tp in float32 and rounded once, here: equal results on every mesh.
-        y_BSD, remat = self.attention(self.attention_norm(x_BSD), mode), self.config.remat
+        y_BSD, remat = self.attention(self.attention_norm(x_BSD), mode, segment_ids_BS), self.config.remat
         x_BSD = (x_BSD + named(y_BSD, "attention_out", remat)).astype(x_BSD.dtype)
         h_BSD = self.mlp_norm(x_BSD)
         y_BSD, aux = self.moe(h_BSD, mode) if self.config.num_experts else (self.mlp(h_BSD, mode), {})
@@ -107,30 +109,41 @@ class Decoder(nnx.Module):
         if not config.tied:
             self.head = nnx.LinearGeneral(config.hidden_size, config.vocab_size, **linear_options(config, rngs))
 
-    def __call__(self, tokens_BS: jax.Array, mode: Mode = "train") -> jax.Array:
-        return self.forward(tokens_BS, mode)[0]
+    def __call__(
+        self, tokens_BS: jax.Array, mode: Mode = "train", *, segment_ids: jax.Array | None = None
+    ) -> jax.Array:
+        """`segment_ids` (B, S) integers: tokens attend only to those of the same id, such as one packed document."""
+        return self.forward(tokens_BS, mode, segment_ids=segment_ids)[0]
 
-    def forward(self, tokens_BS: jax.Array, mode: Mode = "train") -> tuple[jax.Array, Aux]:
+    def forward(
+        self, tokens_BS: jax.Array, mode: Mode = "train", *, segment_ids: jax.Array | None = None
+    ) -> tuple[jax.Array, Aux]:
         """Logits, and the statistics of the routers: the dict of `MoE` with a leading layer dim, {} without experts."""
-        x_BSD, weights_DV, aux = self.hidden(tokens_BS, mode)
+        x_BSD, weights_DV, aux = self.hidden(tokens_BS, mode, segment_ids=segment_ids)
         return project(x_BSD, weights_DV, self.config.axes, mode), aux
 
-    def hidden(self, tokens_BS: jax.Array, mode: Mode = "train") -> tuple[jax.Array, jax.Array, Aux]:
+    def hidden(
+        self, tokens_BS: jax.Array, mode: Mode = "train", *, segment_ids: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, Aux]:
         """As `forward`, but with the two factors of the logits: hidden states (B, S, D) and output weights (D, V)."""
         out = ("batch", "sequence", "hidden"), (None if self.config.tied else "embed", "vocab"), ()
-        call = lambda model, tokens_BS: model._hidden(tokens_BS, mode)  # noqa: E731
-        return on_auto_axes(call, self, tokens_BS, out=out, axes=self.config.axes, mode=mode)
+        if segment_ids is not None and (problem := _segments_problem(segment_ids, tokens_BS)):
+            raise ConfigError(problem)
+        call = lambda model, *arrays: model._hidden(mode, *arrays)  # noqa: E731
+        return on_auto_axes(call, self, tokens_BS, segment_ids, out=out, axes=self.config.axes, mode=mode)
 
-    def _hidden(self, tokens_BS: jax.Array, mode: Mode) -> tuple[jax.Array, jax.Array, Aux]:
+    def _hidden(
+        self, mode: Mode, tokens_BS: jax.Array, segment_ids_BS: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, Aux]:
         axes = self.config.axes
         # The table stays split over the vocabulary: each shard looks up its own rows, and a sum combines them.
         table_VD = self.embed.embedding[...].astype(self.config.dtype)
         table_VD = constrain(table_VD, ("vocab", None), axes=axes, mode=mode)
         x_BSD = jnp.take(table_VD, tokens_BS, axis=0)
         x_BSD = constrain(x_BSD, ("batch", "sequence", "hidden"), axes=axes, mode=mode)
-        # cuDNN's attention contains dots, but is one opaque primitive.
-        also = is_fused_attention if self.config.attention == "cudnn" else None
-        call = lambda layer, x_BSD: layer(x_BSD, mode)  # noqa: E731
+        # A kernel of attention contains dots, but is one opaque primitive.
+        also = is_fused_attention if self.config.attention != "xla" else None
+        call = lambda layer, x_BSD: layer(x_BSD, mode, segment_ids_BS)  # noqa: E731
         x_BSD, aux = call_layers(call, self.layers, x_BSD, self.config.remat, also=also, scan=self.config.scan)
         x_BSD = self.norm(x_BSD)
         return x_BSD, table_VD.T if self.config.tied else self.head.kernel[...].astype(x_BSD.dtype), aux
@@ -139,6 +152,13 @@ class Decoder(nnx.Module):
 def make_decoder(config: DecoderConfig, rngs: nnx.Rngs) -> Decoder:
     """Make a Decoder; to be used as `make_model` of a recipe."""
     return Decoder(config, rngs=rngs)
+
+
+def _segments_problem(segment_ids: Any, tokens_BS: jax.Array) -> str:
+    if getattr(segment_ids, "shape", None) == tokens_BS.shape and jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        return ""
+    found = array_text(segment_ids) if hasattr(segment_ids, "dtype") else type(segment_ids).__name__
+    return f"segment_ids must be integers of the shape of the tokens, {tokens_BS.shape}, got {found}"
 
 
 def _tokens_of(batch: Any) -> tuple[jax.Array, jax.Array]:
@@ -157,6 +177,9 @@ def _tokens_of(batch: Any) -> tuple[jax.Array, jax.Array]:
 def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[Any, ...]:
     """(summed cross-entropy in nats, number of tokens) of targets (B, S); targets below 0 do not count.
 
+    If the batch has "segment_ids", integers (B, S), tokens attend only to tokens with the same id: documents that are
+    packed into one row do not see each other. The target of the last token of a document is then best set to -1.
+
     With experts (loss_sum, weight, metrics):
 
         loss_sum = cross-entropy sum + weight * sum over layers of (a load_balance_loss + z router_z_loss)
@@ -167,7 +190,7 @@ def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[Any, .
     layer. Tokens without a target are routed too, and count in the losses of the router.
     """
     inputs_BS, targets_BS = _tokens_of(batch)
-    x_BSD, weights_DV, aux = model.hidden(inputs_BS)
+    x_BSD, weights_DV, aux = model.hidden(inputs_BS, segment_ids=batch.get("segment_ids"))
     config = model.config
     loss = cross_entropy(x_BSD, weights_DV, targets_BS, axes=config.axes, chunk=config.loss_chunk)
     weight = jnp.sum(targets_BS >= 0, dtype=jnp.float32)
