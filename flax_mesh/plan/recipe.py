@@ -57,7 +57,7 @@ from flax_mesh.train.build import (
     train_program,
     transformation_of,
 )
-from flax_mesh.train.checks import check_config, check_on_mesh
+from flax_mesh.train.checks import check_config, check_on_mesh, model_notes
 from flax_mesh.train.config import TrainConfig, mesh_shape, schedule_memory, shard_over, tokens_per_step
 from flax_mesh.train.data.own import abstract_batch, batch_shapes
 from flax_mesh.train.optimizers.groups import trained_filter
@@ -103,7 +103,8 @@ def plan(config: TrainConfig, topology: Topology | str | None = None) -> Plan:
             jax.eval_shape(program.step, *arguments)  # `estimate` reuses the trace
         one = estimate(program.step, arguments, shape, found.chip.platform)
     roles = _roles(arguments, _vocabulary(config))
-    return _assemble(found, shape, one, roles, _stated(config, program.num_parameters), config.model, limit)
+    stated, notes = _stated(config, program.num_parameters), tuple(model_notes(config, mesh))
+    return replace(_assemble(found, shape, one, roles, stated, config.model, limit), notes=notes)
 
 
 def group_mesh(config: TrainConfig, shape: Mapping[str, int], platform: str) -> AbstractMesh:
@@ -295,6 +296,7 @@ def _pipelined(
         tuple(traffic),
         tuple(findings),
         summary(topology, memory, time, traffic, config.model),
+        tuple(model_notes(config, mesh)),
     )
 
 
