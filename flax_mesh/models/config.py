@@ -68,7 +68,7 @@ class DecoderConfig:
     tied: bool = True
     dtype: str = field(default="float32", metadata={"one_of": DTYPES})
     param_dtype: str = field(default="float32", metadata={"one_of": DTYPES})
-    attention: str = field(default="xla", metadata=SAME_RESULT | {"one_of": ATTENTION})
+    attention: str = field(default="auto", metadata=SAME_RESULT | {"one_of": ATTENTION})
     remat: str = field(default="none", metadata=SAME_RESULT)
     loss_chunk: int = field(default=0, metadata=SAME_RESULT | {"at_least": 0, "at_most": MAX_SIZE})
     scan: bool = field(default=False, metadata=SAME_RESULT)

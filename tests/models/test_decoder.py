@@ -287,7 +287,7 @@ def test_a_negative_temperature_or_nan_is_refused(temperature):
         ({"router_z_loss": float("nan")}, "router_z_loss must be at least 0 and finite, got nan"),
         ({"dtype": "float64"}, "dtype must be one of float32, bfloat16, float16, got 'float64'"),
         ({"param_dtype": "int8"}, "param_dtype must be one of float32, bfloat16, float16, got 'int8'"),
-        ({"attention": "flash"}, "attention must be one of xla, cudnn, got 'flash'"),
+        ({"attention": "flash"}, "attention must be one of auto, xla, cudnn, splash, got 'flash'"),
         ({"attention": "cudnn"}, "attention=cudnn needs model.dtype bfloat16 or float16, got float32"),
         ({"attention": "cudnn", "dtype": "bfloat16", "head_dim": 12}, "a multiple of 8, at most 256, got 12"),
         ({"attention": "cudnn", "dtype": "bfloat16", "head_dim": 512}, "a multiple of 8, at most 256, got 512"),
@@ -323,8 +323,8 @@ def test_cudnn_attention_is_refused_where_it_cannot_run():
     cpu = create_mesh((2, 1, 1, 2, 2))
     assert config.problems_on(cpu) == [
         "model.attention=cudnn needs GPUs, got cpu; use model.attention=xla",
-        "model.attention=cudnn does not support sequences split over sp=2; use model.attention=xla, or another "
-        "mesh.shape",
+        "model.attention=cudnn needs complete sequences, got sequences split over sp=2; use model.attention=xla, or "
+        "another mesh.shape",
     ]
     assert SMALL.problems_on(cpu) == []
     with pytest.raises(ConfigError, match=r"model.attention=cudnn cannot be traced here: .*Use model.attention=xla"):
