@@ -415,6 +415,9 @@ def lower_without_devices(
     `KERNEL` stands for splash attention, which Mosaic would lower in seconds and without its FLOPs.
     """
 
+    if pallas.name != "pallas_call" or not callable(lower_pallas):  # used only by programs with Pallas kernels
+        raise TypeError(f"{pallas} and {lower_pallas} are no primitive and its lowering")
+
     def rule(name: str) -> Any:
         def lower(ctx: Any, *operands: Any, mask_type: Any, layout: int, sliding_window_length: Any, **_: Any) -> Any:
             kept = [*operands[:3], *operands[10:]]  # between them: bias, lengths, offsets and pages
