@@ -444,8 +444,10 @@ def lower_without_devices(
         if (flops := splash_flops(ctx.avals_in, params)) is None:
             return lower_pallas(ctx, *operands, **params)
         types = [ir.RankedTensorType.get(x.shape, mlir.dtype_to_ir_type(x.dtype)) for x in ctx.avals_out]
+        # Queries, keys and values first: the dtype of the first operand is that of the products.
+        kept = [x for x, aval in zip(operands, ctx.avals_in, strict=True) if is_floating(aval.dtype)]
         config = f"flops: {flops}"
-        return mlir.custom_call(KERNEL, result_types=types, operands=operands, backend_config=config).results
+        return mlir.custom_call(KERNEL, result_types=types, operands=kept, backend_config=config).results
 
     rules = ((forward, rule("forward")), (backward, rule("backward")), (pallas, lower_kernel))
     removed = {forward, backward} & needing_devices
@@ -455,6 +457,10 @@ def lower_without_devices(
         return traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
     finally:
         needing_devices |= removed
+
+
+def is_floating(dtype: Any) -> bool:
+    return jax.dtypes.issubdtype(dtype, np.floating)
 
 
 def splash_flops(inputs: Sequence[Any], params: Mapping[str, Any]) -> int | None:
@@ -468,7 +474,7 @@ def splash_flops(inputs: Sequence[Any], params: Mapping[str, Any]) -> int | None
         return None
     mapping = params["grid_mapping"]
     rows, columns = (each.block_shape[-2].block_size for each in mapping.block_mappings[:2])
-    query, key, *_ = (x for x in inputs if np.issubdtype(x.dtype, np.floating) or x.dtype.name == "bfloat16")
+    query, key, *_ = (x for x in inputs if is_floating(x.dtype))
     length, block = (query.shape[-2], rows) if kind[2] == "dkv" else (key.shape[-2], columns)
     pairs = math.prod(mapping.grid) / (2 if mapping.grid[-1] * block == length else 1)
     return round(SPLASH[kind[2]] * 2 * pairs * rows * columns * query.shape[-1])

@@ -167,6 +167,7 @@ def test_splash_attention_stores_no_scores_and_computes_whole_blocks_of_them():
     found = splash()
     assert found.profile.peak < 8 * 2048 * 2048 * 2
     assert flops(found, "forward") == of_row / 2
+    assert {cost.dtype for cost in found.costs if cost.flops >= of_row / 2} == {"bfloat16"}
     assert flops(found, "backward") == pytest.approx(3.5 * of_row / 2, rel=1e-3)  # and sums of two gradients
     assert flops(splash(window=300), "forward") == of_row * 1024 / 2048  # two blocks of 512 keys per block of queries
     assert flops(splash(window=300, length=4096), "forward") == 2 * of_row * 1024 / 2048
