@@ -460,7 +460,7 @@ def lower_without_devices(
 
 
 def is_floating(dtype: Any) -> bool:
-    return jax.dtypes.issubdtype(dtype, np.floating)
+    return jax.numpy.issubdtype(dtype, jax.numpy.floating)
 
 
 def splash_flops(inputs: Sequence[Any], params: Mapping[str, Any]) -> int | None:
