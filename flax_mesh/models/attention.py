@@ -75,9 +75,11 @@ def attend(
         return jax.nn.dot_product_attention(
             q_BSHC, k_BSKC, v_BSKC, mask=mask, is_causal=True, local_window_size=local, implementation=kernel
         )
-    except RuntimeError as error:  # JAX could not find the version of cuDNN
+    except RuntimeError as error:  # JAX could not find the version of cuDNN, or the GPU is too old for it
         if kernel != "cudnn":
             raise
+        if config.attention == "auto":
+            return attend("xla", q_BSHC, k_BSKC, v_BSKC, segment_ids_BS, config, mode)
         raise ConfigError(
             f"model.attention={config.attention} cannot be traced here: {error} Use model.attention=xla, or JAX for "
             "CUDA"

@@ -24,6 +24,7 @@ LANES = 128  # the smallest block of splash attention
 BLOCK = 512  # the largest that is used: its scores in float32 are 1 MiB of the chip's vector memory
 RESIDUALS = "attention"  # the name, for `models.remat`, of what the backward pass of splash attention reads
 BEST = {"tpu": "splash", "gpu": "cudnn"}  # platform -> the kernel of `auto`
+INTERPRETED = ("splash", "cpu")
 DEVICES = {"tpu": "TPUs", "gpu": "GPUs", "cpu": "CPUs"}
 
 
@@ -102,11 +103,8 @@ def choice_text(attention: str, call: Call) -> str:
     return f"attention: {'; '.join(texts)}; xla on others {setting}"
 
 
-INTERPRETED = ("splash", "cpu")
-
-
 def platform_of(mesh: Mesh | AbstractMesh | None) -> str:
-    """ "tpu", "gpu" or "cpu"; without a mesh that of JAX's default devices, "" for a mesh without devices."""
+    """The platform of a mesh, "" if it has no devices; without a mesh that of JAX's default devices."""
     if mesh is None:
         return jax.default_backend()
     if isinstance(mesh, Mesh):

@@ -3,6 +3,7 @@
 On CPUs splash attention is interpreted. `tests/plan/test_compile.py` compiles it for TPUs.
 """
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -15,6 +16,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from flax_mesh import PartitionAxis, create_mesh
 from flax_mesh.errors import ConfigError
+from flax_mesh.jax_compat import kernels_without_devices
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.models.attention import attend
 from flax_mesh.models.kernels import Call, choose, misfits
@@ -124,6 +126,24 @@ def test_auto_is_xla_on_cpus_operation_by_operation():
 
 def strip_policy(text: str) -> str:
     return "\n".join(line for line in text.splitlines() if "policy=" not in line)
+
+
+@pytest.mark.parametrize(
+    ("platform", "without_cudnn", "found"),
+    [
+        ("tpu", False, {"splash_mha_fwd"}),
+        ("gpu", False, {"dot_product_attention_fwd"}),
+        ("gpu", True, set()),  # no error: JAX does not find cuDNN, or the GPU is too old
+        ("cpu", False, set()),
+        ("", False, set()),
+    ],
+)
+def test_a_trace_has_the_kernel_of_the_platform_of_its_mesh(platform, without_cudnn, found):
+    model = small(dtype="bfloat16", attention="auto")
+    around = contextlib.nullcontext() if without_cudnn else kernels_without_devices()
+    with around, jax.sharding.use_abstract_mesh(mesh_of(platform, fsdp=2)):
+        text = str(jax.make_jaxpr(lambda tokens: model(tokens))(tokens_of(2, 128)))
+    assert {name for name in ("splash_mha_fwd", "dot_product_attention_fwd") if name in text} == found
 
 
 # Errors
