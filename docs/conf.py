@@ -33,7 +33,7 @@ napoleon_custom_sections = ["Returns"]  # prose: the type is in the signature, a
 # A constant has no docstring of its own; that of its type says nothing about it.
 CONSTANTS = {
     "flax_mesh.checkpoint.DECODER_NAMES": "Tables of parameter names: a tuple of `ParamMapping` for each "
-    "`model_type` of Hugging Face (llama, qwen2, qwen3, qwen3_moe, mixtral).",
+    "`model_type` of Hugging Face (llama, mistral, qwen2, qwen3, qwen3_moe, mixtral).",
 }
 
 # Every name of api.md gets a generated page. A page of a name that is gone would be a warning.

@@ -6,9 +6,10 @@ docstring describes. Both texts name the versions that were tested. These count 
 jax.experimental, the attributes of jax.Device, and equation parameters that appear in a printed jaxpr.
 """
 
+import math
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, wraps
 from importlib import import_module, metadata
@@ -353,6 +354,8 @@ def propagated_module(ir: Any, manager: Any, lowered: Any, prepare: Callable[[An
 
 
 ATTENTION = "flax_mesh.attention"  # the target of calls that stand for attention kernels
+KERNEL = "flax_mesh.kernel"  # of calls that stand for Pallas kernels, which state their FLOPs
+SPLASH = {"fwd": 2, "dq": 3, "dkv": 4}  # kernel of splash attention -> its matrix products
 CUDNN = "jax._src.cudnn.fused_attention_stablehlo"
 CHECKS = ("check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal")
 _kernels_lock = threading.RLock()
@@ -391,15 +394,29 @@ def _attention_module(*functions: Any) -> Any:
     "jax._src.dispatch.prim_requires_devices_during_lowering",
     f"{CUDNN}._dot_product_attention_fwd_p_wrapper",
     f"{CUDNN}._dot_product_attention_bwd_p_wrapper",
+    "jax._src.pallas.pallas_call.pallas_call_p",
+    "jax._src.pallas.pallas_call._pallas_call_lowering",
 )
 def lower_without_devices(
-    ir: Any, mlir: Any, needing_devices: Any, forward: Any, backward: Any, traced: Any, platform: str
+    ir: Any,
+    mlir: Any,
+    needing_devices: Any,
+    forward: Any,
+    backward: Any,
+    pallas: Any,
+    lower_pallas: Any,
+    traced: Any,
+    platform: str,
 ) -> Any:
     """`traced.lower()` for a platform that is not here, on abstract meshes too.
 
     JAX lowers cuDNN's attention with devices only. Here a call of `ATTENTION` stands for it, whose `backend_config` is
-    "forward" or "backward" and the kind of mask, and whose operands are queries, keys and values first.
+    "forward" or "backward" and the kind of mask, and whose operands are queries, keys and values first. A call of
+    `KERNEL` stands for splash attention, which Mosaic would lower in seconds and without its FLOPs.
     """
+
+    if pallas.name != "pallas_call" or not callable(lower_pallas):  # used only by programs with Pallas kernels
+        raise TypeError(f"{pallas} and {lower_pallas} are no primitive and its lowering")
 
     def rule(name: str) -> Any:
         def lower(ctx: Any, *operands: Any, mask_type: Any, layout: int, sliding_window_length: Any, **_: Any) -> Any:
@@ -423,7 +440,16 @@ def lower_without_devices(
 
         return lower
 
-    rules = ((forward, rule("forward")), (backward, rule("backward")))
+    def lower_kernel(ctx: Any, *operands: Any, **params: Any) -> Any:
+        if (flops := splash_flops(ctx.avals_in, params)) is None:
+            return lower_pallas(ctx, *operands, **params)
+        types = [ir.RankedTensorType.get(x.shape, mlir.dtype_to_ir_type(x.dtype)) for x in ctx.avals_out]
+        # Queries, keys and values first: the dtype of the first operand is that of the products.
+        kept = [x for x, aval in zip(operands, ctx.avals_in, strict=True) if is_floating(aval.dtype)]
+        config = f"flops: {flops}"
+        return mlir.custom_call(KERNEL, result_types=types, operands=kept, backend_config=config).results
+
+    rules = ((forward, rule("forward")), (backward, rule("backward")), (pallas, lower_kernel))
     removed = {forward, backward} & needing_devices
     needing_devices -= removed
     try:
@@ -431,6 +457,27 @@ def lower_without_devices(
         return traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
     finally:
         needing_devices |= removed
+
+
+def is_floating(dtype: Any) -> bool:
+    return jax.numpy.issubdtype(dtype, jax.numpy.floating)
+
+
+def splash_flops(inputs: Sequence[Any], params: Mapping[str, Any]) -> int | None:
+    """FLOPs of a call of splash attention; None for other Pallas kernels. `inputs` have shapes.
+
+    The grid counts pairs of blocks of queries and of keys. It is narrower than the sequence for a window; else it has
+    all pairs, of which causal attention computes half.
+    """
+    kind = str(params["name"] or "").split("_")
+    if kind[0] != "splash" or len(kind) < 3 or kind[2] not in SPLASH:
+        return None
+    mapping = params["grid_mapping"]
+    rows, columns = (each.block_shape[-2].block_size for each in mapping.block_mappings[:2])
+    query, key, *_ = (x for x in inputs if is_floating(x.dtype))
+    length, block = (query.shape[-2], rows) if kind[2] == "dkv" else (key.shape[-2], columns)
+    pairs = math.prod(mapping.grid) / (2 if mapping.grid[-1] * block == length else 1)
+    return round(SPLASH[kind[2]] * 2 * pairs * rows * columns * query.shape[-1])
 
 
 def _attention_rule(inputs: Any, outputs: Any, swapped: bool) -> str:

@@ -4,9 +4,9 @@ The settings are those of one host with 8 devices. Only the 8B model fits one; p
 
 flax-mesh plan recipes/llama3.py --topology v5p:2x2x2
 flax-mesh plan recipes/llama3.py mesh.shape=fsdp:64 data.batch_size=256 --topology v5p:4x4x4
-flax-mesh plan recipes/llama3.py model.attention=cudnn data.batch_size=16 --topology h100:1x8
+flax-mesh plan recipes/llama3.py data.batch_size=16 --topology h100:1x8
 flax-mesh plan recipes/llama3.py:llama3_70b mesh.shape=fsdp:32,tp:4 data.batch_size=64 --topology v5p:4x4x8
-flax-mesh plan recipes/llama3.py:llama3_70b mesh.shape=fsdp:128 model.attention=cudnn data.batch_size=256 --topology h100:16x8
+flax-mesh plan recipes/llama3.py:llama3_70b mesh.shape=fsdp:128 data.batch_size=256 --topology h100:16x8
 flax-mesh plan recipes/llama3.py:llama3_405b mesh.shape=dp:2,fsdp:512,tp:8 data.batch_size=1024 --topology v5p:16x16x16*2
 
 The same settings after `flax-mesh train` run them: data.source=TOKENS.bin names token ids without a header, uint32.

@@ -13,6 +13,7 @@ from flax_mesh.axes import Mode
 from flax_mesh.errors import ConfigError
 from flax_mesh.models.cache import KVCache, pad_slots, write_slot
 from flax_mesh.models.config import DecoderConfig, linear_options, norm
+from flax_mesh.models.kernels import RESIDUALS, splash_attention
 from flax_mesh.models.matmul import dot_float32
 from flax_mesh.models.remat import named
 from flax_mesh.models.rotary import rotate
@@ -38,8 +39,8 @@ class Attention(nnx.Module):
         options["dot_general"] = dot_float32  # sums over heads, and over tp, before rounding
         self.o = nnx.LinearGeneral((heads, width), config.hidden_size, axis=(-2, -1), **options)
 
-    def __call__(self, x_BSD: jax.Array, mode: Mode = "train") -> jax.Array:
-        return self._attend(*self._project(x_BSD, mode), mode)
+    def __call__(self, x_BSD: jax.Array, mode: Mode = "train", segment_ids_BS: jax.Array | None = None) -> jax.Array:
+        return self._attend(*self._project(x_BSD, mode), mode, segment_ids_BS)
 
     def prefill(self, x_BPD: jax.Array, num_slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The output for a prompt, and its keys and values (B, T, K, C) for a cache with `num_slots` slots."""
@@ -80,27 +81,57 @@ class Attention(nnx.Module):
         v_BSKC = constrain(self.v(x_BSD), ("batch", None, "kv_heads", "head_dim"), axes=axes, mode=mode)
         return q_BSHC, k_BSKC, v_BSKC
 
-    def _attend(self, q_BSHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, mode: Mode) -> jax.Array:
+    def _attend(
+        self,
+        q_BSHC: jax.Array,
+        k_BSKC: jax.Array,
+        v_BSKC: jax.Array,
+        mode: Mode,
+        segment_ids_BS: jax.Array | None = None,
+    ) -> jax.Array:
+        """The output (B, S, D) for queries that attend to keys of the same sequence."""
         axes, remat = self.config.axes, self.config.remat
         q_BSHC, k_BSKC, v_BSKC = named(q_BSHC, "q", remat), named(k_BSKC, "k", remat), named(v_BSKC, "v", remat)
-        y_BSHC = _attend(q_BSHC, k_BSKC, v_BSKC, self.config.attention, self.config.sliding_window)
+        has_segments = segment_ids_BS is not None
+        kernel = self.config.attention_kernel(q_BSHC.shape[1], k_BSKC.shape[1], has_segments=has_segments, mode=mode)
+        y_BSHC = attend(kernel, q_BSHC, k_BSKC, v_BSKC, segment_ids_BS, self.config, mode)
         y_BSHC = constrain(y_BSHC, Q_DIMS, axes=axes, mode=mode)
-        return self.o(named(y_BSHC, "attention", remat))
+        # Splash attention names its output itself, together with the sums that its backward pass reads.
+        return self.o(y_BSHC if kernel == "splash" else named(y_BSHC, "attention", remat))
 
 
-def _attend(q_BSHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, implementation: Any, window: int) -> jax.Array:
+def attend(
+    kernel: Any,
+    q_BSHC: jax.Array,
+    k_BSKC: jax.Array,
+    v_BSKC: jax.Array,
+    segment_ids_BS: jax.Array | None,
+    config: DecoderConfig,
+    mode: Mode = "train",
+) -> jax.Array:
+    """Causal attention within `sliding_window` and within equal segment ids, by one of the kernels."""
+    window = config.sliding_window
+    if kernel == "splash":
+        return splash_attention(q_BSHC, k_BSKC, v_BSKC, segment_ids_BS, window=window, axes=config.axes, mode=mode)
+    mask = None if segment_ids_BS is None else segment_ids_BS[:, None, :, None] == segment_ids_BS[:, None, None, :]
     local = (window - 1, 0) if window else None
     try:
         return jax.nn.dot_product_attention(
-            q_BSHC, k_BSKC, v_BSKC, is_causal=True, local_window_size=local, implementation=implementation
+            q_BSHC, k_BSKC, v_BSKC, mask=mask, is_causal=True, local_window_size=local, implementation=kernel
         )
-    except RuntimeError as error:  # JAX could not find the version of cuDNN
-        if implementation != "cudnn":
+    except RuntimeError as error:  # JAX could not find the version of cuDNN, or the GPU is too old for it
+        if kernel != "cudnn":
             raise
+        if config.attention == "auto":
+            return attend("xla", q_BSHC, k_BSKC, v_BSKC, segment_ids_BS, config, mode)
         raise ConfigError(
-            f"model.attention={implementation} cannot be traced here: {error} Use model.attention=xla, or JAX for CUDA"
+            f"model.attention={config.attention} cannot be traced here: {error} Use model.attention=xla, or JAX for "
+            "CUDA"
         ) from error
 
 
 def is_fused_attention(primitive: Any, *_: Any, **params: Any) -> bool:
-    return primitive.name.startswith("dot_product_attention_fwd")
+    """A policy of `jax.checkpoint` that saves what kernels of attention return."""
+    if primitive.name.startswith("dot_product_attention_fwd"):
+        return True
+    return primitive.name == "name" and params["name"] == RESIDUALS

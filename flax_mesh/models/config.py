@@ -8,12 +8,14 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.axes import Mode, PartitionAxis
+from flax_mesh.errors import ConfigError
+from flax_mesh.mesh.context import current_mesh
+from flax_mesh.models.kernels import Call, choice_text, choose, platform_of, problem_lines
 from flax_mesh.models.remat import remat_problems
 from flax_mesh.models.rotary import RopeScaling
 from flax_mesh.settings import MAX_SIZE, SAME_RESULT, type_problems, value_problems
-from flax_mesh.text import axes_text
 
-CUDNN_HEAD_DIM = 256  # the most since Hopper; 128 before
+ATTENTION = ("auto", "xla", "cudnn", "splash")
 DTYPES = ("float32", "bfloat16", "float16")
 MLP_NAMES = ("mlp_gate", "mlp_up")
 SIZE = {"at_least": 1, "at_most": MAX_SIZE}
@@ -23,13 +25,14 @@ SIZE = {"at_least": 1, "at_most": MAX_SIZE}
 class DecoderConfig:
     """Sizes and options of a decoder. `dtype` is the dtype of the computation, `param_dtype` of the parameters.
 
-    `attention`: "xla" on any platform, or "cudnn", a fused kernel for GPUs in half precision that does not store the
-    scores.
+    `attention`: "xla" on any platform; or a kernel that does not store the scores, "cudnn" for GPUs in half precision
+    or "splash", JAX's Pallas kernel for TPUs (interpreted on CPUs, for tests); or "auto", the kernel of the platform
+    where it fits, else xla (`models.kernels`).
 
     `remat`: "none", "full" (recompute every layer in the backward pass), the name of a policy in
     `jax.checkpoint_policies`, which selects the residuals to save, or names of values, "attention+mlp_up"; for all
     layers or for runs of them, "full:16,none". See `models.remat` and `remat_names`. Policies that save dots also save
-    the outputs of cuDNN's attention. With `scan` the layers are one stack, run by one loop for each run of `remat`,
+    the outputs of these kernels. With `scan` the layers are one stack, run by one loop for each run of `remat`,
     which compiles faster; results and checkpoints are those of the unrolled list. `loss_chunk`: the number of tokens
     per device whose logits the loss computes at a time, 0 for all (`models.cross_entropy`).
 
@@ -65,7 +68,7 @@ class DecoderConfig:
     tied: bool = True
     dtype: str = field(default="float32", metadata={"one_of": DTYPES})
     param_dtype: str = field(default="float32", metadata={"one_of": DTYPES})
-    attention: str = field(default="xla", metadata=SAME_RESULT | {"one_of": ("xla", "cudnn")})
+    attention: str = field(default="auto", metadata=SAME_RESULT | {"one_of": ATTENTION})
     remat: str = field(default="none", metadata=SAME_RESULT)
     loss_chunk: int = field(default=0, metadata=SAME_RESULT | {"at_least": 0, "at_most": MAX_SIZE})
     scan: bool = field(default=False, metadata=SAME_RESULT)
@@ -120,33 +123,55 @@ class DecoderConfig:
             found.append(
                 f"model.experts_per_token={self.experts_per_token} must be at most model.num_experts={self.num_experts}"
             )
-        if self.attention == "cudnn" and self.dtype == "float32":
-            found.append(f"model.attention=cudnn needs model.dtype bfloat16 or float16, got {self.dtype}")
-        if self.attention == "cudnn" and (self.head_dim % 8 or self.head_dim > CUDNN_HEAD_DIM):
-            found.append(
-                f"model.attention=cudnn needs a model.head_dim that is a multiple of 8, at most {CUDNN_HEAD_DIM}, "
-                f"got {self.head_dim}"
-            )
+        if self.attention in ("cudnn", "splash"):
+            found += problem_lines(self.attention, self._call())
         return [*found, *remat_problems(self.remat, self.num_layers, self.remat_names())]
 
     def without_devices(self) -> "DecoderConfig":
-        """A config of a model with the same arrays that can be traced on any machine: JAX traces cuDNN with it only."""
+        """A config of a model with the same arrays that is traced on any machine: JAX traces cuDNN only where it is."""
         return replace(self, attention="xla")
 
-    def problems_on(self, mesh: Mesh | AbstractMesh) -> list[str]:
-        """Options that this mesh does not support, one line each; divisibility of dims is checked elsewhere."""
-        if self.attention != "cudnn":
+    def problems_on(self, mesh: Mesh | AbstractMesh, sequence_length: int | None = None) -> list[str]:
+        """Options that this mesh does not support, one line each; divisibility of dims is checked elsewhere.
+
+        Abstract meshes have no devices that could be wrong: plans count the kernel of one platform on any other.
+        """
+        if self.attention in ("auto", "xla"):
             return []
-        found, kinds = [], {d.platform for d in mesh.devices.flat} if isinstance(mesh, Mesh) else set()
-        if kinds - {"gpu", "cuda"}:
-            found.append(f"model.attention=cudnn needs GPUs, got {', '.join(kinds)}; use model.attention=xla")
-        over = [name for name in self.axes.mesh_axes("query_sequence") if mesh.shape.get(name, 1) > 1]
-        if over:
-            found.append(
-                "model.attention=cudnn does not support sequences split over "
-                f"{axes_text(mesh.shape, over)}; use model.attention=xla, or another mesh.shape"
-            )
-        return found
+        platform = platform_of(mesh) if isinstance(mesh, Mesh) else ""
+        known = set(self.problems())
+        call = self._call(mesh=mesh, platform=platform, queries=sequence_length, keys=sequence_length)
+        return [line for line in problem_lines(self.attention, call) if line not in known]
+
+    def notes_on(self, mesh: Mesh | AbstractMesh, sequence_length: int | None = None) -> list[str]:
+        """What `auto` chooses on this mesh, and why: lines for the output of a run."""
+        call = self._call(mesh=mesh, platform=platform_of(mesh), queries=sequence_length, keys=sequence_length)
+        text = choice_text(self.attention, call)
+        return [text] if text else []
+
+    def attention_kernel(self, queries: int, keys: int, *, has_segments: bool = False, mode: Mode = "train") -> str:
+        """The kernel of an attention in a trace on the current mesh.
+
+        A kernel that was asked for must fit in a training step. In generation, where the length follows from the
+        prompt, splash attention is replaced by xla where it does not fit.
+        """
+        if self.attention == "xla":
+            return "xla"
+        mesh = current_mesh()
+        lengths: dict[str, Any] = {"queries": queries, "keys": keys, "has_segments": has_segments, "mode": mode}
+        call = self._call(mesh=mesh, platform=platform_of(mesh), **lengths)
+        if self.attention == "auto":
+            return choose(call)[0]
+        if self.attention == "cudnn":  # JAX itself checks the devices
+            call = replace(call, platform="")
+        if not (found := problem_lines(self.attention, call)):
+            return self.attention
+        if mode == "train" or has_segments:
+            raise ConfigError(found)
+        return "xla" if self.attention == "splash" else self.attention
+
+    def _call(self, **known: Any) -> Call:
+        return Call(self.dtype, self.head_dim, self.axes, **known)
 
 
 def norm(config: DecoderConfig, rngs: nnx.Rngs, size: int | None = None) -> nnx.RMSNorm:

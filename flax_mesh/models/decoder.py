@@ -59,8 +59,10 @@ class DecoderLayer(nnx.Module):
         else:
             self.mlp = MLP(config, rngs=rngs)
 
-    def __call__(self, x_BSD: jax.Array, mode: Mode = "train") -> tuple[jax.Array, Aux]:
-        return self._rest(x_BSD, self.attention(self.attention_norm(x_BSD), mode), mode)
+    def __call__(
+        self, x_BSD: jax.Array, mode: Mode = "train", segment_ids_BS: jax.Array | None = None
+    ) -> tuple[jax.Array, Aux]:
+        return self._rest(x_BSD, self.attention(self.attention_norm(x_BSD), mode, segment_ids_BS), mode)
 
     def prefill(self, x_BPD: jax.Array, num_slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The output, and keys and values; see `Attention.prefill`."""
@@ -119,25 +121,36 @@ class Decoder(nnx.Module):
         if not config.tied:
             self.head = nnx.LinearGeneral(config.hidden_size, config.vocab_size, **linear_options(config, rngs))
 
-    def __call__(self, tokens_BS: jax.Array, mode: Mode = "train") -> jax.Array:
-        return self.forward(tokens_BS, mode)[0]
+    def __call__(
+        self, tokens_BS: jax.Array, mode: Mode = "train", *, segment_ids: jax.Array | None = None
+    ) -> jax.Array:
+        """`segment_ids` (B, S) integers: tokens attend only to those of the same id, such as one packed document."""
+        return self.forward(tokens_BS, mode, segment_ids=segment_ids)[0]
 
-    def forward(self, tokens_BS: jax.Array, mode: Mode = "train") -> tuple[jax.Array, Aux]:
+    def forward(
+        self, tokens_BS: jax.Array, mode: Mode = "train", *, segment_ids: jax.Array | None = None
+    ) -> tuple[jax.Array, Aux]:
         """Logits, and the statistics of the routers: the dict of `MoE` with a leading layer dim, {} without experts."""
-        x_BSD, weights_DV, aux = self.hidden(tokens_BS, mode)
+        x_BSD, weights_DV, aux = self.hidden(tokens_BS, mode, segment_ids=segment_ids)
         return project(x_BSD, weights_DV, self.config.axes, mode), aux
 
-    def hidden(self, tokens_BS: jax.Array, mode: Mode = "train") -> tuple[jax.Array, jax.Array, Aux]:
+    def hidden(
+        self, tokens_BS: jax.Array, mode: Mode = "train", *, segment_ids: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, Aux]:
         """As `forward`, but with the two factors of the logits: hidden states (B, S, D) and output weights (D, V)."""
         out = ("batch", "sequence", "hidden"), (None if self.config.tied else "embed", "vocab"), ()
-        call = lambda model, tokens_BS: model._hidden(tokens_BS, mode)  # noqa: E731
-        return on_auto_axes(call, self, tokens_BS, out=out, axes=self.config.axes, mode=mode)
+        if segment_ids is not None and (problem := _segments_problem(segment_ids, tokens_BS)):
+            raise ConfigError(problem)
+        call = lambda model, *arrays: model._hidden(mode, *arrays)  # noqa: E731
+        return on_auto_axes(call, self, tokens_BS, segment_ids, out=out, axes=self.config.axes, mode=mode)
 
-    def _hidden(self, tokens_BS: jax.Array, mode: Mode) -> tuple[jax.Array, jax.Array, Aux]:
+    def _hidden(
+        self, mode: Mode, tokens_BS: jax.Array, segment_ids_BS: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, Aux]:
         x_BSD, table_VD = self._embed(tokens_BS, mode)
-        # cuDNN's attention contains dots, but is one opaque primitive.
-        also = is_fused_attention if self.config.attention == "cudnn" else None
-        call = lambda layer, x_BSD: layer(x_BSD, mode)  # noqa: E731
+        # A kernel of attention contains dots, but is one opaque primitive.
+        also = is_fused_attention if self.config.attention != "xla" else None
+        call = lambda layer, x_BSD: layer(x_BSD, mode, segment_ids_BS)  # noqa: E731
         x_BSD, aux = call_layers(call, self.layers, x_BSD, self.config.remat, also=also, scan=self.config.scan)
         x_BSD = self.norm(x_BSD)
         return x_BSD, self._output_weights(table_VD, x_BSD), aux
@@ -223,6 +236,13 @@ def make_decoder(config: DecoderConfig, rngs: nnx.Rngs) -> Decoder:
     return Decoder(config, rngs=rngs)
 
 
+def _segments_problem(segment_ids: Any, tokens_BS: jax.Array) -> str:
+    if getattr(segment_ids, "shape", None) == tokens_BS.shape and jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        return ""
+    found = array_text(segment_ids) if hasattr(segment_ids, "dtype") else type(segment_ids).__name__
+    return f"segment_ids must be integers of the shape of the tokens, {tokens_BS.shape}, got {found}"
+
+
 def _tokens_of(batch: Any) -> tuple[jax.Array, jax.Array]:
     """Inputs and targets; ConfigError if a recipe's own batches do not have them."""
     found = batch if isinstance(batch, Mapping) else {}
@@ -239,6 +259,9 @@ def _tokens_of(batch: Any) -> tuple[jax.Array, jax.Array]:
 def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[Any, ...]:
     """(summed cross-entropy in nats, number of tokens) of targets (B, S); targets below 0 do not count.
 
+    If the batch has "segment_ids", integers (B, S), tokens attend only to tokens with the same id: documents that are
+    packed into one row do not see each other. The target of the last token of a document is then best set to -1.
+
     With experts (loss_sum, weight, metrics):
 
         loss_sum = cross-entropy sum + weight * sum over layers of (a load_balance_loss + z router_z_loss)
@@ -249,7 +272,7 @@ def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[Any, .
     layer. Tokens without a target are routed too, and count in the losses of the router.
     """
     inputs_BS, targets_BS = _tokens_of(batch)
-    x_BSD, weights_DV, aux = model.hidden(inputs_BS)
+    x_BSD, weights_DV, aux = model.hidden(inputs_BS, segment_ids=batch.get("segment_ids"))
     config = model.config
     loss = cross_entropy(x_BSD, weights_DV, targets_BS, axes=config.axes, chunk=config.loss_chunk)
     weight = jnp.sum(targets_BS >= 0, dtype=jnp.float32)

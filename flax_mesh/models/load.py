@@ -21,8 +21,8 @@ def load_decoder(
     """Load a pretrained decoder from a Hugging Face folder, each device reading only its own slices.
 
     The folder contains config.json and the parameters as safetensors, as a model of the hub does after its download or
-    as `save_safetensors` writes it. The families are those of `DECODER_NAMES`: Llama, Qwen2, Qwen3, Qwen3-MoE and
-    Mixtral. Parameters are sharded by the decoder's own rule table.
+    as `save_safetensors` writes it. The families are those of `DECODER_NAMES`: Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE
+    and Mixtral. Parameters are sharded by the decoder's own rule table.
 
     Args:
         folder: The local folder.
@@ -32,7 +32,7 @@ def load_decoder(
             `dtype="bfloat16", param_dtype="float32"`.
         ignore: Keys of config.json, and regular expressions for names of arrays, that have no effect.
         **overrides: Fields of `DecoderConfig` that replace those of config.json, such as `scan=True`, `remat="full"`
-            or `attention="cudnn"`.
+            or `attention="xla"`.
 
     Returns:
         The model, with its arrays on the devices of the mesh, and its config.

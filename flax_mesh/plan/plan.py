@@ -13,6 +13,7 @@ from flax_mesh.plan.results import Time as Time
 from flax_mesh.plan.results import Traffic as Traffic
 from flax_mesh.plan.topology import Topology
 from flax_mesh.sharding.rules import Finding
+from flax_mesh.text import folded
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Plan:
         traffic: Collectives by kind and mesh axes, most seconds first.
         findings: What is surprising or wrong: a subject, the problem and a repair.
         summary: One sentence: what limits the run, and what would help.
+        notes: What the model config reports about this mesh, such as the kernel of its attention.
     """
 
     topology: Topology
@@ -36,6 +38,7 @@ class Plan:
     traffic: tuple[Traffic, ...]
     findings: tuple[Finding, ...]
     summary: str
+    notes: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool | None:
@@ -50,6 +53,7 @@ class Plan:
                     report.hardware_line(self.topology, self.mesh, width),
                     report.memory_line(self.memory, width),
                     report.time_line(self.time, self.topology.num_devices, width),
+                    *(folded(note, width, "  ") for note in self.notes),
                 ]
             ),
             report.memory_text(self.memory, width),
@@ -71,6 +75,7 @@ class Plan:
             "traffic": report.traffic_dicts(self.traffic),
             "findings": [finding._asdict() for finding in self.findings],
             "summary": self.summary,
+            "notes": list(self.notes),
         }
 
     def to_html(self, *, title: str = "plan") -> str:
@@ -79,7 +84,7 @@ class Plan:
         return html.page(
             title,
             report.hardware_line(self.topology, self.mesh),
-            self.summary,
+            "; ".join([self.summary.rstrip("."), *self.notes]) if self.notes else self.summary,
             tiles=report.tiles(self.memory, self.time, devices),
             findings=[str(finding) for finding in self.findings],
             sections=[

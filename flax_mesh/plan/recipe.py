@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding
 
 from flax_mesh.axes import PartitionAxis
 from flax_mesh.errors import ConfigError
@@ -57,7 +57,7 @@ from flax_mesh.train.build import (
     train_program,
     transformation_of,
 )
-from flax_mesh.train.checks import check_config, check_on_mesh
+from flax_mesh.train.checks import check_config, check_on_mesh, model_notes
 from flax_mesh.train.config import TrainConfig, mesh_shape, schedule_memory, shard_over, tokens_per_step
 from flax_mesh.train.data.own import abstract_batch, batch_shapes
 from flax_mesh.train.optimizers.groups import trained_filter
@@ -90,7 +90,7 @@ def plan(config: TrainConfig, topology: Topology | str | None = None) -> Plan:
     if problems := check_config(config):
         raise ConfigError(problems)
     found, shape, limit = _hardware(config, topology)
-    mesh = group_mesh(config, shape)
+    mesh = group_mesh(config, shape, found.chip.platform)
     with kernels_without_devices():
         rules = run_rules(config, mesh)
         if problems := check_on_mesh(config, mesh, rules.axes):
@@ -103,14 +103,16 @@ def plan(config: TrainConfig, topology: Topology | str | None = None) -> Plan:
             jax.eval_shape(program.step, *arguments)  # `estimate` reuses the trace
         one = estimate(program.step, arguments, shape, found.chip.platform)
     roles = _roles(arguments, _vocabulary(config))
-    return _assemble(found, shape, one, roles, _stated(config, program.num_parameters), config.model, limit)
+    stated, notes = _stated(config, program.num_parameters), tuple(model_notes(config, mesh))
+    return replace(_assemble(found, shape, one, roles, stated, config.model, limit), notes=notes)
 
 
-def group_mesh(config: TrainConfig, shape: Mapping[str, int]) -> AbstractMesh:
-    """The mesh of a step, or of one group of a pipeline, without devices."""
+def group_mesh(config: TrainConfig, shape: Mapping[str, int], platform: str) -> AbstractMesh:
+    """The mesh of a step, or of one group of a pipeline, without devices, of which only the platform is known."""
     sizes = {name: size for name, size in shape.items() if name != "pp"}
     types = normalize_axis_types(config.mesh.axis_types, tuple(sizes))
-    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
+    device = AbstractDevice(platform, None, platform)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)
 
 
 def step_of(
@@ -294,6 +296,7 @@ def _pipelined(
         tuple(traffic),
         tuple(findings),
         summary(topology, memory, time, traffic, config.model),
+        tuple(model_notes(config, mesh)),
     )
 
 

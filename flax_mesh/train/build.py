@@ -36,7 +36,7 @@ from flax_mesh.step.loss import Metrics, sums_of
 from flax_mesh.step.state import TrainState, abstract_train_state
 from flax_mesh.step.step import Step, make_eval_step, make_train_step
 from flax_mesh.text import at_most, count_text, mesh_text
-from flax_mesh.train.checks import check_compiler_options, check_config, check_on_mesh
+from flax_mesh.train.checks import check_compiler_options, check_config, check_on_mesh, model_notes
 from flax_mesh.train.config import (
     CheckpointConfig,
     TrainConfig,
@@ -92,7 +92,8 @@ def build_program(
 ) -> TrainProgram:
     """The program of a recipe on the devices that are here. Raises ConfigError with a line for every mistake.
 
-    `say` is called when the mesh was shrunk; `change` may replace a pipeline's schedule.
+    `say` is called when the mesh was shrunk, and with the notes of the model; `change` may replace a pipeline's
+    schedule.
     """
     if problems := check_config(config):
         raise ConfigError(problems)
@@ -103,6 +104,8 @@ def build_program(
         raise ConfigError(problems)
     if config.mesh.rules:
         say(_report_rules(config, mesh, rules))
+    for note in model_notes(config, mesh):
+        say(note)
     own = own_batches(config)
     shapes = batch_shapes(config, own)
     program = replace(train_program(config, mesh, rules, shapes, change), batches=own)

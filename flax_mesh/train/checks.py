@@ -157,7 +157,8 @@ def check_on_mesh(config: TrainConfig, mesh: Mesh | AbstractMesh, axes: Partitio
     """One line for every dim of the batch and of the model that is not divisible by its mesh axes.
 
     A model config may define `dims() -> [(setting, logical axis, size)]`: one line about the number of heads is clearer
-    than the error of `abstract_state`, which has one line for every array. `problems_on(mesh)` returns further lines.
+    than the error of `abstract_state`, which has one line for every array. `problems_on(mesh, sequence_length)` returns
+    further lines; the length is None for batches of `make_batches`.
     """
     data, parts = config.data, config.pipeline.num_microbatches
     divisor = f" / pipeline.num_microbatches={parts}" if parts > 1 else ""
@@ -176,7 +177,16 @@ def check_on_mesh(config: TrainConfig, mesh: Mesh | AbstractMesh, axes: Partitio
             found.append(f"{text} is not divisible by {ways} ({over}); use a multiple, or another mesh.shape")
     if problem := memory_problem(mesh, config.optimizer.memory):
         found.append(f"optimizer.memory: {problem}; use optimizer.memory=device")
-    return [*found, *getattr(config.model, "problems_on", lambda mesh: [])(mesh)]
+    return [*found, *getattr(config.model, "problems_on", lambda *_: [])(mesh, _sequence_length(config))]
+
+
+def model_notes(config: TrainConfig, mesh: Mesh | AbstractMesh) -> list[str]:
+    """What the model config's `notes_on(mesh, sequence_length)` reports, if it has this method: lines to print."""
+    return getattr(config.model, "notes_on", lambda *_: [])(mesh, _sequence_length(config))
+
+
+def _sequence_length(config: TrainConfig) -> int | None:
+    return config.data.sequence_length if config.make_batches is None else None
 
 
 def check_on_corpus(config: TrainConfig, corpus: Corpus) -> list[str]:

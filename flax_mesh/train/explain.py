@@ -8,7 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.mesh.create import normalize_axis_types
@@ -22,7 +22,7 @@ from flax_mesh.sharding.report.explain import explain_sharding
 from flax_mesh.sharding.rules import Finding
 from flax_mesh.text import bytes_text, count_text
 from flax_mesh.train.build import build_program, make_modules, run_rules, split_model
-from flax_mesh.train.checks import check_config, check_on_mesh
+from flax_mesh.train.checks import check_config, check_on_mesh, model_notes
 from flax_mesh.train.config import TrainConfig, mesh_shape, shard_over
 from flax_mesh.train.data.own import batch_shapes
 
@@ -39,6 +39,7 @@ def explain(config: TrainConfig) -> Explanation:
     if problems := check_config(config):
         raise ConfigError(problems)
     mesh, given = abstract_mesh(config), config.model
+    notes = model_notes(config, mesh)
     config = replace(config, model=getattr(given, "without_devices", lambda: given)())
     explanation = explain_sharding(
         partial(make_modules, config),
@@ -49,11 +50,15 @@ def explain(config: TrainConfig) -> Explanation:
     )
     settings = [_setting_finding(line) for line in check_on_mesh(config, mesh, explanation.axes)]
     note, unsplit = ("", []) if settings else _stages(config, explanation, mesh)
+    note = "\n".join([*notes, note] if note else notes)
     return explanation._replace(findings=(*settings, *unsplit, *explanation.findings), note=note)
 
 
 def abstract_mesh(config: TrainConfig) -> AbstractMesh:
-    """The mesh of `mesh.shape`, not shrunk to the available devices; with pp, the mesh of one group."""
+    """The mesh of `mesh.shape`, not shrunk to the available devices; with pp, the mesh of one group.
+
+    Of its devices only the platform is known, and that only if `run.platform` names it.
+    """
     shape = mesh_shape(config)
     sizes = tuple(shape.values())
     if -1 in sizes:
@@ -69,7 +74,9 @@ def abstract_mesh(config: TrainConfig) -> AbstractMesh:
             raise ConfigError(str(error)) from error
     of_group = {name: size for name, size in zip(shape, sizes, strict=True) if name != "pp"}
     types = normalize_axis_types(config.mesh.axis_types, tuple(of_group))
-    return AbstractMesh(tuple(of_group.values()), tuple(of_group), axis_types=types)
+    platform = config.run.platform.partition(":")[0]
+    device = None if platform == "auto" else AbstractDevice(platform, None, platform)
+    return AbstractMesh(tuple(of_group.values()), tuple(of_group), axis_types=types, abstract_device=device)
 
 
 def _stages(config: TrainConfig, explanation: Explanation, mesh: AbstractMesh) -> tuple[str, list[Finding]]:

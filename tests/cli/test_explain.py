@@ -249,10 +249,11 @@ def test_a_recipe_may_use_an_annotated_model():
 def test_a_pipeline_is_explained_as_one_of_its_groups(capsys, tmp_path):
     page = tmp_path / "page.html"
     settings = ["mesh.shape=pp:2,fsdp:2,tp:2", "pipeline.num_microbatches=4"]
-    note = "pipeline: 1f1b over 2 groups of this mesh (pp), 4 microbatches"
+    note, attention = "pipeline: 1f1b over 2 groups of this mesh (pp), 4 microbatches", "attention: xla, because the "
     assert main(["explain", TINY, *settings]) == DONE
-    first, second, *lines = capsys.readouterr().out.splitlines()[:7]
+    first, kernel, second, *lines = capsys.readouterr().out.splitlines()[:8]
     assert first.startswith("mesh fsdp:2,tp:2, 4 devices;") and second.startswith(note)
+    assert kernel == f"{attention}devices are CPUs (model.attention=auto)"
     assert [line.split(" stores ")[0] for line in lines[:2]] == ["group 0", "group 1"]
     stored = [float(line.split()[3]) for line in lines[:2]]
     unsplit = explain(apply_overrides(load_recipe(TINY), ["mesh.shape=fsdp:2,tp:2"])).report
@@ -266,7 +267,8 @@ def test_a_pipeline_is_explained_as_one_of_its_groups(capsys, tmp_path):
     assert main(["explain", TINY, *settings, "--html", str(page)]) == DONE
     assert note in page.read_text(encoding="utf-8")
     assert note in explain(apply_overrides(load_recipe(TINY), settings)).note
-    assert not explain(load_recipe(TINY)).note
+    assert explain(load_recipe(TINY)).note == kernel
+    assert not explain(apply_overrides(load_recipe(TINY), ["model.attention=xla"])).note
 
 
 @pytest.mark.parametrize("mesh", ["dp:2,fsdp:2", "pp:2"])
@@ -274,8 +276,9 @@ def test_cudnn_attention_is_explained_without_cudnn(mesh, capsys):
     base = ["explain", TINY, f"mesh.shape={mesh}", "pipeline.num_microbatches=2", "model.dtype=bfloat16"]
     assert main([*base, "model.attention=cudnn"]) == DONE
     explained = capsys.readouterr().out
-    assert main(base) == DONE
-    assert explained == capsys.readouterr().out
+    assert "\nattention: cudnn (model.attention=cudnn)\n" in explained
+    assert main([*base, "model.attention=xla"]) == DONE
+    assert explained.replace("attention: cudnn (model.attention=cudnn)\n", "") == capsys.readouterr().out
     assert main([*base, "model.attention=cudnn", "model.head_dim=12"]) == BAD_INPUT  # the settings are still checked
 
 

@@ -87,9 +87,10 @@ def numpy_decoder(model, tokens):
             group = h // (config.num_heads // config.num_kv_heads)
             q, k, v = project(x, f"{path}/q", h), *(project(x, f"{path}/{n}", group) for n in "kv")
             for i in range(len(x)):
-                scores = [rotated(q[i], i) @ rotated(k[j], j) / np.sqrt(config.head_dim) for j in range(i + 1)]
+                first = max(0, i + 1 - config.sliding_window) if config.sliding_window else 0
+                scores = [rotated(q[i], i) @ rotated(k[j], j) / np.sqrt(config.head_dim) for j in range(first, i + 1)]
                 weights = np.exp(scores) / np.sum(np.exp(scores))
-                out[i] += weights @ v[: i + 1] @ p[f"{path}/o/kernel"][h]
+                out[i] += weights @ v[first : i + 1] @ p[f"{path}/o/kernel"][h]
         return out
 
     logits = []
@@ -115,6 +116,7 @@ def numpy_decoder(model, tokens):
         {"qkv_bias": True},
         {"qk_norm": True},
         SCALED,
+        {"sliding_window": 5},
         {"qkv_bias": True, "qk_norm": True} | SCALED,
     ],
     ids=lambda change: ",".join(change) or "plain",
@@ -126,8 +128,12 @@ def test_logits_equal_those_of_numpy(change):
     np.testing.assert_allclose(logits, numpy_decoder(model, tokens), atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("change", [{"qkv_bias": True}, {"qk_norm": True}, SCALED], ids=lambda change: ",".join(change))
-def test_biases_norms_and_scaling_each_change_the_logits(change):
+@pytest.mark.parametrize(
+    "change",
+    [{"qkv_bias": True}, {"qk_norm": True}, {"sliding_window": 5}, SCALED],
+    ids=lambda change: ",".join(change),
+)
+def test_biases_norms_windows_and_scaling_each_change_the_logits(change):
     plain = {key: value for key, value in change.items() if key == "rope_theta"}
     a, b = (np.asarray(logits_of(small(**settings), tokens_of())) for settings in (change, plain))
     assert np.abs(a - b).max() > 1e-3  # far above the tolerance of the comparison with numpy
@@ -287,7 +293,7 @@ def test_a_negative_temperature_or_nan_is_refused(temperature):
         ({"router_z_loss": float("nan")}, "router_z_loss must be at least 0 and finite, got nan"),
         ({"dtype": "float64"}, "dtype must be one of float32, bfloat16, float16, got 'float64'"),
         ({"param_dtype": "int8"}, "param_dtype must be one of float32, bfloat16, float16, got 'int8'"),
-        ({"attention": "flash"}, "attention must be one of xla, cudnn, got 'flash'"),
+        ({"attention": "flash"}, "attention must be one of auto, xla, cudnn, splash, got 'flash'"),
         ({"attention": "cudnn"}, "attention=cudnn needs model.dtype bfloat16 or float16, got float32"),
         ({"attention": "cudnn", "dtype": "bfloat16", "head_dim": 12}, "a multiple of 8, at most 256, got 12"),
         ({"attention": "cudnn", "dtype": "bfloat16", "head_dim": 512}, "a multiple of 8, at most 256, got 512"),
@@ -323,8 +329,8 @@ def test_cudnn_attention_is_refused_where_it_cannot_run():
     cpu = create_mesh((2, 1, 1, 2, 2))
     assert config.problems_on(cpu) == [
         "model.attention=cudnn needs GPUs, got cpu; use model.attention=xla",
-        "model.attention=cudnn does not support sequences split over sp=2; use model.attention=xla, or another "
-        "mesh.shape",
+        "model.attention=cudnn needs complete sequences, got sequences split over sp=2; use model.attention=xla, or "
+        "another mesh.shape",
     ]
     assert SMALL.problems_on(cpu) == []
     with pytest.raises(ConfigError, match=r"model.attention=cudnn cannot be traced here: .*Use model.attention=xla"):

@@ -404,6 +404,40 @@ def test_recipes_are_compiled_for_tpus(topology, recipe, settings):
     assert any("Decoder" in array.place or "argument" in array.place for array in found.programs[0].live)
 
 
+def peaks(lengths: tuple[int, ...], *settings: str) -> list[int]:
+    base = ["model.scan=true", "model.num_layers=2", "model.remat=full", "model.dtype=bfloat16", "data.batch_size=4"]
+    base += ["mesh.shape=fsdp:4,tp:2", *settings]
+    return [compile_recipe(TINY, [*base, f"data.sequence_length={n}"], "v5p:2x2x2").peak for n in lengths]
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_splash_attention_stores_no_scores_on_tpus():
+    """Twice the length doubles the peak, which is below the scores of one layer; with XLA's attention it is above."""
+    short, long = peaks((2048, 4096))
+    scores = 2 * 4096 * 4096 * 2  # of one row, two heads of a device, in bfloat16
+    assert 1.8 * short < long < 2.2 * short and long < scores / 2
+    assert peaks((4096,), "model.attention=xla")[0] > 2 * scores
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["model.dtype=bfloat16", "model.sliding_window=700", "model.head_dim=12", "mesh.shape=fsdp:2,tp:2,sp:2"],
+        ["model.dtype=bfloat16", "mesh.shape=pp:2,fsdp:2,tp:2", "pipeline.num_microbatches=2"],
+        ["model.dtype=float32", "model.head_dim=256", "mesh.shape=fsdp:8", "model.remat=attention"],
+    ],
+    ids=["window,sp", "pp", "float32"],
+)
+def test_splash_attention_is_compiled_for_tpus(settings):
+    found = compile_recipe(TINY, ["model.num_layers=2", "data.sequence_length=1024", *settings], "v5p:2x2x2")
+    assert found.fits and found.plan.notes == (
+        "attention: splash, because the devices are TPUs (model.attention=auto)",
+    )
+
+
 @needs_libtpu
 @pytest.mark.slow
 def test_the_walk_finds_the_peak_of_a_large_program_for_tpus():

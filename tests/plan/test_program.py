@@ -7,10 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.experimental import pallas as pl
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import flax_mesh as fm
+from flax_mesh.jax_compat import lower_without_devices
 from flax_mesh.models import DecoderConfig
+from flax_mesh.models.attention import attend
 from flax_mesh.plan.forecast import Estimate, estimate
 from tests.plan.cases import ViT, class_loss, decoder, images
 
@@ -142,6 +145,41 @@ def attention(implementation: Any, causal: bool = True) -> Estimate:
         return found.astype(jnp.float32).sum()
 
     return estimate(jax.jit(jax.grad(attend, (0, 1, 2))), (x, x, x), {"fsdp": 1}, "gpu")
+
+
+def splash(window: int = 0, length: int = 2048) -> Estimate:
+    """On a mesh of two devices, of which each has one of two rows."""
+    device = AbstractDevice("tpu", None, "tpu")
+    mesh = AbstractMesh((2,), ("fsdp",), axis_types=(AxisType.Auto,), abstract_device=device)
+    x = jax.ShapeDtypeStruct((2, length, 8, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P("fsdp")))
+    config = DecoderConfig(sliding_window=window)
+
+    def attend_all(q, k, v):
+        return attend("splash", q, k, v, None, config).astype(jnp.float32).sum()
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        return estimate(jax.jit(jax.grad(attend_all, (0, 1, 2))), (x, x, x), {"fsdp": 2}, "tpu")
+
+
+def test_splash_attention_stores_no_scores_and_computes_whole_blocks_of_them():
+    """Two products forward; three for queries and four for keys and values backward, which have a kernel each."""
+    of_row = 4 * 8 * 2048 * 2048 * 64
+    found = splash()
+    assert found.profile.peak < 8 * 2048 * 2048 * 2
+    assert flops(found, "forward") == of_row / 2
+    assert {cost.dtype for cost in found.costs if cost.flops >= of_row / 2} == {"bfloat16"}
+    assert flops(found, "backward") == pytest.approx(3.5 * of_row / 2, rel=1e-3)  # and sums of two gradients
+    assert flops(splash(window=300), "forward") == of_row * 1024 / 2048  # two blocks of 512 keys per block of queries
+    assert flops(splash(window=300, length=4096), "forward") == 2 * of_row * 1024 / 2048
+
+
+def test_other_kernels_of_pallas_are_lowered_as_they_are():
+    def add_one(x_ref, out_ref):
+        out_ref[...] = x_ref[...] + 1
+
+    call = pl.pallas_call(add_one, out_shape=jax.ShapeDtypeStruct((8, 128), jnp.float32))
+    text = lower_without_devices(jax.jit(call).trace(jnp.zeros((8, 128))), "tpu").as_text()
+    assert "tpu_custom_call" in text
 
 
 def test_an_attention_kernel_stores_no_scores():

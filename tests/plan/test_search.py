@@ -43,7 +43,7 @@ MODEL = DecoderConfig(hidden_size=256, num_layers=4, num_heads=8, mlp_size=1024,
 CONFIG = TrainConfig(
     make_decoder,
     next_token_loss,
-    MODEL,
+    dataclasses.replace(MODEL, attention="xla"),
     mesh=MeshConfig("fsdp:2,tp:2"),
     data=DataConfig(sequence_length=512, batch_size=16),
     pipeline=PipelineConfig(num_microbatches=4),
@@ -134,7 +134,7 @@ def test_every_layout_passes_the_checks_and_none_is_there_twice():
         shape = mesh_shape(config)
         assert math.prod(shape.values()) == 8
         assert check_config(config) == []
-        assert check_on_mesh(config, group_mesh(config, shape), rules.axes) == []
+        assert check_on_mesh(config, group_mesh(config, shape, "tpu"), rules.axes) == []
 
 
 def test_layouts_that_are_excluded_fail_the_checks():

@@ -1,4 +1,4 @@
-"""Hugging Face's names and config.json for decoders of the Llama and Qwen families, as data.
+"""Hugging Face's names and config.json for decoders of the Llama, Mistral and Qwen families, as data.
 
 `settings` are the fields of `flax_mesh.models.DecoderConfig` as a dict. A model of another class only needs a table of
 its own (`ParamMapping`).
@@ -53,6 +53,7 @@ MIXTRAL_EXPERTS = (
 # model_type -> its table. A table may have lines for parameters that a model lacks.
 DECODER_NAMES: dict[str, tuple[ParamMapping, ...]] = {
     "llama": ATTENTION + DENSE,
+    "mistral": ATTENTION + DENSE,
     "qwen2": ATTENTION + DENSE,
     "qwen3": ATTENTION + DENSE,
     "qwen3_moe": ATTENTION + QWEN_EXPERTS,
@@ -67,6 +68,7 @@ class Family(NamedTuple):
     absent: default of a key that config.json lacks: a value, or a function of the config; other keys are required
     must: key -> the only value that this decoder computes, also the default of the key where `absent` has none
     settings: settings that all models of the family share
+    window: the key that decides whether tokens attend to the last `sliding_window` only, "" if they never do
     """
 
     architecture: str
@@ -74,6 +76,7 @@ class Family(NamedTuple):
     absent: Mapping[str, Any]
     must: Mapping[str, Any]
     settings: Mapping[str, Any]
+    window: str = ""
 
 
 KEYS = {
@@ -98,7 +101,7 @@ ABSENT = {
 }
 MUST = {"hidden_act": "silu", "attention_dropout": 0.0, "quantization_config": None, "partial_rotary_factor": 1.0}
 BIASES = {"attention_bias": False}
-WINDOW = {"use_sliding_window": False}
+WINDOW, USE_WINDOW, FIRST_WITH_WINDOW = "sliding_window", "use_sliding_window", "max_window_layers"
 NO_EXPERTS = {"num_experts": 0}
 
 FAMILIES = {
@@ -109,35 +112,50 @@ FAMILIES = {
         {**MUST, **BIASES, "mlp_bias": False},
         {**NO_EXPERTS, "qkv_bias": False, "qk_norm": False},
     ),
+    "mistral": Family(
+        "MistralForCausalLM",
+        KEYS,
+        {**ABSENT, "num_key_value_heads": 8, WINDOW: 4096},
+        MUST,
+        {**NO_EXPERTS, "qkv_bias": False, "qk_norm": False},
+        WINDOW,
+    ),
     "qwen2": Family(
-        "Qwen2ForCausalLM", KEYS, ABSENT, MUST | WINDOW, {**NO_EXPERTS, "qkv_bias": True, "qk_norm": False}
+        "Qwen2ForCausalLM",
+        KEYS,
+        {**ABSENT, WINDOW: 4096},
+        MUST,
+        {**NO_EXPERTS, "qkv_bias": True, "qk_norm": False},
+        USE_WINDOW,
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         KEYS,
-        {**ABSENT, "head_dim": 128},
-        MUST | BIASES | WINDOW,
+        {**ABSENT, "head_dim": 128, WINDOW: 4096},
+        MUST | BIASES,
         {**NO_EXPERTS, "qkv_bias": False, "qk_norm": True},
+        USE_WINDOW,
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         QWEN_MOE_KEYS,
         {**ABSENT, "norm_topk_prob": False},
-        {**MUST, **BIASES, **WINDOW, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        {**MUST, **BIASES, USE_WINDOW: False, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
         {"qkv_bias": False, "qk_norm": True},
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
         {**KEYS, **EXPERT_KEYS, "num_local_experts": "num_experts"},
         {**ABSENT, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
-        {**MUST, "sliding_window": None, "router_jitter_noise": 0.0},
+        {**MUST, "router_jitter_noise": 0.0},
         {"qkv_bias": False, "qk_norm": False},
+        WINDOW,
     ),
 }
 # Keys that do not change the logits of a full sequence in any of these families.
 WITHOUT_EFFECT = {
     *("_name_or_path", "transformers_version", "use_cache", "initializer_range", "max_position_embeddings"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "pretraining_tp", "max_window_layers", "sliding_window"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "pretraining_tp", FIRST_WITH_WINDOW, WINDOW),  # see `_window`
     *("output_router_logits", "router_aux_loss_coef", "output_attentions", "output_hidden_states", "return_dict"),
     *("chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id", "problem_type", "intermediate_size"),
 }
@@ -244,6 +262,7 @@ def decoder_config_from_hf(config: Mapping[str, Any], *, ignore: Iterable[str] =
     settings = {**family.settings, **_dtypes(config, problems)}
     settings |= {setting: _value(config, key, family, problems) for key, setting in family.keys.items()}
     settings |= _rope(config, family, problems)
+    settings["sliding_window"] = _window(config, family, settings["num_layers"], problems)
     problems += _unsupported(config, family)
     if problems:
         raise ConfigError([f"The decoder does not support this {config['model_type']}:", *sorted(problems)])
@@ -259,10 +278,17 @@ def huggingface_config(
     other programs should accept; `more` keys, such as eos_token_id, are written unchanged. Raises ConfigError if no
     family has such a decoder. Settings that change only how it is computed or trained are not written.
     """
-    settings = {"qkv_bias": False, "qk_norm": False, "num_experts": 0, "rope_factor": 1.0} | dict(settings)
+    settings = {
+        **{"qkv_bias": False, "qk_norm": False, "num_experts": 0, "rope_factor": 1.0, "sliding_window": 0},
+        **settings,
+    }
+    window = settings["sliding_window"]
     kind = {key: settings[key] for key in ("qkv_bias", "qk_norm")} | {"experts": settings["num_experts"] > 0}
+    kind["sliding_window"] = window > 0
     kinds = {name: _kind(family) for name, family in FAMILIES.items()}
-    model_type = next((name for name, other in kinds.items() if other == kind), None)
+    model_type = next(
+        (name for name, other in kinds.items() if kind in (other, other | {"sliding_window": False})), None
+    )
     if model_type is None:
         lines = [f"  {name}: {other}" for name, other in kinds.items()]
         raise ConfigError([f"No family has decoders with {kind}; the families are:", *lines])
@@ -270,6 +296,10 @@ def huggingface_config(
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": model_type}
     config |= {key: settings[setting] for key, setting in family.keys.items()}
     config |= {key: value for key, value in family.must.items() if key not in NOT_WRITTEN}
+    if family.window == USE_WINDOW:
+        config |= {USE_WINDOW: window > 0} | ({WINDOW: window, FIRST_WITH_WINDOW: 0} if window else {})
+    elif family.window:
+        config[WINDOW] = window or None
     config |= {"rope_theta": settings["rope_theta"], "torch_dtype": settings["param_dtype"]}
     if settings["rope_factor"] != 1:
         config["rope_scaling"] = {"rope_type": "llama3"} | {key: settings[name] for key, name in SCALING.items()}
@@ -282,7 +312,7 @@ def huggingface_config(
 
 def _kind(family: Family) -> dict[str, Any]:
     settings = {key: family.settings[key] for key in ("qkv_bias", "qk_norm")}
-    return settings | {"experts": "num_experts" in family.keys.values()}
+    return settings | {"experts": "num_experts" in family.keys.values(), "sliding_window": bool(family.window)}
 
 
 def _value(config: Mapping[str, Any], key: str, family: Family, problems: list[str]) -> Any:
@@ -333,6 +363,25 @@ def _rope(config: Mapping[str, Any], family: Family, problems: list[str]) -> dic
     return settings
 
 
+def _window(config: Mapping[str, Any], family: Family, num_layers: Any, problems: list[str]) -> int:
+    """`sliding_window`, which all layers have or none: 0."""
+    layer_types = config.get("layer_types") or []
+    is_on = bool(family.window) and (family.window == WINDOW or config.get(USE_WINDOW, False) is True)
+    size = config.get(WINDOW, family.absent.get(WINDOW)) if is_on else None
+    if size is not None and family.window == USE_WINDOW and not layer_types:
+        first = config.get(FIRST_WITH_WINDOW, 28)
+        if type(first) is int and type(num_layers) is int and first >= num_layers:
+            size = None
+        elif first != 0:
+            problems.append(f"  {FIRST_WITH_WINDOW} must be 0, so that all layers have the window, got {first!r}")
+    if size is not None and (type(size) is not int or size < 1):
+        problems.append(f"  {WINDOW} must be a positive integer or null, got {size!r}")
+    wanted = "full_attention" if size is None else "sliding_attention"
+    if not isinstance(layer_types, list) or any(kind != wanted for kind in layer_types):
+        problems.append(f"  layer_types must all be {wanted}, got {layer_types!r}")
+    return size or 0
+
+
 def _equal(one: np.ndarray | None, other: np.ndarray | None) -> bool:
     """Whether two stored arrays have the same bytes, or one is missing. Only a slice of each is in memory at a time."""
     if one is None or other is None:
@@ -361,10 +410,8 @@ def _unsupported(config: Mapping[str, Any], family: Family) -> list[str]:
     architectures = config.get("architectures")
     if architectures not in (None, [family.architecture]):
         found.append(f"  architectures must be ['{family.architecture}'], got {architectures!r}")
-    layer_types = config.get("layer_types") or []
-    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
-        found.append(f"  layer_types must all be full_attention, got {layer_types!r}")
     known = family.keys.keys() | family.must.keys() | WITHOUT_EFFECT | READ_SEPARATELY
+    known |= {USE_WINDOW} if family.window == USE_WINDOW else set()
     known |= {OTHER_NAME[key] for key in family.keys if key in OTHER_NAME}
     unknown = config.keys() - known
     return found + [f"  {k}={config[k]!r} is an unknown key; if it has no effect: ignore=({k!r},)" for k in unknown]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flax_mesh.errors import ConfigError
+from flax_mesh.hardware import load_chip
 from flax_mesh.plan.compile.child import ask
 from flax_mesh.plan.compile.compiled import Compiled
 from flax_mesh.plan.compile.report import estimate_findings
@@ -17,10 +18,13 @@ from flax_mesh.plan.compile.results import program_of, sent_of
 from flax_mesh.plan.compile.target import check_target
 from flax_mesh.plan.plan import Plan
 from flax_mesh.plan.recipe import plan
+from flax_mesh.plan.topology import Topology, parse_topology
 from flax_mesh.sharding.rules import Finding
-from flax_mesh.train import apply_overrides, load_recipe
+from flax_mesh.train import TrainConfig, apply_overrides, load_recipe
+from flax_mesh.train.overrides import setting_of
 
 LIMIT_S = 600.0
+ATTENTION = "model.attention"
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 USED = re.compile(r"(?:[Uu]sed |\()([\d.]+)([KMGT])\b")
 
@@ -41,7 +45,8 @@ def compile_recipe(
     Args:
         recipe: FILE.py or FILE.py:function.
         overrides: Settings, such as "mesh.shape=fsdp:8".
-        topology: A text such as "v5p:4x4x8". TPUs require the extra `tpu-aot`, GPUs `gpu-aot`.
+        topology: A text such as "v5p:4x4x8". TPUs require the extra `tpu-aot`, GPUs `gpu-aot`; for GPUs
+            `model.attention=auto` is xla, because JAX lowers cuDNN's attention with devices only.
         limit: Seconds after which the process is killed.
         say: Called with each part of the work, such as "compiling".
 
@@ -60,6 +65,9 @@ def compile_recipe(
     if not (math.isfinite(limit) and limit > 0):
         raise ConfigError(f"the limit must be a positive number of seconds, got {limit}")
     config = apply_overrides(load_recipe(recipe), overrides)
+    if getattr(config.model, "attention", "") == "auto" and topology_of(config, topology).chip.platform == "gpu":
+        overrides = [text for text in overrides if setting_of(text) != ATTENTION] + [f"{ATTENTION}=xla"]
+        config = apply_overrides(load_recipe(recipe), overrides)
     estimated = plan(config, topology)
     check_target(estimated.topology)
     request = {
@@ -70,6 +78,10 @@ def compile_recipe(
     }
     key, value = ask(request, estimated.topology, limit, say)
     return _refused(estimated, value) if key == "refused" else _compiled(estimated, value)
+
+
+def topology_of(config: TrainConfig, text: str) -> Topology:
+    return parse_topology(text, load_chip(config.run.hardware) if config.run.hardware else None)
 
 
 def _compiled(estimated: Plan, found: dict[str, Any]) -> Compiled:

@@ -127,7 +127,7 @@ def _pipeline(
     config: TrainConfig, topology: Topology, shape: Mapping[str, int], mesh: Mesh, progress: Any
 ) -> tuple[list[Reading], dict[str, Any]]:
     progress("tracing")
-    abstract = group_mesh(config, shape)
+    abstract = group_mesh(config, shape, topology.chip.platform)
     split = split_recipe(config, shape["pp"], abstract, run_rules(config, abstract))
     estimates = split.estimates(abstract, shape, topology.chip.platform)
     compiled = compiled_stages(split, mesh, progress)

@@ -17,7 +17,7 @@ from flax_mesh.plan.program.read import TRANSFERS, Operation, Program
 from flax_mesh.plan.program.rules import conv_labels, dot_dims, sharding_needs
 
 DTYPES = {(16, "f"): "bfloat16", (32, "f"): "float32", (64, "f"): "float32", (8, "f"): "float8", (8, "i"): "int8"}
-_STATED = re.compile(r'"flops": ?(\d+)')
+_STATED = re.compile(r'"?flops"?: ?(\d+)')
 
 
 class Cost(NamedTuple):

@@ -190,7 +190,10 @@ def make_space(config: TrainConfig, topology: Topology, fixed: Collection[str] =
     shapes = [resolve_mesh(topology, mesh_shape(config))] if MESH in fixed else _factorings(topology.num_devices, axes)
     remats, sharded = _remats(config, fixed), SHARD_OVER in fixed or bool(config.optimizer.shard_over)
     for shape in shapes:
-        sizes, mesh = tuple(shape.get(name, 1) for name in AXIS_NAMES), group_mesh(config, shape)
+        sizes, mesh = (
+            tuple(shape.get(name, 1) for name in AXIS_NAMES),
+            group_mesh(config, shape, topology.chip.platform),
+        )
         schedules = _schedules(config, shape, fixed)
         over = [""] if shape.get("dp", 1) == 1 or sharded else ["", "dp"]
         shards = math.prod(shape.get(axis, 1) for axis in rules.axes.mesh_axes("batch"))
@@ -236,7 +239,8 @@ def schedule_settings(schedule: str, virtual: int) -> dict[str, str]:
 
 
 def _rules(config: TrainConfig, topology: Topology) -> PartitionRules:
-    return run_rules(config, group_mesh(config, dict.fromkeys(AXIS_NAMES, 1) | {"fsdp": topology.num_devices}))
+    shape = dict.fromkeys(AXIS_NAMES, 1) | {"fsdp": topology.num_devices}
+    return run_rules(config, group_mesh(config, shape, topology.chip.platform))
 
 
 def _useful_axes(config: TrainConfig, rules: PartitionRules) -> tuple[str, ...]:

@@ -39,7 +39,12 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama3": {"model_type": "llama", "tie_word_embeddings": True, "rope_scaling": LLAMA3},
+    "mistral": {"model_type": "mistral", "sliding_window": 7},
     "qwen2": {"model_type": "qwen2", "head_dim": 4},
+    "qwen2_window": {
+        **{"model_type": "qwen2", "head_dim": 4, "use_sliding_window": True},
+        **{"sliding_window": 9, "max_window_layers": 0},
+    },
     "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True},
     "qwen3_moe": {"model_type": "qwen3_moe", **EXPERTS},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 12},

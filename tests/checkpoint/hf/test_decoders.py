@@ -83,6 +83,8 @@ MISTAKES = {
     "another original length": ("llama3", {"rope_original_length": 128}),
     "another theta": ("qwen3", {"rope_theta": 10_000.0}),
     "another epsilon": ("qwen3", {"norm_epsilon": 1e-3}),
+    "a window of one token more": ("mistral", {"sliding_window": 8}),
+    "no window": ("qwen2_window", {"sliding_window": 0}),
     "another number of experts a token": ("qwen3_moe", {"experts_per_token": 1}),
 }
 
@@ -247,6 +249,21 @@ def test_absent_keys_have_the_defaults_of_their_family():
     assert decoder_config_from_hf(qwen3 | {"head_dim": 96})["head_dim"] == 96
 
 
+def test_all_layers_have_a_sliding_window_or_none():
+    llama = {key: value for key, value in LLAMA_3_2.items() if key not in ("architectures", "mlp_bias", "rope_scaling")}
+    del llama["attention_bias"]
+
+    def window(**change):
+        return decoder_config_from_hf(llama | change)["sliding_window"]
+
+    assert window() == window(sliding_window=9) == window(model_type="mistral", sliding_window=None) == 0
+    assert window(model_type="mistral") == 4096  # the default of transformers
+    assert window(model_type="mistral", sliding_window=9) == 9
+    qwen = {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 9}
+    assert window(**qwen, max_window_layers=0) == window(**qwen, layer_types=["sliding_attention"] * 16) == 9
+    assert window(**qwen, max_window_layers=16) == window(**qwen | {"use_sliding_window": False}) == 0  # of 16 layers
+
+
 @pytest.mark.parametrize("config", [LLAMA_3_2, QWEN_2], ids=["llama", "qwen2"])
 def test_old_and_new_spellings_of_keys_are_equivalent(config):
     new = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_theta", "torch_dtype")}
@@ -286,14 +303,27 @@ def test_old_and_new_spellings_of_keys_are_equivalent(config):
         ({"hidden_size": None, "head_dim": None}, "head_dim must be of type int, got None"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings must be of type bool, got 1"),
         ({"logit_scale": 0.5}, r"logit_scale=0.5 is an unknown key; if it has no effect: ignore=\('logit_scale',\)"),
-        ({"model_type": "gpt2"}, "model_type must be one of llama, qwen2, .*, got 'gpt2'"),
+        ({"model_type": "gpt2"}, "model_type must be one of llama, mistral, .*, got 'gpt2'"),
         ({"model_type": None}, "model_type must be one of .*, got None"),
-        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window must be False, got True"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 4},
+            "max_window_layers must be 0, so that all layers have the window, got 4",
+        ),
+        (
+            {"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["full_attention"]},
+            "layer_types must all be sliding_attention",
+        ),
+        ({"use_sliding_window": True}, "use_sliding_window=True is an unknown key"),
+        ({"model_type": "qwen3_moe", "use_sliding_window": True}, "use_sliding_window must be False, got True"),
         ({"model_type": "qwen3_moe", "norm_topk_prob": False}, "norm_topk_prob must be True, got False"),
         ({"model_type": "qwen3_moe"}, "norm_topk_prob must be True, got False"),  # the default of transformers
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers must be \[\], got \[0\]"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step must be 1, got 2"),
-        ({"model_type": "mixtral", "sliding_window": 4096}, "sliding_window must be None, got 4096"),
+        ({"model_type": "mixtral", "sliding_window": 0}, "sliding_window must be a positive integer or null, got 0"),
+        (
+            {"model_type": "mistral", "sliding_window": "4"},
+            "sliding_window must be a positive integer or null, got '4'",
+        ),
     ],
     ids=lambda value: "" if isinstance(value, str) else ",".join(value),
 )
@@ -338,12 +368,14 @@ def test_a_decoder_of_no_family_is_refused():
 
 def test_options_that_older_settings_lack_are_off():
     settings = vars(DecoderConfig())
-    older = {key: value for key, value in settings.items() if not key.startswith(("q", "rope_factor", "num_experts"))}
-    assert len(older) == len(settings) - 4
+    older = {
+        key: value for key, value in settings.items() if not key.startswith(("q", "rope_factor", "num_experts", "sl"))
+    }
+    assert len(older) == len(settings) - 5
     assert huggingface_config(older) == huggingface_config(settings)
 
 
 def test_every_family_has_a_table_and_a_case():
     assert FAMILIES.keys() == DECODER_NAMES.keys() == {read_config(DATA / case)["model_type"] for case in CASES}
     assert {folder.name for folder in DATA.iterdir()} == CASES.keys()
-    assert sum(file.stat().st_size for file in Path(DATA).rglob("*")) < 300_000
+    assert sum(file.stat().st_size for file in Path(DATA).rglob("*")) < 350_000

@@ -1,0 +1,395 @@
+"""Kernels of attention: which one is chosen and why, and splash attention equal to XLA's.
+
+On CPUs splash attention is interpreted. `tests/plan/test_compile.py` compiles it for TPUs.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from flax_mesh import PartitionAxis, create_mesh
+from flax_mesh.errors import ConfigError
+from flax_mesh.jax_compat import kernels_without_devices
+from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
+from flax_mesh.models.attention import attend
+from flax_mesh.models.kernels import Call, choose, misfits
+from flax_mesh.train import DataConfig, RunConfig, TrainConfig, apply_overrides, train
+from flax_mesh.tree import named_leaves
+from tests.models.test_decoder import SMALL, numpy_decoder, small, tokens_of
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+TOLERANCE = 1e-5  # of float32
+B, S, H, K, C = 2, 256, 4, 2, 16
+LONG = dataclasses.replace(SMALL, num_layers=1, num_heads=4, num_kv_heads=2)
+HALF = {"dtype": "bfloat16", "head_dim": 128}
+
+
+# The choice
+
+
+def mesh_of(platform: str = "", **sizes: int) -> AbstractMesh:
+    device = AbstractDevice(platform, None, platform) if platform else None
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), abstract_device=device)
+
+
+CHOICES = [  # platform, sizes of the mesh, sequence length, other fields of Call -> kernel, reason
+    ("tpu", {"fsdp": 8}, 4096, HALF, "splash", "the devices are TPUs"),
+    ("tpu", {"fsdp": 8}, 4096, HALF | {"dtype": "float32", "head_dim": 12}, "splash", "the devices are TPUs"),
+    ("tpu", {"fsdp": 8}, 4096, HALF | {"has_segments": True}, "splash", "the devices are TPUs"),
+    ("tpu", {"fsdp": 2, "sp": 4}, 4096, HALF, "splash", "the devices are TPUs"),
+    ("tpu", {"fsdp": 8}, None, HALF, "splash", "the devices are TPUs"),
+    (
+        "tpu",
+        {"fsdp": 8},
+        4096,
+        HALF | {"dtype": "float16"},
+        "xla",
+        "needs model.dtype bfloat16 or float32, got float16",
+    ),
+    ("tpu", {"fsdp": 8}, 4000, HALF, "xla", "needs a sequence length that is a multiple of 128, got 4000"),
+    ("tpu", {"sp": 4}, 384, HALF, "xla", r"that is a multiple of 512 \(128 \* sp=4\), got 384"),
+    ("tpu", {"fsdp": 8}, 1, HALF | {"keys": 4096}, "xla", "needs as many queries as keys, got 1 and 4096"),
+    ("tpu", {"tp": 8}, 4096, HALF | {"axes": PartitionAxis(attention_dim_axis="tp")}, "xla", "not split, got tp=8"),
+    ("tpu", {"tp": 8}, 4096, HALF | {"axes": PartitionAxis(extra={"kv_heads": None})}, "xla", "heads tp and kv_heads"),
+    ("gpu", {"fsdp": 8}, 4096, HALF, "cudnn", "the devices are GPUs"),
+    ("gpu", {"fsdp": 8}, 100, HALF | {"dtype": "float16"}, "cudnn", "the devices are GPUs"),
+    ("gpu", {"fsdp": 8}, 4096, HALF | {"dtype": "float32"}, "xla", "cudnn needs model.dtype bfloat16 or float16, got"),
+    ("gpu", {"fsdp": 8}, 4096, HALF | {"head_dim": 20}, "xla", "multiple of 8, at most 256, got 20"),
+    ("gpu", {"fsdp": 8}, 4096, HALF | {"head_dim": 256}, "xla", "needs a Hopper GPU for a head dim above 128"),
+    ("gpu", {"fsdp": 2, "sp": 4}, 4096, HALF, "xla", "needs complete sequences, got sequences split over sp=4"),
+    ("gpu", {"fsdp": 8}, 4096, HALF | {"has_segments": True}, "xla", "needs batches without segment_ids"),
+    ("cpu", {"fsdp": 8}, 4096, HALF, "xla", "the devices are CPUs"),
+    ("", {"fsdp": 8}, 4096, HALF, "xla", "the devices are not known"),
+]
+
+
+@pytest.mark.parametrize("row", CHOICES, ids=lambda row: f"{row[0] or 'unknown'}-{row[4]}-{row[5][-24:]}")
+def test_auto_chooses_the_kernel_of_the_platform_where_it_fits(row):
+    platform, sizes, length, fields, kernel, reason = row
+    lengths = {"queries": length, "keys": length}
+    given: dict[str, Any] = {"axes": PartitionAxis(), **lengths, **fields}
+    assert choose(Call(mesh=mesh_of(platform, **sizes), platform=platform, **given))[0] == kernel
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(choose(Call(mesh=mesh_of(platform, **sizes), platform=platform, **given))[1])
+
+
+def test_what_is_not_known_fits():
+    call = Call("bfloat16", 128, PartitionAxis())
+    assert [misfits(kernel, call) for kernel in ("xla", "cudnn", "splash")] == [[], [], []]
+
+
+NOTES = [  # attention, platform -> the line that train, explain and plan print
+    ("auto", "cpu", "attention: xla, because the devices are CPUs (model.attention=auto)"),
+    ("auto", "tpu", "attention: splash, because the devices are TPUs (model.attention=auto)"),
+    (
+        "auto",
+        "gpu",
+        "attention: xla, because cudnn needs model.dtype bfloat16 or float16, got float32 (model.attention=auto)",
+    ),
+    (
+        "auto",
+        "",
+        "attention: splash on TPUs; xla on GPUs, because cudnn needs model.dtype bfloat16 or float16, got float32; "
+        "xla on others (model.attention=auto)",
+    ),
+    ("splash", "cpu", "attention: splash (model.attention=splash), interpreted on CPUs: slow, for tests"),
+    ("splash", "tpu", "attention: splash (model.attention=splash)"),
+    ("cudnn", "gpu", "attention: cudnn (model.attention=cudnn)"),
+]
+
+
+@pytest.mark.parametrize(("attention", "platform", "line"), NOTES)
+def test_the_choice_is_one_line(attention, platform, line):
+    config = dataclasses.replace(SMALL, attention=attention)
+    assert config.notes_on(mesh_of(platform, fsdp=8), 128) == [line]
+    assert dataclasses.replace(SMALL, attention="xla").notes_on(mesh_of(platform, fsdp=8), 128) == []
+
+
+def test_auto_is_xla_on_cpus_operation_by_operation():
+    def jaxpr(attention):
+        model = small(attention=attention, remat="dots_saveable")
+        return str(jax.make_jaxpr(lambda tokens: model(tokens))(tokens_of()))
+
+    plain = jaxpr("xla")
+    with jax.set_mesh(create_mesh((8, 1, 1, 1, 1))):
+        assert DecoderConfig().attention_kernel(128, 128) == "xla"
+    assert strip_policy(jaxpr("auto")) == strip_policy(plain) and "pallas" not in plain
+
+
+def strip_policy(text: str) -> str:
+    return "\n".join(line for line in text.splitlines() if "policy=" not in line)
+
+
+@pytest.mark.parametrize(
+    ("platform", "without_cudnn", "found"),
+    [
+        ("tpu", False, {"splash_mha_fwd"}),
+        ("gpu", False, {"dot_product_attention_fwd"}),
+        ("gpu", True, set()),  # no error: JAX does not find cuDNN, or the GPU is too old
+        ("cpu", False, set()),
+        ("", False, set()),
+    ],
+)
+def test_a_trace_has_the_kernel_of_the_platform_of_its_mesh(platform, without_cudnn, found):
+    model = small(dtype="bfloat16", attention="auto")
+    around = contextlib.nullcontext() if without_cudnn else kernels_without_devices()
+    with around, jax.sharding.use_abstract_mesh(mesh_of(platform, fsdp=2)):
+        text = str(jax.make_jaxpr(lambda tokens: model(tokens))(tokens_of(2, 128)))
+    assert {name for name in ("splash_mha_fwd", "dot_product_attention_fwd") if name in text} == found
+
+
+# Errors
+
+
+def test_a_kernel_that_does_not_fit_is_an_error_with_every_reason():
+    config = DecoderConfig(attention="cudnn", head_dim=12)
+    assert [line.partition(" needs ")[2] for line in config.problems()] == [
+        "model.dtype bfloat16 or float16, got float32",
+        "a model.head_dim that is a multiple of 8, at most 256, got 12",
+    ]
+    half = DecoderConfig(attention="splash", dtype="float16")
+    assert half.problems() == ["model.attention=splash needs model.dtype bfloat16 or float32, got float16"]
+    config = dataclasses.replace(half, dtype="bfloat16", axes=PartitionAxis(attention_dim_axis="tp"))
+    mesh = create_mesh((1, 2, 1, 2, 2))
+    assert not config.problems() and config.problems_on(mesh, 128) == [
+        "model.attention=splash needs head dims that are not split, got tp=2; use model.attention=xla",
+        "model.attention=splash needs a sequence length that is a multiple of 256 (128 * sp=2), got 128; use "
+        "model.attention=xla, or such a data.sequence_length",
+    ]
+    assert dataclasses.replace(SMALL, attention="auto").problems_on(mesh, 100) == []
+
+
+def test_a_length_that_does_not_fit_is_an_error_in_training_and_uses_xla_in_generation():
+    model = small(attention="splash")
+    with pytest.raises(ConfigError, match=r"splash needs a sequence length that is a multiple of 128, got 12; use "):
+        jax.eval_shape(lambda tokens: model(tokens), tokens_of())
+    drawn = jax.eval_shape(lambda tokens: model(tokens, mode="decode"), tokens_of())
+    assert drawn.shape == (2, 12, 64)
+
+
+@pytest.mark.parametrize(
+    ("segment_ids", "found"),
+    [
+        (np.zeros((2, 11), np.int32), r"i32\[2,11\]"),
+        (np.zeros((2, 12), np.float32), r"f32\[2,12\]"),
+        ([[0] * 12] * 2, "list"),
+    ],
+)
+def test_wrong_segment_ids_are_an_error_in_one_line(segment_ids, found):
+    batch: Any = {"inputs": tokens_of(), "targets": tokens_of(), "segment_ids": segment_ids}
+    with pytest.raises(ConfigError, match=rf"^segment_ids must be integers of the shape of the tokens, .*got {found}$"):
+        next_token_loss(small(), batch)
+
+
+def test_cudnn_does_not_compute_segments():
+    model, ids = small(attention="cudnn", dtype="bfloat16"), np.zeros((2, 12), np.int32)
+    with pytest.raises(
+        ConfigError, match=r"cudnn needs batches without segment_ids, got some; use model.attention=xla"
+    ):
+        jax.eval_shape(lambda tokens: model(tokens, segment_ids=ids), tokens_of())
+
+
+# Segments
+
+
+def test_packed_documents_have_the_logits_of_each_document_alone():
+    model, tokens = small(), tokens_of(1, 12)
+    ids = np.array([[3] * 5 + [1] * 4 + [3] * 3], np.int32)  # the third document has the id of the first
+    packed = np.asarray(jax.jit(lambda tokens, ids: model(tokens, segment_ids=ids))(tokens, ids)[0])
+    alone = [numpy_decoder(model, tokens[:, part])[0] for part in (slice(0, 5), slice(5, 9), slice(9, 12))]
+    for part, document in ((slice(0, 5), alone[0]), (slice(5, 9), alone[1])):
+        np.testing.assert_allclose(packed[part], document, atol=2e-5, rtol=1e-4)
+    assert np.abs(packed[9:] - alone[2]).max() > 1e-3  # it attends to the first one
+
+
+# Splash attention
+
+
+def arrays(dtype: Any = jnp.float32) -> tuple[Any, ...]:
+    random = np.random.default_rng(0)
+    q, k, v, weights = (random.normal(size=(B, S, heads, C)) for heads in (H, K, K, H))
+    ids = np.sort(random.integers(0, 4, (B, S))).astype(np.int32)
+    return *(jnp.asarray(x, dtype) for x in (q, k, v)), jnp.asarray(ids), weights
+
+
+def value_and_gradients(kernel: str, window: int, segments: bool, dtype: Any = jnp.float32, mesh: Any = None) -> Any:
+    q, k, v, ids, weights = arrays(dtype)
+    config = DecoderConfig(sliding_window=window)
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        y = attend(kernel, q, k, v, ids if segments else None, config).astype(jnp.float32)
+        return (y * weights).sum(), y
+
+    call = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))
+    if mesh is None:
+        grads, y = call(q, k, v)
+    else:
+        with jax.set_mesh(mesh):
+            grads, y = call(q, k, v)
+    return [np.asarray(x, np.float32) for x in (y, *grads)]
+
+
+def distance(one: Any, other: Any) -> float:
+    return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(one, other, strict=True))
+
+
+CASES = {"causal": (0, False), "window": (40, False), "segments": (0, True), "both": (40, True)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_splash_attention_equals_that_of_xla(case):
+    """Values and gradients, with grouped queries: two heads of queries per head of keys."""
+    window, segments = CASES[case]
+    found = value_and_gradients("splash", window, segments)
+    assert distance(found, value_and_gradients("xla", window, segments)) < TOLERANCE
+    wrong = (window + 1, segments) if window else (0, not segments)  # a mistake that must be seen
+    assert distance(found, value_and_gradients("xla", *wrong)) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param((2, 1, 1, 2, 2), id="dp,tp,sp"), pytest.param((1, 1, 4, 2, 1), id="ep,tp", marks=pytest.mark.slow)],
+)
+def test_splash_attention_on_a_mesh_equals_that_of_one_device(shape):
+    """Rows, heads and queries are split; ep splits none of them, and the rows are too few for it."""
+    found = value_and_gradients("splash", 130, True, mesh=create_mesh(shape))
+    assert distance(found, value_and_gradients("xla", 130, True)) < TOLERANCE
+
+
+def test_splash_attention_in_bfloat16_is_as_exact_as_that_of_xla():
+    """Both round queries, keys, values and results to 8 bits; XLA rounds the weights too, splash the scaled queries."""
+    rounded = [x.astype(jnp.float32) for x in arrays(jnp.bfloat16)[:3]]
+    q, k, v = rounded
+    exact = np.asarray(jax.nn.dot_product_attention(q, k, v, is_causal=True))
+    splash, xla = (value_and_gradients(kernel, 0, False, jnp.bfloat16)[0] for kernel in ("splash", "xla"))
+    assert 2**-12 < np.abs(splash - exact).max() < 1.5 * np.abs(xla - exact).max() < 2**-5
+
+
+def gradients(config: DecoderConfig, mesh: Any = None, segments: bool = False) -> Any:
+    graphdef, state = nnx.split(small(**{k: v for k, v in vars(config).items() if v != getattr(SMALL, k)}))
+    batch: Any = {"inputs": tokens_of(4, 256), "targets": tokens_of(4, 256, seed=1)}
+    if segments:
+        batch["segment_ids"] = np.arange(4 * 256).reshape(4, 256) // 100
+    compute = jax.jit(jax.grad(lambda state, batch: next_token_loss(nnx.merge(graphdef, state), batch)[0]))
+    if mesh is None:
+        return named_leaves(compute(state, batch))
+    with jax.set_mesh(mesh):
+        return named_leaves(compute(state, batch))
+
+
+def assert_equal_gradients(found: Any, wanted: Any) -> None:
+    for (path, a), (_, b) in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4 * np.abs(b).max(), rtol=1e-4, err_msg=path)
+
+
+def test_a_decoder_with_splash_attention_has_the_gradients_of_one_with_xla():
+    config = dataclasses.replace(LONG, scan=True, sliding_window=150)
+    mesh = create_mesh((2, 2, 1, 2, 1), axis_types="explicit")
+    splash = dataclasses.replace(config, attention="splash", remat="attention")
+    assert_equal_gradients(gradients(splash, mesh, segments=True), gradients(config, segments=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "full", "attention+mlp_up", "attention@host", "dots_saveable"])
+@pytest.mark.parametrize("scan", [False, True], ids=["list", "stack"])
+def test_remat_of_splash_attention_does_not_change_gradients(remat, scan):
+    config = dataclasses.replace(LONG, num_layers=2, scan=scan)
+    splash = dataclasses.replace(config, attention="splash", remat=remat)
+    assert_equal_gradients(gradients(splash), gradients(config))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+@pytest.mark.parametrize("shape", [(2, 2, 1, 2, 1), (2, 1, 1, 2, 2), (1, 1, 4, 2, 1), (1, 1, 1, 1, 2)])
+@pytest.mark.parametrize("window", [0, 100])
+def test_a_decoder_with_splash_attention_on_meshes(axis_types, shape, window):
+    config = dataclasses.replace(LONG, sliding_window=window)
+    mesh = create_mesh(shape, axis_types=axis_types, devices=jax.devices()[: int(np.prod(shape))])
+    splash = dataclasses.replace(config, attention="splash")
+    assert_equal_gradients(gradients(splash, mesh, segments=True), gradients(config, segments=True))
+
+
+def kernels_of(remat: str) -> list[str]:
+    """The kernels in the gradient of a decoder of one layer."""
+    model = small(**{"num_layers": 1, "attention": "splash", "remat": remat})
+    graphdef, state = nnx.split(model)
+    batch: Any = {"inputs": tokens_of(1, 128), "targets": tokens_of(1, 128)}
+    found = jax.make_jaxpr(jax.grad(lambda s: next_token_loss(nnx.merge(graphdef, s), batch)[0]))(state)
+    return sorted(kernels_in(found.jaxpr))
+
+
+def kernels_in(jaxpr: Any) -> Iterator[str]:
+    """Without those whose results are not read: with JAX 0.10, only XLA removes them."""
+    read = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            if any(id(v) in read for v in eqn.outvars):
+                yield eqn.params["name"].split("_")[2]
+            continue
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, list | tuple) else [value]:
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from kernels_in(inner)
+
+
+@pytest.mark.parametrize("remat", ["none", "attention", "dots_saveable"])
+def test_policies_that_save_the_output_of_splash_attention_do_not_compute_it_again(remat):
+    assert kernels_of(remat) == ["dkv", "dq", "fwd"]
+
+
+def test_full_remat_computes_splash_attention_again():
+    assert kernels_of("full") == ["dkv", "dq", "fwd", "fwd"]
+
+
+# Runs
+
+
+def run_of(folder: Any, batches: Any, *settings: str) -> tuple[list[float], list[str]]:
+    """The losses of two steps, and the lines that the run prints."""
+    config = TrainConfig(
+        make_decoder,
+        next_token_loss,
+        dataclasses.replace(SMALL, vocab_size=256),
+        data=DataConfig(batch_size=4, sequence_length=128),
+        run=RunConfig(steps=2, folder=str(folder), platform="cpu", eval_every=0, sample_tokens=0),
+        make_batches=batches and (lambda config: batches),
+    )
+    said, rows = [], []
+    train(apply_overrides(config, list(settings)), say=said.append, hooks=[rows.append])
+    return [row["loss"] for row in rows], said
+
+
+def packed_batch(step: int) -> dict[str, Any]:
+    random = np.random.default_rng(step)
+    tokens = random.integers(0, 256, (4, 129)).astype(np.int32)
+    ids = np.sort(random.integers(0, 3, (4, 128)), axis=1).astype(np.int32)
+    return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "segment_ids": ids}
+
+
+@pytest.mark.slow
+def test_a_pipeline_of_packed_batches_with_splash_attention_has_the_losses_of_one_with_xla(tmp_path):
+    pipeline = ["mesh.shape=pp:2,fsdp:2,tp:2", "pipeline.num_microbatches=2", "model.attention=splash"]
+    losses, said = run_of(tmp_path / "splash", packed_batch, *pipeline)
+    assert "attention: splash (model.attention=splash), interpreted on CPUs: slow, for tests" in said
+    wanted, said = run_of(tmp_path / "xla", packed_batch, "mesh.shape=fsdp:4,tp:2")
+    assert "attention: xla, because the devices are CPUs (model.attention=auto)" in said
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+
+
+def test_a_length_that_does_not_fit_is_an_error_before_a_run(tmp_path):
+    """With batches of the recipe, whose length is not known before, it is one of the trace."""
+    sizes = ["mesh.shape=fsdp:4,tp:2", "model.attention=splash"]
+    with pytest.raises(ConfigError, match=r"splash needs a sequence length that is a multiple of 128, got 12; use"):
+        run_of(tmp_path, lambda step: {"inputs": tokens_of(4), "targets": tokens_of(4)}, *sizes)
+    with pytest.raises(ConfigError, match=r"splash needs a sequence length that is a multiple of 128, got 96; use"):
+        run_of(tmp_path, None, *sizes, "data.sequence_length=96")
