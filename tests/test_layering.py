@@ -29,17 +29,26 @@ FLOORS = (
     ("checkpoint",),
     ("models", "train.data", "train.optimizers", "train.hooks"),
     ("train",),
+    ("inference",),
     ("plan.program",),
     ("plan",),
     ("plan.compile",),
     ("plan.search",),
+    ("cli.text",),
     ("cli",),
 )
 RANK = {floor: rank for rank, floors in enumerate(FLOORS) for floor in floors}
 # Files without JAX -> the packages that they import besides the standard library, each other and WHERE_USED.
 PURE = {"errors.py": set(), "hardware.py": set(), "settings.py": set(), "svg.py": set(), "text.py": set()}
 PURE |= {"mesh/torus/*.py": {"numpy"}, "mpmd/schedules/*.py": set()}
-WHERE_USED = {"orbax", "tensorstore", "rich", "xxhash", "tensorboardX"}  # heavy or optional: imported inside functions
+WHERE_USED = {
+    "orbax",
+    "tensorstore",
+    "rich",
+    "xxhash",
+    "tensorboardX",
+    "tokenizers",
+}  # heavy or optional: imported inside functions
 ORBAX = (
     f"{NAME}.checkpoint.orbax"  # subclasses Orbax classes: imports Orbax at its head, and is imported inside functions
 )
