@@ -13,8 +13,9 @@ from jax.sharding import Mesh
 
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.find import step_number
+from flax_mesh.checkpoint.read import read_tree
 from flax_mesh.errors import ConfigError
-from flax_mesh.inference.source import DECODER, Settings, Source, find_source, read_settings
+from flax_mesh.inference.source import DECODER, Settings, Source, find_source, is_decoder, read_settings
 from flax_mesh.inference.tokenizer import Tokenizer, open_tokenizer
 from flax_mesh.mesh.shape import format_mesh_shape
 from flax_mesh.models import Decoder, DecoderConfig
@@ -61,6 +62,7 @@ def load_trained(
 ) -> TrainedModel:
     """Load the arrays of `source`, after its settings and its tokenizer have been checked."""
     config, notes = settings.config, []
+    _check_layers(source, config.model)
     if not settings.has_mesh:
         sizes = default_mesh(config.model, len(jax.devices()))
         shape = format_mesh_shape(list(sizes), list(sizes.values()))
@@ -83,8 +85,13 @@ def load_trained(
     for note in notes:
         say(note)
     more = "" if settings.has_mesh else "; mesh.shape=... sets another one"
-    say(f"mesh: {mesh_text(mesh.shape)} on {mesh.devices.size} x {mesh.devices.flat[0].device_kind}{more}")
+    say(f"mesh: {_mesh_line(mesh)}{more}")
     return TrainedModel(model, config.model, mesh, tokenizer, f"{source.path}, {what}")
+
+
+def _mesh_line(mesh: Mesh) -> str:
+    kind = mesh.devices.flat[0].device_kind
+    return f"one {kind}" if mesh.devices.size == 1 else f"{mesh_text(mesh.shape)} on {mesh.devices.size} x {kind}"
 
 
 def default_mesh(config: DecoderConfig, num_devices: int) -> dict[str, int]:
@@ -107,11 +114,22 @@ def _divides(config: DecoderConfig, sizes: Mapping[str, int]) -> bool:
     return all(size % ways(logical) == 0 for _, logical, size in config.dims())
 
 
+def _check_layers(source: Source, config: DecoderConfig) -> None:
+    """Settings of a billion layers must fail before a model of that size is traced."""
+    if source.decoder is not None:
+        if problems := source.decoder._replace(settings=vars(config)).problems():
+            raise ConfigError(problems)
+    elif config.num_layers > (count := len(read_tree(source.path, source.record))):
+        with is_decoder(source.path):
+            raise ConfigError(f"model.num_layers={config.num_layers}, but it has only {count} arrays")
+
+
 def _load(source: Source, config: DecoderConfig, abstract: nnx.State, average: bool) -> tuple[nnx.State, str]:
     """The arrays in the layout of `abstract`, and what they are."""
     if source.decoder is not None:
         return source.decoder._replace(settings=vars(config)).load(abstract), source.decoder.model_type
-    found = averages(source.path, source.arrays, source.record) if average else {}
+    arrays = read_tree(source.path, source.record)
+    found = averages(source.path, arrays, source.record) if average else {}
     scaled = {MODEL + path: (array.path, factor) for path, (array, factor) in found.items()}
     step = step_number(source.path)
     with Checkpointer(source.path.parent, layers=model_layers(Decoder) or None) as checkpointer:

@@ -13,7 +13,7 @@ from flax_mesh.checkpoint.find import check_committed, find_valid, step_number
 from flax_mesh.checkpoint.hf.decoders import DecoderFolder, open_decoder
 from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT, LENGTH
 from flax_mesh.checkpoint.hf.safetensors import read_json, user_path
-from flax_mesh.checkpoint.read import Array, plain, read_record, read_tree
+from flax_mesh.checkpoint.read import plain, read_record
 from flax_mesh.errors import ConfigError
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.settings import path_problem
@@ -41,7 +41,6 @@ class Source:
         is_text: Whether the decoder was trained on text, one token per byte.
         sequence_length: Of the training run, or the longest that config.json allows; None if it is not known.
         record: The metadata of a checkpoint; {} for a Hugging Face folder.
-        arrays: Its arrays by path.
         decoder: Of a Hugging Face folder.
         damaged: Newer steps that were skipped because they are damaged.
     """
@@ -52,7 +51,6 @@ class Source:
     is_text: bool = False
     sequence_length: int | None = None
     record: Mapping[str, Any] = field(default_factory=dict)
-    arrays: Mapping[str, Array] = field(default_factory=dict)
     decoder: DecoderFolder | None = None
     damaged: tuple[Path, ...] = ()
 
@@ -84,16 +82,14 @@ def find_source(folder: str | Path, step: int | None = None) -> Source:
     found, damaged = find_valid(folder, step)
     check_committed(found)
     record = saved_record(found)
-    arrays = read_tree(found, record)
     length = read_record(found)["config"].get("data.sequence_length")
     return Source(
         found,
-        _saved_model(found, record["config"], len(arrays)),
+        _saved_model(found, record["config"]),
         found.parent / KEPT,
         is_text=is_text_description(str(record["data"].get("description", ""))),
         sequence_length=int(length) if str(length).isdecimal() and 0 < int(length) < 2**31 else None,
         record=record,
-        arrays=arrays,
         damaged=tuple(damaged),
     )
 
@@ -114,11 +110,11 @@ def _huggingface(path: Path) -> Source:
     return Source(path, model, path, sequence_length=longest, decoder=decoder)
 
 
-def _saved_model(step: Path, saved: Mapping[str, Any], num_arrays: int) -> DecoderConfig:
+def _saved_model(step: Path, saved: Mapping[str, Any]) -> DecoderConfig:
     """The DecoderConfig in the settings of a checkpoint. ConfigError if they are those of another model."""
     config = TrainConfig(make_decoder, next_token_loss, DecoderConfig())
     texts = {key: value for key, value in saved.items() if key.startswith("model.")}
-    with _is_decoder(step):
+    with is_decoder(step):
         if not texts:
             raise ConfigError("its metadata has no settings of a model, which runs and imports save")
         missing = [f"model.{name}" for name in SIZES if f"model.{name}" not in texts]
@@ -130,14 +126,12 @@ def _saved_model(step: Path, saved: Mapping[str, Any], num_arrays: int) -> Decod
         config, problems = read_overrides(config, [f"{key}={value}" for key, value in texts.items()])
         if problems := problems or config.model.problems():
             raise ConfigError(problems)
-        # Settings of a billion layers must fail before a model of that size is traced.
-        if config.model.num_layers > num_arrays:
-            raise ConfigError(f"model.num_layers={config.model.num_layers}, but it has only {num_arrays} arrays")
     return config.model
 
 
 @contextmanager
-def _is_decoder(step: Path) -> Iterator[None]:
+def is_decoder(step: Path) -> Iterator[None]:
+    """Add to errors that `step` is then no checkpoint of a Decoder."""
     try:
         yield
     except ConfigError as error:
