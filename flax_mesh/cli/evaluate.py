@@ -146,7 +146,8 @@ def _read_set(name: str, text: str, arguments: argparse.Namespace, source: Sourc
         if source is None:  # which is an error already
             return TextSet(documents.join(), None)
         tokenizer = open_tokenizer(source) if documents.is_text else None
-        found = text_set(documents, tokenizer, arguments.max_tokens)
+        most = arguments.max_tokens if (arguments.max_tokens or 0) > 0 else None  # others are reported as mistakes
+        found = text_set(documents, tokenizer, most)
         problems = set_problems(found.tokens, source.model.vocab_size)
     except ConfigError as error:
         problems = error.problems

@@ -12,6 +12,7 @@ import numpy as np
 from flax_mesh.cli.common import DONE, Mistakes, check_writable, use_platform, with_files, write_file
 from flax_mesh.cli.text.generated import Printer, json_of
 from flax_mesh.errors import ConfigError
+from flax_mesh.inference.memory import cache_problem
 from flax_mesh.inference.open import load_trained
 from flax_mesh.inference.prompts import Prompt, encode_prompts, read_prompts, stop_ids
 from flax_mesh.inference.source import Settings, Source, find_source, read_settings
@@ -103,6 +104,9 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     trained = load_trained(
         request.source, request.settings, request.tokenizer, average=not arguments.no_average, say=say
     )
+    slots = arguments.cache_length or max(map(len, request.rows)) + arguments.max_tokens
+    if problem := cache_problem(trained.config, trained.mesh, min(arguments.batch_size, len(request.rows)), slots):
+        raise ConfigError(problem)
     say(f"tokenizer: {'none' if request.tokenizer is None else request.tokenizer.name}")
     prompts, stops = request.prompts, frozenset(request.stops)
     printer = Printer(prompts, request.tokenizer, stops, arguments.max_tokens, quiet=arguments.json)
@@ -156,10 +160,13 @@ def _checked(arguments: argparse.Namespace) -> Request:
             with mistakes:  # not if the tokenizer cannot be read
                 stops += stop_ids(arguments.stop, tokenizer, vocab_size)
             rows = encode_prompts(prompts, tokenizer, vocab_size)
-            if arguments.cache_length is not None:
+            if arguments.cache_length is not None and not option_problems(*limits):
                 names = [prompt.name for prompt in prompts]
                 found = length_problems(rows, arguments.max_tokens, arguments.cache_length, names)
-                mistakes.problems += [line.replace("cache_length", "--cache-length") for line in found]
+                options = {"cache_length": "--cache-length", "max_tokens=": "--max-tokens "}
+                for name, option in options.items():
+                    found = [line.replace(name, option) for line in found]
+                mistakes.problems += found
     mistakes.raise_if_any()
     assert source is not None and settings is not None
     return Request(source, settings, tokenizer, prompts, rows, stops, sampling)

@@ -23,7 +23,7 @@ from flax_mesh.inference.tokenizer import Encoded, Tokenizer
 from flax_mesh.mesh.context import in_mesh
 from flax_mesh.models import Decoder, next_token_loss
 from flax_mesh.step.loss import sums_of
-from flax_mesh.train.data.batches import num_windows
+from flax_mesh.text import count_text
 from flax_mesh.train.data.data import Documents, Tokens
 from flax_mesh.train.data.own import place_batch
 
@@ -71,14 +71,17 @@ def evaluate(
 ) -> Iterator[tuple[str, int, float]]:
     """Yield (name, number of predicted tokens, mean loss in nats) of every set.
 
-    One program is compiled. The rows of a batch are rounded up to what the mesh divides.
+    One program is compiled. The rows of a batch are rounded up to what the mesh divides, and neither rows nor columns
+    are more than the longest set has.
     """
     sums = _sums(model, mesh)
-    multiple = _multiple(model.axes, mesh, "batch", "experts")
-    rows = -(-batch_size // multiple) * multiple
+    longest = max(map(len, sets.values()), default=2)
+    sequence_length = _fitted(sequence_length, longest - 1, _multiple(model.axes, mesh, "sequence"))
+    most = _count_of(longest, sequence_length)
+    rows = _fitted(batch_size, most, _multiple(model.axes, mesh, "batch", "experts"))
     for name, tokens in sets.items():
         total, pending = 0.0, []
-        for first in range(0, _count(tokens, sequence_length), rows):
+        for first in range(0, _count_of(len(tokens), sequence_length), rows):
             pending.append(sums(window_batch(tokens, first, rows, sequence_length)))
             if len(pending) > 1:  # the devices compute the next batch meanwhile
                 total += float(pending.pop(0))
@@ -99,10 +102,14 @@ def window_batch(tokens: Tokens, first: int, rows: int, sequence_length: int) ->
     return {"inputs": inputs, "targets": targets}
 
 
-def _count(tokens: Tokens, sequence_length: int) -> int:
+def _count_of(num_tokens: int, sequence_length: int) -> int:
     """Number of windows, of which the last one may be shorter."""
-    full = num_windows(tokens, sequence_length)
-    return full + (full * sequence_length < len(tokens) - 1)
+    return -(-(num_tokens - 1) // sequence_length)
+
+
+def _fitted(size: int, most: int, multiple: int) -> int:
+    """`size` or, if that is less, `most`, rounded up to a multiple."""
+    return -(-min(size, most) // multiple) * multiple
 
 
 def _sums(model: Decoder, mesh: Mesh) -> Callable[[Any], jax.Array]:
@@ -173,7 +180,8 @@ def _joined(texts: list[Encoded], most: int | None) -> TextSet:
 def set_problems(tokens: Tokens, vocab_size: int) -> list[str]:
     """Why a set cannot be evaluated, one line each."""
     if len(tokens) < 2:
-        return [f"it has {len(tokens)} tokens, and the first one is not predicted; at least 2 are required"]
+        found = count_text(len(tokens), "token")
+        return [f"it has {found}, of which the first is not predicted; at least 2 are required"]
     for start in range(0, len(tokens), CHUNK):
         part = tokens[start : start + CHUNK]
         wrong = part[(part < 0) | (part >= vocab_size)]

@@ -72,7 +72,7 @@ def find_source(folder: str | Path, step: int | None = None) -> Source:
     Reads every byte of the step, to compare it with its checksum. Raises ConfigError if there is no decoder of
     flax_mesh, and CheckpointCorruptedError if the step, or every step, is damaged.
     """
-    if problem := path_problem(str(folder)):
+    if problem := path_problem(str(folder)) or ("" if str(folder) else "is empty"):
         raise ConfigError(f"{str(folder)[:80]!r}: this text {problem}")
     path = user_path(folder)
     if is_huggingface(str(folder)) or (path / CONFIG).is_file():

@@ -22,7 +22,7 @@ from flax_mesh.models.cache import row_multiple, slot_multiple
 from flax_mesh.models.decoder import Decoder
 from flax_mesh.sharding.constrain import constrain
 from flax_mesh.sharding.explicit import on_auto_axes
-from flax_mesh.text import at_most
+from flax_mesh.text import at_most, count_text
 
 GREEDY_BELOW = 1e-30  # of the temperature; logits divided by less may be infinite
 SMALLEST_BUCKET = 16  # slots of a prompt
@@ -310,7 +310,7 @@ def length_problems(
     """Prompts that do not fit in the cache, one line each; `names` as in `prompt_problems`."""
     return at_most(
         [
-            f"{name} has {len(row)} tokens and needs a cache_length of {len(row) + max_tokens} with "
+            f"{name} has {count_text(len(row), 'token')} and needs a cache_length of {len(row) + max_tokens} with "
             f"max_tokens={max_tokens}, got {cache_length}"
             for row, name in zip(rows, names or _names(rows), strict=True)
             if len(row) + max_tokens > cache_length
