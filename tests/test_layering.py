@@ -62,9 +62,16 @@ SHARED = {
     "checkpoint.hf.kept",  # the tokenizer and other files of an imported model
     "checkpoint.hf.safetensors",
     "checkpoint.read",
+    "inference.evaluate",  # for `flax-mesh evaluate`
+    "inference.memory",  # for `flax-mesh generate`
+    "inference.open",  # trained decoders, for both commands
+    "inference.prompts",
+    "inference.source",
+    "inference.tokenizer",
     "mesh.shape",  # axis sizes from and to text
     "mesh.torus.assign",  # axes over a torus, for plans without devices
     "mesh.torus.torus",
+    "models.cache",  # the dims of the cache, for the check of its size
     "mpmd.schedules.file",  # schedules as text files, for recipes and `flax-mesh schedule`
     "mpmd.runtime.placement",  # bytes of every group, for `explain` of a recipe
     "mpmd.runtime.search",  # pipeline.schedule=search
@@ -98,6 +105,7 @@ SHARED = {
     "train.metadata",
     "train.metrics",
     "train.optimizers.groups",  # the filter of what is trained, for plans
+    "train.warm_start",  # which folders are those of Hugging Face
     "train.run_folder",  # the names of the files in it
 }
 

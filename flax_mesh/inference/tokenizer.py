@@ -9,7 +9,7 @@ import numpy as np
 
 from flax_mesh.checkpoint.hf.kept import CONFIG
 from flax_mesh.checkpoint.hf.safetensors import read_json
-from flax_mesh.errors import ConfigError
+from flax_mesh.errors import CheckpointCorruptedError, ConfigError
 from flax_mesh.inference.source import Source
 from flax_mesh.train.data.data import decode
 
@@ -98,9 +98,7 @@ def _read(path: Path) -> Any:
         )
     from tokenizers import Tokenizer as Package
 
-    data = read_json(path)
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} must be a JSON object; replace it by the tokenizer.json of the model")
+    _read_object(path)
     try:
         return Package.from_file(str(path))
     except Exception as error:
@@ -112,6 +110,19 @@ def _read(path: Path) -> Any:
         ) from error
 
 
+def _read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; one line if it contains anything else."""
+    try:
+        found = read_json(path)
+    except CheckpointCorruptedError as error:
+        raise ConfigError(
+            f"{path} is{error.problems[-1].removeprefix(' ')}; replace it by that of the model"
+        ) from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} must be a JSON object; replace it by that of the model")
+    return found
+
+
 def stop_tokens(source: Source) -> tuple[int, ...]:
     """The ids that end a text, eos_token_id of generation_config.json or else of config.json; none for bytes.
 
@@ -121,9 +132,7 @@ def stop_tokens(source: Source) -> tuple[int, ...]:
         return ()
     for name in (GENERATION, CONFIG):
         path = source.files / name
-        found = read_json(path) if path.is_file() else {}
-        if not isinstance(found, dict):
-            raise ConfigError(f"{path} must be a JSON object; repair or remove it")
+        found = _read_object(path) if path.is_file() else {}
         if (stop := found.get(STOP)) is not None:
             return _ids(stop, path, source.model.vocab_size)
     return ()

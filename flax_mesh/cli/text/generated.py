@@ -33,7 +33,7 @@ def json_of(prompt: Prompt, row: np.ndarray, one: Generated, tokenizer: Tokenize
         {
             "prompt": prompt.text,
             "prompt_tokens": row.tolist(),
-            "text": None if tokenizer is None else text_of(one.tokens, stops, tokenizer),
+            "text": None if tokenizer is None else text_of(one.tokens.tolist(), stops, tokenizer),
             "tokens": one.tokens.tolist(),
             "log_probs": one.log_probs.tolist(),
             "stopped": one.stopped,
