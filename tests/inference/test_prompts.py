@@ -87,23 +87,7 @@ def test_a_stop_is_an_id_or_a_text_of_one_token():
 
 def test_random_files_are_read_or_refused(tmp_path):
     draw, path = random.Random(0), tmp_path / "prompts.jsonl"
-    pieces = [
-        '{"prompt": ',
-        '"a"',
-        "}",
-        "\n",
-        '{"tokens": ',
-        "[1, 2]",
-        "[",
-        "]",
-        "1e999",
-        "null",
-        "\\ud800",
-        "\0",
-        "é",
-        "-",
-    ]
-    read = 0
+    pieces = ['{"prompt": ', '"a"', "}", "\n", '{"tokens": ', "[1, 2]", "[", "]", "1e999", "null", "\\ud800", "\0", "é"]
     for _ in range(300):
         path.write_text("".join(draw.choices(pieces, k=draw.randrange(1, 12))), encoding="utf-8")
         try:
