@@ -1,34 +1,43 @@
 """`flax-mesh evaluate`: its table and its JSON, and the held-out loss of the run."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE
-from flax_mesh.models import DecoderConfig
 from flax_mesh.train import apply_overrides, train
+from flax_mesh.train.build import batch_sharding
 from flax_mesh.train.data.data import load_corpus
-from tests.inference.small_run import recipe
+from flax_mesh.train.data.run_data import token_data
+from flax_mesh.train.optimizers.average import with_average
+from tests.inference.small_run import made, recipe, save_run
 from tests.train.bigram import write_text
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
+SETTINGS = ("data.eval_batches=3", "optimizer.ema=0.5", "mesh.shape=fsdp:2")
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> tuple[Path, dict, Path]:
-    """A run of two steps with a moving average, its last row, and a file with the windows that it has evaluated."""
+def trained(tmp_path_factory) -> tuple[Path, dict[str, float], Path]:
+    """A run with a moving average, its held-out metrics as in training, and a file with the windows of these."""
     folder = tmp_path_factory.mktemp("run")
-    settings = [f"data.source={write_text(folder)}", "run.eval_every=2", "data.eval_batches=3", "run.steps=2"]
-    settings += [f"run.folder={folder / 'run'}", "optimizer.ema=0.5", "mesh.shape=fsdp:2", "run.platform=auto"]
-    config = apply_overrides(recipe(), [*settings, "optimizer.learning_rate=0.1", "optimizer.warmup_steps=0"])
-    result = train(config, say=lambda text: None)
-    size = config.data.sequence_length * config.data.batch_size * config.data.eval_batches
-    (folder / "held_out.txt").write_bytes(load_corpus(config.data).held_out[: size + 1].tobytes())
-    return folder / "run", dict(result.last_row), folder / "held_out.txt"
+    state = save_run(folder / "run", *SETTINGS)
+    config, program, _ = made(SETTINGS)
+    data = dataclasses.replace(config.data, source=str(write_text(folder)))
+    corpus, sharding = load_corpus(data), batch_sharding(program.mesh, program.rules.axes)
+    held_out = token_data(corpus, data, 0, sharding, 256, evaluates=True).held_out
+    row: Any = held_out and held_out(lambda batch: program.evaluate(with_average(state, 0.5), batch))
+    size = data.sequence_length * data.batch_size * data.eval_batches
+    (folder / "held_out.txt").write_bytes(corpus.held_out[: size + 1].tobytes())
+    return folder / "run", row, folder / "held_out.txt"
 
 
 @pytest.fixture
@@ -69,7 +78,7 @@ def test_several_sets_are_a_table(trained, command, tmp_path):
 
 
 def test_all_mistakes_are_reported_together(trained, command, tmp_path, compilations):
-    run, _, held_out = trained
+    run = trained[0]
     np.save(tmp_path / "large.npy", np.array([1, 256]))
     (tmp_path / "empty.txt").write_text("")
     options = ("--sequence-length", 0, "--batch-size", -1, "--max-tokens", 0, "mesh.shape=pp:2", "data.seed=1")
@@ -93,7 +102,6 @@ def test_wrong_sources_and_lengths_are_one_line(trained, command, tmp_path):
     assert "two sets have the name a" in command(run, "--data", "a=x", "--data", "a=y")[2]
     assert "--data '': this text is empty" in command(run, "--data", "")[2]
     (tmp_path / "odd.bin").write_bytes(b"abc")
-    assert "2" in command(run, "--data", tmp_path / "odd.bin")[2]
     assert "uint16 tokens (--bin-dtype)" in command(run, "--data", tmp_path / "odd.bin")[2]
     code, _, errors = command(run, "--data", held_out, "--sequence-length", 15, "mesh.shape=sp:2")
     assert code == BAD_INPUT and "--sequence-length 15 is not divisible by the 2 parts of a sequence" in errors
@@ -102,8 +110,29 @@ def test_wrong_sources_and_lengths_are_one_line(trained, command, tmp_path):
     assert code == DONE and "a=b.txt" in text
 
 
-def test_the_settings_of_the_run_have_the_default_length(trained, command):
-    run, _, held_out = trained
-    assert DecoderConfig().vocab_size == 256
-    code, text, _ = command(run, "--data", held_out, "mesh.shape=fsdp:1", "--json", "--sequence-length", 24)
-    assert code == DONE and json.loads(text)["sequence_length"] == 24
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["fsdp:4,tp:2", "pp:2,fsdp:2,tp:2"])
+def test_a_run_is_evaluated_and_continued_on_another_mesh(tmp_path, command, capsys, mesh):
+    settings = [
+        f"data.source={write_text(tmp_path)}",
+        "run.eval_every=2",
+        "data.eval_batches=3",
+        "run.steps=2",
+        f"mesh.shape={mesh}",
+    ]
+    settings += [f"run.folder={tmp_path / 'run'}", "pipeline.num_microbatches=2", "optimizer.learning_rate=0.1"]
+    config = apply_overrides(recipe(), [*settings, "optimizer.warmup_steps=0", "optimizer.ema=0.5"])
+    result = train(config, say=lambda text: None)
+    (tmp_path / "held.txt").write_bytes(load_corpus(config.data).held_out[: 16 * 8 * 3 + 1].tobytes())
+    for other in ("fsdp:1", "dp:2,tp:2", "fsdp:2,sp:2"):
+        code, text, _ = command(
+            tmp_path / "run", "--data", f"held={tmp_path / 'held.txt'}", f"mesh.shape={other}", "--json"
+        )
+        found = json.loads(text)["sets"]["held"]
+        assert code == DONE and found["loss"] == pytest.approx(result.last_row["eval_loss"], rel=1e-5)
+    texts = set()
+    for other in ("fsdp:1", "dp:2,tp:2", "fsdp:2,sp:2"):
+        code = main(["generate", str(tmp_path / "run"), "--prompt", "12 squared", f"mesh.shape={other}"])
+        texts.add(capsys.readouterr().out)
+        assert code == DONE
+    assert len(texts) == 1

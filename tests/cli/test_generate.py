@@ -40,7 +40,7 @@ def rows(text: str) -> list[dict]:
 
 def test_the_text_that_is_streamed_is_that_of_the_json(run, command, tmp_path):
     out = tmp_path / "out.jsonl"
-    options = (MESH, "--temperature", 1, "--seed", 4, "--max-tokens", 30)
+    options = (MESH, "--temperature", 1, "--seed", 4, "--max-tokens", 12)
     code, text, errors = command(run, "--prompt", "é and", *options, "--out", out)
     assert code == DONE
     (row,) = rows(out.read_text())
@@ -51,9 +51,9 @@ def test_the_text_that_is_streamed_is_that_of_the_json(run, command, tmp_path):
     )
     assert bytes(row["tokens"]).decode(errors="replace") == row["text"] and not row["stopped"]
     assert row["prompt"] == "é and" and bytes(row["prompt_tokens"]) == "é and".encode()
-    assert len(row["tokens"]) == len(row["log_probs"]) == 30 and max(row["log_probs"]) < 0
+    assert len(row["tokens"]) == len(row["log_probs"]) == 12 and max(row["log_probs"]) < 0
     assert f"model: {run}/checkpoints/3, step 3" in errors and "tokenizer: bytes" in errors
-    assert "1 prompt, 30 tokens: first token after " in errors and "with compilation; then " in errors
+    assert "1 prompt, 12 tokens: first token after " in errors and "with compilation; then " in errors
     code, text, errors = command(run, "--prompt", "é and", *options, "--json")
     assert (code, rows(text)) == (DONE, [row])
 
@@ -61,14 +61,14 @@ def test_the_text_that_is_streamed_is_that_of_the_json(run, command, tmp_path):
 def test_prompts_of_a_file_are_printed_when_they_are_complete(run, command, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("one\nanother \x1b[2J\nlast\n")
-    options = ("--prompts", prompts, "--prompt", "first", "--max-tokens", 5, "--batch-size", 2, "mesh.shape=dp:2,tp:2")
+    options = ("--prompts", prompts, "--prompt", "first", "--max-tokens", 12, "--batch-size", 2, MESH)
     code, text, errors = command(run, *options)
-    assert code == DONE and "4 prompts, 20 tokens" in errors and "mesh: dp:2,tp:2 on 4 x cpu" in errors
+    assert code == DONE and "4 prompts, 48 tokens" in errors and "mesh: one cpu\n" in errors
     heads = [line for line in text.splitlines() if line.startswith("[")]
     assert heads == ["[1] first", "[2] one", "[3] another \\x1b[2J", "[4] last"]
     found = rows(command(run, *options, "--json")[1])
     assert [row["prompt"] for row in found] == ["first", "one", "another \x1b[2J", "last"]
-    alone = rows(command(run, "--prompt", "first", "--max-tokens", 5, MESH, "--json")[1])
+    alone = rows(command(run, "--prompt", "first", "--max-tokens", 12, MESH, "--json")[1])
     assert alone[0]["tokens"] == found[0]["tokens"]
 
 
@@ -101,7 +101,7 @@ def test_a_hugging_face_folder_with_a_tokenizer(command, tmp_path):
 def test_a_model_without_a_tokenizer_takes_and_prints_ids(command, tmp_path):
     save_run(tmp_path / "run", description=TOKENS)
     (tmp_path / "ids.jsonl").write_text('{"tokens": [1, 2, 3]}\n')
-    options = (tmp_path / "run", "--prompts", tmp_path / "ids.jsonl", MESH, "--max-tokens", 4)
+    options = (tmp_path / "run", "--prompts", tmp_path / "ids.jsonl", MESH, "--max-tokens", 12)
     code, text, errors = command(*options)
     (row,) = rows(command(*options, "--json")[1])
     assert code == DONE and row["text"] is None and row["prompt"] is None and row["prompt_tokens"] == [1, 2, 3]

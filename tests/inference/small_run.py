@@ -27,15 +27,15 @@ def recipe() -> TrainConfig:
         model=DecoderConfig(
             hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_size=32, tied=False
         ),
-        mesh=MeshConfig(shape="dp:2,fsdp:2,tp:2"),
+        mesh=MeshConfig(shape="fsdp:2,tp:2"),
         data=DataConfig(sequence_length=16, batch_size=8),
-        run=RunConfig(steps=12, platform="cpu:8"),
+        run=RunConfig(steps=12),
     )
 
 
 def save_run(folder: Path, *settings: str, description: str = TEXT, **record: Any) -> Any:
     """Save step 3 of a run with these settings and random values in every array; returns the state."""
-    config, program, state = _made(settings)
+    config, program, state = made(settings)
     saved = {
         "format": FORMAT,
         "step": 3,
@@ -51,7 +51,8 @@ def save_run(folder: Path, *settings: str, description: str = TEXT, **record: An
 
 
 @cache
-def _made(settings: tuple[str, ...]) -> tuple[TrainConfig, Any, Any]:
+def made(settings: tuple[str, ...]) -> tuple[TrainConfig, Any, Any]:
+    """Config, program and state of a run with these settings."""
     config = apply_overrides(recipe(), settings)
     program = build_program(config)
     return config, program, with_noise(program.init())

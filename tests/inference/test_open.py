@@ -40,9 +40,9 @@ def test_ids_are_the_same_on_every_mesh_and_from_a_pipelined_checkpoint(run, tmp
     expected = ids(run, "mesh.shape=fsdp:1")
     assert len({token for row in expected for token in row}) > 5
     assert ids(run, "mesh.shape=dp:2,tp:2") == expected
-    pipelined = apply_overrides(recipe(), ["mesh.shape=pp:2,fsdp:2,tp:2", "pipeline.num_microbatches=2"])
+    pipelined = apply_overrides(recipe(), ["mesh.shape=pp:2,fsdp:2", "pipeline.num_microbatches=2"])
     written = reshard(str(run), str(tmp_path / "pp"), pipelined, None)
-    assert written["mesh"] == "pp:2,fsdp:2,tp:2"
+    assert written["mesh"] == "pp:2,fsdp:2"
     assert ids(tmp_path / "pp", "mesh.shape=dp:2,tp:2") == expected
     sampling = Sampling(temperature=1.0, top_k=40, top_p=0.9)
     sampled = ids(run, "mesh.shape=fsdp:1", sampling=sampling, seed=5)
@@ -85,7 +85,7 @@ def test_the_default_mesh_divides_every_dim(sizes, devices, expected):
 
 @pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_with_ema_has_the_average_that_export_writes(tmp_path, scan):
-    state = save_run(tmp_path, "optimizer.ema=0.5", f"model.scan={scan}")
+    state = save_run(tmp_path, "optimizer.ema=0.5", f"model.scan={scan}", "mesh.shape=fsdp:2")
     parameters = {path: np.asarray(x) for path, x in named_leaves(state.to_nnx()["model"])}
     averaged = {path: np.asarray(x) for path, x in named_leaves(with_average(state, 0.5).to_nnx()["model"])}
     for average, expected in ((True, averaged), (False, parameters)):
