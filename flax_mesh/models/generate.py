@@ -230,7 +230,7 @@ def _choose(logits_BV: jax.Array, cache: Any, ids_B: jax.Array, seed: Any, *samp
     def choose(logits_BV: jax.Array, keys_B: jax.Array, *sampling: Any) -> tuple[jax.Array, jax.Array]:
         tokens_B = choose_tokens(logits_BV, keys_B, Sampling(*sampling))
         log_probs_B = jnp.take_along_axis(jax.nn.log_softmax(logits_BV), tokens_B[:, None], axis=-1)[:, 0]
-        return tuple(constrain(x_B, (), axes=DEFAULT_AXES) for x_B in (tokens_B, log_probs_B))
+        return constrain(tokens_B, (), axes=DEFAULT_AXES), constrain(log_probs_B, (), axes=DEFAULT_AXES)
 
     return on_auto_axes(choose, logits_BV, keys_B, *sampling, out=[(), ()], axes=DEFAULT_AXES)
 
