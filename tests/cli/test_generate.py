@@ -1,6 +1,7 @@
 """`flax-mesh generate`: what is printed and written, and the mistakes that it reports before anything compiles."""
 
 import json
+import random
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import pytest
 from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE, FINDINGS
 from flax_mesh.inference import memory
-from tests.inference.small_run import TOKENS, save_run, write_tokenizer
+from flax_mesh.train.overrides import to_texts
+from tests.cli.test_random_input import KEYS, VALUES
+from tests.inference.small_run import TOKENS, recipe, save_run, write_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 HF = Path(__file__).parents[1] / "checkpoint" / "hf" / "data"
@@ -148,3 +151,22 @@ def test_a_damaged_checkpoint_has_the_exit_code_of_damage(run, command, tmp_path
     (folder / "checkpoints" / "3" / "metadata" / "metadata").write_text("{")
     code, _, errors = command(folder, "--prompt", "")
     assert code == FINDINGS and "is damaged" in errors and "Traceback" not in errors
+
+
+@pytest.mark.parametrize("name", ["generate", "evaluate"])
+def test_random_arguments_end_in_a_documented_exit_code(run, capsys, tmp_path, name):
+    """Nothing is computed: one argument is always wrong."""
+    draw, wrong = random.Random(0), ["--batch-size", "0"]
+    own = {"generate": ["prompt", "prompts", "top-k", "top-p", "seed", "stop", "cache-length", "temperature", "out"]}
+    options = [*own.get(name, ["data", "sequence-length", "bin-dtype"]), "max-tokens", "step"]
+    settings = [*to_texts(recipe()), *KEYS]
+    usable = [value for value in VALUES if not value.startswith("/dev")]
+    for _ in range(150):
+        argv = [f"--{draw.choice(options)}={draw.choice(usable)}" for _ in range(draw.randrange(4))]
+        argv = [word if not word.startswith("--out=") else f"--out={tmp_path}/{len(word)}\0" for word in argv]
+        argv += [f"{draw.choice(settings)}={draw.choice(VALUES)}" for _ in range(draw.randrange(3))]
+        code = main([name, str(run), *wrong, *(word for word in argv if not word.startswith("@"))])
+        _, errors = capsys.readouterr()
+        assert code == BAD_INPUT and "Traceback" not in errors, argv
+        lines = errors.splitlines()
+        assert lines and all(line.startswith("flax-mesh: ") and len(line) < 6000 for line in lines), argv
