@@ -59,15 +59,16 @@ class Printer:
         self._max_tokens, self._quiet = max_tokens, quiet
         self._tokens: list[list[int]] = [[] for _ in prompts]
         self._stream = TextStream(tokenizer) if tokenizer is not None else None
-        self._start, self._first_at, self._num_first = time.perf_counter(), 0.0, 0
+        self._start, self._first_at = time.perf_counter(), 0.0
+        self._is_first, self._num_first = True, 0  # tokens that are computed together with the first one
 
     def token(self, prompt: int, token: int) -> None:
         tokens = self._tokens[prompt]
         tokens.append(token)
         if not self._first_at:
             self._first_at = time.perf_counter()
-        if len(tokens) == 1 and not any(len(other) > 1 for other in self._tokens):
-            self._num_first += 1  # computed together with the first one
+        self._is_first = self._is_first and len(tokens) == 1
+        self._num_first += self._is_first
         if self._quiet:
             return
         is_end = token in self._stops
