@@ -119,7 +119,7 @@ CONTRACT = {
         as_jax_array device_put jit
     """,
 }
-MOST_NAMES = 93
+MOST_NAMES = 96
 # Documented in full, with Args, Returns, Raises and an example.
 ENTRY_POINTS = {
     "flax_mesh": """
@@ -130,7 +130,7 @@ ENTRY_POINTS = {
     "flax_mesh.mpmd": "MpmdMesh split_stages Pipeline",
     "flax_mesh.mpmd.schedules": "make_schedule search_schedule",
     "flax_mesh.checkpoint": "Checkpointer",
-    "flax_mesh.models": "load_decoder",
+    "flax_mesh.models": "load_decoder generate",
     "flax_mesh.plan": "plan",
     "flax_mesh.plan.compile": "compile_recipe",
     "flax_mesh.plan.search": "search_layouts",

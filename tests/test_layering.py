@@ -29,17 +29,26 @@ FLOORS = (
     ("checkpoint",),
     ("models", "train.data", "train.optimizers", "train.hooks"),
     ("train",),
+    ("inference",),
     ("plan.program",),
     ("plan",),
     ("plan.compile",),
     ("plan.search",),
+    ("cli.text",),
     ("cli",),
 )
 RANK = {floor: rank for rank, floors in enumerate(FLOORS) for floor in floors}
 # Files without JAX -> the packages that they import besides the standard library, each other and WHERE_USED.
 PURE = {"errors.py": set(), "hardware.py": set(), "settings.py": set(), "svg.py": set(), "text.py": set()}
 PURE |= {"mesh/torus/*.py": {"numpy"}, "mpmd/schedules/*.py": set()}
-WHERE_USED = {"orbax", "tensorstore", "rich", "xxhash", "tensorboardX"}  # heavy or optional: imported inside functions
+WHERE_USED = {
+    "orbax",
+    "tensorstore",
+    "rich",
+    "xxhash",
+    "tensorboardX",
+    "tokenizers",
+}  # heavy or optional: imported inside functions
 ORBAX = (
     f"{NAME}.checkpoint.orbax"  # subclasses Orbax classes: imports Orbax at its head, and is imported inside functions
 )
@@ -53,9 +62,16 @@ SHARED = {
     "checkpoint.hf.kept",  # the tokenizer and other files of an imported model
     "checkpoint.hf.safetensors",
     "checkpoint.read",
+    "inference.evaluate",  # for `flax-mesh evaluate`
+    "inference.memory",  # for `flax-mesh generate`
+    "inference.open",  # trained decoders, for both commands
+    "inference.prompts",
+    "inference.source",
+    "inference.tokenizer",
     "mesh.shape",  # axis sizes from and to text
     "mesh.torus.assign",  # axes over a torus, for plans without devices
     "mesh.torus.torus",
+    "models.cache",  # the dims of the cache, for the check of its size
     "mpmd.schedules.file",  # schedules as text files, for recipes and `flax-mesh schedule`
     "mpmd.runtime.placement",  # bytes of every group, for `explain` of a recipe
     "mpmd.runtime.search",  # pipeline.schedule=search
@@ -89,6 +105,7 @@ SHARED = {
     "train.metadata",
     "train.metrics",
     "train.optimizers.groups",  # the filter of what is trained, for plans
+    "train.warm_start",  # which folders are those of Hugging Face
     "train.run_folder",  # the names of the files in it
 }
 

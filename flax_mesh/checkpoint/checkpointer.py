@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -250,7 +250,14 @@ class Checkpointer:
         return target
 
     def restore(
-        self, abstract: Tree, step: int | None = None, *, include: str = "", cast: bool = False, verify: bool = True
+        self,
+        abstract: Tree,
+        step: int | None = None,
+        *,
+        include: str = "",
+        cast: bool = False,
+        verify: bool = True,
+        scaled: Mapping[str, tuple[str, float]] | None = None,
     ) -> Tree:
         """Restore a checkpoint in the layout of `abstract`, whatever layout it was saved in.
 
@@ -263,6 +270,8 @@ class Checkpointer:
                 `restore({"model": abstract["model"]}, include="model/")`.
             cast: Whether float arrays of another dtype are cast to the dtype in `abstract`.
             verify: Whether to compare all files with their checksums first.
+            scaled: Path on disk -> (another path on disk, factor): the product of that array and the factor is restored
+                there instead, such as the moving average of a parameter.
 
         Returns:
             A tree of the same structure as `abstract`, of arrays with its shapes, dtypes and shardings.
@@ -277,7 +286,10 @@ class Checkpointer:
         step = self._valid_step(step, verify)
         target = self.check(abstract, step, include=include, cast=cast)
         layers = _layers_of(abstract, self.layers, target)
-        leaves = from_disk(self._reader(step, target), *paths_on_disk(_tree(abstract), layers))
+        read = self._reader(step, target)
+        if scaled:
+            read = partial(_read_scaled, scaled, self.arrays(step), target, partial(self._reader, step))
+        leaves = from_disk(read, *paths_on_disk(_tree(abstract), layers))
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
     def restore_partial(
@@ -433,6 +445,27 @@ def arrays_on_disk(
     With the paths that a checkpoint has `stored`: of the arrays that it restores from there.
     """
     return disk_target(*paths_on_disk(_tree(state), _layers_of(state, layers, stored)))
+
+
+def _read_scaled(
+    scaled: Mapping[str, tuple[str, float]],
+    stored: Mapping[str, Any],
+    target: Mapping[str, Any],
+    reader: Callable[[Mapping[str, Any]], Any],
+    paths: Sequence[str],
+) -> dict[str, Any]:
+    """The arrays at `paths`. Products are computed in the dtype of the array that is stored."""
+    others = [path for path in paths if path not in scaled]
+    found = dict(reader(target)(others))
+    sources = {path: scaled[path][0] for path in paths if path in scaled}
+    as_stored = {
+        source: jax.ShapeDtypeStruct(target[path].shape, stored[source].dtype, sharding=target[path].sharding)
+        for path, source in sources.items()
+    }
+    values = dict(reader(as_stored)(list(as_stored)))
+    return found | {
+        path: (values[source] * scaled[path][1]).astype(target[path].dtype) for path, source in sources.items()
+    }
 
 
 def _checked(step: Any) -> int:

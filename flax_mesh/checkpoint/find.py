@@ -122,6 +122,12 @@ def check_whole(step: Path) -> None:
         raise CheckpointCorruptedError(_damage_lines({step: problems}))
 
 
+def check_committed(step: Path) -> None:
+    """Raise ConfigError for a quarantined step, which a Checkpointer does not see."""
+    if not STEP.fullmatch(step.name):
+        raise ConfigError(f"{step} is quarantined; rename it to {step_number(step)} first")
+
+
 def step_number(step: Path) -> int:
     """The number in the name of a step's folder: 20 for "20" and for "20.damaged"."""
     return int(step.name.partition(".")[0])

@@ -39,6 +39,35 @@ def report_failure(error: BaseException) -> int:
     return code
 
 
+class Mistakes:
+    """Collects the mistakes of several checks, to report all of them at once.
+
+    >>> with mistakes:
+    ...     check()  # a ConfigError ends the block, not the command
+    >>> mistakes.raise_if_any()
+    """
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self._kinds: list[type[BaseException]] = []
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, ConfigError):
+            return False
+        self.problems += error.problems
+        self._kinds.append(type(error))
+        return True
+
+    def raise_if_any(self) -> None:
+        """Raise one error with all lines: a CheckpointCorruptedError if one of them was."""
+        if self.problems:
+            damaged = any(issubclass(kind, CheckpointCorruptedError) for kind in self._kinds)
+            raise (CheckpointCorruptedError if damaged else ConfigError)(list(dict.fromkeys(self.problems)))
+
+
 def with_lost_output(code: int) -> int:
     """`code`, or 1 instead of 0 if standard output could not be written, except if its reader has ended (`| head`)."""
     sys.stdout.flush()

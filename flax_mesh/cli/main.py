@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from flax_mesh.cli import checkpoint, explain, launch, mesh, plan, schedule, train
+from flax_mesh.cli import checkpoint, evaluate, explain, generate, launch, mesh, plan, schedule, train
 from flax_mesh.cli.common import EXIT_CODES, INTERRUPTED, report_failure, with_lost_output
 from flax_mesh.errors import ConfigError
 from flax_mesh.processes.output import tolerant_output
@@ -23,6 +23,8 @@ from flax_mesh.train.metadata import versions
 COMMANDS = {
     "train": (train, "train a recipe, or resume its run"),
     "launch": (launch, "run train in several processes on this machine"),
+    "generate": (generate, "continue prompts with a trained decoder"),
+    "evaluate": (evaluate, "measure the loss and the perplexity of a trained decoder"),
     "explain": (explain, "show the sharding of every array of a recipe, without devices"),
     "plan": (plan, "forecast the memory and the time of a step, for devices that need not be here"),
     "mesh": (mesh, "show how a mesh is placed on the available devices"),

@@ -13,7 +13,6 @@ from typing import Any, TextIO
 
 import jax
 
-from flax_mesh.checkpoint.read import plain
 from flax_mesh.cli.common import (
     DIVERGED,
     DONE,
@@ -24,7 +23,8 @@ from flax_mesh.cli.common import (
     use_compilation_cache,
     use_platform,
 )
-from flax_mesh.cli.forecast import Forecast
+from flax_mesh.cli.text.forecast import Forecast
+from flax_mesh.cli.text.generated import printable
 from flax_mesh.errors import ConfigError
 from flax_mesh.processes import Watch, start_processes
 from flax_mesh.processes.launch import SIGNALS
@@ -235,17 +235,12 @@ def _stop_requests(output: TextIO) -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-def sample_text(sample: str) -> str:
-    """The sample without control characters other than line breaks: they could change the state of the terminal."""
-    return "\n".join(map(plain, sample.split("\n")))
-
-
 def _print_result(result: TrainResult, argv: Sequence[str], steps: int, measured: Sequence[str]) -> None:
     row, lines = result.last_row, [*measured]
     if row.get("bits_per_byte") is not None:
         lines.append(f"held-out: {row['bits_per_byte']:.3f} bits per byte at step {result.step}")
     if result.sample:
-        lines.append(f"sample, after the first bytes of the held-out text:\n{sample_text(result.sample)}\n")
+        lines.append(f"sample, after the first bytes of the held-out text:\n{printable(result.sample)}\n")
     left_out = ["run.on_nonfinite="] if result.status == "diverged" else []
     repeated = [a for a in argv if a != "--restart" and not a.startswith(("run.folder=", "run.steps=", *left_out))]
     command = shlex.join(["flax-mesh", *repeated, f"run.folder={result.folder}"])

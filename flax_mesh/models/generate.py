@@ -22,7 +22,7 @@ from flax_mesh.models.cache import row_multiple, slot_multiple
 from flax_mesh.models.decoder import Decoder
 from flax_mesh.sharding.constrain import constrain
 from flax_mesh.sharding.explicit import on_auto_axes
-from flax_mesh.text import at_most
+from flax_mesh.text import at_most, count_text
 
 GREEDY_BELOW = 1e-30  # of the temperature; logits divided by less may be infinite
 SMALLEST_BUCKET = 16  # slots of a prompt
@@ -113,11 +113,11 @@ def generate(
     """
     check_model(model)
     rows = [np.asarray(prompt) for prompt in prompts]
-    options = _option_problems(max_tokens, seed, batch_size, cache_length, stop_tokens, model.config.vocab_size)
+    options = option_problems(max_tokens, seed, batch_size, cache_length, stop_tokens, model.config.vocab_size)
     if problems := [*sampling.problems(), *options, *prompt_problems(rows, model.config.vocab_size)]:
         raise ConfigError(problems)
     programs = Programs(model, seed, sampling)
-    if cache_length is not None and (problems := _length_problems(rows, max_tokens, cache_length)):
+    if cache_length is not None and (problems := length_problems(rows, max_tokens, cache_length)):
         raise ConfigError(problems)
     run = partial(_continue_batch, programs, max_tokens=max_tokens, stop_tokens=frozenset(stop_tokens))
     num_rows = min(batch_size, len(rows))
@@ -138,20 +138,24 @@ def check_model(model: Any) -> None:
         )
 
 
-def prompt_problems(rows: Sequence[np.ndarray], vocab_size: int) -> list[str]:
-    """Prompts that a model cannot read, one line each."""
+def prompt_problems(rows: Sequence[np.ndarray], vocab_size: int, names: Sequence[str] = ()) -> list[str]:
+    """Prompts that a model cannot read, one line each; `names` replace "prompt 0", "prompt 1" ..."""
     found = []
-    for n, row in enumerate(rows):
+    for row, name in zip(rows, names or _names(rows), strict=True):
         if row.size == 0:
-            found.append(f"prompt {n} is empty; it must have at least one token")
+            found.append(f"{name} is empty; it must have at least one token")
         elif row.ndim != 1 or not np.issubdtype(row.dtype, np.integer):
-            found.append(f"prompt {n} must be a list of token ids, got an array {row.dtype}{list(row.shape)}")
+            found.append(f"{name} must be a list of token ids, got an array {row.dtype}{list(row.shape)}")
         elif (wrong := row[(row < 0) | (row >= vocab_size)]).size:
-            found.append(f"prompt {n} has the token {wrong[0]}; the ids of this model are 0 to {vocab_size - 1}")
+            found.append(f"{name} has the token {wrong[0]}; the ids of this model are 0 to {vocab_size - 1}")
     return at_most(found)
 
 
-def _option_problems(
+def _names(rows: Sequence[np.ndarray]) -> list[str]:
+    return [f"prompt {n}" for n in range(len(rows))]
+
+
+def option_problems(
     max_tokens: Any, seed: Any, batch_size: Any, cache_length: Any, stop_tokens: Sequence[Any], vocab_size: int
 ) -> list[str]:
     limits = {"max_tokens": (max_tokens, 1, ANY_TOKEN), "batch_size": (batch_size, 1, ANY_TOKEN)}
@@ -226,7 +230,7 @@ def _choose(logits_BV: jax.Array, cache: Any, ids_B: jax.Array, seed: Any, *samp
     def choose(logits_BV: jax.Array, keys_B: jax.Array, *sampling: Any) -> tuple[jax.Array, jax.Array]:
         tokens_B = choose_tokens(logits_BV, keys_B, Sampling(*sampling))
         log_probs_B = jnp.take_along_axis(jax.nn.log_softmax(logits_BV), tokens_B[:, None], axis=-1)[:, 0]
-        return tuple(constrain(x_B, (), axes=DEFAULT_AXES) for x_B in (tokens_B, log_probs_B))
+        return constrain(tokens_B, (), axes=DEFAULT_AXES), constrain(log_probs_B, (), axes=DEFAULT_AXES)
 
     return on_auto_axes(choose, logits_BV, keys_B, *sampling, out=[(), ()], axes=DEFAULT_AXES)
 
@@ -300,12 +304,15 @@ def _continue_batch(
     ]
 
 
-def _length_problems(rows: Sequence[np.ndarray], max_tokens: int, cache_length: int) -> list[str]:
+def length_problems(
+    rows: Sequence[np.ndarray], max_tokens: int, cache_length: int, names: Sequence[str] = ()
+) -> list[str]:
+    """Prompts that do not fit in the cache, one line each; `names` as in `prompt_problems`."""
     return at_most(
         [
-            f"prompt {n} has {len(row)} tokens and needs a cache_length of {len(row) + max_tokens} with "
+            f"{name} has {count_text(len(row), 'token')} and needs a cache_length of {len(row) + max_tokens} with "
             f"max_tokens={max_tokens}, got {cache_length}"
-            for n, row in enumerate(rows)
+            for row, name in zip(rows, names or _names(rows), strict=True)
             if len(row) + max_tokens > cache_length
         ]
     )

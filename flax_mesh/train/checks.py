@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -165,9 +166,26 @@ def check_on_mesh(config: TrainConfig, mesh: Mesh | AbstractMesh, axes: Partitio
     dims = [(f"data.batch_size={data.batch_size}{divisor}", "batch", data.batch_size // parts)]
     if config.make_batches is None:
         dims.append((f"data.sequence_length={data.sequence_length}", "sequence", data.sequence_length))
+    found = [*_undivided(dims, mesh, axes), *check_model_on_mesh(config, mesh, axes, _sequence_length(config))]
+    if problem := memory_problem(mesh, config.optimizer.memory):
+        found.append(f"optimizer.memory: {problem}; use optimizer.memory=device")
+    return found
+
+
+def check_model_on_mesh(
+    config: TrainConfig, mesh: Mesh | AbstractMesh, axes: PartitionAxis, sequence_length: int | None = None
+) -> list[str]:
+    """The lines of `check_on_mesh` on the model alone."""
+    dims = []
     if config.rules is None and not config.mesh.rules:  # the model's own table; another one may not split these dims
         model_dims = getattr(config.model, "dims", list)()
-        dims += [(f"{setting}={size}", logical, size) for setting, logical, size in model_dims]
+        dims = [(f"{setting}={size}", logical, size) for setting, logical, size in model_dims]
+    problems_on = getattr(config.model, "problems_on", lambda *_: [])
+    return [*_undivided(dims, mesh, axes), *problems_on(mesh, sequence_length)]
+
+
+def _undivided(dims: Sequence[tuple[str, str, int]], mesh: Mesh | AbstractMesh, axes: PartitionAxis) -> list[str]:
+    """One line for every (text, logical axis, size) that is not divisible by its mesh axes."""
     found = []
     for text, logical, size in dims:
         names = [name for name in axes.mesh_axes(logical) if name in mesh.axis_names]
@@ -175,9 +193,7 @@ def check_on_mesh(config: TrainConfig, mesh: Mesh | AbstractMesh, axes: Partitio
         if size % ways:
             over = " * ".join(f"{name}={mesh.shape[name]}" for name in names if mesh.shape[name] > 1)
             found.append(f"{text} is not divisible by {ways} ({over}); use a multiple, or another mesh.shape")
-    if problem := memory_problem(mesh, config.optimizer.memory):
-        found.append(f"optimizer.memory: {problem}; use optimizer.memory=device")
-    return [*found, *getattr(config.model, "problems_on", lambda *_: [])(mesh, _sequence_length(config))]
+    return found
 
 
 def model_notes(config: TrainConfig, mesh: Mesh | AbstractMesh) -> list[str]:

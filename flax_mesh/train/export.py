@@ -17,7 +17,7 @@ from flax import nnx
 
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.diff import batches, read_batch
-from flax_mesh.checkpoint.find import STEP, check_path, find_valid, step_number
+from flax_mesh.checkpoint.find import check_committed, check_path, find_valid, step_number
 from flax_mesh.checkpoint.hf.convert import map_params, stored_value
 from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, huggingface_config, open_decoder
 from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT, keep_files, other_files, read_kept_config, updated_config
@@ -54,15 +54,15 @@ def export(
     arrays = read_tree(found, record)
     tree = _parameters(arrays)
     cast = {path: array._replace(dtype=_cast(array.dtype, dtype)) for path, array in tree.items()}
-    averages = _averages(found, arrays, record) if average else {}
-    values = _with_averages(found, cast, averages) if averages else read_values(found, cast)  # a few at a time
+    averaged = averages(found, arrays, record) if average else {}
+    values = _with_averages(found, cast, averaged) if averaged else read_values(found, cast)  # a few at a time
     with new_folder(out, by_orbax=to == "orbax") as work:
         more = (_export_safetensors if to == "safetensors" else _export_orbax)(found, work, cast, values, record, dtype)
-    sizes = {"arrays": len(cast), "bytes": sum(array.nbytes for array in cast.values()), "averaged": len(averages)}
+    sizes = {"arrays": len(cast), "bytes": sum(array.nbytes for array in cast.values()), "averaged": len(averaged)}
     return _written(found, out, passed_over) | {"to": to} | sizes | more
 
 
-def _averages(step: Path, arrays: Mapping[str, Array], record: Mapping[str, Any]) -> dict[str, tuple[Array, float]]:
+def averages(step: Path, arrays: Mapping[str, Array], record: Mapping[str, Any]) -> dict[str, tuple[Array, float]]:
     """Path of a parameter -> its moving average, and what that is multiplied by; {} before the first update."""
     found = {match[1]: array for path, array in arrays.items() if (match := AVERAGE.fullmatch(path))}
     counts = [array for path, array in arrays.items() if COUNT.fullmatch(path)]
@@ -78,13 +78,13 @@ def _averages(step: Path, arrays: Mapping[str, Array], record: Mapping[str, Any]
 
 
 def _with_averages(
-    step: Path, tree: Mapping[str, Array], averages: Mapping[str, tuple[Array, float]]
+    step: Path, tree: Mapping[str, Array], averaged: Mapping[str, tuple[Array, float]]
 ) -> Iterator[tuple[str, np.ndarray]]:
     """As `read_values`, with the moving averages in the place of the parameters that have one."""
-    yield from read_values(step, {path: array for path, array in tree.items() if path not in averages})
-    stored = {path: array for path, (array, _) in averages.items() if path in tree}
+    yield from read_values(step, {path: array for path, array in tree.items() if path not in averaged})
+    stored = {path: array for path, (array, _) in averaged.items() if path in tree}
     for path, value in read_values(step, stored):
-        yield path, (value * averages[path][1]).astype(tree[path].dtype)
+        yield path, (value * averaged[path][1]).astype(tree[path].dtype)
 
 
 def import_huggingface(folder: str, out: str, ignore: Sequence[str], model: ImportModel) -> dict[str, Any]:
@@ -122,8 +122,7 @@ def reshard(folder: str, out: str, config: TrainConfig, step: int | None) -> dic
     program = build_program(apply_overrides(config, ["run.compiler_options="]), notes.append)
     abstract, layers = program.layout, program.rules.layers
     found, passed_over = find_valid(folder, step)
-    if not STEP.fullmatch(found.name):
-        raise ConfigError(f"{found} is quarantined; rename it to {step_number(found)} first")
+    check_committed(found)
     number, record = step_number(found), saved_record(found)
     with Checkpointer(found.parent, layers=layers or None) as checkpointer:
         state = checkpointer.restore(abstract, number, verify=False)  # find_valid has verified it

@@ -251,6 +251,80 @@ COMMANDS = """
 2 | train {recipe} --process 0/0@127.0.0.1:4000 | --process
 2 | train {recipe} --devices-per-process 0 | device
 2 | train {recipe} --devices-per-process x | --devices-per-process
+2 | generate | DIR
+2 | generate {run} | there is no prompt
+2 | generate {nothing} --prompt a | not a folder
+2 | generate {no_files} --prompt a | no checkpoint
+2 | generate {text} --prompt a | not a folder
+2 | generate {long} --prompt a |
+2 | generate "" --prompt a | is empty
+2 | generate {run} --prompt a --bogus | --bogus
+2 | generate {run} --prompt a | no tokenizer
+2 | generate {run} --prompts {nothing} | cannot be read
+2 | generate {run} --prompts {no_files} | cannot be read
+2 | generate {run} --prompts {binary} | UTF-8
+2 | generate {run} --prompts {long} | --prompts
+2 | generate {run} --prompts "" | --prompts
+2 | generate {run} --prompt a --step 7 | no step 7
+2 | generate {run} --prompt a --step x | --step
+2 | generate {run} --prompt a --max-tokens x | --max-tokens
+2 | generate {run} --prompt a --max-tokens 0 | --max-tokens
+2 | generate {run} --prompt a --max-tokens 99999999999999999999 | --max-tokens
+2 | generate {run} --prompt a --temperature nan | --temperature
+2 | generate {run} --prompt a --temperature -1 | --temperature
+2 | generate {run} --prompt a --temperature x | --temperature
+2 | generate {run} --prompt a --top-k -1 | --top-k
+2 | generate {run} --prompt a --top-p 0 | --top-p
+2 | generate {run} --prompt a --top-p nan | --top-p
+2 | generate {run} --prompt a --seed -1 | --seed
+2 | generate {run} --prompt a --batch-size 0 | --batch-size
+2 | generate {run} --prompt a --cache-length 0 | --cache-length
+2 | generate {run} --prompt a --stop 99 | --stop 99
+2 | generate {run} --prompt a --stop a | --stop 'a'
+2 | generate {run} --prompt a --out {nothing}/x.jsonl | cannot be written
+2 | generate {run} --prompt a --out {no_files} | cannot be written
+2 | generate {run} --prompt a nonsense | nonsense
+2 | generate {run} --prompt a run.steps=1 | no effect here
+2 | generate {run} --prompt a run.stps=1 | run.steps
+2 | generate {run} --prompt a mesh.shape=pp:2 | no pipeline
+2 | generate {run} --prompt a mesh.shape=pp:-1 | no pipeline
+2 | generate {run} --prompt a mesh.shape=dp:0 | mesh.shape
+2 | generate {run} --prompt a mesh.shape=nope:2 | mesh.shape
+2 | generate {run} --prompt a mesh.rules=nope | mesh.rules
+2 | generate {run} --prompt a run.platform=npu | run.platform
+2 | generate {run} --prompt a model.head_dim=3 | model.head_dim
+2 | generate {run} --prompt a model.dtype=int8 | model.dtype
+2 | generate {run} --prompt a @{nothing} | cannot be read
+3 | generate {damaged} --prompt a | damaged
+3 | generate {truncated} --prompt a | metadata
+3 | generate {deep} --prompt a | metadata
+3 | generate {not_json} --prompt a | metadata
+3 | generate {hf_text} --prompt a | config.json
+2 | generate {hf_list} --prompt a | config.json
+2 | generate {hf_unknown} --prompt a | gpt_nope
+2 | generate {hf_types} --prompt a | hidden_size
+2 | generate {hf_huge} --prompt a |
+2 | evaluate | DIR
+2 | evaluate {run} | there is no data
+2 | evaluate {nothing} --data stdlib | not a folder
+2 | evaluate {no_files} --data stdlib | no checkpoint
+2 | evaluate {run} --data "" | empty
+2 | evaluate {run} --data {nothing} | does not exist
+2 | evaluate {run} --data a={nothing} | does not exist
+2 | evaluate {run} --data {no_files} | text files
+2 | evaluate {run} --data {matrix} | 1-D
+2 | evaluate {run} --data {floats} | integers
+2 | evaluate {run} --data {odd} | --bin-dtype
+2 | evaluate {run} --data {long} | --data
+2 | evaluate {run} --data {text} | no tokenizer
+2 | evaluate {run} --data a=x --data a=y | the name a
+2 | evaluate {run} --data {tokens} --bin-dtype int8 | --bin-dtype
+2 | evaluate {run} --data {tokens} --sequence-length 0 | --sequence-length
+2 | evaluate {run} --data {tokens} --batch-size x | --batch-size
+2 | evaluate {run} --data {tokens} --max-tokens 1 | 1 token
+2 | evaluate {run} --data {tokens} mesh.shape=pp:2 | no pipeline
+2 | evaluate {run} --data {tokens} data.seed=1 | no effect here
+3 | evaluate {damaged} --data {tokens} |
 2 | launch | --processes
 2 | launch -n 2 | RECIPE
 2 | launch -n 0 -- train {recipe} | -n

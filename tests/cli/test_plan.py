@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import flax_mesh.cli.forecast
+import flax_mesh.cli.text.forecast
 from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE, FINDINGS
-from flax_mesh.cli.forecast import compiled_bytes
+from flax_mesh.cli.text.forecast import compiled_bytes
 from flax_mesh.plan import plan
 from flax_mesh.plan.topology import parse_topology
 from flax_mesh.text import bytes_text
@@ -170,7 +170,7 @@ def test_a_forecast_that_fails_does_not_stop_the_run(small, capsys, monkeypatch)
     def fail(config, topology):
         raise ZeroDivisionError("no\nforecast")
 
-    monkeypatch.setattr(flax_mesh.cli.forecast, "plan", fail)
+    monkeypatch.setattr(flax_mesh.cli.text.forecast, "plan", fail)
     assert main([*small, "run.steps=1"]) == DONE
     captured = capsys.readouterr()
     assert "\nforecast: none (ZeroDivisionError: no)\n" in captured.out and "Traceback" not in captured.err

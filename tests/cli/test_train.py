@@ -17,7 +17,8 @@ from rich.progress import Progress
 
 from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE, FAILED, STOPPED
-from flax_mesh.cli.train import _Display, sample_text, step_line
+from flax_mesh.cli.text.generated import printable
+from flax_mesh.cli.train import _Display, step_line
 from flax_mesh.processes.launch import SIGNALS
 from flax_mesh.train import apply_overrides, load_recipe
 from flax_mesh.train.metrics import Row
@@ -309,7 +310,7 @@ def printed_command(out: str, label: str) -> list[str]:
 
 
 def test_control_characters_of_a_sample_are_escaped():
-    assert sample_text("To be,\nor \x1b[2J\x07not\r\n\x00") == "To be,\nor \\x1b[2J\\x07not\\r\n\\x00"
+    assert printable("To be,\nor \x1b[2J\x07not\r\n\x00") == "To be,\nor \\x1b[2J\\x07not\\r\n\\x00"
 
 
 def test_a_row_is_printed_as_a_line_without_unknown_values():

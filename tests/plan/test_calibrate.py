@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE
-from flax_mesh.cli.forecast import Forecast
+from flax_mesh.cli.text.forecast import Forecast
 from flax_mesh.errors import ConfigError
 from flax_mesh.hardware import CHIPS, chip_of, load_chip
 from flax_mesh.mesh.create import create_mesh

@@ -12,8 +12,9 @@ import itertools
 import mmap
 import os
 import platform
+import re
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -160,11 +161,7 @@ def load_corpus(config: DataConfig) -> Corpus:
     """
     if problems := check_data_config(config):
         raise ConfigError(problems)
-    try:
-        files = _stdlib_files() if config.source == STDLIB else _find_files(config.source)
-        corpus = _read_corpus(files, config)
-    except OSError as error:
-        raise _unreadable(error.filename or config.source, error) from error
+    corpus = _read_corpus(config)
     window = config.sequence_length + 1
     for name, part in (("training", corpus.train), ("held-out", corpus.held_out)):
         if len(part) < window:
@@ -178,21 +175,55 @@ def load_corpus(config: DataConfig) -> Corpus:
     return corpus
 
 
-def _read_corpus(files: dict[str, Path], config: DataConfig) -> Corpus:
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """The files of a source that are not empty, as tokens."""
+
+    tokens: dict[str, np.ndarray]  # by name; bytes if `is_text`
+    is_text: bool
+    paths: dict[str, Path]  # of all files, empty ones too
+
+    def join(self, names: Sequence[str] | None = None) -> Tokens:
+        """All of them, or those of some names, as one sequence: text with a zero byte between two files."""
+        chosen = [self.tokens[name] for name in (self.tokens if names is None else names)]
+        return _join_text(chosen) if self.is_text else _join_tokens(chosen)
+
+
+def load_documents(source: str, bin_dtype: str) -> Documents:
+    """Read or memory-map the files of `source`, as `load_corpus` does, without a division into parts."""
+    try:
+        files = _stdlib_files() if source == STDLIB else _find_files(source)
+        return _open_files(files, source, bin_dtype)
+    except OSError as error:
+        raise _unreadable(error.filename or source, error) from error
+
+
+def _open_files(files: dict[str, Path], source: str, bin_dtype: str) -> Documents:
     tokenized = [path.suffix.lower() in TOKEN_SUFFIXES for path in files.values()]
     if any(tokenized) and not all(tokenized):
         raise ConfigError(
-            f"data.source: {config.source} matches {sum(tokenized)} token files ({', '.join(TOKEN_SUFFIXES)}) and "
+            f"data.source: {source} matches {sum(tokenized)} token files ({', '.join(TOKEN_SUFFIXES)}) and "
             f"{tokenized.count(False)} others. Use a pattern that matches one kind."
         )
     is_text = not any(tokenized)
-    opened = {name: _open(path, is_text, config.bin_dtype) for name, path in files.items()}
+    opened = {name: _open(path, is_text, bin_dtype) for name, path in files.items()}
     documents = {name: tokens for name, tokens in opened.items() if len(tokens)}
     if not documents:
-        raise ConfigError(f"data.source: {config.source} is empty: {count_text(len(files), 'file')} without content.")
+        raise ConfigError(f"data.source: {source} is empty: {count_text(len(files), 'file')} without content.")
+    return Documents(documents, is_text, files)
+
+
+def is_text_description(description: str) -> bool:
+    """Whether the `description` of a corpus is that of text, not of token files."""
+    return re.search(r": [0-9,]+ files?, [0-9,]+ bytes; ", description) is not None
+
+
+def _read_corpus(config: DataConfig) -> Corpus:
+    found = load_documents(config.source, config.bin_dtype)
+    documents, is_text, files = found.tokens, found.is_text, found.paths
     # Before the tokens are hashed: a file that is written after that has another stamp.
-    stamps = {str(path): _stamp(path) for name, path in files.items() if isinstance(opened[name], np.memmap)}
-    train, held_out, split = _split(documents, config.held_out, _join_text if is_text else _join_tokens)
+    stamps = {str(files[name]): _stamp(files[name]) for name, x in documents.items() if isinstance(x, np.memmap)}
+    train, held_out, split = _split(found, config.held_out)
 
     label = f"standard library of Python {platform.python_version()}" if config.source == STDLIB else config.source
     size = f"{sum(map(len, documents.values())):,} {'bytes' if is_text else 'tokens'}"
@@ -217,17 +248,16 @@ def _stamp(path: str | Path) -> FileStamp | None:
     return found.st_size, found.st_mtime_ns, found.st_ino
 
 
-def _split(
-    documents: dict[str, np.ndarray], share: float, join: Callable[[list[np.ndarray]], Tokens]
-) -> tuple[Tokens, Tokens, str]:
+def _split(found: Documents, share: float) -> tuple[Tokens, Tokens, str]:
     """(training tokens, held-out tokens, description of the division)."""
+    documents = found.tokens
     if len(documents) == 1:
         (tokens,) = documents.values()
         cut = len(tokens) - round(len(tokens) * share)
         return tokens[:cut], tokens[cut:], f"trains on the first {cut:,}, holds out the last {len(tokens) - cut:,}"
     names = _held_out_names(documents, share)
-    train = join([tokens for name, tokens in documents.items() if name not in names])
-    held_out = join([tokens for name, tokens in documents.items() if name in names])
+    train = found.join([name for name in documents if name not in names])
+    held_out = found.join([name for name in documents if name in names])
     trains = f"trains on {count_text(len(documents) - len(names), 'file')} ({len(train):,})"
     holds_out = f"holds out {count_text(len(names), 'file')} ({len(held_out):,})"
     return train, held_out, f"{trains}, {holds_out}, by a hash of their paths"

@@ -1,0 +1,161 @@
+"""`flax-mesh evaluate`: loss, bits per byte and perplexity of a trained decoder on texts and token files."""
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from flax_mesh.checkpoint.read import finite, plain
+from flax_mesh.cli.common import DONE, Mistakes, table_width, use_platform, with_files
+from flax_mesh.cli.generate import add_source, check_counts
+from flax_mesh.errors import ConfigError
+from flax_mesh.inference.evaluate import Evaluation, TextSet, evaluate, length_problem, set_problems, text_set
+from flax_mesh.inference.open import load_trained
+from flax_mesh.inference.source import Settings, Source, find_source, read_settings
+from flax_mesh.inference.tokenizer import open_tokenizer
+from flax_mesh.settings import path_problem
+from flax_mesh.text import mesh_text, table_text
+from flax_mesh.train.data.data import STDLIB, load_documents
+
+NAMED = re.compile(r"([\w.-]+)=(.+)", re.DOTALL)
+LENGTH = 1024  # of sequences, unless the model was trained on, or supports, only shorter ones
+HEADS = ("set", "tokens", "bytes", "loss", "bits/byte", "perplexity")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Print the loss in nats per token, the bits per byte and the perplexity of texts or tokens. Every token but "
+        "the first is predicted once."
+    )
+    parser.epilog = "Exit codes: 0 success, 1 unexpected error, 2 invalid input, 3 the checkpoint is damaged."
+    add_source(parser)
+    parser.add_argument(
+        "--data",
+        metavar="[NAME=]SOURCE",
+        action="append",
+        default=[],
+        help='a text file, a token file (.npy, .bin), a folder, a glob or "stdlib", as data.source; may be repeated',
+    )
+    parser.add_argument(
+        "--sequence-length",
+        metavar="N",
+        type=int,
+        help=f"tokens per window (default: that of the run, or at most {LENGTH})",
+    )
+    parser.add_argument("--batch-size", metavar="N", type=int, default=8, help="windows per batch (default: 8)")
+    parser.add_argument(
+        "--bin-dtype", choices=("uint16", "uint32"), default="uint16", help="of .bin files (default: uint16)"
+    )
+    parser.add_argument("--max-tokens", metavar="N", type=int, help="evaluate only the first N tokens of each set")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+class Request(NamedTuple):
+    """Everything that the command line asks for, checked."""
+
+    source: Source
+    settings: Settings
+    sets: dict[str, TextSet]
+    sequence_length: int
+
+
+def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    request = _checked(arguments)
+    use_platform(request.settings.config.run.platform)
+    say = partial(print, file=sys.stderr, flush=True)
+    trained = load_trained(request.source, request.settings, None, average=not arguments.no_average, say=say)
+    if problem := length_problem(trained.config.axes, trained.mesh, request.sequence_length):
+        raise ConfigError(problem)
+    options = {"sequence_length": request.sequence_length, "batch_size": arguments.batch_size}
+    tokens = {name: found.tokens for name, found in request.sets.items()}
+    say(f"windows: {request.sequence_length} tokens")
+    results: dict[str, Evaluation] = {}
+    for name, count, loss in evaluate(trained.model, trained.mesh, tokens, **options):
+        results[name] = Evaluation(count, request.sets[name].num_bytes, loss)
+    if arguments.json:
+        shown = {name: one.to_dict() for name, one in results.items()}
+        model = {"model": trained.description, "mesh": mesh_text(trained.mesh.shape)}
+        print(json.dumps(finite(model | options | {"sets": shown}), indent=1))
+    else:
+        print(table_text(HEADS, rows_of(results), table_width(), right=HEADS[1:], wrap=HEADS[:1]))
+    return DONE
+
+
+def rows_of(results: Mapping[str, Evaluation]) -> list[list[str]]:
+    """The rows of the table, with "-" for what is not known."""
+
+    def cells(name: str, one: Evaluation) -> list[str]:
+        bits = "-" if one.bits_per_byte is None else f"{one.bits_per_byte:.4f}"
+        size = "-" if one.num_bytes is None else f"{one.num_bytes:,}"
+        return [plain(name), f"{one.num_tokens:,}", size, f"{one.loss:.4f}", bits, f"{one.perplexity:.4g}"]
+
+    return [cells(name, one) for name, one in results.items()]
+
+
+def _checked(arguments: argparse.Namespace) -> Request:
+    """Check everything that needs no device. One error has a line for every mistake."""
+    mistakes, settings, source = Mistakes(), None, None
+    sources: dict[str, str] = {}
+    sets: dict[str, TextSet] = {}
+    with mistakes:
+        check_counts(arguments, "sequence_length", "batch_size", "max_tokens")
+    with mistakes:
+        sources = read_sources(arguments.data)
+    with mistakes:
+        source = find_source(arguments.source, arguments.step)
+    if source is not None:
+        with mistakes:
+            settings = read_settings(source, with_files(arguments.overrides))
+    for name, text in sources.items():
+        with mistakes:
+            sets[name] = _read_set(name, text, arguments, source)
+    mistakes.raise_if_any()
+    assert source is not None and settings is not None
+    length = arguments.sequence_length or source.sequence_length or LENGTH
+    if source.decoder is not None and not arguments.sequence_length:
+        length = min(length, LENGTH)
+    return Request(source, settings, sets, length)
+
+
+def read_sources(texts: Sequence[str]) -> dict[str, str]:
+    """Name -> source of every --data; a source without a name is its own name."""
+    found, problems = {}, []
+    if not texts:
+        problems.append('there is no data; pass --data SOURCE: a text file, a token file, a folder, a glob or "stdlib"')
+    for text in texts:
+        match = None if os.path.lexists(text[:4000].replace("\0", "")) else NAMED.fullmatch(text)
+        name, source = (match[1], match[2]) if match else (text, text)
+        if problem := path_problem(source) or ("" if source else "is empty"):
+            problems.append(f"--data {text[:80]!r}: this text {problem}")
+        elif name in found:
+            problems.append(f"--data: two sets have the name {name}; write NAME=SOURCE with another name")
+        else:
+            found[name] = source
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _read_set(name: str, text: str, arguments: argparse.Namespace, source: Source | None) -> TextSet:
+    try:
+        documents = load_documents(text, arguments.bin_dtype)
+        if source is None:  # which is an error already
+            return TextSet(documents.join(), None)
+        tokenizer = open_tokenizer(source) if documents.is_text else None
+        most = arguments.max_tokens if (arguments.max_tokens or 0) > 0 else None  # others are reported as mistakes
+        found = text_set(documents, tokenizer, most)
+        problems = set_problems(found.tokens, source.model.vocab_size)
+    except ConfigError as error:
+        problems = error.problems
+    else:
+        if not problems:
+            return found
+    names = {"data.source: ": "", "data.bin_dtype": "--bin-dtype"}
+    label = f"--data {name}" if name == text or text == STDLIB else f"--data {name}={text}"
+    for old, new in names.items():
+        problems = [problem.replace(old, new) for problem in problems]
+    raise ConfigError([f"{label}: {problem}" for problem in problems])

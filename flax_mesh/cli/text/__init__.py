@@ -1,0 +1,1 @@
+"""Text that commands print: tables of checkpoints, forecasts of a run, generated text."""

@@ -1,0 +1,98 @@
+"""Generated text as it is printed: token by token for one prompt, prompt by prompt for several. And its JSON."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from flax_mesh.checkpoint.read import finite, plain
+from flax_mesh.inference.prompts import Prompt
+from flax_mesh.inference.tokenizer import TextStream, Tokenizer
+from flax_mesh.models import Generated
+from flax_mesh.text import count_text, shortened
+
+PROMPT_CHARACTERS = 100  # of a prompt that is printed beside its text
+
+
+def printable(text: str) -> str:
+    """`text` without control characters other than line breaks: they could change the state of the terminal."""
+    return "\n".join(map(plain, text.split("\n")))
+
+
+def text_of(tokens: Sequence[int], stops: frozenset[int], tokenizer: Tokenizer | None) -> str:
+    """The text of a continuation without the stop token at its end, or its ids if there is no tokenizer."""
+    shown = tokens[:-1] if len(tokens) and int(tokens[-1]) in stops else tokens
+    return " ".join(map(str, shown)) if tokenizer is None else tokenizer.decode(shown)
+
+
+def json_of(prompt: Prompt, row: np.ndarray, one: Generated, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """One line of JSON; the text of a model without a tokenizer is null."""
+    stops = frozenset(one.tokens[-1:].tolist() if one.stopped else ())
+    return finite(
+        {
+            "prompt": prompt.text,
+            "prompt_tokens": row.tolist(),
+            "text": None if tokenizer is None else text_of(one.tokens.tolist(), stops, tokenizer),
+            "tokens": one.tokens.tolist(),
+            "log_probs": one.log_probs.tolist(),
+            "stopped": one.stopped,
+        }
+    )
+
+
+class Printer:
+    """Prints tokens as they are generated, as `on_token` of `generate`, and measures their rate.
+
+    The text of a single prompt is printed token by token, that of several when each is complete.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        tokenizer: Tokenizer | None,
+        stops: frozenset[int],
+        max_tokens: int,
+        quiet: bool,
+    ):
+        self._prompts, self._tokenizer, self._stops = prompts, tokenizer, stops
+        self._max_tokens, self._quiet = max_tokens, quiet
+        self._tokens: list[list[int]] = [[] for _ in prompts]
+        self._stream = TextStream(tokenizer) if tokenizer is not None else None
+        self._start, self._first_at = time.perf_counter(), 0.0
+        self._is_first, self._num_first = True, 0  # tokens that are computed together with the first one
+
+    def token(self, prompt: int, token: int) -> None:
+        tokens = self._tokens[prompt]
+        tokens.append(token)
+        if not self._first_at:
+            self._first_at = time.perf_counter()
+        self._is_first = self._is_first and len(tokens) == 1
+        self._num_first += self._is_first
+        if self._quiet:
+            return
+        is_end = token in self._stops
+        if len(self._prompts) == 1:
+            self._print_token(token, is_end, is_end or len(tokens) == self._max_tokens)
+        elif is_end or len(tokens) == self._max_tokens:
+            text = self._prompts[prompt].text or f"{len(self._prompts[prompt].tokens or ())} tokens"
+            print(f"[{prompt + 1}] {shortened(plain(text), PROMPT_CHARACTERS)}")
+            print(printable(text_of(tokens, self._stops, self._tokenizer)), end="\n\n", flush=True)
+
+    def _print_token(self, token: int, is_stop: bool, is_last: bool) -> None:
+        if self._stream is None:
+            text = "" if is_stop else f"{token} "
+        else:
+            text = "" if is_stop else self._stream.add(token)
+            text += self._stream.end() if is_last else ""
+        print(printable(text), end="\n" if is_last else "", flush=True)
+
+    def summary(self) -> str:
+        """Number of prompts and tokens, seconds to the first token, and the rate after it."""
+        total, after = sum(map(len, self._tokens)), time.perf_counter() - self._first_at
+        line = (
+            f"{count_text(len(self._prompts), 'prompt')}, {count_text(total, 'token')}: first token after "
+            f"{self._first_at - self._start:.2f} s, with compilation"
+        )
+        rest = total - self._num_first
+        return f"{line}; then {rest / after:,.1f} tokens/s" if rest and after > 0 else line

@@ -1,0 +1,190 @@
+"""Perplexity: the loss of every token of a text but the first, given at most `sequence_length` - 1 tokens before it.
+
+    tokens    t0 t1 t2 t3 t4 t5      sequence_length = 3
+    window 0  t0 t1 t2               targets t1 t2 t3
+    window 1           t3 t4         targets       t4 t5, and padding without a target
+
+Window w starts at token w * sequence_length, as in training (train/data/batches.py), but the last one is padded and no
+window is left out.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from flax_mesh.axes import PartitionAxis
+from flax_mesh.errors import ConfigError
+from flax_mesh.inference.tokenizer import Encoded, Tokenizer
+from flax_mesh.mesh.context import in_mesh
+from flax_mesh.models import Decoder, next_token_loss
+from flax_mesh.step.loss import sums_of
+from flax_mesh.text import count_text
+from flax_mesh.train.data.data import Documents, Tokens
+from flax_mesh.train.data.own import place_batch
+
+NO_TARGET = -1
+CHUNK = 2**24  # tokens whose largest id is determined at a time
+LARGEST_EXPONENT = 709.0  # of a float
+
+
+class TextSet(NamedTuple):
+    """Tokens to evaluate; `num_bytes` is the size of the text of all of them but the first, None if it is not known."""
+
+    tokens: Tokens
+    num_bytes: int | None
+
+
+class Evaluation(NamedTuple):
+    """The loss on a set of tokens.
+
+    Attributes:
+        num_tokens: Number of predicted tokens.
+        num_bytes: Bytes of their text; None if it is not known.
+        loss: Mean cross-entropy in nats per token.
+    """
+
+    num_tokens: int
+    num_bytes: int | None
+    loss: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss) if self.loss < LARGEST_EXPONENT else math.inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """The loss of all tokens in bits, divided by the bytes of their text."""
+        return self.loss * self.num_tokens / math.log(2) / self.num_bytes if self.num_bytes else None
+
+    def to_dict(self) -> dict[str, Any]:
+        derived = {"bits_per_byte": self.bits_per_byte, "perplexity": self.perplexity}
+        return {"tokens": self.num_tokens, "bytes": self.num_bytes, "loss": self.loss, **derived}
+
+
+def evaluate(
+    model: Decoder, mesh: Mesh, sets: Mapping[str, Tokens], *, sequence_length: int, batch_size: int
+) -> Iterator[tuple[str, int, float]]:
+    """Yield (name, number of predicted tokens, mean loss in nats) of every set.
+
+    One program is compiled. The rows of a batch are rounded up to what the mesh divides, and neither rows nor columns
+    are more than the longest set has.
+    """
+    sums = _sums(model, mesh)
+    longest = max(map(len, sets.values()), default=2)
+    sequence_length = _fitted(sequence_length, longest - 1, _multiple(model.axes, mesh, "sequence"))
+    most = _count_of(longest, sequence_length)
+    rows = _fitted(batch_size, most, _multiple(model.axes, mesh, "batch", "experts"))
+    for name, tokens in sets.items():
+        total, pending = 0.0, []
+        for first in range(0, _count_of(len(tokens), sequence_length), rows):
+            pending.append(sums(window_batch(tokens, first, rows, sequence_length)))
+            if len(pending) > 1:  # the devices compute the next batch meanwhile
+                total += float(pending.pop(0))
+        total += sum(map(float, pending))
+        yield name, len(tokens) - 1, total / (len(tokens) - 1)
+
+
+def window_batch(tokens: Tokens, first: int, rows: int, sequence_length: int) -> dict[str, np.ndarray]:
+    """Windows `first` to `first` + `rows` as inputs and targets; NO_TARGET after the last token."""
+    inputs = np.zeros((rows, sequence_length), np.int32)
+    targets = np.full((rows, sequence_length), NO_TARGET, np.int32)
+    for row in range(rows):
+        start = (first + row) * sequence_length
+        window = tokens[start : start + sequence_length + 1].astype(np.int32)
+        if len(window) > 1:
+            inputs[row, : len(window) - 1] = window[:-1]
+            targets[row, : len(window) - 1] = window[1:]
+    return {"inputs": inputs, "targets": targets}
+
+
+def _count_of(num_tokens: int, sequence_length: int) -> int:
+    """Number of windows, of which the last one may be shorter."""
+    return -(-(num_tokens - 1) // sequence_length)
+
+
+def _fitted(size: int, most: int, multiple: int) -> int:
+    """`size` or, if that is less, `most`, rounded up to a multiple."""
+    return -(-min(size, most) // multiple) * multiple
+
+
+def _sums(model: Decoder, mesh: Mesh) -> Callable[[Any], jax.Array]:
+    """batch -> summed cross-entropy in nats of all targets."""
+    graphdef, state = nnx.split(model, graph=True)
+
+    @jax.jit
+    def summed(state: Any, batch: Any) -> jax.Array:
+        loss, _, metrics = sums_of(next_token_loss(nnx.merge(graphdef, state), batch))
+        return metrics.get("cross_entropy", loss)  # without the losses of routers
+
+    def sums(batch: Any) -> jax.Array:
+        with in_mesh(mesh):
+            return summed(state, place_batch(batch, mesh, model.axes))
+
+    return sums
+
+
+def _multiple(axes: PartitionAxis, mesh: Mesh, *logical: str) -> int:
+    """The number of parts into which `mesh` splits dims of these logical axes."""
+    names = {name for one in logical for name in axes.mesh_axes(one)}
+    return math.prod(mesh.shape.get(name, 1) for name in names)
+
+
+def length_problem(axes: PartitionAxis, mesh: Mesh, sequence_length: int) -> str:
+    """Why `mesh` cannot split sequences of this length, "" if it can."""
+    ways = _multiple(axes, mesh, "sequence")
+    if sequence_length % ways == 0:
+        return ""
+    return f"--sequence-length {sequence_length} is not divisible by the {ways} parts of a sequence; use a multiple"
+
+
+def text_set(documents: Documents, tokenizer: Tokenizer | None, most: int | None) -> TextSet:
+    """The tokens of text or of token files, at most `most` of them.
+
+    Files are separated by a zero byte if every token is a byte; with another tokenizer each is a text of its own.
+    """
+    if not documents.is_text:
+        return TextSet(documents.join()[:most], None)
+    if tokenizer is None:
+        raise ConfigError(
+            "text, but the model has no tokenizer: it was not trained on text files, and there is no tokenizer.json; "
+            "use token files, .npy or .bin"
+        )
+    if tokenizer.is_bytes:
+        tokens = documents.join()[:most]
+        return TextSet(tokens, max(len(tokens) - 1, 0))
+    found, count = [], 0
+    for name, data in documents.tokens.items():
+        try:
+            text = data.tobytes().decode()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{documents.paths[name]} is not UTF-8 text ({error.reason}); convert it") from error
+        found.append(tokenizer.encode(text))
+        count += len(found[-1].tokens)
+        if most is not None and count >= most:
+            break
+    return _joined(found, most)
+
+
+def _joined(texts: list[Encoded], most: int | None) -> TextSet:
+    """All tokens, and the bytes of those that are predicted: all but the first."""
+    sizes = [np.diff(text.ends, prepend=0) for text in texts]  # bytes of every token
+    tokens, size = np.concatenate([text.tokens for text in texts])[:most], np.concatenate(sizes)[:most]
+    return TextSet(tokens, int(size[1:].sum()))
+
+
+def set_problems(tokens: Tokens, vocab_size: int) -> list[str]:
+    """Why a set cannot be evaluated, one line each."""
+    if len(tokens) < 2:
+        found = count_text(len(tokens), "token")
+        return [f"it has {found}, of which the first is not predicted; at least 2 are required"]
+    for start in range(0, len(tokens), CHUNK):
+        part = tokens[start : start + CHUNK]
+        wrong = part[(part < 0) | (part >= vocab_size)]
+        if wrong.size:
+            return [f"it has the token {wrong[0]}; the ids of this model are 0 to {vocab_size - 1}"]
+    return []

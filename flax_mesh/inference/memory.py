@@ -1,0 +1,42 @@
+"""Whether the cache of the keys and values fits in memory, before anything compiles."""
+
+import math
+import os
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from flax_mesh.models import DecoderConfig
+from flax_mesh.models.cache import CACHE_DIMS
+from flax_mesh.settings import MAX_SIZE
+from flax_mesh.text import bytes_text, count_text
+
+
+def cache_problem(config: DecoderConfig, mesh: Mesh, num_rows: int, num_slots: int) -> str:
+    """Why a cache of that many rows and slots cannot be allocated, "" if it may fit."""
+    advice = "lower --max-tokens, --cache-length or --batch-size"
+    if num_slots > MAX_SIZE:
+        return (
+            f"the cache needs {num_slots:,} slots for a prompt and its text, above the {MAX_SIZE:,} of int32; {advice}"
+        )
+    names = {name for dim in CACHE_DIMS for name in config.axes.mesh_axes(dim, "decode")}
+    parts = math.prod(mesh.shape.get(name, 1) for name in names)
+    values = 2 * config.num_layers * num_rows * num_slots * config.num_kv_heads * config.head_dim
+    needed, limit = values * jnp.dtype(config.dtype).itemsize // parts, _device_bytes(mesh)
+    if limit is None or needed <= limit:
+        return ""
+    return (
+        f"the cache of {count_text(num_rows, 'prompt')} with {num_slots:,} tokens each needs {bytes_text(needed)} per "
+        f"device, which has {bytes_text(limit)}; {advice}"
+    )
+
+
+def _device_bytes(mesh: Mesh) -> int | None:
+    """Memory of a device; of virtual CPU devices an equal share of the memory of the host. None: not known."""
+    device: Any = mesh.local_devices[0]
+    if found := (device.memory_stats() or {}).get("bytes_limit"):
+        return found
+    if device.platform != "cpu" or not hasattr(os, "sysconf"):
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(mesh.local_devices)

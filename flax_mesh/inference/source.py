@@ -1,0 +1,176 @@
+"""What a folder contains: the checkpoint of a decoder, or a decoder in Hugging Face's format.
+
+Everything in it is untrusted: settings are read as text, and the recipe that a checkpoint names is never executed.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flax_mesh.checkpoint.find import check_committed, find_valid, step_number
+from flax_mesh.checkpoint.hf.decoders import DecoderFolder, open_decoder
+from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT, LENGTH
+from flax_mesh.checkpoint.hf.safetensors import read_json, user_path
+from flax_mesh.checkpoint.read import plain, read_record
+from flax_mesh.errors import ConfigError
+from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
+from flax_mesh.settings import path_problem
+from flax_mesh.text import at_most
+from flax_mesh.train.checks import check_config
+from flax_mesh.train.config import MeshConfig, TrainConfig, mesh_shape
+from flax_mesh.train.data.data import is_text_description
+from flax_mesh.train.metadata import saved_record
+from flax_mesh.train.overrides import flat_fields, read_overrides, setting_of
+from flax_mesh.train.warm_start import is_huggingface
+
+DECODER = "flax_mesh.models.Decoder"
+# Fields of DecoderConfig that every version has saved; later ones have defaults.
+SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_size")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A decoder on disk.
+
+    Attributes:
+        path: The folder of a step, whose files have been verified, or a Hugging Face folder.
+        model: The decoder's config, as saved.
+        files: The folder that contains the tokenizer and the configs of Hugging Face, if there are any.
+        is_text: Whether the decoder was trained on text, one token per byte.
+        sequence_length: Of the training run, or the longest that config.json allows; None if it is not known.
+        record: The metadata of a checkpoint; {} for a Hugging Face folder.
+        decoder: Of a Hugging Face folder.
+        damaged: Newer steps that were skipped because they are damaged.
+    """
+
+    path: Path
+    model: DecoderConfig
+    files: Path
+    is_text: bool = False
+    sequence_length: int | None = None
+    record: Mapping[str, Any] = field(default_factory=dict)
+    decoder: DecoderFolder | None = None
+    damaged: tuple[Path, ...] = ()
+
+    @property
+    def step(self) -> int | None:
+        return None if self.decoder else step_number(self.path)
+
+
+class Settings(NamedTuple):
+    """The config of a decoder with the settings of the user; `has_mesh` if they contain mesh.shape."""
+
+    config: TrainConfig
+    has_mesh: bool
+
+
+def find_source(folder: str | Path, step: int | None = None) -> Source:
+    """Find the newest valid step of a run, or `step`, or the decoder of a Hugging Face folder.
+
+    Reads every byte of the step, to compare it with its checksum. Raises ConfigError if there is no decoder of
+    flax_mesh, and CheckpointCorruptedError if the step, or every step, is damaged.
+    """
+    if problem := path_problem(str(folder)) or ("" if str(folder) else "is empty"):
+        raise ConfigError(f"{str(folder)[:80]!r}: this text {problem}")
+    path = user_path(folder)
+    if is_huggingface(str(folder)) or (path / CONFIG).is_file():
+        if step is not None:
+            raise ConfigError(f"{folder} is a Hugging Face folder, which has no steps; leave out --step {step}")
+        return _huggingface(path)
+    found, damaged = find_valid(folder, step)
+    check_committed(found)
+    record = saved_record(found)
+    length = read_record(found)["config"].get("data.sequence_length")
+    return Source(
+        found,
+        _saved_model(found, record["config"]),
+        found.parent / KEPT,
+        is_text=is_text_description(str(record["data"].get("description", ""))),
+        sequence_length=int(length) if str(length).isdecimal() and 0 < int(length) < 2**31 else None,
+        record=record,
+        damaged=tuple(damaged),
+    )
+
+
+def _huggingface(path: Path) -> Source:
+    try:
+        decoder = open_decoder(path)
+        model = DecoderConfig(**decoder.settings)
+        if problems := [*model.problems(), *decoder.problems()]:
+            raise ConfigError(problems)
+    except ConfigError as error:
+        if "ignore=" not in str(error):
+            raise
+        hint = "  To ignore them: flax-mesh checkpoint import FOLDER OUT --ignore NAME, and then pass OUT"
+        raise type(error)([*error.problems, hint]) from error
+    longest = read_json(path / CONFIG).get(LENGTH)
+    longest = longest if isinstance(longest, int) and not isinstance(longest, bool) and 0 < longest < 2**31 else None
+    return Source(path, model, path, sequence_length=longest, decoder=decoder)
+
+
+def _saved_model(step: Path, saved: Mapping[str, Any]) -> DecoderConfig:
+    """The DecoderConfig in the settings of a checkpoint. ConfigError if they are those of another model."""
+    config = TrainConfig(make_decoder, next_token_loss, DecoderConfig())
+    texts = {key: value for key, value in saved.items() if key.startswith("model.")}
+    with is_decoder(step):
+        if not texts:
+            raise ConfigError("its metadata has no settings of a model, which runs and imports save")
+        missing = [f"model.{name}" for name in SIZES if f"model.{name}" not in texts]
+        others = sorted(texts.keys() - flat_fields(config).keys())
+        if missing or others:
+            parts = [f"lack {', '.join(missing)}"] if missing else []
+            parts += [f"contain {', '.join(at_most(others, 4))}"] if others else []
+            raise ConfigError(f"its settings {' and '.join(parts)}")
+        config, problems = read_overrides(config, [f"{key}={value}" for key, value in texts.items()])
+        if problems := problems or config.model.problems():
+            raise ConfigError(problems)
+    return config.model
+
+
+@contextmanager
+def is_decoder(step: Path) -> Iterator[None]:
+    """Add to errors that `step` is then no checkpoint of a Decoder."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(
+            [f"{step} is not a checkpoint of {DECODER}: {plain(problem)}" for problem in error.problems]
+        ) from error
+
+
+def read_settings(source: Source, overrides: Sequence[str]) -> Settings:
+    """Apply the settings of the user: those of the model, of the mesh, and run.platform.
+
+    Raises one ConfigError with a line for every mistake that can be found without devices.
+    """
+    base = TrainConfig(make_decoder, next_token_loss, source.model)
+    fields, keys = flat_fields(base), [setting_of(text) for text in overrides]
+    problems = [
+        f"{key} has no effect here; the settings are model.*, mesh.* and run.platform"
+        for key in keys
+        if key in fields and not _is_used(key)
+    ]
+    used = [text for text, key in zip(overrides, keys, strict=True) if key not in fields or _is_used(key)]
+    config, wrong = read_overrides(base, used)
+    if problem := _pipeline_problem(config):
+        problems.append(problem)
+        config = replace(config, mesh=replace(config.mesh, shape=MeshConfig.shape))
+    if problems := [*problems, *wrong, *check_config(config)]:
+        raise ConfigError(problems)
+    return Settings(config, "mesh.shape" in keys)
+
+
+def _is_used(key: str) -> bool:
+    return key.startswith(("model.", "mesh.")) or key == "run.platform"
+
+
+def _pipeline_problem(config: TrainConfig) -> str:
+    try:
+        groups = mesh_shape(config)["pp"]
+    except ValueError:
+        return ""  # check_config reports it
+    if groups == 1:
+        return ""
+    return f"mesh.shape={config.mesh.shape}: generation and evaluation have no pipeline; leave out pp"

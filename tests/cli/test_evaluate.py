@@ -1,0 +1,138 @@
+"""`flax-mesh evaluate`: its table and its JSON, and the held-out loss of the run."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flax_mesh.cli import main
+from flax_mesh.cli.common import BAD_INPUT, DONE
+from flax_mesh.train import apply_overrides, train
+from flax_mesh.train.build import batch_sharding
+from flax_mesh.train.data.data import load_corpus
+from flax_mesh.train.data.run_data import token_data
+from flax_mesh.train.optimizers.average import with_average
+from tests.inference.small_run import made, recipe, save_run
+from tests.train.bigram import write_text
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+SETTINGS = ("data.eval_batches=3", "optimizer.ema=0.5", "mesh.shape=fsdp:2")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> tuple[Path, dict[str, float], Path]:
+    """A run with a moving average, its held-out metrics as in training, and a file with the windows of these."""
+    folder = tmp_path_factory.mktemp("run")
+    state = save_run(folder / "run", *SETTINGS)
+    config, program, _ = made(SETTINGS)
+    data = dataclasses.replace(config.data, source=str(write_text(folder)))
+    corpus, sharding = load_corpus(data), batch_sharding(program.mesh, program.rules.axes)
+    held_out = token_data(corpus, data, 0, sharding, 256, evaluates=True).held_out
+    row: Any = held_out and held_out(lambda batch: program.evaluate(with_average(state, 0.5), batch))
+    size = data.sequence_length * data.batch_size * data.eval_batches
+    (folder / "held_out.txt").write_bytes(corpus.held_out[: size + 1].tobytes())
+    return folder / "run", row, folder / "held_out.txt"
+
+
+@pytest.fixture
+def command(capsys):
+    def call(*argv: object) -> tuple[int, str, str]:
+        code = main(["evaluate", *map(str, argv)])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_the_loss_is_the_held_out_loss_of_the_run(trained, command):
+    run, row, held_out = trained
+    code, text, errors = command(run, "--data", f"held={held_out}", "mesh.shape=dp:2,tp:2", "--json")
+    found = json.loads(text)
+    one = found["sets"]["held"]
+    assert code == DONE and found["mesh"] == "dp:2,tp:2" and found["sequence_length"] == 16
+    assert one["loss"] == pytest.approx(row["eval_loss"], rel=1e-5)
+    assert one["bits_per_byte"] == pytest.approx(row["bits_per_byte"], rel=1e-5)
+    assert one["bits_per_byte"] == pytest.approx(one["loss"] / math.log(2)) and one["tokens"] == one["bytes"] == 384
+    assert one["perplexity"] == pytest.approx(math.exp(one["loss"]))
+    assert "moving average of the parameters" in errors and "windows: 16 tokens" in errors
+    code, text, _ = command(run, "--data", f"held={held_out}", "mesh.shape=dp:2,tp:2", "--json", "--no-average")
+    assert abs(json.loads(text)["sets"]["held"]["loss"] - row["eval_loss"]) > 1e-3
+
+
+def test_several_sets_are_a_table(trained, command, tmp_path):
+    run, _, held_out = trained
+    np.save(tmp_path / "tokens.npy", np.frombuffer(held_out.read_bytes(), np.uint8))
+    data = ("--data", f"text={held_out}", "--data", tmp_path / "tokens.npy", "--max-tokens", 101)
+    code, text, _ = command(run, *data, "mesh.shape=fsdp:1", "--batch-size", 50)
+    head, first, second = text.splitlines()
+    assert code == DONE and head.split() == ["set", "tokens", "bytes", "loss", "bits/byte", "perplexity"]
+    name, tokens, size, loss, bits, perplexity = first.split()
+    assert (name, tokens, size) == ("text", "100", "100")
+    assert float(bits) == pytest.approx(float(loss) / math.log(2), abs=2e-4)
+    assert second.split() == [str(tmp_path / "tokens.npy"), "100", "-", loss, "-", perplexity]
+
+
+def test_all_mistakes_are_reported_together(trained, command, tmp_path, compilations):
+    run = trained[0]
+    np.save(tmp_path / "large.npy", np.array([1, 256]))
+    (tmp_path / "empty.txt").write_text("")
+    options = ("--sequence-length", 0, "--batch-size", -1, "--max-tokens", 0, "mesh.shape=pp:2", "data.seed=1")
+    data = [f"a={tmp_path / 'nothing'}", f"b={tmp_path / 'empty.txt'}", tmp_path / "large.npy"]
+    code, text, errors = command(run, *options, *(word for one in data for word in ("--data", one)))
+    lines = errors.splitlines()
+    assert code == BAD_INPUT and not text and not compilations
+    for part in (
+        *("--sequence-length must be", "--batch-size must be", "--max-tokens must be", "leave out pp"),
+        *("data.seed has no effect here", f"--data a={tmp_path}/nothing: {tmp_path}/nothing does not exist"),
+        f"--data b={tmp_path}/empty.txt: {tmp_path}/empty.txt is empty: 1 file without content",
+        f"--data {tmp_path}/large.npy: it has the token 256; the ids of this model are 0 to 255",
+    ):
+        assert sum(part in line for line in lines) == 1, (part, lines)
+    assert len(lines) == 8
+
+
+def test_wrong_sources_and_lengths_are_one_line(trained, command, tmp_path):
+    run, _, held_out = trained
+    assert "there is no data; pass --data SOURCE" in command(run)[2]
+    assert "two sets have the name a" in command(run, "--data", "a=x", "--data", "a=y")[2]
+    assert "--data '': this text is empty" in command(run, "--data", "")[2]
+    (tmp_path / "odd.bin").write_bytes(b"abc")
+    assert "uint16 tokens (--bin-dtype)" in command(run, "--data", tmp_path / "odd.bin")[2]
+    code, _, errors = command(run, "--data", held_out, "--sequence-length", 15, "mesh.shape=sp:2")
+    assert code == BAD_INPUT and "--sequence-length 15 is not divisible by the 2 parts of a sequence" in errors
+    (tmp_path / "a=b.txt").write_text("some text")  # an existing path is not NAME=SOURCE
+    code, text, _ = command(run, "--data", tmp_path / "a=b.txt", "mesh.shape=fsdp:1")
+    assert code == DONE and "a=b.txt" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["fsdp:4,tp:2", "pp:2,fsdp:2,tp:2"])
+def test_a_run_is_evaluated_and_continued_on_another_mesh(tmp_path, command, capsys, mesh):
+    settings = [
+        f"data.source={write_text(tmp_path)}",
+        "run.eval_every=2",
+        "data.eval_batches=3",
+        "run.steps=2",
+        f"mesh.shape={mesh}",
+    ]
+    settings += [f"run.folder={tmp_path / 'run'}", "pipeline.num_microbatches=2", "optimizer.learning_rate=0.1"]
+    config = apply_overrides(recipe(), [*settings, "optimizer.warmup_steps=0", "optimizer.ema=0.5"])
+    result = train(config, say=lambda text: None)
+    (tmp_path / "held.txt").write_bytes(load_corpus(config.data).held_out[: 16 * 8 * 3 + 1].tobytes())
+    for other in ("fsdp:1", "dp:2,tp:2", "fsdp:2,sp:2"):
+        code, text, _ = command(
+            tmp_path / "run", "--data", f"held={tmp_path / 'held.txt'}", f"mesh.shape={other}", "--json"
+        )
+        found = json.loads(text)["sets"]["held"]
+        assert code == DONE and found["loss"] == pytest.approx(result.last_row["eval_loss"], rel=1e-5)
+    texts = set()
+    for other in ("fsdp:1", "dp:2,tp:2", "fsdp:2,sp:2"):
+        code = main(["generate", str(tmp_path / "run"), "--prompt", "12 squared", f"mesh.shape={other}"])
+        texts.add(capsys.readouterr().out)
+        assert code == DONE
+    assert len(texts) == 1

@@ -1,0 +1,172 @@
+"""`flax-mesh generate`: what is printed and written, and the mistakes that it reports before anything compiles."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from flax_mesh.cli import main
+from flax_mesh.cli.common import BAD_INPUT, DONE, FINDINGS
+from flax_mesh.inference import memory
+from flax_mesh.train.overrides import to_texts
+from tests.cli.test_random_input import KEYS, VALUES
+from tests.inference.small_run import TOKENS, recipe, save_run, write_tokenizer
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+HF = Path(__file__).parents[1] / "checkpoint" / "hf" / "data"
+MESH = "mesh.shape=fsdp:1"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    save_run(folder)
+    return folder
+
+
+@pytest.fixture
+def command(capsys):
+    """Runs `flax-mesh generate` and returns (exit code, standard output, standard error)."""
+
+    def call(*argv: object) -> tuple[int, str, str]:
+        code = main(["generate", *map(str, argv)])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def rows(text: str) -> list[dict]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_the_text_that_is_streamed_is_that_of_the_json(run, command, tmp_path):
+    out = tmp_path / "out.jsonl"
+    options = (MESH, "--temperature", 1, "--seed", 4, "--max-tokens", 12)
+    code, text, errors = command(run, "--prompt", "é and", *options, "--out", out)
+    assert code == DONE
+    (row,) = rows(out.read_text())
+    assert (
+        text
+        == "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in row["text"])
+        + "\n"
+    )
+    assert bytes(row["tokens"]).decode(errors="replace") == row["text"] and not row["stopped"]
+    assert row["prompt"] == "é and" and bytes(row["prompt_tokens"]) == "é and".encode()
+    assert len(row["tokens"]) == len(row["log_probs"]) == 12 and max(row["log_probs"]) < 0
+    assert f"model: {run}/checkpoints/3, step 3" in errors and "tokenizer: bytes" in errors
+    assert "1 prompt, 12 tokens: first token after " in errors and "with compilation; then " in errors
+    code, text, errors = command(run, "--prompt", "é and", *options, "--json")
+    assert (code, rows(text)) == (DONE, [row])
+
+
+def test_prompts_of_a_file_are_printed_when_they_are_complete(run, command, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("one\nanother \x1b[2J\nlast\n")
+    options = ("--prompts", prompts, "--prompt", "first", "--max-tokens", 12, "--batch-size", 2, MESH)
+    code, text, errors = command(run, *options)
+    assert code == DONE and "4 prompts, 48 tokens" in errors and "mesh: one cpu\n" in errors
+    heads = [line for line in text.splitlines() if line.startswith("[")]
+    assert heads == ["[1] first", "[2] one", "[3] another \\x1b[2J", "[4] last"]
+    found = rows(command(run, *options, "--json")[1])
+    assert [row["prompt"] for row in found] == ["first", "one", "another \x1b[2J", "last"]
+    alone = rows(command(run, "--prompt", "first", "--max-tokens", 12, MESH, "--json")[1])
+    assert alone[0]["tokens"] == found[0]["tokens"]
+
+
+def test_a_stop_token_ends_the_text_and_is_not_part_of_it(run, command):
+    options = ("--prompt", "ab", MESH, "--max-tokens", 12)
+    (whole,) = rows(command(run, *options, "--json")[1])
+    token = whole["tokens"][4]
+    at = whole["tokens"].index(token)
+    (row,) = rows(command(run, *options, "--stop", token, "--json")[1])
+    assert row["stopped"] and row["tokens"] == whole["tokens"][: at + 1]
+    assert row["text"] == bytes(row["tokens"][:-1]).decode(errors="replace")
+
+
+def test_a_hugging_face_folder_with_a_tokenizer(command, tmp_path):
+    folder = Path(shutil.copytree(HF / "llama", tmp_path / "hf"))
+    write_tokenizer(folder, eos_token_id=[2, 5])
+    code, text, errors = command(folder, "--prompt", "hello world", MESH, "--max-tokens", 6, "--json")
+    (row,) = rows(text)
+    assert code == DONE and row["prompt_tokens"][0] == 1 and isinstance(row["text"], str)
+    assert f"tokenizer: {folder}/tokenizer.json" in errors and "llama" in errors
+    stop = row["tokens"][2]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
+    (stopped,) = rows(command(folder, "--prompt", "hello world", MESH, "--max-tokens", 6, "--json")[1])
+    assert stopped["stopped"] and stopped["tokens"][-1] == stop
+    (folder / "tokenizer.json").write_text("{}")
+    code, _, errors = command(folder, "--prompt", "hello", MESH)
+    assert (code, errors.count("\n")) == (BAD_INPUT, 1) and "is not a tokenizer" in errors
+
+
+def test_a_model_without_a_tokenizer_takes_and_prints_ids(command, tmp_path):
+    save_run(tmp_path / "run", description=TOKENS)
+    (tmp_path / "ids.jsonl").write_text('{"tokens": [1, 2, 3]}\n')
+    options = (tmp_path / "run", "--prompts", tmp_path / "ids.jsonl", MESH, "--max-tokens", 12)
+    code, text, errors = command(*options)
+    (row,) = rows(command(*options, "--json")[1])
+    assert code == DONE and row["text"] is None and row["prompt"] is None and row["prompt_tokens"] == [1, 2, 3]
+    assert text.split() == [*map(str, row["tokens"])] and "tokenizer: none" in errors
+    code, _, errors = command(tmp_path / "run", "--prompt", "abc")
+    assert code == BAD_INPUT and "--prompt is text, but the model has no tokenizer" in errors
+
+
+def test_all_mistakes_are_reported_together_before_anything_compiles(run, command, tmp_path, compilations):
+    (tmp_path / "p.jsonl").write_text('{"tokens": [256]}\n{"tokens": []}\n')
+    options = ("--max-tokens", 0, "--temperature", -1, "--top-k", -1, "--top-p", 2, "--seed", -1, "--batch-size", 0)
+    code, text, errors = command(
+        *(run, "--prompt", "", "--prompts", tmp_path / "p.jsonl", *options, "--stop", "ab", "--stop", 300),
+        *("--out", "/nowhere/out.jsonl", "run.steps=1", "mesh.shape=pp:2"),
+    )
+    lines = errors.splitlines()
+    assert code == BAD_INPUT and not text and not compilations
+    for part in (
+        *("--max-tokens must be", "--temperature must be", "--top-k must be", "--top-p must be", "--seed must be"),
+        *("--batch-size must be", "--out /nowhere/out.jsonl cannot be written", "run.steps has no effect here"),
+        *("no pipeline; leave out pp", "--stop 'ab' must be one token", "--stop 300 is no token", "--prompt is empty"),
+        *("p.jsonl, line 1 has the token 256", "p.jsonl, line 2 is empty"),
+    ):
+        assert sum(part in line for line in lines) == 1, part
+    assert len(lines) == 14
+
+
+def test_a_prompt_longer_than_the_cache_is_one_line(run, command, monkeypatch):
+    code, _, errors = command(run, "--prompt", "abcdef", "--max-tokens", 5, "--cache-length", 8)
+    assert code == BAD_INPUT
+    expected = "--prompt has 6 tokens and needs a --cache-length of 11 with --max-tokens 5, got 8"
+    assert errors == f"flax-mesh: {expected}\n"
+    code, _, errors = command(run, "--prompt", "a", "--max-tokens", 2**31 - 1, MESH)
+    assert code == BAD_INPUT and "the cache needs 2,147,483,648 slots" in errors.splitlines()[-1]
+    monkeypatch.setattr(memory, "_device_bytes", lambda mesh: 1000)
+    code, _, errors = command(run, "--prompt", "a", "--max-tokens", 50, MESH)
+    # 2 layers, keys and values, 51 slots, 2 heads of 8 float32 numbers
+    assert code == BAD_INPUT and f"needs {2 * 2 * 51 * 2 * 8 * 4 / 1024:.1f} KiB per device" in errors
+    assert "lower --max-tokens, --cache-length or --batch-size" in errors
+
+
+def test_a_damaged_checkpoint_has_the_exit_code_of_damage(run, command, tmp_path):
+    folder = Path(shutil.copytree(run, tmp_path / "run"))
+    (folder / "checkpoints" / "3" / "metadata" / "metadata").write_text("{")
+    code, _, errors = command(folder, "--prompt", "")
+    assert code == FINDINGS and "is damaged" in errors and "Traceback" not in errors
+
+
+@pytest.mark.parametrize("name", ["generate", "evaluate"])
+def test_random_arguments_end_in_a_documented_exit_code(run, capsys, tmp_path, name):
+    """Nothing is computed: one argument is always wrong."""
+    draw, wrong = random.Random(0), ["--batch-size", "0"]
+    own = {"generate": ["prompt", "prompts", "top-k", "top-p", "seed", "stop", "cache-length", "temperature", "out"]}
+    options = [*own.get(name, ["data", "sequence-length", "bin-dtype"]), "max-tokens", "step"]
+    settings = [*to_texts(recipe()), *KEYS]
+    usable = [value for value in VALUES if not value.startswith("/dev")]
+    for _ in range(150):
+        argv = [f"--{draw.choice(options)}={draw.choice(usable)}" for _ in range(draw.randrange(4))]
+        argv = [word if not word.startswith("--out=") else f"--out={tmp_path}/{len(word)}\0" for word in argv]
+        argv += [f"{draw.choice(settings)}={draw.choice(VALUES)}" for _ in range(draw.randrange(3))]
+        code = main([name, str(run), *wrong, *(word for word in argv if not word.startswith("@"))])
+        _, errors = capsys.readouterr()
+        assert code == BAD_INPUT and "Traceback" not in errors, argv
+        lines = errors.splitlines()
+        assert lines and all(line.startswith("flax-mesh: ") and len(line) < 6000 for line in lines), argv

@@ -1,0 +1,91 @@
+"""Checkpoints of a small decoder as a run on text saves them, in any layout, and a tokenizer.json."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from flax_mesh import named_leaves
+from flax_mesh.checkpoint import Checkpointer
+from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
+from flax_mesh.train import DataConfig, MeshConfig, RunConfig, TrainConfig, apply_overrides, build_program
+from flax_mesh.train.metadata import FORMAT, layout_of, layout_record
+from flax_mesh.train.overrides import to_texts
+
+RECIPE = __file__
+TEXT = "squares.txt: 1 file, 18,780 bytes; trains on the first 17,841, holds out the last 939"
+TOKENS = "tokens.npy: 1 file, 18,780 tokens; trains on the first 17,841, holds out the last 939"
+
+
+def recipe() -> TrainConfig:
+    return TrainConfig(
+        make_model=make_decoder,
+        loss_fn=next_token_loss,
+        model=DecoderConfig(
+            hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_size=32, tied=False
+        ),
+        mesh=MeshConfig(shape="fsdp:2,tp:2"),
+        data=DataConfig(sequence_length=16, batch_size=8),
+        run=RunConfig(steps=12),
+    )
+
+
+def save_run(folder: Path, *settings: str, description: str = TEXT, **record: Any) -> Any:
+    """Save step 3 of a run with these settings and random values in every array; returns the state."""
+    config, program, state = made(settings)
+    saved = {
+        "format": FORMAT,
+        "step": 3,
+        "recipe": RECIPE,
+        "config": to_texts(config),
+        "data": {"description": description},
+        "metrics": {},
+        **layout_record(program.mesh.shape, program.rules, layout_of(program.layout.to_nnx(), program.rules.layers)),
+    }
+    with Checkpointer(folder / "checkpoints") as checkpointer:
+        checkpointer.save(3, state, saved | record)
+    return state
+
+
+@cache
+def made(settings: tuple[str, ...]) -> tuple[TrainConfig, Any, Any]:
+    """Config, program and state of a run with these settings."""
+    config = apply_overrides(recipe(), settings)
+    program = build_program(config)
+    return config, program, with_noise(program.init())
+
+
+def with_noise(state: Any) -> Any:
+    """Large enough that greedy ids differ from token to token; counts of steps become 3."""
+    draw = np.random.default_rng(0)
+
+    def changed(path: str, x: Any) -> Any:
+        if "opt_state" in path and x.ndim == 0:
+            return jax.device_put(np.full(x.shape, 3, x.dtype), x.sharding)
+        noise = 0.3 * draw.standard_normal(x.shape) if x.dtype.kind == "f" and x.ndim else 0
+        return jax.device_put((np.asarray(x) + noise).astype(x.dtype), x.sharding)
+
+    tree = state.to_nnx()
+    return state.with_state(
+        jax.tree.unflatten(jax.tree.structure(tree), [changed(path, x) for path, x in named_leaves(tree)])
+    )
+
+
+def write_tokenizer(folder: Path, **config: Any) -> Path:
+    """A tokenizer.json of 48 ids at most with the letters of "hello world", "<s>" before every text, and "</s>"."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    made: Any = Tokenizer(models.BPE(unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.decoder = decoders.Metaspace()
+    options: dict[str, Any] = {"vocab_size": 48, "special_tokens": ["<unk>", "<s>", "</s>"], "show_progress": False}
+    made.train_from_iterator(["hello world héllo wörld 中 held low"] * 3, trainers.BpeTrainer(**options))
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    folder.mkdir(parents=True, exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    if config:
+        (folder / "generation_config.json").write_text(json.dumps(config))
+    return folder / "tokenizer.json"

@@ -1,0 +1,143 @@
+"""Perplexity: the loss of plain forward passes over the same windows, on every mesh; bytes of texts."""
+
+import math
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from flax_mesh.errors import ConfigError
+from flax_mesh.inference.evaluate import Evaluation, evaluate, set_problems, text_set, window_batch
+from flax_mesh.inference.open import TrainedModel, open_trained
+from flax_mesh.inference.tokenizer import Bytes, JsonTokenizer
+from flax_mesh.train.data.data import load_documents
+from tests.inference.small_run import save_run, write_tokenizer
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+LENGTH = 16
+TOKENS = np.random.default_rng(1).integers(0, 256, 103)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    save_run(folder)
+    return folder
+
+
+def plain_loss(trained: TrainedModel, tokens: np.ndarray) -> float:
+    """Mean loss of windows one by one, in float64. Attention is causal: what follows a token does not matter."""
+    graphdef, state = nnx.split(trained.model, graph=True)
+    forward = jax.jit(lambda state, tokens_BS: nnx.merge(graphdef, state)(tokens_BS))
+    total = 0.0
+    for start in range(0, len(tokens) - 1, LENGTH):
+        window = tokens[start : start + LENGTH + 1]
+        inputs = np.pad(window[:-1], (0, LENGTH - len(window) + 1), constant_values=7)[None].astype(np.int32)
+        logits = np.asarray(forward(state, inputs), np.float64)[0, : len(window) - 1]
+        logits -= logits.max(-1, keepdims=True)
+        log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        total -= log_probs[np.arange(len(window) - 1), window[1:]].sum()
+    return total / (len(tokens) - 1)
+
+
+def loss_of(trained: TrainedModel, *sets, batch_size: int = 3, sequence_length: int = LENGTH) -> list[float]:
+    named = {str(n): tokens for n, tokens in enumerate(sets)}
+    found = evaluate(trained.model, trained.mesh, named, sequence_length=sequence_length, batch_size=batch_size)
+    return [loss for (_, count, loss), tokens in zip(found, sets, strict=True) if count == len(tokens) - 1]
+
+
+def test_the_loss_is_that_of_plain_forward_passes_on_every_mesh(run):
+    one = open_trained(run, ["mesh.shape=fsdp:1"])
+    sets = TOKENS, TOKENS[:2], TOKENS[: 2 * LENGTH + 1]
+    expected = [plain_loss(one, tokens) for tokens in sets]
+    np.testing.assert_allclose(loss_of(one, *sets), expected, rtol=1e-5)
+    split = open_trained(run, ["mesh.shape=dp:2,tp:2"])
+    np.testing.assert_allclose(loss_of(split, *sets), expected, rtol=1e-5)
+    assert expected[0] > 5 and len({*map(str, expected)}) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [("mesh.shape=sp:2,fsdp:2",), ("mesh.shape=fsdp:4,tp:2", "model.loss_chunk=8")])
+def test_the_loss_is_the_same_on_more_meshes(run, settings):
+    expected = loss_of(open_trained(run, ["mesh.shape=fsdp:1"]), TOKENS)
+    np.testing.assert_allclose(loss_of(open_trained(run, settings), TOKENS), expected, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_losses_of_routers_do_not_count(tmp_path):
+    save_run(tmp_path, "model.num_experts=4", "mesh.shape=fsdp:2", "run.platform=auto")
+    trained = open_trained(tmp_path, ["mesh.shape=fsdp:2", "model.load_balance_loss=100.0"])
+    one = open_trained(tmp_path, ["mesh.shape=fsdp:1"])
+    np.testing.assert_allclose(loss_of(trained, TOKENS), [plain_loss(one, TOKENS)], rtol=1e-5)
+
+
+def test_every_token_but_the_first_is_a_target_once():
+    batch = window_batch(TOKENS, 0, 8, LENGTH)
+    targets = batch["targets"]
+    assert targets[targets >= 0].tolist() == TOKENS[1:].tolist()
+    for row in range(8):
+        size = (targets[row] >= 0).sum()
+        assert batch["inputs"][row, :size].tolist() == TOKENS[row * LENGTH : row * LENGTH + size].tolist()
+    assert (targets[7] == -1).all()
+
+
+def test_a_longer_window_than_the_text_changes_nothing(run):
+    trained = open_trained(run, ["mesh.shape=fsdp:1"])
+    np.testing.assert_allclose(
+        loss_of(trained, TOKENS[:9], sequence_length=2**31 - 1), [plain_loss(trained, TOKENS[:9])], rtol=1e-5
+    )
+
+
+def test_bits_and_perplexity_follow_from_the_loss():
+    one = Evaluation(10, 10, 2.0)
+    assert one.bits_per_byte == 2 / math.log(2) and one.perplexity == math.exp(2)
+    assert Evaluation(10, 40, 2.0).bits_per_byte == 0.5 / math.log(2)
+    assert Evaluation(10, None, 2.0).bits_per_byte is None
+    assert Evaluation(10, 10, 1e6).perplexity == math.inf and math.isnan(Evaluation(1, 1, math.nan).loss)
+
+
+def test_bytes_of_texts_are_those_of_the_predicted_tokens(tmp_path):
+    for name, text in {"a.txt": "hello wörld", "b.txt": "low held"}.items():
+        (tmp_path / name).write_text(text)
+    documents = load_documents(str(tmp_path), "uint16")
+    found = text_set(documents, Bytes(), None)
+    assert bytes(found.tokens[:]) == "hello wörld\0low held".encode() and found.num_bytes == len(found.tokens) - 1
+    assert text_set(documents, Bytes(), 4).num_bytes == 3
+    tokenizer = JsonTokenizer(write_tokenizer(tmp_path / "hidden.d"))
+    found = text_set(load_documents(str(tmp_path / "[ab].txt"), "uint16"), tokenizer, None)
+    assert found.num_bytes == len("hello wörldlow held".encode())  # both begin with "<s>"
+    first = text_set(load_documents(str(tmp_path / "a.txt"), "uint16"), tokenizer, None)
+    assert first.num_bytes == len("hello wörld".encode()) and first.tokens[:1] == [1]
+    part = text_set(load_documents(str(tmp_path / "[ab].txt"), "uint16"), tokenizer, len(first.tokens))
+    assert part.num_bytes == first.num_bytes and part.tokens[:].tolist() == first.tokens[:].tolist()
+
+
+def test_token_files_have_no_bytes_and_texts_need_a_tokenizer(tmp_path):
+    np.save(tmp_path / "a.npy", TOKENS)
+    found = text_set(load_documents(str(tmp_path / "a.npy"), "uint16"), None, 5)
+    assert found.num_bytes is None and found.tokens[:].tolist() == TOKENS[:5].tolist()
+    (tmp_path / "a.txt").write_bytes(b"abc\xff")
+    documents = load_documents(str(tmp_path / "a.txt"), "uint16")
+    with pytest.raises(ConfigError, match=r"^text, but the model has no tokenizer.*\.npy or \.bin$"):
+        text_set(documents, None, None)
+    with pytest.raises(ConfigError, match=r"a.txt is not UTF-8 text"):
+        text_set(documents, JsonTokenizer(write_tokenizer(tmp_path / "tokenizer")), None)
+
+
+def test_sets_that_cannot_be_evaluated_are_one_line():
+    assert set_problems(TOKENS, 256) == []
+    assert set_problems(TOKENS[:1], 256) == [
+        "it has 1 token, of which the first is not predicted; at least 2 are required"
+    ]
+    assert set_problems(np.array([1, 256]), 256) == ["it has the token 256; the ids of this model are 0 to 255"]
+    assert set_problems(np.array([1, -3]), 256) == ["it has the token -3; the ids of this model are 0 to 255"]
+
+
+def test_one_program_is_compiled(run, compilations):
+    trained = open_trained(run, ["mesh.shape=fsdp:1"])
+    loss_of(trained, TOKENS)
+    compilations.clear()
+    loss_of(trained, TOKENS, TOKENS[:50])
+    assert len(compilations) <= 1

@@ -1,0 +1,188 @@
+"""Opening a trained decoder: from any layout onto any mesh, with its moving average; folders that contain none."""
+
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from flax_mesh import named_leaves
+from flax_mesh.checkpoint import Checkpointer
+from flax_mesh.errors import CheckpointCorruptedError, ConfigError
+from flax_mesh.inference.open import default_mesh, open_trained
+from flax_mesh.models import DecoderConfig, Sampling, generate, load_decoder, make_decoder, next_token_loss
+from flax_mesh.train import TrainConfig, apply_overrides
+from flax_mesh.train.export import export, import_huggingface, reshard
+from flax_mesh.train.optimizers.average import with_average
+from tests.inference.small_run import recipe, save_run
+from tests.train import bigram
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+HF = Path(__file__).parents[1] / "checkpoint" / "hf" / "data"
+PROMPTS = [[1, 2, 3], [250], list(range(100, 120))]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    save_run(folder)
+    return folder
+
+
+def ids(folder: Path, *settings: str, **options) -> list[list[int]]:
+    trained = open_trained(folder, settings)
+    found = generate(trained.model, PROMPTS, max_tokens=8, batch_size=4, **options)
+    return [one.tokens.tolist() for one in found]
+
+
+def test_ids_are_the_same_on_every_mesh_and_from_a_pipelined_checkpoint(run, tmp_path):
+    expected = ids(run, "mesh.shape=fsdp:1")
+    assert len({token for row in expected for token in row}) > 5
+    assert ids(run, "mesh.shape=dp:2,tp:2") == expected
+    pipelined = apply_overrides(recipe(), ["mesh.shape=pp:2,fsdp:2", "pipeline.num_microbatches=2"])
+    written = reshard(str(run), str(tmp_path / "pp"), pipelined, None)
+    assert written["mesh"] == "pp:2,fsdp:2"
+    assert ids(tmp_path / "pp", "mesh.shape=dp:2,tp:2") == expected
+    sampling = Sampling(temperature=1.0, top_k=40, top_p=0.9)
+    sampled = ids(run, "mesh.shape=fsdp:1", sampling=sampling, seed=5)
+    assert sampled != expected and ids(tmp_path / "pp", "mesh.shape=dp:2,tp:2", sampling=sampling, seed=5) == sampled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings", [("mesh.shape=sp:2",), ("mesh.shape=fsdp:8",), ("mesh.shape=fsdp:2,tp:2", "model.scan=true"), ()]
+)
+def test_ids_are_the_same_on_more_meshes(run, settings):
+    assert ids(run, *settings) == ids(run, "mesh.shape=fsdp:1")
+
+
+def test_the_default_mesh_is_reported_and_uses_all_devices(run):
+    lines = []
+    trained = open_trained(run, say=lines.append)
+    assert dict(trained.mesh.shape)["tp"] == 2 and trained.mesh.size == 8
+    assert any("fsdp:4,tp:2 on 8 x cpu; mesh.shape=... sets another one" in line for line in lines)
+    assert trained.tokenizer is not None and trained.tokenizer.is_bytes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "devices", "expected"),
+    [
+        ({}, 8, {"fsdp": 2, "tp": 4}),
+        ({}, 1, {"fsdp": 1, "tp": 1}),
+        ({"num_kv_heads": 1}, 8, {"fsdp": 8, "tp": 1}),
+        ({"vocab_size": 50_257}, 8, {"fsdp": 8, "tp": 1}),
+        ({}, 7, {"fsdp": 1, "tp": 4}),
+        ({"hidden_size": 255, "mlp_size": 767, "vocab_size": 257}, 4, {"fsdp": 3, "tp": 1}),
+    ],
+)
+def test_the_default_mesh_divides_every_dim(sizes, devices, expected):
+    config = DecoderConfig(**sizes)
+    found = default_mesh(config, devices)
+    assert found == expected
+    assert config.hidden_size % found["fsdp"] == config.num_kv_heads % found["tp"] == config.mlp_size % found["tp"] == 0
+
+
+@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_run_with_ema_has_the_average_that_export_writes(tmp_path, scan):
+    state = save_run(tmp_path, "optimizer.ema=0.5", f"model.scan={scan}", "mesh.shape=fsdp:2")
+    parameters = {path: np.asarray(x) for path, x in named_leaves(state.to_nnx()["model"])}
+    averaged = {path: np.asarray(x) for path, x in named_leaves(with_average(state, 0.5).to_nnx()["model"])}
+    for average, expected in ((True, averaged), (False, parameters)):
+        trained = open_trained(tmp_path, [f"model.scan={scan}", "mesh.shape=fsdp:2"], average=average)
+        found = dict(named_leaves(trained.model))
+        assert found.keys() == expected.keys()
+        for path, x in found.items():
+            np.testing.assert_allclose(np.asarray(x), expected[path], rtol=1e-6)
+        assert ("moving average" in trained.description) == average
+    assert not np.array_equal(parameters["embed/embedding"], averaged["embed/embedding"])
+    export(str(tmp_path), str(tmp_path / "hf"), "safetensors", None, None)
+    unrolled = open_trained(tmp_path, ["mesh.shape=fsdp:2", "model.scan=false"])
+    exported = open_trained(tmp_path / "hf", ["mesh.shape=fsdp:2"])
+    for (path, x), (_, y) in zip(named_leaves(unrolled.model), named_leaves(exported.model), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y), err_msg=path)
+
+
+def test_a_hugging_face_folder_and_its_import_are_opened(tmp_path):
+    trained = open_trained(HF / "qwen2", ["mesh.shape=fsdp:2,tp:2", "model.scan=true"])
+    model, _ = load_decoder(HF / "qwen2", trained.mesh, scan=True)
+    for (path, x), (_, y) in zip(named_leaves(trained.model), named_leaves(model), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y), err_msg=path)
+    import_huggingface(
+        str(HF / "qwen2"),
+        str(tmp_path / "imported"),
+        (),
+        lambda settings: TrainConfig(make_decoder, next_token_loss, DecoderConfig(**settings)),
+    )
+    imported = open_trained(tmp_path / "imported", ["mesh.shape=fsdp:2", "model.scan=true"])
+    np.testing.assert_array_equal(np.asarray(imported.model.norm.scale), np.asarray(model.norm.scale))
+    assert imported.tokenizer is None
+
+
+def refused(folder, *settings, **options) -> str:
+    with pytest.raises(ConfigError) as caught:
+        open_trained(folder, settings, **options)
+    return str(caught.value)
+
+
+def test_settings_that_have_no_effect_are_refused_together(run):
+    text = refused(run, "run.steps=2", "optimizer.lr=1", "mesh.shape=pp:2,dp:2", "model.hiden_size=2", "nonsense")
+    lines = text.splitlines()
+    assert len(lines) == 5
+    assert "run.steps has no effect here; the settings are model.*, mesh.* and run.platform" in text
+    assert "mesh.shape=pp:2,dp:2: generation and evaluation have no pipeline; leave out pp" in text
+    assert "did you mean model.hidden_size" in text and "did you mean optimizer.learning_rate" in text
+
+
+def test_settings_that_do_not_fit_are_refused(run):
+    assert "model.num_kv_heads=2 is not divisible by 4 (tp=4)" in refused(run, "mesh.shape=tp:4")
+    assert "model/embed/embedding: checkpoint f32[256,16], model f32[256,32]" in refused(run, "model.hidden_size=32")
+    assert "model.num_layers=1000000000, but it has only" in refused(run, "model.num_layers=1000000000")
+    assert "model.attention=cudnn needs GPUs" in refused(run, "model.attention=cudnn", "model.dtype=bfloat16")
+    assert "has no step 7; it has 3" in refused(run, step=7)
+
+
+def test_a_folder_without_a_decoder_is_refused_in_one_line(tmp_path):
+    state = {"w": jax.numpy.zeros(4)}
+    with Checkpointer(tmp_path / "plain") as checkpointer:
+        checkpointer.save(1, state)
+    assert "its metadata has no settings of a model" in refused(tmp_path / "plain")
+    with Checkpointer(tmp_path / "bigram") as checkpointer:
+        texts = {f"model.{name}": str(value) for name, value in vars(bigram.BigramConfig()).items()}
+        checkpointer.save(1, {"model": state}, {"config": texts})
+    text = refused(tmp_path / "bigram")
+    assert "is not a checkpoint of flax_mesh.models.Decoder: its settings lack model.num_layers" in text
+    assert "contain model.dropout, model.note" in text and "\n" not in text
+    assert "is not a folder" in refused(tmp_path / "nothing")
+    assert "is empty" in refused("")
+    assert "null byte" in refused("a\0b")
+    assert "which has no steps; leave out --step 2" in refused(HF / "llama", step=2)
+
+
+def test_the_settings_of_a_decoder_with_other_arrays_are_refused(tmp_path):
+    save_run(tmp_path, config={f"model.{k}": str(v) for k, v in vars(DecoderConfig()).items() if k != "axes"})
+    text = refused(tmp_path)
+    assert text.startswith(f"{tmp_path}/checkpoints/3 is not a checkpoint of flax_mesh.models.Decoder")
+    assert "model/embed/embedding: checkpoint f32[256,16], model f32[256,256]" in text
+    assert "different" not in text
+
+
+def test_the_recipe_of_a_checkpoint_is_not_executed(tmp_path):
+    evil = tmp_path / "evil.py"
+    evil.write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
+    save_run(tmp_path, recipe=f"{evil}:recipe")
+    open_trained(tmp_path, ["mesh.shape=fsdp:1"])
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_damaged_step_is_skipped_and_reported(run, tmp_path):
+    folder = Path(shutil.copytree(run, tmp_path / "run"))
+    steps = folder / "checkpoints"
+    shutil.copytree(steps / "3", steps / "5")  # its record names another step
+    lines = []
+    assert open_trained(folder, ["mesh.shape=fsdp:1"], say=lines.append).description.endswith("step 3")
+    assert any("5 is damaged and was skipped" in line for line in lines)
+    with pytest.raises(CheckpointCorruptedError, match="is damaged"):
+        open_trained(folder, step=5)
+    shutil.copytree(steps / "3", steps / "3.damaged")
+    assert "is quarantined; rename it to 3 first" in refused(steps / "3.damaged")

@@ -1,0 +1,98 @@
+"""Prompts of the command line and of files: every mistake is a line with the place of the prompt."""
+
+import random
+
+import pytest
+
+from flax_mesh.errors import ConfigError
+from flax_mesh.inference.prompts import encode_prompts, read_prompts, stop_ids
+from flax_mesh.inference.tokenizer import Bytes
+
+
+def refused(call, *arguments) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        call(*arguments)
+    return caught.value.problems
+
+
+def test_prompts_of_the_command_line_come_before_those_of_a_file(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes("one\r\ntwo {\n é\n".encode())
+    found = read_prompts(["first"], str(path))
+    assert [prompt.text for prompt in found] == ["first", "one", "two {", " é"]
+    assert [prompt.name for prompt in found][1] == f"--prompts {path}, line 1"
+    rows = encode_prompts(found, Bytes(), 256)
+    assert bytes(rows[3].tolist()).decode() == " é"
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text('{"prompt": "a\\nb"}\n{"tokens": [3, 1]}')
+    assert [row.tolist() for row in encode_prompts(read_prompts([], str(lines)), Bytes(), 256)] == [
+        [97, 10, 98],
+        [3, 1],
+    ]
+
+
+def test_every_wrong_line_is_reported_with_its_number(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    lines = [
+        "nope",
+        '{"x": 1}',
+        '{"tokens": "a"}',
+        "",
+        '{"prompt": 3}',
+        '{"tokens": [1.0]}',
+        "[1]",
+        '{"tokens": [true]}',
+    ]
+    path.write_text('{"prompt": "good"}\n' + "\n".join([*lines, '{"tokens": [1], "prompt": "a"}', "[" * 9999]) + "\n")
+    problems = refused(read_prompts, ["a\udcff"], str(path))
+    assert problems[0] == "--prompt is not UTF-8; use other characters"
+    assert [f", line {n}" in problem for n, problem in enumerate(problems[1:], start=2)] == [True] * 10
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(b"a\n\xff\nb")
+    assert refused(read_prompts, [], str(path)) == [f"--prompts {path}, line 2 is not UTF-8 text; convert the file"]
+
+
+def test_prompts_that_the_model_cannot_read_are_reported_together(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"tokens": [1, 300]}\n{"tokens": []}\n{"prompt": ""}\n{"tokens": [-1]}\n')
+    problems = refused(encode_prompts, read_prompts([], str(path)), Bytes(), 256)
+    assert problems == [
+        f"--prompts {path}, line 1 has the token 300; the ids of this model are 0 to 255",
+        f"--prompts {path}, line 2 is empty; it must have at least one token",
+        f"--prompts {path}, line 3 is empty; it must have at least one token",
+        f"--prompts {path}, line 4 has the token -1; the ids of this model are 0 to 255",
+    ]
+    (problem,) = refused(encode_prompts, read_prompts(["a", "b"], None), None, 256)
+    assert problem.startswith("--prompt number 1 is text, but the model has no tokenizer")
+
+
+def test_missing_files_and_prompts_are_one_line(tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    assert "there is no prompt; pass --prompt TEXT" in refused(read_prompts, [], None)[0]
+    assert "empty.txt has no line" in refused(read_prompts, [], str(tmp_path / "empty.txt"))[0]
+    assert "cannot be read: No such file" in refused(read_prompts, [], str(tmp_path / "nothing"))[0]
+    assert "cannot be read: Is a directory" in refused(read_prompts, [], str(tmp_path))[0]
+    assert "null byte" in refused(read_prompts, [], "a\0b")[0]
+
+
+def test_a_stop_is_an_id_or_a_text_of_one_token():
+    assert stop_ids(["10", "\n", "x", "0"], Bytes(), 256) == [10, 10, 120, 0]
+    assert stop_ids(["7"], None, 8) == [7]
+    problems = refused(stop_ids, ["ab", "256", "é", "", "9" * 30, "-1"], Bytes(), 256)
+    assert len(problems) == 6
+    assert problems[0] == "--stop 'ab' must be one token, got 2; pass one of its tokens, or an id"
+    assert problems[1] == "--stop 256 is no token; the ids of this model are 0 to 255"
+    assert refused(stop_ids, ["a"], None, 8) == ["--stop 'a' must be a token id: the model has no tokenizer"]
+
+
+def test_random_files_are_read_or_refused(tmp_path):
+    draw, path = random.Random(0), tmp_path / "prompts.jsonl"
+    pieces = ['{"prompt": ', '"a"', "}", "\n", '{"tokens": ', "[1, 2]", "[", "]", "1e999", "null", "\\ud800", "\0", "é"]
+    for _ in range(300):
+        path.write_text("".join(draw.choices(pieces, k=draw.randrange(1, 12))), encoding="utf-8")
+        try:
+            encode_prompts(read_prompts([], str(path)), Bytes(), 256)
+        except ConfigError as error:
+            assert all(len(problem) < 400 for problem in error.problems)
+    path.write_text('{"prompt": "\\ud800"}')
+    assert "prompt must be text" in refused(read_prompts, [], str(path))[0]

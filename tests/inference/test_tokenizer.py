@@ -1,0 +1,130 @@
+"""Tokenizers: bytes and tokenizer.json, texts that arrive token by token, and files that cannot be read."""
+
+import importlib.util
+import json
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flax_mesh.errors import ConfigError
+from flax_mesh.inference.source import Source
+from flax_mesh.inference.tokenizer import Bytes, JsonTokenizer, TextStream, open_tokenizer, stop_tokens
+from flax_mesh.models import DecoderConfig
+from tests.inference.small_run import write_tokenizer
+
+IDS = st.lists(st.integers(0, 300), max_size=40)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> JsonTokenizer:
+    return JsonTokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+def source(folder: Path, **options) -> Source:
+    return Source(folder, DecoderConfig(**options), folder)
+
+
+def streamed(tokenizer, ids) -> str:
+    stream = TextStream(tokenizer)
+    return "".join([*map(stream.add, ids), stream.end()])
+
+
+@given(st.text(max_size=30))
+def test_bytes_are_the_utf8_of_a_text(text):
+    encoded = Bytes().encode(text)
+    assert bytes(encoded.tokens.tolist()) == text.encode()
+    assert Bytes().decode(encoded.tokens.tolist()) == text
+    assert encoded.ends.tolist() == list(range(1, len(text.encode()) + 1))
+
+
+@given(IDS)
+def test_streamed_bytes_are_the_text_of_all_tokens(ids):
+    assert streamed(Bytes(), ids) == Bytes().decode(ids)
+
+
+def test_a_character_is_streamed_when_its_bytes_are_complete():
+    stream, ids = TextStream(Bytes()), [*"é中".encode()]
+    assert [stream.add(token) for token in ids] == ["", "é", "", "", "中"]
+    assert stream.add(0xE4) == "" and stream.end() == "\ufffd"
+
+
+def test_streamed_tokens_of_a_tokenizer_are_the_text_of_all_of_them(tokenizer):
+    draw = random.Random(0)
+    for _ in range(100):
+        ids = [draw.randrange(60) for _ in range(draw.randrange(30))]  # with special tokens, and ids it does not have
+        assert streamed(tokenizer, ids) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("text", ["hello world", "", "wörld 中 héllo", "  low  held", "x?\n"])
+def test_tokens_of_a_tokenizer_cover_the_bytes_of_the_text(tokenizer, text):
+    encoded = tokenizer.encode(text)
+    assert encoded.tokens[0] == 1 and encoded.ends[0] == 0  # "<s>", which has no text
+    assert encoded.ends[-1] == len(text.encode()) or not text.strip("x?\n ") or text.endswith(" ")
+    assert (encoded.ends[1:] >= encoded.ends[:-1]).all()
+    assert tokenizer.encode(text, special=False).tokens.tolist() == encoded.tokens.tolist()[1:]
+    if text == "hello world":
+        assert tokenizer.decode(encoded.tokens.tolist()) == text
+
+
+def test_text_runs_have_bytes_and_others_the_file(tmp_path):
+    write_tokenizer(tmp_path, eos_token_id=2)
+    text = Source(tmp_path, DecoderConfig(), tmp_path, is_text=True)
+    found = open_tokenizer(text)
+    assert found is not None and found.is_bytes and stop_tokens(text) == ()
+    found = open_tokenizer(source(tmp_path))
+    assert found is not None and found.name == str(tmp_path / "tokenizer.json")
+    assert open_tokenizer(source(tmp_path / "nothing")) is None and stop_tokens(source(tmp_path / "nothing")) == ()
+
+
+def test_stop_tokens_are_those_of_the_generation_config_or_else_of_the_config(tmp_path):
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
+    assert stop_tokens(source(tmp_path)) == (7,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
+    assert stop_tokens(source(tmp_path)) == (7,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    assert stop_tokens(source(tmp_path)) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "text", ["[1]", '{"eos_token_id": "a"}', '{"eos_token_id": [1, 256]}', '{"eos_token_id": true}']
+)
+def test_wrong_stop_tokens_are_one_line(tmp_path, text):
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"^\S+generation_config.json.* (must be a JSON object|ids from 0 to 255)"):
+        stop_tokens(source(tmp_path))
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"{}", b"\xff", b'{"model": 3}', b"[" * 5000, b'{"model": null}'])
+def test_a_damaged_tokenizer_is_one_line(tmp_path, data):
+    (tmp_path / "tokenizer.json").write_bytes(data)
+    with pytest.raises(ConfigError, match=r"tokenizer.json") as caught:
+        open_tokenizer(source(tmp_path))
+    assert len(caught.value.problems) == 1 and "\n" not in str(caught.value)
+
+
+def test_mutated_tokenizers_are_read_or_refused(tmp_path):
+    path, draw = write_tokenizer(tmp_path), random.Random(0)
+    text, refused = path.read_text(), 0
+    for _ in range(300):
+        at, size = draw.randrange(len(text)), draw.randrange(1, 20)
+        path.write_text(text[:at] + draw.choice(["", "0", "null", "{}", '"x"', "-1"]) + text[at + size :])
+        try:
+            found = open_tokenizer(source(tmp_path))
+            assert found is not None and isinstance(found.decode([1, 5, 40]), str)
+        except ConfigError as error:
+            refused += len(error.problems) == 1
+    assert refused > 5
+
+
+def test_a_missing_package_is_one_line_that_names_the_extra(tmp_path, monkeypatch):
+    write_tokenizer(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r'requires the package tokenizers.*: pip install "flax-mesh\[generate\]"$'):
+        open_tokenizer(source(tmp_path))
+
+
+def test_the_file_is_json(tmp_path):
+    assert json.loads(write_tokenizer(tmp_path).read_text())["model"]["type"] == "BPE"
