@@ -198,8 +198,8 @@ class Decoder(nnx.Module):
         if self.config.scan:
 
             def run(x_BPD: jax.Array, layer: DecoderLayer) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-                x_BPD, *stored = layer.prefill(x_BPD, num_slots)
-                return x_BPD, tuple(stored)
+                x_BPD, keys, values = layer.prefill(x_BPD, num_slots)
+                return x_BPD, (keys, values)
 
             x_BPD, (keys, values) = jax.lax.scan(run, x_BPD, self.layers)
         else:
@@ -217,9 +217,10 @@ class Decoder(nnx.Module):
         keys, values = cache.keys, cache.values
         if self.config.scan:
 
-            def run(carry: tuple[Any, ...], part: tuple[jax.Array, DecoderLayer]) -> tuple[Any, None]:
+            def run(carry: tuple[Any, Any, Any], part: tuple[jax.Array, DecoderLayer]) -> tuple[Any, None]:
                 # The stack is part of the carry, which is updated in place; as a result of the loop it would be copied.
-                return part[1].decode(*carry, cache, part[0]), None
+                (x_B1D, keys, values), (index, layer) = carry, part
+                return layer.decode(x_B1D, keys, values, cache, index), None
 
             indices = jnp.arange(self.config.num_layers)
             (x_B1D, keys, values), _ = jax.lax.scan(run, (x_B1D, keys, values), (indices, self.layers))

@@ -113,8 +113,9 @@ def plain():
 
 def test_the_other_prompts_and_the_size_of_the_cache_do_not_change_a_continuation(plain):
     expected = generate(plain, PROMPTS, max_tokens=6, sampling=RANDOM)
-    for options in ({"batch_size": 2, "cache_length": 40}, {"cache_length": 19}):
-        assert tokens_of(generate(plain, PROMPTS, max_tokens=6, sampling=RANDOM, **options)) == tokens_of(expected)
+    for size, length in ((2, 40), (8, 19)):
+        found = generate(plain, PROMPTS, max_tokens=6, sampling=RANDOM, batch_size=size, cache_length=length)
+        assert tokens_of(found) == tokens_of(expected)
     longer = generate(plain, PROMPTS, max_tokens=9, sampling=RANDOM, cache_length=19 + 3)
     assert [row[:6] for row in tokens_of(longer)] == tokens_of(expected)
 
@@ -160,14 +161,15 @@ def test_the_cost_of_a_token_does_not_depend_on_the_number_of_tokens_before_it(s
     config = dataclasses.replace(CONFIG, scan=scan, num_layers=4)
     model, slots, rows = model_on(config), 64, 2
     graphdef, state = nnx.split(model)
-    tokens = np.zeros((rows, 16), np.int32)
+    tokens = jnp.zeros((rows, 16), jnp.int32)
     _, cache = model.prefill(tokens, jnp.asarray([3, 16]), slots)
     decode = jax.jit(lambda state, tokens, cache: nnx.merge(graphdef, state).decode(tokens, cache), donate_argnums=2)
     program = decode.lower(state, tokens[:, 0], cache).compile()
     for step in range(3):  # the same program, whose costs are static
         logits, cache = program(state, tokens[:, 0], cache)
         assert int(cache.used) == 16 + step + 1 and logits.shape == (rows, 48)
-    memory, stored = program.memory_analysis(), sum(x.nbytes for x in (*cache_arrays(cache),))
+    memory: Any = program.memory_analysis()
+    stored = sum(x.nbytes for x in (*cache_arrays(cache),))
     assert memory.alias_size_in_bytes >= stored  # the cache is updated in place
     layer = stored // config.num_layers
     assert memory.temp_size_in_bytes < 3 * layer  # no second cache
@@ -193,7 +195,7 @@ def test_the_cache_is_placed_by_the_generation_axes():
     )
     tokens, ids = np.zeros((4, 16), np.int32), np.arange(4)
     *_, cache = programs.prefill(tokens, np.full(4, 2), ids, 32)
-    *_, after = programs.decode(np.zeros(4, np.int32), cache, ids)
+    *_, after = programs.decode(jnp.zeros(4, jnp.int32), cache, ids)
     for x in (*cache_arrays(after),):
         assert x.shape == (4, 32, 2, 8)
         assert x.sharding.shard_shape(x.shape) == (2, 16, 1, 8)  # batch over dp, slots over sp, heads over tp

@@ -88,7 +88,7 @@ def write_generated(folder: Path) -> None:
     prompt = np.load(folder / "reference.npz")["tokens"][:, :PROMPT]
     with torch.no_grad():
         ids = torch.from_numpy(prompt).long()
-        found = model.generate(
+        found = model.generate(  # pyright: ignore[reportAttributeAccessIssue]
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=GENERATED, do_sample=False, pad_token_id=0
         )
     tokens = {"prompt": prompt[0].tolist(), "tokens": found[0, PROMPT:].tolist()}
