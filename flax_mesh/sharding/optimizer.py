@@ -98,6 +98,9 @@ def split_over(
     spec. So does an array of which no dim divides, with a finding.
     """
     entries = [as_tuple(entry) for entry in (*spec, *[None] * (len(shape) - len(spec)))]
+    axes = tuple(axes)
+    if twice := sorted({axis for axis in axes if axes.count(axis) > 1}):
+        return spec, [Finding(path, f"cannot be split over {twice} twice: axes {axes}", "Name every axis once")]
     further = tuple(axis for axis in axes if not any(axis in entry for entry in entries))
     if unknown := [axis for axis in further if axis not in mesh.axis_names]:
         problem = f"must be split over axes of the mesh {dict(mesh.shape)}, which lacks {unknown}"

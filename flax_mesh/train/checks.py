@@ -53,6 +53,8 @@ def _check_together(config: TrainConfig) -> list[str]:
     axes = ", ".join(MODEL_AXES)
     if unknown := [name for name in shard_over(config) if name not in MODEL_AXES]:
         found.append(f"optimizer.shard_over: {', '.join(map(repr, unknown))} is not a mesh axis; use {axes}")
+    if twice := sorted({name for name in shard_over(config) if shard_over(config).count(name) > 1}):
+        found.append(f"optimizer.shard_over={config.optimizer.shard_over} has {', '.join(twice)} twice; remove one")
     if config.mesh.rules and (unknown := [a for a in config.mesh.rules.split("+") if a.strip() not in MODEL_AXES]):
         found.append(f"mesh.rules: {', '.join(map(repr, unknown))} is not a mesh axis; use {axes}, joined by +")
     found += _check_axes("model.axes", getattr(config.model, "axes", None))

@@ -307,3 +307,5 @@ def test_moments_that_cannot_be_split_further_are_findings():
     assert set(specs_of(small).values()) == {P()}
     with pytest.raises(fm.ShardingError, match=r"must be split over axes of the mesh .*, which lacks \['data'\]"):
         fm.abstract_state(make, mesh, RULES, shard_optimizer_over="data")
+    with pytest.raises(fm.ShardingError, match=r"cannot be split over \['dp'\] twice: axes \('dp', 'dp'\)"):
+        fm.abstract_state(make, mesh, RULES, shard_optimizer_over=("dp", "dp"))

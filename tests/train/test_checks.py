@@ -32,6 +32,7 @@ TINY = Path(__file__).parents[2] / "recipes" / "tiny.py"
         ("pipeline.num_microbatches=3", "data.batch_size=16 is not divisible by pipeline.num_microbatches=3"),
         ("data.batch_size=0", "data.batch_size must be at least 1, got 0"),
         ("optimizer.shard_over=dp,data", "optimizer.shard_over: 'data' is not a mesh axis; use dp, fsdp, ep"),
+        ("optimizer.shard_over=dp,fsdp,dp", "optimizer.shard_over=dp,fsdp,dp has dp twice; remove one"),
         ("mesh.shape=pp:-1", "mesh.shape=pp:-1 leaves the size of pp to the number of devices; set it"),
         ("pipeline.cut=2;3", "pipeline.cut must be flops, count, or the first layer of every stage but the first"),
         ("pipeline.remat=keep", "pipeline.remat must be one of none, cheap, full, got 'keep'"),
