@@ -148,7 +148,7 @@ def test_a_run_does_not_resume_from_a_checkpoint_of_the_python_interface(capsys,
 
 # An exception of tensorstore that nothing awaits; the command line suppresses its message (cli/main.py).
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_mutated_index_files(command, saved, tmp_path, seed):
     rng = random.Random(100 + seed)
     step = Path(shutil.copytree(saved / "checkpoints" / "5", tmp_path / "c" / "5"))

@@ -64,6 +64,7 @@ def test_damaged_programs_are_compiled_again(first, tmp_path):
     assert code == 0 and not hits(output) and again == losses
 
 
+@pytest.mark.slow
 def test_a_run_without_the_cache_has_the_same_losses(first, tmp_path):
     write_text(tmp_path)
     code, _, losses = run(tmp_path / "run", "run.steps=4", "run.compilation_cache=false")

@@ -91,6 +91,7 @@ def children(running: Running) -> dict[int, int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_single_process_resumes_the_run_of_a_launch(tmp_path):
     folder = tmp_path / "run"
     output = run(2, 1, folder, "mesh.shape=pp:2", "model.num_layers=2", "run.steps=4", "checkpoint.every=2")

@@ -42,10 +42,9 @@ def test_forecasts_are_close_to_the_compiled_step():
     assert sorted(FALLING, key=lambda remat: -measured[remat]) == list(FALLING)
 
 
-@pytest.mark.parametrize(
-    "topology", ["v5e:2x4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cpu:8", "h100:1x8"))]
-)
-@pytest.mark.parametrize("scan", ["true", pytest.param("false", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5e:2x4", "cpu:8", "h100:1x8"])
+@pytest.mark.parametrize("scan", ["true", "false"])
 def test_forecasts_fall_with_the_number_of_recomputed_layers(topology, scan):
     peaks = [plan(config_of(remat, scan), topology).memory.peak for remat in FALLING]
     assert all(after < before for before, after in itertools.pairwise(peaks)), peaks
@@ -64,6 +63,7 @@ def test_values_on_the_host_are_not_counted_on_the_device_but_their_copies_are()
         assert difference == pytest.approx(values / hosted.topology.chip.host_bandwidth, rel=0.2)
 
 
+@pytest.mark.slow
 def test_the_search_keeps_remat_by_name_among_its_choices():
     config = apply_overrides(load_recipe("recipes/tiny.py"), ["model.remat=attention+mlp_up:2,none"])
     found = search_layouts(config, "v5e:8", fixed=["data.batch_size", "mesh.shape"], plans=4)

@@ -289,6 +289,7 @@ def test_the_usual_layouts_differ_in_one_setting():
         assert all(math.prod(layout.sizes) == small.topology.num_devices for layout in small.usual())
 
 
+@pytest.mark.slow
 def test_the_best_layout_fits_although_faster_ones_do_not():
     everything = sorted(all_plans(CONFIG, "v5e:2x2", FIXED), key=lambda each: each.seconds_per_token)
     peaks = sorted(each.plan.memory.peak for each in everything)

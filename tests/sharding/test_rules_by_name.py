@@ -160,7 +160,7 @@ CONFIG = DecoderConfig(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("experts", [0, 4])
+@pytest.mark.parametrize("experts", [0, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_mesh_without_the_axes_that_only_defaults_name_is_enough_for_a_decorated_model(experts):
     """A mesh ("pp", "fsdp") lacks dp, tp, sp and ep, which count as size 1."""
     config = DecoderConfig(**{**vars(CONFIG), "num_experts": experts}) if experts else CONFIG

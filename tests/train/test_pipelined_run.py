@@ -91,6 +91,7 @@ def test_the_stages_are_checked_at_the_start_of_a_new_run(tmp_path, text, monkey
     train(config_of(tmp_path / "plain", text, "mesh.shape=fsdp:2", *SHORT[1:], "pipeline.check=always"))
 
 
+@pytest.mark.slow
 def test_expensive_models_and_resumed_runs_are_checked_on_request_only(tmp_path, text, monkeypatch):
     folder, printed, skipped = tmp_path / "run", [], "pipeline.check: left out, because a microbatch takes more than"
     monkeypatch.setattr(StagedModel, "check", planted)

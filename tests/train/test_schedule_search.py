@@ -48,6 +48,7 @@ def test_a_run_searches_after_three_steps_and_has_the_losses_of_other_schedules(
     np.testing.assert_allclose([row["loss"] for row in rows], expected[0], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_and_resumed_takes_the_file_and_has_the_same_bits(tmp_path, text):  # noqa: F811
     once = losses(config_of(tmp_path / "once", text, *SEARCH, "run.steps=6"))[0]
     folder, found = tmp_path / "resumed", []

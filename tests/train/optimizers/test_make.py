@@ -180,7 +180,8 @@ def test_the_learning_rate_of_a_recipes_optimizer_is_not_made_up():
     assert "learning_rate" not in rows[0]
 
 
-@pytest.mark.parametrize("mesh", [slow("mesh"), "pp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["mesh", "pp"])
 def test_muon_on_a_stack_treats_every_layer_as_a_matrix(mesh):
     expected, _ = plain(optax.chain(CLIP, muon()))
     stack = DecoderConfig(**{**vars(MODEL), "scan": True})
@@ -222,7 +223,8 @@ def test_the_layout_of_an_optimizers_state_equals_its_golden_text(name, request)
     assert not (diff := "\n".join(lines)), f"if this is intended: pytest {__file__} --update-golden\n{diff}"
 
 
-@pytest.mark.parametrize("name", [slow("adamw"), "muon", slow("adafactor"), slow("sgd")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor", "sgd"])
 def test_zero_1_does_not_change_an_optimizer(name):
     states = [trained(config_of("mesh", name=name, shard_over=over))[1] for over in ("", "dp")]
     assert_close(parameters(states[1]), parameters(states[0]))
