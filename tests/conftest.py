@@ -1,6 +1,5 @@
 """Tests run on 8 CPU devices, unless `--platform` selects another backend."""
 
-import gc
 import os
 import shutil
 import signal
@@ -24,11 +23,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", 8)
-
-
-def pytest_collection_finish() -> None:
-    gc.collect()
-    gc.freeze()  # modules and tests exist until the end, so that later collections need not visit them
 
 
 def _share_compilation_cache(config: pytest.Config) -> None:

@@ -1,5 +1,5 @@
 """Writes tests/checkpoint/hf/data: small random checkpoints, and what transformers computes from them: the logits of
-reference.npz, and the greedy continuation of generated.json.
+reference.npz, and the greedy continuation of generated.npz.
 
     python -m tests.checkpoint.hf.make_reference
 
@@ -79,7 +79,7 @@ def write_reference(case: str, folder: Path, dtype: str = "float32", seed: int =
 
 
 def write_generated(folder: Path) -> None:
-    """Write generated.json: the first tokens of reference.npz, and those that transformers generates after them."""
+    """Write generated.npz: the first tokens of reference.npz, and those that transformers generates after them."""
     import torch  # pyright: ignore[reportMissingImports]
     from transformers import AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
 
@@ -91,8 +91,7 @@ def write_generated(folder: Path) -> None:
         found = model.generate(  # pyright: ignore[reportAttributeAccessIssue]
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=GENERATED, do_sample=False, pad_token_id=0
         )
-    tokens = {"prompt": prompt[0].tolist(), "tokens": found[0, PROMPT:].tolist()}
-    (folder / "generated.json").write_text(json.dumps(tokens) + "\n", encoding="utf-8")
+    np.savez(folder / "generated.npz", prompt=prompt[0], tokens=found[0, PROMPT:].numpy().astype(np.int32))
 
 
 def main() -> None:
