@@ -116,22 +116,15 @@ def test_explicit_axes_of_two_processes_train_as_auto_axes_of_one(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", ["pp:2,fsdp:2", "dp:4"])
-def test_optimizer_state_of_two_processes_in_the_memory_of_their_hosts(shape, tmp_path):
-    same = ["model.num_layers=2", f"mesh.shape={shape}", "optimizer.shard_over=dp", "checkpoint.every=2"]
-    for name, memories in (
-        ("host", ("pinned_host",) * 2),
-        ("both", ("pinned_host", "device")),
-        ("device", ("device",)),
-    ):
-        for memory, steps in zip(memories, (2, 4), strict=False):
-            run(2, 2, tmp_path / name, *same, f"optimizer.memory={memory}", f"run.steps={steps}")
+def test_optimizer_state_of_two_processes_in_the_memory_of_their_hosts(tmp_path):
+    same = ["model.num_layers=2", "mesh.shape=pp:2,fsdp:2", "optimizer.shard_over=dp", "checkpoint.every=2"]
     run(2, 2, tmp_path / "device", *same, "run.steps=4")
+    run(2, 2, tmp_path / "both", *same, "optimizer.memory=pinned_host", "run.steps=2")
+    run(2, 2, tmp_path / "both", *same, "optimizer.memory=device", "run.steps=4")
     expected = losses(tmp_path / "device")
     assert sorted(expected) == [1, 2, 3, 4]
-    for name in ("host", "both"):
-        assert losses(tmp_path / name) == expected
-        assert_same_state(stored(tmp_path / name, 4), stored(tmp_path / "device", 4))
+    assert losses(tmp_path / "both") == expected
+    assert_same_state(stored(tmp_path / "both", 4), stored(tmp_path / "device", 4))
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from flax_mesh.train import init_train_state, make_train_step
 from flax_mesh.tree import named_leaves
 from tests.step import changed
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_unless_slow")
 OPTIMIZER = optax.adamw(1e-2, eps=1e-2)
 
 

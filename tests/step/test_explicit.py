@@ -18,7 +18,7 @@ from flax_mesh.mpmd import MpmdMesh, Pipeline, split_stages
 from flax_mesh.train import init_train_state, make_eval_step, make_train_step
 from flax_mesh.tree import named_leaves
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_unless_slow")
 
 NAMES, SHAPE, WIDTH, VOCAB = ("dp", "fsdp", "tp"), (2, 2, 2), 8, 16
 ROWS = ("fsdp", "dp")

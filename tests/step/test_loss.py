@@ -10,7 +10,7 @@ from flax_mesh.mpmd import split_stages
 from flax_mesh.train import make_eval_step
 from tests.step.test_step import Net, batch, make, run, start
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_unless_slow")
 
 
 def parts(model, b):

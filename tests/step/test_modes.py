@@ -36,7 +36,7 @@ from tests.step.modes import (
     reference,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_unless_slow")
 # The rest of the matrix is slow.
 ALWAYS = {(style, "tree") for style in ("scanned", "tied_variable", "pytree", "linen")}
 ALWAYS |= {("tied_variable", "hijax_ref"), ("annotated", "eager_sharding")}

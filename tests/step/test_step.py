@@ -13,7 +13,7 @@ from flax_mesh.step.loss import reseed
 from flax_mesh.train import init_train_state, make_eval_step, make_train_step
 from flax_mesh.tree import named_leaves
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_unless_slow")
 
 RULES = [("kernel$", ("embed", "mlp")), (".*", ())]
 

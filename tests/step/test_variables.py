@@ -14,7 +14,7 @@ import flax_mesh as fm
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.train import abstract_train_state, init_train_state, make_eval_step, make_train_step
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_unless_slow")
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Recipes on meshes with Explicit axes against the same recipes on Auto axes."""
 
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,8 @@ from flax_mesh.train.explain import explain
 from tests.checkpoint import small_decoder
 from tests.checkpoint.small_decoder import program_of
 
-
-@pytest.fixture(autouse=True)
-def few_optimizations() -> Iterator[None]:
-    """Programs that differ in nothing but annotations may be fused, and then rounded, differently."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
+# Programs that differ in nothing but annotations may be fused, and then rounded, differently.
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 MESHES = {"dp": "dp:8", "fsdp": "fsdp:8", "tp": "fsdp:2,tp:2,sp:2", "ep": "dp:2,ep:2,tp:2", "pp": "pp:2,fsdp:2,tp:2"}
 MODELS = {
     "plain": ["model.num_layers=2"],

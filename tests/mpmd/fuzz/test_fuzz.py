@@ -1,6 +1,5 @@
 """Random pipelines equal one device; and the fuzzer itself: its cases, its comparison, its shrinking."""
 
-import jax
 import pytest
 
 from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES
@@ -8,7 +7,8 @@ from tests.mpmd.fuzz.case import VARIANTS, Case, random_case, shrink
 from tests.mpmd.fuzz.operations import FEATURES, OPERATIONS, RULES, WRAPPERS
 from tests.mpmd.fuzz.run import check_case, check_seeds, differences, on_one_device, pipelined
 
-SECONDS, FEWEST = 150, 20  # of the slow run; shrinking three failures takes at most three minutes more
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+SECONDS, FEWEST = 90, 15  # of the slow run; shrinking three failures takes at most three minutes more
 SEEDS = range(100_000)
 # Cases that the library computed wrongly once: complex activations, new values without an equation, custom_vjp rules
 # that are not linear, parameters that the forward pass changes.
@@ -22,14 +22,6 @@ REPAIRED = (
     *(f"layers=linear,linear+memory_{order} cuts=1" for order in ("rw", "wr", "rwr")),
     "layers=linear+shared_count_rw,linear+shared_count_r,linear,linear+shared_count_r schedule=interleaved-1f1b",
 )
-
-
-@pytest.fixture(autouse=True)
-def quick_compilation():
-    """As in tests/conftest.py, but also for slow tests."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.mark.parametrize("seed", [237, 252])

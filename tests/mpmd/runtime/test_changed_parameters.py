@@ -12,7 +12,7 @@ from tests.mpmd.runtime.test_pipeline import PLAIN_SGD, build, compare, groups, 
 from tests.mpmd.runtime.test_pipeline import Net as Tied
 from tests.step import changed
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_unless_slow")
 
 
 def net():

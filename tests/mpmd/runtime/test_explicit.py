@@ -21,7 +21,7 @@ from flax_mesh.mpmd.schedules import make_schedule
 from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES
 from flax_mesh.mpmd.split.backward import differentiate
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_unless_slow")
 
 WIDTH, VOCAB, COUNT = 8, 16, 4
 FAST = {"xla_backend_optimization_level": 0}

@@ -19,7 +19,7 @@ from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES
 from flax_mesh.train import init_train_state, make_train_step
 from flax_mesh.tree import named_leaves
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_unless_slow")
 
 AXES = ("pp", "dp", "fsdp", "ep", "tp", "sp")
 SIZES: dict[str, Any] = {

@@ -33,7 +33,7 @@ from tests.mpmd.runtime.test_pipeline import (
     net_loss,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_unless_slow")
 P = jax.sharding.PartitionSpec
 FOUR_STAGES = make_schedule("zb-v", num_groups=2, num_microbatches=4)
 

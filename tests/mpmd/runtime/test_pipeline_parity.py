@@ -13,7 +13,7 @@ from flax_mesh.mpmd.split.assign import is_expensive
 from flax_mesh.mpmd.split.jaxpr import trace
 from tests.mpmd.runtime.test_pipeline import compare
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_unless_slow")
 
 WIDTH = 8
 

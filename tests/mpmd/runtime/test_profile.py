@@ -26,7 +26,7 @@ from flax_mesh.step.state import TrainState
 from tests.benchmarks.overlap import load_nap, sleepy_pipeline
 from tests.mpmd.runtime.test_pipeline import build, groups, make_net, net_batch, net_loss
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_unless_slow")
 
 SVG = "{http://www.w3.org/2000/svg}"
 BATCH = net_batch(8)

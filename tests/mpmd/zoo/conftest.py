@@ -1,7 +1,5 @@
 """Compiles plain runs and pipelines of the zoo with equal options, so that they round equally."""
 
-from collections.abc import Iterator
-
 import jax
 import pytest
 
@@ -13,8 +11,5 @@ def fresh_caches() -> None:
 
 
 @pytest.fixture(autouse=True)
-def quick_compilation() -> Iterator[None]:
-    """As in tests/conftest.py, but also for slow tests, because they share the cached plain runs."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+def compile_quickly(quick_compilation: None) -> None:
+    """All tests share the cached plain runs."""

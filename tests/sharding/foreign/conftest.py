@@ -1,3 +1,3 @@
 """Compiles reference runs, meshes and pipelines with equal options, as in the zoo."""
 
-from tests.mpmd.zoo.conftest import quick_compilation as quick_compilation
+from tests.mpmd.zoo.conftest import compile_quickly as compile_quickly

@@ -24,6 +24,7 @@ from flax_mesh.tree import named_leaves
 from tests.train.optimizers.plain import MODEL, assert_close, config_of, parameters, plain, trained
 from tests.train.optimizers.test_make import CLIP, PLAIN
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 DECAY = 0.7
 DOORS = {
     "adamw": ["optimizer.moment_dtype=bfloat16", "optimizer.shard_over=dp"],
