@@ -9,6 +9,7 @@ The metadata of a field may contain:
     one_of                              the accepted texts
     path                                True: the text is a path of this machine, "" for none
     changes_result                      False: a run may be resumed with another value
+    added                               True: earlier versions lacked the field, and computed what its default does
     of_user                             True: a dataclass of the user, in which only fields with limits are checked
 """
 
@@ -25,6 +26,7 @@ from typing import Any
 from flax_mesh.errors import ConfigError
 
 SAME_RESULT = {"changes_result": False}
+ADDED = {"added": True}
 MAX_SIZE = 2**31 - 1  # indices and counters are int32
 MAX_FLOAT32 = 3.4028234663852886e38
 MAX_PATH_BYTES, MAX_NAME_BYTES = 4095, 255  # limits of Linux for a path and for one name in it

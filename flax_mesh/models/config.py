@@ -13,7 +13,7 @@ from flax_mesh.mesh.context import current_mesh
 from flax_mesh.models.kernels import Call, choice_text, choose, platform_of, problem_lines
 from flax_mesh.models.remat import remat_problems
 from flax_mesh.models.rotary import RopeScaling
-from flax_mesh.settings import MAX_SIZE, SAME_RESULT, type_problems, value_problems
+from flax_mesh.settings import ADDED, MAX_SIZE, SAME_RESULT, type_problems, value_problems
 
 ATTENTION = ("auto", "xla", "cudnn", "splash")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -58,7 +58,7 @@ class DecoderConfig:
     router_z_loss: float = field(default=0.001, metadata={"at_least": 0})
     qkv_bias: bool = False
     qk_norm: bool = False
-    sliding_window: int = field(default=0, metadata={"at_least": 0, "at_most": MAX_SIZE})
+    sliding_window: int = field(default=0, metadata=ADDED | {"at_least": 0, "at_most": MAX_SIZE})
     rope_theta: float = field(default=10_000.0, metadata={"above": 0})
     rope_factor: float = field(default=1.0, metadata={"at_least": 1})
     rope_low_frequency_factor: float = field(default=1.0, metadata={"above": 0})

@@ -128,6 +128,13 @@ def default_texts(config: TrainConfig, section: str) -> dict[str, str]:
     }
 
 
+def added_settings(config: TrainConfig) -> dict[str, str]:
+    """The settings of the model that earlier versions of its config lacked (ADDED): those models had the default."""
+    fields = dataclasses.fields(config.model) if dataclasses.is_dataclass(config.model) else ()
+    added = {f"model.{item.name}" for item in fields if item.metadata.get("added")}
+    return {key: text for key, text in default_texts(config, "model").items() if key in added}
+
+
 def complete_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
     """`current_settings`, with defaults for settings that did not exist yet when these were saved.
 
@@ -150,7 +157,7 @@ class Change(typing.NamedTuple):
 
 def changes(saved: Mapping[str, str], config: TrainConfig) -> list[Change]:
     """Differences between the settings saved with a checkpoint, by any version, and `config`."""
-    fields, now, saved = flat_fields(config), to_texts(config), complete_settings(saved)
+    fields, now, saved = flat_fields(config), to_texts(config), added_settings(config) | complete_settings(saved)
     keys = [*now, *(key for key in saved if key not in now)]
     return [
         Change(key, saved.get(key, "(absent)"), now.get(key, "(absent)"), key not in fields or fields[key][2])
