@@ -111,6 +111,7 @@ def plain():
     return model_on(CONFIG)
 
 
+@pytest.mark.slow
 def test_the_other_prompts_and_the_size_of_the_cache_do_not_change_a_continuation(plain):
     expected = generate(plain, PROMPTS, max_tokens=6, sampling=RANDOM)
     for size, length in ((2, 40), (8, 19)):

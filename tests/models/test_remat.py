@@ -92,7 +92,7 @@ def test_names_on_the_host_are_saved_there():
     assert (4, 2, 12, 2, 8) in [x.shape for x in residuals]
 
 
-@pytest.mark.parametrize("name", ["attention_out", "q"])
+@pytest.mark.parametrize("name", ["attention_out", pytest.param("q", marks=pytest.mark.slow)])
 def test_layers_of_experts_have_names_too(name):
     expected = residuals_and_gradients(dataclasses.replace(EXPERTS, remat="full"))
     residuals, gradients = residuals_and_gradients(dataclasses.replace(EXPERTS, remat=f"full:2,{name}"))
@@ -145,8 +145,9 @@ def test_names_of_experts_are_refused_without_experts():
     assert line.endswith("(q, k, v, attention, attention_out), got 'mlp_up'")
 
 
-@pytest.mark.parametrize("shape", [pytest.param("fsdp:2,tp:2", marks=pytest.mark.slow), "pp:2,fsdp:2"])
-@pytest.mark.parametrize("scan", [pytest.param("false", marks=pytest.mark.slow), "true"])
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["fsdp:2,tp:2", "pp:2,fsdp:2"])
+@pytest.mark.parametrize("scan", ["false", "true"])
 def test_training_on_meshes_and_in_pipelines_does_not_change(shape, scan, tmp_path):
     def losses(remat: str) -> tuple[list[Any], dict[str, tuple[int, ...]]]:
         settings = f"mesh.shape={shape}", f"model.scan={scan}", f"model.remat={remat}", "model.num_layers=4"
@@ -166,7 +167,7 @@ def test_training_on_meshes_and_in_pipelines_does_not_change(shape, scan, tmp_pa
         assert found_shapes == shapes  # a stack stays one, as far as the stages allow
 
 
-@pytest.mark.parametrize("scan", ["false", "true"])
+@pytest.mark.parametrize("scan", [pytest.param("false", marks=pytest.mark.slow), "true"])
 def test_a_stage_computes_and_stores_only_its_own_layers(scan, tmp_path):
     """With runs that do not end where a stage does: residuals fall on the groups whose layers are recomputed."""
 

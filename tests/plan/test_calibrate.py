@@ -290,6 +290,7 @@ def test_bad_input_is_one_line_before_anything_is_measured(words, problem, tmp_p
 # --- the benchmark ---
 
 
+@pytest.mark.slow
 def test_layouts_are_ranked_by_plan_and_by_cpu_time(measured, quick_compilation):
     config = config_of("fsdp:8", "none", MODEL, DATA)
     (row,) = rank(measured.chip, {"fsdp": config}, rounds=1)

@@ -305,6 +305,7 @@ def test_the_best_layout_fits_although_faster_ones_do_not():
     assert all(a.rank <= b.rank for a, b in zip(found.planned[1:], found.planned[2:], strict=False))
 
 
+@pytest.mark.slow
 def test_of_equally_fast_layouts_the_one_with_the_smallest_batch_is_the_best():
     found = search_layouts(CONFIG, "v5e:4", fixed=[name for name in FIXED if name != "data.batch_size"], plans=12)
     assert found.best is not None
@@ -457,6 +458,7 @@ def test_bad_input_of_the_command_is_one_line(words, problem, capsys):
 SMALL = ["data.batch_size=8", "data.sequence_length=32", "pipeline.num_microbatches=1", "model.remat=none"]
 
 
+@pytest.mark.slow
 def test_the_best_layout_is_confirmed_by_the_compiler(capsys):
     words = ["recipes/tiny.py", *SMALL, "--search", "cpu:4", "--plans", "2", "--compile"]
     assert main(["plan", *words, "--json"]) == 0

@@ -232,6 +232,7 @@ def test_a_plan_has_no_tokens_unless_the_recipe_counts_their_flops():
     assert counted.time.tokens_per_s == built_in.time.tokens_per_s and counted.time.mfu is not None
 
 
+@pytest.mark.slow
 def test_a_search_calls_make_batches_once_and_counts_examples():
     calls = []
 
