@@ -66,6 +66,7 @@ def test_the_losses_are_equal_on_every_mesh(name, mesh, tmp_path):
 
 
 @pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh"), [("vit", "fsdp"), ("encoder_decoder", "pp")])
 def test_a_killed_run_resumes_bit_for_bit(name, mesh, tmp_path):
     losses = lambda rows: {step: row["loss"] for step, row in rows.items()}  # noqa: E731
