@@ -1,6 +1,5 @@
 """The optimizer's update on a pipeline: traced as for one device, then split into one program per group and phase."""
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
@@ -93,9 +92,10 @@ class Update:
         }
         both = (*zip(program.inputs, owners, strict=False), *zip(program.outputs, owners, strict=False))
         hosted = {v for v, owner in both if is_var(v) and is_on_host(owner.sharding)}
+        placed = {v: owner.sharding for v, owner in both if is_var(v) and owner.group != SHARED}
         packs = {(part.group, part.phase): part.packs for part in parts if part.packs}
         self.parts = [
-            _compile(part, packs, shardings, hosted, self.meshes[part.group], options)
+            _compile(part, packs, shardings, placed, hosted, self.meshes[part.group], options)
             for part in parts
             if part.group in self.local_groups
         ]
@@ -181,15 +181,16 @@ def _compile(
     part: GroupProgram,
     packs: Mapping[tuple[int, int], Sequence[Any]],
     shardings: Mapping[Any, Any],
+    placed: Mapping[Any, Any],
     hosted: Set[Any],
     mesh: Mesh,
     options: dict[str, Any] | None,
 ) -> GroupFunction:
-    """Jit one part of the update; `shardings` has the shardings of the outputs that are leaves.
+    """Jit one part of the update; `shardings` has the shardings of the outputs that are leaves, `placed` of all leaves.
 
     Values in `hosted` are in the memory of the host.
     """
-    donated = _donated(part, shardings, hosted)
+    donated = _donated(part, placed, hosted)
     kept = [v for v in part.arguments if v not in set(donated)]
     order = {v: i for i, v in enumerate([*donated, *kept])}
     is_hosted = [v in hosted for v in order]
@@ -208,22 +209,27 @@ def _compile(
     return part, donated, kept, call
 
 
-def _donated(part: GroupProgram, shardings: Mapping[Any, Any], hosted: Set[Any]) -> list[Var]:
+def _donated(part: GroupProgram, placed: Mapping[Any, Any], hosted: Set[Any]) -> list[Var]:
     """The inputs whose last use is in this part and whose memory a result with the same shape and dtype takes over.
 
     JAX assigns the first donated input to the first such result, the second to the second, and so on. Both must be in
-    the same memory, so inputs are donated up to the first result for which none is left.
+    the same memory and have the same sharding, so inputs are donated up to the first result for which none is left.
+    The sharding of a value that is not a leaf is not known: it is used where no leaf fits.
     """
-    free: dict[tuple[Any, ...], deque[Var]] = {}
-    for v in sorted(part.last_used, key=lambda v: v not in shardings):  # a new leaf has the sharding of the old one
-        free.setdefault((v.aval.shape, v.aval.dtype, v in hosted), deque()).append(v)
+    free: dict[tuple[Any, ...], list[Var]] = {}
+    for v in part.last_used:
+        free.setdefault((v.aval.shape, v.aval.dtype, v in hosted), []).append(v)
     donated, ended = [], set()
     for v in part.results:
         kind = v.aval.shape, v.aval.dtype
         if not v.aval.shape or kind in ended:
             continue
-        if inputs := free.get((*kind, v in hosted)):
-            donated.append(inputs.popleft())
+        inputs = free.get((*kind, v in hosted), [])
+        equal = [x for x in inputs if v in placed and placed.get(x) == placed[v]]
+        fitting = equal or [x for x in inputs if v not in placed or x not in placed]
+        if fitting:
+            donated.append(fitting[0])
+            inputs.remove(fitting[0])
         else:
             ended.add(kind)
     return donated
