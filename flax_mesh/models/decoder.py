@@ -273,7 +273,8 @@ def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[Any, .
     layer. Tokens without a target are routed too, and count in the losses of the router.
     """
     inputs_BS, targets_BS = _tokens_of(batch)
-    packed = {name: batch[name] for name in ("segment_ids",) if name in batch}  # a subclass may not take them
+    # Not passed as None, since a subclass may not take them.
+    packed: dict[str, Any] = {name: batch[name] for name in ("segment_ids",) if name in batch}
     x_BSD, weights_DV, aux = model.hidden(inputs_BS, **packed)
     config = model.config
     loss = cross_entropy(x_BSD, weights_DV, targets_BS, axes=config.axes, chunk=config.loss_chunk)
