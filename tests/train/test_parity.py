@@ -128,7 +128,7 @@ def with_layers_swapped(config, rngs):
     return model
 
 
-def attention_that_sees_one_token_ahead(self, x, mode="train"):
+def attention_that_sees_one_token_ahead(self, x, mode="train", segment_ids=None):
     q, k = (rotate(part(x), self.config.rope_theta) for part in (self.q, self.k))
     mask = jnp.tril(jnp.ones((1, 1, x.shape[1], x.shape[1]), bool), k=1)
     return self.o(jax.nn.dot_product_attention(q, k, self.v(x), mask=mask))
