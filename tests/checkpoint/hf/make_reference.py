@@ -60,16 +60,16 @@ def write_reference(case: str, folder: Path, dtype: str = "float32", seed: int =
     import torch  # pyright: ignore[reportMissingImports]
     from transformers import AutoConfig, AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
 
-    torch.manual_seed(seed)
+    rng = np.random.default_rng(seed)  # not torch's, whose numbers depend on the vector instructions of the machine
     config = AutoConfig.for_model(**{**SMALL, **CASES[case]})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Large enough that attention is far from uniform and every part affects the logits.
             spread = 0.2 if "norm" in name else 0.4
-            value = torch.randn(parameter.shape) * spread + ("norm" in name)
-            parameter.copy_(value.to(getattr(torch, dtype)))
-    tokens = np.random.default_rng(seed).integers(0, SMALL["vocab_size"], (1, LENGTH)).astype(np.int32)
+            value = rng.standard_normal(tuple(parameter.shape), dtype=np.float32) * spread + ("norm" in name)
+            parameter.copy_(torch.from_numpy(value).to(getattr(torch, dtype)))
+    tokens = rng.integers(0, SMALL["vocab_size"], (1, LENGTH)).astype(np.int32)
     with torch.no_grad():
         logits = model(torch.from_numpy(tokens).long()).logits.numpy()
     np.savez(folder / "reference.npz", tokens=tokens, logits=logits)
@@ -79,7 +79,8 @@ def write_reference(case: str, folder: Path, dtype: str = "float32", seed: int =
 
 
 def write_generated(folder: Path) -> None:
-    """Write generated.npz: the first tokens of reference.npz, and those that transformers generates after them."""
+    """Write generated.npz: the first tokens of reference.npz, those that transformers generates after them, and the
+    smallest difference between the largest logit of a step and the next."""
     import torch  # pyright: ignore[reportMissingImports]
     from transformers import AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
 
@@ -89,9 +90,21 @@ def write_generated(folder: Path) -> None:
     with torch.no_grad():
         ids = torch.from_numpy(prompt).long()
         found = model.generate(  # pyright: ignore[reportAttributeAccessIssue]
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=GENERATED, do_sample=False, pad_token_id=0
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=GENERATED,
+            do_sample=False,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
         )
-    np.savez(folder / "generated.npz", prompt=prompt[0], tokens=found[0, PROMPT:].numpy().astype(np.int32))
+    largest = torch.stack(found.logits).topk(2).values
+    np.savez(
+        folder / "generated.npz",
+        prompt=prompt[0],
+        tokens=found.sequences[0, PROMPT:].numpy().astype(np.int32),
+        margin=(largest[..., 0] - largest[..., 1]).min().numpy(),
+    )
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ def check(folder, shape=ONE):
     stored = np.load(folder / "generated.npz")
     prompt, expected = stored["prompt"].tolist(), stored["tokens"].tolist()
     assert len(prompt) == PROMPT and len(expected) == GENERATED and len(set(expected)) > 4
+    assert stored["margin"] > 5e-4  # rounding does not change a token
     mesh = create_mesh(shape, devices=jax.devices()[: int(np.prod(shape))])
     model, _ = load_decoder(folder, mesh, dtype="float32")
     (found,) = generate(model, [prompt], max_tokens=len(expected))
@@ -36,7 +37,7 @@ def test_greedy_tokens_are_those_that_transformers_generated(case, shape):
     check(DATA / case, shape)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [10, 14])  # without near ties, whatever the case
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_tokens_of_new_weights_are_those_of_transformers(case, seed, tmp_path):
     pytest.importorskip("torch", reason="comes with the extra hf")
