@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -17,8 +18,10 @@ from flax_mesh.inference.open import load_trained
 from flax_mesh.inference.prompts import Prompt, encode_prompts, read_prompts, stop_ids
 from flax_mesh.inference.source import Settings, Source, find_source, read_settings
 from flax_mesh.inference.tokenizer import Tokenizer, open_tokenizer, stop_tokens
-from flax_mesh.models import Sampling, generate
+from flax_mesh.models import Generated, Sampling, generate
+from flax_mesh.models.cache import cache_shape
 from flax_mesh.models.generate import length_problems, option_problems
+from flax_mesh.processes.output import reader_has_ended
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
@@ -104,34 +107,44 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     trained = load_trained(
         request.source, request.settings, request.tokenizer, average=not arguments.no_average, say=say
     )
-    slots = arguments.cache_length or max(map(len, request.rows)) + arguments.max_tokens
-    if problem := cache_problem(trained.config, trained.mesh, min(arguments.batch_size, len(request.rows)), slots):
+    sizes = {name: getattr(arguments, name) for name in ("max_tokens", "batch_size", "cache_length")}
+    num_rows, num_slots = cache_shape(trained.config.axes, trained.mesh, list(map(len, request.rows)), **sizes)
+    if problem := cache_problem(trained.config, trained.mesh, num_rows, num_slots):
         raise ConfigError(problem)
     say(f"tokenizer: {'none' if request.tokenizer is None else request.tokenizer.name}")
-    prompts, stops = request.prompts, frozenset(request.stops)
-    printer = Printer(prompts, request.tokenizer, stops, arguments.max_tokens, quiet=arguments.json)
-    found = generate(
-        trained.model,
-        request.rows,
-        max_tokens=arguments.max_tokens,
-        sampling=request.sampling,
-        stop_tokens=request.stops,
-        seed=arguments.seed,
-        batch_size=arguments.batch_size,
-        cache_length=arguments.cache_length,
-        on_token=printer.token,
-    )
-    summary = printer.summary()
-    lines = [
-        json.dumps(json_of(prompt, row, one, request.tokenizer), ensure_ascii=False) + "\n"
-        for prompt, row, one in zip(prompts, request.rows, found, strict=True)
-    ]
-    if arguments.json:
-        print("".join(lines), end="", flush=True)
-    if arguments.out:
-        write_file("--out", arguments.out, "".join(lines))
-    say(summary)
+    stops = frozenset(request.stops)
+    printer = Printer(request.prompts, request.tokenizer, stops, arguments.max_tokens, quiet=arguments.json)
+
+    def on_token(prompt: int, token: int) -> None:
+        printer.token(prompt, token)
+        if reader_has_ended(sys.stdout) and not arguments.out:
+            raise _ReaderEnded
+
+    def on_result(prompt: int, one: Generated) -> None:
+        found = json_of(request.prompts[prompt], request.rows[prompt], one, request.tokenizer)
+        line = json.dumps(found, ensure_ascii=False) + "\n"
+        if arguments.json:
+            print(line, end="", flush=True)
+        if arguments.out:
+            write_file("--out", arguments.out, line, mode="a" if prompt else "w")
+
+    with suppress(_ReaderEnded):
+        generate(
+            trained.model,
+            request.rows,
+            sampling=request.sampling,
+            stop_tokens=request.stops,
+            seed=arguments.seed,
+            **sizes,
+            on_token=on_token,
+            on_result=on_result,
+        )
+        say(printer.summary())
     return DONE
+
+
+class _ReaderEnded(Exception):
+    """Nobody reads what would be generated."""
 
 
 def _checked(arguments: argparse.Namespace) -> Request:
@@ -162,11 +175,8 @@ def _checked(arguments: argparse.Namespace) -> Request:
             rows = encode_prompts(prompts, tokenizer, vocab_size)
             if arguments.cache_length is not None and not option_problems(*limits):
                 names = [prompt.name for prompt in prompts]
-                found = length_problems(rows, arguments.max_tokens, arguments.cache_length, names)
-                options = {"cache_length": "--cache-length", "max_tokens=": "--max-tokens "}
-                for name, option in options.items():
-                    found = [line.replace(name, option) for line in found]
-                mistakes.problems += found
+                options = ("--cache-length", "--max-tokens ")
+                mistakes.problems += length_problems(rows, arguments.max_tokens, arguments.cache_length, names, options)
     mistakes.raise_if_any()
     assert source is not None and settings is not None
     return Request(source, settings, tokenizer, prompts, rows, stops, sampling)

@@ -27,16 +27,17 @@ def cache_problem(config: DecoderConfig, mesh: Mesh, num_rows: int, num_slots: i
     if limit is None or needed <= limit:
         return ""
     return (
-        f"the cache of {count_text(num_rows, 'prompt')} with {num_slots:,} tokens each needs {bytes_text(needed)} per "
-        f"device, which has {bytes_text(limit)}; {advice}"
+        f"the cache of {count_text(num_rows, 'row')} with {num_slots:,} slots each needs {bytes_text(needed)} per "
+        f"device, which has {bytes_text(limit)} left; {advice}"
     )
 
 
 def _device_bytes(mesh: Mesh) -> int | None:
-    """Memory of a device; of virtual CPU devices an equal share of the memory of the host. None: not known."""
+    """Free memory of a device; of virtual CPU devices an equal share of the memory of the host. None: not known."""
     device: Any = mesh.local_devices[0]
-    if found := (device.memory_stats() or {}).get("bytes_limit"):
-        return found
+    stats = device.memory_stats() or {}
+    if limit := stats.get("bytes_limit"):
+        return limit - stats.get("bytes_in_use", 0)
     if device.platform != "cpu" or not hasattr(os, "sysconf"):
         return None
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(mesh.local_devices)

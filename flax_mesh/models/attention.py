@@ -4,6 +4,7 @@ Shape letters: B batch, S sequence, P slots of a prompt, T slots of a cache, D h
 C head dim.
 """
 
+import warnings
 from typing import Any
 
 import jax
@@ -62,7 +63,9 @@ class Attention(nnx.Module):
         values = write_slot(values, v_B1KC, cache.used, layer, axes)
         k_BTKC, v_BTKC = (keys, values) if layer is None else (keys[layer], values[layer])
         mask_BT = cache.mask_BT(k_BTKC.shape[1], self.config.sliding_window)
-        y_B1HC = jax.nn.dot_product_attention(q_B1HC, k_BTKC, v_BTKC, mask=mask_BT[:, None, None, :])
+        mask_B11T = mask_BT[:, None, None, :]
+        # One query, for which no kernel has an advantage.
+        y_B1HC = jax.nn.dot_product_attention(q_B1HC, k_BTKC, v_BTKC, mask=mask_B11T, implementation="xla")
         return self.o(constrain(y_B1HC, Q_DIMS, axes=axes, mode="decode")), keys, values
 
     def _project(
@@ -123,6 +126,7 @@ def attend(
         if kernel != "cudnn":
             raise
         if config.attention == "auto":
+            warnings.warn(f"model.attention=auto uses xla, since cudnn cannot be traced here: {error}", stacklevel=2)
             return attend("xla", q_BSHC, k_BSKC, v_BSKC, segment_ids_BS, config, mode)
         raise ConfigError(
             f"model.attention={config.attention} cannot be traced here: {error} Use model.attention=xla, or JAX for "

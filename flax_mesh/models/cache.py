@@ -11,6 +11,7 @@ FLOPs and bytes of a step do not depend on the number of tokens so far.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jax.sharding import AbstractMesh, Mesh
 from flax_mesh.axes import Mode, PartitionAxis, as_tuple
 from flax_mesh.sharding.constrain import constrain
 
+SMALLEST_BUCKET = 16  # slots of a prompt
 CACHE_DIMS = ("batch", "key_sequence", "kv_heads", "head_dim")
 
 
@@ -82,6 +84,37 @@ def row_multiple(axes: PartitionAxis, mesh: Mesh | AbstractMesh | None) -> int:
 def slot_multiple(axes: PartitionAxis, mesh: Mesh | AbstractMesh | None) -> int:
     """Likewise the number of slots of the prompt, and of all slots."""
     return math.lcm(_ways(axes, mesh, "prefill", "sequence"), _ways(axes, mesh, "decode", "key_sequence"))
+
+
+def bucket_slots(length: int, unit: int) -> int:
+    """P, the slots of prompts of at most this length: a power of two, or the next multiple of `unit`."""
+    return round_up(max(SMALLEST_BUCKET, 1 << (length - 1).bit_length()), unit)
+
+
+def cache_shape(
+    axes: PartitionAxis,
+    mesh: Mesh | AbstractMesh | None,
+    lengths: Sequence[int],
+    *,
+    max_tokens: int,
+    batch_size: int,
+    cache_length: int | None = None,
+) -> tuple[int, int]:
+    """B and T of the cache for batches of at most `batch_size` prompts of these lengths.
+
+    `cache_length` is the number of tokens of a prompt and its continuation; default: as many as the longest needs.
+    """
+    rows = round_up(min(batch_size, len(lengths)), row_multiple(axes, mesh))
+    unit = slot_multiple(axes, mesh)
+    if cache_length is None:
+        prompt = bucket_slots(max(lengths, default=1), unit)
+    else:
+        prompt = round_up(cache_length - max_tokens, unit)
+    return rows, round_up(prompt + max_tokens, unit)
+
+
+def round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
 
 
 def _ways(axes: PartitionAxis, mesh: Mesh | AbstractMesh | None, mode: Mode, *logical: str) -> int:

@@ -18,14 +18,13 @@ from jax.sharding import Mesh, NamedSharding
 from flax_mesh.axes import DEFAULT_AXES
 from flax_mesh.errors import ConfigError
 from flax_mesh.mesh.context import current_mesh, in_mesh
-from flax_mesh.models.cache import row_multiple, slot_multiple
+from flax_mesh.models.cache import bucket_slots, cache_shape, round_up, row_multiple, slot_multiple
 from flax_mesh.models.decoder import Decoder
 from flax_mesh.sharding.constrain import constrain
 from flax_mesh.sharding.explicit import on_auto_axes
 from flax_mesh.text import at_most, count_text
 
 GREEDY_BELOW = 1e-30  # of the temperature; logits divided by less may be infinite
-SMALLEST_BUCKET = 16  # slots of a prompt
 ANY_TOKEN = np.iinfo(np.int32).max
 
 
@@ -34,8 +33,10 @@ class Sampling(NamedTuple):
 
     Attributes:
         temperature: The logits are divided by it. 0: the token of the largest logit (greedy).
-        top_k: Only the tokens of the k largest logits, and those equal to the k-th. 0: all.
+        top_k: Only the tokens of the k largest logits. 0: all.
         top_p: Of these only the most probable ones, as few as have this probability together (Holtzman et al. 2020).
+
+    Of tokens with equal logits those with smaller ids come first.
     """
 
     temperature: Any = 0.0
@@ -46,10 +47,14 @@ class Sampling(NamedTuple):
         found = []
         if not (_is_number(self.temperature) and 0 <= self.temperature < math.inf):
             found.append(f"temperature must be a finite number of at least 0 (0: greedy), got {self.temperature!r}")
-        if not (type(self.top_k) is int and 0 <= self.top_k <= ANY_TOKEN):
+        if not (_is_integer(self.top_k) and 0 <= self.top_k <= ANY_TOKEN):
             found.append(f"top_k must be an integer of at least 0 (0: all tokens), got {self.top_k!r}")
         if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
             found.append(f"top_p must be a number above 0 and at most 1, got {self.top_p!r}")
+        if not found and self.temperature == 0:
+            without_effect = [name for name, value in (("top_k", 0), ("top_p", 1)) if getattr(self, name) != value]
+            rest = "has no effect with temperature 0 (greedy); set a temperature above 0"
+            found += [f"{name} {rest}" for name in without_effect]
         return found
 
 
@@ -78,6 +83,7 @@ def generate(
     batch_size: int = 8,
     cache_length: int | None = None,
     on_token: Callable[[int, int], None] | None = None,
+    on_result: Callable[[int, Generated], None] | None = None,
 ) -> list[Generated]:
     """Continue prompts of any lengths, with the model on the devices and in the sharding of its parameters.
 
@@ -96,6 +102,7 @@ def generate(
         batch_size: Number of prompts that are computed together.
         cache_length: Slots of the cache, for a prompt and its continuation. Default: as many as the longest needs.
         on_token: Called as `on_token(prompt, token)` for each generated token, in the order in which they are computed.
+        on_result: Called as `on_result(prompt, generated)` for each prompt, in their order, when its batch is complete.
 
     Returns:
         The continuation of every prompt.
@@ -112,21 +119,33 @@ def generate(
         ((5,), dtype('float32'), False)
     """
     check_model(model)
-    rows = [np.asarray(prompt) for prompt in prompts]
+    rows, stop_tokens = [_as_row(prompt) for prompt in prompts], tuple(stop_tokens)
     options = option_problems(max_tokens, seed, batch_size, cache_length, stop_tokens, model.config.vocab_size)
-    if problems := [*sampling.problems(), *options, *prompt_problems(rows, model.config.vocab_size)]:
+    problems = [*sampling.problems(), *options, *prompt_problems(rows, model.config.vocab_size)]
+    if cache_length is not None and not options:
+        problems += length_problems(rows, max_tokens, cache_length)
+    if problems:
         raise ConfigError(problems)
     programs = Programs(model, seed, sampling)
-    if cache_length is not None and (problems := length_problems(rows, max_tokens, cache_length)):
-        raise ConfigError(problems)
     run = partial(_continue_batch, programs, max_tokens=max_tokens, stop_tokens=frozenset(stop_tokens))
-    num_rows = min(batch_size, len(rows))
-    num_slots = programs.num_slots(rows, max_tokens, cache_length)
+    lengths, sizes = list(map(len, rows)), {"max_tokens": max_tokens, "cache_length": cache_length}
+    num_rows, num_slots = cache_shape(model.axes, programs.mesh, lengths, batch_size=batch_size, **sizes)
     found: list[Generated] = []
     for first in range(0, len(rows), batch_size):
         batch = rows[first : first + batch_size]
-        found += run(batch, first, num_rows, num_slots, on_token=on_token)
+        results = run(batch, first, num_rows, num_slots, on_token=on_token)
+        for n, one in enumerate(results, start=first):
+            if on_result is not None:
+                on_result(n, one)
+        found += results
     return found
+
+
+def _as_row(prompt: Any) -> np.ndarray:
+    try:
+        return np.asarray(prompt)
+    except ValueError:  # NumPy's, for nested lists of unequal lengths
+        return np.asarray(prompt, object)
 
 
 def check_model(model: Any) -> None:
@@ -165,9 +184,9 @@ def option_problems(
     found = [
         f"{name} must be an integer from {least} to {most}, got {value!r}"
         for name, (value, least, most) in limits.items()
-        if not isinstance(value, int | np.integer) or isinstance(value, bool) or not least <= value <= most
+        if not _is_integer(value) or not least <= value <= most
     ]
-    wrong = [t for t in stop_tokens if not isinstance(t, int | np.integer) or not 0 <= t < vocab_size]
+    wrong = [t for t in stop_tokens if not _is_integer(t) or not 0 <= t < vocab_size]
     return found + [f"stop token {t!r}: the ids of this model are 0 to {vocab_size - 1}" for t in wrong]
 
 
@@ -177,7 +196,7 @@ class Programs:
     def __init__(self, model: Decoder, seed: int, sampling: Sampling):
         graphdef, state = nnx.split(model, graph=True)
         self._leaves, tree = jax.tree.flatten(state)
-        self.mesh = _mesh_of(self._leaves)
+        self.mesh = _mesh_of(self._leaves) or current_mesh()
         self.rows = row_multiple(model.axes, self.mesh)
         self.slots = slot_multiple(model.axes, self.mesh)
         self._prefill, self._decode = _compiled(graphdef, tree)
@@ -191,17 +210,6 @@ class Programs:
     def decode(self, tokens_B: jax.Array, cache: Any, ids_B: np.ndarray) -> Any:
         with in_mesh(self.mesh):
             return self._decode(self._leaves, tokens_B, cache, ids_B, *self._options)
-
-    def num_slots(self, rows: Sequence[np.ndarray], max_tokens: int, cache_length: int | None) -> int:
-        """T, the slots of the cache for all of these prompts."""
-        longest = max(map(len, rows), default=1)
-        if cache_length is None:
-            return round_up(self.bucket(longest) + max_tokens, self.slots)
-        return round_up(round_up(cache_length - max_tokens, self.slots) + max_tokens, self.slots)
-
-    def bucket(self, length: int) -> int:
-        """P, the slots of prompts of at most this length: a power of two, or the next multiple of `slots`."""
-        return round_up(max(SMALLEST_BUCKET, 1 << (length - 1).bit_length()), self.slots)
 
 
 @lru_cache(maxsize=4)  # compiled programs of that many models
@@ -250,15 +258,15 @@ def choose_tokens(logits_BV: jax.Array, keys_B: jax.Array, sampling: Sampling) -
 
 def _filtered(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
     """Logits with -inf for the tokens that top_k and top_p exclude."""
-    sorted_BV = -jnp.sort(-logits_BV, axis=-1)
+    order_BV = jnp.argsort(-logits_BV, axis=-1)  # stable
+    sorted_BV = jnp.take_along_axis(logits_BV, order_BV, axis=-1)
     rank_V = jnp.arange(logits_BV.shape[-1])
     is_top_V = (sampling.top_k == 0) | (rank_V < sampling.top_k)
-    top_BV = jnp.where(is_top_V, sorted_BV, -jnp.inf)
-    probability_BV = jax.nn.softmax(top_BV)
+    probability_BV = jax.nn.softmax(jnp.where(is_top_V, sorted_BV, -jnp.inf))
     before_BV = jnp.cumsum(probability_BV, axis=-1) - probability_BV  # of the more probable tokens
     is_kept_BV = is_top_V & ((before_BV < sampling.top_p) | (rank_V == 0))
-    least_B = jnp.min(jnp.where(is_kept_BV, sorted_BV, jnp.inf), axis=-1)
-    return jnp.where(logits_BV >= least_B[:, None], logits_BV, -jnp.inf)
+    is_kept_BV = jnp.take_along_axis(is_kept_BV, jnp.argsort(order_BV, axis=-1), axis=-1)  # in the order of the ids
+    return jnp.where(is_kept_BV, logits_BV, -jnp.inf)
 
 
 def _continue_batch(
@@ -273,9 +281,8 @@ def _continue_batch(
     on_token: Callable[[int, int], None] | None,
 ) -> list[Generated]:
     """Continue prompts `first`, `first` + 1, ... in a batch with `num_rows` rows and a cache with `num_slots` slots."""
-    num_rows = round_up(num_rows, programs.rows)
     most = (num_slots - max_tokens) // programs.slots * programs.slots
-    bucket = min(programs.bucket(max(map(len, rows))), most)
+    bucket = min(bucket_slots(max(map(len, rows)), programs.slots), most)
     tokens_BP, lengths_B = np.zeros((num_rows, bucket), np.int32), np.ones(num_rows, np.int32)
     for b, row in enumerate(rows):
         tokens_BP[b, : len(row)], lengths_B[b] = row, len(row)
@@ -305,15 +312,20 @@ def _continue_batch(
 
 
 def length_problems(
-    rows: Sequence[np.ndarray], max_tokens: int, cache_length: int, names: Sequence[str] = ()
+    rows: Sequence[np.ndarray],
+    max_tokens: int,
+    cache_length: int,
+    names: Sequence[str] = (),
+    options: tuple[str, str] = ("cache_length", "max_tokens="),
 ) -> list[str]:
-    """Prompts that do not fit in the cache, one line each; `names` as in `prompt_problems`."""
+    """Prompts that do not fit in the cache, one line each; `names` as in `prompt_problems`, `options` of the two."""
+    length, tokens = options
     return at_most(
         [
-            f"{name} has {count_text(len(row), 'token')} and needs a cache_length of {len(row) + max_tokens} with "
-            f"max_tokens={max_tokens}, got {cache_length}"
+            f"{name} has {count_text(len(row), 'token')} and needs a {length} of {len(row) + max_tokens} with "
+            f"{tokens}{max_tokens}, got {cache_length}"
             for row, name in zip(rows, names or _names(rows), strict=True)
-            if len(row) + max_tokens > cache_length
+            if row.ndim and len(row) + max_tokens > cache_length
         ]
     )
 
@@ -358,9 +370,9 @@ def sample(model: Decoder, prompt: jax.Array, num_tokens: int, key: jax.Array, t
     return jax.lax.fori_loop(start, start + num_tokens, add_token, (tokens, prefilled))[0]
 
 
-def round_up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return _is_integer(value) or isinstance(value, float | np.floating)

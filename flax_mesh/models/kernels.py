@@ -94,7 +94,9 @@ def choice_text(attention: str, call: Call) -> str:
         interpreted = ", interpreted on CPUs: slow, for tests" if (attention, call.platform) == INTERPRETED else ""
         return f"attention: {attention} {setting}{interpreted}"
     if call.platform:
-        return "attention: {}, because {} {}".format(*choose(call), setting)
+        kernel, reason = choose(call)
+        but = ", xla for batches with segment_ids" if kernel == "cudnn" else ""
+        return f"attention: {kernel}{but}, because {reason} {setting}"
     texts = [f"{name} on {DEVICES[platform]}" for platform, name in BEST.items()]
     for index, platform in enumerate(BEST):
         kernel, reason = choose(replace(call, platform=platform))

@@ -1,14 +1,18 @@
 """`flax-mesh generate`: what is printed and written, and the mistakes that it reports before anything compiles."""
 
+import itertools
 import json
 import random
 import shutil
+import sys
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 import pytest
 
 from flax_mesh.cli import main
-from flax_mesh.cli.common import BAD_INPUT, DONE, FINDINGS
+from flax_mesh.cli.common import BAD_INPUT, DONE, FINDINGS, INTERRUPTED
+from flax_mesh.cli.text.generated import Printer
 from flax_mesh.inference import memory
 from flax_mesh.train.overrides import to_texts
 from tests.cli.test_random_input import KEYS, VALUES
@@ -75,6 +79,38 @@ def test_prompts_of_a_file_are_printed_when_they_are_complete(run, command, tmp_
     assert alone[0]["tokens"] == found[0]["tokens"]
 
 
+def test_lines_of_json_are_written_after_each_batch(run, command, tmp_path, monkeypatch):
+    """A run that is interrupted in its second batch has written the first one."""
+    out, count = tmp_path / "out.jsonl", itertools.count()
+
+    def interrupt(self, prompt: int, token: int) -> None:
+        if prompt == 2 and next(count) == 3:
+            raise KeyboardInterrupt
+
+    out.write_text("of a run before\n")
+    options = ("--max-tokens", 12, "--batch-size", 2, MESH, "--json", *("--prompt", "a", "--prompt", "b") * 2)
+    expected = command(run, *options)[1].splitlines()
+    monkeypatch.setattr(Printer, "token", interrupt)
+    code, text, _ = command(run, *options, "--out", out)
+    assert code == INTERRUPTED and text.splitlines() == out.read_text().splitlines() == expected[:2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_out", [False, True])
+def test_the_end_of_the_reader_ends_the_command_except_with_out(run, tmp_path, has_out):
+    out = ["--out", str(tmp_path / "out.jsonl")] if has_out else []
+    command = [sys.executable, "-m", "flax_mesh.cli", "generate", str(run), "--prompt", "a", MESH, *out]
+    with Popen([*command, "--max-tokens", "900"], stdout=PIPE, stderr=PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert process.returncode == DONE and "Traceback" not in errors
+    assert ("1 prompt, 900 tokens" in errors) == has_out
+    if has_out:
+        assert len(rows((tmp_path / "out.jsonl").read_text())[0]["tokens"]) == 900
+
+
 def test_a_stop_token_ends_the_text_and_is_not_part_of_it(run, command):
     options = ("--prompt", "ab", MESH, "--max-tokens", 12)
     (whole,) = rows(command(run, *options, "--json")[1])
@@ -138,11 +174,11 @@ def test_a_prompt_longer_than_the_cache_is_one_line(run, command, monkeypatch):
     expected = "--prompt has 6 tokens and needs a --cache-length of 11 with --max-tokens 5, got 8"
     assert errors == f"flax-mesh: {expected}\n"
     code, _, errors = command(run, "--prompt", "a", "--max-tokens", 2**31 - 1, MESH)
-    assert code == BAD_INPUT and "the cache needs 2,147,483,648 slots" in errors.splitlines()[-1]
+    assert code == BAD_INPUT and "the cache needs 2,147,483,663 slots" in errors.splitlines()[-1]
     monkeypatch.setattr(memory, "_device_bytes", lambda mesh: 1000)
     code, _, errors = command(run, "--prompt", "a", "--max-tokens", 50, MESH)
-    # 2 layers, keys and values, 51 slots, 2 heads of 8 float32 numbers
-    assert code == BAD_INPUT and f"needs {2 * 2 * 51 * 2 * 8 * 4 / 1024:.1f} KiB per device" in errors
+    # 2 layers, keys and values, 16 + 50 slots, 2 heads of 8 float32 numbers
+    assert code == BAD_INPUT and f"needs {2 * 2 * 66 * 2 * 8 * 4 / 1024:.1f} KiB per device" in errors
     assert "lower --max-tokens, --cache-length or --batch-size" in errors
 
 

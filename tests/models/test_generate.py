@@ -129,6 +129,37 @@ def test_samples_depend_on_the_seed_and_on_the_number_of_the_prompt(plain):
     assert len(set(map(tuple, draw()))) == 1  # greedy
 
 
+def test_arguments_may_be_numpy_scalars_and_iterators(plain):
+    sampling = Sampling(np.float32(1.2), np.int64(20), np.float64(0.95))
+    found = generate(plain, PROMPTS, max_tokens=np.int64(6), sampling=sampling, stop_tokens=iter(range(24)))
+    whole = tokens_of(generate(plain, PROMPTS, max_tokens=6, sampling=RANDOM))
+    assert any(one.stopped for one in found)
+    for one, ids in zip(found, whole, strict=True):
+        end = next((n + 1 for n, token in enumerate(ids) if token < 24), 6)
+        assert one.tokens.tolist() == ids[:end] and one.stopped == (ids[end - 1] < 24)
+
+
+def test_a_model_without_a_mesh_generates_in_the_context_of_a_mesh(plain):
+    expected = tokens_of(generate(plain, PROMPTS[:3], max_tokens=3))
+    with jax.set_mesh(fm.create_mesh((1, 2, 1, 1, 1), devices=jax.devices()[:2])):
+        assert tokens_of(generate(plain, PROMPTS[:3], max_tokens=3)) == expected
+
+
+def test_results_are_reported_after_each_batch(plain):
+    seen: list[tuple[str, int]] = []
+    found = generate(
+        plain,
+        PROMPTS,
+        max_tokens=2,
+        batch_size=2,
+        on_token=lambda prompt, token: seen.append(("token", prompt)),
+        on_result=lambda prompt, one: seen.append((str(one.tokens), prompt)),
+    )
+    tokens = lambda *prompts: [("token", n) for n in prompts * 2]  # noqa: E731
+    results = [(str(one.tokens), n) for n, one in enumerate(found)]
+    assert seen == [*tokens(0, 1), *results[:2], *tokens(2, 3), *results[2:4], *tokens(4), *results[4:]]
+
+
 def test_a_stop_token_is_the_last_one(plain):
     whole = generate(plain, PROMPTS, max_tokens=12, sampling=RANDOM)
     stop = int(whole[2].tokens[4])
@@ -204,9 +235,8 @@ def test_the_cache_is_placed_by_the_generation_axes():
 
 def reference_choice(logits, sampling: Sampling) -> set[int]:
     """The tokens that top_k and then top_p leave, by a loop over the sorted tokens."""
-    order = np.argsort(-logits, kind="stable")
-    if sampling.top_k:
-        order = [t for t in order if logits[t] >= logits[order[min(sampling.top_k, len(order)) - 1]]]
+    order = sorted(range(len(logits)), key=lambda t: (-logits[t], t))
+    order = order[: sampling.top_k or len(order)]
     weights = np.exp(np.float64(logits[order]) / sampling.temperature)
     kept, total = set(), 0.0
     for token, weight in zip(order, weights / weights.sum(), strict=True):
@@ -221,8 +251,10 @@ def reference_choice(logits, sampling: Sampling) -> set[int]:
     "sampling",
     [Sampling(1.0), Sampling(1.0, top_k=3), Sampling(0.7, top_p=0.8), Sampling(1.5, 5, 0.6), Sampling(1.0, top_p=1e-9)],
 )
-def test_only_the_tokens_of_top_k_and_top_p_are_drawn_with_their_probabilities(sampling):
+@pytest.mark.parametrize("has_ties", [False, True])
+def test_only_the_tokens_of_top_k_and_top_p_are_drawn_with_their_probabilities(sampling, has_ties):
     logits = np.random.default_rng(0).normal(size=12).astype(np.float32) * 1.5
+    logits = np.array([0, 0.5, 0.5, -1] * 3, np.float32) if has_ties else logits
     draws = 4000
     keys = jax.random.split(jax.random.key(0), draws)
     drawn = np.asarray(jax.jit(lambda x, keys: choose_tokens(x, keys, sampling))(np.tile(logits, (draws, 1)), keys))
@@ -270,6 +302,9 @@ def test_a_mistake_in_the_cache_changes_the_log_probabilities(part, mistake, mon
         ({"stop_tokens": [48]}, r"^stop token 48: the ids of this model are 0 to 47$"),
         ({"prompts": [[1], []]}, r"^prompt 1 is empty; it must have at least one token$"),
         ({"prompts": [[1, 48, -3]]}, r"^prompt 0 has the token 48; the ids of this model are 0 to 47$"),
+        ({"sampling": Sampling(0, top_k=5)}, r"^top_k has no effect with temperature 0 \(greedy\); set a temperature"),
+        ({"sampling": Sampling(0.0, top_p=0.5)}, r"^top_p has no effect with temperature 0"),
+        ({"prompts": [[1, [2]]]}, r"^prompt 0 must be a list of token ids, got an array object\[2\]$"),
         ({"prompts": [[1.5]]}, r"^prompt 0 must be a list of token ids, got an array float64\[1\]$"),
         (
             {"prompts": [[1] * 5, [1] * 9], "max_tokens": 8, "cache_length": 16},
@@ -287,6 +322,9 @@ def test_all_mistakes_are_listed_together(plain):
     with pytest.raises(ConfigError) as error:
         generate(plain, [[], [99]], max_tokens=0, sampling=Sampling(-1.0, -1, 2.0), stop_tokens=[99])
     assert len(error.value.problems) == 7
+    with pytest.raises(ConfigError) as error:
+        generate(plain, [[], [1] * 9], cache_length=8, max_tokens=2)
+    assert len(error.value.problems) == 2
 
 
 def test_a_model_that_cannot_generate_is_refused():

@@ -75,7 +75,7 @@ class Printer:
         if len(self._prompts) == 1:
             self._print_token(token, is_end, is_end or len(tokens) == self._max_tokens)
         elif is_end or len(tokens) == self._max_tokens:
-            text = self._prompts[prompt].text or f"{len(self._prompts[prompt].tokens or ())} tokens"
+            text = self._prompts[prompt].text or count_text(len(self._prompts[prompt].tokens or ()), "token")
             print(f"[{prompt + 1}] {shortened(plain(text), PROMPT_CHARACTERS)}")
             print(printable(text_of(tokens, self._stops, self._tokenizer)), end="\n\n", flush=True)
 
