@@ -1,6 +1,6 @@
 """The training loop: start or resume a run, train, evaluate, save checkpoints."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -149,6 +149,7 @@ def train(
                     f"warning: the checkpoint of step {damaged} is damaged and was skipped ({problems[0]}{more}); the "
                     f"next save renames it to {damaged}.damaged"
                 )
+            _check_recording(run, step or 0)
             if step is None:
                 start = find_start(config.checkpoint.start_from) if config.checkpoint.start_from else None
                 if start is not None:
@@ -207,6 +208,23 @@ def _check_stages(run: Run, *, is_new: bool) -> None:
     run.say(broadcast_from_process_0("check of the stages", check))
 
 
+def _check_recording(run: Run, start: int) -> None:
+    """Whether the steps that --trace and run.profile record belong to this run, which starts after `start` steps."""
+    last, problems = run.config.run.steps, []
+    if run.trace is not None and start < last <= start + TRACED:
+        problems.append(
+            f"--trace {run.trace} records step {start + TRACED + 1}, the third of this run, but run.steps={last} ends "
+            "before it; increase run.steps"
+        )
+    if start < last and (problem := profile_problem(run.config.run.profile, start, last)):
+        if start:
+            run.say(f"note: nothing is recorded: {problem}")
+        else:
+            problems.append(problem)
+    if problems:
+        raise ConfigError(problems)
+
+
 def _changes(run: Run, checkpointer: Checkpointer, saved: Mapping[str, Any], *, allow_changes: bool) -> list[Change]:
     try:
         return check_resume(saved, run.record, run.config, allow_changes=allow_changes)
@@ -226,16 +244,7 @@ def _steps(
     `saved` is the metadata of the checkpoint of step `start`.
     """
     config = run.config
-    if run.trace is not None and config.run.steps - start <= TRACED:
-        raise ConfigError(
-            f"--trace {run.trace} records step {start + TRACED + 1}, the third of this run, but "
-            f"run.steps={config.run.steps} ends before it; increase run.steps"
-        )
-    if problem := profile_problem(config.run.profile, start, config.run.steps):
-        if not start:
-            raise ConfigError(problem)
-        run.say(f"note: nothing is recorded: {problem}")
-    profile = Profile(run.folder, 0 if problem or not is_first() else config.run.profile, start, run.say)
+    profile = Profile(run.folder, config.run.profile if is_first() else 0, start, run.say)
     check = StepCheck(config.run, saved)
     own_hooks = Hooks(run.factories if is_first() else (), run.folder, config, start, run.say)
     rows = Rows(
@@ -248,12 +257,26 @@ def _steps(
         warn_or_raise=run.warn_or_raise,
     )
     step, status = start, "finished"
+
+    def save(*, final: bool) -> None:
+        rows.finish()
+        if not check.stopped:
+            run.data.check_unchanged()
+            record = step_record(run.record, step, rows.last, check.record(), run.data)
+            _save(run, checkpointer, step, state, record, final=final)
+
+    def save_before_failure() -> None:
+        # One of several processes must not wait for the others, whose batches may not have failed.
+        if start < step and step % config.checkpoint.every and jax.process_count() == 1:
+            save(final=False)
+            run.say(f"the state after step {step} is saved, since the next batch cannot be made")
+
     with ExitStack() as stack:
         stack.callback(rows.close)
         stack.callback(own_hooks.close)
         stack.callback(profile.close)
         batches = stack.enter_context(closing(prefetch(run.data.batch, start, config.run.steps)))
-        for index, batch, waited in batches:
+        for index, batch, waited in _before_failure(batches, save_before_failure):
             step = index + 1
             limits = [check.limits(step)] if check.limits_are_used else []
             with profile.step(step):
@@ -275,12 +298,9 @@ def _steps(
             if run.evaluate and (last or step % config.run.eval_every == 0):
                 rows.finish(partial(run.evaluate, state))
             if last or stop or step % config.checkpoint.every == 0:
-                rows.finish()
+                save(final=last or stop)
                 if check.stopped:
                     break
-                run.data.check_unchanged()
-                record = step_record(run.record, step, rows.last, check.record(), run.data)
-                _save(run, checkpointer, step, state, record, final=last or stop)
             if stop and not last:
                 status = "stopped"
                 break
@@ -292,6 +312,15 @@ def _steps(
         run.say(f"stopped: {check.stopped}; {_newest_finite(checkpointer)} (run.on_nonfinite)")
         step = rows.last["step"]
     return TrainResult(status, step, run.folder, rows.last, sample)
+
+
+def _before_failure(batches: Iterator[Any], call: Callable[[], None]) -> Iterator[Any]:
+    """`batches`; `call` is called before an error of one of them is raised."""
+    try:
+        yield from batches
+    except Exception:
+        call()
+        raise
 
 
 def _wait_for(state: TrainState, metrics: Any) -> None:

@@ -13,12 +13,11 @@ from typing import Any, TextIO
 
 import jax
 import pytest
-from rich.progress import Progress
 
 from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE, FAILED, STOPPED
 from flax_mesh.cli.text.generated import printable
-from flax_mesh.cli.train import _Display, step_line
+from flax_mesh.cli.train import _display, step_line
 from flax_mesh.processes.launch import SIGNALS
 from flax_mesh.train import apply_overrides, load_recipe
 from flax_mesh.train.metrics import Row
@@ -335,6 +334,7 @@ LONG = ("run.steps=50", "run.eval_every=0", "checkpoint.every=100")
 @pytest.fixture
 def signal_at_step_2(monkeypatch):
     """A function that makes the run send itself a signal when it prints its second step."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup pytest` ignores
 
     def send(number: int) -> None:
         def line_of(row: Row, *more: Any) -> str:
@@ -344,7 +344,8 @@ def signal_at_step_2(monkeypatch):
 
         monkeypatch.setattr("flax_mesh.cli.train.step_line", line_of)
 
-    return send
+    yield send
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -447,12 +448,13 @@ def command(*argv: str, timeout: float) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_remaining_time_of_a_resumed_run_follows_from_its_own_steps():
-    now = [0.0]
-    with Progress(disable=True, get_time=lambda: now[0]) as progress:
-        task = progress.add_task("training", total=110)
-        display = _Display(progress, task, ())
-        for step, seconds in ((101, 60.0), (102, 2.0), (103, 2.0), (104, 2.0)):  # the first one includes compilation
-            now[0] += seconds
-            display.row({"step": step, "loss": 1.0, "grad_norm": 1.0, "tokens_per_s": 1.0})
-        assert progress.tasks[0].completed == 104
-        assert progress.tasks[0].time_remaining == 2 * 6
+    for seconds in (2.0, 40.0):
+        now = [0.0]
+        with _display(110, ()) as display:
+            progress = display._progress
+            progress.get_time = lambda now=now: now[0]
+            for step, passed in ((101, 100.0), (102, seconds), (103, seconds), (104, seconds)):
+                now[0] += passed  # the first one includes compilation
+                display.row({"step": step, "loss": 1.0, "grad_norm": 1.0, "tokens_per_s": 1.0})
+            assert progress.tasks[0].completed == 104
+            assert progress.tasks[0].time_remaining == seconds * 6

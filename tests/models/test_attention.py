@@ -3,7 +3,6 @@
 On CPUs splash attention is interpreted. `tests/plan/test_compile.py` compiles it for TPUs.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Iterator
 from typing import Any

@@ -13,13 +13,18 @@ from flax_mesh.user_code import check_arguments, place_of, user_code
 
 Factory = Callable[[Path, Any, int], Callable[[dict[str, Any]], None]]
 NAMES = {"tensorboard": "flax_mesh.train.hooks.tensorboard:make_hook"}
+FAILED = object()  # in place of the value of a function that raised an exception
 REQUIRED = {"tensorboard": "tensorboardX"}  # the package of the extra with the name of the hook
 
 
 def find_hooks(text: str, own: Sequence[Any]) -> list[tuple[str, Factory]]:
     """(name, factory) of the hooks in `run.hooks`, then of the recipe's own. One ConfigError with all mistakes."""
     found, problems = [], []
-    for name in filter(None, map(str.strip, text.split(","))):
+    names = [*filter(None, map(str.strip, text.split(",")))]
+    problems += [
+        f"run.hooks: {name!r} is there twice; once is enough" for name in sorted({*names}) if names.count(name) > 1
+    ]
+    for name in dict.fromkeys(names):
         try:
             found.append((f"run.hooks={name}", _import(name)))
         except ConfigError as error:
@@ -91,10 +96,10 @@ class Hooks:
         while self._waiting:
             name, factory = self._waiting.pop(0)
             hook: Any = self._guarded(name, factory, *self._arguments)
-            if hook is not None and not callable(hook):
-                self._say(f"warning: {name}: {place_of(factory)}: it must return a function of a row, got {hook!r}")
-            elif hook is not None:
+            if callable(hook):
                 self._hooks[name] = hook
+            elif hook is not FAILED:
+                self._say(f"warning: {name}: {place_of(factory)}: it must return a function of a row, got {hook!r}")
         for name, hook in list(self._hooks.items()):
             self._guarded(name, hook, dict(row))
 
@@ -113,4 +118,4 @@ class Hooks:
             self._say(f"warning: {' '.join(text.split())}; this hook is not called again")
             with suppress(Exception):
                 getattr(hook, "close", lambda: None)()
-            return None
+            return FAILED

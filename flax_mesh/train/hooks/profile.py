@@ -1,7 +1,7 @@
 """`run.profile`: a trace of a few steps by jax.profiler, in RUN_FOLDER/profile."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import jax
@@ -23,8 +23,9 @@ class Profile:
         if step not in self._steps:
             return nullcontext()
         if step == self._steps[0]:
-            jax.profiler.start_trace(str(self._folder))
-            self._is_recording = True
+            with self._warned():
+                jax.profiler.start_trace(str(self._folder))
+                self._is_recording = True
         return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
     def ends_after(self, step: int) -> bool:
@@ -35,8 +36,18 @@ class Profile:
         if not self._is_recording:
             return
         self._is_recording = False
-        jax.profiler.stop_trace()
-        self._say(f"profile: {self._folder}; to open it: xprof --logdir {self._folder}")
+        with self._warned():
+            jax.profiler.stop_trace()
+            self._say(f"profile: {self._folder}; to open it: xprof --logdir {self._folder}")
+
+    @contextmanager
+    def _warned(self) -> Iterator[None]:
+        """A failure of the profiler is a line of output: the run goes on without a profile."""
+        try:
+            yield
+        except (OSError, RuntimeError) as error:  # JaxRuntimeError, or RuntimeError if another profile is recorded
+            text = " ".join(str(error).split())
+            self._say(f"warning: run.profile: nothing is recorded in {self._folder}: {text}")
 
 
 def profile_problem(steps: int, start: int, last: int) -> str:

@@ -161,7 +161,7 @@ def test_one_iterator_that_make_batches_returns_every_time_is_not_advanced_by_pl
     assert only.get_state() == fresh.get_state()
 
 
-def test_an_iterator_that_ends_is_one_line(tmp_path, text):
+def test_an_iterator_that_ends_is_one_line_and_the_completed_steps_are_saved(tmp_path, text):
     class Short(Windows):
         drawn = 0
 
@@ -171,8 +171,15 @@ def test_an_iterator_that_ends_is_one_line(tmp_path, text):
                 raise StopIteration
             return super().__next__()
 
+    printed: list[str] = []
+    folder = tmp_path / "run"
     with pytest.raises(ConfigError, match=r"^make_batches: .*the iterator ended before batch 3; it must"):
-        train(config_of(tmp_path / "run", text, Short, *PLAIN))
+        train(config_of(folder, text, Short, *PLAIN, "checkpoint.every=2"), say=printed.append)
+    assert printed[-1] == "the state after step 3 is saved, since the next batch cannot be made"
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["2", "3"]
+    after, _ = run(config_of(folder, text, Windows, *PLAIN))
+    whole, _ = run(config_of(tmp_path / "whole", text, Windows, *PLAIN))
+    assert after == {step: whole[step] for step in (4, 5, 6, 7)}
 
 
 def test_grain_without_repeat_ends_in_one_line(tmp_path, text):

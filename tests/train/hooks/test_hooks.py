@@ -47,6 +47,11 @@ def returns_a_number(folder, config, start):
     return 3
 
 
+def returns_nothing(folder, config, start):
+    def hook(row):
+        CALLS.append(("row", row))
+
+
 @pytest.fixture
 def config(tmp_path):
     settings = [
@@ -79,15 +84,17 @@ def test_hooks_are_called_with_every_row_and_closed(config):
 def test_a_hook_that_fails_is_reported_once_and_not_called_again(config):
     printed, rows = [], []
     changed = replace(
-        with_hooks(config, f"{__name__}:failing"), hooks=(failing_factory, returns_a_number, make_recorder)
+        with_hooks(config, f"{__name__}:failing"),
+        hooks=(failing_factory, returns_a_number, make_recorder, returns_nothing),
     )
     result = train(changed, say=printed.append, hooks=[rows.append])
     assert result.status == "finished" and len(rows) == 4
     warnings = [line for line in printed if line.startswith("warning")]
-    assert len(warnings) == 3
+    assert len(warnings) == 4
     assert "test_hooks.py, line" in warnings[0] and "RuntimeError: cannot be made; this hook is not" in warnings[0]
     assert "hooks[1] of the recipe: " in warnings[1] and "must return a function of a row, got 3" in warnings[1]
-    assert warnings[2].startswith(f"warning: run.hooks={__name__}:failing: ") and "RuntimeError: no room" in warnings[2]
+    assert "hooks[3] of the recipe: " in warnings[2] and "must return a function of a row, got None" in warnings[2]
+    assert warnings[3].startswith(f"warning: run.hooks={__name__}:failing: ") and "RuntimeError: no room" in warnings[3]
     steps = [call[1]["step"] for call in CALLS if call[0] == "row"]
     assert steps == [1, 1, 2, 2, 3, 4]  # the first hook two times, the recorder four times
 
@@ -97,6 +104,7 @@ def test_a_hook_that_fails_is_reported_once_and_not_called_again(config):
     [
         ("tensorbord", r"^run.hooks: 'tensorbord' must be tensorboard, or package.module.* did you mean tensorboard\?"),
         ("no.such.module", r"^run.hooks: 'no.such.module' cannot be imported: there is no module 'no.such'. Install"),
+        ("os.path.join, os.path.join", r"^run.hooks: 'os.path.join' is there twice; once is enough"),
         ("os.path.nope", r"^run.hooks: 'os.path.nope' cannot be imported: os.path has no 'nope'$"),
         ("math.pi", r"^run.hooks=math.pi must be a function \(folder, config, start\) -> hook, got 3.14"),
         ("os.getcwd", r"^run.hooks=os.getcwd: it must be callable with the arguments \(folder, config, start\)"),

@@ -71,3 +71,12 @@ def test_a_run_that_stops_while_it_records_closes_the_trace(tmp_path):
     assert (
         train(config_of(tmp_path, folder="other"), say=lambda line: None).status == "finished"
     )  # a new trace may start
+
+
+def test_a_profiler_that_fails_is_one_warning(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "profile").write_text("a file")
+    printed = []
+    assert train(config_of(tmp_path, "run.profile=2"), say=printed.append).status == "finished"
+    (line,) = [line for line in printed if "run.profile" in line]
+    assert line.startswith(f"warning: run.profile: nothing is recorded in {tmp_path / 'run' / 'profile'}: ")
