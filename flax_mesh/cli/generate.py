@@ -111,6 +111,11 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     num_rows, num_slots = cache_shape(trained.config.axes, trained.mesh, list(map(len, request.rows)), **sizes)
     if problem := cache_problem(trained.config, trained.mesh, num_rows, num_slots):
         raise ConfigError(problem)
+    longest = max(map(len, request.rows)) + arguments.max_tokens
+    if (known := request.source.sequence_length) is not None and longest > known:
+        say(
+            f"note: {longest:,} tokens of a prompt and its text are more than the {known:,} of {_origin(request.source)}"
+        )
     say(f"tokenizer: {'none' if request.tokenizer is None else request.tokenizer.name}")
     stops = frozenset(request.stops)
     printer = Printer(request.prompts, request.tokenizer, stops, arguments.max_tokens, quiet=arguments.json)
@@ -141,6 +146,10 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         )
         say(printer.summary())
     return DONE
+
+
+def _origin(source: Source) -> str:
+    return "the sequences of the training run" if source.decoder is None else "max_position_embeddings"
 
 
 class _ReaderEnded(Exception):

@@ -60,6 +60,9 @@ def test_the_text_that_is_streamed_is_that_of_the_json(run, command, tmp_path):
     assert row["prompt"] == "é and" and bytes(row["prompt_tokens"]) == "é and".encode()
     assert len(row["tokens"]) == len(row["log_probs"]) == 12 and max(row["log_probs"]) < 0
     assert f"model: {run}/checkpoints/3, step 3" in errors and "tokenizer: bytes" in errors
+    assert (
+        "note: 18 tokens of a prompt and its text are more than the 16 of the sequences of the training run\n" in errors
+    )
     assert "1 prompt, 12 tokens: first token after " in errors and "with compilation; then " in errors
     code, text, errors = command(run, "--prompt", "é and", *options, "--json")
     assert (code, rows(text)) == (DONE, [row])

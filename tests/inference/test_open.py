@@ -36,6 +36,7 @@ def ids(folder: Path, *settings: str, **options) -> list[list[int]]:
     return [one.tokens.tolist() for one in found]
 
 
+@pytest.mark.slow
 def test_ids_are_the_same_on_every_mesh_and_from_a_pipelined_checkpoint(run, tmp_path):
     expected = ids(run, "mesh.shape=fsdp:1")
     assert len({token for row in expected for token in row}) > 5

@@ -59,6 +59,7 @@ def test_two_processes_have_the_losses_of_one(mesh, tmp_path):
         assert found == pytest.approx(wanted, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_processes_with_other_batches_are_found_at_the_start(tmp_path):
     recipe = tmp_path / "different.py"
     recipe.write_text(DIFFERENT.format(vit=VIT))

@@ -61,6 +61,7 @@ def test_a_step_is_compiled_and_compared_with_its_plan():
     assert "fits: " in text and "the largest arrays at the peak" in text and max(map(len, text.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_compiled_stage_by_stage_and_may_not_fit(tmp_path, capsys):
     hardware = tmp_path / "small.toml"
     hardware.write_text('base = "cpu"\nname = "small"\nmemory = 1e6\n')

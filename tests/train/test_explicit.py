@@ -25,7 +25,7 @@ MODELS = {
     "chunked": ["model.num_layers=2", "model.loss_chunk=4", "model.tied=false"],
     "experts": ["model.num_layers=2", "model.num_experts=4"],
 }
-QUICK = {("pp", "plain")}
+QUICK = {("tp", "plain")}
 SAME = [
     "data.batch_size=16",
     "data.sequence_length=8",

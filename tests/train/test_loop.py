@@ -153,6 +153,7 @@ def test_a_step_is_queued_behind_the_one_whose_metrics_are_read(config, monkeypa
     assert made == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_evaluation_time_is_not_counted_in_the_steps(config):
     short = config("run.steps=3", "run.eval_every=2", "data.eval_batches=1", "mesh.shape=dp:1")
     rows = []

@@ -31,6 +31,7 @@ def said(config):
     return [line for line in lines if line.startswith("schedule:")]
 
 
+@pytest.mark.slow
 def test_a_run_searches_after_three_steps_and_has_the_losses_of_other_schedules(tmp_path, text):  # noqa: F811
     folder = tmp_path / "searched"
     settings = (*SEARCH, "run.steps=5")

@@ -157,6 +157,7 @@ def test_factorizations_and_checkpointed_functions_are_computed_once():
     assert {"qr", "remat2", "random_gamma"} <= {eqn.primitive.name for eqn in program.eqns} - repeated
 
 
+@pytest.mark.slow
 def test_residuals_that_w_does_not_need_are_freed_after_b():
     config = DecoderConfig(**SIZES, **HEADS)
     batch = decoder_batch(4)

@@ -53,8 +53,9 @@ def test_a_recipe_is_short(name):
 
 
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize("mesh", ["pp", pytest.param("microbatches", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["vit", pytest.param("encoder_decoder", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["pp", "microbatches"])
+@pytest.mark.parametrize("name", RECIPES)
 def test_the_losses_are_equal_on_every_mesh(name, mesh, tmp_path):
     expected, rows = (rows_of(name, tmp_path / each, *MESHES[each]) for each in ("fsdp", mesh))
     assert len(expected) == len(rows) == 5

@@ -43,7 +43,7 @@ def run(config: TrainConfig, kill_at: int | None = None, **kinds: Any) -> tuple[
 
 
 @pytest.mark.parametrize(
-    "mesh", [name if name == "pp" else pytest.param(name, marks=pytest.mark.slow) for name in MESHES]
+    "mesh", [name if name == "plain" else pytest.param(name, marks=pytest.mark.slow) for name in MESHES]
 )
 def test_own_batches_of_the_tokens_have_the_losses_of_the_built_in_ones(mesh, tmp_path, text):
     built_in, _ = run(config_of(tmp_path / "tokens", text, None, *MESHES[mesh]))
@@ -83,6 +83,7 @@ def test_a_state_that_is_saved_one_batch_too_late_is_found(tmp_path, text, monke
     assert before | after != whole
 
 
+@pytest.mark.slow
 def test_a_resumed_run_may_change_the_mesh(tmp_path, text):
     whole, _ = run(config_of(tmp_path / "whole", text, Windows, "mesh.shape=dp:4"))
     run(config_of(tmp_path / "run", text, Windows, "mesh.shape=dp:2", "run.steps=4"))

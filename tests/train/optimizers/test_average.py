@@ -91,6 +91,7 @@ def newest(config):
     return parameters(state), {path: x / (1 - DECAY**4) for path, x in optimizer.items()}
 
 
+@pytest.mark.slow
 def test_evaluation_and_exports_use_the_average(tmp_path):
     config, rows = run_config(tmp_path), []
     train(config, hooks=[rows.append])
