@@ -111,11 +111,8 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     num_rows, num_slots = cache_shape(trained.config.axes, trained.mesh, list(map(len, request.rows)), **sizes)
     if problem := cache_problem(trained.config, trained.mesh, num_rows, num_slots):
         raise ConfigError(problem)
-    longest = max(map(len, request.rows)) + arguments.max_tokens
-    if (known := request.source.sequence_length) is not None and longest > known:
-        say(
-            f"note: {longest:,} tokens of a prompt and its text are more than the {known:,} of {_origin(request.source)}"
-        )
+    if note := _length_note(request, arguments.max_tokens):
+        say(note)
     say(f"tokenizer: {'none' if request.tokenizer is None else request.tokenizer.name}")
     stops = frozenset(request.stops)
     printer = Printer(request.prompts, request.tokenizer, stops, arguments.max_tokens, quiet=arguments.json)
@@ -148,8 +145,13 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     return DONE
 
 
-def _origin(source: Source) -> str:
-    return "the sequences of the training run" if source.decoder is None else "max_position_embeddings"
+def _length_note(request: Request, max_tokens: int) -> str:
+    """A line if texts may be longer than those that the model was trained on, else ""."""
+    source, longest = request.source, max(map(len, request.rows)) + max_tokens
+    if source.sequence_length is None or longest <= source.sequence_length:
+        return ""
+    of = "the sequences of the training run" if source.decoder is None else "max_position_embeddings"
+    return f"note: {longest:,} tokens of a prompt and its text are more than the {source.sequence_length:,} of {of}"
 
 
 class _ReaderEnded(Exception):
