@@ -131,7 +131,8 @@ def test_samples_depend_on_the_seed_and_on_the_number_of_the_prompt(plain):
 
 def test_arguments_may_be_numpy_scalars_and_iterators(plain):
     sampling = Sampling(np.float32(1.2), np.int64(20), np.float64(0.95))
-    found = generate(plain, PROMPTS, max_tokens=np.int64(6), sampling=sampling, stop_tokens=iter(range(24)))
+    options: dict[str, Any] = {"max_tokens": np.int64(6), "stop_tokens": iter(range(24))}
+    found = generate(plain, PROMPTS, sampling=sampling, **options)
     whole = tokens_of(generate(plain, PROMPTS, max_tokens=6, sampling=RANDOM))
     assert any(one.stopped for one in found)
     for one, ids in zip(found, whole, strict=True):
