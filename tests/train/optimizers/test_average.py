@@ -138,6 +138,10 @@ def test_a_run_with_an_average_resumes_bit_for_bit(tmp_path, door, mesh):
 
 
 def test_another_decay_is_refused_on_resume(tmp_path):
+    """Also with --allow-changes, which accepts other changes: the stored average is divided by 1 - decay^steps."""
     train(run_config(tmp_path, steps=2))
-    with pytest.raises(ConfigError, match=r"optimizer.ema: 0.7 -> 0.8 \(changes the result\)"):
-        train(run_config(tmp_path, ema=0.8))
+    for allow_changes, changed in ((False, 2), (True, 1)):
+        with pytest.raises(ConfigError, match=r"optimizer.ema: 0.7 -> 0.8 \(changes the result\)") as refused:
+            train(run_config(tmp_path, "optimizer.b1=0.8", ema=0.8), allow_changes=allow_changes)
+        _, *changes, repair = refused.value.problems
+        assert len(changes) == changed and "start a new run" in repair and "needs one decay for all" in repair
