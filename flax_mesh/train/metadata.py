@@ -156,12 +156,15 @@ def check_resume(
         found.append(Change("state of the iterator of make_batches", before, after, True))
     refused = [one for one in found if one.changes_result and (not allow_changes or one.key == AVERAGE_DECAY)]
     if refused:
-        repair = "Restore these settings, start a new run (--restart, or another run.folder), or resume with them by "
-        repair += "--allow-changes."
         if any(one.key == AVERAGE_DECAY for one in refused):
             repair = (
                 "Restore these settings, or start a new run (--restart, or another run.folder); --allow-changes does "
                 f"not accept another {AVERAGE_DECAY}, because the stored average needs one decay for all updates."
+            )
+        else:
+            repair = (
+                "Restore these settings, start a new run (--restart, or another run.folder), or resume with them by "
+                "--allow-changes."
             )
         raise ConfigError(
             [
