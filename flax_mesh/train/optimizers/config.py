@@ -10,7 +10,12 @@ from flax_mesh.train.optimizers.groups import parse_groups, parse_matrices, patt
 
 NAMES = ("adamw", "muon", "adafactor", "sgd")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
-USERS = {"matrices": ("muon",), "momentum": ("muon", "sgd", "adafactor")}  # setting -> the optimizers that use it
+USERS = {  # setting -> the optimizers that use it
+    "matrices": ("muon",),
+    "momentum": ("muon", "sgd", "adafactor"),
+    **dict.fromkeys(("b1", "b2", "epsilon"), ("adamw", "muon")),
+}
+MOMENTUM = {"muon": 0.95, "sgd": 0.9, "adafactor": 0.0}  # its default
 AT_LEAST_0, AT_LEAST_1 = {"at_least": 0, "at_most": MAX_SIZE}, {"at_least": 1, "at_most": MAX_SIZE}
 
 
@@ -33,9 +38,10 @@ class OptimizerConfig:
         b1: Of adamw and muon's AdamW: decay of the first moment.
         b2: Of adamw and muon's AdamW: decay of the second moment.
         epsilon: Of adamw and muon.
-        momentum: Of muon, sgd and adafactor. None: 0.95, 0.9 and no momentum.
-        moment_dtype: dtype of the first moment or momentum, "parameter" for that of the parameter. Second moments have
-            the dtype of the parameter, because bfloat16 cannot represent the small changes of one step.
+        momentum: Of muon, sgd and adafactor. None: 0.95, 0.9 and no momentum. With 0, sgd and adafactor store none.
+        moment_dtype: dtype of the first moment or momentum. "parameter": that of the parameter, but float32 for the
+            momentum of adafactor. Second moments have the dtype of the parameter, because bfloat16 cannot represent
+            the small changes of one step.
         no_decay: Pattern of the paths of parameters without weight decay. "": none.
         groups: Parameter groups, "PATTERN WORDS; PATTERN WORDS": a parameter belongs to the first group whose pattern
             is found in its path. The words are factors, learning_rate*0.1 and weight_decay*0, or "frozen": these
@@ -106,11 +112,26 @@ class OptimizerConfig:
 
     def _unused(self) -> list[str]:
         """One line for every setting, other than its default, that the optimizer by name does not use."""
-        return [
+        found = [
             _unused_text(name, value, "name", self.name, users)
             for name, users in USERS.items()
             if self.name not in users and (value := getattr(self, name)) != getattr(OptimizerConfig, name)
         ]
+        if (
+            self.moment_dtype != OptimizerConfig.moment_dtype
+            and self.name in ("sgd", "adafactor")
+            and not momentum_of(self)
+        ):
+            found.append(
+                f"optimizer.moment_dtype={self.moment_dtype} has no effect with optimizer.name={self.name} without "
+                "momentum; remove it, or set optimizer.momentum"
+            )
+        return found
+
+
+def momentum_of(config: OptimizerConfig) -> float:
+    """The momentum of muon, sgd or adafactor; 0: none."""
+    return MOMENTUM[config.name] if config.momentum is None else config.momentum
 
 
 def _unused_text(name: str, value: Any, of: str, chosen: str, users: Sequence[str]) -> str:

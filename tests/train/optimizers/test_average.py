@@ -14,7 +14,7 @@ from flax import nnx
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.errors import ConfigError
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
-from flax_mesh.train import apply_overrides, train
+from flax_mesh.train import OptimizerConfig, apply_overrides, train
 from flax_mesh.train.build import build_program
 from flax_mesh.train.data.batches import held_out_rows
 from flax_mesh.train.data.data import load_corpus
@@ -26,11 +26,12 @@ from tests.train.optimizers.test_make import CLIP, PLAIN
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 DECAY = 0.7
+NO_EPSILON = [f"optimizer.epsilon={OptimizerConfig.epsilon}"]  # the default, instead of that of `config_of`
 DOORS = {
     "adamw": ["optimizer.moment_dtype=bfloat16", "optimizer.shard_over=dp"],
     "muon": ["optimizer.name=muon", "optimizer.groups=^embed learning_rate*0.1", "optimizer.schedule=wsd"],
-    "adafactor": ["optimizer.name=adafactor", "optimizer.momentum=0.9", "optimizer.groups=norm/ frozen"],
-    "sgd": ["optimizer.name=sgd", "optimizer.schedule=linear", "model.scan=true"],
+    "adafactor": [*NO_EPSILON, "optimizer.name=adafactor", "optimizer.momentum=0.9", "optimizer.groups=norm/ frozen"],
+    "sgd": [*NO_EPSILON, "optimizer.name=sgd", "optimizer.schedule=linear", "model.scan=true"],
 }
 
 
