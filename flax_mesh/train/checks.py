@@ -60,7 +60,8 @@ def _check_together(config: TrainConfig) -> list[str]:
     found += _check_axes("model.axes", getattr(config.model, "axes", None))
     found += _check_axes("rules.axes", getattr(config.rules, "axes", None))
     found += check_start(config.checkpoint.start_from, config.model)
-    found += config.optimizer.problems()
+    own = {"own_optimizer": config.make_optimizer is not None, "own_schedule": config.make_schedule is not None}
+    found += config.optimizer.problems(**own)
     batch, parts = config.data.batch_size, config.pipeline.num_microbatches
     if parts >= 1 and batch % parts:
         found.append(f"data.batch_size={batch} is not divisible by pipeline.num_microbatches={parts}")

@@ -24,6 +24,7 @@ from flax_mesh.train.overrides import Change, changes, complete_settings, to_tex
 
 FORMAT = 1
 PACKAGES = ("flax-mesh", "jax", "flax", "optax", "orbax-checkpoint", "numpy")
+AVERAGE_DECAY = "optimizer.ema"  # the average is divided by 1 - decay^updates, so one decay must be that of all updates
 
 
 def run_record(recipe: str, program: TrainProgram, data: RunData) -> dict[str, Any]:
@@ -144,7 +145,7 @@ def check_resume(
 ) -> list[Change]:
     """List the settings that changed since the checkpoint was saved.
 
-    Raises ConfigError if one of them changes the result, unless `allow_changes`.
+    Raises ConfigError if one of them changes the result, unless `allow_changes`, and always if AVERAGE_DECAY changed.
     """
     found = changes(saved["config"], config)
     before, after = saved["data"]["content_hash"], now["data"]["content_hash"]
@@ -153,13 +154,23 @@ def check_resume(
     if ("state" in saved["data"]) != ("state" in now["data"]):
         before, after = ("present" if "state" in record["data"] else "(absent)" for record in (saved, now))
         found.append(Change("state of the iterator of make_batches", before, after, True))
-    if (refused := [change for change in found if change.changes_result]) and not allow_changes:
+    refused = [one for one in found if one.changes_result and (not allow_changes or one.key == AVERAGE_DECAY)]
+    if refused:
+        if any(one.key == AVERAGE_DECAY for one in refused):
+            repair = (
+                "Restore these settings, or start a new run (--restart, or another run.folder); --allow-changes does "
+                f"not accept another {AVERAGE_DECAY}, because the stored average needs one decay for all updates."
+            )
+        else:
+            repair = (
+                "Restore these settings, start a new run (--restart, or another run.folder), or resume with them by "
+                "--allow-changes."
+            )
         raise ConfigError(
             [
                 f"the checkpoint of step {saved['step']} was saved with different settings:",
                 *(f"  {change}" for change in refused),
-                "  Restore these settings, start a new run (--restart, or another run.folder), or resume with them by "
-                "--allow-changes.",
+                f"  {repair}",
             ]
         )
     return found

@@ -67,6 +67,23 @@ def test_an_invalid_value_is_reported_in_one_line(setting, problem):
 
 
 @pytest.mark.parametrize(
+    ("functions", "settings"),
+    [
+        ("", ["schedule=constant", "warmup_steps=2000"]),
+        ("make_schedule", ["warmup_steps=2000", "decay_start=7"]),
+        ("make_optimizer", ["warmup_steps=2000", "decay_start=7", "momentum=0.9", "matrices=kernel"]),
+    ],
+)
+def test_settings_that_the_named_optimizer_does_not_use_may_be_those_of_the_recipe(functions, settings):
+    config = apply_overrides(load_recipe(str(TINY)), [f"optimizer.{one}" for one in settings])
+    own = dict.fromkeys(functions.split(), lambda *_: None)  # not called
+    assert check_config(replace(config, **own)) == []
+    if functions == "make_schedule":  # which makes no optimizer
+        (problem,) = check_config(replace(apply_overrides(config, ["optimizer.momentum=0.9"]), **own))
+        assert problem.startswith("optimizer.momentum=0.9 has no effect with optimizer.name=adamw, only with muon or")
+
+
+@pytest.mark.parametrize(
     ("settings", "problem"),
     [
         (

@@ -1,13 +1,21 @@
 """OptimizerConfig: the optimizer, its learning rate schedule and its parameter groups as settings."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from flax_mesh.settings import MAX_SIZE, SAME_RESULT
 from flax_mesh.train.optimizers.groups import parse_groups, parse_matrices, pattern_problem
 
 NAMES = ("adamw", "muon", "adafactor", "sgd")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
+USERS = {  # setting -> the optimizers that use it
+    "matrices": ("muon",),
+    "momentum": ("muon", "sgd", "adafactor"),
+    **dict.fromkeys(("b1", "b2", "epsilon"), ("adamw", "muon")),
+}
+MOMENTUM = {"muon": 0.95, "sgd": 0.9, "adafactor": 0.0}  # its default
 AT_LEAST_0, AT_LEAST_1 = {"at_least": 0, "at_most": MAX_SIZE}, {"at_least": 1, "at_most": MAX_SIZE}
 
 
@@ -30,9 +38,10 @@ class OptimizerConfig:
         b1: Of adamw and muon's AdamW: decay of the first moment.
         b2: Of adamw and muon's AdamW: decay of the second moment.
         epsilon: Of adamw and muon.
-        momentum: Of muon, sgd and adafactor. None: 0.95, 0.9 and no momentum.
-        moment_dtype: dtype of the first moment or momentum, "parameter" for that of the parameter. Second moments have
-            the dtype of the parameter, because bfloat16 cannot represent the small changes of one step.
+        momentum: Of muon, sgd and adafactor. None: 0.95, 0.9 and no momentum. With 0, sgd and adafactor store none.
+        moment_dtype: dtype of the first moment or momentum. "parameter": that of the parameter, but float32 for the
+            momentum of adafactor. Second moments have the dtype of the parameter, because bfloat16 cannot represent
+            the small changes of one step.
         no_decay: Pattern of the paths of parameters without weight decay. "": none.
         groups: Parameter groups, "PATTERN WORDS; PATTERN WORDS": a parameter belongs to the first group whose pattern
             is found in its path. The words are factors, learning_rate*0.1 and weight_decay*0, or "frozen": these
@@ -71,29 +80,60 @@ class OptimizerConfig:
     shard_over: str = field(default="", metadata=SAME_RESULT)
     memory: str = field(default="device", metadata=SAME_RESULT | {"one_of": ("device", "pinned_host")})
 
-    def problems(self) -> list[str]:
-        """One line for every mistake in the texts of settings, and in settings that depend on each other."""
+    def problems(self, *, own_optimizer: bool = False, own_schedule: bool = False) -> list[str]:
+        """One line for every mistake in the texts of settings, and in settings that depend on each other.
+
+        `own_optimizer` and `own_schedule`: whether the recipe has `make_optimizer` and `make_schedule`. They may read
+        any setting, so one that is of no use to an optimizer or schedule by name is no mistake then.
+        """
+        found = [] if own_optimizer or own_schedule else self._schedule_problems()
+        found += [] if own_optimizer else self._unused()
+        if problem := pattern_problem(self.no_decay):
+            found.append(f"optimizer.no_decay: {problem}")
+        return [*found, *parse_groups(self.groups)[1], *parse_matrices(self.matrices)[1]]
+
+    def _schedule_problems(self) -> list[str]:
         found = []
-        if self.warmup_steps >= self.decay_steps:
+        if self.schedule != "constant" and self.warmup_steps >= self.decay_steps:
             found.append(
                 f"optimizer.warmup_steps={self.warmup_steps} must be below optimizer.decay_steps={self.decay_steps}, "
                 "which includes the warm-up"
             )
-        if self.decay_start is not None and not self.warmup_steps <= self.decay_start < self.decay_steps:
+        if self.decay_start is None:
+            return found
+        if self.schedule != "wsd":
+            found.append(_unused_text("decay_start", self.decay_start, "schedule", self.schedule, ("wsd",)))
+        elif not self.warmup_steps <= self.decay_start < self.decay_steps:
             found.append(
                 f"optimizer.decay_start={self.decay_start} must be at least optimizer.warmup_steps={self.warmup_steps} "
                 f"and below optimizer.decay_steps={self.decay_steps}"
             )
-        for name, value, of, users in (
-            ("decay_start", self.decay_start, "schedule", ("wsd",)),
-            ("matrices", self.matrices or None, "name", ("muon",)),
-            ("momentum", self.momentum, "name", ("muon", "sgd", "adafactor")),
+        return found
+
+    def _unused(self) -> list[str]:
+        """One line for every setting, other than its default, that the optimizer by name does not use."""
+        found = [
+            _unused_text(name, value, "name", self.name, users)
+            for name, users in USERS.items()
+            if self.name not in users and (value := getattr(self, name)) != getattr(OptimizerConfig, name)
+        ]
+        if (
+            self.moment_dtype != OptimizerConfig.moment_dtype
+            and self.name in ("sgd", "adafactor")
+            and not momentum_of(self)
         ):
-            if value is not None and (chosen := getattr(self, of)) not in users:
-                found.append(
-                    f"optimizer.{name}={value} has no effect with optimizer.{of}={chosen}, only with "
-                    f"{' or '.join(users)}; remove it"
-                )
-        if problem := pattern_problem(self.no_decay):
-            found.append(f"optimizer.no_decay: {problem}")
-        return [*found, *parse_groups(self.groups)[1], *parse_matrices(self.matrices)[1]]
+            found.append(
+                f"optimizer.moment_dtype={self.moment_dtype} has no effect with optimizer.name={self.name} without "
+                "momentum; remove it, or set optimizer.momentum"
+            )
+        return found
+
+
+def momentum_of(config: OptimizerConfig) -> float:
+    """The momentum of muon, sgd or adafactor; 0: none."""
+    return MOMENTUM[config.name] if config.momentum is None else config.momentum
+
+
+def _unused_text(name: str, value: Any, of: str, chosen: str, users: Sequence[str]) -> str:
+    found = f"optimizer.{name}={value} has no effect with optimizer.{of}={chosen}"
+    return f"{found}, only with {' or '.join(users)}; remove it"

@@ -10,14 +10,13 @@ import optax
 from optax.contrib import MuonDimensionNumbers
 
 from flax_mesh.text import group_paths, listed
-from flax_mesh.train.optimizers.config import OptimizerConfig
+from flax_mesh.train.optimizers.config import OptimizerConfig, momentum_of
 from flax_mesh.train.optimizers.groups import Group, first_match, parse_groups, parse_matrices
 from flax_mesh.train.optimizers.schedules import make_learning_rate_schedule
 from flax_mesh.tree import in_stack, map_named, named_leaves
 
 MATRICES = r"^(?!.*(embed|head)).*kernel$"
 MUON_RMS = 0.2  # of an update; that of AdamW, so that both use one learning rate (Liu et al. 2025, arXiv:2502.16982)
-MOMENTUM = {"muon": 0.95, "sgd": 0.9, "adafactor": None}
 
 
 def make_optimizer(
@@ -116,7 +115,7 @@ def _muon(config: OptimizerConfig, layers: Sequence[str], rate: optax.Schedule, 
 
     muon = optax.contrib.muon(
         rate,
-        beta=_momentum(config),
+        beta=momentum_of(config),
         eps=config.epsilon,
         weight_decay=weight_decay,
         weight_decay_mask=_decayed(config),
@@ -131,7 +130,7 @@ def _muon(config: OptimizerConfig, layers: Sequence[str], rate: optax.Schedule, 
 def _adafactor(config: OptimizerConfig, layers: Sequence[str], rate: optax.Schedule, weight_decay: float) -> Any:
     return optax.adafactor(
         rate,
-        momentum=_momentum(config),
+        momentum=momentum_of(config) or None,  # for 0, optax would store a momentum
         dtype_momentum=_moment_dtype(config) or jnp.float32,
         weight_decay_rate=lambda count: weight_decay * rate(count),  # optax does not multiply it by the learning rate
         weight_decay_mask=_decayed(config),
@@ -139,18 +138,17 @@ def _adafactor(config: OptimizerConfig, layers: Sequence[str], rate: optax.Sched
 
 
 def _sgd(config: OptimizerConfig, layers: Sequence[str], rate: optax.Schedule, weight_decay: float) -> Any:
+    # For 0, optax.trace would store the gradients. With the identity, the paths of the other states are the same.
+    momentum = momentum_of(config)
+    trace = optax.trace(momentum, accumulator_dtype=_moment_dtype(config)) if momentum else optax.identity()
     return optax.chain(
-        optax.trace(_momentum(config), accumulator_dtype=_moment_dtype(config)),
+        trace,
         optax.add_decayed_weights(weight_decay, _decayed(config)),
         optax.scale_by_learning_rate(rate),
     )
 
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {"adamw": _adamw, "muon": _muon, "adafactor": _adafactor, "sgd": _sgd}
-
-
-def _momentum(config: OptimizerConfig) -> Any:
-    return MOMENTUM[config.name] if config.momentum is None else config.momentum
 
 
 def _moment_dtype(config: OptimizerConfig) -> Any:

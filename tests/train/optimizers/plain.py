@@ -32,6 +32,8 @@ STEPS = 3
 
 def config_of(mesh, *, model=MODEL, recipe=CONFIG, **settings):
     """The config of a run on one of MESHES with other settings of the optimizer."""
+    if settings.get("name") in ("sgd", "adafactor"):  # which have no epsilon
+        settings = {"epsilon": OptimizerConfig.epsilon, **settings}
     changed = replace(recipe, model=model, mesh=MeshConfig(MESHES[mesh]), optimizer=replace(SETTINGS, **settings))
     return replace(changed, pipeline=PipelineConfig(num_microbatches=4)) if mesh == "pp" else changed
 

@@ -14,7 +14,7 @@ from flax import nnx
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.errors import ConfigError
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
-from flax_mesh.train import apply_overrides, train
+from flax_mesh.train import OptimizerConfig, apply_overrides, train
 from flax_mesh.train.build import build_program
 from flax_mesh.train.data.batches import held_out_rows
 from flax_mesh.train.data.data import load_corpus
@@ -26,11 +26,12 @@ from tests.train.optimizers.test_make import CLIP, PLAIN
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 DECAY = 0.7
+NO_EPSILON = [f"optimizer.epsilon={OptimizerConfig.epsilon}"]  # the default, instead of that of `config_of`
 DOORS = {
     "adamw": ["optimizer.moment_dtype=bfloat16", "optimizer.shard_over=dp"],
     "muon": ["optimizer.name=muon", "optimizer.groups=^embed learning_rate*0.1", "optimizer.schedule=wsd"],
-    "adafactor": ["optimizer.name=adafactor", "optimizer.momentum=0.9", "optimizer.groups=norm/ frozen"],
-    "sgd": ["optimizer.name=sgd", "optimizer.schedule=linear", "model.scan=true"],
+    "adafactor": [*NO_EPSILON, "optimizer.name=adafactor", "optimizer.momentum=0.9", "optimizer.groups=norm/ frozen"],
+    "sgd": [*NO_EPSILON, "optimizer.name=sgd", "optimizer.schedule=linear", "model.scan=true"],
 }
 
 
@@ -139,6 +140,10 @@ def test_a_run_with_an_average_resumes_bit_for_bit(tmp_path, door, mesh):
 
 
 def test_another_decay_is_refused_on_resume(tmp_path):
+    """Also with --allow-changes, which accepts other changes: the stored average is divided by 1 - decay^steps."""
     train(run_config(tmp_path, steps=2))
-    with pytest.raises(ConfigError, match=r"optimizer.ema: 0.7 -> 0.8 \(changes the result\)"):
-        train(run_config(tmp_path, ema=0.8))
+    for allow_changes, changed in ((False, 2), (True, 1)):
+        with pytest.raises(ConfigError, match=r"optimizer.ema: 0.7 -> 0.8 \(changes the result\)") as refused:
+            train(run_config(tmp_path, "optimizer.b1=0.8", ema=0.8), allow_changes=allow_changes)
+        _, *changes, repair = refused.value.problems
+        assert len(changes) == changed and "start a new run" in repair and "needs one decay for all" in repair

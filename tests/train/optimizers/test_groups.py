@@ -44,6 +44,23 @@ def test_matrices_are_patterns_and_dims():
             {"momentum": 0.5},
             ["optimizer.momentum=0.5 has no effect with optimizer.name=adamw, only with muon or"],
         ),
+        (
+            {"name": "sgd", "b1": 0.5, "epsilon": 1e-6, "momentum": 0.0, "moment_dtype": "float32"},
+            [
+                "optimizer.b1=0.5 has no effect with optimizer.name=sgd, only with adamw or muon; remove it",
+                "optimizer.epsilon=1e-06 has no effect with optimizer.name=sgd, only with adamw or muon; remove it",
+                "optimizer.moment_dtype=float32 has no effect with optimizer.name=sgd without momentum; remove it, or",
+            ],
+        ),
+        (
+            {"name": "adafactor", "b2": 0.9, "moment_dtype": "bfloat16"},
+            [
+                "optimizer.b2=0.9 has no effect with optimizer.name=adafactor, only with adamw or muon; remove it",
+                "optimizer.moment_dtype=bfloat16 has no effect with optimizer.name=adafactor without momentum; remove",
+            ],
+        ),
+        ({"name": "adafactor", "momentum": 0.9, "moment_dtype": "bfloat16"}, []),
+        ({"name": "sgd", "moment_dtype": "bfloat16"}, []),
         ({"decay_start": 500}, ["optimizer.decay_start=500 has no effect with optimizer.schedule=cosine, only with"]),
     ],
 )

@@ -16,6 +16,7 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.models import DecoderConfig
 from flax_mesh.train import PipelineConfig, apply_overrides, load_recipe
 from flax_mesh.train.explain import explain
+from flax_mesh.train.optimizers.make import make_optimizer
 from flax_mesh.tree import map_named, named_leaves
 from tests.cli.test_explain import golden_text
 from tests.train.optimizers.plain import CONFIG, MODEL, SETTINGS, assert_close, config_of, parameters, plain, trained
@@ -220,6 +221,24 @@ def test_the_layout_of_an_optimizers_state_equals_its_golden_text(name, request)
         file.write_text(text, encoding="utf-8")
     lines = difflib.unified_diff(file.read_text().splitlines(), text.splitlines(), str(file), "now", lineterm="", n=0)
     assert not (diff := "\n".join(lines)), f"if this is intended: pytest {__file__} --update-golden\n{diff}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "stored"),
+    [
+        ({"name": "sgd", "momentum": 0.0}, None),
+        ({"name": "adafactor", "momentum": 0.0}, None),
+        ({"name": "adafactor"}, None),
+        ({"name": "sgd", "momentum": 0.5}, "bfloat16"),
+        ({"name": "adafactor", "momentum": 0.5}, "float32"),
+        ({"name": "adafactor", "momentum": 0.5, "moment_dtype": "bfloat16"}, "bfloat16"),
+    ],
+)
+def test_the_momentum_of_bfloat16_parameters_has_the_documented_dtype_and_0_stores_none(settings, stored):
+    params = {"kernel": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
+    state = jax.eval_shape(make_optimizer(replace(SETTINGS, **settings)).init, params)
+    momenta = [x.dtype for path, x in named_leaves(state) if path.endswith(("trace/kernel", "ema/kernel"))]
+    assert momenta == ([] if stored is None else [jnp.dtype(stored)])
 
 
 @pytest.mark.slow
