@@ -3,7 +3,7 @@
 import math
 import numbers
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -32,10 +32,10 @@ from flax_mesh.sharding.annotations import annotations_of
 from flax_mesh.sharding.constrain import spec_in_mesh
 from flax_mesh.sharding.rules import PartitionRules, as_rules, group_findings, match_partition_rules
 from flax_mesh.step.batch import microbatch_shapes
-from flax_mesh.step.loss import Metrics, sums_of
+from flax_mesh.step.loss import RESERVED, Metrics
 from flax_mesh.step.state import TrainState, abstract_train_state
 from flax_mesh.step.step import Step, make_eval_step, make_train_step
-from flax_mesh.text import at_most, count_text, mesh_text
+from flax_mesh.text import at_most, count_text, listed, mesh_text
 from flax_mesh.train.checks import check_compiler_options, check_config, check_on_mesh, model_notes
 from flax_mesh.train.config import (
     CheckpointConfig,
@@ -120,10 +120,7 @@ def _check_functions(program: TrainProgram, shapes: Any) -> None:
     """
     config, run = program.config, program.config.run
     batch, place = abstract_batch(shapes, program.mesh, program.rules.axes), place_of(config.loss_fn)
-    if program.pipeline is None:  # split_model has traced the loss of a pipeline
-        check_arguments("loss_fn", config.loss_fn, "model", "batch")
-        with user_code("loss_fn", place):
-            jax.eval_shape(program.step, program.layout, batch)
+    of_loss = _metrics_of_loss(program, batch)
     if program.pipeline is None and run.eval_every and config.make_batches is None:
         with user_code("loss_fn of a model in eval mode", place):
             jax.eval_shape(program.evaluate, program.layout, batch)
@@ -135,11 +132,26 @@ def _check_functions(program: TrainProgram, shapes: Any) -> None:
                 raise ValueError(f"it must return a number, got {type(flops).__name__}")
     evaluated = [*METRICS_OF_EVALUATION] if run.eval_every and config.make_batches is None else []
     if run.eval_every and config.eval_fns:
-        evaluated += _metrics_of_eval_fns(program, _metrics_of_loss(config, batch))
-    _check_best_metric(config, batch, evaluated)
+        evaluated += _metrics_of_eval_fns(program, of_loss)
+    _check_best_metric(config, of_loss, evaluated)
 
 
-def _metrics_of_eval_fns(program: TrainProgram, of_loss: Sequence[str]) -> list[str]:
+def _metrics_of_loss(program: TrainProgram, batch: Any) -> dict[str, Any]:
+    """Traces the step, and returns the metrics of `loss_fn`, abstract."""
+    config, pipeline, of_step = program.config, program.pipeline, {*RESERVED}
+    if pipeline is None:  # split_model has checked the arguments of a pipeline
+        check_arguments("loss_fn", config.loss_fn, "model", "batch")
+        of_step |= {"skipped"} if config.run.on_nonfinite == "skip" else set()
+    with user_code("loss_fn", place_of(config.loss_fn)):
+        if pipeline is None:
+            found = jax.eval_shape(program.step, program.layout, batch)[1]
+        else:
+            part = microbatch_shapes(batch, config.pipeline.num_microbatches)
+            found = pipeline.staged.cut(part, seed=config.run.seed).sums
+    return {name: value for name, value in found.items() if name not in of_step}
+
+
+def _metrics_of_eval_fns(program: TrainProgram, of_loss: Collection[str]) -> list[str]:
     """Calls `eval_fns` with sums that are all 1, and returns the names of their metrics."""
     config, pipeline, place = program.config, program.pipeline, place_of(program.config.loss_fn)
     parts = 1 if pipeline is None else config.pipeline.num_microbatches
@@ -148,8 +160,7 @@ def _metrics_of_eval_fns(program: TrainProgram, of_loss: Sequence[str]) -> list[
         with user_code("loss_fn of a model in eval mode", place):
             if pipeline is None:
                 return list(jax.eval_shape(program.evaluate, program.layout, batch))
-            pipeline.staged.cut(microbatch_shapes(batch, parts), seed=config.run.seed, train=False)
-            return ["loss", "weight", *of_loss]
+            return list(pipeline.staged.cut(microbatch_shapes(batch, parts), train=False).sums)
 
     names = list(run_eval_fns(config.eval_fns, config, traced_evaluate(trace, program.mesh, program.rules.axes, parts)))
     if twice := [name for name in names if name in of_loss]:
@@ -157,20 +168,13 @@ def _metrics_of_eval_fns(program: TrainProgram, of_loss: Sequence[str]) -> list[
     return names
 
 
-def _metrics_of_loss(config: TrainConfig, batch: Any) -> list[str]:
-    return list(jax.eval_shape(lambda batch: sums_of(config.loss_fn(make_model(config), batch))[2], batch))
-
-
-def _check_best_metric(config: TrainConfig, batch: Any, evaluated: Sequence[str]) -> None:
+def _check_best_metric(config: TrainConfig, of_loss: Collection[str], evaluated: Sequence[str]) -> None:
     wanted, best = config.checkpoint.best_metric, config.checkpoint.keep_best
-    known = [*METRICS_OF_STEP, *evaluated]
+    known = [*METRICS_OF_STEP, *evaluated, *of_loss]
     if wanted in known or (not best and wanted == CheckpointConfig.best_metric):
         return
-    names = _metrics_of_loss(config, batch)
-    if wanted not in names:
-        names = ", ".join([*known, *names])
-        more = "" if config.run.eval_every else "; held-out metrics require run.eval_every above 0"
-        raise ConfigError(f"checkpoint.best_metric={wanted} is in no row of metrics, which have {names}{more}")
+    more = "" if config.run.eval_every else "; held-out metrics require run.eval_every above 0"
+    raise ConfigError(f"checkpoint.best_metric={wanted} is in no row of metrics, which have {listed(known)}{more}")
 
 
 def _report_rules(config: TrainConfig, mesh: Mesh, rules: PartitionRules) -> str:

@@ -5,8 +5,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
+from jax.sharding import AxisType, PartitionSpec
 
 from flax_mesh.cli.train import step_line
 from flax_mesh.errors import ConfigError
@@ -133,6 +136,46 @@ def test_before_the_run_the_functions_are_called_once_with_ones_and_nothing_comp
         assert seen == [{"loss": 1.0, "weight": 1.0, "ones": 1.0}], name
         assert len(compilations) - before <= 1, "only the check of the compiler's options may compile"
         seen.clear()
+
+
+class Annotated(nnx.Module):
+    """A model whose parameters need the mesh in context, by metadata of Flax or by JAX's `out_sharding`."""
+
+    def __init__(self, config: Any, rngs: nnx.Rngs):
+        init = nnx.initializers.normal()
+        if config.remat == "none":
+            self.embed = nnx.Param(nnx.with_partitioning(init, ("fsdp", None))(rngs(), (256, 8)))
+        else:
+            self.embed = nnx.Param(init(rngs(), (256, 8), out_sharding=PartitionSpec("fsdp", None)))
+
+    def __call__(self, batch: Any) -> Any:
+        rows = (
+            PartitionSpec("fsdp") if AxisType.Explicit in jax.typeof(batch["inputs"]).sharding.mesh.axis_types else None
+        )
+        return self.embed.at[batch["inputs"]].get(out_sharding=rows)
+
+
+def annotated_loss(model: Any, batch: Any) -> Any:
+    loss = (model(batch) ** 2).sum()
+    return loss, 8.0, {"own": loss}
+
+
+@pytest.mark.parametrize(
+    "settings", [["model.remat=none"], ["model.remat=full", "mesh.rules=fsdp", "mesh.axis_types=explicit"]]
+)
+def test_models_that_need_the_mesh_in_context_are_evaluated(settings, tmp_path, text):
+    seen = []
+
+    def first(config: Any, evaluate: Any) -> dict[str, float]:
+        seen.append(evaluate({"inputs": TOKENS, "targets": TOKENS}))
+        return {"loss": seen[-1]["loss"]}
+
+    config = config_of(
+        tmp_path, text, token_batches, "mesh.shape=fsdp:2", *EVERY_2, "checkpoint.best_metric=own", *settings,
+        make_model=Annotated, loss_fn=annotated_loss, eval_fns={"set": first},
+    )  # fmt: skip
+    build_program(config)
+    assert seen == [{"loss": 1.0, "weight": 1.0, "own": 1.0}]
 
 
 class Numbers:
