@@ -35,7 +35,7 @@ from flax_mesh.step.batch import microbatch_shapes
 from flax_mesh.step.loss import RESERVED, Metrics
 from flax_mesh.step.state import TrainState, abstract_train_state
 from flax_mesh.step.step import Step, make_eval_step, make_train_step
-from flax_mesh.text import at_most, count_text, listed, mesh_text
+from flax_mesh.text import at_most, count_text, joined, listed, mesh_text
 from flax_mesh.train.checks import check_compiler_options, check_config, check_on_mesh, model_notes
 from flax_mesh.train.config import (
     CheckpointConfig,
@@ -57,6 +57,10 @@ from flax_mesh.user_code import check_arguments, place_of, user_code
 
 METRICS_OF_STEP = ("loss", "grad_norm", "learning_rate", "weight")  # of every recipe; its loss may add others
 METRICS_OF_EVALUATION = ("eval_loss", "bits_per_byte")
+RATES = tuple(f"{unit}_per_s{over}" for unit in ("examples", "tokens") for over in ("", "_per_device"))
+# The names in rows of metrics.jsonl that no metric of `loss_fn` may have, besides those of the step.
+FIELDS_OF_ROW = {"step", "skipped", "resumed_from", "mfu", "device_bytes", "seconds", "data_wait_seconds"}
+FIELDS_OF_ROW |= {*RATES, *METRICS_OF_EVALUATION}
 SHRINK_ORDER = ("pp", "dp", "fsdp", "sp", "ep", "tp")  # stages, copies, shards of the batch ...
 
 
@@ -121,6 +125,9 @@ def _check_functions(program: TrainProgram, shapes: Any) -> None:
     config, run = program.config, program.config.run
     batch, place = abstract_batch(shapes, program.mesh, program.rules.axes), place_of(config.loss_fn)
     of_loss = _metrics_of_loss(program, batch)
+    if taken := sorted(FIELDS_OF_ROW.intersection(of_loss)):
+        names = f"must have names of their own: rows of metrics.jsonl have {listed(map(repr, taken))} already"
+        raise ConfigError(joined("loss_fn", place, f"metrics of loss_fn {names}. Rename them."))
     if program.pipeline is None and run.eval_every and config.make_batches is None:
         with user_code("loss_fn of a model in eval mode", place):
             jax.eval_shape(program.evaluate, program.layout, batch)

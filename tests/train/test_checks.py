@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 
 from flax_mesh.errors import ConfigError
+from flax_mesh.models import next_token_loss
+from flax_mesh.step.loss import RESERVED
 from flax_mesh.train import apply_overrides, build_program, load_recipe, train
+from flax_mesh.train.build import FIELDS_OF_ROW
 from flax_mesh.train.checks import check_compiler_options, check_config, check_on_corpus
 from flax_mesh.train.data.data import load_corpus
 from flax_mesh.train.metrics import Rows, StepCheck
@@ -100,6 +103,23 @@ def test_metrics_of_the_loss_may_be_the_best_metric():
     build_program(config)
 
 
+@pytest.mark.parametrize("settings", [["mesh.shape=dp:2"], ["mesh.shape=pp:2"]])
+def test_metrics_of_the_loss_must_not_have_the_name_of_a_field_of_the_rows(settings):
+    def loss(model, batch):
+        loss_sum, weight = next_token_loss(model, batch)[:2]
+        return loss_sum, weight, dict.fromkeys(["own", "step", "skipped", "eval_loss", "tokens_per_s"], loss_sum)
+
+    small = ["model.num_layers=2", "model.hidden_size=32", "data.sequence_length=16", "run.platform=auto"]
+    config = replace(apply_overrides(load_recipe(str(TINY)), [*small, *settings]), loss_fn=loss)
+    with pytest.raises(ConfigError) as caught:
+        build_program(config)
+    assert re.fullmatch(
+        r"loss_fn: .*test_checks.py, line \d+: metrics of loss_fn must have names of their own: rows of metrics.jsonl "
+        r"have 'eval_loss', 'skipped', 'step', 'tokens_per_s' already. Rename them.",
+        str(caught.value),
+    )
+
+
 @pytest.mark.parametrize("depth", [1_000, 100_000])
 def test_a_deeply_nested_json_file_of_a_start_is_one_line(tmp_path, depth):
     (tmp_path / "model.safetensors").write_bytes(b"")
@@ -163,8 +183,9 @@ def test_the_peak_of_the_mfu_is_that_of_a_hardware_file(tmp_path):
     for settings, peak in [([], None), ([f"run.hardware={tmp_path / 'chip.toml'}"], 2e9)]:
         config = replace(apply_overrides(recipe(), settings), flops_per_token=lambda model, parameters, length: 1e3)
         program = build_program(config)
-        rows = Rows(None, program, 0, StepCheck(config.run, {}), hooks=[], say=print, warn_or_raise=print)
+        rows = Rows(None, program, 3, StepCheck(config.run, {}), hooks=[], say=print, warn_or_raise=print)
         rows.begin(1, {"loss": np.float32(2), "grad_norm": np.float32(1)}, 0.0)
         rows.finish()
         expected = peak and rows.last["tokens_per_s"] * 1e3 / (peak * program.mesh.size)
         assert rows.last["mfu"] == (expected and pytest.approx(expected))
+        assert rows.last.keys() <= {*RESERVED, *FIELDS_OF_ROW}
