@@ -30,11 +30,6 @@ def listed(items: Iterable[object]) -> str:
     return ", ".join(map(str, items))
 
 
-def joined(*parts: str) -> str:
-    """`make_model: FILE, line 3: what is wrong`, without the empty parts."""
-    return ": ".join(filter(None, parts))
-
-
 def shortened(text: str, most: int = 200) -> str:
     """The text, or its first `most` characters and the number of all of them."""
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"

@@ -35,7 +35,7 @@ from flax_mesh.step.batch import microbatch_shapes
 from flax_mesh.step.loss import RESERVED, Metrics
 from flax_mesh.step.state import TrainState, abstract_train_state
 from flax_mesh.step.step import Step, make_eval_step, make_train_step
-from flax_mesh.text import at_most, count_text, joined, listed, mesh_text
+from flax_mesh.text import array_text, at_most, count_text, listed, mesh_text
 from flax_mesh.train.checks import check_compiler_options, check_config, check_on_mesh, model_notes
 from flax_mesh.train.config import (
     CheckpointConfig,
@@ -125,12 +125,9 @@ def _check_functions(program: TrainProgram, shapes: Any) -> None:
     config, run = program.config, program.config.run
     batch, place = abstract_batch(shapes, program.mesh, program.rules.axes), place_of(config.loss_fn)
     of_loss = _metrics_of_loss(program, batch)
-    if taken := sorted(FIELDS_OF_ROW.intersection(of_loss)):
-        names = f"must have names of their own: rows of metrics.jsonl have {listed(map(repr, taken))} already"
-        raise ConfigError(joined("loss_fn", place, f"metrics of loss_fn {names}. Rename them."))
     if program.pipeline is None and run.eval_every and config.make_batches is None:
         with user_code("loss_fn of a model in eval mode", place):
-            jax.eval_shape(program.evaluate, program.layout, batch)
+            _check_real_scalars(jax.eval_shape(program.evaluate, program.layout, batch))
     if (count := config.flops_per_token) is not None:
         check_arguments("flops_per_token", count, "config", "num_parameters", "sequence_length")
         with user_code("flops_per_token", place_of(count)):
@@ -144,7 +141,7 @@ def _check_functions(program: TrainProgram, shapes: Any) -> None:
 
 
 def _metrics_of_loss(program: TrainProgram, batch: Any) -> dict[str, Any]:
-    """Traces the step, and returns the metrics of `loss_fn`, abstract."""
+    """Traces the step, and returns the metrics of `loss_fn`, abstract. ConfigError if rows cannot have them."""
     config, pipeline, of_step = program.config, program.pipeline, {*RESERVED}
     if pipeline is None:  # split_model has checked the arguments of a pipeline
         check_arguments("loss_fn", config.loss_fn, "model", "batch")
@@ -155,7 +152,26 @@ def _metrics_of_loss(program: TrainProgram, batch: Any) -> dict[str, Any]:
         else:
             part = microbatch_shapes(batch, config.pipeline.num_microbatches)
             found = pipeline.staged.cut(part, seed=config.run.seed).sums
-    return {name: value for name, value in found.items() if name not in of_step}
+        of_loss = {name: value for name, value in found.items() if name not in of_step}
+        if taken := sorted(FIELDS_OF_ROW.intersection(of_loss)):
+            names = f"rows of metrics.jsonl have {listed(map(repr, taken))} already"
+            raise ValueError(f"metrics of loss_fn must have names of their own: {names}. Rename them.")
+        _check_real_scalars(of_loss)
+    return of_loss
+
+
+def _check_real_scalars(metrics: Mapping[str, Any]) -> None:
+    """Raises a ValueError for metrics, abstract, that a row or an `eval_fn` cannot have as numbers."""
+    wrong = [
+        f"{name!r} is {array_text(x)}"
+        for name, x in sorted(metrics.items())
+        if x.shape or jnp.issubdtype(x.dtype, jnp.complexfloating)
+    ]
+    if wrong:
+        raise ValueError(
+            f"metrics of loss_fn must be real scalars, but {listed(at_most(wrong))}. Return their sums or absolute "
+            "values, or a metric of its own for every element."
+        )
 
 
 def _metrics_of_eval_fns(program: TrainProgram, of_loss: Collection[str]) -> list[str]:
@@ -166,8 +182,11 @@ def _metrics_of_eval_fns(program: TrainProgram, of_loss: Collection[str]) -> lis
     def trace(batch: Any) -> Sequence[str]:
         with user_code("loss_fn of a model in eval mode", place):
             if pipeline is None:
-                return list(jax.eval_shape(program.evaluate, program.layout, batch))
-            return list(pipeline.staged.cut(microbatch_shapes(batch, parts), train=False).sums)
+                sums = jax.eval_shape(program.evaluate, program.layout, batch)
+            else:
+                sums = pipeline.staged.cut(microbatch_shapes(batch, parts), train=False).sums
+            _check_real_scalars(sums)
+            return list(sums)
 
     names = list(run_eval_fns(config.eval_fns, config, traced_evaluate(trace, program.mesh, program.rules.axes, parts)))
     if twice := [name for name in names if name in of_loss]:

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -103,21 +104,35 @@ def test_metrics_of_the_loss_may_be_the_best_metric():
     build_program(config)
 
 
-@pytest.mark.parametrize("settings", [["mesh.shape=dp:2"], ["mesh.shape=pp:2"]])
-def test_metrics_of_the_loss_must_not_have_the_name_of_a_field_of_the_rows(settings):
+ROW_METRICS = {
+    "names": (
+        lambda loss: dict.fromkeys(["own", "step", "skipped", "eval_loss", "tokens_per_s"], loss),
+        "must have names of their own: rows of metrics.jsonl have 'eval_loss', 'skipped', 'step', 'tokens_per_s' "
+        "already. Rename them",
+    ),
+    "numbers": (
+        lambda loss: {"own": loss, "three": jnp.ones(3), "a": {"b": loss * 1j}},
+        r"must be real scalars, but 'a/b' is c64\[\], 'three' is f32\[3\]\. Return their sums",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "mesh"), [("names", "dp:2"), ("names", "pp:2"), ("numbers", "dp:2"), ("numbers", "pp:2")]
+)
+def test_metrics_of_the_loss_that_no_row_can_have_are_refused_together(case, mesh):
+    metrics, problem = ROW_METRICS[case]
+
     def loss(model, batch):
         loss_sum, weight = next_token_loss(model, batch)[:2]
-        return loss_sum, weight, dict.fromkeys(["own", "step", "skipped", "eval_loss", "tokens_per_s"], loss_sum)
+        return loss_sum, weight, metrics(loss_sum)
 
     small = ["model.num_layers=2", "model.hidden_size=32", "data.sequence_length=16", "run.platform=auto"]
-    config = replace(apply_overrides(load_recipe(str(TINY)), [*small, *settings]), loss_fn=loss)
+    config = replace(apply_overrides(load_recipe(str(TINY)), [*small, f"mesh.shape={mesh}"]), loss_fn=loss)
     with pytest.raises(ConfigError) as caught:
         build_program(config)
-    assert re.fullmatch(
-        r"loss_fn: .*test_checks.py, line \d+: metrics of loss_fn must have names of their own: rows of metrics.jsonl "
-        r"have 'eval_loss', 'skipped', 'step', 'tokens_per_s' already. Rename them.",
-        str(caught.value),
-    )
+    found = rf"^loss_fn: .*test_checks.py, line \d+: metrics of loss_fn {problem}.*$"
+    assert re.fullmatch(found, str(caught.value)), caught.value
 
 
 @pytest.mark.parametrize("depth", [1_000, 100_000])

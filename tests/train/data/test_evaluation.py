@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -215,6 +216,10 @@ BAD = {
         {"a": lambda config, evaluate: mean_metrics(evaluate, [])},
         "mean_metrics needs .* there is no batch",
     ),
+    "vector": (
+        {"a": lambda config, evaluate: evaluate({"inputs": TOKENS[:4], "targets": TOKENS[:4]})},
+        r"eval_fns\['a'\]: .*metrics of loss_fn must be real scalars, but 'ones' is f32\[8\]\. Return their sums",
+    ),
     "clash": ({"of": Numbers({"loss": 1.0})}, "of/loss is a metric of loss_fn too"),
 }
 
@@ -224,10 +229,19 @@ def clashing_loss(model: Any, batch: Any) -> Any:
     return loss, weight, {"of": {"loss": loss}}
 
 
+def vector_loss(model: Any, batch: Any) -> Any:
+    """A scalar for batches of 8 rows only."""
+    loss, weight, metrics = accuracy_loss(model, batch)
+    return loss, weight, metrics if len(batch["inputs"]) == 8 else {"ones": jnp.ones(8)}
+
+
+LOSSES = {"clash": clashing_loss, "vector": vector_loss}
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_a_mistake_is_one_line_before_the_run_folder_is_made(case, tmp_path, text):
     functions, problem = BAD[case]
-    loss = clashing_loss if case == "clash" else accuracy_loss
+    loss = LOSSES.get(case, accuracy_loss)
     config = config_of(tmp_path / "run", text, token_batches, *PLAIN, *EVERY_2, eval_fns=functions, loss_fn=loss)
     with pytest.raises(ConfigError) as caught:
         train(config)
