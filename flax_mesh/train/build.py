@@ -349,6 +349,7 @@ def run_rules(config: TrainConfig, mesh: Mesh | AbstractMesh | None = None) -> P
     Layers are those of the model's own table where the rules name none. `mesh` is in context while the model is made.
     """
     graphdef, state = abstract_split(partial(make_model, config), mesh)
+    _call_filter(config.wrt, state)
     model = nnx.merge(graphdef, state)
     if config.mesh.rules:
         model_axes = getattr(model, "axes", None)
@@ -359,6 +360,15 @@ def run_rules(config: TrainConfig, mesh: Mesh | AbstractMesh | None = None) -> P
     if not hasattr(model, ATTRIBUTE) and annotations_of(state):
         return PartitionRules([], getattr(model, "axes", DEFAULT_AXES))
     return partition_rules(model)
+
+
+def _call_filter(wrt: Any, model: nnx.State) -> None:
+    """Calls the functions of `wrt`: their exceptions would be those of the loss or of the optimizer later."""
+    for one in wrt if isinstance(wrt, list | tuple) else [wrt]:
+        if callable(one) and not isinstance(one, type):
+            check_arguments("wrt", one, "path", "variable")
+            with user_code("wrt", place_of(one)):
+                nnx.filter_state(model, one)
 
 
 def batch_sharding(mesh: Mesh, axes: PartitionAxis) -> NamedSharding:

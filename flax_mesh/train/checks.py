@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.axes import PartitionAxis, as_tuple
@@ -17,6 +18,7 @@ from flax_mesh.hardware import load_chip
 from flax_mesh.mpmd import Pipeline
 from flax_mesh.settings import path_problem, type_problems, value_problems
 from flax_mesh.sharding.memory import memory_problem
+from flax_mesh.text import shortened
 from flax_mesh.train.config import (
     AXIS_NAMES,
     PLATFORM,
@@ -83,7 +85,7 @@ def _check_together(config: TrainConfig) -> list[str]:
             found += [f"run.hardware: {problem}" for problem in error.problems]
     if config.make_batches is not None and config.sample is not None:
         found.append("sample continues text and requires the tokens of data.source; with make_batches, set sample=None")
-    found += eval_fn_problems(config.eval_fns)
+    found += [*_check_filter(config.wrt), *eval_fn_problems(config.eval_fns)]
     if config.data.source == "":
         found.append(NO_SOURCE)
     if run.folder == "":
@@ -102,6 +104,21 @@ def _check_axes(prefix: str, axes: Any) -> list[str]:
         for name, value in values.items()
         if (unknown := [axis for axis in as_tuple(value) if axis not in MODEL_AXES])
     ]
+
+
+def _check_filter(wrt: Any) -> list[str]:
+    """One line if `wrt` is no filter of NNX, or selects everything."""
+    if wrt is ... or wrt is True:
+        return [
+            f"wrt={'...' if wrt is ... else wrt} selects all variables, also the counts of random streams, which "
+            "cannot be trained; name the types that are trained, such as nnx.Param"
+        ]
+    try:
+        nnx.filterlib.to_predicate(wrt)
+    except (TypeError, ValueError):  # some versions of Flax fail to format their own message
+        found = shortened(repr(wrt))
+        return [f"wrt must be a filter of NNX, such as nnx.Param or a function of path and variable, got {found}"]
+    return []
 
 
 def _check_pipeline(config: PipelineConfig, num_groups: int) -> list[str]:

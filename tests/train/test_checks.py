@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.models import next_token_loss
@@ -133,6 +134,31 @@ def test_metrics_of_the_loss_that_no_row_can_have_are_refused_together(case, mes
         build_program(config)
     found = rf"^loss_fn: .*test_checks.py, line \d+: metrics of loss_fn {problem}.*$"
     assert re.fullmatch(found, str(caught.value)), caught.value
+
+
+@pytest.mark.parametrize("mesh", ["dp:2", "pp:2"])
+@pytest.mark.parametrize(
+    ("wrt", "problem"),
+    [
+        (3, "wrt must be a filter of NNX, such as nnx.Param or a function of path and variable, got 3"),
+        ((nnx.Param, 3), "wrt must be a filter of NNX, .* got .*, 3.$"),
+        (..., "wrt=... selects all variables, also the counts of random streams, .* such as nnx.Param$"),
+        (True, "wrt=True selects all variables"),
+        (
+            lambda path: True,
+            r"wrt: .*test_checks.py, line \d+: it must be callable with the arguments .path, variable.",
+        ),
+        ([nnx.LoRAParam, lambda: True], r"wrt: .*test_checks.py, line \d+: it must be callable with the arguments"),
+        (lambda path, variable: {}["x"], r"wrt: .*test_checks.py, line \d+: KeyError: 'x'"),
+        (None, "wrt=None must match a variable of the model"),
+    ],
+    ids=range(8),
+)
+def test_a_wrong_filter_of_what_is_trained_is_one_line(wrt, problem, mesh):
+    small = ["model.num_layers=2", "model.hidden_size=32", "run.platform=auto", f"mesh.shape={mesh}"]
+    with pytest.raises(ConfigError) as caught:
+        build_program(replace(apply_overrides(load_recipe(str(TINY)), small), wrt=wrt))
+    assert len(caught.value.problems) == 1 and re.match(problem, str(caught.value)), caught.value
 
 
 @pytest.mark.parametrize("depth", [1_000, 100_000])
