@@ -36,7 +36,7 @@ from flax_mesh.step.loss import RESERVED, Metrics
 from flax_mesh.step.state import TrainState, abstract_train_state
 from flax_mesh.step.step import Step, make_eval_step, make_train_step
 from flax_mesh.text import array_text, at_most, count_text, listed, mesh_text
-from flax_mesh.train.checks import check_compiler_options, check_config, check_on_mesh, model_notes
+from flax_mesh.train.checks import check_compiler_options, check_config, check_on_mesh, method_of, model_notes
 from flax_mesh.train.config import (
     CheckpointConfig,
     TrainConfig,
@@ -409,7 +409,7 @@ def transformation_of(config: TrainConfig, model: nnx.State, layers: Sequence[st
     parameters = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), trained)
     settings = config.optimizer
     if settings.name == "muon" and not settings.matrices:
-        settings = replace(settings, matrices=getattr(config.model, "matrices", lambda: "")())
+        settings = replace(settings, matrices=method_of(config.model, "matrices", lambda: "")())
     frozen = [one for one in parse_groups(settings.groups)[0] if one.is_frozen]
     every = [path for path, _ in named_leaves(model)]
     problems = [

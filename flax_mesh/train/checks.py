@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,16 @@ MODEL_AXES = AXIS_NAMES[1:]  # pp is the axis of the pipeline's groups
 UINT16_IDS = 2**16
 
 
+def method_of(model: Any, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+    """An optional method of a model config, `default` without it. A field of the user's may have this name too."""
+    found = getattr(model, name, None)
+    return found if callable(found) else default
+
+
 def check_config(config: TrainConfig) -> list[str]:
     """One line for every mistake that can be found without devices and without tracing the model."""
     wrong = type_problems(config)
-    found = [*wrong, *value_problems(config), *getattr(config.model, "problems", list)()]
+    found = [*wrong, *value_problems(config), *method_of(config.model, "problems", list)()]
     if not wrong:  # otherwise values cannot be compared
         found += _check_together(config)
     return list(dict.fromkeys(found))  # a model's own check repeats the lines about its fields
@@ -197,9 +203,9 @@ def check_model_on_mesh(
     """The lines of `check_on_mesh` on the model alone."""
     dims = []
     if config.rules is None and not config.mesh.rules:  # the model's own table; another one may not split these dims
-        model_dims = getattr(config.model, "dims", list)()
+        model_dims = method_of(config.model, "dims", list)()
         dims = [(f"{setting}={size}", logical, size) for setting, logical, size in model_dims]
-    problems_on = getattr(config.model, "problems_on", lambda *_: [])
+    problems_on = method_of(config.model, "problems_on", lambda *_: [])
     return [*_undivided(dims, mesh, axes), *problems_on(mesh, sequence_length)]
 
 
@@ -217,7 +223,7 @@ def _undivided(dims: Sequence[tuple[str, str, int]], mesh: Mesh | AbstractMesh, 
 
 def model_notes(config: TrainConfig, mesh: Mesh | AbstractMesh) -> list[str]:
     """What the model config's `notes_on(mesh, sequence_length)` reports, if it has this method: lines to print."""
-    return getattr(config.model, "notes_on", lambda *_: [])(mesh, _sequence_length(config))
+    return method_of(config.model, "notes_on", lambda *_: [])(mesh, _sequence_length(config))
 
 
 def _sequence_length(config: TrainConfig) -> int | None:

@@ -1,7 +1,7 @@
 """Invalid settings and options that the compiler rejects: one line each, before anything large compiles."""
 
 import re
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from flax_mesh.train import apply_overrides, build_program, load_recipe, train
 from flax_mesh.train.build import FIELDS_OF_ROW
 from flax_mesh.train.checks import check_compiler_options, check_config, check_on_corpus
 from flax_mesh.train.data.data import load_corpus
+from flax_mesh.train.explain import explain
 from flax_mesh.train.metrics import Rows, StepCheck
 from tests.train.bigram import BigramConfig, loss_fn, recipe, write_text
 
@@ -134,6 +135,18 @@ def test_metrics_of_the_loss_that_no_row_can_have_are_refused_together(case, mes
         build_program(config)
     found = rf"^loss_fn: .*test_checks.py, line \d+: metrics of loss_fn {problem}.*$"
     assert re.fullmatch(found, str(caught.value)), caught.value
+
+
+METHODS = ("problems", "dims", "matrices", "problems_on", "notes_on", "without_devices")
+Fields = make_dataclass("Fields", [(name, str, "") for name in METHODS], bases=(BigramConfig,), frozen=True)
+
+
+def test_fields_of_a_model_config_may_have_the_names_of_its_optional_methods():
+    config = apply_overrides(replace(recipe(), model=Fields()), ["mesh.shape=fsdp:2"])
+    build_program(config)
+    explain(config)
+    with pytest.raises(ConfigError, match=r"^optimizer\.name=muon: no trained parameter is a matrix"):
+        build_program(apply_overrides(config, ["optimizer.name=muon"]))
 
 
 @pytest.mark.parametrize("mesh", ["dp:2", "pp:2"])
