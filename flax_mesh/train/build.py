@@ -53,7 +53,7 @@ from flax_mesh.train.optimizers.groups import parse_groups, trained_filter
 from flax_mesh.train.optimizers.make import make_optimizer, parameter_problems
 from flax_mesh.train.optimizers.schedules import make_learning_rate_schedule
 from flax_mesh.tree import named_leaves
-from flax_mesh.user_code import check_arguments, place_of, user_code
+from flax_mesh.user_code import check_arguments, joined, place_of, user_code
 
 METRICS_OF_STEP = ("loss", "grad_norm", "learning_rate", "weight")  # of every recipe; its loss may add others
 METRICS_OF_EVALUATION = ("eval_loss", "bits_per_byte")
@@ -367,8 +367,8 @@ def _call_filter(wrt: Any, model: nnx.State) -> None:
     for one in wrt if isinstance(wrt, list | tuple) else [wrt]:
         if callable(one) and not isinstance(one, type):
             check_arguments("wrt", one, "path", "variable")
-            with user_code("wrt", place_of(one)):
-                nnx.filter_state(model, one)
+    with user_code("wrt"):
+        nnx.filter_state(model, wrt)
 
 
 def batch_sharding(mesh: Mesh, axes: PartitionAxis) -> NamedSharding:
@@ -382,7 +382,7 @@ def make_model(config: TrainConfig) -> nnx.Module:
     with user_code("make_model", place := place_of(config.make_model)):
         model = config.make_model(config.model, nnx.Rngs(config.run.seed))
     if not isinstance(model, nnx.Pytree):
-        raise ConfigError(f"make_model: {place}: it must return an nnx.Module, got {type(model).__name__}")
+        raise ConfigError(joined("make_model", place, f"it must return an nnx.Module, got {type(model).__name__}"))
     return model
 
 
@@ -437,7 +437,8 @@ def _own_optimizer(config: TrainConfig, parameters: nnx.State) -> optax.Gradient
     with user_code("make_optimizer", place := place_of(config.make_optimizer)):
         made = config.make_optimizer(config, parameters)
     if not isinstance(made, optax.GradientTransformation):
-        raise ConfigError(f"make_optimizer: {place}: it must return an optax transformation, got {type(made).__name__}")
+        problem = f"it must return an optax transformation, got {type(made).__name__}"
+        raise ConfigError(joined("make_optimizer", place, problem))
     return made
 
 
@@ -450,7 +451,8 @@ def _own_schedule(config: TrainConfig) -> optax.Schedule | None:
         value = made(jnp.zeros([], jnp.int32)) if callable(made) else None
     if value is None or jnp.shape(value) != ():
         found = type(made).__name__ if value is None else f"a function that returns the shape {jnp.shape(value)}"
-        raise ConfigError(f"make_schedule: {place}: it must return a function of the step to a number, got {found}")
+        problem = f"it must return a function of the step to a number, got {found}"
+        raise ConfigError(joined("make_schedule", place, problem))
     return made
 
 

@@ -246,6 +246,7 @@ def test_a_mistake_is_one_line_before_the_run_folder_is_made(case, tmp_path, tex
     with pytest.raises(ConfigError) as caught:
         train(config)
     assert len(caught.value.problems) == 1 and re.search(problem, str(caught.value)), caught.value
+    assert ": : " not in str(caught.value)
     assert not (tmp_path / "run").exists()
 
 
