@@ -42,26 +42,41 @@ def check_arguments(what: str, function: Callable[..., Any], *names: str) -> Non
     try:
         inspect.signature(function).bind(*names)
     except TypeError as error:
-        place = ": ".join(filter(None, (what, place_of(function))))
         wanted = f"be callable with the arguments ({', '.join(names)})" if names else "not need arguments"
-        raise ConfigError(f"{place}: it must {wanted}: {error}") from error
+        raise ConfigError(joined(what, place_of(function), f"it must {wanted}: {error}")) from error
     except ValueError:  # a function of C without a signature
         pass
 
 
+def joined(*parts: str) -> str:
+    """`make_batches: FILE, line 3: what is wrong`; a place that is not known is left out."""
+    return ": ".join(filter(None, parts))
+
+
 def place_of(function: Callable[..., Any] | None) -> str:
-    """`FILE, line N` of the definition of a user's function; "" for one of a library, and for callable objects."""
+    """`FILE, line N` of the definition of a user's function or class, or of the class of a callable object.
+
+    "" for those of a library.
+    """
     while hasattr(function, "func"):  # functools.partial
         function = function.func  # pyright: ignore[reportFunctionMemberAccess, reportOptionalMemberAccess]
-    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
-    if code is None or _is_library(getattr(function, "__module__", "") or ""):
+    if not callable(function) or _is_library(getattr(function, "__module__", "") or ""):
         return ""
-    return f"{code.co_filename}, line {code.co_firstlineno}"
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename}, line {code.co_firstlineno}" if code is not None else _place_of_class(function)
+
+
+def _place_of_class(x: Any) -> str:
+    kind = x if isinstance(x, type) else type(x)
+    try:
+        return f"{inspect.getsourcefile(kind)}, line {inspect.getsourcelines(kind)[1]}"
+    except (OSError, TypeError, SyntaxError):  # it was defined in no file, or the file has changed
+        return ""
 
 
 def _named(error: BaseException) -> str:
     """`NameError: name 'x' is not defined`."""
-    return ": ".join(filter(None, (type(error).__name__, _first_line(error))))
+    return joined(type(error).__name__, _first_line(error))
 
 
 def _first_line(error: BaseException) -> str:

@@ -3,7 +3,7 @@
 import math
 import numbers
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -32,11 +32,11 @@ from flax_mesh.sharding.annotations import annotations_of
 from flax_mesh.sharding.constrain import spec_in_mesh
 from flax_mesh.sharding.rules import PartitionRules, as_rules, group_findings, match_partition_rules
 from flax_mesh.step.batch import microbatch_shapes
-from flax_mesh.step.loss import Metrics, sums_of
+from flax_mesh.step.loss import RESERVED, Metrics
 from flax_mesh.step.state import TrainState, abstract_train_state
 from flax_mesh.step.step import Step, make_eval_step, make_train_step
-from flax_mesh.text import at_most, count_text, mesh_text
-from flax_mesh.train.checks import check_compiler_options, check_config, check_on_mesh, model_notes
+from flax_mesh.text import array_text, at_most, count_text, listed, mesh_text
+from flax_mesh.train.checks import check_compiler_options, check_config, check_on_mesh, method_of, model_notes
 from flax_mesh.train.config import (
     CheckpointConfig,
     TrainConfig,
@@ -53,10 +53,14 @@ from flax_mesh.train.optimizers.groups import parse_groups, trained_filter
 from flax_mesh.train.optimizers.make import make_optimizer, parameter_problems
 from flax_mesh.train.optimizers.schedules import make_learning_rate_schedule
 from flax_mesh.tree import named_leaves
-from flax_mesh.user_code import check_arguments, place_of, user_code
+from flax_mesh.user_code import check_arguments, joined, place_of, user_code
 
 METRICS_OF_STEP = ("loss", "grad_norm", "learning_rate", "weight")  # of every recipe; its loss may add others
 METRICS_OF_EVALUATION = ("eval_loss", "bits_per_byte")
+RATES = tuple(f"{unit}_per_s{over}" for unit in ("examples", "tokens") for over in ("", "_per_device"))
+# The names in rows of metrics.jsonl that no metric of `loss_fn` may have, besides those of the step.
+FIELDS_OF_ROW = {"step", "skipped", "resumed_from", "mfu", "device_bytes", "seconds", "data_wait_seconds"}
+FIELDS_OF_ROW |= {*RATES, *METRICS_OF_EVALUATION}
 SHRINK_ORDER = ("pp", "dp", "fsdp", "sp", "ep", "tp")  # stages, copies, shards of the batch ...
 
 
@@ -120,13 +124,10 @@ def _check_functions(program: TrainProgram, shapes: Any) -> None:
     """
     config, run = program.config, program.config.run
     batch, place = abstract_batch(shapes, program.mesh, program.rules.axes), place_of(config.loss_fn)
-    if program.pipeline is None:  # split_model has traced the loss of a pipeline
-        check_arguments("loss_fn", config.loss_fn, "model", "batch")
-        with user_code("loss_fn", place):
-            jax.eval_shape(program.step, program.layout, batch)
+    of_loss = _metrics_of_loss(program, batch)
     if program.pipeline is None and run.eval_every and config.make_batches is None:
         with user_code("loss_fn of a model in eval mode", place):
-            jax.eval_shape(program.evaluate, program.layout, batch)
+            _check_real_scalars(jax.eval_shape(program.evaluate, program.layout, batch))
     if (count := config.flops_per_token) is not None:
         check_arguments("flops_per_token", count, "config", "num_parameters", "sequence_length")
         with user_code("flops_per_token", place_of(count)):
@@ -135,11 +136,45 @@ def _check_functions(program: TrainProgram, shapes: Any) -> None:
                 raise ValueError(f"it must return a number, got {type(flops).__name__}")
     evaluated = [*METRICS_OF_EVALUATION] if run.eval_every and config.make_batches is None else []
     if run.eval_every and config.eval_fns:
-        evaluated += _metrics_of_eval_fns(program, _metrics_of_loss(config, batch))
-    _check_best_metric(config, batch, evaluated)
+        evaluated += _metrics_of_eval_fns(program, of_loss)
+    _check_best_metric(config, of_loss, evaluated)
 
 
-def _metrics_of_eval_fns(program: TrainProgram, of_loss: Sequence[str]) -> list[str]:
+def _metrics_of_loss(program: TrainProgram, batch: Any) -> dict[str, Any]:
+    """Traces the step, and returns the metrics of `loss_fn`, abstract. ConfigError if rows cannot have them."""
+    config, pipeline, of_step = program.config, program.pipeline, {*RESERVED}
+    if pipeline is None:  # split_model has checked the arguments of a pipeline
+        check_arguments("loss_fn", config.loss_fn, "model", "batch")
+        of_step |= {"skipped"} if config.run.on_nonfinite == "skip" else set()
+    with user_code("loss_fn", place_of(config.loss_fn)):
+        if pipeline is None:
+            found = jax.eval_shape(program.step, program.layout, batch)[1]
+        else:
+            part = microbatch_shapes(batch, config.pipeline.num_microbatches)
+            found = pipeline.staged.cut(part, seed=config.run.seed).sums
+        of_loss = {name: value for name, value in found.items() if name not in of_step}
+        if taken := sorted(FIELDS_OF_ROW.intersection(of_loss)):
+            names = f"rows of metrics.jsonl have {listed(map(repr, taken))} already"
+            raise ValueError(f"metrics of loss_fn must have names of their own: {names}. Rename them.")
+        _check_real_scalars(of_loss)
+    return of_loss
+
+
+def _check_real_scalars(metrics: Mapping[str, Any]) -> None:
+    """Raises a ValueError for metrics, abstract, that a row or an `eval_fn` cannot have as numbers."""
+    wrong = [
+        f"{name!r} is {array_text(x)}"
+        for name, x in sorted(metrics.items())
+        if x.shape or jnp.issubdtype(x.dtype, jnp.complexfloating)
+    ]
+    if wrong:
+        raise ValueError(
+            f"metrics of loss_fn must be real scalars, but {listed(at_most(wrong))}. Return their sums or absolute "
+            "values, or a metric of its own for every element."
+        )
+
+
+def _metrics_of_eval_fns(program: TrainProgram, of_loss: Collection[str]) -> list[str]:
     """Calls `eval_fns` with sums that are all 1, and returns the names of their metrics."""
     config, pipeline, place = program.config, program.pipeline, place_of(program.config.loss_fn)
     parts = 1 if pipeline is None else config.pipeline.num_microbatches
@@ -147,9 +182,11 @@ def _metrics_of_eval_fns(program: TrainProgram, of_loss: Sequence[str]) -> list[
     def trace(batch: Any) -> Sequence[str]:
         with user_code("loss_fn of a model in eval mode", place):
             if pipeline is None:
-                return list(jax.eval_shape(program.evaluate, program.layout, batch))
-            pipeline.staged.cut(microbatch_shapes(batch, parts), seed=config.run.seed, train=False)
-            return ["loss", "weight", *of_loss]
+                sums = jax.eval_shape(program.evaluate, program.layout, batch)
+            else:
+                sums = pipeline.staged.cut(microbatch_shapes(batch, parts), train=False).sums
+            _check_real_scalars(sums)
+            return list(sums)
 
     names = list(run_eval_fns(config.eval_fns, config, traced_evaluate(trace, program.mesh, program.rules.axes, parts)))
     if twice := [name for name in names if name in of_loss]:
@@ -157,20 +194,13 @@ def _metrics_of_eval_fns(program: TrainProgram, of_loss: Sequence[str]) -> list[
     return names
 
 
-def _metrics_of_loss(config: TrainConfig, batch: Any) -> list[str]:
-    return list(jax.eval_shape(lambda batch: sums_of(config.loss_fn(make_model(config), batch))[2], batch))
-
-
-def _check_best_metric(config: TrainConfig, batch: Any, evaluated: Sequence[str]) -> None:
+def _check_best_metric(config: TrainConfig, of_loss: Collection[str], evaluated: Sequence[str]) -> None:
     wanted, best = config.checkpoint.best_metric, config.checkpoint.keep_best
-    known = [*METRICS_OF_STEP, *evaluated]
+    known = [*METRICS_OF_STEP, *evaluated, *of_loss]
     if wanted in known or (not best and wanted == CheckpointConfig.best_metric):
         return
-    names = _metrics_of_loss(config, batch)
-    if wanted not in names:
-        names = ", ".join([*known, *names])
-        more = "" if config.run.eval_every else "; held-out metrics require run.eval_every above 0"
-        raise ConfigError(f"checkpoint.best_metric={wanted} is in no row of metrics, which have {names}{more}")
+    more = "" if config.run.eval_every else "; held-out metrics require run.eval_every above 0"
+    raise ConfigError(f"checkpoint.best_metric={wanted} is in no row of metrics, which have {listed(known)}{more}")
 
 
 def _report_rules(config: TrainConfig, mesh: Mesh, rules: PartitionRules) -> str:
@@ -319,6 +349,7 @@ def run_rules(config: TrainConfig, mesh: Mesh | AbstractMesh | None = None) -> P
     Layers are those of the model's own table where the rules name none. `mesh` is in context while the model is made.
     """
     graphdef, state = abstract_split(partial(make_model, config), mesh)
+    _call_filter(config.wrt, state)
     model = nnx.merge(graphdef, state)
     if config.mesh.rules:
         model_axes = getattr(model, "axes", None)
@@ -329,6 +360,15 @@ def run_rules(config: TrainConfig, mesh: Mesh | AbstractMesh | None = None) -> P
     if not hasattr(model, ATTRIBUTE) and annotations_of(state):
         return PartitionRules([], getattr(model, "axes", DEFAULT_AXES))
     return partition_rules(model)
+
+
+def _call_filter(wrt: Any, model: nnx.State) -> None:
+    """Calls the functions of `wrt`: their exceptions would be those of the loss or of the optimizer later."""
+    for one in wrt if isinstance(wrt, list | tuple) else [wrt]:
+        if callable(one) and not isinstance(one, type):
+            check_arguments("wrt", one, "path", "variable")
+    with user_code("wrt"):
+        nnx.filter_state(model, wrt)
 
 
 def batch_sharding(mesh: Mesh, axes: PartitionAxis) -> NamedSharding:
@@ -342,7 +382,7 @@ def make_model(config: TrainConfig) -> nnx.Module:
     with user_code("make_model", place := place_of(config.make_model)):
         model = config.make_model(config.model, nnx.Rngs(config.run.seed))
     if not isinstance(model, nnx.Pytree):
-        raise ConfigError(f"make_model: {place}: it must return an nnx.Module, got {type(model).__name__}")
+        raise ConfigError(joined("make_model", place, f"it must return an nnx.Module, got {type(model).__name__}"))
     return model
 
 
@@ -369,7 +409,7 @@ def transformation_of(config: TrainConfig, model: nnx.State, layers: Sequence[st
     parameters = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), trained)
     settings = config.optimizer
     if settings.name == "muon" and not settings.matrices:
-        settings = replace(settings, matrices=getattr(config.model, "matrices", lambda: "")())
+        settings = replace(settings, matrices=method_of(config.model, "matrices", lambda: "")())
     frozen = [one for one in parse_groups(settings.groups)[0] if one.is_frozen]
     every = [path for path, _ in named_leaves(model)]
     problems = [
@@ -397,7 +437,8 @@ def _own_optimizer(config: TrainConfig, parameters: nnx.State) -> optax.Gradient
     with user_code("make_optimizer", place := place_of(config.make_optimizer)):
         made = config.make_optimizer(config, parameters)
     if not isinstance(made, optax.GradientTransformation):
-        raise ConfigError(f"make_optimizer: {place}: it must return an optax transformation, got {type(made).__name__}")
+        problem = f"it must return an optax transformation, got {type(made).__name__}"
+        raise ConfigError(joined("make_optimizer", place, problem))
     return made
 
 
@@ -410,7 +451,8 @@ def _own_schedule(config: TrainConfig) -> optax.Schedule | None:
         value = made(jnp.zeros([], jnp.int32)) if callable(made) else None
     if value is None or jnp.shape(value) != ():
         found = type(made).__name__ if value is None else f"a function that returns the shape {jnp.shape(value)}"
-        raise ConfigError(f"make_schedule: {place}: it must return a function of the step to a number, got {found}")
+        problem = f"it must return a function of the step to a number, got {found}"
+        raise ConfigError(joined("make_schedule", place, problem))
     return made
 
 

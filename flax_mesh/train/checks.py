@@ -2,11 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.axes import PartitionAxis, as_tuple
@@ -17,6 +18,7 @@ from flax_mesh.hardware import load_chip
 from flax_mesh.mpmd import Pipeline
 from flax_mesh.settings import path_problem, type_problems, value_problems
 from flax_mesh.sharding.memory import memory_problem
+from flax_mesh.text import shortened
 from flax_mesh.train.config import (
     AXIS_NAMES,
     PLATFORM,
@@ -38,10 +40,16 @@ MODEL_AXES = AXIS_NAMES[1:]  # pp is the axis of the pipeline's groups
 UINT16_IDS = 2**16
 
 
+def method_of(model: Any, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+    """An optional method of a model config, `default` without it. A field of the user's may have this name too."""
+    found = getattr(model, name, None)
+    return found if callable(found) else default
+
+
 def check_config(config: TrainConfig) -> list[str]:
     """One line for every mistake that can be found without devices and without tracing the model."""
     wrong = type_problems(config)
-    found = [*wrong, *value_problems(config), *getattr(config.model, "problems", list)()]
+    found = [*wrong, *value_problems(config), *method_of(config.model, "problems", list)()]
     if not wrong:  # otherwise values cannot be compared
         found += _check_together(config)
     return list(dict.fromkeys(found))  # a model's own check repeats the lines about its fields
@@ -84,7 +92,7 @@ def _check_together(config: TrainConfig) -> list[str]:
             found += [f"run.hardware: {problem}" for problem in error.problems]
     if config.make_batches is not None and config.sample is not None:
         found.append("sample continues text and requires the tokens of data.source; with make_batches, set sample=None")
-    found += eval_fn_problems(config.eval_fns)
+    found += [*_check_filter(config.wrt), *eval_fn_problems(config.eval_fns)]
     if config.data.source == "":
         found.append(NO_SOURCE)
     if run.folder == "":
@@ -103,6 +111,21 @@ def _check_axes(prefix: str, axes: Any) -> list[str]:
         for name, value in values.items()
         if (unknown := [axis for axis in as_tuple(value) if axis not in MODEL_AXES])
     ]
+
+
+def _check_filter(wrt: Any) -> list[str]:
+    """One line if `wrt` is no filter of NNX, or selects everything."""
+    if wrt is ... or wrt is True:
+        return [
+            f"wrt={'...' if wrt is ... else wrt} selects all variables, also the counts of random streams, which "
+            "cannot be trained; name the types that are trained, such as nnx.Param"
+        ]
+    try:
+        nnx.filterlib.to_predicate(wrt)
+    except (TypeError, ValueError):  # some versions of Flax fail to format their own message
+        found = shortened(repr(wrt))
+        return [f"wrt must be a filter of NNX, such as nnx.Param or a function of path and variable, got {found}"]
+    return []
 
 
 def _check_pipeline(config: PipelineConfig, num_groups: int) -> list[str]:
@@ -181,9 +204,9 @@ def check_model_on_mesh(
     """The lines of `check_on_mesh` on the model alone."""
     dims = []
     if config.rules is None and not config.mesh.rules:  # the model's own table; another one may not split these dims
-        model_dims = getattr(config.model, "dims", list)()
+        model_dims = method_of(config.model, "dims", list)()
         dims = [(f"{setting}={size}", logical, size) for setting, logical, size in model_dims]
-    problems_on = getattr(config.model, "problems_on", lambda *_: [])
+    problems_on = method_of(config.model, "problems_on", lambda *_: [])
     return [*_undivided(dims, mesh, axes), *problems_on(mesh, sequence_length)]
 
 
@@ -201,7 +224,7 @@ def _undivided(dims: Sequence[tuple[str, str, int]], mesh: Mesh | AbstractMesh, 
 
 def model_notes(config: TrainConfig, mesh: Mesh | AbstractMesh) -> list[str]:
     """What the model config's `notes_on(mesh, sequence_length)` reports, if it has this method: lines to print."""
-    return getattr(config.model, "notes_on", lambda *_: [])(mesh, _sequence_length(config))
+    return method_of(config.model, "notes_on", lambda *_: [])(mesh, _sequence_length(config))
 
 
 def _sequence_length(config: TrainConfig) -> int | None:

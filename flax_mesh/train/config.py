@@ -166,7 +166,8 @@ class TrainConfig:
         loss_fn: `loss_fn(module, batch) -> (loss_sum, weight)` or `(loss_sum, weight, metrics)`, sums over the batch,
             or another form of `LossFn`; `batch` has "inputs" and "targets", int32 of shape (batch_size,
             sequence_length), or is what `make_batches` defines. If the loss has further terms, return the metric
-            "cross_entropy" (a sum too): evaluation then reports it as the held-out loss.
+            "cross_entropy" (a sum too): evaluation then reports it as the held-out loss. Metrics are real scalars, and
+            their names are no other fields of rows, such as "step" and "seconds".
         model: The config of the model, a dataclass. Its fields are the settings `model.*`.
         mesh: Mesh shape, "fsdp:-1" by default.
         pipeline: Number of microbatches (gradient accumulation) and, for pp > 1, schedule, stages, remat and transport.

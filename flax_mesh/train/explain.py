@@ -22,7 +22,7 @@ from flax_mesh.sharding.report.explain import explain_sharding
 from flax_mesh.sharding.rules import Finding
 from flax_mesh.text import bytes_text, count_text
 from flax_mesh.train.build import build_program, make_modules, run_rules, split_model
-from flax_mesh.train.checks import check_config, check_on_mesh, model_notes
+from flax_mesh.train.checks import check_config, check_on_mesh, method_of, model_notes
 from flax_mesh.train.config import TrainConfig, mesh_shape, shard_over
 from flax_mesh.train.data.own import batch_shapes
 
@@ -40,7 +40,7 @@ def explain(config: TrainConfig) -> Explanation:
         raise ConfigError(problems)
     mesh, given = abstract_mesh(config), config.model
     notes = model_notes(config, mesh)
-    config = replace(config, model=getattr(given, "without_devices", lambda: given)())
+    config = replace(config, model=method_of(given, "without_devices", lambda: given)())
     explanation = explain_sharding(
         partial(make_modules, config),
         mesh,

@@ -29,6 +29,7 @@ from flax_mesh.sharding import sharding_fingerprint
 from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.text import mesh_text
 from flax_mesh.train.build import build_program, run_rules
+from flax_mesh.train.checks import method_of
 from flax_mesh.train.config import TrainConfig
 from flax_mesh.train.metadata import FORMAT, layout_of, layout_record, saved_record, versions
 from flax_mesh.train.optimizers.average import AVERAGE, COUNT, average_factor
@@ -92,7 +93,7 @@ def import_huggingface(folder: str, out: str, ignore: Sequence[str], model: Impo
     with _errors_name_option():
         source = open_decoder(folder, ignore=ignore)
         config = model(source.settings)
-        if problems := [*getattr(config.model, "problems", list)(), *source.problems()]:
+        if problems := [*method_of(config.model, "problems", list)(), *source.problems()]:
             raise ConfigError(problems)
     mesh = create_mesh((1, 1, 1, 1, 1), devices=jax.devices()[:1])
     rules = run_rules(config, mesh)

@@ -1,18 +1,24 @@
 """Invalid settings and options that the compiler rejects: one line each, before anything large compiles."""
 
 import re
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from flax_mesh.errors import ConfigError
+from flax_mesh.models import next_token_loss
+from flax_mesh.step.loss import RESERVED
 from flax_mesh.train import apply_overrides, build_program, load_recipe, train
+from flax_mesh.train.build import FIELDS_OF_ROW
 from flax_mesh.train.checks import check_compiler_options, check_config, check_on_corpus
 from flax_mesh.train.data.data import load_corpus
+from flax_mesh.train.explain import explain
 from flax_mesh.train.metrics import Rows, StepCheck
 from tests.train.bigram import BigramConfig, loss_fn, recipe, write_text
 
@@ -117,6 +123,74 @@ def test_metrics_of_the_loss_may_be_the_best_metric():
     build_program(config)
 
 
+ROW_METRICS = {
+    "names": (
+        lambda loss: dict.fromkeys(["own", "step", "skipped", "eval_loss", "tokens_per_s"], loss),
+        "must have names of their own: rows of metrics.jsonl have 'eval_loss', 'skipped', 'step', 'tokens_per_s' "
+        "already. Rename them",
+    ),
+    "numbers": (
+        lambda loss: {"own": loss, "three": jnp.ones(3), "a": {"b": loss * 1j}},
+        r"must be real scalars, but 'a/b' is c64\[\], 'three' is f32\[3\]\. Return their sums",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "mesh"), [("names", "dp:2"), ("names", "pp:2"), ("numbers", "dp:2"), ("numbers", "pp:2")]
+)
+def test_metrics_of_the_loss_that_no_row_can_have_are_refused_together(case, mesh):
+    metrics, problem = ROW_METRICS[case]
+
+    def loss(model, batch):
+        loss_sum, weight = next_token_loss(model, batch)[:2]
+        return loss_sum, weight, metrics(loss_sum)
+
+    small = ["model.num_layers=2", "model.hidden_size=32", "data.sequence_length=16", "run.platform=auto"]
+    config = replace(apply_overrides(load_recipe(str(TINY)), [*small, f"mesh.shape={mesh}"]), loss_fn=loss)
+    with pytest.raises(ConfigError) as caught:
+        build_program(config)
+    found = rf"^loss_fn: .*test_checks.py, line \d+: metrics of loss_fn {problem}.*$"
+    assert re.fullmatch(found, str(caught.value)), caught.value
+
+
+METHODS = ("problems", "dims", "matrices", "problems_on", "notes_on", "without_devices")
+Fields = make_dataclass("Fields", [(name, str, "") for name in METHODS], bases=(BigramConfig,), frozen=True)
+
+
+def test_fields_of_a_model_config_may_have_the_names_of_its_optional_methods():
+    config = apply_overrides(replace(recipe(), model=Fields()), ["mesh.shape=fsdp:2"])
+    build_program(config)
+    explain(config)
+    with pytest.raises(ConfigError, match=r"^optimizer\.name=muon: no trained parameter is a matrix"):
+        build_program(apply_overrides(config, ["optimizer.name=muon"]))
+
+
+@pytest.mark.parametrize("mesh", ["dp:2", "pp:2"])
+@pytest.mark.parametrize(
+    ("wrt", "problem"),
+    [
+        (3, "wrt must be a filter of NNX, such as nnx.Param or a function of path and variable, got 3"),
+        ((nnx.Param, 3), "wrt must be a filter of NNX, .* got .*, 3.$"),
+        (..., "wrt=... selects all variables, also the counts of random streams, .* such as nnx.Param$"),
+        (True, "wrt=True selects all variables"),
+        (
+            lambda path: True,
+            r"wrt: .*test_checks.py, line \d+: it must be callable with the arguments .path, variable.",
+        ),
+        ([nnx.LoRAParam, lambda: True], r"wrt: .*test_checks.py, line \d+: it must be callable with the arguments"),
+        (lambda path, variable: {}["x"], r"wrt: .*test_checks.py, line \d+: KeyError: 'x'"),
+        (None, "wrt=None must match a variable of the model"),
+    ],
+    ids=range(8),
+)
+def test_a_wrong_filter_of_what_is_trained_is_one_line(wrt, problem, mesh):
+    small = ["model.num_layers=2", "model.hidden_size=32", "run.platform=auto", f"mesh.shape={mesh}"]
+    with pytest.raises(ConfigError) as caught:
+        build_program(replace(apply_overrides(load_recipe(str(TINY)), small), wrt=wrt))
+    assert len(caught.value.problems) == 1 and re.match(problem, str(caught.value)), caught.value
+
+
 @pytest.mark.parametrize("depth", [1_000, 100_000])
 def test_a_deeply_nested_json_file_of_a_start_is_one_line(tmp_path, depth):
     (tmp_path / "model.safetensors").write_bytes(b"")
@@ -180,8 +254,9 @@ def test_the_peak_of_the_mfu_is_that_of_a_hardware_file(tmp_path):
     for settings, peak in [([], None), ([f"run.hardware={tmp_path / 'chip.toml'}"], 2e9)]:
         config = replace(apply_overrides(recipe(), settings), flops_per_token=lambda model, parameters, length: 1e3)
         program = build_program(config)
-        rows = Rows(None, program, 0, StepCheck(config.run, {}), hooks=[], say=print, warn_or_raise=print)
+        rows = Rows(None, program, 3, StepCheck(config.run, {}), hooks=[], say=print, warn_or_raise=print)
         rows.begin(1, {"loss": np.float32(2), "grad_norm": np.float32(1)}, 0.0)
         rows.finish()
         expected = peak and rows.last["tokens_per_s"] * 1e3 / (peak * program.mesh.size)
         assert rows.last["mfu"] == (expected and pytest.approx(expected))
+        assert rows.last.keys() <= {*RESERVED, *FIELDS_OF_ROW}

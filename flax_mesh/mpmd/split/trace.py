@@ -64,6 +64,11 @@ class Forward(NamedTuple):
     opened_remat: bool = False  # a remat over several layers was inlined
     stages: tuple[StageProgram, ...] = ()  # after the split
 
+    @property
+    def sums(self) -> dict[str, Any]:
+        """Name -> type of the first outputs."""
+        return {name: out.aval for name, out in zip(self.names, self.program.outputs, strict=False)}
+
 
 def trace_forward(
     loss_fn: LossFn,

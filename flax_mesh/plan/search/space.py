@@ -24,7 +24,7 @@ from flax_mesh.sharding.memory import DEVICE
 from flax_mesh.sharding.rules import PartitionRules
 from flax_mesh.text import mesh_text
 from flax_mesh.train.build import make_modules, run_rules
-from flax_mesh.train.checks import check_config, check_on_mesh
+from flax_mesh.train.checks import check_config, check_on_mesh, method_of
 from flax_mesh.train.config import AXIS_NAMES, TrainConfig, mesh_shape
 from flax_mesh.train.data.own import batch_shapes
 from flax_mesh.train.overrides import apply_overrides, to_texts
@@ -248,7 +248,7 @@ def _useful_axes(config: TrainConfig, rules: PartitionRules) -> tuple[str, ...]:
     has_sequence = any(len(x.shape) == 2 for x in jax.tree.leaves(batch_shapes(config)))
     logical = ["batch", "sequence"] if has_sequence else ["batch"]
     if config.rules is None and not config.mesh.rules:
-        logical += [name for _, name, _ in getattr(config.model, "dims", list)()]
+        logical += [name for _, name, _ in method_of(config.model, "dims", list)()]
     used = {axis for name in logical for axis in rules.axes.mesh_axes(name)}
     used |= {axis.strip() for axis in config.mesh.rules.split("+")} | ({"pp"} if rules.layers else set())
     return tuple(axis for axis in AXIS_NAMES if axis in used)

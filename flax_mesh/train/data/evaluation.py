@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from flax_mesh.axes import PartitionAxis
 from flax_mesh.errors import ConfigError
 from flax_mesh.train.data.own import abstract_batch, batch_problems, on_device_dtypes, place_batch, split_problems
-from flax_mesh.user_code import check_arguments, place_of, user_code
+from flax_mesh.user_code import check_arguments, joined, place_of, user_code
 
 Sums = dict[str, float]
 Evaluate = Callable[[Any], Sums]
@@ -66,7 +66,7 @@ def run_eval_fns(eval_fns: EvalFns, config: Any, evaluate: Evaluate) -> dict[str
         except ConfigError as error:
             raise ConfigError([p if p.startswith(what) else f"{what}: {p}" for p in error.problems]) from error
         if problem := _problem(metrics):
-            raise ConfigError(f"{what}: {place}: it must return a dict of real numbers, got {problem}")
+            raise ConfigError(joined(what, place, f"it must return a dict of real numbers, got {problem}"))
         found |= {f"{name}/{metric}": float(value) for metric, value in metrics.items()}
     return found
 

@@ -3,13 +3,14 @@
 import base64
 import binascii
 import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.tree import path_of
-from flax_mesh.user_code import user_code
+from flax_mesh.user_code import joined, user_code
 
 METHODS = ("__next__", "get_state", "set_state")
 WHAT = "the iterator of make_batches"
@@ -30,18 +31,24 @@ class IteratorBatches:
         self._drawn = 0
         self._states = {0: self._read_state()}
 
-    def first(self) -> Any:
-        """The next batch, which is not consumed. ConfigError if `set_state` does not lead back to it."""
+    def first(self, problems_of: Callable[[Any], Sequence[str]] = lambda batch: ()) -> Any:
+        """The next batch, which is not consumed. ConfigError if `set_state` does not lead back to it.
+
+        A batch with problems, which the caller reports, is not compared: its values may have no equality.
+        """
         state = self._states[self._drawn]
         first = self._draw()
         self._set_state(state)
+        if problems_of(first):
+            return first
         second = self._draw()
         self._set_state(state)
         if not _equal(first, second):
-            raise ConfigError(
-                f"make_batches: {self._place}: after set_state(get_state()) the iterator returns another batch than "
-                "before; a run could not be resumed. set_state must restore everything that the next batch depends on"
+            problem = (
+                "after set_state(get_state()) the iterator returns another batch than before; a run could not be "
+                "resumed. set_state must restore everything that the next batch depends on"
             )
+            raise ConfigError(joined("make_batches", self._place, problem))
         return first
 
     def __call__(self, step: int) -> Any:
@@ -71,10 +78,11 @@ class IteratorBatches:
                 return next(self._iterator)
             except StopIteration:
                 pass
-        raise ConfigError(
-            f"make_batches: {self._place}: the iterator ended before batch {self._drawn}; it must return one batch for "
-            "each of the run.steps. Repeat the data (.repeat() in grain), or reduce run.steps"
+        problem = (
+            f"the iterator ended before batch {self._drawn}; it must return one batch for each of the run.steps. "
+            "Repeat the data (.repeat() in grain), or reduce run.steps"
         )
+        raise ConfigError(joined("make_batches", self._place, problem))
 
     def _read_state(self) -> State:
         with user_code(f"get_state of {WHAT}", self._place):

@@ -18,7 +18,7 @@ from flax_mesh.text import array_text, at_most, count_text
 from flax_mesh.train.data.data import DataConfig
 from flax_mesh.train.data.iterators import METHODS, IteratorBatches
 from flax_mesh.tree import path_of
-from flax_mesh.user_code import check_arguments, place_of, user_code
+from flax_mesh.user_code import check_arguments, joined, place_of, user_code
 
 
 class Config(Protocol):
@@ -47,16 +47,14 @@ class OwnBatches:
         missing = [name for name in METHODS if not hasattr(made, name)]
         if missing and (not callable(made) or "__next__" not in missing):
             has_no = "" if len(missing) == len(METHODS) else f", which has no {' and no '.join(missing)}"
-            raise ConfigError(
-                f"make_batches: {self.place}: it must return a function of the step, or an iterator with get_state and "
-                f"set_state, got {type(made).__name__}{has_no}"
-            )
+            problem = "it must return a function of the step, or an iterator with get_state and set_state"
+            raise ConfigError(joined("make_batches", self.place, f"{problem}, got {type(made).__name__}{has_no}"))
         self.iterator = None if missing else IteratorBatches(made, self.place)
         self._function = made
-        first = self.iterator.first() if self.iterator else self._call(0)
+        first = self.iterator.first(batch_problems) if self.iterator else self._call(0)
         rows = config.data.batch_size
         if problems := [*batch_problems(first), *_row_problems(first, rows)]:
-            raise ConfigError([f"make_batches: {self.place}: {problem}" for problem in problems])
+            raise ConfigError([joined("make_batches", self.place, problem) for problem in problems])
         self.shapes = shapes_of(first)
         self.first = on_device_dtypes(first, "make_batches: batch 0")
 
@@ -80,7 +78,7 @@ class OwnBatches:
         batch, what = (self.iterator or self._call)(step), f"make_batches: batch {step}"
         found = batch_problems(batch) or self._differences(batch)
         if found:
-            raise ConfigError([f"{what}: {self.place}: {problem}" for problem in found])
+            raise ConfigError([joined(what, self.place, problem) for problem in found])
         return on_device_dtypes(batch, what)
 
     def _call(self, step: int) -> Any:

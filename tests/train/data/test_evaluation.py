@@ -5,8 +5,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from jax.sharding import AxisType, PartitionSpec
 
 from flax_mesh.cli.train import step_line
 from flax_mesh.errors import ConfigError
@@ -135,6 +139,46 @@ def test_before_the_run_the_functions_are_called_once_with_ones_and_nothing_comp
         seen.clear()
 
 
+class Annotated(nnx.Module):
+    """A model whose parameters need the mesh in context, by metadata of Flax or by JAX's `out_sharding`."""
+
+    def __init__(self, config: Any, rngs: nnx.Rngs):
+        init = nnx.initializers.normal()
+        if config.remat == "none":
+            self.embed = nnx.Param(nnx.with_partitioning(init, ("fsdp", None))(rngs(), (256, 8)))
+        else:
+            self.embed = nnx.Param(init(rngs(), (256, 8), out_sharding=PartitionSpec("fsdp", None)))
+
+    def __call__(self, batch: Any) -> Any:
+        rows = (
+            PartitionSpec("fsdp") if AxisType.Explicit in jax.typeof(batch["inputs"]).sharding.mesh.axis_types else None
+        )
+        return self.embed.at[batch["inputs"]].get(out_sharding=rows)
+
+
+def annotated_loss(model: Any, batch: Any) -> Any:
+    loss = (model(batch) ** 2).sum()
+    return loss, 8.0, {"own": loss}
+
+
+@pytest.mark.parametrize(
+    "settings", [["model.remat=none"], ["model.remat=full", "mesh.rules=fsdp", "mesh.axis_types=explicit"]]
+)
+def test_models_that_need_the_mesh_in_context_are_evaluated(settings, tmp_path, text):
+    seen = []
+
+    def first(config: Any, evaluate: Any) -> dict[str, float]:
+        seen.append(evaluate({"inputs": TOKENS, "targets": TOKENS}))
+        return {"loss": seen[-1]["loss"]}
+
+    config = config_of(
+        tmp_path, text, token_batches, "mesh.shape=fsdp:2", *EVERY_2, "checkpoint.best_metric=own", *settings,
+        make_model=Annotated, loss_fn=annotated_loss, eval_fns={"set": first},
+    )  # fmt: skip
+    build_program(config)
+    assert seen == [{"loss": 1.0, "weight": 1.0, "own": 1.0}]
+
+
 class Numbers:
     def __init__(self, value: Any):
         self.value = value
@@ -172,6 +216,10 @@ BAD = {
         {"a": lambda config, evaluate: mean_metrics(evaluate, [])},
         "mean_metrics needs .* there is no batch",
     ),
+    "vector": (
+        {"a": lambda config, evaluate: evaluate({"inputs": TOKENS[:4], "targets": TOKENS[:4]})},
+        r"eval_fns\['a'\]: .*metrics of loss_fn must be real scalars, but 'ones' is f32\[8\]\. Return their sums",
+    ),
     "clash": ({"of": Numbers({"loss": 1.0})}, "of/loss is a metric of loss_fn too"),
 }
 
@@ -181,14 +229,24 @@ def clashing_loss(model: Any, batch: Any) -> Any:
     return loss, weight, {"of": {"loss": loss}}
 
 
+def vector_loss(model: Any, batch: Any) -> Any:
+    """A scalar for batches of 8 rows only."""
+    loss, weight, metrics = accuracy_loss(model, batch)
+    return loss, weight, metrics if len(batch["inputs"]) == 8 else {"ones": jnp.ones(8)}
+
+
+LOSSES = {"clash": clashing_loss, "vector": vector_loss}
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_a_mistake_is_one_line_before_the_run_folder_is_made(case, tmp_path, text):
     functions, problem = BAD[case]
-    loss = clashing_loss if case == "clash" else accuracy_loss
+    loss = LOSSES.get(case, accuracy_loss)
     config = config_of(tmp_path / "run", text, token_batches, *PLAIN, *EVERY_2, eval_fns=functions, loss_fn=loss)
     with pytest.raises(ConfigError) as caught:
         train(config)
     assert len(caught.value.problems) == 1 and re.search(problem, str(caught.value)), caught.value
+    assert ": : " not in str(caught.value)
     assert not (tmp_path / "run").exists()
 
 

@@ -1,6 +1,9 @@
 """Batches of a recipe: what they must be, their shapes and placement; and batches of arrays in memory."""
 
+import inspect
+import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -112,6 +115,55 @@ def test_a_later_batch_of_another_kind_names_step_and_leaf(batch, problem):
 def test_a_wrong_make_batches_is_one_line(make, problem):
     with pytest.raises(ConfigError, match=f"^make_batches: .*{problem}"):
         OwnBatches(replace(recipe(), make_batches=make))
+
+
+class Ends:
+    """An iterator without a batch; called as an object, it returns no iterator."""
+
+    def __init__(self, config: Any = None):
+        self.config = config
+
+    def __next__(self) -> Any:
+        raise StopIteration
+
+    def get_state(self) -> Any:
+        return 0
+
+    def set_state(self, state: Any) -> None:
+        pass
+
+    def __call__(self, config: Any) -> Any:
+        return 3
+
+
+class Objects(Ends):
+    """Batches of an object-dtype array, whose bytes are pointers."""
+
+    def __next__(self) -> Any:
+        return {"x": np.array([object() for _ in range(ROWS)])}
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (Ends, "the iterator ended before batch 0; it must return one batch"),
+        (Ends(), "it must return a function of the step, or an iterator .*, got int"),
+        (partial(Ends(), config=3), "it must be callable with the arguments .config."),
+        (Objects, "'x' must be an array of numbers, got dtype object"),
+    ],
+    ids=range(4),
+)
+def test_the_place_of_a_mistake_is_the_line_of_a_class_or_of_the_class_of_an_object(make, problem):
+    with pytest.raises(ConfigError) as caught:
+        OwnBatches(replace(recipe(), make_batches=make))
+    kind = make if isinstance(make, type) else Ends
+    line = inspect.getsourcelines(kind)[1]
+    assert re.match(rf"make_batches: .*test_own\.py, line {line}: {problem}", str(caught.value)), caught.value
+
+
+def test_without_a_known_place_the_message_has_no_empty_part():
+    with pytest.raises(ConfigError, match=r"^make_batches: it must return a function of the step"):
+        OwnBatches(replace(recipe(), make_batches=type("Unknown", (), {"__init__": lambda self, config: None})))
 
 
 def test_the_hash_is_that_of_paths_dtypes_and_values():
