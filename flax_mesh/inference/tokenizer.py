@@ -100,7 +100,7 @@ def _read(path: Path) -> Any:
 
     _read_object(path)
     try:
-        return Package.from_file(str(path))
+        found = Package.from_file(str(path))
     except Exception as error:
         if type(error) is not Exception:  # the package raises Exception itself for what it cannot read
             raise
@@ -108,6 +108,9 @@ def _read(path: Path) -> Any:
         raise ConfigError(
             f"{path} is not a tokenizer that the package tokenizers reads: {reason}; replace it by that of the model"
         ) from error
+    found.no_truncation()  # the file may store both, for batches of training: prompts and texts would change
+    found.no_padding()
+    return found
 
 
 def _read_object(path: Path) -> dict[str, Any]:

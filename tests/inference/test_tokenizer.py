@@ -69,6 +69,18 @@ def test_tokens_of_a_tokenizer_cover_the_bytes_of_the_text(tokenizer, text):
         assert tokenizer.decode(encoded.tokens.tolist()) == text
 
 
+def test_the_truncation_and_padding_of_the_file_are_not_applied(tokenizer, tmp_path):
+    from tokenizers import Tokenizer
+
+    path = write_tokenizer(tmp_path)
+    stored = Tokenizer.from_file(str(path))
+    stored.enable_truncation(max_length=2)
+    stored.enable_padding(length=20, pad_id=2, pad_token="</s>")
+    stored.save(str(path))
+    expected = tokenizer.encode("hello world").tokens.tolist()
+    assert 2 < len(expected) < 20 and JsonTokenizer(path).encode("hello world").tokens.tolist() == expected
+
+
 def test_text_runs_have_bytes_and_others_the_file(tmp_path):
     write_tokenizer(tmp_path, eos_token_id=2)
     text = Source(tmp_path, DecoderConfig(), tmp_path, is_text=True)
