@@ -101,13 +101,14 @@ def encode_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer | None, vocab
             f"{texts[0]} is text, but the model has no tokenizer: it was not trained on text files, and there is no "
             'tokenizer.json; pass token ids, --prompts FILE.jsonl with lines {"tokens": [1, 2, 3]}'
         )
-    rows = [_encode(prompt, tokenizer) for prompt in prompts]
+    rows = [prompt_tokens(prompt, tokenizer) for prompt in prompts]
     if problems := prompt_problems(rows, vocab_size, [prompt.name for prompt in prompts]):
         raise ConfigError(problems)
     return rows
 
 
-def _encode(prompt: Prompt, tokenizer: Tokenizer | None) -> np.ndarray:
+def prompt_tokens(prompt: Prompt, tokenizer: Tokenizer | None) -> np.ndarray:
+    """Token ids of a prompt; not checked if it has ids itself."""
     if prompt.text is None:
         return np.array(prompt.tokens, np.int64)
     assert tokenizer is not None

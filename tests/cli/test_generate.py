@@ -5,14 +5,19 @@ import random
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE, FINDINGS
+from flax_mesh.cli.text.generated import Printer, json_of
 from flax_mesh.inference import memory
+from flax_mesh.inference.prompts import Prompt
+from flax_mesh.inference.tokenizer import JsonTokenizer
+from flax_mesh.models import Generated
 from flax_mesh.train.overrides import to_texts
 from tests.cli.test_random_input import KEYS, VALUES
-from tests.inference.small_run import TOKENS, recipe, save_run, write_tokenizer
+from tests.inference.small_run import TOKENS, recipe, save_run, write_byte_tokenizer, write_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 HF = Path(__file__).parents[1] / "checkpoint" / "hf" / "data"
@@ -99,6 +104,21 @@ def test_a_hugging_face_folder_with_a_tokenizer(command, tmp_path):
     (folder / "tokenizer.json").write_text("{}")
     code, _, errors = command(folder, "--prompt", "hello", MESH)
     assert (code, errors.count("\n")) == (BAD_INPUT, 1) and "is not a tokenizer" in errors
+
+
+@pytest.mark.parametrize("num_prompts", [1, 2])
+def test_the_text_begins_with_the_space_after_its_prompt(tmp_path, capsys, num_prompts):
+    tokenizer = JsonTokenizer(write_byte_tokenizer(tmp_path))
+    prompts = [Prompt("--prompt", "hello")] * num_prompts
+    row, ids = (tokenizer.encode(text).tokens for text in ("hello", "world hello"))
+    assert tokenizer.decode(ids.tolist()) == "world hello"
+    printer = Printer(prompts, tokenizer, frozenset([2]), max_tokens=99, quiet=False)
+    for token in [*ids.tolist(), 2]:
+        printer.token(num_prompts - 1, token)
+    text = capsys.readouterr().out
+    assert text == (" world hello\n" if num_prompts == 1 else "[2] hello\n world hello\n\n")
+    one = Generated(np.array([*ids, 2]), np.zeros(len(ids) + 1), stopped=True)
+    assert json_of(prompts[0], row, one, tokenizer)["text"] == " world hello"
 
 
 def test_a_model_without_a_tokenizer_takes_and_prints_ids(command, tmp_path):

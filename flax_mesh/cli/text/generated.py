@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from flax_mesh.checkpoint.read import finite, plain
-from flax_mesh.inference.prompts import Prompt
-from flax_mesh.inference.tokenizer import TextStream, Tokenizer
+from flax_mesh.inference.prompts import Prompt, prompt_tokens
+from flax_mesh.inference.tokenizer import TextStream, Tokenizer, text_after
 from flax_mesh.models import Generated
 from flax_mesh.text import count_text, shortened
 
@@ -20,21 +20,22 @@ def printable(text: str) -> str:
     return "\n".join(map(plain, text.split("\n")))
 
 
-def text_of(tokens: Sequence[int], stops: frozenset[int], tokenizer: Tokenizer | None) -> str:
-    """The text of a continuation without the stop token at its end, or its ids if there is no tokenizer."""
+def text_of(tokens: Sequence[int], stops: frozenset[int], tokenizer: Tokenizer | None, prompt: Sequence[int]) -> str:
+    """What a continuation adds to the text of its prompt, or its ids if there is no tokenizer; no stop at its end."""
     shown = tokens[:-1] if len(tokens) and int(tokens[-1]) in stops else tokens
-    return " ".join(map(str, shown)) if tokenizer is None else tokenizer.decode(shown)
+    return " ".join(map(str, shown)) if tokenizer is None else text_after(tokenizer, prompt, shown)
 
 
 def json_of(prompt: Prompt, row: np.ndarray, one: Generated, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """One line of JSON; the text of a model without a tokenizer is null."""
     stops = frozenset(one.tokens[-1:].tolist() if one.stopped else ())
+    before, tokens = row.tolist(), one.tokens.tolist()
     return finite(
         {
             "prompt": prompt.text,
-            "prompt_tokens": row.tolist(),
-            "text": None if tokenizer is None else text_of(one.tokens.tolist(), stops, tokenizer),
-            "tokens": one.tokens.tolist(),
+            "prompt_tokens": before,
+            "text": None if tokenizer is None else text_of(tokens, stops, tokenizer, before),
+            "tokens": tokens,
             "log_probs": one.log_probs.tolist(),
             "stopped": one.stopped,
         }
@@ -58,7 +59,9 @@ class Printer:
         self._prompts, self._tokenizer, self._stops = prompts, tokenizer, stops
         self._max_tokens, self._quiet = max_tokens, quiet
         self._tokens: list[list[int]] = [[] for _ in prompts]
-        self._stream = TextStream(tokenizer) if tokenizer is not None else None
+        self._stream = None
+        if tokenizer is not None and len(prompts) == 1:
+            self._stream = TextStream(tokenizer, prompt_tokens(prompts[0], tokenizer).tolist())
         self._start, self._first_at = time.perf_counter(), 0.0
         self._is_first, self._num_first = True, 0  # tokens that are computed together with the first one
 
@@ -75,9 +78,11 @@ class Printer:
         if len(self._prompts) == 1:
             self._print_token(token, is_end, is_end or len(tokens) == self._max_tokens)
         elif is_end or len(tokens) == self._max_tokens:
-            text = self._prompts[prompt].text or f"{len(self._prompts[prompt].tokens or ())} tokens"
-            print(f"[{prompt + 1}] {shortened(plain(text), PROMPT_CHARACTERS)}")
-            print(printable(text_of(tokens, self._stops, self._tokenizer)), end="\n\n", flush=True)
+            one = self._prompts[prompt]
+            head = one.text or f"{len(one.tokens or ())} tokens"
+            print(f"[{prompt + 1}] {shortened(plain(head), PROMPT_CHARACTERS)}")
+            before = () if self._tokenizer is None else prompt_tokens(one, self._tokenizer).tolist()
+            print(printable(text_of(tokens, self._stops, self._tokenizer, before)), end="\n\n", flush=True)
 
     def _print_token(self, token: int, is_stop: bool, is_last: bool) -> None:
         if self._stream is None:
