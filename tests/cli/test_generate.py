@@ -10,7 +10,7 @@ import pytest
 
 from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE, FINDINGS
-from flax_mesh.cli.text.generated import Printer, json_of
+from flax_mesh.cli.text.generated import Printer, json_of, printable
 from flax_mesh.inference import memory
 from flax_mesh.inference.prompts import Prompt
 from flax_mesh.inference.tokenizer import JsonTokenizer
@@ -52,11 +52,7 @@ def test_the_text_that_is_streamed_is_that_of_the_json(run, command, tmp_path):
     code, text, errors = command(run, "--prompt", "é and", *options, "--out", out)
     assert code == DONE
     (row,) = rows(out.read_text())
-    assert (
-        text
-        == "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in row["text"])
-        + "\n"
-    )
+    assert text == printable(row["text"]) + "\n"
     assert bytes(row["tokens"]).decode(errors="replace") == row["text"] and not row["stopped"]
     assert row["prompt"] == "é and" and bytes(row["prompt_tokens"]) == "é and".encode()
     assert len(row["tokens"]) == len(row["log_probs"]) == 12 and max(row["log_probs"]) < 0

@@ -1,6 +1,7 @@
 """Generated text as it is printed: token by token for one prompt, prompt by prompt for several. And its JSON."""
 
 import time
+import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,12 +13,21 @@ from flax_mesh.inference.tokenizer import TextStream, Tokenizer, text_after
 from flax_mesh.models import Generated
 from flax_mesh.text import count_text, shortened
 
+BIDIRECTIONAL = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 PROMPT_CHARACTERS = 100  # of a prompt that is printed beside its text
 
 
 def printable(text: str) -> str:
-    """`text` without control characters other than line breaks: they could change the state of the terminal."""
-    return "\n".join(map(plain, text.split("\n")))
+    """`text` with an escape for every character that could change the state of the terminal or the order of a line.
+
+    These are the control characters but tabs and line breaks, and the controls of bidirectional text. `plain`, for
+    names, escapes more: no-break spaces and the joiners of emojis too.
+    """
+    return "".join(plain(char) if _is_control(char) else char for char in text)
+
+
+def _is_control(char: str) -> bool:
+    return char not in "\n\t" and (unicodedata.category(char) == "Cc" or char in BIDIRECTIONAL)
 
 
 def text_of(tokens: Sequence[int], stops: frozenset[int], tokenizer: Tokenizer | None, prompt: Sequence[int]) -> str:
