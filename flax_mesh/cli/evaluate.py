@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import re
 import sys
@@ -76,6 +77,11 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     results: dict[str, Evaluation] = {}
     for name, count, loss in evaluate(trained.model, trained.mesh, tokens, **options):
         results[name] = Evaluation(count, request.sets[name].num_bytes, loss)
+        if not math.isfinite(loss):
+            say(
+                f"warning: the loss of {plain(name)} is {loss}: numbers of the model are not finite; "
+                "try model.dtype=float32, or another --step"
+            )
     if arguments.json:
         shown = {name: one.to_dict() for name, one in results.items()}
         model = {"model": trained.description, "mesh": mesh_text(trained.mesh.shape)}

@@ -54,7 +54,7 @@ class Evaluation(NamedTuple):
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss) if self.loss < LARGEST_EXPONENT else math.inf
+        return math.inf if self.loss > LARGEST_EXPONENT else math.exp(self.loss)  # nan for a loss that is nan
 
     @property
     def bits_per_byte(self) -> float | None:

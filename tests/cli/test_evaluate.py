@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flax_mesh.cli import evaluate as cli
 from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE
 from flax_mesh.train import apply_overrides, train
@@ -75,6 +76,19 @@ def test_several_sets_are_a_table(trained, command, tmp_path):
     assert (name, tokens, size) == ("text", "100", "100")
     assert float(bits) == pytest.approx(float(loss) / math.log(2), abs=2e-4)
     assert second.split() == [str(tmp_path / "tokens.npy"), "100", "-", loss, "-", perplexity]
+
+
+def test_a_loss_that_is_not_finite_is_a_warning(trained, command, monkeypatch):
+    losses = {"a": math.nan, "b": 2.0, "c": math.inf}
+    monkeypatch.setattr(cli, "evaluate", lambda *_, **__: ((name, 5, loss) for name, loss in losses.items()))
+    data = [word for name in losses for word in ("--data", f"{name}={trained[2]}")]
+    code, text, errors = command(trained[0], *data, "mesh.shape=fsdp:1")
+    rows = [line.split() for line in text.splitlines()[1:]]
+    assert code == DONE and [row[-1] for row in rows] == ["nan", f"{math.exp(2):.4g}", "inf"]
+    warnings = [line for line in errors.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 2 and "the loss of a is nan" in warnings[0] and "the loss of c is inf" in warnings[1]
+    found = json.loads(command(trained[0], *data, "mesh.shape=fsdp:1", "--json")[1])["sets"]
+    assert found["a"]["perplexity"] is found["c"]["loss"] is None and found["b"]["loss"] == 2.0
 
 
 def test_all_mistakes_are_reported_together(trained, command, tmp_path, compilations):

@@ -95,7 +95,9 @@ def test_bits_and_perplexity_follow_from_the_loss():
     assert one.bits_per_byte == 2 / math.log(2) and one.perplexity == math.exp(2)
     assert Evaluation(10, 40, 2.0).bits_per_byte == 0.5 / math.log(2)
     assert Evaluation(10, None, 2.0).bits_per_byte is None
-    assert Evaluation(10, 10, 1e6).perplexity == math.inf and math.isnan(Evaluation(1, 1, math.nan).loss)
+    assert Evaluation(10, 10, 1e6).perplexity == Evaluation(10, 10, math.inf).perplexity == math.inf
+    nothing = Evaluation(1, 1, math.nan)
+    assert math.isnan(nothing.loss) and math.isnan(nothing.perplexity) and math.isnan(nothing.bits_per_byte or 0)
 
 
 def test_bytes_of_texts_are_those_of_the_predicted_tokens(tmp_path):
