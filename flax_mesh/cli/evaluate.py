@@ -14,7 +14,7 @@ from flax_mesh.checkpoint.read import finite, plain
 from flax_mesh.cli.common import DONE, Mistakes, table_width, use_platform, with_files
 from flax_mesh.cli.generate import add_source, check_counts
 from flax_mesh.errors import ConfigError
-from flax_mesh.inference.evaluate import Evaluation, TextSet, evaluate, length_problem, set_problems, text_set
+from flax_mesh.inference.evaluate import Evaluation, TextSet, evaluate, set_problems, text_set
 from flax_mesh.inference.open import load_trained
 from flax_mesh.inference.source import Settings, Source, find_source, read_settings
 from flax_mesh.inference.tokenizer import open_tokenizer
@@ -68,9 +68,8 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     request = _checked(arguments)
     use_platform(request.settings.config.run.platform)
     say = partial(print, file=sys.stderr, flush=True)
-    trained = load_trained(request.source, request.settings, None, average=not arguments.no_average, say=say)
-    if problem := length_problem(trained.config.axes, trained.mesh, request.sequence_length):
-        raise ConfigError(problem)
+    options = {"average": not arguments.no_average, "sequence_length": request.sequence_length}
+    trained = load_trained(request.source, request.settings, None, **options, say=say)
     options = {"sequence_length": request.sequence_length, "batch_size": arguments.batch_size}
     tokens = {name: found.tokens for name, found in request.sets.items()}
     say(f"windows: {request.sequence_length} tokens")

@@ -21,7 +21,8 @@ from flax_mesh.axes import PartitionAxis
 from flax_mesh.errors import ConfigError
 from flax_mesh.inference.tokenizer import Encoded, Tokenizer
 from flax_mesh.mesh.context import in_mesh
-from flax_mesh.models import Decoder, next_token_loss
+from flax_mesh.models import Decoder, DecoderConfig, next_token_loss
+from flax_mesh.models.kernels import LANES
 from flax_mesh.step.loss import sums_of
 from flax_mesh.text import count_text
 from flax_mesh.train.data.data import Documents, Tokens
@@ -76,7 +77,7 @@ def evaluate(
     """
     sums = _sums(model, mesh)
     longest = max(map(len, sets.values()), default=2)
-    sequence_length = _fitted(sequence_length, longest - 1, _multiple(model.axes, mesh, "sequence"))
+    sequence_length = window_length(model.config, mesh, sequence_length, longest - 1)
     most = _count_of(longest, sequence_length)
     rows = _fitted(batch_size, most, _multiple(model.axes, mesh, "batch", "experts"))
     for name, tokens in sets.items():
@@ -105,6 +106,14 @@ def window_batch(tokens: Tokens, first: int, rows: int, sequence_length: int) ->
 def _count_of(num_tokens: int, sequence_length: int) -> int:
     """Number of windows, of which the last one may be shorter."""
     return -(-(num_tokens - 1) // sequence_length)
+
+
+def window_length(config: DecoderConfig, mesh: Mesh, sequence_length: int, most: int) -> int:
+    """`sequence_length` or, if that is less, `most`, rounded up to what the mesh and splash attention divide."""
+    parts = _multiple(config.axes, mesh, "sequence")
+    if config.attention == "splash":
+        parts = math.lcm(parts, LANES * _multiple(config.axes, mesh, "query_sequence"))
+    return min(sequence_length, _fitted(most, most, parts))
 
 
 def _fitted(size: int, most: int, multiple: int) -> int:

@@ -119,6 +119,9 @@ def test_wrong_sources_and_lengths_are_one_line(trained, command, tmp_path):
     assert "uint16 tokens (--bin-dtype)" in command(run, "--data", tmp_path / "odd.bin")[2]
     code, _, errors = command(run, "--data", held_out, "--sequence-length", 15, "mesh.shape=sp:2")
     assert code == BAD_INPUT and "--sequence-length 15 is not divisible by the 2 parts of a sequence" in errors
+    assert "model: " not in errors  # the parameters are not loaded
+    code, _, errors = command(run, "--data", held_out, "model.attention=splash", "mesh.shape=fsdp:1")
+    assert code == BAD_INPUT and "multiple of 128, got 16" in errors and "such a --sequence-length" in errors
     (tmp_path / "a=b.txt").write_text("some text")  # an existing path is not NAME=SOURCE
     code, text, _ = command(run, "--data", tmp_path / "a=b.txt", "mesh.shape=fsdp:1")
     assert code == DONE and "a=b.txt" in text

@@ -9,9 +9,10 @@ import pytest
 from flax import nnx
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.inference.evaluate import Evaluation, evaluate, set_problems, text_set, window_batch
+from flax_mesh.inference.evaluate import Evaluation, evaluate, set_problems, text_set, window_batch, window_length
 from flax_mesh.inference.open import TrainedModel, open_trained
 from flax_mesh.inference.tokenizer import Bytes, JsonTokenizer
+from flax_mesh.models import DecoderConfig
 from flax_mesh.train.data.data import load_documents
 from tests.inference.small_run import save_run, write_tokenizer
 
@@ -88,6 +89,31 @@ def test_a_longer_window_than_the_text_changes_nothing(run):
     np.testing.assert_allclose(
         loss_of(trained, TOKENS[:9], sequence_length=2**31 - 1), [plain_loss(trained, TOKENS[:9])], rtol=1e-5
     )
+
+
+@pytest.mark.parametrize(
+    ("attention", "mesh", "most", "expected"),
+    [
+        ("xla", {"fsdp": 1}, 100, 100),
+        ("xla", {"sp": 8}, 100, 104),
+        ("splash", {"fsdp": 1}, 100, 128),
+        ("splash", {"sp": 2}, 100, 256),
+        ("splash", {"fsdp": 1}, 1000, 384),
+    ],
+)
+def test_a_shorter_window_fits_the_mesh_and_the_kernel(attention, mesh, most, expected):
+    found = jax.make_mesh((*mesh.values(),), (*mesh,), devices=jax.devices()[: math.prod(mesh.values())])
+    assert window_length(DecoderConfig(attention=attention), found, 384, most) == expected
+
+
+@pytest.mark.slow
+def test_splash_attention_evaluates_a_short_text(tmp_path):
+    save_run(tmp_path, "model.attention=splash", "data.sequence_length=256", "mesh.shape=fsdp:2")
+    expected = loss_of(
+        open_trained(tmp_path, ["mesh.shape=fsdp:1", "model.attention=xla"]), TOKENS, sequence_length=256
+    )
+    trained = open_trained(tmp_path, ["mesh.shape=fsdp:1"])
+    np.testing.assert_allclose(loss_of(trained, TOKENS, sequence_length=256), expected, rtol=1e-5)
 
 
 def test_bits_and_perplexity_follow_from_the_loss():
