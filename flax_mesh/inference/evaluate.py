@@ -8,8 +8,11 @@ Window w starts at token w * sequence_length, as in training (train/data/batches
 window is left out.
 """
 
+import codecs
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +33,8 @@ from flax_mesh.train.data.own import place_batch
 
 NO_TARGET = -1
 CHUNK = 2**24  # tokens whose largest id is determined at a time
+SPARE = 256  # tokens that are encoded after the last one that is used
+BYTES_PER_TOKEN = 8  # of text that is encoded first: about twice what is usual
 LARGEST_EXPONENT = 709.0  # of a float
 
 
@@ -154,7 +159,7 @@ def length_problem(axes: PartitionAxis, mesh: Mesh, sequence_length: int) -> str
 def text_set(documents: Documents, tokenizer: Tokenizer | None, most: int | None) -> TextSet:
     """The tokens of text or of token files, at most `most` of them.
 
-    Files are separated by a zero byte if every token is a byte; with another tokenizer each is a text of its own.
+    Files are separated by a zero byte if every token is a byte; with another tokenizer each is encoded on its own.
     """
     if not documents.is_text:
         return TextSet(documents.join()[:most], None)
@@ -164,19 +169,42 @@ def text_set(documents: Documents, tokenizer: Tokenizer | None, most: int | None
             "use token files, .npy or .bin"
         )
     if tokenizer.is_bytes:
-        tokens = documents.join()[:most]
+        first = {name: data[:most] for name, data in documents.tokens.items()}
+        tokens = replace(documents, tokens=first).join()[:most]
         return TextSet(tokens, max(len(tokens) - 1, 0))
     found, count = [], 0
     for name, data in documents.tokens.items():
-        try:
-            text = data.tobytes().decode()
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{documents.paths[name]} is not UTF-8 text ({error.reason}); convert it") from error
-        found.append(tokenizer.encode(text))
+        found.append(_encoded(documents.paths[name], data, tokenizer, None if most is None else most - count))
         count += len(found[-1].tokens)
         if most is not None and count >= most:
             break
     return _joined(found, most)
+
+
+def _encoded(path: Path, data: np.ndarray, tokenizer: Tokenizer, most: int | None) -> Encoded:
+    """The tokens of a text, or at least the first `most` of them.
+
+    Of a long text only the beginning is encoded, and twice as much until it has SPARE more tokens: the last ones differ
+    from those of the whole text, which goes on, and a tokenizer may add special ones. The beginning ends at a line or
+    a word if there is one, so that tokens before these can differ only if they depend on text SPARE tokens away.
+    """
+    size = len(data) if most is None else (most + SPARE) * BYTES_PER_TOKEN
+    while most is not None and size < len(data):
+        part = data[:size].tobytes()
+        ends = [at for mark in (b"\n", b" ") if (at := part.rfind(mark, size // 2)) > 0]
+        found = tokenizer.encode(_decoded(path, part[: ends[0]] if ends else part, is_whole=False))
+        if len(found.tokens) >= most + SPARE:
+            return found
+        size *= 2
+    return tokenizer.encode(_decoded(path, data.tobytes(), is_whole=True))
+
+
+def _decoded(path: Path, data: bytes, *, is_whole: bool) -> str:
+    """The text of UTF-8; without an incomplete character at its end, unless it is whole."""
+    try:
+        return codecs.getincrementaldecoder("utf-8")().decode(data, final=is_whole)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text ({error.reason}); convert it") from error
 
 
 def _joined(texts: list[Encoded], most: int | None) -> TextSet:
