@@ -192,17 +192,17 @@ def _encoded(path: Path, data: np.ndarray, tokenizer: Tokenizer, most: int | Non
     while most is not None and size < len(data):
         part = data[:size].tobytes()
         ends = [at for mark in (b"\n", b" ") if (at := part.rfind(mark, size // 2)) > 0]
-        found = tokenizer.encode(_decoded(path, part[: ends[0]] if ends else part, is_whole=False))
+        found = tokenizer.encode(_decoded(path, part[: ends[0]] if ends else part, is_complete=False))
         if len(found.tokens) >= most + SPARE:
             return found
         size *= 2
-    return tokenizer.encode(_decoded(path, data.tobytes(), is_whole=True))
+    return tokenizer.encode(_decoded(path, data.tobytes(), is_complete=True))
 
 
-def _decoded(path: Path, data: bytes, *, is_whole: bool) -> str:
-    """The text of UTF-8; without an incomplete character at its end, unless it is whole."""
+def _decoded(path: Path, data: bytes, *, is_complete: bool) -> str:
+    """The text of UTF-8; without an incomplete character at its end, unless it is complete."""
     try:
-        return codecs.getincrementaldecoder("utf-8")().decode(data, final=is_whole)
+        return codecs.getincrementaldecoder("utf-8")().decode(data, final=is_complete)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text ({error.reason}); convert it") from error
 
