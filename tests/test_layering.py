@@ -72,6 +72,7 @@ SHARED = {
     "mesh.torus.assign",  # axes over a torus, for plans without devices
     "mesh.torus.torus",
     "models.cache",  # the dims of the cache, for the check of its size
+    "models.kernels",  # the lengths that splash attention divides, for evaluation
     "mpmd.schedules.file",  # schedules as text files, for recipes and `flax-mesh schedule`
     "mpmd.runtime.placement",  # bytes of every group, for `explain` of a recipe
     "mpmd.runtime.search",  # pipeline.schedule=search

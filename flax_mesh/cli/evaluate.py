@@ -2,21 +2,22 @@
 
 import argparse
 import json
+import math
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import NamedTuple
 
 from flax_mesh.checkpoint.read import finite, plain
 from flax_mesh.cli.common import DONE, Mistakes, table_width, use_platform, with_files
 from flax_mesh.cli.generate import add_source, check_counts
 from flax_mesh.errors import ConfigError
-from flax_mesh.inference.evaluate import Evaluation, TextSet, evaluate, length_problem, set_problems, text_set
+from flax_mesh.inference.evaluate import Evaluation, TextSet, evaluate, set_problems, text_set
 from flax_mesh.inference.open import load_trained
 from flax_mesh.inference.source import Settings, Source, find_source, read_settings
-from flax_mesh.inference.tokenizer import open_tokenizer
+from flax_mesh.inference.tokenizer import Tokenizer, open_tokenizer
 from flax_mesh.settings import path_problem
 from flax_mesh.text import mesh_text, table_text
 from flax_mesh.train.data.data import STDLIB, load_documents
@@ -67,15 +68,19 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     request = _checked(arguments)
     use_platform(request.settings.config.run.platform)
     say = partial(print, file=sys.stderr, flush=True)
-    trained = load_trained(request.source, request.settings, None, average=not arguments.no_average, say=say)
-    if problem := length_problem(trained.config.axes, trained.mesh, request.sequence_length):
-        raise ConfigError(problem)
+    options = {"average": not arguments.no_average, "sequence_length": request.sequence_length}
+    trained = load_trained(request.source, request.settings, None, **options, say=say)
     options = {"sequence_length": request.sequence_length, "batch_size": arguments.batch_size}
     tokens = {name: found.tokens for name, found in request.sets.items()}
     say(f"windows: {request.sequence_length} tokens")
     results: dict[str, Evaluation] = {}
     for name, count, loss in evaluate(trained.model, trained.mesh, tokens, **options):
         results[name] = Evaluation(count, request.sets[name].num_bytes, loss)
+        if not math.isfinite(loss):
+            say(
+                f"warning: the loss of {plain(name)} is {loss}: numbers of the model are not finite; "
+                "try model.dtype=float32, or another --step"
+            )
     if arguments.json:
         shown = {name: one.to_dict() for name, one in results.items()}
         model = {"model": trained.description, "mesh": mesh_text(trained.mesh.shape)}
@@ -110,9 +115,10 @@ def _checked(arguments: argparse.Namespace) -> Request:
     if source is not None:
         with mistakes:
             settings = read_settings(source, with_files(arguments.overrides))
+    tokenizer = cache(lambda: None if source is None else open_tokenizer(source))  # once, and only for text
     for name, text in sources.items():
         with mistakes:
-            sets[name] = _read_set(name, text, arguments, source)
+            sets[name] = _read_set(name, text, arguments, source, tokenizer)
     mistakes.raise_if_any()
     assert source is not None and settings is not None
     length = arguments.sequence_length or source.sequence_length or LENGTH
@@ -140,22 +146,24 @@ def read_sources(texts: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _read_set(name: str, text: str, arguments: argparse.Namespace, source: Source | None) -> TextSet:
+def _read_set(
+    name: str,
+    text: str,
+    arguments: argparse.Namespace,
+    source: Source | None,
+    tokenizer: Callable[[], Tokenizer | None],
+) -> TextSet:
     try:
-        documents = load_documents(text, arguments.bin_dtype)
+        documents = load_documents(text, arguments.bin_dtype, option="--bin-dtype")
         if source is None:  # which is an error already
             return TextSet(documents.join(), None)
-        tokenizer = open_tokenizer(source) if documents.is_text else None
         most = arguments.max_tokens if (arguments.max_tokens or 0) > 0 else None  # others are reported as mistakes
-        found = text_set(documents, tokenizer, most)
+        found = text_set(documents, tokenizer() if documents.is_text else None, most)
         problems = set_problems(found.tokens, source.model.vocab_size)
     except ConfigError as error:
         problems = error.problems
     else:
         if not problems:
             return found
-    names = {"data.source: ": "", "data.bin_dtype": "--bin-dtype"}
     label = f"--data {name}" if name == text or text == STDLIB else f"--data {name}={text}"
-    for old, new in names.items():
-        problems = [problem.replace(old, new) for problem in problems]
     raise ConfigError([f"{label}: {problem}" for problem in problems])

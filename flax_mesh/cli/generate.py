@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompts",
         metavar="FILE",
-        help='a prompt in every line; of a .jsonl file {"prompt": TEXT} or {"tokens": [ID, ...]}',
+        help='a prompt in every line; of a .jsonl or .ndjson file {"prompt": TEXT} or {"tokens": [ID, ...]}',
     )
     parser.add_argument("--max-tokens", metavar="N", type=int, default=64, help="tokens per prompt (default: 64)")
     sampled = "0: always the most probable token (default: 0)"
@@ -115,7 +115,9 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         say(note)
     say(f"tokenizer: {'none' if request.tokenizer is None else request.tokenizer.name}")
     stops = frozenset(request.stops)
-    printer = Printer(request.prompts, request.tokenizer, stops, arguments.max_tokens, quiet=arguments.json)
+    printer = Printer(
+        request.prompts, request.rows, request.tokenizer, stops, arguments.max_tokens, quiet=arguments.json
+    )
 
     def on_token(prompt: int, token: int) -> None:
         printer.token(prompt, token)

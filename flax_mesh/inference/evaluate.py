@@ -8,8 +8,11 @@ Window w starts at token w * sequence_length, as in training (train/data/batches
 window is left out.
 """
 
+import codecs
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +24,8 @@ from flax_mesh.axes import PartitionAxis
 from flax_mesh.errors import ConfigError
 from flax_mesh.inference.tokenizer import Encoded, Tokenizer
 from flax_mesh.mesh.context import in_mesh
-from flax_mesh.models import Decoder, next_token_loss
+from flax_mesh.models import Decoder, DecoderConfig, next_token_loss
+from flax_mesh.models.kernels import LANES
 from flax_mesh.step.loss import sums_of
 from flax_mesh.text import count_text
 from flax_mesh.train.data.data import Documents, Tokens
@@ -29,6 +33,8 @@ from flax_mesh.train.data.own import place_batch
 
 NO_TARGET = -1
 CHUNK = 2**24  # tokens whose largest id is determined at a time
+SPARE = 256  # tokens that are encoded after the last one that is used
+BYTES_PER_TOKEN = 8  # of text that is encoded first: about twice what is usual
 LARGEST_EXPONENT = 709.0  # of a float
 
 
@@ -54,7 +60,7 @@ class Evaluation(NamedTuple):
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss) if self.loss < LARGEST_EXPONENT else math.inf
+        return math.inf if self.loss > LARGEST_EXPONENT else math.exp(self.loss)  # nan for a loss that is nan
 
     @property
     def bits_per_byte(self) -> float | None:
@@ -76,7 +82,7 @@ def evaluate(
     """
     sums = _sums(model, mesh)
     longest = max(map(len, sets.values()), default=2)
-    sequence_length = _fitted(sequence_length, longest - 1, _multiple(model.axes, mesh, "sequence"))
+    sequence_length = window_length(model.config, mesh, sequence_length, longest - 1)
     most = _count_of(longest, sequence_length)
     rows = _fitted(batch_size, most, _multiple(model.axes, mesh, "batch", "experts"))
     for name, tokens in sets.items():
@@ -105,6 +111,14 @@ def window_batch(tokens: Tokens, first: int, rows: int, sequence_length: int) ->
 def _count_of(num_tokens: int, sequence_length: int) -> int:
     """Number of windows, of which the last one may be shorter."""
     return -(-(num_tokens - 1) // sequence_length)
+
+
+def window_length(config: DecoderConfig, mesh: Mesh, sequence_length: int, most: int) -> int:
+    """`sequence_length` or, if that is less, `most`, rounded up to what the mesh and splash attention divide."""
+    parts = _multiple(config.axes, mesh, "sequence")
+    if config.attention == "splash":
+        parts = math.lcm(parts, LANES * _multiple(config.axes, mesh, "query_sequence"))
+    return min(sequence_length, _fitted(most, most, parts))
 
 
 def _fitted(size: int, most: int, multiple: int) -> int:
@@ -145,7 +159,7 @@ def length_problem(axes: PartitionAxis, mesh: Mesh, sequence_length: int) -> str
 def text_set(documents: Documents, tokenizer: Tokenizer | None, most: int | None) -> TextSet:
     """The tokens of text or of token files, at most `most` of them.
 
-    Files are separated by a zero byte if every token is a byte; with another tokenizer each is a text of its own.
+    Files are separated by a zero byte if every token is a byte; with another tokenizer each is encoded on its own.
     """
     if not documents.is_text:
         return TextSet(documents.join()[:most], None)
@@ -155,19 +169,42 @@ def text_set(documents: Documents, tokenizer: Tokenizer | None, most: int | None
             "use token files, .npy or .bin"
         )
     if tokenizer.is_bytes:
-        tokens = documents.join()[:most]
+        first = {name: data[:most] for name, data in documents.tokens.items()}
+        tokens = replace(documents, tokens=first).join()[:most]
         return TextSet(tokens, max(len(tokens) - 1, 0))
     found, count = [], 0
     for name, data in documents.tokens.items():
-        try:
-            text = data.tobytes().decode()
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{documents.paths[name]} is not UTF-8 text ({error.reason}); convert it") from error
-        found.append(tokenizer.encode(text))
+        found.append(_encoded(documents.paths[name], data, tokenizer, None if most is None else most - count))
         count += len(found[-1].tokens)
         if most is not None and count >= most:
             break
     return _joined(found, most)
+
+
+def _encoded(path: Path, data: np.ndarray, tokenizer: Tokenizer, most: int | None) -> Encoded:
+    """The tokens of a text, or at least the first `most` of them.
+
+    Of a long text only the beginning is encoded, and twice as much until it has SPARE more tokens: the last ones differ
+    from those of the whole text, which goes on, and a tokenizer may add special ones. The beginning ends at a line or
+    a word if there is one, so that tokens before these can differ only if they depend on text SPARE tokens away.
+    """
+    size = len(data) if most is None else (most + SPARE) * BYTES_PER_TOKEN
+    while most is not None and size < len(data):
+        part = data[:size].tobytes()
+        ends = [at for mark in (b"\n", b" ") if (at := part.rfind(mark, size // 2)) > 0]
+        found = tokenizer.encode(_decoded(path, part[: ends[0]] if ends else part, is_complete=False))
+        if len(found.tokens) >= most + SPARE:
+            return found
+        size *= 2
+    return tokenizer.encode(_decoded(path, data.tobytes(), is_complete=True))
+
+
+def _decoded(path: Path, data: bytes, *, is_complete: bool) -> str:
+    """The text of UTF-8; without an incomplete character at its end, unless it is complete."""
+    try:
+        return codecs.getincrementaldecoder("utf-8")().decode(data, final=is_complete)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text ({error.reason}); convert it") from error
 
 
 def _joined(texts: list[Encoded], most: int | None) -> TextSet:

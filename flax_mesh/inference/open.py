@@ -15,6 +15,7 @@ from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.find import step_number
 from flax_mesh.checkpoint.read import read_tree
 from flax_mesh.errors import ConfigError
+from flax_mesh.inference.evaluate import length_problem
 from flax_mesh.inference.source import DECODER, Settings, Source, find_source, is_decoder, read_settings
 from flax_mesh.inference.tokenizer import Tokenizer, open_tokenizer
 from flax_mesh.mesh.shape import format_mesh_shape
@@ -58,9 +59,18 @@ def open_trained(
 
 
 def load_trained(
-    source: Source, settings: Settings, tokenizer: Tokenizer | None, *, average: bool = True, say: Say
+    source: Source,
+    settings: Settings,
+    tokenizer: Tokenizer | None,
+    *,
+    average: bool = True,
+    sequence_length: int | None = None,
+    say: Say,
 ) -> TrainedModel:
-    """Load the arrays of `source`, after its settings and its tokenizer have been checked."""
+    """Load the arrays of `source`, after its settings and its tokenizer have been checked.
+
+    A `sequence_length` is checked as well: that of `evaluate`, as --sequence-length.
+    """
     config, notes = settings.config, []
     _check_layers(source, config.model)
     if not settings.has_mesh:
@@ -71,7 +81,11 @@ def load_trained(
         )  # auto: the mesh may use fewer devices
     mesh = make_mesh(config, notes.append)
     rules = run_rules(config, mesh)
-    if problems := check_model_on_mesh(config, mesh, rules.axes):
+    problems = check_model_on_mesh(config, mesh, rules.axes, sequence_length)
+    problems = [line.replace("data.sequence_length", "--sequence-length") for line in problems]
+    if sequence_length is not None and (problem := length_problem(config.model.axes, mesh, sequence_length)):
+        problems.append(problem)
+    if problems:
         raise ConfigError(problems)
     make = partial(make_model, config)
     abstract = abstract_state(make, mesh, rules if rules.table else None)

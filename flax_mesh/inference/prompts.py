@@ -1,5 +1,6 @@
 """Prompts of a command: texts, or a file with a prompt in every line. All mistakes are reported at once."""
 
+import codecs
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,8 @@ from flax_mesh.models.generate import prompt_problems
 from flax_mesh.settings import path_problem
 from flax_mesh.text import at_most
 
-JSON_LINES = ".jsonl"
+JSON_LINES = (".jsonl", ".ndjson")
+JSON = ".json"
 FORM = 'a JSON object {"prompt": TEXT} or {"tokens": [ID, ...]}'
 
 
@@ -51,8 +53,10 @@ def _is_unicode(text: str | None) -> bool:
 def _read_file(file: str) -> list[Prompt]:
     if problem := path_problem(file):
         raise ConfigError(f"--prompts {file[:80]}: this text {problem}")
+    if file.lower().endswith(JSON):
+        raise ConfigError(f"--prompts {file}: a file has a prompt in every line; name it .jsonl if these are {FORM}")
     try:
-        data = Path(file).expanduser().read_bytes()
+        data = Path(file).expanduser().read_bytes().removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         raise ConfigError(f"--prompts {file} cannot be read: {error.strerror}") from error
     lines = data.removesuffix(b"\n").split(b"\n") if data else []

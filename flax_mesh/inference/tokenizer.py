@@ -16,6 +16,8 @@ from flax_mesh.train.data.data import decode
 FILE, GENERATION, STOP = "tokenizer.json", "generation_config.json", "eos_token_id"
 BYTE_IDS = 256
 INCOMPLETE = "\ufffd"  # what the bytes of an incomplete character are decoded to
+FEWEST = 8  # tokens of a prompt that are decoded with those after it
+MOST_HELD = 64  # tokens without a complete character; the bytes of one are 4
 
 
 class Encoded(NamedTuple):
@@ -100,7 +102,7 @@ def _read(path: Path) -> Any:
 
     _read_object(path)
     try:
-        return Package.from_file(str(path))
+        found = Package.from_file(str(path))
     except Exception as error:
         if type(error) is not Exception:  # the package raises Exception itself for what it cannot read
             raise
@@ -108,6 +110,9 @@ def _read(path: Path) -> Any:
         raise ConfigError(
             f"{path} is not a tokenizer that the package tokenizers reads: {reason}; replace it by that of the model"
         ) from error
+    found.no_truncation()  # the file may store both, for batches of training: prompts and texts would change
+    found.no_padding()
+    return found
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -147,26 +152,52 @@ def _ids(stop: Any, path: Path, vocab_size: int) -> tuple[int, ...]:
     return tuple(ids)
 
 
-class TextStream:
-    """The text of tokens that arrive one by one: what `add` and `end` return together is the text of all of them.
+def text_after(tokenizer: Tokenizer, before: Sequence[int], tokens: Sequence[int]) -> str:
+    """What `tokens` add to the text of `before`: the decoders of some tokenizers strip the first space of a text.
 
-    A character whose bytes are not complete yet is held back.
+    If they change the text of `before`, as wrong bytes at the end of a run of byte tokens do: the text of `tokens`.
+    """
+    earlier, text = tokenizer.decode(before), tokenizer.decode([*before, *tokens])
+    return text[len(earlier) :] if text.startswith(earlier) else tokenizer.decode(tokens)
+
+
+class TextStream:
+    """The text of tokens that arrive one by one after a prompt: `add` and `end` return what is new.
+
+    Together they return `text_after` of all tokens, with two exceptions, both in tokens that are no UTF-8. A text that
+    was returned stays, where a decoder of byte tokens replaces all characters of a run that has a wrong byte by U+FFFD.
+    And a character whose bytes are not complete is held back, but not for more than MOST_HELD tokens.
+
+    Every token is decoded with those whose text was returned last, not with all of them.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
         self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._text = ""  # returned so far
+        self._before = _last_tokens(tokenizer, prompt)
+        self._held: list[int] = []
 
     def add(self, token: int) -> str:
-        self._tokens.append(token)
-        return self._rest(self._tokenizer.decode(self._tokens).rstrip(INCOMPLETE))
+        self._held.append(token)
+        text = self._text()
+        is_incomplete = not text or text.endswith(INCOMPLETE)
+        return "" if is_incomplete and len(self._held) < MOST_HELD else self._release(text)
 
     def end(self) -> str:
-        return self._rest(self._tokenizer.decode(self._tokens))
+        return self._release(self._text())
 
-    def _rest(self, text: str) -> str:
-        if not text.startswith(self._text):  # a decoder that changes earlier text, such as one that strips spaces
-            return ""
-        rest, self._text = text[len(self._text) :], text
-        return rest
+    def _text(self) -> str:
+        return text_after(self._tokenizer, self._before, self._held)
+
+    def _release(self, text: str) -> str:
+        if text:  # special tokens have none, and what follows them is decoded after those that do
+            self._before = self._held
+        self._held = []
+        return text
+
+
+def _last_tokens(tokenizer: Tokenizer, tokens: Sequence[int]) -> Sequence[int]:
+    """The end of a prompt, with text that does not begin within a character."""
+    count = FEWEST
+    while count < len(tokens) and (not (text := tokenizer.decode(tokens[-count:])) or INCOMPLETE in text):
+        count *= 2
+    return tokens[-count:]

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flax_mesh.cli import evaluate as cli
 from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE
+from flax_mesh.inference.tokenizer import Bytes
 from flax_mesh.train import apply_overrides, train
 from flax_mesh.train.build import batch_sharding
 from flax_mesh.train.data.data import load_corpus
@@ -77,6 +79,30 @@ def test_several_sets_are_a_table(trained, command, tmp_path):
     assert second.split() == [str(tmp_path / "tokens.npy"), "100", "-", loss, "-", perplexity]
 
 
+def test_a_loss_that_is_not_finite_is_a_warning(trained, command, monkeypatch):
+    losses = {"a": math.nan, "b": 2.0, "c": math.inf}
+    monkeypatch.setattr(cli, "evaluate", lambda *_, **__: ((name, 5, loss) for name, loss in losses.items()))
+    data = [word for name in losses for word in ("--data", f"{name}={trained[2]}")]
+    code, text, errors = command(trained[0], *data, "mesh.shape=fsdp:1")
+    rows = [line.split() for line in text.splitlines()[1:]]
+    assert code == DONE and [row[-1] for row in rows] == ["nan", f"{math.exp(2):.4g}", "inf"]
+    warnings = [line for line in errors.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 2 and "the loss of a is nan" in warnings[0] and "the loss of c is inf" in warnings[1]
+    found = json.loads(command(trained[0], *data, "mesh.shape=fsdp:1", "--json")[1])["sets"]
+    assert found["a"]["perplexity"] is found["c"]["loss"] is None and found["b"]["loss"] == 2.0
+
+
+def test_the_tokenizer_is_opened_once_and_only_for_text(trained, command, tmp_path, monkeypatch):
+    opened = []
+    monkeypatch.setattr(cli, "open_tokenizer", lambda source: opened.append(source) or Bytes())
+    np.save(tmp_path / "tokens.npy", np.array([1, 2]))
+    for num_texts in (0, 2):
+        data = [f"--data={name}={trained[2]}" for name in "ab"[:num_texts]]
+        code, _, errors = command(trained[0], f"--data={tmp_path}/tokens.npy", *data, "--batch-size", 0)
+        assert code == BAD_INPUT and errors.count("\n") == 1  # the batch size: nothing is computed
+        assert len(opened) == (num_texts > 0)
+
+
 def test_all_mistakes_are_reported_together(trained, command, tmp_path, compilations):
     run = trained[0]
     np.save(tmp_path / "large.npy", np.array([1, 256]))
@@ -103,8 +129,13 @@ def test_wrong_sources_and_lengths_are_one_line(trained, command, tmp_path):
     assert "--data '': this text is empty" in command(run, "--data", "")[2]
     (tmp_path / "odd.bin").write_bytes(b"abc")
     assert "uint16 tokens (--bin-dtype)" in command(run, "--data", tmp_path / "odd.bin")[2]
+    odd = (tmp_path / "odd.bin").rename(tmp_path / "data.source: data.bin_dtype.bin")  # only settings are renamed
+    assert f"--data {odd}: {odd} has 3 bytes; uint16 tokens (--bin-dtype)" in command(run, "--data", odd)[2]
     code, _, errors = command(run, "--data", held_out, "--sequence-length", 15, "mesh.shape=sp:2")
     assert code == BAD_INPUT and "--sequence-length 15 is not divisible by the 2 parts of a sequence" in errors
+    assert "model: " not in errors  # the parameters are not loaded
+    code, _, errors = command(run, "--data", held_out, "model.attention=splash", "mesh.shape=fsdp:1")
+    assert code == BAD_INPUT and "multiple of 128, got 16" in errors and "such a --sequence-length" in errors
     (tmp_path / "a=b.txt").write_text("some text")  # an existing path is not NAME=SOURCE
     code, text, _ = command(run, "--data", tmp_path / "a=b.txt", "mesh.shape=fsdp:1")
     assert code == DONE and "a=b.txt" in text

@@ -8,15 +8,19 @@ import sys
 from pathlib import Path
 from subprocess import PIPE, Popen
 
+import numpy as np
 import pytest
 
 from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE, FINDINGS, INTERRUPTED
-from flax_mesh.cli.text.generated import Printer
+from flax_mesh.cli.text.generated import Printer, json_of, printable
 from flax_mesh.inference import memory
+from flax_mesh.inference.prompts import Prompt
+from flax_mesh.inference.tokenizer import JsonTokenizer
+from flax_mesh.models import Generated
 from flax_mesh.train.overrides import to_texts
 from tests.cli.test_random_input import KEYS, VALUES
-from tests.inference.small_run import TOKENS, recipe, save_run, write_tokenizer
+from tests.inference.small_run import TOKENS, recipe, save_run, write_byte_tokenizer, write_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 HF = Path(__file__).parents[1] / "checkpoint" / "hf" / "data"
@@ -51,11 +55,7 @@ def test_the_text_that_is_streamed_is_that_of_the_json(run, command, tmp_path):
     code, text, errors = command(run, "--prompt", "é and", *options, "--out", out)
     assert code == DONE
     (row,) = rows(out.read_text())
-    assert (
-        text
-        == "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in row["text"])
-        + "\n"
-    )
+    assert text == printable(row["text"]) + "\n"
     assert bytes(row["tokens"]).decode(errors="replace") == row["text"] and not row["stopped"]
     assert row["prompt"] == "é and" and bytes(row["prompt_tokens"]) == "é and".encode()
     assert len(row["tokens"]) == len(row["log_probs"]) == 12 and max(row["log_probs"]) < 0
@@ -138,6 +138,21 @@ def test_a_hugging_face_folder_with_a_tokenizer(command, tmp_path):
     (folder / "tokenizer.json").write_text("{}")
     code, _, errors = command(folder, "--prompt", "hello", MESH)
     assert (code, errors.count("\n")) == (BAD_INPUT, 1) and "is not a tokenizer" in errors
+
+
+@pytest.mark.parametrize("num_prompts", [1, 2])
+def test_the_text_begins_with_the_space_after_its_prompt(tmp_path, capsys, num_prompts):
+    tokenizer = JsonTokenizer(write_byte_tokenizer(tmp_path))
+    prompts = [Prompt("--prompt", "hello")] * num_prompts
+    row, ids = (tokenizer.encode(text).tokens for text in ("hello", "world hello"))
+    assert tokenizer.decode(ids.tolist()) == "world hello"
+    printer = Printer(prompts, [row] * num_prompts, tokenizer, frozenset([2]), max_tokens=99, quiet=False)
+    for token in [*ids.tolist(), 2]:
+        printer.token(num_prompts - 1, token)
+    text = capsys.readouterr().out
+    assert text == (" world hello\n" if num_prompts == 1 else "[2] hello\n world hello\n\n")
+    one = Generated(np.array([*ids, 2]), np.zeros(len(ids) + 1), stopped=True)
+    assert json_of(prompts[0], row, one, tokenizer)["text"] == " world hello"
 
 
 def test_a_model_without_a_tokenizer_takes_and_prints_ids(command, tmp_path):

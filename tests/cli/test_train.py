@@ -308,8 +308,20 @@ def printed_command(out: str, label: str) -> list[str]:
     return argv
 
 
-def test_control_characters_of_a_sample_are_escaped():
-    assert printable("To be,\nor \x1b[2J\x07not\r\n\x00") == "To be,\nor \\x1b[2J\\x07not\\r\n\\x00"
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("To be,\nor \x1b[2J\x07not\r\n\x00", "To be,\nor \\x1b[2J\\x07not\\r\n\\x00"),
+        ("\x7f \x85 \x9b31m", "\\x7f \\x85 \\x9b31m"),  # the last one is the control sequence introducer of 8 bits
+        ("a\u202eb\u2069 \u200f", "a\\u202eb\\u2069 \\u200f"),
+        *(
+            (text, text)
+            for text in ("if x:\n\treturn", "10\u00a0km", "日本\u3000語", "👩\u200d👩\u200d👧", "a\u200cb", "")
+        ),
+    ],
+)
+def test_control_characters_of_a_text_are_escaped_and_no_others(text, expected):
+    assert printable(text) == expected
 
 
 def test_a_row_is_printed_as_a_line_without_unknown_values():

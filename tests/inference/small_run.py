@@ -89,3 +89,19 @@ def write_tokenizer(folder: Path, **config: Any) -> Path:
     if config:
         (folder / "generation_config.json").write_text(json.dumps(config))
     return folder / "tokenizer.json"
+
+
+def write_byte_tokenizer(folder: Path) -> Path:
+    """A tokenizer.json as that of Llama 2: characters it does not have are tokens of bytes, <0x00> to <0xFF>."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    words = ["<unk>", "<s>", "</s>", "\u2581", "a", "b", "\u2581world", "\u2581hello"]
+    ids = {word: number for number, word in enumerate([*words, *(f"<0x{byte:02X}>" for byte in range(256))])}
+    made: Any = Tokenizer(models.BPE(vocab=ids, merges=[], unk_token="<unk>", byte_fallback=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(steps)
+    made.add_special_tokens(words[:3])
+    folder.mkdir(parents=True, exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"

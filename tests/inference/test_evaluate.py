@@ -1,6 +1,7 @@
 """Perplexity: the loss of plain forward passes over the same windows, on every mesh; bytes of texts."""
 
 import math
+import random
 from pathlib import Path
 
 import jax
@@ -9,11 +10,13 @@ import pytest
 from flax import nnx
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.inference.evaluate import Evaluation, evaluate, set_problems, text_set, window_batch
+from flax_mesh.inference import evaluate as module
+from flax_mesh.inference.evaluate import Evaluation, evaluate, set_problems, text_set, window_batch, window_length
 from flax_mesh.inference.open import TrainedModel, open_trained
 from flax_mesh.inference.tokenizer import Bytes, JsonTokenizer
+from flax_mesh.models import DecoderConfig
 from flax_mesh.train.data.data import load_documents
-from tests.inference.small_run import save_run, write_tokenizer
+from tests.inference.small_run import save_run, write_byte_tokenizer, write_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 LENGTH = 16
@@ -90,12 +93,39 @@ def test_a_longer_window_than_the_text_changes_nothing(run):
     )
 
 
+@pytest.mark.parametrize(
+    ("attention", "mesh", "most", "expected"),
+    [
+        ("xla", {"fsdp": 1}, 100, 100),
+        ("xla", {"sp": 8}, 100, 104),
+        ("splash", {"fsdp": 1}, 100, 128),
+        ("splash", {"sp": 2}, 100, 256),
+        ("splash", {"fsdp": 1}, 1000, 384),
+    ],
+)
+def test_a_shorter_window_fits_the_mesh_and_the_kernel(attention, mesh, most, expected):
+    found = jax.make_mesh((*mesh.values(),), (*mesh,), devices=jax.devices()[: math.prod(mesh.values())])
+    assert window_length(DecoderConfig(attention=attention), found, 384, most) == expected
+
+
+@pytest.mark.slow
+def test_splash_attention_evaluates_a_short_text(tmp_path):
+    save_run(tmp_path, "model.attention=splash", "data.sequence_length=256", "mesh.shape=fsdp:2")
+    expected = loss_of(
+        open_trained(tmp_path, ["mesh.shape=fsdp:1", "model.attention=xla"]), TOKENS, sequence_length=256
+    )
+    trained = open_trained(tmp_path, ["mesh.shape=fsdp:1"])
+    np.testing.assert_allclose(loss_of(trained, TOKENS, sequence_length=256), expected, rtol=1e-5)
+
+
 def test_bits_and_perplexity_follow_from_the_loss():
     one = Evaluation(10, 10, 2.0)
     assert one.bits_per_byte == 2 / math.log(2) and one.perplexity == math.exp(2)
     assert Evaluation(10, 40, 2.0).bits_per_byte == 0.5 / math.log(2)
     assert Evaluation(10, None, 2.0).bits_per_byte is None
-    assert Evaluation(10, 10, 1e6).perplexity == math.inf and math.isnan(Evaluation(1, 1, math.nan).loss)
+    assert Evaluation(10, 10, 1e6).perplexity == Evaluation(10, 10, math.inf).perplexity == math.inf
+    nothing = Evaluation(1, 1, math.nan)
+    assert math.isnan(nothing.loss) and math.isnan(nothing.perplexity) and math.isnan(nothing.bits_per_byte or 0)
 
 
 def test_bytes_of_texts_are_those_of_the_predicted_tokens(tmp_path):
@@ -105,6 +135,7 @@ def test_bytes_of_texts_are_those_of_the_predicted_tokens(tmp_path):
     found = text_set(documents, Bytes(), None)
     assert bytes(found.tokens[:]) == "hello wörld\0low held".encode() and found.num_bytes == len(found.tokens) - 1
     assert text_set(documents, Bytes(), 4).num_bytes == 3
+    assert bytes(text_set(documents, Bytes(), 15).tokens[:]) == "hello wörld\0lo".encode()
     tokenizer = JsonTokenizer(write_tokenizer(tmp_path / "hidden.d"))
     found = text_set(load_documents(str(tmp_path / "[ab].txt"), "uint16"), tokenizer, None)
     assert found.num_bytes == len("hello wörldlow held".encode())  # both begin with "<s>"
@@ -112,6 +143,28 @@ def test_bytes_of_texts_are_those_of_the_predicted_tokens(tmp_path):
     assert first.num_bytes == len("hello wörld".encode()) and first.tokens[:1] == [1]
     part = text_set(load_documents(str(tmp_path / "[ab].txt"), "uint16"), tokenizer, len(first.tokens))
     assert part.num_bytes == first.num_bytes and part.tokens[:].tolist() == first.tokens[:].tolist()
+
+
+@pytest.mark.parametrize("write", [write_tokenizer, write_byte_tokenizer])
+@pytest.mark.parametrize("first_bytes", [1, 8])  # per token: few, so that the beginning grows, and as it is
+@pytest.mark.parametrize("separator", [" ", "\n", "中"])
+def test_the_first_tokens_of_a_long_text_are_encoded_without_its_rest(
+    tmp_path, monkeypatch, write, first_bytes, separator
+):
+    monkeypatch.setattr(module, "BYTES_PER_TOKEN", first_bytes)
+    words = random.Random(0).choices(["hello", "world", "wörld", "held", "low", "中中"], k=8000)
+    (tmp_path / "a.txt").write_text(separator.join(words), encoding="utf-8")
+    (tmp_path / "b.txt").write_bytes(b"low\xff" * 2000)  # no UTF-8, but not needed
+    tokenizer, sizes = JsonTokenizer(write(tmp_path / "tokenizer.d")), []
+    whole = tokenizer.encode(separator.join(words))
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text: sizes.append(len(text)) or encode(text))
+    for most in (2, 300):
+        found = text_set(load_documents(str(tmp_path / "*.txt"), "uint16"), tokenizer, most)
+        assert found.tokens[:].tolist() == whole.tokens[:most].tolist()
+        assert found.num_bytes == whole.ends[most - 1] - whole.ends[0]
+    assert max(sizes) < 6000 < len(separator.join(words)) / 5
+    assert len(sizes) > 2 or first_bytes == 8 or write is write_byte_tokenizer  # which has a token for every byte
 
 
 def test_token_files_have_no_bytes_and_texts_need_a_tokenizer(tmp_path):

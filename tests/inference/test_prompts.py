@@ -31,6 +31,22 @@ def test_prompts_of_the_command_line_come_before_those_of_a_file(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_the_name_of_a_file_says_what_its_lines_are(tmp_path, mark):
+    for name, line, expected in (
+        ("a.txt", "one", ("one", None)),
+        ("a.jsonl", '{"prompt": "one"}', ("one", None)),
+        ("a.NDJSON", '{"tokens": [1]}', (None, [1])),
+    ):
+        (tmp_path / name).write_bytes(mark + f"{line}\n".encode())
+        assert [(one.text, one.tokens) for one in read_prompts([], str(tmp_path / name))] == [expected]
+    (tmp_path / "a.json").write_bytes(mark + b'[\n{"prompt": "one"}\n]\n')
+    (problem,) = refused(read_prompts, [], str(tmp_path / "a.json"))
+    assert "a.json: a file has a prompt in every line; name it .jsonl" in problem
+    (tmp_path / "empty.txt").write_bytes(mark)
+    assert "empty.txt has no line" in refused(read_prompts, [], str(tmp_path / "empty.txt"))[0]
+
+
 def test_every_wrong_line_is_reported_with_its_number(tmp_path):
     path = tmp_path / "prompts.jsonl"
     lines = [

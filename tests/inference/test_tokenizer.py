@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.inference.source import Source
-from flax_mesh.inference.tokenizer import Bytes, JsonTokenizer, TextStream, open_tokenizer, stop_tokens
+from flax_mesh.inference.tokenizer import Bytes, JsonTokenizer, TextStream, open_tokenizer, stop_tokens, text_after
 from flax_mesh.models import DecoderConfig
-from tests.inference.small_run import write_tokenizer
+from tests.inference.small_run import write_byte_tokenizer, write_tokenizer
 
 IDS = st.lists(st.integers(0, 300), max_size=40)
 
@@ -27,8 +27,20 @@ def source(folder: Path, **options) -> Source:
     return Source(folder, DecoderConfig(**options), folder)
 
 
-def streamed(tokenizer, ids) -> str:
-    stream = TextStream(tokenizer)
+@pytest.fixture(scope="module")
+def byte_tokenizer(tmp_path_factory) -> JsonTokenizer:
+    return JsonTokenizer(write_byte_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+def ids_of(tokenizer, *words: str) -> list[int]:
+    """Ids of words of the vocabulary; one that it does not have is the ids of its bytes."""
+    vocabulary = json.loads(Path(tokenizer.name).read_text())["model"]["vocab"]
+    bytes_of = lambda word: [vocabulary[f"<0x{byte:02X}>"] for byte in word.encode()]  # noqa: E731
+    return [token for word in words for token in ([vocabulary[word]] if word in vocabulary else bytes_of(word))]
+
+
+def streamed(tokenizer, ids, prompt=()) -> str:
+    stream = TextStream(tokenizer, prompt)
     return "".join([*map(stream.add, ids), stream.end()])
 
 
@@ -58,6 +70,35 @@ def test_streamed_tokens_of_a_tokenizer_are_the_text_of_all_of_them(tokenizer):
         assert streamed(tokenizer, ids) == tokenizer.decode(ids)
 
 
+def test_a_wrong_byte_does_not_end_the_stream(byte_tokenizer):
+    ids = ids_of(byte_tokenizer, "a", "中", "<0xE5>", "b", "▁world", "▁hello")
+    assert byte_tokenizer.decode(ids) == "a\ufffd\ufffd\ufffd\ufffdb world hello"  # the whole run of bytes
+    stream = TextStream(byte_tokenizer)
+    assert [stream.add(token) for token in ids] == ["a", "", "", "中", "", "\ufffdb", " world", " hello"]
+    assert stream.end() == ""
+    text = "hello 中文 b\u1019\u103c a"  # no wrong bytes: the text of all of them
+    assert streamed(byte_tokenizer, byte_tokenizer.encode(text).tokens.tolist()) == text
+
+
+def test_the_stream_decodes_a_few_tokens_at_a_time(byte_tokenizer, monkeypatch):
+    sizes, decode = [], byte_tokenizer.decode
+    monkeypatch.setattr(byte_tokenizer, "decode", lambda ids: sizes.append(len(ids)) or decode(ids))
+    ids = ids_of(byte_tokenizer, *["a", "▁world", "中"] * 50, *["<0xE5>"] * 200, *["</s>"] * 200, "▁world", "b")
+    text = streamed(byte_tokenizer, ids, [4] * 1000)
+    assert text.startswith("a world中a world中") and text.endswith("\ufffd worldb") and max(sizes) < 150
+    assert text.count("中") == 50 and text.count("\ufffd") == 200
+
+
+@pytest.mark.parametrize("words", [["▁hello"], ["▁hello", "中"], ["▁hello", *["</s>"] * 9], ["<s>"], [], ["ဗမာ" * 9]])
+def test_a_text_continues_that_of_its_prompt(byte_tokenizer, words):
+    prompt = ids_of(byte_tokenizer, *words)
+    for more in (["▁world", "a"], ["中", "▁world"], ["▁", "▁world", "</s>", "▁hello"], []):
+        ids = ids_of(byte_tokenizer, *more)
+        whole = byte_tokenizer.decode(prompt + ids)
+        assert byte_tokenizer.decode(prompt) + text_after(byte_tokenizer, prompt, ids) == whole
+        assert byte_tokenizer.decode(prompt) + streamed(byte_tokenizer, ids, prompt) == whole
+
+
 @pytest.mark.parametrize("text", ["hello world", "", "wörld 中 héllo", "  low  held", "x?\n"])
 def test_tokens_of_a_tokenizer_cover_the_bytes_of_the_text(tokenizer, text):
     encoded = tokenizer.encode(text)
@@ -67,6 +108,18 @@ def test_tokens_of_a_tokenizer_cover_the_bytes_of_the_text(tokenizer, text):
     assert tokenizer.encode(text, special=False).tokens.tolist() == encoded.tokens.tolist()[1:]
     if text == "hello world":
         assert tokenizer.decode(encoded.tokens.tolist()) == text
+
+
+def test_the_truncation_and_padding_of_the_file_are_not_applied(tokenizer, tmp_path):
+    from tokenizers import Tokenizer
+
+    path = write_tokenizer(tmp_path)
+    stored = Tokenizer.from_file(str(path))
+    stored.enable_truncation(max_length=2)
+    stored.enable_padding(length=20, pad_id=2, pad_token="</s>")
+    stored.save(str(path))
+    expected = tokenizer.encode("hello world").tokens.tolist()
+    assert 2 < len(expected) < 20 and JsonTokenizer(path).encode("hello world").tokens.tolist() == expected
 
 
 def test_text_runs_have_bytes_and_others_the_file(tmp_path):

@@ -1,6 +1,7 @@
 """Generated text as it is printed: token by token for one prompt, prompt by prompt for several. And its JSON."""
 
 import time
+import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,33 +9,43 @@ import numpy as np
 
 from flax_mesh.checkpoint.read import finite, plain
 from flax_mesh.inference.prompts import Prompt
-from flax_mesh.inference.tokenizer import TextStream, Tokenizer
+from flax_mesh.inference.tokenizer import TextStream, Tokenizer, text_after
 from flax_mesh.models import Generated
 from flax_mesh.text import count_text, shortened
 
+BIDIRECTIONAL = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 PROMPT_CHARACTERS = 100  # of a prompt that is printed beside its text
 
 
 def printable(text: str) -> str:
-    """`text` without control characters other than line breaks: they could change the state of the terminal."""
-    return "\n".join(map(plain, text.split("\n")))
+    """`text` with an escape for every character that could change the state of the terminal or the order of a line.
+
+    These are the control characters but tabs and line breaks, and the controls of bidirectional text. `plain`, for
+    names, escapes more: no-break spaces and the joiners of emojis too.
+    """
+    return "".join(plain(char) if _is_control(char) else char for char in text)
 
 
-def text_of(tokens: Sequence[int], stops: frozenset[int], tokenizer: Tokenizer | None) -> str:
-    """The text of a continuation without the stop token at its end, or its ids if there is no tokenizer."""
+def _is_control(char: str) -> bool:
+    return char not in "\n\t" and (unicodedata.category(char) == "Cc" or char in BIDIRECTIONAL)
+
+
+def text_of(tokens: Sequence[int], stops: frozenset[int], tokenizer: Tokenizer | None, prompt: Sequence[int]) -> str:
+    """What a continuation adds to the text of its prompt, or its ids if there is no tokenizer; no stop at its end."""
     shown = tokens[:-1] if len(tokens) and int(tokens[-1]) in stops else tokens
-    return " ".join(map(str, shown)) if tokenizer is None else tokenizer.decode(shown)
+    return " ".join(map(str, shown)) if tokenizer is None else text_after(tokenizer, prompt, shown)
 
 
 def json_of(prompt: Prompt, row: np.ndarray, one: Generated, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """One line of JSON; the text of a model without a tokenizer is null."""
     stops = frozenset(one.tokens[-1:].tolist() if one.stopped else ())
+    before, tokens = row.tolist(), one.tokens.tolist()
     return finite(
         {
             "prompt": prompt.text,
-            "prompt_tokens": row.tolist(),
-            "text": None if tokenizer is None else text_of(one.tokens.tolist(), stops, tokenizer),
-            "tokens": one.tokens.tolist(),
+            "prompt_tokens": before,
+            "text": None if tokenizer is None else text_of(tokens, stops, tokenizer, before),
+            "tokens": tokens,
             "log_probs": one.log_probs.tolist(),
             "stopped": one.stopped,
         }
@@ -50,15 +61,16 @@ class Printer:
     def __init__(
         self,
         prompts: Sequence[Prompt],
+        rows: Sequence[np.ndarray],
         tokenizer: Tokenizer | None,
         stops: frozenset[int],
         max_tokens: int,
         quiet: bool,
     ):
-        self._prompts, self._tokenizer, self._stops = prompts, tokenizer, stops
+        self._prompts, self._rows, self._tokenizer, self._stops = prompts, rows, tokenizer, stops
         self._max_tokens, self._quiet = max_tokens, quiet
         self._tokens: list[list[int]] = [[] for _ in prompts]
-        self._stream = TextStream(tokenizer) if tokenizer is not None else None
+        self._stream = None if tokenizer is None else TextStream(tokenizer, rows[0].tolist())  # for one prompt
         self._start, self._first_at = time.perf_counter(), 0.0
         self._is_first, self._num_first = True, 0  # tokens that are computed together with the first one
 
@@ -75,9 +87,10 @@ class Printer:
         if len(self._prompts) == 1:
             self._print_token(token, is_end, is_end or len(tokens) == self._max_tokens)
         elif is_end or len(tokens) == self._max_tokens:
-            text = self._prompts[prompt].text or count_text(len(self._prompts[prompt].tokens or ()), "token")
-            print(f"[{prompt + 1}] {shortened(plain(text), PROMPT_CHARACTERS)}")
-            print(printable(text_of(tokens, self._stops, self._tokenizer)), end="\n\n", flush=True)
+            row = self._rows[prompt].tolist()
+            head = self._prompts[prompt].text or count_text(len(row), "token")
+            print(f"[{prompt + 1}] {shortened(plain(head), PROMPT_CHARACTERS)}")
+            print(printable(text_of(tokens, self._stops, self._tokenizer, row)), end="\n\n", flush=True)
 
     def _print_token(self, token: int, is_stop: bool, is_last: bool) -> None:
         if self._stream is None:

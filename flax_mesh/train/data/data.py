@@ -14,7 +14,8 @@ import os
 import platform
 import re
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -189,27 +190,30 @@ class Documents:
         return _join_text(chosen) if self.is_text else _join_tokens(chosen)
 
 
-def load_documents(source: str, bin_dtype: str) -> Documents:
-    """Read or memory-map the files of `source`, as `load_corpus` does, without a division into parts."""
+def load_documents(source: str, bin_dtype: str, *, option: str = "data.bin_dtype") -> Documents:
+    """Read or memory-map the files of `source`, as `load_corpus` does, without a division into parts.
+
+    Errors do not name the setting of the source, and call that of `bin_dtype` `option`.
+    """
     try:
         files = _stdlib_files() if source == STDLIB else _find_files(source)
-        return _open_files(files, source, bin_dtype)
+        return _open_files(files, source, bin_dtype, option)
     except OSError as error:
         raise _unreadable(error.filename or source, error) from error
 
 
-def _open_files(files: dict[str, Path], source: str, bin_dtype: str) -> Documents:
+def _open_files(files: dict[str, Path], source: str, bin_dtype: str, option: str) -> Documents:
     tokenized = [path.suffix.lower() in TOKEN_SUFFIXES for path in files.values()]
     if any(tokenized) and not all(tokenized):
         raise ConfigError(
-            f"data.source: {source} matches {sum(tokenized)} token files ({', '.join(TOKEN_SUFFIXES)}) and "
+            f"{source} matches {sum(tokenized)} token files ({', '.join(TOKEN_SUFFIXES)}) and "
             f"{tokenized.count(False)} others. Use a pattern that matches one kind."
         )
     is_text = not any(tokenized)
-    opened = {name: _open(path, is_text, bin_dtype) for name, path in files.items()}
+    opened = {name: _open(path, is_text, bin_dtype, option) for name, path in files.items()}
     documents = {name: tokens for name, tokens in opened.items() if len(tokens)}
     if not documents:
-        raise ConfigError(f"data.source: {source} is empty: {count_text(len(files), 'file')} without content.")
+        raise ConfigError(f"{source} is empty: {count_text(len(files), 'file')} without content.")
     return Documents(documents, is_text, files)
 
 
@@ -218,12 +222,23 @@ def is_text_description(description: str) -> bool:
     return re.search(r": [0-9,]+ files?, [0-9,]+ bytes; ", description) is not None
 
 
+@contextmanager
+def _of_source() -> Iterator[None]:
+    """Add the name of the setting to errors."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError([f"data.source: {problem}" for problem in error.problems]) from error
+
+
 def _read_corpus(config: DataConfig) -> Corpus:
-    found = load_documents(config.source, config.bin_dtype)
+    with _of_source():
+        found = load_documents(config.source, config.bin_dtype)
     documents, is_text, files = found.tokens, found.is_text, found.paths
     # Before the tokens are hashed: a file that is written after that has another stamp.
     stamps = {str(files[name]): _stamp(files[name]) for name, x in documents.items() if isinstance(x, np.memmap)}
-    train, held_out, split = _split(found, config.held_out)
+    with _of_source():
+        train, held_out, split = _split(found, config.held_out)
 
     label = f"standard library of Python {platform.python_version()}" if config.source == STDLIB else config.source
     size = f"{sum(map(len, documents.values())):,} {'bytes' if is_text else 'tokens'}"
@@ -302,9 +317,7 @@ def _stdlib_files() -> dict[str, Path]:
     root = Path(sysconfig.get_path("stdlib"))
     files = {name: path for name, path in _walk(root, NOT_STDLIB).items() if path.suffix == ".py"}
     if not files:
-        raise ConfigError(
-            f"data.source: {root} contains no .py files (Python without sources). Use a text file instead."
-        )
+        raise ConfigError(f"{root} contains no .py files (Python without sources). Use a text file instead.")
     return files
 
 
@@ -319,7 +332,7 @@ def _find_files(source: str) -> dict[str, Path]:
         raise _missing(fixed)
     matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True) if os.path.isfile(match))
     if not matches:
-        raise ConfigError(f"data.source: no file in {fixed.absolute()} matches {source}.")
+        raise ConfigError(f"no file in {fixed.absolute()} matches {source}.")
     return _distinct({match.relative_to(fixed).as_posix(): match for match in matches})
 
 
@@ -333,7 +346,7 @@ def _text_files(root: Path) -> dict[str, Path]:
         tokens = {path.suffix.lower() for path in found.values()} & set(TOKEN_SUFFIXES)
         hint = "".join(f" For its token files, use {root / '**' / ('*' + suffix)}." for suffix in sorted(tokens))
         raise ConfigError(
-            f"data.source: {root} contains no text files (suffix {' '.join(TEXT_SUFFIXES)}, or none and UTF-8) "
+            f"{root} contains no text files (suffix {' '.join(TEXT_SUFFIXES)}, or none and UTF-8) "
             f"among its {count_text(len(found), 'file')}.{hint}"
         )
     return texts
@@ -363,7 +376,7 @@ def _missing(path: Path) -> ConfigError:
     first_missing = path.relative_to(folder).parts[0]
     similar = difflib.get_close_matches(first_missing, os.listdir(folder), n=3)
     hint = f"; did you mean {' or '.join(similar)}?" if similar else "."
-    return ConfigError(f"data.source: {path} does not exist; the nearest folder that does is {folder}{hint}")
+    return ConfigError(f"{path} does not exist; the nearest folder that does is {folder}{hint}")
 
 
 # --- reading one file, and joining several ---
@@ -380,45 +393,45 @@ def _decodes(path: Path) -> bool:
     return True
 
 
-def _open(path: Path, is_text: bool, bin_dtype: str) -> np.ndarray:
+def _open(path: Path, is_text: bool, bin_dtype: str, option: str) -> np.ndarray:
     try:
-        return _open_text(path) if is_text else _open_tokens(path, np.dtype(bin_dtype).newbyteorder("<"))
+        if is_text:
+            return _open_text(path, option)
+        return _open_tokens(path, np.dtype(bin_dtype).newbyteorder("<"), option)
     except OSError as error:  # read errors of the disk have no file name
         raise _unreadable(path, error) from error
 
 
 def _unreadable(what: object, error: OSError) -> ConfigError:
-    return ConfigError(f"data.source: {what} cannot be read: {error.strerror or error}.")
+    return ConfigError(f"{what} cannot be read: {error.strerror or error}.")
 
 
-def _open_text(path: Path) -> np.ndarray:
+def _open_text(path: Path, option: str) -> np.ndarray:
     if path.suffix.lower() not in TEXT_SUFFIXES and not _decodes(path):
         raise ConfigError(
-            f"data.source: {path} is not UTF-8 text. Convert it, or use token files: "
-            ".npy (1-D integers) or .bin (data.bin_dtype)."
+            f"{path} is not UTF-8 text. Convert it, or use token files: .npy (1-D integers) or .bin ({option})."
         )
     if path.stat().st_size >= MAPPED_BYTES:
         return np.memmap(path, np.uint8, mode="r")
     return np.frombuffer(path.read_bytes(), np.uint8)
 
 
-def _open_tokens(path: Path, bin_dtype: np.dtype) -> np.ndarray:
+def _open_tokens(path: Path, bin_dtype: np.dtype, option: str) -> np.ndarray:
     size = path.stat().st_size
     if path.suffix.lower() == ".bin":
         if size % bin_dtype.itemsize:
             raise ConfigError(
-                f"data.source: {path} has {size} bytes; {bin_dtype.name} tokens (data.bin_dtype) require a multiple of "
+                f"{path} has {size} bytes; {bin_dtype.name} tokens ({option}) require a multiple of "
                 f"{bin_dtype.itemsize}."
             )
         return np.memmap(path, bin_dtype, mode="r") if size else np.empty(0, bin_dtype)
     try:
         tokens = np.lib.format.open_memmap(path, mode="r")
     except (ValueError, EOFError) as error:
-        raise ConfigError(f"data.source: {path} is not a readable .npy file: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{path} is not a readable .npy file: {' '.join(str(error).split())}") from error
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise ConfigError(
-            f"data.source: {path} must contain token ids as a 1-D array of integers, "
-            f"got shape {tokens.shape} of {tokens.dtype}."
+            f"{path} must contain token ids as a 1-D array of integers, got shape {tokens.shape} of {tokens.dtype}."
         )
     return tokens
 
@@ -430,5 +443,5 @@ def _join_text(documents: list[np.ndarray]) -> np.ndarray:
 def _join_tokens(documents: list[np.ndarray]) -> TokenFiles:
     dtypes = sorted({str(tokens.dtype) for tokens in documents})
     if len(dtypes) > 1:
-        raise ConfigError(f"data.source: the token files must have the same integer dtype, found {', '.join(dtypes)}.")
+        raise ConfigError(f"the token files must have the same integer dtype, found {', '.join(dtypes)}.")
     return TokenFiles(tuple(documents))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.user_code import check_arguments, place_of, user_code
+from flax_mesh.user_code import check_arguments, joined, place_of, user_code
 
 Factory = Callable[[Path, Any, int], Callable[[dict[str, Any]], None]]
 NAMES = {"tensorboard": "flax_mesh.train.hooks.tensorboard:make_hook"}
@@ -99,7 +99,8 @@ class Hooks:
             if callable(hook):
                 self._hooks[name] = hook
             elif hook is not FAILED:
-                self._say(f"warning: {name}: {place_of(factory)}: it must return a function of a row, got {hook!r}")
+                problem = f"it must return a function of a row, got {hook!r}"
+                self._say(f"warning: {joined(name, place_of(factory), problem)}")
         for name, hook in list(self._hooks.items()):
             self._guarded(name, hook, dict(row))
 
