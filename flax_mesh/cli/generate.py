@@ -157,7 +157,7 @@ def _length_note(request: Request, max_tokens: int) -> str:
 
 
 class _ReaderEnded(Exception):
-    """Nobody reads what would be generated."""
+    """The reader of standard output has ended, so the rest need not be generated."""
 
 
 def _checked(arguments: argparse.Namespace) -> Request:
