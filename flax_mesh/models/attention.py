@@ -64,7 +64,7 @@ class Attention(nnx.Module):
         k_BTKC, v_BTKC = (keys, values) if layer is None else (keys[layer], values[layer])
         mask_BT = cache.mask_BT(k_BTKC.shape[1], self.config.sliding_window)
         mask_B11T = mask_BT[:, None, None, :]
-        # One query, for which no kernel has an advantage.
+        # The kernels are for many queries of a row; here it has one.
         y_B1HC = jax.nn.dot_product_attention(q_B1HC, k_BTKC, v_BTKC, mask=mask_B11T, implementation="xla")
         return self.o(constrain(y_B1HC, Q_DIMS, axes=axes, mode="decode")), keys, values
 

@@ -244,7 +244,8 @@ def _steps(
     `saved` is the metadata of the checkpoint of step `start`.
     """
     config = run.config
-    profile = Profile(run.folder, config.run.profile if is_first() else 0, start, run.say)
+    is_recorded = is_first() and not profile_problem(config.run.profile, start, config.run.steps)
+    profile = Profile(run.folder, config.run.profile if is_recorded else 0, start, run.say)
     check = StepCheck(config.run, saved)
     own_hooks = Hooks(run.factories if is_first() else (), run.folder, config, start, run.say)
     rows = Rows(
@@ -269,7 +270,8 @@ def _steps(
         # One of several processes must not wait for the others, whose batches may not have failed.
         if start < step and step % config.checkpoint.every and jax.process_count() == 1:
             save(final=False)
-            run.say(f"the state after step {step} is saved, since the next batch cannot be made")
+            if not check.stopped:
+                run.say(f"the state after step {step} is saved, since the next batch cannot be made")
 
     with ExitStack() as stack:
         stack.callback(rows.close)

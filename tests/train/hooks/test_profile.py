@@ -58,10 +58,11 @@ def test_a_run_that_ends_before_is_refused_and_a_resumed_one_goes_on(tmp_path):
     with pytest.raises(ConfigError, match=r"^run.profile=5 records the steps 3 to 7, but run.steps=6 ends before that"):
         train(config_of(tmp_path, "run.profile=5"))
     assert not (tmp_path / "run").exists()
-    train(config_of(tmp_path, steps=5))
+    train(config_of(tmp_path, steps=3))
     printed = []
     assert train(config_of(tmp_path, "run.profile=5"), say=printed.append).step == 6
     assert any(line.startswith("note: nothing is recorded: run.profile=5 records") for line in printed)
+    assert not (tmp_path / "run" / "profile").exists()
 
 
 def test_a_run_that_stops_while_it_records_closes_the_trace(tmp_path):
