@@ -24,6 +24,7 @@ from flax_mesh.cli import main
 from tests.run_page import main as run_page
 
 ROOT = Path(__file__).parent.parent
+SLOW_PAGES = {"checkpoints.md", "memory.md", "pipelines.md", "plan.md", "tasks.md"}  # 10 s each
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -31,7 +32,14 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.name, marks=pytest.mark.slow if page.name in SLOW_PAGES else [])
+        for page in PAGES
+        if blocks(page, "python")
+    ],
+)
 def test_the_code_of_a_page_runs_on_one_device_and_prints_what_the_page_shows(page, tmp_path):
     """In a fresh process: a reader's machine has one device, unless the page itself asks for more."""
     command = [sys.executable, str(ROOT / "tests" / "run_page.py"), str(page)]

@@ -21,6 +21,7 @@ def row_of(capsys, *arguments):
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_the_handwritten_step_equals_the_step_of_the_recipe(capsys, tmp_path):
     quickly = "run.compiler_options=xla_backend_optimization_level=0"
     row = row_of(capsys, gpu.RECIPE, "model.num_layers=1", quickly, "--ceilings", f"--profile={tmp_path}")

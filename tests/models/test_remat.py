@@ -54,7 +54,7 @@ def without_remat():
     return {scan: residuals_and_gradients(dataclasses.replace(CONFIG, scan=scan)) for scan in (False, True)}
 
 
-@pytest.mark.parametrize("scan", [False, True], ids=["list", "stack"])
+@pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True], ids=["list", "stack"])
 @pytest.mark.parametrize("remat", ["full:2,none", "none:1,full:2,dots_saveable", "attention+mlp_up@host", ALL_NAMES])
 def test_gradients_do_not_change(remat, scan, without_remat):
     residuals, gradients = residuals_and_gradients(dataclasses.replace(CONFIG, remat=remat, scan=scan))

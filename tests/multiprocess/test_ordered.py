@@ -41,6 +41,7 @@ def check(model: str, schedule: str, sizes: str, processes: int, devices: int, s
     assert len({re.search(r"\d+ transfers a step", one.output)[0] for one in ended}) == 1  # pyright: ignore
 
 
+@pytest.mark.slow
 def test_calls_matched_by_number_equal_the_transfer_server_bit_for_bit():
     check("net", "1f1b", "pp:2", 2, 1, steps=3)
 

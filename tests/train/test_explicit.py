@@ -90,7 +90,9 @@ def test_a_step_on_explicit_axes_compiles_once(compilations: list[str]):
     assert len(compilations) == before
 
 
-@pytest.mark.parametrize(("first", "second"), [("auto", "explicit"), ("explicit", "auto")])
+@pytest.mark.parametrize(
+    ("first", "second"), [pytest.param("auto", "explicit", marks=pytest.mark.slow), ("explicit", "auto")]
+)
 def test_a_run_is_resumed_with_the_other_axis_types(first: str, second: str, tmp_path: Path):
     def losses(folder: str, *settings: str) -> list[float]:
         config = load_recipe(small_decoder.RECIPE)

@@ -58,6 +58,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path / "run"
 
 
+@pytest.mark.slow
 def test_a_run_of_the_first_version_resumes_bit_for_bit(folder, capsys):
     old_rows = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     assert [json.loads(row)["step"] for row in old_rows] == [1, 2, 3, 4, 3, 4, 5, 6]  # it was killed after step 4

@@ -73,6 +73,7 @@ def without_steps(run, checkpointer, state, start, saved):
     return TrainResult("finished", start, run.folder)
 
 
+@pytest.mark.slow
 def test_the_stages_are_checked_at_the_start_of_a_new_run(tmp_path, text, monkeypatch):
     monkeypatch.setattr(loop, "_steps", without_steps)
     calls, printed, folder = [], [], tmp_path / "run"

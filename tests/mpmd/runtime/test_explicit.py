@@ -195,7 +195,7 @@ def assert_close(have, want, rtol):
 
 
 QUICK = {
-    ("blocks", "fsdp and tp", "explicit", "1f1b", "none"),
+    ("blocks", "dp", "explicit", "1f1b", "none"),
     ("linears", "dp", "mixed", "zb-h1", "full"),
 }
 MATRIX = {

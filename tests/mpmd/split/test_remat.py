@@ -60,7 +60,12 @@ def test_a_layer_stores_the_results_of_its_matrix_products(dtype):
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "how", "share"),
-    [("float32", "none", 0.8), ("bfloat16", "none", 0.7), ("float32", "cheap", 0.6), ("bfloat16", "cheap", 0.6)],
+    [
+        pytest.param("float32", "none", 0.8, marks=pytest.mark.slow),
+        ("bfloat16", "none", 0.7),
+        pytest.param("float32", "cheap", 0.6, marks=pytest.mark.slow),
+        ("bfloat16", "cheap", 0.6),
+    ],
 )
 def test_fewer_bytes_are_stored_and_gradients_are_bitwise_equal(dtype, how, share, split, monkeypatch):
     lean = decoder(dtype, split=split, remat=how)

@@ -47,6 +47,7 @@ def rows_of(config: Any) -> tuple[list[dict[str, Any]], list[str]]:
     return rows, lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["plain", pytest.param("pp", marks=pytest.mark.slow)])
 def test_the_metrics_are_those_of_the_built_in_evaluation(mesh, tmp_path, text):
     functions = {"first": held_out, "second": lambda config, evaluate: {"half": held_out(config, evaluate)["loss"] / 2}}

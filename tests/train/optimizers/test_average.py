@@ -43,7 +43,7 @@ def average_of(history):
     return found
 
 
-@pytest.mark.parametrize("mesh", [pytest.param("mesh", marks=pytest.mark.slow), "pp"])
+@pytest.mark.parametrize("mesh", ["mesh", pytest.param("pp", marks=pytest.mark.slow)])
 def test_the_average_equals_that_of_optax_over_the_history(mesh):
     history, _ = plain(optax.chain(CLIP, PLAIN["adamw"][1]()))
     _, state, _ = trained(config_of(mesh, ema=DECAY))
@@ -139,6 +139,7 @@ def test_a_run_with_an_average_resumes_bit_for_bit(tmp_path, door, mesh):
     assert [row["loss"] for row in again] == expected[0][2:] and again[-1]["eval_loss"] == expected[1]
 
 
+@pytest.mark.slow
 def test_another_decay_is_refused_on_resume(tmp_path):
     """Also with --allow-changes, which accepts other changes: the stored average is divided by 1 - decay^steps."""
     train(run_config(tmp_path, steps=2))
