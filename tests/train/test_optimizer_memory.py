@@ -131,7 +131,8 @@ def test_a_refused_update_leaves_the_moments_as_they_are(tmp_path):
 @pytest.mark.parametrize(
     ("shape", "zero"),
     [
-        *(("fsdp:4", ""), ("pp:2,fsdp:2", "dp")),
+        ("fsdp:4", ""),
+        ("pp:2,fsdp:2", "dp"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (("fsdp:4", "dp"), ("pp:2,fsdp:2", ""), ("dp:4", ""), ("dp:4", "dp"))

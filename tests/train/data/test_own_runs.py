@@ -52,13 +52,8 @@ def test_own_batches_of_the_tokens_have_the_losses_of_the_built_in_ones(mesh, tm
     assert any(line.startswith("data: make_batches of ") and "inputs i32[8,16]" in line for line in lines)
 
 
-SAMPLED = (
-    ("function", "plain"),
-    ("grain", "plain"),
-    ("iterator", "plain"),
-)  # by default; all of them in the slow tests
 CASES = [
-    (maker, mesh) if (maker, mesh) in SAMPLED else pytest.param(maker, mesh, marks=pytest.mark.slow)
+    (maker, mesh) if mesh == "plain" else pytest.param(maker, mesh, marks=pytest.mark.slow)
     for maker in MAKERS
     for mesh in MESHES
 ]
