@@ -285,16 +285,16 @@ def test_a_stopped_process_is_detected_within_15_seconds(tmp_path):
 def test_killed_runs_resume_bit_for_bit(tmp_path):
     """Ten kill -9, each of a random process at a random time."""
     steps, kills = 60, 10
-    common = ("mesh.shape=pp:4", f"run.steps={steps}", "checkpoint.every=2")
+    common = ("mesh.shape=pp:2", f"run.steps={steps}", "checkpoint.every=2")
     reference, folder = tmp_path / "reference", tmp_path / "run"
-    run(4, 1, reference, *common)
+    run(2, 1, reference, *common)
     numbers = random.Random(0)
     resumed, before, outputs = 0, [], []
     for kill in range(kills):
-        with start(4, 1, folder, *common) as running:
+        with start(2, 1, folder, *common) as running:
             target = 5 * (kill + 1) + numbers.randrange(3)
             running.wait_for(f"step {target:>6} ", LIMIT_S)
-            victim = numbers.randrange(4)
+            victim = numbers.randrange(2)
             os.kill(children(running)[victim], signal.SIGKILL)
             ended = running.ended(60)
         assert ended.code == 5 and f"process {victim} was terminated by SIGKILL" in ended.output, ended.output
@@ -302,7 +302,7 @@ def test_killed_runs_resume_bit_for_bit(tmp_path):
         resumed += "; resuming," in ended.output
         before.append(losses(folder))
         outputs.append(ended.output)
-    outputs.append(run(4, 1, folder, *common))
+    outputs.append(run(2, 1, folder, *common))
     assert "; resuming," in outputs[-1] and resumed == kills - 1
     expected, found = losses(reference), losses(folder)
     assert sorted(found) == sorted(expected) == list(range(1, steps + 1))

@@ -13,13 +13,9 @@ from tests.multiprocess.processes import assert_all_done, run_workers
 # model, schedule, mesh, processes, devices of each
 MATRIX = [
     ("decoder", "1f1b", "pp:4", 4, 1),
-    ("net", "interleaved-1f1b", "pp:2", 2, 1),
     ("net", "zb-v", "pp:2", 2, 1),
-    ("net", "v-min", "pp:2", 2, 1),
-    ("net", "zb-h2", "pp:2", 2, 1),
     ("net", "zb-h1", "pp:4", 4, 1),
     ("decoder", "zb-h1", "pp:2,fsdp:2", 2, 2),
-    ("decoder", "interleaved-1f1b", "pp:2,tp:2", 2, 2),
     ("net", "1f1b", "pp:4,fsdp:2", 4, 2),
     ("net", "gpipe", "pp:4", 2, 2),  # two groups in each process
     ("net", "zb-h1", "pp:2,fsdp:2", 4, 1),  # two processes share a group

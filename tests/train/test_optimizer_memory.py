@@ -99,7 +99,8 @@ OPTIMIZERS = {
 
 PLAIN, PIPELINE = "fsdp:4", "pp:2,fsdp:2"
 WITH_SHAPES = [
-    pytest.param(OPTIMIZERS[name], shape, id=f"{name}-{shape}") for name in OPTIMIZERS for shape in (PLAIN, PIPELINE)
+    *(pytest.param(OPTIMIZERS[name], PIPELINE, id=f"{name}-{PIPELINE}") for name in OPTIMIZERS),
+    pytest.param(OPTIMIZERS["adafactor"], PLAIN, id=f"adafactor-{PLAIN}"),
 ]
 
 

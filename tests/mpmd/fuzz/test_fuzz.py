@@ -8,7 +8,7 @@ from tests.mpmd.fuzz.operations import FEATURES, OPERATIONS, RULES, WRAPPERS
 from tests.mpmd.fuzz.run import check_case, check_seeds, differences, on_one_device, pipelined
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-SECONDS, FEWEST = 90, 15  # of the slow run; shrinking three failures takes at most three minutes more
+SECONDS, FEWEST = 60, 10  # of the slow run; shrinking three failures takes at most three minutes more
 SEEDS = range(100_000)
 # Cases that the library computed wrongly once: complex activations, new values without an equation, custom_vjp rules
 # that are not linear, parameters that the forward pass changes.

@@ -30,12 +30,12 @@ SENDING_MORE |= {"statistics_of_the_first_layer", "clipped_kernel", "teacher"}
 COPYING = {"counter", "statistics_of_the_first_layer", "clipped_kernel", "teacher"}
 
 ignore_sow = pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
-# Every model in two stages; models whose stages share parameters or send more than one activation also in four.
+# Every model in two stages; models whose stages share parameters or have copies of a variable also in four.
 RUNS = [pytest.param(*p.values, 2, marks=p.marks, id=f"{p.id}-2") for p in PARAMETERS]
 RUNS += [
     pytest.param(case, 4, marks=pytest.mark.slow, id=f"{case.name}-4")
     for case in CASES
-    if case.name in SHARING | SENDING_MORE | COPYING
+    if case.name in SHARING | COPYING
 ]
 
 
