@@ -165,7 +165,7 @@ def assert_restored(folder: Path, step: int, processes: int, devices: int, shape
 def test_checkpoints_are_restored_with_other_numbers_of_processes(tmp_path):
     """Saved in each layout and restored in the next, every shard has the bits that plain Orbax reads."""
     folder, reference = tmp_path / "run", tmp_path / "reference"
-    layouts = [(4, 1, "pp:4"), (1, 1, "dp:1"), (2, 2, "pp:2,fsdp:2"), (2, 2, "fsdp:4"), (4, 1, "pp:4")]
+    layouts = [(4, 1, "pp:4"), (1, 1, "dp:1"), (2, 2, "pp:2,fsdp:2"), (2, 2, "fsdp:4")]
     for step, (processes, devices, shape) in enumerate(layouts, start=1):
         output = run(processes, devices, folder, f"mesh.shape={shape}", f"run.steps={step}")
         assert step == 1 or f"at step {step - 1}; resuming, 1 steps to go" in output
@@ -173,7 +173,7 @@ def test_checkpoints_are_restored_with_other_numbers_of_processes(tmp_path):
             assert_restored(folder, step, *layouts[step], tmp_path / f"restored{step}")
     run(1, 1, reference, "mesh.shape=dp:1", f"run.steps={len(layouts)}")
     expected = losses(reference)
-    assert sorted(expected) == sorted(losses(folder)) == [1, 2, 3, 4, 5]
+    assert sorted(expected) == sorted(losses(folder)) == [1, 2, 3, 4]
     for step, found in losses(folder).items():
         np.testing.assert_allclose(found, expected[step], rtol=1e-5)
 

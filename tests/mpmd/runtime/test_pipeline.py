@@ -156,7 +156,7 @@ def test_loss_gradients_and_parameters_equal_those_of_one_device(stages, count, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*SCHEDULE_NAMES, "v-5"])
-@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("stages", [2, 4])
 def test_every_schedule_at_all_numbers_of_stages_and_microbatches(stages, name):
     ran = 0
     for count in sorted({1, 2, stages, 2 * stages, 3 * stages + 1}):
