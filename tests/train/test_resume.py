@@ -28,7 +28,7 @@ from tests.train.bigram import write_text
 
 RECIPE = Path(__file__).with_name("bigram.py")
 STEPS = 24
-KILLS_IN_ALL = 15
+KILLS_IN_ALL = 20
 PATIENCE = 120  # seconds, timeout of every wait for a process
 SETTINGS = (
     f"run.steps={STEPS}",
