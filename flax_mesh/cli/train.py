@@ -202,8 +202,13 @@ def _display(steps: int, eval_fns: Collection[str]) -> Iterator[_Display]:
 
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console()
-    speed: dict[str, Any] = {"speed_estimate_period": math.inf}  # not of the last 30 s: a step may take longer
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True, **speed) as progress:
+    with Progress(
+        *columns,
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+        speed_estimate_period=math.inf,  # not the last 30 s: a step may take longer
+    ) as progress:
         yield _Display(progress, progress.add_task("training", total=steps), eval_fns)
 
 

@@ -320,7 +320,7 @@ def _before_failure(batches: Iterator[Any], call: Callable[[], None]) -> Iterato
     """`batches`; `call` is called before an error of one of them is raised."""
     try:
         yield from batches
-    except Exception:
+    except Exception:  # whatever it is: code of the recipe may raise anything
         call()
         raise
 
