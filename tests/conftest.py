@@ -12,7 +12,6 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--platform", default="cpu", help="JAX backend of the tests: cpu (8 virtual devices), gpu, tpu")
-    parser.addoption("--compilation-cache", metavar="DIR", help="keep XLA's compilation cache here, for later calls")
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden from the recipes")
 
 
@@ -30,12 +29,10 @@ def _share_compilation_cache(config: pytest.Config) -> None:
     """Shares XLA's compilation cache among all tests and the processes that they start, to reduce their time."""
     if hasattr(config, "workerinput"):  # a process of pytest-xdist, which has inherited the settings
         return
-    folder = config.getoption("--compilation-cache")
-    if folder is None:
-        folder = made = tempfile.mkdtemp(prefix="flax_mesh-compiled-")
-        config.add_cleanup(lambda: shutil.rmtree(made, ignore_errors=True))
+    folder = tempfile.mkdtemp(prefix="flax_mesh-compiled-")
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     settings = {
-        "jax_compilation_cache_dir": os.path.abspath(folder),
+        "jax_compilation_cache_dir": folder,
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": 0,
     }
