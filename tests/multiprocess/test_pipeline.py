@@ -35,7 +35,6 @@ MATRIX: list[tuple[str, str, str, int, int]] = [
     ("net", "zb-h2", "pp:4", 4, 1),
     ("net", "v-min", "pp:2,fsdp:2", 2, 2),
     ("net", "zb-h1", "pp:2,fsdp:2", 2, 2),
-    ("decoder", "zb-h1", "pp:4", 4, 1),
     ("decoder", "interleaved-1f1b", "pp:2,tp:2", 2, 2),
     ("net", "1f1b", "pp:4", 2, 2),  # two groups in each process
     ("net", "zb-h1", "pp:2,fsdp:2", 4, 1),  # two processes share a group
