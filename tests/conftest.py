@@ -9,10 +9,19 @@ from collections.abc import Iterator
 import jax
 import pytest
 
+from tests import tiers
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--platform", default="cpu", help="JAX backend of the tests: cpu (8 virtual devices), gpu, tpu")
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden from the recipes")
+    parser.addoption("--slice", metavar="K/N", type=tiers.parse_slice, help="only slice K of N of the slow tests")
+    parser.addoption(
+        "--touched",
+        metavar="FOLDERS",
+        default="",
+        help="with --slice: also the slow tests of these folders below tests/",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -23,6 +32,17 @@ def pytest_configure(config: pytest.Config) -> None:
     if platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", 8)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects the slow tests that are neither in the slice of `--slice` nor in a folder of `--touched`."""
+    chosen = config.getoption("--slice")
+    if chosen is None:
+        return
+    touched = set(config.getoption("--touched").split(","))
+    selected = [i for i in items if "slow" not in i.keywords or tiers.is_selected(i.nodeid, chosen, touched)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(selected)])
+    items[:] = selected
 
 
 def _share_compilation_cache(config: pytest.Config) -> None:

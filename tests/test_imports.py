@@ -1,8 +1,12 @@
-"""The side effects of importing flax_mesh, in a new process."""
+"""The side effects of importing flax_mesh, in a new process, and the import of every module."""
 
+import importlib
 import json
+import pkgutil
 import subprocess
 import sys
+
+import flax_mesh
 
 CODE = """
 import json, sys
@@ -26,3 +30,11 @@ def test_importing_loads_only_its_own_modules_and_changes_no_settings():
 def test_training_can_be_imported_without_xxhash():
     code = "import sys; sys.modules['xxhash'] = None; import flax_mesh.models, flax_mesh.train"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_module_can_be_imported():
+    names = [module.name for module in pkgutil.walk_packages(flax_mesh.__path__, "flax_mesh.")]
+    assert len(names) > 150
+    for name in names:
+        if not name.endswith(".__main__"):  # these run a command
+            importlib.import_module(name)

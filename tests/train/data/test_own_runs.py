@@ -9,7 +9,7 @@ import pytest
 
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError
 from flax_mesh.train import TrainConfig, train
-from flax_mesh.train.data.iterators import IteratorBatches
+from flax_mesh.train.data.iterators import IteratorBatches, decode, encode
 from tests.train.bigram import write_text
 from tests.train.data.own_recipe import MAKERS, MESHES, PLAIN, Windows, config_of, grain_batches, token_batches
 
@@ -73,10 +73,18 @@ def test_a_killed_run_resumes_bit_for_bit(maker, mesh, tmp_path, text):
 
 
 def test_a_state_that_is_saved_one_batch_too_late_is_found(tmp_path, text, monkeypatch):
-    """The batch that the prefetch thread has drawn already would be skipped."""
     whole, _ = run(config_of(tmp_path / "whole", text, Windows, *PLAIN))
-    monkeypatch.setattr(IteratorBatches, "state", lambda self, step: self._read_state())
     killed = config_of(tmp_path / "killed", text, Windows, *PLAIN)
+    state_after = IteratorBatches.state
+
+    def one_batch_later(self: IteratorBatches, step: int) -> dict[str, Any]:
+        """The state if the thread that prefetches batches has drawn the next one already."""
+        copy = Windows(killed)
+        copy.set_state(decode(state_after(self, step)))
+        next(copy)
+        return encode(copy.get_state())
+
+    monkeypatch.setattr(IteratorBatches, "state", one_batch_later)
     before, _ = run(killed, kill_at=5)
     after, _ = run(killed)
     assert before | after != whole
