@@ -34,15 +34,18 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_num_cpu_devices", 8)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects the slow tests that are neither in the slice of `--slice` nor in a folder of `--touched`."""
+    """Marks all cases of sampled functions but the first as slow, and applies `--slice` and `--touched`."""
+    for item in items:
+        if "sampled" in item.keywords and isinstance(item, pytest.Function) and any(item.callspec.indices.values()):
+            item.add_marker("slow")
     chosen = config.getoption("--slice")
-    if chosen is None:
-        return
-    touched = set(config.getoption("--touched").split(","))
-    selected = [i for i in items if "slow" not in i.keywords or tiers.is_selected(i.nodeid, chosen, touched)]
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(selected)])
-    items[:] = selected
+    if chosen is not None:
+        touched = set(str(config.getoption("--touched")).split(","))
+        selected = [i for i in items if "slow" not in i.keywords or tiers.is_selected(i.nodeid, chosen, touched)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(selected)])
+        items[:] = selected
 
 
 def _share_compilation_cache(config: pytest.Config) -> None:

@@ -50,7 +50,7 @@ def run(name: str, options: list[str], capsys: pytest.CaptureFixture[str]) -> di
     return check(name, lines[-1])
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == "plan" else ()) for n in QUICK])
 def test_a_benchmark_runs(name: str, capsys: pytest.CaptureFixture[str]):
     found = run(name, QUICK[name], capsys)
     assert found["command"].endswith(" ".join(QUICK[name]))

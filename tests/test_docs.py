@@ -32,6 +32,7 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
     [
@@ -244,7 +245,25 @@ def examples() -> list[doctest.DocTest]:
     return [example for name in NAMES for example in finder.find(public(name), name) if example.examples]
 
 
-@pytest.mark.parametrize("example", examples(), ids=lambda example: example.name)
+SLOW_EXAMPLES = {  # 1 to 10 s each
+    "flax_mesh.train.train",
+    "flax_mesh.mpmd.Pipeline",
+    "flax_mesh.checkpoint.Checkpointer",
+    "flax_mesh.models.generate",
+    "flax_mesh.models.load_decoder",
+    "flax_mesh.plan.plan",
+    "flax_mesh.plan.compile.compile_recipe",
+    "flax_mesh.plan.search.search_layouts",
+}
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(example, id=example.name, marks=pytest.mark.slow if example.name in SLOW_EXAMPLES else ())
+        for example in examples()
+    ],
+)
 def test_the_example_of_a_docstring_runs(example, tmp_path, monkeypatch):
     """With the imports that every page of the docs begins with; other than entry points, with its own module's too."""
     monkeypatch.chdir(tmp_path)

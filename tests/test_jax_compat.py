@@ -433,6 +433,7 @@ def own_names(paths: list[Path]) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_private_names_are_used_only_in_one_file():
     paths = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "jax_compat.py"]
     assert len(paths) > 50

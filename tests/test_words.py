@@ -147,6 +147,7 @@ def searched_files() -> list[Path]:
 STORED = "flax_mesh/train/metadata.py:{line}: whole -> use replicated"
 
 
+@pytest.mark.slow
 def test_docs_and_docstrings_use_standard_terms():
     found = [line for path in searched_files() for line in find_words(path)]
     lines = (ROOT / "flax_mesh" / "train" / "metadata.py").read_text().splitlines()

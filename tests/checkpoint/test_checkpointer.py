@@ -61,6 +61,7 @@ def save(folder, state, step=1, **kinds):
         checkpointer.save(step, state, {"step": step, "text": "ä"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "restored"),
     [pytest.param("fsdp8", "dp2fsdp2tp2", marks=pytest.mark.slow), ("scanned", "one")],
@@ -86,6 +87,7 @@ def test_every_layout_restores_into_every_other(saved, tmp_path):
             check_same(state, checkpointer.restore(abstract_of(restored)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [pytest.param("one", marks=pytest.mark.slow), "scanned"])
 def test_plain_orbax_reads_a_checkpoint(layout, tmp_path):
     state = state_of(layout)
@@ -105,6 +107,7 @@ print(sorted(tree), sorted(tree["model"]["layers"]), q.shape, repr(float(np.asar
     assert run.stdout.split("\n")[0] == f"['model', 'optimizer'] ['0', '1', '2'] (16, 4, 4) {total}"
 
 
+@pytest.mark.slow
 def test_another_model_is_refused_with_the_paths_and_both_shapes(tmp_path):
     save(tmp_path, state_of("one"))
     other = dataclasses.replace(LISTED, num_layers=2, num_kv_heads=4, tied=False)
@@ -153,6 +156,7 @@ def test_the_newest_checkpoints_are_retained_and_found_again(tmp_path):
         assert checkpointer.metadata(2) == {"step": 2}
 
 
+@pytest.mark.slow
 def test_arrays_may_be_donated_once_save_has_returned(tmp_path):
     state, abstract = state_of("scanned"), abstract_of("scanned")
     before = by_layer(state)
@@ -165,6 +169,7 @@ def test_arrays_may_be_donated_once_save_has_returned(tmp_path):
     assert all(np.array_equal(before[path], got[path]) for path in before)
 
 
+@pytest.mark.slow
 def test_restore_waits_for_the_save_in_progress(tmp_path, monkeypatch):
     """Three lines move a state to another layout: no metadata, no wait."""
     state, other = state_of("fsdp8"), abstract_of("dp2fsdp2tp2")
@@ -206,6 +211,7 @@ def test_restoring_from_an_empty_folder_is_an_error(tmp_path):
         checkpointer.restore(abstract_of("one"))
 
 
+@pytest.mark.slow
 def test_a_train_state_is_restored_as_a_train_state(tmp_path):
     """On disk it is equal to the nnx.State of the same arrays."""
     layout = abstract_train_state(maker(SCANNED), abstract_of("scanned"))

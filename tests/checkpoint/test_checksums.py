@@ -63,6 +63,7 @@ def same(a, b) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_of_the_data_is_found(copy, monkeypatch):
     step, rng = copy / "2", np.random.default_rng(0)
     monkeypatch.setattr(checksums, "BLOCK", 4096)  # so that there are first, middle and last blocks
@@ -122,6 +123,7 @@ def test_a_damaged_index_is_reported_before_it_is_read(copy, capfd):
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", MARKERS)
 def test_a_flipped_byte_of_a_marker_does_not_change_the_restored_values(name, copy, state):
     """Orbax writes these two after the checksums. Restoring reads neither; invalid JSON counts as damage."""
@@ -136,6 +138,7 @@ def test_a_flipped_byte_of_a_marker_does_not_change_the_restored_values(name, co
     assert found == (8 if name == "_CHECKPOINT_METADATA" else 0)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("harm", [truncate, Path.unlink], ids=["truncated", "removed"])
 def test_a_truncated_or_missing_file_is_found_whichever_it_is(harm, copy, state):
     """Never a wrong value, never a new run: the damaged file is named, and the step before is used."""

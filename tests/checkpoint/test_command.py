@@ -49,6 +49,7 @@ def damage(step: Path) -> str:
 # --- list, inspect, verify ---
 
 
+@pytest.mark.slow
 def test_list_reports_steps_sizes_validity_metrics_and_mesh(command, saved):
     for folder in (saved, saved / "checkpoints"):
         five, ten = as_json(command, "list", folder)["checkpoints"]
@@ -257,6 +258,7 @@ def test_plain_orbax_reads_the_exported_tree(command, saved, state, tmp_path):
         assert isinstance(tree[path], np.ndarray) and np.array_equal(tree[path], x), path
 
 
+@pytest.mark.slow
 def test_reshard_writes_the_same_values_in_the_layout_of_the_recipe(command, saved, tmp_path):
     out = tmp_path / "run2" / "checkpoints"
     argv = ["mesh.shape=fsdp:4,tp:2", "model.scan=true"]

@@ -97,6 +97,7 @@ def test_import_refuses_unknown_keys_unless_they_are_ignored(command, tmp_path):
 # --- untrusted checkpoints ---
 
 
+@pytest.mark.slow
 def test_control_characters_in_a_checkpoint_are_never_printed(command, tmp_path):
     evil = "a\x1b[31m\r\n\x07\u202e\x9b../../x"
     metadata = {

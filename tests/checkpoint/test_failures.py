@@ -57,6 +57,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host_bytes", [None, pytest.param(2**20, marks=pytest.mark.slow)])
 def test_a_save_succeeds_after_a_failed_one(host_bytes, tmp_path):
     run = subprocess.run(

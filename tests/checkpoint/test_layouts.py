@@ -115,6 +115,7 @@ def check_pair(setup, saved, before: str, after: str) -> None:
     np.testing.assert_allclose(have, want, rtol=0, atol=5e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("before", "after"), SAMPLE)
 def test_a_run_continues_in_another_layout(before, after, setup, saved):
     check_pair(setup, saved, before, after)

@@ -78,6 +78,7 @@ def extra_bytes(folder, kind: str, host_bytes: int | None) -> int:
     return json.loads(run.stdout)["extra"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "host_bytes"),
     [

@@ -102,6 +102,7 @@ def run(command, *argv) -> int:
     return code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_mutated_metadata(command, saved, tmp_path, seed):
     rng = random.Random(seed)
@@ -115,6 +116,7 @@ def test_mutated_metadata(command, saved, tmp_path, seed):
             run(command, argv[0], tmp_path / "c", *argv[1:])
 
 
+@pytest.mark.slow
 def test_a_run_resumes_from_mutated_metadata_or_refuses_it(saved, tmp_path):
     """The parts of a resumed run that read the metadata, without its compilation."""
     rng, config = random.Random(7), program_of().config
@@ -136,6 +138,7 @@ def test_a_run_resumes_from_mutated_metadata_or_refuses_it(saved, tmp_path):
     assert 20 < refused < 180
 
 
+@pytest.mark.slow
 def test_a_run_does_not_resume_from_a_checkpoint_of_the_python_interface(capsys, tmp_path):
     with Checkpointer(tmp_path / "run" / "checkpoints") as checkpointer:
         checkpointer.save(1, nnx.State({"model": {"w": jnp.ones(3)}}))
@@ -147,6 +150,7 @@ def test_a_run_does_not_resume_from_a_checkpoint_of_the_python_interface(capsys,
 
 
 # An exception of tensorstore that nothing awaits; the command line suppresses its message (cli/main.py).
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_mutated_index_files(command, saved, tmp_path, seed):
@@ -170,6 +174,7 @@ def test_mutated_index_files(command, saved, tmp_path, seed):
     assert run(command, "verify", tmp_path / "c") == DONE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
 def test_mutated_folders_of_safetensors(command, tmp_path, name):
     rng = random.Random(name)

@@ -97,6 +97,7 @@ assert (tree["model"]["layers"]["1"]["bias"] == np.arange(16)).all()
 """
 
 
+@pytest.mark.slow
 def test_orbax_alone_reads_a_checkpoint_of_other_devices(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
     (code,) = re.findall(r"^```python\n(import orbax.*?)^```", page, re.DOTALL | re.MULTILINE)

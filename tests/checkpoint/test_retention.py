@@ -97,6 +97,7 @@ def test_the_best_are_retained_over_a_restart(tmp_path):
     assert sorted(os.listdir(tmp_path), key=int) == ["1", "5", "10", "11"]  # nothing partly deleted
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "bad", [{"metrics": {"loss": math.nan}}, {"metrics": {"grad_norm": math.inf}}, {"finite": False}]
 )
@@ -165,6 +166,7 @@ with Checkpointer(sys.argv[1], keep=1) as checkpointer:
 """
 
 
+@pytest.mark.slow
 def test_the_next_save_removes_what_a_kill_between_rename_and_deletion_left(tmp_path):
     command = [sys.executable, "-c", KILLED_BETWEEN_RENAME_AND_DELETION, str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

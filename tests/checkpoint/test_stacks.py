@@ -132,6 +132,7 @@ def test_an_unnamed_stack_is_refused_and_a_named_one_is_saved_as_a_list(tmp_path
         checkpointer.restore(as_list)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "make",
     [
@@ -230,6 +231,7 @@ NAMES = ("inc", "norm", "down", "layers")
 WithTable = partitioned([(".*", ())], layers=NAMES)(type("WithTable", (Single,), {}))
 
 
+@pytest.mark.slow
 def test_named_modules_that_are_no_stack_are_saved_as_they_are(tmp_path):
     state = train_state(Single)
     want = save(tmp_path / "a", state, layers="layers")

@@ -142,6 +142,7 @@ def test_one_error_lists_every_path_that_differs(checkpointer):
     assert "dropout" not in text and "optimizer/step" not in text
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", [Net, Scanned])
 def test_a_partial_restore_reports_what_it_restored(kind, checkpointer, state):
     """Two saved layers, a model with three: a list restores two of them, a stack none."""

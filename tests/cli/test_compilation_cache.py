@@ -40,6 +40,7 @@ def hits(output):
     return output.count("Persistent compilation cache hit for 'jit_step'")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_reads_the_programs_and_has_the_same_losses(first, tmp_path):
     folder, (code, output, losses) = first
     assert code == 0 and not hits(output) and len(losses) == 4
@@ -52,6 +53,7 @@ def test_a_resumed_run_reads_the_programs_and_has_the_same_losses(first, tmp_pat
     assert code == 0 and hits(output) == 1 and again == losses
 
 
+@pytest.mark.slow
 def test_damaged_programs_are_compiled_again(first, tmp_path):
     folder, (_, _, losses) = first
     copy = tmp_path / "run"
@@ -72,6 +74,7 @@ def test_a_run_without_the_cache_has_the_same_losses(first, tmp_path):
     assert losses == first[1][2]
 
 
+@pytest.mark.slow
 def test_a_start_that_fails_leaves_no_programs(tmp_path):
     np.save(tmp_path / "tokens.npy", np.full(5000, 300, np.int32))  # found when the first batch is read
     code, output, _ = run(tmp_path / "run", "run.steps=4", source="tokens.npy")

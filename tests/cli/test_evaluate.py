@@ -51,6 +51,7 @@ def command(capsys):
     return call
 
 
+@pytest.mark.slow
 def test_the_loss_is_the_held_out_loss_of_the_run(trained, command):
     run, row, held_out = trained
     code, text, errors = command(run, "--data", f"held={held_out}", "mesh.shape=dp:2,tp:2", "--json")

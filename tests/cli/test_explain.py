@@ -61,6 +61,7 @@ def golden_text(report: ShardingReport) -> str:
     return "\n".join([*lines, f"state per device {max(report.memory_per_device.values()):,} B", ""])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.py")), ids=lambda path: path.stem)
 def test_the_sharding_of_every_recipe_equals_its_golden_text(recipe, request):
     explanation = explain(load_recipe(str(recipe)))
@@ -108,6 +109,7 @@ def test_an_unknown_platform_makes_device_access_fail():
     assert run.returncode != 0 and "Unable to initialize backend 'nowhere'" in run.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [pytest.param("true", marks=pytest.mark.slow), "false"])
 def test_405b_on_4096_devices_is_explained_in_seconds_without_a_backend(scan):
     """JAX_PLATFORMS is not a platform, so that any access to a device fails."""
@@ -271,6 +273,7 @@ def test_a_pipeline_is_explained_as_one_of_its_groups(capsys, tmp_path):
     assert not explain(apply_overrides(load_recipe(TINY), ["model.attention=xla"])).note
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mesh", ["dp:2,fsdp:2", "pp:2"])
 def test_cudnn_attention_is_explained_without_cudnn(mesh, capsys):
     base = ["explain", TINY, f"mesh.shape={mesh}", "pipeline.num_microbatches=2", "model.dtype=bfloat16"]

@@ -68,6 +68,7 @@ def test_the_text_that_is_streamed_is_that_of_the_json(run, command, tmp_path):
     assert (code, rows(text)) == (DONE, [row])
 
 
+@pytest.mark.slow
 def test_prompts_of_a_file_are_printed_when_they_are_complete(run, command, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("one\nanother \x1b[2J\nlast\n")
@@ -207,6 +208,7 @@ def test_a_damaged_checkpoint_has_the_exit_code_of_damage(run, command, tmp_path
     assert code == FINDINGS and "is damaged" in errors and "Traceback" not in errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["generate", "evaluate"])
 def test_random_arguments_end_in_a_documented_exit_code(run, capsys, tmp_path, name):
     """Nothing is computed: one argument is always wrong."""

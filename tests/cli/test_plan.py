@@ -39,6 +39,7 @@ def on_eight_cpu_devices():
 # --- flax-mesh plan ---
 
 
+@pytest.mark.slow
 def test_the_text_json_and_page_are_those_of_the_plan(capsys, tmp_path):
     found = plan(apply_overrides(load_recipe(TINY), SMALL), parse_topology("v5e:2x4"))
     command = ["plan", TINY, *SMALL, "--topology", "v5e:2x4"]
@@ -55,6 +56,7 @@ def test_the_text_json_and_page_are_those_of_the_plan(capsys, tmp_path):
     assert page.read_text(encoding="utf-8") == found.to_html(title=f"{TINY} {' '.join(SMALL)}")
 
 
+@pytest.mark.slow
 def test_without_a_topology_the_plan_is_for_the_devices_that_are_here(capsys):
     assert main(["plan", TINY, *SMALL, "--json"]) == DONE
     here = json.loads(capsys.readouterr().out)

@@ -51,6 +51,7 @@ def run(capsys, argv: list[str]) -> tuple[int, str]:
     return code, captured.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(3))
 def test_random_settings_end_in_a_documented_exit_code(part, capsys):
     draw, codes = random.Random(part), []
@@ -70,6 +71,7 @@ def test_random_settings_end_in_a_documented_exit_code(part, capsys):
     assert {DONE, BAD_INPUT} <= set(codes)
 
 
+@pytest.mark.slow
 def test_every_setting_takes_or_refuses_values_of_all_kinds():
     """Each setting alone, as far as a config is checked without tracing."""
     tiny, draw, refused, tried = load_recipe(TINY), random.Random(0), 0, 0
@@ -124,6 +126,7 @@ def mutated(draw: random.Random) -> str:
     return "".join(words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(2))
 def test_mutated_recipes_are_explained_or_refused_with_their_line(part, tmp_path, capsys):
     draw, codes = random.Random(part), []

@@ -228,6 +228,7 @@ def test_the_commands_of_the_docs_run(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_the_table_of_the_docs_has_makespan_period_and_bubble_of_every_schedule():
     """The column for 4 groups and 8 microbatches, and the one after it."""
     rows = [line.split("|")[1:-1] for line in PAGE.read_text().splitlines() if line.startswith("| `")]

@@ -163,6 +163,7 @@ def test_an_unreadable_settings_file_is_reported_in_one_line(error_lines, tmp_pa
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_a_platform_without_devices_is_reported_in_one_line(platform):
     argv = ["train", TINY, f"run.platform={platform}"]
@@ -173,6 +174,7 @@ def test_a_platform_without_devices_is_reported_in_one_line(platform):
     )
 
 
+@pytest.mark.slow
 def test_all_arrays_of_a_checkpoint_of_another_model_are_listed(small, error_lines, capsys):
     assert main([*small, "run.steps=1", "run.eval_every=0"]) == DONE
     capsys.readouterr()
@@ -185,6 +187,7 @@ def test_all_arrays_of_a_checkpoint_of_another_model_are_listed(small, error_lin
     assert "--restart" in tail
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["x" * 5000, "~no_such_user/x", "/dev/null/x"])
 def test_a_path_that_cannot_exist_is_reported_in_one_line(error_lines, name):
     for argv in (["train", name], ["train", TINY, f"@{name}"], ["explain", TINY, "--html", name]):
@@ -278,6 +281,7 @@ def test_options_may_appear_anywhere(capsys, argv):
 # --- a run ---
 
 
+@pytest.mark.slow
 def test_a_run_prints_its_steps_and_the_command_that_extends_it(small, capsys, tmp_path):
     assert main([*small, "run.steps=2", "run.sample_tokens=4"]) == DONE
     out = capsys.readouterr().out
@@ -294,6 +298,7 @@ def test_a_run_prints_its_steps_and_the_command_that_extends_it(small, capsys, t
     assert "Nothing to do." in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_command_printed_after_a_restart_uses_the_new_folder(small, capsys, tmp_path):
     assert main([*small, "run.steps=1", "run.eval_every=0"]) == DONE
     assert main([*small, "run.steps=1", "--restart", "run.eval_every=0"]) == DONE
@@ -360,6 +365,7 @@ def signal_at_step_2(monkeypatch):
     signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_saves_and_stops_the_run(small, signal_at_step_2, capfd, tmp_path, number):
     signal_at_step_2(number)

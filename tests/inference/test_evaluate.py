@@ -51,6 +51,7 @@ def loss_of(trained: TrainedModel, *sets, batch_size: int = 3, sequence_length: 
     return [loss for (_, count, loss), tokens in zip(found, sets, strict=True) if count == len(tokens) - 1]
 
 
+@pytest.mark.slow
 def test_the_loss_is_that_of_plain_forward_passes_on_every_mesh(run):
     one = open_trained(run, ["mesh.shape=fsdp:1"])
     sets = TOKENS, TOKENS[:2], TOKENS[: 2 * LENGTH + 1]

@@ -58,6 +58,7 @@ def test_ids_are_the_same_on_more_meshes(run, settings):
     assert ids(run, *settings) == ids(run, "mesh.shape=fsdp:1")
 
 
+@pytest.mark.slow
 def test_the_default_mesh_is_reported_and_uses_all_devices(run):
     lines = []
     trained = open_trained(run, say=lines.append)

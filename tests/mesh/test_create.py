@@ -290,6 +290,7 @@ print("done", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_requested_shape_and_split_dp():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -249,6 +249,7 @@ def distance(one: Any, other: Any) -> float:
 CASES = {"causal": (0, False), "window": (40, False), "segments": (0, True), "both": (40, True)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_splash_attention_equals_that_of_xla(case):
     """Values and gradients, with grouped queries: two heads of queries per head of keys."""
@@ -269,6 +270,7 @@ def test_splash_attention_on_a_mesh_equals_that_of_one_device(shape):
     assert distance(found, value_and_gradients("xla", 130, True)) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_splash_attention_in_bfloat16_is_as_exact_as_that_of_xla():
     """Both round queries, keys, values and results to 8 bits; XLA rounds the weights too, splash the scaled queries."""
     rounded = [x.astype(jnp.float32) for x in arrays(jnp.bfloat16)[:3]]
@@ -295,6 +297,7 @@ def assert_equal_gradients(found: Any, wanted: Any) -> None:
         np.testing.assert_allclose(a, b, atol=1e-4 * np.abs(b).max(), rtol=1e-4, err_msg=path)
 
 
+@pytest.mark.slow
 def test_a_decoder_with_splash_attention_has_the_gradients_of_one_with_xla():
     config = dataclasses.replace(LONG, scan=True, sliding_window=150)
     mesh = create_mesh((2, 2, 1, 2, 1), axis_types="explicit")

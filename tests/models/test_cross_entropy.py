@@ -44,6 +44,7 @@ def assert_close(have, want, rtol):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * np.abs(b).max())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("chunk", [1, 7, 16, 1000])
 def test_chunks_of_any_size_have_equal_sum_and_gradients(chunk):
     args = example()
@@ -60,6 +61,7 @@ def test_the_cotangent_scales_gradients_and_tokens_without_target_have_none():
     assert loss == 0 and all((g == 0).all() for g in grads)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dims", [(2, 2, 1, 2, 1), (1, 1, 1, 4, 2), (1, 4, 1, 1, 2)], ids=str)
 def test_on_a_mesh_results_are_equal_and_weight_gradients_are_reduced_once(dims):
     x, w, targets = example(vocab=80)  # 80, 40 or 20 per device: no other dim has that size
@@ -95,6 +97,7 @@ def test_chunks_use_a_fraction_of_the_memory():
     assert temp[0] >= logits and temp[64] < logits / 4, temp
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -163,6 +166,7 @@ def assert_same_step(have, want):
             np.testing.assert_allclose(have[0][path], value, rtol=1e-4, atol=2e-6, err_msg=path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_a_pipeline_with_chunks_saves_no_logits(name):
     want, have = (gradients_of(partial(net_loss, chunk), Net, name, {"pp": 2, "tp": 2}) for chunk in (0, 6))

@@ -107,6 +107,7 @@ def numpy_decoder(model, tokens):
     return np.array(logits)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "change",
     [
@@ -164,6 +165,7 @@ def test_bfloat16_computation_keeps_float32_parameters():
     assert 1e-3 < difference < 0.2
 
 
+@pytest.mark.slow
 def test_scanned_layers_have_the_initial_values_and_the_logits_of_the_list():
     made = jax.jit(
         lambda: [nnx.state(make_decoder(dataclasses.replace(SMALL, scan=s), nnx.Rngs(0))) for s in (False, True)]
@@ -237,6 +239,7 @@ def test_samples_depend_on_the_key_and_start_with_the_prompt():
         assert (drawn[:5] == prompt).all() and (drawn >= 0).all() and (drawn < SMALL.vocab_size).all()
 
 
+@pytest.mark.slow
 def test_a_sample_of_temperature_0_or_almost_0_is_greedy():
     model, prompt = small(), tokens_of(1, 5)[0]
     draw = jax.jit(sample, static_argnums=2)
@@ -254,6 +257,7 @@ def test_a_sample_of_temperature_0_or_almost_0_is_greedy():
     assert (constant(model, jnp.asarray(prompt), 4, jax.random.key(1)) == drawn).all()
 
 
+@pytest.mark.slow
 def test_a_sample_of_any_other_temperature_divides_the_logits():
     model, prompt, key = small(), tokens_of(1, 5)[0], jax.random.key(0)
     for temperature in (0.8, 3.0, float("inf")):

@@ -74,6 +74,7 @@ def check_with_forward(config: DecoderConfig, found, *, greedy: bool) -> None:
             assert (each.argmax(axis=-1) == one.tokens).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n if at < 2 else slow(n) for at, n in enumerate(MODELS)])
 def test_tokens_and_log_probabilities_are_those_of_the_training_forward_pass(name):
     config = config_of(name)
@@ -83,6 +84,7 @@ def test_tokens_and_log_probabilities_are_those_of_the_training_forward_pass(nam
     check_with_forward(config, generate(model_on(config), PROMPTS, max_tokens=12, sampling=RANDOM), greedy=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mesh", "axis_types"),
     [
@@ -129,6 +131,7 @@ def test_samples_depend_on_the_seed_and_on_the_number_of_the_prompt(plain):
     assert len(set(map(tuple, draw()))) == 1  # greedy
 
 
+@pytest.mark.slow
 def test_arguments_may_be_numpy_scalars_and_iterators(plain):
     sampling = Sampling(np.float32(1.2), np.int64(20), np.float64(0.95))
     options: dict[str, Any] = {"max_tokens": np.int64(6), "stop_tokens": iter(range(24))}
@@ -140,6 +143,7 @@ def test_arguments_may_be_numpy_scalars_and_iterators(plain):
         assert one.tokens.tolist() == ids[:end] and one.stopped == (ids[end - 1] < 24)
 
 
+@pytest.mark.slow
 def test_a_model_without_a_mesh_generates_in_the_context_of_a_mesh(plain):
     expected = tokens_of(generate(plain, PROMPTS[:3], max_tokens=3))
     with jax.set_mesh(fm.create_mesh((1, 2, 1, 1, 1), devices=jax.devices()[:2])):
@@ -176,6 +180,7 @@ def test_a_stop_token_is_the_last_one(plain):
     assert found[2].stopped and not any(one.stopped for one in whole)
 
 
+@pytest.mark.slow
 def test_one_compilation_of_each_program_serves_all_prompts_of_a_bucket(compilations):
     model = model_on(dataclasses.replace(CONFIG, mlp_size=40))  # which no other test has compiled
     generate(model, [[1, 2, 3], [4]], max_tokens=4, cache_length=32)
@@ -217,6 +222,7 @@ def cache_arrays(cache: KVCache) -> list[Any]:
     return jax.tree.leaves((cache.keys, cache.values))
 
 
+@pytest.mark.slow
 def test_the_cache_is_placed_by_the_generation_axes():
     axes = fm.PartitionAxis(hidden_state_axis=None, generation_batch_axis="dp")
     config = dataclasses.replace(CONFIG, axes=axes)
@@ -275,6 +281,7 @@ def padding_read(self, num_slots, window):
     return jnp.broadcast_to(jnp.arange(num_slots) <= self.used, (len(self.lengths_B), num_slots))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "mistake"),
     [

@@ -75,6 +75,7 @@ def change_arrays(folder, change):
     write_safetensors(folder, arrays, arrays.items(), json_files={"config.json": config})
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", MESHES)
 def test_the_loaded_decoder_equals_the_saved_one_on_every_mesh(name, source, folder):
     mesh = mesh_of(name)
@@ -163,6 +164,7 @@ def test_a_tied_head_and_rotary_frequencies_in_the_folder_are_ignored(tied):
     np.testing.assert_array_equal(loaded.embed.embedding, model.embed.embedding)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("where", [0, -1], ids=["first", "last"])
 def test_a_stored_head_that_differs_from_the_tied_embedding_is_refused(tied, where):
     folder, model = tied

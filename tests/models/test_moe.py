@@ -161,6 +161,7 @@ def check(layer, x, *, mesh=None, k=K):
     return text
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("experts", "k"), [(8, 2), (4, 1), (3, 3)])
 def test_the_layer_equals_the_plain_loop_over_experts(experts, k):
     check(make_moe(experts=experts, k=k), random_tokens(), k=k)
@@ -177,6 +178,7 @@ def test_the_router_of_bfloat16_experts_is_float32():
     assert 1e-4 < difference < 0.02
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("sizes", "axes"),
     [
@@ -226,6 +228,7 @@ def test_the_balanced_capacity_is_a_quarter_above_the_expectation():
     assert moe._balanced_capacity(1000, 8, 16, 2) is None  # nearly every token is sent to both devices
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_divide_is_split_along_the_sequence():
     x = random_tokens(batch=2)
     check(make_moe(REPLICATED), x, mesh=make_mesh(dp=2, ep=2))

@@ -230,6 +230,7 @@ def test_sharded_experts_train_as_on_one_device(sizes, reference):
     check_parity(train_layer(40, **sizes), reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", [experts_permuted_on_one_device, combine_weights_dropped])
 def test_a_mutation_of_the_layer_fails_the_comparison(mutation, reference, monkeypatch):
     monkeypatch.setattr(moe, "apply_experts", mutation)

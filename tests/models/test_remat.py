@@ -54,6 +54,7 @@ def without_remat():
     return {scan: residuals_and_gradients(dataclasses.replace(CONFIG, scan=scan)) for scan in (False, True)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True], ids=["list", "stack"])
 @pytest.mark.parametrize("remat", ["full:2,none", "none:1,full:2,dots_saveable", "attention+mlp_up@host", ALL_NAMES])
 def test_gradients_do_not_change(remat, scan, without_remat):
@@ -92,6 +93,7 @@ def test_names_on_the_host_are_saved_there():
     assert (4, 2, 12, 2, 8) in [x.shape for x in residuals]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["attention_out", pytest.param("q", marks=pytest.mark.slow)])
 def test_layers_of_experts_have_names_too(name):
     expected = residuals_and_gradients(dataclasses.replace(EXPERTS, remat="full"))

@@ -120,6 +120,7 @@ def test_the_end_of_the_reader_stops_all_processes(tmp_path):
     assert "[0] saved" in text and "[1] saved" in text and text.endswith("flax-mesh launch: stopped\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_ignored", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_sighup_is_forwarded_unless_the_launcher_ignores_it(tmp_path, is_ignored):
     prefix = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n" if is_ignored else ""  # as nohup does
@@ -133,6 +134,7 @@ def test_sighup_is_forwarded_unless_the_launcher_ignores_it(tmp_path, is_ignored
         assert launcher.ended(LIMIT_S).code == 4, launcher.output
 
 
+@pytest.mark.slow
 def test_a_launch_ends_although_its_processes_have_started_others(tmp_path):
     with all_killed(tmp_path), launched(PARENT, tmp_path) as launcher:
         ended = launcher.ended(LIMIT_S)
@@ -260,6 +262,7 @@ sys.exit(1 if first else 5)
 """
 
 
+@pytest.mark.slow
 def test_the_code_of_the_process_that_failed_goes_before_that_of_those_that_lost_it():
     done = subprocess.run([sys.executable, "-c", LAUNCHER, FAILS_LAST], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1, done.stderr

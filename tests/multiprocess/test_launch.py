@@ -328,6 +328,7 @@ def test_processes_with_different_settings_report_the_difference(tmp_path):
         assert "config run.seed: 0 on process 0; 1 on process 1" in one.output
 
 
+@pytest.mark.slow
 def test_launch_reports_invalid_arguments():
     for arguments, message in (
         (["-n", "0", "--", "train", "x.py"], "-n must be at least 1, got 0"),

@@ -102,6 +102,7 @@ def check_stages(compiled: list[set[int]], pipeline: Pipeline, processes: int) -
         assert stages == {stage for stage, group in enumerate(pipeline.group_of) if group in own}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("model", "schedule", "sizes", "processes", "devices"), LIGHT)
 def test_several_processes_have_the_results_of_one(model, schedule, sizes, processes, devices, tmp_path):
     check(model, schedule, sizes, processes, devices, tmp_path, steps=5)

@@ -14,6 +14,7 @@ from flax_mesh.processes.start import Processes, check_coordinator, parse_proces
 from tests.multiprocess.processes import ROOT, Ended, assert_all_done, free_port, run_workers
 
 
+@pytest.mark.slow
 def test_collective_operations_have_the_same_result_in_all_processes():
     assert_all_done(run_workers("agreement", 3, 1), "agreement is done")
 
@@ -22,6 +23,7 @@ def texts(ended: list[Ended]) -> str:
     return "\n".join(f"--- process {i}, exit code {one.code}\n{one.output}" for i, one in enumerate(ended))
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_in_a_stage_ends_the_others():
     ended = run_workers("watched", 2, 1, "fails")
     assert [one.code for one in ended] == [5, 1], texts(ended)

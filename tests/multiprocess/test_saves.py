@@ -41,6 +41,7 @@ def check(what: str, who: int, reason: str, folder: Path) -> None:
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["1", "3"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "who", "reason"), LIGHT)
 def test_a_save_that_fails_in_one_process_fails_in_all(what, who, reason, tmp_path):
     check(what, who, reason, tmp_path)

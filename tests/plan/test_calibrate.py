@@ -225,6 +225,7 @@ def test_all_kinds_and_sizes_are_measured(measured):
     assert all(0 < s.seconds < 10 and s.spread >= 0 for s in measured.samples)
 
 
+@pytest.mark.slow
 def test_a_plan_uses_the_file(measured, tmp_path):
     file = tmp_path / "chip.toml"
     config = config_of("fsdp:8", "none", MODEL, DATA)
@@ -300,6 +301,7 @@ def test_layouts_are_ranked_by_plan_and_by_cpu_time(measured, quick_compilation)
     assert len(set(LAYOUTS)) == len(LAYOUTS) == 8
 
 
+@pytest.mark.slow
 def test_of_a_pipeline_the_busy_seconds_count(measured):
     time = plan(config_of("pp:2,fsdp:4", "none", MODEL, DATA), topology_of_devices(jax.devices(), measured.chip)).time
     work = sum(part.times * part.seconds for part in time.parts if part.name != "update") / 2  # of two equal groups

@@ -131,6 +131,7 @@ compile_recipe(sys.argv[1], [], "cpu:8", say=lambda text: print(text, flush=True
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the children of a process are read from /proc")
 def test_the_process_ends_when_its_parent_is_killed():
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
@@ -195,11 +196,13 @@ def test_wrong_input_is_an_error_in_one_line():
     assert "known for H100 only" in problem("b200:1x8", [])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
 def test_a_missing_libtpu_is_an_error_with_its_extra():
     assert problem("v5e:2x4", []).endswith("requires libtpu: pip install 'flax-mesh[tpu-aot]'")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("jax_cuda12_plugin") is not None, reason="the CUDA plugin is installed")
 def test_a_missing_cuda_plugin_is_an_error_with_its_extra():
     assert problem("h100:1x8", []).endswith("JAX's CUDA plugin and nvcc: pip install 'flax-mesh[gpu-aot]'")

@@ -43,6 +43,7 @@ def check_operands(found: Figures, true: Figures, case: Case) -> None:
     assert not wrong, f"operand bytes: {found.operands}, XLA: {true.operands}; errors: {wrong}"
 
 
+@pytest.mark.slow
 @every_case
 def test_the_memory_is_what_xla_allocates(case: Case):
     for name, true in compiled(case).items():

@@ -94,6 +94,7 @@ def test_invalid_settings_are_refused_before_anything_is_traced():
         plan(replace(CONFIG, data=replace(CONFIG.data, batch_size=30)), "v5e:2x4")
 
 
+@pytest.mark.slow
 def test_more_devices_need_less_memory_and_more_tokens_take_more_time():
     small, large = plan(CONFIG, "v5e:2x4"), plan(replace(CONFIG, mesh=MeshConfig("fsdp:16,tp:2")), "v5e:4x8")
     assert large.memory.arguments < small.memory.arguments / 3
@@ -103,6 +104,7 @@ def test_more_devices_need_less_memory_and_more_tokens_take_more_time():
     assert longer.time.flops == pytest.approx(2 * small.time.flops)
 
 
+@pytest.mark.slow
 def test_a_pipeline_has_a_bubble_and_the_flops_of_the_plain_step():
     staged = replace(CONFIG, mesh=MeshConfig("pp:2,fsdp:4"), pipeline=PipelineConfig(num_microbatches=4))
     found, plain = plan(staged, "v5e:2x4"), plan(replace(CONFIG, mesh=MeshConfig("fsdp:8")), "v5e:2x4")

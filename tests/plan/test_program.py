@@ -53,6 +53,7 @@ def forward_flops(devices: int) -> float:
     return BATCH * SEQ * (2 * products_per_token(TINY) + scores) / devices
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True], ids=["layers", "scan"])
 def test_the_flops_of_a_decoder_are_those_of_the_formula(scan):
     one = tiny(scan=scan)
@@ -84,6 +85,7 @@ def test_the_flops_of_a_convolution_and_of_its_gradients():
     assert flops(one, "backward") == pytest.approx(2 * once)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "parts"), [({"fsdp": 8}, 8), ({"fsdp": 1}, 1)])
 def test_the_bytes_of_arguments_are_those_of_their_shards(sizes, parts):
     mesh = mesh_of(sizes)
@@ -129,6 +131,7 @@ def sums(one: Estimate) -> dict[tuple[str, ...], int]:
     return found
 
 
+@pytest.mark.slow
 def test_explicit_axes_have_the_collectives_of_auto_axes():
     auto, explicit = sums(tiny(scan=True)), sums(tiny(scan=True, kind=AxisType.Explicit))
     assert auto.keys() == explicit.keys()

@@ -55,6 +55,7 @@ def test_half_of_the_runs_with_a_bar_are_held_out():
     assert abs(len(fitted()) - len(held_out())) <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_published_step_time_is_predicted(name):
     assert BY_ID[name] in held_out()
@@ -82,6 +83,7 @@ def test_runs_that_offload_nothing_fit(run):
     assert plan(run.config(), run.topology).fits
 
 
+@pytest.mark.slow
 def test_dp_over_slices_uses_the_network_between_them():
     one, two = (plan(BY_ID[name].config(), BY_ID[name].topology) for name in ("5e-16B-01", "5e-16B-02"))
     assert sum(x.dcn_bytes for x in one.traffic) == 0

@@ -37,6 +37,7 @@ def forecast(words: list[str]):
     return plan(apply_overrides(load_recipe(words[1]), words[2:at]), words[at + 1])
 
 
+@pytest.mark.slow
 def test_a_model_of_405b_parameters_fits_8192_chips_as_documented():
     words = next(words for words in COMMANDS if "llama3_405b" in words[1])
     found = forecast(words)

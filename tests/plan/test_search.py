@@ -155,6 +155,7 @@ def test_the_axes_are_those_that_split_something():
     assert axes(dataclasses.replace(CONFIG, mesh=MeshConfig("fsdp:4", rules="fsdp"))) == ("pp", "dp", "fsdp", "sp")
 
 
+@pytest.mark.slow
 def test_settings_that_are_fixed_stay_as_they_are():
     topology = parse_topology("v5e:2x2")
     for fixed in SEARCHED:
@@ -169,6 +170,7 @@ def test_settings_that_are_fixed_stay_as_they_are():
     assert {layout.batch for layout in space.layouts} == {2, 4, 8, 16, 32}
 
 
+@pytest.mark.slow
 def test_settings_that_the_recipe_has_are_not_repeated():
     space = make_space(CONFIG, parse_topology("v5e:2x2"), FIXED)
     assert [space.layouts[row].sizes for row in space.own_rows] == [(1, 1, 2, 1, 2, 1)]
@@ -178,6 +180,7 @@ def test_settings_that_the_recipe_has_are_not_repeated():
     assert [each.settings for each in first.planned] == [{}]  # the recipe's own layout is the first one
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", ["fsdp:8", "dp:2,fsdp:4", "fsdp:2,tp:4", "dp:4,fsdp:2", "fsdp:2,sp:4"])
 @pytest.mark.parametrize("shard_over", ["", "dp"])
@@ -252,6 +255,7 @@ def made_plan(config: TrainConfig, topology: Topology) -> Any:
     return SimpleNamespace(fits=peak <= 8.0, time=SimpleNamespace(seconds=seconds), memory=memory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("regresses", [True, False])
 def test_among_thousands_of_layouts_the_regression_finds_one_of_the_best(regresses, monkeypatch):
     """24 plans of which the first ones are random; without the regression all of them are."""
@@ -313,6 +317,7 @@ def test_of_equally_fast_layouts_the_one_with_the_smallest_batch_is_the_best():
     assert found.best.tokens == min(each.tokens for each in equal)
 
 
+@pytest.mark.slow
 def test_a_search_is_deterministic_and_makes_at_most_the_plans_it_may():
     lines: list[str] = []
     runs = [search_layouts(CONFIG, "v5e:4", fixed=FIXED, plans=5, say=lines.append) for _ in range(2)]
@@ -398,6 +403,7 @@ def test_every_layout_but_the_first_has_a_reason():
     assert json.loads(json.dumps(to_dict(found)))["layouts"][0]["tokens_per_s"] > 0
 
 
+@pytest.mark.slow
 def test_the_reason_names_what_takes_the_time():
     topology, tokens = parse_topology("v5e:2x2"), CONFIG.data.batch_size * CONFIG.data.sequence_length
     space, found = make_space(CONFIG, topology, FIXED), {}

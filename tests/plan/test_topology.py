@@ -80,6 +80,7 @@ def test_bad_topologies_are_refused_in_one_line(text, line):
     assert len(str(caught.value).splitlines()) == 1 and len(str(caught.value)) < 400
 
 
+@pytest.mark.slow
 @given(st.text(max_size=30) | st.from_regex(r"\A(v5p|v5e|h100|cpu|v7x):[0-9x*]{0,12}\Z"))
 def test_every_text_is_a_topology_or_a_config_error(text):
     try:

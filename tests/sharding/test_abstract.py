@@ -97,6 +97,7 @@ def test_moments_follow_by_structure_even_if_the_pattern_is_anchored():
     assert specs["optimizer/opt_state/1/0/mu/out/kernel"] == P("fsdp", "tp")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("maker", [pytest.param(make, marks=pytest.mark.slow), make_both])
 def test_the_state_is_initialized_sharded_with_the_same_bits_on_every_mesh(maker):
     reference = None
@@ -146,6 +147,7 @@ def drawn(initialize, make: Any = Drawn) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_initial_values_have_the_same_bits_for_every_shape_of_a_shard():
     assert len(drawn(lambda abstract: fm.init_state(Drawn, abstract))) == 1
 

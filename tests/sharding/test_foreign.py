@@ -245,6 +245,7 @@ def values(state):
     return {path: x for path, x in named if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (i % 3 > 0)) for i, n in enumerate(CASES)])
 def test_training_sharded_equals_training_on_one_device(name):
     case = CASES[name]
@@ -266,6 +267,7 @@ def test_training_sharded_equals_training_on_one_device(name):
         assert trained == {"up/lora/lora_a", "up/lora/lora_b", "down/lora_a", "down/lora_b"}
 
 
+@pytest.mark.slow
 def test_a_plain_nnx_training_loop_runs_on_a_sharded_model():
     case, losses = CASES["adapters"], {}
 
@@ -289,6 +291,7 @@ def test_a_plain_nnx_training_loop_runs_on_a_sharded_model():
     np.testing.assert_allclose(losses[8], losses[1], rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adapters", *(pytest.param(n, marks=pytest.mark.slow) for n in ("encoder", "linen"))])
 def test_existing_weights_are_unchanged_by_shard_and_gather(name):
     case, mesh = CASES[name], mesh_of(8)

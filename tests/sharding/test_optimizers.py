@@ -105,6 +105,7 @@ def test_no_array_of_an_optimizer_is_replicated_on_all_devices(name):
         assert leaf.spec == SPEC[owner] or (leaf.shape[0] in (16, 32) and len(leaf.shape) < 2), leaf
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in RARE)) for n in OPTIMIZERS])
 def test_moments_are_sharded_as_their_parameters_and_steps_equal_those_of_one_device(name):
     mesh = fm.create_mesh((2, 2, 1, 2, 1))
@@ -252,6 +253,7 @@ def bytes_per_device(state):
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in moments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["adam", *[pytest.param(n, marks=pytest.mark.slow) for n in ("adafactor", "multi_steps")]]
 )

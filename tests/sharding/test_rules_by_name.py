@@ -125,6 +125,7 @@ def losses(mesh, **kinds):
     return state, found
 
 
+@pytest.mark.slow
 def test_any_model_is_sharded_and_trains_as_on_one_device():
     mesh = fm.create_mesh((2, 4), ("dp", "fsdp"))
     dropped = []
@@ -160,6 +161,7 @@ CONFIG = DecoderConfig(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", [0, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_mesh_without_the_axes_that_only_defaults_name_is_enough_for_a_decorated_model(experts):
     """A mesh ("pp", "fsdp") lacks dp, tp, sp and ep, which count as size 1."""

@@ -27,6 +27,7 @@ def start(make_model, optimizer=OPTIMIZER):
     return init_train_state(make, abstract_state(make, mesh, [(".*", ())]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_model", [lambda: changed.Net(nnx.Rngs(0)), lambda: changed.Stack(nnx.Rngs(0))])
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_step_equals_a_loop_of_value_and_grad(make_model, count):

@@ -106,11 +106,13 @@ def assert_same(found, expected):
         np.testing.assert_allclose(found[1][path], value, rtol=1e-5, atol=1e-6, err_msg=path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_microbatches", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_step_equals_that_on_one_device(num_microbatches: int):
     assert_same(step_on("explicit", num_microbatches), step_on("auto", 1, (1, 1, 1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-h1", marks=pytest.mark.slow)])
 def test_a_pipeline_equals_the_step_on_one_device(schedule: str):
     groups = MpmdMesh(create_mesh((2, 1, 2, 2), ("pp", *NAMES), axis_types="explicit"), "pp")

@@ -19,6 +19,7 @@ def parts(model, b):
     return jnp.sum(error), len(error), jnp.sum(error < 1.5)
 
 
+@pytest.mark.slow
 def test_every_accepted_form_gives_the_same_mean():
     def mean(model, b):
         total, count, small = parts(model, b)

@@ -73,6 +73,7 @@ def train(state: TrainState, step) -> Trajectory:
     return losses, leaves
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("style", "mode"), MATRIX)
 def test_a_train_step_equals_plain_jax_on_one_device(style, mode, mesh):
     expected = reference(style)
@@ -85,6 +86,7 @@ def test_a_train_step_equals_plain_jax_on_one_device(style, mode, mesh):
         assert_equal(train(state, step), expected)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("style", "mode"), MATRIX)
 def test_a_pipeline_equals_plain_jax_on_one_device(style, mode):
     expected = reference(style)
@@ -109,6 +111,7 @@ def random_array(leaf: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.device_put(value, leaf.sharding)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("style", ["annotated", "tied_module", "pytree", "linen"])
 def test_init_model_returns_the_model_that_make_returns(style, mesh):
     with nnx.use_eager_sharding(False):
@@ -210,6 +213,7 @@ def test_explicit_hijax_variables_are_refused_before_anything_compiles(kind, mes
     assert not compilations
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", ["hijax", "ref", "hijax_ref"])
 def test_a_model_of_hijax_variables_is_refused_and_with_vars_converts_it(mode, mesh):
     with MODES[mode]():

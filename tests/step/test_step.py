@@ -75,6 +75,7 @@ def assert_same_leaves(a, b, **tolerance):
             np.testing.assert_allclose(x, y, err_msg=path, **tolerance)
 
 
+@pytest.mark.slow
 def test_a_step_equals_the_plain_flax_and_optax_step():
     state = start(make())
     model, optimizer = state.merge()
@@ -95,6 +96,7 @@ def test_a_step_equals_the_plain_flax_and_optax_step():
             np.testing.assert_allclose(x, y, atol=1e-6, err_msg=path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [2, 4])
 def test_accumulation_is_correct_for_microbatches_of_different_weight(parts):
     live = np.array([1] * 4 + [1, 0, 0, 0] + [0] * 4 + [0, 1, 1, 0], np.float32)  # weights 4, 1, 0, 2
@@ -120,6 +122,7 @@ def test_a_batch_of_weight_zero_has_a_zero_gradient():
     assert all(np.isfinite(x).all() for p, x in named_leaves(state.to_nnx()) if "rngs" not in p)
 
 
+@pytest.mark.slow
 def test_batch_statistics_are_the_same_on_a_mesh_as_on_one_device():
     mesh = create_mesh((2, 2, 1, 2, 1))
     place = NamedSharding(mesh, PartitionSpec(("fsdp", "dp")))
@@ -259,6 +262,7 @@ def test_a_call_that_adds_a_variable_is_an_error_that_names_it():
         run(weighted_loss, start(create), [batch()])
 
 
+@pytest.mark.slow
 def test_the_state_is_donated_and_nothing_recompiles(compilations):
     state = start(make(rate=0.5, norm=True))
     step = make_train_step(weighted_loss, state, num_microbatches=2)
@@ -303,6 +307,7 @@ BAD_STEPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BAD_STEPS)
 def test_a_skipped_step_changes_no_leaf_and_the_next_equals_the_first(case):
     """Statistics of the forward pass and all counts are compared too; dropout masks depend on the count."""

@@ -63,6 +63,7 @@ def batch():
     return np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
 
 
+@pytest.mark.slow
 def test_arrays_of_all_kinds_train_and_are_restored(mesh, tmp_path, compilations):
     make = maker(Odd)
     state = init_train_state(make, fm.abstract_state(make, mesh, "fsdp"))

@@ -108,6 +108,7 @@ def test_a_model_without_a_table_has_no_layers():
     assert run_rules(replace(recipe(), rules=REPLICATED)).layers == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["dp:2,fsdp:4", pytest.param("pp:2,fsdp:4", marks=pytest.mark.slow)])
 def test_mesh_rules_replace_the_table_and_do_not_change_the_losses(shape):
     said: list[str] = []

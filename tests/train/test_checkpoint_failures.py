@@ -102,6 +102,7 @@ def check_valid(folder: Path) -> list[int]:
         return checkpointer.steps()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "failure",
     ["disk full", *(pytest.param(name, marks=pytest.mark.slow) for name in ("read-only", "folder gone"))],

@@ -136,6 +136,7 @@ ROW_METRICS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("case", "mesh"), [("names", "dp:2"), ("names", "pp:2"), ("numbers", "dp:2"), ("numbers", "pp:2")]
 )

@@ -69,6 +69,7 @@ def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
     return float(difference / max(np.linalg.norm(np.ravel(expected)), 1e-30))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "model"),
     [pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in MATRIX],
@@ -81,6 +82,7 @@ def test_a_recipe_trains_on_explicit_axes_as_on_auto_axes(mesh: str, model: str)
     assert found[1]["loss"] == expected[1]["loss"]
 
 
+@pytest.mark.slow
 def test_a_step_on_explicit_axes_compiles_once(compilations: list[str]):
     program = program_of("model.num_layers=1", "mesh.shape=fsdp:2", "mesh.axis_types=explicit", "run.platform=auto")
     state = program.init()
@@ -91,6 +93,7 @@ def test_a_step_on_explicit_axes_compiles_once(compilations: list[str]):
     assert len(compilations) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"), [pytest.param("auto", "explicit", marks=pytest.mark.slow), ("explicit", "auto")]
 )

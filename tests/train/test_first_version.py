@@ -106,6 +106,7 @@ def test_the_damaged_step_is_listed(folder, capsys):
     assert "damaged" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_renamed_step_is_found_by_the_record_of_the_run(folder, capsys):
     (folder / "checkpoints" / "6").rename(folder / "checkpoints" / "9")
     assert main(["checkpoint", "verify", str(folder), "--step", "9"]) == FINDINGS

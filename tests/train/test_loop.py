@@ -195,6 +195,7 @@ def test_bad_settings_stop_before_anything_is_compiled_or_written(config, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_auto_shrinks_the_mesh_of_a_run_and_prints_it(config):
     printed = []
     result = train(config("mesh.shape=dp:4,fsdp:4", "run.steps=1", "run.eval_every=0"), say=printed.append)
@@ -250,6 +251,7 @@ def test_checkpoints_are_saved_at_their_interval_and_the_newest_are_kept(config)
     assert checkpoints(result.folder) == [6, 7]
 
 
+@pytest.mark.slow
 def test_changed_settings_are_listed_and_rejected_if_they_change_the_result(config, text, undisturbed):
     result = train(config("run.steps=4"))
     before = snapshot(result.folder)
@@ -321,6 +323,7 @@ def test_neutral_changes_are_accepted_and_keep_the_losses(config, undisturbed):
     assert losses(rows_of(Path(config().run.folder))) == losses(undisturbed[2])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("allow_changes", [False, True])
 def test_a_checkpoint_of_another_model_is_rejected_with_every_array_that_differs(config, allow_changes):
     folder = train(config("run.steps=1", "run.eval_every=0")).folder
@@ -349,6 +352,7 @@ def test_a_checkpoint_of_another_model_is_rejected_with_every_array_that_differs
     assert not compiled
 
 
+@pytest.mark.slow
 def test_a_restart_uses_a_new_folder_and_does_not_change_the_old_one(config):
     short = ["run.steps=2", "run.eval_every=0"]
     old = train(config(*short)).folder

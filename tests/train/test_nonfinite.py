@@ -88,6 +88,7 @@ def bad_step(rows) -> int:
     return steps[0]
 
 
+@pytest.mark.slow
 def test_by_default_a_run_stops_at_the_first_step_that_is_not_finite(config, skipping, tmp_path):
     printed, bad = [], bad_step(skipping[0])
     result = train(config(), say=printed.append)
@@ -127,6 +128,7 @@ def test_a_skipped_step_is_counted_and_changes_nothing(skipping):
     assert rates[bad - 1] == rates[bad] and len({*rates}) == len(rates) - 1
 
 
+@pytest.mark.slow
 def test_a_run_that_skips_resumes_bit_for_bit_before_at_and_after_the_skipped_step(config, skipping, tmp_path, capsys):
     rows, checkpoints = skipping[0], tmp_path / "run" / "checkpoints"
     bad = bad_step(rows)
@@ -149,6 +151,7 @@ def numbers(rows):
     return [{name: row.get(name) for name in names} for row in rows]
 
 
+@pytest.mark.slow
 def test_skipping_compiles_nothing_more(config):
     counts = []
     for folder, choice in (("stop", "stop"), ("skip", "skip"), ("spikes", "skip")):

@@ -72,6 +72,7 @@ def slow_unless(sampled: bool, *values, id: str):
     return pytest.param(*values, id=id, marks=[] if sampled else pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [slow_unless(name in SAMPLED, LAYOUTS[name], id=name) for name in LAYOUTS])
 def test_moments_are_in_the_memory_of_the_host_between_steps_and_results_do_not_change(settings, tmp_path):
     hosted = program_of(tmp_path, *settings, HOST)
@@ -129,6 +130,7 @@ def test_a_refused_update_leaves_the_moments_as_they_are(tmp_path):
         np.testing.assert_array_equal(x, np.asarray(y))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "zero"),
     [
@@ -162,6 +164,7 @@ def test_plan_and_explain_count_the_bytes_of_the_arrays(shape, zero, tmp_path):
         assert hosted.memory.host < 0.3 * copied.memory.host
 
 
+@pytest.mark.slow
 def test_the_plan_of_an_accelerator_counts_the_copies_during_the_update(tmp_path):
     settings = ("mesh.shape=fsdp:1",)  # without collectives, which would hide a part of the copies
     hosted, usual = (plan(own_config(tmp_path, *settings, *more), "v5e:1x1") for more in ((HOST,), ()))
@@ -173,6 +176,7 @@ def test_the_plan_of_an_accelerator_counts_the_copies_during_the_update(tmp_path
     assert 0 < max(copies) - min(copies) < hosted.memory.host  # those of one parameter at a time
 
 
+@pytest.mark.slow
 def test_a_run_changes_the_memory_when_it_resumes_bit_for_bit(tmp_path):
     text = write_text(tmp_path)
 

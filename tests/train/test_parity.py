@@ -91,11 +91,13 @@ def small_reference():
     return losses("one", SMALL, 12, SMALL_DATA)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp2fsdp2tp2", pytest.param("tp4sp2", marks=pytest.mark.slow)])
 def test_every_mesh_has_the_losses_of_one_device(mesh, small_reference):
     check_parity(losses(mesh, SMALL, 12, SMALL_DATA), small_reference, FP32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [{"remat": "full", "scan": True}, pytest.param({"remat": "dots_saveable"}, marks=pytest.mark.slow)],
@@ -134,6 +136,7 @@ def attention_that_sees_one_token_ahead(self, x, mode="train", segment_ids=None)
     return self.o(jax.nn.dot_product_attention(q, k, self.v(x), mask=mask))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mutation", ["gradient", *(pytest.param(m, marks=pytest.mark.slow) for m in ("mask", "layers"))]
 )

@@ -119,6 +119,7 @@ def test_a_mistake_in_a_function_is_one_line_before_the_run_folder_is_made(name,
     assert not folder.exists()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("body", ["{}['a']", "None"])
 def test_a_mistake_in_the_loss_of_a_pipeline_is_one_line(body, tmp_path, capsys):
     own = write(

@@ -172,6 +172,7 @@ def killed_during_a_save(start: Start, folder: Path, at_least: int, **kinds: Any
 KILLS = {"after a save": killed_after_a_save, "during a save": killed_during_a_save}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("moment", [pytest.param("after a save", marks=pytest.mark.slow), "during a save"])
 def test_a_killed_run_resumes_bit_for_bit(start, undisturbed, tmp_path, moment):
     committed, reached = KILLS[moment](start, tmp_path / "run", at_least=4)
@@ -272,6 +273,7 @@ def test_a_second_interrupt_during_a_save_leaves_committed_checkpoints_valid(sta
     assert again.ended() == DONE and losses(again.rows()) == undisturbed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_saves_the_current_step_and_the_same_command_resumes(start, undisturbed, tmp_path, number):
     run = start(tmp_path / "run", *SETTINGS)
@@ -300,6 +302,7 @@ def test_a_second_interrupt_ends_the_run_at_once(start, tmp_path):
     assert "stopped at step" not in run.text() and "Traceback" not in run.text()
 
 
+@pytest.mark.slow
 def test_a_second_process_in_the_same_folder_is_rejected(start, text, tmp_path, capsys):
     folder = tmp_path / "run"
     first = start(folder, *SETTINGS[1:], "run.steps=1000000")  # it must not end before the second one starts

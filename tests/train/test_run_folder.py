@@ -431,6 +431,7 @@ FAILED_STARTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failure", FAILED_STARTS)
 def test_a_start_that_fails_leaves_no_folder_or_the_old_one_unchanged(failure, config, tmp_path):
     change, settings, text = FAILED_STARTS[failure]
@@ -457,6 +458,7 @@ def test_a_run_whose_checkpoints_are_gone_starts_again_and_keeps_the_old_rows(co
     assert {after[f"{name}.old"] == before[name] for name in ("metrics.jsonl", "config.txt")} == {True}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("on_failure", ["stop", "continue"])
 def test_rows_that_can_no_longer_be_written_stop_the_run_or_are_counted_at_its_end(on_failure, config, tmp_path):
     path, said, expectation = tmp_path / "run" / "metrics.jsonl", [], nullcontext()

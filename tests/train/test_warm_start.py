@@ -47,6 +47,7 @@ def started(config, folder):
     return program.model(state), text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [pytest.param("fsdp:2,tp:2,dp:2", marks=pytest.mark.slow), "pp:2,fsdp:2,tp:2"])
 def test_the_run_starts_with_the_logits_of_the_folder(shape):
     model, text = started(config_of(shape, "model.scan=true"), LLAMA)

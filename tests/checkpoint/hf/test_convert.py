@@ -107,6 +107,7 @@ def folders(request, abstracts, tmp_path_factory):
     return dtype, dict(zip(abstracts, (root / str(number) for number in range(len(abstracts))), strict=True))
 
 
+@pytest.mark.slow
 def test_the_pipelined_layouts_contain_chunks_of_stacks(abstracts):
     paths = [path for path, _ in named_leaves(abstracts["pipelined, scanned"])]
     assert "layers/attention/q/kernel/from 0" in paths and "layers/attention/q/kernel/from 2" in paths
@@ -114,6 +115,7 @@ def test_the_pipelined_layouts_contain_chunks_of_stacks(abstracts):
     assert len(meshes) == 2
 
 
+@pytest.mark.sampled
 def test_every_layout_writes_the_same_bytes(folders):
     dtype, of_layout = folders
     want = files_of(of_layout["one device"])
@@ -237,6 +239,7 @@ def test_saving_holds_one_parameter_of_one_layer_on_the_host(tmp_path):
     assert layer <= peak < 4 * layer, peak / layer  # the gathered layer, its stored form, and Python's own memory
 
 
+@pytest.mark.sampled
 def test_one_error_lists_every_array_that_differs(folders):
     dtype, of_layout = folders
     folder = of_layout["one device"]

@@ -25,6 +25,7 @@ def check(folder, shape=ONE):
     assert found.tokens.tolist() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "shape"),
     [

@@ -41,6 +41,7 @@ def folder_with_other_files(name: str, place: Path) -> Path:
     return folder
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_import_and_export_change_no_file(command, tmp_path, name):
     folder = folder_with_other_files(name, tmp_path / "hub")

@@ -24,6 +24,7 @@ REPAIRED = (
 )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", [237, pytest.param(252, marks=pytest.mark.slow)])
 def test_a_random_pipeline_equals_one_device(seed: int):
     outcome = check_case(random_case(seed))
@@ -62,6 +63,7 @@ def test_a_seed_determines_its_case_and_consecutive_seeds_share_a_model():
     assert random_case(0).on_one_device != random_case(VARIANTS).on_one_device
 
 
+@pytest.mark.slow
 def test_random_cases_have_every_operation_rule_wrapper_schedule_and_fit():
     cases = [random_case(seed) for seed in range(2000)]
     assert {name for case in cases for name in case.operations} == set(OPERATIONS)
@@ -92,6 +94,7 @@ def test_shrinking_leaves_what_the_failure_requires():
     assert str(shrink(case, fails)) == "layers=average_rw,linear remat=full"
 
 
+@pytest.mark.slow
 def test_the_comparison_detects_other_masks_of_dropout():
     case = Case.parse("layers=linear+dropout,linear")
     want = on_one_device(case.on_one_device)

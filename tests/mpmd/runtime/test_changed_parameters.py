@@ -23,6 +23,7 @@ def stack():
     return changed.Stack(nnx.Rngs(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "name", "remat"),
     [
@@ -68,6 +69,7 @@ class ClippedTable(Tied):
         return super().__call__(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_changed_parameter_that_other_stages_use_equals_the_plain_step(size):
     make = lambda: ClippedTable(nnx.Rngs(0))  # noqa: E731

@@ -206,6 +206,7 @@ MATRIX = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mesh", "kind", "schedule", "remat"),
     [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in sorted(MATRIX)],

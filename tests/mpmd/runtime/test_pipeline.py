@@ -140,6 +140,7 @@ def net_case(stages, count, name, depth=4):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages", "count", "name"),
     [
@@ -169,6 +170,7 @@ def test_every_schedule_at_all_numbers_of_stages_and_microbatches(stages, name):
     assert ran or name == "v-5"  # for 3 groups or more
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-min", "gpipe"])
 def test_forward_and_backward_of_the_last_stage_are_one_program_where_they_run_back_to_back(name):
     """Separate programs give the same results, and GPipe, which runs other actions between them, has only those."""
@@ -205,6 +207,7 @@ def test_forward_and_backward_of_the_last_stage_are_one_program_where_they_run_b
 RULES = [("kernel", ("embed", "mlp")), ("embedding", ("vocab", "embed")), ("bias", ("mlp",))]
 
 
+@pytest.mark.slow
 def test_groups_of_several_devices_equal_one_device():
     mesh = groups(pp=2, fsdp=2, tp=2)
     pipeline, state = compare(make_net, net_loss, [net_batch(8)], 2, PLAIN_SGD, mesh=mesh, rules=RULES)
@@ -273,6 +276,7 @@ def test_twenty_steps_of_adamw_equal_one_device():
     assert int(state.leaves[[h.path for h in pipeline.placement.owners].index("optimizer/step")]) == 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", [0.1, 1e3])
 def test_the_global_norm_includes_every_group_once(norm):
     optimizer = optax.chain(optax.clip_by_global_norm(norm), PLAIN_SGD)
@@ -311,6 +315,7 @@ class Counted(Net):
         return self.embed.attend(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda: Counted(nnx.Rngs(0)), lambda: Stack(nnx.Rngs(0))], ids=["list", "stack"])
 @pytest.mark.parametrize(
     "optimizer", [optax.adam(1e-2, eps=1e-3), optax.chain(optax.clip_by_global_norm(1.0), PLAIN_SGD)]
@@ -347,6 +352,7 @@ def test_adafactor_and_muon_run_on_groups():
         compare(make_net, net_loss, [net_batch(4)], 2, optimizer, rtol=1e-4)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_evaluate_returns_the_sums_of_one_device(count):
     pipeline = build(make_net, net_loss, net_batch(4), 2, PLAIN_SGD)
@@ -410,6 +416,7 @@ class WithKeys(nnx.Module):
         return noise
 
 
+@pytest.mark.slow
 def test_parameters_of_size_zero_and_random_keys_in_a_batch():
     def make():
         model = WithKeys()

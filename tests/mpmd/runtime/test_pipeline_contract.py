@@ -53,6 +53,7 @@ def test_an_optimizer_over_arrays_of_several_groups_is_refused():
         pipeline.step(pipeline.init_state(), net_batch(4))
 
 
+@pytest.mark.slow
 def test_parameters_and_moments_are_stored_only_on_their_group():
     mesh = groups(pp=2, dp=2)
     pipeline = build(make_net, net_loss, net_batch(4), 2, optax.adam(1e-2), mesh=mesh, rules=[(".*", ())])
@@ -73,6 +74,7 @@ def test_parameters_and_moments_are_stored_only_on_their_group():
         assert all(stored[device] == size for device in mesh.devices.flat)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "most"),
     [
@@ -104,6 +106,7 @@ def test_live_residuals_match_the_peak_activations_of_the_schedule(name, most):
     assert name == "zb-h1" or peak == {stage: most(stage, count) for stage in peak}
 
 
+@pytest.mark.slow
 def test_one_transfer_each_way_per_stage_boundary_and_microbatch():
     pipeline, _ = net_case(4, 5, "1f1b")
     assert pipeline.num_transfers == 2 * (4 - 1) * 5
@@ -118,6 +121,7 @@ def test_a_batch_in_64_bits_is_that_in_32_bits():
     assert losses[0] == losses[1] and len(pipeline.compiled) == 1
 
 
+@pytest.mark.slow
 def test_nothing_compiles_after_the_second_step(compilations):
     pipeline = build(make_net, net_loss, net_batch(8), 4, optax.adamw(1e-3))
     state = pipeline.init_state()
@@ -243,6 +247,7 @@ def test_a_schedule_that_can_run_is_accepted(schedule, two_stages):
     Pipeline(two_stages, PLAIN_SGD, mesh=groups(pp=2), schedule=schedule)
 
 
+@pytest.mark.slow
 def test_groups_stages_and_microbatches_follow_from_mesh_schedule_and_batch():
     mesh, batch = groups(pp=2), net_batch(8)
     staged = split_stages(net_loss, make_net, batch, mesh=mesh, schedule="interleaved-1f1b", num_microbatches=4)

@@ -91,6 +91,7 @@ class ComplexParams(Layers):
 COMPLEX = with_schedules([Fourier, StateSpace, ComplexParams], quick={Fourier: "zb-h1", ComplexParams: "1f1b"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cls", "name"), COMPLEX)
 def test_complex_activations_have_gradients(cls, name):
     pipeline, _ = equals_plain_step(cls, name)
@@ -200,6 +201,7 @@ ASSIGNED = with_schedules(
 )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("cls", "name"), ASSIGNED)
 def test_variables_that_are_assigned_have_their_new_values(cls, name):
     equals_plain_step(cls, name)
@@ -258,6 +260,7 @@ class Clipped(Layers):
         return 3 * x @ table.T
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("kind", "name"), with_schedules(CLIPS, quick={"plain": "zb-h1", "nested": "1f1b"}))
 def test_a_custom_vjp_rule_that_is_not_linear_runs_once(kind, name):
     equals_plain_step(type("Clipped", (Clipped,), {"clip": staticmethod(CLIPS[kind])}), name)

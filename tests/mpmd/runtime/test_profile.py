@@ -71,6 +71,7 @@ def by_hand() -> Timeline:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["split", *(pytest.param(name, marks=pytest.mark.slow) for name in ("interleaved", "wide"))]
 )

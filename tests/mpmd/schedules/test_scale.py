@@ -82,6 +82,7 @@ WORK = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("work", WORK.values(), ids=WORK)
 def test_work_is_nearly_linear_in_the_number_of_actions(work):
     per_action = []

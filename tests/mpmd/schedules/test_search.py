@@ -198,6 +198,7 @@ def test_the_unit_of_time_does_not_matter(unit):
     assert search_schedule([(0, 0, 0)] * 3, 2, num_microbatches=2).makespan == 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("memory", [2, 3, 8, None])
 def test_two_stages_per_group_stay_within_memory(memory):
     found = search_schedule([(1, 1, 1)] * 8, memory, num_groups=4, num_microbatches=8, seconds=0.5)

@@ -110,7 +110,14 @@ def unit_search(groups: int, microbatches: int, limit: int):
     )
 
 
-@pytest.mark.parametrize(("sizes", "limit"), [(sizes, k) for sizes, row in MAKESPANS.items() for k in row])
+@pytest.mark.parametrize(
+    ("sizes", "limit"),
+    [
+        pytest.param(sizes, k, marks=() if sizes[0] < 6 else pytest.mark.slow)
+        for sizes, row in MAKESPANS.items()
+        for k in row
+    ],
+)
 def test_the_search_is_never_slower_than_the_published_schedule_of_its_memory_limit(sizes, limit):
     assert unit_search(*sizes, limit).makespan <= MAKESPANS[sizes][limit]
 
@@ -126,6 +133,7 @@ def test_the_search_is_never_slower_than_a_schedule_of_two_stages_that_fits(limi
             assert found.makespan <= result.makespan, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_the_search_is_never_slower_than_a_named_schedule_for_random_costs(part):
     """200 sets of costs: a head of several layers, transfers, memory in bytes per stage."""

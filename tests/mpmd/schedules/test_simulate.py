@@ -82,6 +82,7 @@ def test_formula_of_interleaved(groups, turns, virtual):
     assert result.peak_activations == tuple(min(peak, all_in_flight) for peak in warmup)
 
 
+@pytest.mark.slow
 @given(schedules())
 @settings(max_examples=150, deadline=None)
 def test_every_named_schedule_passes_the_checker_at_its_own_peak_and_not_below(schedule):
@@ -246,6 +247,7 @@ def test_one_microbatch_too_many_in_flight():
     assert "  group 0: 0F0  0F1  0F2  0F3 [0F4] 0B0  0B1  0F5  0B2 ..." in message
 
 
+@pytest.mark.slow
 @given(schedule=schedules(), data=st.data())
 @settings(max_examples=80, deadline=None)
 def test_any_swap_of_dependent_actions_or_of_messages_is_caught(schedule, data):

@@ -227,6 +227,7 @@ def run_backward(model: Traced, parts, recompute: bool, split: bool):
     return loss, grads
 
 
+@pytest.mark.slow
 @fewer
 @given(with_stages(nets(max_layers=3)), st.booleans(), st.booleans())
 def test_f_b_and_w_compute_the_gradients(case, recompute, split):
@@ -277,6 +278,7 @@ def all_dots(part):
     return count(part.eqns)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize(("remat", "repeated"), [(False, 0), (True, 4)])
 def test_a_scan_over_layers_is_split_into_b_and_w(remat, repeated, reverse):

@@ -43,6 +43,7 @@ def stages(**kinds):
     return [(stage, trained) for stage in staged.cut(batch).stages]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "kinds",
     [{}, {"scan": True}, {"remat": "full"}, {"scan": True, "remat": "full"}],

@@ -96,6 +96,7 @@ def with_doubled_loss(stage, forward):
     return with_forward(stage, doubled)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 @pytest.mark.parametrize(  # a third of them; zoo/test_split.py compares all models with the plain step
     "case",
@@ -110,6 +111,7 @@ def test_the_stages_of_unmodified_models_pass(case: Case):
     staged.check(case.batch(2), seed=3, split_backward=case.name in SAMPLE)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("stage", "change", "message"),
     [

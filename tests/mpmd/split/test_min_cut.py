@@ -110,6 +110,7 @@ def test_a_residual_stream_in_bfloat16_is_sent_once_and_in_bfloat16(num_stages):
     assert received == [[], *[["bf16[2,8,16]"]] * (num_stages - 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_training_in_bfloat16_equals_training_on_one_device(name):
     """Recomputed values equal the values of the sender, and gradients are sent in the precision of the stream."""

@@ -41,6 +41,7 @@ def residuals(stage):
     return [v.aval for v in stage.forward.outputs[len(stage.sent) + len(stage.outputs) :]]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_layer_stores_the_results_of_its_matrix_products(dtype):
     for stage in decoder(dtype, remat="cheap"):
@@ -57,6 +58,7 @@ def test_a_layer_stores_the_results_of_its_matrix_products(dtype):
         assert {str(aval.dtype) for aval in others} == {dtype}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "how", "share"),

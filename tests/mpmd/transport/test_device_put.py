@@ -175,6 +175,7 @@ def busy(sharding):
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", ["same layout", "transposed", "one dim", "replicated", "one device", "two devices"])
 def test_a_transfer_does_not_block(mpmd_mesh, case):
     """Also if the layout changes: jax.device_put alone would block until the array is computed."""

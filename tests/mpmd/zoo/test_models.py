@@ -9,6 +9,7 @@ from tests.mpmd.zoo.models import BY_NAME, CASES, PARAMETERS, SAMPLE
 MOMENT = "optimizer/opt_state/0/mu/"
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 @pytest.mark.parametrize("case", PARAMETERS)
 def test_the_plain_step_trains_every_used_parameter(case: Case):

@@ -94,12 +94,14 @@ def _close(a: np.ndarray | None, b: np.ndarray | None, rtol: float) -> bool:
     return np.allclose(a, b, rtol=0.0, atol=rtol * np.abs(a).max(initial=0.0))
 
 
+@pytest.mark.sampled
 @ignore_sow
 @pytest.mark.parametrize(("case", "num_stages"), RUNS)
 def test_a_pipeline_equals_the_plain_step(case: Case, num_stages: int):
     assert differences(plain_run(case), piped_run(pipeline_of(case, num_stages), case)) == []
 
 
+@pytest.mark.sampled
 @ignore_sow
 @pytest.mark.parametrize("num_stages", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -131,6 +133,7 @@ def test_two_stages_of_one_group_have_their_own_copies_of_a_variable(name: str):
     assert differences(plain_run(case), piped_run(pipeline, case)) == []
 
 
+@pytest.mark.slow
 def test_the_comparison_detects_a_dropped_microbatch():
     case = BY_NAME["residual"]
     full = make_schedule("1f1b", num_groups=2, num_microbatches=MICROBATCHES)
@@ -141,6 +144,7 @@ def test_the_comparison_detects_a_dropped_microbatch():
     assert "step 0: loss" in found and "after model/layers/0/up/kernel" in found
 
 
+@pytest.mark.slow
 def test_the_comparison_detects_swapped_stages():
     case, swapped = BY_NAME["residual"], BY_NAME["reversed"]._replace(name="residual")
     found = differences(plain_run(case), piped_run(pipeline_of(swapped, 2), swapped))

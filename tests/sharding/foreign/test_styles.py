@@ -127,6 +127,7 @@ def test_specs_follow_from_annotations_or_rules(style: Style):
         assert found.get(f"optimizer/opt_state/0/mu/{path}", spec) == spec
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [pytest.param(s, marks=[slow] * (s != MESHES[0])) for s in MESHES])
 @pytest.mark.parametrize("name", marked("tunix"))
 def test_training_on_a_mesh_equals_training_on_one_device(name: str, shape: tuple[int, ...]):
@@ -142,6 +143,7 @@ def test_training_on_a_mesh_equals_training_on_one_device(name: str, shape: tupl
     assert {path.removeprefix("model/") for path in changed if path.startswith("model/")} == moments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "schedule"), PIPELINES)
 def test_a_pipeline_equals_the_plain_step(name: str, schedule: str):
     plan = make_schedule(schedule, num_groups=2, num_microbatches=MICROBATCHES)
@@ -152,6 +154,7 @@ def test_a_pipeline_equals_the_plain_step(name: str, schedule: str):
         assert differences(plain(name, plan.num_stages), found) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", marked("maxtext_scanned"))
 def test_a_checkpoint_is_restored_on_another_mesh_in_a_pipeline_and_as_a_list(name: str, tmp_path: Path):
     style = BY_NAME[name]

@@ -56,6 +56,7 @@ def test_the_fingerprint_depends_on_paths_shapes_dtypes_specs_and_mesh_sizes_alo
     assert of() == of(P("fsdp", "sp"), mesh=AbstractMesh((2, 4, 1), ("fsdp", "tp", "sp")))
 
 
+@pytest.mark.slow
 def test_the_fingerprint_does_not_depend_on_the_hash_seed():
     code = (
         "from tests.sharding.report.test_fingerprint import *;"
@@ -75,6 +76,7 @@ def test_a_single_process_is_never_an_error():
     check_same_on_all_processes("anything")
 
 
+@pytest.mark.slow
 def test_all_processes_report_which_ones_differ():
     ended = run_workers("fingerprint", 3, 1, module="tests.sharding.process_worker")
     assert_all_done(ended, "fingerprint is done")

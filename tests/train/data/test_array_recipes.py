@@ -77,6 +77,7 @@ def test_a_killed_run_resumes_bit_for_bit(name, mesh, tmp_path):
     assert min(after) == 3 and before | after == whole
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", RECIPES)

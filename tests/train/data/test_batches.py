@@ -65,7 +65,7 @@ def test_orders_differ_between_epochs_and_seeds_and_from_the_files():
             assert (one == other).sum() < 10  # one is expected by chance
 
 
-@pytest.mark.parametrize("size", [2, 10, 17])
+@pytest.mark.parametrize("size", [2, 10, pytest.param(17, marks=pytest.mark.slow)])
 def test_each_position_is_equally_likely(size):
     """Chi-square over 100 * size epochs: mean size - 1, deviation sqrt(2 (size - 1)); five deviations are allowed."""
     expected = 100

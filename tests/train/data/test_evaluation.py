@@ -65,6 +65,7 @@ def test_the_metrics_are_those_of_the_built_in_evaluation(mesh, tmp_path, text):
     assert written[1]["first/loss"] == own[1]["first/loss"]
 
 
+@pytest.mark.slow
 def test_the_rates_are_those_of_examples_unless_the_flops_of_tokens_are_known(tmp_path, text):
     rows, lines = rows_of(config_of(tmp_path / "a", text, token_batches, *PLAIN, "run.steps=1", "run.eval_every=5"))
     assert rows[0]["examples_per_s"] == pytest.approx(8 / rows[0]["seconds"])
@@ -87,6 +88,7 @@ def test_the_line_of_a_step_has_the_metrics_of_eval_fns(tmp_path):
     assert step_line(row, ["test"]).endswith("10 examples/s  test/accuracy 0.5000")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_kept_by_a_metric_of_eval_fns(tmp_path, text):
     values = iter([0.0, 3.0, 1.0, 2.0])  # the first one before the run
 
@@ -239,6 +241,7 @@ def vector_loss(model: Any, batch: Any) -> Any:
 LOSSES = {"clash": clashing_loss, "vector": vector_loss}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", BAD)
 def test_a_mistake_is_one_line_before_the_run_folder_is_made(case, tmp_path, text):
     functions, problem = BAD[case]

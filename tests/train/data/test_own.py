@@ -274,6 +274,7 @@ def test_arrays_of_which_no_batch_can_be_formed_are_one_error(arrays, size, prob
 # --- plans ---
 
 
+@pytest.mark.slow
 def test_a_plan_has_no_tokens_unless_the_recipe_counts_their_flops():
     tokens = {"inputs": np.zeros((ROWS, 16), np.int32), "targets": np.zeros((ROWS, 16), np.int32)}
     config = replace(recipe(), make_batches=lambda config: lambda step: tokens)

@@ -42,6 +42,7 @@ def run(config: TrainConfig, kill_at: int | None = None, **kinds: Any) -> tuple[
     return losses, lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", [name if name == "plain" else pytest.param(name, marks=pytest.mark.slow) for name in MESHES]
 )
@@ -59,6 +60,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("maker", "mesh"), CASES)
 def test_a_killed_run_resumes_bit_for_bit(maker, mesh, tmp_path, text):
     if maker == "grain":
@@ -72,6 +74,7 @@ def test_a_killed_run_resumes_bit_for_bit(maker, mesh, tmp_path, text):
     assert any("resuming, 3 steps to go" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_state_that_is_saved_one_batch_too_late_is_found(tmp_path, text, monkeypatch):
     whole, _ = run(config_of(tmp_path / "whole", text, Windows, *PLAIN))
     killed = config_of(tmp_path / "killed", text, Windows, *PLAIN)
@@ -98,6 +101,7 @@ def test_a_resumed_run_may_change_the_mesh(tmp_path, text):
     assert after == pytest.approx({step: whole[step] for step in (5, 6, 7)}, rel=1e-4)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("first", "second", "problem"),
     [
@@ -117,6 +121,7 @@ def test_other_batches_require_allow_changes(first, second, problem, tmp_path, t
     assert [line for line in lines if line.startswith("changed since the checkpoint: ")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "state", [[], {}, {"json": 1, "base64": ""}, {"base64": "%"}, {"base64": 3}, {"other": 1}, "text"]
 )
@@ -132,6 +137,7 @@ def test_a_state_in_a_checkpoint_that_no_run_writes_is_found(state, tmp_path, te
         train(config)
 
 
+@pytest.mark.slow
 def test_a_state_that_the_iterator_refuses_is_one_line(tmp_path, text):
     class Strict(Windows):
         def set_state(self, state: dict[str, Any]) -> None:
@@ -148,6 +154,7 @@ def test_a_state_that_the_iterator_refuses_is_one_line(tmp_path, text):
         train(config_of(tmp_path / "run", text, Strict, *PLAIN))
 
 
+@pytest.mark.slow
 def test_make_batches_is_called_once_and_its_first_batch_is_not_consumed(tmp_path, text):
     calls, drawn = [], []
 
@@ -160,6 +167,7 @@ def test_make_batches_is_called_once_and_its_first_batch_is_not_consumed(tmp_pat
     assert calls == [3] and drawn == [0, 0, 1, 2]
 
 
+@pytest.mark.slow
 def test_one_iterator_that_make_batches_returns_every_time_is_not_advanced_by_plans(tmp_path, text):
     config = config_of(tmp_path / "run", text, None, *PLAIN)
     only, fresh = Windows(config), Windows(config)
@@ -169,6 +177,7 @@ def test_one_iterator_that_make_batches_returns_every_time_is_not_advanced_by_pl
     assert only.get_state() == fresh.get_state()
 
 
+@pytest.mark.slow
 def test_an_iterator_that_ends_is_one_line_and_the_completed_steps_are_saved(tmp_path, text):
     class Short(Windows):
         drawn = 0

@@ -65,6 +65,7 @@ def test_a_run_that_ends_before_is_refused_and_a_resumed_one_goes_on(tmp_path):
     assert not (tmp_path / "run" / "profile").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_while_it_records_closes_the_trace(tmp_path):
     stops = iter([False] * 3 + [True] * 9)
     result = train(config_of(tmp_path, "run.profile=3"), should_stop=lambda: next(stops))

@@ -43,6 +43,7 @@ def average_of(history):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["mesh", pytest.param("pp", marks=pytest.mark.slow)])
 def test_the_average_equals_that_of_optax_over_the_history(mesh):
     history, _ = plain(optax.chain(CLIP, PLAIN["adamw"][1]()))
@@ -61,6 +62,7 @@ def test_before_the_first_step_the_average_is_the_parameters():
     assert with_average(state, DECAY) is state
 
 
+@pytest.mark.slow
 def test_the_average_of_half_precision_parameters_is_in_float32():
     model = replace(MODEL, param_dtype="bfloat16")
     _, state, _ = trained(config_of("mesh", model=model, ema=0.999))

@@ -86,6 +86,7 @@ SAMPLED = (("muon", "mesh"), ("adamw", "pp"))  # by default, all of them in the 
 CASES = [(name, mesh) if (name, mesh) in SAMPLED else slow(name, mesh) for name in PLAIN for mesh in ("mesh", "pp")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh"), CASES)
 def test_an_optimizer_by_name_equals_plain_optax(name, mesh):
     settings, make = PLAIN[name]
@@ -126,6 +127,7 @@ def test_parameter_groups_equal_a_partition_by_path(mesh):
     assert_close(parameters(state), expected[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["mesh", slow("pp")])
 def test_frozen_parameters_stay_as_they_are_and_have_no_moments(mesh):
     def is_trained(path):
@@ -141,6 +143,7 @@ def test_frozen_parameters_stay_as_they_are_and_have_no_moments(mesh):
     assert moments and not [path for path in moments if not is_trained(path.split("/mu/")[1])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["mesh", slow("pp")])
 def test_an_optimizer_a_schedule_and_a_filter_of_the_recipe(mesh):
     seen = []
@@ -174,6 +177,7 @@ def test_an_optimizer_a_schedule_and_a_filter_of_the_recipe(mesh):
     assert seen and all(given == shapes for given in seen)
 
 
+@pytest.mark.slow
 def test_the_learning_rate_of_a_recipes_optimizer_is_not_made_up():
     recipe = replace(CONFIG, make_optimizer=lambda config, given: optax.sgd(0.1))
     _, _, rows = trained(config_of("mesh", recipe=recipe), steps=1)
@@ -305,6 +309,7 @@ def test_a_recipes_functions_must_return_optax_objects():
             trained(config_of("mesh", recipe=replace(CONFIG, **functions)), steps=0)
 
 
+@pytest.mark.slow
 def test_the_default_is_the_optimizer_of_earlier_checkpoints():
     """Paths of moments and counts as those that checkpoints of the first versions contain."""
     state = trained(config_of("one"), steps=0)[1].to_nnx()["optimizer"]
