@@ -10,11 +10,15 @@ import jax
 import pytest
 
 from tests import tiers
+from tests.budget import BudgetPlugin
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--platform", default="cpu", help="JAX backend of the tests: cpu (8 virtual devices), gpu, tpu")
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden from the recipes")
+    parser.addoption(
+        "--update-budget", action="store_true", help="rewrite tests/budget.txt from the counts of this run"
+    )
     parser.addoption("--slice", metavar="K/N", type=tiers.parse_slice, help="only slice K of N of the slow tests")
     parser.addoption(
         "--touched",
@@ -26,6 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     _share_compilation_cache(config)
+    config.pluginmanager.register(BudgetPlugin(config), "budget")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job in the background of a script
         signal.signal(signal.SIGINT, signal.default_int_handler)  # tests send it to processes that they start
     platform = config.getoption("--platform")
@@ -52,8 +57,10 @@ def _share_compilation_cache(config: pytest.Config) -> None:
     """Shares XLA's compilation cache among all tests and the processes that they start, to reduce their time."""
     if hasattr(config, "workerinput"):  # a process of pytest-xdist, which has inherited the settings
         return
-    folder = tempfile.mkdtemp(prefix="flax_mesh-compiled-")
-    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")  # several runs may share it, as in tests/mutants.py
+    if folder is None:
+        folder = tempfile.mkdtemp(prefix="flax_mesh-compiled-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     settings = {
         "jax_compilation_cache_dir": folder,
         "jax_persistent_cache_min_compile_time_secs": 0.0,

@@ -6,6 +6,8 @@ import re
 import pytest
 
 from tests import tiers
+from tests.mutants import mutants_of
+from tests.planted import PLANTED
 
 
 def test_a_slice_is_the_same_for_all_cases_of_a_value_and_every_slice_has_tests():
@@ -58,3 +60,32 @@ def test_each_slow_test_is_in_one_slice_and_those_of_touched_folders_are_in_all(
     for k in range(4):
         assert all(tiers.is_selected(name, (k, 4), {"train"}) for name in names[:-1])
         assert tiers.is_selected(names[-1], (k, 4), {"mpmd"}) == (names[-1] in parts[k])  # not a folder below it
+
+
+def test_the_mistakes_to_plant_are_places_in_the_code():
+    for file, old, new in PLANTED:
+        source = (tiers.TESTS.parent / file).read_text()
+        assert source.count(old) == 1 and old != new, f"{file}: {old}"
+        compile(source.replace(old, new), file, "exec")
+
+
+def test_mutants_change_one_place_of_the_code_and_no_texts_or_annotations():
+    source = "def f(a: int = 1 + 2, b: str = 'x'):\n    g(a, b)\n    assert a < (b), 'a' + b\n    return not a and b\n"
+    mutants = list(mutants_of("f.py", source))
+    assert all(compile(m.code, "f.py", "exec") for m in mutants)
+    changes = sorted(
+        next(new for old, new in zip(source.split("\n"), m.code.split("\n"), strict=True) if old != new)
+        for m in mutants
+    )
+    assert changes == sorted(
+        [
+            "def f(a: int = 1 - 2, b: str = 'x'):",
+            "def f(a: int = 2 + 2, b: str = 'x'):",
+            "def f(a: int = 1 + 3, b: str = 'x'):",
+            "    pass",
+            "    g(b, a)",
+            "    assert a <= (b), 'a' + b",
+            "    return (a) and b",
+            "    return not a or b",
+        ]
+    )

@@ -1,0 +1,102 @@
+"""The budget of the default tests: compiled programs, whole runs and child processes of every test file.
+
+They are counted, not timed, so that the limits hold on every machine. tests/budget.txt contains the limits; a file that
+exceeds one of them makes the run of pytest fail. `pytest --update-budget` writes the limits of the files that it runs:
+the counts and a tenth more, since a program that an earlier file has compiled in the same process is not counted.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+PATH = Path(__file__).parent / "budget.txt"
+KINDS = ("programs", "runs", "processes")
+Counts = dict[str, Counter[str]]  # test file -> kind -> number
+
+
+def read_limits() -> Counts:
+    lines = [line.split() for line in PATH.read_text().splitlines() if line and not line.startswith("#")]
+    return {file: Counter(dict(zip(KINDS, map(int, numbers), strict=True))) for file, *numbers in lines}
+
+
+def write_limits(limits: Mapping[str, Mapping[str, int]]) -> None:
+    """Write the limits of all files that still exist. Files without any of the three are left out."""
+    rows = {file: [counts.get(kind, 0) for kind in KINDS] for file, counts in limits.items()}
+    lines = [f"{file} {' '.join(map(str, row))}" for file, row in sorted(rows.items()) if any(row)]
+    existing = [line for line in lines if (PATH.parent.parent / line.split()[0]).exists()]
+    PATH.write_text("\n".join([f"# file {' '.join(KINDS)}", *existing]) + "\n")
+
+
+def with_room(counts: Mapping[str, int]) -> dict[str, int]:
+    """A tenth more programs than counted, and 5 at least; runs and processes exactly."""
+    return {kind: n + max(5, n // 10) if kind == "programs" and n else n for kind, n in counts.items()}
+
+
+def problems(counts: Mapping[str, Mapping[str, int]], limits: Counts) -> list[str]:
+    """One line for every count above its limit."""
+    return [
+        f"{file}: {number} {kind}, but its limit is {limits.get(file, Counter())[kind]}"
+        for file, kinds in sorted(counts.items())
+        for kind, number in sorted(kinds.items())
+        if number > limits.get(file, Counter())[kind]
+    ]
+
+
+class BudgetPlugin:
+    """Counts in every process of pytest-xdist; the main process compares the sums with the limits."""
+
+    def __init__(self, config: pytest.Config):
+        self.counts: Counts = {}
+        self.updates = bool(config.getoption("--update-budget"))
+        self.applies = config.getoption("markexpr") == "not slow" and config.getoption("platform") == "cpu"
+        self._file = ""
+        jax.monitoring.register_event_duration_secs_listener(self._on_duration)
+        sys.addaudithook(self._on_audit)
+
+    def _add(self, kind: str) -> None:
+        if self._file:
+            self.counts.setdefault(self._file, Counter())[kind] += 1
+
+    def _on_duration(self, event: str, duration_secs: float, **kwargs: Any) -> None:
+        if "backend_compile" in event:
+            self._add("programs")
+
+    def _on_audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "subprocess.Popen":
+            self._add("processes")
+        elif event == "open" and str(arguments[0]).endswith("metrics.jsonl") and arguments[1] == "a+b":
+            self._add("runs")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
+        self._file = item.nodeid.partition("::")[0]
+        try:
+            return (yield)
+        finally:
+            self._file = ""
+
+    @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+    def pytest_testnodedown(self, node: Any) -> None:
+        for file, kinds in getattr(node, "workeroutput", {}).get("budget", {}).items():
+            self.counts.setdefault(file, Counter()).update(kinds)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        output = getattr(session.config, "workeroutput", None)  # of a process of pytest-xdist
+        if output is not None:
+            output["budget"] = {file: dict(kinds) for file, kinds in self.counts.items()}
+        elif self.updates:
+            write_limits(read_limits() | {file: with_room(kinds) for file, kinds in self.counts.items()})
+        elif self.applies and problems(self.counts, read_limits()):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        lines = problems(self.counts, read_limits()) if self.applies else []
+        if lines:
+            terminalreporter.section("tests/budget.txt is exceeded", red=True)
+            for line in [*lines, "make the tests cheaper, mark cases as slow, or raise the limit: --update-budget"]:
+                terminalreporter.line(line)

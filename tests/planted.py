@@ -1,0 +1,37 @@
+"""Mistakes that were made, or nearly made, and that were silent: the loss decreases, the file is written, no error."""
+
+# (file, text that occurs there once, what replaces it)
+PLANTED = (
+    # The state of the batches is saved one batch too late: a resumed run skips one.
+    ("flax_mesh/train/data/iterators.py", "return self._states[step]", "return self._states[max(self._states)]"),
+    # The thread that prefetches batches returns the last one twice.
+    ("flax_mesh/train/data/batches.py", "pending = pool.submit(fn, step + 1)", "pending = pool.submit(fn, step)"),
+    # Every epoch has the order of the first.
+    ("flax_mesh/train/data/batches.py", "size, seed, int(epoch))", "size, seed, 0)"),
+    # Microbatches of unequal weight: the mean of means.
+    ("flax_mesh/step/loss.py", "divisor = jnp.where(weight == 0, 1.0, weight)", "divisor = jnp.ones_like(weight)"),
+    # A loss that is not finite is applied.
+    ("flax_mesh/step/loss.py", "jnp.isfinite(value) & (value <= limit)", "jnp.isfinite(value) | (value <= limit)"),
+    # Every microbatch has the dropout masks of the first.
+    ("flax_mesh/step/step.py", "part, (seed, count, index), layers)", "part, (seed, count, 0), layers)"),
+    # The moving average is not divided by 1 - decay^steps.
+    ("flax_mesh/train/optimizers/average.py", "return 1 / (1 - decay**steps)", "return 1.0"),
+    # Damaged bytes after the first block of a file have no effect on its checksum.
+    ("flax_mesh/checkpoint/checksums.py", "value.update(buffer[:count])", "value.update(buffer[: count // 2])"),
+    # A schedule without one of its backward actions trains with a wrong gradient.
+    ("flax_mesh/mpmd/schedules/validate.py", "return mistakes + _missing(schedule, seen, group_of)", "return mistakes"),
+    # Messages between groups are received in another order than they are sent.
+    ("flax_mesh/mpmd/schedules/validate.py", "if first != other:", "if first.stage != other.stage:"),
+    # A schedule that stores one activation too many is accepted.
+    ("flax_mesh/mpmd/schedules/validate.py", "if peak <= limit * (1 + TOLERANCE):", "if peak <= limit + 1:"),
+    # Positions of rotary embeddings turn in the other direction.
+    ("flax_mesh/models/rotary.py", "[a * cos - b * sin, b * cos + a * sin]", "[a * cos + b * sin, b * cos - a * sin]"),
+    # Packed documents attend to each other.
+    (
+        "flax_mesh/models/attention.py",
+        "segment_ids_BS[:, None, :, None] == segment_ids_BS[:, None, None, :]",
+        "segment_ids_BS[:, None, :, None] >= segment_ids_BS[:, None, None, :]",
+    ),
+    # The share of an expert counts tokens instead of choices.
+    ("flax_mesh/models/moe.py", 'aux["expert_tokens"] / (num_tokens * k)', 'aux["expert_tokens"] / num_tokens'),
+)
