@@ -1,14 +1,15 @@
-"""Types and limits of settings: every number of every config has limits, and they are checked in one place."""
+"""Types and limits of settings: every number of every config has limits, and no setting takes an invalid text."""
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, get_args
 
 import pytest
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.models import DecoderConfig
-from flax_mesh.settings import field_types, path_problem, type_problems, value_problems
+from flax_mesh.settings import MAX_FLOAT32, MAX_NAME_BYTES, field_types, path_problem, type_problems, value_problems
 from flax_mesh.train import (
     CheckpointConfig,
     DataConfig,
@@ -19,6 +20,7 @@ from flax_mesh.train import (
     TrainConfig,
 )
 from flax_mesh.train.checks import check_config
+from flax_mesh.train.overrides import flat_fields, read_overrides, value_to_text
 
 CONFIGS = (DecoderConfig, CheckpointConfig, DataConfig, MeshConfig, OptimizerConfig, PipelineConfig, RunConfig)
 NUMBERS = [
@@ -147,3 +149,132 @@ def test_annotations_that_cannot_be_evaluated_are_one_line():
 
     with pytest.raises(ConfigError, match=r"^the annotations of .*Local cannot be evaluated: name 'Undefined' is not"):
         check_config(config_of(model=Local()))
+
+
+# --- the text of every setting ---
+
+DECODER = TrainConfig(make_model=max, loss_fn=max, model=DecoderConfig())
+SETTINGS = {key: get_args(kind) or (kind,) for key, (_, kind, _) in flat_fields(DECODER).items()}
+
+
+def limits_of(config: Any, prefix: str = "") -> dict[str, Mapping[str, Any]]:
+    """Setting -> metadata of every field with limits, also of nested dataclasses."""
+    found = {}
+    for item in dataclasses.fields(config):
+        key, value = f"{prefix}{item.name}", getattr(config, item.name)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            found |= limits_of(value, f"{key}.")
+        elif {"at_least", "above", "at_most", "below", "one_of", "path"} & item.metadata.keys():
+            found[key] = item.metadata
+    return found
+
+
+LIMITS = limits_of(DECODER)
+
+
+def problems_of(*settings: str) -> list[str]:
+    """The lines that `flax-mesh train` prints about these settings before it looks for devices."""
+    changed, found = read_overrides(DECODER, settings)
+    return found or check_config(changed)
+
+
+def values_at(limits: Mapping[str, Any], *, is_float: bool) -> list[tuple[Any, Any]]:
+    """(last value within, first value outside) for each limit of a field."""
+    if "one_of" in limits:
+        return [(name, f"{name}x") for name in limits["one_of"]]
+    if "path" in limits:
+        return [("x" * MAX_NAME_BYTES, "x" * (MAX_NAME_BYTES + 1))]
+    pairs = [(MAX_FLOAT32, math.nextafter(MAX_FLOAT32, math.inf))] if is_float and "below" not in limits else []
+    for name, outwards in (("at_least", -1), ("above", -1), ("at_most", 1), ("below", 1)):
+        if name in limits:
+            limit, is_within = limits[name], name.startswith("at_")
+            direction = outwards if is_within else -outwards
+            other = math.nextafter(limit, direction * math.inf) if is_float else limit + direction
+            pairs.append((limit, other) if is_within else (other, limit))
+    return pairs
+
+
+def test_all_numbers_and_over_60_settings_have_limits():
+    assert {key for key, kinds in SETTINGS.items() if {int, float} & {*kinds}} <= LIMITS.keys() <= SETTINGS.keys()
+    assert len(LIMITS) > 60
+    assert {key.partition(".")[0] for key in LIMITS} == {key.partition(".")[0] for key in SETTINGS}
+
+
+@pytest.mark.parametrize("key", LIMITS)
+def test_a_setting_is_refused_from_the_first_value_outside_of_each_limit(key):
+    pairs = values_at(LIMITS[key], is_float=float in SETTINGS[key])
+    assert pairs
+    for within, outside in pairs:
+        changed, found = read_overrides(DECODER, [f"{key}={value_to_text(within)}"])
+        assert found == value_problems(changed) == []
+        assert any(line.startswith(f"{key} ") for line in problems_of(f"{key}={value_to_text(outside)}")), outside
+
+
+INVALID_OF_TYPE = {
+    int: ["", "x", "nan", "inf", "-1", "1.5", "1e3", "1,2", "true"],
+    float: ["", "x", "nan", "-inf", "-1", "1,2", "0x10", "--"],
+    bool: ["", "yes", "1", "none"],
+}
+INVALID_NAMES, INVALID_AXES = ["", "nope", "0"], ["nope", "dp,nope"]
+INVALID_PATHS = ["~nobody-of-this-name/x", "x" * 300, "y/" * 2500]
+ABOVE_0 = """
+run.steps checkpoint.every checkpoint.keep data.sequence_length data.batch_size data.held_out data.eval_batches
+optimizer.decay_steps optimizer.clip_norm optimizer.epsilon pipeline.num_microbatches pipeline.memory_limit
+pipeline.num_virtual_stages model.vocab_size model.hidden_size model.num_layers model.num_heads model.num_kv_heads
+model.head_dim model.mlp_size model.rope_theta model.rope_factor
+"""
+INVALID = {  # further values of single settings
+    "run.seed": ["4294967296", "9" * 30],
+    "run.spike_factor": ["0.5", "1"],
+    "run.hardware": [*INVALID_PATHS, "/no/such/file", __file__],
+    "run.platform": ["", "npu", "cpu:0", "cpu:-1", "cpu:x", "CPU"],
+    "run.folder": [*INVALID_PATHS, ""],
+    "run.compiler_options": ["x", "=1", "--xla=1", "a=1,a=2"],
+    "optimizer.b1": ["1", "2"],
+    "optimizer.b2": ["1", "2"],
+    "optimizer.warmup_steps": ["1000000"],
+    "optimizer.decay_start": ["10"],
+    "optimizer.momentum": ["1", "0.9"],
+    "optimizer.moment_dtype": ["float16"],
+    "optimizer.no_decay": ["(", "["],
+    "optimizer.groups": ["embed", "( frozen", "embed learning_rate*-1", "embed x"],
+    "optimizer.matrices": ["kernel", "("],
+    "optimizer.ema": ["1"],
+    "optimizer.shard_over": [*INVALID_AXES, "pp"],
+    "checkpoint.start_from": [*INVALID_PATHS, "/no/such/folder", __file__],
+    "data.source": [*INVALID_PATHS, ""],
+    "data.held_out": ["1", "2"],
+    "mesh.shape": ["dp", "dp:x", "dp:0", "dp:-2", "nope:2", "dp:2,dp:4", "dp:-1,tp:-1", "pp:-1"],
+    "mesh.rules": ["nope", "pp", "fsdp+nope", "+", "fsdp,dp"],
+    "pipeline.num_microbatches": ["3"],
+    "pipeline.schedule": ["", "nope"],
+    "pipeline.cut": ["", "nope", "1.5"],
+    "model.num_heads": ["3"],
+    "model.num_kv_heads": ["3"],
+    "model.head_dim": ["3"],
+    "model.dtype": ["int32", "float99"],
+    "model.param_dtype": ["int32"],
+    "model.remat": [*INVALID_NAMES, "full:77", "full:0,none", "full:x", "attention+nope", "full,none", "q+q"],
+}  # fmt: skip
+OTHERS = {"pipeline.schedule": ["mesh.shape=pp:2", "pipeline.num_microbatches=4"]}  # without which it has no effect
+
+
+def invalid_texts(key: str) -> list[str]:
+    texts = [text for kind in SETTINGS[key] for text in INVALID_OF_TYPE.get(kind, [])]
+    texts += INVALID_NAMES if "one_of" in LIMITS.get(key, {}) else []
+    texts += INVALID_AXES if key.startswith("model.axes.") else []
+    texts += ["0"] if key in ABOVE_0.split() else []
+    return texts + INVALID.get(key, [])
+
+
+def test_all_settings_but_those_checked_later_have_invalid_texts():
+    assert {key for key in SETTINGS if not invalid_texts(key)} == {"checkpoint.best_metric", "run.hooks"}
+    assert {*ABOVE_0.split(), *INVALID, *OTHERS} <= SETTINGS.keys()
+
+
+@pytest.mark.parametrize("key", [key for key in SETTINGS if invalid_texts(key)])
+def test_invalid_texts_of_a_setting_are_refused_before_anything_compiles(key, compilations):
+    for text in invalid_texts(key):
+        found = problems_of(*OTHERS.get(key, []), f"{key}={text}")
+        assert any(key in line for line in found) and len(found) <= 3, (text, found)
+    assert not compilations
