@@ -1,8 +1,6 @@
 """Optimizer state in the memory of the host: where every array is stored, and results that do not change."""
 
-import json
 import math
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +14,10 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.plan import plan
 from flax_mesh.sharding.memory import is_on_host, memory_problem
 from flax_mesh.step.step import make_eval_step
-from flax_mesh.train import apply_overrides, init_train_state, make_train_step, train
-from flax_mesh.train.build import TrainProgram, batch_sharding, build_program
+from flax_mesh.train import init_train_state, make_train_step
+from flax_mesh.train.build import TrainProgram, build_program
 from flax_mesh.tree import named_leaves
-from tests.train.bigram import recipe, write_text
-from tests.train.test_pipelined_run import config_of
+from tests.train.decoder import batch_of, config_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 HOST = "optimizer.memory=pinned_host"
@@ -41,12 +38,6 @@ def own_config(tmp_path, *settings):
 
 def program_of(tmp_path, *settings) -> TrainProgram:
     return build_program(own_config(tmp_path, *settings))
-
-
-def batch_of(program: TrainProgram, seed: int = 0) -> dict[str, jax.Array]:
-    tokens = np.random.default_rng(seed).integers(0, 250, (16, 17)).astype(np.int32)
-    there = batch_sharding(program.mesh, program.rules.axes)
-    return {"inputs": jax.device_put(tokens[:, :-1], there), "targets": jax.device_put(tokens[:, 1:], there)}
 
 
 def kinds_of(state) -> dict[str, str]:
@@ -176,26 +167,6 @@ def test_the_plan_of_an_accelerator_counts_the_copies_during_the_update(tmp_path
     assert 0 < max(copies) - min(copies) < hosted.memory.host  # those of one parameter at a time
 
 
-@pytest.mark.slow
-def test_a_run_changes_the_memory_when_it_resumes_bit_for_bit(tmp_path):
-    text = write_text(tmp_path)
-
-    def rows(folder, steps, *settings):
-        common = f"data.source={text}", f"run.folder={tmp_path / folder}", "run.platform=auto", "run.eval_every=0"
-        common = *common, f"run.steps={steps}", "run.sample_tokens=0"
-        train(apply_overrides(recipe(), [*common, *settings]))
-        lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
-        return [(row["step"], row["loss"], row["grad_norm"]) for row in map(json.loads, lines)]
-
-    expected = rows("device", 6)
-    assert rows("host", 6, HOST) == expected
-    rows("changed", 2, HOST)
-    rows("changed", 4)
-    assert rows("changed", 6, HOST, "mesh.shape=fsdp:4")[:4] == expected[:4]
-    rows("same", 3, HOST)
-    assert rows("same", 6, HOST) == expected
-
-
 def make():
     model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
     return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
@@ -230,9 +201,3 @@ def test_a_memory_that_the_devices_lack_is_an_error_that_lists_theirs():
     with pytest.raises(ConfigError, match="pinned_host needs an optimizer, but make"):
         fm.abstract_state(lambda: make()[0], mesh, "fsdp", optimizer_memory="pinned_host")
     assert memory_problem(mesh.abstract_mesh, "hbm") == "must be device or pinned_host, got 'hbm'"
-
-
-def test_the_setting_is_checked_on_the_mesh(tmp_path):
-    config = config_of(tmp_path, tmp_path)
-    with pytest.raises(ConfigError, match=r"optimizer\.memory must be one of device, pinned_host, got 'hbm'"):
-        build_program(replace(config, optimizer=replace(config.optimizer, memory="hbm")))

@@ -1,12 +1,11 @@
 """The run folder: its lock, entries of another kind, rows of metrics after a kill, and starts that fail."""
 
-import itertools
 import json
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -24,9 +23,9 @@ from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.train import apply_overrides, train
 from flax_mesh.train.run_folder import MetricsFile, next_free, rows_until, run_folder
 from tests.multiprocess.processes import run_all
-from tests.train.bigram import recipe, snapshot, write_text
+from tests.train.bigram import recipe, snapshot
+from tests.train.processes import RECIPE
 
-RECIPE = Path(__file__).with_name("bigram.py")
 STEPS = 5
 NOBODY = 65534
 LONG = "a" * 999
@@ -67,70 +66,47 @@ def steps_of(text: bytes) -> list[int]:
 
 @pytest.mark.parametrize("start", range(1, STEPS))
 def test_a_file_that_was_cut_at_any_byte_gets_the_rows_of_an_uninterrupted_run(start, tmp_path):
-    saved = (
-        len(b"".join(ROWS[:start])) - 1
-    )  # a row is written before its checkpoint; without its newline it is complete
-    for end in range(saved, len(TEXT) + 1):
+    """Rows before the checkpoint, which only a crash of the machine can remove, stay missing."""
+    saved = len(b"".join(ROWS[:start])) - 1  # a row is written before its checkpoint; it is complete without newline
+    for end in range(len(TEXT) + 1):
         (tmp_path / "metrics.jsonl").write_bytes(TEXT[:end])
         said = write_rows(tmp_path, start)
-        assert metrics(tmp_path) == TEXT, (start, end)
-        rest = TEXT[saved + 1 : end]
-        lines = start + rest.count(b"\n") + (rest != b"" and not rest.endswith(b"\n"))
-        unchanged = end == saved + 1
-        cut = f"run: metrics.jsonl is cut back to the checkpoint of step {start}: {lines} rows before, {start} now"
-        assert [re.sub(r"\b1 row\b", "1 rows", text) for text in said] == ([] if unchanged else [cut])
+        complete = sum(end >= len(b"".join(ROWS[:step])) - 1 for step in range(1, start + 1))
+        assert metrics(tmp_path) == b"".join([*ROWS[:complete], *ROWS[start:]]), (start, end)
+        if end >= saved:
+            rest = TEXT[saved + 1 : end]
+            lines = start + rest.count(b"\n") + (rest != b"" and not rest.endswith(b"\n"))
+            cut = f"run: metrics.jsonl is cut back to the checkpoint of step {start}: {lines} rows before, {start} now"
+            assert [re.sub(r"\b1 row\b", "1 rows", text) for text in said] == [cut] * (end != saved + 1)
     assert sorted(os.listdir(tmp_path)) == ["config.txt", "metrics.jsonl"]
 
 
-@pytest.mark.parametrize("start", range(1, STEPS))
-def test_rows_that_a_crash_of_the_machine_has_removed_stay_missing_and_the_others_are_complete(start, tmp_path):
-    for end in range(len(b"".join(ROWS[:start])) - 1):
-        (tmp_path / "metrics.jsonl").write_bytes(TEXT[:end])
-        write_rows(tmp_path, start)
-        complete = sum(end >= len(b"".join(ROWS[:step])) - 1 for step in range(1, STEPS + 1))
-        assert metrics(tmp_path) == b"".join([*ROWS[:complete], *ROWS[start:]]), (start, end)
-
-
-@pytest.mark.parametrize("seed", range(50))
-def test_rows_that_earlier_versions_wrote_twice_or_on_one_line_are_repaired(seed):
+def test_rows_that_earlier_versions_wrote_twice_or_on_one_line_are_repaired():
     """Those appended to the file, wherever the run was killed and resumed: here at random bytes and steps."""
-    rng = np.random.default_rng(seed)
-    text, start, complete = b"", 0, set()
-    for _ in range(rng.integers(1, 6)):
-        new = b"".join(ROWS[start:])
-        new = new[: rng.integers(0, len(new) + 1)]
-        glued = text != b"" and not text.endswith(b"\n")
-        text += new
-        reached = start + new.count(b"\n")
-        complete |= set(range(start + 1 + glued, reached + 1))
-        start = int(rng.integers(0, reached + 1))
-    for step in range(STEPS + 1):
-        kept = rows_until(text, step)
-        assert kept == b"".join(ROWS[number - 1] for number in steps_of(kept))
-        assert steps_of(kept) == sorted(set(steps_of(kept)))
-        # A complete row that is followed by no newline is kept too.
-        assert {number for number in complete if number <= step} <= set(steps_of(kept)) <= set(range(1, step + 1))
+    for seed in range(50):
+        rng = np.random.default_rng(seed)
+        text, start, complete = b"", 0, set()
+        for _ in range(rng.integers(1, 6)):
+            new = b"".join(ROWS[start:])
+            new = new[: rng.integers(0, len(new) + 1)]
+            glued = text != b"" and not text.endswith(b"\n")
+            text += new
+            reached = start + new.count(b"\n")
+            complete |= set(range(start + 1 + glued, reached + 1))
+            start = int(rng.integers(0, reached + 1))
+        for step in range(STEPS + 1):
+            kept = rows_until(text, step)
+            assert kept == b"".join(ROWS[number - 1] for number in steps_of(kept))
+            assert steps_of(kept) == sorted(set(steps_of(kept))), seed
+            # A complete row that is followed by no newline is kept too.
+            assert {number for number in complete if number <= step} <= set(steps_of(kept)) <= set(range(1, step + 1))
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        b"",
-        b"[]",
-        b"3",
-        b"null",
-        b'{"loss": 1}',
-        b'{"step": "3"}',
-        b'{"step": null}',
-        b"\xff\xfe",
-        b"\0" * 40,
-        b"[" * 9999,
-        b'{"step": 2, "lo{"step": 2, "loss": 1}',
-        b'{"step": 2, "loss": \0\0\0}',
-        b'{"step": 1e999}',
-        b'{"step": -2}',
-    ],
-)
+NO_ROWS = (b"", b"[]", b"3", b"null", b'{"loss": 1}', b'{"step": "3"}', b'{"step": null}', b"\xff\xfe", b"\0" * 40)
+NO_ROWS += (b"[" * 9999, b'{"step": 2, "lo{"step": 2, "loss": 1}', b'{"step": 2, "loss": \0\0\0}', b'{"step": 1e999}')
+
+
+@pytest.mark.parametrize("bad", [*NO_ROWS, b'{"step": -2}'])
 def test_lines_that_are_not_rows_are_removed(bad):
     assert rows_until(ROWS[0] + bad + b"\n" + ROWS[2], STEPS) == ROWS[0] + ROWS[2]
 
@@ -160,16 +136,8 @@ def test_a_folder_does_not_change_before_the_first_row(tmp_path):
 # --- a file that is changed while the run writes it ---
 
 
-def remove(path: Path) -> None:
-    path.unlink()
-
-
 def rotate(path: Path) -> None:
     path.rename(path.with_name("metrics.jsonl.1"))
-
-
-def empty(path: Path) -> None:
-    os.truncate(path, 0)
 
 
 def restore_a_copy(path: Path) -> None:
@@ -178,17 +146,13 @@ def restore_a_copy(path: Path) -> None:
     path.with_name("copy").replace(path)
 
 
-def cut_in_a_row(path: Path) -> None:
-    os.truncate(path, len(ROWS[0]) + 9)
-
-
 @pytest.mark.parametrize(
     ("change", "rows", "lost"),
     [
-        (remove, [4, 5], "3 rows"),
+        (Path.unlink, [4, 5], "3 rows"),
         (rotate, [4, 5], "3 rows"),
-        (empty, [4, 5], "3 rows"),
-        (cut_in_a_row, [1, 4, 5], "2 rows"),
+        (lambda path: os.truncate(path, 0), [4, 5], "3 rows"),
+        (lambda path: os.truncate(path, len(ROWS[0]) + 9), [1, 4, 5], "2 rows"),  # in a row
         (restore_a_copy, [1, 2, 3, 4, 5], ""),
     ],
 )
@@ -207,7 +171,7 @@ def test_rows_are_written_to_the_file_of_the_name_and_missing_ones_are_counted(c
         f"warning: {tmp_path}/metrics.jsonl was removed, replaced or cut while the run wrote it: it lacks {lost} "
         "before step 4; later rows are appended to the file of this name"
     )
-    assert said == ([warning] if lost else [])
+    assert said == [warning] * bool(lost)
     assert write_rows(tmp_path, 5) == []  # nothing was left to repair, except of a torn row
     if change is rotate:
         assert (tmp_path / "metrics.jsonl.1").read_bytes() == b"".join(ROWS[:3])
@@ -247,64 +211,48 @@ def test_a_second_run_is_rejected_though_the_lock_file_was_deleted(tmp_path):
     folder = tmp_path / "run"
     with run_folder(folder):
         for _ in range(2):
-            with pytest.raises(ConfigError, match=f"run.folder={folder} is in use by another run"), run_folder(folder):
-                pass
+            assert rejected(folder)[0].startswith(f"run.folder={folder} is in use by another run")
             (folder / ".lock").unlink(missing_ok=True)
         (folder / "metrics.jsonl").touch()
     with run_folder(folder):
         pass
 
 
-def make_folder(path: Path) -> None:
-    path.mkdir()
-
-
-def make_link_loop(path: Path) -> None:
-    path.symlink_to(path)
-
-
-def make_broken_link(path: Path) -> None:
-    path.symlink_to(path.with_name("gone"))
-
-
-def make_file(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-OTHERS = {
-    "a folder": make_folder,
-    "a file": make_file,
-    "a broken link (Too many levels of symbolic links)": make_link_loop,
-    "a broken link (No such file or directory)": make_broken_link,
+OTHERS: dict[str, Callable[[Path], object]] = {
+    "a folder": Path.mkdir,
+    "a file": Path.touch,
+    "a broken link (Too many levels of symbolic links)": lambda path: path.symlink_to(path),
+    "a broken link (No such file or directory)": lambda path: path.symlink_to(path.with_name("gone")),
     "neither a file nor a folder": os.mkfifo,
 }
 WANTED = {"metrics.jsonl": "a file", "config.txt": "a file", "checkpoints": "a folder", "": "a folder"}
 
 
-@pytest.mark.parametrize(
-    ("name", "found"), [pair for pair in itertools.product(WANTED, OTHERS) if WANTED[pair[0]] != pair[1]]
-)
-def test_an_entry_of_another_kind_is_an_error_and_stays(name, found, tmp_path):
-    folder = tmp_path / "run"
-    if name:
-        folder.mkdir()
-    OTHERS[found](folder / name)
-    with pytest.raises(ConfigError) as rejected, run_folder(folder):
+def rejected(folder: Path) -> list[str]:
+    with pytest.raises(ConfigError) as caught, run_folder(folder):
         pass
-    assert rejected.value.problems == [
+    return caught.value.problems
+
+
+@pytest.mark.parametrize("found", OTHERS)
+def test_entries_of_another_kind_are_listed_and_stay(found, tmp_path):
+    OTHERS[found](tmp_path / "run")
+    if WANTED[""] != found:
+        (problem,) = rejected(tmp_path / "run")
+        assert problem.startswith(
+            f"run.folder: {tmp_path / 'run'} must be a folder, found {found}; rename or remove it"
+        )
+    assert os.listdir(tmp_path) == ["run"]
+    folder, wrong = tmp_path / "other", [name for name in WANTED if name and WANTED[name] != found]
+    folder.mkdir()
+    for name in wrong:
+        OTHERS[found](folder / name)
+    assert rejected(folder) == [
         f"run.folder: {folder / name} must be {WANTED[name]}, found {found}; rename or remove it, or use another "
         "run.folder"
+        for name in wrong
     ]
-    assert os.listdir(folder if name else tmp_path) == [name or "run"]
-
-
-def test_all_entries_of_another_kind_are_listed(tmp_path):
-    for name in ("metrics.jsonl", "config.txt"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "checkpoints").touch()
-    with pytest.raises(ConfigError) as rejected, run_folder(tmp_path):
-        pass
-    assert len(rejected.value.problems) == 3
+    assert sorted(os.listdir(folder)) == sorted(wrong)
 
 
 @contextmanager
@@ -337,12 +285,12 @@ def test_entries_without_rights_are_an_error(name, mode, tmp_path):
             os.chown(path, NOBODY, NOBODY)
     (folder / name).chmod(mode)
     try:
-        with as_nobody(), pytest.raises(ConfigError) as rejected, run_folder(folder):
-            pass
+        with as_nobody():
+            problems = rejected(folder)
     finally:
         for path, old in modes.items():
             path.chmod(old)
-    assert rejected.value.problems == [
+    assert problems == [
         f"run.folder: {folder / name} must be readable and writable; change its rights, or use another run.folder"
     ]
 
@@ -356,11 +304,10 @@ def test_immutable_entries_are_an_error(name, tmp_path):
     if chattr is None or subprocess.run([chattr, "+i", folder / name], capture_output=True, check=False).returncode:
         pytest.skip("no file can be made immutable here")
     try:
-        with pytest.raises(ConfigError) as rejected, run_folder(folder):
-            pass
+        problems = rejected(folder)
     finally:
         subprocess.run([chattr, "-i", folder / name], check=True)
-    assert rejected.value.problems == [
+    assert problems == [
         f"run.folder: {folder / name} must be readable and writable; change its rights, or use another run.folder"
     ]
 
@@ -386,11 +333,6 @@ def test_a_restart_passes_over_everything_that_exists(tmp_path):
 
 
 # --- runs in this process ---
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,9 +12,9 @@ from flax_mesh.mpmd.runtime import search
 from flax_mesh.mpmd.runtime.search import costs_of_processes
 from flax_mesh.mpmd.schedules import check_schedule
 from flax_mesh.mpmd.schedules.file import read_schedule
-from flax_mesh.train import train
 from flax_mesh.train.config import PipelineConfig, pipeline_schedule
-from tests.train.test_pipelined_run import config_of, losses, text  # noqa: F401  (a fixture)
+from tests.train.decoder import config_of
+from tests.train.runs import run
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -25,55 +26,44 @@ def _short_search(monkeypatch):
     monkeypatch.setattr(search, "SECONDS", 0.05)
 
 
-def said(config):
-    lines = []
-    train(config, say=lines.append)
+def said(lines):
     return [line for line in lines if line.startswith("schedule:")]
 
 
 @pytest.mark.slow
-def test_a_run_searches_after_three_steps_and_has_the_losses_of_other_schedules(tmp_path, text):  # noqa: F811
-    folder = tmp_path / "searched"
-    settings = (*SEARCH, "run.steps=5")
-    lines = []
-    rows = []
-    train(config_of(folder, text, *settings), say=lines.append, hooks=[rows.append])
-    (line,) = [line for line in lines if line.startswith("schedule:")]
+def test_a_run_searches_after_three_steps_and_resumed_runs_take_the_file_and_have_the_same_bits(tmp_path, text):
+    once = run(config_of(tmp_path / "once", text, *SEARCH, "run.steps=6"))
+    (line,) = said(once.lines)
     assert re.match(
         r"schedule: searched for the measured stages: makespan [\d.]+ ms, [\d.]+% of that of the first", line
     )
-    schedule = read_schedule(str(folder / "schedule.txt"))
+    schedule = read_schedule(str(tmp_path / "once" / "schedule.txt"))
     check_schedule(schedule, 2)
     assert schedule.name == "searched" and schedule.splits_backward
-    expected = losses(config_of(tmp_path / "named", text, *settings[:-2], "pipeline.schedule=zb-h1", "run.steps=5"))
-    np.testing.assert_allclose([row["loss"] for row in rows], expected[0], rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_run_that_is_stopped_and_resumed_takes_the_file_and_has_the_same_bits(tmp_path, text):  # noqa: F811
-    once = losses(config_of(tmp_path / "once", text, *SEARCH, "run.steps=6"))[0]
-    folder, found = tmp_path / "resumed", []
+    named = run(config_of(tmp_path / "named", text, *SEARCH[:-1], "pipeline.schedule=zb-h1", "run.steps=6"))
+    np.testing.assert_allclose([*once.losses.values()], [*named.losses.values()], rtol=1e-5)
+    folder, found = tmp_path / "resumed", {}
     for steps in (2, 5, 6):  # stopped before the search, and after it
-        found += losses(config_of(folder, text, *SEARCH, f"run.steps={steps}"))[0]
+        found |= run(config_of(folder, text, *SEARCH, f"run.steps={steps}")).losses
         assert (folder / "schedule.txt").exists() == (steps > 2)
-    assert found == once
+    assert found == once.losses
     before = (folder / "schedule.txt").read_text()
-    assert said(config_of(folder, text, *SEARCH, "run.steps=7")) == [f"schedule: {folder / 'schedule.txt'}"]
+    again = run(config_of(folder, text, *SEARCH, "run.steps=7"))
+    assert said(again.lines) == [f"schedule: {folder / 'schedule.txt'}"]
     assert (folder / "schedule.txt").read_text() == before
 
 
 @pytest.mark.slow
-def test_another_mesh_or_a_damaged_file_is_searched_again(tmp_path, text):  # noqa: F811
+def test_another_mesh_or_a_damaged_file_is_searched_again(tmp_path, text):
     folder, file = tmp_path / "run", tmp_path / "run" / "schedule.txt"
-    said(config_of(folder, text, *SEARCH, "run.steps=3"))
+    run(config_of(folder, text, *SEARCH, "run.steps=3"))
     assert file.read_text().startswith("# pp:2, 4 microbatches\n")
     wider = ("mesh.shape=pp:2,fsdp:2", *SEARCH[1:])
-    (line,) = said(config_of(folder, text, *wider, "run.steps=6"))
-    assert "searched for the measured stages" in line
-    assert file.read_text().startswith("# pp:2,fsdp:2, 4 microbatches\n")
-    file.write_text(file.read_text().replace("0F0", "0F9"))
-    (line,) = said(config_of(folder, text, *wider, "run.steps=9"))
-    assert "searched for the measured stages" in line
+    for steps in (6, 9):
+        (line,) = said(run(config_of(folder, text, *wider, f"run.steps={steps}")).lines)
+        assert "searched for the measured stages" in line
+        assert file.read_text().startswith("# pp:2,fsdp:2, 4 microbatches\n")
+        file.write_text(file.read_text().replace("0F0", "0F9"))
 
 
 def test_the_slowest_process_of_a_group_and_all_groups_count():
@@ -90,9 +80,5 @@ def test_the_first_steps_stay_within_the_memory_limit(settings, peak):
     schedule = pipeline_schedule(config, 4)
     check_schedule(schedule, peak)
     assert schedule.num_stages == 4 * (config.num_virtual_stages or 1)
-
-
-def test_a_memory_limit_below_one_microbatch_is_refused():
-    config = PipelineConfig(schedule="search", num_microbatches=8, num_virtual_stages=2, memory_limit=1)
     with pytest.raises(ConfigError, match=r"^pipeline.schedule=search: no schedule fits a memory limit of 1"):
-        pipeline_schedule(config, 4)
+        pipeline_schedule(replace(config, num_virtual_stages=2, memory_limit=1), 4)

@@ -314,29 +314,6 @@ def test_invalid_utf8_becomes_a_replacement_character():
 # --- errors ---
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"source": ""}, "data.source must be 'stdlib', a file, a folder or a glob; got an empty string"),
-        ({"sequence_length": 0}, "data.sequence_length must be at least 1, got 0"),
-        ({"batch_size": -2}, "data.batch_size must be at least 1, got -2"),
-        ({"batch_size": True}, "data.batch_size must be an integer, got True"),
-        ({"eval_batches": 1.5}, "data.eval_batches must be an integer, got 1.5"),
-        ({"held_out": 0.0}, "data.held_out must be above 0, got 0.0"),
-        ({"held_out": 1.0}, "data.held_out must be below 1, got 1.0"),
-        ({"held_out": float("nan")}, "data.held_out must be .* got nan"),
-        ({"source": "~no_such_user/x"}, "data.source names a user without a home folder, '~no_such_user'"),
-        ({"source": "x/" * 2500}, "data.source is too long for a path: 5000 bytes, at most 4095 are possible"),
-        ({"source": "a\0b"}, "data.source contains a null byte"),
-        ({"bin_dtype": "int8"}, "data.bin_dtype must be one of uint16, uint32, got 'int8'"),
-        ({"seed": -1}, "data.seed must be at least 0, got -1"),
-    ],
-)
-def test_a_problem_names_the_key_and_the_value(changes, message):
-    (problem,) = check_data_config(dataclasses.replace(DataConfig(), **changes))
-    assert re.match(message, problem)
-
-
 def test_all_mistakes_are_reported_together():
     wrong = DataConfig(sequence_length=0, batch_size=0, held_out=2, seed=-1, eval_batches=0)
     assert check_data_config(DataConfig()) == []

@@ -1,9 +1,6 @@
 """Batches of a recipe: what they must be, their shapes and placement; and batches of arrays in memory."""
 
-import inspect
-import re
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -63,26 +60,6 @@ def test_a_batch_is_any_tree_and_is_placed_as_rows_and_sequence():
     assert [x.sharding for x in jax.tree.leaves(shapes)] == [x.sharding for x in jax.tree.leaves(placed)]
 
 
-BAD_FIRST = [
-    ({}, r"a batch must have at least one array"),
-    ({"x": [3]}, r"'x/0' must be a numpy array .* got int"),
-    ({"x": np.zeros(ROWS), "y": np.float32(3)}, r"'y' must be a numpy array .* got float32"),
-    ({"x": np.zeros(())}, r"'x' is a scalar"),
-    ({"x": np.array(["a"] * ROWS)}, r"'x' must be an array of numbers, got dtype <U1"),
-    ({"x": np.zeros(ROWS, "datetime64[s]")}, r"'x' must be an array of numbers, got dtype datetime64"),
-    ({"x": np.zeros(ROWS), "y": np.zeros(3)}, r"equal numbers of rows, got 'x' 8, 'y' 3"),
-    ({"x": np.zeros(4)}, r"data\.batch_size=8 rows, got 4 rows"),
-    ({"x": np.full(ROWS, 2**40)}, r"'x' is int64 and must fit int32, got values from 1099511627776"),
-]
-
-
-@pytest.mark.parametrize(("batch", "problem"), BAD_FIRST, ids=range(len(BAD_FIRST)))
-def test_what_is_no_batch_is_one_line(batch, problem):
-    with pytest.raises(ConfigError, match=rf"^make_batches: .*{problem}") as caught:
-        batches_of(lambda step: batch)
-    assert len(caught.value.problems) == 1
-
-
 BAD_LATER = [
     ({"images": IMAGES["images"]}, "its tree must be that of batch 0, but 'labels' is missing"),
     ({**IMAGES, "more": np.zeros(ROWS)}, "its tree must be that of batch 0, but 'more' is new"),
@@ -99,71 +76,6 @@ def test_a_later_batch_of_another_kind_names_step_and_leaf(batch, problem):
     own(0)
     with pytest.raises(ConfigError, match=rf"^make_batches: batch 3: .*{problem}"):
         own(3)
-
-
-@pytest.mark.parametrize(
-    ("make", "problem"),
-    [
-        (lambda: None, "must be callable with the arguments .config."),
-        (lambda config: None, "must return a function of the step, or an iterator .*, got NoneType"),
-        (lambda config: iter([IMAGES]), "got list_iterator, which has no get_state and no set_state"),
-        (lambda config: config.nothing, r"test_own\.py, line \d+: AttributeError"),
-        (lambda config: lambda step: {}["x"], r"batch 0: .*test_own\.py, line \d+: KeyError: 'x'"),
-    ],
-    ids=range(5),
-)
-def test_a_wrong_make_batches_is_one_line(make, problem):
-    with pytest.raises(ConfigError, match=f"^make_batches: .*{problem}"):
-        OwnBatches(replace(recipe(), make_batches=make))
-
-
-class Ends:
-    """An iterator without a batch; called as an object, it returns no iterator."""
-
-    def __init__(self, config: Any = None):
-        self.config = config
-
-    def __next__(self) -> Any:
-        raise StopIteration
-
-    def get_state(self) -> Any:
-        return 0
-
-    def set_state(self, state: Any) -> None:
-        pass
-
-    def __call__(self, config: Any) -> Any:
-        return 3
-
-
-class Objects(Ends):
-    """Batches of an object-dtype array, whose bytes are pointers."""
-
-    def __next__(self) -> Any:
-        return {"x": np.array([object() for _ in range(ROWS)])}
-
-
-@pytest.mark.parametrize(
-    ("make", "problem"),
-    [
-        (Ends, "the iterator ended before batch 0; it must return one batch"),
-        (Ends(), "it must return a function of the step, or an iterator .*, got int"),
-        (partial(Ends(), config=3), "it must be callable with the arguments .config."),
-        (Objects, "'x' must be an array of numbers, got dtype object"),
-    ],
-    ids=range(4),
-)
-def test_the_place_of_a_mistake_is_the_line_of_a_class_or_of_the_class_of_an_object(make, problem):
-    with pytest.raises(ConfigError) as caught:
-        OwnBatches(replace(recipe(), make_batches=make))
-    kind = make if isinstance(make, type) else Ends
-    line = inspect.getsourcelines(kind)[1]
-    assert re.match(rf"make_batches: .*test_own\.py, line {line}: {problem}", str(caught.value)), caught.value
-
-
-def test_without_a_known_place_the_message_has_no_empty_part():
-    with pytest.raises(ConfigError, match=r"^make_batches: it must return a function of the step"):
-        OwnBatches(replace(recipe(), make_batches=type("Unknown", (), {"__init__": lambda self, config: None})))
 
 
 def test_the_hash_is_that_of_paths_dtypes_and_values():
@@ -212,15 +124,6 @@ def test_the_state_of_a_step_is_that_after_its_batch_although_the_next_one_is_dr
     assert other(3)["x"][0] == 4
     with pytest.raises(RuntimeError, match=r"batch 6 .* its next one is 4"):
         other(6)
-
-
-def test_an_iterator_whose_state_is_not_complete_is_found():
-    class Forgets(Count):
-        def set_state(self, state: Any) -> None:
-            pass
-
-    with pytest.raises(ConfigError, match=r"after set_state\(get_state\(\)\) the iterator returns another batch"):
-        OwnBatches(replace(recipe(), make_batches=lambda config: Forgets()))
 
 
 @pytest.mark.parametrize("state", [3, None, "text", b"", b"\xff\0", {"a": [1, 2.5, {"b": True}]}, 2**127])

@@ -99,33 +99,6 @@ def test_a_hook_that_fails_is_reported_once_and_not_called_again(config):
     assert steps == [1, 1, 2, 2, 3, 4]  # the first hook two times, the recorder four times
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("tensorbord", r"^run.hooks: 'tensorbord' must be tensorboard, or package.module.* did you mean tensorboard\?"),
-        ("no.such.module", r"^run.hooks: 'no.such.module' cannot be imported: there is no module 'no.such'. Install"),
-        ("os.path.join, os.path.join", r"^run.hooks: 'os.path.join' is there twice; once is enough"),
-        ("os.path.nope", r"^run.hooks: 'os.path.nope' cannot be imported: os.path has no 'nope'$"),
-        ("math.pi", r"^run.hooks=math.pi must be a function \(folder, config, start\) -> hook, got 3.14"),
-        ("os.getcwd", r"^run.hooks=os.getcwd: it must be callable with the arguments \(folder, config, start\)"),
-        ("a,b", r"^run.hooks: 'a' must be .*\nrun.hooks: 'b' must be"),
-        (".x", r"^run.hooks: '.x' must be tensorboard"),
-        ("..x", r"^run.hooks: '..x' cannot be imported"),
-    ],
-)
-def test_mistakes_in_names_are_errors_before_the_run(config, text, message):
-    with pytest.raises(ConfigError, match=message):
-        train(with_hooks(config, text))
-    assert not (config.run.folder and list(config_folder(config)))
-
-
-def config_folder(config):
-    from pathlib import Path
-
-    folder = Path(config.run.folder)
-    return folder.iterdir() if folder.exists() else ()
-
-
 def test_a_module_that_fails_names_its_line(tmp_path, monkeypatch):
     (tmp_path / "hook_of_a_user.py").write_text("import math\nmath.nope()\n")
     (tmp_path / "hook_without_package.py").write_text("import nonexistent_package\n")
