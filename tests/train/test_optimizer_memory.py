@@ -29,7 +29,16 @@ LAYOUTS = {
     "pipeline, ZeRO-1, skip": ("mesh.shape=pp:2,dp:2", "optimizer.shard_over=dp", "run.on_nonfinite=skip"),
     "pipeline, scan": ("mesh.shape=pp:2,fsdp:2", "model.scan=true"),
 }
-SAMPLED = ("fsdp and tp",)  # by default; all of them in the slow tests
+OTHERS = {
+    "muon": ("mesh.shape=pp:2,fsdp:2", "optimizer.name=muon", "optimizer.moment_dtype=bfloat16"),
+    "adafactor": ("mesh.shape=pp:2,fsdp:2", "optimizer.name=adafactor", "optimizer.momentum=0.9"),
+    "adafactor, plain": ("mesh.shape=fsdp:4", "optimizer.name=adafactor", "optimizer.momentum=0.9"),
+    "sgd, frozen": (
+        *("mesh.shape=pp:2,fsdp:2", "optimizer.name=sgd"),
+        "optimizer.groups=embed frozen; norm learning_rate*0.5",
+    ),
+    "average": ("mesh.shape=pp:2,fsdp:2", "optimizer.ema=0.9"),
+}
 
 
 def own_config(tmp_path, *settings):
@@ -59,12 +68,8 @@ def run_steps(program: TrainProgram, steps: int = 3):
     return state, found, jax.device_get(program.evaluate(state, batch_of(program)))
 
 
-def slow_unless(sampled: bool, *values, id: str):
-    return pytest.param(*values, id=id, marks=[] if sampled else pytest.mark.slow)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [slow_unless(name in SAMPLED, LAYOUTS[name], id=name) for name in LAYOUTS])
+@pytest.mark.parametrize("settings", LAYOUTS.values(), ids=LAYOUTS)
 def test_moments_are_in_the_memory_of_the_host_between_steps_and_results_do_not_change(settings, tmp_path):
     hosted = program_of(tmp_path, *settings, HOST)
     before = kinds_of(hosted.init())
@@ -81,25 +86,9 @@ def test_moments_are_in_the_memory_of_the_host_between_steps_and_results_do_not_
             np.testing.assert_array_equal(np.asarray(x), np.asarray(y), path)
 
 
-OPTIMIZERS = {
-    "muon": ("optimizer.name=muon", "optimizer.moment_dtype=bfloat16"),
-    "adafactor": ("optimizer.name=adafactor", "optimizer.momentum=0.9"),
-    "sgd, frozen": ("optimizer.name=sgd", "optimizer.groups=embed frozen; norm learning_rate*0.5"),
-    "average": ("optimizer.ema=0.9",),
-}
-
-
-PLAIN, PIPELINE = "fsdp:4", "pp:2,fsdp:2"
-WITH_SHAPES = [
-    *(pytest.param(OPTIMIZERS[name], PIPELINE, id=f"{name}-{PIPELINE}") for name in OPTIMIZERS),
-    pytest.param(OPTIMIZERS["adafactor"], PLAIN, id=f"adafactor-{PLAIN}"),
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("settings", "shape"), WITH_SHAPES)
-def test_other_optimizers_do_not_change_either(settings, shape, tmp_path):
-    settings = f"mesh.shape={shape}", *settings
+@pytest.mark.parametrize("settings", OTHERS.values(), ids=OTHERS)
+def test_other_optimizers_do_not_change_either(settings, tmp_path):
     (state, found, _), (_, expected, _) = (run_steps(program_of(tmp_path, *settings, *more)) for more in ((HOST,), ()))
     for one, other in zip(found, expected, strict=True):
         assert {k: float(v) for k, v in one.items()} == pytest.approx({k: float(v) for k, v in other.items()}, rel=1e-6)
@@ -122,17 +111,8 @@ def test_a_refused_update_leaves_the_moments_as_they_are(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("shape", "zero"),
-    [
-        ("fsdp:4", ""),
-        ("pp:2,fsdp:2", "dp"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("fsdp:4", "dp"), ("pp:2,fsdp:2", ""), ("dp:4", ""), ("dp:4", "dp"))
-        ),
-    ],
-)
+@pytest.mark.parametrize("zero", ["", "dp"])
+@pytest.mark.parametrize("shape", ["fsdp:4", "pp:2,fsdp:2", "dp:4"])
 def test_plan_and_explain_count_the_bytes_of_the_arrays(shape, zero, tmp_path):
     settings = f"mesh.shape={shape}", f"optimizer.shard_over={zero}"
     program = program_of(tmp_path, *settings, HOST)

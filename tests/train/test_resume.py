@@ -78,21 +78,18 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
 HOOKS: dict[str, tuple[str, ...]] = {"": (), "hooks": ("run.hooks=tensorboard", "run.profile=2")}
 EXPERTS = ("model.num_experts=4", "model.scan=true")
 MESHES: dict[str, tuple[str, ...]] = {
-    "dp": ("mesh.shape=dp:2",),
+    "dp": ("mesh.shape=dp:2", "pipeline.num_microbatches=1"),
     "mesh": ("mesh.shape=dp:2,fsdp:2,tp:2",),
     "explicit": ("mesh.shape=fsdp:2,tp:2", "mesh.axis_types=explicit"),
     "scan": ("mesh.shape=dp:2,fsdp:2,tp:2", "model.scan=true"),
     "deep": ("mesh.shape=fsdp:2,tp:2", "model.num_layers=4"),
     "experts": ("mesh.shape=fsdp:2,tp:2", *EXPERTS),
-    "pp": ("mesh.shape=pp:2,dp:2", "pipeline.num_microbatches=2"),
-    "pp scan": ("mesh.shape=pp:2,dp:2,fsdp:2", "pipeline.num_microbatches=2", "model.scan=true"),
-    "zb-h1": ("mesh.shape=pp:2,fsdp:2", "pipeline.num_microbatches=2", "pipeline.schedule=zb-h1"),
-    "interleaved": (
-        *("mesh.shape=pp:2,fsdp:2,tp:2", "pipeline.num_microbatches=4", "pipeline.schedule=interleaved-1f1b"),
-        "model.num_layers=4",
-    ),
-    "cut": ("mesh.shape=pp:2,fsdp:2,sp:2", "pipeline.num_microbatches=2", "pipeline.cut=1", "pipeline.remat=full"),
-    "pp experts": ("mesh.shape=pp:2,ep:2,fsdp:2", "pipeline.num_microbatches=2", *EXPERTS),
+    "pp": ("mesh.shape=pp:2,dp:2",),
+    "pp scan": ("mesh.shape=pp:2,dp:2,fsdp:2", "model.scan=true"),
+    "zb-h1": ("mesh.shape=pp:2,fsdp:2", "pipeline.schedule=zb-h1"),
+    "interleaved": ("mesh.shape=pp:2,fsdp:2,tp:2", "pipeline.schedule=interleaved-1f1b", "model.num_layers=4"),
+    "cut": ("mesh.shape=pp:2,fsdp:2,sp:2", "pipeline.cut=1", "pipeline.remat=full"),
+    "pp experts": ("mesh.shape=pp:2,ep:2,fsdp:2", *EXPERTS),
 }
 Case = tuple[str, str, str, str, str]  # data, optimizer, hooks, mesh, and the mesh or setting of the second process
 MATRIX: list[Case] = [
@@ -107,12 +104,11 @@ MATRIX: list[Case] = [
     ("tokens", "host", "", "mesh", "optimizer.memory=device"),
     ("tokens", "adamw", "", "mesh", HOST),
     ("tokens", "adamw", "", "explicit", "mesh.axis_types=auto"),
-    ("iterator", "adamw", "", "dp", "pp"),
-    *(
-        ("tokens", "adamw", "", first, then)
-        for first, then in (("mesh", "zb-h1"), ("scan", "pp scan"), ("mesh", "cut"))
-    ),
-    *(("tokens", "adamw", "", first, then) for first, then in (("deep", "interleaved"), ("experts", "pp experts"))),
+    ("iterator", "adamw", "", "mesh", "pp"),
+    *(("tokens", "adamw", "", "mesh", then) for then in ("zb-h1", "cut")),
+    ("tokens", "adamw", "", "scan", "pp scan"),
+    ("tokens", "adamw", "", "deep", "interleaved"),
+    ("tokens", "adamw", "", "experts", "pp experts"),
 ]
 
 
@@ -120,7 +116,8 @@ def config_of(case: Case, folder: Path, text: Path, *, second: bool = False) -> 
     data, optimizer, hooks, mesh, then = case
     common = [f"run.folder={folder}", f"run.steps={STEPS}", "run.eval_every=3", "run.platform=auto"]
     common += [f"checkpoint.every={EVERY}", f"checkpoint.keep={STEPS}", "run.sample_tokens=0"]
-    settings = {setting.split("=")[0]: setting for setting in (*OPTIMIZERS[optimizer], *HOOKS[hooks], *MESHES[mesh])}
+    chosen = ("pipeline.num_microbatches=2", *OPTIMIZERS[optimizer], *HOOKS[hooks], *MESHES[mesh])
+    settings = {setting.split("=")[0]: setting for setting in chosen}
     if second and then:
         settings |= {setting.split("=")[0]: setting for setting in MESHES.get(then, (then,))}
     config = replace(DATA[data](), hooks=(make_hook,) if hooks else ())

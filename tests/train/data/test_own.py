@@ -178,18 +178,7 @@ def test_arrays_of_which_no_batch_can_be_formed_are_one_error(arrays, size, prob
 
 
 @pytest.mark.slow
-def test_a_plan_has_no_tokens_unless_the_recipe_counts_their_flops():
-    tokens = {"inputs": np.zeros((ROWS, 16), np.int32), "targets": np.zeros((ROWS, 16), np.int32)}
-    config = replace(recipe(), make_batches=lambda config: lambda step: tokens)
-    found, built_in = plan(config, "v5e:1x4"), plan(recipe(), "v5e:1x4")
-    assert found.time.tokens_per_s is None and found.time.seconds == built_in.time.seconds
-    assert found.memory.peak == built_in.memory.peak
-    counted = plan(replace(config, flops_per_token=lambda model, count, length: 6.0 * count), "v5e:1x4")
-    assert counted.time.tokens_per_s == built_in.time.tokens_per_s and counted.time.mfu is not None
-
-
-@pytest.mark.slow
-def test_a_search_calls_make_batches_once_and_counts_examples():
+def test_a_plan_and_a_search_count_examples_unless_the_recipe_counts_the_flops_of_tokens():
     calls = []
 
     def make(config: Any) -> Any:
@@ -197,9 +186,16 @@ def test_a_search_calls_make_batches_once_and_counts_examples():
         shape = config.data.batch_size, 16
         return lambda step: {"inputs": np.zeros(shape, np.int32), "targets": np.zeros(shape, np.int32)}
 
-    found = search_layouts(replace(recipe(), make_batches=make), "v5e:4", plans=4)
-    assert calls == [8] and len(found.planned) == 4
-    assert {one.unit for one in found.planned} == {"examples"}
-    assert len({one.tokens for one in found.planned}) > 1, "other batch sizes were planned too"
+    config = replace(recipe(), make_batches=make)
+    found, built_in = plan(config, "v5e:1x4"), plan(recipe(), "v5e:1x4")
+    assert found.time.tokens_per_s is None and found.time.seconds == built_in.time.seconds
+    assert found.memory.peak == built_in.memory.peak
+    counted = plan(replace(config, flops_per_token=lambda model, count, length: 6.0 * count), "v5e:1x4")
+    assert counted.time.tokens_per_s == built_in.time.tokens_per_s and counted.time.mfu is not None
+    calls.clear()
+    searched = search_layouts(config, "v5e:4", plans=4)
+    assert calls == [8] and len(searched.planned) == 4
+    assert {one.unit for one in searched.planned} == {"examples"}
+    assert len({one.tokens for one in searched.planned}) > 1, "other batch sizes were planned too"
     zeros = zero_batches(batch_shapes(recipe()))(replace(recipe(), data=replace(recipe().data, batch_size=2**30)))(0)
     assert zeros["inputs"].shape == (2**30, 16) and zeros["inputs"].base.nbytes == 4

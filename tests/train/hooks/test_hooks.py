@@ -1,6 +1,5 @@
 """Hooks by name, by dotted path and of the recipe: what they are called with, and what a mistake in them does."""
 
-import json
 import shutil
 import struct
 from dataclasses import replace
@@ -11,7 +10,8 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.train import apply_overrides, train
 from flax_mesh.train.hooks import load
 from flax_mesh.train.hooks.load import find_hooks
-from tests.train.bigram import recipe, write_text
+from tests.train.bigram import recipe
+from tests.train.runs import rows_of
 
 CALLS: list = []
 
@@ -53,16 +53,10 @@ def returns_nothing(folder, config, start):
 
 
 @pytest.fixture
-def config(tmp_path):
-    settings = [
-        f"data.source={write_text(tmp_path)}",
-        f"run.folder={tmp_path / 'run'}",
-        "run.platform=auto",
-        "run.steps=4",
-        "checkpoint.every=2",
-    ]
+def config(tmp_path, text):
     CALLS.clear()
-    return apply_overrides(recipe(), settings)
+    settings = [f"data.source={text}", f"run.folder={tmp_path / 'run'}", "run.platform=auto", "run.steps=4"]
+    return apply_overrides(recipe(), [*settings, "checkpoint.every=2"])
 
 
 def with_hooks(config, text):
@@ -99,7 +93,7 @@ def test_a_hook_that_fails_is_reported_once_and_not_called_again(config):
     assert steps == [1, 1, 2, 2, 3, 4]  # the first hook two times, the recorder four times
 
 
-def test_a_module_that_fails_names_its_line(tmp_path, monkeypatch):
+def test_a_module_that_fails_names_its_line_and_a_missing_extra_its_package(tmp_path, monkeypatch):
     (tmp_path / "hook_of_a_user.py").write_text("import math\nmath.nope()\n")
     (tmp_path / "hook_without_package.py").write_text("import nonexistent_package\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -109,17 +103,12 @@ def test_a_module_that_fails_names_its_line(tmp_path, monkeypatch):
         find_hooks("hook_without_package.f", ())
     with pytest.raises(ConfigError, match=r"^hooks\[0\] of the recipe must be a function .*, got 7$"):
         find_hooks("", (7,))
+    monkeypatch.setitem(load.REQUIRED, "tensorboard", "a_package_that_does_not_exist")
+    with pytest.raises(ConfigError, match=r"^run.hooks=tensorboard requires .* install 'flax-mesh\[tensorboard\]'$"):
+        find_hooks("tensorboard", ())
 
 
 # --- TensorBoard ---
-
-
-def test_the_extra_that_is_missing_is_named(monkeypatch):
-    monkeypatch.setitem(load.REQUIRED, "tensorboard", "a_package_that_does_not_exist")
-    with pytest.raises(
-        ConfigError, match=r"^run.hooks=tensorboard requires .* pip install 'flax-mesh\[tensorboard\]'$"
-    ):
-        find_hooks("tensorboard", ())
 
 
 def read_events(folder):
@@ -150,7 +139,7 @@ def test_tensorboard_has_the_numbers_of_metrics_after_a_kill_too(config, tmp_pat
         for name, value in scalars.items():
             assert (step, name) not in values, "a step occurs twice"
             values[step, name] = value
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(folder)
     expected = {
         (row["step"], name): value
         for row in rows
