@@ -15,9 +15,7 @@ import numpy as np
 import pytest
 
 from flax_mesh.checkpoint.checksums import find_damage
-from flax_mesh.cli import main
-from flax_mesh.cli.common import BAD_INPUT, DONE, STOPPED
-from flax_mesh.train.run_folder import run_folder
+from flax_mesh.cli.common import DONE, STOPPED
 from tests.train.processes import RECIPE, Run
 
 STEPS = 24
@@ -188,21 +186,3 @@ def test_a_second_interrupt_ends_the_run_at_once(start, tmp_path):
     assert run.ended() == -signal.SIGINT
     assert time.monotonic() - began < 1
     assert "stopped at step" not in run.text() and "Traceback" not in run.text()
-
-
-@pytest.mark.slow
-def test_a_second_process_in_the_same_folder_is_rejected(start, text, tmp_path, capsys):
-    folder = tmp_path / "run"
-    first = start(folder, *SETTINGS[1:], "run.steps=1000000")  # it must not end before the second one starts
-    first.wait_for((folder / "config.txt").exists)
-    command = ["train", str(RECIPE), f"data.source={text}", f"run.folder={folder}"]
-    before = (folder / "config.txt").read_bytes()
-    assert main(command) == BAD_INPUT
-    assert capsys.readouterr().err == (
-        f"flax-mesh: run.folder={folder} is in use by another run; stop that run, or use another folder\n"
-    )
-    assert (folder / "config.txt").read_bytes() == before
-    first.process.kill()
-    first.ended()
-    with run_folder(folder):  # the lock ended with the process
-        pass

@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,6 @@ import pytest
 from flax import nnx
 
 from flax_mesh.checkpoint import Checkpointer
-from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT
 from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.train import apply_overrides, train
@@ -211,7 +210,8 @@ def test_a_second_run_is_rejected_though_the_lock_file_was_deleted(tmp_path):
     folder = tmp_path / "run"
     with run_folder(folder):
         for _ in range(2):
-            assert rejected(folder)[0].startswith(f"run.folder={folder} is in use by another run")
+            in_use = f"run.folder={folder} is in use by another run; stop that run, or use another folder"
+            assert rejected(folder) == [in_use]
             (folder / ".lock").unlink(missing_ok=True)
         (folder / "metrics.jsonl").touch()
     with run_folder(folder):
@@ -268,45 +268,44 @@ def as_nobody() -> Iterator[None]:
         os.seteuid(0)
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints", ""])
-@pytest.mark.parametrize("mode", [0o000, 0o555, 0o333])
-def test_entries_without_rights_are_an_error(name, mode, tmp_path):
-    folder = tmp_path / "run"
-    for path in (folder, folder / "checkpoints"):
-        path.mkdir()
-    (folder / "metrics.jsonl").touch()
-    paths = [tmp_path, folder, folder / "checkpoints", folder / "metrics.jsonl"]
-    outside = [path for path in tmp_path.parents if path.stat().st_uid == os.getuid() and path.stat().st_mode & 7 == 0]
-    modes = {path: path.stat().st_mode & 0o777 for path in [*outside, folder / name]}
-    for path in outside:
-        path.chmod(0o711)
-    if os.geteuid() == 0:
-        for path in paths:
-            os.chown(path, NOBODY, NOBODY)
-    (folder / name).chmod(mode)
+@contextmanager
+def without_rights(path: Path, mode: int) -> Iterator[None]:
+    """A mode of a file or folder that belongs to nobody, in a folder that everybody may enter."""
+    outside = [one for one in path.parents if one.stat().st_uid == os.getuid() and one.stat().st_mode & 7 == 0]
+    modes = {one: one.stat().st_mode & 0o777 for one in [*outside, path]}
+    for one in outside:
+        one.chmod(0o711)
+    path.chmod(mode)
     try:
         with as_nobody():
-            problems = rejected(folder)
+            yield
     finally:
-        for path, old in modes.items():
-            path.chmod(old)
-    assert problems == [
-        f"run.folder: {folder / name} must be readable and writable; change its rights, or use another run.folder"
-    ]
+        for one, old in modes.items():
+            one.chmod(old)
+
+
+@contextmanager
+def immutable(path: Path) -> Iterator[None]:
+    chattr = shutil.which("chattr")
+    if chattr is None or subprocess.run([chattr, "+i", path], capture_output=True, check=False).returncode:
+        pytest.skip("no file can be made immutable here")
+    try:
+        yield
+    finally:
+        subprocess.run([chattr, "-i", path], check=True)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints", ""])
-def test_immutable_entries_are_an_error(name, tmp_path):
+@pytest.mark.parametrize("mode", [0o000, 0o555, 0o333, "immutable"])
+def test_entries_without_rights_are_an_error(name, mode, tmp_path):
     folder = tmp_path / "run"
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "metrics.jsonl").touch()
-    chattr = shutil.which("chattr")
-    if chattr is None or subprocess.run([chattr, "+i", folder / name], capture_output=True, check=False).returncode:
-        pytest.skip("no file can be made immutable here")
-    try:
+    if os.geteuid() == 0 and mode != "immutable":
+        for path in (tmp_path, folder, folder / "checkpoints", folder / "metrics.jsonl"):
+            os.chown(path, NOBODY, NOBODY)
+    with immutable(folder / name) if mode == "immutable" else without_rights(folder / name, mode):
         problems = rejected(folder)
-    finally:
-        subprocess.run([chattr, "-i", folder / name], check=True)
     assert problems == [
         f"run.folder: {folder / name} must be readable and writable; change its rights, or use another run.folder"
     ]
@@ -318,11 +317,7 @@ def test_folders_are_removed_as_far_as_they_were_created(tmp_path):
         with run_folder(tmp_path / "runs" / "a" / "b"):
             assert os.listdir(tmp_path / "runs" / "a" / "b") == [".lock"]
         assert os.listdir(tmp_path / "runs") == []
-    with (
-        pytest.raises(ConfigError, match=r"cannot be written \(File name too long\)"),
-        run_folder(tmp_path / "x" / LONG),
-    ):
-        pass
+    assert "cannot be written (File name too long)" in rejected(tmp_path / "x" / LONG)[0]
     assert os.listdir(tmp_path) == ["runs"]
 
 
@@ -367,9 +362,6 @@ FAILED_STARTS = {
     "the loss raises": (lambda config: replace(config, loss_fn=fail), (), "in the recipe"),
     "a step raises": (lambda config: replace(config, loss_fn=fail_in_a_step), ("mesh.shape=dp:1",), "in the recipe"),
     "out of memory": (lambda config: replace(config, loss_fn=too_large_loss), ("mesh.shape=dp:1",), NO_MEMORY),
-    "no data": (lambda config: replace(config, data=replace(config.data, source="/nowhere")), (), "/nowhere"),
-    "bad mesh": (lambda config: config, ("mesh.shape=dp:3,tp:5", "run.platform=cpu"), "mesh.shape=dp:3,tp:5"),
-    "bad settings": (lambda config: config, ("data.batch_size=0",), "data.batch_size"),
 }
 
 
@@ -403,7 +395,7 @@ def test_a_run_whose_checkpoints_are_gone_starts_again_and_keeps_the_old_rows(co
 @pytest.mark.sampled
 @pytest.mark.parametrize("on_failure", ["stop", "continue"])
 def test_rows_that_can_no_longer_be_written_stop_the_run_or_are_counted_at_its_end(on_failure, config, tmp_path):
-    path, said, expectation = tmp_path / "run" / "metrics.jsonl", [], nullcontext()
+    path, said = tmp_path / "run" / "metrics.jsonl", []
 
     def replace_by_a_folder(row):
         if row["step"] == 3:
@@ -411,21 +403,18 @@ def test_rows_that_can_no_longer_be_written_stop_the_run_or_are_counted_at_its_e
             path.mkdir()
 
     reason = f"the row of step 4 could not be written to {path}: Is a directory"
+    changed = config(f"checkpoint.on_failure={on_failure}", "run.steps=6")
     if on_failure == "stop":
-        expectation = pytest.raises(SaveError, match=re.escape(reason))
-    with expectation:
-        settings = (f"checkpoint.on_failure={on_failure}", "run.steps=6")
-        result = train(config(*settings), hooks=[replace_by_a_folder], say=said.append)
-        assert result.status == "finished"
-    warnings = [line for line in said if line.startswith("warning")]
-    assert warnings == (
-        []
-        if on_failure == "stop"
-        else [
+        with pytest.raises(SaveError, match=re.escape(reason)):
+            train(changed, hooks=[replace_by_a_folder], say=said.append)
+        expected = []
+    else:
+        assert train(changed, hooks=[replace_by_a_folder], say=said.append).status == "finished"
+        expected = [
             f"warning: {reason}; training continues (checkpoint.on_failure)",
             "warning: the last rows of metrics could not be written; rows lost: 3",
         ]
-    )
+    assert [line for line in said if line.startswith("warning")] == expected
     assert steps_of((tmp_path / "old").read_bytes()) == [1, 2, 3]
 
 
@@ -455,21 +444,6 @@ def test_a_disk_that_is_full_at_the_first_row_ends_the_run_in_one_line(config, t
         assert not (folder / "config.txt.new").exists()
     finally:
         subprocess.run(["umount", folder], check=True)
-
-
-def test_a_run_does_not_start_from_scratch_if_its_checkpoints_cannot_be_found(config, text, tmp_path, capsys):
-    folder = tmp_path / "run"
-    train(config("run.steps=2"))
-    (folder / "checkpoints").rename(folder / "moved")
-    (folder / "checkpoints").symlink_to(folder / "elsewhere")
-    before = snapshot(folder)
-    command = ["train", str(RECIPE), f"data.source={text}", f"run.folder={folder}"]
-    assert main([*command, "run.eval_every=0"]) == BAD_INPUT
-    assert capsys.readouterr().err == (
-        f"flax-mesh: run.folder: {folder}/checkpoints must be a folder, found a broken link (No such file or "
-        "directory); rename or remove it, or use another run.folder\n"
-    )
-    assert snapshot(folder) == before
 
 
 def test_a_checkpoint_from_the_python_api_is_an_error_that_names_start_from(text, tmp_path):
