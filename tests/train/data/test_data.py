@@ -97,46 +97,47 @@ def test_a_folder_includes_text_suffixes_and_utf8_files_without_suffix(tmp_path)
         "program": b"\x7fELF\xff\xfe",
         "empty.txt": b"",
         ".git/HEAD": b"ref: x",
-        ".env": b"KEY",
+        ".env": b"K",
     }
     corpus = load(write(tmp_path, taken | left))
     assert documents(corpus.train) + documents(corpus.held_out) == Counter(taken.values())
 
 
-def test_files_of_a_folder_are_joined_in_path_order_by_zero_bytes(folder):
-    train = load(folder).train[:].tobytes()
-    kept = set(train.split(b"\0"))
-    assert len(kept) > 20
-    assert train == b"\0".join(DOCUMENTS[name] for name in sorted(DOCUMENTS) if DOCUMENTS[name] in kept)
-
-
-def test_a_glob_includes_all_matching_files(folder):
-    corpus = load(f"{folder}/part[01]/*.txt")
-    found = documents(corpus.train) + documents(corpus.held_out)
+def test_the_files_of_a_folder_are_divided_and_joined_in_path_order_by_zero_bytes(folder):
+    corpus = load(folder)
+    train, held_out = documents(corpus.train), documents(corpus.held_out)
+    assert not train & held_out and train + held_out == Counter(DOCUMENTS.values())
+    assert 4 <= len(held_out) <= 16 and len(train) > 20
+    assert corpus.train[:].tobytes() == b"\0".join(
+        DOCUMENTS[name] for name in sorted(DOCUMENTS) if DOCUMENTS[name] in train
+    )
+    part = load(f"{folder}/part[01]/*.txt")
+    found = documents(part.train) + documents(part.held_out)
     assert found == Counter(DOCUMENTS[name] for name in DOCUMENTS if name.startswith(("part0", "part1")))
-    assert load(f"{folder}/**/*.txt").content_hash == load(folder).content_hash
+    assert re.fullmatch(r"[0-9a-f]{64}", corpus.content_hash)
+    assert load(f"{folder}/**/*.txt").content_hash == load(folder).content_hash == corpus.content_hash
+    path = folder / "part3/file7.txt"
+    path.write_bytes(path.read_bytes().replace(b"7", b"8"))
+    assert load(folder).content_hash != corpus.content_hash
+    (folder / "aaa.txt").symlink_to(folder / "part0/file0.txt")  # a link is not a second file
+    linked = load(folder)
+    assert len(linked.train) + len(linked.held_out) == len(corpus.train) + len(corpus.held_out)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "first"),
-    [
-        *(("tokens.npy", dtype, 0) for dtype in ("u1", "u2", "u4", "i8")),
-        ("tokens.bin", "<u2", 0),
-        ("tokens.bin", "<u4", 70_000),
-    ],
-)
-def test_token_files_are_memory_mapped_and_hold_out_their_end(tmp_path, name, dtype, first):
-    tokens = np.arange(first, first + 100).astype(dtype)
-    (tmp_path / name).write_bytes(npy(tokens) if name.endswith("npy") else tokens.tobytes())
-    corpus = load(tmp_path / name, bin_dtype="uint32" if dtype == "<u4" else "uint16")
+@pytest.mark.parametrize("dtype", ["u1", "u2", "u4", "i8", "<u2 bin", "<u4 bin"])
+def test_token_files_are_memory_mapped_and_hold_out_their_end(tmp_path, dtype):
+    dtype, _, is_bin = dtype.partition(" ")
+    tokens = np.arange(100).astype(dtype) + 70_000 * (dtype == "<u4")
+    path = tmp_path / ("tokens.bin" if is_bin else "tokens.npy")
+    path.write_bytes(tokens.tobytes() if is_bin else npy(tokens))
+    kind = "uint32" if dtype == "<u4" else "uint16"
+    corpus = load(path, bin_dtype=kind)
     assert isinstance(corpus.train, np.memmap) and isinstance(corpus.held_out, np.memmap)
-    assert corpus.train.dtype == tokens.dtype
+    assert corpus.train.dtype == tokens.dtype and (not is_bin or corpus.bin_dtype == kind)
     np.testing.assert_array_equal(corpus.train, tokens[:75])
     np.testing.assert_array_equal(corpus.held_out, tokens[75:])
     assert (corpus.vocab_size, corpus.bytes_per_token) == (None, None)
-    assert corpus.description.endswith(f"{name}: 1 file, 100 tokens; trains on the first 75, holds out the last 25")
-    if name.endswith("bin"):
-        assert corpus.bin_dtype == {"<u2": "uint16", "<u4": "uint32"}[dtype]
+    assert corpus.description == f"{path}: 1 file, 100 tokens; trains on the first 75, holds out the last 25"
 
 
 def test_several_token_files_are_split_by_file_and_stay_mapped(tmp_path):
@@ -160,24 +161,25 @@ def test_a_slice_of_token_files_equals_the_slice_of_their_concatenation():
 
 
 @pytest.mark.slow
-def test_large_files_are_mapped_not_read(tmp_path):
+def test_large_files_are_mapped_not_read_and_hashed_by_their_ends_and_size(tmp_path):
     for name in ("text.txt", "tokens.bin"):
         with (tmp_path / name).open("wb") as file:
             file.truncate(2**38)  # sparse: 256 GiB cannot be read into memory
         corpus = load(tmp_path / name)
         assert isinstance(corpus.train, np.memmap) and isinstance(corpus.held_out, np.memmap)
         assert (len(corpus.train) + len(corpus.held_out)) * corpus.train.dtype.itemsize == 2**38
+    hashes = []
+    for size, at in ((2**31, None), (2**31, 0), (2**31, 2**31 - 2), (2**31 + 2, None)):
+        with (tmp_path / "tokens.bin").open("wb") as file:
+            file.truncate(size)
+            if at is not None:
+                file.seek(at)
+                file.write(b"\1")
+        hashes.append(load(tmp_path / "tokens.bin").content_hash)
+    assert len(set(hashes)) == 4
 
 
 # --- division and hash ---
-
-
-def test_the_parts_are_disjoint_complete_and_of_about_the_share(folder):
-    corpus = load(folder)
-    train, held_out = documents(corpus.train), documents(corpus.held_out)
-    assert not train & held_out
-    assert train + held_out == Counter(DOCUMENTS.values())
-    assert 4 <= len(held_out) <= 16
 
 
 def test_parts_and_hash_do_not_depend_on_the_location_or_the_process(folder, tmp_path_factory):
@@ -201,37 +203,6 @@ def test_a_file_stays_in_its_part_when_others_are_added_or_removed():
     assert before & set(names[:150]) == after & set(names[:150]) != set()
     for share in (1e-9, 0.999999):
         assert 1 <= len(data._held_out_names(["a", "b", "c"], share)) <= 2, "both parts have a file"
-
-
-def test_a_link_to_a_file_is_not_a_second_file(folder):
-    corpus = load(folder)
-    (folder / "aaa.txt").symlink_to(folder / "part0/file0.txt")
-    linked = load(folder)
-    assert len(linked.train) + len(linked.held_out) == len(corpus.train) + len(corpus.held_out)
-
-
-def test_content_hash_changes_with_one_byte_and_not_otherwise(folder):
-    before = load(folder).content_hash
-    assert re.fullmatch(r"[0-9a-f]{64}", before)
-    assert load(folder).content_hash == before
-    path = folder / "part3/file7.txt"
-    path.write_bytes(path.read_bytes().replace(b"7", b"8"))
-    assert load(folder).content_hash != before
-
-
-@pytest.mark.slow
-def test_content_hash_of_a_huge_file_samples_its_ends_and_its_size(tmp_path):
-    path = tmp_path / "tokens.bin"
-    hashes = []
-    for size, at in ((2**31, None), (2**31, 0), (2**31, 2**31 - 2), (2**31 + 2, None)):
-        path.write_bytes(b"")
-        with path.open("r+b") as file:
-            file.truncate(size)
-            if at is not None:
-                file.seek(at)
-                file.write(b"\1")
-        hashes.append(load(path).content_hash)
-    assert len(set(hashes)) == 4
 
 
 # --- files that change under a run ---

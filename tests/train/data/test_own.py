@@ -25,11 +25,6 @@ def batches_of(batch_fn: Any) -> OwnBatches:
     return OwnBatches(replace(recipe(), make_batches=lambda config: batch_fn))
 
 
-def then(second: Any) -> Any:
-    """Batches of which the first is IMAGES and all others are `second`."""
-    return lambda step: second if step else IMAGES
-
-
 def test_the_shapes_are_those_of_the_first_batch_with_the_dtypes_of_devices():
     found = batch_shapes(replace(recipe(), make_batches=lambda config: lambda step: IMAGES))
     assert found["images"].shape == (ROWS, 4, 4, 1) and found["images"].dtype == np.float32
@@ -72,24 +67,17 @@ BAD_LATER = [
 
 @pytest.mark.parametrize(("batch", "problem"), BAD_LATER, ids=range(len(BAD_LATER)))
 def test_a_later_batch_of_another_kind_names_step_and_leaf(batch, problem):
-    own = batches_of(then(batch))
+    own = batches_of(lambda step: batch if step else IMAGES)
     own(0)
     with pytest.raises(ConfigError, match=rf"^make_batches: batch 3: .*{problem}"):
         own(3)
 
 
 def test_the_hash_is_that_of_paths_dtypes_and_values():
-    def hash_of(**arrays: np.ndarray) -> str:
-        return batches_of(lambda step: arrays).content_hash
-
-    first = hash_of(x=np.zeros(ROWS, np.float32))
-    assert first == hash_of(x=np.zeros(ROWS, np.float32))
-    others = {
-        hash_of(y=np.zeros(ROWS, np.float32)),
-        hash_of(x=np.ones(ROWS, np.float32)),
-        hash_of(x=np.zeros(ROWS, "i4")),
-    }
-    assert first not in others and len(others) == 3
+    arrays = [np.zeros(ROWS, np.float32), np.zeros(ROWS, np.float32), np.ones(ROWS, np.float32), np.zeros(ROWS, "i4")]
+    first, same, *others = (batches_of(lambda step, x=x: {"x": x}).content_hash for x in arrays)
+    assert first == same
+    assert len({first, *others, batches_of(lambda step: {"y": arrays[0]}).content_hash}) == 4
 
 
 # --- iterators ---
@@ -126,18 +114,15 @@ def test_the_state_of_a_step_is_that_after_its_batch_although_the_next_one_is_dr
         other(6)
 
 
-@pytest.mark.parametrize("state", [3, None, "text", b"", b"\xff\0", {"a": [1, 2.5, {"b": True}]}, 2**127])
-def test_a_state_is_the_same_after_it_was_saved(state):
-    assert is_state(encode(state)) and decode(encode(state)) == state
-
-
-@pytest.mark.parametrize("state", [(1, 2), {1: 2}, float("nan"), np.int64(3), np.zeros(3), object(), {"a": {3}}])
-def test_a_state_without_json_is_one_line(state):
-    with pytest.raises(
-        ConfigError, match=r"^get_state of the iterator of make_batches must return bytes or a value"
-    ) as e:
-        encode(state)
-    assert len(e.value.problems) == 1
+def test_a_state_is_the_same_after_it_was_saved_or_one_line():
+    for state in (3, None, "text", b"", b"\xff\0", {"a": [1, 2.5, {"b": True}]}, 2**127):
+        assert is_state(encode(state)) and decode(encode(state)) == state
+    for state in ((1, 2), {1: 2}, float("nan"), np.int64(3), np.zeros(3), object(), {"a": {3}}):
+        with pytest.raises(
+            ConfigError, match=r"^get_state of the iterator of make_batches must return bytes or a"
+        ) as e:
+            encode(state)
+        assert len(e.value.problems) == 1
 
 
 # --- arrays in memory ---
@@ -158,20 +143,16 @@ def test_an_epoch_of_arrays_visits_every_row_once_in_an_order_of_its_own():
     assert (array_batches(arrays, batch_size=5, seed=3)(1)["x"] == seen[5:10]).all()
 
 
-@pytest.mark.parametrize(
-    ("arrays", "size", "problem"),
-    [
+def test_arrays_of_which_no_batch_can_be_formed_are_one_error():
+    for arrays, size, problem in (
         ({"x": np.zeros(4), "y": np.zeros(5)}, 2, "equal numbers of rows, got 'x' 4, 'y' 5"),
         ({"x": np.zeros(4)}, 5, "they have 4 rows, but one batch has 5"),
         ({}, 5, "at least one array"),
         ({"x": [0, 1]}, 1, "'x/0' must be a numpy array"),
         ({"x": np.zeros(4)}, 0, "batch_size must be at least 1, got 0"),
-    ],
-    ids=range(5),
-)
-def test_arrays_of_which_no_batch_can_be_formed_are_one_error(arrays, size, problem):
-    with pytest.raises(ConfigError, match=f"^array_batches: .*{problem}"):
-        array_batches(arrays, batch_size=size, seed=0)
+    ):
+        with pytest.raises(ConfigError, match=f"^array_batches: .*{problem}"):
+            array_batches(arrays, batch_size=size, seed=0)
 
 
 # --- plans ---
