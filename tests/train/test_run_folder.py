@@ -380,18 +380,6 @@ def test_a_start_that_fails_leaves_no_folder_or_the_old_one_unchanged(failure, c
     assert snapshot(tmp_path) == before
 
 
-def test_a_run_whose_checkpoints_are_gone_starts_again_and_keeps_the_old_rows(config, tmp_path):
-    folder, said = tmp_path / "run", []
-    train(config("run.steps=3"))
-    before = snapshot(folder)
-    (folder / "checkpoints").rename(tmp_path / "elsewhere")
-    train(config("run.steps=2"), say=said.append)
-    assert steps_of(metrics(folder)) == [1, 2]
-    assert [line for line in said if line.endswith("are now metrics.jsonl.old and config.txt.old")]
-    after = snapshot(folder)
-    assert {after[f"{name}.old"] == before[name] for name in ("metrics.jsonl", "config.txt")} == {True}
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize("on_failure", ["stop", "continue"])
 def test_rows_that_can_no_longer_be_written_stop_the_run_or_are_counted_at_its_end(on_failure, config, tmp_path):

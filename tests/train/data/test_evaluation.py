@@ -59,14 +59,12 @@ def test_the_rates_are_those_of_examples_unless_the_flops_of_tokens_are_known(tm
     assert rows[0]["examples_per_s_per_device"] == rows[0]["examples_per_s"] / 2
     assert "tokens_per_s" not in rows[0] and rows[0]["mfu"] is None
     assert "examples/s" in step_line(rows[0]) and "tok/s" not in step_line(rows[0])
-    (note,) = [line for line in ran.lines if line.startswith("note: run.eval_every")]
-    assert note == (
+    nothing = (
         "note: run.eval_every=5 evaluates nothing: make_batches has no held-out part, and the recipe has no eval_fns"
     )
-    counted = config_of(
-        tmp_path / "b", text, token_batches, *PLAIN, "run.steps=1", flops_per_token=lambda model, count, length: 6.0
-    )
-    rows = run(counted).rows
+    assert nothing in ran.lines
+    config = config_of(tmp_path / "b", text, token_batches, *PLAIN, "run.steps=1")
+    rows = run(replace(config, flops_per_token=lambda model, count, length: 6.0)).rows
     assert rows[0]["tokens_per_s"] == pytest.approx(16 * rows[0]["examples_per_s"])
     row = {"step": 2, "loss": 1.0, "grad_norm": 1.0, "examples_per_s": 10.0, "test/accuracy": 0.5, "moe/balance": 1.0}
     assert step_line(row, ["test"]).endswith("10 examples/s  test/accuracy 0.5000")
@@ -89,22 +87,26 @@ def test_a_checkpoint_is_kept_by_a_metric_of_eval_fns(tmp_path, text):
         build_program(other)
 
 
-def test_before_the_run_the_functions_are_called_once_with_ones_and_nothing_compiles(tmp_path, text, compilations):
+def evaluated(config: Any) -> list[dict[str, float]]:
+    """What an evaluation of zeros returns to a function of the recipe when the program is built."""
     seen = []
 
     def first(config: Any, evaluate: Any) -> dict[str, float]:
-        shape = config.data.batch_size, config.data.sequence_length
-        seen.append(evaluate({"inputs": np.zeros(shape, np.int32), "targets": np.zeros(shape, np.int32)}))
+        tokens = np.zeros((config.data.batch_size, config.data.sequence_length), np.int32)
+        seen.append(evaluate({"inputs": tokens, "targets": tokens}))
         return {"loss": seen[-1]["loss"]}
 
-    for name, words in MESHES.items():
-        before = len(compilations)
-        build_program(
-            config_of(tmp_path, text, token_batches, *words, *EVERY_2, loss_fn=accuracy_loss, eval_fns={"set": first})
-        )
-        assert seen == [{"loss": 1.0, "weight": 1.0, "ones": 1.0}], name
-        assert len(compilations) - before <= 1, "only the check of the compiler's options may compile"
-        seen.clear()
+    build_program(replace(config, eval_fns={"set": first}))
+    return seen
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_before_the_run_the_functions_are_called_once_with_ones_and_nothing_compiles(
+    mesh, tmp_path, text, compilations
+):
+    config = config_of(tmp_path, text, token_batches, *MESHES[mesh], *EVERY_2, loss_fn=accuracy_loss)
+    assert evaluated(config) == [{"loss": 1.0, "weight": 1.0, "ones": 1.0}]
+    assert len(compilations) <= 1, "only the check of the compiler's options may compile"
 
 
 class Annotated(nnx.Module):
@@ -118,9 +120,8 @@ class Annotated(nnx.Module):
             self.embed = nnx.Param(init(rngs(), (256, 8), out_sharding=PartitionSpec("fsdp", None)))
 
     def __call__(self, batch: Any) -> Any:
-        rows = (
-            PartitionSpec("fsdp") if AxisType.Explicit in jax.typeof(batch["inputs"]).sharding.mesh.axis_types else None
-        )
+        is_explicit = AxisType.Explicit in jax.typeof(batch["inputs"]).sharding.mesh.axis_types
+        rows = PartitionSpec("fsdp") if is_explicit else None
         return self.embed.at[batch["inputs"]].get(out_sharding=rows)
 
 
@@ -133,19 +134,10 @@ def annotated_loss(model: Any, batch: Any) -> Any:
     "settings", [["model.remat=none"], ["model.remat=full", "mesh.rules=fsdp", "mesh.axis_types=explicit"]]
 )
 def test_models_that_need_the_mesh_in_context_are_evaluated(settings, tmp_path, text):
-    seen = []
-
-    def first(config: Any, evaluate: Any) -> dict[str, float]:
-        tokens = np.zeros((8, 16), np.int32)
-        seen.append(evaluate({"inputs": tokens, "targets": tokens}))
-        return {"loss": seen[-1]["loss"]}
-
-    config = config_of(
-        tmp_path, text, token_batches, "mesh.shape=fsdp:2", *EVERY_2, "checkpoint.best_metric=own", *settings,
-        make_model=Annotated, loss_fn=annotated_loss, eval_fns={"set": first},
-    )  # fmt: skip
-    build_program(config)
-    assert seen == [{"loss": 1.0, "weight": 1.0, "own": 1.0}]
+    settings = ["mesh.shape=fsdp:2", *EVERY_2, "checkpoint.best_metric=own", *settings]
+    functions = {"make_model": Annotated, "loss_fn": annotated_loss}
+    config = config_of(tmp_path, text, token_batches, *settings, **functions)
+    assert evaluated(config) == [{"loss": 1.0, "weight": 1.0, "own": 1.0}]
 
 
 def test_mean_metrics_weights_batches_by_their_weight():

@@ -56,7 +56,23 @@ def muon():
     return optax.partition({"muon": matrices, "adamw": rest}, lambda params: map_named(label, params))
 
 
-PLAIN = {
+def by_groups():
+    def label(path, _):
+        return "embed" if path.startswith("embed") else "mlp" if "/mlp/" in path else "rest"
+
+    def adamw(rate, decay):
+        schedule = lambda count: rate * RATE(count)  # noqa: E731
+        return optax.adamw(schedule, b1=0.9, b2=0.95, eps=1e-3, weight_decay=decay, mask=is_decayed)
+
+    parts: dict[Any, Any] = {"embed": adamw(0.1, 0.1), "mlp": adamw(2.0, 0.05), "rest": adamw(1.0, 0.1)}
+    return optax.partition(parts, lambda params: map_named(label, params))
+
+
+PLAIN: dict[str, Any] = {
+    "groups": (  # the first match counts
+        {"groups": "embed learning_rate*0.1; /mlp/ learning_rate*2 weight_decay*0.5; embed learning_rate*7"},
+        by_groups,
+    ),
     "adamw": ({}, lambda: optax.adamw(RATE, b1=0.9, b2=0.95, eps=1e-3, weight_decay=0.1, mask=is_decayed)),
     "bfloat16 moments": (
         {"moment_dtype": "bfloat16"},

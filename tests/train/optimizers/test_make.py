@@ -3,7 +3,6 @@
 import difflib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from flax_mesh.train import PipelineConfig, apply_overrides, load_recipe
 from flax_mesh.train.build import build_program
 from flax_mesh.train.explain import explain
 from flax_mesh.train.optimizers.make import make_optimizer
-from flax_mesh.tree import map_named, named_leaves
+from flax_mesh.tree import named_leaves
 from tests.cli.test_explain import golden_text
 from tests.train.optimizers.plain import (
     CLIP,
@@ -27,12 +26,11 @@ from tests.train.optimizers.plain import (
     SETTINGS,
     assert_close,
     config_of,
-    is_decayed,
     muon,
     parameters,
     plain,
     trained,
-)  # fmt: skip
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROOT = Path(__file__).parents[3]
@@ -62,23 +60,6 @@ def test_other_settings_are_noticed_by_the_comparison_with_optax(name):
     _, state, _ = trained(config_of("mesh", **{**settings, "momentum": 0.79}))
     with pytest.raises(AssertionError):
         assert_close(parameters(state), expected[-1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["mesh", "pp"])
-def test_parameter_groups_equal_a_partition_by_path(mesh):
-    def label(path, _):
-        return "embed" if path.startswith("embed") else "mlp" if "/mlp/" in path else "rest"
-
-    def adamw(rate, decay):
-        schedule = lambda count: rate * RATE(count)  # noqa: E731
-        return optax.adamw(schedule, b1=0.9, b2=0.95, eps=1e-3, weight_decay=decay, mask=is_decayed)
-
-    parts: dict[Any, Any] = {"embed": adamw(0.1, 0.1), "mlp": adamw(2.0, 0.05), "rest": adamw(1.0, 0.1)}
-    expected, _ = plain(optax.chain(CLIP, optax.partition(parts, lambda params: map_named(label, params))))
-    groups = "embed learning_rate*0.1; /mlp/ learning_rate*2 weight_decay*0.5; embed learning_rate*7"  # the first match
-    _, state, _ = trained(config_of(mesh, groups=groups))
-    assert_close(parameters(state), expected[-1])
 
 
 @pytest.mark.slow
@@ -176,22 +157,19 @@ def test_the_layout_of_an_optimizers_state_equals_its_golden_text(name, request)
     assert not (diff := "\n".join(lines)), f"if this is intended: pytest {__file__} --update-golden\n{diff}"
 
 
-@pytest.mark.parametrize(
-    ("settings", "stored"),
-    [
-        ({"name": "sgd", "momentum": 0.0}, None),
-        ({"name": "adafactor", "momentum": 0.0}, None),
-        ({"name": "adafactor"}, None),
-        ({"name": "sgd", "momentum": 0.5}, "bfloat16"),
-        ({"name": "adafactor", "momentum": 0.5}, "float32"),
-        ({"name": "adafactor", "momentum": 0.5, "moment_dtype": "bfloat16"}, "bfloat16"),
-    ],
-)
-def test_the_momentum_of_bfloat16_parameters_has_the_documented_dtype_and_0_stores_none(settings, stored):
+def test_the_momentum_of_bfloat16_parameters_has_the_documented_dtype_and_0_stores_none():
     params = {"kernel": jax.ShapeDtypeStruct((8, 8), "bfloat16")}
-    state = jax.eval_shape(make_optimizer(replace(SETTINGS, **settings)).init, params)
-    momenta = [x.dtype for path, x in named_leaves(state) if path.endswith(("trace/kernel", "ema/kernel"))]
-    assert momenta == ([] if stored is None else [jnp.dtype(stored)])
+    for settings, stored in (
+        ({"name": "sgd", "momentum": 0.0}, []),
+        ({"name": "adafactor", "momentum": 0.0}, []),
+        ({"name": "adafactor"}, []),
+        ({"name": "sgd", "momentum": 0.5}, ["bfloat16"]),
+        ({"name": "adafactor", "momentum": 0.5}, ["float32"]),
+        ({"name": "adafactor", "momentum": 0.5, "moment_dtype": "bfloat16"}, ["bfloat16"]),
+    ):
+        state = jax.eval_shape(make_optimizer(replace(SETTINGS, **settings)).init, params)
+        momenta = [x.dtype.name for path, x in named_leaves(state) if path.endswith(("trace/kernel", "ema/kernel"))]
+        assert momenta == stored, settings
 
 
 @pytest.mark.slow
@@ -199,12 +177,8 @@ def test_the_momentum_of_bfloat16_parameters_has_the_documented_dtype_and_0_stor
 def test_zero_1_does_not_change_an_optimizer(name):
     states = [trained(config_of("mesh", name=name, shard_over=over))[1] for over in ("", "dp")]
     assert_close(parameters(states[1]), parameters(states[0]))
-    moments = [
-        max(shard.data.size / x.size for shard in x.addressable_shards[:1])
-        for path, x in named_leaves(states[1].to_nnx()["optimizer"])
-        if x.size >= 64
-    ]
-    assert moments and max(moments) <= 1 / 2
+    large = [x for _, x in named_leaves(states[1].to_nnx()["optimizer"]) if x.size >= 64]
+    assert large and all(x.addressable_shards[0].data.size <= x.size / 2 for x in large)
 
 
 def test_the_default_is_the_optimizer_of_earlier_checkpoints():
