@@ -24,21 +24,17 @@ from tests.train.runs import run
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.py"
 
 
-@pytest.mark.parametrize(
-    ("functions", "settings"),
-    [
-        ("", ["schedule=constant", "warmup_steps=2000"]),
-        ("make_schedule", ["warmup_steps=2000", "decay_start=7"]),
-        ("make_optimizer", ["warmup_steps=2000", "decay_start=7", "momentum=0.9", "matrices=kernel"]),
-    ],
-)
-def test_settings_that_the_named_optimizer_does_not_use_may_be_those_of_the_recipe(functions, settings):
-    config = apply_overrides(load_recipe(str(TINY)), [f"optimizer.{one}" for one in settings])
-    own = dict.fromkeys(functions.split(), lambda *_: None)  # not called
-    assert check_config(replace(config, **own)) == []
-    if functions == "make_schedule":  # which makes no optimizer
-        (problem,) = check_config(replace(apply_overrides(config, ["optimizer.momentum=0.9"]), **own))
-        assert problem.startswith("optimizer.momentum=0.9 has no effect with optimizer.name=adamw, only with muon or")
+def test_settings_that_the_named_optimizer_does_not_use_may_be_those_of_the_recipe():
+    def problems(functions: list[str], *settings: str) -> list[str]:
+        config = apply_overrides(load_recipe(str(TINY)), [f"optimizer.{one}" for one in settings])
+        return check_config(replace(config, **dict.fromkeys(functions, lambda *_: None)))  # which are not called
+
+    late, start = "warmup_steps=2000", "decay_start=7"
+    assert problems([], "schedule=constant", late) == []
+    assert problems(["make_schedule"], late, start) == []
+    assert problems(["make_optimizer"], late, start, "momentum=0.9", "matrices=kernel") == []
+    (problem,) = problems(["make_schedule"], "momentum=0.9")  # which makes no optimizer
+    assert problem.startswith("optimizer.momentum=0.9 has no effect with optimizer.name=adamw, only with muon or")
 
 
 def test_metrics_of_rows_and_of_the_loss_may_be_the_best_metric():

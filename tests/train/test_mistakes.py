@@ -125,8 +125,8 @@ SEVERAL: list[tuple[tuple[str, ...], list[str]]] = [
     ),
     (
         (
-            *("optimizer.name=sgd", "optimizer.b1=0.5", "optimizer.epsilon=1e-6"),
-            *("optimizer.momentum=0", "optimizer.moment_dtype=float32"),
+            *("optimizer.name=sgd", "optimizer.b1=0.5", "optimizer.epsilon=1e-6", "optimizer.momentum=0"),
+            "optimizer.moment_dtype=float32",
         ),
         [
             "optimizer.b1=0.5 has no effect with optimizer.name=sgd, only with adamw or muon; remove it",
@@ -176,10 +176,6 @@ ON_DEVICES: list[tuple[tuple[str, ...], str]] = [
     (("run.compiler_options=xla_fast=true",), r"^run.compiler_options: xla_fast=true is refused"),
     (("checkpoint.best_metric=accuracy",), "best_metric=accuracy is in no row of metrics, which have loss"),
     (("checkpoint.keep_best=1", "run.eval_every=0"), "best_metric=eval_loss is in no row .*run.eval_every"),
-    (("optimizer.groups=nothing weight_decay*0",), r"^optimizer.groups: no trained parameter has 'nothing' in "),
-    (("optimizer.groups=nothing frozen",), r"^optimizer.groups: no variable of the model has 'nothing' in its "),
-    (("optimizer.no_decay=nothing",), r"^optimizer.no_decay: no trained parameter has 'nothing' in its path; the"),
-    (("optimizer.groups=. frozen",), r"^wrt=Param without the frozen groups of optimizer.groups must match a variable"),
     (("run.profile=20",), r"^run.profile=20 records the steps 3 to 22, but run.steps=12 ends before that"),
     (("run.hooks=tensorbord",), r"^run.hooks: 'tensorbord' must be tensorboard, or .* did you mean tensorboard\?"),
     (("run.hooks=no.such.module",), r"^run.hooks: 'no.such.module' cannot be .* is no module 'no.such'. Install"),
@@ -202,20 +198,27 @@ def test_settings_that_do_not_fit_stop_before_anything_is_compiled_or_written(se
     assert not (tmp_path / "run").exists()
 
 
-DECODER = ("run.platform=auto", "mesh.shape=dp:2"), ("run.platform=auto", "mesh.shape=pp:2,dp:2")
-MUON: list[tuple[str, str]] = [
-    ("kernel", r"^optimizer.matrices: layers/\{0..1\}/attention/k/kernel has 3 dims; write which are inputs and which"),
-    ("mlp/.*/kernel 0>1,2", r"^optimizer.matrices: layers/.* has 2 dims"),
-    ("x/kernel", r"(?s)no trained parameter has.*trained parameter is"),
+MUON = "optimizer.name=muon"
+PATTERNS: list[tuple[tuple[str, ...], str]] = [
+    (("optimizer.groups=nothing weight_decay*0",), r"^optimizer.groups: no trained parameter has 'nothing' in "),
+    (("optimizer.groups=nothing frozen",), r"^optimizer.groups: no variable of the model has 'nothing' in its "),
+    (("optimizer.no_decay=nothing",), r"^optimizer.no_decay: no trained parameter has 'nothing' in its path; the"),
+    (("optimizer.groups=. frozen",), r"^wrt=Param without the frozen groups of optimizer.groups must match a variable"),
+    (
+        (MUON, "optimizer.matrices=kernel"),
+        r"^optimizer.matrices: .*/attention/k/kernel has 3 dims; write which are inputs",
+    ),
+    ((MUON, "optimizer.matrices=mlp/.*/kernel 0>1,2"), r"^optimizer.matrices: layers/.* has 2 dims"),
+    ((MUON, "optimizer.matrices=x/kernel"), r"(?s)no trained parameter has.*trained parameter is"),
 ]
 
 
-@pytest.mark.parametrize("mesh", DECODER)
-@pytest.mark.parametrize(("matrices", "problem"), MUON)
-def test_matrices_that_do_not_fit_the_parameters_are_an_error(matrices: str, problem: str, mesh: tuple[str, ...]):
-    settings = ["optimizer.name=muon", f"optimizer.matrices={matrices}", *mesh]
+@pytest.mark.parametrize("mesh", own_recipe.MESHES)
+@pytest.mark.parametrize(("settings", "problem"), PATTERNS)
+def test_patterns_that_do_not_fit_the_parameters_are_an_error(settings: tuple[str, ...], problem: str, mesh: str):
+    config = apply_overrides(own_recipe.recipe(), own_recipe.MESHES[mesh])
     with pytest.raises(ConfigError, match=problem):
-        build_program(apply_overrides(own_recipe.recipe(), settings))
+        build_program(apply_overrides(config, settings))
 
 
 # --- functions and objects of a recipe ---

@@ -187,15 +187,12 @@ def test_limits_depend_on_the_rows_up_to_the_last_but_one():
             check = check_of(check.record() | {"metrics": {}}, on_nonfinite="skip", spike_factor=3.0)
 
 
-def test_a_run_that_skips_every_update_stops():
+def test_a_run_that_skips_every_update_or_has_a_held_out_loss_that_is_not_finite_stops():
     check = check_of(on_nonfinite="skip")
     for step in range(1, MOST_SKIPPED + 1):
         assert not check.stopped
         check.read(row_of(step, loss=float("nan"), skipped=1.0))
     assert check.stopped.endswith(f"{MOST_SKIPPED} updates in a row were skipped")
-
-
-def test_a_held_out_loss_that_is_not_finite_stops_the_run():
     check = check_of()
     check.read(row_of(1, eval_loss=float("nan")))
     assert check.stopped == "step 1: eval_loss nan" and check.record() == {"finite": False}

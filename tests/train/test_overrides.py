@@ -13,14 +13,7 @@ from hypothesis import strategies as st
 from flax_mesh.axes import PartitionAxis
 from flax_mesh.errors import ConfigError
 from flax_mesh.train import PipelineConfig, RunConfig, TrainConfig, apply_overrides, load_recipe
-from flax_mesh.train.overrides import (
-    Change,
-    changes,
-    current_settings,
-    flat_fields,
-    to_lines,
-    to_texts,
-)
+from flax_mesh.train.overrides import Change, changes, current_settings, flat_fields, to_lines, to_texts
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.py"
 
@@ -194,9 +187,8 @@ def test_the_printed_tiny_recipe_overrides_every_setting_of_another_config():
     tiny = load_recipe(str(TINY))
     lines = to_lines(tiny)
     assert {"mesh.shape=dp:2,fsdp:2,tp:2", "model.axes.batch_axis=fsdp,dp", "data.seed=none"} <= set(lines)
-    changed = apply_overrides(
-        tiny, ["run.steps=3", "model.axes.batch_axis=dp", "data.seed=5", "mesh.shape=tp:2", "model.tied=false"]
-    )
+    other = ["run.steps=3", "model.axes.batch_axis=dp", "data.seed=5", "mesh.shape=tp:2", "model.tied=false"]
+    changed = apply_overrides(tiny, other)
     assert changed != tiny
     assert apply_overrides(changed, lines) == tiny
     assert isinstance(apply_overrides(changed, lines).model.axes, PartitionAxis)

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.train import apply_overrides, train
+from flax_mesh.train import apply_overrides
 from flax_mesh.train.hooks import load
 from flax_mesh.train.hooks.load import find_hooks
 from tests.train.bigram import recipe
-from tests.train.runs import rows_of
+from tests.train.runs import rows_of, run
 
 CALLS: list = []
 
@@ -39,19 +39,6 @@ def failing(folder, config, start):
     return hook
 
 
-def failing_factory(folder, config, start):
-    raise RuntimeError("cannot be made")
-
-
-def returns_a_number(folder, config, start):
-    return 3
-
-
-def returns_nothing(folder, config, start):
-    def hook(row):
-        CALLS.append(("row", row))
-
-
 @pytest.fixture
 def config(tmp_path, text):
     CALLS.clear()
@@ -65,27 +52,23 @@ def with_hooks(config, text):
 
 def test_hooks_are_called_with_every_row_and_closed(config):
     here = f"{__name__}.make_recorder"
-    rows, changed = [], replace(with_hooks(config, here), hooks=(make_recorder,))
-    result = train(changed, hooks=[rows.append])
-    assert CALLS[:2] == [("made", result.folder, 4, 0)] * 2
-    assert [call[1] for call in CALLS if call[0] == "row"] == [row for row in rows for _ in range(2)]
+    changed = replace(with_hooks(config, here), hooks=(make_recorder,))
+    ran = run(changed)
+    assert CALLS[:2] == [("made", ran.result.folder, 4, 0)] * 2
+    assert [call[1] for call in CALLS if call[0] == "row"] == [row for row in ran.rows for _ in range(2)]
     assert CALLS[-2:] == [("closed",)] * 2
     CALLS.clear()
-    train(apply_overrides(changed, ["run.steps=5"]))
-    assert CALLS[0] == ("made", result.folder, 5, 4)
+    run(apply_overrides(changed, ["run.steps=5"]))
+    assert CALLS[0] == ("made", ran.result.folder, 5, 4)
 
 
 def test_a_hook_that_fails_is_reported_once_and_not_called_again(config):
-    printed, rows = [], []
-    changed = replace(
-        with_hooks(config, f"{__name__}:failing"),
-        hooks=(failing_factory, returns_a_number, make_recorder, returns_nothing),
-    )
-    result = train(changed, say=printed.append, hooks=[rows.append])
-    assert result.status == "finished" and len(rows) == 4
-    warnings = [line for line in printed if line.startswith("warning")]
+    hooks = (lambda *_: {}["made"], lambda *_: 3, make_recorder, lambda *_: None)
+    ran = run(replace(with_hooks(config, f"{__name__}:failing"), hooks=hooks))
+    assert ran.result.status == "finished" and len(ran.rows) == 4
+    warnings = [line for line in ran.lines if line.startswith("warning")]
     assert len(warnings) == 4
-    assert "test_hooks.py, line" in warnings[0] and "RuntimeError: cannot be made; this hook is not" in warnings[0]
+    assert "test_hooks.py, line" in warnings[0] and "KeyError: 'made'; this hook is not" in warnings[0]
     assert "hooks[1] of the recipe: " in warnings[1] and "must return a function of a row, got 3" in warnings[1]
     assert "hooks[3] of the recipe: " in warnings[2] and "must return a function of a row, got None" in warnings[2]
     assert warnings[3].startswith(f"warning: run.hooks={__name__}:failing: ") and "RuntimeError: no room" in warnings[3]
@@ -129,9 +112,9 @@ def read_events(folder):
 
 def test_tensorboard_has_the_numbers_of_metrics_after_a_kill_too(config, tmp_path):
     folder = tmp_path / "run"
-    train(with_hooks(config, "tensorboard"))
+    run(with_hooks(config, "tensorboard"))
     shutil.rmtree(folder / "checkpoints" / "4")  # as after a kill between the saves of steps 2 and 4
-    train(with_hooks(config, "tensorboard"))
+    run(with_hooks(config, "tensorboard"))
     values: dict = {}
     for step, purged, scalars in read_events(folder / "tensorboard"):
         if purged is not None:
@@ -140,12 +123,6 @@ def test_tensorboard_has_the_numbers_of_metrics_after_a_kill_too(config, tmp_pat
             assert (step, name) not in values, "a step occurs twice"
             values[step, name] = value
     rows = rows_of(folder)
-    expected = {
-        (row["step"], name): value
-        for row in rows
-        for name, value in row.items()
-        if isinstance(value, int | float) and name != "step"
-    }
-    assert values.keys() == expected.keys() and len(rows) == 4
-    for key, value in expected.items():
-        assert values[key] == pytest.approx(value, rel=1e-6)
+    found = {(row["step"], name): value for row in rows for name, value in row.items() if name != "step"}
+    expected = {key: value for key, value in found.items() if isinstance(value, int | float)}
+    assert values == pytest.approx(expected, rel=1e-6) and len(rows) == 4

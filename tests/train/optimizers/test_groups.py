@@ -7,14 +7,11 @@ from hypothesis import strategies as st
 from flax_mesh.train.optimizers.groups import Group, Matrices, parse_groups, parse_matrices, trained_filter
 
 
-def test_groups_are_patterns_and_words():
+def test_groups_are_patterns_and_words_and_matrices_patterns_and_dims():
     groups, problems = parse_groups("^embed learning_rate*0.1 weight_decay*0;  a{1,2}$ frozen ;b learning_rate*2;")
     assert problems == []
     assert groups == [Group("^embed", 0.1, 0.0), Group("a{1,2}$", is_frozen=True), Group("b", 2.0)]
     assert parse_groups("") == ([], [])
-
-
-def test_matrices_are_patterns_and_dims():
     assert parse_matrices("q/kernel 0>1,2; o 0,1>2; mlp") == (
         [Matrices("q/kernel", (0,), (1, 2)), Matrices("o", (0, 1), (2,)), Matrices("mlp")],
         [],
