@@ -364,16 +364,8 @@ FUNCTIONS: list[tuple[str, Any, str]] = [
         {"a": evaluated({"inputs": TOKENS[:3], "targets": TOKENS[:3]})},
         r"eval_fns\['a'\]: evaluate\(batch\) of an eval_fn: the batch of 3 rows is not divisible by 2 \(dp=2\)",
     ),
-    (
-        "eval_fns",
-        {"a": evaluated({"inputs": TOKENS})},
-        "KeyError: 'targets'",
-    ),
-    (
-        "eval_fns",
-        {"a": lambda config, evaluate: mean_metrics(evaluate, [])},
-        "mean_metrics needs .* there is no batch",
-    ),
+    ("eval_fns", {"a": evaluated({"inputs": TOKENS})}, "KeyError: 'targets'"),
+    ("eval_fns", {"a": lambda config, evaluate: mean_metrics(evaluate, [])}, "mean_metrics needs .* there is no batch"),
     (
         "eval_fns",
         {"a": evaluated({"inputs": TOKENS[:4], "targets": TOKENS[:4]})},
