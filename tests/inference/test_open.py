@@ -40,7 +40,8 @@ def ids(folder: Path, *settings: str, **options) -> list[list[int]]:
 def test_ids_are_the_same_on_every_mesh_and_from_a_pipelined_checkpoint(run, tmp_path):
     expected = ids(run, "mesh.shape=fsdp:1")
     assert len({token for row in expected for token in row}) > 5
-    assert ids(run, "mesh.shape=dp:2,tp:2") == expected
+    for settings in (["dp:2,tp:2"], ["sp:2"], ["fsdp:8"], ["fsdp:2,tp:2", "model.scan=true"]):
+        assert ids(run, f"mesh.shape={settings[0]}", *settings[1:]) == expected
     pipelined = apply_overrides(recipe(), ["mesh.shape=pp:2,fsdp:2", "pipeline.num_microbatches=2"])
     written = reshard(str(run), str(tmp_path / "pp"), pipelined, None)
     assert written["mesh"] == "pp:2,fsdp:2"
@@ -51,41 +52,32 @@ def test_ids_are_the_same_on_every_mesh_and_from_a_pipelined_checkpoint(run, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings", [("mesh.shape=sp:2",), ("mesh.shape=fsdp:8",), ("mesh.shape=fsdp:2,tp:2", "model.scan=true"), ()]
-)
-def test_ids_are_the_same_on_more_meshes(run, settings):
-    assert ids(run, *settings) == ids(run, "mesh.shape=fsdp:1")
-
-
-@pytest.mark.slow
 def test_the_default_mesh_is_reported_and_uses_all_devices(run):
     lines = []
     trained = open_trained(run, say=lines.append)
     assert dict(trained.mesh.shape)["tp"] == 2 and trained.mesh.size == 8
     assert any("fsdp:4,tp:2 on 8 x cpu; mesh.shape=... sets another one" in line for line in lines)
     assert trained.tokenizer is not None and trained.tokenizer.is_bytes
+    assert ids(run) == ids(run, "mesh.shape=fsdp:1")
 
 
-@pytest.mark.parametrize(
-    ("sizes", "devices", "expected"),
-    [
+def test_the_default_mesh_divides_every_dim():
+    for sizes, devices, expected in (
         ({}, 8, {"fsdp": 2, "tp": 4}),
         ({}, 1, {"fsdp": 1, "tp": 1}),
         ({"num_kv_heads": 1}, 8, {"fsdp": 8, "tp": 1}),
         ({"vocab_size": 50_257}, 8, {"fsdp": 8, "tp": 1}),
         ({}, 7, {"fsdp": 1, "tp": 4}),
         ({"hidden_size": 255, "mlp_size": 767, "vocab_size": 257}, 4, {"fsdp": 3, "tp": 1}),
-    ],
-)
-def test_the_default_mesh_divides_every_dim(sizes, devices, expected):
-    config = DecoderConfig(**sizes)
-    found = default_mesh(config, devices)
-    assert found == expected
-    assert config.hidden_size % found["fsdp"] == config.num_kv_heads % found["tp"] == config.mlp_size % found["tp"] == 0
+    ):
+        config = DecoderConfig(**sizes)
+        assert default_mesh(config, devices) == expected
+        assert config.hidden_size % expected["fsdp"] == 0
+        assert config.num_kv_heads % expected["tp"] == config.mlp_size % expected["tp"] == 0
 
 
-@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.sampled
+@pytest.mark.parametrize("scan", [False, True])
 def test_a_run_with_ema_has_the_average_that_export_writes(tmp_path, scan):
     state = save_run(tmp_path, "optimizer.ema=0.5", f"model.scan={scan}", "mesh.shape=fsdp:2")
     parameters = {path: np.asarray(x) for path, x in named_leaves(state.to_nnx()["model"])}
@@ -127,16 +119,12 @@ def refused(folder, *settings, **options) -> str:
     return str(caught.value)
 
 
-def test_settings_that_have_no_effect_are_refused_together(run):
+def test_settings_that_have_no_effect_are_refused_together_and_those_that_do_not_fit(run):
     text = refused(run, "run.steps=2", "optimizer.lr=1", "mesh.shape=pp:2,dp:2", "model.hiden_size=2", "nonsense")
-    lines = text.splitlines()
-    assert len(lines) == 5
+    assert len(text.splitlines()) == 5
     assert "run.steps has no effect here; the settings are model.*, mesh.* and run.platform" in text
     assert "mesh.shape=pp:2,dp:2: generation and evaluation have no pipeline; leave out pp" in text
     assert "did you mean model.hidden_size" in text and "did you mean optimizer.learning_rate" in text
-
-
-def test_settings_that_do_not_fit_are_refused(run):
     assert "model.num_kv_heads=2 is not divisible by 4 (tp=4)" in refused(run, "mesh.shape=tp:4")
     assert "model/embed/embedding: checkpoint f32[256,16], model f32[256,32]" in refused(run, "model.hidden_size=32")
     assert "model.num_layers=1000000000, but it has only" in refused(run, "model.num_layers=1000000000")
@@ -146,12 +134,11 @@ def test_settings_that_do_not_fit_are_refused(run):
 
 def test_a_folder_without_a_decoder_is_refused_in_one_line(tmp_path):
     state = {"w": jax.numpy.zeros(4)}
-    with Checkpointer(tmp_path / "plain") as checkpointer:
-        checkpointer.save(1, state)
+    texts = {f"model.{name}": str(value) for name, value in vars(bigram.BigramConfig()).items()}
+    for name, tree, record in (("plain", state, {}), ("bigram", {"model": state}, {"config": texts})):
+        with Checkpointer(tmp_path / name) as checkpointer:
+            checkpointer.save(1, tree, record)
     assert "its metadata has no settings of a model" in refused(tmp_path / "plain")
-    with Checkpointer(tmp_path / "bigram") as checkpointer:
-        texts = {f"model.{name}": str(value) for name, value in vars(bigram.BigramConfig()).items()}
-        checkpointer.save(1, {"model": state}, {"config": texts})
     text = refused(tmp_path / "bigram")
     assert "is not a checkpoint of flax_mesh.models.Decoder: its settings lack model.num_layers" in text
     assert "contain model.dropout, model.note" in text and "\n" not in text
@@ -159,9 +146,6 @@ def test_a_folder_without_a_decoder_is_refused_in_one_line(tmp_path):
     assert "is empty" in refused("")
     assert "null byte" in refused("a\0b")
     assert "which has no steps; leave out --step 2" in refused(HF / "llama", step=2)
-
-
-def test_the_settings_of_a_decoder_with_other_arrays_are_refused(tmp_path):
     save_run(tmp_path, config={f"model.{k}": str(v) for k, v in vars(DecoderConfig()).items() if k != "axes"})
     text = refused(tmp_path)
     assert text.startswith(f"{tmp_path}/checkpoints/3 is not a checkpoint of flax_mesh.models.Decoder")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.inference.source import Source
@@ -44,26 +45,19 @@ def streamed(tokenizer, ids, prompt=()) -> str:
     return "".join([*map(stream.add, ids), stream.end()])
 
 
-@given(st.text(max_size=30))
-def test_bytes_are_the_utf8_of_a_text(text):
+@given(st.text(max_size=30), IDS)
+def test_bytes_are_the_utf8_of_a_text_also_token_by_token(text, ids):
     encoded = Bytes().encode(text)
     assert bytes(encoded.tokens.tolist()) == text.encode()
     assert Bytes().decode(encoded.tokens.tolist()) == text
     assert encoded.ends.tolist() == list(range(1, len(text.encode()) + 1))
-
-
-@given(IDS)
-def test_streamed_bytes_are_the_text_of_all_tokens(ids):
     assert streamed(Bytes(), ids) == Bytes().decode(ids)
 
 
-def test_a_character_is_streamed_when_its_bytes_are_complete():
+def test_a_character_is_streamed_when_its_bytes_are_complete(tokenizer):
     stream, ids = TextStream(Bytes()), [*"é中".encode()]
     assert [stream.add(token) for token in ids] == ["", "é", "", "", "中"]
     assert stream.add(0xE4) == "" and stream.end() == "\ufffd"
-
-
-def test_streamed_tokens_of_a_tokenizer_are_the_text_of_all_of_them(tokenizer):
     draw = random.Random(0)
     for _ in range(100):
         ids = [draw.randrange(60) for _ in range(draw.randrange(30))]  # with special tokens, and ids it does not have
@@ -111,8 +105,6 @@ def test_tokens_of_a_tokenizer_cover_the_bytes_of_the_text(tokenizer, text):
 
 
 def test_the_truncation_and_padding_of_the_file_are_not_applied(tokenizer, tmp_path):
-    from tokenizers import Tokenizer
-
     path = write_tokenizer(tmp_path)
     stored = Tokenizer.from_file(str(path))
     stored.enable_truncation(max_length=2)
@@ -122,7 +114,7 @@ def test_the_truncation_and_padding_of_the_file_are_not_applied(tokenizer, tmp_p
     assert 2 < len(expected) < 20 and JsonTokenizer(path).encode("hello world").tokens.tolist() == expected
 
 
-def test_text_runs_have_bytes_and_others_the_file(tmp_path):
+def test_text_runs_have_bytes_and_others_the_file_and_the_stop_tokens_of_one_of_two(tmp_path):
     write_tokenizer(tmp_path, eos_token_id=2)
     text = Source(tmp_path, DecoderConfig(), tmp_path, is_text=True)
     found = open_tokenizer(text)
@@ -130,32 +122,34 @@ def test_text_runs_have_bytes_and_others_the_file(tmp_path):
     found = open_tokenizer(source(tmp_path))
     assert found is not None and found.name == str(tmp_path / "tokenizer.json")
     assert open_tokenizer(source(tmp_path / "nothing")) is None and stop_tokens(source(tmp_path / "nothing")) == ()
-
-
-def test_stop_tokens_are_those_of_the_generation_config_or_else_of_the_config(tmp_path):
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
+    for value, expected in (("null", (7,)), ("[1, 2]", (1, 2)), ("2", (2,))):
+        (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {value}}}')
+        assert stop_tokens(source(tmp_path)) == expected
+    (tmp_path / "generation_config.json").unlink()
     assert stop_tokens(source(tmp_path)) == (7,)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
-    assert stop_tokens(source(tmp_path)) == (7,)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
-    assert stop_tokens(source(tmp_path)) == (1, 2)
 
 
-@pytest.mark.parametrize(
-    "text", ["[1]", '{"eos_token_id": "a"}', '{"eos_token_id": [1, 256]}', '{"eos_token_id": true}']
-)
-def test_wrong_stop_tokens_are_one_line(tmp_path, text):
-    (tmp_path / "generation_config.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"^\S+generation_config.json.* (must be a JSON object|ids from 0 to 255)"):
-        stop_tokens(source(tmp_path))
+WRONG_STOPS = ["[1]", '{"eos_token_id": "a"}', '{"eos_token_id": [1, 256]}', '{"eos_token_id": true}']
+DAMAGED = [b"", b"{", b"[]", b"{}", b"\xff", b'{"model": 3}', b"[" * 5000, b'{"model": null}']
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"{}", b"\xff", b'{"model": 3}', b"[" * 5000, b'{"model": null}'])
-def test_a_damaged_tokenizer_is_one_line(tmp_path, data):
-    (tmp_path / "tokenizer.json").write_bytes(data)
-    with pytest.raises(ConfigError, match=r"tokenizer.json") as caught:
+def test_wrong_stop_tokens_damaged_files_and_a_missing_package_are_one_line(tmp_path, monkeypatch):
+    for text in WRONG_STOPS:
+        (tmp_path / "generation_config.json").write_text(text)
+        with pytest.raises(
+            ConfigError, match=r"^\S+generation_config.json.* (must be a JSON object|ids from 0 to 255)"
+        ):
+            stop_tokens(source(tmp_path))
+    for data in DAMAGED:
+        (tmp_path / "tokenizer.json").write_bytes(data)
+        with pytest.raises(ConfigError, match=r"tokenizer.json") as caught:
+            open_tokenizer(source(tmp_path))
+        assert len(caught.value.problems) == 1 and "\n" not in str(caught.value)
+    assert json.loads(write_tokenizer(tmp_path).read_text())["model"]["type"] == "BPE"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r'requires the package tokenizers.*: pip install "flax-mesh\[generate\]"$'):
         open_tokenizer(source(tmp_path))
-    assert len(caught.value.problems) == 1 and "\n" not in str(caught.value)
 
 
 def test_mutated_tokenizers_are_read_or_refused(tmp_path):
@@ -170,14 +164,3 @@ def test_mutated_tokenizers_are_read_or_refused(tmp_path):
         except ConfigError as error:
             refused += len(error.problems) == 1
     assert refused > 5
-
-
-def test_a_missing_package_is_one_line_that_names_the_extra(tmp_path, monkeypatch):
-    write_tokenizer(tmp_path)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r'requires the package tokenizers.*: pip install "flax-mesh\[generate\]"$'):
-        open_tokenizer(source(tmp_path))
-
-
-def test_the_file_is_json(tmp_path):
-    assert json.loads(write_tokenizer(tmp_path).read_text())["model"]["type"] == "BPE"

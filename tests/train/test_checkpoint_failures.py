@@ -11,8 +11,9 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,9 +21,10 @@ from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.cli import main
 from flax_mesh.cli.common import DONE, FAILED, FINDINGS, STOPPED
 from flax_mesh.errors import CheckpointCorruptedError, SaveError
-from flax_mesh.train import apply_overrides, train
-from tests.train.bigram import recipe, write_text
-from tests.train.test_resume import PATIENCE, RECIPE, Run
+from flax_mesh.train import TrainConfig, apply_overrides, train
+from tests.train.bigram import recipe
+from tests.train.processes import RECIPE, Run
+from tests.train.runs import run
 
 ENDLESS = (
     *("run.steps=1000000", "run.eval_every=0", "run.platform=cpu:1", "mesh.shape=dp:1"),
@@ -31,57 +33,30 @@ ENDLESS = (
 FULL = 2**16  # file size limit in bytes: smaller than the state, larger than the rows of metrics
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text"))
-
-
 @pytest.fixture
-def start(text, tmp_path):
-    """`start(*settings)` starts an endless run that saves every 20 steps, as a process that is killed at the end."""
-    runs = []
+def endless(start, tmp_path):
+    """`endless(*settings)` starts an endless run that saves every 20 steps."""
 
-    def start(*settings: str, prefix: tuple[str, ...] = ()) -> Run:
-        folder, output = tmp_path / "run", tmp_path / f"output-{len(runs)}.txt"
+    def endless(*settings: str, **kinds: Any) -> Run:
         given = dict(setting.split("=", 1) for setting in (*ENDLESS, *settings))
-        argv = [f"data.source={text}", f"run.folder={folder}", *(f"{key}={value}" for key, value in given.items())]
-        with output.open("w") as file:
-            process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "flax_mesh.cli", "train", str(RECIPE), *argv],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
-        runs.append(Run(process, folder, output))
-        return runs[-1]
+        return start(tmp_path / "run", *(f"{key}={value}" for key, value in given.items()), **kinds)
 
-    yield start
-    for run in runs:
-        if run.process.poll() is None:
-            run.process.kill()
-        run.process.wait(PATIENCE)
+    return endless
 
 
-def limit_files(run: Run, size: int) -> None:
+def limit_files(run: Run, size: int = resource.RLIM_INFINITY) -> None:
     resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
-def fill_disk(run: Run) -> None:
-    limit_files(run, FULL)
-
-
-def lock_folder(run: Run) -> None:
-    run.checkpoints.chmod(0o555)
-
-
-def remove_folder(run: Run) -> None:
-    run.checkpoints.rename(run.folder / "elsewhere")
-
-
 # Failure -> (how it is caused, how it is repaired, text in the error)
-FAILURES = {
-    "disk full": (fill_disk, lambda run: limit_files(run, resource.RLIM_INFINITY), "File too large"),
-    "read-only": (lock_folder, lambda run: run.checkpoints.chmod(0o755), "Permission denied"),
-    "folder gone": (remove_folder, lambda run: (run.folder / "elsewhere").rename(run.checkpoints), "folder is gone"),
+FAILURES: dict[str, tuple[Callable[[Run], object], Callable[[Run], object], str]] = {
+    "disk full": (lambda run: limit_files(run, FULL), limit_files, "File too large"),
+    "read-only": (lambda x: x.checkpoints.chmod(0o555), lambda x: x.checkpoints.chmod(0o755), "Permission denied"),
+    "folder gone": (
+        lambda run: run.checkpoints.rename(run.folder / "elsewhere"),
+        lambda run: (run.folder / "elsewhere").rename(run.checkpoints),
+        "folder is gone",
+    ),
 }
 # Root may write everywhere, a process without these capabilities may not.
 UNPRIVILEGED = ("setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-dac_override,-dac_read_search")
@@ -103,13 +78,10 @@ def check_valid(folder: Path) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "failure",
-    ["disk full", *(pytest.param(name, marks=pytest.mark.slow) for name in ("read-only", "folder gone"))],
-)
-def test_a_checkpoint_that_cannot_be_written_stops_the_run_in_one_line(failure, start, tmp_path):
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_checkpoint_that_cannot_be_written_stops_the_run_in_one_line(failure, endless):
     cause, repair, reason = FAILURES[failure]
-    run = start(prefix=prefix_of(failure))
+    run = endless(prefix=prefix_of(failure))
     run.wait_for(lambda: len(run.committed()) >= 2)
     cause(run)
     assert run.ended() == FAILED, run.text()
@@ -124,16 +96,16 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_run_in_one_line(failure, 
     if failure != "folder gone":
         assert line.endswith(f"the newest checkpoint is of step {steps[-1]}")
     last = steps[-1]
-    again = start("run.steps=" + str(last + 5))
+    again = endless("run.steps=" + str(last + 5))
     assert again.ended() == DONE and f"at step {last}; resuming, 5 steps to go" in again.text()
     assert not again.unfinished()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("failure", FAILURES)
-def test_training_continues_after_a_failed_save_with_on_failure_continue(failure, start):
+def test_training_continues_after_a_failed_save_with_on_failure_continue(failure, endless):
     cause, repair, reason = FAILURES[failure]
-    run = start("checkpoint.on_failure=continue", prefix=prefix_of(failure))
+    run = endless("checkpoint.on_failure=continue", prefix=prefix_of(failure))
     run.wait_for(lambda: len(run.committed()) >= 2)
     cause(run)
     run.wait_for(lambda: len(re.findall("^warning: the checkpoint of step", run.text(), re.M)) >= 2)
@@ -157,12 +129,12 @@ ignores_unraisable = pytest.mark.filterwarnings(
 
 
 @pytest.mark.slow
-def test_rows_that_cannot_be_written_are_left_out_completely(start):
-    run = start("checkpoint.on_failure=continue", "checkpoint.every=1000000")
+def test_rows_that_cannot_be_written_are_left_out_completely(endless):
+    run = endless("checkpoint.on_failure=continue", "checkpoint.every=1000000")
     run.wait_for(lambda: len(run.rows()) >= 5)
     limit_files(run, (run.folder / "metrics.jsonl").stat().st_size + 100)
     run.wait_for(lambda: "warning: the row of step" in run.text())
-    limit_files(run, resource.RLIM_INFINITY)
+    limit_files(run)
     run.wait_for(lambda: "metrics are written again" in run.text())
     run.process.send_signal(signal.SIGTERM)
     assert run.ended() == STOPPED
@@ -175,7 +147,7 @@ def test_rows_that_cannot_be_written_are_left_out_completely(start):
 
 
 @pytest.mark.slow
-def test_a_full_disk_stops_the_run(start, tmp_path):
+def test_a_full_disk_stops_the_run(endless, tmp_path):
     """A real file system of 64 MiB, if it can be mounted."""
     (tmp_path / "run").mkdir()
     mounted = subprocess.run(
@@ -184,7 +156,7 @@ def test_a_full_disk_stops_the_run(start, tmp_path):
     if mounted is None or mounted.returncode:
         pytest.skip("no file system can be mounted")
     try:
-        run = start("checkpoint.keep=1000000")
+        run = endless("checkpoint.keep=1000000")
         assert run.ended() == FAILED
         assert re.search("^flax-mesh: .* could not be .*No space left on device", run.text(), re.M), run.text()[-2000:]
         assert "Traceback" not in run.text()
@@ -197,53 +169,33 @@ def test_a_full_disk_stops_the_run(start, tmp_path):
 # --- in this process ---
 
 
-@pytest.fixture(scope="module")
-def in_process(text):
-    """`in_process(folder, *settings)` is a config of 12 steps that saves every 4."""
-
-    def config_of(folder: Path, *settings: str):
-        base = (f"data.source={text}", f"run.folder={folder}", "run.eval_every=0", "checkpoint.every=4")
-        return apply_overrides(recipe(), [*base, *settings])
-
-    return config_of
+@pytest.fixture
+def config(text, tmp_path) -> TrainConfig:
+    """A run of 12 steps that saves every 4."""
+    settings = (f"data.source={text}", f"run.folder={tmp_path / 'run'}", "run.eval_every=0", "checkpoint.every=4")
+    return apply_overrides(recipe(), settings)
 
 
-def test_an_exception_in_the_loop_leaves_the_last_save_committed(in_process, tmp_path):
-    config = in_process(tmp_path / "run")
-
-    def interrupt(row):
-        if row["step"] == 9:
-            raise ZeroDivisionError("in step 9")
-
-    with pytest.raises(ZeroDivisionError, match="in step 9"):
-        train(config, hooks=[interrupt])
-    assert check_valid(tmp_path / "run" / "checkpoints") == [4, 8]
-    assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == ["4", "8"]
-
-
-def test_a_damaged_checkpoint_is_skipped_and_exit_code_3_if_all_are_damaged(in_process, text, tmp_path, capsys):
+def test_a_damaged_checkpoint_is_skipped_and_exit_code_3_if_all_are_damaged(config, text, tmp_path, capsys):
     folder = tmp_path / "run"
-    rows, again = [], []
-    train(in_process(folder), hooks=[rows.append])
+    rows = run(config).rows
     checkpoints = folder / "checkpoints"
     assert check_valid(checkpoints) == [4, 8, 12]
     damage(checkpoints / "12")
-    printed = []
-    result = train(in_process(folder), say=printed.append, hooks=[again.append])
-    (warning,) = [line for line in printed if line.startswith("warning")]
+    again = run(config)
+    (warning,) = [line for line in again.lines if line.startswith("warning")]
     assert re.match(
         r"warning: the checkpoint of step 12 is damaged and was skipped "
         r"\(state/_METADATA: \d+ bytes, saved with \d+\); the next save renames it to 12.damaged",
         warning,
     )
-    assert result.status == "finished" and [row["step"] for row in again] == [9, 10, 11, 12]
-    assert [row["loss"] for row in again] == [row["loss"] for row in rows[8:]]
+    assert again.losses == {row["step"]: row["loss"] for row in rows[8:]}
     assert sorted(os.listdir(checkpoints)) == ["12", "12.damaged", "4", "8"]
     for step in check_valid(checkpoints):
         damage(checkpoints / str(step))
     metrics = (folder / "metrics.jsonl").read_bytes()
     with pytest.raises(CheckpointCorruptedError, match="contains 3 checkpoints, and none is valid"):
-        train(in_process(folder))
+        train(config)
     argv = ["train", str(RECIPE), f"data.source={text}", f"run.folder={folder}", "run.eval_every=0"]
     assert main(argv) == FINDINGS
     error = capsys.readouterr().err
@@ -258,9 +210,7 @@ def damage(step: Path) -> None:
 
 
 @ignores_unraisable
-def test_an_exception_in_the_loop_is_not_hidden_by_a_failed_save(in_process, tmp_path):
-    config = in_process(tmp_path / "run")
-
+def test_an_exception_in_the_loop_is_not_hidden_by_a_failed_save(config, tmp_path):
     def interrupt(row):
         if row["step"] == 5:  # the save of step 4 is in progress or finished
             (tmp_path / "run" / "checkpoints").rename(tmp_path / "elsewhere")
@@ -273,8 +223,8 @@ def test_an_exception_in_the_loop_is_not_hidden_by_a_failed_save(in_process, tmp
 
 
 @ignores_unraisable
-def test_a_removed_checkpoint_folder_is_not_recreated(in_process, tmp_path):
-    config = in_process(tmp_path / "run", "checkpoint.on_failure=continue")
+def test_a_removed_checkpoint_folder_is_not_recreated(config, tmp_path):
+    config = apply_overrides(config, ["checkpoint.on_failure=continue"])
     printed = []
 
     def remove(row):

@@ -63,6 +63,10 @@ def test_a_run_of_the_first_version_resumes_bit_for_bit(folder, capsys):
     old_rows = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     assert [json.loads(row)["step"] for row in old_rows] == [1, 2, 3, 4, 3, 4, 5, 6]  # it was killed after step 4
     assert set((folder / "config.txt").read_text().splitlines()) >= OLD
+    (folder / "checkpoints" / "6").rename(folder / "checkpoints" / "9")
+    assert main(["train", "recipe.py", f"@{folder / 'config.txt'}"]) == FINDINGS
+    assert "none is valid" in capsys.readouterr().err
+    (folder / "checkpoints" / "9").rename(folder / "checkpoints" / "6")
     assert main(["train", "recipe.py", f"@{folder / 'config.txt'}", "run.steps=10"]) == DONE
     lines = capsys.readouterr().out.splitlines()
     assert "run: found run at step 6; resuming, 4 steps to go" in lines
@@ -98,32 +102,24 @@ def test_a_new_run_that_starts_from_it_needs_its_settings_of_the_model(folder):
         check_start_settings(start, apply_overrides(config, ["model.norm_epsilon=0.1"]), allow_changes=False)
 
 
-def test_the_damaged_step_is_listed(folder, capsys):
+def test_the_damaged_step_is_listed_and_a_renamed_one_is_found_by_the_record_of_the_run(folder, capsys):
     assert main(["checkpoint", "list", str(folder), "--json"]) == DONE
     steps = json.loads(capsys.readouterr().out)["checkpoints"]
     assert [(step["name"], step["set_aside"]) for step in steps] == [("6", False), ("4.damaged", True)]
     assert main(["checkpoint", "verify", str(folder / "checkpoints" / "4.damaged")]) == FINDINGS
     assert "damaged" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_renamed_step_is_found_by_the_record_of_the_run(folder, capsys):
     (folder / "checkpoints" / "6").rename(folder / "checkpoints" / "9")
     assert main(["checkpoint", "verify", str(folder), "--step", "9"]) == FINDINGS
     assert "the folder is named 9, but contains the checkpoint of step 6" in capsys.readouterr().out
-    assert main(["train", "recipe.py", f"@{folder / 'config.txt'}"]) == FINDINGS
-    assert "none is valid" in capsys.readouterr().err
 
 
-def test_its_settings_are_printed_under_their_current_names(folder, capsys):
-    assert main(["train", "recipe.py", f"@{folder / 'config.txt'}", "--print-config"]) == DONE
+def test_its_settings_and_its_checkpoint_are_printed_compared_and_resharded_under_the_current_names(folder, capsys):
+    config = f"@{folder / 'config.txt'}"
+    assert main(["train", "recipe.py", config, "--print-config"]) == DONE
     printed = set(capsys.readouterr().out.splitlines())
     assert printed >= CURRENT and not printed & OLD
-    assert main(["train", "recipe.py", f"@{folder / 'config.txt'}", "pipeline.remat=full", "--print-config"]) == DONE
+    assert main(["train", "recipe.py", config, "pipeline.remat=full", "--print-config"]) == DONE
     assert "pipeline.remat=full" in capsys.readouterr().out.splitlines()
-
-
-def test_its_checkpoint_is_compared_and_resharded_under_the_current_names(folder, capsys):
     assert main(["checkpoint", "diff", str(folder), "recipe.py", *sorted(CURRENT), "--json"]) == FINDINGS
     found = json.loads(capsys.readouterr().out)["differences"]
     settings = {one["name"] for one in found if one["section"] == "settings"}

@@ -13,16 +13,7 @@ from hypothesis import strategies as st
 from flax_mesh.axes import PartitionAxis
 from flax_mesh.errors import ConfigError
 from flax_mesh.train import PipelineConfig, RunConfig, TrainConfig, apply_overrides, load_recipe
-from flax_mesh.train.overrides import (
-    Change,
-    changes,
-    current_settings,
-    flat_fields,
-    parse_value,
-    to_lines,
-    to_texts,
-    value_to_text,
-)
+from flax_mesh.train.overrides import Change, changes, current_settings, flat_fields, to_lines, to_texts
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.py"
 
@@ -78,38 +69,27 @@ def problems_of(config: TrainConfig, *overrides: str) -> list[str]:
 # --- one value ---
 
 
-@pytest.mark.parametrize(
-    ("key", "text", "value"),
-    [
-        ("count", "-3", -3),
-        ("count", "1_000", 1000),
-        ("rate", "3e-4", 3e-4),
-        ("rate", "2", 2.0),
-        ("rate", "inf", math.inf),
-        ("flag", "true", True),
-        ("flag", "False", False),
-        ("text", "", ""),
-        ("text", "a=b, c", "a=b, c"),
-        ("text", "none", "none"),
-        ("maybe", "none", None),
-        ("maybe", "7", 7),
-        ("maybe_rate", "None", None),
-        ("mixed", "2", 2),
-        ("mixed", "2.5", 2.5),
-        ("names", "a,b", ("a", "b")),
-        ("names", "a,", ("a",)),
-        ("names", ",", ()),
-        ("axis", "dp", "dp"),
-        ("axis", "fsdp,dp", ("fsdp", "dp")),
-        ("axis", "none", None),
-        ("inner.sizes", "3,5", (3, 5)),
-        ("inner.name", "x", "x"),
-    ],
-)
-def test_an_override_becomes_a_value_of_the_field_s_type(key, text, value):
-    config = apply_overrides(config_of(Model()), [f"model.{key}={text}"])
-    found, _, _ = flat_fields(config)[f"model.{key}"]
-    assert found == value and type(found) is type(value)
+VALUES: dict[str, dict[str, Any]] = {
+    "count": {"-3": -3, "1_000": 1000},
+    "rate": {"3e-4": 3e-4, "2": 2.0, "inf": math.inf},
+    "flag": {"true": True, "False": False},
+    "text": {"": "", "a=b, c": "a=b, c", "none": "none"},
+    "maybe": {"none": None, "7": 7},
+    "maybe_rate": {"None": None},
+    "mixed": {"2": 2, "2.5": 2.5},
+    "names": {"a,b": ("a", "b"), "a,": ("a",), ",": ()},
+    "axis": {"dp": "dp", "fsdp,dp": ("fsdp", "dp"), "none": None},
+    "inner.sizes": {"3,5": (3, 5)},
+    "inner.name": {"x": "x"},
+}
+
+
+@pytest.mark.parametrize("key", VALUES)
+def test_an_override_becomes_a_value_of_the_field_s_type(key):
+    for text, value in VALUES[key].items():
+        config = apply_overrides(config_of(Model()), [f"model.{key}={text}"])
+        found, _, _ = flat_fields(config)[f"model.{key}"]
+        assert found == value and type(found) is type(value), text
 
 
 @pytest.mark.parametrize(
@@ -142,17 +122,11 @@ def test_a_wrong_override_is_one_line_that_names_the_setting(setting, problem):
 
 def test_all_mistakes_are_in_one_error_in_order_one_line_each():
     wrong = ["run.stps=3", "model.count=x", "nonsense", "run.seed=1", "run.seed=2", "model.rate=y"]
-    problems = problems_of(config_of(Model()), *wrong)
-    assert [line.split()[0] for line in problems] == [
-        "run.stps",
-        "model.count",
-        "'nonsense'",
-        "run.seed",
-        "model.rate",
-    ]
-    assert problems[3] == "run.seed is set twice"
-    with pytest.raises(ConfigError, match=r"^run\.stps") as caught:
+    with pytest.raises(ConfigError) as caught:
         apply_overrides(config_of(Model()), wrong)
+    problems = caught.value.problems
+    starts = ["run.stps ", "model.count ", "'nonsense' ", "run.seed is set twice", "model.rate "]
+    assert all(line.startswith(start) for line, start in zip(problems, starts, strict=True))
     assert str(caught.value).splitlines() == problems
 
 
@@ -166,11 +140,8 @@ def test_overrides_leave_the_given_config_and_all_other_settings_alone():
     before = config_of(Model())
     after = apply_overrides(before, ["run.steps=20", "model.inner.name=x"])
     assert before.run == RunConfig() and before.model == Model()
-    assert after == dataclasses.replace(
-        before,
-        run=dataclasses.replace(before.run, steps=20),
-        model=dataclasses.replace(before.model, inner=Inner(name="x")),
-    )
+    model = dataclasses.replace(before.model, inner=Inner(name="x"))
+    assert after == dataclasses.replace(before, run=dataclasses.replace(before.run, steps=20), model=model)
 
 
 def test_settings_that_depend_on_each_other_are_changed_together():
@@ -212,19 +183,12 @@ def test_a_printed_config_reads_back_to_the_same_config(model):
     assert apply_overrides(config, to_lines(config)) == config
 
 
-@given(st.floats(allow_nan=False), st.integers())
-def test_numbers_keep_every_bit(number, count):
-    assert parse_value(value_to_text(number), float) == number
-    assert parse_value(value_to_text(count), int) == count
-
-
 def test_the_printed_tiny_recipe_overrides_every_setting_of_another_config():
     tiny = load_recipe(str(TINY))
     lines = to_lines(tiny)
     assert {"mesh.shape=dp:2,fsdp:2,tp:2", "model.axes.batch_axis=fsdp,dp", "data.seed=none"} <= set(lines)
-    changed = apply_overrides(
-        tiny, ["run.steps=3", "model.axes.batch_axis=dp", "data.seed=5", "mesh.shape=tp:2", "model.tied=false"]
-    )
+    other = ["run.steps=3", "model.axes.batch_axis=dp", "data.seed=5", "mesh.shape=tp:2", "model.tied=false"]
+    changed = apply_overrides(tiny, other)
     assert changed != tiny
     assert apply_overrides(changed, lines) == tiny
     assert isinstance(apply_overrides(changed, lines).model.axes, PartitionAxis)
@@ -239,22 +203,17 @@ def test_changes_lists_differences_and_whether_they_change_the_result():
     assert changes(saved, before) == []
     neutral = ["run.steps=20", "run.folder=b", "mesh.shape=tp:2", "checkpoint.every=7", "model.inner.name=new"]
     others = ["run.seed=1", "optimizer.b1=0.8", "model.count=2", "model.inner.sizes=1,2", "data.batch_size=32"]
-    after = apply_overrides(before, neutral + others)
-    found = {change.key: change for change in changes(saved, after)}
-    assert {key for key, change in found.items() if change.changes_result} == {text.split("=")[0] for text in others}
-    assert {key for key, change in found.items() if not change.changes_result} == {
-        text.split("=")[0] for text in neutral
+    found = changes(saved, apply_overrides(before, neutral + others))
+    assert {(change.key, change.changes_result) for change in found} == {
+        *((text.split("=")[0], False) for text in neutral),
+        *((text.split("=")[0], True) for text in others),
     }
-    assert str(found["run.seed"]) == "run.seed: 0 -> 1 (changes the result)"
-    assert str(found["run.steps"]) == "run.steps: 1000 -> 20"
-
-
-def test_added_and_removed_settings_count_as_changed():
-    config = config_of(Pair())
-    saved = dict(line.split("=", 1) for line in to_lines(config))
+    lines = [str(change) for change in found]
+    assert {"run.seed: 0 -> 1 (changes the result)", "run.steps: 1000 -> 20"} <= {*lines}
+    saved = dict(line.split("=", 1) for line in to_lines(config_of(Pair())))
     saved["model.gone"] = "3"
     del saved["model.heads"]
-    assert changes(saved, config) == [
+    assert changes(saved, config_of(Pair())) == [
         Change("model.heads", "(absent)", "4", True),
         Change("model.gone", "3", "(absent)", True),
     ]
@@ -263,19 +222,13 @@ def test_added_and_removed_settings_count_as_changed():
 # --- names and values of the first version ---
 
 
-def test_the_old_name_of_a_setting_sets_the_renamed_one():
-    old = ["pipeline.microbatches=4", "pipeline.virtual=2", "pipeline.residuals=lean"]
-    config = apply_overrides(config_of(Model()), old)
-    assert config.pipeline == PipelineConfig(num_microbatches=4, num_virtual_stages=2, remat="cheap")
-    current = {"pipeline.num_microbatches=4", "pipeline.num_virtual_stages=2", "pipeline.remat=cheap"}
-    lines = set(to_lines(config))
-    assert lines >= current and not lines & set(old)
-
-
 @pytest.mark.parametrize(("old", "current"), [("store", "none"), ("lean", "cheap"), ("recompute", "full")])
-def test_old_values_are_read_as_the_renamed_ones(old, current):
-    config = apply_overrides(config_of(Model()), [f"pipeline.residuals={old}"])
-    assert config.pipeline.remat == current
+def test_old_names_and_values_are_read_as_the_renamed_ones(old, current):
+    words = ["pipeline.microbatches=4", "pipeline.virtual=2", f"pipeline.residuals={old}"]
+    config = apply_overrides(config_of(Model()), words)
+    assert config.pipeline == PipelineConfig(num_microbatches=4, num_virtual_stages=2, remat=current)
+    lines = {"pipeline.num_microbatches=4", "pipeline.num_virtual_stages=2", f"pipeline.remat={current}"}
+    assert {*to_lines(config)} >= lines and not {*to_lines(config)} & {*words}
     saved = to_texts(config)
     assert changes({**saved, "pipeline.residuals": old, "pipeline.remat": current}, config) == []
     del saved["pipeline.remat"]

@@ -1,65 +1,26 @@
-"""A recipe whose mesh has pp trains, evaluates and saves, and any other mesh resumes from its checkpoints."""
+"""A recipe whose mesh has pp trains, evaluates, samples, is checked, traced and measured, and searches its schedule."""
 
 import json
-from typing import Any
+import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss, sample
 from flax_mesh.mpmd import CutError, StagedModel
+from flax_mesh.mpmd.runtime import search
+from flax_mesh.mpmd.runtime.search import costs_of_processes
+from flax_mesh.mpmd.schedules import check_schedule
+from flax_mesh.mpmd.schedules.file import read_schedule
 from flax_mesh.mpmd.split import check as split_check
-from flax_mesh.train import (
-    CheckpointConfig,
-    DataConfig,
-    OptimizerConfig,
-    RunConfig,
-    TrainConfig,
-    TrainResult,
-    apply_overrides,
-    loop,
-    train,
-)
+from flax_mesh.train import TrainResult, loop, train
+from flax_mesh.train.config import PipelineConfig, pipeline_schedule
 from flax_mesh.train.explain import measure_recipe
+from tests.train.decoder import config_of
+from tests.train.runs import run
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-SIZES: dict[str, Any] = {
-    "hidden_size": 16,
-    "num_layers": 2,
-    "num_heads": 2,
-    "num_kv_heads": 2,
-    "head_dim": 8,
-    "mlp_size": 32,
-}
-
-
-def config_of(folder, text, *settings, **kinds):
-    config = TrainConfig(
-        make_model=make_decoder,
-        loss_fn=next_token_loss,
-        sample=sample,
-        model=DecoderConfig(vocab_size=256, **SIZES, **kinds),
-        data=DataConfig(source=str(text), sequence_length=16, batch_size=16, held_out=0.2, eval_batches=2),
-        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1, decay_steps=10),
-        checkpoint=CheckpointConfig(every=2),
-        run=RunConfig(steps=2, folder=str(folder), platform="cpu", eval_every=2, sample_tokens=0),
-    )
-    return apply_overrides(config, ["pipeline.num_microbatches=4", *settings])
-
-
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("".join(f"{i} squared is {i * i}, and its neighbour {i + 1}.\n" for i in range(400)))
-    return path
-
-
-def losses(config):
-    rows = []
-    result = train(config, hooks=[rows.append])
-    return [row["loss"] for row in rows], [row["eval_loss"] for row in rows if "eval_loss" in row], result.sample
 
 
 SHORT = ("mesh.shape=pp:2,fsdp:1", "run.platform=auto", "run.eval_every=0")
@@ -108,60 +69,19 @@ def test_expensive_models_and_resumed_runs_are_checked_on_request_only(tmp_path,
         train(config_of(folder, text, *SHORT, "pipeline.check=always"))
 
 
-def test_a_pipelined_run_has_the_losses_of_a_plain_run(tmp_path, text):
-    settings = ("run.eval_every=0", "run.platform=auto")  # auto: four of the devices
-    expected = losses(config_of(tmp_path / "plain", text, "mesh.shape=fsdp:4", *settings))
-    found = losses(config_of(tmp_path / "pp", text, "mesh.shape=pp:2,fsdp:2", *settings))
-    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_plain_run_resumes_from_a_pipelined_checkpoint(tmp_path, text):
-    plain = "mesh.shape=fsdp:2,tp:2,dp:2"
-    expected = losses(config_of(tmp_path / "plain", text, plain, "run.steps=4"))
-    first = losses(config_of(tmp_path / "pp", text, "mesh.shape=pp:2,fsdp:2,tp:2"))
-    then = losses(config_of(tmp_path / "pp", text, plain, "run.steps=4"))
-    np.testing.assert_allclose(first[0] + then[0], expected[0], rtol=1e-5)
-    np.testing.assert_allclose(first[1] + then[1], expected[1], rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_pipelined_run_writes_a_sample(tmp_path, text):
-    settings = ("mesh.shape=pp:2,fsdp:2,tp:2", "run.steps=1", "run.eval_every=0", "run.sample_tokens=4")
-    pipelined = losses(config_of(tmp_path / "pp", text, *settings))
-    plain = losses(config_of(tmp_path / "plain", text, "mesh.shape=fsdp:4,tp:2", *settings[1:]))
-    assert pipelined[2] == plain[2] and len(plain[2]) > 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ("mesh.shape=pp:2,fsdp:4", "pipeline.schedule=zb-h1"),
-        ("mesh.shape=pp:2,fsdp:2,tp:2", "pipeline.schedule=interleaved-1f1b", "model.num_layers=4"),
-        ("mesh.shape=pp:2,dp:2,tp:2", "model.scan=true"),
-        ("mesh.shape=pp:2,fsdp:2,sp:2", "pipeline.cut=1", "pipeline.remat=full"),
-        ("mesh.shape=pp:2,ep:2,fsdp:2", "model.num_experts=4", "model.scan=true"),
-    ],
-)
-def test_every_pipeline_resumes_from_a_plain_run_and_back(tmp_path, text, settings):
-    experts = [s for s in settings if "experts" in s or "num_layers" in s]
-    plain = ("mesh.shape=fsdp:4,tp:2", *experts)
-    expected = losses(config_of(tmp_path / "plain", text, *plain, "run.steps=6"))
-    parts = [
-        losses(config_of(tmp_path / "mixed", text, *kind, f"run.steps={stop}"))
-        for kind, stop in ((plain, 2), (settings, 4), (plain, 6))
-    ]
-    np.testing.assert_allclose([x for part in parts for x in part[0]], expected[0], rtol=5e-5)
-    np.testing.assert_allclose([x for part in parts for x in part[1]], expected[1], rtol=5e-5)
-
-
-@pytest.mark.slow
-def test_sharding_the_moments_does_not_change_the_losses(tmp_path, text):
-    settings = ("mesh.shape=dp:4,tp:2", "run.eval_every=0", "model.num_layers=1")
-    plain = losses(config_of(tmp_path / "plain", text, *settings))
-    split = losses(config_of(tmp_path / "split", text, *settings, "optimizer.shard_over=dp"))
-    np.testing.assert_allclose(split[0], plain[0], rtol=1e-6)
+def test_a_pipelined_run_has_the_losses_and_the_sample_of_a_plain_run_and_its_third_step_is_traced(tmp_path, text):
+    settings = ("run.steps=4", "run.eval_every=4", "run.sample_tokens=4", "run.platform=auto")
+    plain = run(config_of(tmp_path / "plain", text, "mesh.shape=fsdp:4", *settings))
+    trace = tmp_path / "trace.json"
+    found = run(config_of(tmp_path / "pp", text, "mesh.shape=pp:2,fsdp:2", *settings), trace=trace)
+    for row, expected in zip(found.rows, plain.rows, strict=True):
+        assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert found.rows[-1]["eval_loss"] == pytest.approx(plain.rows[-1]["eval_loss"], rel=1e-5)
+    assert found.result.sample == plain.result.sample and len(plain.result.sample) > 4
+    names = [e["name"] for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X" and e["pid"] == 0]
+    assert sorted(names) == sorted(f"{stage}{kind}{m}" for stage in range(2) for kind in "FB" for m in range(4))
+    assert trace.with_suffix(".svg").read_text().startswith("<svg")
+    assert any("groups busy on average" in line for line in found.lines)
 
 
 def test_trace_and_measure_require_a_pipeline(tmp_path, text):
@@ -179,21 +99,74 @@ def test_trace_and_measure_require_a_pipeline(tmp_path, text):
 
 
 @pytest.mark.slow
-def test_the_third_step_is_traced(tmp_path, text):
-    settings = ("mesh.shape=pp:2,fsdp:4", "run.steps=4", "run.eval_every=0")
-    printed, trace = [], tmp_path / "trace.json"
-    result = train(config_of(tmp_path / "run", text, *settings), say=printed.append, trace=trace)
-    plain = losses(config_of(tmp_path / "plain", text, *settings))
-    assert result.last_row["loss"] == pytest.approx(plain[0][-1], rel=1e-6)
-    names = [e["name"] for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X" and e["pid"] == 0]
-    assert sorted(names) == sorted(f"{stage}{kind}{m}" for stage in range(2) for kind in "FB" for m in range(4))
-    assert trace.with_suffix(".svg").read_text().startswith("<svg")
-    assert any("groups busy on average" in line for line in printed)
-
-
-@pytest.mark.slow
 def test_costs_of_a_recipe_are_measured(tmp_path, text):
     measured = measure_recipe(config_of(tmp_path, text, "mesh.shape=pp:2,fsdp:4", "pipeline.schedule=interleaved-1f1b",
                                         "model.num_layers=4"))  # fmt: skip
     assert (measured.num_groups, measured.num_microbatches, len(measured.costs)) == (2, 4, 4)
     assert all(cost.forward > 0 and cost.weights > 0 for cost in measured.costs)
+
+
+SEARCH = ("mesh.shape=pp:2,fsdp:1", "run.platform=auto", "run.eval_every=0", "pipeline.schedule=search")
+
+
+@pytest.fixture(autouse=True)
+def _short_search(monkeypatch):
+    monkeypatch.setattr(search, "SECONDS", 0.05)
+
+
+def said(lines):
+    return [line for line in lines if line.startswith("schedule:")]
+
+
+@pytest.mark.slow
+def test_a_run_searches_after_three_steps_and_resumed_runs_take_the_file_and_have_the_same_bits(tmp_path, text):
+    once = run(config_of(tmp_path / "once", text, *SEARCH, "run.steps=6"))
+    (line,) = said(once.lines)
+    assert re.match(
+        r"schedule: searched for the measured stages: makespan [\d.]+ ms, [\d.]+% of that of the first", line
+    )
+    schedule = read_schedule(str(tmp_path / "once" / "schedule.txt"))
+    check_schedule(schedule, 2)
+    assert schedule.name == "searched" and schedule.splits_backward
+    named = run(config_of(tmp_path / "named", text, *SEARCH[:-1], "pipeline.schedule=zb-h1", "run.steps=6"))
+    np.testing.assert_allclose([*once.losses.values()], [*named.losses.values()], rtol=1e-5)
+    folder, found = tmp_path / "resumed", {}
+    for steps in (2, 5, 6):  # stopped before the search, and after it
+        found |= run(config_of(folder, text, *SEARCH, f"run.steps={steps}")).losses
+        assert (folder / "schedule.txt").exists() == (steps > 2)
+    assert found == once.losses
+    before = (folder / "schedule.txt").read_text()
+    again = run(config_of(folder, text, *SEARCH, "run.steps=7"))
+    assert said(again.lines) == [f"schedule: {folder / 'schedule.txt'}"]
+    assert (folder / "schedule.txt").read_text() == before
+
+
+@pytest.mark.slow
+def test_another_mesh_or_a_damaged_file_is_searched_again(tmp_path, text):
+    folder, file = tmp_path / "run", tmp_path / "run" / "schedule.txt"
+    run(config_of(folder, text, *SEARCH, "run.steps=3"))
+    assert file.read_text().startswith("# pp:2, 4 microbatches\n")
+    wider = ("mesh.shape=pp:2,fsdp:2", *SEARCH[1:])
+    for steps in (6, 9):
+        (line,) = said(run(config_of(folder, text, *wider, f"run.steps={steps}")).lines)
+        assert "searched for the measured stages" in line
+        assert file.read_text().startswith("# pp:2,fsdp:2, 4 microbatches\n")
+        file.write_text(file.read_text().replace("0F0", "0F9"))
+
+
+def test_the_slowest_process_of_a_group_and_all_groups_count():
+    first = json.dumps([["F", 0, 1.0], ["B", 0, 2.0], ["W", 0, 3.0]])
+    second = json.dumps([["F", 0, 1.5], ["B", 0, 1.0], ["W", 0, 3.5], ["F", 1, 4.0], ["B", 1, 5.0]])
+    assert costs_of_processes([first, second], 2) == [(1.5, 2.0, 3.5, 0.0), (4.0, 5.0, 0.0, 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "peak"), [({}, 4), ({"memory_limit": 2}, 2), ({"num_virtual_stages": 2, "memory_limit": 5}, 5)]
+)
+def test_the_first_steps_stay_within_the_memory_limit(settings, peak):
+    config = PipelineConfig(schedule="search", num_microbatches=8, **settings)
+    schedule = pipeline_schedule(config, 4)
+    check_schedule(schedule, peak)
+    assert schedule.num_stages == 4 * (config.num_virtual_stages or 1)
+    with pytest.raises(ConfigError, match=r"^pipeline.schedule=search: no schedule fits a memory limit of 1"):
+        pipeline_schedule(replace(config, num_virtual_stages=2, memory_limit=1), 4)

@@ -48,7 +48,7 @@ def started(config, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [pytest.param("fsdp:2,tp:2,dp:2", marks=pytest.mark.slow), "pp:2,fsdp:2,tp:2"])
+@pytest.mark.parametrize("shape", ["fsdp:2,tp:2,dp:2", "pp:2,fsdp:2,tp:2"])
 def test_the_run_starts_with_the_logits_of_the_folder(shape):
     model, text = started(config_of(shape, "model.scan=true"), LLAMA)
     reference = np.load(LLAMA / "reference.npz")
@@ -87,14 +87,6 @@ def test_settings_of_the_model_that_differ_from_the_checkpoint_are_refused_toget
     assert train(config).status == "already finished"
 
 
-def test_a_folder_that_needs_ignore_is_to_be_imported_first(tmp_path):
-    folder = shutil.copytree(LLAMA, tmp_path / "hub")
-    text = (folder / "config.json").read_text()
-    (folder / "config.json").write_text(text.replace("{", '{"new_key": 1,', 1))
-    problems = check_config(config_of("fsdp:1", f"checkpoint.start_from={folder}"))
-    assert "new_key=1 is an unknown key" in problems[1] and "checkpoint import FOLDER OUT --ignore" in problems[-1]
-
-
 def test_settings_of_an_imported_checkpoint_and_of_one_without_settings(tmp_path):
     assert main(["checkpoint", "import", str(LLAMA), str(tmp_path / "imported")]) == 0
     start = find_start(str(tmp_path / "imported"))
@@ -123,13 +115,18 @@ def test_a_deeper_model_keeps_its_initial_values_for_missing_arrays(tmp_path):
     assert "unchanged model/layers/2/attention/q/kernel: not in the checkpoint" in text and "layers/1/" not in text
 
 
-def test_a_model_with_other_settings_is_rejected_before_files_are_read(tmp_path):
-    settings = [f"checkpoint.start_from={LLAMA}", "model.rope_theta=500.0", f"run.folder={tmp_path / 'run'}"]
+def test_a_folder_of_another_model_or_with_unknown_keys_is_rejected_before_files_are_read(tmp_path):
+    run = f"run.folder={tmp_path / 'run'}"
     with pytest.raises(ConfigError, match=r"model\.rope_theta=500\.0 differs from 1000\.0 in checkpoint\.start_from"):
-        train(apply_overrides(config_of("fsdp:4"), settings))
+        train(config_of("fsdp:4", f"checkpoint.start_from={LLAMA}", "model.rope_theta=500.0", run))
     with pytest.raises(ConfigError, match=r"start_from: .* is not a folder"):
-        train(apply_overrides(config_of("fsdp:4"), [f"checkpoint.start_from={tmp_path / 'none'}", settings[-1]]))
+        train(config_of("fsdp:4", f"checkpoint.start_from={tmp_path / 'none'}", run))
     assert not (tmp_path / "run").exists()
+    folder = shutil.copytree(LLAMA, tmp_path / "hub")
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace("{", '{"new_key": 1,', 1))
+    problems = check_config(config_of("fsdp:1", f"checkpoint.start_from={folder}"))
+    assert "new_key=1 is an unknown key" in problems[1] and "checkpoint import FOLDER OUT --ignore" in problems[-1]
 
 
 def test_a_tied_head_in_the_folder_must_equal_the_embedding(tmp_path):

@@ -8,35 +8,24 @@ from typing import Any
 
 import numpy as np
 
-from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
-from flax_mesh.train import CheckpointConfig, DataConfig, OptimizerConfig, RunConfig, TrainConfig, apply_overrides
+from flax_mesh.train import TrainConfig, apply_overrides
 from flax_mesh.train.config import data_seed
 from flax_mesh.train.data.batches import batch_rows
 from flax_mesh.train.data.data import load_corpus
-from tests.train import bigram
+from tests.train import bigram, decoder
 
-PLAIN, PIPELINED = ("mesh.shape=dp:2",), ("mesh.shape=pp:2,dp:2", "pipeline.num_microbatches=2")
-MESHES = {"plain": PLAIN, "pp": PIPELINED}
+MESHES = {"plain": ("mesh.shape=dp:2",), "pp": ("mesh.shape=pp:2,dp:2", "pipeline.num_microbatches=2")}
+PLAIN = MESHES["plain"]
 
 
 def recipe() -> TrainConfig:
     """The built-in batches of tokens."""
-    model = DecoderConfig(
-        vocab_size=256, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8, mlp_size=32
-    )
-    return TrainConfig(
-        make_model=make_decoder,
-        loss_fn=next_token_loss,
-        model=model,
-        data=DataConfig(sequence_length=16, batch_size=8, held_out=0.2, eval_batches=2),
-        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1, decay_steps=10),
-        checkpoint=CheckpointConfig(every=2),
-        run=RunConfig(steps=7, eval_every=0, sample_tokens=0),
-    )
+    same = ("data.batch_size=8", "run.steps=7", "run.eval_every=0", "run.platform=auto", "pipeline.num_microbatches=1")
+    return replace(apply_overrides(decoder.config_of("runs/default", "stdlib"), same), sample=None)
 
 
 def iterator_recipe() -> TrainConfig:
-    """The recipe of tests/train/test_resume.py on the batches of an iterator."""
+    """The bigram recipe on the batches of an iterator."""
     return replace(bigram.recipe(), make_batches=Windows, sample=None)
 
 

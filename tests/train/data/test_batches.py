@@ -2,6 +2,8 @@
 
 import math
 import threading
+from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -43,16 +45,12 @@ def test_permuted_is_a_permutation(size, seed, epoch):
 
 @given(st.integers(2**31, 2**60), st.integers(0, 100))
 @settings(max_examples=30, deadline=None)
-def test_permuted_stays_in_range_and_distinct_for_very_large_sizes(size, seed):
+def test_permuted_is_in_range_distinct_and_of_every_index_alone_for_very_large_sizes(size, seed):
     index = np.array([0, 1, 2, size // 2, size - 1])
     image = permuted(index, size, seed, 0)
     assert len(set(image.tolist())) == 5
     assert image.min() >= 0 and image.max() < size
-
-
-def test_permuted_of_one_index_does_not_depend_on_the_others():
-    image = permuted(np.arange(1000), 1000, 7, 3)
-    assert [int(permuted(np.array([i]), 1000, 7, 3)[0]) for i in (999, 0, 500)] == image[[999, 0, 500]].tolist()
+    assert [int(permuted(index[i : i + 1], size, seed, 0)[0]) for i in range(5)] == image.tolist()
 
 
 def test_orders_differ_between_epochs_and_seeds_and_from_the_files():
@@ -92,28 +90,23 @@ def test_every_window_is_visited_once_per_epoch(windows, batch_size, seed):
 
 def test_targets_are_inputs_shifted_by_one():
     part = np.random.default_rng(0).integers(0, 60000, 501).astype(np.uint16)
-    batch = batch_rows(part, 0, CONFIG, 3)
-    assert {name: (rows.shape, rows.dtype) for name, rows in batch.items()} == {
-        "inputs": ((B, S), np.int32),
-        "targets": ((B, S), np.int32),
-    }
+    batch, positions = batch_rows(part, 0, CONFIG, 3), batch_rows(np.arange(501), 0, CONFIG, 3)
+    assert {(rows.shape, rows.dtype.name) for rows in batch.values()} == {((B, S), "int32")}
     np.testing.assert_array_equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
-    positions = batch_rows(np.arange(501), 0, CONFIG, 3)
     np.testing.assert_array_equal(part[positions["inputs"]], batch["inputs"])
     np.testing.assert_array_equal(part[positions["inputs"] + 1], batch["targets"])
 
 
-@pytest.mark.parametrize("rows", [slice(0, 8), slice(2, 4), slice(7, None), slice(3, 3), slice(None, None, 3)])
 @pytest.mark.parametrize("columns", [slice(None), slice(0, 2), slice(2, 4), slice(1, 2)])
-def test_rows_and_columns_are_slices_of_the_batch(rows, columns):
-    pairs = (
-        (batch_rows(PART, 1, CONFIG, 0), batch_rows(PART, 1, CONFIG, 0, rows, columns)),
-        (batch_rows(PART, 1, CONFIG, 3), batch_rows(PART, 1, CONFIG, 3, rows, columns)),  # over the end of an epoch
-        (held_out_rows(PART, CONFIG, 2), held_out_rows(PART, CONFIG, 2, rows, columns)),
-    )
-    for batch, part in pairs:
-        for name in ("inputs", "targets"):
-            np.testing.assert_array_equal(part[name], batch[name][rows, columns])
+def test_rows_and_columns_are_slices_of_the_batch(columns):
+    batches = [  # the second one is over the end of an epoch
+        *(partial(batch_rows, PART, 1, CONFIG, step) for step in (0, 3)),
+        partial(held_out_rows, PART, CONFIG, 2),
+    ]
+    for batch in batches:
+        for rows in (slice(0, 8), slice(2, 4), slice(7, None), slice(3, 3), slice(None, None, 3)):
+            for name, part in batch(rows, columns).items():
+                np.testing.assert_array_equal(part, batch()[name][rows, columns])
 
 
 def test_only_the_requested_rows_are_read():
@@ -127,27 +120,19 @@ def test_only_the_requested_rows_are_read():
         batch_rows(part, 1, CONFIG, 0)
 
 
-def test_a_batch_does_not_depend_on_earlier_steps():
+def test_a_batch_depends_on_seed_and_step_only_and_not_on_the_division_into_files():
     in_order = [batch_rows(PART, 3, CONFIG, step) for step in range(10)]
+    files = TokenFiles((PART[:7], PART[7:50], PART[50:]))
     for step in (9, 4, 0):
-        np.testing.assert_array_equal(batch_rows(PART, 3, CONFIG, step)["inputs"], in_order[step]["inputs"])
+        for name, expected in in_order[step].items():
+            np.testing.assert_array_equal(batch_rows(PART, 3, CONFIG, step)[name], expected)
+            np.testing.assert_array_equal(batch_rows(files, 3, CONFIG, step)[name], expected)
     assert starts(in_order[0]) != starts(in_order[1])
     assert starts(batch_rows(PART, 4, CONFIG, 0)) != starts(in_order[0])
 
 
-def test_token_files_have_the_same_batches_as_one_array():
-    files = TokenFiles((PART[:7], PART[7:50], PART[50:]))
-    for step in range(7):
-        one, several = batch_rows(PART, 3, CONFIG, step), batch_rows(files, 3, CONFIG, step)
-        np.testing.assert_array_equal(one["targets"], several["targets"])
-
-
 def test_held_out_batches_are_in_order_and_do_not_wrap():
-    assert [starts(held_out_rows(PART, CONFIG, k)) for k in range(3)] == [
-        [*range(8)],
-        [*range(8, 16)],
-        [*range(16, 24)],
-    ]
+    assert [starts(held_out_rows(PART, CONFIG, k)) for k in range(3)] == np.arange(24).reshape(3, 8).tolist()
     for k in (-1, 3):
         with pytest.raises(IndexError, match=rf"held-out batch must be in range\(3\), .* got {k}"):
             held_out_rows(PART, CONFIG, k)
@@ -156,19 +141,6 @@ def test_held_out_batches_are_in_order_and_do_not_wrap():
 def test_evaluation_uses_fewer_batches_of_a_small_part_but_at_least_one():
     assert [num_eval_batches(PART[:n], CONFIG) for n in (101, 65, 64, 33)] == [3, 2, 1, 1]
     assert num_eval_batches(np.zeros(10000, np.uint8), CONFIG) == CONFIG.eval_batches
-    message = (
-        "held-out part has 7 windows of data.sequence_length 4, one batch requires data.batch_size 8. "
-        "Raise data.held_out"
-    )
-    with pytest.raises(ConfigError, match=message):
-        num_eval_batches(PART[:32], CONFIG)
-    with pytest.raises(ConfigError, match=message):
-        make_eval_fn(PART[:32], config=CONFIG, sharding=SingleDeviceSharding(jax.devices()[0]))
-
-
-def test_a_part_shorter_than_one_window_is_rejected():
-    with pytest.raises(ConfigError, match=r"4 tokens are fewer than one window of data.sequence_length \+ 1 = 5"):
-        batch_rows(PART[:4], 0, CONFIG, 0)
 
 
 # --- on devices ---
@@ -196,24 +168,39 @@ def test_batches_are_the_same_on_every_mesh(spec):
             np.testing.assert_array_equal(on_one[name], rows[name])
 
 
-def test_a_batch_that_is_not_divisible_is_rejected_before_the_first_step():
-    config = DataConfig(batch_size=6, sequence_length=S)
-    with pytest.raises(
-        ConfigError, match=r"data.batch_size = 6 by data.sequence_length = 4 is not evenly divisible .* 4 times"
-    ):
-        make_batch_fn(PART, seed=0, config=config, sharding=mesh_sharding("data"))
+def on_one(make: Any, part: np.ndarray, **kinds: Any) -> Any:
+    """A function of `batches` for one device and a vocabulary of 101 ids."""
+    return make(part, config=CONFIG, sharding=SingleDeviceSharding(jax.devices()[0]), vocab_size=101, **kinds)
 
 
-@pytest.mark.parametrize(("dtype", "bad"), [(np.uint16, 300), (np.int64, -1)])
-def test_ids_outside_the_vocabulary_are_rejected(dtype, bad):
-    part = np.arange(101, dtype=dtype)
-    single = SingleDeviceSharding(jax.devices()[0])
-    make_batch_fn(part, seed=0, config=CONFIG, sharding=single, vocab_size=101)(0)
-    part[:] = bad
-    with pytest.raises(ConfigError, match=f"token id {bad} is outside the vocabulary of 101 ids, 0 to 100"):
-        make_batch_fn(part, seed=0, config=CONFIG, sharding=single, vocab_size=101)(0)
-    with pytest.raises(ConfigError, match=f"token id {bad} is outside the vocabulary of 101 ids"):
-        make_eval_fn(part, config=CONFIG, sharding=single, vocab_size=101)(0)
+SIX = DataConfig(batch_size=6, sequence_length=S)
+FEW = "held-out part has 7 windows of data.sequence_length 4, one batch requires data.batch_size 8. Raise data.held_out"
+OUTSIDE = "token id {} is outside the vocabulary of 101 ids, 0 to 100"
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        (lambda: num_eval_batches(PART[:32], CONFIG), FEW),
+        (lambda: on_one(make_eval_fn, PART[:32]), FEW),
+        (
+            lambda: batch_rows(PART[:4], 0, CONFIG, 0),
+            r"4 tokens are fewer than one window of data.sequence_length \+ 1 = 5",
+        ),
+        (
+            lambda: make_batch_fn(PART, seed=0, config=SIX, sharding=mesh_sharding("data")),
+            "data.batch_size = 6 by data.sequence_length = 4 is not evenly divisible .* 4 times",
+        ),
+        (lambda: on_one(make_batch_fn, np.full(101, 300, np.uint16), seed=0)(0), OUTSIDE.format(300)),
+        (lambda: on_one(make_eval_fn, np.full(101, 300, np.uint16))(0), OUTSIDE.format(300)),
+        (lambda: on_one(make_batch_fn, np.full(101, -1), seed=0)(0), OUTSIDE.format(-1)),
+        (lambda: on_one(make_eval_fn, np.full(101, -1))(0), OUTSIDE.format(-1)),
+    ],
+)
+def test_what_is_no_batch_is_one_line(call, problem):
+    on_one(make_batch_fn, PART, seed=0)(0)
+    with pytest.raises(ConfigError, match=problem):
+        call()
 
 
 # --- the background thread ---
@@ -236,17 +223,18 @@ def test_prefetch_yields_in_order_and_ends_its_thread():
     assert len(makers) == 1 and threading.main_thread().name not in makers
     assert not prefetch_threads()
     assert list(prefetch(make, 8, 8)) == []
+    batches = prefetch(make, 0, 1000)
+    assert next(batches)[0] == 0 and prefetch_threads()
+    batches.close()
+    assert not prefetch_threads()
 
 
-def test_the_next_batch_is_made_while_the_consumer_works():
+def test_the_next_batch_is_made_while_the_consumer_works_and_waiting_is_measured():
     made = [threading.Event() for _ in range(3)]
     for step, _, _ in prefetch(lambda step: made[step].set(), 0, 3):
         if step < 2:
             assert made[step + 1].wait(timeout=10)
             assert step == 1 or not made[2].is_set()  # one batch ahead, not more
-
-
-def test_the_time_spent_waiting_is_measured():
     release = threading.Event()
     timer = threading.Timer(0.2, release.set)
     timer.start()
@@ -267,17 +255,3 @@ def test_an_exception_reaches_the_consumer_after_the_batches_before_it():
             found.append(step)
     assert found == [0, 1]
     assert not prefetch_threads()
-
-
-def test_closing_the_generator_ends_its_thread():
-    batches = prefetch(lambda step: step, 0, 1000)
-    assert next(batches)[0] == 0
-    assert prefetch_threads()
-    batches.close()
-    assert not prefetch_threads()
-
-
-def test_prefetched_batches_are_global_arrays():
-    fn = make_batch_fn(PART, seed=1, config=CONFIG, sharding=mesh_sharding("data", "seq"))
-    for step, batch, _ in prefetch(fn, 0, 4):
-        np.testing.assert_array_equal(batch["inputs"], batch_rows(PART, 1, CONFIG, step)["inputs"])

@@ -1,6 +1,7 @@
 """Corpora: which files are read, how they are divided, and the errors."""
 
 import dataclasses
+import io
 import os
 import re
 import subprocess
@@ -42,10 +43,19 @@ def documents(tokens: data.Tokens) -> Counter[bytes]:
     return Counter(tokens[:].tobytes().split(b"\0"))
 
 
+def npy(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+# Forty documents that contain their own numbers, so that the files of a part of the corpus can be identified.
+DOCUMENTS = {f"part{i % 4}/file{i}.txt": f"document {i:02}".encode() for i in range(40)}
+
+
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """Forty documents that contain their own names, so that the files of a part of the corpus can be identified."""
-    return write(tmp_path, {f"part{i % 4}/file{i}.txt": f"document {i:02}".encode() for i in range(40)})
+    return write(tmp_path, DOCUMENTS)
 
 
 # --- sources ---
@@ -87,45 +97,47 @@ def test_a_folder_includes_text_suffixes_and_utf8_files_without_suffix(tmp_path)
         "program": b"\x7fELF\xff\xfe",
         "empty.txt": b"",
         ".git/HEAD": b"ref: x",
-        ".env": b"KEY",
+        ".env": b"K",
     }
     corpus = load(write(tmp_path, taken | left))
     assert documents(corpus.train) + documents(corpus.held_out) == Counter(taken.values())
 
 
-def test_files_of_a_folder_are_joined_in_path_order_by_zero_bytes(folder):
-    train = load(folder).train[:].tobytes()
-    by_name = {f"part{i % 4}/file{i}.txt": f"document {i:02}".encode() for i in range(40)}
-    kept = set(train.split(b"\0"))
-    assert len(kept) > 20
-    assert train == b"\0".join(by_name[name] for name in sorted(by_name) if by_name[name] in kept)
+def test_the_files_of_a_folder_are_divided_and_joined_in_path_order_by_zero_bytes(folder):
+    corpus = load(folder)
+    train, held_out = documents(corpus.train), documents(corpus.held_out)
+    assert not train & held_out and train + held_out == Counter(DOCUMENTS.values())
+    assert 4 <= len(held_out) <= 16 and len(train) > 20
+    assert corpus.train[:].tobytes() == b"\0".join(
+        DOCUMENTS[name] for name in sorted(DOCUMENTS) if DOCUMENTS[name] in train
+    )
+    part = load(f"{folder}/part[01]/*.txt")
+    found = documents(part.train) + documents(part.held_out)
+    assert found == Counter(DOCUMENTS[name] for name in DOCUMENTS if name.startswith(("part0", "part1")))
+    assert re.fullmatch(r"[0-9a-f]{64}", corpus.content_hash)
+    assert load(f"{folder}/**/*.txt").content_hash == load(folder).content_hash == corpus.content_hash
+    path = folder / "part3/file7.txt"
+    path.write_bytes(path.read_bytes().replace(b"7", b"8"))
+    assert load(folder).content_hash != corpus.content_hash
+    (folder / "aaa.txt").symlink_to(folder / "part0/file0.txt")  # a link is not a second file
+    linked = load(folder)
+    assert len(linked.train) + len(linked.held_out) == len(corpus.train) + len(corpus.held_out)
 
 
-def test_a_glob_includes_all_matching_files(folder):
-    corpus = load(f"{folder}/part[01]/*.txt")
-    found = documents(corpus.train) + documents(corpus.held_out)
-    assert found == Counter(f"document {i:02}".encode() for i in range(40) if i % 4 in (0, 1))
-    recursive = load(f"{folder}/**/*.txt")
-    assert recursive.content_hash == load(folder).content_hash
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.int64])
-def test_npy_is_memory_mapped_and_holds_out_its_end(tmp_path, dtype):
-    np.save(tmp_path / "tokens.npy", np.arange(100, dtype=dtype))
-    corpus = load(tmp_path / "tokens.npy")
+@pytest.mark.parametrize("dtype", ["u1", "u2", "u4", "i8", "<u2 bin", "<u4 bin"])
+def test_token_files_are_memory_mapped_and_hold_out_their_end(tmp_path, dtype):
+    dtype, _, is_bin = dtype.partition(" ")
+    tokens = np.arange(100).astype(dtype) + 70_000 * (dtype == "<u4")
+    path = tmp_path / ("tokens.bin" if is_bin else "tokens.npy")
+    path.write_bytes(tokens.tobytes() if is_bin else npy(tokens))
+    kind = "uint32" if dtype == "<u4" else "uint16"
+    corpus = load(path, bin_dtype=kind)
     assert isinstance(corpus.train, np.memmap) and isinstance(corpus.held_out, np.memmap)
-    assert corpus.train.dtype == dtype
-    np.testing.assert_array_equal(corpus.train, np.arange(75))
-    np.testing.assert_array_equal(corpus.held_out, np.arange(75, 100))
+    assert corpus.train.dtype == tokens.dtype and (not is_bin or corpus.bin_dtype == kind)
+    np.testing.assert_array_equal(corpus.train, tokens[:75])
+    np.testing.assert_array_equal(corpus.held_out, tokens[75:])
     assert (corpus.vocab_size, corpus.bytes_per_token) == (None, None)
-    assert corpus.description.endswith("tokens.npy: 1 file, 100 tokens; trains on the first 75, holds out the last 25")
-
-
-def test_bin_is_memory_mapped_little_endian_uint16(tmp_path):
-    (tmp_path / "tokens.bin").write_bytes(b"".join(int(i * 300).to_bytes(2, "little") for i in range(100)))
-    corpus = load(tmp_path / "tokens.bin")
-    assert isinstance(corpus.train, np.memmap) and isinstance(corpus.held_out, np.memmap)
-    np.testing.assert_array_equal(np.concatenate([corpus.train, corpus.held_out]), np.arange(100) * 300)
+    assert corpus.description == f"{path}: 1 file, 100 tokens; trains on the first 75, holds out the last 25"
 
 
 def test_several_token_files_are_split_by_file_and_stay_mapped(tmp_path):
@@ -149,24 +161,25 @@ def test_a_slice_of_token_files_equals_the_slice_of_their_concatenation():
 
 
 @pytest.mark.slow
-def test_large_files_are_mapped_not_read(tmp_path):
+def test_large_files_are_mapped_not_read_and_hashed_by_their_ends_and_size(tmp_path):
     for name in ("text.txt", "tokens.bin"):
         with (tmp_path / name).open("wb") as file:
             file.truncate(2**38)  # sparse: 256 GiB cannot be read into memory
         corpus = load(tmp_path / name)
         assert isinstance(corpus.train, np.memmap) and isinstance(corpus.held_out, np.memmap)
         assert (len(corpus.train) + len(corpus.held_out)) * corpus.train.dtype.itemsize == 2**38
+    hashes = []
+    for size, at in ((2**31, None), (2**31, 0), (2**31, 2**31 - 2), (2**31 + 2, None)):
+        with (tmp_path / "tokens.bin").open("wb") as file:
+            file.truncate(size)
+            if at is not None:
+                file.seek(at)
+                file.write(b"\1")
+        hashes.append(load(tmp_path / "tokens.bin").content_hash)
+    assert len(set(hashes)) == 4
 
 
 # --- division and hash ---
-
-
-def test_the_parts_are_disjoint_complete_and_of_about_the_share(folder):
-    corpus = load(folder)
-    train, held_out = documents(corpus.train), documents(corpus.held_out)
-    assert not train & held_out
-    assert train + held_out == Counter(f"document {i:02}".encode() for i in range(40))
-    assert 4 <= len(held_out) <= 16
 
 
 def test_parts_and_hash_do_not_depend_on_the_location_or_the_process(folder, tmp_path_factory):
@@ -188,42 +201,8 @@ def test_a_file_stays_in_its_part_when_others_are_added_or_removed():
     before = data._held_out_names(names, 0.1)
     after = data._held_out_names([*names[:150], *(f"new{i}" for i in range(100))], 0.1)
     assert before & set(names[:150]) == after & set(names[:150]) != set()
-
-
-@pytest.mark.parametrize("share", [1e-9, 0.999999])
-def test_both_parts_have_a_file_for_every_share(share):
-    assert 1 <= len(data._held_out_names(["a", "b", "c"], share)) <= 2
-
-
-def test_a_link_to_a_file_is_not_a_second_file(folder):
-    corpus = load(folder)
-    (folder / "aaa.txt").symlink_to(folder / "part0/file0.txt")
-    linked = load(folder)
-    assert len(linked.train) + len(linked.held_out) == len(corpus.train) + len(corpus.held_out)
-
-
-def test_content_hash_changes_with_one_byte_and_not_otherwise(folder):
-    before = load(folder).content_hash
-    assert re.fullmatch(r"[0-9a-f]{64}", before)
-    assert load(folder).content_hash == before
-    path = folder / "part3/file7.txt"
-    path.write_bytes(path.read_bytes().replace(b"7", b"8"))
-    assert load(folder).content_hash != before
-
-
-@pytest.mark.slow
-def test_content_hash_of_a_huge_file_samples_its_ends_and_its_size(tmp_path):
-    path = tmp_path / "tokens.bin"
-    hashes = []
-    for size, at in ((2**31, None), (2**31, 0), (2**31, 2**31 - 2), (2**31 + 2, None)):
-        path.write_bytes(b"")
-        with path.open("r+b") as file:
-            file.truncate(size)
-            if at is not None:
-                file.seek(at)
-                file.write(b"\1")
-        hashes.append(load(path).content_hash)
-    assert len(set(hashes)) == 4
+    for share in (1e-9, 0.999999):
+        assert 1 <= len(data._held_out_names(["a", "b", "c"], share)) <= 2, "both parts have a file"
 
 
 # --- files that change under a run ---
@@ -314,74 +293,65 @@ def test_invalid_utf8_becomes_a_replacement_character():
 # --- errors ---
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"source": ""}, "data.source must be 'stdlib', a file, a folder or a glob; got an empty string"),
-        ({"sequence_length": 0}, "data.sequence_length must be at least 1, got 0"),
-        ({"batch_size": -2}, "data.batch_size must be at least 1, got -2"),
-        ({"batch_size": True}, "data.batch_size must be an integer, got True"),
-        ({"eval_batches": 1.5}, "data.eval_batches must be an integer, got 1.5"),
-        ({"held_out": 0.0}, "data.held_out must be above 0, got 0.0"),
-        ({"held_out": 1.0}, "data.held_out must be below 1, got 1.0"),
-        ({"held_out": float("nan")}, "data.held_out must be .* got nan"),
-        ({"source": "~no_such_user/x"}, "data.source names a user without a home folder, '~no_such_user'"),
-        ({"source": "x/" * 2500}, "data.source is too long for a path: 5000 bytes, at most 4095 are possible"),
-        ({"source": "a\0b"}, "data.source contains a null byte"),
-        ({"bin_dtype": "int8"}, "data.bin_dtype must be one of uint16, uint32, got 'int8'"),
-        ({"seed": -1}, "data.seed must be at least 0, got -1"),
-    ],
-)
-def test_a_problem_names_the_key_and_the_value(changes, message):
-    (problem,) = check_data_config(dataclasses.replace(DataConfig(), **changes))
-    assert re.match(message, problem)
-
-
 def test_all_mistakes_are_reported_together():
-    wrong = DataConfig(sequence_length=0, batch_size=0, held_out=2, seed=-1, eval_batches=0)
+    wrong = DataConfig(sequence_length=0, batch_size=True, held_out=2, seed=-1, eval_batches=1.5)  # pyright: ignore
     assert check_data_config(DataConfig()) == []
-    assert len(check_data_config(wrong)) == 5
+    found = check_data_config(wrong)
+    assert len(found) == 5
+    assert {"data.batch_size must be an integer, got True", "data.eval_batches must be an integer, got 1.5"} <= {*found}
     with pytest.raises(ConfigError) as caught:
         load_corpus(wrong)
-    assert caught.value.problems == check_data_config(wrong)
+    assert caught.value.problems == found
 
 
-def refuse(source: Path | str, message: str, **changes) -> None:
-    """Loading raises one ConfigError of one line that matches."""
-    with pytest.raises(ConfigError, match=message) as caught:
-        load(source, **changes)
+NEAREST = "the nearest folder that does is {folder}"
+GZ = b"\x1f\x8b\xff"
+HUNDRED = npy(np.arange(100))
+# Files, the source among them, and the error; {folder} is the folder of the files.
+REFUSED: list[tuple[dict[str, bytes], str, str]] = [
+    (DOCUMENTS, "part0/fil0.txt", "fil0.txt does not exist; the nearest .* {folder}/part0; did you mean .*file0.txt"),
+    (DOCUMENTS, "pat0/deep/x.txt", f"x.txt does not exist; {NEAREST}; did you mean part0"),
+    (DOCUMENTS, "zzz", rf"zzz does not exist; {NEAREST}\.$"),
+    (DOCUMENTS, "pat0/*.txt", f"pat0 does not exist; {NEAREST}; did you mean part0"),
+    (DOCUMENTS, "x" * 300, "data.source contains a name of 300 bytes, at most 255 are possible"),
+    (DOCUMENTS, "part0/*.md", r"no file in {folder}/part0 matches .*part0/\*.md"),
+    (
+        {"a/tokens.bin": b"1234", "image.png": b"\x89PNG"},
+        "",
+        r"contains no text files .* among its 2 files\. For its token files, use .*/\*\*/\*\.bin\.",
+    ),
+    ({"none.txt": b""}, "none.txt", "none.txt is empty: 1 file without content"),
+    ({"none.bin": b""}, "none.bin", "none.bin is empty: 1 file without content"),
+    ({"x.gz": GZ}, "x.gz", "x.gz is not UTF-8 text. Convert it, or use token files"),
+    ({"x.gz": GZ, "y.gz": GZ}, "*.gz", "x.gz is not UTF-8 text"),
+    ({"x.npy": npy(np.zeros((4, 25), np.uint16))}, "x.npy", r"must contain .* integers, got shape \(4, 25\) of uint16"),
+    ({"x.npy": npy(np.zeros(100, np.float32))}, "x.npy", r"1-D array of integers, got shape \(100,\) of float32"),
+    ({"x.npy": npy(np.zeros(100, bool))}, "x.npy", r"1-D array of integers, got shape \(100,\) of bool"),
+    ({"x.npy": npy(np.array(["a"] * 100, object))}, "x.npy", "is not a readable .npy file: .*[Pp]ython objects"),
+    ({"cut.npy": HUNDRED[:-80]}, "cut.npy", "cut.npy is not a readable .npy file: .*greater than file size"),
+    ({"no.npy": b"hello"}, "no.npy", "no.npy is not a readable .npy file"),
+    ({"empty.npy": b""}, "empty.npy", "empty.npy is not a readable .npy file"),
+    ({"odd.bin": b"12345"}, "odd.bin", "has 5 bytes; uint16 tokens .data.bin_dtype. require a multiple of 2"),
+    (
+        {"a.bin": b"1234", "b.txt": b"text"},
+        "*",
+        r"matches 1 token files \(.npy, .bin\) and 1 others. Use a pattern that",
+    ),
+    (
+        {f"{i}.npy": npy(np.arange(100, dtype=("u2", "i8")[i % 2])) for i in range(6)},
+        "*.npy",
+        "the token files must have the same integer dtype, found int64, uint16",
+    ),
+    ({"a.txt": b"x" * 16}, "a.txt", "the held-out part of .* has 4 tokens, but one window requires 5. Use more text, "),
+]
+
+
+@pytest.mark.parametrize(("files", "source", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_a_source_that_cannot_be_read_is_one_line(files, source, message, tmp_path):
+    write(tmp_path, files)
+    with pytest.raises(ConfigError, match=message.replace("{folder}", re.escape(str(tmp_path)))) as caught:
+        load(tmp_path / source)
     assert len(str(caught.value).splitlines()) == 1
-
-
-def test_missing_file_names_the_nearest_folder_and_similar_names(folder):
-    where = re.escape(str(folder))
-    refuse(
-        folder / "part0/fil0.txt", rf"fil0.txt does not exist; the nearest .* {where}/part0; did you mean .*file0.txt"
-    )
-    refuse(
-        folder / "pat0/deep/x.txt",
-        rf"x.txt does not exist; the nearest folder that does is {where}; did you mean part0",
-    )
-    refuse(folder / "zzz", rf"zzz does not exist; the nearest folder that does is {where}\.$")
-    refuse(folder / "pat0/*.txt", rf"pat0 does not exist; the nearest folder that does is {where}; did you mean part0")
-    refuse(folder / ("x" * 300), "data.source contains a name of 300 bytes, at most 255 are possible")
-
-
-def test_a_pattern_without_matches_names_the_searched_folder(folder):
-    refuse(folder / "part0/*.md", rf"no file in {re.escape(str(folder))}/part0 matches .*part0/\*.md")
-
-
-def test_folder_without_text_points_to_its_token_files(tmp_path):
-    write(tmp_path, {"a/tokens.bin": b"1234", "image.png": b"\x89PNG"})
-    refuse(tmp_path, r"contains no text files .* among its 2 files\. For its token files, use .*/\*\*/\*\.bin\.")
-
-
-def test_empty_files_and_files_that_are_not_text(tmp_path):
-    write(tmp_path, {"none.txt": b"", "none.bin": b"", "x.gz": b"\x1f\x8b\xff", "y.gz": b"\x1f\x8b\xff"})
-    refuse(tmp_path / "none.txt", "none.txt is empty: 1 file without content")
-    refuse(tmp_path / "none.bin", "none.bin is empty: 1 file without content")
-    refuse(tmp_path / "x.gz", "x.gz is not UTF-8 text. Convert it, or use token files")
-    refuse(tmp_path / "*.gz", "x.gz is not UTF-8 text")
 
 
 def test_a_character_truncated_by_the_probe_is_still_text(tmp_path):
@@ -390,62 +360,18 @@ def test_a_character_truncated_by_the_probe_is_still_text(tmp_path):
     assert len(load(path).train) > data.TEXT_PROBE_BYTES
 
 
-@pytest.mark.parametrize(
-    ("tokens", "message"),
-    [
-        (
-            np.zeros((4, 25), np.uint16),
-            r"must contain token ids as a 1-D array of integers, got shape \(4, 25\) of uint16",
-        ),
-        (np.zeros(100, np.float32), r"1-D array of integers, got shape \(100,\) of float32"),
-        (np.zeros(100, bool), r"1-D array of integers, got shape \(100,\) of bool"),
-        (np.array(["a"] * 100, object), "is not a readable .npy file: .*[Pp]ython objects"),
-    ],
-)
-def test_npy_of_wrong_type_or_rank(tmp_path, tokens, message):
-    np.save(tmp_path / "tokens.npy", tokens)
-    refuse(tmp_path / "tokens.npy", message)
-
-
-def test_bin_files_of_uint32_are_read_by_the_setting(tmp_path):
-    np.arange(70_000, 70_100, dtype="<u4").tofile(tmp_path / "tokens.bin")
-    corpus = load(tmp_path / "tokens.bin", bin_dtype="uint32")
-    found = np.concatenate([np.asarray(corpus.train), np.asarray(corpus.held_out)])
-    np.testing.assert_array_equal(found, np.arange(70_000, 70_100))
-    assert (corpus.bin_dtype, load(tmp_path / "tokens.bin").bin_dtype) == ("uint32", "uint16")
-
-
-def test_broken_token_files(tmp_path):
-    np.save(tmp_path / "cut.npy", np.arange(100))
-    content = (tmp_path / "cut.npy").read_bytes()
-    write(tmp_path, {"cut.npy": content[:-80], "no.npy": b"hello", "empty.npy": b"", "odd.bin": b"12345"})
-    refuse(tmp_path / "cut.npy", "cut.npy is not a readable .npy file: .*greater than file size")
-    refuse(tmp_path / "no.npy", "no.npy is not a readable .npy file")
-    refuse(tmp_path / "empty.npy", "empty.npy is not a readable .npy file")
-    refuse(tmp_path / "odd.bin", "odd.bin has 5 bytes; uint16 tokens .data.bin_dtype. require a multiple of 2")
-    refuse(tmp_path / "odd.bin", "odd.bin has 5 bytes; uint32 tokens .* a multiple of 4", bin_dtype="uint32")
-
-
-def test_kinds_and_types_are_not_mixed(tmp_path):
-    write(tmp_path, {"a.bin": b"1234", "b.txt": b"text"})
-    refuse(tmp_path / "*", r"matches 1 token files \(.npy, .bin\) and 1 others. Use a pattern that matches one kind")
-    for i in range(6):
-        np.save(tmp_path / f"{i}.npy", np.arange(100, dtype=(np.uint16, np.int64)[i % 2]))
-    refuse(tmp_path / "*.npy", "the token files must have the same integer dtype, found int64, uint16")
-
-
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that even root cannot read")
 def test_unreadable_file(folder):
     (folder / "memory.txt").symlink_to("/proc/self/mem")
-    refuse(folder, r"memory.txt cannot be read: Input/output error\.")
+    with pytest.raises(ConfigError, match=r"memory.txt cannot be read: Input/output error\.$"):
+        load(folder)
 
 
-def test_both_parts_must_contain_a_window(tmp_path):
-    path = write(tmp_path, {"a.txt": b"x" * 40}) / "a.txt"
-    assert len(load(path, sequence_length=9).held_out) == 10
-    refuse(
-        path, "the held-out part of .* has 10 tokens, but one window requires 11. Use more text, .*", sequence_length=10
-    )
+def test_both_parts_must_contain_a_window_and_bin_files_whole_numbers(tmp_path):
+    write(tmp_path, {"a.txt": b"x" * 40, "odd.bin": b"12345"})
+    assert len(load(tmp_path / "a.txt", sequence_length=9).held_out) == 10
     with pytest.raises(ConfigError) as caught:
-        load(path, sequence_length=100)
+        load(tmp_path / "a.txt", sequence_length=100)
     assert [re.findall("the (.*) part", problem) for problem in caught.value.problems] == [["training"], ["held-out"]]
+    with pytest.raises(ConfigError, match=r"odd.bin has 5 bytes; uint32 tokens .* a multiple of 4"):
+        load(tmp_path / "odd.bin", bin_dtype="uint32")

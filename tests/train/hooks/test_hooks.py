@@ -1,5 +1,6 @@
-"""Hooks by name, by dotted path and of the recipe: what they are called with, and what a mistake in them does."""
+"""Hooks by name, by dotted path and of the recipe, what they are called with, and `run.profile`."""
 
+import gzip
 import json
 import shutil
 import struct
@@ -8,10 +9,11 @@ from dataclasses import replace
 import pytest
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.train import apply_overrides, train
+from flax_mesh.train import apply_overrides
 from flax_mesh.train.hooks import load
 from flax_mesh.train.hooks.load import find_hooks
-from tests.train.bigram import recipe, write_text
+from tests.train.bigram import recipe
+from tests.train.runs import rows_of, run
 
 CALLS: list = []
 
@@ -39,30 +41,15 @@ def failing(folder, config, start):
     return hook
 
 
-def failing_factory(folder, config, start):
-    raise RuntimeError("cannot be made")
-
-
-def returns_a_number(folder, config, start):
-    return 3
-
-
-def returns_nothing(folder, config, start):
-    def hook(row):
-        CALLS.append(("row", row))
+def config_of(tmp_path, text, *settings, folder="run", steps=6):
+    more = [f"data.source={text}", f"run.folder={tmp_path / folder}", "run.platform=auto", f"run.steps={steps}"]
+    return apply_overrides(recipe(), [*more, *settings])
 
 
 @pytest.fixture
-def config(tmp_path):
-    settings = [
-        f"data.source={write_text(tmp_path)}",
-        f"run.folder={tmp_path / 'run'}",
-        "run.platform=auto",
-        "run.steps=4",
-        "checkpoint.every=2",
-    ]
+def config(tmp_path, text):
     CALLS.clear()
-    return apply_overrides(recipe(), settings)
+    return config_of(tmp_path, text, "checkpoint.every=2", steps=4)
 
 
 def with_hooks(config, text):
@@ -71,27 +58,23 @@ def with_hooks(config, text):
 
 def test_hooks_are_called_with_every_row_and_closed(config):
     here = f"{__name__}.make_recorder"
-    rows, changed = [], replace(with_hooks(config, here), hooks=(make_recorder,))
-    result = train(changed, hooks=[rows.append])
-    assert CALLS[:2] == [("made", result.folder, 4, 0)] * 2
-    assert [call[1] for call in CALLS if call[0] == "row"] == [row for row in rows for _ in range(2)]
+    changed = replace(with_hooks(config, here), hooks=(make_recorder,))
+    ran = run(changed)
+    assert CALLS[:2] == [("made", ran.result.folder, 4, 0)] * 2
+    assert [call[1] for call in CALLS if call[0] == "row"] == [row for row in ran.rows for _ in range(2)]
     assert CALLS[-2:] == [("closed",)] * 2
     CALLS.clear()
-    train(apply_overrides(changed, ["run.steps=5"]))
-    assert CALLS[0] == ("made", result.folder, 5, 4)
+    run(apply_overrides(changed, ["run.steps=5"]))
+    assert CALLS[0] == ("made", ran.result.folder, 5, 4)
 
 
 def test_a_hook_that_fails_is_reported_once_and_not_called_again(config):
-    printed, rows = [], []
-    changed = replace(
-        with_hooks(config, f"{__name__}:failing"),
-        hooks=(failing_factory, returns_a_number, make_recorder, returns_nothing),
-    )
-    result = train(changed, say=printed.append, hooks=[rows.append])
-    assert result.status == "finished" and len(rows) == 4
-    warnings = [line for line in printed if line.startswith("warning")]
+    hooks = (lambda *_: {}["made"], lambda *_: 3, make_recorder, lambda *_: None)
+    ran = run(replace(with_hooks(config, f"{__name__}:failing"), hooks=hooks))
+    assert ran.result.status == "finished" and len(ran.rows) == 4
+    warnings = [line for line in ran.lines if line.startswith("warning")]
     assert len(warnings) == 4
-    assert "test_hooks.py, line" in warnings[0] and "RuntimeError: cannot be made; this hook is not" in warnings[0]
+    assert "test_hooks.py, line" in warnings[0] and "KeyError: 'made'; this hook is not" in warnings[0]
     assert "hooks[1] of the recipe: " in warnings[1] and "must return a function of a row, got 3" in warnings[1]
     assert "hooks[3] of the recipe: " in warnings[2] and "must return a function of a row, got None" in warnings[2]
     assert warnings[3].startswith(f"warning: run.hooks={__name__}:failing: ") and "RuntimeError: no room" in warnings[3]
@@ -99,34 +82,7 @@ def test_a_hook_that_fails_is_reported_once_and_not_called_again(config):
     assert steps == [1, 1, 2, 2, 3, 4]  # the first hook two times, the recorder four times
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("tensorbord", r"^run.hooks: 'tensorbord' must be tensorboard, or package.module.* did you mean tensorboard\?"),
-        ("no.such.module", r"^run.hooks: 'no.such.module' cannot be imported: there is no module 'no.such'. Install"),
-        ("os.path.join, os.path.join", r"^run.hooks: 'os.path.join' is there twice; once is enough"),
-        ("os.path.nope", r"^run.hooks: 'os.path.nope' cannot be imported: os.path has no 'nope'$"),
-        ("math.pi", r"^run.hooks=math.pi must be a function \(folder, config, start\) -> hook, got 3.14"),
-        ("os.getcwd", r"^run.hooks=os.getcwd: it must be callable with the arguments \(folder, config, start\)"),
-        ("a,b", r"^run.hooks: 'a' must be .*\nrun.hooks: 'b' must be"),
-        (".x", r"^run.hooks: '.x' must be tensorboard"),
-        ("..x", r"^run.hooks: '..x' cannot be imported"),
-    ],
-)
-def test_mistakes_in_names_are_errors_before_the_run(config, text, message):
-    with pytest.raises(ConfigError, match=message):
-        train(with_hooks(config, text))
-    assert not (config.run.folder and list(config_folder(config)))
-
-
-def config_folder(config):
-    from pathlib import Path
-
-    folder = Path(config.run.folder)
-    return folder.iterdir() if folder.exists() else ()
-
-
-def test_a_module_that_fails_names_its_line(tmp_path, monkeypatch):
+def test_a_module_that_fails_names_its_line_and_a_missing_extra_its_package(tmp_path, monkeypatch):
     (tmp_path / "hook_of_a_user.py").write_text("import math\nmath.nope()\n")
     (tmp_path / "hook_without_package.py").write_text("import nonexistent_package\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -136,17 +92,12 @@ def test_a_module_that_fails_names_its_line(tmp_path, monkeypatch):
         find_hooks("hook_without_package.f", ())
     with pytest.raises(ConfigError, match=r"^hooks\[0\] of the recipe must be a function .*, got 7$"):
         find_hooks("", (7,))
+    monkeypatch.setitem(load.REQUIRED, "tensorboard", "a_package_that_does_not_exist")
+    with pytest.raises(ConfigError, match=r"^run.hooks=tensorboard requires .* install 'flax-mesh\[tensorboard\]'$"):
+        find_hooks("tensorboard", ())
 
 
 # --- TensorBoard ---
-
-
-def test_the_extra_that_is_missing_is_named(monkeypatch):
-    monkeypatch.setitem(load.REQUIRED, "tensorboard", "a_package_that_does_not_exist")
-    with pytest.raises(
-        ConfigError, match=r"^run.hooks=tensorboard requires .* pip install 'flax-mesh\[tensorboard\]'$"
-    ):
-        find_hooks("tensorboard", ())
 
 
 def read_events(folder):
@@ -167,9 +118,9 @@ def read_events(folder):
 
 def test_tensorboard_has_the_numbers_of_metrics_after_a_kill_too(config, tmp_path):
     folder = tmp_path / "run"
-    train(with_hooks(config, "tensorboard"))
+    run(with_hooks(config, "tensorboard"))
     shutil.rmtree(folder / "checkpoints" / "4")  # as after a kill between the saves of steps 2 and 4
-    train(with_hooks(config, "tensorboard"))
+    run(with_hooks(config, "tensorboard"))
     values: dict = {}
     for step, purged, scalars in read_events(folder / "tensorboard"):
         if purged is not None:
@@ -177,13 +128,60 @@ def test_tensorboard_has_the_numbers_of_metrics_after_a_kill_too(config, tmp_pat
         for name, value in scalars.items():
             assert (step, name) not in values, "a step occurs twice"
             values[step, name] = value
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    expected = {
-        (row["step"], name): value
-        for row in rows
-        for name, value in row.items()
-        if isinstance(value, int | float) and name != "step"
-    }
-    assert values.keys() == expected.keys() and len(rows) == 4
-    for key, value in expected.items():
-        assert values[key] == pytest.approx(value, rel=1e-6)
+    rows = rows_of(folder)
+    found = {(row["step"], name): value for row in rows for name, value in row.items() if name != "step"}
+    expected = {key: value for key, value in found.items() if isinstance(value, int | float)}
+    assert values == pytest.approx(expected, rel=1e-6) and len(rows) == 4
+
+
+# --- profiles ---
+
+
+def recorded(folder):
+    """(numbers of the recorded steps, names of all events)."""
+    (file,) = (folder / "profile").rglob("*.trace.json.gz")
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    steps = {int(e["args"]["step_num"]) for e in events if e.get("name") == "train" and "step_num" in e.get("args", {})}
+    return sorted(steps), {event.get("name", "") for event in events}
+
+
+def test_the_steps_after_compilation_are_recorded_and_evaluated_and_losses_are_the_same(tmp_path, text):
+    other = run(config_of(tmp_path, text, "run.eval_every=2", folder="other"))
+    assert not any("profile" in line for line in other.lines)
+    ran = run(config_of(tmp_path, text, "run.profile=2", "run.eval_every=2"))
+    assert ran.losses == other.losses
+    assert [row["step"] for row in ran.rows if "eval_loss" in row] == [2, 4, 6]  # the last recorded step too
+    steps, names = recorded(tmp_path / "run")
+    assert steps == [3, 4]
+    assert any("step" in name and "jit" in name.lower() for name in names)
+    folder = tmp_path / "run" / "profile"
+    (line,) = [line for line in ran.lines if line.startswith("profile: ")]
+    assert line == f"profile: {folder}; to open it: xprof --logdir {folder}"
+
+
+def test_a_resumed_run_records_its_own_third_step_or_nothing_if_it_ends_before(tmp_path, text):
+    run(config_of(tmp_path, text, steps=3))
+    ended = run(config_of(tmp_path, text, "run.profile=2", steps=5))
+    assert ended.result.step == 5
+    assert any(line.startswith("note: nothing is recorded: run.profile=2 records") for line in ended.lines)
+    assert not (tmp_path / "run" / "profile").exists()
+    run(config_of(tmp_path, text, "run.profile=1", steps=8))
+    assert recorded(tmp_path / "run")[0] == [8]
+
+
+@pytest.mark.slow
+def test_a_run_that_stops_while_it_records_closes_the_trace(tmp_path, text):
+    stops = iter([False] * 3 + [True] * 9)
+    stopped = run(config_of(tmp_path, text, "run.profile=3"), should_stop=lambda: next(stops))
+    assert stopped.result.status == "stopped" and recorded(tmp_path / "run")[0] == [3, 4]
+    again = run(config_of(tmp_path, text, "run.profile=3", folder="other"))
+    assert again.result.status == "finished"  # a new trace may start
+
+
+def test_a_profiler_that_fails_is_one_warning(tmp_path, text):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "profile").write_text("a file")
+    ran = run(config_of(tmp_path, text, "run.profile=2"))
+    assert ran.result.status == "finished"
+    (line,) = [line for line in ran.lines if "run.profile" in line]
+    assert line.startswith(f"warning: run.profile: nothing is recorded in {tmp_path / 'run' / 'profile'}: ")

@@ -1,16 +1,19 @@
 """The same training twice: by flax_mesh on a mesh, and with Flax and optax alone on one device."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from optax.contrib import MuonDimensionNumbers
 
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.train import DataConfig, MeshConfig, OptimizerConfig, PipelineConfig, RunConfig, TrainConfig
 from flax_mesh.train.build import batch_sharding, build_program
-from flax_mesh.tree import named_leaves, nest
+from flax_mesh.tree import map_named, named_leaves, nest
 
 MODEL = DecoderConfig(vocab_size=32, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_size=32)
 # Warm-up and decay are short, so that every step has another learning rate. With a small epsilon, Adam would divide
@@ -26,6 +29,76 @@ CONFIG = TrainConfig(
     optimizer=SETTINGS,
     run=RunConfig(seed=3, eval_every=0),
 )
+RATE: Any = optax.warmup_cosine_decay_schedule(0.01 / 3, 0.01, 2, 6, 0.002)
+CLIP = optax.clip_by_global_norm(0.5)
+OUTPUT, INPUT = MuonDimensionNumbers((0, 1), (2,)), MuonDimensionNumbers((0,), (1, 2))
+
+
+def is_decayed(params):
+    return map_named(lambda path, _: path.split("/")[-1] not in ("scale", "bias"), params)
+
+
+def muon():
+    def dims(path, _):
+        return OUTPUT if path.endswith("o/kernel") else INPUT if "attention" in path else MuonDimensionNumbers()
+
+    def label(path, _):
+        return "muon" if path.endswith("kernel") else "adamw"
+
+    matrices = optax.contrib.muon(
+        RATE,
+        eps=1e-3,
+        weight_decay=0.1,
+        muon_weight_dimension_numbers=lambda params: map_named(dims, params),
+        consistent_rms=0.2,
+    )
+    rest = optax.adamw(RATE, b1=0.9, b2=0.95, eps=1e-3, weight_decay=0.1, mask=is_decayed)
+    return optax.partition({"muon": matrices, "adamw": rest}, lambda params: map_named(label, params))
+
+
+def by_groups():
+    def label(path, _):
+        return "embed" if path.startswith("embed") else "mlp" if "/mlp/" in path else "rest"
+
+    def adamw(rate, decay):
+        schedule = lambda count: rate * RATE(count)  # noqa: E731
+        return optax.adamw(schedule, b1=0.9, b2=0.95, eps=1e-3, weight_decay=decay, mask=is_decayed)
+
+    parts: dict[Any, Any] = {"embed": adamw(0.1, 0.1), "mlp": adamw(2.0, 0.05), "rest": adamw(1.0, 0.1)}
+    return optax.partition(parts, lambda params: map_named(label, params))
+
+
+PLAIN: dict[str, Any] = {
+    "groups": (  # the first match counts
+        {"groups": "embed learning_rate*0.1; /mlp/ learning_rate*2 weight_decay*0.5; embed learning_rate*7"},
+        by_groups,
+    ),
+    "adamw": ({}, lambda: optax.adamw(RATE, b1=0.9, b2=0.95, eps=1e-3, weight_decay=0.1, mask=is_decayed)),
+    "bfloat16 moments": (
+        {"moment_dtype": "bfloat16"},
+        lambda: optax.adamw(RATE, b1=0.9, b2=0.95, eps=1e-3, mu_dtype=jnp.bfloat16, weight_decay=0.1, mask=is_decayed),
+    ),
+    "muon": ({"name": "muon"}, muon),
+    "adafactor": (
+        {"name": "adafactor", "momentum": 0.8},
+        lambda: optax.adafactor(
+            RATE, momentum=0.8, weight_decay_rate=lambda count: 0.1 * RATE(count), weight_decay_mask=is_decayed
+        ),
+    ),
+    "sgd": (
+        {"name": "sgd", "weight_decay": 0.2},
+        # AdamW's decay, which optax.sgd has not
+        lambda: optax.chain(
+            optax.trace(0.9), optax.add_decayed_weights(0.2, is_decayed), optax.scale_by_learning_rate(RATE)
+        ),
+    ),
+    "sgd without momentum and decay": (
+        {"name": "sgd", "weight_decay": 0.0, "momentum": 0.0},
+        lambda: optax.sgd(RATE),
+    ),
+}
+
+
 MESHES = {"one": "dp:1", "mesh": "dp:2,fsdp:2,tp:2", "pp": "pp:2,fsdp:2,tp:2"}
 STEPS = 3
 

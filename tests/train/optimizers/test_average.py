@@ -1,38 +1,28 @@
-"""The moving average of the parameters: its values, evaluation, checkpoints, export; runs with every kind of optimizer
-resume bit for bit."""
+"""The moving average of the parameters: its values, evaluation and export."""
 
-import shutil
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
-from flax_mesh.checkpoint import Checkpointer
+from flax_mesh.checkpoint.read import read_record, read_tree
 from flax_mesh.errors import ConfigError
-from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
-from flax_mesh.train import OptimizerConfig, apply_overrides, train
-from flax_mesh.train.build import build_program
+from flax_mesh.models import make_decoder, next_token_loss
+from flax_mesh.train import apply_overrides
 from flax_mesh.train.data.batches import held_out_rows
 from flax_mesh.train.data.data import load_corpus
-from flax_mesh.train.export import export
+from flax_mesh.train.export import export, read_values
 from flax_mesh.train.optimizers.average import with_average
 from flax_mesh.tree import named_leaves
-from tests.train.optimizers.plain import MODEL, assert_close, config_of, parameters, plain, trained
-from tests.train.optimizers.test_make import CLIP, PLAIN
+from tests.train.optimizers.plain import CLIP, MODEL, PLAIN, assert_close, config_of, parameters, plain, trained
+from tests.train.runs import run
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 DECAY = 0.7
-NO_EPSILON = [f"optimizer.epsilon={OptimizerConfig.epsilon}"]  # the default, instead of that of `config_of`
-DOORS = {
-    "adamw": ["optimizer.moment_dtype=bfloat16", "optimizer.shard_over=dp"],
-    "muon": ["optimizer.name=muon", "optimizer.groups=^embed learning_rate*0.1", "optimizer.schedule=wsd"],
-    "adafactor": [*NO_EPSILON, "optimizer.name=adafactor", "optimizer.momentum=0.9", "optimizer.groups=norm/ frozen"],
-    "sgd": [*NO_EPSILON, "optimizer.name=sgd", "optimizer.schedule=linear", "model.scan=true"],
-}
 
 
 def average_of(history):
@@ -44,10 +34,10 @@ def average_of(history):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["mesh", pytest.param("pp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mesh", ["mesh", "pp"])
 def test_the_average_equals_that_of_optax_over_the_history(mesh):
     history, _ = plain(optax.chain(CLIP, PLAIN["adamw"][1]()))
-    _, state, _ = trained(config_of(mesh, ema=DECAY))
+    program, state, _ = trained(config_of(mesh, ema=DECAY))
     averaged = with_average(state, DECAY)
     assert_close(parameters(averaged), average_of(history))
     assert_close(parameters(state), history[-1])
@@ -55,17 +45,14 @@ def test_the_average_equals_that_of_optax_over_the_history(mesh):
         assert_close(parameters(averaged), history[-1])
     for (path, new), (_, old) in zip(named_leaves(averaged.to_nnx()), named_leaves(state.to_nnx()), strict=True):
         assert new.sharding == old.sharding and new.dtype == old.dtype, path
-
-
-def test_before_the_first_step_the_average_is_the_parameters():
-    _, state, _ = trained(config_of("mesh", ema=DECAY), steps=0)
-    assert with_average(state, DECAY) is state
+    first = program.init()  # before the first step, the average is the parameters
+    assert with_average(first, DECAY) is first
 
 
 @pytest.mark.slow
 def test_the_average_of_half_precision_parameters_is_in_float32():
     model = replace(MODEL, param_dtype="bfloat16")
-    _, state, _ = trained(config_of("mesh", model=model, ema=0.999))
+    _, state, _ = trained(config_of("mesh", model=model, ema=0.999), steps=1)
     leaves = {path: x.dtype for path, x in named_leaves(state.to_nnx()["optimizer"]) if "/average/" in path}
     assert leaves and set(leaves.values()) == {jnp.dtype("float32")}
     assert {x.dtype for x in parameters(with_average(state, 0.999)).values()} == {jnp.dtype("bfloat16")}
@@ -74,79 +61,46 @@ def test_the_average_of_half_precision_parameters_is_in_float32():
 # --- runs ---
 
 
-def run_config(folder, *settings, ema=DECAY, steps=4):
-    text = folder / "text.txt"
-    if not text.exists():
-        text.write_text("".join(f"{i} squared is {i * i}, and its neighbour {i + 1}.\n" for i in range(400)))
-    config = replace(config_of("mesh", ema=ema), model=DecoderConfig(**{**vars(MODEL), "vocab_size": 256}))
+def run_config(folder, text, *settings, ema=DECAY, steps=4):
+    config = replace(config_of("mesh", ema=ema), model=replace(MODEL, vocab_size=256))
     more = [f"data.source={text}", "data.held_out=0.3", "data.eval_batches=2", "checkpoint.every=2", "run.eval_every=4"]
-    return apply_overrides(
-        config, [*more, f"run.steps={steps}", f"run.folder={folder / 'run'}", "run.sample_tokens=0", *settings]
-    )
-
-
-def newest(config):
-    """The parameters and the averages of the newest checkpoint of a run, by path."""
-    program = build_program(config)
-    with Checkpointer(config.run.folder + "/checkpoints", layers=program.rules.layers or None) as checkpointer:
-        state = checkpointer.restore(program.layout)
-    optimizer = {path.split("/average/")[1]: np.asarray(x) for path, x in named_leaves(state.to_nnx()["optimizer"]) if "/average/" in path}  # noqa: E501  # fmt: skip
-    return parameters(state), {path: x / (1 - DECAY**4) for path, x in optimizer.items()}
+    more += [f"run.steps={steps}", f"run.folder={folder / 'run'}", "run.sample_tokens=0"]
+    return apply_overrides(config, [*more, *settings])
 
 
 @pytest.mark.slow
-def test_evaluation_and_exports_use_the_average(tmp_path):
-    config, rows = run_config(tmp_path), []
-    train(config, hooks=[rows.append])
-    values, averages = newest(config)
+def test_evaluation_and_exports_use_the_average(tmp_path, text):
+    config = run_config(tmp_path, text)
+    evaluated = run(config).rows[-1]["eval_loss"]
+    step = tmp_path / "run" / "checkpoints" / "4"
+    saved = dict(read_values(step, read_tree(step, read_record(step))))
+    values = {path.removeprefix("model/"): x for path, x in saved.items() if path.startswith("model/")}
+    averages = {path.split("/average/")[1]: x / (1 - DECAY**4) for path, x in saved.items() if "/average/" in path}
 
-    model = make_decoder(config.model, nnx.Rngs(0))
-    graphdef, state = nnx.split(model)
-    sums = []
+    graphdef, state = nnx.split(make_decoder(config.model, nnx.Rngs(0)))
+    held_out, losses = load_corpus(config.data).held_out, []
     for named in (averages, values):
-        leaves = [named[path] for path, _ in named_leaves(state)]
-        plain_model = nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), leaves))
-        held_out = load_corpus(config.data).held_out
-        parts = [
-            next_token_loss(plain_model, jax.tree.map(jnp.asarray, held_out_rows(held_out, config.data, k)))
-            for k in range(2)
-        ]
-        sums.append(float(sum(p[0] for p in parts) / sum(p[1] for p in parts)))
-    assert rows[-1]["eval_loss"] == pytest.approx(sums[0], abs=1e-6)
-    assert abs(sums[0] - sums[1]) > 1e-4
+        leaves = [jnp.asarray(named[path]) for path, _ in named_leaves(state)]
+        model = nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), leaves))
+        batches = [jax.tree.map(jnp.asarray, held_out_rows(held_out, config.data, k)) for k in range(2)]
+        losses.append(float(sum(next_token_loss(model, batch)[0] for batch in batches) / (2 * 8 * 8)))
+    assert evaluated == pytest.approx(losses[0], abs=1e-6)
+    assert abs(losses[0] - losses[1]) > 1e-4
 
     for average, expected in ((True, averages), (False, values)):
         out = tmp_path / f"out{average}"
         data = export(config.run.folder, str(out), "orbax", None, None, average=average)
         assert data["averaged"] == (len(averages) if average else 0)
-        import orbax.checkpoint as ocp
-
         with ocp.StandardCheckpointer() as reader:
-            tree = reader.restore(out)
-        assert_close(dict(named_leaves(tree)), expected, 1e-7)
+            assert_close(dict(named_leaves(reader.restore(out))), expected, 1e-7)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["dp:2,fsdp:2,tp:2", "pp:2,dp:2,fsdp:2"])
-@pytest.mark.parametrize("door", DOORS)
-def test_a_run_with_an_average_resumes_bit_for_bit(tmp_path, door, mesh):
-    settings = [f"mesh.shape={mesh}", "pipeline.num_microbatches=2", *DOORS[door]]
-    config, rows = run_config(tmp_path, *settings), []
-    train(config, hooks=[rows.append])
-    expected = [row["loss"] for row in rows], rows[-1]["eval_loss"]
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")  # as after a kill between the saves of steps 2 and 4
-    again = []
-    train(config, hooks=[again.append])
-    assert [row["step"] for row in again] == [3, 4]
-    assert [row["loss"] for row in again] == expected[0][2:] and again[-1]["eval_loss"] == expected[1]
-
-
-@pytest.mark.slow
-def test_another_decay_is_refused_on_resume(tmp_path):
+def test_another_decay_is_refused_on_resume(tmp_path, text):
     """Also with --allow-changes, which accepts other changes: the stored average is divided by 1 - decay^steps."""
-    train(run_config(tmp_path, steps=2))
+    run(run_config(tmp_path, text, steps=2))
     for allow_changes, changed in ((False, 2), (True, 1)):
         with pytest.raises(ConfigError, match=r"optimizer.ema: 0.7 -> 0.8 \(changes the result\)") as refused:
-            train(run_config(tmp_path, "optimizer.b1=0.8", ema=0.8), allow_changes=allow_changes)
+            run(run_config(tmp_path, text, "optimizer.b1=0.8", ema=0.8), allow_changes=allow_changes)
         _, *changes, repair = refused.value.problems
         assert len(changes) == changed and "start a new run" in repair and "needs one decay for all" in repair
