@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWar
 NAMES = [style.case.name for style in STYLES]
 ROWS, MICROBATCHES, STEPS = 32, 4, 2
 ONE_LAYER_EACH = make_schedule("1f1b", num_groups=2, num_microbatches=MICROBATCHES)  # of two layers
-# All schedules and all rounding are compared in the zoo; here, one with stages in order and one folded, backward split.
+# The zoo compares all schedules; here, one with stages in order, and a folded one with split backward passes.
 PIPELINES = [(name, schedule) for name in NAMES for schedule in ("1f1b", "zb-v")]
 
 
