@@ -46,19 +46,13 @@ def test_manual_axes_are_ignored():
         assert (jax.jit(some)(X) == X * 2).all()
 
 
-def test_mesh_axes_that_do_not_fit_follow_the_policy():
+def test_mesh_axes_that_do_not_fit_are_errors_also_in_jit():
     mesh = create_mesh((2, 4), ("a", "b"))
     with jax.set_mesh(mesh):
         with pytest.raises(ShardingError, match=r"dim 1 has size 6, not divisible by 4 \(axes \('b',\) of b=4\)"):
             jax.jit(lambda x: with_sharding_constraint(x, P("a", "b")))(jnp.ones((8, 6)))
         with pytest.raises(ShardingError, match=r"names mesh axis 'c', which the mesh .* lacks"):
             with_sharding_constraint(X, P("c"))
-        dropped = []
-        kept = with_sharding_constraint(jnp.ones((8, 6)), P("a", "b"), on_mismatch="drop", dropped=dropped)
-        assert kept.sharding.is_equivalent_to(NamedSharding(mesh, P("a")), 2)
-        assert len(dropped) == 1 and "dim 1 has size 6, not divisible by 4" in str(dropped[0])
-        with pytest.warns(UserWarning, match="left out of the sharding:\nwith_sharding_constraint: dim 1 has size 6"):
-            with_sharding_constraint(jnp.ones((8, 6)), P("a", "b"), on_mismatch="warn")
 
 
 def test_a_mesh_axis_of_two_logical_axes_follows_the_policy():

@@ -50,12 +50,9 @@ def test_specs_become_shardings_on_the_mesh_passed_or_in_context(mesh):
     assert "b: dim 1 uses mesh axis 'data'" in str(error.value)
 
 
-def test_specs_of_arrays_numbers_and_numpy(tree):
-    replicated = {k: P() for k in tree}
-    assert fm.get_partition_spec(tree) == replicated | {"placed": P("data", "model")}
-
-
-def test_leaves_without_a_spec_are_listed_in_one_error():
+def test_specs_of_arrays_numbers_and_numpy_and_an_error_for_other_leaves(tree):
+    assert fm.get_partition_spec(tree) == {k: P() for k in tree} | {"placed": P("data", "model")}
+    assert fm.create_pattern_based_partition_spec("w->model")("b") == P()  # by default
     tree = {"abstract": jax.ShapeDtypeStruct((2,), jnp.float32), "text": "x", "fine": np.zeros(2)}
     with pytest.raises(fm.ShardingError, match="abstract: an abstract leaf without a sharding") as error:
         fm.get_partition_spec(tree)
@@ -78,22 +75,12 @@ def test_names_are_unique_and_in_order_of_first_use():
 
 
 @pytest.mark.parametrize(
-    ("path", "spec"),
-    [
-        ("layers/0/attention/kernel", P("data")),
-        ("mlp/kernel", P("data")),
-        ("hidden/kernel", P("model")),
-        ("other", P()),
-    ],
-)
-def test_pattern_syntax(path, spec):
-    of = fm.create_pattern_based_partition_spec("attention|mlp->data,hidden->model")
-    assert of(path, np.zeros(2)) == of(path) == spec
-
-
-@pytest.mark.parametrize(
     ("pattern", "path", "spec"),
     [
+        ("attention|mlp->data,hidden->model", "layers/0/attention/kernel", P("data")),
+        ("attention|mlp->data,hidden->model", "mlp/kernel", P("data")),
+        ("attention|mlp->data,hidden->model", "hidden/kernel", P("model")),
+        ("attention|mlp->data,hidden->model", "other", P("default")),
         ("kernel->data+model._.tp", "kernel", P(("data", "model"), None, "tp")),
         ("kernel -> data . model", "kernel", P("data", "model")),
         ("kernel->", "kernel", P()),
@@ -105,15 +92,15 @@ def test_pattern_syntax(path, spec):
         (r"a\.b->tp", "a.b", P("tp")),
         (r"a\.b->tp", "axb", P("default")),
         (r"x\->y->tp", "x->y", P("tp")),
+        # An escaped backslash does not escape what follows.
+        (r"a\\->tp,b->sp", "a\\", P("tp")),
+        (r"a\\->tp,b->sp", "b", P("sp")),
+        (r"a\\->tp,b->sp", "a", P("default")),
     ],
 )
 def test_dims_combined_axes_and_escapes(pattern, path, spec):
-    assert fm.create_pattern_based_partition_spec(pattern, default_spec=P("default"))(path) == spec
-
-
-def test_an_escaped_backslash_does_not_escape_what_follows():
-    of = fm.create_pattern_based_partition_spec(r"a\\->tp,b->sp")
-    assert of("a\\") == P("tp") and of("b") == P("sp") and of("a") == P()
+    of = fm.create_pattern_based_partition_spec(pattern, default_spec=P("default"))
+    assert of(path, np.zeros(2)) == of(path) == spec
 
 
 def test_all_invalid_entries_are_listed_in_one_error(mesh):
@@ -124,43 +111,6 @@ def test_all_invalid_entries_are_listed_in_one_error(mesh):
     assert "'w->nowhere': dim 0 names mesh axis 'nowhere', which the mesh" in text
     assert "'v->data.data': dim 1 uses mesh axis 'data'" in text
     assert "'|k->model': an empty pattern would match every path" in text
-
-
-CONTRACT = [
-    "create_mesh",
-    "calculate_host_mesh_shape",
-    "parse_mesh_from_string",
-    "create_cpu_mesh",
-    "force_cpu",
-    "cpu_context",
-    "create_device_mesh",
-    "create_hybrid_device_mesh",
-    "PartitionAxis",
-    "PartitionRules",
-    "match_partition_rules",
-    "make_shard_and_gather_fns",
-    "shard",
-    "gather",
-    "with_sharding_constraint",
-    "analyze_sharding_strategy",
-    "ShardingReport",
-    "create_pattern_based_partition_spec",
-    "extract_sharding_structure",
-    "get_shardings_with_structure",
-    "extract_shardings",
-    "get_partition_spec",
-    "get_names_from_partition_spec",
-    "names_in_current_mesh",
-    "get_incontext_mesh",
-    "get_axes_size_in_mesh",
-    "get_mesh_axis_names",
-    "get_mesh_axis_size",
-    "get_submesh_device_index",
-]
-
-
-def test_the_documented_names_are_importable_from_the_package():
-    assert not [name for name in CONTRACT if not hasattr(fm, name)]
 
 
 def test_specs_use_the_mesh_of_the_legacy_context(mesh):

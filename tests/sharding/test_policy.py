@@ -38,10 +38,6 @@ def specs_of(arrays):
     return jax.tree.map(lambda x: x.sharding.spec, arrays)
 
 
-def match(**policy):
-    return fm.match_partition_rules(RULES, TREE, mesh=MESH, **policy)
-
-
 def constraints(on_mismatch, dropped):
     with jax.set_mesh(MESH):
         policy = {"on_mismatch": on_mismatch, "dropped": dropped}
@@ -49,10 +45,7 @@ def constraints(on_mismatch, dropped):
 
 
 def optimizer(**policy):
-    def make():
-        model = Net()
-        return model, nnx.Optimizer(model, optax.sgd(1e-3, momentum=0.9), wrt=nnx.Param)
-
+    make = lambda: (model := Net(), nnx.Optimizer(model, optax.sgd(1e-3, momentum=0.9), wrt=nnx.Param))  # noqa: E731
     state = fm.abstract_state(make, MESH, RULES, **policy)
     model, momenta = specs_of(nnx.to_pure_dict(state["model"])), specs_of(nnx.to_pure_dict(state["optimizer"]))
     assert momenta["opt_state"][0]["trace"] == model
@@ -64,7 +57,7 @@ def callables(**policy):
 
 
 PLACES = {
-    "match": match,
+    "match": lambda **policy: fm.match_partition_rules(RULES, TREE, mesh=MESH, **policy),
     "constraints": constraints,
     "optimizer": optimizer,
     "shard": lambda **policy: specs_of(fm.shard(TREE, SPECS, MESH, **policy)),
@@ -103,3 +96,11 @@ def test_all_functions_leave_out_and_report_the_same_axes(place, policy):
 def test_all_functions_raise_for_the_policy_error(place):
     with pytest.raises(fm.ShardingError, match=r"dim 1 |has 3 dims"):
         PLACES[place](on_mismatch="error", dropped=[])
+
+
+def test_callables_report_once_per_shape():
+    findings = []
+    shard_fns, _ = fm.make_shard_and_gather_fns(SPECS, MESH, on_mismatch="drop", dropped=findings)
+    for _ in range(2):
+        assert shard_fns["odd"](TREE["odd"]).sharding.spec == P("a", None)
+    assert [finding.path for finding in findings] == ["odd"]

@@ -15,8 +15,6 @@ import flax_mesh as fm
 from flax_mesh.axes import LargestDim
 from flax_mesh.models import Decoder, DecoderConfig, next_token_loss
 from flax_mesh.sharding.rules import PartitionRules
-from flax_mesh.step.state import init_train_state
-from flax_mesh.step.step import make_train_step
 from flax_mesh.tree import named_leaves
 
 P = jax.sharding.PartitionSpec
@@ -97,49 +95,22 @@ class Plain(nnx.Module):
         self.layers = nnx.List([nnx.Linear(24, 24, rngs=rngs) for _ in range(2)])
         self.head = nnx.Linear(24, 10, rngs=rngs)
 
-    def __call__(self, tokens):
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = x + jax.nn.silu(layer(x))
-        return self.head(x)
-
 
 def make():
     model = Plain(nnx.Rngs(0))
     return model, nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
 
 
-def loss_fn(model, batch):
-    losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"])
-    return losses.sum(), losses.size
-
-
-def losses(mesh, **kinds):
-    state = init_train_state(make, fm.abstract_state(make, mesh, **kinds))
-    step = make_train_step(loss_fn, state)
-    batch = {"x": np.arange(64).reshape(8, 8), "y": np.arange(64).reshape(8, 8) % 10}
-    found = []
-    for _ in range(4):
-        state, metrics = step(state, batch)
-        found.append(float(metrics["loss"]))
-    return state, found
-
-
-@pytest.mark.slow
-def test_any_model_is_sharded_and_trains_as_on_one_device():
-    mesh = fm.create_mesh((2, 4), ("dp", "fsdp"))
+def test_any_model_is_sharded():
     dropped = []
-    state, sharded = losses(mesh, rules="fsdp", dropped=dropped, shard_optimizer_over="dp")
-    _, single = losses(fm.create_mesh((1,), ("fsdp",), devices=jax.devices()[:1]), rules="fsdp")
-    np.testing.assert_allclose(sharded, single, rtol=1e-5)
-    specs = {path: leaf.sharding.spec for path, leaf in named_leaves(state.to_nnx())}
+    mesh = mesh_of(dp=2, fsdp=4)
+    state = fm.abstract_state(make, mesh, rules="fsdp", dropped=dropped, shard_optimizer_over="dp")
+    specs = {path: leaf.sharding.spec for path, leaf in named_leaves(state)}
     assert specs["model/embed/embedding"] == P("fsdp", None)
     assert specs["model/layers/1/kernel"] == P(None, "fsdp")
     assert specs["optimizer/opt_state/0/mu/layers/1/kernel"] == P("dp", "fsdp")  # ZeRO-1 in addition
     assert specs["model/head/bias"] == P()
     assert str(dropped[0]) == "head/bias: no dim of (10,) is divisible by 4 (axes fsdp). It stays replicated"
-    shard = state.merge()[0].layers[0].kernel.addressable_shards[0].data
-    assert shard.shape == (24, 6)
 
 
 def test_explain_reports_replicated_arrays_without_a_finding():
@@ -151,22 +122,15 @@ def test_explain_reports_replicated_arrays_without_a_finding():
     assert explanation.to_dict()["replicated"][0]["path"] == "head/bias"
 
 
-def test_the_error_of_a_model_without_rules_names_the_remedy():
-    with pytest.raises(fm.ShardingError, match=r'Plain has neither a rule table nor annotations. Pass rules="fsdp"'):
-        fm.abstract_state(lambda: Plain(nnx.Rngs(0)), mesh_of(fsdp=4))
-
-
-CONFIG = DecoderConfig(
-    vocab_size=64, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, mlp_size=32
-)  # fmt: skip
+def decoder(**kinds):
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "mlp_size": 32}
+    return Decoder(DecoderConfig(**sizes, **kinds), rngs=nnx.Rngs(0))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("experts", [0, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_mesh_without_the_axes_that_only_defaults_name_is_enough_for_a_decorated_model(experts):
+def test_a_mesh_without_the_axes_that_only_defaults_name_is_enough_for_a_decorated_model():
     """A mesh ("pp", "fsdp") lacks dp, tp, sp and ep, which count as size 1."""
-    config = DecoderConfig(**{**vars(CONFIG), "num_experts": experts}) if experts else CONFIG
-    make = lambda: Decoder(config, rngs=nnx.Rngs(0))  # noqa: E731
+    make = lambda: decoder(num_layers=1, num_experts=4)  # noqa: E731
     batch = {"inputs": np.arange(64).reshape(4, 16) % 64, "targets": np.arange(1, 65).reshape(4, 16) % 64}
     found = []
     for mesh in (fm.create_mesh((1, 4), ("pp", "fsdp"), devices=jax.devices()[:4]), fm.create_mesh((1, 4, 1, 2, 1))):
@@ -178,16 +142,11 @@ def test_a_mesh_without_the_axes_that_only_defaults_name_is_enough_for_a_decorat
 
 def test_missing_axes_that_are_passed_are_an_error_with_one_line_for_equal_layers():
     renamed = fm.PartitionAxis(tensor_parallel_axis="model")
-    config = DecoderConfig(**{**vars(CONFIG), "num_layers": 4})
-    make = lambda: Decoder(config, rngs=nnx.Rngs(0))  # noqa: E731
-    with pytest.raises(fm.ShardingError) as error:
+    make = lambda: decoder(num_layers=4)  # noqa: E731
+    line = r"(?m)^layers/{0\.\.3}/attention/q/kernel: dim 1 of rule .*names mesh axis 'model'"
+    with pytest.raises(fm.ShardingError, match=line) as error:
         fm.abstract_state(make, mesh_of(pp=2, fsdp=4), axes=renamed)
-    lines = str(error.value).splitlines()
-    assert any(
-        line.startswith("layers/{0..3}/attention/q/kernel: dim 1 of rule") and "names mesh axis 'model'" in line
-        for line in lines
-    )
-    assert not any("layers/0/" in line for line in lines)
+    assert "layers/0/" not in str(error.value)
     with pytest.raises(fm.ShardingError, match="names mesh axis 'tp', which the mesh"):
         fm.abstract_state(make, mesh_of(fsdp=4), [(".*", P("tp"))])
 

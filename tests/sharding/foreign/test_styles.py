@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,44 +16,27 @@ import flax_mesh as fm
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.mpmd import CutError, MpmdMesh, Pipeline, split_stages
 from flax_mesh.mpmd.schedules import make_schedule
-from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, Schedule
+from flax_mesh.mpmd.schedules.schedule import Schedule
 from flax_mesh.train import TrainState, abstract_train_state, init_train_state, make_train_step
 from tests.mpmd.zoo.base import FAST, OPTIMIZER, Run, leaves_of, seed_of, start
 from tests.mpmd.zoo.test_split import differences, merged_leaves
 from tests.sharding.foreign import llm_explicit, maxtext
-from tests.sharding.foreign.styles import BY_NAME, STYLES, Style, context_of, make_both
+from tests.sharding.foreign.styles import BY_NAME, STYLES, Style, context_of, make_both, mesh_of
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 NAMES = [style.case.name for style in STYLES]
-MESHES = [(2, 2, 2), (1, 8, 1)]
 ROWS, MICROBATCHES, STEPS = 32, 4, 2
 ONE_LAYER_EACH = make_schedule("1f1b", num_groups=2, num_microbatches=MICROBATCHES)  # of two layers
-slow = pytest.mark.slow
-# Two styles with every schedule, the others with one of each kind: stages in order, split backward passes, folded.
-PIPELINES = [
-    pytest.param(name, schedule, marks=[slow] * ((name, schedule) != ("llm_explicit", "1f1b")))
-    for name in NAMES
-    for schedule in SCHEDULE_NAMES
-    if name in ("maxtext_scanned", "llm_explicit") or schedule in ("1f1b", "zb-h1", "zb-v")
-]
+# The zoo compares all schedules; here, one with stages in order, and a folded one with split backward passes.
+PIPELINES = [(name, schedule) for name in NAMES for schedule in ("1f1b", "zb-v")]
 
 
-def marked(*default: str) -> list[Any]:
-    """The names of all styles; all but those in `default` are slow."""
-    return [name if name in default else pytest.param(name, marks=slow) for name in NAMES]
-
-
-def with_layers(name: str, depth: int) -> Style:
+def with_layers(name: str, depth: int | None) -> Style:
     style = BY_NAME[name]
+    if depth is None:
+        return style
     make: Any = style.case.make
     return style._replace(case=style.case._replace(make=functools.partial(make, depth)))
-
-
-def mesh_of(style: Style, shape: tuple[int, ...] = (2, 2, 2)) -> Mesh:
-    devices = jax.devices()[: math.prod(shape)]
-    return fm.create_mesh(shape, style.mesh_axes, axis_types=style.axis_types, devices=devices)
 
 
 def abstract_of(style: Style, mesh: Mesh):
@@ -86,7 +68,7 @@ def on_one_device(style: Style, leaves: Any, state: TrainState) -> TrainState:
 
 
 @functools.cache
-def plain(name: str, depth: int = 2) -> Run:
+def plain(name: str, depth: int | None = None) -> Run:
     """The steps on one device, from values that are computed operation by operation."""
     style = with_layers(name, depth)
     with jax.set_mesh(mesh_of(style, (1, 1, 1))):
@@ -118,7 +100,7 @@ def as_list(state: TrainState, style: Style) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("style", STYLES, ids=NAMES)
+@pytest.mark.parametrize("style", BY_NAME.values(), ids=BY_NAME)
 def test_specs_follow_from_annotations_or_rules(style: Style):
     with context_of(style):
         found = {path: x.sharding.spec for path, x in fm.named_leaves(abstract_of(style, mesh_of(style)))}
@@ -128,19 +110,45 @@ def test_specs_follow_from_annotations_or_rules(style: Style):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [pytest.param(s, marks=[slow] * (s != MESHES[0])) for s in MESHES])
-@pytest.mark.parametrize("name", marked("tunix"))
+@pytest.mark.parametrize(
+    ("name", "shape"), [(name, (2, 2, 2)) for name in BY_NAME] + [(name, (1, 8, 1)) for name in NAMES]
+)
 def test_training_on_a_mesh_equals_training_on_one_device(name: str, shape: tuple[int, ...]):
     style = BY_NAME[name]
     with context_of(style):
-        mesh = mesh_of(style, shape)
-        state = init_train_state(make_both(style, OPTIMIZER), abstract_of(style, mesh))
-        alone = on_one_device(style, fm.gather(state.leaves), state)
-        expected, found = train(style, alone, mesh_of(style, (1, 1, 1))), train(style, state, mesh)
+        expected, mesh = plain(name), mesh_of(style, shape)
+        layout = abstract_train_state(make_both(style, OPTIMIZER), abstract_of(style, mesh))
+        state = layout.with_state(start(style.case).to_nnx())
+        placed = fm.shard(state.leaves, tuple(leaf.sharding for leaf in layout.leaves))
+        found = train(style, dataclasses.replace(state, leaves=placed), mesh)
     assert differences(expected, found) == []
     changed = {path for path, x in found.after.items() if not np.array_equal(found.before[path], x)}
     moments = {path.removeprefix("optimizer/opt_state/0/mu/") for path in found.after if "/mu/" in path}
+    moments |= {path.removeprefix("model/") for path in found.after if path.endswith(("/mean", "/var"))}
     assert {path.removeprefix("model/") for path in changed if path.startswith("model/")} == moments
+
+
+@pytest.mark.slow
+def test_a_plain_nnx_training_loop_runs_on_a_sharded_model():
+    style, losses = BY_NAME["lora"], {}
+
+    @nnx.jit
+    def step(model, optimizer, batch):
+        def mean(model):
+            total, weight, _ = style.case.loss_fn(model, batch)
+            return total / weight
+
+        loss, grads = nnx.value_and_grad(mean, argnums=nnx.DiffState(0, style.case.wrt))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    for shape in ((1, 1, 1), (2, 2, 2)):
+        mesh = mesh_of(style, shape)
+        model, optimizer = fm.init_model(make_both(style, OPTIMIZER), abstract_of(style, mesh))
+        batch = fm.shard(style.case.batch(ROWS), PartitionSpec(style.batch), mesh)
+        losses[shape] = [float(step(model, optimizer, batch)) for _ in range(3)]
+    assert losses[2, 2, 2][-1] < losses[2, 2, 2][0]
+    np.testing.assert_allclose(losses[2, 2, 2], losses[1, 1, 1], rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -155,7 +163,7 @@ def test_a_pipeline_equals_the_plain_step(name: str, schedule: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", marked("maxtext_scanned"))
+@pytest.mark.parametrize("name", NAMES)
 def test_a_checkpoint_is_restored_on_another_mesh_in_a_pipeline_and_as_a_list(name: str, tmp_path: Path):
     style = BY_NAME[name]
 
@@ -165,9 +173,8 @@ def test_a_checkpoint_is_restored_on_another_mesh_in_a_pipeline_and_as_a_list(na
     with context_of(style):
         state = init_train_state(make_both(style, OPTIMIZER), abstract_of(style, mesh_of(style)))
         others = [(style, abstract(style, (1, 8, 1))), (style, pipeline_of(style).abstract)]
-        if other := BY_NAME.get(
-            {"maxtext_scanned": "maxtext_listed", "maxtext_listed": "maxtext_scanned"}.get(name, "")
-        ):
+        if name.startswith("maxtext"):
+            other = BY_NAME["maxtext_listed" if name == "maxtext_scanned" else "maxtext_scanned"]
             others.append((other, abstract(other, (2, 2, 2))))
         with Checkpointer(tmp_path, layers=style.case.layers) as checkpointer:
             checkpointer.save(1, state)
@@ -183,7 +190,7 @@ def listed(mesh: Any = None) -> nnx.Module:
     return maxtext.Decoder(maxtext.Config(scan_layers=False), mesh or fm.current_mesh(), rngs=nnx.Rngs(0, dropout=1))
 
 
-@slow
+@pytest.mark.slow
 def test_a_model_that_keeps_a_mesh_takes_the_one_in_context():
     style = BY_NAME["maxtext_listed"]
     with context_of(style):

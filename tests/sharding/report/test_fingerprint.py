@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +12,6 @@ from tests.hash_seed import printed_with_another_hash_seed
 from tests.multiprocess.processes import assert_all_done, run_workers
 
 P = PartitionSpec
-ROOT = Path(__file__).parents[3]
 MESH = AbstractMesh((2, 4), ("fsdp", "tp"))
 RULES = [("kernel", ("embed", "mlp")), ("bias", ())]
 
@@ -38,6 +35,7 @@ def test_an_abstract_state_and_its_arrays_have_the_same_fingerprint():
     assert len(fingerprint) == 64 and int(fingerprint, 16)
     assert fingerprint == sharding_fingerprint(fm.init_state(make, abstract))
     assert fingerprint == sharding_fingerprint(fm.abstract_state(make, MESH, RULES))
+    check_same_on_all_processes(fingerprint)  # a single process is never an error
 
 
 def test_the_fingerprint_depends_on_paths_shapes_dtypes_specs_and_mesh_sizes_alone():
@@ -70,10 +68,6 @@ def test_arrays_without_a_sharding_are_listed_in_one_error():
         fm.ShardingError, match=r"a: ndarray \(2,\) has no sharding\nb: ndarray .*\nTake the fingerprint"
     ):
         sharding_fingerprint({"a": np.ones(2), "b": np.ones(2), "text": "no array"})
-
-
-def test_a_single_process_is_never_an_error():
-    check_same_on_all_processes("anything")
 
 
 @pytest.mark.slow
