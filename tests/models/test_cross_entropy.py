@@ -17,7 +17,7 @@ from flax_mesh import PartitionAxis, create_mesh
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.models.cross_entropy import cross_entropy
 from flax_mesh.models.matmul import dot_float32
-from tests.models.test_decoder import with_random_parameters
+from tests.models.reference import with_random_parameters
 from tests.mpmd.runtime.test_pipeline import build, decoder_batch, groups, whole
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

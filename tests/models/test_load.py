@@ -13,7 +13,7 @@ from flax_mesh import CheckpointCorruptedError, ConfigError, ShardingError, abst
 from flax_mesh.checkpoint import DECODER_NAMES, huggingface_config, save_safetensors
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors, write_safetensors
 from flax_mesh.models import Decoder, DecoderConfig, load_decoder, make_decoder
-from tests.models.test_decoder import with_random_parameters
+from tests.models.reference import with_random_parameters
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

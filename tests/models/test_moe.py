@@ -16,7 +16,7 @@ from flax_mesh import PartitionAxis, PartitionRules, ShardingError, abstract_sta
 from flax_mesh.models import DecoderConfig, make_decoder, moe
 from flax_mesh.models.moe import MoE, router_losses
 from flax_mesh.tree import named_leaves
-from tests.models.test_decoder import with_random_parameters
+from tests.models.reference import with_random_parameters
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

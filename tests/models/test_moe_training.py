@@ -23,7 +23,7 @@ from flax_mesh.train.data.batches import make_batch_fn
 from flax_mesh.train.data.data import load_corpus
 from flax_mesh.train.optimizers.make import make_optimizer
 from flax_mesh.tree import map_named, named_leaves
-from tests.models.test_decoder import normal, with_random_parameters
+from tests.models.reference import normal, with_random_parameters
 from tests.models.test_moe import (
     CONFIG,
     NATURAL,
