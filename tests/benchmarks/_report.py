@@ -41,11 +41,7 @@ def origin(benchmark: str, arguments: Sequence[str] | None = None) -> dict[str, 
         "command": " ".join(["python -m tests.benchmarks", benchmark, *options]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version(), **_versions()},
-        "hardware": {
-            "machine": platform.machine(),
-            "cpus": len(os.sched_getaffinity(0)),
-            "load": os.getloadavg(),
-        },
+        "hardware": {"machine": platform.machine(), "cpus": len(os.sched_getaffinity(0)), "load": os.getloadavg()},
     }
 
 

@@ -67,12 +67,7 @@ def real_steps(count: int, steps: int) -> dict[str, float]:
     batch = {key: rng.normal(size=(count * ROWS, WIDTH)).astype(np.float32) for key in "xy"}
     micro = {key: x[:ROWS] for key, x in batch.items()}
     staged = split_stages(
-        overlap.loss_fn,
-        lambda: Wide(nnx.Rngs(0)),
-        micro,
-        num_stages=2,
-        balance="count",
-        mesh=groups.unstack[0],
+        overlap.loss_fn, lambda: Wide(nnx.Rngs(0)), micro, num_stages=2, balance="count", mesh=groups.unstack[0]
     )
     pipeline = Pipeline(staged, optax.sgd(1e-3), mesh=groups, schedule=schedule)
     state = pipeline.init_state()

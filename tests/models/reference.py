@@ -1,16 +1,22 @@
 """Small decoders with random parameters, and the same decoder in numpy."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from flax_mesh import PartitionAxis, create_mesh
 from flax_mesh.models import DecoderConfig, make_decoder
 from flax_mesh.tree import named_leaves
 
 SMALL = DecoderConfig(vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_size=48)
+NATURAL = PartitionAxis(batch_axis=("fsdp", "dp", "ep"), hidden_state_axis=None)
+REPLICATED = PartitionAxis(hidden_state_axis=None)  # the batch is replicated over the devices that share the experts
+SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16, "mlp_size": 32}
+EXPERTS = DecoderConfig(**SIZES, num_experts=8, scan=True, axes=NATURAL)
 
 
 def with_random_parameters(make):
@@ -29,6 +35,11 @@ def small(config=SMALL, **change):
 
 def tokens_of(batch=2, seq=12, seed=0):
     return np.random.default_rng(seed).integers(0, SMALL.vocab_size, (batch, seq)).astype(np.int32)
+
+
+def make_mesh(**sizes):
+    shape = [sizes.get(name, 1) for name in ("dp", "fsdp", "ep", "tp", "sp")]
+    return create_mesh(tuple(shape), devices=jax.devices()[: math.prod(shape)])
 
 
 def numpy_decoder(model, tokens, **change):
