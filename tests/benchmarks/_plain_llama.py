@@ -46,7 +46,7 @@ def make_optimizer(settings: Any) -> optax.GradientTransformation:
         settings.decay_steps,
         settings.end_learning_rate,
     )
-    decayed = partial(jax.tree_util.tree_map_with_path, lambda path, _: "norm" not in str(path[-1]))
+    decayed = partial(jax.tree_util.tree_map_with_path, lambda path, _: "norm" not in jax.tree_util.keystr(path))
     adamw = optax.adamw(
         rate, settings.b1, settings.b2, settings.epsilon, weight_decay=settings.weight_decay, mask=decayed
     )

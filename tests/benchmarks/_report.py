@@ -1,5 +1,6 @@
 """The output of the benchmarks: a table, then a line of JSON with results, command, date, versions and hardware."""
 
+import argparse
 import datetime
 import importlib.metadata
 import json
@@ -7,6 +8,7 @@ import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,6 +20,30 @@ def use_cpu(devices: int = 8) -> None:
     """Use `devices` virtual CPU devices only. Must be called before the first array is created."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
+
+
+def options(benchmark: str, arguments: Sequence[str] | None, **defaults: Any) -> Any:
+    """The options --name of a benchmark. A tuple is separated by commas; False is a switch."""
+    parser = argparse.ArgumentParser(prog=f"python -m tests.benchmarks {benchmark}")
+    for name, default in defaults.items():
+        if default is False:
+            parser.add_argument(f"--{name}", action="store_true")
+        elif isinstance(default, tuple):
+            parser.add_argument(f"--{name}", type=partial(_parts, type(default[0])), default=default)
+        else:
+            parser.add_argument(f"--{name}", type=type(default), default=default)
+    return parser.parse_args(arguments)
+
+
+def _parts(kind: type, text: str) -> tuple[Any, ...]:
+    return tuple(map(kind, text.split(",")))
+
+
+def report(benchmark: str, arguments: Sequence[str] | None, rows: Sequence[Mapping[str, Any]], **figures: Any) -> int:
+    """Print the table of `rows`, and the line of JSON; return the exit code of the benchmark."""
+    print_table(rows)
+    print_json(benchmark, arguments, rows=rows, **figures)
+    return 0
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -41,11 +67,7 @@ def origin(benchmark: str, arguments: Sequence[str] | None = None) -> dict[str, 
         "command": " ".join(["python -m tests.benchmarks", benchmark, *options]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version(), **_versions()},
-        "hardware": {
-            "machine": platform.machine(),
-            "cpus": len(os.sched_getaffinity(0)),
-            "load": os.getloadavg(),
-        },
+        "hardware": {"machine": platform.machine(), "cpus": len(os.sched_getaffinity(0)), "load": os.getloadavg()},
     }
 
 

@@ -12,7 +12,6 @@ Targets: save at least 0.9x Orbax's speed; restore at most 1.5x its time; the ca
 Options: --folder (on the disk to measure; default: a temporary one), --mib, --rounds.
 """
 
-import argparse
 import asyncio
 import itertools
 import logging
@@ -27,10 +26,14 @@ from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tests.benchmarks._report import print_json, use_cpu
+from flax_mesh.checkpoint import Checkpointer
+from flax_mesh.checkpoint.checksums import write_checksums
+from tests.benchmarks._report import options, print_json, use_cpu
 
 ARRAYS, DEVICES = 64, 8
 COLUMNS: tuple[str, ...] = ("save", "save_cpu", "blocked", "restore", "restore_cpu")
@@ -51,8 +54,6 @@ def layout(arrays: dict[str, jax.Array]) -> dict[str, Any]:
 
 
 def save_by_flax_mesh(folder: Path, arrays: dict[str, jax.Array], compress: bool) -> dict[str, float]:
-    from flax_mesh.checkpoint import Checkpointer
-
     with Checkpointer(folder, compress=compress) as checkpointer:
         checkpointer.save(0, nnx.State({"first": arrays["w0"]}), {})  # creates the folder and the threads
         checkpointer.wait()
@@ -61,15 +62,11 @@ def save_by_flax_mesh(folder: Path, arrays: dict[str, jax.Array], compress: bool
 
 
 def restore_by_flax_mesh(folder: Path, target: dict[str, Any]) -> Any:
-    from flax_mesh.checkpoint import Checkpointer
-
     with Checkpointer(folder) as checkpointer:
         return checkpointer.restore(nnx.State(target), 1)
 
 
 def save_by_orbax(folder: Path, arrays: dict[str, jax.Array], compress: bool) -> dict[str, float]:
-    import orbax.checkpoint as ocp
-
     with closing(ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=compress))) as checkpointer:
         checkpointer.save(folder / "0", args=ocp.args.PyTreeSave({"first": arrays["w0"]}))
         checkpointer.wait_until_finished()
@@ -78,16 +75,12 @@ def save_by_orbax(folder: Path, arrays: dict[str, jax.Array], compress: bool) ->
 
 
 def restore_by_orbax(folder: Path, target: dict[str, Any]) -> Any:
-    import orbax.checkpoint as ocp
-
     args = ocp.args.PyTreeRestore(item=target, restore_args=ocp.checkpoint_utils.construct_restore_args(target))
     with closing(ocp.Checkpointer(ocp.PyTreeCheckpointHandler())) as checkpointer:
         return checkpointer.restore(folder / "1", args=args)
 
 
 def save_by_tensorstore(folder: Path, arrays: dict[str, jax.Array], compress: bool) -> dict[str, float]:
-    import tensorstore as ts
-
     codecs = [{"name": "bytes"}, *([{"name": "zstd", "configuration": {"level": 1}}] if compress else [])]
     written = []
 
@@ -107,8 +100,6 @@ def save_by_tensorstore(folder: Path, arrays: dict[str, jax.Array], compress: bo
 
 
 def restore_by_tensorstore(folder: Path, target: dict[str, Any]) -> Any:
-    import tensorstore as ts
-
     async def one(name: str, x: Any) -> jax.Array:
         store = await ts.open({"driver": "zarr3", "kvstore": f"file://{folder / name}/"})
         parts = x.sharding.addressable_devices_indices_map(x.shape)
@@ -139,15 +130,6 @@ def timed(start: Callable[[], Any], finish: Callable[[], Any]) -> dict[str, floa
     return {"blocked": blocked, "save": time.perf_counter() - began, "save_cpu": time.process_time() - cpu}
 
 
-def checksums(step: Path) -> dict[str, float]:
-    """Seconds to compute and write the checksums of a saved step once more."""
-    from flax_mesh.checkpoint.checksums import write_checksums
-
-    began = time.perf_counter()
-    write_checksums(step)
-    return {"checksums": time.perf_counter() - began}
-
-
 def measure(folder: Path, arrays: dict[str, jax.Array], compress: bool, rounds: int) -> dict[str, dict[str, float]]:
     """library -> best seconds of save, blocked and restore, and MiB on disk."""
     best: dict[str, dict[str, float]] = {name: {} for name in LIBRARIES}
@@ -160,7 +142,9 @@ def measure(folder: Path, arrays: dict[str, jax.Array], compress: bool, rounds: 
             os.sync()  # pending writes of the previous save
             seconds = save(place, arrays, compress)
             if name == "flax_mesh":
-                seconds |= checksums(place / "1")
+                began = time.perf_counter()
+                write_checksums(place / "1")
+                seconds["checksums"] = time.perf_counter() - began
             os.sync()
             began, cpu = time.perf_counter(), time.process_time()
             restored = jax.block_until_ready(restore(place, layout(arrays)))
@@ -176,16 +160,12 @@ def measure(folder: Path, arrays: dict[str, jax.Array], compress: bool, rounds: 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks checkpoints")
-    parser.add_argument("--folder", help="folder to write to (default: a temporary folder)")
-    parser.add_argument("--mib", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=6)
-    given = parser.parse_args(arguments)
+    given = options("checkpoints", arguments, folder="", mib=1024, rounds=6)
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns about missing optional files
     use_cpu(DEVICES)
     arrays = make_arrays(given.mib)
     rows = []
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+    with tempfile.TemporaryDirectory(dir=given.folder or None) as folder:
         for compress in (False, True):
             found = measure(Path(folder), arrays, compress, given.rounds)
             print(f"{given.mib} MiB in {ARRAYS} arrays, {'zstd' if compress else 'not compressed'}; seconds")

@@ -18,7 +18,6 @@ memory, in the size of the program, and in the rest.
     python -m tests.benchmarks compile [--layers 4,12,24,48,96] [--rounds 3] [--kinds "scanned;unrolled"]
 """
 
-import argparse
 import itertools
 import json
 import resource
@@ -39,7 +38,7 @@ from flax_mesh.models import DecoderConfig, make_decoder
 from flax_mesh.models.decoder import next_token_loss
 from flax_mesh.step.state import abstract_train_state
 from flax_mesh.train import make_train_step
-from tests.benchmarks._report import print_json, print_table, use_cpu
+from tests.benchmarks._report import options, print_json, print_table, use_cpu
 from tests.benchmarks.step import plain_step
 
 ROOT = Path(__file__).parent.parent.parent
@@ -102,23 +101,19 @@ def peak_mib() -> float:
 
 
 def in_fresh_process(kind: str, num_layers: int) -> dict[str, float]:
-    command = [sys.executable, "-m", "tests.benchmarks", "compile", "--worker", kind, str(num_layers)]
+    command = [sys.executable, "-m", "tests.benchmarks", "compile", f"--worker={kind}:{num_layers}"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks compile")
-    parser.add_argument("--layers", default="4,12,24,48,96")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--kinds", default=";".join(KINDS), help=f"of {'; '.join(KINDS)}; separated by semicolons")
-    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
-    given = parser.parse_args(arguments)
+    given = options("compile", arguments, layers=(4, 12, 24, 48, 96), rounds=3, kinds=";".join(KINDS), worker="")
     if given.worker:
         use_cpu(1)
-        print(json.dumps(measure(given.worker[0], int(given.worker[1]))))
+        kind, _, depth = given.worker.partition(":")
+        print(json.dumps(measure(kind, int(depth))))
         return 0
-    depths, kinds = [int(depth) for depth in given.layers.split(",")], given.kinds.split(";")
+    depths, kinds = given.layers, given.kinds.split(";")
     best: dict[tuple[str, int], dict[str, float]] = {}
     for _ in range(given.rounds):
         for kind in kinds:

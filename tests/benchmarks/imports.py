@@ -7,7 +7,6 @@ tensorstore. Target: at most 50 ms, no module of orbax or tensorstore. eformer a
     python -m tests.benchmarks imports [--runs 7]
 """
 
-import argparse
 import importlib.util
 import json
 import subprocess
@@ -15,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tests.benchmarks._report import print_json, print_table
+from tests.benchmarks._report import options, report
 
 TARGET_MS = 50
 NAMES = ("flax_mesh", "flax_mesh.train", "eformer.escale", "scalax.sharding")
@@ -51,10 +50,5 @@ def measure(number: int) -> list[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks imports")
-    parser.add_argument("--runs", type=int, default=7)
-    given = parser.parse_args(arguments)
-    rows = measure(given.runs)
-    print_table(rows)
-    print_json("imports", arguments, target_ms=TARGET_MS, rows=rows)
-    return 0
+    given = options("imports", arguments, runs=7)
+    return report("imports", arguments, measure(given.runs), target_ms=TARGET_MS)

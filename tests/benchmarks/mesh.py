@@ -7,7 +7,6 @@ Mesh objects. The search rows compute the assignment of a v4 slice of 8x8x16 chi
     python -m tests.benchmarks mesh [--rounds 15]
 """
 
-import argparse
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from flax_mesh import create_device_mesh, create_mesh
 from flax_mesh.mesh.torus.assign import choose_assignment
 from flax_mesh.mesh.torus.torus import Torus, wraps_around
 from tests.benchmarks._peers import peer
-from tests.benchmarks._report import print_json, print_table, use_cpu
+from tests.benchmarks._report import options, report, use_cpu
 from tests.mesh.fakes import tpu_slice
 
 Row = dict[str, tuple[Callable[[tuple[str, str]], object], int]]
@@ -80,11 +79,6 @@ def measure(rounds: int) -> list[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks mesh")
-    parser.add_argument("--rounds", type=int, default=15)
-    given = parser.parse_args(arguments)
+    given = options("mesh", arguments, rounds=15)
     use_cpu()
-    rows = measure(given.rounds)
-    print_table(rows)
-    print_json("mesh", arguments, rows=rows)
-    return 0
+    return report("mesh", arguments, measure(given.rounds))

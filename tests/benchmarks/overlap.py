@@ -8,7 +8,6 @@ first line reports the measured time of a single sleep. Target: at most 1.05.
     python -m tests.benchmarks overlap [--ms 50] [--microbatches 8,32] [--steps 7] [--schedules 1f1b,zb-h1]
 """
 
-import argparse
 import ctypes
 import shutil
 import statistics
@@ -22,13 +21,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
-from flax_mesh import create_mesh
-from flax_mesh.mpmd import MpmdMesh, Pipeline, split_stages
-from flax_mesh.mpmd.schedules import Schedule, StageCost, make_schedule, simulate
-from tests.benchmarks._report import print_json, print_table, use_cpu
+from flax_mesh.mpmd import Pipeline
+from flax_mesh.mpmd.schedules import Schedule, StageCost, simulate
+from tests.benchmarks._pipelines import make_pipeline, random_batch, times_of_steps
+from tests.benchmarks._report import options, report, use_cpu
 
 TARGET = 1.05
 GROUPS, WIDTH, ROWS = 4, 256, 8
@@ -112,20 +110,9 @@ def sleepy_pipeline(
 ) -> tuple[Pipeline, dict[str, np.ndarray]]:
     """A pipeline whose stages sleep, and a batch of `count` microbatches for it. Call `load_nap` before."""
     num_layers, micros = SCHEDULES[name] * num_groups // GROUPS, round(ms * 1000)
-    groups = MpmdMesh(create_mesh((num_groups, 1), ("pp", "dp"), devices=jax.devices()[:num_groups]), "pp")
-    product = sleepy_product(micros, micros, micros)
-    rng = np.random.default_rng(0)
-    batch = {key: rng.normal(size=(count * ROWS, WIDTH)).astype(np.float32) for key in "xy"}
-    staged = split_stages(
-        loss_fn,
-        lambda: Net(num_layers, product, nnx.Rngs(0)),
-        {key: x[:ROWS] for key, x in batch.items()},
-        num_stages=num_layers,
-        balance="count",
-        mesh=groups.unstack[0],
-    )
-    schedule = make_schedule(name, num_groups=num_groups, num_microbatches=count)
-    return Pipeline(staged, optax.sgd(1e-3), mesh=groups, schedule=schedule), batch
+    product, batch = sleepy_product(micros, micros, micros), random_batch(count * ROWS, WIDTH)
+    make = lambda: Net(num_layers, product, nnx.Rngs(0))  # noqa: E731
+    return make_pipeline(make, loss_fn, batch, name, num_groups, count, rate=1e-3), batch
 
 
 def costs_of_sleep(schedule: Schedule, ms: float) -> list[StageCost]:
@@ -140,23 +127,11 @@ def costs_of_sleep(schedule: Schedule, ms: float) -> list[StageCost]:
 def measure(name: str, ms: float, count: int, steps: int, num_groups: int = GROUPS) -> dict[str, float]:
     """The median step time, the makespan, their ratio, and the host time until the step returned, in milliseconds."""
     pipeline, batch = sleepy_pipeline(name, ms, count, num_groups)
-    state = pipeline.init_state()
-    took, returned = [], []
-    for _ in range(steps + 2):  # the first two compile
-        start = time.perf_counter()
-        state, metrics = pipeline.step(state, batch)
-        returned.append(time.perf_counter() - start)
-        jax.block_until_ready((state.leaves, metrics))
-        took.append(time.perf_counter() - start)
+    took, returned = times_of_steps(pipeline, batch, steps)
     makespan = simulate(pipeline.schedule, costs_of_sleep(pipeline.schedule, ms)).makespan
-    step = statistics.median(took[2:]) * 1e3
-    return {
-        "step_ms": step,
-        "makespan_ms": makespan,
-        "ratio": step / makespan,
-        "best_ratio": min(took[2:]) * 1e3 / makespan,
-        "returned_ms": statistics.median(returned[2:]) * 1e3,
-    }
+    found = {"step_ms": statistics.median(took), "makespan_ms": makespan}
+    found |= {"ratio": statistics.median(took) / makespan, "best_ratio": min(took) / makespan}
+    return found | {"returned_ms": statistics.median(returned)}
 
 
 def compare(names: Iterable[str], counts: Iterable[int], ms: float, steps: int = 7) -> list[dict[str, Any]]:
@@ -170,15 +145,7 @@ def compare(names: Iterable[str], counts: Iterable[int], ms: float, steps: int =
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks overlap")
-    parser.add_argument("--ms", type=float, default=50.0, help="sleep of a layer in each of F, B and W")
-    parser.add_argument("--microbatches", default="8", help="separated by commas")
-    parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--schedules", default=",".join(SCHEDULES), help="schedules, separated by commas")
-    given = parser.parse_args(arguments)
+    given = options("overlap", arguments, ms=50.0, microbatches=(8,), steps=7, schedules=tuple(SCHEDULES))
     use_cpu()
-    counts = [int(count) for count in given.microbatches.split(",")]
-    rows = compare(given.schedules.split(","), counts, given.ms, given.steps)
-    print_table(rows)
-    print_json("overlap", arguments, target=TARGET, rows=rows)
-    return 0
+    rows = compare(given.schedules, given.microbatches, given.ms, given.steps)
+    return report("overlap", arguments, rows, target=TARGET)

@@ -16,7 +16,6 @@ The second table: layers that sleep, and the step time over the simulated makesp
     python -m tests.benchmarks pipeline [--microbatches 8,32] [--steps 200] [--ms 50]
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -31,14 +30,14 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh import create_mesh
-from flax_mesh.mpmd import MpmdMesh, Pipeline, split_stages
+from flax_mesh.mpmd import Pipeline
 from flax_mesh.mpmd.schedules import make_schedule
 from flax_mesh.mpmd.transport import local_copy
 from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.step.state import TrainState, init_train_state
 from flax_mesh.step.step import make_train_step
-from tests.benchmarks import overlap
-from tests.benchmarks._report import print_json, print_table, use_cpu
+from tests.benchmarks import _pipelines, overlap
+from tests.benchmarks._report import options, print_json, print_table, use_cpu
 
 TARGET = 1.5
 WARM = 5  # steps not counted
@@ -175,13 +174,10 @@ def measure(count: int, remat: Any, steps: int) -> dict[str, Any]:
 
 
 def make_pipeline(count: int, remat: Any) -> tuple[Pipeline, dict[str, np.ndarray]]:
-    groups = MpmdMesh(create_mesh((STAGES, 1), ("pp", "dp"), devices=jax.devices()[:STAGES]), "pp")
-    rng = np.random.default_rng(0)
-    batch = {name: rng.normal(size=(count * ROWS, LENGTH, WIDTH)).astype(np.float32) for name in "xy"}
-    micro = {name: x[:ROWS] for name, x in batch.items()}
-    staged = split_stages(loss_fn, lambda: Net(nnx.Rngs(0)), micro, num_stages=STAGES, mesh=groups.unstack[0])
-    schedule = make_schedule("1f1b", num_groups=STAGES, num_microbatches=count)
-    return Pipeline(staged, optax.sgd(RATE), mesh=groups, schedule=schedule, remat=remat), batch
+    batch = _pipelines.random_batch(count * ROWS, LENGTH, WIDTH)
+    return _pipelines.make_pipeline(
+        lambda: Net(nnx.Rngs(0)), loss_fn, batch, "1f1b", STAGES, count, rate=RATE, remat=remat
+    ), batch
 
 
 def plain_program(count: int) -> tuple[TrainState, Callable[..., Any]]:
@@ -253,18 +249,11 @@ def copied_bytes(call: Callable[[], Any]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks pipeline")
-    parser.add_argument("--microbatches", default="8,32")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument(
-        "--ms", type=float, default=50.0, help="sleep of a layer in the second table; 0: no second table"
-    )
-    given = parser.parse_args(arguments)
+    given = options("pipeline", arguments, microbatches=(8, 32), steps=200, ms=50.0)  # ms=0: no second table
     use_cpu()
-    counts = [int(count) for count in given.microbatches.split(",")]
-    rows = [measure(count, remat, given.steps) for count in counts for remat in ("none", "full")]
+    rows = [measure(count, remat, given.steps) for count in given.microbatches for remat in ("none", "full")]
     print_table(rows)
-    slept = overlap.compare(["1f1b"], counts, given.ms) if given.ms else []
+    slept = overlap.compare(["1f1b"], given.microbatches, given.ms) if given.ms else []
     if slept:
         print()
         print_table(slept)

@@ -13,7 +13,6 @@ The last table has everything that flax_mesh and these two have in common, from 
     python -m tests.benchmarks placement [--rounds 15] [--alone]
 """
 
-import argparse
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +27,7 @@ from flax_mesh import create_mesh, gather, make_shard_and_gather_fns, shard
 from tests.benchmarks import imports, rules
 from tests.benchmarks import mesh as meshes
 from tests.benchmarks._peers import peer
-from tests.benchmarks._report import print_json, print_table, use_cpu
+from tests.benchmarks._report import options, print_json, print_table, use_cpu
 
 PEER_ROUNDS = 2
 TARGET = 1.2  # of the time of JAX itself
@@ -154,12 +153,7 @@ def side_by_side(placed: list[dict[str, Any]], rounds: int) -> list[dict[str, An
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks placement")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument(
-        "--alone", action="store_true", help="only placement, without the benchmarks rules, mesh and imports"
-    )
-    given = parser.parse_args(arguments)
+    given = options("placement", arguments, rounds=15, alone=False)
     use_cpu()
     mesh, tree = create_mesh((2, 2, 1, 2, 1)), host_tree()
     specs = jax.tree.map(lambda x: P("fsdp", "tp") if x.ndim == 2 else P(), tree)

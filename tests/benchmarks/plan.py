@@ -31,7 +31,7 @@ from flax_mesh.plan.forecast import Estimate, estimate, parts_of
 from flax_mesh.plan.recipe import step_of
 from flax_mesh.plan.topology import Topology, parse_topology
 from flax_mesh.train.build import run_rules
-from tests.benchmarks._report import print_json, print_table, use_cpu
+from tests.benchmarks._report import options, print_json, print_table, report, use_cpu
 from tests.plan.cases import CASES, Case
 from tests.plan.compiled import Figures, compiled, estimated, memory_error, operand_errors
 from tests.plan.published import RUNS, Run, fitted, held_out
@@ -49,22 +49,16 @@ class Fit(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     use_cpu()
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks plan", description=__doc__)
-    parser.add_argument("--fit", action="store_true", help="fit the constants of every chip again")
-    parser.add_argument("--only", default="", help="runs or cases whose name contains this text")
-    parser.add_argument("--compiled", action="store_true", help="compare compiled steps instead")
-    parser.add_argument("--tpu", action="store_true", help="of these also the cases on TPU topologies")
-    parser.add_argument("--ranking", action="store_true", help="measure layouts of a model, and compare their order")
-    parser.add_argument("--rounds", type=int, default=9, help="repetitions of each layout (default: %(default)s)")
-    options = parser.parse_args(arguments)
-    if options.fit:
+    figures = {"only": "", "fit": False, "compiled": False, "tpu": False, "ranking": False, "rounds": 9}
+    given = options("plan", arguments, **figures)
+    if given.fit:
         return fit(arguments)
-    if options.compiled:
-        return compare_compiled(options, arguments)
-    if options.ranking:
-        return compare_ranks(options, arguments)
+    if given.compiled:
+        return compare_compiled(given, arguments)
+    if given.ranking:
+        return compare_ranks(given, arguments)
     of_fit, errors, rows = {run.id for run in fitted()}, {}, []
-    for run in (run for run in RUNS if options.only in run.id):
+    for run in (run for run in RUNS if given.only in run.id):
         seconds = plan(run.config(), run.topology).time.seconds
         errors[run.id] = seconds / run.seconds - 1
         row = {"run": run.id, "topology": run.topology, "published, s": run.seconds, "predicted, s": seconds}
@@ -95,9 +89,7 @@ def fit(arguments: Sequence[str] | None) -> int:
         constants = {"matmul, fitted": best.matmul_fraction, "in the table": chip.matmul_fraction}
         constants |= {"overlap, fitted": best.overlap_fraction, "in the table ": chip.overlap_fraction}
         rows.append({"chip": name, "runs": len(of_chip)} | constants)
-    print_table(rows)
-    print_json("plan", arguments, constants=rows)
-    return 0
+    return report("plan", arguments, rows)
 
 
 def fit_chip(runs: Iterable[tuple[Run, Estimate, Topology]]) -> Fit:
@@ -115,11 +107,11 @@ def squares(runs: Iterable[tuple[Run, Estimate, Topology]], matmul: float, overl
     return math.fsum(found)
 
 
-def compare_compiled(options: argparse.Namespace, arguments: Sequence[str] | None) -> int:
+def compare_compiled(given: argparse.Namespace, arguments: Sequence[str] | None) -> int:
     print(f"{HEADER}\n|---|---|--:|--:|--:|---|---|")
     errors = {}
     for case in CASES:
-        if options.only not in case.name or (case.platform == "tpu" and not options.tpu):
+        if given.only not in case.name or (case.platform == "tpu" and not given.tpu):
             continue
         for program, true in compiled(case).items():
             found = estimated(case)[program]
@@ -148,12 +140,12 @@ def case_row(case: Case, program: str, found: Figures, true: Figures) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def compare_ranks(options: argparse.Namespace, arguments: Sequence[str] | None) -> int:
+def compare_ranks(given: argparse.Namespace, arguments: Sequence[str] | None) -> int:
     calibration = calibrate(jax.devices())
     print(f"{calibration.to_text()}\n", flush=True)
     configs = {f"{shape}, remat {remat}": config_of(shape, remat) for shape, remat in LAYOUTS}
-    chosen = {name: config for name, config in configs.items() if options.only in name}
-    found = rank(calibration.chip, chosen, options.rounds)
+    chosen = {name: config for name, config in configs.items() if given.only in name}
+    found = rank(calibration.chip, chosen, given.rounds)
     rows = [
         {"layout": row.layout, "predicted, busy s": row.predicted, "measured, CPU s / cores": row.measured}
         for row in sorted(found, key=lambda row: row.measured)

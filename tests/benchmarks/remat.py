@@ -8,25 +8,22 @@ time of the process: medians of the ratios over rounds of one step each, in rand
         [--dtypes float32,bfloat16]
 """
 
-import argparse
 import random
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import jax
 import numpy as np
-import optax
 from flax import nnx
 
-from flax_mesh import create_mesh
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
-from flax_mesh.mpmd import MpmdMesh, Pipeline, split_stages
-from flax_mesh.mpmd.schedules import make_schedule
 from flax_mesh.mpmd.split import remat
-from tests.benchmarks._report import print_json, print_table, use_cpu
+from tests.benchmarks._pipelines import make_pipeline
+from tests.benchmarks._report import options, report, use_cpu
 
 GROUPS, MICROBATCHES, ROWS = 4, 4, 4
 AXES = ("pp", "dp", "fsdp", "ep", "tp", "sp")
@@ -37,15 +34,11 @@ class Variant:
     """One pipeline and its step times."""
 
     def __init__(self, config: DecoderConfig, mode: str, batch: dict[str, np.ndarray]):
-        mesh = MpmdMesh(create_mesh((GROUPS, 1, 1, 1, 1, 1), AXES, devices=jax.devices()[:GROUPS]), "pp")
-        schedule = make_schedule("1f1b", num_groups=GROUPS, num_microbatches=MICROBATCHES)
-        micro = {name: x[:ROWS] for name, x in batch.items()}
-        staged = split_stages(
-            next_token_loss, lambda: make_decoder(config, nnx.Rngs(0)), micro, num_stages=GROUPS, mesh=mesh.unstack[0]
-        )
         accepted: Any = "none" if mode == STORE_ALL else mode
-        rules = [(".*", ())]
-        self.pipeline = Pipeline(staged, optax.sgd(1e-2), mesh=mesh, schedule=schedule, rules=rules, remat=accepted)
+        make = lambda: make_decoder(config, nnx.Rngs(0))  # noqa: E731
+        self.pipeline = make_pipeline(
+            make, next_token_loss, batch, "1f1b", GROUPS, MICROBATCHES, AXES, rules=[(".*", ())], remat=accepted
+        )
         self.batch, self.state = batch, self.pipeline.init_state()
         self.time: list[float] = []
         self.cpu: list[float] = []
@@ -56,10 +49,8 @@ class Variant:
                 residual_bytes[action.stage] = sum(x.nbytes for x in saved[action.stage, action.microbatch][1])
 
         self.pipeline.on_action = record
-        if mode == STORE_ALL:
-            with patch.object(remat, "is_expensive", lambda *_: True):
-                self.step()
-        else:
+        everything = patch.object(remat, "is_expensive", lambda *_: True)
+        with everything if mode == STORE_ALL else nullcontext():
             self.step()
         self.pipeline.on_action = None
         self.residual_bytes = sum(residual_bytes.values())
@@ -100,18 +91,12 @@ def measure(config: DecoderConfig, sequence: int, steps: int) -> list[dict[str, 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks remat")
-    for name, default in (("layers", 8), ("width", 256), ("sequence", 256), ("steps", 15)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--dtypes", default="float32,bfloat16")
-    given = parser.parse_args(arguments)
+    sizes = {"layers": 8, "width": 256, "sequence": 256, "steps": 15}
+    given = options("remat", arguments, **sizes, dtypes=("float32", "bfloat16"))
     use_cpu()
-    sizes: dict[str, Any] = {"vocab_size": 256, "hidden_size": given.width, "mlp_size": 3 * given.width}
-    heads: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 4, "head_dim": given.width // 8}
+    of_model: dict[str, Any] = {"vocab_size": 256, "hidden_size": given.width, "mlp_size": 3 * given.width}
+    of_model |= {"num_heads": 8, "num_kv_heads": 4, "head_dim": given.width // 8, "num_layers": given.layers}
     rows = []
-    for dtype in given.dtypes.split(","):
-        config = DecoderConfig(**sizes, **heads, num_layers=given.layers, dtype=dtype)
-        rows += measure(config, given.sequence, given.steps)
-    print_table(rows)
-    print_json("remat", arguments, rows=rows)
-    return 0
+    for dtype in given.dtypes:
+        rows += measure(DecoderConfig(**of_model, dtype=dtype), given.sequence, given.steps)
+    return report("remat", arguments, rows)

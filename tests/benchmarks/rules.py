@@ -9,7 +9,6 @@ with annotated Variables.
     python -m tests.benchmarks rules [--rounds 15] [--layers 83,832]
 """
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +22,7 @@ from jax.tree_util import keystr
 
 from flax_mesh import PartitionRules, match_partition_rules
 from tests.benchmarks._peers import peer
-from tests.benchmarks._report import print_json, print_table, use_cpu
+from tests.benchmarks._report import options, print_json, print_table, use_cpu
 
 TARGETS = {"cold": 1.5, "warm": 0.6}  # relative to the time of the paths
 NAMES = [f"{part}_{i}" for i in range(4) for part in ("attention", "mlp", "norm")]
@@ -101,13 +100,9 @@ def ratios(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks rules")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--layers", default="83,832", help="numbers of layers, of 24 leaves each")
-    given = parser.parse_args(arguments)
+    given = options("rules", arguments, rounds=15, layers=(83, 832))
     use_cpu()
-    depths = [int(depth) for depth in given.layers.split(",")]
-    rows = [measure(depth, kind, given.rounds) for kind in ("dict", "state") for depth in depths]
+    rows = [measure(depth, kind, given.rounds) for kind in ("dict", "state") for depth in given.layers]
     print(f"{len(TABLE)} rules; CPU ms")
     print_table(rows)
     print("\nrelative to the paths")

@@ -6,7 +6,6 @@ disk; reads are served from the page cache, if the file fits in memory.
     python -m tests.benchmarks safetensors [--layers 4] [--rounds 3]
 """
 
-import argparse
 import importlib.util
 import os
 import tempfile
@@ -24,7 +23,7 @@ from flax_mesh.checkpoint.hf.convert import load_safetensors, save_safetensors
 from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES
 from flax_mesh.checkpoint.hf.safetensors import SINGLE_FILE
 from flax_mesh.models import DecoderConfig, make_decoder
-from tests.benchmarks._report import print_json, print_table, use_cpu
+from tests.benchmarks._report import options, report, use_cpu
 
 SIZES: dict[str, Any] = {"vocab_size": 32_000, "hidden_size": 2048, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128}
 NAMES = DECODER_NAMES["llama"]
@@ -60,10 +59,7 @@ def measure(state: nnx.State, folder: Path) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks safetensors")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3)
-    given = parser.parse_args(arguments)
+    given = options("safetensors", arguments, layers=4, rounds=3)
     use_cpu()
     config = DecoderConfig(**SIZES, mlp_size=8192, num_layers=given.layers, tied=False, param_dtype="bfloat16")
     abstract = abstract_state(lambda: make_decoder(config, nnx.Rngs(0)), create_mesh((1, 4, 1, 2, 1)))
@@ -76,18 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder:
             row = measure(state, Path(folder))
         best = {name: min(time, best.get(name, time)) for name, time in row.items()}
+    compared = {"save": "write", "load": "read", "package": "read"}
     rows = [
-        {
-            "work": name,
-            "s": best[name],
-            "GiB/s": gib / best[name],
-            "against": against,
-            "ratio": best[name] / best[against],
-        }
-        for name, against in (("save", "write"), ("load", "read"), ("package", "read"))
+        {"work": name, "s": best[name], "GiB/s": gib / best[name], "against": raw, "ratio": best[name] / best[raw]}
+        for name, raw in compared.items()
         if name in best
     ]
     print(f"{gib:.2f} GiB, best of {given.rounds}")
-    print_table(rows)
-    print_json("safetensors", arguments, gib=gib, rows=rows)
-    return 0
+    return report("safetensors", arguments, rows, gib=gib)

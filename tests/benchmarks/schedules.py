@@ -7,7 +7,6 @@ transfers of up to half a forward pass. Prints the gap of each schedule to a low
     python -m tests.benchmarks schedules [--seconds 5] [--cases 100]
 """
 
-import argparse
 import random
 import statistics
 import time
@@ -15,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from flax_mesh.mpmd.schedules import StageCost, check_schedule, search_schedule
-from tests.benchmarks._report import print_json
+from tests.benchmarks._report import options, print_json
 
 
 class Case(NamedTuple):
@@ -47,10 +46,7 @@ def _case(seed: int) -> Case:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks schedules")
-    parser.add_argument("--seconds", type=float, default=5.0)
-    parser.add_argument("--cases", type=int, default=100)
-    given = parser.parse_args(arguments)
+    given = options("schedules", arguments, seconds=5.0, cases=100)
     gaps, gains, times, slower = [], [], [], []
     print(f"{'case':>24} {'makespan':>9} {'gap':>7} {'faster':>7} than best named  seconds")
     for case in cases(given.cases):

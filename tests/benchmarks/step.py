@@ -12,7 +12,7 @@ flat jit.
     python -m tests.benchmarks step [--rounds 200] [--leaves 150,450] [--devices 1,2,8]
 """
 
-import argparse
+import itertools
 import random
 import statistics
 import time
@@ -28,7 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_mesh import abstract_state, create_mesh
 from flax_mesh.text import count_text
 from flax_mesh.train import TrainState, init_train_state, make_train_step
-from tests.benchmarks._report import print_json, print_table, use_cpu
+from tests.benchmarks._report import options, report, use_cpu
 
 TARGET = 1.1
 WARM = 10  # rounds not counted
@@ -144,16 +144,8 @@ def measure(num_leaves: int, devices: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks step")
-    parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--leaves", default="150,450", help="of the model; the optimizer has twice as many")
-    parser.add_argument("--devices", default="1,2,8")
-    given = parser.parse_args(arguments)
+    given = options("step", arguments, rounds=200, leaves=(150, 450), devices=(1, 2, 8))
     use_cpu()
-    rows = []
-    for num_leaves in map(int, given.leaves.split(",")):
-        for devices in map(int, given.devices.split(",")):
-            rows += measure(num_leaves, devices, given.rounds)
-    print_table(rows)
-    print_json("step", arguments, target=TARGET, rows=rows)
-    return 0
+    cases = itertools.product(given.leaves, given.devices)
+    rows = [row for num_leaves, devices in cases for row in measure(num_leaves, devices, given.rounds)]
+    return report("step", arguments, rows, target=TARGET)

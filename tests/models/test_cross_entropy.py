@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,16 +13,15 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from flax_mesh import PartitionAxis, create_mesh
-from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
+from flax_mesh.models import make_decoder, next_token_loss
 from flax_mesh.models.cross_entropy import cross_entropy
 from flax_mesh.models.matmul import dot_float32
-from tests.models.test_decoder import with_random_parameters
+from tests.models.reference import SMALL, small
 from tests.mpmd.runtime.test_pipeline import build, decoder_batch, groups, whole
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 AXES = PartitionAxis(hidden_state_axis=None)
-SMALL = DecoderConfig(vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_size=48)
 LAST = (((2,), (0,)), ((), ()))
 
 
@@ -45,19 +43,15 @@ def assert_close(have, want, rtol):
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("chunk", [1, 7, 16, 1000])
+@pytest.mark.parametrize("chunk", [7, 1, 16, 1000])
 def test_chunks_of_any_size_have_equal_sum_and_gradients(chunk):
-    args = example()
-    assert_close(with_gradients(chunk)(*args), with_gradients(0)(*args), 1e-6)
-    without = jax.jit(lambda *args: cross_entropy(*args, axes=AXES, chunk=chunk))(*args)
-    assert_close(without, with_gradients(0)(*args)[0], 1e-6)
-
-
-def test_the_cotangent_scales_gradients_and_tokens_without_target_have_none():
+    """Also without gradients, scaled by a cotangent, and for tokens without target, which have none."""
     x, w, targets = example()
-    doubled = jax.jit(jax.grad(lambda x: 2 * cross_entropy(x, w, targets, axes=AXES, chunk=8)))(x)
-    assert_close(doubled, 2 * with_gradients(8)(x, w, targets)[1][0], 1e-6)
-    loss, grads = with_gradients(8)(x, w, jnp.full_like(targets, -1))
+    loss, grads = with_gradients(0)(x, w, targets)
+    assert_close(with_gradients(chunk)(x, w, targets), (loss, grads), 1e-6)
+    doubled = jax.jit(lambda x: 2 * cross_entropy(x, w, targets, axes=AXES, chunk=chunk))
+    assert_close((doubled(x), jax.jit(jax.grad(doubled))(x)), (2 * loss, 2 * grads[0]), 1e-6)
+    loss, grads = with_gradients(chunk)(x, w, jnp.full_like(targets, -1))
     assert loss == 0 and all((g == 0).all() for g in grads)
 
 
@@ -98,23 +92,12 @@ def test_chunks_use_a_fraction_of_the_memory():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"tied": False, "scan": True},
-        pytest.param({"tied": True}, marks=pytest.mark.slow),
-        pytest.param({"num_experts": 4, "experts_per_token": 2}, marks=pytest.mark.slow),
-    ],
-    ids=lambda change: ",".join(change),
-)
-def test_the_loss_of_the_decoder_is_equal_in_chunks(change):
-    rng = np.random.default_rng(0)
-    batch: Any = {name: rng.integers(-(name == "targets"), 64, (2, 12)).astype(np.int32)
-                  for name in ("inputs", "targets")}  # fmt: skip
+def test_the_loss_of_the_decoder_is_equal_in_chunks():
+    change: dict[str, Any] = {"tied": False, "scan": True, "num_experts": 4, "experts_per_token": 2}
+    batch: Any = {"inputs": example(2)[2] % 64, "targets": example(2)[2]}
 
     def run(chunk):
-        config = dataclasses.replace(SMALL, loss_chunk=chunk, **change)
-        graphdef, state = nnx.split(with_random_parameters(lambda: make_decoder(config, nnx.Rngs(0))))
+        graphdef, state = nnx.split(small(loss_chunk=chunk, **change))
 
         def loss_of(state):
             loss, *more = next_token_loss(nnx.merge(graphdef, state), batch)
@@ -125,54 +108,15 @@ def test_the_loss_of_the_decoder_is_equal_in_chunks(change):
     assert_close(run(5), run(0), 2e-5)
 
 
-class Net(nnx.Module):
-    """Two layers and an untied head."""
-
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.embed = nnx.Embed(64, 8, rngs=rngs)
-        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
-        self.head = nnx.Linear(8, 64, use_bias=False, rngs=rngs)
-
-    def __call__(self, tokens):
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = x + jnp.tanh(layer(x))
-        return x
-
-
-def net_loss(chunk, model, batch):
-    targets = batch["targets"]
-    loss = cross_entropy(model(batch["inputs"]), model.head.kernel[...], targets, axes=AXES, chunk=chunk)
-    return loss, jnp.sum(targets >= 0, dtype=jnp.float32)
-
-
-def gradients_of(loss_fn, make, name, sizes):
-    """Parameters by path after a step of gradient descent, the metrics, and the size of the largest residual."""
-    batch, sizes_saved = decoder_batch(8), [0]
-    mesh = groups(**sizes)
-    pipeline = build(make, loss_fn, batch, 4, optax.sgd(1.0), name=name, mesh=mesh, rules=[(".*", ())], axes=AXES)
-    pipeline.on_action = lambda action, saved: sizes_saved.extend(
-        x.size for x in jax.tree.leaves(saved) if hasattr(x, "size")
-    )
+def step_of(name, sizes, **change):
+    """Metrics and parameters by path after a step of gradient descent, and the shapes of all residuals."""
+    config, batch, shapes = dataclasses.replace(SMALL, **change), decoder_batch(8), set()
+    mesh = groups(pp=2, **sizes)
+    pipeline = build(lambda: make_decoder(config, nnx.Rngs(0)), next_token_loss, batch, 4, optax.sgd(1.0), name=name,
+                     mesh=mesh, rules=[(".*", ())], axes=AXES)  # fmt: skip
+    pipeline.on_action = lambda action, saved: shapes.update(np.shape(x) for x in jax.tree.leaves(saved))
     state, metrics = pipeline.step(pipeline.init_state(), batch)
-    return whole(pipeline, state), metrics, max(sizes_saved)
-
-
-def assert_same_step(have, want):
-    assert_close(have[1], want[1], 1e-5)
-    for path, value in want[0].items():
-        if np.issubdtype(value.dtype, np.floating):
-            np.testing.assert_allclose(have[0][path], value, rtol=1e-4, atol=2e-6, err_msg=path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-def test_a_pipeline_with_chunks_saves_no_logits(name):
-    want, have = (gradients_of(partial(net_loss, chunk), Net, name, {"pp": 2, "tp": 2}) for chunk in (0, 6))
-    assert_same_step(have, want)
-    logits = 2 * 16 * 64  # of a microbatch
-    assert have[2] < logits == want[2]
+    return metrics, whole(pipeline, state), shapes
 
 
 @pytest.mark.slow
@@ -185,26 +129,22 @@ def test_a_pipeline_with_chunks_saves_no_logits(name):
         ("interleaved-1f1b", {"tp": 2}, {"num_layers": 4, "tied": False}),
     ],
 )
-def test_a_pipelined_decoder_is_equal_in_chunks(name, sizes, change):
-    def of(chunk):
-        config = dataclasses.replace(SMALL, loss_chunk=chunk, **change)
-        return gradients_of(next_token_loss, lambda: make_decoder(config, nnx.Rngs(0)), name, {"pp": 2} | sizes)
-
-    assert_same_step(of(6), of(0))
+def test_a_pipelined_decoder_is_equal_in_chunks_and_saves_no_logits(name, sizes, change):
+    metrics, parameters, shapes = step_of(name, sizes, **change)
+    found_metrics, found, found_shapes = step_of(name, sizes, **change, loss_chunk=6)
+    assert_close(found_metrics, metrics, 1e-5)
+    for path, value in parameters.items():
+        if np.issubdtype(value.dtype, np.floating):
+            np.testing.assert_allclose(found[path], value, rtol=1e-4, atol=2e-6, err_msg=path)
+    logits = 2, 16, 64  # of a microbatch
+    assert logits in shapes and logits not in found_shapes
 
 
 def test_half_precision_has_no_float32_products():
-    model = with_random_parameters(lambda: make_decoder(dataclasses.replace(SMALL, dtype="bfloat16"), nnx.Rngs(0)))
-    graphdef, state = nnx.split(model)
     tokens: Any = {"inputs": example(2)[2] % 64, "targets": example(2)[2]}
     for chunk in (0, 5):
-        config = dataclasses.replace(model.config, loss_chunk=chunk)
-
-        def loss_of(state, config=config):
-            made = nnx.merge(graphdef, state)
-            made.config = config
-            return next_token_loss(made, tokens)[0]
-
+        graphdef, state = nnx.split(small(dtype="bfloat16", loss_chunk=chunk))
+        loss_of = lambda state, graphdef=graphdef: next_token_loss(nnx.merge(graphdef, state), tokens)[0]  # noqa: E731
         text = jax.jit(jax.grad(loss_of)).lower(state).as_text()
         operands = re.findall(r"stablehlo.dot_general.*?: \((.*?)\)", text)
         attention = [o for o in operands if re.search("x12x(2x)?12x", o)]  # the scores of XLA's attention

@@ -15,11 +15,10 @@ from flax_mesh.mesh.context import in_mesh
 from flax_mesh.models import DecoderConfig, Sampling, generate, make_decoder
 from flax_mesh.models.cache import KVCache, row_multiple, slot_multiple
 from flax_mesh.models.generate import Programs, choose_tokens
+from tests.models.reference import SMALL
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-CONFIG = DecoderConfig(
-    vocab_size=48, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_size=48
-)
+CONFIG = dataclasses.replace(SMALL, vocab_size=48)
 EXPERTS = {"num_experts": 4, "experts_per_token": 2}
 MODELS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -34,10 +33,6 @@ MODELS: dict[str, dict[str, Any]] = {
 MESHES = {"dp and tp": (2, 1, 1, 2, 1), "sp": (1, 2, 1, 1, 2), "ep": (1, 2, 2, 2, 1)}
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [3, 3], [40, 30, 20, 10, 0]]
 RANDOM = Sampling(temperature=1.2, top_k=20, top_p=0.95)
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def config_of(name: str) -> DecoderConfig:
@@ -75,34 +70,27 @@ def check_with_forward(config: DecoderConfig, found, *, greedy: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n if at < 2 else slow(n) for at, n in enumerate(MODELS)])
-def test_tokens_and_log_probabilities_are_those_of_the_training_forward_pass(name):
-    config = config_of(name)
-    found = generate(model_on(config), PROMPTS, max_tokens=12)
-    assert len({token for one in found for token in one.tokens}) > 3
-    check_with_forward(config, found, greedy=True)
-    check_with_forward(config, generate(model_on(config), PROMPTS, max_tokens=12, sampling=RANDOM), greedy=False)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mesh", "axis_types"),
     [
-        ("plain", "dp and tp", "auto"),
-        slow("window on a stack", "sp", "explicit"),
-        slow("plain", "dp and tp", "explicit"),
-        slow("stack", "sp", "auto"),
-        *(slow("stack of experts", "ep", kind) for kind in ("auto", "explicit")),
-        slow("experts", "sp", "auto"),
-        slow("window", "dp and tp", "auto"),
+        ("plain", "dp and tp", "explicit"),
+        ("window", "dp and tp", "auto"),
+        ("window on a stack", "sp", "explicit"),
+        ("stack", "sp", "auto"),
+        ("experts", "sp", "auto"),
+        ("stack of experts", "ep", "auto"),
+        ("window on a stack of experts", "ep", "explicit"),
+        ("Qwen", "dp and tp", "auto"),
     ],
 )
-def test_every_mesh_has_the_tokens_of_one_device(name, mesh, axis_types):
+def test_tokens_and_log_probabilities_are_those_of_the_training_forward_pass_on_every_mesh(name, mesh, axis_types):
     config = config_of(name)
     one, other = model_on(config), model_on(config, MESHES[mesh], axis_types)
     for sampling in (Sampling(), RANDOM):
-        expected = generate(one, PROMPTS, max_tokens=10, sampling=sampling, batch_size=3)
-        found = generate(other, PROMPTS, max_tokens=10, sampling=sampling, batch_size=3)
+        expected = generate(one, PROMPTS, max_tokens=12, sampling=sampling, batch_size=3)
+        found = generate(other, PROMPTS, max_tokens=12, sampling=sampling, batch_size=3)
+        assert len({token for one in found for token in one.tokens}) > 3
+        check_with_forward(config, expected, greedy=sampling == Sampling())
         assert tokens_of(found) == tokens_of(expected)
         for a, b in zip(found, expected, strict=True):
             np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-5)
@@ -124,6 +112,7 @@ def test_the_other_prompts_and_the_size_of_the_cache_do_not_change_a_continuatio
 
 
 def test_samples_depend_on_the_seed_and_on_the_number_of_the_prompt(plain):
+    assert generate(plain, []) == []
     draw = lambda **options: tokens_of(generate(plain, [[1, 2]] * 3, max_tokens=12, **options))  # noqa: E731
     first, again, other = (draw(sampling=Sampling(2.0), seed=seed) for seed in (0, 0, 1))
     assert first == again != other
@@ -132,22 +121,13 @@ def test_samples_depend_on_the_seed_and_on_the_number_of_the_prompt(plain):
 
 
 @pytest.mark.slow
-def test_arguments_may_be_numpy_scalars_and_iterators(plain):
-    sampling = Sampling(np.float32(1.2), np.int64(20), np.float64(0.95))
-    options: dict[str, Any] = {"max_tokens": np.int64(6), "stop_tokens": iter(range(24))}
-    found = generate(plain, PROMPTS, sampling=sampling, **options)
-    whole = tokens_of(generate(plain, PROMPTS, max_tokens=6, sampling=RANDOM))
-    assert any(one.stopped for one in found)
-    for one, ids in zip(found, whole, strict=True):
-        end = next((n + 1 for n, token in enumerate(ids) if token < 24), 6)
-        assert one.tokens.tolist() == ids[:end] and one.stopped == (ids[end - 1] < 24)
-
-
-@pytest.mark.slow
-def test_a_model_without_a_mesh_generates_in_the_context_of_a_mesh(plain):
-    expected = tokens_of(generate(plain, PROMPTS[:3], max_tokens=3))
-    with jax.set_mesh(fm.create_mesh((1, 2, 1, 1, 1), devices=jax.devices()[:2])):
-        assert tokens_of(generate(plain, PROMPTS[:3], max_tokens=3)) == expected
+def test_generation_runs_inside_the_context_of_a_mesh(plain):
+    """Of a model on this mesh, and of one without a mesh."""
+    mesh = fm.create_mesh(MESHES["dp and tp"], devices=jax.devices()[:4])
+    for model in (model_on(CONFIG, MESHES["dp and tp"]), plain):
+        expected = tokens_of(generate(model, PROMPTS[:3], max_tokens=4))
+        with in_mesh(mesh):
+            assert tokens_of(generate(model, PROMPTS[:3], max_tokens=4)) == expected
 
 
 def test_results_are_reported_after_each_batch(plain):
@@ -166,12 +146,13 @@ def test_results_are_reported_after_each_batch(plain):
 
 
 def test_a_stop_token_is_the_last_one(plain):
+    """Arguments may be numpy scalars and iterators."""
     whole = generate(plain, PROMPTS, max_tokens=12, sampling=RANDOM)
     stop = int(whole[2].tokens[4])
     seen: list[tuple[int, int]] = []
-    found = generate(
-        plain, PROMPTS, max_tokens=12, sampling=RANDOM, stop_tokens=[stop], on_token=lambda *each: seen.append(each)
-    )
+    sampling = Sampling(np.float32(1.2), np.int64(20), np.float64(0.95))
+    options: dict[str, Any] = {"max_tokens": np.int64(12), "stop_tokens": iter([stop])}
+    found = generate(plain, PROMPTS, sampling=sampling, on_token=lambda *each: seen.append(each), **options)
     for n, (one, before) in enumerate(zip(found, whole, strict=True)):
         ids = before.tokens.tolist()
         end = ids.index(stop) + 1 if stop in ids else 12
@@ -193,7 +174,7 @@ def test_one_compilation_of_each_program_serves_all_prompts_of_a_bucket(compilat
     assert len(compilations) > programs
 
 
-@pytest.mark.parametrize("scan", [slow(False), True])
+@pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_cost_of_a_token_does_not_depend_on_the_number_of_tokens_before_it(scan):
     """It is that of one token of the forward pass, and of attention to the slots of the cache."""
     config = dataclasses.replace(CONFIG, scan=scan, num_layers=4)
@@ -207,7 +188,7 @@ def test_the_cost_of_a_token_does_not_depend_on_the_number_of_tokens_before_it(s
         logits, cache = program(state, tokens[:, 0], cache)
         assert int(cache.used) == 16 + step + 1 and logits.shape == (rows, 48)
     memory: Any = program.memory_analysis()
-    stored = sum(x.nbytes for x in (*cache_arrays(cache),))
+    stored = sum(x.nbytes for x in cache_arrays(cache))
     assert memory.alias_size_in_bytes >= stored  # the cache is updated in place
     layer = stored // config.num_layers
     assert memory.temp_size_in_bytes < 3 * layer  # no second cache
@@ -228,14 +209,12 @@ def test_the_cache_is_placed_by_the_generation_axes():
     config = dataclasses.replace(CONFIG, axes=axes)
     model = model_on(config, (2, 1, 1, 2, 2))
     programs = Programs(model, 0, Sampling())
-    assert (
-        programs.rows == row_multiple(axes, programs.mesh) == 2
-        and programs.slots == slot_multiple(axes, programs.mesh) == 2
-    )
+    assert programs.rows == row_multiple(axes, programs.mesh) == 2
+    assert programs.slots == slot_multiple(axes, programs.mesh) == 2
     tokens, ids = np.zeros((4, 16), np.int32), np.arange(4)
     *_, cache = programs.prefill(tokens, np.full(4, 2), ids, 32)
     *_, after = programs.decode(jnp.zeros(4, jnp.int32), cache, ids)
-    for x in (*cache_arrays(after),):
+    for x in cache_arrays(after):
         assert x.shape == (4, 32, 2, 8)
         assert x.sharding.shard_shape(x.shape) == (2, 16, 1, 8)  # batch over dp, slots over sp, heads over tp
 
@@ -285,9 +264,9 @@ def padding_read(self, num_slots, window):
 @pytest.mark.parametrize(
     ("part", "mistake"),
     [
-        slow("mask_BT", own_slot_missing),
+        ("mask_BT", own_slot_missing),
         ("mask_BT", padding_read),
-        slow("positions_B", property(lambda self: jnp.broadcast_to(self.used, self.lengths_B.shape))),
+        ("positions_B", property(lambda self: jnp.broadcast_to(self.used, self.lengths_B.shape))),
     ],
 )
 def test_a_mistake_in_the_cache_changes_the_log_probabilities(part, mistake, monkeypatch):
@@ -341,10 +320,6 @@ def test_a_model_that_cannot_generate_is_refused():
         generate(model, [[1]])
 
 
-def test_no_prompts_are_no_continuations(plain):
-    assert generate(plain, []) == []
-
-
 def test_a_model_in_a_pipelines_layout_is_refused():
     model = model_on(CONFIG)
     devices = jax.devices()
@@ -354,11 +329,3 @@ def test_a_model_in_a_pipelines_layout_is_refused():
         nnx.update(layer, jax.tree.map(lambda x, place=place: jax.device_put(x, place), nnx.state(layer)))
     with pytest.raises(ConfigError, match=r"all on one mesh, .*use pipeline.model\(state\)"):
         generate(model, [[1]])
-
-
-@pytest.mark.slow
-def test_generation_runs_inside_the_context_of_its_mesh():
-    model = model_on(CONFIG, MESHES["dp and tp"])
-    expected = tokens_of(generate(model, PROMPTS, max_tokens=4))
-    with in_mesh(fm.create_mesh((2, 1, 1, 2, 1), devices=jax.devices()[:4])):
-        assert tokens_of(generate(model, PROMPTS, max_tokens=4)) == expected

@@ -1,6 +1,5 @@
 """`load_decoder`: a folder in Hugging Face's format becomes a decoder whose arrays are sharded over any mesh."""
 
-import json
 import shutil
 
 import jax
@@ -11,9 +10,9 @@ from flax import nnx
 
 from flax_mesh import CheckpointCorruptedError, ConfigError, ShardingError, abstract_state, create_mesh, named_leaves
 from flax_mesh.checkpoint import DECODER_NAMES, huggingface_config, save_safetensors
-from flax_mesh.checkpoint.hf.safetensors import open_safetensors, write_safetensors
 from flax_mesh.models import Decoder, DecoderConfig, load_decoder, make_decoder
-from tests.models.test_decoder import with_random_parameters
+from tests.models.folders import change_arrays, change_config
+from tests.models.reference import small
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -38,6 +37,10 @@ def mesh_of(name):
     return create_mesh(dims, devices=devices) if axes is None else create_mesh(dims, axes, devices=devices)
 
 
+def load_on_one(folder, **options):
+    return load_decoder(folder, mesh_of("one device"), **options)
+
+
 def logits_on(mesh, model, tokens=TOKENS):
     with jax.set_mesh(mesh):
         return np.asarray(logits_of(model, tokens))
@@ -45,7 +48,7 @@ def logits_on(mesh, model, tokens=TOKENS):
 
 @pytest.fixture(scope="module")
 def source():
-    return with_random_parameters(lambda: make_decoder(CONFIG, nnx.Rngs(0)))
+    return small(CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -60,19 +63,6 @@ def folder(source, tmp_path_factory):
 @pytest.fixture
 def copy(folder, tmp_path):
     return shutil.copytree(folder, tmp_path / "copy")
-
-
-def change_config(folder, **change):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-
-
-def change_arrays(folder, change):
-    """Write the arrays of `folder` again, as `change` returns them."""
-    arrays = change({name: np.array(array) for name, array in open_safetensors(folder).items()})
-    config = json.loads((folder / "config.json").read_text())
-    shutil.rmtree(folder)
-    write_safetensors(folder, arrays, arrays.items(), json_files={"config.json": config})
 
 
 @pytest.mark.sampled
@@ -105,7 +95,7 @@ def test_a_changed_value_in_the_folder_changes_the_logits(source, copy):
         return arrays
 
     change_arrays(copy, change)
-    model, _ = load_decoder(copy, mesh_of("one device"))
+    model, _ = load_on_one(copy)
     want = np.asarray(logits_of(source, TOKENS))
     assert np.abs(logits_on(mesh_of("one device"), model) - want).max() > 1e-3 * np.abs(want).max()
 
@@ -147,9 +137,8 @@ def test_overrides_replace_fields_of_the_config(source, folder):
 @pytest.fixture
 def tied(tmp_path):
     """A folder with tied embeddings in its config.json, and its model."""
-    config = DecoderConfig(**{**vars(CONFIG), "tied": True})
-    model = with_random_parameters(lambda: make_decoder(config, nnx.Rngs(0)))
-    more = huggingface_config(vars(config))
+    model = small(CONFIG, tied=True)
+    more = huggingface_config(vars(model.config))
     save_safetensors(tmp_path / "tied", nnx.state(model), DECODER_NAMES["qwen3"], config=more)
     return tmp_path / "tied", model
 
@@ -159,39 +148,33 @@ def test_a_tied_head_and_rotary_frequencies_in_the_folder_are_ignored(tied):
     again = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}
     again["lm_head.weight"] = np.asarray(model.embed.embedding)
     change_arrays(folder, lambda arrays: arrays | again)
-    loaded, config = load_decoder(folder, mesh_of("one device"))
+    loaded, config = load_on_one(folder)
     assert config.tied
     np.testing.assert_array_equal(loaded.embed.embedding, model.embed.embedding)
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("where", [0, -1], ids=["first", "last"])
-def test_a_stored_head_that_differs_from_the_tied_embedding_is_refused(tied, where):
+def test_a_stored_head_that_differs_from_the_tied_embedding_in_value_shape_or_dtype_is_refused(tied, where):
     folder, model = tied
-    head = np.array(model.embed.embedding)
+    embedding = np.asarray(model.embed.embedding)
+    head = embedding.copy()
     head[where, where] += 1
-    change_arrays(folder, lambda arrays: arrays | {"lm_head.weight": head})
     change_config(folder, num_hidden_layers=10**9)
-    with pytest.raises(
-        ConfigError, match=r"(?s)has 1000000000 layers.*lm_head\.weight differs from model\.embed_tokens"
-    ):
-        load_decoder(folder, mesh_of("one device"))
+    for stored in (head, embedding[:-1], embedding.astype(np.float16)):
+        change_arrays(folder, lambda arrays, stored=stored: arrays | {"lm_head.weight": stored})
+        message = r"(?s)has 1000000000 layers.*lm_head\.weight differs from model\.embed_tokens"
+        with pytest.raises(ConfigError, match=message):
+            load_on_one(folder)
+    change_arrays(folder, lambda arrays: arrays | {"lm_head.weight": head})
     change_config(folder, num_hidden_layers=CONFIG.num_layers)
-    loaded, config = load_decoder(folder, mesh_of("one device"), ignore=["lm_head.weight"])
+    loaded, config = load_on_one(folder, ignore=["lm_head.weight"])
     assert config.tied
     for untied in ({"tied": False}, {}):  # as an override, and in config.json
         change_config(folder, tie_word_embeddings=bool(untied))
-        loaded, config = load_decoder(folder, mesh_of("one device"), ignore=(), **untied)
+        loaded, config = load_on_one(folder, ignore=(), **untied)
         assert not config.tied
         np.testing.assert_array_equal(loaded.head.kernel, head.T)
-
-
-@pytest.mark.parametrize("change", [lambda x: x[:-1], lambda x: x.astype(np.float16)], ids=["shape", "dtype"])
-def test_a_stored_head_of_another_shape_or_dtype_is_refused(change, tied):
-    folder, model = tied
-    change_arrays(folder, lambda arrays: arrays | {"lm_head.weight": change(np.asarray(model.embed.embedding))})
-    with pytest.raises(ConfigError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
-        load_decoder(folder, mesh_of("one device"))
 
 
 @pytest.mark.parametrize(
@@ -210,7 +193,7 @@ def test_a_stored_head_of_another_shape_or_dtype_is_refused(change, tied):
 def test_another_decoder_is_refused(change, message, copy):
     change_config(copy, **change)
     with pytest.raises(ConfigError, match=message):
-        load_decoder(copy, mesh_of("one device"))
+        load_on_one(copy)
 
 
 def test_missing_and_extra_arrays_are_refused_together(copy):
@@ -231,13 +214,17 @@ def test_missing_and_extra_arrays_are_refused_together(copy):
 def test_ignore_takes_keys_and_arrays_without_effect(copy):
     change_config(copy, new_key=1)
     change_arrays(copy, lambda arrays: arrays | {"extra.weight": np.zeros(3, np.float32)})
-    load_decoder(copy, mesh_of("one device"), ignore=["new_key", r"^extra\."])
+    load_on_one(copy, ignore=["new_key", r"^extra\."])
     with pytest.raises(ConfigError, match=r"ignore='\(' is not a valid regular expression"):
-        load_decoder(copy, mesh_of("one device"), ignore=["new_key", "("])
+        load_on_one(copy, ignore=["new_key", "("])
 
 
-def test_the_path_must_be_a_folder_with_a_config(folder, tmp_path):
+def test_the_path_must_be_a_folder_with_a_config_and_undamaged_files(folder, copy, tmp_path):
     mesh = mesh_of("one device")
+    path = sorted(copy.glob("*.safetensors"))[0]
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(CheckpointCorruptedError, match=path.name):
+        load_decoder(copy, mesh)
     for path in ("Qwen/Qwen3-0.6B", folder / "config.json"):
         with pytest.raises(ConfigError, match=f"{path} is not a local folder. Download the model first"):
             load_decoder(path, mesh)
@@ -246,13 +233,6 @@ def test_the_path_must_be_a_folder_with_a_config(folder, tmp_path):
     shutil.copy(folder / "config.json", tmp_path)
     with pytest.raises(ConfigError, match="no safetensors files"):
         load_decoder(tmp_path, mesh)
-
-
-def test_a_damaged_file_is_refused(copy):
-    path = sorted(copy.glob("*.safetensors"))[0]
-    path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(CheckpointCorruptedError, match=path.name):
-        load_decoder(copy, mesh_of("one device"))
 
 
 def test_options_that_the_model_or_the_mesh_does_not_allow_are_refused(folder):

@@ -12,33 +12,15 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flax_mesh import PartitionAxis, PartitionRules, ShardingError, abstract_state, create_mesh
-from flax_mesh.models import DecoderConfig, make_decoder, moe
+from flax_mesh import PartitionRules, ShardingError, abstract_state
+from flax_mesh.models import make_decoder, moe
 from flax_mesh.models.moe import MoE, router_losses
 from flax_mesh.tree import named_leaves
-from tests.models.test_decoder import with_random_parameters
+from tests.models.reference import EXPERTS, NATURAL, REPLICATED, make_mesh, with_random_parameters
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 D, F, E, K = 16, 24, 8, 2
-NATURAL = PartitionAxis(batch_axis=("fsdp", "dp", "ep"), hidden_state_axis=None)
-REPLICATED = PartitionAxis(hidden_state_axis=None)  # the batch is replicated over the devices that share the experts
-CONFIG = DecoderConfig(
-    hidden_size=32,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=16,
-    mlp_size=32,
-    num_experts=E,
-    scan=True,
-    axes=NATURAL,
-)
-
-
-def make_mesh(**sizes):
-    shape = [sizes.get(name, 1) for name in ("dp", "fsdp", "ep", "tp", "sp")]
-    return create_mesh(tuple(shape), devices=jax.devices()[: math.prod(shape)])
 
 
 def make_moe(axes=NATURAL, experts=E, k=K):
@@ -49,21 +31,15 @@ def random_tokens(batch=8, seq=8):
     return np.random.default_rng(0).normal(size=(batch, seq, D)).astype(np.float32)
 
 
-def even_tokens(batch=8, seq=8):
+def even_tokens():
     """With the router of `steer`: token t of a row is routed to the experts t and t + 1, modulo E."""
-    x = 0.01 * random_tokens(batch, seq)
-    for t in range(seq):
-        x[:, t, t % E] += 2
-        x[:, t, (t + 1) % E] += 1
-    return x
+    first = np.eye(E, D, dtype=np.float32)
+    return 0.01 * random_tokens() + 2 * first + np.roll(first, -1, axis=0)
 
 
-def one_sided_tokens(batch=8, seq=8):
+def one_sided_tokens():
     """With the router of `steer`: all tokens are routed to the experts 3 and 2."""
-    x = 0.01 * random_tokens(batch, seq)
-    x[..., 3] += 2
-    x[..., 2] += 1
-    return x
+    return 0.01 * random_tokens() + np.eye(D, dtype=np.float32)[3] * 2 + np.eye(D, dtype=np.float32)[2]
 
 
 def steer(layer):
@@ -124,9 +100,6 @@ def run(graphdef, state: Any, x, probe):
     return y, aux, (*kernels_of(nnx.merge(graphdef, grads)), dx)
 
 
-COMPILED = {}  # compiled `run` by mesh; `check` returns their text
-
-
 def layout_of(layer, mesh):
     rules = [
         ("router", ("embed", "expert_gate")),
@@ -147,10 +120,7 @@ def check(layer, x, *, mesh=None, k=K):
         state = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, layout_of(layer, mesh)))
         x = jax.device_put(x, NamedSharding(mesh, layer.axes.resolve(("batch", "sequence"))))
         with jax.set_mesh(mesh):
-            key = (graphdef, mesh, x.shape)
-            if key not in COMPILED:
-                COMPILED[key] = run.lower(graphdef, state, x, probe).compile()
-            compiled = COMPILED[key]
+            compiled = run.lower(graphdef, state, x, probe).compile()
             got, text = compiled(state, x, probe), compiled.as_text()
     found = np.asarray(jax.nn.one_hot(got[1]["experts"].reshape(-1, k), len(grads[1])).sum(1) > 0)
     assert (found == chosen).all(), "routing differs"
@@ -178,36 +148,35 @@ def test_the_router_of_bfloat16_experts_is_float32():
     assert 1e-4 < difference < 0.02
 
 
+OVER_TP = dataclasses.replace(NATURAL, expert_axis=("ep", "tp"), mlp_intermediate_axis=None)
+OVER_DP = dataclasses.replace(NATURAL, mlp_intermediate_axis=("tp", "dp"))
+LAYOUTS = [  # sizes of the mesh, axes, experts per token, rows
+    ({"fsdp": 2, "ep": 2, "tp": 2}, NATURAL, K, 8),
+    ({"dp": 2, "fsdp": 2, "tp": 2}, NATURAL, K, 8),
+    ({"ep": 4, "tp": 2}, REPLICATED, K, 8),
+    ({"sp": 2, "ep": 2, "fsdp": 2}, NATURAL, K, 8),
+    ({"ep": 8}, NATURAL, K, 8),
+    ({"fsdp": 2, "ep": 2, "tp": 2}, OVER_TP, K, 8),
+    ({"dp": 2, "ep": 2, "tp": 2}, OVER_DP, K, 8),  # F is split over an axis that splits tokens too
+    ({"ep": 4, "dp": 2}, NATURAL, 3, 8),  # tokens choose more experts than a device has
+    ({"dp": 2, "ep": 2}, REPLICATED, K, 2),  # the batch does not divide, and is split along the sequence
+]
+
+
 @pytest.mark.sampled
-@pytest.mark.parametrize(
-    ("sizes", "axes"),
-    [
-        ({"fsdp": 2, "ep": 2, "tp": 2}, NATURAL),
-        ({"dp": 2, "fsdp": 2, "tp": 2}, NATURAL),
-        pytest.param({"ep": 4, "tp": 2}, REPLICATED, marks=pytest.mark.slow),
-        pytest.param({"sp": 2, "ep": 2, "fsdp": 2}, NATURAL, marks=pytest.mark.slow),
-        pytest.param({"ep": 8}, NATURAL, marks=pytest.mark.slow),
-    ],
-    ids=lambda value: str(value) if isinstance(value, dict) else "",
-)
-def test_results_on_a_mesh_equal_the_plain_loop(sizes, axes):
-    text = check(make_moe(axes), random_tokens(), mesh=make_mesh(**sizes))
-    assert (" all-to-all(" in text) == ("ep" in sizes)
-    assert (" reduce-scatter(" in text) == ("fsdp" in sizes)
+@pytest.mark.parametrize(("sizes", "axes", "k", "rows"), LAYOUTS)
+def test_results_on_a_mesh_equal_the_plain_loop(sizes, axes, k, rows):
+    text = check(make_moe(axes, k=k), random_tokens(rows), mesh=make_mesh(**sizes), k=k)
+    if axes in (NATURAL, REPLICATED):
+        assert (" all-to-all(" in text) == ("ep" in sizes)
+        assert (" reduce-scatter(" in text) == ("fsdp" in sizes)
 
 
-@pytest.mark.slow
-def test_unusual_axes_are_supported():
-    """Experts split over two mesh axes; F split over an axis that splits tokens too."""
-    axes = dataclasses.replace(NATURAL, expert_axis=("ep", "tp"), mlp_intermediate_axis=None)
-    check(make_moe(axes), random_tokens(), mesh=make_mesh(fsdp=2, ep=2, tp=2))
-    axes = dataclasses.replace(NATURAL, mlp_intermediate_axis=("tp", "dp"))
-    check(make_moe(axes), random_tokens(), mesh=make_mesh(dp=2, ep=2, tp=2))
-
-
-@pytest.mark.slow
-def test_tokens_may_choose_more_experts_than_a_device_has():
-    check(make_moe(k=3), random_tokens(), mesh=make_mesh(ep=4, dp=2), k=3)
+def test_tokens_are_split_over_the_axes_of_the_batch_or_along_the_sequence():
+    with jax.set_mesh(make_mesh(dp=2, ep=4)):
+        assert moe.find_layout(REPLICATED, (2, 8, D), E).sequence == ("ep",)
+        assert moe.find_layout(REPLICATED, (8, 8, D), E).batch == ("dp", "ep")
+        assert moe.find_layout(NATURAL, (1, 8, D), E, "decode").tokens == ("ep",)
 
 
 @pytest.mark.parametrize(("tokens", "fits"), [(even_tokens, True), (one_sided_tokens, False)])
@@ -226,16 +195,6 @@ def test_the_balanced_capacity_is_a_quarter_above_the_expectation():
     assert moe._balanced_capacity(1000, 1, 1, 8) == math.ceil(1250 / 8)
     assert moe._balanced_capacity(1000, 2, 2, 4) == math.ceil(1250 * (1 - 6 * 5 / (8 * 7)))
     assert moe._balanced_capacity(1000, 8, 16, 2) is None  # nearly every token is sent to both devices
-
-
-@pytest.mark.slow
-def test_a_batch_that_does_not_divide_is_split_along_the_sequence():
-    x = random_tokens(batch=2)
-    check(make_moe(REPLICATED), x, mesh=make_mesh(dp=2, ep=2))
-    with jax.set_mesh(make_mesh(dp=2, ep=4)):
-        assert moe.find_layout(REPLICATED, (2, 8, D), E).sequence == ("ep",)
-        assert moe.find_layout(REPLICATED, (8, 8, D), E).batch == ("dp", "ep")
-        assert moe.find_layout(NATURAL, (1, 8, D), E, "decode").tokens == ("ep",)
 
 
 def test_decoding_works_with_one_sequence_on_a_mesh():
@@ -269,7 +228,7 @@ def test_an_invalid_number_of_experts_per_token_is_refused(k):
 
 def test_parameters_are_sharded_by_expert():
     mesh = make_mesh(fsdp=2, ep=2, tp=2)
-    state = abstract_state(lambda: make_decoder(CONFIG, nnx.Rngs(0)), mesh)
+    state = abstract_state(lambda: make_decoder(EXPERTS, nnx.Rngs(0)), mesh)
     specs = {path: leaf.sharding.spec for path, leaf in named_leaves(state) if "/moe/" in path}
     assert specs == {
         "layers/moe/router/kernel": PartitionSpec(None, "fsdp", None),

@@ -253,15 +253,7 @@ PIPELINES = [
         outside=ATTENTION,
         **SCAN,
     ),
-    cpu(
-        "pipeline zero bubble",
-        "pp:2,fsdp:4",
-        batch=64,
-        seq=256,
-        num_layers=12,
-        schedule="zb-h1",
-        **SCAN,
-    ),
+    cpu("pipeline zero bubble", "pp:2,fsdp:4", batch=64, seq=256, num_layers=12, schedule="zb-h1", **SCAN),
 ]
 TPU = [
     tpu("scan", "v6e:2x4", "fsdp:8", differs={"fsdp": RING}, **SCAN),

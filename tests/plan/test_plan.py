@@ -80,8 +80,7 @@ def test_arguments_without_one_mesh_are_refused(arguments, problem):
 
 
 @pytest.mark.parametrize(
-    ("topology", "problem"),
-    [("v9:2x4", "v9"), ("v5e:2x2", "multiply to 8, not to 4"), ("nonsense", "nonsense")],
+    ("topology", "problem"), [("v9:2x4", "v9"), ("v5e:2x2", "multiply to 8, not to 4"), ("nonsense", "nonsense")]
 )
 def test_a_topology_that_does_not_fit_is_one_line(topology, problem):
     with pytest.raises(ConfigError, match=problem) as error:

@@ -1,8 +1,8 @@
 """Tokens/s of `flax_mesh.train.train` over those of a plain script, for a decoder of 20M parameters on one CPU device.
 
 train: a run with its rows of metrics, checks and prefetched batches; it evaluates and saves at its end only. plain: the
-script in `plain.py`, which has all batches on the device beforehand, and reads a loss while the next step runs, as the
-trainer does.
+script in plain Flax NNX and optax, the step of Flax's documentation with donated arguments; it has all batches on the
+device beforehand, and reads a loss while the next step runs, as the trainer does.
 
 Both start from the same parameters and train on the same batches, in turn: after each round of steps of the run, its
 hook waits until the step that was dispatched before it has ended, then trains the plain model for as many steps. The
@@ -16,16 +16,17 @@ losses: float32, 1e-6 relative in the first steps.
     python -m tests.benchmarks train [--rounds 10] [--steps 8] [--layers 11] [--width 384] [--rows 4] [--length 64]
 """
 
-import argparse
 import contextlib
 import itertools
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import optax
 from flax import nnx
 
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
@@ -34,15 +35,15 @@ from flax_mesh.train.build import TrainProgram, batch_sharding
 from flax_mesh.train.config import data_seed
 from flax_mesh.train.data.batches import make_batch_fn
 from flax_mesh.train.data.data import load_corpus
-from tests.benchmarks._report import print_json, print_table, use_cpu
-from tests.benchmarks.train import plain
+from tests.benchmarks._plain_llama import make_optimizer
+from tests.benchmarks._report import options, print_json, print_table, use_cpu
 
 TARGET, LOSSES = 0.98, 1e-6
 NOT_COUNTED = 2  # first steps of a round
 SAME_STEPS = 8  # whose losses must agree; later ones differ by the growth of rounding errors
 
 
-def make_config(given: argparse.Namespace, folder: str) -> TrainConfig:
+def make_config(given: Any, folder: str) -> TrainConfig:
     steps, heads = given.rounds * given.steps + 1, given.width // 32  # the last step is followed by an evaluation
     sizes = {"hidden_size": given.width, "mlp_size": 3 * given.width, "num_layers": given.layers}
     return TrainConfig(
@@ -57,6 +58,17 @@ def make_config(given: argparse.Namespace, folder: str) -> TrainConfig:
     )
 
 
+@partial(nnx.jit, donate_argnames=("model", "optimizer"))
+def train_step(model: Any, optimizer: nnx.Optimizer, batch: dict[str, jax.Array]) -> jax.Array:
+    def loss_fn(model: Any) -> jax.Array:
+        logits = model(batch["inputs"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+
+    loss, grads = nnx.value_and_grad(loss_fn)(model)
+    optimizer.update(model, grads)
+    return loss
+
+
 class Times(NamedTuple):
     seconds: float
     cpu: float  # of all threads
@@ -69,17 +81,17 @@ class Plain:
         corpus, sharding = load_corpus(config.data), batch_sharding(program.mesh, program.rules.axes)
         batch = make_batch_fn(corpus.train, seed=data_seed(config), config=config.data, sharding=sharding)
         self.batches: Iterator[Any] = iter([batch(step) for step in range(config.run.steps)])
-        self.model = plain.Model(config.model, nnx.Rngs(0))
+        self.model = make_decoder(config.model, nnx.Rngs(0))
         values = program.model(program.init())
         nnx.update(self.model, jax.tree.map(lambda x: x + 0, nnx.state(values)))
-        self.optimizer = nnx.Optimizer(self.model, plain.make_optimizer(config.optimizer), wrt=nnx.Param)
+        self.optimizer = nnx.Optimizer(self.model, make_optimizer(config.optimizer), wrt=nnx.Param)
         self.losses: list[float] = []
 
     def run(self, steps: int) -> list[Times]:
         """Train, reading each loss while the next step runs, and the last one after it. Returns the times of steps."""
         stamps, pending = [], []
         for _ in range(steps):
-            pending.append(plain.train_step(self.model, self.optimizer, next(self.batches)))
+            pending.append(train_step(self.model, self.optimizer, next(self.batches)))
             if len(pending) > 1:
                 self.losses.append(float(pending.pop(0)))
                 stamps.append(now())
@@ -131,14 +143,8 @@ def ratios(rounds: dict[str, list[list[Times]]]) -> Times:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks train")
-    parser.add_argument("--rounds", type=int, default=10, help="the first one is not counted")
-    parser.add_argument("--steps", type=int, default=8, help="of a round")
-    parser.add_argument("--layers", type=int, default=11)
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--rows", type=int, default=4)
-    parser.add_argument("--length", type=int, default=64)
-    given = parser.parse_args(arguments)
+    sizes = {"layers": 11, "width": 384, "rows": 4, "length": 64}
+    given = options("train", arguments, rounds=10, steps=8, **sizes)  # the first round is not counted
     with contextlib.suppress(RuntimeError):  # the devices of a process that has used them stay as they are
         use_cpu(1)
     with tempfile.TemporaryDirectory() as folder:
