@@ -1,6 +1,7 @@
-"""Random settings and mutated recipes through every command that only checks: an exit code of a mistake, no traceback.
+"""Random arguments and mutated recipes through every command that only checks: an exit code of a mistake, no traceback.
 
-Nothing is trained: the commands are `explain` and `train --print-config`. The draws are seeded.
+Nothing is computed: the commands are `explain`, `train --print-config`, and others with a wrong argument. The draws are
+seeded.
 """
 
 import random
@@ -14,6 +15,7 @@ from flax_mesh.cli.common import BAD_INPUT, DONE, FINDINGS
 from flax_mesh.train import load_recipe
 from flax_mesh.train.checks import check_config
 from flax_mesh.train.overrides import flat_fields, read_overrides, to_texts
+from tests.inference.small_run import recipe, save_run
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "recipes" / "tiny.py")
@@ -52,6 +54,25 @@ def test_random_settings_end_in_a_documented_exit_code(part, capsys):
         printed = check(capsys, ["train", TINY, "--print-config", *settings])
         assert printed == DONE or printed == codes[-1] == BAD_INPUT, settings
     assert {DONE, BAD_INPUT} <= set(codes)
+
+
+@pytest.mark.slow
+def test_random_arguments_of_a_trained_model_end_in_a_documented_exit_code(capsys, tmp_path):
+    """Nothing is computed: one argument is always wrong."""
+    save_run(tmp_path / "run")
+    settings = [*to_texts(recipe()), *KEYS]
+    usable = [value for value in VALUES if not value.startswith("/dev")]
+    for name, own in (
+        ("generate", "prompt prompts top-k top-p seed stop cache-length temperature out"),
+        ("evaluate", "data sequence-length bin-dtype"),
+    ):
+        draw, options = random.Random(0), [*own.split(), "max-tokens", "step"]
+        for _ in range(150):
+            argv = [f"--{draw.choice(options)}={draw.choice(usable)}" for _ in range(draw.randrange(4))]
+            argv = [word if not word.startswith("--out=") else f"--out={tmp_path}/{len(word)}\0" for word in argv]
+            argv += [f"{draw.choice(settings)}={draw.choice(VALUES)}" for _ in range(draw.randrange(3))]
+            argv = [word for word in argv if not word.startswith("@")]
+            assert check(capsys, [name, str(tmp_path / "run"), "--batch-size", "0", *argv]) == BAD_INPUT, argv
 
 
 @pytest.mark.slow
