@@ -3,15 +3,14 @@
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 
-from flax_mesh import named_leaves
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.cli import main
 from flax_mesh.train.data.run_data import RunData
 from flax_mesh.train.metadata import run_record, step_record
 from tests.checkpoint.small_decoder import RECIPE, changed, program_of
+from tests.checkpoint.states import random_values
 
 
 @pytest.fixture(scope="module")
@@ -22,13 +21,8 @@ def on_cpu():
 
 @pytest.fixture(scope="module")
 def state():
-    """The state of the recipe with random values in every array, made without compiling a program."""
-    abstract = program_of().layout.to_nnx()
-    random = np.random.default_rng(0)
-    leaves = [
-        jax.device_put(random.normal(size=x.shape).astype(x.dtype), x.sharding) for _, x in named_leaves(abstract)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+    """The state of the recipe with random values in every array."""
+    return random_values(program_of().layout.to_nnx())
 
 
 @pytest.fixture(scope="module")

@@ -4,30 +4,25 @@ import shutil
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from flax_mesh import abstract_state, create_mesh, init_state
+from flax_mesh import create_mesh
 from flax_mesh.checkpoint import Checkpointer, checksums
 from flax_mesh.checkpoint.checksums import CHECKSUMS, MARKERS, find_damage, write_checksums
 from flax_mesh.errors import CheckpointCorruptedError
+from tests.checkpoint.states import check_leaves
 
 FLIPS = 200
 
 
-class Net(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.layers = nnx.List([nnx.Linear(32, 64, rngs=rngs) for _ in range(3)])
-
-
-def abstract_net():
-    return abstract_state(lambda: Net(nnx.Rngs(0)), create_mesh(), [("kernel", (None, "embed")), (".*", ())])
-
-
 @pytest.fixture(scope="module")
 def state():
-    return init_state(lambda: Net(nnx.Rngs(0)), abstract_net())
+    draw, split = np.random.default_rng(0), jax.NamedSharding(create_mesh(), jax.P(None, "fsdp"))
+    kernels = [jax.device_put(draw.random((32, 64), np.float32), split) for _ in range(3)]
+    return nnx.State({"layers": {i: {"kernel": kernels[i], "bias": jnp.zeros(64)} for i in range(3)}})
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +52,6 @@ def flip(path: Path, at: int, bit: int) -> None:
 
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def same(a, b) -> bool:
-    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
 @pytest.mark.slow
@@ -115,27 +106,25 @@ def test_a_damaged_index_is_reported_before_it_is_read(copy, capfd):
         for name in index:
             for at in np.linspace(0, (step / name).stat().st_size - 1, 5).astype(int):
                 flip(step / name, int(at), 0)
-                with pytest.raises(
-                    CheckpointCorruptedError, match=f"its tree cannot be read:\n  {name}: damaged within"
-                ):
+                problem = f"its tree cannot be read:\n  {name}: damaged within"
+                with pytest.raises(CheckpointCorruptedError, match=problem):
                     checkpointer.arrays(2)
                 flip(step / name, int(at), 0)
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("name", MARKERS)
-def test_a_flipped_byte_of_a_marker_does_not_change_the_restored_values(name, copy, state):
+def test_a_flipped_byte_of_a_marker_does_not_change_the_restored_values(copy, state):
     """Orbax writes these two after the checksums. Restoring reads neither; invalid JSON counts as damage."""
-    step, rng, found = copy / "2", np.random.default_rng(2), 0
-    size = (step / name).stat().st_size
-    for at in rng.integers(size, size=8):
-        flip(step / name, int(at), 7)  # not ASCII, so not UTF-8 either
-        found += bool(find_damage(step))
-        with Checkpointer(copy) as checkpointer:
-            assert same(checkpointer.restore(abstract_net(), 2, verify=False), state)
-        flip(step / name, int(at), 7)
-    assert found == (8 if name == "_CHECKPOINT_METADATA" else 0)
+    rng = np.random.default_rng(2)
+    for name in MARKERS:
+        file, found = copy / "2" / name, 0
+        for at in rng.integers(file.stat().st_size, size=8):
+            flip(file, int(at), 7)  # not ASCII, so not UTF-8 either
+            found += bool(find_damage(copy / "2"))
+            with Checkpointer(copy) as checkpointer:
+                check_leaves(state, checkpointer.restore(state, 2, verify=False))
+            flip(file, int(at), 7)
+        assert found == (8 if name == "_CHECKPOINT_METADATA" else 0)
 
 
 @pytest.mark.sampled
@@ -149,13 +138,13 @@ def test_a_truncated_or_missing_file_is_found_whichever_it_is(harm, copy, state)
         with Checkpointer(copy) as checkpointer:
             if name == "commit_success.txt":  # contains only what the name of the folder implies
                 assert checkpointer.latest_step() == 2 and checkpointer.verify(2) == []
-                assert same(checkpointer.restore(abstract_net()), state)
+                check_leaves(state, checkpointer.restore(state))
             else:
                 caught += 1
                 (problem,) = checkpointer.verify(2)
                 assert problem.startswith(name)
                 with pytest.raises(CheckpointCorruptedError, match=rf"checkpoint .*2 is damaged:\n  {name}"):
-                    checkpointer.restore(abstract_net(), 2)
+                    checkpointer.restore(state, 2)
                 with pytest.raises(CheckpointCorruptedError, match="is damaged"):
                     checkpointer.restore_partial(state, 2)
                 assert checkpointer.latest_step() == 1 and checkpointer.damaged == {2: [problem]}
@@ -169,7 +158,7 @@ def test_a_damaged_step_is_skipped_and_quarantined(copy, state):
     truncate(copy / "2" / "state" / "_METADATA")
     damaged = (copy / "2" / "state" / "_METADATA").read_bytes()
     with Checkpointer(copy) as checkpointer:
-        assert same(checkpointer.restore(abstract_net()), state)
+        check_leaves(state, checkpointer.restore(state))
         assert checkpointer.steps() == [1, 2] and list(checkpointer.damaged) == [2]  # reading has renamed nothing
         checkpointer.save(2, state, {"step": "again"})
         checkpointer.wait()
@@ -184,44 +173,38 @@ def test_a_damaged_step_is_skipped_and_quarantined(copy, state):
     assert (copy / "2.damaged" / "state" / "_METADATA").read_bytes() == damaged
 
 
-OTHER = "the folder is named {}, but contains the checkpoint of step {}: it was renamed or overwritten. Rename it to {}"
+OTHER = "the folder is named 20, but contains the checkpoint of step 3: it was renamed or overwritten. Rename it to 3"
 
 
 @pytest.mark.parametrize("how", ["renamed", "overwritten"])
 def test_the_checkpoint_of_another_step_is_damage(how, copy, state):
-    """A run would otherwise continue from its arrays as from the step in the name of the folder."""
-    if how == "renamed":
-        (copy / "2").rename(copy / "20")
-    else:
-        with Checkpointer(copy) as checkpointer:
-            checkpointer.save(20, state)
-        shutil.copytree(copy / "2", copy / "20", dirs_exist_ok=True)
-        for file in set(files_of(copy / "20")) - set(files_of(copy / "2")):
-            (copy / "20" / file).unlink()
-        shutil.rmtree(copy / "2")
-    with Checkpointer(copy) as checkpointer:
-        (problem,) = checkpointer.verify(20)
-        assert problem.startswith(OTHER.format(20, 2, 2))
-        with pytest.raises(CheckpointCorruptedError, match="the checkpoint of step 2"):
-            checkpointer.restore(abstract_net(), 20)
-        with pytest.raises(CheckpointCorruptedError, match="the checkpoint of step 2"):
-            checkpointer.restore_partial(state, 20)
-        assert checkpointer.latest_step() == 1 and checkpointer.damaged == {20: [problem]}
-        checkpointer.save(21, state)
-    assert sorted(path.name for path in copy.iterdir()) == ["1", "20.damaged", "21"]
-    (copy / "20.damaged").rename(copy / "2")
-    with Checkpointer(copy) as checkpointer:
-        assert [checkpointer.verify(step) for step in checkpointer.steps()] == [[], [], []]
-
-
-def test_the_number_of_a_step_does_not_depend_on_its_metadata(tmp_path, state):
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(3, state)
-        checkpointer.save(4, state, {"format": 1, "step": 9})
+    """A run would otherwise continue from its arrays as from the step in the name of the folder. The number of a step
+    does not depend on its metadata."""
+    with Checkpointer(copy, keep=None) as checkpointer:
+        checkpointer.save(3, state, {"format": 1, "step": 9} if how == "renamed" else None)
+        checkpointer.save(20, state)
         checkpointer.wait()
-        assert checkpointer.verify(3) == checkpointer.verify(4) == []
-        (tmp_path / "3").rename(tmp_path / "5")
-        assert checkpointer.verify(5)[0].startswith(OTHER.format(5, 3, 3))
+        assert checkpointer.verify(3) == checkpointer.verify(20) == []
+    if how == "renamed":
+        shutil.rmtree(copy / "20")
+        (copy / "3").rename(copy / "20")
+    else:
+        shutil.copytree(copy / "3", copy / "20", dirs_exist_ok=True)
+        for file in set(files_of(copy / "20")) - set(files_of(copy / "3")):
+            (copy / "20" / file).unlink()
+        shutil.rmtree(copy / "3")
+    with Checkpointer(copy, keep=None) as checkpointer:
+        (problem,) = checkpointer.verify(20)
+        assert problem.startswith(OTHER)
+        for read in (lambda: checkpointer.restore(state, 20), lambda: checkpointer.restore_partial(state, 20)):
+            with pytest.raises(CheckpointCorruptedError, match="the checkpoint of step 3"):
+                read()
+        assert checkpointer.latest_step() == 2 and checkpointer.damaged == {20: [problem]}
+        checkpointer.save(21, state)
+    assert sorted(path.name for path in copy.iterdir()) == ["1", "2", "20.damaged", "21"]
+    (copy / "20.damaged").rename(copy / "3")
+    with Checkpointer(copy, keep=None) as checkpointer:
+        assert not any(checkpointer.verify(step) for step in checkpointer.steps())
 
 
 def test_no_valid_checkpoint_is_an_error_that_names_every_file(copy, state):
@@ -229,31 +212,27 @@ def test_no_valid_checkpoint_is_an_error_that_names_every_file(copy, state):
     (copy / "2" / CHECKSUMS).unlink()
     before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
     with Checkpointer(copy) as checkpointer:
-        with pytest.raises(CheckpointCorruptedError, match="contains 2 checkpoints, and none is valid") as error:
-            checkpointer.latest_step()
-        with pytest.raises(CheckpointCorruptedError, match="none is valid"):
-            checkpointer.restore(abstract_net())
-        with pytest.raises(CheckpointCorruptedError, match="none is valid"):
-            checkpointer.restore_partial(state)
+        for read in (
+            *(checkpointer.latest_step, lambda: checkpointer.restore(state)),
+            lambda: checkpointer.restore_partial(state),
+        ):
+            with pytest.raises(CheckpointCorruptedError, match="contains 2 checkpoints, and none is valid") as error:
+                read()
     text = str(error.value)
     assert "1 is damaged:\n    metadata/metadata: 5 bytes, saved with 11" in text
     assert "2 is damaged:\n    checksums.json is missing" in text and "--restart" in text
     assert before == {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("name", ["../1/metadata/metadata", "/etc/hostname", "state/../../1/metadata/metadata"])
-def test_names_outside_the_checkpoint_are_refused(name, copy):
-    (copy / "2" / CHECKSUMS).write_bytes(checksums._encode(4096, {name: [11, [0]]}))
-    assert find_damage(copy / "2") == [f"{CHECKSUMS} is damaged: it names files outside the checkpoint: {name}"]
-
-
-@pytest.mark.parametrize("files", [[], {"a": 5}, {"a": [4097, [0]]}, {"a": ["b", [0]]}, {"a": [1, [0], 2]}], ids=str)
-def test_an_invalid_table_of_checksums_is_damage(files, copy):
-    (copy / "2" / CHECKSUMS).write_bytes(checksums._encode(4096, files))
-    assert find_damage(copy / "2") == [f"{CHECKSUMS} is damaged: its own checksum does not match"]
-
-
-def test_checksums_are_valid_for_any_block_size(copy, monkeypatch):
-    """A later release may choose another size; checkpoints of an earlier one stay valid."""
-    monkeypatch.setattr(checksums, "BLOCK", 1000)
+def test_an_invalid_table_of_checksums_is_damage(copy, monkeypatch):
+    table = copy / "2" / CHECKSUMS
+    valid = table.read_bytes()
+    for name in ("../1/metadata/metadata", "/etc/hostname", "state/../../1/metadata/metadata"):
+        table.write_bytes(checksums._encode(4096, {name: [11, [0]]}))
+        assert find_damage(copy / "2") == [f"{CHECKSUMS} is damaged: it names files outside the checkpoint: {name}"]
+    for files in ([], {"a": 5}, {"a": [4097, [0]]}, {"a": ["b", [0]]}, {"a": [1, [0], 2]}):
+        table.write_bytes(checksums._encode(4096, files))
+        assert find_damage(copy / "2") == [f"{CHECKSUMS} is damaged: its own checksum does not match"]
+    table.write_bytes(valid)
+    monkeypatch.setattr(checksums, "BLOCK", 1000)  # a later release may choose another size
     assert find_damage(copy / "2") == []

@@ -53,30 +53,19 @@ def test_a_step_of_orbax_is_found_once_it_is_committed(mode, tmp_path):
     assert find_step(folder) == folder / "3" and Checkpointer(folder).steps() == [3]
 
 
-def uncommitted(folder, number):
-    """The folder of a step that Orbax was saving in place when its process died."""
-    save(folder, Mode.COMMIT_FILE, number)
-    path = folder / str(number)
-    (path / DONE).unlink()
-    record = json.loads((path / RECORD).read_text())
-    (path / RECORD).write_text(json.dumps(record | {"commit_timestamp_nsecs": None}))
-    return path
-
-
-def committed_without_file(folder, number):
-    """As `uncommitted`, where the process died after it wrote the time of the commit."""
-    save(folder, Mode.COMMIT_FILE, number)
-    (folder / str(number) / DONE).unlink()
-    return folder / str(number)
-
-
-@pytest.mark.parametrize("interrupted", [uncommitted, committed_without_file])
-def test_an_uncommitted_step_is_no_step_for_any_reader_and_is_never_removed(interrupted, tmp_path):
+@pytest.mark.parametrize("has_time", [False, True])
+def test_an_uncommitted_step_is_no_step_for_any_reader_and_is_never_removed(has_time, tmp_path):
+    """The process died before or after it wrote the time of the commit, while Orbax was saving in place."""
     folder = tmp_path / "steps"
     with Checkpointer(folder, keep=1) as checkpointer:
         checkpointer.save(3, STATE, {"finite": True})
         checkpointer.wait()
-        path = interrupted(folder, 5)
+        path = folder / "5"
+        save(folder, Mode.COMMIT_FILE, 5)
+        (path / DONE).unlink()
+        if not has_time:
+            record = json.loads((path / RECORD).read_text())
+            (path / RECORD).write_text(json.dumps(record | {"commit_timestamp_nsecs": None}))
         before = sorted(one.name for one in path.iterdir())
         assert checkpointer.steps() == [3] and checkpointer.latest_step() == checkpointer.newest_finite_step() == 3
         assert find_steps(folder) == [folder / "3"] and find_step(folder) == folder / "3"

@@ -4,6 +4,7 @@ A layout's programs are built and compiled once for the module; a pair costs a r
 """
 
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from flax_mesh.train import DataConfig, OptimizerConfig, RunConfig, TrainConfig,
 from flax_mesh.train.build import TrainProgram, batch_sharding, make_mesh, run_rules, train_program
 from flax_mesh.train.data.batches import make_batch_fn
 from flax_mesh.train.data.data import load_corpus
-from tests.checkpoint.by_layer import by_layer, check_same
+from tests.checkpoint.states import by_layer, check_same
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -33,7 +34,7 @@ LAYOUTS = {
     "scanned dp2": ("mesh.shape=dp:2", "model.scan=true"),
     "scanned pp2": ("mesh.shape=pp:2,dp:2", "model.scan=true"),
 }
-SAMPLE = [("scanned", "scanned dp2")]
+PAIRS = [("scanned", "scanned dp2"), *itertools.product(LAYOUTS, LAYOUTS)]  # the first one in the default tests
 BEFORE, AFTER = 3, 10  # steps
 
 
@@ -99,7 +100,9 @@ def losses(program: TrainProgram, batch: Any, state: TrainState) -> np.ndarray:
     return np.array(found)
 
 
-def check_pair(setup, saved, before: str, after: str) -> None:
+@pytest.mark.sampled
+@pytest.mark.parametrize(("before", "after"), dict.fromkeys(PAIRS))
+def test_a_run_continues_in_every_other_layout(before, after, setup, saved):
     folder, saved_state, want = saved(before)
     program, batch = setup(after)
     with Checkpointer(folder) as checkpointer:
@@ -113,16 +116,3 @@ def check_pair(setup, saved, before: str, after: str) -> None:
     if before == after:
         assert np.array_equal(have, want)
     np.testing.assert_allclose(have, want, rtol=0, atol=5e-6)
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize(("before", "after"), SAMPLE)
-def test_a_run_continues_in_another_layout(before, after, setup, saved):
-    check_pair(setup, saved, before, after)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("after", LAYOUTS)
-@pytest.mark.parametrize("before", LAYOUTS)
-def test_a_run_continues_in_every_other_layout(before, after, setup, saved):
-    check_pair(setup, saved, before, after)

@@ -65,39 +65,20 @@ with Checkpointer(folder, layers=["layers"], host_bytes=host_bytes, compress=Fal
 """
 
 
-def extra_bytes(folder, kind: str, host_bytes: int | None) -> int:
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["stack", "list"])
+@pytest.mark.parametrize("host_bytes", [4 * MIB, 64 * MIB, None])
+def test_a_save_uses_at_most_host_bytes_or_two_of_the_largest_arrays_and_in_the_background_one_copy(
+    host_bytes, kind, tmp_path
+):
     run = subprocess.run(
-        [sys.executable, "-c", SAVE, str(folder), kind, json.dumps(host_bytes)],
+        [sys.executable, "-c", SAVE, str(tmp_path), kind, json.dumps(host_bytes)],
         capture_output=True,
         text=True,
         timeout=300,
-        check=False,
         env=os.environ | {"MALLOC_MMAP_THRESHOLD_": str(MIB)},  # returns freed memory immediately
     )
     assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)["extra"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "host_bytes"),
-    [
-        ("stack", 4 * MIB),
-        *(
-            pytest.param(kind, limit, marks=pytest.mark.slow)
-            for kind, limit in (("stack", 64 * MIB), ("list", 4 * MIB), ("list", 64 * MIB))
-        ),
-    ],
-)
-def test_a_save_uses_at_most_host_bytes_or_two_of_the_largest_arrays(kind, host_bytes, tmp_path):
-    extra = extra_bytes(tmp_path, kind, host_bytes)
-    print(f"{kind}, host_bytes={host_bytes / MIB:.0f} MiB: {extra / MIB:.1f} MiB")
-    assert extra <= max(host_bytes, 2 * LARGEST) + BESIDE < STATE / 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["list", "stack"])
-def test_a_save_in_the_background_makes_at_most_one_copy(kind, tmp_path):
-    extra = extra_bytes(tmp_path, kind, None)
-    print(f"{kind}, in the background: {extra / MIB:.1f} MiB")
-    assert extra <= STATE + BESIDE
+    extra, most = json.loads(run.stdout)["extra"], STATE if host_bytes is None else max(host_bytes, 2 * LARGEST)
+    assert extra <= most + BESIDE, f"{extra / MIB:.1f} MiB"
+    assert host_bytes is None or most + BESIDE < STATE / 2

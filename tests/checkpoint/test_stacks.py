@@ -11,10 +11,9 @@ from flax import nnx
 
 from flax_mesh import ConfigError, abstract_state, create_mesh, partitioned
 from flax_mesh.checkpoint import Checkpointer
-from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
-from flax_mesh.mpmd import MpmdMesh, Pipeline, split_stages
-from flax_mesh.mpmd.schedules import make_schedule
+from flax_mesh.models import DecoderConfig, make_decoder
 from flax_mesh.train import TrainState, abstract_train_state
+from tests.checkpoint.states import check_leaves, pipelined, random_values
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -36,16 +35,8 @@ class Block(nnx.Module):
 
 class Net(nnx.Module):
     def __init__(self, layers):
-        self.embed, self.layers, self.norm = (
-            nnx.Embed(4, 8, rngs=nnx.Rngs(0)),
-            layers,
-            nnx.LayerNorm(8, rngs=nnx.Rngs(0)),
-        )
-
-
-@partitioned([(".*", ())], layers="layers")
-class Named(Net):
-    pass
+        self.embed, self.layers = nnx.Embed(4, 8, rngs=nnx.Rngs(0)), layers
+        self.norm = nnx.LayerNorm(8, rngs=nnx.Rngs(0))
 
 
 class TwoStacks(nnx.Module):
@@ -54,14 +45,12 @@ class TwoStacks(nnx.Module):
         self.decoder = nnx.Dict(layers=stack(Block, 3), norm=nnx.LayerNorm(8, rngs=nnx.Rngs(0)))
 
 
-@partitioned([(".*", ())], layers=["encoder/layers"])
-class HalfNamed(TwoStacks):
-    pass
+def named(kind, *layers):
+    """A subclass whose table names these layers."""
+    return partitioned([(".*", ())], layers=layers)(type("Named", (kind,), {}))
 
 
-@partitioned([(".*", ())], layers=["encoder/layers", "decoder/layers"])
-class BothNamed(TwoStacks):
-    pass
+BOTH = ["encoder/layers", "decoder/layers"]
 
 
 def scanned(kind=Net):
@@ -73,25 +62,12 @@ def listed(kind=Net):
 
 
 def train_state(make) -> TrainState:
-    """Random numbers in every array."""
-
     def both():
         model = make()
         return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
 
     mesh = create_mesh((1,) * 5, devices=jax.devices()[:1])
     return random_values(abstract_train_state(both, abstract_state(both, mesh, [(".*", ())])))
-
-
-def random_values(abstract):
-    random = np.random.default_rng(0)
-
-    def random_array(x):
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return jax.device_put(jax.random.split(jax.random.key(1), x.shape), x.sharding)
-        return jax.device_put(random.integers(0, 99, x.shape).astype(x.dtype), x.sharding)
-
-    return jax.tree.map(random_array, abstract)
 
 
 def save(folder, state, **kinds) -> list[str]:
@@ -136,7 +112,7 @@ def test_an_unnamed_stack_is_refused_and_a_named_one_is_saved_as_a_list(tmp_path
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: scanned(Named),
+        lambda: scanned(named(Net, "layers")),
         lambda: make_decoder(DecoderConfig(vocab_size=8, hidden_size=8, num_layers=2, scan=True), nnx.Rngs(0)),
     ],
 )
@@ -146,35 +122,26 @@ def test_the_table_of_the_model_names_its_layers(make, tmp_path):
     with Checkpointer(tmp_path) as checkpointer:
         restored, (again, report) = checkpointer.restore(state), checkpointer.restore_partial(state)
     assert not report.unchanged
-    for tree in (restored, again):
-        assert all(np.array_equal(key_data(x), key_data(y)) for x, y in zip(state.leaves, tree.leaves, strict=True))
-
-
-def key_data(x):
-    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    check_leaves(state, restored, again)
 
 
 def test_an_argument_overrides_the_table(tmp_path):
-    half = train_state(HalfNamed)
+    half, both = (train_state(named(TwoStacks, *names)) for names in (BOTH[:1], BOTH))
     problems = refused(tmp_path / "a", half)
-    assert problems[-1].startswith(
-        "  Name the stacks: pass layers=['encoder/layers', 'decoder/layers'] to Checkpointer"
-    )
+    assert problems[-1].startswith(f"  Name the stacks: pass layers={BOTH} to Checkpointer")
     assert len(problems) == 8 and all(line.startswith("  decoder/layers/") for line in problems[:-1])
-    assert len(refused(tmp_path / "a", train_state(BothNamed), layers=())) == 16
-    want = save(tmp_path / "b", train_state(BothNamed))
+    assert len(refused(tmp_path / "a", both, layers=())) == 16
+    want = save(tmp_path / "b", both)
     assert "model/decoder/layers/2/mlp/up/kernel" in want
-    assert save(tmp_path / "c", half, layers=["encoder/layers", "decoder/layers"]) == want
+    assert save(tmp_path / "c", half, layers=BOTH) == want
 
 
 class Experts(nnx.Module):
     """A layer with a stack of experts, to be used in a list of layers."""
 
     def __init__(self):
-        self.experts, self.norm = (
-            stack(lambda key: nnx.Linear(8, 8, rngs=nnx.Rngs(key)), 4),
-            nnx.RMSNorm(8, rngs=nnx.Rngs(0)),
-        )
+        self.experts = stack(lambda key: nnx.Linear(8, 8, rngs=nnx.Rngs(key)), 4)
+        self.norm = nnx.RMSNorm(8, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize(
@@ -201,20 +168,14 @@ def test_the_chunks_of_a_pipelined_stack_must_be_named(tmp_path):
     config = DecoderConfig(
         vocab_size=32, hidden_size=16, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=4, mlp_size=32, scan=True
     )
-    batch = {key: jax.ShapeDtypeStruct((4, 8), np.int32) for key in ("inputs", "targets")}
-    groups = MpmdMesh(create_mesh((2, 1, 2, 1, 2, 1), ("pp", "dp", "fsdp", "ep", "tp", "sp")), "pp")
-    make = lambda: make_decoder(config, nnx.Rngs(0))  # noqa: E731
-    staged = split_stages(next_token_loss, make, batch, num_stages=2, mesh=groups.unstack[0])
-    schedule = make_schedule("1f1b", num_groups=2, num_microbatches=2)
-    state = random_values(Pipeline(staged, optax.sgd(1e-3), mesh=groups, schedule=schedule).abstract)
+    state = random_values(pipelined(config))
     listed = train_state(lambda: make_decoder(dataclasses.replace(config, scan=False), nnx.Rngs(0)))
     problems = refused(tmp_path / "a", state.to_nnx())  # the model is unknown here
     assert "  layers/attention/q/kernel/from 2: f32[2,16,4,4]" in problems
     assert problems[-1].startswith("  Name the stacks: pass layers=['layers'] to Checkpointer")
     assert refused(tmp_path / "a", state, layers=()) == problems
-    assert {p for p in save(tmp_path / "b", state) if "model/" in p} == {
-        p for p in save(tmp_path / "c", listed) if "model/" in p
-    }
+    of_pipeline, of_list = (save(tmp_path / name, tree) for name, tree in (("b", state), ("c", listed)))
+    assert {path for path in of_pipeline if "model/" in path} == {path for path in of_list if "model/" in path}
 
 
 class Single(nnx.Module):
@@ -228,7 +189,6 @@ class Single(nnx.Module):
 
 
 NAMES = ("inc", "norm", "down", "layers")
-WithTable = partitioned([(".*", ())], layers=NAMES)(type("WithTable", (Single,), {}))
 
 
 @pytest.mark.slow
@@ -237,26 +197,20 @@ def test_named_modules_that_are_no_stack_are_saved_as_they_are(tmp_path):
     want = save(tmp_path / "a", state, layers="layers")
     assert "model/inc/kernel" in want and "model/layers/2/gate" in want
     assert save(tmp_path / "b", state, layers=NAMES) == want
-    assert save(tmp_path / "c", train_state(WithTable)) == want
+    assert save(tmp_path / "c", train_state(named(Single, *NAMES))) == want
     for layers in ("layers", NAMES):
         with Checkpointer(tmp_path / "b", layers=layers) as checkpointer:
             for tree in (state, state.to_nnx()):  # an nnx.State does not show that `norm` is one layer
                 restored = checkpointer.restore(tree)
                 again, report = checkpointer.restore_partial(tree)
                 assert not report.unchanged
-                for found in (restored, again):
-                    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(found), strict=True)
-                    assert all(np.array_equal(key_data(x), key_data(y)) for x, y in pairs)
+                check_leaves(tree, restored, again)
 
 
 def test_a_tree_of_arrays_with_several_sizes_is_no_stack(tmp_path):
     tree = {"inc": {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4)}, "layers": {"kernel": jnp.ones((2, 4))}}
-    assert sorted(save(tmp_path, tree, layers=("inc", "layers"))) == [
-        "inc/bias",
-        "inc/kernel",
-        "layers/0/kernel",
-        "layers/1/kernel",
-    ]
+    paths = save(tmp_path, tree, layers=("inc", "layers"))
+    assert sorted(paths) == ["inc/bias", "inc/kernel", "layers/0/kernel", "layers/1/kernel"]
 
 
 def test_checkpoints_in_which_a_single_layer_was_cut_are_restored(tmp_path):

@@ -29,49 +29,26 @@ def run(folder, *settings, source="squares.txt"):
     return done.returncode, done.stdout + done.stderr, [row["loss"] for row in rows]
 
 
-@pytest.fixture(scope="module")
-def first(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("cache") / "run"
-    write_text(folder.parent)
-    return folder, run(folder, "run.steps=4")
-
-
 def hits(output):
     return output.count("Persistent compilation cache hit for 'jit_step'")
 
 
 @pytest.mark.slow
-def test_a_resumed_run_reads_the_programs_and_has_the_same_losses(first, tmp_path):
-    folder, (code, output, losses) = first
-    assert code == 0 and not hits(output) and len(losses) == 4
-    assert any("jit_step" in file.name for file in (folder / "compiled").iterdir())
-    copy = tmp_path / "run"
-    shutil.copytree(folder, copy)
-    shutil.copy(folder.parent / "squares.txt", tmp_path)
-    shutil.rmtree(copy / "checkpoints" / "4")
-    code, output, again = run(copy, "run.steps=4", "--allow-changes")
-    assert code == 0 and hits(output) == 1 and again == losses
-
-
-@pytest.mark.slow
-def test_damaged_programs_are_compiled_again(first, tmp_path):
-    folder, (_, _, losses) = first
-    copy = tmp_path / "run"
-    shutil.copytree(folder, copy)
-    shutil.copy(folder.parent / "squares.txt", tmp_path)
-    shutil.rmtree(copy / "checkpoints" / "4")
-    for file in (copy / "compiled").iterdir():
-        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    code, output, again = run(copy, "run.steps=4", "--allow-changes")
-    assert code == 0 and not hits(output) and again == losses
-
-
-@pytest.mark.slow
-def test_a_run_without_the_cache_has_the_same_losses(first, tmp_path):
+def test_runs_that_read_the_programs_compile_damaged_ones_or_have_no_cache_have_the_same_losses(tmp_path):
     write_text(tmp_path)
-    code, _, losses = run(tmp_path / "run", "run.steps=4", "run.compilation_cache=false")
-    assert code == 0 and not (tmp_path / "run" / "compiled").exists()
-    assert losses == first[1][2]
+    code, output, losses = run(tmp_path / "run", "run.steps=4")
+    assert code == 0 and not hits(output) and len(losses) == 4
+    assert any("jit_step" in file.name for file in (tmp_path / "run" / "compiled").iterdir())
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
+    for name in ("copy", "damaged"):
+        copy = Path(shutil.copytree(tmp_path / "run", tmp_path / name))
+        for file in (copy / "compiled").iterdir():
+            if name == "damaged":
+                file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        code, output, again = run(copy, "run.steps=4", "--allow-changes")
+        assert code == 0 and hits(output) == (name == "copy") and again == losses
+    code, _, again = run(tmp_path / "none", "run.steps=4", "run.compilation_cache=false")
+    assert code == 0 and not (tmp_path / "none" / "compiled").exists() and again == losses
 
 
 @pytest.mark.slow

@@ -125,18 +125,22 @@ def test_all_mistakes_are_reported_together(trained, command, tmp_path, compilat
 
 def test_wrong_sources_and_lengths_are_one_line(trained, command, tmp_path):
     run, _, held_out = trained
-    assert "there is no data; pass --data SOURCE" in command(run)[2]
-    assert "two sets have the name a" in command(run, "--data", "a=x", "--data", "a=y")[2]
-    assert "--data '': this text is empty" in command(run, "--data", "")[2]
     (tmp_path / "odd.bin").write_bytes(b"abc")
-    assert "uint16 tokens (--bin-dtype)" in command(run, "--data", tmp_path / "odd.bin")[2]
     odd = (tmp_path / "odd.bin").rename(tmp_path / "data.source: data.bin_dtype.bin")  # only settings are renamed
-    assert f"--data {odd}: {odd} has 3 bytes; uint16 tokens (--bin-dtype)" in command(run, "--data", odd)[2]
-    code, _, errors = command(run, "--data", held_out, "--sequence-length", 15, "mesh.shape=sp:2")
-    assert code == BAD_INPUT and "--sequence-length 15 is not divisible by the 2 parts of a sequence" in errors
-    assert "model: " not in errors  # the parameters are not loaded
-    code, _, errors = command(run, "--data", held_out, "model.attention=splash", "mesh.shape=fsdp:1")
-    assert code == BAD_INPUT and "multiple of 128, got 16" in errors and "such a --sequence-length" in errors
+    for arguments, text in (
+        ([], "there is no data; pass --data SOURCE"),
+        (["--data", "a=x", "--data", "a=y"], "two sets have the name a"),
+        (["--data", ""], "--data '': this text is empty"),
+        (["--data", odd], f"--data {odd}: {odd} has 3 bytes; uint16 tokens (--bin-dtype)"),
+        (
+            ["--data", held_out, "--sequence-length", 15, "mesh.shape=sp:2"],
+            "--sequence-length 15 is not divisible by the 2",
+        ),
+        (["--data", held_out, "model.attention=splash", "mesh.shape=fsdp:1"], "multiple of 128, got 16"),
+    ):
+        code, _, errors = command(run, *arguments)
+        assert code == BAD_INPUT and text in errors and "model: " not in errors  # the parameters are not loaded
+    assert "such a --sequence-length" in errors
     (tmp_path / "a=b.txt").write_text("some text")  # an existing path is not NAME=SOURCE
     code, text, _ = command(run, "--data", tmp_path / "a=b.txt", "mesh.shape=fsdp:1")
     assert code == DONE and "a=b.txt" in text
@@ -145,26 +149,16 @@ def test_wrong_sources_and_lengths_are_one_line(trained, command, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["fsdp:4,tp:2", "pp:2,fsdp:2,tp:2"])
 def test_a_run_is_evaluated_and_continued_on_another_mesh(tmp_path, command, capsys, mesh):
-    settings = [
-        f"data.source={write_text(tmp_path)}",
-        "run.eval_every=2",
-        "data.eval_batches=3",
-        "run.steps=2",
-        f"mesh.shape={mesh}",
-    ]
-    settings += [f"run.folder={tmp_path / 'run'}", "pipeline.num_microbatches=2", "optimizer.learning_rate=0.1"]
-    config = apply_overrides(recipe(), [*settings, "optimizer.warmup_steps=0", "optimizer.ema=0.5"])
+    run, held, texts = tmp_path / "run", tmp_path / "held.txt", set()
+    settings = "run.steps=2 run.eval_every=2 data.eval_batches=3 optimizer.learning_rate=0.1 optimizer.warmup_steps=0"
+    own = [f"data.source={write_text(tmp_path)}", f"run.folder={run}", f"mesh.shape={mesh}", "optimizer.ema=0.5"]
+    config = apply_overrides(recipe(), [*settings.split(), *own, "pipeline.num_microbatches=2"])
     result = train(config, say=lambda text: None)
-    (tmp_path / "held.txt").write_bytes(load_corpus(config.data).held_out[: 16 * 8 * 3 + 1].tobytes())
+    held.write_bytes(load_corpus(config.data).held_out[: 16 * 8 * 3 + 1].tobytes())
     for other in ("fsdp:1", "dp:2,tp:2", "fsdp:2,sp:2"):
-        code, text, _ = command(
-            tmp_path / "run", "--data", f"held={tmp_path / 'held.txt'}", f"mesh.shape={other}", "--json"
-        )
+        code, text, _ = command(run, "--data", f"held={held}", f"mesh.shape={other}", "--json")
         found = json.loads(text)["sets"]["held"]
         assert code == DONE and found["loss"] == pytest.approx(result.last_row["eval_loss"], rel=1e-5)
-    texts = set()
-    for other in ("fsdp:1", "dp:2,tp:2", "fsdp:2,sp:2"):
-        code = main(["generate", str(tmp_path / "run"), "--prompt", "12 squared", f"mesh.shape={other}"])
+        assert main(["generate", str(run), "--prompt", "12 squared", f"mesh.shape={other}"]) == DONE
         texts.add(capsys.readouterr().out)
-        assert code == DONE
     assert len(texts) == 1

@@ -35,18 +35,11 @@ P = PartitionSpec
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "recipes" / "tiny.py")
 GOLDEN = ROOT / "tests" / "golden"
-LLAMA_405B = [
-    "mesh.shape=dp:4,fsdp:128,tp:8",
-    "data.batch_size=512",
-    "model.vocab_size=128256",
-    "model.hidden_size=16384",
-    "model.num_layers=126",
-    "model.num_heads=128",
-    "model.num_kv_heads=8",
-    "model.head_dim=128",
-    "model.mlp_size=53248",
-    "model.tied=false",
-]
+RECIPES = sorted((ROOT / "recipes").glob("*.py"))
+LLAMA_405B = """
+mesh.shape=dp:4,fsdp:128,tp:8 data.batch_size=512 model.vocab_size=128256 model.hidden_size=16384 model.num_layers=126
+model.num_heads=128 model.num_kv_heads=8 model.head_dim=128 model.mlp_size=53248 model.tied=false
+"""
 
 
 # --- recipes ---
@@ -62,8 +55,9 @@ def golden_text(report: ShardingReport) -> str:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_the_sharding_of_every_recipe_equals_its_golden_text(recipe, request):
+    assert {file.stem for file in GOLDEN.glob("*.txt")} <= {file.stem for file in RECIPES}
     explanation = explain(load_recipe(str(recipe)))
     assert not explanation.findings
     file, text = GOLDEN / f"{recipe.stem}.txt", golden_text(explanation.report)
@@ -76,10 +70,6 @@ def test_the_sharding_of_every_recipe_equals_its_golden_text(recipe, request):
         pytest.fail(
             f"the sharding of {recipe.name} changed; if this is intended: pytest {__file__} --update-golden\n{diff}"
         )
-
-
-def test_every_golden_text_belongs_to_a_recipe():
-    assert {file.stem for file in GOLDEN.glob("*.txt")} == {file.stem for file in (ROOT / "recipes").glob("*.py")}
 
 
 def test_the_reported_bytes_equal_those_of_placed_arrays():
@@ -103,17 +93,23 @@ def test_the_reported_bytes_equal_those_of_placed_arrays():
 # --- large models, no backend ---
 
 
-def test_an_unknown_platform_makes_device_access_fail():
-    probe = [sys.executable, "-c", "import jax; jax.devices()"]
-    run = subprocess.run(probe, env=os.environ | {"JAX_PLATFORMS": "nowhere"}, capture_output=True, text=True)
-    assert run.returncode != 0 and "Unable to initialize backend 'nowhere'" in run.stderr
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("scan", [pytest.param("true", marks=pytest.mark.slow), "false"])
 def test_405b_on_4096_devices_is_explained_in_seconds_without_a_backend(scan):
     """JAX_PLATFORMS is not a platform, so that any access to a device fails."""
-    command = [sys.executable, "-m", "flax_mesh.cli", "explain", TINY, *LLAMA_405B, f"model.scan={scan}", "--json"]
+    probe = [sys.executable, "-c", "import jax; jax.devices()"]
+    run = subprocess.run(probe, env=os.environ | {"JAX_PLATFORMS": "nowhere"}, capture_output=True, text=True)
+    assert run.returncode != 0 and "Unable to initialize backend 'nowhere'" in run.stderr
+    command = [
+        sys.executable,
+        "-m",
+        "flax_mesh.cli",
+        "explain",
+        TINY,
+        *LLAMA_405B.split(),
+        f"model.scan={scan}",
+        "--json",
+    ]
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     run = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "nowhere"}, capture_output=True, text=True)
     assert run.returncode == DONE, run.stderr
@@ -167,7 +163,7 @@ class Net(nnx.Module):
 MESH = AbstractMesh((2, 2, 2), ("dp", "fsdp", "tp"))
 
 
-def test_all_findings_are_in_one_list():
+def test_all_findings_are_in_one_list_and_in_data_and_text():
     explanation = explain_sharding(Net, MESH, RULES, large=64 * 64 * 4)
     found = [str(finding) for finding in explanation.findings]
     for start in (
@@ -185,6 +181,12 @@ def test_all_findings_are_in_one_list():
     leaves = {leaf.path: leaf for leaf in explanation.report.leaves}
     assert leaves["odd"].spec == P(None, None) and leaves["first/kernel"].spec == P("fsdp", "tp")
     assert leaves["first/kernel"].rule == 0 and leaves["unmatched"].rule is None
+    data, text = json.loads(json.dumps(explanation.to_dict())), explanation.to_text()
+    assert [finding["path"] for finding in data["findings"]] == [finding.path for finding in explanation.findings]
+    assert data["rules"][1] == {"pattern": "first/kernel$", "dims": "mlp, embed", "arrays": 0, "shadowed_by": 0}
+    assert {leaf["path"] for leaf in data["leaves"]} >= {"tables/0", "tables/2", "scale"}
+    assert text.startswith(f"mesh dp:2,fsdp:2,tp:2, 8 devices; fingerprint {data['fingerprint'][:12]}\n")
+    assert "8 findings:" in text and all(f"- {finding}" in text for finding in found)
 
 
 def test_a_clean_table_has_no_findings_and_each_threshold_is_exact():
@@ -206,17 +208,21 @@ def test_unmatched_rules_are_not_findings_in_the_table_of_a_model():
 
 def test_annotated_models_are_explained_by_their_annotations():
     class Annotated(nnx.Module):
-        def __init__(self):
+        def __init__(self, rngs: nnx.Rngs):
             init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "tp"))
             strange = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("strange", None))
-            self.a = nnx.Linear(8, 8, kernel_init=init, rngs=nnx.Rngs(0))
-            self.b = nnx.Linear(8, 8, kernel_init=strange, rngs=nnx.Rngs(0))
+            self.a = nnx.Linear(8, 8, kernel_init=init, rngs=rngs)
+            self.b = nnx.Linear(8, 8, kernel_init=strange, rngs=rngs)
 
-    explanation = explain_sharding(Annotated, MESH)
+    explanation = explain_sharding(lambda: Annotated(nnx.Rngs(0)), MESH)
     leaves = {leaf.path: leaf for leaf in explanation.report.leaves}
     assert leaves["a/kernel"].spec == P("fsdp", "tp") and leaves["a/kernel"].logical == ("embed", "tp")
-    (finding,) = explanation.findings
-    assert finding.path == "b/kernel" and "'strange'" in finding.problem
+    of_recipe = explain(dataclasses.replace(load_recipe(TINY), make_model=lambda config, rngs: Annotated(rngs)))
+    for found in (explanation, of_recipe):
+        (finding,) = found.findings
+        assert finding.path == "b/kernel"
+        assert "'strange', neither a mesh axis nor a logical axis" in finding.problem
+    assert of_recipe.axes == fm.PartitionAxis()
     text = explanation.to_text()
     assert "no table: the model is annotated" in text
     assert re.search(r"^ *a?/?kernel +f32\[8,8\] +- +embed, tp +fsdp, tp ", text, re.MULTILINE), text
@@ -233,19 +239,6 @@ def test_a_recipe_that_does_not_fit_its_mesh_has_findings_for_settings_and_array
     )
     with_rules = dataclasses.replace(config, rules=[("nothing", ()), (".*", ())])
     assert any("matches no array" in str(finding) for finding in explain(with_rules).findings)
-
-
-def test_a_recipe_may_use_an_annotated_model():
-    class Annotated(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs):
-            init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "strange"))
-            self.up = nnx.Linear(8, 8, kernel_init=init, rngs=rngs)
-
-    config = dataclasses.replace(load_recipe(TINY), make_model=lambda config, rngs: Annotated(rngs))
-    explanation = explain(config)
-    (finding,) = explanation.findings
-    assert finding.path == "up/kernel" and "'strange', neither a mesh axis nor a logical axis" in finding.problem
-    assert explanation.axes == fm.PartitionAxis()
 
 
 def test_a_pipeline_is_explained_as_one_of_its_groups(capsys, tmp_path):
@@ -285,52 +278,24 @@ def test_cudnn_attention_is_explained_without_cudnn(mesh, capsys):
     assert main([*base, "model.attention=cudnn", "model.head_dim=12"]) == BAD_INPUT  # the settings are still checked
 
 
-def test_data_and_text_contain_every_finding_and_array():
-    explanation = explain_sharding(Net, MESH, RULES)
-    data = json.loads(json.dumps(explanation.to_dict()))
-    assert [finding["path"] for finding in data["findings"]] == [finding.path for finding in explanation.findings]
-    assert data["rules"][1] == {"pattern": "first/kernel$", "dims": "mlp, embed", "arrays": 0, "shadowed_by": 0}
-    assert {leaf["path"] for leaf in data["leaves"]} >= {"tables/0", "tables/2", "scale"}
-    text = explanation.to_text()
-    assert text.startswith(f"mesh dp:2,fsdp:2,tp:2, 8 devices; fingerprint {data['fingerprint'][:12]}\n")
-    assert f"{len(explanation.findings)} findings:" in text
-    assert all(f"- {finding}" in text for finding in explanation.findings)
-
-
 # --- the mesh and the command ---
 
 
-@pytest.mark.parametrize(
-    ("settings", "shape"),
-    [
-        (["mesh.shape=dp:4,fsdp:128,tp:8", "run.platform=auto"], {"dp": 4, "fsdp": 128, "tp": 8}),
-        (["mesh.shape=fsdp:-1,tp:2", "run.platform=cpu:64"], {"fsdp": 32, "tp": 2}),
-        (["mesh.shape=pp:4,fsdp:-1,tp:2", "run.platform=cpu:64"], {"fsdp": 8, "tp": 2}),
-        (["mesh.shape=tp:64", "run.platform=cpu:8"], {"tp": 64}),  # not shrunk to 8 devices
-    ],
-)
-def test_the_mesh_is_the_one_of_the_recipe(settings, shape):
-    mesh = abstract_mesh(apply_overrides(load_recipe(TINY), settings))
-    assert {name: size for name, size in mesh.shape.items() if size > 1} == shape
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (
-            ["mesh.shape=fsdp:-1", "run.platform=gpu"],
-            "Set every size, or set the number of devices by run.platform=cpu:N",
-        ),
-        (["mesh.shape=fsdp:-1,tp:3", "run.platform=cpu:8"], "does not divide 8"),
-        (["model.hidden=3"], "model.hidden is not a setting; did you mean model.hidden_size?"),
-        (["model.num_heads=0"], "model.num_heads must be at least 1"),
-        (["--html", "/nowhere/x.html"], "--html /nowhere/x.html cannot be written: No such file or directory"),
-        (["--json", "--html", "x"], "not allowed with argument"),
-    ],
-)
-def test_invalid_input_is_exit_code_2(arguments, line, capsys):
-    assert main(["explain", TINY, *arguments]) == BAD_INPUT
-    assert line in capsys.readouterr().err
+def test_the_mesh_is_the_one_of_the_recipe(capsys):
+    for settings, shape in (
+        ("mesh.shape=dp:4,fsdp:128,tp:8 run.platform=auto", {"dp": 4, "fsdp": 128, "tp": 8}),
+        ("mesh.shape=pp:4,fsdp:-1,tp:2 run.platform=cpu:64", {"fsdp": 8, "tp": 2}),
+        ("mesh.shape=tp:64 run.platform=cpu:8", {"tp": 64}),  # not shrunk to 8 devices
+    ):
+        mesh = abstract_mesh(apply_overrides(load_recipe(TINY), settings.split()))
+        assert {name: size for name, size in mesh.shape.items() if size > 1} == shape
+    for settings, line in (
+        ("mesh.shape=fsdp:-1 run.platform=gpu", "Set every size, or set the number of devices by run.platform=cpu:N"),
+        ("mesh.shape=fsdp:-1,tp:3 run.platform=cpu:8", "does not divide 8"),
+        ("model.hidden=3", "model.hidden is not a setting; did you mean model.hidden_size?"),
+    ):
+        assert main(["explain", TINY, *settings.split()]) == BAD_INPUT
+        assert line in capsys.readouterr().err
 
 
 def test_exit_codes_distinguish_clean_from_findings(capsys, tmp_path):

@@ -1,6 +1,7 @@
-"""Random settings and mutated recipes through every command that only checks: an exit code of a mistake, no traceback.
+"""Random arguments and mutated recipes through every command that only checks: an exit code of a mistake, no traceback.
 
-Nothing is trained: the commands are `explain` and `train --print-config`. The draws are seeded.
+Nothing is computed: the commands are `explain`, `train --print-config`, and others with a wrong argument. The draws are
+seeded.
 """
 
 import random
@@ -14,6 +15,7 @@ from flax_mesh.cli.common import BAD_INPUT, DONE, FINDINGS
 from flax_mesh.train import load_recipe
 from flax_mesh.train.checks import check_config
 from flax_mesh.train.overrides import flat_fields, read_overrides, to_texts
+from tests.inference.small_run import recipe, save_run
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "recipes" / "tiny.py")
@@ -27,28 +29,16 @@ always stop skip eval_loss uint32 --x=1 a=1,a=2 %s {}
 """
 VALUES = WORDS.split()
 VALUES += ["", " ", "\n", "9" * 30, "9" * 5000, "x" * 5000, "a\0b", "[" * 5000, "\u00e9\udcff"]
-KEYS = [
-    "",
-    "run",
-    "run.",
-    ".steps",
-    "run.steps.x",
-    "optimizer.lr",
-    "model.axes",
-    "mesh",
-    "x" * 5000,
-    "run.\0",
-    "é",
-    "[",
-    "@",
-]
+KEYS = ["", "run", "run.", ".steps", "run.steps.x", "optimizer.lr", "model.axes", "mesh"]
+KEYS += ["x" * 5000, "run.\0", "é", "[", "@"]
 
 
-def run(capsys, argv: list[str]) -> tuple[int, str]:
-    code = main(argv)
-    captured = capsys.readouterr()
-    assert "Traceback" not in captured.err, (argv, captured.err)
-    return code, captured.err
+def check(capsys: pytest.CaptureFixture[str], argv: list[str]) -> int:
+    """The exit code: that of a mistake if lines of errors are printed."""
+    code, lines = main(argv), capsys.readouterr().err.splitlines()
+    assert code in (DONE, FINDINGS, BAD_INPUT) and bool(lines) == (code == BAD_INPUT), (argv, code, lines)
+    assert all(line.startswith("flax-mesh: ") and len(line) < 6000 for line in lines) and len(lines) < 40, (argv, lines)
+    return code
 
 
 @pytest.mark.slow
@@ -60,15 +50,29 @@ def test_random_settings_end_in_a_documented_exit_code(part, capsys):
         chosen = [draw.choice(names if draw.random() < 0.85 else KEYS) for _ in range(draw.choice((1, 1, 2, 4)))]
         settings = [f"{name}{'=' * (draw.random() < 0.97)}{draw.choice(VALUES)}" for name in chosen]
         settings = [text for text in settings if not text.startswith(("@", "-"))]
-        code, errors = run(capsys, ["explain", TINY, *settings])
-        lines = errors.splitlines()
-        assert code in (DONE, FINDINGS, BAD_INPUT), (settings, code, errors)
-        assert bool(lines) == (code == BAD_INPUT), (settings, code, errors)
-        assert all(line.startswith("flax-mesh: ") and len(line) < 6000 for line in lines) and len(lines) < 40, lines
-        printed, _ = run(capsys, ["train", TINY, "--print-config", *settings])
-        assert printed in (DONE, BAD_INPUT) and (printed == BAD_INPUT) <= (code == BAD_INPUT), settings
-        codes.append(code)
+        codes.append(check(capsys, ["explain", TINY, *settings]))
+        printed = check(capsys, ["train", TINY, "--print-config", *settings])
+        assert printed == DONE or printed == codes[-1] == BAD_INPUT, settings
     assert {DONE, BAD_INPUT} <= set(codes)
+
+
+@pytest.mark.slow
+def test_random_arguments_of_a_trained_model_end_in_a_documented_exit_code(capsys, tmp_path):
+    """Nothing is computed: one argument is always wrong."""
+    save_run(tmp_path / "run")
+    settings = [*to_texts(recipe()), *KEYS]
+    usable = [value for value in VALUES if not value.startswith("/dev")]
+    for name, own in (
+        ("generate", "prompt prompts top-k top-p seed stop cache-length temperature out"),
+        ("evaluate", "data sequence-length bin-dtype"),
+    ):
+        draw, options = random.Random(0), [*own.split(), "max-tokens", "step"]
+        for _ in range(150):
+            argv = [f"--{draw.choice(options)}={draw.choice(usable)}" for _ in range(draw.randrange(4))]
+            argv = [word if not word.startswith("--out=") else f"--out={tmp_path}/{len(word)}\0" for word in argv]
+            argv += [f"{draw.choice(settings)}={draw.choice(VALUES)}" for _ in range(draw.randrange(3))]
+            argv = [word for word in argv if not word.startswith("@")]
+            assert check(capsys, [name, str(tmp_path / "run"), "--batch-size", "0", *argv]) == BAD_INPUT, argv
 
 
 @pytest.mark.slow
@@ -115,14 +119,10 @@ def mutated(draw: random.Random) -> str:
     for _ in range(draw.randint(1, 3)):
         at, other = draw.randrange(len(words)), draw.randrange(len(words))
         change = draw.randrange(4)
-        if change == 0:
-            words[at] = draw.choice(TOKENS)
-        elif change == 1:
-            words[at] = ""
-        elif change == 2:
-            words[at] *= 2
-        else:
+        if change == 3:
             words[at], words[other] = words[other], words[at]
+        else:
+            words[at] = (draw.choice(TOKENS), "", 2 * words[at])[change]
     return "".join(words)
 
 
@@ -133,9 +133,5 @@ def test_mutated_recipes_are_explained_or_refused_with_their_line(part, tmp_path
     for index in range(100):
         path = tmp_path / f"own{index}.py"
         path.write_text(mutated(draw), encoding="utf-8")
-        code, errors = run(capsys, ["explain", str(path)])
-        lines = errors.splitlines()
-        assert code in (DONE, FINDINGS, BAD_INPUT), (path.read_text(), code, errors)
-        assert bool(lines) == (code == BAD_INPUT) and all(line.startswith("flax-mesh: ") for line in lines), errors
-        codes.append(code)
+        codes.append(check(capsys, ["explain", str(path)]))
     assert {DONE, BAD_INPUT} <= set(codes)

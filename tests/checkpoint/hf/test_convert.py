@@ -8,7 +8,6 @@ import tracemalloc
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from hypothesis import given, settings
@@ -20,10 +19,9 @@ from flax_mesh.checkpoint.hf import convert
 from flax_mesh.checkpoint.hf.convert import ParamMapping, load_safetensors, save_safetensors
 from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES
 from flax_mesh.checkpoint.hf.safetensors import INDEX, open_safetensors, write_safetensors
-from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
-from flax_mesh.mpmd import MpmdMesh, Pipeline, split_stages
-from flax_mesh.mpmd.schedules import make_schedule
-from flax_mesh.tree import in_stack, layer_path, path_and_start
+from flax_mesh.models import DecoderConfig, make_decoder
+from flax_mesh.tree import in_stack
+from tests.checkpoint.states import check_leaves, pipelined, random_values, values_at
 
 LISTED = DecoderConfig(
     **{"vocab_size": 32, "hidden_size": 16, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4},
@@ -39,53 +37,15 @@ def plain(config, *dims):
     return abstract_state(lambda: make_decoder(config, nnx.Rngs(0)), mesh)
 
 
-def pipelined(config, virtual=1):
-    """Two groups of four devices; a stack of layers is split into chunks between them."""
-    batch = {key: jax.ShapeDtypeStruct((4, 8), np.int32) for key in ("inputs", "targets")}
-    groups = MpmdMesh(create_mesh((2, 1, 2, 1, 2, 1), ("pp", "dp", "fsdp", "ep", "tp", "sp")), "pp")
-    make = lambda: make_decoder(config, nnx.Rngs(0))  # noqa: E731
-    staged = split_stages(next_token_loss, make, batch, num_stages=2 * virtual, mesh=groups.unstack[0])
-    kind = "interleaved-1f1b" if virtual > 1 else "1f1b"
-    schedule = make_schedule(kind, num_groups=2, num_microbatches=2, num_virtual_stages=virtual)
-    return Pipeline(staged, optax.sgd(1e-3), mesh=groups, schedule=schedule).abstract.to_nnx()["model"]
-
-
 LAYOUTS = {
     "one device": lambda: plain(LISTED, 1, 1, 1, 1, 1),
     "fsdp8": lambda: plain(LISTED, 1, 8, 1, 1, 1),
     "dp2 fsdp2 tp2": lambda: plain(LISTED, 2, 2, 1, 2, 1),
     "scanned": lambda: plain(SCANNED, 1, 4, 1, 2, 1),
-    "pipelined": lambda: pipelined(LISTED),
-    "pipelined, scanned": lambda: pipelined(SCANNED),
-    "pipelined twice, scanned": lambda: pipelined(SCANNED, virtual=2),
+    "pipelined": lambda: pipelined(LISTED).to_nnx()["model"],
+    "pipelined, scanned": lambda: pipelined(SCANNED).to_nnx()["model"],
+    "pipelined twice, scanned": lambda: pipelined(SCANNED, virtual=2).to_nnx()["model"],
 }
-
-
-def random_values(abstract, dtype=None):
-    """Random arrays in the layout of `abstract`; a layer has the same values in every layout."""
-
-    def make(path, leaf):
-        base, start = path_and_start(path)
-        if stack := in_stack(base, ["layers"]):
-            value = np.stack([one(layer_path(base, stack, start + i), leaf.shape[1:]) for i in range(leaf.shape[0])])
-        else:
-            value = one(base, leaf.shape)
-        return jax.device_put(value.astype(dtype or leaf.dtype), leaf.sharding)
-
-    leaves = [make(path, leaf) for path, leaf in named_leaves(abstract)]
-    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
-
-
-def one(path, shape):
-    return np.random.default_rng(list(path.encode())).normal(size=shape).astype(np.float32)
-
-
-def check_same(got, want):
-    for (path, a), (_, b) in zip(named_leaves(got), named_leaves(want), strict=True):
-        assert a.dtype == b.dtype and a.sharding == b.sharding, path
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), path
-        for shard, other in zip(a.addressable_shards, b.addressable_shards, strict=True):
-            assert shard.device == other.device and np.array_equal(shard.data, other.data), path
 
 
 def files_of(folder):
@@ -131,7 +91,7 @@ def test_every_layout_loads_bitwise(layout, folders, abstracts):
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), abstracts[layout])
     got = load_safetensors(of_layout["fsdp8"], abstract, NAMES)
     assert jax.tree.structure(got) == jax.tree.structure(abstract)
-    check_same(got, random_values(abstract, dtype))
+    check_leaves(got, random_values(abstract, dtype))
 
 
 def test_each_expert_is_stored_as_one_array(tmp_path):
@@ -143,11 +103,11 @@ def test_each_expert_is_stored_as_one_array(tmp_path):
     assert up.shape == (4, 16, 24) and (up[0] != up[1]).any()
     for e in range(4):
         assert np.array_equal(stored[f"model.layers.1.mlp.experts.{e}.up_proj.weight"], up[e].T)
-    check_same(load_safetensors(tmp_path / "out", abstract, DECODER_NAMES["qwen3_moe"]), state)
+    check_leaves(load_safetensors(tmp_path / "out", abstract, DECODER_NAMES["qwen3_moe"]), state)
     stacked = plain(dataclasses.replace(EXPERTS, scan=True), 1, 1, 4, 2, 1)
     assert dict(named_leaves(stacked))["layers/moe/up/kernel"].shape == (4, 4, 16, 24)
     got = load_safetensors(tmp_path / "out", stacked, DECODER_NAMES["qwen3_moe"])
-    check_same(got, random_values(stacked))
+    check_leaves(got, random_values(stacked))
     save_safetensors(tmp_path / "again", got, DECODER_NAMES["qwen3_moe"])
     assert files_of(tmp_path / "again") == files_of(tmp_path / "out")
 
@@ -197,7 +157,7 @@ def test_read_slice_equals_the_slice_of_the_parameter(folders):
     for leaf in convert.map_params(abstract, NAMES):
         full = [(0, size) for size in leaf.value.shape]
         want = convert.read_slice(leaf.arrays, stored, full, np.float32)
-        assert np.array_equal(want, one(leaf.path, leaf.value.shape).astype(stored[leaf.arrays[0].name].dtype))
+        assert np.array_equal(want, values_at(leaf.path, leaf.value.shape).astype(stored[leaf.arrays[0].name].dtype))
         odd = [(size // 3, size - size // 4) for size in leaf.value.shape]
         got = convert.read_slice(leaf.arrays, stored, odd, np.float32)
         assert np.array_equal(got, want[tuple(slice(*pair) for pair in odd)])
@@ -209,7 +169,7 @@ def test_saving_and_loading_cast_values(tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"torch_dtype": "bfloat16", "x": 1}
     assert {array.dtype for array in open_safetensors(tmp_path / "out").values()} == {jnp.dtype("bfloat16")}
     got = load_safetensors(tmp_path / "out", abstract, NAMES)
-    check_same(got, jax.tree.map(lambda x: jax.device_put(x.astype("bfloat16").astype("float32"), x.sharding), state))
+    check_leaves(got, jax.tree.map(lambda x: jax.device_put(x.astype("bfloat16").astype("float32"), x.sharding), state))
 
 
 def test_loaded_arrays_may_be_donated(tmp_path):
@@ -325,7 +285,7 @@ def test_a_custom_table_works_for_any_model(tmp_path):
     assert np.array_equal(stored["qkv.2"], np.asarray(state["qkv"][2].T))
     assert (stored["h.1.mlp.2.w"] == 12).all() and stored["h.1.mlp.2.w"].shape == (3, 2)
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-    check_same(load_safetensors(tmp_path / "out", abstract, table), state)
+    check_leaves(load_safetensors(tmp_path / "out", abstract, table), state)
 
 
 def test_names_must_differ(tmp_path):
