@@ -45,11 +45,8 @@ class Model(nnx.Module):
         rngs = nnx.Rngs(0)
         kernel = nnx.Param(0.3 * jax.random.normal(rngs.params(), (WIDTH, WIDTH)))
         shared = Shared(rngs, kernel, Variable(jnp.zeros(WIDTH)), Variable(jnp.zeros(WIDTH)))
-        self.table, self.head, self.tied = (
-            weight(shared, VOCAB, WIDTH),
-            weight(shared, VOCAB, WIDTH),
-            case.head == "tied",
-        )
+        self.table, self.head = weight(shared, VOCAB, WIDTH), weight(shared, VOCAB, WIDTH)
+        self.tied = case.head == "tied"
         self.strength, self.rule = nnx.Param(jnp.asarray(0.9)), case.table
         self.before = nnx.List([OPERATIONS[name].make(shared) for name in case.before])
         self.layers = nnx.List([Layer(layer, shared) for layer in case.layers])

@@ -29,12 +29,13 @@ class Shared(NamedTuple):
 
 
 class Operation(nnx.Module):
-    """An operation without parameters or variables; subclasses create theirs in `setup`."""
+    """Its attributes are made by `parts`: {name: function of what the layers share}."""
+
+    parts: dict[str, Callable[[Shared], Any]] = {}  # noqa: RUF012
 
     def __init__(self, shared: Shared):
-        self.setup(shared)
-
-    def setup(self, shared: Shared) -> None: ...
+        for name, make in self.parts.items():
+            setattr(self, name, make(shared))
 
     def __call__(self, s: Streams, c: Context) -> Streams:
         raise NotImplementedError
@@ -55,22 +56,38 @@ class Entry(NamedTuple):
 OPERATIONS: dict[str, Entry] = {}
 
 
-def operation(name: str, feature: str, *, changes: bool = False, **attributes: Any) -> Callable[[Any], Any]:
-    """Adds a class to OPERATIONS; `attributes` are set on a subclass, so that one class may have several names."""
+def operation(name: str, feature: str, **parts: Callable[[Shared], Any]) -> Callable[[Any], Any]:
+    """Adds a function (self, streams, context) -> streams to OPERATIONS, as a module with these parts."""
 
-    def add(cls: Any) -> Any:
-        OPERATIONS[name] = Entry(feature, changes, type(cls.__name__, (cls,), attributes))
-        return cls
+    def add(call: Any) -> Any:
+        module = type(name, (Operation,), {"parts": parts, "__call__": call})
+        OPERATIONS[name] = Entry(feature, name in CHANGING, module)
+        return call
 
     return add
+
+
+CHANGING = ("batch_norm", "dropout")  # operations without an order that write variables
 
 
 def dense(shared: Shared, **kinds: Any) -> nnx.Linear:
     return nnx.Linear(WIDTH, WIDTH, rngs=shared.rngs, **kinds)
 
 
+def unbiased(shared: Shared) -> nnx.Linear:
+    return dense(shared, use_bias=False)
+
+
 def weight(shared: Shared, *shape: int) -> nnx.Param:
     return nnx.Param(0.3 * jax.random.normal(shared.rngs.params(), shape))
+
+
+def vector(shared: Shared) -> nnx.Param:
+    return weight(shared, WIDTH)
+
+
+def matrix(shared: Shared) -> nnx.Param:
+    return weight(shared, WIDTH, WIDTH)
 
 
 def plus(s: Streams, **changes: Any) -> Streams:
@@ -83,168 +100,106 @@ def plus(s: Streams, **changes: Any) -> Streams:
 WITH_PARAMETERS = ("linear", "mlp", "conv", "norm", "attention")  # every random layer has one of them
 
 
-@operation("linear", "layers")
-class Linear(Operation):
-    def setup(self, shared):
-        self.linear = dense(shared)
-
-    def __call__(self, s, c):
-        return plus(s, x=jnp.tanh(self.linear(s["x"])))
+@operation("linear", "layers", linear=dense)
+def linear(self, s, c):
+    return plus(s, x=jnp.tanh(self.linear(s["x"])))
 
 
-@operation("mlp", "layers")
-class Mlp(Operation):
-    def setup(self, shared):
-        self.gate, self.up = dense(shared, use_bias=False), dense(shared, use_bias=False)
-
-    def __call__(self, s, c):
-        return plus(s, x=nnx.silu(self.gate(s["x"])) * self.up(s["x"]))
+@operation("mlp", "layers", gate=unbiased, up=unbiased)
+def mlp(self, s, c):
+    return plus(s, x=nnx.silu(self.gate(s["x"])) * self.up(s["x"]))
 
 
-@operation("conv", "layers")
-class Conv(Operation):
-    def setup(self, shared):
-        self.conv = nnx.Conv(WIDTH, WIDTH, kernel_size=(3,), rngs=shared.rngs)
-
-    def __call__(self, s, c):
-        return plus(s, x=jnp.sin(self.conv(s["x"])))
+@operation("conv", "layers", conv=lambda shared: nnx.Conv(WIDTH, WIDTH, kernel_size=(3,), rngs=shared.rngs))
+def conv(self, s, c):
+    return plus(s, x=jnp.sin(self.conv(s["x"])))
 
 
-@operation("norm", "layers")
-class Norm(Operation):
-    def setup(self, shared):
-        self.norm = nnx.RMSNorm(WIDTH, rngs=shared.rngs)
-
-    def __call__(self, s, c):
-        return s | {"x": self.norm(s["x"])}
+@operation("norm", "layers", norm=lambda shared: nnx.RMSNorm(WIDTH, rngs=shared.rngs))
+def norm(self, s, c):
+    return s | {"x": self.norm(s["x"])}
 
 
-@operation("batch_norm", "statistics", changes=True)
-class BatchNorm(Operation):
-    def setup(self, shared):
-        self.norm = nnx.BatchNorm(WIDTH, momentum=0.5, rngs=shared.rngs)
-
-    def __call__(self, s, c):
-        return plus(s, x=self.norm(s["x"]))
+@operation("batch_norm", "statistics", norm=lambda shared: nnx.BatchNorm(WIDTH, momentum=0.5, rngs=shared.rngs))
+def batch_norm(self, s, c):
+    return plus(s, x=self.norm(s["x"]))
 
 
-@operation("attention", "layers")
-class Attention(Operation):
-    def setup(self, shared):
-        self.query, self.key, self.value = (dense(shared, use_bias=False) for _ in range(3))
-
-    def __call__(self, s, c):
-        scores = jnp.einsum("btw,bsw->bts", self.query(s["x"]), self.key(s["x"]))
-        scores = jnp.where(c["mask"][:, None] > 0, scores, -1e9)
-        return plus(s, x=jax.nn.softmax(scores) @ self.value(s["x"]))
+@operation("attention", "layers", query=unbiased, key=unbiased, value=unbiased)
+def attention(self, s, c):
+    scores = jnp.einsum("btw,bsw->bts", self.query(s["x"]), self.key(s["x"]))
+    scores = jnp.where(c["mask"][:, None] > 0, scores, -1e9)
+    return plus(s, x=jax.nn.softmax(scores) @ self.value(s["x"]))
 
 
-@operation("dropout", "dropout", changes=True)
-class Dropout(Operation):
-    def setup(self, shared):
-        self.dropout = nnx.Dropout(0.3, rngs=shared.rngs)
-
-    def __call__(self, s, c):
-        return s | {"x": self.dropout(s["x"])}
+@operation("dropout", "dropout", dropout=lambda shared: nnx.Dropout(0.3, rngs=shared.rngs))
+def dropout(self, s, c):
+    return s | {"x": self.dropout(s["x"])}
 
 
 # --- inputs, integer streams, casts ---
 
 
-@operation("features", "inputs")
-class Features(Operation):
+@operation("features", "inputs", linear=dense)
+def features(self, s, c):
     """A second input of the model, read in a layer."""
-
-    def setup(self, shared):
-        self.linear = dense(shared)
-
-    def __call__(self, s, c):
-        return plus(s, x=c["mask"][..., None] * self.linear(c["features"]))
+    return plus(s, x=c["mask"][..., None] * self.linear(c["features"]))
 
 
-@operation("embed_integer", "integer")
-class EmbedInteger(Operation):
-    def setup(self, shared):
-        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=shared.rngs)
-
-    def __call__(self, s, c):
-        return plus(s, x=self.embed(s["n"]))
+@operation("embed_integer", "integer", embed=lambda shared: nnx.Embed(VOCAB, WIDTH, rngs=shared.rngs))
+def embed_integer(self, s, c):
+    return plus(s, x=self.embed(s["n"]))
 
 
 @operation("write_integer", "integer")
-class WriteInteger(Operation):
+def write_integer(self, s, c):
     """Integers that depend on a float stream, for later layers."""
-
-    def __call__(self, s, c):
-        return s | {"n": (3 * s["n"] + jnp.argmax(s["x"], -1)) % VOCAB}
+    return s | {"n": (3 * s["n"] + jnp.argmax(s["x"], -1)) % VOCAB}
 
 
-@operation("gate_integer", "integer")
-class GateInteger(Operation):
-    def setup(self, shared):
-        self.scale = weight(shared, WIDTH)
-
-    def __call__(self, s, c):
-        return plus(s, x=jnp.where((s["n"] % 2 == 0)[..., None], s["x"] * self.scale, 0.0))
+@operation("gate_integer", "integer", scale=vector)
+def gate_integer(self, s, c):
+    return plus(s, x=jnp.where((s["n"] % 2 == 0)[..., None], s["x"] * self.scale, 0.0))
 
 
 @operation("half", "cast")
-class Half(Operation):
+def half(self, s, c):
     """Casts the stream; the next parameter promotes it."""
-
-    def __call__(self, s, c):
-        return s | {"x": s["x"].astype(jnp.bfloat16)}
+    return s | {"x": s["x"].astype(jnp.bfloat16)}
 
 
-@operation("half_linear", "cast")
-class HalfLinear(Operation):
-    def setup(self, shared):
-        self.linear = dense(shared, dtype=jnp.bfloat16)
-
-    def __call__(self, s, c):
-        return plus(s, x=self.linear(s["x"]).astype(s["x"].dtype))
+@operation("half_linear", "cast", linear=functools.partial(dense, dtype=jnp.bfloat16))
+def half_linear(self, s, c):
+    return plus(s, x=self.linear(s["x"]).astype(s["x"].dtype))
 
 
 # --- complex streams ---
 
 
-@operation("to_complex", "complex")
-class ToComplex(Operation):
-    def setup(self, shared):
-        self.scale = weight(shared, WIDTH)
-
-    def __call__(self, s, c):
-        return plus(s, z=self.scale * jnp.fft.fft(s["x"].astype(jnp.float32), axis=-1))
+def complex_kernel(shared: Shared) -> nnx.Param:
+    real, imag = (jax.random.normal(shared.rngs.params(), (WIDTH, WIDTH)) for _ in range(2))
+    return nnx.Param(0.2 * (real + 1j * imag))
 
 
-@operation("rotate_complex", "complex")
-class RotateComplex(Operation):
+@operation("to_complex", "complex", scale=vector)
+def to_complex(self, s, c):
+    return plus(s, z=self.scale * jnp.fft.fft(s["x"].astype(jnp.float32), axis=-1))
+
+
+@operation("rotate_complex", "complex", angle=vector)
+def rotate_complex(self, s, c):
     """The transition of a diagonal state space model, made of real parameters."""
-
-    def setup(self, shared):
-        self.angle = weight(shared, WIDTH)
-
-    def __call__(self, s, c):
-        return s | {"z": s["z"] * jax.lax.complex(jnp.cos(self.angle[...]), jnp.sin(self.angle[...]))}
+    return s | {"z": s["z"] * jax.lax.complex(jnp.cos(self.angle[...]), jnp.sin(self.angle[...]))}
 
 
-@operation("complex_parameter", "complex")
-class ComplexParameter(Operation):
-    def setup(self, shared):
-        real, imag = (jax.random.normal(shared.rngs.params(), (WIDTH, WIDTH)) for _ in range(2))
-        self.kernel = nnx.Param(0.2 * (real + 1j * imag))
-
-    def __call__(self, s, c):
-        return s | {"z": s["z"] @ self.kernel}
+@operation("complex_parameter", "complex", kernel=complex_kernel)
+def complex_parameter(self, s, c):
+    return s | {"z": s["z"] @ self.kernel}
 
 
-@operation("from_complex", "complex")
-class FromComplex(Operation):
-    def setup(self, shared):
-        self.scale = weight(shared, WIDTH)
-
-    def __call__(self, s, c):
-        return plus(s, x=self.scale * jnp.fft.ifft(s["z"], axis=-1).real)
+@operation("from_complex", "complex", scale=vector)
+def from_complex(self, s, c):
+    return plus(s, x=self.scale * jnp.fft.ifft(s["z"], axis=-1).real)
 
 
 # --- rules for derivatives ---
@@ -303,254 +258,183 @@ RULES: dict[str, tuple[str, Callable[[jax.Array], jax.Array]]] = {  # name -> (s
 }
 
 
-class Ruled(Operation):
+def ruled(rule: Callable[[jax.Array], jax.Array]) -> Any:
     """Applies a rule to the stream."""
-
-    rule: str
-
-    def __call__(self, s, c):
-        return s | {"x": RULES[self.rule][1](s["x"])}
+    return lambda self, s, c: s | {"x": rule(s["x"])}
 
 
-class Stash(Operation):
+def stashed(rule: Callable[[jax.Array], jax.Array]) -> Any:
     """Passes a value of this layer to a later one, which `recall` adds: later stages could recompute it cheaply."""
-
-    rule: str
-
-    def __call__(self, s, c):
-        return s | {"stash": RULES[self.rule][1](s["x"].astype(jnp.float32))}
+    return lambda self, s, c: s | {"stash": rule(s["x"].astype(jnp.float32))}
 
 
-for _name, (_feature, _) in RULES.items():
+for _name, (_feature, _rule) in RULES.items():
     if _name not in ("identity", "cast"):
-        operation(_name, _feature, rule=_name)(Ruled)
-    operation(f"stash_{_name}", _feature, rule=_name)(Stash)
+        operation(_name, _feature)(ruled(_rule))
+    operation(f"stash_{_name}", _feature)(stashed(_rule))
 
 
-@operation("recall", "layers")
-class Recall(Operation):
-    def setup(self, shared):
-        self.scale = weight(shared, WIDTH)
-
-    def __call__(self, s, c):
-        return plus(s, x=self.scale * s["stash"])
+@operation("recall", "layers", scale=vector)
+def recall(self, s, c):
+    return plus(s, x=self.scale * s["stash"])
 
 
 # --- parameters of several layers ---
 
 
 @operation("table", "tied")
-class Table(Operation):
+def table(self, s, c):
     """Reads the table that the model computes before its layers from its embedding."""
-
-    def __call__(self, s, c):
-        return plus(s, x=jax.nn.softmax(s["x"] @ c["table"].T) @ c["table"])
+    return plus(s, x=jax.nn.softmax(s["x"] @ c["table"].T) @ c["table"])
 
 
 @operation("strength", "tied")
-class Strength(Operation):
+def strength(self, s, c):
     """A learned scalar outside of the layers, in a function that closes over it."""
-
-    def __call__(self, s, c):
-        return s | {"x": jax.jit(lambda x: x * c["strength"])(s["x"])}
+    return s | {"x": jax.jit(lambda x: x * c["strength"])(s["x"])}
 
 
-@operation("tied", "tied")
-class Tied(Operation):
-    def setup(self, shared):
-        self.kernel = shared.kernel
-
-    def __call__(self, s, c):
-        return plus(s, x=jnp.tanh(s["x"] @ self.kernel))
+@operation("tied", "tied", kernel=lambda shared: shared.kernel)
+def tied(self, s, c):
+    return plus(s, x=jnp.tanh(s["x"] @ self.kernel))
 
 
 # --- losses and metrics of layers ---
 
 
 @operation("loss", "auxiliary")
-class Loss(Operation):
-    def __call__(self, s, c):
-        return plus(s, loss=jnp.sum(s["x"].astype(jnp.float32) ** 2))
+def loss(self, s, c):
+    return plus(s, loss=jnp.sum(s["x"].astype(jnp.float32) ** 2))
 
 
 @operation("metric", "auxiliary")
-class Metric(Operation):
-    def __call__(self, s, c):
-        return plus(s, metric=jnp.sum(jnp.abs(s["x"].astype(jnp.float32))))
+def metric(self, s, c):
+    return plus(s, metric=jnp.sum(jnp.abs(s["x"].astype(jnp.float32))))
 
 
 # --- variables. Their `order` of reads and writes is that of its letters ---
 
 
-class Ordered(Operation):
-    """Reads and writes a variable in an order such as "rw", "wr", "rwr" or "wrw"."""
-
-    order: str
-    start: float = 0.0
-
-    def setup(self, shared):
-        self.variable = Variable(jnp.full((WIDTH,), self.start))
-
-    def read(self, s: Streams) -> Streams:
-        return plus(s, x=(0.5 * self.variable[...]).astype(s["x"].dtype))
-
-    def write(self, s: Streams, c: Context) -> None:
-        raise NotImplementedError
-
-    def __call__(self, s, c):
-        for letter in self.order:
-            if letter == "r":
-                s = self.read(s)
-            else:
-                self.write(s, c)
-        return s
+def zeros(*shape: int, start: float = 0.0) -> Callable[[Shared], Variable]:
+    return lambda shared: Variable(jnp.full(shape, start))
 
 
-def in_orders(name: str, feature: str, *orders: str) -> Callable[[Any], Any]:
-    def add(cls: Any) -> Any:
+def add_variable(self, s: Streams) -> Streams:
+    return plus(s, x=(0.5 * self.variable[...]).astype(s["x"].dtype))
+
+
+def in_orders(name: str, feature: str, *orders: str, read=add_variable, **parts: Callable[[Shared], Any]) -> Any:
+    """Adds operations that read and write a variable in each order, such as "rw", "wr" or "rwr"."""
+    parts = parts or {"variable": zeros(WIDTH)}
+
+    def add(write: Any) -> Any:
         for order in orders:
-            operation(f"{name}_{order}", feature, changes=True, order=order)(cls)
-        return cls
+
+            def call(self, s, c, order=order):
+                for letter in order:
+                    if letter == "r":
+                        s = read(self, s)
+                    else:
+                        write(self, s, c)
+                return s
+
+            operation(f"{name}_{order}", feature, **parts)(call)
+            OPERATIONS[f"{name}_{order}"] = OPERATIONS[f"{name}_{order}"]._replace(changes=True)
+        return write
 
     return add
 
 
 @in_orders("average", "variable", "rw", "wr", "rwr")
-class Average(Ordered):
-    def write(self, s, c):
-        mean = jax.lax.stop_gradient(s["x"]).mean((0, 1)).astype(jnp.float32)
-        self.variable[...] = 0.7 * self.variable[...] + 0.3 * mean
+def average(self, s, c):
+    mean = jax.lax.stop_gradient(s["x"]).mean((0, 1)).astype(jnp.float32)
+    self.variable[...] = 0.7 * self.variable[...] + 0.3 * mean
 
 
 @in_orders("count", "variable", "rw", "wrw")
-class Count(Ordered):
-    def write(self, s, c):
-        self.variable[...] += 0.1
+def count(self, s, c):
+    self.variable[...] += 0.1
 
 
-@in_orders("memory", "variable", "rw", "wr", "rwr")
-class MemoryOfInput(Ordered):
+@in_orders("memory", "variable", "rw", "wr", "rwr", variable=zeros(ROWS, LENGTH, WIDTH))
+def memory(self, s, c):
     """The streams of the previous microbatch, which the stage before may compute."""
-
-    def setup(self, shared):
-        self.variable = Variable(jnp.zeros((ROWS, LENGTH, WIDTH)))
-
-    def write(self, s, c):
-        self.variable[...] = jax.lax.stop_gradient(s["x"]).astype(jnp.float32)
+    self.variable[...] = jax.lax.stop_gradient(s["x"]).astype(jnp.float32)
 
 
 @in_orders("from_batch", "variable", "rw", "wr")
-class FromBatch(Ordered):
-    def write(self, s, c):
-        self.variable[...] = c["features"].mean((0, 1))
+def from_batch(self, s, c):
+    self.variable[...] = c["features"].mean((0, 1))
 
 
-@in_orders("literal", "without_equation", "rw", "wr", "rwr")
-class Literal(Ordered):
-    """The new value is a literal."""
-
-    def setup(self, shared):
-        self.variable = Variable(jnp.asarray(0.0))
-
-    def write(self, s, c):
-        self.variable[...] = jnp.asarray(0.8)
+@in_orders("literal", "without_equation", "rw", "wr", "rwr", variable=zeros())
+def literal(self, s, c):
+    self.variable[...] = jnp.asarray(0.8)
 
 
-@in_orders("input", "without_equation", "rw", "wr")
-class Input(Ordered):
+@in_orders("input", "without_equation", "rw", "wr", variable=zeros(ROWS, LENGTH, WIDTH))
+def input_(self, s, c):
     """The new value is an array of the batch."""
-
-    def setup(self, shared):
-        self.variable = Variable(jnp.zeros((ROWS, LENGTH, WIDTH)))
-
-    def write(self, s, c):
-        self.variable[...] = c["features"]
+    self.variable[...] = c["features"]
 
 
-@in_orders("parameter", "without_equation", "rw", "wr")
-class Parameter(Ordered):
+def scale_and_add(self, s: Streams) -> Streams:
+    return plus(s, x=s["x"] * self.scale + jax.lax.stop_gradient(self.variable[...]))
+
+
+@in_orders("parameter", "without_equation", "rw", "wr", read=scale_and_add, variable=zeros(WIDTH), scale=vector)
+def parameter(self, s, c):
     """The new value is that of a parameter, as in a target network."""
-
-    def setup(self, shared):
-        self.variable, self.scale = Variable(jnp.zeros((WIDTH,))), weight(shared, WIDTH)
-
-    def write(self, s, c):
-        self.variable[...] = self.scale[...]
-
-    def read(self, s):
-        return plus(s, x=s["x"] * self.scale + jax.lax.stop_gradient(self.variable[...]))
+    self.variable[...] = self.scale[...]
 
 
-@in_orders("swap", "without_equation", "rw", "wr", "rwr")
-class Swap(Ordered):
+PAIR = {"variable": zeros(WIDTH, start=0.8), "other": zeros(WIDTH, start=-0.3)}
+
+
+@in_orders("swap", "without_equation", "rw", "wr", "rwr", **PAIR)
+def swap(self, s, c):
     """Two variables change places, so that the reads of two microbatches differ."""
-
-    start = 0.4
-
-    def setup(self, shared):
-        self.variable, self.other = Variable(jnp.full((WIDTH,), 0.8)), Variable(jnp.full((WIDTH,), -0.3))
-
-    def write(self, s, c):
-        self.variable[...], self.other[...] = self.other[...], self.variable[...]
+    self.variable[...], self.other[...] = self.other[...], self.variable[...]
 
 
-@in_orders("shared_average", "variable_of_layers", "rw", "r")
-class SharedAverage(Average):
-    """A variable of several layers: refused if these are in several stages."""
-
-    def setup(self, shared):
-        self.variable = shared.average
-
-
-@in_orders("shared_count", "variable_of_layers", "rw", "wr", "r")
-class SharedCount(Count):
-    """A counter of several layers, which every stage computes."""
-
-    def setup(self, shared):
-        self.variable = shared.count
+# Variables of several layers: refused if these are in several stages, but for a counter, which every stage computes.
+in_orders("shared_average", "variable_of_layers", "rw", "r", variable=lambda shared: shared.average)(average)
+in_orders("shared_count", "variable_of_layers", "rw", "wr", "r", variable=lambda shared: shared.count)(count)
 
 
 # --- parameters that the forward pass changes ---
 
 
-class Changed(Operation):
-    """Uses a parameter before or after its change."""
+def change_weights(name: str, *orders: str) -> Callable[[Any], Any]:
+    """A parameter that is used before or after its change by a function of it."""
 
-    order: str
+    def use(self, s: Streams) -> Streams:
+        return plus(s, x=jnp.tanh(s["x"] @ self.kernel))
 
-    def setup(self, shared):
-        self.kernel = weight(shared, WIDTH, WIDTH)
+    def add(change: Any) -> Any:
+        def write(self, s, c):
+            self.kernel[...] = change(self.kernel[...])
 
-    def change(self, kernel: jax.Array) -> jax.Array:
-        raise NotImplementedError
+        in_orders(name, "changed_parameter", *orders, read=use, kernel=matrix)(write)
+        return change
 
-    def __call__(self, s, c):
-        for letter in self.order:
-            if letter == "r":
-                s = plus(s, x=jnp.tanh(s["x"] @ self.kernel))
-            else:
-                self.kernel[...] = self.change(self.kernel[...])
-        return s
+    return add
 
 
-@in_orders("clip_weights", "changed_parameter", "rw", "wr")
-class ClipWeights(Changed):
-    def change(self, kernel):
-        return jnp.clip(kernel, -0.2, 0.2)
+@change_weights("clip_weights", "rw", "wr")
+def clip_weights(kernel):
+    return jnp.clip(kernel, -0.2, 0.2)
 
 
-@in_orders("normalize_weights", "changed_parameter", "rw", "wr")
-class NormalizeWeights(Changed):
-    def change(self, kernel):
-        return kernel / jnp.linalg.norm(kernel, axis=0)
+@change_weights("normalize_weights", "rw", "wr")
+def normalize_weights(kernel):
+    return kernel / jnp.linalg.norm(kernel, axis=0)
 
 
-@in_orders("shrink_weights", "changed_parameter", "rw", "wr", "rwr")
-class ShrinkWeights(Changed):
+@change_weights("shrink_weights", "rw", "wr", "rwr")
+def shrink_weights(kernel):
     """A change in every microbatch, without a fixed point."""
-
-    def change(self, kernel):
-        return 0.9 * jax.lax.stop_gradient(kernel)
+    return 0.9 * jax.lax.stop_gradient(kernel)
 
 
 # --- control flow around the operations of a layer ---

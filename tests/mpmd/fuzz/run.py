@@ -13,19 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
-from flax_mesh import ConfigError, create_mesh
-from flax_mesh.mpmd import MpmdMesh, Pipeline, split_stages
+from flax_mesh import ConfigError
+from flax_mesh.mpmd import Pipeline, split_stages
 from flax_mesh.step.loss import reseed, sums_of
-from flax_mesh.step.state import TrainState, TreeDefinition
+from flax_mesh.step.state import TrainState
 from flax_mesh.train import make_train_step
-from flax_mesh.tree import named_leaves
 from tests.mpmd.fuzz.case import Case, random_case, shrink
 from tests.mpmd.fuzz.model import Model, make_batch, make_loss, make_optimizer
+from tests.mpmd.zoo.base import FAST, groups, initial_state, run_steps
 
-FAST = {"xla_backend_optimization_level": 0}
-STEPS, SEED = 2, 7
+SEED = 7
 LAYERS = ("layers",)
 Values = dict[str, np.ndarray]  # metrics of every step and leaves of the final state, by name
 
@@ -80,12 +78,11 @@ def on_one_device(case: Case) -> Values:
 
 
 def pipelined(case: Case, seed: int = SEED) -> Values:
-    devices = jax.devices()[: case.groups]
     staged = split_stages(
         make_loss(case),
         lambda: Model(case),
         make_batch(case),
-        mesh=MpmdMesh(create_mesh((case.groups, 1), ("pp", "fsdp"), devices=devices), "pp"),
+        mesh=groups(pp=case.groups),
         schedule=case.make_schedule(),
         cuts=case.cuts or None,
     )
@@ -128,22 +125,12 @@ def reference(case: Case) -> Values:
 
 
 def start(case: Case) -> TrainState:
-    """The initial state on one device, computed operation by operation."""
-    model = Model(case)
-    modules = {"model": model, "optimizer": nnx.Optimizer(model, make_optimizer(case), wrt=nnx.Param)}
-    graphdef, state = nnx.split(modules)
-    sharding = NamedSharding(create_mesh((1,), ("fsdp",), devices=jax.devices()[:1]), PartitionSpec())
-    leaves, treedef = jax.tree.flatten(jax.device_put(state, sharding))
-    return TrainState(tuple(leaves), TreeDefinition(graphdef, treedef))
+    return initial_state(lambda: Model(case), make_optimizer(case))
 
 
 def _follow(step: Callable[..., Any], state: TrainState, case: Case) -> Values:
-    batch, found = make_batch(case), {}
-    for number in range(STEPS):
-        state, metrics = step(state, batch)
-        found |= {f"step {number}: {name}": np.asarray(x) for name, x in metrics.items()}
-    leaves = named_leaves(state.to_nnx())
-    return found | {p: np.asarray(x) for p, x in leaves if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)}
+    run = run_steps(step, state, make_batch(case))
+    return run.after | {f"step {n}: {name}": x for n, row in enumerate(run.metrics) for name, x in row.items()}
 
 
 def differences(want: Values, have: Values, case: Case) -> list[str]:

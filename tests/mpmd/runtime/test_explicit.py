@@ -17,13 +17,12 @@ from jax.sharding import PartitionSpec as P
 from flax_mesh import create_mesh, with_sharding_constraint
 from flax_mesh.errors import ShardingError
 from flax_mesh.mpmd import CutError, MpmdMesh, Pipeline, split_stages
-from flax_mesh.mpmd.schedules import make_schedule
 from flax_mesh.mpmd.split.backward import differentiate
+from tests.mpmd.zoo.base import FAST, Run, differences, run_steps
 
 pytestmark = pytest.mark.usefixtures("quick_unless_slow")
 
 WIDTH, VOCAB, COUNT = 8, 16, 4
-FAST = {"xla_backend_optimization_level": 0}
 AXES = ("pp", "dp", "fsdp", "tp")
 MESHES = {"dp": (2, 2, 1, 1), "fsdp": (2, 1, 4, 1), "tp": (2, 1, 1, 2), "fsdp and tp": (2, 1, 2, 2)}
 TYPES = {"auto": "auto", "explicit": "explicit", "mixed": ("auto", "explicit", "explicit", "explicit")}
@@ -110,14 +109,18 @@ class Stack(Blocks):
 
 
 class Linears(nnx.Module):
-    """Linear layers with residuals, without rules and without any sharding in the model."""
+    """Linear layers, without rules and without any sharding in the model; `combine(x, y)` adds their outputs."""
 
     def __init__(self, rngs: nnx.Rngs, depth: int):
         self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(depth)])
 
+    @staticmethod
+    def combine(x, y) -> Any:
+        return x + jnp.tanh(y)
+
     def __call__(self, x):
         for layer in self.layers:
-            x = x + jnp.tanh(layer(x))
+            x = self.combine(x, layer(x))
         return x
 
 
@@ -132,73 +135,49 @@ def square_loss(model, batch):
     return jnp.sum(jnp.square(model(batch))), batch.size
 
 
-MODELS = {"blocks": Blocks, "remat": Remat, "stack": Stack, "linears": Linears}
-
-
-def batch_of(name):
+def batch_of(model):
     rng = np.random.default_rng(0)
-    if name == "linears":
+    if issubclass(model, Linears):
         return rng.normal(size=(4 * COUNT, WIDTH)).astype(np.float32)
     return {key: rng.integers(0, VOCAB, (4 * COUNT, 3)).astype(np.int32) for key in "xy"}
 
 
-def loss_of(name):
-    return square_loss if name == "linears" else decoder_loss
-
-
-def rules_of(name):
-    return [(".*", ())] if name == "linears" else None
-
-
-def build(name, mesh, kind, schedule="1f1b", **kinds):
+def groups_of(mesh, kind):
     shape = MESHES[mesh]
     devices = jax.devices()[: math.prod(shape)]
-    groups = MpmdMesh(create_mesh(shape, AXES, devices=devices, axis_types=TYPES[kind]), "pp")
-    plan = make_schedule(schedule, num_groups=2, num_microbatches=COUNT)
-    staged = split_stages(
-        loss_of(name),
-        lambda: MODELS[name](nnx.Rngs(0), plan.num_stages),
-        batch_of(name),
-        mesh=groups,
-        schedule=plan,
+    return MpmdMesh(create_mesh(shape, AXES, devices=devices, axis_types=TYPES[kind]), "pp")
+
+
+def split(model, mesh="dp", kind="explicit", schedule="zb-h1", **kinds):
+    depth = 4 if schedule in ("interleaved-1f1b", "zb-v") else 2
+    return split_stages(
+        square_loss if issubclass(model, Linears) else decoder_loss,
+        lambda: model(nnx.Rngs(0), depth),
+        batch_of(model),
+        mesh=groups_of(mesh, kind),
+        schedule=schedule,
+        num_microbatches=COUNT,
         layers="layers",
+        **kinds,
     )
-    return Pipeline(staged, OPTIMIZER, rules=rules_of(name), compiler_options=FAST, **kinds)
 
 
-def trained(name, mesh, kind, schedule="1f1b", steps=2, **kinds):
-    """(metrics of every step, {path and rows: leaf of the state on the host}) of a pipeline."""
-    pipeline = build(name, mesh, kind, schedule, **kinds)
-    state, rows_of_metrics = pipeline.init_state(), []
-    for _ in range(steps):
-        state, metrics = pipeline.step(state, batch_of(name))
-        rows_of_metrics.append({key: np.asarray(value) for key, value in metrics.items()})
-    assert [x.sharding for x in state.leaves] == [x.sharding for x in pipeline.abstract.leaves]
-    keys = [(owner.path, owner.rows) for owner in pipeline.placement.owners]
-    return rows_of_metrics, dict(zip(keys, map(np.asarray, state.leaves), strict=True))
+def trained(model, mesh, kind, schedule="1f1b", **kinds) -> Run:
+    rules = [(".*", ())] if model is Linears else None
+    pipeline = Pipeline(split(model, mesh, kind, schedule), OPTIMIZER, rules=rules, compiler_options=FAST, **kinds)
+
+    def same_layout(state):
+        assert [x.sharding for x in state.leaves] == [x.sharding for x in pipeline.abstract.leaves]
+        return state
+
+    return run_steps(pipeline.step, pipeline.init_state(), batch_of(model), same_layout)
 
 
-@functools.cache
-def on_auto_axes(name, mesh, schedule, remat):
-    return trained(name, mesh, "auto", schedule, remat=remat)
-
-
-def assert_close(have, want, rtol):
-    for found, expected in zip(have[0], want[0], strict=True):
-        assert found.keys() == expected.keys()
-        for key in expected:
-            np.testing.assert_allclose(found[key], expected[key], rtol=rtol, err_msg=key)
-    for key, expected in want[1].items():
-        largest = np.abs(expected).max(initial=0)
-        np.testing.assert_allclose(have[1][key], expected, rtol=rtol, atol=rtol * largest, err_msg=str(key))
-
-
-QUICK = {
+on_auto_axes = functools.cache(lambda model, mesh, schedule, remat: trained(model, mesh, "auto", schedule, remat=remat))
+MODELS = {"blocks": Blocks, "remat": Remat, "stack": Stack, "linears": Linears}
+MATRIX = {
     ("blocks", "dp", "explicit", "1f1b", "none"),
     ("linears", "dp", "mixed", "zb-h1", "full"),
-}
-MATRIX = {
-    *QUICK,
     *product(["blocks"], ["fsdp and tp"], ["explicit"], ["1f1b", "interleaved-1f1b", "zb-h1", "zb-v"], ["none"]),
     *product(["stack"], ["fsdp"], ["mixed"], ["zb-h1"], ["none", "cheap", "full"]),
     *product(["blocks"], MESHES, ["explicit", "mixed"], ["1f1b"], ["none"]),
@@ -207,36 +186,14 @@ MATRIX = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "mesh", "kind", "schedule", "remat"),
-    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in sorted(MATRIX)],
-)
+@pytest.mark.parametrize(("name", "mesh", "kind", "schedule", "remat"), sorted(MATRIX))
 def test_explicit_axes_train_as_auto_axes(name, mesh, kind, schedule, remat):
-    have = trained(name, mesh, kind, schedule, remat=remat)
-    assert_close(have, on_auto_axes(name, mesh, schedule, remat), 1e-6)
-
-
-class Written(Linears):
-    """`combine(x, y)` combines the stream and the output of a layer."""
-
-    combine: Any = None
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = self.combine(x, layer(x))
-        return x
-
-
-def split(combine, kind="explicit", **kinds):
-    model = type("Written", (Written,), {"combine": staticmethod(combine)})
-    groups = MpmdMesh(create_mesh(MESHES["dp"], AXES, devices=jax.devices()[:4], axis_types=TYPES[kind]), "pp")
-    make = lambda: model(nnx.Rngs(0), 2)  # noqa: E731
-    batch = batch_of("linears")
-    return split_stages(square_loss, make, batch, mesh=groups, schedule="zb-h1", num_microbatches=COUNT, **kinds)
+    have = trained(MODELS[name], mesh, kind, schedule, remat=remat)
+    assert differences(on_auto_axes(MODELS[name], mesh, schedule, remat), have, 1e-6) == []
 
 
 def test_boundaries_residuals_and_cotangents_have_the_type_of_their_values():
-    staged = split(lambda x, y: x + jnp.tanh(y))
+    staged = split(Linears)
     rules = [("kernel", P(None, "tp")), (".*", ())]
     pipeline = Pipeline(staged, OPTIMIZER, rules=rules)
     assert [spec for spec in pipeline.staged.specs if any(spec)] == [P(None, "tp")] * 2
@@ -251,7 +208,7 @@ def test_boundaries_residuals_and_cotangents_have_the_type_of_their_values():
 
 
 def test_a_split_on_explicit_axes_is_checked_on_one_device():
-    split(lambda x, y: x + jnp.tanh(y), check=True)
+    split(Linears, check=True)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +234,7 @@ def test_a_split_on_explicit_axes_is_checked_on_one_device():
 )
 def test_errors_name_the_line_of_the_model(combine, error, message):
     with pytest.raises(error, match=message):
-        split(combine)
+        split(type("Written", (Linears,), {"combine": staticmethod(combine)}))
 
 
 def one_group():
@@ -286,14 +243,14 @@ def one_group():
 
 @pytest.mark.parametrize("kind", [pytest.param("auto", marks=pytest.mark.slow), "explicit"])
 def test_the_mesh_of_all_groups_may_be_in_context(kind):
-    with jax.set_mesh(create_mesh(MESHES["dp"], AXES, devices=jax.devices()[:4], axis_types=TYPES[kind])):
-        have = trained("linears", "dp", kind)
-    assert_close(have, trained("linears", "dp", kind), 0)
+    with jax.set_mesh(groups_of("dp", kind).jax_mesh):
+        have = trained(Linears, "dp", kind)
+    assert differences(trained(Linears, "dp", kind), have, 0.0) == []
 
 
 def test_the_default_of_the_mesh_of_one_group_is_the_mesh_in_context():
     make = lambda: Blocks(nnx.Rngs(0), 2)  # noqa: E731
     with jax.set_mesh(one_group()):
-        staged = split_stages(decoder_loss, make, batch_of("blocks"), num_stages=2, layers="layers")
+        staged = split_stages(decoder_loss, make, batch_of(Blocks), num_stages=2, layers="layers")
     (received,) = staged.cut(staged.example).stages[1].received
     assert staged.mesh == one_group().abstract_mesh and received.aval.sharding.spec == P(ROWS, None, None)

@@ -1,7 +1,7 @@
-"""A pipeline computes the same numbers as the plain step on one device, for all schedules, stages and microbatches."""
+"""Pipeline: programs, memory, transfers, skipped steps, evaluation. tests/mpmd/zoo compares with the plain step."""
 
 import math
-from typing import Any
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -10,285 +10,126 @@ import optax
 import pytest
 from flax import nnx
 
-from flax_mesh import abstract_state, create_mesh
-from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
-from flax_mesh.mpmd import CutError, MpmdMesh, Pipeline, chain_stages, split_stages
-from flax_mesh.mpmd.runtime.placement import chunked
-from flax_mesh.mpmd.schedules import make_schedule
-from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES
-from flax_mesh.train import init_train_state, make_train_step
-from flax_mesh.tree import named_leaves
+from flax_mesh.errors import ConfigError
+from flax_mesh.mpmd import CutError, Pipeline, chain_stages, split_stages
+from flax_mesh.mpmd.schedules import Action, make_schedule
+from flax_mesh.mpmd.schedules.simulate import peak_activations
+from flax_mesh.mpmd.split.update import SHARED
+from tests.mpmd.runtime.pipelines import (
+    CONFIG,
+    FAST,
+    PLAIN_SGD,
+    Stack,
+    build,
+    build_net,
+    decoder_batch,
+    groups,
+    make_net,
+    net_batch,
+    net_loss,
+    plain,
+    whole,
+)
+from tests.mpmd.zoo.base import OPTIMIZER, Case, differences, plain_run, run_steps, seed_of
+from tests.mpmd.zoo.models import BY_NAME
+from tests.step import changed
 
+# Tests of other folders import these from here.
+__all__ = ["CONFIG", "FAST", "build", "decoder_batch", "groups", "make_net", "net_batch", "net_loss", "plain", "whole"]
 pytestmark = pytest.mark.usefixtures("quick_unless_slow")
 
-AXES = ("pp", "dp", "fsdp", "ep", "tp", "sp")
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_layers": 4,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 8,
-}
-CONFIG = DecoderConfig(**SIZES, mlp_size=64)
-PLAIN_SGD = optax.sgd(1.0)  # the step is then the gradient itself
-FAST = {"xla_backend_optimization_level": 0}  # faster compilation, on both sides of a comparison
 
-
-class Net(nnx.Module):
-    """An embedding, residual blocks, and the embedding again as the head."""
-
-    def __init__(self, rngs: nnx.Rngs, depth: int = 4):
-        self.embed = nnx.Embed(16, 8, rngs=rngs)
-        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(depth)])
-
-    def __call__(self, x):
-        x = self.embed(x)
-        for layer in self.layers:
-            x = x + jnp.tanh(layer(x))
-        return self.embed.attend(x)
-
-
-def net_loss(model, batch):
-    """Cross-entropy over the targets that are not negative, so the weights of microbatches differ."""
-    scores = jax.nn.log_softmax(model(batch["x"]))
-    live = batch["y"] >= 0
-    picked = jnp.take_along_axis(scores, jnp.maximum(batch["y"], 0)[..., None], -1)[..., 0]
-    return -jnp.sum(picked, where=live), jnp.sum(live, dtype=jnp.float32), {"seen": jnp.sum(live)}
-
-
-def make_net():
-    return Net(nnx.Rngs(0))
-
-
-def net_batch(rows, seed=0, length=3):
-    rng = np.random.default_rng(seed)
-    y = rng.integers(-1, 16, (rows, length)).astype(np.int32)
-    y[-1] = -1  # a row of padding
-    return {"x": rng.integers(0, 16, (rows, length)).astype(np.int32), "y": y}
-
-
-def decoder_batch(rows, seed=0):
-    rng = np.random.default_rng(seed)
-    inputs = rng.integers(0, 64, (rows, 16)).astype(np.int32)
-    return {"inputs": inputs, "targets": rng.integers(-1, 64, (rows, 16)).astype(np.int32)}
-
-
-def groups(**sizes):
-    shape = [sizes.get(name, 1) for name in AXES]
-    return MpmdMesh(create_mesh(tuple(shape), AXES, devices=jax.devices()[: math.prod(shape)]), "pp")
-
-
-def build(make, loss_fn, batch, count, optimizer, *, name="1f1b", mesh=None, split=None, **kinds):
-    mesh = mesh or groups(pp=2)
-    schedule = make_schedule(name, num_groups=mesh.mpmd_dim, num_microbatches=count)
-    rows = jax.tree.leaves(batch)[0].shape[0] // count
-    micro = jax.tree.map(lambda x: x[:rows], batch)
-    staged = split_stages(
-        loss_fn, make, micro, num_stages=schedule.num_stages, mesh=mesh.unstack[0], **(split or {})
-    )  # fmt: skip
-    return Pipeline(staged, optimizer, mesh=mesh, schedule=schedule, compiler_options=FAST, **kinds)
-
-
-def plain(make, loss_fn, optimizer, count, layers=("layers",), **kinds):
-    """(state, step) on one device."""
-    mesh = create_mesh((1,) * 5, AXES[1:], devices=jax.devices()[:1])
-
-    def both():
-        model = make()
-        return model, nnx.Optimizer(model, optimizer, wrt=nnx.Param)
-
-    state = init_train_state(both, abstract_state(both, mesh, [(".*", ())]))
-    return state, make_train_step(loss_fn, state, num_microbatches=count, layers=layers, **kinds)
-
-
-def whole(pipeline, state):
-    """{path: numpy array}, with chunks concatenated."""
-    host = [
-        np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x) for x in state.leaves
-    ]
-    values = [np.concatenate(x.parts) if hasattr(x, "parts") else x for x in chunked(pipeline.placement.owners, host)]
-    paths = [path for path, _ in named_leaves(pipeline.placement.plain.to_nnx())]
-    return dict(zip(paths, values, strict=True))
-
-
-def assert_same(pipeline, state, metrics, plain_state, plain_metrics, rtol=1e-5):
-    have = whole(pipeline, state)
-    for path, want in named_leaves(plain_state.to_nnx()):
-        want = np.asarray(jax.random.key_data(want) if jnp.issubdtype(want.dtype, jax.dtypes.prng_key) else want)
-        np.testing.assert_allclose(have[path], want, rtol=rtol, atol=rtol * np.abs(want).max(initial=0), err_msg=path)
-    assert metrics.keys() == plain_metrics.keys()
-    for name, value in plain_metrics.items():
-        np.testing.assert_allclose(float(metrics[name]), float(value), rtol=rtol, err_msg=name)
-
-
-def compare(make, loss_fn, batches, count, optimizer, rtol=1e-5, layers=("layers",), **kinds):
-    pipeline = build(make, loss_fn, batches[0], count, optimizer, **kinds)
-    state = pipeline.init_state()
-    want, step = plain(make, loss_fn, optimizer, count, layers, compiler_options=FAST)
-    for batch in batches:
-        state, metrics = pipeline.step(state, batch)
-        want, wanted = step(want, batch)
-        assert_same(pipeline, state, metrics, want, wanted, rtol)
-    return pipeline, state
-
-
-def net_case(stages, count, name, depth=4):
-    batches = [net_batch(2 * count, seed) for seed in range(2)]
-    return compare(
-        lambda: Net(nnx.Rngs(0), depth), net_loss, batches, count, PLAIN_SGD, name=name, mesh=groups(pp=stages)
-    )
+# --- programs ---
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stages", "count", "name"),
-    [
-        (2, 3, "zb-h1"),
-        (2, 4, "interleaved-1f1b"),
-        (2, 4, "v-min"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 2, "1f1b"), (2, 1, "gpipe"), (4, 4, "1f1b")]),
-    ],
-)
-def test_loss_gradients_and_parameters_equal_those_of_one_device(stages, count, name):
-    pipeline, _ = net_case(stages, count, name)
-    assert len(pipeline.staged.cut(pipeline.staged.example).stages) == pipeline.schedule.num_stages
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*SCHEDULE_NAMES, "v-5"])
-@pytest.mark.parametrize("stages", [2, 4])
-def test_every_schedule_at_all_numbers_of_stages_and_microbatches(stages, name):
-    ran = 0
-    for count in sorted({1, 2, stages, 2 * stages, 3 * stages + 1}):
-        try:
-            schedule = make_schedule(name, num_groups=stages, num_microbatches=count)
-        except ValueError:
-            continue  # the schedule is not defined for these sizes
-        net_case(stages, count, name, depth=max(4, schedule.num_stages))
-        ran += 1
-    assert ran or name == "v-5"  # for 3 groups or more
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-min", "gpipe"])
-def test_forward_and_backward_of_the_last_stage_are_one_program_where_they_run_back_to_back(name):
+@pytest.mark.parametrize(("name", "together"), [("1f1b", True), ("zb-h1", True), ("v-min", True), ("gpipe", False)])
+def test_forward_and_backward_of_the_last_stage_are_one_program_where_they_run_back_to_back(name, together):
     """Separate programs give the same results, and GPipe, which runs other actions between them, has only those."""
-    batch, count = net_batch(8), 4
-    pipelines = [build(make_net, net_loss, batch, count, PLAIN_SGD, name=name) for _ in range(2)]
-    ran, results = [], []
-    for pipeline, single in zip(pipelines, (False, True), strict=True):
+    count, ran, results = 4, [], []
+    for single in (False, True):
+        pipeline = build_net(count, name=name)
         if single:
             pipeline.on_action = lambda action, saved: None
-        state, calls = pipeline.init_state(), {"forward": 0, "both": 0}
-        pipeline.step(pipeline.init_state(), batch)  # compiles
+        pipeline.step(pipeline.init_state(), net_batch(8))  # compiles
         (compiled,) = pipeline.compiled.values()
-        last = compiled.stages[-1]
+        *others, last = compiled.stages
+        calls = []
 
-        def counted(kind, call, calls=calls):
-            def run(*args):
-                calls[kind] += 1
-                return call(*args)
+        def counted(kind, last=last, calls=calls):
+            return lambda *args: calls.append(kind) or getattr(last, kind)(*args)
 
-            return run
-
-        watched = last._replace(forward=counted("forward", last.forward), both=counted("both", last.both))
-        object.__setattr__(compiled, "stages", (*compiled.stages[:-1], watched))
-        state, metrics = pipeline.step(state, batch)
+        last = last._replace(forward=counted("forward"), both=counted("both"))
+        object.__setattr__(compiled, "stages", (*others, last))
+        state, metrics = pipeline.step(pipeline.init_state(), net_batch(8))
         ran.append(calls)
-        results.append((whole(pipeline, state), metrics))
-    one = {"forward": 0, "both": count} if name != "gpipe" else {"forward": count, "both": 0}
-    assert ran == [one, {"forward": count, "both": 0}]
-    for path, value in results[1][0].items():
-        np.testing.assert_allclose(results[0][0][path], value, rtol=1e-6, atol=1e-7, err_msg=path)
-    np.testing.assert_allclose(float(results[0][1]["loss"]), float(results[1][1]["loss"]), rtol=1e-6)
+        results.append(whole(pipeline, state) | {"loss": metrics["loss"]})
+    assert ran == [["both" if together else "forward"] * count, ["forward"] * count]
+    for path, value in results[1].items():
+        np.testing.assert_allclose(results[0][path], value, rtol=1e-6, atol=1e-7, err_msg=path)
 
 
-RULES = [("kernel", ("embed", "mlp")), ("embedding", ("vocab", "embed")), ("bias", ("mlp",))]
-
-
-@pytest.mark.slow
-def test_groups_of_several_devices_equal_one_device():
-    mesh = groups(pp=2, fsdp=2, tp=2)
-    pipeline, state = compare(make_net, net_loss, [net_batch(8)], 2, PLAIN_SGD, mesh=mesh, rules=RULES)
-    kernels = [x for owner, x in zip(pipeline.placement.owners, state.leaves, strict=True) if "kernel" in owner.path]
-    assert kernels and all(x.addressable_shards[0].data.shape == (4, 4) for x in kernels)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "sizes", [{"pp": 2, "fsdp": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "dp": 2, "sp": 2}, {"pp": 2, "fsdp": 2, "tp": 2}]
-)
-def test_groups_of_every_mesh_axis_equal_one_device(sizes):
-    compare(lambda: make_decoder(CONFIG, nnx.Rngs(0)), next_token_loss, [decoder_batch(8)], 4, PLAIN_SGD,
-            mesh=groups(**sizes))  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize(
-    "kinds", [{"scan": True}, {"remat": "full"}, {"num_experts": 4, "scan": True}, {"tied": False}]
-)
-def test_decoders_with_every_option_equal_one_device(kinds, name):
-    config = DecoderConfig(**SIZES, mlp_size=64, **kinds)
-    compare(lambda: make_decoder(config, nnx.Rngs(0)), next_token_loss, [decoder_batch(8)], 4, PLAIN_SGD, name=name)
-
-
-class Stack(Net):
-    """The blocks as one scanned stack."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        super().__init__(rngs)
-        self.layers = nnx.vmap(lambda key: nnx.Linear(8, 8, rngs=nnx.Rngs(key)))(jax.random.split(rngs.params(), 4))
-
-    def __call__(self, x):
-        x, _ = jax.lax.scan(lambda x, layer: (x + jnp.tanh(layer(x)), None), self.embed(x), self.layers)
-        return self.embed.attend(x)
-
-
-def test_a_scanned_stack_is_stored_as_one_chunk_per_group():
-    pipeline, state = compare(
-        lambda: Stack(nnx.Rngs(0)),
-        net_loss,
-        [net_batch(4)],
-        2,
-        optax.adam(1e-2, eps=1.0),
-        split={"layers": "layers", "cuts": [1]},
-    )
-    chunks = {owner.path: [] for owner in pipeline.placement.owners if owner.path.endswith("layers/kernel")}
-    for owner, leaf in zip(pipeline.placement.owners, state.leaves, strict=True):
-        if owner.path in chunks:
-            chunks[owner.path].append((owner.rows, owner.group, leaf.shape[0]))
-    assert len(chunks) == 3  # the parameter and its two moments
-    assert all(found == [((0, 1), 0, 1), ((1, 4), 1, 3)] for found in chunks.values())
-
-
-@pytest.mark.slow
-def test_twenty_steps_of_adamw_equal_one_device():
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    pipeline = build(make_net, net_loss, net_batch(8), 4, optimizer, name="1f1b")
+@pytest.mark.sampled
+@pytest.mark.parametrize("is_changed", [True, False])
+def test_nothing_compiles_after_the_second_step(compilations, is_changed):
+    make, loss_fn, batch_of = make_net, net_loss, net_batch
+    if is_changed:  # parameters that the forward pass changes
+        make, loss_fn, batch_of = lambda: changed.Net(nnx.Rngs(0)), changed.loss_fn, changed.make_batch
+    pipeline = build(make, loss_fn, batch_of(4), 2, optax.adamw(1e-3))
     state = pipeline.init_state()
-    want, step = plain(make_net, net_loss, optimizer, 4)
-    for seed in range(20):
-        state, metrics = pipeline.step(state, net_batch(8, seed))
-        want, wanted = step(want, net_batch(8, seed))
-        np.testing.assert_allclose(float(metrics["loss"]), float(wanted["loss"]), rtol=1e-5)
-    assert int(state.leaves[[h.path for h in pipeline.placement.owners].index("optimizer/step")]) == 20
+    for _ in range(2):
+        state, _ = pipeline.step(state, batch_of(4))
+    batches = [batch_of(4, seed) for seed in range(3)]
+    compilations.clear()
+    for batch in batches:
+        state, _ = pipeline.step(state, batch)
+    assert not compilations
+    state, metrics = pipeline.step(state, batch_of(8))  # a new microbatch shape compiles again
+    assert compilations and np.isfinite(float(metrics["loss"]))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("norm", [0.1, 1e3])
-def test_the_global_norm_includes_every_group_once(norm):
-    optimizer = optax.chain(optax.clip_by_global_norm(norm), PLAIN_SGD)
-    compare(make_net, net_loss, [net_batch(4)], 2, optimizer, rtol=1e-6)
+def test_evaluate_returns_the_sums_of_one_device_also_for_a_batch_in_64_bits():
+    pipeline = build_net()
+    state, batch = pipeline.init_state(), net_batch(8, 3)
+    loss, weight, more = net_loss(make_net(), batch)
+    for count in (1, 2, 4):
+        sums = pipeline.evaluate(state, batch, count)
+        np.testing.assert_allclose(
+            [sums["loss"], sums["weight"], sums["seen"]], [loss, weight, more["seen"]], rtol=1e-5
+        )
+    wide = {name: x.astype(np.int64) for name, x in batch.items()}
+    programs = len(pipeline.compiled)
+    assert pipeline.evaluate(state, wide, 4)["loss"] == sums["loss"] and len(pipeline.compiled) == programs
+
+
+def test_without_an_update_the_state_has_the_values_that_the_forward_pass_changes():
+    make = lambda: changed.Net(nnx.Rngs(0))  # noqa: E731
+    pipeline = build(make, changed.loss_fn, changed.make_batch(4), 2, optax.sgd(0.0))
+    kernel = np.asarray(make().layers[0].linear.kernel[...])
+    state, _ = pipeline.step(pipeline.init_state(), changed.make_batch(4))
+    assert np.abs(kernel).max() > 0.2
+    np.testing.assert_array_equal(pipeline.model(state).layers[0].linear.kernel[...], np.clip(kernel, -0.2, 0.2))
+
+
+# --- steps that are skipped ---
+
+
+def scaled(case):
+    """The loss function and a batch of a case, whose loss is not finite if an element of `scale` is not."""
+
+    def loss_fn(model, batch):
+        loss, weight, *_ = case.loss_fn(model, batch)
+        return loss * jnp.mean(batch["scale"]), weight
+
+    good, broken = (case.batch(4) | {"scale": np.array([1, 1, 1, last], np.float32)} for last in (1, np.inf))
+    return loss_fn, good, broken
 
 
 def test_a_step_that_is_not_finite_is_skipped_on_every_group():
-    optimizer = optax.apply_if_finite(optax.adam(1e-2, eps=1e-3), max_consecutive_errors=5)
-    pipeline = build(make_net, scaled_loss, net_batch(4) | {"scale": np.ones(4, np.float32)}, 2, optimizer)
+    loss_fn, good, broken = scaled(Case("net", make_net, net_loss, net_batch))
+    pipeline = build(make_net, loss_fn, good, 2, optax.apply_if_finite(optax.adam(1e-2, eps=1e-3), 5))
     state = pipeline.init_state()
     before = whole(pipeline, state)
-    broken = net_batch(4) | {"scale": np.array([1, 1, 1, np.inf], np.float32)}
     state, metrics = pipeline.step(state, broken)
     after = whole(pipeline, state)
     assert not np.isfinite(float(metrics["loss"]))
@@ -296,73 +137,123 @@ def test_a_step_that_is_not_finite_is_skipped_on_every_group():
         if path.startswith("model/"):
             np.testing.assert_array_equal(after[path], before[path])
     assert int(after["optimizer/opt_state/total_notfinite"]) == 1
-    state, metrics = pipeline.step(state, net_batch(4) | {"scale": np.ones(4, np.float32)})
+    state, metrics = pipeline.step(state, good)
     assert any((whole(pipeline, state)[path] != before[path]).any() for path in before if path.startswith("model/"))
 
 
-class Counted(Net):
-    """A running mean in every block, and the blocks in a list or as one scanned stack."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        super().__init__(rngs)
-        self.means = nnx.List([nnx.BatchStat(jnp.zeros(8)) for _ in range(4)])
-
-    def __call__(self, x):
-        x = self.embed(x)
-        for layer, mean in zip(self.layers, self.means, strict=True):
-            mean[...] = 0.9 * mean[...] + 0.1 * jax.lax.stop_gradient(x.mean((0, 1)))
-            x = x + jnp.tanh(layer(x) - mean[...])
-        return self.embed.attend(x)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [lambda: Counted(nnx.Rngs(0)), lambda: Stack(nnx.Rngs(0))], ids=["list", "stack"])
+@pytest.mark.parametrize("name", ["averages", "scanned_noisy"])
 @pytest.mark.parametrize(
     "optimizer", [optax.adam(1e-2, eps=1e-3), optax.chain(optax.clip_by_global_norm(1.0), PLAIN_SGD)]
 )
-def test_a_skipped_step_changes_no_leaf_on_any_group(make, optimizer, compilations):
-    good, broken = (net_batch(4) | {"scale": np.array([1, 1, 1, last], np.float32)} for last in (1, np.inf))
-    split = {"layers": "layers", "cuts": [2]}
-    pipeline = build(make, scaled_loss, good, 2, optimizer, split=split, skip_nonfinite=True)
+def test_a_skipped_step_changes_no_leaf_on_any_group(name, optimizer, compilations):
+    case = BY_NAME[name]
+    loss_fn, good, broken = scaled(case)
+    pipeline = build(case.make, loss_fn, good, 2, optimizer, split={"layers": "layers"}, skip_nonfinite=True)
+
+    def values(state):
+        return {path: x.tobytes() for path, x in whole(pipeline, state).items()}
+
     state = pipeline.init_state()
-    before = {path: x.tobytes() for path, x in whole(pipeline, state).items()}
+    before = values(state)
     state, metrics = pipeline.step(state, broken)
     assert float(metrics["skipped"]) == 1 and not np.isfinite(float(metrics["loss"]))
-    assert {path: x.tobytes() for path, x in whole(pipeline, state).items()} == before
+    assert values(state) == before
     state, _ = pipeline.step(state, broken)  # the first two steps compile
     compilations.clear()
     state, metrics = pipeline.step(state, good, (1e9, 0.0))
     assert float(metrics["skipped"]) == 1 and np.isfinite(float(metrics["loss"])) and not compilations
-    assert {path: x.tobytes() for path, x in whole(pipeline, state).items()} == before
+    assert values(state) == before
     state, metrics = pipeline.step(state, good)
-    want, step = plain(make, scaled_loss, optimizer, 2, compiler_options=FAST, skip_nonfinite=True)
-    want, wanted = step(want, good)
-    assert float(metrics["skipped"]) == 0 and "model/embed/embedding" in before
-    assert_same(pipeline, state, metrics, want, wanted)
+    fresh, expected = pipeline.step(pipeline.init_state(), good)
+    assert float(metrics["skipped"]) == 0 and metrics == expected
+    assert values(state) == values(fresh) != before
 
 
-def scaled_loss(model, batch):
-    loss, weight, _ = net_loss(model, batch)
-    return loss * jnp.mean(batch["scale"]), weight
+# --- memory and transfers ---
+
+
+def test_a_scanned_stack_is_stored_as_one_chunk_per_group():
+    split = {"layers": "layers", "cuts": [1]}
+    pipeline = build(lambda: Stack(nnx.Rngs(0)), net_loss, net_batch(4), 2, optax.adam(1e-2), split=split)
+    chunks = {owner.path: [] for owner in pipeline.placement.owners if owner.path.endswith("layers/kernel")}
+    for owner, leaf in zip(pipeline.placement.owners, pipeline.init_state().leaves, strict=True):
+        if owner.path in chunks:
+            chunks[owner.path].append((owner.rows, owner.group, leaf.shape[0]))
+    assert len(chunks) == 3  # the parameter and its two moments
+    assert all(found == [((0, 1), 0, 1), ((1, 4), 1, 3)] for found in chunks.values())
 
 
 @pytest.mark.slow
-def test_adafactor_and_muon_run_on_groups():
-    for optimizer in (optax.adafactor(1e-2, min_dim_size_to_factor=4), optax.contrib.muon(1e-2)):
-        compare(make_net, net_loss, [net_batch(4)], 2, optimizer, rtol=1e-4)
+def test_parameters_and_moments_are_stored_only_on_their_group():
+    pipeline = build_net(optimizer=optax.adam(1e-2), mesh=groups(pp=2, dp=2), rules=[(".*", ())])
+    state, _ = pipeline.step(pipeline.init_state(), net_batch(4))
+    staged, meshes = pipeline.staged, pipeline.groups
+    stored = {device: 0 for mesh in meshes for device in mesh.devices.flat}
+    for owner, leaf in zip(pipeline.placement.owners, state.leaves, strict=True):
+        where = {shard.device for shard in leaf.addressable_shards}
+        expected = pipeline.mesh.jax_mesh if owner.group == SHARED else meshes[owner.group]
+        assert where == set(expected.devices.flat), owner.path
+        if owner.group != SHARED:
+            for shard in leaf.addressable_shards:
+                stored[shard.device] += shard.data.nbytes
+    for group, mesh in enumerate(meshes):
+        own = [leaf for leaf, users in zip(staged.leaves, staged.users, strict=True) if users[0] == group]
+        size = 3 * sum(math.prod(leaf.shape) * 4 for leaf in own)  # the leaf and its two moments
+        assert all(stored[device] == size for device in mesh.devices.flat)
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_evaluate_returns_the_sums_of_one_device(count):
-    pipeline = build(make_net, net_loss, net_batch(4), 2, PLAIN_SGD)
-    state = pipeline.init_state()
-    batch = net_batch(8, 3)
-    sums = pipeline.evaluate(state, batch, count)
-    loss, weight, more = net_loss(make_net(), batch)
-    np.testing.assert_allclose(
-        [float(sums["loss"]), float(sums["weight"]), float(sums["seen"])], [loss, weight, more["seen"]], rtol=1e-5
-    )
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("1f1b", lambda s, m: min(4 - s, m)), ("gpipe", lambda s, m: m), ("zb-h1", lambda s, m: min(4, m))],
+)
+def test_live_residuals_match_the_peak_activations_and_each_boundary_has_one_transfer_each_way(name, most):
+    count = 6
+    pipeline = build_net(count, name=name, mesh=groups(pp=4))
+    alive = {stage: [] for stage in range(4)}
+    peak = dict.fromkeys(alive, 0)
+
+    def watch(action: Action, saved) -> None:
+        if action.kind == "F":
+            received, residuals, *_ = saved[action.stage, action.microbatch]
+            buffers = [weakref.ref(x) for x in jax.tree.leaves((received, residuals))]
+            assert buffers
+            alive[action.stage].append((action.microbatch, buffers))
+        for stage, entries in alive.items():
+            live = {m for m, buffers in entries if any(ref() is not None for ref in buffers)}
+            peak[stage] = max(peak[stage], len(live))
+
+    pipeline.on_action = watch
+    pipeline.step(pipeline.init_state(), net_batch(2 * count))
+    assert tuple(peak.values()) == peak_activations(pipeline.schedule)
+    assert all(peak[stage] <= most(stage, count) for stage in peak)
+    assert name == "zb-h1" or peak == {stage: most(stage, count) for stage in peak}
+    assert pipeline.num_transfers == 2 * (4 - 1) * count
+
+
+def test_weights_are_not_residuals_and_full_remat_stores_none():
+    shapes = {"none": [], "full": []}
+    for remat, found in shapes.items():
+        pipeline = build_net(remat=remat)
+        pipeline.on_action = lambda _, saved, found=found: found.extend(x.shape for e in saved.values() for x in e[1])
+        pipeline.step(pipeline.init_state(), net_batch(4))
+    assert shapes["none"] and not {(8, 8), (16, 8)} & set(shapes["none"])
+    assert not shapes["full"]
+
+
+def test_an_optimizer_over_arrays_of_several_groups_is_refused():
+    def join(updates, state, params=None):
+        largest = jnp.concatenate([x.ravel() for x in jax.tree.leaves(updates)]).max()
+        return jax.tree.map(lambda u: u * largest, updates), state
+
+    pipeline = build_net(optimizer=optax.GradientTransformation(lambda params: optax.EmptyState(), join))
+    message = r"several pipeline groups: the gradient of embed/embedding, .*only through scalars"
+    with pytest.raises(ConfigError, match=message):
+        pipeline.step(pipeline.init_state(), net_batch(4))
+
+
+# --- how stages, groups and microbatches are given ---
 
 
 class Front(nnx.Module):
@@ -382,59 +273,38 @@ class Back(nnx.Module):
 
 
 def test_explicit_stages_run_in_the_same_pipeline():
-    def stages():
+    def stages(width=8):
         rngs = nnx.Rngs(0)
-        return [Front(rngs), Back(rngs)]
+        return [Front(rngs), Back(rngs, width)]
 
     def loss_of(scores, batch):
         return net_loss(lambda x: scores, batch)
 
-    mesh, batch = groups(pp=2), net_batch(4)
     staged = chain_stages(loss_of, stages, net_batch(2))
-    pipeline = Pipeline(staged, PLAIN_SGD, mesh=mesh, schedule=make_schedule("1f1b", num_groups=2, num_microbatches=2))
-    state, metrics = pipeline.step(pipeline.init_state(), batch)
-    want, step = plain(staged.make, staged.loss_fn, PLAIN_SGD, 2, ("stages",))
-    assert_same(pipeline, state, metrics, *step(want, batch))
+    case = Case("chained", staged.make, staged.loss_fn, net_batch, layers="stages")
+    schedule = make_schedule("1f1b", num_groups=2, num_microbatches=2)
+    pipeline = Pipeline(
+        staged, OPTIMIZER, mesh=groups(pp=2), schedule=schedule, seed=seed_of(case), compiler_options=FAST
+    )
+    have = run_steps(pipeline.step, pipeline.init_state(), net_batch(4))
+    assert differences(plain_run(case, microbatches=2), have) == []
     with pytest.raises(CutError, match=r"stage 1, Back, cannot take .*f32\[2,3,8\].*dot_general"):
-        chain_stages(loss_of, lambda: [Front(nnx.Rngs(0)), Back(nnx.Rngs(0), width=5)], net_batch(2))
+        chain_stages(loss_of, lambda: stages(width=5), net_batch(2))
     with pytest.raises(CutError, match="stages is empty"):
         chain_stages(loss_of, list, net_batch(2))
 
 
-class WithKeys(nnx.Module):
-    """Layers with a parameter without elements; the batch has a random key for every row."""
-
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
-        self.empty = nnx.List([nnx.Param(jnp.zeros((0, 8))) for _ in range(2)])
-
-    def __call__(self, batch):
-        noise = jax.vmap(lambda key: jax.random.normal(key, (8,)))(batch["key"])
-        for layer in self.layers:
-            noise = jnp.tanh(layer(batch["x"] + noise))
-        return noise
-
-
 @pytest.mark.slow
-def test_parameters_of_size_zero_and_random_keys_in_a_batch():
-    def make():
-        model = WithKeys()
-        return model, nnx.Optimizer(model, optimizer, wrt=nnx.Param)
-
-    def loss_fn(model, batch):
-        return (model(batch) ** 2).sum(), len(batch["x"])
-
-    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
-    batch = {"x": np.ones((4, 8), np.float32), "key": jax.random.split(jax.random.key(1), 4)}
-    mesh = MpmdMesh(create_mesh((2, 1), ("pp", "fsdp"), devices=jax.devices()[:2]), "pp")
-    staged = split_stages(loss_fn, lambda: make()[0], batch, mesh=mesh, schedule="1f1b", num_microbatches=2)
-    pipeline = Pipeline(staged, optimizer)
-    have, metrics = pipeline.step(pipeline.init_state(), batch)
-    plain = init_train_state(
-        make, abstract_state(make, create_mesh((1,), ("fsdp",), devices=jax.devices()[:1]), [(".*", ())])
-    )
-    want, expected = make_train_step(loss_fn, plain, num_microbatches=2)(plain, batch)
-    np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-6)
-    for (path, a), (_, b) in zip(named_leaves(want.to_nnx()), named_leaves(have.to_nnx()), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-6, err_msg=path)
+def test_groups_stages_and_microbatches_follow_from_mesh_schedule_and_batch():
+    mesh, batch = groups(pp=2), net_batch(8)
+    schedule = make_schedule("interleaved-1f1b", num_groups=2, num_microbatches=4)
+    staged = split_stages(net_loss, make_net, batch, mesh=mesh, schedule="interleaved-1f1b", num_microbatches=4)
+    assert staged.schedule == schedule and staged.groups is mesh
+    explicit = split_stages(net_loss, make_net, net_batch(2), num_stages=schedule.num_stages, mesh=mesh.unstack[0])
+    assert str(staged) == str(explicit) and staged.num_stages == 4
+    pipelines = [
+        Pipeline(staged, PLAIN_SGD, compiler_options=FAST),
+        Pipeline(explicit, PLAIN_SGD, mesh=mesh, schedule=schedule, compiler_options=FAST),
+    ]
+    first, second = (pipeline.step(pipeline.init_state(), batch)[1] for pipeline in pipelines)
+    assert first == second

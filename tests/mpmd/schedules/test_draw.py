@@ -17,7 +17,7 @@ from flax_mesh.mpmd.schedules import (
 )
 from flax_mesh.mpmd.schedules.draw import fills
 from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, forward_schedule
-from tests.mpmd.schedules.test_schedule import schedules
+from tests.mpmd.schedules.examples import schedules
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -77,6 +77,8 @@ def test_the_timeline_is_drawn_above_the_simulation_on_one_scale():
     for rect, other in zip(measured, simulated, strict=True):
         assert float(rect.get("width") or 0) + 0.8 == pytest.approx(2 * (float(other.get("width") or 0) + 0.8), abs=0.3)
     assert float(measured[0].get("x") or 0) == float(simulated[0].get("x") or 1)
+    _, text = parse(draw_timeline_svg(schedule, slow, StageCost(), unit="ms"))
+    assert "measured: 18 ms, " in text and "makespan 9 ms, " in text and text.count("time, ms") == 2
     with pytest.raises(ValueError, match="measured has no events to draw"):
         draw_timeline_svg(schedule, [], StageCost())
 
@@ -98,14 +100,6 @@ def test_groups_may_have_different_numbers_of_stages():
     picture = draw_schedule_svg(schedule)
     used = {rect.get("class") or "" for rect in parse(picture)[0]}
     assert used == {"F0", "F1", "F2"} and all(f".{name}{{fill:" in picture for name in used)
-
-
-def test_a_measured_timeline_has_its_unit():
-    schedule = make_schedule("1f1b", num_groups=2, num_microbatches=2)
-    times = simulate(schedule).times
-    events = [(schedule.stage_to_group[action.stage], action, *times[action]) for action in times]
-    _, text = parse(draw_timeline_svg(schedule, events, StageCost(), unit="ms"))
-    assert "measured: 9 ms, " in text and "makespan 9 ms, " in text and text.count("time, ms") == 2
 
 
 def test_names_are_escaped_and_a_forward_schedule_stores_nothing():

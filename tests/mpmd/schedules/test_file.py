@@ -41,10 +41,7 @@ def test_comments_and_empty_lines_are_skipped_and_counted(file):
     ("text", "message"),
     [
         ("", "line 1: expected a name and the group of every stage"),
-        ("# only a comment\n", "line 1: expected a name"),
         ("mine 0,1\n0F0 0B0\n1F0\n", "1B0 is missing from the row of group 1"),
-        ("mine 0,1\n0B0 0F0\n1F0 1B0\n", "0B0 comes before 0F0"),
-        ("mine 0,5\n0F0 0B0\n", "stages are placed on groups up to 5, but there are 1 rows"),
     ],
 )
 def test_a_file_that_is_no_schedule_is_refused(text, message, file):

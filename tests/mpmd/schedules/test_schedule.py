@@ -5,27 +5,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from flax_mesh.mpmd.schedules import Action, Schedule, make_schedule
-from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, dependencies, forward_schedule
-
-SIZES = {"num_groups": st.integers(1, 8), "num_microbatches": st.integers(1, 32)}
-
-
-@st.composite
-def schedules(draw) -> Schedule:
-    """Any schedule that is defined, up to 8 groups, 32 microbatches and 4 stages on a group."""
-    name = draw(st.sampled_from(SCHEDULE_NAMES))
-    num_groups = draw(SIZES["num_groups"])
-    virtual = draw(st.integers(1, 4)) if name == "interleaved-1f1b" else None
-    least = 2 * num_groups if name == "dualpipe-v" else 1
-    num_microbatches = draw(st.integers(least, 32))
-    if name == "interleaved-1f1b":
-        num_microbatches = max(1, num_microbatches // num_groups) * num_groups
-    return make_schedule(name, num_groups=num_groups, num_microbatches=num_microbatches, num_virtual_stages=virtual)
+from flax_mesh.mpmd.schedules.schedule import dependencies, forward_schedule
+from tests.mpmd.schedules.examples import SIZES, schedules
 
 
 @given(schedules())
 @settings(max_examples=150, deadline=None)
-def test_every_action_appears_once_in_the_row_of_its_group(schedule):
+def test_every_action_appears_once_in_the_row_of_its_group_and_the_text_parses_back(schedule):
+    assert Schedule.parse(str(schedule)) == schedule
     kinds = "FBW" if schedule.splits_backward else "FB"
     for group, row in enumerate(schedule.rows):
         stages = [s for s, owner in enumerate(schedule.stage_to_group) if owner == group]
@@ -42,12 +29,6 @@ def test_the_order_keeps_rows_and_dependencies(schedule):
     for row in schedule.rows:
         assert sorted(row, key=place.__getitem__) == list(row)
     assert all(place[other] < place[a] for a in order for other in dependencies(a, schedule.num_stages))
-
-
-@given(schedules())
-@settings(max_examples=50, deadline=None)
-def test_text_parses_back(schedule):
-    assert Schedule.parse(str(schedule)) == schedule
 
 
 def test_the_text_of_a_small_schedule():

@@ -21,6 +21,7 @@ from flax_mesh.mpmd.schedules.beam import BeamSearch
 from flax_mesh.mpmd.schedules.lower_bound import lower_bound, make_problem, reverse, tails
 from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES
 from tests.benchmarks.schedules import cases
+from tests.mpmd.schedules.exhaustive import Steps
 
 QUICK = 0.05  # seconds of search: some hundred partial schedules
 
@@ -91,53 +92,6 @@ def test_the_search_finds_the_optimum_of_larger_pipelines(num_stages, num_microb
     assert found.makespan == pytest.approx(brute_force(costs, num_microbatches, memory), rel=1e-12)
 
 
-# --- three stages, four microbatches: 98 million combinations of rows, so this test simulates time step by step ---
-
-
-Group = tuple[int, int, int, int, int]  # F, B, W started; running kind; its remaining time
-
-
-def can_finish_by(deadline: int, costs: list[tuple[int, int, int]], num_microbatches: int, memory: int) -> bool:
-    """Whether any schedule ends by `deadline`: tries every choice of every group, idling included, at every time step.
-
-    The only states left out have more work on one group than there is time.
-    """
-    states: set[tuple[Group, ...]] = {((0, 0, 0, 0, 0),) * len(costs)}
-    for now in range(deadline):
-        after: set[tuple[Group, ...]] = set()
-        for state in states:
-            options = [
-                choices(state, s, costs, num_microbatches, memory, deadline - now - 1) for s in range(len(costs))
-            ]
-            after.update(itertools.product(*options))
-        states = after
-    return any(all(group[:3] == (num_microbatches,) * 3 and group[4] == 0 for group in state) for state in states)
-
-
-def choices(state, s: int, costs, num_microbatches: int, memory: int, time_after: int) -> list[Group]:
-    """The states of the group of stage s one unit of time later, one per action that it may run now."""
-
-    def done(stage: int, kind: int) -> int:
-        group = state[stage]
-        return group[kind] - (group[4] > 0 and group[3] == kind)
-
-    *counts, kind, left = state[s]
-    if left:
-        return [(*counts, kind, left - 1)]
-    f, b, w = counts
-    may = [
-        f < num_microbatches and f - w < memory and (s == 0 or done(s - 1, 0) > f),
-        b < f and (s + 1 == len(costs) or done(s + 1, 1) > b),
-        w < b,
-    ]
-    starts = [(f + (k == 0), b + (k == 1), w + (k == 2), k, costs[s][k] - 1) for k in range(3) if may[k]]
-    return [
-        group
-        for group in [(f, b, w, 0, 0), *starts]
-        if group[4] + sum((num_microbatches - group[k]) * costs[s][k] for k in range(3)) <= time_after
-    ]
-
-
 @given(
     costs=st.lists(st.tuples(*[st.integers(1, 3)] * 3), min_size=1, max_size=3),
     num_microbatches=st.integers(1, 4),
@@ -145,10 +99,12 @@ def choices(state, s: int, costs, num_microbatches: int, memory: int, time_after
 )
 @settings(max_examples=60, deadline=None)
 def test_no_schedule_of_three_stages_and_four_microbatches_is_faster(costs, num_microbatches, memory):
+    """There are 98 million combinations of rows, so this test tries every choice at every step of time."""
     found = search_schedule(costs, memory, num_microbatches=num_microbatches)
+    every = Steps(costs, num_microbatches, memory, tuple(range(len(costs))))
     assert found.optimal
-    assert not can_finish_by(round(found.makespan) - 1, costs, num_microbatches, memory)
-    assert can_finish_by(round(found.makespan), costs, num_microbatches, memory)
+    assert not every.finishes_by(round(found.makespan) - 1)
+    assert every.finishes_by(round(found.makespan))
 
 
 # --- larger pipelines ---

@@ -8,85 +8,10 @@ import pytest
 from flax_mesh.mpmd.schedules import StageCost, check_schedule, make_schedule, search_schedule, simulate
 from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES
 from flax_mesh.mpmd.schedules.simulate import peak_memory
-from tests.mpmd.schedules.test_v_family import MAKESPANS
+from tests.mpmd.schedules.examples import MAKESPANS
+from tests.mpmd.schedules.exhaustive import Steps
 
 QUICK = 0.05
-
-
-class Steps:
-    """Whether a schedule of two groups of two stages can end by a deadline.
-
-    Tries every choice of both groups, idling included, at every step of time. Costs are integers. A result that the
-    other group has produced can be used in the order in which it was produced, as `check_schedule` demands.
-    """
-
-    def __init__(self, costs, num_microbatches: int, memory: int, group_of: tuple[int, ...]):
-        self.costs, self.count, self.memory, self.group_of = costs, num_microbatches, memory, group_of
-        self.lanes = [("F", s) for s in range(4)] + [("B", s) for s in range(4)] + [("W", s) for s in range(4)]
-        self.of = [[i for i, (_, s) in enumerate(self.lanes) if group_of[s] == g] for g in (0, 1)]
-        self.length = [costs[s]["FBW".index(kind)] for kind, s in self.lanes]
-
-    def finishes_by(self, deadline: int) -> bool:
-        states = {((0,) * 12, (-1, 0), (-1, 0), ())}  # started per lane, (running, time left) per group, messages
-        for now in range(deadline):
-            after = set()
-            for state in states:
-                for first in self.choices(state, 0, deadline - now):
-                    for second in self.choices(state, 1, deadline - now):
-                        after.add(self.step(state, first, second))
-            states = {state for state in after if state is not None}
-        return any(all(n == self.count for n in started) and a[1] == b[1] == 0 for started, a, b, _ in states)
-
-    def done(self, state, lane: int) -> int:
-        started, *running, _ = state
-        return started[lane] - any(now == lane and left for now, left in running)
-
-    def sources(self, lane: int) -> list[int]:
-        kind, stage = self.lanes[lane]
-        if kind == "F":
-            return [stage - 1] if stage else []
-        return [lane - 4] if kind == "W" else [stage] + ([lane + 1] if stage < 3 else [])
-
-    def choices(self, state, group: int, time_left: int):
-        started, *running, messages = state
-        if running[group][1]:
-            return [None]
-        work = sum((self.count - started[lane]) * self.length[lane] for lane in self.of[group])
-        found: list[int | None] = [None] if work < time_left else []
-        stored = sum(started[s] - self.done(state, 8 + s) for s in range(4) if self.group_of[s] == group)
-        for lane in self.of[group]:
-            if started[lane] == self.count or (lane < 4 and stored >= self.memory):
-                continue
-            sources = self.sources(lane)
-            if any(self.done(state, source) <= started[lane] for source in sources):
-                continue
-            remote = [s for s in sources if self.group_of[self.lanes[s][1]] != group]
-            kind = self.lanes[lane][0]
-            waiting = [m for m in messages if m[0] == group and m[1] == kind]
-            if remote and waiting and waiting[0][2] != lane:
-                continue
-            found.append(lane)
-        return found
-
-    def step(self, state, *chosen):
-        started, *running, messages = state
-        started, messages, after = list(started), list(messages), []
-        for lane in chosen:
-            if lane is not None:
-                started[lane] += 1
-                for message in messages:
-                    if message[2] == lane:
-                        messages.remove(message)
-                        break
-        for (now, left), lane in zip(running, chosen, strict=True):
-            now, left = (lane, self.length[lane]) if lane is not None else (now, left)
-            after.append((now, left - 1) if left > 1 else (-1, 0))
-            if left == 1 and now >= 0:
-                kind, stage = self.lanes[now]
-                to = {"F": stage + 1, "B": stage - 1}.get(kind, -1)
-                if 0 <= to < 4 and self.group_of[to] != self.group_of[stage]:
-                    messages.append((self.group_of[to], kind, to if kind == "F" else 4 + to))
-        return tuple(started), *after, tuple(messages)
 
 
 @pytest.mark.parametrize("seed", [pytest.param(s, marks=() if s < 4 else pytest.mark.slow) for s in range(16)])

@@ -1,27 +1,17 @@
 """B and W together have the matrix products of the unsplit backward pass, each a part of them."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 
-from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
+from flax_mesh.models import make_decoder, next_token_loss
 from flax_mesh.mpmd import split_stages
-from flax_mesh.mpmd.split.assign import is_expensive
 from flax_mesh.mpmd.split.backward import differentiate
-from flax_mesh.mpmd.split.jaxpr import bodies, flops, trace
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_layers": 4,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 8,
-}
+from flax_mesh.mpmd.split.jaxpr import bodies, flops
+from tests.mpmd.runtime.pipelines import CONFIG, decoder_batch
 
 
 def matmul_flops(part):
@@ -36,9 +26,9 @@ def matmul_flops(part):
 
 
 def stages(**kinds):
-    config = DecoderConfig(**SIZES, mlp_size=64, **kinds)
-    batch = dict.fromkeys(("inputs", "targets"), np.zeros((2, 16), np.int32))
-    staged = split_stages(next_token_loss, lambda: make_decoder(config, nnx.Rngs(0)), batch, num_stages=2)
+    batch = decoder_batch(2)
+    make = lambda: make_decoder(replace(CONFIG, **kinds), nnx.Rngs(0))  # noqa: E731
+    staged = split_stages(next_token_loss, make, batch, num_stages=2)
     trained = [at for at, leaf in enumerate(staged.leaves) if leaf.trained]
     return [(stage, trained) for stage in staged.cut(batch).stages]
 
@@ -65,56 +55,6 @@ def test_recomputation_is_part_of_b():
     assert not recomputed.arguments[3] and stored.arguments[3]  # residuals
     assert matmul_flops(recomputed.weights) == matmul_flops(stored.weights)
     assert matmul_flops(recomputed.backward) > matmul_flops(stored.backward)
-
-
-def f32(*shape):
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
-def conv(x, kernel, **kinds):
-    return jax.lax.conv_general_dilated(x, kernel, (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC"), **kinds)
-
-
-def ragged(mode):
-    """`lax.ragged_dot` of all rows in one group: XLA on CPU multiplies every row with the matrices of all groups."""
-    contracted, ragged_dim, groups = {"rows": (([1], [1]), [0], [0]), "contracted rows": (([0], [0]), [0], [])}[mode]
-    dims = jax.lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(contracted, ([], [])), lhs_ragged_dimensions=ragged_dim, rhs_group_dimensions=groups
-    )
-    return lambda x, w: jax.lax.ragged_dot_general(x, w, jnp.full(1, x.shape[0], jnp.int32), dims)
-
-
-@pytest.mark.parametrize(
-    ("fn", "shapes"),
-    [
-        (jnp.matmul, (f32(24, 64), f32(64, 32))),
-        (lambda x, y: jnp.einsum("bij,bkj->bik", x, y), (f32(3, 16, 64), f32(3, 24, 64))),
-        (conv, (f32(2, 40, 16), f32(5, 16, 24))),
-        (lambda x, k: conv(x, k, feature_group_count=4), (f32(2, 40, 16), f32(5, 4, 24))),
-        (lambda x, k: conv(x, k, rhs_dilation=(2,)), (f32(2, 40, 16), f32(5, 16, 24))),
-        (ragged("rows"), (f32(24, 64), f32(1, 64, 32))),
-        (ragged("contracted rows"), (f32(64, 128), f32(64, 128))),
-    ],
-    ids=["matmul", "batched", "conv", "grouped conv", "dilated conv", "ragged rows", "ragged contraction"],
-)
-def test_flops_of_contractions_are_those_of_xla(fn, shapes):
-    eqns = trace(fn, *shapes)[0].eqns
-    analysis: Any = jax.jit(fn).lower(*shapes).cost_analysis()
-    assert sum(map(flops, eqns)) == pytest.approx(analysis["flops"], rel=0.06)
-    assert any(is_expensive(eqn) for eqn in eqns)
-
-
-def test_flops_of_a_ragged_product_do_not_depend_on_the_number_of_groups():
-    counts = [
-        sum(
-            map(
-                flops,
-                trace(jax.lax.ragged_dot, f32(24, 64), f32(g, 64, 32), jax.ShapeDtypeStruct((g,), "int32"))[0].eqns,
-            )
-        )
-        for g in (1, 4)
-    ]
-    assert counts == [2 * 24 * 64 * 32] * 2
 
 
 @pytest.mark.slow

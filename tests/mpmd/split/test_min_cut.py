@@ -5,17 +5,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh
 
 from flax_mesh.mpmd import split_stages
 from flax_mesh.mpmd.split.min_cut import minimum_cut
-from tests.mpmd.runtime.test_pipeline import compare, groups
+from tests.mpmd.zoo.base import squared_loss, vectors
+from tests.mpmd.zoo.variables import Half
 
 
 @st.composite
@@ -68,56 +66,16 @@ def test_a_long_chain_is_cut_quickly():
     assert minimum_cut([2999], parents.__getitem__, lambda node: 8) == {2999}
 
 
-class Block(nnx.Module):
-    """Pre-norm in float32 of a residual stream in bfloat16, as in language models."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.norm = nnx.RMSNorm(16, dtype=jnp.float32, rngs=rngs)
-        self.up = nnx.Linear(16, 16, dtype=jnp.bfloat16, use_bias=False, rngs=rngs)
-
-    def __call__(self, x):
-        added = self.up(self.norm(x).astype(x.dtype))
-        return (x.astype(jnp.float32) + added.astype(jnp.float32)).astype(x.dtype)
-
-
-class Net(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.layers = nnx.List([Block(rngs) for _ in range(4)])
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def loss_fn(model, batch):
-    return jnp.mean(model(batch["x"].astype(jnp.bfloat16)).astype(jnp.float32) ** 2)
-
-
-def split(loss=loss_fn, make: Any = Net, num_stages=2, **options):
-    batch = {"x": jax.ShapeDtypeStruct((2, 8, 16), jnp.float32)}
-    mesh = Mesh(np.array(jax.devices()[:1]), ("dp",))
-    return split_stages(loss, lambda: make(nnx.Rngs(0)), batch, num_stages=num_stages, mesh=mesh, **options)
+def short(v) -> str:
+    return v.aval.str_short(short_dtypes=True)
 
 
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_a_residual_stream_in_bfloat16_is_sent_once_and_in_bfloat16(num_stages):
     """The next stage recomputes the float32 sum and the values inside the norm."""
-    staged = split(num_stages=num_stages)
-    received = [
-        [v.aval.str_short(short_dtypes=True) for v in stage.received] for stage in staged.cut(staged.example).stages
-    ]
-    assert received == [[], *[["bf16[2,8,16]"]] * (num_stages - 1)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-def test_training_in_bfloat16_equals_training_on_one_device(name):
-    """Recomputed values equal the values of the sender, and gradients are sent in the precision of the stream."""
-    rng = np.random.default_rng(0)
-    batches = [{"x": rng.normal(size=(8, 8, 16)).astype(np.float32)} for _ in range(2)]
-    options = {"name": name, "mesh": groups(pp=4), "rtol": 1e-5}
-    compare(lambda: Net(nnx.Rngs(0)), loss_fn, batches, 4, optax.sgd(0.1), **options)
+    staged = split_stages(squared_loss, Half, vectors(2), num_stages=num_stages)
+    received = [list(map(short, stage.received)) for stage in staged.cut(staged.example).stages]
+    assert received == [[], *[["bf16[2,16]"]] * (num_stages - 1)]
 
 
 class Wide(nnx.Module):
@@ -147,11 +105,11 @@ def _wider(x):
 
 
 def test_a_matrix_product_inside_a_custom_derivative_is_not_repeated():
-    staged = split(lambda model, batch: jnp.mean(model(batch["x"])), Wide)
+    x = jax.ShapeDtypeStruct((2, 8, 16), jnp.float32)
+    staged = split_stages(lambda model, x: jnp.mean(model(x)), lambda: Wide(nnx.Rngs(0)), x, num_stages=2)
     first, second = staged.cut(staged.example).stages
-    assert [v.aval.str_short(short_dtypes=True) for v in second.received] == [
-        "f32[2,8,16]"
-    ]  # although twice as large as the value it is computed from
+    # Although this value is twice as large as the one it is computed from.
+    assert list(map(short, second.received)) == ["f32[2,8,16]"]
     names = [eqn.primitive.name for eqn in second.forward.eqns]
     assert "custom_jvp_call" not in names and names.count("dot_general") == 1
     assert "custom_jvp_call" in [eqn.primitive.name for eqn in first.forward.eqns]

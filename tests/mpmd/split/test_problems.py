@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -15,10 +16,9 @@ from jax.sharding import PartitionSpec as P
 from flax_mesh import create_mesh
 from flax_mesh.mpmd import CutError, split_stages
 from flax_mesh.train import make_train_step
-from tests.mpmd.zoo.base import Case, squared_loss, start, vectors
+from tests.mpmd.zoo.base import WIDTH, initial_state, squared_loss, vectors
+from tests.mpmd.zoo.calls import Attributes
 from tests.mpmd.zoo.variables import Layer, Memory, Model
-
-WIDTH = 16
 
 
 class Plain(nnx.Module):
@@ -47,8 +47,9 @@ class Looped(Plain):
         return jax.lax.fori_loop(0, 4, lambda i, x: jnp.tanh(x @ stacked[i]), x)
 
 
-class IndexedStack(nnx.Module):
+class IndexedStack(Plain):
     def __init__(self):
+        super().__init__()
         make = lambda key: nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(key))  # noqa: E731
         self.layers = nnx.vmap(make)(jax.random.split(jax.random.key(0), 4))
 
@@ -58,23 +59,14 @@ class IndexedStack(nnx.Module):
         return x
 
 
-class Entries(nnx.Module):
+class Entries(Model):
     def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.layers = nnx.Dict({name: Layer(rngs) for name in "abcd"})
+        self.layers = nnx.Dict({name: Layer(nnx.Rngs(0)) for name in "abcd"})
 
     def __call__(self, x):
         for name in "abcd":
             x = self.layers[name](x)
         return x
-
-
-class Attributes(nnx.Module):
-    def __init__(self):
-        self.inc, self.out = Layer(nnx.Rngs(0)), Layer(nnx.Rngs(1))
-
-    def __call__(self, x):
-        return self.out(self.inc(x))
 
 
 class Activation(nnx.Module):
@@ -100,13 +92,12 @@ class Averaging(Layer):
         return super().__call__(x)
 
 
-class OtherList(nnx.Module):
+class OtherList(Model):
     """Its layers are in `blocks`, and not in `layers`."""
 
     def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.blocks = nnx.List([Averaging(rngs) for _ in range(12)])
-        self.layers = nnx.List([Layer(rngs) for _ in range(4)])
+        super().__init__()
+        self.blocks = nnx.List([Averaging(nnx.Rngs(0)) for _ in range(12)])
 
     def __call__(self, x):
         x = x + sum(block.mean[...] for block in self.blocks)
@@ -147,9 +138,9 @@ REFUSED = {
     "no list": (
         Attributes,
         None,
-        r"It has no list\. It has modules at 'inc', 'out'\. Each module may be one layer; name",
+        r"It has no list\. It has modules at 'first', 'norm', 'out', 'second'\. Each module may be one layer; name",
     ),
-    "one of no list": (Attributes, "inc", r"layers=inc has 1 layer, .* too few for 3 stages\. Name another list of"),
+    "one of no list": (Attributes, "first", r"layers=first has 1 layer, .* too few for 3 stages\. Name another list"),
     "uncalled": (
         Plain,
         "layers",
@@ -181,7 +172,7 @@ def test_a_model_is_refused_with_the_cause_its_line_and_the_repair(name):
 
 def test_the_repairs_of_the_errors_split_the_models():
     assert split(Entries, ("layers/a", "layers/b", "layers/c", "layers/d")).num_stages == 3
-    assert split(Attributes, ("inc", "out"), 2).num_stages == 2
+    assert split(Attributes, ("first", "second", "norm", "out"), 2).num_stages == 2
 
 
 @pytest.mark.parametrize(
@@ -195,7 +186,7 @@ def test_the_repairs_of_the_errors_split_the_models():
         (
             lambda: Model(),
             squared_loss,
-            r"got the function <lambda> and the function squared_loss, which requires argum",
+            "got the function <lambda> and the function squared_loss, which requires argum",
         ),
         (squared_loss, 3, "model must be an nnx.Module, or a function without arguments .* and an object of type int"),
         (squared_loss, lambda: 3, "must return an nnx.Module, got an object of type int"),
@@ -227,8 +218,7 @@ def test_trained_variables_without_sums_in_float32_are_refused(dtype):
     message = rf"at least 16 bits, .*: layers/\{{0..3\}}/scale \({jnp.dtype(dtype)}\)\. Make them Variables of another"
     with pytest.raises(ValueError, match=message):
         split(quantized(dtype))
-    case = Case("quantized", quantized(dtype), squared_loss, vectors)
-    state = start(case)
+    state = initial_state(quantized(dtype), optax.sgd(1.0))
     with pytest.raises(ValueError, match=message):
         make_train_step(squared_loss, state)(state, vectors(2))
 
@@ -273,10 +263,8 @@ def test_eval_in_a_loss_function_is_refused_with_the_attribute():
         model.eval()
         return squared_loss(model, batch)
 
-    with pytest.raises(
-        ValueError,
-        match=r"attribute 'deterministic' was False, is True\nCreate all variables in .* call train",
-    ):
+    message = r"attribute 'deterministic' was False, is True\nCreate all variables in .* call train"
+    with pytest.raises(ValueError, match=message):
         split(Dropping, loss_fn=evaluated)
 
 

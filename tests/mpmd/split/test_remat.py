@@ -1,27 +1,24 @@
 """Residuals that F stores for B and W: fewer bytes, and bitwise equal gradients."""
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
+from flax_mesh.models import make_decoder, next_token_loss
 from flax_mesh.mpmd import split_stages
 from flax_mesh.mpmd.split import remat
 from flax_mesh.mpmd.split.backward import differentiate
 from flax_mesh.mpmd.split.jaxpr import inline, num_bytes, trace, variables
-from tests.mpmd.runtime.test_pipeline import build, decoder_batch, groups
+from tests.mpmd.runtime.pipelines import CONFIG, PLAIN_SGD, build, decoder_batch
 
-HIDDEN, MLP, SEQUENCE = 32, 56, 16
-SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": HIDDEN, "num_layers": 4, "mlp_size": MLP}
-HEADS: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
-EVERYTHING = lambda *_: True  # noqa: E731
+MLP, SEQUENCE = 56, 16  # differ from all other sizes
 
 
 def stages(make, loss_fn, batch, **kinds):
@@ -32,7 +29,7 @@ def stages(make, loss_fn, batch, **kinds):
 
 
 def decoder(dtype="bfloat16", **kinds):
-    config = DecoderConfig(**SIZES, **HEADS, dtype=dtype)
+    config = replace(CONFIG, mlp_size=MLP, dtype=dtype)
     batch = dict.fromkeys(("inputs", "targets"), np.zeros((2, SEQUENCE), np.int32))
     return stages(lambda: make_decoder(config, nnx.Rngs(0)), next_token_loss, batch, **kinds)
 
@@ -46,15 +43,15 @@ def residuals(stage):
 def test_a_layer_stores_the_results_of_its_matrix_products(dtype):
     for stage in decoder(dtype, remat="cheap"):
         rows = [aval.shape for aval in residuals(stage)]
-        assert (
-            sum(shape[-1] == MLP for shape in rows) == 2 * 2
-        )  # gate and up of two layers; no values computed from them
+        # Gate and up of two layers; no values computed from them.
+        assert sum(shape[-1] == MLP for shape in rows) == 2 * 2
         # The stream after attention and after each mlp but the last. The input of the first layer is received or looked
         # up. The last stage stores the input of the head instead of the values that it is computed from.
-        assert sum(shape[-1] == HIDDEN for shape in rows) <= 2 * 2
+        assert sum(shape[-1] == CONFIG.hidden_size for shape in rows) <= 2 * 2
         scores = [aval for aval in residuals(stage) if aval.shape[-1] == SEQUENCE]
         assert len(scores) == 2 and all(aval.dtype == jnp.float32 for aval in scores)
-        others = [aval for aval in residuals(stage) if aval.shape[-1] in (MLP, HIDDEN, HEADS["head_dim"])]
+        widths = (MLP, CONFIG.hidden_size, CONFIG.head_dim)
+        others = [aval for aval in residuals(stage) if aval.shape[-1] in widths]
         assert {str(aval.dtype) for aval in others} == {dtype}
 
 
@@ -62,16 +59,11 @@ def test_a_layer_stores_the_results_of_its_matrix_products(dtype):
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "how", "share"),
-    [
-        pytest.param("float32", "none", 0.8, marks=pytest.mark.slow),
-        ("bfloat16", "none", 0.7),
-        pytest.param("float32", "cheap", 0.6, marks=pytest.mark.slow),
-        ("bfloat16", "cheap", 0.6),
-    ],
+    [("float32", "none", 0.8), ("bfloat16", "none", 0.7), ("float32", "cheap", 0.6), ("bfloat16", "cheap", 0.6)],
 )
 def test_fewer_bytes_are_stored_and_gradients_are_bitwise_equal(dtype, how, share, split, monkeypatch):
     lean = decoder(dtype, split=split, remat=how)
-    monkeypatch.setattr(remat, "is_expensive", EVERYTHING)  # nothing is recomputed
+    monkeypatch.setattr(remat, "is_expensive", lambda *_: True)  # nothing is recomputed
     full = decoder(dtype, split=split)
     size = [[sum(map(num_bytes, residuals(stage))) for stage in some] for some in (lean, full)]
     assert all(0 < a < share * b for a, b in zip(*size, strict=True)), size
@@ -85,12 +77,9 @@ def gradients(stage) -> list[Any]:
     rng = np.random.default_rng(0)
 
     def random(avals) -> list[Any]:
-        return [
-            jnp.asarray(
-                rng.normal(size=a.shape) if jnp.issubdtype(a.dtype, jnp.floating) else np.ones(a.shape), a.dtype
-            )
-            for a in avals
-        ]
+        floats = [jnp.issubdtype(a.dtype, jnp.floating) for a in avals]
+        values = [rng.normal(size=a.shape) if f else np.ones(a.shape) for a, f in zip(avals, floats, strict=True)]
+        return [jnp.asarray(x, a.dtype) for x, a in zip(values, avals, strict=True)]
 
     given = [random([v.aval for v in names]) for names in stage.arguments[:2]]  # inputs and received
     stored = stage.call(stage.forward, *given)[len(stage.sent) + len(stage.outputs) :]
@@ -166,12 +155,9 @@ def test_factorizations_and_checkpointed_functions_are_computed_once():
 
 @pytest.mark.slow
 def test_residuals_that_w_does_not_need_are_freed_after_b():
-    config = DecoderConfig(**SIZES, **HEADS)
     batch = decoder_batch(4)
-    pipeline = build(
-        lambda: make_decoder(config, nnx.Rngs(0)), next_token_loss, batch, 2, optax.sgd(1.0), name="zb-h1",
-        mesh=groups(pp=2), rules=[(".*", ())],
-    )  # fmt: skip
+    make = lambda: make_decoder(CONFIG, nnx.Rngs(0))  # noqa: E731
+    pipeline = build(make, next_token_loss, batch, 2, PLAIN_SGD, name="zb-h1", rules=[(".*", ())])
     alive: dict[Any, list[Any]] = {}
     freed: list[int] = []
 

@@ -34,12 +34,8 @@ def empty_cache():
 
 
 def assert_same(have, want):
-    assert (have.sharding, have.dtype, have.weak_type, have.committed) == (
-        want.sharding,
-        want.dtype,
-        want.weak_type,
-        want.committed,
-    )
+    for name in ("sharding", "dtype", "weak_type", "committed"):
+        assert getattr(have, name) == getattr(want, name)
     for actual, expected in zip(have.addressable_shards, want.addressable_shards, strict=True):
         assert (actual.device, actual.index) == (expected.device, expected.index)
         np.testing.assert_array_equal(actual.data, expected.data)
@@ -74,10 +70,14 @@ OTHERS = {
 }
 
 
+def on(first, *spec):
+    """An array on the devices from `first` on."""
+    return jax.device_put(np.arange(64.0, dtype=np.float32).reshape(8, 8), NamedSharding(mesh(first), P(*spec)))
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_changes_than_of_devices_use_device_put(name, slow_puts):
-    x = jax.device_put(np.arange(64.0, dtype=np.float32).reshape(8, 8), NamedSharding(mesh(0), P("dp")))
-    there = OTHERS[name]()
+    x, there = on(0, "dp"), OTHERS[name]()
     want = jax.device_put(x, there)
     slow_puts.clear()
     assert_same(move(x, there), want)
@@ -93,8 +93,7 @@ def test_random_keys_are_copied():
 
 
 def test_a_deleted_array_is_an_error():
-    x = jax.device_put(np.zeros((8, 8)), NamedSharding(mesh(0), P("dp")))
-    there = NamedSharding(mesh(4), P("dp"))
+    x, there = on(0, "dp"), NamedSharding(mesh(4), P("dp"))
     move(x, there)
     x.delete()
     with pytest.raises(RuntimeError, match="deleted"):
@@ -102,8 +101,7 @@ def test_a_deleted_array_is_an_error():
 
 
 def test_a_move_is_an_explicit_transfer():
-    x = jax.device_put(np.ones((8, 8), np.float32), NamedSharding(mesh(0), P("dp")))
-    there = NamedSharding(mesh(4), P("dp"))
+    x, there = on(0, "dp"), NamedSharding(mesh(4), P("dp"))
     with jax.transfer_guard("disallow"):
         assert_same(move(x, there), jax.device_put(x, there))
     with jax.transfer_guard("disallow_explicit"), pytest.raises(RuntimeError, match="Disallowed device-to-device"):
@@ -121,8 +119,7 @@ def test_a_buffer_can_be_donated_after_the_move():
 
 def test_device_put_is_used_if_the_function_of_jaxlib_is_missing(monkeypatch, slow_puts):
     monkeypatch.setattr(module, "device_copy", lambda target: None)
-    x = jax.device_put(np.arange(64.0).reshape(8, 8), NamedSharding(mesh(0), P("dp", "tp")))
-    there = NamedSharding(mesh(4), P("dp", "tp"))
+    x, there = on(0, "dp", "tp"), NamedSharding(mesh(4), P("dp", "tp"))
     slow_puts.clear()
     assert_same(move(x, there), jax.device_put(x, there))
     assert len(slow_puts) == 2

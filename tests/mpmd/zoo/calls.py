@@ -7,16 +7,16 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
-from tests.mpmd.zoo.base import VOCAB, WIDTH, Case, cross_entropy, language_loss, squared_loss, text, vectors
+from tests.mpmd.zoo.base import WIDTH, Case, Decoder, cross_entropy, language_loss, squared_loss, text, vectors
 
 
 class Block(nnx.Module):
     """Pre-norm residual block with a method besides `__call__`."""
 
-    def __init__(self, width: int, rngs: nnx.Rngs):
-        self.norm = nnx.RMSNorm(width, rngs=rngs)
-        self.up = nnx.Linear(width, 2 * width, rngs=rngs)
-        self.down = nnx.Linear(2 * width, width, rngs=rngs)
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
 
     def __call__(self, x):
         return x + self.down(jax.nn.gelu(self.up(self.norm(x))))
@@ -25,26 +25,8 @@ class Block(nnx.Module):
         return x + strength * jnp.cumsum(self(x), axis=1) / x.shape[1]
 
 
-class Language(nnx.Module):
-    """Embedding, blocks, head. Subclasses define how the blocks are called."""
-
-    def __init__(self, depth: int = 4, seed: int = 0):
-        rngs = nnx.Rngs(seed)
-        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
-        self.layers = self.make_layers(depth, rngs)
-        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
-        self.head = nnx.Linear(WIDTH, VOCAB, use_bias=False, rngs=rngs)
-
-    def make_layers(self, depth: int, rngs: nnx.Rngs) -> Any:
-        return nnx.List([Block(WIDTH, rngs) for _ in range(depth)])
-
-    def run(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-    def __call__(self, tokens):
-        return self.head(self.norm(self.run(self.embed(tokens))))
+class Language(Decoder):
+    layer = Block
 
 
 class ByMethod(Language):
@@ -63,10 +45,8 @@ class Reversed(Language):
 
 
 class Permuted(Language):
-    order = (2, 0, 3, 1, 4)
-
     def run(self, x):
-        for i in self.order:
+        for i in (2, 0, 3, 1, 4):
             x = self.layers[i](x)
         return x
 
@@ -75,7 +55,7 @@ class ListedTwice(Language):
     """Two groups of shared layers, as in ALBERT."""
 
     def make_layers(self, depth, rngs):
-        first, second = Block(WIDTH, rngs), Block(WIDTH, rngs)
+        first, second = Block(rngs), Block(rngs)
         return nnx.List([first, first, second, second])
 
 
@@ -83,7 +63,7 @@ class ListedAlternating(Language):
     """Layers a, b, a, b: no split has both calls of a in one stage."""
 
     def make_layers(self, depth, rngs):
-        first, second = Block(WIDTH, rngs), Block(WIDTH, rngs)
+        first, second = Block(rngs), Block(rngs)
         return nnx.List([first, second] * (depth // 2))
 
 
@@ -111,8 +91,7 @@ class KeywordBlock(Block):
 
 
 class Keywords(Language):
-    def make_layers(self, depth, rngs):
-        return nnx.List([KeywordBlock(WIDTH, rngs) for _ in range(depth)])
+    layer = KeywordBlock
 
     def __call__(self, tokens):
         mask, x = (tokens % 3 != 0)[..., None], self.embed(tokens)
@@ -139,8 +118,7 @@ class PairBlock(nnx.Module):
 
 
 class Dicts(Language):
-    def make_layers(self, depth, rngs):
-        return nnx.List([PairBlock(rngs) for _ in range(depth)])
+    layer = PairBlock
 
     def __call__(self, tokens):
         x = self.embed(tokens)
@@ -158,13 +136,6 @@ def dict_loss(model, batch):
     return loss + 1e-3 * norms.sum(), weight, metrics | {"norms": norms.sum(), "first": norms[:, 0].sum()}
 
 
-class RematLayer(Language):
-    def run(self, x):
-        for layer in self.layers:
-            x = nnx.remat(lambda layer, x: layer(x))(layer, x)
-        return x
-
-
 class RematBlock(Block):
     @partial(nnx.remat, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
     def __call__(self, x):
@@ -172,23 +143,13 @@ class RematBlock(Block):
 
 
 class RematMethod(Language):
-    def make_layers(self, depth, rngs):
-        return nnx.List([RematBlock(WIDTH, rngs) for _ in range(depth)])
+    layer = RematBlock
 
 
 class RematModel(Language):
     @nnx.remat
     def __call__(self, tokens):
         return super().__call__(tokens)
-
-
-class Checkpointed(Language):
-    """jax.checkpoint of a function that closes over its layer. The layers have no variables that change."""
-
-    def run(self, x):
-        for layer in self.layers:
-            x = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable)(x)
-        return x
 
 
 class CheckpointedGroups(Language):
@@ -206,23 +167,6 @@ class CheckpointedGroups(Language):
         return x
 
 
-class JitBlock(Block):
-    @nnx.jit
-    def __call__(self, x):
-        return super().__call__(x)
-
-
-class JitLayers(Language):
-    def make_layers(self, depth, rngs):
-        return nnx.List([JitBlock(WIDTH, rngs) for _ in range(depth)])
-
-    def run(self, x):
-        rescale = jax.jit(lambda x: x / jnp.sqrt(jnp.mean(x**2) + 1.0))
-        for layer in self.layers:
-            x = rescale(layer(x))
-        return x
-
-
 class JitModel(Language):
     @nnx.jit
     def run(self, x):
@@ -236,33 +180,6 @@ class PerExample(Language):
         for layer in self.layers:
             x = nnx.vmap(lambda layer, x: layer.mix(x[None])[0], in_axes=(None, 0))(layer, x)
         return x
-
-
-class Trunk(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.blocks = nnx.List([Block(WIDTH, rngs) for _ in range(5)])
-
-
-class Backbone(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.stem = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-        self.trunk = Trunk(rngs)
-
-    def features(self, x):
-        x = self.stem(x)
-        for block in self.trunk.blocks:
-            x = block(x)
-        return x
-
-
-class Nested(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(params=1)
-        self.backbone = Backbone(rngs)
-        self.out = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-
-    def __call__(self, x):
-        return self.out(self.backbone.features(x))
 
 
 class Attributes(nnx.Module):
@@ -295,13 +212,11 @@ class ListedElsewhere(nnx.Module):
 class Scanned(Language):
     """Layers created by nnx.vmap and called in nnx.scan, with remat inside."""
 
-    block = Block
-
     def make_layers(self, depth, rngs):
         @nnx.split_rngs(splits=depth)
         @nnx.vmap(in_axes=(0,), out_axes=0)
         def stack(rngs):
-            return self.block(WIDTH, rngs)
+            return self.layer(rngs)
 
         return stack(rngs)
 
@@ -314,9 +229,9 @@ class Scanned(Language):
 
 
 class NoisyBlock(Block):
-    def __init__(self, width, rngs):
-        super().__init__(width, rngs)
-        self.drop, self.average = nnx.Dropout(0.2, rngs=rngs), nnx.BatchStat(jnp.zeros((width,)))
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.drop, self.average = nnx.Dropout(0.2, rngs=rngs), nnx.BatchStat(jnp.zeros((WIDTH,)))
 
     def __call__(self, x):
         y = self.drop(super().__call__(x) - x)
@@ -327,7 +242,7 @@ class NoisyBlock(Block):
 class ScannedNoisy(Scanned):
     """Random streams and variables that change inside the stack."""
 
-    block = NoisyBlock
+    layer = NoisyBlock
 
 
 class ScannedInJax(Scanned):
@@ -374,8 +289,7 @@ class SowingBlock(Block):
 
 
 class Sowing(Language):
-    def make_layers(self, depth, rngs):
-        return nnx.List([SowingBlock(WIDTH, rngs) for _ in range(depth)])
+    layer = SowingBlock
 
 
 def popped_loss(model, batch):
@@ -412,15 +326,11 @@ CASES = [
     Case("looped", Looped, language_loss, text),
     Case("keywords", Keywords, language_loss, text),
     Case("dicts", Dicts, dict_loss, text),
-    Case("remat_layer", RematLayer, language_loss, text),
     Case("remat_method", RematMethod, language_loss, text),
     Case("remat_model", RematModel, language_loss, text),
-    Case("checkpointed", Checkpointed, language_loss, text),
     Case("checkpointed_groups", lambda: CheckpointedGroups(6), language_loss, text),
-    Case("jit_layers", JitLayers, language_loss, text),
     Case("jit_model", JitModel, language_loss, text),
     Case("per_example", PerExample, language_loss, text),
-    Case("nested", Nested, squared_loss, vectors, layers="backbone/trunk/blocks"),
     Case("attributes", Attributes, squared_loss, vectors, layers=("first", "second", "norm", "out")),
     Case("listed_elsewhere", ListedElsewhere, squared_loss, vectors),
     Case("scanned", Scanned, language_loss, text),

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tests.mpmd.zoo.base import VOCAB, WIDTH, Case, cross_entropy, language_loss, squared_loss, text, vectors
+from tests.mpmd.zoo.base import WIDTH, Case, Decoder, cross_entropy, language_loss, squared_loss, text, vectors
 
 
 class Layer(nnx.Module):
@@ -16,29 +16,15 @@ class Layer(nnx.Module):
         return x + self.out(jnp.tanh(self.linear(x)))
 
 
-class Model(nnx.Module):
-    """Embedding, layers and a head that shares the embedding's table."""
-
-    def __init__(self, depth: int = 4):
-        rngs = nnx.Rngs(0)
-        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
-        self.layers = nnx.List([Layer(rngs) for _ in range(depth)])
-
-    def __call__(self, tokens):
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.embed.attend(x)
+class Model(Decoder):
+    layer, tied = Layer, True
 
 
 class BorrowedKernel(Model):
     """The head projects with a kernel of the first layer, which the last stage therefore needs as well."""
 
-    def __call__(self, tokens):
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.embed.attend(x @ self.layers[0].linear.kernel)
+    def run(self, x):
+        return super().run(x) @ self.layers[0].linear.kernel
 
 
 class RoutedLayer(Layer):
@@ -77,11 +63,10 @@ class LearnedScalars(Model):
         self.strength = nnx.Param(jnp.asarray(0.7))
         self.scales = nnx.Param(jnp.linspace(0.5, 1.0, 4))
 
-    def __call__(self, tokens):
-        x = self.embed(tokens)
+    def run(self, x):
         for i, layer in enumerate(self.layers):
             x = x + self.strength * self.scales[i] * (layer(x) - x)
-        return self.embed.attend(x) * jnp.exp(-self.strength[...])
+        return x * jnp.exp(-self.strength[...])
 
 
 class Positions(Model):
@@ -109,11 +94,10 @@ class Unused(Model):
         self.old_head = nnx.Linear(WIDTH, 3, rngs=nnx.Rngs(1))
         self.target = nnx.Param(jnp.ones((WIDTH,)))
 
-    def __call__(self, tokens):
-        x = self.embed(tokens)
+    def run(self, x):
         for i in (0, 1, 3, 4):
             x = self.layers[i](x)
-        return self.embed.attend(x * jax.lax.stop_gradient(self.target[...]))
+        return x * jax.lax.stop_gradient(self.target[...])
 
 
 UNUSED = ("layers/2/linear/kernel", "layers/2/linear/bias", "layers/2/out/kernel")
@@ -206,27 +190,34 @@ def clip_gradient(x):
 clip_gradient.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.05, 0.05),))
 
 
-class OwnGradients(Model):
-    """custom_vjp between layers, a data-dependent branch and a loop with a data-dependent number of iterations."""
+# A rule that is not linear, so that the sum of two results is not the result of the sum.
+RULES = {
+    "plain": clip_gradient,
+    "jit": jax.jit(clip_gradient),
+    "remat": jax.checkpoint(clip_gradient),
+    "scan": lambda x: jax.lax.scan(lambda total, _: (total + clip_gradient(x), None), jnp.zeros_like(x), length=1)[0],
+    "cond": lambda x: jax.lax.cond(jnp.sum(x) > -1e3, clip_gradient, lambda x: x, x),
+    "vmap": jax.vmap(clip_gradient),
+    "nested": jax.jit(jax.checkpoint(lambda x: jax.jit(clip_gradient)(x))),
+}
+
+
+class Ruled(Model):
+    """The rule applies to the tied table, and to a value of the first stage that all later ones use."""
+
+    rule = staticmethod(clip_gradient)
 
     def __call__(self, tokens):
-        x = self.embed(tokens)
+        table = self.rule(self.embed.embedding[...])
+        x = shared = self.rule(5 * table[tokens])
         for layer in self.layers:
-            x = clip_gradient(layer(x))
-            x = jax.lax.cond(jnp.mean(x) > 0, lambda x: 0.9 * x, lambda x: 1.1 * x, x)
-        rounds = jnp.max(tokens) % 3 + 1
-        norm = jax.lax.while_loop(lambda c: c[0] < rounds, lambda c: (c[0] + 1, c[1] * 0.5), (0, jnp.ones(())))[1]
-        return self.embed.attend(x * norm)
+            x = layer(x) + shared
+        return x @ table.T
 
 
-def mean_loss(model, batch):
-    """Returns only a scalar, the mean over the microbatch."""
-    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
-
-
-def vector_model() -> nnx.Module:
-    rngs = nnx.Rngs(0)
-    return nnx.Sequential(*[Layer(rngs) for _ in range(5)])
+def ruled(name: str) -> Case:
+    model = type("Ruled", (Ruled,), {"rule": staticmethod(RULES[name])})
+    return Case(f"rule_in_{name}", model, language_loss, text)
 
 
 CASES = [
@@ -242,6 +233,5 @@ CASES = [
     Case("regularised", Model, regularised_loss, text),
     Case("early_exits", EarlyExits, exits_loss, text),
     Case("averages", Averages, squared_loss, vectors),
-    Case("own_gradients", OwnGradients, language_loss, text),
-    Case("mean_loss", vector_model, mean_loss, vectors),
+    *map(ruled, RULES),
 ]
