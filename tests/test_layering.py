@@ -4,12 +4,12 @@ import ast
 import sys
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
+from tests.imports import PACKAGE, Import, read_imports
+
 TESTS = Path(__file__).parent
-PACKAGE = TESTS.parent / "flax_mesh"
 NAME = PACKAGE.name
 
 # Lowest first. A file imports only from its own floor and from lower ones; floors in one row do not import each other.
@@ -109,26 +109,6 @@ SHARED = {
     "train.warm_start",  # which folders are those of Hugging Face
     "train.run_folder",  # the names of the files in it
 }
-
-
-class Import(NamedTuple):
-    name: str  # dotted, including the imported name
-    source: str  # the module that contains it
-    at_head: bool
-
-
-def read_imports(code: str) -> list[Import]:
-    """Every import of a file, including those under `if TYPE_CHECKING:`, which count as at the head."""
-    tree = ast.parse(code)
-    head = {id(child) for node in tree.body for child in (node.body if isinstance(node, ast.If) else [node])}
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found += [Import(alias.name, alias.name, id(node) in head) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module, "relative import"
-            found += [Import(f"{node.module}.{alias.name}", node.module, id(node) in head) for alias in node.names]
-    return found
 
 
 @cache

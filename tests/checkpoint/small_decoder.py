@@ -1,6 +1,8 @@
 """The recipe of the tests of `flax-mesh checkpoint`, a small decoder on eight devices, with its program and a change to
 its state."""
 
+from pathlib import Path
+
 import jax
 import numpy as np
 
@@ -10,6 +12,7 @@ from flax_mesh.train import DataConfig, MeshConfig, RunConfig, TrainConfig, appl
 from flax_mesh.train.build import build_program
 
 RECIPE = __file__
+QWEN = Path(__file__).parent / "hf" / "data" / "qwen2"  # a folder of Hugging Face
 CHANGED = "model/layers/1/mlp/up/kernel"
 DELTA = 0.5
 

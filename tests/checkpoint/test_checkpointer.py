@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -110,7 +111,8 @@ def test_random_keys_and_batch_statistics_are_saved_and_restored(tmp_path):
         other = nnx.Dropout(0.5, rngs=nnx.Rngs(jax.random.key(2, impl="rbg")))
         return nnx.Dict(other=other, layers=stack, norm=nnx.BatchNorm(8, rngs=nnx.Rngs(0)))
 
-    state = init_state(make, abstract_state(make, create_mesh(), [(".*", ())])) | {"keys": nnx.State(keys)}
+    state: Any = init_state(make, abstract_state(make, create_mesh(), [(".*", ())]))
+    state |= {"keys": nnx.State(keys)}
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     with Checkpointer(tmp_path, layers=["layers"]) as checkpointer:
         with pytest.raises(ConfigError, match="contains no checkpoint"):

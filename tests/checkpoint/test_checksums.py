@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -230,6 +231,7 @@ def test_an_invalid_table_of_checksums_is_damage(copy, monkeypatch):
     for name in ("../1/metadata/metadata", "/etc/hostname", "state/../../1/metadata/metadata"):
         table.write_bytes(checksums._encode(4096, {name: [11, [0]]}))
         assert find_damage(copy / "2") == [f"{CHECKSUMS} is damaged: it names files outside the checkpoint: {name}"]
+    files: Any
     for files in ([], {"a": 5}, {"a": [4097, [0]]}, {"a": ["b", [0]]}, {"a": [1, [0], 2]}):
         table.write_bytes(checksums._encode(4096, files))
         assert find_damage(copy / "2") == [f"{CHECKSUMS} is damaged: its own checksum does not match"]

@@ -18,12 +18,10 @@ from flax_mesh.checkpoint.hf.safetensors import open_safetensors
 from flax_mesh.cli import main
 from flax_mesh.cli.common import DONE, FAILED, FINDINGS
 from flax_mesh.errors import CheckpointCorruptedError
-from tests.checkpoint.small_decoder import CHANGED, DELTA, RECIPE, changed, program_of
+from tests.checkpoint.small_decoder import CHANGED, DELTA, QWEN, RECIPE, changed, program_of
 from tests.train.bigram import snapshot, write_text
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
-
-QWEN = Path(__file__).parent / "hf" / "data" / "qwen2"
 
 
 @pytest.fixture

@@ -16,8 +16,7 @@ from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.read import finite, plain
 from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE, FINDINGS
-from tests.checkpoint.small_decoder import RECIPE
-from tests.checkpoint.test_command import QWEN
+from tests.checkpoint.small_decoder import QWEN, RECIPE
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 

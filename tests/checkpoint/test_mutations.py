@@ -18,8 +18,7 @@ from flax_mesh.cli.common import BAD_INPUT, DONE, FINDINGS
 from flax_mesh.errors import ConfigError
 from flax_mesh.train.metadata import check_resume, layout_changes, run_metadata
 from flax_mesh.train.metrics import StepCheck
-from tests.checkpoint.small_decoder import RECIPE, program_of
-from tests.checkpoint.test_command import QWEN
+from tests.checkpoint.small_decoder import QWEN, RECIPE, program_of
 from tests.train.bigram import write_text
 
 pytestmark = pytest.mark.usefixtures("on_cpu")

@@ -20,16 +20,15 @@ from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, PartitionSpec
 
 import flax_mesh as fm
-from flax_mesh import ShardingReport, explain_sharding
+from flax_mesh import explain_sharding
 from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE, FINDINGS
 from flax_mesh.sharding import sharding_fingerprint
-from flax_mesh.sharding.report.report import group_leaves
-from flax_mesh.text import array_text
 from flax_mesh.train import apply_overrides, load_recipe
 from flax_mesh.train.explain import abstract_mesh, explain
 from flax_mesh.train.optimizers.make import make_optimizer
-from tests.mpmd.runtime.test_pipeline import build, make_net, net_batch, net_loss
+from tests.golden_text import golden_text
+from tests.mpmd.runtime.pipelines import build, make_net, net_batch, net_loss
 
 P = PartitionSpec
 ROOT = Path(__file__).parents[2]
@@ -43,15 +42,6 @@ model.num_heads=128 model.num_kv_heads=8 model.head_dim=128 model.mlp_size=53248
 
 
 # --- recipes ---
-
-
-def golden_text(report: ShardingReport) -> str:
-    """One line per array: path, shape, split and bytes per device. A diff of two texts shows what changed."""
-    lines = [report.mesh_line]
-    for path, members in group_leaves(report.leaves):
-        leaf = report.leaves[members[0]]
-        lines.append(f"{path}  {array_text(leaf)}  {leaf.spec_text}  {leaf.device_bytes:,} B")
-    return "\n".join([*lines, f"state per device {max(report.memory_per_device.values()):,} B", ""])
 
 
 @pytest.mark.sampled

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -62,6 +63,7 @@ def test_the_default_mesh_is_reported_and_uses_all_devices(run):
 
 
 def test_the_default_mesh_divides_every_dim():
+    sizes: dict[str, Any]
     for sizes, devices, expected in (
         ({}, 8, {"fsdp": 2, "tp": 4}),
         ({}, 1, {"fsdp": 1, "tp": 1}),

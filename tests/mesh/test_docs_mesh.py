@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flax_mesh.mesh import draw_mesh_svg
-from tests.mesh.torus.test_assign import FAMILY, changes
+from tests.mesh.torus.family import FAMILY, changes
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "mesh.md").read_text()

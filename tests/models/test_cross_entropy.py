@@ -17,7 +17,7 @@ from flax_mesh.models import make_decoder, next_token_loss
 from flax_mesh.models.cross_entropy import cross_entropy
 from flax_mesh.models.matmul import dot_float32
 from tests.models.reference import SMALL, small
-from tests.mpmd.runtime.test_pipeline import build, decoder_batch, groups, whole
+from tests.mpmd.runtime.pipelines import build, decoder_batch, groups, whole
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -16,7 +16,7 @@ from flax_mesh.models import make_decoder, next_token_loss
 from flax_mesh.mpmd import Pipeline, split_stages
 from flax_mesh.mpmd.schedules import make_schedule
 from flax_mesh.processes.store import get_text, put_text
-from tests.mpmd.runtime.test_pipeline import CONFIG, FAST, decoder_batch, groups, make_net, net_batch, net_loss
+from tests.mpmd.runtime.pipelines import CONFIG, FAST, decoder_batch, groups, make_net, net_batch, net_loss
 
 STEPS, ROWS, COUNT = 20, 8, 4
 

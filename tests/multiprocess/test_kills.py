@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.multiprocess.launches import run, train
 from tests.multiprocess.processes import ROOT, Running, run_workers
-from tests.multiprocess.test_launch import run, train
 
 LIMIT_S = 30  # after a kill
 

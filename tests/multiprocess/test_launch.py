@@ -17,41 +17,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 from flax_mesh.checkpoint import Checkpointer
+from tests.multiprocess.launches import LIMIT_S, SETTINGS, run, start, train
 from tests.multiprocess.processes import Running, assert_all_done, free_port, run_all, run_workers
-
-SETTINGS = (
-    "recipes/tiny.py",
-    "model.hidden_size=32",
-    "model.mlp_size=64",
-    "data.sequence_length=16",
-    "data.batch_size=16",  # four rows per microbatch, for fsdp:4
-    "pipeline.num_microbatches=4",
-    "run.eval_every=0",
-    "run.sample_tokens=0",
-    "checkpoint.keep=100",
-)
-LIMIT_S = 400
-
-
-def train(folder: Path, *more: str) -> list[str]:
-    return ["train", *SETTINGS, f"run.folder={folder}", *more]
-
-
-def start(processes: int, devices: int, folder: Path, *more: str) -> Running:
-    options = ["-n", str(processes), "--devices-per-process", str(devices)]
-    return Running(["-u", "-m", "flax_mesh.cli", "launch", *options, "--", *train(folder, *more)])
-
-
-def run(processes: int, devices: int, folder: Path, *more: str) -> str:
-    """The output of a launch, or of a run in one process; asserts that it succeeds."""
-    if processes == 1:
-        running = Running(["-m", "flax_mesh.cli", *train(folder, f"run.platform=cpu:{devices}", *more)])
-    else:
-        running = start(processes, devices, folder, *more)
-    with running:
-        ended = running.ended(LIMIT_S)
-    assert ended.code == 0, ended.output
-    return ended.output
 
 
 def losses(folder: Path) -> dict[int, list[float]]:

@@ -12,7 +12,7 @@ from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.mpmd import Pipeline
 from flax_mesh.train.build import make_mesh, run_rules, train_program
 from flax_mesh.train.warm_start import find_start, start_from
-from tests.mpmd.runtime.test_pipeline import FAST, plain
+from tests.mpmd.runtime.pipelines import FAST, plain
 from tests.multiprocess.cases import (
     COUNT,
     MODELS,
@@ -25,7 +25,7 @@ from tests.multiprocess.cases import (
     train,
 )
 from tests.multiprocess.processes import assert_all_done, run_workers
-from tests.train.test_warm_start import LLAMA, config_of
+from tests.train.llama import LLAMA, config_of
 
 # model, schedule, mesh, processes, devices of each
 LIGHT = [("net", "1f1b", "pp:2,fsdp:2", 2, 2)]

@@ -31,6 +31,14 @@ LARGE = replace(
     dtype="bfloat16",
 )
 
+PLANNED = TrainConfig(
+    make_decoder,
+    next_token_loss,
+    DecoderConfig(hidden_size=128, num_layers=4, mlp_size=256, scan=True),
+    mesh=MeshConfig("fsdp:4,tp:2"),
+    data=DataConfig(sequence_length=128, batch_size=32),
+)
+
 Step = tuple[Any, tuple[Any, ...]]  # a jitted step and its abstract arguments
 
 

@@ -9,19 +9,12 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.plan import plan, plan_step
-from flax_mesh.train import DataConfig, MeshConfig, PipelineConfig, TrainConfig
+from flax_mesh.train import MeshConfig, PipelineConfig
+from tests.plan.cases import PLANNED
 
 MESH = AbstractMesh((4, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
 REPLICATED = P()
-CONFIG = TrainConfig(
-    make_decoder,
-    next_token_loss,
-    DecoderConfig(hidden_size=128, num_layers=4, mlp_size=256, scan=True),
-    mesh=MeshConfig("fsdp:4,tp:2"),
-    data=DataConfig(sequence_length=128, batch_size=32),
-)
 
 
 def array(*shape: int, spec: P = REPLICATED, mesh: AbstractMesh = MESH, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -84,29 +77,29 @@ def test_arguments_without_one_mesh_are_refused(arguments, problem):
 )
 def test_a_topology_that_does_not_fit_is_one_line(topology, problem):
     with pytest.raises(ConfigError, match=problem) as error:
-        plan(CONFIG, topology)
+        plan(PLANNED, topology)
     assert "\n" not in str(error.value)
 
 
 def test_invalid_settings_are_refused_before_anything_is_traced():
     with pytest.raises(ConfigError, match=r"data.batch_size"):
-        plan(replace(CONFIG, data=replace(CONFIG.data, batch_size=30)), "v5e:2x4")
+        plan(replace(PLANNED, data=replace(PLANNED.data, batch_size=30)), "v5e:2x4")
 
 
 @pytest.mark.slow
 def test_more_devices_need_less_memory_and_more_tokens_take_more_time():
-    small, large = plan(CONFIG, "v5e:2x4"), plan(replace(CONFIG, mesh=MeshConfig("fsdp:16,tp:2")), "v5e:4x8")
+    small, large = plan(PLANNED, "v5e:2x4"), plan(replace(PLANNED, mesh=MeshConfig("fsdp:16,tp:2")), "v5e:4x8")
     assert large.memory.arguments < small.memory.arguments / 3
     assert large.memory.peak < small.memory.peak
-    longer = plan(replace(CONFIG, data=replace(CONFIG.data, batch_size=64)), "v5e:2x4")
+    longer = plan(replace(PLANNED, data=replace(PLANNED.data, batch_size=64)), "v5e:2x4")
     assert longer.time.seconds > small.time.seconds
     assert longer.time.flops == pytest.approx(2 * small.time.flops)
 
 
 @pytest.mark.slow
 def test_a_pipeline_has_a_bubble_and_the_flops_of_the_plain_step():
-    staged = replace(CONFIG, mesh=MeshConfig("pp:2,fsdp:4"), pipeline=PipelineConfig(num_microbatches=4))
-    found, plain = plan(staged, "v5e:2x4"), plan(replace(CONFIG, mesh=MeshConfig("fsdp:8")), "v5e:2x4")
+    staged = replace(PLANNED, mesh=MeshConfig("pp:2,fsdp:4"), pipeline=PipelineConfig(num_microbatches=4))
+    found, plain = plan(staged, "v5e:2x4"), plan(replace(PLANNED, mesh=MeshConfig("fsdp:8")), "v5e:2x4")
     assert 0 < found.time.bubble < 0.5 and found.time.schedule is not None
     assert len(found.memory.groups) == 2 and found.memory.peak == max(found.memory.groups)
     assert found.time.flops == pytest.approx(plain.time.flops, rel=0.1)
@@ -114,7 +107,7 @@ def test_a_pipeline_has_a_bubble_and_the_flops_of_the_plain_step():
 
 
 def test_categories_add_up_to_the_peak():
-    found = plan(CONFIG, "v5e:2x4").memory
+    found = plan(PLANNED, "v5e:2x4").memory
     assert sum(found.at_peak.values()) == found.peak
     assert found.at_peak["parameters"] + found.at_peak["optimizer"] <= found.arguments
     assert max(moment.total for moment in found.timeline) == found.peak

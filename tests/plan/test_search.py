@@ -37,7 +37,7 @@ from flax_mesh.train import DataConfig, MeshConfig, OptimizerConfig, PipelineCon
 from flax_mesh.train.build import run_rules
 from flax_mesh.train.checks import check_config, check_on_mesh
 from flax_mesh.train.config import mesh_shape
-from tests.plan.test_plan import CONFIG as DENSE
+from tests.plan.cases import PLANNED
 
 MODEL = DecoderConfig(hidden_size=256, num_layers=4, num_heads=8, mlp_size=1024, scan=True, dtype="bfloat16")
 CONFIG = TrainConfig(
@@ -190,9 +190,9 @@ def test_settings_that_are_fixed_stay_as_they_are():
     ],
 )
 def test_no_plan_has_less_state_than_the_lower_bound(shape, dtype, shard_over):
-    model = dataclasses.replace(DENSE.model, param_dtype=dtype, dtype=dtype)
+    model = dataclasses.replace(PLANNED.model, param_dtype=dtype, dtype=dtype)
     config = dataclasses.replace(
-        DENSE, model=model, mesh=MeshConfig(shape), optimizer=OptimizerConfig(shard_over=shard_over)
+        PLANNED, model=model, mesh=MeshConfig(shape), optimizer=OptimizerConfig(shard_over=shard_over)
     )
     found = plan(config, "v5e:2x4").memory.at_peak
     least = StateBytes(config, parse_topology("v5e:2x4")).least(mesh_shape(config), shard_over)

@@ -8,7 +8,7 @@ from flax import nnx
 
 from flax_mesh.mpmd import split_stages
 from flax_mesh.train import make_eval_step
-from tests.step.test_step import Net, batch, make, run, start
+from tests.step.net import Net, batch, make, run, start
 
 pytestmark = pytest.mark.usefixtures("quick_unless_slow")
 

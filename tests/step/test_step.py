@@ -8,65 +8,18 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flax_mesh import abstract_state, create_mesh, partitioned
+from flax_mesh import create_mesh, partitioned
 from flax_mesh.step.loss import reseed
-from flax_mesh.train import init_train_state, make_eval_step, make_train_step
+from flax_mesh.train import make_eval_step, make_train_step
 from flax_mesh.tree import named_leaves
+from tests.step.net import Net, batch, make, run, start
 
 pytestmark = pytest.mark.usefixtures("quick_unless_slow")
-
-RULES = [("kernel$", ("embed", "mlp")), (".*", ())]
-
-
-class Net(nnx.Module):
-    """A model with dropout and, optionally, BatchNorm. `seen` counts its calls."""
-
-    def __init__(self, rngs: nnx.Rngs, rate: float = 0.0, norm: bool = False):
-        self.layers = nnx.List([nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)])
-        self.drop = nnx.Dropout(rate, rngs=rngs)
-        self.norm = nnx.BatchNorm(16, rngs=rngs) if norm else None
-        self.seen = nnx.BatchStat(jnp.zeros((), jnp.int32))
-
-    def __call__(self, x):
-        h = self.layers[0](x)
-        h = self.norm(h) if self.norm else h
-        self.seen[...] += 1
-        return self.layers[1](self.drop(jnp.tanh(h)))
-
-
-def make(optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)), **kinds):  # noqa: B008
-    def create():
-        model = Net(nnx.Rngs(0), **kinds)
-        return model, nnx.Optimizer(model, optimizer, wrt=nnx.Param)
-
-    return create
-
-
-def start(maker, mesh=None):
-    mesh = mesh or create_mesh((1,), ("fsdp",), devices=jax.devices()[:1])
-    rules = RULES if "tp" in mesh.axis_names else [(".*", ())]
-    return init_train_state(maker, abstract_state(maker, mesh, rules))
-
-
-def batch(rows=16, seed=0, live=None):
-    rng = np.random.default_rng(seed)
-    weights = rng.integers(0, 2, (rows,)).astype(np.float32) if live is None else live
-    return {"x": rng.normal(size=(rows, 8)).astype(np.float32), "w": weights}
 
 
 def weighted_loss(model, batch):
     error = jnp.mean((model(batch["x"]) - 1.0) ** 2, axis=-1)
     return jnp.sum(error * batch["w"]), jnp.sum(batch["w"]), {"errors": jnp.sum(error > 0.5, where=batch["w"] > 0)}
-
-
-def run(loss_fn, state, batches, **kinds):
-    """(state, rows of metrics) after one step per batch."""
-    step = make_train_step(loss_fn, state, **kinds)
-    rows = []
-    for b in batches:
-        state, metrics = step(state, b)
-        rows.append({k: np.asarray(v) for k, v in metrics.items()})
-    return state, rows
 
 
 def assert_same_leaves(a, b, **tolerance):

@@ -1,7 +1,6 @@
 """checkpoint.start_from: a new run has the parameters of another, on any mesh, and reports what it restored."""
 
 import shutil
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -10,33 +9,18 @@ from flax import nnx
 
 from flax_mesh import ConfigError, named_leaves
 from flax_mesh.checkpoint import Checkpointer
-from flax_mesh.checkpoint.hf.decoders import decoder_config_from_hf, read_config
 from flax_mesh.checkpoint.hf.kept import KEPT
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors
 from flax_mesh.cli import main
-from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
-from flax_mesh.train import DataConfig, MeshConfig, RunConfig, TrainConfig, apply_overrides, train
+from flax_mesh.train import apply_overrides, train
 from flax_mesh.train.build import build_program
 from flax_mesh.train.checks import check_config
 from flax_mesh.train.overrides import to_texts
 from flax_mesh.train.warm_start import check_start_settings, find_start, start_from
-from tests.models.test_load import change_arrays
+from tests.models.folders import change_arrays
+from tests.train.llama import LLAMA, config_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-LLAMA = Path(__file__).parents[1] / "checkpoint" / "hf" / "data" / "llama3"
-
-
-def config_of(shape, *settings):
-    config = TrainConfig(
-        make_model=make_decoder,
-        loss_fn=next_token_loss,
-        model=DecoderConfig(**decoder_config_from_hf(read_config(LLAMA))),
-        mesh=MeshConfig(shape),
-        data=DataConfig(sequence_length=8, batch_size=8),
-        run=RunConfig(platform="auto", steps=1, eval_every=0, sample_tokens=0),
-    )
-    return apply_overrides(config, ["pipeline.num_microbatches=2", *settings])
 
 
 def started(config, folder):

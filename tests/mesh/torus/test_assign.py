@@ -17,20 +17,9 @@ from flax_mesh.mesh.torus.assign import (
     neighbour_hops,
     strides_of,
 )
-from flax_mesh.mesh.torus.torus import Torus, arrange, factorings, known_assignment, mean_hops, wraps_around
+from flax_mesh.mesh.torus.torus import arrange, factorings, known_assignment, mean_hops
 from tests.mesh.fakes import factor_shapes
-
-SAMPLE = [("TPU v4", (4, 4, 4)), ("TPU v4", (4, 8, 8)), ("TPU v5 lite", (8, 16, 1))]
-FAMILY = [
-    *(("TPU v4", shape) for shape in [(2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 8), (8, 8, 8), (4, 4, 16)]),
-    *(("TPU v4", shape) for shape in [(4, 8, 16), (4, 4, 12)]),
-    *(("TPU v5 lite", shape) for shape in [(4, 4, 1), (4, 8, 1), (8, 8, 1), (16, 16, 1)]),
-    *SAMPLE,
-]
-
-
-def torus_of(kind, shape):
-    return Torus(kind, ("x", "y", "z"), shape, wraps_around(kind, shape))
+from tests.mesh.torus.family import FAMILY, SAMPLE, changes, torus_of
 
 
 def points_of(torus, assignment):
@@ -61,24 +50,6 @@ def most_loaded_link(points, torus):
                     place[p] = (place[p] + (1 if distance > 0 else -1)) % size
         loads.append(max(links.values()))
     return tuple(loads)
-
-
-def changes(family):
-    """(torus, mesh shape, JAX's assignment, ours) for every case of a family in which the two differ."""
-    for kind, shape in family:
-        torus = torus_of(kind, shape)
-        for num_axes in (2, 3, 4):
-            for mesh_shape in factor_shapes(math.prod(shape), num_axes):
-                if 1 in mesh_shape:
-                    continue
-                for split in (False, True):
-                    try:
-                        known = known_assignment(shape, mesh_shape, allow_split=split)
-                    except NotImplementedError:
-                        continue
-                    ours = choose_assignment(torus, mesh_shape, allow_split=split)
-                    if ours != known:
-                        yield torus, mesh_shape, known, ours
 
 
 def check_never_worse(family):

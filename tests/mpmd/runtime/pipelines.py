@@ -80,7 +80,7 @@ def build(make, loss_fn, batch, count, optimizer, *, name="1f1b", mesh=None, spl
     return Pipeline(staged, optimizer, compiler_options=FAST, **kinds)
 
 
-def build_net(count=2, optimizer=PLAIN_SGD, **kinds):
+def build_net(count=2, optimizer: optax.GradientTransformation = PLAIN_SGD, **kinds):
     return build(make_net, net_loss, net_batch(2 * count), count, optimizer, **kinds)
 
 

@@ -24,7 +24,7 @@ from flax_mesh.mpmd.schedules.simulate import StageCost, simulate
 from flax_mesh.mpmd.schedules.validate import check_schedule
 from flax_mesh.step.state import TrainState
 from tests.benchmarks.overlap import load_nap, sleepy_pipeline
-from tests.mpmd.runtime.test_pipeline import build, groups, make_net, net_batch, net_loss
+from tests.mpmd.runtime.pipelines import build, groups, make_net, net_batch, net_loss
 
 pytestmark = pytest.mark.usefixtures("quick_unless_slow")
 

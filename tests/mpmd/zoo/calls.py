@@ -315,7 +315,70 @@ def sequential() -> nnx.Module:
     return nnx.Sequential(nnx.LayerNorm(WIDTH, rngs=rngs), *parts, nnx.Linear(WIDTH, WIDTH, rngs=rngs))
 
 
+class RematLayer(Language):
+    def run(self, x):
+        for layer in self.layers:
+            x = nnx.remat(lambda layer, x: layer(x))(layer, x)
+        return x
+
+
+class Checkpointed(Language):
+    """jax.checkpoint of a function that closes over its layer. The layers have no variables that change."""
+
+    def run(self, x):
+        for layer in self.layers:
+            x = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable)(x)
+        return x
+
+
+class JitBlock(Block):
+    @nnx.jit
+    def __call__(self, x):
+        return super().__call__(x)
+
+
+class JitLayers(Language):
+    layer = JitBlock
+
+    def run(self, x):
+        rescale = jax.jit(lambda x: x / jnp.sqrt(jnp.mean(x**2) + 1.0))
+        for layer in self.layers:
+            x = rescale(layer(x))
+        return x
+
+
+class Trunk(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.blocks = nnx.List([Block(rngs) for _ in range(5)])
+
+
+class Backbone(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.stem = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.trunk = Trunk(rngs)
+
+    def features(self, x):
+        x = self.stem(x)
+        for block in self.trunk.blocks:
+            x = block(x)
+        return x
+
+
+class Nested(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(params=1)
+        self.backbone = Backbone(rngs)
+        self.out = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.backbone.features(x))
+
+
 CASES = [
+    Case("remat_layer", RematLayer, language_loss, text),
+    Case("checkpointed", Checkpointed, language_loss, text),
+    Case("jit_layers", JitLayers, language_loss, text),
+    Case("nested", Nested, squared_loss, vectors, layers="backbone/trunk/blocks"),
     Case("residual", Language, language_loss, text),
     Case("by_method", ByMethod, language_loss, text),
     Case("reversed", Reversed, language_loss, text),

@@ -220,7 +220,32 @@ def ruled(name: str) -> Case:
     return Case(f"rule_in_{name}", model, language_loss, text)
 
 
+class OwnGradients(Model):
+    """custom_vjp between layers, a data-dependent branch and a loop with a data-dependent number of iterations."""
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = clip_gradient(layer(x))
+            x = jax.lax.cond(jnp.mean(x) > 0, lambda x: 0.9 * x, lambda x: 1.1 * x, x)
+        rounds = jnp.max(tokens) % 3 + 1
+        norm = jax.lax.while_loop(lambda c: c[0] < rounds, lambda c: (c[0] + 1, c[1] * 0.5), (0, jnp.ones(())))[1]
+        return self.embed.attend(x * norm)
+
+
+def mean_loss(model, batch):
+    """Returns only a scalar, the mean over the microbatch."""
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def vector_model() -> nnx.Module:
+    rngs = nnx.Rngs(0)
+    return nnx.Sequential(*[Layer(rngs) for _ in range(5)])
+
+
 CASES = [
+    Case("own_gradients", OwnGradients, language_loss, text),
+    Case("mean_loss", vector_model, mean_loss, vectors),
     Case("tied_embedding", Model, language_loss, text),
     Case("borrowed_kernel", BorrowedKernel, language_loss, text),
     Case("shared_gate", SharedGate, language_loss, text),

@@ -15,9 +15,18 @@ from flax_mesh.mpmd.schedules import make_schedule
 from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES
 from flax_mesh.step.state import TrainState
 from flax_mesh.tree import named_leaves
-from tests.mpmd.zoo.base import FAST, OPTIMIZER, Case, Run, groups, leaves_of, plain_run, run_steps, seed_of
-from tests.mpmd.zoo.base import differences as differences  # tests/sharding/foreign imports both from here
-from tests.mpmd.zoo.base import merged_leaves as merged_leaves
+from tests.mpmd.zoo.base import (
+    FAST,
+    OPTIMIZER,
+    Case,
+    Run,
+    differences,
+    groups,
+    leaves_of,
+    plain_run,
+    run_steps,
+    seed_of,
+)
 from tests.mpmd.zoo.models import BY_NAME, CASES
 from tests.mpmd.zoo.params import RULES, Model
 from tests.mpmd.zoo.text import DECODERS
@@ -28,9 +37,10 @@ SHARING = {"listed_twice", "listed_alternating", "looped", "borrowed_kernel", "s
 SHARING |= {"unread_variables"}  # a variable that no stage reads is stored where its value is computed
 # Models that send more than one activation: skips, memories, conditions, losses and metrics of earlier layers.
 SENDING_MORE = {"looped", "dicts", "scanned_in_jax", "sow_popped", "sow_captured", "shared_gate"}
-SENDING_MORE |= {"encoder_decoder", "u_net", "dense_skips", "two_towers", "diffusion"}
-SENDING_MORE |= {"position_tables", "regularised", "early_exits"}
-SENDING_MORE |= {"statistics_of_the_first_layer", "clipped_kernel", "teacher"}
+SENDING_MORE |= {"encoder_decoder", "experts", "u_net", "dense_skips", "two_towers", "diffusion", "autoencoder"}
+SENDING_MORE |= {"position_tables", "regularised", "early_exits", "first_layer_bias"}
+SENDING_MORE |= {"statistics_of_the_first_layer", "clipped_kernel", "teacher", "decoder_experts_scanned"}
+SENDING_MORE |= {f"rule_in_{name}" for name in RULES}
 # Models of which several stages read a variable that changes, so that each of them has its own copy.
 COPYING = {"counter", "statistics_of_the_first_layer", "clipped_kernel", "teacher"}
 COMPLEX = {"fourier", "complex_state", "complex_parameters"}

@@ -1,4 +1,4 @@
-"""Models of images and vectors: convolutions with batch norm, U-nets, dense skips, two towers, diffusion."""
+"""Models of images and vectors: convolutions with batch norm, patches, U-nets, two towers, diffusion, autoencoders."""
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,25 @@ class ConvBlock(nnx.Module):
     def __call__(self, x):
         y = jax.nn.relu(self.bn1(self.conv1(x)))
         return jax.nn.relu(x + self.bn2(self.conv2(y)))
+
+
+class ConvNet(nnx.Module):
+    """A residual network. The batch statistics of stem and blocks are variables that change."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.stem = nnx.Conv(3, 8, (3, 3), use_bias=False, rngs=rngs)
+        self.stem_norm = nnx.BatchNorm(8, rngs=rngs)
+        self.blocks = nnx.List([ConvBlock(8, rngs) for _ in range(4)])
+        self.classifier = nnx.Linear(8, 5, rngs=rngs)
+
+    def __call__(self, image):
+        x = jax.nn.relu(self.stem_norm(self.stem(image)))
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            if i == 1:
+                x = nnx.max_pool(x, (2, 2), strides=(2, 2))
+        return self.classifier(x.mean((1, 2)))
 
 
 class Stages(nnx.Module):
@@ -42,6 +61,43 @@ class StagedNet(nnx.Module):
             for block in stage.blocks:
                 x = block(x)
         return self.head(x.mean((1, 2)))
+
+
+class EncoderBlock(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm1, self.norm2 = nnx.LayerNorm(WIDTH, rngs=rngs), nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            2, WIDTH, use_bias=False, decode=False, dropout_rate=0.1, deterministic=False, rngs=rngs
+        )
+        self.mlp = nnx.Sequential(
+            nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs),
+            nnx.gelu,
+            nnx.Dropout(0.1, rngs=rngs),
+            nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs),
+        )
+
+    def __call__(self, x):
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class VisionTransformer(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.patches = nnx.Conv(3, WIDTH, (4, 4), strides=(4, 4), padding="VALID", rngs=rngs)
+        self.class_token = nnx.Param(jnp.zeros((1, 1, WIDTH)))
+        self.positions = nnx.Param(0.02 * rngs.params.normal((1, 5, WIDTH)))
+        self.encoder = nnx.List([EncoderBlock(rngs) for _ in range(4)])
+        self.norm, self.head = nnx.LayerNorm(WIDTH, rngs=rngs), nnx.Linear(WIDTH, 5, rngs=rngs)
+
+    def __call__(self, image):
+        x = self.patches(image)
+        x = x.reshape(x.shape[0], -1, WIDTH)
+        token = jnp.broadcast_to(self.class_token[...], (x.shape[0], 1, WIDTH))
+        x = jnp.concatenate([token, x], axis=1) + self.positions
+        for block in self.encoder:
+            x = block(x)
+        return self.head(self.norm(x[:, 0]))
 
 
 class UNet(nnx.Module):
@@ -149,10 +205,39 @@ class Diffusion(nnx.Module):
         return errors.sum(), x.shape[0], {"late": jnp.sum(errors * (time > 0.5))}
 
 
+class Autoencoder(nnx.Module):
+    """A random code between encoder and decoder. Its divergence from the prior is a loss of a middle stage."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0, code=5)
+        self.encoder = nnx.List([Residual(rngs) for _ in range(2)])
+        self.to_code = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
+        self.decoder = nnx.List([Residual(rngs) for _ in range(3)])
+        self.code = rngs.code.fork()
+
+    def __call__(self, x):
+        for layer in self.encoder:
+            x = layer(x)
+        mean, log_std = jnp.split(self.to_code(x), 2, -1)
+        x = mean + jnp.exp(log_std) * self.code.normal(mean.shape)
+        for layer in self.decoder:
+            x = layer(x)
+        return x, 0.5 * (mean**2 + jnp.exp(2 * log_std) - 2 * log_std - 1).sum(-1)
+
+
+def evidence_loss(model, batch):
+    x, divergence = model(batch["x"])
+    error = jnp.sum((x - batch["x"]) ** 2, -1)
+    return jnp.sum(error + 0.1 * divergence), error.size, {"divergence": divergence.sum(), "error": error.sum()}
+
+
 CASES = [
+    Case("conv_batch_norm", ConvNet, label_loss, images, layers="blocks"),
     Case("lists_in_lists", StagedNet, label_loss, images, layers=("stages/0/blocks", "stages/1/blocks")),
+    Case("vision_transformer", VisionTransformer, label_loss, images, layers="encoder"),
     Case("u_net", UNet, restored_loss, images, layers=("down", "up")),
     Case("dense_skips", Dense, squared_loss, vectors),
     Case("two_towers", TwoTowers, pair_loss, vectors, layers=("left", "right")),
     Case("diffusion", Diffusion, lambda model, batch: model.loss(batch["x"]), vectors, layers="blocks"),
+    Case("autoencoder", Autoencoder, evidence_loss, vectors, layers=("encoder", "decoder")),
 ]

@@ -18,8 +18,7 @@ from flax_mesh.mpmd import CutError, MpmdMesh, Pipeline, split_stages
 from flax_mesh.mpmd.schedules import make_schedule
 from flax_mesh.mpmd.schedules.schedule import Schedule
 from flax_mesh.train import TrainState, abstract_train_state, init_train_state, make_train_step
-from tests.mpmd.zoo.base import FAST, OPTIMIZER, Run, leaves_of, seed_of, start
-from tests.mpmd.zoo.test_split import differences, merged_leaves
+from tests.mpmd.zoo.base import FAST, OPTIMIZER, Run, differences, leaves_of, merged_leaves, seed_of, start
 from tests.sharding.foreign import llm_explicit, maxtext
 from tests.sharding.foreign.styles import BY_NAME, STYLES, Style, context_of, make_both, mesh_of
 

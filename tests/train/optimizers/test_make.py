@@ -16,7 +16,7 @@ from flax_mesh.train.build import build_program
 from flax_mesh.train.explain import explain
 from flax_mesh.train.optimizers.make import make_optimizer
 from flax_mesh.tree import named_leaves
-from tests.cli.test_explain import golden_text
+from tests.golden_text import golden_text
 from tests.train.optimizers.plain import (
     CLIP,
     CONFIG,

@@ -1,0 +1,27 @@
+"""The imports of a file of flax_mesh, from its syntax tree."""
+
+import ast
+from pathlib import Path
+from typing import NamedTuple
+
+PACKAGE = Path(__file__).parent.parent / "flax_mesh"
+
+
+class Import(NamedTuple):
+    name: str  # dotted, including the imported name
+    source: str  # the module that contains it
+    at_head: bool
+
+
+def read_imports(code: str) -> list[Import]:
+    """Every import of a file, including those under `if TYPE_CHECKING:`, which count as at the head."""
+    tree = ast.parse(code)
+    head = {id(child) for node in tree.body for child in (node.body if isinstance(node, ast.If) else [node])}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [Import(alias.name, alias.name, id(node) in head) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, "relative import"
+            found += [Import(f"{node.module}.{alias.name}", node.module, id(node) in head) for alias in node.names]
+    return found
