@@ -421,6 +421,7 @@ def test_a_wrong_function_of_a_pipeline_is_one_line_too(metrics, tmp_path):
         ),
     ]
     for functions, problem in wrongs:
-        config = apply_overrides(replace(own_recipe.recipe(), **functions), own_recipe.MESHES["pp"])
+        settings = [*own_recipe.MESHES["pp"], "run.eval_every=2"]
+        config = apply_overrides(replace(own_recipe.recipe(), **functions), settings)
         with pytest.raises(ConfigError, match=problem):
             build_program(config)
