@@ -63,15 +63,15 @@ def test_the_default_mesh_is_reported_and_uses_all_devices(run):
 
 
 def test_the_default_mesh_divides_every_dim():
-    sizes: dict[str, Any]
-    for sizes, devices, expected in (
+    cases: list[tuple[dict[str, Any], int, dict[str, int]]] = [
         ({}, 8, {"fsdp": 2, "tp": 4}),
         ({}, 1, {"fsdp": 1, "tp": 1}),
         ({"num_kv_heads": 1}, 8, {"fsdp": 8, "tp": 1}),
         ({"vocab_size": 50_257}, 8, {"fsdp": 8, "tp": 1}),
         ({}, 7, {"fsdp": 1, "tp": 4}),
         ({"hidden_size": 255, "mlp_size": 767, "vocab_size": 257}, 4, {"fsdp": 3, "tp": 1}),
-    ):
+    ]
+    for sizes, devices, expected in cases:
         config = DecoderConfig(**sizes)
         assert default_mesh(config, devices) == expected
         assert config.hidden_size % expected["fsdp"] == 0

@@ -95,6 +95,7 @@ def test_mesh_rules_replace_the_table_and_do_not_change_the_losses(shape, tmp_pa
     losses = []
     for rules in ("", "fsdp"):
         config = decoder.config_of(tmp_path, tmp_path, f"mesh.shape={shape}", f"mesh.rules={rules}")
+        config = apply_overrides(config, ["pipeline.num_microbatches=2"])
         program = build_program(config, said.append)
         state = program.init()
         specs = {path: leaf.sharding.spec for path, leaf in named_leaves(state.to_nnx()["model"])}

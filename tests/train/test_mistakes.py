@@ -263,6 +263,9 @@ class Forgets(own_recipe.Windows):
         pass
 
 
+UNKNOWN = type("Unknown", (), {"__init__": lambda *_: None})  # a class without a place
+
+
 def loss_with(metrics: Any) -> Any:
     """A loss with metrics, which are `metrics` of the loss."""
 
@@ -332,7 +335,7 @@ FUNCTIONS: list[tuple[str, Any, str]] = [
     ("make_batches", lambda config: iter([1]), "got list_iterator, which has no get_state and no set_state"),
     ("make_batches", lambda config: config.nothing, "AttributeError"),
     ("make_batches", lambda config: lambda step: {}["x"], "batch 0: .*KeyError: 'x'"),
-    ("make_batches", type("Unknown", (), {"__init__": lambda *_: None}), "^make_batches: it must return a function of"),
+    ("make_batches", UNKNOWN, "^make_batches: it must return a function of"),
     ("make_batches", Forgets, r"after set_state\(get_state\(\)\) the iterator returns another batch"),
     ("make_batches", Ends, "the iterator ended before batch 0; it must return one batch"),
     ("make_batches", Ends(), "it must return a function of the step, or an iterator .*, got int"),
@@ -396,10 +399,11 @@ def test_a_wrong_function_is_one_line_with_its_place_before_the_run_has_a_folder
     error = str(caught.value)
     assert len(caught.value.problems) == 1 and error.startswith(name) and ": : " not in error, error
     assert re.search(problem, error), error
-    if callable(value) and (place := re.search(r"test_mistakes\.py, line (\d+): ", error)):
+    if callable(value) and name != "sample" and value is not UNKNOWN and "must fit int32" not in error:
+        place = re.search(r"test_mistakes\.py, line (\d+): ", error)
         of_class = value if isinstance(value, type) else Ends
         lines, first = inspect.getsourcelines(value if inspect.isfunction(value) else of_class)
-        assert first <= int(place[1]) < first + len(lines)
+        assert place is not None and first <= int(place[1]) < first + len(lines)
     assert not (tmp_path / "run").exists()
 
 
@@ -421,6 +425,7 @@ def test_a_wrong_function_of_a_pipeline_is_one_line_too(metrics, tmp_path):
         ),
     ]
     for functions, problem in wrongs:
-        config = apply_overrides(replace(own_recipe.recipe(), **functions), own_recipe.MESHES["pp"])
+        settings = [*own_recipe.MESHES["pp"], "run.eval_every=2"]
+        config = apply_overrides(replace(own_recipe.recipe(), **functions), settings)
         with pytest.raises(ConfigError, match=problem):
             build_program(config)
