@@ -420,6 +420,10 @@ def test_a_wrong_function_of_a_pipeline_is_one_line_too(metrics, tmp_path):
         ({"loss_fn": loss}, rf"^loss_fn: .*{PLACE}metrics of loss_fn {metrics[1]}"),
         ({"wrt": ...}, "^wrt=... selects all variables"),
         (
+            {"make_batches": own_recipe.token_batches, "eval_fns": {"a": evaluated({"inputs": TOKENS})}},
+            "next_token_loss takes a batch with .* got .*inputs.: .i32.4,32",
+        ),
+        (
             {"make_batches": own_recipe.token_batches, "eval_fns": rows},
             r"6 rows is not divisible by 4 \(dp=2 \* pipeline\.num_microbatches=2\)",
         ),
