@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import tests.benchmarks
-from tests.benchmarks._report import print_json, print_table
+from tests.benchmarks.common.report import print_json, print_table
 
 QUICK = {
     "mesh": ["--rounds", "1"],
@@ -66,7 +66,7 @@ def test_a_slow_benchmark_runs(name: str):
 
 
 def test_every_benchmark_is_run_here():
-    names = {m.name for m in pkgutil.iter_modules(tests.benchmarks.__path__) if not m.name.startswith("_")}
+    names = {m.name for m in pkgutil.iter_modules(tests.benchmarks.__path__) if not m.ispkg and m.name != "__main__"}
     assert names - {"gpu"} == QUICK.keys() | SLOW.keys()  # tested in tests/test_gpu_benchmark.py
 
 

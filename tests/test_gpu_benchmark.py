@@ -11,7 +11,7 @@ from flax_mesh.train import apply_overrides, load_recipe
 from flax_mesh.train.checks import check_compiler_options, check_config
 from flax_mesh.train.config import parse_compiler_options
 from tests.benchmarks import gpu
-from tests.benchmarks._profile import kernels_text, summarize
+from tests.benchmarks.common.profile import kernels_text, summarize
 
 QUICK = ["--tiny", "--steps=2", "--block=1", "--warmup=3"]
 
@@ -53,7 +53,7 @@ def test_both_steps_are_equal_with_other_settings(settings, capsys):
 
 @pytest.mark.slow
 def test_a_different_handwritten_step_is_detected(capsys, monkeypatch):
-    monkeypatch.setattr("tests.benchmarks._plain_llama.rotate", lambda llama, x: x)
+    monkeypatch.setattr("tests.benchmarks.common.plain_llama.rotate", lambda llama, x: x)
     assert row_of(capsys)["loss_difference"] > 1e-5
 
 

@@ -23,7 +23,7 @@ from flax_mesh import jax_compat
 from flax_mesh.mpmd.split import assign, jaxpr, remat
 from flax_mesh.mpmd.transport import local_copy
 from flax_mesh.step import parameter_flow
-from tests.imports import PACKAGE, read_imports
+from tests.suite.syntax import PACKAGE, read_imports
 
 PRIVATE = ("jax._src", "jaxlib", "jax.interpreters", "orbax.checkpoint._src")
 DOTTED = tuple(f"{prefix}." for prefix in PRIVATE)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.imports import PACKAGE, Import, read_imports
+from tests.suite.syntax import PACKAGE, Import, read_imports
 
 TESTS = Path(__file__).parent
 NAME = PACKAGE.name

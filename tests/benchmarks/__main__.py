@@ -6,7 +6,7 @@ import sys
 
 import tests.benchmarks
 
-NAMES = sorted(m.name for m in pkgutil.iter_modules(tests.benchmarks.__path__) if not m.name.startswith("_"))
+NAMES = sorted(m.name for m in pkgutil.iter_modules(tests.benchmarks.__path__) if not m.ispkg and m.name != "__main__")
 
 if len(sys.argv) < 2 or sys.argv[1] not in NAMES:
     print(f"usage: python -m tests.benchmarks NAME [options]; names: {', '.join(NAMES)}", file=sys.stderr)

@@ -33,7 +33,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.checksums import write_checksums
-from tests.benchmarks._report import options, print_json, use_cpu
+from tests.benchmarks.common.report import options, print_json, use_cpu
 
 ARRAYS, DEVICES = 64, 8
 COLUMNS: tuple[str, ...] = ("save", "save_cpu", "blocked", "restore", "restore_cpu")

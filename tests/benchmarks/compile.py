@@ -38,7 +38,7 @@ from flax_mesh.models import DecoderConfig, make_decoder
 from flax_mesh.models.decoder import next_token_loss
 from flax_mesh.step.state import abstract_train_state
 from flax_mesh.train import make_train_step
-from tests.benchmarks._report import options, print_json, print_table, use_cpu
+from tests.benchmarks.common.report import options, print_json, print_table, use_cpu
 from tests.benchmarks.step import plain_step
 
 ROOT = Path(__file__).parent.parent.parent

@@ -40,9 +40,9 @@ from flax_mesh.train.config import options_text, parse_compiler_options
 from flax_mesh.train.data.batches import make_batch_fn, prefetch
 from flax_mesh.train.metrics import peak_memory
 from flax_mesh.tree import named_leaves
-from tests.benchmarks._plain_llama import Llama, make_optimizer, make_step
-from tests.benchmarks._profile import kernels_text, profile
-from tests.benchmarks._report import origin
+from tests.benchmarks.common.plain_llama import Llama, make_optimizer, make_step
+from tests.benchmarks.common.profile import kernels_text, profile
+from tests.benchmarks.common.report import origin
 
 RECIPE = "recipes/llama_1b.py"
 BATCHES = 4  # number of different batches on the device

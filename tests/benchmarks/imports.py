@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tests.benchmarks._report import options, report
+from tests.benchmarks.common.report import options, report
 
 TARGET_MS = 50
 NAMES = ("flax_mesh", "flax_mesh.train", "eformer.escale", "scalax.sharding")

@@ -19,8 +19,8 @@ from jax.sharding import AxisType
 from flax_mesh import create_device_mesh, create_mesh
 from flax_mesh.mesh.torus.assign import choose_assignment
 from flax_mesh.mesh.torus.torus import Torus, wraps_around
-from tests.benchmarks._peers import peer
-from tests.benchmarks._report import options, report, use_cpu
+from tests.benchmarks.common.peers import peer
+from tests.benchmarks.common.report import options, report, use_cpu
 from tests.mesh.fakes import tpu_slice
 
 Row = dict[str, tuple[Callable[[tuple[str, str]], object], int]]

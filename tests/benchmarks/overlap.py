@@ -25,8 +25,8 @@ from flax import nnx
 
 from flax_mesh.mpmd import Pipeline
 from flax_mesh.mpmd.schedules import Schedule, StageCost, simulate
-from tests.benchmarks._pipelines import make_pipeline, random_batch, times_of_steps
-from tests.benchmarks._report import options, report, use_cpu
+from tests.benchmarks.common.pipelines import make_pipeline, random_batch, times_of_steps
+from tests.benchmarks.common.report import options, report, use_cpu
 
 TARGET = 1.05
 GROUPS, WIDTH, ROWS = 4, 256, 8

@@ -37,7 +37,7 @@ from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.step.state import TrainState, init_train_state
 from flax_mesh.step.step import make_train_step
 from tests.benchmarks import _pipelines, overlap
-from tests.benchmarks._report import options, print_json, print_table, use_cpu
+from tests.benchmarks.common.report import options, print_json, print_table, use_cpu
 
 TARGET = 1.5
 WARM = 5  # steps not counted

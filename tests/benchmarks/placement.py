@@ -26,8 +26,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_mesh import create_mesh, gather, make_shard_and_gather_fns, shard
 from tests.benchmarks import imports, rules
 from tests.benchmarks import mesh as meshes
-from tests.benchmarks._peers import peer
-from tests.benchmarks._report import options, print_json, print_table, use_cpu
+from tests.benchmarks.common.peers import peer
+from tests.benchmarks.common.report import options, print_json, print_table, use_cpu
 
 PEER_ROUNDS = 2
 TARGET = 1.2  # of the time of JAX itself

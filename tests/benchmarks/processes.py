@@ -19,8 +19,8 @@ import jax
 from flax import nnx
 
 from tests.benchmarks import overlap
-from tests.benchmarks._pipelines import make_pipeline, random_batch, times_of_steps
-from tests.benchmarks._report import options, report, use_cpu
+from tests.benchmarks.common.pipelines import make_pipeline, random_batch, times_of_steps
+from tests.benchmarks.common.report import options, report, use_cpu
 from tests.multiprocess.processes import free_port, join, run_all
 
 LIMIT_S = 300

@@ -22,8 +22,8 @@ from flax import nnx
 
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.mpmd.split import remat
-from tests.benchmarks._pipelines import make_pipeline
-from tests.benchmarks._report import options, report, use_cpu
+from tests.benchmarks.common.pipelines import make_pipeline
+from tests.benchmarks.common.report import options, report, use_cpu
 
 GROUPS, MICROBATCHES, ROWS = 4, 4, 4
 AXES = ("pp", "dp", "fsdp", "ep", "tp", "sp")

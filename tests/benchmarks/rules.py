@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import keystr
 
 from flax_mesh import PartitionRules, match_partition_rules
-from tests.benchmarks._peers import peer
-from tests.benchmarks._report import options, print_json, print_table, use_cpu
+from tests.benchmarks.common.peers import peer
+from tests.benchmarks.common.report import options, print_json, print_table, use_cpu
 
 TARGETS = {"cold": 1.5, "warm": 0.6}  # relative to the time of the paths
 NAMES = [f"{part}_{i}" for i in range(4) for part in ("attention", "mlp", "norm")]

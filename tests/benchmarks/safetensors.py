@@ -23,7 +23,7 @@ from flax_mesh.checkpoint.hf.convert import load_safetensors, save_safetensors
 from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES
 from flax_mesh.checkpoint.hf.safetensors import SINGLE_FILE
 from flax_mesh.models import DecoderConfig, make_decoder
-from tests.benchmarks._report import options, report, use_cpu
+from tests.benchmarks.common.report import options, report, use_cpu
 
 SIZES: dict[str, Any] = {"vocab_size": 32_000, "hidden_size": 2048, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128}
 NAMES = DECODER_NAMES["llama"]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from flax_mesh.mpmd.schedules import StageCost, check_schedule, search_schedule
-from tests.benchmarks._report import options, print_json
+from tests.benchmarks.common.report import options, print_json
 
 
 class Case(NamedTuple):

@@ -28,7 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_mesh import abstract_state, create_mesh
 from flax_mesh.text import count_text
 from flax_mesh.train import TrainState, init_train_state, make_train_step
-from tests.benchmarks._report import options, report, use_cpu
+from tests.benchmarks.common.report import options, report, use_cpu
 
 TARGET = 1.1
 WARM = 10  # rounds not counted

@@ -35,8 +35,8 @@ from flax_mesh.train.build import TrainProgram, batch_sharding
 from flax_mesh.train.config import data_seed
 from flax_mesh.train.data.batches import make_batch_fn
 from flax_mesh.train.data.data import load_corpus
-from tests.benchmarks._plain_llama import make_optimizer
-from tests.benchmarks._report import options, print_json, print_table, use_cpu
+from tests.benchmarks.common.plain_llama import make_optimizer
+from tests.benchmarks.common.report import options, print_json, print_table, use_cpu
 
 TARGET, LOSSES = 0.98, 1e-6
 NOT_COUNTED = 2  # first steps of a round

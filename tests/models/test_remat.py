@@ -16,7 +16,7 @@ from flax_mesh.train.build import build_program
 from flax_mesh.train.checks import check_config
 from flax_mesh.tree import named_leaves
 from tests.models.reference import SMALL, tokens_of
-from tests.train.decoder import batch_of, config_of
+from tests.train.support.decoder import batch_of, config_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 CONFIG = dataclasses.replace(SMALL, hidden_size=16, num_layers=4, num_heads=2, num_kv_heads=1, mlp_size=40, scan=True)

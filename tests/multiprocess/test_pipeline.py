@@ -25,7 +25,7 @@ from tests.multiprocess.cases import (
     train,
 )
 from tests.multiprocess.processes import assert_all_done, run_workers
-from tests.train.llama import LLAMA, config_of
+from tests.train.support.llama import LLAMA, config_of
 
 # model, schedule, mesh, processes, devices of each
 LIGHT = [("net", "1f1b", "pp:2,fsdp:2", 2, 2)]

@@ -31,7 +31,7 @@ from tests.multiprocess import cases
 from tests.multiprocess.cases import end_at_once, error_of, put_and_get_all
 from tests.multiprocess.ordered_cases import forgetful, ordered  # noqa: F401  cases
 from tests.multiprocess.processes import ROOT, TIME_LIMIT_S, run_case
-from tests.train.llama import LLAMA, config_of
+from tests.train.support.llama import LLAMA, config_of
 
 
 def train(model: str, schedule: str, sizes: str, folder: str, steps: str) -> None:

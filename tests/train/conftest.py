@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.train.bigram import write_text
-from tests.train.processes import PATIENCE, Run, start_run
+from tests.train.support.processes import PATIENCE, Run, start_run
 
 
 @pytest.fixture(scope="session")

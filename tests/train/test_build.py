@@ -17,8 +17,8 @@ from flax_mesh.train import apply_overrides, load_recipe
 from flax_mesh.train.build import build_program, fit_mesh, make_mesh, run_rules
 from flax_mesh.train.config import AXIS_NAMES
 from flax_mesh.tree import named_leaves
-from tests.train import decoder
 from tests.train.bigram import recipe
+from tests.train.support import decoder
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.py"
 sizes = st.integers(1, 12)

@@ -23,8 +23,8 @@ from flax_mesh.cli.common import DONE, FAILED, FINDINGS, STOPPED
 from flax_mesh.errors import CheckpointCorruptedError, SaveError
 from flax_mesh.train import TrainConfig, apply_overrides, train
 from tests.train.bigram import recipe
-from tests.train.processes import RECIPE, Run
-from tests.train.runs import run
+from tests.train.support.processes import RECIPE, Run
+from tests.train.support.runs import run
 
 ENDLESS = (
     *("run.steps=1000000", "run.eval_every=0", "run.platform=cpu:1", "mesh.shape=dp:1"),

@@ -19,7 +19,7 @@ from flax_mesh.train.explain import explain
 from flax_mesh.train.metrics import Rows, StepCheck
 from tests.train import bigram
 from tests.train.bigram import BigramConfig, recipe
-from tests.train.runs import run
+from tests.train.support.runs import run
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.py"
 

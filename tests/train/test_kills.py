@@ -16,7 +16,7 @@ import pytest
 
 from flax_mesh.checkpoint.checksums import find_damage
 from flax_mesh.cli.common import DONE, STOPPED
-from tests.train.processes import RECIPE, Run
+from tests.train.support.processes import RECIPE, Run
 
 STEPS = 24
 KILLS_IN_ALL = 20

@@ -16,7 +16,7 @@ from flax_mesh.train.data import run_data
 from flax_mesh.train.loop import TrainResult
 from flax_mesh.train.overrides import to_lines
 from tests.train.bigram import count_compilations, loss_with_slow_evaluation, recipe, snapshot
-from tests.train.runs import Ran, checkpoints, losses, rows_of, run
+from tests.train.support.runs import Ran, checkpoints, losses, rows_of, run
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -16,7 +16,7 @@ from flax_mesh.train import TrainConfig, apply_overrides
 from flax_mesh.train.metrics import LEAST, MOST_SKIPPED, WINDOW, StepCheck
 from tests.train import bigram
 from tests.train.bigram import count_compilations, write_text
-from tests.train.runs import checkpoints, rows_of, run, state_of
+from tests.train.support.runs import checkpoints, rows_of, run, state_of
 
 BAD = "Z"  # a letter that occurs in no other line of the text
 

@@ -18,7 +18,7 @@ from flax_mesh.step.step import make_eval_step
 from flax_mesh.train import init_train_state, make_train_step
 from flax_mesh.train.build import TrainProgram, build_program
 from flax_mesh.tree import named_leaves
-from tests.train.decoder import batch_of, config_of
+from tests.train.support.decoder import batch_of, config_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 HOST = "optimizer.memory=pinned_host"

@@ -17,8 +17,8 @@ from flax_mesh.mpmd.split import check as split_check
 from flax_mesh.train import TrainResult, loop, train
 from flax_mesh.train.config import PipelineConfig, pipeline_schedule
 from flax_mesh.train.explain import measure_recipe
-from tests.train.decoder import config_of
-from tests.train.runs import run
+from tests.train.support.decoder import config_of
+from tests.train.support.runs import run
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

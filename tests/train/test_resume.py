@@ -26,7 +26,7 @@ from flax_mesh.train import TrainConfig, apply_overrides, load_recipe, train
 from flax_mesh.train.data.iterators import IteratorBatches, decode, encode
 from tests.train.data import own_recipe
 from tests.train.data.own_recipe import MAKERS, Windows
-from tests.train.runs import checkpoints, rows_of, run, state_of
+from tests.train.support.runs import checkpoints, rows_of, run, state_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 STEPS, EVERY = 8, 2

@@ -23,7 +23,7 @@ from flax_mesh.train import apply_overrides, train
 from flax_mesh.train.run_folder import MetricsFile, next_free, rows_until, run_folder
 from tests.multiprocess.processes import run_all
 from tests.train.bigram import recipe, snapshot
-from tests.train.processes import RECIPE
+from tests.train.support.processes import RECIPE
 
 STEPS = 5
 NOBODY = 65534

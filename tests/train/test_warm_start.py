@@ -18,7 +18,7 @@ from flax_mesh.train.checks import check_config
 from flax_mesh.train.overrides import to_texts
 from flax_mesh.train.warm_start import check_start_settings, find_start, start_from
 from tests.models.folders import change_arrays
-from tests.train.llama import LLAMA, config_of
+from tests.train.support.llama import LLAMA, config_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

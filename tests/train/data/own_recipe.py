@@ -12,7 +12,8 @@ from flax_mesh.train import TrainConfig, apply_overrides
 from flax_mesh.train.config import data_seed
 from flax_mesh.train.data.batches import batch_rows
 from flax_mesh.train.data.data import load_corpus
-from tests.train import bigram, decoder
+from tests.train import bigram
+from tests.train.support import decoder
 
 MESHES = {"plain": ("mesh.shape=dp:2",), "pp": ("mesh.shape=pp:2,dp:2", "pipeline.num_microbatches=2")}
 PLAIN = MESHES["plain"]

@@ -8,7 +8,7 @@ import pytest
 from flax_mesh.cli import main
 from flax_mesh.cli.common import DONE
 from flax_mesh.train import apply_overrides, load_recipe, train
-from tests.train.runs import run
+from tests.train.support.runs import run
 
 ROOT = Path(__file__).parents[3]
 RECIPES = ("vit", "encoder_decoder")

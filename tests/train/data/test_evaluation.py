@@ -16,7 +16,7 @@ from flax_mesh.train import build_program, mean_metrics
 from flax_mesh.train.data.batches import held_out_rows
 from flax_mesh.train.data.data import load_corpus
 from tests.train.data.own_recipe import MESHES, PLAIN, config_of, token_batches
-from tests.train.runs import checkpoints, rows_of, run
+from tests.train.support.runs import checkpoints, rows_of, run
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 EVERY_2 = ("run.steps=3", "run.eval_every=2", "checkpoint.every=100")

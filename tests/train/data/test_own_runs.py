@@ -13,7 +13,7 @@ from flax_mesh.plan import plan
 from flax_mesh.train import TrainConfig, apply_overrides, train
 from tests.train import bigram
 from tests.train.data.own_recipe import Windows, grain_batches, token_batches
-from tests.train.runs import checkpoints, run
+from tests.train.support.runs import checkpoints, run
 
 STEPS = 7
 

@@ -13,7 +13,7 @@ from flax_mesh.train import apply_overrides
 from flax_mesh.train.hooks import load
 from flax_mesh.train.hooks.load import find_hooks
 from tests.train.bigram import recipe
-from tests.train.runs import rows_of, run
+from tests.train.support.runs import rows_of, run
 
 CALLS: list = []
 

@@ -19,7 +19,7 @@ from flax_mesh.train.export import export, read_values
 from flax_mesh.train.optimizers.average import with_average
 from flax_mesh.tree import named_leaves
 from tests.train.optimizers.plain import CLIP, MODEL, PLAIN, assert_close, config_of, parameters, plain, trained
-from tests.train.runs import run
+from tests.train.support.runs import run
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 DECAY = 0.7

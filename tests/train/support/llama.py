@@ -6,7 +6,7 @@ from flax_mesh.checkpoint.hf.decoders import decoder_config_from_hf, read_config
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.train import DataConfig, MeshConfig, RunConfig, TrainConfig, apply_overrides
 
-LLAMA = Path(__file__).parents[1] / "checkpoint" / "hf" / "data" / "llama3"
+LLAMA = Path(__file__).parents[2] / "checkpoint" / "hf" / "data" / "llama3"
 
 
 def config_of(shape, *settings):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PATIENCE = 120  # seconds, timeout of every wait for a process
-RECIPE = Path(__file__).with_name("bigram.py")
+RECIPE = Path(__file__).parents[1] / "bigram.py"
 
 
 @dataclass

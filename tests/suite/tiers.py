@@ -1,6 +1,6 @@
 """Which slow tests `.ci/run` runs: a slice of all, and those of the folders that a change touches.
 
-`python -m tests.tiers` prints the options of pytest that select them: `--slice=2/4 --touched=mpmd/runtime,train`.
+`python -m tests.suite.tiers` prints the options of pytest that select them: `--slice=2/4 --touched=mpmd/runtime,train`.
 tests/README.md describes the tiers.
 """
 
@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 SLICES = 4
 COMMITS = 50  # that count as one change if the history does not contain the commit of the last merge
 MOST_FOLDERS = 4  # whose slow tests run whole; with more of them CI would not end in time

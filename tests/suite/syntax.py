@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 from typing import NamedTuple
 
-PACKAGE = Path(__file__).parent.parent / "flax_mesh"
+PACKAGE = Path(__file__).parents[2] / "flax_mesh"
 
 
 class Import(NamedTuple):

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from tests import tiers
-from tests.mutants import mutants_of
-from tests.planted import PLANTED
+from tests.suite import tiers
+from tests.suite.mutants import mutants_of
+from tests.suite.planted import PLANTED
 
 
 def test_a_slice_is_the_same_for_all_cases_of_a_value_and_every_slice_has_tests():

@@ -1,11 +1,11 @@
 """A test of the tests: changes flax_mesh in one place at a time, and runs the tests that guard this place.
 
-    python -m tests.mutants --seed 1 --count 120
-    python -m tests.mutants --folder mpmd/split --count 20
+    python -m tests.suite.mutants --seed 1 --count 120
+    python -m tests.suite.mutants --folder mpmd/split --count 20
 
 Every mutant runs against the default tests of its folder, ended by the first failure; only survivors run its slow
 tests. Prints a line per mutant and the share that is caught. Survivors are code to test, or changes without effect. The
-changes of `tests/planted.py` are tried first.
+changes of `tests/suite/planted.py` are tried first.
 """
 
 import argparse
@@ -23,8 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from tests import tiers
-from tests.planted import PLANTED
+from tests.suite import tiers
+from tests.suite.planted import PLANTED
 
 ROOT = tiers.TESTS.parent
 COPIED = ("flax_mesh", "tests", "recipes", "docs", "pyproject.toml", "README.md")
@@ -123,7 +123,7 @@ def _is_text(node: ast.AST) -> bool:
 
 
 def planted() -> list[Mutant]:
-    """The mutants of tests/planted.py."""
+    """The mutants of tests/suite/planted.py."""
     mutants = []
     for file, old, new in PLANTED:
         source = (ROOT / file).read_text()

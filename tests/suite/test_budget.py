@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from tests import budget
+from tests.suite import budget
 
 
 def test_a_count_above_its_limit_is_one_line_with_both_numbers():

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import pytest
 
-PATH = Path(__file__).parent / "budget.txt"
+PATH = Path(__file__).parents[1] / "budget.txt"
 KINDS = ("programs", "runs", "processes")
 Counts = dict[str, Counter[str]]  # test file -> kind -> number
 
