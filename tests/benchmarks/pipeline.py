@@ -36,7 +36,7 @@ from flax_mesh.mpmd.transport import local_copy
 from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.step.state import TrainState, init_train_state
 from flax_mesh.step.step import make_train_step
-from tests.benchmarks import _pipelines, overlap
+from tests.benchmarks.common import overlap, pipelines
 from tests.benchmarks.common.report import options, print_json, print_table, use_cpu
 
 TARGET = 1.5
@@ -174,8 +174,8 @@ def measure(count: int, remat: Any, steps: int) -> dict[str, Any]:
 
 
 def make_pipeline(count: int, remat: Any) -> tuple[Pipeline, dict[str, np.ndarray]]:
-    batch = _pipelines.random_batch(count * ROWS, LENGTH, WIDTH)
-    return _pipelines.make_pipeline(
+    batch = pipelines.random_batch(count * ROWS, LENGTH, WIDTH)
+    return pipelines.make_pipeline(
         lambda: Net(nnx.Rngs(0)), loss_fn, batch, "1f1b", STAGES, count, rate=RATE, remat=remat
     ), batch
 
