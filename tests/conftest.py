@@ -57,7 +57,7 @@ def _share_compilation_cache(config: pytest.Config) -> None:
     """Shares XLA's compilation cache among all tests and the processes that they start, to reduce their time."""
     if hasattr(config, "workerinput"):  # a process of pytest-xdist, which has inherited the settings
         return
-    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")  # several runs may share it, as in tests/suite/mutants.py
+    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")  # several runs may share it, as in tests/mutants.py
     if folder is None:
         folder = tempfile.mkdtemp(prefix="flax_mesh-compiled-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))

@@ -1,8 +1,29 @@
 """The budget of the default tests: how counts are compared with limits."""
 
+import subprocess
+import sys
 from collections import Counter
 
+import jax
+import jax.numpy as jnp
+
+from flax_mesh.train.run_folder import MetricsFile
 from tests.suite import budget
+from tests.train.bigram import recipe
+
+
+def test_programs_runs_and_processes_of_a_test_are_counted(request, tmp_path):
+    plugin = request.config.pluginmanager.get_plugin("budget")
+    before = Counter(plugin.counts.get("tests/suite/test_budget.py", {}))
+    jax.jit(lambda x: 2 * x + 1)(jnp.zeros(7))  # one program; jnp.zeros is an operation
+    subprocess.run([sys.executable, "-c", ""], check=True)
+    subprocess.run(["true"], check=True)  # not Python
+    file = MetricsFile(tmp_path, recipe(), 0, print)
+    file.write({"step": 1, "loss": 1.0})
+    file.write({"step": 2, "loss": 1.0})
+    file.close()
+    counts = plugin.counts["tests/suite/test_budget.py"] - before
+    assert counts == Counter(programs=1, runs=1, processes=1)
 
 
 def test_a_count_above_its_limit_is_one_line_with_both_numbers():

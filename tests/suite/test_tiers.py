@@ -5,8 +5,8 @@ import re
 
 import pytest
 
+from tests.mutants import mutants_of
 from tests.suite import tiers
-from tests.suite.mutants import mutants_of
 from tests.suite.planted import PLANTED
 
 

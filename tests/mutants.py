@@ -1,7 +1,7 @@
 """A test of the tests: changes flax_mesh in one place at a time, and runs the tests that guard this place.
 
-    python -m tests.suite.mutants --seed 1 --count 120
-    python -m tests.suite.mutants --folder mpmd/split --count 20
+    python -m tests.mutants --seed 1 --count 120
+    python -m tests.mutants --folder mpmd/split --count 20
 
 Every mutant runs against the default tests of its folder, ended by the first failure; only survivors run its slow
 tests. Prints a line per mutant and the share that is caught. Survivors are code to test, or changes without effect. The
@@ -158,10 +158,10 @@ def test_files(file: str) -> list[str]:
     return [path.relative_to(ROOT).as_posix() for path in paths]
 
 
-def run_tests(copy: Path, files: list[str], marks: str, cache: Path) -> str:
-    """ "" if all tests pass, else the first that fails, or the reason."""
+def run_tests(copy: Path, names: list[str], marks: str, cache: Path) -> str:
+    """ "" if all tests pass, else the id of the first that fails, or another reason."""
     env = os.environ | {"PYTHONPATH": str(copy), "JAX_COMPILATION_CACHE_DIR": str(cache)}
-    options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", marks, *files]
+    options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-p", "no:budget", "-m", marks, *names]
     try:
         done = subprocess.run(
             [sys.executable, "-m", "pytest", *options], cwd=copy, env=env, capture_output=True, text=True, timeout=LIMIT
@@ -170,21 +170,23 @@ def run_tests(copy: Path, files: list[str], marks: str, cache: Path) -> str:
         return "it does not end"
     if done.returncode in (0, 5):  # 5: no test is selected
         return ""
-    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return failed[0].split(" - ")[0] if failed else f"exit code {done.returncode}"
+    failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0] if failed else f"exit code {done.returncode}"
 
 
-def try_mutant(mutant: Mutant, copy: Path, cache: Path) -> tuple[str, str]:
-    """(The tier that catches it or "", the test)."""
+def try_mutant(mutant: Mutant, marks: dict[str, str], copy: Path, cache: Path) -> tuple[str, str]:
+    """(The tier that catches it or "", the test). A test that also fails without the change is an error."""
     path, files = copy / mutant.file, test_files(mutant.file)
     original = path.read_text()
-    path.write_text(mutant.code)
-    try:
-        for tier, marks in (("default", "not slow"), ("slow", "slow")):
-            if failed := run_tests(copy, files, marks, cache):
-                return tier, failed
-    finally:
+    for tier, expression in marks.items():
+        path.write_text(mutant.code)
+        failed = run_tests(copy, files, expression, cache)
         path.write_text(original)
+        if failed:
+            function = failed.partition("[")[0]
+            if "::" in function and run_tests(copy, [function], expression, cache):
+                raise RuntimeError(f"{function} fails without a mutant too: repair it first")
+            return tier, failed
     return "", ""
 
 
@@ -193,10 +195,12 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=120, help="random mutants (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", help="only this folder of flax_mesh, for example mpmd/split; without planted ones")
+    parser.add_argument("--default-only", action="store_true", help="no slow tests for those that survive")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time (%(default)s)")
     arguments = parser.parse_args()
     mutants = choose(arguments.count, arguments.seed, arguments.folder)
     mutants = mutants if arguments.folder else planted() + mutants
+    marks = {"default": "not slow"} | ({} if arguments.default_only else {"slow": "slow"})
     caught: Counter[tuple[str, str]] = Counter()
     with tempfile.TemporaryDirectory(prefix="flax_mesh-mutants-") as folder, ThreadPoolExecutor(arguments.jobs) as pool:
         copies = [Path(folder) / str(i) for i in range(arguments.jobs)]
@@ -208,7 +212,7 @@ def main() -> None:
         def try_next(mutant: Mutant) -> tuple[Mutant, str, str, float]:
             copy, start = copies.pop(), time.monotonic()
             try:
-                return mutant, *try_mutant(mutant, copy, Path(folder) / "cache"), time.monotonic() - start
+                return mutant, *try_mutant(mutant, marks, copy, Path(folder) / "cache"), time.monotonic() - start
             finally:
                 copies.append(copy)
 
