@@ -156,8 +156,8 @@ def test_every_layer_is_in_one_stage_and_a_chain_sends_one_value_per_boundary(ca
         assert num_stages < 4 or sum(map(len, received)) > 3
     else:
         assert list(map(len, received)) == [0] + [1] * (num_stages - 1)
-    if case.name in COMPLEX:
-        assert received == [[], *[[jnp.complex64]] * (num_stages - 1)]
+    if case.name in COMPLEX and num_stages > 1:
+        assert received[-1] == [jnp.complex64]
 
 
 # --- the comparison itself ---

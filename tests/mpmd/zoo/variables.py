@@ -178,9 +178,9 @@ class Swapped(Model):
 
     def __init__(self):
         super().__init__()
-        zeros, ones = jnp.zeros((ROWS, WIDTH)), jnp.ones((ROWS, WIDTH))
-        self.pairs = nnx.List([nnx.List([Memory(zeros), Memory(ones)]) for _ in range(4)])
-        self.delayed = nnx.List([Memory(zeros), Memory(zeros)])  # the last two results; nothing reads them
+        size = (ROWS, WIDTH)
+        self.pairs = nnx.List([nnx.List([Memory(jnp.zeros(size)), Memory(jnp.ones(size))]) for _ in range(4)])
+        self.delayed = nnx.List([Memory(jnp.zeros(size)) for _ in range(2)])  # the last results; nothing reads them
 
     def __call__(self, x):
         plain, in_jit, across, unread = self.pairs
@@ -226,6 +226,10 @@ class ComplexState(Model):
 class ComplexLayer(Layer):
     def __init__(self, rngs):
         self.linear = nnx.Linear(WIDTH, WIDTH, param_dtype=jnp.complex64, rngs=rngs)
+
+    def __call__(self, x):
+        y = self.linear(x)
+        return x + y / (1 + jnp.abs(y))  # tanh has poles in the complex plane
 
 
 class ComplexParameters(Model):
