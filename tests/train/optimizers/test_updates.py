@@ -1,0 +1,53 @@
+"""The updates of every optimizer by name equal the updates of plain optax, without a model; the moving average too."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from flax_mesh.train.optimizers.average import average_factor, average_parameters
+from flax_mesh.train.optimizers.make import make_optimizer
+from flax_mesh.tree import named_leaves, nest
+from tests.train.optimizers.plain import MODEL, PLAIN, SETTINGS, assert_close, config_of
+
+SHAPES = {
+    "embed/embedding": (32, 16),
+    "layers/0/attention/o/kernel": (4, 8, 16),
+    "layers/0/mlp/up/kernel": (16, 32),
+    "layers/0/norm/scale": (16,),
+}
+
+
+def values(seed, size):
+    rng = np.random.default_rng(seed)
+    return nest((path, jax.numpy.asarray(size * rng.normal(size=shape), "float32")) for path, shape in SHAPES.items())
+
+
+def updated(optimizer, steps=3):
+    """The parameters after every step, and the last state of the optimizer."""
+    tree, history = values(0, 1.0), []
+    state = optimizer.init(tree)
+    for step in range(steps):
+        updates, state = optimizer.update(values(step + 1, 0.1), state, tree)
+        tree = optax.apply_updates(tree, updates)
+        history.append(dict(named_leaves(tree)))
+    return history, state
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_the_updates_of_an_optimizer_by_name_are_those_of_plain_optax(name):
+    settings, make = PLAIN[name]
+    matrices = MODEL.matrices() if name == "muon" else ""
+    found, _ = updated(make_optimizer(config_of("one", **settings, matrices=matrices).optimizer))
+    expected, _ = updated(optax.chain(optax.clip_by_global_norm(SETTINGS.clip_norm), make()))
+    assert_close(found[-1], expected[-1])
+
+
+def test_the_moving_average_is_the_debiased_one_of_optax():
+    history, state = updated(optax.chain(optax.sgd(0.1), average_parameters(0.7)))
+    ema = optax.ema(0.7, debias=True)
+    expected, moments = None, ema.init(history[0])
+    for values_of_step in history:
+        expected, moments = ema.update(values_of_step, moments)
+    average = {path: average_factor(0.7, len(history)) * x for path, x in named_leaves(state[-1].average)}
+    assert_close(average, expected)
