@@ -1,10 +1,10 @@
 """One invalid command for each kind of mistake, and the files that they name.
 
 A line of `COMMANDS` and of `SLOW_COMMANDS` has the exit code, the command, and a text that the error must contain.
-Words in braces are files of `write_files`. The invalid values of each setting are in tests/test_settings.py.
+Words in braces are files of `write_files`. Invalid values of settings are in tests/test_settings.py and
+tests/train/test_mistakes.py, invalid recipes in tests/train/test_recipes.py. Most of the slow commands trace a step.
 """
 
-import itertools
 import json
 import shutil
 from pathlib import Path
@@ -21,107 +21,33 @@ def recipe():
     model, data = dataclasses.replace(config.model, num_layers=2), dataclasses.replace(config.data, source={tokens!r})
     return dataclasses.replace(config, model=model, data=data)
 """
-BROKEN_RECIPES = {
-    "syntax": "def recipe(:\n    return 1\n",
-    "indent": "def recipe():\nreturn 1\n",
-    "null": "def recipe():\n    return 1\n\0",
-    "raises": "def recipe():\n    raise KeyError('nothing')\n",
-    "raises_at_import": "x = 1\ny = x / 0\n",
-    "imports": "import no_such_package_at_all\n",
-    "exits": "import sys\nsys.exit(0)\n",
-    "exits_later": "import sys\ndef recipe():\n    sys.exit('bye')\n",
-    "recurses": "def recipe():\n    return recipe()\n",
-    "wrong_type": "def recipe():\n    return {'model': 1}\n",
-    "argument": "def recipe(size):\n    return size\n",
-    "not_a_function": "recipe = 3\n",
-    "a_class": "class recipe:\n    pass\n",
-    "empty": "",
-}
-COMMANDS_WITH_A_RECIPE = (
-    "train {}",
-    "explain {}",
-    "plan {} --topology cpu:8",
-    "checkpoint diff {{run}} {}",
-    "schedule 1f1b --measure {}",
-)
-
-FUNCTION_RECIPE = """
-import dataclasses
-import numpy as np
-from flax_mesh.train import load_recipe
-
-tokens = np.zeros((8, 32), int)
-
-
-def own({arguments}):
-    {body}
-
-
-def recipe():
-    return dataclasses.replace(load_recipe({recipe!r}), {changes})
-"""
-FUNCTIONS = {  # first word of the name of a recipe -> command, arguments of its function, fields of its config
-    "loss": ("plan", "model, batch", "loss_fn=own"),
-    "model": ("explain", "config, rngs", "make_model=own"),
-    "batches": ("plan", "config", "make_batches=own, sample=None"),
-    "batch": ("train", "config", "make_batches=own, sample=None"),
-    "eval": ("train", "config, evaluate", "eval_fns={'own': own}"),
-}
-BODIES = {  # name of a recipe -> body of its function, text of the error
-    "loss_none": ("return None", "loss_fn must return loss"),
-    "loss_raises": ("raise RuntimeError('no loss today')", "line 10: RuntimeError: no loss today"),
-    "loss_vector": ("return model(batch['inputs']).sum(-1), 1.0", "loss_fn must return loss"),
-    "loss_text": ("return 'high', 1.0", "loss_fn must return loss"),
-    "loss_key": ("return batch['labels'].sum(), 1.0", "line 10: KeyError: 'labels'"),
-    "loss_shape": ("return (batch['inputs'] @ batch['inputs']).sum(), 1.0", "line 10: TypeError"),
-    "model_none": ("return None", "must return an nnx.Module, got NoneType"),
-    "model_raises": ("raise OSError('no weights')", "line 10: OSError: no weights"),
-    "model_text": ("return 'a model'", "must return an nnx.Module, got str"),
-    "batches_none": ("return None", "must return a function of the step, or an iterator"),
-    "batches_raise": ("raise OSError('no images')", "line 10: OSError: no images"),
-    "batches_list": ("return [tokens]", "must return a function of the step, or an iterator"),
-    "batches_iterator": ("return iter([tokens])", "got list_iterator, which has no get_state"),
-    "batch_none": ("return lambda step: None", "a batch must have at least one array"),
-    "batch_raises": ("return lambda step: tokens[step, step, step]", "line 10: IndexError"),
-    "batch_rows": (
-        "return lambda step: {'inputs': tokens[1:], 'targets': tokens[1:]}",
-        "data.batch_size=8 rows, got 7",
-    ),
-    "batch_scalar": ("return lambda step: {'inputs': tokens, 'targets': 1.0}", "'targets' must be a numpy array"),
-    "batch_text": ("return lambda step: {'inputs': tokens.astype(str)}", "'inputs' must be an array of numbers"),
-    "batch_large": ("return lambda step: {'inputs': tokens + 2**40}", "'inputs' is int64 and must fit int32"),
-    "batch_key": ("return lambda step: {'images': tokens}", "a batch with 'inputs' and 'targets'"),
-    "eval_none": ("return None", "eval_fns['own']: "),
-    "eval_raises": ("raise OSError('no images')", "line 10: OSError: no images"),
-    "eval_text": ("return {'loss': 'high'}", "got 'loss' of type str"),
-    "eval_name": ("return {'a/b': 1.0}", "got the name 'a/b'"),
-    "eval_batch": ("return evaluate(None)", "a batch must have at least one array"),
-}
-
 COMMANDS = """
 2 | | COMMAND
 2 | nope | nope
+2 | checkpoint | required: WHAT; see flax-mesh checkpoint --help
+2 | checkpoint list | required: DIR; see flax-mesh checkpoint list --help
+2 | checkpoint list / --bogus | unknown option: --bogus; see flax-mesh --help
+2 | checkpoint list / more | unexpected arguments: more
 2 | train | RECIPE
 2 | train {recipe} nonsense | nonsense
 2 | train {recipe} run.stps=1 | did you mean run.steps
 2 | train {recipe} run.steps=1 run.steps=2 | set twice
-2 | train {recipe} --bogus | --bogus
+2 | train {recipe} -x run.steps=3 | unknown option: -x
 2 | train {recipe} @{nothing} | cannot be read
 2 | train {recipe} @{binary} | UTF-8
 2 | train {text} | not a Python file
 2 | train {recipe}:nope | nope
+2 | train {recipe} --step-timeout 0 | must be more than 0 seconds, got 0
 2 | train {recipe} --step-timeout nan | must be more than 0 seconds
 2 | train {recipe} --process 2/2@127.0.0.1:4000 | with I in 0..N-1
 2 | train {recipe} --process 0/1@127.0.0.1:65536 | must have a port
 2 | train {recipe} --devices-per-process 0 | cpu:0 has no devices
-2 | train {recipe} run.steps=0 data.batch_size=x | data.batch_size must be an integer
-2 | train {recipe} run.steps=0 run.on_nonfinite=nope | run.on_nonfinite must be one of
-2 | train {recipe} run.hardware={text} | is not a TOML file
+2 | train {recipe} run.folder=/dev/null/run | run.folder=/dev/null/run cannot be written (Not a directory)
 2 | train {recipe} run.compiler_options=no_such_option_of_xla=1 | is refused
-2 | train {recipe} optimizer.no_decay=nothing | no trained parameter has 'nothing'
 2 | train {recipe} optimizer.groups=". frozen" | nothing would be trained
 2 | train {recipe} mesh.shape=dp:3 | not to 8, the number of devices
-2 | train {recipe} mesh.shape=pp:2,dp:4 pipeline.num_microbatches=4 data.batch_size=16 pipeline.schedule=x | unknown
+2 | train {recipe} mesh.shape=dp:2,foo:4 | unknown axis 'foo': the axes are pp, dp, fsdp, ep, tp, sp
+2 | train {recipe} mesh.shape=pp:2,dp:4 data.batch_size=16 pipeline.schedule=1f1c | did you mean 1f1b?
 2 | train {recipe} mesh.shape=pp:2,dp:4 pipeline.num_microbatches=4 data.batch_size=16 pipeline.cut=9 | pipeline.cut
 2 | train {recipe} run.folder={no_files} checkpoint.start_from={hf_header} | its header should have
 2 | generate {run} | there is no prompt
@@ -199,18 +125,9 @@ COMMANDS = """
 SLOW_COMMANDS = """
 2 | train {recipe} --trace {out} | only a pipeline can be traced
 2 | train {recipe} run.folder={text} | must be a folder, found a file
-2 | train {recipe} run.folder={rows_folder} | must be a file, found a folder
-2 | train {recipe} run.folder={broken_link} | must be a folder, found a broken link
-2 | train {recipe} run.folder={checkpoints_file} | checkpoints must be a folder, found a file
 3 | train {recipe} run.folder={truncated} | none is valid
 2 | train {recipe} run.folder={run} model.hidden_size=32 | does not match
-2 | train {recipe} run.folder={run} optimizer.learning_rate=1 | 0.0003 -> 1.0 (changes the result)
-2 | train {recipe} run.hooks=no.such.module.f | cannot be imported
-2 | train {recipe} run.profile=1000000 | run.steps=12 ends before that
-2 | train {recipe} checkpoint.keep_best=1 run.eval_every=0 | best_metric=eval_loss is in no row
-2 | train {recipe} model.vocab_size=16 | token id 16 is outside the vocabulary
 2 | train {recipe} data.source={no_files}/*.txt | no file in
-2 | train {recipe} data.source={matrix} | 1-D array
 2 | train {recipe} data.sequence_length=1000000000 | one window requires 1000000001
 2 | plan {recipe} --topology cpu:8 --html {nothing}/x.html | cannot be written
 2 | plan {recipe} --topology h200:1x8 --compile | H100
@@ -222,27 +139,10 @@ SLOW_COMMANDS = """
 """
 
 
-def commands() -> list[tuple[int, str, str]]:
-    """(exit code, command, text of the error) of the invalid commands that take less than 0.4 s."""
-    for_recipes = itertools.cycle(COMMANDS_WITH_A_RECIPE)
-    found = _lines_of(COMMANDS)
-    found += [(2, next(for_recipes).format(f"{{{name}}}"), f"{name}.py") for name in BROKEN_RECIPES]
-    return [*found, *_with_functions("model", "batches", "batch")]
-
-
-def slow_commands() -> list[tuple[int, str, str]]:
-    """The other invalid commands: most trace a training step first."""
-    return [*_lines_of(SLOW_COMMANDS), *_with_functions("loss", "eval")]
-
-
-def _lines_of(table: str) -> list[tuple[int, str, str]]:
+def read(table: str) -> list[tuple[int, str, str]]:
+    """(exit code, command, text of the error) of the lines of a table."""
     lines = [[part.strip() for part in line.split("|")] for line in table.strip().splitlines()]
     return [(int(code), command, text) for code, command, text in lines]
-
-
-def _with_functions(*kinds: str) -> list[tuple[int, str, str]]:
-    names = {name: name.partition("_")[0] for name in BODIES}
-    return [(2, f"{FUNCTIONS[kind][0]} {{{name}}}", BODIES[name][1]) for name, kind in names.items() if kind in kinds]
 
 
 def write_recipe(root: Path) -> Path:
@@ -262,7 +162,6 @@ def write_files(root: Path, run: Path) -> None:
         "text": "some text\n" * 10,
         "binary": b"\xff\xfe\x00",
         "odd.bin": b"\0" * 4097,
-        "checkpoints_file/checkpoints": "",
         "hf_text/config.json": "not json",
         "hf_list/config.json": "[1, 2]",
         "hf_deep/config.json": deep,
@@ -272,19 +171,10 @@ def write_files(root: Path, run: Path) -> None:
         "hf_header/config.json": json.dumps(config),
         "hf_header/model.safetensors": b"\xff" * 8 + b"{}",
     }
-    files |= {f"{name}.py": text for name, text in BROKEN_RECIPES.items()}
-    for name, (body, _) in BODIES.items():
-        _, arguments, changes = FUNCTIONS[name.partition("_")[0]]
-        files[f"{name}.py"] = FUNCTION_RECIPE.format(
-            arguments=arguments, body=body, changes=changes, recipe=str(root / "recipe.py")
-        )
     for name, content in files.items():
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_bytes(content.encode() if isinstance(content, str) else content)
     (root / "no_files").mkdir()
-    (root / "rows_folder" / "metrics.jsonl").mkdir(parents=True)
-    (root / "broken_link").mkdir()
-    (root / "broken_link" / "checkpoints").symlink_to(root / "nothing")
     np.save(root / "matrix.npy", np.zeros((4, 4), np.int32))
     np.save(root / "floats.npy", np.zeros(4))
     metadata = {"truncated": b'{"config": {', "deep": deep.encode(), "not_json": b"\xff\0"}

@@ -88,24 +88,6 @@ def test_every_setting_takes_or_refuses_values_of_all_kinds():
     assert tried > 1000 and tried // 3 < refused < tried
 
 
-RECIPE = """import dataclasses
-from flax_mesh.models import DecoderConfig, flops_per_token, make_decoder, next_token_loss, sample
-from flax_mesh.train import DataConfig, MeshConfig, OptimizerConfig, RunConfig, TrainConfig
-
-
-def recipe():
-    return TrainConfig(
-        make_model=make_decoder,
-        loss_fn=next_token_loss,
-        sample=sample,
-        flops_per_token=flops_per_token,
-        model=DecoderConfig(vocab_size=256, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8),
-        mesh=MeshConfig(shape="dp:2"),
-        data=DataConfig(source="stdlib", sequence_length=8, batch_size=4),
-        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=2, decay_steps=15, weight_decay=0.1),
-        run=RunConfig(steps=15, folder="runs/small", platform="cpu:8", eval_every=5),
-    )
-"""
 CODE = """
 ( ) = , : " None -1 0 1.5 float('nan') '3' [] {} lambda:3 print x return raise yield dataclasses 1/0 exit() é #
 """
@@ -114,8 +96,8 @@ TOKENS += ["", " ", "\n", "\t", "\0", "lambda *a: None"]
 
 
 def mutated(draw: random.Random) -> str:
-    """The recipe with one to three of its words replaced, removed, doubled or exchanged."""
-    words = re.findall(r"\w+|\s+|.", RECIPE)
+    """recipes/tiny.py with one to three of its words replaced, removed, doubled or exchanged."""
+    words = re.findall(r"\w+|\s+|.", Path(TINY).read_text())
     for _ in range(draw.randint(1, 3)):
         at, other = draw.randrange(len(words)), draw.randrange(len(words))
         change = draw.randrange(4)

@@ -45,6 +45,7 @@ WRONG_RECIPES = [
     ("def recipe():\n    return 3\n", LINE, r"recipe\(\) must return a TrainConfig, got int"),
     ("def recipe():\n    pass\n", LINE, r"recipe\(\) must return a TrainConfig, got NoneType"),
     ("def recipe():\n    return bigram.TrainConfig\n", LINE, r"recipe\(\) must return .*, got the class .* itself"),
+    ("class recipe:\n    pass\n", LINE, r"recipe\(\) must return a TrainConfig, got recipe"),
     ("def recipe(size):\n    return 3\n", LINE, "it must not need arguments: missing a required argument: 'size'"),
 ]
 
@@ -109,6 +110,8 @@ def test_a_name_without_a_recipe_is_one_line(tmp_path, capsys):
     for content in (b"\xff\xfe\x00", b"x = 1\0", b"# coding: nothing\n", b"(" * 3000, b"x = " + b"-" * 50_000 + b"1"):
         (tmp_path / "own.py").write_bytes(content)
         assert "own.py" in error_line(capsys, "explain", own)
+    for text in ("", "recipe = 3\n"):
+        assert "own.py has no function 'recipe'" in error_line(capsys, "explain", write(tmp_path, text))
     line = error_line(capsys, "explain", write(tmp_path, "import beside\n"))
     assert line.endswith(f"It is in {tmp_path}, which Python does not search: set PYTHONPATH={tmp_path}")
 
