@@ -55,30 +55,25 @@ COMMANDS = """
 2 | generate {long} --prompt a | is too long for a path
 2 | generate {run} --prompt a | no tokenizer
 2 | generate {run} --prompts {binary} | UTF-8
-2 | generate {run} --prompt a --top-k -1 | --top-k must be an integer
 2 | generate {run} --prompt a --cache-length 0 | --cache-length must be an integer
-2 | generate {run} --prompt a --stop 99 | --stop 99 is no token
-2 | generate {run} --prompt a --out {no_files} | cannot be written
-2 | generate {run} --prompt a run.steps=1 | no effect here
-2 | generate {run} --prompt a mesh.shape=pp:2 | no pipeline
 3 | generate {damaged} --prompt a | damaged within bytes
 3 | generate {deep} --prompt a | metadata/metadata: 200000 bytes
 2 | generate {hf_list} --prompt a | must be a JSON object
 2 | generate {hf_huge} --prompt a | no safetensors files
-2 | evaluate {run} | there is no data
-2 | evaluate {run} --data {nothing} | does not exist
 2 | evaluate {run} --data {no_files} | text files
 2 | evaluate {run} --data {matrix} | 1-D array
 2 | evaluate {run} --data {floats} | of float64
 2 | evaluate {run} --data {odd} | require a multiple of 2
 2 | evaluate {run} --data {text} | no tokenizer
-2 | evaluate {run} --data a=x --data a=y | the name a
 2 | evaluate {run} --data {tokens} --max-tokens 1 | 1 token
 2 | launch -n 0 -- train {recipe} | -n must be at least 1
 2 | launch -n 2 -- explain {recipe} | launch runs only the command train
 2 | launch -n 2 --devices-per-process 0 -- train {recipe} | --devices-per-process must be at least 1
 2 | explain {recipe} --html {long} | is too long for a path
 2 | explain {recipe} model.rope_theta=nan | model.rope_theta
+2 | explain {recipe} mesh.shape=fsdp:-1 run.platform=gpu | set the number of devices by run.platform=cpu:N
+2 | explain {recipe} mesh.shape=fsdp:-1,tp:3 run.platform=cpu:8 | does not divide 8
+2 | plan {recipe} --json --html {out} | not allowed with argument
 2 | plan {recipe} --topology nope:8 | unknown chip
 2 | plan {recipe} --topology v5p:0x4x4 | at least 1
 2 | plan {recipe} --topology cpu:99999999999 | at most 2,147,483,647 devices
@@ -91,17 +86,9 @@ COMMANDS = """
 2 | mesh nope --platform cpu:8 | malformed
 2 | mesh dp:2,dp:4 --platform cpu:8 | duplicate axis 'dp'
 2 | mesh dp:8 --platform cpu:8 --svg {nothing}/x.svg | cannot be written
-2 | schedule 1f1b | --stages and --microbatches: required
-2 | schedule 1f1b --stages 0 --microbatches 4 | groups
 2 | schedule interleaved-1f1b --stages 4 --microbatches 6 | a multiple of 4, got 6
 2 | schedule zb-v --stages 2 --microbatches 4 --virtual 3 | zb-v has 2 stages per group
-2 | schedule 1f1b --stages 2 --microbatches 4 --costs x | --costs must be numbers
-2 | schedule 1f1b --stages 2 --microbatches 4 --costs 1,1,1/1,1,1/1,1,1 | expected costs of 2 stages, got 3
-2 | schedule 1f1b --stages 2 --microbatches 4 --costs 1e308,1e308,1e308 | costs of stage 0
-2 | schedule 1f1b --stages 4 --microbatches 8 --memory 1 | 1f1b stores 4,3,2,1 activations
-2 | schedule search --stages 2 --microbatches 4 --memory 0 | no schedule fits a memory limit of 0
 2 | schedule search --stages 2 --microbatches 4 --seconds inf | seconds must be more than 0 and finite
-2 | schedule 1f1b --stages 2 --microbatches 4 --svg {no_files} | cannot be written
 2 | schedule 1f1b --measure {nothing} | no such file
 3 | checkpoint list {damaged} | step 2: damaged
 2 | checkpoint inspect {run} --step 7 | no step 7

@@ -78,17 +78,6 @@ def test_a_plan_with_a_topology_uses_no_device():
     assert json.loads(run.stdout)["topology"]["num_devices"] == 8
 
 
-def test_a_mistake_is_one_line_and_exit_code_2(capsys):
-    for arguments, line in (
-        ("--topology v5e:2x2", r"mesh\.shape.* multiply to 8.* devices of v5e:2x2.*"),
-        ("--topology cpu:8 --json --html x", r".*not allowed with argument.*"),
-        ("--topology cpu:8 run.hardware=/nowhere.toml", r"run\.hardware: .*/nowhere\.toml.*"),
-    ):
-        assert main(["plan", TINY, *arguments.split()]) == BAD_INPUT
-        captured = capsys.readouterr()
-        assert re.fullmatch(f"flax-mesh: {line}\n", captured.err) and not captured.out, captured
-
-
 # --- the forecast of flax-mesh train ---
 
 
