@@ -99,7 +99,7 @@ PLAIN: dict[str, Any] = {
 }
 
 
-MESHES = {"one": "dp:1", "mesh": "dp:2,fsdp:2,tp:2", "pp": "pp:2,fsdp:2,tp:2"}
+MESHES = {"one": "dp:1", "mesh": "dp:2,fsdp:2,tp:2", "pp": "pp:2,fsdp:2,tp:2", "sp": "fsdp:2,tp:2,sp:2"}
 STEPS = 3
 
 

@@ -2,6 +2,7 @@
 
 import difflib
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import jax
@@ -38,8 +39,7 @@ GOLDEN = ROOT / "tests" / "golden" / "optimizers"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["mesh", "pp"])
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize(("name", "mesh"), [*product(PLAIN, ("mesh", "pp")), ("adamw", "sp")])
 def test_an_optimizer_by_name_equals_plain_optax(name, mesh):
     settings, make = PLAIN[name]
     expected, losses = plain(optax.chain(CLIP, make()))
