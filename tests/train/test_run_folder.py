@@ -336,15 +336,15 @@ NO_MEMORY = r"(?i)memory|YNNPACK operation failed"  # depends on the operation t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("loss_fn", "text"), [(fail_in_a_step, "in the recipe"), (too_large_loss, NO_MEMORY)])
-def test_a_first_step_that_fails_leaves_no_folder_or_the_old_one_unchanged(loss_fn, text, config, tmp_path):
-    with pytest.raises(Exception, match=text):
+@pytest.mark.parametrize(("loss_fn", "reason"), [(fail_in_a_step, "in the recipe"), (too_large_loss, NO_MEMORY)])
+def test_a_first_step_that_fails_leaves_no_folder_or_the_old_one_unchanged(loss_fn, reason, config, tmp_path):
+    with pytest.raises(Exception, match=reason):
         train(replace(config("run.steps=4", "mesh.shape=dp:1"), loss_fn=loss_fn))
     assert os.listdir(tmp_path) == []
     train(config("run.steps=2"))
     (tmp_path / "run" / ".lock").unlink()
     before = snapshot(tmp_path)
-    with pytest.raises(Exception, match=text):
+    with pytest.raises(Exception, match=reason):
         train(
             replace(config("run.steps=4", "checkpoint.every=7", "mesh.shape=dp:1"), loss_fn=loss_fn), allow_changes=True
         )
