@@ -15,7 +15,7 @@ from flax_mesh.cli import main
 from flax_mesh.train import TrainConfig, apply_overrides
 from flax_mesh.train.metrics import LEAST, MOST_SKIPPED, WINDOW, StepCheck
 from tests.train import bigram
-from tests.train.bigram import count_compilations, write_text
+from tests.train.bigram import write_text
 from tests.train.support.runs import checkpoints, rows_of, run, state_of
 
 BAD = "Z"  # a letter that occurs in no other line of the text
@@ -120,17 +120,6 @@ def test_a_run_that_skips_resumes_bit_for_bit_before_at_and_after_the_skipped_st
     before, at, after = (state_of(tmp_path / "run", step) for step in (bad - 1, bad, bad + 1))
     assert before == at
     assert {"optimizer/step", "model/embed/embedding", "model/mean"} <= {path for path in at if at[path] != after[path]}
-
-
-@pytest.mark.slow
-def test_skipping_compiles_nothing_more(config):
-    counts = []
-    for settings in (["stop"], ["skip"], ["skip", "run.spike_factor=3"]):
-        changed = [f"run.on_nonfinite={settings[0]}", *settings[1:], "run.steps=6", "checkpoint.every=100"]
-        with count_compilations() as compiled:
-            run(apply_overrides(config(*changed), [f"run.folder={config().run.folder}-{len(counts)}"]))
-        counts.append(len(compiled))
-    assert counts[0] == counts[1] == counts[2]
 
 
 def test_a_run_that_continues_keeps_the_newest_finite_checkpoint(config, skipping, tmp_path, capsys):

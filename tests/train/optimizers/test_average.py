@@ -2,20 +2,12 @@
 
 from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 import optax
-import orbax.checkpoint as ocp
 import pytest
-from flax import nnx
 
-from flax_mesh.checkpoint.read import read_record, read_tree
 from flax_mesh.errors import ConfigError
-from flax_mesh.models import make_decoder, next_token_loss
 from flax_mesh.train import apply_overrides
-from flax_mesh.train.data.batches import held_out_rows
-from flax_mesh.train.data.data import load_corpus
-from flax_mesh.train.export import export, read_values
 from flax_mesh.train.optimizers.average import with_average
 from flax_mesh.tree import named_leaves
 from tests.train.optimizers.plain import CLIP, MODEL, PLAIN, assert_close, config_of, parameters, plain, trained
@@ -66,33 +58,6 @@ def run_config(folder, text, *settings, ema=DECAY, steps=4):
     more = [f"data.source={text}", "data.held_out=0.3", "data.eval_batches=2", "checkpoint.every=2", "run.eval_every=4"]
     more += [f"run.steps={steps}", f"run.folder={folder / 'run'}", "run.sample_tokens=0"]
     return apply_overrides(config, [*more, *settings])
-
-
-@pytest.mark.slow
-def test_evaluation_and_exports_use_the_average(tmp_path, text):
-    config = run_config(tmp_path, text)
-    evaluated = run(config).rows[-1]["eval_loss"]
-    step = tmp_path / "run" / "checkpoints" / "4"
-    saved = dict(read_values(step, read_tree(step, read_record(step))))
-    values = {path.removeprefix("model/"): x for path, x in saved.items() if path.startswith("model/")}
-    averages = {path.split("/average/")[1]: x / (1 - DECAY**4) for path, x in saved.items() if "/average/" in path}
-
-    graphdef, state = nnx.split(make_decoder(config.model, nnx.Rngs(0)))
-    held_out, losses = load_corpus(config.data).held_out, []
-    for named in (averages, values):
-        leaves = [jnp.asarray(named[path]) for path, _ in named_leaves(state)]
-        model = nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), leaves))
-        batches = [jax.tree.map(jnp.asarray, held_out_rows(held_out, config.data, k)) for k in range(2)]
-        losses.append(float(sum(next_token_loss(model, batch)[0] for batch in batches) / (2 * 8 * 8)))
-    assert evaluated == pytest.approx(losses[0], abs=1e-6)
-    assert abs(losses[0] - losses[1]) > 1e-4
-
-    for average, expected in ((True, averages), (False, values)):
-        out = tmp_path / f"out{average}"
-        data = export(config.run.folder, str(out), "orbax", None, None, average=average)
-        assert data["averaged"] == (len(averages) if average else 0)
-        with ocp.StandardCheckpointer() as reader:
-            assert_close(dict(named_leaves(reader.restore(out))), expected, 1e-7)
 
 
 @pytest.mark.slow
