@@ -225,22 +225,6 @@ def test_a_checkpoint_of_another_model_is_rejected_with_every_array_that_differs
     assert "  model/mean: checkpoint f32[64], model f32[32]" in lines
 
 
-@pytest.mark.slow
-def test_a_restart_uses_a_new_folder_and_does_not_change_the_old_one(config, tmp_path):
-    short = ["run.steps=2", "run.eval_every=0"]
-    old = train(config(*short), restart=True).folder
-    assert old == tmp_path / "run", "without an old run, the folder itself is used"
-    before = snapshot(old)
-    assert before
-    folders = [train(config(*short, "optimizer.b1=0.8"), restart=True).folder for _ in range(2)]
-    assert folders == [old.with_name("run-2"), old.with_name("run-3")]
-    assert snapshot(old) == before
-    for folder in folders:
-        assert [row["step"] for row in rows_of(folder)] == [1, 2]
-        assert not [row for row in rows_of(folder) if "resumed_from" in row]
-        assert checkpoints(folder) == [2]
-
-
 def test_a_sample_that_raises_is_a_warning_at_the_end_of_a_run_in_the_home_directory(text, tmp_path, monkeypatch):
     def broken(model, prompt, num_tokens, key):
         raise KeyError("no token")

@@ -126,32 +126,6 @@ def test_options_round_trip_through_text(options):
     assert parse_compiler_options(options_text(options)) == options
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("body", ["{}['a']", "None"])
-def test_a_mistake_in_the_loss_of_a_pipeline_is_one_line(body, tmp_path, capsys):
-    own = write(
-        tmp_path,
-        f"from dataclasses import replace\nfrom flax_mesh.train import load_recipe\n\ndef loss(model, batch):\n    "
-        f"return {body}\n\ndef recipe():\n    return replace(load_recipe({TINY!r}), loss_fn=loss)\n",
-    )
-    folder = f"run.folder={tmp_path / 'run'}"
-    for command in (["train"], ["explain"], ["schedule", "1f1b", "--measure"]):
-        line = error_line(capsys, *command, own, "mesh.shape=pp:2,dp:4", "pipeline.num_microbatches=2", folder)
-        assert re.fullmatch(
-            rf"loss_fn: {own}, line [45]: (KeyError: 'a'|loss_fn must return loss, .* It returned None\.)", line
-        ), line
-    assert not (tmp_path / "run").exists()
-
-
-def test_the_python_call_has_the_exception_of_the_user_as_its_cause(tmp_path):
-    own = write(
-        tmp_path, f"{HEAD}def loss(model, batch):\n    return {{}}[0]\n\ndef bad():\n    return recipe(loss_fn=loss)\n"
-    )
-    with pytest.raises(ConfigError, match=rf"^loss_fn: .*own\.py, line {LINE + 1}: KeyError: 0$") as caught:
-        train(load_recipe(f"{own}:bad"))
-    assert isinstance(caught.value.__cause__, KeyError)
-
-
 def test_the_check_of_the_functions_does_not_trace_the_loss_twice(tmp_path, text):
     own = write(
         tmp_path,

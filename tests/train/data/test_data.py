@@ -4,8 +4,6 @@ import dataclasses
 import io
 import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from flax_mesh.train.data.data import (
     decode,
     load_corpus,
 )
+from tests.hash_seed import printed_with_another_hash_seed
 
 TINY = DataConfig(sequence_length=4, batch_size=2, held_out=0.25)
 
@@ -180,17 +179,13 @@ def test_large_files_are_mapped_not_read_and_hashed_by_their_ends_and_size(tmp_p
 
 
 def test_parts_and_hash_do_not_depend_on_the_location_or_the_process(folder, tmp_path_factory):
-    elsewhere = tmp_path_factory.mktemp("elsewhere") / "moved"
     corpus = load(folder)
-    folder.rename(elsewhere)
-    script = (
-        "import sys; from flax_mesh.train.data.data import DataConfig, load_corpus;"
-        "print(load_corpus(DataConfig(sys.argv[1], sequence_length=4, held_out=0.25)).content_hash)"
+    elsewhere = folder.rename(tmp_path_factory.mktemp("elsewhere") / "moved")
+    imports = "from flax_mesh.train.data.data import DataConfig, load_corpus"
+    config = f"DataConfig({str(elsewhere)!r}, sequence_length=4, held_out=0.25)"
+    assert (
+        printed_with_another_hash_seed(f"{imports}; print(load_corpus({config}).content_hash)") == corpus.content_hash
     )
-    environment = os.environ | {"PYTHONHASHSEED": "1"}
-    command = [sys.executable, "-c", script, str(elsewhere)]
-    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
-    assert printed == corpus.content_hash
 
 
 def test_a_file_stays_in_its_part_when_others_are_added_or_removed():
