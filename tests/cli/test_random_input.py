@@ -103,3 +103,22 @@ def test_mutated_recipes_are_explained_or_refused_with_their_line(part, tmp_path
         path.write_text(mutated(draw), encoding="utf-8")
         codes.append(check(capsys, ["explain", str(path)]))
     assert {DONE, BAD_INPUT} <= set(codes)
+
+
+NUMBERS = """
+0 1 2 3 -1 4.5 1e308 -inf nan x 1,1,1 1,1,1/2,2,2 1,1 1,nan,1 1e-300,1,1 4,3,2,1 , / ٣
+1,1,1,0.5/1,1,1,0.5/1,1,1,0.5/1,1,1
+"""
+SIZES = [*NUMBERS.split(), "", "\x1b[31m", "9" * 9, "9" * 5000, "x" * 5000]
+
+
+def test_random_options_of_a_schedule_end_in_a_documented_exit_code(capsys):
+    draw, codes = random.Random(0), []
+    for _ in range(200):
+        name = draw.choice(["1f1b", "gpipe", "zb-v", "interleaved-1f1b", "search", "search", "other"])
+        options = {"stages": "4", "microbatches": "8"}
+        for option in draw.sample([*options, "costs", "memory", "virtual", "seed"], draw.randint(1, 3)):
+            options[option] = draw.choice(SIZES)
+        options |= {"seconds": "0.01"} if name == "search" else {}
+        codes.append(check(capsys, ["schedule", name, *(f"--{key}={value}" for key, value in options.items())]))
+    assert {DONE, BAD_INPUT} == {*codes}

@@ -181,17 +181,6 @@ def test_a_recipe_trains_on_explicit_axes_as_on_auto_axes(mesh: str, model: str)
     assert found[1]["loss"] == expected[1]["loss"]
 
 
-@pytest.mark.slow
-def test_a_step_on_explicit_axes_compiles_once(compilations: list[str]):
-    program = program_of("model.num_layers=1", "mesh.shape=fsdp:2", "mesh.axis_types=explicit", "run.platform=auto")
-    state = program.init()
-    state, _ = program.step(state, batch_of(program))
-    before = len(compilations)
-    for _ in range(2):
-        state, _ = program.step(state, batch_of(program))
-    assert len(compilations) == before
-
-
 def test_explain_reports_the_same_bytes_for_both_axis_types():
     config = load_recipe(small_decoder.RECIPE)
     auto, explicit = (explain(apply_overrides(config, [f"mesh.axis_types={x}"])) for x in ("auto", "explicit"))

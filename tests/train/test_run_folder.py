@@ -175,22 +175,6 @@ def test_rows_of_a_relative_folder_do_not_follow_the_current_folder(tmp_path, mo
     assert metrics(tmp_path) == ROWS[0] + ROWS[1] and os.listdir() == []
 
 
-def test_a_row_for_a_folder_that_is_gone_is_an_error(tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    file = MetricsFile(folder, recipe(), 0, print)
-    file.write(row(1))
-    folder.rename(tmp_path / "elsewhere")
-    with pytest.raises(
-        SaveError, match=rf"the row of step 2 could not be written to {folder}/metrics.jsonl: No such fi"
-    ):
-        file.write(row(2))
-    (tmp_path / "elsewhere").rename(folder)
-    file.write(row(3))
-    file.close()
-    assert metrics(folder) == ROWS[0] + ROWS[2]
-
-
 def test_a_row_for_which_there_is_no_room_is_left_out_completely(tmp_path):
     file = MetricsFile(tmp_path, recipe(), 0, print)
     file.write(row(1))

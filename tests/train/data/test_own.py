@@ -18,7 +18,7 @@ from flax_mesh.train import TrainConfig, apply_overrides, array_batches, train
 from flax_mesh.train.data.iterators import IteratorBatches, decode, encode, is_state
 from flax_mesh.train.data.own import OwnBatches, abstract_batch, batch_shapes, place_batch, zero_batches
 from tests.train import bigram
-from tests.train.data.own_recipe import Windows, grain_batches, recipe, token_batches
+from tests.train.data.own_recipe import Windows, recipe, token_batches
 from tests.train.support.runs import checkpoints, run
 
 ROWS = 8
@@ -282,16 +282,3 @@ def test_an_iterator_that_ends_is_one_line_and_the_completed_steps_are_saved(tmp
     assert checkpoints(tmp_path / "run") == [2, 3]
     after, whole = (run(run_config(tmp_path / name, text, Windows)).losses for name in ("run", "whole"))
     assert after == {step: whole[step] for step in (4, 5, 6, 7)}
-
-
-def test_grain_without_repeat_ends_in_one_line(tmp_path, text):
-    grain = pytest.importorskip("grain", reason="the extra data is not installed")
-
-    def short(config: TrainConfig) -> Any:
-        rows = {"inputs": np.zeros((16, 16), np.int32), "targets": np.zeros((16, 16), np.int32)}
-        pairs = [{name: x[i] for name, x in rows.items()} for i in range(16)]
-        return iter(grain.MapDataset.source(pairs).to_iter_dataset().batch(8))
-
-    with pytest.raises(ConfigError, match="the iterator ended before batch 2"):
-        run(run_config(tmp_path / "run", text, short))
-    assert grain_batches(run_config(tmp_path, text, None)).get_state() is not None

@@ -14,7 +14,6 @@ from flax import nnx
 from flax_mesh.errors import ConfigError
 from flax_mesh.models import DecoderConfig
 from flax_mesh.train import PipelineConfig, apply_overrides, load_recipe
-from flax_mesh.train.build import build_program
 from flax_mesh.train.explain import explain
 from flax_mesh.train.optimizers.average import with_average
 from flax_mesh.train.optimizers.make import make_optimizer
@@ -173,23 +172,6 @@ def test_the_momentum_of_bfloat16_parameters_has_the_documented_dtype_and_0_stor
         state = jax.eval_shape(make_optimizer(replace(SETTINGS, **settings)).init, params)
         momenta = [x.dtype.name for path, x in named_leaves(state) if path.endswith(("trace/kernel", "ema/kernel"))]
         assert momenta == stored, settings
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
-def test_zero_1_does_not_change_an_optimizer(name):
-    states = [trained(config_of("mesh", name=name, shard_over=over))[1] for over in ("", "dp")]
-    assert_close(parameters(states[1]), parameters(states[0]))
-    large = [x for _, x in named_leaves(states[1].to_nnx()["optimizer"]) if x.size >= 64]
-    assert large and all(x.addressable_shards[0].data.size <= x.size / 2 for x in large)
-
-
-def test_the_default_is_the_optimizer_of_earlier_checkpoints():
-    """Paths of moments and counts as those that checkpoints of the first versions contain."""
-    state = build_program(config_of("one")).layout.to_nnx()["optimizer"]
-    paths = {path.split("/embed/")[0] for path, _ in named_leaves(state) if "layers" not in path and "norm" not in path}
-    assert paths == {"opt_state/1/0/count", "opt_state/1/0/mu", "opt_state/1/0/nu", "opt_state/1/2/count", "step"}
-    assert SETTINGS.name == "adamw" and jax.tree.leaves(state)
 
 
 # --- the moving average of the parameters ---
