@@ -18,8 +18,7 @@ from flax_mesh.cli import main
 from flax_mesh.cli.common import DONE, FAILED, FINDINGS
 from flax_mesh.errors import CheckpointCorruptedError
 from flax_mesh.train import TrainConfig, apply_overrides, train
-from tests.train.bigram import recipe
-from tests.train.support.processes import RECIPE
+from tests.train import bigram
 from tests.train.support.runs import run
 
 
@@ -32,7 +31,7 @@ def settings(text, tmp_path) -> tuple[str, ...]:
 
 @pytest.fixture
 def config(settings) -> TrainConfig:
-    return apply_overrides(recipe(), settings)
+    return apply_overrides(bigram.recipe(), settings)
 
 
 def check_valid(folder: Path) -> list[int]:
@@ -97,7 +96,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_in_one_line_or_is_a_wa
     failure, on_failure, settings, tmp_path, capsys
 ):
     more = (f"run.hooks={__name__}.make_hook", f"checkpoint.on_failure={on_failure}")
-    code, printed = main(["train", str(RECIPE), *settings, *more]), capsys.readouterr()
+    code, printed = main(["train", bigram.__file__, *settings, *more]), capsys.readouterr()
     problem = rf"the checkpoint of step (4|8|12) could not be saved in .*{failure}.*"
     folder = tmp_path / "run" / "checkpoints"
     if on_failure == "stop":
@@ -139,7 +138,7 @@ def test_a_damaged_checkpoint_is_skipped_and_exit_code_3_if_all_are_damaged(conf
     metrics = (folder / "metrics.jsonl").read_bytes()
     with pytest.raises(CheckpointCorruptedError, match="contains 4 checkpoints, and none is valid"):
         train(config)
-    assert main(["train", str(RECIPE), *settings]) == FINDINGS
+    assert main(["train", bigram.__file__, *settings]) == FINDINGS
     error = capsys.readouterr().err
     assert error.startswith("flax-mesh: ") and "none is valid" in error and "Traceback" not in error
     assert sorted(os.listdir(checkpoints)) == found

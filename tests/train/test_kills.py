@@ -5,28 +5,95 @@ Every run is compared with an undisturbed run, bit for bit: losses are written w
 
 import contextlib
 import itertools
+import json
 import os
 import re
 import signal
 import subprocess
+import sys
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from flax_mesh.checkpoint.checksums import find_damage
 from flax_mesh.cli.common import DONE
-from tests.train.support.processes import RECIPE, Run
+from tests.train import bigram
 
 STEPS = 24
 KILLS_IN_ALL = 20
 SETTINGS = (
-    f"run.steps={STEPS}",
-    "run.eval_every=0",
-    "run.platform=cpu:2",
-    "checkpoint.every=2",
+    *(f"run.steps={STEPS}", "run.eval_every=0", "run.platform=cpu:2", "checkpoint.every=2"),
     "model.hidden_size=1024",  # 6 MB of state: a save takes long enough to be interrupted
 )
+PATIENCE = 120  # seconds, timeout of every wait for a process
+RECIPE = bigram.__file__
+
+
+@dataclass
+class Run:
+    """One process that trains in `folder`."""
+
+    process: subprocess.Popen
+    folder: Path
+    output: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def rows(self) -> list[dict]:
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []  # complete lines: the run may be writing
+        return [json.loads(line) for line in lines]
+
+    def committed(self) -> list[int]:
+        names = os.listdir(self.checkpoints) if self.checkpoints.exists() else []
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def unfinished(self) -> list[str]:
+        names = os.listdir(self.checkpoints) if self.checkpoints.exists() else []
+        return [name for name in names if name.endswith(".orbax-checkpoint-tmp")]
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        """Return as soon as the condition is true; fail if the process ends or the time is up before."""
+        end = time.monotonic() + PATIENCE
+        while True:
+            ended = self.process.poll()  # polled before the condition, which may wait for the end of the process
+            if condition():
+                return
+            assert ended is None, f"ended with {ended} too early:\n{self.text()}"
+            assert time.monotonic() < end, f"timed out:\n{self.text()}"
+            time.sleep(0.0005)
+
+    def ended(self) -> int:
+        return self.process.wait(PATIENCE)
+
+
+@pytest.fixture(scope="module")
+def start(text) -> Iterator[Callable[..., Run]]:
+    """`start(folder, *settings)` starts `flax-mesh train` in a process. Those that still run at the end are killed."""
+    runs: list[Run] = []
+
+    def start(folder: Path, *settings: str, recipe: str = RECIPE) -> Run:
+        output = folder.with_name(f"{folder.name}-output-{time.monotonic_ns()}.txt")
+        argv = ["train", recipe, f"data.source={text}", f"run.folder={folder}", *settings]
+        with output.open("w") as file:
+            process = subprocess.Popen([sys.executable, "-m", "flax_mesh.cli", *argv], stdout=file, stderr=file)
+        runs.append(Run(process, folder, output))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        if run.process.poll() is None:
+            run.process.kill()
+        run.process.wait(PATIENCE)
 
 
 def losses(rows: list[dict]) -> dict[int, float]:

@@ -14,13 +14,10 @@ import jax.numpy as jnp
 import pytest
 
 from flax_mesh.checkpoint import Checkpointer
-from flax_mesh.cli.common import BAD_INPUT
 from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.train import apply_overrides, train
 from flax_mesh.train.run_folder import MetricsFile, next_free, rows_until, run_folder
-from tests.multiprocess.processes import run_all
 from tests.train.bigram import recipe, snapshot
-from tests.train.support.processes import RECIPE
 
 STEPS = 5
 NOBODY = 65534
@@ -311,27 +308,16 @@ def fail_in_a_step(model, batch):
     return jnp.float32(0), jnp.float32(1)
 
 
-def too_large_loss(model, batch):
-    huge = jax.lax.optimization_barrier(jnp.ones((2**20, 2**20, 2**8)))  # 1 PiB
-    return huge.sum() * model.head.kernel[...].sum(), jnp.float32(1)
-
-
-NO_MEMORY = r"(?i)memory|YNNPACK operation failed"  # depends on the operation that allocates
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("loss_fn", "reason"), [(fail_in_a_step, "in the recipe"), (too_large_loss, NO_MEMORY)])
-def test_a_first_step_that_fails_leaves_no_folder_or_the_old_one_unchanged(loss_fn, reason, config, tmp_path):
-    with pytest.raises(Exception, match=reason):
-        train(replace(config("run.steps=4", "mesh.shape=dp:1"), loss_fn=loss_fn))
+def test_a_first_step_that_fails_leaves_no_folder_or_the_old_one_unchanged(config, tmp_path):
+    with pytest.raises(Exception, match="in the recipe"):
+        train(replace(config("run.steps=4", "mesh.shape=dp:1"), loss_fn=fail_in_a_step))
     assert os.listdir(tmp_path) == []
     train(config("run.steps=2"))
     (tmp_path / "run" / ".lock").unlink()
-    before = snapshot(tmp_path)
-    with pytest.raises(Exception, match=reason):
-        train(
-            replace(config("run.steps=4", "checkpoint.every=7", "mesh.shape=dp:1"), loss_fn=loss_fn), allow_changes=True
-        )
+    before, longer = snapshot(tmp_path), config("run.steps=4", "checkpoint.every=7", "mesh.shape=dp:1")
+    with pytest.raises(Exception, match="in the recipe"):
+        train(replace(longer, loss_fn=fail_in_a_step), allow_changes=True)
     assert snapshot(tmp_path) == before
 
 
@@ -365,19 +351,6 @@ def test_rows_that_can_no_longer_be_written_stop_the_run_or_are_counted_at_its_e
     lines = [line for line in said if "could not be" in line or "written again" in line]
     assert lines == expected
     assert steps_of((tmp_path / "old2").read_bytes()) == [1, 2]
-
-
-@pytest.mark.slow
-def test_all_of_several_processes_report_what_is_in_the_way(text, tmp_path):
-    (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)
-    (tmp_path / "run" / "checkpoints").touch()
-    settings = [str(RECIPE), f"data.source={text}", f"run.folder={tmp_path / 'run'}", "run.platform=cpu:2"]
-    command = ["-m", "flax_mesh.cli", "launch", "-n", "2", "--", "train", *settings]
-    (ended,) = run_all([command])
-    assert ended.code == BAD_INPUT and "Traceback" not in ended.output
-    for start in (r"\[0\] flax-mesh: run\.folder", r"\[1\] flax-mesh: process 0: run\.folder"):
-        assert len(re.findall(f"^{start}: .* must be a .*, found a ", ended.output, re.MULTILINE)) == 2, ended.output
-    assert sorted(os.listdir(tmp_path / "run")) == ["checkpoints", "metrics.jsonl"]
 
 
 def test_a_checkpoint_from_the_python_api_is_an_error_that_names_start_from(text, tmp_path):
