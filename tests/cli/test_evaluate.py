@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,12 +29,8 @@ def trained(tmp_path_factory) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def command(capsys):
-    def call(*argv: object) -> tuple[int, str, str]:
-        code = main(["evaluate", *map(str, argv)])
-        return code, *capsys.readouterr()
-
-    return call
+def command(call):
+    return partial(call, "evaluate")
 
 
 def test_several_sets_are_a_table(trained, command, tmp_path):
@@ -127,7 +124,11 @@ def test_a_run_is_evaluated_and_continued_on_another_mesh(tmp_path, command, cap
     for other in ("fsdp:1", "dp:2,tp:2", "fsdp:2,sp:2"):
         code, text, errors = command(run, "--data", f"held={held}", f"mesh.shape={other}", "--json")
         found = json.loads(text)
-        assert code == DONE and found["mesh"] == {"fsdp:1": "one device"}.get(other, other) and found["sequence_length"] == 16
+        assert (
+            code == DONE
+            and found["mesh"] == {"fsdp:1": "one device"}.get(other, other)
+            and found["sequence_length"] == 16
+        )
         one = found["sets"]["held"]
         assert one["loss"] == pytest.approx(result.last_row["eval_loss"], rel=1e-5)
         assert one["bits_per_byte"] == pytest.approx(result.last_row["bits_per_byte"], rel=1e-5)

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-import jax
 import pytest
 
 from flax_mesh.cli import main
@@ -22,17 +21,14 @@ from flax_mesh.processes.launch import SIGNALS
 from flax_mesh.train import apply_overrides, load_recipe
 from flax_mesh.train.metrics import Row
 from flax_mesh.train.overrides import to_lines
-from tests.train.bigram import count_compilations, snapshot, write_text
+from tests.train.bigram import count_compilations, snapshot
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "recipes" / "tiny.py")
 BIGRAM = str(ROOT / "tests" / "train" / "bigram.py")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def on_eight_cpu_devices():
-    if jax.default_backend() != "cpu":
-        pytest.skip("recipes/tiny.py requires CPU devices")
+pytestmark = pytest.mark.usefixtures("on_eight_cpu_devices")
 
 
 @pytest.fixture
@@ -48,12 +44,6 @@ def error_lines(capsys):
         return [line.removeprefix("flax-mesh: ") for line in lines]
 
     return run
-
-
-@pytest.fixture
-def small(tmp_path):
-    """The command that trains on the text and in the folder of this test."""
-    return ("train", BIGRAM, f"data.source={write_text(tmp_path)}", f"run.folder={tmp_path / 'run'}")
 
 
 # --- mistakes; single ones are those of test_bad_input.py ---

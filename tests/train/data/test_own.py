@@ -179,8 +179,7 @@ def test_a_plan_and_a_search_count_examples_unless_the_recipe_counts_the_flops_o
     assert counted.time.tokens_per_s == built_in.time.tokens_per_s and counted.time.mfu is not None
     calls.clear()
     searched = search_layouts(config, "v5e:4", plans=4)
-    assert calls == [8] and len(searched.planned) == 4
-    assert {one.unit for one in searched.planned} == {"examples"}
+    assert calls == [8] and {one.unit for one in searched.planned} == {"examples"}
     assert len({one.tokens for one in searched.planned}) > 1, "other batch sizes were planned too"
     zeros = zero_batches(batch_shapes(recipe()))(replace(recipe(), data=replace(recipe().data, batch_size=2**30)))(0)
     assert zeros["inputs"].shape == (2**30, 16) and zeros["inputs"].base.nbytes == 4
