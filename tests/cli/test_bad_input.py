@@ -1,8 +1,9 @@
 """One invalid command for each kind of mistake: the exit code, one short error without a traceback, no changed file.
 
 A line of `COMMANDS` and of `SLOW_COMMANDS` has the exit code, the command, and a text that the error must contain.
-Words in braces are files of `write_files`. Invalid values of settings are in tests/test_settings.py and
-tests/train/test_mistakes.py, invalid recipes in tests/train/test_recipes.py. Most of the slow commands trace a step.
+Words in braces are files of `write_files`. Most of the slow commands trace a step. Further tables are those of settings
+in tests/test_settings.py and tests/train/test_mistakes.py, of recipes in tests/train/test_recipes.py, and of
+`flax-mesh checkpoint` in tests/checkpoint/test_command_input.py.
 """
 
 import json
@@ -100,15 +101,10 @@ COMMANDS = """
 2 | schedule search --stages 2 --microbatches 4 --seconds inf | seconds must be more than 0 and finite
 2 | schedule 1f1b --measure {nothing} | no such file
 3 | checkpoint list {damaged} | step 2: damaged
-2 | checkpoint inspect {run} --step 7 | no step 7
 3 | checkpoint inspect {not_json} | metadata cannot be read
 3 | checkpoint verify {no_metadata} | metadata/metadata: missing
 3 | checkpoint verify {damaged} | 2 of 2 checkpoints damaged
-2 | checkpoint diff {run} {recipe} --values | --values
-2 | checkpoint diff {run} {run} run.steps=1 | settings require a recipe
 3 | checkpoint diff {run} {truncated} | metadata cannot be read
-2 | checkpoint export {run} {run} --to orbax | exists
-2 | checkpoint export {run} {text}/x --to orbax | cannot be written
 3 | checkpoint export {damaged} {out} --to orbax | damaged within bytes
 2 | checkpoint import {nothing} {out} | not a local folder
 3 | checkpoint import {hf_text} {out} | not valid JSON
@@ -116,7 +112,6 @@ COMMANDS = """
 2 | checkpoint import {hf_unknown} {out} | gpt_nope
 2 | checkpoint import {hf_types} {out} | hidden_size must be of type int
 3 | checkpoint import {hf_header} {out} | its header should have
-2 | checkpoint reshard {run} {out} {recipe} mesh.shape=tp:3 | not to 8, the number of devices
 """
 SLOW_COMMANDS = """
 2 | train {recipe} --trace {out} | only a pipeline can be traced
@@ -128,8 +123,6 @@ SLOW_COMMANDS = """
 2 | plan {recipe} --topology cpu:8 --html {nothing}/x.html | cannot be written
 2 | plan {recipe} --topology h200:1x8 --compile | H100
 2 | schedule 1f1b --measure {recipe} | has no axis pp
-2 | checkpoint reshard {run} {run} {recipe} | exists
-2 | checkpoint reshard {run} {out} {recipe} model.mlp_size=8 | does not match
 2 | checkpoint reshard {run} {text}/x {recipe} | cannot be written
 3 | checkpoint reshard {damaged} {out} {recipe} | damaged within bytes
 """
