@@ -100,17 +100,6 @@ def test_a_new_run_that_starts_from_it_needs_its_settings_of_the_model(folder):
         check_start_settings(start, apply_overrides(config, ["model.norm_epsilon=0.1"]), allow_changes=False)
 
 
-def test_the_damaged_step_is_listed_and_a_renamed_one_is_found_by_the_record_of_the_run(folder, capsys):
-    assert main(["checkpoint", "list", str(folder), "--json"]) == DONE
-    steps = json.loads(capsys.readouterr().out)["checkpoints"]
-    assert [(step["name"], step["set_aside"]) for step in steps] == [("6", False), ("4.damaged", True)]
-    assert main(["checkpoint", "verify", str(folder / "checkpoints" / "4.damaged")]) == FINDINGS
-    assert "damaged" in capsys.readouterr().out
-    (folder / "checkpoints" / "6").rename(folder / "checkpoints" / "9")
-    assert main(["checkpoint", "verify", str(folder), "--step", "9"]) == FINDINGS
-    assert "the folder is named 9, but contains the checkpoint of step 6" in capsys.readouterr().out
-
-
 def test_its_settings_and_its_checkpoint_are_printed_compared_and_resharded_under_the_current_names(folder, capsys):
     config = f"@{folder / 'config.txt'}"
     assert main(["train", "recipe.py", config, "--print-config"]) == DONE

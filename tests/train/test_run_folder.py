@@ -279,6 +279,7 @@ def test_folders_are_removed_as_far_as_they_were_created(tmp_path):
     for _ in range(2):
         with run_folder(tmp_path / "runs" / "a" / "b"):
             assert os.listdir(tmp_path / "runs" / "a" / "b") == [".lock"]
+            (tmp_path / "runs" / "a" / "b" / "compiled").mkdir()  # programs of a start that fails
         assert os.listdir(tmp_path / "runs") == []
     assert "cannot be written (File name too long)" in rejected(tmp_path / "x" / LONG)[0]
     assert os.listdir(tmp_path) == ["runs"]

@@ -13,13 +13,7 @@ import pytest
 from flax_mesh.errors import ConfigError
 from flax_mesh.train.data import data
 from flax_mesh.train.data.batches import batch_rows, held_out_rows
-from flax_mesh.train.data.data import (
-    Corpus,
-    DataConfig,
-    TokenFiles,
-    decode,
-    load_corpus,
-)
+from flax_mesh.train.data.data import Corpus, DataConfig, TokenFiles, decode, load_corpus
 from tests.hash_seed import printed_with_another_hash_seed
 
 TINY = DataConfig(sequence_length=4, batch_size=2, held_out=0.25)

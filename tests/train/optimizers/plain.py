@@ -92,10 +92,7 @@ PLAIN: dict[str, Any] = {
             optax.trace(0.9), optax.add_decayed_weights(0.2, is_decayed), optax.scale_by_learning_rate(RATE)
         ),
     ),
-    "sgd without momentum and decay": (
-        {"name": "sgd", "weight_decay": 0.0, "momentum": 0.0},
-        lambda: optax.sgd(RATE),
-    ),
+    "sgd without momentum and decay": ({"name": "sgd", "weight_decay": 0.0, "momentum": 0.0}, lambda: optax.sgd(RATE)),
 }
 
 
