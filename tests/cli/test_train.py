@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,8 @@ from flax_mesh.processes.launch import SIGNALS
 from flax_mesh.train import apply_overrides, load_recipe
 from flax_mesh.train.metrics import Row
 from flax_mesh.train.overrides import to_lines
-from tests.train.bigram import count_compilations, snapshot
+from tests.train.bigram import count_compilations, snapshot, write_text
+from tests.train.support.runs import rows_of
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "recipes" / "tiny.py")
@@ -314,3 +316,43 @@ def test_the_remaining_time_of_a_resumed_run_follows_from_its_own_steps():
                 display.row({"step": step, "loss": 1.0, "grad_norm": 1.0, "tokens_per_s": 1.0})
             assert progress.tasks[0].completed == 104
             assert progress.tasks[0].time_remaining == seconds * 6
+
+
+# --- the cache of compiled programs in the run folder ---
+
+# As a user's process: without the cache that the tests share. Small programs are cached too.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+ENVIRONMENT |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0"}
+ENVIRONMENT |= {"JAX_LOG_COMPILES": "1"}
+
+
+def run_process(folder: Path, *settings: str) -> tuple[int, list[float]]:
+    """(how often the compiled step was read, losses) of a run of four steps."""
+    common = [
+        f"data.source={folder.parent / 'squares.txt'}",
+        f"run.folder={folder}",
+        "run.platform=cpu:2",
+        "run.steps=4",
+    ]
+    command = [sys.executable, "-m", "flax_mesh.cli", "train", BIGRAM, *common, "checkpoint.every=2", *settings]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == DONE, done.stderr
+    hits = (done.stdout + done.stderr).count("Persistent compilation cache hit for 'jit_step'")
+    return hits, [row["loss"] for row in rows_of(folder)]
+
+
+@pytest.mark.slow
+def test_runs_that_read_the_programs_compile_damaged_ones_or_have_no_cache_have_the_same_losses(tmp_path):
+    write_text(tmp_path)
+    hits, losses = run_process(tmp_path / "run")
+    assert not hits and len(losses) == 4
+    assert any("jit_step" in file.name for file in (tmp_path / "run" / "compiled").iterdir())
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
+    for name in ("copy", "damaged"):
+        copy = Path(shutil.copytree(tmp_path / "run", tmp_path / name))
+        for file in (copy / "compiled").iterdir():
+            if name == "damaged":
+                file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        assert run_process(copy, "--allow-changes") == (name == "copy", losses)
+    assert run_process(tmp_path / "none", "run.compilation_cache=false") == (0, losses)
+    assert not (tmp_path / "none" / "compiled").exists()

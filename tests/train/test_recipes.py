@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flax_mesh.cli import main
-from flax_mesh.cli.common import BAD_INPUT
+from flax_mesh.cli.common import BAD_INPUT, DONE
 from flax_mesh.errors import ConfigError
 from flax_mesh.train import apply_overrides, build_program, load_recipe, train
 from flax_mesh.train.config import options_text, parse_compiler_options
@@ -148,3 +148,33 @@ def test_an_error_without_code_of_the_user_is_raised_unchanged():
         wrapped(Fraction)(1, 0)
     with pytest.raises(ConfigError, match=r"^what: place: Invalid literal for Fraction: 'x'"):
         wrapped(Fraction)("x")
+
+
+# --- recipes of arrays: short, and they learn; test_resume.py has their runs on meshes ---
+
+
+ARRAYS = [Path(TINY).with_name(f"{name}.py") for name in ("vit", "encoder_decoder")]
+MOST_LINES = 40
+
+
+@pytest.mark.parametrize("recipe", ARRAYS, ids=lambda path: path.stem)
+def test_a_recipe_is_short(recipe):
+    assert len(recipe.read_text().splitlines()) <= MOST_LINES
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("mesh", ["fsdp:4", "dp:2,fsdp:2", "pp:2,fsdp:2"])
+@pytest.mark.parametrize("recipe", ARRAYS, ids=lambda path: path.stem)
+def test_the_commands_work(recipe, mesh, capsys):
+    settings = (f"mesh.shape={mesh}", "pipeline.num_microbatches=2")
+    for command in (["explain"], ["plan", "--topology", "v5e:2x2"], ["train", "--print-config"]):
+        assert main([*command[:1], str(recipe), *settings, *command[1:]]) == DONE, command
+    assert "tok/s" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ARRAYS, ids=lambda path: path.stem)
+def test_a_recipe_learns(recipe, tmp_path):
+    config = apply_overrides(load_recipe(str(recipe)), [f"run.folder={tmp_path}"])
+    assert train(config).last_row["held_out/accuracy"] > 0.95
